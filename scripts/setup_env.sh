@@ -1,0 +1,86 @@
+#!/usr/bin/env bash
+# Make .venv and install what requirements.txt pins. Does nothing when .venv is already up to date.
+#
+#   bash scripts/setup_env.sh            what training needs
+#   bash scripts/setup_env.sh --test     the same plus the test tools
+#
+# VERL_PYTHON        the Python to use (3.10 to 3.12). Default: the first such Python found in PATH.
+# VERL_TORCH_INDEX   wheel index to take torch from, e.g. https://download.pytorch.org/whl/cu130. Default: pip's own
+#                    configuration, plus PyTorch's CPU index where no NVIDIA GPU is found and that index answers.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+CPU_INDEX=https://download.pytorch.org/whl/cpu
+want_test=0
+for arg in "$@"; do
+    case $arg in
+        --test) want_test=1 ;;
+        *) echo "setup_env.sh: unknown option $arg (known: --test)" >&2; exit 2 ;;
+    esac
+done
+
+is_supported() { "$1" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 12))' >/dev/null 2>&1; }
+
+find_python() {
+    if [ -n "${VERL_PYTHON:-}" ]; then
+        is_supported "$VERL_PYTHON" && { echo "$VERL_PYTHON"; return; }
+        echo "VERL_PYTHON=$VERL_PYTHON is not a Python 3.10, 3.11 or 3.12." >&2
+        exit 1
+    fi
+    for name in python3 python3.12 python3.11 python3.10 python; do
+        if is_supported "$name"; then echo "$name"; return; fi
+    done
+    echo "No Python 3.10, 3.11 or 3.12 in PATH (python3 is: $(python3 --version 2>&1 || true))." >&2
+    echo "Install one, or name one: VERL_PYTHON=/path/to/python3.11 bash scripts/setup_env.sh" >&2
+    exit 1
+}
+
+has_gpu() { command -v nvidia-smi >/dev/null 2>&1 || [ -e /dev/nvidiactl ]; }
+
+answers() {
+    .venv/bin/python -c 'import sys, urllib.request; urllib.request.urlopen(sys.argv[1], timeout=5)' "$1/torch/" \
+        >/dev/null 2>&1
+}
+
+# The stamp names everything an installation depends on; equal stamp, nothing to do.
+stamp_text="$(cat requirements.txt requirements-test.txt setup.py verl/version.py | cksum) $PWD ${VERL_TORCH_INDEX:-}"
+stamp=.venv/.verl-runtime
+if [ $want_test = 1 ]; then stamp=.venv/.verl-test; fi
+if [ "$(cat $stamp 2>/dev/null)" = "$stamp_text" ]; then exit 0; fi
+
+if [ -x .venv/bin/python ] && ! is_supported .venv/bin/python; then
+    echo ".venv holds $(.venv/bin/python --version 2>&1 || echo 'no working Python'); 3.10 to 3.12 are supported." >&2
+    echo "Remove it (rm -r .venv) and run this again." >&2
+    exit 1
+fi
+if [ ! -x .venv/bin/python ]; then
+    python=$(find_python)
+    echo "Making .venv with $("$python" --version) ($python)"
+    if ! "$python" -m venv .venv; then
+        echo "$python cannot make a virtual environment. On Debian and Ubuntu: apt install python3-venv" >&2
+        rm -rf .venv
+        exit 1
+    fi
+fi
+
+pip=(.venv/bin/python -m pip install --quiet --disable-pip-version-check)
+torch=$(grep '^torch==' requirements.txt)
+index=()
+if [ -n "${VERL_TORCH_INDEX:-}" ]; then
+    echo "Installing $torch from $VERL_TORCH_INDEX"
+    index=(--extra-index-url "$VERL_TORCH_INDEX")
+    "${pip[@]}" --no-deps --index-url "$VERL_TORCH_INDEX" "$torch"
+elif [ "$(uname -s)" = Linux ] && ! has_gpu && answers "$CPU_INDEX"; then
+    echo "No NVIDIA GPU found: taking the CPU build of torch from $CPU_INDEX (VERL_TORCH_INDEX chooses another)"
+    index=(--extra-index-url "$CPU_INDEX")
+fi
+
+files=(-r requirements.txt)
+if [ $want_test = 1 ]; then files+=(-r requirements-test.txt); fi
+echo "Installing pinned packages into .venv (once; some minutes)"
+# torch in the same command as the rest, so that pip picks one set that fits together.
+# ${index[@]+...}: bash before 4.4 calls an empty array unset.
+"${pip[@]}" ${index[@]+"${index[@]}"} "${files[@]}"
+"${pip[@]}" --no-deps --no-build-isolation -e .
+echo "$stamp_text" >"$stamp"
+if [ $want_test = 1 ]; then echo "$stamp_text" >.venv/.verl-runtime; fi

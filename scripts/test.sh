@@ -1,0 +1,58 @@
+#!/usr/bin/env bash
+# Set up .venv, check the style, run the tests in tiers. CI runs exactly this.
+#
+#   bash scripts/test.sh                          everything
+#   bash scripts/test.sh --tier unit              one tier: unit, ranks, ray or learning (repeatable)
+#   bash scripts/test.sh tests/utils -k tracking  further arguments go to pytest
+set -uo pipefail
+cd "$(dirname "$0")/.."
+
+tiers=()
+arguments=()
+while [ $# -gt 0 ]; do
+    case $1 in
+        --tier)
+            [ $# -ge 2 ] || { echo "--tier needs one of: unit ranks ray learning" >&2; exit 2; }
+            case $2 in
+                unit | ranks | ray | learning) tiers+=("$2") ;;
+                *) echo "--tier $2: no such tier (known: unit ranks ray learning)" >&2; exit 2 ;;
+            esac
+            shift 2
+            ;;
+        *) arguments+=("$1"); shift ;;
+    esac
+done
+if [ ${#tiers[@]} = 0 ]; then tiers=(unit ranks ray learning); fi
+
+bash scripts/setup_env.sh --test || exit 1
+
+# One thread a process: the tests fork ranks, and spinning threads of several ranks on few cores slow each other down.
+export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false WANDB_MODE=offline
+
+# A test that fits several tiers belongs to the slowest of them.
+tests_of() {
+    case $1 in
+        unit) echo "not ranks and not ray and not learning" ;;
+        ranks) echo "ranks and not ray and not learning" ;;
+        ray) echo "ray and not learning" ;;
+        learning) echo "learning" ;;
+    esac
+}
+
+failed=()
+.venv/bin/ruff check . || failed+=(ruff)
+for tier in "${tiers[@]}"; do
+    echo "== $tier"
+    start=$SECONDS
+    .venv/bin/python -m pytest -m "$(tests_of "$tier")" --durations=5 --durations-min=5 ${arguments[@]+"${arguments[@]}"}
+    code=$?
+    # 5: no test of this tier among those asked for
+    if [ $code != 0 ] && [ $code != 5 ]; then failed+=("$tier"); fi
+    echo "== $tier took $((SECONDS - start)) s"
+done
+
+if [ ${#failed[@]} != 0 ]; then
+    echo "FAILED: ${failed[*]}" >&2
+    exit 1
+fi
+echo "All passed: ruff ${tiers[*]}"

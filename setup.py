@@ -1,0 +1,53 @@
+"""Package metadata. Versions here are ranges for users of the library; requirements.txt has the tested pins."""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+HERE = Path(__file__).parent
+
+
+def read_version() -> str:
+    scope: dict[str, str] = {}
+    exec((HERE / "verl" / "version.py").read_text(encoding="utf-8"), scope)
+    return scope["__version__"]
+
+
+TENSORBOARD = ["tensorboard>=2.16"]
+WANDB = ["wandb>=0.19"]
+GGUF = ["gguf>=0.17"]
+TEST = ["pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6.100", "ruff>=0.17,<0.18"]
+
+setup(
+    name="verl",
+    version=read_version(),
+    description="Reinforcement learning for language models",
+    long_description=(HERE / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.10",
+    packages=find_packages(include=["verl", "verl.*"]),
+    package_data={"verl": ["**/*.yaml", "**/*.md"]},
+    install_requires=[
+        "torch>=2.11",
+        "transformers>=5.17",
+        "tensordict>=0.10",
+        "torchdata>=0.11",
+        "ray>=2.50",
+        "hydra-core>=1.3",
+        "numpy>=1.26",
+        "pyarrow>=18",
+        "datasets>=4.0",
+        "safetensors>=0.5",
+        "fsspec",
+        "psutil",
+        "codetiming>=1.4",
+        "rich>=13",
+    ],
+    extras_require={
+        "tensorboard": TENSORBOARD,
+        "wandb": WANDB,
+        "gguf": GGUF,
+        "test": TEST + TENSORBOARD + WANDB + GGUF,
+    },
+)

@@ -1,0 +1,28 @@
+"""What holds for every test: one thread, no network, a GPU only where there is one."""
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("WANDB_MODE", "offline")
+
+import pytest  # noqa: E402
+
+def has_cuda() -> bool:
+    import torch  # only reached when a GPU test was collected
+
+    return torch.cuda.is_available()
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m selects
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    skip_gpu = None
+    for item in items:
+        if hasattr(getattr(item, "module", None), "run_ranks"):
+            item.add_marker(pytest.mark.ranks)
+        if item.get_closest_marker("gpu"):
+            if skip_gpu is None:
+                skip_gpu = not has_cuda()
+            if skip_gpu:
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
