@@ -1,0 +1,96 @@
+"""Functions of the driver between rollout and update."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from verl.algorithms.advantage import register_adv_est
+from verl.protocol import DataProto
+from verl.trainer.ppo.experience import apply_kl_penalty, balance_batch, compute_advantage, compute_response_mask
+from verl.trainer.ppo.ray_trainer import sample_seed
+
+
+def batch_of(prompt_lengths, response_lengths, prompt_width=8, response_width=8):
+    rows = len(prompt_lengths)
+    mask = torch.zeros(rows, prompt_width + response_width, dtype=torch.long)
+    for i, (p, r) in enumerate(zip(prompt_lengths, response_lengths, strict=True)):
+        mask[i, prompt_width - p : prompt_width + r] = 1
+    data = DataProto.from_dict(
+        tensors={
+            "attention_mask": mask,
+            "input_ids": torch.arange(mask.numel()).view_as(mask) * mask,
+            "responses": (torch.arange(mask.numel()).view_as(mask) * mask)[:, prompt_width:],
+            "row": torch.arange(rows),
+        },
+        non_tensors={"uid": np.array([f"u{i // 2}" for i in range(rows)], dtype=object)},
+    )
+    return data
+
+
+def test_response_mask_marks_the_real_tokens_of_the_response():
+    data = batch_of([2, 3], [1, 4], 4, 5)
+    assert compute_response_mask(data).tolist() == [[1, 0, 0, 0, 0], [1, 1, 1, 1, 0]]
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.lists(st.integers(1, 8), min_size=8, max_size=8), st.sampled_from([1, 2, 4]))
+def test_balancing_keeps_every_row_in_its_mini_batch_whatever_the_number_of_ranks(lengths, dp):
+    data = batch_of([1] * 8, lengths)
+    balanced, _ = balance_batch(data, dp, mini_batch_rows=4)
+    rows = balanced.column("row").view(dp, 2, 4 // dp)  # rank, mini-batch, row
+    for mini in range(2):
+        assert sorted(rows[:, mini].flatten().tolist()) == list(range(4 * mini, 4 * mini + 4))
+
+
+def test_balancing_evens_out_the_tokens_of_the_ranks():
+    _, spread = balance_batch(batch_of([1] * 8, [8, 8, 8, 8, 1, 1, 1, 1]), 2)
+    assert spread["global_seqlen/balanced_max"] == spread["global_seqlen/balanced_min"] == 22
+    assert spread["global_seqlen/minmax_diff"] == 28
+
+
+class FixedBeta:
+    value = 0.5
+
+    def update(self, current_kl, n_steps):
+        self.seen = (current_kl, n_steps)
+
+
+def test_kl_in_reward_charges_each_token_and_shows_the_controller_the_mean():
+    data = batch_of([1, 1], [2, 1], 1, 2)
+    mask = compute_response_mask(data).float()
+    data.put("response_mask", mask.long())
+    data.put("token_level_scores", torch.tensor([[0.0, 1.0], [2.0, 0.0]]))
+    data.put("old_log_probs", torch.tensor([[-1.0, -2.0], [-3.0, 0.0]]))
+    data.put("ref_log_prob", torch.tensor([[-1.5, -1.0], [-3.0, 0.0]]))
+    beta = FixedBeta()
+    data, metrics = apply_kl_penalty(data, beta, "kl")
+    torch.testing.assert_close(data.column("token_level_rewards"), torch.tensor([[-0.25, 1.5], [2.0, 0.0]]))
+    assert beta.seen[0] == pytest.approx(-0.125) and beta.seen[1] == 2
+    assert metrics["actor/reward_kl_penalty_coeff"] == 0.5
+
+
+def test_user_estimator_receives_the_arguments_it_names():
+    @register_adv_est("test_named_arguments")
+    def estimator(token_level_rewards, response_mask, index, row, gamma):
+        return token_level_rewards * gamma + row[:, None], token_level_rewards
+
+    data = batch_of([1, 1], [2, 1], 1, 2)
+    data.put("token_level_rewards", torch.ones(2, 2))
+    data = compute_advantage(data, "test_named_arguments", gamma=0.5)
+    assert data.column("advantages").tolist() == [[0.5, 0.5], [1.5, 1.5]]
+
+
+def test_missing_column_of_an_estimator_is_named():
+    data = batch_of([1, 1], [2, 1], 1, 2)
+    data.put("token_level_rewards", torch.ones(2, 2))
+    with pytest.raises(ValueError, match="algorithm.adv_estimator=gae needs 'values'"):
+        compute_advantage(data, "gae")
+
+
+def test_sample_seeds_differ_by_step_prompt_and_k_and_repeat_by_run_seed():
+    seeds = {sample_seed(1, s, p, k) for s in range(5) for p in range(20) for k in range(8)}
+    assert len(seeds) == 800
+    assert sample_seed(1, 2, 3, 4) == sample_seed(1, 2, 3, 4) != sample_seed(2, 2, 3, 4)
+    assert all(0 <= seed < 2**63 for seed in seeds)

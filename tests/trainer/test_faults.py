@@ -1,0 +1,89 @@
+"""What goes wrong is said, ends the run, and leaves nothing behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from tests.support.runs import main_ppo, make_task, overrides
+
+
+def start(arguments, log):
+    command = [sys.executable, "-m", "verl.trainer.main_ppo", *arguments]
+    return subprocess.Popen(
+        command, stdout=log, stderr=subprocess.STDOUT, env={**os.environ, "PYTHONUNBUFFERED": "1"}, start_new_session=True
+    )
+
+
+def descendants(pid):
+    return psutil.Process(pid).children(recursive=True)
+
+
+def wait_for(condition, what, timeout_s=120):
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {timeout_s} s for {what}"
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("controller", ["local", pytest.param("ray", marks=pytest.mark.ray)])
+def test_killed_worker_ends_the_run_with_its_name_and_no_process_left(tmp_path, controller):
+    task = make_task(tmp_path / "task")
+    arguments = overrides(
+        task,
+        trainer__controller=controller,
+        trainer__n_gpus_per_node=2,
+        actor_rollout_ref__actor__strategy="fsdp2",
+        trainer__total_training_steps=100000,
+    )
+    with open(tmp_path / "log", "w+") as log:
+        driver = start(arguments, log)
+        try:
+            wait_for(lambda: "step:2" in (tmp_path / "log").read_text() or driver.poll() is not None, "the second step")
+            assert driver.poll() is None, (tmp_path / "log").read_text()[-3000:]
+            family = descendants(driver.pid)
+            worker = next(p for p in reversed(family) if is_worker(p, controller))
+            worker.send_signal(signal.SIGKILL)
+            started = time.monotonic()
+            code = driver.wait(timeout=60)
+        finally:
+            if driver.poll() is None:
+                os.killpg(driver.pid, signal.SIGKILL)
+    text = (tmp_path / "log").read_text()
+    assert code != 0
+    assert time.monotonic() - started < 45
+    assert "actor_rollout" in text and "rank" in text and "SIGKILL" in text, text[-3000:]
+    wait_for(lambda: not [p for p in family if alive(p)], "the workers to be gone", 20)
+
+
+def is_worker(process, controller):
+    """A process that runs ranks: a forked copy of the driver, or one of Ray's actors."""
+    try:
+        command = " ".join(process.cmdline())
+    except psutil.Error:
+        return False
+    return "main_ppo" in command if controller == "local" else "ray::" in command and "IDLE" not in command
+
+
+def alive(process):
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def test_failing_reward_function_stops_the_run_and_names_the_sample(tmp_path):
+    task = make_task(tmp_path / "task")
+    (tmp_path / "task" / "reward.py").write_text("def compute_score(**kwargs):\n    return 1 / 0\n")
+    result = main_ppo(overrides(task, trainer__total_training_steps=1))
+    assert result.returncode != 0
+    assert "ZeroDivisionError" in result.stderr and "digits" in result.stderr and "on_error" in result.stderr
+
+
+def test_misspelt_key_is_refused_with_the_nearest_name():
+    result = main_ppo(["actor_rollout_ref.rollout.temprature=0.5"])
+    assert result.returncode != 0 and "actor_rollout_ref.rollout.temperature" in result.stderr

@@ -1,0 +1,62 @@
+"""A tiny model from random weights learns its task: the whole loop on its real path."""
+
+import pytest
+
+from tests.support.runs import make_task, overrides, read_metrics, run_job
+
+LEARNING = {
+    "data__train_batch_size": 8,
+    "data__max_response_length": 16,
+    "actor_rollout_ref__rollout__n": 8,
+    "actor_rollout_ref__actor__ppo_mini_batch_size": 8,
+    "actor_rollout_ref__actor__ppo_micro_batch_size_per_gpu": 64,
+    "actor_rollout_ref__rollout__log_prob_micro_batch_size_per_gpu": 64,
+    "actor_rollout_ref__actor__optim__lr": "3e-4",
+    "actor_rollout_ref__actor__optim__weight_decay": 0.0,
+    "actor_rollout_ref__actor__optim__betas": "[0.9,0.99]",
+    "trainer__logger": "[file]",
+}
+
+
+def learn(tmp_path, monkeypatch, **settings):
+    """Run and return the mean reward of the first and of the last five steps."""
+    monkeypatch.setenv("VERL_FILE_LOGGER_PATH", str(tmp_path / "metrics.jsonl"))
+    monkeypatch.chdir(tmp_path)
+    task = make_task(tmp_path, size="2.5M")
+    run_job(overrides(task, **{**LEARNING, **settings}))
+    rewards = [row["data"]["critic/score/mean"] for row in read_metrics(tmp_path / "metrics.jsonl")]
+    return sum(rewards[:5]) / 5, sum(rewards[-5:]) / 5
+
+
+def test_grpo_learns_on_the_local_controller(tmp_path, monkeypatch):
+    first, last = learn(tmp_path, monkeypatch, trainer__total_training_steps=30)
+    assert first < 0.5 and last > 0.9
+
+
+@pytest.mark.ray
+def test_grpo_learns_on_ray_with_two_ranks(tmp_path, monkeypatch):
+    first, last = learn(
+        tmp_path,
+        monkeypatch,
+        trainer__controller="ray",
+        trainer__n_gpus_per_node=2,
+        actor_rollout_ref__actor__strategy="fsdp2",
+        actor_rollout_ref__actor__ppo_micro_batch_size_per_gpu=32,
+        trainer__total_training_steps=30,
+    )
+    assert first < 0.5 and last > 0.9
+
+
+def test_ppo_with_a_critic_learns_on_the_local_controller(tmp_path, monkeypatch):
+    first, last = learn(
+        tmp_path,
+        monkeypatch,
+        algorithm__adv_estimator="gae",
+        actor_rollout_ref__actor__optim__lr="3e-4",
+        critic__optim__lr="1e-3",
+        critic__ppo_micro_batch_size_per_gpu=64,
+        critic__strategy="local",
+        critic__model__fsdp_config__mixed_precision__param_dtype="fp32",
+        trainer__total_training_steps=40,
+    )
+    assert first < 0.5 and last > 0.85

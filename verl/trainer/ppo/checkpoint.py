@@ -1,0 +1,108 @@
+"""What of a run is on disk: where a step's checkpoint lies, the driver's own part of it, and which one to resume from.
+
+The folder of a step holds ``actor/`` and ``critic/`` (written by the workers), ``data.pt`` (the loader's position) and
+``trainer.json`` (the driver's state). ``latest_checkpointed_iteration.txt`` names the newest complete step and is
+written last, so a run killed while saving resumes from the one before.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+
+TRACKER = "latest_checkpointed_iteration.txt"
+
+
+def step_folder(root: str | Path, step: int) -> Path:
+    return Path(root).expanduser() / f"global_step_{step}"
+
+
+def step_of(folder: str | Path) -> int:
+    """The step number in a checkpoint folder's name."""
+    match = re.fullmatch(r"global_step_(\d+)", Path(folder).name)
+    if not match:
+        raise ValueError(
+            f"trainer.resume_from_path={folder} is not a step's folder: its name must be global_step_<number>. "
+            f"Give the folder that holds actor/ and data.pt, for example .../global_step_100."
+        )
+    return int(match.group(1))
+
+
+def find_latest_ckpt_path(root: str | Path) -> Path | None:
+    """The folder of the newest complete checkpoint under ``root``, or None when there is none."""
+    tracker = Path(root).expanduser() / TRACKER
+    if not tracker.exists():
+        return None
+    text = tracker.read_text().strip()
+    if not text.isdigit():
+        raise ValueError(
+            f"{tracker} holds {text!r}, not a step number. Correct it, or pass trainer.resume_mode=resume_path "
+            f"trainer.resume_from_path=<folder>."
+        )
+    folder = step_folder(root, int(text))
+    if not folder.exists():
+        raise FileNotFoundError(
+            f"{tracker} names step {text}, but {folder} does not exist. Pass trainer.resume_mode=resume_path with "
+            f"trainer.resume_from_path, or trainer.resume_mode=disable to start anew."
+        )
+    return folder
+
+
+def folder_to_resume(config: Any) -> Path | None:
+    """The checkpoint ``trainer.resume_mode`` asks for; None to start from the beginning."""
+    if config.resume_mode == "disable":
+        return None
+    if config.resume_mode == "auto":
+        return find_latest_ckpt_path(config.default_local_dir)
+    path = config.resume_from_path
+    if not path:
+        raise ValueError(
+            "trainer.resume_from_path is not set, but trainer.resume_mode=resume_path needs it. "
+            "Give the folder global_step_<number> to resume from."
+        )
+    folder = Path(path).expanduser()
+    step_of(folder)
+    if not folder.exists():
+        raise FileNotFoundError(f"trainer.resume_from_path={path} does not exist. Give an existing global_step_<n>.")
+    return folder
+
+
+def save_driver_state(folder: Path, loader: Any, state: dict[str, Any]) -> None:
+    """Write the loader's position and the driver's ``state`` (JSON values) into a step's folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    _write_atomic(folder / "data.pt", lambda path: torch.save(loader.state_dict(), path))
+    _write_atomic(folder / "trainer.json", lambda path: path.write_text(json.dumps(state, indent=1)))
+
+
+def load_driver_state(folder: Path, loader: Any) -> dict[str, Any]:
+    """Bring the loader to its saved position; returns the driver's saved state, empty for a foreign checkpoint."""
+    data = folder / "data.pt"
+    if data.exists():
+        loader.load_state_dict(torch.load(data, weights_only=True))
+    else:
+        print(f"{data} is missing: the data loader starts from its beginning, so prompts repeat.")
+    state = folder / "trainer.json"
+    return json.loads(state.read_text()) if state.exists() else {}
+
+
+def mark_complete(root: str | Path, step: int) -> None:
+    """Name ``step`` as the newest complete checkpoint, and clear folders whose roles were rotated away."""
+    root = Path(root).expanduser()
+    _write_atomic(root / TRACKER, lambda path: path.write_text(str(step)))
+    for folder in root.glob("global_step_*"):
+        if folder != step_folder(root, step) and not any(child.is_dir() for child in folder.iterdir()):
+            shutil.rmtree(folder)
+
+
+def _write_atomic(target: Path, write: Any) -> None:
+    part = target.with_name(target.name + ".part")
+    write(part)
+    with open(part, "rb") as file:
+        os.fsync(file.fileno())
+    os.replace(part, target)

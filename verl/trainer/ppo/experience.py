@@ -1,0 +1,152 @@
+"""From sampled responses to a batch one can learn from: masks, KL in the reward, advantages, and the order of rows.
+
+Functions of the driver: they read and write columns of a DataProto and know nothing of workers or models.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from verl.algorithms.advantage import get_adv_estimator_fn
+from verl.algorithms.kl import kl_penalty as kl_estimate
+from verl.protocol import DataProto
+from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions, log_seqlen_unbalance
+from verl.utils.torch_functional import masked_mean
+
+
+def compute_response_mask(data: DataProto) -> Tensor:
+    """Mark the real tokens of single-turn responses: the last R columns of ``attention_mask``, (B, R)."""
+    width = data.ragged("responses").layout.width
+    return data.column("attention_mask")[:, -width:]
+
+
+def apply_kl_penalty(data: DataProto, kl_ctrl: Any, kl_penalty: str = "kl") -> tuple[DataProto, dict[str, float]]:
+    """Charge the policy for leaving the reference: r_t = score_t - beta * KL_t, and let the controller see the KL.
+
+    Reads ``token_level_scores``, ``old_log_probs``, ``ref_log_prob``, ``response_mask``, each (B, R); adds
+    ``token_level_rewards`` (B, R). ``beta`` is the controller's coefficient before this batch moves it.
+
+    Source: Ziegler et al. 2019, section 2.2 (arXiv:1909.08593).
+    """
+    mask = data.column("response_mask")
+    kl = kl_estimate(data.column("old_log_probs"), data.column("ref_log_prob"), kl_penalty) * mask
+    beta = kl_ctrl.value
+    data.put("token_level_rewards", data.column("token_level_scores") - beta * kl)
+    current_kl = masked_mean(kl, mask=mask, axis=-1).mean().item()
+    kl_ctrl.update(current_kl=current_kl, n_steps=len(data))
+    return data, {"actor/reward_kl_penalty": current_kl, "actor/reward_kl_penalty_coeff": beta}
+
+
+def compute_advantage(
+    data: DataProto,
+    adv_estimator: str,
+    gamma: float = 1.0,
+    lam: float = 1.0,
+    num_repeat: int = 1,
+    norm_adv_by_std_in_grpo: bool = True,
+    config: Any = None,
+) -> DataProto:
+    """Run the named estimator; adds ``advantages`` and ``returns``, both (B, R).
+
+    An estimator receives those of the following arguments that it names: ``token_level_rewards``, ``response_mask``,
+    ``index`` (the prompts' uid), ``values``, ``reward_baselines``, ``gamma``, ``lam``, ``norm_adv_by_std_in_grpo``,
+    ``num_repeat``, ``config``, and any other column of the batch under its own name.
+    """
+    available: dict[str, Any] = {
+        "index": data.non_tensor_batch.get("uid"),
+        "gamma": gamma,
+        "lam": lam,
+        "num_repeat": num_repeat,
+        "norm_adv_by_std_in_grpo": norm_adv_by_std_in_grpo,
+        "config": config,
+    }
+    available = {name: value for name, value in available.items() if value is not None}
+    if "response_mask" not in data.keys():
+        data.put("response_mask", compute_response_mask(data))
+    advantages, returns = _call_by_name(get_adv_estimator_fn(adv_estimator), available, data, adv_estimator)
+    data.put("advantages", advantages)
+    data.put("returns", returns)
+    return data
+
+
+def _call_by_name(fn: Callable, available: Mapping[str, Any], data: DataProto, name: str) -> tuple[Tensor, Tensor]:
+    """Call ``fn`` with the arguments it names, taken from ``available`` first and from the batch's columns second."""
+    arguments: dict[str, Any] = {}
+    parameters = inspect.signature(fn).parameters.values()
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    columns = set(data.keys())
+    for p in parameters:
+        if p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL):
+            continue
+        if p.name in available:
+            arguments[p.name] = available[p.name]
+        elif p.name in columns:
+            arguments[p.name] = data.column(p.name)
+        elif p.name in data.non_tensor_batch:
+            arguments[p.name] = data.non_tensor_batch[p.name]
+        elif p.default is p.empty:
+            raise ValueError(
+                f"algorithm.adv_estimator={name} needs {p.name!r}, which this batch does not have. "
+                f"Columns: {', '.join(sorted(columns))}; values: {', '.join(sorted(available))}. "
+                f"Produce that column before the advantages, or give the argument a default."
+            )
+    if takes_all:
+        arguments = {**available, "token_level_rewards": data.column("token_level_rewards"), **arguments}
+        arguments.setdefault("response_mask", data.column("response_mask"))
+    return fn(**arguments)
+
+
+def balance_batch(
+    data: DataProto, dp_size: int, mini_batch_rows: int | None = None, prefix: str = "global_seqlen"
+) -> tuple[DataProto, dict[str, float]]:
+    """Order the rows so that each of ``dp_size`` consecutive chunks carries about the same number of tokens.
+
+    Rows stay in their mini-batch: of every ``mini_batch_rows`` consecutive rows each rank receives an equal share, and
+    meets them as its own mini-batch of the same number. So which rows make an optimizer step does not depend on
+    ``dp_size``. Changes order only; groups are found by ``uid``.
+
+    Returns:
+        the same data, reordered in place, and the spread before and after as ``{prefix}/{min,max,...}``.
+    """
+    seqlens = data.ragged("attention_mask").layout.lengths.tolist()
+    rows = len(seqlens)
+    mini = mini_batch_rows if mini_batch_rows and rows % mini_batch_rows == 0 else rows
+    if rows % dp_size or mini % dp_size:
+        return data, {}
+    per_rank: list[list[int]] = [[] for _ in range(dp_size)]
+    for start in range(0, rows, mini):
+        shares = get_seqlen_balanced_partitions(seqlens[start : start + mini], k_partitions=dp_size, equal_size=True)
+        for rank, share in enumerate(shares):
+            per_rank[rank].extend(start + i for i in sorted(share))
+    metrics = log_seqlen_unbalance(seqlen_list=seqlens, partitions=per_rank, prefix=prefix)
+    if dp_size > 1:
+        data.reorder(torch.tensor([i for share in per_rank for i in share]))
+    return data, metrics
+
+
+def rollout_mismatch(data: DataProto) -> dict[str, float]:
+    """How far the sampler's probabilities are from the trainer's, over response tokens: max, mean and std of |p - q|."""
+    rollout = data.ragged("rollout_log_probs").values.float()
+    actor = data.ragged("old_log_probs").values.float()
+    mask = data.ragged("response_mask").values.bool()
+    difference = (rollout.exp() - actor.exp()).abs()[mask]
+    return {
+        "training/rollout_probs_diff_max": difference.max().item(),
+        "training/rollout_probs_diff_mean": difference.mean().item(),
+        "training/rollout_probs_diff_std": difference.std(unbiased=False).item(),
+    }
+
+
+def attach_reward(data: DataProto, scores: Tensor, extra: Mapping[str, Any]) -> DataProto:
+    """Put a reward manager's result into the batch: ``token_level_scores`` (B, R) and its extra columns."""
+    data.put("token_level_scores", scores)
+    for name, column in extra.items():
+        if len(column) == len(data):
+            data.non_tensor_batch[name] = np.array(column, dtype=object)
+    return data

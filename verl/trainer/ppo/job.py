@@ -1,0 +1,89 @@
+"""PPOJob: one run from a checked config to its closing summary.
+
+Everything that can be found out cheaply is found out first: the device, the data, the reward function. Only then do
+worker processes start and models load.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from typing import Any
+
+from verl.trainer.ppo.placement import default_pools, default_roles
+from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+from verl.trainer.ppo.reward import load_reward_manager
+from verl.utils.dataset.loader import build_dataset, build_sampler
+from verl.utils.fs import copy_to_local
+from verl.utils.progress import print_summary
+from verl.utils.tokenizer import hf_processor, hf_tokenizer
+
+
+class PPOJob:
+    """The main job as users start it; the trainer class is the place to bring another algorithm."""
+
+    trainer_cls: type[RayPPOTrainer] = RayPPOTrainer
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
+
+    def run(self) -> None:
+        """Prepare, train, and say what came of it; worker processes never outlive this call."""
+        signal.signal(signal.SIGTERM, _exit_on_signal)
+        check_device(self.config.trainer)
+        trainer = self.build_trainer()
+        trainer.controller.start(self.config.ray_init, self.config.trainer.device)
+        try:
+            trainer.init_workers()
+            trainer.fit()
+        finally:
+            trainer.controller.stop()
+        print_summary(trainer.summary())
+
+    def build_trainer(self) -> RayPPOTrainer:
+        """Tokenizer, data, reward functions and roles, as the config names them."""
+        config = self.config
+        path = copy_to_local(config.actor_rollout_ref.model.path)
+        trust = config.data.trust_remote_code or config.actor_rollout_ref.model.trust_remote_code
+        tokenizer = hf_tokenizer(config.data.tokenizer or path, trust_remote_code=trust)
+        processor = hf_processor(path, trust_remote_code=trust)
+        train_dataset = build_dataset(config.data, config.data.train_files, tokenizer, processor)
+        val_dataset = build_dataset(config.data, config.data.val_files, tokenizer, processor)
+        roles = default_roles(config)
+        return self.trainer_cls(
+            config,
+            tokenizer,
+            role_worker_mapping=roles,
+            resource_pool_manager=default_pools(config, roles),
+            processor=processor,
+            reward_fn=load_reward_manager(config, tokenizer, num_examine=0),
+            val_reward_fn=load_reward_manager(config, tokenizer, num_examine=1),
+            train_dataset=train_dataset,
+            val_dataset=val_dataset,
+            train_sampler=build_sampler(config.data, train_dataset, config.trainer.seed),
+        )
+
+
+def check_device(trainer: Any) -> None:
+    """Refuse a device this machine does not have, before anything is loaded."""
+    import torch
+
+    if trainer.device == "cuda" and not torch.cuda.is_available() and trainer.nnodes == 1:
+        raise ValueError(
+            "trainer.device=cuda, but torch finds no CUDA device on this machine. "
+            "Pass trainer.device=cpu to run here, or check the driver and the torch build with "
+            '`python -c "import torch; print(torch.version.cuda, torch.cuda.device_count())"`.'
+        )
+    if trainer.device == "cuda" and trainer.nnodes == 1 and trainer.n_gpus_per_node > torch.cuda.device_count():
+        raise ValueError(
+            f"trainer.n_gpus_per_node={trainer.n_gpus_per_node}, but this machine has {torch.cuda.device_count()} "
+            f"CUDA devices. Lower it to that number."
+        )
+    if trainer.device == "cpu":
+        os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
+
+
+def _exit_on_signal(number: int, frame: Any) -> None:
+    """Turn a signal into an ordinary exit, so that workers are stopped on the way out."""
+    sys.exit(128 + number)

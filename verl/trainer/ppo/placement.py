@@ -1,0 +1,101 @@
+"""Which roles run, on which devices, in which processes.
+
+Roles that share a resource pool share its processes: rank r of each lives in process r and they take turns on its
+device. Knows worker groups and pools, not what the roles do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from verl.single_controller import Controller
+from verl.trainer.ppo.utils import Role, need_critic, need_reference_policy
+
+GLOBAL_POOL = "global_pool"
+
+
+@dataclass
+class ResourcePoolManager:
+    """Pools by name, and the pool each role runs on.
+
+    Args:
+        resource_pool_spec: pool name -> processes on each node, e.g. ``{"global_pool": [8, 8]}``.
+        mapping: role -> pool name.
+    """
+
+    resource_pool_spec: dict[str, list[int]]
+    mapping: dict[Role, str]
+    resource_pool_dict: dict[str, Any] = field(default_factory=dict)
+
+    def create_resource_pool(self, controller: Controller, use_gpu: bool = True) -> None:
+        """Make the pools with ``controller``'s class; a role mapped to an unknown pool is an error."""
+        for role, pool in self.mapping.items():
+            if pool not in self.resource_pool_spec:
+                raise ValueError(
+                    f"role {role} is mapped to resource pool {pool!r}, which does not exist. "
+                    f"Known pools: {', '.join(self.resource_pool_spec)}. Name one of them, or add it to the spec."
+                )
+        for name, processes in self.resource_pool_spec.items():
+            self.resource_pool_dict[name] = controller.ResourcePool(
+                process_on_nodes=processes, use_gpu=use_gpu, max_colocate_count=len(self.mapping), name_prefix=name
+            )
+
+    def get_resource_pool(self, role: Role) -> Any:
+        return self.resource_pool_dict[self.mapping[role]]
+
+    def get_n_gpus(self) -> int:
+        """Processes (one per device) over all pools."""
+        return sum(sum(processes) for processes in self.resource_pool_spec.values())
+
+
+def default_roles(config: Any) -> dict[Role, type]:
+    """The roles ``config`` needs and the worker class of each."""
+    from verl.workers.roles import ActorRolloutRefWorker, CriticWorker
+
+    roles: dict[Role, type] = {Role.ActorRollout: ActorRolloutRefWorker}
+    if need_reference_policy(config):
+        roles[Role.RefPolicy] = ActorRolloutRefWorker
+    if need_critic(config):
+        roles[Role.Critic] = CriticWorker
+    return roles
+
+
+def default_pools(config: Any, roles: Mapping[Role, type]) -> ResourcePoolManager:
+    """One pool of all devices, shared by all roles."""
+    spec = {GLOBAL_POOL: [config.trainer.n_gpus_per_node] * config.trainer.nnodes}
+    return ResourcePoolManager(resource_pool_spec=spec, mapping=dict.fromkeys(roles, GLOBAL_POOL))
+
+
+def start_worker_groups(
+    config: Any,
+    roles: Mapping[Role, type],
+    pools: ResourcePoolManager,
+    controller: Controller,
+    total_training_steps: int,
+    device: str,
+    worker_group_cls: type | None = None,
+) -> dict[Role, Any]:
+    """Start the processes and return one worker group a role; the models are not loaded yet."""
+    pools.create_resource_pool(controller, use_gpu=device == "cuda")
+    sections = {Role.Critic: config.critic}
+    by_pool: dict[str, dict[str, Any]] = {}
+    for role, cls in roles.items():
+        by_pool.setdefault(pools.mapping[role], {})[str(role)] = controller.ClassWithInitArgs(
+            cls,
+            config=sections.get(role, config.actor_rollout_ref),
+            role=str(role),
+            device=device,
+            seed=config.trainer.seed,
+            total_training_steps=total_training_steps,
+            timeout_s=config.actor_rollout_ref.nccl_timeout,
+        )
+    groups: dict[str, Any] = {}
+    for pool, classes in by_pool.items():
+        host = controller.create_colocated_worker_cls(classes)
+        group = (worker_group_cls or controller.WorkerGroup)(
+            pools.resource_pool_dict[pool], host, timeout=config.trainer.worker_timeout
+        )
+        groups.update(group.spawn(prefix_set=classes.keys()))
+    return {role: groups[str(role)] for role in roles}

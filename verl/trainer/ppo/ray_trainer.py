@@ -1,0 +1,437 @@
+"""RayPPOTrainer: the algorithm, one stage after the other, driven from a single process.
+
+The driver holds prompts, rewards and advantages; models live in worker groups and are called by their verbs. Every
+stage is a method, and the place to override: dynamic sampling overrides ``rollout``, another estimator needs only a
+registered function. The name is historical: the same loop runs on the local controller.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from verl.algorithms.aggregate import agg_loss
+from verl.algorithms.kl import get_kl_controller
+from verl.protocol import DataProto
+from verl.single_controller import get_controller
+from verl.trainer.ppo import checkpoint
+from verl.trainer.ppo.experience import (
+    apply_kl_penalty,
+    attach_reward,
+    balance_batch,
+    compute_advantage,
+    compute_response_mask,
+    rollout_mismatch,
+)
+from verl.trainer.ppo.metric_utils import (
+    compute_data_metrics,
+    compute_throughout_metrics,
+    compute_timing_metrics,
+)
+from verl.trainer.ppo.placement import ResourcePoolManager, start_worker_groups
+from verl.trainer.ppo.reward import compute_reward
+from verl.trainer.ppo.utils import Role, WorkerType, need_critic, need_reference_policy
+from verl.trainer.ppo.validation import dump_samples, ground_truths, validate
+from verl.utils.dataset.loader import build_train_loader, build_val_loader
+from verl.utils.metric import reduce_metrics
+from verl.utils.profiler import marked_timer
+from verl.utils.progress import Progress
+from verl.utils.tracking import Tracking, ValidationGenerationsLogger
+
+__all__ = [
+    "RayPPOTrainer",
+    "ResourcePoolManager",
+    "Role",
+    "WorkerType",
+    "apply_kl_penalty",
+    "compute_advantage",
+    "compute_response_mask",
+]
+
+PROMPT_COLUMNS = ("input_ids", "attention_mask", "position_ids")
+
+
+def sample_seed(run_seed: int, step: int, prompt: int, k: int) -> int:
+    """The seed of the ``k``-th sample of the ``prompt``-th prompt of a step: the same on any number of workers."""
+    digest = hashlib.blake2b(f"{run_seed}/{step}/{prompt}/{k}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+class RayPPOTrainer:
+    """PPO and its relatives on worker groups.
+
+    Args:
+        config: the whole tree.
+        tokenizer, processor: of the policy.
+        role_worker_mapping: role -> worker class.
+        resource_pool_manager: role -> pool of devices.
+        ray_worker_group_cls: another worker-group class than the controller's own.
+        reward_fn, val_reward_fn: reward managers for training and validation.
+        train_dataset, val_dataset, collate_fn, train_sampler: where prompts come from.
+        device_name: overrides ``trainer.device``.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        tokenizer: Any,
+        role_worker_mapping: dict[Role, WorkerType],
+        resource_pool_manager: ResourcePoolManager,
+        ray_worker_group_cls: type | None = None,
+        processor: Any = None,
+        reward_fn: Callable | None = None,
+        val_reward_fn: Callable | None = None,
+        train_dataset: Any = None,
+        val_dataset: Any = None,
+        collate_fn: Callable | None = None,
+        train_sampler: Any = None,
+        device_name: str | None = None,
+    ) -> None:
+        self.config = config
+        self.tokenizer = tokenizer
+        self.processor = processor
+        self.role_worker_mapping = role_worker_mapping
+        self.resource_pool_manager = resource_pool_manager
+        self.controller = get_controller(config.trainer.controller)
+        self.ray_worker_group_cls = ray_worker_group_cls
+        self.reward_fn = reward_fn
+        self.val_reward_fn = val_reward_fn
+        self.device_name = device_name or config.trainer.device
+        self.use_critic = need_critic(config)
+        self.use_reference_policy = need_reference_policy(config)
+        self.kl_ctrl_in_reward = get_kl_controller(config.algorithm.kl_ctrl)
+        self.train_dataset, self.val_dataset = train_dataset, val_dataset
+        self.train_dataloader = build_train_loader(config.data, train_dataset, collate_fn, train_sampler, self.seed)
+        self.val_dataloader = build_val_loader(config.data, val_dataset, collate_fn, self.seed)
+        self.steps_per_epoch = len(self.train_dataloader)
+        self.total_training_steps = (
+            config.trainer.total_training_steps or self.steps_per_epoch * config.trainer.total_epochs
+        )
+        self.global_steps = 0
+        self.nonfinite_in_a_row = 0
+        self.validations: list[tuple[int, dict[str, float]]] = []
+        self.metrics: dict[str, float] = {}
+        self.timing: dict[str, float] = {}
+        self.last_checkpoint: Path | None = None
+
+    @property
+    def seed(self) -> int:
+        return self.config.trainer.seed
+
+    # -- the algorithm ------------------------------------------------------------------------------------------------
+
+    def fit(self) -> None:
+        """PPO (Schulman et al. 2017, arXiv:1707.06347) with the roles of HybridFlow (arXiv:2409.19256).
+
+        Sample responses, score them, evaluate them under the policy, the reference and the critic, estimate how much
+        better than expected each was, and improve the critic and the policy.
+        """
+        self.start()
+        for step, prompts in self.prompt_batches():
+            with self.timed("step"):
+                batch = self.rollout(prompts)  # y ~ pi_old(.|x), n per prompt
+                batch = self.score(batch)  # r(x, y)
+                batch = self.evaluate(batch)  # log pi_old, log pi_ref, V
+                batch = self.estimate_advantages(batch)  # KL in reward, then GAE | GRPO | RLOO | ...
+                self.improve(batch)  # critic, then actor once past critic_warmup
+            self.finish_step(step, batch)  # validate, save, log
+        self.stop()
+
+    def rollout(self, prompts: DataProto) -> DataProto:
+        """Sample n responses a prompt from the newest policy; adds row 1 of the data flow."""
+        n = self.config.actor_rollout_ref.rollout.n
+        with self.timed("gen"):
+            batch = self.generate(prompts.repeat(n, interleave=True), n)
+        if self.config.algorithm.adv_estimator == "remax":
+            with self.timed("gen_max"):
+                batch.put("reward_baselines", self.greedy_rewards(prompts).repeat_interleave(n))
+        if "response_mask" not in batch.keys():
+            batch.put("response_mask", compute_response_mask(batch))
+        if self.config.trainer.balance_batch:
+            batch, spread = balance_batch(batch, self.actor_wg.dp_size("actor"), self.mini_batch_rows(n))
+            self.metrics.update(spread)
+        batch.meta_info["global_token_num"] = batch.ragged("attention_mask").layout.lengths.tolist()
+        return batch
+
+    def score(self, batch: DataProto) -> DataProto:
+        """Reward every response; adds ``token_level_scores`` (B, R) and the reward function's extra columns."""
+        with self.timed("reward"):
+            scores, extra = compute_reward(batch, self.reward_fn)
+            return attach_reward(batch, scores, extra)
+
+    def evaluate(self, batch: DataProto) -> DataProto:
+        """Log-probabilities under the policy that sampled and under the reference, and the critic's values."""
+        with self.timed("old_log_prob"):
+            old = self.actor_wg.compute_log_prob(batch)
+            entropy = agg_loss(
+                old.column("entropys"), batch.column("response_mask"), self.config.actor_rollout_ref.actor.loss_agg_mode
+            )
+            self.metrics["actor/entropy"] = entropy.item()
+            old.pop(batch_keys=["entropys"])
+            batch = batch.union(old)
+        if "rollout_log_probs" in batch.keys():
+            self.metrics.update(rollout_mismatch(batch))
+        if self.use_reference_policy:
+            with self.timed("ref"):
+                batch = batch.union(self.ref_wg.compute_ref_log_prob(batch))
+        if self.use_critic:
+            with self.timed("values"):
+                batch = batch.union(self.critic_wg.compute_values(batch))
+        return batch
+
+    def estimate_advantages(self, batch: DataProto) -> DataProto:
+        """From scores to ``token_level_rewards``, ``advantages`` and ``returns``, each (B, R)."""
+        algorithm = self.config.algorithm
+        with self.timed("adv"):
+            if algorithm.use_kl_in_reward:
+                batch, kl = apply_kl_penalty(batch, self.kl_ctrl_in_reward, algorithm.kl_penalty)
+                self.metrics.update(kl)
+            else:
+                batch.put("token_level_rewards", batch.column("token_level_scores"))
+            return compute_advantage(
+                batch,
+                algorithm.adv_estimator,
+                gamma=algorithm.gamma,
+                lam=algorithm.lam,
+                num_repeat=self.config.actor_rollout_ref.rollout.n,
+                norm_adv_by_std_in_grpo=algorithm.norm_adv_by_std_in_grpo,
+                config=algorithm,
+            )
+
+    def improve(self, batch: DataProto) -> None:
+        """Fit the critic to the returns, and move the policy along the advantages."""
+        batch.meta_info["global_steps"] = self.global_steps
+        if self.use_critic:
+            with self.timed("update_critic"):
+                self.record(self.critic_wg.update_critic(batch))
+        if self.global_steps > self.config.trainer.critic_warmup or not self.use_critic:
+            with self.timed("update_actor"):
+                self.record(self.actor_wg.update_actor(batch))
+
+    # -- prompts and samples ------------------------------------------------------------------------------------------
+
+    def prompt_batches(self) -> Iterator[tuple[int, DataProto]]:
+        """Batches of prompts until ``total_training_steps``; each prompt has a ``uid`` of its own."""
+        while self.global_steps < self.total_training_steps:
+            for rows in self.train_dataloader:
+                self.global_steps += 1
+                self.metrics, self.timing = {}, {}
+                prompts = DataProto.from_single_dict(rows)
+                prompts.non_tensor_batch["uid"] = self.uids(f"step{self.global_steps}", len(prompts))
+                yield self.global_steps, prompts
+                if self.global_steps >= self.total_training_steps:
+                    return
+
+    def generate(self, prompts: DataProto, n: int, *, do_sample: bool | None = None, validate: bool = False) -> DataProto:
+        """Responses to ``prompts``, whose n repeats follow one another; keeps every column of the prompts.
+
+        The seed of each sample comes from (run seed, step, prompt, k) alone.
+        """
+        step = -1 - self.global_steps if validate else self.global_steps
+        seeds = [sample_seed(self.seed, step, i // n, i % n) for i in range(len(prompts))]
+        request = prompts.select(batch_keys=list(PROMPT_COLUMNS))
+        request.meta_info = {"validate": validate, "global_steps": self.global_steps}
+        if do_sample is not None:
+            request.meta_info["do_sample"] = do_sample
+        request.put("seeds", torch.tensor(seeds))
+        generated = self.actor_wg.generate_sequences(request)
+        self.timing.update(generated.meta_info.pop("timing", {}))
+        for name in PROMPT_COLUMNS:
+            prompts.pop(batch_keys=[name])
+        generated.non_tensor_batch = {}
+        return prompts.union(generated)
+
+    def greedy_rewards(self, prompts: DataProto) -> torch.Tensor:
+        """The reward of each prompt's greedy response, (b,): ReMax's baseline (Li et al. 2023, arXiv:2310.10505)."""
+        baseline = self.generate(prompts.select(deepcopy=True), 1, do_sample=False)
+        scores, _ = compute_reward(baseline, self.reward_fn)
+        return scores.sum(-1)
+
+    @staticmethod
+    def uids(prefix: str, count: int) -> np.ndarray:
+        return np.array([f"{prefix}-{i}" for i in range(count)], dtype=object)
+
+    def mini_batch_rows(self, n: int) -> int:
+        return self.config.actor_rollout_ref.actor.ppo_mini_batch_size * n
+
+    # -- start, validate, save, log, stop -----------------------------------------------------------------------------
+
+    def init_workers(self) -> None:
+        """Start the worker processes and load the models."""
+        groups = start_worker_groups(
+            self.config,
+            self.role_worker_mapping,
+            self.resource_pool_manager,
+            self.controller,
+            self.total_training_steps,
+            self.device_name,
+            self.ray_worker_group_cls,
+        )
+        self.worker_groups = groups
+        self.actor_wg = self.actor_rollout_wg = groups[Role.ActorRollout]
+        self.critic_wg = groups.get(Role.Critic)
+        self.ref_wg = self.ref_policy_wg = groups.get(Role.RefPolicy)
+        for group in groups.values():
+            group.init_model()
+
+    def start(self) -> None:
+        """Open the loggers, resume, and validate once before training."""
+        trainer = self.config.trainer
+        self.progress = Progress(self.total_training_steps, enabled=trainer.progress_bar)
+        self.logger = Tracking(
+            trainer.project_name, trainer.experiment_name, default_backend=trainer.logger, config=self.config.to_dict()
+        )
+        self.generations = ValidationGenerationsLogger()
+        self.load_checkpoint()
+        if self.val_reward_fn is not None and (trainer.val_before_train or trainer.val_only):
+            metrics = self.validate()
+            self.logger.log(metrics, step=self.global_steps)
+            self.progress.validated(self.global_steps, metrics)
+        if trainer.val_only:
+            self.total_training_steps = self.global_steps
+
+    def finish_step(self, step: int, batch: DataProto) -> None:
+        """Validate and save when it is time, dump samples, and log this step's numbers."""
+        trainer = self.config.trainer
+        last = step >= self.total_training_steps
+        self.guard_against_nonfinite(step)
+        if trainer.rollout_data_dir:
+            with self.timed("dump_rollout_generations"):
+                self.dump_rollout(trainer.rollout_data_dir, batch)
+        if self.val_reward_fn is not None and trainer.test_freq > 0 and (last or step % trainer.test_freq == 0):
+            with self.timed("testing"):
+                validation = self.validate()
+            self.metrics.update(validation)
+            self.progress.validated(step, validation)
+        if trainer.save_freq > 0 and (last or step % trainer.save_freq == 0):
+            with self.timed("save_checkpoint"):
+                self.save_checkpoint()
+        n_gpus = self.resource_pool_manager.get_n_gpus()
+        self.metrics.update({"training/global_step": step, "training/epoch": (step - 1) // self.steps_per_epoch})
+        self.metrics.update(compute_data_metrics(batch=batch, use_critic=self.use_critic))
+        self.metrics.update(compute_timing_metrics(batch=batch, timing_raw=self.timing))
+        self.metrics.update(compute_throughout_metrics(batch=batch, timing_raw=self.timing, n_gpus=n_gpus))
+        if last or step % trainer.log_freq == 0:
+            self.logger.log(self.metrics, step=step)
+        self.progress.update(step, self.metrics)
+        self.notify_sampler_and_dataset(batch)
+
+    def stop(self) -> None:
+        """Close the loggers and say where everything lies."""
+        self.logger.finish()
+        self.progress.finish()
+
+    def validate(self) -> dict[str, float]:
+        """Sample ``val_kwargs.n`` responses to every validation prompt and score them."""
+        n = self.config.actor_rollout_ref.rollout.val_kwargs.n
+        folder = self.config.trainer.validation_data_dir
+        metrics, samples = validate(
+            self.validation_prompts(n),
+            lambda prompts: self.generate(prompts, n, validate=True),
+            lambda batch: compute_reward(batch, self.val_reward_fn),
+            self.texts,
+            Path(folder) if folder else None,
+            self.global_steps,
+        )
+        self.validations.append((self.global_steps, metrics))
+        self.log_generations(samples)
+        return metrics
+
+    def validation_prompts(self, n: int) -> Iterator[DataProto]:
+        for i, rows in enumerate(self.val_dataloader):
+            prompts = DataProto.from_single_dict(rows)
+            prompts.non_tensor_batch["uid"] = self.uids(f"val{i}", len(prompts))
+            yield prompts.repeat(n, interleave=True)
+
+    def texts(self, batch: DataProto) -> tuple[list[str], list[str]]:
+        """Prompts and responses as text, special tokens left out."""
+        decode = self.tokenizer.batch_decode
+        columns = (batch.ragged(name).rows() for name in ("prompts", "responses"))
+        inputs, outputs = (decode([row.tolist() for row in rows], skip_special_tokens=True) for rows in columns)
+        return inputs, outputs
+
+    def log_generations(self, samples: list[tuple[str, str, float]]) -> None:
+        """Show ``trainer.log_val_generations`` samples in the loggers, the same prompts every time."""
+        count = self.config.trainer.log_val_generations
+        if count:
+            samples = sorted(samples, key=lambda sample: sample[0])
+            np.random.RandomState(42).shuffle(samples)
+            self.generations.log(self.config.trainer.logger, samples[:count], self.global_steps)
+
+    def dump_rollout(self, folder: str, batch: DataProto) -> Path:
+        """Write this step's samples to ``{folder}/{step}.jsonl``."""
+        inputs, outputs = self.texts(batch)
+        scores = batch.column("token_level_scores").sum(-1).tolist()
+        extra = {name: batch.non_tensor_batch[name].tolist() for name in self.reward_columns(batch)}
+        return dump_samples(folder, self.global_steps, inputs, outputs, scores, ground_truths(batch), extra)
+
+    def reward_columns(self, batch: DataProto) -> list[str]:
+        return [name for name in batch.meta_info.get("reward_extra_keys", ()) if name in batch.non_tensor_batch]
+
+    def save_checkpoint(self) -> None:
+        """Write models, optimizers, the loader's position and the driver's state; named complete when all is there."""
+        trainer = self.config.trainer
+        folder = checkpoint.step_folder(trainer.default_local_dir, self.global_steps).absolute()
+        keep = {Role.ActorRollout: trainer.max_actor_ckpt_to_keep, Role.Critic: trainer.max_critic_ckpt_to_keep}
+        for role, name in ((Role.ActorRollout, "actor"), (Role.Critic, "critic")):
+            if role in self.worker_groups:
+                self.worker_groups[role].save_checkpoint(
+                    str(folder / name), None, self.global_steps, max_ckpt_to_keep=keep[role]
+                )
+        checkpoint.save_driver_state(folder, self.train_dataloader, self.driver_state())
+        checkpoint.mark_complete(trainer.default_local_dir, self.global_steps)
+        self.last_checkpoint = folder
+
+    def load_checkpoint(self) -> None:
+        """Continue where ``trainer.resume_mode`` says, at the same prompt, weights and random numbers."""
+        trainer = self.config.trainer
+        folder = checkpoint.folder_to_resume(trainer)
+        if folder is None:
+            return
+        folder = folder.absolute()
+        self.global_steps = checkpoint.step_of(folder)
+        delete = trainer.del_local_ckpt_after_load
+        self.actor_wg.load_checkpoint(str(folder / "actor"), del_local_after_load=delete)
+        if self.use_critic:
+            self.critic_wg.load_checkpoint(str(folder / "critic"), del_local_after_load=delete)
+        state = checkpoint.load_driver_state(folder, self.train_dataloader)
+        if "kl_ctrl_in_reward" in state:
+            self.kl_ctrl_in_reward.load_state_dict(state["kl_ctrl_in_reward"])
+        self.validations = [(step, metrics) for step, metrics in state.get("validations", [])]
+        self.last_checkpoint = folder
+        self.progress.say(f"resumed from {folder}: {self.global_steps} of {self.total_training_steps} steps are done")
+
+    def driver_state(self) -> dict[str, Any]:
+        """What the driver must remember across a restart, as JSON values."""
+        return {"kl_ctrl_in_reward": self.kl_ctrl_in_reward.state_dict(), "validations": self.validations}
+
+    def guard_against_nonfinite(self, step: int) -> None:
+        """Stop after ``trainer.nonfinite_tolerance`` steps in a row whose gradient was not finite."""
+        skipped = [name for name in ("actor", "critic") if self.metrics.get(f"{name}/nonfinite_steps", 0) > 0]
+        self.nonfinite_in_a_row = self.nonfinite_in_a_row + 1 if skipped else 0
+        if self.nonfinite_in_a_row > self.config.trainer.nonfinite_tolerance:
+            raise FloatingPointError(
+                f"{' and '.join(skipped)}: the gradient was not finite in {self.nonfinite_in_a_row} steps in a row "
+                f"(the last is step {step}; those optimizer steps were skipped). trainer.nonfinite_tolerance="
+                f"{self.config.trainer.nonfinite_tolerance} allows no more. Lower optim.lr or grad_clip, look for "
+                f"infinite rewards, or raise the tolerance."
+            )
+
+    def notify_sampler_and_dataset(self, batch: DataProto) -> None:
+        """Let a curriculum sampler or a dataset that wants to know see the finished batch."""
+        for listener, method in ((self.train_dataloader.sampler, "update"), (self.train_dataset, "on_batch_end")):
+            if hasattr(listener, method):
+                getattr(listener, method)(batch=batch)
+
+    def record(self, result: DataProto) -> None:
+        """Average the metrics an update returns over its optimizer steps."""
+        self.metrics.update(reduce_metrics(result.meta_info["metrics"]))
+
+    def timed(self, name: str) -> Any:
+        """Count the seconds of a block as ``timing_s/{name}``."""
+        return marked_timer(name, self.timing)

@@ -1,0 +1,116 @@
+"""Scoring the validation set: mean, best and majority of k by data source, and samples one can read.
+
+Knows batches, rewards and files; sampling is the trainer's ``generate`` callable.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from verl.protocol import DataProto
+from verl.trainer.ppo.metric_utils import process_validation_metrics
+
+CORE_NAMES = ("mean@", "maj@", "best@")
+
+
+def validate(
+    batches: Iterable[DataProto],
+    generate: Callable[[DataProto], DataProto],
+    score: Callable[[DataProto], tuple[Any, dict[str, list]]],
+    decode: Callable[[DataProto], tuple[list[str], list[str]]],
+    dump_to: Path | None = None,
+    step: int = 0,
+) -> tuple[dict[str, float], list[tuple[str, str, float]]]:
+    """Sample and score every validation prompt.
+
+    Args:
+        batches: prompts, each with a ``uid`` that its repeats share.
+        generate: prompts -> prompts with responses.
+        score: batch -> (B, R) rewards and extra columns.
+        decode: batch -> texts of prompts and responses.
+        dump_to: folder of ``{step}.jsonl``, or None.
+
+    Returns:
+        metrics under the names ``val-core/...`` and ``val-aux/...``, and (input, output, score) of every sample.
+    """
+    inputs, outputs, sources, uids, gold = [], [], [], [], []
+    columns: dict[str, list] = {"reward": []}
+    for prompts in batches:
+        batch = generate(prompts)
+        rewards, extra = score(batch)
+        columns["reward"] += rewards.sum(-1).tolist()
+        for name, values in extra.items():
+            if name != "reward" and len(values) == len(batch):
+                columns.setdefault(name, []).extend(values)
+        texts = decode(batch)
+        inputs += texts[0]
+        outputs += texts[1]
+        rows = batch.non_tensor_batch
+        sources += rows.get("data_source", np.array(["unknown"] * len(batch), dtype=object)).tolist()
+        uids += rows["uid"].tolist()
+        gold += ground_truths(batch)
+    samples = list(zip(inputs, outputs, columns["reward"], strict=True))
+    if dump_to is not None:
+        dump_samples(dump_to, step, inputs, outputs, columns["reward"], gold, columns)
+    columns = {name: values for name, values in columns.items() if len(values) == len(samples)}
+    return name_metrics(process_validation_metrics(sources, uids, columns)), samples
+
+
+def name_metrics(by_source: dict[str, dict[str, dict[str, float]]]) -> dict[str, float]:
+    """Flatten source -> variable -> metric; the few numbers to look at go to ``val-core``, the rest to ``val-aux``.
+
+    Core are mean, maj and best of the largest k, of ``acc`` where the reward function reports it, else of ``reward``.
+    """
+    metrics: dict[str, float] = {}
+    for source, variables in by_source.items():
+        core = "acc" if "acc" in variables else "reward"
+        for variable, values in variables.items():
+            largest = max((int(name.split("@")[1].split("/")[0]) for name in values), default=1)
+            for name, value in values.items():
+                is_core = variable == core and name.startswith(CORE_NAMES) and f"@{largest}" in name
+                is_core = is_core and (name.startswith("mean@") or name.endswith("/mean"))
+                metrics[f"{'val-core' if is_core else 'val-aux'}/{source}/{variable}/{name}"] = value
+    return metrics
+
+
+def ground_truths(batch: DataProto) -> list[Any]:
+    """Each row's ``reward_model.ground_truth``, None where there is none."""
+    rows = batch.non_tensor_batch.get("reward_model", [None] * len(batch))
+    return [row.get("ground_truth") if isinstance(row, dict) else None for row in rows]
+
+
+def dump_samples(
+    folder: str | Path,
+    step: int,
+    inputs: list[str],
+    outputs: list[str],
+    scores: list[float],
+    gold: list[Any],
+    columns: dict[str, list],
+) -> Path:
+    """Write ``{folder}/{step}.jsonl``, one object a sample: input, output, gts, score, step and each extra column."""
+    folder = Path(folder).expanduser()
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{step}.jsonl"
+    extra = {name: values for name, values in columns.items() if len(values) == len(inputs)}
+    part = path.with_suffix(".part")
+    with open(part, "w", encoding="utf-8") as file:
+        for i, (text, output, score, truth) in enumerate(zip(inputs, outputs, scores, gold, strict=True)):
+            row = {"input": text, "output": output, "gts": truth, "score": score, "step": step}
+            row.update((name, values[i]) for name, values in extra.items() if name not in row)
+            file.write(json.dumps(row, ensure_ascii=False, default=_plain) + "\n")
+    os.replace(part, path)
+    return path
+
+
+def _plain(value: Any) -> Any:
+    """JSON form of what numpy and torch hand out."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    return str(value)

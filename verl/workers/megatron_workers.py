@@ -1,0 +1,5 @@
+"""Public address of the workers. The backend is the engine's choice (``strategy``), so one set serves them all."""
+
+from verl.workers.roles import ActorRolloutRefWorker, CriticWorker
+
+__all__ = ["ActorRolloutRefWorker", "CriticWorker"]

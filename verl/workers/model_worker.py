@@ -1,0 +1,127 @@
+"""EngineWorker: the process that holds engines, the rollout and their files.
+
+The verbs a driver calls stand in ``roles.py``; here is what they share: the process group, building an engine from a
+config section, checkpoints. Knows configs and engines, not algorithms or prompts.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from verl.config.actor import ActorConfig, RefConfig
+from verl.config.critic import CriticConfig
+from verl.models.loader import ModelSpec
+from verl.single_controller.base import Worker
+from verl.utils.checkpoint.checkpoint_manager import CheckpointManager
+from verl.utils.distributed import ensure_process_group
+from verl.utils.tokenizer import hf_tokenizer
+from verl.workers.engine import Engine, build_engine
+
+
+class EngineWorker(Worker):
+    """One rank of the roles it plays.
+
+    Args:
+        config: the section of its role (``actor_rollout_ref`` or ``critic``).
+        role: which parts to play, a name containing ``actor``, ``rollout``, ``ref`` or ``critic``.
+        device: ``cpu`` or ``cuda``.
+        seed: the run's seed; every rank starts from it.
+        total_training_steps: length of the learning-rate schedule, in calls of ``update_*``.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        role: str,
+        device: str = "cpu",
+        seed: int = 1,
+        total_training_steps: int = -1,
+        timeout_s: float = 600.0,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.role = role
+        self.device = device
+        self.seed = seed
+        self.total_training_steps = total_training_steps
+        self.timeout_s = timeout_s
+        self.checkpoints: CheckpointManager | None = None
+
+    def start_process(self) -> None:
+        """Seed this process and join the group of all ranks; the first role of a process does it for all of them."""
+        torch.manual_seed(self.seed)
+        ensure_process_group(self.device, timeout_s=self.timeout_s)
+
+    def model_engine(
+        self,
+        spec: ModelSpec,
+        section: ActorConfig | CriticConfig | RefConfig,
+        fsdp_config: Any,
+        mesh: str,
+        train: bool,
+    ) -> Engine:
+        """Build the engine of one role and report its place on ``mesh`` to the dispatcher."""
+        steps = section.optim.total_training_steps if train else 0
+        engine = build_engine(
+            section.strategy,
+            spec,
+            fsdp_config,
+            section.optim if train else None,
+            total_steps=steps if steps > 0 else self.total_training_steps,
+            grad_clip=section.grad_clip if train else None,
+            device=self.device,
+            seed=self.seed,
+        )
+        self.report_mesh(mesh, engine)
+        return engine
+
+    def report_mesh(self, mesh: str, engine: Engine) -> None:
+        """Tell the dispatcher which share of a batch this rank takes on ``mesh``, and whether its result counts."""
+        place = engine.topology
+        self._register_dispatch_collect_info(mesh, dp_rank=place.dp_rank, is_collect=place.is_output_rank)
+
+    def checkpoint_manager(self, engine: Engine, model_path: str, contents: Any, trust_remote_code: bool) -> None:
+        """Prepare to write and read ``engine``'s files, with the tokenizer of ``model_path`` beside them."""
+        self.checkpoints = CheckpointManager(
+            engine,
+            hf_tokenizer(model_path, trust_remote_code=trust_remote_code),
+            save_contents=contents.save_contents,
+            load_contents=contents.load_contents,
+        )
+
+    def seed_for(self, *parts: int) -> int:
+        """A seed of its own for each thing that is shuffled or drawn on every rank alike."""
+        seed = self.seed
+        for part in parts:
+            seed = (seed * 1_000_003 + part) % 2**31
+        return seed
+
+
+class MetricBag:
+    """Metrics of several optimizer steps: name -> one number a step."""
+
+    def __init__(self) -> None:
+        self._lists: dict[str, list[float]] = {}
+
+    def add(self, metrics: Mapping[str, float], prefix: str = "") -> None:
+        """Append each number; a name without a section (``grad_norm``) goes under ``prefix``."""
+        for name, value in metrics.items():
+            self._lists.setdefault(name if "/" in name else f"{prefix}/{name}", []).append(float(value))
+
+    def lists(self) -> dict[str, list[float]]:
+        return dict(self._lists)
+
+
+def memory_metrics(device: str) -> dict[str, float]:
+    """Memory of this process in GiB, under the names users know."""
+    import psutil
+
+    metrics = {"perf/cpu_memory_used_gb": psutil.Process(os.getpid()).memory_info().rss / 2**30}
+    if device == "cuda":
+        metrics["perf/max_memory_allocated_gb"] = torch.cuda.max_memory_allocated() / 2**30
+        metrics["perf/max_memory_reserved_gb"] = torch.cuda.max_memory_reserved() / 2**30
+    return metrics

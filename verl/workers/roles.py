@@ -1,0 +1,325 @@
+"""The verbs a driver can call, one mixin a role: policy, rollout, reference, value.
+
+A verb says how its batch is split (``register``), which columns it reads, and what it adds. The workers at the end
+are combinations of roles on one ``EngineWorker``; backends differ in their engine, not here.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from verl.algorithms.losses import PPOLoss, ValueLoss
+from verl.models.loader import ModelSpec
+from verl.protocol import DataProto
+from verl.single_controller.base.decorator import Dispatch, register
+from verl.utils.seqlen_balancing import MicroBatching
+from verl.utils.tokenizer import generation_stop_ids, hf_tokenizer
+from verl.workers.engine import Want
+from verl.workers.model_worker import EngineWorker, MetricBag, memory_metrics
+from verl.workers.rollout import get_rollout_class
+from verl.workers.rollout.assemble import assemble
+from verl.workers.rollout.base import Request, RolloutEngine, SamplingParams
+from verl.workers.rollout.weight_sync import sync_weights
+
+TOKENS = ("input_ids", "attention_mask", "position_ids", "prompts", "responses", "response_mask")
+"""Columns every forward pass over prompt and response needs."""
+
+UPDATE_COLUMNS = TOKENS + (
+    "old_log_probs",
+    "ref_log_prob",
+    "rollout_log_probs",
+    "advantages",
+    "returns",
+    "values",
+    "token_level_rewards",
+    "token_level_scores",
+)
+"""Columns a loss may read."""
+
+
+def micro_batching(size: int | None, dynamic: bool, max_tokens: int) -> MicroBatching:
+    """How a role's forward passes are cut: by a token budget when ``dynamic``, else ``size`` rows at a time."""
+    return MicroBatching(size=None, max_tokens=max_tokens) if dynamic else MicroBatching(size=size, max_tokens=None)
+
+
+def model_spec(model: Any, fsdp_config: Any, head: str, path: str | None = None) -> ModelSpec:
+    """What the loader needs, from a role's model section and the precision keys of its sharding section."""
+    mixed = fsdp_config.mixed_precision
+    return ModelSpec(
+        path=path or model.path,
+        head=head,
+        param_dtype=fsdp_config.model_dtype,
+        compute_dtype=mixed.param_dtype,
+        override_config=dict(model.override_config),
+        trust_remote_code=model.trust_remote_code,
+        gradient_checkpointing=model.enable_gradient_checkpointing,
+        external_lib=model.external_lib,
+    )
+
+
+class PolicyRole:
+    """Verbs of the policy being trained. Needs ``self.actor`` (Engine) and ``self.config.actor``."""
+
+    def init_policy(self) -> None:
+        """Load the model, shard it, and build its loss."""
+        config = self.config
+        self.actor = self.model_engine(
+            model_spec(config.model, config.actor.fsdp_config, "lm"),
+            config.actor,
+            config.actor.fsdp_config,
+            mesh="actor",
+            train=True,
+        )
+        self.ppo_loss = PPOLoss(config.actor)
+        self.checkpoint_manager(self.actor, config.model.path, config.actor.checkpoint, config.model.trust_remote_code)
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, mesh="actor", reads=TOKENS)
+    def compute_log_prob(self, data: DataProto) -> DataProto:
+        """Score the responses under the current policy: adds ``old_log_probs`` and ``entropys``, both (B, R)."""
+        rollout = self.config.rollout
+        split = micro_batching(
+            rollout.log_prob_micro_batch_size_per_gpu,
+            rollout.log_prob_use_dynamic_bsz,
+            rollout.log_prob_max_token_len_per_gpu,
+        )
+        with self.actor.on_device():
+            scored = self.actor.infer(data, Want.LOG_PROBS | Want.ENTROPY, split, temperature=rollout.temperature)
+        return scored.rename(["log_probs", "entropy"], ["old_log_probs", "entropys"])
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, mesh="actor", reads=UPDATE_COLUMNS)
+    def update_actor(self, data: DataProto) -> DataProto:
+        """Run ``ppo_epochs`` over the batch in mini-batches, one optimizer step each; returns metrics only."""
+        config = self.config.actor
+        split = micro_batching(
+            config.ppo_micro_batch_size_per_gpu, config.use_dynamic_bsz, config.ppo_max_token_len_per_gpu
+        )
+        rows = config.ppo_mini_batch_size * self.config.rollout.n // self.actor.topology.dp_size
+        metrics = MetricBag()
+        with self.actor.on_device(optimizer=True):
+            for mini in self.mini_batches(data, rows, config.ppo_epochs, config.shuffle):
+                step = self.actor.train_step(mini, self.ppo_loss, split, temperature=self.config.rollout.temperature)
+                metrics.add(step, prefix="actor")
+            metrics.add({"actor/lr": self.actor.learning_rate()})
+            self.actor.step_schedule()
+        metrics.add(memory_metrics(self.device))
+        return DataProto(meta_info={"metrics": metrics.lists()})
+
+    def mini_batches(self, data: DataProto, rows: int, epochs: int, shuffle: bool) -> Iterator[DataProto]:
+        """Cut this rank's rows into optimizer steps, the same number on every rank; with ``shuffle``, anew each epoch."""
+        step = int(data.meta_info.get("global_steps", 0))
+        for epoch in range(epochs):
+            order = torch.arange(len(data))
+            if shuffle:
+                order = torch.randperm(len(data), generator=torch.Generator().manual_seed(self.seed_for(step, epoch)))
+            for start in range(0, len(data), rows):
+                yield data.select_idxs(order[start : start + rows])
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def save_checkpoint(
+        self,
+        local_path: str,
+        hdfs_path: str | None = None,
+        global_step: int = 0,
+        max_ckpt_to_keep: int | None = None,
+    ) -> None:
+        """Write this role's checkpoint to the folder ``local_path``."""
+        self.checkpoints.save(local_path, global_step, max_ckpt_to_keep)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def load_checkpoint(
+        self, local_path: str, hdfs_path: str | None = None, del_local_after_load: bool = False
+    ) -> None:
+        """Continue from the folder ``local_path``."""
+        self.checkpoints.load(local_path, del_local_after_load)
+
+
+class RolloutRole:
+    """Verbs of sampling. Needs ``self.actor``, whose weights it samples with, and ``self.config.rollout``."""
+
+    def init_rollout(self) -> None:
+        """Build the rollout engine; its weights arrive from the policy at the first generation."""
+        model, config = self.config.model, self.config.rollout
+        self.tokenizer = hf_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
+        self.stop_ids = generation_stop_ids(model.path, self.tokenizer)
+        self.rollout: RolloutEngine = get_rollout_class(config.name)(
+            model.path,
+            config,
+            device=self.device,
+            trust_remote_code=model.trust_remote_code,
+            override_config=model.override_config,
+        )
+        self.report_mesh("rollout", self.actor)
+
+    @contextmanager
+    def rollout_mode(self, timing: dict[str, float]) -> Iterator[RolloutEngine]:
+        """Hand the newest weights to the rollout engine, and the device's memory with them."""
+        start = time.perf_counter()
+        with self.actor.on_device():
+            self.rollout.wake(("weights",))
+            if self.rollout.version != self.actor.version:
+                sync_weights(
+                    self.actor.weights(self.rollout.weights_dtype),
+                    self.rollout,
+                    version=self.actor.version,
+                    bucket_bytes=self.config.rollout.update_weights_bucket_megabytes << 20,
+                )
+        self.rollout.wake(("kv_cache",))
+        timing["reshard"] = time.perf_counter() - start
+        try:
+            yield self.rollout
+        finally:
+            if self.config.rollout.free_cache_engine:
+                self.rollout.sleep()
+
+    @register(
+        dispatch_mode=Dispatch.DP_COMPUTE_PROTO,
+        mesh="rollout",
+        reads=("input_ids", "attention_mask", "position_ids", "raw_prompt_ids", "seeds"),
+    )
+    def generate_sequences(self, prompts: DataProto) -> DataProto:
+        """Sample one response a row: adds row 1 of the data flow (responses, masks, whole sequences).
+
+        Reads ``raw_prompt_ids`` (or the real cells of ``input_ids``) and ``seeds`` (B,) int64. The meta facts
+        ``validate`` (validation prompts) and ``do_sample`` (False: greedy) choose the sampling parameters.
+        """
+        config, timing = self.config.rollout, {}
+        sampling = self.sampling(bool(prompts.meta_info.get("validate")), prompts.meta_info.get("do_sample"))
+        rows = prompts.non_tensor_batch.get("raw_prompt_ids")
+        if rows is None:
+            rows = [row.tolist() for row in prompts.ragged("input_ids").rows()]
+        seeds = prompts.column("seeds").tolist() if "seeds" in prompts.keys() else range(len(prompts))
+        requests = [Request(tuple(ids), sampling, seed) for ids, seed in zip(rows, seeds, strict=True)]
+        with self.rollout_mode(timing) as engine:
+            start = time.perf_counter()
+            completions = engine.generate(requests, expect_version=self.actor.version)
+            timing["generate_sequences"] = time.perf_counter() - start
+        batch = assemble(
+            prompts,
+            completions,
+            prompt_length=config.prompt_length,
+            response_length=config.response_length,
+            pad_token_id=self.tokenizer.pad_token_id,
+        )
+        batch.meta_info["timing"] = timing
+        return batch
+
+    def sampling(self, validate: bool, do_sample: bool | None) -> SamplingParams:
+        """Sampling parameters of a training or validation prompt, as the config and the caller ask."""
+        config = self.config.rollout
+        source = config.val_kwargs if validate else config
+        return SamplingParams(
+            max_tokens=config.response_length,
+            temperature=source.temperature,
+            top_p=source.top_p,
+            top_k=source.top_k,
+            ignore_eos=config.ignore_eos,
+            do_sample=source.do_sample if do_sample is None else do_sample,
+            stop_token_ids=self.stop_ids,
+            want_log_probs=config.calculate_log_probs and not validate,
+        )
+
+
+class ReferenceRole:
+    """Verbs of the frozen reference. Needs ``self.config.ref``."""
+
+    def init_reference(self) -> None:
+        """Load the reference model: the actor's own starting point, or ``ref.model.path``."""
+        config = self.config
+        self.reference = self.model_engine(
+            model_spec(config.model, config.ref.fsdp_config, "lm", path=(config.ref.model or {}).get("path")),
+            config.ref,
+            config.ref.fsdp_config,
+            mesh="ref",
+            train=False,
+        )
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, mesh="ref", reads=TOKENS)
+    def compute_ref_log_prob(self, data: DataProto) -> DataProto:
+        """Score the responses under the reference: adds ``ref_log_prob`` (B, R)."""
+        config = self.config.ref
+        split = micro_batching(
+            config.log_prob_micro_batch_size_per_gpu,
+            config.log_prob_use_dynamic_bsz,
+            config.log_prob_max_token_len_per_gpu,
+        )
+        with self.reference.on_device():
+            scored = self.reference.infer(data, Want.LOG_PROBS, split, temperature=self.config.rollout.temperature)
+        return scored.rename("log_probs", "ref_log_prob")
+
+
+class ValueRole:
+    """Verbs of the critic. Needs ``self.critic`` (Engine) and the critic's section as ``self.config``."""
+
+    def init_critic(self) -> None:
+        """Load the model with a value head, and build its loss."""
+        config = self.config
+        self.critic = self.model_engine(
+            model_spec(config.model, config.model.fsdp_config, "value"),
+            config,
+            config.model.fsdp_config,
+            mesh="critic",
+            train=True,
+        )
+        self.value_loss = ValueLoss(config)
+        path = config.model.tokenizer_path or config.model.path
+        self.checkpoint_manager(self.critic, path, config.checkpoint, config.model.trust_remote_code)
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, mesh="critic", reads=TOKENS)
+    def compute_values(self, data: DataProto) -> DataProto:
+        """Estimate the return before each response token: adds ``values`` (B, R)."""
+        config = self.config
+        split = micro_batching(
+            config.forward_micro_batch_size_per_gpu, config.use_dynamic_bsz, config.forward_max_token_len_per_gpu
+        )
+        with self.critic.on_device():
+            return self.critic.infer(data, Want.VALUES, split)
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, mesh="critic", reads=UPDATE_COLUMNS)
+    def update_critic(self, data: DataProto) -> DataProto:
+        """Run ``ppo_epochs`` over the batch in mini-batches, one optimizer step each; returns metrics only."""
+        config = self.config
+        split = micro_batching(
+            config.ppo_micro_batch_size_per_gpu, config.use_dynamic_bsz, config.ppo_max_token_len_per_gpu
+        )
+        rows = config.ppo_mini_batch_size * config.rollout_n // self.critic.topology.dp_size
+        metrics = MetricBag()
+        with self.critic.on_device(optimizer=True):
+            for mini in self.mini_batches(data, rows, config.ppo_epochs, config.shuffle):
+                metrics.add(self.critic.train_step(mini, self.value_loss, split), prefix="critic")
+            metrics.add({"critic/lr": self.critic.learning_rate()})
+            self.critic.step_schedule()
+        return DataProto(meta_info={"metrics": metrics.lists()})
+
+    mini_batches = PolicyRole.mini_batches
+    save_checkpoint = PolicyRole.save_checkpoint
+    load_checkpoint = PolicyRole.load_checkpoint
+
+
+class ActorRolloutRefWorker(PolicyRole, RolloutRole, ReferenceRole, EngineWorker):
+    """Policy, rollout and reference; which of them this process plays is in its ``role``."""
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        """Load what the role needs; call once."""
+        self.start_process()
+        if "actor" in self.role:
+            self.init_policy()
+        if "rollout" in self.role:
+            self.init_rollout()
+        if "ref" in self.role:
+            self.init_reference()
+
+
+class CriticWorker(ValueRole, EngineWorker):
+    """The critic."""
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        """Load the critic; call once."""
+        self.start_process()
+        self.init_critic()
