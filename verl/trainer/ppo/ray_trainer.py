@@ -20,6 +20,7 @@ from verl.algorithms.kl import get_kl_controller
 from verl.protocol import DataProto
 from verl.single_controller import get_controller
 from verl.trainer.ppo import checkpoint
+from verl.trainer.ppo.core_algos import AdvantageEstimator
 from verl.trainer.ppo.experience import (
     apply_kl_penalty,
     attach_reward,
@@ -44,6 +45,7 @@ from verl.utils.progress import Progress
 from verl.utils.tracking import Tracking, ValidationGenerationsLogger
 
 __all__ = [
+    "AdvantageEstimator",
     "RayPPOTrainer",
     "ResourcePoolManager",
     "Role",
