@@ -1,0 +1,118 @@
+"""The lines a person reads."""
+
+import io
+import re
+import shlex
+
+import pytest
+
+from verl.utils.progress import (
+    Progress,
+    RunSummary,
+    command_line,
+    core_metrics,
+    format_duration,
+    format_numbers,
+    format_summary,
+    set_overrides,
+)
+
+METRICS = {
+    "critic/score/mean": 0.31249,
+    "response_length/mean": 6.25,
+    "actor/grad_norm": 1.5,
+    "perf/throughput": 84.6,
+    "perf/time_per_step": 5.0,
+}
+
+
+@pytest.mark.parametrize(
+    "seconds, text", [(0.4, "0 s"), (59.4, "59 s"), (59.6, "1 min 00 s"), (187, "3 min 07 s"), (7500, "2 h 05 min")]
+)
+def test_durations_read_well(seconds, text):
+    assert format_duration(seconds) == text
+
+
+def test_numbers_that_are_missing_are_left_out():
+    assert format_numbers(METRICS) == "reward 0.312  length 6.2  grad 1.50  tok/s 85  s/step 5.0"
+    assert format_numbers({}) == ""
+
+
+def test_core_metrics_keep_data_sources_with_slashes():
+    metrics = {
+        "val-core/openai/gsm8k/reward/mean@4": 0.5,
+        "val-core/openai/gsm8k/acc/maj@4/mean": 0.25,
+        "val-aux/x/reward/mean@4": 9,
+    }
+    assert core_metrics(metrics) == {
+        ("openai/gsm8k", "reward mean@4"): 0.5,
+        ("openai/gsm8k", "acc maj@4"): 0.25,
+    }
+
+
+def test_without_a_terminal_each_step_is_one_line_with_the_time_left():
+    stream = io.StringIO()
+    with Progress(25, stream=stream) as progress:
+        progress.validated(0, {"val-core/add1/reward/mean@1": 0.6})
+        progress.update(3, METRICS)
+    assert stream.getvalue().splitlines() == [
+        "validation at step 0: add1 reward mean@1 0.600",
+        "step  3/25  reward 0.312  length 6.2  grad 1.50  tok/s 85  s/step 5.0  eta 1 min 50 s",
+    ]
+
+
+def test_on_a_terminal_a_bar_is_drawn_and_lines_appear_above_it():
+    stream = io.StringIO()
+    progress = Progress(2, stream=stream, is_terminal=True)
+    progress.say("resumed [from] step 1")
+    progress.update(2, METRICS)
+    progress.finish()
+    progress.finish()
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", stream.getvalue())
+    assert "resumed [from] step 1" in text
+    assert "2/2" in text and "reward 0.312" in text
+
+
+def test_a_progress_that_is_switched_off_still_says_what_must_be_said():
+    stream = io.StringIO()
+    progress = Progress(2, enabled=False, stream=stream)
+    progress.update(1, METRICS)
+    progress.validated(1, {"val-core/a/reward/mean@1": 1})
+    progress.say("important")
+    assert stream.getvalue() == "important\n"
+
+
+def test_overrides_are_replaced_in_place_or_appended():
+    assert set_overrides(["a=1", "+b=2", "c=3"], {"b": 5, "d": 6}) == ["a=1", "b=5", "c=3", "d=6"]
+
+
+def test_a_command_survives_the_shell():
+    overrides = ["trainer.logger=[console, file]", "data.train_files=/data/my files/x.parquet", "a='b'"] * 3
+    words = shlex.split(command_line(overrides, width=40).replace("\\\n", " "))
+    assert words[1:] == ["-m", "verl.trainer.main_ppo", *overrides]
+
+
+def test_the_summary_says_before_and_after_where_things_lie_and_how_to_go_on(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    validations = [(step, {"val-core/add1/reward/mean@1": value}) for step, value in ((0, 0.6), (10, 0.8), (25, 0.95))]
+    text = format_summary(
+        RunSummary(
+            steps=25,
+            seconds=151,
+            validations=validations,
+            places={"metrics": tmp_path / "run/metrics.jsonl", "checkpoint": "run/global_step_25", "nothing": None},
+            overrides=["trainer.device=cpu", "trainer.total_training_steps=25", "trainer.resume_mode=disable"],
+        )
+    )
+    assert "Done: 25 steps in 2 min 31 s." in text
+    assert "Validation, step 0 -> step 25\n  add1 reward mean@1  0.600 -> 0.950" in text
+    assert "metrics     run/metrics.jsonl\ncheckpoint  run/global_step_25" in text
+    assert "nothing" not in text
+    resume, gpu = (part.replace("\\\n", " ") for part in text.split("To train on")[1:])
+    assert "trainer.total_training_steps=50" in resume and "trainer.resume_mode=auto" in resume
+    assert "trainer.device=cuda" in gpu and "trainer.device=cpu" not in gpu
+
+
+def test_without_a_checkpoint_the_summary_offers_no_resume():
+    text = format_summary(RunSummary(steps=2, seconds=1, overrides=["a=1"], device="cuda", can_resume=False))
+    assert "main_ppo" not in text

@@ -1,0 +1,331 @@
+"""The numbers of a step and of a validation, under the names users of verl know.
+
+Reads batches column by column in their packed form (``data.ragged``), so the cost follows real tokens and not padding.
+Letters: B responses, R response width, P prompt width, Q prompts, N samples of a prompt, D bootstrap draws.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache, partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from verl.protocol import DataProto
+from verl.utils.metric import reduce_metrics
+from verl.utils.ragged import Ragged
+
+__all__ = [
+    "bootstrap_metric",
+    "calc_maj_val",
+    "compute_data_metrics",
+    "compute_throughout_metrics",
+    "compute_timing_metrics",
+    "process_validation_metrics",
+    "reduce_metrics",
+]
+
+# What a stage's time is divided by for timing_per_token_ms.
+STAGES_OVER_RESPONSE_TOKENS = ("gen",)
+STAGES_OVER_ALL_TOKENS = ("ref", "values", "adv", "update_critic", "update_actor")
+BOOTSTRAP_CELLS = 4_000_000  # numbers gathered at a time
+
+
+# -- a training batch -------------------------------------------------------------------------------------------------
+
+
+def compute_data_metrics(batch: DataProto, use_critic: bool = True) -> dict[str, float]:
+    """Scores, advantages, lengths of one training batch.
+
+    Args:
+        batch: has ``token_level_scores``, ``token_level_rewards``, ``advantages``, ``returns``, ``response_mask``,
+            ``responses``, ``attention_mask``, and ``values`` if ``use_critic``; each (B, R) or as the data flow says.
+        use_critic: add ``critic/values/*`` and ``critic/vf_explained_var``.
+
+    Returns:
+        ``critic/{score,rewards,advantages,returns[,values]}/{mean,max,min}``, ``response_length/...``,
+        ``prompt_length/...`` and, when the batch counts turns, ``num_turns/{min,max,mean}``. Scores and rewards are
+        sums over a response; advantages, returns and values are over tokens where ``response_mask`` is 1.
+    """
+    metrics: dict[str, float] = {}
+    for name, column in (("score", "token_level_scores"), ("rewards", "token_level_rewards")):
+        metrics |= _spread(f"critic/{name}", _row_sums(batch.ragged(column)))
+    sampled = batch.ragged("response_mask").values.bool()
+    advantages, returns = (batch.ragged(name).values[sampled] for name in ("advantages", "returns"))
+    metrics |= _spread("critic/advantages", advantages)
+    metrics |= _spread("critic/returns", returns)
+    if use_critic:
+        values = batch.ragged("values").values[sampled]
+        metrics |= _spread("critic/values", values)
+        metrics["critic/vf_explained_var"] = _explained_variance(values, returns)
+
+    response, prompt = _lengths(batch)
+    for name, (lengths, width) in (("response_length", response), ("prompt_length", prompt)):
+        metrics |= _spread(name, lengths)
+        metrics[f"{name}/clip_ratio"] = (lengths == width).double().mean().item()
+    if "__num_turns__" in batch.non_tensor_batch:
+        metrics |= _spread("num_turns", torch.as_tensor(batch.non_tensor_batch["__num_turns__"].astype(np.float64)))
+    return metrics
+
+
+def compute_timing_metrics(batch: DataProto, timing_raw: Mapping[str, float]) -> dict[str, float]:
+    """``timing_s/*``, and ``timing_per_token_ms/*`` for stages whose cost follows tokens.
+
+    ``gen`` is divided by the response tokens of the batch, the other stages by all its tokens.
+    """
+    (response, _), (prompt, _) = _lengths(batch)
+    response_tokens = int(response.sum())
+    all_tokens = response_tokens + int(prompt.sum())
+    per_token = dict.fromkeys(STAGES_OVER_RESPONSE_TOKENS, response_tokens)
+    per_token |= dict.fromkeys(STAGES_OVER_ALL_TOKENS, all_tokens)
+    metrics = {f"timing_s/{name}": float(seconds) for name, seconds in timing_raw.items()}
+    for name, tokens in per_token.items():
+        if name in timing_raw and tokens > 0:
+            metrics[f"timing_per_token_ms/{name}"] = timing_raw[name] * 1000 / tokens
+    return metrics
+
+
+def compute_throughout_metrics(batch: DataProto, timing_raw: Mapping[str, float], n_gpus: int) -> dict[str, float]:
+    """Tokens of the step, its seconds, and ``perf/throughput`` in tokens per second and device.
+
+    Reads ``meta_info["global_token_num"]``, the tokens of each row, and ``timing_raw["step"]``.
+    """
+    tokens = int(sum(batch.meta_info["global_token_num"]))
+    seconds = timing_raw["step"]
+    return {
+        "perf/total_num_tokens": tokens,
+        "perf/time_per_step": seconds,
+        "perf/throughput": tokens / (seconds * n_gpus),
+    }
+
+
+def _spread(name: str, values: Tensor) -> dict[str, float]:
+    """mean, max and min; of no values there are none."""
+    if values.numel() == 0:
+        return {}
+    values = values.detach().double()
+    low, high = values.aminmax()
+    return {f"{name}/mean": values.mean().item(), f"{name}/max": high.item(), f"{name}/min": low.item()}
+
+
+def _row_sums(column: Ragged) -> Tensor:
+    """(B,) float64 sums over each row's real cells."""
+    values = column.values.detach().double()
+    return torch.segment_reduce(values, "sum", lengths=column.layout.lengths, unsafe=True)
+
+
+def _explained_variance(values: Tensor, returns: Tensor) -> float:
+    """1 - var(returns - values) / var(returns): 1 for a perfect critic, 0 for a constant one."""
+    if values.numel() < 2:
+        return 0.0
+    values, returns = values.double(), returns.double()
+    return (1 - (returns - values).var() / (returns.var() + 1e-5)).item()
+
+
+def _lengths(batch: DataProto) -> tuple[tuple[Tensor, int], tuple[Tensor, int]]:
+    """(lengths (B,), width) of responses and of prompts, from the attention mask."""
+    everything = batch.ragged("attention_mask").layout
+    response = batch.ragged("responses").layout
+    prompt_lengths = everything.lengths - response.lengths
+    return (response.lengths, response.width), (prompt_lengths, everything.width - response.width)
+
+
+# -- validation -------------------------------------------------------------------------------------------------------
+
+
+def bootstrap_metric(
+    data: Sequence[Any],
+    subset_size: int,
+    reduce_fns: Sequence[Callable[[Any], float]],
+    n_bootstrap: int = 1000,
+    seed: int = 42,
+) -> list[tuple[float, float]]:
+    """Mean and standard deviation of each reduction over random subsets of ``data``, drawn with replacement.
+
+    Args:
+        data: one prompt's samples: numbers, or anything ``reduce_fns`` take a list of.
+        subset_size: samples in a draw.
+        reduce_fns: list -> number, e.g. ``np.max``.
+        n_bootstrap: draws.
+        seed: the same draws for every prompt with as many samples.
+
+    Returns:
+        (mean, std) for each of ``reduce_fns``.
+    """
+    draws = _draws(len(data), subset_size, n_bootstrap, seed)
+    results = []
+    for reduce in reduce_fns:
+        if reduce in (np.max, np.min, np.mean) and not isinstance(data[0], Mapping):
+            reduced = reduce(np.asarray(data, dtype=np.float64)[draws], axis=1)
+        else:
+            reduced = np.array([reduce([data[i] for i in draw]) for draw in draws], dtype=np.float64)
+        results.append((float(reduced.mean()), float(reduced.std())))
+    return results
+
+
+def calc_maj_val(data: Sequence[Mapping[str, Any]], vote_key: str, val_key: str) -> float:
+    """The value of the answer given most often; of a tie, the answer given first wins."""
+    counts: dict[Any, int] = defaultdict(int)
+    first: dict[Any, Any] = {}
+    for item in data:
+        counts[item[vote_key]] += 1
+        first.setdefault(item[vote_key], item[val_key])
+    return first[max(counts, key=counts.__getitem__)]
+
+
+def process_validation_metrics(
+    data_sources: Sequence[str],
+    sample_inputs: Sequence[Any],
+    infos_dict: Mapping[str, Sequence[Any]],
+    seed: int = 42,
+) -> dict[str, dict[str, dict[str, float]]]:
+    """Mean, best, worst and majority of k samples a prompt, averaged over the prompts of each data source.
+
+    With N samples of a prompt: ``mean@N``; for N > 1 also ``std@N`` and, for k = 2, 4, 8, ... and N,
+    ``{best,worst}@k/{mean,std}`` by bootstrap, and ``maj@k/{mean,std}`` when ``infos_dict`` has ``pred``.
+
+    Args:
+        data_sources: one for each sample.
+        sample_inputs: what samples of the same prompt share: its text or its uid.
+        infos_dict: variable -> one value for each sample. A variable that is not all numbers gives no metrics.
+        seed: of the bootstrap.
+
+    Returns:
+        data source -> variable -> metric -> value.
+    """
+    rows_of: dict[str, dict[Any, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for i, (source, prompt) in enumerate(zip(data_sources, sample_inputs, strict=True)):
+        rows_of[source][prompt].append(i)
+    columns = {name: column for name, values in infos_dict.items() if (column := _numbers(values)) is not None}
+    preds = infos_dict.get("pred")
+
+    result: dict[str, dict[str, dict[str, float]]] = {}
+    for source, prompts in rows_of.items():
+        by_count: dict[int, list[list[int]]] = defaultdict(list)  # prompts with equally many samples go together
+        for rows in prompts.values():
+            by_count[len(rows)].append(rows)
+        groups = [np.array(rows) for rows in by_count.values()]
+        votes = [None if preds is None else _vote_codes(preds, rows) for rows in groups]
+        result[source] = {
+            name: _mean_over_prompts(
+                [_metrics_of_group(column[rows], vote, seed) for rows, vote in zip(groups, votes, strict=True)]
+            )
+            for name, column in columns.items()
+        }
+    return result
+
+
+def _metrics_of_group(values: np.ndarray, votes: np.ndarray | None, seed: int) -> dict[str, np.ndarray]:
+    """Metric -> (Q,) values, from (Q, N) values and votes."""
+    n = values.shape[1]
+    metrics = {f"mean@{n}": values.mean(axis=1)}
+    if n == 1:
+        return metrics
+    metrics[f"std@{n}"] = values.std(axis=1)
+    for k in _subset_sizes(n):
+        reductions: dict[str, Callable[[], tuple[np.ndarray, np.ndarray]]] = {
+            "best": partial(_bootstrap_extreme, values, k, np.max, seed),
+            "worst": partial(_bootstrap_extreme, values, k, np.min, seed),
+        }
+        if votes is not None:
+            reductions["maj"] = partial(_bootstrap_majority, values, votes, k, seed)
+        for name, reduction in reductions.items():
+            metrics[f"{name}@{k}/mean"], metrics[f"{name}@{k}/std"] = reduction()
+    return metrics
+
+
+def _subset_sizes(n: int) -> list[int]:
+    """2, 4, 8, ... below n, and n."""
+    sizes = []
+    k = 2
+    while k < n:
+        sizes.append(k)
+        k *= 2
+    return [*sizes, n]
+
+
+@lru_cache(maxsize=32)
+def _draws(n: int, k: int, n_bootstrap: int = 1000, seed: int = 42) -> np.ndarray:
+    """(D, k) sample numbers, drawn with replacement; the stream is that of repeated ``np.random.choice`` calls."""
+    draws = np.random.RandomState(seed).randint(0, n, size=(n_bootstrap, k))
+    draws.flags.writeable = False
+    return draws
+
+
+def _bootstrap_extreme(
+    values: np.ndarray, k: int, extreme: Callable[..., np.ndarray], seed: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Mean and std over draws of the largest or least of k, each (Q,)."""
+    draws = _draws(values.shape[1], k, seed=seed)
+    weights = np.ones(len(draws))
+    if values.shape[1] <= 62:
+        # The extreme depends on the set of samples drawn only, and of few samples there are few sets.
+        sets = np.bitwise_or.reduce(np.int64(1) << draws, axis=1)
+        _, first, weights = np.unique(sets, return_index=True, return_counts=True)
+        draws = draws[first]
+    means, stds = [], []
+    for part in _parts(values, draws.size):
+        reduced = extreme(part[:, draws], axis=2)
+        mean = np.average(reduced, axis=1, weights=weights)
+        means.append(mean)
+        stds.append(np.sqrt(np.average((reduced - mean[:, None]) ** 2, axis=1, weights=weights)))
+    return np.concatenate(means), np.concatenate(stds)
+
+
+def _bootstrap_majority(values: np.ndarray, votes: np.ndarray, k: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Mean and std over draws of the majority answer's value (see ``calc_maj_val``), each (Q,)."""
+    draws = _draws(values.shape[1], k, seed=seed)
+    means, stds = [], []
+    for some_values, some_votes in zip(_parts(values, draws.size), _parts(votes, draws.size), strict=True):
+        drawn = some_votes[:, draws]  # (Q, D, k)
+        counts = np.zeros(drawn.shape, dtype=np.int32)
+        for j in range(k):
+            counts += drawn == drawn[..., j : j + 1]
+        winner = counts.argmax(axis=2)  # the first position of the most frequent vote
+        sample = draws[np.arange(len(draws))[None, :], winner]  # (Q, D)
+        reduced = np.take_along_axis(some_values, sample, axis=1)
+        means.append(reduced.mean(axis=1))
+        stds.append(reduced.std(axis=1))
+    return np.concatenate(means), np.concatenate(stds)
+
+
+def _parts(array: np.ndarray, cells_per_row: int) -> list[np.ndarray]:
+    """``array`` in runs of rows that gather at most ``BOOTSTRAP_CELLS`` numbers."""
+    step = max(1, BOOTSTRAP_CELLS // cells_per_row)
+    return [array[i : i + step] for i in range(0, len(array), step)]
+
+
+def _vote_codes(preds: Sequence[Any], rows: np.ndarray) -> np.ndarray:
+    """(Q, N) integers, equal within a prompt where the answers are equal."""
+    codes = np.empty(rows.shape, dtype=np.int32)
+    for q, samples in enumerate(rows):
+        known: dict[Any, int] = {}
+        for j, i in enumerate(samples):
+            pred = preds[i]
+            key = pred if isinstance(pred, (str, int, float, bool, tuple, type(None))) else repr(pred)
+            codes[q, j] = known.setdefault(key, len(known))
+    return codes
+
+
+def _numbers(values: Sequence[Any]) -> np.ndarray | None:
+    """(B,) float64, or None when a value is no number."""
+    if any(isinstance(value, (str, bytes)) or value is None for value in values):
+        return None
+    try:
+        column = np.asarray(values, dtype=np.float64)
+    except (TypeError, ValueError):
+        return None
+    return column if column.ndim == 1 else None
+
+
+def _mean_over_prompts(groups: Sequence[Mapping[str, np.ndarray]]) -> dict[str, float]:
+    """Each metric's mean over the prompts that have it."""
+    collected: dict[str, list[np.ndarray]] = defaultdict(list)
+    for metrics in groups:
+        for name, values in metrics.items():
+            collected[name].append(values)
+    return {name: float(np.concatenate(parts).mean()) for name, parts in collected.items()}

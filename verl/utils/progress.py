@@ -1,0 +1,258 @@
+"""What a person watching a run sees: a bar with the numbers that matter, and a closing summary.
+
+Knows metric names and how to print them; training knows nothing of this file. On a terminal the bar is drawn by rich,
+elsewhere (a log file, CI) every step is one plain line.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import sys
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TextIO
+
+# label, the metrics that can stand for it (the first one present), format
+NUMBERS: tuple[tuple[str, tuple[str, ...], str], ...] = (
+    ("reward", ("critic/score/mean", "critic/rewards/mean"), "{:.3f}"),
+    ("length", ("response_length/mean",), "{:.1f}"),
+    ("kl", ("actor/kl_loss", "actor/reward_kl_penalty", "actor/ppo_kl"), "{:.4f}"),
+    ("grad", ("actor/grad_norm", "critic/grad_norm"), "{:.2f}"),
+    ("tok/s", ("perf/throughput",), "{:.0f}"),
+    ("s/step", ("perf/time_per_step",), "{:.1f}"),
+)
+CORE_METRIC = re.compile(r"^val-core/(?P<source>.+)/(?P<variable>[^/]+)/(?P<kind>mean@\d+|(?:maj|best|worst)@\d+/mean)$")
+STEPS_FOR_ETA = 10
+
+
+def format_duration(seconds: float) -> str:
+    """``42 s``, ``3 min 07 s`` or ``2 h 05 min``."""
+    seconds = max(0, round(seconds))
+    if seconds < 60:
+        return f"{seconds} s"
+    minutes, seconds = divmod(seconds, 60)
+    if minutes < 60:
+        return f"{minutes} min {seconds:02d} s"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02d} min"
+
+
+def format_numbers(metrics: Mapping[str, Any]) -> str:
+    """The numbers that matter, of those present: ``reward 0.312  length 6.2  kl 0.0001 ...``."""
+    parts = []
+    for label, names, form in NUMBERS:
+        name = next((name for name in names if name in metrics), None)
+        if name is not None:
+            parts.append(f"{label} {form.format(float(metrics[name]))}")
+    return "  ".join(parts)
+
+
+def core_metrics(metrics: Mapping[str, Any]) -> dict[tuple[str, str], float]:
+    """The ``val-core`` metrics as (data source, name) -> value; a name is e.g. ``reward mean@1``."""
+    found = {}
+    for name, value in metrics.items():
+        match = CORE_METRIC.match(name)
+        if match:
+            found[match["source"], f"{match['variable']} {match['kind'].removesuffix('/mean')}"] = float(value)
+    return found
+
+
+class Progress:
+    """Shows how far a run is.
+
+    Args:
+        total: steps of the whole run.
+        enabled: False shows nothing (``say`` still prints).
+        stream: where to; default standard output.
+        is_terminal: draw a bar; default: whether ``stream`` is a terminal.
+    """
+
+    def __init__(
+        self, total: int, enabled: bool = True, stream: TextIO | None = None, is_terminal: bool | None = None
+    ) -> None:
+        self.total = total
+        self.enabled = enabled
+        self.stream = stream
+        self.bar: Any = None
+        self.last_time = time.monotonic()
+        self.step_times: deque[float] = deque(maxlen=STEPS_FOR_ETA)
+        if is_terminal is None:
+            is_terminal = (stream or sys.stdout).isatty()
+        if enabled and is_terminal:
+            self.bar, self.task = _make_bar(total, stream)
+
+    def update(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Step ``step`` is done and has these metrics."""
+        now = time.monotonic()
+        self.step_times.append(float(metrics.get("perf/time_per_step", now - self.last_time)))
+        self.last_time = now
+        if not self.enabled:
+            return
+        left = self.seconds_left(step)
+        if self.bar is not None:
+            text = f"{format_numbers(metrics)}  eta {format_duration(left)}"
+            self.bar.update(self.task, completed=step, numbers=text)
+        else:
+            width = len(str(self.total))
+            self.say(f"step {step:>{width}}/{self.total}  {format_numbers(metrics)}  eta {format_duration(left)}")
+
+    def seconds_left(self, step: int) -> float:
+        """Steps left times the mean of the latest step times."""
+        mean = sum(self.step_times) / len(self.step_times) if self.step_times else 0.0
+        return mean * max(0, self.total - step)
+
+    def validated(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Show a validation's core metrics."""
+        if not self.step_times:  # what came before the first step does not count for the estimate
+            self.last_time = time.monotonic()
+        if self.enabled:
+            for (source, name), value in core_metrics(metrics).items():
+                self.say(f"validation at step {step}: {source} {name} {value:.3f}")
+
+    def say(self, text: str) -> None:
+        """Print a line above the bar."""
+        if self.bar is not None:
+            self.bar.console.print(text, markup=False, highlight=False)
+        else:
+            print(text, file=self.stream or sys.stdout, flush=True)
+
+    def finish(self) -> None:
+        """Take the bar down, leaving its last state on the screen; calling it again does nothing."""
+        if self.bar is not None:
+            self.bar.stop()
+            self.bar = None
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.finish()
+
+
+def _make_bar(total: int, stream: TextIO | None) -> tuple[Any, Any]:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
+    from rich.progress import Progress as RichProgress
+
+    bar = RichProgress(
+        TextColumn("step"),
+        MofNCompleteColumn(),
+        BarColumn(bar_width=20),
+        TextColumn("{task.fields[numbers]}"),
+        console=Console(file=stream, force_terminal=True) if stream is not None else Console(),
+    )
+    task = bar.add_task("train", total=total, numbers="starting")
+    bar.start()
+    return bar, task
+
+
+# -- the closing summary ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """What a finished run has to say for itself."""
+
+    steps: int
+    """Steps done, counted from the very first run."""
+    seconds: float
+    """Wall time of this run."""
+    validations: Sequence[tuple[int, Mapping[str, Any]]] = ()
+    """(step, metrics) of every validation, oldest first."""
+    places: Mapping[str, str | Path | None] = field(default_factory=dict)
+    """What lies where, e.g. ``{"checkpoint": "runs/add1/global_step_25"}``; None is left out."""
+    overrides: Sequence[str] = ()
+    """The command line after ``main_ppo``, from which the commands to go on are made."""
+    device: str = "cpu"
+    """``trainer.device`` of this run."""
+    can_resume: bool = True
+    """Whether a checkpoint was saved."""
+
+
+def set_overrides(overrides: Sequence[str], new: Mapping[str, Any]) -> list[str]:
+    """``overrides`` with the keys of ``new`` set: in place where they are given, else at the end."""
+    left = {name: f"{name}={value}" for name, value in new.items()}
+    result = []
+    for override in overrides:
+        name = override.partition("=")[0].lstrip("+")
+        if name in new:
+            if name in left:
+                result.append(left.pop(name))
+        else:
+            result.append(override)
+    return result + list(left.values())
+
+
+def command_line(overrides: Sequence[str], width: int = 100) -> str:
+    """A main_ppo command as it can be pasted into a shell, broken into lines of about ``width`` characters."""
+    lines = [f"{_this_python()} -m verl.trainer.main_ppo"]
+    for override in overrides:
+        word = shlex.quote(override)
+        if len(lines[-1]) + 1 + len(word) > width:
+            lines.append("    " + word)
+        else:
+            lines[-1] += " " + word
+    return " \\\n".join(lines)
+
+
+def _this_python() -> str:
+    """The running Python as one would type it here."""
+    try:
+        path = Path(sys.executable).relative_to(Path.cwd())
+    except ValueError:
+        return shlex.quote(sys.executable or "python")
+    return shlex.quote(str(path))
+
+
+def format_summary(summary: RunSummary) -> str:
+    """The closing text: validation before -> after, what lies where, and how to go on."""
+    lines = ["", f"Done: {summary.steps} steps in {format_duration(summary.seconds)}."]
+    lines += _validation_lines(summary.validations)
+    places = {label: path for label, path in summary.places.items() if path is not None}
+    if places:
+        width = max(map(len, places))
+        lines += ["", *(f"{label:<{width}}  {_shown(path)}" for label, path in places.items())]
+    if summary.can_resume:
+        further = set_overrides(summary.overrides, {"trainer.total_training_steps": 2 * summary.steps})
+        further = set_overrides(further, {"trainer.resume_mode": "auto"}) if _names(further, "resume_mode") else further
+        lines += ["", f"To train on from the checkpoint, up to step {2 * summary.steps}:", command_line(further)]
+        if summary.device == "cpu":
+            lines += ["", "To train on on a GPU:", command_line(set_overrides(further, {"trainer.device": "cuda"}))]
+    elif summary.device == "cpu":
+        on_gpu = set_overrides(summary.overrides, {"trainer.device": "cuda"})
+        lines += ["", "The same on a GPU:", command_line(on_gpu)]
+    return "\n".join(lines)
+
+
+def print_summary(summary: RunSummary, stream: TextIO | None = None) -> None:
+    print(format_summary(summary), file=stream or sys.stdout, flush=True)
+
+
+def _validation_lines(validations: Sequence[tuple[int, Mapping[str, Any]]]) -> list[str]:
+    scored = [(step, core_metrics(metrics)) for step, metrics in validations]
+    scored = [(step, metrics) for step, metrics in scored if metrics]
+    if not scored:
+        return []
+    (first, before), (last, after) = scored[0], scored[-1]
+    lines = ["", f"Validation, step {first} -> step {last}" if first != last else f"Validation at step {first}"]
+    width = max(len(f"{source} {name}") for source, name in after)
+    for (source, name), value in after.items():
+        label = f"{source} {name}"
+        start = f"{before[source, name]:.3f} -> " if first != last and (source, name) in before else ""
+        lines.append(f"  {label:<{width}}  {start}{value:.3f}")
+    return lines
+
+
+def _names(overrides: Sequence[str], key: str) -> bool:
+    return any(override.partition("=")[0].endswith(key) for override in overrides)
+
+
+def _shown(path: str | Path) -> str:
+    """A path relative to here if that is shorter."""
+    relative = os.path.relpath(path)
+    return relative if not relative.startswith("..") else str(path)
