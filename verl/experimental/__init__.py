@@ -1,0 +1,1 @@
+"""Public names that began as experiments; the code lives elsewhere in the package."""

@@ -1,0 +1,16 @@
+"""Datasets of prompts and the loaders over them. Imported when asked for: torch comes with them."""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from verl.utils.dataset.rl_dataset import RLHFDataset, collate_fn
+
+__all__ = ["RLHFDataset", "collate_fn"]
+
+
+def __getattr__(name: str):
+    if name in __all__:
+        from verl.utils.dataset import rl_dataset
+
+        return getattr(rl_dataset, name)
+    raise AttributeError(f"module 'verl.utils.dataset' has no attribute {name!r}; it offers {', '.join(__all__)}")

@@ -1,0 +1,433 @@
+"""Prompts for reinforcement learning: rows of a data file to left-padded token ids (row 0 of a step's data flow).
+
+Knows tokenizers and rows; nothing of rewards or batches. Text only: images and videos are refused by name.
+"""
+
+import logging
+import multiprocessing
+import os
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import jinja2
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import torch
+from torch.utils.data import Dataset
+
+from verl.utils.dataset.table import DataError, RowTable
+from verl.utils.fs import copy_to_local
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase, ProcessorMixin
+
+logger = logging.getLogger(__name__)
+
+__all__ = ["DataError", "RLHFDataset", "collate_fn", "truncate"]
+
+_TOKENIZE_BATCH = 1000
+"""Prompts handed to the tokenizer at once while a whole file is tokenized."""
+
+
+def collate_fn(data_list: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor | np.ndarray]:
+    """Rows to one batch: tensors are stacked, everything else becomes a one-dimensional object array.
+
+    A non-tensor that some rows lack is ``None`` there (files of one dataset need not agree on their columns).
+    """
+    names = dict.fromkeys(name for row in data_list for name in row)
+    batch: dict[str, torch.Tensor | np.ndarray] = {}
+    for name in names:
+        values = [row.get(name) for row in data_list]
+        if isinstance(values[0], torch.Tensor):
+            batch[name] = torch.stack(values)
+        else:
+            batch[name] = np.fromiter(values, dtype=object, count=len(values))  # np.array would stack equal lengths
+    return batch
+
+
+def truncate(ids: list[int], max_length: int, side: str) -> list[int]:
+    """Cut token ids to ``max_length``: ``left`` keeps the end, ``right`` the start, ``middle`` half of each."""
+    if len(ids) <= max_length:
+        return ids
+    if side == "left":
+        return ids[-max_length:]
+    if side == "right":
+        return ids[:max_length]
+    if side == "middle":
+        head = max_length // 2
+        return ids[:head] + ids[len(ids) - (max_length - head) :]
+    raise ValueError(f"data.truncation={side!r} is not a way to truncate: use 'error', 'left', 'right' or 'middle'.")
+
+
+class RLHFDataset(Dataset):
+    """Prompts of parquet (or JSON lines) files, one row each, with all that a reward function needs of the row.
+
+    ``dataset[i]`` is a dict with, P = ``config.max_prompt_length``:
+
+    - ``input_ids``, ``attention_mask``, ``position_ids``: (P,) int64, LEFT padded; positions are 0 on the padding;
+    - ``raw_prompt_ids``: the same ids as a list without padding;
+    - ``index`` (``extra_info.index``, else 0), ``tools_kwargs``, ``interaction_kwargs``: from ``extra_info``;
+    - ``raw_prompt`` (the messages) with ``return_raw_chat``, ``full_prompts`` (the text) with ``return_full_prompt``;
+    - every other column of the row. The prompt, image and video columns are consumed.
+
+    A prompt is a list of ``{role, content}`` messages, or a plain string: then it is one user message, or, if the
+    tokenizer has no chat template, the text itself.
+
+    For subclasses: ``_build_messages(row)`` makes the messages of a row and may be overridden; ``dataframe`` holds the
+    rows and may be replaced by anything with ``len`` and ``[i] -> dict`` in ``_read_files_and_tokenize``.
+
+    Args:
+        data_files: a path or a list of them; ``~``, relative and ``hdfs://`` paths are fine.
+        tokenizer: a Hugging Face tokenizer.
+        config: the ``data`` section, or any mapping with some of its keys.
+        processor: kept for subclasses; not used for text.
+
+    Raises:
+        FileNotFoundError: a data file is missing.
+        DataError: a column is missing or a row cannot be used; names file and row.
+        NotImplementedError: a row has images or videos.
+    """
+
+    def __init__(
+        self,
+        data_files: str | Sequence[str],
+        tokenizer: "PreTrainedTokenizerBase",
+        config: Mapping[str, Any],
+        processor: "ProcessorMixin | None" = None,
+    ):
+        self.data_files = [data_files] if isinstance(data_files, (str, os.PathLike)) else list(data_files)
+        self.original_data_files = list(self.data_files)
+        self.tokenizer = tokenizer
+        self.processor = processor
+        self.config = config
+
+        self.prompt_key = config.get("prompt_key", "prompt")
+        self.image_key = config.get("image_key", "images")
+        self.video_key = config.get("video_key", "videos")
+        self.max_prompt_length = config.get("max_prompt_length", 1024)
+        self.truncation = config.get("truncation", "error")
+        self.return_raw_chat = config.get("return_raw_chat", False)
+        self.return_full_prompt = config.get("return_full_prompt", False)
+        self.filter_overlong_prompts = config.get("filter_overlong_prompts", False)
+        self.num_workers = max(1, config.get("filter_overlong_prompts_workers", 1) or 1)
+        self.need_tools_kwargs = config.get("need_tools_kwargs", False)
+        self.chat_template_kwargs = dict(config.get("apply_chat_template_kwargs", None) or {})
+        if self.truncation not in ("error", "left", "right", "middle"):
+            truncate([0], 0, self.truncation)
+
+        self._token_ids: _TokenIds | None = None
+        self._download()
+        self._read_files_and_tokenize()
+
+    # reading ---------------------------------------------------------------------------------------------------
+
+    def _download(self) -> None:
+        cache_dir = os.path.expanduser(self.config.get("cache_dir", None) or "~/.cache/verl/rlhf")
+        use_shm = self.config.get("use_shm", False)
+        self.data_files = [
+            copy_to_local(str(path), cache_dir=cache_dir, use_shm=use_shm) for path in self.original_data_files
+        ]
+
+    def _read_files_and_tokenize(self) -> None:
+        self.dataframe = RowTable.from_files(self.data_files)
+        if self._reads_prompt_column():
+            self.dataframe.require(self.prompt_key, "data.prompt_key")
+        self._check_rows()
+        self.dataframe = self.maybe_filter_out_long_prompts(self.dataframe)
+
+    def _check_rows(self) -> None:
+        """Find the rows that cannot be used now, column by column, and not in the middle of a training."""
+        for table, path in zip(self.dataframe.tables, self.dataframe.names, strict=True):
+            for key, option in ((self.image_key, "data.image_key"), (self.video_key, "data.video_key")):
+                rows = _rows_with_items(table[key]) if key in table.column_names else []
+                if len(rows):
+                    raise NotImplementedError(
+                        f"{path}, row {rows[0]} has {key!r} ({option}): images and videos are not supported yet. "
+                        f"Leave out the {len(rows)} rows that have them, or name another column with {option}."
+                    )
+            bad = _bad_prompt_rows(table[self.prompt_key], path, self.prompt_key) if self._reads_prompt_column() else []
+            if len(bad):
+                shown = ", ".join(map(str, bad[:5])) + (", ..." if len(bad) > 5 else "")
+                raise DataError(
+                    f"{path}: the {self.prompt_key!r} of {len(bad)} of {table.num_rows} rows is empty or has a message "
+                    f"without role or content: row {shown} (from 0). Correct or remove these rows."
+                )
+
+    def maybe_filter_out_long_prompts(self, dataframe: Any = None) -> Any:
+        """Without ``filter_overlong_prompts`` the rows as they are, else those of at most ``max_prompt_length`` tokens.
+
+        The token ids are kept, so that no prompt is tokenized twice.
+        """
+        dataframe = self.dataframe if dataframe is None else dataframe
+        if not self.filter_overlong_prompts:
+            return dataframe
+        tokens = self._tokenize_all(dataframe)
+        keep = np.flatnonzero(tokens.lengths <= self.max_prompt_length)
+        logger.info("%d of %d prompts have at most %d tokens", len(keep), len(dataframe), self.max_prompt_length)
+        if len(keep) == 0 and len(dataframe):
+            raise DataError(
+                f"data.filter_overlong_prompts=True leaves none of {len(dataframe)} prompts: the shortest has "
+                f"{tokens.lengths.min()} tokens and data.max_prompt_length={self.max_prompt_length}. Raise the latter."
+            )
+        self._token_ids = tokens.select(keep)
+        return dataframe if len(keep) == len(dataframe) else dataframe.select(keep)
+
+    def find_overlong(self) -> list[tuple[str, int]]:
+        """(``file, row k``, tokens) of each prompt that ``truncation=error`` would refuse.
+
+        A token is at least one byte of text, so only prompts with more bytes than ``max_prompt_length`` are tokenized.
+        """
+        if self._token_ids is not None:
+            return []
+        margin = 8  # the few special tokens a tokenizer without a chat template adds
+        texts = ((item, text) for block in self._blocks() for item, text in zip(block, self._texts(block), strict=True))
+        doubtful = [(item, text) for item, text in texts if len(text.encode()) > self.max_prompt_length - margin]
+        with _one_thread_per_process():
+            lengths = [len(ids) for ids in self._encode_many([text for _, text in doubtful])]
+        pairs = zip(doubtful, lengths, strict=True)
+        return [(self._where(item), length) for (item, _), length in pairs if length > self.max_prompt_length]
+
+    # one row ---------------------------------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        return len(self.dataframe)
+
+    def __getitem__(self, item: int) -> dict[str, Any]:
+        row = dict(self.dataframe[item])
+        prompt = self._messages(row, item)
+        for key in (self.prompt_key, self.image_key, self.video_key):
+            row.pop(key, None)
+
+        text = None
+        if self._token_ids is None or self.return_full_prompt:
+            text = self._prompt_text(prompt, item)
+        ids = self._encode([text])[0] if self._token_ids is None else self._token_ids[item]
+        if self.truncation == "error" and len(ids) > self.max_prompt_length:
+            raise DataError(
+                f"{self._where(item)}: the prompt has {len(ids)} tokens, more than "
+                f"data.max_prompt_length={self.max_prompt_length}. Raise it, or set data.filter_overlong_prompts=True "
+                "to leave such rows out, or data.truncation to left, right or middle to cut them."
+            )
+        ids = truncate(ids, self.max_prompt_length, self.truncation)
+
+        row.update(self._left_padded(ids))
+        row["raw_prompt_ids"] = ids
+        if self.return_raw_chat:
+            row["raw_prompt"] = prompt
+        if self.return_full_prompt:
+            row["full_prompts"] = text
+        extra_info = row.get("extra_info")
+        extra_info = extra_info if isinstance(extra_info, Mapping) else {}
+        row["index"] = extra_info.get("index") or 0
+        row["tools_kwargs"] = extra_info.get("tools_kwargs") or {}
+        row["interaction_kwargs"] = extra_info.get("interaction_kwargs") or {}
+        if extra_info.get("need_tools_kwargs", self.need_tools_kwargs) and not row["tools_kwargs"]:
+            logger.warning("%s needs tools_kwargs and has none", self._where(item))
+        return row
+
+    def _build_messages(self, example: dict[str, Any]) -> list[dict[str, Any]] | str:
+        """The prompt of a row: messages, or a plain text."""
+        return example[self.prompt_key]
+
+    def _messages(self, row: dict[str, Any], item: int) -> list[dict[str, Any]] | str:
+        """The prompt of a row, ready for the chat template; a plain string is turned into a user message."""
+        try:
+            prompt = self._build_messages(row)
+        except KeyError as error:
+            raise DataError(f"{self._where(item)} has no {error}; its columns are {', '.join(row)}.") from error
+        if isinstance(prompt, str):
+            return [{"role": "user", "content": prompt}] if self.tokenizer.chat_template else prompt
+        if isinstance(prompt, (list, tuple, np.ndarray)) and len(prompt):
+            # Parquet gives every message of a column the same fields: those a message does not use are null.
+            return [{key: value for key, value in message.items() if value is not None} for message in prompt]
+        raise DataError(
+            f"{self._where(item)}: {self.prompt_key!r} is {prompt!r}; a prompt is a text or a non-empty list of "
+            "{role, content} messages."
+        )
+
+    def _prompt_text(self, prompt: list[dict[str, Any]] | str, item: int) -> str:
+        if isinstance(prompt, str):
+            return prompt
+        if not self.tokenizer.chat_template:
+            raise DataError(
+                f"data.prompt_key={self.prompt_key!r} holds chat messages but the tokenizer "
+                f"{self.tokenizer.name_or_path!r} has no chat template. Use an instruct model, set "
+                "tokenizer.chat_template, or write plain text into the column."
+            )
+        try:
+            return self.tokenizer.apply_chat_template(
+                prompt, add_generation_prompt=True, tokenize=False, **self.chat_template_kwargs
+            )
+        except jinja2.TemplateError as error:
+            raise DataError(
+                f"{self._where(item)}: the chat template of {self.tokenizer.name_or_path!r} refuses the messages with "
+                f"the roles {', '.join(str(message.get('role')) for message in prompt)}: {error}"
+            ) from error
+
+    def _encode(self, texts: list[str]) -> list[list[int]]:
+        """Token ids. A chat template writes its own special tokens; for plain text the tokenizer adds them."""
+        special = not self.tokenizer.chat_template
+        return self.tokenizer(texts, add_special_tokens=special, return_attention_mask=False, verbose=False)[
+            "input_ids"
+        ]
+
+    def _left_padded(self, ids: list[int]) -> dict[str, torch.Tensor]:
+        start = self.max_prompt_length - len(ids)
+        pad = self.tokenizer.pad_token_id
+        columns = torch.zeros(3, self.max_prompt_length, dtype=torch.int64)
+        columns[0, :start] = self.tokenizer.eos_token_id if pad is None else pad
+        columns[0, start:] = torch.tensor(ids, dtype=torch.int64)
+        columns[1, start:] = 1
+        columns[2, start:] = torch.arange(len(ids))
+        return dict(zip(("input_ids", "attention_mask", "position_ids"), columns, strict=True))
+
+    def _where(self, item: int) -> str:
+        return self.dataframe.where(item) if hasattr(self.dataframe, "where") else f"row {item}"
+
+    # all rows --------------------------------------------------------------------------------------------------
+
+    def _tokenize_all(self, dataframe: Any) -> "_TokenIds":
+        """Token ids of every prompt, tokenized in ``filter_overlong_prompts_workers`` processes."""
+        self.dataframe = dataframe
+        blocks = self._blocks()
+        workers = min(self.num_workers, len(blocks))
+        if workers <= 1:
+            return _TokenIds.join([self._tokenize_block(block) for block in blocks])
+        # With fork the rows reach the children without being copied or pickled.
+        fork = multiprocessing.get_context("fork")
+        with ProcessPoolExecutor(workers, fork, _BlockTokenizer.adopt, (self,)) as pool:
+            return _TokenIds.join(list(pool.map(_BlockTokenizer.run, blocks)))
+
+    def _tokenize_block(self, block: range) -> "_TokenIds":
+        with _one_thread_per_process():
+            return _TokenIds.of(self._encode_many(self._texts(block)))
+
+    def _blocks(self) -> list[range]:
+        return [range(a, min(a + _TOKENIZE_BATCH, len(self))) for a in range(0, len(self), _TOKENIZE_BATCH)]
+
+    def _texts(self, block: range) -> list[str]:
+        """The rendered prompts of some rows; only the prompt column is read unless a subclass wants the whole row."""
+        if self._reads_prompt_column() and isinstance(self.dataframe, RowTable):
+            rows = ({self.prompt_key: prompt} for prompt in self.dataframe.select(block).column(self.prompt_key))
+        else:
+            rows = (dict(self.dataframe[item]) for item in block)
+        return [self._prompt_text(self._messages(row, item), item) for row, item in zip(rows, block, strict=True)]
+
+    def _reads_prompt_column(self) -> bool:
+        return type(self)._build_messages is RLHFDataset._build_messages
+
+    def _encode_many(self, texts: list[str]) -> list[list[int]]:
+        """:meth:`_encode` for many texts, past the wrapper's bookkeeping where that provably gives the same ids."""
+        if not texts:
+            return []
+        first = self._encode(texts[:1])  # also resets truncation and padding left behind by earlier calls
+        backend = getattr(self.tokenizer, "backend_tokenizer", None)
+        if not hasattr(backend, "encode_batch_fast"):
+            return first + (self._encode(texts[1:]) if len(texts) > 1 else [])
+        special = not self.tokenizer.chat_template
+        ids = [encoding.ids for encoding in backend.encode_batch_fast(texts, add_special_tokens=special)]
+        return ids if ids[0] == first[0] else self._encode(texts)
+
+
+class _TokenIds:
+    """Many lists of token ids in one flat array."""
+
+    def __init__(self, flat: np.ndarray, lengths: np.ndarray):
+        self.flat, self.lengths = flat, lengths
+        self._ends = np.cumsum(lengths)
+
+    @classmethod
+    def of(cls, ids: list[list[int]]) -> "_TokenIds":
+        lengths = np.fromiter(map(len, ids), dtype=np.int64, count=len(ids))
+        flat = np.fromiter((token for row in ids for token in row), dtype=np.int32, count=int(lengths.sum()))
+        return cls(flat, lengths)
+
+    @classmethod
+    def join(cls, parts: list["_TokenIds"]) -> "_TokenIds":
+        if not parts:
+            return cls.of([])
+        return cls(np.concatenate([part.flat for part in parts]), np.concatenate([part.lengths for part in parts]))
+
+    def __getitem__(self, item: int) -> list[int]:
+        end = self._ends[item]
+        return self.flat[end - self.lengths[item] : end].tolist()
+
+    def select(self, index: np.ndarray) -> "_TokenIds":
+        if len(index) == len(self.lengths):
+            return self
+        mask = np.zeros(len(self.lengths), dtype=bool)
+        mask[index] = True
+        return _TokenIds(self.flat[np.repeat(mask, self.lengths)], self.lengths[mask])
+
+
+class _BlockTokenizer:
+    """The dataset a forked tokenizing process works for."""
+
+    dataset: RLHFDataset
+
+    @classmethod
+    def adopt(cls, dataset: RLHFDataset) -> None:
+        cls.dataset = dataset
+
+    @classmethod
+    def run(cls, block: range) -> _TokenIds:
+        return cls.dataset._tokenize_block(block)
+
+
+class _one_thread_per_process:
+    """Keep the tokenizer's thread pool asleep: loader workers are forked later, and a forked pool would hang."""
+
+    def __enter__(self) -> None:
+        self.before = os.environ.get("TOKENIZERS_PARALLELISM")
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+    def __exit__(self, *error: Any) -> None:
+        if self.before is None:
+            del os.environ["TOKENIZERS_PARALLELISM"]
+        else:
+            os.environ["TOKENIZERS_PARALLELISM"] = self.before
+
+
+def _flat(column: pa.ChunkedArray) -> pa.Array:
+    return column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
+
+
+def _rows_with_items(column: pa.ChunkedArray) -> np.ndarray:
+    """Rows of a list column that hold at least one item; of any other column: that are not null."""
+    column = _flat(column)
+    filled = pc.is_valid(column)
+    if pa.types.is_list(column.type) or pa.types.is_large_list(column.type):
+        filled = pc.fill_null(pc.greater(pc.list_value_length(column), 0), False)
+    return np.flatnonzero(filled.to_numpy(zero_copy_only=False))
+
+
+def _bad_prompt_rows(column: pa.ChunkedArray, path: str, key: str) -> np.ndarray:
+    """Rows whose prompt is null or empty, or has a message with a null role or content."""
+    column = _flat(column)
+    kind = column.type
+    if pa.types.is_null(kind):
+        return np.arange(len(column))
+    if pa.types.is_string(kind) or pa.types.is_large_string(kind):
+        return np.flatnonzero(pc.equal(pc.fill_null(pc.binary_length(column), 0), 0).to_numpy(zero_copy_only=False))
+    if not (pa.types.is_list(kind) or pa.types.is_large_list(kind)) or not pa.types.is_struct(kind.value_type):
+        raise DataError(
+            f"{path}: column {key!r} is of type {kind}; a prompt is a text or a list of {{role, content}} messages. "
+            "Name the right column with data.prompt_key or write the file anew."
+        )
+    fields = [kind.value_type.field(i).name for i in range(kind.value_type.num_fields)]
+    missing = [name for name in ("role", "content") if name not in fields]
+    if missing:
+        raise DataError(
+            f"{path}: the messages of column {key!r} have no {' and no '.join(missing)}; their fields are "
+            f"{', '.join(fields)}. A message is {{role, content}}."
+        )
+    bad = pc.equal(pc.fill_null(pc.list_value_length(column), 0), 0).to_numpy(zero_copy_only=False).copy()
+    parents = pc.list_parent_indices(column).to_numpy()
+    messages = pc.list_flatten(column)
+    broken = pc.is_null(pc.struct_field(messages, "role"))
+    if "tool_calls" not in fields:  # a message that calls a tool needs no content
+        broken = pc.or_(broken, pc.is_null(pc.struct_field(messages, "content")))
+    bad[parents[broken.to_numpy(zero_copy_only=False)]] = True
+    return np.flatnonzero(bad)

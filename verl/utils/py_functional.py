@@ -1,0 +1,83 @@
+"""Small helpers on plain Python values: dicts, names, text. No torch, no numpy."""
+
+import asyncio
+import difflib
+import functools
+import os
+import threading
+from collections.abc import Awaitable, Iterable, Mapping
+from typing import Any
+
+
+def append_to_dict(data: dict[str, list], new_data: Mapping[str, Any]) -> None:
+    """Append every value of ``new_data`` to the list of its key in ``data``; missing lists are begun."""
+    for key, value in new_data.items():
+        data.setdefault(key, []).append(value)
+
+
+def union_two_dict(dict1: dict, dict2: Mapping) -> dict:
+    """Add the items of ``dict2`` to ``dict1`` and return it. A key of both must hold equal values.
+
+    Raises:
+        ValueError: a key holds two different values.
+    """
+    for key, value in dict2.items():
+        if key in dict1 and dict1[key] != value:
+            raise ValueError(f"{key!r} is {dict1[key]!r} in one dict and {value!r} in the other: rename one of them.")
+        dict1[key] = value
+    return dict1
+
+
+def convert_to_regular_types(obj: Any) -> Any:
+    """Plain dicts, lists and scalars of a config tree or any other nest of mappings and sequences."""
+    if isinstance(obj, (str, bytes)) or obj is None:
+        return obj
+    if hasattr(obj, "keys") and hasattr(obj, "__getitem__"):
+        return {key: convert_to_regular_types(obj[key]) for key in obj.keys()}
+    if isinstance(obj, Iterable) and hasattr(obj, "__len__") and not hasattr(obj, "shape"):
+        return [convert_to_regular_types(item) for item in obj]
+    return obj
+
+
+def nearest_name(name: str, known: Iterable[str]) -> str:
+    """`` Did you mean 'x'?`` for a name close to one of ``known``, else an empty string."""
+    close = difflib.get_close_matches(str(name), [str(item) for item in known], n=1)
+    return f" Did you mean {close[0]!r}?" if close else ""
+
+
+def excerpt(value: Any, limit: int = 300) -> str:
+    """``repr`` of a value for an error message, at most about ``limit`` characters: both ends, the middle left out."""
+    text = repr(value)
+    if len(text) <= limit:
+        return text
+    half = limit // 2
+    return f"{text[:half]} ... [{len(text) - 2 * half} characters] ... {text[-half:]}"
+
+
+def gather_awaitables(awaitables: list[Awaitable | None], max_concurrent: int) -> list[Any]:
+    """Run awaitables from ordinary code, at most ``max_concurrent`` at once, and wait for all of them.
+
+    An exception takes the place of its result, so that the caller knows whose it is. ``None`` entries stay ``None``.
+    All calls of a process share one event loop: a session or semaphore that a user's module keeps stays usable.
+    """
+
+    async def run_all() -> list[Any]:
+        gate = asyncio.Semaphore(max_concurrent)
+
+        async def run_one(awaitable: Awaitable | None) -> Any:
+            if awaitable is None:
+                return None
+            async with gate:
+                return await awaitable
+
+        return await asyncio.gather(*map(run_one, awaitables), return_exceptions=True)
+
+    return asyncio.run_coroutine_threadsafe(run_all(), _background_loop(os.getpid())).result()
+
+
+@functools.cache
+def _background_loop(pid: int) -> asyncio.AbstractEventLoop:
+    """The event loop of this process, in a daemon thread. Keyed by pid: a forked child does not inherit threads."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="verl-awaitables", daemon=True).start()
+    return loop

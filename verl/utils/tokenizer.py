@@ -1,0 +1,55 @@
+"""Load tokenizers and processors as the trainer needs them: with a padding token, and without surprises."""
+
+import os
+import warnings
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase, ProcessorMixin
+
+__all__ = ["hf_processor", "hf_tokenizer", "set_pad_token_id"]
+
+_PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
+
+
+def set_pad_token_id(tokenizer: "PreTrainedTokenizerBase") -> None:
+    """Pad with the end-of-sequence token if the tokenizer has no padding token. Masks tell the two apart."""
+    if tokenizer.pad_token_id is None:
+        warnings.warn(f"The tokenizer has no padding token: {tokenizer.eos_token!r} is used for padding.", stacklevel=2)
+        tokenizer.pad_token_id = tokenizer.eos_token_id
+
+
+def hf_tokenizer(
+    name_or_path: str, correct_pad_token: bool = True, correct_gemma2: bool = True, **kwargs: Any
+) -> "PreTrainedTokenizerBase":
+    """The tokenizer of a local folder or hub id.
+
+    Args:
+        correct_pad_token: give it a padding token if it has none (:func:`set_pad_token_id`).
+        correct_gemma2: the instruct Gemma 2 ends its turns with ``<end_of_turn>`` while its tokenizer says ``<eos>``;
+            take the former, or no response would ever stop.
+        kwargs: for ``AutoTokenizer.from_pretrained``, such as ``trust_remote_code``.
+    """
+    from transformers import AutoTokenizer
+
+    if correct_gemma2 and "gemma-2-2b-it" in str(name_or_path):
+        kwargs = {**kwargs, "eos_token": "<end_of_turn>"}
+    tokenizer = AutoTokenizer.from_pretrained(os.path.expanduser(name_or_path), **kwargs)
+    if correct_pad_token:
+        set_pad_token_id(tokenizer)
+    return tokenizer
+
+
+def hf_processor(name_or_path: str, **kwargs: Any) -> "ProcessorMixin | None":
+    """The image/video processor of a model, or ``None`` for a model of text only."""
+    path = os.path.expanduser(name_or_path)
+    if os.path.isdir(path) and not any(os.path.exists(os.path.join(path, name)) for name in _PROCESSOR_FILES):
+        return None
+    from transformers import AutoProcessor
+
+    try:
+        processor = AutoProcessor.from_pretrained(path, **kwargs)
+    except (OSError, ValueError, KeyError):  # what transformers raises for models that have no processor
+        return None
+    # For text models AutoProcessor falls back to the tokenizer.
+    return processor if type(processor).__name__.endswith("Processor") else None
