@@ -1,0 +1,342 @@
+"""How much better a token was than expected: one function per estimator, chosen by ``algorithm.adv_estimator``.
+
+Every estimator takes (B, R) tensors and a mask and gives ``advantages, returns``, both (B, R) and zero where masked.
+It is called with those arguments it names; a new one is a function with ``@register_adv_est("name")`` on it.
+Nothing here is differentiated, and padding costs nothing (see ``cells``).
+
+Letters: B responses, R response width, s_i = sum_t r_it the score of response i, G_i the responses to its prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from enum import Enum
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from verl.algorithms.cells import BLOCK, PackedCells
+from verl.algorithms.registry import Registry
+
+AdvantageFn = Callable[..., tuple[Tensor, Tensor]]
+
+ADV_ESTIMATOR_REGISTRY: Registry[AdvantageFn] = Registry("algorithm.adv_estimator", "@register_adv_est(name)")
+register_adv_est = ADV_ESTIMATOR_REGISTRY.register
+get_adv_estimator_fn = ADV_ESTIMATOR_REGISTRY.get
+
+
+class AdvantageEstimator(str, Enum):
+    """The built-in names. Your own needs no entry here: any registered string will do."""
+
+    GAE = "gae"
+    GRPO = "grpo"
+    RLOO = "rloo"
+    REMAX = "remax"
+    REINFORCE_PLUS_PLUS = "reinforce_plus_plus"
+    REINFORCE_PLUS_PLUS_BASELINE = "reinforce_plus_plus_baseline"
+
+
+class NonFiniteError(ValueError):
+    """An estimator was given NaN or infinity: one such cell would silently spoil the whole batch."""
+
+
+@register_adv_est(AdvantageEstimator.GAE)
+@torch.no_grad()
+def compute_gae_advantage_return(
+    token_level_rewards: Tensor,
+    values: Tensor,
+    response_mask: Tensor,
+    gamma: float,
+    lam: float,
+) -> tuple[Tensor, Tensor]:
+    """Judge a token by the discounted sum of the surprises that follow it.
+
+    With V the critic's value before each token and delta_t = r_t + gamma V_(t+1) - V_t the surprise at token t,
+
+        A_t = sum_k (gamma lam)^k delta_(t+k),      return_t = A_t + V_t,      V = 0 after the last token.
+
+    lam = 0 trusts the critic, lam = 1 only what happened. Masked tokens are skipped, not waited for: the token before
+    a tool's output is followed by the token after it. Advantages are then whitened over all tokens of the batch.
+
+    Args:
+        token_level_rewards: (B, R) float; only unmasked cells are read.
+        values: (B, R) float.
+        response_mask: (B, R); 1 on tokens the policy sampled; holes allowed.
+        gamma, lam: discount and trace decay, both in [0, 1].
+
+    Returns:
+        advantages, returns: (B, R), zero where masked. Advantages have mean 0 and variance 1 over the tokens; returns
+        are left as they are, since the critic learns them.
+
+    Raises:
+        NonFiniteError: a reward or value of an unmasked token is NaN or infinite.
+
+    Source: Schulman et al. 2016, section 3 (arXiv:1506.02438).
+    """
+    cells = PackedCells(response_mask)
+    r = _pack("token_level_rewards", token_level_rewards, cells)
+    v = _pack("values", values, cells)
+    delta = r + gamma * cells.next(v) - v
+    advantages = cells.suffix_sum(delta, gamma * lam)
+    returns = advantages + v
+    return cells.unpack(_whiten(advantages, cells)), cells.unpack(returns)
+
+
+@register_adv_est(AdvantageEstimator.GRPO)
+@torch.no_grad()
+def compute_grpo_outcome_advantage(
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    index: np.ndarray,
+    epsilon: float = 1e-6,
+    norm_adv_by_std_in_grpo: bool = True,
+    config: Any = None,
+) -> tuple[Tensor, Tensor]:
+    """Judge a response by how far it beats its siblings.
+
+    Response i to prompt g scores s_i = sum_t r_it, and all its tokens share
+
+        A_i = (s_i - mean_g s) / (std_g s + epsilon)
+
+    with the unbiased std. Without ``norm_adv_by_std_in_grpo`` the division is left out (Dr. GRPO, arXiv:2503.20783).
+    A response without siblings is compared with zero: A_i = s_i. Equal scores give exactly zero.
+
+    Args:
+        token_level_rewards: (B, R) float; zero where ``response_mask`` is.
+        response_mask: (B, R); 1 on tokens the policy sampled.
+        index: (B,) prompt ids; equal ids are siblings. Order is free.
+        config: unused; estimators of verl take it.
+
+    Returns:
+        advantages, returns: both (B, R) and equal; zero where masked.
+
+    Raises:
+        NonFiniteError: a score is NaN or infinite.
+
+    Source: Shao et al. 2024, DeepSeekMath, section 4.1 (arXiv:2402.03300).
+    """
+    scores, groups = _scores(token_level_rewards), _Groups(index, token_level_rewards.device)
+    mean = groups.mean(scores)
+    advantages = scores - torch.where(groups.is_alone, 0, mean)
+    if norm_adv_by_std_in_grpo:
+        advantages /= torch.where(groups.is_alone, 1, groups.std(scores, mean)) + epsilon
+    advantages = PackedCells(response_mask).spread(advantages.to(token_level_rewards.dtype))
+    return advantages, advantages
+
+
+@register_adv_est(AdvantageEstimator.RLOO)
+@torch.no_grad()
+def compute_rloo_outcome_advantage(
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    index: np.ndarray,
+    epsilon: float = 1e-6,
+    config: Any = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor]:
+    """Judge a response by the mean of the *other* responses to its prompt, an unbiased baseline.
+
+    With n = |G_i|,
+
+        A_i = s_i - (sum_(j in G_i, j != i) s_j) / (n - 1) = (s_i - mean_g s) * n / (n - 1)
+
+    A response without siblings is compared with zero: A_i = s_i.
+
+    Args:
+        token_level_rewards: (B, R) float; zero where ``response_mask`` is.
+        response_mask: (B, R); 1 on tokens the policy sampled.
+        index: (B,) prompt ids; equal ids are siblings. Order is free.
+        epsilon, config: unused; estimators of verl take them.
+
+    Returns:
+        advantages, returns: both (B, R) and equal; zero where masked.
+
+    Raises:
+        NonFiniteError: a score is NaN or infinite.
+
+    Source: Ahmadian et al. 2024, section 3.3 (arXiv:2402.14740).
+    """
+    scores, groups = _scores(token_level_rewards), _Groups(index, token_level_rewards.device)
+    n = groups.sizes
+    advantages = (scores - groups.mean(scores)) * n / (n - 1).clamp(min=1)
+    advantages = torch.where(groups.is_alone, scores, advantages)
+    advantages = PackedCells(response_mask).spread(advantages.to(token_level_rewards.dtype))
+    return advantages, advantages
+
+
+@register_adv_est(AdvantageEstimator.REMAX)
+@torch.no_grad()
+def compute_remax_outcome_advantage(
+    token_level_rewards: Tensor,
+    reward_baselines: Tensor,
+    response_mask: Tensor,
+    config: Any = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor]:
+    """Judge a response by the score of the greedy response to the same prompt.
+
+        return_t = sum_(k >= t) r_k,      A_t = return_t - b_i
+
+    Args:
+        token_level_rewards: (B, R) float; only unmasked cells are read.
+        reward_baselines: (B,) float; b_i, the score of the greedy response to row i's prompt.
+        response_mask: (B, R); 1 on tokens the policy sampled.
+        config: unused; estimators of verl take it.
+
+    Returns:
+        advantages, returns: (B, R), zero where masked.
+
+    Raises:
+        NonFiniteError: a reward or baseline is NaN or infinite.
+
+    Source: Li et al. 2024, section 4 (arXiv:2310.10505).
+    """
+    cells = PackedCells(response_mask)
+    r = _pack("token_level_rewards", token_level_rewards, cells)
+    _require_finite("reward_baselines", reward_baselines)
+    returns = cells.unpack(cells.suffix_sum(r, 1.0))
+    return returns - cells.spread(reward_baselines.to(returns)), returns
+
+
+@register_adv_est(AdvantageEstimator.REINFORCE_PLUS_PLUS)
+@torch.no_grad()
+def compute_reinforce_plus_plus_outcome_advantage(
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    config: Any = None,
+    gamma: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor]:
+    """Judge a token by the discounted reward that follows it, relative to the whole batch; no critic, no groups.
+
+        return_t = sum_k gamma^k r_(t+k),      A = whiten(return) over all tokens of the batch
+
+    Masked tokens are skipped as in GAE. Meant for rewards that carry a KL penalty on every token
+    (``algorithm.use_kl_in_reward``).
+
+    Args:
+        token_level_rewards: (B, R) float; only unmasked cells are read.
+        response_mask: (B, R); 1 on tokens the policy sampled.
+        config: the ``algorithm`` section; read for ``gamma`` where that argument is left out.
+        gamma: discount in [0, 1].
+
+    Returns:
+        advantages, returns: (B, R), zero where masked.
+
+    Raises:
+        NonFiniteError: a reward of an unmasked token is NaN or infinite.
+        ValueError: neither ``gamma`` nor ``config`` given.
+
+    Source: Hu et al. 2025, REINFORCE++ (arXiv:2501.03262).
+    """
+    if gamma is None and config is None:
+        raise ValueError("reinforce_plus_plus: gamma is missing. Pass gamma=, or config= with a gamma.")
+    cells = PackedCells(response_mask)
+    r = _pack("token_level_rewards", token_level_rewards, cells)
+    returns = cells.suffix_sum(r, config.gamma if gamma is None else gamma)
+    return cells.unpack(_whiten(returns, cells)), cells.unpack(returns)
+
+
+@register_adv_est(AdvantageEstimator.REINFORCE_PLUS_PLUS_BASELINE)
+@torch.no_grad()
+def compute_reinforce_plus_plus_baseline_outcome_advantage(
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    index: np.ndarray,
+    epsilon: float = 1e-6,
+    config: Any = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor]:
+    """Judge a response against its siblings' mean, then relative to the whole batch.
+
+        A = whiten(s_i - mean_g s) over all tokens of the batch
+
+    Unlike GRPO a prompt whose responses hardly differ keeps small advantages: the scale is the batch's, not the
+    group's. A response without siblings is compared with zero.
+
+    Args:
+        token_level_rewards: (B, R) float; zero where ``response_mask`` is.
+        response_mask: (B, R); 1 on tokens the policy sampled.
+        index: (B,) prompt ids; equal ids are siblings. Order is free.
+        epsilon, config: unused; estimators of verl take them.
+
+    Returns:
+        advantages, returns: both (B, R) and equal; zero where masked.
+
+    Raises:
+        NonFiniteError: a score is NaN or infinite.
+
+    Source: Hu et al. 2025, REINFORCE++ (arXiv:2501.03262).
+    """
+    scores, groups = _scores(token_level_rewards), _Groups(index, token_level_rewards.device)
+    cells = PackedCells(response_mask)
+    centred = scores - torch.where(groups.is_alone, 0, groups.mean(scores))
+    advantages = cells.unpack(_whiten(cells.repeat(centred.to(token_level_rewards.dtype)), cells))
+    return advantages, advantages
+
+
+class _Groups:
+    """Responses to the same prompt, found by id: ``sizes`` (B,) and ``is_alone`` (B,) of each response's group."""
+
+    def __init__(self, index: np.ndarray | Tensor | Sequence, device: torch.device):
+        ids: dict[Any, int] = {}
+        index = index.tolist() if hasattr(index, "tolist") else index
+        self.group = torch.tensor([ids.setdefault(i, len(ids)) for i in index], dtype=torch.long, device=device)
+        self.num_groups = len(ids)
+        self.sizes = torch.bincount(self.group, minlength=self.num_groups)[self.group]
+        self.is_alone = self.sizes == 1
+
+    def mean(self, x: Tensor) -> Tensor:
+        """Each response's group mean, (B,)."""
+        return self._sum(x) / self.sizes
+
+    def std(self, x: Tensor, mean: Tensor) -> Tensor:
+        """Each response's unbiased group std, (B,); zero in a group of one."""
+        return (self._sum((x - mean).square()) / (self.sizes - 1).clamp(min=1)).sqrt()
+
+    def _sum(self, x: Tensor) -> Tensor:
+        return x.new_zeros(self.num_groups).index_add(0, self.group, x)[self.group]
+
+
+def _scores(token_level_rewards: Tensor) -> Tensor:
+    """(B, R) to (B,), in float64: then equal scores have exactly their common value as mean, in any order."""
+    scores = token_level_rewards.sum(-1).double()
+    _require_finite("token_level_rewards", scores)
+    return scores
+
+
+def _pack(name: str, x: Tensor, cells: PackedCells) -> Tensor:
+    """(B, R) to the packed (M,), in float32 or better, and finite."""
+    flat = cells.pack(x)
+    flat = flat if flat.dtype == torch.float64 else flat.float()
+    _require_finite(name, flat, cells.row)
+    return flat
+
+
+def _whiten(flat: Tensor, cells: PackedCells) -> Tensor:
+    """Shift and scale packed numbers to mean 0 and unbiased variance 1 over the tokens of the batch.
+
+    One token alone, or equal ones, become zero: there is nothing to tell them apart.
+    """
+    mean = flat.sum(dtype=torch.float64) / max(cells.total, 1)
+    centred = cells.clear_gaps(flat - mean)
+    variance = centred.square().sum() / max(cells.total - 1, 1)
+    return centred * torch.rsqrt(variance + 1e-8)
+
+
+def _require_finite(name: str, x: Tensor, block_rows: Tensor | None = None) -> None:
+    """Refuse NaN and infinity; ``x`` has one entry a row, or is packed with ``block_rows`` naming each block's row."""
+    if x.sum().isfinite():
+        return
+    bad = (~x.isfinite()).nonzero().squeeze(-1)
+    if len(bad) == 0:  # finite numbers whose sum overflows
+        return
+    rows = bad if block_rows is None else block_rows[bad // BLOCK]
+    rows = rows.unique().tolist()
+    raise NonFiniteError(
+        f"{name} holds {x[bad[0]].item()} in {len(rows)} of the batch's rows (first: {rows[:5]}), and must be finite: "
+        f"one such cell spoils the advantages of all. Find out what produced it: the reward function or its KL "
+        f"penalty for rewards, the critic's loss or learning rate for values."
+    )

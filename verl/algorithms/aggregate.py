@@ -1,0 +1,100 @@
+"""From a loss per token to one number, and what that number was divided by.
+
+Knows the four ``loss_agg_mode``s; knows no loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from verl.algorithms.cells import real_cells
+from verl.algorithms.registry import Registry
+
+
+class AggMode(NamedTuple):
+    """One way to aggregate.
+
+    ``total`` maps the sums (B,) and counts (B,) of each row to what is added up over rows; ``weight`` maps the counts
+    to what that total is divided by. The loss is total / weight. Both must be additive over rows: then cutting a
+    batch anywhere and averaging the parts' losses by their weights gives the loss of the whole.
+    """
+
+    total: Callable[[Tensor, Tensor], Tensor]
+    weight: Callable[[Tensor], Tensor]
+    divides_by_width: bool = False
+
+
+AGG_MODES: Registry[AggMode] = Registry("loss_agg_mode", "AGG_MODES.register(name)(AggMode(total, weight))")
+
+
+def _sum(row_sums: Tensor, counts: Tensor) -> Tensor:
+    return row_sums.sum()
+
+
+def _sum_of_means(row_sums: Tensor, counts: Tensor) -> Tensor:
+    return (row_sums / counts.clamp(min=1)).sum()
+
+
+def _tokens(counts: Tensor) -> Tensor:
+    return counts.sum()
+
+
+def _sequences(counts: Tensor) -> Tensor:
+    return (counts > 0).sum()
+
+
+def _one(counts: Tensor) -> Tensor:
+    return torch.ones((), device=counts.device)
+
+
+AGG_MODES.register("token-mean")(AggMode(_sum, _tokens))
+AGG_MODES.register("seq-mean-token-sum")(AggMode(_sum, _sequences))
+AGG_MODES.register("seq-mean-token-mean")(AggMode(_sum_of_means, _sequences))
+AGG_MODES.register("seq-mean-token-sum-norm")(AggMode(_sum, _one, divides_by_width=True))
+
+
+def agg_loss(loss_mat: Tensor, loss_mask: Tensor, loss_agg_mode: str, loss_scale_factor: float | None = None) -> Tensor:
+    """Aggregate a loss per token into a scalar. With l_it the loss of token t of response i, over unmasked tokens:
+
+        token-mean               sum_it l_it / number of tokens                     every token counts the same
+        seq-mean-token-sum       sum_it l_it / number of responses                  long responses count more
+        seq-mean-token-mean      sum_i (mean_t l_it) / number of responses          every response counts the same
+        seq-mean-token-sum-norm  sum_it l_it / R                                    a constant divisor
+
+    A response without a token is not a response: it is in no sum and no count. A batch without tokens costs zero.
+
+    Args:
+        loss_mat: (B, R) float; what stands in masked cells is ignored.
+        loss_mask: (B, R); 1 on tokens that count.
+        loss_scale_factor: tokens; the divisor of ``seq-mean-token-sum-norm``. Default R, the width of ``loss_mat``:
+            pass the configured response length where that width varies.
+
+    Raises:
+        ValueError: unknown mode.
+
+    Source: token-mean: Yu et al. 2025, DAPO (arXiv:2503.14476); seq-mean-token-mean: Shao et al. 2024
+    (arXiv:2402.03300); constant divisor: Liu et al. 2025, Dr. GRPO (arXiv:2503.20783).
+    """
+    cells = real_cells(loss_mask)
+    row_sums = cells.row_sum(cells.pack(loss_mat))
+    return agg_rows(row_sums, cells.lengths, loss_agg_mode, loss_scale_factor or loss_mat.shape[-1])
+
+
+def agg_rows(row_sums: Tensor, counts: Tensor, loss_agg_mode: str, loss_scale_factor: float) -> Tensor:
+    """``agg_loss`` from the sum (B,) and the number of unmasked tokens (B,) of each row."""
+    mode = AGG_MODES.get(loss_agg_mode)
+    loss = mode.total(row_sums, counts) / mode.weight(counts).clamp(min=1)
+    return loss / loss_scale_factor if mode.divides_by_width else loss
+
+
+def agg_weight(loss_mask: Tensor, loss_agg_mode: str) -> Tensor:
+    """What ``agg_loss`` divides by, as a scalar: tokens, responses with a token, or 1.
+
+    Over the parts of a batch, sum(weight * loss) / W is the loss of the whole, where W is the weight of the whole:
+    the sum of the parts' weights, or 1 for ``seq-mean-token-sum-norm``, whose parts simply add up.
+    """
+    return AGG_MODES.get(loss_agg_mode).weight(loss_mask.sum(-1))

@@ -1,0 +1,190 @@
+"""Work on the real cells of a masked (B, R) tensor, so that padding costs nothing.
+
+A batch of 1024 x 4096 holds perhaps 300,000 sampled tokens; everything else is padding. ``PackedCells`` lays the
+tokens of each row side by side (holes left by tool output close up) and the rows one after another, each starting at
+a multiple of ``BLOCK``; the gaps this leaves hold zeros. Elementwise formulas then run on the flat vector as they are
+written in a paper, and "the next token" is the next cell.
+
+Knows masks and arithmetic; knows no algorithm.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+BLOCK = 64
+"""Cells per block: long enough for matrix products to pay, short enough to waste little on the ends of rows."""
+
+DENSE_BELOW = 1 << 16
+"""Masks with fewer cells than this are handled as they stand: packing would cost more than it saves."""
+
+
+class PackedCells:
+    """Where the ones of a (B, R) mask stand, and how to visit only them.
+
+    ``lengths`` (B,) counts the ones of each row, ``total`` all of them. Packed vectors have shape (M,), where M is
+    a multiple of ``BLOCK``.
+    """
+
+    def __init__(self, mask: Tensor):
+        self.shape = mask.shape
+        mask = mask.long() if mask.dtype == torch.bool else mask
+        self.lengths = mask.sum(-1).long()
+        self.total = int(self.lengths.sum())
+
+        num_blocks = (self.lengths + BLOCK - 1) // BLOCK
+        end_block = num_blocks.cumsum(0)
+        self.row = torch.repeat_interleave(num_blocks)
+        self.place = torch.arange(len(self.row), device=mask.device) - (end_block - num_blocks)[self.row]
+        is_used = num_blocks > 0
+        self.last = end_block[is_used] - 1
+        ones_in_last = (self.lengths - (num_blocks - 1) * BLOCK)[is_used]
+        self.gap = torch.arange(BLOCK, device=mask.device) >= ones_in_last.unsqueeze(-1)
+
+        self.blocks_per_row = -(-mask.shape[-1] // BLOCK)
+        self.source = self.row * self.blocks_per_row + self.place
+        self.cells_in = self.cells_out = None
+        if int(self._clear_gaps(_blocks(mask).index_select(0, self.source)).sum()) != self.total:
+            # A row has a hole or starts late: its tokens are moved one by one, in order.
+            self.cells_in = mask.reshape(-1).nonzero().squeeze(-1)
+            is_cell = self._clear_gaps(torch.ones(len(self.row), BLOCK, dtype=torch.bool, device=mask.device))
+            self.cells_out = is_cell.view(-1).nonzero().squeeze(-1)
+
+    def pack(self, x: Tensor) -> Tensor:
+        """(B, R) to (M,); differentiable. What stands in masked cells never enters a result, be it NaN."""
+        return _Pack.apply(x, self)
+
+    def unpack(self, flat: Tensor) -> Tensor:
+        """(M,) to (B, R), zero where masked, whatever the gaps hold."""
+        num_rows, width = self.shape
+        if self.cells_in is not None:
+            out = flat.new_zeros(num_rows * width)
+            out[self.cells_in] = flat[self.cells_out]
+            return out.view(num_rows, width)
+        out = flat.new_zeros(num_rows * self.blocks_per_row, BLOCK)
+        out.index_copy_(0, self.source, flat.view(-1, BLOCK))
+        return self._clear_gaps(out, self.source[self.last]).view(num_rows, -1)[:, :width]
+
+    def spread(self, per_row: Tensor) -> Tensor:
+        """Give every token its row's number: (B,) to (B, R), zero where masked."""
+        return self.unpack(self.repeat(per_row))
+
+    def repeat(self, per_row: Tensor) -> Tensor:
+        """The same, packed: (B,) to (M,)."""
+        return self.clear_gaps(per_row[self.row].unsqueeze(-1).repeat(1, BLOCK).view(-1))
+
+    def row_sum(self, flat: Tensor) -> Tensor:
+        """Sum each row: (M,) to (B,); differentiable. Gaps must hold zeros."""
+        return flat.new_zeros(self.shape[0]).index_add(0, self.row, flat.view(-1, BLOCK).sum(-1))
+
+    def mean(self, flat: Tensor) -> Tensor:
+        """Mean over all ones of the mask; zero if there are none. Gaps must hold zeros."""
+        return flat.sum() / max(self.total, 1)
+
+    def next(self, flat: Tensor) -> Tensor:
+        """Give each token the value of the next token of its row, and the last token zero. Gaps must hold zeros."""
+        following = flat.roll(-1)
+        following.view(-1, BLOCK)[self.last, -1] = 0
+        return following
+
+    def suffix_sum(self, flat: Tensor, decay: float) -> Tensor:
+        """y_t = x_t + decay * y_(t+1) along each row. Gaps must hold zeros.
+
+        Inside blocks by one matrix product; the heads of a row's blocks are a shorter row, summed in the same way.
+        """
+        blocks = flat.view(-1, BLOCK) @ _decays(BLOCK, decay, flat)
+        heads = flat.new_zeros(self.shape[0] * (self.blocks_per_row + 1))
+        here = self.row * (self.blocks_per_row + 1) + self.place
+        heads[here] = blocks[:, 0]
+        from_right = discounted_suffix_sum(heads.view(self.shape[0], -1), decay**BLOCK).reshape(-1)[here + 1]
+        return blocks.addr_(from_right, _powers(BLOCK, decay, flat)).view(-1)
+
+    def clear_gaps(self, flat: Tensor) -> Tensor:
+        """Zero the gaps of ``flat`` (M,), in place."""
+        self._clear_gaps(flat.view(-1, BLOCK))
+        return flat
+
+    def _gather(self, x: Tensor) -> Tensor:
+        if self.cells_in is not None:
+            flat = x.new_zeros(len(self.row) * BLOCK)
+            flat[self.cells_out] = x.reshape(-1)[self.cells_in]
+            return flat
+        return self._clear_gaps(_blocks(x).index_select(0, self.source)).view(-1)
+
+    def _clear_gaps(self, blocks: Tensor, last: Tensor | None = None) -> Tensor:
+        last = self.last if last is None else last
+        blocks[last] = blocks[last].masked_fill_(self.gap, 0)
+        return blocks
+
+
+class DenseCells:
+    """The same for small masks, and on accelerators, where asking for a count would stall the queue: (B, R) stays."""
+
+    def __init__(self, mask: Tensor):
+        self.is_cell = mask.bool()
+        self.lengths = mask.sum(-1)
+        self.total = self.lengths.sum()
+
+    def pack(self, x: Tensor) -> Tensor:
+        """Zero the masked cells; their gradient is zero too, be they NaN."""
+        return torch.where(self.is_cell, x, 0)
+
+    def row_sum(self, x: Tensor) -> Tensor:
+        """Sum each row: (B, R) to (B,)."""
+        return x.sum(-1)
+
+    def mean(self, x: Tensor) -> Tensor:
+        """Mean over all ones of the mask; zero if there are none. Masked cells must hold zeros."""
+        return x.sum() / self.total.clamp(min=1)
+
+
+def real_cells(mask: Tensor) -> PackedCells | DenseCells:
+    """Choose the cheaper way to visit the ones of a (B, R) mask."""
+    return PackedCells(mask) if mask.device.type == "cpu" and mask.numel() >= DENSE_BELOW else DenseCells(mask)
+
+
+def discounted_suffix_sum(x: Tensor, decay: float) -> Tensor:
+    """y_t = x_t + decay * y_(t+1) along the last dim of a dense (B, n), in O(log n) matrix products."""
+    num_rows, n = x.shape
+    if n <= 2 * BLOCK:
+        return x @ _decays(n, decay, x)
+    blocks = _blocks(x) @ _decays(BLOCK, decay, x)
+    heads = blocks[:, 0].reshape(num_rows, -1)
+    from_right = F.pad(discounted_suffix_sum(heads, decay**BLOCK)[:, 1:], (0, 1))
+    blocks.addr_(from_right.reshape(-1), _powers(BLOCK, decay, x))
+    return blocks.view(num_rows, -1)[:, :n]
+
+
+class _Pack(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, cells: PackedCells) -> Tensor:
+        ctx.cells = cells
+        return cells._gather(x)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.cells.unpack(grad), None
+
+
+def _blocks(x: Tensor) -> Tensor:
+    """(B, R) to (B * ceil(R / BLOCK), BLOCK), zero padded; no copy when BLOCK divides R."""
+    short = -x.shape[-1] % BLOCK
+    return (F.pad(x, (0, short)) if short else x).reshape(-1, BLOCK)
+
+
+def _decays(n: int, decay: float, like: Tensor) -> Tensor:
+    """(n, n) matrix with decay^(j - k) at [j, k] for j >= k: a row vector times it is that row's suffix sum."""
+    steps = torch.arange(n, device=like.device)
+    distance = (steps[:, None] - steps[None, :]).clamp(min=0)
+    return torch.tril(_power(decay, distance)).to(like.dtype)
+
+
+def _powers(n: int, decay: float, like: Tensor) -> Tensor:
+    """(n,) decay^n ... decay^1: how far each cell of a block is from the next block's head."""
+    return _power(decay, torch.arange(n, 0, -1, device=like.device)).to(like.dtype)
+
+
+def _power(decay: float, exponents: Tensor) -> Tensor:
+    return torch.full_like(exponents, decay, dtype=torch.float64) ** exponents

@@ -1,0 +1,149 @@
+"""How far the policy is from the reference, per token, and how much that is charged.
+
+Estimators of KL(policy || reference) from the log-probs of the sampled tokens alone, and the controllers of the
+coefficient. Where the penalty goes (reward or loss) is not decided here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from verl.algorithms.registry import Registry
+
+KL_PENALTIES: Registry[Callable[[Tensor, Tensor], Tensor]] = Registry(
+    "kl_penalty / kl_loss_type", "KL_PENALTIES.register(name)"
+)
+
+
+def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
+    """Estimate KL(policy || reference) on each sampled token.
+
+    With d = log pi(y_t) - log pi_ref(y_t):
+
+        kl, k1          d                      unbiased, may be negative
+        abs             |d|
+        mse, k2         d^2 / 2                biased, low variance; its gradient is the gradient of the KL
+        low_var_kl, k3  exp(-d) + d - 1        unbiased, never negative; d is cut at +-20, the result at 10
+
+    Args:
+        logprob, ref_logprob: any equal shape, usually (B, R); differentiable in both.
+        kl_penalty: one of the names above.
+
+    Raises:
+        ValueError: unknown name.
+        NotImplementedError: ``full``, which needs the logits of the whole vocabulary.
+
+    Source: Schulman 2020, http://joschu.net/blog/kl-approx.html
+    """
+    return KL_PENALTIES.get(kl_penalty)(logprob, ref_logprob)
+
+
+@KL_PENALTIES.register("kl", "k1")
+def kl_k1(logprob: Tensor, ref_logprob: Tensor) -> Tensor:
+    """d: the log-ratio itself."""
+    return logprob - ref_logprob
+
+
+@KL_PENALTIES.register("abs")
+def kl_abs(logprob: Tensor, ref_logprob: Tensor) -> Tensor:
+    """|d|."""
+    return (logprob - ref_logprob).abs()
+
+
+@KL_PENALTIES.register("mse", "k2")
+def kl_k2(logprob: Tensor, ref_logprob: Tensor) -> Tensor:
+    """d^2 / 2."""
+    return 0.5 * (logprob - ref_logprob).square()
+
+
+@KL_PENALTIES.register("low_var_kl", "k3")
+def kl_k3(logprob: Tensor, ref_logprob: Tensor) -> Tensor:
+    """exp(-d) + d - 1, with the cuts that keep one outlier from deciding the batch."""
+    minus_d = (ref_logprob - logprob).clamp(-20, 20)
+    return (torch.expm1(minus_d) - minus_d).clamp(max=10)
+
+
+@KL_PENALTIES.register("full")
+def kl_full(logprob: Tensor, ref_logprob: Tensor) -> Tensor:
+    """Not offered: log-probs of the sampled tokens do not determine it."""
+    raise NotImplementedError(
+        "kl_penalty=full needs the logits of the whole vocabulary from both models, and only the log-probs of the "
+        "sampled tokens are kept. Use low_var_kl (unbiased and never negative) instead."
+    )
+
+
+def compute_rewards(token_level_scores: Tensor, old_log_prob: Tensor, ref_log_prob: Tensor, kl_ratio: float) -> Tensor:
+    """Charge the log-ratio against the score: r_t = score_t - kl_ratio * (log pi_old - log pi_ref), all (B, R)."""
+    return token_level_scores - kl_ratio * (old_log_prob - ref_log_prob)
+
+
+class FixedKLController:
+    """A coefficient that stays: ``value``."""
+
+    def __init__(self, kl_coef: float):
+        self.value = kl_coef
+
+    def update(self, current_kl: float, n_steps: int) -> None:
+        """Ignore what was measured."""
+
+    def state_dict(self) -> dict[str, float]:
+        """What a checkpoint keeps."""
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """A fixed coefficient follows the config, not the checkpoint."""
+
+
+class AdaptiveKLController:
+    """A coefficient that steers the measured KL towards ``target_kl``:
+
+        value <- value * (1 + clip(current_kl / target_kl - 1, -0.2, 0.2) * n_steps / horizon)
+
+    Args:
+        init_kl_coef: the coefficient to begin with.
+        target_kl: nats per token, as measured by the chosen estimator.
+        horizon: samples it takes to move the coefficient by about 20%.
+
+    Source: Ziegler et al. 2019, section 2.2 (arXiv:1909.08593).
+    """
+
+    def __init__(self, init_kl_coef: float, target_kl: float, horizon: float):
+        self.value = init_kl_coef
+        self.target = target_kl
+        self.horizon = horizon
+
+    def update(self, current_kl: float, n_steps: int) -> None:
+        """Move after ``n_steps`` samples whose mean KL was ``current_kl``."""
+        error = min(max(float(current_kl) / self.target - 1, -0.2), 0.2)
+        self.value *= 1 + error * n_steps / self.horizon
+
+    def state_dict(self) -> dict[str, float]:
+        """What a checkpoint keeps."""
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Go on with the coefficient of the checkpoint; target and horizon follow the config."""
+        self.value = state["value"]
+
+
+def get_kl_controller(kl_ctrl: Any) -> FixedKLController | AdaptiveKLController:
+    """Build the controller that ``algorithm.kl_ctrl`` asks for: ``type``, ``kl_coef``, ``target_kl``, ``horizon``.
+
+    Raises:
+        ValueError: unknown type; or an adaptive one whose ``horizon`` or ``target_kl`` is not positive.
+    """
+    if kl_ctrl.type == "fixed":
+        return FixedKLController(kl_ctrl.kl_coef)
+    if kl_ctrl.type != "adaptive":
+        raise ValueError(f"algorithm.kl_ctrl.type={kl_ctrl.type} is not known. Known: fixed, adaptive.")
+    for key in ("horizon", "target_kl"):
+        if not getattr(kl_ctrl, key) > 0:
+            raise ValueError(
+                f"algorithm.kl_ctrl.{key}={getattr(kl_ctrl, key)} must be positive: the adaptive controller divides "
+                f"by it. Set a positive number, or use algorithm.kl_ctrl.type=fixed."
+            )
+    return AdaptiveKLController(kl_ctrl.kl_coef, kl_ctrl.target_kl, kl_ctrl.horizon)

@@ -1,0 +1,160 @@
+"""What a training engine is given: from a forward pass's outputs to the mean loss of a micro-batch, and its weight.
+
+An engine calls ``loss(outputs, micro)``, multiplies by ``weight(micro) / sum of weights`` over the micro-batches of all
+ranks, and adds up: the result, and so the gradient, does not depend on how the mini-batch was cut. Metrics are means of
+the same kind. Knows columns and config sections; knows no model and no engine.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from verl.algorithms.aggregate import AGG_MODES, agg_loss, agg_weight
+from verl.algorithms.kl import KL_PENALTIES
+from verl.algorithms.policy_loss import get_policy_loss_fn, loss_and_metrics
+from verl.algorithms.value_loss import compute_value_loss
+
+Metrics = dict[str, "Tensor | float"]
+
+
+class TokenOutputs(NamedTuple):
+    """What a forward pass says about each response token: (b, r) each, zero where masked; None if not asked for."""
+
+    log_probs: Tensor | None = None
+    entropy: Tensor | None = None
+    values: Tensor | None = None
+
+
+class _Aggregation:
+    """A ``loss_agg_mode`` made into a mean with a weight, for micro-batches of any width."""
+
+    def __init__(self, loss_agg_mode: str, response_length: int | None):
+        self.mode = loss_agg_mode
+        self.has_constant_divisor = AGG_MODES.get(loss_agg_mode).divides_by_width
+        self.response_length = response_length
+        if self.has_constant_divisor and not response_length:
+            raise ValueError(
+                f"loss_agg_mode={loss_agg_mode} divides by the response length, and response_length="
+                f"{response_length} was given: micro-batches are trimmed, so their width will not do. "
+                f"Pass response_length (data.max_response_length), or choose another mode."
+            )
+
+    def weight(self, mask: Tensor) -> Tensor:
+        """Tokens or responses; responses too where parts simply add up, to make a mean of that sum."""
+        return agg_weight(mask, "seq-mean-token-sum" if self.has_constant_divisor else self.mode)
+
+    def mean(self, loss: Tensor, mask: Tensor) -> Tensor:
+        """Turn what ``agg_loss`` gave into the mean that ``weight`` belongs to.
+
+        Only ``seq-mean-token-sum-norm`` changes: from a sum over this micro-batch's width to a mean over responses of
+        the token sum over the configured response length, as Dr. GRPO has it.
+        """
+        if not self.has_constant_divisor:
+            return loss
+        return loss * (mask.shape[-1] / self.response_length) / self.weight(mask).clamp(min=1)
+
+
+class PPOLoss:
+    """The actor's loss: policy loss + kl_loss_coef * KL to the reference - entropy_coeff * entropy.
+
+    Args:
+        config: the ``actor`` section.
+        response_length: tokens, ``data.max_response_length``; needed for ``seq-mean-token-sum-norm`` only.
+
+    ``want_entropy`` tells the engine to compute entropies, ``columns`` which columns to put into the micro-batch.
+    """
+
+    def __init__(self, config: Any, response_length: int | None = None):
+        self.config = config
+        self.aggregation = _Aggregation(config.loss_agg_mode, response_length)
+        self.policy_loss = get_policy_loss_fn(config.policy_loss.loss_mode)
+        self.kl = KL_PENALTIES.get(config.kl_loss_type) if config.use_kl_loss else None
+        self.want_entropy = config.entropy_coeff != 0
+
+        names = ["old_log_probs", "advantages", "response_mask"] + ["ref_log_prob"] * config.use_kl_loss
+        self.extra_columns = []
+        given = {"old_log_prob", "log_prob", "advantages", "response_mask", "loss_agg_mode", "config"}
+        for parameter in inspect.signature(self.policy_loss).parameters.values():
+            if parameter.name in given or parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
+                continue
+            self.extra_columns.append(parameter.name)
+            if parameter.default is parameter.empty:
+                names.append(parameter.name)
+        self.columns = tuple(names)
+
+    def weight(self, micro: Mapping[str, Tensor]) -> Tensor:
+        """How much this micro-batch's mean counts, as a scalar."""
+        return self.aggregation.weight(micro["response_mask"])
+
+    def __call__(self, out: TokenOutputs, micro: Mapping[str, Tensor]) -> tuple[Tensor, Metrics]:
+        """The mean loss of a micro-batch and its metrics.
+
+        Args:
+            out: ``log_probs`` (b, r), and ``entropy`` if ``want_entropy``.
+            micro: ``columns``, (b, r) each.
+        """
+        mask, mode = micro["response_mask"], self.aggregation.mode
+        result = self.policy_loss(
+            old_log_prob=micro["old_log_probs"],
+            log_prob=out.log_probs,
+            advantages=micro["advantages"],
+            response_mask=mask,
+            loss_agg_mode=mode,
+            config=self.config,
+            **{name: micro[name] for name in self.extra_columns if name in micro},
+        )
+        loss, metrics = loss_and_metrics(result)
+        loss = self.aggregation.mean(loss, mask)
+        metrics = {"actor/pg_loss": loss.detach(), **metrics}
+        if self.want_entropy:
+            entropy = self.aggregation.mean(agg_loss(out.entropy, mask, mode), mask)
+            loss = loss - self.config.entropy_coeff * entropy
+            metrics["actor/entropy_loss"] = entropy.detach()
+        if self.kl is not None:
+            kl = self.aggregation.mean(agg_loss(self.kl(out.log_probs, micro["ref_log_prob"]), mask, mode), mask)
+            loss = loss + self.config.kl_loss_coef * kl
+            metrics["actor/kl_loss"] = kl.detach()
+            metrics["actor/kl_coef"] = self.config.kl_loss_coef
+        return loss, metrics
+
+
+class ValueLoss:
+    """The critic's loss: clipped squared error to the returns.
+
+    Args:
+        config: the ``critic`` section.
+        response_length: tokens; needed for ``seq-mean-token-sum-norm`` only.
+    """
+
+    want_entropy = False
+    columns = ("values", "returns", "response_mask")
+
+    def __init__(self, config: Any, response_length: int | None = None):
+        self.config = config
+        self.aggregation = _Aggregation(config.loss_agg_mode, response_length)
+
+    def weight(self, micro: Mapping[str, Tensor]) -> Tensor:
+        """How much this micro-batch's mean counts, as a scalar."""
+        return self.aggregation.weight(micro["response_mask"])
+
+    def __call__(self, out: TokenOutputs, micro: Mapping[str, Tensor]) -> tuple[Tensor, Metrics]:
+        """The mean loss of a micro-batch and its metrics; ``out.values`` and each of ``columns`` are (b, r)."""
+        mask = micro["response_mask"]
+        loss, clipfrac = compute_value_loss(
+            out.values,
+            micro["returns"],
+            micro["values"],
+            mask,
+            self.config.cliprange_value,
+            self.aggregation.mode,
+        )
+        loss = self.aggregation.mean(loss, mask)
+        return loss, {
+            "critic/vf_loss": loss.detach(),
+            "critic/vf_clipfrac": clipfrac,
+            "critic/vpred_mean": agg_loss(out.values.detach(), mask, "token-mean"),
+        }

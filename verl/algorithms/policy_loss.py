@@ -1,0 +1,172 @@
+"""How much to change the probability of each sampled token: one function per ``actor.policy_loss.loss_mode``.
+
+A policy loss is called with keywords and takes those it names:
+
+    fn(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, rollout_is_weights) -> loss, metrics
+
+all tensors (B, R), ``config`` the ``actor`` section, metrics a dict of scalars under the names they are logged with.
+Losses written for older releases of verl, which return four scalars, work as they are (see ``loss_and_metrics``).
+
+Letters: A advantage, w = pi(y_t) / pi_old(y_t) importance ratio.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from verl.algorithms.aggregate import agg_rows
+from verl.algorithms.cells import real_cells
+from verl.algorithms.registry import Registry
+
+PolicyLossFn = Callable[..., tuple]
+
+POLICY_LOSS_REGISTRY: Registry[PolicyLossFn] = Registry(
+    "actor_rollout_ref.actor.policy_loss.loss_mode", "@register_policy_loss(name)"
+)
+register_policy_loss = POLICY_LOSS_REGISTRY.register
+get_policy_loss_fn = POLICY_LOSS_REGISTRY.get
+
+
+class ClippedObjective(NamedTuple):
+    """Per token, all of one shape: what is minimised, log(pi/pi_old), and where which bound took the gradient away."""
+
+    loss: Tensor
+    log_ratio: Tensor
+    is_clipped: Tensor
+    is_clipped_lower: Tensor
+
+
+def clipped_objective(
+    old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, clip_low: float, clip_high: float, clip_ratio_c: float
+) -> ClippedObjective:
+    """Follow the advantage, but only while the policy stays near the one that sampled.
+
+        A >= 0:  -min(w A, clip(w, 1 - clip_low, 1 + clip_high) A)
+        A <  0:  the same, but never above -clip_ratio_c A
+
+    The first line stops paying for a ratio that already moved far enough in the good direction. The second bounds what
+    a bad token can cost once its ratio has exploded. log w is cut at +-20.
+
+    The gradient is written down rather than traced: it is -w A, the slope of the unbounded objective, on tokens where
+    that is what was chosen, and zero where a bound holds. Differentiable in ``log_prob`` only, once.
+
+    Source: Schulman et al. 2017, equation 7 (arXiv:1707.06347); unequal bounds ("clip-higher"): Yu et al. 2025, DAPO
+    (arXiv:2503.14476); dual clip: Ye et al. 2019, equation 5 (arXiv:1912.09729).
+    """
+    with torch.no_grad():
+        log_ratio = (log_prob - old_log_prob).clamp(-20, 20)
+        ratio = log_ratio.exp()
+        cost = -advantages
+        free = cost * ratio
+        clipped = cost * ratio.clamp(1 - clip_low, 1 + clip_high)
+        pessimistic = torch.maximum(free, clipped)
+        bound = clip_ratio_c * cost.clamp(min=0)  # a good token's loss is never above zero: for it this bounds nothing
+        loss = torch.minimum(pessimistic, bound)
+        slope = free * (loss == free)
+    loss = loss + slope * (log_prob - log_prob.detach())
+    return ClippedObjective(loss, log_ratio, clipped > free, pessimistic > bound)
+
+
+def compute_policy_loss(
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    cliprange: float | None = None,
+    cliprange_low: float | None = None,
+    cliprange_high: float | None = None,
+    clip_ratio_c: float = 3.0,
+    loss_agg_mode: str = "token-mean",
+    *,
+    rollout_is_weights: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The clipped objective of PPO (see ``clipped_objective``), aggregated.
+
+    Args:
+        old_log_prob, log_prob, advantages: (B, R) float; differentiable in ``log_prob``.
+        response_mask: (B, R); 1 on tokens that count. Masked cells have no influence and get no gradient.
+        cliprange: epsilon; used on each side where ``cliprange_low`` or ``cliprange_high`` is None.
+        clip_ratio_c: dual-clip bound on the ratio, above 1.
+        loss_agg_mode: see ``agg_loss``.
+        rollout_is_weights: (B, R) factors of each token's loss, for sampler and trainer that disagree.
+
+    Returns:
+        scalars: loss; share of tokens whose ratio was clipped; KL(pi_old || pi) as mean log-ratio over tokens; share
+        of tokens held by the dual-clip bound.
+
+    Raises:
+        ValueError: no clip range, or ``clip_ratio_c`` not above 1.
+    """
+    low = cliprange if cliprange_low is None else cliprange_low
+    high = cliprange if cliprange_high is None else cliprange_high
+    if low is None or high is None:
+        raise ValueError(
+            f"compute_policy_loss: cliprange={cliprange}, cliprange_low={cliprange_low}, "
+            f"cliprange_high={cliprange_high} leave a side without a bound. Give cliprange, or both of the others."
+        )
+    if clip_ratio_c <= 1:
+        raise ValueError(
+            f"clip_ratio_c={clip_ratio_c} must exceed 1: at or below, it would cut tokens the policy has not moved. "
+            f"Use 3.0 (the default), or a large number to switch the bound off."
+        )
+    cells = real_cells(response_mask)
+    token = clipped_objective(
+        cells.pack(old_log_prob), cells.pack(log_prob), cells.pack(advantages), low, high, clip_ratio_c
+    )
+    losses = token.loss if rollout_is_weights is None else token.loss * cells.pack(rollout_is_weights)
+    loss = agg_rows(cells.row_sum(losses), cells.lengths, loss_agg_mode, response_mask.shape[-1])
+    return loss, cells.mean(token.is_clipped), cells.mean(-token.log_ratio), cells.mean(token.is_clipped_lower)
+
+
+@register_policy_loss("vanilla")
+def compute_policy_loss_vanilla(
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    loss_agg_mode: str = "token-mean",
+    config: Any = None,
+    rollout_is_weights: Tensor | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """``compute_policy_loss`` with the bounds of the ``actor`` section.
+
+    Args:
+        config: read for ``clip_ratio``, ``clip_ratio_low``, ``clip_ratio_high``, ``clip_ratio_c``.
+
+    Returns:
+        loss, and ``actor/pg_clipfrac``, ``actor/ppo_kl``, ``actor/pg_clipfrac_lower``.
+    """
+    if config is None:
+        raise ValueError("policy loss 'vanilla': config is missing. Pass the actor section, which holds clip_ratio.")
+    return loss_and_metrics(
+        compute_policy_loss(
+            old_log_prob,
+            log_prob,
+            advantages,
+            response_mask,
+            config.clip_ratio,
+            config.clip_ratio_low,
+            config.clip_ratio_high,
+            config.clip_ratio_c,
+            loss_agg_mode,
+            rollout_is_weights=rollout_is_weights,
+        )
+    )
+
+
+def loss_and_metrics(result: tuple) -> tuple[Tensor, dict[str, Any]]:
+    """Bring what a policy loss returned into one form: (loss, metrics) as it is, the older 4-tuple with names."""
+    if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict):
+        return result
+    if isinstance(result, tuple) and len(result) == 4:
+        loss, clipfrac, kl, clipfrac_lower = result
+        return loss, {"actor/pg_clipfrac": clipfrac, "actor/ppo_kl": kl, "actor/pg_clipfrac_lower": clipfrac_lower}
+    shape = f"{len(result)} values" if isinstance(result, tuple) else type(result).__name__
+    raise TypeError(
+        f"A policy loss returned {shape}, and must return (loss, metrics dict) or "
+        f"(loss, pg_clipfrac, ppo_kl, pg_clipfrac_lower). Change the function registered as loss_mode."
+    )

@@ -1,0 +1,49 @@
+"""What the critic minimises."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from verl.algorithms.aggregate import agg_rows
+from verl.algorithms.cells import real_cells
+
+
+def compute_value_loss(
+    vpreds: Tensor,
+    returns: Tensor,
+    values: Tensor,
+    response_mask: Tensor,
+    cliprange_value: float,
+    loss_agg_mode: str = "token-mean",
+) -> tuple[Tensor, Tensor]:
+    """Fit the returns, but do not leave the values the advantages were computed with too fast.
+
+        max((V - return)^2, (clip(V, V_old - c, V_old + c) - return)^2) / 2
+
+    The gradient, written down: V - return, or zero where the clipped term is the greater, which does not move with V.
+
+    Args:
+        vpreds: (B, R) float; V, the critic's present prediction; differentiable.
+        returns, values: (B, R) float; the target, and V_old.
+        response_mask: (B, R); 1 on tokens that count. Masked cells have no influence and get no gradient.
+        cliprange_value: c, in units of the return.
+        loss_agg_mode: see ``agg_loss``.
+
+    Returns:
+        scalars: loss, and the share of tokens where the clipped term decided.
+
+    Source: the PPO implementation of Schulman et al. 2017; see Huang et al. 2022, detail 9 of
+    https://iclr-blog-track.github.io/2022/03/25/ppo-implementation-details/
+    """
+    cells = real_cells(response_mask)
+    v, target, old = cells.pack(vpreds), cells.pack(returns), cells.pack(values)
+    with torch.no_grad():
+        error = v - target
+        clipped_error = torch.clamp(v, old - cliprange_value, old + cliprange_value) - target
+        is_clipped = clipped_error.abs() > error.abs()
+        losses = 0.5 * torch.maximum(error.square(), clipped_error.square())
+        slope = error * ~is_clipped
+    losses = losses + slope * (v - v.detach())
+    loss = agg_rows(cells.row_sum(losses), cells.lengths, loss_agg_mode, response_mask.shape[-1])
+    return loss, cells.mean(is_clipped)
