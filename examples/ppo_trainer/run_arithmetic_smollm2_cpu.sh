@@ -1,0 +1,51 @@
+#!/usr/bin/env bash
+# PPO with a critic on one-digit arithmetic: two SmolLM2-135M on a CPU. The quickstart's task with a learned baseline
+# in place of sibling responses.
+set -euo pipefail
+
+TASK=${TASK:-add1}                              # add1, mul1, max3 or even
+STEPS=${STEPS:-40}
+MODEL=${MODEL:-models/SmolLM2-135M-Instruct}    # python scripts/prepare_smollm2.py
+DATA=${DATA:-data/$TASK}                        # python examples/data_preprocess/arithmetic.py --task $TASK --local_dir $DATA
+RUN=${RUN:-runs/ppo-$TASK}
+
+options=(
+    algorithm.adv_estimator=gae
+    data.train_files="$DATA/train.parquet"
+    data.val_files="$DATA/test.parquet"
+    data.train_batch_size=32
+    data.max_prompt_length=64
+    data.max_response_length=10
+    data.dataloader_num_workers=0
+    actor_rollout_ref.model.path="$MODEL"
+    actor_rollout_ref.model.enable_gradient_checkpointing=false
+    actor_rollout_ref.actor.strategy=fsdp2
+    actor_rollout_ref.actor.ppo_mini_batch_size=32
+    actor_rollout_ref.actor.use_dynamic_bsz=true
+    actor_rollout_ref.actor.ppo_max_token_len_per_gpu=1024
+    actor_rollout_ref.actor.optim.lr=2e-5
+    actor_rollout_ref.actor.optim.lr_warmup_steps=3
+    actor_rollout_ref.actor.optim.weight_decay=0
+    actor_rollout_ref.actor.optim.betas="[0.9,0.99]"
+    actor_rollout_ref.rollout.name=hf
+    critic.strategy=fsdp2
+    critic.model.path="$MODEL"
+    critic.model.enable_gradient_checkpointing=false
+    critic.ppo_max_token_len_per_gpu=1024
+    critic.optim.lr=5e-5
+    critic.optim.lr_warmup_steps=3
+    critic.optim.weight_decay=0
+    trainer.device=cpu
+    trainer.n_gpus_per_node=1
+    trainer.project_name=arithmetic
+    trainer.experiment_name="ppo-$TASK"
+    trainer.logger="[file,tensorboard]"
+    trainer.total_training_steps="$STEPS"
+    trainer.test_freq="$STEPS"
+    trainer.save_freq="$STEPS"
+    trainer.default_local_dir="$RUN"
+    trainer.rollout_data_dir="$RUN/samples"
+    trainer.validation_data_dir="$RUN/validation"
+)
+export TENSORBOARD_DIR="${TENSORBOARD_DIR:-$RUN/tensorboard}" OMP_NUM_THREADS="${OMP_NUM_THREADS:-2}"
+exec python3 -m verl.trainer.main_ppo "${options[@]}" "$@"

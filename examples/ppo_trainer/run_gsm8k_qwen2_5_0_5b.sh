@@ -1,0 +1,41 @@
+#!/usr/bin/env bash
+# PPO with a critic and GAE (Schulman et al. 2017, arXiv:1707.06347) on GSM8K with Qwen2.5-0.5B-Instruct, one GPU.
+set -euo pipefail
+
+MODEL=${MODEL:-Qwen/Qwen2.5-0.5B-Instruct}
+DATA=${DATA:-$HOME/data/gsm8k}                  # python examples/data_preprocess/gsm8k.py --local_dir $DATA
+GPUS=${GPUS:-1}
+
+options=(
+    algorithm.adv_estimator=gae
+    algorithm.use_kl_in_reward=true
+    algorithm.kl_ctrl.kl_coef=0.001
+    data.train_files="$DATA/train.parquet"
+    data.val_files="$DATA/test.parquet"
+    data.train_batch_size=256
+    data.max_prompt_length=512
+    data.max_response_length=512
+    data.filter_overlong_prompts=true
+    actor_rollout_ref.model.path="$MODEL"
+    actor_rollout_ref.actor.strategy=fsdp2
+    actor_rollout_ref.actor.ppo_mini_batch_size=64
+    actor_rollout_ref.actor.use_dynamic_bsz=true
+    actor_rollout_ref.actor.ppo_max_token_len_per_gpu=16384
+    actor_rollout_ref.actor.optim.lr=1e-6
+    actor_rollout_ref.rollout.name=hf
+    critic.strategy=fsdp2
+    critic.model.path="$MODEL"
+    critic.ppo_max_token_len_per_gpu=16384
+    critic.optim.lr=1e-5
+    trainer.critic_warmup=0
+    trainer.device=cuda
+    trainer.n_gpus_per_node="$GPUS"
+    trainer.nnodes=1
+    trainer.project_name=gsm8k
+    trainer.experiment_name=ppo-qwen2.5-0.5b
+    trainer.logger="[console,wandb]"
+    trainer.total_epochs=15
+    trainer.test_freq=10
+    trainer.save_freq=50
+)
+exec python3 -m verl.trainer.main_ppo "${options[@]}" "$@"

@@ -1,0 +1,82 @@
+"""Every recipe is a shell script that parses, and its options are ones verl takes."""
+
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.support.commands import ROOT, calls_of, main_ppo_overrides
+from verl.config.load import load_ppo_config
+
+SCRIPTS = sorted(path for folder in ("scripts", "examples", "recipe", ".ci") for path in (ROOT / folder).rglob("*.sh"))
+SCRIPTS.append(ROOT / ".ci" / "run")
+RECIPES = sorted((ROOT / "examples").rglob("run_*.sh"))
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=name_of)
+def test_script_parses(script):
+    subprocess.run(["bash", "-n", str(script)], check=True)
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=name_of)
+def test_options_of_the_recipe_compose_and_pass_the_checks(recipe, tmp_path):
+    commands = main_ppo_overrides(calls_of(recipe, tmp_path, "trainer.seed=7"))
+    assert len(commands) == 1
+    config = load_ppo_config(commands[0])
+    assert config.trainer.seed == 7, "a recipe hands its own arguments on, last"
+    assert config.trainer.device == ("cpu" if recipe.stem.endswith("_cpu") else "cuda")
+
+
+@pytest.mark.parametrize("folder", sorted({recipe.parent for recipe in RECIPES}), ids=name_of)
+def test_the_readme_beside_the_recipes_lists_each_of_them(folder):
+    text = (folder / "README.md").read_text()
+    assert all(recipe.name in text for recipe in folder.glob("run_*.sh"))
+
+
+def dry_run(*arguments: str) -> subprocess.CompletedProcess:
+    env = {key: value for key, value in os.environ.items() if key not in ("RUN", "STEPS", "TASK", "MODEL", "DATA")}
+    command = ["bash", "scripts/quickstart.sh", "--dry-run", *arguments]
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("task", ["add1", "mul1", "max3", "even", "digits"])
+def test_quickstart_runs_a_recipe_for_each_task(task, tmp_path):
+    shown = dry_run("--task", task, "--controller", "local", "--steps", "3", "trainer.seed=7")
+    assert shown.returncode == 0, shown.stderr
+    environment, _, command = shown.stdout.strip().partition(" bash ")
+    recipe, *arguments = command.split()
+    settings = dict(word.split("=", 1) for word in environment.split())
+    assert settings["RUN"].startswith(f"runs/quickstart-{task}-")
+    (overrides,) = main_ppo_overrides(calls_of(ROOT / recipe, tmp_path, *arguments, environment=settings))
+    config = load_ppo_config(overrides)
+    assert (config.trainer.controller, config.trainer.total_training_steps, config.trainer.seed) == ("local", 3, 7)
+    assert config.trainer.test_freq == config.trainer.save_freq == 3, "the last step is validated and saved"
+    assert config.data.train_files == f"data/{task}/train.parquet"
+    assert config.actor_rollout_ref.actor.fsdp_config.model_dtype == "fp32"
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["--task", "sums"], "--task sums is unknown (known: add1 mul1 max3 even digits)"),
+        (["--controller", "slurm"], "--controller slurm is unknown (known: ray local)"),
+        (["--steps", "many"], "--steps many is no positive number"),
+        (["--stepz", "3"], "unknown option --stepz"),
+        (["trainer.seed"], "trainer.seed is neither an option nor key=value"),
+        (["--task"], "--task needs a value"),
+    ],
+)
+def test_quickstart_names_what_is_wrong(arguments, words):
+    shown = dry_run(*arguments)
+    assert shown.returncode == 2
+    assert words in shown.stderr
+
+
+def test_ci_calls_exactly_the_test_script():
+    assert re.search(r"exec bash scripts/test\.sh$", (ROOT / ".ci" / "run").read_text().strip())
