@@ -156,6 +156,10 @@ def test_prompts_with_different_numbers_of_samples_are_averaged_by_metric():
     assert result["s"]["reward"]["mean@1"] == 4.0
 
 
-def test_a_variable_that_is_not_all_numbers_gives_no_metrics():
-    result = process_validation_metrics(["s"] * 2, ["p", "q"], {"reward": [1, 0], "note": ["a", "b"], "x": [1, None]})
-    assert set(result["s"]) == {"reward"}
+def test_a_variable_gives_metrics_where_it_is_a_number_for_every_sample():
+    result = process_validation_metrics(
+        ["s", "s", "t"],
+        ["p", "q", "p"],
+        {"reward": [1, True, np.float32(2)], "note": ["a", "b", "c"], "acc": [1, None, 0.5], "pred": [None, None, "x"]},
+    )
+    assert {source: set(variables) for source, variables in result.items()} == {"s": {"reward"}, "t": {"reward", "acc"}}

@@ -191,7 +191,8 @@ def process_validation_metrics(
     Args:
         data_sources: one for each sample.
         sample_inputs: what samples of the same prompt share: its text or its uid.
-        infos_dict: variable -> one value for each sample. A variable that is not all numbers gives no metrics.
+        infos_dict: variable -> one value for each sample. A variable that is not a number for every sample of a data
+            source gives no metrics there.
         seed: of the bootstrap.
 
     Returns:
@@ -200,7 +201,7 @@ def process_validation_metrics(
     rows_of: dict[str, dict[Any, list[int]]] = defaultdict(lambda: defaultdict(list))
     for i, (source, prompt) in enumerate(zip(data_sources, sample_inputs, strict=True)):
         rows_of[source][prompt].append(i)
-    columns = {name: column for name, values in infos_dict.items() if (column := _numbers(values)) is not None}
+    columns = {name: _numbers(values) for name, values in infos_dict.items()}
     preds = infos_dict.get("pred")
 
     result: dict[str, dict[str, dict[str, float]]] = {}
@@ -209,12 +210,14 @@ def process_validation_metrics(
         for rows in prompts.values():
             by_count[len(rows)].append(rows)
         groups = [np.array(rows) for rows in by_count.values()]
-        votes = [None if preds is None else _vote_codes(preds, rows) for rows in groups]
+        has_votes = preds is not None and any(preds[i] is not None for rows in prompts.values() for i in rows)
+        votes = [_vote_codes(preds, rows) if has_votes else None for rows in groups]
         result[source] = {
             name: _mean_over_prompts(
-                [_metrics_of_group(column[rows], vote, seed) for rows, vote in zip(groups, votes, strict=True)]
+                [_metrics_of_group(numbers[rows], vote, seed) for rows, vote in zip(groups, votes, strict=True)]
             )
-            for name, column in columns.items()
+            for name, (numbers, is_number) in columns.items()
+            if all(is_number[rows].all() for rows in groups)
         }
     return result
 
@@ -311,15 +314,12 @@ def _vote_codes(preds: Sequence[Any], rows: np.ndarray) -> np.ndarray:
     return codes
 
 
-def _numbers(values: Sequence[Any]) -> np.ndarray | None:
-    """(B,) float64, or None when a value is no number."""
-    if any(isinstance(value, (str, bytes)) or value is None for value in values):
-        return None
-    try:
-        column = np.asarray(values, dtype=np.float64)
-    except (TypeError, ValueError):
-        return None
-    return column if column.ndim == 1 else None
+def _numbers(values: Sequence[Any]) -> tuple[np.ndarray, np.ndarray]:
+    """(B,) float64, zero where a value is no number, and (B,) whether it is one."""
+    is_number = np.array([isinstance(value, (int, float, np.number, np.bool_)) for value in values], dtype=bool)
+    numbers = np.zeros(len(values))
+    numbers[is_number] = [float(value) for value, good in zip(values, is_number, strict=True) if good]
+    return numbers, is_number
 
 
 def _mean_over_prompts(groups: Sequence[Mapping[str, np.ndarray]]) -> dict[str, float]:
