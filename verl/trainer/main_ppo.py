@@ -19,7 +19,7 @@ def run_ppo(config: PPOConfig) -> None:
     """Train as ``config`` says, in this process as the driver; returns when the run is complete."""
     from verl.trainer.ppo.job import PPOJob
 
-    PPOJob(config).run()
+    PPOJob(config, command_line=sys.argv[1:]).run()
 
 
 def main() -> None:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
+from collections.abc import Sequence
 from typing import Any
 
 from verl.trainer.ppo.placement import default_pools, default_roles
@@ -16,7 +18,7 @@ from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl.trainer.ppo.reward import load_reward_manager
 from verl.utils.dataset.loader import build_dataset, build_sampler
 from verl.utils.fs import copy_to_local
-from verl.utils.progress import print_summary
+from verl.utils.progress import RunSummary, print_summary
 from verl.utils.tokenizer import hf_processor, hf_tokenizer
 
 
@@ -25,11 +27,13 @@ class PPOJob:
 
     trainer_cls: type[RayPPOTrainer] = RayPPOTrainer
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: Any, command_line: Sequence[str] = ()) -> None:
         self.config = config
+        self.command_line = command_line
 
-    def run(self) -> None:
+    def run(self) -> RayPPOTrainer:
         """Prepare, train, and say what came of it; worker processes never outlive this call."""
+        start = time.monotonic()
         signal.signal(signal.SIGTERM, _exit_on_signal)
         check_device(self.config.trainer)
         trainer = self.build_trainer()
@@ -39,7 +43,26 @@ class PPOJob:
             trainer.fit()
         finally:
             trainer.controller.stop()
-        print_summary(trainer.summary())
+        print_summary(self.summary(trainer, time.monotonic() - start))
+        return trainer
+
+    def summary(self, trainer: RayPPOTrainer, seconds: float) -> RunSummary:
+        """What to tell at the end."""
+        keys = self.config.trainer
+        return RunSummary(
+            steps=trainer.global_steps,
+            seconds=seconds,
+            validations=trainer.validations,
+            places={
+                "samples": keys.rollout_data_dir,
+                "validation samples": keys.validation_data_dir,
+                **trainer.log_places,
+                "checkpoint": trainer.last_checkpoint,
+            },
+            overrides=self.command_line,
+            device=keys.device,
+            can_resume=trainer.last_checkpoint is not None,
+        )
 
     def build_trainer(self) -> RayPPOTrainer:
         """Tokenizer, data, reward functions and roles, as the config names them."""

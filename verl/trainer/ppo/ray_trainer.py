@@ -64,6 +64,16 @@ def sample_seed(run_seed: int, step: int, prompt: int, k: int) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
+def log_places(tracking: Tracking) -> dict[str, Any]:
+    """Where the loggers that write files put them."""
+    attributes = {"metrics": ("file", "path"), "tensorboard": ("tensorboard", "folder")}
+    return {
+        label: getattr(tracking.logger[name], attribute)
+        for label, (name, attribute) in attributes.items()
+        if name in tracking.logger
+    }
+
+
 class RayPPOTrainer:
     """PPO and its relatives on worker groups.
 
@@ -120,6 +130,7 @@ class RayPPOTrainer:
         self.metrics: dict[str, float] = {}
         self.timing: dict[str, float] = {}
         self.last_checkpoint: Path | None = None
+        self.log_places: dict[str, Any] = {}
 
     @property
     def seed(self) -> int:
@@ -288,7 +299,8 @@ class RayPPOTrainer:
         self.logger = Tracking(
             trainer.project_name, trainer.experiment_name, default_backend=trainer.logger, config=self.config.to_dict()
         )
-        self.generations = ValidationGenerationsLogger()
+        self.generations = ValidationGenerationsLogger(tracking=self.logger)
+        self.log_places = log_places(self.logger)
         self.load_checkpoint()
         if self.val_reward_fn is not None and (trainer.val_before_train or trainer.val_only):
             metrics = self.validate()
