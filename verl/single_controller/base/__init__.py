@@ -1,0 +1,6 @@
+"""What is common to all controllers."""
+
+from verl.single_controller.base.worker import Worker
+from verl.single_controller.base.worker_group import ClassWithInitArgs, ResourcePool, WorkerGroup
+
+__all__ = ["ClassWithInitArgs", "ResourcePool", "Worker", "WorkerGroup"]

@@ -1,0 +1,374 @@
+"""How a worker method says what becomes of one call: who gets which arguments, and what is made of the answers.
+
+`register` marks a method with a dispatch mode. A mode is a pair of functions, one that spreads the arguments over the
+ranks and one that collects the outputs; modes that split a batch also say over how many parts. They split over a *mesh*:
+the data parallel place of every rank, which the worker registers under a name
+(`Worker._register_dispatch_collect_info`). Tensor, pipeline and sequence parallel ranks of one place get the same rows.
+
+Knows no process and no transport; a group is asked for ``world_size`` and ``mesh(name)`` only.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+MAGIC_ATTR = "attrs_3141562937"
+"""Attribute of a registered method that holds what was said about it."""
+
+ONLY_MESH = "*"
+"""Mesh name that stands for the one mesh a worker registered (the MEGATRON names, which predate mesh names)."""
+
+
+class _DynamicEnumMeta(type):
+    def __iter__(cls):
+        return iter(cls._members.values())
+
+    def __len__(cls) -> int:
+        return len(cls._members)
+
+    def __contains__(cls, item) -> bool:
+        return item in cls._members.values() or item in cls._members
+
+    def __getitem__(cls, name: str):
+        if name not in cls._members:
+            raise KeyError(f"{cls.__name__} has no member {name!r}; it has {', '.join(cls._members)}")
+        return cls._members[name]
+
+    def __getattr__(cls, name: str):
+        if name.startswith("_") or name not in cls._members:
+            raise AttributeError(f"{cls.__name__} has no member {name!r}; it has {', '.join(cls._members)}")
+        return cls._members[name]
+
+
+class DynamicEnum(metaclass=_DynamicEnumMeta):
+    """An enumeration that can be extended: ``Dispatch.register("MINE")`` makes ``Dispatch.MINE``."""
+
+    _members: dict[str, "DynamicEnum"] = {}
+
+    def __init_subclass__(cls, **kwargs):
+        super().__init_subclass__(**kwargs)
+        cls._members = {}
+
+    def __init__(self, name: str, value: int):
+        self.name, self.value = name, value
+
+    @classmethod
+    def register(cls, name: str) -> "DynamicEnum":
+        """Add a member. Registering a name twice is a ValueError."""
+        key = name.upper()
+        if key in cls._members:
+            raise ValueError(f"{cls.__name__}.{key} is already registered: choose another name.")
+        cls._members[key] = cls(key, len(cls._members))
+        return cls._members[key]
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}.{self.name}"
+
+    def __reduce__(self):
+        return _member, (type(self), self.name)
+
+
+def _member(cls: type[DynamicEnum], name: str) -> DynamicEnum:
+    """The member of this name, made if the process that unpickles it has not registered it."""
+    return cls._members.get(name) or cls.register(name)
+
+
+class Dispatch(DynamicEnum):
+    """Names of the dispatch modes; the table in the folder's README says what each does."""
+
+
+class Execute(DynamicEnum):
+    """Which ranks run the method."""
+
+
+for _name in ("ALL", "RANK_ZERO"):
+    Execute.register(_name)
+
+
+@dataclass(frozen=True)
+class Mode:
+    """What a dispatch mode does with a call on a group of n ranks.
+
+    ``mode["dispatch_fn"]`` works too, for code that expects the dict of older releases.
+    """
+
+    dispatch_fn: Callable[..., tuple[tuple, dict]]
+    """(group, *args, **kwargs) -> args, kwargs in which every value is a list with one element per rank."""
+    collect_fn: Callable[[Any, list], Any]
+    """(group, outputs by rank) -> what the caller gets."""
+    parts: Callable[[Any], int] | None = None
+    """group -> number of parts a batch is cut into, None if it is not. Uneven batches are padded to a multiple of it."""
+    sources: Callable[[Any], Sequence[int]] | None = None
+    """group -> ranks whose outputs are collected; the others send nothing back (their output is None). None = all."""
+
+    def __getitem__(self, name: str):
+        return getattr(self, name)
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Where the ranks of a group stand along data parallelism."""
+
+    dp_ranks: tuple[int, ...]
+    """For each rank the part of the batch it works on."""
+    sources: tuple[int, ...]
+    """For each part the rank that answers for it."""
+
+    @staticmethod
+    def over_world(world_size: int) -> "Mesh":
+        return Mesh(tuple(range(world_size)), tuple(range(world_size)))
+
+    @staticmethod
+    def from_places(name: str, places: Sequence[tuple[int, bool] | None]) -> "Mesh":
+        """Build from what each rank registered: (dp_rank, is_collect), None where it registered nothing."""
+        silent = [rank for rank, place in enumerate(places) if place is None]
+        if silent:
+            raise ValueError(
+                f"mesh {name!r}: ranks {silent} registered no place in it. Every rank must call "
+                f"_register_dispatch_collect_info({name!r}, dp_rank=, is_collect=)."
+            )
+        dp_ranks = tuple(dp_rank for dp_rank, _ in places)
+        answers = {
+            dp_rank: [r for r, p in enumerate(places) if p == (dp_rank, True)] for dp_rank in sorted(set(dp_ranks))
+        }
+        if list(answers) != list(range(len(answers))) or any(len(ranks) != 1 for ranks in answers.values()):
+            raise ValueError(
+                f"mesh {name!r}: dp ranks must be 0, 1, ... with exactly one collecting rank each; the "
+                f"registered (dp_rank, is_collect) by rank are {list(places)}."
+            )
+        return Mesh(dp_ranks, tuple(ranks[0] for ranks in answers.values()))
+
+
+# Spreading and collecting ---------------------------------------------------------------------------------------------
+
+
+def _spread(args: tuple, kwargs: dict, each: Callable[[Any], list]) -> tuple[tuple, dict]:
+    return tuple(each(arg) for arg in args), {name: each(value) for name, value in kwargs.items()}
+
+
+def dispatch_one_to_all(group, *args, **kwargs):
+    """The same arguments for every rank."""
+    return _spread(args, kwargs, lambda value: [value] * group.world_size)
+
+
+def dispatch_all_to_all(group, *args, **kwargs):
+    """The arguments as they are; if every one is a list of world_size elements, each rank gets its own."""
+    return args, kwargs
+
+
+def collect_all_to_all(group, outputs):
+    """The outputs as they are."""
+    return outputs
+
+
+def dispatch_rows(group, *args, mesh_name: str | None = None, **kwargs):
+    """Cut every DataProto along its rows, part i for dp rank i; anything else goes to every rank."""
+    from verl.protocol import DataProto
+
+    mesh = group.mesh(mesh_name)
+
+    def each(value):
+        if not isinstance(value, DataProto) or not len(value):
+            return [value] * group.world_size
+        parts = value.chunk(len(mesh.sources))
+        return [parts[dp_rank] for dp_rank in mesh.dp_ranks]
+
+    return _spread(args, kwargs, each)
+
+
+def dispatch_lists(group, *args, mesh_name: str | None = None, **kwargs):
+    """Arguments are lists of one element per dp rank."""
+    mesh = group.mesh(mesh_name)
+
+    def each(value):
+        if not isinstance(value, list | tuple) or len(value) != len(mesh.sources):
+            what = f"a list of {len(value)}" if isinstance(value, list | tuple) else f"a {type(value).__name__}"
+            raise ValueError(
+                f"an argument is {what}: this method takes lists of {len(mesh.sources)} elements, one per "
+                "data parallel rank. Use Dispatch.DP_COMPUTE_PROTO to have a DataProto cut."
+            )
+        return [value[dp_rank] for dp_rank in mesh.dp_ranks]
+
+    return _spread(args, kwargs, each)
+
+
+def collect_sources(group, outputs, mesh_name: str | None = None) -> list:
+    """The outputs of the ranks that answer for their part, in the order of the parts."""
+    return [outputs[rank] for rank in group.mesh(mesh_name).sources]
+
+
+def collect_rows(group, outputs, mesh_name: str | None = None):
+    """Join the DataProtos of the answering ranks; outputs of another kind come as a list."""
+    from verl.protocol import DataProto
+
+    outputs = collect_sources(group, outputs, mesh_name)
+    if not all(isinstance(output, DataProto) for output in outputs):
+        return outputs
+    return outputs[0] if len(outputs) == 1 else DataProto.concat(outputs)
+
+
+def _refuse_direct_call(group, *args, **kwargs):
+    raise NotImplementedError("a DIRECT_ROLLOUT_METHOD is called on the worker itself, never through its group.")
+
+
+# The modes ------------------------------------------------------------------------------------------------------------
+
+
+def _mesh_mode(dispatch_fn, collect_fn, splits: bool) -> Callable[[str | None], Mode]:
+    """Mode factory: mesh name -> mode."""
+
+    def make(mesh_name: str | None) -> Mode:
+        def on_mesh(fn):
+            return fn if fn is collect_all_to_all else functools.partial(fn, mesh_name=mesh_name)
+
+        return Mode(
+            on_mesh(dispatch_fn),
+            on_mesh(collect_fn),
+            parts=(lambda group: len(group.mesh(mesh_name).sources)) if splits else None,
+            sources=lambda group: group.mesh(mesh_name).sources,
+        )
+
+    return make
+
+
+def _plain_mode(dispatch_fn, collect_fn) -> Callable[[str | None], Mode]:
+    mode = Mode(dispatch_fn, collect_fn)
+    return lambda mesh_name: mode
+
+
+_MODES: dict[Dispatch, Callable[[str | None], Mode]] = {}
+
+
+def _define_modes() -> None:
+    lists = _mesh_mode(dispatch_lists, collect_sources, splits=False)
+    rows = _mesh_mode(dispatch_rows, collect_rows, splits=True)
+    for name, make in {
+        "RANK_ZERO": _plain_mode(dispatch_all_to_all, collect_all_to_all),
+        "ONE_TO_ALL": _plain_mode(dispatch_one_to_all, collect_all_to_all),
+        "ALL_TO_ALL": _plain_mode(dispatch_all_to_all, collect_all_to_all),
+        "MEGATRON_COMPUTE": lists,
+        "MEGATRON_PP_AS_DP": lists,
+        "MEGATRON_PP_ONLY": _mesh_mode(
+            lambda group, *args, mesh_name, **kwargs: dispatch_one_to_all(group, *args, **kwargs),
+            collect_sources,
+            splits=False,
+        ),
+        "MEGATRON_COMPUTE_PROTO": rows,
+        "MEGATRON_PP_AS_DP_PROTO": rows,
+        "DP_COMPUTE": lists,
+        "DP_COMPUTE_PROTO": rows,
+        "DP_COMPUTE_PROTO_WITH_FUNC": rows,
+        "DP_COMPUTE_METRIC": _mesh_mode(dispatch_rows, collect_sources, splits=True),
+        "DIRECT_ROLLOUT_METHOD": _plain_mode(_refuse_direct_call, _refuse_direct_call),
+    }.items():
+        _MODES[Dispatch.register(name)] = make
+
+
+_define_modes()
+
+
+def register_dispatch_mode(dispatch_mode_name: str, dispatch_fn: Callable, collect_fn: Callable) -> None:
+    """Add ``Dispatch.<NAME>``: ``dispatch_fn(group, *args, **kwargs)`` and ``collect_fn(group, outputs)`` as in `Mode`."""
+    _MODES[Dispatch.register(dispatch_mode_name)] = _plain_mode(dispatch_fn, collect_fn)
+
+
+def update_dispatch_mode(dispatch_mode: Dispatch, dispatch_fn: Callable, collect_fn: Callable) -> None:
+    """Replace the functions of a known mode, for methods registered from now on."""
+    if dispatch_mode not in _MODES:
+        raise ValueError(f"dispatch mode {dispatch_mode!r} is not known; known are {list(_MODES)}.")
+    _MODES[dispatch_mode] = _plain_mode(dispatch_fn, collect_fn)
+
+
+def get_predefined_dispatch_fn(dispatch_mode: Dispatch) -> Mode:
+    """The functions of a mode, over the whole world: ``["dispatch_fn"]`` and ``["collect_fn"]``."""
+    return resolve_mode(dispatch_mode, None)
+
+
+def get_predefined_execute_fn(execute_mode: Execute) -> dict[str, str]:
+    """Name of the group method that runs a call of this mode, under ``execute_fn_name``."""
+    return {"execute_fn_name": f"execute_{execute_mode.name.lower()}"}
+
+
+def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> Mode:
+    """``register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("actor"))`` is DP_COMPUTE_PROTO with that mesh."""
+    return resolve_mode(Dispatch.DP_COMPUTE_PROTO, mesh_name)
+
+
+def resolve_mode(dispatch_mode: "Dispatch | Mode | dict", mesh_name: str | None) -> Mode:
+    """What `register` was given -> the functions to run."""
+    if isinstance(dispatch_mode, Mode):
+        return dispatch_mode
+    if isinstance(dispatch_mode, dict):
+        if not {"dispatch_fn", "collect_fn"} <= dispatch_mode.keys():
+            raise ValueError(
+                f"a dispatch mode as a dict needs dispatch_fn and collect_fn, it has {sorted(dispatch_mode)}."
+            )
+        return Mode(dispatch_mode["dispatch_fn"], dispatch_mode["collect_fn"])
+    if dispatch_mode not in _MODES:
+        raise ValueError(
+            f"dispatch_mode={dispatch_mode!r} is neither a Dispatch member ({', '.join(Dispatch._members)}) "
+            "nor a dict of dispatch_fn and collect_fn."
+        )
+    if mesh_name is None and dispatch_mode.name.startswith("MEGATRON"):
+        mesh_name = ONLY_MESH
+    return _MODES[dispatch_mode](mesh_name)
+
+
+# The decorator --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Registration:
+    """What `register` was told about a method; a group reads it to bind the method."""
+
+    mode: Mode
+    dispatch_mode: Any
+    execute_mode: Execute
+    blocking: bool
+    materialize_futures: bool
+    mesh: str | None
+    reads: tuple[str, ...] | None
+
+    def __getitem__(self, name: str):
+        return getattr(self, name)
+
+
+def register(
+    dispatch_mode: "Dispatch | Mode | dict" = Dispatch.ALL_TO_ALL,
+    execute_mode: Execute = Execute.ALL,
+    blocking: bool = True,
+    materialize_futures: bool = True,
+    mesh: str | None = None,
+    reads: Sequence[str] | None = None,
+) -> Callable[[Callable], Callable]:
+    """Make a worker method callable on the worker group. Works on plain and on async methods.
+
+    Args:
+        dispatch_mode: how arguments are spread and outputs collected; a dict {dispatch_fn, collect_fn} defines one here.
+        execute_mode: which ranks run it.
+        blocking: with False the call returns at once: a DataProtoFuture for modes that join rows, else futures by rank.
+        materialize_futures: wait for arguments that are DataProtoFutures before the call is sent.
+        mesh: name of the mesh a batch is split over; None is the whole world, one part per rank.
+        reads: tensor and object columns the method looks at; only these, where present, are sent. None sends all.
+            ``meta_info`` always travels.
+    """
+    if isinstance(reads, str):
+        raise ValueError(f"register(reads={reads!r}): a string is not a list of column names. Write ({reads!r},).")
+    if execute_mode not in Execute:
+        raise ValueError(f"register(execute_mode={execute_mode!r}): use one of {list(Execute)}.")
+    said = Registration(
+        mode=resolve_mode(dispatch_mode, mesh),
+        dispatch_mode=dispatch_mode,
+        execute_mode=execute_mode,
+        blocking=blocking,
+        materialize_futures=materialize_futures,
+        mesh=mesh,
+        reads=None if reads is None else tuple(reads),
+    )
+
+    def decorate(method: Callable) -> Callable:
+        setattr(method, MAGIC_ATTR, said)
+        return method
+
+    return decorate

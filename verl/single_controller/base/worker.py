@@ -1,0 +1,162 @@
+"""Worker, the base of every role, and WorkerHost, the process side that holds one or more roles.
+
+A worker learns its place (rank, world size, address of rank 0) from environment variables, as under torchrun, so role
+code runs the same under Ray, under forked processes and inside the driver. Knows no Ray.
+"""
+
+import asyncio
+import inspect
+import os
+import socket
+import traceback
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from verl.single_controller.base.decorator import Dispatch, Execute, register
+from verl.single_controller.errors import WorkerError
+
+PLACES = "__places__"
+"""Name that asks a `WorkerHost` for the meshes a role registered, in place of a method name."""
+
+
+class Worker:
+    """One rank of one role. Subclasses call ``super().__init__()`` and mark their verbs with `register`.
+
+    Attributes:
+        fused_worker_dict: role name -> worker, for all roles living in this process.
+    """
+
+    fused_worker_dict: Mapping[str, "Worker"] = {}
+
+    def __init__(self, cuda_visible_devices: str | None = None):
+        if cuda_visible_devices is not None:
+            os.environ["CUDA_VISIBLE_DEVICES"] = cuda_visible_devices
+        self._rank = int(os.environ.get("RANK", "0"))
+        self._world_size = int(os.environ.get("WORLD_SIZE", "1"))
+
+    @property
+    def rank(self) -> int:
+        return self._rank
+
+    @property
+    def world_size(self) -> int:
+        return self._world_size
+
+    @property
+    def local_rank(self) -> int:
+        """Number of this worker's device on its node (torchrun's LOCAL_RANK)."""
+        return int(os.environ.get("LOCAL_RANK", "0"))
+
+    def get_master_addr_port(self) -> tuple[str, str]:
+        return os.environ.get("MASTER_ADDR", "127.0.0.1"), os.environ.get("MASTER_PORT", "0")
+
+    def get_cuda_visible_devices(self) -> str:
+        return os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
+
+    # Meshes: what the dispatcher needs to know to cut a batch ---------------------------------------------------------
+
+    def _register_dispatch_collect_info(self, mesh_name: str, dp_rank: int, is_collect: bool) -> None:
+        """Say where this rank stands on a mesh: which part of a batch it works on, and whether it answers for that part.
+
+        Exactly one rank of each dp rank collects. Call it on every rank, before the first call that uses the mesh.
+        """
+        places = self.__dict__.setdefault("_mesh_places", {})
+        if mesh_name in places:
+            raise ValueError(f"mesh {mesh_name!r} is already registered by this worker, as {places[mesh_name]}.")
+        places[mesh_name] = (int(dp_rank), bool(is_collect))
+
+    def _query_dispatch_info(self, mesh_name: str) -> int:
+        """The dp rank registered for a mesh."""
+        return self.__dict__.get("_mesh_places", {})[mesh_name][0]
+
+    def _query_collect_info(self, mesh_name: str) -> bool:
+        """Whether this rank answers for its part of a mesh."""
+        return self.__dict__.get("_mesh_places", {})[mesh_name][1]
+
+    # Functions sent to the workers ------------------------------------------------------------------------------------
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO_WITH_FUNC)
+    def execute_with_func_generator(self, func: Callable, *args, **kwargs):
+        """Run ``func(worker, ...)`` on every rank, DataProtos cut over the ranks."""
+        return func(self, *args, **kwargs)
+
+    @register(dispatch_mode=Dispatch.ALL_TO_ALL, execute_mode=Execute.RANK_ZERO)
+    def execute_func_rank_zero(self, func: Callable, *args, **kwargs):
+        """Run ``func(...)`` on rank 0."""
+        return func(*args, **kwargs)
+
+
+class WorkerHost:
+    """The roles of one process, by name. Every call names a role and a method."""
+
+    def __init__(self):
+        self._workers: dict[str, Any] = {}
+        self._place = (0, 1)
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def setup(self, env: Mapping[str, str], roles: Mapping[str, Callable[[], Any]]) -> int:
+        """Enter the place ``env`` describes, then build each role there; returns the process id."""
+        os.environ.update(env)
+        self._place = (int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+        for role, build in roles.items():
+            self._workers[role] = worker = self._guarded(role, "__init__", build, (), {})
+            if isinstance(worker, Worker):
+                worker.fused_worker_dict = self._workers
+        return os.getpid()
+
+    def call(self, role: str, method: str, keep: bool, /, *args, **kwargs) -> Any:
+        """Run a method of a role; the output is None unless ``keep``.
+
+        Raises:
+            WorkerError: whatever the method raised, as text.
+        """
+        worker = self._workers[role]
+        if method == PLACES:
+            return dict(vars(worker).get("_mesh_places", {}))
+        output = self._guarded(role, method, getattr(worker, method), args, kwargs)
+        return output if keep else None
+
+    def address(self) -> tuple[str, int]:
+        """An address other nodes reach this process by, and a port free on it."""
+        return _node_address(), free_port()
+
+    def _guarded(self, role: str, method: str, function: Callable, args, kwargs) -> Any:
+        try:
+            output = function(*args, **kwargs)
+            return self._finish(output) if inspect.isawaitable(output) else output
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # also SystemExit and torch's CheckpointException: the driver must hear of it
+            lines = traceback.format_exception(type(error), error, _beyond_this_file(error.__traceback__))
+            cause = "".join(traceback.format_exception_only(type(error), error)).strip().splitlines()
+            raise WorkerError(role, *self._place, method, cause[0], "".join(lines)) from error
+
+    def _finish(self, coroutine) -> Any:
+        """Wait for an async method. One event loop for all of them, so that what they share stays usable."""
+        self._loop = self._loop or asyncio.new_event_loop()
+        return self._loop.run_until_complete(coroutine)
+
+
+def free_port() -> int:
+    """A TCP port nobody listens on at the moment."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return probe.getsockname()[1]
+
+
+def _node_address() -> str:
+    """The address this node uses towards the outside; the loopback if it has no network."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("10.255.255.255", 1))  # sends nothing: only picks the route
+            return probe.getsockname()[0]
+        except OSError:
+            return "127.0.0.1"
+
+
+def _beyond_this_file(tb):
+    """The traceback from the first frame that is the worker's own."""
+    inner = tb
+    while inner is not None and inner.tb_frame.f_code.co_filename == __file__:
+        inner = inner.tb_next
+    return inner or tb

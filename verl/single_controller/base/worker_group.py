@@ -1,0 +1,412 @@
+"""WorkerGroup: n processes of one role that look like one object, and what they are started from.
+
+The group owns the meaning of a call: which arguments go where, what is padded, how outputs are joined, what an error
+ends. A `Hosts` subclass owns the transport: it starts processes, carries one call to one rank, and notices a death.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from verl.single_controller.base.decorator import (
+    MAGIC_ATTR,
+    ONLY_MESH,
+    Execute,
+    Mesh,
+    Registration,
+    dispatch_all_to_all,
+)
+from verl.single_controller.base.rows import drop_padding, keep_columns, map_batches, pad_rows
+from verl.single_controller.base.worker import PLACES
+from verl.single_controller.errors import WorkerGroupError, WorkerGroupStopped
+
+
+class ResourcePool:
+    """How many processes run on each node."""
+
+    def __init__(
+        self, process_on_nodes: Sequence[int] | None = None, max_colocate_count: int = 10, n_gpus_per_node: int = 8
+    ):
+        """``max_colocate_count``: how many worker groups may share the pool, each with processes of its own."""
+        self._store = list(process_on_nodes or [])
+        if any(not isinstance(count, int) or count < 1 for count in self._store):
+            raise ValueError(f"process_on_nodes={self._store}: every node needs a number of processes of at least 1.")
+        self.max_colocate_count = max_colocate_count
+        self.n_gpus_per_node = n_gpus_per_node
+
+    def add_node(self, process_count: int) -> None:
+        self._store.append(process_count)
+
+    @property
+    def store(self) -> list[int]:
+        return self._store
+
+    @property
+    def world_size(self) -> int:
+        return sum(self._store)
+
+    def local_world_size_list(self) -> list[int]:
+        """For each rank the number of processes on its node."""
+        return [count for count in self._store for _ in range(count)]
+
+    def local_rank_list(self) -> list[int]:
+        """For each rank its number on its node."""
+        return [local for count in self._store for local in range(count)]
+
+
+class ClassWithInitArgs:
+    """A worker class and the arguments of its constructor, to be called in another process."""
+
+    def __init__(self, cls: type, *args, **kwargs):
+        # a class wrapped by ray.remote carries the plain one
+        self.cls = getattr(cls, "__ray_actor_class__", cls)
+        self.args, self.kwargs = args, kwargs
+        self.fused_worker_used = False
+
+    def __call__(self) -> Any:
+        return self.cls(*self.args, **self.kwargs)
+
+    def roles(self, name: str | None = None) -> dict[str, "ClassWithInitArgs"]:
+        """Role name -> class to build in every process; a single class is named ``name`` or after itself."""
+        return {name or self.cls.__name__: self}
+
+
+class ColocatedClasses:
+    """Several roles that share the processes of one group. `WorkerGroup.spawn` gives each role its own view."""
+
+    def __init__(self, class_dict: Mapping[str, ClassWithInitArgs]):
+        if not class_dict:
+            raise ValueError("create_colocated_worker_cls({}): name at least one role.")
+        self.class_dict = dict(class_dict)
+        self.cls = WorkerGroup
+        self.fused_worker_used = True
+
+    def roles(self, name: str | None = None) -> dict[str, ClassWithInitArgs]:
+        return dict(self.class_dict)
+
+
+def create_colocated_worker_cls(class_dict: Mapping[str, ClassWithInitArgs]) -> ColocatedClasses:
+    """Put several roles, name -> class with arguments, into the processes of one group."""
+    return ColocatedClasses(class_dict)
+
+
+class Request(NamedTuple):
+    """One call on one rank."""
+
+    rank: int
+    args: tuple
+    kwargs: dict
+    keep: bool
+    """Whether the output is sent back."""
+
+
+class Hosts(ABC):
+    """The n processes behind one or several worker groups, each a `WorkerHost`.
+
+    The first failure ends them all: a rank that raised has left the others alone in their collectives.
+    """
+
+    world_size: int
+    pids: list[int]
+    failure: WorkerGroupError | None = None
+    stopped: bool = False
+
+    def submit(self, role: str, method: str, requests: Sequence[Request]) -> list:
+        """Send one call to several ranks; returns a handle for each."""
+        if self.stopped:
+            why = f" after this failure: {str(self.failure).splitlines()[0]}" if self.failure else ""
+            raise WorkerGroupStopped(
+                f"{role}.{method}: the {self.world_size} processes of this group were stopped{why}. Start a new group."
+            ) from self.failure
+        return self._ending_on_failure(lambda: self._submit(role, method, requests))
+
+    def wait(self, handles: Sequence, timeout: float | None = None) -> list:
+        """Outputs of the handles, in order.
+
+        Raises:
+            WorkerError, WorkerDied, WorkerTimeout: the first failure, also while other ranks hang.
+        """
+        return self._ending_on_failure(lambda: self._wait(handles, timeout))
+
+    def run(self, role: str, method: str, requests: Sequence[Request], timeout: float | None = None) -> list:
+        return self.wait(self.submit(role, method, requests), timeout)
+
+    def stop(self) -> None:
+        """End all processes. May be called twice."""
+        if not self.stopped:
+            self.stopped = True
+            self._stop(at_once=self.failure is not None)
+
+    def _ending_on_failure(self, action: Callable[[], list]) -> list:
+        try:
+            return action()
+        except WorkerGroupError as error:
+            self.failure = self.failure or error
+            self.stop()
+            raise
+
+    def as_futures(self, handles: Sequence) -> list:
+        """Handles in the form handed to users: an object with ``get()`` for each rank."""
+        return list(handles)
+
+    def places(self, role: str, timeout: float | None) -> list[dict[str, tuple[int, bool]]]:
+        """For every rank the meshes its worker registered: name -> (dp_rank, is_collect)."""
+        return self.run(role, PLACES, [Request(rank, (), {}, keep=True) for rank in range(self.world_size)], timeout)
+
+    @abstractmethod
+    def _submit(self, role: str, method: str, requests: Sequence[Request]) -> list: ...
+
+    @abstractmethod
+    def _wait(self, handles: Sequence, timeout: float | None) -> list: ...
+
+    @abstractmethod
+    def _stop(self, at_once: bool) -> None: ...
+
+
+class WorkerGroup(ABC):
+    """All ranks of a role as one object: registered methods of its class are methods of the group.
+
+    Attributes:
+        timeout: seconds a call may take; None is no limit. May be changed between calls.
+    """
+
+    def __init__(
+        self,
+        resource_pool: ResourcePool | None = None,
+        ray_cls_with_init: "ClassWithInitArgs | ColocatedClasses | None" = None,
+        *,
+        cls_with_init: "ClassWithInitArgs | ColocatedClasses | None" = None,
+        name_prefix: str | None = None,
+        timeout: float | None = None,
+        ray_wait_register_center_timeout: float = 300,
+        device_name: str | None = None,
+        **options,
+    ):
+        """Start the processes and build the roles in them.
+
+        Args:
+            resource_pool: how many processes, and where.
+            ray_cls_with_init, cls_with_init: two names for the class and its arguments, or several of them from
+                `create_colocated_worker_cls`.
+            name_prefix: name of the role of a single class in errors (default: the class name), and begin of process names.
+            timeout: seconds a call may take.
+            ray_wait_register_center_timeout: seconds the start may take, constructors of the roles included.
+            device_name: "cpu", "cuda", ...; the pool decides unless it is given.
+            options: what only one kind of group knows.
+        """
+        classes = cls_with_init or ray_cls_with_init
+        if resource_pool is None or classes is None:
+            raise ValueError(
+                f"{type(self).__name__} needs resource_pool and cls_with_init, to know what to start where."
+            )
+        if resource_pool.world_size < 1:
+            raise ValueError(f"{type(self).__name__}: the resource pool has no processes; add_node first.")
+        self.resource_pool, self.name_prefix, self.device_name = resource_pool, name_prefix, device_name
+        roles = classes.roles(name_prefix)
+        hosts = self._start(resource_pool, roles, ray_wait_register_center_timeout, **options)
+        self._adopt(hosts, roles, timeout)
+
+    @abstractmethod
+    def _start(self, resource_pool: ResourcePool, roles: dict, timeout: float, **options) -> Hosts:
+        """Start the processes of the pool and build the roles in each."""
+
+    def _adopt(self, hosts: Hosts, roles: Mapping[str, ClassWithInitArgs], timeout: float | None) -> None:
+        """Become a view of these roles on running processes."""
+        self._hosts, self._roles, self.timeout = hosts, dict(roles), timeout
+        self._meshes: dict[str, Mesh] = {}
+        self._places: list[dict] | None = None
+        self.role = next(iter(roles)) if len(roles) == 1 else None
+        for role, classes in roles.items():
+            for name, said in registered_methods(classes.cls).items():
+                bound = self._bound(role, name, said)
+                setattr(self, f"{role}_{name}" if self.role is None else name, bound)
+
+    # What a group is --------------------------------------------------------------------------------------------------
+
+    @property
+    def world_size(self) -> int:
+        return self._hosts.world_size
+
+    @property
+    def pids(self) -> list[int]:
+        """Process id of every rank."""
+        return list(self._hosts.pids)
+
+    def spawn(self, prefix_set: Iterable[str]) -> dict[str, "WorkerGroup"]:
+        """A view for each named role, on the same processes."""
+        unknown = sorted(set(prefix_set) - set(self._roles))
+        if unknown:
+            raise ValueError(f"spawn: roles {unknown} are not in this group; it holds {sorted(self._roles)}.")
+        return {role: self._view(role) for role in prefix_set}
+
+    spawn_fused = spawn
+
+    def fuse(self, prefix_set: Iterable[str]) -> None:
+        """Give this group an attribute for each named role: ``group.actor.update()``."""
+        for role, view in self.spawn(prefix_set).items():
+            setattr(self, role, view)
+
+    def stop(self) -> None:
+        """End the processes of this group, and of every view of them."""
+        self._hosts.stop()
+
+    def _view(self, role: str) -> "WorkerGroup":
+        view = object.__new__(type(self))
+        view.resource_pool, view.name_prefix, view.device_name = self.resource_pool, self.name_prefix, self.device_name
+        view._adopt(self._hosts, {role: self._roles[role]}, self.timeout)
+        return view
+
+    # Calls by name ----------------------------------------------------------------------------------------------------
+
+    def execute_all(self, method_name: str, *args, **kwargs) -> list:
+        """Same as `execute_all_async`."""
+        return self.execute_all_async(method_name, *args, **kwargs)
+
+    def execute_all_async(self, method_name: str, *args, **kwargs) -> list:
+        """Call a method on every rank and return a future for each.
+
+        If every argument is a list of world_size elements, each rank gets its own; else all get the same.
+        """
+        return self._hosts.as_futures(self._submit_all(self._only_role(method_name), method_name, args, kwargs))
+
+    def execute_all_sync(self, method_name: str, *args, **kwargs) -> list:
+        """Call a method on every rank and return the outputs by rank; arguments as in `execute_all_async`."""
+        return self._hosts.wait(self._submit_all(self._only_role(method_name), method_name, args, kwargs), self.timeout)
+
+    def execute_rank_zero(self, method_name: str, *args, **kwargs):
+        """Same as `execute_rank_zero_async`."""
+        return self.execute_rank_zero_async(method_name, *args, **kwargs)
+
+    def execute_rank_zero_async(self, method_name: str, *args, **kwargs):
+        """Call a method on rank 0 and return its future."""
+        requests = [Request(0, args, kwargs, keep=True)]
+        return self._hosts.as_futures(self._hosts.submit(self._only_role(method_name), method_name, requests))[0]
+
+    def execute_rank_zero_sync(self, method_name: str, *args, **kwargs) -> Any:
+        """Call a method on rank 0 and return its output."""
+        requests = [Request(0, args, kwargs, keep=True)]
+        return self._hosts.run(self._only_role(method_name), method_name, requests, self.timeout)[0]
+
+    def wait(self, futures: Sequence) -> list:
+        """Outputs of futures of this group, with its errors and its timeout."""
+        return self._hosts.wait(futures, self.timeout)
+
+    def _only_role(self, method_name: str) -> str:
+        if self.role is None:
+            raise ValueError(
+                f"{method_name}: this group holds the roles {sorted(self._roles)}; spawn() one to call it."
+            )
+        return self.role
+
+    # Meshes -----------------------------------------------------------------------------------------------------------
+
+    def mesh(self, name: str | None = None) -> Mesh:
+        """Where the ranks stand on a mesh the workers registered; one part per rank if none did, or for None."""
+        if name is None:
+            return Mesh.over_world(self.world_size)
+        if name not in self._meshes:
+            if self._places is None:
+                self._places = self._hosts.places(self._only_role(f"mesh {name!r}"), self.timeout)
+            known = sorted({mesh for places in self._places for mesh in places})
+            if name == ONLY_MESH and len(known) > 1:
+                raise ValueError(f"role {self.role} registered the meshes {known}: name one with register(..., mesh=).")
+            wanted = known[0] if name == ONLY_MESH and known else name
+            if wanted not in known:
+                return Mesh.over_world(self.world_size)
+            self._meshes[name] = Mesh.from_places(wanted, [places.get(wanted) for places in self._places])
+        return self._meshes[name]
+
+    def forget_places(self) -> None:
+        """Ask the workers again for a mesh not seen so far: the call just made may have registered it."""
+        self._places = None
+
+    # A registered method ----------------------------------------------------------------------------------------------
+
+    def _bound(self, role: str, name: str, said: Registration) -> Callable:
+        group = self if self.role == role else _RoleOfGroup(self, role)
+
+        def call(*args, **kwargs):
+            return invoke(group, name, said, args, kwargs)
+
+        call.__name__, call.__doc__ = name, getattr(self._roles[role].cls, name).__doc__
+        return call
+
+    def _submit_all(
+        self, role: str, method: str, args: tuple, kwargs: dict, sources: Sequence[int] | None = None
+    ) -> list:
+        """Send a call to every rank, arguments as in `execute_all_async`; only ``sources`` (None: all) send outputs."""
+        ranks = range(self.world_size)
+        values = [*args, *kwargs.values()]
+        if all(isinstance(value, list) and len(value) == self.world_size for value in values):
+            mine = [(tuple(a[r] for a in args), {k: v[r] for k, v in kwargs.items()}) for r in ranks]
+        else:
+            mine = [(args, kwargs)] * self.world_size
+        requests = [Request(rank, *mine[rank], keep=sources is None or rank in sources) for rank in ranks]
+        return self._hosts.submit(role, method, requests)
+
+
+class _RoleOfGroup:
+    """One role of a group that holds several, for its ``<role>_<method>`` names."""
+
+    def __init__(self, group: WorkerGroup, role: str):
+        self._group, self.role = group, role
+        self._view: WorkerGroup | None = None
+
+    def __getattr__(self, name: str):
+        self._view = self._view or self._group._view(self.role)
+        return getattr(self._view, name)
+
+
+def registered_methods(cls: type) -> dict[str, Registration]:
+    """Methods of a worker class marked with `register`."""
+    found = {name: getattr(getattr(cls, name, None), MAGIC_ATTR, None) for name in dir(cls)}
+    return {name: said for name, said in found.items() if isinstance(said, Registration)}
+
+
+def invoke(group, name: str, said: Registration, args: tuple, kwargs: dict) -> Any:
+    """One call of a registered method: futures -> columns -> padding -> spread -> run -> collect -> unpad."""
+    mode = said.mode
+    if said.materialize_futures:
+        args, kwargs = _materialized(args, kwargs)
+    args, kwargs = map_batches(lambda data: keep_columns(data, said.reads), args, kwargs)
+    padding = None
+    if mode.parts is not None:
+        args, kwargs, padding = pad_rows(args, kwargs, mode.parts(group))
+    args, kwargs = mode.dispatch_fn(group, *args, **kwargs)
+    if said.execute_mode is Execute.RANK_ZERO or _is_rank_zero(said):
+        return _run_rank_zero(group, name, said, args, kwargs)
+    handles = group._submit_all(group.role, name, args, kwargs, mode.sources and mode.sources(group))
+    if mode.parts is None:
+        group.forget_places()
+
+    def collect(outputs: list) -> Any:
+        return drop_padding(mode.collect_fn(group, outputs), padding)
+
+    if said.blocking:
+        return collect(group._hosts.wait(handles, group.timeout))
+    if mode.parts is None:
+        return mode.collect_fn(group, group._hosts.as_futures(handles))
+    from verl.single_controller.base.future import GroupFuture
+
+    return GroupFuture(collect, handles, wait_fn=group.wait)
+
+
+def _is_rank_zero(said: Registration) -> bool:
+    return getattr(said.dispatch_mode, "name", None) == "RANK_ZERO"
+
+
+def _run_rank_zero(group, name: str, said: Registration, args: tuple, kwargs: dict) -> Any:
+    """Run on rank 0: with the arguments as given, or, if the mode spread them, with those of rank 0."""
+    if said.mode.dispatch_fn is not dispatch_all_to_all:
+        args, kwargs = tuple(arg[0] for arg in args), {key: value[0] for key, value in kwargs.items()}
+    run = group.execute_rank_zero_sync if said.blocking else group.execute_rank_zero_async
+    return run(name, *args, **kwargs)
+
+
+def _materialized(args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    from verl.protocol import DataProtoFuture
+
+    def each(value):
+        return value.get() if isinstance(value, DataProtoFuture) else value
+
+    return tuple(map(each, args)), {name: each(value) for name, value in kwargs.items()}

@@ -1,0 +1,201 @@
+"""Python objects between two processes of one node: small ones over a socket, arrays through shared memory.
+
+A message is pickled with protocol 5, which leaves the bytes of its arrays out. If stream and arrays are large together,
+they go into a segment of shared memory; its file descriptor travels over the socket once and the segment is used again
+when the receiver has let go of all arrays in it. Segments have no name: nothing is left behind, whoever dies.
+
+The receiver maps a segment privately: its arrays start as the shared pages and may be written without anyone noticing.
+"""
+
+import mmap
+import os
+import pickle
+import socket
+import struct
+import tempfile
+import weakref
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+_INLINE_BYTES = 32 * 1024
+"""Up to this size everything goes over the socket: below the socket's own buffer, so that a send does not wait."""
+_SMALLEST_SEGMENT = 1 << 20
+_ALIGNMENT = 64
+_LENGTH = struct.Struct("=Q")
+
+
+class Segment:
+    """Anonymous shared memory of one sender."""
+
+    def __init__(self, number: int, capacity: int):
+        self.number, self.capacity = number, capacity
+        self.holders = 0
+        self.fd = _anonymous_file()
+        os.ftruncate(self.fd, capacity)
+        self.memory = mmap.mmap(self.fd, capacity)
+
+    def close(self) -> None:
+        self.memory.close()
+        os.close(self.fd)
+
+
+class Parcel(NamedTuple):
+    """A packed object, ready for any number of receivers."""
+
+    sizes: list[int]
+    """Bytes of the pickle stream and of each array."""
+    inline: bytearray | None
+    segment: Segment | None
+
+
+class Arena:
+    """The segments of one sender, free or in use."""
+
+    def __init__(self):
+        self._segments: dict[int, Segment] = {}
+        self._next = 0
+
+    def pack(self, content: Any) -> Parcel:
+        """Pickle ``content`` and copy its arrays once."""
+        arrays: list[pickle.PickleBuffer] = []
+        stream = pickle.dumps(content, protocol=5, buffer_callback=arrays.append)
+        parts = [memoryview(stream), *(array.raw() for array in arrays)]
+        sizes = [part.nbytes for part in parts]
+        size = _spans(sizes)[-1][1]
+        segment = None if size <= _INLINE_BYTES else self._take(size)
+        inline = bytearray(size) if segment is None else None
+        with memoryview(inline if segment is None else segment.memory) as memory:
+            for part, (first, last) in zip(parts, _spans(sizes), strict=True):
+                memory[first:last] = part
+        return Parcel(sizes, inline, segment)
+
+    def release(self, number: int) -> None:
+        """One receiver has let go of a segment."""
+        self._segments[number].holders -= 1
+
+    def close(self) -> None:
+        for segment in self._segments.values():
+            segment.close()
+        self._segments.clear()
+
+    def knows(self, number: int) -> bool:
+        return number in self._segments
+
+    def _take(self, size: int) -> Segment:
+        """The smallest free segment that holds ``size`` bytes; or a new one, in place of the free ones too small."""
+        free = [segment for segment in self._segments.values() if not segment.holders]
+        fitting = [segment for segment in free if segment.capacity >= size]
+        if fitting:
+            return min(fitting, key=lambda segment: segment.capacity)
+        for segment in free:
+            self._segments.pop(segment.number).close()
+        self._next += 1
+        capacity = max(_SMALLEST_SEGMENT, 1 << (size - 1).bit_length())  # pages not written cost nothing
+        self._segments[self._next] = segment = Segment(self._next, capacity)
+        return segment
+
+
+class Channel:
+    """One end of the connection between two processes. Not for use by several threads at once."""
+
+    def __init__(self, connection: socket.socket, arena: Arena | None = None):
+        self._socket = connection
+        self.arena = arena or Arena()
+        self._sent: set[int] = set()  # segments of ours whose descriptor the other end has
+        self._theirs: dict[int, int] = {}  # segments of the other end -> our descriptor
+        self._let_go: deque[int] = deque()  # segments of the other end no array here looks into any more
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def close(self) -> None:
+        self._socket.close()
+        for fd in self._theirs.values():
+            os.close(fd)
+        self._theirs.clear()
+
+    def send(self, head: Any, content: Any) -> None:
+        """Send a small ``head`` and a ``content`` of any size, an object or a `Parcel`.
+
+        Raises:
+            OSError: the other end is gone.
+            pickle.PicklingError, TypeError, AttributeError: the content cannot be pickled; nothing was sent.
+        """
+        parcel = content if isinstance(content, Parcel) else self.arena.pack(content)
+        gone = [number for number in self._sent if not self.arena.knows(number)]
+        let_go = [self._let_go.popleft() for _ in range(len(self._let_go))]
+        number, fds = None, []
+        if parcel.segment is not None:
+            number = parcel.segment.number
+            parcel.segment.holders += 1
+            if number not in self._sent:
+                fds.append(parcel.segment.fd)
+        message = pickle.dumps((head, parcel.sizes, parcel.inline, number, let_go, gone), protocol=5)
+        socket.send_fds(self._socket, [_LENGTH.pack(len(message))], fds)
+        self._socket.sendall(message)
+        self._sent.difference_update(gone)
+        if number is not None:
+            self._sent.add(number)
+
+    def receive(self) -> tuple[Any, Callable[[], Any]]:
+        """Wait for a message and return its head, and a function that unpickles its content, to be called once.
+
+        Raises:
+            EOFError: the other end is gone.
+        """
+        try:
+            prefix, fds, _, _ = socket.recv_fds(self._socket, _LENGTH.size, 1, socket.MSG_WAITALL)
+            message = self._read(_LENGTH.unpack(prefix)[0]) if len(prefix) == _LENGTH.size else b""
+        except ConnectionError as error:
+            raise EOFError("the other end of the channel is gone") from error
+        if not message:
+            raise EOFError("the other end of the channel is gone")
+        head, sizes, inline, number, let_go, gone = pickle.loads(message)
+        for mine in let_go:
+            self.arena.release(mine)
+        for old in gone:
+            os.close(self._theirs.pop(old))
+        if number is not None and fds:
+            self._theirs[number] = fds[0]
+        return head, partial(_unpack, sizes, inline) if number is None else partial(self._open, number, sizes)
+
+    def _open(self, number: int, sizes: list[int]) -> Any:
+        """Unpickle over a private mapping of a segment; the last array to go away lets go of the segment."""
+        flags, access = mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE
+        memory = mmap.mmap(self._theirs[number], _spans(sizes)[-1][1], flags=flags, prot=access)
+        weakref.finalize(memory, self._let_go.append, number).atexit = False
+        return _unpack(sizes, memory)
+
+    def _read(self, size: int) -> bytes:
+        message = bytearray()
+        while len(message) < size:
+            piece = self._socket.recv(size - len(message))
+            if not piece:
+                return b""
+            message += piece
+        return bytes(message)
+
+
+def _unpack(sizes: list[int], memory: "bytearray | mmap.mmap") -> Any:
+    whole = memoryview(memory)
+    stream, *arrays = [whole[first:last] for first, last in _spans(sizes)]
+    return pickle.loads(stream, buffers=arrays)
+
+
+def _spans(sizes: list[int]) -> list[tuple[int, int]]:
+    """Where the parts stand in memory: each begins at a multiple of the alignment, as fast code wants its arrays."""
+    spans, first = [], 0
+    for size in sizes:
+        spans.append((first, first + size))
+        first += -(-size // _ALIGNMENT) * _ALIGNMENT
+    return spans
+
+
+def _anonymous_file() -> int:
+    """Descriptor of a file in memory, or where the system has none, of a file without a name."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("verl", os.MFD_CLOEXEC)
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())

@@ -1,0 +1,108 @@
+"""What the driver is told when a worker fails: which role, which rank, in which method, and why.
+
+All are raised in the driver, all end the worker group they come from: its processes are stopped, and every later call
+raises `WorkerGroupStopped` with the first failure as its cause.
+"""
+
+import signal as signals
+
+
+class WorkerGroupError(RuntimeError):
+    """Base of every failure of a worker group."""
+
+
+class WorkerError(WorkerGroupError):
+    """A worker method raised.
+
+    Attributes:
+        role, rank, world_size, method: where.
+        cause: the remote exception in one line, ``ValueError: no rows``.
+        traceback: text of the remote traceback.
+    """
+
+    def __init__(self, role: str, rank: int, world_size: int, method: str, cause: str, traceback: str):
+        self.role, self.rank, self.world_size, self.method = role, rank, world_size, method
+        self.cause, self.traceback = cause, traceback
+        super().__init__(
+            f"{role}.{method} failed on rank {rank} of {world_size}: {cause}\n"
+            f"The traceback of that worker:\n{traceback.rstrip()}"
+        )
+
+    def __reduce__(self):
+        return type(self), (self.role, self.rank, self.world_size, self.method, self.cause, self.traceback)
+
+
+class WorkerDied(WorkerGroupError):
+    """A worker process ended without an answer.
+
+    Attributes:
+        role, rank, world_size, method: where; ``method`` is None between calls.
+        pid: its process id, None if unknown.
+        signal: number of the signal that killed it, or None.
+        exit_code: its exit status, or None if killed or unknown.
+        last_words: the end of its stderr where the controller can read it, else "".
+    """
+
+    def __init__(
+        self,
+        role: str,
+        rank: int,
+        world_size: int,
+        method: str | None,
+        pid: int | None,
+        signal: int | None = None,
+        exit_code: int | None = None,
+        last_words: str = "",
+    ):
+        self.role, self.rank, self.world_size, self.method = role, rank, world_size, method
+        self.pid, self.signal, self.exit_code, self.last_words = pid, signal, exit_code, last_words
+        doing = f"while running {role}.{method}" if method else f"between calls of {role}"
+        message = f"Rank {rank} of {world_size} died {doing} (pid {pid}): {self._how()}"
+        super().__init__(message + (f"\nThe end of its stderr:\n{last_words.rstrip()}" if last_words else ""))
+
+    def _how(self) -> str:
+        if self.signal == signals.SIGKILL:
+            return "killed by SIGKILL (9); nobody sent it? then it was the kernel, out of memory (see `dmesg`)"
+        if self.signal is not None:
+            return f"killed by {_signal_name(self.signal)} ({self.signal})"
+        if self.exit_code is not None:
+            return f"left with exit code {self.exit_code}"
+        return "cause unknown; a process that leaves no trace was most often killed with SIGKILL, out of memory"
+
+    def __reduce__(self):
+        where = (self.role, self.rank, self.world_size, self.method)
+        return type(self), (*where, self.pid, self.signal, self.exit_code, self.last_words)
+
+
+class WorkerTimeout(WorkerGroupError, TimeoutError):
+    """Some ranks did not answer before the deadline of the group.
+
+    Attributes:
+        role, method: what they were asked.
+        ranks: those that have not answered.
+        waited: seconds.
+    """
+
+    def __init__(self, role: str, method: str, ranks: list[int], world_size: int, waited: float):
+        self.role, self.method, self.ranks = role, method, list(ranks)
+        self.world_size, self.waited = world_size, waited
+        named = "rank" if len(ranks) == 1 else "ranks"
+        super().__init__(
+            f"{role}.{method}: {named} {', '.join(map(str, ranks))} of {world_size} did not answer within "
+            f"{waited:.1f} s, the timeout of this group. Their Python stacks are on stderr where they could be reached. "
+            "Raise the timeout (trainer.worker_timeout) if the work is just slow; None waits for ever."
+        )
+
+    def __reduce__(self):
+        return type(self), (self.role, self.method, self.ranks, self.world_size, self.waited)
+
+
+class WorkerGroupStopped(WorkerGroupError):
+    """A call to a group whose processes are gone: stopped on purpose, or after the failure that is the cause."""
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signals.Signals(number).name
+    except ValueError:
+        return "an unnamed signal"

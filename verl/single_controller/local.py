@@ -1,0 +1,343 @@
+"""The controller without Ray: roles inside the driver for one rank, in forked processes of this machine for more.
+
+One rank is meant for debuggers and laptops: a breakpoint in a role stops there. With more ranks the children start from
+what the driver has already imported, so they are up in milliseconds, and batches go through shared memory.
+"""
+
+import faulthandler
+import os
+import select
+import signal
+import socket
+import sys
+import time
+import traceback
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+from verl.single_controller.base.worker import WorkerHost, free_port
+from verl.single_controller.base.worker_group import (
+    ClassWithInitArgs,
+    Hosts,
+    Request,
+    ResourcePool,
+    WorkerGroup,
+    create_colocated_worker_cls,
+)
+from verl.single_controller.channel import Arena, Channel, Parcel
+from verl.single_controller.errors import WorkerDied, WorkerError, WorkerTimeout
+from verl.single_controller.processes import Child, is_readable
+
+_LIVE: "weakref.WeakSet[ForkedHosts]" = weakref.WeakSet()
+"""Groups of this process: a child forked for one of them closes its copies of the others' connections."""
+
+_LEAVE_GRACE_S = 2.0
+"""Seconds a worker has to leave by itself when its group is stopped in good order."""
+
+
+class LocalWorkerGroup(WorkerGroup):
+    """A `WorkerGroup` on this machine, without Ray."""
+
+    def _start(self, resource_pool: ResourcePool, roles: dict, timeout: float, **options) -> Hosts:
+        known = {"bin_pack", "detached", "worker_names", "worker_handles", "profile_steps", "worker_nsight_options"}
+        if unknown := sorted(set(options) - known):
+            raise TypeError(f"LocalWorkerGroup does not know the options {unknown}.")
+        size = resource_pool.world_size
+        hosts = InProcessHosts() if size == 1 else ForkedHosts(size)
+        hosts.setup(roles, self.name_prefix or "", timeout)
+        return hosts
+
+
+class InProcessHosts(Hosts):
+    """One rank, in the driver itself: a call is a function call, and runs when it is made."""
+
+    world_size = 1
+
+    def __init__(self):
+        self._host = WorkerHost()
+        self.pids = [os.getpid()]
+
+    def setup(self, roles: Mapping[str, ClassWithInitArgs], prefix: str, timeout: float) -> None:
+        place = rank_environment(0, 1, prefix, os.environ.get("MASTER_PORT") or free_port())
+        self._ending_on_failure(lambda: self._host.setup(place, roles))
+
+    def _submit(self, role: str, method: str, requests: Sequence[Request]) -> list:
+        return [self._call(role, method, request) for request in requests]
+
+    def _wait(self, handles: Sequence, timeout: float | None) -> list:
+        return [handle.outcome() for handle in handles]
+
+    def _stop(self, at_once: bool) -> None:
+        self._host = WorkerHost()
+
+    def _call(self, role: str, method: str, request: Request) -> "Call":
+        call = Call(self, request.rank, role, method)
+        try:
+            call.finish(output=self._host.call(role, method, request.keep, *request.args, **request.kwargs))
+        except WorkerError as error:
+            call.finish(error=error)
+        return call
+
+
+class Call:
+    """The future of one call on one rank."""
+
+    def __init__(self, hosts: Hosts, rank: int, role: str, method: str):
+        self.hosts, self.rank, self.role, self.method = hosts, rank, role, method
+        self.done = False
+        self._output: Any = None
+        self._error: WorkerError | None = None
+
+    def get(self, timeout: float | None = None) -> Any:
+        """Wait for the output, ``timeout`` seconds at most."""
+        return self.hosts.wait([self], timeout)[0]
+
+    result = get
+
+    def finish(self, output: Any = None, error: WorkerError | None = None) -> None:
+        self.done, self._output, self._error = True, output, error
+
+    def outcome(self) -> Any:
+        if self._error is not None:
+            raise self._error
+        return self._output
+
+
+class ForkedHosts(Hosts):
+    """n ranks in n forked processes. Outputs are read when somebody waits; whoever waits reads for all."""
+
+    def __init__(self, world_size: int):
+        self.world_size = world_size
+        self._arena = Arena()
+        self._channels: list[Channel] = []
+        self._children: list[Child] = []
+        self._calls: dict[int, Call] = {}  # sent and not answered, oldest first
+        self._next_call = 0
+        self._poll = select.poll()
+        self._rank_of: dict[int, int] = {}  # descriptor polled -> rank
+        _LIVE.add(self)
+        weakref.finalize(self, _end_all, self._children, self._channels)  # also when the driver leaves
+
+    @property
+    def pids(self) -> list[int]:
+        return [child.pid for child in self._children]
+
+    def setup(self, roles: Mapping[str, ClassWithInitArgs], prefix: str, timeout: float) -> None:
+        """Fork the ranks and build the roles in each, within ``timeout`` seconds."""
+        port = free_port()
+        calls = []
+        for rank in range(self.world_size):
+            place = rank_environment(rank, self.world_size, prefix, port)
+            self._fork(rank, place, roles)
+            calls.append(self._note_call(rank, "+".join(roles), "__init__"))
+        self.wait(calls, timeout)
+
+    # Transport --------------------------------------------------------------------------------------------------------
+
+    def _fork(self, rank: int, place: dict[str, str], roles: Mapping[str, ClassWithInitArgs]) -> None:
+        ours, theirs = socket.socketpair()
+
+        def live() -> None:
+            for hosts in list(_LIVE):
+                hosts.forget()
+            ours.close()
+            _Rank(Channel(theirs), place, roles, first_call=self._next_call).serve()
+
+        child = Child(live)
+        theirs.close()
+        self._children.append(child)
+        self._channels.append(Channel(ours, self._arena))
+        for watched in (ours.fileno(), child.pidfd):
+            if watched is not None:
+                self._poll.register(watched, select.POLLIN)
+                self._rank_of[watched] = rank
+
+    def forget(self) -> None:
+        """Close this process's copies of the connections; in a child, where they belong to the driver."""
+        for channel in self._channels:
+            channel.close()
+        self._arena.close()
+
+    def _note_call(self, rank: int, role: str, method: str) -> Call:
+        self._calls[self._next_call] = call = Call(self, rank, role, method)
+        self._next_call += 1
+        return call
+
+    def _submit(self, role: str, method: str, requests: Sequence[Request]) -> list:
+        parcels: dict[tuple, Parcel] = {}
+        calls = []
+        for rank, args, kwargs, keep in requests:
+            # ranks that get the same objects share one copy
+            same = (*map(id, args), *((name, id(value)) for name, value in kwargs.items()))
+            if same not in parcels:
+                parcels[same] = self._pack(role, method, args, kwargs)
+            number = self._next_call
+            calls.append(self._note_call(rank, role, method))
+            try:
+                self._channels[rank].send((number, role, method, keep), parcels[same])
+            except OSError:  # its end is closed: read what it still said, up to its death
+                while True:
+                    self._receive_from(rank)
+        return calls
+
+    def _pack(self, role: str, method: str, args: tuple, kwargs: dict) -> Parcel:
+        try:
+            return self._arena.pack((args, kwargs))
+        except Exception as error:
+            raise TypeError(
+                f"{role}.{method}: its arguments cannot be sent to another process: {error}. Functions and "
+                "classes must be importable by name: define them in a module, not in a function."
+            ) from error
+
+    def _wait(self, handles: Sequence[Call], timeout: float | None) -> list:
+        begin = time.monotonic()
+        while waiting := [call for call in handles if not call.done]:
+            left = None if timeout is None else timeout - (time.monotonic() - begin)
+            if left is not None and left <= 0:
+                self._dump_stacks({call.rank for call in waiting})
+                ranks = sorted({call.rank for call in waiting})
+                raise WorkerTimeout(waiting[0].role, waiting[0].method, ranks, self.world_size, timeout)
+            self._read(left)
+        return [call.outcome() for call in handles]
+
+    def _read(self, timeout: float | None) -> None:
+        """Wait for news, ``timeout`` seconds at most, and take it in. Deaths come before answers: they explain them."""
+        ready = {self._rank_of[fd] for fd, _ in self._poll.poll(None if timeout is None else timeout * 1000)}
+        for rank in sorted(ready, key=lambda rank: not self._children[rank].has_ended()):
+            self._receive_from(rank)
+
+    def _receive_from(self, rank: int) -> None:
+        """Take in one message of a rank that has something to say; raise if it failed or will say nothing more."""
+        try:
+            number, error, output = self._next_message(rank)
+        except EOFError:
+            raise self._death(rank) from None
+        self._calls.pop(number).finish(output, error)
+        if error is not None:
+            dead = next((other for other, child in enumerate(self._children) if child.has_ended()), None)
+            raise error if dead is None else self._death(dead)
+
+    def _next_message(self, rank: int) -> tuple[int, WorkerError | None, Any]:
+        channel, child = self._channels[rank], self._children[rank]
+        if child.has_ended() and not is_readable(channel.fileno()):
+            raise EOFError  # a grandchild may hold the connection open
+        (number, failed), open_content = channel.receive()
+        return (number, open_content(), None) if failed else (number, None, open_content())
+
+    def _death(self, rank: int) -> WorkerDied:
+        call = next((call for call in self._calls.values() if call.rank == rank), None)
+        role, method = (call.role, call.method) if call else ("the group", None)
+        child = self._children[rank]
+        if not child.await_end(2.0):  # it closed the connection, and lives on
+            child.end()
+        return WorkerDied(role, rank, self.world_size, method, child.pid, *child.outcome())
+
+    def _dump_stacks(self, ranks: set[int]) -> None:
+        """Have these ranks print where they are to stderr."""
+        for rank in ranks:
+            os.kill(self._children[rank].pid, signal.SIGUSR1)
+        time.sleep(0.2)
+
+    def _stop(self, at_once: bool) -> None:
+        _end_all(self._children, self._channels, 0 if at_once else _LEAVE_GRACE_S)
+        self._arena.close()
+
+
+class _Rank:
+    """The child's side: answers the driver until it goes away."""
+
+    def __init__(
+        self, channel: Channel, place: dict[str, str], roles: Mapping[str, ClassWithInitArgs], first_call: int
+    ):
+        self._channel, self._place, self._roles, self._first_call = channel, place, roles, first_call
+        self._host = WorkerHost()
+
+    def serve(self) -> None:
+        faulthandler.enable(file=2)
+        faulthandler.register(signal.SIGUSR1, file=2)
+        os.environ.update(self._place)
+        _share_cores(int(self._place["WORLD_SIZE"]))
+        self._answer(self._first_call, "+".join(self._roles), "__init__", self._setup)
+        while True:
+            try:
+                (number, role, method, keep), open_content = self._channel.receive()
+            except EOFError:
+                return
+            self._answer(number, role, method, partial(self._call, role, method, keep, open_content))
+
+    def _setup(self) -> int:
+        return self._host.setup(self._place, self._roles)
+
+    def _call(self, role: str, method: str, keep: bool, open_content: Callable[[], tuple]) -> Any:
+        args, kwargs = open_content()
+        return self._host.call(role, method, keep, *args, **kwargs)
+
+    def _answer(self, number: int, role: str, method: str, action: Callable[[], Any]) -> None:
+        """Run and report. Arguments die before the answer is sent, which then tells that their memory is free."""
+        try:
+            failed, content = False, action()
+        except WorkerError as error:
+            failed, content = True, error
+        except Exception as error:
+            failed, content = True, self._cannot(role, method, "unpickle the arguments", error)
+        try:
+            self._send(number, failed, content)
+        except Exception as error:
+            what = f"send the output, a {type(content).__name__},"
+            self._send(number, True, self._cannot(role, method, what, error))
+
+    def _send(self, number: int, failed: bool, content: Any) -> None:
+        with suppress(OSError):  # the driver is gone: the next read says so
+            self._channel.send((number, failed), content)
+
+    def _cannot(self, role: str, method: str, what: str, error: Exception) -> WorkerError:
+        rank, world_size = int(self._place["RANK"]), int(self._place["WORLD_SIZE"])
+        text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+        return WorkerError(role, rank, world_size, method, f"cannot {what}: {type(error).__name__}: {error}", text)
+
+
+class LocalController:
+    """What a trainer needs of a controller; the Ray one has the same names."""
+
+    name = "local"
+    ResourcePool = ResourcePool
+    ClassWithInitArgs = ClassWithInitArgs
+    WorkerGroup = LocalWorkerGroup
+    create_colocated_worker_cls = staticmethod(create_colocated_worker_cls)
+
+    def start(self, ray_init: Mapping | None = None, env: Mapping[str, str] | None = None) -> None:
+        """Put ``env`` into the environment, from where every worker has it. ``ray_init`` has no effect here."""
+        os.environ.update({name: str(value) for name, value in (env or {}).items()})
+
+    def stop(self) -> None:
+        """End the processes of all groups."""
+        for hosts in list(_LIVE):
+            hosts.stop()
+
+
+def rank_environment(rank: int, world_size: int, prefix: str, port: int | str) -> dict[str, str]:
+    """The place of a rank on a single node, in the variables torch reads."""
+    place = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world_size}
+    place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WG_PREFIX": prefix, "WG_BACKEND": "local"}
+    if sys.platform == "linux" and world_size > 1:
+        place["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
+    return {name: str(value) for name, value in place.items()}
+
+
+def _share_cores(world_size: int) -> None:
+    """Give this rank its share of the cores, unless OMP_NUM_THREADS says how many threads it may have."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    threads = int(os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // world_size))))
+    if "torch" in sys.modules:  # loaded by the driver, which had all cores
+        sys.modules["torch"].set_num_threads(threads)
+
+
+def _end_all(children: list[Child], channels: list[Channel], grace: float = 0.0) -> None:
+    for channel in channels:
+        channel.close()
+    deadline = time.monotonic() + grace
+    for child in children:
+        child.end(max(0.0, deadline - time.monotonic()))
