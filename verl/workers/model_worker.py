@@ -31,6 +31,8 @@ class EngineWorker(Worker):
         device: ``cpu`` or ``cuda``.
         seed: the run's seed; every rank starts from it.
         total_training_steps: length of the learning-rate schedule, in calls of ``update_*``.
+        response_length: tokens; the constant some losses divide by.
+        timeout_s: seconds a collective may wait for a rank.
     """
 
     def __init__(
@@ -40,6 +42,7 @@ class EngineWorker(Worker):
         device: str = "cpu",
         seed: int = 1,
         total_training_steps: int = -1,
+        response_length: int | None = None,
         timeout_s: float = 600.0,
     ) -> None:
         super().__init__()
@@ -48,6 +51,7 @@ class EngineWorker(Worker):
         self.device = device
         self.seed = seed
         self.total_training_steps = total_training_steps
+        self.response_length = response_length
         self.timeout_s = timeout_s
         self.checkpoints: CheckpointManager | None = None
 

@@ -18,12 +18,12 @@ from verl.models.loader import ModelSpec
 from verl.protocol import DataProto
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.utils.seqlen_balancing import MicroBatching
-from verl.utils.tokenizer import generation_stop_ids, hf_tokenizer
+from verl.utils.tokenizer import hf_tokenizer
 from verl.workers.engine import Want
 from verl.workers.model_worker import EngineWorker, MetricBag, memory_metrics
 from verl.workers.rollout import get_rollout_class
 from verl.workers.rollout.assemble import assemble
-from verl.workers.rollout.base import Request, RolloutEngine, SamplingParams
+from verl.workers.rollout.base import Request, RolloutEngine, sampling_params
 from verl.workers.rollout.weight_sync import sync_weights
 
 TOKENS = ("input_ids", "attention_mask", "position_ids", "prompts", "responses", "response_mask")
@@ -38,6 +38,7 @@ UPDATE_COLUMNS = TOKENS + (
     "values",
     "token_level_rewards",
     "token_level_scores",
+    "rollout_is_weights",
 )
 """Columns a loss may read."""
 
@@ -75,7 +76,7 @@ class PolicyRole:
             mesh="actor",
             train=True,
         )
-        self.ppo_loss = PPOLoss(config.actor)
+        self.ppo_loss = PPOLoss(config.actor, config.rollout.response_length)
         self.checkpoint_manager(self.actor, config.model.path, config.actor.checkpoint, config.model.trust_remote_code)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, mesh="actor", reads=TOKENS)
@@ -145,13 +146,13 @@ class RolloutRole:
         """Build the rollout engine; its weights arrive from the policy at the first generation."""
         model, config = self.config.model, self.config.rollout
         self.tokenizer = hf_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
-        self.stop_ids = generation_stop_ids(model.path, self.tokenizer)
         self.rollout: RolloutEngine = get_rollout_class(config.name)(
             model.path,
             config,
             device=self.device,
             trust_remote_code=model.trust_remote_code,
-            override_config=model.override_config,
+            override_config=dict(model.override_config),
+            stop_token_ids=[self.tokenizer.eos_token_id],
         )
         self.report_mesh("rollout", self.actor)
 
@@ -163,7 +164,7 @@ class RolloutRole:
             self.rollout.wake(("weights",))
             if self.rollout.version != self.actor.version:
                 sync_weights(
-                    self.actor.weights(self.rollout.weights_dtype),
+                    self.actor.weights(self.rollout.weight_dtype()),
                     self.rollout,
                     version=self.actor.version,
                     bucket_bytes=self.config.rollout.update_weights_bucket_megabytes << 20,
@@ -188,7 +189,10 @@ class RolloutRole:
         ``validate`` (validation prompts) and ``do_sample`` (False: greedy) choose the sampling parameters.
         """
         config, timing = self.config.rollout, {}
-        sampling = self.sampling(bool(prompts.meta_info.get("validate")), prompts.meta_info.get("do_sample"))
+        facts = prompts.meta_info
+        sampling = sampling_params(
+            config, validate=bool(facts.get("validate")), greedy=facts.get("do_sample") is False
+        )
         rows = prompts.non_tensor_batch.get("raw_prompt_ids")
         if rows is None:
             rows = [row.tolist() for row in prompts.ragged("input_ids").rows()]
@@ -207,21 +211,6 @@ class RolloutRole:
         )
         batch.meta_info["timing"] = timing
         return batch
-
-    def sampling(self, validate: bool, do_sample: bool | None) -> SamplingParams:
-        """Sampling parameters of a training or validation prompt, as the config and the caller ask."""
-        config = self.config.rollout
-        source = config.val_kwargs if validate else config
-        return SamplingParams(
-            max_tokens=config.response_length,
-            temperature=source.temperature,
-            top_p=source.top_p,
-            top_k=source.top_k,
-            ignore_eos=config.ignore_eos,
-            do_sample=source.do_sample if do_sample is None else do_sample,
-            stop_token_ids=self.stop_ids,
-            want_log_probs=config.calculate_log_probs and not validate,
-        )
 
 
 class ReferenceRole:
@@ -265,7 +254,7 @@ class ValueRole:
             mesh="critic",
             train=True,
         )
-        self.value_loss = ValueLoss(config)
+        self.value_loss = ValueLoss(config, self.response_length)
         path = config.model.tokenizer_path or config.model.path
         self.checkpoint_manager(self.critic, path, config.checkpoint, config.model.trust_remote_code)
 

@@ -89,6 +89,7 @@ def start_worker_groups(
             device=device,
             seed=config.trainer.seed,
             total_training_steps=total_training_steps,
+            response_length=config.data.max_response_length,
             timeout_s=config.actor_rollout_ref.nccl_timeout,
         )
     groups: dict[str, Any] = {}

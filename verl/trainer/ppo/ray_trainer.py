@@ -7,7 +7,6 @@ registered function. The name is historical: the same loop runs on the local con
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -43,6 +42,7 @@ from verl.utils.metric import reduce_metrics
 from verl.utils.profiler import marked_timer
 from verl.utils.progress import Progress
 from verl.utils.tracking import Tracking, ValidationGenerationsLogger
+from verl.workers.rollout.base import sample_seed
 
 __all__ = [
     "AdvantageEstimator",
@@ -56,12 +56,6 @@ __all__ = [
 ]
 
 PROMPT_COLUMNS = ("input_ids", "attention_mask", "position_ids")
-
-
-def sample_seed(run_seed: int, step: int, prompt: int, k: int) -> int:
-    """The seed of the ``k``-th sample of the ``prompt``-th prompt of a step: the same on any number of workers."""
-    digest = hashlib.blake2b(f"{run_seed}/{step}/{prompt}/{k}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
 
 
 def log_places(tracking: Tracking) -> dict[str, Any]:
@@ -245,8 +239,8 @@ class RayPPOTrainer:
 
         The seed of each sample comes from (run seed, step, prompt, k) alone.
         """
-        step = -1 - self.global_steps if validate else self.global_steps
-        seeds = [sample_seed(self.seed, step, i // n, i % n) for i in range(len(prompts))]
+        purpose = "validate" if validate else "train"
+        seeds = [sample_seed(self.seed, purpose, self.global_steps, i // n, i % n) for i in range(len(prompts))]
         request = prompts.select(batch_keys=list(PROMPT_COLUMNS))
         request.meta_info = {"validate": validate, "global_steps": self.global_steps}
         if do_sample is not None:
