@@ -1,0 +1,79 @@
+"""Completions to columns: row 1 of the data flow of a PPO step, packed. The only place that lays out responses.
+
+Token ids only; no tokenizer, no engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from verl.protocol import DataProto
+from verl.utils.ragged import Layout, Ragged
+from verl.workers.rollout.base import Completion
+
+
+def assemble(
+    prompts: DataProto,
+    completions: Sequence[Completion],
+    *,
+    prompt_length: int,
+    response_length: int,
+    pad_token_id: int,
+) -> DataProto:
+    """Put every prompt and its response into one row, prompts padded on the left, responses on the right.
+
+    Reads ``input_ids`` with ``attention_mask`` (B, P), or ``raw_prompt_ids`` where there are none. Adds, all packed:
+
+        prompts (B, P)      responses (B, R)      response_mask (B, R) int64, 1 on sampled tokens
+        input_ids, attention_mask, position_ids (B, P + R) int64
+        rollout_log_probs (B, R) float32, if the completions carry log-probabilities
+
+    Args:
+        prompts: one row per completion, in the same order.
+        prompt_length: P, columns of the prompt window.
+        response_length: R, columns of the response window.
+        pad_token_id: what padding cells of the id columns show.
+
+    Raises:
+        ValueError: rows and completions differ in number, or a prompt or response does not fit its window.
+    """
+    if len(prompts) != len(completions):
+        raise ValueError(f"assemble: {len(prompts)} prompts but {len(completions)} completions; there is one for each.")
+    prompt = _packed_prompts(prompts, prompt_length, pad_token_id)
+    response = Ragged.from_rows([c.token_ids for c in completions], response_length, "right", pad_token_id, torch.int64)
+    lengths = torch.stack([prompt.layout.lengths, response.layout.lengths], 1)
+    is_response = torch.tensor([False, True]).repeat(len(lengths)).repeat_interleave(lengths.flatten())
+    tokens = torch.empty(len(is_response), dtype=torch.int64)
+    tokens[is_response] = response.values
+    tokens[~is_response] = prompt.values
+    whole = Layout(prompt.layout.starts, lengths.sum(1), prompt_length + response_length)
+    positions = torch.arange(whole.total) - whole.offsets[:-1].repeat_interleave(whole.lengths)
+    columns = {
+        "prompts": prompt,
+        "responses": response,
+        "input_ids": Ragged(tokens, whole, pad_token_id),
+        "attention_mask": Ragged(torch.ones_like(tokens), whole),
+        "position_ids": Ragged(positions, whole, "position"),
+        "response_mask": response.like(torch.ones_like(response.values)),
+    }
+    if completions and completions[0].log_probs is not None:
+        log_probs = [log_prob for completion in completions for log_prob in completion.log_probs]
+        columns["rollout_log_probs"] = response.like(torch.tensor(log_probs, dtype=torch.float32))
+    return DataProto.from_ragged(columns, meta_info={"pad_token_id": pad_token_id})
+
+
+def _packed_prompts(prompts: DataProto, prompt_length: int, pad_token_id: int) -> Ragged:
+    if "input_ids" not in prompts.keys():
+        rows = list(prompts.non_tensor_batch["raw_prompt_ids"])
+        return Ragged.from_rows(rows, prompt_length, "left", pad_token_id, torch.int64)
+    packed = prompts.ragged("input_ids")
+    lengths = packed.layout.lengths
+    if len(lengths) and int(lengths.max()) > prompt_length:
+        row = int(lengths.argmax())
+        raise ValueError(
+            f"assemble: prompt {row} has {int(lengths[row])} tokens, more than rollout.prompt_length={prompt_length}. "
+            "Raise data.max_prompt_length, or set data.filter_overlong_prompts or data.truncation."
+        )
+    return Ragged(packed.values, Layout(prompt_length - lengths, lengths, prompt_length), pad_token_id)

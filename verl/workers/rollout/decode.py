@@ -1,0 +1,102 @@
+"""The rows of one decode: what they have drawn, which of them go on, and what the next forward reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from verl.workers.rollout.base import Completion, Request
+from verl.workers.rollout.sampling import Sampler
+
+_NO_TOKEN = -1
+
+
+class Decode:
+    """Rows that are decoded together, one token a step each, until all have ended.
+
+    Args:
+        requests: one a row.
+        limits: the most tokens each row may draw.
+        width: columns of the left-padded prompts.
+        stop_token_ids: end every row, besides its request's own, unless its request ignores them.
+        device: of the model.
+
+    What the next forward reads: ``tokens`` (n,), ``positions`` (n,) and ``mask`` (n, columns), n being the rows left.
+    """
+
+    def __init__(
+        self,
+        requests: Sequence[Request],
+        limits: Sequence[int],
+        width: int,
+        stop_token_ids: Iterable[int],
+        device: torch.device,
+    ):
+        self.requests = requests
+        self.sampler = Sampler(requests, device)
+        self.tokens: Tensor | None = None
+        self.stops = _stop_table(requests, set(stop_token_ids), device)
+        self.limits = torch.tensor(limits, device=device)
+        self.positions = torch.tensor([len(request.prompt_ids) for request in requests], device=device)
+        columns = torch.arange(width + max(limits), device=device)
+        self.mask = columns >= (width - self.positions)[:, None]
+        self.rows = torch.arange(len(requests), device=device)  # row of the batch -> request
+        self.live = torch.ones(len(requests), dtype=torch.bool, device=device)
+        self.num_live = len(requests)
+        # results, by request
+        self.drawn = torch.zeros(len(requests), max(limits), dtype=torch.int64, device=device)
+        self.log_probs = torch.zeros_like(self.drawn, dtype=torch.float32) if self.sampler.want_log_probs else None
+        self.lengths = self.limits.clone()
+        self.stopped = torch.zeros(len(requests), dtype=torch.bool, device=device)
+
+    def take(self, logits: Tensor, step: int) -> bool:
+        """Draw the ``step``-th token of every row from ``logits`` (n, V); False when no row goes on."""
+        self.tokens, log_probs = self.sampler.draw(logits, step)
+        self.drawn[self.rows, step] = self.tokens
+        if log_probs is not None:
+            self.log_probs[self.rows, step] = log_probs
+        if step:
+            self.positions += self.live  # ended rows stand still: positions never leave the model's context
+        stopped = (self.tokens[:, None] == self.stops).any(1) & self.live
+        if bool(stopped.any()):
+            self.lengths[self.rows[stopped]] = step + 1
+            self.stopped[self.rows[stopped]] = True
+        self.live &= ~stopped & (self.limits > step + 1)
+        self.num_live = int(self.live.sum())
+        return self.num_live > 0
+
+    def survivors(self) -> Tensor | None:
+        """Rows to go on with, or None while too few have ended to be worth moving the cache."""
+        ended = len(self.live) - self.num_live
+        return self.live.nonzero()[:, 0] if ended * 8 >= len(self.live) else None
+
+    def keep(self, rows: Tensor) -> None:
+        """Go on with these rows only."""
+        for name in ("rows", "live", "limits", "stops", "positions", "mask", "tokens"):
+            setattr(self, name, getattr(self, name)[rows])
+        self.sampler.keep(rows)
+
+    def completions(self) -> list[Completion]:
+        """One per request, in their order."""
+        drawn, lengths, stopped = self.drawn.tolist(), self.lengths.tolist(), self.stopped.tolist()
+        log_probs = self.log_probs.tolist() if self.log_probs is not None else None
+        return [
+            Completion(
+                token_ids=drawn[i][: lengths[i]],
+                log_probs=log_probs[i][: lengths[i]] if request.sampling.want_log_probs else None,
+                finish_reason="stop" if stopped[i] else "length",
+            )
+            for i, request in enumerate(self.requests)
+        ]
+
+
+def _stop_table(requests: Sequence[Request], stop_token_ids: set[int], device: torch.device) -> Tensor:
+    """(n, most stop tokens of a row): the tokens that end each row, filled up with one that is never drawn."""
+    rows = [
+        [] if request.sampling.ignore_eos else sorted(stop_token_ids.union(request.sampling.stop_token_ids))
+        for request in requests
+    ]
+    width = max(1, *map(len, rows))
+    return torch.tensor([row + [_NO_TOKEN] * (width - len(row)) for row in rows], device=device)

@@ -1,0 +1,317 @@
+"""The rollout engine that needs nothing but transformers: runs on a CPU, and is the oracle for the others.
+
+Holds its own copy of the model in ``rollout.dtype``. A prompt shared by several responses is read once; responses are
+decoded together and leave the batch when they end.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig
+from transformers.cache_utils import Cache
+
+from verl.models.loader import ModelSpec, load_config, load_model
+from verl.utils.torch_dtypes import PrecisionType
+from verl.workers.rollout.base import Bucket, Completion, Receipt, Request, RolloutEngine, WeightSyncError
+from verl.workers.rollout.decode import Decode
+from verl.workers.rollout.kv_cache import DECODE_ATTENTION, can_join, decode_cache
+from verl.workers.rollout.places import checkpoint_places
+from verl.workers.rollout.weight_sync import checksum, listed
+
+logger = logging.getLogger(__name__)
+
+_FIRST_ROOM = 64  # columns reserved for responses at first
+
+
+class HFRollout(RolloutEngine):
+    """Generates with a transformers causal LM.
+
+    Args:
+        model_path: Hugging Face folder; its config and generation config are read, its weights only if
+            ``config.load_format`` does not start with "dummy" (they are then version 0).
+        config: ``actor_rollout_ref.rollout`` or anything with its fields. Read: dtype, load_format, max_num_seqs,
+            max_num_batched_tokens, max_model_len, prompt_length, response_length, gpu_memory_utilization.
+        device: where the copy lives.
+        trust_remote_code: run model code that comes with the folder.
+        override_config: replaces entries of the model's config.
+    """
+
+    def __init__(
+        self,
+        model_path: str,
+        config: Any,
+        device: str | torch.device = "cpu",
+        trust_remote_code: bool = False,
+        override_config: Mapping[str, Any] | None = None,
+    ):
+        self.config = config
+        self.device = torch.device(device)
+        self.dtype = PrecisionType.to_dtype(config.dtype)
+        spec = ModelSpec(
+            model_path,
+            override_config=override_config or {},
+            trust_remote_code=trust_remote_code,
+            gradient_checkpointing=False,
+        )
+        model_config = load_config(spec)
+        self.max_model_len = self._longest(model_config)
+        self.stop_token_ids = _stop_tokens(spec.folder, model_config)
+        has_weights = not config.load_format.startswith("dummy")
+        if has_weights:
+            self.model = load_model(spec, dtype=self.dtype).to(self.device)
+        else:
+            self.model = _without_weights(model_config, self.dtype, self.device, trust_remote_code)
+        self.model.eval().requires_grad_(False)
+        _choose_attention(self.model, spec.override_config.get("attn_implementation"))
+        # the head sees one column of many: a strided slice, which CPU matrix products would take row by row
+        self.model.get_output_embeddings().register_forward_pre_hook(lambda _, inputs: (inputs[0].contiguous(),))
+        self._keeps_logits = "logits_to_keep" in inspect.signature(self.model.forward).parameters
+        self._places = checkpoint_places(self.model)
+        self._identity = {name: (place.data_ptr(), place.shape) for name, place in self._places.items()}
+        storages = {place.untyped_storage().data_ptr(): place.untyped_storage() for place in self._places.values()}
+        self._storages = [(storage, storage.nbytes()) for storage in storages.values()]
+        self._has_memory = True
+        if has_weights:
+            self.version = 0
+        else:
+            self.sleep()
+
+    # -- weights -------------------------------------------------------------------------------------------------------
+
+    @property
+    def weights_dtype(self) -> torch.dtype:
+        return self.dtype
+
+    @torch.no_grad()
+    def update_weights(self, version: int, buckets: Iterable[Bucket]) -> Receipt:
+        self.invalidate()
+        if not self._has_memory:
+            raise WeightSyncError(f"Weights of version {version} arrived while the rollout was asleep. Wake it first.")
+        received: set[str] = set()
+        for bucket in buckets:
+            for name, tensor in bucket:
+                if name in received:
+                    raise WeightSyncError(f"{name} was sent twice in the sync of version {version}.")
+                self._place(name, tensor.shape).copy_(tensor)
+                received.add(name)
+            del bucket
+        covered = {self._identity[name] for name in received}  # a tied tensor may come under any of its names
+        if missing := [name for name in self._places if self._identity[name] not in covered]:
+            raise WeightSyncError(f"The sync of version {version} ended without {listed(missing)}.")
+        sums = {name: checksum(self._places[name]) for name in received}
+        self.version = version
+        return Receipt(version, sums, sum(self._places[name].nbytes for name in received))
+
+    def _place(self, name: str, shape: torch.Size) -> Tensor:
+        place = self._places.get(name)
+        if place is None:
+            raise WeightSyncError(
+                f"{name} was sent, but the rollout's {type(self.model).__name__} has no such tensor. "
+                f"It has {listed(self._places)}."
+            )
+        if shape != place.shape:
+            raise WeightSyncError(
+                f"{name} was sent with shape {tuple(shape)}, the rollout's has {tuple(place.shape)}. "
+                "Are model.path and model.override_config the same on both sides?"
+            )
+        return place
+
+    def sleep(self, level: int = 1) -> None:
+        """Free the weights; both levels forget them. A KV cache lives only inside `generate`."""
+        self.invalidate()
+        for storage, _ in self._storages:
+            storage.resize_(0)
+        self._has_memory = False
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def wake(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
+        if "weights" in tags and not self._has_memory:
+            for storage, nbytes in self._storages:
+                storage.resize_(nbytes)
+            self._has_memory = True
+
+    @property
+    def is_asleep(self) -> bool:
+        return not self._has_memory
+
+    # -- generation ----------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def _generate(self, requests: list[Request]) -> list[Completion]:
+        for request in requests:
+            self._check(request)
+        completions: dict[int, Completion] = {}
+        for batch in self._batches(requests):
+            completions |= zip(batch, self._decode([requests[i] for i in batch]), strict=True)
+        return [completions[i] for i in range(len(requests))]
+
+    def _check(self, request: Request) -> None:
+        if not 0 < len(request.prompt_ids) < self.max_model_len:
+            raise ValueError(
+                f"A prompt of {len(request.prompt_ids)} tokens does not fit: it must have at least one and leave room "
+                f"for one more within max_model_len={self.max_model_len}. Check data.max_prompt_length, "
+                "data.filter_overlong_prompts and rollout.max_model_len."
+            )
+
+    def _limit(self, request: Request) -> int:
+        return min(request.sampling.max_tokens, self.max_model_len - len(request.prompt_ids))
+
+    def _batches(self, requests: list[Request]) -> Iterator[list[int]]:
+        """Rows that are decoded together: sorted by prompt, so that equal ones meet and lengths differ little."""
+        order = sorted(range(len(requests)), key=lambda i: (len(requests[i].prompt_ids), requests[i].prompt_ids))
+        room = self._cache_room() // self._bytes_per_token()
+        batch: list[int] = []
+        longest = 0
+        for index in order:
+            length = len(requests[index].prompt_ids) + self._limit(requests[index])
+            longest = max(longest, length)
+            if batch and (len(batch) >= self.config.max_num_seqs or (len(batch) + 1) * longest > room):
+                yield batch
+                batch, longest = [], length
+            batch.append(index)
+        yield batch
+
+    def _decode(self, requests: list[Request]) -> list[Completion]:
+        """All tokens of one batch of requests that is sorted by prompt length."""
+        prompts = list(dict.fromkeys(request.prompt_ids for request in requests))
+        number = {prompt: index for index, prompt in enumerate(prompts)}
+        owner = torch.tensor([number[request.prompt_ids] for request in requests], device=self.device)
+        width, limits = len(prompts[-1]), [self._limit(request) for request in requests]
+        logits, prefilled = self._prefill(prompts)
+        cache = decode_cache(prefilled, owner, width, width + min(max(limits), _FIRST_ROOM))
+        rows = Decode(requests, limits, width, self.stop_token_ids, self.device)
+        logits, step = logits[owner], 0
+        while rows.take(logits, step):
+            if (survivors := rows.survivors()) is not None:
+                cache.reorder_cache(survivors)
+                rows.keep(survivors)
+            step += 1
+            logits = self._forward(rows.tokens[:, None], rows.mask[:, : width + step], rows.positions[:, None], cache)
+        return rows.completions()
+
+    def _prefill(self, prompts: list[tuple[int, ...]]) -> tuple[Tensor, list[Cache]]:
+        """Read each prompt once. Returns the logits after it, (prompts, V), and the caches of the forwards."""
+        logits, caches = [], []
+        for chunk in self._chunks(prompts):
+            ids, mask = _left_padded(chunk, self.device)
+            cache = DynamicCache(config=self.model.config)
+            logits.append(self._forward(ids, mask, (mask.cumsum(-1) - 1).clamp_(min=0), cache))
+            caches.append(cache)
+        return torch.cat(logits), caches
+
+    def _chunks(self, prompts: list[tuple[int, ...]]) -> Iterator[list[tuple[int, ...]]]:
+        """Runs of prompts of at most ``max_num_batched_tokens`` cells; a cache that cannot be joined allows one run."""
+        limit = self.config.max_num_batched_tokens if can_join(DynamicCache(config=self.model.config)) else float("inf")
+        start = 0
+        for index in range(1, len(prompts) + 1):
+            if index == len(prompts) or (index + 1 - start) * len(prompts[index]) > limit:
+                yield prompts[start:index]
+                start = index
+
+    def _forward(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: Cache) -> Tensor:
+        """The logits after the last column, (B, V)."""
+        last = {"logits_to_keep": 1} if self._keeps_logits else {}
+        out = self.model(
+            input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True, **last
+        )
+        return out.logits[:, -1]
+
+    # -- limits --------------------------------------------------------------------------------------------------------
+
+    def _longest(self, model_config: Any) -> int:
+        """Tokens a prompt and its response may have together."""
+        context = getattr(model_config.get_text_config(decoder=True), "max_position_embeddings", None)
+        named = self.config.max_model_len
+        wanted = named or self.config.prompt_length + self.config.response_length
+        if context is not None and wanted > context:
+            key = "rollout.max_model_len" if named else "data.max_prompt_length + data.max_response_length"
+            raise ValueError(
+                f"{key}={wanted} is more than the model's context of {context} tokens. Lower it, or raise "
+                "model.override_config.max_position_embeddings if the model can do more."
+            )
+        return wanted
+
+    def _cache_room(self) -> int:
+        """Bytes a KV cache may take. Depends on the machine, not on what is free now: batches are reproducible."""
+        share = self.config.gpu_memory_utilization
+        if self.device.type == "cuda":
+            return int(torch.cuda.get_device_properties(self.device).total_memory * share)
+        workers = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        return int(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") * share / 2 / workers)
+
+    def _bytes_per_token(self) -> int:
+        text = self.model.config.get_text_config(decoder=True)
+        heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+        size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        return 2 * text.num_hidden_layers * heads * size * self.dtype.itemsize
+
+
+def _left_padded(prompts: list[tuple[int, ...]], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Ids, padded with 0, and mask of prompts that end in the same column: both (B, longest)."""
+    width = max(map(len, prompts))
+    ids = torch.tensor([(0,) * (width - len(prompt)) + tuple(prompt) for prompt in prompts], device=device)
+    starts = torch.tensor([width - len(prompt) for prompt in prompts], device=device)
+    return ids, torch.arange(width, device=device) >= starts[:, None]
+
+
+def _choose_attention(model: nn.Module, wanted: str | None) -> None:
+    """Ours where torch's fused attention is right; eager code where scores are capped, which that leaves out."""
+    text = model.config.get_text_config(decoder=True)
+    if wanted is not None:
+        model.set_attn_implementation(wanted)
+    elif getattr(text, "attn_logit_softcapping", None):
+        model.set_attn_implementation("eager")
+    elif text._attn_implementation == "sdpa":
+        model.set_attn_implementation(DECODE_ATTENTION)
+
+
+def _stop_tokens(folder: str, model_config: Any) -> set[int]:
+    """End-of-sequence tokens of the folder's generation config, or of its model config."""
+    try:
+        found = GenerationConfig.from_pretrained(folder).eos_token_id
+    except OSError:
+        found = None
+    if found is None:
+        found = getattr(model_config.get_text_config(decoder=True), "eos_token_id", None)
+    if found is None:
+        logger.warning("%s names no end-of-sequence token: responses end at stop_token_ids or max_tokens.", folder)
+        return set()
+    return {found} if isinstance(found, int) else set(found)
+
+
+def _without_weights(model_config: Any, dtype: torch.dtype, device: torch.device, trust_remote_code: bool) -> nn.Module:
+    """A model with real buffers (rotary frequencies) and parameters of the right size that hold nothing yet."""
+    with _parameters_on_meta():
+        model = AutoModelForCausalLM.from_config(model_config, dtype=dtype, trust_remote_code=trust_remote_code)
+    buffers = {name: buffer.to(device) for name, buffer in model.named_buffers()}
+    model.to_empty(device=device)
+    model.tie_weights()
+    for name, buffer in model.named_buffers():
+        buffer.copy_(buffers[name])
+    return model
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Modules built inside hold their parameters on the meta device: no memory, no time spent on random numbers."""
+    register = nn.Module.register_parameter
+
+    def register_on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and not param.is_meta:
+            param = nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
+        register(module, name, param)
+
+    nn.Module.register_parameter = register_on_meta
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register

@@ -1,0 +1,62 @@
+"""Where in a transformers module each tensor of its checkpoint lives: what a weight sync writes to and reads back.
+
+Mostly a module's own names and tensors; the experts of a mixture are slices of fused tensors.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+
+import torch
+from torch import Tensor, nn
+
+from verl.models.weight_names import checkpoint_tensors
+
+
+def checkpoint_places(model: nn.Module) -> dict[str, Tensor]:
+    """Checkpoint name -> view into the module's memory, for all parameters and saved buffers.
+
+    Tied tensors appear under each of their names.
+    """
+    own = {name: tensor.detach() for name, tensor in model.state_dict(keep_vars=True).items()}
+    shapes = ((name, torch.empty_like(tensor, device="meta")) for name, tensor in own.items())
+    if {name for name, _ in checkpoint_tensors(model, shapes)} == own.keys():
+        return own
+    return _sliced_places(model, own)
+
+
+def _sliced_places(model: nn.Module, own: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Let transformers cut tensors that hold their own cell numbers, and read from the pieces which cells they are."""
+    names, starts, total = list(own), [], 0
+    for tensor in own.values():
+        starts.append(total)
+        total += tensor.numel()
+
+    def numbered():
+        for name, start in zip(names, starts, strict=True):
+            cells = torch.arange(start, start + own[name].numel())
+            yield name, cells.view(own[name].shape)
+
+    places = {}
+    for name, cells in checkpoint_tensors(model, numbered()):
+        owner = bisect_right(starts, int(cells.flatten()[0])) - 1
+        places[name] = _view_of_cells(name, own[names[owner]], cells - starts[owner])
+    return places
+
+
+def _view_of_cells(name: str, tensor: Tensor, cells: Tensor) -> Tensor:
+    """The view of a contiguous ``tensor`` whose elements have the flat numbers ``cells``."""
+    first = int(cells.flatten()[0])
+    strides = [
+        int(cells.select(axis, 1).flatten()[0]) - first if size > 1 else 0 for axis, size in enumerate(cells.shape)
+    ]
+    expected = first + sum(
+        torch.arange(size).mul(stride).view([-1 if i == axis else 1 for i in range(cells.ndim)])
+        for axis, (size, stride) in enumerate(zip(cells.shape, strides, strict=True))
+    )
+    if not tensor.is_contiguous() or not torch.equal(cells, expected.expand(cells.shape)):
+        raise NotImplementedError(
+            f"{name} is not a slice of one of the model's own tensors, so a weight sync cannot place it. "
+            "This family is not supported by rollout.name=hf."
+        )
+    return tensor.as_strided(cells.shape, strides, tensor.storage_offset() + first)

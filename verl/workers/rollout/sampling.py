@@ -1,0 +1,179 @@
+"""From logits to tokens: inverse-CDF sampling where every response has its own stream of uniforms.
+
+A token depends on its row's logits, its request's sampling parameters and its request's seed, on nothing else: not on
+the other rows, their order or their number. Knows no model and no cache.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from verl.workers.rollout.base import Request
+
+_CELLS = 1 << 19  # logits handled at once: small enough for a core's cache, large enough to hide call overhead
+_DEVICE_CELLS = 1 << 27
+_BLOCK = 256
+
+
+class Sampler:
+    """Draws one token a step for each of n rows, every row by the sampling parameters of its own request."""
+
+    def __init__(self, requests: Sequence[Request], device: torch.device):
+        sampling = [request.sampling for request in requests]
+
+        def column(values, dtype=torch.float32):
+            return torch.tensor(values, dtype=dtype, device=device)[:, None]
+
+        self.want_log_probs = any(s.want_log_probs for s in sampling)
+        self.seeds = np.array([request.seed & (1 << 64) - 1 for request in requests], dtype=np.uint64)
+        self.greedy = column([s.is_greedy for s in sampling], torch.bool)
+        self.inverse_temperature = column([1.0 if s.is_greedy else 1.0 / s.temperature for s in sampling])
+        self.top_k = column([0 if s.is_greedy else max(s.top_k, 0) for s in sampling], torch.int64)
+        self.top_p = column([1.0 if s.is_greedy else s.top_p for s in sampling])
+        self._note_what_is_needed()
+
+    def _note_what_is_needed(self) -> None:
+        self.any_greedy, self.all_greedy = bool(self.greedy.any()), bool(self.greedy.all())
+        self.any_tempered = bool((self.inverse_temperature != 1).any())
+        self.any_top_k, self.any_top_p = bool((self.top_k > 0).any()), bool((self.top_p < 1).any())
+
+    def keep(self, rows: Tensor) -> None:
+        """Go on with these rows only."""
+        self.seeds = self.seeds[rows.cpu().numpy()]
+        for name in ("greedy", "inverse_temperature", "top_k", "top_p"):
+            setattr(self, name, getattr(self, name)[rows])
+        self._note_what_is_needed()
+
+    def draw(self, logits: Tensor, step: int) -> tuple[Tensor, Tensor | None]:
+        """The next token of every row.
+
+        Args:
+            logits: (n, V), any float type; may be overwritten.
+            step: how many tokens each row has drawn before.
+
+        Returns:
+            tokens (n,) int64, and their log-probabilities (n,) float32 if any request wants them.
+
+        Raises:
+            FloatingPointError: a row's logits are not finite.
+        """
+        uniform = torch.from_numpy(uniforms(self.seeds, step)[:, None]).to(logits.device)
+        cells = _CELLS if logits.device.type == "cpu" else _DEVICE_CELLS
+        parts = [
+            self._draw(logits[rows], uniform[rows], rows)
+            for rows in _slices(len(logits), max(1, cells // logits.shape[1]))
+        ]
+        if len(parts) == 1:
+            return parts[0]
+        tokens, log_probs = zip(*parts, strict=True)
+        return torch.cat(tokens), torch.cat(log_probs) if self.want_log_probs else None
+
+    def _draw(self, logits: Tensor, uniform: Tensor, rows: slice) -> tuple[Tensor, Tensor | None]:
+        logits = logits.float()
+        largest = logits.amax(-1, keepdim=True)
+        if self.all_greedy and not self.want_log_probs:
+            _refuse_non_finite(largest)
+            return logits.argmax(-1), None
+        scaled = logits - largest
+        if self.any_tempered:
+            scaled *= self.inverse_temperature[rows]
+        likely = logits.argmax(-1, keepdim=True) if self.any_greedy else None
+        weights = scaled.exp()
+        if self.any_top_k:
+            cut_to_top_k(weights, self.top_k[rows])
+        if self.any_top_p:
+            cut_to_top_p(weights, self.top_p[rows])
+        tokens, total = pick(weights, uniform)
+        if likely is not None:
+            tokens = torch.where(self.greedy[rows], likely, tokens)
+        log_probs = scaled.gather(-1, tokens) - total.log() if self.want_log_probs else None
+        return tokens[:, 0], log_probs[:, 0].float() if log_probs is not None else None
+
+
+def uniforms(seeds: np.ndarray, step: int) -> np.ndarray:
+    """The ``step``-th number of each seed's stream: (n,) uint64 -> (n,) float64 in [0, 1).
+
+    Counter-based (splitmix64), so no state to carry and nothing to draw in order.
+    Source: Steele et al. 2014, Fast splittable pseudorandom number generators.
+    """
+    mixed = _mix(_mix(seeds) + np.uint64((step + 1) * 0x9E3779B97F4A7C15 & (1 << 64) - 1))
+    return (mixed >> np.uint64(12)).astype(np.float64) * 2.0**-52
+
+
+def _mix(words: np.ndarray) -> np.ndarray:
+    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return words ^ (words >> np.uint64(31))
+
+
+def pick(weights: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
+    """Invert the cumulative distribution: the first token whose running sum exceeds ``uniform`` of the total.
+
+    In two stages, over blocks of the vocabulary and inside one block, so only one pass reads all weights. A token of
+    weight zero is never picked.
+
+    Args:
+        weights: (n, V) float32, not normalised.
+        uniform: (n, 1) float64 in [0, 1).
+
+    Returns:
+        tokens (n, 1) int64 and totals (n, 1) float64.
+    """
+    rows, vocab = weights.shape
+    size = math.gcd(vocab, _BLOCK)
+    if size < 16:
+        size = _BLOCK
+        weights = torch.nn.functional.pad(weights, (0, -vocab % size))
+    blocks = weights.view(rows, -1, size)
+    block_ends = blocks.sum(-1).double().cumsum(-1)
+    total = block_ends[:, -1:]
+    _refuse_non_finite(total)
+    target = uniform * total
+    block = torch.searchsorted(block_ends, target, right=True)
+    before = torch.where(block > 0, block_ends.gather(-1, (block - 1).clamp_(min=0)), 0.0)
+    ends = blocks[torch.arange(rows, device=weights.device), block[:, 0]].double().cumsum(-1)
+    # the block's sum in float32 and its running sum in float64 differ in the last digits: stay below the latter
+    inside = torch.minimum(target - before, ends[:, -1:] * (1 - 2.0**-52))
+    return block * size + torch.searchsorted(ends, inside, right=True), total
+
+
+def cut_to_top_k(weights: Tensor, top_k: Tensor) -> None:
+    """Zero, in place, all but each row's ``top_k`` (n, 1) largest weights; ties of the last one stay. 0 keeps all."""
+    vocab = weights.shape[1]
+    most = min(int(top_k.max()), vocab)
+    largest = weights.topk(most, dim=-1).values
+    threshold = largest.gather(-1, (top_k.clamp(max=vocab) - 1).clamp_(min=0))
+    weights.masked_fill_((weights < threshold) & (top_k > 0), 0.0)
+
+
+def cut_to_top_p(weights: Tensor, top_p: Tensor) -> None:
+    """Zero, in place, what lies outside each row's nucleus of mass ``top_p`` (n, 1); ties of its last token stay.
+
+    Only candidates are sorted: all tokens lighter than (1 - top_p) / V of the mass together weigh less than 1 - top_p,
+    so the nucleus needs none of them.
+
+    Source: Holtzman et al. 2019, The curious case of neural text degeneration (arXiv:1904.09751).
+    """
+    total = weights.sum(-1, keepdim=True)
+    candidates = int((weights > (1 - top_p) * total / weights.shape[1]).sum(-1).max())
+    largest = weights.topk(candidates, dim=-1).values
+    missing = (largest.double().cumsum(-1) < top_p * total.double()).sum(-1, keepdim=True)
+    threshold = largest.gather(-1, missing.clamp_(max=candidates - 1))
+    weights.masked_fill_((weights < threshold) & (top_p < 1), 0.0)
+
+
+def _refuse_non_finite(values: Tensor) -> None:
+    if not bool(torch.isfinite(values).all()):
+        raise FloatingPointError(
+            "The model's logits are not finite: its weights or activations hold NaN or infinity. Look at "
+            "actor/grad_norm of the last steps; a lower actor.optim.lr or rollout.dtype=float32 may help."
+        )
+
+
+def _slices(length: int, size: int) -> list[slice]:
+    return [slice(start, min(start + size, length)) for start in range(0, length, size)]

@@ -1,0 +1,159 @@
+"""The one way weights reach a rollout: buckets out, checksums back, a version that both sides agree on.
+
+A training engine yields ``(checkpoint name, full tensor)``; a rollout takes buckets of them. The sender sums up what it
+sent, the rollout sums up what it holds afterwards, and only if every sum agrees does the rollout carry the new version.
+Knows neither training nor rollout engines, only `RolloutEngine`'s interface.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor
+
+from verl.workers.rollout.base import Bucket, Receipt, RolloutEngine, WeightSyncError
+
+LANES = 1 << 10
+"""Words of 8 bytes in one line of the checksum."""
+
+_CPU_LINES = 32  # lines handled at once on a CPU: their mixed copy stays in the core's cache
+_DEVICE_LINES = 1 << 14
+
+_MASK = (1 << 64) - 1
+_MAX_NAMES = 5
+
+
+def sync_weights(
+    named_tensors: Iterable[tuple[str, Tensor]],
+    rollout: RolloutEngine,
+    version: int,
+    bucket_bytes: int = 512 << 20,
+    dtype: torch.dtype | None = None,
+) -> Receipt:
+    """Hand a full set of weights to a rollout and make sure that it holds them.
+
+    Extra memory is one bucket: at most ``bucket_bytes``, or the largest tensor if that is larger.
+
+    Args:
+        named_tensors: checkpoint names and full tensors, tied duplicates left out.
+        rollout: must be awake.
+        version: what the sender calls these weights.
+        bucket_bytes: bytes handed over at once.
+        dtype: floating tensors are cast to it on the way; None means what the rollout holds.
+
+    Returns:
+        The rollout's receipt. Afterwards ``rollout.version == version``.
+
+    Raises:
+        WeightSyncError: names the tensors that are missing, unknown, misshapen or differ. The rollout then refuses to
+            generate until a sync succeeds.
+    """
+    dtype = dtype or rollout.weights_dtype
+    sent: dict[str, int] = {}
+    rollout.invalidate()
+    try:
+        receipt = rollout.update_weights(version, _counted(buckets(named_tensors, bucket_bytes, dtype), sent))
+        _compare(sent, receipt, version)
+    except BaseException:
+        rollout.invalidate()
+        raise
+    return receipt
+
+
+def buckets(named_tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int, dtype: torch.dtype) -> Iterator[Bucket]:
+    """Cut a stream of tensors into lists of at most ``bucket_bytes``; a larger tensor travels alone."""
+    bucket: Bucket = []
+    filled = 0
+    for name, tensor in named_tensors:
+        if tensor.is_floating_point() and tensor.dtype != dtype:
+            tensor = tensor.to(dtype)
+        if bucket and filled + tensor.nbytes > bucket_bytes:
+            yield bucket
+            bucket, filled = [], 0
+        bucket.append((name, tensor))
+        filled += tensor.nbytes
+        del tensor
+    if bucket:
+        yield bucket
+
+
+@torch.no_grad()
+def checksum(tensor: Tensor) -> int:
+    """A 64-bit sum of a tensor's bytes that changes with any byte and with the order of the bytes.
+
+    With x_i the i-th word of 8 bytes, mixed as x ^ (x >> 31), line l = i // LANES and j = i % LANES:
+
+        sum_l (2l + 1) * (1 + sum_j (2j + 1) * x_i)   mod 2^64
+
+    Odd factors are invertible, so one changed word always shows. The mixing carries high bits down: without it two
+    words that differ in their sign only could change places unseen. Equal on every device.
+    """
+    words, tail = _as_words(tensor.detach())
+    whole = words.numel() // LANES
+    sums = _line_sums(words[: whole * LANES].view(whole, LANES))
+    rest = [words[whole * LANES :], tail]
+    sums += [_line_sums(part.view(1, -1))[0] for part in rest if part.numel()]
+    return sum((2 * index + 1) * (1 + line) for index, line in enumerate(sums)) & _MASK
+
+
+def _as_words(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    """A tensor's bytes as whole int64 words, and what is left over as int64, one byte each."""
+    data = tensor.contiguous().view(-1).view(torch.uint8)
+    whole = data.numel() // 8 * 8
+    if data.data_ptr() % 8:
+        data = data.clone()
+    return data[:whole].view(torch.int64), data[whole:].to(torch.int64)
+
+
+def _line_sums(lines: Tensor) -> list[int]:
+    """The weighted sum of every line of int64 words."""
+    odd = torch.arange(1, 2 * lines.shape[1] + 1, 2, dtype=torch.int64, device=lines.device)
+    on_cpu = lines.device.type == "cpu"
+    at_once = _CPU_LINES if on_cpu else _DEVICE_LINES
+    scratch = torch.empty_like(lines[:at_once])
+    sums: list[int] = []
+    for block in lines.split(at_once):
+        mixed = scratch[: len(block)]
+        torch.bitwise_right_shift(block, 31, out=mixed)
+        mixed ^= block
+        # numpy multiplies integers several times faster; it sees the scratch only, since memory shown to numpy
+        # can never be given back by a sleeping rollout
+        sums += (mixed.numpy() @ odd.numpy() if on_cpu else (mixed * odd).sum(1)).tolist()
+    return sums
+
+
+def _counted(stream: Iterator[Bucket], sent: dict[str, int]) -> Iterator[Bucket]:
+    """Pass buckets on and note the checksum of every tensor in ``sent``."""
+    for bucket in stream:
+        for name, tensor in bucket:
+            sent[name] = checksum(tensor)
+        yield bucket
+
+
+def _compare(sent: dict[str, int], receipt: Receipt, version: int) -> None:
+    if receipt.version != version:
+        raise WeightSyncError(
+            f"Weights of version {version} were sent, but the rollout acknowledged version {receipt.version}."
+        )
+    held = receipt.checksums
+    lost = sent.keys() - held.keys()
+    differing = {name for name in sent.keys() & held.keys() if sent[name] != held[name]}
+    foreign = held.keys() - sent.keys()
+    problems = [
+        f"{what}: {listed(names)}"
+        for what, names in (("lost on the way", lost), ("not what was sent", differing), ("never sent", foreign))
+        if names
+    ]
+    if problems:
+        raise WeightSyncError(
+            f"The rollout does not hold the weights of version {version}: {'; '.join(problems)}. "
+            "It will not generate until a sync succeeds."
+        )
+
+
+def listed(names: Iterable[str]) -> str:
+    """Up to five names in order, and how many more there are."""
+    names = sorted(names)
+    more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+    return ", ".join(names[:_MAX_NAMES]) + more
