@@ -4,7 +4,7 @@ Tensor columns are held padded or packed (``Ragged``). The trainer and the worke
 the real tokens, not the window, and tensordict is never imported. ``data.batch`` is the padded side, a real TensorDict
 that may be changed in place; touching it pads every packed column in, once.
 
-Knows which columns of RL training are ragged and by which window of the attention mask. Knows no model and no process.
+Which columns are ragged is known to ``verl.utils.columns``. Knows no model and no process.
 """
 
 from __future__ import annotations
@@ -22,32 +22,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from verl.utils.columns import WINDOWS, pack_column, register_ragged_column, window_layouts
 from verl.utils.difference import first_difference
-from verl.utils.ragged import Layout, Ragged, cat_columns, move_columns, select_columns, slice_columns
+from verl.utils.ragged import Ragged, cat_columns, move_columns, select_columns, slice_columns
 from verl.utils.wire import tensor_from_numpy, tensor_to_numpy
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
 
-# Column -> the window of the attention mask (B, P + R) that says which of its cells are real: "all" of it, the first
-# P columns ("prompt", P = width of `prompts`) or the last R ("response", R = width of `responses`).
-_WINDOWS = {"prompts": "prompt", "input_ids": "all", "attention_mask": "all", "position_ids": "all"} | dict.fromkeys(
-    "responses response_mask loss_mask old_log_probs ref_log_prob rollout_log_probs entropys values rm_scores "
-    "token_level_scores token_level_rewards advantages returns".split(),
-    "response",
-)
-_TOKEN_IDS = ("input_ids", "prompts", "responses")
-
-
-def register_ragged_column(name: str, window: str) -> None:
-    """Say that column ``name`` (B, width, ...) means something only on real tokens of ``window``.
-
-    Such a column travels without its padding and comes back with zeros there.
-    ``window``: "all", "prompt" or "response". Call it where the column is made, before it is sent.
-    """
-    if window not in ("all", "prompt", "response"):
-        raise ValueError(f"register_ragged_column({name!r}): window={window!r} is none of 'all', 'prompt', 'response'.")
-    _WINDOWS[name] = window
+__all__ = [
+    *("DataProto", "DataProtoItem", "DataProtoFuture", "DataProtoConfig", "DataProtoError", "MissingColumn"),
+    *("pad_dataproto_to_divisor", "unpad_dataproto", "collate_fn", "fold_batch_dim", "unfold_batch_dim"),
+    *("union_tensor_dict", "union_numpy_dict", "list_of_dict_to_dict_of_list", "all_gather_data_proto"),
+    "register_ragged_column",
+]
 
 
 class DataProtoError(ValueError, AssertionError):
@@ -145,12 +133,7 @@ class DataProto:
     @classmethod
     def from_ragged(cls, columns: Mapping[str, Ragged], tensors=None, non_tensors=None, meta_info=None) -> DataProto:
         """Build from packed columns, beside which padded tensors and arrays may stand as in ``from_dict``."""
-        data = cls.from_dict(tensors, meta_info=meta_info)
-        for name, column in columns.items():
-            data.put(name, column)
-        data.non_tensor_batch = {name: _as_array(value) for name, value in (non_tensors or {}).items()}
-        data.check_consistency()
-        return data
+        return cls.from_dict({**columns, **(tensors or {})}, non_tensors, meta_info)
 
     # The padded side ------------------------------------------------------------------------------------------------
 
@@ -169,16 +152,17 @@ class DataProto:
 
     @batch.setter
     def batch(self, batch: TensorDict | Mapping[str, Tensor] | None) -> None:
-        if hasattr(batch, "batch_size"):
-            size = batch.batch_size
-        else:
-            batch = dict(batch or {})
-            size = next((column.shape[:1] for column in batch.values()), None)
-        if size is not None and len(size) != 1:
-            raise DataProtoError(f"DataProto: a batch of size {tuple(size)} has not exactly one batch dim. Flatten it.")
-        self._rows: int | None = None if size is None else size[0]  # None: no tensor part at all
-        self._dense: TensorDict | dict[str, Tensor] = batch  # a TensorDict once it was given or touched
+        self._rows: int | None = None  # None: no tensor part at all
+        self._dense: TensorDict | dict[str, Tensor] = {}  # a TensorDict once it was given or touched
         self._ragged: dict[str, Ragged] = {}
+        if not hasattr(batch, "batch_size"):
+            for name, column in (batch or {}).items():
+                self.put(name, column)
+        elif len(batch.batch_size) == 1:
+            self._rows, self._dense = batch.batch_size[0], batch
+        else:
+            size = tuple(batch.batch_size)
+            raise DataProtoError(f"DataProto: a batch of size {size} has not exactly one batch dim. Flatten it.")
 
     def column(self, name: str) -> Tensor:
         """One tensor column in padded form; the others stay as they are. Read-only by rule."""
@@ -197,7 +181,7 @@ class DataProto:
     def put(self, name: str, column: Tensor | Ragged) -> DataProto:
         """Set one tensor column, padded or packed; returns self."""
         rows = column.shape[0]
-        if len(self) != rows and (self._rows is not None or self.non_tensor_batch):
+        if len(self) != rows and self._has_columns():
             raise DataProtoError(f"put: column {name!r} has {rows} rows, the batch {len(self)}. Cut or pad the column.")
         self._rows = rows
         self._drop(name)
@@ -213,54 +197,25 @@ class DataProto:
         column = self._column(name)
         if isinstance(column, Ragged):
             return column
-        window = _WINDOWS.get(name)
-        layout = self._layouts().get(window)
-        if layout is None or column.shape[:2] != (len(layout), layout.width):
-            at_hand = {known: (len(layout), layout.width) for known, layout in self._layouts().items()}
+        layouts = window_layouts(self._columns())
+        if (packed := pack_column(name, column, layouts, self.meta_info.get("pad_token_id"))) is None:
+            known = {window: (len(layout), layout.width) for window, layout in layouts.items()}
             raise DataProtoError(
                 f"ragged: cannot tell the real cells of column {name!r}, shape {tuple(column.shape)}: its window is "
-                f"{window!r}, and the windows known here are {at_hand}. Keep attention_mask (with prompts, responses) "
-                f"in the batch, register_ragged_column({name!r}, window), or use column({name!r})."
+                f"{WINDOWS.get(name)!r}, the windows known here are {known}. Keep attention_mask with prompts and "
+                f"responses in the batch, register_ragged_column({name!r}, window), or use column({name!r})."
             )
-        return Ragged.from_padded(column, layout, self._fill(name, column, layout))
+        return packed
 
     def packed(self) -> DataProto:
         """The same rows with every known column packed; columns of unknown or unfitting shape stay padded."""
-        data, layouts = self.select(), self._layouts()
+        data = self.select()
+        layouts = window_layouts(self._columns()) if len(self._dense.keys()) else {}
         for name, column in self._dense.items():
-            layout = layouts.get(_WINDOWS.get(name))
-            if layout is not None and column.shape[:2] == (len(layout), layout.width):
-                data.put(name, Ragged.from_padded(column, layout, self._fill(name, column, layout)))
+            packed = pack_column(name, column, layouts, self.meta_info.get("pad_token_id"))
+            if packed is not None:
+                data.put(name, packed)
         return data
-
-    def _layouts(self) -> dict[str, Layout]:
-        """Window -> where its real cells are: by the attention mask, else as in a packed column of that window."""
-        layouts = {_WINDOWS[name]: column.layout for name, column in self._ragged.items() if name in _WINDOWS}
-        mask = self._ragged.get("attention_mask", self._dense.get("attention_mask"))
-        if mask is None or len(mask.shape) != 2:
-            return layouts
-        layouts["all"] = whole = mask.layout if isinstance(mask, Ragged) else Layout.from_mask(mask)
-        anchors = {name: self._column(name).shape for name in ("prompts", "responses") if name in self}
-        width = {name: shape[1] for name, shape in anchors.items() if len(shape) > 1}
-        if sum(width.values()) > whole.width or (len(width) == 2 and sum(width.values()) != whole.width):
-            return layouts  # a mask of prompts only says nothing about responses
-        if "prompts" in width:
-            layouts["prompt"] = whole.window(0, width["prompts"])
-        if "responses" in width:
-            layouts["response"] = whole.window(whole.width - width["responses"], whole.width)
-        return layouts
-
-    def _fill(self, name: str, column: Tensor, layout: Layout) -> int | str:
-        """What the padding of a known column looks like: for token ids, what stands there now."""
-        if name == "position_ids":
-            return "position"
-        if name not in _TOKEN_IDS or column.ndim != 2:
-            return 0
-        short = (layout.lengths < layout.width).nonzero()[:1]
-        if not len(short):
-            return self.meta_info.get("pad_token_id") or 0
-        row = int(short)
-        return column[row, 0 if layout.starts[row] > 0 else layout.lengths[row]].item()
 
     # Rows -----------------------------------------------------------------------------------------------------------
 
@@ -342,7 +297,8 @@ class DataProto:
                 raise MissingColumn(
                     f"concat: columns {sorted(odd)} are not in both part 0 and part {i}. Drop or add them."
                 )
-        packed = [name for name in first._ragged if all(name in part._ragged for part in data)]
+        alike = [{name: column.shape[1:] for name, column in part._ragged.items()} for part in data]
+        packed = [name for name, shape in alike[0].items() if all(shapes.get(name) == shape for shapes in alike)]
         ragged = cat_columns([{name: part._ragged[name] for name in packed} for part in data])
         dense = {name: _cat(name, [part.column(name) for part in data]) for name in names if name not in ragged}
         arrays = {name: np.concatenate([part.non_tensor_batch[name] for part in data]) for name in array_names}
@@ -424,8 +380,8 @@ class DataProto:
 
         A packed column is compared on its real cells.
         """
-        if self._rows is not None and other._rows not in (None, self._rows):
-            raise DataProtoError(f"union: {self._rows} and {other._rows} rows. Both must hold the same rows, in order.")
+        if len(self) != len(other) and self._has_columns() and other._has_columns():
+            raise DataProtoError(f"union: {len(self)} and {len(other)} rows. Both must hold the same rows, in order.")
         columns = _unite(self._columns(), other._columns(), "column")
         arrays = _unite(dict(self.non_tensor_batch), other.non_tensor_batch, "column")
         meta_info = _unite(dict(self.meta_info), other.meta_info, "meta_info")
@@ -434,7 +390,6 @@ class DataProto:
                 self.put(name, column)
         self.non_tensor_batch, self.meta_info = arrays, meta_info
         self._rows = other._rows if self._rows is None else self._rows
-        self.check_consistency()
         return self
 
     def unfold_column_chunks(self, n_split: int, split_keys: Iterable[str] | None = None) -> DataProto:
@@ -507,7 +462,7 @@ class DataProto:
     def __reduce__(self):
         """Known columns leave packed, every tensor as one buffer of its own bytes."""
         data = self.packed()
-        dense = {k: tensor_to_numpy(v) if type(v) is Tensor and not v.is_nested else v for k, v in data._dense.items()}
+        dense = {name: tensor_to_numpy(column) if _is_plain(column) else column for name, column in data._dense.items()}
         return _from_wire, (type(self), dense, data._ragged, self.non_tensor_batch, self._rows, self.meta_info)
 
     # Inside ---------------------------------------------------------------------------------------------------------
@@ -528,6 +483,9 @@ class DataProto:
         self._dense, self._ragged, self._rows = other._dense, other._ragged, other._rows
         self.non_tensor_batch = other.non_tensor_batch
 
+    def _has_columns(self) -> bool:
+        return self._rows is not None or bool(self.non_tensor_batch)
+
     def _columns(self) -> dict[str, Tensor | Ragged]:
         return {**dict(self._dense.items()), **self._ragged}
 
@@ -545,7 +503,7 @@ class DataProto:
 
     def _row_numbers(self, idxs) -> np.ndarray:
         """(N,) int64 in [0, B) of row numbers or a boolean mask."""
-        index, rows = np.array(idxs.cpu() if isinstance(idxs, Tensor) else idxs), len(self)
+        index, rows = np.array(idxs.cpu().numpy() if isinstance(idxs, Tensor) else idxs), len(self)
         if index.dtype == bool and index.shape == (rows,):
             return np.flatnonzero(index)
         if index.size and index.dtype.kind not in "iu":
@@ -569,6 +527,10 @@ def _from_wire(cls, dense, ragged, arrays, rows, meta_info) -> DataProto:
     data = cls(non_tensor_batch=arrays, meta_info=meta_info)
     data._dense, data._ragged, data._rows = {k: received(v) for k, v in dense.items()}, ragged, rows
     return data
+
+
+def _is_plain(column) -> bool:
+    return type(column) is Tensor and column.layout == torch.strided and not column.is_nested
 
 
 def _pick(mapping: Mapping, keys: Iterable | None) -> dict:
@@ -664,7 +626,7 @@ def fold_batch_dim(data: DataProto, new_batch_size: int) -> DataProto:
     """(B, ...) -> (new_batch_size, B / new_batch_size, ...) for every column."""
     if len(data) % new_batch_size:
         raise DataProtoError(f"fold_batch_dim: {len(data)} rows do not fold into {new_batch_size} equal groups.")
-    return _reshaped(data, new_batch_size, lambda shape: (new_batch_size, -1, *shape[1:]))
+    return _reshaped(data, new_batch_size, lambda shape: (new_batch_size, shape[0] // new_batch_size, *shape[1:]))
 
 
 def unfold_batch_dim(data: DataProto, batch_dims: int = 2) -> DataProto:
@@ -693,8 +655,8 @@ def all_gather_data_proto(data: DataProto, process_group) -> None:
 class DataProtoFuture:
     """What workers are still computing for a call that does not block. Hand it to the next call, or ``get`` it.
 
-    ``futures``, one per worker: concurrent.futures.Future, or Ray ObjectRefs. ``collect_fn`` joins their results,
-    ``dispatch_fn`` then takes a part of the whole.
+    ``futures``, one per worker: concurrent.futures.Future, Ray ObjectRefs, or objects with ``get()``. ``collect_fn``
+    joins their results, ``dispatch_fn`` then takes a part of the whole.
     """
 
     collect_fn: Callable[[list], DataProto]
@@ -709,15 +671,21 @@ class DataProtoFuture:
     def chunk(self, chunks: int) -> list[DataProtoFuture]:
         """Chunk i of what will come, for each i; nothing is waited for."""
         parts = (partial(_take_chunk, whole=self.dispatch_fn, chunks=chunks, i=i) for i in range(chunks))
-        return [DataProtoFuture(self.collect_fn, self.futures, part) for part in parts]
+        return [replace(self, dispatch_fn=part) for part in parts]
 
     def get(self) -> DataProto:
-        """Wait for the results. The first worker that fails raises here, even if others never finish."""
-        pending = [future.future() if hasattr(future, "future") else future for future in self.futures]
-        for done in concurrent_futures.wait(pending, return_when=concurrent_futures.FIRST_EXCEPTION).done:
-            done.result()
-        data = self.collect_fn([future.result() for future in pending])
+        """Wait for the results and join them. A worker that fails raises here, even if others never finish."""
+        data = self.collect_fn(_results(self.futures))
         return data if self.dispatch_fn is None else self.dispatch_fn(data)
+
+
+def _results(futures: list) -> list:
+    if all(hasattr(future, "get") for future in futures):
+        return [future.get() for future in futures]
+    pending = [future.future() if hasattr(future, "future") else future for future in futures]
+    for finished in concurrent_futures.wait(pending, return_when=concurrent_futures.FIRST_EXCEPTION).done:
+        finished.result()
+    return [future.result() for future in pending]
 
 
 def _take_chunk(data: DataProto, whole: Callable | None, chunks: int, i: int) -> DataProto:

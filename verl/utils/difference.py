@@ -19,11 +19,11 @@ def first_difference(a, b) -> str | None:
         a, b = (column if isinstance(column, Ragged) else Ragged.from_padded(column, layout) for column in (a, b))
     if is_same(a, b):
         return None
-    if not (hasattr(a, "shape") and hasattr(b, "shape")):
+    if not (getattr(a, "shape", ()) and getattr(b, "shape", ())):
         return f"{_short(a)} and {_short(b)}"
     if (a.shape, _dtype(a)) != (b.shape, _dtype(b)):
         return f"{_dtype(a)} {tuple(a.shape)} and {_dtype(b)} {tuple(b.shape)}"
-    rows = (column.rows() if isinstance(column, Ragged) else column.reshape(len(column), -1) for column in (a, b))
+    rows = (column.rows() if isinstance(column, Ragged) else column for column in (a, b))
     for i, (x, y) in enumerate(zip(*rows, strict=True)):
         if not is_same(x, y):
             return f"first at row {i}, {_short(x)} and {_short(y)}"
@@ -46,9 +46,7 @@ def is_same(a, b) -> bool:
         return a.keys() == b.keys() and all(is_same(a[key], b[key]) for key in a)
     if isinstance(a, list | tuple) and isinstance(b, list | tuple):
         return type(a) is type(b) and len(a) == len(b) and all(map(is_same, a, b))
-    if isinstance(a, float) and isinstance(b, float) and a != a and b != b:
-        return True
-    return bool(np.all(a == b))
+    return bool(np.all(a == b)) or (isinstance(a, float | np.floating) and bool(a != a and b != b))
 
 
 def _dtype(column):

@@ -109,7 +109,9 @@ class Layout:
         return Layout(self.starts[first:last], self.lengths[first:last], self.width)
 
     def to(self, device: torch.device | str) -> Layout:
-        return Layout(self.starts.to(device), self.lengths.to(device), self.width)
+        moved = Layout(self.starts.to(device), self.lengths.to(device), self.width)
+        vars(moved)["total"] = self.total  # known here; to read it back from a GPU would wait for the GPU
+        return moved
 
     @staticmethod
     def cat(layouts: Sequence[Layout]) -> Layout:

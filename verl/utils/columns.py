@@ -1,0 +1,73 @@
+"""Which tensor columns of an RL batch are ragged, and where their real cells stand.
+
+The attention mask (B, P + R) says which tokens of a row are real. A known column follows all of it (window "all"), its
+first P columns ("prompt", P = width of ``prompts``) or its last R ("response", R = width of ``responses``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from verl.utils.ragged import Layout, Ragged
+
+WINDOWS = {"prompts": "prompt", "input_ids": "all", "attention_mask": "all", "position_ids": "all"} | dict.fromkeys(
+    "responses response_mask loss_mask old_log_probs ref_log_prob rollout_log_probs entropys values rm_scores "
+    "token_level_scores token_level_rewards advantages returns".split(),
+    "response",
+)
+_TOKEN_IDS = ("input_ids", "prompts", "responses")
+
+
+def register_ragged_column(name: str, window: str) -> None:
+    """Say that column ``name`` (B, width, ...) means something only on real tokens of ``window``.
+
+    Such a column travels without its padding and comes back with zeros there. ``window``: "all", "prompt" or
+    "response". Register where the column is made, before it is sent.
+    """
+    if window not in ("all", "prompt", "response"):
+        raise ValueError(f"register_ragged_column({name!r}): window={window!r} is none of 'all', 'prompt', 'response'.")
+    WINDOWS[name] = window
+
+
+def window_layouts(columns: Mapping[str, Tensor | Ragged]) -> dict[str, Layout]:
+    """Window -> where its real cells stand: by the attention mask, else as in a packed column of that window."""
+    packed = {name: column.layout for name, column in columns.items() if isinstance(column, Ragged)}
+    layouts = {WINDOWS[name]: layout for name, layout in packed.items() if name in WINDOWS}
+    mask = columns.get("attention_mask")
+    if mask is None or len(mask.shape) != 2:
+        return layouts
+    layouts["all"] = whole = packed["attention_mask"] if isinstance(mask, Ragged) else Layout.from_mask(mask)
+    shapes = {name: columns[name].shape for name in ("prompts", "responses") if name in columns}
+    widths = {name: shape[1] for name, shape in shapes.items() if len(shape) > 1}
+    if sum(widths.values()) > whole.width or (len(widths) == 2 and sum(widths.values()) != whole.width):
+        return layouts  # a mask of prompts alone says nothing about responses
+    if "prompts" in widths:
+        layouts["prompt"] = whole.window(0, widths["prompts"])
+    if "responses" in widths:
+        layouts["response"] = whole.window(whole.width - widths["responses"], whole.width)
+    return layouts
+
+
+def pack_column(name: str, column: Tensor, layouts: Mapping[str, Layout], pad_token_id: int | None) -> Ragged | None:
+    """Pack a padded column; None if it is unknown, its window is, or its shape is not that of its window."""
+    layout = layouts.get(WINDOWS.get(name))
+    if layout is None or column.shape[:2] != (len(layout), layout.width):
+        return None
+    if name == "position_ids":
+        fill = "position"
+    elif name in _TOKEN_IDS and column.ndim == 2:
+        fill = _padding_value(column, layout, pad_token_id or 0)
+    else:
+        fill = 0
+    return Ragged.from_padded(column, layout, fill)
+
+
+def _padding_value(column: Tensor, layout: Layout, default: int) -> int:
+    """What stands in the padding of ``column`` now."""
+    padded_rows = (layout.lengths < layout.width).nonzero()[:1]
+    if not len(padded_rows):
+        return default
+    row = int(padded_rows)
+    return column[row, 0 if layout.starts[row] > 0 else layout.lengths[row]].item()
