@@ -1,0 +1,146 @@
+import pytest
+import torch
+
+from tests.support.tiny_models import make_tiny_model
+from verl.models import token_outputs as module
+from verl.models.loader import ModelSpec, load_model
+from verl.models.token_outputs import (
+    HeadMaths,
+    chunked_log_probs,
+    plain_log_probs,
+    probe_head,
+    token_outputs,
+    value_layer,
+)
+
+MATHS = [HeadMaths(), HeadMaths(0.7), HeadMaths(1.3, scale=0.2), HeadMaths(0.9, softcap=5.0), HeadMaths(1.1, 0.5, 3.0)]
+
+
+def reference(hidden, weight, targets, maths):
+    logits = (hidden @ weight.t()) * maths.scale
+    if maths.softcap:
+        logits = torch.tanh(logits / maths.softcap) * maths.softcap
+    return plain_log_probs_64(logits / maths.temperature, targets)
+
+
+def plain_log_probs_64(logits, targets):
+    log_p = torch.log_softmax(logits, -1)
+    return log_p.gather(1, targets[:, None]).squeeze(1), -(log_p.exp() * log_p).sum(-1)
+
+
+@pytest.mark.parametrize("maths", MATHS)
+@pytest.mark.parametrize("want_entropy", [False, True])
+@pytest.mark.parametrize("chunk_rows", [64, 1000])
+def test_chunks_give_the_values_and_gradients_of_whole_logits(monkeypatch, maths, want_entropy, chunk_rows):
+    rows, vocab, size = 150, 211, 24
+    monkeypatch.setitem(module._CHUNK_BYTES, "cpu", chunk_rows * 4 * vocab)
+    monkeypatch.setattr(module, "_BLOCK_BYTES", 7 * 4 * vocab)
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(rows, size, requires_grad=True), torch.randn(vocab, size, requires_grad=True)
+    targets, pull = torch.randint(0, vocab, (rows,)), torch.randn(2, rows)
+    log_probs, entropy = chunked_log_probs(hidden, weight, targets, maths, want_entropy)
+    hidden_64, weight_64 = (x.detach().double().requires_grad_() for x in (hidden, weight))
+    log_probs_64, entropy_64 = reference(hidden_64, weight_64, targets, maths)
+    loss, loss_64 = (log_probs * pull[0]).sum(), (log_probs_64 * pull[0]).sum()
+    if want_entropy:
+        loss, loss_64 = loss + (entropy * pull[1]).sum(), loss_64 + (entropy_64 * pull[1]).sum()
+        torch.testing.assert_close(entropy.double(), entropy_64, rtol=1e-5, atol=1e-5)
+    loss.backward()
+    loss_64.backward()
+    torch.testing.assert_close(log_probs.double(), log_probs_64, rtol=1e-5, atol=1e-5)
+    for ours, theirs in ((hidden.grad, hidden_64.grad), (weight.grad, weight_64.grad)):
+        assert (ours - theirs).abs().max() < 1e-5 * theirs.abs().max()
+
+
+def test_a_second_backward_pass_gives_the_same_gradient():
+    hidden, weight = torch.randn(9, 8, requires_grad=True), torch.randn(30, 8)
+    log_probs, _ = chunked_log_probs(hidden, weight, torch.arange(9))
+    first = torch.autograd.grad(log_probs.sum(), hidden, retain_graph=True)[0]
+    second = torch.autograd.grad(log_probs.sum(), hidden)[0]
+    torch.testing.assert_close(first, second)
+
+
+def test_bf16_weights_get_gradients_summed_in_fp32(monkeypatch):
+    vocab, size, rows = 64, 16, 4096
+    monkeypatch.setitem(module._CHUNK_BYTES, "cpu", 64 * 2 * vocab)
+    torch.manual_seed(0)
+    hidden = torch.randn(rows, size, dtype=torch.bfloat16) + 1
+    weight = (torch.randn(vocab, size) * 0.1).bfloat16().requires_grad_()
+    log_probs, _ = chunked_log_probs(hidden, weight, torch.randint(0, vocab, (rows,)))
+    log_probs.sum().backward()
+    wide = weight.detach().double().requires_grad_()
+    torch.manual_seed(0)
+    torch.randn(rows, size, dtype=torch.bfloat16), torch.randn(vocab, size)
+    reference(hidden.double(), wide, torch.randint(0, vocab, (rows,)), HeadMaths())[0].sum().backward()
+    assert (weight.grad - wide.grad).norm() < 0.01 * wide.grad.norm()
+
+
+def test_no_rows_give_no_log_probs_and_a_zero_gradient():
+    hidden, weight = torch.randn(0, 8, requires_grad=True), torch.randn(30, 8, requires_grad=True)
+    log_probs, entropy = chunked_log_probs(hidden, weight, torch.zeros(0, dtype=torch.long), want_entropy=True)
+    (log_probs.sum() + entropy.sum()).backward()
+    assert log_probs.shape == (0,) and not weight.grad.any()
+
+
+FAMILIES = {
+    "qwen2": {},
+    "llama": {"tie_word_embeddings": False},
+    "qwen3": {},
+    "mistral": {"sliding_window": 8},
+    "gemma2": {"final_logit_softcapping": 2.0},
+    "gemma3_text": {},
+    "granite": {"logits_scaling": 8.0},
+    "cohere": {},
+    "phi": {},
+    "gpt2": {"n_embd": 64, "n_head": 4, "n_layer": 2, "n_positions": 512},
+    "mixtral": {"num_local_experts": 4},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    "smollm3": {},
+}
+HEADS = {"gemma2": ("fused", 1.0, 2.0), "granite": ("fused", 0.125, 0.0), "cohere": ("fused", 0.0625, 0.0),
+         "phi": ("logits", 1.0, 0.0)}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_log_probs_of_right_padded_rows_are_those_of_the_models_own_logits(tmp_path, family):
+    make_tiny_model(tmp_path, family, **FAMILIES[family])
+    model = load_model(ModelSpec(str(tmp_path))).eval()
+    head = probe_head(model, torch.device("cpu"))
+    assert (head.kind, head.scale, head.softcap) == HEADS.get(family, ("fused", 1.0, 0.0))
+    ids = torch.randint(4, 100, (3, 20))
+    lengths = [20, 11, 5]
+    cells = torch.cat([torch.arange(row * 20 + 1, row * 20 + length - 1) for row, length in enumerate(lengths)])
+    targets = ids.flatten()[cells + 1]
+    with torch.no_grad():
+        scores = token_outputs(model, ids, None, cells, targets, head, 0.8, True)
+        for row, length in enumerate(lengths):
+            logits = model(input_ids=ids[row : row + 1, :length]).logits[0, 1:-1]
+            expected, entropy = plain_log_probs(logits, ids[row, 2:length], 0.8, True)
+            here = cells // 20 == row
+            torch.testing.assert_close(scores.log_probs[here], expected, rtol=1e-4, atol=2e-5)
+            torch.testing.assert_close(scores.entropy[here], entropy, rtol=1e-4, atol=2e-5)
+
+
+def test_values_are_the_token_classifiers_own(tmp_path):
+    make_tiny_model(tmp_path, "llama")
+    model = load_model(ModelSpec(str(tmp_path), head="value")).eval()
+    ids = torch.randint(4, 100, (2, 9))
+    cells = torch.tensor([0, 3, 8, 12])
+    with torch.no_grad():
+        values = token_outputs(model, ids, None, cells, None, module.Head("value"), 1.0, False).values
+        torch.testing.assert_close(values, model(input_ids=ids).logits.flatten()[cells])
+
+
+def test_a_model_without_a_value_layer_is_refused(tmp_path):
+    make_tiny_model(tmp_path)
+    with pytest.raises(ValueError, match="no linear layer 'score' or 'classifier'"):
+        value_layer(load_model(ModelSpec(str(tmp_path))))
+
+
+def test_probing_leaves_the_model_as_it_was(tmp_path):
+    make_tiny_model(tmp_path)
+    model = load_model(ModelSpec(str(tmp_path))).train()
+    probe_head(model, torch.device("cpu"))
+    assert model.training
+    for module_ in (model.base_model, model.lm_head):
+        assert not module_._forward_hooks and not module_._forward_pre_hooks

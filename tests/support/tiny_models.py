@@ -1,0 +1,44 @@
+"""Tiny models and batches for tests; nothing is downloaded."""
+
+from __future__ import annotations
+
+import torch
+
+from verl.protocol import DataProto
+from verl.utils.ragged import Ragged
+from verl.utils.tiny_model import make_tiny_model, make_tokenizer
+
+__all__ = ["make_batch", "make_tiny_model", "make_tokenizer"]
+
+
+def make_batch(
+    rows: int = 8, prompt_width: int = 12, response_width: int = 16, vocab: int = 100, seed: int = 0
+) -> DataProto:
+    """A packed batch as it reaches an update: random tokens of unequal length, and the columns PPO losses read."""
+    draw = torch.Generator().manual_seed(seed)
+    prompts = [torch.randint(4, vocab, (int(n),), generator=draw) for n in _lengths(rows, prompt_width, draw)]
+    responses = [torch.randint(4, vocab, (int(n),), generator=draw) for n in _lengths(rows, response_width, draw)]
+    prompt = Ragged.from_rows(prompts, prompt_width, side="left")
+    response = Ragged.from_rows(responses, response_width, side="right")
+    width = prompt_width + response_width
+    whole = Ragged.from_rows([torch.cat(pair) for pair in zip(prompts, responses, strict=True)], width)
+    whole = Ragged(whole.values, type(whole.layout)(prompt.layout.starts, whole.layout.lengths, width))
+    positions = torch.cat([torch.arange(int(n)) for n in whole.layout.lengths])
+    columns = {
+        "prompts": prompt,
+        "responses": response,
+        "input_ids": whole,
+        "attention_mask": whole.like(torch.ones_like(whole.values)),
+        "position_ids": Ragged(positions, whole.layout, "position"),
+        "response_mask": response.like(torch.ones_like(response.values)),
+    }
+    for name in ("old_log_probs", "ref_log_prob", "advantages", "returns", "values"):
+        columns[name] = response.like(torch.randn(response.layout.total, generator=draw))
+    columns["old_log_probs"] = response.like(columns["old_log_probs"].values * 0.1 - 4.6)
+    return DataProto.from_ragged(columns)
+
+
+def _lengths(rows: int, longest: int, draw: torch.Generator) -> torch.Tensor:
+    lengths = torch.randint(1, longest + 1, (rows,), generator=draw)
+    lengths[0] = longest
+    return lengths

@@ -1,0 +1,211 @@
+"""From a model folder to a module: a language model, or the same body with a value head.
+
+Knows transformers; knows no sharding, no optimizer and no batch.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from verl.utils.model import update_model_config, without_progress_bars
+from verl.utils.torch_dtypes import PrecisionType
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """Which model to build and in which precision."""
+
+    path: str
+    """Folder or hub name of a Hugging Face model."""
+    head: Literal["lm", "value"] = "lm"
+    """``lm``: next-token logits. ``value``: one number per token, the critic's."""
+    param_dtype: str = "fp32"
+    """Precision in which weights are kept and updated. Keep fp32 for training: a step of 1e-5 is lost in bf16."""
+    compute_dtype: str | None = "bf16"
+    """Precision of matrix products; None means ``param_dtype``."""
+    override_config: Mapping[str, Any] = field(default_factory=dict)
+    """Entries of the Hugging Face config to change; ``attn_implementation`` chooses the attention code."""
+    trust_remote_code: bool = False
+    gradient_checkpointing: bool = True
+    """Recompute activations in the backward pass: a third more time, a fraction of the memory."""
+    external_lib: str | None = None
+    """Module, or several separated by commas, to import first: for models that register themselves."""
+    load: bool = True
+    """False: random weights in the shape the config gives."""
+    use_torch_compile: bool = False
+    """Fuse the maths on logits with torch.compile; on CUDA only."""
+
+    @property
+    def folder(self) -> str:
+        return os.path.expanduser(self.path)
+
+    @property
+    def kept_in(self) -> torch.dtype:
+        return PrecisionType.to_dtype(self.param_dtype)
+
+    @property
+    def computed_in(self) -> torch.dtype:
+        return PrecisionType.to_dtype(self.compute_dtype or self.param_dtype)
+
+
+def load_config(spec: ModelSpec) -> Any:
+    """Read the model's config and apply the overrides.
+
+    Raises:
+        ValueError: where the folder holds no readable config.
+    """
+    from transformers import AutoConfig
+
+    for module in (spec.external_lib or "").split(","):
+        if module.strip():
+            importlib.import_module(module.strip())
+    try:
+        config = AutoConfig.from_pretrained(spec.folder, trust_remote_code=spec.trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"model.path={spec.path!r} holds no model: {error}") from error
+    overrides = {name: value for name, value in spec.override_config.items() if name != "attn_implementation"}
+    update_model_config(config, overrides)
+    if spec.head == "value":
+        config.num_labels = 1
+        if "classifier_dropout" not in overrides:
+            config.classifier_dropout = 0.0
+    return config
+
+
+def source_dtype(spec: ModelSpec) -> torch.dtype | None:
+    """The precision the model's config says it was saved in."""
+    config = load_config(spec)
+    return getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
+
+
+def load_model(spec: ModelSpec, seed: int = 0, dtype: torch.dtype | None = None) -> nn.Module:
+    """Build the model on CPU with its weights, in ``dtype`` (default ``spec.param_dtype``), ready for training.
+
+    Args:
+        seed: of weights that the checkpoint does not hold: a new value head, or all with ``spec.load=False``.
+
+    Raises:
+        ValueError: if weights are missing from the checkpoint, which would leave them random unseen.
+    """
+    config, dtype = load_config(spec), dtype or spec.kept_in
+    with torch.random.fork_rng(devices=[]), _quiet_transformers():
+        torch.manual_seed(seed)
+        if spec.load:
+            model, report = _auto_class(spec, config).from_pretrained(
+                spec.folder,
+                config=config,
+                dtype=dtype,
+                trust_remote_code=spec.trust_remote_code,
+                attn_implementation=_attention(spec, config),
+                output_loading_info=True,
+            )
+            _check_complete(spec, report)
+        else:
+            model = _from_config(spec, config, dtype)
+    return _prepare(spec, model)
+
+
+def empty_model(spec: ModelSpec) -> nn.Module:
+    """Build the model without memory for its weights (on the meta device): the shape to shard before loading."""
+    with torch.device("meta"):
+        return _prepare(spec, _from_config(spec, load_config(spec), spec.kept_in))
+
+
+def _auto_class(spec: ModelSpec, config: Any) -> Any:
+    from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
+
+    if spec.head == "lm":
+        return AutoModelForCausalLM
+    known = AutoModelForTokenClassification
+    if type(config) not in known._model_mapping and "AutoModelForTokenClassification" not in _remote_classes(config):
+        raise ValueError(
+            f"model.path={spec.path!r} is of type {config.model_type!r}, for which transformers has no token "
+            "classification head to read values from: choose another critic.model.path, or an advantage estimator "
+            "without a critic (grpo, rloo)"
+        )
+    return known
+
+
+def _remote_classes(config: Any) -> Mapping[str, str]:
+    return getattr(config, "auto_map", None) or {}
+
+
+def _from_config(spec: ModelSpec, config: Any, dtype: torch.dtype) -> nn.Module:
+    return _auto_class(spec, config).from_config(
+        config,
+        dtype=dtype,
+        trust_remote_code=spec.trust_remote_code,
+        attn_implementation=_attention(spec, config),
+    )
+
+
+def _attention(spec: ModelSpec, config: Any) -> str | None:
+    chosen = spec.override_config.get("attn_implementation")
+    # torch's fused attention has no softcap and transformers drops it there without a word (Gemma 2)
+    capped = getattr(config.get_text_config(), "attn_logit_softcapping", None)
+    return chosen or ("eager" if capped else None)
+
+
+def _check_complete(spec: ModelSpec, report: Mapping[str, Any]) -> None:
+    missing = sorted(report.get("missing_keys") or ())
+    if spec.head == "value":
+        missing = [name for name in missing if name.split(".")[0] not in ("score", "classifier")]
+    wrong = [str(entry[0]) for entry in report.get("mismatched_keys") or ()]
+    if missing or wrong:
+        raise ValueError(
+            f"model.path={spec.path!r} lacks {len(missing)} weights and has {len(wrong)} of another shape, first "
+            f"{(missing + wrong)[:3]}: they would stay random. Use a complete checkpoint of this architecture."
+        )
+
+
+def _prepare(spec: ModelSpec, model: nn.Module) -> nn.Module:
+    """Switch on what training needs; switch off what makes two passes over the same tokens differ."""
+    if not any("drop" in name for name in spec.override_config):
+        without_dropout(model)
+    if spec.gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model
+
+
+def without_dropout(model: nn.Module) -> None:
+    """Set every dropout rate to 0: a policy ratio compares two passes, which dropout would make differ at random."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        for name in ("attention_dropout", "dropout", "attn_pdrop", "resid_pdrop"):
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, 0.0)
+
+
+def layer_class_names(model: nn.Module) -> list[str]:
+    """Names of the classes that transformers says must not be cut: the layers, the natural unit to shard."""
+    names: list[str] = []
+    for module in model.modules():
+        declared = getattr(module, "_no_split_modules", None) or ()
+        names += [name for name in declared if name not in names]
+    return names
+
+
+@contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    """No progress bars, and no note that a new value head is new: ``_check_complete`` says what matters."""
+    from transformers.utils import logging as hf_logging
+
+    level = hf_logging.get_verbosity()
+    hf_logging.set_verbosity_error()
+    try:
+        with without_progress_bars():
+            yield
+    finally:
+        hf_logging.set_verbosity(level)

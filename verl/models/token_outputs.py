@@ -1,0 +1,352 @@
+"""From hidden states to what a loss needs of each token: log-probability, entropy, value.
+
+The (T, V) logits are never whole in memory: they are made, used and dropped in chunks, forward and backward. Knows
+modules and tensors, not batches or losses.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from types import MethodType
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+logger = logging.getLogger(__name__)
+
+_CHUNK_BYTES = {"cpu": 64 << 20, "cuda": 512 << 20}
+"""Size of the logits made by one matrix product; large enough to run it at full speed."""
+
+_BLOCK_BYTES = 3 << 20
+"""Size of fp32 logits that one pass of element-wise maths works on, on CPU: they stay in its cache."""
+
+
+class HeadMaths(NamedTuple):
+    """What turns the output of the last linear layer into log-probabilities.
+
+    A raw output x becomes the logit ``scale * x``, or ``softcap * tanh(scale * x / softcap)`` where there is a cap
+    (Gemma 2, arXiv:2408.00118), and is divided by ``temperature``.
+    """
+
+    temperature: float = 1.0
+    scale: float = 1.0
+    softcap: float = 0.0
+
+
+# -- maths of one block of logits ---------------------------------------------------------------------------------
+
+
+def _scaled(raw: Tensor, maths: HeadMaths) -> tuple[Tensor, Tensor | float]:
+    """fp32 logits over temperature, and their derivative by ``raw``."""
+    # scaled in place below: fp32 input is copied, since the caller may keep it for the backward pass
+    x = raw.to(torch.float32, copy=True)
+    if maths.softcap:
+        x = torch.tanh(x.mul_(maths.scale / maths.softcap))
+        return x * (maths.softcap / maths.temperature), (1 - x * x).mul_(maths.scale / maths.temperature)
+    gain = maths.scale / maths.temperature
+    return (x if gain == 1.0 else x.mul_(gain)), gain
+
+
+def _score_block(raw: Tensor, targets: Tensor, maths: HeadMaths, want_entropy: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probability of ``targets``, log of the normaliser, and entropy (or zeros) of each row of raw logits."""
+    x, _ = _scaled(raw, maths)
+    top = x.amax(-1, keepdim=True)
+    x = x.sub_(top)
+    picked = x.gather(1, targets[:, None]).squeeze(1)
+    if want_entropy:
+        p = torch.exp(x)
+        total = p.sum(-1)
+        mean = torch.bmm(p[:, None], x[:, :, None]).view(-1) / total
+    else:
+        total = x.exp_().sum(-1)
+        mean = torch.zeros_like(total)
+    log_total = torch.log(total)
+    entropy = log_total - mean if want_entropy else mean
+    return picked - log_total, log_total + top.squeeze(1), entropy
+
+
+def _grad_block(
+    raw: Tensor,
+    targets: Tensor,
+    normaliser: Tensor,
+    entropy: Tensor | None,
+    grad: Tensor,
+    grad_entropy: Tensor | None,
+    maths: HeadMaths,
+) -> Tensor:
+    """Gradient by raw logits: dlogp_y/dx_j = [j = y] - p_j and dH/dx_j = -p_j (log p_j + H)."""
+    x, slope = _scaled(raw, maths)
+    x = x.sub_(normaliser[:, None])
+    if grad_entropy is None:
+        x = x.exp_().mul_(-grad[:, None])
+    else:
+        pull = (x + entropy[:, None]).mul_(grad_entropy[:, None]).add_(grad[:, None])
+        x = x.exp_().mul_(pull).neg_()
+    x = x.scatter_add_(1, targets[:, None], grad[:, None])
+    return x if isinstance(slope, float) and slope == 1.0 else x.mul_(slope)
+
+
+@lru_cache(maxsize=1)
+def _compiled_blocks() -> tuple[Callable, Callable]:
+    return torch.compile(_score_block, dynamic=True), torch.compile(_grad_block, dynamic=True)
+
+
+# -- the chunked head ---------------------------------------------------------------------------------------------
+
+
+def _raw_logits(hidden: Tensor, weight: Tensor) -> Tensor:
+    """hidden (t, H) times weight (V, H) transposed; kept in the fp32 it was summed in where the device offers that."""
+    if hidden.is_cuda and hidden.dtype in (torch.bfloat16, torch.float16):
+        return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
+    return hidden @ weight.t()
+
+
+def _chunk_rows(hidden: Tensor, vocab: int) -> int:
+    size = 4 if hidden.is_cuda else hidden.element_size()
+    rows = _CHUNK_BYTES["cuda" if hidden.is_cuda else "cpu"] // (size * vocab)
+    return max(64, rows // 64 * 64)
+
+
+def _block_rows(hidden: Tensor, vocab: int, rows: int) -> int:
+    return rows if hidden.is_cuda else max(4, _BLOCK_BYTES // (4 * vocab))
+
+
+class _ChunkedLogProb(torch.autograd.Function):
+    """hidden (T, H), weight (V, H), targets (T,) -> log-probabilities and entropies (T,), fp32."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight, targets, maths, want_entropy, compiled):
+        rows, vocab = hidden.shape[0], weight.shape[0]
+        score = _compiled_blocks()[0] if compiled else _score_block
+        chunk = _chunk_rows(hidden, vocab)
+        log_probs = torch.empty(rows, dtype=torch.float32, device=hidden.device)
+        normaliser, entropy = torch.empty_like(log_probs), torch.empty_like(log_probs)
+        raw = None
+        for start in range(0, rows, chunk):
+            raw = _raw_logits(hidden[start : start + chunk], weight)
+            step = _block_rows(hidden, vocab, len(raw))
+            for at in range(0, len(raw), step):
+                block = slice(start + at, start + min(at + step, len(raw)))
+                log_probs[block], normaliser[block], entropy[block] = score(
+                    raw[at : at + step], targets[block], maths, want_entropy
+                )
+        ctx.save_for_backward(hidden, weight, targets, normaliser, entropy)
+        ctx.maths, ctx.compiled, ctx.chunk = maths, compiled, chunk
+        # with a single chunk the logits at hand save the backward pass one product of four, in memory it needs anyway
+        ctx.raw = raw if rows <= chunk and (ctx.needs_input_grad[0] or ctx.needs_input_grad[1]) else None
+        ctx.set_materialize_grads(False)
+        return log_probs, entropy
+
+    @staticmethod
+    def backward(ctx, grad, grad_entropy):
+        hidden, weight, targets, normaliser, entropy = ctx.saved_tensors
+        wants_hidden, wants_weight = ctx.needs_input_grad[:2]
+        if grad is None and grad_entropy is None:
+            return (None,) * 6
+        if grad is None:
+            grad = torch.zeros_like(grad_entropy)
+        make = _compiled_blocks()[1] if ctx.compiled else _grad_block
+        rows, vocab = hidden.shape[0], weight.shape[0]
+        grad_hidden = torch.empty_like(hidden) if wants_hidden else None
+        grad_weight = None
+        kept, ctx.raw = ctx.raw, None
+        for start in range(0, rows, ctx.chunk):
+            h = hidden[start : start + ctx.chunk]
+            raw = _raw_logits(h, weight) if kept is None else kept
+            d_raw = raw if raw.dtype == hidden.dtype else torch.empty_like(raw, dtype=hidden.dtype)
+            step = _block_rows(hidden, vocab, len(raw))
+            for at in range(0, len(raw), step):
+                block = slice(start + at, start + min(at + step, len(raw)))
+                d_raw[at : at + step] = make(
+                    raw[at : at + step],
+                    targets[block],
+                    normaliser[block],
+                    entropy[block],
+                    grad[block],
+                    None if grad_entropy is None else grad_entropy[block],
+                    ctx.maths,
+                )
+            if wants_hidden:
+                torch.mm(d_raw, weight, out=grad_hidden[start : start + ctx.chunk])
+            if wants_weight:
+                part = d_raw.t() @ h
+                if grad_weight is None:
+                    # many bf16 parts would be rounded away one by one: sum them in fp32
+                    grad_weight = part if rows <= ctx.chunk else part.float()
+                else:
+                    grad_weight += part
+        if wants_weight:
+            grad_weight = torch.zeros_like(weight) if grad_weight is None else grad_weight.to(weight.dtype)
+        return grad_hidden, grad_weight, None, None, None, None
+
+
+def chunked_log_probs(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    maths: HeadMaths = HeadMaths(),  # noqa: B008
+    want_entropy: bool = False,
+    compiled: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Log-probability of each target under softmax(logits), and the entropy of that distribution.
+
+    Peak memory is one chunk of logits (64 MiB on CPU, 512 MiB on CUDA), forward and backward.
+
+    Args:
+        hidden: (T, H), the states that predict ``targets``.
+        weight: (V, H) of the last linear layer.
+        targets: (T,) int64 token ids.
+        compiled: fuse the element-wise maths with torch.compile.
+
+    Returns:
+        log_probs (T,) and entropy (T,) or None; both fp32 and differentiable.
+    """
+    log_probs, entropy = _ChunkedLogProb.apply(hidden, weight, targets, maths, want_entropy, compiled)
+    return log_probs, entropy if want_entropy else None
+
+
+def plain_log_probs(
+    logits: Tensor, targets: Tensor, temperature: float = 1.0, want_entropy: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """The same from finished logits (T, V): for models whose head is more than a linear layer."""
+    log_p = torch.log_softmax(logits.float() / temperature, dim=-1)
+    entropy = -(log_p.exp() * log_p).sum(-1) if want_entropy else None
+    return log_p.gather(1, targets[:, None]).squeeze(1), entropy
+
+
+# -- on a model ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Head:
+    """How to read a model's outputs; found by ``probe_head``."""
+
+    kind: Literal["fused", "logits", "value"]
+    scale: float = 1.0
+    softcap: float = 0.0
+    compiled: bool = False
+
+
+class TokenScores(NamedTuple):
+    """Outputs at the chosen positions, (t,) each, fp32; None where not asked for."""
+
+    log_probs: Tensor | None = None
+    entropy: Tensor | None = None
+    values: Tensor | None = None
+
+
+def attach_token_outputs(model: nn.Module) -> None:
+    """Give ``model`` the method ``token_outputs``, so that a sharding wrapper can gather weights around it."""
+    model.token_outputs = MethodType(token_outputs, model)
+
+
+def token_outputs(
+    model: Any,
+    input_ids: Tensor,
+    position_ids: Tensor | None,
+    cells: Tensor,
+    targets: Tensor,
+    head: Head,
+    temperature: float,
+    want_entropy: bool,
+) -> TokenScores:
+    """Run the model and read its outputs at some positions.
+
+    Args:
+        input_ids: (b, l), right padded. No attention mask: a causal model's real tokens cannot see padding on their
+            right, and nobody reads what stands at the padding.
+        position_ids: (b, l), or None for counting from 0.
+        cells: (t,) positions in the flattened (b * l,) that predict a token.
+        targets: (t,) the tokens predicted.
+    """
+    inputs = {"input_ids": input_ids, "use_cache": False}
+    if position_ids is not None:
+        inputs["position_ids"] = position_ids
+    if head.kind == "logits":
+        logits = model(**inputs).logits.flatten(0, 1).index_select(0, cells)
+        return TokenScores(*plain_log_probs(logits, targets, temperature, want_entropy))
+    hidden = model.base_model(**inputs)[0].flatten(0, 1).index_select(0, cells)
+    if head.kind == "value":
+        layer = value_layer(model)
+        bias = None if layer.bias is None else layer.bias.float()
+        # the head in fp32: a bf16 value has three digits, too few for a TD error
+        return TokenScores(values=nn.functional.linear(hidden.float(), layer.weight.float(), bias).squeeze(-1))
+    maths = HeadMaths(temperature, head.scale, head.softcap)
+    weight = model.get_output_embeddings().weight
+    return TokenScores(*chunked_log_probs(hidden, weight, targets, maths, want_entropy, head.compiled))
+
+
+def value_layer(model: nn.Module) -> nn.Linear:
+    """The linear layer of a token classifier with one label."""
+    for name in ("score", "classifier"):
+        layer = getattr(model, name, None)
+        if isinstance(layer, nn.Linear) and layer.out_features == 1:
+            return layer
+    raise ValueError(
+        f"{type(model).__name__} has no linear layer 'score' or 'classifier' with one output to read values from: "
+        "use a model family with a token classification head"
+    )
+
+
+@torch.no_grad()
+def probe_head(model: Any, device: torch.device, compiled: bool = False) -> Head:
+    """Find out by one short forward pass what stands between hidden states and logits.
+
+    The input of the last linear layer is blown up so that its outputs reach 30: a softcap or a scale then shows, which
+    the small logits of a fresh model would hide. Anything that is not a linear layer, a constant from the config or a
+    tanh cap is handled by taking the logits whole, with a warning.
+    """
+    layer = model.get_output_embeddings()
+    if not isinstance(layer, nn.Linear) or layer.bias is not None:
+        return _whole_logits(model, "its last layer is not a linear layer without bias")
+    seen: dict[str, Tensor] = {}
+
+    def amplify(module: nn.Linear, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        seen["input"] = args[0]
+        return (args[0] * (30 / (args[0] @ module.weight.t()).abs().amax().clamp_min(1e-6)),)
+
+    hooks = [
+        model.base_model.register_forward_hook(lambda _module, _args, out: seen.update(hidden=out[0])),
+        layer.register_forward_pre_hook(amplify),
+        layer.register_forward_hook(lambda _module, _args, out: seen.update(raw=out)),
+    ]
+    training = model.training
+    try:
+        model.eval()
+        ids = torch.arange(16, device=device).view(2, 8) % model.config.get_text_config().vocab_size
+        final = model(input_ids=ids, use_cache=False).logits.float()
+    finally:
+        model.train(training)
+        for hook in hooks:
+            hook.remove()
+    if "raw" not in seen or "hidden" not in seen or not torch.equal(seen["hidden"], seen["input"]):
+        return _whole_logits(model, "its hidden states are changed before the last layer")
+    raw = seen["raw"].float()
+    for scale, softcap in _known_heads(model.config.get_text_config()):
+        made = raw * scale
+        made = torch.tanh(made / softcap) * softcap if softcap else made
+        if torch.allclose(made, final, rtol=0.02, atol=0.02 * float(made.abs().amax())):
+            return Head("fused", scale, softcap, compiled)
+    return _whole_logits(model, "its logits are changed after the last layer")
+
+
+def _known_heads(config: Any) -> list[tuple[float, float]]:
+    """Scales and softcaps the config names, the plain head first."""
+    softcap = float(getattr(config, "final_logit_softcapping", None) or 0.0)
+    scales = [1.0]
+    if getattr(config, "logit_scale", None):
+        scales.append(float(config.logit_scale))
+    if getattr(config, "logits_scaling", None):
+        scales.append(1.0 / float(config.logits_scaling))
+    return [(scale, cap) for cap in dict.fromkeys((0.0, softcap)) for scale in scales]
+
+
+def _whole_logits(model: nn.Module, why: str) -> Head:
+    logger.warning(
+        "%s: %s, so the logits of a micro-batch are held whole; use small micro-batches", type(model).__name__, why
+    )
+    return Head("logits")

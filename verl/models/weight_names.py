@@ -1,0 +1,62 @@
+"""Module names to checkpoint names: what other programs call a weight.
+
+A module's own names differ from its checkpoint's where transformers fuses weights (the experts of a mixture), where
+two names mean one tied tensor, and where a wrapper puts its prefix in front. The one module that touches
+``transformers.core_model_loading``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from torch import Tensor
+
+_WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.", "module.")
+
+
+def plain_name(name: str) -> str:
+    """``name`` without the prefixes of sharding, checkpointing and compiling wrappers."""
+    for prefix in _WRAPPERS:
+        name = name.replace(prefix, "")
+    return name
+
+
+def tied_duplicates(model: Any) -> frozenset[str]:
+    """Names that share their tensor with another name and are left out of checkpoints."""
+    return frozenset(getattr(model, "all_tied_weights_keys", None) or ())
+
+
+def checkpoint_tensors(model: Any, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Rename full tensors of ``model`` to what its checkpoint calls them, splitting fused ones.
+
+    Args:
+        named: (module name, full tensor), neighbours in the module next to each other.
+
+    Yields:
+        (checkpoint name, tensor). At most the tensors of one submodule are held back, to be split together.
+    """
+    named = ((plain_name(name), tensor) for name, tensor in named)
+    if not _has_conversions(model):
+        yield from named
+        return
+    from transformers.core_model_loading import revert_weight_conversion
+
+    held: dict[str, Tensor] = {}
+    parent = None
+    for name, tensor in named:
+        if held and name.rpartition(".")[0] != parent:
+            yield from revert_weight_conversion(model, held).items()
+            held = {}
+        parent = name.rpartition(".")[0]
+        held[name] = tensor
+    if held:
+        yield from revert_weight_conversion(model, held).items()
+
+
+def _has_conversions(model: Any) -> bool:
+    try:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+    except ImportError:  # transformers 4 loads checkpoints under their own names
+        return False
+    return bool(get_model_conversion_mapping(model, add_legacy=False))

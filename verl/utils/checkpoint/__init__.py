@@ -1,0 +1,1 @@
+"""Checkpoints of engines: files on disk, their layout, and which are kept."""

@@ -1,0 +1,91 @@
+"""The group of all ranks of a role, and the few collectives the engines need.
+
+Every function works without a process group too: one process is then a world of its own.
+"""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from verl.utils.device import collective_backend, current_device, get_device_name
+
+
+def ensure_process_group(device: str = "cpu", timeout_s: float = 600.0) -> None:
+    """Join the process group named by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, unless already a member.
+
+    Without RANK in the environment this process becomes a group of one, which needs no network.
+
+    Args:
+        device: ``cpu`` (gloo) or ``cuda`` (nccl for device tensors, gloo for the rest).
+        timeout_s: seconds a collective may wait for the slowest rank before it raises.
+    """
+    if dist.is_initialized():
+        return
+    where = current_device(device)
+    backend = "gloo" if device == "cpu" else f"cpu:gloo,{device}:{collective_backend(device)}"
+    timeout = timedelta(seconds=timeout_s)
+    if "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        device_id = where if device == "cuda" else None
+        dist.init_process_group(backend, timeout=timeout, device_id=device_id)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+
+
+def initialize_global_process_group(timeout_second: float = 36000) -> tuple[int, int, int]:
+    """Join the group torchrun describes; returns local rank, rank, world size."""
+    ensure_process_group(get_device_name(), timeout_s=timeout_second)
+    return int(os.environ.get("LOCAL_RANK", 0)), dist.get_rank(), dist.get_world_size()
+
+
+def destroy_global_process_group() -> None:
+    """Leave the process group, if a member of one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def get_rank() -> int:
+    """This process's rank; 0 without a group."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def get_world_size() -> int:
+    """Number of ranks; 1 without a group."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def is_node_leader() -> bool:
+    """True on one rank of each node: the one that renames and deletes files."""
+    return int(os.environ.get("LOCAL_RANK", get_rank())) == 0
+
+
+def barrier() -> None:
+    """Wait for all ranks."""
+    if get_world_size() > 1:
+        dist.barrier()
+
+
+def all_reduce_numbers(values: list[float], op: str, group: dist.ProcessGroup | None, device: torch.device) -> list:
+    """Combine a list of numbers over ``group`` in one collective.
+
+    Args:
+        values: as many on every rank.
+        op: ``"sum"`` or ``"max"``.
+    """
+    if not values or get_world_size() == 1 or dist.get_world_size(group) == 1:
+        return list(values)
+    packed = torch.tensor(values, dtype=torch.float64, device=device)
+    dist.all_reduce(packed, {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[op], group=group)
+    return packed.tolist()
+
+
+def all_gather_objects(value: object, group: dist.ProcessGroup | None = None) -> list:
+    """``value`` of every rank of ``group``, in rank order; for small things, they are pickled."""
+    if get_world_size() == 1:
+        return [value]
+    gathered: list = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, value, group=group)
+    return gathered

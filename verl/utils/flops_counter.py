@@ -1,0 +1,86 @@
+"""How much arithmetic a training step is, and how much the device could do: the two sides of MFU.
+
+Counts matrix products only, forward and backward (a multiply and an add are two operations).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from verl.utils.device import get_device_name, get_torch_device
+
+_DENSE_BF16_TFLOPS = (  # first match wins, so longer names stand first; vendors' data sheets, without sparsity
+    ("GB200", 2500.0),
+    ("B200", 2250.0),
+    ("H200", 989.0),
+    ("H100 PCIe", 756.0),
+    ("H100", 989.0),
+    ("H800", 989.0),
+    ("GH200", 989.0),
+    ("H20", 148.0),
+    ("A100", 312.0),
+    ("A800", 312.0),
+    ("L40S", 362.0),
+    ("L40", 181.0),
+    ("L20", 119.5),
+    ("A40", 149.7),
+    ("RTX 4090", 165.0),
+    ("RTX 3090", 71.0),
+    ("MI300X", 1307.0),
+)
+
+
+def get_device_flops(unit: str = "T") -> float:
+    """Dense bf16 operations a second of the current device; infinity when it is not known, so that MFU reads 0."""
+    scale = {"B": 1e9, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}[unit]
+    if get_device_name() == "cpu":
+        return float("inf")
+    name = get_torch_device().get_device_name()
+    return next((tflops * 1e12 / scale for key, tflops in _DENSE_BF16_TFLOPS if key in name), float("inf"))
+
+
+class FlopsCounter:
+    """Estimate achieved and promised FLOPS for one model.
+
+    Args:
+        config: a Hugging Face config of a decoder (its text config, for a model with several).
+    """
+
+    def __init__(self, config: Any) -> None:
+        self.config = config.get_text_config() if hasattr(config, "get_text_config") else config
+
+    def flops_per_token(self) -> float:
+        """Operations of all weight matrices for one token, forward and backward: 6 a weight in use."""
+        config = self.config
+        hidden, layers = config.hidden_size, config.num_hidden_layers
+        heads = config.num_attention_heads
+        head_size = getattr(config, "head_dim", None) or hidden // heads
+        kv_heads = getattr(config, "num_key_value_heads", None) or heads
+        attention = hidden * head_size * (2 * heads + 2 * kv_heads)
+        return 6.0 * (layers * (attention + self._mlp_weights()) + config.vocab_size * hidden)
+
+    def _mlp_weights(self) -> int:
+        """Weights of one layer's gated MLP that one token meets; of a mixture, the experts it is sent to."""
+        config = self.config
+        experts = getattr(config, "num_experts_per_tok", None)
+        if not experts:
+            return 3 * config.hidden_size * (getattr(config, "intermediate_size", None) or 4 * config.hidden_size)
+        width = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
+        shared = getattr(config, "shared_expert_intermediate_size", None) or 0
+        total = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None) or 0
+        return config.hidden_size * (3 * (experts * width + shared) + total)
+
+    def estimate_flops(self, batch_seqlens: Sequence[int], delta_time: float) -> tuple[float, float]:
+        """Achieved and promised TFLOPS.
+
+        Args:
+            batch_seqlens: tokens of each sequence trained on in ``delta_time`` seconds on this device.
+        """
+        config = self.config
+        head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        width = head_size * config.num_attention_heads * config.num_hidden_layers
+        # causal attention touches half of each square, but is quoted in full by convention
+        attention = 12.0 * width * sum(length * length for length in batch_seqlens)
+        total = self.flops_per_token() * sum(batch_seqlens) + attention
+        return total / delta_time / 1e12, get_device_flops("T")

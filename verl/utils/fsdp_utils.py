@@ -1,0 +1,219 @@
+"""Shard a model with torch's fully_shard (FSDP2), fill it, move it.
+
+Knows modules, meshes and optimizers; no config tree, no batch.
+
+Source: Zhao et al. 2023, PyTorch FSDP (arXiv:2304.11277).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from verl.utils.device import get_device_id, get_device_name
+from verl.utils.distributed import get_world_size
+
+__all__ = [
+    "CPUOffloadPolicy",
+    "FSDPModule",
+    "MixedPrecisionPolicy",
+    "apply_fsdp2",
+    "create_device_mesh",
+    "fsdp2_clip_grad_norm_",
+    "fsdp2_load_full_state_dict",
+    "fsdp_modules",
+    "fsdp_version",
+    "fully_shard",
+    "get_fsdp_full_state_dict",
+    "load_fsdp_model_to_gpu",
+    "load_fsdp_optimizer",
+    "move_optimizer_state",
+    "offload_fsdp_model_to_cpu",
+    "offload_fsdp_optimizer",
+    "sharding_units",
+    "wants_offload",
+]
+
+logger = logging.getLogger(__name__)
+
+
+def create_device_mesh(world_size: int, fsdp_size: int, device: str | None = None) -> DeviceMesh:
+    """The mesh to shard over: all ranks, or groups of ``fsdp_size`` that hold replicas (HSDP).
+
+    Raises:
+        ValueError: if ``fsdp_size`` does not divide the number of ranks.
+    """
+    device = device or get_device_name()
+    if fsdp_size is None or fsdp_size < 0 or fsdp_size >= world_size:
+        return init_device_mesh(device, (world_size,), mesh_dim_names=("fsdp",))
+    if fsdp_size == 0 or world_size % fsdp_size:
+        raise ValueError(
+            f"fsdp_config.fsdp_size={fsdp_size} does not divide the {world_size} ranks: use a divisor, or -1 for all"
+        )
+    return init_device_mesh(device, (world_size // fsdp_size, fsdp_size), mesh_dim_names=("ddp", "fsdp"))
+
+
+def sharding_units(model: nn.Module, class_names: Iterable[str], min_num_params: int = 0) -> list[nn.Module]:
+    """The modules to shard one by one, inner before outer.
+
+    Args:
+        class_names: classes of the layers; used where ``min_num_params`` is 0.
+        min_num_params: if positive, the smallest modules with at least so many parameters not yet in a unit.
+    """
+    if min_num_params <= 0:
+        names = set(class_names)
+        return [module for module in model.modules() if type(module).__name__ in names]
+    units: list[nn.Module] = []
+
+    def visit(module: nn.Module) -> int:
+        """Collect units below ``module``; returns the parameters no unit has taken."""
+        own = sum(parameter.numel() for parameter in module.parameters(recurse=False))
+        left = own + sum(visit(child) for child in module.children())
+        # a list of modules has no forward to gather its weights for
+        if left < min_num_params or module is model or isinstance(module, nn.ModuleList | nn.ModuleDict):
+            return left
+        units.append(module)
+        return 0
+
+    visit(model)
+    return units
+
+
+def apply_fsdp2(model: nn.Module, fsdp_kwargs: dict[str, Any], config: Any = None) -> None:
+    """Shard ``model`` in place: each layer a unit, the rest another.
+
+    Args:
+        fsdp_kwargs: for ``fully_shard``: ``mesh``, ``mp_policy``, ``reshard_after_forward``, ...
+        config: may hold ``wrap_policy`` with ``transformer_layer_cls_to_wrap`` and ``min_num_params``; the default is
+            the model's ``_no_split_modules``.
+    """
+    policy = read(config, "wrap_policy", {}) or {}
+    classes = read(policy, "transformer_layer_cls_to_wrap", None) or getattr(model, "_no_split_modules", None) or ()
+    classes = [classes] if isinstance(classes, str) else list(classes)
+    units = sharding_units(model, classes, read(policy, "min_num_params", 0) or 0)
+    if classes and not units:
+        raise ValueError(
+            f"wrap_policy names the layers {classes}, and {type(model).__name__} has none of them: "
+            "set transformer_layer_cls_to_wrap to the class of its layers"
+        )
+    for unit in units:
+        fully_shard(unit, **fsdp_kwargs)
+    fully_shard(model, **fsdp_kwargs)
+
+
+def read(config: Any, name: str, default: Any) -> Any:
+    """Entry ``name`` of a mapping or a dataclass, or ``default``."""
+    if config is None:
+        return default
+    return config.get(name, default) if hasattr(config, "get") else getattr(config, name, default)
+
+
+def fsdp2_load_full_state_dict(
+    model: nn.Module, full_state: dict[str, Tensor], device_mesh: DeviceMesh | None = None, cpu_offload: Any = None
+) -> None:
+    """Fill a sharded model, with all its buffers, from rank 0.
+
+    Args:
+        model: sharded while on the meta device and given memory by ``to_empty``, or sharded with weights.
+        full_state: on rank 0, full tensors of all parameters and *all* buffers, also those not saved in checkpoints
+            (``full_model_state``); ignored elsewhere.
+    """
+    buffers = dict(model.named_buffers())
+    weights = {name: tensor for name, tensor in full_state.items() if name not in buffers}
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=get_world_size() > 1, strict=False)
+    set_model_state_dict(model, weights, options=options)
+    # Buffers such as rotary frequencies are in no state dict, and to_empty left them undefined.
+    for name, buffer in buffers.items():
+        if name in full_state:
+            buffer.copy_(full_state[name])
+        if get_world_size() > 1:
+            dist.broadcast(buffer, src=0)
+
+
+def full_model_state(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and all buffers of an unsharded model, also those that checkpoints leave out."""
+    return {**model.state_dict(), **dict(model.named_buffers())}
+
+
+def fsdp_modules(model: nn.Module) -> list[FSDPModule]:
+    """Every unit of sharding in ``model``."""
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def fsdp_version(model: nn.Module) -> int:
+    """2 for a model sharded by ``fully_shard``, 1 for FullyShardedDataParallel, 0 for neither."""
+    if isinstance(model, FSDPModule):
+        return 2
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    return 1 if isinstance(model, FullyShardedDataParallel) else 0
+
+
+def get_fsdp_full_state_dict(model: nn.Module, offload_to_cpu: bool = True, rank0_only: bool = True) -> dict:
+    """The whole state dict of a sharded model; with ``rank0_only`` and offload, empty on other ranks."""
+    options = StateDictOptions(full_state_dict=True, cpu_offload=offload_to_cpu)
+    state = get_model_state_dict(model, options=options)
+    return {} if rank0_only and dist.is_initialized() and dist.get_rank() else state
+
+
+def fsdp2_clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
+    """Scale sharded gradients so that their norm over all ranks is at most ``max_norm``; returns the norm before."""
+    parameters = [parameter for parameter in parameters if parameter.grad is not None]
+    total = torch.nn.utils.get_total_norm([parameter.grad for parameter in parameters])
+    total = total.full_tensor() if hasattr(total, "full_tensor") else total
+    torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
+    return total
+
+
+# -- between host and device --------------------------------------------------------------------------------------
+
+
+def wants_offload(config: Any, name: str, device: torch.device) -> bool:
+    """Whether ``config`` asks for offload ``name`` and there is another memory to offload to."""
+    asked = bool(read(config, name, False))
+    if asked and device.type == "cpu":
+        logger.warning("fsdp_config.%s has no effect on a CPU device", name)
+        return False
+    return asked
+
+
+def offload_fsdp_model_to_cpu(model: nn.Module, empty_cache: bool = True) -> None:
+    """Move a (sharded) model to host memory."""
+    for unit in fsdp_modules(model):
+        unit.reshard()
+    model.to("cpu")
+    if empty_cache and torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def load_fsdp_model_to_gpu(model: nn.Module) -> None:
+    """Move a (sharded) model to the current device."""
+    model.to(get_device_id() if get_device_name() == "cuda" else "cpu")
+
+
+def offload_fsdp_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """Move the optimizer's state to host memory."""
+    move_optimizer_state(optimizer, torch.device("cpu"))
+
+
+def load_fsdp_optimizer(optimizer: torch.optim.Optimizer, device_id: int | str | torch.device) -> None:
+    """Move the optimizer's state to a device."""
+    move_optimizer_state(optimizer, torch.device(device_id))
+
+
+def move_optimizer_state(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+    """Move every tensor of the optimizer's state to ``device``."""
+    for state in optimizer.state.values():
+        for name, value in state.items():
+            if isinstance(value, Tensor):
+                state[name] = value.to(device, non_blocking=True)
+    if device.type == "cpu" and torch.cuda.is_available():
+        torch.cuda.synchronize()

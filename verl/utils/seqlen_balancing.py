@@ -1,0 +1,236 @@
+"""Cut rows of unequal length into parts of equal load: over ranks, and into micro-batches.
+
+Works on lengths, plain integers; the driver balances 64 thousand rows over 512 ranks in a fraction of a second.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class MicroBatching(NamedTuple):
+    """How a forward pass over many rows is cut; exactly one of the two is set.
+
+    Neither set means one micro-batch with everything.
+    """
+
+    size: int | None = None
+    """Rows in a micro-batch."""
+    max_tokens: int | None = None
+    """Cells in a micro-batch: rows times the longest row."""
+
+
+WHOLE = MicroBatching()
+"""Everything in one micro-batch."""
+
+
+def ceildiv(a: int, b: int) -> int:
+    """a / b, rounded up."""
+    return -(a // -b)
+
+
+def roundup_divisible(a: int, b: int) -> int:
+    """The smallest multiple of ``b`` that is not less than ``a``."""
+    return ceildiv(a, b) * b
+
+
+# -- over ranks ---------------------------------------------------------------------------------------------------
+
+
+def get_seqlen_balanced_partitions(seqlen_list: Sequence[int], k_partitions: int, equal_size: bool) -> list[list[int]]:
+    """Divide rows into ``k_partitions`` sets whose sums of lengths differ little.
+
+    Longest first, each row to the set with the least so far (Graham 1969). With ``equal_size`` rows are dealt in
+    rounds of ``k_partitions``, the longest of a round to the least loaded set, and the heaviest and lightest sets then
+    trade rows.
+
+    Args:
+        seqlen_list: length of each row.
+        k_partitions: number of sets, at most the number of rows.
+        equal_size: every set gets the same number of rows.
+
+    Returns:
+        The row numbers of each set, ascending.
+
+    Raises:
+        ValueError: if the rows do not suffice, or do not divide when ``equal_size``.
+    """
+    lengths = np.asarray(seqlen_list, dtype=np.int64)
+    rows = len(lengths)
+    if k_partitions < 1 or rows < k_partitions:
+        raise ValueError(f"{rows} rows cannot fill {k_partitions} partitions: each needs at least one row")
+    if equal_size and rows % k_partitions:
+        raise ValueError(f"{rows} rows do not divide into {k_partitions} partitions of equal size: pad them first")
+    parts = _deal_rounds(lengths, k_partitions) if equal_size else _fill_lightest(lengths, k_partitions)
+    return [sorted(part) for part in parts]
+
+
+def _fill_lightest(lengths: np.ndarray, parts: int) -> list[list[int]]:
+    result: list[list[int]] = [[] for _ in range(parts)]
+    # the count breaks ties, so that rows of length zero spread too and no set stays empty
+    heap = [(0, 0, part) for part in range(parts)]
+    for row in np.argsort(-lengths, kind="stable").tolist():
+        load, count, part = heap[0]
+        result[part].append(row)
+        heapq.heapreplace(heap, (load + int(lengths[row]), count + 1, part))
+    return result
+
+
+def _deal_rounds(lengths: np.ndarray, parts: int) -> list[list[int]]:
+    order = np.argsort(-lengths, kind="stable").reshape(-1, parts)
+    loads = np.zeros(parts, dtype=np.int64)
+    dealt = np.empty_like(order)
+    for number, rows in enumerate(order):
+        to = np.argsort(loads, kind="stable")
+        dealt[number, to] = rows
+        loads[to] += lengths[rows]
+    _trade_rows(lengths, dealt, loads)
+    return [column.tolist() for column in dealt.T]
+
+
+def _trade_rows(lengths: np.ndarray, dealt: np.ndarray, loads: np.ndarray) -> None:
+    """Swap rows between the heaviest and the lightest set while that brings them nearer; changes its arguments."""
+    for _ in range(4 * len(loads)):
+        heavy, light = int(loads.argmax()), int(loads.argmin())
+        gap = loads[heavy] - loads[light]
+        if gap <= 1:
+            return
+        gain = lengths[dealt[:, heavy]][:, None] - lengths[dealt[:, light]][None, :]
+        badness = np.abs(2 * gain - gap)
+        one, other = divmod(int(badness.argmin()), badness.shape[1])
+        if badness[one, other] >= gap:
+            return
+        dealt[one, heavy], dealt[other, light] = dealt[other, light], dealt[one, heavy]
+        loads[heavy] -= gain[one, other]
+        loads[light] += gain[one, other]
+
+
+def log_seqlen_unbalance(
+    seqlen_list: Sequence[int], partitions: Sequence[Sequence[int]], prefix: str
+) -> dict[str, float]:
+    """Tokens of a rank before and after balancing: ``{prefix}/{min,max,minmax_diff,balanced_min,balanced_max,mean}``.
+
+    Before means cut in the order given, as many rows a rank as ``partitions`` has on average.
+    """
+    lengths = np.asarray(seqlen_list, dtype=np.int64)
+    before = [int(part.sum()) for part in np.array_split(lengths, len(partitions))]
+    after = [int(lengths[list(part)].sum()) for part in partitions]
+    return {
+        f"{prefix}/min": min(before),
+        f"{prefix}/max": max(before),
+        f"{prefix}/minmax_diff": max(before) - min(before),
+        f"{prefix}/balanced_min": min(after),
+        f"{prefix}/balanced_max": max(after),
+        f"{prefix}/mean": float(lengths.sum() / len(partitions)),
+    }
+
+
+# -- into micro-batches -------------------------------------------------------------------------------------------
+
+
+def plan_micro_batches(lengths: Sequence[int], split: MicroBatching, at_least: int = 1) -> list[list[int]]:
+    """Group rows of like length into micro-batches, the longest first.
+
+    Rows of a micro-batch stand side by side as wide as the longest, so like lengths waste least; the longest come
+    first so that memory runs out at the start or not at all.
+
+    Args:
+        lengths: real tokens of each row.
+        at_least: split further until there are so many, as far as rows suffice.
+
+    Returns:
+        Row numbers of each micro-batch; every row once.
+
+    Raises:
+        ValueError: if a single row is longer than ``split.max_tokens``.
+    """
+    order = np.argsort(-np.asarray(lengths, dtype=np.int64), kind="stable").tolist()
+    groups: list[list[int]] = []
+    start = 0
+    while start < len(order):
+        rows = _rows_that_fit(lengths[order[start]], len(order) - start, split)
+        groups.append(order[start : start + rows])
+        start += rows
+    while len(groups) < at_least:
+        widest = max(range(len(groups)), key=lambda g: (len(groups[g]) > 1) * len(groups[g]) * lengths[groups[g][0]])
+        group = groups[widest]
+        if len(group) == 1:
+            break
+        half = ceildiv(len(group), 2)
+        groups[widest : widest + 1] = [group[:half], group[half:]]
+    return groups
+
+
+def _rows_that_fit(longest: int, left: int, split: MicroBatching) -> int:
+    if split.max_tokens is None:
+        return split.size or left
+    if longest > split.max_tokens:
+        raise ValueError(
+            f"a row of {longest} tokens does not fit a micro-batch of max_tokens={split.max_tokens}: "
+            "raise the *_max_token_len_per_gpu of this pass to at least prompt plus response length"
+        )
+    return min(left, split.max_tokens // max(longest, 1))
+
+
+def rearrange_micro_batches(
+    batch: Any,
+    max_token_len: int,
+    dp_group: Any = None,
+    num_batches_divided_by: int | None = None,
+    same_micro_num_in_dp: bool = True,
+    min_num_micro_batch: int | None = None,
+) -> tuple[list[Any], list[list[int]]]:
+    """Cut a padded batch into micro-batches of about equal real tokens, each under ``max_token_len``.
+
+    Args:
+        batch: a TensorDict (or anything indexed by rows) with ``attention_mask`` (B, L).
+        max_token_len: real tokens in a micro-batch.
+        dp_group: with ``same_micro_num_in_dp``, every rank of it makes the same number of micro-batches.
+        num_batches_divided_by: make the number a multiple of this.
+        min_num_micro_batch: make at least so many.
+
+    Returns:
+        The micro-batches, and the row numbers of each.
+    """
+    lengths = batch["attention_mask"].sum(dim=1).tolist()
+    if max(lengths) > max_token_len:
+        raise ValueError(f"max_token_len={max_token_len} is less than the longest row, {max(lengths)} tokens: raise it")
+    number = max(ceildiv(sum(lengths), max_token_len), min_num_micro_batch or 1)
+    number = min(number, len(lengths))
+    while True:
+        parts = get_seqlen_balanced_partitions(lengths, number, equal_size=False)
+        if max(sum(lengths[row] for row in part) for part in parts) <= max_token_len:
+            break
+        number += 1
+    if dist.is_initialized() and same_micro_num_in_dp:
+        agreed = torch.tensor([number], device="cpu" if dist.get_backend(dp_group) != "nccl" else "cuda")
+        dist.all_reduce(agreed, dist.ReduceOp.MAX, group=dp_group)
+        number = int(agreed)
+    if num_batches_divided_by:
+        number = roundup_divisible(number, num_batches_divided_by)
+    if number > len(lengths):
+        raise ValueError(f"{len(lengths)} rows cannot make {number} micro-batches: lower num_batches_divided_by")
+    parts = get_seqlen_balanced_partitions(lengths, number, equal_size=False)
+    return [batch[torch.tensor(part)] for part in parts], parts
+
+
+def get_reverse_idx(idx_map: Sequence[int]) -> list[int]:
+    """The inverse of a permutation: ``reverse[idx_map[i]] = i``."""
+    reverse = [0] * len(idx_map)
+    for place, row in enumerate(idx_map):
+        reverse[row] = place
+    return reverse
+
+
+def inverse_permutation(order: Tensor) -> Tensor:
+    """The inverse of a permutation as a tensor: what puts results back in their first order."""
+    inverse = torch.empty_like(order)
+    inverse[order] = torch.arange(len(order), device=order.device)
+    return inverse

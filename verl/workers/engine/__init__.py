@@ -1,0 +1,58 @@
+"""Training engines: one model on one mesh, behind one interface. ``build_engine`` chooses the backend."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from verl.models.loader import ModelSpec
+from verl.utils.seqlen_balancing import MicroBatching
+from verl.workers.engine.base import Engine, LossFn, Topology, Want
+
+__all__ = ["Engine", "LossFn", "MicroBatching", "ModelSpec", "Topology", "Want", "build_engine"]
+
+logger = logging.getLogger(__name__)
+
+
+def build_engine(
+    strategy: str,
+    spec: ModelSpec,
+    engine_config: Any = None,
+    optim_config: Any | None = None,
+    *,
+    total_steps: int = -1,
+    grad_clip: float | None = None,
+    device: str = "cpu",
+    seed: int = 0,
+) -> Engine:
+    """Load a model and put it on its mesh. All ranks call it together.
+
+    Args:
+        strategy: ``local`` (one process), ``fsdp2`` (any number), or ``fsdp``, an older name for the same.
+        engine_config: the ``fsdp_config`` section, or None for defaults.
+        optim_config: the ``optim`` section; None builds an engine that only scores.
+        total_steps: training steps of the run, the length of the learning-rate schedule.
+        grad_clip: largest gradient norm; None for no limit.
+        device: ``cpu`` or ``cuda``.
+        seed: of weights the checkpoint does not hold, such as a value head.
+
+    Raises:
+        ValueError: for an unknown strategy, or a model that cannot be built.
+    """
+    if strategy == "local":
+        from verl.workers.engine.local import LocalEngine as Backend
+    elif strategy in ("fsdp", "fsdp2"):
+        if strategy == "fsdp":
+            logger.info("strategy=fsdp runs on FSDP2 (fully_shard)")
+        from verl.workers.engine.fsdp import FSDPEngine as Backend
+    else:
+        raise ValueError(f"strategy={strategy!r} is not built: use 'local', 'fsdp2' or 'fsdp'")
+    return Backend(
+        spec,
+        engine_config,
+        optim_config,
+        total_steps=total_steps,
+        grad_clip=grad_clip,
+        device=device,
+        seed=seed,
+    )

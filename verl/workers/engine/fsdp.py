@@ -1,0 +1,162 @@
+"""The engine of many processes: weights, gradients and optimizer state sharded by torch's fully_shard (FSDP2)."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Collection, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
+
+from verl.models.loader import ModelSpec, empty_model, load_model
+from verl.models.token_outputs import attach_token_outputs
+from verl.utils.device import current_device, empty_cache
+from verl.utils.distributed import ensure_process_group
+from verl.utils.fsdp_utils import (
+    MixedPrecisionPolicy,
+    apply_fsdp2,
+    create_device_mesh,
+    fsdp2_load_full_state_dict,
+    fsdp_modules,
+    full_model_state,
+    move_optimizer_state,
+    offload_fsdp_model_to_cpu,
+    read,
+    wants_offload,
+)
+from verl.utils.torch_dtypes import PrecisionType
+from verl.workers.engine.base import Engine, Topology
+from verl.workers.engine.optim import clip_gradients
+
+logger = logging.getLogger(__name__)
+
+
+class FSDPEngine(Engine):
+    """Each rank holds a slice of every weight and trains on its share of the rows.
+
+    Layers are gathered for their forward and backward pass in the compute precision; slices, gradients and optimizer
+    state are kept in ``param_dtype``. With ``fsdp_size`` less than the number of ranks, groups of ranks
+    hold replicas.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        engine_config: Any = None,
+        optim_config: Any = None,
+        *,
+        total_steps: int = -1,
+        grad_clip: float | None = None,
+        device: str = "cpu",
+        seed: int = 0,
+    ) -> None:
+        super().__init__(spec, grad_clip)
+        ensure_process_group(device)
+        self.device = current_device(device)
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        self.topology = Topology(rank, world_size, dp_rank=rank, dp_size=world_size)
+        self._offload_params = wants_offload(engine_config, "param_offload", self.device)
+        self._offload_optimizer = wants_offload(engine_config, "optimizer_offload", self.device)
+        # Gradients kept whole over micro-batches save slow gloo traffic; on a device they would not fit.
+        self._reduce_once = self.device.type == "cpu"
+        self.module = self._sharded_model(engine_config, seed, train=optim_config is not None)
+        register_fsdp_forward_method(self.module, "token_outputs")
+        self._find_head()
+        self._build_optimizer(list(self.module.parameters()), optim_config, total_steps)
+        self._after_infer()
+        self.offload(model=True, optimizer=True)
+
+    def _sharded_model(self, config: Any, seed: int, train: bool) -> nn.Module:
+        spec, world_size = self.spec, self.topology.world_size
+        dtype = spec.kept_in if train else spec.computed_in
+        mixed = read(config, "mixed_precision", None)
+        policy = MixedPrecisionPolicy(
+            param_dtype=spec.computed_in if spec.computed_in != dtype else None,
+            reduce_dtype=PrecisionType.to_dtype(read(mixed, "reduce_dtype", "fp32") or "fp32"),
+        )
+        options = {
+            "mesh": create_device_mesh(world_size, read(config, "fsdp_size", -1), self.device.type),
+            "mp_policy": policy,
+            "reshard_after_forward": bool(read(config, "reshard_after_forward", True)),
+        }
+        if world_size == 1:
+            module = load_model(spec, seed, dtype).to(self.device)
+            attach_token_outputs(module)
+            apply_fsdp2(module, options, config)
+            return module
+        full = full_model_state(load_model(spec, seed, dtype)) if self.topology.rank == 0 else {}
+        module = empty_model(spec).to(dtype)
+        attach_token_outputs(module)
+        apply_fsdp2(module, options, config)
+        module.to_empty(device=self.device)
+        module.tie_weights()
+        fsdp2_load_full_state_dict(module, full)
+        return module
+
+    # -- what the base asks for -----------------------------------------------------------------------------------
+
+    def parameter_names(self) -> list[str]:
+        return [name for name, parameter in self.module.named_parameters() if parameter.requires_grad]
+
+    def _before_backward(self, is_last: bool) -> None:
+        if self._reduce_once:
+            self.module.set_requires_gradient_sync(is_last)
+
+    def _after_infer(self) -> None:
+        # without a backward pass the outermost unit stays gathered, and its parameters are not the sharded ones
+        for unit in fsdp_modules(self.module):
+            unit.reshard()
+
+    def optimizer_step(self) -> float:
+        norm = clip_gradients(list(self.module.parameters()), self.grad_clip)
+        if math.isfinite(norm):
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+        return norm
+
+    @torch.no_grad()
+    def full_tensors(self, dtype: torch.dtype | None, leave_out: Collection[str]) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in self.module.state_dict().items():
+            if name in leave_out:
+                continue
+            if dtype is not None and tensor.is_floating_point():
+                # cast before gathering: half the bytes travel
+                tensor = tensor.to(dtype)
+            tensor = tensor.to(self.device)
+            yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+    def model_state(self) -> dict[str, Tensor]:
+        return self.module.state_dict()
+
+    @torch.no_grad()
+    def load_model_state(self, state: dict[str, Tensor]) -> None:
+        own = self.module.state_dict()
+        if own.keys() != state.keys():
+            odd = sorted(own.keys() ^ state.keys())
+            raise ValueError(f"the saved weights differ from this model in {len(odd)} names, first {odd[0]!r}")
+        for name, tensor in own.items():
+            local_part(tensor).copy_(local_part(state[name]))
+
+    def load(self, *, model: bool, optimizer: bool) -> None:
+        if model and self._offload_params:
+            self.module.to(self.device)
+        if optimizer and self._offload_optimizer and self.optimizer is not None:
+            move_optimizer_state(self.optimizer, self.device)
+
+    def offload(self, *, model: bool, optimizer: bool) -> None:
+        if model and self._offload_params:
+            offload_fsdp_model_to_cpu(self.module, empty_cache=False)
+        if optimizer and self._offload_optimizer and self.optimizer is not None:
+            move_optimizer_state(self.optimizer, torch.device("cpu"))
+        if self._offload_params or self._offload_optimizer:
+            empty_cache(self.device)
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """This rank's slice of a sharded tensor; another tensor as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,157 @@
+"""Rows of a batch laid side by side for one forward pass.
+
+Rows are right padded to the longest among them; only the positions that predict response tokens are read. Knows
+columns and lengths, not models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from verl.protocol import DataProto
+from verl.utils.ragged import Layout, Ragged, move_columns, select_columns, slice_columns
+from verl.utils.seqlen_balancing import MicroBatching, inverse_permutation, plan_micro_batches
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """b rows of a batch on the device, l tokens wide, with r response tokens at most and t in total."""
+
+    input_ids: Tensor
+    """(b, l), right padded."""
+    position_ids: Tensor | None
+    """(b, l), or None where every row counts from 0."""
+    cells: Tensor
+    """(t,): positions in the flattened (b * l,) that predict a response token: the one before each."""
+    targets: Tensor
+    """(t,): the response tokens."""
+    slots: Tensor
+    """(t,): their places in the flattened (b * r,)."""
+    shape: tuple[int, int]
+    """(b, r); r is at least 1."""
+    columns: Mapping[str, Tensor]
+    """What the loss reads, each (b, r) or, for columns of one value a row, (b, ...)."""
+
+    def tight(self, flat: Tensor | None) -> Tensor | None:
+        """(t,) to (b, r), zero at the padding; differentiable."""
+        if flat is None:
+            return None
+        rows, width = self.shape
+        return flat.new_zeros(rows * width).scatter(0, self.slots, flat).view(rows, width)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A batch cut into micro-batches."""
+
+    micro_batches: list[MicroBatch]
+    order: Tensor
+    """Rows of the batch in the order the micro-batches hold them."""
+    response: Layout
+    """Layout of the batch's response columns."""
+
+    def restore(self, parts: Sequence[Tensor]) -> Ragged:
+        """Join flat results (t,) of the micro-batches into a response column in the batch's row order."""
+        joined = Ragged(torch.cat(list(parts)).cpu(), self.response.select(self.order))
+        return Ragged(joined.select(inverse_permutation(self.order)).values, self.response)
+
+
+def row_lengths(data: DataProto) -> list[int]:
+    """Real tokens of each row, prompt and response."""
+    return data.ragged("input_ids").layout.lengths.tolist()
+
+
+def cut_batch(
+    data: DataProto, split: MicroBatching, at_least: int = 1, reads: Sequence[str] = (), device: str = "cpu"
+) -> Cut:
+    """Cut ``data`` into micro-batches of rows of like length.
+
+    Args:
+        data: ``input_ids`` and ``responses``, packed or padded; ``position_ids`` if they do not count from 0.
+        at_least: make so many micro-batches, as far as rows suffice.
+        reads: columns to hand to the loss; those that ``data`` has not are left out.
+
+    Raises:
+        ValueError: if a response begins a row, so that nothing stands before it to predict it from.
+    """
+    names = [name for name in dict.fromkeys(reads) if name in data]
+    data = data.packed()
+    ids, responses = data.ragged("input_ids"), data.ragged("responses")
+    groups = plan_micro_batches(ids.layout.lengths.tolist(), split, at_least)
+    order = torch.tensor([row for group in groups for row in group])
+    before = _tokens_before_response(ids.layout, responses.layout)[order]
+
+    ragged, dense = {"input_ids": ids, "responses": responses}, {}
+    positions = _uneven_positions(data, ids)
+    if positions is not None:
+        ragged["position_ids"] = positions
+    for name in names:
+        column = data.ragged(name) if _is_packed(data, name) else None
+        if column is not None and column.layout == responses.layout:
+            ragged[name] = column
+        else:
+            dense[name] = data.column(name)[order].to(device)
+    ragged = move_columns(select_columns(ragged, order), device)
+
+    micro_batches, first = [], 0
+    for last in torch.tensor([len(group) for group in groups]).cumsum(0).tolist():
+        part = slice_columns(ragged, first, last)
+        columns = {name: _tight(part[name]) if name in part else dense[name][first:last] for name in names}
+        micro_batches.append(_micro_batch(part, before[first:last].to(device), columns))
+        first = last
+    return Cut(micro_batches, order, responses.layout)
+
+
+def _micro_batch(part: Mapping[str, Ragged], before: Tensor, columns: Mapping[str, Tensor]) -> MicroBatch:
+    input_ids, responses = part["input_ids"].tight(), part["responses"]
+    response = responses.layout.tight
+    # the same runs in the window of the rows, moved to the token before each response token
+    predicting = Layout(before - 1, response.lengths, input_ids.shape[1])
+    return MicroBatch(
+        input_ids=input_ids,
+        position_ids=part["position_ids"].tight() if "position_ids" in part else None,
+        cells=predicting.cells,
+        targets=responses.values,
+        slots=response.cells,
+        shape=(len(response), max(response.width, 1)),
+        columns=columns,
+    )
+
+
+def _tight(column: Ragged) -> Tensor:
+    tensor = column.tight()
+    return tensor if tensor.shape[1] else tensor.new_zeros(tensor.shape[0], 1, *tensor.shape[2:])
+
+
+def _is_packed(data: DataProto, name: str) -> bool:
+    try:
+        data.ragged(name)
+    except ValueError:  # of no known window: one value a row
+        return False
+    return True
+
+
+def _tokens_before_response(whole: Layout, response: Layout) -> Tensor:
+    """(B,): real tokens of each row that stand before its first response token; 1 for rows without a response."""
+    before = whole.width - response.width + response.starts - whole.starts
+    missing = (before < 1) & (response.lengths > 0)
+    if missing.any():
+        raise ValueError(
+            f"row {int(missing.nonzero()[0])} has no prompt token before its response, so its first response token "
+            "cannot be scored: give every prompt at least one token"
+        )
+    return torch.where(response.lengths > 0, before, 1)
+
+
+def _uneven_positions(data: DataProto, ids: Ragged) -> Ragged | None:
+    """``position_ids`` if they do anything but count each row from 0, which every model does by itself."""
+    if "position_ids" not in data:
+        return None
+    positions = data.ragged("position_ids")
+    firsts = ids.layout.offsets[:-1].repeat_interleave(ids.layout.lengths)
+    counted = torch.arange(ids.layout.total) - firsts
+    return None if torch.equal(positions.values, counted.to(positions.values.dtype)) else positions
