@@ -1,0 +1,307 @@
+import inspect
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.testing import assert_close
+
+from tests.algorithms.batches import normal, ragged_mask, slow_gae, slow_suffix_sum
+from verl.algorithms.advantage import (
+    ADV_ESTIMATOR_REGISTRY,
+    AdvantageEstimator,
+    NonFiniteError,
+    compute_gae_advantage_return,
+    compute_grpo_outcome_advantage,
+    compute_reinforce_plus_plus_baseline_outcome_advantage,
+    compute_reinforce_plus_plus_outcome_advantage,
+    compute_remax_outcome_advantage,
+    compute_rloo_outcome_advantage,
+    get_adv_estimator_fn,
+    register_adv_est,
+)
+
+REWARDS = torch.tensor([[0.0, 0.0, 1.0, 0.0], [0.5, 0.0, -1.0, 0.0]])
+VALUES = torch.tensor([[0.5, 0.4, 0.3, 9.0], [0.2, 7.0, -0.1, 0.3]])
+MASK = torch.tensor([[1, 1, 1, 0], [1, 0, 1, 1]])  # the second row has a hole: a tool's output
+
+NAMES = [name.value for name in AdvantageEstimator]
+
+
+def close(got, expected):
+    assert_close(got, torch.tensor(expected), rtol=0, atol=1e-6)
+
+
+def estimate(name, rewards, mask, index, seed=0):
+    """Call any built-in estimator; what it needs besides is made up from ``seed``, row by row of ``index``."""
+    g = torch.Generator().manual_seed(seed)
+    available = {
+        "token_level_rewards": rewards,
+        "response_mask": mask,
+        "index": index,
+        "values": torch.randn(rewards.shape, generator=g, dtype=rewards.dtype),
+        "reward_baselines": torch.randn(len(rewards), generator=g, dtype=rewards.dtype),
+        "gamma": 0.97,
+        "lam": 0.9,
+        "config": SimpleNamespace(gamma=0.97),
+    }
+    fn = get_adv_estimator_fn(name)
+    return fn(**{k: v for k, v in available.items() if k in inspect.signature(fn).parameters})
+
+
+def outcome(scores, lengths, width=5):
+    """Rewards on the last token of each row, as managers give them, and the mask."""
+    mask = (torch.arange(width) < torch.tensor(lengths)[:, None]).long()
+    rewards = torch.zeros(len(scores), width)
+    for i, (score, length) in enumerate(zip(scores, lengths, strict=True)):
+        rewards[i, length - 1] = score
+    return rewards, mask
+
+
+# ------------------------------------------------------------------------------------------------------ closed form
+
+
+def test_gae_of_one_response_by_hand():
+    advantages, returns = compute_gae_advantage_return(REWARDS[:1], VALUES[:1], MASK[:1], 0.9, 0.8)
+    close(advantages, [[-0.949324, -0.094625, 1.043949, 0.0]])
+    close(returns, [[0.62928, 0.774, 1.0, 0.0]])
+
+
+def test_gae_of_a_batch_with_a_hole_by_hand():
+    advantages, returns = compute_gae_advantage_return(REWARDS, VALUES, MASK, 0.9, 0.8)
+    close(advantages, [[0.330066, 0.763742, 1.341457, 0.0], [-0.606329, 0.0, -1.398260, -0.430675]])
+    close(returns, [[0.62928, 0.774, 1.0, 0.0], [-0.19912, 0.0, -0.946, 0.0]])
+
+
+def test_gae_with_lambda_one_returns_the_discounted_rewards_whatever_the_critic_says():
+    mask = ragged_mask(5, 70, seed=0, holes=True)
+    rewards = normal(mask, seed=1)
+    _, returns = compute_gae_advantage_return(rewards, normal(mask, seed=2), mask, 0.95, 1.0)
+    assert_close(returns, slow_suffix_sum(rewards, mask, 0.95))
+
+
+def test_gae_of_constant_values_and_no_reward_is_the_value_lost_at_the_end():
+    mask = torch.ones(1, 4, dtype=torch.int64)
+    _, returns = compute_gae_advantage_return(torch.zeros(1, 4), torch.full((1, 4), 2.0), mask, 1.0, 0.0)
+    close(returns, [[2.0, 2.0, 2.0, 0.0]])
+
+
+@pytest.mark.parametrize("holes", [False, True])
+@pytest.mark.parametrize("width", [3, 64, 200])
+def test_gae_equals_the_loop_and_is_whitened_over_tokens(width, holes):
+    mask = ragged_mask(6, width, seed=3, holes=holes)
+    rewards, values = normal(mask, seed=4), normal(mask, seed=5)
+    advantages, returns = compute_gae_advantage_return(rewards, values, mask, 0.99, 0.95)
+    slow = slow_gae(rewards, values, mask, 0.99, 0.95)
+    assert_close(returns, (slow + values) * mask)
+    on_tokens = slow[mask.bool()]
+    assert_close(advantages[mask.bool()], (on_tokens - on_tokens.mean()) / (on_tokens.var() + 1e-8).sqrt())
+    assert (advantages[mask == 0] == 0).all()
+
+
+def test_gae_in_single_precision_stays_close_over_thousands_of_tokens():
+    mask = torch.ones(2, 9000, dtype=torch.int64)
+    rewards, values = normal(mask, seed=6), normal(mask, seed=7)
+    exact = compute_gae_advantage_return(rewards, values, mask, 1.0, 1.0)
+    single = compute_gae_advantage_return(rewards.float(), values.float(), mask, 1.0, 1.0)
+    for a, b in zip(single, exact, strict=True):
+        assert_close(a.double(), b, rtol=1e-4, atol=1e-3)
+
+
+SCORES, LENGTHS, INDEX = [1.0, 0.0, 2.0, 0.25], [3, 1, 5, 2], np.array(["a", "a", "b", "a"], dtype=object)
+
+
+@pytest.mark.parametrize(
+    ("by_std", "expected"),
+    [(True, [1.120895, -0.800639, 1.999998, -0.320256]), (False, [0.583333, -0.416667, 2.0, -0.166667])],
+)
+def test_grpo_by_hand_and_a_response_without_siblings_keeps_its_score(by_std, expected):
+    rewards, mask = outcome(SCORES, LENGTHS)
+    advantages, returns = compute_grpo_outcome_advantage(rewards, mask, INDEX, norm_adv_by_std_in_grpo=by_std)
+    assert_close(advantages, torch.tensor(expected)[:, None] * mask, rtol=0, atol=1e-6)
+    assert torch.equal(advantages, returns)
+
+
+def test_grpo_of_a_single_response_by_hand():
+    rewards, mask = outcome([0.75], [2], width=3)
+    close(compute_grpo_outcome_advantage(rewards, mask, np.array([0]), 0.5)[0], [[0.5, 0.5, 0.0]])
+
+
+def test_rloo_by_hand():
+    rewards, mask = outcome(SCORES, LENGTHS)
+    advantages, _ = compute_rloo_outcome_advantage(rewards, mask, INDEX)
+    assert_close(advantages, torch.tensor([[0.875], [-0.625], [2.0], [-0.25]]) * mask)
+
+
+def test_remax_by_hand():
+    advantages, returns = compute_remax_outcome_advantage(REWARDS, torch.tensor([0.25, -1.0]), MASK)
+    close(returns, [[1.0, 1.0, 1.0, 0.0], [-0.5, 0.0, -1.0, 0.0]])
+    close(advantages, [[0.75, 0.75, 0.75, 0.0], [0.5, 0.0, 0.0, 1.0]])
+
+
+@pytest.mark.parametrize("arguments", [{"gamma": 0.9}, {"config": SimpleNamespace(gamma=0.9)}])
+def test_reinforce_plus_plus_by_hand(arguments):
+    advantages, returns = compute_reinforce_plus_plus_outcome_advantage(REWARDS, MASK, **arguments)
+    close(returns, [[0.81, 0.9, 1.0, 0.0], [-0.4, 0.0, -1.0, 0.0]])
+    close(advantages, [[0.723908, 0.834024, 0.956374, 0.0], [-0.756535, 0.0, -1.490639, -0.267132]])
+
+
+def test_reinforce_plus_plus_without_a_discount_says_where_to_give_one():
+    with pytest.raises(ValueError, match="gamma is missing. Pass gamma=, or config="):
+        compute_reinforce_plus_plus_outcome_advantage(REWARDS, MASK)
+
+
+def test_reinforce_plus_plus_baseline_by_hand():
+    rewards, mask = outcome([1.0, 0.0, 0.5], [3, 1, 2], width=3)
+    index = np.array([7, 7, 8])
+    advantages, _ = compute_reinforce_plus_plus_baseline_outcome_advantage(rewards, mask, index)
+    assert_close(advantages, torch.tensor([[0.408248], [-2.041241], [0.408248]]) * mask, rtol=0, atol=1e-6)
+
+
+# ------------------------------------------------------------------------------------------ promises of every estimator
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_batch_gives_what_is_promised_in_shape_dtype_and_masked_cells(name):
+    mask = ragged_mask(8, 70, seed=0, holes=True)
+    rewards = (normal(mask, seed=1) * mask).float()
+    for result in estimate(name, rewards, mask, np.arange(8) // 4):
+        assert result.shape == mask.shape and result.dtype == torch.float32 and not result.requires_grad
+        assert (result[mask == 0] == 0).all() and result.isfinite().all() and result.abs().sum() > 0
+
+
+@pytest.mark.parametrize("name", NAMES)
+@given(data=st.data())
+@settings(max_examples=15, deadline=None)
+def test_the_order_of_rows_does_not_matter(name, data):
+    rows, seed = data.draw(st.integers(1, 9)), data.draw(st.integers(0, 99))
+    order = torch.tensor(data.draw(st.permutations(range(rows))))
+    index = np.array(data.draw(st.lists(st.integers(0, 3), min_size=rows, max_size=rows)))
+    mask = ragged_mask(rows, 20, seed, holes=True)
+    rewards = normal(mask, seed + 1) * mask
+    straight = inputs_by_row(name, rewards, mask, index)
+    shuffled = inputs_by_row(name, rewards[order], mask[order], index[order.numpy()], rows_of=order)
+    for a, b in zip(straight, shuffled, strict=True):
+        assert_close(a[order], b)
+
+
+def inputs_by_row(name, rewards, mask, index, rows_of=None):
+    """``estimate`` with made-up inputs that follow their rows."""
+    rows = torch.arange(len(rewards)) if rows_of is None else rows_of
+    made_up = torch.sin(torch.arange(len(rows) * mask.shape[1]).double()).view(len(rows), -1)
+    fn = get_adv_estimator_fn(name)
+    available = {
+        "token_level_rewards": rewards,
+        "response_mask": mask,
+        "index": index,
+        "values": made_up[rows],
+        "reward_baselines": made_up[rows, 0],
+        "gamma": 0.97,
+        "lam": 0.9,
+    }
+    return fn(**{k: v for k, v in available.items() if k in inspect.signature(fn).parameters})
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_padding_on_the_right_changes_nothing(name):
+    mask = ragged_mask(6, 64, seed=2)
+    rewards, index = normal(mask, seed=3) * mask, np.arange(6) // 3
+    pad = torch.nn.functional.pad
+    tight = inputs_by_row(name, rewards, mask, index)
+    fn = get_adv_estimator_fn(name)
+    made_up = torch.sin(torch.arange(6 * 64).double()).view(6, -1)
+    available = {
+        "token_level_rewards": pad(rewards, (0, 37)),
+        "response_mask": pad(mask, (0, 37)),
+        "index": index,
+        "values": pad(made_up, (0, 37), value=5.0),
+        "reward_baselines": made_up[:, 0],
+        "gamma": 0.97,
+        "lam": 0.9,
+    }
+    wide = fn(**{k: v for k, v in available.items() if k in inspect.signature(fn).parameters})
+    for a, b in zip(tight, wide, strict=True):
+        assert_close(b[:, :64], a)
+        assert (b[:, 64:] == 0).all()
+
+
+@pytest.mark.parametrize("name", ["grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"])
+@pytest.mark.parametrize("reward", [0.0, 1.0, 0.1, -3.7])
+def test_equal_rewards_teach_nothing(name, reward):
+    rewards, mask = outcome([reward] * 6, [2, 5, 3, 5, 1, 4])
+    advantages, _ = (
+        estimate(name, rewards, mask, np.repeat([0, 1], 3))
+        if name != "reinforce_plus_plus"
+        else (compute_reinforce_plus_plus_outcome_advantage(rewards, mask, gamma=1.0))
+    )
+    assert (advantages == 0).all()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_and_batches_without_tokens_are_quietly_zero(name):
+    mask = torch.zeros(4, 6, dtype=torch.int64)
+    for result in estimate(name, torch.zeros(4, 6), mask, np.zeros(4)):
+        assert torch.equal(result, torch.zeros(4, 6))
+    mask[1, 2] = 1  # one token alone in the batch: nothing to whiten against
+    for result in estimate(name, torch.zeros(4, 6).double(), mask, np.zeros(4)):
+        assert result.isfinite().all()
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_reward_that_is_not_finite_is_an_error_that_names_the_row(name, bad):
+    rewards, mask = outcome([0.0] * 6, [2, 5, 3, 5, 1, 4])
+    rewards[4, 0] = bad
+    with pytest.raises(NonFiniteError, match=r"token_level_rewards holds .*in 1 of.*\[4\].*reward function"):
+        estimate(name, rewards, mask, np.repeat([0, 1], 3))
+
+
+def test_a_value_or_baseline_that_is_not_finite_is_named_but_rubbish_in_padding_is_not_looked_at():
+    values = VALUES.clone()
+    values[0, 3] = torch.nan
+    compute_gae_advantage_return(REWARDS, values, MASK, 1.0, 1.0)
+    values[1, 2] = torch.nan
+    with pytest.raises(NonFiniteError, match=r"values holds nan in 1 .*\[1\]"):
+        compute_gae_advantage_return(REWARDS, values, MASK, 1.0, 1.0)
+    with pytest.raises(NonFiniteError, match=r"reward_baselines holds inf"):
+        compute_remax_outcome_advantage(REWARDS, torch.tensor([0.0, torch.inf]), MASK)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_inputs_are_left_as_they_were(name):
+    mask = ragged_mask(6, 70, seed=8)
+    rewards = normal(mask, seed=9) * mask
+    before = rewards.clone(), mask.clone()
+    estimate(name, rewards, mask, np.arange(6) // 2)
+    assert torch.equal(rewards, before[0]) and torch.equal(mask, before[1])
+
+
+@pytest.mark.parametrize("index", [np.array(["x", "y", "x"], dtype=object), ["x", "y", "x"], torch.tensor([5, 2, 5])])
+def test_prompt_ids_may_be_strings_a_list_or_a_tensor(index):
+    rewards, mask = outcome([1.0, 3.0, 0.0], [1, 2, 3], width=3)
+    advantages, _ = compute_grpo_outcome_advantage(rewards, mask, index, norm_adv_by_std_in_grpo=False)
+    assert_close(advantages, torch.tensor([[0.5], [3.0], [-0.5]]) * mask)
+
+
+# --------------------------------------------------------------------------------------------------------- registry
+
+
+def test_an_estimator_of_ones_own_is_found_by_name(monkeypatch):
+    monkeypatch.setattr(ADV_ESTIMATOR_REGISTRY, "_entries", dict(ADV_ESTIMATOR_REGISTRY._entries))
+
+    @register_adv_est("score_itself")
+    def score_itself(token_level_rewards, response_mask, config=None):
+        advantages = token_level_rewards.sum(-1, keepdim=True) * response_mask
+        return advantages, advantages
+
+    assert get_adv_estimator_fn("score_itself") is score_itself
+    assert get_adv_estimator_fn(AdvantageEstimator.GRPO) is compute_grpo_outcome_advantage
+    with pytest.raises(ValueError, match="'grpo' is already taken"):
+        register_adv_est(AdvantageEstimator.GRPO)(score_itself)
+
+
+def test_an_unknown_estimator_lists_the_known_and_the_nearest():
+    with pytest.raises(ValueError, match="algorithm.adv_estimator=grop is not known; did you mean 'grpo'.*rloo"):
+        get_adv_estimator_fn("grop")

@@ -1,0 +1,106 @@
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from verl.algorithms.kl import (
+    KL_PENALTIES,
+    AdaptiveKLController,
+    FixedKLController,
+    compute_rewards,
+    get_kl_controller,
+    kl_penalty,
+)
+
+D = torch.tensor([[-0.5, 0.0], [0.2, 1.5]])
+REF = torch.tensor([[-1.0, -2.0], [-0.1, -3.0]])
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        (("kl", "k1"), [[-0.5, 0.0], [0.2, 1.5]]),
+        (("abs",), [[0.5, 0.0], [0.2, 1.5]]),
+        (("mse", "k2"), [[0.125, 0.0], [0.02, 1.125]]),
+        (("low_var_kl", "k3"), [[0.148721, 0.0], [0.018731, 0.723130]]),
+    ],
+)
+def test_each_estimator_by_hand(names, expected):
+    for name in names:
+        assert_close(kl_penalty(REF + D, REF, name), torch.tensor(expected), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["kl", "low_var_kl"])
+def test_unbiased_estimators_have_the_true_kl_as_mean(name):
+    p, q = torch.tensor([0.5, 0.3, 0.2]).double(), torch.tensor([0.2, 0.5, 0.3]).double()
+    true_kl = (p * (p / q).log()).sum()
+    assert_close((p * kl_penalty(p.log(), q.log(), name)).sum(), true_kl)
+
+
+def test_low_var_kl_is_never_negative_and_one_outlier_is_cut():
+    d = torch.linspace(-30, 30, 601)
+    estimate = kl_penalty(d, torch.zeros_like(d), "low_var_kl")
+    assert (estimate >= 0).all() and estimate.max() == 10
+
+
+@pytest.mark.parametrize("name", ["kl", "abs", "mse", "low_var_kl"])
+def test_gradients_agree_with_finite_differences(name):
+    x, y = (t.double().requires_grad_(True) for t in (REF + D - 0.01, REF))
+    assert torch.autograd.gradcheck(lambda a, b: kl_penalty(a, b, name), (x, y))
+
+
+def test_full_is_refused_by_name_with_a_way_out():
+    with pytest.raises(NotImplementedError, match="whole vocabulary.*low_var_kl"):
+        kl_penalty(REF, REF, "full")
+
+
+def test_an_unknown_estimator_names_the_nearest():
+    with pytest.raises(ValueError, match="did you mean 'low_var_kl'"):
+        kl_penalty(REF, REF, "low_varkl")
+    assert {"kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3"} <= set(KL_PENALTIES)
+
+
+def test_rewards_are_scores_minus_the_charged_log_ratio():
+    assert_close(compute_rewards(torch.ones(2, 2), REF + D, REF, 0.1), 1 - 0.1 * D)
+
+
+def test_a_fixed_coefficient_never_moves():
+    controller = get_kl_controller(SimpleNamespace(type="fixed", kl_coef=0.01))
+    assert isinstance(controller, FixedKLController)
+    controller.update(current_kl=5.0, n_steps=1000)
+    assert controller.value == 0.01
+
+
+def test_an_adaptive_coefficient_moves_by_the_clipped_relative_error():
+    controller = AdaptiveKLController(init_kl_coef=0.1, target_kl=2.0, horizon=1000)
+    controller.update(current_kl=2.2, n_steps=100)  # error 0.1 -> 0.1 * (1 + 0.1 * 0.1)
+    assert controller.value == pytest.approx(0.101)
+    controller.update(current_kl=100.0, n_steps=100)  # error cut at 0.2 -> * 1.02
+    assert controller.value == pytest.approx(0.101 * 1.02)
+    controller.update(current_kl=0.0, n_steps=500)  # error cut at -0.2 -> * 0.9
+    assert controller.value == pytest.approx(0.101 * 1.02 * 0.9)
+
+
+def test_a_resumed_adaptive_controller_goes_on_where_it_was():
+    config = SimpleNamespace(type="adaptive", kl_coef=0.1, target_kl=2.0, horizon=1000)
+    first, second = get_kl_controller(config), get_kl_controller(config)
+    first.update(3.0, 64)
+    second.load_state_dict(first.state_dict())
+    for controller in (first, second):
+        controller.update(1.0, 64)
+    assert first.value == second.value != 0.1
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"type": "adaptve"}, "kl_ctrl.type=adaptve is not known"),
+        ({"horizon": 0}, r"kl_ctrl.horizon=0 must be positive"),
+        ({"target_kl": 0.0}, r"kl_ctrl.target_kl=0.0 must be positive"),
+    ],
+)
+def test_impossible_controllers_are_refused(changed, message):
+    config = {"type": "adaptive", "kl_coef": 0.1, "target_kl": 2.0, "horizon": 1000} | changed
+    with pytest.raises(ValueError, match=message):
+        get_kl_controller(SimpleNamespace(**config))

@@ -1,0 +1,48 @@
+from enum import Enum
+
+import pytest
+
+from verl.algorithms.registry import Registry
+
+
+class Colour(str, Enum):
+    RED = "red"
+
+
+@pytest.fixture
+def registry():
+    registry = Registry("paint.colour", "@register_colour(name)")
+    registry.register("red", "rot")(1)
+    registry.register("green")(2)
+    return registry
+
+
+def test_an_entry_is_found_under_each_of_its_names_and_by_enum(registry):
+    assert registry.get("red") == registry["rot"] == registry.get(Colour.RED) == 1
+    assert "red" in registry and Colour.RED in registry and "blue" not in registry
+    assert list(registry) == registry.keys() == ["red", "rot", "green"] and len(registry) == 3
+
+
+def test_register_is_a_decorator_that_leaves_the_function_alone(registry):
+    @registry.register("double")
+    def double(x):
+        return 2 * x
+
+    assert double(3) == 6 and registry.get("double") is double
+
+
+def test_a_taken_name_is_refused_unless_it_is_the_same_thing(registry):
+    registry.register("red")(1)
+    with pytest.raises(ValueError, match=r"paint\.colour: the name 'red' is already taken by 1"):
+        registry.register("red")(3)
+    assert registry.get("red") == 1
+
+
+def test_an_unknown_name_is_answered_with_the_nearest_the_known_and_the_way_out(registry):
+    with pytest.raises(ValueError) as error:
+        registry.get("gren")
+    message = str(error.value)
+    for part in ("paint.colour=gren", "did you mean 'green'?", "Known: red, rot, green", "@register_colour(name)"):
+        assert part in message
+    with pytest.raises(ValueError, match="is not known. Known"):
+        registry.get("xyzzy")
