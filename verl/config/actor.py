@@ -1,0 +1,197 @@
+"""The policy being trained, its loss, and its frozen reference."""
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from verl.config.algorithm import KLKind
+from verl.config.base import Config, MicroBatching, option, section
+from verl.config.engine import FSDPConfig, Strategy
+from verl.config.optim import OptimConfig
+from verl.config.trainer import CheckpointConfig
+
+LossAggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+"""How token losses become one number: mean over all tokens (DAPO, Yu et al. 2025, arXiv:2503.14476); mean over
+responses of their sums; mean over responses of their means (GRPO as published); sum over all divided by the response
+window, a constant (Dr. GRPO, Liu et al. 2025, arXiv:2503.20783)."""
+
+
+@dataclass
+class PolicyLossConfig(Config):
+    """Which policy loss, and the parameters of those that have their own."""
+
+    _target_: ClassVar[str] = "verl.workers.config.PolicyLossConfig"
+
+    loss_mode: str = "vanilla"
+    """``vanilla`` (clipped PPO, Schulman et al. 2017, arXiv:1707.06347), or a name given to
+    ``register_policy_loss``."""
+
+    clip_cov_ratio: float = 0.0002
+    """clip_cov: share of tokens whose gradient is dropped. Source: Cui et al. 2025 (arXiv:2505.22617)."""
+
+    clip_cov_lb: float = 1.0
+    """clip_cov: lower bound of the covariance of a token that may be dropped."""
+
+    clip_cov_ub: float = 5.0
+    """clip_cov: upper bound of that covariance."""
+
+    kl_cov_ratio: float = 0.0002
+    """kl_cov: share of tokens that get a KL penalty. Source: Cui et al. 2025 (arXiv:2505.22617)."""
+
+    ppo_kl_coef: float = 0.1
+    """kl_cov: coefficient of that penalty."""
+
+
+@dataclass
+class ActorConfig(Config):
+    """Training of the policy."""
+
+    _target_: ClassVar[str] = "verl.workers.config.FSDPActorConfig"
+
+    strategy: Strategy = "fsdp"
+    """Training engine: fsdp2 (``fsdp`` is accepted and runs on the same machinery) or local (one process)."""
+
+    ppo_mini_batch_size: int = option(256, above=0)
+    """Prompts of one optimizer step, over all ranks; each brings ``rollout.n`` responses."""
+
+    ppo_micro_batch_size: int | None = option(None, above=0)
+    """Deprecated: responses of one forward, summed over all ranks. Becomes ``ppo_micro_batch_size_per_gpu`` when the
+    configuration is loaded, and is null afterwards."""
+
+    ppo_micro_batch_size_per_gpu: int | None = option(None, above=0)
+    """Responses of one forward and backward on one device. Changes memory and speed, never the gradient. One of this
+    and ``use_dynamic_bsz`` must be set."""
+
+    use_dynamic_bsz: bool = False
+    """Cut micro-batches by ``ppo_max_token_len_per_gpu`` instead of by count."""
+
+    ppo_max_token_len_per_gpu: int = option(16384, above=0)
+    """With ``use_dynamic_bsz``: real tokens (prompt and response) of one micro-batch on one device."""
+
+    clip_ratio: float = option(0.2, above=0)
+    """PPO's clip range on both sides. The two options below win where they are set away from their default."""
+
+    clip_ratio_low: float | None = option(0.2, above=0)
+    """Lower side: the ratio is clipped at 1 - this. Null: ``clip_ratio``."""
+
+    clip_ratio_high: float | None = option(0.2, above=0)
+    """Upper side: the ratio is clipped at 1 + this. Null: ``clip_ratio``. A higher upper side is DAPO's "clip-higher"
+    (arXiv:2503.14476)."""
+
+    policy_loss: PolicyLossConfig = section(PolicyLossConfig)
+    """Which policy loss."""
+
+    clip_ratio_c: float = option(3.0, above=1)
+    """Dual-clip bound: for negative advantages the loss stops growing at this ratio. Must exceed 1.
+    Source: Ye et al. 2019 (arXiv:1912.09729)."""
+
+    loss_agg_mode: LossAggMode = "token-mean"
+    """How token losses become one number."""
+
+    entropy_coeff: float = 0
+    """Weight of the entropy bonus subtracted from the loss. 0 skips its gradient."""
+
+    use_kl_loss: bool = False
+    """Add kl_loss_coef x KL(policy || reference) to the loss, as GRPO does. Starts a reference model."""
+
+    use_torch_compile: bool = True
+    """Allow torch.compile for the head."""
+
+    kl_loss_coef: float = option(0.001, at_least=0)
+    """Weight of the KL loss. Read only with ``use_kl_loss``."""
+
+    kl_loss_type: KLKind = "low_var_kl"
+    """Estimator of the KL loss. Read only with ``use_kl_loss``."""
+
+    ppo_epochs: int = option(1, above=0)
+    """Passes over the batch of one training step."""
+
+    shuffle: bool = False
+    """Draw mini-batches in random order."""
+
+    checkpoint: CheckpointConfig = section(CheckpointConfig)
+    """What a checkpoint of the actor holds."""
+
+    optim: OptimConfig = section(OptimConfig, lr=1e-6)
+    """Optimizer of the actor."""
+
+    use_fused_kernels: bool = False
+    """As ``actor_rollout_ref.model.use_fused_kernels``, which it follows."""
+
+    grad_clip: float = option(1.0, above=0)
+    """Gradient norm above which the gradient is scaled down. Source: Pascanu et al. 2013 (arXiv:1211.5063)."""
+
+    ulysses_sequence_parallel_size: int = option(1, above=0)
+    """Ranks that share one sequence. Source: DeepSpeed-Ulysses, Jacobs et al. 2023 (arXiv:2309.14509)."""
+
+    entropy_from_logits_with_chunking: bool = False
+    """Compute entropy in chunks. Always so here: both values do the same."""
+
+    entropy_checkpointing: bool = False
+    """Recompute entropy in backward. Always so here: both values do the same."""
+
+    fsdp_config: FSDPConfig = section(FSDPConfig)
+    """Sharding, offload and number formats."""
+
+    use_remove_padding: bool = False
+    """As ``actor_rollout_ref.model.use_remove_padding``, which it follows."""
+
+    @property
+    def update_split(self) -> MicroBatching:
+        """How a mini-batch is cut into forwards."""
+        if self.use_dynamic_bsz:
+            return MicroBatching(None, self.ppo_max_token_len_per_gpu)
+        return MicroBatching(self.ppo_micro_batch_size_per_gpu, None)
+
+
+@dataclass
+class RefModelConfig(Config):
+    """Another model than the actor's for the reference."""
+
+    path: str | None = None
+    """Folder or hub id. Null: the actor's initial weights."""
+
+
+@dataclass
+class RefConfig(Config):
+    """The frozen reference policy. It exists with ``algorithm.use_kl_in_reward`` or ``actor.use_kl_loss``."""
+
+    strategy: Strategy = "fsdp"
+    """Engine; follows the actor's."""
+
+    use_torch_compile: bool = True
+    """Allow torch.compile for the head; follows the actor's."""
+
+    log_prob_micro_batch_size: int | None = option(None, above=0)
+    """Deprecated: responses of one forward, summed over all ranks. Becomes the option below and is null afterwards."""
+
+    log_prob_micro_batch_size_per_gpu: int | None = option(None, above=0)
+    """Responses of one forward on one device."""
+
+    log_prob_use_dynamic_bsz: bool = False
+    """Cut micro-batches by tokens instead; follows ``actor.use_dynamic_bsz``."""
+
+    log_prob_max_token_len_per_gpu: int = option(16384, above=0)
+    """Tokens of one micro-batch on one device; follows ``actor.ppo_max_token_len_per_gpu``. A forward needs less
+    memory than an update: may be larger."""
+
+    model: RefModelConfig | None = None
+    """Null: a frozen copy of the actor's initial weights."""
+
+    fsdp_config: FSDPConfig = section(FSDPConfig)
+    """Sharding, offload and number formats."""
+
+    ulysses_sequence_parallel_size: int = option(1, above=0)
+    """Ranks that share one sequence; follows the actor's."""
+
+    entropy_from_logits_with_chunking: bool = False
+    """Both values do the same."""
+
+    entropy_checkpointing: bool = False
+    """Both values do the same."""
+
+    @property
+    def log_prob_split(self) -> MicroBatching:
+        """How a batch is cut into forwards."""
+        if self.log_prob_use_dynamic_bsz:
+            return MicroBatching(None, self.log_prob_max_token_len_per_gpu)
+        return MicroBatching(self.log_prob_micro_batch_size_per_gpu, None)

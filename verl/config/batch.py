@@ -1,0 +1,39 @@
+"""The batch arithmetic of a run in words: prompts -> responses -> mini-batches -> micro-batches -> optimizer steps."""
+
+from verl.config.base import MicroBatching
+from verl.config.ppo import PPOConfig
+from verl.config.rules import trained_roles
+
+
+def batch_plan(config: PPOConfig) -> str:
+    """What one training step does, one line per stage. Assumes that the rules hold."""
+    shared, prompts = config.actor_rollout_ref, config.data.prompts_per_step
+    rows = prompts * shared.rollout.n
+    workers = config.trainer.world_size
+    lines = [
+        f"one training step: {prompts} prompts x {shared.rollout.n} responses = {rows} rows on {workers} workers, "
+        f"{rows // workers} each; at most {shared.rollout.prompt_length} + {shared.rollout.response_length} tokens each"
+    ]
+    for key, role, n in trained_roles(config):
+        ranks, split = config.dp_size(role), role.update_split
+        mini = role.ppo_mini_batch_size * n // ranks
+        steps = prompts // role.ppo_mini_batch_size * role.ppo_epochs
+        lines.append(
+            f"{key.rpartition('.')[2]}: {steps} optimizer steps, each over {role.ppo_mini_batch_size} prompts x {n} = "
+            f"{mini} rows on each of {ranks} ranks, {_forwards(mini, split)}"
+        )
+    scored = [("old log-probs", shared.rollout.log_prob_split, config.dp_size(shared.actor))]
+    if config.uses_reference:
+        scored.append(("reference log-probs", shared.ref.log_prob_split, config.dp_size(shared.ref)))
+    if config.uses_critic:
+        scored.append(("values", config.critic.forward_split, config.dp_size(config.critic)))
+    lines += [
+        f"{what}: {rows // ranks} rows a rank, {_forwards(rows // ranks, split)}" for what, split, ranks in scored
+    ]
+    return "\n".join(lines)
+
+
+def _forwards(rows: int, split: MicroBatching) -> str:
+    if split.size is None:
+        return f"in forwards of at most {split.max_tokens} tokens"
+    return f"in {-(-rows // split.size)} forwards of {min(split.size, rows)}"

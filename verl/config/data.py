@@ -1,0 +1,135 @@
+"""Prompts: files, columns, lengths, batches."""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from verl.config.base import Config, option, section
+
+
+@dataclass
+class ClassFileConfig(Config):
+    """A class of the user's, named by file."""
+
+    path: str | None = None
+    """Python file (or ``pkg://module``) that defines it. Null: verl's own."""
+
+    name: str | None = None
+    """Name of the class in that file."""
+
+
+@dataclass
+class SamplerConfig(Config):
+    """A sampler of the user's: subclass of ``verl.experimental.dataset.sampler.AbstractSampler``."""
+
+    class_path: str | None = None
+    """Python file that defines it. Null: random order if ``data.shuffle``, else the order of the file."""
+
+    class_name: str | None = None
+    """Name of the class in that file."""
+
+
+@dataclass
+class DataConfig(Config):
+    """The data set of prompts and how it is read."""
+
+    tokenizer: str | None = None
+    """Tokenizer to use, as a path or hub id. Null: the one in ``actor_rollout_ref.model.path``."""
+
+    use_shm: bool = False
+    """Copy files to /dev/shm before reading."""
+
+    train_files: str | list[str] = "~/data/rlhf/gsm8k/train.parquet"
+    """Parquet file or files with training prompts; local path or ``hdfs://``."""
+
+    val_files: str | list[str] = "~/data/rlhf/gsm8k/test.parquet"
+    """Parquet file or files with validation prompts."""
+
+    prompt_key: str = "prompt"
+    """Column of chat messages: a list of {role, content}."""
+
+    reward_fn_key: str = "data_source"
+    """Column that chooses the scorer and groups validation metrics."""
+
+    max_prompt_length: int = option(512, above=0)
+    """Tokens; prompts are left-padded to this."""
+
+    max_response_length: int = option(512, above=0)
+    """Tokens; a response is cut here."""
+
+    train_batch_size: int = option(1024, above=0)
+    """Prompts of one training step, before each is sampled ``rollout.n`` times."""
+
+    val_batch_size: int | None = option(None, above=0)
+    """Prompts validated at a time. Null: all at once."""
+
+    return_raw_input_ids: bool = False
+    """Also return prompt ids without chat template, for a reward model with another template."""
+
+    return_raw_chat: bool = False
+    """Also return the messages themselves, as column ``raw_prompt``."""
+
+    return_full_prompt: bool = False
+    """Also return the prompt text with its chat template, as column ``full_prompts``."""
+
+    shuffle: bool = True
+    """Draw training prompts in random order, a new one each epoch."""
+
+    dataloader_num_workers: int = option(8, at_least=0)
+    """Processes reading rows ahead. 0: the driver reads them itself."""
+
+    validation_shuffle: bool = False
+    """Draw validation prompts in random order."""
+
+    filter_overlong_prompts: bool = False
+    """Drop prompts longer than ``max_prompt_length`` when loading."""
+
+    filter_overlong_prompts_workers: int = option(1, at_least=1)
+    """Processes that measure the prompts for that."""
+
+    truncation: Literal["error", "left", "right", "middle"] = "error"
+    """What to do with a prompt over ``max_prompt_length``: stop, keep its end (``left``: cut at the left), keep its
+    start (``right``), or keep both ends (``middle``)."""
+
+    image_key: str = "images"
+    """Column of images."""
+
+    video_key: str = "videos"
+    """Column of videos."""
+
+    trust_remote_code: bool = False
+    """Let the tokenizer run Python code that comes with the model folder."""
+
+    custom_cls: ClassFileConfig = section(ClassFileConfig)
+    """Data set class of the user's, built as ``cls(data_files=, tokenizer=, processor=, config=)``."""
+
+    return_multi_modal_inputs: bool = True
+    """Return the processor's image tensors with each row of a multi-modal data set."""
+
+    sampler: SamplerConfig = section(SamplerConfig)
+    """Sampler of the user's, a curriculum for example."""
+
+    datagen: ClassFileConfig = section(ClassFileConfig)
+    """Generator of new prompts during training."""
+
+    seed: int | None = None
+    """Seed of the shuffling. Null: ``trainer.seed``."""
+
+    gen_batch_size: int | None = option(None, above=0)
+    """Prompts drawn per step if not ``train_batch_size``. Null: the same."""
+
+    cache_dir: str = "~/.cache/verl/rlhf"
+    """Folder for downloaded and prepared data sets."""
+
+    @property
+    def prompts_per_step(self) -> int:
+        """Prompts one training step draws from the loader."""
+        return self.gen_batch_size or self.train_batch_size
+
+    @property
+    def files(self) -> dict[str, list[str]]:
+        """Key of the option -> its files, always as a list."""
+        return {f"data.{key}": _as_list(self[key]) for key in ("train_files", "val_files")}
+
+
+def _as_list(value: Any) -> list:
+    return list(value) if isinstance(value, list | tuple) else [value]

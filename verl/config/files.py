@@ -1,0 +1,61 @@
+"""Files a configuration names and a run would miss: looked for before anything heavy starts."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from verl.config.base import Problem, get_path
+from verl.config.ppo import PPOConfig
+
+_PYTHON_FILES = ("custom_reward_function.path", "data.custom_cls.path", "data.sampler.class_path")
+
+
+def missing_files(config: PPOConfig) -> list[Problem]:
+    """One problem per file or folder that is not there. Remote paths and hub ids are not looked at."""
+    return [*_data_files(config), *_python_files(config), *_models(config), *_checkpoint(config)]
+
+
+def _is_remote(path: str) -> bool:
+    return "://" in path
+
+
+def _exists(path: str) -> bool:
+    return Path(path).expanduser().exists()
+
+
+def _data_files(config: PPOConfig) -> Iterator[Problem]:
+    if config.data.custom_cls.path is not None:
+        return  # what the files are is that class's affair
+    for key, files in config.data.files.items():
+        for path in files:
+            if not _is_remote(path) and not _exists(path):
+                yield Problem(
+                    key, f"{key}={path} does not exist. Give a parquet file; examples/data_preprocess makes them."
+                )
+
+
+def _python_files(config: PPOConfig) -> Iterator[Problem]:
+    for key in _PYTHON_FILES:
+        path = get_path(config, key)
+        if path and not _is_remote(path) and not _exists(path):
+            yield Problem(key, f"{key}={path} does not exist (looked in {Path.cwd()}). Give a Python file.")
+
+
+def _models(config: PPOConfig) -> Iterator[Problem]:
+    keys = ["actor_rollout_ref.model.path"]
+    if config.uses_critic:
+        keys.append("critic.model.path")
+    if config.uses_reference and config.actor_rollout_ref.ref.model is not None:
+        keys.append("actor_rollout_ref.ref.model.path")
+    for key in keys:
+        path = get_path(config, key)
+        if path and path[0] in "/~." and not _exists(path):
+            yield Problem(key, f"{key}={path} does not exist. Give a folder in Hugging Face format or a hub id.")
+
+
+def _checkpoint(config: PPOConfig) -> Iterator[Problem]:
+    path = config.trainer.resume_from_path
+    if config.trainer.resume_mode == "resume_path" and path and not _exists(path):
+        yield Problem(
+            "trainer.resume_from_path",
+            f"trainer.resume_from_path={path} does not exist. Give the folder of a checkpoint, .../global_step_N.",
+        )

@@ -1,0 +1,164 @@
+"""Names of older releases: what they are called now, or why they are gone.
+
+Old names are understood wherever they come from, YAML or command line, and reported in one warning.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from verl.config.base import Problem
+from verl.config.build import show
+from verl.config.tree import at_key, flatten, overlay, pop_key, put_key
+
+PREFIX = "backend_config"
+"""Launchers nest the whole tree under this name; it is stripped."""
+
+
+class Moved(NamedTuple):
+    """An option that has another name now. ``convert`` gives the new value; None means: leave the new key alone."""
+
+    old: str
+    new: tuple[str, ...]
+    convert: Callable[[Any], Any] = lambda value: value
+
+
+class Gone(NamedTuple):
+    """An option without successor. ``harmless`` values are dropped with a warning, any other is an error."""
+
+    old: str
+    why: str
+    harmless: tuple = (None, False)
+
+
+def _one_if_true(value: Any) -> int | None:
+    return 1 if value in (True, "true", "True") else None
+
+
+def _strict_or_off(value: Any) -> str:
+    return "strict" if value in (True, "true", "True") else "disable"
+
+
+_A = "actor_rollout_ref"
+_FSDP = (f"{_A}.actor.fsdp_config", f"{_A}.ref.fsdp_config", "critic.model.fsdp_config")
+
+MOVED: tuple[Moved, ...] = (
+    Moved(f"{_A}.actor.checkpoint.contents", (f"{_A}.actor.checkpoint.save_contents",)),
+    Moved("critic.checkpoint.contents", ("critic.checkpoint.save_contents",)),
+    Moved("trainer.val_generations_to_log_to_wandb", ("trainer.log_val_generations",)),
+    Moved(
+        "trainer.remove_previous_ckpt_in_save",
+        ("trainer.max_actor_ckpt_to_keep", "trainer.max_critic_ckpt_to_keep"),
+        _one_if_true,
+    ),
+    Moved(f"{_A}.rollout.seed", ("trainer.seed",)),
+    Moved(f"{_A}.rollout.multi_turn.max_turns", (f"{_A}.rollout.multi_turn.max_assistant_turns",)),
+    Moved(
+        f"{_A}.rollout.multi_turn.enable_tokenization_sanity_check",
+        (f"{_A}.rollout.multi_turn.tokenization_sanity_check_mode",),
+        _strict_or_off,
+    ),
+    *(
+        Moved(f"{place}.min_num_params", (f"{place}.wrap_policy.min_num_params",))
+        for place in (*_FSDP, "reward_model.model.fsdp_config")
+    ),
+    *(
+        Moved(f"{_A}.{role}.profiler.{name}", (f"{_A}.profiler.{name}",))
+        for role in ("actor", "ref", "rollout")
+        for name in ("discrete", "all_ranks", "ranks")
+    ),
+    Moved("af_output_dir", ("trainer.default_local_dir",)),
+    Moved(
+        "engine_kwargs.vllm.disable_mm_preprocessor_cache",
+        (f"{_A}.rollout.engine_kwargs.vllm.disable_mm_preprocessor_cache",),
+    ),
+)
+
+_AGENTS = "multi-turn rollout is not supported yet"
+GONE: tuple[Gone, ...] = (
+    *(
+        Gone(
+            f"{place}.grad_offload",
+            "gradients are freed after each update and follow the parameters otherwise; "
+            "set param_offload and optimizer_offload",
+            (None, False, True),
+        )
+        for place in _FSDP
+    ),
+    *(
+        Gone(f"{place}.use_orig_params", "parameters always keep their own shape", (None, False, True))
+        for place in _FSDP
+    ),
+    Gone("data.prompt_id_key", "prompt ids were never part of a release", (None,)),
+    Gone("data.max_prompt_id_length", "prompt ids were never part of a release", (None,)),
+    Gone("data.chat_template_func", "set actor_rollout_ref.model.custom_chat_template, or use data.custom_cls"),
+    Gone("data.filter_prompts", "set data.filter_overlong_prompts", (None, True)),
+    Gone("data.need_tools_kwargs", _AGENTS),
+    Gone(f"{_A}.rollout.multi_turn.completion_callback", f"agent loops take its place, and {_AGENTS}"),
+    Gone(f"{_A}.rollout.chat_scheduler", f"agent loops take its place, and {_AGENTS}"),
+    Gone(f"{_A}.actor.recompute_old_log_prob", "old log-probs are always recomputed", (None, True)),
+    Gone("trainer.wandb_proxy", "set the environment variables HTTP_PROXY and HTTPS_PROXY"),
+)
+
+_BY_NAME: dict[str, Moved | Gone] = {entry.old: entry for entry in (*MOVED, *GONE)}
+
+
+def is_legacy(key: str) -> bool:
+    """Is this the name of an option of an older release?"""
+    return key in _BY_NAME
+
+
+def strip_prefix(key: str) -> str:
+    """``backend_config.data.x`` -> ``data.x``."""
+    return key.removeprefix(f"{PREFIX}.")
+
+
+def translate(tree: dict, given: set[str], problems: list[Problem]) -> list[str]:
+    """Rename old options in the unresolved ``tree``, in place; mark the new names as given.
+
+    Returns:
+        One sentence per old name found. Clashes with a new name the user also gave go to ``problems``.
+    """
+    notices = []
+    if isinstance(tree.get(PREFIX), dict):
+        nested = tree.pop(PREFIX)
+        overlay(tree, nested)
+        given.update(key for key, _ in flatten(nested))
+        notices.append(f"{PREFIX}.* is read as the tree itself: leave the prefix out")
+    for old, entry in _BY_NAME.items():
+        present, value = pop_key(tree, old)
+        if not present:
+            continue
+        given.discard(old)
+        if isinstance(entry, Gone):
+            if value in entry.harmless:
+                notices.append(f"{old} no longer exists and is ignored: {entry.why}")
+            else:
+                problems.append(Problem(old, f"{old}={show(value)} no longer exists: {entry.why}."))
+            continue
+        notices.append(f"{old} is now called {' and '.join(entry.new)}")
+        converted = entry.convert(value)
+        for new in entry.new:
+            if converted is None:
+                continue
+            if new in given and at_key(tree, new) != converted:
+                problems.append(
+                    Problem(
+                        new,
+                        f"{old}={show(value)} and {new}={show(at_key(tree, new))} disagree: they "
+                        f"are the same option. Keep the second.",
+                    )
+                )
+                continue
+            put_key(tree, new, converted)
+            given.add(new)
+    return notices
+
+
+def translate_logger(tree: dict) -> list[str]:
+    """``tracking``, the old name of the logger ``wandb``, in the unresolved ``tree``, in place."""
+    logger = at_key(tree, "trainer.logger")
+    names = [logger] if isinstance(logger, str) else list(logger or [])
+    if "tracking" not in names:
+        return []
+    put_key(tree, "trainer.logger", list(dict.fromkeys("wandb" if name == "tracking" else name for name in names)))
+    return ["trainer.logger: tracking is now called wandb"]

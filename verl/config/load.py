@@ -1,0 +1,257 @@
+"""From a command line to the typed tree: hydra composes, the dataclasses decide, every problem is told at once.
+
+Nothing heavy is imported until the keys of the command line are known to exist: ``--help`` and a misspelt key do not
+pay for hydra.
+"""
+
+import re
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+from verl.config.base import Config, ConfigError, ConfigWarning, Problem
+from verl.config.build import build, missing_keys
+from verl.config.compose import CONFIG_DIR, compose, search_folders
+from verl.config.legacy import translate, translate_logger
+from verl.config.normalise import spread_clip_ratio, spread_global_sizes
+from verl.config.overrides import check_overrides, locate, unknown_key
+from verl.config.ppo import PPOConfig
+from verl.config.tree import at_key, copy_tree, differing, is_interpolation, section_at
+
+Root = TypeVar("Root", bound=Config)
+
+
+class Loaded(NamedTuple):
+    """What a command line came to."""
+
+    config: Any
+    """The typed tree."""
+    tree: dict
+    """The composed tree before interpolations were resolved, plain."""
+    notices: list[str]
+    """What the user should know: old names, settings without effect."""
+    problems: list[Problem]
+    """What is wrong; empty if the configuration can run."""
+
+
+def load_ppo_config(
+    overrides: Sequence[str] = (),
+    config_path: str | None = None,
+    config_name: str = "ppo_trainer",
+    *,
+    root: type[Root] = PPOConfig,
+) -> Root:
+    """Compose, type and check a configuration.
+
+    Args:
+        overrides: ``key=value`` words in hydra's grammar. ``+key=value`` works on existing and free-form keys.
+        config_path: folder of the user's YAML, searched before verl's own.
+        config_name: name of the YAML file to start from, without suffix.
+        root: class of the tree; a subclass of ``PPOConfig`` may add sections.
+
+    Raises:
+        ConfigError: (a ValueError) with every problem found.
+
+    Warns:
+        ConfigWarning: once for each old name used and each setting without effect.
+    """
+    loaded = load(overrides, config_path, config_name, root=root)
+    if loaded.problems:
+        raise ConfigError([problem.text for problem in loaded.problems])
+    for notice in loaded.notices:
+        warnings.warn(notice, ConfigWarning, stacklevel=2)
+    return loaded.config
+
+
+def load(
+    overrides: Sequence[str] = (),
+    config_path: str | None = None,
+    config_name: str = "ppo_trainer",
+    *,
+    config_dir: str | None = None,
+    root: type[Root] = PPOConfig,
+) -> Loaded:
+    """As ``load_ppo_config``, but hands problems and notices back instead of raising and warning.
+
+    Raises:
+        ConfigError: if hydra could not compose a tree at all.
+    """
+    folders = search_folders(config_path, config_dir)
+    checked = check_overrides(overrides, root, lambda name: any((folder / name).is_dir() for folder in folders))
+    if checked.problems:
+        raise ConfigError([problem.text for problem in checked.problems])
+    composed, tree = compose(checked.overrides, folders, config_name, root)
+    given = set(checked.given)
+    if config_name != "ppo_trainer" or len(folders) > 1:
+        given |= differing(tree, compose([], [CONFIG_DIR], "ppo_trainer", root)[1])
+    return interpret(tree, given, root, composed=composed, stripped_prefix=checked.stripped_prefix)
+
+
+def interpret(
+    tree: dict, given: set[str], root: type[Root] = PPOConfig, *, composed: Any = None, stripped_prefix: bool = False
+) -> Loaded:
+    """Type and check a composed tree whose interpolations are not resolved yet.
+
+    Args:
+        tree: plain nested dict; it is changed.
+        given: dotted keys the user set, for telling what has no effect.
+        root: class of the tree.
+        composed: ``tree`` as a DictConfig if there is one; it is changed too.
+        stripped_prefix: whether ``backend_config.`` was already taken off a key.
+    """
+    from omegaconf import OmegaConf, open_dict
+
+    composed = OmegaConf.create(tree) if composed is None else composed
+    before = copy_tree(tree)
+    problems: list[Problem] = []
+    notices = ["backend_config.* is read as the tree itself: leave the prefix out"] if stripped_prefix else []
+    notices += translate(tree, given, problems) + translate_logger(tree)
+    notices += spread_global_sizes(tree, composed, problems)
+    spread_clip_ratio(tree, given)
+    if notices:
+        notices = ["old names were understood: " + "; ".join(dict.fromkeys(notices))]
+    for key in differing(tree, before):
+        with open_dict(composed):
+            OmegaConf.update(composed, key, at_key(tree, key), force_add=True)
+    values = _resolve(tree, composed, "", problems)
+    for key in missing_keys(values):
+        problems.append(Problem(key, f"{key} must be given{_MANDATORY.get(key, '')}."))
+    problems += _unknown(values, root)
+    config = build(root(), _known(values, root), "", problems)
+
+    def is_given(key: str) -> bool:
+        return any(key == other or key.startswith(f"{other}.") or other.startswith(f"{key}.") for other in given)
+
+    problems = _without_echoes(problems, tree)
+    if isinstance(config, PPOConfig):
+        problems = _without_echoes(problems + _check(config, is_given, problems), tree)
+        if not problems:
+            from verl.config.notices import notices as settings_without_effect
+
+            notices += settings_without_effect(config, is_given)
+    return Loaded(config, tree, notices, problems)
+
+
+_MANDATORY = {"actor_rollout_ref.rollout.name": ": the engine that samples responses, hf for example"}
+
+
+def run_from_command_line(
+    run: Callable[[Any], Any],
+    arguments: Sequence[str] | None = None,
+    *,
+    config_name: str = "ppo_trainer",
+    config_path: str | None = None,
+    root: type[Config] = PPOConfig,
+) -> Any:
+    """Call ``run(config)`` with what the command line says; what ``@hydra.main`` is to hydra.
+
+    Args:
+        run: gets the typed, checked tree.
+        arguments: words after the program's name. None: this process's.
+        config_name, config_path: used unless the command line names others.
+        root: class of the tree.
+
+    Returns:
+        What ``run`` returns; None after ``--help``, ``--cfg`` and ``--check``.
+
+    Raises:
+        SystemExit: with code 2 and all problems on stderr if the configuration cannot run.
+    """
+    from verl.config.command_line import run_command
+
+    return run_command(run, arguments, config_name, config_path, root)
+
+
+def check(config: PPOConfig) -> None:
+    """Run every check on a tree made by hand. Raises ConfigError with all problems."""
+    problems = _check(config, None, [])
+    if problems:
+        raise ConfigError([problem.text for problem in problems])
+
+
+def _check(config: PPOConfig, is_given: Callable[[str], bool] | None, earlier: list[Problem]) -> list[Problem]:
+    from verl.config.rules import broken_rules
+    from verl.config.support import unsupported
+
+    suspect = {problem.key for problem in earlier}
+    found = [*unsupported(config, is_given), *broken_rules(config)]
+    return [problem for problem in found if not problem.keys & suspect]
+
+
+# ------------------------------------------------------------------------------------------------ composing
+
+
+def _resolve(tree: dict, composed: Any, prefix: str, problems: list[Problem]) -> dict:
+    """``tree`` with every interpolation replaced by its value; those that lead nowhere become problems."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    values = {}
+    for name, raw in tree.items():
+        key = f"{prefix}{name}"
+        if isinstance(raw, dict):
+            values[name] = _resolve(raw, composed, f"{key}.", problems)
+        elif not is_interpolation(raw):
+            values[name] = raw
+        else:
+            try:
+                value = OmegaConf.select(composed, key)
+                values[name] = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+            except OmegaConfBaseException as error:
+                reason = str(error).splitlines()[0]
+                problems.append(Problem(key, f"{key}={raw} cannot be resolved: {reason}."))
+    return values
+
+
+def _unknown(values: dict, root: type[Config], prefix: str = "") -> list[Problem]:
+    """Keys of a resolved tree that no section has, each with the nearest that exists."""
+    found = []
+    for name, value in values.items():
+        key = f"{prefix}{name}"
+        place = locate(root, key)
+        if place.kind == "unknown":
+            found.append(Problem(key, unknown_key(root, key, place)))
+        elif place.kind == "section" and isinstance(value, dict):
+            found += _unknown(value, root, f"{key}.")
+    return found
+
+
+def _known(values: dict, root: type[Config], prefix: str = "") -> dict:
+    """``values`` without unknown keys, which were told, and without mandatory options still open, which were too."""
+    kept = {}
+    for name, value in values.items():
+        place = locate(root, f"{prefix}{name}")
+        if place.kind == "unknown" or value == "???":
+            continue
+        is_section = place.kind == "section" and isinstance(value, dict)
+        kept[name] = _known(value, root, f"{prefix}{name}.") if is_section else value
+    return kept
+
+
+_SOURCE = re.compile(r"\$\{\s*(?:oc\.select:\s*)?(\.*[\w.-]+)")
+
+
+def _without_echoes(problems: list[Problem], tree: dict) -> list[Problem]:
+    """Drop the problem of an option that only follows another one that is a problem itself, and exact repeats."""
+    blamed = {problem.key for problem in problems}
+    kept = [problem for problem in problems if not _sources(tree, problem.key) & (blamed - {problem.key})]
+    return list({problem.text: problem for problem in kept}.values())
+
+
+def _sources(tree: dict, key: str) -> set[str]:
+    """Keys that the unresolved value at ``key`` follows, directly or through others."""
+    found: set[str] = set()
+    waiting = [key]
+    while waiting:
+        current = waiting.pop()
+        parent, _, name = current.rpartition(".")
+        raw = (section_at(tree, parent) if parent else tree).get(name)
+        for source in _SOURCE.findall(raw) if isinstance(raw, str) else []:
+            if source.startswith("."):  # one dot: the same section; each further dot: one section up
+                ups = len(source) - len(source.lstrip(".")) - 1
+                base = parent.split(".")[: len(parent.split(".")) - ups] if parent else []
+                source = ".".join([*base, source.lstrip(".")])
+            if source not in found:
+                found.add(source)
+                waiting.append(source)
+    return found

@@ -1,0 +1,67 @@
+"""The policy's model: where it is, and how its modules run."""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from verl.config.base import Config, option, section
+
+
+@dataclass
+class FusedKernelConfig(Config):
+    """Implementation of the fused head."""
+
+    impl_backend: Literal["torch", "triton"] = "torch"
+    """``torch``: log-probs and entropy from hidden states in chunks, which is also what runs without fused kernels."""
+
+
+@dataclass
+class ModelConfig(Config):
+    """Model of actor, rollout and reference."""
+
+    path: str = "~/models/deepseek-llm-7b-chat"
+    """Folder in Hugging Face format, hub id, or ``hdfs://``."""
+
+    custom_chat_template: str | None = None
+    """Jinja template to use instead of the tokenizer's own."""
+
+    use_shm: bool = False
+    """Copy the model to /dev/shm before loading."""
+
+    external_lib: str | None = None
+    """Module to import in every process before the model is built: registers models, losses or estimators."""
+
+    override_config: dict[str, Any] = option({})
+    """Free-form: entries laid over the model's config.json, dropout for example."""
+
+    enable_gradient_checkpointing: bool = True
+    """Recompute activations in backward instead of keeping them. Source: Chen et al. 2016 (arXiv:1604.06174)."""
+
+    enable_activation_offload: bool = False
+    """Keep activations in host memory between forward and backward."""
+
+    use_remove_padding: bool = False
+    """Pack rows into one sequence for variable-length attention."""
+
+    lora_rank: int = option(0, at_least=0)
+    """Rank of LoRA adapters; 0 trains the full weights. Source: Hu et al. 2021 (arXiv:2106.09685)."""
+
+    lora_alpha: float = 16
+    """LoRA's scale: adapters are multiplied by alpha / rank."""
+
+    target_modules: str | list[str] = "all-linear"
+    """Modules that get an adapter."""
+
+    exclude_modules: str | list[str] | None = None
+    """Modules that do not."""
+
+    use_liger: bool = False
+    """Replace modules by Liger kernels."""
+
+    use_fused_kernels: bool = False
+    """Compute log-probs and entropy from hidden states without whole logits."""
+
+    fused_kernel_options: FusedKernelConfig = section(FusedKernelConfig)
+    """How ``use_fused_kernels`` does it."""
+
+    trust_remote_code: bool = False
+    """Let the model run Python code that comes with its folder."""

@@ -1,0 +1,44 @@
+"""Optimizer and learning-rate schedule of a trained role."""
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from verl.config.base import Config, option
+
+
+@dataclass
+class OptimConfig(Config):
+    """AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101) with linear warm-up."""
+
+    _target_: ClassVar[str] = "verl.workers.config.FSDPOptimizerConfig"
+
+    lr: float = option(1e-6, above=0)
+    """Peak learning rate. verl's default is 1e-6 for the actor and 1e-5 for the critic."""
+
+    lr_warmup_steps_ratio: float = option(0.0, at_least=0, at_most=1)
+    """Share of all training steps spent warming up; read only while ``lr_warmup_steps`` is negative."""
+
+    total_training_steps: int = -1
+    """Length of the schedule in training steps. -1: the trainer fills in the length of the run."""
+
+    weight_decay: float = option(0.01, at_least=0)
+    """Decoupled weight decay, multiplied by the learning rate at every optimizer step."""
+
+    lr_warmup_steps: int | None = -1
+    """Training steps over which the rate rises linearly from 0. Negative or null: from ``lr_warmup_steps_ratio``."""
+
+    min_lr_ratio: float | None = option(0.0, at_least=0, at_most=1)
+    """With ``cosine``: the rate ends at this share of ``lr``. Null: 0."""
+
+    num_cycles: float = option(0.5, above=0)
+    """With ``cosine``: waves over the run; 0.5 is one fall from peak to floor."""
+
+    warmup_style: Literal["constant", "cosine"] = "constant"
+    """Course after the warm-up: ``constant``, or ``cosine`` decay (Loshchilov & Hutter 2017, arXiv:1608.03983).
+    The schedule advances once per training step, however many mini-batches that step has."""
+
+    betas: list[float] = option([0.9, 0.999], at_least=0, below=1)
+    """Decay of AdamW's running means of gradient and squared gradient. Not in verl's YAML, read by it."""
+
+    eps: float = option(1e-8, above=0)
+    """Added to AdamW's denominator."""

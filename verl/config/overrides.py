@@ -1,0 +1,154 @@
+"""Command-line overrides checked against the tree of dataclasses, before hydra is imported.
+
+Only the key is looked at here; values, with hydra's whole grammar, are hydra's. Group choices (``actor@...=x``) and
+hydra's own keys pass through untouched.
+"""
+
+import re
+import types
+import typing
+from collections.abc import Callable, Iterable, Iterator
+from functools import lru_cache
+from typing import Any, Literal, NamedTuple
+
+from verl.config.base import Config, Problem
+from verl.config.build import types_of
+from verl.config.legacy import is_legacy, strip_prefix
+
+_OVERRIDE = re.compile(r"(?P<mark>\+\+|\+|~)?(?P<key>[^=@\s]+)(?P<package>@[^=\s]*)?(?P<assign>=.*)?", re.DOTALL)
+
+
+class Place(NamedTuple):
+    """Where a dotted key leads in the tree."""
+
+    kind: Literal["option", "section", "free", "unknown"]
+    reached: str
+    """The part of the key that exists."""
+    siblings: tuple[str, ...] = ()
+    """For an unknown key: the names that stand where it went astray."""
+
+
+class Checked(NamedTuple):
+    """Overrides as hydra is to get them, the keys they set, and what is wrong with them."""
+
+    overrides: list[str]
+    given: set[str]
+    problems: list[Problem]
+    stripped_prefix: bool
+
+
+def check_overrides(arguments: Iterable[str], root: type[Config], is_group: Callable[[str], bool]) -> Checked:
+    """Refuse unknown keys; turn ``key=``, ``+key=`` and ``++key=`` on known and free-form keys into one form.
+
+    Args:
+        arguments: ``key=value`` words of the command line.
+        root: class of the whole tree.
+        is_group: is this name a folder of YAML files on the search path?
+    """
+    overrides, given, problems, stripped = [], set(), [], False
+    for text in arguments:
+        match = _OVERRIDE.fullmatch(text)
+        if match is None or (match["assign"] is None and match["mark"] != "~"):
+            problems.append(
+                Problem(
+                    text,
+                    f"{text!r} is no override: write key=value, with quotes around "
+                    f"values that hold spaces or commas. All options: --help.",
+                )
+            )
+            continue
+        key, mark = match["key"], match["mark"] or ""
+        if re.split(r"[./]", key)[0] == "hydra" or match["package"] or "/" in key or is_group(key):
+            overrides.append(text)
+            continue
+        bare = strip_prefix(key)
+        stripped |= bare != key
+        place = locate(root, bare)
+        if place.kind == "unknown" and not is_legacy(bare):
+            problems.append(Problem(key, unknown_key(root, bare, place)))
+            continue
+        given.add(bare)
+        overrides.append(f"{mark if mark == '~' else '++'}{bare}{match['assign'] or ''}")
+    return Checked(overrides, given, problems, stripped)
+
+
+def unknown_key(root: type[Config], key: str, place: Place) -> str:
+    """The sentence about a key that does not exist, with the nearest one that does."""
+    near = nearest_key(root, key, place)
+    there = ", ".join(place.siblings) or f"none below {place.reached}"
+    hint = f"; did you mean {near!r}?" if near else f". Options there: {there}."
+    return f"{key} is not an option{hint}"
+
+
+@lru_cache
+def locate(root: type[Config], key: str) -> Place:
+    """Follow a dotted key through the classes of the tree."""
+    kind: Any = root
+    reached: list[str] = []
+    for name in key.split("."):
+        kind = _section_or_free(kind)
+        if kind is dict:
+            return Place("free", ".".join(reached))
+        if kind is None:
+            return Place("unknown", ".".join(reached))
+        if name == "_target_":
+            reached.append(name)
+            kind = str
+            continue
+        known = types_of(kind)
+        if name not in known:
+            return Place("unknown", ".".join(reached), tuple(known))
+        reached.append(name)
+        kind = known[name]
+    return Place({None: "option", dict: "free"}.get(_section_or_free(kind), "section"), key)
+
+
+def _section_or_free(kind: Any) -> Any:
+    """The section class, ``dict`` for free-form content, None for a plain value."""
+    if typing.get_origin(kind) in (typing.Union, types.UnionType):
+        inner = [_section_or_free(item) for item in typing.get_args(kind)]
+        return next((item for item in inner if item is not None), None)
+    if isinstance(kind, type) and issubclass(kind, Config):
+        return kind
+    return dict if kind is Any or kind is dict or typing.get_origin(kind) is dict else None
+
+
+@lru_cache
+def all_keys(root: type[Config]) -> tuple[str, ...]:
+    """Every dotted key, sections included."""
+
+    def walk(cls: type[Config], prefix: str) -> Iterator[str]:
+        for name, kind in types_of(cls).items():
+            yield f"{prefix}{name}"
+            inner = _section_or_free(kind)
+            if isinstance(inner, type) and issubclass(inner, Config):
+                yield from walk(inner, f"{prefix}{name}.")
+
+    return tuple(walk(root, ""))
+
+
+def nearest_key(root: type[Config], key: str, place: Place) -> str | None:
+    """The existing key most like ``key``: a sibling, the same name elsewhere, or a similar path."""
+    from difflib import SequenceMatcher
+
+    def alike(one: str, other: str) -> float:
+        return SequenceMatcher(None, one, other).ratio()
+
+    rest = key[len(place.reached) :].lstrip(".")
+    wrong, _, below = rest.partition(".")
+    scored: list[tuple[float, str]] = []
+    for name in place.siblings:
+        candidate = f"{place.reached}.{name}".lstrip(".")
+        if below and locate(root, f"{candidate}.{below}").kind != "unknown":
+            scored.append((alike(wrong, name) + 0.1, f"{candidate}.{below}"))
+        scored.append((alike(wrong, name), candidate))
+    last = key.rpartition(".")[2]
+    for candidate in all_keys(root):
+        if f".{candidate}".endswith(f".{key}"):
+            scored.append((1.2, candidate))  # the section was left out
+        elif candidate.rpartition(".")[2] == last:
+            scored.append((0.8 + 0.2 * alike(key, candidate), candidate))
+        elif not scored or max(scored)[0] < 0.6:
+            scored.append((alike(key, candidate) - 0.1, candidate))
+    score, best = max(scored, key=lambda pair: pair[0], default=(0.0, None))
+    return best if score >= 0.6 else None

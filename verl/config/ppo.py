@@ -1,0 +1,90 @@
+"""The root of the configuration of ``verl.trainer.main_ppo``. Checks that span sections are in ``rules.py``."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from verl.config.actor import ActorConfig, RefConfig
+from verl.config.algorithm import AlgorithmConfig
+from verl.config.base import Config, option, section
+from verl.config.critic import CriticConfig
+from verl.config.data import DataConfig
+from verl.config.model import ModelConfig
+from verl.config.reward import RewardFunctionConfig, RewardModelConfig
+from verl.config.rollout import RolloutConfig
+from verl.config.trainer import ProfilerConfig, RayInitConfig, TrainerConfig
+
+
+@dataclass
+class ActorRolloutRefConfig(Config):
+    """The roles that share the policy's weights."""
+
+    actor: ActorConfig = section(ActorConfig)
+    """Training of the policy."""
+
+    ref: RefConfig = section(RefConfig)
+    """The frozen reference policy."""
+
+    rollout: RolloutConfig = section(RolloutConfig)
+    """Sampling of responses."""
+
+    hybrid_engine: bool = True
+    """Training and sampling share the same devices and take turns."""
+
+    nccl_timeout: int = option(600, above=0)
+    """Seconds a collective between workers may take before they give up (gloo's timeout too)."""
+
+    model: ModelConfig = section(ModelConfig)
+    """Model of actor, rollout and reference."""
+
+    profiler: ProfilerConfig = section(ProfilerConfig)
+    """Profiling of these roles."""
+
+
+@dataclass
+class PPOConfig(Config):
+    """Everything about one run of PPO and its relatives."""
+
+    actor_rollout_ref: ActorRolloutRefConfig = section(ActorRolloutRefConfig)
+    """The policy: training, sampling, reference."""
+
+    trainer: TrainerConfig = section(TrainerConfig)
+    """The run: length, hardware, logging, checkpoints."""
+
+    data: DataConfig = section(DataConfig)
+    """Prompts."""
+
+    critic: CriticConfig = section(CriticConfig)
+    """The value model."""
+
+    reward_model: RewardModelConfig = section(RewardModelConfig)
+    """Scoring: manager and reward model."""
+
+    custom_reward_function: RewardFunctionConfig = section(RewardFunctionConfig)
+    """Scoring function of the user's."""
+
+    algorithm: AlgorithmConfig = section(AlgorithmConfig)
+    """From rewards to advantages."""
+
+    ray_init: RayInitConfig = section(RayInitConfig)
+    """How Ray is started."""
+
+    @property
+    def uses_critic(self) -> bool:
+        """Is there a value model?"""
+        if self.critic.enable is not None:
+            return self.critic.enable
+        return self.algorithm.adv_estimator == "gae"
+
+    @property
+    def uses_reference(self) -> bool:
+        """Is there a reference policy?"""
+        return self.algorithm.use_kl_in_reward or self.actor_rollout_ref.actor.use_kl_loss
+
+    @property
+    def data_seed(self) -> int:
+        """Seed of the shuffling of prompts."""
+        return self.trainer.seed if self.data.seed is None else self.data.seed
+
+    def dp_size(self, role: Any) -> int:
+        """Data-parallel ranks of a role's section (``actor``, ``ref`` or ``critic``)."""
+        return max(1, self.trainer.world_size // role.ulysses_sequence_parallel_size)

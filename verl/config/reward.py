@@ -1,0 +1,118 @@
+"""Where scores come from: a function, a manager around it, or a reward model."""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from verl.config.base import Config, option, section
+from verl.config.engine import FSDPConfig, Strategy
+from verl.config.trainer import ProfilerConfig
+
+
+@dataclass
+class RewardFunctionConfig(Config):
+    """A scoring function of the user's."""
+
+    path: str | None = None
+    """Python file that defines it. Null: the built-in scorers, chosen by ``data.reward_fn_key``."""
+
+    name: str = "compute_score"
+    """Name of the function: ``f(data_source, solution_str, ground_truth, extra_info) -> float | dict``."""
+
+    reward_kwargs: dict[str, Any] = option({})
+    """Free-form: keyword arguments added to every call."""
+
+
+@dataclass
+class SandboxFusionConfig(Config):
+    """Remote execution of generated code."""
+
+    url: str | None = None
+    """Address of a sandbox-fusion service."""
+
+    max_concurrent: int = option(64, above=0)
+    """Requests under way at a time."""
+
+    memory_limit_mb: int = option(1024, above=0)
+    """Memory of one program, MiB."""
+
+
+@dataclass
+class RewardModelModelConfig(Config):
+    """Model that scores whole responses."""
+
+    input_tokenizer: str | None = "~/models/deepseek-llm-7b-chat"
+    """Tokenizer of the policy if its chat template differs from the reward model's; follows
+    ``actor_rollout_ref.model.path``. Null: the ids are passed on."""
+
+    path: str = "~/models/FsfairX-LLaMA3-RM-v0.1"
+    """Folder or hub id of a sequence-classification model."""
+
+    external_lib: str | None = None
+    """Module to import before the model is built; follows the actor's."""
+
+    trust_remote_code: bool = False
+    """Let the model run Python code that comes with its folder."""
+
+    use_shm: bool = False
+    """Copy the model to /dev/shm before loading."""
+
+    use_remove_padding: bool = False
+    """Pack rows into one sequence."""
+
+    use_fused_kernels: bool = False
+    """Follows ``actor_rollout_ref.model.use_fused_kernels``."""
+
+    fsdp_config: FSDPConfig = section(FSDPConfig)
+    """Sharding, offload and number formats."""
+
+
+@dataclass
+class RewardModelConfig(Config):
+    """The reward model, and the manager that calls scoring functions."""
+
+    enable: bool = False
+    """Score with a model. False: with functions only."""
+
+    strategy: Strategy = "fsdp"
+    """Engine of the reward model."""
+
+    model: RewardModelModelConfig = section(RewardModelModelConfig)
+    """The reward model."""
+
+    micro_batch_size: int | None = option(None, above=0)
+    """Deprecated: responses of one forward, summed over all ranks."""
+
+    micro_batch_size_per_gpu: int | None = option(None, above=0)
+    """Responses of one forward on one device."""
+
+    max_length: int | None = option(None, above=0)
+    """Tokens at which the reward model's input is cut."""
+
+    use_dynamic_bsz: bool = False
+    """Cut micro-batches by tokens; follows the critic's."""
+
+    forward_max_token_len_per_gpu: int = option(32768, above=0)
+    """Tokens of one micro-batch on one device; follows the critic's."""
+
+    reward_manager: str = "naive"
+    """Who calls the scoring function: ``naive`` (row by row), ``batch`` (once, with lists), or a name given to
+    ``verl.workers.reward_manager.register``."""
+
+    launch_reward_fn_async: bool = False
+    """Score while log-probs are computed."""
+
+    sandbox_fusion: SandboxFusionConfig = section(SandboxFusionConfig)
+    """Remote execution of generated code."""
+
+    profiler: ProfilerConfig = section(ProfilerConfig)
+    """Profiling of the reward model."""
+
+    ulysses_sequence_parallel_size: int = option(1, above=0)
+    """Ranks that share one sequence."""
+
+    reward_kwargs: dict[str, Any] = option({})
+    """Free-form: keyword arguments of the reward manager."""
+
+    on_error: Literal["stop", "zero_and_count"] = "stop"
+    """When a scoring function raises or returns no finite number: stop the run naming the sample, or score 0 and
+    count it in the metrics."""

@@ -1,0 +1,235 @@
+"""Sampling: how responses are drawn, and the engine that draws them."""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from verl.config.base import Config, MicroBatching, option, section
+
+
+@dataclass
+class SamplingConfig(Config):
+    """Sampling of validation responses."""
+
+    top_k: int = option(-1, at_least=-1)
+    """Draw from the k likeliest tokens. -1 or 0: from all."""
+
+    top_p: float = option(1.0, above=0, at_most=1)
+    """Draw from the likeliest tokens that together reach this probability. Source: Holtzman et al. 2020
+    (arXiv:1904.09751)."""
+
+    temperature: float = option(0, at_least=0)
+    """Logits are divided by this. 0: the likeliest token."""
+
+    n: int = option(1, above=0)
+    """Responses per prompt."""
+
+    do_sample: bool = False
+    """Draw at random. False: always the likeliest token."""
+
+
+@dataclass
+class MultiTurnConfig(Config):
+    """Conversations of several turns, with tools or a simulated user."""
+
+    enable: bool = False
+    """Hold conversations of several turns."""
+
+    max_assistant_turns: int | None = None
+    """Turns of the model at most."""
+
+    tool_config_path: str | None = None
+    """YAML file with the tools."""
+
+    max_user_turns: int | None = None
+    """Turns of the user at most."""
+
+    max_parallel_calls: int = 1
+    """Tool calls of one turn at most."""
+
+    max_tool_response_length: int = 256
+    """Characters of a tool's answer kept."""
+
+    tool_response_truncate_side: Literal["left", "right", "middle"] = "middle"
+    """What is kept of a longer answer: its head (``left``), its tail (``right``), or both ends."""
+
+    interaction_config_path: str | None = None
+    """YAML file with the simulated users."""
+
+    use_inference_chat_template: bool = False
+    """Use the chat template as in inference, which may drop reasoning of earlier turns."""
+
+    tokenization_sanity_check_mode: Literal["strict", "ignore_strippable", "disable"] = "strict"
+    """Compare turn-by-turn tokens with those of the whole conversation."""
+
+    format: str = "hermes"
+    """How the model writes tool calls."""
+
+
+@dataclass
+class AsyncServerConfig(Config):
+    """A server class of the user's."""
+
+    path: str | None = None
+    """Python file that defines it."""
+
+    name: str | None = None
+    """Name of the class in that file."""
+
+
+@dataclass
+class AgentConfig(Config):
+    """Agent loops."""
+
+    num_workers: int = option(8, above=0)
+    """Processes that run agent loops."""
+
+    agent_loop_config_path: str | None = None
+    """YAML file with the agent loops."""
+
+    custom_async_server: AsyncServerConfig = section(AsyncServerConfig)
+    """A server class of the user's."""
+
+
+@dataclass
+class TraceConfig(Config):
+    """Recording of conversations."""
+
+    backend: Literal["weave", "mlflow"] | None = None
+    """Where to record."""
+
+    token2text: bool = False
+    """Record text beside token ids."""
+
+
+@dataclass
+class RolloutConfig(Config):
+    """Sampling of training responses."""
+
+    name: str = "???"
+    """Engine: ``hf`` (transformers). Must be given."""
+
+    mode: Literal["sync", "async"] = "sync"
+    """``sync``: one call samples a whole batch."""
+
+    temperature: float = option(1.0, above=0)
+    """Logits are divided by this, when sampling and when log-probs are computed."""
+
+    top_k: int = option(-1, at_least=-1)
+    """Draw from the k likeliest tokens. -1 or 0: from all."""
+
+    top_p: float = option(1, above=0, at_most=1)
+    """Draw from the likeliest tokens that together reach this probability."""
+
+    prompt_length: int = option(512, above=0)
+    """Tokens of the prompt window; follows ``data.max_prompt_length``."""
+
+    response_length: int = option(512, above=0)
+    """Tokens of the response window; follows ``data.max_response_length``."""
+
+    dtype: Literal["bfloat16", "float16", "float32", "bf16", "fp16", "fp32", "half", "float", "auto"] = "bfloat16"
+    """Number format of the rollout's copy of the weights."""
+
+    gpu_memory_utilization: float = option(0.5, above=0, at_most=1)
+    """Share of GPU memory for the engine's weights and cache. No effect with ``hf``."""
+
+    ignore_eos: bool = False
+    """Sample to the full length, past end-of-sequence tokens."""
+
+    enforce_eager: bool = True
+    """Run without CUDA graphs. No effect with ``hf``."""
+
+    free_cache_engine: bool = True
+    """Free the engine's weights and cache while the actor trains."""
+
+    tensor_model_parallel_size: int = option(2, above=0)
+    """GPUs that share one copy of the engine. No effect with ``hf``."""
+
+    max_num_batched_tokens: int = option(8192, above=0)
+    """Tokens the engine handles in one forward."""
+
+    max_model_len: int | None = option(None, above=0)
+    """Tokens of prompt and response together at most. Null: their sum."""
+
+    max_num_seqs: int = option(1024, above=0)
+    """Responses the engine draws at a time."""
+
+    log_prob_micro_batch_size: int | None = option(None, above=0)
+    """Deprecated: responses of one forward of the old log-probs, summed over all ranks. Becomes the option below and
+    is null afterwards."""
+
+    log_prob_micro_batch_size_per_gpu: int | None = option(None, above=0)
+    """Responses of one forward of the old log-probs on one device."""
+
+    log_prob_use_dynamic_bsz: bool = False
+    """Cut those forwards by tokens instead; follows ``actor.use_dynamic_bsz``."""
+
+    log_prob_max_token_len_per_gpu: int = option(16384, above=0)
+    """Tokens of such a forward on one device; follows ``actor.ppo_max_token_len_per_gpu``."""
+
+    disable_log_stats: bool = True
+    """Keep the engine's own statistics quiet. No effect with ``hf``."""
+
+    do_sample: bool = True
+    """Draw at random. False: always the likeliest token."""
+
+    n: int = option(1, above=0)
+    """Responses per prompt: the group size of GRPO and RLOO."""
+
+    multi_stage_wake_up: bool = False
+    """Bring back weights first and the cache later when switching from training to sampling."""
+
+    engine_kwargs: dict[str, Any] = option(
+        {
+            "vllm": {"swap_space": None, "disable_mm_preprocessor_cache": False},
+            "sglang": {"attention_backend": None},
+        }
+    )
+    """Free-form: ``engine_kwargs.<engine>.<argument>`` is handed to that engine untouched (null: not at all), for
+    example vllm.swap_space (GiB of host memory), vllm.disable_mm_preprocessor_cache, sglang.attention_backend
+    (flashinfer, triton, flashmla)."""
+
+    val_kwargs: SamplingConfig = section(SamplingConfig)
+    """Sampling of validation responses."""
+
+    multi_turn: MultiTurnConfig = section(MultiTurnConfig)
+    """Conversations of several turns."""
+
+    calculate_log_probs: bool = False
+    """Keep the log-probs the engine sampled with, to compare them with the actor's."""
+
+    agent: AgentConfig = section(AgentConfig)
+    """Agent loops."""
+
+    update_weights_bucket_megabytes: int = option(512, above=0)
+    """MiB of weights handed to the engine at a time."""
+
+    trace: TraceConfig = section(TraceConfig)
+    """Recording of conversations."""
+
+    skip_rollout: bool = False
+    """Reuse a batch sampled earlier, for debugging of training."""
+
+    skip_dump_dir: str = "/tmp/rollout_dump"
+    """Folder of such batches."""
+
+    enable_chunked_prefill: bool = True
+    """Read long prompts in pieces. No effect with ``hf``."""
+
+    load_format: str = "dummy_dtensor"
+    """How the engine gets its first weights. No effect with ``hf``: the actor's are handed over before sampling."""
+
+    layered_summon: bool = False
+    """Hand LoRA weights over layer by layer."""
+
+    use_fire_sampling: bool = False
+    """Draw the first token at a high temperature. Source: FIRE sampling, Chen et al. 2024 (arXiv:2410.21236)."""
+
+    limit_images: int | None = option(None, above=0)
+    """Images per prompt at most."""
+
+    @property
+    def log_prob_split(self) -> MicroBatching:
+        """How the batch is cut into forwards when old log-probs are computed."""
+        if self.log_prob_use_dynamic_bsz:
+            return MicroBatching(None, self.log_prob_max_token_len_per_gpu)
+        return MicroBatching(self.log_prob_micro_batch_size_per_gpu, None)

@@ -1,0 +1,401 @@
+"""Checks that span options: each a small function named after its rule, all of them run, all problems told at once.
+
+A rule reads the typed tree and yields ``Problem``s. To add one, write a function and decorate it with ``@rule``.
+Range and choice of a single option are not rules: they stand with the option.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from verl.config.base import Config, Problem, get_path
+from verl.config.build import show
+from verl.config.ppo import PPOConfig
+
+Rule = Callable[[PPOConfig], Iterator[Problem]]
+RULES: list[Rule] = []
+
+ACTOR, REF, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.ref", "actor_rollout_ref.rollout"
+_NEED_SIBLINGS = ("grpo", "rloo", "grpo_passk", "opo")
+
+
+def rule(function: Rule) -> Rule:
+    """Collect a rule."""
+    RULES.append(function)
+    return function
+
+
+def broken_rules(config: PPOConfig) -> list[Problem]:
+    """Every problem every rule finds, in the order of the rules."""
+    return [problem for check in RULES for problem in check(config)]
+
+
+def _problem(config: PPOConfig, key: str, text: str, *also: str) -> Problem:
+    return Problem(key, f"{key}={show(get_path(config, key))} {text}", also)
+
+
+def trained_roles(config: PPOConfig) -> Iterator[tuple[str, Any, int]]:
+    """(key, section, responses per prompt) of the roles that take gradient steps."""
+    yield ACTOR, config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout.n
+    if config.uses_critic:
+        yield "critic", config.critic, config.critic.rollout_n
+
+
+def scoring_roles(config: PPOConfig) -> Iterator[tuple[str, str, bool, int]]:
+    """(key of the global micro-batch size, key of the token budget, cut by tokens?, ranks) of every kind of forward."""
+    shared = config.actor_rollout_ref
+    ranks = config.dp_size(shared.actor)
+    yield f"{ACTOR}.ppo_micro_batch_size", f"{ACTOR}.ppo_max_token_len_per_gpu", shared.actor.use_dynamic_bsz, ranks
+    log_probs = ("log_prob_micro_batch_size", "log_prob_max_token_len_per_gpu")
+    dynamic = shared.rollout.log_prob_use_dynamic_bsz
+    yield f"{ROLLOUT}.{log_probs[0]}", f"{ROLLOUT}.{log_probs[1]}", dynamic, ranks
+    if config.uses_reference:
+        dynamic = shared.ref.log_prob_use_dynamic_bsz
+        yield f"{REF}.{log_probs[0]}", f"{REF}.{log_probs[1]}", dynamic, config.dp_size(shared.ref)
+    if config.uses_critic:
+        ranks = config.dp_size(config.critic)
+        for kind in ("ppo", "forward"):
+            budget = f"critic.{kind}_max_token_len_per_gpu"
+            yield f"critic.{kind}_micro_batch_size", budget, config.critic.use_dynamic_bsz, ranks
+
+
+# ---------------------------------------------------------------------------------------------- batch arithmetic
+
+
+@rule
+def mini_batch_fits_into_the_train_batch(config: PPOConfig) -> Iterator[Problem]:
+    prompts = config.data.prompts_per_step
+    source = "data.gen_batch_size" if config.data.gen_batch_size else "data.train_batch_size"
+    for key, role, _ in trained_roles(config):
+        name, mini = f"{key}.ppo_mini_batch_size", role.ppo_mini_batch_size
+        if mini > prompts:
+            yield _problem(
+                config,
+                name,
+                f"is larger than {source}={prompts}: no mini-batch could be filled. "
+                f"Lower the first or raise the second.",
+                source,
+            )
+        elif prompts % mini:
+            yield _problem(
+                config,
+                name,
+                f"does not divide {source}={prompts}: {prompts % mini} prompts would be left "
+                f"over at every step. Choose a divisor of {prompts}.",
+                source,
+            )
+
+
+@rule
+def train_batch_spreads_evenly_over_workers(config: PPOConfig) -> Iterator[Problem]:
+    trainer, n = config.trainer, config.actor_rollout_ref.rollout.n
+    rows = config.data.prompts_per_step * n
+    if rows % trainer.world_size:
+        yield Problem(
+            "data.train_batch_size",
+            f"data.train_batch_size={config.data.train_batch_size} x {ROLLOUT}.n={n} = {rows} responses do not spread "
+            f"evenly over {trainer.world_size} workers (trainer.nnodes={trainer.nnodes} x "
+            f"trainer.n_gpus_per_node={trainer.n_gpus_per_node}). Make the product a multiple of them.",
+            ("data.gen_batch_size", f"{ROLLOUT}.n", "trainer.nnodes", "trainer.n_gpus_per_node"),
+        )
+
+
+@rule
+def mini_batch_spreads_evenly_over_ranks(config: PPOConfig) -> Iterator[Problem]:
+    for key, role, n in trained_roles(config):
+        name, ranks = f"{key}.ppo_mini_batch_size", config.dp_size(role)
+        if role.ppo_mini_batch_size * n % ranks:
+            yield _problem(
+                config,
+                name,
+                f"x {ROLLOUT}.n={n} = {role.ppo_mini_batch_size * n} responses do not spread evenly over "
+                f"{ranks} data-parallel ranks. Make the product a multiple of {ranks}.",
+                f"{ROLLOUT}.n",
+                "trainer.nnodes",
+                "trainer.n_gpus_per_node",
+            )
+
+
+@rule
+def micro_batch_divides_the_mini_batch_of_a_rank(config: PPOConfig) -> Iterator[Problem]:
+    for key, role, n in trained_roles(config):
+        micro, ranks = role.ppo_micro_batch_size_per_gpu, config.dp_size(role)
+        if role.use_dynamic_bsz or not micro or role.ppo_mini_batch_size * n % ranks:
+            continue
+        name, rows = f"{key}.ppo_micro_batch_size_per_gpu", role.ppo_mini_batch_size * n // ranks
+        also = (f"{key}.ppo_mini_batch_size", f"{ROLLOUT}.n")
+        derivation = (
+            f"({key}.ppo_mini_batch_size={role.ppo_mini_batch_size} x {ROLLOUT}.n={n} / {ranks} data-parallel ranks)"
+        )
+        if micro > rows:
+            yield _problem(
+                config,
+                name,
+                f"is larger than the {rows} responses of a rank's mini-batch {derivation}. "
+                f"Lower it to {rows} or a divisor.",
+                *also,
+            )
+        elif rows % micro:
+            yield _problem(
+                config,
+                name,
+                f"does not divide the {rows} responses of a rank's mini-batch {derivation}. "
+                f"Choose a divisor of {rows}.",
+                *also,
+            )
+
+
+@rule
+def micro_batch_is_given_exactly_once(config: PPOConfig) -> Iterator[Problem]:
+    for name, budget, dynamic, ranks in scoring_roles(config):
+        local = f"{name}_per_gpu"
+        total, per_gpu = get_path(config, name), get_path(config, local)
+        if total is not None and per_gpu is not None:
+            yield Problem(
+                name,
+                f"{name}={total} and {local}={per_gpu} are both set: they say the same thing, for all "
+                f"{ranks} ranks and for one. Keep the second.",
+                (local,),
+            )
+        elif not dynamic and total is None and per_gpu is None:
+            switch = f"{ROLLOUT}.log_prob_use_dynamic_bsz" if name.startswith(ROLLOUT) else _switch(name)
+            yield Problem(
+                local,
+                f"{local}=null leaves open how many responses one forward holds. Give it a number, 1 if in "
+                f"doubt, or set {switch}=true and cut by tokens ({budget}).",
+            )
+
+
+def _switch(name: str) -> str:
+    section = name.rpartition(".")[0]
+    return f"{section}.log_prob_use_dynamic_bsz" if section == REF else f"{section}.use_dynamic_bsz"
+
+
+@rule
+def token_budget_holds_the_longest_row(config: PPOConfig) -> Iterator[Problem]:
+    rollout = config.actor_rollout_ref.rollout
+    longest = rollout.prompt_length + rollout.response_length
+    for name, budget, dynamic, _ in scoring_roles(config):
+        sp = get_path(config, name.rpartition(".")[0]).get("ulysses_sequence_parallel_size", 1)
+        if dynamic and get_path(config, budget) * sp < longest:
+            yield _problem(
+                config,
+                budget,
+                f"cannot hold one row of {rollout.prompt_length} prompt and {rollout.response_length} "
+                f"response tokens = {longest}. Raise it to {longest} or more, or shorten data.max_prompt_length or "
+                f"data.max_response_length.",
+                "data.max_prompt_length",
+                "data.max_response_length",
+            )
+
+
+# ------------------------------------------------------------------------------------------------------ sampling
+
+
+@rule
+def groups_have_siblings(config: PPOConfig) -> Iterator[Problem]:
+    estimator, rollout = config.algorithm.adv_estimator, config.actor_rollout_ref.rollout
+    if estimator in _NEED_SIBLINGS and rollout.n < 2:
+        yield _problem(
+            config,
+            f"{ROLLOUT}.n",
+            f"with algorithm.adv_estimator={estimator}: a response is judged by its "
+            f"siblings, and there are none. Sample at least 2 responses per prompt, "
+            f"or choose another estimator.",
+            "algorithm.adv_estimator",
+        )
+
+
+@rule
+def siblings_differ(config: PPOConfig) -> Iterator[Problem]:
+    for key in (ROLLOUT, f"{ROLLOUT}.val_kwargs"):
+        sampling = get_path(config, key)
+        greedy = not sampling.do_sample or sampling.temperature == 0
+        if sampling.n > 1 and greedy:
+            cause = "do_sample=false" if not sampling.do_sample else "temperature=0"
+            yield _problem(
+                config,
+                f"{key}.n",
+                f"with {key}.{cause}: all responses of a prompt would be the same. Sample at random, or set {key}.n=1.",
+                f"{key}.do_sample",
+                f"{key}.temperature",
+            )
+
+
+@rule
+def windows_agree(config: PPOConfig) -> Iterator[Problem]:
+    rollout, data = config.actor_rollout_ref.rollout, config.data
+    if rollout.prompt_length != data.max_prompt_length:
+        yield _problem(
+            config,
+            f"{ROLLOUT}.prompt_length",
+            f"differs from data.max_prompt_length="
+            f"{data.max_prompt_length}, the length prompts are padded to. Set only the latter.",
+            "data.max_prompt_length",
+        )
+
+
+@rule
+def model_length_holds_prompt_and_response(config: PPOConfig) -> Iterator[Problem]:
+    rollout = config.actor_rollout_ref.rollout
+    longest = rollout.prompt_length + rollout.response_length
+    if rollout.max_model_len is not None and rollout.max_model_len < longest:
+        yield _problem(
+            config,
+            f"{ROLLOUT}.max_model_len",
+            f"is shorter than prompt and response together "
+            f"({rollout.prompt_length} + {rollout.response_length} = {longest}). Raise it, leave it null, "
+            f"or shorten data.max_response_length.",
+            "data.max_response_length",
+        )
+
+
+@rule
+def rollout_copies_fit_the_workers(config: PPOConfig) -> Iterator[Problem]:
+    rollout, trainer = config.actor_rollout_ref.rollout, config.trainer
+    if rollout.name != "hf" and trainer.world_size % rollout.tensor_model_parallel_size:
+        yield _problem(
+            config,
+            f"{ROLLOUT}.tensor_model_parallel_size",
+            f"does not divide the {trainer.world_size} "
+            f"workers (trainer.nnodes x trainer.n_gpus_per_node). Choose a divisor of "
+            f"{trainer.world_size}.",
+            "trainer.n_gpus_per_node",
+        )
+
+
+# ----------------------------------------------------------------------------------------------- roles and losses
+
+
+@rule
+def gae_has_a_critic(config: PPOConfig) -> Iterator[Problem]:
+    if config.critic.enable is False and config.algorithm.adv_estimator == "gae":
+        yield _problem(
+            config,
+            "critic.enable",
+            "with algorithm.adv_estimator=gae: GAE needs values. Leave "
+            "critic.enable null, or choose an estimator without critic, grpo for example.",
+            "algorithm.adv_estimator",
+        )
+
+
+@rule
+def critic_samples_agree(config: PPOConfig) -> Iterator[Problem]:
+    n = config.actor_rollout_ref.rollout.n
+    if config.uses_critic and config.critic.rollout_n != n:
+        yield _problem(
+            config,
+            "critic.rollout_n",
+            f"differs from {ROLLOUT}.n={n}, which it follows. Set only the latter.",
+            f"{ROLLOUT}.n",
+        )
+
+
+@rule
+def clip_range_keeps_the_ratio_positive(config: PPOConfig) -> Iterator[Problem]:
+    actor = config.actor_rollout_ref.actor
+    name = "clip_ratio_low" if actor.clip_ratio_low is not None else "clip_ratio"
+    if actor[name] >= 1:
+        yield _problem(config, f"{ACTOR}.{name}", "allows ratios down to 0 or less: it must be less than 1.")
+
+
+# -------------------------------------------------------------------------------------------------------- hardware
+
+
+@rule
+def sequence_parallel_size_divides_the_workers(config: PPOConfig) -> Iterator[Problem]:
+    sections: dict[str, Config] = {ACTOR: config.actor_rollout_ref.actor}
+    if config.uses_reference:
+        sections[REF] = config.actor_rollout_ref.ref
+    if config.uses_critic:
+        sections["critic"] = config.critic
+    for key, role in sections.items():
+        if config.trainer.world_size % role.ulysses_sequence_parallel_size:
+            yield _problem(
+                config,
+                f"{key}.ulysses_sequence_parallel_size",
+                f"does not divide the "
+                f"{config.trainer.world_size} workers. Choose a divisor of {config.trainer.world_size}.",
+                "trainer.n_gpus_per_node",
+            )
+
+
+@rule
+def sharding_group_divides_the_workers(config: PPOConfig) -> Iterator[Problem]:
+    world = config.trainer.world_size
+    for key in (f"{ACTOR}.fsdp_config", f"{REF}.fsdp_config", "critic.model.fsdp_config"):
+        size = get_path(config, key).fsdp_size
+        if size == 0 or size < -1 or (size > 0 and world % min(size, world)):
+            yield _problem(
+                config,
+                f"{key}.fsdp_size",
+                f"must be -1 (all ranks) or a divisor of the {world} workers.",
+                "trainer.n_gpus_per_node",
+            )
+
+
+@rule
+def local_strategy_has_one_worker(config: PPOConfig) -> Iterator[Problem]:
+    sections = [ACTOR, *([REF] if config.uses_reference else []), *(["critic"] if config.uses_critic else [])]
+    for key in sections:
+        if get_path(config, key).strategy == "local" and config.trainer.world_size > 1:
+            yield _problem(
+                config,
+                f"{key}.strategy",
+                f"runs in one process, but there are {config.trainer.world_size} "
+                f"workers (trainer.nnodes={config.trainer.nnodes} x trainer.n_gpus_per_node="
+                f"{config.trainer.n_gpus_per_node}). Use fsdp2, or one worker.",
+                "trainer.n_gpus_per_node",
+            )
+
+
+@rule
+def local_controller_has_one_node(config: PPOConfig) -> Iterator[Problem]:
+    if config.trainer.controller == "local" and config.trainer.nnodes > 1:
+        yield _problem(
+            config,
+            "trainer.nnodes",
+            "with trainer.controller=local: forked processes stay on one machine. Use trainer.controller=ray.",
+            "trainer.controller",
+        )
+
+
+# ------------------------------------------------------------------------------------------------- run and resume
+
+
+@rule
+def resume_path_is_a_step_folder(config: PPOConfig) -> Iterator[Problem]:
+    trainer = config.trainer
+    if trainer.resume_mode == "resume_path" and "global_step_" not in (trainer.resume_from_path or ""):
+        yield _problem(
+            config,
+            "trainer.resume_from_path",
+            "with trainer.resume_mode=resume_path: give the folder of one checkpoint, .../global_step_N.",
+            "trainer.resume_mode",
+        )
+
+
+@rule
+def resumable_checkpoints_hold_what_is_loaded(config: PPOConfig) -> Iterator[Problem]:
+    for key, role, _ in trained_roles(config):
+        extra = [part for part in role.checkpoint.load_contents if part not in role.checkpoint.save_contents]
+        if extra and config.trainer.save_freq > 0:
+            yield _problem(
+                config,
+                f"{key}.checkpoint.load_contents",
+                f"asks for {', '.join(extra)}, which "
+                f"{key}.checkpoint.save_contents={role.checkpoint.save_contents} does not write: a run "
+                f"could not resume from its own checkpoints.",
+                f"{key}.checkpoint.save_contents",
+            )
+
+
+@rule
+def custom_class_has_a_name(config: PPOConfig) -> Iterator[Problem]:
+    for path, name in (
+        ("data.custom_cls.path", "data.custom_cls.name"),
+        ("data.sampler.class_path", "data.sampler.class_name"),
+    ):
+        if get_path(config, path) and not get_path(config, name):
+            yield _problem(
+                config, name, f"with {path}={get_path(config, path)}: name the class to take from the file.", path
+            )

@@ -1,0 +1,248 @@
+"""What this release does not do yet: the one table of it.
+
+A known option set away from its default is refused when nothing would read it ("not supported yet"), so that no
+setting is silently ignored. Whoever builds a feature deletes its row here; nothing else has to change.
+"""
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from verl.config.base import Config, FreeDict, Problem, did_you_mean, get_path, leaves
+from verl.config.build import show
+
+
+class Limit(NamedTuple):
+    """Values of one option that do not work yet."""
+
+    key: str
+    """Dotted key; ``section.*`` stands for every option in the section."""
+    what: str
+    """What is missing."""
+    instead: str
+    """The way out."""
+    works: tuple = ()
+    """Values that work beside the default."""
+    follows: bool = False
+    """The default follows another option, so only a value the user gave counts."""
+
+
+class Names(NamedTuple):
+    """Values of an option that names an implementation; users may register more."""
+
+    key: str
+    what: str
+    built: tuple[str, ...]
+    planned: tuple[str, ...]
+    registry: tuple[str, str] | None = None
+    """(module, function without arguments that lists the registered names); asked only if the module is loaded."""
+
+
+_REMOVE_PADDING = "leave it false: padding is not computed on this path either, rows are cut to their real tokens"
+_LORA = "set lora_rank=0 to train the full weights"
+_MULTI_TURN = "leave the section alone; single-turn rollouts work"
+_NO_RM = "score with custom_reward_function or a built-in scorer (reward_model.enable=false)"
+_NO_PROFILER = "use py-spy or torch.profiler around the run; timing_s/* metrics are logged at every step"
+_SP = "set it to 1 and lower the micro-batch size or the token budget"
+_FSDP1 = "leave it false; fsdp2 prefetches on its own"
+_ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+_MODEL, _RM = "actor_rollout_ref.model", "reward_model"
+_FSDP_SECTIONS = (f"{_ACTOR}.fsdp_config", "actor_rollout_ref.ref.fsdp_config", "critic.model.fsdp_config")
+_ROLES = (_ACTOR, "actor_rollout_ref.ref", "critic")
+
+LIMITS: tuple[Limit, ...] = (
+    # backends
+    *(
+        Limit(f"{role}.strategy", "this training engine", "use fsdp2, or local for one process", ("fsdp2", "local"))
+        for role in _ROLES
+    ),
+    Limit(f"{_RM}.strategy", "reward models", _NO_RM, follows=True),
+    *(Limit(f"{role}.ulysses_sequence_parallel_size", "sequence parallelism", _SP) for role in (*_ROLES, _RM)),
+    *(
+        Limit(f"{place}.offload_policy", "FSDP2's offload policy", "use param_offload and optimizer_offload")
+        for place in _FSDP_SECTIONS
+    ),
+    *(Limit(f"{place}.forward_prefetch", "FSDP1's prefetching", _FSDP1) for place in _FSDP_SECTIONS),
+    Limit("actor_rollout_ref.hybrid_engine", "a rollout on devices of its own", "leave it true"),
+    Limit("trainer.device", "this device", "use cuda or cpu", ("cuda", "cpu")),
+    # model
+    Limit(f"{_MODEL}.use_remove_padding", "packed attention", _REMOVE_PADDING),
+    Limit(f"{_ACTOR}.use_remove_padding", "packed attention", _REMOVE_PADDING, follows=True),
+    Limit("critic.model.use_remove_padding", "packed attention", _REMOVE_PADDING),
+    *(Limit(f"{model}.lora_rank", "LoRA", _LORA) for model in (_MODEL, "critic.model")),
+    *(Limit(f"{model}.lora_alpha", "LoRA", _LORA) for model in (_MODEL, "critic.model")),
+    *(Limit(f"{model}.target_modules", "LoRA", _LORA) for model in (_MODEL, "critic.model")),
+    Limit(f"{_MODEL}.exclude_modules", "LoRA", _LORA),
+    Limit(f"{_MODEL}.use_liger", "Liger kernels", "leave it false; log-probs are computed in chunks anyway"),
+    Limit(f"{_MODEL}.fused_kernel_options.impl_backend", "Triton kernels", "use torch"),
+    *(
+        Limit(f"{model}.enable_activation_offload", "activation offload", "use enable_gradient_checkpointing=true")
+        for model in (_MODEL, "critic.model")
+    ),
+    *(
+        Limit(f"{place}.use_shm", "copying to /dev/shm", "copy the files there yourself and give that path")
+        for place in (_MODEL, "critic.model", "data")
+    ),
+    # rollout
+    Limit(f"{_ROLLOUT}.mode", "asynchronous rollout", "use sync"),
+    Limit(f"{_ROLLOUT}.multi_turn.*", "multi-turn rollout", _MULTI_TURN),
+    Limit(f"{_ROLLOUT}.agent.*", "agent loops", _MULTI_TURN),
+    Limit(f"{_ROLLOUT}.trace.*", "tracing of conversations", "dump samples with trainer.rollout_data_dir"),
+    Limit(f"{_ROLLOUT}.skip_rollout", "reuse of sampled batches", "leave it false"),
+    Limit(f"{_ROLLOUT}.skip_dump_dir", "reuse of sampled batches", "leave it alone"),
+    Limit(f"{_ROLLOUT}.multi_stage_wake_up", "waking the engine in stages", "leave it false"),
+    Limit(f"{_ROLLOUT}.layered_summon", "handing LoRA weights over by layer", "leave it false"),
+    Limit(f"{_ROLLOUT}.use_fire_sampling", "FIRE sampling", "raise rollout.temperature instead"),
+    Limit(f"{_ROLLOUT}.limit_images", "images", "use text prompts"),
+    Limit(
+        f"{_ROLLOUT}.load_format",
+        "this way of loading the engine's first weights",
+        "leave it alone: the actor's weights are handed over before sampling",
+        ("auto", "dummy", "dummy_hf", "hf", "dtensor", "safetensors"),
+    ),
+    # loss and advantages
+    Limit(
+        f"{_ACTOR}.kl_loss_type", "the full KL", "use low_var_kl", ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
+    ),
+    Limit("algorithm.kl_penalty", "the full KL", "use kl", ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")),
+    *(
+        Limit(f"{_ACTOR}.policy_loss.{name}", "the clip_cov and kl_cov losses", "leave it alone; use loss_mode=vanilla")
+        for name in ("clip_cov_ratio", "clip_cov_lb", "clip_cov_ub", "kl_cov_ratio", "ppo_kl_coef")
+    ),
+    Limit("algorithm.use_pf_ppo", "policy-filtration PPO", "leave it false"),
+    Limit("algorithm.pf_ppo.*", "policy-filtration PPO", "leave the section alone"),
+    # reward
+    Limit(f"{_RM}.enable", "reward models", _NO_RM),
+    Limit(f"{_RM}.model.*", "reward models", _NO_RM, follows=True),
+    *(
+        Limit(f"{_RM}.{name}", "reward models", _NO_RM, follows=True)
+        for name in (
+            "micro_batch_size",
+            "micro_batch_size_per_gpu",
+            "max_length",
+            "use_dynamic_bsz",
+            "forward_max_token_len_per_gpu",
+        )
+    ),
+    Limit(f"{_RM}.launch_reward_fn_async", "scoring beside the log-probs", "leave it false"),
+    Limit(f"{_RM}.sandbox_fusion.*", "the sandbox service", "run code in your custom_reward_function"),
+    # data
+    Limit("data.datagen.*", "generated prompts", "write them to a parquet file before the run, or use data.custom_cls"),
+    # run
+    *(
+        Limit(f"{place}.checkpoint.async_save", "saving in the background", "leave it false")
+        for place in (_ACTOR, "critic")
+    ),
+    Limit(
+        "trainer.default_hdfs_dir",
+        "copying checkpoints to HDFS",
+        "copy trainer.default_local_dir yourself, or point it at a mounted folder",
+    ),
+    Limit("trainer.esi_redundant_time", "saving before an elastic instance ends", "lower trainer.save_freq"),
+    Limit("trainer.profile_steps", "profiling of steps", _NO_PROFILER),
+    Limit("trainer.profile_continuous_steps", "profiling of steps", _NO_PROFILER),
+    Limit("trainer.npu_profile.*", "the Ascend profiler", _NO_PROFILER),
+    Limit("trainer.controller_nsight_options", "Nsight profiling", _NO_PROFILER),
+    Limit("trainer.worker_nsight_options", "Nsight profiling", _NO_PROFILER),
+    *(
+        Limit(f"{place}.profiler.*", "profiling of roles", _NO_PROFILER)
+        for place in ("actor_rollout_ref", "critic", _RM)
+    ),
+)
+
+NAMES: tuple[Names, ...] = (
+    Names(
+        f"{_ROLLOUT}.name",
+        "rollout engine",
+        built=("hf",),
+        planned=("vllm", "sglang", "sglang_async", "server"),
+        registry=("verl.workers.rollout", "known_rollouts"),
+    ),
+    Names(
+        "algorithm.adv_estimator",
+        "advantage estimator",
+        built=("gae", "grpo", "rloo", "remax", "reinforce_plus_plus", "reinforce_plus_plus_baseline"),
+        planned=("opo", "grpo_passk", "gpg", "reinforce"),
+        registry=("verl.algorithms.registry", "known_adv_estimators"),
+    ),
+    Names(
+        f"{_ACTOR}.policy_loss.loss_mode",
+        "policy loss",
+        built=("vanilla",),
+        planned=("gpg", "clip_cov", "kl_cov", "gspo", "geo_mean", "cispo", "sapo", "topr"),
+        registry=("verl.algorithms.registry", "known_policy_losses"),
+    ),
+    Names(
+        "reward_model.reward_manager",
+        "reward manager",
+        built=("naive", "batch"),
+        planned=("dapo", "prime"),
+        registry=("verl.workers.reward_manager.registry", "known_reward_managers"),
+    ),
+    Names(
+        "trainer.logger",
+        "logger",
+        built=("console", "tensorboard", "wandb", "file"),
+        planned=("mlflow", "swanlab", "vemlp_wandb", "clearml", "trackio"),
+    ),
+)
+
+
+def unsupported(config: Config, is_given: Callable[[str], bool] | None = None) -> Iterator[Problem]:
+    """Every option of ``config`` that asks for something not built yet, or names something unknown.
+
+    Args:
+        is_given: whether the user set a key. None: assume so for each key that differs from its default.
+    """
+    defaults = type(config)()
+    for limit in LIMITS:
+        for key in _expand(limit.key, defaults):
+            value, default = get_path(config, key), get_path(defaults, key)
+            if value == default or value in limit.works:
+                continue
+            if limit.follows and not (is_given and is_given(key)):
+                continue
+            yield Problem(
+                key, f"{key}={_shown(value, default)} is not supported yet: {limit.what}. Way out: {limit.instead}."
+            )
+    for names in NAMES:
+        chosen = get_path(config, names.key)
+        for value in chosen if isinstance(chosen, list) else [chosen]:
+            text = _judge_name(names, value, config)
+            if text:
+                yield Problem(names.key, text)
+
+
+def _expand(key: str, defaults: Config) -> list[str]:
+    if not key.endswith(".*"):
+        return [key]
+    place = key[:-2]
+    return [name for name, _ in leaves(get_path(defaults, place), f"{place}.")]
+
+
+def _shown(value: Any, default: Any) -> str:
+    if isinstance(value, FreeDict) and isinstance(default, FreeDict):
+        value = {name: item for name, item in value.items() if name not in default or item != default[name]}
+    return show(value)
+
+
+def _judge_name(names: Names, value: str, config: Config) -> str | None:
+    if value in names.built or value in _registered(names):
+        return None
+    known = ", ".join(names.built)
+    if value in names.planned:
+        return f"{names.key}={value} is not supported yet: this {names.what}. Way out: use one of {known}."
+    if config.actor_rollout_ref.model.external_lib or os.environ.get("VERL_USE_EXTERNAL_MODULES"):
+        return None  # the module may register the name when it is imported; the registry judges then
+    hint = did_you_mean(value, (*names.built, *_registered(names))).rstrip("?")
+    return f"{names.key}={show(value)} is no known {names.what}{hint}; known are {known}."
+
+
+def _registered(names: Names) -> tuple[str, ...]:
+    """Names users registered so far; a registry nobody imported has none."""
+    if names.registry is None:
+        return ()
+    module, function = names.registry
+    listing = getattr(sys.modules.get(module), function, None)
+    return tuple(listing()) if listing else ()

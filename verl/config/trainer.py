@@ -1,0 +1,231 @@
+"""The run: length, hardware, logging, checkpoints, profiling."""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+from verl.config.base import Config, option, section
+
+CheckpointContent = Literal["model", "optimizer", "extra", "hf_model"]
+
+
+@dataclass
+class CheckpointConfig(Config):
+    """What a checkpoint holds."""
+
+    _target_: ClassVar[str] = "verl.trainer.config.CheckpointConfig"
+
+    save_contents: list[CheckpointContent] = option(["model", "optimizer", "extra"])
+    """Parts to write: model and optimizer shards, extra (schedule and random state), hf_model (whole weights in
+    Hugging Face format)."""
+
+    load_contents: list[CheckpointContent] = option(["model", "optimizer", "extra"])
+    """Parts to read on resume; follows ``save_contents``."""
+
+    async_save: bool = False
+    """Write in the background."""
+
+
+@dataclass
+class ProfilerConfig(Config):
+    """Which ranks are profiled, in the steps ``trainer.profile_steps``."""
+
+    _target_: ClassVar[str] = "verl.utils.profiler.ProfilerConfig"
+
+    discrete: bool = False
+    """One trace per task instead of one per process."""
+
+    all_ranks: bool = False
+    """Profile every rank."""
+
+    ranks: list[int] | None = option([])
+    """Ranks to profile. Null or empty: none."""
+
+
+@dataclass
+class NPUProfileConfig(Config):
+    """Ascend profiler."""
+
+    options: dict[str, Any] = option(
+        {
+            "save_path": "./profiler_data",
+            "roles": ["all"],
+            "level": "level1",
+            "with_memory": False,
+            "record_shapes": False,
+            "with_npu": True,
+            "with_cpu": True,
+            "with_module": False,
+            "with_stack": False,
+            "analysis": True,
+        }
+    )
+    """Free-form, handed to the profiler: save_path (folder), roles (names or ["all"]), level (level0..2, level_none),
+    with_memory, record_shapes, with_npu, with_cpu, with_module, with_stack (what to record), analysis (parse the
+    trace at the end)."""
+
+
+@dataclass
+class TrainerConfig(Config):
+    """The run as a whole."""
+
+    npu_profile: NPUProfileConfig = section(NPUProfileConfig)
+    """Ascend profiler."""
+
+    balance_batch: bool = True
+    """Reorder rows so that every data-parallel rank gets about as many tokens."""
+
+    total_epochs: int = option(30, above=0)
+    """Passes over the training prompts."""
+
+    total_training_steps: int | None = option(None, above=0)
+    """Training steps after which the run ends. Null: from ``total_epochs``."""
+
+    profile_steps: list[int] | None = None
+    """Training steps to profile."""
+
+    profile_continuous_steps: bool = False
+    """Write adjacent profiled steps into one trace."""
+
+    controller_nsight_options: dict[str, Any] = option(
+        {"trace": "cuda,nvtx,cublas,ucx", "cuda-memory-usage": "true", "cuda-graph-trace": "graph"}
+    )
+    """Free-form: options of Nsight Systems for the driver: trace (APIs), cuda-memory-usage ("true"/"false" as text),
+    cuda-graph-trace (graph or node)."""
+
+    worker_nsight_options: dict[str, Any] = option(
+        {
+            "trace": "cuda,nvtx,cublas,ucx",
+            "cuda-memory-usage": "true",
+            "cuda-graph-trace": "graph",
+            "capture-range": "cudaProfilerApi",
+            "capture-range-end": None,
+            "kill": "none",
+        }
+    )
+    """Free-form: the same for workers, and capture-range (when to record; leave it), capture-range-end (what happens
+    at its end; null: chosen by ``profile_steps``), kill (signal sent at the end)."""
+
+    project_name: str = "verl_examples"
+    """Name of the project in loggers and in the checkpoint folder."""
+
+    experiment_name: str = "gsm8k"
+    """Name of the run in loggers and in the checkpoint folder."""
+
+    logger: str | list[str] = option(["console", "wandb"])
+    """Where metrics go: any of console, tensorboard, wandb, file (JSON lines)."""
+
+    log_val_generations: int = option(0, at_least=0)
+    """Validation samples to send to the loggers, each time."""
+
+    rollout_data_dir: str | None = None
+    """Folder for training samples, one JSONL file per step. Null: none are kept."""
+
+    validation_data_dir: str | None = None
+    """Folder for validation samples, one JSONL file per validation. Null: none are kept."""
+
+    nnodes: int = option(1, above=0)
+    """Machines."""
+
+    n_gpus_per_node: int = option(8, above=0)
+    """Worker processes per machine: one per GPU, or CPU processes with ``device=cpu``."""
+
+    save_freq: int = -1
+    """Training steps between checkpoints; the last step is saved too. Negative: none is written."""
+
+    esi_redundant_time: int = option(0, at_least=0)
+    """Seconds before the end of an elastic instance at which to save."""
+
+    resume_mode: Literal["auto", "disable", "resume_path"] = "auto"
+    """``auto``: from the newest checkpoint in ``default_local_dir``, if any. ``resume_path``: from
+    ``resume_from_path``. ``disable``: from the start."""
+
+    resume_from_path: str | None = None
+    """Folder of a checkpoint, ``.../global_step_N``. Read only with ``resume_mode=resume_path``."""
+
+    val_before_train: bool = True
+    """Validate before the first step."""
+
+    val_only: bool = False
+    """Validate once and stop."""
+
+    test_freq: int = -1
+    """Training steps between validations; the last step is validated too. Negative: never."""
+
+    critic_warmup: int = option(0, at_least=0)
+    """Training steps in which only the critic learns."""
+
+    default_hdfs_dir: str | None = None
+    """Folder on HDFS to copy checkpoints to."""
+
+    del_local_ckpt_after_load: bool = False
+    """Delete the checkpoint after resuming from it."""
+
+    default_local_dir: str = "checkpoints/verl_examples/gsm8k"
+    """Folder of checkpoints; by default named after project and experiment."""
+
+    max_actor_ckpt_to_keep: int | None = option(None, above=0)
+    """Newest actor checkpoints kept. Null: all."""
+
+    max_critic_ckpt_to_keep: int | None = option(None, above=0)
+    """Newest critic checkpoints kept. Null: all."""
+
+    ray_wait_register_center_timeout: int = option(300, above=0)
+    """Seconds to wait for workers to find each other."""
+
+    device: Literal["cuda", "cpu", "npu"] = "cuda"
+    """Where models run. ``cpu`` uses gloo between processes."""
+
+    use_legacy_worker_impl: Literal["auto", "enable", "disable"] = "auto"
+    """There is one implementation of the workers: all values do the same."""
+
+    controller: Literal["ray", "local"] = "ray"
+    """How workers are started and called: Ray actors, or (``local``) this process for one worker and forked processes
+    for several."""
+
+    seed: int = option(1, at_least=0)
+    """Seed of the run. Every sample's seed is a function of it, the step, the prompt and the sample's number."""
+
+    tracker_kwargs: dict[str, Any] = option({})
+    """Free-form: ``tracker_kwargs.<logger>.<argument>`` is handed to that logger's start call."""
+
+    progress_bar: bool = True
+    """Show a progress bar."""
+
+    log_freq: int = option(1, above=0)
+    """Training steps between lines of metrics."""
+
+    nonfinite_tolerance: int = option(3, at_least=1)
+    """Stop after this many training steps in a row were skipped for a gradient that is not finite."""
+
+    worker_timeout: float | None = option(None, above=0)
+    """Seconds a call to the workers may take before the run stops. Null: no limit."""
+
+    @property
+    def world_size(self) -> int:
+        """Worker processes over all nodes."""
+        return self.nnodes * self.n_gpus_per_node
+
+    @property
+    def loggers(self) -> list[str]:
+        """``logger``, always as a list."""
+        return [self.logger] if isinstance(self.logger, str) else list(self.logger)
+
+
+@dataclass
+class RayInitConfig(Config):
+    """How Ray is started. Read only with ``trainer.controller=ray``."""
+
+    num_cpus: int | None = option(None, above=0)
+    """CPUs Ray may use. Null: all; under SLURM give the number of the allocation."""
+
+    timeline_json_file: str | None = None
+    """File for Ray's timeline, written at the end of the run."""
+
+    object_store_memory_mb: int | None = option(None, at_least=75)
+    """Shared memory for Ray's objects, MiB. Null: a small default."""
+
+    env: dict[str, Any] = option({})
+    """Free-form: environment variables of the workers."""
+
+    include_dashboard: bool = False
+    """Start Ray's dashboard."""

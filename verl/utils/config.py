@@ -1,0 +1,81 @@
+"""Public names for turning YAML trees into typed options and for checking them; the work is done in ``verl.config``."""
+
+import importlib
+from collections.abc import Mapping
+from typing import Any
+
+from verl.config.base import Config, ConfigError, Problem
+from verl.config.build import build
+from verl.config.load import check, interpret
+from verl.config.ppo import PPOConfig
+
+__all__ = ["omega_conf_to_dataclass", "to_ppo_config", "validate_config"]
+
+
+def omega_conf_to_dataclass(config: Any, dataclass_type: type[Config] | None = None) -> Any:
+    """A section as its dataclass.
+
+    Args:
+        config: a DictConfig or mapping; None or a dataclass comes back as it is.
+        dataclass_type: the class. None: the one ``config["_target_"]`` names.
+
+    Raises:
+        ConfigError: unknown keys or values of the wrong type, all at once.
+        ValueError: neither ``dataclass_type`` nor ``_target_`` is given.
+    """
+    if config is None or hasattr(config, "__dataclass_fields__"):
+        return config
+    values = _plain(config)
+    if dataclass_type is None:
+        target = values.get("_target_")
+        if not target:
+            raise ValueError(
+                f"cannot tell the class of a section with the keys {sorted(values)}: give dataclass_type, or "
+                f"_target_ in the section."
+            )
+        module, _, name = target.rpartition(".")
+        dataclass_type = getattr(importlib.import_module(module), name)
+    if not issubclass(dataclass_type, Config):
+        return dataclass_type(**{name: value for name, value in values.items() if name != "_target_"})
+    problems: list[Problem] = []
+    typed = build(dataclass_type(), values, "", problems)
+    if problems:
+        raise ConfigError([problem.text for problem in problems])
+    return typed
+
+
+def to_ppo_config(config: Any) -> PPOConfig:
+    """A whole tree, as an application with its own ``@hydra.main`` composed it, typed and checked.
+
+    Raises:
+        ConfigError: with every problem found.
+    """
+    if isinstance(config, PPOConfig):
+        return config
+    from omegaconf import OmegaConf
+
+    tree = OmegaConf.to_container(config, resolve=False) if OmegaConf.is_config(config) else dict(config)
+    loaded = interpret(tree, set())
+    if loaded.problems:
+        raise ConfigError([problem.text for problem in loaded.problems])
+    return loaded.config
+
+
+def validate_config(config: Any, use_reference_policy: bool | None = None, use_critic: bool | None = None) -> None:
+    """Raise ``ConfigError`` (a ValueError) naming everything that is wrong with ``config``.
+
+    Whether there is a reference policy and a critic follows from the configuration; the two flags are accepted for
+    callers written for verl and not needed.
+    """
+    if isinstance(config, PPOConfig):
+        check(config)
+    else:
+        to_ppo_config(config)
+
+
+def _plain(config: Any) -> dict[str, Any]:
+    if isinstance(config, Mapping):
+        return dict(config)
+    from omegaconf import OmegaConf
+
+    return OmegaConf.to_container(config, resolve=True)
