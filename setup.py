@@ -39,7 +39,6 @@ setup(
         "pyarrow>=18",
         "datasets>=4.0",
         "safetensors>=0.5",
-        "fsspec",
         "psutil",
         "codetiming>=1.4",
         "rich>=13",

@@ -1,0 +1,80 @@
+"""Nothing is assumed installed: what the code imports is named, and what is named is pinned for every Python."""
+
+import ast
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+DISTRIBUTION = {"hydra": "hydra-core", "omegaconf": "hydra-core", "yaml": "hydra-core", "jinja2": "transformers"}
+DISTRIBUTION |= {"tokenizers": "transformers", "huggingface_hub": "transformers", "tqdm": "transformers"}
+DISTRIBUTION |= {"cloudpickle": "ray"}
+# Imported only where the user brought them: by an option that names them, or on a machine that has them.
+OPTIONAL = {"peft", "flash_attn", "vllm", "sglang", "modelscope", "torch_npu", "nvtx"}
+
+
+def imported_packages(folder: str) -> dict[str, str]:
+    """Top-level package -> one file that imports it, without the standard library and this repository."""
+    own = {"verl", "tests", "recipe", "benchmarks", "examples", "saving"}
+    found: dict[str, str] = {}
+    for path in (ROOT / folder).rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and node.level == 0:
+                names = [node.module or ""]
+            else:
+                continue
+            for name in names:
+                package = name.partition(".")[0]
+                if package not in sys.stdlib_module_names and package not in own:
+                    found.setdefault(package, str(path.relative_to(ROOT)))
+    return found
+
+
+def names_in(file: str) -> set[str]:
+    lines = (ROOT / file).read_text().splitlines()
+    return {re.split(r"[=<>\[; ]", line)[0].lower() for line in lines if re.match(r"[A-Za-z]", line)}
+
+
+def missing_from(wanted: dict[str, str], named: set[str]) -> dict[str, str]:
+    distributions = {package: DISTRIBUTION.get(package, package) for package in wanted}
+    return {
+        package: wanted[package]
+        for package, name in distributions.items()
+        if name not in named and package not in OPTIONAL
+    }
+
+
+@pytest.mark.parametrize("folder", ["verl", "scripts", "examples", "recipe"])
+def test_what_the_code_imports_is_in_the_requirements(folder):
+    assert not missing_from(imported_packages(folder), names_in("requirements.in"))
+
+
+def test_what_the_tests_import_is_in_the_requirements():
+    named = names_in("requirements.in") | names_in("requirements-test.in")
+    assert not missing_from(imported_packages("tests") | imported_packages("benchmarks"), named)
+
+
+def test_what_the_package_imports_is_in_setup():
+    text = (ROOT / "setup.py").read_text()
+    named = {name.lower() for name in re.findall(r'"([A-Za-z][\w\-]*)(?:[<>=][^"]*)?"', text)}
+    assert not missing_from(imported_packages("verl"), named)
+
+
+@pytest.mark.parametrize("file", ["requirements.txt", "requirements-test.txt"])
+def test_every_requirement_is_pinned_and_no_accelerator_library_is(file):
+    lines = [line for line in (ROOT / file).read_text().splitlines() if line and not line.startswith("#")]
+    assert all(re.match(r"[\w.\-]+==[\w.]+( ;|$)", line) for line in lines)
+    assert not [line for line in lines if re.match(r"(nvidia|cuda|triton)", line)]
+
+
+def test_pins_of_the_sources_and_of_the_compiled_files_agree():
+    for source, compiled in (("requirements.in", "requirements.txt"), ("requirements-test.in", "requirements-test.txt")):
+        pins = {line.split(" ")[0] for line in (ROOT / compiled).read_text().splitlines()}
+        for line in (ROOT / source).read_text().splitlines():
+            if re.match(r"[A-Za-z]", line):
+                assert line in pins if "==" in line else any(pin.startswith(f"{line}==") for pin in pins), line
+    assert "torch==2.13.0" in (ROOT / "requirements.txt").read_text().splitlines()
