@@ -143,6 +143,12 @@ def test_known_names_with_other_shapes_stay_as_they_are(name):
     assert torch.equal(pickle.loads(pickle.dumps(data)).column(name), odd)
 
 
+def test_ids_with_features_are_packed_like_any_column():
+    data = rollout([(2, 3)], packed=False)
+    data.put("responses", torch.ones(1, R, 2))
+    assert data.ragged("responses").values.shape == (3, 2)
+
+
 def test_a_mask_of_prompts_alone_does_not_cut_responses():
     data = DataProto.from_dict({"attention_mask": torch.tensor([[0, 1, 1]]), "input_ids": torch.tensor([[9, 1, 2]])})
     data.put("prompts", data.column("input_ids")).put("responses", torch.tensor([[3, 4]]))
@@ -368,6 +374,13 @@ def test_joined_batches_keep_the_facts_of_the_first():
     assert DataProto.concat([a, b]).meta_info == {"metrics": 1}
 
 
+def test_facts_noted_on_a_part_stay_there():
+    data = plain()
+    for part in (data[:2], data[[0]], data.select(), data.chunk(2)[0], next(data.make_iterator(3, 1))):
+        part.meta_info["mine"] = 1
+    assert data.meta_info == {"t": 1}
+
+
 def test_slices_share_memory_and_chosen_rows_do_not():
     data = plain()
     data[2:].batch["a"][0] = 70
@@ -449,8 +462,9 @@ def test_pop_of_what_is_not_there_changes_nothing():
     for keys in ([["a", "x"]], [["a"], ["x"]], [["a"], ["name"], ["x"]]):
         with pytest.raises(AssertionError, match=r"\['x'\] not in"):
             data.pop(*keys)
-    with pytest.raises(MissingColumn, match="which holds"):
+    with pytest.raises(MissingColumn) as error:
         data.pop(["x"])
+    assert str(error.value) == "pop: ['x'] not in batch, which holds ['a', 'b']. Pop only those."
     assert same(data, plain())
 
 
@@ -608,6 +622,9 @@ def test_unusual_tensors_survive():
         {"numbers": np.arange(2.0), "objects": [{"image": np.zeros(2)}, None]},
     )
     received, _ = sent(data)
+    buffers = []
+    pickle.dumps(data.select(["transposed", "expanded"], []), protocol=5, buffer_callback=buffers.append)
+    assert len(buffers) == 2, "strided tensors, too, leave out of band"
     for name in data.keys():
         assert received.column(name).dtype == data.column(name).dtype
         assert torch.equal(received.column(name).float(), data.column(name).float())

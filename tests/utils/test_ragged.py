@@ -1,5 +1,6 @@
 import pickle
 import warnings
+import weakref
 
 import numpy as np
 import pytest
@@ -197,6 +198,9 @@ def test_read_only_memory_is_wrapped_without_a_copy_or_a_warning(dtype):
         warnings.simplefilter("error")
         tensor = tensor_from_numpy(memory, tag)
     assert tensor.data_ptr() == memory.ctypes.data
-    address = memory.ctypes.data
-    del memory, array  # the tensor alone keeps the memory
-    assert tensor.data_ptr() == address and tensor.tolist() == [0, 1, 2, 3]
+    owner = weakref.ref(memory)
+    del memory
+    assert owner() is not None, "the tensor alone keeps the memory"
+    assert tensor.tolist() == [0, 1, 2, 3]
+    del tensor
+    assert owner() is None
