@@ -1,0 +1,122 @@
+"""setup_env.sh against a stand-in Python that only takes notes: what it installs, from where, and when it does nothing."""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+STAND_IN = """#!/bin/bash
+if [ "$1" = --version ]; then echo "Python $STUB_VERSION"; exit 0; fi
+if [ "$1" = -c ]; then
+    case $2 in
+        *version_info*) case $STUB_VERSION in 3.10*|3.11*|3.12*) exit 0 ;; *) exit 1 ;; esac ;;
+        *urlopen*) [ -n "$STUB_ONLINE" ]; exit ;;
+    esac
+fi
+if [ "$2" = venv ]; then
+    [ -z "$STUB_NO_VENV" ] || exit 1
+    mkdir -p "$3/bin" && cp "$0" "$3/bin/python"; exit
+fi
+if [ "$2" = pip ]; then shift 2; echo "$@" >> "$STUB_LOG"; [ -z "$STUB_PIP_FAILS" ]; exit; fi
+"""
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    """A folder with what the script reads, and a PATH whose only Python is the stand-in."""
+    for name in ("requirements.txt", "requirements-test.txt", "setup.py", "scripts/setup_env.sh", "verl/version.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    (tmp_path / "bin").mkdir()
+    for tool in ("bash", "cat", "cksum", "cp", "dirname", "grep", "mkdir", "rm", "uname"):
+        (tmp_path / "bin" / tool).symlink_to(shutil.which(tool))
+    stand_in = tmp_path / "bin" / "python3"
+    stand_in.write_text(STAND_IN)
+    stand_in.chmod(0o755)
+    return tmp_path
+
+
+def set_up(checkout, *arguments, **variables):
+    """Runs the script; returns it and the pip calls it made."""
+    log = checkout / "log"
+    log.write_text("")
+    env = {"PATH": str(checkout / "bin"), "STUB_LOG": str(log), "STUB_VERSION": "3.11.7", **variables}
+    command = [str(checkout / "bin" / "bash"), str(checkout / "scripts" / "setup_env.sh"), *arguments]
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    return done, log.read_text().splitlines()
+
+
+def test_a_second_call_does_nothing_until_a_requirement_changes(checkout):
+    done, calls = set_up(checkout)
+    assert done.returncode == 0, done.stderr
+    assert len(calls) == 2 and "-r requirements.txt" in calls[0] and "-e ." in calls[1]
+    assert set_up(checkout)[1] == []
+    with open(checkout / "requirements.txt", "a") as file:
+        file.write("more==1.0\n")
+    assert len(set_up(checkout)[1]) == 2
+
+
+def test_test_tools_are_added_on_request_and_serve_training_too(checkout):
+    set_up(checkout)
+    _, calls = set_up(checkout, "--test")
+    assert "-r requirements-test.txt" in calls[0]
+    assert set_up(checkout)[1] == set_up(checkout, "--test")[1] == []
+
+
+def test_a_failed_installation_is_tried_again(checkout):
+    done, _ = set_up(checkout, STUB_PIP_FAILS="1")
+    assert done.returncode != 0
+    assert len(set_up(checkout)[1]) == 2
+
+
+def test_torch_comes_from_the_index_the_user_names(checkout):
+    torch = next(line for line in (ROOT / "requirements.txt").read_text().splitlines() if line.startswith("torch=="))
+    _, calls = set_up(checkout, VERL_TORCH_INDEX="https://index/cu130", STUB_ONLINE="1")
+    assert calls[0].endswith(f"--no-deps --index-url https://index/cu130 {torch}")
+    assert "--extra-index-url https://index/cu130" in calls[1]
+    assert len(set_up(checkout, VERL_TORCH_INDEX="https://index/cpu")[1]) == 3, "another index is another environment"
+
+
+@pytest.mark.skipif(os.path.exists("/dev/nvidiactl") or os.uname().sysname != "Linux", reason="Linux without a GPU")
+def test_without_a_gpu_the_cpu_index_is_asked_if_it_answers(checkout):
+    _, calls = set_up(checkout, STUB_ONLINE="1")
+    assert "--extra-index-url https://download.pytorch.org/whl/cpu" in calls[0]
+    shutil.rmtree(checkout / ".venv")
+    assert "index" not in set_up(checkout)[1][0]
+
+
+def test_an_unsupported_python_is_named_with_the_way_out(checkout):
+    done, calls = set_up(checkout, STUB_VERSION="3.13.0")
+    assert done.returncode == 1 and not calls and not (checkout / ".venv").exists()
+    assert "No Python 3.10, 3.11 or 3.12 in PATH (python3 is: Python 3.13.0)" in done.stderr
+    assert "VERL_PYTHON=" in done.stderr
+    done, _ = set_up(checkout, STUB_VERSION="3.9.1", VERL_PYTHON=str(checkout / "bin" / "python3"))
+    assert done.returncode == 1 and "is not a Python 3.10, 3.11 or 3.12" in done.stderr
+
+
+def test_an_environment_of_an_unsupported_python_is_not_touched(checkout):
+    set_up(checkout)
+    with open(checkout / "requirements.txt", "a") as file:
+        file.write("more==1.0\n")
+    done, calls = set_up(checkout, STUB_VERSION="3.9.1")
+    assert done.returncode == 1 and not calls
+    assert ".venv holds Python 3.9.1" in done.stderr and "rm -r .venv" in done.stderr
+
+
+def test_a_python_without_venv_leads_to_its_package(checkout):
+    done, _ = set_up(checkout, STUB_NO_VENV="1")
+    assert done.returncode == 1 and "apt install python3-venv" in done.stderr
+
+
+def test_an_unknown_option_is_refused(checkout):
+    done, _ = set_up(checkout, "--tset")
+    assert done.returncode == 2 and "unknown option --tset" in done.stderr
+
+
+@pytest.mark.parametrize("arguments", [["--tier", "fast"], ["--tier"]])
+def test_the_test_script_knows_its_tiers(arguments):
+    done = subprocess.run(["bash", "scripts/test.sh", *arguments], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2 and "unit ranks ray learning" in done.stderr
