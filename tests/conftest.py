@@ -9,6 +9,7 @@ os.environ.setdefault("WANDB_MODE", "offline")
 
 import pytest  # noqa: E402
 
+
 def has_cuda() -> bool:
     import torch  # only reached when a GPU test was collected
 

@@ -72,7 +72,10 @@ def test_every_requirement_is_pinned_and_no_accelerator_library_is(file):
 
 
 def test_pins_of_the_sources_and_of_the_compiled_files_agree():
-    for source, compiled in (("requirements.in", "requirements.txt"), ("requirements-test.in", "requirements-test.txt")):
+    for source, compiled in (
+        ("requirements.in", "requirements.txt"),
+        ("requirements-test.in", "requirements-test.txt"),
+    ):
         pins = {line.split(" ")[0] for line in (ROOT / compiled).read_text().splitlines()}
         for line in (ROOT / source).read_text().splitlines():
             if re.match(r"[A-Za-z]", line):

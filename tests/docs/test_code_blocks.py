@@ -39,9 +39,7 @@ class Block(NamedTuple):
 
 def blocks_of(page: Path) -> list[Block]:
     text = page.read_text(encoding="utf-8")
-    return [
-        Block(page, text[: match.start()].count("\n") + 2, match[1], match[2]) for match in FENCE.finditer(text)
-    ]
+    return [Block(page, text[: match.start()].count("\n") + 2, match[1], match[2]) for match in FENCE.finditer(text)]
 
 
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]

@@ -20,7 +20,9 @@ def script():
 
 def test_a_ready_folder_is_left_alone_and_nothing_heavy_is_imported(script, tmp_path):
     (tmp_path / "conversion.json").write_text(json.dumps(script.stamp_of("bf16")))
-    code = f"import runpy, sys; sys.argv = ['x', {str(tmp_path)!r}]; runpy.run_path({str(SCRIPT)!r}, run_name='__main__')"
+    code = (
+        f"import runpy, sys; sys.argv = ['x', {str(tmp_path)!r}]; runpy.run_path({str(SCRIPT)!r}, run_name='__main__')"
+    )
     code += "; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "is ready" in done.stdout and "Apache-2.0" in done.stdout and done.stdout.endswith("False\n")

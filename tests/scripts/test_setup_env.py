@@ -1,4 +1,4 @@
-"""setup_env.sh against a stand-in Python that only takes notes: what it installs, from where, and when it does nothing."""
+"""setup_env.sh against a stand-in Python that only takes notes: what it installs, from where, and when not."""
 
 import os
 import shutil

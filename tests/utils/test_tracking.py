@@ -115,7 +115,9 @@ def test_wandb_key_is_looked_for_in_environment_and_netrc(monkeypatch, tmp_path)
 
 
 def test_an_unknown_name_lists_the_known_ones_and_the_nearest():
-    with pytest.raises(ValueError, match=r"trainer.logger='tensorbord'.*console, file, tensorboard, wandb.*'tensorboard'"):
+    with pytest.raises(
+        ValueError, match=r"trainer.logger='tensorbord'.*console, file, tensorboard, wandb.*'tensorboard'"
+    ):
         Tracking("p", "e", ["console", "tensorbord"])
 
 

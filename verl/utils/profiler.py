@@ -20,7 +20,7 @@ logger = get_logger(__name__)
 
 __all__ = [
     "GPUMemoryLogger",
-    "ProfilerConfig",
+    "ProfilerConfig",  # noqa: F822 (given by __getattr__)
     "log_gpu_memory_usage",
     "marked_timer",
     "simple_timer",

@@ -26,7 +26,9 @@ NUMBERS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("tok/s", ("perf/throughput",), "{:.0f}"),
     ("s/step", ("perf/time_per_step",), "{:.1f}"),
 )
-CORE_METRIC = re.compile(r"^val-core/(?P<source>.+)/(?P<variable>[^/]+)/(?P<kind>mean@\d+|(?:maj|best|worst)@\d+/mean)$")
+CORE_METRIC = re.compile(
+    r"^val-core/(?P<source>.+)/(?P<variable>[^/]+)/(?P<kind>mean@\d+|(?:maj|best|worst)@\d+/mean)$"
+)
 STEPS_FOR_ETA = 10
 
 
