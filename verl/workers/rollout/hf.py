@@ -97,18 +97,21 @@ class HFRollout(RolloutEngine):
             raise WeightSyncError(f"Weights of version {version} arrived while the rollout was asleep. Wake it first.")
         received: set[str] = set()
         for bucket in buckets:
-            for name, tensor in bucket:
-                if name in received:
-                    raise WeightSyncError(f"{name} was sent twice in the sync of version {version}.")
-                self._place(name, tensor.shape).copy_(tensor)
-                received.add(name)
-            del bucket
+            self._load(bucket, received)
+            del bucket  # free it before the next one is made
         covered = {self._identity[name] for name in received}  # a tied tensor may come under any of its names
         if missing := [name for name in self._places if self._identity[name] not in covered]:
             raise WeightSyncError(f"The sync of version {version} ended without {listed(missing)}.")
         sums = {name: checksum(self._places[name]) for name in received}
         self.version = version
         return Receipt(version, sums, sum(self._places[name].nbytes for name in received))
+
+    def _load(self, bucket: Bucket, received: set[str]) -> None:
+        for name, tensor in bucket:
+            if name in received:
+                raise WeightSyncError(f"{name} was sent twice in one sync.")
+            self._place(name, tensor.shape).copy_(tensor)
+            received.add(name)
 
     def _place(self, name: str, shape: torch.Size) -> Tensor:
         place = self._places.get(name)

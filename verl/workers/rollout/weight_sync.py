@@ -33,7 +33,7 @@ def sync_weights(
 ) -> Receipt:
     """Hand a full set of weights to a rollout and make sure that it holds them.
 
-    Extra memory is one bucket: at most ``bucket_bytes``, or the largest tensor if that is larger.
+    Extra memory is one bucket and the tensor that did not fit into it any more.
 
     Args:
         named_tensors: checkpoint names and full tensors, tied duplicates left out.
@@ -53,7 +53,7 @@ def sync_weights(
     sent: dict[str, int] = {}
     rollout.invalidate()
     try:
-        receipt = rollout.update_weights(version, _counted(buckets(named_tensors, bucket_bytes, dtype), sent))
+        receipt = rollout.update_weights(version, buckets(_summed(named_tensors, dtype, sent), bucket_bytes))
         _compare(sent, receipt, version)
     except BaseException:
         rollout.invalidate()
@@ -61,19 +61,17 @@ def sync_weights(
     return receipt
 
 
-def buckets(named_tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int, dtype: torch.dtype) -> Iterator[Bucket]:
+def buckets(named_tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Iterator[Bucket]:
     """Cut a stream of tensors into lists of at most ``bucket_bytes``; a larger tensor travels alone."""
     bucket: Bucket = []
     filled = 0
     for name, tensor in named_tensors:
-        if tensor.is_floating_point() and tensor.dtype != dtype:
-            tensor = tensor.to(dtype)
         if bucket and filled + tensor.nbytes > bucket_bytes:
             yield bucket
             bucket, filled = [], 0
         bucket.append((name, tensor))
         filled += tensor.nbytes
-        del tensor
+        del tensor  # a bucket that has been taken must not live on in a loop variable
     if bucket:
         yield bucket
 
@@ -123,12 +121,16 @@ def _line_sums(lines: Tensor) -> list[int]:
     return sums
 
 
-def _counted(stream: Iterator[Bucket], sent: dict[str, int]) -> Iterator[Bucket]:
-    """Pass buckets on and note the checksum of every tensor in ``sent``."""
-    for bucket in stream:
-        for name, tensor in bucket:
-            sent[name] = checksum(tensor)
-        yield bucket
+def _summed(
+    named_tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype, sent: dict[str, int]
+) -> Iterator[tuple[str, Tensor]]:
+    """Cast floating tensors and note in ``sent`` the checksum of everything that passes."""
+    for name, tensor in named_tensors:
+        if tensor.is_floating_point():
+            tensor = tensor.to(dtype)
+        sent[name] = checksum(tensor)
+        yield name, tensor
+        del tensor
 
 
 def _compare(sent: dict[str, int], receipt: Receipt, version: int) -> None:

@@ -1,0 +1,92 @@
+"""Tiny models on disk, and rollouts that hold their weights."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from verl.models.weight_names import checkpoint_tensors, tied_duplicates
+from verl.utils.tiny_model import make_tiny_model
+from verl.workers.rollout.hf import HFRollout
+from verl.workers.rollout.weight_sync import sync_weights
+
+FAMILIES = {
+    "qwen2": {"family": "qwen2"},
+    "llama_untied": {"family": "llama", "tie_word_embeddings": False},
+    "mistral_window_7": {"family": "mistral", "sliding_window": 7},
+    "gemma3_window_5": {
+        "family": "gemma3_text",
+        "sliding_window": 5,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "gemma2_softcap": {"family": "gemma2", "sliding_window": 5},
+    "qwen3_moe": {"family": "qwen3_moe", "moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2},
+    "gpt2_learned_positions": {"family": "gpt2", "head_dim": None},
+    "lfm2_convolutions": {"family": "lfm2", "layer_types": ["conv", "full_attention"]},
+}
+
+
+def rollout_config(**changes) -> SimpleNamespace:
+    """What HFRollout reads of actor_rollout_ref.rollout; verl's defaults but fp32."""
+    defaults = {
+        "dtype": "float32",
+        "load_format": "dummy_dtensor",
+        "max_num_seqs": 1024,
+        "max_num_batched_tokens": 8192,
+        "max_model_len": None,
+        "prompt_length": 64,
+        "response_length": 128,
+        "gpu_memory_utilization": 0.5,
+    }
+    return SimpleNamespace(**defaults | changes)
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory):
+    """family name -> folder of a random model with sharp predictions."""
+    folders = {}
+
+    def make(name: str = "qwen2") -> str:
+        if name not in folders:
+            options = {"initializer_range": 0.25, **FAMILIES[name]}
+            folders[name] = make_tiny_model(tmp_path_factory.mktemp(name), **options)
+        return folders[name]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def reference(model_folder):
+    """family name -> the model as transformers loads it, fp32, eager attention."""
+    models = {}
+
+    def load(name: str = "qwen2"):
+        if name not in models:
+            model = AutoModelForCausalLM.from_pretrained(
+                model_folder(name), dtype=torch.float32, attn_implementation="eager"
+            )
+            models[name] = model.eval()
+        return models[name]
+
+    return load
+
+
+def weights_of(model, dtype=torch.float32):
+    """A model's weights as a training engine would send them."""
+    tied = tied_duplicates(model)
+    named = ((name, tensor.to(dtype)) for name, tensor in model.state_dict().items() if name not in tied)
+    return checkpoint_tensors(model, named)
+
+
+@pytest.fixture
+def synced(model_folder, reference):
+    """Build a rollout of a family and sync it with the reference as version 1."""
+
+    def build(name: str = "qwen2", **changes) -> HFRollout:
+        rollout = HFRollout(model_folder(name), rollout_config(**changes))
+        rollout.wake()
+        sync_weights(weights_of(reference(name)), rollout, version=1)
+        return rollout
+
+    return build
