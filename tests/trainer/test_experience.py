@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from verl.algorithms.advantage import register_adv_est
 from verl.protocol import DataProto
 from verl.trainer.ppo.experience import apply_kl_penalty, balance_batch, compute_advantage, compute_response_mask
-from verl.workers.rollout.base import sample_seed
+from verl.utils.seeding import derive_seed
 
 
 def batch_of(prompt_lengths, response_lengths, prompt_width=8, response_width=8):
@@ -87,10 +87,3 @@ def test_missing_column_of_an_estimator_is_named():
     data.put("token_level_rewards", torch.ones(2, 2))
     with pytest.raises(ValueError, match="algorithm.adv_estimator=gae needs 'values'"):
         compute_advantage(data, "gae")
-
-
-def test_sample_seeds_differ_by_step_prompt_and_k_and_repeat_by_run_seed():
-    seeds = {sample_seed(1, s, p, k) for s in range(5) for p in range(20) for k in range(8)}
-    assert len(seeds) == 800
-    assert sample_seed(1, 2, 3, 4) == sample_seed(1, 2, 3, 4) != sample_seed(2, 2, 3, 4)
-    assert all(0 <= seed < 2**63 for seed in seeds)

@@ -17,13 +17,12 @@ from verl.algorithms.losses import PPOLoss, ValueLoss
 from verl.models.loader import ModelSpec
 from verl.protocol import DataProto
 from verl.single_controller.base.decorator import Dispatch, register
-from verl.utils.seqlen_balancing import MicroBatching
 from verl.utils.tokenizer import hf_tokenizer
 from verl.workers.engine import Want
 from verl.workers.model_worker import EngineWorker, MetricBag, memory_metrics
 from verl.workers.rollout import get_rollout_class
 from verl.workers.rollout.assemble import assemble
-from verl.workers.rollout.base import Request, RolloutEngine, sampling_params
+from verl.workers.rollout.base import Request, RolloutEngine, SamplingParams
 from verl.workers.rollout.weight_sync import sync_weights
 
 TOKENS = ("input_ids", "attention_mask", "position_ids", "prompts", "responses", "response_mask")
@@ -43,23 +42,20 @@ UPDATE_COLUMNS = TOKENS + (
 """Columns a loss may read."""
 
 
-def micro_batching(size: int | None, dynamic: bool, max_tokens: int) -> MicroBatching:
-    """How a role's forward passes are cut: by a token budget when ``dynamic``, else ``size`` rows at a time."""
-    return MicroBatching(size=None, max_tokens=max_tokens) if dynamic else MicroBatching(size=size, max_tokens=None)
-
-
-def model_spec(model: Any, fsdp_config: Any, head: str, path: str | None = None) -> ModelSpec:
+def model_spec(
+    model: Any, fsdp_config: Any, head: str, path: str | None = None, use_torch_compile: bool = False
+) -> ModelSpec:
     """What the loader needs, from a role's model section and the precision keys of its sharding section."""
-    mixed = fsdp_config.mixed_precision
     return ModelSpec(
         path=path or model.path,
         head=head,
-        param_dtype=fsdp_config.model_dtype,
-        compute_dtype=mixed.param_dtype,
+        param_dtype=fsdp_config.master_dtype,
+        compute_dtype=fsdp_config.compute_dtype,
         override_config=dict(model.override_config),
         trust_remote_code=model.trust_remote_code,
         gradient_checkpointing=model.enable_gradient_checkpointing,
         external_lib=model.external_lib,
+        use_torch_compile=use_torch_compile,
     )
 
 
@@ -70,7 +66,9 @@ class PolicyRole:
         """Load the model, shard it, and build its loss."""
         config = self.config
         self.actor = self.model_engine(
-            model_spec(config.model, config.actor.fsdp_config, "lm"),
+            model_spec(
+                config.model, config.actor.fsdp_config, "lm", use_torch_compile=config.actor.use_torch_compile
+            ),
             config.actor,
             config.actor.fsdp_config,
             mesh="actor",
@@ -82,23 +80,16 @@ class PolicyRole:
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, mesh="actor", reads=TOKENS)
     def compute_log_prob(self, data: DataProto) -> DataProto:
         """Score the responses under the current policy: adds ``old_log_probs`` and ``entropys``, both (B, R)."""
-        rollout = self.config.rollout
-        split = micro_batching(
-            rollout.log_prob_micro_batch_size_per_gpu,
-            rollout.log_prob_use_dynamic_bsz,
-            rollout.log_prob_max_token_len_per_gpu,
-        )
+        rollout, want = self.config.rollout, Want.LOG_PROBS | Want.ENTROPY
         with self.actor.on_device():
-            scored = self.actor.infer(data, Want.LOG_PROBS | Want.ENTROPY, split, temperature=rollout.temperature)
+            scored = self.actor.infer(data, want, rollout.log_prob_split, temperature=rollout.temperature)
         return scored.rename(["log_probs", "entropy"], ["old_log_probs", "entropys"])
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, mesh="actor", reads=UPDATE_COLUMNS)
     def update_actor(self, data: DataProto) -> DataProto:
         """Run ``ppo_epochs`` over the batch in mini-batches, one optimizer step each; returns metrics only."""
         config = self.config.actor
-        split = micro_batching(
-            config.ppo_micro_batch_size_per_gpu, config.use_dynamic_bsz, config.ppo_max_token_len_per_gpu
-        )
+        split = config.update_split
         rows = config.ppo_mini_batch_size * self.config.rollout.n // self.actor.topology.dp_size
         metrics = MetricBag()
         with self.actor.on_device(optimizer=True):
@@ -111,7 +102,7 @@ class PolicyRole:
         return DataProto(meta_info={"metrics": metrics.lists()})
 
     def mini_batches(self, data: DataProto, rows: int, epochs: int, shuffle: bool) -> Iterator[DataProto]:
-        """Cut this rank's rows into optimizer steps, the same number on every rank; with ``shuffle``, anew each epoch."""
+        """Cut this rank's rows into optimizer steps, as many on every rank; with ``shuffle``, anew each epoch."""
         step = int(data.meta_info.get("global_steps", 0))
         for epoch in range(epochs):
             order = torch.arange(len(data))
@@ -152,7 +143,6 @@ class RolloutRole:
             device=self.device,
             trust_remote_code=model.trust_remote_code,
             override_config=dict(model.override_config),
-            stop_token_ids=[self.tokenizer.eos_token_id],
         )
         self.report_mesh("rollout", self.actor)
 
@@ -164,7 +154,7 @@ class RolloutRole:
             self.rollout.wake(("weights",))
             if self.rollout.version != self.actor.version:
                 sync_weights(
-                    self.actor.weights(self.rollout.weight_dtype()),
+                    self.actor.weights(self.rollout.weights_dtype),
                     self.rollout,
                     version=self.actor.version,
                     bucket_bytes=self.config.rollout.update_weights_bucket_megabytes << 20,
@@ -190,9 +180,7 @@ class RolloutRole:
         """
         config, timing = self.config.rollout, {}
         facts = prompts.meta_info
-        sampling = sampling_params(
-            config, validate=bool(facts.get("validate")), greedy=facts.get("do_sample") is False
-        )
+        sampling = self.sampling(bool(facts.get("validate")), facts.get("do_sample", True))
         rows = prompts.non_tensor_batch.get("raw_prompt_ids")
         if rows is None:
             rows = [row.tolist() for row in prompts.ragged("input_ids").rows()]
@@ -212,6 +200,21 @@ class RolloutRole:
         batch.meta_info["timing"] = timing
         return batch
 
+    def sampling(self, validate: bool, do_sample: bool) -> SamplingParams:
+        """The sampling a training or validation prompt asks for; ``do_sample=False`` makes it greedy."""
+        config = self.config.rollout
+        source = config.val_kwargs if validate else config
+        return SamplingParams(
+            max_tokens=config.response_length,
+            temperature=source.temperature,
+            top_p=source.top_p,
+            top_k=source.top_k,
+            ignore_eos=config.ignore_eos,
+            do_sample=source.do_sample and do_sample,
+            stop_token_ids=(self.tokenizer.eos_token_id,),
+            want_log_probs=config.calculate_log_probs and not validate,
+        )
+
 
 class ReferenceRole:
     """Verbs of the frozen reference. Needs ``self.config.ref``."""
@@ -220,7 +223,13 @@ class ReferenceRole:
         """Load the reference model: the actor's own starting point, or ``ref.model.path``."""
         config = self.config
         self.reference = self.model_engine(
-            model_spec(config.model, config.ref.fsdp_config, "lm", path=(config.ref.model or {}).get("path")),
+            model_spec(
+                config.model,
+                config.ref.fsdp_config,
+                "lm",
+                path=(config.ref.model or {}).get("path"),
+                use_torch_compile=config.ref.use_torch_compile,
+            ),
             config.ref,
             config.ref.fsdp_config,
             mesh="ref",
@@ -230,14 +239,9 @@ class ReferenceRole:
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, mesh="ref", reads=TOKENS)
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
         """Score the responses under the reference: adds ``ref_log_prob`` (B, R)."""
-        config = self.config.ref
-        split = micro_batching(
-            config.log_prob_micro_batch_size_per_gpu,
-            config.log_prob_use_dynamic_bsz,
-            config.log_prob_max_token_len_per_gpu,
-        )
+        split, temperature = self.config.ref.log_prob_split, self.config.rollout.temperature
         with self.reference.on_device():
-            scored = self.reference.infer(data, Want.LOG_PROBS, split, temperature=self.config.rollout.temperature)
+            scored = self.reference.infer(data, Want.LOG_PROBS, split, temperature=temperature)
         return scored.rename("log_probs", "ref_log_prob")
 
 
@@ -261,20 +265,14 @@ class ValueRole:
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, mesh="critic", reads=TOKENS)
     def compute_values(self, data: DataProto) -> DataProto:
         """Estimate the return before each response token: adds ``values`` (B, R)."""
-        config = self.config
-        split = micro_batching(
-            config.forward_micro_batch_size_per_gpu, config.use_dynamic_bsz, config.forward_max_token_len_per_gpu
-        )
         with self.critic.on_device():
-            return self.critic.infer(data, Want.VALUES, split)
+            return self.critic.infer(data, Want.VALUES, self.config.forward_split)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, mesh="critic", reads=UPDATE_COLUMNS)
     def update_critic(self, data: DataProto) -> DataProto:
         """Run ``ppo_epochs`` over the batch in mini-batches, one optimizer step each; returns metrics only."""
         config = self.config
-        split = micro_batching(
-            config.ppo_micro_batch_size_per_gpu, config.use_dynamic_bsz, config.ppo_max_token_len_per_gpu
-        )
+        split = config.update_split
         rows = config.ppo_mini_batch_size * config.rollout_n // self.critic.topology.dp_size
         metrics = MetricBag()
         with self.critic.on_device(optimizer=True):

@@ -131,7 +131,7 @@ def balance_batch(
 
 
 def rollout_mismatch(data: DataProto) -> dict[str, float]:
-    """How far the sampler's probabilities are from the trainer's, over response tokens: max, mean and std of |p - q|."""
+    """How far the sampler's probabilities are from the trainer's on response tokens: max, mean and std of |p - q|."""
     rollout = data.ragged("rollout_log_probs").values.float()
     actor = data.ragged("old_log_probs").values.float()
     mask = data.ragged("response_mask").values.bool()

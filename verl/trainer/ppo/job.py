@@ -37,7 +37,7 @@ class PPOJob:
         signal.signal(signal.SIGTERM, _exit_on_signal)
         check_device(self.config.trainer)
         trainer = self.build_trainer()
-        trainer.controller.start(self.config.ray_init, self.config.trainer.device)
+        trainer.controller.start(self.config.ray_init, dict(self.config.ray_init.env))
         try:
             trainer.init_workers()
             trainer.fit()

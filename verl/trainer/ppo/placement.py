@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from verl.single_controller import Controller
 from verl.trainer.ppo.utils import Role, need_critic, need_reference_policy
 
 GLOBAL_POOL = "global_pool"
@@ -29,7 +28,7 @@ class ResourcePoolManager:
     mapping: dict[Role, str]
     resource_pool_dict: dict[str, Any] = field(default_factory=dict)
 
-    def create_resource_pool(self, controller: Controller, use_gpu: bool = True) -> None:
+    def create_resource_pool(self, controller: Any) -> None:
         """Make the pools with ``controller``'s class; a role mapped to an unknown pool is an error."""
         for role, pool in self.mapping.items():
             if pool not in self.resource_pool_spec:
@@ -38,9 +37,7 @@ class ResourcePoolManager:
                     f"Known pools: {', '.join(self.resource_pool_spec)}. Name one of them, or add it to the spec."
                 )
         for name, processes in self.resource_pool_spec.items():
-            self.resource_pool_dict[name] = controller.ResourcePool(
-                process_on_nodes=processes, use_gpu=use_gpu, max_colocate_count=len(self.mapping), name_prefix=name
-            )
+            self.resource_pool_dict[name] = controller.ResourcePool(process_on_nodes=processes, max_colocate_count=1)
 
     def get_resource_pool(self, role: Role) -> Any:
         return self.resource_pool_dict[self.mapping[role]]
@@ -72,13 +69,13 @@ def start_worker_groups(
     config: Any,
     roles: Mapping[Role, type],
     pools: ResourcePoolManager,
-    controller: Controller,
+    controller: Any,
     total_training_steps: int,
     device: str,
     worker_group_cls: type | None = None,
 ) -> dict[Role, Any]:
     """Start the processes and return one worker group a role; the models are not loaded yet."""
-    pools.create_resource_pool(controller, use_gpu=device == "cuda")
+    pools.create_resource_pool(controller)
     sections = {Role.Critic: config.critic}
     by_pool: dict[str, dict[str, Any]] = {}
     for role, cls in roles.items():
@@ -96,7 +93,7 @@ def start_worker_groups(
     for pool, classes in by_pool.items():
         host = controller.create_colocated_worker_cls(classes)
         group = (worker_group_cls or controller.WorkerGroup)(
-            pools.resource_pool_dict[pool], host, timeout=config.trainer.worker_timeout
+            pools.resource_pool_dict[pool], host, timeout=config.trainer.worker_timeout, device_name=device
         )
         groups.update(group.spawn(prefix_set=classes.keys()))
     return {role: groups[str(role)] for role in roles}

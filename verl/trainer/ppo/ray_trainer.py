@@ -41,8 +41,8 @@ from verl.utils.dataset.loader import build_train_loader, build_val_loader
 from verl.utils.metric import reduce_metrics
 from verl.utils.profiler import marked_timer
 from verl.utils.progress import Progress
+from verl.utils.seeding import derive_seed
 from verl.utils.tracking import Tracking, ValidationGenerationsLogger
-from verl.workers.rollout.base import sample_seed
 
 __all__ = [
     "AdvantageEstimator",
@@ -160,7 +160,7 @@ class RayPPOTrainer:
         if "response_mask" not in batch.keys():
             batch.put("response_mask", compute_response_mask(batch))
         if self.config.trainer.balance_batch:
-            batch, spread = balance_batch(batch, self.actor_wg.dp_size("actor"), self.mini_batch_rows(n))
+            batch, spread = balance_batch(batch, len(self.actor_wg.mesh("actor").sources), self.mini_batch_rows(n))
             self.metrics.update(spread)
         batch.meta_info["global_token_num"] = batch.ragged("attention_mask").layout.lengths.tolist()
         return batch
@@ -234,13 +234,15 @@ class RayPPOTrainer:
                 if self.global_steps >= self.total_training_steps:
                     return
 
-    def generate(self, prompts: DataProto, n: int, *, do_sample: bool | None = None, validate: bool = False) -> DataProto:
+    def generate(
+        self, prompts: DataProto, n: int, *, do_sample: bool | None = None, validate: bool = False
+    ) -> DataProto:
         """Responses to ``prompts``, whose n repeats follow one another; keeps every column of the prompts.
 
         The seed of each sample comes from (run seed, step, prompt, k) alone.
         """
         purpose = "validate" if validate else "train"
-        seeds = [sample_seed(self.seed, purpose, self.global_steps, i // n, i % n) for i in range(len(prompts))]
+        seeds = [derive_seed(self.seed, purpose, self.global_steps, i // n, i % n) for i in range(len(prompts))]
         request = prompts.select(batch_keys=list(PROMPT_COLUMNS))
         request.meta_info = {"validate": validate, "global_steps": self.global_steps}
         if do_sample is not None:
