@@ -36,6 +36,7 @@ options=(
     trainer.project_name=arithmetic
     trainer.experiment_name="grpo-$TASK"
     trainer.logger="[file,tensorboard]"
+    trainer.tracker_kwargs.tensorboard.log_dir="$RUN/tensorboard"
     trainer.total_training_steps="$STEPS"
     trainer.test_freq="$STEPS"
     trainer.save_freq="$STEPS"
@@ -43,5 +44,5 @@ options=(
     trainer.rollout_data_dir="$RUN/samples"
     trainer.validation_data_dir="$RUN/validation"
 )
-export TENSORBOARD_DIR="${TENSORBOARD_DIR:-$RUN/tensorboard}" OMP_NUM_THREADS="${OMP_NUM_THREADS:-2}"
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-2}"
 exec python3 -m verl.trainer.main_ppo "${options[@]}" "$@"

@@ -3,6 +3,8 @@
 import io
 import re
 import shlex
+import subprocess
+import sys
 
 import pytest
 
@@ -14,6 +16,7 @@ from verl.utils.progress import (
     format_duration,
     format_numbers,
     format_summary,
+    print_summary,
     set_overrides,
 )
 
@@ -92,25 +95,48 @@ def test_a_command_survives_the_shell():
     assert words[1:] == ["-m", "verl.trainer.main_ppo", *overrides]
 
 
+def finished_run(tmp_path) -> RunSummary:
+    validations = [(step, {"val-core/add1/reward/mean@1": value}) for step, value in ((0, 0.6), (10, 0.8), (25, 0.95))]
+    return RunSummary(
+        steps=25,
+        seconds=151,
+        validations=validations,
+        places={"metrics": tmp_path / "run/metrics.jsonl", "checkpoint": "run/global_step_25", "nothing": None},
+        overrides=["trainer.device=cpu", "trainer.total_training_steps=25", "trainer.resume_mode=disable"],
+    )
+
+
 def test_the_summary_says_before_and_after_where_things_lie_and_how_to_go_on(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    validations = [(step, {"val-core/add1/reward/mean@1": value}) for step, value in ((0, 0.6), (10, 0.8), (25, 0.95))]
-    text = format_summary(
-        RunSummary(
-            steps=25,
-            seconds=151,
-            validations=validations,
-            places={"metrics": tmp_path / "run/metrics.jsonl", "checkpoint": "run/global_step_25", "nothing": None},
-            overrides=["trainer.device=cpu", "trainer.total_training_steps=25", "trainer.resume_mode=disable"],
-        )
-    )
+    text = format_summary(finished_run(tmp_path))
     assert "Done: 25 steps in 2 min 31 s." in text
     assert "Validation, step 0 -> step 25\n  add1 reward mean@1  0.600 -> 0.950" in text
     assert "metrics     run/metrics.jsonl\ncheckpoint  run/global_step_25" in text
     assert "nothing" not in text
     resume, gpu = (part.replace("\\\n", " ") for part in text.split("To train on")[1:])
     assert "trainer.total_training_steps=50" in resume and "trainer.resume_mode=auto" in resume
-    assert "trainer.device=cuda" in gpu and "trainer.device=cpu" not in gpu
+    assert gpu.rstrip().endswith("trainer.device=cuda"), "of two settings of a key the last one holds"
+
+
+def test_the_command_to_go_on_is_left_as_a_script_beside_the_checkpoint(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run").mkdir()
+    stream = io.StringIO()
+    print_summary(finished_run(tmp_path), stream)
+    assert stream.getvalue().endswith(
+        "To train on from the checkpoint, up to step 50:\n  bash run/resume.sh\n"
+        "To train on on a GPU:\n  bash run/resume.sh trainer.device=cuda\n"
+    )
+    stand_in = tmp_path / "python"
+    stand_in.write_text('#!/bin/sh\npwd\necho "$@"\n')
+    stand_in.chmod(0o755)
+    script = tmp_path / "run" / "resume.sh"
+    script.write_text(script.read_text().replace(sys.executable, str(stand_in)))
+    done = subprocess.run(["bash", str(script), "a=1"], cwd="/", capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == [
+        str(tmp_path),
+        "-m verl.trainer.main_ppo trainer.device=cpu trainer.total_training_steps=50 trainer.resume_mode=auto a=1",
+    ]
 
 
 def test_without_a_checkpoint_the_summary_offers_no_resume():

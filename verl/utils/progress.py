@@ -211,8 +211,12 @@ def _this_python() -> str:
     return shlex.quote(str(path))
 
 
-def format_summary(summary: RunSummary) -> str:
-    """The closing text: validation before -> after, what lies where, and how to go on."""
+def format_summary(summary: RunSummary, script: Path | None = None) -> str:
+    """The closing text: validation before -> after, what lies where, and how to go on.
+
+    Args:
+        script: the file ``write_resume_script`` made; its short call stands for the whole command then.
+    """
     lines = ["", f"Done: {summary.steps} steps in {format_duration(summary.seconds)}."]
     lines += _validation_lines(summary.validations)
     places = {label: path for label, path in summary.places.items() if path is not None}
@@ -220,19 +224,42 @@ def format_summary(summary: RunSummary) -> str:
         width = max(map(len, places))
         lines += ["", *(f"{label:<{width}}  {_shown(path)}" for label, path in places.items())]
     if summary.can_resume:
-        further = set_overrides(summary.overrides, {"trainer.total_training_steps": 2 * summary.steps})
-        further = set_overrides(further, {"trainer.resume_mode": "auto"}) if _names(further, "resume_mode") else further
-        lines += ["", f"To train on from the checkpoint, up to step {2 * summary.steps}:", command_line(further)]
+        command = command_line(resume_overrides(summary)) if script is None else f"bash {shlex.quote(_shown(script))}"
+        lines += ["", f"To train on from the checkpoint, up to step {2 * summary.steps}:", f"  {command}"]
         if summary.device == "cpu":
-            lines += ["", "To train on on a GPU:", command_line(set_overrides(further, {"trainer.device": "cuda"}))]
+            lines += ["To train on on a GPU:", f"  {command} trainer.device=cuda"]
     elif summary.device == "cpu":
-        on_gpu = set_overrides(summary.overrides, {"trainer.device": "cuda"})
-        lines += ["", "The same on a GPU:", command_line(on_gpu)]
+        lines += ["", "The same on a GPU:", f"  {command_line(summary.overrides)} trainer.device=cuda"]
     return "\n".join(lines)
 
 
 def print_summary(summary: RunSummary, stream: TextIO | None = None) -> None:
-    print(format_summary(summary), file=stream or sys.stdout, flush=True)
+    """Print the closing text, and leave the command to go on as ``resume.sh`` beside the checkpoint."""
+    checkpoint = summary.places.get("checkpoint")
+    script = None
+    if summary.can_resume and checkpoint is not None:
+        script = write_resume_script(Path(checkpoint).parent, resume_overrides(summary))
+    print(format_summary(summary, script), file=stream or sys.stdout, flush=True)
+
+
+def resume_overrides(summary: RunSummary) -> list[str]:
+    """The run's command line, changed so that it goes on from the newest checkpoint for as many steps again."""
+    further = {"trainer.total_training_steps": 2 * summary.steps}
+    if any(override.lstrip("+").startswith("trainer.resume_mode=") for override in summary.overrides):
+        further["trainer.resume_mode"] = "auto"
+    return set_overrides(summary.overrides, further)
+
+
+def write_resume_script(folder: Path, overrides: Sequence[str]) -> Path:
+    """Write ``folder/resume.sh``: the command, run from this folder; its arguments are further options."""
+    path = folder / "resume.sh"
+    path.write_text(
+        "#!/usr/bin/env bash\n"
+        "# Trains on from the newest checkpoint in this folder. Further options may follow: trainer.device=cuda\n"
+        f'cd {shlex.quote(os.getcwd())} && exec {command_line(overrides)} "$@"\n',
+        encoding="utf-8",
+    )
+    return path
 
 
 def _validation_lines(validations: Sequence[tuple[int, Mapping[str, Any]]]) -> list[str]:
@@ -248,10 +275,6 @@ def _validation_lines(validations: Sequence[tuple[int, Mapping[str, Any]]]) -> l
         start = f"{before[source, name]:.3f} -> " if first != last and (source, name) in before else ""
         lines.append(f"  {label:<{width}}  {start}{value:.3f}")
     return lines
-
-
-def _names(overrides: Sequence[str], key: str) -> bool:
-    return any(override.partition("=")[0].endswith(key) for override in overrides)
 
 
 def _shown(path: str | Path) -> str:
