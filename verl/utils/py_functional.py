@@ -40,8 +40,9 @@ def convert_to_regular_types(obj: Any) -> Any:
 
 
 def nearest_name(name: str, known: Iterable[str]) -> str:
-    """`` Did you mean 'x'?`` for a name close to one of ``known``, else an empty string."""
-    close = difflib.get_close_matches(str(name), [str(item) for item in known], n=1)
+    """`` Did you mean 'x'?`` for a name close to one of ``known`` or part of it, else an empty string."""
+    known = [str(item) for item in known]
+    close = difflib.get_close_matches(name, known, n=1) or [item for item in known if name and name in item]
     return f" Did you mean {close[0]!r}?" if close else ""
 
 

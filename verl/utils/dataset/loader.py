@@ -3,6 +3,7 @@
 import inspect
 import logging
 import os
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -122,16 +123,20 @@ class PromptLoader(StatefulDataLoader):
         collate: Callable | None,
         seed: int,
     ):
-        super().__init__(
-            dataset,
-            batch_size=batch_size,
-            sampler=sampler,
-            num_workers=config.get("dataloader_num_workers", 8),
-            drop_last=drop_last,
-            collate_fn=collate or collate_fn,
-            worker_init_fn=_start_worker,
-            generator=torch.Generator().manual_seed(seed),  # else every epoch would move torch's global generator
-        )
+        with warnings.catch_warnings():
+            warnings.filterwarnings(
+                "ignore", message=".*set_vital", category=UserWarning
+            )  # torchdata's, not the user's
+            super().__init__(
+                dataset,
+                batch_size=batch_size,
+                sampler=sampler,
+                num_workers=config.get("dataloader_num_workers", 8),
+                drop_last=drop_last,
+                collate_fn=collate or collate_fn,
+                worker_init_fn=_start_worker,
+                generator=torch.Generator().manual_seed(seed),  # else each epoch would move torch's global generator
+            )
         self._batches = SkippingBatchSampler(sampler, batch_size, drop_last)
         self._epoch_state = _state_of(sampler)
         self._rows_given = 0

@@ -51,7 +51,7 @@ def _read_json(path: str) -> list[dict]:
     if text.lstrip().startswith("["):
         return json.loads(text)
     rows = []
-    for number, line in enumerate(text.splitlines()):
+    for number, line in enumerate(text.split("\n")):  # splitlines would cut inside strings, at U+2028
         if line.strip():
             try:
                 rows.append(json.loads(line))

@@ -118,7 +118,7 @@ class RuleRewardManager(AbstractRewardManager):
                     f"Sample {i} (data_source={source!r}): reward_model={excerpt(goal)} holds no ground_truth. Write "
                     '{"style": "rule", "ground_truth": ...} into the data file; it may be empty.'
                 )
-            info = dict(infos[i]) if isinstance(infos[i], Mapping) else {}
+            info = infos[i] if isinstance(infos[i], Mapping) else {}
             samples.append(Sample(source, text, goal["ground_truth"], {**info, "num_turns": turns[i]}))
         return samples
 

@@ -1,0 +1,113 @@
+import os
+import stat
+import sys
+
+import pytest
+
+from verl.utils import fs, hdfs_io
+
+FAKE_HDFS = """#!{python}
+# A file system under $FAKE_HDFS_ROOT that understands the few commands verl uses.
+import os, shutil, sys
+root = os.environ["FAKE_HDFS_ROOT"]
+real = lambda path: os.path.join(root, path[len("hdfs://"):]) if path.startswith("hdfs://") else path
+assert sys.argv[1] == "dfs"
+with open(os.path.join(root, "log"), "a") as log:
+    log.write(sys.argv[2] + "\\n")
+command, paths = sys.argv[2], [real(arg) for arg in sys.argv[3:] if not arg.startswith("-")]
+if command == "-test":
+    sys.exit(0 if os.path.exists(paths[0]) else 1)
+if command == "-mkdir":
+    os.makedirs(paths[0], exist_ok=True)
+else:
+    if not os.path.exists(paths[0]):
+        sys.exit("no such file: " + paths[0])
+    (shutil.copytree if os.path.isdir(paths[0]) else shutil.copy)(paths[0], paths[1])
+"""
+
+
+@pytest.fixture
+def hdfs(tmp_path, monkeypatch):
+    """A fake ``hdfs`` command on PATH; yields the folder behind ``hdfs://``."""
+    root, program = tmp_path / "hdfs_root", tmp_path / "bin" / "hdfs"
+    root.mkdir()
+    program.parent.mkdir()
+    program.write_text(FAKE_HDFS.format(python=sys.executable))
+    program.chmod(program.stat().st_mode | stat.S_IEXEC)
+    monkeypatch.setenv("PATH", str(program.parent))
+    monkeypatch.setenv("FAKE_HDFS_ROOT", str(root))
+    return root
+
+
+def test_local_paths_and_hub_ids_are_returned_as_they_are(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    assert fs.copy_to_local("Qwen/Qwen2.5-0.5B") == "Qwen/Qwen2.5-0.5B"
+    assert fs.copy_to_local("/a/b") == "/a/b" and fs.copy_to_local("~/a") == "/home/me/a"
+    assert fs.is_non_local("hdfs://a/b") and not fs.is_non_local("a/b")
+
+
+def test_a_remote_file_is_downloaded_once(tmp_path, hdfs):
+    (hdfs / "data.txt").write_text("one")
+    first = fs.copy_to_local("hdfs://data.txt", cache_dir=str(tmp_path / "cache"))
+    assert os.path.basename(first) == "data.txt" and open(first).read() == "one"
+    (hdfs / "data.txt").write_text("two")
+    assert fs.copy_to_local("hdfs://data.txt", cache_dir=str(tmp_path / "cache")) == first
+    assert open(first).read() == "one" and (hdfs / "log").read_text().count("-get") == 1
+    fs.copy_to_local("hdfs://data.txt", cache_dir=str(tmp_path / "cache"), always_recopy=True)
+    assert open(first).read() == "two"
+
+
+def test_a_remote_folder_is_downloaded_whole(tmp_path, hdfs):
+    (hdfs / "model").mkdir()
+    (hdfs / "model" / "config.json").write_text("{}")
+    local = fs.copy_to_local("hdfs://model/", cache_dir=str(tmp_path / "cache"))
+    assert os.listdir(local) == ["config.json"]
+
+
+def test_a_download_that_was_cut_off_is_not_taken_for_the_file(tmp_path, hdfs):
+    target = fs.get_local_temp_path("hdfs://data.txt", str(tmp_path / "cache"))
+    os.makedirs(os.path.dirname(target))
+    open(target + ".partial", "w").write("hal")
+    (hdfs / "data.txt").write_text("whole")
+    assert open(fs.copy_to_local("hdfs://data.txt", cache_dir=str(tmp_path / "cache"))).read() == "whole"
+
+
+def test_hdfs_and_local_paths_exist_are_made_and_are_copied(tmp_path, hdfs):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "train.parquet").write_text("x")
+    assert not hdfs_io.exists("hdfs://a/b")
+    hdfs_io.makedirs("hdfs://a")
+    assert hdfs_io.copy(str(tmp_path / "out"), "hdfs://a/b") and hdfs_io.exists("hdfs://a/b/train.parquet")
+    hdfs_io.makedirs(str(tmp_path / "here" / "now"))
+    assert hdfs_io.copy(str(tmp_path / "out"), str(tmp_path / "here" / "now"))
+    assert hdfs_io.exists(str(tmp_path / "here" / "now" / "train.parquet"))
+
+
+def test_a_failing_hdfs_command_is_quoted(hdfs):
+    with pytest.raises(OSError, match=r"`hdfs dfs -get -f hdfs://nothing /tmp/x` ended with code 1: no such file"):
+        hdfs_io.copy("hdfs://nothing", "/tmp/x")
+
+
+def test_without_the_hdfs_command_the_error_says_what_to_install(monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(FileNotFoundError, match="'hdfs://a' needs the `hdfs` or `hadoop` command"):
+        hdfs_io.exists("hdfs://a")
+
+
+def test_shared_memory_holds_a_copy_that_follows_its_source(tmp_path, monkeypatch):
+    monkeypatch.setattr(fs, "SHM_ROOT", str(tmp_path / "shm"))
+    source = tmp_path / "data.txt"
+    source.write_text("one")
+    copy = fs.copy_to_local(str(source), use_shm=True)
+    assert copy.startswith(str(tmp_path / "shm")) and open(copy).read() == "one"
+    assert fs.copy_to_local(str(source), use_shm=True) == copy
+    source.write_text("other")
+    assert open(fs.copy_to_local(str(source), use_shm=True)).read() == "other"
+
+
+def test_shared_memory_that_cannot_be_used_is_said_and_the_source_taken(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(fs, "SHM_ROOT", "/proc/nowhere")
+    source = tmp_path / "data.txt"
+    source.write_text("one")
+    assert fs.copy_to_local(str(source), use_shm=True) == str(source)
+    assert "use_shm=True has no effect" in caplog.text
