@@ -151,10 +151,10 @@ def test_log_probs_are_returned_only_to_who_asked(synced):
 
 
 def test_a_response_ends_with_its_first_stop_token(synced):
-    rollout, prompts = synced(), some_prompts(8)
+    rollout, prompts = synced(), some_prompts(30)  # so many that ended rows stay in the batch for a while
     free = SamplingParams(40, temperature=2.0, ignore_eos=True)
     unstopped = [c.token_ids for c in rollout.generate([Request(p, free, i) for i, p in enumerate(prompts)], 1)]
-    stops = (unstopped[0][3], unstopped[1][0], unstopped[2][30])
+    stops = (unstopped[0][3], unstopped[1][9], unstopped[2][30])
     rollout.stop_token_ids = set(stops[:2])
     stopping = SamplingParams(40, temperature=2.0, stop_token_ids=stops[2:])
     completions = rollout.generate([Request(p, stopping, i) for i, p in enumerate(prompts)], 1)
@@ -172,6 +172,17 @@ def test_every_end_token_of_the_generation_config_stops(model_folder, tmp_path):
     model.generation_config.eos_token_id = [2, 7]
     model.save_pretrained(tmp_path)
     assert HFRollout(str(tmp_path), rollout_config()).stop_token_ids == {2, 7}
+
+
+def test_memory_that_was_never_filled_is_never_read(synced, monkeypatch):
+    requests = mixed_requests()
+    expected = synced().generate(requests, 1)
+    new_empty = torch.Tensor.new_empty
+    monkeypatch.setattr(
+        torch.Tensor, "new_empty", lambda *args, **kwargs: new_empty(*args, **kwargs).fill_(float("nan"))
+    )
+    drawn = synced(max_num_batched_tokens=25).generate(requests, 1)
+    assert [c.token_ids for c in drawn] == [c.token_ids for c in expected]
 
 
 def test_rows_stop_at_their_own_max_tokens(synced):
