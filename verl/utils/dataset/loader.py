@@ -142,6 +142,9 @@ class PromptLoader(StatefulDataLoader):
         self._rows_given = 0
         self._resume_at = 0
 
+    def check_worker_number_rationality(self) -> None:
+        """The config says how many workers there are; torch would repeat its advice at every epoch."""
+
     @property
     def _index_sampler(self) -> SkippingBatchSampler:
         """What torch's loaders ask for the rows of the next batch."""

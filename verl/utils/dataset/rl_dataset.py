@@ -8,6 +8,7 @@ import multiprocessing
 import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import jinja2
@@ -341,7 +342,7 @@ class _TokenIds:
     @classmethod
     def of(cls, ids: list[list[int]]) -> "_TokenIds":
         lengths = np.fromiter(map(len, ids), dtype=np.int64, count=len(ids))
-        flat = np.fromiter((token for row in ids for token in row), dtype=np.int32, count=int(lengths.sum()))
+        flat = np.fromiter(chain.from_iterable(ids), dtype=np.int32, count=int(lengths.sum()))
         return cls(flat, lengths)
 
     @classmethod
