@@ -8,6 +8,7 @@ Source: Zhao et al. 2023, PyTorch FSDP (arXiv:2304.11277).
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -72,19 +73,27 @@ def sharding_units(model: nn.Module, class_names: Iterable[str], min_num_params:
         names = set(class_names)
         return [module for module in model.modules() if type(module).__name__ in names]
     units: list[nn.Module] = []
+    # The outermost unit holds what is read without calling its module: tied weights and the last linear layer.
+    outer = {model, *(child for child in model.children() if isinstance(child, nn.Linear))}
+    tied = {parameter for parameter, owners in _owners(model).items() if owners > 1}
 
-    def visit(module: nn.Module) -> int:
+    def visit(module: nn.Module) -> list[nn.Parameter]:
         """Collect units below ``module``; returns the parameters no unit has taken."""
-        own = sum(parameter.numel() for parameter in module.parameters(recurse=False))
-        left = own + sum(visit(child) for child in module.children())
+        left = [*module.parameters(recurse=False), *(left for child in module.children() for left in visit(child))]
+        is_small = sum(parameter.numel() for parameter in left) < min_num_params
         # a list of modules has no forward to gather its weights for
-        if left < min_num_params or module is model or isinstance(module, nn.ModuleList | nn.ModuleDict):
+        if is_small or module in outer or tied & set(left) or isinstance(module, nn.ModuleList | nn.ModuleDict):
             return left
         units.append(module)
-        return 0
+        return []
 
     visit(model)
     return units
+
+
+def _owners(model: nn.Module) -> Counter[nn.Parameter]:
+    """How many modules hold each parameter."""
+    return Counter(parameter for module in model.modules() for parameter in module.parameters(recurse=False))
 
 
 def apply_fsdp2(model: nn.Module, fsdp_kwargs: dict[str, Any], config: Any = None) -> None:
@@ -98,8 +107,9 @@ def apply_fsdp2(model: nn.Module, fsdp_kwargs: dict[str, Any], config: Any = Non
     policy = read(config, "wrap_policy", {}) or {}
     classes = read(policy, "transformer_layer_cls_to_wrap", None) or getattr(model, "_no_split_modules", None) or ()
     classes = [classes] if isinstance(classes, str) else list(classes)
-    units = sharding_units(model, classes, read(policy, "min_num_params", 0) or 0)
-    if classes and not units:
+    min_num_params = read(policy, "min_num_params", 0) or 0
+    units = sharding_units(model, classes, min_num_params)
+    if classes and not units and not min_num_params:
         raise ValueError(
             f"wrap_policy names the layers {classes}, and {type(model).__name__} has none of them: "
             "set transformer_layer_cls_to_wrap to the class of its layers"

@@ -114,7 +114,8 @@ class LocalEngine(Engine):
             if name in leave_out:
                 continue
             if tensor.is_floating_point() and tensor.dtype != dtype:
-                tensor = self._masters.get(parameters.get(name), tensor).detach().to(dtype or tensor.dtype)
+                tensor = self._masters.get(parameters.get(name), tensor).detach()
+                tensor = tensor if dtype is None else tensor.to(dtype)
             yield name, tensor
 
     def model_state(self) -> dict[str, Tensor]:

@@ -1,0 +1,258 @@
+"""Promises of every engine, shown on the local one; test_parity.py carries them over to the others."""
+
+import logging
+
+import pytest
+import torch
+
+from tests.support.losses import optim_section, ppo_loss, value_loss
+from tests.support.tiny_models import make_batch, make_tiny_model
+from verl.models.loader import ModelSpec
+from verl.workers.engine import MicroBatching, Want, build_engine
+
+SPLITS = [MicroBatching(size=1), MicroBatching(size=3), MicroBatching(max_tokens=60), MicroBatching(max_tokens=200)]
+MODES = ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+def engine_for(folder, head="lm", compute="fp32", optim=None, grad_clip=1.0, **spec):
+    return build_engine(
+        "local",
+        ModelSpec(folder, head, compute_dtype=compute, **spec),
+        None,
+        optim_section(**(optim or {})),
+        total_steps=10,
+        grad_clip=grad_clip,
+    )
+
+
+def flat_weights(engine):
+    return torch.cat([tensor.float().flatten() for _, tensor in engine.weights()])
+
+
+def test_log_probs_and_entropy_are_those_of_a_plain_forward_pass(folder):
+    data, engine = make_batch(6), engine_for(folder)
+    found = engine.infer(data, Want.LOG_PROBS | Want.ENTROPY, MicroBatching(size=4), temperature=0.7)
+    ids, mask = data.column("input_ids"), data.column("attention_mask")
+    with torch.no_grad():
+        positions = (mask.cumsum(-1) - 1).clamp(min=0)
+        logits = engine.module(input_ids=ids, attention_mask=mask, position_ids=positions).logits[:, 11:-1] / 0.7
+    log_p = logits.log_softmax(-1)
+    expected = log_p.gather(-1, data.column("responses")[..., None])[..., 0]
+    real = data.column("response_mask").bool()
+    torch.testing.assert_close(found.column("log_probs")[real], expected[real], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        found.column("entropy")[real], -(log_p.exp() * log_p).sum(-1)[real], rtol=1e-4, atol=1e-5
+    )
+    assert not found.column("log_probs")[~real].any()
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_scores_do_not_depend_on_how_the_rows_are_cut(folder, split):
+    data, engine = make_batch(7), engine_for(folder)
+    whole = engine.infer(data, Want.LOG_PROBS | Want.ENTROPY)
+    cut = engine.infer(data, Want.LOG_PROBS | Want.ENTROPY, split)
+    for name in ("log_probs", "entropy"):
+        torch.testing.assert_close(cut.ragged(name).values, whole.ragged(name).values, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("split", SPLITS)
+def test_the_step_does_not_depend_on_how_the_mini_batch_is_cut(folder, mode, split):
+    data = make_batch(7, seed=5)
+    whole, cut = engine_for(folder), engine_for(folder)
+    one = whole.train_step(data, ppo_loss(loss_agg_mode=mode))
+    other = cut.train_step(data, ppo_loss(loss_agg_mode=mode), split)
+    assert one.keys() == other.keys()
+    # clip fractions and ppo_kl are means over tokens, whatever the loss is a mean of
+    exact = {name for name in one if "clipfrac" not in name and "ppo_kl" not in name}
+    for name in one if mode == "token-mean" else exact:
+        assert one[name] == pytest.approx(other[name], rel=2e-5, abs=1e-6), name
+
+
+def test_masked_tokens_do_not_move_the_weights(folder):
+    data = make_batch(6, seed=5)
+    mask = data.ragged("response_mask")
+    hidden = torch.arange(len(mask.values)) % 3 == 0
+    data.put("response_mask", mask.like(mask.values.masked_fill(hidden, 0)))
+    other = data.select()
+    advantages = data.ragged("advantages")
+    other.put("advantages", advantages.like(advantages.values.masked_fill(hidden, 1e3)))
+    one = engine_for(folder).train_step(data, ppo_loss(), MicroBatching(size=2))
+    two = engine_for(folder).train_step(other, ppo_loss(), MicroBatching(size=2))
+    assert one["grad_norm"] == pytest.approx(two["grad_norm"], rel=1e-6)
+
+
+def test_a_batch_of_nothing_but_masked_tokens_is_a_step_of_zero_gradient(folder):
+    data, engine = make_batch(4), engine_for(folder)
+    mask = data.ragged("response_mask")
+    data.put("response_mask", mask.like(torch.zeros_like(mask.values)))
+    metrics = engine.train_step(data, ppo_loss(), MicroBatching(size=2))
+    assert metrics == {"grad_norm": 0.0, "nonfinite_steps": 0.0}
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing_and_is_counted(folder, caplog):
+    data, engine = make_batch(4), engine_for(folder, compute="bf16")
+    advantages = data.ragged("advantages")
+    broken = data.select()
+    broken.put("advantages", advantages.like(advantages.values.clone().index_fill_(0, torch.tensor([0]), float("nan"))))
+    engine.train_step(data, ppo_loss())
+    before, version = flat_weights(engine), engine.version
+    with caplog.at_level(logging.WARNING):
+        metrics = engine.train_step(broken, ppo_loss(), MicroBatching(size=2))
+    assert metrics["nonfinite_steps"] == 1.0 and "skipped" in caplog.text
+    assert torch.equal(flat_weights(engine), before) and engine.version == version
+    assert engine.train_step(data, ppo_loss())["nonfinite_steps"] == 0.0
+
+
+def test_the_version_grows_with_every_step(folder):
+    engine = engine_for(folder)
+    assert engine.version == 0
+    for expected in (1, 2):
+        engine.train_step(make_batch(4), ppo_loss())
+        assert engine.version == expected
+
+
+def test_bf16_compute_keeps_fp32_master_weights(folder):
+    engine = engine_for(folder, compute="bf16", optim={"lr": 1e-6, "weight_decay": 0.0})
+    before = flat_weights(engine)
+    for _ in range(2):
+        engine.train_step(make_batch(4), ppo_loss())
+    moved = (flat_weights(engine) - before).abs()
+    assert 0 < moved.max() < 1e-5  # far below what bf16 could hold
+    assert next(engine.module.parameters()).dtype is torch.bfloat16
+    for (name, master), (_, copy) in zip(engine.weights(), engine.weights(torch.bfloat16), strict=True):
+        assert torch.equal(master.bfloat16(), copy), name
+
+
+def test_bf16_compute_is_near_fp32(folder):
+    data = make_batch(6)
+    exact = engine_for(folder).infer(data, Want.LOG_PROBS).ragged("log_probs").values
+    coarse = engine_for(folder, compute="bf16").infer(data, Want.LOG_PROBS).ragged("log_probs").values
+    assert (exact - coarse).abs().max() < 0.03
+
+
+def test_gradient_checkpointing_changes_no_number(folder):
+    data = make_batch(4)
+    one = engine_for(folder, gradient_checkpointing=True).train_step(data, ppo_loss())
+    other = engine_for(folder, gradient_checkpointing=False).train_step(data, ppo_loss())
+    assert one == pytest.approx(other, rel=1e-6)
+
+
+def test_the_schedule_steps_when_told_not_with_the_optimizer(folder):
+    engine = engine_for(folder, optim={"lr": 1.0, "lr_warmup_steps": 2})
+    rates = []
+    for _ in range(3):
+        rates.append(engine.learning_rate())
+        engine.train_step(make_batch(2), ppo_loss())
+        engine.train_step(make_batch(2), ppo_loss())
+        engine.step_schedule()
+    assert rates == [0.0, 0.5, 1.0]
+
+
+def test_a_critic_learns_the_returns(folder):
+    data = make_batch(6)
+    returns = data.ragged("returns")
+    data.put("returns", returns.like(torch.full_like(returns.values, 0.7)))
+    engine = engine_for(folder, head="value", compute="bf16", optim={"lr": 3e-3})
+    for _ in range(40):
+        data.put("values", engine.infer(data, Want.VALUES).ragged("values"))
+        metrics = engine.train_step(data, value_loss(), MicroBatching(size=3))
+    assert metrics["critic/vpred_mean"] == pytest.approx(0.7, abs=0.05)
+
+
+def test_an_engine_learns_to_prefer_a_token(folder):
+    data = make_batch(8)
+    tokens = data.ragged("responses")
+    liked = (tokens.values < 50).float() * 2 - 1
+    data.put("advantages", tokens.like(liked))
+    engine = engine_for(folder, compute="bf16")
+    first = engine.infer(data, Want.LOG_PROBS).ragged("log_probs").values
+    data.put("old_log_probs", tokens.like(first))
+    for _ in range(10):
+        engine.train_step(data, ppo_loss(use_kl_loss=False, entropy_coeff=0.0), MicroBatching(size=4))
+    moved = engine.infer(data, Want.LOG_PROBS).ragged("log_probs").values - first
+    assert moved[liked > 0].mean() > 0.1 > -0.1 > moved[liked < 0].mean()
+
+
+def test_weights_come_once_under_their_checkpoint_names(folder):
+    from safetensors.torch import load_file
+
+    saved = load_file(f"{folder}/model.safetensors")
+    found = dict(engine_for(folder).weights())
+    assert found.keys() == saved.keys()
+    assert all(torch.equal(found[name], saved[name]) for name in saved)
+
+
+def test_what_a_head_cannot_answer_is_refused(folder):
+    with pytest.raises(ValueError, match="head='lm'"):
+        engine_for(folder).infer(make_batch(2), Want.VALUES)
+    with pytest.raises(ValueError, match="head='value'"):
+        engine_for(folder, head="value").infer(make_batch(2), Want.LOG_PROBS)
+
+
+def test_a_missing_column_is_named(folder):
+    data = make_batch(2).select(batch_keys=["input_ids", "attention_mask", "responses", "response_mask"])
+    with pytest.raises(ValueError, match="reads column 'old_log_probs'"):
+        engine_for(folder).train_step(data, ppo_loss())
+
+
+def test_an_engine_without_optimizer_scores_like_the_one_it_is_a_reference_of(folder):
+    data = make_batch(4)
+    reference = build_engine("local", ModelSpec(folder), None, None)
+    actor = engine_for(folder, compute="bf16")
+    values = [engine.infer(data, Want.LOG_PROBS).ragged("log_probs").values for engine in (reference, actor)]
+    assert torch.equal(*values)
+    with pytest.raises(RuntimeError, match="can score, not train"):
+        reference.train_step(data, ppo_loss())
+
+
+def test_offload_asked_for_on_cpu_is_said_to_have_no_effect(folder, caplog):
+    with caplog.at_level(logging.WARNING):
+        build_engine("local", ModelSpec(folder), {"param_offload": True}, None)
+    assert "param_offload has no effect on a CPU device" in caplog.text
+
+
+def test_an_unknown_strategy_names_the_known_ones(folder):
+    with pytest.raises(ValueError, match="'local', 'fsdp2' or 'fsdp'"):
+        build_engine("megatron", ModelSpec(folder))
+
+
+def test_a_row_longer_than_the_token_budget_is_refused(folder):
+    with pytest.raises(ValueError, match="does not fit a micro-batch of max_tokens=5"):
+        engine_for(folder).infer(make_batch(2), Want.LOG_PROBS, MicroBatching(max_tokens=5))
+
+
+@pytest.mark.parametrize("compute", ["fp32", "bf16"])
+def test_state_continues_to_the_same_numbers(folder, compute):
+    data, optim = make_batch(4), {"warmup_style": "cosine", "lr_warmup_steps": 1}
+    one = engine_for(folder, compute=compute, optim=optim)
+    for _ in range(2):
+        one.train_step(data, ppo_loss())
+        one.step_schedule()
+    state = one.state()
+    other = engine_for(folder, compute=compute, optim=optim)
+    other.load_state({part: torch.load(_saved(content), weights_only=True) for part, content in state.items()})
+    assert other.version == one.version + 1 and other.learning_rate() == one.learning_rate()
+    for _ in range(2):
+        assert one.train_step(data, ppo_loss()) == other.train_step(data, ppo_loss())
+    assert torch.equal(flat_weights(one), flat_weights(other))
+
+
+def _saved(content):
+    import io
+
+    file = io.BytesIO()
+    torch.save(content, file)
+    file.seek(0)
+    return file
+
+
+def test_state_of_another_model_is_refused(folder, tmp_path):
+    other = engine_for(make_tiny_model(tmp_path, num_hidden_layers=1))
+    with pytest.raises(ValueError, match="saved weights differ"):
+        other.load_state({"model": engine_for(folder).state()["model"]})

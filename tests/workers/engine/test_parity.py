@@ -1,0 +1,152 @@
+"""The sharded engine on one and two ranks does what the local one does."""
+
+import pytest
+import torch
+
+from tests.support.losses import optim_section, ppo_loss, value_loss
+from tests.support.ranks import run_ranks
+from tests.support.tiny_models import make_batch, make_tiny_model
+from verl.models.loader import ModelSpec
+from verl.workers.engine import MicroBatching, Want, build_engine
+
+SHARES = {1: [slice(0, 7)], 2: [slice(0, 2), slice(2, 7)], 3: [slice(0, 1), slice(1, 3), slice(3, 7)]}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+def three_steps(strategy, spec, loss, split, config=None):
+    """Loss and gradient norm of three steps on this rank's share, its scores after, and all weights."""
+    engine = build_engine(strategy, spec, config, optim_section(), total_steps=10, grad_clip=1.0, seed=1)
+    data = make_batch(7, seed=5)
+    data = data[SHARES[engine.topology.dp_size][engine.topology.dp_rank]]
+    steps = []
+    for _ in range(3):
+        steps.append(engine.train_step(data, loss, split))
+        engine.step_schedule()
+    want = Want.VALUES if spec.head == "value" else Want.LOG_PROBS
+    scores = engine.infer(data, want, split)
+    weights = torch.cat([tensor.float().flatten() for _, tensor in engine.weights()])
+    return steps, scores.ragged(scores.keys()[0]).values, weights, engine.version
+
+
+@pytest.mark.parametrize(
+    "head, ranks, split",
+    [
+        ("lm", 1, MicroBatching(size=8)),
+        ("lm", 2, MicroBatching(size=8)),
+        ("lm", 2, MicroBatching(max_tokens=60)),
+        ("lm", 3, MicroBatching(size=2)),
+        ("value", 2, MicroBatching(size=2)),
+    ],
+)
+def test_fsdp2_matches_the_local_engine(folder, head, ranks, split):
+    spec = ModelSpec(folder, head, compute_dtype="fp32", gradient_checkpointing=ranks == 2)
+    loss = value_loss() if head == "value" else ppo_loss()
+    steps, scores, weights, version = three_steps("local", spec, loss, MicroBatching())
+    results = run_ranks(ranks, three_steps, "fsdp2", spec, loss, split)
+    for theirs, _, their_weights, their_version in results:
+        for one, other in zip(steps, theirs, strict=True):
+            assert one == pytest.approx(other, rel=1e-5, abs=1e-6)
+        # AdamW divides by the size of a gradient, so rounding of the tiniest ones shows; a step moves weights by 1e-3
+        assert (their_weights - weights).abs().max() < 1e-4
+        assert their_version == version
+    torch.testing.assert_close(torch.cat([result[1] for result in results]), scores, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("config", [{"fsdp_size": 1}, {"reshard_after_forward": False}, {"fsdp_size": 2}])
+def test_how_weights_are_sharded_changes_no_number(folder, config):
+    spec = ModelSpec(folder, compute_dtype="fp32")
+    steps, *_ = three_steps("local", spec, ppo_loss(), MicroBatching())
+    for theirs, *_ in run_ranks(2, three_steps, "fsdp", spec, ppo_loss(), MicroBatching(size=2), config):
+        for one, other in zip(steps, theirs, strict=True):
+            assert one == pytest.approx(other, rel=1e-5, abs=1e-6)
+
+
+def test_bf16_compute_on_one_rank_is_bit_equal_to_the_local_engine(folder):
+    spec = ModelSpec(folder, compute_dtype="bf16")
+    steps, scores, weights, _ = three_steps("local", spec, ppo_loss(), MicroBatching(size=3))
+    results = run_ranks(1, three_steps, "fsdp2", spec, ppo_loss(), MicroBatching(size=3))
+    assert results[0][0] == steps
+    assert torch.equal(results[0][1], scores) and torch.equal(results[0][2], weights)
+
+
+def _nan_on_rank_one(spec):
+    engine = build_engine("fsdp2", spec, None, optim_section(), total_steps=10, grad_clip=1.0)
+    data = make_batch(4, seed=engine.topology.rank)
+    if engine.topology.rank == 1:
+        advantages = data.ragged("advantages")
+        data.put("advantages", advantages.like(torch.full_like(advantages.values, float("nan"))))
+    metrics = engine.train_step(data, ppo_loss())
+    return metrics["nonfinite_steps"], engine.version
+
+
+def test_a_bad_gradient_on_one_rank_stops_the_step_on_all(folder):
+    assert run_ranks(2, _nan_on_rank_one, ModelSpec(folder)) == [(1.0, 0), (1.0, 0)]
+
+
+def _some_masked(spec):
+    engine = build_engine("fsdp2", spec, None, optim_section(), total_steps=10, grad_clip=1.0)
+    data = make_batch(4, seed=3)
+    if engine.topology.rank == 1:
+        mask = data.ragged("response_mask")
+        data.put("response_mask", mask.like(torch.zeros_like(mask.values)))
+    return engine.train_step(data, ppo_loss())
+
+
+def test_a_rank_of_masked_tokens_only_adds_nothing(folder):
+    local = build_engine("local", ModelSpec(folder, compute_dtype="fp32"), None, optim_section(), grad_clip=1.0)
+    expected = local.train_step(make_batch(4, seed=3), ppo_loss())
+    for metrics in run_ranks(2, _some_masked, ModelSpec(folder, compute_dtype="fp32")):
+        assert metrics == pytest.approx(expected, rel=1e-5, abs=1e-6)
+
+
+def _moe_weights(spec):
+    engine = build_engine("fsdp2", spec, None, None)
+    return {name: tensor.clone() for name, tensor in engine.weights()}
+
+
+def test_experts_leave_a_sharded_engine_one_by_one(tmp_path):
+    from safetensors.torch import load_file
+
+    folder = make_tiny_model(tmp_path, "mixtral", num_local_experts=4)
+    saved = load_file(f"{folder}/model.safetensors")
+    for found in run_ranks(2, _moe_weights, ModelSpec(folder, compute_dtype="fp32")):
+        assert found.keys() == saved.keys()
+        assert all(torch.equal(found[name], saved[name]) for name in saved)
+
+
+def test_a_group_that_does_not_divide_the_ranks_is_refused(folder):
+    with pytest.raises(RuntimeError, match="fsdp_size=2 does not divide the 3 ranks"):
+        run_ranks(3, three_steps, "fsdp2", ModelSpec(folder), ppo_loss(), MicroBatching(), {"fsdp_size": 2})
+
+
+def test_layers_that_do_not_exist_cannot_be_wrapped(folder):
+    config = {"wrap_policy": {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}}
+    with pytest.raises(RuntimeError, match="Qwen2ForCausalLM has none of them"):
+        run_ranks(1, three_steps, "fsdp2", ModelSpec(folder), ppo_loss(), MicroBatching(), config)
+
+
+def _units(spec, config):
+    from verl.utils.fsdp_utils import fsdp_modules
+
+    return len(fsdp_modules(build_engine("fsdp2", spec, config, None).module))
+
+
+def test_units_follow_the_wrap_policy(folder):
+    spec = ModelSpec(folder)
+    assert run_ranks(1, _units, spec, None) == [3]  # two layers and the rest
+    assert run_ranks(1, _units, spec, {"wrap_policy": {"min_num_params": 30_000}}) == [3]
+    assert run_ranks(1, _units, spec, {"wrap_policy": {"min_num_params": 20_000}}) == [3]  # the two mlps
+    assert run_ranks(1, _units, spec, {"wrap_policy": {"min_num_params": 10**9}}) == [1]
+
+
+def _local_among_two(spec):
+    build_engine("local", spec)
+
+
+def test_the_local_engine_refuses_company(folder):
+    with pytest.raises(RuntimeError, match="strategy=local is for one process, and 2 were started"):
+        run_ranks(2, _local_among_two, ModelSpec(folder))
