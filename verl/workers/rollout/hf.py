@@ -11,6 +11,7 @@ import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig
 from transformers.cache_utils import Cache
 
 from verl.models.loader import ModelSpec, load_config, load_model
+from verl.utils.device import empty_cache
 from verl.utils.torch_dtypes import PrecisionType
 from verl.workers.rollout.base import Bucket, Completion, Receipt, Request, RolloutEngine, WeightSyncError
 from verl.workers.rollout.decode import Decode
@@ -133,8 +135,7 @@ class HFRollout(RolloutEngine):
         for storage, _ in self._storages:
             storage.resize_(0)
         self._has_memory = False
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+        empty_cache(self.device)
 
     def wake(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
         if "weights" in tags and not self._has_memory:
@@ -246,16 +247,27 @@ class HFRollout(RolloutEngine):
     def _cache_room(self) -> int:
         """Bytes a KV cache may take. Depends on the machine, not on what is free now: batches are reproducible."""
         share = self.config.gpu_memory_utilization
-        if self.device.type == "cuda":
-            return int(torch.cuda.get_device_properties(self.device).total_memory * share)
-        workers = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        return int(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") * share / 2 / workers)
+        if self.device.type != "cpu":
+            _, total = getattr(torch, self.device.type).mem_get_info(self.device)
+            return int(total * share)
+        # the training state lives in the same memory, and so do the other workers
+        return int(_host_memory() * share / 2 / int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
     def _bytes_per_token(self) -> int:
         text = self.model.config.get_text_config(decoder=True)
         heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
         size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
         return 2 * text.num_hidden_layers * heads * size * self.dtype.itemsize
+
+
+def _host_memory() -> int:
+    """Bytes of memory of this machine, or of the container it is."""
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+    except OSError:
+        return physical
+    return min(physical, int(limit)) if limit.isdigit() else physical
 
 
 def _left_padded(prompts: list[tuple[int, ...]], device: torch.device) -> tuple[Tensor, Tensor]:
