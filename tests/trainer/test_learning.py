@@ -14,6 +14,10 @@ LEARNING = {
     "actor_rollout_ref__actor__optim__lr": "3e-4",
     "actor_rollout_ref__actor__optim__weight_decay": 0.0,
     "actor_rollout_ref__actor__optim__betas": "[0.9,0.99]",
+    "actor_rollout_ref__actor__fsdp_config__mixed_precision__param_dtype": "bf16",
+    "actor_rollout_ref__rollout__dtype": "bfloat16",
+    "actor_rollout_ref__model__enable_gradient_checkpointing": False,
+    "critic__model__enable_gradient_checkpointing": False,
     "trainer__logger": "[file]",
 }
 
@@ -28,11 +32,13 @@ def learn(tmp_path, monkeypatch, **settings):
     return sum(rewards[:5]) / 5, sum(rewards[-5:]) / 5
 
 
+@pytest.mark.learning
 def test_grpo_learns_on_the_local_controller(tmp_path, monkeypatch):
     first, last = learn(tmp_path, monkeypatch, trainer__total_training_steps=30)
     assert first < 0.5 and last > 0.9
 
 
+@pytest.mark.learning
 @pytest.mark.ray
 def test_grpo_learns_on_ray_with_two_ranks(tmp_path, monkeypatch):
     first, last = learn(
@@ -47,6 +53,7 @@ def test_grpo_learns_on_ray_with_two_ranks(tmp_path, monkeypatch):
     assert first < 0.5 and last > 0.9
 
 
+@pytest.mark.learning
 def test_ppo_with_a_critic_learns_on_the_local_controller(tmp_path, monkeypatch):
     first, last = learn(
         tmp_path,
@@ -56,7 +63,6 @@ def test_ppo_with_a_critic_learns_on_the_local_controller(tmp_path, monkeypatch)
         critic__optim__lr="1e-3",
         critic__ppo_micro_batch_size_per_gpu=64,
         critic__strategy="local",
-        critic__model__fsdp_config__mixed_precision__param_dtype="fp32",
         trainer__total_training_steps=40,
     )
     assert first < 0.5 and last > 0.85

@@ -148,5 +148,5 @@ def attach_reward(data: DataProto, scores: Tensor, extra: Mapping[str, Any]) -> 
     data.put("token_level_scores", scores)
     for name, column in extra.items():
         if len(column) == len(data):
-            data.non_tensor_batch[name] = np.array(column, dtype=object)
+            data.non_tensor_batch[name] = np.fromiter(column, dtype=object, count=len(column))
     return data

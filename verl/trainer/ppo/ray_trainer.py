@@ -43,6 +43,7 @@ from verl.utils.profiler import marked_timer
 from verl.utils.progress import Progress
 from verl.utils.seeding import derive_seed
 from verl.utils.tracking import Tracking, ValidationGenerationsLogger
+from verl.workers.reward_manager.rule import REWARD_ERROR_KEY
 
 __all__ = [
     "AdvantageEstimator",
@@ -169,6 +170,8 @@ class RayPPOTrainer:
         """Reward every response; adds ``token_level_scores`` (B, R) and the reward function's extra columns."""
         with self.timed("reward"):
             scores, extra = compute_reward(batch, self.reward_fn)
+            if REWARD_ERROR_KEY in extra:
+                self.metrics["reward/errors"] = sum(extra[REWARD_ERROR_KEY])
             return attach_reward(batch, scores, extra)
 
     def evaluate(self, batch: DataProto) -> DataProto:
