@@ -58,10 +58,17 @@ def show(value: Any) -> str:
 
 
 def types_of(cls: type) -> dict[str, Any]:
+    """Option -> declared type of a section class."""
     declared = {item.name: item.type for item in dataclasses.fields(cls)}
     if any(isinstance(kind, str) for kind in declared.values()):  # the section's module postpones annotations
         return typing.get_type_hints(cls)
     return declared
+
+
+def section_class(kind: Any) -> type[Config] | None:
+    """The section a declared type holds, null allowed or not; None for any other type."""
+    kinds = typing.get_args(kind) or (kind,)
+    return next((part for part in kinds if isinstance(part, type) and issubclass(part, Config)), None)
 
 
 def _convert(kind: Any, value: Any, default: Any, key: str, problems: list[Problem]) -> Any:

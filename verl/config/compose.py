@@ -42,8 +42,7 @@ def compose(
     """
     import hydra
     from hydra.core.global_hydra import GlobalHydra
-    from hydra.core.singleton import Singleton
-    from hydra.errors import HydraException
+    from hydra.errors import HydraException, OverrideParseException
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
     from yaml import YAMLError
@@ -51,7 +50,7 @@ def compose(
     from verl.config.hydra_plugin import register
 
     register(root)
-    state = Singleton.get_state()  # an application's own @hydra.main must not notice
+    outer = GlobalHydra.instance().hydra  # of an application with its own @hydra.main, which must not notice
     GlobalHydra.instance().clear()
     try:
         with warnings.catch_warnings(), hydra.initialize_config_dir(str(folders[0]), version_base=None):
@@ -59,10 +58,13 @@ def compose(
             extra = [f"hydra.searchpath=[{','.join(f'file://{folder}' for folder in folders[1:-1])}]"]
             composed = hydra.compose(config_name, [*overrides, *(extra if len(folders) > 2 else [])])
         return composed, OmegaConf.to_container(composed, resolve=False)
+    except OverrideParseException as error:
+        word, reason = error.override.removeprefix("++"), _explain(error).partition(" See http")[0]
+        raise ConfigError([f"{word} does not follow hydra's grammar ({reason}): put the value in quotes."]) from error
     except (HydraException, OmegaConfBaseException, YAMLError) as error:
         raise ConfigError([_explain(error)]) from error
     finally:
-        Singleton.set_state(state)
+        GlobalHydra.instance().hydra = outer
 
 
 def _explain(error: BaseException) -> str:

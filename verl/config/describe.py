@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from verl.config.base import Config, get_path
-from verl.config.build import show, types_of
+from verl.config.build import section_class, show, types_of
 
 _WIDTH = 110
 
@@ -67,8 +67,7 @@ def describe(root: type[Config], key: str = "", tree: Mapping | None = None) -> 
 def _class_at(root: type[Config], key: str) -> type[Config]:
     cls = root
     for name in key.split("."):
-        kinds = typing.get_args(types_of(cls)[name]) or (types_of(cls)[name],)
-        cls = next(kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Config))
+        cls = section_class(types_of(cls)[name])
     return cls
 
 
@@ -95,6 +94,9 @@ def _option(config: Config, name: str, values: Any, parent: str, depth: int, pat
         return
     value = values.get(name, default) if isinstance(values, Mapping) else default
     yield f"{indent}{label}: {_yaml(value)}  # {_kind(config, name)}{_limits(key)}"
+    inner = section_class(types_of(type(config))[name])
+    if inner is not None and value is None:
+        yield from (f"{indent}#   {line}" for line in _section(inner(), inner(), key, 0))
 
 
 def _yaml(value: Any) -> str:
@@ -122,7 +124,7 @@ def _type_name(kind: Any) -> str:
     if typing.get_origin(kind) is dict:
         return "free-form"
     if isinstance(kind, type) and issubclass(kind, Config):
-        return f"section with {', '.join(types_of(kind))}"
+        return "section"
     return {type(None): "null", Any: "anything"}.get(kind) or kind.__name__
 
 

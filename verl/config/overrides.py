@@ -67,6 +67,11 @@ def check_overrides(arguments: Iterable[str], root: type[Config], is_group: Call
         if place.kind == "unknown" and not is_legacy(bare):
             problems.append(Problem(key, unknown_key(root, bare, place)))
             continue
+        if mark == "~" and place.kind != "free":
+            problems.append(
+                Problem(key, f"{text}: an option cannot be deleted. Leave it out for its default, or set it to null.")
+            )
+            continue
         given.add(bare)
         overrides.append(f"{mark if mark == '~' else '++'}{bare}{match['assign'] or ''}")
     return Checked(overrides, given, problems, stripped)
@@ -148,7 +153,7 @@ def nearest_key(root: type[Config], key: str, place: Place) -> str | None:
             scored.append((1.2, candidate))  # the section was left out
         elif candidate.rpartition(".")[2] == last:
             scored.append((0.8 + 0.2 * alike(key, candidate), candidate))
-        elif not scored or max(scored)[0] < 0.6:
+        elif alike(last, candidate.rpartition(".")[2]) >= 0.6:
             scored.append((alike(key, candidate) - 0.1, candidate))
     score, best = max(scored, key=lambda pair: pair[0], default=(0.0, None))
     return best if score >= 0.6 else None

@@ -51,7 +51,7 @@ class PPOConfig(Config):
     """The run: length, hardware, logging, checkpoints."""
 
     data: DataConfig = section(DataConfig)
-    """Prompts."""
+    """Prompts: files, columns, lengths, batches."""
 
     critic: CriticConfig = section(CriticConfig)
     """The value model."""

@@ -124,7 +124,7 @@ class TrainerConfig(Config):
     """Folder for validation samples, one JSONL file per validation. Null: none are kept."""
 
     nnodes: int = option(1, above=0)
-    """Machines."""
+    """Machines that take part."""
 
     n_gpus_per_node: int = option(8, above=0)
     """Worker processes per machine: one per GPU, or CPU processes with ``device=cpu``."""

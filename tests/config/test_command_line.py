@@ -1,0 +1,123 @@
+"""The command line of main_ppo: flags, exit codes, and what an error costs."""
+
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from verl.config.load import run_from_command_line
+
+from .helpers import RUNNABLE
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def files(tmp_path):
+    """Words that name files and a model folder that exist."""
+    (tmp_path / "x.parquet").write_bytes(b"")
+    return [f"data.{split}_files={tmp_path}/x.parquet" for split in ("train", "val")] + [
+        f"actor_rollout_ref.model.path={tmp_path}",
+        f"critic.model.path={tmp_path}",
+    ]
+
+
+def _exit(*words):
+    with pytest.raises(SystemExit) as error:
+        run_from_command_line(lambda config: config, list(words))
+    return error.value.code
+
+
+def test_the_function_gets_the_typed_tree_and_its_result_comes_back(files):
+    seed = run_from_command_line(lambda config: config.trainer.seed, [*RUNNABLE, *files, "trainer.seed=5"])
+    assert seed == 5
+
+
+def test_problems_go_to_stderr_with_exit_code_two(capsys):
+    assert _exit("trainer.sav_freq=3") == 2
+    assert "error: trainer.sav_freq is not an option; did you mean 'trainer.save_freq'?" in capsys.readouterr().err
+
+
+def test_files_that_are_not_there_are_told_before_anything_runs(capsys, files):
+    assert _exit(*RUNNABLE, *files, "data.val_files=/no/such.parquet", "custom_reward_function.path=nope.py") == 2
+    text = capsys.readouterr().err
+    assert "data.val_files=/no/such.parquet does not exist" in text
+    assert "custom_reward_function.path=nope.py does not exist" in text
+
+
+def test_notices_go_to_stderr(capsys, files):
+    run_from_command_line(lambda config: None, [*RUNNABLE, *files, "actor_rollout_ref.actor.strategy=fsdp"])
+    assert "note: actor_rollout_ref.actor.strategy=fsdp runs on the fsdp2 machinery" in capsys.readouterr().err
+
+
+def test_an_exception_of_the_function_is_not_swallowed(files):
+    with pytest.raises(ZeroDivisionError):
+        run_from_command_line(lambda config: 1 / 0, [*RUNNABLE, *files])
+
+
+@pytest.mark.parametrize("flags", [["--config-path={}", "--config-name=mine"], ["-cp", "{}", "-cn", "mine.yaml"],
+                                   ["--config-dir", "{}", "--config-name", "mine"]])  # fmt: skip
+def test_flags_name_a_yaml_of_the_user(tmp_path, files, flags):
+    (tmp_path / "mine.yaml").write_text("defaults: [ppo_trainer, _self_]\ntrainer: {seed: 77}\n")
+    words = [flag.format(tmp_path) for flag in flags]
+    assert run_from_command_line(lambda config: config.trainer.seed, [*words, *RUNNABLE, *files]) == 77
+
+
+def test_help_says_usage_and_where_the_tree_is(capsys):
+    run_from_command_line(lambda config: pytest.fail("ran"), ["--help"])
+    text = capsys.readouterr().out
+    assert "usage: python -m" in text and "scripts/print_cfg.py" in text
+
+
+def test_help_explains_an_option(capsys):
+    run_from_command_line(lambda config: pytest.fail("ran"), ["--help", "actor_rollout_ref.actor.clip_ratio_c"])
+    assert "Dual-clip" in capsys.readouterr().out
+    assert _exit("--help", "trainer.sede") == 2
+
+
+def test_cfg_job_prints_the_composed_tree(capsys):
+    run_from_command_line(lambda config: pytest.fail("ran"), ["--cfg", "job", "trainer.project_name=p"])
+    text = capsys.readouterr().out
+    assert "default_local_dir: checkpoints/${trainer.project_name}/${trainer.experiment_name}" in text
+    run_from_command_line(
+        lambda config: pytest.fail("ran"), ["--cfg=job", "--resolve", "--package=trainer", "trainer.project_name=p"]
+    )
+    assert "default_local_dir: checkpoints/p/gsm8k" in capsys.readouterr().out
+
+
+def test_check_shows_the_batch_arithmetic(capsys, files):
+    run_from_command_line(lambda config: pytest.fail("ran"), ["--check", *RUNNABLE, *files])
+    assert "one training step: 8 prompts" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("flag", ["--multirun", "-m", "--cfgg", "--config-name"])
+def test_a_flag_that_does_not_exist_is_refused(flag, capsys):
+    assert _exit(flag) == 2
+    assert flag in capsys.readouterr().err
+
+
+def test_hydra_keys_pass(files):
+    run_from_command_line(
+        lambda config: None, [*RUNNABLE, *files, "hydra.run.dir=/tmp/x", "hydra/job_logging=disabled"]
+    )
+
+
+def _cpu_seconds(*words):
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run(
+        [sys.executable, "-m", "verl.trainer.main_ppo", *words], cwd=REPOSITORY, capture_output=True, text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return done, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+@pytest.mark.parametrize(("words", "code", "limit"), [(["--help"], 0, 0.3), (["+trainer.sav_freq=3"], 2, 0.3),
+                                                      (["--check"], 2, 1.2)])  # fmt: skip
+def test_what_is_wrong_costs_little(words, code, limit):
+    runs = [_cpu_seconds(*words) for _ in range(2)]
+    assert runs[0][0].returncode == code, runs[0][0].stderr
+    assert min(seconds for _, seconds in runs) < limit

@@ -1,0 +1,192 @@
+"""Settings that contradict each other are refused before anything starts."""
+
+import pytest
+
+from verl.config.base import ConfigError, get_path
+from verl.config.batch import batch_plan
+from verl.config.load import check
+from verl.config.rules import RULES
+from verl.config.support import LIMITS, NAMES
+
+from .helpers import loaded_with, problems, typed
+
+ACTOR, ROLLOUT, DYNAMIC = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "use_dynamic_bsz=true"
+REF = "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=2"
+
+BAD = {
+    "micro batch larger than the mini batch of a rank": (
+        [f"{ACTOR}.ppo_micro_batch_size_per_gpu=4"], "is larger than the 2 responses of a rank's mini-batch"),
+    "micro batch that does not divide": (
+        [f"{ACTOR}.ppo_micro_batch_size_per_gpu=3", f"{ROLLOUT}.n=4"], "=3 does not divide the 8 responses"),
+    "mini batch larger than the train batch": (
+        ["data.train_batch_size=2"],
+        f"{ACTOR}.ppo_mini_batch_size=4 is larger than data.train_batch_size=2: no mini-batch could be filled"),
+    "mini batch that leaves prompts over": ([f"{ACTOR}.ppo_mini_batch_size=6"], "=6 does not divide data.train_batch"),
+    "mini batch that does not spread": (
+        ["trainer.n_gpus_per_node=8"], "= 4 responses do not spread evenly over 8 data-parallel ranks"),
+    "train batch that does not spread": (
+        ["trainer.n_gpus_per_node=3"], "= 8 responses do not spread evenly over 3 workers"),
+    "both micro batch sizes": ([f"{ACTOR}.ppo_micro_batch_size=4"], "are both set"),
+    "both critic micro batch sizes": (["critic.ppo_micro_batch_size=4"], "are both set"),
+    "no micro batch size": (
+        [f"{ACTOR}.ppo_micro_batch_size_per_gpu=null"], "ppo_micro_batch_size_per_gpu=null leaves open"),
+    "no micro batch size for log-probs": (
+        [f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu=null"], "log_prob_use_dynamic_bsz=true"),
+    "no micro batch size for the reference": (
+        ["actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=null", f"{ACTOR}.use_kl_loss=true"],
+        "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=null leaves open"),
+    "token budget below one row": (
+        [f"{ACTOR}.{DYNAMIC}", f"{ACTOR}.ppo_max_token_len_per_gpu=1000"], "=1000 cannot hold one row"),
+    "group of one": (["algorithm.adv_estimator=grpo"], f"{ROLLOUT}.n=1 with algorithm.adv_estimator=grpo"),
+    "rloo of one": (["algorithm.adv_estimator=rloo"], "judged by its siblings"),
+    "equal siblings": ([f"{ROLLOUT}.n=8", f"{ROLLOUT}.do_sample=false"], "would be the same"),
+    "temperature zero": ([f"{ROLLOUT}.n=8", f"{ROLLOUT}.temperature=0"], "temperature=0 must be greater than 0"),
+    "equal validation samples": ([f"{ROLLOUT}.val_kwargs.n=4"], "val_kwargs.n=4 with"),
+    "model length below a row": ([f"{ROLLOUT}.max_model_len=1000"], "=1000 is shorter than prompt and response"),
+    "prompt window": ([f"{ROLLOUT}.prompt_length=100"], "differs from data.max_prompt_length=512"),
+    "gpu share above one": ([f"{ROLLOUT}.gpu_memory_utilization=1.5"], "=1.5 must be at most 1"),
+    "tensor parallel size": (
+        [f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.tensor_model_parallel_size=3"], "=3 does not divide the 2 workers"),
+    "sequence parallel size": ([f"{ACTOR}.ulysses_sequence_parallel_size=3"], "=3 does not divide the 2 workers"),
+    "negative rate": ([f"{ACTOR}.optim.lr=-1"], "must be greater than 0"),
+    "unknown estimator": (["algorithm.adv_estimator=grp0"], "is no known advantage estimator; did you mean 'grpo'"),
+    "unknown loss": ([f"{ACTOR}.policy_loss.loss_mode=vanila"], "is no known policy loss; did you mean 'vanilla'"),
+    "unknown KL": ([f"{ACTOR}.kl_loss_type=banana"], "kl_loss_type=banana must be one of kl"),
+    "unknown aggregation": ([f"{ACTOR}.loss_agg_mode=token_mean"], "did you mean 'token-mean'"),
+    "unknown schedule": ([f"{ACTOR}.optim.warmup_style=linear"], "must be one of constant, cosine"),
+    "unknown logger": (["trainer.logger=[consol]"], "is no known logger; did you mean 'console'"),
+    "unknown device": (["trainer.device=gpu"], "must be one of cuda, cpu, npu"),
+    "unknown reward manager": (["reward_model.reward_manager=niave"], "did you mean 'naive'"),
+    "unknown engine": ([f"{ROLLOUT}.name=hff"], "is no known rollout engine; did you mean 'hf'"),
+    "gae without critic": (["critic.enable=false"], "GAE needs values"),
+    "critic counts other samples": (["critic.rollout_n=2"], "differs from"),
+    "clip range": ([f"{ACTOR}.clip_ratio_low=1.5"], "must be less than 1"),
+    "sharding group": ([f"{ACTOR}.fsdp_config.fsdp_size=0"], "must be -1"),
+    "local strategy on two workers": ([f"{ACTOR}.strategy=local"], "runs in one process, but there are 2"),
+    "local controller on two nodes": (["trainer.controller=local", "trainer.nnodes=2"], "stay on one machine"),
+    "resume without a step folder": (["trainer.resume_mode=resume_path"], "global_step_N"),
+    "contents that are not saved": (
+        [f"{ACTOR}.checkpoint.save_contents=[model]", f"{ACTOR}.checkpoint.load_contents=[model,extra]",
+         "trainer.save_freq=1"], "asks for extra"),
+    "class without name": (["data.custom_cls.path=x.py"], "name the class"),
+}  # fmt: skip
+
+
+def test_the_runnable_configuration_has_no_problem():
+    assert problems() == ""
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_bad_configuration_is_refused(case):
+    words, sentence = BAD[case]
+    assert sentence in problems(*words)
+
+
+def test_every_rule_is_broken_by_some_case():
+    untouched = {rule.__name__ for rule in RULES}
+    for words, _ in BAD.values():
+        config = loaded_with(*words).config
+        untouched -= {rule.__name__ for rule in RULES if rule.__name__ in untouched and list(rule(config))}
+    assert not untouched
+
+
+def test_a_message_names_key_value_rule_and_way_out():
+    text = problems("data.train_batch_size=2")
+    for part in (f"{ACTOR}.ppo_mini_batch_size=4", "data.train_batch_size=2", "no mini-batch", "Lower the first"):
+        assert part in text
+
+
+def test_what_follows_the_actor_is_not_blamed_twice():
+    assert "critic" not in problems("data.train_batch_size=2")
+
+
+def test_a_tree_made_by_hand_is_checked_too():
+    config = typed()
+    check(config)
+    with pytest.raises(ConfigError, match="siblings"):
+        check(config.with_values({"algorithm.adv_estimator": "grpo"}))
+    with pytest.raises(ConfigError, match="not supported yet"):
+        check(config.with_values({"actor_rollout_ref.model.lora_rank": 8}))
+
+
+UNBUILT = [
+    "actor_rollout_ref.model.use_remove_padding=true", "actor_rollout_ref.model.lora_rank=8",
+    "actor_rollout_ref.model.use_liger=true", "actor_rollout_ref.model.enable_activation_offload=true",
+    f"{ACTOR}.ulysses_sequence_parallel_size=2", f"{ACTOR}.fsdp_config.offload_policy=true",
+    f"{ACTOR}.fsdp_config.forward_prefetch=true", f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.name=sglang",
+    f"{ROLLOUT}.mode=async", f"{ROLLOUT}.multi_turn.enable=true", f"{ROLLOUT}.multi_turn.format=llama",
+    f"{ROLLOUT}.agent.num_workers=2", f"{ROLLOUT}.trace.backend=weave", f"{ROLLOUT}.skip_rollout=true",
+    f"{ROLLOUT}.layered_summon=true", f"{ROLLOUT}.use_fire_sampling=true", f"{ROLLOUT}.load_format=megatron",
+    "reward_model.enable=true", "reward_model.model.path=/rm", "reward_model.sandbox_fusion.url=http://x",
+    "reward_model.launch_reward_fn_async=true", "reward_model.reward_manager=prime", "reward_model.strategy=fsdp2",
+    "algorithm.use_pf_ppo=true", "algorithm.pf_ppo.weight_pow=3", "algorithm.adv_estimator=opo",
+    "algorithm.kl_penalty=full", f"{ACTOR}.kl_loss_type=full", f"{ACTOR}.policy_loss.loss_mode=gspo",
+    f"{ACTOR}.policy_loss.clip_cov_lb=2", "trainer.profile_steps=[1]", "trainer.worker_nsight_options.kill=sigterm",
+    "trainer.npu_profile.options.level=level2", "actor_rollout_ref.profiler.ranks=[0]",
+    "actor_rollout_ref.model.fused_kernel_options.impl_backend=triton", "data.datagen.path=x.py",
+    f"{ACTOR}.strategy=megatron", "critic.strategy=deepspeed", f"{ACTOR}.checkpoint.async_save=true",
+    "trainer.default_hdfs_dir=hdfs://x", "actor_rollout_ref.hybrid_engine=false", "trainer.esi_redundant_time=60",
+    "trainer.device=npu", "trainer.logger=[console,mlflow]", "data.use_shm=true",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("word", UNBUILT)
+def test_an_unbuilt_feature_is_refused_by_name_with_a_way_out(word):
+    text = problems(word)
+    key = word.partition("=")[0]
+    shown = {"trainer.worker_nsight_options.kill": "trainer.worker_nsight_options",
+             "trainer.npu_profile.options.level": "trainer.npu_profile.options"}.get(key, key)  # fmt: skip
+    line = next(line for line in text.splitlines() if line.startswith(f"{shown}="))
+    assert "is not supported yet" in line and "Way out: " in line
+
+
+def test_an_unbuilt_option_set_to_its_default_is_fine():
+    config, words = typed(), []
+    for limit in LIMITS:
+        default = None if limit.key.endswith(".*") else get_path(config, limit.key)
+        if isinstance(default, str | int | bool):
+            words.append(f"{limit.key}={default}")
+    assert len(words) > 30
+    assert problems(*words) == ""
+
+
+BUILT = [
+    [f"{ACTOR}.strategy=fsdp2", "critic.strategy=fsdp2"], ["algorithm.adv_estimator=rloo", f"{ROLLOUT}.n=4"],
+    ["algorithm.adv_estimator=remax"], ["algorithm.adv_estimator=reinforce_plus_plus_baseline", f"{ROLLOUT}.n=2"],
+    [f"{ACTOR}.use_dynamic_bsz=true"], ["actor_rollout_ref.model.use_fused_kernels=true"],
+    [f"{ACTOR}.fsdp_config.param_offload=true", f"{ACTOR}.fsdp_config.optimizer_offload=true"],
+    ["trainer.logger=[console,tensorboard,wandb,file]"], [f"{ACTOR}.checkpoint.save_contents=[model,hf_model]"],
+    ["reward_model.reward_manager=batch"], [f"{ROLLOUT}.tensor_model_parallel_size=8"], ["trainer.device=cpu"],
+    ["data.sampler.class_path=s.py", "data.sampler.class_name=S"], [f"{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm"],
+    [f"{ACTOR}.use_kl_loss=true", f"{ACTOR}.kl_loss_type=k3", REF], ["algorithm.kl_ctrl.type=adaptive"],
+    [f"{ROLLOUT}.val_kwargs.n=4", f"{ROLLOUT}.val_kwargs.do_sample=true", f"{ROLLOUT}.val_kwargs.temperature=0.6"],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("words", BUILT, ids=lambda words: words[0])
+def test_a_built_feature_is_accepted(words):
+    assert problems(*words) == ""
+
+
+def test_a_registered_name_is_known(monkeypatch):
+    import sys
+    import types
+
+    for names, key in ((NAMES[1], "algorithm.adv_estimator"), (NAMES[3], "reward_model.reward_manager")):
+        module, function = names.registry
+        stand_in = types.ModuleType(module)
+        setattr(stand_in, function, lambda: ("mine",))
+        monkeypatch.setitem(sys.modules, module, stand_in)
+        assert problems(f"{key}=mine") == ""
+
+
+def test_a_name_may_come_from_an_external_module():
+    word = "algorithm.adv_estimator=theirs"
+    assert "no known advantage estimator" in problems(word)
+    assert problems(word, "actor_rollout_ref.model.external_lib=my_module") == ""
+
+
+def test_the_batch_plan_shows_the_derivation():
+    plan = batch_plan(typed(f"{ROLLOUT}.n=4", f"{ACTOR}.ppo_epochs=2"))
+    assert "8 prompts x 4 responses = 32 rows on 2 workers, 16 each" in plan
+    assert "actor: 4 optimizer steps, each over 4 prompts x 4 = 8 rows on each of 2 ranks, in 4 forwards of 2" in plan

@@ -1,0 +1,91 @@
+"""Every option that a user guide of verl names is understood: as it is, or under its new name."""
+
+from pathlib import Path
+
+import pytest
+
+from verl.config.legacy import GONE, MOVED, is_legacy
+from verl.config.load import load
+from verl.config.overrides import locate
+from verl.config.ppo import PPOConfig
+
+from .helpers import RUNNABLE, notes, problems
+
+SEEDS = [line for line in (Path(__file__).parent / "seed_keys.txt").read_text().split("\n") if line and line[0] != "#"]
+
+
+def test_there_are_210_keys_in_the_guides():
+    assert len(SEEDS) == len(set(SEEDS)) == 210
+
+
+@pytest.mark.parametrize("key", SEEDS)
+def test_a_key_of_the_guides_is_understood(key):
+    key = key.removesuffix(".*")
+    assert locate(PPOConfig, key).kind != "unknown" or is_legacy(key)
+
+
+def test_new_names_of_old_options_exist():
+    for entry in MOVED:
+        assert locate(PPOConfig, entry.old).kind == "unknown", f"{entry.old} is not old"
+        for new in entry.new:
+            assert locate(PPOConfig, new).kind != "unknown", new
+    for entry in GONE:
+        assert locate(PPOConfig, entry.old).kind == "unknown", f"{entry.old} is not gone"
+
+
+@pytest.mark.parametrize(
+    ("word", "key", "value"),
+    [
+        ("+trainer.val_generations_to_log_to_wandb=3", "trainer.log_val_generations", 3),
+        ("+trainer.remove_previous_ckpt_in_save=True", "trainer.max_critic_ckpt_to_keep", 1),
+        ("trainer.remove_previous_ckpt_in_save=False", "trainer.max_actor_ckpt_to_keep", None),
+        ("+actor_rollout_ref.rollout.seed=7", "trainer.seed", 7),
+        ("actor_rollout_ref.actor.checkpoint.contents=[model]", "actor_rollout_ref.actor.checkpoint.save_contents",
+         ["model"]),
+        ("actor_rollout_ref.actor.fsdp_config.min_num_params=5",
+         "actor_rollout_ref.actor.fsdp_config.wrap_policy.min_num_params", 5),
+        ("af_output_dir=/out", "trainer.default_local_dir", "/out"),
+        ("trainer.logger=[console,tracking]", "trainer.logger", ["console", "wandb"]),
+        ("backend_config.trainer.total_epochs=5", "trainer.total_epochs", 5),
+    ],
+)  # fmt: skip
+def test_an_old_name_sets_the_new_option_and_is_told_once(word, key, value):
+    loaded = load([*RUNNABLE, word])
+    assert not loaded.problems
+    found = loaded.config
+    for name in key.split("."):
+        found = found[name]
+    assert found == value
+    assert sum("old names were understood" in notice for notice in loaded.notices) == 1
+
+
+def test_old_contents_also_decide_what_is_loaded():
+    loaded = load([*RUNNABLE, "actor_rollout_ref.actor.checkpoint.contents=[model,extra]"])
+    assert loaded.config.actor_rollout_ref.actor.checkpoint.load_contents == ["model", "extra"]
+
+
+def test_all_old_names_are_in_one_warning():
+    words = ["+trainer.val_generations_to_log_to_wandb=3", "+actor_rollout_ref.rollout.seed=7"]
+    assert len([line for line in notes(*words).splitlines() if "old names" in line]) == 1
+
+
+def test_old_and_new_name_may_agree_but_not_disagree():
+    old = "+actor_rollout_ref.rollout.seed=7"
+    assert problems(old, "trainer.seed=7") == ""
+    assert "rollout.seed=7 and trainer.seed=8 disagree" in problems(old, "trainer.seed=8")
+
+
+def test_a_gone_option_is_ignored_where_harmless_and_refused_where_not():
+    assert "grad_offload no longer exists and is ignored" in notes(
+        "+actor_rollout_ref.actor.fsdp_config.grad_offload=False"
+    )
+    refusal = problems("+trainer.wandb_proxy=http://proxy")
+    assert "trainer.wandb_proxy=http://proxy no longer exists" in refusal and "HTTPS_PROXY" in refusal
+
+
+def test_an_old_name_of_an_unbuilt_feature_is_refused_under_its_new_name():
+    text = problems("+actor_rollout_ref.rollout.multi_turn.max_turns=4")
+    assert "multi_turn.max_assistant_turns=4 is not supported yet" in text
+    assert "actor_rollout_ref.profiler.discrete=true is not supported yet" in problems(
+        "actor_rollout_ref.actor.profiler.discrete=True"
+    )
