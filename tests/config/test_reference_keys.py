@@ -25,7 +25,7 @@ actor_rollout_ref.rollout.limit_images actor_rollout_ref.rollout.use_fire_sampli
 critic.model.fsdp_config.mixed_precision critic.model.fsdp_config.model_dtype
 critic.model.fsdp_config.wrap_policy.transformer_layer_cls_to_wrap
 critic.optim.betas critic.optim.eps critic.optim.num_cycles
-custom_reward_function.reward_kwargs data.cache_dir data.gen_batch_size data.seed
+custom_reward_function.reward_kwargs data.apply_chat_template_kwargs data.cache_dir data.gen_batch_size data.seed
 ray_init.env ray_init.include_dashboard ray_init.object_store_memory_mb
 reward_model.model.fsdp_config.mixed_precision reward_model.model.fsdp_config.model_dtype
 reward_model.model.fsdp_config.offload_policy reward_model.model.fsdp_config.optimizer_offload

@@ -1,5 +1,9 @@
 """Settings that contradict each other are refused before anything starts."""
 
+import importlib
+import sys
+import types
+
 import pytest
 
 from verl.config.base import ConfigError, get_path
@@ -126,7 +130,8 @@ UNBUILT = [
     "actor_rollout_ref.model.fused_kernel_options.impl_backend=triton", "data.datagen.path=x.py",
     f"{ACTOR}.strategy=megatron", "critic.strategy=deepspeed", f"{ACTOR}.checkpoint.async_save=true",
     "trainer.default_hdfs_dir=hdfs://x", "actor_rollout_ref.hybrid_engine=false", "trainer.esi_redundant_time=60",
-    "trainer.device=npu", "trainer.logger=[console,mlflow]", "data.use_shm=true",
+    "trainer.device=npu", "trainer.logger=[console,mlflow]", "actor_rollout_ref.model.use_shm=true",
+    "actor_rollout_ref.model.custom_chat_template=x", "data.return_raw_input_ids=true",
 ]  # fmt: skip
 
 
@@ -169,15 +174,20 @@ def test_a_built_feature_is_accepted(words):
 
 
 def test_a_registered_name_is_known(monkeypatch):
-    import sys
-    import types
+    for names in NAMES:
+        if names.registry is not None:
+            module, collection = names.registry
+            stand_in = types.ModuleType(module)
+            setattr(stand_in, collection, {"mine": object()})
+            monkeypatch.setitem(sys.modules, module, stand_in)
+            assert problems(f"{names.key}=mine") == ""
 
-    for names, key in ((NAMES[1], "algorithm.adv_estimator"), (NAMES[3], "reward_model.reward_manager")):
-        module, function = names.registry
-        stand_in = types.ModuleType(module)
-        setattr(stand_in, function, lambda: ("mine",))
-        monkeypatch.setitem(sys.modules, module, stand_in)
-        assert problems(f"{key}=mine") == ""
+
+def test_the_collections_of_registered_names_are_where_they_are_looked_for():
+    for names in NAMES:
+        if names.registry is not None:
+            module, collection = names.registry
+            assert set(names.built) <= set(getattr(importlib.import_module(module), collection))
 
 
 def test_a_name_may_come_from_an_external_module():

@@ -120,6 +120,9 @@ class DataConfig(Config):
     cache_dir: str = "~/.cache/verl/rlhf"
     """Folder for downloaded and prepared data sets."""
 
+    apply_chat_template_kwargs: dict[str, Any] = option({})
+    """Free-form: arguments of the tokenizer's chat template, enable_thinking for example."""
+
     @property
     def prompts_per_step(self) -> int:
         """Prompts one training step draws from the loader."""

@@ -36,7 +36,7 @@ class Names(NamedTuple):
     built: tuple[str, ...]
     planned: tuple[str, ...]
     registry: tuple[str, str] | None = None
-    """(module, function without arguments that lists the registered names); asked only if the module is loaded."""
+    """(module, its collection of registered names); looked into only if somebody imported the module."""
 
 
 _REMOVE_PADDING = "leave it false: padding is not computed on this path either, rows are cut to their real tokens"
@@ -82,8 +82,14 @@ LIMITS: tuple[Limit, ...] = (
     ),
     *(
         Limit(f"{place}.use_shm", "copying to /dev/shm", "copy the files there yourself and give that path")
-        for place in (_MODEL, "critic.model", "data")
+        for place in (_MODEL, "critic.model")
     ),
+    Limit(
+        f"{_MODEL}.custom_chat_template",
+        "a chat template in the configuration",
+        "put it into the tokenizer's folder as chat_template.jinja",
+    ),
+    Limit("data.return_raw_input_ids", "prompts without template", "leave it false; raw_prompt_ids are always there"),
     # rollout
     Limit(f"{_ROLLOUT}.mode", "asynchronous rollout", "use sync"),
     Limit(f"{_ROLLOUT}.multi_turn.*", "multi-turn rollout", _MULTI_TURN),
@@ -157,28 +163,27 @@ NAMES: tuple[Names, ...] = (
         "rollout engine",
         built=("hf",),
         planned=("vllm", "sglang", "sglang_async", "server"),
-        registry=("verl.workers.rollout", "known_rollouts"),
     ),
     Names(
         "algorithm.adv_estimator",
         "advantage estimator",
         built=("gae", "grpo", "rloo", "remax", "reinforce_plus_plus", "reinforce_plus_plus_baseline"),
         planned=("opo", "grpo_passk", "gpg", "reinforce"),
-        registry=("verl.algorithms.registry", "known_adv_estimators"),
+        registry=("verl.algorithms.advantage", "ADV_ESTIMATOR_REGISTRY"),
     ),
     Names(
         f"{_ACTOR}.policy_loss.loss_mode",
         "policy loss",
         built=("vanilla",),
         planned=("gpg", "clip_cov", "kl_cov", "gspo", "geo_mean", "cispo", "sapo", "topr"),
-        registry=("verl.algorithms.registry", "known_policy_losses"),
+        registry=("verl.algorithms.policy_loss", "POLICY_LOSS_REGISTRY"),
     ),
     Names(
         "reward_model.reward_manager",
         "reward manager",
         built=("naive", "batch"),
         planned=("dapo", "prime"),
-        registry=("verl.workers.reward_manager.registry", "known_reward_managers"),
+        registry=("verl.workers.reward_manager.registry", "REWARD_MANAGER_REGISTRY"),
     ),
     Names(
         "trainer.logger",
@@ -243,6 +248,5 @@ def _registered(names: Names) -> tuple[str, ...]:
     """Names users registered so far; a registry nobody imported has none."""
     if names.registry is None:
         return ()
-    module, function = names.registry
-    listing = getattr(sys.modules.get(module), function, None)
-    return tuple(listing()) if listing else ()
+    module, collection = names.registry
+    return tuple(getattr(sys.modules.get(module), collection, ()))
