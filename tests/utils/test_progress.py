@@ -85,12 +85,12 @@ def test_a_progress_that_is_switched_off_still_says_what_must_be_said():
     assert stream.getvalue() == "important\n"
 
 
-def test_overrides_are_replaced_in_place_or_appended():
-    assert set_overrides(["a=1", "+b=2", "c=3"], {"b": 5, "d": 6}) == ["a=1", "b=5", "c=3", "d=6"]
+def test_overrides_are_replaced_in_place_or_appended_and_said_once():
+    assert set_overrides(["a=1", "+b=2", "c=3", "a=7"], {"b": 5, "d": 6}) == ["a=7", "b=5", "c=3", "d=6"]
 
 
 def test_a_command_survives_the_shell():
-    overrides = ["trainer.logger=[console, file]", "data.train_files=/data/my files/x.parquet", "a='b'"] * 3
+    overrides = ["trainer.logger=[console, file]", "data.train_files=/data/my files/x.parquet", "a='b'"]
     words = shlex.split(command_line(overrides, width=40).replace("\\\n", " "))
     assert words[1:] == ["-m", "verl.trainer.main_ppo", *overrides]
 
@@ -113,7 +113,7 @@ def test_the_summary_says_before_and_after_where_things_lie_and_how_to_go_on(mon
     assert "Validation, step 0 -> step 25\n  add1 reward mean@1  0.600 -> 0.950" in text
     assert "metrics     run/metrics.jsonl\ncheckpoint  run/global_step_25" in text
     assert "nothing" not in text
-    resume, gpu = (part.replace("\\\n", " ") for part in text.split("To train on")[1:])
+    resume, gpu = text.replace("\\\n", " ").split("To train on")[1].split("The same on a GPU")
     assert "trainer.total_training_steps=50" in resume and "trainer.resume_mode=auto" in resume
     assert gpu.rstrip().endswith("trainer.device=cuda"), "of two settings of a key the last one holds"
 
@@ -125,7 +125,7 @@ def test_the_command_to_go_on_is_left_as_a_script_beside_the_checkpoint(monkeypa
     print_summary(finished_run(tmp_path), stream)
     assert stream.getvalue().endswith(
         "To train on from the checkpoint, up to step 50:\n  bash run/resume.sh\n"
-        "To train on on a GPU:\n  bash run/resume.sh trainer.device=cuda\n"
+        "The same on a GPU:\n  bash run/resume.sh trainer.device=cuda\n"
     )
     stand_in = tmp_path / "python"
     stand_in.write_text('#!/bin/sh\npwd\necho "$@"\n')

@@ -177,17 +177,15 @@ class RunSummary:
 
 
 def set_overrides(overrides: Sequence[str], new: Mapping[str, Any]) -> list[str]:
-    """``overrides`` with the keys of ``new`` set: in place where they are given, else at the end."""
-    left = {name: f"{name}={value}" for name, value in new.items()}
-    result = []
+    """``overrides`` with the keys of ``new`` set, in place where they are given, else at the end.
+
+    Of several settings of one key only the last, which is the one that holds, is kept.
+    """
+    result: dict[str, str] = {}
     for override in overrides:
-        name = override.partition("=")[0].lstrip("+")
-        if name in new:
-            if name in left:
-                result.append(left.pop(name))
-        else:
-            result.append(override)
-    return result + list(left.values())
+        result[override.partition("=")[0].lstrip("+")] = override
+    result.update((name, f"{name}={value}") for name, value in new.items())
+    return list(result.values())
 
 
 def command_line(overrides: Sequence[str], width: int = 100) -> str:
@@ -227,7 +225,7 @@ def format_summary(summary: RunSummary, script: Path | None = None) -> str:
         command = command_line(resume_overrides(summary)) if script is None else f"bash {shlex.quote(_shown(script))}"
         lines += ["", f"To train on from the checkpoint, up to step {2 * summary.steps}:", f"  {command}"]
         if summary.device == "cpu":
-            lines += ["To train on on a GPU:", f"  {command} trainer.device=cuda"]
+            lines += ["The same on a GPU:", f"  {command} trainer.device=cuda"]
     elif summary.device == "cpu":
         lines += ["", "The same on a GPU:", f"  {command_line(summary.overrides)} trainer.device=cuda"]
     return "\n".join(lines)
