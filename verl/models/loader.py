@@ -38,7 +38,8 @@ class ModelSpec:
     """Entries of the Hugging Face config to change; ``attn_implementation`` chooses the attention code."""
     trust_remote_code: bool = False
     gradient_checkpointing: bool = True
-    """Recompute activations in the backward pass: a third more time, a fraction of the memory."""
+    """Recompute activations in the backward pass: a third more time, a fraction of the memory. On CPU only for
+    micro-batches whose activations would pass 1 GiB."""
     external_lib: str | None = None
     """Module, or several separated by commas, to import first: for models that register themselves."""
     load: bool = True

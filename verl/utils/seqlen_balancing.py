@@ -135,7 +135,9 @@ def log_seqlen_unbalance(
 # -- into micro-batches -------------------------------------------------------------------------------------------
 
 
-def plan_micro_batches(lengths: Sequence[int], split: MicroBatching, at_least: int = 1) -> list[list[int]]:
+def plan_micro_batches(
+    lengths: Sequence[int], split: MicroBatching, at_least: int = 1, best_tokens: int | None = None
+) -> list[list[int]]:
     """Group rows of like length into micro-batches, the longest first.
 
     Rows of a micro-batch stand side by side as wide as the longest, so like lengths waste least; the longest come
@@ -144,6 +146,7 @@ def plan_micro_batches(lengths: Sequence[int], split: MicroBatching, at_least: i
     Args:
         lengths: real tokens of each row.
         at_least: split further until there are so many, as far as rows suffice.
+        best_tokens: cells beyond which a larger micro-batch is no faster; a single row may be longer.
 
     Returns:
         Row numbers of each micro-batch; every row once.
@@ -155,7 +158,10 @@ def plan_micro_batches(lengths: Sequence[int], split: MicroBatching, at_least: i
     groups: list[list[int]] = []
     start = 0
     while start < len(order):
-        rows = _rows_that_fit(lengths[order[start]], len(order) - start, split)
+        longest = lengths[order[start]]
+        rows = _rows_that_fit(longest, len(order) - start, split)
+        if best_tokens is not None:
+            rows = max(1, min(rows, best_tokens // max(longest, 1)))
         groups.append(order[start : start + rows])
         start += rows
     while len(groups) < at_least:

@@ -4,8 +4,13 @@ import torch
 from tests.support.tiny_models import make_batch
 from verl.protocol import DataProto
 from verl.utils.ragged import Ragged
-from verl.utils.seqlen_balancing import MicroBatching
-from verl.workers.engine.micro_batch import cut_batch
+from verl.utils.seqlen_balancing import WHOLE, MicroBatching, plan_micro_batches
+from verl.workers.engine.micro_batch import cut_batch, row_lengths
+
+
+def cut(data, split=WHOLE, reads=()):
+    return cut_batch(data, plan_micro_batches(row_lengths(data), split), reads)
+
 
 SPLITS = [MicroBatching(), MicroBatching(size=1), MicroBatching(size=3), MicroBatching(max_tokens=60)]
 
@@ -13,10 +18,10 @@ SPLITS = [MicroBatching(), MicroBatching(size=1), MicroBatching(size=3), MicroBa
 @pytest.mark.parametrize("split", SPLITS)
 def test_every_response_token_is_predicted_once_from_the_token_before_it(split):
     data = make_batch(7, seed=3)
-    cut = cut_batch(data, split)
-    tokens = cut.restore([micro.targets for micro in cut.micro_batches])
+    parts = cut(data, split)
+    tokens = parts.restore([micro.targets for micro in parts.micro_batches])
     assert torch.equal(tokens.values, data.ragged("responses").values)
-    for micro in cut.micro_batches:
+    for micro in parts.micro_batches:
         assert torch.equal(micro.input_ids.flatten()[micro.cells + 1], micro.targets)
         assert torch.equal(micro.tight(micro.targets).flatten()[micro.slots], micro.targets)
 
@@ -24,10 +29,10 @@ def test_every_response_token_is_predicted_once_from_the_token_before_it(split):
 @pytest.mark.parametrize("split", SPLITS)
 def test_columns_stand_beside_their_rows(split):
     data = make_batch(7, seed=3)
-    cut = cut_batch(data, split, reads=("advantages", "response_mask", "responses"))
-    column = cut.restore([micro.columns["advantages"].flatten()[micro.slots] for micro in cut.micro_batches])
+    parts = cut(data, split, reads=("advantages", "response_mask", "responses"))
+    column = parts.restore([micro.columns["advantages"].flatten()[micro.slots] for micro in parts.micro_batches])
     assert torch.equal(column.values, data.ragged("advantages").values)
-    for micro in cut.micro_batches:
+    for micro in parts.micro_batches:
         assert micro.columns["response_mask"].shape == micro.shape
         assert torch.equal(micro.columns["responses"], micro.tight(micro.targets))
         assert micro.columns["response_mask"].sum() == len(micro.targets)
@@ -38,8 +43,8 @@ def test_a_padded_batch_gives_the_same_micro_batches():
     padded = DataProto.from_dict({name: packed.column(name) for name in packed.keys()})
     split, reads = MicroBatching(size=2), ("advantages", "response_mask")
     for one, other in zip(
-        cut_batch(packed, split, reads=reads).micro_batches,
-        cut_batch(padded, split, reads=reads).micro_batches,
+        cut(packed, split, reads=reads).micro_batches,
+        cut(padded, split, reads=reads).micro_batches,
         strict=True,
     ):
         assert torch.equal(one.input_ids * 1, other.input_ids)
@@ -60,10 +65,10 @@ def test_rows_without_a_response_are_read_nowhere():
         {"prompts": prompts, "responses": Ragged.from_rows(rows, 16), "input_ids": ids,
          "attention_mask": ids.like(torch.ones_like(ids.values))}
     )  # fmt: skip
-    cut = cut_batch(short, MicroBatching(size=1))
-    assert sorted(len(micro.targets) for micro in cut.micro_batches)[0] == 0
-    assert all(micro.shape[1] >= 1 for micro in cut.micro_batches)
-    restored = cut.restore([micro.targets for micro in cut.micro_batches])
+    parts = cut(short, MicroBatching(size=1))
+    assert sorted(len(micro.targets) for micro in parts.micro_batches)[0] == 0
+    assert all(micro.shape[1] >= 1 for micro in parts.micro_batches)
+    restored = parts.restore([micro.targets for micro in parts.micro_batches])
     assert torch.equal(restored.values, short.ragged("responses").values)
 
 
@@ -72,26 +77,20 @@ def test_a_response_without_a_prompt_is_refused():
     mask = ids.like(torch.ones_like(ids.values))
     data = DataProto.from_ragged({"responses": ids, "input_ids": ids, "attention_mask": mask})
     with pytest.raises(ValueError, match="row 0 has no prompt token"):
-        cut_batch(data, MicroBatching())
+        cut(data)
 
 
 def test_positions_are_handed_over_only_if_they_do_not_count_from_zero():
     data = make_batch(3)
-    assert cut_batch(data, MicroBatching()).micro_batches[0].position_ids is None
+    assert cut(data).micro_batches[0].position_ids is None
     positions = data.ragged("position_ids")
     data.put("position_ids", Ragged(positions.values + 2, positions.layout, "position"))
-    given = cut_batch(data, MicroBatching()).micro_batches[0].position_ids
+    given = cut(data).micro_batches[0].position_ids
     assert torch.equal(given, torch.arange(given.shape[1]).expand_as(given) + 2)
 
 
 def test_a_column_of_one_value_a_row_stays_one_value_a_row():
     data = make_batch(5, seed=4)
     data.put("difficulty", torch.arange(5.0))
-    cut = cut_batch(data, MicroBatching(size=2), reads=("difficulty",))
-    assert torch.cat([micro.columns["difficulty"] for micro in cut.micro_batches]).tolist() == cut.order.tolist()
-
-
-def test_micro_batches_are_made_up_to_the_number_asked_for():
-    data = make_batch(5)
-    assert len(cut_batch(data, MicroBatching(), at_least=4).micro_batches) == 4
-    assert len(cut_batch(data, MicroBatching(), at_least=9).micro_batches) == 5
+    parts = cut(data, MicroBatching(size=2), reads=("difficulty",))
+    assert torch.cat([micro.columns["difficulty"] for micro in parts.micro_batches]).tolist() == parts.order.tolist()

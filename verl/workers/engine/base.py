@@ -18,7 +18,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from verl.algorithms.losses import TokenOutputs
+from verl.models.attention import use_short_attention
 from verl.models.loader import ModelSpec, source_dtype
+from verl.models.recompute import Recompute
 from verl.models.token_outputs import Head, TokenScores, probe_head, value_layer
 from verl.models.weight_names import checkpoint_tensors, tied_duplicates
 from verl.protocol import DataProto
@@ -36,6 +38,10 @@ LossFn = Callable[..., tuple[Tensor, dict[str, Any]]]
 Has ``columns``, the names it reads; ``want_entropy``; ``weight(columns)``, what the mean divided by. May have
 ``extra_columns``, names it reads where the batch has them.
 """
+
+
+BEST_TOKENS = {"cpu": 1024}
+"""Cells of a micro-batch beyond which a device gains nothing: on CPU activations then fall out of its caches."""
 
 
 class Want(Flag):
@@ -222,7 +228,9 @@ class Engine(ABC):
             if self.schedule is not None and extra.get("lr_scheduler"):
                 self.schedule.load_state_dict(extra["lr_scheduler"])
             set_random_state(extra["rng"], self.device)
-        self.version = max(self.version, state.get("extra", {}).get("version", 0)) + 1
+        # never a version that was already given out: a rollout engine takes equal versions for equal weights
+        saved = state.get("extra", {}).get("version", 0)
+        self.version = saved if saved > self.version else self.version + 1
 
     # -- what a backend supplies ----------------------------------------------------------------------------------
 
@@ -270,8 +278,11 @@ class Engine(ABC):
             self.optimizer = build_optimizer(parameters, optim_config)
             self.schedule = build_schedule(self.optimizer, optim_config, total_steps)
 
-    def _find_head(self) -> None:
-        """Find out how this model's outputs are read."""
+    def _prepare(self) -> None:
+        """Fit the module to its device, and find out how its outputs are read."""
+        if self.device.type == "cpu":
+            use_short_attention(self.module)
+        self._recompute = Recompute(self.module, always=self.device.type != "cpu")
         compiled = self.spec.use_torch_compile and self.device.type == "cuda"
         if self.spec.use_torch_compile and not compiled:
             logger.debug("use_torch_compile has no effect on %s: plain torch is used", self.device.type)
@@ -292,12 +303,14 @@ class Engine(ABC):
         A rank whose rows do not suffice repeats its last micro-batch, whose results then count for nothing: sharded
         weights are gathered by all ranks together.
         """
-        planned = len(plan_micro_batches(row_lengths(data), split))
-        [agreed] = self._reduce([planned], "max")
-        cut = cut_batch(data, split, int(agreed), reads, self.device)
-        own = len(cut.micro_batches)
-        cut.micro_batches.extend(cut.micro_batches[-1:] * (int(agreed) - own))
-        return cut, own
+        lengths, best = row_lengths(data), BEST_TOKENS.get(self.device.type)
+        groups = plan_micro_batches(lengths, split, best_tokens=best)
+        agreed = int(self._reduce([len(groups)], "max")[0])
+        if agreed > len(groups):
+            groups = plan_micro_batches(lengths, split, agreed, best)
+        cut = cut_batch(data, groups, reads, self.device)
+        cut.micro_batches.extend(cut.micro_batches[-1:] * (agreed - len(groups)))
+        return cut, len(groups)
 
     def _score(self, micro: MicroBatch, temperature: float, want_entropy: bool) -> TokenScores:
         return self.module.token_outputs(
@@ -313,6 +326,7 @@ class Engine(ABC):
     def _backward(
         self, micro: MicroBatch, share: float, loss: LossFn, temperature: float, metrics: WeightedMeans
     ) -> None:
+        self._recompute.choose(micro.input_ids.numel())
         scores = self._score(micro, temperature, getattr(loss, "want_entropy", False))
         if share == 0.0:
             # a repeat, or nothing but masked tokens: other ranks wait in backward, so run it, on nothing

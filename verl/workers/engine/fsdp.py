@@ -66,7 +66,7 @@ class FSDPEngine(Engine):
         self._reduce_once = self.device.type == "cpu"
         self.module = self._sharded_model(engine_config, seed, train=optim_config is not None)
         register_fsdp_forward_method(self.module, "token_outputs")
-        self._find_head()
+        self._prepare()
         self._after_infer()
         self._build_optimizer(list(self.module.parameters()), optim_config, total_steps)
         self.offload(model=True, optimizer=True)

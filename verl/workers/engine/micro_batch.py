@@ -14,7 +14,7 @@ from torch import Tensor
 
 from verl.protocol import DataProto
 from verl.utils.ragged import Layout, Ragged, move_columns, select_columns, slice_columns
-from verl.utils.seqlen_balancing import MicroBatching, inverse_permutation, plan_micro_batches
+from verl.utils.seqlen_balancing import inverse_permutation
 
 
 @dataclass(frozen=True)
@@ -66,13 +66,13 @@ def row_lengths(data: DataProto) -> list[int]:
 
 
 def cut_batch(
-    data: DataProto, split: MicroBatching, at_least: int = 1, reads: Sequence[str] = (), device: str = "cpu"
+    data: DataProto, groups: list[list[int]], reads: Sequence[str] = (), device: torch.device | str = "cpu"
 ) -> Cut:
-    """Cut ``data`` into micro-batches of rows of like length.
+    """Lay out the micro-batches that ``groups`` of row numbers name.
 
     Args:
         data: ``input_ids`` and ``responses``, packed or padded; ``position_ids`` if they do not count from 0.
-        at_least: make so many micro-batches, as far as rows suffice.
+        groups: row numbers of each micro-batch, from ``plan_micro_batches``; every row once.
         reads: columns to hand to the loss; those that ``data`` has not are left out.
 
     Raises:
@@ -81,7 +81,6 @@ def cut_batch(
     names = [name for name in dict.fromkeys(reads) if name in data]
     data = data.packed()
     ids, responses = data.ragged("input_ids"), data.ragged("responses")
-    groups = plan_micro_batches(ids.layout.lengths.tolist(), split, at_least)
     order = torch.tensor([row for group in groups for row in group])
     before = _tokens_before_response(ids.layout, responses.layout)[order]
 
