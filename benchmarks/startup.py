@@ -33,7 +33,8 @@ def main() -> None:
         rows = []
         for name, (command, expect) in commands.items():
             costs = [command_cost(command, {"OMP_NUM_THREADS": "1"}, expect) for _ in range(repeat)]
-            rows.append({"what": name, "cpu_s": spread([c["cpu_s"] for c in costs]), "wall_s": min(c["wall_s"] for c in costs)})
+            cpu, wall = ([cost[kind] for cost in costs] for kind in ("cpu_s", "wall_s"))
+            rows.append({"what": name, "cpu_s": spread(cpu), "wall_s": min(wall)})
     torch_seconds = rows[1]["cpu_s"]["min"]
     for row in rows:
         row["ratio_to_import_torch"] = row["cpu_s"]["min"] / torch_seconds

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from verl.algorithms.advantage import register_adv_est
 from verl.protocol import DataProto
 from verl.trainer.ppo.experience import apply_kl_penalty, balance_batch, compute_advantage, compute_response_mask
-from verl.utils.seeding import derive_seed
 
 
 def batch_of(prompt_lengths, response_lengths, prompt_width=8, response_width=8):

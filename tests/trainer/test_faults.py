@@ -15,9 +15,8 @@ from tests.support.runs import main_ppo, make_task, overrides
 
 def start(arguments, log):
     command = [sys.executable, "-m", "verl.trainer.main_ppo", *arguments]
-    return subprocess.Popen(
-        command, stdout=log, stderr=subprocess.STDOUT, env={**os.environ, "PYTHONUNBUFFERED": "1"}, start_new_session=True
-    )
+    env = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=env, start_new_session=True)
 
 
 def descendants(pid):

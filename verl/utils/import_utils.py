@@ -3,6 +3,7 @@
 import hashlib
 import importlib
 import importlib.util
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -38,6 +39,12 @@ def import_external_libs(external_libs: str | Sequence[str] | None) -> None:
                 f"external_lib={name!r} cannot be imported: no module {error.name!r}. Install it or add its folder "
                 "to PYTHONPATH."
             ) from error
+
+
+def import_users_modules(external_lib: str | None = None) -> None:
+    """Import what the user named in ``model.external_lib`` and in VERL_USE_EXTERNAL_MODULES, separated by commas."""
+    for names in filter(None, (external_lib, os.environ.get("VERL_USE_EXTERNAL_MODULES"))):
+        import_external_libs([name.strip() for name in names.split(",") if name.strip()])
 
 
 def load_class_from_fqn(fqn: str, description: str = "class") -> Any:

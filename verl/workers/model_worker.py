@@ -18,6 +18,7 @@ from verl.models.loader import ModelSpec
 from verl.single_controller.base import Worker
 from verl.utils.checkpoint.checkpoint_manager import CheckpointManager
 from verl.utils.distributed import ensure_process_group
+from verl.utils.import_utils import import_users_modules
 from verl.utils.tokenizer import hf_tokenizer
 from verl.workers.engine import Engine, build_engine
 
@@ -57,6 +58,7 @@ class EngineWorker(Worker):
 
     def start_process(self) -> None:
         """Seed this process and join the group of all ranks; the first role of a process does it for all of them."""
+        import_users_modules()
         torch.manual_seed(self.seed)
         ensure_process_group(self.device, timeout_s=self.timeout_s)
 

@@ -13,11 +13,15 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from verl.algorithms.advantage import get_adv_estimator_fn
+from verl.algorithms.policy_loss import get_policy_loss_fn
 from verl.trainer.ppo.placement import default_pools, default_roles
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl.trainer.ppo.reward import load_reward_manager
 from verl.utils.dataset.loader import build_dataset, build_sampler
+from verl.utils.distributed import destroy_global_process_group
 from verl.utils.fs import copy_to_local
+from verl.utils.import_utils import import_users_modules
 from verl.utils.progress import RunSummary, print_summary
 from verl.utils.tokenizer import hf_processor, hf_tokenizer
 
@@ -36,6 +40,7 @@ class PPOJob:
         start = time.monotonic()
         signal.signal(signal.SIGTERM, _exit_on_signal)
         check_device(self.config.trainer)
+        self.import_users_modules()
         trainer = self.build_trainer()
         trainer.controller.start(self.config.ray_init, dict(self.config.ray_init.env))
         try:
@@ -43,8 +48,15 @@ class PPOJob:
             trainer.fit()
         finally:
             trainer.controller.stop()
+            destroy_global_process_group()  # a single rank lives in this process
         print_summary(self.summary(trainer, time.monotonic() - start))
         return trainer
+
+    def import_users_modules(self) -> None:
+        """Import what the user named, here as in every worker, and see that the names it registers are known."""
+        import_users_modules(self.config.actor_rollout_ref.model.external_lib)
+        get_adv_estimator_fn(self.config.algorithm.adv_estimator)
+        get_policy_loss_fn(self.config.actor_rollout_ref.actor.policy_loss.loss_mode)
 
     def summary(self, trainer: RayPPOTrainer, seconds: float) -> RunSummary:
         """What to tell at the end."""
