@@ -1,8 +1,8 @@
-"""Python objects between two processes of one node: small ones over a socket, arrays through shared memory.
+"""Python objects between two processes of one node: small ones in a message, arrays through shared memory.
 
 A message is pickled with protocol 5, which leaves the bytes of its arrays out. If stream and arrays are large together,
-they go into a segment of shared memory; its file descriptor travels over the socket once and the segment is used again
-when the receiver has let go of all arrays in it. Segments have no name: nothing is left behind, whoever dies.
+they go into a segment of shared memory, of which the receiver gets a descriptor once. A segment is used again when the
+receiver has let go of all arrays in it. Segments have no name: nothing is left behind, whoever dies.
 
 The receiver maps a segment privately: its arrays start as the shared pages and may be written without anyone noticing.
 """
@@ -19,8 +19,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
-_INLINE_BYTES = 32 * 1024
-"""Up to this size everything goes over the socket: below the socket's own buffer, so that a send does not wait."""
+INLINE_BYTES = 32 * 1024
+"""Up to this size everything goes into the message: below the buffer of a socket, so that a send does not wait."""
 _SMALLEST_SEGMENT = 1 << 20
 _ALIGNMENT = 64
 _LENGTH = struct.Struct("=Q")
@@ -53,18 +53,19 @@ class Parcel(NamedTuple):
 class Arena:
     """The segments of one sender, free or in use."""
 
-    def __init__(self):
+    def __init__(self, dumps: Callable[..., bytes] = pickle.dumps):
+        self._dumps = dumps
         self._segments: dict[int, Segment] = {}
         self._next = 0
 
     def pack(self, content: Any) -> Parcel:
         """Pickle ``content`` and copy its arrays once."""
         arrays: list[pickle.PickleBuffer] = []
-        stream = pickle.dumps(content, protocol=5, buffer_callback=arrays.append)
+        stream = self._dumps(content, protocol=5, buffer_callback=arrays.append)
         parts = [memoryview(stream), *(array.raw() for array in arrays)]
         sizes = [part.nbytes for part in parts]
         size = _spans(sizes)[-1][1]
-        segment = None if size <= _INLINE_BYTES else self._take(size)
+        segment = None if size <= INLINE_BYTES else self._take(size)
         inline = bytearray(size) if segment is None else None
         with memoryview(inline if segment is None else segment.memory) as memory:
             for part, (first, last) in zip(parts, _spans(sizes), strict=True):
@@ -97,24 +98,109 @@ class Arena:
         return segment
 
 
+class Parcels:
+    """Packs the arguments of one call for several ranks; those that get the same objects share one parcel."""
+
+    def __init__(self, arena: Arena, call: str):
+        self._arena, self._call = arena, call
+        self._packed: dict[tuple, Parcel] = {}
+
+    def pack(self, args: tuple, kwargs: dict) -> Parcel:
+        same = (*map(id, args), *((name, id(value)) for name, value in kwargs.items()))
+        if same not in self._packed:
+            try:
+                self._packed[same] = self._arena.pack((args, kwargs))
+            except Exception as error:
+                raise TypeError(
+                    f"{self._call}: its arguments cannot be sent to another process: {error}. Functions and classes "
+                    "must be importable by name: define them in a module, not inside a function."
+                ) from error
+        return self._packed[same]
+
+
+class Envelope(NamedTuple):
+    """A parcel on its way to one receiver, small enough for any message, and the news on earlier ones."""
+
+    sizes: list[int]
+    inline: bytearray | None
+    number: int | None
+    """Segment the content is in; None if it is inline."""
+    fd: int | None
+    """Descriptor of that segment in the sender."""
+    pid: int
+    """The sender."""
+    let_go: list[int]
+    """Segments of the receiver in which the sender holds no array any more (one entry for each parcel)."""
+    gone: list[int]
+    """Segments of the sender that are no more."""
+
+
+class Peer:
+    """What this process and one other have of each other's segments."""
+
+    def __init__(self, arena: Arena | None = None):
+        self.arena = arena or Arena()
+        self._sent: set[int] = set()  # segments of ours the other end knows
+        self._theirs: dict[int, int] = {}  # segments of the other end -> our descriptor
+        self._let_go: deque[int] = deque()  # segments of the other end no array here looks into any more
+
+    def seal(self, parcel: Parcel) -> Envelope:
+        """Address a parcel to the other end."""
+        gone = [number for number in self._sent if not self.arena.knows(number)]
+        let_go = [self._let_go.popleft() for _ in range(len(self._let_go))]
+        self._sent.difference_update(gone)
+        number = fd = None
+        if parcel.segment is not None:
+            parcel.segment.holders += 1
+            number, fd = parcel.segment.number, parcel.segment.fd
+            self._sent.add(number)
+        return Envelope(parcel.sizes, parcel.inline, number, fd, os.getpid(), let_go, gone)
+
+    def open(self, envelope: Envelope, fd: int | None = None) -> Callable[[], Any]:
+        """Take in the news; returns a function that unpickles the content, to be called once.
+
+        ``fd``: a descriptor of the segment that came along, now ours. Without it a segment not seen before is opened
+        through /proc, which the same user may on Linux.
+        """
+        for mine in envelope.let_go:
+            self.arena.release(mine)
+        for old in envelope.gone:
+            os.close(self._theirs.pop(old))
+        if envelope.number is None:
+            return partial(_unpack, envelope.sizes, envelope.inline)
+        if envelope.number not in self._theirs:
+            self._theirs[envelope.number] = (
+                os.open(f"/proc/{envelope.pid}/fd/{envelope.fd}", os.O_RDONLY) if fd is None else fd
+            )
+        return partial(self._map, envelope.number, envelope.sizes)
+
+    def close(self) -> None:
+        for fd in self._theirs.values():
+            os.close(fd)
+        self._theirs.clear()
+
+    def _map(self, number: int, sizes: list[int]) -> Any:
+        """Unpickle over a private mapping of a segment; the last array to go away lets go of the segment."""
+        flags, access = mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE
+        memory = mmap.mmap(self._theirs[number], _spans(sizes)[-1][1], flags=flags, prot=access)
+        weakref.finalize(memory, self._let_go.append, number).atexit = False
+        return _unpack(sizes, memory)
+
+
 class Channel:
-    """One end of the connection between two processes. Not for use by several threads at once."""
+    """One end of a socket between two processes. Not for use by several threads at once."""
 
     def __init__(self, connection: socket.socket, arena: Arena | None = None):
         self._socket = connection
-        self.arena = arena or Arena()
-        self._sent: set[int] = set()  # segments of ours whose descriptor the other end has
-        self._theirs: dict[int, int] = {}  # segments of the other end -> our descriptor
-        self._let_go: deque[int] = deque()  # segments of the other end no array here looks into any more
+        self._peer = Peer(arena)
+        self._passed: set[int] = set()  # segments whose descriptor went over the socket
 
     def fileno(self) -> int:
         return self._socket.fileno()
 
     def close(self) -> None:
         self._socket.close()
-        for fd in self._theirs.values():
-            os.close(fd)
-        self._theirs.clear()
+        self._peer.close()
 
     def send(self, head: Any, content: Any) -> None:
         """Send a small ``head`` and a ``content`` of any size, an object or a `Parcel`.
@@ -123,21 +209,15 @@ class Channel:
             OSError: the other end is gone.
             pickle.PicklingError, TypeError, AttributeError: the content cannot be pickled; nothing was sent.
         """
-        parcel = content if isinstance(content, Parcel) else self.arena.pack(content)
-        gone = [number for number in self._sent if not self.arena.knows(number)]
-        let_go = [self._let_go.popleft() for _ in range(len(self._let_go))]
-        number, fds = None, []
-        if parcel.segment is not None:
-            number = parcel.segment.number
-            parcel.segment.holders += 1
-            if number not in self._sent:
-                fds.append(parcel.segment.fd)
-        message = pickle.dumps((head, parcel.sizes, parcel.inline, number, let_go, gone), protocol=5)
-        socket.send_fds(self._socket, [_LENGTH.pack(len(message))], fds)
+        parcel = content if isinstance(content, Parcel) else self._peer.arena.pack(content)
+        envelope = self._peer.seal(parcel)
+        message = pickle.dumps((head, tuple(envelope)), protocol=5)
+        self._passed.difference_update(envelope.gone)
+        is_new = envelope.number is not None and envelope.number not in self._passed
+        socket.send_fds(self._socket, [_LENGTH.pack(len(message))], [envelope.fd] if is_new else [])
         self._socket.sendall(message)
-        self._sent.difference_update(gone)
-        if number is not None:
-            self._sent.add(number)
+        if is_new:
+            self._passed.add(envelope.number)
 
     def receive(self) -> tuple[Any, Callable[[], Any]]:
         """Wait for a message and return its head, and a function that unpickles its content, to be called once.
@@ -148,25 +228,12 @@ class Channel:
         try:
             prefix, fds, _, _ = socket.recv_fds(self._socket, _LENGTH.size, 1, socket.MSG_WAITALL)
             message = self._read(_LENGTH.unpack(prefix)[0]) if len(prefix) == _LENGTH.size else b""
-        except ConnectionError as error:
-            raise EOFError("the other end of the channel is gone") from error
+        except ConnectionError:
+            message = b""
         if not message:
             raise EOFError("the other end of the channel is gone")
-        head, sizes, inline, number, let_go, gone = pickle.loads(message)
-        for mine in let_go:
-            self.arena.release(mine)
-        for old in gone:
-            os.close(self._theirs.pop(old))
-        if number is not None and fds:
-            self._theirs[number] = fds[0]
-        return head, partial(_unpack, sizes, inline) if number is None else partial(self._open, number, sizes)
-
-    def _open(self, number: int, sizes: list[int]) -> Any:
-        """Unpickle over a private mapping of a segment; the last array to go away lets go of the segment."""
-        flags, access = mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE
-        memory = mmap.mmap(self._theirs[number], _spans(sizes)[-1][1], flags=flags, prot=access)
-        weakref.finalize(memory, self._let_go.append, number).atexit = False
-        return _unpack(sizes, memory)
+        head, envelope = pickle.loads(message)
+        return head, self._peer.open(Envelope(*envelope), fds[0] if fds else None)
 
     def _read(self, size: int) -> bytes:
         message = bytearray()

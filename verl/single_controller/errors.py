@@ -89,7 +89,7 @@ class WorkerTimeout(WorkerGroupError, TimeoutError):
         named = "rank" if len(ranks) == 1 else "ranks"
         super().__init__(
             f"{role}.{method}: {named} {', '.join(map(str, ranks))} of {world_size} did not answer within "
-            f"{waited:.1f} s, the timeout of this group. Their Python stacks are on stderr where they could be reached. "
+            f"{waited:.1f} s, the timeout of this group. Their Python stacks are on stderr. "
             "Raise the timeout (trainer.worker_timeout) if the work is just slow; None waits for ever."
         )
 

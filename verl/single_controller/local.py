@@ -27,7 +27,7 @@ from verl.single_controller.base.worker_group import (
     WorkerGroup,
     create_colocated_worker_cls,
 )
-from verl.single_controller.channel import Arena, Channel, Parcel
+from verl.single_controller.channel import Arena, Channel, Parcels
 from verl.single_controller.errors import WorkerDied, WorkerError, WorkerTimeout
 from verl.single_controller.processes import Child, is_readable
 
@@ -64,7 +64,7 @@ class InProcessHosts(Hosts):
         place = rank_environment(0, 1, prefix, os.environ.get("MASTER_PORT") or free_port())
         self._ending_on_failure(lambda: self._host.setup(place, roles))
 
-    def _submit(self, role: str, method: str, requests: Sequence[Request]) -> list:
+    def _submit(self, role: str, method: str, requests: Sequence[Request], exposed: bool) -> list:
         return [self._call(role, method, request) for request in requests]
 
     def _wait(self, handles: Sequence, timeout: float | None) -> list:
@@ -127,6 +127,11 @@ class ForkedHosts(Hosts):
 
     def setup(self, roles: Mapping[str, ClassWithInitArgs], prefix: str, timeout: float) -> None:
         """Fork the ranks and build the roles in each, within ``timeout`` seconds."""
+        if "torch" in sys.modules and sys.modules["torch"].cuda.is_initialized():
+            raise ValueError(
+                "trainer.controller=local forks its ranks, and CUDA does not survive a fork: the driver has used "
+                "the GPU already. Touch it in workers only, or use trainer.controller=ray."
+            )
         port = free_port()
         calls = []
         for rank in range(self.world_size):
@@ -166,31 +171,18 @@ class ForkedHosts(Hosts):
         self._next_call += 1
         return call
 
-    def _submit(self, role: str, method: str, requests: Sequence[Request]) -> list:
-        parcels: dict[tuple, Parcel] = {}
+    def _submit(self, role: str, method: str, requests: Sequence[Request], exposed: bool) -> list:
+        parcels = Parcels(self._arena, f"{role}.{method}")
         calls = []
         for rank, args, kwargs, keep in requests:
-            # ranks that get the same objects share one copy
-            same = (*map(id, args), *((name, id(value)) for name, value in kwargs.items()))
-            if same not in parcels:
-                parcels[same] = self._pack(role, method, args, kwargs)
-            number = self._next_call
+            parcel, number = parcels.pack(args, kwargs), self._next_call
             calls.append(self._note_call(rank, role, method))
             try:
-                self._channels[rank].send((number, role, method, keep), parcels[same])
+                self._channels[rank].send((number, role, method, keep), parcel)
             except OSError:  # its end is closed: read what it still said, up to its death
                 while True:
                     self._receive_from(rank)
         return calls
-
-    def _pack(self, role: str, method: str, args: tuple, kwargs: dict) -> Parcel:
-        try:
-            return self._arena.pack((args, kwargs))
-        except Exception as error:
-            raise TypeError(
-                f"{role}.{method}: its arguments cannot be sent to another process: {error}. Functions and "
-                "classes must be importable by name: define them in a module, not in a function."
-            ) from error
 
     def _wait(self, handles: Sequence[Call], timeout: float | None) -> list:
         begin = time.monotonic()
@@ -286,7 +278,7 @@ class _Rank:
         try:
             self._send(number, failed, content)
         except Exception as error:
-            what = f"send the output, a {type(content).__name__},"
+            what = f"send the output, a {type(content).__name__}"
             self._send(number, True, self._cannot(role, method, what, error))
 
     def _send(self, number: int, failed: bool, content: Any) -> None:

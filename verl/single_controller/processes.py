@@ -16,6 +16,7 @@ import time
 import warnings
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 
 _PR_SET_PDEATHSIG = 1
 _PIDFD_GET_INFO = 0xC040FF0B  # _IOWR(0xFF, 11, 64 bytes), Linux 6.15
@@ -45,7 +46,7 @@ class Child:
         if os.getpid() != self._parent:  # a copy of this object in a sibling
             return
         self.await_end(grace)
-        if self._status is None:  # not reaped: its number cannot have gone to another group
+        if self._status is None:
             _kill_group(self.pid)
         self.outcome()
 
@@ -59,7 +60,7 @@ class Child:
         return True
 
     def outcome(self) -> tuple[int | None, int | None]:
-        """(signal, exit code) of a child that has ended or is about to; waits for it."""
+        """(signal, exit code) of a child that has ended or is about to; waits for it, and kills what it started."""
         self._reap(0)
         return split_status(self._status)
 
@@ -72,6 +73,7 @@ class Child:
             if not pid:
                 return False
             self._status = status
+            _kill_group(self.pid, leader=False)
             if self.pidfd is not None:
                 os.close(self.pidfd)
                 self.pidfd = None
@@ -184,9 +186,8 @@ def _forker() -> _Forker:
     return _FORKER
 
 
-def _kill_group(pid: int) -> None:
-    for kill in (os.killpg, os.kill):  # the second for a child that has not made its group yet
-        try:
+def _kill_group(pid: int, leader: bool = True) -> None:
+    """Kill a child and what it started, or without ``leader`` only the latter."""
+    for kill in (os.killpg, os.kill)[: 2 if leader else 1]:  # os.kill for a child that has not made its group yet
+        with suppress(ProcessLookupError):
             kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            continue

@@ -1,9 +1,9 @@
 """How a worker method says what becomes of one call: who gets which arguments, and what is made of the answers.
 
-`register` marks a method with a dispatch mode. A mode is a pair of functions, one that spreads the arguments over the
-ranks and one that collects the outputs; modes that split a batch also say over how many parts. They split over a *mesh*:
-the data parallel place of every rank, which the worker registers under a name
-(`Worker._register_dispatch_collect_info`). Tensor, pipeline and sequence parallel ranks of one place get the same rows.
+`register` marks a method with a dispatch mode: a pair of functions, one that spreads the arguments over the ranks and one
+that collects the outputs. Modes that split a batch split it over a *mesh*: the data parallel place of every rank, which
+the worker registers under a name (`Worker._register_dispatch_collect_info`). Tensor, pipeline and sequence parallel ranks
+of one place get the same rows.
 
 Knows no process and no transport; a group is asked for ``world_size`` and ``mesh(name)`` only.
 """
@@ -98,7 +98,7 @@ class Mode:
     collect_fn: Callable[[Any, list], Any]
     """(group, outputs by rank) -> what the caller gets."""
     parts: Callable[[Any], int] | None = None
-    """group -> number of parts a batch is cut into, None if it is not. Uneven batches are padded to a multiple of it."""
+    """group -> number of parts a batch is cut into, None if it is not. Uneven ones are padded to a multiple."""
     sources: Callable[[Any], Sequence[int]] | None = None
     """group -> ranks whose outputs are collected; the others send nothing back (their output is None). None = all."""
 
@@ -269,7 +269,7 @@ _define_modes()
 
 
 def register_dispatch_mode(dispatch_mode_name: str, dispatch_fn: Callable, collect_fn: Callable) -> None:
-    """Add ``Dispatch.<NAME>``: ``dispatch_fn(group, *args, **kwargs)`` and ``collect_fn(group, outputs)`` as in `Mode`."""
+    """Add ``Dispatch.<NAME>``: its functions as described in `Mode`."""
     _MODES[Dispatch.register(dispatch_mode_name)] = _plain_mode(dispatch_fn, collect_fn)
 
 
@@ -345,7 +345,7 @@ def register(
     """Make a worker method callable on the worker group. Works on plain and on async methods.
 
     Args:
-        dispatch_mode: how arguments are spread and outputs collected; a dict {dispatch_fn, collect_fn} defines one here.
+        dispatch_mode: how arguments are spread and outputs collected; a dict {dispatch_fn, collect_fn} is a mode, too.
         execute_mode: which ranks run it.
         blocking: with False the call returns at once: a DataProtoFuture for modes that join rows, else futures by rank.
         materialize_futures: wait for arguments that are DataProtoFutures before the call is sent.

@@ -28,7 +28,7 @@ def map_batches(fn: Callable, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
 
 
 def keep_columns(data, reads: tuple[str, ...] | None):
-    """The columns named in ``reads`` that are there (None: all), in a DataProto of its own; ``meta_info`` stays whole."""
+    """The columns named in ``reads`` that are there (None: all), as a new DataProto; ``meta_info`` stays whole."""
     if reads is None:
         return data.select()
     return data.select(

@@ -56,7 +56,7 @@ class Worker:
     # Meshes: what the dispatcher needs to know to cut a batch ---------------------------------------------------------
 
     def _register_dispatch_collect_info(self, mesh_name: str, dp_rank: int, is_collect: bool) -> None:
-        """Say where this rank stands on a mesh: which part of a batch it works on, and whether it answers for that part.
+        """Say where this rank stands on a mesh: which part of a batch it works on, and whether it answers for it.
 
         Exactly one rank of each dp rank collects. Call it on every rank, before the first call that uses the mesh.
         """
@@ -116,10 +116,6 @@ class WorkerHost:
         output = self._guarded(role, method, getattr(worker, method), args, kwargs)
         return output if keep else None
 
-    def address(self) -> tuple[str, int]:
-        """An address other nodes reach this process by, and a port free on it."""
-        return _node_address(), free_port()
-
     def _guarded(self, role: str, method: str, function: Callable, args, kwargs) -> Any:
         try:
             output = function(*args, **kwargs)
@@ -142,16 +138,6 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("", 0))
         return probe.getsockname()[1]
-
-
-def _node_address() -> str:
-    """The address this node uses towards the outside; the loopback if it has no network."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("10.255.255.255", 1))  # sends nothing: only picks the route
-            return probe.getsockname()[0]
-        except OSError:
-            return "127.0.0.1"
 
 
 def _beyond_this_file(tb):

@@ -111,14 +111,14 @@ class Hosts(ABC):
     failure: WorkerGroupError | None = None
     stopped: bool = False
 
-    def submit(self, role: str, method: str, requests: Sequence[Request]) -> list:
-        """Send one call to several ranks; returns a handle for each."""
+    def submit(self, role: str, method: str, requests: Sequence[Request], exposed: bool = False) -> list:
+        """Send one call to several ranks; returns a handle for each. ``exposed``: `as_futures` will give them away."""
         if self.stopped:
             why = f" after this failure: {str(self.failure).splitlines()[0]}" if self.failure else ""
             raise WorkerGroupStopped(
                 f"{role}.{method}: the {self.world_size} processes of this group were stopped{why}. Start a new group."
             ) from self.failure
-        return self._ending_on_failure(lambda: self._submit(role, method, requests))
+        return self._ending_on_failure(lambda: self._submit(role, method, requests, exposed))
 
     def wait(self, handles: Sequence, timeout: float | None = None) -> list:
         """Outputs of the handles, in order.
@@ -154,7 +154,7 @@ class Hosts(ABC):
         return self.run(role, PLACES, [Request(rank, (), {}, keep=True) for rank in range(self.world_size)], timeout)
 
     @abstractmethod
-    def _submit(self, role: str, method: str, requests: Sequence[Request]) -> list: ...
+    def _submit(self, role: str, method: str, requests: Sequence[Request], exposed: bool) -> list: ...
 
     @abstractmethod
     def _wait(self, handles: Sequence, timeout: float | None) -> list: ...
@@ -188,7 +188,7 @@ class WorkerGroup(ABC):
             resource_pool: how many processes, and where.
             ray_cls_with_init, cls_with_init: two names for the class and its arguments, or several of them from
                 `create_colocated_worker_cls`.
-            name_prefix: name of the role of a single class in errors (default: the class name), and begin of process names.
+            name_prefix: role name of a single class (default: the class name), and begin of the names of processes.
             timeout: seconds a call may take.
             ray_wait_register_center_timeout: seconds the start may take, constructors of the roles included.
             device_name: "cpu", "cuda", ...; the pool decides unless it is given.
@@ -218,8 +218,12 @@ class WorkerGroup(ABC):
         self.role = next(iter(roles)) if len(roles) == 1 else None
         for role, classes in roles.items():
             for name, said in registered_methods(classes.cls).items():
-                bound = self._bound(role, name, said)
-                setattr(self, f"{role}_{name}" if self.role is None else name, bound)
+                shown = f"{role}_{name}" if self.role is None else name
+                if hasattr(type(self), shown):
+                    raise ValueError(
+                        f"{classes.cls.__name__}.{name}: a group has a {name} of its own. Rename the method."
+                    )
+                setattr(self, shown, self._bound(role, name, said))
 
     # What a group is --------------------------------------------------------------------------------------------------
 
@@ -267,7 +271,8 @@ class WorkerGroup(ABC):
 
         If every argument is a list of world_size elements, each rank gets its own; else all get the same.
         """
-        return self._hosts.as_futures(self._submit_all(self._only_role(method_name), method_name, args, kwargs))
+        handles = self._submit_all(self._only_role(method_name), method_name, args, kwargs, exposed=True)
+        return self._hosts.as_futures(handles)
 
     def execute_all_sync(self, method_name: str, *args, **kwargs) -> list:
         """Call a method on every rank and return the outputs by rank; arguments as in `execute_all_async`."""
@@ -280,7 +285,8 @@ class WorkerGroup(ABC):
     def execute_rank_zero_async(self, method_name: str, *args, **kwargs):
         """Call a method on rank 0 and return its future."""
         requests = [Request(0, args, kwargs, keep=True)]
-        return self._hosts.as_futures(self._hosts.submit(self._only_role(method_name), method_name, requests))[0]
+        handles = self._hosts.submit(self._only_role(method_name), method_name, requests, exposed=True)
+        return self._hosts.as_futures(handles)[0]
 
     def execute_rank_zero_sync(self, method_name: str, *args, **kwargs) -> Any:
         """Call a method on rank 0 and return its output."""
@@ -302,19 +308,25 @@ class WorkerGroup(ABC):
 
     def mesh(self, name: str | None = None) -> Mesh:
         """Where the ranks stand on a mesh the workers registered; one part per rank if none did, or for None."""
+        if name == ONLY_MESH:
+            known = sorted({mesh for places in self._asked_places() for mesh in places})
+            if len(known) > 1:
+                raise ValueError(f"role {self.role} registered the meshes {known}: name one with register(..., mesh=).")
+            name = known[0] if known else None
         if name is None:
             return Mesh.over_world(self.world_size)
         if name not in self._meshes:
-            if self._places is None:
-                self._places = self._hosts.places(self._only_role(f"mesh {name!r}"), self.timeout)
-            known = sorted({mesh for places in self._places for mesh in places})
-            if name == ONLY_MESH and len(known) > 1:
-                raise ValueError(f"role {self.role} registered the meshes {known}: name one with register(..., mesh=).")
-            wanted = known[0] if name == ONLY_MESH and known else name
-            if wanted not in known:
+            places = [places.get(name) for places in self._asked_places()]
+            if not any(places):
                 return Mesh.over_world(self.world_size)
-            self._meshes[name] = Mesh.from_places(wanted, [places.get(wanted) for places in self._places])
+            self._meshes[name] = Mesh.from_places(name, places)
         return self._meshes[name]
+
+    def _asked_places(self) -> list[dict]:
+        """For every rank the meshes it registered, asked once between two `forget_places`."""
+        if self._places is None:
+            self._places = self._hosts.places(self._only_role("mesh"), self.timeout)
+        return self._places
 
     def forget_places(self) -> None:
         """Ask the workers again for a mesh not seen so far: the call just made may have registered it."""
@@ -332,7 +344,13 @@ class WorkerGroup(ABC):
         return call
 
     def _submit_all(
-        self, role: str, method: str, args: tuple, kwargs: dict, sources: Sequence[int] | None = None
+        self,
+        role: str,
+        method: str,
+        args: tuple,
+        kwargs: dict,
+        sources: Sequence[int] | None = None,
+        exposed: bool = False,
     ) -> list:
         """Send a call to every rank, arguments as in `execute_all_async`; only ``sources`` (None: all) send outputs."""
         ranks = range(self.world_size)
@@ -342,7 +360,7 @@ class WorkerGroup(ABC):
         else:
             mine = [(args, kwargs)] * self.world_size
         requests = [Request(rank, *mine[rank], keep=sources is None or rank in sources) for rank in ranks]
-        return self._hosts.submit(role, method, requests)
+        return self._hosts.submit(role, method, requests, exposed)
 
 
 class _RoleOfGroup:
@@ -375,7 +393,8 @@ def invoke(group, name: str, said: Registration, args: tuple, kwargs: dict) -> A
     args, kwargs = mode.dispatch_fn(group, *args, **kwargs)
     if said.execute_mode is Execute.RANK_ZERO or _is_rank_zero(said):
         return _run_rank_zero(group, name, said, args, kwargs)
-    handles = group._submit_all(group.role, name, args, kwargs, mode.sources and mode.sources(group))
+    exposed = not said.blocking and mode.parts is None
+    handles = group._submit_all(group.role, name, args, kwargs, mode.sources and mode.sources(group), exposed)
     if mode.parts is None:
         group.forget_places()
 
@@ -384,7 +403,7 @@ def invoke(group, name: str, said: Registration, args: tuple, kwargs: dict) -> A
 
     if said.blocking:
         return collect(group._hosts.wait(handles, group.timeout))
-    if mode.parts is None:
+    if exposed:
         return mode.collect_fn(group, group._hosts.as_futures(handles))
     from verl.single_controller.base.future import GroupFuture
 

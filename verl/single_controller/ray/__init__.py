@@ -1,0 +1,25 @@
+"""The controller on Ray, under the names users of verl know. Importing this package imports ray."""
+
+from verl.single_controller.ray.base import (
+    RayClassWithInitArgs,
+    RayController,
+    RayResourcePool,
+    RayWorkerGroup,
+    create_colocated_worker_cls,
+    create_colocated_worker_cls_fused,
+    create_colocated_worker_raw_cls,
+    extract_pg_from_exist,
+    merge_resource_pool,
+)
+
+__all__ = [
+    "RayClassWithInitArgs",
+    "RayController",
+    "RayResourcePool",
+    "RayWorkerGroup",
+    "create_colocated_worker_cls",
+    "create_colocated_worker_cls_fused",
+    "create_colocated_worker_raw_cls",
+    "extract_pg_from_exist",
+    "merge_resource_pool",
+]

@@ -1,0 +1,640 @@
+"""The controller on Ray: pools are placement groups, ranks are actors.
+
+The only module that knows Ray. Every actor is a `WorkerHost`: it starts without torch, takes its place from environment
+variables, and builds its roles there. Batches go to actors of this node through shared memory, to others through the
+object store.
+"""
+
+import faulthandler
+import functools
+import gc
+import os
+import pickle
+import shutil
+import signal
+import time
+import uuid
+import weakref
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # a cluster of one user on one machine; read when ray is imported
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from verl.single_controller.base.worker import WorkerHost, free_port
+from verl.single_controller.base.worker_group import (
+    ClassWithInitArgs,
+    ColocatedClasses,
+    Hosts,
+    Request,
+    ResourcePool,
+    WorkerGroup,
+    create_colocated_worker_cls,
+)
+from verl.single_controller.channel import INLINE_BYTES, Arena, Envelope, Parcels, Peer
+from verl.single_controller.errors import WorkerDied, WorkerError, WorkerGroupError, WorkerTimeout
+from verl.single_controller.processes import is_readable, open_pidfd, outcome_by_pidfd
+
+_PLACEMENT_PATIENCE_S = 60.0
+"""Seconds a pool may wait for free resources before it is called too large."""
+
+_OWN_CLUSTER_PATIENCE_S = 5.0
+"""The same in a cluster started for this run, which does not grow."""
+
+_STACK_DUMP_S = 0.5
+
+_DEATH_GRACE_S = 1.0
+"""Seconds to look for a dead rank when another one raised: the loss of a peer is the cause, its error the echo."""
+
+create_colocated_worker_cls_fused = create_colocated_worker_cls
+create_colocated_worker_raw_cls = create_colocated_worker_cls
+
+
+class RayResourcePool(ResourcePool):
+    """Processes on the nodes of a Ray cluster: a placement group for each node, one bundle for each process."""
+
+    def __init__(
+        self,
+        process_on_nodes: Sequence[int] | None = None,
+        use_gpu: bool | None = None,
+        name_prefix: str | None = None,
+        max_colocate_count: int = 10,
+        detached: bool = False,
+        accelerator_type: str | None = None,
+    ):
+        """
+        Args:
+            use_gpu: whether each process reserves a GPU; None: if the device of the group is not "cpu".
+            accelerator_type: a Ray resource name every node must offer.
+        """
+        super().__init__(process_on_nodes, max_colocate_count)
+        self.use_gpu, self.detached, self.accelerator_type = use_gpu, detached, accelerator_type
+        self.name_prefix = name_prefix or f"pool_{uuid.uuid4().hex[:6]}"
+        self.pgs: list[PlacementGroup] | None = None
+
+    def get_placement_groups(
+        self, strategy: str = "STRICT_PACK", device_name: str | None = None
+    ) -> list[PlacementGroup]:
+        """The placement groups, made at the first call; nodes in the order of their addresses."""
+        if self.pgs is None:
+            pgs = [self._make(number, count, strategy, device_name) for number, count in enumerate(self._store)]
+            _wait_for_placement(self, pgs, device_name)
+            self.pgs = sort_placement_group_by_node_ip(pgs)
+            if not self.detached:
+                weakref.finalize(self, _give_back, pgs).atexit = False
+        return self.pgs
+
+    def accelerator(self, device_name: str | None) -> str | None:
+        """Ray's name of the device each process of a group on ``device_name`` reserves, or None."""
+        uses_it = self.use_gpu
+        if uses_it is None:
+            uses_it = device_name != "cpu" if device_name else "GPU" in ray.cluster_resources()
+        return ("NPU" if device_name == "npu" else "GPU") if uses_it else None
+
+    def bundle(self, device_name: str | None) -> dict[str, float]:
+        """What one process reserves."""
+        accelerator = self.accelerator(device_name)
+        return (
+            {"CPU": 1.0}
+            | ({accelerator: 1.0} if accelerator else {})
+            | ({self.accelerator_type: 1e-4} if self.accelerator_type else {})
+        )
+
+    def _make(self, number: int, count: int, strategy: str, device_name: str | None) -> PlacementGroup:
+        name = f"{self.name_prefix}verl_group_{'_'.join(map(str, self._store))}:{number}"
+        lifetime = "detached" if self.detached else None
+        return placement_group([self.bundle(device_name)] * count, strategy=strategy, name=name, lifetime=lifetime)
+
+
+class RayClassWithInitArgs(ClassWithInitArgs):
+    """A worker class (plain, or wrapped by ``ray.remote``) with its arguments and the resources of its actor."""
+
+    def __init__(self, cls: Any, *args, **kwargs):
+        super().__init__(cls, *args, **kwargs)
+        self.options: dict[str, Any] = {}
+
+    def update_options(self, options: Mapping[str, Any]) -> None:
+        """Add Ray actor options."""
+        self.options.update(options)
+
+    def set_additional_resource(self, additional_resource: Mapping[str, float]) -> None:
+        self.options.setdefault("resources", {}).update(additional_resource)
+
+
+class RayWorkerGroup(WorkerGroup):
+    """A `WorkerGroup` of Ray actors."""
+
+    def _start(
+        self,
+        resource_pool: RayResourcePool,
+        roles: Mapping[str, ClassWithInitArgs],
+        timeout: float,
+        bin_pack: bool = True,
+        detached: bool = False,
+        worker_names: Sequence[str] | None = None,
+        worker_handles: Sequence[Any] | None = None,
+        profile_steps: Sequence[int] | None = None,
+        worker_nsight_options: Mapping[str, Any] | None = None,
+    ) -> Hosts:
+        if worker_names or worker_handles:
+            raise ValueError("RayWorkerGroup: to attach to running workers use RayWorkerGroup.from_detached.")
+        prefix = self.name_prefix or uuid.uuid4().hex[:6]
+        nsight = dict(worker_nsight_options or {}) if profile_steps else {}
+        if nsight.get("capture-range-end") == "repeat-shutdown:":  # one range for each profiled step
+            nsight["capture-range-end"] += str(6 * len(profile_steps))
+        make = _ActorMaker(resource_pool, roles, self.device_name, detached, nsight)
+        pgs = resource_pool.get_placement_groups("STRICT_PACK" if bin_pack else "PACK", self.device_name)
+        name = prefix + (next(iter(roles.values())).cls.__name__ if len(roles) == 1 else "WorkerHost")
+        seats = [(number, pg, local) for number, pg in enumerate(pgs) for local in range(pg.bundle_count)]
+        names = [f"{name}_{number}:{local}" for number, _, local in seats]
+        labels = [f"{'+'.join(roles)}:{rank}" for rank in range(len(seats))]
+        actors = [make(names[rank], labels[rank], pg, local) for rank, (_, pg, local) in enumerate(seats)]
+        hosts = RayHosts(actors, names, owned=not detached)
+        hosts.setup(roles, resource_pool, prefix, timeout)
+        return hosts
+
+    @classmethod
+    def from_detached(
+        cls,
+        name_prefix: str | None = None,
+        worker_names: Sequence[str] | None = None,
+        worker_handles: Sequence[Any] | None = None,
+        ray_cls_with_init: "ClassWithInitArgs | ColocatedClasses | None" = None,
+        timeout: float | None = None,
+        **kwargs,
+    ) -> "RayWorkerGroup":
+        """Attach to the running actors of a group: by the ``worker_names`` of that group, or by their handles.
+
+        ``name_prefix`` must be that group's, if it had one: it names the role.
+        """
+        if ray_cls_with_init is None or not (worker_names or worker_handles):
+            raise ValueError("from_detached needs ray_cls_with_init, and worker_names or worker_handles.")
+        actors = list(worker_handles or map(ray.get_actor, worker_names))
+        group = object.__new__(cls)
+        group.resource_pool, group.name_prefix, group.device_name = None, name_prefix, None
+        hosts = RayHosts(actors, list(worker_names or ()), owned=False)
+        roles = ray_cls_with_init.roles(name_prefix)
+        hosts.meet("+".join(roles), timeout)
+        group._adopt(hosts, roles, timeout)
+        return group
+
+    @property
+    def worker_names(self) -> list[str]:
+        """Actor name of each rank, for `from_detached`."""
+        return list(self._hosts.names)
+
+    @property
+    def workers(self) -> list[Any]:
+        """Actor handle of each rank."""
+        return list(self._hosts.actors)
+
+    @property
+    def master_address(self) -> str:
+        return self._hosts.master[0]
+
+    @property
+    def master_port(self) -> str:
+        return str(self._hosts.master[1])
+
+
+class _ActorMaker:
+    """Starts actors with the share of a bundle that lets ``max_colocate_count`` groups live in one pool."""
+
+    def __init__(self, pool: RayResourcePool, roles: Mapping, device_name: str | None, detached: bool, nsight: dict):
+        share = 1.0 / pool.max_colocate_count
+        accelerator = pool.accelerator(device_name)
+        options: dict[str, Any] = {"num_cpus": share}
+        if accelerator == "GPU":
+            options["num_gpus"] = share
+        elif accelerator:
+            options["resources"] = {accelerator: share}
+        if detached:
+            options["lifetime"] = "detached"
+        if nsight:
+            options["runtime_env"] = {"nsight": nsight}
+        for classes in roles.values():
+            options.update(getattr(classes, "options", {}))
+        self._options = options
+
+    def __call__(self, name: str, label: str, pg: PlacementGroup, bundle: int) -> Any:
+        strategy = PlacementGroupSchedulingStrategy(placement_group=pg, placement_group_bundle_index=bundle)
+        return _host_actor().options(name=name, scheduling_strategy=strategy, **self._options).remote(label)
+
+
+class RayWorkerHost(WorkerHost):
+    """A `WorkerHost` as an actor."""
+
+    def __init__(self, label: str):
+        """``label``: what Ray puts before each line this actor prints."""
+        super().__init__()
+        self._label = label
+        faulthandler.register(signal.SIGUSR1, file=2)
+        self._address = (ray.util.get_node_ip_address(), free_port())
+        self._driver = Peer(Arena(_dumps))
+
+    def __repr__(self) -> str:
+        return self._label
+
+    def setup(self, env: Mapping[str, str], roles: Mapping[str, Callable[[], Any]]) -> int:
+        return super().setup({**env, "LOCAL_RANK": self._device(env["LOCAL_RANK"])}, roles)
+
+    def identity(self) -> tuple[int, str, tuple[str, int]]:
+        """Process id, id of the node it runs on, and the address at which it can be rank 0 of a process group."""
+        return os.getpid(), ray.get_runtime_context().get_node_id(), self._address
+
+    def can_open(self, envelope: Envelope, expected: bytes) -> bool:
+        """Whether this process can read the driver's shared memory: same node, same user, same view of /proc."""
+        try:
+            return bytes(self._driver.open(envelope)()) == expected
+        except OSError:
+            return False
+
+    def call_shared(self, role: str, method: str, keep: bool, envelope: Envelope) -> Envelope:
+        """`call` with arguments and output in shared memory."""
+        output = self._call_opened(role, method, keep, self._driver.open(envelope))
+        return self._driver.seal(self._driver.arena.pack(output))
+
+    def _call_opened(self, role: str, method: str, keep: bool, open_content: Callable[[], tuple]) -> Any:
+        args, kwargs = open_content()  # they die with this frame: the answer then tells that their memory is free
+        return self.call(role, method, keep, *args, **kwargs)
+
+    def _device(self, local_rank: str) -> str:
+        """Number under which torch sees the device of this actor: 0 if Ray hides the others."""
+        ids = next((ids for ids in ray.get_runtime_context().get_accelerator_ids().values() if ids), None)
+        if ids is None:
+            return local_rank
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES") or os.environ.get("ASCEND_RT_VISIBLE_DEVICES") or ""
+        return "0" if visible.split(",") == list(map(str, ids)) else str(ids[0])
+
+
+@functools.cache
+def _host_actor() -> Any:
+    return ray.remote(RayWorkerHost)
+
+
+class _RayCall:
+    """One call on one rank. ``peer``: opens the output, if it is in shared memory."""
+
+    def __init__(self, ref: ray.ObjectRef, rank: int, role: str, method: str, peer: Peer | None = None):
+        self.ref, self.rank, self.role, self.method = ref, rank, role, method
+        self._peer = peer
+        self._output: list = []
+
+    def output(self, answer: Any) -> Any:
+        """What the method returned, from what Ray got as the answer. An envelope is opened once."""
+        if self._peer is None:
+            return answer
+        if not self._output:
+            self._output.append(self._peer.open(answer)())
+        return self._output[0]
+
+
+class RayHosts(Hosts):
+    """The actors of a group."""
+
+    def __init__(self, actors: Sequence[Any], names: Sequence[str], owned: bool):
+        """``owned``: whether they end with this group."""
+        self.actors, self.names, self._owned = list(actors), list(names), owned
+        self.world_size = len(self.actors)
+        self.pids: list[int | None] = [None] * self.world_size
+        self.master: tuple[str, int] = ("", 0)
+        self._arena = Arena(_dumps)
+        self._peers: dict[int, Peer] = {}  # ranks that share memory with this process
+        self._watched: dict[int, int] = {}  # rank -> pidfd, of those on this node
+
+    def setup(self, roles: Mapping, pool: ResourcePool, prefix: str, timeout: float) -> None:
+        """Give every actor its place and have it build the roles, within ``timeout`` seconds."""
+        begin = time.monotonic()
+        role = "+".join(roles)
+        self.meet(role, timeout)
+        roles_ref = ray.put(dict(roles))
+        sizes, locals_ = pool.local_world_size_list(), pool.local_rank_list()
+        places = [self._place(rank, locals_[rank], sizes[rank], prefix) for rank in range(self.world_size)]
+        refs = [actor.setup.remote(place, roles_ref) for actor, place in zip(self.actors, places, strict=True)]
+        left = max(1.0, timeout - (time.monotonic() - begin))
+        self.wait([_RayCall(ref, rank, role, "__init__") for rank, ref in enumerate(refs)], left)
+
+    def meet(self, role: str, timeout: float | None) -> None:
+        """Learn the process ids, and watch the processes on this node: the system knows best how they end."""
+        calls = [_RayCall(actor.identity.remote(), rank, role, "__init__") for rank, actor in enumerate(self.actors)]
+        here = ray.get_runtime_context().get_node_id()
+        for rank, (pid, node, address) in enumerate(self.wait(calls, timeout)):
+            self.pids[rank] = pid
+            self.master = self.master if rank else address
+            if node == here and (fd := open_pidfd(pid)) is not None:
+                self._watched[rank] = fd
+        self._share_memory(role, timeout)
+
+    def _share_memory(self, role: str, timeout: float | None) -> None:
+        """Find out which ranks can open our shared memory; to the others batches go through the object store."""
+        expected = os.urandom(INLINE_BYTES + 1)
+        parcel = self._arena.pack(pickle.PickleBuffer(expected))
+        peers = {rank: Peer(self._arena) for rank in self._watched}
+        calls = [
+            _RayCall(self.actors[rank].can_open.remote(peer.seal(parcel), expected), rank, role, "__init__")
+            for rank, peer in peers.items()
+        ]
+        able = self.wait(calls, timeout)
+        self._peers = {rank: peer for (rank, peer), can in zip(peers.items(), able, strict=True) if can}
+
+    def as_futures(self, handles: Sequence) -> list:
+        """Plain ObjectRefs: `ray.get` takes them."""
+        return [handle.ref for handle in handles]
+
+    def _place(self, rank: int, local_rank: int, local_world_size: int, prefix: str) -> dict[str, str]:
+        place = {"RANK": rank, "WORLD_SIZE": self.world_size, "LOCAL_RANK": local_rank, "RAY_LOCAL_RANK": local_rank}
+        place |= {"LOCAL_WORLD_SIZE": local_world_size, "RAY_LOCAL_WORLD_SIZE": local_world_size}
+        place |= {
+            "MASTER_ADDR": self.master[0],
+            "MASTER_PORT": self.master[1],
+            "WG_PREFIX": prefix,
+            "WG_BACKEND": "ray",
+        }
+        return {name: str(value) for name, value in place.items()}
+
+    def _submit(self, role: str, method: str, requests: Sequence[Request], exposed: bool) -> list[_RayCall]:
+        stored, parcels = _Stored(requests), Parcels(self._arena, f"{role}.{method}")
+        calls = []
+        for rank, args, kwargs, keep in requests:
+            actor, peer = self.actors[rank], None if exposed else self._peers.get(rank)
+            if peer is not None:
+                ref = actor.call_shared.remote(role, method, keep, peer.seal(parcels.pack(args, kwargs)))
+            else:
+                kwargs = {name: stored(value) for name, value in kwargs.items()}
+                ref = actor.call.remote(role, method, keep, *map(stored, args), **kwargs)
+            calls.append(_RayCall(ref, rank, role, method, peer))
+        return calls
+
+    def _wait(self, handles: Sequence, timeout: float | None) -> list:
+        calls = [h if isinstance(h, _RayCall) else _RayCall(h, -1, "the group", "a call") for h in handles]
+        try:
+            answers = ray.get([call.ref for call in calls], timeout=timeout)
+            return [call.output(answer) for call, answer in zip(calls, answers, strict=True)]
+        except GetTimeoutError:
+            raise self._timeout(calls, timeout) from None
+        except RayActorError as error:
+            raise self._death(calls, error) from None
+        except RayTaskError as error:
+            raise self._failure(calls, error) from None
+
+    def _timeout(self, calls: list[_RayCall], timeout: float) -> WorkerTimeout:
+        _, late = ray.wait([call.ref for call in calls], num_returns=len(calls), timeout=0)
+        late_calls = [call for call in calls if call.ref in late]
+        self._dump_stacks([call.rank for call in late_calls])
+        first = late_calls[0]
+        return WorkerTimeout(first.role, first.method, [c.rank for c in late_calls], self.world_size, timeout)
+
+    def _failure(self, calls: list[_RayCall], error: RayTaskError) -> WorkerGroupError:
+        """A method raised. If a rank died just before, its death is the failure, the exception only its echo."""
+        pending = [call.ref for call in calls if not _is_done(call)]
+        all_seen_alive = len(self._watched) == self.world_size and not any(map(is_readable, self._watched.values()))
+        if pending and not all_seen_alive:
+            ray.wait(pending, timeout=_DEATH_GRACE_S)
+        problems = [(call, _problem(call)) for call in calls]
+        for call, problem in problems:
+            if isinstance(problem, RayActorError):
+                return self._death([call], problem)
+        if isinstance(error.cause, WorkerError):
+            return error.cause
+        call = next((call for call, problem in problems if problem is not None), calls[0])
+        cause = f"{type(error.cause).__name__}: {error.cause}"
+        return WorkerError(call.role, call.rank, self.world_size, call.method, cause, str(error))
+
+    def _death(self, calls: list[_RayCall], error: RayActorError) -> WorkerDied:
+        call = next((call for call in calls if isinstance(_problem(call), RayActorError)), calls[0])
+        pid = self.pids[call.rank] if call.rank >= 0 else None
+        how = self._outcome(call.rank)
+        last_words = _last_words(pid) or (str(error) if how == (None, None) else "")
+        return WorkerDied(call.role, call.rank, self.world_size, call.method, pid, *how, last_words)
+
+    def _outcome(self, rank: int) -> tuple[int | None, int | None]:
+        """(signal, exit code) of a dead rank on this node, known once Ray has collected the process."""
+        if rank not in self._watched:
+            return None, None
+        for _ in range(20):
+            if (how := outcome_by_pidfd(self._watched[rank])) != (None, None):
+                return how
+            time.sleep(0.02)
+        return None, None
+
+    def _dump_stacks(self, ranks: Sequence[int]) -> None:
+        """Have the ranks on this node print where they are to stderr, which Ray shows."""
+        for rank in self._watched.keys() & set(ranks):
+            with suppress(ProcessLookupError):
+                os.kill(self.pids[rank], signal.SIGUSR1)
+        time.sleep(_STACK_DUMP_S)
+
+    def _stop(self, at_once: bool) -> None:
+        if self._owned and ray.is_initialized():
+            for actor in self.actors:
+                ray.kill(actor)
+        for fd in self._watched.values():
+            os.close(fd)
+        for peer in self._peers.values():
+            peer.close()
+        self._arena.close()
+        self._watched, self._peers = {}, {}
+
+
+def _dumps(content: Any, protocol: int, buffer_callback: Callable) -> bytes:
+    """Pickle by name where that is enough; by value what lives in ``__main__``, which is another module in a worker."""
+    arrays: list = []
+    try:
+        stream = pickle.dumps(content, protocol=protocol, buffer_callback=arrays.append)
+    except (pickle.PicklingError, AttributeError):  # a function inside a function
+        stream = b"__main__"
+    if b"__main__" in stream:
+        return ray.cloudpickle.dumps(content, protocol=protocol, buffer_callback=buffer_callback)
+    for array in arrays:
+        buffer_callback(array)
+    return stream
+
+
+class _Stored:
+    """Arguments of one call as they are sent: what several ranks get goes into the object store once."""
+
+    def __init__(self, requests: Sequence[Request]):
+        self._users = Counter(id(value) for request in requests for value in (*request.args, *request.kwargs.values()))
+        self._refs: dict[int, ray.ObjectRef] = {}
+
+    def __call__(self, value: Any) -> Any:
+        small = isinstance(value, str | bytes | int | float | bool | ray.ObjectRef | None)
+        if small or self._users[id(value)] < 2:
+            return value
+        if id(value) not in self._refs:
+            self._refs[id(value)] = ray.put(value)
+        return self._refs[id(value)]
+
+
+def _is_done(call: _RayCall) -> bool:
+    return bool(ray.wait([call.ref], timeout=0)[0])
+
+
+def _problem(call: _RayCall) -> Exception | None:
+    """What a call that is done raised."""
+    if not _is_done(call):
+        return None
+    try:
+        ray.get(call.ref)
+    except (RayTaskError, RayActorError) as error:
+        return error
+    return None
+
+
+def _last_words(pid: int | None, lines: int = 10) -> str:
+    """The end of what a process of this node wrote to stderr."""
+    node = getattr(ray._private.worker, "_global_node", None)  # None in a driver that joined a running cluster
+    if node is None or pid is None:
+        return ""
+    files = sorted(Path(node.get_logs_dir_path()).glob(f"worker-*-{pid}.err"))
+    text = files[-1].read_text(errors="replace") if files else ""
+    return "\n".join([line for line in text.splitlines() if line.strip() and not line.startswith(":")][-lines:])
+
+
+# Placement ------------------------------------------------------------------------------------------------------------
+
+
+def _wait_for_placement(pool: RayResourcePool, pgs: Sequence[PlacementGroup], device_name: str | None) -> None:
+    """Wait until every bundle has its resources.
+
+    Raises:
+        ValueError: they do not come free.
+    """
+    patience = _PLACEMENT_PATIENCE_S if "RAY_ADDRESS" in os.environ else _OWN_CLUSTER_PATIENCE_S
+    deadline = time.monotonic() + patience
+    if all(pg.wait(0.5) for pg in pgs):
+        return
+    gc.collect()  # pools nobody holds any more give their seats back
+    if all(pg.wait(max(0.1, deadline - time.monotonic())) for pg in pgs):
+        return
+    _give_back(pgs)
+    wanted = Counter({name: amount * pool.world_size for name, amount in pool.bundle(device_name).items()})
+    has, free = ray.cluster_resources(), ray.available_resources()
+    seen = ", ".join(f"{name}: {free.get(name, 0):g} free of {has.get(name, 0):g}" for name in wanted)
+    raise ValueError(
+        f"resource pool {pool.store} (processes by node) wants {dict(wanted)}, and Ray has {seen}. Ask for fewer "
+        "processes (trainer.n_gpus_per_node, trainer.nnodes), add nodes, or on CPU raise ray_init.num_cpus."
+    )
+
+
+def _give_back(pgs: Sequence[PlacementGroup]) -> None:
+    if ray.is_initialized():
+        for pg in pgs:
+            remove_placement_group(pg)
+
+
+def sort_placement_group_by_node_ip(pgs: Sequence[PlacementGroup]) -> list[PlacementGroup]:
+    """Placement groups in the order of their nodes' addresses, so that ranks keep their nodes from run to run."""
+    if len(pgs) == 1:
+        return list(pgs)
+    address = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+    return sorted(pgs, key=lambda pg: address[placement_group_table(pg)["bundles_to_node_id"][0]])
+
+
+def extract_pg_from_exist(
+    resource_pools: Mapping[str, RayResourcePool], src_role_names: Sequence[str], resource_pool: RayResourcePool
+) -> list[PlacementGroup]:
+    """Placement groups of the named pools that are large enough for ``resource_pool``, one for each of its nodes."""
+    named = [pool for name, pool in resource_pools.items() if name in src_role_names]
+    free = sorted((pg for pool in named for pg in pool.get_placement_groups()), key=lambda pg: pg.bundle_count)
+    found: dict[int, PlacementGroup] = {}
+    for node, count in sorted(enumerate(resource_pool.store), key=lambda item: item[1]):
+        fitting = next((pg for pg in free if pg.bundle_count >= count), None)
+        if fitting is None:
+            raise ValueError(
+                f"no placement group of {list(src_role_names)} holds the {count} processes of node {node}."
+            )
+        free.remove(fitting)
+        found[node] = fitting
+    return [found[node] for node in sorted(found)]
+
+
+def merge_resource_pool(rp1: RayResourcePool, rp2: RayResourcePool) -> RayResourcePool:
+    """One pool over the placement groups of both."""
+    kinds = [(pool.use_gpu, pool.max_colocate_count, pool.n_gpus_per_node, pool.detached) for pool in (rp1, rp2)]
+    if kinds[0] != kinds[1]:
+        raise ValueError(f"pools of different kinds cannot be merged: (use_gpu, max_colocate_count, ...) are {kinds}.")
+    merged = RayResourcePool(
+        rp1.store + rp2.store, rp1.use_gpu, f"{rp1.name_prefix}_{rp2.name_prefix}", rp1.max_colocate_count, rp1.detached
+    )
+    merged.pgs = rp1.get_placement_groups() + rp2.get_placement_groups()
+    return merged
+
+
+# The controller -------------------------------------------------------------------------------------------------------
+
+
+class RayController:
+    """What a trainer needs of a controller; the local one has the same names."""
+
+    name = "ray"
+    ResourcePool = RayResourcePool
+    ClassWithInitArgs = RayClassWithInitArgs
+    WorkerGroup = RayWorkerGroup
+    create_colocated_worker_cls = staticmethod(create_colocated_worker_cls)
+
+    def __init__(self):
+        self._started = False
+        self._timeline: str | None = None
+
+    def start(self, ray_init: Mapping[str, Any] | None = None, env: Mapping[str, Any] | None = None) -> None:
+        """Connect to the cluster RAY_ADDRESS names, else start one on this machine; not if Ray is already running.
+
+        Args:
+            ray_init: num_cpus (None: the cores, 8 at least: a CPU of Ray is a seat, not a core), object_store_memory_mb
+                (MiB), include_dashboard, timeline_json_file (written by `stop`).
+            env: environment variables of the workers, and of this process, from where they have them.
+        """
+        options = dict(ray_init or {})
+        env = {name: str(value) for name, value in (env or {}).items()}
+        os.environ.update(env)
+        self._timeline = options.get("timeline_json_file")
+        if ray.is_initialized():
+            return
+        self._started = True
+        if "RAY_ADDRESS" in os.environ:
+            ray.init(runtime_env={"env_vars": env})
+            return
+        os.environ.update({name: os.environ.get(name, value) for name, value in _FRUGAL.items()})
+        ray.init(
+            num_cpus=options.get("num_cpus") or max(8, os.cpu_count() or 1),
+            object_store_memory=_object_store_bytes(options.get("object_store_memory_mb")),
+            include_dashboard=bool(options.get("include_dashboard", False)),
+            logging_level="WARNING",
+        )
+
+    def stop(self) -> None:
+        """Write the timeline if one was asked for; end Ray if this controller started it."""
+        if self._timeline and ray.is_initialized():
+            ray.timeline(filename=self._timeline)
+        if self._started:
+            self._started = False
+            ray.shutdown()
+
+
+_FRUGAL = {
+    "RAY_prestart_worker_first_driver": "0",  # no idle workers, a third of a CPU-second each
+    "RAY_enable_worker_prestart": "0",
+    "RAY_USAGE_STATS_ENABLED": "0",
+}
+"""Environment of a cluster of our own."""
+
+
+def _object_store_bytes(size_MiB: float | None) -> int:
+    """Size of the object store: as asked for, else 1 GiB, or half of the shared memory if that is less."""
+    if size_MiB:
+        return int(size_MiB * 1024**2)
+    free = shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else 1 << 31
+    return max(80 << 20, min(1 << 30, free // 2))
