@@ -217,6 +217,14 @@ def test_offload_asked_for_on_cpu_is_said_to_have_no_effect(folder, caplog):
     assert "param_offload has no effect on a CPU device" in caplog.text
 
 
+def test_a_precision_that_cannot_train_is_refused_and_a_poor_one_pointed_out(folder, caplog):
+    with pytest.raises(ValueError, match="train in bf16 or fp32"):
+        engine_for(folder, compute="fp16")
+    with caplog.at_level(logging.WARNING):
+        engine_for(folder, compute="bf16", param_dtype="bf16")
+    assert "rounded away" in caplog.text
+
+
 def test_an_unknown_strategy_names_the_known_ones(folder):
     with pytest.raises(ValueError, match="'local', 'fsdp2' or 'fsdp'"):
         build_engine("megatron", ModelSpec(folder))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+import torch
+
 from verl.models.loader import ModelSpec
 from verl.utils.seqlen_balancing import MicroBatching
 from verl.workers.engine.base import Engine, LossFn, Topology, Want
@@ -37,7 +39,7 @@ def build_engine(
         seed: of weights the checkpoint does not hold, such as a value head.
 
     Raises:
-        ValueError: for an unknown strategy, or a model that cannot be built.
+        ValueError: for an unknown strategy, a model that cannot be built, or a precision that cannot train.
     """
     if strategy == "local":
         from verl.workers.engine.local import LocalEngine as Backend
@@ -47,6 +49,8 @@ def build_engine(
         from verl.workers.engine.fsdp import FSDPEngine as Backend
     else:
         raise ValueError(f"strategy={strategy!r} is not built: use 'local', 'fsdp2' or 'fsdp'")
+    if optim_config is not None:
+        _check_precision(spec)
     return Backend(
         spec,
         engine_config,
@@ -56,3 +60,13 @@ def build_engine(
         device=device,
         seed=seed,
     )
+
+
+def _check_precision(spec: ModelSpec) -> None:
+    if torch.float16 in (spec.computed_in, spec.kept_in):
+        raise ValueError(
+            f"model_dtype={spec.param_dtype}, mixed_precision.param_dtype={spec.compute_dtype}: fp16 gradients vanish "
+            "without loss scaling, which is not built: train in bf16 or fp32"
+        )
+    if spec.kept_in is torch.bfloat16:
+        logger.warning("model_dtype=bf16: updates smaller than 1/256 of a weight are rounded away; fp32 keeps them")

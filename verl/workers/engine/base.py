@@ -115,7 +115,8 @@ class Engine(ABC):
             ValueError: if this model's head cannot answer ``want``.
         """
         self._check_want(want)
-        self.module.eval()
+        if self.module.training:
+            self.module.eval()
         cut, own = self._cut(data, split, ())
         results: list[TokenScores] = []
         with torch.no_grad():
@@ -146,7 +147,8 @@ class Engine(ABC):
         missing = [name for name in loss.columns if name not in data]
         if missing:
             raise ValueError(f"the loss reads column {missing[0]!r}, which the batch has not: it has {data.keys()}")
-        self.module.train()
+        if not self.module.training:
+            self.module.train()
         cut, own = self._cut(data, split, (*loss.columns, *getattr(loss, "extra_columns", ())))
         weights = [float(loss.weight(micro.columns)) for micro in cut.micro_batches[:own]]
         [total] = self._reduce([sum(weights)], "sum")
