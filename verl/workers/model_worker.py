@@ -7,9 +7,11 @@ config section, checkpoints. Knows configs and engines, not algorithms or prompt
 from __future__ import annotations
 
 import os
+import random
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 
 from verl.config.actor import ActorConfig, RefConfig
@@ -59,6 +61,8 @@ class EngineWorker(Worker):
     def start_process(self) -> None:
         """Seed this process and join the group of all ranks; the first role of a process does it for all of them."""
         import_users_modules()
+        random.seed(self.seed)
+        np.random.seed(self.seed % 2**32)
         torch.manual_seed(self.seed)
         ensure_process_group(self.device, timeout_s=self.timeout_s)
 
