@@ -2,7 +2,7 @@
 
 from verl.config.actor import ActorConfig, PolicyLossConfig, RefConfig, RefModelConfig
 from verl.config.algorithm import AlgorithmConfig, KLControlConfig, PFPPOConfig
-from verl.config.base import Config, ConfigError, ConfigWarning, FreeDict, MicroBatching, option, section
+from verl.config.base import Config, ConfigError, ConfigWarning, FreeDict, option, section
 from verl.config.critic import CriticConfig, CriticModelConfig
 from verl.config.data import DataConfig
 from verl.config.engine import FSDPConfig, MixedPrecisionConfig, WrapPolicyConfig
@@ -13,6 +13,7 @@ from verl.config.ppo import ActorRolloutRefConfig, PPOConfig
 from verl.config.reward import RewardFunctionConfig, RewardModelConfig
 from verl.config.rollout import RolloutConfig, SamplingConfig
 from verl.config.trainer import CheckpointConfig, ProfilerConfig, RayInitConfig, TrainerConfig
+from verl.utils.micro_batching import MicroBatching
 
 __all__ = [
     "ActorConfig",

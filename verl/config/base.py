@@ -13,15 +13,6 @@ MISSING = "???"
 """Default of an option the user must give; hydra's and OmegaConf's spelling of it."""
 
 
-class MicroBatching(NamedTuple):
-    """How rows are cut into forwards: by count, or by a token budget. Exactly one of the two is set."""
-
-    size: int | None
-    """Rows of one micro-batch on one device."""
-    max_tokens: int | None
-    """Real tokens (padding not counted) of one micro-batch on one device."""
-
-
 class Problem(NamedTuple):
     """One thing wrong with a configuration: the key to blame, the sentence for the user, other keys it speaks of."""
 

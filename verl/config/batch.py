@@ -1,8 +1,8 @@
 """The batch arithmetic of a run in words: prompts -> responses -> mini-batches -> micro-batches -> optimizer steps."""
 
-from verl.config.base import MicroBatching
 from verl.config.ppo import PPOConfig
 from verl.config.rules import trained_roles
+from verl.utils.micro_batching import MicroBatching
 
 
 def batch_plan(config: PPOConfig) -> str:

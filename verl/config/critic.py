@@ -4,10 +4,11 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from verl.config.actor import LossAggMode
-from verl.config.base import Config, MicroBatching, option, section
+from verl.config.base import Config, option, section
 from verl.config.engine import FSDPConfig, Strategy
 from verl.config.optim import OptimConfig
 from verl.config.trainer import CheckpointConfig, ProfilerConfig
+from verl.utils.micro_batching import MicroBatching
 
 
 @dataclass

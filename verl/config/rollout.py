@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from verl.config.base import Config, MicroBatching, option, section
+from verl.config.base import Config, option, section
+from verl.utils.micro_batching import MicroBatching
 
 
 @dataclass

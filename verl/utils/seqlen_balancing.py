@@ -7,28 +7,14 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-
-class MicroBatching(NamedTuple):
-    """How a forward pass over many rows is cut; exactly one of the two is set.
-
-    Neither set means one micro-batch with everything.
-    """
-
-    size: int | None = None
-    """Rows in a micro-batch."""
-    max_tokens: int | None = None
-    """Cells in a micro-batch: rows times the longest row."""
-
-
-WHOLE = MicroBatching()
-"""Everything in one micro-batch."""
+from verl.utils.micro_batching import MicroBatching
 
 
 def ceildiv(a: int, b: int) -> int:

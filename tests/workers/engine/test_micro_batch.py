@@ -3,8 +3,9 @@ import torch
 
 from tests.support.tiny_models import make_batch
 from verl.protocol import DataProto
+from verl.utils.micro_batching import WHOLE, MicroBatching
 from verl.utils.ragged import Ragged
-from verl.utils.seqlen_balancing import WHOLE, MicroBatching, plan_micro_batches
+from verl.utils.seqlen_balancing import plan_micro_batches
 from verl.workers.engine.micro_batch import cut_batch, row_lengths
 
 

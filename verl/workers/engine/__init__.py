@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from verl.models.loader import ModelSpec
-from verl.utils.seqlen_balancing import MicroBatching
+from verl.utils.micro_batching import MicroBatching
 from verl.workers.engine.base import Engine, LossFn, Topology, Want
 
 __all__ = ["Engine", "LossFn", "MicroBatching", "ModelSpec", "Topology", "Want", "build_engine"]

@@ -26,7 +26,8 @@ from verl.models.weight_names import checkpoint_tensors, tied_duplicates
 from verl.protocol import DataProto
 from verl.utils.checkpoint.random_state import random_state, set_random_state
 from verl.utils.distributed import all_gather_objects, all_reduce_numbers
-from verl.utils.seqlen_balancing import WHOLE, MicroBatching, plan_micro_batches
+from verl.utils.micro_batching import WHOLE, MicroBatching
+from verl.utils.seqlen_balancing import plan_micro_batches
 from verl.workers.engine.micro_batch import Cut, MicroBatch, cut_batch, row_lengths
 from verl.workers.engine.optim import build_optimizer, build_schedule, load_optimizer_state, optimizer_state
 
