@@ -1,6 +1,7 @@
 """What a call on a group does, the same on both controllers."""
 
 import os
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -66,6 +67,17 @@ def test_a_call_that_does_not_block_gives_futures(start):
     group = start(Counter)
     futures = group.slow_rank(0.1)
     assert len(futures) == 2 and group.wait(futures) == [0, 1]
+
+
+def test_threads_of_the_driver_may_call_the_same_group(start_local):
+    group = start_local(Splitter)
+
+    def work(i):
+        data = DataProto.from_dict({"x": torch.full((4, 10_000), float(i))})
+        return all(flat(group.big(data), "y")[0] == i for _ in range(10))
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(work, range(4)))
 
 
 def test_functions_of_a_module_can_be_sent(start):

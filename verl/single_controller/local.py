@@ -57,6 +57,7 @@ class InProcessHosts(Hosts):
     world_size = 1
 
     def __init__(self):
+        super().__init__()
         self._host = WorkerHost()
         self.pids = [os.getpid()]
 
@@ -110,6 +111,7 @@ class ForkedHosts(Hosts):
     """n ranks in n forked processes. Outputs are read when somebody waits; whoever waits reads for all."""
 
     def __init__(self, world_size: int):
+        super().__init__()
         self.world_size = world_size
         self._arena = Arena()
         self._channels: list[Channel] = []

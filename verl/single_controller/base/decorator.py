@@ -1,9 +1,9 @@
 """How a worker method says what becomes of one call: who gets which arguments, and what is made of the answers.
 
-`register` marks a method with a dispatch mode: a pair of functions, one that spreads the arguments over the ranks and one
-that collects the outputs. Modes that split a batch split it over a *mesh*: the data parallel place of every rank, which
-the worker registers under a name (`Worker._register_dispatch_collect_info`). Tensor, pipeline and sequence parallel ranks
-of one place get the same rows.
+`register` marks a method with a dispatch mode: a pair of functions, one that spreads the arguments over the ranks and
+one that collects the outputs. Modes that split a batch split it over a *mesh*: the data parallel place of every rank,
+which the worker registers under a name (`Worker._register_dispatch_collect_info`). Tensor, pipeline and sequence
+parallel ranks of one place get the same rows.
 
 Knows no process and no transport; a group is asked for ``world_size`` and ``mesh(name)`` only.
 """

@@ -4,6 +4,7 @@ The group owns the meaning of a call: which arguments go where, what is padded, 
 ends. A `Hosts` subclass owns the transport: it starts processes, carries one call to one rank, and notices a death.
 """
 
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -108,8 +109,11 @@ class Hosts(ABC):
 
     world_size: int
     pids: list[int]
-    failure: WorkerGroupError | None = None
-    stopped: bool = False
+
+    def __init__(self):
+        self.failure: WorkerGroupError | None = None
+        self.stopped = False
+        self._lock = threading.RLock()  # threads of the driver take turns: a rank answers one call at a time anyway
 
     def submit(self, role: str, method: str, requests: Sequence[Request], exposed: bool = False) -> list:
         """Send one call to several ranks; returns a handle for each. ``exposed``: `as_futures` will give them away."""
@@ -138,12 +142,13 @@ class Hosts(ABC):
             self._stop(at_once=self.failure is not None)
 
     def _ending_on_failure(self, action: Callable[[], list]) -> list:
-        try:
-            return action()
-        except WorkerGroupError as error:
-            self.failure = self.failure or error
-            self.stop()
-            raise
+        with self._lock:
+            try:
+                return action()
+            except WorkerGroupError as error:
+                self.failure = self.failure or error
+                self.stop()
+                raise
 
     def as_futures(self, handles: Sequence) -> list:
         """Handles in the form handed to users: an object with ``get()`` for each rank."""

@@ -306,6 +306,7 @@ class RayHosts(Hosts):
 
     def __init__(self, actors: Sequence[Any], names: Sequence[str], owned: bool):
         """``owned``: whether they end with this group."""
+        super().__init__()
         self.actors, self.names, self._owned = list(actors), list(names), owned
         self.world_size = len(self.actors)
         self.pids: list[int | None] = [None] * self.world_size
