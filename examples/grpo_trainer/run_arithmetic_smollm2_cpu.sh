@@ -44,5 +44,5 @@ options=(
     trainer.rollout_data_dir="$RUN/samples"
     trainer.validation_data_dir="$RUN/validation"
 )
-export OMP_NUM_THREADS="${OMP_NUM_THREADS:-2}"
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-2}" OMP_WAIT_POLICY="${OMP_WAIT_POLICY:-passive}"  # spinning threads slow each other
 exec python3 -m verl.trainer.main_ppo "${options[@]}" "$@"

@@ -70,7 +70,7 @@ def test_kl_in_reward_charges_each_token_and_shows_the_controller_the_mean():
     assert metrics["actor/reward_kl_penalty_coeff"] == 0.5
 
 
-def test_user_estimator_receives_the_arguments_it_names():
+def test_user_estimator_receives_the_arguments_it_names_and_only_real_tokens_count():
     @register_adv_est("test_named_arguments")
     def estimator(token_level_rewards, response_mask, index, row, gamma):
         return token_level_rewards * gamma + row[:, None], token_level_rewards
@@ -78,7 +78,7 @@ def test_user_estimator_receives_the_arguments_it_names():
     data = batch_of([1, 1], [2, 1], 1, 2)
     data.put("token_level_rewards", torch.ones(2, 2))
     data = compute_advantage(data, "test_named_arguments", gamma=0.5)
-    assert data.column("advantages").tolist() == [[0.5, 0.5], [1.5, 1.5]]
+    assert data.column("advantages").tolist() == [[0.5, 0.5], [1.5, 0.0]]
 
 
 def test_missing_column_of_an_estimator_is_named():

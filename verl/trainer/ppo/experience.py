@@ -16,6 +16,8 @@ from torch import Tensor
 from verl.algorithms.advantage import get_adv_estimator_fn
 from verl.algorithms.kl import kl_penalty as kl_estimate
 from verl.protocol import DataProto
+from verl.utils.columns import WINDOWS
+from verl.utils.ragged import Layout, Ragged
 from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions, log_seqlen_unbalance
 from verl.utils.torch_functional import masked_mean
 
@@ -26,6 +28,18 @@ def compute_response_mask(data: DataProto) -> Tensor:
     return data.column("attention_mask")[:, -width:]
 
 
+def response_column(data: DataProto, name: str) -> Tensor:
+    """A column of the responses in the narrowest window that holds them all, (B, longest response)."""
+    return data.ragged(name).tight()
+
+
+def put_response_column(data: DataProto, name: str, column: Tensor) -> None:
+    """Set a column of the responses from a window that begins with them, (B, R) or (B, longest response)."""
+    layout = data.ragged("responses").layout
+    window = Layout(layout.starts, layout.lengths, column.shape[1])
+    data.put(name, Ragged(Ragged.from_padded(column, window).values, layout))
+
+
 def apply_kl_penalty(data: DataProto, kl_ctrl: Any, kl_penalty: str = "kl") -> tuple[DataProto, dict[str, float]]:
     """Charge the policy for leaving the reference: r_t = score_t - beta * KL_t, and let the controller see the KL.
 
@@ -34,10 +48,10 @@ def apply_kl_penalty(data: DataProto, kl_ctrl: Any, kl_penalty: str = "kl") -> t
 
     Source: Ziegler et al. 2019, section 2.2 (arXiv:1909.08593).
     """
-    mask = data.column("response_mask")
-    kl = kl_estimate(data.column("old_log_probs"), data.column("ref_log_prob"), kl_penalty) * mask
+    mask = response_column(data, "response_mask")
+    kl = kl_estimate(response_column(data, "old_log_probs"), response_column(data, "ref_log_prob"), kl_penalty) * mask
     beta = kl_ctrl.value
-    data.put("token_level_rewards", data.column("token_level_scores") - beta * kl)
+    put_response_column(data, "token_level_rewards", response_column(data, "token_level_scores") - beta * kl)
     current_kl = masked_mean(kl, mask=mask, axis=-1).mean().item()
     kl_ctrl.update(current_kl=current_kl, n_steps=len(data))
     return data, {"actor/reward_kl_penalty": current_kl, "actor/reward_kl_penalty_coeff": beta}
@@ -54,6 +68,7 @@ def compute_advantage(
 ) -> DataProto:
     """Run the named estimator; adds ``advantages`` and ``returns``, both (B, R).
 
+    The estimator sees the columns of the responses trimmed to the longest of them, so padding costs nothing.
     An estimator receives those of the following arguments that it names: ``token_level_rewards``, ``response_mask``,
     ``index`` (the prompts' uid), ``values``, ``reward_baselines``, ``gamma``, ``lam``, ``norm_adv_by_std_in_grpo``,
     ``num_repeat``, ``config``, and any other column of the batch under its own name.
@@ -70,8 +85,8 @@ def compute_advantage(
     if "response_mask" not in data.keys():
         data.put("response_mask", compute_response_mask(data))
     advantages, returns = _call_by_name(get_adv_estimator_fn(adv_estimator), available, data, adv_estimator)
-    data.put("advantages", advantages)
-    data.put("returns", returns)
+    put_response_column(data, "advantages", advantages)
+    put_response_column(data, "returns", returns)
     return data
 
 
@@ -87,7 +102,7 @@ def _call_by_name(fn: Callable, available: Mapping[str, Any], data: DataProto, n
         if p.name in available:
             arguments[p.name] = available[p.name]
         elif p.name in columns:
-            arguments[p.name] = data.column(p.name)
+            arguments[p.name] = _trimmed(data, p.name)
         elif p.name in data.non_tensor_batch:
             arguments[p.name] = data.non_tensor_batch[p.name]
         elif p.default is p.empty:
@@ -97,9 +112,14 @@ def _call_by_name(fn: Callable, available: Mapping[str, Any], data: DataProto, n
                 f"Produce that column before the advantages, or give the argument a default."
             )
     if takes_all:
-        arguments = {**available, "token_level_rewards": data.column("token_level_rewards"), **arguments}
-        arguments.setdefault("response_mask", data.column("response_mask"))
+        columns = {name: _trimmed(data, name) for name in ("token_level_rewards", "response_mask")}
+        arguments = {**available, **columns, **arguments}
     return fn(**arguments)
+
+
+def _trimmed(data: DataProto, name: str) -> Tensor:
+    """A response column in its narrowest window, any other as it is."""
+    return response_column(data, name) if WINDOWS.get(name) == "response" else data.column(name)
 
 
 def balance_batch(
@@ -145,7 +165,7 @@ def rollout_mismatch(data: DataProto) -> dict[str, float]:
 
 def attach_reward(data: DataProto, scores: Tensor, extra: Mapping[str, Any]) -> DataProto:
     """Put a reward manager's result into the batch: ``token_level_scores`` (B, R) and its extra columns."""
-    data.put("token_level_scores", scores)
+    put_response_column(data, "token_level_scores", scores)
     for name, column in extra.items():
         if len(column) == len(data):
             data.non_tensor_batch[name] = np.fromiter(column, dtype=object, count=len(column))

@@ -26,6 +26,7 @@ from verl.trainer.ppo.experience import (
     balance_batch,
     compute_advantage,
     compute_response_mask,
+    response_column,
     rollout_mismatch,
 )
 from verl.trainer.ppo.metric_utils import (
@@ -178,10 +179,9 @@ class RayPPOTrainer:
         """Log-probabilities under the policy that sampled and under the reference, and the critic's values."""
         with self.timed("old_log_prob"):
             old = self.actor_wg.compute_log_prob(batch)
-            entropy = agg_loss(
-                old.column("entropys"), batch.column("response_mask"), self.config.actor_rollout_ref.actor.loss_agg_mode
-            )
-            self.metrics["actor/entropy"] = entropy.item()
+            entropys, mask = response_column(old, "entropys"), response_column(batch, "response_mask")
+            mode = self.config.actor_rollout_ref.actor.loss_agg_mode
+            self.metrics["actor/entropy"] = agg_loss(entropys, mask, mode).item()
             old.pop(batch_keys=["entropys"])
             batch = batch.union(old)
         if "rollout_log_probs" in batch.keys():
@@ -202,7 +202,7 @@ class RayPPOTrainer:
                 batch, kl = apply_kl_penalty(batch, self.kl_ctrl_in_reward, algorithm.kl_penalty)
                 self.metrics.update(kl)
             else:
-                batch.put("token_level_rewards", batch.column("token_level_scores"))
+                batch.put("token_level_rewards", batch.ragged("token_level_scores"))
             return compute_advantage(
                 batch,
                 algorithm.adv_estimator,
@@ -379,7 +379,7 @@ class RayPPOTrainer:
     def dump_rollout(self, folder: str, batch: DataProto) -> Path:
         """Write this step's samples to ``{folder}/{step}.jsonl``."""
         inputs, outputs = self.texts(batch)
-        scores = batch.column("token_level_scores").sum(-1).tolist()
+        scores = response_column(batch, "token_level_scores").sum(-1).tolist()
         extra = {name: batch.non_tensor_batch[name].tolist() for name in self.reward_columns(batch)}
         return dump_samples(folder, self.global_steps, inputs, outputs, scores, ground_truths(batch), extra)
 

@@ -1,0 +1,52 @@
+"""What a run computes does not depend on where and in what pieces it is computed."""
+
+import pytest
+
+from tests.support.runs import make_task, overrides, read_metrics, run_job
+
+TWO_RANKS = {"trainer__n_gpus_per_node": 2, "actor_rollout_ref__actor__strategy": "fsdp2"}
+WAYS = {
+    "one row at a time": {
+        "actor_rollout_ref__actor__ppo_micro_batch_size_per_gpu": 1,
+        "actor_rollout_ref__rollout__log_prob_micro_batch_size_per_gpu": 1,
+    },
+    "a token budget": {
+        "actor_rollout_ref__actor__use_dynamic_bsz": True,
+        "actor_rollout_ref__actor__ppo_max_token_len_per_gpu": 200,
+    },
+    "small decode batches": {"actor_rollout_ref__rollout__max_num_seqs": 3},
+    "sharded on one rank": {"actor_rollout_ref__actor__strategy": "fsdp2"},
+    "two ranks": TWO_RANKS,
+    "two ranks, not balanced": {**TWO_RANKS, "trainer__balance_batch": False},
+    "two ranks on Ray": {**TWO_RANKS, "trainer__controller": "ray"},
+}
+COMPARED = ("critic/score/mean", "response_length/mean", "actor/pg_loss", "actor/kl_loss", "actor/grad_norm")
+
+
+def numbers(folder, name, monkeypatch, **settings):
+    monkeypatch.setenv("VERL_FILE_LOGGER_PATH", str(folder / f"{name}.jsonl"))
+    run_job(
+        overrides(
+            make_task(folder / "task"),
+            trainer__total_training_steps=3,
+            trainer__logger="[file]",
+            data__train_batch_size=4,
+            actor_rollout_ref__actor__ppo_mini_batch_size=2,
+            actor_rollout_ref__actor__use_kl_loss=True,
+            actor_rollout_ref__ref__log_prob_micro_batch_size_per_gpu=8,
+            **settings,
+        )
+    )
+    rows = read_metrics(folder / f"{name}.jsonl")
+    return [row["data"][key] for row in rows for key in COMPARED]
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        return numbers(tmp_path_factory.mktemp("plain"), "plain", monkeypatch)
+
+
+@pytest.mark.parametrize("way", [pytest.param(w, marks=pytest.mark.ray) if "Ray" in w else w for w in WAYS])
+def test_three_steps_give_the_same_numbers(way, plain, tmp_path, monkeypatch):
+    assert numbers(tmp_path, "way", monkeypatch, **WAYS[way]) == pytest.approx(plain, rel=1e-4, abs=2e-6)
