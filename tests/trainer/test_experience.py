@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from verl.algorithms.advantage import register_adv_est
 from verl.protocol import DataProto
-from verl.trainer.ppo.experience import apply_kl_penalty, balance_batch, compute_advantage, compute_response_mask
+from verl.trainer.ppo.experience import apply_kl_penalty, arrange_rows, compute_advantage, compute_response_mask
 
 
 def batch_of(prompt_lengths, response_lengths, prompt_width=8, response_width=8):
@@ -34,17 +34,17 @@ def test_response_mask_marks_the_real_tokens_of_the_response():
 
 
 @settings(deadline=None, max_examples=30)
-@given(st.lists(st.integers(1, 8), min_size=8, max_size=8), st.sampled_from([1, 2, 4]))
-def test_balancing_keeps_every_row_in_its_mini_batch_whatever_the_number_of_ranks(lengths, dp):
+@given(st.lists(st.integers(1, 8), min_size=8, max_size=8), st.sampled_from([1, 2, 4]), st.booleans())
+def test_every_row_stays_in_its_mini_batch_whatever_the_number_of_ranks(lengths, dp, balance):
     data = batch_of([1] * 8, lengths)
-    balanced, _ = balance_batch(data, dp, mini_batch_rows=4)
+    balanced, _ = arrange_rows(data, dp, mini_batch_rows=4, balance=balance)
     rows = balanced.column("row").view(dp, 2, 4 // dp)  # rank, mini-batch, row
     for mini in range(2):
         assert sorted(rows[:, mini].flatten().tolist()) == list(range(4 * mini, 4 * mini + 4))
 
 
 def test_balancing_evens_out_the_tokens_of_the_ranks():
-    _, spread = balance_batch(batch_of([1] * 8, [8, 8, 8, 8, 1, 1, 1, 1]), 2)
+    _, spread = arrange_rows(batch_of([1] * 8, [8, 8, 8, 8, 1, 1, 1, 1]), 2, mini_batch_rows=8)
     assert spread["global_seqlen/balanced_max"] == spread["global_seqlen/balanced_min"] == 22
     assert spread["global_seqlen/minmax_diff"] == 28
 

@@ -4,7 +4,11 @@ import pytest
 
 from tests.support.runs import make_task, overrides, read_metrics, run_job
 
-TWO_RANKS = {"trainer__n_gpus_per_node": 2, "actor_rollout_ref__actor__strategy": "fsdp2"}
+TWO_RANKS = {
+    "trainer__n_gpus_per_node": 2,
+    "actor_rollout_ref__actor__strategy": "fsdp2",
+    "actor_rollout_ref__actor__ppo_micro_batch_size_per_gpu": 4,
+}
 WAYS = {
     "one row at a time": {
         "actor_rollout_ref__actor__ppo_micro_batch_size_per_gpu": 1,
@@ -20,7 +24,13 @@ WAYS = {
     "two ranks, not balanced": {**TWO_RANKS, "trainer__balance_batch": False},
     "two ranks on Ray": {**TWO_RANKS, "trainer__controller": "ray"},
 }
-COMPARED = ("critic/score/mean", "response_length/mean", "actor/pg_loss", "actor/kl_loss", "actor/grad_norm")
+TOLERANCES = {  # relative; Adam's first steps divide by tiny gradients, and the KL is what rounding grows into
+    "critic/score/mean": 0,
+    "response_length/mean": 0,
+    "actor/pg_loss": 1e-4,
+    "actor/grad_norm": 1e-4,
+    "actor/kl_loss": 5e-3,
+}
 
 
 def numbers(folder, name, monkeypatch, **settings):
@@ -38,7 +48,7 @@ def numbers(folder, name, monkeypatch, **settings):
         )
     )
     rows = read_metrics(folder / f"{name}.jsonl")
-    return [row["data"][key] for row in rows for key in COMPARED]
+    return [row["data"] for row in rows]
 
 
 @pytest.fixture(scope="module")
@@ -49,4 +59,6 @@ def plain(tmp_path_factory):
 
 @pytest.mark.parametrize("way", [pytest.param(w, marks=pytest.mark.ray) if "Ray" in w else w for w in WAYS])
 def test_three_steps_give_the_same_numbers(way, plain, tmp_path, monkeypatch):
-    assert numbers(tmp_path, "way", monkeypatch, **WAYS[way]) == pytest.approx(plain, rel=1e-4, abs=2e-6)
+    steps = numbers(tmp_path, "way", monkeypatch, **WAYS[way])
+    for key, tolerance in TOLERANCES.items():
+        assert [s[key] for s in steps] == pytest.approx([s[key] for s in plain], rel=tolerance, abs=2e-6), key

@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from verl.algorithms.advantage import get_adv_estimator_fn
@@ -122,32 +121,34 @@ def _trimmed(data: DataProto, name: str) -> Tensor:
     return response_column(data, name) if WINDOWS.get(name) == "response" else data.column(name)
 
 
-def balance_batch(
-    data: DataProto, dp_size: int, mini_batch_rows: int | None = None, prefix: str = "global_seqlen"
+def arrange_rows(
+    data: DataProto, dp_size: int, mini_batch_rows: int, balance: bool = True, prefix: str = "global_seqlen"
 ) -> tuple[DataProto, dict[str, float]]:
-    """Order the rows so that each of ``dp_size`` consecutive chunks carries about the same number of tokens.
+    """Order the rows so that each of ``dp_size`` consecutive chunks holds its share of every mini-batch.
 
-    Rows stay in their mini-batch: of every ``mini_batch_rows`` consecutive rows each rank receives an equal share, and
-    meets them as its own mini-batch of the same number. So which rows make an optimizer step does not depend on
-    ``dp_size``. Changes order only; groups are found by ``uid``.
+    Of every ``mini_batch_rows`` consecutive rows each rank receives an equal number, with about equally many tokens if
+    ``balance``, and meets them as its own mini-batch of the same number. So which rows make an optimizer step does not
+    depend on ``dp_size``. Changes order only; groups are found by ``uid``.
 
     Returns:
-        the same data, reordered in place, and the spread before and after as ``{prefix}/{min,max,...}``.
+        the same data, reordered in place, and with ``balance`` the spread before and after, ``{prefix}/{min,max,...}``.
     """
     seqlens = data.ragged("attention_mask").layout.lengths.tolist()
     rows = len(seqlens)
-    mini = mini_batch_rows if mini_batch_rows and rows % mini_batch_rows == 0 else rows
+    mini = mini_batch_rows if rows % mini_batch_rows == 0 else rows
     if rows % dp_size or mini % dp_size:
         return data, {}
     per_rank: list[list[int]] = [[] for _ in range(dp_size)]
     for start in range(0, rows, mini):
-        shares = get_seqlen_balanced_partitions(seqlens[start : start + mini], k_partitions=dp_size, equal_size=True)
+        if balance:
+            shares = get_seqlen_balanced_partitions(seqlens[start : start + mini], dp_size, equal_size=True)
+        else:
+            shares = [range(rank * mini // dp_size, (rank + 1) * mini // dp_size) for rank in range(dp_size)]
         for rank, share in enumerate(shares):
             per_rank[rank].extend(start + i for i in sorted(share))
-    metrics = log_seqlen_unbalance(seqlen_list=seqlens, partitions=per_rank, prefix=prefix)
     if dp_size > 1:
-        data.reorder(torch.tensor([i for share in per_rank for i in share]))
-    return data, metrics
+        data.reorder([i for share in per_rank for i in share])
+    return data, log_seqlen_unbalance(seqlens, per_rank, prefix) if balance else {}
 
 
 def rollout_mismatch(data: DataProto) -> dict[str, float]:

@@ -22,8 +22,8 @@ from verl.trainer.ppo import checkpoint
 from verl.trainer.ppo.core_algos import AdvantageEstimator
 from verl.trainer.ppo.experience import (
     apply_kl_penalty,
+    arrange_rows,
     attach_reward,
-    balance_batch,
     compute_advantage,
     compute_response_mask,
     response_column,
@@ -161,9 +161,10 @@ class RayPPOTrainer:
                 batch.put("reward_baselines", self.greedy_rewards(prompts).repeat_interleave(n))
         if "response_mask" not in batch.keys():
             batch.put("response_mask", compute_response_mask(batch))
-        if self.config.trainer.balance_batch:
-            batch, spread = balance_batch(batch, len(self.actor_wg.mesh("actor").sources), self.mini_batch_rows(n))
-            self.metrics.update(spread)
+        dp_size = len(self.actor_wg.mesh("actor").sources)
+        mini_batch_rows = self.config.actor_rollout_ref.actor.ppo_mini_batch_size * n
+        batch, spread = arrange_rows(batch, dp_size, mini_batch_rows, self.config.trainer.balance_batch)
+        self.metrics.update(spread)
         batch.meta_info["global_token_num"] = batch.ragged("attention_mask").layout.lengths.tolist()
         return batch
 
@@ -267,9 +268,6 @@ class RayPPOTrainer:
     @staticmethod
     def uids(prefix: str, count: int) -> np.ndarray:
         return np.array([f"{prefix}-{i}" for i in range(count)], dtype=object)
-
-    def mini_batch_rows(self, n: int) -> int:
-        return self.config.actor_rollout_ref.actor.ppo_mini_batch_size * n
 
     # -- start, validate, save, log, stop -----------------------------------------------------------------------------
 
