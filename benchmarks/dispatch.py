@@ -84,7 +84,7 @@ def main() -> None:
     rows = []
     for name in ("local", "ray"):
         controller = get_controller(name)
-        controller.start({"num_cpus": 2}, "cpu")
+        controller.start({"num_cpus": 2})
         try:
             pool = controller.ResourcePool(process_on_nodes=[2], use_gpu=False)
             group = controller.WorkerGroup(pool, controller.ClassWithInitArgs(EchoWorker))

@@ -10,6 +10,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from verl.config.load import run_from_command_line
+from verl.utils.garbage import no_collection
 
 if TYPE_CHECKING:
     from verl.config.ppo import PPOConfig
@@ -17,7 +18,8 @@ if TYPE_CHECKING:
 
 def run_ppo(config: PPOConfig) -> None:
     """Train as ``config`` says, in this process as the driver; returns when the run is complete."""
-    from verl.trainer.ppo.job import PPOJob
+    with no_collection():
+        from verl.trainer.ppo.job import PPOJob
 
     PPOJob(config, command_line=sys.argv[1:]).run()
 

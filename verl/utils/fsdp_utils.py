@@ -21,6 +21,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from verl.utils.device import get_device_id, get_device_name
 from verl.utils.distributed import get_world_size
+from verl.utils.offload import move_optimizer_state, read, wants_offload
 
 __all__ = [
     "CPUOffloadPolicy",
@@ -119,13 +120,6 @@ def apply_fsdp2(model: nn.Module, fsdp_kwargs: dict[str, Any], config: Any = Non
     fully_shard(model, **fsdp_kwargs)
 
 
-def read(config: Any, name: str, default: Any) -> Any:
-    """Entry ``name`` of a mapping or a dataclass, or ``default``."""
-    if config is None:
-        return default
-    return config.get(name, default) if hasattr(config, "get") else getattr(config, name, default)
-
-
 def fsdp2_load_full_state_dict(
     model: nn.Module, full_state: dict[str, Tensor], device_mesh: DeviceMesh | None = None, cpu_offload: Any = None
 ) -> None:
@@ -186,15 +180,6 @@ def fsdp2_clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float) -> Tens
 # -- between host and device --------------------------------------------------------------------------------------
 
 
-def wants_offload(config: Any, name: str, device: torch.device) -> bool:
-    """Whether ``config`` asks for offload ``name`` and there is another memory to offload to."""
-    asked = bool(read(config, name, False))
-    if asked and device.type == "cpu":
-        logger.warning("fsdp_config.%s has no effect on a CPU device", name)
-        return False
-    return asked
-
-
 def offload_fsdp_model_to_cpu(model: nn.Module, empty_cache: bool = True) -> None:
     """Move a (sharded) model to host memory."""
     for unit in fsdp_modules(model):
@@ -217,13 +202,3 @@ def offload_fsdp_optimizer(optimizer: torch.optim.Optimizer) -> None:
 def load_fsdp_optimizer(optimizer: torch.optim.Optimizer, device_id: int | str | torch.device) -> None:
     """Move the optimizer's state to a device."""
     move_optimizer_state(optimizer, torch.device(device_id))
-
-
-def move_optimizer_state(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-    """Move every tensor of the optimizer's state to ``device``."""
-    for state in optimizer.state.values():
-        for name, value in state.items():
-            if isinstance(value, Tensor):
-                state[name] = value.to(device, non_blocking=True)
-    if device.type == "cpu" and torch.cuda.is_available():
-        torch.cuda.synchronize()

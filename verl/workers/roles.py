@@ -17,6 +17,7 @@ from verl.algorithms.losses import PPOLoss, ValueLoss
 from verl.models.loader import ModelSpec
 from verl.protocol import DataProto
 from verl.single_controller.base.decorator import Dispatch, register
+from verl.utils.garbage import no_collection
 from verl.utils.tokenizer import hf_tokenizer
 from verl.workers.engine import Want
 from verl.workers.model_worker import EngineWorker, MetricBag, memory_metrics
@@ -293,13 +294,14 @@ class ActorRolloutRefWorker(PolicyRole, RolloutRole, ReferenceRole, EngineWorker
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         """Load what the role needs; call once."""
-        self.start_process()
-        if "actor" in self.role:
-            self.init_policy()
-        if "rollout" in self.role:
-            self.init_rollout()
-        if "ref" in self.role:
-            self.init_reference()
+        with no_collection():
+            self.start_process()
+            if "actor" in self.role:
+                self.init_policy()
+            if "rollout" in self.role:
+                self.init_rollout()
+            if "ref" in self.role:
+                self.init_reference()
 
 
 class CriticWorker(ValueRole, EngineWorker):
@@ -308,5 +310,6 @@ class CriticWorker(ValueRole, EngineWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         """Load the critic; call once."""
-        self.start_process()
-        self.init_critic()
+        with no_collection():
+            self.start_process()
+            self.init_critic()

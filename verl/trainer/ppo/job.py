@@ -6,6 +6,7 @@ worker processes start and models load.
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -21,6 +22,7 @@ from verl.trainer.ppo.reward import load_reward_manager
 from verl.utils.dataset.loader import build_dataset, build_sampler
 from verl.utils.distributed import destroy_global_process_group
 from verl.utils.fs import copy_to_local
+from verl.utils.garbage import no_collection
 from verl.utils.import_utils import import_users_modules
 from verl.utils.progress import RunSummary, print_summary
 from verl.utils.tokenizer import hf_processor, hf_tokenizer
@@ -39,16 +41,19 @@ class PPOJob:
         """Prepare, train, and say what came of it; worker processes never outlive this call."""
         start = time.monotonic()
         signal.signal(signal.SIGTERM, _exit_on_signal)
-        check_device(self.config.trainer)
-        self.import_users_modules()
-        trainer = self.build_trainer()
-        trainer.controller.start(self.config.ray_init, dict(self.config.ray_init.env))
+        with no_collection():
+            check_device(self.config.trainer)
+            self.import_users_modules()
+            trainer = self.build_trainer()
+            trainer.controller.start(self.config.ray_init, dict(self.config.ray_init.env))
         try:
-            trainer.init_workers()
+            with no_collection():
+                trainer.init_workers()
             trainer.fit()
         finally:
             trainer.controller.stop()
             destroy_global_process_group()  # a single rank lives in this process
+            gc.unfreeze()
         print_summary(self.summary(trainer, time.monotonic() - start))
         return trainer
 

@@ -24,11 +24,9 @@ from verl.utils.fsdp_utils import (
     fsdp2_load_full_state_dict,
     fsdp_modules,
     full_model_state,
-    move_optimizer_state,
     offload_fsdp_model_to_cpu,
-    read,
-    wants_offload,
 )
+from verl.utils.offload import move_optimizer_state, read, wants_offload
 from verl.utils.torch_dtypes import PrecisionType
 from verl.workers.engine.base import Engine, Topology
 from verl.workers.engine.optim import clip_gradients

@@ -13,7 +13,7 @@ from verl.models.loader import ModelSpec, load_model
 from verl.models.token_outputs import attach_token_outputs
 from verl.utils.device import current_device, empty_cache
 from verl.utils.distributed import get_world_size
-from verl.utils.fsdp_utils import move_optimizer_state, wants_offload
+from verl.utils.offload import move_optimizer_state, wants_offload
 from verl.workers.engine.base import Engine, Topology
 from verl.workers.engine.optim import clip_gradients
 
