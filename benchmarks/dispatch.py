@@ -86,8 +86,8 @@ def main() -> None:
         controller = get_controller(name)
         controller.start({"num_cpus": 2})
         try:
-            pool = controller.ResourcePool(process_on_nodes=[2], use_gpu=False)
-            group = controller.WorkerGroup(pool, controller.ClassWithInitArgs(EchoWorker))
+            pool = controller.ResourcePool(process_on_nodes=[2])
+            group = controller.WorkerGroup(pool, controller.ClassWithInitArgs(EchoWorker), device_name="cpu")
             for count, width, mean in ((256, 4096, 200), (1024, 4096, 200), (2048, 4096, 200), (1024, 8192, 200)):
                 data = make_batch(count, width, mean)
                 size = real_bytes(data)

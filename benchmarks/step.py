@@ -111,6 +111,7 @@ def main() -> None:
             model = sys.argv[sys.argv.index("--smollm2") + 1]
             small = {
                 "data__max_response_length": 10,
+                "actor_rollout_ref__actor__ppo_micro_batch_size_per_gpu": 32,
                 "actor_rollout_ref__actor__optim__lr": "2e-5",
                 "trainer__total_training_steps": 6,
             }
