@@ -77,7 +77,7 @@ def bare_ms_a_token(model_path: str, rows: int, length: int) -> float:
 
 
 def measure(name: str, task: dict[str, str], rows: int, length: int, folder: str, **settings: Any) -> dict[str, Any]:
-    row = whole_steps(name, overrides(task, **LEARNING, trainer__default_local_dir=folder, **settings))
+    row = whole_steps(name, overrides(task, **{**LEARNING, "trainer__default_local_dir": folder, **settings}))
     row["bare_forward_backward_ms_a_token"] = bare_ms_a_token(task["actor_rollout_ref.model.path"], rows, length)
     row["ratio_to_bare"] = row["cpu_ms_a_token"]["min"] / row["bare_forward_backward_ms_a_token"]
     return row
