@@ -54,10 +54,12 @@ def test_grpo_learns_on_ray_with_two_ranks(tmp_path, monkeypatch):
 
 
 @pytest.mark.learning
-def test_ppo_with_a_critic_learns_on_the_local_controller(tmp_path, monkeypatch):
+@pytest.mark.parametrize("controller", ["local", pytest.param("ray", marks=pytest.mark.ray)])
+def test_ppo_with_a_critic_learns(controller, tmp_path, monkeypatch):
     first, last = learn(
         tmp_path,
         monkeypatch,
+        trainer__controller=controller,
         algorithm__adv_estimator="gae",
         actor_rollout_ref__actor__optim__lr="3e-4",
         critic__optim__lr="1e-3",
