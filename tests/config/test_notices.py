@@ -6,6 +6,8 @@ from .helpers import RUNNABLE, notes
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 REF = "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=2"
+CPU = "trainer.device=cpu"
+LOCAL = (f"{ACTOR}.strategy=local", "critic.strategy=local", "trainer.n_gpus_per_node=1")
 GRPO = ("algorithm.adv_estimator=grpo", f"{ROLLOUT}.n=4")
 
 
@@ -17,10 +19,24 @@ def test_nothing_is_said_about_defaults():
     ("words", "sentence"),
     [
         ([f"{ROLLOUT}.tensor_model_parallel_size=2"], "tensor_model_parallel_size=2 has no effect"),
-        ([f"{ROLLOUT}.gpu_memory_utilization=0.6", f"{ROLLOUT}.enforce_eager=false"], "have no effect"),
+        ([f"{ROLLOUT}.enforce_eager=false", f"{ROLLOUT}.disable_log_stats=false"], "have no effect"),
         ([f"{ROLLOUT}.engine_kwargs.vllm.swap_space=4"], "engine_kwargs"),
         ([f"{ACTOR}.entropy_checkpointing=true"], "always computed in chunks"),
-        ([f"{ACTOR}.use_torch_compile=true"], "without torch.compile"),
+        ([f"{ACTOR}.use_torch_compile=true", CPU], "compiled on CUDA only"),
+        ([f"{ACTOR}.fsdp_config.param_offload=true", CPU], "all is in host memory"),
+        ([f"{ACTOR}.fsdp_config.mixed_precision.buffer_dtype=bf16"], "buffers keep the format"),
+        ([*LOCAL, f"{ACTOR}.fsdp_config.mixed_precision.reduce_dtype=bf16"], "does not shard"),
+        ([*LOCAL, "trainer.controller=local", "trainer.worker_timeout=9"], "in the driver's process"),
+        (["actor_rollout_ref.model.use_fused_kernels=true"], "from hidden states in chunks either way"),
+        ([*GRPO, "algorithm.gamma=0.9"], "algorithm.adv_estimator=grpo does not read it"),
+        (["algorithm.norm_adv_by_std_in_grpo=false"], "algorithm.adv_estimator=gae does not read it"),
+        ([f"{ROLLOUT}.val_kwargs.temperature=0.7"], "val_kwargs.do_sample=false"),
+        ([f"{ROLLOUT}.val_kwargs.do_sample=true"], "val_kwargs.temperature=0 is greedy"),
+        (["trainer.val_before_train=false", "data.val_batch_size=2"], "nothing is validated"),
+        (["trainer.total_training_steps=5", "trainer.total_epochs=2"], "total_training_steps=5 decides"),
+        (["data.sampler.class_path=x.py", "data.sampler.class_name=S", "data.shuffle=true"], "decides the order"),
+        (["data.filter_overlong_prompts_workers=4"], "filter_overlong_prompts=false"),
+        (["trainer.max_critic_ckpt_to_keep=2"], "writes no checkpoint"),
         ([f"{ACTOR}.strategy=fsdp"], "runs on the fsdp2 machinery"),
         (["algorithm.kl_ctrl.kl_coef=0.01"], "algorithm.use_kl_in_reward=false"),
         ([f"{ACTOR}.kl_loss_coef=0.01"], "use_kl_loss=false"),
@@ -46,7 +62,22 @@ def test_one_tensor_parallel_rank_is_what_hf_has():
 
 
 def test_no_torch_compile_is_what_happens():
-    assert notes(f"{ACTOR}.use_torch_compile=false") == ""
+    assert notes(f"{ACTOR}.use_torch_compile=false", CPU) == ""
+
+
+def test_torch_compile_is_used_on_cuda():
+    assert notes(f"{ACTOR}.use_torch_compile=true") == ""
+
+
+def test_the_cache_of_hf_is_bounded_by_gpu_memory_utilization():
+    assert notes(f"{ROLLOUT}.gpu_memory_utilization=0.6") == ""
+
+
+def test_an_estimator_of_the_users_may_read_anything(monkeypatch):
+    from verl.algorithms.advantage import ADV_ESTIMATOR_REGISTRY
+
+    monkeypatch.setitem(ADV_ESTIMATOR_REGISTRY._entries, "of_mine", lambda token_level_rewards, lam: None)
+    assert "algorithm.lam" not in notes("algorithm.adv_estimator=of_mine", "algorithm.lam=0.9")
 
 
 def test_dynamic_batches_leave_sizes_unread():

@@ -91,8 +91,8 @@ class FixedKLController:
         """Ignore what was measured."""
 
     def state_dict(self) -> dict[str, float]:
-        """What a checkpoint keeps."""
-        return {"value": self.value}
+        """Nothing: a fixed coefficient follows the config."""
+        return {}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
         """A fixed coefficient follows the config, not the checkpoint."""
@@ -127,7 +127,7 @@ class AdaptiveKLController:
 
     def load_state_dict(self, state: dict[str, float]) -> None:
         """Go on with the coefficient of the checkpoint; target and horizon follow the config."""
-        self.value = state["value"]
+        self.value = state.get("value", self.value)  # none in a checkpoint of a run with a fixed coefficient
 
 
 def get_kl_controller(kl_ctrl: Any) -> FixedKLController | AdaptiveKLController:

@@ -95,7 +95,7 @@ class ActorConfig(Config):
     """Add kl_loss_coef x KL(policy || reference) to the loss, as GRPO does. Starts a reference model."""
 
     use_torch_compile: bool = True
-    """Allow torch.compile for the head."""
+    """Compile the head's maths with torch.compile. On CUDA only."""
 
     kl_loss_coef: float = option(0.001, at_least=0)
     """Weight of the KL loss. Read only with ``use_kl_loss``."""
@@ -160,7 +160,7 @@ class RefConfig(Config):
     """Engine; follows the actor's."""
 
     use_torch_compile: bool = True
-    """Allow torch.compile for the head; follows the actor's."""
+    """As ``actor.use_torch_compile``, which it follows."""
 
     log_prob_micro_batch_size: int | None = option(None, above=0)
     """Deprecated: responses of one forward, summed over all ranks. Becomes the option below and is null afterwards."""

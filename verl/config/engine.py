@@ -37,7 +37,7 @@ class MixedPrecisionConfig(Config):
     """Format in which gradients are summed over ranks."""
 
     buffer_dtype: Dtype = "fp32"
-    """Format of buffers, such as rotary frequencies."""
+    """Format of buffers, such as rotary frequencies. No effect: they keep the format the model gives them."""
 
 
 @dataclass

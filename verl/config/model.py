@@ -58,7 +58,8 @@ class ModelConfig(Config):
     """Replace modules by Liger kernels."""
 
     use_fused_kernels: bool = False
-    """Compute log-probs and entropy from hidden states without whole logits."""
+    """Compute log-probs and entropy from hidden states without whole logits. Always so here: both values do the
+    same."""
 
     fused_kernel_options: FusedKernelConfig = section(FusedKernelConfig)
     """How ``use_fused_kernels`` does it."""

@@ -12,6 +12,15 @@ from verl.config.ppo import PPOConfig
 IsGiven = Callable[[str], bool]
 
 _ACTOR, _REF, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.ref", "actor_rollout_ref.rollout"
+_READ_BY_ESTIMATOR = {
+    "gae": ("gamma", "lam"),
+    "reinforce_plus_plus": ("gamma",),
+    "grpo": ("norm_adv_by_std_in_grpo",),
+    "reinforce_plus_plus_baseline": (),
+    "rloo": (),
+    "remax": (),
+}
+"""What of ``algorithm`` the built-in estimators take; one of the user's may take anything."""
 
 
 def notices(config: PPOConfig, is_given: IsGiven) -> list[str]:
@@ -31,7 +40,6 @@ def _hf_has_no_engine_knobs(config: PPOConfig, is_given: IsGiven) -> Iterator[st
     if rollout.name != "hf":
         return
     knobs = [
-        "gpu_memory_utilization",
         "enforce_eager",
         "disable_log_stats",
         "enable_chunked_prefill",
@@ -56,9 +64,16 @@ def _always_chunked(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
     )
 
 
-def _nothing_is_compiled(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
-    keys = [f"{role}.use_torch_compile" for role in (_ACTOR, _REF) if get_path(config, role).use_torch_compile]
-    yield from _unread(config, keys, is_given, "the chunked head runs without torch.compile")
+def _always_from_hidden_states(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+    keys = ["actor_rollout_ref.model.use_fused_kernels", f"{_ACTOR}.use_fused_kernels"]
+    why = "log-probs and entropy are computed from hidden states in chunks either way"
+    yield from _unread(config, keys, is_given, why)
+
+
+def _nothing_is_compiled_on_cpu(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+    if config.trainer.device == "cpu":
+        keys = [f"{role}.use_torch_compile" for role in (_ACTOR, _REF) if get_path(config, role).use_torch_compile]
+        yield from _unread(config, keys, is_given, "the head is compiled on CUDA only")
 
 
 def _one_worker_implementation(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
@@ -77,20 +92,31 @@ def _fsdp_runs_on_fsdp2(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
 
 
 def _local_does_not_shard(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
-    for role, place in ((_ACTOR, f"{_ACTOR}.fsdp_config"), ("critic", "critic.model.fsdp_config")):
+    names = (
+        "reshard_after_forward",
+        "fsdp_size",
+        "wrap_policy.min_num_params",
+        "wrap_policy.transformer_layer_cls_to_wrap",
+        "mixed_precision.reduce_dtype",
+    )
+    for role, place in _sharded(config).items():
         if get_path(config, role).strategy == "local":
-            keys = [
-                f"{place}.{name}"
-                for name in (
-                    "param_offload",
-                    "optimizer_offload",
-                    "reshard_after_forward",
-                    "fsdp_size",
-                    "wrap_policy.min_num_params",
-                    "wrap_policy.transformer_layer_cls_to_wrap",
-                )
-            ]
+            keys = [f"{place}.{name}" for name in names]
             yield from _unread(config, keys, is_given, f"{role}.strategy=local does not shard")
+
+
+def _buffers_keep_their_format(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+    keys = [f"{place}.mixed_precision.buffer_dtype" for place in _sharded(config).values()]
+    yield from _unread(config, keys, is_given, "buffers keep the format the model gives them")
+
+
+def _nothing_to_offload(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+    if config.trainer.device == "cpu":
+        switches = [f"{place}.{name}_offload" for place in _sharded(config).values() for name in ("param", "optimizer")]
+        keys = [key for key in switches if get_path(config, key)]
+        yield from _unread(config, keys, is_given, "with trainer.device=cpu all is in host memory")
+    elif config.uses_reference:
+        yield from _unread(config, [f"{_REF}.fsdp_config.optimizer_offload"], is_given, "the reference is not trained")
 
 
 def _critic_is_not_there(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
@@ -188,28 +214,76 @@ def _reward_function_is_built_in(config: PPOConfig, is_given: IsGiven) -> Iterat
 def _no_checkpoint_is_written(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
     if config.trainer.save_freq <= 0:
         keys = ["trainer.max_actor_ckpt_to_keep", f"{_ACTOR}.checkpoint.save_contents"]
+        if config.uses_critic:
+            keys += ["trainer.max_critic_ckpt_to_keep", "critic.checkpoint.save_contents"]
         yield from _unread(config, keys, is_given, f"trainer.save_freq={config.trainer.save_freq} writes no checkpoint")
 
 
-def _only_gae_has_a_lambda(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
-    if config.algorithm.adv_estimator != "gae":
-        yield from _unread(
-            config,
-            ["algorithm.lam"],
-            is_given,
-            f"algorithm.adv_estimator={config.algorithm.adv_estimator} does not read it",
-        )
+def _estimator_does_not_read_it(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+    estimator = config.algorithm.adv_estimator
+    if estimator in _READ_BY_ESTIMATOR:
+        keys = [
+            f"algorithm.{name}"
+            for name in ("gamma", "lam", "norm_adv_by_std_in_grpo")
+            if name not in _READ_BY_ESTIMATOR[estimator]
+        ]
+        yield from _unread(config, keys, is_given, f"algorithm.adv_estimator={estimator} does not read it")
+
+
+def _greedy_cuts_nothing(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+    for key in (_ROLLOUT, f"{_ROLLOUT}.val_kwargs"):
+        sampling = get_path(config, key)
+        if not sampling.do_sample:
+            names = ["top_k", "top_p"] + ["temperature"] * (key != _ROLLOUT)  # log-probs are divided by rollout's
+            yield from _unread(config, [f"{key}.{name}" for name in names], is_given, f"{key}.do_sample=false")
+        elif sampling.temperature == 0:
+            names = ("top_k", "top_p", "do_sample")
+            yield from _unread(config, [f"{key}.{name}" for name in names], is_given, f"{key}.temperature=0 is greedy")
+
+
+def _nothing_is_validated(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+    trainer = config.trainer
+    if trainer.test_freq <= 0 and not trainer.val_before_train and not trainer.val_only:
+        keys = [
+            *_given_below(f"{_ROLLOUT}.val_kwargs", config, is_given),
+            "data.val_batch_size",
+            "data.validation_shuffle",
+            "trainer.validation_data_dir",
+            "trainer.log_val_generations",
+        ]
+        why = "nothing is validated with trainer.test_freq and trainer.val_before_train off"
+        yield from _unread(config, keys, is_given, why)
+
+
+def _steps_go_before_epochs(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+    steps = config.trainer.total_training_steps
+    if steps is not None:
+        why = f"trainer.total_training_steps={steps} decides, over as many epochs as that takes"
+        yield from _unread(config, ["trainer.total_epochs"], is_given, why)
+
+
+def _users_sampler_decides_the_order(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+    if config.data.sampler.class_path is not None:
+        yield from _unread(config, ["data.shuffle"], is_given, "data.sampler decides the order")
+
+
+def _nothing_is_filtered(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+    if not config.data.filter_overlong_prompts:
+        keys = ["data.filter_overlong_prompts_workers"]
+        yield from _unread(config, keys, is_given, "data.filter_overlong_prompts=false")
+
+
+def _one_local_worker_cannot_be_interrupted(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+    if config.trainer.controller == "local" and config.trainer.world_size == 1:
+        yield from _unread(config, ["trainer.worker_timeout"], is_given, "the one worker runs in the driver's process")
 
 
 def _ray_is_not_started(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
     if config.trainer.controller == "local":
         keys = [key for key in _given_below("ray_init", config, is_given) if key != "ray_init.env"]
-        yield from _unread(
-            config,
-            [*keys, "trainer.ray_wait_register_center_timeout"],
-            is_given,
-            "trainer.controller=local starts no Ray",
-        )
+        if config.trainer.world_size == 1:
+            keys.append("trainer.ray_wait_register_center_timeout")  # forked workers are waited for, too
+        yield from _unread(config, keys, is_given, "trainer.controller=local starts no Ray")
 
 
 def _response_window_is_the_rollouts(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
@@ -220,6 +294,16 @@ def _response_window_is_the_rollouts(config: PPOConfig, is_given: IsGiven) -> It
         )
 
 
+def _sharded(config: PPOConfig) -> dict[str, str]:
+    """Role -> its section about sharding, of the roles there are."""
+    places = {_ACTOR: f"{_ACTOR}.fsdp_config"}
+    if config.uses_reference:
+        places[_REF] = f"{_REF}.fsdp_config"
+    if config.uses_critic:
+        places["critic"] = "critic.model.fsdp_config"
+    return places
+
+
 def _given_below(key: str, config: PPOConfig, is_given: IsGiven) -> list[str]:
     return [name for name, _ in leaves(get_path(config, key), f"{key}.") if is_given(name)]
 
@@ -227,11 +311,14 @@ def _given_below(key: str, config: PPOConfig, is_given: IsGiven) -> list[str]:
 _CHECKS = (
     _hf_has_no_engine_knobs,
     _always_chunked,
-    _nothing_is_compiled,
+    _always_from_hidden_states,
+    _nothing_is_compiled_on_cpu,
     _one_worker_implementation,
     _text_only,
     _fsdp_runs_on_fsdp2,
     _local_does_not_shard,
+    _buffers_keep_their_format,
+    _nothing_to_offload,
     _critic_is_not_there,
     _reference_is_not_there,
     _kl_in_reward_is_off,
@@ -242,7 +329,13 @@ _CHECKS = (
     _resume_path_is_not_read,
     _reward_function_is_built_in,
     _no_checkpoint_is_written,
-    _only_gae_has_a_lambda,
+    _estimator_does_not_read_it,
+    _greedy_cuts_nothing,
+    _nothing_is_validated,
+    _steps_go_before_epochs,
+    _users_sampler_decides_the_order,
+    _nothing_is_filtered,
+    _one_local_worker_cannot_be_interrupted,
     _ray_is_not_started,
     _response_window_is_the_rollouts,
 )

@@ -131,7 +131,8 @@ class RolloutConfig(Config):
     """Number format of the rollout's copy of the weights."""
 
     gpu_memory_utilization: float = option(0.5, above=0, at_most=1)
-    """Share of GPU memory for the engine's weights and cache. No effect with ``hf``."""
+    """Share of GPU memory for the engine's weights and cache. With ``hf``: for the cache alone, which bounds how many
+    responses are drawn at a time; on CPU, half of this share of the machine's memory, divided among its workers."""
 
     ignore_eos: bool = False
     """Sample to the full length, past end-of-sequence tokens."""

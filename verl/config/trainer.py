@@ -158,19 +158,19 @@ class TrainerConfig(Config):
     """Folder on HDFS to copy checkpoints to."""
 
     del_local_ckpt_after_load: bool = False
-    """Delete the checkpoint after resuming from it."""
+    """Delete the checkpoint after resuming from it. A run that ends before it has saved a new one cannot resume."""
 
     default_local_dir: str = "checkpoints/verl_examples/gsm8k"
     """Folder of checkpoints; by default named after project and experiment."""
 
     max_actor_ckpt_to_keep: int | None = option(None, above=0)
-    """Newest actor checkpoints kept. Null: all."""
+    """Newest actor checkpoints of this run, restarts included, that are kept. Null: all."""
 
     max_critic_ckpt_to_keep: int | None = option(None, above=0)
-    """Newest critic checkpoints kept. Null: all."""
+    """Newest critic checkpoints of this run, restarts included, that are kept. Null: all."""
 
     ray_wait_register_center_timeout: int = option(300, above=0)
-    """Seconds to wait for workers to find each other."""
+    """Seconds the start of the workers may take, models not included."""
 
     device: Literal["cuda", "cpu", "npu"] = "cuda"
     """Where models run. ``cpu`` uses gloo between processes."""
@@ -192,13 +192,13 @@ class TrainerConfig(Config):
     """Show a progress bar."""
 
     log_freq: int = option(1, above=0)
-    """Training steps between lines of metrics."""
+    """Training steps between lines of metrics; a step that validates, and the last, has one in any case."""
 
     nonfinite_tolerance: int = option(3, at_least=1)
     """Stop after this many training steps in a row were skipped for a gradient that is not finite."""
 
     worker_timeout: float | None = option(None, above=0)
-    """Seconds a call to the workers may take before the run stops. Null: no limit."""
+    """Seconds a call to the workers may take before the run stops. Null: no limit. No effect on one local worker."""
 
     @property
     def world_size(self) -> int:

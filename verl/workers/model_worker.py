@@ -6,9 +6,12 @@ config section, checkpoints. Knows configs and engines, not algorithms or prompt
 
 from __future__ import annotations
 
+import math
 import os
 import random
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -17,9 +20,11 @@ import torch
 from verl.config.actor import ActorConfig, RefConfig
 from verl.config.critic import CriticConfig
 from verl.models.loader import ModelSpec
+from verl.protocol import DataProto
 from verl.single_controller.base import Worker
 from verl.utils.checkpoint.checkpoint_manager import CheckpointManager
 from verl.utils.distributed import ensure_process_group
+from verl.utils.flops_counter import FlopsCounter, get_device_flops
 from verl.utils.import_utils import import_users_modules
 from verl.utils.tokenizer import hf_tokenizer
 from verl.workers.engine import Engine, build_engine
@@ -124,6 +129,20 @@ class MetricBag:
 
     def lists(self) -> dict[str, list[float]]:
         return dict(self._lists)
+
+
+@contextmanager
+def mfu_metrics(name: str, engine: Engine, data: DataProto, epochs: int, metrics: MetricBag) -> Iterator[None]:
+    """Add ``perf/mfu/{name}``: the share of the devices' peak that the updates in this block make use of.
+
+    Left out where the peak is not known, on CPU for example, or the batch does not say ``global_token_num``.
+    """
+    start = time.perf_counter()
+    yield
+    tokens, peak = data.meta_info.get("global_token_num"), get_device_flops()
+    if tokens and math.isfinite(peak):
+        done, _ = FlopsCounter(engine.model_config).estimate_flops(tokens, time.perf_counter() - start)
+        metrics.add({f"perf/mfu/{name}": done * epochs / (peak * engine.topology.world_size)})
 
 
 def memory_metrics(device: str) -> dict[str, float]:

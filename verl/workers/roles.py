@@ -20,7 +20,7 @@ from verl.single_controller.base.decorator import Dispatch, register
 from verl.utils.garbage import no_collection
 from verl.utils.tokenizer import hf_tokenizer
 from verl.workers.engine import Want
-from verl.workers.model_worker import EngineWorker, MetricBag, memory_metrics
+from verl.workers.model_worker import EngineWorker, MetricBag, memory_metrics, mfu_metrics
 from verl.workers.rollout import get_rollout_class
 from verl.workers.rollout.assemble import assemble
 from verl.workers.rollout.base import Request, RolloutEngine, SamplingParams
@@ -93,7 +93,8 @@ class PolicyRole:
         split = config.update_split
         rows = config.ppo_mini_batch_size * self.config.rollout.n // self.actor.topology.dp_size
         metrics = MetricBag()
-        with self.actor.on_device(optimizer=True):
+        timed = mfu_metrics("actor", self.actor, data, config.ppo_epochs, metrics)
+        with self.actor.on_device(optimizer=True), timed:
             for mini in self.mini_batches(data, rows, config.ppo_epochs, config.shuffle):
                 step = self.actor.train_step(mini, self.ppo_loss, split, temperature=self.config.rollout.temperature)
                 metrics.add(step, prefix="actor")
@@ -129,6 +130,11 @@ class PolicyRole:
     ) -> None:
         """Continue from the folder ``local_path``."""
         self.checkpoints.load(local_path, del_local_after_load)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def delete_checkpoints(self, local_paths: list[str]) -> None:
+        """Delete folders this role has saved, on every node."""
+        self.checkpoints.delete(local_paths)
 
 
 class RolloutRole:
@@ -276,7 +282,8 @@ class ValueRole:
         split = config.update_split
         rows = config.ppo_mini_batch_size * config.rollout_n // self.critic.topology.dp_size
         metrics = MetricBag()
-        with self.critic.on_device(optimizer=True):
+        timed = mfu_metrics("critic", self.critic, data, config.ppo_epochs, metrics)
+        with self.critic.on_device(optimizer=True), timed:
             for mini in self.mini_batches(data, rows, config.ppo_epochs, config.shuffle):
                 metrics.add(self.critic.train_step(mini, self.value_loss, split), prefix="critic")
             metrics.add({"critic/lr": self.critic.learning_rate()})
@@ -286,6 +293,7 @@ class ValueRole:
     mini_batches = PolicyRole.mini_batches
     save_checkpoint = PolicyRole.save_checkpoint
     load_checkpoint = PolicyRole.load_checkpoint
+    delete_checkpoints = PolicyRole.delete_checkpoints
 
 
 class ActorRolloutRefWorker(PolicyRole, RolloutRole, ReferenceRole, EngineWorker):

@@ -92,12 +92,20 @@ def load_driver_state(folder: Path, loader: Any) -> dict[str, Any]:
 
 
 def mark_complete(root: str | Path, step: int) -> None:
-    """Name ``step`` as the newest complete checkpoint, and clear folders whose roles were rotated away."""
-    root = Path(root).expanduser()
-    _write_atomic(root / TRACKER, lambda path: path.write_text(str(step)))
-    for folder in root.glob("global_step_*"):
-        if folder != step_folder(root, step) and not any(child.is_dir() for child in folder.iterdir()):
-            shutil.rmtree(folder)
+    """Name ``step`` as the newest complete checkpoint."""
+    _write_atomic(Path(root).expanduser() / TRACKER, lambda path: path.write_text(str(step)))
+
+
+def drop_emptied(root: str | Path, steps: list[int]) -> list[int]:
+    """Delete the folders of ``steps`` that hold no role's checkpoint any more; returns the steps that do."""
+    left = []
+    for step in steps:
+        folder = step_folder(root, step)
+        if folder.exists() and any(child.is_dir() for child in folder.iterdir()):
+            left.append(step)
+        else:
+            shutil.rmtree(folder, ignore_errors=True)
+    return left
 
 
 def _write_atomic(target: Path, write: Any) -> None:

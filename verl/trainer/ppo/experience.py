@@ -165,9 +165,18 @@ def rollout_mismatch(data: DataProto) -> dict[str, float]:
 
 
 def attach_reward(data: DataProto, scores: Tensor, extra: Mapping[str, Any]) -> DataProto:
-    """Put a reward manager's result into the batch: ``token_level_scores`` (B, R) and its extra columns."""
+    """Put a reward manager's result into the batch: ``token_level_scores`` (B, R) and its extra columns.
+
+    The names of the extra columns stand in ``meta_info["reward_extra_keys"]``. ``uid`` is the trainer's own.
+    """
     put_response_column(data, "token_level_scores", scores)
-    for name, column in extra.items():
-        if len(column) == len(data):
-            data.non_tensor_batch[name] = np.fromiter(column, dtype=object, count=len(column))
+    names = [name for name, column in extra.items() if len(column) == len(data)]
+    if "uid" in names:
+        raise ValueError(
+            "the reward function returned a value named 'uid', by which the trainer finds the responses to one "
+            "prompt. Return it under another name."
+        )
+    for name in names:
+        data.non_tensor_batch[name] = np.fromiter(extra[name], dtype=object, count=len(data))
+    data.meta_info["reward_extra_keys"] = names
     return data

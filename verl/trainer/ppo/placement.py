@@ -86,14 +86,18 @@ def start_worker_groups(
             device=device,
             seed=config.trainer.seed,
             total_training_steps=total_training_steps,
-            response_length=config.data.max_response_length,
+            response_length=config.actor_rollout_ref.rollout.response_length,
             timeout_s=config.actor_rollout_ref.nccl_timeout,
         )
     groups: dict[str, Any] = {}
     for pool, classes in by_pool.items():
         host = controller.create_colocated_worker_cls(classes)
         group = (worker_group_cls or controller.WorkerGroup)(
-            pools.resource_pool_dict[pool], host, timeout=config.trainer.worker_timeout, device_name=device
+            pools.resource_pool_dict[pool],
+            host,
+            ray_wait_register_center_timeout=config.trainer.ray_wait_register_center_timeout,
+            timeout=config.trainer.worker_timeout,
+            device_name=device,
         )
         groups.update(group.spawn(prefix_set=classes.keys()))
     return {role: groups[str(role)] for role in roles}

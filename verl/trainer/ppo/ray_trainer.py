@@ -58,6 +58,8 @@ __all__ = [
 ]
 
 PROMPT_COLUMNS = ("input_ids", "attention_mask", "position_ids")
+SAVED_ROLES = {Role.ActorRollout: "actor", Role.Critic: "critic"}
+"""Roles with a checkpoint, and its folder under that of the step."""
 
 
 def log_places(tracking: Tracking) -> dict[str, Any]:
@@ -125,6 +127,8 @@ class RayPPOTrainer:
         self.validations: list[tuple[int, dict[str, float]]] = []
         self.metrics: dict[str, float] = {}
         self.timing: dict[str, float] = {}
+        self.saved_steps: list[int] = []
+        self.progress = Progress(self.total_training_steps, enabled=False)
         self.last_checkpoint: Path | None = None
         self.log_places: dict[str, Any] = {}
 
@@ -156,6 +160,7 @@ class RayPPOTrainer:
         n = self.config.actor_rollout_ref.rollout.n
         with self.timed("gen"):
             batch = self.generate(prompts.repeat(n, interleave=True), n)
+            self.timing.update(batch.meta_info.pop("timing", {}))
         if self.config.algorithm.adv_estimator == "remax":
             with self.timed("gen_max"):
                 batch.put("reward_baselines", self.greedy_rewards(prompts).repeat_interleave(n))
@@ -181,8 +186,9 @@ class RayPPOTrainer:
         with self.timed("old_log_prob"):
             old = self.actor_wg.compute_log_prob(batch)
             entropys, mask = response_column(old, "entropys"), response_column(batch, "response_mask")
-            mode = self.config.actor_rollout_ref.actor.loss_agg_mode
-            self.metrics["actor/entropy"] = agg_loss(entropys, mask, mode).item()
+            shared = self.config.actor_rollout_ref
+            entropy = agg_loss(entropys, mask, shared.actor.loss_agg_mode, shared.rollout.response_length)
+            self.metrics["actor/entropy"] = entropy.item()
             old.pop(batch_keys=["entropys"])
             batch = batch.union(old)
         if "rollout_log_probs" in batch.keys():
@@ -239,21 +245,21 @@ class RayPPOTrainer:
                     return
 
     def generate(
-        self, prompts: DataProto, n: int, *, do_sample: bool | None = None, validate: bool = False
+        self, prompts: DataProto, n: int, *, do_sample: bool | None = None, validate: bool = False, first: int = 0
     ) -> DataProto:
         """Responses to ``prompts``, whose n repeats follow one another; keeps every column of the prompts.
 
-        The seed of each sample comes from (run seed, step, prompt, k) alone.
+        The seed of each sample comes from (run seed, step, prompt, k) alone; the prompts count from ``first``.
         """
-        purpose = "validate" if validate else "train"
-        seeds = [derive_seed(self.seed, purpose, self.global_steps, i // n, i % n) for i in range(len(prompts))]
+        step, purpose = self.global_steps, "validate" if validate else "train"
+        seeds = [derive_seed(self.seed, purpose, step, first + i // n, i % n) for i in range(len(prompts))]
         request = prompts.select(batch_keys=list(PROMPT_COLUMNS))
         request.meta_info = {"validate": validate, "global_steps": self.global_steps}
+        prompts.meta_info.update(request.meta_info)
         if do_sample is not None:
             request.meta_info["do_sample"] = do_sample
         request.put("seeds", torch.tensor(seeds))
         generated = self.actor_wg.generate_sequences(request)
-        self.timing.update(generated.meta_info.pop("timing", {}))
         for name in PROMPT_COLUMNS:
             prompts.pop(batch_keys=[name])
         generated.non_tensor_batch = {}
@@ -299,6 +305,12 @@ class RayPPOTrainer:
         self.generations = ValidationGenerationsLogger(tracking=self.logger)
         self.log_places = log_places(self.logger)
         self.load_checkpoint()
+        if self.global_steps >= self.total_training_steps and not trainer.val_only:
+            self.progress.say(
+                f"nothing is left to train: {self.global_steps} steps are done, this run asks for "
+                f"{self.total_training_steps}. Raise trainer.total_training_steps or trainer.total_epochs to go on."
+            )
+            return
         if self.val_reward_fn is not None and (trainer.val_before_train or trainer.val_only):
             metrics = self.validate()
             self.logger.log(metrics, step=self.global_steps)
@@ -314,7 +326,8 @@ class RayPPOTrainer:
         if trainer.rollout_data_dir:
             with self.timed("dump_rollout_generations"):
                 self.dump_rollout(trainer.rollout_data_dir, batch)
-        if self.val_reward_fn is not None and trainer.test_freq > 0 and (last or step % trainer.test_freq == 0):
+        is_test = self.val_reward_fn is not None and trainer.test_freq > 0 and (last or step % trainer.test_freq == 0)
+        if is_test:
             with self.timed("testing"):
                 validation = self.validate()
             self.metrics.update(validation)
@@ -327,7 +340,7 @@ class RayPPOTrainer:
         self.metrics.update(compute_data_metrics(batch=batch, use_critic=self.use_critic))
         self.metrics.update(compute_timing_metrics(batch=batch, timing_raw=self.timing))
         self.metrics.update(compute_throughout_metrics(batch=batch, timing_raw=self.timing, n_gpus=n_gpus))
-        if last or step % trainer.log_freq == 0:
+        if last or is_test or step % trainer.log_freq == 0:
             self.logger.log(self.metrics, step=step)
         self.progress.update(step, self.metrics)
         self.notify_sampler_and_dataset(batch)
@@ -342,22 +355,25 @@ class RayPPOTrainer:
         n = self.config.actor_rollout_ref.rollout.val_kwargs.n
         folder = self.config.trainer.validation_data_dir
         metrics, samples = validate(
-            self.validation_prompts(n),
-            lambda prompts: self.generate(prompts, n, validate=True),
+            self.validation_responses(n),
             lambda batch: compute_reward(batch, self.val_reward_fn),
             self.texts,
             Path(folder) if folder else None,
             self.global_steps,
+            self.config.data.reward_fn_key,
         )
         self.validations.append((self.global_steps, metrics))
         self.log_generations(samples)
         return metrics
 
-    def validation_prompts(self, n: int) -> Iterator[DataProto]:
+    def validation_responses(self, n: int) -> Iterator[DataProto]:
+        """n responses to each validation prompt, a batch at a time; the same however the prompts are cut."""
+        first = 0
         for i, rows in enumerate(self.val_dataloader):
             prompts = DataProto.from_single_dict(rows)
             prompts.non_tensor_batch["uid"] = self.uids(f"val{i}", len(prompts))
-            yield prompts.repeat(n, interleave=True)
+            yield self.generate(prompts.repeat(n, interleave=True), n, validate=True, first=first)
+            first += len(prompts)
 
     def texts(self, batch: DataProto) -> tuple[list[str], list[str]]:
         """Prompts and responses as text, special tokens left out."""
@@ -386,17 +402,33 @@ class RayPPOTrainer:
 
     def save_checkpoint(self) -> None:
         """Write models, optimizers, the loader's position and the driver's state; named complete when all is there."""
-        trainer = self.config.trainer
-        folder = checkpoint.step_folder(trainer.default_local_dir, self.global_steps).absolute()
-        keep = {Role.ActorRollout: trainer.max_actor_ckpt_to_keep, Role.Critic: trainer.max_critic_ckpt_to_keep}
-        for role, name in ((Role.ActorRollout, "actor"), (Role.Critic, "critic")):
-            if role in self.worker_groups:
-                self.worker_groups[role].save_checkpoint(
-                    str(folder / name), None, self.global_steps, max_ckpt_to_keep=keep[role]
-                )
+        folder = self.step_folder(self.global_steps)
+        for name, group in self.saved_groups().items():
+            group.save_checkpoint(str(folder / name), None, self.global_steps)
+        self.saved_steps = [step for step in self.saved_steps if step != self.global_steps] + [self.global_steps]
         checkpoint.save_driver_state(folder, self.train_dataloader, self.driver_state())
-        checkpoint.mark_complete(trainer.default_local_dir, self.global_steps)
+        checkpoint.mark_complete(folder.parent, self.global_steps)
         self.last_checkpoint = folder
+        self.delete_old_checkpoints()
+
+    def delete_old_checkpoints(self) -> None:
+        """Keep the newest ``trainer.max_{actor,critic}_ckpt_to_keep`` checkpoints of this run, restarts included.
+
+        Called when a newer one is complete: a run killed at any moment can resume.
+        """
+        for name, group in self.saved_groups().items():
+            keep = self.config.trainer[f"max_{name}_ckpt_to_keep"]
+            old = [str(self.step_folder(step) / name) for step in self.saved_steps[: -keep or None]] if keep else []
+            if old:
+                group.delete_checkpoints(old)
+        self.saved_steps = checkpoint.drop_emptied(self.step_folder(0).parent, self.saved_steps)
+
+    def step_folder(self, step: int) -> Path:
+        return checkpoint.step_folder(self.config.trainer.default_local_dir, step).absolute()
+
+    def saved_groups(self) -> dict[str, Any]:
+        """Folder under that of a step -> worker group whose checkpoint it is."""
+        return {name: self.worker_groups[role] for role, name in SAVED_ROLES.items() if role in self.worker_groups}
 
     def load_checkpoint(self) -> None:
         """Continue where ``trainer.resume_mode`` says, at the same prompt, weights and random numbers."""
@@ -406,31 +438,41 @@ class RayPPOTrainer:
             return
         folder = folder.absolute()
         self.global_steps = checkpoint.step_of(folder)
-        delete = trainer.del_local_ckpt_after_load
-        self.actor_wg.load_checkpoint(str(folder / "actor"), del_local_after_load=delete)
-        if self.use_critic:
-            self.critic_wg.load_checkpoint(str(folder / "critic"), del_local_after_load=delete)
+        groups = self.saved_groups()
+        for name, group in groups.items():
+            group.load_checkpoint(str(folder / name))
         state = checkpoint.load_driver_state(folder, self.train_dataloader)
         if "kl_ctrl_in_reward" in state:
             self.kl_ctrl_in_reward.load_state_dict(state["kl_ctrl_in_reward"])
         self.validations = [(step, metrics) for step, metrics in state.get("validations", [])]
+        if folder.parent.resolve() == self.step_folder(0).parent.resolve():
+            self.saved_steps = list(state.get("saved_steps", []))
         self.last_checkpoint = folder
+        if trainer.del_local_ckpt_after_load:  # not before everything is read
+            for name, group in groups.items():
+                group.delete_checkpoints([str(folder / name)])
+            checkpoint.drop_emptied(folder.parent, [self.global_steps])
+            self.last_checkpoint = None
         self.progress.say(f"resumed from {folder}: {self.global_steps} of {self.total_training_steps} steps are done")
 
     def driver_state(self) -> dict[str, Any]:
         """What the driver must remember across a restart, as JSON values."""
-        return {"kl_ctrl_in_reward": self.kl_ctrl_in_reward.state_dict(), "validations": self.validations}
+        return {
+            "kl_ctrl_in_reward": self.kl_ctrl_in_reward.state_dict(),
+            "validations": self.validations[:1] + self.validations[1:][-1:],  # what the closing summary compares
+            "saved_steps": self.saved_steps,
+        }
 
     def guard_against_nonfinite(self, step: int) -> None:
         """Stop after ``trainer.nonfinite_tolerance`` steps in a row whose gradient was not finite."""
         skipped = [name for name in ("actor", "critic") if self.metrics.get(f"{name}/nonfinite_steps", 0) > 0]
         self.nonfinite_in_a_row = self.nonfinite_in_a_row + 1 if skipped else 0
-        if self.nonfinite_in_a_row > self.config.trainer.nonfinite_tolerance:
+        if self.nonfinite_in_a_row >= self.config.trainer.nonfinite_tolerance:
             raise FloatingPointError(
-                f"{' and '.join(skipped)}: the gradient was not finite in {self.nonfinite_in_a_row} steps in a row "
-                f"(the last is step {step}; those optimizer steps were skipped). trainer.nonfinite_tolerance="
-                f"{self.config.trainer.nonfinite_tolerance} allows no more. Lower optim.lr or grad_clip, look for "
-                f"infinite rewards, or raise the tolerance."
+                f"{' and '.join(skipped)}: the gradient was not finite in {self.nonfinite_in_a_row} steps in a row, "
+                f"as many as trainer.nonfinite_tolerance={self.config.trainer.nonfinite_tolerance} allows (the last is "
+                f"step {step}; those optimizer steps were skipped). Lower optim.lr, look for extreme rewards, or raise "
+                f"the tolerance."
             )
 
     def notify_sampler_and_dataset(self, batch: DataProto) -> None:

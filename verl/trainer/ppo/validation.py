@@ -1,6 +1,6 @@
 """Scoring the validation set: mean, best and majority of k by data source, and samples one can read.
 
-Knows batches, rewards and files; sampling is the trainer's ``generate`` callable.
+Knows batches, rewards and files; the responses are the trainer's to sample.
 """
 
 from __future__ import annotations
@@ -21,28 +21,27 @@ CORE_NAMES = ("mean@", "maj@", "best@")
 
 def validate(
     batches: Iterable[DataProto],
-    generate: Callable[[DataProto], DataProto],
     score: Callable[[DataProto], tuple[Any, dict[str, list]]],
     decode: Callable[[DataProto], tuple[list[str], list[str]]],
     dump_to: Path | None = None,
     step: int = 0,
+    source_key: str = "data_source",
 ) -> tuple[dict[str, float], list[tuple[str, str, float]]]:
-    """Sample and score every validation prompt.
+    """Score every validation response.
 
     Args:
-        batches: prompts, each with a ``uid`` that its repeats share.
-        generate: prompts -> prompts with responses.
+        batches: prompts with responses, those to one prompt under one ``uid``.
         score: batch -> (B, R) rewards and extra columns.
         decode: batch -> texts of prompts and responses.
         dump_to: folder of ``{step}.jsonl``, or None.
+        source_key: column of the data source, by which metrics are grouped (``data.reward_fn_key``).
 
     Returns:
         metrics under the names ``val-core/...`` and ``val-aux/...``, and (input, output, score) of every sample.
     """
     inputs, outputs, sources, uids, gold = [], [], [], [], []
     columns: dict[str, list] = {"reward": []}
-    for prompts in batches:
-        batch = generate(prompts)
+    for batch in batches:
         rewards, extra = score(batch)
         columns["reward"] += rewards.sum(-1).tolist()
         for name, values in extra.items():
@@ -52,7 +51,7 @@ def validate(
         inputs += texts[0]
         outputs += texts[1]
         rows = batch.non_tensor_batch
-        sources += rows.get("data_source", np.array(["unknown"] * len(batch), dtype=object)).tolist()
+        sources += rows.get(source_key, np.array(["unknown"] * len(batch), dtype=object)).tolist()
         uids += rows["uid"].tolist()
         gold += ground_truths(batch)
     samples = list(zip(inputs, outputs, columns["reward"], strict=True))

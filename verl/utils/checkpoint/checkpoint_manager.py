@@ -107,9 +107,13 @@ class CheckpointManager:
         if not max_to_keep or max_to_keep < 0:
             return
         old, self._saved = self._saved[:-max_to_keep], self._saved[-max_to_keep:]
+        self.delete(old)
+
+    def delete(self, folders: Sequence[str | os.PathLike]) -> None:
+        """Delete the checkpoints in ``folders``, on every node; those that are gone already are no error."""
         if is_node_leader():
-            for path in old:
-                shutil.rmtree(path, ignore_errors=True)
+            for folder in folders:
+                shutil.rmtree(folder, ignore_errors=True)
 
     def _save_huggingface(self, folder: Path) -> None:
         is_writer = self.engine.topology.rank == 0
