@@ -8,7 +8,7 @@ the same kind. Knows columns and config sections; knows no model and no engine.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -58,6 +58,24 @@ class _Aggregation:
         return loss * (mask.shape[-1] / self.response_length) / self.weight(mask).clamp(min=1)
 
 
+_ARGUMENTS = ("old_log_prob", "log_prob", "advantages", "response_mask", "loss_agg_mode", "config")
+"""What a policy loss is told, in the order in which older releases of verl passed it."""
+
+
+def _arguments_of(policy_loss: Callable) -> tuple[str, ...]:
+    """Those of ``_ARGUMENTS`` the function names, or all if it takes any; empty if it must be called by position.
+
+    By position are called functions whose first parameter has a name of their own.
+    """
+    parameters = inspect.signature(policy_loss).parameters.values()
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return _ARGUMENTS
+    by_position = [p.name for p in parameters if p.kind is not p.KEYWORD_ONLY]
+    if len(by_position) == len(_ARGUMENTS) and by_position[0] not in _ARGUMENTS:
+        return ()
+    return tuple(p.name for p in parameters if p.name in _ARGUMENTS)
+
+
 class PPOLoss:
     """The actor's loss: policy loss + kl_loss_coef * KL to the reference - entropy_coeff * entropy.
 
@@ -77,9 +95,9 @@ class PPOLoss:
 
         names = ["old_log_probs", "advantages", "response_mask"] + ["ref_log_prob"] * config.use_kl_loss
         self.extra_columns = []
-        given = {"old_log_prob", "log_prob", "advantages", "response_mask", "loss_agg_mode", "config"}
-        for parameter in inspect.signature(self.policy_loss).parameters.values():
-            if parameter.name in given or parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
+        self.arguments = _arguments_of(self.policy_loss)
+        for parameter in inspect.signature(self.policy_loss).parameters.values() if self.arguments else ():
+            if parameter.name in _ARGUMENTS or parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
                 continue
             self.extra_columns.append(parameter.name)
             if parameter.default is parameter.empty:
@@ -98,15 +116,14 @@ class PPOLoss:
             micro: ``columns``, (b, r) each.
         """
         mask, mode = micro["response_mask"], self.aggregation.mode
-        result = self.policy_loss(
-            old_log_prob=micro["old_log_probs"],
-            log_prob=out.log_probs,
-            advantages=micro["advantages"],
-            response_mask=mask,
-            loss_agg_mode=mode,
-            config=self.config,
-            **{name: micro[name] for name in self.extra_columns if name in micro},
-        )
+        values = (micro["old_log_probs"], out.log_probs, micro["advantages"], mask, mode, self.config)
+        if self.arguments:
+            named = dict(zip(_ARGUMENTS, values, strict=True))
+            arguments = {name: named[name] for name in self.arguments}
+            arguments |= {name: micro[name] for name in self.extra_columns if name in micro}
+            result = self.policy_loss(**arguments)
+        else:
+            result = self.policy_loss(*values)
         loss, metrics = loss_and_metrics(result)
         loss = self.aggregation.mean(loss, mask)
         metrics = {"actor/pg_loss": loss.detach(), **metrics}

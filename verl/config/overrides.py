@@ -17,6 +17,9 @@ from verl.config.legacy import is_legacy, strip_prefix
 
 _OVERRIDE = re.compile(r"(?P<mark>\+\+|\+|~)?(?P<key>[^=@\s]+)(?P<package>@[^=\s]*)?(?P<assign>=.*)?", re.DOTALL)
 
+_HOME_PATH = re.compile(r"(?<=[=\[,\s])~/[^\s,\[\]'\"]*(?=\s*(?:[,\]]|$))")
+"""A path that begins with ``~``, alone or in a list: hydra's grammar wants it in quotes."""
+
 
 class Place(NamedTuple):
     """Where a dotted key leads in the tree."""
@@ -73,7 +76,8 @@ def check_overrides(arguments: Iterable[str], root: type[Config], is_group: Call
             )
             continue
         given.add(bare)
-        overrides.append(f"{mark if mark == '~' else '++'}{bare}{match['assign'] or ''}")
+        assign = _HOME_PATH.sub(r"'\g<0>'", match["assign"] or "")
+        overrides.append(f"{mark if mark == '~' else '++'}{bare}{assign}")
     return Checked(overrides, given, problems, stripped)
 
 

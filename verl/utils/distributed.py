@@ -6,6 +6,7 @@ Every function works without a process group too: one process is then a world of
 from __future__ import annotations
 
 import os
+import sys
 from datetime import timedelta
 
 import torch
@@ -25,14 +26,16 @@ def ensure_process_group(device: str = "cpu", timeout_s: float = 600.0) -> None:
     """
     if dist.is_initialized():
         return
-    where = current_device(device)
+    current_device(device)  # first, or every rank would open a context on device 0
     backend = "gloo" if device == "cpu" else f"cpu:gloo,{device}:{collective_backend(device)}"
     timeout = timedelta(seconds=timeout_s)
     if "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        device_id = where if device == "cuda" else None
-        dist.init_process_group(backend, timeout=timeout, device_id=device_id)
+        # no device_id: the groups of a mesh would then be split off this one, gloo's part included
+        dist.init_process_group(backend, timeout=timeout)
     else:
+        hook = sys.excepthook
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        sys.excepthook = hook  # torch's puts [rank0] before each line of a traceback; there is one rank only
 
 
 def initialize_global_process_group(timeout_second: float = 36000) -> tuple[int, int, int]:
@@ -59,7 +62,8 @@ def get_world_size() -> int:
 
 def is_node_leader() -> bool:
     """True on one rank of each node: the one that renames and deletes files."""
-    return int(os.environ.get("LOCAL_RANK", get_rank())) == 0
+    # LOCAL_RANK is the number of the device, which is 0 in every process where the others are hidden
+    return int(os.environ.get("RAY_LOCAL_RANK") or os.environ.get("LOCAL_RANK") or get_rank()) == 0
 
 
 def barrier() -> None:

@@ -8,6 +8,7 @@ import traceback
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from verl.workers.reward_manager.abstract import AbstractRewardManager, RawRewar
 
 logger = logging.getLogger(__name__)
 
+_CALLERS = ("verl.workers.reward_manager", "verl.utils.py_functional")
 ON_ERROR = ("stop", "zero_and_count")
 
 REWARD_ERROR_KEY = "reward_error"
@@ -77,6 +79,7 @@ class RuleRewardManager(AbstractRewardManager):
         self.on_error = on_error
         self.max_concurrent = max_concurrent
         self.reward_kwargs = reward_kwargs
+        self._has_warned = False
         self._check_signature()
 
     @abstractmethod
@@ -89,7 +92,7 @@ class RuleRewardManager(AbstractRewardManager):
             return {"reward_tensor": rewards, "reward_extra_info": {}} if return_dict else rewards
         responses = data.ragged("responses")
         samples = self.read(data, responses)
-        scores, columns = self._collect(samples, self.score(samples))
+        scores, columns = self._collect(samples, self.score(samples), _in_words(data))
         if self.num_examine:
             self._print(data, samples, scores, columns)
         rewards = place_on_last_token(scores, responses)
@@ -122,7 +125,9 @@ class RuleRewardManager(AbstractRewardManager):
             samples.append(Sample(source, text, goal["ground_truth"], {**info, "num_turns": turns[i]}))
         return samples
 
-    def _collect(self, samples: list[Sample], results: Sequence[Any]) -> tuple[list[float], dict[str, list]]:
+    def _collect(
+        self, samples: list[Sample], results: Sequence[Any], batch: str
+    ) -> tuple[list[float], dict[str, list]]:
         """Numbers and extra columns of the results; errors stop here or are counted."""
         scores: list[float] = []
         columns: dict[str, list] = {}
@@ -134,7 +139,10 @@ class RuleRewardManager(AbstractRewardManager):
                 scores.append(to_number(result))
             except (Exception, SystemExit) as error:
                 if self.on_error == "stop":
-                    raise self._describe(i, samples[i], error) from None  # the message holds the traceback
+                    raise RewardError(
+                        f"{self._describe(i, samples[i], error, batch)}\nCorrect the function{self._key()}, or give such "
+                        "samples 0 and count them with reward_model.on_error=zero_and_count."
+                    ) from None  # the message holds the traceback
                 failures.append((i, error))
                 scores.append(0.0)
                 continue
@@ -147,25 +155,31 @@ class RuleRewardManager(AbstractRewardManager):
             failed = {i for i, _ in failures}
             columns[REWARD_ERROR_KEY] = [float(i in failed) for i in range(len(samples))]
         if failures:
-            first, error = failures[0]
+            i, error = failures[0]
+            told = self._describe(i, samples[i], error, batch)
             logger.warning(
                 "The reward function failed on %d of %d samples; they get 0 (reward_model.on_error=%s). The first: %s",
-                *(len(failures), len(samples), self.on_error, self._describe(first, samples[first], error)),
+                *(len(failures), len(samples), self.on_error, told.splitlines()[0] if self._has_warned else told),
             )
+            self._has_warned = True
         return scores, columns
 
-    def _describe(self, i: int, sample: Sample, error: BaseException) -> RewardError:
-        frames = error.__traceback__.tb_next or error.__traceback__  # without ours
-        trace = "".join(traceback.format_exception(type(error), error, frames)).rstrip()
-        return RewardError(
-            f"{name_of(self.compute_score)} failed on sample {i} of the batch "
-            f"(data_source={sample.data_source!r}, index={sample.extra_info.get('index')}): "
-            f"{type(error).__name__}: {error}\n"
-            f"  response: {excerpt(sample.solution_str)}\n"
-            f"  ground_truth: {excerpt(sample.ground_truth)}\n"
-            "Correct the function, or give such samples 0 and count them with reward_model.on_error=zero_and_count.\n"
+    def _describe(self, i: int, sample: Sample, error: BaseException, batch: str) -> str:
+        """What failed in one line, then the function's own frames, then the sample: the end is what is read first."""
+        cause = "".join(traceback.format_exception_only(type(error), error)).strip()
+        frames = _users_frames(error.__traceback__)
+        trace = "".join(traceback.format_exception(type(error), error, frames)) if frames else f"{cause}\n"
+        return (
+            f"{name_of(self.compute_score)} failed on sample {i} of the {batch} "
+            f"(data_source={sample.data_source!r}): {cause.splitlines()[0]}\n"
             f"{trace}"
+            f"  sample: {i} of the {batch}, data_source={sample.data_source!r}, index={sample.extra_info.get('index')}\n"
+            f"  response: {excerpt(sample.solution_str)}\n"
+            f"  ground_truth: {excerpt(sample.ground_truth)}"
         )
+
+    def _key(self) -> str:
+        return "" if self.compute_score is default_compute_score else " (custom_reward_function.path)"
 
     def _print(self, data: DataProto, samples: list[Sample], scores: list[float], columns: dict[str, list]) -> None:
         """Show the first samples of each data source. Only these prompts are decoded."""
@@ -201,6 +215,20 @@ class RuleRewardManager(AbstractRewardManager):
                 f"{name_of(function)} has the parameters {signature} and is called with the keywords "
                 f"{', '.join(keywords)}: {error}.{hint} Name its parameters so, or let it take **kwargs."
             ) from None
+
+
+def _in_words(data: DataProto) -> str:
+    """``validation batch at step 3``, as far as the batch says so."""
+    facts = data.meta_info
+    step = f" at step {facts['global_steps']}" if "global_steps" in facts else ""
+    return f"{'validation ' if facts.get('validate') else ''}batch{step}"
+
+
+def _users_frames(frames: TracebackType | None) -> TracebackType | None:
+    """A traceback from the first frame outside the packages that call reward functions; None if there is none."""
+    while frames is not None and frames.tb_frame.f_globals.get("__name__", "").startswith(_CALLERS):
+        frames = frames.tb_next
+    return frames
 
 
 def to_number(result: Any) -> float:
