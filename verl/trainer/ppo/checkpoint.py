@@ -73,6 +73,22 @@ def folder_to_resume(config: Any) -> Path | None:
     return folder
 
 
+def not_loaded(name: str, load_contents: list[str]) -> str:
+    """What of the checkpoint of role ``name`` is not read, as a remark for the user; empty if all of it is.
+
+    Raises:
+        ValueError: if that is the model.
+    """
+    if "model" not in load_contents:
+        raise ValueError(
+            f"{name}.checkpoint.load_contents={load_contents} leaves out the model: the run would go on at the "
+            f"checkpoint's step with the initial weights. Add model (a checkpoint has it if save_contents had), or "
+            f"start anew with trainer.resume_mode=disable."
+        )
+    left_out = [part for part in ("optimizer", "extra") if part not in load_contents]
+    return f"; {name}: {', '.join(left_out)} not loaded, begun anew" if left_out else ""
+
+
 def save_driver_state(folder: Path, loader: Any, state: dict[str, Any]) -> None:
     """Write the loader's position and the driver's ``state`` (JSON values) into a step's folder."""
     folder.mkdir(parents=True, exist_ok=True)

@@ -439,6 +439,8 @@ class RayPPOTrainer:
         folder = folder.absolute()
         self.global_steps = checkpoint.step_of(folder)
         groups = self.saved_groups()
+        sections = {"actor": self.config.actor_rollout_ref.actor, "critic": self.config.critic}
+        remarks = [checkpoint.not_loaded(name, sections[name].checkpoint.load_contents) for name in groups]
         for name, group in groups.items():
             group.load_checkpoint(str(folder / name))
         state = checkpoint.load_driver_state(folder, self.train_dataloader)
@@ -453,7 +455,8 @@ class RayPPOTrainer:
                 group.delete_checkpoints([str(folder / name)])
             checkpoint.drop_emptied(folder.parent, [self.global_steps])
             self.last_checkpoint = None
-        self.progress.say(f"resumed from {folder}: {self.global_steps} of {self.total_training_steps} steps are done")
+        done = f"{self.global_steps} of {self.total_training_steps} steps are done"
+        self.progress.say(f"resumed from {folder}: {done}{''.join(remarks)}")
 
     def driver_state(self) -> dict[str, Any]:
         """What the driver must remember across a restart, as JSON values."""

@@ -68,7 +68,7 @@ class HFRollout(RolloutEngine):
         self.stop_token_ids = _stop_tokens(spec.folder, model_config)
         has_weights = not config.load_format.startswith("dummy")
         if has_weights:
-            self.model = load_model(spec, dtype=self.dtype).to(self.device)
+            self.model = _with_memory_of_its_own(load_model(spec, dtype=self.dtype).to(self.device))
         else:
             self.model = _without_weights(model_config, self.dtype, self.device, trust_remote_code)
         self.model.eval().requires_grad_(False)
@@ -258,6 +258,14 @@ class HFRollout(RolloutEngine):
         heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
         size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
         return 2 * text.num_hidden_layers * heads * size * self.dtype.itemsize
+
+
+def _with_memory_of_its_own(model: nn.Module) -> nn.Module:
+    """Copy weights that are views of the checkpoint's file, whose memory could not be freed by `sleep`."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        if not tensor.untyped_storage().resizable():
+            tensor.data = tensor.detach().clone()
+    return model
 
 
 def _host_memory() -> int:
