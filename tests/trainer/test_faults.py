@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import time
 
 import psutil
 import pytest
+from safetensors.torch import load_file, save_file
 
 from tests.support.runs import main_ppo, make_task, overrides
 
@@ -82,6 +84,54 @@ def test_failing_reward_function_stops_the_run_and_names_the_sample(tmp_path):
     result = main_ppo(overrides(task, trainer__total_training_steps=1))
     assert result.returncode != 0
     assert "ZeroDivisionError" in result.stderr and "digits" in result.stderr and "on_error" in result.stderr
+
+
+def mistakes(task, tmp_path):
+    """Settings -> the last line of what the user should see."""
+    broken = tmp_path / "broken"
+    shutil.copytree(task["actor_rollout_ref.model.path"], broken)
+    weights = load_file(broken / "model.safetensors")
+    weights.pop(next(name for name in weights if "q_proj" in name))
+    save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
+    return {
+        "trainer.device=cuda": "error: trainer.device=cuda, but torch finds no CUDA device",
+        f"actor_rollout_ref.model.path={tmp_path}": "holds no tokenizer",
+        f"actor_rollout_ref.model.path={broken}": "actor_rollout.init_model failed on rank 0 of 1: model.path=",
+    }
+
+
+def test_a_mistake_of_the_users_ends_in_its_message_and_not_in_a_traceback(tmp_path):
+    task = make_task(tmp_path / "task")
+    for setting, message in mistakes(task, tmp_path).items():
+        result = main_ppo([*overrides(task, trainer__total_training_steps=1), setting], CUDA_VISIBLE_DEVICES="")
+        assert result.returncode == 1
+        assert "Traceback" not in result.stderr and message in result.stderr.splitlines()[-1], result.stderr
+
+
+def test_ctrl_c_ends_the_run_quietly_says_how_to_go_on_and_leaves_no_process(tmp_path):
+    arguments = overrides(
+        make_task(tmp_path / "task"),
+        trainer__n_gpus_per_node=2,
+        actor_rollout_ref__actor__strategy="fsdp2",
+        trainer__total_training_steps=100000,
+        trainer__save_freq=2,
+        trainer__default_local_dir=tmp_path / "run",
+    )
+    with open(tmp_path / "log", "w+") as log:
+        driver = start(arguments, log)
+        try:
+            wait_for(lambda: "step:4" in (tmp_path / "log").read_text() or driver.poll() is not None, "the fourth step")
+            family = descendants(driver.pid)
+            os.killpg(driver.pid, signal.SIGINT)
+            code = driver.wait(timeout=30)
+        finally:
+            if driver.poll() is None:
+                os.killpg(driver.pid, signal.SIGKILL)
+    text = (tmp_path / "log").read_text()
+    assert code == 130 and "Traceback" not in text, text[-3000:]
+    assert re.search(r"Stopped in step \d+ of 100000. To go on from .*global_step_\d+:\n  bash .*resume.sh\n$", text)
+    assert len(family) >= 2
+    wait_for(lambda: not [p for p in family if alive(p)], "the workers to be gone", 20)
 
 
 def test_misspelt_key_is_refused_with_the_nearest_name():

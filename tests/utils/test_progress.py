@@ -18,6 +18,7 @@ from verl.utils.progress import (
     format_summary,
     print_summary,
     set_overrides,
+    stop_notice,
 )
 
 METRICS = {
@@ -137,6 +138,26 @@ def test_the_command_to_go_on_is_left_as_a_script_beside_the_checkpoint(monkeypa
         str(tmp_path),
         "-m verl.trainer.main_ppo trainer.device=cpu trainer.total_training_steps=50 trainer.resume_mode=auto a=1",
     ]
+
+
+def test_kl_is_shown_where_a_reference_is_kept_near():
+    assert "kl" not in format_numbers({"actor/ppo_kl": 0.0})
+    assert format_numbers({"actor/ppo_kl": 0.0, "actor/kl_loss": 0.01}) == "kl 0.0100"
+
+
+def test_a_run_that_was_stopped_says_how_it_goes_on(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run").mkdir()
+    words = ["trainer.total_training_steps=40", "trainer.resume_mode=disable"]
+    assert stop_notice(3, 40, None, words).startswith("Stopped in step 3 of 40. No checkpoint")
+    assert stop_notice(7, 40, tmp_path / "run/global_step_6", words) == (
+        "Stopped in step 7 of 40. To go on from run/global_step_6:\n  bash run/resume.sh"
+    )
+    script = (tmp_path / "run/resume.sh").read_text()
+    assert "trainer.total_training_steps=40" in script and "trainer.resume_mode=auto" in script
+    assert "main_ppo" in stop_notice(7, 40, tmp_path / "no folder/global_step_6", words), (
+        "what cannot be written is shown"
+    )
 
 
 def test_without_a_checkpoint_the_summary_offers_no_resume():

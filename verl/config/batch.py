@@ -1,5 +1,7 @@
 """The batch arithmetic of a run in words: prompts -> responses -> mini-batches -> micro-batches -> optimizer steps."""
 
+from typing import Any
+
 from verl.config.ppo import PPOConfig
 from verl.config.rules import trained_roles
 from verl.utils.micro_batching import MicroBatching
@@ -11,16 +13,17 @@ def batch_plan(config: PPOConfig) -> str:
     rows = prompts * shared.rollout.n
     workers = config.trainer.world_size
     lines = [
-        f"one training step: {prompts} prompts x {shared.rollout.n} responses = {rows} rows on {workers} workers, "
-        f"{rows // workers} each; at most {shared.rollout.prompt_length} + {shared.rollout.response_length} tokens each"
+        f"one training step: {prompts} prompts x {shared.rollout.n} responses = {rows} rows on "
+        f"{counted(workers, 'worker')}, {rows // workers} each; at most {shared.rollout.prompt_length} + "
+        f"{shared.rollout.response_length} tokens each"
     ]
     for key, role, n in trained_roles(config):
         ranks, split = config.dp_size(role), role.update_split
         mini = role.ppo_mini_batch_size * n // ranks
-        steps = prompts // role.ppo_mini_batch_size * role.ppo_epochs
         lines.append(
-            f"{key.rpartition('.')[2]}: {steps} optimizer steps, each over {role.ppo_mini_batch_size} prompts x {n} = "
-            f"{mini} rows on each of {ranks} ranks, {_forwards(mini, split)}"
+            f"{key.rpartition('.')[2]}: {counted(optimizer_steps(config, role), 'optimizer step')}, each over "
+            f"{role.ppo_mini_batch_size} prompts x {n} = {mini} rows on each of {counted(ranks, 'rank')}, "
+            f"{_forwards(mini, split)}"
         )
     scored = [("old log-probs", shared.rollout.log_prob_split, config.dp_size(shared.actor))]
     if config.uses_reference:
@@ -33,7 +36,17 @@ def batch_plan(config: PPOConfig) -> str:
     return "\n".join(lines)
 
 
+def optimizer_steps(config: PPOConfig, role: Any) -> int:
+    """Optimizer steps of the ``actor`` or ``critic`` section in one training step."""
+    return config.data.prompts_per_step // role.ppo_mini_batch_size * role.ppo_epochs
+
+
+def counted(number: int, noun: str) -> str:
+    """``1 rank``, ``2 ranks``."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def _forwards(rows: int, split: MicroBatching) -> str:
     if split.size is None:
         return f"in forwards of at most {split.max_tokens} tokens"
-    return f"in {-(-rows // split.size)} forwards of {min(split.size, rows)}"
+    return f"in {counted(-(-rows // split.size), 'forward')} of {min(split.size, rows)}"

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from verl.config.base import Config, ConfigError
+from verl.utils.ending import plain_ending
 
 HELP = """\
 usage: python -m {module} [flags] key=value [key=value ...]
@@ -97,14 +98,15 @@ def run_command(
     root: type[Config],
 ) -> Any:
     """See ``verl.config.load.run_from_command_line``."""
-    try:
-        config = _config_to_run(
-            sys.argv[1:] if arguments is None else list(arguments), config_name, config_path, root, run.__module__
-        )
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
-    return None if config is None else run(config)
+    with plain_ending():
+        try:
+            config = _config_to_run(
+                sys.argv[1:] if arguments is None else list(arguments), config_name, config_path, root, run.__module__
+            )
+        except ConfigError as error:
+            print(f"error: {error}", file=sys.stderr)
+            raise SystemExit(2) from None
+        return None if config is None else run(config)
 
 
 def _config_to_run(

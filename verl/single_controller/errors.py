@@ -18,18 +18,29 @@ class WorkerError(WorkerGroupError):
         role, rank, world_size, method: where.
         cause: the remote exception in one line, ``ValueError: no rows``.
         traceback: text of the remote traceback.
+        explanation: what to tell a user in place of a traceback; None if only the traceback tells anything.
     """
 
-    def __init__(self, role: str, rank: int, world_size: int, method: str, cause: str, traceback: str):
+    def __init__(
+        self,
+        role: str,
+        rank: int,
+        world_size: int,
+        method: str,
+        cause: str,
+        traceback: str,
+        told: str | None = None,
+    ):
+        """``told``: the explanation of the remote exception, if it has one."""
         self.role, self.rank, self.world_size, self.method = role, rank, world_size, method
-        self.cause, self.traceback = cause, traceback
-        super().__init__(
-            f"{role}.{method} failed on rank {rank} of {world_size}: {cause}\n"
-            f"The traceback of that worker:\n{traceback.rstrip()}"
-        )
+        self.cause, self.traceback, self._told = cause, traceback, told
+        where = f"{role}.{method} failed on rank {rank} of {world_size}"
+        self.explanation = None if told is None else f"{where}: {told}"
+        super().__init__(f"{where}: {cause}\nThe traceback of that worker:\n{traceback.rstrip()}")
 
     def __reduce__(self):
-        return type(self), (self.role, self.rank, self.world_size, self.method, self.cause, self.traceback)
+        where = (self.role, self.rank, self.world_size, self.method)
+        return type(self), (*where, self.cause, self.traceback, self._told)
 
 
 class WorkerDied(WorkerGroupError):

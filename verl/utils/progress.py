@@ -21,7 +21,8 @@ from typing import Any, TextIO
 NUMBERS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("reward", ("critic/score/mean", "critic/rewards/mean"), "{:.3f}"),
     ("length", ("response_length/mean",), "{:.1f}"),
-    ("kl", ("actor/kl_loss", "actor/reward_kl_penalty", "actor/ppo_kl"), "{:.4f}"),
+    ("kl", ("actor/kl_loss", "actor/reward_kl_penalty"), "{:.4f}"),
+    ("entropy", ("actor/entropy",), "{:.2f}"),
     ("grad", ("actor/grad_norm", "critic/grad_norm"), "{:.2f}"),
     ("tok/s", ("perf/throughput",), "{:.0f}"),
     ("s/step", ("perf/time_per_step",), "{:.1f}"),
@@ -242,10 +243,35 @@ def print_summary(summary: RunSummary, stream: TextIO | None = None) -> None:
 
 def resume_overrides(summary: RunSummary) -> list[str]:
     """The run's command line, changed so that it goes on from the newest checkpoint for as many steps again."""
-    further = {"trainer.total_training_steps": 2 * summary.steps}
-    if any(override.lstrip("+").startswith("trainer.resume_mode=") for override in summary.overrides):
-        further["trainer.resume_mode"] = "auto"
-    return set_overrides(summary.overrides, further)
+    return _resuming(summary.overrides, {"trainer.total_training_steps": 2 * summary.steps})
+
+
+def _resuming(overrides: Sequence[str], new: Mapping[str, Any]) -> list[str]:
+    """``overrides`` with ``new``, made to go on from the newest checkpoint."""
+    if any(override.lstrip("+").startswith("trainer.resume_mode=") for override in overrides):
+        new = {**new, "trainer.resume_mode": "auto"}
+    return set_overrides(overrides, new)
+
+
+def stop_notice(step: int, total: int, checkpoint: Path | None, overrides: Sequence[str]) -> str:
+    """What a run says that ends early: how far it came and how it goes on. Leaves ``resume.sh`` as a finished one does.
+
+    Args:
+        step: the one it was in.
+        checkpoint: the newest complete one, if any.
+        overrides: the run's command line; empty if it was not started from one.
+    """
+    stopped = f"Stopped in step {step} of {total}."
+    if checkpoint is None:
+        return f"{stopped} No checkpoint is there to go on from; trainer.save_freq=N saves one every N steps."
+    if not overrides:
+        return f"{stopped} The newest checkpoint is {_shown(checkpoint)}."
+    resuming = _resuming(overrides, {})
+    try:
+        command = f"bash {shlex.quote(_shown(write_resume_script(checkpoint.parent, resuming)))}"
+    except OSError:  # a full disk may be what stopped the run
+        command = command_line(resuming)
+    return f"{stopped} To go on from {_shown(checkpoint)}:\n  {command}"
 
 
 def write_resume_script(folder: Path, overrides: Sequence[str]) -> Path:

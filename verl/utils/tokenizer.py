@@ -29,12 +29,21 @@ def hf_tokenizer(
         correct_gemma2: the instruct Gemma 2 ends its turns with ``<end_of_turn>`` while its tokenizer says ``<eos>``;
             take the former, or no response would ever stop.
         kwargs: for ``AutoTokenizer.from_pretrained``, such as ``trust_remote_code``.
+
+    Raises:
+        ValueError: none can be read there.
     """
     from transformers import AutoTokenizer
 
     if correct_gemma2 and "gemma-2-2b-it" in str(name_or_path):
         kwargs = {**kwargs, "eos_token": "<end_of_turn>"}
-    tokenizer = AutoTokenizer.from_pretrained(os.path.expanduser(name_or_path), **kwargs)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(os.path.expanduser(name_or_path), **kwargs)
+    except (OSError, ValueError) as error:  # what transformers raises for a folder or hub id that has none
+        raise ValueError(
+            f"{name_or_path} holds no tokenizer: {str(error).strip().splitlines()[0]} Give a folder with tokenizer.json "
+            f"(looked from {os.getcwd()}), or a model of the Hugging Face hub that can be reached or is downloaded."
+        ) from error
     if correct_pad_token:
         set_pad_token_id(tokenizer)
     return tokenizer

@@ -14,6 +14,7 @@ from typing import Any
 
 from verl.single_controller.base.decorator import Dispatch, Execute, register
 from verl.single_controller.errors import WorkerError
+from verl.utils.ending import explanation
 
 PLACES = "__places__"
 """Name that asks a `WorkerHost` for the meshes a role registered, in place of a method name."""
@@ -125,7 +126,8 @@ class WorkerHost:
         except BaseException as error:  # also SystemExit and torch's CheckpointException: the driver must hear of it
             lines = traceback.format_exception(type(error), error, _beyond_this_file(error.__traceback__))
             cause = "".join(traceback.format_exception_only(type(error), error)).strip().splitlines()
-            raise WorkerError(role, *self._place, method, cause[0], "".join(lines)) from error
+            told = explanation(error)
+            raise WorkerError(role, *self._place, method, cause[0], "".join(lines), told) from error
 
     def _finish(self, coroutine) -> Any:
         """Wait for an async method. One event loop for all of them, so that what they share stays usable."""

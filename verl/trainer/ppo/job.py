@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 import os
 import signal
-import sys
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -17,14 +16,16 @@ from typing import Any
 from verl.algorithms.advantage import get_adv_estimator_fn
 from verl.algorithms.policy_loss import get_policy_loss_fn
 from verl.trainer.ppo.placement import default_pools, default_roles
+from verl.trainer.ppo.plan import run_plan
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl.trainer.ppo.reward import load_reward_manager
 from verl.utils.dataset.loader import build_dataset, build_sampler
 from verl.utils.distributed import destroy_global_process_group
+from verl.utils.ending import Terminated
 from verl.utils.fs import copy_to_local
 from verl.utils.garbage import no_collection
 from verl.utils.import_utils import import_users_modules
-from verl.utils.progress import RunSummary, print_summary
+from verl.utils.progress import RunSummary, print_summary, stop_notice
 from verl.utils.tokenizer import hf_processor, hf_tokenizer
 
 
@@ -40,17 +41,25 @@ class PPOJob:
     def run(self) -> RayPPOTrainer:
         """Prepare, train, and say what came of it; worker processes never outlive this call."""
         start = time.monotonic()
-        signal.signal(signal.SIGTERM, _exit_on_signal)
         with no_collection():
             check_device(self.config.trainer)
             self.import_users_modules()
             trainer = self.build_trainer()
-            trainer.controller.start(self.config.ray_init, dict(self.config.ray_init.env))
+        if self.config.trainer.progress_bar:
+            print(run_plan(trainer), flush=True)
         try:
             with no_collection():
+                trainer.controller.start(self.config.ray_init, dict(self.config.ray_init.env))
+                signal.signal(signal.SIGTERM, _stop_on_signal)  # Ray puts a handler of its own there
                 trainer.init_workers()
             trainer.fit()
+        except BaseException:
+            if step := trainer.global_steps:
+                total, newest = trainer.total_training_steps, trainer.last_checkpoint
+                trainer.progress.say(stop_notice(step, total, newest, self.command_line))
+            raise
         finally:
+            trainer.progress.finish()  # or a failed run would leave its bar, and no cursor, on the screen
             trainer.controller.stop()
             destroy_global_process_group()  # a single rank lives in this process
             gc.unfreeze()
@@ -124,6 +133,5 @@ def check_device(trainer: Any) -> None:
         os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 
 
-def _exit_on_signal(number: int, frame: Any) -> None:
-    """Turn a signal into an ordinary exit, so that workers are stopped on the way out."""
-    sys.exit(128 + number)
+def _stop_on_signal(number: int, frame: Any) -> None:
+    raise Terminated

@@ -1,0 +1,61 @@
+"""What a run is about to do, in a few plain lines: the first thing on the screen."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from verl.config.batch import counted, optimizer_steps
+
+
+def run_plan(trainer: Any) -> str:
+    """The lines for a built trainer whose workers have not started yet."""
+    return "\n".join(f"{label:<9}{text}" for label, text in _lines(trainer))
+
+
+def _lines(trainer: Any) -> Iterator[tuple[str, str]]:
+    config = trainer.config
+    shared, keys = config.actor_rollout_ref, config.trainer
+    yield "model", _model(shared.model.path)
+    if trainer.use_critic:
+        yield "critic", _model(config.critic.model.path)
+    prompts, held_out = counted(len(trainer.train_dataset), "prompt"), f"{len(trainer.val_dataset):,}"
+    yield "data", f"{prompts} to train on, {held_out} to validate"
+    asked = f"{counted(config.data.prompts_per_step, 'prompt')} x {counted(shared.rollout.n, 'response')}"
+    length = counted(config.data.max_response_length, "token")
+    updates = counted(optimizer_steps(config, shared.actor), "optimizer step")
+    yield "step", f"{asked} of up to {length}; {config.algorithm.adv_estimator}; {updates}"
+    steps, epochs = trainer.total_training_steps, trainer.total_training_steps / trainer.steps_per_epoch
+    validation, checkpoint = _often("validation", keys.test_freq), _often("checkpoint", keys.save_freq)
+    yield "run", f"{counted(steps, 'step')} ({epochs:.2g} epochs); {validation}, {checkpoint}"
+    ranks = counted(keys.world_size, "rank")
+    yield "on", f"{keys.device}, {ranks}, {shared.actor.strategy}, controller {keys.controller}"
+    yield "results", str(keys.default_local_dir)
+
+
+def _often(what: str, frequency: int) -> str:
+    return f"{what} every {counted(frequency, 'step')}" if frequency > 0 else f"no {what}"
+
+
+def _model(path: str) -> str:
+    number = stored_parameters(path)
+    return path if number is None else f"{path}, {_rounded(number)} parameters"
+
+
+def _rounded(number: int) -> str:
+    size, unit = next((size, unit) for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "K"), (1, "")) if number >= size)
+    return f"{number / size:.3g}{unit}"
+
+
+def stored_parameters(path: str) -> int | None:
+    """Numbers in the safetensors files of a folder, from their headers alone; None if it has none."""
+    return sum(map(_numbers_in, Path(path).expanduser().glob("*.safetensors"))) or None
+
+
+def _numbers_in(file: Path) -> int:
+    with open(file, "rb") as stream:
+        header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
+    return sum(prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")

@@ -1,0 +1,59 @@
+"""How a run ends that cannot go on: with the sentence a user can act on, and a traceback only where that helps."""
+
+import opcode
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import TracebackType
+
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_RAISE = opcode.opmap["RAISE_VARARGS"]
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM, which is answered as Ctrl-C is: what is open gets closed on the way out."""
+
+
+@contextmanager
+def plain_ending() -> Iterator[None]:
+    """Wraps a whole program: an error it foresaw ends it with the message alone, as the last thing on the screen.
+
+    Exit code 1, after a signal 128 and its number as shells have it. All other errors, and with
+    VERL_LOGGING_LEVEL=DEBUG these too, leave with their traceback.
+    """
+    try:
+        yield
+    except KeyboardInterrupt as stop:
+        raise SystemExit(128 + (signal.SIGTERM if isinstance(stop, Terminated) else signal.SIGINT)) from None
+    except Exception as error:
+        message = explanation(error)
+        if message is None or os.environ.get("VERL_LOGGING_LEVEL", "").upper() == "DEBUG":
+            raise
+        sys.stdout.flush()
+        print(f"error: {message}", file=sys.stderr)
+        raise SystemExit(1) from None
+
+
+def explanation(error: BaseException) -> str | None:
+    """What ``error`` tells a user, or None if only its traceback tells anything.
+
+    Errors that verl raises on purpose say what is wrong and the way out. Those are the ones whose innermost frame is a
+    ``raise`` in this package; what Python or a library raises beneath it, and a broken ``assert``, were not foreseen.
+    An error may have an ``explanation`` of its own: one that stands for an error in another process.
+    """
+    if hasattr(error, "explanation"):
+        return error.explanation
+    if isinstance(error, AssertionError | LookupError) or error.__traceback__ is None:
+        return None
+    tb = _innermost(error.__traceback__)
+    code = tb.tb_frame.f_code
+    was_raised = code.co_code[tb.tb_lasti] == _RAISE and code.co_name != "__getattr__"
+    return str(error) if was_raised and code.co_filename.startswith(_PACKAGE) else None
+
+
+def _innermost(tb: TracebackType) -> TracebackType:
+    while tb.tb_next is not None:
+        tb = tb.tb_next
+    return tb
