@@ -274,7 +274,8 @@ def token_outputs(
         layer = value_layer(model)
         bias = None if layer.bias is None else layer.bias.float()
         # the head in fp32: a bf16 value has three digits, too few for a TD error
-        return TokenScores(values=nn.functional.linear(hidden.float(), layer.weight.float(), bias).squeeze(-1))
+        values = nn.functional.linear(hidden.float(), layer.weight.float(), bias)
+        return TokenScores(values=values.sum(-1))  # over the one label: FSDP warns of outputs that are views
     maths = HeadMaths(temperature, head.scale, head.softcap)
     weight = model.get_output_embeddings().weight
     return TokenScores(*chunked_log_probs(hidden, weight, targets, maths, want_entropy, head.compiled))

@@ -40,9 +40,10 @@ def hf_tokenizer(
     try:
         tokenizer = AutoTokenizer.from_pretrained(os.path.expanduser(name_or_path), **kwargs)
     except (OSError, ValueError) as error:  # what transformers raises for a folder or hub id that has none
+        why = str(error).strip().splitlines()[0].rstrip(" :.")
         raise ValueError(
-            f"{name_or_path} holds no tokenizer: {str(error).strip().splitlines()[0]} Give a folder with tokenizer.json "
-            f"(looked from {os.getcwd()}), or a model of the Hugging Face hub that can be reached or is downloaded."
+            f"{name_or_path} holds no tokenizer ({why}). Give a folder with tokenizer.json (looked from "
+            f"{os.getcwd()}), or a model of the Hugging Face hub that can be reached or was downloaded before."
         ) from error
     if correct_pad_token:
         set_pad_token_id(tokenizer)
