@@ -208,13 +208,15 @@ def test_a_run_killed_while_saving_resumes_from_the_checkpoint_before(run, monke
     from verl.trainer.ppo import checkpoint
 
     settings = {"trainer__save_freq": 1, "trainer__max_actor_ckpt_to_keep": 1, "trainer__resume_mode": "auto"}
-    run(**settings, trainer__total_training_steps=1)
+    real = getattr(checkpoint, moment)
 
-    def die(*args):
-        raise KeyboardInterrupt
+    def die_at_the_second_step(where, *args):
+        if "global_step_2" in str(where) or args == (2,):
+            raise KeyboardInterrupt
+        return real(where, *args)
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(checkpoint, moment, die)
+        patch.setattr(checkpoint, moment, die_at_the_second_step)
         run(**settings)
     trainer, steps = run(**settings)
     assert list(steps) == [2]
@@ -397,7 +399,10 @@ def test_each_of_these_settings_changes_what_is_learned(run):
     variants += [{"actor_rollout_ref__rollout__temperature": 0.7}, {"data__seed": 5}, {"data__shuffle": False}]
     variants += [{"actor_rollout_ref__rollout__top_k": 3}, {"actor_rollout_ref__rollout__top_p": 0.5}]
     variants += [{"algorithm__norm_adv_by_std_in_grpo": False}, {"trainer__seed": 5}]
-    results = [run(**base, **variant)[1][2] for variant in variants]
+    variants += [{"actor_rollout_ref__rollout__dtype": "bfloat16"}]
+    precision = "actor_rollout_ref__actor__fsdp_config__"
+    variants += [{f"{precision}mixed_precision__param_dtype": "bf16"}, {f"{precision}model_dtype": "bf16"}]
+    results = [run(**{**base, **variant})[1][2] for variant in variants]
     grads = [(step["actor/grad_norm"], step["actor/entropy"]) for step in results]
     assert len(set(grads)) == len(grads), list(zip(variants, grads, strict=True))
     assert numbers({1: results[0]}) == numbers({1: run(**base)[1][2]})
@@ -412,10 +417,62 @@ def test_entropy_is_aggregated_as_the_loss_is(run, mode):
     assert ratio[0] * 4 < steps[1]["actor/entropy"] < ratio[1] * 4.7
 
 
-def test_shuffled_mini_batches_change_the_critic_too(run):
-    base = {**GAE, "critic__ppo_mini_batch_size": 2}
-    results = [run(**base, critic__shuffle=shuffle)[1][2]["critic/vf_loss"] for shuffle in (False, True)]
-    assert results[0] != results[1]
+def test_each_of_these_settings_changes_what_the_critic_learns(run):
+    base = {**GAE, "critic__ppo_mini_batch_size": 2, "critic__optim__lr": "1e-2"}
+    names = {
+        "cliprange_value": 1e-4,
+        "loss_agg_mode": "seq-mean-token-sum",
+        "ppo_epochs": 2,
+        "shuffle": True,
+        "grad_clip": 0.01,
+        "optim__weight_decay": 10,
+    }
+    variants = [{}, *({f"critic__{name}": value} for name, value in names.items())]
+    variants += [{"algorithm__gamma": 0.9}, {"algorithm__lam": 0.9}]
+    results = [run(**base, **variant)[1][2]["critic/vf_loss"] for variant in variants]
+    assert len(set(results)) == len(results), list(zip(variants, results, strict=True))
+
+
+DYNAMIC = {
+    **{f"actor_rollout_ref__{role}__log_prob_max_token_len_per_gpu": 200 for role in ("rollout", "ref")},
+    "actor_rollout_ref__actor__use_dynamic_bsz": True,
+    "actor_rollout_ref__actor__ppo_max_token_len_per_gpu": 200,
+    "critic__ppo_max_token_len_per_gpu": 200,
+    "critic__forward_max_token_len_per_gpu": 200,
+}
+SMALL = {
+    **{f"actor_rollout_ref__{role}__log_prob_micro_batch_size_per_gpu": 2 for role in ("rollout", "ref")},
+    "actor_rollout_ref__actor__ppo_micro_batch_size_per_gpu": 4,
+    "critic__ppo_micro_batch_size_per_gpu": 2,
+    "critic__forward_micro_batch_size_per_gpu": 1,
+}
+
+
+@pytest.mark.parametrize("cut", [DYNAMIC, SMALL], ids=["by tokens", "by rows"])
+def test_how_batches_are_cut_into_forwards_changes_no_number(run, cut):
+    base = {**GAE, **REFERENCE, "algorithm__use_kl_in_reward": True}
+    plain, other = numbers(run(**base)[1]), numbers(run(**{**base, **cut})[1])
+    for one, two in zip(plain, other, strict=True):
+        assert two == pytest.approx(one, rel=1e-3, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"trainer__balance_batch": False},
+        {"actor_rollout_ref__actor__fsdp_config__fsdp_size": 1},
+        {"actor_rollout_ref__actor__fsdp_config__reshard_after_forward": False},
+        {"actor_rollout_ref__actor__fsdp_config__wrap_policy__min_num_params": 1000},
+    ],
+    ids=lambda setting: next(iter(setting)).split("__")[-1],
+)
+def test_how_two_ranks_share_the_work_changes_no_number(run, setting):
+    base = {"trainer__n_gpus_per_node": 2, "actor_rollout_ref__actor__strategy": "fsdp2"}
+    plain, other = numbers(run(**base)[1]), numbers(run(**base, **setting)[1])
+    assert ("global_seqlen/balanced_max" in other[0]) == ("trainer__balance_batch" not in setting)
+    for one, two in zip(plain, other, strict=True):
+        one = {name: value for name, value in one.items() if name in two}
+        assert two == pytest.approx(one, rel=1e-3, abs=1e-4)
 
 
 # -- learning rate, length, seeds -------------------------------------------------------------------------------------
@@ -561,6 +618,106 @@ def test_a_worker_that_takes_too_long_is_named(run):
         )
 
 
+def test_reward_errors_are_counted_if_asked_for(run, tmp_path):
+    (tmp_path / "reward.py").write_text("def compute_score(solution_str, **kwargs):\n    return float(solution_str)\n")
+    path = {"custom_reward_function__path": str(tmp_path / "reward.py")}
+    _, steps = run(**path, reward_model__on_error="zero_and_count")
+    assert steps[1]["reward/errors"] > 0 and steps[1]["critic/score/mean"] == 0
+
+
+LIBRARY = """
+from verl.algorithms.advantage import register_adv_est
+from verl.utils.tracking import Backend, register_backend
+
+@register_adv_est("mine_of_options")
+def estimate(token_level_rewards, response_mask, config=None, **kwargs):
+    return 5 * response_mask.float(), 5 * response_mask.float()
+
+@register_backend("list_of_options")
+class ListBackend(Backend):
+    lines = []
+    def log(self, data, step):
+        self.lines.append((step, data))
+"""
+
+
+def test_an_external_library_brings_names_of_its_own(run, tmp_path, monkeypatch):
+    (tmp_path / "library_of_options.py").write_text(LIBRARY)
+    monkeypatch.syspath_prepend(tmp_path)
+    run(
+        actor_rollout_ref__model__external_lib="library_of_options",
+        algorithm__adv_estimator="mine_of_options",
+        trainer__logger="[list_of_options]",
+    )
+    import library_of_options
+
+    assert [step for step, _ in library_of_options.ListBackend.lines] == [1, 2]
+    assert library_of_options.ListBackend.lines[0][1]["critic/advantages/mean"] == 5
+
+
+def test_a_logger_whose_package_is_missing_is_told_before_models_load(run, monkeypatch):
+    import sys
+
+    from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+
+    monkeypatch.setattr(RayPPOTrainer, "init_workers", lambda self: pytest.fail("models were loaded"))
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ImportError, match="trainer.logger=wandb needs the package"):
+        run(trainer__logger="[wandb]")
+
+
+def test_the_tokenizer_may_lie_elsewhere(run, task, tmp_path):
+    import shutil
+
+    bare, tokenizer = tmp_path / "bare", tmp_path / "tokenizer"
+    for folder in (bare, tokenizer):
+        shutil.copytree(task["actor_rollout_ref.model.path"], folder)
+    for file in bare.glob("*token*"):
+        file.unlink()
+    for file in tokenizer.glob("*.safetensors"):
+        file.unlink()
+    _, plain = run()
+    _, steps = run(actor_rollout_ref__model__path=str(bare), data__tokenizer=str(tokenizer), trainer__save_freq=2)
+    assert numbers(steps) == numbers(plain)
+    assert list((tmp_path / "checkpoints" / "global_step_2" / "actor" / "huggingface").glob("tokenizer*"))
+
+
+def test_arguments_of_the_chat_template_reach_it(run, task, tmp_path):
+    import shutil
+
+    shutil.copytree(task["actor_rollout_ref.model.path"], tmp_path / "model")
+    for file in (tmp_path / "model").glob("chat_template*"):
+        file.unlink()
+    (tmp_path / "model" / "chat_template.jinja").write_text("{{ messages[0].content }} be {{ mood }}")
+    dump = {"trainer__rollout_data_dir": str(tmp_path / "dump"), "trainer__total_training_steps": 1}
+    run(
+        **{"+data__apply_chat_template_kwargs__mood": "brief"},
+        actor_rollout_ref__model__path=str(tmp_path / "model"),
+        **dump,
+    )
+    assert all(row["input"].endswith("be brief") for row in rows(tmp_path / "dump" / "1.jsonl"))
+
+
+@pytest.mark.ray
+def test_ray_starts_as_ray_init_says(run, tmp_path, monkeypatch):
+    import ray
+
+    seen = {}
+    shutdown = ray.shutdown
+    monkeypatch.setattr(ray, "shutdown", lambda: (seen.update(ray.cluster_resources()), shutdown()))
+    monkeypatch.setenv("COLOUR", "")
+    run(
+        trainer__controller="ray",
+        trainer__total_training_steps=1,
+        ray_init__num_cpus=3,
+        ray_init__object_store_memory_mb=100,
+        ray_init__timeline_json_file=str(tmp_path / "timeline.json"),
+        **{"+ray_init__env__COLOUR": "red"},
+    )
+    assert seen["CPU"] == 3 and seen["object_store_memory"] == 100 << 20
+    assert json.loads((tmp_path / "timeline.json").read_text())
+
+
 def test_variables_of_ray_init_env_reach_the_workers(run, tmp_path, monkeypatch):
     monkeypatch.setenv("BONUS", "")
     (tmp_path / "reward.py").write_text(
@@ -618,12 +775,12 @@ def test_mfu_is_logged_where_the_peak_of_the_device_is_known(run, monkeypatch):
     from verl.workers import model_worker
 
     assert not [name for name in run(**GAE)[1][2] if "mfu" in name]
-    monkeypatch.setattr(model_worker, "get_device_flops", lambda: 1e-3)  # TFLOPS
+    monkeypatch.setattr(model_worker, "get_device_flops", lambda **_: 1e-3)  # TFLOPS
     _, steps = run(**GAE)
     assert 0 < steps[2]["perf/mfu/actor"] < 100 and 0 < steps[2]["perf/mfu/critic"] < 100
 
 
 def test_memory_does_not_grow_with_the_steps(run):
-    _, steps = run(**GAE, trainer__total_training_steps=40)
+    _, steps = run(**GAE, trainer__total_training_steps=25)
     memory = series(steps, "perf/cpu_memory_used_gb")
     assert memory[-1] - memory[9] < 0.02

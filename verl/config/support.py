@@ -190,6 +190,7 @@ NAMES: tuple[Names, ...] = (
         "logger",
         built=("console", "tensorboard", "wandb", "file"),
         planned=("mlflow", "swanlab", "vemlp_wandb", "clearml", "trackio"),
+        registry=("verl.utils.tracking", "_BACKENDS"),
     ),
 )
 

@@ -29,6 +29,10 @@ class Backend:
     def __init__(self, project_name: str, experiment_name: str, config: Mapping[str, Any], **kwargs: Any) -> None:
         """Open it. ``kwargs`` are ``trainer.tracker_kwargs.<name>``."""
 
+    @classmethod
+    def check(cls) -> None:
+        """Raise ImportError if a package it needs is missing; asked before anything slow is started."""
+
     def log(self, data: Mapping[str, Any], step: int) -> None:
         raise NotImplementedError(f"{type(self).__name__} must define log(data, step)")
 
@@ -52,6 +56,16 @@ def register_backend(name: str) -> Callable[[BackendFactory], BackendFactory]:
         return factory
 
     return add
+
+
+def check_backends(names: str | Sequence[str]) -> None:
+    """See that every logger named is known and its package installed.
+
+    Raises:
+        ValueError, ImportError: as ``Tracking`` would.
+    """
+    for name in [names] if isinstance(names, str) else names:
+        getattr(_get_backend(name), "check", lambda: None)()
 
 
 def known_backends() -> list[str]:
@@ -225,10 +239,14 @@ class FileBackend(Backend):
 class TensorboardBackend(Backend):
     """Event files in ``TENSORBOARD_DIR``, default ``tensorboard_log/{project}/{experiment}``."""
 
+    @classmethod
+    def check(cls) -> None:
+        _import_for("tensorboard", "tensorboard", "tensorboard")
+
     def __init__(
         self, project_name: str, experiment_name: str, config: Mapping[str, Any], log_dir: str | None = None
     ) -> None:
-        _import_for("tensorboard", "tensorboard", "tensorboard")
+        self.check()
         module = _import_for("tensorboard", "torch.utils.tensorboard", "tensorboard")
         self.folder = log_dir or tensorboard_folder(project_name, experiment_name)
         os.makedirs(self.folder, exist_ok=True)
@@ -257,6 +275,10 @@ class WandbBackend(Backend):
 
     Offline runs lie under ``wandb/`` and are sent later with ``wandb sync``.
     """
+
+    @classmethod
+    def check(cls) -> None:
+        _import_for("wandb", "wandb", "wandb")
 
     def __init__(self, project_name: str, experiment_name: str, config: Mapping[str, Any], **kwargs: Any) -> None:
         self.wandb = _import_for("wandb", "wandb", "wandb")

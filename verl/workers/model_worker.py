@@ -41,6 +41,7 @@ class EngineWorker(Worker):
         total_training_steps: length of the learning-rate schedule, in calls of ``update_*``.
         response_length: tokens; the constant some losses divide by.
         timeout_s: seconds a collective may wait for a rank.
+        tokenizer_path: where the policy's tokenizer is, if not beside its model.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class EngineWorker(Worker):
         total_training_steps: int = -1,
         response_length: int | None = None,
         timeout_s: float = 600.0,
+        tokenizer_path: str | None = None,
     ) -> None:
         super().__init__()
         self.config = config
@@ -61,6 +63,7 @@ class EngineWorker(Worker):
         self.total_training_steps = total_training_steps
         self.response_length = response_length
         self.timeout_s = timeout_s
+        self.tokenizer_path = tokenizer_path
         self.checkpoints: CheckpointManager | None = None
 
     def start_process(self) -> None:

@@ -76,7 +76,8 @@ class PolicyRole:
             train=True,
         )
         self.ppo_loss = PPOLoss(config.actor, config.rollout.response_length)
-        self.checkpoint_manager(self.actor, config.model.path, config.actor.checkpoint, config.model.trust_remote_code)
+        tokenizer = self.tokenizer_path or config.model.path
+        self.checkpoint_manager(self.actor, tokenizer, config.actor.checkpoint, config.model.trust_remote_code)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, mesh="actor", reads=TOKENS)
     def compute_log_prob(self, data: DataProto) -> DataProto:
@@ -143,7 +144,7 @@ class RolloutRole:
     def init_rollout(self) -> None:
         """Build the rollout engine; its weights arrive from the policy at the first generation."""
         model, config = self.config.model, self.config.rollout
-        self.tokenizer = hf_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
+        self.tokenizer = hf_tokenizer(self.tokenizer_path or model.path, trust_remote_code=model.trust_remote_code)
         self.rollout: RolloutEngine = get_rollout_class(config.name)(
             model.path,
             config,

@@ -88,6 +88,7 @@ def start_worker_groups(
             total_training_steps=total_training_steps,
             response_length=config.actor_rollout_ref.rollout.response_length,
             timeout_s=config.actor_rollout_ref.nccl_timeout,
+            tokenizer_path=config.data.tokenizer,
         )
     groups: dict[str, Any] = {}
     for pool, classes in by_pool.items():

@@ -43,7 +43,7 @@ from verl.utils.metric import reduce_metrics
 from verl.utils.profiler import marked_timer
 from verl.utils.progress import Progress
 from verl.utils.seeding import derive_seed
-from verl.utils.tracking import Tracking, ValidationGenerationsLogger
+from verl.utils.tracking import Tracking, ValidationGenerationsLogger, check_backends
 from verl.workers.reward_manager.rule import REWARD_ERROR_KEY
 
 __all__ = [
@@ -115,6 +115,7 @@ class RayPPOTrainer:
         self.use_critic = need_critic(config)
         self.use_reference_policy = need_reference_policy(config)
         self.kl_ctrl_in_reward = get_kl_controller(config.algorithm.kl_ctrl)
+        check_backends(config.trainer.logger)
         self.train_dataset, self.val_dataset = train_dataset, val_dataset
         self.train_dataloader = build_train_loader(config.data, train_dataset, collate_fn, train_sampler, self.seed)
         self.val_dataloader = build_val_loader(config.data, val_dataset, collate_fn, self.seed)
