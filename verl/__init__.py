@@ -3,9 +3,13 @@
 Importing this package costs nothing: torch, ray and transformers are imported when something that needs them is used.
 """
 
+import os
 from typing import TYPE_CHECKING
 
 from verl.version import __version__
+
+# torch.cuda.is_available() starts the CUDA driver, which does not survive a fork, unless told to ask NVML instead
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 if TYPE_CHECKING:
     from verl.protocol import DataProto

@@ -60,7 +60,10 @@ def _score_block(raw: Tensor, targets: Tensor, maths: HeadMaths, want_entropy: b
     if want_entropy:
         p = torch.exp(x)
         total = p.sum(-1)
-        mean = torch.bmm(p[:, None], x[:, :, None]).view(-1) / total
+        if p.is_cuda:  # may be fused, and is exact where the user lets matrix products run in TF32
+            mean = (p * x).sum(-1) / total
+        else:
+            mean = torch.bmm(p[:, None], x[:, :, None]).view(-1) / total
     else:
         total = x.exp_().sum(-1)
         mean = torch.zeros_like(total)
@@ -90,9 +93,30 @@ def _grad_block(
     return x if isinstance(slope, float) and slope == 1.0 else x.mul_(slope)
 
 
+class _Compiled:
+    """A function on blocks, compiled when first called; as it is where this machine cannot compile."""
+
+    def __init__(self, plain: Callable) -> None:
+        self._plain = plain
+        self._function = torch.compile(plain, dynamic=True)
+
+    def __call__(self, *args: Any) -> Any:
+        if self._function is self._plain:
+            return self._plain(*args)
+        try:
+            return self._function(*args)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # no C compiler, no Triton, ...: each has its own type
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            logger.warning("torch.compile does not work here, so it is left out: %s", reason)
+            self._function = self._plain
+            return self._plain(*args)
+
+
 @lru_cache(maxsize=1)
 def _compiled_blocks() -> tuple[Callable, Callable]:
-    return torch.compile(_score_block, dynamic=True), torch.compile(_grad_block, dynamic=True)
+    return _Compiled(_score_block), _Compiled(_grad_block)
 
 
 # -- the chunked head ---------------------------------------------------------------------------------------------
@@ -100,7 +124,7 @@ def _compiled_blocks() -> tuple[Callable, Callable]:
 
 def _raw_logits(hidden: Tensor, weight: Tensor) -> Tensor:
     """hidden (t, H) times weight (V, H) transposed; kept in the fp32 it was summed in where the device offers that."""
-    if hidden.is_cuda and hidden.dtype in (torch.bfloat16, torch.float16):
+    if hidden.is_cuda and hidden.dtype in (torch.bfloat16, torch.float16) and torch.version.hip is None:
         return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
     return hidden @ weight.t()
 
@@ -194,7 +218,7 @@ def chunked_log_probs(
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probability of each target under softmax(logits), and the entropy of that distribution.
 
-    Peak memory is one chunk of logits (64 MiB on CPU, 512 MiB on CUDA), forward and backward.
+    Logits exist in chunks only (64 MiB on CPU, 512 MiB on CUDA); peak memory is up to four of these.
 
     Args:
         hidden: (T, H), the states that predict ``targets``.

@@ -62,10 +62,27 @@ def get_visible_devices_keyword() -> str:
 
 
 def current_device(device: str) -> torch.device:
-    """The device of this rank: ``cuda:LOCAL_RANK`` (or the only visible one), or ``cpu``."""
+    """The device of this rank, made current: ``cuda:LOCAL_RANK`` (or the only visible one), or ``cpu``.
+
+    Raises:
+        ValueError: for a device that is unknown or not present.
+        RuntimeError: in a fork of a process that had started CUDA.
+    """
     if check_device(device) == "cpu":
         return torch.device("cpu")
-    index = int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count()
+    if torch.cuda._is_in_bad_fork():
+        raise RuntimeError(
+            "device='cuda' cannot be used in this process: it was forked from one that had started CUDA. Let the "
+            "driver leave CUDA alone (torch.cuda.is_available() starts it where NVML is missing), or set "
+            "trainer.controller=ray."
+        )
+    index, count = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
+    if index >= count > 1:
+        raise ValueError(
+            f"device='cuda': this is process {index} of its node (LOCAL_RANK), and torch sees {count} CUDA devices. "
+            "Start no more processes than devices: lower trainer.n_gpus_per_node."
+        )
+    index = min(index, count - 1)  # one device, and the others hidden: each process has its own under the number 0
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
 

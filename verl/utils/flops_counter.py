@@ -8,7 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from verl.utils.device import get_device_name, get_torch_device
+import torch
+
+from verl.utils.device import get_device_name
 
 _DENSE_BF16_TFLOPS = (  # first match wins, so longer names stand first; vendors' data sheets, without sparsity
     ("GB200", 2500.0),
@@ -31,12 +33,16 @@ _DENSE_BF16_TFLOPS = (  # first match wins, so longer names stand first; vendors
 )
 
 
-def get_device_flops(unit: str = "T") -> float:
-    """Dense bf16 operations a second of the current device; infinity when it is not known, so that MFU reads 0."""
+def get_device_flops(unit: str = "T", device: str | None = None) -> float:
+    """Dense bf16 operations a second of the current device; infinity when it is not known, so that MFU reads 0.
+
+    Args:
+        device: ``cpu`` or ``cuda``; None: ``cuda`` where there is one.
+    """
     scale = {"B": 1e9, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}[unit]
-    if get_device_name() == "cpu":
+    if (device or get_device_name()) == "cpu":
         return float("inf")
-    name = get_torch_device().get_device_name()
+    name = torch.cuda.get_device_name()
     return next((tflops * 1e12 / scale for key, tflops in _DENSE_BF16_TFLOPS if key in name), float("inf"))
 
 

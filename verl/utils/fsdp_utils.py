@@ -185,7 +185,7 @@ def offload_fsdp_model_to_cpu(model: nn.Module, empty_cache: bool = True) -> Non
     for unit in fsdp_modules(model):
         unit.reshard()
     model.to("cpu")
-    if empty_cache and torch.cuda.is_available():
+    if empty_cache and torch.cuda.is_initialized():
         torch.cuda.empty_cache()
 
 

@@ -33,5 +33,5 @@ def move_optimizer_state(optimizer: torch.optim.Optimizer, device: torch.device)
         for name, value in state.items():
             if isinstance(value, Tensor):
                 state[name] = value.to(device, non_blocking=True)
-    if device.type == "cpu" and torch.cuda.is_available():
+    if device.type == "cpu" and torch.cuda.is_initialized():
         torch.cuda.synchronize()

@@ -131,7 +131,7 @@ def _initialised_cuda() -> Any:
     """``torch.cuda`` if this process uses it already; asking never imports torch nor wakes the device."""
     torch = sys.modules.get("torch")
     cuda = getattr(torch, "cuda", None)
-    return cuda if cuda is not None and cuda.is_available() and cuda.is_initialized() else None
+    return cuda if cuda is not None and cuda.is_initialized() else None
 
 
 def _rank() -> int:

@@ -136,6 +136,8 @@ class RayClassWithInitArgs(ClassWithInitArgs):
 class RayWorkerGroup(WorkerGroup):
     """A `WorkerGroup` of Ray actors."""
 
+    controller = "ray"
+
     def _start(
         self,
         resource_pool: RayResourcePool,
@@ -276,7 +278,12 @@ class RayWorkerHost(WorkerHost):
         if ids is None:
             return local_rank
         visible = os.environ.get("CUDA_VISIBLE_DEVICES") or os.environ.get("ASCEND_RT_VISIBLE_DEVICES") or ""
-        return "0" if visible.split(",") == list(map(str, ids)) else str(ids[0])
+        return _place_among(str(ids[0]), visible.split(","))
+
+
+def _place_among(device: str, visible: Sequence[str]) -> str:
+    """Torch counts the visible devices from 0; where none are named it sees all of them."""
+    return str(visible.index(device)) if device in visible else device
 
 
 @functools.cache

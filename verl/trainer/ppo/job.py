@@ -118,13 +118,14 @@ def check_device(trainer: Any) -> None:
     """Refuse a device this machine does not have, before anything is loaded."""
     import torch
 
-    if trainer.device == "cuda" and not torch.cuda.is_available() and trainer.nnodes == 1:
+    here = trainer.nnodes == 1 and not (trainer.controller == "ray" and "RAY_ADDRESS" in os.environ)
+    if trainer.device == "cuda" and here and not torch.cuda.is_available():
         raise ValueError(
             "trainer.device=cuda, but torch finds no CUDA device on this machine. "
             "Pass trainer.device=cpu to run here, or check the driver and the torch build with "
             '`python -c "import torch; print(torch.version.cuda, torch.cuda.device_count())"`.'
         )
-    if trainer.device == "cuda" and trainer.nnodes == 1 and trainer.n_gpus_per_node > torch.cuda.device_count():
+    if trainer.device == "cuda" and here and trainer.n_gpus_per_node > torch.cuda.device_count():
         raise ValueError(
             f"trainer.n_gpus_per_node={trainer.n_gpus_per_node}, but this machine has {torch.cuda.device_count()} "
             f"CUDA devices. Lower it to that number."

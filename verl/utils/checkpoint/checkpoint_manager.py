@@ -161,7 +161,8 @@ class CheckpointManager:
         if not path.exists():
             raise FileNotFoundError(f"checkpoint file {path} does not exist: {_what_is_there(folder, part)}")
         try:
-            return torch.load(path, map_location=self.engine.device, weights_only=True)
+            # to host memory: a device holds no second copy, and generator states must lie there
+            return torch.load(path, map_location="cpu", weights_only=True)
         except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
             raise ValueError(f"checkpoint file {path} cannot be read: resume from an older step. ({error})") from error
 

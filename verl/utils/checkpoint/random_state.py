@@ -31,4 +31,4 @@ def set_random_state(state: dict[str, Any], device: torch.device) -> None:
     version, words, gauss = state["random"]
     random.setstate((version, tuple(words), gauss))
     if device.type == "cuda" and "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"].cpu(), device)
+        torch.cuda.set_rng_state(state["cuda"], device)

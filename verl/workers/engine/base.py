@@ -222,10 +222,12 @@ class Engine(ABC):
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Continue from ``state``; parts that are not in it stay as they are."""
-        if "model" in state:
-            self.load_model_state(state["model"])
-        if "optimizer" in state and self.optimizer is not None:
-            load_optimizer_state(self.optimizer, self.parameter_names(), state["optimizer"])
+        # on the device, because an optimizer takes its state to where its parameters are
+        with self.on_device(optimizer=True):
+            if "model" in state:
+                self.load_model_state(state["model"])
+            if "optimizer" in state and self.optimizer is not None:
+                load_optimizer_state(self.optimizer, self.parameter_names(), state["optimizer"])
         if "extra" in state:
             extra = state["extra"]
             if self.schedule is not None and extra.get("lr_scheduler"):

@@ -99,7 +99,8 @@ class LocalEngine(Engine):
         if math.isfinite(norm):
             self.optimizer.step()
             self._refresh()
-        if not self._masters:
+        # host memory is cheap and slow to get: the gradients of masters stay allocated there
+        if not self._masters or self.device.type != "cpu":
             self.optimizer.zero_grad()
         return norm
 
@@ -137,20 +138,21 @@ class LocalEngine(Engine):
 
     def load(self, *, model: bool, optimizer: bool) -> None:
         if model and self._offload_params:
-            self._move(self.device)
+            self._move(self.device, masters=optimizer)
         if optimizer and self._offload_optimizer and self.optimizer is not None:
             move_optimizer_state(self.optimizer, self.device)
 
     def offload(self, *, model: bool, optimizer: bool) -> None:
         if model and self._offload_params:
-            self._move(torch.device("cpu"))
+            self._move(torch.device("cpu"), masters=optimizer)
         if optimizer and self._offload_optimizer and self.optimizer is not None:
             move_optimizer_state(self.optimizer, torch.device("cpu"))
         if self._offload_params or self._offload_optimizer:
             empty_cache(self.device)
 
-    def _move(self, device: torch.device) -> None:
+    def _move(self, device: torch.device, masters: bool) -> None:
+        """Move the module, and for an optimizer step the master weights too."""
         self.module.to(device)
-        for master in self._masters.values():
+        for master in self._masters.values() if masters else ():
             master.grad = None
             master.data = master.data.to(device)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from verl.protocol import DataProto
-from verl.utils.ragged import Layout, Ragged, move_columns, select_columns, slice_columns
+from verl.utils.ragged import Layout, Ragged, select_columns, slice_columns
 from verl.utils.seqlen_balancing import inverse_permutation
 
 
@@ -35,6 +35,19 @@ class MicroBatch:
     """(b, r); r is at least 1."""
     columns: Mapping[str, Tensor]
     """What the loss reads, each (b, r) or, for columns of one value a row, (b, ...)."""
+
+    def to(self, device: torch.device | str) -> MicroBatch:
+        """The same on another device."""
+        position_ids = None if self.position_ids is None else self.position_ids.to(device)
+        return MicroBatch(
+            input_ids=self.input_ids.to(device),
+            position_ids=position_ids,
+            cells=self.cells.to(device),
+            targets=self.targets.to(device),
+            slots=self.slots.to(device),
+            shape=self.shape,
+            columns={name: column.to(device) for name, column in self.columns.items()},
+        )
 
     def tight(self, flat: Tensor | None) -> Tensor | None:
         """(t,) to (b, r), zero at the padding; differentiable."""
@@ -93,14 +106,15 @@ def cut_batch(
         if column is not None and column.layout == responses.layout:
             ragged[name] = column
         else:
-            dense[name] = data.column(name)[order].to(device)
-    ragged = move_columns(select_columns(ragged, order), device)
+            dense[name] = data.column(name)[order]
+    # laid out in host memory: every length read back from a device would wait for the device
+    ragged = select_columns(ragged, order)
 
     micro_batches, first = [], 0
     for last in torch.tensor([len(group) for group in groups]).cumsum(0).tolist():
         part = slice_columns(ragged, first, last)
         columns = {name: _tight(part[name]) if name in part else dense[name][first:last] for name in names}
-        micro_batches.append(_micro_batch(part, before[first:last].to(device), columns))
+        micro_batches.append(_micro_batch(part, before[first:last], columns).to(device))
         first = last
     return Cut(micro_batches, order, responses.layout)
 

@@ -84,7 +84,8 @@ class GrowingLayer(DynamicLayer):
                 buffer[mine, :, self.length - columns : self.length] = prompt[source]
                 # never filled, yet attention multiplies them by zero: they must not hold NaN
                 buffer[mine, :, : self.length - columns] = 0
-            part.reset()
+            part.keys = part.values = None  # reset() of some releases keeps the memory
+            part.is_initialized = False
             first += rows
         self.is_initialized = True
 

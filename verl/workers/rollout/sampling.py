@@ -138,7 +138,7 @@ def pick(weights: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
     before = torch.where(block > 0, block_ends.gather(-1, (block - 1).clamp_(min=0)), 0.0)
     ends = blocks[torch.arange(rows, device=weights.device), block[:, 0]].double().cumsum(-1)
     # the block's sum in float32 and its running sum in float64 differ in the last digits: stay below the latter
-    inside = torch.minimum(target - before, ends[:, -1:] * (1 - 2.0**-52))
+    inside = torch.minimum(target - before, ends[:, -1:] * (1 - 2.0**-52)).clamp_(min=0)
     return block * size + torch.searchsorted(ends, inside, right=True), total
 
 
