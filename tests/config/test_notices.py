@@ -8,6 +8,7 @@ ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 REF = "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=2"
 CPU = "trainer.device=cpu"
 LOCAL = (f"{ACTOR}.strategy=local", "critic.strategy=local", "trainer.n_gpus_per_node=1")
+REF_DTYPE = "actor_rollout_ref.ref.fsdp_config.model_dtype"
 GRPO = ("algorithm.adv_estimator=grpo", f"{ROLLOUT}.n=4")
 
 
@@ -21,6 +22,8 @@ def test_nothing_is_said_about_defaults():
         ([f"{ROLLOUT}.tensor_model_parallel_size=2"], "tensor_model_parallel_size=2 has no effect"),
         ([f"{ROLLOUT}.enforce_eager=false", f"{ROLLOUT}.disable_log_stats=false"], "have no effect"),
         ([f"{ROLLOUT}.engine_kwargs.vllm.swap_space=4"], "engine_kwargs"),
+        ([f"{ROLLOUT}.max_model_len=4096"], "max_model_len=4096 has no effect"),
+        ([f"{ACTOR}.use_kl_loss=true", REF, f"{REF_DTYPE}=bf16"], "kept in mixed_precision.param_dtype"),
         ([f"{ACTOR}.entropy_checkpointing=true"], "always computed in chunks"),
         ([f"{ACTOR}.use_torch_compile=true", CPU], "compiled on CUDA only"),
         ([f"{ACTOR}.fsdp_config.param_offload=true", CPU], "all is in host memory"),

@@ -44,6 +44,7 @@ def _hf_has_no_engine_knobs(config: PPOConfig, is_given: IsGiven) -> Iterator[st
         "disable_log_stats",
         "enable_chunked_prefill",
         "load_format",
+        "max_model_len",
         "engine_kwargs",
     ]
     if rollout.tensor_model_parallel_size != 1:
@@ -108,6 +109,12 @@ def _local_does_not_shard(config: PPOConfig, is_given: IsGiven) -> Iterator[str]
 def _buffers_keep_their_format(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
     keys = [f"{place}.mixed_precision.buffer_dtype" for place in _sharded(config).values()]
     yield from _unread(config, keys, is_given, "buffers keep the format the model gives them")
+
+
+def _reference_is_kept_as_it_computes(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+    if config.uses_reference:
+        why = "weights that are not trained are kept in mixed_precision.param_dtype"
+        yield from _unread(config, [f"{_REF}.fsdp_config.model_dtype"], is_given, why)
 
 
 def _nothing_to_offload(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
@@ -318,6 +325,7 @@ _CHECKS = (
     _fsdp_runs_on_fsdp2,
     _local_does_not_shard,
     _buffers_keep_their_format,
+    _reference_is_kept_as_it_computes,
     _nothing_to_offload,
     _critic_is_not_there,
     _reference_is_not_there,

@@ -150,7 +150,7 @@ class RolloutConfig(Config):
     """Tokens the engine handles in one forward."""
 
     max_model_len: int | None = option(None, above=0)
-    """Tokens of prompt and response together at most. Null: their sum."""
+    """Tokens of prompt and response together at most. Null: their sum. No effect with ``hf``, which needs no more."""
 
     max_num_seqs: int = option(1024, above=0)
     """Responses the engine draws at a time."""
