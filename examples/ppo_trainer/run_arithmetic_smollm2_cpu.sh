@@ -4,7 +4,7 @@
 set -euo pipefail
 
 TASK=${TASK:-add1}                              # add1, mul1, max3 or even
-STEPS=${STEPS:-40}
+STEPS=${STEPS:-25}
 MODEL=${MODEL:-models/SmolLM2-135M-Instruct}    # python scripts/prepare_smollm2.py
 DATA=${DATA:-data/$TASK}                        # python examples/data_preprocess/arithmetic.py --task $TASK --local_dir $DATA
 RUN=${RUN:-runs/ppo-$TASK}
@@ -23,7 +23,7 @@ options=(
     actor_rollout_ref.actor.ppo_mini_batch_size=32
     actor_rollout_ref.actor.use_dynamic_bsz=true
     actor_rollout_ref.actor.ppo_max_token_len_per_gpu=1024
-    actor_rollout_ref.actor.optim.lr=2e-5
+    actor_rollout_ref.actor.optim.lr=4e-5
     actor_rollout_ref.actor.optim.lr_warmup_steps=3
     actor_rollout_ref.actor.optim.weight_decay=0
     actor_rollout_ref.actor.optim.betas="[0.9,0.99]"
@@ -32,7 +32,7 @@ options=(
     critic.model.path="$MODEL"
     critic.model.enable_gradient_checkpointing=false
     critic.ppo_max_token_len_per_gpu=1024
-    critic.optim.lr=5e-5
+    critic.optim.lr=1e-4
     critic.optim.lr_warmup_steps=3
     critic.optim.weight_decay=0
     trainer.device=cpu

@@ -48,6 +48,16 @@ def test_files_that_are_not_there_are_told_before_anything_runs(capsys, files):
     assert "custom_reward_function.path=nope.py does not exist" in text
 
 
+def test_folders_that_cannot_be_written_are_told_before_anything_runs(capsys, files, tmp_path, monkeypatch):
+    monkeypatch.setattr("os.access", lambda path, mode: path != tmp_path)  # root may write anywhere
+    (tmp_path / "file").touch()
+    words = [f"trainer.default_local_dir={tmp_path}/run/a", f"trainer.rollout_data_dir={tmp_path}/file/samples"]
+    assert _exit(*RUNNABLE, *files, *words) == 2
+    text = capsys.readouterr().err
+    assert f"trainer.default_local_dir={tmp_path}/run/a cannot be written: no permission in {tmp_path}" in text
+    assert f"trainer.rollout_data_dir={tmp_path}/file/samples cannot be a folder: {tmp_path}/file is a file" in text
+
+
 def test_notices_go_to_stderr(capsys, files):
     run_from_command_line(lambda config: None, [*RUNNABLE, *files, "actor_rollout_ref.actor.strategy=fsdp"])
     assert "note: actor_rollout_ref.actor.strategy=fsdp runs on the fsdp2 machinery" in capsys.readouterr().err

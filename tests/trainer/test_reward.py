@@ -145,7 +145,7 @@ def test_missing_file_function_or_module_is_named(tmp_path):
     ):
         get_custom_reward_fn(config(path))
     path = write(tmp_path, "import no_such_module_anywhere\n", "broken.py")
-    with pytest.raises(RuntimeError, match="broken.py failed while it was loaded: ModuleNotFoundError"):
+    with pytest.raises(RuntimeError, match="broken.py failed while it was loaded in line 1: ModuleNotFoundError"):
         get_custom_reward_fn(config(path))
     assert not [name for name in sys.modules if name.endswith(".broken")]
 

@@ -1,9 +1,12 @@
 """What a user sees of an error: the sentence where verl foresaw it, the traceback where it did not."""
 
 import pickle
+import sys
 
 import pytest
 
+from verl.config.compose import compose
+from verl.config.ppo import PPOConfig
 from verl.protocol import DataProto
 from verl.single_controller.errors import WorkerError
 from verl.utils.ending import Terminated, explanation, plain_ending
@@ -15,6 +18,12 @@ def caught(function, *arguments):
         function(*arguments)
     except Exception as error:
         return error
+
+
+def test_a_package_that_is_not_there_points_to_the_environment(monkeypatch):
+    monkeypatch.setitem(sys.modules, "hydra", None)
+    message = explanation(caught(compose, [], [], "ppo_trainer", PPOConfig))
+    assert "hydra" in message and sys.executable in message and "setup_env.sh" in message
 
 
 def failing(error):

@@ -1,17 +1,25 @@
-"""Files a configuration names and a run would miss: looked for before anything heavy starts."""
+"""Files a configuration names: that a run would find them, and could write its own, before anything heavy starts."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 from verl.config.base import Problem, get_path
 from verl.config.ppo import PPOConfig
 
+_WRITTEN = ("trainer.default_local_dir", "trainer.rollout_data_dir", "trainer.validation_data_dir")
 _PYTHON_FILES = ("custom_reward_function.path", "data.custom_cls.path", "data.sampler.class_path")
 
 
 def missing_files(config: PPOConfig) -> list[Problem]:
-    """One problem per file or folder that is not there. Remote paths and hub ids are not looked at."""
-    return [*_data_files(config), *_python_files(config), *_models(config), *_checkpoint(config)]
+    """One problem per file or folder that is not there or cannot be. Remote paths and hub ids are not looked at."""
+    return [
+        *_data_files(config),
+        *_python_files(config),
+        *_models(config),
+        *_checkpoint(config),
+        *_written_folders(config),
+    ]
 
 
 def _is_remote(path: str) -> bool:
@@ -59,3 +67,16 @@ def _checkpoint(config: PPOConfig) -> Iterator[Problem]:
             "trainer.resume_from_path",
             f"trainer.resume_from_path={path} does not exist. Give the folder of a checkpoint, .../global_step_N.",
         )
+
+
+def _written_folders(config: PPOConfig) -> Iterator[Problem]:
+    for key in _WRITTEN:
+        path = get_path(config, key)
+        if not path or _is_remote(path):
+            continue
+        folder = Path(path).expanduser().absolute()
+        there = next(place for place in (folder, *folder.parents) if place.exists())
+        if not there.is_dir():
+            yield Problem(key, f"{key}={path} cannot be a folder: {there} is a file. Name another place.")
+        elif not os.access(there, os.W_OK | os.X_OK):
+            yield Problem(key, f"{key}={path} cannot be written: no permission in {there}. Name a folder of your own.")

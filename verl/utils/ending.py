@@ -41,7 +41,8 @@ def explanation(error: BaseException) -> str | None:
 
     Errors that verl raises on purpose say what is wrong and the way out. Those are the ones whose innermost frame is a
     ``raise`` in this package; what Python or a library raises beneath it, and a broken ``assert``, were not foreseen.
-    An error may have an ``explanation`` of its own: one that stands for an error in another process.
+    An error may have an ``explanation`` of its own: one that stands for an error in another process. A package that
+    verl needs and Python does not find is most often a Python that is not the environment's.
     """
     if hasattr(error, "explanation"):
         return error.explanation
@@ -49,8 +50,16 @@ def explanation(error: BaseException) -> str | None:
         return None
     tb = _innermost(error.__traceback__)
     code = tb.tb_frame.f_code
-    was_raised = code.co_code[tb.tb_lasti] == _RAISE and code.co_name != "__getattr__"
-    return str(error) if was_raised and code.co_filename.startswith(_PACKAGE) else None
+    if not code.co_filename.startswith(_PACKAGE) or code.co_name == "__getattr__":
+        return None
+    if code.co_code[tb.tb_lasti] == _RAISE:
+        return str(error)
+    if isinstance(error, ModuleNotFoundError):
+        return (
+            f"{error}, which verl needs, for {sys.executable}. From a checkout: `source .venv/bin/activate` "
+            "(`bash scripts/setup_env.sh` makes it); elsewhere install what requirements.txt names."
+        )
+    return None
 
 
 def _innermost(tb: TracebackType) -> TracebackType:

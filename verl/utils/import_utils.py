@@ -5,6 +5,7 @@ import importlib
 import importlib.util
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
@@ -109,7 +110,9 @@ def _run_file(path: Path, name: str) -> ModuleType:
             del sys.modules[name]
         else:
             sys.modules[name] = previous
-        raise RuntimeError(f"{path} failed while it was loaded: {type(error).__name__}: {error}") from error
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+        where = f" in line {lines[-1]}" if lines else ""  # a syntax error says its line itself
+        raise RuntimeError(f"{path} failed while it was loaded{where}: {type(error).__name__}: {error}") from error
     return module
 
 
