@@ -62,13 +62,16 @@ TASKS: dict[str, Callable[[], list[tuple[str, str]]]] = {
 }
 
 
-def make_splits(task: str, train_size: int, test_size: int, seed: int) -> dict[str, list[dict]]:
-    """Training prompts go round and round the shuffled questions of the task; test prompts come up once each."""
+def make_splits(task: str, train_size: int, test_size: int | None, seed: int) -> dict[str, list[dict]]:
+    """Training prompts go round and round the shuffled questions of the task; test prompts come up once each.
+
+    ``test_size`` None: 100 of them, or all there are.
+    """
     questions = TASKS[task]()
     order = random.Random(seed)
     train = list(itertools.islice(_rounds(questions, order), train_size))
-    test = order.sample(questions, min(test_size, len(questions)))
-    if len(test) < test_size:
+    test = order.sample(questions, min(test_size or 100, len(questions)))
+    if len(test) < (test_size or 0):
         print(
             f"--test_size={test_size}: the task {task} has {len(questions)} different prompts, so the test has these."
         )
@@ -88,11 +91,11 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--task", choices=list(TASKS), default="add1")
     parser.add_argument("--train_size", type=int, default=512, help="training prompts (default 512)")
-    parser.add_argument("--test_size", type=int, default=100, help="test prompts, all different (default 100)")
+    parser.add_argument("--test_size", type=int, help="test prompts, all different (default 100, or all there are)")
     parser.add_argument("--seed", type=int, default=0)
     add_output_options(parser, "~/data/arithmetic")
     options = parser.parse_args(arguments)
-    if options.train_size < 1 or options.test_size < 1:
+    if options.train_size < 1 or options.test_size is not None and options.test_size < 1:
         parser.error(f"--train_size={options.train_size} and --test_size={options.test_size} must be at least 1")
     splits = make_splits(options.task, options.train_size, options.test_size, options.seed)
     save_splits(splits, options.local_save_dir, options.hdfs_dir)
