@@ -276,9 +276,7 @@ def test_a_missing_loader_state_is_said_and_the_data_starts_over(run, tmp_path, 
 def test_the_hugging_face_copy_gives_the_logits_of_the_policy(run, tmp_path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    trainer, _ = run(
-        trainer__save_freq=2, actor_rollout_ref__actor__checkpoint__save_contents="[hf_model,extra,model]"
-    )
+    trainer, _ = run(trainer__save_freq=2, actor_rollout_ref__actor__checkpoint__save_contents="[hf_model,extra,model]")
     folder = tmp_path / "checkpoints" / "global_step_2" / "actor"
     assert not list(folder.glob("optim*"))
     copy = AutoModelForCausalLM.from_pretrained(folder / "huggingface", dtype=torch.float32)
@@ -649,8 +647,16 @@ class ListBackend(Backend):
 
 
 def test_an_external_library_brings_names_of_its_own(run, tmp_path, monkeypatch):
+    import sys
+
+    from verl.algorithms.advantage import ADV_ESTIMATOR_REGISTRY
+    from verl.utils import tracking
+
     (tmp_path / "library_of_options.py").write_text(LIBRARY)
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "library_of_options", raising=False)
+    monkeypatch.setattr(ADV_ESTIMATOR_REGISTRY, "_entries", dict(ADV_ESTIMATOR_REGISTRY._entries))
+    monkeypatch.setattr(tracking, "_BACKENDS", dict(tracking._BACKENDS))
     run(
         actor_rollout_ref__model__external_lib="library_of_options",
         algorithm__adv_estimator="mine_of_options",
