@@ -636,6 +636,7 @@ _FRUGAL = {
     "RAY_prestart_worker_first_driver": "0",  # no idle workers, a third of a CPU-second each
     "RAY_enable_worker_prestart": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_SCHEDULER_EVENTS": "0",  # its advice on clusters; what a pool lacks is an error of ours
 }
 """Environment of a cluster of our own."""
 

@@ -1,0 +1,65 @@
+"""The table of benchmarks/README.md, from the saved results: ``python -m benchmarks.table``"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+RESULTS = Path(__file__).parent / "results"
+WIDE = {"rows": 1024, "width": 4096}
+
+
+class Line(NamedTuple):
+    """A row of the table: where its number stands, and what it should be."""
+
+    label: str
+    file: str
+    where: dict[str, Any]
+    value: str
+    target: float
+    peers: str
+
+
+LINES = [
+    Line("`import verl`, CPU s", "startup", {"what": "import verl"}, "cpu_s", 0.3, ""),
+    Line("`--help`, CPU s", "startup", {"what": "--help"}, "cpu_s", 0.3, "verl 5.2, TRL 1.6"),
+    Line("a misspelt key, CPU s", "startup", {"what": "misspelt key"}, "cpu_s", 0.3, "verl 5.2, TRL 1.6"),
+    Line("command to the end of step 1, local, CPU s", "startup", {"what": "first step, local"}, "cpu_s", 4, "TRL 5.3"),
+    Line("the same with Ray, CPU s", "startup", {"what": "first step, ray"}, "cpu_s", 8, "verl 82 and 19"),
+    Line("GRPO step, 2.5M model, CPU s", "step", {"what": "2.5M"}, "cpu_s_a_step", 1.1, "verl 4.7 and 2.1, TRL 1.3"),
+    Line("GRPO step, SmolLM2-135M, CPU ms a token", "step", {"what": "SmolLM2"}, "cpu_ms_a_token", 9, "15 to 18"),
+    Line("1024 x 4096 to 2 workers and back, local, ms", "dispatch", {"controller": "local", **WIDE}, "wall_ms", 8, ""),
+    Line("the same with Ray, ms", "dispatch", {"controller": "ray", **WIDE}, "wall_ms", 8, "verl 500"),
+    Line("GAE, 1024 x 4096, CPU ms", "algorithms", {"name": "gae", **WIDE}, "cpu_ms", 4, "verl 361"),
+    Line(
+        "policy loss and its gradient, CPU ms", "algorithms", {"name": "policy loss", **WIDE}, "cpu_ms", 4, "verl 106"
+    ),
+    Line("GRPO advantages, CPU ms", "algorithms", {"name": "grpo", **WIDE}, "cpu_ms", 4, "verl 11"),
+]
+
+
+def table() -> str:
+    """Markdown; a target that is missed stands in bold."""
+    lines = ["| | measured | target | peers |", "|---|---|---|---|"]
+    for line in LINES:
+        value = _lookup(line)
+        target = f"{line.target:g}" if value <= line.target else f"**{line.target:g}**"
+        lines.append(f"| {line.label} | {value:.2g} | {target} | {line.peers} |")
+    return "\n".join(lines)
+
+
+def _lookup(line: Line) -> float:
+    rows = json.loads((RESULTS / f"{line.file}.json").read_text())["rows"]
+    row = next(row for row in rows if all(_fits(row[key], wanted) for key, wanted in line.where.items()))
+    value = row[line.value]
+    return value["min"] if isinstance(value, dict) else value
+
+
+def _fits(value: Any, wanted: Any) -> bool:
+    """Texts may go on behind what is wanted, but not to another option: ``first step, local`` is the first such row."""
+    return value.startswith(wanted) if isinstance(wanted, str) else value == wanted
+
+
+if __name__ == "__main__":
+    print(table())
