@@ -15,6 +15,7 @@ SURFACE = {
     "verl.single_controller.base.decorator": "register Dispatch Execute register_dispatch_mode "
     "get_predefined_dispatch_fn get_predefined_execute_fn make_nd_compute_dataproto_dispatch_fn",
     "verl.trainer.config": "AlgoConfig KLControlConfig CheckpointConfig",
+    "verl.trainer.main_ppo": "main run_ppo create_rl_dataset create_rl_sampler",
     "verl.trainer.ppo.core_algos": "agg_loss kl_penalty compute_gae_advantage_return AdvantageEstimator "
     "compute_grpo_outcome_advantage compute_policy_loss compute_value_loss get_kl_controller register_adv_est "
     "get_adv_estimator_fn register_policy_loss get_policy_loss_fn AdaptiveKLController FixedKLController",
@@ -42,15 +43,15 @@ SURFACE = {
     "pad_sequence_to_length get_cosine_schedule_with_warmup get_constant_schedule_with_warmup",
     "verl.utils.tracking": "Tracking ValidationGenerationsLogger",
     "verl.workers.config": "FSDPActorConfig FSDPCriticConfig FSDPEngineConfig FSDPOptimizerConfig PolicyLossConfig",
-    "verl.workers.fsdp_workers": "ActorRolloutRefWorker CriticWorker",
-    "verl.workers.megatron_workers": "ActorRolloutRefWorker CriticWorker",
+    "verl.workers.fsdp_workers": "ActorRolloutRefWorker AsyncActorRolloutRefWorker CriticWorker",
+    "verl.workers.megatron_workers": "ActorRolloutRefWorker AsyncActorRolloutRefWorker CriticWorker",
     "verl.workers.reward_manager": "NaiveRewardManager BatchRewardManager register get_reward_manager_cls",
     "verl.experimental.dataset.sampler": "AbstractSampler AbstractCurriculumSampler",
 }
 
 RAY_SURFACE = {
     "verl.single_controller.ray": "RayWorkerGroup RayClassWithInitArgs RayResourcePool",
-    "verl.single_controller.ray.base": "create_colocated_worker_cls",
+    "verl.single_controller.ray.base": "create_colocated_worker_cls RayResourcePool merge_resource_pool",
 }
 
 

@@ -3,14 +3,12 @@
 from verl.single_controller.ray.base import (
     RayClassWithInitArgs,
     RayController,
-    RayResourcePool,
     RayWorkerGroup,
     create_colocated_worker_cls,
     create_colocated_worker_cls_fused,
     create_colocated_worker_raw_cls,
-    extract_pg_from_exist,
-    merge_resource_pool,
 )
+from verl.single_controller.ray.pools import RayResourcePool, extract_pg_from_exist, merge_resource_pool
 
 __all__ = [
     "RayClassWithInitArgs",

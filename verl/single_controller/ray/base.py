@@ -1,20 +1,18 @@
-"""The controller on Ray: pools are placement groups, ranks are actors.
+"""The controller on Ray: pools are placement groups (`pools.py`), ranks are actors.
 
-The only module that knows Ray. Every actor is a `WorkerHost`: it starts without torch, takes its place from environment
+Only this folder knows Ray. Every actor is a `WorkerHost`: it starts without torch, takes its place from environment
 variables, and builds its roles there. Batches go to actors of this node through shared memory, to others through the
 object store.
 """
 
 import faulthandler
 import functools
-import gc
 import os
 import pickle
 import shutil
 import signal
 import time
 import uuid
-import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -25,12 +23,7 @@ os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # a cluster of one user on o
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
-from ray.util.placement_group import (
-    PlacementGroup,
-    placement_group,
-    placement_group_table,
-    remove_placement_group,
-)
+from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from verl.single_controller.base.worker import WorkerHost, free_port
@@ -46,12 +39,12 @@ from verl.single_controller.base.worker_group import (
 from verl.single_controller.channel import INLINE_BYTES, Arena, Envelope, Parcels, Peer
 from verl.single_controller.errors import WorkerDied, WorkerError, WorkerGroupError, WorkerTimeout
 from verl.single_controller.processes import is_readable, open_pidfd, outcome_by_pidfd
-
-_PLACEMENT_PATIENCE_S = 60.0
-"""Seconds a pool may wait for free resources before it is called too large."""
-
-_OWN_CLUSTER_PATIENCE_S = 5.0
-"""The same in a cluster started for this run, which does not grow."""
+from verl.single_controller.ray.pools import (  # noqa: F401  users import pools from here
+    RayResourcePool,
+    extract_pg_from_exist,
+    merge_resource_pool,
+    sort_placement_group_by_node_ip,
+)
 
 _STACK_DUMP_S = 0.5
 
@@ -60,62 +53,6 @@ _DEATH_GRACE_S = 1.0
 
 create_colocated_worker_cls_fused = create_colocated_worker_cls
 create_colocated_worker_raw_cls = create_colocated_worker_cls
-
-
-class RayResourcePool(ResourcePool):
-    """Processes on the nodes of a Ray cluster: a placement group for each node, one bundle for each process."""
-
-    def __init__(
-        self,
-        process_on_nodes: Sequence[int] | None = None,
-        use_gpu: bool | None = None,
-        name_prefix: str | None = None,
-        max_colocate_count: int = 10,
-        detached: bool = False,
-        accelerator_type: str | None = None,
-    ):
-        """
-        Args:
-            use_gpu: whether each process reserves a GPU; None: if the device of the group is not "cpu".
-            accelerator_type: a Ray resource name every node must offer.
-        """
-        super().__init__(process_on_nodes, max_colocate_count)
-        self.use_gpu, self.detached, self.accelerator_type = use_gpu, detached, accelerator_type
-        self.name_prefix = name_prefix or f"pool_{uuid.uuid4().hex[:6]}"
-        self.pgs: list[PlacementGroup] | None = None
-
-    def get_placement_groups(
-        self, strategy: str = "STRICT_PACK", device_name: str | None = None
-    ) -> list[PlacementGroup]:
-        """The placement groups, made at the first call; nodes in the order of their addresses."""
-        if self.pgs is None:
-            pgs = [self._make(number, count, strategy, device_name) for number, count in enumerate(self._store)]
-            _wait_for_placement(self, pgs, device_name)
-            self.pgs = sort_placement_group_by_node_ip(pgs)
-            if not self.detached:
-                weakref.finalize(self, _give_back, pgs).atexit = False
-        return self.pgs
-
-    def accelerator(self, device_name: str | None) -> str | None:
-        """Ray's name of the device each process of a group on ``device_name`` reserves, or None."""
-        uses_it = self.use_gpu
-        if uses_it is None:
-            uses_it = device_name != "cpu" if device_name else "GPU" in ray.cluster_resources()
-        return ("NPU" if device_name == "npu" else "GPU") if uses_it else None
-
-    def bundle(self, device_name: str | None) -> dict[str, float]:
-        """What one process reserves."""
-        accelerator = self.accelerator(device_name)
-        return (
-            {"CPU": 1.0}
-            | ({accelerator: 1.0} if accelerator else {})
-            | ({self.accelerator_type: 1e-4} if self.accelerator_type else {})
-        )
-
-    def _make(self, number: int, count: int, strategy: str, device_name: str | None) -> PlacementGroup:
-        name = f"{self.name_prefix}verl_group_{'_'.join(map(str, self._store))}:{number}"
-        lifetime = "detached" if self.detached else None
-        return placement_group([self.bundle(device_name)] * count, strategy=strategy, name=name, lifetime=lifetime)
 
 
 class RayClassWithInitArgs(ClassWithInitArgs):
@@ -509,76 +446,6 @@ def _last_words(pid: int | None, lines: int = 10) -> str:
     files = sorted(Path(node.get_logs_dir_path()).glob(f"worker-*-{pid}.err"))
     text = files[-1].read_text(errors="replace") if files else ""
     return "\n".join([line for line in text.splitlines() if line.strip() and not line.startswith(":")][-lines:])
-
-
-# Placement ------------------------------------------------------------------------------------------------------------
-
-
-def _wait_for_placement(pool: RayResourcePool, pgs: Sequence[PlacementGroup], device_name: str | None) -> None:
-    """Wait until every bundle has its resources.
-
-    Raises:
-        ValueError: they do not come free.
-    """
-    patience = _PLACEMENT_PATIENCE_S if "RAY_ADDRESS" in os.environ else _OWN_CLUSTER_PATIENCE_S
-    deadline = time.monotonic() + patience
-    if all(pg.wait(0.5) for pg in pgs):
-        return
-    gc.collect()  # pools nobody holds any more give their seats back
-    if all(pg.wait(max(0.1, deadline - time.monotonic())) for pg in pgs):
-        return
-    _give_back(pgs)
-    wanted = Counter({name: amount * pool.world_size for name, amount in pool.bundle(device_name).items()})
-    has, free = ray.cluster_resources(), ray.available_resources()
-    seen = ", ".join(f"{name}: {free.get(name, 0):g} free of {has.get(name, 0):g}" for name in wanted)
-    raise ValueError(
-        f"resource pool {pool.store} (processes by node) wants {dict(wanted)}, and Ray has {seen}. Ask for fewer "
-        "processes (trainer.n_gpus_per_node, trainer.nnodes), add nodes, or on CPU raise ray_init.num_cpus."
-    )
-
-
-def _give_back(pgs: Sequence[PlacementGroup]) -> None:
-    if ray.is_initialized():
-        for pg in pgs:
-            remove_placement_group(pg)
-
-
-def sort_placement_group_by_node_ip(pgs: Sequence[PlacementGroup]) -> list[PlacementGroup]:
-    """Placement groups in the order of their nodes' addresses, so that ranks keep their nodes from run to run."""
-    if len(pgs) == 1:
-        return list(pgs)
-    address = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
-    return sorted(pgs, key=lambda pg: address[placement_group_table(pg)["bundles_to_node_id"][0]])
-
-
-def extract_pg_from_exist(
-    resource_pools: Mapping[str, RayResourcePool], src_role_names: Sequence[str], resource_pool: RayResourcePool
-) -> list[PlacementGroup]:
-    """Placement groups of the named pools that are large enough for ``resource_pool``, one for each of its nodes."""
-    named = [pool for name, pool in resource_pools.items() if name in src_role_names]
-    free = sorted((pg for pool in named for pg in pool.get_placement_groups()), key=lambda pg: pg.bundle_count)
-    found: dict[int, PlacementGroup] = {}
-    for node, count in sorted(enumerate(resource_pool.store), key=lambda item: item[1]):
-        fitting = next((pg for pg in free if pg.bundle_count >= count), None)
-        if fitting is None:
-            raise ValueError(
-                f"no placement group of {list(src_role_names)} holds the {count} processes of node {node}."
-            )
-        free.remove(fitting)
-        found[node] = fitting
-    return [found[node] for node in sorted(found)]
-
-
-def merge_resource_pool(rp1: RayResourcePool, rp2: RayResourcePool) -> RayResourcePool:
-    """One pool over the placement groups of both."""
-    kinds = [(pool.use_gpu, pool.max_colocate_count, pool.n_gpus_per_node, pool.detached) for pool in (rp1, rp2)]
-    if kinds[0] != kinds[1]:
-        raise ValueError(f"pools of different kinds cannot be merged: (use_gpu, max_colocate_count, ...) are {kinds}.")
-    merged = RayResourcePool(
-        rp1.store + rp2.store, rp1.use_gpu, f"{rp1.name_prefix}_{rp2.name_prefix}", rp1.max_colocate_count, rp1.detached
-    )
-    merged.pgs = rp1.get_placement_groups() + rp2.get_placement_groups()
-    return merged
 
 
 # The controller -------------------------------------------------------------------------------------------------------
