@@ -144,3 +144,29 @@ def test_probing_leaves_the_model_as_it_was(tmp_path):
     assert model.training
     for module_ in (model.base_model, model.lm_head):
         assert not module_._forward_hooks and not module_._forward_pre_hooks
+
+
+def test_a_machine_that_cannot_compile_does_without(monkeypatch, caplog):
+    def cannot(function, **options):
+        def run(*args):
+            raise RuntimeError("no C compiler\nand a long story")
+
+        return run
+
+    monkeypatch.setattr(torch, "compile", cannot)
+    module._compiled_blocks.cache_clear()
+    try:
+        hidden, weight = torch.randn(9, 8, requires_grad=True), torch.randn(11, 8)
+        targets = torch.arange(9)
+        results = []
+        for compiled in (False, True, True):
+            log_probs, entropy = chunked_log_probs(hidden, weight, targets, want_entropy=True, compiled=compiled)
+            (grad,) = torch.autograd.grad(log_probs.sum() + entropy.sum(), hidden)
+            results.append((log_probs.detach(), grad))
+        for result in results[1:]:
+            assert all(torch.equal(one, other) for one, other in zip(results[0], result, strict=True))
+    finally:
+        module._compiled_blocks.cache_clear()
+    assert [record.getMessage() for record in caplog.records] == [
+        "torch.compile does not work here, so it is left out: no C compiler"
+    ] * 2  # one for the forward pass, one for the backward

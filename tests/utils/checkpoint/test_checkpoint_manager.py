@@ -171,3 +171,26 @@ def test_large_models_are_cut_into_shards_with_an_index(tmp_path, monkeypatch):
     assert index["metadata"]["total_size"] == 240
     assert sorted(set(index["weight_map"].values())) == [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
     assert all((tmp_path / name).exists() for name in index["weight_map"].values())
+
+
+def test_a_checkpoint_is_read_to_host_memory_whatever_the_device(folder, tmp_path):
+    engine = engine_for(folder)
+    CheckpointManager(engine).save(tmp_path / "actor")
+    drawn = torch.rand(2)
+    fresh = engine_for(folder)
+    fresh.device = torch.device("meta")  # generator states that went there would be lost
+    CheckpointManager(fresh).load(tmp_path / "actor")
+    assert torch.equal(torch.rand(2), drawn)
+
+
+def test_state_is_loaded_while_the_weights_are_on_the_device(folder, tmp_path, monkeypatch):
+    engine = engine_for(folder)
+    train(engine, 1)
+    CheckpointManager(engine).save(tmp_path / "actor")
+    happened = []
+    for name in ("load", "offload"):
+        monkeypatch.setattr(engine, name, lambda name=name, **parts: happened.append((name, parts)))
+    monkeypatch.setattr(engine.optimizer, "load_state_dict", lambda state: happened.append("optimizer"))
+    CheckpointManager(engine).load(tmp_path / "actor")
+    both = {"model": True, "optimizer": True}
+    assert happened == [("load", both), "optimizer", ("offload", both)]

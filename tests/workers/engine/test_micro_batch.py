@@ -95,3 +95,16 @@ def test_a_column_of_one_value_a_row_stays_one_value_a_row():
     data.put("difficulty", torch.arange(5.0))
     parts = cut(data, MicroBatching(size=2), reads=("difficulty",))
     assert torch.cat([micro.columns["difficulty"] for micro in parts.micro_batches]).tolist() == parts.order.tolist()
+
+
+def test_laying_out_reads_nothing_back_from_the_device():
+    data = make_batch(7, seed=3)
+    groups = plan_micro_batches(row_lengths(data), MicroBatching(size=3))
+    here = cut_batch(data, groups, reads=("advantages",)).micro_batches
+    # the meta device has shapes and no values: whoever asks for one fails
+    there = cut_batch(data, groups, reads=("advantages",), device="meta").micro_batches
+    for micro, moved in zip(here, there, strict=True):
+        assert moved.shape == micro.shape
+        for name in ("input_ids", "cells", "targets", "slots"):
+            assert getattr(moved, name).is_meta and getattr(moved, name).shape == getattr(micro, name).shape
+        assert moved.columns["advantages"].is_meta

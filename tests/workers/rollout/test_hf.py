@@ -6,6 +6,7 @@ import torch
 from tests.workers.rollout.conftest import FAMILIES, rollout_config
 from verl.workers.rollout.base import Request, SamplingParams, StaleWeightsError
 from verl.workers.rollout.hf import HFRollout
+from verl.workers.rollout.kv_cache import GrowingLayer
 
 VOCAB = 100
 
@@ -172,6 +173,22 @@ def test_every_end_token_of_the_generation_config_stops(model_folder, tmp_path):
     model.generation_config.eos_token_id = [2, 7]
     model.save_pretrained(tmp_path)
     assert HFRollout(str(tmp_path), rollout_config()).stop_token_ids == {2, 7}
+
+
+def test_prompt_caches_are_freed_once_they_are_in_the_decode_cache(synced, monkeypatch):
+    from transformers.cache_utils import DynamicLayer
+
+    kept = []
+    monkeypatch.setattr(DynamicLayer, "reset", lambda self: kept.append(self))  # some releases keep the memory
+    fill = GrowingLayer.fill
+
+    def watched(self, parts, owner):
+        fill(self, parts, owner)
+        kept.extend(part for part in parts if part.keys is not None or part.values is not None)
+
+    monkeypatch.setattr(GrowingLayer, "fill", watched)
+    synced("qwen2").generate([Request((5, 6, 7), SamplingParams(4, ignore_eos=True))], expect_version=1)
+    assert not kept
 
 
 def test_memory_that_was_never_filled_is_never_read(synced, monkeypatch):

@@ -151,7 +151,7 @@ class Engine(ABC):
         if not self.module.training:
             self.module.train()
         cut, own = self._cut(data, split, (*loss.columns, *getattr(loss, "extra_columns", ())))
-        weights = [float(loss.weight(micro.columns)) for micro in cut.micro_batches[:own]]
+        weights = numbers([loss.weight(micro.columns) for micro in cut.micro_batches[:own]])
         [total] = self._reduce([sum(weights)], "sum")
         shares = [weight / total if total else 0.0 for weight in weights] + [0.0] * (len(cut.micro_batches) - own)
         self._start_gradients()
@@ -361,7 +361,8 @@ class WeightedMeans:
 
     def reduce(self, topology: Topology) -> dict[str, float]:
         """The means over all ranks; a rank of nothing but masked tokens brings no names and no weight."""
-        parts = [(share, {name: float(value) for name, value in kept.items()}) for share, kept in self._parts]
+        fetched = iter(numbers([value for _, kept in self._parts for value in kept.values()]))
+        parts = [(share, {name: next(fetched) for name in kept}) for share, kept in self._parts]
         if topology.dp_size > 1:
             parts = [part for rank in all_gather_objects(parts, topology.dp_group) for part in rank]
         sums: dict[str, float] = {}
@@ -371,3 +372,11 @@ class WeightedMeans:
                 sums[name] = sums.get(name, 0.0) + share * value
                 shares[name] = shares.get(name, 0.0) + share
         return {name: sums[name] / shares[name] for name in sums}
+
+
+def numbers(values: list[Any]) -> list[float]:
+    """Python floats of numbers and scalar tensors; those on a device are fetched together, since each wait costs."""
+    away = [isinstance(value, Tensor) and value.device.type != "cpu" for value in values]
+    scalars = [value.detach().double().reshape(()) for value, is_away in zip(values, away, strict=True) if is_away]
+    fetched = iter(torch.stack(scalars).tolist() if scalars else ())
+    return [next(fetched) if is_away else float(value) for value, is_away in zip(values, away, strict=True)]
