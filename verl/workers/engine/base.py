@@ -37,7 +37,8 @@ LossFn = Callable[..., tuple[Tensor, dict[str, Any]]]
 """(outputs, columns of a micro-batch) -> (mean loss, metrics).
 
 Has ``columns``, the names it reads; ``want_entropy``; ``weight(columns)``, what the mean divided by. May have
-``extra_columns``, names it reads where the batch has them.
+``extra_columns``, names it reads where the batch has them; ``scale(sum of weights)``, a factor from the mean over the
+mini-batch to its loss; ``chooses_tokens`` with ``choose``, to single out tokens of the whole mini-batch.
 """
 
 
@@ -145,6 +146,8 @@ class Engine(ABC):
         """
         if self.optimizer is None:
             raise RuntimeError("this engine was built without an optimizer: it can score, not train")
+        if getattr(loss, "chooses_tokens", False):
+            data = self._with_selected_tokens(data, loss, split, temperature)
         missing = [name for name in loss.columns if name not in data]
         if missing:
             raise ValueError(f"the loss reads column {missing[0]!r}, which the batch has not: it has {data.keys()}")
@@ -153,12 +156,13 @@ class Engine(ABC):
         cut, own = self._cut(data, split, (*loss.columns, *getattr(loss, "extra_columns", ())))
         weights = [float(loss.weight(micro.columns)) for micro in cut.micro_batches[:own]]
         [total] = self._reduce([sum(weights)], "sum")
+        scale = loss.scale(total) if hasattr(loss, "scale") else 1.0
         shares = [weight / total if total else 0.0 for weight in weights] + [0.0] * (len(cut.micro_batches) - own)
         self._start_gradients()
         metrics = WeightedMeans()
         for number, (micro, share) in enumerate(zip(cut.micro_batches, shares, strict=True)):
             self._before_backward(is_last=number + 1 == len(shares))
-            self._backward(micro, share, loss, temperature, metrics)
+            self._backward(micro, share, scale, loss, temperature, metrics)
         grad_norm = self.optimizer_step()
         is_finite = math.isfinite(grad_norm)
         if is_finite:
@@ -315,6 +319,24 @@ class Engine(ABC):
         cut.micro_batches.extend(cut.micro_batches[-1:] * (agreed - len(groups)))
         return cut, len(groups)
 
+    def _with_selected_tokens(
+        self, data: DataProto, loss: LossFn, split: MicroBatching, temperature: float
+    ) -> DataProto:
+        """Let ``loss`` choose among the tokens of all ranks, by one more forward pass; adds ``selected_tokens``."""
+        log_probs = self.infer(data, Want.LOG_PROBS, split, temperature).ragged("log_probs")
+        columns = [data.ragged("old_log_probs").values, log_probs.values, data.ragged("advantages").values]
+        is_own = data.ragged("response_mask").values.bool()
+        mine = torch.stack([column[is_own].cpu().float() for column in columns])
+        ranks = [mine]
+        if self.topology.dp_size > 1:
+            ranks = [torch.from_numpy(part) for part in all_gather_objects(mine.numpy(), self.topology.dp_group)]
+        selected = loss.choose(*torch.cat(ranks, dim=1)).split([part.shape[1] for part in ranks])
+        column = torch.zeros(len(is_own))
+        column[is_own.cpu()] = selected[self.topology.dp_rank if self.topology.dp_size > 1 else 0].float()
+        data = data.select(deepcopy=False)
+        data.put("selected_tokens", log_probs.like(column))
+        return data
+
     def _score(self, micro: MicroBatch, temperature: float, want_entropy: bool) -> TokenScores:
         return self.module.token_outputs(
             micro.input_ids,
@@ -327,7 +349,7 @@ class Engine(ABC):
         )
 
     def _backward(
-        self, micro: MicroBatch, share: float, loss: LossFn, temperature: float, metrics: WeightedMeans
+        self, micro: MicroBatch, share: float, scale: float, loss: LossFn, temperature: float, metrics: WeightedMeans
     ) -> None:
         self._recompute.choose(micro.input_ids.numel())
         scores = self._score(micro, temperature, getattr(loss, "want_entropy", False))
@@ -337,7 +359,7 @@ class Engine(ABC):
             return
         value, found = loss(TokenOutputs(*(micro.tight(part) for part in scores)), micro.columns)
         # ranks' gradients are averaged, so each multiplies by their number to have them summed
-        (value * (share * self.topology.dp_size)).backward()
+        (value * (share * scale * self.topology.dp_size)).backward()
         metrics.add(found, share)
 
     def _reduce(self, values: list[float], op: str) -> list[float]:
