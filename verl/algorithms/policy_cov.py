@@ -6,8 +6,8 @@ of a token,
     cov_t = (log pi_t - mean log pi) (A_t - mean A),
 
 says how much it costs in entropy, and a handful of tokens cost most. Means are over all tokens of a mini-batch, so
-that choosing needs all of them at once: an engine scores the mini-batch, calls ``TOKEN_CHOICES``, and gives micro-batches
-the result as ``selected_tokens``. Without that column a loss chooses among the tokens it is given.
+that choosing needs all of them at once: an engine scores the mini-batch, calls ``TOKEN_CHOICES``, and gives
+micro-batches the result as ``selected_tokens``. Without that column a loss chooses among the tokens it is given.
 
 Source of all: Cui et al. 2025, The Entropy Mechanism (arXiv:2505.22617).
 """

@@ -80,7 +80,9 @@ def clipped_objective(
         clipped = cost * ratio.clamp(1 - clip_low, 1 + clip_high)
         pessimistic = torch.maximum(free, clipped)
         most = torch.inf if clip_ratio_c is None else clip_ratio_c
-        bound = torch.where(cost > 0, most * cost, 0)  # a good token's loss is never above zero: for it this bounds nothing
+        bound = torch.where(
+            cost > 0, most * cost, 0
+        )  # a good token's loss is never above zero: for it this bounds nothing
         loss = torch.minimum(pessimistic, bound)
         slope = free * (loss == free)
     loss = loss + slope * (log_prob - log_prob.detach())

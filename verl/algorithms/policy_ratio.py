@@ -50,9 +50,7 @@ def compute_policy_loss_gspo(
     free = -tokens.advantage * ratio
     clipped = -tokens.advantage * ratio.clamp(1 - low, 1 + high)
     is_clipped = clipped > free
-    return tokens.loss(
-        torch.maximum(free, clipped), free * ~is_clipped, loss_agg_mode, rollout_is_weights, is_clipped
-    )
+    return tokens.loss(torch.maximum(free, clipped), free * ~is_clipped, loss_agg_mode, rollout_is_weights, is_clipped)
 
 
 @register_policy_loss("geo_mean")
@@ -180,7 +178,7 @@ def compute_policy_loss_dppo_tv(
     config: Any = None,
     rollout_is_weights: Tensor | None = None,
 ) -> Result:
-    """Stop a token once its *probability* moved far, not its ratio: a rare token's ratio doubles at a change of nothing.
+    """Stop a token once its *probability* moved far, not its ratio: that of a rare token doubles at a change of nothing.
 
         l_t = -sg[M min(w, clip_ratio_c)] A log pi
         M = 0 where A > 0 and pi - pi_old > clip_high, or A <= 0 and pi_old - pi > clip_low; else 1
@@ -233,9 +231,7 @@ def compute_policy_loss_dppo_kl(
     old, new = tokens.old.exp(), tokens.log_prob.exp()
     rest = (1 - old) * torch.log((1 - old + 1e-8) / (1 - new + 1e-8))
     divergence = old * (tokens.old - tokens.log_prob) + rest
-    is_held = torch.where(
-        tokens.advantage > 0, (divergence > high) & (new > old), (divergence > low) & (new < old)
-    )
+    is_held = torch.where(tokens.advantage > 0, (divergence > high) & (new > old), (divergence > low) & (new < old))
     return _held_policy_gradient(tokens, is_held, config, loss_agg_mode, rollout_is_weights)
 
 

@@ -10,9 +10,7 @@ from verl.config.optim import OptimConfig
 from verl.config.trainer import CheckpointConfig
 from verl.utils.micro_batching import MicroBatching
 
-LossAggMode = Literal[
-    "token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm", "token-sum"
-]
+LossAggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm", "token-sum"]
 """How token losses become one number: mean over all tokens (DAPO, Yu et al. 2025, arXiv:2503.14476); mean over
 responses of their sums; mean over responses of their means (GRPO as published); sum over all divided by the response
 window, a constant (Dr. GRPO, Liu et al. 2025, arXiv:2503.20783); sum over all tokens of the mini-batch."""

@@ -52,6 +52,16 @@ class Want(Flag):
     LOG_PROBS = auto()
     ENTROPY = auto()
     VALUES = auto()
+    SUM_PI_SQUARED = auto()
+    """Of each response token's distribution, the sum over the vocabulary of squared probabilities."""
+
+
+_COLUMN_OF = {
+    Want.LOG_PROBS: "log_probs",
+    Want.ENTROPY: "entropy",
+    Want.VALUES: "values",
+    Want.SUM_PI_SQUARED: "sum_pi_squared",
+}
 
 
 class Topology(NamedTuple):
@@ -123,14 +133,13 @@ class Engine(ABC):
         results: list[TokenScores] = []
         with torch.no_grad():
             for number, micro in enumerate(cut.micro_batches):
-                scores = self._score(micro, temperature, Want.ENTROPY in want)
+                scores = self._score(micro, temperature, Want.ENTROPY in want, Want.SUM_PI_SQUARED in want)
                 if number < own:
                     results.append(scores)
         self._after_infer()
         columns = {}
-        for flag, name in ((Want.LOG_PROBS, "log_probs"), (Want.ENTROPY, "entropy"), (Want.VALUES, "values")):
-            if flag in want:
-                columns[name] = cut.restore([getattr(scores, name) for scores in results])
+        for name in (name for flag, name in _COLUMN_OF.items() if flag in want):
+            columns[name] = cut.restore([getattr(scores, name) for scores in results])
         return DataProto.from_ragged(columns)
 
     def train_step(
@@ -300,7 +309,7 @@ class Engine(ABC):
             self.head = probe_head(self.module, self.device, compiled)
 
     def _check_want(self, want: Want) -> None:
-        able = Want.VALUES if self.spec.head == "value" else Want.LOG_PROBS | Want.ENTROPY
+        able = Want.VALUES if self.spec.head == "value" else Want.LOG_PROBS | Want.ENTROPY | Want.SUM_PI_SQUARED
         if want & ~able or not want:
             raise ValueError(f"a model with head={self.spec.head!r} gives {able}, not {want}")
 
@@ -337,7 +346,9 @@ class Engine(ABC):
         data.put("selected_tokens", log_probs.like(column))
         return data
 
-    def _score(self, micro: MicroBatch, temperature: float, want_entropy: bool) -> TokenScores:
+    def _score(
+        self, micro: MicroBatch, temperature: float, want_entropy: bool, want_squares: bool = False
+    ) -> TokenScores:
         return self.module.token_outputs(
             micro.input_ids,
             micro.position_ids,
@@ -346,6 +357,7 @@ class Engine(ABC):
             self.head,
             temperature,
             want_entropy,
+            want_squares,
         )
 
     def _backward(
@@ -357,7 +369,8 @@ class Engine(ABC):
             # a repeat, or nothing but masked tokens: other ranks wait in backward, so run it, on nothing
             sum(part.sum() for part in scores if part is not None).mul(0.0).backward()
             return
-        value, found = loss(TokenOutputs(*(micro.tight(part) for part in scores)), micro.columns)
+        outputs = TokenOutputs(*(micro.tight(part) for part in (scores.log_probs, scores.entropy, scores.values)))
+        value, found = loss(outputs, micro.columns)
         # ranks' gradients are averaged, so each multiplies by their number to have them summed
         (value * (share * scale * self.topology.dp_size)).backward()
         metrics.add(found, share)
