@@ -182,7 +182,8 @@ BUILT = [
     [f"{ACTOR}.policy_loss.loss_mode=tis", f"{ROLLOUT}.calculate_log_probs=true"],
     [f"{ACTOR}.policy_loss.loss_mode=clip_cov", f"{ACTOR}.policy_loss.clip_cov_lb=2"],
     [f"{ACTOR}.policy_loss.loss_mode=cispo", f"{ACTOR}.clip_ratio_low=1"], [f"{ACTOR}.loss_agg_mode=token-sum"],
-    [f"{ACTOR}.policy_loss.loss_mode=gspo", f"{ACTOR}.loss_agg_mode=seq-mean-token-mean"], ["algorithm.kl_ctrl.type=adaptive"],
+    [f"{ACTOR}.policy_loss.loss_mode=gspo", f"{ACTOR}.loss_agg_mode=seq-mean-token-mean"],
+    ["algorithm.kl_ctrl.type=adaptive"],
     [f"{ROLLOUT}.val_kwargs.n=4", f"{ROLLOUT}.val_kwargs.do_sample=true", f"{ROLLOUT}.val_kwargs.temperature=0.6"],
 ]  # fmt: skip
 

@@ -241,7 +241,7 @@ def compute_optimal_token_baseline_advantage(
     handle_zero_tail: bool = True,
     epsilon: float = 1e-8,
 ) -> tuple[Tensor, Tensor]:
-    """Judge what follows a token by what follows the same place in its siblings, those of large gradients counting more.
+    """Judge what follows a token by what follows the same place in its siblings, large gradients counting more.
 
     A token's gradient by the logits is onehot(y) - pi, of squared length 1 - 2 pi(y) + sum_v pi(v)^2. Summed from the
     start, W_it = sum_(k <= t) (1 - 2 pi_ik + sum_v pi_ik(v)^2) is how much variance response i carries at its t-th

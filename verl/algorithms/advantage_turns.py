@@ -118,7 +118,7 @@ def compute_step_reinforce_advantage(
 
 
 class _Turns(NamedTuple):
-    """Where turns stand: ``number`` (B, R) counts them from 1 along each row, ``rewards`` (B, 1 + turns) sums theirs."""
+    """Where turns stand: ``number`` (B, R) counts them from 1 along a row, ``rewards`` (B, 1 + turns) sums theirs."""
 
     is_own: Tensor
     number: Tensor

@@ -178,7 +178,7 @@ def compute_policy_loss_dppo_tv(
     config: Any = None,
     rollout_is_weights: Tensor | None = None,
 ) -> Result:
-    """Stop a token once its *probability* moved far, not its ratio: that of a rare token doubles at a change of nothing.
+    """Stop a token once its *probability* moved far, not its ratio: a rare token doubles for nothing.
 
         l_t = -sg[M min(w, clip_ratio_c)] A log pi
         M = 0 where A > 0 and pi - pi_old > clip_high, or A <= 0 and pi_old - pi > clip_low; else 1

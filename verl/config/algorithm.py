@@ -11,8 +11,8 @@ KLKind = Literal[
 ]  # fmt: skip
 """Estimators of the KL divergence from log-probs of sampled tokens (Schulman 2020,
 http://joschu.net/blog/kl-approx.html). ``kl`` = ``k1``: the difference; ``abs``: its absolute value; ``mse`` = ``k2``:
-half its square; ``low_var_kl`` = ``k3``: exp(-d) - 1 + d. With ``+``: that value, with the gradient of k2. ``full`` needs
-whole distributions and is not built."""
+half its square; ``low_var_kl`` = ``k3``: exp(-d) - 1 + d. With ``+``: that value, with the gradient of k2. ``full``
+needs whole distributions and is not built."""
 
 
 @dataclass
