@@ -376,7 +376,7 @@ def test_a_missing_config_is_said(name):
 # ------------------------------------------------------------------------------------------------- choice of tokens
 
 
-def test_clip_cov_chooses_the_asked_share_among_candidates_and_anew_as_the_policy_moves():
+def test_clip_cov_chooses_the_asked_share_among_candidates_and_anew_with_every_batch():
     g = torch.Generator().manual_seed(0)
     log_prob, adv = -torch.rand(4000, generator=g), torch.randn(4000, generator=g)
     config = actor("clip_cov", policy_loss__clip_cov_ratio=0.01, policy_loss__clip_cov_ub=9.0)
@@ -385,7 +385,7 @@ def test_clip_cov_chooses_the_asked_share_among_candidates_and_anew_as_the_polic
     assert first.sum() == 40 and (cov[first] > 0.1).all() and (cov > 0.1).sum() > 400
     order = torch.randperm(4000, generator=g)
     assert torch.equal(choose_clip_cov(log_prob[order], log_prob[order], adv[order], config), first[order])
-    second = choose_clip_cov(log_prob, log_prob + 1e-4, adv, config)
+    second = choose_clip_cov(log_prob + 1e-4, log_prob, adv, config)
     assert (first & second).sum() < 10
 
 

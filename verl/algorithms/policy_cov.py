@@ -108,8 +108,8 @@ def compute_policy_loss_kl_cov(
 def choose_clip_cov(old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, config: Any) -> Tensor:
     """Which tokens lose their gradient: (T,) each, in any order, to (T,) bool.
 
-    The random choice is drawn from the digits of ``log_prob`` itself: it is new at every step, yet the same for any
-    order of the tokens and any number of ranks.
+    The random choice is drawn from the digits of ``old_log_prob``: new with every batch, yet the same for any order of
+    the tokens, any cut into micro-batches and any number of ranks.
     """
     low, high = clip_range(config, "clip_cov")
     options = config.policy_loss
@@ -119,7 +119,7 @@ def choose_clip_cov(old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, 
     is_candidate = (covariance > options.clip_cov_lb) & (covariance < options.clip_cov_ub) & ~is_clipped
     candidates = is_candidate.nonzero().squeeze(-1)
     count = min(max(int(options.clip_cov_ratio * len(log_prob)), 1), len(candidates))
-    digits = log_prob[candidates].float().contiguous().view(torch.int32).long()
+    digits = old_log_prob[candidates].float().contiguous().view(torch.int32).long()
     lots = (digits * 2654435761) % (1 << 32)
     return _marked(candidates[lots.topk(count).indices], log_prob)
 
