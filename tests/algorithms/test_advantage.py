@@ -22,6 +22,7 @@ from verl.algorithms.advantage import (
     get_adv_estimator_fn,
     register_adv_est,
 )
+from verl.config.support import built_names
 
 REWARDS = torch.tensor([[0.0, 0.0, 1.0, 0.0], [0.5, 0.0, -1.0, 0.0]])
 VALUES = torch.tensor([[0.5, 0.4, 0.3, 9.0], [0.2, 7.0, -0.1, 0.3]])
@@ -34,21 +35,34 @@ def close(got, expected):
     assert_close(got, torch.tensor(expected), rtol=0, atol=1e-6)
 
 
-def estimate(name, rewards, mask, index, seed=0):
-    """Call any built-in estimator; what it needs besides is made up from ``seed``, row by row of ``index``."""
-    g = torch.Generator().manual_seed(seed)
+ALGORITHM = SimpleNamespace(gamma=0.97, gdpo_reward_keys=["score", "square"], gdpo_reward_weights=None)
+
+
+def call(name, rewards, mask, index, values, reward_baselines):
+    """Call any built-in estimator with the arguments it names."""
+    scores = rewards.nan_to_num(0.0, 0.0, 0.0).sum(-1)
     available = {
         "token_level_rewards": rewards,
         "response_mask": mask,
         "index": index,
-        "values": torch.randn(rewards.shape, generator=g, dtype=rewards.dtype),
-        "reward_baselines": torch.randn(len(rewards), generator=g, dtype=rewards.dtype),
+        "values": values,
+        "reward_baselines": reward_baselines,
+        "old_log_probs": -values.abs(),
+        "sum_pi_squared": values.sigmoid(),
+        "non_tensor_batch": {"score": scores.numpy(), "square": scores.square().numpy()},
         "gamma": 0.97,
         "lam": 0.9,
-        "config": SimpleNamespace(gamma=0.97),
+        "config": ALGORITHM,
     }
     fn = get_adv_estimator_fn(name)
     return fn(**{k: v for k, v in available.items() if k in inspect.signature(fn).parameters})
+
+
+def estimate(name, rewards, mask, index, seed=0):
+    """Call any built-in estimator; what it needs besides is made up from ``seed``, row by row of ``index``."""
+    g = torch.Generator().manual_seed(seed)
+    values = torch.randn(rewards.shape, generator=g, dtype=rewards.dtype)
+    return call(name, rewards, mask, index, values, torch.randn(len(rewards), generator=g, dtype=rewards.dtype))
 
 
 def outcome(scores, lengths, width=5):
@@ -58,6 +72,10 @@ def outcome(scores, lengths, width=5):
     for i, (score, length) in enumerate(zip(scores, lengths, strict=True)):
         rewards[i, length - 1] = score
     return rewards, mask
+
+
+def test_the_config_offers_what_is_registered_and_the_enum_names_it():
+    assert set(built_names("algorithm.adv_estimator")) == set(NAMES) == set(ADV_ESTIMATOR_REGISTRY)
 
 
 # ------------------------------------------------------------------------------------------------------ closed form
@@ -191,17 +209,7 @@ def inputs_by_row(name, rewards, mask, index, rows_of=None):
     """``estimate`` with made-up inputs that follow their rows."""
     rows = torch.arange(len(rewards)) if rows_of is None else rows_of
     made_up = torch.sin(torch.arange(len(rows) * mask.shape[1]).double()).view(len(rows), -1)
-    fn = get_adv_estimator_fn(name)
-    available = {
-        "token_level_rewards": rewards,
-        "response_mask": mask,
-        "index": index,
-        "values": made_up[rows],
-        "reward_baselines": made_up[rows, 0],
-        "gamma": 0.97,
-        "lam": 0.9,
-    }
-    return fn(**{k: v for k, v in available.items() if k in inspect.signature(fn).parameters})
+    return call(name, rewards, mask, index, made_up[rows], made_up[rows, 0])
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -210,33 +218,34 @@ def test_padding_on_the_right_changes_nothing(name):
     rewards, index = normal(mask, seed=3) * mask, np.arange(6) // 3
     pad = torch.nn.functional.pad
     tight = inputs_by_row(name, rewards, mask, index)
-    fn = get_adv_estimator_fn(name)
     made_up = torch.sin(torch.arange(6 * 64).double()).view(6, -1)
-    available = {
-        "token_level_rewards": pad(rewards, (0, 37)),
-        "response_mask": pad(mask, (0, 37)),
-        "index": index,
-        "values": pad(made_up, (0, 37), value=5.0),
-        "reward_baselines": made_up[:, 0],
-        "gamma": 0.97,
-        "lam": 0.9,
-    }
-    wide = fn(**{k: v for k, v in available.items() if k in inspect.signature(fn).parameters})
+    values = pad(made_up, (0, 37), value=5.0)
+    wide = call(name, pad(rewards, (0, 37)), pad(mask, (0, 37)), index, values, made_up[:, 0])
     for a, b in zip(tight, wide, strict=True):
         assert_close(b[:, :64], a)
         assert (b[:, 64:] == 0).all()
 
 
-@pytest.mark.parametrize("name", ["grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "grpo",
+        "rloo",
+        "reinforce_plus_plus",
+        "reinforce_plus_plus_baseline",
+        "grpo_passk",
+        "opo",
+        "gpg",
+        "gdpo",
+    ],
+)
 @pytest.mark.parametrize("reward", [0.0, 1.0, 0.1, -3.7])
 def test_equal_rewards_teach_nothing_not_even_rounding_errors(name, reward):
     rewards, mask = outcome([reward] * 21, [2, 5, 3, 5, 1, 4, 5] * 3)
-    fn, index = get_adv_estimator_fn(name), np.repeat([0, 1, 2], 7)
-    advantages, _ = (
-        fn(token_level_rewards=rewards, response_mask=mask, gamma=1.0, index=index)
-        if "kwargs" in (inspect.signature(fn).parameters)
-        else fn(rewards, mask, index)
-    )
+    if name == "reinforce_plus_plus":
+        advantages, _ = get_adv_estimator_fn(name)(rewards, mask, gamma=1.0)
+    else:
+        advantages, _ = estimate(name, rewards, mask, np.repeat([0, 1, 2], 7))
     assert (advantages == 0).all()
 
 

@@ -6,7 +6,7 @@ from tests.algorithms.batches import normal, ragged_mask
 from verl.algorithms import cells as cells_module
 from verl.algorithms.aggregate import AGG_MODES, AggMode, agg_loss, agg_weight
 
-MODES = ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+MODES = ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm", "token-sum"]
 LOSS = torch.tensor([[1.0, 2.0, 3.0, 9.0], [4.0, 9.0, 9.0, 9.0], [9.0, 9.0, 9.0, 9.0]])
 MASK = torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0], [0, 0, 0, 0]])
 
@@ -25,6 +25,7 @@ def both_layouts(request, monkeypatch):
         ("seq-mean-token-sum", (6 + 4) / 2, 2),
         ("seq-mean-token-mean", (2 + 4) / 2, 2),
         ("seq-mean-token-sum-norm", 10 / 4, 1),
+        ("token-sum", 10, 1),
     ],
 )
 def test_loss_and_weight_of_each_mode_by_hand(mode, loss, weight):
@@ -74,7 +75,7 @@ def test_weighted_parts_give_the_loss_of_the_whole_however_it_is_cut(mode):
     for parts in cuts:
         losses = torch.stack([agg_loss(loss[p], mask[p], mode) for p in parts])
         weights = torch.stack([agg_weight(mask[p], mode) for p in parts])
-        total = 1 if mode == "seq-mean-token-sum-norm" else weights.sum()
+        total = 1 if mode in ("seq-mean-token-sum-norm", "token-sum") else weights.sum()
         assert_close((losses * weights / total).sum(), whole)
 
 

@@ -50,6 +50,26 @@ def test_gradients_agree_with_finite_differences(name):
     assert torch.autograd.gradcheck(lambda a, b: kl_penalty(a, b, name), (x, y))
 
 
+@pytest.mark.parametrize("name", ["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3"])
+def test_a_plus_keeps_the_value_and_takes_the_gradient_of_k2(name):
+    x, y = ((REF + D - 0.01).double().requires_grad_(True) for _ in range(2))
+    straight, plain = kl_penalty(x, REF.double(), f"{name}+"), kl_penalty(y, REF.double(), name)
+    assert_close(straight, plain)
+    (gradient,) = torch.autograd.grad(straight.sum(), x)
+    assert_close(gradient, (x - REF.double()).detach())
+
+
+def test_only_the_gradient_of_k2_is_that_of_the_kl_in_the_mean():
+    logits = torch.tensor([0.3, -0.2, 0.5], dtype=torch.float64, requires_grad=True)
+    q = torch.tensor([0.2, 0.5, 0.3]).double().log()
+    log_p = logits.log_softmax(0)
+    (expected,) = torch.autograd.grad((log_p.exp() * (log_p - q)).sum(), logits, retain_graph=True)
+    for name, is_right in (("k1", False), ("k3", False), ("k2", True), ("k1+", True), ("k3+", True)):
+        sampled = (log_p.detach().exp() * kl_penalty(log_p, q, name)).sum()
+        (gradient,) = torch.autograd.grad(sampled, logits, retain_graph=True)
+        assert torch.allclose(gradient, expected) == is_right
+
+
 def test_full_is_refused_by_name_with_a_way_out():
     with pytest.raises(NotImplementedError, match="whole vocabulary.*low_var_kl"):
         kl_penalty(REF, REF, "full")

@@ -54,6 +54,16 @@ def test_nothing_is_said_about_defaults():
         (["custom_reward_function.name=f"], "custom_reward_function.path=null"),
         ([f"{ACTOR}.use_kl_loss=true", "algorithm.use_kl_in_reward=true", REF], "counts twice"),
         (["trainer.use_legacy_worker_impl=disable"], "one implementation"),
+        ([*GRPO, "algorithm.gamma=0.9"], "adv_estimator=grpo does not read it"),
+        (["algorithm.step_gamma=0.9"], "adv_estimator=gae does not read it"),
+        ([f"{ACTOR}.tau_pos=2"], "loss_mode=vanilla does not read it"),
+        ([f"{ACTOR}.policy_loss.loss_mode=reinforce", f"{ACTOR}.clip_ratio=0.1"], "loss_mode=reinforce does not read"),
+        ([f"{ACTOR}.policy_loss.loss_mode=gspo"], "was published with actor_rollout_ref.actor.loss_agg_mode=seq-mean"),
+        ([f"{ACTOR}.loss_scale_factor=100"], "loss_agg_mode=token-mean"),
+        ([f"{ACTOR}.ppo_mini_batch_size=8", f"{ACTOR}.clip_ratio_high=0.28"], "its ratio is 1"),
+        ([*GRPO, "algorithm.adv_estimator=gdpo", "algorithm.gdpo_reward_keys=[a]", "algorithm.use_kl_in_reward=true",
+          REF], "gdpo reads algorithm.gdpo_reward_keys, not the reward"),
+        (["algorithm.use_kl_in_reward=true", "algorithm.kl_penalty=k3+", REF], "k3+ is k3"),
     ],
 )
 def test_a_setting_without_effect_is_said(words, sentence):

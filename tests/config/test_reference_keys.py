@@ -14,6 +14,13 @@ from verl.config.tree import flatten
 HERE = Path(__file__).parent
 
 NEW_KEYS = """
+actor_rollout_ref.actor.calculate_sum_pi_squared actor_rollout_ref.actor.loss_scale_factor
+actor_rollout_ref.actor.policy_loss.kimi15_tau
+actor_rollout_ref.actor.policy_loss.tis_lower_bound actor_rollout_ref.actor.policy_loss.tis_upper_bound
+actor_rollout_ref.actor.policy_loss.topr_neg_weight actor_rollout_ref.actor.policy_loss.topr_pos_weight
+actor_rollout_ref.actor.policy_loss.topr_ratio
+actor_rollout_ref.actor.tau_neg actor_rollout_ref.actor.tau_pos
+algorithm.gdpo_reward_keys algorithm.gdpo_reward_weights algorithm.step_gamma
 actor_rollout_ref.actor.fsdp_config.mixed_precision actor_rollout_ref.actor.fsdp_config.model_dtype
 actor_rollout_ref.actor.fsdp_config.wrap_policy.transformer_layer_cls_to_wrap
 actor_rollout_ref.actor.optim.betas actor_rollout_ref.actor.optim.eps

@@ -65,6 +65,18 @@ BAD = {
     "gae without critic": (["critic.enable=false"], "GAE needs values"),
     "critic counts other samples": (["critic.rollout_n=2"], "differs from"),
     "clip range": ([f"{ACTOR}.clip_ratio_low=1.5"], "must be less than 1"),
+    "sampler's probabilities are not kept": (
+        [f"{ACTOR}.policy_loss.loss_mode=tis"], f"{ROLLOUT}.calculate_log_probs=false does not keep them"),
+    "nothing between the bounds": (
+        [f"{ACTOR}.policy_loss.loss_mode=clip_cov", f"{ACTOR}.policy_loss.clip_cov_lb=5"], "is not below"),
+    "gdpo without rewards": (
+        ["algorithm.adv_estimator=gdpo", f"{ROLLOUT}.n=4"], "gdpo_reward_keys=null with algorithm.adv_estimator=gdpo"),
+    "gdpo with too many weights": (
+        ["algorithm.adv_estimator=gdpo", f"{ROLLOUT}.n=4", "algorithm.gdpo_reward_keys=[a]",
+         "algorithm.gdpo_reward_weights=[1,2]"], "has 2 numbers for the 1"),
+    "optimal baseline without its column": (
+        ["algorithm.adv_estimator=optimal_token_baseline", f"{ROLLOUT}.n=4"], "calculate_sum_pi_squared=false with"),
+    "best of one": (["algorithm.adv_estimator=grpo_passk"], "judged by its siblings"),
     "sharding group": ([f"{ACTOR}.fsdp_config.fsdp_size=0"], "must be -1"),
     "local strategy on two workers": ([f"{ACTOR}.strategy=local"], "runs in one process, but there are 2"),
     "local controller on two nodes": (["trainer.controller=local", "trainer.nnodes=2"], "stay on one machine"),
@@ -123,9 +135,9 @@ UNBUILT = [
     f"{ROLLOUT}.layered_summon=true", f"{ROLLOUT}.use_fire_sampling=true", f"{ROLLOUT}.load_format=megatron",
     "reward_model.enable=true", "reward_model.model.path=/rm", "reward_model.sandbox_fusion.url=http://x",
     "reward_model.launch_reward_fn_async=true", "reward_model.reward_manager=prime", "reward_model.strategy=fsdp2",
-    "algorithm.use_pf_ppo=true", "algorithm.pf_ppo.weight_pow=3", "algorithm.adv_estimator=opo",
-    "algorithm.kl_penalty=full", f"{ACTOR}.kl_loss_type=full", f"{ACTOR}.policy_loss.loss_mode=gspo",
-    f"{ACTOR}.policy_loss.clip_cov_lb=2", "trainer.profile_steps=[1]", "trainer.worker_nsight_options.kill=sigterm",
+    "algorithm.use_pf_ppo=true", "algorithm.pf_ppo.weight_pow=3", "algorithm.adv_estimator=gigpo",
+    "algorithm.kl_penalty=full", f"{ACTOR}.kl_loss_type=full", f"{ACTOR}.policy_loss.loss_mode=dro",
+    "trainer.profile_steps=[1]", "trainer.worker_nsight_options.kill=sigterm",
     "trainer.npu_profile.options.level=level2", "actor_rollout_ref.profiler.ranks=[0]",
     "actor_rollout_ref.model.fused_kernel_options.impl_backend=triton", "data.datagen.path=x.py",
     f"{ACTOR}.strategy=megatron", "critic.strategy=deepspeed", f"{ACTOR}.checkpoint.async_save=true",
@@ -163,7 +175,15 @@ BUILT = [
     ["trainer.logger=[console,tensorboard,wandb,file]"], [f"{ACTOR}.checkpoint.save_contents=[model,hf_model]"],
     ["reward_model.reward_manager=batch"], [f"{ROLLOUT}.tensor_model_parallel_size=8"], ["trainer.device=cpu"],
     ["data.sampler.class_path=s.py", "data.sampler.class_name=S"], [f"{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm"],
-    [f"{ACTOR}.use_kl_loss=true", f"{ACTOR}.kl_loss_type=k3", REF], ["algorithm.kl_ctrl.type=adaptive"],
+    [f"{ACTOR}.use_kl_loss=true", f"{ACTOR}.kl_loss_type=k3+", REF], [f"{ACTOR}.clip_ratio_c=null"],
+    ["algorithm.adv_estimator=grpo_passk", f"{ROLLOUT}.n=4"], ["algorithm.adv_estimator=agentic_reinforce"],
+    ["algorithm.adv_estimator=gdpo", f"{ROLLOUT}.n=4", "algorithm.gdpo_reward_keys=[accuracy,format]"],
+    ["algorithm.adv_estimator=optimal_token_baseline", f"{ROLLOUT}.n=4", f"{ACTOR}.calculate_sum_pi_squared=true"],
+    [f"{ACTOR}.policy_loss.loss_mode=tis", f"{ROLLOUT}.calculate_log_probs=true"],
+    [f"{ACTOR}.policy_loss.loss_mode=clip_cov", f"{ACTOR}.policy_loss.clip_cov_lb=2"],
+    [f"{ACTOR}.policy_loss.loss_mode=cispo", f"{ACTOR}.clip_ratio_low=1"], [f"{ACTOR}.loss_agg_mode=token-sum"],
+    [f"{ACTOR}.policy_loss.loss_mode=gspo", f"{ACTOR}.loss_agg_mode=seq-mean-token-mean"],
+    ["algorithm.kl_ctrl.type=adaptive"],
     [f"{ROLLOUT}.val_kwargs.n=4", f"{ROLLOUT}.val_kwargs.do_sample=true", f"{ROLLOUT}.val_kwargs.temperature=0.6"],
 ]  # fmt: skip
 

@@ -38,6 +38,42 @@ def test_grpo_learns_on_the_local_controller(tmp_path, monkeypatch):
     assert first < 0.5 and last > 0.9
 
 
+SHORT = {
+    "data__max_response_length": 10,
+    "actor_rollout_ref__rollout__n": 4,
+    "actor_rollout_ref__actor__ppo_mini_batch_size": 4,  # two optimizer steps a batch: the second is off-policy
+    "actor_rollout_ref__actor__ppo_micro_batch_size_per_gpu": 16,
+    "actor_rollout_ref__rollout__log_prob_micro_batch_size_per_gpu": 32,
+    "actor_rollout_ref__actor__optim__lr": "7e-4",
+    "trainer__total_training_steps": 14,
+}
+LOSS, ACTOR = "actor_rollout_ref__actor__policy_loss__loss_mode", "actor_rollout_ref__actor"
+METHODS = {
+    "gspo": {LOSS: "gspo", f"{ACTOR}__loss_agg_mode": "seq-mean-token-mean", f"{ACTOR}__clip_ratio_high": 0.05},
+    "cispo": {LOSS: "cispo", f"{ACTOR}__clip_ratio_low": 1.0},
+    "tis": {LOSS: "tis", "actor_rollout_ref__rollout__calculate_log_probs": True},
+    "kl_cov": {LOSS: "kl_cov"},
+    "dr_grpo": {
+        "algorithm__norm_adv_by_std_in_grpo": False,
+        f"{ACTOR}__loss_agg_mode": "seq-mean-token-sum-norm",
+    },
+    "rloo": {"algorithm__adv_estimator": "rloo"},
+    "remax": {"algorithm__adv_estimator": "remax"},
+    "reinforce_plus_plus": {"algorithm__adv_estimator": "reinforce_plus_plus"},
+    "optimal_token_baseline": {
+        "algorithm__adv_estimator": "optimal_token_baseline",
+        f"{ACTOR}__calculate_sum_pi_squared": True,
+    },
+}
+
+
+@pytest.mark.learning
+@pytest.mark.parametrize("method", METHODS)
+def test_every_kind_of_method_climbs(method, tmp_path, monkeypatch):
+    first, last = learn(tmp_path, monkeypatch, **SHORT, **METHODS[method])
+    assert first < 0.5 and last > first + 0.2
+
+
 @pytest.mark.learning
 @pytest.mark.ray
 def test_grpo_learns_on_ray_with_two_ranks(tmp_path, monkeypatch):

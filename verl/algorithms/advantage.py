@@ -9,7 +9,6 @@ Letters: B responses, R response width, s_i = sum_t r_it the score of response i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Any
 
@@ -17,14 +16,35 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from verl.algorithms.cells import BLOCK, PackedCells
-from verl.algorithms.registry import Registry
+from verl.algorithms import advantage_groups, advantage_turns  # noqa: F401 - importing them registers theirs
+from verl.algorithms.cells import PackedCells
+from verl.algorithms.estimating import (
+    ADV_ESTIMATOR_REGISTRY,
+    AdvantageFn,
+    Groups,
+    NonFiniteError,
+    get_adv_estimator_fn,
+    outcome_scores,
+    pack_finite,
+    register_adv_est,
+    require_finite,
+    whiten,
+)
 
-AdvantageFn = Callable[..., tuple[Tensor, Tensor]]
-
-ADV_ESTIMATOR_REGISTRY: Registry[AdvantageFn] = Registry("algorithm.adv_estimator", "@register_adv_est(name)")
-register_adv_est = ADV_ESTIMATOR_REGISTRY.register
-get_adv_estimator_fn = ADV_ESTIMATOR_REGISTRY.get
+__all__ = [
+    "ADV_ESTIMATOR_REGISTRY",
+    "AdvantageEstimator",
+    "AdvantageFn",
+    "NonFiniteError",
+    "compute_gae_advantage_return",
+    "compute_grpo_outcome_advantage",
+    "compute_reinforce_plus_plus_baseline_outcome_advantage",
+    "compute_reinforce_plus_plus_outcome_advantage",
+    "compute_remax_outcome_advantage",
+    "compute_rloo_outcome_advantage",
+    "get_adv_estimator_fn",
+    "register_adv_est",
+]
 
 
 class AdvantageEstimator(str, Enum):
@@ -36,10 +56,14 @@ class AdvantageEstimator(str, Enum):
     REMAX = "remax"
     REINFORCE_PLUS_PLUS = "reinforce_plus_plus"
     REINFORCE_PLUS_PLUS_BASELINE = "reinforce_plus_plus_baseline"
-
-
-class NonFiniteError(ValueError):
-    """An estimator was given NaN or infinity: one such cell would silently spoil the whole batch."""
+    REINFORCE = "reinforce"
+    STEP_REINFORCE = "step_reinforce"
+    AGENTIC_REINFORCE = "agentic_reinforce"
+    GRPO_PASSK = "grpo_passk"
+    OPO = "opo"
+    GPG = "gpg"
+    GDPO = "gdpo"
+    OPTIMAL_TOKEN_BASELINE = "optimal_token_baseline"
 
 
 @register_adv_est(AdvantageEstimator.GAE)
@@ -76,12 +100,12 @@ def compute_gae_advantage_return(
     Source: Schulman et al. 2016, section 3 (arXiv:1506.02438).
     """
     cells = PackedCells(response_mask)
-    r = _pack("token_level_rewards", token_level_rewards, cells)
-    v = _pack("values", values, cells)
+    r = pack_finite("token_level_rewards", token_level_rewards, cells)
+    v = pack_finite("values", values, cells)
     delta = r + gamma * cells.next(v) - v
     advantages = cells.suffix_sum(delta, gamma * lam)
     returns = advantages + v
-    return cells.unpack(_whiten(advantages, cells)), cells.unpack(returns)
+    return cells.unpack(whiten(advantages, cells)), cells.unpack(returns)
 
 
 @register_adv_est(AdvantageEstimator.GRPO)
@@ -117,7 +141,7 @@ def compute_grpo_outcome_advantage(
 
     Source: Shao et al. 2024, DeepSeekMath, section 4.1 (arXiv:2402.03300).
     """
-    scores, groups = _scores(token_level_rewards), _Groups(index, token_level_rewards.device)
+    scores, groups = outcome_scores(token_level_rewards), Groups(index, token_level_rewards.device)
     mean = groups.mean(scores)
     advantages = scores - torch.where(groups.is_alone, 0, mean)
     if norm_adv_by_std_in_grpo:
@@ -158,7 +182,7 @@ def compute_rloo_outcome_advantage(
 
     Source: Ahmadian et al. 2024, section 3.3 (arXiv:2402.14740).
     """
-    scores, groups = _scores(token_level_rewards), _Groups(index, token_level_rewards.device)
+    scores, groups = outcome_scores(token_level_rewards), Groups(index, token_level_rewards.device)
     n = groups.sizes
     advantages = (scores - groups.mean(scores)) * n / (n - 1).clamp(min=1)
     advantages = torch.where(groups.is_alone, scores, advantages)
@@ -194,8 +218,8 @@ def compute_remax_outcome_advantage(
     Source: Li et al. 2024, section 4 (arXiv:2310.10505).
     """
     cells = PackedCells(response_mask)
-    r = _pack("token_level_rewards", token_level_rewards, cells)
-    _require_finite("reward_baselines", reward_baselines)
+    r = pack_finite("token_level_rewards", token_level_rewards, cells)
+    require_finite("reward_baselines", reward_baselines)
     returns = cells.unpack(cells.suffix_sum(r, 1.0))
     return returns - cells.spread(reward_baselines.to(returns)), returns
 
@@ -234,9 +258,9 @@ def compute_reinforce_plus_plus_outcome_advantage(
     if gamma is None and config is None:
         raise ValueError("reinforce_plus_plus: gamma is missing. Pass gamma=, or config= with a gamma.")
     cells = PackedCells(response_mask)
-    r = _pack("token_level_rewards", token_level_rewards, cells)
+    r = pack_finite("token_level_rewards", token_level_rewards, cells)
     returns = cells.suffix_sum(r, config.gamma if gamma is None else gamma)
-    return cells.unpack(_whiten(returns, cells)), cells.unpack(returns)
+    return cells.unpack(whiten(returns, cells)), cells.unpack(returns)
 
 
 @register_adv_est(AdvantageEstimator.REINFORCE_PLUS_PLUS_BASELINE)
@@ -270,73 +294,8 @@ def compute_reinforce_plus_plus_baseline_outcome_advantage(
 
     Source: Hu et al. 2025, REINFORCE++ (arXiv:2501.03262).
     """
-    scores, groups = _scores(token_level_rewards), _Groups(index, token_level_rewards.device)
+    scores, groups = outcome_scores(token_level_rewards), Groups(index, token_level_rewards.device)
     cells = PackedCells(response_mask)
     centred = scores - torch.where(groups.is_alone, 0, groups.mean(scores))
-    advantages = cells.unpack(_whiten(cells.repeat(centred.to(token_level_rewards.dtype)), cells))
+    advantages = cells.unpack(whiten(cells.repeat(centred.to(token_level_rewards.dtype)), cells))
     return advantages, advantages
-
-
-class _Groups:
-    """Responses to the same prompt, found by id: ``sizes`` (B,) and ``is_alone`` (B,) of each response's group."""
-
-    def __init__(self, index: np.ndarray | Tensor | Sequence, device: torch.device):
-        ids: dict[Any, int] = {}
-        index = index.tolist() if hasattr(index, "tolist") else index
-        self.group = torch.tensor([ids.setdefault(i, len(ids)) for i in index], dtype=torch.long, device=device)
-        self.num_groups = len(ids)
-        self.sizes = torch.bincount(self.group, minlength=self.num_groups)[self.group]
-        self.is_alone = self.sizes == 1
-
-    def mean(self, x: Tensor) -> Tensor:
-        """Each response's group mean, (B,)."""
-        return self._sum(x) / self.sizes
-
-    def std(self, x: Tensor, mean: Tensor) -> Tensor:
-        """Each response's unbiased group std, (B,); zero in a group of one."""
-        return (self._sum((x - mean).square()) / (self.sizes - 1).clamp(min=1)).sqrt()
-
-    def _sum(self, x: Tensor) -> Tensor:
-        return x.new_zeros(self.num_groups).index_add(0, self.group, x)[self.group]
-
-
-def _scores(token_level_rewards: Tensor) -> Tensor:
-    """(B, R) to (B,), in float64: then equal scores have exactly their common value as mean, in any order."""
-    scores = token_level_rewards.sum(-1).double()
-    _require_finite("token_level_rewards", scores)
-    return scores
-
-
-def _pack(name: str, x: Tensor, cells: PackedCells) -> Tensor:
-    """(B, R) to the packed (M,), in float32 or better, and finite."""
-    flat = cells.pack(x)
-    flat = flat if flat.dtype == torch.float64 else flat.float()
-    _require_finite(name, flat, cells.row)
-    return flat
-
-
-def _whiten(flat: Tensor, cells: PackedCells) -> Tensor:
-    """Shift and scale packed numbers to mean 0 and unbiased variance 1 over the tokens of the batch.
-
-    One token alone, or equal ones, become zero: there is nothing to tell them apart.
-    """
-    mean = flat.sum(dtype=torch.float64) / max(cells.total, 1)
-    centred = cells.clear_gaps(flat - mean)
-    variance = centred.square().sum() / max(cells.total - 1, 1)
-    return centred * torch.rsqrt(variance + 1e-8)
-
-
-def _require_finite(name: str, x: Tensor, block_rows: Tensor | None = None) -> None:
-    """Refuse NaN and infinity; ``x`` has one entry a row, or is packed with ``block_rows`` naming each block's row."""
-    if x.sum().isfinite():
-        return
-    bad = (~x.isfinite()).nonzero().squeeze(-1)
-    if len(bad) == 0:  # finite numbers whose sum overflows
-        return
-    rows = bad if block_rows is None else block_rows[bad // BLOCK]
-    rows = rows.unique().tolist()
-    raise NonFiniteError(
-        f"{name} holds {x[bad[0]].item()} in {len(rows)} of the batch's rows (first: {rows[:5]}), and must be finite: "
-        f"one such cell spoils the advantages of all. Find out what produced it: the reward function or its KL "
-        f"penalty for rewards, the critic's loss or learning rate for values."
-    )

@@ -1,6 +1,6 @@
 """From a loss per token to one number, and what that number was divided by.
 
-Knows the four ``loss_agg_mode``s; knows no loss.
+Knows the five ``loss_agg_mode``s; knows no loss.
 """
 
 from __future__ import annotations
@@ -55,6 +55,7 @@ AGG_MODES.register("token-mean")(AggMode(_sum, _tokens))
 AGG_MODES.register("seq-mean-token-sum")(AggMode(_sum, _sequences))
 AGG_MODES.register("seq-mean-token-mean")(AggMode(_sum_of_means, _sequences))
 AGG_MODES.register("seq-mean-token-sum-norm")(AggMode(_sum, _one, divides_by_width=True))
+AGG_MODES.register("token-sum")(AggMode(_sum, _one))
 
 
 def agg_loss(loss_mat: Tensor, loss_mask: Tensor, loss_agg_mode: str, loss_scale_factor: float | None = None) -> Tensor:
@@ -64,6 +65,7 @@ def agg_loss(loss_mat: Tensor, loss_mask: Tensor, loss_agg_mode: str, loss_scale
         seq-mean-token-sum       sum_it l_it / number of responses                  long responses count more
         seq-mean-token-mean      sum_i (mean_t l_it) / number of responses          every response counts the same
         seq-mean-token-sum-norm  sum_it l_it / R                                    a constant divisor
+        token-sum                sum_it l_it                                        no divisor: grows with the batch
 
     A response without a token is not a response: it is in no sum and no count. A batch without tokens costs zero.
 
@@ -95,6 +97,6 @@ def agg_weight(loss_mask: Tensor, loss_agg_mode: str) -> Tensor:
     """What ``agg_loss`` divides by, as a scalar: tokens, responses with a token, or 1.
 
     Over the parts of a batch, sum(weight * loss) / W is the loss of the whole, where W is the weight of the whole:
-    the sum of the parts' weights, or 1 for ``seq-mean-token-sum-norm``, whose parts simply add up.
+    the sum of the parts' weights, or 1 for ``seq-mean-token-sum-norm`` and ``token-sum``, whose parts simply add up.
     """
     return AGG_MODES.get(loss_agg_mode).weight(loss_mask.sum(-1))

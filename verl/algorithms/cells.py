@@ -131,6 +131,10 @@ class DenseCells:
         """Zero the masked cells; their gradient is zero too, be they NaN."""
         return torch.where(self.is_cell, x, 0)
 
+    def repeat(self, per_row: Tensor) -> Tensor:
+        """Give every token its row's number: (B,) to (B, R), zero where masked."""
+        return torch.where(self.is_cell, per_row.unsqueeze(-1), 0)
+
     def row_sum(self, x: Tensor) -> Tensor:
         """Sum each row: (B, R) to (B,)."""
         return x.sum(-1)

@@ -28,6 +28,10 @@ def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
         abs             |d|
         mse, k2         d^2 / 2                biased, low variance; its gradient is the gradient of the KL
         low_var_kl, k3  exp(-d) + d - 1        unbiased, never negative; d is cut at +-20, the result at 10
+        NAME+           the value of NAME with the gradient of k2, "straight-through": kl+ k1+ abs+ low_var_kl+ k3+
+
+    The value of k1 and k3 is right in the mean but not their gradient: of k1's it is zero, of k3's that of the KL the
+    other way round. k2's is right. So the + forms report one and follow the other; ``mse+``, ``k2+`` are ``mse``.
 
     Args:
         logprob, ref_logprob: any equal shape, usually (B, R); differentiable in both.
@@ -37,7 +41,7 @@ def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
         ValueError: unknown name.
         NotImplementedError: ``full``, which needs the logits of the whole vocabulary.
 
-    Source: Schulman 2020, http://joschu.net/blog/kl-approx.html
+    Source: Schulman 2020, http://joschu.net/blog/kl-approx.html; gradients: Tang & Munos 2025 (arXiv:2506.09477).
     """
     return KL_PENALTIES.get(kl_penalty)(logprob, ref_logprob)
 
@@ -65,6 +69,22 @@ def kl_k3(logprob: Tensor, ref_logprob: Tensor) -> Tensor:
     """exp(-d) + d - 1, with the cuts that keep one outlier from deciding the batch."""
     minus_d = (ref_logprob - logprob).clamp(-20, 20)
     return (torch.expm1(minus_d) - minus_d).clamp(max=10)
+
+
+def _straight_through(estimate: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
+    """The value of ``estimate`` with the gradient of k2."""
+
+    def with_gradient_of_k2(logprob: Tensor, ref_logprob: Tensor) -> Tensor:
+        guide = kl_k2(logprob, ref_logprob)
+        return estimate(logprob, ref_logprob).detach() + (guide - guide.detach())
+
+    return with_gradient_of_k2
+
+
+KL_PENALTIES.register("kl+", "k1+")(_straight_through(kl_k1))
+KL_PENALTIES.register("abs+")(_straight_through(kl_abs))
+KL_PENALTIES.register("mse+", "k2+")(kl_k2)
+KL_PENALTIES.register("low_var_kl+", "k3+")(_straight_through(kl_k3))
 
 
 @KL_PENALTIES.register("full")

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from verl.algorithms.aggregate import AGG_MODES, agg_loss, agg_weight
 from verl.algorithms.kl import KL_PENALTIES
+from verl.algorithms.policy_cov import TOKEN_CHOICES
 from verl.algorithms.policy_loss import get_policy_loss_fn, loss_and_metrics
 from verl.algorithms.value_loss import compute_value_loss
 
@@ -32,11 +33,13 @@ class TokenOutputs(NamedTuple):
 class _Aggregation:
     """A ``loss_agg_mode`` made into a mean with a weight, for micro-batches of any width."""
 
-    def __init__(self, loss_agg_mode: str, response_length: int | None):
+    def __init__(self, loss_agg_mode: str, response_length: int | None, loss_scale_factor: int | None = None):
         self.mode = loss_agg_mode
         self.has_constant_divisor = AGG_MODES.get(loss_agg_mode).divides_by_width
-        self.response_length = response_length
-        if self.has_constant_divisor and not response_length:
+        self.is_sum = loss_agg_mode == "token-sum"
+        self.mode_of_mean = "token-mean" if self.is_sum else self.mode
+        self.divisor = loss_scale_factor or response_length
+        if self.has_constant_divisor and not self.divisor:
             raise ValueError(
                 f"loss_agg_mode={loss_agg_mode} divides by the response length, and response_length="
                 f"{response_length} was given: micro-batches are trimmed, so their width will not do. "
@@ -44,18 +47,22 @@ class _Aggregation:
             )
 
     def weight(self, mask: Tensor) -> Tensor:
-        """Tokens or responses; responses too where parts simply add up, to make a mean of that sum."""
-        return agg_weight(mask, "seq-mean-token-sum" if self.has_constant_divisor else self.mode)
+        """Tokens or responses; responses too where parts are divided by a constant, to make a mean of that sum."""
+        return agg_weight(mask, "seq-mean-token-sum" if self.has_constant_divisor else self.mode_of_mean)
 
     def mean(self, loss: Tensor, mask: Tensor) -> Tensor:
-        """Turn what ``agg_loss`` gave into the mean that ``weight`` belongs to.
+        """Turn what ``agg_loss`` gave in ``mode_of_mean`` into the mean that ``weight`` belongs to.
 
         Only ``seq-mean-token-sum-norm`` changes: from a sum over this micro-batch's width to a mean over responses of
-        the token sum over the configured response length, as Dr. GRPO has it.
+        the token sum over the configured divisor, as Dr. GRPO has it.
         """
         if not self.has_constant_divisor:
             return loss
-        return loss * (mask.shape[-1] / self.response_length) / self.weight(mask).clamp(min=1)
+        return loss * (mask.shape[-1] / self.divisor) / self.weight(mask).clamp(min=1)
+
+    def scale(self, total: float) -> float:
+        """What makes the mean over a mini-batch of weight ``total`` the loss: ``total`` itself for a sum."""
+        return total if self.is_sum else 1.0
 
 
 _ARGUMENTS = ("old_log_prob", "log_prob", "advantages", "response_mask", "loss_agg_mode", "config")
@@ -81,14 +88,19 @@ class PPOLoss:
 
     Args:
         config: the ``actor`` section.
-        response_length: tokens, ``data.max_response_length``; needed for ``seq-mean-token-sum-norm`` only.
+        response_length: tokens, ``data.max_response_length``; needed for ``seq-mean-token-sum-norm`` only, and there
+            only without ``actor.loss_scale_factor``.
 
     ``want_entropy`` tells the engine to compute entropies, ``columns`` which columns to put into the micro-batch.
+    ``chooses_tokens`` says that the loss singles out tokens by comparing all of a mini-batch: then the engine scores
+    the mini-batch first, lets ``choose`` decide, and hands over the column ``selected_tokens``.
     """
 
     def __init__(self, config: Any, response_length: int | None = None):
         self.config = config
-        self.aggregation = _Aggregation(config.loss_agg_mode, response_length)
+        self.aggregation = _Aggregation(
+            config.loss_agg_mode, response_length, getattr(config, "loss_scale_factor", None)
+        )
         self.policy_loss = get_policy_loss_fn(config.policy_loss.loss_mode)
         self.kl = KL_PENALTIES.get(config.kl_loss_type) if config.use_kl_loss else None
         self.want_entropy = config.entropy_coeff != 0
@@ -102,20 +114,32 @@ class PPOLoss:
             self.extra_columns.append(parameter.name)
             if parameter.default is parameter.empty:
                 names.append(parameter.name)
+        self._choice = TOKEN_CHOICES.get(config.policy_loss.loss_mode)
+        self.chooses_tokens = self._choice is not None
+        if self.chooses_tokens:
+            names.append("selected_tokens")
         self.columns = tuple(names)
 
     def weight(self, micro: Mapping[str, Tensor]) -> Tensor:
         """How much this micro-batch's mean counts, as a scalar."""
         return self.aggregation.weight(micro["response_mask"])
 
+    def scale(self, total: float) -> float:
+        """Factor from the mean over a mini-batch to its loss: its tokens ``total`` with ``token-sum``, else 1."""
+        return self.aggregation.scale(total)
+
+    def choose(self, old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor) -> Tensor:
+        """Which of all unmasked tokens of a mini-batch, (T,) each in any order, are singled out: (T,) bool."""
+        return self._choice(old_log_prob, log_prob, advantages, self.config)
+
     def __call__(self, out: TokenOutputs, micro: Mapping[str, Tensor]) -> tuple[Tensor, Metrics]:
-        """The mean loss of a micro-batch and its metrics.
+        """The mean loss of a micro-batch and its metrics; with ``token-sum`` the mean over tokens (see ``scale``).
 
         Args:
             out: ``log_probs`` (b, r), and ``entropy`` if ``want_entropy``.
             micro: ``columns``, (b, r) each.
         """
-        mask, mode = micro["response_mask"], self.aggregation.mode
+        mask, mode = micro["response_mask"], self.aggregation.mode_of_mean
         values = (micro["old_log_probs"], out.log_probs, micro["advantages"], mask, mode, self.config)
         if self.arguments:
             named = dict(zip(_ARGUMENTS, values, strict=True))
@@ -158,6 +182,10 @@ class ValueLoss:
         """How much this micro-batch's mean counts, as a scalar."""
         return self.aggregation.weight(micro["response_mask"])
 
+    def scale(self, total: float) -> float:
+        """Factor from the mean over a mini-batch to its loss: its tokens ``total`` with ``token-sum``, else 1."""
+        return self.aggregation.scale(total)
+
     def __call__(self, out: TokenOutputs, micro: Mapping[str, Tensor]) -> tuple[Tensor, Metrics]:
         """The mean loss of a micro-batch and its metrics; ``out.values`` and each of ``columns`` are (b, r)."""
         mask = micro["response_mask"]
@@ -167,7 +195,7 @@ class ValueLoss:
             micro["values"],
             mask,
             self.config.cliprange_value,
-            self.aggregation.mode,
+            self.aggregation.mode_of_mean,
         )
         loss = self.aggregation.mean(loss, mask)
         return loss, {

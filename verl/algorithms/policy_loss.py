@@ -12,23 +12,33 @@ Letters: A advantage, w = pi(y_t) / pi_old(y_t) importance ratio.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from verl.algorithms import policy_cov, policy_ratio, policy_reinforce  # noqa: F401 - importing them registers theirs
 from verl.algorithms.aggregate import agg_rows
 from verl.algorithms.cells import real_cells
-from verl.algorithms.registry import Registry
-
-PolicyLossFn = Callable[..., tuple]
-
-POLICY_LOSS_REGISTRY: Registry[PolicyLossFn] = Registry(
-    "actor_rollout_ref.actor.policy_loss.loss_mode", "@register_policy_loss(name)"
+from verl.algorithms.objective import (
+    POLICY_LOSS_REGISTRY,
+    PolicyLossFn,
+    get_policy_loss_fn,
+    loss_and_metrics,
+    register_policy_loss,
 )
-register_policy_loss = POLICY_LOSS_REGISTRY.register
-get_policy_loss_fn = POLICY_LOSS_REGISTRY.get
+
+__all__ = [
+    "POLICY_LOSS_REGISTRY",
+    "ClippedObjective",
+    "PolicyLossFn",
+    "clipped_objective",
+    "compute_policy_loss",
+    "compute_policy_loss_vanilla",
+    "get_policy_loss_fn",
+    "loss_and_metrics",
+    "register_policy_loss",
+]
 
 
 class ClippedObjective(NamedTuple):
@@ -41,7 +51,12 @@ class ClippedObjective(NamedTuple):
 
 
 def clipped_objective(
-    old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, clip_low: float, clip_high: float, clip_ratio_c: float
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    clip_low: float,
+    clip_high: float,
+    clip_ratio_c: float | None,
 ) -> ClippedObjective:
     """Follow the advantage, but only while the policy stays near the one that sampled.
 
@@ -49,7 +64,7 @@ def clipped_objective(
         A <  0:  the same, but never above -clip_ratio_c A
 
     The first line stops paying for a ratio that already moved far enough in the good direction. The second bounds what
-    a bad token can cost once its ratio has exploded. log w is cut at +-20.
+    a bad token can cost once its ratio has exploded; ``clip_ratio_c=None`` leaves it out. log w is cut at +-20.
 
     The gradient is written down rather than traced: it is -w A, the slope of the unbounded objective, on tokens where
     that is what was chosen, and zero where a bound holds. Differentiable in ``log_prob`` only, once.
@@ -64,7 +79,10 @@ def clipped_objective(
         free = cost * ratio
         clipped = cost * ratio.clamp(1 - clip_low, 1 + clip_high)
         pessimistic = torch.maximum(free, clipped)
-        bound = clip_ratio_c * cost.clamp(min=0)  # a good token's loss is never above zero: for it this bounds nothing
+        most = torch.inf if clip_ratio_c is None else clip_ratio_c
+        bound = torch.where(
+            cost > 0, most * cost, 0
+        )  # a good token's loss is never above zero: for it this bounds nothing
         loss = torch.minimum(pessimistic, bound)
         slope = free * (loss == free)
     loss = loss + slope * (log_prob - log_prob.detach())
@@ -79,7 +97,7 @@ def compute_policy_loss(
     cliprange: float | None = None,
     cliprange_low: float | None = None,
     cliprange_high: float | None = None,
-    clip_ratio_c: float = 3.0,
+    clip_ratio_c: float | None = 3.0,
     loss_agg_mode: str = "token-mean",
     *,
     rollout_is_weights: Tensor | None = None,
@@ -90,7 +108,7 @@ def compute_policy_loss(
         old_log_prob, log_prob, advantages: (B, R) float; differentiable in ``log_prob``.
         response_mask: (B, R); 1 on tokens that count. Masked cells have no influence and get no gradient.
         cliprange: epsilon; used on each side where ``cliprange_low`` or ``cliprange_high`` is None.
-        clip_ratio_c: dual-clip bound on the ratio, above 1.
+        clip_ratio_c: dual-clip bound on the ratio, above 1; None: no such bound.
         loss_agg_mode: see ``agg_loss``.
         rollout_is_weights: (B, R) factors of each token's loss, for sampler and trainer that disagree.
 
@@ -108,10 +126,10 @@ def compute_policy_loss(
             f"compute_policy_loss: cliprange={cliprange}, cliprange_low={cliprange_low}, "
             f"cliprange_high={cliprange_high} leave a side without a bound. Give cliprange, or both of the others."
         )
-    if clip_ratio_c <= 1:
+    if clip_ratio_c is not None and clip_ratio_c <= 1:
         raise ValueError(
             f"clip_ratio_c={clip_ratio_c} must exceed 1: at or below, it would cut tokens the policy has not moved. "
-            f"Use 3.0 (the default), or a large number to switch the bound off."
+            f"Use 3.0 (the default), or null to switch the bound off."
         )
     cells = real_cells(response_mask)
     token = clipped_objective(
@@ -155,18 +173,4 @@ def compute_policy_loss_vanilla(
             loss_agg_mode,
             rollout_is_weights=rollout_is_weights,
         )
-    )
-
-
-def loss_and_metrics(result: tuple) -> tuple[Tensor, dict[str, Any]]:
-    """Bring what a policy loss returned into one form: (loss, metrics) as it is, the older 4-tuple with names."""
-    if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict):
-        return result
-    if isinstance(result, tuple) and len(result) == 4:
-        loss, clipfrac, kl, clipfrac_lower = result
-        return loss, {"actor/pg_clipfrac": clipfrac, "actor/ppo_kl": kl, "actor/pg_clipfrac_lower": clipfrac_lower}
-    shape = f"{len(result)} values" if isinstance(result, tuple) else type(result).__name__
-    raise TypeError(
-        f"A policy loss returned {shape}, and must return (loss, metrics dict) or "
-        f"(loss, pg_clipfrac, ppo_kl, pg_clipfrac_lower). Change the function registered as loss_mode."
     )

@@ -10,10 +10,10 @@ from verl.config.optim import OptimConfig
 from verl.config.trainer import CheckpointConfig
 from verl.utils.micro_batching import MicroBatching
 
-LossAggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+LossAggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm", "token-sum"]
 """How token losses become one number: mean over all tokens (DAPO, Yu et al. 2025, arXiv:2503.14476); mean over
 responses of their sums; mean over responses of their means (GRPO as published); sum over all divided by the response
-window, a constant (Dr. GRPO, Liu et al. 2025, arXiv:2503.20783)."""
+window, a constant (Dr. GRPO, Liu et al. 2025, arXiv:2503.20783); sum over all tokens of the mini-batch."""
 
 
 @dataclass
@@ -23,10 +23,11 @@ class PolicyLossConfig(Config):
     _target_: ClassVar[str] = "verl.workers.config.PolicyLossConfig"
 
     loss_mode: str = "vanilla"
-    """``vanilla`` (clipped PPO, Schulman et al. 2017, arXiv:1707.06347), or a name given to
-    ``register_policy_loss``."""
+    """``vanilla`` (clipped PPO, Schulman et al. 2017, arXiv:1707.06347), gspo, geo_mean, cispo, sapo, clip_cov,
+    kl_cov, dppo_tv, dppo_kl, gpg, reinforce, tis, topr, kimi15, or a name given to ``register_policy_loss``. Equations
+    and papers: docs/algorithms.md."""
 
-    clip_cov_ratio: float = 0.0002
+    clip_cov_ratio: float = option(0.0002, at_least=0, at_most=1)
     """clip_cov: share of tokens whose gradient is dropped. Source: Cui et al. 2025 (arXiv:2505.22617)."""
 
     clip_cov_lb: float = 1.0
@@ -35,11 +36,29 @@ class PolicyLossConfig(Config):
     clip_cov_ub: float = 5.0
     """clip_cov: upper bound of that covariance."""
 
-    kl_cov_ratio: float = 0.0002
+    kl_cov_ratio: float = option(0.0002, at_least=0, at_most=1)
     """kl_cov: share of tokens that get a KL penalty. Source: Cui et al. 2025 (arXiv:2505.22617)."""
 
-    ppo_kl_coef: float = 0.1
+    ppo_kl_coef: float = option(0.1, at_least=0)
     """kl_cov: coefficient of that penalty."""
+
+    tis_lower_bound: float = option(0.0, at_least=0)
+    """tis: importance weights below this are raised to it. Source: Espeholt et al. 2018 (arXiv:1802.01561)."""
+
+    tis_upper_bound: float = option(1.0, above=0)
+    """tis: importance weights above this are lowered to it."""
+
+    topr_pos_weight: float = option(1.0, at_least=0)
+    """topr: factor of the loss of responses with a positive score. Source: Le Roux et al. 2025 (arXiv:2503.14286)."""
+
+    topr_neg_weight: float = option(1.0, at_least=0)
+    """topr: factor of the loss of all other responses."""
+
+    topr_ratio: Literal["sequence", "token"] = "sequence"
+    """topr: taper failures by the probability ratio of the whole response, as published, or of each token."""
+
+    kimi15_tau: float = option(0.1, at_least=0)
+    """kimi15: weight of the squared log-ratio of a response. Source: Kimi k1.5 (arXiv:2501.12599)."""
 
 
 @dataclass
@@ -69,7 +88,9 @@ class ActorConfig(Config):
     """With ``use_dynamic_bsz``: real tokens (prompt and response) of one micro-batch on one device."""
 
     clip_ratio: float = option(0.2, above=0)
-    """PPO's clip range on both sides. The two options below win where they are set away from their default."""
+    """PPO's clip range on both sides. The two options below win where they are not null. What is clipped depends on
+    the loss: the ratio of a token (vanilla, cispo, clip_cov), of a response (gspo; 3e-4 as published), the log-ratio
+    (geo_mean; 0.4), a difference of probabilities (dppo_tv), or a divergence (dppo_kl)."""
 
     clip_ratio_low: float | None = option(0.2, above=0)
     """Lower side: the ratio is clipped at 1 - this. Null: ``clip_ratio``."""
@@ -81,12 +102,27 @@ class ActorConfig(Config):
     policy_loss: PolicyLossConfig = section(PolicyLossConfig)
     """Which policy loss."""
 
-    clip_ratio_c: float = option(3.0, above=1)
-    """Dual-clip bound: for negative advantages the loss stops growing at this ratio. Must exceed 1.
+    clip_ratio_c: float | None = option(3.0, above=1)
+    """Dual-clip bound: for negative advantages the loss stops growing at this ratio. Must exceed 1. Null: no such
+    bound. dppo_tv and dppo_kl cap every importance weight at it.
     Source: Ye et al. 2019 (arXiv:1912.09729)."""
+
+    tau_pos: float = option(1.0, above=0)
+    """sapo: how fast a token of positive advantage fades as its ratio leaves 1. Source: Gao et al. 2025
+    (arXiv:2511.20347)."""
+
+    tau_neg: float = option(1.05, above=0)
+    """sapo: the same for all other tokens."""
 
     loss_agg_mode: LossAggMode = "token-mean"
     """How token losses become one number."""
+
+    loss_scale_factor: int | None = option(None, above=0)
+    """Tokens: the constant divisor of ``loss_agg_mode=seq-mean-token-sum-norm``. Null: ``rollout.response_length``."""
+
+    calculate_sum_pi_squared: bool = False
+    """Beside each token's log-probability compute the sum of all squared probabilities, by one more product with the
+    head. ``algorithm.adv_estimator=optimal_token_baseline`` needs it."""
 
     entropy_coeff: float = 0
     """Weight of the entropy bonus subtracted from the loss. 0 skips its gradient."""

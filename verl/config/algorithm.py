@@ -5,10 +5,14 @@ from typing import ClassVar, Literal
 
 from verl.config.base import Config, option, section
 
-KLKind = Literal["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "full"]
+KLKind = Literal[
+    "kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3",
+    "kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+", "full",
+]  # fmt: skip
 """Estimators of the KL divergence from log-probs of sampled tokens (Schulman 2020,
 http://joschu.net/blog/kl-approx.html). ``kl`` = ``k1``: the difference; ``abs``: its absolute value; ``mse`` = ``k2``:
-half its square; ``low_var_kl`` = ``k3``: exp(-d) - 1 + d. ``full`` needs whole distributions and is not built."""
+half its square; ``low_var_kl`` = ``k3``: exp(-d) - 1 + d. With ``+``: that value, with the gradient of k2. ``full``
+needs whole distributions and is not built."""
 
 
 @dataclass
@@ -55,11 +59,22 @@ class AlgorithmConfig(Config):
     (arXiv:1506.02438)."""
 
     adv_estimator: str = "gae"
-    """Advantage estimator: gae, grpo, rloo, remax, reinforce_plus_plus, reinforce_plus_plus_baseline, or a name given
-    to ``register_adv_est``. Only ``gae`` needs a critic."""
+    """Advantage estimator: gae, grpo, grpo_passk, rloo, remax, reinforce, step_reinforce, agentic_reinforce,
+    reinforce_plus_plus, reinforce_plus_plus_baseline, opo, gpg, gdpo, optimal_token_baseline, or a name given to
+    ``register_adv_est``. Only ``gae`` needs a critic. Equations and papers: docs/algorithms.md."""
 
     norm_adv_by_std_in_grpo: bool = True
     """GRPO: divide by the standard deviation of the group. False is Dr. GRPO (Liu et al. 2025, arXiv:2503.20783)."""
+
+    step_gamma: float = option(0.95, at_least=0, at_most=1)
+    """step_reinforce: discount from turn to turn. Source: Feng et al. 2025 (arXiv:2505.10978)."""
+
+    gdpo_reward_keys: list[str] | None = None
+    """gdpo: names of the rewards to combine, which the reward function returns beside ``score``. Source: Liu et al.
+    2026 (arXiv:2601.05242)."""
+
+    gdpo_reward_weights: list[float] | None = None
+    """gdpo: a weight for each of those rewards. Null: all 1."""
 
     use_kl_in_reward: bool = False
     """Subtract kl_coef x KL(policy || reference) from the reward of every token. Starts a reference model."""

@@ -8,19 +8,45 @@ from collections.abc import Callable, Iterator
 from verl.config.base import get_path, leaves
 from verl.config.build import show
 from verl.config.ppo import PPOConfig
+from verl.config.support import built_names
 
 IsGiven = Callable[[str], bool]
 
 _ACTOR, _REF, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.ref", "actor_rollout_ref.rollout"
-_READ_BY_ESTIMATOR = {
-    "gae": ("gamma", "lam"),
-    "reinforce_plus_plus": ("gamma",),
-    "grpo": ("norm_adv_by_std_in_grpo",),
-    "reinforce_plus_plus_baseline": (),
-    "rloo": (),
-    "remax": (),
+_CLIPPING = ("vanilla", "gspo", "geo_mean", "cispo", "clip_cov", "dppo_tv", "dppo_kl")
+_READ_BY_LOSS: dict[str, tuple[str, ...]] = {
+    "clip_ratio": _CLIPPING,
+    "clip_ratio_low": _CLIPPING,
+    "clip_ratio_high": _CLIPPING,
+    "clip_ratio_c": ("vanilla", "dppo_tv", "dppo_kl"),
+    "tau_pos": ("sapo",),
+    "tau_neg": ("sapo",),
+    **{f"policy_loss.{name}": ("clip_cov",) for name in ("clip_cov_ratio", "clip_cov_lb", "clip_cov_ub")},
+    **{f"policy_loss.{name}": ("kl_cov",) for name in ("kl_cov_ratio", "ppo_kl_coef")},
+    **{f"policy_loss.{name}": ("tis",) for name in ("tis_lower_bound", "tis_upper_bound")},
+    **{f"policy_loss.{name}": ("topr",) for name in ("topr_pos_weight", "topr_neg_weight", "topr_ratio")},
+    "policy_loss.kimi15_tau": ("kimi15",),
 }
-"""What of ``algorithm`` the built-in estimators take; one of the user's may take anything."""
+"""Options of the actor -> the built-in losses that read them."""
+
+_READ_BY_ESTIMATOR: dict[str, tuple[str, ...]] = {
+    "algorithm.lam": ("gae",),
+    "algorithm.gamma": ("gae", "reinforce_plus_plus", "reinforce", "step_reinforce", "agentic_reinforce"),
+    "algorithm.step_gamma": ("step_reinforce",),
+    "algorithm.norm_adv_by_std_in_grpo": ("grpo", "grpo_passk"),
+    "algorithm.gdpo_reward_keys": ("gdpo",),
+    "algorithm.gdpo_reward_weights": ("gdpo",),
+    f"{_ACTOR}.calculate_sum_pi_squared": ("optimal_token_baseline",),
+}
+"""Options -> the built-in estimators that read them."""
+
+_PUBLISHED_WITH = {
+    "gspo": "seq-mean-token-mean",
+    "geo_mean": "seq-mean-token-mean",
+    "sapo": "seq-mean-token-mean",
+    "kimi15": "seq-mean-token-sum",
+}
+"""loss_mode -> the loss_agg_mode of its paper, where that matters."""
 
 
 def notices(config: PPOConfig, is_given: IsGiven) -> list[str]:
@@ -228,13 +254,36 @@ def _no_checkpoint_is_written(config: PPOConfig, is_given: IsGiven) -> Iterator[
 
 def _estimator_does_not_read_it(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
     estimator = config.algorithm.adv_estimator
-    if estimator in _READ_BY_ESTIMATOR:
-        keys = [
-            f"algorithm.{name}"
-            for name in ("gamma", "lam", "norm_adv_by_std_in_grpo")
-            if name not in _READ_BY_ESTIMATOR[estimator]
-        ]
+    if estimator in built_names("algorithm.adv_estimator"):
+        keys = [key for key, readers in _READ_BY_ESTIMATOR.items() if estimator not in readers]
         yield from _unread(config, keys, is_given, f"algorithm.adv_estimator={estimator} does not read it")
+
+
+def _loss_does_not_read_it(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+    mode = config.actor_rollout_ref.actor.policy_loss.loss_mode
+    if mode in built_names(f"{_ACTOR}.policy_loss.loss_mode"):
+        keys = [f"{_ACTOR}.{name}" for name, readers in _READ_BY_LOSS.items() if mode not in readers]
+        yield from _unread(config, keys, is_given, f"{_ACTOR}.policy_loss.loss_mode={mode} does not read it")
+
+
+def _one_step_never_meets_a_bound(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+    actor = config.actor_rollout_ref.actor
+    if actor.ppo_epochs > 1 or actor.ppo_mini_batch_size < config.data.prompts_per_step:
+        return
+    names = ["clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c", "policy_loss.ppo_kl_coef"]
+    keys = [f"{_ACTOR}.{name}" for name in names if actor.policy_loss.loss_mode in _READ_BY_LOSS[name]]
+    why = "with one optimizer step per batch the policy is still the one that sampled, and its ratio is 1"
+    yield from _unread(config, keys, is_given, why)
+
+
+def _loss_was_published_with_another_mean(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+    actor = config.actor_rollout_ref.actor
+    mode = _PUBLISHED_WITH.get(actor.policy_loss.loss_mode, actor.loss_agg_mode)
+    if actor.loss_agg_mode != mode:
+        yield (
+            f"{_ACTOR}.policy_loss.loss_mode={actor.policy_loss.loss_mode} was published with "
+            f"{_ACTOR}.loss_agg_mode={mode}, and runs with {actor.loss_agg_mode}"
+        )
 
 
 def _greedy_cuts_nothing(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
@@ -283,6 +332,25 @@ def _nothing_is_filtered(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
 def _one_local_worker_cannot_be_interrupted(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
     if config.trainer.controller == "local" and config.trainer.world_size == 1:
         yield from _unread(config, ["trainer.worker_timeout"], is_given, "the one worker runs in the driver's process")
+
+
+def _divisor_is_not_used(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+    mode = config.actor_rollout_ref.actor.loss_agg_mode
+    if mode != "seq-mean-token-sum-norm":
+        yield from _unread(config, [f"{_ACTOR}.loss_scale_factor"], is_given, f"{_ACTOR}.loss_agg_mode={mode}")
+
+
+def _reward_of_gdpo_has_no_kl(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+    algorithm = config.algorithm
+    if algorithm.adv_estimator == "gdpo" and algorithm.use_kl_in_reward:
+        why = f"gdpo reads algorithm.gdpo_reward_keys, not the reward with the KL in it; {_ACTOR}.use_kl_loss works"
+        yield from _unread(config, ["algorithm.use_kl_in_reward"], is_given, why)
+
+
+def _a_reward_has_no_gradient(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+    kind = config.algorithm.kl_penalty
+    if config.algorithm.use_kl_in_reward and kind.endswith("+"):
+        yield f"algorithm.kl_penalty={kind} is {kind[:-1]}: the + changes a gradient, and a reward has none"
 
 
 def _ray_is_not_started(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
@@ -344,6 +412,12 @@ _CHECKS = (
     _users_sampler_decides_the_order,
     _nothing_is_filtered,
     _one_local_worker_cannot_be_interrupted,
+    _loss_does_not_read_it,
+    _one_step_never_meets_a_bound,
+    _loss_was_published_with_another_mean,
+    _divisor_is_not_used,
+    _reward_of_gdpo_has_no_kl,
+    _a_reward_has_no_gradient,
     _ray_is_not_started,
     _response_window_is_the_rollouts,
 )

@@ -15,7 +15,9 @@ Rule = Callable[[PPOConfig], Iterator[Problem]]
 RULES: list[Rule] = []
 
 ACTOR, REF, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.ref", "actor_rollout_ref.rollout"
-_NEED_SIBLINGS = ("grpo", "rloo", "grpo_passk", "opo")
+_NEED_SIBLINGS = ("grpo", "rloo", "grpo_passk", "opo", "gpg", "gdpo", "optimal_token_baseline")
+_CLIPS_RATIOS = ("vanilla", "gspo", "clip_cov")
+"""Losses that clip a ratio from below at 1 - clip_ratio_low. The others' lower bounds are of another kind."""
 
 
 def rule(function: Rule) -> Rule:
@@ -294,8 +296,75 @@ def critic_samples_agree(config: PPOConfig) -> Iterator[Problem]:
 def clip_range_keeps_the_ratio_positive(config: PPOConfig) -> Iterator[Problem]:
     actor = config.actor_rollout_ref.actor
     name = "clip_ratio_low" if actor.clip_ratio_low is not None else "clip_ratio"
-    if actor[name] >= 1:
+    if actor.policy_loss.loss_mode in _CLIPS_RATIOS and actor[name] >= 1:
         yield _problem(config, f"{ACTOR}.{name}", "allows ratios down to 0 or less: it must be less than 1.")
+
+
+@rule
+def tis_knows_what_the_sampler_thought(config: PPOConfig) -> Iterator[Problem]:
+    shared = config.actor_rollout_ref
+    if shared.actor.policy_loss.loss_mode == "tis" and not shared.rollout.calculate_log_probs:
+        yield _problem(
+            config,
+            f"{ACTOR}.policy_loss.loss_mode",
+            f"weighs by the probabilities the sampler used, and {ROLLOUT}.calculate_log_probs=false does not keep "
+            f"them. Set it to true.",
+            f"{ROLLOUT}.calculate_log_probs",
+        )
+
+
+@rule
+def bounds_of_a_policy_loss_leave_room(config: PPOConfig) -> Iterator[Problem]:
+    loss, key = config.actor_rollout_ref.actor.policy_loss, f"{ACTOR}.policy_loss"
+    for mode, low, high in (
+        ("tis", "tis_lower_bound", "tis_upper_bound"),
+        ("clip_cov", "clip_cov_lb", "clip_cov_ub"),
+    ):
+        if loss.loss_mode == mode and loss[low] >= loss[high]:
+            yield _problem(
+                config,
+                f"{key}.{low}",
+                f"is not below {key}.{high}={loss[high]}: nothing lies between them. Lower the first or raise the "
+                f"second.",
+                f"{key}.{high}",
+            )
+
+
+@rule
+def gdpo_has_rewards_to_combine(config: PPOConfig) -> Iterator[Problem]:
+    algorithm = config.algorithm
+    if algorithm.adv_estimator != "gdpo":
+        return
+    keys, weights = algorithm.gdpo_reward_keys, algorithm.gdpo_reward_weights
+    if not keys:
+        yield _problem(
+            config,
+            "algorithm.gdpo_reward_keys",
+            "with algorithm.adv_estimator=gdpo: it combines rewards it finds by name. List the names the reward "
+            "function returns beside score, [accuracy,format] for example.",
+            "algorithm.adv_estimator",
+        )
+    elif weights is not None and len(weights) != len(keys):
+        yield _problem(
+            config,
+            "algorithm.gdpo_reward_weights",
+            f"has {len(weights)} numbers for the {len(keys)} algorithm.gdpo_reward_keys. Give one weight a key, or "
+            f"null for equal ones.",
+            "algorithm.gdpo_reward_keys",
+        )
+
+
+@rule
+def optimal_token_baseline_has_its_column(config: PPOConfig) -> Iterator[Problem]:
+    key = f"{ACTOR}.calculate_sum_pi_squared"
+    if config.algorithm.adv_estimator == "optimal_token_baseline" and not get_path(config, key):
+        yield _problem(
+            config,
+            key,
+            "with algorithm.adv_estimator=optimal_token_baseline: the estimator weighs tokens by the sum of squared "
+            "probabilities. Set it to true.",
+            "algorithm.adv_estimator",
+        )
 
 
 # -------------------------------------------------------------------------------------------------------- hardware

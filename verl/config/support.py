@@ -6,9 +6,11 @@ setting is silently ignored. Whoever builds a feature deletes its row here; noth
 
 import os
 import sys
+import typing
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+from verl.config.algorithm import KLKind
 from verl.config.base import Config, FreeDict, Problem, did_you_mean, get_path, leaves
 from verl.config.build import show
 
@@ -50,6 +52,7 @@ _ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 _MODEL, _RM = "actor_rollout_ref.model", "reward_model"
 _FSDP_SECTIONS = (f"{_ACTOR}.fsdp_config", "actor_rollout_ref.ref.fsdp_config", "critic.model.fsdp_config")
 _ROLES = (_ACTOR, "actor_rollout_ref.ref", "critic")
+_KL_KINDS = tuple(kind for kind in typing.get_args(KLKind) if kind != "full")
 
 LIMITS: tuple[Limit, ...] = (
     # backends
@@ -108,14 +111,8 @@ LIMITS: tuple[Limit, ...] = (
         ("auto", "dummy", "dummy_hf", "hf", "dtensor", "safetensors"),
     ),
     # loss and advantages
-    Limit(
-        f"{_ACTOR}.kl_loss_type", "the full KL", "use low_var_kl", ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
-    ),
-    Limit("algorithm.kl_penalty", "the full KL", "use kl", ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")),
-    *(
-        Limit(f"{_ACTOR}.policy_loss.{name}", "the clip_cov and kl_cov losses", "leave it alone; use loss_mode=vanilla")
-        for name in ("clip_cov_ratio", "clip_cov_lb", "clip_cov_ub", "kl_cov_ratio", "ppo_kl_coef")
-    ),
+    Limit(f"{_ACTOR}.kl_loss_type", "the full KL", "use low_var_kl", _KL_KINDS),
+    Limit("algorithm.kl_penalty", "the full KL", "use kl", _KL_KINDS),
     Limit("algorithm.use_pf_ppo", "policy-filtration PPO", "leave it false"),
     Limit("algorithm.pf_ppo.*", "policy-filtration PPO", "leave the section alone"),
     # reward
@@ -167,15 +164,45 @@ NAMES: tuple[Names, ...] = (
     Names(
         "algorithm.adv_estimator",
         "advantage estimator",
-        built=("gae", "grpo", "rloo", "remax", "reinforce_plus_plus", "reinforce_plus_plus_baseline"),
-        planned=("opo", "grpo_passk", "gpg", "reinforce"),
+        built=(
+            "gae",
+            "grpo",
+            "grpo_passk",
+            "rloo",
+            "remax",
+            "reinforce",
+            "step_reinforce",
+            "agentic_reinforce",
+            "reinforce_plus_plus",
+            "reinforce_plus_plus_baseline",
+            "opo",
+            "gpg",
+            "gdpo",
+            "optimal_token_baseline",
+        ),  # fmt: skip
+        planned=("gigpo", "tir_optimal_token_baseline"),
         registry=("verl.algorithms.advantage", "ADV_ESTIMATOR_REGISTRY"),
     ),
     Names(
         f"{_ACTOR}.policy_loss.loss_mode",
         "policy loss",
-        built=("vanilla",),
-        planned=("gpg", "clip_cov", "kl_cov", "gspo", "geo_mean", "cispo", "sapo", "topr"),
+        built=(
+            "vanilla",
+            "gspo",
+            "geo_mean",
+            "cispo",
+            "sapo",
+            "clip_cov",
+            "kl_cov",
+            "dppo_tv",
+            "dppo_kl",
+            "gpg",
+            "reinforce",
+            "tis",
+            "topr",
+            "kimi15",
+        ),  # fmt: skip
+        planned=("bypass_mode", "dro"),
         registry=("verl.algorithms.policy_loss", "POLICY_LOSS_REGISTRY"),
     ),
     Names(
@@ -193,6 +220,11 @@ NAMES: tuple[Names, ...] = (
         registry=("verl.utils.tracking", "_BACKENDS"),
     ),
 )
+
+
+def built_names(key: str) -> tuple[str, ...]:
+    """The implementations of ``key`` that come with this release."""
+    return next(names.built for names in NAMES if names.key == key)
 
 
 def unsupported(config: Config, is_given: Callable[[str], bool] | None = None) -> Iterator[Problem]:

@@ -242,6 +242,20 @@ def plain_log_probs(
     return log_p.gather(1, targets[:, None]).squeeze(1), entropy
 
 
+@torch.no_grad()
+def chunked_sum_pi_squared(hidden: Tensor, weight: Tensor, maths: HeadMaths = HeadMaths()) -> Tensor:  # noqa: B008
+    """sum_v pi(v)^2 of softmax(logits) at each of the states ``hidden`` (T, H): (T,) fp32, by the same chunks."""
+    squares = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
+    chunk = _chunk_rows(hidden, weight.shape[0])
+    for start in range(0, hidden.shape[0], chunk):
+        raw = _raw_logits(hidden[start : start + chunk], weight)
+        step = _block_rows(hidden, weight.shape[0], len(raw))
+        for at in range(0, len(raw), step):
+            p = torch.softmax(_scaled(raw[at : at + step], maths)[0], dim=-1)
+            squares[start + at : start + at + len(p)] = torch.linalg.vecdot(p, p)
+    return squares
+
+
 # -- on a model ---------------------------------------------------------------------------------------------------
 
 
@@ -261,6 +275,8 @@ class TokenScores(NamedTuple):
     log_probs: Tensor | None = None
     entropy: Tensor | None = None
     values: Tensor | None = None
+    sum_pi_squared: Tensor | None = None
+    """Has no gradient."""
 
 
 def attach_token_outputs(model: nn.Module) -> None:
@@ -277,6 +293,7 @@ def token_outputs(
     head: Head,
     temperature: float,
     want_entropy: bool,
+    want_squares: bool = False,
 ) -> TokenScores:
     """Run the model and read its outputs at some positions.
 
@@ -286,13 +303,18 @@ def token_outputs(
         position_ids: (b, l), or None for counting from 0.
         cells: (t,) positions in the flattened (b * l,) that predict a token.
         targets: (t,) the tokens predicted.
+        want_squares: also sum the squared probabilities of all tokens.
     """
     inputs = {"input_ids": input_ids, "use_cache": False}
     if position_ids is not None:
         inputs["position_ids"] = position_ids
     if head.kind == "logits":
         logits = model(**inputs).logits.flatten(0, 1).index_select(0, cells)
-        return TokenScores(*plain_log_probs(logits, targets, temperature, want_entropy))
+        scores = TokenScores(*plain_log_probs(logits, targets, temperature, want_entropy))
+        if not want_squares:
+            return scores
+        p = torch.softmax(logits.detach().float() / temperature, dim=-1)
+        return scores._replace(sum_pi_squared=p.square().sum(-1))
     hidden = model.base_model(**inputs)[0].flatten(0, 1).index_select(0, cells)
     if head.kind == "value":
         layer = value_layer(model)
@@ -302,7 +324,8 @@ def token_outputs(
         return TokenScores(values=values.sum(-1))  # over the one label: FSDP warns of outputs that are views
     maths = HeadMaths(temperature, head.scale, head.softcap)
     weight = model.get_output_embeddings().weight
-    return TokenScores(*chunked_log_probs(hidden, weight, targets, maths, want_entropy, head.compiled))
+    scores = TokenScores(*chunked_log_probs(hidden, weight, targets, maths, want_entropy, head.compiled))
+    return scores._replace(sum_pi_squared=chunked_sum_pi_squared(hidden, weight, maths)) if want_squares else scores
 
 
 def value_layer(model: nn.Module) -> nn.Linear:

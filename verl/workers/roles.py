@@ -81,8 +81,13 @@ class PolicyRole:
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, mesh="actor", reads=TOKENS)
     def compute_log_prob(self, data: DataProto) -> DataProto:
-        """Score the responses under the current policy: adds ``old_log_probs`` and ``entropys``, both (B, R)."""
+        """Score the responses under the current policy: adds ``old_log_probs`` and ``entropys``, both (B, R).
+
+        With ``actor.calculate_sum_pi_squared`` also ``sum_pi_squared`` (B, R).
+        """
         rollout, want = self.config.rollout, Want.LOG_PROBS | Want.ENTROPY
+        if self.config.actor.calculate_sum_pi_squared:
+            want |= Want.SUM_PI_SQUARED
         with self.actor.on_device():
             scored = self.actor.infer(data, want, rollout.log_prob_split, temperature=rollout.temperature)
         return scored.rename(["log_probs", "entropy"], ["old_log_probs", "entropys"])

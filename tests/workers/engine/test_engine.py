@@ -7,7 +7,10 @@ import torch
 
 from tests.support.losses import optim_section, ppo_loss, value_loss
 from tests.support.tiny_models import make_batch, make_tiny_model
+from verl.algorithms.losses import PPOLoss
+from verl.config.actor import ActorConfig
 from verl.models.loader import ModelSpec
+from verl.utils.micro_batching import WHOLE
 from verl.workers.engine import MicroBatching, Want, build_engine
 
 SPLITS = [MicroBatching(size=1), MicroBatching(size=3), MicroBatching(max_tokens=60), MicroBatching(max_tokens=200)]
@@ -72,6 +75,48 @@ def test_the_step_does_not_depend_on_how_the_mini_batch_is_cut(folder, mode, spl
     exact = {name for name in one if "clipfrac" not in name and "ppo_kl" not in name}
     for name in one if mode == "token-mean" else exact:
         assert one[name] == pytest.approx(other[name], rel=2e-5, abs=1e-6), name
+
+
+@pytest.mark.parametrize("loss_mode", ["clip_cov", "kl_cov"])
+def test_a_loss_that_compares_all_tokens_does_not_depend_on_how_the_mini_batch_is_cut(folder, loss_mode):
+    actor = ActorConfig().with_values(
+        {
+            "policy_loss.loss_mode": loss_mode,
+            "policy_loss.clip_cov_lb": 0.0,
+            "policy_loss.clip_cov_ratio": 0.1,
+            "policy_loss.kl_cov_ratio": 0.1,
+            "policy_loss.ppo_kl_coef": 10.0,
+        }
+    )
+    data, norms = make_batch(7, seed=5), []
+    for split in (WHOLE, MicroBatching(size=1), MicroBatching(size=3)):
+        metrics = engine_for(folder).train_step(data, PPOLoss(actor), split)
+        assert metrics["actor/pg_clipfrac"] > 0.05
+        norms.append(metrics["grad_norm"])
+    assert norms == pytest.approx(norms[:1] * 3, rel=2e-5)
+    assert "selected_tokens" not in data
+    plain = engine_for(folder).train_step(data, PPOLoss(ActorConfig()))["grad_norm"]
+    assert plain != pytest.approx(norms[0], rel=1e-3)
+
+
+def test_a_sum_over_tokens_is_their_number_times_the_mean(folder):
+    data = make_batch(7, seed=5)
+    mean = engine_for(folder).train_step(data, ppo_loss(), MicroBatching(size=3))
+    total = engine_for(folder).train_step(data, ppo_loss(loss_agg_mode="token-sum"), MicroBatching(size=2))
+    tokens = int(data.ragged("response_mask").values.sum())
+    assert total["grad_norm"] == pytest.approx(tokens * mean["grad_norm"], rel=1e-4)
+    assert total["actor/pg_loss"] == pytest.approx(mean["actor/pg_loss"], rel=1e-4)
+
+
+def test_squared_probabilities_are_those_of_a_plain_forward_pass(folder):
+    data, engine = make_batch(5), engine_for(folder)
+    found = engine.infer(data, Want.SUM_PI_SQUARED, MicroBatching(size=2), temperature=0.7).ragged("sum_pi_squared")
+    with torch.no_grad():
+        for row in range(5):
+            ids = data.ragged("input_ids").row(row)
+            count = len(found.row(row))
+            p = torch.softmax(engine.module(ids[None]).logits[0, -count - 1 : -1].float() / 0.7, -1)
+            torch.testing.assert_close(found.row(row), p.square().sum(-1), rtol=1e-4, atol=1e-6)
 
 
 def test_masked_tokens_do_not_move_the_weights(folder):

@@ -6,6 +6,8 @@ import torch
 from tests.support.losses import optim_section, ppo_loss, value_loss
 from tests.support.ranks import run_ranks
 from tests.support.tiny_models import make_batch, make_tiny_model
+from verl.algorithms.losses import PPOLoss
+from verl.config.actor import ActorConfig
 from verl.models.loader import ModelSpec
 from verl.workers.engine import MicroBatching, Want, build_engine
 
@@ -54,6 +56,17 @@ def test_fsdp2_matches_the_local_engine(folder, head, ranks, split):
         assert (their_weights - weights).abs().max() < 1e-4
         assert their_version == version
     torch.testing.assert_close(torch.cat([result[1] for result in results]), scores, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("loss_mode", ["clip_cov", "kl_cov"])
+def test_tokens_are_compared_over_all_ranks(folder, loss_mode):
+    options = {"clip_cov_lb": 0.0, "clip_cov_ratio": 0.1, "kl_cov_ratio": 0.1, "ppo_kl_coef": 10.0}
+    policy_loss = {f"policy_loss.{name}": value for name, value in options.items()}
+    loss = PPOLoss(ActorConfig().with_values({"policy_loss.loss_mode": loss_mode, **policy_loss}))
+    spec = ModelSpec(folder, compute_dtype="fp32")
+    [first, *_], *_ = three_steps("local", spec, loss, MicroBatching())
+    for [theirs, *_], *_ in run_ranks(2, three_steps, "fsdp2", spec, loss, MicroBatching(size=2)):
+        assert first == pytest.approx(theirs, rel=1e-5, abs=1e-6)
 
 
 @pytest.mark.parametrize("config", [{"fsdp_size": 1}, {"reshard_after_forward": False}, {"fsdp_size": 2}])

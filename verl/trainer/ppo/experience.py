@@ -70,7 +70,8 @@ def compute_advantage(
     The estimator sees the columns of the responses trimmed to the longest of them, so padding costs nothing.
     An estimator receives those of the following arguments that it names: ``token_level_rewards``, ``response_mask``,
     ``index`` (the prompts' uid), ``values``, ``reward_baselines``, ``gamma``, ``lam``, ``norm_adv_by_std_in_grpo``,
-    ``num_repeat``, ``config``, and any other column of the batch under its own name.
+    ``num_repeat``, ``step_gamma``, ``config``, ``non_tensor_batch`` (all of its columns by name), and any other column
+    of the batch under its own name.
     """
     available: dict[str, Any] = {
         "index": data.non_tensor_batch.get("uid"),
@@ -78,6 +79,8 @@ def compute_advantage(
         "lam": lam,
         "num_repeat": num_repeat,
         "norm_adv_by_std_in_grpo": norm_adv_by_std_in_grpo,
+        "step_gamma": getattr(config, "step_gamma", None),
+        "non_tensor_batch": data.non_tensor_batch,
         "config": config,
     }
     available = {name: value for name, value in available.items() if value is not None}

@@ -37,7 +37,8 @@ LossFn = Callable[..., tuple[Tensor, dict[str, Any]]]
 """(outputs, columns of a micro-batch) -> (mean loss, metrics).
 
 Has ``columns``, the names it reads; ``want_entropy``; ``weight(columns)``, what the mean divided by. May have
-``extra_columns``, names it reads where the batch has them.
+``extra_columns``, names it reads where the batch has them; ``scale(sum of weights)``, a factor from the mean over the
+mini-batch to its loss; ``chooses_tokens`` with ``choose``, to single out tokens of the whole mini-batch.
 """
 
 
@@ -51,6 +52,16 @@ class Want(Flag):
     LOG_PROBS = auto()
     ENTROPY = auto()
     VALUES = auto()
+    SUM_PI_SQUARED = auto()
+    """Of each response token's distribution, the sum over the vocabulary of squared probabilities."""
+
+
+_COLUMN_OF = {
+    Want.LOG_PROBS: "log_probs",
+    Want.ENTROPY: "entropy",
+    Want.VALUES: "values",
+    Want.SUM_PI_SQUARED: "sum_pi_squared",
+}
 
 
 class Topology(NamedTuple):
@@ -122,14 +133,13 @@ class Engine(ABC):
         results: list[TokenScores] = []
         with torch.no_grad():
             for number, micro in enumerate(cut.micro_batches):
-                scores = self._score(micro, temperature, Want.ENTROPY in want)
+                scores = self._score(micro, temperature, Want.ENTROPY in want, Want.SUM_PI_SQUARED in want)
                 if number < own:
                     results.append(scores)
         self._after_infer()
         columns = {}
-        for flag, name in ((Want.LOG_PROBS, "log_probs"), (Want.ENTROPY, "entropy"), (Want.VALUES, "values")):
-            if flag in want:
-                columns[name] = cut.restore([getattr(scores, name) for scores in results])
+        for name in (name for flag, name in _COLUMN_OF.items() if flag in want):
+            columns[name] = cut.restore([getattr(scores, name) for scores in results])
         return DataProto.from_ragged(columns)
 
     def train_step(
@@ -145,6 +155,8 @@ class Engine(ABC):
         """
         if self.optimizer is None:
             raise RuntimeError("this engine was built without an optimizer: it can score, not train")
+        if getattr(loss, "chooses_tokens", False):
+            data = self._with_selected_tokens(data, loss, split, temperature)
         missing = [name for name in loss.columns if name not in data]
         if missing:
             raise ValueError(f"the loss reads column {missing[0]!r}, which the batch has not: it has {data.keys()}")
@@ -153,12 +165,13 @@ class Engine(ABC):
         cut, own = self._cut(data, split, (*loss.columns, *getattr(loss, "extra_columns", ())))
         weights = numbers([loss.weight(micro.columns) for micro in cut.micro_batches[:own]])
         [total] = self._reduce([sum(weights)], "sum")
+        scale = loss.scale(total) if hasattr(loss, "scale") else 1.0
         shares = [weight / total if total else 0.0 for weight in weights] + [0.0] * (len(cut.micro_batches) - own)
         self._start_gradients()
         metrics = WeightedMeans()
         for number, (micro, share) in enumerate(zip(cut.micro_batches, shares, strict=True)):
             self._before_backward(is_last=number + 1 == len(shares))
-            self._backward(micro, share, loss, temperature, metrics)
+            self._backward(micro, share, scale, loss, temperature, metrics)
         grad_norm = self.optimizer_step()
         is_finite = math.isfinite(grad_norm)
         if is_finite:
@@ -298,7 +311,7 @@ class Engine(ABC):
             self.head = probe_head(self.module, self.device, compiled)
 
     def _check_want(self, want: Want) -> None:
-        able = Want.VALUES if self.spec.head == "value" else Want.LOG_PROBS | Want.ENTROPY
+        able = Want.VALUES if self.spec.head == "value" else Want.LOG_PROBS | Want.ENTROPY | Want.SUM_PI_SQUARED
         if want & ~able or not want:
             raise ValueError(f"a model with head={self.spec.head!r} gives {able}, not {want}")
 
@@ -317,7 +330,27 @@ class Engine(ABC):
         cut.micro_batches.extend(cut.micro_batches[-1:] * (agreed - len(groups)))
         return cut, len(groups)
 
-    def _score(self, micro: MicroBatch, temperature: float, want_entropy: bool) -> TokenScores:
+    def _with_selected_tokens(
+        self, data: DataProto, loss: LossFn, split: MicroBatching, temperature: float
+    ) -> DataProto:
+        """Let ``loss`` choose among the tokens of all ranks, by one more forward pass; adds ``selected_tokens``."""
+        log_probs = self.infer(data, Want.LOG_PROBS, split, temperature).ragged("log_probs")
+        columns = [data.ragged("old_log_probs").values, log_probs.values, data.ragged("advantages").values]
+        is_own = data.ragged("response_mask").values.bool()
+        mine = torch.stack([column[is_own].cpu().float() for column in columns])
+        ranks = [mine]
+        if self.topology.dp_size > 1:
+            ranks = [torch.from_numpy(part) for part in all_gather_objects(mine.numpy(), self.topology.dp_group)]
+        selected = loss.choose(*torch.cat(ranks, dim=1)).split([part.shape[1] for part in ranks])
+        column = torch.zeros(len(is_own))
+        column[is_own.cpu()] = selected[self.topology.dp_rank if self.topology.dp_size > 1 else 0].float()
+        data = data.select(deepcopy=False)
+        data.put("selected_tokens", log_probs.like(column))
+        return data
+
+    def _score(
+        self, micro: MicroBatch, temperature: float, want_entropy: bool, want_squares: bool = False
+    ) -> TokenScores:
         return self.module.token_outputs(
             micro.input_ids,
             micro.position_ids,
@@ -326,10 +359,11 @@ class Engine(ABC):
             self.head,
             temperature,
             want_entropy,
+            want_squares,
         )
 
     def _backward(
-        self, micro: MicroBatch, share: float, loss: LossFn, temperature: float, metrics: WeightedMeans
+        self, micro: MicroBatch, share: float, scale: float, loss: LossFn, temperature: float, metrics: WeightedMeans
     ) -> None:
         self._recompute.choose(micro.input_ids.numel())
         scores = self._score(micro, temperature, getattr(loss, "want_entropy", False))
@@ -337,9 +371,10 @@ class Engine(ABC):
             # a repeat, or nothing but masked tokens: other ranks wait in backward, so run it, on nothing
             sum(part.sum() for part in scores if part is not None).mul(0.0).backward()
             return
-        value, found = loss(TokenOutputs(*(micro.tight(part) for part in scores)), micro.columns)
+        outputs = TokenOutputs(*(micro.tight(part) for part in (scores.log_probs, scores.entropy, scores.values)))
+        value, found = loss(outputs, micro.columns)
         # ranks' gradients are averaged, so each multiplies by their number to have them summed
-        (value * (share * self.topology.dp_size)).backward()
+        (value * (share * scale * self.topology.dp_size)).backward()
         metrics.add(found, share)
 
     def _reduce(self, values: list[float], op: str) -> list[float]:

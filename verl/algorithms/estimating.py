@@ -1,0 +1,92 @@
+"""What estimators share: their registry, groups of siblings, scores, whitening, and the refusal of NaN.
+
+Knows (B, R) tensors and prompt ids; knows no estimator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from verl.algorithms.cells import BLOCK, PackedCells
+from verl.algorithms.registry import Registry
+
+AdvantageFn = Callable[..., tuple[Tensor, Tensor]]
+
+ADV_ESTIMATOR_REGISTRY: Registry[AdvantageFn] = Registry("algorithm.adv_estimator", "@register_adv_est(name)")
+register_adv_est = ADV_ESTIMATOR_REGISTRY.register
+get_adv_estimator_fn = ADV_ESTIMATOR_REGISTRY.get
+
+
+class NonFiniteError(ValueError):
+    """An estimator was given NaN or infinity: one such cell would silently spoil the whole batch."""
+
+
+class Groups:
+    """Responses to the same prompt, found by id: ``sizes`` (B,) and ``is_alone`` (B,) of each response's group."""
+
+    def __init__(self, index: np.ndarray | Tensor | Sequence, device: torch.device):
+        ids: dict[Any, int] = {}
+        index = index.tolist() if hasattr(index, "tolist") else index
+        self.group = torch.tensor([ids.setdefault(i, len(ids)) for i in index], dtype=torch.long, device=device)
+        self.num_groups = len(ids)
+        self.sizes = torch.bincount(self.group, minlength=self.num_groups)[self.group]
+        self.is_alone = self.sizes == 1
+
+    def mean(self, x: Tensor) -> Tensor:
+        """Each response's group mean, (B,)."""
+        return self.sum(x) / self.sizes
+
+    def std(self, x: Tensor, mean: Tensor) -> Tensor:
+        """Each response's unbiased group std, (B,); zero in a group of one."""
+        return (self.sum((x - mean).square()) / (self.sizes - 1).clamp(min=1)).sqrt()
+
+    def sum(self, x: Tensor) -> Tensor:
+        """Each response's group total, shaped like ``x`` (B, ...)."""
+        return x.new_zeros(self.num_groups, *x.shape[1:]).index_add(0, self.group, x)[self.group]
+
+
+def outcome_scores(token_level_rewards: Tensor) -> Tensor:
+    """(B, R) to (B,), in float64: then equal scores have exactly their common value as mean, in any order."""
+    scores = token_level_rewards.sum(-1).double()
+    require_finite("token_level_rewards", scores)
+    return scores
+
+
+def pack_finite(name: str, x: Tensor, cells: PackedCells) -> Tensor:
+    """(B, R) to the packed (M,), in float32 or better, and finite."""
+    flat = cells.pack(x)
+    flat = flat if flat.dtype == torch.float64 else flat.float()
+    require_finite(name, flat, cells.row)
+    return flat
+
+
+def whiten(flat: Tensor, cells: PackedCells) -> Tensor:
+    """Shift and scale packed numbers to mean 0 and unbiased variance 1 over the tokens of the batch.
+
+    One token alone, or equal ones, become zero: there is nothing to tell them apart.
+    """
+    mean = flat.sum(dtype=torch.float64) / max(cells.total, 1)
+    centred = cells.clear_gaps(flat - mean)
+    variance = centred.square().sum() / max(cells.total - 1, 1)
+    return centred * torch.rsqrt(variance + 1e-8)
+
+
+def require_finite(name: str, x: Tensor, block_rows: Tensor | None = None) -> None:
+    """Refuse NaN and infinity; ``x`` has one entry a row, or is packed with ``block_rows`` naming each block's row."""
+    if x.sum().isfinite():
+        return
+    bad = (~x.isfinite()).nonzero().squeeze(-1)
+    if len(bad) == 0:  # finite numbers whose sum overflows
+        return
+    rows = bad if block_rows is None else block_rows[bad // BLOCK]
+    rows = rows.unique().tolist()
+    raise NonFiniteError(
+        f"{name} holds {x[bad[0]].item()} in {len(rows)} of the batch's rows (first: {rows[:5]}), and must be finite: "
+        f"one such cell spoils the advantages of all. Find out what produced it: the reward function or its KL "
+        f"penalty for rewards, the critic's loss or learning rate for values."
+    )
