@@ -26,7 +26,7 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     python_requires=">=3.10",
-    packages=find_packages(include=["verl", "verl.*"]),
+    packages=[*find_packages(include=["verl", "verl.*"]), "hydra_plugins"],
     package_data={"verl": ["**/*.yaml", "**/*.md"]},
     install_requires=[
         "torch>=2.11",

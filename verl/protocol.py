@@ -404,6 +404,12 @@ class DataProto:
                 data.non_tensor_batch[name] = pieces
         return data
 
+    def unshared(self) -> DataProto:
+        """The same rows and columns, whose ``batch`` may be changed without this one noticing."""
+        data = self.select()
+        data._dense = {name: column.clone() for name, column in data._dense.items()}  # the packed ones it pads anew
+        return data
+
     # The whole ------------------------------------------------------------------------------------------------------
 
     def to(self, device: torch.device | str) -> DataProto:

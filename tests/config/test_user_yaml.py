@@ -102,9 +102,7 @@ def test_an_application_with_its_own_hydra_main_composes_and_types(tmp_path):
     (tmp_path / "app.yaml").write_text("defaults: [ppo_trainer, _self_]\ntrainer: {experiment_name: app}\n")
     (tmp_path / "app.py").write_text(
         "import hydra\n"
-        "from verl.config.hydra_plugin import register\n"
         "from verl.utils.config import to_ppo_config\n"
-        "register()\n"
         "@hydra.main(config_path='.', config_name='app', version_base=None)\n"
         "def main(config):\n"
         "    typed = to_ppo_config(config)\n"

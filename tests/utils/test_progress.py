@@ -77,6 +77,18 @@ def test_on_a_terminal_a_bar_is_drawn_and_lines_appear_above_it():
     assert "2/2" in text and "reward 0.312" in text
 
 
+@pytest.mark.parametrize("width", [60, 80, 110, 160])
+def test_the_line_of_a_bar_fits_its_terminal(monkeypatch, width):
+    monkeypatch.setenv("COLUMNS", str(width))
+    stream = io.StringIO()
+    progress = Progress(100, stream=stream, is_terminal=True)
+    progress.update(7, {**METRICS, "actor/entropy": 0.5})
+    progress.finish()
+    last = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", stream.getvalue()).rstrip().splitlines()[-1].split("\r")[-1]
+    assert len(last) <= width and last.startswith("step   7/100") and last.endswith("eta 7 min 45 s")
+    assert "reward 0.312" in last and ("tok/s" in last) == (width >= 110) and ("━" in last) == (width >= 130)
+
+
 def test_a_progress_that_is_switched_off_still_says_what_must_be_said():
     stream = io.StringIO()
     progress = Progress(2, enabled=False, stream=stream)

@@ -1,7 +1,7 @@
 """What verl tells hydra: its YAML folder, and the dataclass defaults as ``schema/*`` nodes.
 
-``load.py`` calls ``register`` when it composes. An application with its own ``@hydra.main`` that builds on
-``ppo_trainer`` calls it once, before the decorated function runs.
+Hydra finds this through ``hydra_plugins/`` in every application, also in those with an ``@hydra.main`` of their own.
+Nothing of verl is imported until such an application composes.
 """
 
 from functools import lru_cache
@@ -11,9 +11,6 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.plugins import Plugins
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 
-from verl.config.base import Config
-from verl.config.ppo import PPOConfig
-
 
 class VerlSearchPath(SearchPathPlugin):
     """Puts verl's YAML folder behind the application's own, so that ``defaults: [ppo_trainer, _self_]`` is found."""
@@ -21,15 +18,23 @@ class VerlSearchPath(SearchPathPlugin):
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         from verl.config.compose import CONFIG_DIR
 
+        if "schema" not in ConfigStore.instance().repo:
+            store_schemas()
         search_path.append("verl", f"file://{CONFIG_DIR}")
 
 
 @lru_cache(maxsize=1)  # the same root again costs nothing, another root replaces it
-def register(root: type[Config] = PPOConfig) -> None:
-    """Make ``schema/*`` and verl's YAML folder known to hydra in this process; ``root`` gives the defaults."""
+def store_schemas(root: type | None = None) -> None:
+    """Make ``schema/*`` known to hydra in this process; ``root`` (None: ``PPOConfig``) gives the defaults."""
     from verl.config.compose import schemas
+    from verl.config.ppo import PPOConfig
 
     store = ConfigStore.instance()
-    for name, node in schemas(root).items():
+    for name, node in schemas(root or PPOConfig).items():
         store.store(group="schema", name=name, node=node, provider="verl")
+
+
+def register(root: type | None = None) -> None:
+    """Make ``schema/*`` and verl's YAML folder known to hydra, where ``hydra_plugins/`` is not on the path either."""
+    store_schemas(root)
     Plugins.instance().register(VerlSearchPath)

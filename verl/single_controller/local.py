@@ -18,6 +18,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
+from verl.single_controller.base.rows import map_batches
 from verl.single_controller.base.worker import WorkerHost, free_port
 from verl.single_controller.base.worker_group import (
     ClassWithInitArgs,
@@ -40,6 +41,8 @@ _LEAVE_GRACE_S = 2.0
 
 class LocalWorkerGroup(WorkerGroup):
     """A `WorkerGroup` on this machine, without Ray."""
+
+    controller = "local"
 
     def _start(self, resource_pool: ResourcePool, roles: dict, timeout: float, **options) -> Hosts:
         known = {"bin_pack", "detached", "worker_names", "worker_handles", "profile_steps", "worker_nsight_options"}
@@ -76,8 +79,9 @@ class InProcessHosts(Hosts):
 
     def _call(self, role: str, method: str, request: Request) -> "Call":
         call = Call(self, request.rank, role, method)
+        args, kwargs = map_batches(lambda data: data.unshared(), request.args, request.kwargs)
         try:
-            call.finish(output=self._host.call(role, method, request.keep, *request.args, **request.kwargs))
+            call.finish(output=self._host.call(role, method, request.keep, *args, **kwargs))
         except WorkerError as error:
             call.finish(error=error)
         return call
@@ -134,6 +138,9 @@ class ForkedHosts(Hosts):
                 "trainer.controller=local forks its ranks, and CUDA does not survive a fork: the driver has used "
                 "the GPU already. Touch it in workers only, or use trainer.controller=ray."
             )
+        dist = sys.modules.get("torch.distributed")
+        if dist is not None and dist.is_initialized():  # of an earlier run in the driver: no use in a fork
+            dist.destroy_process_group()
         port = free_port()
         calls = []
         for rank in range(self.world_size):

@@ -7,7 +7,7 @@ key costs a fraction of a second.
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from verl.config.load import run_from_command_line
 from verl.utils.garbage import no_collection
@@ -16,12 +16,30 @@ if TYPE_CHECKING:
     from verl.config.ppo import PPOConfig
 
 
-def run_ppo(config: PPOConfig) -> None:
-    """Train as ``config`` says, in this process as the driver; returns when the run is complete."""
+def run_ppo(config: PPOConfig | Any) -> None:
+    """Train as ``config`` says, in this process as the driver; returns when the run is complete.
+
+    An application with an ``@hydra.main`` of its own may pass what hydra gave it.
+    """
     with no_collection():
         from verl.trainer.ppo.job import PPOJob
+        from verl.utils.config import to_ppo_config
 
-    PPOJob(config, command_line=sys.argv[1:]).run()
+    PPOJob(to_ppo_config(config), command_line=sys.argv[1:]).run()
+
+
+def create_rl_dataset(data_paths: Any, data_config: Any, tokenizer: Any, processor: Any, **kwargs: Any) -> Any:
+    """The dataset of the ``data`` section over ``data_paths``; further arguments of later releases have no effect."""
+    from verl.utils.dataset.loader import build_dataset
+
+    return build_dataset(data_config, data_paths, tokenizer, processor)
+
+
+def create_rl_sampler(data_config: Any, dataset: Any) -> Any:
+    """The training order the ``data`` section asks for."""
+    from verl.utils.dataset.loader import build_sampler
+
+    return build_sampler(data_config, dataset)
 
 
 def main() -> None:

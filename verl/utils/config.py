@@ -1,15 +1,17 @@
 """Public names for turning YAML trees into typed options and for checking them; the work is done in ``verl.config``."""
 
 import importlib
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from verl.config.base import Config, ConfigError, Problem
+from verl.config.base import Config, ConfigError, ConfigWarning, Problem, leaves, plain
 from verl.config.build import build
-from verl.config.load import check, interpret
+from verl.config.load import Loaded, check, interpret
+from verl.config.overrides import locate
 from verl.config.ppo import PPOConfig
 
-__all__ = ["omega_conf_to_dataclass", "to_ppo_config", "validate_config"]
+__all__ = ["adopt_config", "omega_conf_to_dataclass", "to_ppo_config", "typed_config", "validate_config"]
 
 
 def omega_conf_to_dataclass(config: Any, dataclass_type: type[Config] | None = None) -> Any:
@@ -59,6 +61,52 @@ def to_ppo_config(config: Any) -> PPOConfig:
     if loaded.problems:
         raise ConfigError([problem.text for problem in loaded.problems])
     return loaded.config
+
+
+def adopt_config(config: Any) -> Any:
+    """A tree handed in by a script of the user's: checked, its old names translated, and still a DictConfig.
+
+    Keys verl does not know stay in it for the script's own code, and are named in a warning. A PPOConfig comes back
+    as it is.
+
+    Raises:
+        ConfigError: with every problem found.
+    """
+    if isinstance(config, PPOConfig):
+        return config
+    from omegaconf import OmegaConf, open_dict
+
+    tree = OmegaConf.to_container(config, resolve=False) if OmegaConf.is_config(config) else dict(config)
+    adopted = OmegaConf.create(tree)
+    loaded, unknown = _interpret(tree)
+    notices = list(loaded.notices)
+    if unknown:
+        notices.append(f"left to the script that set them: {' '.join(problem.text for problem in unknown)}")
+    for notice in notices:
+        warnings.warn(notice, ConfigWarning, stacklevel=3)
+    with open_dict(adopted):
+        for key, value in leaves(loaded.config):
+            OmegaConf.update(adopted, key, plain(value), merge=False, force_add=True)
+    OmegaConf.set_struct(adopted, True)
+    return adopted
+
+
+def typed_config(config: Any) -> PPOConfig:
+    """What verl itself needs of a tree that ``adopt_config`` returned: the typed sections."""
+    if isinstance(config, PPOConfig):
+        return config
+    from omegaconf import OmegaConf
+
+    return _interpret(OmegaConf.to_container(config, resolve=False))[0].config
+
+
+def _interpret(tree: dict) -> tuple[Loaded, list[Problem]]:
+    """The typed tree, and the problems that are only unknown keys. Raises ConfigError for all others."""
+    loaded = interpret(tree, set())
+    unknown = [problem for problem in loaded.problems if locate(PPOConfig, problem.key).kind == "unknown"]
+    if wrong := [problem.text for problem in loaded.problems if problem not in unknown]:
+        raise ConfigError(wrong)
+    return loaded, unknown
 
 
 def validate_config(config: Any, use_reference_policy: bool | None = None, use_critic: bool | None = None) -> None:

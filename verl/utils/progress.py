@@ -31,6 +31,9 @@ CORE_METRIC = re.compile(
     r"^val-core/(?P<source>.+)/(?P<variable>[^/]+)/(?P<kind>mean@\d+|(?:maj|best|worst)@\d+/mean)$"
 )
 STEPS_FOR_ETA = 10
+DISPENSABLE = ("tok/s", "grad", "s/step", "length", "entropy", "kl")
+"""Labels that go first where a terminal is narrow, in this order."""
+BAR_WIDTH, MIN_WIDTH_FOR_BAR = 20, 130
 
 
 def format_duration(seconds: float) -> str:
@@ -45,14 +48,21 @@ def format_duration(seconds: float) -> str:
     return f"{hours} h {minutes:02d} min"
 
 
-def format_numbers(metrics: Mapping[str, Any]) -> str:
-    """The numbers that matter, of those present: ``reward 0.312  length 6.2  kl 0.0001 ...``."""
-    parts = []
+def format_numbers(metrics: Mapping[str, Any], width: int | None = None) -> str:
+    """The numbers that matter, of those present: ``reward 0.312  length 6.2  kl 0.0001 ...``.
+
+    Args:
+        width: characters there are; the dispensable numbers that do not fit are left out. None: all the room wanted.
+    """
+    parts = {}
     for label, names, form in NUMBERS:
         name = next((name for name in names if name in metrics), None)
         if name is not None:
-            parts.append(f"{label} {form.format(float(metrics[name]))}")
-    return "  ".join(parts)
+            parts[label] = f"{label} {form.format(float(metrics[name]))}"
+    for label in DISPENSABLE:
+        if width is not None and len("  ".join(parts.values())) > width:
+            parts.pop(label, None)
+    return "  ".join(parts.values())
 
 
 def core_metrics(metrics: Mapping[str, Any]) -> dict[tuple[str, str], float]:
@@ -87,7 +97,7 @@ class Progress:
         if is_terminal is None:
             is_terminal = (stream or sys.stdout).isatty()
         if enabled and is_terminal:
-            self.bar, self.task = _make_bar(total, stream)
+            self.bar, self.task, self.taken = _make_bar(total, stream)
 
     def update(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Step ``step`` is done and has these metrics."""
@@ -98,8 +108,9 @@ class Progress:
             return
         left = self.seconds_left(step)
         if self.bar is not None:
-            text = f"{format_numbers(metrics)}  eta {format_duration(left)}"
-            self.bar.update(self.task, completed=step, numbers=text)
+            eta = f"  eta {format_duration(left)}"
+            numbers = format_numbers(metrics, self.bar.console.width - self.taken - len(eta))
+            self.bar.update(self.task, completed=step, numbers=numbers + eta)
         else:
             width = len(str(self.total))
             self.say(f"step {step:>{width}}/{self.total}  {format_numbers(metrics)}  eta {format_duration(left)}")
@@ -137,21 +148,19 @@ class Progress:
         self.finish()
 
 
-def _make_bar(total: int, stream: TextIO | None) -> tuple[Any, Any]:
+def _make_bar(total: int, stream: TextIO | None) -> tuple[Any, Any, int]:
+    """A started bar, its task, and the columns of the terminal that are not for numbers. Narrow ones get no bar."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
     from rich.progress import Progress as RichProgress
 
-    bar = RichProgress(
-        TextColumn("step"),
-        MofNCompleteColumn(),
-        BarColumn(bar_width=20),
-        TextColumn("{task.fields[numbers]}"),
-        console=Console(file=stream, force_terminal=True) if stream is not None else Console(),
-    )
+    console = Console(file=stream, force_terminal=True) if stream is not None else Console()
+    bar_column = [BarColumn(bar_width=BAR_WIDTH)] if console.width >= MIN_WIDTH_FOR_BAR else []
+    numbers = TextColumn("{task.fields[numbers]}")
+    bar = RichProgress(TextColumn("step"), MofNCompleteColumn(), *bar_column, numbers, console=console)
     task = bar.add_task("train", total=total, numbers="starting")
     bar.start()
-    return bar, task
+    return bar, task, len(f"step {total}/{total} ") + (BAR_WIDTH + 1) * len(bar_column)
 
 
 # -- the closing summary ----------------------------------------------------------------------------------------------

@@ -2,4 +2,6 @@
 
 from verl.workers.roles import ActorRolloutRefWorker, CriticWorker
 
-__all__ = ["ActorRolloutRefWorker", "CriticWorker"]
+AsyncActorRolloutRefWorker = ActorRolloutRefWorker
+
+__all__ = ["ActorRolloutRefWorker", "AsyncActorRolloutRefWorker", "CriticWorker"]

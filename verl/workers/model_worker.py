@@ -22,6 +22,7 @@ from verl.config.critic import CriticConfig
 from verl.models.loader import ModelSpec
 from verl.protocol import DataProto
 from verl.single_controller.base import Worker
+from verl.single_controller.base.decorator import Dispatch, register
 from verl.utils.checkpoint.checkpoint_manager import CheckpointManager
 from verl.utils.distributed import ensure_process_group
 from verl.utils.flops_counter import FlopsCounter, get_device_flops
@@ -65,6 +66,11 @@ class EngineWorker(Worker):
         self.timeout_s = timeout_s
         self.tokenizer_path = tokenizer_path
         self.checkpoints: CheckpointManager | None = None
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def configure(self, settings: Mapping[str, Any]) -> None:
+        """Set what the constructor takes beside ``config`` and ``role``, for subclasses whose own takes only these."""
+        vars(self).update(settings)
 
     def start_process(self) -> None:
         """Seed this process and join the group of all ranks; the first role of a process does it for all of them."""
@@ -142,7 +148,7 @@ def mfu_metrics(name: str, engine: Engine, data: DataProto, epochs: int, metrics
     """
     start = time.perf_counter()
     yield
-    tokens, peak = data.meta_info.get("global_token_num"), get_device_flops()
+    tokens, peak = data.meta_info.get("global_token_num"), get_device_flops(device=engine.device.type)
     if tokens and math.isfinite(peak):
         done, _ = FlopsCounter(engine.model_config).estimate_flops(tokens, time.perf_counter() - start)
         metrics.add({f"perf/mfu/{name}": done * epochs / (peak * engine.topology.world_size)})

@@ -18,6 +18,7 @@ from verl.models.loader import ModelSpec
 from verl.protocol import DataProto
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.utils.garbage import no_collection
+from verl.utils.seeding import derive_seed
 from verl.utils.tokenizer import hf_tokenizer
 from verl.workers.engine import Want
 from verl.workers.model_worker import EngineWorker, MetricBag, memory_metrics, mfu_metrics
@@ -157,6 +158,7 @@ class RolloutRole:
             trust_remote_code=model.trust_remote_code,
             override_config=dict(model.override_config),
         )
+        self.unseeded_calls = 0
         self.report_mesh("rollout", self.actor)
 
     @contextmanager
@@ -188,7 +190,8 @@ class RolloutRole:
     def generate_sequences(self, prompts: DataProto) -> DataProto:
         """Sample one response a row: adds row 1 of the data flow (responses, masks, whole sequences).
 
-        Reads ``raw_prompt_ids`` (or the real cells of ``input_ids``) and ``seeds`` (B,) int64. The meta facts
+        Reads ``raw_prompt_ids`` (or the real cells of ``input_ids``) and ``seeds`` (B,) int64; a caller that gives no
+        seeds gets others at every call and on every rank. The meta facts
         ``validate`` (validation prompts) and ``do_sample`` (False: greedy) choose the sampling parameters.
         """
         config, timing = self.config.rollout, {}
@@ -197,7 +200,10 @@ class RolloutRole:
         rows = prompts.non_tensor_batch.get("raw_prompt_ids")
         if rows is None:
             rows = [row.tolist() for row in prompts.ragged("input_ids").rows()]
-        seeds = prompts.column("seeds").tolist() if "seeds" in prompts.keys() else range(len(prompts))
+        if "seeds" in prompts.keys():
+            seeds = prompts.column("seeds").tolist()
+        else:
+            seeds = self.fresh_seeds(int(facts.get("global_steps", 0)), len(prompts))
         requests = [Request(tuple(ids), sampling, seed) for ids, seed in zip(rows, seeds, strict=True)]
         with self.rollout_mode(timing) as engine:
             start = time.perf_counter()
@@ -212,6 +218,12 @@ class RolloutRole:
         )
         batch.meta_info["timing"] = timing
         return batch
+
+    def fresh_seeds(self, step: int, count: int) -> list[int]:
+        """Seeds this rank never used before."""
+        self.unseeded_calls += 1
+        place = (self.seed, "unseeded", self.actor.topology.dp_rank, step, self.unseeded_calls)
+        return [derive_seed(*place, i) for i in range(count)]
 
     def sampling(self, validate: bool, do_sample: bool) -> SamplingParams:
         """The sampling a training or validation prompt asks for; ``do_sample=False`` makes it greedy."""

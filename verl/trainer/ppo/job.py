@@ -54,12 +54,12 @@ class PPOJob:
                 trainer.init_workers()
             trainer.fit()
         except BaseException:
+            trainer.progress.finish()  # or a failed run would leave its bar, and no cursor, on the screen
             if step := trainer.global_steps:
                 total, newest = trainer.total_training_steps, trainer.last_checkpoint
                 trainer.progress.say(stop_notice(step, total, newest, self.command_line))
             raise
         finally:
-            trainer.progress.finish()  # or a failed run would leave its bar, and no cursor, on the screen
             trainer.controller.stop()
             destroy_global_process_group()  # a single rank lives in this process
             gc.unfreeze()

@@ -6,6 +6,7 @@ device. Knows worker groups and pools, not what the roles do.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -74,22 +75,27 @@ def start_worker_groups(
     device: str,
     worker_group_cls: type | None = None,
 ) -> dict[Role, Any]:
-    """Start the processes and return one worker group a role; the models are not loaded yet."""
+    """Start the processes and return one worker group a role; the models are not loaded yet.
+
+    A critic or reference in ``roles`` that ``config`` does not use is not started.
+    """
+    needed = {Role.Critic: need_critic(config), Role.RefPolicy: need_reference_policy(config)}
+    roles = {role: cls for role, cls in roles.items() if needed.get(role, True)}
     pools.create_resource_pool(controller)
     sections = {Role.Critic: config.critic}
+    settings = {
+        "device": device,
+        "seed": config.trainer.seed,
+        "total_training_steps": total_training_steps,
+        "response_length": config.actor_rollout_ref.rollout.response_length,
+        "timeout_s": config.actor_rollout_ref.nccl_timeout,
+        "tokenizer_path": config.data.tokenizer,
+    }
     by_pool: dict[str, dict[str, Any]] = {}
     for role, cls in roles.items():
-        by_pool.setdefault(pools.mapping[role], {})[str(role)] = controller.ClassWithInitArgs(
-            cls,
-            config=sections.get(role, config.actor_rollout_ref),
-            role=str(role),
-            device=device,
-            seed=config.trainer.seed,
-            total_training_steps=total_training_steps,
-            response_length=config.actor_rollout_ref.rollout.response_length,
-            timeout_s=config.actor_rollout_ref.nccl_timeout,
-            tokenizer_path=config.data.tokenizer,
-        )
+        classes = controller.ClassWithInitArgs(cls, config=sections.get(role, config.actor_rollout_ref), role=str(role))
+        classes.kwargs.update(_taken(classes.cls, settings))
+        by_pool.setdefault(pools.mapping[role], {})[str(role)] = classes
     groups: dict[str, Any] = {}
     for pool, classes in by_pool.items():
         host = controller.create_colocated_worker_cls(classes)
@@ -101,4 +107,15 @@ def start_worker_groups(
             device_name=device,
         )
         groups.update(group.spawn(prefix_set=classes.keys()))
+    for group in groups.values():
+        if hasattr(group, "configure"):  # a user's subclass may not have handed them on
+            group.configure(settings)
     return {role: groups[str(role)] for role in roles}
+
+
+def _taken(cls: type, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Those settings that the constructor of a worker class names."""
+    parameters = inspect.signature(cls.__init__).parameters
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return dict(settings)
+    return {name: value for name, value in settings.items() if name in parameters}

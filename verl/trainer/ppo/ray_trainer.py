@@ -35,10 +35,13 @@ from verl.trainer.ppo.metric_utils import (
     compute_timing_metrics,
 )
 from verl.trainer.ppo.placement import ResourcePoolManager, start_worker_groups
+from verl.trainer.ppo.recipe_names import RecipeNames
 from verl.trainer.ppo.reward import compute_reward
 from verl.trainer.ppo.utils import Role, WorkerType, need_critic, need_reference_policy
 from verl.trainer.ppo.validation import dump_samples, ground_truths, validate
-from verl.utils.dataset.loader import build_train_loader, build_val_loader
+from verl.utils.config import adopt_config, typed_config
+from verl.utils.dataset.loader import build_dataset, build_train_loader, build_val_loader
+from verl.utils.import_utils import import_users_modules
 from verl.utils.metric import reduce_metrics
 from verl.utils.profiler import marked_timer
 from verl.utils.progress import Progress
@@ -72,17 +75,18 @@ def log_places(tracking: Tracking) -> dict[str, Any]:
     }
 
 
-class RayPPOTrainer:
+class RayPPOTrainer(RecipeNames):
     """PPO and its relatives on worker groups.
 
     Args:
-        config: the whole tree.
+        config: the whole tree, as ``load_ppo_config`` or as hydra gives it; of the latter, ``self.config`` is a checked
+            copy.
         tokenizer, processor: of the policy.
         role_worker_mapping: role -> worker class.
         resource_pool_manager: role -> pool of devices.
-        ray_worker_group_cls: another worker-group class than the controller's own.
+        ray_worker_group_cls: a worker-group class; it decides the controller. None: that of ``trainer.controller``.
         reward_fn, val_reward_fn: reward managers for training and validation.
-        train_dataset, val_dataset, collate_fn, train_sampler: where prompts come from.
+        train_dataset, val_dataset, collate_fn, train_sampler: where prompts come from. None: what ``data`` says.
         device_name: overrides ``trainer.device``.
     """
 
@@ -102,12 +106,13 @@ class RayPPOTrainer:
         train_sampler: Any = None,
         device_name: str | None = None,
     ) -> None:
-        self.config = config
+        self.config = config = adopt_config(config)
+        import_users_modules(config.actor_rollout_ref.model.external_lib)
         self.tokenizer = tokenizer
         self.processor = processor
         self.role_worker_mapping = role_worker_mapping
         self.resource_pool_manager = resource_pool_manager
-        self.controller = get_controller(config.trainer.controller)
+        self.controller = get_controller(getattr(ray_worker_group_cls, "controller", config.trainer.controller))
         self.ray_worker_group_cls = ray_worker_group_cls
         self.reward_fn = reward_fn
         self.val_reward_fn = val_reward_fn
@@ -116,13 +121,8 @@ class RayPPOTrainer:
         self.use_reference_policy = need_reference_policy(config)
         self.kl_ctrl_in_reward = get_kl_controller(config.algorithm.kl_ctrl)
         check_backends(config.trainer.logger)
-        self.train_dataset, self.val_dataset = train_dataset, val_dataset
-        self.train_dataloader = build_train_loader(config.data, train_dataset, collate_fn, train_sampler, self.seed)
-        self.val_dataloader = build_val_loader(config.data, val_dataset, collate_fn, self.seed)
+        self._create_dataloader(train_dataset, val_dataset, collate_fn, train_sampler)
         self.steps_per_epoch = len(self.train_dataloader)
-        self.total_training_steps = (
-            config.trainer.total_training_steps or self.steps_per_epoch * config.trainer.total_epochs
-        )
         self.global_steps = 0
         self.nonfinite_in_a_row = 0
         self.validations: list[tuple[int, dict[str, float]]] = []
@@ -132,6 +132,20 @@ class RayPPOTrainer:
         self.progress = Progress(self.total_training_steps, enabled=False)
         self.last_checkpoint: Path | None = None
         self.log_places: dict[str, Any] = {}
+        self.generations = ValidationGenerationsLogger()
+
+    def _create_dataloader(self, train_dataset: Any, val_dataset: Any, collate_fn: Any, train_sampler: Any) -> None:
+        """Set the loaders, and ``total_training_steps``."""
+        data, trainer = self.config.data, self.config.trainer
+
+        def dataset(given: Any, files: Any) -> Any:
+            return build_dataset(data, files, self.tokenizer, self.processor) if given is None else given
+
+        self.train_dataset = dataset(train_dataset, data.train_files)
+        self.val_dataset = dataset(val_dataset, data.val_files)
+        self.train_dataloader = build_train_loader(data, self.train_dataset, collate_fn, train_sampler, self.seed)
+        self.val_dataloader = build_val_loader(data, self.val_dataset, collate_fn, self.seed)
+        self.total_training_steps = trainer.total_training_steps or len(self.train_dataloader) * trainer.total_epochs
 
     @property
     def seed(self) -> int:
@@ -167,12 +181,16 @@ class RayPPOTrainer:
                 batch.put("reward_baselines", self.greedy_rewards(prompts).repeat_interleave(n))
         if "response_mask" not in batch.keys():
             batch.put("response_mask", compute_response_mask(batch))
-        dp_size = len(self.actor_wg.mesh("actor").sources)
-        mini_batch_rows = self.config.actor_rollout_ref.actor.ppo_mini_batch_size * n
-        batch, spread = arrange_rows(batch, dp_size, mini_batch_rows, self.config.trainer.balance_batch)
-        self.metrics.update(spread)
+        self.balance_batch(batch, self.metrics)
         batch.meta_info["global_token_num"] = batch.ragged("attention_mask").layout.lengths.tolist()
         return batch
+
+    def balance_batch(self, batch: DataProto, metrics: dict, logging_prefix: str = "global_seqlen") -> None:
+        """Order the rows, in place, so that every rank gets its share of each mini-batch and of the tokens."""
+        dp_size = len(self.actor_wg.mesh("actor").sources)
+        shared = self.config.actor_rollout_ref
+        rows = shared.actor.ppo_mini_batch_size * shared.rollout.n
+        metrics.update(arrange_rows(batch, dp_size, rows, self.config.trainer.balance_batch, logging_prefix)[1])
 
     def score(self, batch: DataProto) -> DataProto:
         """Reward every response; adds ``token_level_scores`` (B, R) and the reward function's extra columns."""
@@ -281,7 +299,7 @@ class RayPPOTrainer:
     def init_workers(self) -> None:
         """Start the worker processes and load the models."""
         groups = start_worker_groups(
-            self.config,
+            typed_config(self.config),
             self.role_worker_mapping,
             self.resource_pool_manager,
             self.controller,
@@ -301,7 +319,10 @@ class RayPPOTrainer:
         trainer = self.config.trainer
         self.progress = Progress(self.total_training_steps, enabled=trainer.progress_bar)
         self.logger = Tracking(
-            trainer.project_name, trainer.experiment_name, default_backend=trainer.logger, config=self.config.to_dict()
+            trainer.project_name,
+            trainer.experiment_name,
+            default_backend=trainer.logger,
+            config=typed_config(self.config).to_dict(),
         )
         self.generations = ValidationGenerationsLogger(tracking=self.logger)
         self.log_places = log_places(self.logger)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from verl.protocol import DataProto
 from verl.utils.fs import copy_to_local
-from verl.utils.import_utils import load_extern_type
+from verl.utils.import_utils import import_users_modules, load_extern_type
 from verl.utils.py_functional import convert_to_regular_types
 from verl.workers.reward_manager import get_reward_manager_cls
 from verl.workers.reward_manager.abstract import AbstractRewardManager, RawRewardFn
@@ -50,6 +50,7 @@ def load_reward_manager(
         reward_kwargs: for the manager, on top of ``reward_model.reward_kwargs``.
     """
     section = config.reward_model
+    import_users_modules(_external_lib(config))
     manager_cls = get_reward_manager_cls(section.get("reward_manager", "naive"))
     kwargs = {**convert_to_regular_types(section.get("reward_kwargs", None) or {}), **reward_kwargs}
     on_error = section.get("on_error", None) or "stop"
@@ -68,6 +69,11 @@ def load_reward_manager(
         reward_fn_key=config.data.get("reward_fn_key", "data_source"),
         **kwargs,
     )
+
+
+def _external_lib(config: Any) -> str | None:
+    model = (config.get("actor_rollout_ref", None) or {}).get("model", None) or {}
+    return model.get("external_lib", None)
 
 
 def compute_reward(data: DataProto, reward_fn: Callable) -> tuple[Tensor, dict[str, list]]:

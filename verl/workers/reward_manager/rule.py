@@ -52,7 +52,7 @@ class RuleRewardManager(AbstractRewardManager):
 
     Args:
         on_error: when the function raises or returns no finite number: ``stop`` the run with everything named, or
-            ``zero_and_count``: reward 0, counted in the extra column ``reward_error``.
+            ``zero_and_count``: reward 0 (and ``acc`` 0), counted in the extra column ``reward_error``.
         max_concurrent: how many calls of an ``async def`` function run at once.
         reward_kwargs: handed to every call of the function.
     """
@@ -140,8 +140,9 @@ class RuleRewardManager(AbstractRewardManager):
             except (Exception, SystemExit) as error:
                 if self.on_error == "stop":
                     raise RewardError(
-                        f"{self._describe(i, samples[i], error, batch)}\nCorrect the function{self._key()}, or give such "
-                        "samples 0 and count them with reward_model.on_error=zero_and_count."
+                        f"{self._describe(i, samples[i], error, batch)}\n"
+                        f"Correct the function{self._key()}, or give such samples 0 and count them with "
+                        "reward_model.on_error=zero_and_count."
                     ) from None  # the message holds the traceback
                 failures.append((i, error))
                 scores.append(0.0)
@@ -154,6 +155,8 @@ class RuleRewardManager(AbstractRewardManager):
         if self.on_error != "stop":
             failed = {i for i, _ in failures}
             columns[REWARD_ERROR_KEY] = [float(i in failed) for i in range(len(samples))]
+            if "acc" in columns:  # what validation reports: a column with gaps would drop out of it
+                columns["acc"] = [0.0 if i in failed else acc for i, acc in enumerate(columns["acc"])]
         if failures:
             i, error = failures[0]
             told = self._describe(i, samples[i], error, batch)
@@ -169,11 +172,11 @@ class RuleRewardManager(AbstractRewardManager):
         cause = "".join(traceback.format_exception_only(type(error), error)).strip()
         frames = _users_frames(error.__traceback__)
         trace = "".join(traceback.format_exception(type(error), error, frames)) if frames else f"{cause}\n"
+        place = f"data_source={sample.data_source!r}, index={sample.extra_info.get('index')}"
         return (
-            f"{name_of(self.compute_score)} failed on sample {i} of the {batch} "
-            f"(data_source={sample.data_source!r}): {cause.splitlines()[0]}\n"
+            f"{name_of(self.compute_score)} failed on sample {i} of the {batch} ({place}): {cause.splitlines()[0]}\n"
             f"{trace}"
-            f"  sample: {i} of the {batch}, data_source={sample.data_source!r}, index={sample.extra_info.get('index')}\n"
+            f"  sample: {i} of the {batch}, {place}\n"
             f"  response: {excerpt(sample.solution_str)}\n"
             f"  ground_truth: {excerpt(sample.ground_truth)}"
         )

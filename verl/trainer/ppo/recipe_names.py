@@ -1,0 +1,62 @@
+"""The names recipes written for verl use on a trainer, beside ours.
+
+A recipe that overrides ``fit`` calls the older names; one that overrides ``_validate`` expects the loop to call it.
+Nothing of verl itself uses this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from verl.protocol import DataProto
+from verl.trainer.ppo.validation import dump_samples
+
+RENAMED = {
+    "_validate": "validate",
+    "_save_checkpoint": "save_checkpoint",
+    "_load_checkpoint": "load_checkpoint",
+    "_balance_batch": "balance_batch",
+}
+"""Older name -> name of the method. In a subclass, overriding one overrides the other."""
+
+
+class RecipeNames:
+    """Mixin of ``RayPPOTrainer``."""
+
+    use_rm = False
+    ref_in_actor = False
+    async_rollout_mode = False
+    hybrid_engine = True
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        for pair in RENAMED.items():
+            for given, other in (pair, pair[::-1]):
+                if given in vars(cls) and other not in vars(cls):
+                    setattr(cls, other, vars(cls)[given])
+
+    def _dump_generations(
+        self,
+        inputs: Sequence[str],
+        outputs: Sequence[str],
+        scores: Sequence[float],
+        reward_extra_infos_dict: Mapping[str, Sequence],
+        dump_path: str | Path,
+        gts: Sequence[Any] | None = None,
+    ) -> None:
+        """Write samples to ``{dump_path}/{step}.jsonl``."""
+        gts = [None] * len(inputs) if gts is None else gts
+        dump_samples(dump_path, self.global_steps, inputs, outputs, scores, gts, dict(reward_extra_infos_dict))
+
+    def _maybe_log_val_generations(
+        self, inputs: Sequence[str], outputs: Sequence[str], scores: Sequence[float]
+    ) -> None:
+        """Show some samples in the loggers, if ``trainer.log_val_generations`` asks for it."""
+        self.log_generations(list(zip(inputs, outputs, scores, strict=True)))
+
+    def _get_gen_batch(self, batch: DataProto) -> DataProto:
+        """Take the prompts' columns out of a batch, as what ``generate_sequences`` is given."""
+        names = [name for name in ("raw_prompt_ids", "raw_prompt") if name in batch.non_tensor_batch]
+        return batch.pop(["input_ids", "attention_mask", "position_ids"], names)
