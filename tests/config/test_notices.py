@@ -6,6 +6,7 @@ from .helpers import RUNNABLE, notes
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 REF = "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=2"
+ON_CPU = (f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.tensor_model_parallel_size=1", "trainer.device=cpu")
 GRPO = ("algorithm.adv_estimator=grpo", f"{ROLLOUT}.n=4")
 
 
@@ -19,6 +20,8 @@ def test_nothing_is_said_about_defaults():
         ([f"{ROLLOUT}.tensor_model_parallel_size=2"], "tensor_model_parallel_size=2 has no effect"),
         ([f"{ROLLOUT}.gpu_memory_utilization=0.6", f"{ROLLOUT}.enforce_eager=false"], "have no effect"),
         ([f"{ROLLOUT}.engine_kwargs.vllm.swap_space=4"], "engine_kwargs"),
+        ([f"{ROLLOUT}.multi_stage_wake_up=true"], "weights are always brought back first"),
+        ([*ON_CPU, f"{ROLLOUT}.enforce_eager=false"], "no CUDA graphs on a CPU"),
         ([f"{ACTOR}.entropy_checkpointing=true"], "always computed in chunks"),
         ([f"{ACTOR}.use_torch_compile=true"], "without torch.compile"),
         ([f"{ACTOR}.strategy=fsdp"], "runs on the fsdp2 machinery"),

@@ -23,7 +23,7 @@ from verl.workers.rollout.base import Bucket, Completion, Receipt, Request, Roll
 from verl.workers.rollout.host_memory import HostMemory, cache_share
 from verl.workers.rollout.model_limits import cached_bytes_per_token, check_prompt, longest_sequence, stop_tokens
 from verl.workers.rollout.placement import LoadWatcher, covers, own_tensors, read_back, sum_of_parts
-from verl.workers.rollout.vllm_setup import engine_arguments, import_vllm, undisturbed_process
+from verl.workers.rollout.vllm_setup import engine_arguments, import_vllm, keep_process_group, undisturbed_process
 from verl.workers.rollout.weight_sync import checksum, listed
 
 logger = logging.getLogger(__name__)
@@ -78,6 +78,7 @@ class VLLMRollout(RolloutEngine):
         arguments = engine_arguments(config, self.device.type, spec.folder, **derived)
         with undisturbed_process(self.device.type):
             self.llm = vllm.LLM(**arguments)
+        keep_process_group(self.llm)
         self.tensor_parallel_size = arguments["tensor_parallel_size"]
         self.model = _model_of(self.llm)
         _refuse_reshaped_weights(self.model)
@@ -117,7 +118,10 @@ class VLLMRollout(RolloutEngine):
             problem = str(error)
             for _ in buckets:  # the other ranks' training engines are still sending
                 pass
-        if problem := self._first_problem(problem or sync.problem(self._gather(sync.places()))):
+        # every rank joins every collective, whatever went wrong on it, and all of them fail together
+        problem, places = self._agree(problem, sync.places())
+        problem = problem or self._agree(sync.problem(places), None)[0]
+        if problem:
             raise WeightSyncError(f"The sync of version {version} failed: {problem}")
         self._forget_cached_prefixes()
         self.version = version
@@ -138,9 +142,10 @@ class VLLMRollout(RolloutEngine):
         dist.all_gather_object(found, what, group=get_tp_group().cpu_group)
         return found
 
-    def _first_problem(self, mine: str | None) -> str | None:
-        """The first problem any rank of the replica has, so that all of them fail together."""
-        return next((problem for problem in self._gather(mine) if problem), None)
+    def _agree(self, problem: str | None, more: Any) -> tuple[str | None, list[Any]]:
+        """The first problem any rank of the replica has, and what each of them has to say more."""
+        found = self._gather((problem, more))
+        return next((problem for problem, _ in found if problem), None), [more for _, more in found]
 
     # -- sleep ---------------------------------------------------------------------------------------------------------
 

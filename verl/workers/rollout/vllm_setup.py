@@ -107,6 +107,13 @@ def undisturbed_process(device: str) -> Iterator[None]:
                 torch.cuda.set_rng_state(cuda)
 
 
+def keep_process_group(llm: Any) -> None:
+    """Take back vLLM's promise to leave every process group when the engine is collected: they are the trainer's."""
+    finalizer = getattr(llm.llm_engine.engine_core, "_finalizer", None)
+    if finalizer is not None:
+        finalizer.detach()
+
+
 @contextmanager
 def _unchanged_environment(*names: str) -> Iterator[None]:
     before = {name: os.environ.get(name) for name in names}
