@@ -10,6 +10,7 @@ import pytest
 from tests.support.runs import main_ppo, make_task, overrides
 from tests.workers.rollout.conftest import COMMON
 from tests.workers.rollout.test_contract import mixed_requests, processed_log_probs
+from verl.utils.tiny_model import make_tiny_model
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
@@ -48,10 +49,7 @@ def test_shared_memory_has_a_name_of_its_own_in_every_job(ranks):
 
 def test_a_run_with_two_ranks_a_replica_equals_one_with_two_replicas(tmp_path):
     task, samples = make_task(tmp_path), {}
-    folder = tmp_path / "heads_of_32"
-    from verl.utils.tiny_model import make_tiny_model
-
-    task["actor_rollout_ref.model.path"] = make_tiny_model(folder, **COMMON["tied"])
+    task["actor_rollout_ref.model.path"] = make_tiny_model(tmp_path / "heads_of_32", **COMMON["tied"])
     for size in (1, 2):
         done = main_ppo(
             overrides(

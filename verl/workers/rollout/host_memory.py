@@ -28,15 +28,6 @@ class HostMemory:
         found = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors if tensor.numel()}
         self._storages = [(storage, storage.nbytes()) for storage in found.values()]
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes held when awake."""
-        return sum(size for _, size in self._storages)
-
-    @property
-    def is_released(self) -> bool:
-        return any(storage.nbytes() != size for storage, size in self._storages)
-
     def release(self) -> None:
         """Free the memory and forget what stood in it."""
         for storage, _ in self._storages:

@@ -23,7 +23,13 @@ from verl.workers.rollout.base import Bucket, Completion, Receipt, Request, Roll
 from verl.workers.rollout.host_memory import HostMemory, cache_share
 from verl.workers.rollout.model_limits import cached_bytes_per_token, check_prompt, longest_sequence, stop_tokens
 from verl.workers.rollout.placement import LoadWatcher, covers, own_tensors, read_back, sum_of_parts
-from verl.workers.rollout.vllm_setup import engine_arguments, import_vllm, keep_process_group, undisturbed_process
+from verl.workers.rollout.vllm_setup import (
+    check_model,
+    engine_arguments,
+    import_vllm,
+    keep_process_group,
+    undisturbed_process,
+)
 from verl.workers.rollout.weight_sync import checksum, listed
 
 logger = logging.getLogger(__name__)
@@ -63,6 +69,7 @@ class VLLMRollout(RolloutEngine):
         vllm = import_vllm(self.device.type)
         spec = ModelSpec(model_path, override_config=override_config or {}, trust_remote_code=trust_remote_code)
         model_config = load_config(spec)
+        check_model(model_config, self.device.type)
         self.max_model_len = longest_sequence(config, model_config)
         self.stop_token_ids = stop_tokens(spec.folder, model_config)
         derived = {

