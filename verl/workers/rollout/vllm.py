@@ -308,22 +308,17 @@ class _VLLMMemory:
 class _CPUMemory:
     """The same for CPU, where vLLM accepts the calls and frees nothing: storages are released under its views.
 
-    Woken weights are NaN, whatever the level.
+    Woken weights are NaN, whatever the level. Buffers stay: they are small, no sync brings them back, and vLLM shares
+    its tables of rotary angles between the engines of a process.
     """
 
     def __init__(self, llm: Any, model: nn.Module):
         self.llm = llm
-        self.buffers = dict(model.named_buffers())
-        self.memory = {
-            "weights": HostMemory([*model.parameters(), *self.buffers.values()]),
-            "kv_cache": HostMemory(_cache_tensors(llm)),
-        }
-        self._saved: dict[str, Tensor] = {}
+        self.memory = {"weights": HostMemory(model.parameters()), "kv_cache": HostMemory(_cache_tensors(llm))}
 
     @torch.no_grad()
     def sleep(self, level: int) -> None:
         self.llm.reset_prefix_cache()
-        self._saved = {name: buffer.clone() for name, buffer in self.buffers.items()}  # no sync brings them back
         for memory in self.memory.values():
             memory.release()
 
@@ -331,9 +326,6 @@ class _CPUMemory:
     def wake(self, tags: Sequence[str]) -> None:
         if "weights" in tags:
             self.memory["weights"].take_as_nan()
-            for name, buffer in self.buffers.items():
-                buffer.copy_(self._saved[name])
-            self._saved = {}
         if "kv_cache" in tags:
             self.memory["kv_cache"].take(0)
 
