@@ -45,6 +45,7 @@ def test_shared_memory_has_a_name_of_its_own_in_every_job(ranks):
     names = {rank["shared memory"] for rank in ranks}
     assert len(names) == 1 and "/" not in (name := names.pop())
     assert len(name.split("-")[0]) == 12
+    assert not list(Path("/dev/shm").glob(f"{name.split('-')[0]}*")), "left behind"
 
 
 def test_a_run_with_two_ranks_a_replica_equals_one_with_two_replicas(tmp_path):

@@ -12,6 +12,7 @@ import random
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -79,6 +80,21 @@ def _name_shared_memory_uniquely() -> None:
 
     make_group_name.is_unique = True
     shared.make_group_name = staticmethod(make_group_name)
+    _leave_no_shared_memory(shared)
+
+
+def _leave_no_shared_memory(shared: Any) -> None:
+    """Take the segments' names away once every rank has mapped them, so that no end of a process leaves them behind."""
+    start = shared._init_cpu_shm
+
+    def start_and_unlink(self: Any) -> int:
+        handle = start(self)  # ends with a barrier
+        for segment in Path("/dev/shm").iterdir():
+            if segment.name.startswith(self.group_name):
+                segment.unlink(missing_ok=True)
+        return handle
+
+    shared._init_cpu_shm = start_and_unlink
 
 
 @contextmanager
