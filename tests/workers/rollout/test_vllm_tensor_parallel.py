@@ -15,11 +15,17 @@ from verl.utils.tiny_model import make_tiny_model
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
 
+def python_segments() -> set[str]:
+    return {path.name for path in Path("/dev/shm").glob("psm_*")}
+
+
 @pytest.fixture(scope="module")
 def ranks(model_folder):
+    before = python_segments()
     command = [sys.executable, "-m", "tests.workers.rollout.tensor_parallel_job", model_folder("tied")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, cwd=Path(__file__).parents[3])
     assert done.returncode == 0, done.stderr[-4000:]
+    assert python_segments() <= before, "shared memory was left behind"
     return json.loads(next(line for line in done.stdout.splitlines() if line.startswith("RESULT"))[len("RESULT") :])
 
 

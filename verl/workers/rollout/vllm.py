@@ -29,6 +29,7 @@ from verl.workers.rollout.vllm_setup import (
     import_vllm,
     keep_process_group,
     undisturbed_process,
+    unlink_message_queue,
 )
 from verl.workers.rollout.weight_sync import checksum, listed
 
@@ -86,6 +87,7 @@ class VLLMRollout(RolloutEngine):
         with undisturbed_process(self.device.type):
             self.llm = vllm.LLM(**arguments)
         keep_process_group(self.llm)
+        unlink_message_queue()
         self.tensor_parallel_size = arguments["tensor_parallel_size"]
         self.model = _model_of(self.llm)
         _refuse_reshaped_weights(self.model)

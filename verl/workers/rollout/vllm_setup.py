@@ -130,6 +130,16 @@ def keep_process_group(llm: Any) -> None:
         finalizer.detach()
 
 
+def unlink_message_queue() -> None:
+    """Take the name of the tensor parallel group's queue away: every rank has mapped it, and it is 24 MiB."""
+    from vllm.distributed.parallel_state import get_tp_group
+
+    buffer = getattr(getattr(get_tp_group(), "mq_broadcaster", None), "buffer", None)
+    if getattr(buffer, "is_creator", False):
+        buffer.shared_memory.unlink()
+        buffer.is_creator = False  # or it would be unlinked again at the end
+
+
 @contextmanager
 def _unchanged_environment(*names: str) -> Iterator[None]:
     before = {name: os.environ.get(name) for name in names}
