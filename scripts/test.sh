@@ -2,8 +2,9 @@
 # Set up .venv, check the style, run the tests in tiers. CI runs exactly this.
 #
 #   bash scripts/test.sh                          everything
-#   bash scripts/test.sh --tier unit              one tier: unit, ranks, ray or learning (repeatable)
-#   bash scripts/test.sh tests/utils -k tracking  further arguments go to pytest
+#   bash scripts/test.sh --tier unit              one tier: unit, ranks, ray, learning or engines (repeatable);
+#                                                 engines installs vLLM first
+#   bash scripts/test.sh tests/utils -k tracking  further arguments go to pytest; without engines, unless asked for
 set -uo pipefail
 cd "$(dirname "$0")/.."
 
@@ -12,17 +13,20 @@ arguments=()
 while [ $# -gt 0 ]; do
     case $1 in
         --tier)
-            [ $# -ge 2 ] || { echo "--tier needs one of: unit ranks ray learning" >&2; exit 2; }
+            [ $# -ge 2 ] || { echo "--tier needs one of: unit ranks ray learning engines" >&2; exit 2; }
             case $2 in
-                unit | ranks | ray | learning) tiers+=("$2") ;;
-                *) echo "--tier $2: no such tier (known: unit ranks ray learning)" >&2; exit 2 ;;
+                unit | ranks | ray | learning | engines) tiers+=("$2") ;;
+                *) echo "--tier $2: no such tier (known: unit ranks ray learning engines)" >&2; exit 2 ;;
             esac
             shift 2
             ;;
         *) arguments+=("$1"); shift ;;
     esac
 done
-if [ ${#tiers[@]} = 0 ]; then tiers=(unit ranks ray learning); fi
+if [ ${#tiers[@]} = 0 ]; then
+    tiers=(unit ranks ray learning)
+    if [ ${#arguments[@]} = 0 ]; then tiers+=(engines); fi
+fi
 
 bash scripts/setup_env.sh --test || exit 1
 
@@ -32,10 +36,11 @@ export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false WANDB_MOD
 # A test that fits several tiers belongs to the slowest of them.
 tests_of() {
     case $1 in
-        unit) echo "not ranks and not ray and not learning" ;;
-        ranks) echo "ranks and not ray and not learning" ;;
-        ray) echo "ray and not learning" ;;
-        learning) echo "learning" ;;
+        unit) echo "not ranks and not ray and not learning and not vllm" ;;
+        ranks) echo "ranks and not ray and not learning and not vllm" ;;
+        ray) echo "ray and not learning and not vllm" ;;
+        learning) echo "learning and not vllm" ;;
+        engines) echo "vllm" ;;
     esac
 }
 
@@ -44,6 +49,10 @@ failed=()
 for tier in "${tiers[@]}"; do
     echo "== $tier"
     start=$SECONDS
+    if [ "$tier" = engines ] && ! bash scripts/install_engines.sh vllm; then
+        failed+=("engines (not installed)")
+        continue
+    fi
     .venv/bin/python -m pytest -m "$(tests_of "$tier")" --durations=5 --durations-min=5 ${arguments[@]+"${arguments[@]}"}
     code=$?
     # 5: no test of this tier among those asked for

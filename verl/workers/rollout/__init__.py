@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from verl.workers.rollout.base import RolloutEngine
 
-_ENGINES = {"hf": "verl.workers.rollout.hf:HFRollout"}
-_NOT_YET = ("vllm", "sglang")
+_ENGINES = {"hf": "verl.workers.rollout.hf:HFRollout", "vllm": "verl.workers.rollout.vllm:VLLMRollout"}
+_PACKAGES = {"vllm": "vllm"}
+_NOT_YET = ("sglang",)
 
 
 def get_rollout_class(name: str) -> type[RolloutEngine]:
@@ -18,10 +20,18 @@ def get_rollout_class(name: str) -> type[RolloutEngine]:
     Raises:
         ValueError: unknown name.
         NotImplementedError: a name that is known but not built yet.
+        ImportError: the engine's package is not installed; says how to.
     """
     if name in _NOT_YET:
-        raise NotImplementedError(f"actor_rollout_ref.rollout.name={name} is not supported yet. Use rollout.name=hf.")
+        raise NotImplementedError(
+            f"actor_rollout_ref.rollout.name={name} is not supported yet. Use one of {', '.join(_ENGINES)}."
+        )
     if name not in _ENGINES:
         raise ValueError(f"actor_rollout_ref.rollout.name={name!r} is unknown. Known: {', '.join(sorted(_ENGINES))}.")
+    if name in _PACKAGES and importlib.util.find_spec(_PACKAGES[name]) is None:
+        raise ImportError(
+            f"actor_rollout_ref.rollout.name={name} needs {_PACKAGES[name]}, which is not installed. "
+            f"Run: bash scripts/install_engines.sh {name}"
+        )
     module, _, attribute = _ENGINES[name].partition(":")
     return getattr(importlib.import_module(module), attribute)

@@ -105,6 +105,9 @@ class RolloutEngine(ABC):
     version: int | None = None
     """Version of the weights held; None while they cannot be trusted."""
 
+    tensor_parallel_size: int = 1
+    """Neighbouring ranks that share one copy of the engine: they make every call together, with equal arguments."""
+
     def generate(self, requests: Sequence[Request], expect_version: int) -> list[Completion]:
         """One completion per request, in the order of the requests.
 

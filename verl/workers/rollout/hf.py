@@ -7,16 +7,13 @@ decoded together and leave the batch when they end.
 from __future__ import annotations
 
 import inspect
-import logging
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig
+from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.cache_utils import Cache
 
 from verl.models.loader import ModelSpec, load_config, load_model
@@ -24,11 +21,11 @@ from verl.utils.device import empty_cache
 from verl.utils.torch_dtypes import PrecisionType
 from verl.workers.rollout.base import Bucket, Completion, Receipt, Request, RolloutEngine, WeightSyncError
 from verl.workers.rollout.decode import Decode
+from verl.workers.rollout.host_memory import cache_share, own_storages, return_free_memory
 from verl.workers.rollout.kv_cache import DECODE_ATTENTION, can_join, decode_cache
+from verl.workers.rollout.model_limits import cached_bytes_per_token, check_prompt, longest_sequence, stop_tokens
 from verl.workers.rollout.places import checkpoint_places
 from verl.workers.rollout.weight_sync import checksum, listed
-
-logger = logging.getLogger(__name__)
 
 _FIRST_ROOM = 64  # columns reserved for responses at first
 
@@ -64,11 +61,12 @@ class HFRollout(RolloutEngine):
             gradient_checkpointing=False,
         )
         model_config = load_config(spec)
-        self.max_model_len = self._longest(model_config)
-        self.stop_token_ids = _stop_tokens(spec.folder, model_config)
+        self.max_model_len = longest_sequence(config, model_config)
+        self.stop_token_ids = stop_tokens(spec.folder, model_config)
         has_weights = not config.load_format.startswith("dummy")
         if has_weights:
-            self.model = _with_memory_of_its_own(load_model(spec, dtype=self.dtype).to(self.device))
+            self.model = load_model(spec, dtype=self.dtype).to(self.device)
+            own_storages(self.model)
         else:
             self.model = _without_weights(model_config, self.dtype, self.device, trust_remote_code)
         self.model.eval().requires_grad_(False)
@@ -136,6 +134,7 @@ class HFRollout(RolloutEngine):
             storage.resize_(0)
         self._has_memory = False
         empty_cache(self.device)
+        return_free_memory()
 
     def wake(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
         if "weights" in tags and not self._has_memory:
@@ -152,19 +151,11 @@ class HFRollout(RolloutEngine):
     @torch.inference_mode()
     def _generate(self, requests: list[Request]) -> list[Completion]:
         for request in requests:
-            self._check(request)
+            check_prompt(len(request.prompt_ids), self.max_model_len)
         completions: dict[int, Completion] = {}
         for batch in self._batches(requests):
             completions |= zip(batch, self._decode([requests[i] for i in batch]), strict=True)
         return [completions[i] for i in range(len(requests))]
-
-    def _check(self, request: Request) -> None:
-        if not 0 < len(request.prompt_ids) < self.max_model_len:
-            raise ValueError(
-                f"A prompt of {len(request.prompt_ids)} tokens does not fit: it must have at least one and leave room "
-                f"for one more within max_model_len={self.max_model_len}. Check data.max_prompt_length, "
-                "data.filter_overlong_prompts and rollout.max_model_len."
-            )
 
     def _limit(self, request: Request) -> int:
         return min(request.sampling.max_tokens, self.max_model_len - len(request.prompt_ids))
@@ -172,7 +163,7 @@ class HFRollout(RolloutEngine):
     def _batches(self, requests: list[Request]) -> Iterator[list[int]]:
         """Rows that are decoded together: sorted by prompt, so that equal ones meet and lengths differ little."""
         order = sorted(range(len(requests)), key=lambda i: (len(requests[i].prompt_ids), requests[i].prompt_ids))
-        room = self._cache_room() // self._bytes_per_token()
+        room = self._cache_room() // cached_bytes_per_token(self.model.config, self.dtype)
         batch: list[int] = []
         longest = 0
         for index in order:
@@ -231,51 +222,13 @@ class HFRollout(RolloutEngine):
 
     # -- limits --------------------------------------------------------------------------------------------------------
 
-    def _longest(self, model_config: Any) -> int:
-        """Tokens a prompt and its response may have together."""
-        context = getattr(model_config.get_text_config(decoder=True), "max_position_embeddings", None)
-        named = self.config.max_model_len
-        wanted = named or self.config.prompt_length + self.config.response_length
-        if context is not None and wanted > context:
-            key = "rollout.max_model_len" if named else "data.max_prompt_length + data.max_response_length"
-            raise ValueError(
-                f"{key}={wanted} is more than the model's context of {context} tokens. Lower it, or raise "
-                "model.override_config.max_position_embeddings if the model can do more."
-            )
-        return wanted
-
     def _cache_room(self) -> int:
         """Bytes a KV cache may take. Depends on the machine, not on what is free now: batches are reproducible."""
         share = self.config.gpu_memory_utilization
         if self.device.type != "cpu":
             _, total = getattr(torch, self.device.type).mem_get_info(self.device)
             return int(total * share)
-        # the training state lives in the same memory, and so do the other workers
-        return int(_host_memory() * share / 2 / int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-
-    def _bytes_per_token(self) -> int:
-        text = self.model.config.get_text_config(decoder=True)
-        heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-        size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-        return 2 * text.num_hidden_layers * heads * size * self.dtype.itemsize
-
-
-def _with_memory_of_its_own(model: nn.Module) -> nn.Module:
-    """Copy weights that are views of the checkpoint's file, whose memory could not be freed by `sleep`."""
-    for tensor in (*model.parameters(), *model.buffers()):
-        if not tensor.untyped_storage().resizable():
-            tensor.data = tensor.detach().clone()
-    return model
-
-
-def _host_memory() -> int:
-    """Bytes of memory of this machine, or of the container it is."""
-    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-    except OSError:
-        return physical
-    return min(physical, int(limit)) if limit.isdigit() else physical
+        return cache_share(share)
 
 
 def _left_padded(prompts: list[tuple[int, ...]], device: torch.device) -> tuple[Tensor, Tensor]:
@@ -295,20 +248,6 @@ def _choose_attention(model: nn.Module, wanted: str | None) -> None:
         model.set_attn_implementation("eager")
     elif text._attn_implementation == "sdpa":
         model.set_attn_implementation(DECODE_ATTENTION)
-
-
-def _stop_tokens(folder: str, model_config: Any) -> set[int]:
-    """End-of-sequence tokens of the folder's generation config, or of its model config."""
-    try:
-        found = GenerationConfig.from_pretrained(folder).eos_token_id
-    except OSError:
-        found = None
-    if found is None:
-        found = getattr(model_config.get_text_config(decoder=True), "eos_token_id", None)
-    if found is None:
-        logger.warning("%s names no end-of-sequence token: responses end at stop_token_ids or max_tokens.", folder)
-        return set()
-    return {found} if isinstance(found, int) else set(found)
 
 
 def _without_weights(model_config: Any, dtype: torch.dtype, device: torch.device, trust_remote_code: bool) -> nn.Module:

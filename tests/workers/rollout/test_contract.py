@@ -1,0 +1,315 @@
+"""What every rollout engine promises, asked of each in the same words. Transformers itself is the oracle."""
+
+import random
+from contextlib import contextmanager
+
+import psutil
+import pytest
+import torch
+
+from tests.workers.rollout.conftest import rollout_config, weights_of
+from verl.workers.rollout import get_rollout_class
+from verl.workers.rollout.base import Request, SamplingParams, StaleWeightsError, WeightSyncError
+from verl.workers.rollout.weight_sync import sync_weights
+
+ENGINES = ["hf", pytest.param("vllm", marks=pytest.mark.vllm)]
+FUSED = "model.layers.1.mlp.up_proj.weight"  # one of two tensors that engines fuse into one
+
+
+@pytest.fixture(scope="session")
+def built(model_folder):
+    """(engine, family, options) -> that rollout, built once; engines start slowly."""
+    rollouts = {}
+
+    def build(name, family="tied", **changes):
+        key = (name, family, *sorted(changes.items()))
+        if key not in rollouts:
+            rollouts[key] = get_rollout_class(name)(
+                model_folder(family), rollout_config(**{"max_num_seqs": 32, "max_num_batched_tokens": 512, **changes})
+            )
+        return rollouts[key]
+
+    return build
+
+
+@pytest.fixture(params=ENGINES)
+def ready(request, built, reference):
+    """Build the engine under test with a family and sync it with the reference as version 1."""
+
+    def make(family="tied", **changes):
+        rollout = built(request.param, family, **changes)
+        rollout.wake()
+        sync_weights(weights_of(reference(family), rollout.weights_dtype), rollout, version=1)
+        return rollout
+
+    return make
+
+
+def some_prompts(count, longest=20, seed=0):
+    rng = random.Random(seed)
+    return [tuple(rng.randrange(4, 100) for _ in range(rng.randrange(1, longest + 1))) for _ in range(count)]
+
+
+def mixed_requests():
+    """Twelve requests over five prompts, each with its own sampling and seed."""
+    prompts = some_prompts(5)
+    sampling = [
+        SamplingParams(12, want_log_probs=True),
+        SamplingParams(7, temperature=0.6, top_k=9, want_log_probs=True),
+        SamplingParams(12, top_p=0.8, temperature=2.0, want_log_probs=True),
+        SamplingParams(9, do_sample=False, want_log_probs=True),
+    ]
+    return [Request(prompts[i * 7 % 5], sampling[i % 4], seed=100 + i) for i in range(12)]
+
+
+def tokens_of(rollout, requests, version=1):
+    return [completion.token_ids for completion in rollout.generate(requests, version)]
+
+
+def processed_log_probs(model, request, tokens):
+    """The log-probs of ``tokens`` under the distribution the request asks to draw from, computed the plain way."""
+    with torch.no_grad():
+        logits = model(torch.tensor([[*request.prompt_ids, *tokens]])).logits[0, len(request.prompt_ids) - 1 : -1]
+    logits, sampling = logits.double(), request.sampling
+    if not sampling.is_greedy:
+        logits = logits / sampling.temperature
+        if sampling.top_k > 0:
+            logits[logits < logits.topk(sampling.top_k).values[:, -1:]] = -torch.inf
+        probs, order = logits.softmax(-1).sort(-1, descending=True)
+        outside = torch.zeros_like(logits, dtype=bool).scatter(-1, order, probs.cumsum(-1) - probs >= sampling.top_p)
+        logits[outside] = -torch.inf
+    return logits.log_softmax(-1).gather(-1, torch.tensor(tokens)[:, None])[:, 0]
+
+
+@contextmanager
+def a_noisy_line(rollout, noise):
+    """Let ``noise(name, tensor) -> pairs`` change what reaches the engine."""
+    update = rollout.update_weights
+
+    def over_the_line(version, buckets):
+        return update(version, ([pair for item in bucket for pair in noise(*item)] for bucket in buckets))
+
+    rollout.update_weights = over_the_line
+    try:
+        yield
+    finally:
+        del rollout.update_weights
+
+
+def only(name, change):
+    return lambda sent, tensor: change(sent, tensor.clone()) if sent == name else [(sent, tensor)]
+
+
+# -- generation --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["tied", "untied"])
+def test_greedy_text_equals_transformers_generate(family, ready, reference):
+    prompts = some_prompts(6)
+    requests = [Request(prompt, SamplingParams(60, do_sample=False, ignore_eos=True)) for prompt in prompts]
+    for prompt, completion in zip(prompts, ready(family).generate(requests, 1), strict=True):
+        expected = reference(family).generate(
+            torch.tensor([prompt]), max_new_tokens=60, min_new_tokens=60, do_sample=False, eos_token_id=None
+        )
+        assert completion.token_ids == expected[0, len(prompt) :].tolist()
+        assert completion.finish_reason == "length"
+
+
+def test_completions_come_in_order_and_do_not_depend_on_what_runs_beside_them(ready):
+    rollout, requests = ready(), mixed_requests()
+    alone = [tokens_of(rollout, [request])[0] for request in requests]
+    order = random.Random(1).sample(range(12), 12)
+    shuffled = tokens_of(rollout, [requests[i] for i in order] + requests[:4])
+    assert shuffled == [alone[i] for i in order] + alone[:4]
+    assert len(set(map(tuple, alone))) > 8
+
+
+def test_another_seed_gives_another_response_and_the_same_seed_the_same(ready):
+    sampling = SamplingParams(16, ignore_eos=True, temperature=2.0)
+    drawn = tokens_of(ready(), [Request(some_prompts(1)[0], sampling, seed) for seed in (5, 6, 5, -1, 2**63)])
+    assert drawn[0] == drawn[2] and len(set(map(tuple, drawn))) == 4
+
+
+@pytest.mark.parametrize("family", ["tied", "untied"])
+def test_log_probs_are_those_of_the_distribution_that_was_sampled(family, ready, reference):
+    requests = mixed_requests()
+    for request, completion in zip(requests, ready(family).generate(requests, 1), strict=True):
+        expected = processed_log_probs(reference(family), request, completion.token_ids)
+        assert completion.log_probs == pytest.approx(expected.tolist(), abs=1e-4)
+
+
+def test_first_tokens_follow_the_softmax(ready, reference):
+    draws, request = 3000, Request(some_prompts(1, seed=3)[0], SamplingParams(1, temperature=2.0))
+    requests = [Request(request.prompt_ids, request.sampling, seed) for seed in range(draws)]
+    counts = torch.bincount(torch.tensor(tokens_of(ready(), requests))[:, 0], minlength=100).double()
+    with torch.no_grad():
+        logits = reference("tied")(torch.tensor([request.prompt_ids])).logits[0, -1].double()
+    expected = (logits / 2).softmax(-1) * draws
+    common = expected >= 5
+    observed = torch.cat([counts[: len(expected)][common], counts[: len(expected)][~common].sum()[None]])
+    expected = torch.cat([expected[common], expected[~common].sum()[None]])
+    degrees = len(expected) - 1
+    assert degrees >= 3
+    assert ((observed - expected) ** 2 / expected).sum() < degrees + 4 * (2 * degrees) ** 0.5
+
+
+def test_a_response_ends_with_its_first_stop_token(ready):
+    rollout, prompts = ready(), some_prompts(20)
+    free = SamplingParams(40, temperature=2.0, ignore_eos=True)
+    unstopped = tokens_of(rollout, [Request(prompt, free, i) for i, prompt in enumerate(prompts)])
+    own, stops = rollout.stop_token_ids, (unstopped[0][3], unstopped[1][9], unstopped[2][30])
+    rollout.stop_token_ids = set(stops[:2])
+    stopping = SamplingParams(40, temperature=2.0, stop_token_ids=stops[2:])
+    try:
+        completions = rollout.generate([Request(prompt, stopping, i) for i, prompt in enumerate(prompts)], 1)
+    finally:
+        rollout.stop_token_ids = own
+    for whole, completion in zip(unstopped, completions, strict=True):
+        first = next((i for i, token in enumerate(whole) if token in stops), None)
+        assert completion.token_ids == (whole if first is None else whole[: first + 1])
+        assert completion.finish_reason == ("length" if first is None else "stop")
+    assert {completion.finish_reason for completion in completions} == {"stop", "length"}
+
+
+def test_rows_stop_at_their_own_max_tokens_and_at_the_models_length(ready):
+    rollout, prompt = ready(), some_prompts(1)[0]
+    requests = [Request(prompt, SamplingParams(n, ignore_eos=True), n) for n in (1, 30, 3, 8, 8, 2)]
+    assert [len(tokens) for tokens in tokens_of(rollout, requests)] == [1, 30, 3, 8, 8, 2]
+    room = rollout.max_model_len
+    assert len(tokens_of(rollout, [Request((5,) * (room - 4), SamplingParams(9, ignore_eos=True))])[0]) == 4
+    with pytest.raises(ValueError, match=f"{room} tokens does not fit.*max_model_len={room}.*data.max_prompt_length"):
+        rollout.generate([Request((5,) * room, SamplingParams(1))], 1)
+
+
+def test_log_probs_are_returned_only_to_who_asked(ready):
+    prompt = some_prompts(1)[0]
+    requests = [Request(prompt, SamplingParams(2, want_log_probs=wanted)) for wanted in (True, False)]
+    asked, silent = ready().generate(requests, 1)
+    assert len(asked.log_probs) == len(asked.token_ids) and silent.log_probs is None
+
+
+# -- weights -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["tied", "untied"])
+@pytest.mark.parametrize("bucket_bytes", [1, 100_000, 1 << 30])
+def test_an_update_changes_the_output_to_that_of_the_new_weights(family, bucket_bytes, ready, reference):
+    rollout, requests = ready(family), mixed_requests()
+    before = tokens_of(rollout, requests)  # also fills the engine's prefix cache under the old weights
+    generator = torch.Generator().manual_seed(7)
+    model = reference(family)
+    old = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    try:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter += 0.1 * parameter.std() * torch.randn(parameter.shape, generator=generator)
+        receipt = sync_weights(weights_of(model), rollout, version=2, bucket_bytes=bucket_bytes)
+        completions = rollout.generate(requests, 2)
+        for request, completion in zip(requests, completions, strict=True):
+            expected = processed_log_probs(model, request, completion.token_ids)
+            assert completion.log_probs == pytest.approx(expected.tolist(), abs=1e-4)
+        assert receipt.num_bytes == sum(tensor.nbytes for _, tensor in weights_of(model))
+    finally:
+        model.load_state_dict(old)
+    assert [completion.token_ids for completion in completions] != before
+
+
+def flip_a_bit(name, tensor):
+    tensor.view(torch.int32)[5, 7] ^= 1
+    return [(name, tensor)]
+
+
+FAULTS = {
+    "a flipped bit": (only(FUSED, flip_a_bit), FUSED),
+    "swapped rows": (only(FUSED, lambda n, t: [(n, t[[1, 0, *range(2, len(t))]])]), FUSED),
+    "zeros": (only(FUSED, lambda n, t: [(n, torch.zeros_like(t))]), FUSED),
+    "a lost fused tensor": (only(FUSED, lambda n, t: []), "up_proj|gate_up_proj"),
+    "a lost tensor": (only("model.norm.weight", lambda n, t: []), "model.norm.weight"),
+    "a transposed tensor": (only(FUSED, lambda n, t: [(n, t.T.contiguous()[:, :77])]), FUSED),
+    "a tensor sent twice": (only(FUSED, lambda n, t: [(n, t)] * 2), f"{FUSED} was sent twice"),
+    "an unknown name": (only(FUSED, lambda n, t: [(n, t), (n.replace("up", "upp"), t)]), "upp_proj"),
+    "a neighbour's name": (only(FUSED, lambda n, t: [(n.replace("up_", "gate_"), t)]), "gate_proj"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_on_the_way_is_caught_and_nothing_is_generated_until_a_good_sync(fault, ready, reference):
+    noise, names = FAULTS[fault]
+    rollout = ready()
+    with a_noisy_line(rollout, noise), pytest.raises(WeightSyncError, match=names):
+        sync_weights(weights_of(reference("tied")), rollout, version=3)
+    with pytest.raises(StaleWeightsError):
+        rollout.generate([Request((5,), SamplingParams(1))], expect_version=3)
+    sync_weights(weights_of(reference("tied")), rollout, version=3)
+    assert rollout.version == 3
+
+
+# -- versions and sleep ------------------------------------------------------------------------------------------------
+
+
+def test_weights_of_another_version_are_never_generated_with(ready):
+    with pytest.raises(StaleWeightsError, match="wants weights of version 2, but the rollout holds version 1"):
+        ready().generate([Request((5, 6), SamplingParams(2))], expect_version=2)
+
+
+def test_a_sleeping_rollout_refuses_to_generate_and_to_load_and_forgets_its_version(ready, reference):
+    rollout, request = ready(), Request((5, 6), SamplingParams(2))
+    rollout.sleep()
+    assert rollout.is_asleep and rollout.version is None
+    with pytest.raises(StaleWeightsError, match="asleep"):
+        rollout.generate([request], 1)
+    with pytest.raises(WeightSyncError, match="asleep"):
+        sync_weights(weights_of(reference("tied")), rollout, version=1)
+    rollout.wake()
+    with pytest.raises(StaleWeightsError, match="no confirmed weights"):
+        rollout.generate([request], 1)
+
+
+ORDERS = {
+    "as a step does": ["sleep2", "weights", "sync", "kv_cache"],
+    "all at once": ["sleep1", "both", "sync"],
+    "cache first": ["sleep1", "kv_cache", "weights", "sync"],
+    "sync before the cache, twice": ["sleep2", "weights", "sync", "sync", "kv_cache"],
+    "asleep twice": ["sleep1", "sleep2", "both", "sync"],
+    "asleep again half awake": ["sleep2", "weights", "sleep1", "both", "sync"],
+    "asleep again with the cache": ["sleep2", "kv_cache", "sleep2", "weights", "kv_cache", "sync"],
+    "awake twice": ["both", "weights", "sync", "both"],
+}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_sleep_and_wake_are_legal_in_any_order_and_change_nothing_after_a_sync(order, ready, reference):
+    rollout, requests = ready(), mixed_requests()
+    before = tokens_of(rollout, requests)
+    for step in ORDERS[order]:
+        if step.startswith("sleep"):
+            rollout.sleep(level=int(step[-1]))
+        elif step == "sync":
+            sync_weights(weights_of(reference("tied")), rollout, version=2)
+        else:
+            rollout.wake(("weights", "kv_cache") if step == "both" else (step,))
+    assert not rollout.is_asleep
+    assert tokens_of(rollout, requests, version=2) == before
+
+
+def test_sleep_gives_memory_back(ready):
+    rollout = ready("wide")
+    tokens_of(rollout, [Request(prompt, SamplingParams(4)) for prompt in some_prompts(4)])
+    process = psutil.Process()
+    weights = sum(parameter.nbytes for parameter in rollout.model.parameters())
+    assert weights > 40 << 20
+    awake = process.memory_info().rss
+    rollout.sleep(level=2)
+    asleep = process.memory_info().rss
+    rollout.wake()
+    assert awake - asleep > 0.9 * weights
+
+
+def test_weights_that_are_read_from_the_folder_are_version_zero(built, ready, request):
+    name = request.node.callspec.params["ready"]
+    rollout, requests = built(name, load_format="auto"), mixed_requests()
+    assert tokens_of(rollout, requests, version=0) == tokens_of(ready(), requests)
+    rollout.sleep()
+    rollout.wake()
+    with pytest.raises(StaleWeightsError):  # version 0 does not come back by itself
+        rollout.generate(requests, 0)

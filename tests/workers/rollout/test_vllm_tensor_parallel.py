@@ -1,0 +1,76 @@
+"""One vLLM engine over two ranks draws what an engine of one rank draws."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.runs import main_ppo, make_task, overrides
+from tests.workers.rollout.conftest import COMMON
+from tests.workers.rollout.test_contract import mixed_requests, processed_log_probs
+from verl.utils.tiny_model import make_tiny_model
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
+
+
+def python_segments() -> set[str]:
+    return {path.name for path in Path("/dev/shm").glob("psm_*")}
+
+
+@pytest.fixture(scope="module")
+def ranks(model_folder):
+    before = python_segments()
+    command = [sys.executable, "-m", "tests.workers.rollout.tensor_parallel_job", model_folder("tied")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, cwd=Path(__file__).parents[3])
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert python_segments() <= before, "shared memory was left behind"
+    return json.loads(next(line for line in done.stdout.splitlines() if line.startswith("RESULT"))[len("RESULT") :])
+
+
+def test_both_ranks_draw_the_same_and_log_probs_are_the_models(ranks, reference):
+    assert ranks[0]["drawn"] == ranks[1]["drawn"]
+    for request, (tokens, log_probs) in zip(mixed_requests(), ranks[0]["drawn"], strict=True):
+        expected = processed_log_probs(reference("tied"), request, tokens)
+        assert log_probs == pytest.approx(expected.tolist(), abs=1e-4)
+
+
+def test_each_rank_holds_its_share_and_survives_a_nap(ranks, reference):
+    whole = sum(parameter.numel() for parameter in reference("tied").parameters())
+    assert all(0.45 * whole < rank["held"] < 0.6 * whole for rank in ranks)
+    assert all(rank["same after sleep"] for rank in ranks)
+
+
+def test_a_fault_on_one_rank_fails_the_sync_on_all_of_them(ranks):
+    assert all("shards of model.layers.0.mlp.down_proj.weight" in rank["caught"] for rank in ranks)
+    assert all("gate_up_proj.weight" in rank["lost"] for rank in ranks)
+
+
+def test_shared_memory_has_a_name_of_its_own_in_every_job(ranks):
+    names = {rank["shared memory"] for rank in ranks}
+    assert len(names) == 1 and "/" not in (name := names.pop())
+    assert len(name.split("-")[0]) == 12
+    assert not list(Path("/dev/shm").glob(f"{name.split('-')[0]}*")), "left behind"
+
+
+def test_a_run_with_two_ranks_a_replica_equals_one_with_two_replicas(tmp_path):
+    task, samples = make_task(tmp_path), {}
+    task["actor_rollout_ref.model.path"] = make_tiny_model(tmp_path / "heads_of_32", **COMMON["tied"])
+    for size in (1, 2):
+        done = main_ppo(
+            overrides(
+                task,
+                trainer__n_gpus_per_node=2,
+                trainer__total_training_steps=2,
+                trainer__save_freq=-1,
+                trainer__rollout_data_dir=str(tmp_path / f"tp{size}"),
+                actor_rollout_ref__actor__strategy="fsdp2",
+                actor_rollout_ref__rollout__name="vllm",
+                actor_rollout_ref__rollout__tensor_model_parallel_size=size,
+            )
+        )
+        assert done.returncode == 0, done.stderr[-4000:]
+        samples[size] = [json.loads(line) for line in (tmp_path / f"tp{size}" / "1.jsonl").read_text().splitlines()]
+    assert len(samples[1]) == 16
+    assert [row["output"] for row in samples[1]] == [row["output"] for row in samples[2]]
