@@ -94,7 +94,8 @@ def test_an_empty_model_has_names_and_no_memory(folder):
 
 
 def test_softcapped_attention_is_not_left_to_the_kernel_that_drops_it(tmp_path):
-    make_tiny_model(tmp_path, "gemma2")
-    assert load_model(ModelSpec(str(tmp_path))).config._attn_implementation == "eager"
-    chosen = ModelSpec(str(tmp_path), override_config={"attn_implementation": "sdpa"})
-    assert load_model(chosen).config._attn_implementation == "sdpa"
+    capped, plain = make_tiny_model(tmp_path / "capped", "gemma2"), make_tiny_model(tmp_path / "plain")
+    assert load_model(ModelSpec(capped)).config._attn_implementation == "eager"
+    assert load_model(ModelSpec(plain)).config._attn_implementation == "sdpa"
+    chosen = ModelSpec(plain, override_config={"attn_implementation": "eager"})
+    assert load_model(chosen).config._attn_implementation == "eager"
