@@ -715,6 +715,7 @@ def test_arguments_of_the_chat_template_reach_it(run, task, tmp_path):
 def test_ray_starts_as_ray_init_says(run, tmp_path, monkeypatch):
     import ray
 
+    ray.shutdown()  # one that is running already, from another test, would be joined as it is
     seen = {}
     shutdown = ray.shutdown
     monkeypatch.setattr(ray, "shutdown", lambda: (seen.update(ray.cluster_resources()), shutdown()))
