@@ -19,7 +19,6 @@ from verl.trainer.ppo.placement import default_pools, default_roles
 from verl.trainer.ppo.plan import run_plan
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl.trainer.ppo.reward import load_reward_manager
-from verl.utils.dataset.loader import build_dataset, build_sampler
 from verl.utils.distributed import destroy_global_process_group
 from verl.utils.ending import Terminated
 from verl.utils.fs import copy_to_local
@@ -91,14 +90,12 @@ class PPOJob:
         )
 
     def build_trainer(self) -> RayPPOTrainer:
-        """Tokenizer, data, reward functions and roles, as the config names them."""
+        """Tokenizer, reward functions and roles, as the config names them; the trainer reads the data."""
         config = self.config
         path = copy_to_local(config.actor_rollout_ref.model.path)
         trust = config.data.trust_remote_code or config.actor_rollout_ref.model.trust_remote_code
         tokenizer = hf_tokenizer(config.data.tokenizer or path, trust_remote_code=trust)
         processor = hf_processor(path, trust_remote_code=trust)
-        train_dataset = build_dataset(config.data, config.data.train_files, tokenizer, processor)
-        val_dataset = build_dataset(config.data, config.data.val_files, tokenizer, processor)
         roles = default_roles(config)
         return self.trainer_cls(
             config,
@@ -108,9 +105,6 @@ class PPOJob:
             processor=processor,
             reward_fn=load_reward_manager(config, tokenizer, num_examine=0),
             val_reward_fn=load_reward_manager(config, tokenizer, num_examine=1),
-            train_dataset=train_dataset,
-            val_dataset=val_dataset,
-            train_sampler=build_sampler(config.data, train_dataset, config.trainer.seed),
         )
 
 
