@@ -117,13 +117,6 @@ class EngineWorker(Worker):
             load_contents=contents.load_contents,
         )
 
-    def seed_for(self, *parts: int) -> int:
-        """A seed of its own for each thing that is shuffled or drawn on every rank alike."""
-        seed = self.seed
-        for part in parts:
-            seed = (seed * 1_000_003 + part) % 2**31
-        return seed
-
 
 class MetricBag:
     """Metrics of several optimizer steps: name -> one number a step."""

@@ -68,9 +68,7 @@ class PolicyRole:
         """Load the model, shard it, and build its loss."""
         config = self.config
         self.actor = self.model_engine(
-            model_spec(
-                config.model, config.actor.fsdp_config, "lm", use_torch_compile=config.actor.use_torch_compile
-            ),
+            model_spec(config.model, config.actor.fsdp_config, "lm", use_torch_compile=config.actor.use_torch_compile),
             config.actor,
             config.actor.fsdp_config,
             mesh="actor",
@@ -116,7 +114,8 @@ class PolicyRole:
         for epoch in range(epochs):
             order = torch.arange(len(data))
             if shuffle:
-                order = torch.randperm(len(data), generator=torch.Generator().manual_seed(self.seed_for(step, epoch)))
+                seed = derive_seed(self.seed, "shuffle", step, epoch)  # the same order on every rank
+                order = torch.randperm(len(data), generator=torch.Generator().manual_seed(seed))
             for start in range(0, len(data), rows):
                 yield data.select_idxs(order[start : start + rows])
 
