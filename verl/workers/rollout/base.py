@@ -6,9 +6,10 @@ It knows no tokenizer, no DataProto, no reward and no training engine; it knows 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from itertools import count
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     import torch
@@ -45,8 +46,20 @@ class SamplingParams:
     ignore_eos: bool = False
     """Go on after an end-of-sequence token until ``max_tokens``."""
     do_sample: bool = True
+    min_p: float = 0.0
+    """Cut tokens less likely than this share of the likeliest one's probability, after temperature. 0 cuts nothing."""
+    repetition_penalty: float = 1.0
+    """Logits of tokens that stand in the prompt or response already: divided by it if positive, else multiplied."""
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end a response besides the end-of-sequence tokens the engine knows; ``ignore_eos`` covers both."""
+    stop: tuple[str, ...] = ()
+    """Texts that end a response as soon as it holds one of them; the tokens that complete the text are kept."""
+    banned_token_ids: tuple[int, ...] = ()
+    """Tokens that are never drawn, such as the placeholders of images."""
+    first_token_temperature: float | None = None
+    """Temperature of the first token; None: ``temperature``. Source: FIRE, Chen et al. 2024 (arXiv:2410.21236)."""
+    extra: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    """Sampling parameters by the engine's own names, handed to it untouched; an engine refuses one it lacks."""
     want_log_probs: bool = False
     """Return the log-probability of every token under the distribution it was drawn from (greedy: under softmax)."""
 
@@ -73,15 +86,22 @@ class Request:
     sampling: SamplingParams
     seed: int = 0
     """Any int. Give every response of a run its own."""
+    media: Mapping[str, Sequence[Any]] | None = field(default=None, hash=False)
+    """What the prompt shows besides text, in the order of its placeholders: ``{"image": [PIL images]}``."""
 
 
 @dataclass(frozen=True)
 class Completion:
-    """One response: its tokens, the end-of-sequence token included, and why it ended there."""
+    """One response: its tokens, the end-of-sequence token included, and why it ended there.
+
+    ``abort`` means it was told to end; the tokens drawn until then are a beginning that can be continued.
+    """
 
     token_ids: list[int]
     log_probs: list[float] | None
-    finish_reason: Literal["stop", "length"]
+    finish_reason: Literal["stop", "length", "abort"]
+    version: int | None = None
+    """Version of the weights that drew the tokens; None: the version that was asked for."""
 
 
 @dataclass(frozen=True)
@@ -108,6 +128,10 @@ class RolloutEngine(ABC):
     tensor_parallel_size: int = 1
     """Neighbouring ranks that share one copy of the engine: they make every call together, with equal arguments."""
 
+    def __init__(self) -> None:
+        self._tickets = count()
+        self._waiting: dict[int, Request] = {}
+
     def generate(self, requests: Sequence[Request], expect_version: int) -> list[Completion]:
         """One completion per request, in the order of the requests.
 
@@ -118,6 +142,11 @@ class RolloutEngine(ABC):
         Raises:
             StaleWeightsError: the weights held are asleep, unconfirmed or of another version.
         """
+        self.check_version(expect_version)
+        return self._generate(list(requests)) if requests else []
+
+    def check_version(self, expect_version: int) -> None:
+        """Raise StaleWeightsError unless awake, with confirmed weights of this version."""
         if self.is_asleep:
             raise StaleWeightsError(
                 f"generate() wants weights of version {expect_version}, but the rollout is asleep. "
@@ -129,7 +158,40 @@ class RolloutEngine(ABC):
                 f"generate() wants weights of version {expect_version}, but the rollout holds {held}. "
                 "Sync weights (verl.workers.rollout.weight_sync.sync_weights) before generating."
             )
-        return self._generate(list(requests)) if requests else []
+
+    # -- requests that come and go one by one ------------------------------------------------------------------------
+
+    def submit(self, request: Request, expect_version: int) -> int:
+        """Take a request in while others run; returns the ticket by which `step` and `abort` call it.
+
+        Ranks that share one engine make the same calls of `submit`, `step` and `abort` in the same order.
+
+        Raises:
+            StaleWeightsError: as `generate`.
+        """
+        self.check_version(expect_version)
+        ticket = next(self._tickets)
+        self._waiting[ticket] = request
+        return ticket
+
+    def step(self) -> dict[int, Completion]:
+        """Go on with everything submitted, for a token or more each; returns what ended, by ticket.
+
+        This default, for an engine that cannot be interrupted, draws all that waits to its end.
+        """
+        waiting, self._waiting = self._waiting, {}
+        return dict(zip(waiting, self._generate(list(waiting.values())), strict=True)) if waiting else {}
+
+    def abort(self, tickets: Sequence[int]) -> dict[int, Completion]:
+        """End these requests now; returns what they had drawn, by ticket. Unknown tickets are left out."""
+        found = [ticket for ticket in tickets if ticket in self._waiting]
+        log_probs = {ticket: [] if self._waiting[ticket].sampling.want_log_probs else None for ticket in found}
+        return {t: Completion([], log_probs[t], "abort") for t in found if self._waiting.pop(t)}
+
+    @property
+    def num_running(self) -> int:
+        """Requests submitted and not ended."""
+        return len(self._waiting)
 
     def invalidate(self) -> None:
         """Declare the weights untrusted: `generate` refuses until the next good sync."""

