@@ -80,6 +80,27 @@ def _hf_has_no_engine_knobs(config: PPOConfig, is_given: IsGiven) -> Iterator[st
     )
 
 
+def _there_is_no_adapter(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+    models = ["actor_rollout_ref.model", *(["critic.model"] if config.uses_critic else [])]
+    for model in models:
+        if not get_path(config, model).lora_rank:
+            keys = [f"{model}.{name}" for name in ("lora_alpha", "target_modules", "exclude_modules")]
+            keys += [f"{_ROLLOUT}.lora_sync"] * (model == models[0])
+            yield from _unread(config, keys, is_given, f"{model}.lora_rank=0 trains all weights")
+
+
+def _always_layer_by_layer(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+    why = "weights are always gathered and handed over one tensor at a time"
+    yield from _unread(config, [f"{_ROLLOUT}.layered_summon"], is_given, why)
+
+
+def _reference_is_the_actor_without_its_adapter(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+    shared = config.actor_rollout_ref
+    if config.uses_reference and shared.model.lora_rank and not (shared.ref.model or {}).get("path"):
+        keys = [key for key in _given_below(_REF, config, is_given) if "log_prob" not in key]
+        yield from _unread(config, keys, is_given, "the reference is the actor with its LoRA adapter switched off")
+
+
 def _always_woken_in_stages(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
     yield from _unread(
         config, [f"{_ROLLOUT}.multi_stage_wake_up"], is_given, "weights are always brought back first, the cache later"
@@ -397,6 +418,9 @@ def _given_below(key: str, config: PPOConfig, is_given: IsGiven) -> list[str]:
 
 _CHECKS = (
     _hf_has_no_engine_knobs,
+    _there_is_no_adapter,
+    _always_layer_by_layer,
+    _reference_is_the_actor_without_its_adapter,
     _always_woken_in_stages,
     _vllm_on_cpu_is_eager,
     _always_chunked,

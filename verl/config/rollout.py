@@ -223,7 +223,12 @@ class RolloutConfig(Config):
     No effect with ``hf``."""
 
     layered_summon: bool = False
-    """Hand LoRA weights over layer by layer."""
+    """Hand LoRA weights over layer by layer: always done, one tensor at a time."""
+
+    lora_sync: Literal["auto", "merge", "adapter"] = "auto"
+    """How a LoRA policy reaches the engine. ``merge``: all weights at every sync, the adapter added to them.
+    ``adapter``: the base weights once and then only the adapter, which the engine applies itself. ``auto``: ``adapter``
+    with vLLM on CUDA, else ``merge``."""
 
     use_fire_sampling: bool = False
     """Draw the first token at a high temperature. Source: FIRE sampling, Chen et al. 2024 (arXiv:2410.21236)."""

@@ -428,6 +428,19 @@ def local_controller_has_one_node(config: PPOConfig) -> Iterator[Problem]:
         )
 
 
+@rule
+def an_adapter_to_go_on_from_has_a_rank(config: PPOConfig) -> Iterator[Problem]:
+    for model in ("actor_rollout_ref.model", *(["critic.model"] if config.uses_critic else [])):
+        if get_path(config, model).lora_adapter_path and not get_path(config, model).lora_rank:
+            yield _problem(
+                config,
+                f"{model}.lora_adapter_path",
+                f"with {model}.lora_rank=0, which trains all weights: set lora_rank and lora_alpha to those of its "
+                "adapter_config.json, or leave the path out.",
+                f"{model}.lora_rank",
+            )
+
+
 # ------------------------------------------------------------------------------------------------- run and resume
 
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 
 from verl.algorithms.losses import PPOLoss, ValueLoss
-from verl.models.loader import ModelSpec
+from verl.models.loader import LoRASpec, ModelSpec
 from verl.protocol import DataProto
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.utils.garbage import no_collection
@@ -58,7 +58,17 @@ def model_spec(
         gradient_checkpointing=model.enable_gradient_checkpointing,
         external_lib=model.external_lib,
         use_torch_compile=use_torch_compile,
+        lora=lora_spec(model),
     )
+
+
+def lora_spec(model: Any) -> LoRASpec | None:
+    """The adapter that a role's model section asks for."""
+    if not getattr(model, "lora_rank", 0):
+        return None
+    names = {name: getattr(model, name) for name in ("target_modules", "exclude_modules")}
+    names = {name: value if isinstance(value, str | None) else tuple(value) for name, value in names.items()}
+    return LoRASpec(model.lora_rank, model.lora_alpha, **names, adapter_path=model.lora_adapter_path)
 
 
 class PolicyRole:
@@ -261,12 +271,20 @@ class ReferenceRole:
             train=False,
         )
 
+    def borrow_reference(self) -> None:
+        """The actor below its adapter is the reference: no second copy of the model."""
+        self.reference = None
+        self.report_mesh("ref", self.actor)
+
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, mesh="ref", reads=TOKENS)
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
         """Score the responses under the reference: adds ``ref_log_prob`` (B, R)."""
         split, temperature = self.config.ref.log_prob_split, self.config.rollout.temperature
-        with self.reference.on_device():
-            scored = self.reference.infer(data, Want.LOG_PROBS, split, temperature=temperature)
+        engine, is_frozen = self.reference, nullcontext()
+        if engine is None:
+            engine, is_frozen = self.actor, self.actor.without_adapter()
+        with engine.on_device(), is_frozen:
+            scored = engine.infer(data, Want.LOG_PROBS, split, temperature=temperature)
         return scored.rename("log_probs", "ref_log_prob")
 
 
@@ -330,6 +348,8 @@ class ActorRolloutRefWorker(PolicyRole, RolloutRole, ReferenceRole, EngineWorker
                 self.init_rollout()
             if "ref" in self.role:
                 self.init_reference()
+            elif "actor" in self.role and self.actor.has_adapter:
+                self.borrow_reference()
 
 
 class CriticWorker(ValueRole, EngineWorker):

@@ -37,7 +37,7 @@ from verl.trainer.ppo.metric_utils import (
 from verl.trainer.ppo.placement import ResourcePoolManager, start_worker_groups
 from verl.trainer.ppo.recipe_names import RecipeNames
 from verl.trainer.ppo.reward import compute_reward
-from verl.trainer.ppo.utils import Role, WorkerType, need_critic, need_reference_policy
+from verl.trainer.ppo.utils import Role, WorkerType, need_critic, need_reference_policy, ref_in_actor
 from verl.trainer.ppo.validation import dump_samples, ground_truths, validate
 from verl.utils.config import adopt_config, typed_config
 from verl.utils.dataset.loader import build_dataset, build_train_loader, build_val_loader
@@ -119,6 +119,7 @@ class RayPPOTrainer(RecipeNames):
         self.device_name = device_name or config.trainer.device
         self.use_critic = need_critic(config)
         self.use_reference_policy = need_reference_policy(config)
+        self.ref_in_actor = ref_in_actor(config)
         self.kl_ctrl_in_reward = get_kl_controller(config.algorithm.kl_ctrl)
         check_backends(config.trainer.logger)
         self._create_dataloader(train_dataset, val_dataset, collate_fn, train_sampler)
@@ -310,7 +311,7 @@ class RayPPOTrainer(RecipeNames):
         self.worker_groups = groups
         self.actor_wg = self.actor_rollout_wg = groups[Role.ActorRollout]
         self.critic_wg = groups.get(Role.Critic)
-        self.ref_wg = self.ref_policy_wg = groups.get(Role.RefPolicy)
+        self.ref_wg = self.ref_policy_wg = groups.get(Role.RefPolicy, self.actor_wg if self.ref_in_actor else None)
         for group in groups.values():
             group.init_model()
 
