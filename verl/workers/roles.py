@@ -25,7 +25,7 @@ from verl.workers.model_worker import EngineWorker, MetricBag, memory_metrics, m
 from verl.workers.rollout import get_rollout_class
 from verl.workers.rollout.assemble import assemble
 from verl.workers.rollout.base import Request, RolloutEngine, SamplingParams
-from verl.workers.rollout.weight_sync import sync_weights
+from verl.workers.rollout.weight_sync import sync_adapter, sync_weights
 
 TOKENS = ("input_ids", "attention_mask", "position_ids", "prompts", "responses", "response_mask")
 """Columns every forward pass over prompt and response needs."""
@@ -69,6 +69,24 @@ def lora_spec(model: Any) -> LoRASpec | None:
     names = {name: getattr(model, name) for name in ("target_modules", "exclude_modules")}
     names = {name: value if isinstance(value, str | None) else tuple(value) for name, value in names.items()}
     return LoRASpec(model.lora_rank, model.lora_alpha, **names, adapter_path=model.lora_adapter_path)
+
+
+def sends_adapter(model: Any, rollout: Any, device: str) -> bool:
+    """Whether a sync brings the adapter alone: as ``rollout.lora_sync`` says, or where it is the faster way.
+
+    Raises:
+        ValueError: it was asked for, of an engine that holds no adapter apart from its weights.
+    """
+    if not model.lora_rank or rollout.lora_sync == "merge":
+        return False
+    if rollout.lora_sync == "auto":
+        return rollout.name == "vllm" and device == "cuda"
+    if not get_rollout_class(rollout.name).takes_adapter:
+        raise ValueError(
+            f"actor_rollout_ref.rollout.lora_sync=adapter: rollout.name={rollout.name} holds no adapter apart from its "
+            "weights. Use merge, or rollout.name=vllm."
+        )
+    return True
 
 
 class PolicyRole:
@@ -160,12 +178,14 @@ class RolloutRole:
         """Build the rollout engine; its weights arrive from the policy at the first generation."""
         model, config = self.config.model, self.config.rollout
         self.tokenizer = hf_tokenizer(self.tokenizer_path or model.path, trust_remote_code=model.trust_remote_code)
+        self.sends_adapter = sends_adapter(model, config, self.device)
         self.rollout: RolloutEngine = get_rollout_class(config.name)(
             model.path,
             config,
             device=self.device,
             trust_remote_code=model.trust_remote_code,
             override_config=dict(model.override_config),
+            **({"lora": lora_spec(model)} if self.sends_adapter else {}),
         )
         self.unseeded_calls = 0
         rank, ranks = self.actor.topology.rank, self.rollout.tensor_parallel_size
@@ -178,19 +198,25 @@ class RolloutRole:
         with self.actor.on_device():
             self.rollout.wake(("weights",))
             if self.rollout.version != self.actor.version:
-                sync_weights(
-                    self.actor.weights(self.rollout.weights_dtype),
-                    self.rollout,
-                    version=self.actor.version,
-                    bucket_bytes=self.config.rollout.update_weights_bucket_megabytes << 20,
-                )
+                self.sync_rollout()
         self.rollout.wake(("kv_cache",))
         timing["reshard"] = time.perf_counter() - start
         try:
             yield self.rollout
         finally:
             if self.config.rollout.free_cache_engine:
-                self.rollout.sleep(level=2)  # every wake is followed by a sync, so nothing need be kept
+                # every wake is followed by a sync, so nothing need be kept but what the sync leaves out
+                self.rollout.sleep(level=1 if self.sends_adapter else 2)
+
+    def sync_rollout(self) -> None:
+        """Bring the rollout, which is awake, to the actor's weights."""
+        dtype, version = self.rollout.weights_dtype, self.actor.version
+        bucket_bytes = self.config.rollout.update_weights_bucket_megabytes << 20
+        if self.sends_adapter:
+            adapter = self.actor.adapter_weights(dtype)
+            sync_adapter(adapter, lambda: self.actor.base_weights(dtype), self.rollout, version, bucket_bytes)
+        else:
+            sync_weights(self.actor.weights(dtype), self.rollout, version, bucket_bytes)
 
     @register(
         dispatch_mode=Dispatch.DP_COMPUTE_PROTO,

@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 if TYPE_CHECKING:
     import torch
@@ -128,6 +128,12 @@ class RolloutEngine(ABC):
     tensor_parallel_size: int = 1
     """Neighbouring ranks that share one copy of the engine: they make every call together, with equal arguments."""
 
+    takes_adapter: ClassVar[bool] = False
+    """Whether the constructor takes ``lora``, a LoRASpec: such an engine holds an adapter apart from its weights."""
+
+    holds_base: bool = False
+    """Whether the weights below the adapter are here, so that a sync need bring the adapter only."""
+
     def __init__(self) -> None:
         self._tickets = count()
         self._waiting: dict[int, Request] = {}
@@ -209,6 +215,18 @@ class RolloutEngine(ABC):
             WeightSyncError: an unknown name, a wrong shape, a name given twice or a name missing at the end.
         """
 
+    def update_adapter(self, version: int, buckets: Iterable[Bucket]) -> Receipt:
+        """Take an adapter, on top of the weights that ``update_weights`` brought and ``sleep(1)`` kept.
+
+        Args:
+            buckets: ``P.lora_A.weight`` (r, in) and ``P.lora_B.weight`` (out, r) of every adapted layer P; it computes
+                W x + B A x.
+
+        Raises:
+            WeightSyncError: as `update_weights`, or the weights below are not what they were.
+        """
+        raise WeightSyncError(f"{type(self).__name__} holds no adapter apart from its weights: send them merged.")
+
     @property
     @abstractmethod
     def weights_dtype(self) -> torch.dtype:
@@ -219,7 +237,8 @@ class RolloutEngine(ABC):
         """Give back the memory of weights and KV cache.
 
         Args:
-            level: 1 lets an engine keep a copy of the weights elsewhere, 2 makes it forget them.
+            level: 1 lets an engine keep a copy of the weights elsewhere, and makes it keep those below an adapter; 2
+                makes it forget them.
         """
 
     @abstractmethod

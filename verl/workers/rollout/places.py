@@ -6,10 +6,12 @@ Mostly a module's own names and tensors; the experts of a mixture are slices of 
 from __future__ import annotations
 
 from bisect import bisect_right
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
+from verl.models.loader import LoRASpec, cast_parameters
 from verl.models.weight_names import checkpoint_tensors
 
 
@@ -23,6 +25,24 @@ def checkpoint_places(model: nn.Module) -> dict[str, Tensor]:
     if {name for name, _ in checkpoint_tensors(model, shapes)} == own.keys():
         return own
     return _sliced_places(model, own)
+
+
+def split_places(places: dict[str, Tensor], has_adapter: bool) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The places of a model's weights, and those of its adapter, by the names in a sync."""
+    if not has_adapter:
+        return places, {}
+    from verl.models.lora import is_adapter, plain_adapter_name, without_wrapper
+
+    base = {without_wrapper(name): place for name, place in places.items() if not is_adapter(name)}
+    return base, {plain_adapter_name(name): place for name, place in places.items() if is_adapter(name)}
+
+
+def add_unit_adapter(model: nn.Module, spec: LoRASpec, dtype: torch.dtype) -> None:
+    """Put an adapter of scale 1 on the layers of ``spec``; its values come by a sync."""
+    from verl.models.lora import add_adapter
+
+    add_adapter(model, replace(spec, alpha=spec.rank, adapter_path=None), seed=0)
+    cast_parameters(model, dtype)
 
 
 def _sliced_places(model: nn.Module, own: dict[str, Tensor]) -> dict[str, Tensor]:

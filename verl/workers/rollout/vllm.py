@@ -14,11 +14,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from verl.models.loader import ModelSpec, load_config
+from verl.models.loader import LoRASpec, ModelSpec, load_config
 from verl.utils.distributed import ensure_process_group
 from verl.utils.torch_dtypes import PrecisionType
 from verl.workers.rollout.base import Bucket, Completion, Receipt, Request, RolloutEngine, WeightSyncError
 from verl.workers.rollout.model_limits import check_prompt, longest_sequence, stop_tokens
+from verl.workers.rollout.vllm_lora import AdapterLoad, lora_arguments, policy_request, unwrapped
 from verl.workers.rollout.vllm_memory import CPUMemory, DeviceMemory, host_cache_bytes, model_of
 from verl.workers.rollout.vllm_requests import completion, sampling_arguments
 from verl.workers.rollout.vllm_setup import (
@@ -46,11 +47,14 @@ class VLLMRollout(RolloutEngine):
         device: ``cpu`` or ``cuda``; must be what the installed vLLM is built for.
         trust_remote_code: run model code that comes with the folder.
         override_config: replaces entries of the model's config.
+        lora: hold an adapter of this rank apart from the weights (``update_adapter``).
 
     Raises:
         ImportError: vLLM is not installed.
         ValueError: the installed vLLM lacks an argument, or cannot hold this model's weights plainly.
     """
+
+    takes_adapter = True
 
     def __init__(
         self,
@@ -59,8 +63,10 @@ class VLLMRollout(RolloutEngine):
         device: str | torch.device = "cpu",
         trust_remote_code: bool = False,
         override_config: Mapping[str, Any] | None = None,
+        lora: LoRASpec | None = None,
     ):
         super().__init__()
+        self.lora = lora
         self.device = torch.device(device)
         self.config = config
         self.dtype = PrecisionType.to_dtype(config.dtype)
@@ -78,6 +84,9 @@ class VLLMRollout(RolloutEngine):
         }
         if self.device.type == "cpu":
             derived["kv_cache_memory_bytes"] = host_cache_bytes(config, model_config, self.dtype, self.max_model_len)
+        if lora is not None:
+            derived |= lora_arguments(lora)
+        self._adapter_request = None if lora is None else policy_request()
         self._sampling_class = vllm.SamplingParams
         ensure_process_group(self.device.type)
         arguments = engine_arguments(config, self.device.type, spec.folder, **derived)
@@ -88,9 +97,12 @@ class VLLMRollout(RolloutEngine):
         self.tensor_parallel_size = arguments["tensor_parallel_size"]
         self.model = model_of(self.llm)
         refuse_reshaped_weights(self.model)
-        self._memory = CPUMemory(self.llm, self.model) if self.device.type == "cpu" else DeviceMemory(self.llm)
+        on_cpu = self.device.type == "cpu"
+        self._memory = CPUMemory(self.llm, self.model, lora is not None) if on_cpu else DeviceMemory(self.llm)
+        self._base: WeightLoad | None = None
+        self._base_slept = False
         self._asleep: set[str] = set()
-        if not config.load_format.startswith("dummy"):
+        if not config.load_format.startswith("dummy") and lora is None:
             self.version = 0
         elif config.free_cache_engine:
             self.sleep(level=2)
@@ -108,10 +120,30 @@ class VLLMRollout(RolloutEngine):
         A tensor of which this rank holds a shard is judged shard by shard against what arrived; it is reported as what
         arrived if every rank holds its shards, and the replica's shards make up the whole.
         """
+        self.holds_base, self._base_slept = False, False
+        with unwrapped(self.model):
+            self._base = WeightLoad(self.model, self.device)
+            return self._take(self._base, version, buckets)
+
+    @torch.no_grad()
+    def update_adapter(self, version: int, buckets: Iterable[Bucket]) -> Receipt:
+        """Put the adapter into vLLM's slot and sum up what the slot holds; weights that slept are summed up again."""
+        if self.lora is None:
+            return super().update_adapter(version, buckets)
+        below = self._base if self._base_slept else None
+        sync = AdapterLoad(self.llm, self.model, self.device, self.lora.rank, below)
+        self._base_slept = False
+        try:
+            return self._take(sync, version, buckets)
+        except WeightSyncError:
+            self.holds_base = False
+            raise
+
+    def _take(self, sync: WeightLoad, version: int, buckets: Iterable[Bucket]) -> Receipt:
+        """Run one load on every rank of the replica, and have them succeed or fail together."""
         self.invalidate()
         if "weights" in self._asleep:
             raise WeightSyncError(f"Weights of version {version} arrived while the rollout was asleep. Wake it first.")
-        sync = WeightLoad(self.model, self.device)
         buckets = iter(buckets)
         try:
             sync.check_computes_with_its_weights()
@@ -156,8 +188,10 @@ class VLLMRollout(RolloutEngine):
     # -- sleep ---------------------------------------------------------------------------------------------------------
 
     def sleep(self, level: int = 1) -> None:
-        """Free weights and KV cache; on CPU both levels forget the weights."""
+        """Free weights and KV cache; on CPU both levels forget weights without an adapter, and level 1 keeps others."""
         self.invalidate()
+        self.holds_base &= level == 1 and self.lora is not None
+        self._base_slept = True
         if not self._asleep:
             self._memory.sleep(level)
         elif len(self._asleep) < len(_TAGS):
@@ -183,7 +217,12 @@ class VLLMRollout(RolloutEngine):
         # vLLM compiles a helper of its sampler even in eager mode: on CPU that takes a C++ compiler and a second
         plainly = torch.compiler.set_stance("force_eager") if self.device.type == "cpu" else nullcontext()
         with plainly:
-            outputs = self.llm.generate(prompts, [self._params(request) for request in requests], use_tqdm=False)
+            outputs = self.llm.generate(
+                prompts,
+                [self._params(request) for request in requests],
+                use_tqdm=False,
+                lora_request=self._adapter_request,
+            )
         return [completion(request, output) for request, output in zip(requests, outputs, strict=True)]
 
     def _params(self, request: Request) -> Any:

@@ -21,6 +21,7 @@ class WeightLoad:
         self.device = device
         self.watcher = LoadWatcher(own_tensors(model))
         self.num_bytes = 0
+        self._held: dict[str, int] = {}
         self._arrived: dict[str, tuple[torch.Size, int | None, list[int]]] = {}
         """Name -> shape, and for a tensor of which memory here holds a part: its checksum and those of its parts."""
 
@@ -48,6 +49,10 @@ class WeightLoad:
                 f"vLLM's loader refused {last} of shape {shapes.get(last)} ({type(error).__name__}: {error}). "
                 "Are model.path and model.override_config the same on both sides?"
             ) from error
+        self.note_arrived(bucket)
+
+    def note_arrived(self, bucket: Bucket) -> None:
+        """Note what the watcher saw of a bucket, and let go of it."""
         for name, tensor in bucket:
             parts = self.watcher.parts[name]
             whole = covers((part.source for part in parts), tensor.numel())
@@ -88,10 +93,23 @@ class WeightLoad:
 
     def checksums(self) -> dict[str, int]:
         """Name as it was sent -> checksum of what is held under it."""
-        return {
+        self._held = {
             name: read_back(self.watcher.parts[name], shape) if total is None else total
             for name, (shape, total, _) in self._arrived.items()
         }
+        return self._held
+
+    def changed(self) -> list[str]:
+        """Names of which memory no longer holds what ``checksums`` last found."""
+        return [
+            name
+            for name, (shape, total, sums) in self._arrived.items()
+            if (
+                read_back(self.watcher.parts[name], shape) != self._held[name]
+                if total is None
+                else sum_of_parts(self.watcher.parts[name]) != sums
+            )
+        ]
 
 
 def refuse_reshaped_weights(model: nn.Module) -> None:
