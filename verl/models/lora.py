@@ -235,6 +235,7 @@ def write_adapter(model: nn.Module, named: Iterable[tuple[str, Tensor]], folder:
     save_file(tensors, folder / _WEIGHTS, metadata={"format": "pt"})
     config = copy.copy(model.peft_config[_ADAPTER])
     config.base_model_name_or_path, config.inference_mode = base, True
+    config.target_modules = sorted(config.target_modules)  # peft makes a set of it, written in any order
     config.save_pretrained(folder)
 
 
