@@ -44,6 +44,7 @@ setup(
         "psutil",
         "codetiming>=1.4",
         "rich>=13",
+        "peft>=0.19",
     ],
     extras_require={
         "tensorboard": TENSORBOARD,

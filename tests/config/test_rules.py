@@ -84,6 +84,8 @@ BAD = {
     "contents that are not saved": (
         [f"{ACTOR}.checkpoint.save_contents=[model]", f"{ACTOR}.checkpoint.load_contents=[model,extra]",
          "trainer.save_freq=1"], "asks for extra"),
+    "adapter without a rank": (
+        ["actor_rollout_ref.model.lora_adapter_path=/a"], "lora_adapter_path=/a with actor_rollout_ref.model.lora_ra"),
     "class without name": (["data.custom_cls.path=x.py"], "name the class"),
 }  # fmt: skip
 
@@ -122,17 +124,17 @@ def test_a_tree_made_by_hand_is_checked_too():
     with pytest.raises(ConfigError, match="siblings"):
         check(config.with_values({"algorithm.adv_estimator": "grpo"}))
     with pytest.raises(ConfigError, match="not supported yet"):
-        check(config.with_values({"actor_rollout_ref.model.lora_rank": 8}))
+        check(config.with_values({"actor_rollout_ref.model.use_liger": True}))
 
 
 UNBUILT = [
-    "actor_rollout_ref.model.use_remove_padding=true", "actor_rollout_ref.model.lora_rank=8",
-    "actor_rollout_ref.model.use_liger=true", "actor_rollout_ref.model.enable_activation_offload=true",
+    "actor_rollout_ref.model.use_remove_padding=true", "actor_rollout_ref.model.use_liger=true",
+    "actor_rollout_ref.model.enable_activation_offload=true",
     f"{ACTOR}.ulysses_sequence_parallel_size=2", f"{ACTOR}.fsdp_config.offload_policy=true",
     f"{ACTOR}.fsdp_config.forward_prefetch=true", f"{ROLLOUT}.name=sglang",
     f"{ROLLOUT}.mode=async", f"{ROLLOUT}.multi_turn.enable=true", f"{ROLLOUT}.multi_turn.format=llama",
     f"{ROLLOUT}.agent.num_workers=2", f"{ROLLOUT}.trace.backend=weave", f"{ROLLOUT}.skip_rollout=true",
-    f"{ROLLOUT}.layered_summon=true", f"{ROLLOUT}.use_fire_sampling=true", f"{ROLLOUT}.load_format=megatron",
+    f"{ROLLOUT}.use_fire_sampling=true", f"{ROLLOUT}.load_format=megatron",
     "reward_model.enable=true", "reward_model.model.path=/rm", "reward_model.sandbox_fusion.url=http://x",
     "reward_model.launch_reward_fn_async=true", "reward_model.reward_manager=prime", "reward_model.strategy=fsdp2",
     "algorithm.use_pf_ppo=true", "algorithm.pf_ppo.weight_pow=3", "algorithm.adv_estimator=gigpo",

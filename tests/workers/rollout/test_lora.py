@@ -5,7 +5,7 @@ import torch
 
 from tests.support.losses import optim_section
 from tests.workers.rollout.conftest import rollout_config
-from tests.workers.rollout.test_contract import mixed_requests, processed_log_probs, tokens_of
+from tests.workers.rollout.test_contract import mixed_requests, only, processed_log_probs, tokens_of
 from verl.models.loader import LoRASpec, ModelSpec
 from verl.workers.engine import build_engine
 from verl.workers.rollout import get_rollout_class
@@ -145,11 +145,10 @@ FAULTS = {
 def test_a_fault_on_the_way_is_caught(fault, ready, trainer):
     change, message = FAULTS[fault]
     rollout, engine = ready(), trainer()
-    update = rollout.update_adapter
+    update, noise = rollout.update_adapter, only(SENT, change)
 
     def over_the_line(version, buckets):
-        noisy = ([p for n, t in bucket for p in (change(n, t.clone()) if n == SENT else [(n, t)])] for bucket in buckets)
-        return update(version, noisy)
+        return update(version, ([pair for item in bucket for pair in noise(*item)] for bucket in buckets))
 
     rollout.update_adapter = over_the_line
     try:

@@ -1,0 +1,132 @@
+"""Runs with LoRA as a user starts them: the reference costs no second model, checkpoints resume, the reward rises."""
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.support.runs import main_ppo, make_task, overrides, read_metrics, run_job
+from tests.trainer.test_learning import LEARNING
+from tests.trainer.test_resume import assert_same_checkpoint, numbers
+from verl.trainer.ppo.utils import Role
+
+MODEL, ROLLOUT = "actor_rollout_ref__model", "actor_rollout_ref__rollout"
+LORA = {
+    f"{MODEL}__lora_rank": 4,
+    f"{MODEL}__lora_alpha": 8,
+    "actor_rollout_ref__actor__use_kl_loss": True,
+    "actor_rollout_ref__ref__log_prob_micro_batch_size_per_gpu": 8,
+    "trainer__total_training_steps": 3,
+    "trainer__logger": "[file]",
+}
+CRITIC = {
+    "algorithm__adv_estimator": "gae",
+    "critic__model__lora_rank": 4,
+    "critic__ppo_micro_batch_size_per_gpu": 8,
+    "critic__strategy": "local",
+}
+
+
+def run(tmp_path, monkeypatch, name="run", task=None, **settings):
+    """A run's trainer and its metrics by step."""
+    monkeypatch.setenv("VERL_FILE_LOGGER_PATH", str(tmp_path / f"{name}.jsonl"))
+    monkeypatch.chdir(tmp_path)
+    task = task or make_task(tmp_path / "task", rows=12)
+    folder = {"trainer__default_local_dir": str(tmp_path / name)}
+    trainer = run_job(overrides(task, **{**LORA, **folder, **settings}))
+    return trainer, {row["step"]: row["data"] for row in read_metrics(tmp_path / f"{name}.jsonl")}
+
+
+def test_the_reference_is_the_actor_and_starts_where_it_starts(tmp_path, monkeypatch, capsys):
+    trainer, metrics = run(tmp_path, monkeypatch)
+    assert trainer.ref_in_actor and Role.RefPolicy not in trainer.worker_groups
+    assert trainer.ref_wg is trainer.actor_wg
+    assert metrics[1]["actor/kl_loss"] == 0 < metrics[2]["actor/kl_loss"] < metrics[3]["actor/kl_loss"]
+    assert capsys.readouterr().out.count("actor: LoRA trains 8,192 of 88,896 parameters (9.22%)") == 1
+
+
+def test_a_reference_of_its_own_is_loaded_where_one_is_named(tmp_path, monkeypatch):
+    task = make_task(tmp_path / "task", rows=12)
+    other = {"actor_rollout_ref__ref__model__path": task["actor_rollout_ref.model.path"]}
+    trainer, metrics = run(tmp_path, monkeypatch, task=task, **other, trainer__total_training_steps=2)
+    assert not trainer.ref_in_actor and Role.RefPolicy in trainer.worker_groups
+    assert metrics[1]["actor/kl_loss"] == 0 < metrics[2]["actor/kl_loss"]
+
+
+@pytest.mark.parametrize("sync", ["merge", "adapter"])
+def test_samples_do_not_depend_on_how_the_policy_reaches_the_engine(sync, tmp_path, monkeypatch):
+    settings = {f"{ROLLOUT}__calculate_log_probs": True, f"{ROLLOUT}__lora_sync": sync}
+    _, metrics = run(tmp_path, monkeypatch, **settings)
+    assert all(step["training/rollout_probs_diff_max"] < 1e-6 for step in metrics.values())
+    _, auto = run(tmp_path, monkeypatch, "auto", **{f"{ROLLOUT}__calculate_log_probs": True})
+    assert [step["critic/score/mean"] for step in metrics.values()] == [
+        step["critic/score/mean"] for step in auto.values()
+    ]
+
+
+def test_a_resumed_run_equals_the_one_that_never_stopped(tmp_path, monkeypatch):
+    settings = {**CRITIC, "trainer__save_freq": 1}
+    _, whole = run(tmp_path, monkeypatch, "whole", **settings)
+    run(tmp_path, monkeypatch, "parts", **settings, trainer__total_training_steps=2)
+    _, resumed = run(tmp_path, monkeypatch, "parts", **settings)
+    assert numbers(resumed[3]) == numbers(whole[3])
+    assert_same_checkpoint(tmp_path / "whole/global_step_3", tmp_path / "parts/global_step_3")
+    folder = tmp_path / "whole/global_step_3"
+    assert set(torch.load(folder / "actor/model_world_size_1_rank_0.pt")) == {
+        name.removeprefix("base_model.model.").replace(".weight", ".default.weight")
+        for name in load_file(folder / "actor/lora_adapter/adapter_model.safetensors")
+    }
+    assert "base_model.model.score.weight" in load_file(folder / "critic/lora_adapter/adapter_model.safetensors")
+
+
+def test_layers_that_do_not_exist_stop_the_run_with_the_names_there_are(tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match="'query' names no linear layer .*There are q_proj, k_proj"):
+        run(tmp_path, monkeypatch, **{f"{MODEL}__target_modules": "[query]"})
+
+
+LEARNS = {
+    **LEARNING,
+    **{f"{MODEL}__lora_rank": 8, f"{MODEL}__lora_alpha": 16, "actor_rollout_ref__actor__optim__lr": "5e-3"},
+    "actor_rollout_ref__actor__use_kl_loss": False,
+    "trainer__total_training_steps": 25,
+}
+
+
+def rewards(tmp_path, monkeypatch, **settings):
+    task = make_task(tmp_path / "task", size="2.5M")
+    _, metrics = run(tmp_path, monkeypatch, task=task, **{**LEARNS, **settings})
+    scores = [step["critic/score/mean"] for step in metrics.values()]
+    return sum(scores[:3]) / 3, sum(scores[-3:]) / 3
+
+
+@pytest.mark.learning
+def test_grpo_learns_with_an_adapter(tmp_path, monkeypatch):
+    first, last = rewards(tmp_path, monkeypatch)
+    assert first < 0.5 and last > 0.9
+
+
+@pytest.mark.learning
+@pytest.mark.vllm
+def test_grpo_learns_with_an_adapter_in_vllm(tmp_path, monkeypatch):
+    settings = {f"{ROLLOUT}__name": "vllm", f"{ROLLOUT}__lora_sync": "adapter", f"{ROLLOUT}__calculate_log_probs": True}
+    first, last = rewards(tmp_path, monkeypatch, **settings)
+    assert first < 0.5 and last > 0.85
+
+
+@pytest.mark.ray
+def test_two_ranks_on_ray_train_an_adapter_as_one_does(tmp_path, monkeypatch):
+    task = make_task(tmp_path / "task", rows=12)
+    _, alone = run(tmp_path, monkeypatch, "alone", task=task, trainer__total_training_steps=2)
+    settings = {
+        **LORA,
+        "trainer__controller": "ray",
+        "trainer__n_gpus_per_node": 2,
+        "trainer__total_training_steps": 2,
+        "actor_rollout_ref__actor__strategy": "fsdp2",
+        "trainer__default_local_dir": str(tmp_path / "ranks"),
+    }
+    path = tmp_path / "ranks.jsonl"
+    done = main_ppo(overrides(task, **settings), VERL_FILE_LOGGER_PATH=str(path))
+    assert done.returncode == 0, done.stderr[-4000:]
+    for row in read_metrics(path):
+        for name in ("actor/pg_loss", "actor/kl_loss", "actor/grad_norm"):
+            assert row["data"][name] == pytest.approx(alone[row["step"]][name], rel=1e-4, abs=1e-6)
