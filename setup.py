@@ -44,6 +44,7 @@ setup(
         "psutil",
         "codetiming>=1.4",
         "rich>=13",
+        "xxhash>=3.4",
     ],
     extras_require={
         "tensorboard": TENSORBOARD,
