@@ -86,6 +86,12 @@ def test_layers_that_do_not_exist_stop_the_run_with_the_names_there_are(tmp_path
         run(tmp_path, monkeypatch, **{f"{MODEL}__target_modules": "[query]"})
 
 
+def test_an_adapter_is_not_sent_to_an_engine_that_takes_none(tmp_path, monkeypatch):
+    monkeypatch.setattr("verl.workers.rollout.hf.HFRollout.takes_adapter", False)
+    with pytest.raises(WorkerError, match="lora_sync=adapter: rollout.name=hf holds no adapter .*Use merge"):
+        run(tmp_path, monkeypatch, **{f"{ROLLOUT}__lora_sync": "adapter"})
+
+
 LEARNS = {
     **LEARNING,
     **{f"{MODEL}__lora_rank": 8, f"{MODEL}__lora_alpha": 16, "actor_rollout_ref__actor__optim__lr": "5e-3"},

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -283,14 +284,15 @@ class ReferenceRole:
     def init_reference(self) -> None:
         """Load the reference model: the actor's own starting point, or ``ref.model.path``."""
         config = self.config
+        spec = model_spec(
+            config.model,
+            config.ref.fsdp_config,
+            "lm",
+            path=(config.ref.model or {}).get("path"),
+            use_torch_compile=config.ref.use_torch_compile,
+        )
         self.reference = self.model_engine(
-            model_spec(
-                config.model,
-                config.ref.fsdp_config,
-                "lm",
-                path=(config.ref.model or {}).get("path"),
-                use_torch_compile=config.ref.use_torch_compile,
-            ),
+            replace(spec, lora=None),
             config.ref,
             config.ref.fsdp_config,
             mesh="ref",
@@ -366,16 +368,18 @@ class ActorRolloutRefWorker(PolicyRole, RolloutRole, ReferenceRole, EngineWorker
         """Load what the role needs; call once."""
         if "rollout" in self.role:
             get_rollout_class(self.config.rollout.name)  # an engine that is not installed is said before models load
+            sends_adapter(self.config.model, self.config.rollout, self.device)
         with no_collection():
             self.start_process()
             if "actor" in self.role:
                 self.init_policy()
             if "rollout" in self.role:
                 self.init_rollout()
-            if "ref" in self.role:
-                self.init_reference()
-            elif "actor" in self.role and self.actor.has_adapter:
+            has_own_path = bool((self.config.ref.model or {}).get("path"))
+            if "actor" in self.role and self.actor.has_adapter and not has_own_path:
                 self.borrow_reference()
+            elif "ref" in self.role:
+                self.init_reference()
 
 
 class CriticWorker(ValueRole, EngineWorker):

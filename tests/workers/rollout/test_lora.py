@@ -109,6 +109,15 @@ def test_base_weights_travel_once_and_a_new_adapter_changes_the_output(ready, tr
         engine.load_model_state(saved)
 
 
+def test_requests_that_come_one_by_one_are_answered_with_the_adapter(ready):
+    rollout, requests = ready(), mixed_requests()
+    tickets = [rollout.submit(request, 1) for request in requests]
+    done = {}
+    while len(done) < len(tickets):
+        done |= rollout.step()
+    assert [done[ticket].token_ids for ticket in tickets] == tokens_of(rollout, requests)
+
+
 def test_an_adapter_that_was_not_sent_cannot_be_sampled_with(ready):
     rollout = ready()
     with pytest.raises(StaleWeightsError, match="wants weights of version 2, but the rollout holds version 1"):
