@@ -228,6 +228,25 @@ class RolloutConfig(Config):
     use_fire_sampling: bool = False
     """Draw the first token at a high temperature. Source: FIRE sampling, Chen et al. 2024 (arXiv:2410.21236)."""
 
+    max_running_requests: int | None = option(None, above=0)
+    """Requests that run on one replica at a time; the others wait in the driver, and those with the most expected
+    tokens leave first. Null: all run at once. Needs ``mode=async``."""
+
+    over_sample_rate: float = option(0.0, at_least=0)
+    """Start this share of prompts too many, and train on those whose groups are complete first. The others are put
+    off: they come first in the next step. Needs ``mode=async``. See docs/long_tails.md."""
+
+    max_postponements: int | None = option(None, above=0)
+    """Once a prompt was put off in this many steps, the next step waits for all prompts that were put off. Null:
+    ``max_staleness`` with ``partial_rollout``, else 4. Source: tail batching, Gao et al. 2025 (arXiv:2509.21009)."""
+
+    partial_rollout: bool = False
+    """Keep what the responses of postponed prompts have drawn, and go on from there under the newer weights. Source:
+    Kimi Team 2025 (arXiv:2501.12599)."""
+
+    max_staleness: int = option(1, at_least=0)
+    """Weight updates a kept token may be old when its response is trained on; older ones are drawn anew."""
+
     limit_images: int | None = option(None, above=0)
     """Images per prompt at most."""
 
