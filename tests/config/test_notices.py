@@ -10,6 +10,8 @@ CPU = "trainer.device=cpu"
 LOCAL = (f"{ACTOR}.strategy=local", "critic.strategy=local", "trainer.n_gpus_per_node=1")
 REF_DTYPE = "actor_rollout_ref.ref.fsdp_config.model_dtype"
 ON_CPU = (f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.tensor_model_parallel_size=1", "trainer.device=cpu")
+ASYNC = (f"{ROLLOUT}.mode=async", f"{ROLLOUT}.calculate_log_probs=true")
+KEPT = (*ASYNC, f"{ROLLOUT}.over_sample_rate=1", f"{ROLLOUT}.partial_rollout=true")
 GRPO = ("algorithm.adv_estimator=grpo", f"{ROLLOUT}.n=4")
 
 
@@ -67,6 +69,9 @@ def test_nothing_is_said_about_defaults():
         ([*GRPO, "algorithm.adv_estimator=gdpo", "algorithm.gdpo_reward_keys=[a]", "algorithm.use_kl_in_reward=true",
           REF], "gdpo reads algorithm.gdpo_reward_keys, not the reward"),
         (["algorithm.use_kl_in_reward=true", "algorithm.kl_penalty=k3+", REF], "k3+ is k3"),
+        ([*ASYNC, f"{ROLLOUT}.partial_rollout=true", f"{ROLLOUT}.max_staleness=2"], "drawn to its end in one step"),
+        ([*ASYNC, f"{ROLLOUT}.over_sample_rate=1", f"{ROLLOUT}.max_staleness=2"], "keeps no tokens for a later step"),
+        ([*KEPT, f"{ROLLOUT}.max_postponements=2"], "max_postponements=2 is more than"),
     ],
 )
 def test_a_setting_without_effect_is_said(words, sentence):

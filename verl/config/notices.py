@@ -381,6 +381,23 @@ def _response_window_is_the_rollouts(config: PPOConfig, is_given: IsGiven) -> It
         )
 
 
+def _nothing_is_put_off(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+    rollout = config.actor_rollout_ref.rollout
+    names = [name for name in ("partial_rollout", "max_staleness", "max_postponements") if rollout[name]]
+    if rollout.over_sample_rate == 0:
+        why = f"with {_ROLLOUT}.over_sample_rate=0 every response is drawn to its end in one step"
+        yield from _unread(config, [f"{_ROLLOUT}.{name}" for name in names], is_given, why)
+    elif not rollout.partial_rollout:
+        why = f"{_ROLLOUT}.partial_rollout=false keeps no tokens for a later step"
+        yield from _unread(config, [f"{_ROLLOUT}.max_staleness"], is_given, why)
+    elif rollout.max_postponements is not None and rollout.max_postponements > rollout.max_staleness:
+        yield (
+            f"{_ROLLOUT}.max_postponements={rollout.max_postponements} is more than "
+            f"{_ROLLOUT}.max_staleness={rollout.max_staleness}: what a response drew before its last "
+            f"{rollout.max_staleness} weight updates is thrown away and drawn anew"
+        )
+
+
 def _sharded(config: PPOConfig) -> dict[str, str]:
     """Role -> its section about sharding, of the roles there are."""
     places = {_ACTOR: f"{_ACTOR}.fsdp_config"}
@@ -434,4 +451,5 @@ _CHECKS = (
     _a_reward_has_no_gradient,
     _ray_is_not_started,
     _response_window_is_the_rollouts,
+    _nothing_is_put_off,
 )

@@ -244,7 +244,7 @@ class RolloutConfig(Config):
     """Keep what the responses of postponed prompts have drawn, and go on from there under the newer weights. Source:
     Kimi Team 2025 (arXiv:2501.12599)."""
 
-    max_staleness: int = option(1, at_least=0)
+    max_staleness: int = option(1, above=0)
     """Weight updates a kept token may be old when its response is trained on; older ones are drawn anew."""
 
     limit_images: int | None = option(None, above=0)

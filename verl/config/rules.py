@@ -265,6 +265,33 @@ def rollout_copies_fit_the_workers(config: PPOConfig) -> Iterator[Problem]:
         )
 
 
+@rule
+def requests_one_by_one_need_servers(config: PPOConfig) -> Iterator[Problem]:
+    rollout = config.actor_rollout_ref.rollout
+    for name in ("max_running_requests", "over_sample_rate", "partial_rollout"):
+        if rollout[name] and rollout.mode != "async":
+            yield _problem(
+                config,
+                f"{ROLLOUT}.{name}",
+                f"with {ROLLOUT}.mode={rollout.mode}: there, one call samples a whole batch and no request can be held "
+                f"back or ended early. Set {ROLLOUT}.mode=async.",
+                f"{ROLLOUT}.mode",
+            )
+
+
+@rule
+def tokens_of_several_versions_keep_their_log_probs(config: PPOConfig) -> Iterator[Problem]:
+    rollout = config.actor_rollout_ref.rollout
+    if rollout.partial_rollout and not rollout.calculate_log_probs:
+        yield _problem(
+            config,
+            f"{ROLLOUT}.partial_rollout",
+            f"with {ROLLOUT}.calculate_log_probs=false: a response drawn by several versions of the weights can only "
+            f"be corrected by the log-probs it was drawn with. Set calculate_log_probs=true.",
+            f"{ROLLOUT}.calculate_log_probs",
+        )
+
+
 # ----------------------------------------------------------------------------------------------- roles and losses
 
 

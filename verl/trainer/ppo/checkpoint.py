@@ -92,8 +92,8 @@ def not_loaded(name: str, load_contents: list[str]) -> str:
 def save_driver_state(folder: Path, loader: Any, state: dict[str, Any]) -> None:
     """Write the loader's position and the driver's ``state`` (JSON values) into a step's folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    _write_atomic(folder / "data.pt", lambda path: torch.save(loader.state_dict(), path))
-    _write_atomic(folder / "trainer.json", lambda path: path.write_text(json.dumps(state, indent=1)))
+    write_atomic(folder / "data.pt", lambda path: torch.save(loader.state_dict(), path))
+    write_atomic(folder / "trainer.json", lambda path: path.write_text(json.dumps(state, indent=1)))
 
 
 def load_driver_state(folder: Path, loader: Any) -> dict[str, Any]:
@@ -109,7 +109,7 @@ def load_driver_state(folder: Path, loader: Any) -> dict[str, Any]:
 
 def mark_complete(root: str | Path, step: int) -> None:
     """Name ``step`` as the newest complete checkpoint."""
-    _write_atomic(Path(root).expanduser() / TRACKER, lambda path: path.write_text(str(step)))
+    write_atomic(Path(root).expanduser() / TRACKER, lambda path: path.write_text(str(step)))
 
 
 def drop_emptied(root: str | Path, steps: list[int]) -> list[int]:
@@ -124,7 +124,8 @@ def drop_emptied(root: str | Path, steps: list[int]) -> list[int]:
     return left
 
 
-def _write_atomic(target: Path, write: Any) -> None:
+def write_atomic(target: Path, write: Any) -> None:
+    """Let ``write(path)`` fill a file beside ``target`` and put it in place whole."""
     part = target.with_name(target.name + ".part")
     write(part)
     with open(part, "rb") as file:

@@ -29,12 +29,14 @@ from verl.trainer.ppo.experience import (
     response_column,
     rollout_mismatch,
 )
+from verl.trainer.ppo.long_tails import PLACE, GroupSampler
 from verl.trainer.ppo.metric_utils import (
     compute_data_metrics,
     compute_throughout_metrics,
     compute_timing_metrics,
 )
 from verl.trainer.ppo.placement import ResourcePoolManager, start_worker_groups
+from verl.trainer.ppo.prompt_pool import PromptPool
 from verl.trainer.ppo.recipe_names import RecipeNames
 from verl.trainer.ppo.reward import compute_reward
 from verl.trainer.ppo.utils import Role, WorkerType, need_critic, need_reference_policy
@@ -123,6 +125,7 @@ class RayPPOTrainer(RecipeNames):
         check_backends(config.trainer.logger)
         self._create_dataloader(train_dataset, val_dataset, collate_fn, train_sampler)
         self.steps_per_epoch = len(self.train_dataloader)
+        self.group_sampler = self._create_group_sampler()
         self.global_steps = 0
         self.nonfinite_in_a_row = 0
         self.validations: list[tuple[int, dict[str, float]]] = []
@@ -146,6 +149,13 @@ class RayPPOTrainer(RecipeNames):
         self.train_dataloader = build_train_loader(data, self.train_dataset, collate_fn, train_sampler, self.seed)
         self.val_dataloader = build_val_loader(data, self.val_dataset, collate_fn, self.seed)
         self.total_training_steps = trainer.total_training_steps or len(self.train_dataloader) * trainer.total_epochs
+
+    def _create_group_sampler(self) -> GroupSampler | None:
+        """What draws training batches request by request; None where one call samples a whole batch."""
+        rollout = self.config.actor_rollout_ref.rollout
+        if rollout.mode != "async":
+            return None
+        return GroupSampler(rollout, PromptPool(self.train_dataloader), self.config.data.prompts_per_step, self.seed)
 
     @property
     def seed(self) -> int:
@@ -174,7 +184,7 @@ class RayPPOTrainer(RecipeNames):
         """Sample n responses a prompt from the newest policy; adds row 1 of the data flow."""
         n = self.config.actor_rollout_ref.rollout.n
         with self.timed("gen"):
-            batch = self.generate(prompts.repeat(n, interleave=True), n)
+            prompts, batch = self.sample_groups(prompts, n)
             self.timing.update(batch.meta_info.pop("timing", {}))
         if self.config.algorithm.adv_estimator == "remax":
             with self.timed("gen_max"):
@@ -252,13 +262,19 @@ class RayPPOTrainer(RecipeNames):
     # -- prompts and samples ------------------------------------------------------------------------------------------
 
     def prompt_batches(self) -> Iterator[tuple[int, DataProto]]:
-        """Batches of prompts until ``total_training_steps``; each prompt has a ``uid`` of its own."""
+        """Batches of prompts until ``total_training_steps``; each prompt has a ``uid`` of its own.
+
+        With ``rollout.over_sample_rate`` they are more than a batch; `rollout` chooses among them.
+        """
         while self.global_steps < self.total_training_steps:
-            for rows in self.train_dataloader:
+            for rows in self.train_dataloader if self.group_sampler is None else [None]:
                 self.global_steps += 1
                 self.metrics, self.timing = {}, {}
-                prompts = DataProto.from_single_dict(rows)
-                prompts.non_tensor_batch["uid"] = self.uids(f"step{self.global_steps}", len(prompts))
+                if self.group_sampler is None:
+                    prompts = DataProto.from_single_dict(rows)
+                    prompts.non_tensor_batch["uid"] = self.uids(f"step{self.global_steps}", len(prompts))
+                else:
+                    prompts = self.group_sampler.take(self.global_steps)
                 yield self.global_steps, prompts
                 if self.global_steps >= self.total_training_steps:
                     return
@@ -416,7 +432,8 @@ class RayPPOTrainer(RecipeNames):
         """Write this step's samples to ``{folder}/{step}.jsonl``."""
         inputs, outputs = self.texts(batch)
         scores = response_column(batch, "token_level_scores").sum(-1).tolist()
-        extra = {name: batch.non_tensor_batch[name].tolist() for name in self.reward_columns(batch)}
+        names = [*self.reward_columns(batch), *(["uid", PLACE] if PLACE in batch.non_tensor_batch else [])]
+        extra = {name: batch.non_tensor_batch[name].tolist() for name in names}
         return dump_samples(folder, self.global_steps, inputs, outputs, scores, ground_truths(batch), extra)
 
     def reward_columns(self, batch: DataProto) -> list[str]:
@@ -429,6 +446,8 @@ class RayPPOTrainer(RecipeNames):
             group.save_checkpoint(str(folder / name), None, self.global_steps)
         self.saved_steps = [step for step in self.saved_steps if step != self.global_steps] + [self.global_steps]
         checkpoint.save_driver_state(folder, self.train_dataloader, self.driver_state())
+        if self.group_sampler is not None:
+            self.group_sampler.save(folder)
         checkpoint.mark_complete(folder.parent, self.global_steps)
         self.last_checkpoint = folder
         self.delete_old_checkpoints()
@@ -466,6 +485,8 @@ class RayPPOTrainer(RecipeNames):
         for name, group in groups.items():
             group.load_checkpoint(str(folder / name))
         state = checkpoint.load_driver_state(folder, self.train_dataloader)
+        if self.group_sampler is not None:
+            self.group_sampler.load(folder)
         if "kl_ctrl_in_reward" in state:
             self.kl_ctrl_in_reward.load_state_dict(state["kl_ctrl_in_reward"])
         self.validations = [(step, metrics) for step, metrics in state.get("validations", [])]

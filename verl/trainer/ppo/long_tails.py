@@ -1,0 +1,272 @@
+"""A batch out of more prompts than it needs: over-sampling, prompts put off, responses that go on in later steps.
+
+The prompts of a step are drawn together, request by request. The batch is the first groups that are complete; the
+prompts of the others are put off and come first in the next step. What their responses had drawn is thrown away or,
+with ``partial_rollout``, kept and continued under the next weights. Described in docs/long_tails.md.
+"""
+
+from __future__ import annotations
+
+import math
+import pickle
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from verl.protocol import DataProto
+from verl.trainer.ppo.checkpoint import write_atomic
+from verl.trainer.ppo.prompt_pool import PromptPool
+from verl.utils.seeding import derive_seed
+from verl.workers.rollout.drafts import GenerationClient, Journal, SampleClient, SampleStopped, stop_samples
+from verl.workers.rollout.length_history import LengthHistory, prompt_key
+from verl.workers.rollout.scheduling import Race, first_groups
+
+STATE_FILE = "rollout.pkl"
+"""In a step's folder: prompts put off, their tokens, the length history."""
+PLACE = "finish_place"
+"""Column: a group's place in the order in which the groups of the batch were complete, from 0."""
+RunSample = Callable[[int, int, SampleClient], Awaitable[Any]]
+"""(row of the prompt, seed, client) -> what came of one sample; it draws through the client."""
+
+
+@dataclass(eq=False)
+class Sample:
+    """One response of a step."""
+
+    row: int
+    """Its prompt's."""
+    seed: int
+    client: SampleClient
+    tokens_before: int
+    """Drawn in earlier steps."""
+    outcome: Any = None
+    is_complete: bool = False
+
+    async def run(self, run: RunSample) -> bool:
+        """Draw it to its end; False if it was stopped."""
+        try:
+            self.outcome = await run(self.row, self.seed, self.client)
+        except SampleStopped:
+            return False
+        self.is_complete = True
+        return True
+
+    @property
+    def journal(self) -> Journal:
+        return self.client.journal
+
+    @property
+    def tokens_drawn(self) -> int:
+        """In this step."""
+        return self.journal.num_tokens - self.tokens_before
+
+
+@dataclass
+class Drawn:
+    """The batch of a step."""
+
+    rows: list[int]
+    """Of the prompts given, those in the batch, ascending."""
+    outcomes: list[Any]
+    """Of their samples, n a prompt."""
+    versions: list[list[int]]
+    """Of each sample: the weights that drew each of its tokens."""
+    places: list[int]
+    """Of each prompt in the batch: its place in the order in which groups were complete, from 0."""
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+class GroupSampler:
+    """Draws the batch of every training step, and remembers what was begun and not finished.
+
+    Args:
+        config: ``actor_rollout_ref.rollout``. Read: n, response_length, over_sample_rate, max_postponements,
+            partial_rollout, max_staleness.
+        pool: gives the prompts and takes back those put off.
+        batch_size: prompts of a batch.
+        seed: of the run.
+    """
+
+    def __init__(self, config: Any, pool: PromptPool, batch_size: int, seed: int) -> None:
+        self.config = config
+        self.pool = pool
+        self.batch_size = batch_size
+        self.seed = seed
+        self.history = LengthHistory()
+        self.journals: dict[str, Journal] = {}
+        self.weights: list[int] = []
+        """Versions the rollout drew with, the newest last."""
+
+    @property
+    def num_prompts(self) -> int:
+        """Prompts a step starts."""
+        return self.batch_size + math.ceil(round(self.batch_size * self.config.over_sample_rate, 6))
+
+    def take(self, step: int) -> DataProto:
+        """The prompts that this step starts."""
+        return self.pool.take(self.num_prompts, step)
+
+    async def draw(self, prompts: DataProto, client: GenerationClient, version: int, run: RunSample) -> Drawn:
+        """Sample n responses to each of ``prompts`` until a batch of groups is complete; puts the others off.
+
+        Args:
+            prompts: what the pool gave, `num_prompts` of them or fewer.
+            version: of the weights the servers behind ``client`` hold.
+        """
+        self._note(version)
+        uids, keys = prompts.non_tensor_batch["uid"], prompt_keys(prompts)
+        discarded = self._discard_stale(uids)
+        groups = [self._group(row, uid, keys[row], client, version) for row, uid in enumerate(uids)]
+        order = sorted(range(len(groups)), key=lambda row: (-max(s.client.priority for s in groups[row]), row))
+        required = self._required(uids)
+
+        async def stop(numbers: Sequence[int]) -> None:
+            await stop_samples([sample.client for number in numbers for sample in groups[order[number]]], client)
+
+        race = await first_groups(
+            [[lambda sample=sample: sample.run(run) for sample in groups[row]] for row in order],
+            min(self.batch_size, len(groups)),
+            stop,
+            required=[order.index(row) for row in required],
+            keep_going=self.config.partial_rollout,
+        )
+        drawn = self._collect(groups, order, race)
+        self._put_off(prompts, groups, drawn)
+        self._learn(groups, keys)
+        drawn.metrics = self._metrics(groups, drawn, required, discarded)
+        return drawn
+
+    # -- before ------------------------------------------------------------------------------------------------------
+
+    def _note(self, version: int) -> None:
+        if not self.weights or self.weights[-1] != version:
+            self.weights = [*self.weights[-self.config.max_staleness :], version]
+
+    def staleness(self, version: int) -> int:
+        """How many times the rollout's weights have changed since it held ``version``."""
+        newer = self.weights[self.weights.index(version) :] if version in self.weights else [None, *self.weights]
+        return len(newer) - 1
+
+    def _discard_stale(self, uids: Sequence[str]) -> int:
+        """Let samples begin anew that hold a token older than the bound; returns their tokens."""
+        mine = [f"{uid}/{k}" for uid in uids for k in range(self.config.n)]
+        journals = [self.journals[sample] for sample in mine if sample in self.journals]
+        bound = self.config.max_staleness
+        return sum(j.clear() for j in journals if any(self.staleness(v) > bound for v in set(j.versions)))
+
+    def _group(self, row: int, uid: str, key: str, client: GenerationClient, version: int) -> list[Sample]:
+        ticket, samples = self.pool.tickets[uid], []
+        for k in range(self.config.n):
+            journal = self.journals.pop(f"{uid}/{k}", None) or Journal()
+            priority = max(0, int(self.history.expected(key)) - journal.num_tokens)
+            if ticket.postponed:  # before all others
+                priority += self.config.response_length
+            seed = derive_seed(self.seed, "train", ticket.step, ticket.number, k)
+            own = SampleClient(client, f"{uid}/{k}", journal, version, priority)
+            samples.append(Sample(row, seed, own, journal.num_tokens))
+        return samples
+
+    def _required(self, uids: Sequence[str]) -> list[int]:
+        """Rows to wait for: all that were put off, once one of them was put off as often as is allowed."""
+        postponed = [self.pool.tickets[uid].postponed for uid in uids]
+        if max(postponed, default=0) < most_postponements(self.config):
+            return []
+        oldest_first = sorted((row for row, times in enumerate(postponed) if times), key=lambda row: -postponed[row])
+        return oldest_first[: self.batch_size]
+
+    # -- after -------------------------------------------------------------------------------------------------------
+
+    def _collect(self, groups: list[list[Sample]], order: list[int], race: Race) -> Drawn:
+        place = {order[number]: place for place, number in enumerate(race.taken)}
+        rows = sorted(place)
+        samples = [sample for row in rows for sample in groups[row]]
+        return Drawn(
+            rows,
+            [sample.outcome for sample in samples],
+            [sample.journal.versions for sample in samples],
+            [place[row] for row in rows],
+        )
+
+    def _put_off(self, prompts: DataProto, groups: list[list[Sample]], drawn: Drawn) -> None:
+        rest = [row for row in range(len(groups)) if row not in set(drawn.rows)]
+        if self.config.partial_rollout:
+            for sample in (sample for row in rest for sample in groups[row]):
+                if sample.journal.num_tokens:
+                    self.journals[sample.client.sample_id] = sample.journal
+        self.pool.finish(prompts.non_tensor_batch["uid"][drawn.rows])
+        self.pool.put_back(prompts.select_idxs(rest))
+
+    def _learn(self, groups: list[list[Sample]], keys: Sequence[str]) -> None:
+        for key, group in zip(keys, groups, strict=True):
+            drew = [sample for sample in group if sample.tokens_drawn]
+            ended = [sample.journal.num_tokens for sample in drew if sample.is_complete]
+            self.history.observe(key, ended, [s.journal.num_tokens for s in drew if not s.is_complete])
+
+    def _metrics(
+        self, groups: list[list[Sample]], drawn: Drawn, required: Sequence[int], discarded: int
+    ) -> dict[str, float]:
+        samples = [sample for group in groups for sample in group]
+        rest = [sample for sample in samples if sample.row not in set(drawn.rows)]
+        lengths = [sample.tokens_drawn for sample in samples]
+        left = sum(sample.journal.num_tokens for sample in rest)
+        kept = left if self.config.partial_rollout else 0
+        metrics = {
+            "rollout/prompts_started": len(groups),
+            "rollout/prompts_put_off": len(groups) - len(drawn.rows),
+            "rollout/prompts_waited_for": len(required),
+            "rollout/samples_aborted": sum(not sample.is_complete for sample in samples),
+            "rollout/tokens_drawn/min": min(lengths),
+            "rollout/tokens_drawn/mean": sum(lengths) / len(lengths),
+            "rollout/tokens_drawn/max": max(lengths),
+            "rollout/tokens_kept": kept,
+            "rollout/tokens_discarded": discarded + left - kept,
+        }
+        return metrics | (self._staleness_metrics(drawn) if self.config.partial_rollout else {})
+
+    def _staleness_metrics(self, drawn: Drawn) -> dict[str, float]:
+        ages = np.array([self.staleness(version) for versions in drawn.versions for version in versions] or [0])
+        return {
+            "rollout/staleness/mean": float(ages.mean()),
+            "rollout/staleness/max": float(ages.max()),
+            "rollout/stale_token_share": float((ages > 0).mean()),
+        }
+
+    # -- checkpoint --------------------------------------------------------------------------------------------------
+
+    def save(self, folder: Path) -> None:
+        """Write into a step's folder what a resumed run needs to go on with the same prompts and tokens."""
+        state = {
+            "pool": self.pool.state(),
+            "history": self.history.state_dict(),
+            "journals": {sample: journal.state() for sample, journal in self.journals.items()},
+            "weights": self.weights,
+        }
+        write_atomic(folder / STATE_FILE, lambda path: path.write_bytes(pickle.dumps(state, protocol=5)))
+
+    def load(self, folder: Path) -> None:
+        """Read what `save` wrote, if it is there. It is a pickle: read only files you trust."""
+        if not (folder / STATE_FILE).exists():
+            return
+        state: Mapping[str, Any] = pickle.loads((folder / STATE_FILE).read_bytes())
+        self.pool.load_state(state["pool"])
+        self.history.load_state_dict(state["history"])
+        self.journals = {sample: Journal.from_state(drafts) for sample, drafts in state["journals"].items()}
+        self.weights = list(state["weights"])
+
+
+def most_postponements(config: Any) -> int:
+    """Steps that may put a prompt off before all that were put off are waited for."""
+    if config.max_postponements is not None:
+        return config.max_postponements
+    return config.max_staleness if config.partial_rollout else 4
+
+
+def prompt_keys(prompts: DataProto) -> list[str]:
+    """The name of each prompt in the length history."""
+    rows = prompts.non_tensor_batch.get("raw_prompt_ids")
+    if rows is None:
+        rows = [row.tolist() for row in prompts.ragged("input_ids").rows()]
+    return [prompt_key(row) for row in rows]
