@@ -23,7 +23,7 @@ class EngineDied(RuntimeError):
 
 
 class Event(NamedTuple):
-    """News of one request: more tokens (``completion`` ends with "abort", ``ended`` is false), its end, or its error."""
+    """News of one request: more tokens (``ended`` is false), its end, or the error that ended it."""
 
     number: int
     completion: Completion | None

@@ -1,4 +1,4 @@
-"""A rollout engine behind HTTP: requests come one by one from the driver and from agents outside, and are drawn together.
+"""A rollout engine behind HTTP: requests come one by one, from the driver or agents outside, and are drawn together.
 
 The application runs in a thread with an event loop of its own, the engine in another (`engine_loop.py`): while the
 engine computes a step, requests are taken in and answered. Start it with the engine at rest, let it serve with
