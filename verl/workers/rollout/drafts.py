@@ -145,7 +145,7 @@ class SampleClient:
         """
         draft, name = self._draft(request), f"{self.sample_id}/{self._calls}"
         self._calls += 1
-        session = f"{session or self.sample_id}@{self.version}"
+        session = session and f"{session}@{self.version}"
         while draft.finish_reason is None:
             if self.is_stopped:
                 raise SampleStopped(self.sample_id)

@@ -64,7 +64,7 @@ class EngineLoop:
 
     Args:
         engine: awake and synced whenever the loop is resumed.
-        deliver: gets the events of a step, in the loop's thread. Not called on ranks that follow.
+        deliver: gets the events of a step, in the loop's thread. Ranks that follow need none.
         relay: to the other ranks of the engine; None: it has one rank.
         follows: this rank takes its commands from the relay.
     """
@@ -72,7 +72,7 @@ class EngineLoop:
     def __init__(
         self,
         engine: RolloutEngine,
-        deliver: Callable[[list[Event]], None],
+        deliver: Callable[[list[Event]], None] | None = None,
         relay: Relay | None = None,
         follows: bool = False,
     ):
