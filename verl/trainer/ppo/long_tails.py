@@ -7,21 +7,26 @@ with ``partial_rollout``, kept and continued under the next weights. Described i
 
 from __future__ import annotations
 
+import asyncio
 import math
 import pickle
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from verl.protocol import DataProto
 from verl.trainer.ppo.checkpoint import write_atomic
 from verl.trainer.ppo.prompt_pool import PromptPool
+from verl.utils.ragged import Ragged
 from verl.utils.seeding import derive_seed
-from verl.workers.rollout.drafts import GenerationClient, Journal, SampleClient, SampleStopped, stop_samples
+from verl.workers.rollout.drafts import GenerationClient, Journal, SampleClient, stop_samples
 from verl.workers.rollout.length_history import LengthHistory, prompt_key
+from verl.workers.rollout.occupancy import occupancy
 from verl.workers.rollout.scheduling import Race, first_groups
 
 STATE_FILE = "rollout.pkl"
@@ -49,7 +54,9 @@ class Sample:
         """Draw it to its end; False if it was stopped."""
         try:
             self.outcome = await run(self.row, self.seed, self.client)
-        except SampleStopped:
+        except asyncio.CancelledError:
+            if not self.client.is_stopped:
+                raise
             return False
         self.is_complete = True
         return True
@@ -255,6 +262,39 @@ class GroupSampler:
         self.history.load_state_dict(state["history"])
         self.journals = {sample: Journal.from_state(drafts) for sample, drafts in state["journals"].items()}
         self.weights = list(state["weights"])
+
+
+def draw_batch(manager: Any, sampler: GroupSampler, prompts: DataProto) -> tuple[DataProto, DataProto, Drawn]:
+    """Draw a step's batch with agent loops.
+
+    Args:
+        manager: AgentLoopManager.
+
+    Returns:
+        the prompts of the batch, in the order given; their responses, n a prompt, with the columns of a rollout,
+        `PLACE`, and with ``partial_rollout`` ``rollout_versions`` (B, R) int64, the weights that drew each token, -1
+        on those of others; and what was drawn, with its metrics.
+    """
+    manager.client.take_spans()
+    drawn, timing = manager.serve_rows(prompts, partial(sampler.draw, prompts))
+    drawn.metrics |= occupancy(manager.client.take_spans(), manager.client.num_servers)
+    n = sampler.config.n
+    taken = prompts.select_idxs(drawn.rows)
+    batch = manager.to_batch(taken.repeat(n, interleave=True), drawn.outcomes, timing)
+    batch.non_tensor_batch[PLACE] = np.repeat(drawn.places, n)
+    if sampler.config.partial_rollout:
+        batch.put("rollout_versions", versions_column(batch, drawn.versions))
+    return taken, batch, drawn
+
+
+def versions_column(batch: DataProto, versions: Sequence[Sequence[int]]) -> Ragged:
+    """(B, R): the version of each token of ``response_mask`` in turn, -1 elsewhere."""
+    mask = batch.ragged("response_mask")
+    column = torch.full_like(mask.values, -1)
+    for first, last, row in zip(mask.layout.offsets, mask.layout.offsets[1:], versions, strict=False):
+        own = mask.values[first:last].nonzero()[:, 0]
+        column[first:last][own] = torch.tensor(row[: len(own)], dtype=torch.int64)
+    return mask.like(column)
 
 
 def most_postponements(config: Any) -> int:

@@ -29,7 +29,7 @@ from verl.trainer.ppo.experience import (
     response_column,
     rollout_mismatch,
 )
-from verl.trainer.ppo.long_tails import PLACE, GroupSampler
+from verl.trainer.ppo.long_tails import PLACE, GroupSampler, draw_batch
 from verl.trainer.ppo.metric_utils import (
     compute_data_metrics,
     compute_throughout_metrics,
@@ -65,6 +65,14 @@ __all__ = [
 PROMPT_COLUMNS = ("input_ids", "attention_mask", "position_ids")
 SAVED_ROLES = {Role.ActorRollout: "actor", Role.Critic: "critic"}
 """Roles with a checkpoint, and its folder under that of the step."""
+
+
+def join_generated(prompts: DataProto, generated: DataProto) -> DataProto:
+    """What was generated, with the columns of its prompts; where both have one of a name, the prompts' stays."""
+    prompts.pop(batch_keys=list(PROMPT_COLUMNS))
+    known = prompts.non_tensor_batch
+    generated.non_tensor_batch = {k: v for k, v in generated.non_tensor_batch.items() if k not in known}
+    return prompts.union(generated)
 
 
 def log_places(tracking: Tracking) -> dict[str, Any]:
@@ -295,12 +303,16 @@ class RayPPOTrainer(RecipeNames):
         if do_sample is not None:
             request.meta_info["do_sample"] = do_sample
         request.put("seeds", torch.tensor(seeds))
-        generated = (self.sampler or self.actor_wg).generate_sequences(request)
-        for name in PROMPT_COLUMNS:
-            prompts.pop(batch_keys=[name])
-        known = prompts.non_tensor_batch
-        generated.non_tensor_batch = {k: v for k, v in generated.non_tensor_batch.items() if k not in known}
-        return prompts.union(generated)
+        return join_generated(prompts, (self.sampler or self.actor_wg).generate_sequences(request))
+
+    def sample_groups(self, prompts: DataProto, n: int) -> tuple[DataProto, DataProto]:
+        """The prompts of the batch, and n responses to each; with ``rollout.over_sample_rate`` not to all prompts."""
+        if self.group_sampler is None:
+            return prompts, self.generate(prompts.repeat(n, interleave=True), n)
+        prompts.meta_info.update(validate=False, global_steps=self.global_steps)
+        prompts, generated, drawn = draw_batch(self.sampler, self.group_sampler, prompts)
+        self.metrics.update(drawn.metrics)
+        return prompts, join_generated(prompts.repeat(n, interleave=True), generated)
 
     def greedy_rewards(self, prompts: DataProto) -> torch.Tensor:
         """The reward of each prompt's greedy response, (b,): ReMax's baseline (Li et al. 2023, arXiv:2310.10505)."""

@@ -31,8 +31,8 @@ class GenerationClient(Protocol):
         """End these requests, waiting or running, or all of them; their `generate` returns what they had drawn."""
 
 
-class SampleStopped(Exception):
-    """The sample was told to stop; what it has drawn stands in its journal."""
+class SampleStopped(asyncio.CancelledError):
+    """The sample was told to stop; what it has drawn stands in its journal. No error: nothing on the way may hold it."""
 
 
 @dataclass
