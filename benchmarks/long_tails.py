@@ -1,11 +1,11 @@
 """What the tail of long responses costs: a batch in one call, request by request, over-sampled, and partial rollouts.
 
 ``python -m benchmarks.long_tails [--save]``: two replicas (processes with a real rollout server and the hf engine) of
-eight slots each; 16 prompts x 2 responses a step. Lengths are forced: log-normal around a median of the prompt's own,
+eight slots each; 32 prompts x 2 responses a step. Lengths are forced: log-normal around a median of the prompt's own,
 cut at 384 tokens. No training: the weights change in name only, and seconds are those of drawing. A "batch" is what
 ``mode=sync`` does: each replica is given its half of the rows. The variants take turns, step by step, so that whatever
-else the machine does falls on all of them; ratios are to the batch. ``decode_steps`` (forwards of the busier replica) do
-not depend on the machine.
+else the machine does falls on all of them; ratios are to the batch. ``decode_steps``, the forwards of the busier
+replica, do not depend on the machine.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from verl.workers.rollout.base import Request, SamplingParams
 from verl.workers.rollout.client import RolloutClient
 from verl.workers.rollout.occupancy import occupancy
 
-PROMPTS, BATCH, N, SLOTS, LONGEST = 64, 16, 2, 8, 384
+PROMPTS, BATCH, N, SLOTS, LONGEST = 128, 32, 2, 8, 384
 STEPS = 14
 REPLICAS = 2
 

@@ -6,6 +6,7 @@ import asyncio
 import heapq
 from collections.abc import Sequence
 from itertools import count
+from typing import Any
 
 from verl.workers.rollout.base import Completion, Request, RolloutEngine
 
@@ -29,8 +30,9 @@ class EngineClient:
         self._pump: asyncio.Task | None = None
 
     async def generate(
-        self, request: Request, *, request_id: str, session: str | None = None, priority: int = 0
+        self, request: Request, *, request_id: str | None = None, session: str | None = None, priority: int = 0
     ) -> Completion:
+        request_id = request_id or f"unnamed {next(self._arrivals)}"
         assert request_id not in self._answers
         self._answers[request_id] = answer = asyncio.get_running_loop().create_future()
         heapq.heappush(self._waiting, (-priority, next(self._arrivals), request_id, request))
@@ -46,6 +48,18 @@ class EngineClient:
         heapq.heapify(self._waiting)
         tickets = [ticket for ticket, name in self._tickets.items() if name in wanted]
         self._end(self.engine.abort(tickets))
+
+    async def health(self) -> list[dict[str, Any]]:
+        return [{"version": self.engine.version}]
+
+    async def close(self) -> None:
+        """There is nothing to close."""
+
+    num_servers = 1
+
+    def take_spans(self) -> list:
+        """Its clock would not be the same in two runs."""
+        return []
 
     async def _step_until_empty(self) -> None:
         while self._waiting or self._tickets:

@@ -1,4 +1,4 @@
-"""Batches out of more prompts than they need, drawn by a real engine: what is put off, kept, discarded and remembered."""
+"""Batches out of more prompts than they need, on a real engine: what is put off, kept, discarded and remembered."""
 
 import asyncio
 from types import SimpleNamespace
@@ -12,9 +12,11 @@ from transformers import AutoModelForCausalLM
 
 from tests.support.engine_client import EngineClient
 from tests.workers.rollout.conftest import rollout_config, weights_of
-from verl.trainer.ppo.long_tails import GroupSampler, most_postponements
+from verl.protocol import DataProto
+from verl.trainer.ppo.long_tails import GroupSampler, most_postponements, versions_column
 from verl.trainer.ppo.prompt_pool import PromptPool
 from verl.utils.dataset.loader import build_train_loader
+from verl.utils.ragged import Ragged
 from verl.utils.tiny_model import make_tiny_model
 from verl.workers.rollout.base import Request, SamplingParams
 from verl.workers.rollout.hf import HFRollout
@@ -233,3 +235,11 @@ def test_long_prompts_of_the_past_start_first(engine):
     asyncio.run(run.sampler.draw(prompts, EngineClient(engine, 1), engine.version, note))
     lengths = {0: 3, 1: 9, 2: 1, 3: 5}
     assert started == sorted(started, key=lambda i: -lengths[i]) and len(started) == 2
+
+
+def test_versions_stand_on_the_tokens_the_policy_drew():
+    batch = DataProto.from_ragged(
+        {"response_mask": Ragged.from_rows([[1, 1, 0, 1], [1], [0, 1]], 5, "right", 0, torch.int64)}
+    )
+    column = versions_column(batch, [[3, 3, 4], [7], [5]])
+    assert column.padded().tolist() == [[3, 3, -1, 4, 0], [7, 0, 0, 0, 0], [-1, 5, 0, 0, 0]]

@@ -1,4 +1,4 @@
-"""Responses drawn by several versions of the weights, on a real engine: nothing is lost, and it is known who drew what."""
+"""Responses drawn by several versions of the weights, on a real engine: nothing is lost."""
 
 import asyncio
 import copy
@@ -8,9 +8,12 @@ import pytest
 import torch
 
 from tests.support.engine_client import EngineClient
-from tests.workers.rollout.conftest import weights_of
+from tests.workers.rollout.conftest import rollout_config, weights_of
+from verl.workers.rollout import get_rollout_class
 from verl.workers.rollout.base import Request, SamplingParams
+from verl.workers.rollout.client import RolloutClient
 from verl.workers.rollout.drafts import Journal, SampleClient, stop_samples
+from verl.workers.rollout.server import RolloutServer
 from verl.workers.rollout.weight_sync import sync_weights
 
 SAMPLING = SamplingParams(24, ignore_eos=True, want_log_probs=True)
@@ -19,19 +22,25 @@ SAMPLING = SamplingParams(24, ignore_eos=True, want_log_probs=True)
 @pytest.fixture(scope="session")
 def versions(reference):
     """version -> a model; the second has moved away from the first."""
-    second = copy.deepcopy(reference())
+    second = copy.deepcopy(reference("tied"))
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
         for parameter in second.parameters():
             parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
-    return {1: reference(), 2: second}
+    return {1: reference("tied"), 2: second}
 
 
-@pytest.fixture
-def engine(synced, versions):
+@pytest.fixture(scope="module", params=["hf", pytest.param("vllm", marks=pytest.mark.vllm)])
+def engine(request, model_folder, versions):
     """An engine, and a way to bring it to a version."""
-    rollout = synced()
-    rollout.use = lambda version: sync_weights(weights_of(versions[version]), rollout, version=version)
+    config = rollout_config(max_num_seqs=32, max_num_batched_tokens=512)
+    rollout = get_rollout_class(request.param)(model_folder("tied"), config)
+
+    def use(version):
+        rollout.wake()
+        sync_weights(weights_of(versions[version], rollout.weights_dtype), rollout, version=version)
+
+    rollout.use = use
     return rollout
 
 
@@ -139,3 +148,40 @@ def test_a_conversation_goes_on_where_it_was_and_forgets_what_no_longer_fits(eng
     assert asyncio.run(talk(cut))[:12] == whole[:12] and cut.num_tokens == 15
     other = asyncio.run(talk(journal, second=(70,)))
     assert other[:8] == whole[:8] and other[8] == 70 and len(journal.drafts) == 3
+
+
+def test_a_draft_longer_than_what_is_asked_now_is_drawn_anew(engine):
+    engine.use(1)
+    journals = [Journal()]
+    asyncio.run(draw(engine, journals, requests(1), stop_after=8))
+    shorter = SamplingParams(3, ignore_eos=True, want_log_probs=True)
+    [completion], _ = asyncio.run(draw(engine, journals, requests(1, shorter)))
+    assert len(completion.token_ids) == 3 == journals[0].num_tokens
+
+
+def test_samples_of_a_real_server_stop_at_once_those_that_run_and_those_that_wait(engine):
+    engine.use(1)
+    server = RolloutServer(engine, version=1)
+    server.start()
+    endless = SamplingParams(100, ignore_eos=True, want_log_probs=True)
+
+    async def main():
+        client = RolloutClient([server.address], max_running=2)
+        journals = [Journal() for _ in range(6)]
+        samples = [SampleClient(client, f"s{i}", journal, 1) for i, journal in enumerate(journals)]
+        asked = zip(samples, requests(6, endless), strict=True)
+        tasks = [asyncio.ensure_future(sample.generate(request)) for sample, request in asked]
+        while not (await client.health())[0]["steps"]:
+            await asyncio.sleep(0.01)
+        await stop_samples(samples, client)
+        ended = await asyncio.gather(*tasks, return_exceptions=True)
+        spans = client.take_spans()
+        await client.close()
+        return ended, journals, spans
+
+    ended, journals, spans = asyncio.run(main())
+    server.stop()
+    assert all(isinstance(error, asyncio.CancelledError) for error in ended)
+    assert [journal.num_tokens > 0 for journal in journals] == [True] * 2 + [False] * 4
+    assert max(journal.num_tokens for journal in journals) < 100
+    assert len(spans) == 2 and all(span.asked <= span.started < span.ended for span in spans)

@@ -18,7 +18,7 @@ from verl.algorithms.aggregate import agg_loss
 from verl.algorithms.kl import get_kl_controller
 from verl.protocol import DataProto
 from verl.single_controller import get_controller
-from verl.trainer.ppo import checkpoint
+from verl.trainer.ppo import checkpoint, long_tails
 from verl.trainer.ppo.core_algos import AdvantageEstimator
 from verl.trainer.ppo.experience import (
     apply_kl_penalty,
@@ -29,7 +29,7 @@ from verl.trainer.ppo.experience import (
     response_column,
     rollout_mismatch,
 )
-from verl.trainer.ppo.long_tails import PLACE, GroupSampler, draw_batch
+from verl.trainer.ppo.long_tails import GroupSampler, draw_batch
 from verl.trainer.ppo.metric_utils import (
     compute_data_metrics,
     compute_throughout_metrics,
@@ -460,7 +460,10 @@ class RayPPOTrainer(RecipeNames):
         """Write this step's samples to ``{folder}/{step}.jsonl``."""
         inputs, outputs = self.texts(batch)
         scores = response_column(batch, "token_level_scores").sum(-1).tolist()
-        names = [*self.reward_columns(batch), *(["uid", PLACE] if PLACE in batch.non_tensor_batch else [])]
+        names = [
+            *self.reward_columns(batch),
+            *(["uid", long_tails.PLACE] if long_tails.PLACE in batch.non_tensor_batch else []),
+        ]
         extra = {name: batch.non_tensor_batch[name].tolist() for name in names}
         return dump_samples(folder, self.global_steps, inputs, outputs, scores, ground_truths(batch), extra)
 
@@ -515,6 +518,8 @@ class RayPPOTrainer(RecipeNames):
         state = checkpoint.load_driver_state(folder, self.train_dataloader)
         if self.group_sampler is not None:
             self.group_sampler.load(folder)
+        elif (folder / long_tails.STATE_FILE).exists():
+            remarks.append("; prompts that rollout.mode=async had put off are left out")
         if "kl_ctrl_in_reward" in state:
             self.kl_ctrl_in_reward.load_state_dict(state["kl_ctrl_in_reward"])
         self.validations = [(step, metrics) for step, metrics in state.get("validations", [])]

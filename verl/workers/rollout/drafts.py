@@ -32,7 +32,7 @@ class GenerationClient(Protocol):
 
 
 class SampleStopped(asyncio.CancelledError):
-    """The sample was told to stop; what it has drawn stands in its journal. No error: nothing on the way may hold it."""
+    """The sample was told to stop; what it has drawn stands in its journal. Not an Exception: nobody may catch it."""
 
 
 @dataclass
@@ -172,10 +172,13 @@ class SampleClient:
             await self.client.abort([self.running])
 
     def _draft(self, request: Request) -> Draft:
-        """The journal's answer to this call. One to another question, and those after it, are dropped."""
+        """The journal's answer to this call. One that does not fit the question, and those after it, are dropped."""
         drafts, number, asked = self.journal.drafts, self._calls, prompt_key(request.prompt_ids)
-        if number < len(drafts) and drafts[number].prompt != asked:
-            del drafts[number:]
+        if number < len(drafts):
+            draft = drafts[number]
+            length = len(draft.token_ids) + (draft.finish_reason is None)
+            if draft.prompt != asked or length > request.sampling.max_tokens:
+                del drafts[number:]
         if number == len(drafts):
             drafts.append(Draft(asked))
         return drafts[number]
