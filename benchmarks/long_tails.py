@@ -1,9 +1,9 @@
 """What the tail of long responses costs: a batch in one call, request by request, over-sampled, and partial rollouts.
 
 ``python -m benchmarks.long_tails [--save]``: two replicas (processes with a real rollout server and the hf engine) of
-eight slots each; 32 prompts x 2 responses a step. Lengths are forced: log-normal around a median of the prompt's own,
+sixteen slots each; 32 prompts x 2 responses a step. Lengths are forced: log-normal around a median of the prompt's own,
 cut at 384 tokens. No training: the weights change in name only, and seconds are those of drawing. A "batch" is what
-``mode=sync`` does: each replica is given its half of the rows. The variants take turns, step by step, so that whatever
+``mode=sync`` does: each replica is given its half of the rows, and goes through them in their order. The variants take turns, step by step, so that whatever
 else the machine does falls on all of them; ratios are to the batch. ``decode_steps``, the forwards of the busier
 replica, do not depend on the machine.
 """
@@ -32,8 +32,8 @@ from verl.workers.rollout.base import Request, SamplingParams
 from verl.workers.rollout.client import RolloutClient
 from verl.workers.rollout.occupancy import occupancy
 
-PROMPTS, BATCH, N, SLOTS, LONGEST = 128, 32, 2, 8, 384
-STEPS = 14
+PROMPTS, BATCH, N, SLOTS, LONGEST = 128, 32, 2, 16, 384
+STEPS = 18
 REPLICAS = 2
 
 
@@ -42,7 +42,8 @@ class Prompts(Dataset):
         return PROMPTS
 
     def __getitem__(self, i: int) -> dict[str, Any]:
-        return {"input_ids": torch.tensor([5, 10 + i]), "raw_prompt_ids": [5, 10 + i]}
+        ids = [10 + i // 64, 10 + i % 64]
+        return {"input_ids": torch.tensor(ids), "raw_prompt_ids": ids, "index": i}
 
 
 def length(prompt: int, seed: int) -> int:
@@ -80,16 +81,20 @@ def sampler(**settings: Any) -> GroupSampler:
 
 async def draw(client: Any, prompts: Any, row: int, seed: int) -> int:
     ids = prompts.non_tensor_batch["raw_prompt_ids"][row]
-    sampling = SamplingParams(length(ids[1], seed), ignore_eos=True, want_log_probs=True)
+    sampling = SamplingParams(
+        length(prompts.non_tensor_batch["index"][row], seed), ignore_eos=True, want_log_probs=True
+    )
     return len((await client.generate(Request(tuple(ids), sampling, seed))).token_ids)
 
 
 class Variant:
     """One way to draw, and what its steps cost."""
 
-    def __init__(self, addresses: list[str], pinned: bool, **settings: Any) -> None:
+    def __init__(self, addresses: list[str], is_batch: bool, **settings: Any) -> None:
         self.sampler = sampler(**settings)
-        parts = [[address] for address in addresses] if pinned else [addresses]
+        if is_batch:
+            self.sampler.history.expected = lambda key: 0.0  # rows go in their order
+        parts = [[address] for address in addresses] if is_batch else [addresses]
         self.clients = [RolloutClient(part, max_running=SLOTS) for part in parts]
         self.rows: list[dict[str, float]] = []
 
@@ -140,10 +145,10 @@ class Router:
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "batch": {},
-    "request-level, longest first": {},
-    "over_sample_rate=0.5": {"over_sample_rate": 0.5},
-    "over_sample_rate=0.5, partial_rollout": {"over_sample_rate": 0.5, "partial_rollout": True},
-    "the same, max_staleness=4": {"over_sample_rate": 0.5, "partial_rollout": True, "max_staleness": 4},
+    "request by request, longest first": {},
+    "over_sample_rate=0.25": {"over_sample_rate": 0.25},
+    "over_sample_rate=0.25, partial_rollout": {"over_sample_rate": 0.25, "partial_rollout": True},
+    "the same, max_staleness=4": {"over_sample_rate": 0.25, "partial_rollout": True, "max_staleness": 4},
 }
 
 
