@@ -29,6 +29,8 @@ class Event(NamedTuple):
     completion: Completion | None
     error: BaseException | None = None
     ended: bool = True
+    is_paused: bool = False
+    """It ended because the loop was paused, and not because somebody wanted it to."""
 
 
 @dataclass
@@ -225,10 +227,10 @@ class EngineLoop:
 
     def _advance(self, commands: Commands) -> list[Event]:
         """Carry out the commands and step once."""
-        events = []
+        events: list[Event] = []
         aborted = list(self._ticket_of) if commands.pause or commands.stop else commands.abort
         tickets = [self._ticket_of[number] for number in aborted]
-        events += self._ended(self.engine.abort(tickets) if tickets else {})
+        events += self._ended(self.engine.abort(tickets) if tickets else {}, is_paused=commands.pause)
         for number, request in commands.submit:
             try:
                 ticket = self.engine.submit(request, commands.version)
@@ -243,13 +245,13 @@ class EngineLoop:
         self.last_step = time.monotonic()
         return events
 
-    def _ended(self, completions: dict[int, Completion]) -> list[Event]:
+    def _ended(self, completions: dict[int, Completion], is_paused: bool = False) -> list[Event]:
         events = []
         for ticket, completion in completions.items():
             number = self._number_of.pop(ticket)
             del self._ticket_of[number]
             self._watched.discard(number)
-            events.append(Event(number, completion))
+            events.append(Event(number, completion, is_paused=is_paused))
         return events
 
     def _news(self) -> list[Event]:
