@@ -3,9 +3,10 @@
 ``python -m benchmarks.long_tails [--save]``: two replicas (processes with a real rollout server and the hf engine) of
 sixteen slots each; 32 prompts x 2 responses a step. Lengths are forced: log-normal around a median of the prompt's own,
 cut at 384 tokens. No training: the weights change in name only, and seconds are those of drawing. A "batch" is what
-``mode=sync`` does: each replica is given its half of the rows, and goes through them in their order. The variants take turns, step by step, so that whatever
-else the machine does falls on all of them; ratios are to the batch. ``decode_steps``, the forwards of the busier
-replica, do not depend on the machine.
+``mode=sync`` does: each replica is given its half of the rows, and goes through them in their order.
+
+The variants take turns, step by step, so that whatever else the machine does falls on all of them; ratios are to the
+batch. ``decode_steps``, the forwards of the busier replica, do not depend on the machine.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from verl.workers.rollout.client import RolloutClient
 from verl.workers.rollout.occupancy import occupancy
 
 PROMPTS, BATCH, N, SLOTS, LONGEST = 128, 32, 2, 16, 384
-STEPS = 18
+STEPS = 12
 REPLICAS = 2
 
 

@@ -84,7 +84,7 @@ BAD = {
     "contents that are not saved": (
         [f"{ACTOR}.checkpoint.save_contents=[model]", f"{ACTOR}.checkpoint.load_contents=[model,extra]",
          "trainer.save_freq=1"], "asks for extra"),
-    "one call for a whole batch": ([f"{ROLLOUT}.over_sample_rate=0.5"], "no request can be held back or ended early"),
+    "one call for a whole batch": ([f"{ROLLOUT}.over_sample_rate=0.5"], "no request can be ended early"),
     "partial responses without log-probs": (
         [f"{ROLLOUT}.partial_rollout=true"], "corrected by the log-probs it was drawn with"),
     "class without name": (["data.custom_cls.path=x.py"], "name the class"),

@@ -88,7 +88,7 @@ def _always_woken_in_stages(config: PPOConfig, is_given: IsGiven) -> Iterator[st
 
 def _one_call_has_no_agents(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
     if config.actor_rollout_ref.rollout.mode == "sync":
-        keys = [f"{_ROLLOUT}.server_host"]
+        keys = [f"{_ROLLOUT}.server_host", f"{_ROLLOUT}.max_running_requests"]
         keys += _given_below(f"{_ROLLOUT}.agent", config, is_given)
         yield from _unread(config, keys, is_given, f"{_ROLLOUT}.mode=sync samples a batch in one call, without servers")
 

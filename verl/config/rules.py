@@ -268,13 +268,13 @@ def rollout_copies_fit_the_workers(config: PPOConfig) -> Iterator[Problem]:
 @rule
 def requests_one_by_one_need_servers(config: PPOConfig) -> Iterator[Problem]:
     rollout = config.actor_rollout_ref.rollout
-    for name in ("max_running_requests", "over_sample_rate", "partial_rollout"):
+    for name in ("over_sample_rate", "partial_rollout"):
         if rollout[name] and rollout.mode != "async":
             yield _problem(
                 config,
                 f"{ROLLOUT}.{name}",
-                f"with {ROLLOUT}.mode={rollout.mode}: there, one call samples a whole batch and no request can be held "
-                f"back or ended early. Set {ROLLOUT}.mode=async.",
+                f"with {ROLLOUT}.mode={rollout.mode}: there, one call samples a whole batch and no request can be ended "
+                f"early. Set {ROLLOUT}.mode=async.",
                 f"{ROLLOUT}.mode",
             )
 
