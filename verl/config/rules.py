@@ -273,8 +273,8 @@ def requests_one_by_one_need_servers(config: PPOConfig) -> Iterator[Problem]:
             yield _problem(
                 config,
                 f"{ROLLOUT}.{name}",
-                f"with {ROLLOUT}.mode={rollout.mode}: there, one call samples a whole batch and no request can be ended "
-                f"early. Set {ROLLOUT}.mode=async.",
+                f"with {ROLLOUT}.mode={rollout.mode}: there, one call samples a whole batch, and no request can be "
+                f"ended early. Set {ROLLOUT}.mode=async.",
                 f"{ROLLOUT}.mode",
             )
 

@@ -58,8 +58,8 @@ class Sample:
             if not self.client.is_stopped:
                 raise
             return False
-        self.is_complete = True
-        return True
+        self.is_complete = self.journal.is_complete  # a loop may live on when an answer is cut off under it
+        return self.is_complete
 
     @property
     def journal(self) -> Journal:

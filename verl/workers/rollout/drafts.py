@@ -86,6 +86,11 @@ class Journal:
         return sum(len(draft.token_ids) for draft in self.drafts)
 
     @property
+    def is_complete(self) -> bool:
+        """Whether every answer came to its end."""
+        return all(draft.finish_reason is not None for draft in self.drafts)
+
+    @property
     def versions(self) -> list[int]:
         """Of every drawn token, in order."""
         return [version for draft in self.drafts for version in draft.versions]
