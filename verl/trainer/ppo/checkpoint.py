@@ -1,7 +1,7 @@
 """What of a run is on disk: where a step's checkpoint lies, the driver's own part of it, and which one to resume from.
 
-The folder of a step holds ``actor/`` and ``critic/`` (written by the workers), ``data.pt`` (the loader's position) and
-``trainer.json`` (the driver's state). ``latest_checkpointed_iteration.txt`` names the newest complete step and is
+The folder of a step holds ``actor/`` and ``critic/`` (written by the workers), ``data.pt`` (the loader's position),
+``trainer.json`` (the driver's state), and ``ahead.pt`` (responses drawn ahead of training, where a run does that). ``latest_checkpointed_iteration.txt`` names the newest complete step and is
 written last, so a run killed while saving resumes from the one before.
 """
 
@@ -16,7 +16,11 @@ from typing import Any
 
 import torch
 
+from verl.protocol import DataProto
+from verl.utils.ragged import Layout, Ragged
+
 TRACKER = "latest_checkpointed_iteration.txt"
+AHEAD = "ahead.pt"
 
 
 def step_folder(root: str | Path, step: int) -> Path:
@@ -89,10 +93,18 @@ def not_loaded(name: str, load_contents: list[str]) -> str:
     return f"; {name}: {', '.join(left_out)} not loaded, begun anew" if left_out else ""
 
 
-def save_driver_state(folder: Path, loader: Any, state: dict[str, Any]) -> None:
-    """Write the loader's position and the driver's ``state`` (JSON values) into a step's folder."""
+def save_driver_state(
+    folder: Path, position: dict[str, Any], state: dict[str, Any], ahead: tuple[DataProto, dict[str, int]] | None = None
+) -> None:
+    """Write the loader's ``position`` and the driver's ``state`` (JSON values) into a step's folder.
+
+    ``ahead``: responses that no step has trained on yet, and facts about them.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    _write_atomic(folder / "data.pt", lambda path: torch.save(loader.state_dict(), path))
+    (folder / AHEAD).unlink(missing_ok=True)  # of an earlier run through this step
+    if ahead is not None:
+        _save_ahead(folder, *ahead)
+    _write_atomic(folder / "data.pt", lambda path: torch.save(position, path))
     _write_atomic(folder / "trainer.json", lambda path: path.write_text(json.dumps(state, indent=1)))
 
 
@@ -105,6 +117,28 @@ def load_driver_state(folder: Path, loader: Any) -> dict[str, Any]:
         print(f"{data} is missing: the data loader starts from its beginning, so prompts repeat.")
     state = folder / "trainer.json"
     return json.loads(state.read_text()) if state.exists() else {}
+
+
+def _save_ahead(folder: Path, responses: DataProto, facts: dict[str, int]) -> None:
+    columns = {name: responses.ragged(name) for name in responses.keys()}
+    packed = {
+        name: (column.values, column.layout.starts, column.layout.lengths, column.layout.width, column.fill)
+        for name, column in columns.items()
+    }
+    content = {"facts": facts, "columns": packed, "pad_token_id": responses.meta_info["pad_token_id"]}
+    _write_atomic(folder / AHEAD, lambda path: torch.save(content, path))
+
+
+def load_ahead(folder: Path) -> tuple[DataProto, dict[str, int]] | None:
+    """Responses that the run had drawn for the step after, and facts about them; None if there are none."""
+    if not (folder / AHEAD).exists():
+        return None
+    content = torch.load(folder / AHEAD, weights_only=True)
+    columns = {
+        name: Ragged(values, Layout(starts, lengths, width), fill)
+        for name, (values, starts, lengths, width, fill) in content["columns"].items()
+    }
+    return DataProto.from_ragged(columns, meta_info={"pad_token_id": content["pad_token_id"]}), content["facts"]
 
 
 def mark_complete(root: str | Path, step: int) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 from verl.algorithms.advantage import get_adv_estimator_fn
 from verl.algorithms.policy_loss import get_policy_loss_fn
+from verl.trainer.ppo.one_step_off import OneStepOffTrainer
 from verl.trainer.ppo.placement import default_pools, default_roles
 from verl.trainer.ppo.plan import run_plan
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
@@ -97,7 +98,10 @@ class PPOJob:
         tokenizer = hf_tokenizer(config.data.tokenizer or path, trust_remote_code=trust)
         processor = hf_processor(path, trust_remote_code=trust)
         roles = default_roles(config)
-        return self.trainer_cls(
+        trainer_cls = self.trainer_cls
+        if trainer_cls is RayPPOTrainer and config.actor_rollout_ref.rollout.async_ratio:
+            trainer_cls = OneStepOffTrainer
+        return trainer_cls(
             config,
             tokenizer,
             role_worker_mapping=roles,

@@ -20,6 +20,7 @@ from verl.protocol import DataProto
 from verl.single_controller import get_controller
 from verl.trainer.ppo import checkpoint
 from verl.trainer.ppo.core_algos import AdvantageEstimator
+from verl.trainer.ppo.disjoint import DisjointRollout
 from verl.trainer.ppo.experience import (
     apply_kl_penalty,
     arrange_rows,
@@ -61,7 +62,7 @@ __all__ = [
 ]
 
 PROMPT_COLUMNS = ("input_ids", "attention_mask", "position_ids")
-SAVED_ROLES = {Role.ActorRollout: "actor", Role.Critic: "critic"}
+SAVED_ROLES = {Role.ActorRollout: "actor", Role.Actor: "actor", Role.Critic: "critic"}
 """Roles with a checkpoint, and its folder under that of the step."""
 
 
@@ -90,6 +91,9 @@ class RayPPOTrainer(RecipeNames):
         device_name: overrides ``trainer.device``.
     """
 
+    draws_ahead = False
+    """Whether this class does what ``rollout.async_ratio`` above 0 asks for."""
+
     def __init__(
         self,
         config: Any,
@@ -108,6 +112,11 @@ class RayPPOTrainer(RecipeNames):
     ) -> None:
         self.config = config = adopt_config(config)
         import_users_modules(config.actor_rollout_ref.model.external_lib)
+        if (ratio := config.actor_rollout_ref.rollout.async_ratio) and not self.draws_ahead:
+            raise ValueError(
+                f"actor_rollout_ref.rollout.async_ratio={ratio}: {type(self).__name__} draws each batch when it is "
+                "needed. Let it inherit from verl.trainer.ppo.one_step_off.OneStepOffTrainer, or set 0."
+            )
         self.tokenizer = tokenizer
         self.processor = processor
         self.role_worker_mapping = role_worker_mapping
@@ -174,7 +183,7 @@ class RayPPOTrainer(RecipeNames):
         """Sample n responses a prompt from the newest policy; adds row 1 of the data flow."""
         n = self.config.actor_rollout_ref.rollout.n
         with self.timed("gen"):
-            batch = self.generate(prompts.repeat(n, interleave=True), n)
+            batch = self.sample(prompts, n)
             self.timing.update(batch.meta_info.pop("timing", {}))
         if self.config.algorithm.adv_estimator == "remax":
             with self.timed("gen_max"):
@@ -184,6 +193,10 @@ class RayPPOTrainer(RecipeNames):
         self.balance_batch(batch, self.metrics)
         batch.meta_info["global_token_num"] = batch.ragged("attention_mask").layout.lengths.tolist()
         return batch
+
+    def sample(self, prompts: DataProto, n: int) -> DataProto:
+        """n responses to each of the step's prompts."""
+        return self.generate(prompts.repeat(n, interleave=True), n)
 
     def balance_batch(self, batch: DataProto, metrics: dict, logging_prefix: str = "global_seqlen") -> None:
         """Order the rows, in place, so that every rank gets its share of each mini-batch and of the tokens."""
@@ -252,16 +265,27 @@ class RayPPOTrainer(RecipeNames):
     # -- prompts and samples ------------------------------------------------------------------------------------------
 
     def prompt_batches(self) -> Iterator[tuple[int, DataProto]]:
-        """Batches of prompts until ``total_training_steps``; each prompt has a ``uid`` of its own."""
-        while self.global_steps < self.total_training_steps:
+        """Batches of prompts until ``total_training_steps``; each begins a step."""
+        for step, prompts in self.read_prompts():
+            self.begin_step(step)
+            yield step, prompts
+
+    def read_prompts(self) -> Iterator[tuple[int, DataProto]]:
+        """Batches of prompts for the steps to come; each prompt has a ``uid`` of its own."""
+        step = self.global_steps
+        while step < self.total_training_steps:
             for rows in self.train_dataloader:
-                self.global_steps += 1
-                self.metrics, self.timing = {}, {}
+                step += 1
                 prompts = DataProto.from_single_dict(rows)
-                prompts.non_tensor_batch["uid"] = self.uids(f"step{self.global_steps}", len(prompts))
-                yield self.global_steps, prompts
-                if self.global_steps >= self.total_training_steps:
+                prompts.non_tensor_batch["uid"] = self.uids(f"step{step}", len(prompts))
+                yield step, prompts
+                if step >= self.total_training_steps:
                     return
+
+    def begin_step(self, step: int) -> None:
+        """From here on numbers and times are those of ``step``."""
+        self.global_steps = step
+        self.metrics, self.timing = {}, {}
 
     def generate(
         self, prompts: DataProto, n: int, *, do_sample: bool | None = None, validate: bool = False, first: int = 0
@@ -270,15 +294,25 @@ class RayPPOTrainer(RecipeNames):
 
         The seed of each sample comes from (run seed, step, prompt, k) alone; the prompts count from ``first``.
         """
-        step, purpose = self.global_steps, "validate" if validate else "train"
-        seeds = [derive_seed(self.seed, purpose, step, first + i // n, i % n) for i in range(len(prompts))]
-        request = prompts.select(batch_keys=list(PROMPT_COLUMNS))
-        request.meta_info = {"validate": validate, "global_steps": self.global_steps}
-        prompts.meta_info.update(request.meta_info)
+        request = self.rollout_request(prompts, n, self.global_steps, validate=validate, first=first)
         if do_sample is not None:
             request.meta_info["do_sample"] = do_sample
+        return self.with_responses(prompts, self.sampler.generate_sequences(request))
+
+    def rollout_request(
+        self, prompts: DataProto, n: int, step: int, *, validate: bool = False, first: int = 0
+    ) -> DataProto:
+        """What a rollout is asked in training step ``step``; arguments as in `generate`."""
+        purpose = "validate" if validate else "train"
+        seeds = [derive_seed(self.seed, purpose, step, first + i // n, i % n) for i in range(len(prompts))]
+        request = prompts.select(batch_keys=list(PROMPT_COLUMNS))
+        request.meta_info = {"validate": validate, "global_steps": step}
+        prompts.meta_info.update(request.meta_info)
         request.put("seeds", torch.tensor(seeds))
-        generated = self.actor_wg.generate_sequences(request)
+        return request
+
+    def with_responses(self, prompts: DataProto, generated: DataProto) -> DataProto:
+        """The prompts' columns beside what a rollout answered."""
         for name in PROMPT_COLUMNS:
             prompts.pop(batch_keys=[name])
         generated.non_tensor_batch = {}
@@ -308,11 +342,13 @@ class RayPPOTrainer(RecipeNames):
             self.ray_worker_group_cls,
         )
         self.worker_groups = groups
-        self.actor_wg = self.actor_rollout_wg = groups[Role.ActorRollout]
+        self.actor_wg = self.actor_rollout_wg = groups.get(Role.ActorRollout) or groups[Role.Actor]
+        self.rollout_wg = groups.get(Role.Rollout)
         self.critic_wg = groups.get(Role.Critic)
         self.ref_wg = self.ref_policy_wg = groups.get(Role.RefPolicy)
         for group in groups.values():
             group.init_model()
+        self.sampler = DisjointRollout(self.actor_wg, self.rollout_wg) if self.rollout_wg else self.actor_wg
 
     def start(self) -> None:
         """Open the loggers, resume, and validate once before training."""
@@ -428,7 +464,7 @@ class RayPPOTrainer(RecipeNames):
         for name, group in self.saved_groups().items():
             group.save_checkpoint(str(folder / name), None, self.global_steps)
         self.saved_steps = [step for step in self.saved_steps if step != self.global_steps] + [self.global_steps]
-        checkpoint.save_driver_state(folder, self.train_dataloader, self.driver_state())
+        checkpoint.save_driver_state(folder, self.prompts_position(), self.driver_state(), self.responses_ahead())
         checkpoint.mark_complete(folder.parent, self.global_steps)
         self.last_checkpoint = folder
         self.delete_old_checkpoints()
@@ -479,6 +515,14 @@ class RayPPOTrainer(RecipeNames):
             self.last_checkpoint = None
         done = f"{self.global_steps} of {self.total_training_steps} steps are done"
         self.progress.say(f"resumed from {folder}: {done}{''.join(remarks)}")
+
+    def prompts_position(self) -> dict[str, Any]:
+        """Where a run that resumes goes on reading prompts."""
+        return self.train_dataloader.state_dict()
+
+    def responses_ahead(self) -> tuple[DataProto, dict[str, int]] | None:
+        """Responses drawn for a step that has not begun, and facts about them; here there are none."""
+        return None
 
     def driver_state(self) -> dict[str, Any]:
         """What the driver must remember across a restart, as JSON values."""
