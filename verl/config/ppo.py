@@ -94,6 +94,11 @@ class PPOConfig(Config):
             return [trainer.n_gpus_per_node] * trainer.nnodes
         return [rollout.n_gpus_per_node or trainer.n_gpus_per_node] * rollout.nnodes
 
+    @property
+    def rollout_beside(self) -> int:
+        """Processes that only sample, beside those of ``trainer``."""
+        return 0 if self.actor_rollout_ref.hybrid_engine else sum(self.rollout_processes)
+
     def dp_size(self, role: Any) -> int:
         """Data-parallel ranks of a role's section (``actor``, ``ref`` or ``critic``)."""
         return max(1, self.trainer.world_size // role.ulysses_sequence_parallel_size)

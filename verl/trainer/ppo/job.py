@@ -42,7 +42,7 @@ class PPOJob:
         """Prepare, train, and say what came of it; worker processes never outlive this call."""
         start = time.monotonic()
         with no_collection():
-            check_device(self.config.trainer)
+            check_device(self.config.trainer, self.config.rollout_beside)
             self.import_users_modules()
             trainer = self.build_trainer()
         if self.config.trainer.progress_bar:
@@ -112,8 +112,8 @@ class PPOJob:
         )
 
 
-def check_device(trainer: Any) -> None:
-    """Refuse a device this machine does not have, before anything is loaded."""
+def check_device(trainer: Any, rollout_beside: int = 0) -> None:
+    """Refuse devices this machine does not have, before anything is loaded; the rollout may want some of its own."""
     import torch
 
     here = trainer.nnodes == 1 and not (trainer.controller == "ray" and "RAY_ADDRESS" in os.environ)
@@ -127,6 +127,12 @@ def check_device(trainer: Any) -> None:
         raise ValueError(
             f"trainer.n_gpus_per_node={trainer.n_gpus_per_node}, but this machine has {torch.cuda.device_count()} "
             f"CUDA devices. Lower it to that number."
+        )
+    if trainer.device == "cuda" and here and trainer.n_gpus_per_node + rollout_beside > torch.cuda.device_count():
+        raise ValueError(
+            f"trainer.n_gpus_per_node={trainer.n_gpus_per_node} and the rollout's {rollout_beside} "
+            f"(actor_rollout_ref.rollout.nnodes x n_gpus_per_node) are more than the {torch.cuda.device_count()} CUDA "
+            "devices of this machine. Lower one of them, or share devices with actor_rollout_ref.hybrid_engine=true."
         )
     if trainer.device == "cpu":
         os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
