@@ -1,0 +1,173 @@
+"""A rollout on devices of its own: the same numbers as on shared ones, and one batch ahead where asked."""
+
+import json
+
+import pytest
+
+from tests.support.runs import make_task, overrides, read_metrics, run_job
+from tests.trainer.test_resume import assert_same_checkpoint, numbers
+from verl.config.load import load_ppo_config
+from verl.trainer.ppo.disjoint import DisjointRollout
+from verl.trainer.ppo.job import PPOJob
+from verl.trainer.ppo.placement import default_pools, default_roles
+from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+from verl.trainer.ppo.utils import Role
+
+ROLLOUT = "actor_rollout_ref__rollout"
+APART = {"actor_rollout_ref__hybrid_engine": False, f"{ROLLOUT}__n_gpus_per_node": 1}
+AHEAD = {**APART, f"{ROLLOUT}__async_ratio": 1}
+SHARDED = {
+    "trainer__n_gpus_per_node": 2,
+    "actor_rollout_ref__actor__strategy": "fsdp2",
+    "actor_rollout_ref__actor__ppo_micro_batch_size_per_gpu": 4,
+}
+WAYS = {
+    "one rank each": ({}, APART),
+    "two ranks train, two sample": (SHARDED, {**APART, f"{ROLLOUT}__n_gpus_per_node": 2}),
+    "two ranks train, one samples, on Ray": (SHARDED, {**APART, "trainer__controller": "ray"}),
+}
+RUN = {
+    "trainer__logger": "[file]",
+    "trainer__total_training_steps": 4,
+    "trainer__test_freq": 2,
+    "actor_rollout_ref__actor__ppo_mini_batch_size": 2,
+    f"{ROLLOUT}__calculate_log_probs": True,
+}
+
+
+def run(folder, name, monkeypatch, **settings):
+    """The metrics of a small run, by step; its samples are in ``folder/name``."""
+    monkeypatch.setenv("VERL_FILE_LOGGER_PATH", str(folder / f"{name}.jsonl"))
+    settings = {**RUN, "trainer__rollout_data_dir": folder / name, **settings}
+    run_job(overrides(make_task(folder / "task", rows=12), **settings))
+    return {row["step"]: row["data"] for row in read_metrics(folder / f"{name}.jsonl")}
+
+
+def samples(folder, step):
+    return [json.loads(line)["output"] for line in (folder / f"{step}.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("way", [pytest.param(w, marks=pytest.mark.ray) if "Ray" in w else w for w in WAYS])
+def test_a_rollout_apart_gives_exactly_the_numbers_of_one_that_shares(way, tmp_path, monkeypatch):
+    common, apart = WAYS[way]
+    together = run(tmp_path, "together", monkeypatch, **common)
+    alone = run(tmp_path, "alone", monkeypatch, **common, **apart)
+    assert "val-core/digits/reward/mean@1" in together[2] and "timing_s/sync_weights" in alone[2]
+    assert {step: numbers(row) for step, row in together.items()} == {step: numbers(row) for step, row in alone.items()}
+    assert samples(tmp_path / "together", 4) == samples(tmp_path / "alone", 4)
+
+
+def test_step_k_trains_on_what_the_weights_after_step_k_minus_2_drew(tmp_path, monkeypatch):
+    begun, start = [], DisjointRollout.start
+
+    def noting(self, request, steps_done):
+        drawing = start(self, request, steps_done)
+        begun.append((request.meta_info["global_steps"], steps_done, drawing.version))
+        return drawing
+
+    monkeypatch.setattr(DisjointRollout, "start", noting)
+    ahead = run(tmp_path, "ahead", monkeypatch, **AHEAD)
+    assert begun == [(1, 0, 0), (2, 0, 0), (3, 1, 2), (4, 2, 4)]  # two optimizer steps a training step
+    assert [ahead[step]["rollout/staleness"] for step in (1, 2, 3, 4)] == [0, 1, 1, 1]
+    drift = [ahead[step]["training/rollout_probs_diff_max"] for step in (1, 2)]
+    assert drift[0] < 1e-5 < drift[1]
+    frozen = run(tmp_path, "frozen", monkeypatch, actor_rollout_ref__actor__optim__lr=0)
+    newest = run(tmp_path, "newest", monkeypatch)
+    drawn = {name: [samples(tmp_path / name, step) for step in (1, 2)] for name in ("ahead", "frozen", "newest")}
+    assert drawn["ahead"] == drawn["frozen"] and drawn["ahead"][1] != drawn["newest"][1]
+    assert numbers(newest[1])["actor/pg_loss"] == ahead[1]["actor/pg_loss"]
+    assert frozen[2]["critic/score/mean"] == ahead[2]["critic/score/mean"]
+
+
+def test_validation_in_between_changes_nothing_and_sees_the_newest_weights(tmp_path, monkeypatch):
+    quiet = run(tmp_path, "quiet", monkeypatch, **AHEAD, trainer__test_freq=-1)
+    shown = run(tmp_path, "shown", monkeypatch, **AHEAD, trainer__test_freq=1)
+    on_policy = run(tmp_path, "on_policy", monkeypatch, trainer__test_freq=1)
+    for step, row in quiet.items():
+        assert numbers(row).items() <= numbers(shown[step]).items()
+    validation = [name for name in shown[1] if name.startswith("val-")]
+    assert validation and all(shown[1][name] == on_policy[1][name] for name in validation)  # equal until then
+
+
+SLOW_REWARD = """
+import time
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    time.sleep(0.03)
+    return float(len(solution_str))
+"""
+
+
+def test_drawing_overlaps_with_training(tmp_path, monkeypatch):
+    make_task(tmp_path / "task")
+    (tmp_path / "slow.py").write_text(SLOW_REWARD)  # 16 rows: half a second in which the next batch is drawn
+    reward = {"custom_reward_function__path": tmp_path / "slow.py"}
+    steps = run(tmp_path, "ahead", monkeypatch, **AHEAD, **reward)
+    for step in (2, 3, 4):
+        assert steps[step]["timing_s/reward"] > 0.4
+        assert steps[step]["timing_s/gen_wait"] < 0.5 * steps[step]["timing_s/generate_sequences"]
+        assert steps[step]["perf/rollout_overlap"] > 0.5
+
+
+RESUMABLE = {**AHEAD, "trainer__total_training_steps": 5, "trainer__save_freq": 1, f"{ROLLOUT}__calculate_log_probs": 1}
+
+
+@pytest.mark.parametrize("step", [2, 3])  # an epoch has three steps: the batch ahead is of this or of the next
+def test_a_resumed_run_equals_the_run_that_never_stopped(step, tmp_path, monkeypatch):
+    folder = {"trainer__default_local_dir": tmp_path / "whole"}
+    whole = run(tmp_path, "whole_", monkeypatch, **{**RESUMABLE, **folder})
+    resume = {
+        "trainer__default_local_dir": tmp_path / "resumed",
+        "trainer__resume_mode": "resume_path",
+        "trainer__resume_from_path": tmp_path / "whole" / f"global_step_{step}",
+    }
+    resumed = run(tmp_path, "resumed_", monkeypatch, **{**RESUMABLE, **resume})
+    assert sorted(resumed) == list(range(step + 1, 6))
+    assert all(numbers(resumed[s]) == numbers(whole[s]) for s in resumed)
+    assert_same_checkpoint(tmp_path / "whole" / "global_step_5", tmp_path / "resumed" / "global_step_5")
+    assert not (tmp_path / "whole" / "global_step_5" / "ahead.pt").exists()  # nothing was left to draw
+
+
+def test_going_on_with_the_newest_weights_leaves_no_prompt_out(tmp_path, monkeypatch):
+    folder = {"trainer__default_local_dir": tmp_path / "run", "trainer__save_freq": 2, "data__shuffle": False}
+    run(tmp_path, "ahead", monkeypatch, **AHEAD, **folder)
+    (tmp_path / "run" / "latest_checkpointed_iteration.txt").write_text("2")
+    on_policy = {**folder, **APART, f"{ROLLOUT}__async_ratio": 0}
+    run(tmp_path, "after", monkeypatch, **on_policy)
+    inputs = [json.loads(line)["input"] for line in (tmp_path / "after" / "3.jsonl").read_text().splitlines()]
+    assert len({text.split()[-1] for text in inputs}) == 4
+    before = [json.loads(line)["input"] for line in (tmp_path / "ahead" / "3.jsonl").read_text().splitlines()]
+    assert sorted(inputs) == sorted(before)
+    assert not (tmp_path / "run" / "global_step_4" / "ahead.pt").exists()
+
+
+def job(tmp_path, **settings):
+    return PPOJob(load_ppo_config(overrides(make_task(tmp_path / "task"), **settings)))
+
+
+def test_roles_and_pools_of_a_rollout_apart(tmp_path):
+    config = job(tmp_path, **{**APART, f"{ROLLOUT}__n_gpus_per_node": 3, "algorithm__use_kl_in_reward": True,
+                              "actor_rollout_ref__ref__log_prob_micro_batch_size_per_gpu": 8}).config  # fmt: skip
+    roles = default_roles(config)
+    pools = default_pools(config, roles)
+    assert set(roles) == {Role.Actor, Role.Rollout, Role.RefPolicy}
+    assert pools.resource_pool_spec == {"global_pool": [1], "rollout_pool": [3]} and pools.get_n_gpus() == 4
+    assert pools.mapping[Role.Rollout] == "rollout_pool" and pools.mapping[Role.RefPolicy] == "global_pool"
+
+
+def test_a_trainer_that_cannot_draw_ahead_says_so(tmp_path):
+    class Own(RayPPOTrainer):
+        pass
+
+    class OwnJob(PPOJob):
+        trainer_cls = Own
+
+    with pytest.raises(ValueError, match="async_ratio=1: Own draws each batch when it is needed.*OneStepOffTrainer"):
+        OwnJob(job(tmp_path, **AHEAD).config).build_trainer()
+
+
+@pytest.mark.learning
+def test_one_step_off_learns_as_on_policy_does(tmp_path, monkeypatch):
+    from tests.trainer.test_learning import learn
+
+    first, last = learn(tmp_path, monkeypatch, **AHEAD, trainer__total_training_steps=30)
+    assert first < 0.5 and last > 0.9
