@@ -3,9 +3,10 @@
 import json
 
 import pytest
+import torch
 
 from tests.support.runs import make_task, overrides, read_metrics, run_job
-from tests.trainer.test_resume import assert_same_checkpoint, numbers
+from tests.trainer.test_resume import assert_equal_trees, checkpoint_files, numbers
 from verl.config.load import load_ppo_config
 from verl.trainer.ppo.disjoint import DisjointRollout
 from verl.trainer.ppo.job import PPOJob
@@ -43,6 +44,11 @@ def run(folder, name, monkeypatch, **settings):
     return {row["step"]: row["data"] for row in read_metrics(folder / f"{name}.jsonl")}
 
 
+def compared(row):
+    """What must be equal; the rollout's log-probs may round otherwise where a rank draws other rows together."""
+    return {name: number for name, number in numbers(row).items() if "rollout_probs_diff" not in name}
+
+
 def samples(folder, step):
     return [json.loads(line)["output"] for line in (folder / f"{step}.jsonl").read_text().splitlines()]
 
@@ -53,7 +59,8 @@ def test_a_rollout_apart_gives_exactly_the_numbers_of_one_that_shares(way, tmp_p
     together = run(tmp_path, "together", monkeypatch, **common)
     alone = run(tmp_path, "alone", monkeypatch, **common, **apart)
     assert "val-core/digits/reward/mean@1" in together[2] and "timing_s/sync_weights" in alone[2]
-    assert {step: numbers(row) for step, row in together.items()} == {step: numbers(row) for step, row in alone.items()}
+    assert [compared(row) for row in together.values()] == [compared(row) for row in alone.values()]
+    assert max(row["training/rollout_probs_diff_max"] for row in alone.values()) < 1e-6
     assert samples(tmp_path / "together", 4) == samples(tmp_path / "alone", 4)
 
 
@@ -71,7 +78,7 @@ def test_step_k_trains_on_what_the_weights_after_step_k_minus_2_drew(tmp_path, m
     assert [ahead[step]["rollout/staleness"] for step in (1, 2, 3, 4)] == [0, 1, 1, 1]
     drift = [ahead[step]["training/rollout_probs_diff_max"] for step in (1, 2)]
     assert drift[0] < 1e-5 < drift[1]
-    frozen = run(tmp_path, "frozen", monkeypatch, actor_rollout_ref__actor__optim__lr=0)
+    frozen = run(tmp_path, "frozen", monkeypatch, actor_rollout_ref__actor__optim__lr="1e-30")
     newest = run(tmp_path, "newest", monkeypatch)
     drawn = {name: [samples(tmp_path / name, step) for step in (1, 2)] for name in ("ahead", "frozen", "newest")}
     assert drawn["ahead"] == drawn["frozen"] and drawn["ahead"][1] != drawn["newest"][1]
@@ -123,7 +130,9 @@ def test_a_resumed_run_equals_the_run_that_never_stopped(step, tmp_path, monkeyp
     resumed = run(tmp_path, "resumed_", monkeypatch, **{**RESUMABLE, **resume})
     assert sorted(resumed) == list(range(step + 1, 6))
     assert all(numbers(resumed[s]) == numbers(whole[s]) for s in resumed)
-    assert_same_checkpoint(tmp_path / "whole" / "global_step_5", tmp_path / "resumed" / "global_step_5")
+    for name in checkpoint_files(tmp_path / "whole" / "global_step_5"):
+        one, other = (torch.load(tmp_path / kind / "global_step_5" / name) for kind in ("whole", "resumed"))
+        assert_equal_trees(one, other, str(name))
     assert not (tmp_path / "whole" / "global_step_5" / "ahead.pt").exists()  # nothing was left to draw
 
 
@@ -134,7 +143,7 @@ def test_going_on_with_the_newest_weights_leaves_no_prompt_out(tmp_path, monkeyp
     on_policy = {**folder, **APART, f"{ROLLOUT}__async_ratio": 0}
     run(tmp_path, "after", monkeypatch, **on_policy)
     inputs = [json.loads(line)["input"] for line in (tmp_path / "after" / "3.jsonl").read_text().splitlines()]
-    assert len({text.split()[-1] for text in inputs}) == 4
+    assert len(set(inputs)) == 4
     before = [json.loads(line)["input"] for line in (tmp_path / "ahead" / "3.jsonl").read_text().splitlines()]
     assert sorted(inputs) == sorted(before)
     assert not (tmp_path / "run" / "global_step_4" / "ahead.pt").exists()
