@@ -25,6 +25,14 @@ def test_nothing_is_said_about_defaults():
         ([f"{ROLLOUT}.engine_kwargs.vllm.swap_space=4"], "engine_kwargs"),
         ([f"{ROLLOUT}.max_model_len=4096"], "max_model_len=4096 has no effect"),
         ([f"{ACTOR}.use_kl_loss=true", REF, f"{REF_DTYPE}=bf16"], "kept in mixed_precision.param_dtype"),
+        (
+            [f"{ROLLOUT}.nnodes=2", f"{ROLLOUT}.n_gpus_per_node=4"],
+            "nnodes=2, actor_rollout_ref.rollout.n_gpus_per_node=4",
+        ),
+        (
+            ["actor_rollout_ref.hybrid_engine=false", f"{ROLLOUT}.free_cache_engine=true"],
+            "shares its devices with nobody",
+        ),
         ([f"{ROLLOUT}.multi_stage_wake_up=true"], "weights are always brought back first"),
         ([*ON_CPU, f"{ROLLOUT}.enforce_eager=false"], "no CUDA graphs on a CPU"),
         ([f"{ACTOR}.entropy_checkpointing=true"], "always computed in chunks"),
@@ -64,8 +72,16 @@ def test_nothing_is_said_about_defaults():
         ([f"{ACTOR}.policy_loss.loss_mode=gspo"], "was published with actor_rollout_ref.actor.loss_agg_mode=seq-mean"),
         ([f"{ACTOR}.loss_scale_factor=100"], "loss_agg_mode=token-mean"),
         ([f"{ACTOR}.ppo_mini_batch_size=8", f"{ACTOR}.clip_ratio_high=0.28"], "its ratio is 1"),
-        ([*GRPO, "algorithm.adv_estimator=gdpo", "algorithm.gdpo_reward_keys=[a]", "algorithm.use_kl_in_reward=true",
-          REF], "gdpo reads algorithm.gdpo_reward_keys, not the reward"),
+        (
+            [
+                *GRPO,
+                "algorithm.adv_estimator=gdpo",
+                "algorithm.gdpo_reward_keys=[a]",
+                "algorithm.use_kl_in_reward=true",
+                REF,
+            ],
+            "gdpo reads algorithm.gdpo_reward_keys, not the reward",
+        ),
         (["algorithm.use_kl_in_reward=true", "algorithm.kl_penalty=k3+", REF], "k3+ is k3"),
     ],
 )

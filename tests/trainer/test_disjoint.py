@@ -5,14 +5,16 @@ import json
 import pytest
 import torch
 
-from tests.support.runs import make_task, overrides, read_metrics, run_job
+from tests.support.runs import main_ppo, make_task, overrides, read_metrics, run_job
 from tests.trainer.test_resume import assert_equal_trees, checkpoint_files, numbers
+from tests.workers.rollout.conftest import COMMON
 from verl.config.load import load_ppo_config
 from verl.trainer.ppo.disjoint import DisjointRollout
 from verl.trainer.ppo.job import PPOJob
 from verl.trainer.ppo.placement import default_pools, default_roles
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl.trainer.ppo.utils import Role
+from verl.utils.tiny_model import make_tiny_model
 
 ROLLOUT = "actor_rollout_ref__rollout"
 APART = {"actor_rollout_ref__hybrid_engine": False, f"{ROLLOUT}__n_gpus_per_node": 1}
@@ -180,3 +182,20 @@ def test_one_step_off_learns_as_on_policy_does(tmp_path, monkeypatch):
 
     first, last = learn(tmp_path, monkeypatch, **AHEAD, trainer__total_training_steps=30)
     assert first < 0.5 and last > 0.9
+
+
+@pytest.mark.vllm
+def test_vllm_over_two_ranks_gets_the_weights_of_a_sharded_actor(tmp_path, monkeypatch):
+    task = make_task(tmp_path / "task")
+    task["actor_rollout_ref.model.path"] = make_tiny_model(tmp_path / "heads_of_32", **COMMON["tied"])
+    settings = {**RUN, **SHARDED, **APART, "trainer__total_training_steps": 3, "trainer__test_freq": -1}
+    settings |= {f"{ROLLOUT}__name": "vllm", f"{ROLLOUT}__tensor_model_parallel_size": 2}
+    done = main_ppo(
+        overrides(task, **{**settings, f"{ROLLOUT}__n_gpus_per_node": 2}),
+        VERL_FILE_LOGGER_PATH=str(tmp_path / "metrics.jsonl"),
+        OMP_NUM_THREADS="1",
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    steps = [row["data"] for row in read_metrics(tmp_path / "metrics.jsonl")]
+    assert len(steps) == 3 and all(step["training/rollout_probs_diff_max"] < 1e-4 for step in steps)
+    assert steps[0]["critic/score/mean"] != steps[2]["critic/score/mean"]

@@ -141,7 +141,7 @@ def test_a_sampler_killed_while_it_draws_ahead_is_named(tmp_path, monkeypatch):
 
 
 def test_a_receiver_that_hangs_ends_the_run_at_the_timeout(tmp_path, monkeypatch):
-    error = failing(tmp_path, monkeypatch, rollout=HangingReceiver, trainer__worker_timeout=8)
+    error = failing(tmp_path, monkeypatch, rollout=HangingReceiver, trainer__worker_timeout=5)
     assert isinstance(error, WorkerTimeout) and error.method in ("receive_weights", "send_weights")
 
 

@@ -329,9 +329,7 @@ class LocalController:
             hosts.stop()
 
 
-def rank_environment(
-    rank: int, world_size: int, prefix: str, port: int | str, first_device: int = 0
-) -> dict[str, str]:
+def rank_environment(rank: int, world_size: int, prefix: str, port: int | str, first_device: int = 0) -> dict[str, str]:
     """The place of a rank on a single node, in the variables torch reads; its device is ``first_device + rank``."""
     place = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": first_device + rank}
     place |= {"LOCAL_WORLD_SIZE": world_size}
@@ -342,7 +340,7 @@ def rank_environment(
 
 
 def _share_cores(processes: int) -> None:
-    """Give this rank one of ``processes`` shares of the cores, unless OMP_NUM_THREADS says how many threads it may have."""
+    """Give this rank one of ``processes`` shares of the cores, unless OMP_NUM_THREADS says how many threads it gets."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     threads = int(os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // processes))))
     if "torch" in sys.modules:  # loaded by the driver, which had all cores

@@ -50,7 +50,12 @@ REQUEST = [Request((5, 6, 7), SamplingParams(8, do_sample=False))]
 
 @pytest.mark.parametrize(
     "family, dtype, bucket_bytes",
-    [("qwen2", "float32", 1), ("qwen2", "float32", 40_000), ("qwen2", "bfloat16", 1 << 29), ("qwen3_moe", "float32", 1)],
+    [
+        ("qwen2", "float32", 1),
+        ("qwen2", "float32", 40_000),
+        ("qwen2", "bfloat16", 1 << 29),
+        ("qwen3_moe", "float32", 1),
+    ],
 )
 def test_every_receiver_confirms_what_was_sent_and_draws_with_it(family, dtype, bucket_bytes, model_folder, reference):
     sent = {name: tensor.clone() for name, tensor in weights_of(reference(family), getattr(torch, dtype))}
