@@ -279,18 +279,6 @@ def rollout_apart_has_devices(config: PPOConfig) -> Iterator[Problem]:
 
 
 @rule
-def rollout_apart_is_called_batch_by_batch(config: PPOConfig) -> Iterator[Problem]:
-    if not config.actor_rollout_ref.hybrid_engine and config.actor_rollout_ref.rollout.mode != "sync":
-        yield _problem(
-            config,
-            f"{ROLLOUT}.mode",
-            "with actor_rollout_ref.hybrid_engine=false is not supported yet: servers share the actor's devices. Set "
-            "mode=sync, or leave hybrid_engine true.",
-            "actor_rollout_ref.hybrid_engine",
-        )
-
-
-@rule
 def drawing_ahead_has_devices_of_its_own(config: PPOConfig) -> Iterator[Problem]:
     shared, key = config.actor_rollout_ref, f"{ROLLOUT}.async_ratio"
     if shared.rollout.async_ratio and shared.hybrid_engine:
@@ -479,6 +467,22 @@ def local_controller_has_one_node(config: PPOConfig) -> Iterator[Problem]:
             )
 
 
+@rule
+def servers_of_several_nodes_can_be_reached(config: PPOConfig) -> Iterator[Problem]:
+    rollout = config.actor_rollout_ref.rollout
+    is_local = rollout.server_host in ("localhost", "::1") or rollout.server_host.startswith("127.")
+    place = "trainer" if config.actor_rollout_ref.hybrid_engine else ROLLOUT
+    nodes = len(config.rollout_processes)
+    if rollout.mode == "async" and nodes > 1 and is_local:
+        yield _problem(
+            config,
+            f"{ROLLOUT}.server_host",
+            f"with {place}.nnodes={nodes}: the driver could not reach the rollout servers of other "
+            "nodes. Use 0.0.0.0; the servers then ask for a key that the driver makes up.",
+            f"{place}.nnodes",
+        )
+
+
 # ------------------------------------------------------------------------------------------------- run and resume
 
 
@@ -514,6 +518,7 @@ def custom_class_has_a_name(config: PPOConfig) -> Iterator[Problem]:
     for path, name in (
         ("data.custom_cls.path", "data.custom_cls.name"),
         ("data.sampler.class_path", "data.sampler.class_name"),
+        (f"{ROLLOUT}.agent.custom_async_server.path", f"{ROLLOUT}.agent.custom_async_server.name"),
     ):
         if get_path(config, path) and not get_path(config, name):
             yield _problem(

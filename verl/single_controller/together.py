@@ -41,6 +41,27 @@ def run_together(*calls: Callable[[], Any], is_echo: Callable[[BaseException], b
     return outputs
 
 
+class Beside:
+    """A call that runs in a thread of its own; ``get()`` waits for its output, or raises what it raised."""
+
+    def __init__(self, call: Callable[[], Any]):
+        self._call, self._output, self._error = call, None, None
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._output = self._call()
+        except BaseException as error:  # it is raised in the thread that asks
+            self._error = error
+
+    def get(self) -> Any:
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+        return self._output
+
+
 def _cause(error: BaseException, done: queue.SimpleQueue, running: int, is_echo: Callable) -> BaseException:
     """Of this error and those that follow within the grace, the one that explains the others."""
     errors, deadline = [error], time.monotonic() + _GRACE_S

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from verl.protocol import DataProto
-from verl.utils.ragged import Layout, Ragged
+from verl.trainer.ppo.rows_file import load_rows, save_rows
 
 TRACKER = "latest_checkpointed_iteration.txt"
 AHEAD = "ahead.pt"
@@ -104,7 +104,10 @@ def save_driver_state(
     folder.mkdir(parents=True, exist_ok=True)
     (folder / AHEAD).unlink(missing_ok=True)  # of an earlier run through this step
     if ahead is not None:
-        _save_ahead(folder, *ahead)
+        try:
+            _write_atomic(folder / AHEAD, lambda path: save_rows(path, *ahead))
+        except ValueError as problem:
+            print(f"{folder / AHEAD} is not written: {problem} A run that resumes here draws them anew.")
     _write_atomic(folder / "data.pt", lambda path: torch.save(position, path))
     _write_atomic(folder / "trainer.json", lambda path: path.write_text(json.dumps(state, indent=1)))
 
@@ -120,26 +123,9 @@ def load_driver_state(folder: Path, loader: Any) -> dict[str, Any]:
     return json.loads(state.read_text()) if state.exists() else {}
 
 
-def _save_ahead(folder: Path, responses: DataProto, facts: dict[str, int]) -> None:
-    columns = {name: responses.ragged(name) for name in responses.keys()}
-    packed = {
-        name: (column.values, column.layout.starts, column.layout.lengths, column.layout.width, column.fill)
-        for name, column in columns.items()
-    }
-    content = {"facts": facts, "columns": packed, "pad_token_id": responses.meta_info["pad_token_id"]}
-    _write_atomic(folder / AHEAD, lambda path: torch.save(content, path))
-
-
 def load_ahead(folder: Path) -> tuple[DataProto, dict[str, int]] | None:
     """Responses that the run had drawn for the step after, and facts about them; None if there are none."""
-    if not (folder / AHEAD).exists():
-        return None
-    content = torch.load(folder / AHEAD, weights_only=True)
-    columns = {
-        name: Ragged(values, Layout(starts, lengths, width), fill)
-        for name, (values, starts, lengths, width, fill) in content["columns"].items()
-    }
-    return DataProto.from_ragged(columns, meta_info={"pad_token_id": content["pad_token_id"]}), content["facts"]
+    return load_rows(folder / AHEAD) if (folder / AHEAD).exists() else None
 
 
 def mark_complete(root: str | Path, step: int) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from verl.protocol import DataProto, DataProtoFuture
 from verl.single_controller.errors import WorkerError, WorkerGroupError
-from verl.single_controller.together import run_together
+from verl.single_controller.together import Beside, run_together
 
 Timing = dict[str, float]
 
@@ -24,7 +24,7 @@ class Drawing:
     """Version of the weights they are drawn with."""
     steps_done: int
     """Training steps that these weights had taken."""
-    future: DataProtoFuture | None = None
+    future: DataProtoFuture | Beside | None = None
     timing: Timing = field(default_factory=dict)
     """Seconds it took to begin."""
     finished: DataProto | None = None
@@ -37,15 +37,19 @@ class Drawing:
 
 
 class DisjointRollout:
-    """Draws with the rollout group under the actor group's newest weights.
+    """Draws under the actor group's newest weights with a rollout group.
+
+    Args:
+        sampler: what draws: the rollout group itself, or agent loops that ask its servers.
 
     Attributes:
         version: of the weights that every rank of the rollout has confirmed; None before the first transfer.
         transfer: ``num_bytes`` and ``seconds`` of the last transfer.
     """
 
-    def __init__(self, actor_wg: Any, rollout_wg: Any) -> None:
-        self.actor_wg, self.rollout_wg = actor_wg, rollout_wg
+    def __init__(self, actor_wg: Any, rollout_wg: Any, sampler: Any = None) -> None:
+        self.actor_wg, self.rollout_wg, self.sampler = actor_wg, rollout_wg, sampler or rollout_wg
+        self._begun: Drawing | None = None
         self.version: int | None = None
         self.transfer: dict[str, float] = {}
         self._connect()
@@ -79,19 +83,35 @@ class DisjointRollout:
     def generate_sequences(self, request: DataProto) -> DataProto:
         """Responses under the newest weights, as ``RolloutRole.generate_sequences`` gives them.
 
-        A batch that is being drawn is drawn to its end first, with the weights it began with.
+        A batch that was begun is drawn to its end first, with the weights it began with.
         """
-        seconds = self.sync()
-        request.meta_info["weights_version"] = self.version
-        batch = self.rollout_wg.generate_sequences(request)
-        batch.meta_info["timing"] = {**seconds, **batch.meta_info.get("timing", {})}
+        seconds = self._prepare(request)
+        batch = self.sampler.generate_sequences(request)
+        batch.meta_info["timing"] = {**batch.meta_info.get("timing", {}), **seconds}
         return batch
 
     def start(self, request: DataProto, steps_done: int) -> Drawing:
         """Have responses drawn under the newest weights, those after ``steps_done`` steps, and do not wait for them."""
+        seconds = self._prepare(request)
+        if self.sampler is self.rollout_wg:
+            future = self.rollout_wg.start_generating(request)
+        else:
+            future = Beside(lambda: self.sampler.generate_sequences(request))
+        self._begun = Drawing(self.version, steps_done, future, seconds)
+        return self._begun
+
+    def close(self) -> None:
+        """Stop the rollout's servers, if it has any."""
+        if hasattr(self.sampler, "close"):
+            self.sampler.close()
+
+    def _prepare(self, request: DataProto) -> Timing:
+        if self._begun is not None:
+            self._begun.result()
+            self._begun = None
         seconds = self.sync()
         request.meta_info["weights_version"] = self.version
-        return Drawing(self.version, steps_done, self.rollout_wg.start_generating(request), seconds)
+        return seconds
 
     def _on_both(self, on_actor: Any, on_rollout: Any) -> list:
         """Run a call on each group at the same time; whatever fails ends both, since each may wait for the other."""

@@ -141,6 +141,7 @@ class RayPPOTrainer(RecipeNames):
         self.progress = Progress(self.total_training_steps, enabled=False)
         self.last_checkpoint: Path | None = None
         self.log_places: dict[str, Any] = {}
+        self.sampler: Any = None
         self.generations = ValidationGenerationsLogger()
 
     def _create_dataloader(self, train_dataset: Any, val_dataset: Any, collate_fn: Any, train_sampler: Any) -> None:
@@ -297,7 +298,7 @@ class RayPPOTrainer(RecipeNames):
         request = self.rollout_request(prompts, n, self.global_steps, validate=validate, first=first)
         if do_sample is not None:
             request.meta_info["do_sample"] = do_sample
-        return self.with_responses(prompts, self.sampler.generate_sequences(request))
+        return self.with_responses(prompts, (self.sampler or self.actor_wg).generate_sequences(request))
 
     def rollout_request(
         self, prompts: DataProto, n: int, step: int, *, validate: bool = False, first: int = 0
@@ -315,7 +316,8 @@ class RayPPOTrainer(RecipeNames):
         """The prompts' columns beside what a rollout answered."""
         for name in PROMPT_COLUMNS:
             prompts.pop(batch_keys=[name])
-        generated.non_tensor_batch = {}
+        known = prompts.non_tensor_batch
+        generated.non_tensor_batch = {k: v for k, v in generated.non_tensor_batch.items() if k not in known}
         return prompts.union(generated)
 
     def greedy_rewards(self, prompts: DataProto) -> torch.Tensor:
@@ -348,7 +350,21 @@ class RayPPOTrainer(RecipeNames):
         self.ref_wg = self.ref_policy_wg = groups.get(Role.RefPolicy)
         for group in groups.values():
             group.init_model()
-        self.sampler = DisjointRollout(self.actor_wg, self.rollout_wg) if self.rollout_wg else self.actor_wg
+        self.sampler = self.start_sampler()
+
+    def start_sampler(self) -> Any:
+        """What answers `generate_sequences`: the workers or, with ``rollout.mode=async``, agent loops and servers."""
+        sampler = group = self.rollout_wg or self.actor_wg
+        if self.config.actor_rollout_ref.rollout.mode == "async":
+            from verl.agent_loop import AgentLoopManager
+
+            sampler = AgentLoopManager(typed_config(self.config), group, self.tokenizer, self.processor)
+        return DisjointRollout(self.actor_wg, self.rollout_wg, sampler) if self.rollout_wg else sampler
+
+    def close_sampler(self) -> None:
+        """Stop the rollout's servers, if it has any; also after a failure."""
+        if hasattr(self.sampler, "close"):
+            self.sampler.close()
 
     def start(self) -> None:
         """Open the loggers, resume, and validate once before training."""
