@@ -140,6 +140,25 @@ def test_a_sampler_killed_while_it_draws_ahead_is_named(tmp_path, monkeypatch):
     assert isinstance(error, WorkerDied) and place(error) == ("rollout", "start_generating", 0)
 
 
+class DyingServer(RolloutWorker):
+    """Killed while its server draws with the third version of the weights."""
+
+    def init_rollout(self):
+        super().init_rollout()
+        step, versions = self.rollout.step, set()
+
+        def step_or_die():
+            versions.add(self.rollout.version)
+            return kill() if len(versions) == 3 else step()
+
+        self.rollout.step = step_or_die
+
+
+def test_a_server_killed_while_it_draws_ahead_is_named(tmp_path, monkeypatch):
+    error = failing(tmp_path, monkeypatch, rollout=DyingServer, **AHEAD, actor_rollout_ref__rollout__mode="async")
+    assert isinstance(error, WorkerDied) and error.role == "rollout"
+
+
 def test_a_receiver_that_hangs_ends_the_run_at_the_timeout(tmp_path, monkeypatch):
     error = failing(tmp_path, monkeypatch, rollout=HangingReceiver, trainer__worker_timeout=5)
     assert isinstance(error, WorkerTimeout) and error.method in ("receive_weights", "send_weights")
