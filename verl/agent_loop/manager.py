@@ -66,8 +66,7 @@ class AgentLoopManager:
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_suffix(".part")
         part.unlink(missing_ok=True)
-        model = self.config.actor_rollout_ref.model.path
-        content = {"base_urls": [f"{address}/v1" for address in self.addresses], "api_key": token, "model": model}
+        content = {"base_urls": [f"{address}/v1" for address in self.addresses], "api_key": token, "model": "policy"}
         with os.fdopen(os.open(part, os.O_CREAT | os.O_WRONLY, 0o600), "w") as file:
             file.write(json.dumps(content) + "\n")
         os.replace(part, path)

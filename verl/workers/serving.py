@@ -49,7 +49,6 @@ class ServingRole:
             host=config.server_host,
             token=token,
             tokenizer=self.tokenizer,
-            name=self.config.model.path,
             seed=derive_seed(self.seed, "served", rank),
             relay=relay,
         )
