@@ -27,6 +27,14 @@ def test_nothing_is_said_about_defaults():
         ([f"{ROLLOUT}.engine_kwargs.vllm.swap_space=4"], "engine_kwargs"),
         ([f"{ROLLOUT}.max_model_len=4096"], "max_model_len=4096 has no effect"),
         ([f"{ACTOR}.use_kl_loss=true", REF, f"{REF_DTYPE}=bf16"], "kept in mixed_precision.param_dtype"),
+        (
+            [f"{ROLLOUT}.nnodes=2", f"{ROLLOUT}.n_gpus_per_node=4"],
+            "nnodes=2, actor_rollout_ref.rollout.n_gpus_per_node=4",
+        ),
+        (
+            ["actor_rollout_ref.hybrid_engine=false", f"{ROLLOUT}.free_cache_engine=true"],
+            "shares its devices with nobody",
+        ),
         ([f"{ROLLOUT}.multi_stage_wake_up=true"], "weights are always brought back first"),
         ([*ON_CPU, f"{ROLLOUT}.enforce_eager=false"], "no CUDA graphs on a CPU"),
         ([f"{ACTOR}.entropy_checkpointing=true"], "always computed in chunks"),

@@ -66,6 +66,9 @@ MOVED: tuple[Moved, ...] = (
         for role in ("actor", "ref", "rollout")
         for name in ("discrete", "all_ranks", "ranks")
     ),
+    Moved("rollout.nnodes", (f"{_A}.rollout.nnodes",)),
+    Moved("rollout.n_gpus_per_node", (f"{_A}.rollout.n_gpus_per_node",)),
+    Moved("async_generation_ratio", (f"{_A}.rollout.async_ratio",)),
     Moved("af_output_dir", ("trainer.default_local_dir",)),
     Moved(
         "engine_kwargs.vllm.disable_mm_preprocessor_cache",

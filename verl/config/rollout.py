@@ -121,6 +121,18 @@ class RolloutConfig(Config):
     """Address the servers of ``mode=async`` listen on. Others than loopback (``0.0.0.0`` for all; needed with several
     nodes) let other machines in, which then need the key in ``trainer.default_local_dir``/rollout_servers.json."""
 
+    nnodes: int = option(1, at_least=0)
+    """Machines of the rollout. Read only with ``hybrid_engine=false``."""
+
+    n_gpus_per_node: int | None = option(None, above=0)
+    """Worker processes of the rollout on each of its machines, one per GPU, beside those of ``trainer``. Null: as many
+    as ``trainer.n_gpus_per_node``. Read only with ``hybrid_engine=false``."""
+
+    async_ratio: int = option(0, at_least=0, at_most=1)
+    """Batches that are drawn ahead of training. 0: each batch is drawn with the newest weights. 1: the next batch is
+    drawn while one is trained on, with weights one training step old (one-step-off-policy). Source: Noukhovitch et
+    al. 2024 (arXiv:2410.18252)."""
+
     temperature: float = option(1.0, above=0)
     """Logits are divided by this, when sampling and when log-probs are computed."""
 

@@ -20,6 +20,7 @@ from verl.protocol import DataProto
 from verl.single_controller import get_controller
 from verl.trainer.ppo import checkpoint, long_tails
 from verl.trainer.ppo.core_algos import AdvantageEstimator
+from verl.trainer.ppo.disjoint import DisjointRollout
 from verl.trainer.ppo.experience import (
     apply_kl_penalty,
     arrange_rows,
@@ -63,7 +64,7 @@ __all__ = [
 ]
 
 PROMPT_COLUMNS = ("input_ids", "attention_mask", "position_ids")
-SAVED_ROLES = {Role.ActorRollout: "actor", Role.Critic: "critic"}
+SAVED_ROLES = {Role.ActorRollout: "actor", Role.Actor: "actor", Role.Critic: "critic"}
 """Roles with a checkpoint, and its folder under that of the step."""
 
 
@@ -100,6 +101,9 @@ class RayPPOTrainer(RecipeNames):
         device_name: overrides ``trainer.device``.
     """
 
+    draws_ahead = False
+    """Whether this class does what ``rollout.async_ratio`` above 0 asks for."""
+
     def __init__(
         self,
         config: Any,
@@ -118,6 +122,11 @@ class RayPPOTrainer(RecipeNames):
     ) -> None:
         self.config = config = adopt_config(config)
         import_users_modules(config.actor_rollout_ref.model.external_lib)
+        if (ratio := config.actor_rollout_ref.rollout.async_ratio) and not self.draws_ahead:
+            raise ValueError(
+                f"actor_rollout_ref.rollout.async_ratio={ratio}: {type(self).__name__} draws each batch when it is "
+                "needed. Let it inherit from verl.trainer.ppo.one_step_off.OneStepOffTrainer, or set 0."
+            )
         self.tokenizer = tokenizer
         self.processor = processor
         self.role_worker_mapping = role_worker_mapping
@@ -204,6 +213,10 @@ class RayPPOTrainer(RecipeNames):
         batch.meta_info["global_token_num"] = batch.ragged("attention_mask").layout.lengths.tolist()
         return batch
 
+    def sample(self, prompts: DataProto, n: int) -> DataProto:
+        """n responses to each of the step's prompts."""
+        return self.generate(prompts.repeat(n, interleave=True), n)
+
     def balance_batch(self, batch: DataProto, metrics: dict, logging_prefix: str = "global_seqlen") -> None:
         """Order the rows, in place, so that every rank gets its share of each mini-batch and of the tokens."""
         dp_size = len(self.actor_wg.mesh("actor").sources)
@@ -271,22 +284,33 @@ class RayPPOTrainer(RecipeNames):
     # -- prompts and samples ------------------------------------------------------------------------------------------
 
     def prompt_batches(self) -> Iterator[tuple[int, DataProto]]:
-        """Batches of prompts until ``total_training_steps``; each prompt has a ``uid`` of its own.
+        """Batches of prompts until ``total_training_steps``; each begins a step."""
+        for step, prompts in self.read_prompts():
+            self.begin_step(step)
+            yield step, prompts
+
+    def read_prompts(self) -> Iterator[tuple[int, DataProto]]:
+        """Batches of prompts for the steps to come; each prompt has a ``uid`` of its own.
 
         With ``rollout.over_sample_rate`` they are more than a batch; `rollout` chooses among them.
         """
-        while self.global_steps < self.total_training_steps:
+        step = self.global_steps
+        while step < self.total_training_steps:
             for rows in self.train_dataloader if self.group_sampler is None else [None]:
-                self.global_steps += 1
-                self.metrics, self.timing = {}, {}
+                step += 1
                 if self.group_sampler is None:
                     prompts = DataProto.from_single_dict(rows)
-                    prompts.non_tensor_batch["uid"] = self.uids(f"step{self.global_steps}", len(prompts))
+                    prompts.non_tensor_batch["uid"] = self.uids(f"step{step}", len(prompts))
                 else:
-                    prompts = self.group_sampler.take(self.global_steps)
-                yield self.global_steps, prompts
-                if self.global_steps >= self.total_training_steps:
+                    prompts = self.group_sampler.take(step)
+                yield step, prompts
+                if step >= self.total_training_steps:
                     return
+
+    def begin_step(self, step: int) -> None:
+        """From here on numbers and times are those of ``step``."""
+        self.global_steps = step
+        self.metrics, self.timing = {}, {}
 
     def generate(
         self, prompts: DataProto, n: int, *, do_sample: bool | None = None, validate: bool = False, first: int = 0
@@ -295,20 +319,27 @@ class RayPPOTrainer(RecipeNames):
 
         The seed of each sample comes from (run seed, step, prompt, k) alone; the prompts count from ``first``.
         """
-        step, purpose = self.global_steps, "validate" if validate else "train"
-        seeds = [derive_seed(self.seed, purpose, step, first + i // n, i % n) for i in range(len(prompts))]
-        request = prompts.select(batch_keys=list(PROMPT_COLUMNS))
-        request.meta_info = {"validate": validate, "global_steps": self.global_steps}
-        prompts.meta_info.update(request.meta_info)
+        request = self.rollout_request(prompts, n, self.global_steps, validate=validate, first=first)
         if do_sample is not None:
             request.meta_info["do_sample"] = do_sample
-        request.put("seeds", torch.tensor(seeds))
         return join_generated(prompts, (self.sampler or self.actor_wg).generate_sequences(request))
+
+    def rollout_request(
+        self, prompts: DataProto, n: int, step: int, *, validate: bool = False, first: int = 0
+    ) -> DataProto:
+        """What a rollout is asked in training step ``step``; arguments as in `generate`."""
+        purpose = "validate" if validate else "train"
+        seeds = [derive_seed(self.seed, purpose, step, first + i // n, i % n) for i in range(len(prompts))]
+        request = prompts.select(batch_keys=list(PROMPT_COLUMNS))
+        request.meta_info = {"validate": validate, "global_steps": step}
+        prompts.meta_info.update(request.meta_info)
+        request.put("seeds", torch.tensor(seeds))
+        return request
 
     def sample_groups(self, prompts: DataProto, n: int) -> tuple[DataProto, DataProto]:
         """The prompts of the batch, and n responses to each; with ``rollout.over_sample_rate`` not to all prompts."""
         if self.group_sampler is None:
-            return prompts, self.generate(prompts.repeat(n, interleave=True), n)
+            return prompts, self.sample(prompts, n)
         prompts.meta_info.update(validate=False, global_steps=self.global_steps)
         prompts, generated, drawn = draw_batch(self.sampler, self.group_sampler, prompts)
         self.metrics.update(drawn.metrics)
@@ -338,7 +369,8 @@ class RayPPOTrainer(RecipeNames):
             self.ray_worker_group_cls,
         )
         self.worker_groups = groups
-        self.actor_wg = self.actor_rollout_wg = groups[Role.ActorRollout]
+        self.actor_wg = self.actor_rollout_wg = groups.get(Role.ActorRollout) or groups[Role.Actor]
+        self.rollout_wg = groups.get(Role.Rollout)
         self.critic_wg = groups.get(Role.Critic)
         self.ref_wg = self.ref_policy_wg = groups.get(Role.RefPolicy)
         for group in groups.values():
@@ -347,11 +379,12 @@ class RayPPOTrainer(RecipeNames):
 
     def start_sampler(self) -> Any:
         """What answers `generate_sequences`: the workers or, with ``rollout.mode=async``, agent loops and servers."""
-        if self.config.actor_rollout_ref.rollout.mode == "sync":
-            return self.actor_wg
-        from verl.agent_loop import AgentLoopManager
+        sampler = group = self.rollout_wg or self.actor_wg
+        if self.config.actor_rollout_ref.rollout.mode == "async":
+            from verl.agent_loop import AgentLoopManager
 
-        return AgentLoopManager(typed_config(self.config), self.actor_wg, self.tokenizer, self.processor)
+            sampler = AgentLoopManager(typed_config(self.config), group, self.tokenizer, self.processor)
+        return DisjointRollout(self.actor_wg, self.rollout_wg, sampler) if self.rollout_wg else sampler
 
     def close_sampler(self) -> None:
         """Stop the rollout's servers, if it has any; also after a failure."""
@@ -476,7 +509,7 @@ class RayPPOTrainer(RecipeNames):
         for name, group in self.saved_groups().items():
             group.save_checkpoint(str(folder / name), None, self.global_steps)
         self.saved_steps = [step for step in self.saved_steps if step != self.global_steps] + [self.global_steps]
-        checkpoint.save_driver_state(folder, self.train_dataloader, self.driver_state())
+        checkpoint.save_driver_state(folder, self.prompts_position(), self.driver_state(), self.responses_ahead())
         if self.group_sampler is not None:
             self.group_sampler.save(folder)
         checkpoint.mark_complete(folder.parent, self.global_steps)
@@ -533,6 +566,14 @@ class RayPPOTrainer(RecipeNames):
             self.last_checkpoint = None
         done = f"{self.global_steps} of {self.total_training_steps} steps are done"
         self.progress.say(f"resumed from {folder}: {done}{''.join(remarks)}")
+
+    def prompts_position(self) -> dict[str, Any]:
+        """Where a run that resumes goes on reading prompts."""
+        return self.train_dataloader.state_dict()
+
+    def responses_ahead(self) -> tuple[DataProto, dict[str, int]] | None:
+        """Responses drawn for a step that has not begun, and facts about them; here there are none."""
+        return None
 
     def driver_state(self) -> dict[str, Any]:
         """What the driver must remember across a restart, as JSON values."""
