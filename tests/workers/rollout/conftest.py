@@ -50,6 +50,7 @@ def rollout_config(**changes) -> SimpleNamespace:
         "enable_chunked_prefill": True,
         "disable_log_stats": True,
         "free_cache_engine": True,
+        "use_fire_sampling": False,
         "engine_kwargs": {"vllm": {"swap_space": None, "disable_mm_preprocessor_cache": False}},
     }
     return SimpleNamespace(**defaults | changes)

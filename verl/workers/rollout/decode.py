@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from verl.workers.rollout import logit_rules, stop_text
 from verl.workers.rollout.base import Completion, Request
 from verl.workers.rollout.sampling import Sampler
 
@@ -22,6 +23,7 @@ class Decode:
         width: columns of the left-padded prompts.
         stop_token_ids: end every row, besides its request's own, unless its request ignores them.
         device: of the model.
+        decode: token ids to text, for requests with stop texts.
 
     What the next forward reads: ``tokens`` (n,), ``positions`` (n,) and ``mask`` (n, columns), n being the rows left.
     """
@@ -33,11 +35,16 @@ class Decode:
         width: int,
         stop_token_ids: Iterable[int],
         device: torch.device,
+        decode: stop_text.Decode | None = None,
     ):
         self.requests = requests
         self.sampler = Sampler(requests, device)
         self.tokens: Tensor | None = None
         self.stops = _stop_table(requests, set(stop_token_ids), device)
+        self.rules = None
+        if logit_rules.are_needed(requests):
+            self.rules = logit_rules.LogitRules(requests, max(limits), self.stops, device)
+        self.texts = {i: stop_text.watch(request, decode) for i, request in enumerate(requests) if request.sampling.stop}
         self.limits = torch.tensor(limits, device=device)
         self.positions = torch.tensor([len(request.prompt_ids) for request in requests], device=device)
         columns = torch.arange(width + max(limits), device=device)
@@ -53,19 +60,32 @@ class Decode:
 
     def take(self, logits: Tensor, step: int) -> bool:
         """Draw the ``step``-th token of every row from ``logits`` (n, V); False when no row goes on."""
+        if self.rules is not None:
+            logits = self.rules.apply(logits, step)
         self.tokens, log_probs = self.sampler.draw(logits, step)
+        if self.rules is not None:
+            self.rules.note(self.tokens, step)
         self.drawn[self.rows, step] = self.tokens
         if log_probs is not None:
             self.log_probs[self.rows, step] = log_probs
         if step:
             self.positions += self.live  # ended rows stand still: positions never leave the model's context
-        stopped = (self.tokens[:, None] == self.stops).any(1) & self.live
+        stopped = ((self.tokens[:, None] == self.stops).any(1) | self._end_of_text()) & self.live
         if bool(stopped.any()):
             self.lengths[self.rows[stopped]] = step + 1
             self.stopped[self.rows[stopped]] = True
         self.live &= ~stopped & (self.limits > step + 1)
         self.num_live = int(self.live.sum())
         return self.num_live > 0
+
+    def _end_of_text(self) -> Tensor:
+        """Rows whose newest token completes a stop text, (n,)."""
+        ended = torch.zeros_like(self.live)
+        if self.texts:
+            rows = zip(self.rows.tolist(), self.live.tolist(), self.tokens.tolist(), strict=True)
+            for row, (request, is_live, token) in enumerate(rows):
+                ended[row] = is_live and request in self.texts and self.texts[request].ends_with(token)
+        return ended
 
     def survivors(self) -> Tensor | None:
         """Rows to go on with, or None while too few have ended to be worth moving the cache."""
@@ -77,6 +97,8 @@ class Decode:
         for name in ("rows", "live", "limits", "stops", "positions", "mask", "tokens"):
             setattr(self, name, getattr(self, name)[rows])
         self.sampler.keep(rows)
+        if self.rules is not None:
+            self.rules.keep(rows)
 
     def completions(self) -> list[Completion]:
         """One per request, in their order."""

@@ -7,8 +7,9 @@ decoded together and leave the batch when they end.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -18,11 +19,21 @@ from transformers.cache_utils import Cache
 
 from verl.models.loader import ModelSpec, load_config, load_model
 from verl.utils.device import empty_cache
+from verl.utils.tokenizer import hf_tokenizer
 from verl.utils.torch_dtypes import PrecisionType
-from verl.workers.rollout.base import Bucket, Completion, Receipt, Request, RolloutEngine, WeightSyncError
+from verl.workers.rollout.base import (
+    Bucket,
+    Completion,
+    Receipt,
+    Request,
+    RolloutEngine,
+    SamplingParams,
+    WeightSyncError,
+)
 from verl.workers.rollout.decode import Decode
 from verl.workers.rollout.host_memory import cache_share, own_storages, return_free_memory
 from verl.workers.rollout.kv_cache import DECODE_ATTENTION, can_join, decode_cache
+from verl.workers.rollout.logit_rules import check_extra
 from verl.workers.rollout.model_limits import cached_bytes_per_token, check_prompt, longest_sequence, stop_tokens
 from verl.workers.rollout.places import checkpoint_places
 from verl.workers.rollout.weight_sync import checksum, listed
@@ -41,6 +52,7 @@ class HFRollout(RolloutEngine):
         device: where the copy lives.
         trust_remote_code: run model code that comes with the folder.
         override_config: replaces entries of the model's config.
+        tokenizer_path: folder of the tokenizer, read when a request has stop texts. None: the model's.
     """
 
     def __init__(
@@ -50,9 +62,11 @@ class HFRollout(RolloutEngine):
         device: str | torch.device = "cpu",
         trust_remote_code: bool = False,
         override_config: Mapping[str, Any] | None = None,
+        tokenizer_path: str | None = None,
     ):
         super().__init__()
         self.config = config
+        self.tokenizer_path, self.trust_remote_code = tokenizer_path or model_path, trust_remote_code
         self.device = torch.device(device)
         self.dtype = PrecisionType.to_dtype(config.dtype)
         spec = ModelSpec(
@@ -149,10 +163,20 @@ class HFRollout(RolloutEngine):
 
     # -- generation ----------------------------------------------------------------------------------------------------
 
+    def check_sampling(self, sampling: SamplingParams) -> None:
+        check_extra(sampling)
+
+    @cached_property
+    def decode_text(self) -> Callable[[list[int]], str]:
+        """Token ids to text, special tokens included."""
+        tokenizer = hf_tokenizer(self.tokenizer_path, trust_remote_code=self.trust_remote_code)
+        return partial(tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
     @torch.inference_mode()
     def _generate(self, requests: list[Request]) -> list[Completion]:
         for request in requests:
             check_prompt(len(request.prompt_ids), self.max_model_len)
+            self.check_sampling(request.sampling)
         completions: dict[int, Completion] = {}
         for batch in self._batches(requests):
             completions |= zip(batch, self._decode([requests[i] for i in batch]), strict=True)
@@ -184,7 +208,8 @@ class HFRollout(RolloutEngine):
         width, limits = len(prompts[-1]), [self._limit(request) for request in requests]
         logits, prefilled = self._prefill(prompts)
         cache = decode_cache(prefilled, owner, width, width + min(max(limits), _FIRST_ROOM))
-        rows = Decode(requests, limits, width, self.stop_token_ids, self.device)
+        decode = self.decode_text if any(request.sampling.stop for request in requests) else None
+        rows = Decode(requests, limits, width, self.stop_token_ids, self.device, decode)
         logits, step = logits[owner], 0
         while rows.take(logits, step):
             if (survivors := rows.survivors()) is not None:

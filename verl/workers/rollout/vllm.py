@@ -17,16 +17,25 @@ import torch.distributed as dist
 from verl.models.loader import ModelSpec, load_config
 from verl.utils.distributed import ensure_process_group
 from verl.utils.torch_dtypes import PrecisionType
-from verl.workers.rollout.base import Bucket, Completion, Receipt, Request, RolloutEngine, WeightSyncError
+from verl.workers.rollout.base import (
+    Bucket,
+    Completion,
+    Receipt,
+    Request,
+    RolloutEngine,
+    SamplingParams,
+    WeightSyncError,
+)
 from verl.workers.rollout.model_limits import check_prompt, longest_sequence, stop_tokens
 from verl.workers.rollout.vllm_memory import CPUMemory, DeviceMemory, host_cache_bytes, model_of
-from verl.workers.rollout.vllm_requests import completion, sampling_arguments
+from verl.workers.rollout.vllm_requests import check_arguments, completion, sampling_arguments
 from verl.workers.rollout.vllm_setup import (
     check_model,
     engine_arguments,
     import_vllm,
     keep_process_group,
     undisturbed_process,
+    use_first_token_processors,
     unlink_message_queue,
 )
 from verl.workers.rollout.vllm_sync import WeightLoad, refuse_reshaped_weights
@@ -46,6 +55,7 @@ class VLLMRollout(RolloutEngine):
         device: ``cpu`` or ``cuda``; must be what the installed vLLM is built for.
         trust_remote_code: run model code that comes with the folder.
         override_config: replaces entries of the model's config.
+        tokenizer_path: folder of the tokenizer, for stop texts and words. None: the model's.
 
     Raises:
         ImportError: vLLM is not installed.
@@ -59,6 +69,7 @@ class VLLMRollout(RolloutEngine):
         device: str | torch.device = "cpu",
         trust_remote_code: bool = False,
         override_config: Mapping[str, Any] | None = None,
+        tokenizer_path: str | None = None,
     ):
         super().__init__()
         self.device = torch.device(device)
@@ -74,6 +85,7 @@ class VLLMRollout(RolloutEngine):
             "dtype": str(self.dtype).removeprefix("torch."),
             "max_model_len": self.max_model_len,
             "trust_remote_code": trust_remote_code,
+            "tokenizer": tokenizer_path or spec.folder,
             "hf_overrides": {k: v for k, v in spec.override_config.items() if k != "attn_implementation"},
         }
         if self.device.type == "cpu":
@@ -81,6 +93,7 @@ class VLLMRollout(RolloutEngine):
         self._sampling_class = vllm.SamplingParams
         ensure_process_group(self.device.type)
         arguments = engine_arguments(config, self.device.type, spec.folder, **derived)
+        self._has_first_token = use_first_token_processors(config, arguments)
         with undisturbed_process(self.device.type):
             self.llm = vllm.LLM(**arguments)
         keep_process_group(self.llm)
@@ -176,9 +189,17 @@ class VLLMRollout(RolloutEngine):
 
     # -- generation ----------------------------------------------------------------------------------------------------
 
+    def check_sampling(self, sampling: SamplingParams) -> None:
+        check_arguments(sampling, self._sampling_class.__struct_fields__, self._has_first_token)
+        try:
+            self._params(Request((0,), sampling))
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"The installed vLLM refuses this sampling: {error} See rollout.* in the docs.") from error
+
     def _generate(self, requests: list[Request]) -> list[Completion]:
         for request in requests:
             check_prompt(len(request.prompt_ids), self.max_model_len)
+            check_arguments(request.sampling, self._sampling_class.__struct_fields__, self._has_first_token)
         prompts = [{"prompt_token_ids": list(request.prompt_ids)} for request in requests]
         # vLLM compiles a helper of its sampler even in eager mode: on CPU that takes a C++ compiler and a second
         plainly = torch.compiler.set_stance("force_eager") if self.device.type == "cpu" else nullcontext()

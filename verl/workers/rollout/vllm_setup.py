@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 _KEY = "actor_rollout_ref.rollout"
 
-LOAD_FORMATS = {"hf": "auto", "dtensor": "auto"}
+LOAD_FORMATS = {"hf": "auto", "dtensor": "auto", "megatron": "auto"}
 """verl's names of ways to load the first weights that vLLM calls otherwise; ``dummy*`` reads none."""
 
 
@@ -165,7 +165,6 @@ def engine_arguments(config: Any, device: str, model_path: str, **derived: Any) 
     """
     arguments = {
         "model": model_path,
-        "skip_tokenizer_init": True,
         "generation_config": "vllm",  # sampling defaults come with each request
         "tensor_parallel_size": config.tensor_model_parallel_size,
         "distributed_executor_backend": "external_launcher",
@@ -195,6 +194,20 @@ def engine_arguments(config: Any, device: str, model_path: str, **derived: Any) 
     arguments |= given
     _check_known(arguments, given)
     return arguments
+
+
+def use_first_token_processors(config: Any, arguments: dict[str, Any]) -> bool:
+    """Add what treats the first token apart to the engine's arguments, if ``config`` asks for it; whether it did.
+
+    It is written for vLLM's first model runner, which is then chosen where there are two.
+    """
+    if not config.use_fire_sampling:
+        return False
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
+    module = "verl.workers.rollout.vllm_first_token"
+    ours = [f"{module}:FirstTokenTemperature", f"{module}:FirstTokenTopK"]
+    arguments["logits_processors"] = [*ours, *(arguments.get("logits_processors") or [])]
+    return True
 
 
 def _given(extra: Mapping[str, Any]) -> dict[str, Any]:
