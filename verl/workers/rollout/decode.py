@@ -10,6 +10,7 @@ from torch import Tensor
 from verl.workers.rollout import logit_rules, stop_text
 from verl.workers.rollout.base import Completion, Request
 from verl.workers.rollout.sampling import Sampler
+from verl.workers.rollout.vision import positions_ahead
 
 _NO_TOKEN = -1
 
@@ -49,6 +50,8 @@ class Decode:
         self.positions = torch.tensor([len(request.prompt_ids) for request in requests], device=device)
         columns = torch.arange(width + max(limits), device=device)
         self.mask = columns >= (width - self.positions)[:, None]
+        # a prompt with images may end at a lower position than its count of tokens
+        self.positions = self.positions + torch.tensor(positions_ahead(requests), device=device)
         self.rows = torch.arange(len(requests), device=device)  # row of the batch -> request
         self.live = torch.ones(len(requests), dtype=torch.bool, device=device)
         self.num_live = len(requests)
