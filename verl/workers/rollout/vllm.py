@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from verl.models.loader import ModelSpec, load_config
+from verl.models.multimodal import is_vision_language
 from verl.utils.distributed import ensure_process_group
 from verl.utils.torch_dtypes import PrecisionType
 from verl.workers.rollout.base import (
@@ -27,17 +28,20 @@ from verl.workers.rollout.base import (
     WeightSyncError,
 )
 from verl.workers.rollout.model_limits import check_prompt, longest_sequence, stop_tokens
+from verl.workers.rollout.vision import check_media
 from verl.workers.rollout.vllm_memory import CPUMemory, DeviceMemory, host_cache_bytes, model_of
 from verl.workers.rollout.vllm_requests import check_arguments, completion, sampling_arguments
 from verl.workers.rollout.vllm_setup import (
     check_model,
     engine_arguments,
+    image_arguments,
     import_vllm,
     keep_process_group,
     undisturbed_process,
-    use_first_token_processors,
     unlink_message_queue,
+    use_first_token_processors,
 )
+from verl.workers.rollout.vllm_stream import VLLMStream
 from verl.workers.rollout.vllm_sync import WeightLoad, refuse_reshaped_weights
 
 logger = logging.getLogger(__name__)
@@ -77,7 +81,7 @@ class VLLMRollout(RolloutEngine):
         self.dtype = PrecisionType.to_dtype(config.dtype)
         vllm = import_vllm(self.device.type)
         spec = ModelSpec(model_path, override_config=override_config or {}, trust_remote_code=trust_remote_code)
-        model_config = load_config(spec)
+        self._model_config = model_config = load_config(spec)
         check_model(model_config, self.device.type)
         self.max_model_len = longest_sequence(config, model_config)
         self.stop_token_ids = stop_tokens(spec.folder, model_config)
@@ -88,6 +92,8 @@ class VLLMRollout(RolloutEngine):
             "tokenizer": tokenizer_path or spec.folder,
             "hf_overrides": {k: v for k, v in spec.override_config.items() if k != "attn_implementation"},
         }
+        if is_vision_language(model_config):
+            derived |= image_arguments(config.limit_images)
         if self.device.type == "cpu":
             derived["kv_cache_memory_bytes"] = host_cache_bytes(config, model_config, self.dtype, self.max_model_len)
         self._sampling_class = vllm.SamplingParams
@@ -99,6 +105,7 @@ class VLLMRollout(RolloutEngine):
         keep_process_group(self.llm)
         unlink_message_queue()
         self.tensor_parallel_size = arguments["tensor_parallel_size"]
+        self._stream = VLLMStream(self.llm.llm_engine)
         self.model = model_of(self.llm)
         refuse_reshaped_weights(self.model)
         self._memory = CPUMemory(self.llm, self.model) if self.device.type == "cpu" else DeviceMemory(self.llm)
@@ -121,6 +128,7 @@ class VLLMRollout(RolloutEngine):
         A tensor of which this rank holds a shard is judged shard by shard against what arrived; it is reported as what
         arrived if every rank holds its shards, and the replica's shards make up the whole.
         """
+        self.check_nothing_runs("update_weights()")
         self.invalidate()
         if "weights" in self._asleep:
             raise WeightSyncError(f"Weights of version {version} arrived while the rollout was asleep. Wake it first.")
@@ -147,7 +155,9 @@ class VLLMRollout(RolloutEngine):
         return Receipt(version, sync.checksums(), sync.num_bytes)
 
     def _forget_cached_prefixes(self) -> None:
-        """What was computed with older weights must not be reused."""
+        """What was computed with older weights must not be reused: keys and values, and what images became."""
+        if is_vision_language(self._model_config):
+            self.llm.llm_engine.reset_encoder_cache()
         if not self.llm.reset_prefix_cache():
             raise WeightSyncError("vLLM did not reset its prefix cache: requests are still running.")
 
@@ -170,6 +180,7 @@ class VLLMRollout(RolloutEngine):
 
     def sleep(self, level: int = 1) -> None:
         """Free weights and KV cache; on CPU both levels forget the weights."""
+        self.check_nothing_runs("sleep()")
         self.invalidate()
         if not self._asleep:
             self._memory.sleep(level)
@@ -198,14 +209,43 @@ class VLLMRollout(RolloutEngine):
 
     def _generate(self, requests: list[Request]) -> list[Completion]:
         for request in requests:
-            check_prompt(len(request.prompt_ids), self.max_model_len)
             check_arguments(request.sampling, self._sampling_class.__struct_fields__, self._has_first_token)
-        prompts = [{"prompt_token_ids": list(request.prompt_ids)} for request in requests]
-        # vLLM compiles a helper of its sampler even in eager mode: on CPU that takes a C++ compiler and a second
-        plainly = torch.compiler.set_stance("force_eager") if self.device.type == "cpu" else nullcontext()
-        with plainly:
+        prompts = [self._prompt(request) for request in requests]
+        with self._plainly():
             outputs = self.llm.generate(prompts, [self._params(request) for request in requests], use_tqdm=False)
         return [completion(request, output) for request, output in zip(requests, outputs, strict=True)]
+
+    def submit(self, request: Request, expect_version: int) -> int:
+        self.check_version(expect_version)
+        ticket = next(self._tickets)
+        self._stream.add(ticket, request, self._prompt(request), self._params(request))
+        return ticket
+
+    def step(self) -> dict[int, Completion]:
+        with self._plainly():
+            return self._stream.step()
+
+    def abort(self, tickets: Sequence[int]) -> dict[int, Completion]:
+        return self._stream.abort(tickets)
+
+    def partial(self, ticket: int) -> Completion | None:
+        return self._stream.partial(ticket)
+
+    @property
+    def num_running(self) -> int:
+        return self._stream.num_running
+
+    def _plainly(self) -> Any:
+        """vLLM compiles a helper of its sampler even in eager mode: on CPU that takes a C++ compiler and a second."""
+        return torch.compiler.set_stance("force_eager") if self.device.type == "cpu" else nullcontext()
+
+    def _prompt(self, request: Request) -> dict[str, Any]:
+        check_prompt(len(request.prompt_ids), self.max_model_len)
+        prompt = {"prompt_token_ids": list(request.prompt_ids)}
+        if request.media:
+            images = check_media(request, self._model_config, self.config.limit_images)
+            prompt["multi_modal_data"] = {"image": list(images)}
+        return prompt
 
     def _params(self, request: Request) -> Any:
         return self._sampling_class(**sampling_arguments(request, self.max_model_len, self.stop_token_ids))

@@ -186,6 +186,8 @@ def engine_arguments(config: Any, device: str, model_path: str, **derived: Any) 
     if device != "cpu":
         arguments["enable_sleep_mode"] = config.free_cache_engine
     given = _given(config.engine_kwargs.get("vllm") or {})
+    if given.pop("disable_mm_preprocessor_cache", False):  # its name in vLLM before 0.10
+        given["mm_processor_cache_gb"] = 0
     for name in _NOT_YET & given.keys():
         raise ValueError(
             f"{_KEY}.engine_kwargs.vllm.{name}={given[name]!r} is not supported yet: a weight sync does not reach "
@@ -208,6 +210,12 @@ def use_first_token_processors(config: Any, arguments: dict[str, Any]) -> bool:
     ours = [f"{module}:FirstTokenTemperature", f"{module}:FirstTokenTopK"]
     arguments["logits_processors"] = [*ours, *(arguments.get("logits_processors") or [])]
     return True
+
+
+def image_arguments(limit_images: int | None) -> dict[str, Any]:
+    """Engine arguments of a vision-language model: vLLM reads its images itself, and needs the tokenizer for it."""
+    limits = {"video": 0} | ({} if limit_images is None else {"image": limit_images})
+    return {"skip_tokenizer_init": False, "limit_mm_per_prompt": limits}
 
 
 def _given(extra: Mapping[str, Any]) -> dict[str, Any]:
