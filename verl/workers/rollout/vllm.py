@@ -43,7 +43,7 @@ from verl.workers.rollout.vllm_setup import (
     use_first_token_processors,
 )
 from verl.workers.rollout.vllm_stream import VLLMStream
-from verl.workers.rollout.vllm_sync import WeightLoad, refuse_reshaped_weights
+from verl.workers.rollout.vllm_sync import WeightLoad, refuse_made_up_buffers, refuse_reshaped_weights
 
 logger = logging.getLogger(__name__)
 
@@ -111,6 +111,8 @@ class VLLMRollout(RolloutEngine):
         self._stream = VLLMStream(self.llm.llm_engine)
         self.model = model_of(self.llm)
         refuse_reshaped_weights(self.model)
+        if arguments["load_format"] == "dummy":
+            refuse_made_up_buffers(self.model)
         self._memory = CPUMemory(self.llm, self.model) if self.device.type == "cpu" else DeviceMemory(self.llm)
         self._asleep: set[str] = set()
         if not config.load_format.startswith("dummy"):

