@@ -111,8 +111,11 @@ def refuse_made_up_buffers(model: nn.Module) -> None:
     """Refuse saved buffers of a model that was loaded without reading its checkpoint: vLLM filled them at random, and
     no sync of weights brings them.
     """
-    saved, parameters = model.state_dict(), dict(model.named_parameters(remove_duplicate=False))
-    if made_up := [name for name, held in saved.items() if name not in parameters and held.is_floating_point()]:
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    buffers = {name: held for name, held in model.state_dict().items() if name not in parameters}
+    # attention's own scales begin with an underscore; they count in an 8-bit cache only
+    made_up = [name for name, held in buffers.items() if held.is_floating_point() and "._" not in name]
+    if made_up:
         raise ValueError(
             f"rollout.load_format=dummy left {listed(made_up)} of {type(model).__name__} at random: buffers that no "
             "weight sync brings. Set actor_rollout_ref.rollout.load_format=auto."
