@@ -27,7 +27,10 @@ from verl.workers.rollout.assemble import assemble
 from verl.workers.rollout.base import Request, RolloutEngine, SamplingParams
 from verl.workers.rollout.weight_sync import sync_weights
 
-TOKENS = ("input_ids", "attention_mask", "position_ids", "prompts", "responses", "response_mask")
+TOKENS = (
+    *("input_ids", "attention_mask", "position_ids", "prompts", "responses", "response_mask"),
+    *("multi_modal_inputs", "multi_modal_data"),  # of rows with images
+)
 """Columns every forward pass over prompt and response needs."""
 
 UPDATE_COLUMNS = TOKENS + (
@@ -185,13 +188,13 @@ class RolloutRole:
     @register(
         dispatch_mode=Dispatch.DP_COMPUTE_PROTO,
         mesh="rollout",
-        reads=("input_ids", "attention_mask", "position_ids", "raw_prompt_ids", "seeds"),
+        reads=("input_ids", "attention_mask", "position_ids", "raw_prompt_ids", "seeds", "multi_modal_data"),
     )
     def generate_sequences(self, prompts: DataProto) -> DataProto:
         """Sample one response a row: adds row 1 of the data flow (responses, masks, whole sequences).
 
-        Reads ``raw_prompt_ids`` (or the real cells of ``input_ids``) and ``seeds`` (B,) int64; a caller that gives no
-        seeds gets others at every call and on every rank. The meta facts
+        Reads ``raw_prompt_ids`` (or the real cells of ``input_ids``), ``multi_modal_data`` where prompts have images,
+        and ``seeds`` (B,) int64; a caller that gives no seeds gets others at every call and on every rank. The meta facts
         ``validate`` (validation prompts) and ``do_sample`` (False: greedy) choose the sampling parameters.
         """
         config, timing = self.config.rollout, {}
@@ -204,7 +207,8 @@ class RolloutRole:
             seeds = prompts.column("seeds").tolist()
         else:
             seeds = self.fresh_seeds(int(facts.get("global_steps", 0)), len(prompts))
-        requests = [Request(tuple(ids), sampling, seed) for ids, seed in zip(rows, seeds, strict=True)]
+        media = prompts.non_tensor_batch.get("multi_modal_data", [None] * len(rows))
+        requests = [Request(tuple(i), sampling, s, m or None) for i, s, m in zip(rows, seeds, media, strict=True)]
         with self.rollout_mode(timing) as engine:
             start = time.perf_counter()
             completions = engine.generate(requests, expect_version=self.actor.version)
