@@ -44,7 +44,9 @@ class Decode:
         self.rules = None
         if logit_rules.are_needed(requests):
             self.rules = logit_rules.LogitRules(requests, max(limits), self.stops, device)
-        self.texts = {i: stop_text.watch(request, decode) for i, request in enumerate(requests) if request.sampling.stop}
+        self.texts = {
+            i: stop_text.watch(request, decode) for i, request in enumerate(requests) if request.sampling.stop
+        }
         self.limits = torch.tensor(limits, device=device)
         self.positions = torch.tensor([len(request.prompt_ids) for request in requests], device=device)
         columns = torch.arange(width + max(limits), device=device)

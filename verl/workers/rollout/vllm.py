@@ -35,8 +35,8 @@ from verl.workers.rollout.vllm_setup import (
     import_vllm,
     keep_process_group,
     undisturbed_process,
-    use_first_token_processors,
     unlink_message_queue,
+    use_first_token_processors,
 )
 from verl.workers.rollout.vllm_sync import WeightLoad, refuse_reshaped_weights
 
