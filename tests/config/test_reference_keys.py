@@ -29,6 +29,12 @@ actor_rollout_ref.ref.fsdp_config.model_dtype actor_rollout_ref.ref.fsdp_config.
 actor_rollout_ref.ref.fsdp_config.optimizer_offload
 actor_rollout_ref.ref.fsdp_config.wrap_policy.transformer_layer_cls_to_wrap
 actor_rollout_ref.rollout.limit_images actor_rollout_ref.rollout.use_fire_sampling
+actor_rollout_ref.rollout.fire_temperature actor_rollout_ref.rollout.fire_top_k
+actor_rollout_ref.rollout.min_p actor_rollout_ref.rollout.repetition_penalty actor_rollout_ref.rollout.stop
+actor_rollout_ref.rollout.stop_token_ids actor_rollout_ref.rollout.sampling_kwargs
+actor_rollout_ref.rollout.val_kwargs.min_p actor_rollout_ref.rollout.val_kwargs.repetition_penalty
+actor_rollout_ref.rollout.val_kwargs.stop actor_rollout_ref.rollout.val_kwargs.stop_token_ids
+actor_rollout_ref.rollout.val_kwargs.sampling_kwargs
 critic.model.fsdp_config.mixed_precision critic.model.fsdp_config.model_dtype
 critic.model.fsdp_config.wrap_policy.transformer_layer_cls_to_wrap
 critic.optim.betas critic.optim.eps critic.optim.num_cycles

@@ -10,6 +10,7 @@ from typing import Any
 from verl.config.base import Config, Problem, get_path
 from verl.config.build import show
 from verl.config.ppo import PPOConfig
+from verl.config.sampling_names import BY_HF, DECIDED, OWN
 
 Rule = Callable[[PPOConfig], Iterator[Problem]]
 RULES: list[Rule] = []
@@ -220,6 +221,34 @@ def siblings_differ(config: PPOConfig) -> Iterator[Problem]:
                 f"with {key}.{cause}: all responses of a prompt would be the same. Sample at random, or set {key}.n=1.",
                 f"{key}.do_sample",
                 f"{key}.temperature",
+            )
+
+
+@rule
+def further_sampling_is_the_engines(config: PPOConfig) -> Iterator[Problem]:
+    engine = config.actor_rollout_ref.rollout.name
+    for place in (ROLLOUT, f"{ROLLOUT}.val_kwargs"):
+        for name, value in get_path(config, place).sampling_kwargs.items():
+            key = f"{place}.sampling_kwargs.{name}"
+            if name in OWN:
+                way_out = f"set {ROLLOUT if name == 'ignore_eos' else place}.{name}, the key it has of its own"
+            elif name in DECIDED or name.startswith("_"):
+                way_out = DECIDED.get(name, "leave it out")
+            elif engine == "hf" and name not in BY_HF:
+                way_out = f"{ROLLOUT}.name=hf knows {', '.join(BY_HF)}; use another engine for others"
+            else:
+                continue
+            text = f"{key}={show(value)} cannot be handed to the engine: {way_out}."
+            yield Problem(key, text, (f"{place}.sampling_kwargs", f"{ROLLOUT}.name"))
+
+
+@rule
+def stop_texts_have_characters(config: PPOConfig) -> Iterator[Problem]:
+    for place in (ROLLOUT, f"{ROLLOUT}.val_kwargs"):
+        stop = get_path(config, place).stop
+        if "" in ([stop] if isinstance(stop, str) else stop or []):
+            yield _problem(
+                config, f"{place}.stop", "holds an empty text, which would end every response. Leave it out."
             )
 
 

@@ -25,6 +25,7 @@ from verl.workers.model_worker import EngineWorker, MetricBag, memory_metrics, m
 from verl.workers.rollout import get_rollout_class
 from verl.workers.rollout.assemble import assemble
 from verl.workers.rollout.base import Request, RolloutEngine, SamplingParams
+from verl.workers.rollout.sampling_config import sampling_params
 from verl.workers.rollout.weight_sync import sync_weights
 
 TOKENS = (
@@ -159,7 +160,10 @@ class RolloutRole:
             device=self.device,
             trust_remote_code=model.trust_remote_code,
             override_config=dict(model.override_config),
+            tokenizer_path=self.tokenizer_path or model.path,
         )
+        for validate in (False, True):
+            self.rollout.check_sampling(self.sampling(validate, do_sample=True))
         self.unseeded_calls = 0
         rank, ranks = self.actor.topology.rank, self.rollout.tensor_parallel_size
         self._register_dispatch_collect_info("rollout", dp_rank=rank // ranks, is_collect=rank % ranks == 0)
@@ -231,18 +235,7 @@ class RolloutRole:
 
     def sampling(self, validate: bool, do_sample: bool) -> SamplingParams:
         """The sampling a training or validation prompt asks for; ``do_sample=False`` makes it greedy."""
-        config = self.config.rollout
-        source = config.val_kwargs if validate else config
-        return SamplingParams(
-            max_tokens=config.response_length,
-            temperature=source.temperature,
-            top_p=source.top_p,
-            top_k=source.top_k,
-            ignore_eos=config.ignore_eos,
-            do_sample=source.do_sample and do_sample,
-            stop_token_ids=(self.tokenizer.eos_token_id,),
-            want_log_probs=config.calculate_log_probs and not validate,
-        )
+        return sampling_params(self.config.rollout, self.tokenizer.eos_token_id, validate, do_sample)
 
 
 class ReferenceRole:

@@ -231,6 +231,7 @@ class RolloutEngine(ABC):
         Raises:
             ValueError: names the setting.
         """
+        del sampling  # anything goes, unless an engine says otherwise
 
     def invalidate(self) -> None:
         """Declare the weights untrusted: `generate` refuses until the next good sync."""

@@ -12,10 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from verl.config.sampling_names import BY_HF
 from verl.workers.rollout.base import Request, SamplingParams
-
-EXTRA = ("frequency_penalty", "presence_penalty", "logit_bias", "min_tokens", "allowed_token_ids")
-"""Entries of ``SamplingParams.extra`` that are understood here, with the meaning they have in vLLM."""
 
 
 class LogitRules:
@@ -106,10 +104,10 @@ def check_extra(sampling: SamplingParams) -> None:
     Raises:
         ValueError: names them.
     """
-    if unknown := [f"{name}={value!r}" for name, value in sampling.extra.items() if name not in EXTRA]:
+    if unknown := [f"{name}={value!r}" for name, value in sampling.extra.items() if name not in BY_HF]:
         raise ValueError(
             f"rollout.name=hf cannot do {', '.join(unknown)}: of further sampling parameters it knows "
-            f"{', '.join(EXTRA)}. Leave the others out, or use an engine that has them (rollout.name=vllm)."
+            f"{', '.join(BY_HF)}. Leave the others out, or use an engine that has them (rollout.name=vllm)."
         )
 
 
