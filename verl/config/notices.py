@@ -120,10 +120,6 @@ def _one_worker_implementation(config: PPOConfig, is_given: IsGiven) -> Iterator
     yield from _unread(config, ["trainer.use_legacy_worker_impl"], is_given, "there is one implementation")
 
 
-def _text_only(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
-    yield from _unread(config, ["data.return_multi_modal_inputs"], is_given, "prompts are text")
-
-
 def _fsdp_runs_on_fsdp2(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
     roles = [role for role in (_ACTOR, "critic") if is_given(f"{role}.strategy")]
     named = [f"{role}.strategy=fsdp" for role in roles if get_path(config, role).strategy == "fsdp"]
@@ -451,7 +447,6 @@ _CHECKS = (
     _always_from_hidden_states,
     _nothing_is_compiled_on_cpu,
     _one_worker_implementation,
-    _text_only,
     _fsdp_runs_on_fsdp2,
     _local_does_not_shard,
     _buffers_keep_their_format,

@@ -273,7 +273,8 @@ class RolloutConfig(Config):
     token of the vocabulary is about as likely. -1 or 0: draw from all."""
 
     limit_images: int | None = option(None, above=0)
-    """Images per prompt at most."""
+    """Images per prompt at most; a prompt with more is refused. Null: as many as the engine takes (vLLM bounds them by
+    ``engine_kwargs.vllm.limit_mm_per_prompt``)."""
 
     @property
     def log_prob_split(self) -> MicroBatching:

@@ -100,7 +100,6 @@ LIMITS: tuple[Limit, ...] = (
     Limit(f"{_ROLLOUT}.trace.*", "tracing of conversations", "dump samples with trainer.rollout_data_dir"),
     Limit(f"{_ROLLOUT}.skip_rollout", "reuse of sampled batches", "leave it false"),
     Limit(f"{_ROLLOUT}.skip_dump_dir", "reuse of sampled batches", "leave it alone"),
-    Limit(f"{_ROLLOUT}.limit_images", "images", "use text prompts"),
     Limit(
         f"{_ROLLOUT}.load_format",
         "this way of loading the engine's first weights",

@@ -91,6 +91,7 @@ class PolicyRole:
         rollout, want = self.config.rollout, Want.LOG_PROBS | Want.ENTROPY
         if self.config.actor.calculate_sum_pi_squared:
             want |= Want.SUM_PI_SQUARED
+        data = self.image_inputs.filled(data)
         with self.actor.on_device():
             scored = self.actor.infer(data, want, rollout.log_prob_split, temperature=rollout.temperature)
         return scored.rename(["log_probs", "entropy"], ["old_log_probs", "entropys"])
@@ -101,7 +102,7 @@ class PolicyRole:
         config = self.config.actor
         split = config.update_split
         rows = config.ppo_mini_batch_size * self.config.rollout.n // self.actor.topology.dp_size
-        metrics = MetricBag()
+        data, metrics = self.image_inputs.filled(data), MetricBag()
         timed = mfu_metrics("actor", self.actor, data, config.ppo_epochs, metrics)
         with self.actor.on_device(optimizer=True), timed:
             for mini in self.mini_batches(data, rows, config.ppo_epochs, config.shuffle):
@@ -262,6 +263,7 @@ class ReferenceRole:
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
         """Score the responses under the reference: adds ``ref_log_prob`` (B, R)."""
         split, temperature = self.config.ref.log_prob_split, self.config.rollout.temperature
+        data = self.image_inputs.filled(data)
         with self.reference.on_device():
             scored = self.reference.infer(data, Want.LOG_PROBS, split, temperature=temperature)
         return scored.rename("log_probs", "ref_log_prob")

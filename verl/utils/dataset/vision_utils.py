@@ -124,6 +124,11 @@ class EncodedPrompt(NamedTuple):
     """The processor's tensors of the images: ``pixel_values``, ``image_grid_thw``."""
 
 
+def image_inputs(processor: ProcessorMixin, images: Sequence[Image]) -> dict[str, Any]:
+    """What a model's processor makes of the images of one prompt: tensors of ``pixel_values``, ``image_grid_thw``."""
+    return dict(processor.image_processor(images=list(images), return_tensors="pt"))
+
+
 class ImagePrompts:
     """Prompts with images under one model's processor."""
 

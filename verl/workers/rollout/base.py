@@ -146,6 +146,9 @@ class RolloutEngine(ABC):
     tensor_parallel_size: int = 1
     """Neighbouring ranks that share one copy of the engine: they make every call together, with equal arguments."""
 
+    never_drawn: tuple[int, ...] = ()
+    """Tokens no response may hold, whatever its sampling says: a model's placeholders of images."""
+
     def __init__(self) -> None:
         self._tickets = count()
         self._waiting: dict[int, Request] = {}

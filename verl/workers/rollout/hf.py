@@ -92,6 +92,7 @@ class HFRollout(RolloutEngine):
         self.model.get_output_embeddings().register_forward_pre_hook(lambda _, inputs: (inputs[0].contiguous(),))
         self._keeps_logits = "logits_to_keep" in inspect.signature(self.model.forward).parameters
         self._reader = ImageReader(spec.folder, self.model, getattr(config, "limit_images", None), trust_remote_code)
+        self.never_drawn = self._reader.never_drawn
         self._places = checkpoint_places(self.model)
         self._identity = {name: (place.data_ptr(), place.shape) for name, place in self._places.items()}
         storages = {place.untyped_storage().data_ptr(): place.untyped_storage() for place in self._places.values()}

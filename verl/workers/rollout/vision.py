@@ -12,7 +12,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from verl.models.multimodal import collate_vision_inputs, image_token, is_vision_language, vision_positions
+from verl.models.multimodal import (
+    collate_vision_inputs,
+    image_token,
+    is_vision_language,
+    modality_tokens,
+    vision_positions,
+)
 from verl.workers.rollout.base import Request
 
 
@@ -56,15 +62,19 @@ class ImageReader:
     def __init__(self, folder: str, model: Any, limit: int | None = None, trust_remote_code: bool = False):
         self.folder, self.model, self.limit = folder, model, limit
         self.trust_remote_code = trust_remote_code
+        self.never_drawn = modality_tokens(model.config)
         self._processor: Any = None
 
     def read(self, requests: Sequence[Request]) -> list[Request]:
         """The same requests with a placeholder token for every feature of an image, and ``Seen`` images as media.
 
+        None of them may draw such a token.
+
         Raises:
             ValueError: the model sees no images, or placeholders and images of a prompt differ in number.
         """
         known: dict[tuple, Request] = {}
+        requests = [without_modality_tokens(request, self.never_drawn) for request in requests]
         return [self._read(request, known) if request.media else request for request in requests]
 
     def _read(self, request: Request, known: dict[tuple, Request]) -> Request:
@@ -96,6 +106,14 @@ class ImageReader:
                 "Qwen-VL families, whose image processors give image_grid_thw. Use rollout.name=vllm."
             )
         return found
+
+
+def without_modality_tokens(request: Request, never_drawn: Sequence[int]) -> Request:
+    """The same request, with ``never_drawn`` among the tokens its sampling bans."""
+    if not never_drawn:
+        return request
+    banned = tuple(dict.fromkeys((*request.sampling.banned_token_ids, *never_drawn)))
+    return replace(request, sampling=replace(request.sampling, banned_token_ids=banned))
 
 
 def check_media(request: Request, config: Any, limit: int | None) -> Sequence[Any]:

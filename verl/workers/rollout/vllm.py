@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from verl.models.loader import ModelSpec, load_config
-from verl.models.multimodal import is_vision_language
+from verl.models.multimodal import is_vision_language, modality_tokens
 from verl.utils.distributed import ensure_process_group
 from verl.utils.torch_dtypes import PrecisionType
 from verl.workers.rollout.base import (
@@ -28,7 +28,7 @@ from verl.workers.rollout.base import (
     WeightSyncError,
 )
 from verl.workers.rollout.model_limits import check_prompt, longest_sequence, stop_tokens
-from verl.workers.rollout.vision import check_media
+from verl.workers.rollout.vision import check_media, without_modality_tokens
 from verl.workers.rollout.vllm_memory import CPUMemory, DeviceMemory, host_cache_bytes, model_of, worker_of
 from verl.workers.rollout.vllm_requests import check_arguments, completion, sampling_arguments
 from verl.workers.rollout.vllm_setup import (
@@ -98,6 +98,7 @@ class VLLMRollout(RolloutEngine):
         if self.device.type == "cpu":
             derived["kv_cache_memory_bytes"] = host_cache_bytes(config, model_config, self.dtype, self.max_model_len)
         self._sampling_class = vllm.SamplingParams
+        self.never_drawn = modality_tokens(model_config)
         ensure_process_group(self.device.type)
         arguments = engine_arguments(config, self.device.type, spec.folder, **derived)
         self._has_first_token = use_first_token_processors(config, arguments)
@@ -253,4 +254,5 @@ class VLLMRollout(RolloutEngine):
         return prompt
 
     def _params(self, request: Request) -> Any:
+        request = without_modality_tokens(request, self.never_drawn)
         return self._sampling_class(**sampling_arguments(request, self.max_model_len, self.stop_token_ids))
