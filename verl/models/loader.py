@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from verl.models.multimodal import is_vision_language
+from verl.models.weight_names import remember_conversions
 from verl.utils.model import update_model_config, without_progress_bars
 from verl.utils.torch_dtypes import PrecisionType
 
@@ -185,6 +186,7 @@ def _check_complete(spec: ModelSpec, report: Mapping[str, Any]) -> None:
 
 def _prepare(spec: ModelSpec, model: nn.Module) -> nn.Module:
     """Switch on what training needs; switch off what makes two passes over the same tokens differ."""
+    remember_conversions(model)
     if not any("drop" in name for name in spec.override_config):
         without_dropout(model)
     if spec.gradient_checkpointing:
