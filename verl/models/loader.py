@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from verl.models.multimodal import is_vision_language
+from verl.models.multimodal import is_vision_language, vision_tower
 from verl.models.weight_names import remember_conversions
 from verl.utils.model import update_model_config, without_progress_bars
 from verl.utils.torch_dtypes import PrecisionType
@@ -48,6 +48,8 @@ class ModelSpec:
     """False: random weights in the shape the config gives."""
     use_torch_compile: bool = False
     """Fuse the maths on logits with torch.compile; on CUDA only."""
+    freeze_vision_tower: bool = False
+    """Train the rest of a vision-language model only."""
 
     @property
     def folder(self) -> str:
@@ -189,6 +191,8 @@ def _prepare(spec: ModelSpec, model: nn.Module) -> nn.Module:
     remember_conversions(model)
     if not any("drop" in name for name in spec.override_config):
         without_dropout(model)
+    if spec.freeze_vision_tower:
+        vision_tower(model).requires_grad_(False)
     if spec.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model

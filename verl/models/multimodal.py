@@ -24,6 +24,20 @@ def is_vision_language(config: Any) -> bool:
     return getattr(config, "vision_config", None) is not None and hasattr(config, "text_config")
 
 
+def vision_tower(model: Any) -> Any:
+    """The part of a model that turns pixels into features.
+
+    Raises:
+        ValueError: it has none.
+    """
+    for name in ("visual", "vision_tower", "vision_model"):
+        if (tower := getattr(model.base_model, name, None)) is not None:
+            return tower
+    raise ValueError(
+        f"actor.freeze_vision_tower=true, and {type(model).__name__} has no vision tower. Leave the option false."
+    )
+
+
 def modality_tokens(config: Any) -> tuple[int, ...]:
     """Tokens that mean an image, video or sound, or its begin or end. A response must hold none: a policy that drew
     one would make a row whose placeholders and features differ in number.

@@ -48,10 +48,12 @@ UPDATE_COLUMNS = TOKENS + (
 """Columns a loss may read."""
 
 
-def model_spec(
-    model: Any, fsdp_config: Any, head: str, path: str | None = None, use_torch_compile: bool = False
-) -> ModelSpec:
-    """What the loader needs, from a role's model section and the precision keys of its sharding section."""
+def model_spec(model: Any, fsdp_config: Any, head: str, path: str | None = None, **switches: bool) -> ModelSpec:
+    """What the loader needs, from a role's model section and the precision keys of its sharding section.
+
+    Args:
+        switches: ``use_torch_compile``, ``freeze_vision_tower``.
+    """
     return ModelSpec(
         path=path or model.path,
         head=head,
@@ -61,7 +63,7 @@ def model_spec(
         trust_remote_code=model.trust_remote_code,
         gradient_checkpointing=model.enable_gradient_checkpointing,
         external_lib=model.external_lib,
-        use_torch_compile=use_torch_compile,
+        **switches,
     )
 
 
@@ -72,7 +74,13 @@ class PolicyRole:
         """Load the model, shard it, and build its loss."""
         config = self.config
         self.actor = self.model_engine(
-            model_spec(config.model, config.actor.fsdp_config, "lm", use_torch_compile=config.actor.use_torch_compile),
+            model_spec(
+                config.model,
+                config.actor.fsdp_config,
+                "lm",
+                use_torch_compile=config.actor.use_torch_compile,
+                freeze_vision_tower=config.actor.freeze_vision_tower,
+            ),
             config.actor,
             config.actor.fsdp_config,
             mesh="actor",
@@ -198,8 +206,8 @@ class RolloutRole:
     def generate_sequences(self, prompts: DataProto) -> DataProto:
         """Sample one response a row: adds row 1 of the data flow (responses, masks, whole sequences).
 
-        Reads ``raw_prompt_ids`` (or the real cells of ``input_ids``), ``multi_modal_data`` where prompts have images,
-        and ``seeds`` (B,) int64; a caller that gives no seeds gets others at every call and on every rank. The meta facts
+        Reads ``raw_prompt_ids`` (or the real cells of ``input_ids``), ``multi_modal_data`` where prompts have images
+        and ``seeds`` (B,) int64; a caller that gives no seeds gets others at every call and rank. The meta facts
         ``validate`` (validation prompts) and ``do_sample`` (False: greedy) choose the sampling parameters.
         """
         config, timing = self.config.rollout, {}

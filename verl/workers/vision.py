@@ -1,4 +1,4 @@
-"""Image tensors for training made in the worker, where the data set was told not to (data.return_multi_modal_inputs)."""
+"""Image tensors made in the worker, where the data set was told not to make them (data.return_multi_modal_inputs)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MADE, RAW = "multi_modal_inputs", "multi_modal_data"
 class ImageInputs:
     """Fills the column ``multi_modal_inputs`` from ``multi_modal_data`` where rows came without.
 
-    Less travels, since pixels weigh an eighth of what the processor makes of them; every call of a worker makes it anew.
+    Less travels, since pixels weigh an eighth of what the processor makes of them; every call makes them anew.
 
     Args:
         folder: of the model, with its processor.
