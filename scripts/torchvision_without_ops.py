@@ -1,8 +1,8 @@
 """Lets a torchvision built for CUDA be imported beside a torch built for CPU; installs itself when run.
 
 Two modules of torchvision describe its compiled operators to torch, and fail where these did not load; transformers
-imports torchvision with every model and would fail with it. Image processors need its Python parts only. A package index
-that has but one build of torchvision brings this about; PyTorch's own CPU index does not.
+imports torchvision with every model and would fail with it. Image processors need its Python parts only. A package
+index that has but one build of torchvision brings this about; PyTorch's own CPU index does not.
 
     .venv/bin/python scripts/torchvision_without_ops.py
 """

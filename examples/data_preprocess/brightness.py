@@ -2,10 +2,10 @@
 
     python examples/data_preprocess/brightness.py --local_save_dir ~/data/brightness
 
-A prompt shows one image of noise around a light or a dark grey and asks for digits if it is bright and for letters if it
-is dark; the reward is the share of right characters among the first four. For any vision-language model, one with random
-weights included. The rows show the form images have: bytes of an image file in the column ``images``, and ``<image>``
-where the prompt shows them.
+A prompt shows one image of noise around a light or a dark grey and asks for digits if it is bright and for letters if
+it is dark; the reward is the share of right characters among the first four. For any vision-language model, one with
+random weights included. Rows have the form of all rows with images: bytes of an image file in the column ``images``,
+and ``<image>`` where the prompt shows them.
 """
 
 import argparse
