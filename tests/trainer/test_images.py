@@ -42,12 +42,12 @@ def task(tmp_path, monkeypatch):
     }
 
 
-def run(task, tmp_path, **settings):
-    """Rewards of the steps; every step's rollout and trainer must agree on the images."""
+def run(task, tmp_path, metric="critic/score/mean", **settings):
+    """A metric of the steps, the reward; at every step rollout and trainer must agree on the images."""
     run_job(overrides(task, **{**SETTINGS, **settings}))
     rows = [row["data"] for row in read_metrics(tmp_path / "metrics.jsonl")]
     assert max(row["training/rollout_probs_diff_max"] for row in rows) < 1e-4
-    return [row["critic/score/mean"] for row in rows]
+    return [row[metric] for row in rows]
 
 
 @pytest.mark.learning
@@ -61,7 +61,7 @@ def test_grpo_learns_what_only_who_sees_can_know(name, task, tmp_path):
 OTHER_WAYS = {
     "two_ranks": {f"{ACTOR}__strategy": "fsdp2", "trainer__n_gpus_per_node": 2},
     "tokens": {f"{ACTOR}__use_dynamic_bsz": True, f"{ACTOR}__ppo_max_token_len_per_gpu": 400},
-    "made_by_workers": {"data__return_multi_modal_inputs": False, f"{ACTOR}__use_kl_loss": True},
+    "made_by_workers": {"data__return_multi_modal_inputs": False},
 }
 
 
@@ -76,6 +76,12 @@ def test_two_steps_go_the_same_way_however_the_rows_are_dealt(way, task, tmp_pat
     plain = run(task, tmp_path, **settings)
     (tmp_path / "metrics.jsonl").unlink()
     assert run(task, tmp_path, **settings, **OTHER_WAYS[way]) == pytest.approx(plain)
+
+
+def test_a_reference_sees_the_images_too(task, tmp_path):
+    settings = {"algorithm__use_kl_in_reward": True, "trainer__total_training_steps": 1}
+    settings["actor_rollout_ref__ref__log_prob_micro_batch_size_per_gpu"] = 16
+    assert run(task, tmp_path, "actor/reward_kl_penalty", **settings) == pytest.approx([0], abs=1e-6)
 
 
 def test_a_checkpoint_opens_with_its_processor(task, tmp_path):
