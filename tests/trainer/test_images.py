@@ -81,6 +81,7 @@ def test_two_steps_go_the_same_way_however_the_rows_are_dealt(way, task, tmp_pat
 def test_a_reference_sees_the_images_too(task, tmp_path):
     settings = {"algorithm__use_kl_in_reward": True, "trainer__total_training_steps": 1}
     settings["actor_rollout_ref__ref__log_prob_micro_batch_size_per_gpu"] = 16
+    settings["actor_rollout_ref__ref__fsdp_config__mixed_precision__param_dtype"] = "fp32"
     assert run(task, tmp_path, "actor/reward_kl_penalty", **settings) == pytest.approx([0], abs=1e-6)
 
 
