@@ -1,4 +1,4 @@
-"""Prompts with images for tests: noise as pictures, rows in the standard columns, a packed batch as an update sees it."""
+"""Prompts with images for tests: noise as pictures, rows in the standard columns, a packed batch as updates see it."""
 
 from __future__ import annotations
 

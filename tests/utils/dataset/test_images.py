@@ -79,11 +79,16 @@ def test_truncation_cuts_text_and_never_an_image(folder, written, side, text):
 
 @pytest.mark.parametrize(
     "text, images, shown, held",
-    [("<image><image>", [picture()], 2, 1), ("text", [picture()], 0, 1), ("<image>", [], 1, 0), ("<image>", None, 1, 0)],
+    [
+        ("<image><image>", [picture()], 2, 1),
+        ("text", [picture()], 0, 1),
+        ("<image>", [], 1, 0),
+        ("<image>", None, 1, 0),
+    ],
 )
 def test_a_row_whose_placeholders_and_images_differ_is_refused_at_the_start(folder, written, text, images, shown, held):
     path = written([image_row("<image>", [picture()]), image_row(text, images)])
-    with pytest.raises(DataError, match=rf"a.parquet, row 1: .* {shown} <image> placeholders and the row {held} images"):
+    with pytest.raises(DataError, match=rf"a.parquet, row 1:.* {shown} <image> placeholders and the row {held} im"):
         image_dataset(folder, path)
 
 
