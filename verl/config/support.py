@@ -94,9 +94,8 @@ LIMITS: tuple[Limit, ...] = (
     ),
     Limit("data.return_raw_input_ids", "prompts without template", "leave it false; raw_prompt_ids are always there"),
     # rollout
-    Limit(f"{_ROLLOUT}.mode", "asynchronous rollout", "use sync"),
     Limit(f"{_ROLLOUT}.multi_turn.*", "multi-turn rollout", _MULTI_TURN),
-    Limit(f"{_ROLLOUT}.agent.*", "agent loops", _MULTI_TURN),
+    Limit(f"{_ROLLOUT}.agent.num_workers", "agent loops in processes of their own", "leave it alone"),
     Limit(f"{_ROLLOUT}.trace.*", "tracing of conversations", "dump samples with trainer.rollout_data_dir"),
     Limit(f"{_ROLLOUT}.skip_rollout", "reuse of sampled batches", "leave it false"),
     Limit(f"{_ROLLOUT}.skip_dump_dir", "reuse of sampled batches", "leave it alone"),

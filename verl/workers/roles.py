@@ -27,6 +27,7 @@ from verl.workers.rollout.assemble import assemble
 from verl.workers.rollout.base import Request, RolloutEngine, SamplingParams
 from verl.workers.rollout.sampling_config import sampling_params
 from verl.workers.rollout.weight_sync import sync_weights
+from verl.workers.serving import ServingRole
 
 TOKENS = (
     *("input_ids", "attention_mask", "position_ids", "prompts", "responses", "response_mask"),
@@ -156,7 +157,7 @@ class PolicyRole:
         self.checkpoints.delete(local_paths)
 
 
-class RolloutRole:
+class RolloutRole(ServingRole):
     """Verbs of sampling. Needs ``self.actor``, whose weights it samples with, and ``self.config.rollout``."""
 
     def init_rollout(self) -> None:

@@ -132,6 +132,7 @@ class RayPPOTrainer(RecipeNames):
         self.progress = Progress(self.total_training_steps, enabled=False)
         self.last_checkpoint: Path | None = None
         self.log_places: dict[str, Any] = {}
+        self.sampler: Any = None
         self.generations = ValidationGenerationsLogger()
 
     def _create_dataloader(self, train_dataset: Any, val_dataset: Any, collate_fn: Any, train_sampler: Any) -> None:
@@ -280,10 +281,11 @@ class RayPPOTrainer(RecipeNames):
         if do_sample is not None:
             request.meta_info["do_sample"] = do_sample
         request.put("seeds", torch.tensor(seeds))
-        generated = self.actor_wg.generate_sequences(request)
+        generated = (self.sampler or self.actor_wg).generate_sequences(request)
         for name in PROMPT_COLUMNS:
             prompts.pop(batch_keys=[name])
-        generated.non_tensor_batch = {}
+        known = prompts.non_tensor_batch
+        generated.non_tensor_batch = {k: v for k, v in generated.non_tensor_batch.items() if k not in known}
         return prompts.union(generated)
 
     def greedy_rewards(self, prompts: DataProto) -> torch.Tensor:
@@ -315,6 +317,20 @@ class RayPPOTrainer(RecipeNames):
         self.ref_wg = self.ref_policy_wg = groups.get(Role.RefPolicy)
         for group in groups.values():
             group.init_model()
+        self.sampler = self.start_sampler()
+
+    def start_sampler(self) -> Any:
+        """What answers `generate_sequences`: the workers or, with ``rollout.mode=async``, agent loops and servers."""
+        if self.config.actor_rollout_ref.rollout.mode == "sync":
+            return self.actor_wg
+        from verl.agent_loop import AgentLoopManager
+
+        return AgentLoopManager(typed_config(self.config), self.actor_wg, self.tokenizer, self.processor)
+
+    def close_sampler(self) -> None:
+        """Stop the rollout's servers, if it has any; also after a failure."""
+        if hasattr(self.sampler, "close"):
+            self.sampler.close()
 
     def start(self) -> None:
         """Open the loggers, resume, and validate once before training."""

@@ -23,12 +23,14 @@ class EngineDied(RuntimeError):
 
 
 class Event(NamedTuple):
-    """News of one request: more tokens (``completion`` ends with "abort", ``ended`` is false), its end, or its error."""
+    """News of one request: more tokens (``ended`` is false), its end, or the error that ended it."""
 
     number: int
     completion: Completion | None
     error: BaseException | None = None
     ended: bool = True
+    is_paused: bool = False
+    """It ended because the loop was paused, and not because somebody wanted it to."""
 
 
 @dataclass
@@ -64,7 +66,7 @@ class EngineLoop:
 
     Args:
         engine: awake and synced whenever the loop is resumed.
-        deliver: gets the events of a step, in the loop's thread. Not called on ranks that follow.
+        deliver: gets the events of a step, in the loop's thread. Ranks that follow need none.
         relay: to the other ranks of the engine; None: it has one rank.
         follows: this rank takes its commands from the relay.
     """
@@ -72,7 +74,7 @@ class EngineLoop:
     def __init__(
         self,
         engine: RolloutEngine,
-        deliver: Callable[[list[Event]], None],
+        deliver: Callable[[list[Event]], None] | None = None,
         relay: Relay | None = None,
         follows: bool = False,
     ):
@@ -84,6 +86,9 @@ class EngineLoop:
         self._deliver, self._relay, self._follows = deliver, relay, follows
         self._changed = threading.Condition()
         self._serves = self._is_idle = False
+        self._turn_begins = (
+            False  # resumed, and the thread has not taken note: it must, or ranks that follow would wait
+        )
         self._wants_stop = False
         self._waiting: list[_Waiting] = []
         self._to_abort: set[int] = set()
@@ -125,7 +130,7 @@ class EngineLoop:
     def resume(self, version: int) -> None:
         """Serve with the engine's weights, which are of this version."""
         with self._changed:
-            self.version, self._serves, self._is_idle = version, True, False
+            self.version, self._serves, self._turn_begins = version, True, True
             self.last_step = time.monotonic()
             self._changed.notify_all()
 
@@ -134,7 +139,7 @@ class EngineLoop:
         with self._changed:
             self._serves = False
             self._changed.notify_all()
-            while not self._is_idle and self.error is None and self._thread.is_alive():
+            while (self._turn_begins or not self._is_idle) and self.error is None and self._thread.is_alive():
                 self._changed.wait(0.1)
 
     def stop(self) -> None:
@@ -192,10 +197,10 @@ class EngineLoop:
         with self._changed:
             self._is_idle = True
             self._changed.notify_all()
-            while not self._serves and not self._wants_stop:
+            while not self._turn_begins and not self._wants_stop:
                 self._abort_waiting()
                 self._changed.wait()
-            self._is_idle = False
+            self._turn_begins = self._is_idle = False
 
     def _abort_waiting(self) -> None:
         """Answer the requests that were aborted before the engine saw them."""
@@ -225,10 +230,10 @@ class EngineLoop:
 
     def _advance(self, commands: Commands) -> list[Event]:
         """Carry out the commands and step once."""
-        events = []
+        events: list[Event] = []
         aborted = list(self._ticket_of) if commands.pause or commands.stop else commands.abort
         tickets = [self._ticket_of[number] for number in aborted]
-        events += self._ended(self.engine.abort(tickets) if tickets else {})
+        events += self._ended(self.engine.abort(tickets) if tickets else {}, is_paused=commands.pause)
         for number, request in commands.submit:
             try:
                 ticket = self.engine.submit(request, commands.version)
@@ -243,13 +248,13 @@ class EngineLoop:
         self.last_step = time.monotonic()
         return events
 
-    def _ended(self, completions: dict[int, Completion]) -> list[Event]:
+    def _ended(self, completions: dict[int, Completion], is_paused: bool = False) -> list[Event]:
         events = []
         for ticket, completion in completions.items():
             number = self._number_of.pop(ticket)
             del self._ticket_of[number]
             self._watched.discard(number)
-            events.append(Event(number, completion))
+            events.append(Event(number, completion, is_paused=is_paused))
         return events
 
     def _news(self) -> list[Event]:

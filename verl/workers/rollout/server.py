@@ -1,4 +1,4 @@
-"""A rollout engine behind HTTP: requests come one by one from the driver and from agents outside, and are drawn together.
+"""A rollout engine behind HTTP: requests come one by one, from the driver or agents outside, and are drawn together.
 
 The application runs in a thread with an event loop of its own, the engine in another (`engine_loop.py`): while the
 engine computes a step, requests are taken in and answered. Start it with the engine at rest, let it serve with
@@ -13,17 +13,20 @@ import json
 import logging
 import socket
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing, suppress
+from dataclasses import replace
 from itertools import count
 from typing import Any
 
 from aiohttp import web
 
+from verl.utils.seeding import derive_seed
 from verl.workers.rollout.base import Completion, Request, RolloutEngine
 from verl.workers.rollout.engine_loop import EngineDied, EngineLoop, Event, Relay
 from verl.workers.rollout.messages import completion_to_json, is_loopback, request_from_json
 from verl.workers.rollout.open_files import allow_many_connections
+from verl.workers.rollout.openai_api import OpenAIRoutes
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +76,7 @@ class RolloutServer:
         self._numbers = count()
         self._events: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
-        self._open: dict[int, _Open] = {}
+        self._open: dict[int, asyncio.Queue[Event]] = {}
         self._ids: dict[str, int] = {}  # request id -> number
         if version is not None:
             self.loop.resume(version)
@@ -155,6 +158,8 @@ class RolloutServer:
                 web.get("/health", self._health),
             ]
         )
+        if self.tokenizer is not None:
+            application.add_routes(OpenAIRoutes(self).routes())
         return application
 
     @web.middleware
@@ -177,28 +182,56 @@ class RolloutServer:
             ValueError: the request cannot be drawn, or its id is in use.
             EngineDied: the engine failed; says how.
         """
-        async for completion, ended in self.follow(request, priority, request_id, watch=False):
-            if ended:
-                return completion
+        async with aclosing(self.follow(request, priority, request_id, watch=False)) as follow:
+            async for completion, ended in follow:
+                if ended:
+                    return completion
         raise AssertionError("a request ended without an event")
 
-    async def follow(self, request: Request, priority: int = 0, request_id: str | None = None, watch: bool = True):
-        """As `draw`, but yields (completion so far, whether it is the end) as tokens come."""
+    async def follow(
+        self,
+        request: Request,
+        priority: int = 0,
+        request_id: str | None = None,
+        watch: bool = True,
+        survives: bool = False,
+    ) -> AsyncIterator[tuple[Completion, bool]]:
+        """As `draw`, but yields (completion so far, whether it is the end) as tokens come.
+
+        Args:
+            watch: yield before the end, if the engine tells how far it is.
+            survives: what a `pause` cut off waits for `resume` and goes on from there, with the weights there are then.
+        """
+        before, part = _nothing(request), request
+        while True:
+            async with aclosing(self._events_of(part, priority, request_id, watch)) as events:
+                async for event in events:
+                    completion = _continued(before, event.completion)
+                    is_end = event.ended and not (survives and event.is_paused)
+                    if is_end or not event.ended:
+                        yield completion, is_end
+            if is_end:
+                return
+            before, part = completion, _rest(request, completion)
+
+    async def _events_of(
+        self, request: Request, priority: int, request_id: str | None, watch: bool
+    ) -> AsyncIterator[Event]:
         if request_id is not None and request_id in self._ids:
             raise ValueError(f"request_id={request_id!r} is in use by a running request. Give each its own.")
         number = next(self._numbers)
-        self._open[number] = mine = _Open(request, request_id)
+        self._open[number] = events = asyncio.Queue()
         if request_id is not None:
             self._ids[request_id] = number
         self.loop.submit(number, request, priority, watch)
         ended = False
         try:
             while not ended:
-                event = await mine.events.get()
+                event = await events.get()
                 ended = event.ended
                 if event.error is not None:
                     raise event.error
-                yield event.completion, ended
+                yield event
         finally:
             self._open.pop(number, None)
             self._ids.pop(request_id, None)
@@ -213,7 +246,7 @@ class RolloutServer:
     def _hand_out(self, events: list[Event]) -> None:
         for event in events:
             if event.number in self._open:
-                self._open[event.number].events.put_nowait(event)
+                self._open[event.number].put_nowait(event)
 
     # -- routes --------------------------------------------------------------------------------------------------------
 
@@ -251,14 +284,6 @@ class RolloutServer:
         )
 
 
-class _Open:
-    """A request somebody waits for."""
-
-    def __init__(self, request: Request, request_id: str | None):
-        self.request, self.request_id = request, request_id
-        self.events: asyncio.Queue[Event] = asyncio.Queue()
-
-
 class _Outcome:
     """How a thread's start went."""
 
@@ -278,6 +303,27 @@ class _Outcome:
         self._known.wait()
         if self._error is not None:
             raise self._error
+
+
+def _nothing(request: Request) -> Completion:
+    return Completion([], [] if request.sampling.want_log_probs else None, "abort")
+
+
+def _continued(before: Completion, more: Completion) -> Completion:
+    """A completion and what followed it."""
+    if not before.token_ids:
+        return more
+    log_probs = None if more.log_probs is None else before.log_probs + more.log_probs
+    return replace(more, token_ids=before.token_ids + more.token_ids, log_probs=log_probs)
+
+
+def _rest(request: Request, drawn: Completion) -> Request:
+    """What is left to draw of a request."""
+    sampling = replace(request.sampling, max_tokens=request.sampling.max_tokens - len(drawn.token_ids))
+    if not drawn.token_ids:
+        return request
+    seed = derive_seed(request.seed, "continued", len(drawn.token_ids))
+    return replace(request, prompt_ids=(*request.prompt_ids, *drawn.token_ids), sampling=sampling, seed=seed)
 
 
 def _own_address() -> str:

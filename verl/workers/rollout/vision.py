@@ -22,6 +22,10 @@ from verl.models.multimodal import (
 from verl.workers.rollout.base import Request
 
 
+_RECENT = 64
+"""Prompts whose images are kept as they were read: the responses to one prompt are asked for one after the other."""
+
+
 @dataclass(frozen=True, eq=False)
 class Seen:
     """The images of one prompt as the model takes them. Two prompts show the same only if they share this object."""
@@ -64,6 +68,8 @@ class ImageReader:
         self.trust_remote_code = trust_remote_code
         self.never_drawn = modality_tokens(model.config)
         self._processor: Any = None
+        # with the images themselves, by whose identity they are found: siblings share a prompt and read it once
+        self._recent: dict[tuple, tuple[Request, Sequence[Any]]] = {}
 
     def read(self, requests: Sequence[Request]) -> list[Request]:
         """The same requests with a placeholder token for every feature of an image, and ``Seen`` images as media.
@@ -73,16 +79,18 @@ class ImageReader:
         Raises:
             ValueError: the model sees no images, or placeholders and images of a prompt differ in number.
         """
-        known: dict[tuple, Request] = {}
         requests = [without_modality_tokens(request, self.never_drawn) for request in requests]
-        return [self._read(request, known) if request.media else request for request in requests]
+        return [self._read(request) if request.media else request for request in requests]
 
-    def _read(self, request: Request, known: dict[tuple, Request]) -> Request:
+    def _read(self, request: Request) -> Request:
         images = check_media(request, self.model.config, self.limit)
         key = (request.prompt_ids, *map(id, images))
-        if key not in known:
-            known[key] = self._expanded(request, images)
-        return replace(request, prompt_ids=known[key].prompt_ids, media=known[key].media)
+        if key not in self._recent:
+            while len(self._recent) >= _RECENT:
+                del self._recent[next(iter(self._recent))]
+            self._recent[key] = self._expanded(request, images), images
+        known = self._recent[key][0]
+        return replace(request, prompt_ids=known.prompt_ids, media=known.media)
 
     def _expanded(self, request: Request, images: Sequence[Any]) -> Request:
         config = self.model.config

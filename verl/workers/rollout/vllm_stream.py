@@ -1,4 +1,4 @@
-"""vLLM's continuous batching, request by request: what came so far of each, kept here so that an abort loses nothing."""
+"""vLLM's continuous batching, one request at a time: what came of each is kept here, so an abort loses nothing."""
 
 from __future__ import annotations
 
