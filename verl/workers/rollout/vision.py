@@ -21,7 +21,6 @@ from verl.models.multimodal import (
 )
 from verl.workers.rollout.base import Request
 
-
 _RECENT = 64
 """Prompts whose images are kept as they were read: the responses to one prompt are asked for one after the other."""
 
