@@ -193,8 +193,11 @@ class VLLMRollout(RolloutEngine):
         check_arguments(sampling, self._sampling_class.__struct_fields__, self._has_first_token)
         try:
             self._params(Request((0,), sampling))
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"The installed vLLM refuses this sampling: {error} See rollout.* in the docs.") from error
+        except Exception as error:
+            raise ValueError(
+                f"rollout.name=vllm: the installed version refuses this sampling: {error} "
+                "Change that key of rollout or rollout.val_kwargs."
+            ) from error
 
     def _generate(self, requests: list[Request]) -> list[Completion]:
         for request in requests:
