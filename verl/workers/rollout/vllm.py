@@ -27,6 +27,7 @@ from verl.workers.rollout.base import (
     WeightSyncError,
 )
 from verl.workers.rollout.model_limits import check_prompt, longest_sequence, stop_tokens
+from verl.workers.rollout.vllm_derived import DerivedWeights
 from verl.workers.rollout.vllm_memory import CPUMemory, DeviceMemory, host_cache_bytes, model_of
 from verl.workers.rollout.vllm_requests import check_arguments, completion, sampling_arguments
 from verl.workers.rollout.vllm_setup import (
@@ -38,7 +39,7 @@ from verl.workers.rollout.vllm_setup import (
     unlink_message_queue,
     use_first_token_processors,
 )
-from verl.workers.rollout.vllm_sync import WeightLoad, refuse_reshaped_weights
+from verl.workers.rollout.vllm_sync import WeightLoad
 
 logger = logging.getLogger(__name__)
 
@@ -100,7 +101,7 @@ class VLLMRollout(RolloutEngine):
         unlink_message_queue()
         self.tensor_parallel_size = arguments["tensor_parallel_size"]
         self.model = model_of(self.llm)
-        refuse_reshaped_weights(self.model)
+        self._derived = DerivedWeights(self.model, self.device.type)
         self._memory = CPUMemory(self.llm, self.model) if self.device.type == "cpu" else DeviceMemory(self.llm)
         self._asleep: set[str] = set()
         if not config.load_format.startswith("dummy"):
@@ -124,7 +125,7 @@ class VLLMRollout(RolloutEngine):
         self.invalidate()
         if "weights" in self._asleep:
             raise WeightSyncError(f"Weights of version {version} arrived while the rollout was asleep. Wake it first.")
-        sync = WeightLoad(self.model, self.device)
+        sync = WeightLoad(self.model, self.device, self._derived.names)
         buckets = iter(buckets)
         try:
             sync.check_computes_with_its_weights()
@@ -142,9 +143,11 @@ class VLLMRollout(RolloutEngine):
         problem = problem or self._agree(sync.problem(places), None)[0]
         if problem:
             raise WeightSyncError(f"The sync of version {version} failed: {problem}")
+        checksums = sync.checksums()  # of the weights as they were sent, before layers make another form of them
+        self._derived.update()
         self._forget_cached_prefixes()
         self.version = version
-        return Receipt(version, sync.checksums(), sync.num_bytes)
+        return Receipt(version, checksums, sync.num_bytes)
 
     def _forget_cached_prefixes(self) -> None:
         """What was computed with older weights must not be reused."""

@@ -230,10 +230,6 @@ _NOT_YET = {
 
 
 _RESHAPED = {
-    "num_experts": "a mixture of experts",
-    "num_local_experts": "a mixture of experts",
-    "n_routed_experts": "a mixture of experts",
-    "kv_lora_rank": "latent attention",
     "quantization_config": "quantized weights",
 }
 """Entries of a model's config that make vLLM keep weights in another form than they are sent in."""

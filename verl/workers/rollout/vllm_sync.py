@@ -5,6 +5,8 @@ Knows vLLM's layers by their attributes only and never imports it.
 
 from __future__ import annotations
 
+from collections.abc import Set
+
 import torch
 from torch import nn
 
@@ -14,10 +16,17 @@ from verl.workers.rollout.weight_sync import checksum, listed
 
 
 class WeightLoad:
-    """One set of weights on its way into vLLM's memory."""
+    """One set of weights on its way into vLLM's memory.
 
-    def __init__(self, model: nn.Module, device: torch.device):
+    Args:
+        model: of the engine.
+        device: of its weights.
+        derived: parameters that are not sent, but made of others.
+    """
+
+    def __init__(self, model: nn.Module, device: torch.device, derived: Set[str] = frozenset()):
         self.model = model
+        self.derived = derived
         self.device = device
         self.watcher = LoadWatcher(own_tensors(model))
         self.num_bytes = 0
@@ -61,7 +70,7 @@ class WeightLoad:
         gaps = [
             f"{name} ({self.watcher.written(name)} of {parameter.numel()} elements arrived)"
             for name, parameter in self.model.named_parameters()
-            if self.watcher.written(name) < parameter.numel()
+            if self.watcher.written(name) < parameter.numel() and name not in self.derived
         ]
         if gaps:
             raise WeightSyncError(f"it ended without all of {listed(gaps)}.")
@@ -92,19 +101,6 @@ class WeightLoad:
             name: read_back(self.watcher.parts[name], shape) if total is None else total
             for name, (shape, total, _) in self._arrived.items()
         }
-
-
-def refuse_reshaped_weights(model: nn.Module) -> None:
-    """Refuse layers whose loaded weights vLLM turns into something else, which an update in place would not redo."""
-    for name, layer in model.named_modules():
-        kind = type(layer).__name__
-        derived = [part for part in ("w13_weight", "W_UK_T", "W_UV", "weight_scale") if hasattr(layer, part)]
-        emptied = [part for part, parameter in layer.named_parameters(recurse=False) if not parameter.numel()]
-        if derived or emptied:
-            raise ValueError(
-                f"rollout.name=vllm cannot update {name} ({kind}: {listed(derived or emptied)}) in place: mixtures of "
-                "experts, latent attention and quantized layers are not supported yet. Use rollout.name=hf."
-            )
 
 
 def _computes_with_a_copy(layer: nn.Module) -> bool:
