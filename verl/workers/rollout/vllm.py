@@ -33,6 +33,7 @@ from verl.workers.rollout.vllm_requests import check_arguments, completion, samp
 from verl.workers.rollout.vllm_setup import (
     check_model,
     engine_arguments,
+    expert_arguments,
     import_vllm,
     keep_process_group,
     undisturbed_process,
@@ -87,6 +88,7 @@ class VLLMRollout(RolloutEngine):
             "max_model_len": self.max_model_len,
             "trust_remote_code": trust_remote_code,
             "tokenizer": tokenizer_path or spec.folder,
+            **expert_arguments(model_config, self.device.type),
             "hf_overrides": {k: v for k, v in spec.override_config.items() if k != "attn_implementation"},
         }
         if self.device.type == "cpu":
@@ -101,7 +103,8 @@ class VLLMRollout(RolloutEngine):
         unlink_message_queue()
         self.tensor_parallel_size = arguments["tensor_parallel_size"]
         self.model = model_of(self.llm)
-        self._derived = DerivedWeights(self.model, self.device.type)
+        has_graphs = not self.llm.llm_engine.vllm_config.model_config.enforce_eager
+        self._derived = DerivedWeights(self.model, self.device.type, has_graphs)
         self._memory = CPUMemory(self.llm, self.model) if self.device.type == "cpu" else DeviceMemory(self.llm)
         self._asleep: set[str] = set()
         if not config.load_format.startswith("dummy"):

@@ -1,8 +1,8 @@
 """What vLLM makes of loaded weights before it computes with them, made again after every sync.
 
-Weights are loaded in place, as they are sent, and read back; where a layer computes with another form of them, that form
-is derived here by vLLM's own functions, into the same memory. Layers with a form that cannot be made again are refused
-when the engine starts. Knows vLLM's layers by their attributes; imports vLLM for its packing only.
+Weights are loaded in place, as they are sent, and read back; where a layer computes with another form of them, that
+form is derived here by vLLM's own functions, into the same memory. Layers with a form that cannot be made again are
+refused when the engine starts. Knows vLLM's layers by their attributes; imports vLLM for its packing only.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import nn
+
+from verl.workers.rollout.base import WeightSyncError
 
 PLAIN_EXPERTS = ("TRITON", "BATCHED_TRITON")
 """Kernels for mixtures of experts that compute with weights as they are loaded."""
@@ -23,12 +24,14 @@ class DerivedWeights:
     Args:
         model: of the engine, loaded.
         device: ``cpu`` or ``cuda``.
+        has_graphs: whether CUDA graphs remember where weights are.
 
     Raises:
         ValueError: a layer keeps its weights in a form that a sync cannot reach; names it and the way out.
     """
 
-    def __init__(self, model: nn.Module, device: str):
+    def __init__(self, model: nn.Module, device: str, has_graphs: bool = False):
+        self.has_graphs = has_graphs
         self.names: set[str] = set()
         """Parameters that no sync sends."""
         self._derive: list[Callable[[], None]] = []
@@ -62,7 +65,17 @@ class DerivedWeights:
     def _add_latent_attention(self, name: str, layer: nn.Module) -> None:
         self.names |= {f"{name}.W_UK_T", f"{name}.W_UV"}
         dtype = layer.kv_b_proj.weight.dtype
-        self._derive.append(lambda: layer.process_weights_after_loading(dtype))
+
+        def derive() -> None:
+            before = layer.W_UK_T.data_ptr()
+            layer.process_weights_after_loading(dtype)
+            if self.has_graphs and layer.W_UK_T.data_ptr() != before:
+                raise WeightSyncError(
+                    f"The installed vLLM puts what it derives from {name}.kv_b_proj into new memory at each sync; CUDA "
+                    "graphs would go on with the old. Set rollout.enforce_eager=true, or install a newer vLLM."
+                )
+
+        self._derive.append(derive)
 
 
 def _pack_experts(layer: nn.Module, isa: str) -> None:

