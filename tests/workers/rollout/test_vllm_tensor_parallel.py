@@ -1,4 +1,4 @@
-"""One vLLM engine over two ranks draws what an engine of one rank draws."""
+"""One vLLM engine over two ranks, by tensors or by layers, draws what an engine of one rank draws."""
 
 import json
 import subprocess
@@ -21,11 +21,11 @@ def python_segments() -> set[str]:
 
 @pytest.fixture(scope="module")
 def ranks(model_folder):
-    """What both ranks of two jobs side by side saw: four ranks, of the first job and of the second."""
+    """What the ranks of three jobs side by side saw: two of each job; the last one is a pipeline."""
     before = python_segments()
     command = [sys.executable, "-m", "tests.workers.rollout.tensor_parallel_job", model_folder("tied")]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": Path(__file__).parents[3]}
-    jobs = [subprocess.Popen(command, **pipes) for _ in range(2)]
+    jobs = [subprocess.Popen([*command, spread], **pipes) for spread in ("tensor", "tensor", "pipeline")]
     ranks = []
     try:
         for job in jobs:
@@ -40,10 +40,13 @@ def ranks(model_folder):
 
 
 def test_all_ranks_draw_the_same_and_log_probs_are_the_models(ranks, reference):
-    assert all(rank["drawn"] == ranks[0]["drawn"] for rank in ranks)
-    for request, (tokens, log_probs) in zip(mixed_requests(), ranks[0]["drawn"], strict=True):
-        expected = processed_log_probs(reference("tied"), request, tokens)
-        assert log_probs == pytest.approx(expected.tolist(), abs=1e-4)
+    *tensor, pipeline, same_pipeline = [rank["drawn"] for rank in ranks]
+    assert tensor == tensor[:1] * 4 and pipeline == same_pipeline
+    assert [tokens for tokens, _ in pipeline] == [tokens for tokens, _ in tensor[0]]
+    for drawn in (tensor[0], pipeline):
+        for request, (tokens, log_probs) in zip(mixed_requests(), drawn, strict=True):
+            expected = processed_log_probs(reference("tied"), request, tokens)
+            assert log_probs == pytest.approx(expected.tolist(), abs=1e-4)
 
 
 def test_each_rank_holds_its_share_and_survives_a_nap(ranks, reference):
@@ -53,12 +56,12 @@ def test_each_rank_holds_its_share_and_survives_a_nap(ranks, reference):
 
 
 def test_a_fault_on_one_rank_fails_the_sync_on_all_of_them(ranks):
-    assert all("shards of model.layers.0.mlp.down_proj.weight" in rank["caught"] for rank in ranks)
+    assert all("shards of model.layers.1.mlp.down_proj.weight" in rank["caught"] for rank in ranks)
     assert all("gate_up_proj.weight" in rank["lost"] for rank in ranks)
 
 
 def test_shared_memory_has_a_name_of_its_own_in_every_job(ranks):
-    one, same_job, other, _ = names = [rank["shared memory"] for rank in ranks]
+    one, same_job, other, _ = names = [rank["shared memory"] for rank in ranks[:4]]
     assert one == same_job and one != other
     for name in names:
         assert "/" not in name and len(name.split("-")[0]) == 12

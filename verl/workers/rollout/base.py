@@ -140,7 +140,8 @@ class RolloutEngine(ABC):
     """Version of the weights held; None while they cannot be trusted."""
 
     tensor_parallel_size: int = 1
-    """Neighbouring ranks that share one copy of the engine: they make every call together, with equal arguments."""
+    """Neighbouring ranks that share one copy of the engine, stages of its pipeline included: they make every call
+    together, with equal arguments."""
 
     def __init__(self) -> None:
         self._tickets = count()

