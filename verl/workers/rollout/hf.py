@@ -176,7 +176,6 @@ class HFRollout(RolloutEngine):
     def _generate(self, requests: list[Request]) -> list[Completion]:
         for request in requests:
             check_prompt(len(request.prompt_ids), self.max_model_len)
-            self.check_sampling(request.sampling)
         completions: dict[int, Completion] = {}
         for batch in self._batches(requests):
             completions |= zip(batch, self._decode([requests[i] for i in batch]), strict=True)

@@ -212,7 +212,6 @@ class VLLMRollout(RolloutEngine):
     def _generate(self, requests: list[Request]) -> list[Completion]:
         for request in requests:
             check_prompt(len(request.prompt_ids), self.max_model_len)
-            check_arguments(request.sampling, self._sampling_class.__struct_fields__, self._has_first_token)
         prompts = [{"prompt_token_ids": list(request.prompt_ids)} for request in requests]
         # vLLM compiles a helper of its sampler even in eager mode: on CPU that takes a C++ compiler and a second
         plainly = torch.compiler.set_stance("force_eager") if self.device.type == "cpu" else nullcontext()
@@ -221,4 +220,5 @@ class VLLMRollout(RolloutEngine):
         return [completion(request, output) for request, output in zip(requests, outputs, strict=True)]
 
     def _params(self, request: Request) -> Any:
+        check_arguments(request.sampling, self._sampling_class.__struct_fields__, self._has_first_token)
         return self._sampling_class(**sampling_arguments(request, self.max_model_len, self.stop_token_ids))
