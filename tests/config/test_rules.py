@@ -84,6 +84,10 @@ BAD = {
     "contents that are not saved": (
         [f"{ACTOR}.checkpoint.save_contents=[model]", f"{ACTOR}.checkpoint.load_contents=[model,extra]",
          "trainer.save_freq=1"], "asks for extra"),
+    "a pipeline the workers cannot hold": (
+        [f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.tensor_model_parallel_size=2",
+         f"{ROLLOUT}.engine_kwargs.vllm.pipeline_parallel_size=2"],
+        "tensor_model_parallel_size=2 times engine_kwargs.vllm.pipeline_parallel_size=2 does not divide the 2 workers"),
     "a word hf cannot ban": ([f"+{ROLLOUT}.bad_words=[no]"], "name=hf knows frequency_penalty, presence_penalty"),
     "a sampling parameter under a second name": (
         [f"{ROLLOUT}.sampling_kwargs.top_p=0.9"], f"set {ROLLOUT}.top_p, the key it has of its own"),

@@ -283,14 +283,17 @@ def model_length_holds_prompt_and_response(config: PPOConfig) -> Iterator[Proble
 @rule
 def rollout_copies_fit_the_workers(config: PPOConfig) -> Iterator[Problem]:
     rollout, trainer = config.actor_rollout_ref.rollout, config.trainer
-    if rollout.name != "hf" and trainer.world_size % rollout.tensor_model_parallel_size:
+    stages = (rollout.engine_kwargs.get("vllm") or {}).get("pipeline_parallel_size") or 1
+    stages = stages if rollout.name == "vllm" else 1
+    if rollout.name != "hf" and trainer.world_size % (rollout.tensor_model_parallel_size * stages):
+        times = f"times engine_kwargs.vllm.pipeline_parallel_size={stages} " if stages != 1 else ""
         yield _problem(
             config,
             f"{ROLLOUT}.tensor_model_parallel_size",
-            f"does not divide the {trainer.world_size} "
-            f"workers (trainer.nnodes x trainer.n_gpus_per_node). Choose a divisor of "
-            f"{trainer.world_size}.",
+            f"{times}does not divide the {trainer.world_size} workers (trainer.nnodes x trainer.n_gpus_per_node). "
+            f"Choose a divisor of {trainer.world_size}.",
             "trainer.n_gpus_per_node",
+            f"{ROLLOUT}.engine_kwargs",
         )
 
 

@@ -144,7 +144,8 @@ class RolloutEngine(ABC):
     """Version of the weights held; None while they cannot be trusted."""
 
     tensor_parallel_size: int = 1
-    """Neighbouring ranks that share one copy of the engine: they make every call together, with equal arguments."""
+    """Neighbouring ranks that share one copy of the engine, stages of its pipeline included: they make every call
+    together, with equal arguments."""
 
     never_drawn: tuple[int, ...] = ()
     """Tokens no response may hold, whatever its sampling says: a model's placeholders of images."""

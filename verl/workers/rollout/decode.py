@@ -81,12 +81,11 @@ class Decode:
 
     def _end_of_text(self) -> Tensor:
         """Rows whose newest token completes a stop text, (n,)."""
-        ended = torch.zeros_like(self.live)
-        if self.texts:
-            rows = zip(self.rows.tolist(), self.live.tolist(), self.tokens.tolist(), strict=True)
-            for row, (request, is_live, token) in enumerate(rows):
-                ended[row] = is_live and request in self.texts and self.texts[request].ends_with(token)
-        return ended
+        if not self.texts:
+            return torch.zeros_like(self.live)
+        rows = zip(self.rows.tolist(), self.live.tolist(), self.tokens.tolist(), strict=True)
+        ended = [live and row in self.texts and self.texts[row].ends_with(token) for row, live, token in rows]
+        return torch.tensor(ended, device=self.live.device)
 
     def ended(self) -> list[int]:
         """Requests whose rows have ended and are not dropped."""

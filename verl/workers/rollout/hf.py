@@ -185,7 +185,6 @@ class HFRollout(RolloutEngine):
         requests = self._reader.read(requests)
         for request in requests:
             check_prompt(len(request.prompt_ids), self.max_model_len)
-            self.check_sampling(request.sampling)
         completions: dict[int, Completion] = {}
         for batch in self._batches(requests):
             completions |= zip(batch, self._decode([requests[i] for i in batch]), strict=True)

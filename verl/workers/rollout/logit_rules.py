@@ -25,10 +25,15 @@ class LogitRules:
         stops: (n, most stop tokens of a row), filled up with negative numbers: they end a row, so ``min_tokens`` bans
             them until it is reached.
         device: of the logits.
+
+    Raises:
+        ValueError: as `check_extra`.
     """
 
     def __init__(self, requests: Sequence[Request], limit: int, stops: Tensor, device: torch.device):
         rules = [request.sampling for request in requests]
+        for sampling in rules:
+            check_extra(sampling)
         longest = max(len(request.prompt_ids) for request in requests)
         # a cell that holds no token repeats the row's first one, which is penalised anyway
         prompts = [list(r.prompt_ids) + [r.prompt_ids[0]] * (longest - len(r.prompt_ids)) for r in requests]

