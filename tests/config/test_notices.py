@@ -88,10 +88,38 @@ def test_nothing_is_said_about_defaults():
         ([*ASYNC, f"{ROLLOUT}.partial_rollout=true", f"{ROLLOUT}.max_staleness=2"], "drawn to its end in one step"),
         ([*ASYNC, f"{ROLLOUT}.over_sample_rate=1", f"{ROLLOUT}.max_staleness=2"], "keeps no tokens for a later step"),
         ([*KEPT, f"{ROLLOUT}.max_postponements=2"], "max_postponements=2 is more than"),
+        ([f"{ROLLOUT}.layered_summon=true"], "handed over tensor by tensor"),
+        ([f"{ROLLOUT}.fire_temperature=9"], "use_fire_sampling=false"),
+        ([f"{ROLLOUT}.use_fire_sampling=true", f"{ROLLOUT}.top_k=5", f"{ROLLOUT}.fire_top_k=4"], "first token too"),
+        ([f"{ROLLOUT}.ignore_eos=true", f"{ROLLOUT}.stop_token_ids=[5]"], "goes on after any token"),
+        ([f"{ROLLOUT}.do_sample=false", f"{ROLLOUT}.min_p=0.1"], "min_p=0.1 has no effect"),
     ],
 )
 def test_a_setting_without_effect_is_said(words, sentence):
     assert sentence in notes(*words)
+
+
+@pytest.mark.parametrize(
+    ("word", "key"),
+    [
+        ("top_p=0.9", "top_p=0.9"),
+        ("top_k=20", "top_k=20"),
+        ("min_p=0.1", "min_p=0.1"),
+        ("repetition_penalty=1.1", "repetition_penalty=1.1"),
+        ("use_fire_sampling=true", "use_fire_sampling=true"),
+        ("frequency_penalty=0.2", "sampling_kwargs.frequency_penalty=0.2"),
+        ("do_sample=false", "do_sample=false"),
+    ],
+)
+def test_sampling_from_another_policy_than_is_trained_is_said_once(word, key):
+    text = notes(f"+{ROLLOUT}.{word}")
+    assert f"{ROLLOUT}.{key} makes the policy that samples another one" in text
+    assert text.count("another one than the policy that is trained") == 1
+
+
+@pytest.mark.parametrize("word", ["top_k=0", "temperature=0.7", "stop=x", "n=4", "min_tokens=null"])
+def test_sampling_from_the_policy_that_is_trained_is_not_remarked(word):
+    assert "another one" not in notes(f"+{ROLLOUT}.{word}")
 
 
 def test_one_tensor_parallel_rank_is_what_hf_has():

@@ -20,7 +20,7 @@ actor_rollout_ref.actor.policy_loss.kimi15_tau
 actor_rollout_ref.actor.policy_loss.tis_lower_bound actor_rollout_ref.actor.policy_loss.tis_upper_bound
 actor_rollout_ref.actor.policy_loss.topr_neg_weight actor_rollout_ref.actor.policy_loss.topr_pos_weight
 actor_rollout_ref.actor.policy_loss.topr_ratio
-actor_rollout_ref.actor.tau_neg actor_rollout_ref.actor.tau_pos
+actor_rollout_ref.actor.freeze_vision_tower actor_rollout_ref.actor.tau_neg actor_rollout_ref.actor.tau_pos
 algorithm.gdpo_reward_keys algorithm.gdpo_reward_weights algorithm.step_gamma
 actor_rollout_ref.actor.fsdp_config.mixed_precision actor_rollout_ref.actor.fsdp_config.model_dtype
 actor_rollout_ref.actor.fsdp_config.wrap_policy.transformer_layer_cls_to_wrap
@@ -32,6 +32,12 @@ actor_rollout_ref.ref.fsdp_config.wrap_policy.transformer_layer_cls_to_wrap
 actor_rollout_ref.rollout.limit_images actor_rollout_ref.rollout.use_fire_sampling
 actor_rollout_ref.rollout.max_postponements actor_rollout_ref.rollout.max_staleness
 actor_rollout_ref.rollout.over_sample_rate actor_rollout_ref.rollout.partial_rollout
+actor_rollout_ref.rollout.fire_temperature actor_rollout_ref.rollout.fire_top_k
+actor_rollout_ref.rollout.min_p actor_rollout_ref.rollout.repetition_penalty actor_rollout_ref.rollout.stop
+actor_rollout_ref.rollout.stop_token_ids actor_rollout_ref.rollout.sampling_kwargs
+actor_rollout_ref.rollout.val_kwargs.min_p actor_rollout_ref.rollout.val_kwargs.repetition_penalty
+actor_rollout_ref.rollout.val_kwargs.stop actor_rollout_ref.rollout.val_kwargs.stop_token_ids
+actor_rollout_ref.rollout.val_kwargs.sampling_kwargs
 critic.model.fsdp_config.mixed_precision critic.model.fsdp_config.model_dtype
 critic.model.fsdp_config.wrap_policy.transformer_layer_cls_to_wrap
 critic.optim.betas critic.optim.eps critic.optim.num_cycles

@@ -98,6 +98,17 @@ BAD = {
     "one call for a whole batch": ([f"{ROLLOUT}.over_sample_rate=0.5"], "no request can be ended early"),
     "partial responses without log-probs": (
         [f"{ROLLOUT}.partial_rollout=true"], "corrected by the log-probs it was drawn with"),
+    "a pipeline the workers cannot hold": (
+        [f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.tensor_model_parallel_size=2",
+         f"{ROLLOUT}.engine_kwargs.vllm.pipeline_parallel_size=2"],
+        "tensor_model_parallel_size=2 times engine_kwargs.vllm.pipeline_parallel_size=2 does not divide the 2 workers"),
+    "a word hf cannot ban": ([f"+{ROLLOUT}.bad_words=[no]"], "name=hf knows frequency_penalty, presence_penalty"),
+    "a sampling parameter under a second name": (
+        [f"{ROLLOUT}.sampling_kwargs.top_p=0.9"], f"set {ROLLOUT}.top_p, the key it has of its own"),
+    "a length for validation": ([f"+{ROLLOUT}.val_kwargs.max_tokens=9"], "set data.max_response_length"),
+    "log-probs of many tokens": ([f"+{ROLLOUT}.logprobs=5"], "sampling_kwargs.logprobs=5 cannot be handed"),
+    "an empty stop text": ([f"{ROLLOUT}.stop=['']"], "would end every response"),
+    "more than all of min_p": ([f"{ROLLOUT}.min_p=1.5"], "must be at most 1"),
     "class without name": (["data.custom_cls.path=x.py"], "name the class"),
 }  # fmt: skip
 
@@ -146,7 +157,7 @@ UNBUILT = [
     f"{ACTOR}.fsdp_config.forward_prefetch=true", f"{ROLLOUT}.name=sglang",
     f"{ROLLOUT}.mode=async", f"{ROLLOUT}.multi_turn.enable=true", f"{ROLLOUT}.multi_turn.format=llama",
     f"{ROLLOUT}.agent.num_workers=2", f"{ROLLOUT}.trace.backend=weave", f"{ROLLOUT}.skip_rollout=true",
-    f"{ROLLOUT}.layered_summon=true", f"{ROLLOUT}.use_fire_sampling=true", f"{ROLLOUT}.load_format=megatron",
+    f"{ROLLOUT}.load_format=tensorizer",
     "reward_model.enable=true", "reward_model.model.path=/rm", "reward_model.sandbox_fusion.url=http://x",
     "reward_model.launch_reward_fn_async=true", "reward_model.reward_manager=prime", "reward_model.strategy=fsdp2",
     "algorithm.use_pf_ppo=true", "algorithm.pf_ppo.weight_pow=3", "algorithm.adv_estimator=gigpo",

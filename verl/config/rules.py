@@ -10,6 +10,7 @@ from typing import Any
 from verl.config.base import Config, Problem, get_path
 from verl.config.build import show
 from verl.config.ppo import PPOConfig
+from verl.config.sampling_names import BY_HF, DECIDED, OWN
 
 Rule = Callable[[PPOConfig], Iterator[Problem]]
 RULES: list[Rule] = []
@@ -224,6 +225,34 @@ def siblings_differ(config: PPOConfig) -> Iterator[Problem]:
 
 
 @rule
+def further_sampling_is_the_engines(config: PPOConfig) -> Iterator[Problem]:
+    engine = config.actor_rollout_ref.rollout.name
+    for place in (ROLLOUT, f"{ROLLOUT}.val_kwargs"):
+        for name, value in get_path(config, place).sampling_kwargs.items():
+            key = f"{place}.sampling_kwargs.{name}"
+            if name in OWN:
+                way_out = f"set {ROLLOUT if name == 'ignore_eos' else place}.{name}, the key it has of its own"
+            elif name in DECIDED or name.startswith("_"):
+                way_out = DECIDED.get(name, "leave it out")
+            elif engine == "hf" and name not in BY_HF:
+                way_out = f"{ROLLOUT}.name=hf knows {', '.join(BY_HF)}; use another engine for others"
+            else:
+                continue
+            text = f"{key}={show(value)} cannot be handed to the engine: {way_out}."
+            yield Problem(key, text, (f"{place}.sampling_kwargs", f"{ROLLOUT}.name"))
+
+
+@rule
+def stop_texts_have_characters(config: PPOConfig) -> Iterator[Problem]:
+    for place in (ROLLOUT, f"{ROLLOUT}.val_kwargs"):
+        stop = get_path(config, place).stop
+        if "" in ([stop] if isinstance(stop, str) else stop or []):
+            yield _problem(
+                config, f"{place}.stop", "holds an empty text, which would end every response. Leave it out."
+            )
+
+
+@rule
 def windows_agree(config: PPOConfig) -> Iterator[Problem]:
     rollout, data = config.actor_rollout_ref.rollout, config.data
     if rollout.prompt_length != data.max_prompt_length:
@@ -255,14 +284,17 @@ def model_length_holds_prompt_and_response(config: PPOConfig) -> Iterator[Proble
 def rollout_copies_fit_the_workers(config: PPOConfig) -> Iterator[Problem]:
     rollout, workers = config.actor_rollout_ref.rollout, sum(config.rollout_processes)
     place = "trainer" if config.actor_rollout_ref.hybrid_engine else ROLLOUT
-    if rollout.name != "hf" and workers % rollout.tensor_model_parallel_size:
+    stages = (rollout.engine_kwargs.get("vllm") or {}).get("pipeline_parallel_size") or 1
+    stages = stages if rollout.name == "vllm" else 1
+    if rollout.name != "hf" and workers % (rollout.tensor_model_parallel_size * stages):
+        times = f"times engine_kwargs.vllm.pipeline_parallel_size={stages} " if stages != 1 else ""
         yield _problem(
             config,
             f"{ROLLOUT}.tensor_model_parallel_size",
-            f"does not divide the {workers} "
-            f"workers ({place}.nnodes x {place}.n_gpus_per_node). Choose a divisor of "
-            f"{workers}.",
+            f"{times}does not divide the {workers} workers ({place}.nnodes x {place}.n_gpus_per_node). "
+            f"Choose a divisor of {workers}.",
             f"{place}.n_gpus_per_node",
+            f"{ROLLOUT}.engine_kwargs",
         )
 
 

@@ -234,6 +234,8 @@ class RayPPOTrainer(RecipeNames):
 
     def evaluate(self, batch: DataProto) -> DataProto:
         """Log-probabilities under the policy that sampled and under the reference, and the critic's values."""
+        if "multi_modal_inputs" in batch.non_tensor_batch:  # what the models read; the images themselves stay here
+            batch.non_tensor_batch.pop("multi_modal_data", None)
         with self.timed("old_log_prob"):
             old = self.actor_wg.compute_log_prob(batch)
             entropys, mask = response_column(old, "entropys"), response_column(batch, "response_mask")
