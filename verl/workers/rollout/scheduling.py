@@ -69,8 +69,9 @@ async def first_groups(
     try:
         while len(race.taken) < count:
             done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-            for number, is_complete in sorted((running.pop(future), all(future.result())) for future in done):
-                if is_complete:
+            for future in sorted(done, key=running.__getitem__):
+                number = running.pop(future)
+                if all(future.result()):
                     race.place(number, count, required)
             if not keep_going and not stopped and race.is_full_but_for(required, count):
                 stopped = frozenset(running.values()) - required
