@@ -1,7 +1,7 @@
 """Whole runs that put prompts off: they learn, and a run stopped or killed goes on as the one that never was."""
 
+import json
 import os
-import pickle
 import signal
 import subprocess
 import sys
@@ -13,6 +13,7 @@ from tests.support.runs import make_task, overrides, read_metrics
 from tests.trainer import long_tails_job
 from tests.trainer.test_learning import SHORT, learn
 from tests.trainer.test_resume import assert_same_checkpoint
+from verl.trainer.ppo.rows_file import load_rows
 
 ROLLOUT = "actor_rollout_ref__rollout__"
 OVER_SAMPLED = {
@@ -48,12 +49,10 @@ def numbers(metrics):
 
 def buffers(folder):
     """What was put off, as plain values."""
-    state = pickle.loads((folder / "rollout.pkl").read_bytes())
-    pool = state.pop("pool")
-    rows = {
-        name: [list(pool[name].non_tensor_batch.get(c, ())) for c in ("uid", "index")] for name in ("back", "fresh")
-    }
-    return state, rows, pool["tickets"]
+    state = json.loads((folder / "rollout.json").read_text())
+    files = [folder / f"rollout_{name}.pt" for name in ("back", "fresh")]
+    rows = [load_rows(path)[0].non_tensor_batch if path.exists() else {} for path in files]
+    return state, [[list(columns.get(name, ())) for name in ("uid", "index")] for columns in rows]
 
 
 @pytest.mark.parametrize("mode", [{}, PARTIAL], ids=["over_sampled", "partial"])

@@ -50,7 +50,7 @@ def test_no_prompt_is_lost_or_doubled_whatever_is_put_off(data):
         if data.draw(st.booleans()):  # a restart
             state = pickle.loads(pickle.dumps((pool.state(), pool.loader.state_dict())))
             pool = PromptPool(loader(rows, batch))
-            pool.load_state(state[0])
+            pool.load_state(*state[0])
             pool.loader.load_state_dict(state[1])
     left = numbers(pool.take(pool.num_postponed, 99)) if pool.num_postponed else []
     assert len(uids) == len(set(uids)) and len(trained) == 3 * rows and len(left) == extra

@@ -8,9 +8,9 @@ with ``partial_rollout``, kept and continued under the next weights. Described i
 from __future__ import annotations
 
 import asyncio
+import json
 import math
-import pickle
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -22,6 +22,7 @@ import torch
 from verl.protocol import DataProto
 from verl.trainer.ppo.checkpoint import write_atomic
 from verl.trainer.ppo.prompt_pool import PromptPool
+from verl.trainer.ppo.rows_file import check_savable, load_rows, save_rows
 from verl.utils.ragged import Ragged
 from verl.utils.seeding import derive_seed
 from verl.workers.rollout.drafts import GenerationClient, Journal, SampleClient, stop_samples
@@ -29,7 +30,7 @@ from verl.workers.rollout.length_history import LengthHistory, prompt_key
 from verl.workers.rollout.occupancy import occupancy
 from verl.workers.rollout.scheduling import Race, first_groups
 
-STATE_FILE = "rollout.pkl"
+STATE_FILE = "rollout.json"
 """In a step's folder: prompts put off, their tokens, the length history."""
 PLACE = "finish_place"
 """Column: a group's place in the order in which the groups of the batch were complete, from 0."""
@@ -106,6 +107,7 @@ class GroupSampler:
         self.journals: dict[str, Journal] = {}
         self.weights: list[int] = []
         """Versions the rollout drew with, the newest last."""
+        self._is_savable = False
 
     @property
     def num_prompts(self) -> int:
@@ -114,7 +116,17 @@ class GroupSampler:
 
     def take(self, step: int) -> DataProto:
         """The prompts that this step starts."""
-        return self.pool.take(self.num_prompts, step)
+        prompts = self.pool.take(self.num_prompts, step)
+        if not self._is_savable:
+            try:
+                check_savable(prompts)
+            except ValueError as problem:
+                raise ValueError(
+                    "actor_rollout_ref.rollout.over_sample_rate puts prompts off, and a checkpoint could not hold "
+                    f"these: {problem} Set over_sample_rate=0, or leave that column out of the data set."
+                ) from None
+            self._is_savable = True
+        return prompts
 
     async def draw(self, prompts: DataProto, client: GenerationClient, version: int, run: RunSample) -> Drawn:
         """Sample n responses to each of ``prompts`` until a batch of groups is complete; puts the others off.
@@ -245,20 +257,27 @@ class GroupSampler:
 
     def save(self, folder: Path) -> None:
         """Write into a step's folder what a resumed run needs to go on with the same prompts and tokens."""
+        prompts, tickets = self.pool.state()
+        for name, rows in prompts.items():
+            (folder / f"rollout_{name}.pt").unlink(missing_ok=True)
+            if len(rows):
+                write_atomic(folder / f"rollout_{name}.pt", partial(save_rows, rows=rows, facts={}))
         state = {
-            "pool": self.pool.state(),
+            "tickets": tickets,
             "history": self.history.state_dict(),
             "journals": {sample: journal.state() for sample, journal in self.journals.items()},
             "weights": self.weights,
         }
-        write_atomic(folder / STATE_FILE, lambda path: path.write_bytes(pickle.dumps(state, protocol=5)))
+        write_atomic(folder / STATE_FILE, lambda path: path.write_text(json.dumps(state)))
 
     def load(self, folder: Path) -> None:
-        """Read what `save` wrote, if it is there. It is a pickle: read only files you trust."""
+        """Read what `save` wrote, if it is there."""
         if not (folder / STATE_FILE).exists():
             return
-        state: Mapping[str, Any] = pickle.loads((folder / STATE_FILE).read_bytes())
-        self.pool.load_state(state["pool"])
+        state = json.loads((folder / STATE_FILE).read_text())
+        files = {name: folder / f"rollout_{name}.pt" for name in ("back", "fresh")}
+        prompts = {name: load_rows(path)[0] for name, path in files.items() if path.exists()}
+        self.pool.load_state(prompts, state["tickets"])
         self.history.load_state_dict(state["history"])
         self.journals = {sample: Journal.from_state(drafts) for sample, drafts in state["journals"].items()}
         self.weights = list(state["weights"])

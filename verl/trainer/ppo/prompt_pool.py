@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,14 +68,15 @@ class PromptPool:
         for uid in uids:
             del self.tickets[uid]
 
-    def state(self) -> dict[str, Any]:
-        """All but the loader's own position."""
+    def state(self) -> tuple[dict[str, DataProto], dict[str, tuple[int, int, int]]]:
+        """All but the loader's own position: the prompts ``back`` and ``fresh``, and the tickets as JSON values."""
         tickets = {uid: (ticket.step, ticket.number, ticket.postponed) for uid, ticket in self.tickets.items()}
-        return {"back": self._back, "fresh": self._fresh, "tickets": tickets}
+        return {"back": self._back, "fresh": self._fresh}, tickets
 
-    def load_state(self, state: dict[str, Any]) -> None:
-        self._back, self._fresh = state["back"], state["fresh"]
-        self.tickets = {uid: Ticket(*numbers) for uid, numbers in state["tickets"].items()}
+    def load_state(self, prompts: Mapping[str, DataProto], tickets: Mapping[str, Sequence[int]]) -> None:
+        """Take over what `state` gave; prompts that are not given are none."""
+        self._back, self._fresh = (prompts.get(name, DataProto()) for name in ("back", "fresh"))
+        self.tickets = {uid: Ticket(*numbers) for uid, numbers in tickets.items()}
 
     def _next_batch(self) -> DataProto:
         for _ in range(2):

@@ -40,6 +40,12 @@ def load_rows(path: Path) -> tuple[DataProto, dict[str, int]]:
     return DataProto.from_ragged(ragged, dense, objects, meta), content["facts"]
 
 
+def check_savable(rows: DataProto) -> None:
+    """Raise what `save_rows` would, without writing."""
+    for name, array in rows.non_tensor_batch.items():
+        _as_json(name, array)
+
+
 def _tensors_of(rows: DataProto, name: str) -> tuple:
     try:
         column = rows.ragged(name)
