@@ -11,6 +11,7 @@ from tests.workers.rollout.conftest import COMMON
 from verl.single_controller.errors import WorkerError
 from verl.trainer.ppo.utils import Role
 from verl.utils.tiny_model import make_tiny_model
+from verl.workers.rollout.base import RolloutEngine
 
 MODEL, ROLLOUT = "actor_rollout_ref__model", "actor_rollout_ref__rollout"
 LORA = {
@@ -87,7 +88,7 @@ def test_layers_that_do_not_exist_stop_the_run_with_the_names_there_are(tmp_path
 
 
 def test_an_adapter_is_not_sent_to_an_engine_that_takes_none(tmp_path, monkeypatch):
-    monkeypatch.setattr("verl.workers.rollout.hf.HFRollout.takes_adapter", False)
+    monkeypatch.setattr("verl.workers.rollout.hf.HFRollout.why_no_adapter", RolloutEngine.why_no_adapter)
     with pytest.raises(WorkerError, match="lora_sync=adapter: rollout.name=hf holds no adapter .*Use merge"):
         run(tmp_path, monkeypatch, **{f"{ROLLOUT}__lora_sync": "adapter"})
 

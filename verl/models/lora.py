@@ -25,6 +25,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from verl.models.multimodal import vision_tower
 from verl.utils.seeding import derive_seed
 
 if TYPE_CHECKING:
@@ -86,7 +87,7 @@ def target_layers(model: nn.Module, spec: LoRASpec) -> list[str]:
     Raises:
         ValueError: names the entry that chooses nothing, and what there is to choose.
     """
-    able = _linear_layers(model)
+    able = _linear_layers(model, vision_tower(model) if spec.leaves_vision_tower else None)
     chosen = set(able) if spec.target_modules == "all-linear" else _named(spec.target_modules, able, "target_modules")
     chosen -= _named(spec.exclude_modules or [], able, "exclude_modules")
     if not chosen:
@@ -97,13 +98,21 @@ def target_layers(model: nn.Module, spec: LoRASpec) -> list[str]:
     return [name for name in able if name in chosen]
 
 
-def _linear_layers(model: nn.Module) -> list[str]:
-    """Linear layers that are called: the last one is read chunk by chunk instead, and a value head is trained whole."""
+def _linear_layers(model: nn.Module, without: nn.Module | None) -> list[str]:
+    """Linear layers that are called: the last one is read chunk by chunk instead, and a value head is trained whole.
+
+    Args:
+        without: a part of the model whose layers do not count.
+    """
     output = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    left_out = set() if without is None else set(without.modules())
     return [
         name
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear | Conv1D) and module is not output and name not in _HEADS
+        if isinstance(module, nn.Linear | Conv1D)
+        and module is not output
+        and module not in left_out
+        and name not in _HEADS
     ]
 
 

@@ -7,7 +7,7 @@ are combinations of roles on one ``EngineWorker``; backends differ in their engi
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -15,9 +15,10 @@ from typing import Any
 import torch
 
 from verl.algorithms.losses import PPOLoss, ValueLoss
-from verl.models.loader import LoRASpec, ModelSpec
+from verl.models.loader import LoRASpec, ModelSpec, load_config
 from verl.protocol import DataProto
 from verl.single_controller.base.decorator import Dispatch, register
+from verl.utils.distributed import get_rank
 from verl.utils.garbage import no_collection
 from verl.utils.seeding import derive_seed
 from verl.utils.tokenizer import hf_tokenizer
@@ -26,9 +27,14 @@ from verl.workers.model_worker import EngineWorker, MetricBag, memory_metrics, m
 from verl.workers.rollout import get_rollout_class
 from verl.workers.rollout.assemble import assemble
 from verl.workers.rollout.base import Request, RolloutEngine, SamplingParams
+from verl.workers.rollout.sampling_config import sampling_params
 from verl.workers.rollout.weight_sync import sync_adapter, sync_weights
+from verl.workers.serving import ServingRole
 
-TOKENS = ("input_ids", "attention_mask", "position_ids", "prompts", "responses", "response_mask")
+TOKENS = (
+    *("input_ids", "attention_mask", "position_ids", "prompts", "responses", "response_mask"),
+    *("multi_modal_inputs", "multi_modal_data"),  # of rows with images
+)
 """Columns every forward pass over prompt and response needs."""
 
 UPDATE_COLUMNS = TOKENS + (
@@ -45,10 +51,12 @@ UPDATE_COLUMNS = TOKENS + (
 """Columns a loss may read."""
 
 
-def model_spec(
-    model: Any, fsdp_config: Any, head: str, path: str | None = None, use_torch_compile: bool = False
-) -> ModelSpec:
-    """What the loader needs, from a role's model section and the precision keys of its sharding section."""
+def model_spec(model: Any, fsdp_config: Any, head: str, path: str | None = None, **switches: bool) -> ModelSpec:
+    """What the loader needs, from a role's model section and the precision keys of its sharding section.
+
+    Args:
+        switches: ``use_torch_compile``, ``freeze_vision_tower``.
+    """
     return ModelSpec(
         path=path or model.path,
         head=head,
@@ -58,36 +66,54 @@ def model_spec(
         trust_remote_code=model.trust_remote_code,
         gradient_checkpointing=model.enable_gradient_checkpointing,
         external_lib=model.external_lib,
-        use_torch_compile=use_torch_compile,
-        lora=lora_spec(model),
+        lora=lora_spec(model, switches.get("freeze_vision_tower", False)),
+        **switches,
     )
 
 
-def lora_spec(model: Any) -> LoRASpec | None:
+def lora_spec(model: Any, freeze_vision_tower: bool = False) -> LoRASpec | None:
     """The adapter that a role's model section asks for."""
     if not getattr(model, "lora_rank", 0):
         return None
     names = {name: getattr(model, name) for name in ("target_modules", "exclude_modules")}
     names = {name: value if isinstance(value, str | None) else tuple(value) for name, value in names.items()}
-    return LoRASpec(model.lora_rank, model.lora_alpha, **names, adapter_path=model.lora_adapter_path)
+    return LoRASpec(
+        model.lora_rank,
+        model.lora_alpha,
+        **names,
+        adapter_path=model.lora_adapter_path,
+        leaves_vision_tower=freeze_vision_tower,
+    )
 
 
-def sends_adapter(model: Any, rollout: Any, device: str) -> bool:
+def sends_adapter(config: Any, device: str) -> bool:
     """Whether a sync brings the adapter alone: as ``rollout.lora_sync`` says, or where it is the faster way.
 
+    Args:
+        config: the section ``actor_rollout_ref``.
+
     Raises:
-        ValueError: it was asked for, of an engine that holds no adapter apart from its weights.
+        ValueError: it was asked for, of an engine that holds no adapter apart from the weights of this model.
     """
-    if not model.lora_rank or rollout.lora_sync == "merge":
+    model, rollout = config.model, config.rollout
+    # weights that travel between groups travel merged
+    if not model.lora_rank or rollout.lora_sync == "merge" or not config.hybrid_engine:
         return False
-    if rollout.lora_sync == "auto":
-        return rollout.name == "vllm" and device == "cuda"
-    if not get_rollout_class(rollout.name).takes_adapter:
+    if rollout.lora_sync == "auto" and (rollout.name != "vllm" or device != "cuda"):
+        return False
+    spec = ModelSpec(
+        model.path,
+        override_config=dict(model.override_config),
+        trust_remote_code=model.trust_remote_code,
+        external_lib=model.external_lib,
+    )
+    why = get_rollout_class(rollout.name).why_no_adapter(load_config(spec))
+    if why and rollout.lora_sync == "adapter":
         raise ValueError(
-            f"actor_rollout_ref.rollout.lora_sync=adapter: rollout.name={rollout.name} holds no adapter apart from its "
-            "weights. Use merge, or rollout.name=vllm."
+            f"actor_rollout_ref.rollout.lora_sync=adapter: rollout.name={rollout.name} {why}. "
+            "Use lora_sync=merge, which every engine takes."
         )
-    return True
+    return not why
 
 
 class PolicyRole:
@@ -97,7 +123,13 @@ class PolicyRole:
         """Load the model, shard it, and build its loss."""
         config = self.config
         self.actor = self.model_engine(
-            model_spec(config.model, config.actor.fsdp_config, "lm", use_torch_compile=config.actor.use_torch_compile),
+            model_spec(
+                config.model,
+                config.actor.fsdp_config,
+                "lm",
+                use_torch_compile=config.actor.use_torch_compile,
+                freeze_vision_tower=config.actor.freeze_vision_tower,
+            ),
             config.actor,
             config.actor.fsdp_config,
             mesh="actor",
@@ -116,6 +148,7 @@ class PolicyRole:
         rollout, want = self.config.rollout, Want.LOG_PROBS | Want.ENTROPY
         if self.config.actor.calculate_sum_pi_squared:
             want |= Want.SUM_PI_SQUARED
+        data = self.image_inputs.filled(data)
         with self.actor.on_device():
             scored = self.actor.infer(data, want, rollout.log_prob_split, temperature=rollout.temperature)
         return scored.rename(["log_probs", "entropy"], ["old_log_probs", "entropys"])
@@ -126,7 +159,7 @@ class PolicyRole:
         config = self.config.actor
         split = config.update_split
         rows = config.ppo_mini_batch_size * self.config.rollout.n // self.actor.topology.dp_size
-        metrics = MetricBag()
+        data, metrics = self.image_inputs.filled(data), MetricBag()
         timed = mfu_metrics("actor", self.actor, data, config.ppo_epochs, metrics)
         with self.actor.on_device(optimizer=True), timed:
             for mini in self.mini_batches(data, rows, config.ppo_epochs, config.shuffle):
@@ -172,24 +205,28 @@ class PolicyRole:
         self.checkpoints.delete(local_paths)
 
 
-class RolloutRole:
+class RolloutRole(ServingRole):
     """Verbs of sampling. Needs ``self.actor``, whose weights it samples with, and ``self.config.rollout``."""
 
     def init_rollout(self) -> None:
         """Build the rollout engine; its weights arrive from the policy at the first generation."""
         model, config = self.config.model, self.config.rollout
         self.tokenizer = hf_tokenizer(self.tokenizer_path or model.path, trust_remote_code=model.trust_remote_code)
-        self.sends_adapter = sends_adapter(model, config, self.device)
+        self.sends_adapter = sends_adapter(self.config, self.device)
+        lora = lora_spec(model, self.config.actor.freeze_vision_tower)
         self.rollout: RolloutEngine = get_rollout_class(config.name)(
             model.path,
             config,
             device=self.device,
             trust_remote_code=model.trust_remote_code,
             override_config=dict(model.override_config),
-            **({"lora": lora_spec(model)} if self.sends_adapter else {}),
+            tokenizer_path=self.tokenizer_path or model.path,
+            **({"lora": lora} if self.sends_adapter else {}),
         )
+        for validate in (False, True):
+            self.rollout.check_sampling(self.sampling(validate, do_sample=True))
         self.unseeded_calls = 0
-        rank, ranks = self.actor.topology.rank, self.rollout.tensor_parallel_size
+        rank, ranks = get_rank(), self.rollout.tensor_parallel_size
         self._register_dispatch_collect_info("rollout", dp_rank=rank // ranks, is_collect=rank % ranks == 0)
 
     @contextmanager
@@ -222,13 +259,13 @@ class RolloutRole:
     @register(
         dispatch_mode=Dispatch.DP_COMPUTE_PROTO,
         mesh="rollout",
-        reads=("input_ids", "attention_mask", "position_ids", "raw_prompt_ids", "seeds"),
+        reads=("input_ids", "attention_mask", "position_ids", "raw_prompt_ids", "seeds", "multi_modal_data"),
     )
     def generate_sequences(self, prompts: DataProto) -> DataProto:
         """Sample one response a row: adds row 1 of the data flow (responses, masks, whole sequences).
 
-        Reads ``raw_prompt_ids`` (or the real cells of ``input_ids``) and ``seeds`` (B,) int64; a caller that gives no
-        seeds gets others at every call and on every rank. The meta facts
+        Reads ``raw_prompt_ids`` (or the real cells of ``input_ids``), ``multi_modal_data`` where prompts have images
+        and ``seeds`` (B,) int64; a caller that gives no seeds gets others at every call and rank. The meta facts
         ``validate`` (validation prompts) and ``do_sample`` (False: greedy) choose the sampling parameters.
         """
         config, timing = self.config.rollout, {}
@@ -241,10 +278,11 @@ class RolloutRole:
             seeds = prompts.column("seeds").tolist()
         else:
             seeds = self.fresh_seeds(int(facts.get("global_steps", 0)), len(prompts))
-        requests = [Request(tuple(ids), sampling, seed) for ids, seed in zip(rows, seeds, strict=True)]
+        media = prompts.non_tensor_batch.get("multi_modal_data", [None] * len(rows))
+        requests = [Request(tuple(i), sampling, s, m or None) for i, s, m in zip(rows, seeds, media, strict=True)]
         with self.rollout_mode(timing) as engine:
             start = time.perf_counter()
-            completions = engine.generate(requests, expect_version=self.actor.version)
+            completions = engine.generate(requests, expect_version=self.newest_version(facts))
             timing["generate_sequences"] = time.perf_counter() - start
         batch = assemble(
             prompts,
@@ -256,26 +294,19 @@ class RolloutRole:
         batch.meta_info["timing"] = timing
         return batch
 
+    def newest_version(self, facts: Mapping[str, Any]) -> int:
+        """Version of the weights that responses are to be drawn with."""
+        return self.actor.version
+
     def fresh_seeds(self, step: int, count: int) -> list[int]:
         """Seeds this rank never used before."""
         self.unseeded_calls += 1
-        place = (self.seed, "unseeded", self.actor.topology.dp_rank, step, self.unseeded_calls)
+        place = (self.seed, "unseeded", self._query_dispatch_info("rollout"), step, self.unseeded_calls)
         return [derive_seed(*place, i) for i in range(count)]
 
     def sampling(self, validate: bool, do_sample: bool) -> SamplingParams:
         """The sampling a training or validation prompt asks for; ``do_sample=False`` makes it greedy."""
-        config = self.config.rollout
-        source = config.val_kwargs if validate else config
-        return SamplingParams(
-            max_tokens=config.response_length,
-            temperature=source.temperature,
-            top_p=source.top_p,
-            top_k=source.top_k,
-            ignore_eos=config.ignore_eos,
-            do_sample=source.do_sample and do_sample,
-            stop_token_ids=(self.tokenizer.eos_token_id,),
-            want_log_probs=config.calculate_log_probs and not validate,
-        )
+        return sampling_params(self.config.rollout, self.tokenizer.eos_token_id, validate, do_sample)
 
 
 class ReferenceRole:
@@ -299,6 +330,11 @@ class ReferenceRole:
             train=False,
         )
 
+    @property
+    def can_borrow_reference(self) -> bool:
+        """Whether the actor below its adapter is the reference."""
+        return self.actor.has_adapter and not (self.config.ref.model or {}).get("path")
+
     def borrow_reference(self) -> None:
         """The actor below its adapter is the reference: no second copy of the model."""
         self.reference = None
@@ -308,6 +344,7 @@ class ReferenceRole:
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
         """Score the responses under the reference: adds ``ref_log_prob`` (B, R)."""
         split, temperature = self.config.ref.log_prob_split, self.config.rollout.temperature
+        data = self.image_inputs.filled(data)
         engine, is_frozen = self.reference, nullcontext()
         if engine is None:
             engine, is_frozen = self.actor, self.actor.without_adapter()
@@ -368,15 +405,15 @@ class ActorRolloutRefWorker(PolicyRole, RolloutRole, ReferenceRole, EngineWorker
         """Load what the role needs; call once."""
         if "rollout" in self.role:
             get_rollout_class(self.config.rollout.name)  # an engine that is not installed is said before models load
-            sends_adapter(self.config.model, self.config.rollout, self.device)
         with no_collection():
             self.start_process()
+            if "rollout" in self.role:
+                sends_adapter(self.config, self.device)  # nor is a sync that cannot be
             if "actor" in self.role:
                 self.init_policy()
             if "rollout" in self.role:
                 self.init_rollout()
-            has_own_path = bool((self.config.ref.model or {}).get("path"))
-            if "actor" in self.role and self.actor.has_adapter and not has_own_path:
+            if "actor" in self.role and self.can_borrow_reference:
                 self.borrow_reference()
             elif "ref" in self.role:
                 self.init_reference()

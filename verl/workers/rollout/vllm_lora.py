@@ -16,9 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from verl.models.loader import LoRASpec
+from verl.models.multimodal import is_vision_language
 from verl.workers.rollout.base import Bucket, WeightSyncError
 from verl.workers.rollout.placement import LoadWatcher
 from verl.workers.rollout.vllm_memory import worker_of
+from verl.workers.rollout.vllm_setup import has_experts
 from verl.workers.rollout.vllm_sync import WeightLoad
 from verl.workers.rollout.weight_sync import listed
 
@@ -27,14 +29,28 @@ _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 _KEY = "actor_rollout_ref.rollout.lora_sync"
 
 
-def lora_arguments(spec: LoRASpec) -> dict[str, Any]:
+def adapter_obstacle(model_config: Any) -> str | None:
+    """What of a model vLLM cannot compute with an adapter apart from the weights; None: nothing."""
+    text = model_config.get_text_config(decoder=True)
+    if is_vision_language(model_config):
+        return "adapts the language model only, and this one sees"
+    if has_experts(model_config):
+        return "keeps experts in a packed form, which takes no adapter that comes by a sync"
+    if getattr(text, "kv_lora_rank", None):
+        return "computes latent attention with matrices made of its weights, which an adapter does not reach"
+    return None
+
+
+def lora_arguments(spec: LoRASpec, model_config: Any) -> dict[str, Any]:
     """Engine arguments for one adapter of this rank, for which vLLM takes the next size of slot it has.
 
     Raises:
-        ValueError: the rank is larger than any slot.
+        ValueError: vLLM cannot hold an adapter of this model, or the rank is larger than any slot.
     """
     from vllm.config import lora
 
+    if why := adapter_obstacle(model_config):
+        raise ValueError(f"rollout.name=vllm {why}. Set {_KEY}=merge.")
     sizes = typing.get_args(getattr(lora, "MaxLoRARanks", None)) or _RANKS
     if spec.rank > max(sizes):
         raise ValueError(
@@ -85,10 +101,19 @@ class AdapterLoad(WeightLoad):
 
     Args:
         below: the load of the weights below it, if they have to be summed up again.
+        is_shared: as of ``WeightLoad``.
     """
 
-    def __init__(self, llm: Any, model: nn.Module, device: torch.device, rank: int, below: WeightLoad | None):
-        super().__init__(model, device)
+    def __init__(
+        self,
+        llm: Any,
+        model: nn.Module,
+        device: torch.device,
+        rank: int,
+        below: WeightLoad | None,
+        is_shared: bool = False,
+    ):
+        super().__init__(model, device, is_shared=is_shared)
         self.below = below
         self.slots = {
             f"{name}.{part}": tensor

@@ -91,8 +91,8 @@ def _hand_over(
     sent: dict[str, int] = {}
     rollout.invalidate()
     try:
-        receipt = update(version, buckets(_summed(named_tensors, dtype, sent), bucket_bytes))
-        _compare(sent, receipt, version)
+        receipt = update(version, buckets(summed(named_tensors, dtype, sent), bucket_bytes))
+        compare(sent, receipt, version)
     except BaseException:
         rollout.invalidate()
         raise
@@ -163,7 +163,7 @@ def _line_sums(lines: Tensor) -> list[int]:
     return sums
 
 
-def _summed(
+def summed(
     named_tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype, sent: dict[str, int]
 ) -> Iterator[tuple[str, Tensor]]:
     """Cast floating tensors and note in ``sent`` the checksum of everything that passes."""
@@ -175,7 +175,8 @@ def _summed(
         del tensor
 
 
-def _compare(sent: dict[str, int], receipt: Receipt, version: int) -> None:
+def compare(sent: dict[str, int], receipt: Receipt, version: int) -> None:
+    """Raise WeightSyncError, with the names, unless the receipt says exactly what was sent."""
     if receipt.version != version:
         raise WeightSyncError(
             f"Weights of version {version} were sent, but the rollout acknowledged version {receipt.version}."
