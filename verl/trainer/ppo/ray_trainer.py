@@ -323,7 +323,9 @@ class RayPPOTrainer(RecipeNames):
             return self.actor_wg
         from verl.agent_loop import AgentLoopManager
 
-        return AgentLoopManager(typed_config(self.config), self.actor_wg, self.tokenizer, self.processor)
+        manager = AgentLoopManager(typed_config(self.config), self.actor_wg, self.tokenizer, self.processor)
+        self.async_rollout_mode, self.async_rollout_manager = True, manager  # the names recipes know
+        return manager
 
     def close_sampler(self) -> None:
         """Stop the rollout's servers, if it has any; also after a failure."""
