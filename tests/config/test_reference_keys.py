@@ -38,6 +38,8 @@ actor_rollout_ref.rollout.stop_token_ids actor_rollout_ref.rollout.sampling_kwar
 actor_rollout_ref.rollout.val_kwargs.min_p actor_rollout_ref.rollout.val_kwargs.repetition_penalty
 actor_rollout_ref.rollout.val_kwargs.stop actor_rollout_ref.rollout.val_kwargs.stop_token_ids
 actor_rollout_ref.rollout.val_kwargs.sampling_kwargs
+actor_rollout_ref.rollout.agent.default_agent_loop actor_rollout_ref.rollout.max_running_requests
+actor_rollout_ref.rollout.server_host
 critic.model.fsdp_config.mixed_precision critic.model.fsdp_config.model_dtype
 critic.model.fsdp_config.wrap_policy.transformer_layer_cls_to_wrap
 critic.optim.betas critic.optim.eps critic.optim.num_cycles
