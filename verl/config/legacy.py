@@ -69,6 +69,9 @@ MOVED: tuple[Moved, ...] = (
         for role in ("actor", "ref", "rollout")
         for name in ("discrete", "all_ranks", "ranks")
     ),
+    Moved("rollout.nnodes", (f"{_A}.rollout.nnodes",)),
+    Moved("rollout.n_gpus_per_node", (f"{_A}.rollout.n_gpus_per_node",)),
+    Moved("async_generation_ratio", (f"{_A}.rollout.async_ratio",)),
     *(
         Moved(f"{place}.{name}", (f"{place}.sampling_kwargs.{name}",), is_alias=True)
         for place in (f"{_A}.rollout", f"{_A}.rollout.val_kwargs")

@@ -392,7 +392,18 @@ def _nothing_is_filtered(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
         yield from _unread(config, keys, is_given, "data.filter_overlong_prompts=false")
 
 
+def _rollout_shares_devices(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+    if config.actor_rollout_ref.hybrid_engine:
+        keys = [key for key in (f"{_ROLLOUT}.nnodes", f"{_ROLLOUT}.n_gpus_per_node") if get_path(config, key)]
+        yield from _unread(config, keys, is_given, "with actor_rollout_ref.hybrid_engine=true the actor's are used")
+    else:
+        why = "with actor_rollout_ref.hybrid_engine=false the rollout shares its devices with nobody and stays awake"
+        yield from _unread(config, [f"{_ROLLOUT}.free_cache_engine"], is_given, why)
+
+
 def _one_local_worker_cannot_be_interrupted(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+    if not config.actor_rollout_ref.hybrid_engine:
+        return
     if config.trainer.controller == "local" and config.trainer.world_size == 1:
         yield from _unread(config, ["trainer.worker_timeout"], is_given, "the one worker runs in the driver's process")
 
@@ -419,7 +430,7 @@ def _a_reward_has_no_gradient(config: PPOConfig, is_given: IsGiven) -> Iterator[
 def _ray_is_not_started(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
     if config.trainer.controller == "local":
         keys = [key for key in _given_below("ray_init", config, is_given) if key != "ray_init.env"]
-        if config.trainer.world_size == 1:
+        if config.trainer.world_size == 1 and config.actor_rollout_ref.hybrid_engine:
             keys.append("trainer.ray_wait_register_center_timeout")  # forked workers are waited for, too
         yield from _unread(config, keys, is_given, "trainer.controller=local starts no Ray")
 
@@ -429,6 +440,23 @@ def _response_window_is_the_rollouts(config: PPOConfig, is_given: IsGiven) -> It
     if length != config.data.max_response_length:
         yield from _unread(
             config, ["data.max_response_length"], is_given, f"{_ROLLOUT}.response_length={length} decides"
+        )
+
+
+def _nothing_is_put_off(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+    rollout = config.actor_rollout_ref.rollout
+    names = [name for name in ("partial_rollout", "max_staleness", "max_postponements") if rollout[name]]
+    if rollout.over_sample_rate == 0:
+        why = f"with {_ROLLOUT}.over_sample_rate=0 every response is drawn to its end in one step"
+        yield from _unread(config, [f"{_ROLLOUT}.{name}" for name in names], is_given, why)
+    elif not rollout.partial_rollout:
+        why = f"{_ROLLOUT}.partial_rollout=false keeps no tokens for a later step"
+        yield from _unread(config, [f"{_ROLLOUT}.max_staleness"], is_given, why)
+    elif rollout.max_postponements is not None and rollout.max_postponements > rollout.max_staleness:
+        yield (
+            f"{_ROLLOUT}.max_postponements={rollout.max_postponements} is more than "
+            f"{_ROLLOUT}.max_staleness={rollout.max_staleness}: what a response drew before its last "
+            f"{rollout.max_staleness} weight updates is thrown away and drawn anew"
         )
 
 
@@ -480,6 +508,7 @@ _CHECKS = (
     _steps_go_before_epochs,
     _users_sampler_decides_the_order,
     _nothing_is_filtered,
+    _rollout_shares_devices,
     _one_local_worker_cannot_be_interrupted,
     _loss_does_not_read_it,
     _one_step_never_meets_a_bound,
@@ -489,4 +518,5 @@ _CHECKS = (
     _a_reward_has_no_gradient,
     _ray_is_not_started,
     _response_window_is_the_rollouts,
+    _nothing_is_put_off,
 )

@@ -137,6 +137,18 @@ class RolloutConfig(Config):
     """Address the servers of ``mode=async`` listen on. Others than loopback (``0.0.0.0`` for all; needed with several
     nodes) let other machines in, which then need the key in ``trainer.default_local_dir``/rollout_servers.json."""
 
+    nnodes: int = option(1, at_least=0)
+    """Machines of the rollout. Read only with ``hybrid_engine=false``."""
+
+    n_gpus_per_node: int | None = option(None, above=0)
+    """Worker processes of the rollout on each of its machines, one per GPU, beside those of ``trainer``. Null: as many
+    as ``trainer.n_gpus_per_node``. Read only with ``hybrid_engine=false``."""
+
+    async_ratio: int = option(0, at_least=0, at_most=1)
+    """Batches that are drawn ahead of training. 0: each batch is drawn with the newest weights. 1: the next batch is
+    drawn while one is trained on, with weights one training step old (one-step-off-policy). Source: Noukhovitch et
+    al. 2024 (arXiv:2410.18252)."""
+
     temperature: float = option(1.0, above=0)
     """Logits are divided by this, when sampling and when log-probs are computed."""
 
@@ -282,8 +294,23 @@ class RolloutConfig(Config):
     token of the vocabulary is about as likely. -1 or 0: draw from all."""
 
     max_running_requests: int | None = option(None, above=0)
-    """Requests that run on one replica at a time; the others wait in the driver. Null: all run at once. Needs
-    ``mode=async``."""
+    """Requests that run on one replica at a time; the others wait in the driver, and those with the most expected
+    tokens leave first. Null: all run at once. Needs ``mode=async``."""
+
+    over_sample_rate: float = option(0.0, at_least=0)
+    """Start this share of prompts too many, and train on those whose groups are complete first. The others are put
+    off: they come first in the next step. Needs ``mode=async``. See docs/long_tails.md."""
+
+    max_postponements: int | None = option(None, above=0)
+    """Once a prompt was put off in this many steps, the next step waits for all prompts that were put off. Null:
+    ``max_staleness`` with ``partial_rollout``, else 4. Source: tail batching, Gao et al. 2025 (arXiv:2509.21009)."""
+
+    partial_rollout: bool = False
+    """Keep what the responses of postponed prompts have drawn, and go on from there under the newer weights. Source:
+    Kimi Team 2025 (arXiv:2501.12599)."""
+
+    max_staleness: int = option(1, above=0)
+    """Weight updates a kept token may be old when its response is trained on; older ones are drawn anew."""
 
     limit_images: int | None = option(None, above=0)
     """Images per prompt at most; a prompt with more is refused. Null: as many as the engine takes (vLLM bounds them by

@@ -67,7 +67,6 @@ LIMITS: tuple[Limit, ...] = (
         for place in _FSDP_SECTIONS
     ),
     *(Limit(f"{place}.forward_prefetch", "FSDP1's prefetching", _FSDP1) for place in _FSDP_SECTIONS),
-    Limit("actor_rollout_ref.hybrid_engine", "a rollout on devices of its own", "leave it true"),
     Limit("trainer.device", "this device", "use cuda or cpu", ("cuda", "cpu")),
     # model
     Limit(f"{_MODEL}.use_remove_padding", "packed attention", _REMOVE_PADDING),

@@ -7,7 +7,7 @@ are combinations of roles on one ``EngineWorker``; backends differ in their engi
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,6 +17,7 @@ from verl.algorithms.losses import PPOLoss, ValueLoss
 from verl.models.loader import ModelSpec
 from verl.protocol import DataProto
 from verl.single_controller.base.decorator import Dispatch, register
+from verl.utils.distributed import get_rank
 from verl.utils.garbage import no_collection
 from verl.utils.seeding import derive_seed
 from verl.utils.tokenizer import hf_tokenizer
@@ -175,7 +176,7 @@ class RolloutRole(ServingRole):
         for validate in (False, True):
             self.rollout.check_sampling(self.sampling(validate, do_sample=True))
         self.unseeded_calls = 0
-        rank, ranks = self.actor.topology.rank, self.rollout.tensor_parallel_size
+        rank, ranks = get_rank(), self.rollout.tensor_parallel_size
         self._register_dispatch_collect_info("rollout", dp_rank=rank // ranks, is_collect=rank % ranks == 0)
 
     @contextmanager
@@ -225,7 +226,7 @@ class RolloutRole(ServingRole):
         requests = [Request(tuple(i), sampling, s, m or None) for i, s, m in zip(rows, seeds, media, strict=True)]
         with self.rollout_mode(timing) as engine:
             start = time.perf_counter()
-            completions = engine.generate(requests, expect_version=self.actor.version)
+            completions = engine.generate(requests, expect_version=self.newest_version(facts))
             timing["generate_sequences"] = time.perf_counter() - start
         batch = assemble(
             prompts,
@@ -237,10 +238,14 @@ class RolloutRole(ServingRole):
         batch.meta_info["timing"] = timing
         return batch
 
+    def newest_version(self, facts: Mapping[str, Any]) -> int:
+        """Version of the weights that responses are to be drawn with."""
+        return self.actor.version
+
     def fresh_seeds(self, step: int, count: int) -> list[int]:
         """Seeds this rank never used before."""
         self.unseeded_calls += 1
-        place = (self.seed, "unseeded", self.actor.topology.dp_rank, step, self.unseeded_calls)
+        place = (self.seed, "unseeded", self._query_dispatch_info("rollout"), step, self.unseeded_calls)
         return [derive_seed(*place, i) for i in range(count)]
 
     def sampling(self, validate: bool, do_sample: bool) -> SamplingParams:
