@@ -60,9 +60,7 @@ def test_every_option_reaches_the_engine(model_folder):
     assert {parameter.dtype for parameter in rollout.model.parameters()} == {torch.bfloat16}
 
 
-@pytest.mark.parametrize(
-    ("name", "value"), [("swap_spaec", 4), ("swap_space", 4), ("disable_mm_preprocessor_cache", True)]
-)
+@pytest.mark.parametrize(("name", "value"), [("swap_spaec", 4), ("swap_space", 4)])
 def test_an_option_the_installed_version_lacks_is_named(name, value, model_folder):
     from vllm.engine.arg_utils import EngineArgs
 
@@ -77,6 +75,12 @@ def test_null_and_verls_default_hand_no_option_over(model_folder):
     given = {"swap_space": None, "disable_mm_preprocessor_cache": False, "seed": 3}
     arguments = engine_arguments(rollout_config(engine_kwargs={"vllm": given}), "cpu", model_folder("tied"))
     assert arguments["seed"] == 3 and not {"swap_space", "disable_mm_preprocessor_cache"} & arguments.keys()
+
+
+def test_the_cache_of_processed_images_is_switched_off_by_its_older_name(model_folder):
+    given = {"vllm": {"disable_mm_preprocessor_cache": True}}
+    arguments = engine_arguments(rollout_config(engine_kwargs=given), "cpu", model_folder("tied"))
+    assert arguments["mm_processor_cache_gb"] == 0 and "disable_mm_preprocessor_cache" not in arguments
 
 
 LOAD_FORMATS = {
