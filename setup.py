@@ -46,6 +46,7 @@ setup(
         "psutil",
         "codetiming>=1.4",
         "rich>=13",
+        "aiohttp>=3.10",
         "xxhash>=3.4",
         "peft>=0.19",
     ],

@@ -1,5 +1,8 @@
 """Runs with LoRA as a user starts them: the reference costs no second model, checkpoints resume, the reward rises."""
 
+import io
+from contextlib import redirect_stdout
+
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -40,12 +43,36 @@ def run(tmp_path, monkeypatch, name="run", task=None, **settings):
     return trainer, {row["step"]: row["data"] for row in read_metrics(tmp_path / f"{name}.jsonl")}
 
 
-def test_the_reference_is_the_actor_and_starts_where_it_starts(tmp_path, monkeypatch, capsys):
-    trainer, metrics = run(tmp_path, monkeypatch)
+@pytest.fixture(scope="module")
+def merged_run(tmp_path_factory):
+    """A run in which all weights travel: its trainer, its metrics by step, and what it printed."""
+    printed, folder = io.StringIO(), tmp_path_factory.mktemp("merged")
+    with pytest.MonkeyPatch.context() as monkeypatch, redirect_stdout(printed):
+        return *run(folder, monkeypatch, **{f"{ROLLOUT}__calculate_log_probs": True}), printed.getvalue()
+
+
+def test_the_reference_is_the_actor_and_starts_where_it_starts(merged_run):
+    trainer, metrics, printed = merged_run
     assert trainer.ref_in_actor and Role.RefPolicy not in trainer.worker_groups
     assert trainer.ref_wg is trainer.actor_wg
     assert metrics[1]["actor/kl_loss"] == 0 < metrics[2]["actor/kl_loss"] < metrics[3]["actor/kl_loss"]
-    assert capsys.readouterr().out.count("actor: LoRA trains 8,192 of 88,896 parameters (9.22%)") == 1
+    assert printed.count("actor: LoRA trains 8,192 of 88,896 parameters (9.22%)") == 1
+
+
+WAYS = {
+    "the adapter alone": {f"{ROLLOUT}__lora_sync": "adapter"},
+    "to a server": {f"{ROLLOUT}__lora_sync": "adapter", f"{ROLLOUT}__mode": "async"},
+    "to devices of its own": {"actor_rollout_ref__hybrid_engine": False, f"{ROLLOUT}__n_gpus_per_node": 1},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_samples_do_not_depend_on_how_the_policy_reaches_the_engine(way, merged_run, tmp_path, monkeypatch):
+    _, metrics = run(tmp_path, monkeypatch, **{f"{ROLLOUT}__calculate_log_probs": True}, **WAYS[way])
+    for step, row in merged_run[1].items():
+        assert max(row["training/rollout_probs_diff_max"], metrics[step]["training/rollout_probs_diff_max"]) < 1e-6
+        for name in ("critic/score/mean", "response_length/mean", "actor/kl_loss", "actor/grad_norm"):
+            assert metrics[step][name] == pytest.approx(row[name], rel=1e-4)
 
 
 def test_a_reference_of_its_own_is_loaded_where_one_is_named(tmp_path, monkeypatch):
@@ -54,17 +81,6 @@ def test_a_reference_of_its_own_is_loaded_where_one_is_named(tmp_path, monkeypat
     trainer, metrics = run(tmp_path, monkeypatch, task=task, **other, trainer__total_training_steps=2)
     assert not trainer.ref_in_actor and Role.RefPolicy in trainer.worker_groups
     assert metrics[1]["actor/kl_loss"] < 1e-5 < metrics[2]["actor/kl_loss"]  # it computes in bf16
-
-
-@pytest.mark.parametrize("sync", ["merge", "adapter"])
-def test_samples_do_not_depend_on_how_the_policy_reaches_the_engine(sync, tmp_path, monkeypatch):
-    settings = {f"{ROLLOUT}__calculate_log_probs": True, f"{ROLLOUT}__lora_sync": sync}
-    _, metrics = run(tmp_path, monkeypatch, **settings)
-    assert all(step["training/rollout_probs_diff_max"] < 1e-6 for step in metrics.values())
-    _, auto = run(tmp_path, monkeypatch, "auto", **{f"{ROLLOUT}__calculate_log_probs": True})
-    assert [step["critic/score/mean"] for step in metrics.values()] == [
-        step["critic/score/mean"] for step in auto.values()
-    ]
 
 
 def test_a_resumed_run_equals_the_one_that_never_stopped(tmp_path, monkeypatch):
@@ -89,7 +105,7 @@ def test_layers_that_do_not_exist_stop_the_run_with_the_names_there_are(tmp_path
 
 def test_an_adapter_is_not_sent_to_an_engine_that_takes_none(tmp_path, monkeypatch):
     monkeypatch.setattr("verl.workers.rollout.hf.HFRollout.why_no_adapter", RolloutEngine.why_no_adapter)
-    with pytest.raises(WorkerError, match="lora_sync=adapter: rollout.name=hf holds no adapter .*Use merge"):
+    with pytest.raises(WorkerError, match="lora_sync=adapter: rollout.name=hf holds no adapter .*Use lora_sync=merge"):
         run(tmp_path, monkeypatch, **{f"{ROLLOUT}__lora_sync": "adapter"})
 
 

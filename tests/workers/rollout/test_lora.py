@@ -3,13 +3,16 @@
 import pytest
 import torch
 
+from tests.support.images import MIXED, asked, make_tiny_vl_model
 from tests.support.losses import optim_section
 from tests.workers.rollout.conftest import rollout_config
 from tests.workers.rollout.test_contract import mixed_requests, only, processed_log_probs, tokens_of
-from verl.models.loader import LoRASpec, ModelSpec
+from verl.models.loader import LoRASpec, ModelSpec, load_config
+from verl.utils.tokenizer import hf_processor
 from verl.workers.engine import build_engine
 from verl.workers.rollout import get_rollout_class
 from verl.workers.rollout.base import StaleWeightsError, WeightSyncError
+from verl.workers.rollout.vllm_lora import adapter_obstacle
 from verl.workers.rollout.weight_sync import sync_adapter, sync_weights
 
 ENGINES = ["hf", pytest.param("vllm", marks=pytest.mark.vllm)]
@@ -168,6 +171,38 @@ def test_a_fault_on_the_way_is_caught(fault, ready, trainer):
     assert rollout.version is None
     send_adapter(engine, rollout, 5)
     assert_log_probs_are_the_trainers(engine, rollout, 5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["experts", "images"])
+def test_hf_holds_an_adapter_of_experts_and_of_models_that_see(kind, model_folder, tmp_path):
+    folder = model_folder("qwen3_moe") if kind == "experts" else make_tiny_vl_model(tmp_path, initializer_range=0.1)
+    engine = build_engine("local", ModelSpec(folder, compute_dtype="fp32", lora=LoRASpec(4)), None, optim_section())
+    inputs = {"input_ids": torch.arange(4, 20).view(2, 8)}
+    if kind == "images":
+        inputs = asked(hf_processor(folder), *MIXED[2])[1]
+    before = engine.module.eval()(**inputs).logits
+    shift(engine, seed=1)
+    expected = engine.module(**inputs).logits
+    assert (expected - before).abs().max() > 0.01
+    config = rollout_config()
+    merged, adapter = (get_rollout_class("hf")(folder, config, **more) for more in ({}, {"lora": LoRASpec(4)}))
+    for rollout in (merged, adapter):
+        rollout.wake()
+    sync_weights(engine.weights(torch.float32), merged, version=1)
+    send_adapter(engine, adapter, 1)
+    for rollout in (merged, adapter):
+        torch.testing.assert_close(rollout.model(**inputs).logits, expected, rtol=0, atol=1e-4)
+
+
+def test_vllm_is_not_asked_to_hold_an_adapter_it_could_not_compute_with(model_folder, tmp_path):
+    for folder, why in (
+        (model_folder("tied"), None),
+        (model_folder("qwen3_moe"), "experts"),
+        (make_tiny_vl_model(tmp_path), "sees"),
+    ):
+        found = adapter_obstacle(load_config(ModelSpec(folder)))
+        assert found == why or why in found
 
 
 def test_an_engine_built_without_an_adapter_says_so(built, trainer):
