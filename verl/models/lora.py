@@ -82,7 +82,7 @@ def target_layers(model: nn.Module, spec: LoRASpec) -> list[str]:
     """Names of the layers that get an adapter.
 
     ``all-linear`` means every linear layer but the last. A string is a regular expression for the whole name or, as
-    every entry of a list, the name itself or its end.
+    every entry of a list, the name itself or its end. ``spec.leaves_vision_tower`` leaves the tower out.
 
     Raises:
         ValueError: names the entry that chooses nothing, and what there is to choose.
