@@ -26,6 +26,7 @@ def test_nothing_is_said_about_defaults():
         ([f"{ROLLOUT}.max_model_len=4096"], "max_model_len=4096 has no effect"),
         ([f"{ACTOR}.use_kl_loss=true", REF, f"{REF_DTYPE}=bf16"], "kept in mixed_precision.param_dtype"),
         ([f"{ROLLOUT}.multi_stage_wake_up=true"], "weights are always brought back first"),
+        ([f"{ROLLOUT}.agent.default_agent_loop=mine"], "samples a batch in one call, without servers"),
         ([*ON_CPU, f"{ROLLOUT}.enforce_eager=false"], "no CUDA graphs on a CPU"),
         ([f"{ACTOR}.entropy_checkpointing=true"], "always computed in chunks"),
         ([f"{ACTOR}.use_torch_compile=true", CPU], "compiled on CUDA only"),
