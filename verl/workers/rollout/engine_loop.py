@@ -241,7 +241,8 @@ class EngineLoop:
                 ValueError,
                 TypeError,
                 NotImplementedError,
-            ) as error:  # this request asks for what cannot be had; the others go on
+            ) as error:
+                # this request asks for what cannot be had; the others go on
                 events.append(Event(number, None, error))
             else:
                 self._ticket_of[number], self._number_of[ticket] = ticket, number
