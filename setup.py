@@ -41,9 +41,11 @@ setup(
         "pyarrow>=18",
         "datasets>=4.0",
         "safetensors>=0.5",
+        "pillow>=11",
         "psutil",
         "codetiming>=1.4",
         "rich>=13",
+        "aiohttp>=3.10",
         "xxhash>=3.4",
     ],
     extras_require={

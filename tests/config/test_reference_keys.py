@@ -29,7 +29,9 @@ actor_rollout_ref.ref.fsdp_config.fsdp_size actor_rollout_ref.ref.fsdp_config.mi
 actor_rollout_ref.ref.fsdp_config.model_dtype actor_rollout_ref.ref.fsdp_config.offload_policy
 actor_rollout_ref.ref.fsdp_config.optimizer_offload
 actor_rollout_ref.ref.fsdp_config.wrap_policy.transformer_layer_cls_to_wrap
-actor_rollout_ref.rollout.limit_images actor_rollout_ref.rollout.use_fire_sampling
+actor_rollout_ref.rollout.agent.default_agent_loop actor_rollout_ref.rollout.limit_images
+actor_rollout_ref.rollout.max_running_requests actor_rollout_ref.rollout.server_host
+actor_rollout_ref.rollout.use_fire_sampling
 critic.model.fsdp_config.mixed_precision critic.model.fsdp_config.model_dtype
 critic.model.fsdp_config.wrap_policy.transformer_layer_cls_to_wrap
 critic.optim.betas critic.optim.eps critic.optim.num_cycles

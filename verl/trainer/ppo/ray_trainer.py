@@ -359,6 +359,7 @@ class RayPPOTrainer(RecipeNames):
             from verl.agent_loop import AgentLoopManager
 
             sampler = AgentLoopManager(typed_config(self.config), group, self.tokenizer, self.processor)
+            self.async_rollout_mode, self.async_rollout_manager = True, sampler  # the names recipes know
         return DisjointRollout(self.actor_wg, self.rollout_wg, sampler) if self.rollout_wg else sampler
 
     def close_sampler(self) -> None:
