@@ -99,6 +99,9 @@ BAD = {
     "contents that are not saved": (
         [f"{ACTOR}.checkpoint.save_contents=[model]", f"{ACTOR}.checkpoint.load_contents=[model,extra]",
          "trainer.save_freq=1"], "asks for extra"),
+    "over-sampling ahead": (
+        [APART, f"{ROLLOUT}.mode=async", f"{ROLLOUT}.async_ratio=1", f"{ROLLOUT}.over_sample_rate=0.5"],
+        "is known before it begins"),
     "one call for a whole batch": ([f"{ROLLOUT}.over_sample_rate=0.5"], "no request can be ended early"),
     "partial responses without log-probs": (
         [f"{ROLLOUT}.partial_rollout=true"], "corrected by the log-probs it was drawn with"),
