@@ -29,8 +29,6 @@ actor_rollout_ref.ref.fsdp_config.fsdp_size actor_rollout_ref.ref.fsdp_config.mi
 actor_rollout_ref.ref.fsdp_config.model_dtype actor_rollout_ref.ref.fsdp_config.offload_policy
 actor_rollout_ref.ref.fsdp_config.optimizer_offload
 actor_rollout_ref.ref.fsdp_config.wrap_policy.transformer_layer_cls_to_wrap
-actor_rollout_ref.rollout.agent.default_agent_loop actor_rollout_ref.rollout.server_host
-actor_rollout_ref.rollout.max_running_requests
 actor_rollout_ref.rollout.limit_images actor_rollout_ref.rollout.use_fire_sampling
 actor_rollout_ref.rollout.max_postponements actor_rollout_ref.rollout.max_staleness
 actor_rollout_ref.rollout.over_sample_rate actor_rollout_ref.rollout.partial_rollout
@@ -40,6 +38,8 @@ actor_rollout_ref.rollout.stop_token_ids actor_rollout_ref.rollout.sampling_kwar
 actor_rollout_ref.rollout.val_kwargs.min_p actor_rollout_ref.rollout.val_kwargs.repetition_penalty
 actor_rollout_ref.rollout.val_kwargs.stop actor_rollout_ref.rollout.val_kwargs.stop_token_ids
 actor_rollout_ref.rollout.val_kwargs.sampling_kwargs
+actor_rollout_ref.rollout.agent.default_agent_loop actor_rollout_ref.rollout.max_running_requests
+actor_rollout_ref.rollout.server_host
 critic.model.fsdp_config.mixed_precision critic.model.fsdp_config.model_dtype
 critic.model.fsdp_config.wrap_policy.transformer_layer_cls_to_wrap
 critic.optim.betas critic.optim.eps critic.optim.num_cycles

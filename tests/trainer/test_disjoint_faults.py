@@ -16,8 +16,8 @@ from verl.trainer.ppo import job as job_module
 from verl.trainer.ppo.utils import Role
 from verl.workers.disjoint import ActorWorker, RolloutWorker
 
-SECONDS = 30.0
-"""A fault must have ended the run within this; the machine may be busy."""
+SECONDS = 120.0
+"""A run must have ended within this, its start included; members of the link would wait for 600 seconds."""
 
 TENSOR = "model.layers.1.mlp.up_proj.weight"
 

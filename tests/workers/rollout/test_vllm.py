@@ -60,9 +60,7 @@ def test_every_option_reaches_the_engine(model_folder):
     assert {parameter.dtype for parameter in rollout.model.parameters()} == {torch.bfloat16}
 
 
-@pytest.mark.parametrize(
-    ("name", "value"), [("swap_spaec", 4), ("swap_space", 4), ("disable_mm_preprocessor_cache", True)]
-)
+@pytest.mark.parametrize(("name", "value"), [("swap_spaec", 4), ("swap_space", 4)])
 def test_an_option_the_installed_version_lacks_is_named(name, value, model_folder):
     from vllm.engine.arg_utils import EngineArgs
 
@@ -77,6 +75,12 @@ def test_null_and_verls_default_hand_no_option_over(model_folder):
     given = {"swap_space": None, "disable_mm_preprocessor_cache": False, "seed": 3}
     arguments = engine_arguments(rollout_config(engine_kwargs={"vllm": given}), "cpu", model_folder("tied"))
     assert arguments["seed"] == 3 and not {"swap_space", "disable_mm_preprocessor_cache"} & arguments.keys()
+
+
+def test_the_cache_of_processed_images_is_switched_off_by_its_older_name(model_folder):
+    given = {"vllm": {"disable_mm_preprocessor_cache": True}}
+    arguments = engine_arguments(rollout_config(engine_kwargs=given), "cpu", model_folder("tied"))
+    assert arguments["mm_processor_cache_gb"] == 0 and "disable_mm_preprocessor_cache" not in arguments
 
 
 LOAD_FORMATS = {
@@ -137,6 +141,14 @@ def test_a_hot_first_token_wants_an_engine_that_was_started_for_it(awake):
 def test_ways_of_spreading_an_engine_that_a_sync_cannot_follow_are_refused(extra, model_folder):
     with pytest.raises(ValueError, match=f"{next(iter(extra))}=.*not supported yet.*tensor_model_parallel_size"):
         start(model_folder("tied"), engine_kwargs={"vllm": extra})
+
+
+def test_a_stop_text_wants_an_engine_that_knows_text(model_folder):
+    rollout = start(model_folder("tied"), engine_kwargs={"vllm": {"skip_tokenizer_init": True}})
+    for sampling in (SamplingParams(4, stop=("x",)), SamplingParams(4, extra={"bad_words": ["x"]})):
+        with pytest.raises(ValueError, match="without a tokenizer.*Leave out .*skip_tokenizer_init"):
+            rollout.check_sampling(sampling)
+    rollout.check_sampling(SamplingParams(4))
 
 
 def test_experts_over_ranks_are_refused_on_a_cpu(model_folder):

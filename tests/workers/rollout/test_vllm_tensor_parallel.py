@@ -56,7 +56,7 @@ def test_each_rank_holds_its_share_and_survives_a_nap(ranks, reference):
 
 
 def test_a_server_over_two_ranks_draws_what_one_call_draws_and_ends_cleanly(ranks):
-    leader, follower = (rank["served"] for rank in ranks)
+    leader, follower = (rank["served"] for rank in ranks[:2])
     for (tokens, log_probs), (expected, expected_log_probs) in zip(leader["drawn"], ranks[0]["drawn"], strict=True):
         assert tokens == expected and log_probs == pytest.approx(expected_log_probs, abs=1e-4)
     assert all(reason == "abort" and 0 <= count < 180 for reason, count in leader["aborted"])

@@ -105,7 +105,10 @@ class VLLMRollout(RolloutEngine):
         self.never_drawn = modality_tokens(model_config)
         ensure_process_group(self.device.type)
         arguments = engine_arguments(config, self.device.type, spec.folder, **derived)
-        self._has_first_token = use_first_token_processors(config, arguments)
+        self._abilities = (
+            use_first_token_processors(config, arguments),
+            not arguments.get("skip_tokenizer_init"),
+        )
         with undisturbed_process(self.device.type):
             self.llm = vllm.LLM(**arguments)
         keep_process_group(self.llm)
@@ -217,7 +220,7 @@ class VLLMRollout(RolloutEngine):
     # -- generation ----------------------------------------------------------------------------------------------------
 
     def check_sampling(self, sampling: SamplingParams) -> None:
-        check_arguments(sampling, self._sampling_class.__struct_fields__, self._has_first_token)
+        check_arguments(sampling, self._sampling_class.__struct_fields__, *self._abilities)
         try:
             self._params(Request((0,), sampling))
         except Exception as error:
@@ -266,5 +269,5 @@ class VLLMRollout(RolloutEngine):
 
     def _params(self, request: Request) -> Any:
         request = without_modality_tokens(request, self.never_drawn)
-        check_arguments(request.sampling, self._sampling_class.__struct_fields__, self._has_first_token)
+        check_arguments(request.sampling, self._sampling_class.__struct_fields__, *self._abilities)
         return self._sampling_class(**sampling_arguments(request, self.max_model_len, self.stop_token_ids))

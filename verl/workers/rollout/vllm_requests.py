@@ -47,12 +47,13 @@ def sampling_arguments(request: Request, max_model_len: int, stop_token_ids: set
     return params
 
 
-def check_arguments(sampling: SamplingParams, known: Any, has_first_token: bool) -> None:
+def check_arguments(sampling: SamplingParams, known: Any, has_first_token: bool, has_tokenizer: bool) -> None:
     """Refuse sampling that the installed vLLM would not do as asked.
 
     Args:
         known: names of the parameters it has.
         has_first_token: whether the engine can treat the first token apart.
+        has_tokenizer: whether it knows text.
 
     Raises:
         ValueError: names the setting.
@@ -66,6 +67,11 @@ def check_arguments(sampling: SamplingParams, known: Any, has_first_token: bool)
         raise ValueError(
             f"rollout.temperature={sampling.temperature}: vLLM would take {_COLDEST} instead. "
             "Use at least that, or do_sample=false."
+        )
+    if (words := sampling.stop or sampling.extra.get("bad_words")) and not has_tokenizer:
+        raise ValueError(
+            f"rollout.stop or bad_words {list(words)}: this vLLM engine was started without a tokenizer, and would not "
+            "see them. Leave out rollout.engine_kwargs.vllm.skip_tokenizer_init."
         )
     if sampling.first_token_temperature is not None and not has_first_token:
         raise ValueError(
