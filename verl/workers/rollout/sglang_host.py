@@ -1,0 +1,221 @@
+"""The main process of an SGLang engine: ``python -m verl.workers.rollout.sglang_host FD``, started by `EngineProcess`.
+
+Serves the worker's commands over one socket while requests run. Ends, with every process below it, when the worker is
+gone, however that came about.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import os
+import pickle
+import select
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import traceback
+from collections.abc import Mapping, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from verl.workers.rollout.sglang_stand_ins import stand_in_for_missing
+
+_CALLS = "verl_call"
+"""Name under which `sglang_scheduler.Inside` answers to SGLang's remote calls."""
+
+
+def main(descriptor: int) -> None:
+    connection = Connection(descriptor)
+    _, parent, arguments, given = pickle.loads(connection.recv_bytes())
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    try:
+        engine = start_engine(arguments, given)
+    except Exception as error:
+        traceback.print_exc()
+        known = isinstance(error, ValueError) and str(error).startswith("actor_rollout_ref")
+        _send(connection, "answer", None, False, error if known else RuntimeError(f"SGLang did not start: {error}"))
+        os._exit(1)
+    Host(engine, connection).serve()
+
+
+def _end_with(parent: int) -> None:
+    """Wait for the worker's process to end, and end all of this tree. A lost socket is no sign: forks share it."""
+    try:
+        watched = os.pidfd_open(parent)
+    except ProcessLookupError:
+        end()
+    if os.getppid() != parent:
+        end()
+    select.select([watched], [], [])
+    end()
+
+
+def end() -> None:
+    """End this process group, leaving no files."""
+    shutil.rmtree(tempfile.gettempdir(), ignore_errors=True)
+    os.killpg(0, signal.SIGKILL)
+
+
+def start_engine(arguments: dict[str, Any], given: Sequence[str]) -> Any:
+    """SGLang's engine with our scheduler side in it.
+
+    Raises:
+        ValueError: the installed SGLang lacks an argument.
+    """
+    if arguments["device"] == "cpu":
+        stand_in_for_missing()
+    import sglang
+    from sglang.srt.server_args import ServerArgs
+
+    known = inspect.signature(ServerArgs).parameters
+    for name in arguments:
+        if name not in known:
+            key = "actor_rollout_ref.rollout.engine_kwargs.sglang"
+            key = f"{key}.{name}" if name in given else f"actor_rollout_ref.rollout.name=sglang's argument {name}"
+            raise ValueError(
+                f"{key}={arguments[name]!r}: the installed SGLang {sglang.__version__} has no such argument. "
+                "Leave it out, or install a version that has it (docs/rollout.md names those tested)."
+            )
+    from verl.workers.rollout.sglang_scheduler import HostedEngine
+
+    return HostedEngine(**arguments)
+
+
+def _send(connection: Connection, *message: Any) -> None:
+    connection.send_bytes(pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL))
+
+
+class Host:
+    """Answers the worker from SGLang's event loop."""
+
+    def __init__(self, engine: Any, connection: Connection):
+        self.engine = engine
+        self.manager = engine.tokenizer_manager
+        self.connection = connection
+        self.replies = Path(tempfile.mkdtemp())
+        self.tasks: set[asyncio.Task] = set()
+        self.turn = asyncio.Lock()
+
+    def serve(self) -> None:
+        import psutil
+        import sglang
+
+        pids = [os.getpid(), *(child.pid for child in psutil.Process().children(recursive=True))]
+        _send(self.connection, "answer", None, True, {"version": sglang.__version__, "pids": pids})
+        loop = self.engine.loop
+        loop.add_reader(self.connection.fileno(), self._read)
+        loop.run_forever()
+
+    def _read(self) -> None:
+        try:
+            kind, *rest = pickle.loads(self.connection.recv_bytes())
+        except (EOFError, OSError):
+            end()
+        if kind == "submit":
+            for ticket, ids, phases in rest[0]:
+                self._start(self._draw(ticket, ids, phases))
+        elif kind == "abort":
+            for ticket in rest[0]:
+                self.manager.abort_request(rid=str(ticket))
+        else:
+            self._start(self._answer(*rest))
+
+    def _start(self, work: Any) -> None:
+        task = self.engine.loop.create_task(work)
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+
+    async def _draw(self, ticket: int, ids: list[int], phases: list[dict[str, Any]]) -> None:
+        """Draw a response in phases, each going on where the one before ran into its length."""
+        tokens, log_probs, reason = [], [], "length"
+        try:
+            for params in phases:
+                if reason != "length":
+                    break
+                output = await self.engine.async_generate(
+                    input_ids=ids + tokens, sampling_params=params, return_logprob=True, rid=str(ticket)
+                )
+                facts = output["meta_info"]
+                tokens = tokens + list(output["output_ids"])
+                log_probs += [log_prob for log_prob, *_ in facts["output_token_logprobs"]]
+                reason = facts["finish_reason"]["type"]
+                if reason == "abort" and facts["finish_reason"].get("status_code"):
+                    reason = f"{facts['finish_reason'].get('message')}"
+        except Exception as error:  # told to who asked
+            reason = f"{type(error).__name__}: {error}"
+        _send(self.connection, "ended", [(ticket, (tokens, log_probs, reason))])
+
+    # -- commands ------------------------------------------------------------------------------------------------------
+
+    async def _answer(self, number: int, name: str, args: tuple) -> None:
+        try:
+            async with self.turn:
+                answer = (True, await getattr(self, name)(*args))
+        except Exception as error:
+            answer = (False, RuntimeError(f"SGLang's {name} failed: {type(error).__name__}: {error}"))
+        _send(self.connection, "answer", number, *answer)
+
+    async def inside(self, function: str, arguments: Mapping[str, Any]) -> list[Any]:
+        """Call a method of `sglang_scheduler.Inside`, or ``module:function``, in every scheduler; one result each."""
+        reply = self.replies / "reply"
+        parameters = {"function": function, "arguments": json.dumps(arguments), "reply": str(reply)}
+        call = self.engine.collective_rpc
+        await self.engine.loop.run_in_executor(None, lambda: call(_CALLS, **parameters))
+        found = []
+        for path in sorted(self.replies.iterdir()):
+            found.append(pickle.loads(path.read_bytes()))
+            path.unlink()
+        for good, value in found:
+            if not good:
+                raise RuntimeError(value)
+        return [value for _, value in found]
+
+    async def begin_weight_update(self) -> None:
+        """Open the session without which SGLang takes no weights, and says so in a return value only."""
+        if hasattr(self.manager, "begin_weight_update"):  # versions without sessions always take them
+            from sglang.srt.managers.io_struct import BeginWeightUpdateReqInput
+
+            _demand(await self.manager.begin_weight_update(BeginWeightUpdateReqInput(), None))
+
+    async def end_weight_update(self) -> None:
+        if hasattr(self.manager, "end_weight_update"):
+            from sglang.srt.managers.io_struct import EndWeightUpdateReqInput
+
+            _demand(await self.manager.end_weight_update(EndWeightUpdateReqInput(), None))
+
+    async def flush_cache(self) -> None:
+        """Forget cached prefixes; an error while requests run."""
+        _demand(await self.manager.flush_cache())
+
+    async def arguments(self) -> dict[str, Any]:
+        """SGLang's arguments as it settled them: those that are plain values."""
+        record = self.manager.server_args
+        settled = record.resolved_dict() if hasattr(record, "resolved_dict") else vars(record)
+        return {name: value for name, value in settled.items() if isinstance(value, (bool, int, float, str, type(None)))}
+
+    async def release(self, tags: list[str]) -> None:
+        """SGLang's own way of giving memory back, on CUDA."""
+        from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
+
+        await self.manager.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=tags), None)
+
+    async def resume(self, tags: list[str]) -> None:
+        from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqInput
+
+        await self.manager.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=tags), None)
+
+
+def _demand(answer: Any) -> None:
+    """SGLang reports a refusal as a value; make it an error."""
+    success, message = answer if isinstance(answer, tuple) else (answer.success, getattr(answer, "message", ""))
+    if not success:
+        raise RuntimeError(f"SGLang refused: {message or answer}")
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))
