@@ -50,7 +50,10 @@ def rollout_config(**changes) -> SimpleNamespace:
         "enable_chunked_prefill": True,
         "disable_log_stats": True,
         "free_cache_engine": True,
-        "engine_kwargs": {"vllm": {"swap_space": None, "disable_mm_preprocessor_cache": False}},
+        "engine_kwargs": {
+            "vllm": {"swap_space": None, "disable_mm_preprocessor_cache": False},
+            "sglang": {"attention_backend": None},
+        },
     }
     return SimpleNamespace(**defaults | changes)
 

@@ -23,6 +23,7 @@ from verl.workers.rollout.sglang_parcel import DeviceParcels, HostParcels
 from verl.workers.rollout.sglang_process import EngineProcess
 from verl.workers.rollout.sglang_requests import completion, phases
 from verl.workers.rollout.sglang_setup import (
+    CONTEXT_KEPT,
     check_model,
     engine_arguments,
     environment,
@@ -72,7 +73,7 @@ class SGLangRollout(RolloutEngine):
         self.stop_token_ids = stop_tokens(spec.folder, model_config)
         derived = {
             "dtype": str(self.dtype).removeprefix("torch."),
-            "context_length": self.max_model_len,
+            "context_length": self.max_model_len + CONTEXT_KEPT,
             "trust_remote_code": trust_remote_code,
             "json_model_override_args": model_overrides(spec.override_config),
         }

@@ -19,6 +19,7 @@ import tempfile
 import threading
 import traceback
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -48,15 +49,9 @@ def _end_with(parent: int) -> None:
     try:
         watched = os.pidfd_open(parent)
     except ProcessLookupError:
-        end()
-    if os.getppid() != parent:
-        end()
-    select.select([watched], [], [])
-    end()
-
-
-def end() -> None:
-    """End this process group, leaving no files."""
+        watched = None
+    if watched is not None and os.getppid() == parent:
+        select.select([watched], [], [])
     shutil.rmtree(tempfile.gettempdir(), ignore_errors=True)
     os.killpg(0, signal.SIGKILL)
 
@@ -100,22 +95,28 @@ class Host:
         self.replies = Path(tempfile.mkdtemp())
         self.tasks: set[asyncio.Task] = set()
         self.turn = asyncio.Lock()
+        self.outgoing = ThreadPoolExecutor(1)  # a worker that is busy training reads nothing
 
     def serve(self) -> None:
         import psutil
         import sglang
 
+        self.engine.loop.run_until_complete(self.inside("greet", {}))
         pids = [os.getpid(), *(child.pid for child in psutil.Process().children(recursive=True))]
         _send(self.connection, "answer", None, True, {"version": sglang.__version__, "pids": pids})
-        loop = self.engine.loop
-        loop.add_reader(self.connection.fileno(), self._read)
-        loop.run_forever()
+        threading.Thread(target=self._read, daemon=True).start()
+        self.engine.loop.run_forever()
 
     def _read(self) -> None:
+        """Pass messages on to the event loop; on a thread, since the loop would make the socket non-blocking."""
         try:
-            kind, *rest = pickle.loads(self.connection.recv_bytes())
+            while True:
+                message = pickle.loads(self.connection.recv_bytes())
+                self.engine.loop.call_soon_threadsafe(self._take, *message)
         except (EOFError, OSError):
-            end()
+            pass  # the worker has let go of this engine, and ends it
+
+    def _take(self, kind: str, *rest: Any) -> None:
         if kind == "submit":
             for ticket, ids, phases in rest[0]:
                 self._start(self._draw(ticket, ids, phases))
@@ -148,7 +149,7 @@ class Host:
                     reason = f"{facts['finish_reason'].get('message')}"
         except Exception as error:  # told to who asked
             reason = f"{type(error).__name__}: {error}"
-        _send(self.connection, "ended", [(ticket, (tokens, log_probs, reason))])
+        self.outgoing.submit(_send, self.connection, "ended", [(ticket, (tokens, log_probs, reason))])
 
     # -- commands ------------------------------------------------------------------------------------------------------
 
@@ -158,7 +159,7 @@ class Host:
                 answer = (True, await getattr(self, name)(*args))
         except Exception as error:
             answer = (False, RuntimeError(f"SGLang's {name} failed: {type(error).__name__}: {error}"))
-        _send(self.connection, "answer", number, *answer)
+        self.outgoing.submit(_send, self.connection, "answer", number, *answer)
 
     async def inside(self, function: str, arguments: Mapping[str, Any]) -> list[Any]:
         """Call a method of `sglang_scheduler.Inside`, or ``module:function``, in every scheduler; one result each."""

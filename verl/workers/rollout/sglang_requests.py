@@ -31,11 +31,9 @@ def sampling_arguments(request: Request, max_model_len: int, stop_token_ids: set
     params = {
         "max_new_tokens": min(sampling.max_tokens, max_model_len - len(request.prompt_ids)),
         "sampling_seed": stream_key(request.seed, len(request.prompt_ids)),
-        "ignore_eos": True,  # the model's end tokens are among ours; SGLang may know fewer or more
-        "stop_token_ids": [],
+        "ignore_eos": sampling.ignore_eos,
+        "stop_token_ids": sorted(stop_token_ids | set(sampling.stop_token_ids)),
     }
-    if not sampling.ignore_eos:
-        params["stop_token_ids"] = sorted(stop_token_ids | set(sampling.stop_token_ids))
     if sampling.stop:
         params |= {"stop": list(sampling.stop), "no_stop_trim": True}
     if sampling.repetition_penalty != 1:

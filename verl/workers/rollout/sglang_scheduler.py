@@ -76,6 +76,7 @@ class Inside:
         self.group = scheduler.tp_group.cpu_group
         self.rank, self.ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
         self.device = next(self.model.parameters()).device
+        scheduler.model_config.hf_eos_token_id = None  # every request names its end tokens; SGLang may know others
         self._load: WeightLoad | None = None
         self._problem: str | None = None
         self._memory: dict[str, HostMemory] = {}
@@ -84,6 +85,9 @@ class Inside:
                 "weights": HostMemory(self.model.parameters()),
                 "kv_cache": HostMemory(_cache_tensors(self.runner)),
             }
+
+    def greet(self) -> None:
+        """Be there from the first request on."""
 
     # -- weights -------------------------------------------------------------------------------------------------------
 

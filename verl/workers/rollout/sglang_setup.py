@@ -11,6 +11,9 @@ from verl.workers.rollout.vllm_setup import LOAD_FORMATS
 
 _KEY = "actor_rollout_ref.rollout"
 
+CONTEXT_KEPT = 8
+"""Positions of its context, and some to spare, that SGLang keeps from prompts and responses; they are asked for too."""
+
 _DISTRIBUTED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """The trainer's place in its process group, which SGLang's own processes must not take for theirs."""
 
@@ -90,6 +93,7 @@ def environment(device: str, ranks: int, visible_devices: str | None) -> dict[st
         visible_devices: CUDA devices of the workers that share the engine, one each; None: as they are.
     """
     changes: dict[str, str | None] = dict.fromkeys(_DISTRIBUTED)
+    changes["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"  # by CONTEXT_KEPT, and no sequence is longer than asked
     if device == "cuda":
         return changes | ({"CUDA_VISIBLE_DEVICES": visible_devices} if visible_devices else {})
     changes |= {"TORCH_COMPILE_DISABLE": "1", "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "passive")}
