@@ -24,7 +24,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from verl.workers.rollout.sglang_stand_ins import stand_in_for_missing
+from verl.workers.rollout.sglang_stand_ins import stand_in
 
 _CALLS = "verl_call"
 """Name under which `sglang_scheduler.Inside` answers to SGLang's remote calls."""
@@ -63,7 +63,7 @@ def start_engine(arguments: dict[str, Any], given: Sequence[str]) -> Any:
         ValueError: the installed SGLang lacks an argument.
     """
     if arguments["device"] == "cpu":
-        stand_in_for_missing()
+        stand_in()
     import sglang
     from sglang.srt.server_args import ServerArgs
 

@@ -22,7 +22,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-_TAIL_LINES = 30
+_TAIL_LINES = 60
 _SOCKET_PATH = 60  # longest folder for SGLang's sockets: their whole path has 107 bytes
 _GRACE_S = 5.0  # seconds a dying process tree has to say goodbye
 

@@ -1,7 +1,7 @@
-"""Stand-ins for packages that SGLang imports everywhere and a CPU never calls: Triton's compiler, torchvision, IPython.
+"""Stand-ins for packages that SGLang imports on every machine and does not use on a CPU.
 
-They let SGLang be imported without 1 GB of GPU compilers and without a CUDA build of torchvision, which would break
-transformers beside a CPU torch. They exist in SGLang's own processes only, and only for what is not installed.
+Triton's compiler takes 1 GB; torchvision's CUDA build would break transformers beside a CPU torch; of vLLM, SGLang
+imports a CUDA kernel, and importing it takes seconds. The stand-ins exist in SGLang's own processes only.
 """
 
 from __future__ import annotations
@@ -14,29 +14,35 @@ import types
 from collections.abc import Sequence
 from typing import Any
 
-PACKAGES = ("triton", "torchvision", "IPython")
+import torch
+
+IF_MISSING = ("triton", "torchvision", "IPython")
+ALWAYS = ("vllm", "vllm._custom_ops")
 
 
-def stand_in_for_missing(packages: Sequence[str] = PACKAGES) -> list[str]:
-    """Make ``import`` of these packages and of everything below them work where they are missing; returns which."""
-    missing = [name for name in packages if name not in sys.modules and importlib.util.find_spec(name) is None]
+def stand_in(if_missing: Sequence[str] = IF_MISSING, always: Sequence[str] = ALWAYS) -> list[str]:
+    """Make ``import`` of missing packages, and of everything below them, and of the modules ``always`` work.
+
+    Returns the packages that were missing.
+    """
+    missing = [name for name in if_missing if name not in sys.modules and importlib.util.find_spec(name) is None]
     if "triton" in missing:
         # torch asks for Triton too, and must go on knowing that there is none
         import torch._inductor.runtime.triton_compat  # noqa: F401
         import torch.utils._triton
 
         torch.utils._triton.has_triton_package()  # remembers its answer
-    if missing:
-        sys.meta_path.append(_Finder(missing))
+    sys.meta_path.insert(0, _Finder(missing, always))
     return missing
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    def __init__(self, packages: Sequence[str]):
+    def __init__(self, packages: Sequence[str], modules: Sequence[str]):
         self.packages = frozenset(packages)
+        self.modules = frozenset(modules)
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        if fullname.partition(".")[0] not in self.packages:
+        if fullname.partition(".")[0] not in self.packages and fullname not in self.modules:
             return None
         return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
 
@@ -66,12 +72,14 @@ class _Anything(type):
 
 
 class _StandIn(metaclass=_Anything):
-    """A class to inherit from, or a decorator that leaves what it decorates as it was."""
+    """A class to inherit from, or a decorator that leaves what it decorates as it was; never a kernel."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         pass
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if any(isinstance(value, torch.Tensor) for value in (*args, *kwargs.values())):
+            raise NotImplementedError("SGLang called a GPU kernel on a CPU: this model needs one. Use rollout.name=hf.")
         if len(args) == 1 and callable(args[0]) and not kwargs:
             return args[0]
         return lambda decorated: decorated
