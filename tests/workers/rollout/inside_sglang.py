@@ -5,17 +5,21 @@ Each function gets `verl.workers.rollout.sglang_scheduler.Inside`.
 
 from __future__ import annotations
 
+import copy
+
 import torch
 
 HERE = "tests.workers.rollout.inside_sglang"
 
 
 def untie_head(inside) -> None:
-    """Let the output layer compute with a copy of the embedding, as an engine that packs its weights would."""
-    model = inside.model
-    inside.tied_head = model.lm_head
-    model.lm_head = type("Head", (torch.nn.Module,), {"quant_method": inside.tied_head.quant_method})()
-    model.lm_head.weight = torch.nn.Parameter(inside.tied_head.weight.detach().clone(), requires_grad=False)
+    """Let the output layer compute with a copy of the embedding that no name leads to, as packed weights would be."""
+    inside.tied_head = inside.model.lm_head
+    head = copy.copy(inside.tied_head)
+    head._parameters = dict(head._parameters)
+    head.weight = torch.nn.Parameter(head.weight * 0.5, requires_grad=False)
+    head.weight.weight_loader = lambda parameter, weight: None
+    inside.model.lm_head = head
 
 
 def tie_head(inside) -> None:
@@ -37,16 +41,12 @@ def mend_loads(inside) -> None:
     del inside.model.load_weights
 
 
-def spoil_head(inside) -> None:
-    inside.model.model.embed_tokens.weight.fill_(torch.nan)
-
-
 def all_nan(inside) -> bool:
     return all(bool(parameter.isnan().all()) for parameter in inside.model.parameters())
 
 
 def cached_tokens(inside) -> int:
-    return inside.scheduler.tree_cache.total_size()
+    return inside.scheduler.tree_cache.evictable_size()
 
 
 def held(inside) -> int:

@@ -168,7 +168,7 @@ def test_requests_come_and_go_one_by_one_and_an_aborted_one_keeps_its_beginning(
     done = {}
     while ready.num_running:
         done |= ready.step()
-    assert done == {second: whole}
+    assert set(done) == {second} and done[second].token_ids == whole.token_ids
 
 
 def test_texts_that_stop_are_refused_without_a_tokenizer(ready):
@@ -220,10 +220,6 @@ def test_a_prompt_read_before_is_reused_but_not_over_a_sync(ready, reference):
     assert inside(ready, "cached_tokens")[0] > 80
     sync_weights(weights_of(reference("tied")), ready, version=2)
     assert inside(ready, "cached_tokens") == [0]
-
-
-def test_a_mixture_of_experts_takes_new_weights(tmp_path):
-    pytest.importorskip("transformers")
 
 
 # -- processes ---------------------------------------------------------------------------------------------------------
@@ -278,7 +274,7 @@ def two_ranks(folder, model):
         caught = str(error)
     return {
         "drawn": drawn,
-        "again": [(c.token_ids, c.log_probs) for c in [streamed[ticket]]] == drawn[:1],
+        "again": streamed[ticket].token_ids == drawn[0][0],
         "bytes": receipt.num_bytes,
         "held": held,
         "caught": caught,
@@ -288,12 +284,17 @@ def two_ranks(folder, model):
 @pytest.mark.timeout(300)
 def test_two_ranks_share_one_engine_over_two_processes(model_folder, reference):
     model = reference("tied")
+    before = set(Path("/dev/shm").iterdir())
     ranks = run_ranks(2, two_ranks, model_folder("tied"), model, timeout_s=250)
     assert ranks[0]["drawn"] == ranks[1]["drawn"] and all(rank["again"] for rank in ranks)
     for request, (tokens, log_probs) in zip(mixed_requests(), ranks[0]["drawn"], strict=True):
         assert log_probs == pytest.approx(processed_log_probs(model, request, tokens).tolist(), abs=1e-4)
     whole = sum(parameter.numel() for parameter in model.parameters())
     assert all(0.45 * whole < held < 0.6 * whole for held in ranks[0]["held"])
+    deadline = time.monotonic() + 20
+    while not set(Path("/dev/shm").iterdir()) <= before and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert set(Path("/dev/shm").iterdir()) <= before, "left behind"
     assert all("shards of model.layers.0.self_attn.v_proj.weight" in rank["caught"] for rank in ranks)
 
 

@@ -299,10 +299,7 @@ class SGLangRollout(RolloutEngine):
     def _aborted(self, tickets: set[int]) -> dict[int, Any]:
         """Tell the engine to end these requests, and wait until it has."""
         self.engine.abort(sorted(tickets))
-        ended: dict[int, Any] = {}
-        while tickets - ended.keys():
-            ended |= self.engine.ended(None)
-        return ended
+        return self._drawn(tickets)
 
     def _finished(self, ended: Mapping[int, Any]) -> dict[int, Completion]:
         if not self.config.disable_log_stats and self.leads:

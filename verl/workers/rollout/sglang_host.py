@@ -26,6 +26,7 @@ from typing import Any
 
 from verl.workers.rollout.sglang_stand_ins import stand_in
 
+_ABORT_AGAIN_S = 0.01
 _CALLS = "verl_call"
 """Name under which `sglang_scheduler.Inside` answers to SGLang's remote calls."""
 
@@ -33,7 +34,8 @@ _CALLS = "verl_call"
 def main(descriptor: int) -> None:
     connection = Connection(descriptor)
     _, parent, arguments, given = pickle.loads(connection.recv_bytes())
-    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    leftovers: list[str] = []
+    threading.Thread(target=_end_with, args=(parent, leftovers), daemon=True).start()
     try:
         engine = start_engine(arguments, given)
     except Exception as error:
@@ -41,17 +43,23 @@ def main(descriptor: int) -> None:
         known = isinstance(error, ValueError) and str(error).startswith("actor_rollout_ref")
         _send(connection, "answer", None, False, error if known else RuntimeError(f"SGLang did not start: {error}"))
         os._exit(1)
-    Host(engine, connection).serve()
+    Host(engine, connection, leftovers).serve()
 
 
-def _end_with(parent: int) -> None:
-    """Wait for the worker's process to end, and end all of this tree. A lost socket is no sign: forks share it."""
+def _end_with(parent: int, leftovers: list[str]) -> None:
+    """Wait for the worker's process to end, and end all of this tree. A lost socket is no sign: forks share it.
+
+    Args:
+        leftovers: files to remove then; may still grow.
+    """
     try:
         watched = os.pidfd_open(parent)
     except ProcessLookupError:
         watched = None
     if watched is not None and os.getppid() == parent:
         select.select([watched], [], [])
+    for path in leftovers:
+        Path(path).unlink(missing_ok=True)
     shutil.rmtree(tempfile.gettempdir(), ignore_errors=True)
     os.killpg(0, signal.SIGKILL)
 
@@ -88,12 +96,15 @@ def _send(connection: Connection, *message: Any) -> None:
 class Host:
     """Answers the worker from SGLang's event loop."""
 
-    def __init__(self, engine: Any, connection: Connection):
+    def __init__(self, engine: Any, connection: Connection, leftovers: list[str]):
         self.engine = engine
+        self.leftovers = leftovers
         self.manager = engine.tokenizer_manager
         self.connection = connection
         self.replies = Path(tempfile.mkdtemp())
         self.tasks: set[asyncio.Task] = set()
+        self.drawing: set[int] = set()
+        self.aborted: set[int] = set()
         self.turn = asyncio.Lock()
         self.outgoing = ThreadPoolExecutor(1)  # a worker that is busy training reads nothing
 
@@ -103,7 +114,9 @@ class Host:
 
         self.engine.loop.run_until_complete(self.inside("greet", {}))
         pids = [os.getpid(), *(child.pid for child in psutil.Process().children(recursive=True))]
-        _send(self.connection, "answer", None, True, {"version": sglang.__version__, "pids": pids})
+        self.leftovers += sorted({path for pid in pids for path in shared_files(pid)})
+        facts = {"version": sglang.__version__, "pids": pids, "leftovers": self.leftovers}
+        _send(self.connection, "answer", None, True, facts)
         threading.Thread(target=self._read, daemon=True).start()
         self.engine.loop.run_forever()
 
@@ -119,10 +132,11 @@ class Host:
     def _take(self, kind: str, *rest: Any) -> None:
         if kind == "submit":
             for ticket, ids, phases in rest[0]:
+                self.drawing.add(ticket)
                 self._start(self._draw(ticket, ids, phases))
         elif kind == "abort":
-            for ticket in rest[0]:
-                self.manager.abort_request(rid=str(ticket))
+            for ticket in self.drawing.intersection(rest[0]):
+                self._start(self._abort(ticket))
         else:
             self._start(self._answer(*rest))
 
@@ -136,10 +150,12 @@ class Host:
         tokens, log_probs, reason = [], [], "length"
         try:
             for params in phases:
+                if ticket in self.aborted:
+                    reason = "abort"
                 if reason != "length":
                     break
                 output = await self.engine.async_generate(
-                    input_ids=ids + tokens, sampling_params=params, return_logprob=True, rid=str(ticket)
+                    input_ids=ids + tokens, sampling_params=params, return_logprob=True, rid=_name(ticket)
                 )
                 facts = output["meta_info"]
                 tokens = tokens + list(output["output_ids"])
@@ -149,7 +165,17 @@ class Host:
                     reason = f"{facts['finish_reason'].get('message')}"
         except Exception as error:  # told to who asked
             reason = f"{type(error).__name__}: {error}"
+        self.drawing.discard(ticket)
+        self.aborted.discard(ticket)
         self.outgoing.submit(_send, self.connection, "ended", [(ticket, (tokens, log_probs, reason))])
+
+    async def _abort(self, ticket: int) -> None:
+        """Tell SGLang to end a request until it has: it does not hear of one that is still on its way in."""
+        self.aborted.add(ticket)
+        while ticket in self.drawing:
+            self.manager.abort_request(rid=_name(ticket))
+            await asyncio.sleep(_ABORT_AGAIN_S)
+        self.aborted.discard(ticket)
 
     # -- commands ------------------------------------------------------------------------------------------------------
 
@@ -209,6 +235,17 @@ class Host:
         from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqInput
 
         await self.manager.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=tags), None)
+
+
+def shared_files(pid: int) -> list[str]:
+    """Files in shared memory that a process looks into; SGLang leaves them there when it is killed."""
+    lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    return [line[line.index("/dev/shm/") :] for line in lines if "/dev/shm/" in line]
+
+
+def _name(ticket: int) -> str:
+    """A request's name in SGLang, which ends every request whose name begins with an aborted one's."""
+    return f"{ticket:020d}"
 
 
 def _demand(answer: Any) -> None:

@@ -64,10 +64,12 @@ class EngineProcess:
                 start_new_session=True,
             )
         self._connection = Connection(ours.detach())
-        self._end = weakref.finalize(self, _end, os.getpid(), self._process, self._connection, self.folder)
+        leftovers: list[str] = []
+        self._end = weakref.finalize(self, _end, os.getpid(), self._process, self._connection, self.folder, leftovers)
         self._send(("start", os.getpid(), dict(arguments), list(given)))
         self.facts: dict[str, Any] = self._first_answer()
-        """``version`` of SGLang and ``pids`` of its processes."""
+        """``version`` of SGLang, ``pids`` of its processes, files in shared memory that would be its ``leftovers``."""
+        leftovers += self.facts["leftovers"]
 
     def call(self, name: str, *args: Any) -> Any:
         """Run a command of `sglang_host.Host` and wait for its answer."""
@@ -196,7 +198,9 @@ def _environment(changes: Mapping[str, str | None]) -> dict[str, str]:
     return {name: value for name, value in merged.items() if value is not None}
 
 
-def _end(owner: int, process: subprocess.Popen, connection: Connection, folder: Path) -> None:
+def _end(
+    owner: int, process: subprocess.Popen, connection: Connection, folder: Path, leftovers: Sequence[str]
+) -> None:
     if os.getpid() != owner:  # a fork of the worker inherits this promise, and must not keep it
         return
     connection.close()
@@ -205,4 +209,6 @@ def _end(owner: int, process: subprocess.Popen, connection: Connection, folder: 
     except ProcessLookupError:
         pass
     process.wait()
+    for path in leftovers:
+        Path(path).unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)

@@ -1,6 +1,6 @@
-"""A set of weights on its way into vLLM's memory: loaded by vLLM's own loader, watched, and read back.
+"""A set of weights on its way into an engine's memory: loaded by the engine's own loader, watched, and read back.
 
-Knows vLLM's layers by their attributes only and never imports it.
+For engines with a ``model.load_weights``: vLLM and SGLang. Knows vLLM's layers by their attributes only and imports none.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from verl.workers.rollout.weight_sync import checksum, listed
 
 
 class WeightLoad:
-    """One set of weights on its way into vLLM's memory."""
+    """One set of weights on its way into the memory of ``engine``, as messages call it."""
 
-    def __init__(self, model: nn.Module, device: torch.device):
+    def __init__(self, model: nn.Module, device: torch.device, engine: str = "vLLM"):
         self.model = model
+        self.engine = engine
         self.device = device
         self.watcher = LoadWatcher(own_tensors(model))
         self.num_bytes = 0
@@ -45,7 +46,7 @@ class WeightLoad:
             shapes = {name: tuple(tensor.shape) for name, tensor in bucket}
             last = self.watcher.last
             raise WeightSyncError(
-                f"vLLM's loader refused {last} of shape {shapes.get(last)} ({type(error).__name__}: {error}). "
+                f"{self.engine}'s loader refused {last} of shape {shapes.get(last)} ({type(error).__name__}: {error}). "
                 "Are model.path and model.override_config the same on both sides?"
             ) from error
         for name, tensor in bucket:
