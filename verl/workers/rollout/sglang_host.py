@@ -17,6 +17,7 @@ import signal
 import sys
 import tempfile
 import threading
+import time
 import traceback
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -27,6 +28,7 @@ from typing import Any
 from verl.workers.rollout.sglang_stand_ins import stand_in
 
 _ABORT_AGAIN_S = 0.01
+_SETTLE_S = 30.0  # longest wait for a scheduler to notice that it has nothing to do
 _CALLS = "verl_call"
 """Name under which `sglang_scheduler.Inside` answers to SGLang's remote calls."""
 
@@ -34,8 +36,7 @@ _CALLS = "verl_call"
 def main(descriptor: int) -> None:
     connection = Connection(descriptor)
     _, parent, arguments, given = pickle.loads(connection.recv_bytes())
-    leftovers: list[str] = []
-    threading.Thread(target=_end_with, args=(parent, leftovers), daemon=True).start()
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     try:
         engine = start_engine(arguments, given)
     except Exception as error:
@@ -43,23 +44,17 @@ def main(descriptor: int) -> None:
         known = isinstance(error, ValueError) and str(error).startswith("actor_rollout_ref")
         _send(connection, "answer", None, False, error if known else RuntimeError(f"SGLang did not start: {error}"))
         os._exit(1)
-    Host(engine, connection, leftovers).serve()
+    Host(engine, connection).serve()
 
 
-def _end_with(parent: int, leftovers: list[str]) -> None:
-    """Wait for the worker's process to end, and end all of this tree. A lost socket is no sign: forks share it.
-
-    Args:
-        leftovers: files to remove then; may still grow.
-    """
+def _end_with(parent: int) -> None:
+    """Wait for the worker's process to end, and end all of this tree. A lost socket is no sign: forks share it."""
     try:
         watched = os.pidfd_open(parent)
     except ProcessLookupError:
         watched = None
     if watched is not None and os.getppid() == parent:
         select.select([watched], [], [])
-    for path in leftovers:
-        Path(path).unlink(missing_ok=True)
     shutil.rmtree(tempfile.gettempdir(), ignore_errors=True)
     os.killpg(0, signal.SIGKILL)
 
@@ -96,9 +91,8 @@ def _send(connection: Connection, *message: Any) -> None:
 class Host:
     """Answers the worker from SGLang's event loop."""
 
-    def __init__(self, engine: Any, connection: Connection, leftovers: list[str]):
+    def __init__(self, engine: Any, connection: Connection):
         self.engine = engine
-        self.leftovers = leftovers
         self.manager = engine.tokenizer_manager
         self.connection = connection
         self.replies = Path(tempfile.mkdtemp())
@@ -114,9 +108,9 @@ class Host:
 
         self.engine.loop.run_until_complete(self.inside("greet", {}))
         pids = [os.getpid(), *(child.pid for child in psutil.Process().children(recursive=True))]
-        self.leftovers += sorted({path for pid in pids for path in shared_files(pid)})
-        facts = {"version": sglang.__version__, "pids": pids, "leftovers": self.leftovers}
-        _send(self.connection, "answer", None, True, facts)
+        for path in {path for pid in pids for path in shared_files(pid)}:
+            Path(path).unlink(missing_ok=True)  # all who need it have mapped it, and nobody removes it when killed
+        _send(self.connection, "answer", None, True, {"version": sglang.__version__, "pids": pids})
         threading.Thread(target=self._read, daemon=True).start()
         self.engine.loop.run_forever()
 
@@ -216,8 +210,15 @@ class Host:
             _demand(await self.manager.end_weight_update(EndWeightUpdateReqInput(), None))
 
     async def flush_cache(self) -> None:
-        """Forget cached prefixes; an error while requests run."""
-        _demand(await self.manager.flush_cache())
+        """Forget cached prefixes; an error while requests run.
+
+        SGLang hands a response out before it has put the batch away, and refuses until then.
+        """
+        deadline = time.monotonic() + _SETTLE_S
+        while not (answer := await self.manager.flush_cache()).success:
+            if self.drawing or time.monotonic() > deadline:
+                raise RuntimeError(f"SGLang keeps its cache: {len(self.drawing)} requests run. {answer}")
+            await asyncio.sleep(0.005)
 
     async def arguments(self) -> dict[str, Any]:
         """SGLang's arguments as it settled them: those that are plain values."""
@@ -238,9 +239,9 @@ class Host:
 
 
 def shared_files(pid: int) -> list[str]:
-    """Files in shared memory that a process looks into; SGLang leaves them there when it is killed."""
+    """Files in shared memory that a process looks into."""
     lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
-    return [line[line.index("/dev/shm/") :] for line in lines if "/dev/shm/" in line]
+    return [line[line.index("/dev/shm/") :] for line in lines if "/dev/shm/" in line and "(deleted)" not in line]
 
 
 def _name(ticket: int) -> str:

@@ -7,6 +7,7 @@ what it prints is kept and told when it dies.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import pickle
 import shutil
@@ -23,7 +24,8 @@ from pathlib import Path
 from typing import Any
 
 _TAIL_LINES = 60
-_SOCKET_PATH = 60  # longest folder for SGLang's sockets: their whole path has 107 bytes
+_LONGEST_PARENT = 60  # bytes of the path that holds the folder of SGLang's sockets, whose own have 107 at most
+_YOUNG_S = 60.0  # seconds in which a folder's owner may not have locked it yet
 _GRACE_S = 5.0  # seconds a dying process tree has to say goodbye
 
 
@@ -45,7 +47,7 @@ class EngineProcess:
     """
 
     def __init__(self, arguments: Mapping[str, Any], given: Sequence[str], environment: Mapping[str, str | None]):
-        self.folder = _short_folder()
+        self.folder = _own_folder()
         self._log = self.folder / "log"
         self._told = 0
         self._next_call = 0
@@ -54,6 +56,7 @@ class EngineProcess:
         """Ticket -> number of prompt tokens, of all that was submitted and has not ended."""
         ours, theirs = socket.socketpair()
         with theirs, open(self._log, "wb") as log:
+            fcntl.flock(log, fcntl.LOCK_SH)  # held as long as one of the engine's processes lives
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "verl.workers.rollout.sglang_host", str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
@@ -64,12 +67,10 @@ class EngineProcess:
                 start_new_session=True,
             )
         self._connection = Connection(ours.detach())
-        leftovers: list[str] = []
-        self._end = weakref.finalize(self, _end, os.getpid(), self._process, self._connection, self.folder, leftovers)
+        self._end = weakref.finalize(self, _end, os.getpid(), self._process, self._connection, self.folder)
         self._send(("start", os.getpid(), dict(arguments), list(given)))
         self.facts: dict[str, Any] = self._first_answer()
-        """``version`` of SGLang, ``pids`` of its processes, files in shared memory that would be its ``leftovers``."""
-        leftovers += self.facts["leftovers"]
+        """``version`` of SGLang and ``pids`` of its processes."""
 
     def call(self, name: str, *args: Any) -> Any:
         """Run a command of `sglang_host.Host` and wait for its answer."""
@@ -184,12 +185,24 @@ def _exit(code: int) -> str:
     return f"signal {signal.Signals(-code).name} ({code})" if code < 0 else f"exit code {code}"
 
 
-def _short_folder() -> Path:
-    folder = Path(tempfile.mkdtemp(prefix="verl-sglang-"))
-    if len(str(folder)) > _SOCKET_PATH:
-        folder.rmdir()
-        folder = Path(tempfile.mkdtemp(prefix="verl-sglang-", dir="/tmp"))
-    return folder
+def _own_folder() -> Path:
+    """A folder for an engine's log and sockets; clears away those of engines that were killed with their worker."""
+    parent = Path(tempfile.gettempdir())
+    if len(str(parent)) > _LONGEST_PARENT:
+        parent = Path("/tmp")
+    for folder in parent.glob("verl-sglang-*"):
+        if _is_left(folder):
+            shutil.rmtree(folder, ignore_errors=True)
+    return Path(tempfile.mkdtemp(prefix="verl-sglang-", dir=parent))
+
+
+def _is_left(folder: Path) -> bool:
+    try:
+        with open(folder / "log", "rb") as log:
+            fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return time.time() - folder.stat().st_mtime > _YOUNG_S
+    except OSError:
+        return False
 
 
 def _environment(changes: Mapping[str, str | None]) -> dict[str, str]:
@@ -198,9 +211,7 @@ def _environment(changes: Mapping[str, str | None]) -> dict[str, str]:
     return {name: value for name, value in merged.items() if value is not None}
 
 
-def _end(
-    owner: int, process: subprocess.Popen, connection: Connection, folder: Path, leftovers: Sequence[str]
-) -> None:
+def _end(owner: int, process: subprocess.Popen, connection: Connection, folder: Path) -> None:
     if os.getpid() != owner:  # a fork of the worker inherits this promise, and must not keep it
         return
     connection.close()
@@ -209,6 +220,4 @@ def _end(
     except ProcessLookupError:
         pass
     process.wait()
-    for path in leftovers:
-        Path(path).unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)
