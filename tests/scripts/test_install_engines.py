@@ -19,7 +19,11 @@ fi
 
 @pytest.fixture
 def checkout(tmp_path):
-    for name in ("requirements.txt", *(f"requirements-{engine}-cpu.txt" for engine in ENGINES), "scripts/install_engines.sh"):
+    for name in (
+        "requirements.txt",
+        *(f"requirements-{engine}-cpu.txt" for engine in ENGINES),
+        "scripts/install_engines.sh",
+    ):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
     python = tmp_path / ".venv" / "bin" / "python"

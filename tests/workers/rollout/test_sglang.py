@@ -125,7 +125,8 @@ def log_probs_of(ready, reference, change, **sampling):
         logits = reference("tied")(torch.tensor([tokens])).logits[0].double()
     first = len(request.prompt_ids)
     expected = [
-        change(logits[i - 1], tokens[:i], i - first).log_softmax(-1)[tokens[i]].item() for i in range(first, len(tokens))
+        change(logits[i - 1], tokens[:i], i - first).log_softmax(-1)[tokens[i]].item()
+        for i in range(first, len(tokens))
     ]
     return completion.log_probs, pytest.approx(expected, abs=1e-4)
 

@@ -21,6 +21,7 @@ import time
 import traceback
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,7 @@ def main(descriptor: int) -> None:
         engine = start_engine(arguments, given)
     except Exception as error:
         traceback.print_exc()
+        unname_shared_memory()
         known = isinstance(error, ValueError) and str(error).startswith("actor_rollout_ref")
         _send(connection, "answer", None, False, error if known else RuntimeError(f"SGLang did not start: {error}"))
         os._exit(1)
@@ -103,14 +105,11 @@ class Host:
         self.outgoing = ThreadPoolExecutor(1)  # a worker that is busy training reads nothing
 
     def serve(self) -> None:
-        import psutil
         import sglang
 
+        unname_shared_memory()
         self.engine.loop.run_until_complete(self.inside("greet", {}))
-        pids = [os.getpid(), *(child.pid for child in psutil.Process().children(recursive=True))]
-        for path in {path for pid in pids for path in shared_files(pid)}:
-            Path(path).unlink(missing_ok=True)  # all who need it have mapped it, and nobody removes it when killed
-        _send(self.connection, "answer", None, True, {"version": sglang.__version__, "pids": pids})
+        _send(self.connection, "answer", None, True, {"version": sglang.__version__, "pids": process_tree()})
         threading.Thread(target=self._read, daemon=True).start()
         self.engine.loop.run_forever()
 
@@ -224,7 +223,9 @@ class Host:
         """SGLang's arguments as it settled them: those that are plain values."""
         record = self.manager.server_args
         settled = record.resolved_dict() if hasattr(record, "resolved_dict") else vars(record)
-        return {name: value for name, value in settled.items() if isinstance(value, (bool, int, float, str, type(None)))}
+        return {
+            name: value for name, value in settled.items() if isinstance(value, (bool, int, float, str, type(None)))
+        }
 
     async def release(self, tags: list[str]) -> None:
         """SGLang's own way of giving memory back, on CUDA."""
@@ -238,10 +239,20 @@ class Host:
         await self.manager.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=tags), None)
 
 
-def shared_files(pid: int) -> list[str]:
-    """Files in shared memory that a process looks into."""
-    lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
-    return [line[line.index("/dev/shm/") :] for line in lines if "/dev/shm/" in line and "(deleted)" not in line]
+def process_tree() -> list[int]:
+    """This process and all below it."""
+    import psutil
+
+    return [os.getpid(), *(child.pid for child in psutil.Process().children(recursive=True))]
+
+
+def unname_shared_memory() -> None:
+    """Take away the names of shared memory that this tree has mapped: killed, nobody would remove it."""
+    for pid in process_tree():
+        with suppress(OSError):
+            for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+                if "/dev/shm/" in line and "(deleted)" not in line:
+                    Path(line[line.index("/dev/shm/") :]).unlink(missing_ok=True)
 
 
 def _name(ticket: int) -> str:

@@ -60,9 +60,9 @@ def verl_call(scheduler: Any, function: str, arguments: str, reply: str) -> None
     except Exception as error:
         traceback.print_exc()
         answer = (False, f"{type(error).__name__}: {error}")
-    path = Path(f"{reply}.{scheduler.verl_inside.rank:05d}")
-    path.with_suffix(".part").write_bytes(pickle.dumps(answer))
-    path.with_suffix(".part").rename(path)
+    Path(f"{reply}.{scheduler.verl_inside.rank:05d}").write_bytes(
+        pickle.dumps(answer)
+    )  # SGLang answers after all ranks
 
 
 class Inside:
