@@ -174,10 +174,11 @@ class EngineProcess:
         lines = self._log.read_text(errors="replace").splitlines()[-_TAIL_LINES:]
         held = ", ".join(f"{ticket} ({length} prompt tokens)" for ticket, length in list(self.running.items())[-5:])
         self.close()
+        held = f"{len(self.running)}, the last of them {held}" if held else "none"
         return EngineDiedError(
-            f"SGLang's process {self._process.pid} {how}. Requests it held: {len(self.running)}"
-            f"{f', the last of them {held}' if held else ''}. If nothing below says why, memory may have run out: lower "
-            "rollout.gpu_memory_utilization or rollout.max_num_seqs. Its last words:\n" + "\n".join(lines)
+            f"SGLang's process {self._process.pid} {how}. Requests it held: {held}. If nothing below says why, memory "
+            "may have run out: lower rollout.gpu_memory_utilization or rollout.max_num_seqs. Its last words:\n"
+            + "\n".join(lines)
         )
 
 

@@ -1,6 +1,6 @@
 """A set of weights on its way into an engine's memory: loaded by the engine's own loader, watched, and read back.
 
-For engines with a ``model.load_weights``: vLLM and SGLang. Knows vLLM's layers by their attributes only and imports none.
+For engines with a ``model.load_weights``: vLLM and SGLang. Knows their layers by attributes only and imports neither.
 """
 
 from __future__ import annotations
