@@ -86,9 +86,9 @@ def _always_woken_in_stages(config: PPOConfig, is_given: IsGiven) -> Iterator[st
     )
 
 
-def _vllm_on_cpu_is_eager(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+def _engines_on_cpu_are_eager(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
     rollout = config.actor_rollout_ref.rollout
-    if rollout.name == "vllm" and config.trainer.device == "cpu" and not rollout.enforce_eager:
+    if rollout.name in ("vllm", "sglang") and config.trainer.device == "cpu" and not rollout.enforce_eager:
         yield from _unread(config, [f"{_ROLLOUT}.enforce_eager"], is_given, "there are no CUDA graphs on a CPU")
 
 
@@ -398,7 +398,7 @@ def _given_below(key: str, config: PPOConfig, is_given: IsGiven) -> list[str]:
 _CHECKS = (
     _hf_has_no_engine_knobs,
     _always_woken_in_stages,
-    _vllm_on_cpu_is_eager,
+    _engines_on_cpu_are_eager,
     _always_chunked,
     _always_from_hidden_states,
     _nothing_is_compiled_on_cpu,

@@ -7,29 +7,12 @@ import psutil
 import pytest
 import torch
 
-from tests.workers.rollout.conftest import rollout_config, weights_of
-from verl.workers.rollout import get_rollout_class
+from tests.workers.rollout.conftest import weights_of
 from verl.workers.rollout.base import Request, SamplingParams, StaleWeightsError, WeightSyncError
 from verl.workers.rollout.weight_sync import sync_weights
 
 ENGINES = ["hf", *(pytest.param(name, marks=getattr(pytest.mark, name)) for name in ("vllm", "sglang"))]
 FUSED = "model.layers.1.mlp.up_proj.weight"  # one of two tensors that engines fuse into one
-
-
-@pytest.fixture(scope="session")
-def built(model_folder):
-    """(engine, family, options) -> that rollout, built once; engines start slowly."""
-    rollouts = {}
-
-    def build(name, family="tied", **changes):
-        key = (name, family, *sorted(changes.items()))
-        if key not in rollouts:
-            rollouts[key] = get_rollout_class(name)(
-                model_folder(family), rollout_config(**{"max_num_seqs": 32, "max_num_batched_tokens": 512, **changes})
-            )
-        return rollouts[key]
-
-    return build
 
 
 @pytest.fixture(params=ENGINES)

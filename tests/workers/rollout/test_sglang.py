@@ -29,15 +29,9 @@ def start(folder, **changes):
     return get_rollout_class("sglang")(folder, rollout_config(**{"max_num_seqs": 32, **changes}))
 
 
-@pytest.fixture(scope="module")
-def rollout(model_folder):
-    rollout = start(model_folder("tied"), max_num_batched_tokens=512)
-    yield rollout
-    rollout.close()
-
-
 @pytest.fixture
-def awake(rollout):
+def awake(built):
+    rollout = built("sglang")
     rollout.wake()
     return rollout
 
