@@ -57,6 +57,7 @@ def engine_arguments(config: Any, device: str, model_path: str, **derived: Any) 
         "log_level": "error" if config.disable_log_stats else "info",
         "sampling_backend": "pytorch",  # the name that `sglang_sampler` takes over
         "grammar_backend": "none",
+        "sleep_on_idle": True,  # else its processes keep a core each busy while the actor trains
         "random_seed": 0,
         **derived,
     }
