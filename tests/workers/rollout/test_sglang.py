@@ -11,12 +11,14 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from tests.support.ranks import run_ranks
 from tests.support.runs import main_ppo, make_task, overrides, read_metrics, run_job
 from tests.workers.rollout.conftest import rollout_config, weights_of
 from tests.workers.rollout.inside_sglang import HERE
 from tests.workers.rollout.test_contract import mixed_requests, processed_log_probs, some_prompts
+from verl.utils.tiny_model import make_tiny_model
 from verl.workers.rollout import get_rollout_class
 from verl.workers.rollout.base import Request, SamplingParams, WeightSyncError
 from verl.workers.rollout.sglang_process import EngineDiedError
@@ -215,6 +217,20 @@ def test_a_prompt_read_before_is_reused_but_not_over_a_sync(ready, reference):
     assert inside(ready, "cached_tokens")[0] > 80
     sync_weights(weights_of(reference("tied")), ready, version=2)
     assert inside(ready, "cached_tokens") == [0]
+
+
+def test_a_mixture_of_experts_takes_new_weights(tmp_path):
+    sizes = {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2, "initializer_range": 0.25}
+    shape = {"hidden_size": 128, "head_dim": 32, "tie_word_embeddings": False}  # SGLang leaves a tied head apart
+    folder = make_tiny_model(tmp_path, family="qwen3_moe", **shape, **sizes)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    rollout = start(folder)
+    rollout.wake()
+    sync_weights(weights_of(model), rollout, version=1)
+    for request, completion in zip(mixed_requests(), rollout.generate(mixed_requests(), 1), strict=True):
+        expected = processed_log_probs(model, request, completion.token_ids)
+        assert completion.log_probs == pytest.approx(expected.tolist(), abs=1e-4)
+    rollout.close()
 
 
 # -- processes ---------------------------------------------------------------------------------------------------------
