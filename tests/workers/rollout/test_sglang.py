@@ -20,7 +20,7 @@ from tests.workers.rollout.inside_sglang import HERE
 from tests.workers.rollout.test_contract import mixed_requests, processed_log_probs, some_prompts
 from verl.utils.tiny_model import make_tiny_model
 from verl.workers.rollout import get_rollout_class
-from verl.workers.rollout.base import Request, SamplingParams, WeightSyncError
+from verl.workers.rollout.base import Request, RequestsRunningError, SamplingParams, WeightSyncError
 from verl.workers.rollout.sglang_process import EngineDiedError
 from verl.workers.rollout.weight_sync import sync_weights
 
@@ -136,6 +136,13 @@ def penalise(logits, seen, step):
     return logits.index_copy(0, seen, torch.where(logits[seen] > 0, logits[seen] / 1.5, logits[seen] * 1.5))
 
 
+def hot_start(logits, seen, step):
+    return logits if step else (logits / 30).masked_fill(logits < logits.topk(5).values[-1], -1e9)
+
+
+BIAS = {"logit_bias": {7: 9.0}}
+
+
 def test_min_p_penalties_bans_and_a_hot_first_token_shape_the_distribution(ready, reference):
     banned = tuple(range(0, 100, 2))
     for change, sampling in (
@@ -144,6 +151,8 @@ def test_min_p_penalties_bans_and_a_hot_first_token_shape_the_distribution(ready
         (penalise, {"repetition_penalty": 1.5}),
         (lambda logits, *_: logits.index_fill(0, torch.tensor(banned), -1e9), {"banned_token_ids": banned}),
         (lambda logits, _, step: logits / (30 if step == 0 else 1), {"first_token_temperature": 30.0}),
+        (hot_start, {"first_token_temperature": 30.0, "first_token_top_k": 5}),
+        (lambda logits, *_: logits.index_add(0, torch.tensor([7]), torch.tensor([9.0]).double()), {"extra": BIAS}),
     ):
         found, expected = log_probs_of(ready, reference, change, **sampling)
         assert len(found) == 12 and found == expected, sampling
@@ -159,18 +168,19 @@ def test_requests_come_and_go_one_by_one_and_an_aborted_one_keeps_its_beginning(
     beginning = aborted[first].token_ids
     assert len(beginning) < len(whole.token_ids) and beginning == whole.token_ids[: len(beginning)]
     assert len(aborted[first].log_probs) == len(beginning)
-    with pytest.raises(WeightSyncError, match="1 requests run"):
+    with pytest.raises(RequestsRunningError, match="1 submitted requests are running"):
         ready.update_weights(2, [])
-    ready.version = 1
     done = {}
     while ready.num_running:
         done |= ready.step()
     assert set(done) == {second} and done[second].token_ids == whole.token_ids
 
 
-def test_texts_that_stop_are_refused_without_a_tokenizer(ready):
-    with pytest.raises(ValueError, match="stop=.*skip_tokenizer_init=false"):
-        ready.generate([Request((5,), SamplingParams(3, stop=("a",)))], 1)
+def test_sampling_that_sglang_cannot_do_is_refused(ready):
+    with pytest.raises(ValueError, match="rollout.stop=.*skip_tokenizer_init=false"):
+        ready.check_sampling(SamplingParams(3, stop=("a",)))
+    with pytest.raises(ValueError, match="SamplingParams has no min_tokes=3. It has .*min_new_tokens"):
+        ready.check_sampling(SamplingParams(3, extra={"min_tokes": 3}))
 
 
 # -- weights -----------------------------------------------------------------------------------------------------------

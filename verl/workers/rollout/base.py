@@ -5,6 +5,7 @@ It knows no tokenizer, no DataProto, no reward and no training engine; it knows 
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,13 +28,18 @@ class WeightSyncError(RuntimeError):
     """A rollout does not hold what was sent to it; the message names the tensors."""
 
 
+class RequestsRunningError(RuntimeError):
+    """Weights or memory were to change under requests that are being drawn."""
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """How the tokens of one response are drawn.
 
-    The distribution is softmax(logits / temperature), cut first to the ``top_k`` likeliest tokens and then to the
-    smallest set of likeliest tokens that holds ``top_p`` of what is left; tokens as likely as the last one kept
-    stay too. ``do_sample=False`` and ``temperature=0`` both mean: always the likeliest token.
+    Bans, biases and penalties change the logits. The distribution is softmax(logits / temperature), cut first by
+    ``min_p``, then to the ``top_k`` likeliest tokens, and then to the smallest set of likeliest tokens that holds
+    ``top_p`` of what is left; tokens as likely as the last one kept stay too. ``do_sample=False`` and
+    ``temperature=0`` both mean: always the likeliest token, after bans, biases and penalties.
     """
 
     max_tokens: int
@@ -58,6 +64,8 @@ class SamplingParams:
     """Tokens that are never drawn, such as the placeholders of images."""
     first_token_temperature: float | None = None
     """Temperature of the first token; None: ``temperature``. Source: FIRE, Chen et al. 2024 (arXiv:2410.21236)."""
+    first_token_top_k: int = -1
+    """``top_k`` of the first token where its temperature is its own; -1 and 0: ``top_k``."""
     extra: Mapping[str, Any] = field(default_factory=dict, hash=False)
     """Sampling parameters by the engine's own names, handed to it untouched; an engine refuses one it lacks."""
     want_log_probs: bool = False
@@ -72,6 +80,16 @@ class SamplingParams:
             raise ValueError(f"top_p={self.top_p} must lie in (0, 1]. Use 1 to keep every token.")
         if self.top_k < -1:
             raise ValueError(f"top_k={self.top_k} must be positive. Use -1 to keep every token.")
+        if not 0 <= self.min_p <= 1:
+            raise ValueError(f"min_p={self.min_p} must lie in [0, 1]. Use 0 to keep every token.")
+        if not 0 < self.repetition_penalty < math.inf:
+            raise ValueError(f"repetition_penalty={self.repetition_penalty} must be positive. Use 1 for none.")
+        if self.first_token_temperature is not None and not self.first_token_temperature > 0:
+            raise ValueError(
+                f"first_token_temperature={self.first_token_temperature} must be positive. Use None for temperature."
+            )
+        if not all(self.stop):
+            raise ValueError(f"stop={list(self.stop)}: an empty text would end every response. Leave it out.")
 
     @property
     def is_greedy(self) -> bool:
@@ -126,7 +144,11 @@ class RolloutEngine(ABC):
     """Version of the weights held; None while they cannot be trusted."""
 
     tensor_parallel_size: int = 1
-    """Neighbouring ranks that share one copy of the engine: they make every call together, with equal arguments."""
+    """Neighbouring ranks that share one copy of the engine, stages of its pipeline included: they make every call
+    together, with equal arguments."""
+
+    never_drawn: tuple[int, ...] = ()
+    """Tokens no response may hold, whatever its sampling says: a model's placeholders of images."""
 
     def __init__(self) -> None:
         self._tickets = count()
@@ -141,8 +163,10 @@ class RolloutEngine(ABC):
 
         Raises:
             StaleWeightsError: the weights held are asleep, unconfirmed or of another version.
+            RequestsRunningError: submitted requests have not ended.
         """
         self.check_version(expect_version)
+        self.check_nothing_runs("generate()")
         return self._generate(list(requests)) if requests else []
 
     def check_version(self, expect_version: int) -> None:
@@ -157,6 +181,14 @@ class RolloutEngine(ABC):
             raise StaleWeightsError(
                 f"generate() wants weights of version {expect_version}, but the rollout holds {held}. "
                 "Sync weights (verl.workers.rollout.weight_sync.sync_weights) before generating."
+            )
+
+    def check_nothing_runs(self, what: str) -> None:
+        """Raise RequestsRunningError if submitted requests have not ended; ``what`` cannot go on beside them."""
+        if self.num_running:
+            raise RequestsRunningError(
+                f"{what} was called while {self.num_running} submitted requests are running. "
+                "End them first: step() until num_running is 0, or abort() them and keep what they had drawn."
             )
 
     # -- requests that come and go one by one ------------------------------------------------------------------------
@@ -188,10 +220,22 @@ class RolloutEngine(ABC):
         log_probs = {ticket: [] if self._waiting[ticket].sampling.want_log_probs else None for ticket in found}
         return {t: Completion([], log_probs[t], "abort") for t in found if self._waiting.pop(t)}
 
+    def partial(self, ticket: int) -> Completion | None:
+        """What a running request has drawn so far; None from an engine that cannot tell, or for an unknown ticket."""
+        return None
+
     @property
     def num_running(self) -> int:
         """Requests submitted and not ended."""
         return len(self._waiting)
+
+    def check_sampling(self, sampling: SamplingParams) -> None:
+        """Refuse, at the start of a run, sampling that this engine cannot do exactly as asked.
+
+        Raises:
+            ValueError: names the setting.
+        """
+        del sampling  # anything goes, unless an engine says otherwise
 
     def invalidate(self) -> None:
         """Declare the weights untrusted: `generate` refuses until the next good sync."""

@@ -7,8 +7,9 @@ decoded together and leave the batch when they end.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -16,22 +17,35 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.cache_utils import Cache
 
-from verl.models.loader import ModelSpec, load_config, load_model
+from verl.models.loader import ModelSpec, language_model_class, load_config, load_model
+from verl.models.multimodal import is_vision_language
 from verl.utils.device import empty_cache
+from verl.utils.tokenizer import hf_tokenizer
 from verl.utils.torch_dtypes import PrecisionType
-from verl.workers.rollout.base import Bucket, Completion, Receipt, Request, RolloutEngine, WeightSyncError
+from verl.workers.rollout.base import (
+    Bucket,
+    Completion,
+    Receipt,
+    Request,
+    RolloutEngine,
+    SamplingParams,
+    WeightSyncError,
+)
 from verl.workers.rollout.decode import Decode
 from verl.workers.rollout.host_memory import cache_share, own_storages, return_free_memory
 from verl.workers.rollout.kv_cache import DECODE_ATTENTION, can_join, decode_cache
+from verl.workers.rollout.logit_rules import check_extra
 from verl.workers.rollout.model_limits import cached_bytes_per_token, check_prompt, longest_sequence, stop_tokens
 from verl.workers.rollout.places import checkpoint_places
+from verl.workers.rollout.vision import ImageReader, Prompt, joined_prompts, prompt_of
+from verl.workers.rollout.waves import Wave
 from verl.workers.rollout.weight_sync import checksum, listed
 
 _FIRST_ROOM = 64  # columns reserved for responses at first
 
 
 class HFRollout(RolloutEngine):
-    """Generates with a transformers causal LM.
+    """Generates with a transformers causal LM, one that sees images too.
 
     Args:
         model_path: Hugging Face folder; its config and generation config are read, its weights only if
@@ -41,6 +55,7 @@ class HFRollout(RolloutEngine):
         device: where the copy lives.
         trust_remote_code: run model code that comes with the folder.
         override_config: replaces entries of the model's config.
+        tokenizer_path: folder of the tokenizer, read when a request has stop texts. None: the model's.
     """
 
     def __init__(
@@ -50,9 +65,12 @@ class HFRollout(RolloutEngine):
         device: str | torch.device = "cpu",
         trust_remote_code: bool = False,
         override_config: Mapping[str, Any] | None = None,
+        tokenizer_path: str | None = None,
     ):
         super().__init__()
         self.config = config
+        self.tokenizer_path, self.trust_remote_code = tokenizer_path or model_path, trust_remote_code
+        self._waves: list[Wave] = []
         self.device = torch.device(device)
         self.dtype = PrecisionType.to_dtype(config.dtype)
         spec = ModelSpec(
@@ -75,6 +93,8 @@ class HFRollout(RolloutEngine):
         # the head sees one column of many: a strided slice, which CPU matrix products would take row by row
         self.model.get_output_embeddings().register_forward_pre_hook(lambda _, inputs: (inputs[0].contiguous(),))
         self._keeps_logits = "logits_to_keep" in inspect.signature(self.model.forward).parameters
+        self._reader = ImageReader(spec.folder, self.model, getattr(config, "limit_images", None), trust_remote_code)
+        self.never_drawn = self._reader.never_drawn
         self._places = checkpoint_places(self.model)
         self._identity = {name: (place.data_ptr(), place.shape) for name, place in self._places.items()}
         storages = {place.untyped_storage().data_ptr(): place.untyped_storage() for place in self._places.values()}
@@ -93,6 +113,7 @@ class HFRollout(RolloutEngine):
 
     @torch.no_grad()
     def update_weights(self, version: int, buckets: Iterable[Bucket]) -> Receipt:
+        self.check_nothing_runs("update_weights()")
         self.invalidate()
         if not self._has_memory:
             raise WeightSyncError(f"Weights of version {version} arrived while the rollout was asleep. Wake it first.")
@@ -129,7 +150,8 @@ class HFRollout(RolloutEngine):
         return place
 
     def sleep(self, level: int = 1) -> None:
-        """Free the weights; both levels forget them. A KV cache lives only inside `generate`."""
+        """Free the weights; both levels forget them. A KV cache lives no longer than the requests that fill it."""
+        self.check_nothing_runs("sleep()")
         self.invalidate()
         for storage, _ in self._storages:
             storage.resize_(0)
@@ -149,8 +171,18 @@ class HFRollout(RolloutEngine):
 
     # -- generation ----------------------------------------------------------------------------------------------------
 
+    def check_sampling(self, sampling: SamplingParams) -> None:
+        check_extra(sampling)
+
+    @cached_property
+    def decode_text(self) -> Callable[[list[int]], str]:
+        """Token ids to text, special tokens included."""
+        tokenizer = hf_tokenizer(self.tokenizer_path, trust_remote_code=self.trust_remote_code)
+        return partial(tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
     @torch.inference_mode()
     def _generate(self, requests: list[Request]) -> list[Completion]:
+        requests = self._reader.read(requests)
         for request in requests:
             check_prompt(len(request.prompt_ids), self.max_model_len)
         completions: dict[int, Completion] = {}
@@ -178,48 +210,107 @@ class HFRollout(RolloutEngine):
 
     def _decode(self, requests: list[Request]) -> list[Completion]:
         """All tokens of one batch of requests that is sorted by prompt length."""
-        prompts = list(dict.fromkeys(request.prompt_ids for request in requests))
+        wave, found = self._start(requests, range(len(requests))), {}
+        while wave.num_live:
+            found |= wave.advance(self._forward)
+        return [found[index] for index in range(len(requests))]
+
+    def _start(self, requests: list[Request], tickets: Sequence[int]) -> Wave:
+        """Read the prompts of requests that are sorted by their length."""
+        prompts = list(dict.fromkeys(map(prompt_of, requests)))
         number = {prompt: index for index, prompt in enumerate(prompts)}
-        owner = torch.tensor([number[request.prompt_ids] for request in requests], device=self.device)
-        width, limits = len(prompts[-1]), [self._limit(request) for request in requests]
+        owner = torch.tensor([number[prompt_of(request)] for request in requests], device=self.device)
+        width, limits = len(prompts[-1].ids), [self._limit(request) for request in requests]
         logits, prefilled = self._prefill(prompts)
         cache = decode_cache(prefilled, owner, width, width + min(max(limits), _FIRST_ROOM))
-        rows = Decode(requests, limits, width, self.stop_token_ids, self.device)
-        logits, step = logits[owner], 0
-        while rows.take(logits, step):
-            if (survivors := rows.survivors()) is not None:
-                cache.reorder_cache(survivors)
-                rows.keep(survivors)
-            step += 1
-            logits = self._forward(rows.tokens[:, None], rows.mask[:, : width + step], rows.positions[:, None], cache)
-        return rows.completions()
+        decode = self.decode_text if any(request.sampling.stop for request in requests) else None
+        rows = Decode(requests, limits, self.stop_token_ids, self.device, decode)
+        return Wave(cache, rows, tickets, logits[owner], width)
 
-    def _prefill(self, prompts: list[tuple[int, ...]]) -> tuple[Tensor, list[Cache]]:
+    def _prefill(self, prompts: list[Prompt]) -> tuple[Tensor, list[Cache]]:
         """Read each prompt once. Returns the logits after it, (prompts, V), and the caches of the forwards."""
         logits, caches = [], []
         for chunk in self._chunks(prompts):
-            ids, mask = _left_padded(chunk, self.device)
+            ids, mask = _left_padded([prompt.ids for prompt in chunk], self.device)
             cache = DynamicCache(config=self.model.config)
-            logits.append(self._forward(ids, mask, (mask.cumsum(-1) - 1).clamp_(min=0), cache))
+            images, positions = joined_prompts(chunk, ids.shape[1])
+            positions = (mask.cumsum(-1) - 1).clamp_(min=0) if positions is None else positions.to(self.device)
+            logits.append(self._forward(ids, mask, positions, cache, images))
             caches.append(cache)
         return torch.cat(logits), caches
 
-    def _chunks(self, prompts: list[tuple[int, ...]]) -> Iterator[list[tuple[int, ...]]]:
+    def _chunks(self, prompts: list[Prompt]) -> Iterator[list[Prompt]]:
         """Runs of prompts of at most ``max_num_batched_tokens`` cells; a cache that cannot be joined allows one run."""
         limit = self.config.max_num_batched_tokens if can_join(DynamicCache(config=self.model.config)) else float("inf")
         start = 0
         for index in range(1, len(prompts) + 1):
-            if index == len(prompts) or (index + 1 - start) * len(prompts[index]) > limit:
+            if index == len(prompts) or (index + 1 - start) * len(prompts[index].ids) > limit:
                 yield prompts[start:index]
                 start = index
 
-    def _forward(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: Cache) -> Tensor:
+    def _forward(
+        self, ids: Tensor, mask: Tensor, positions: Tensor, cache: Cache, images: Mapping[str, Tensor] | None = None
+    ) -> Tensor:
         """The logits after the last column, (B, V)."""
         last = {"logits_to_keep": 1} if self._keeps_logits else {}
+        last |= {name: tensor.to(self.device) for name, tensor in (images or {}).items()}
         out = self.model(
             input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True, **last
         )
         return out.logits[:, -1]
+
+    # -- requests that come and go one by one --------------------------------------------------------------------------
+
+    def submit(self, request: Request, expect_version: int) -> int:
+        (request,) = self._reader.read([request])
+        check_prompt(len(request.prompt_ids), self.max_model_len)
+        return super().submit(request, expect_version)
+
+    @torch.inference_mode()
+    def step(self) -> dict[int, Completion]:
+        """One token for everything that runs; what waits is read first, as far as the cache has room."""
+        self._admit()
+        ended: dict[int, Completion] = {}
+        for wave in self._waves:
+            ended |= wave.advance(self._forward)
+        self._waves = [wave for wave in self._waves if wave.num_live]
+        return ended
+
+    @torch.inference_mode()
+    def abort(self, tickets: Sequence[int]) -> dict[int, Completion]:
+        running = {ticket: wave.abort(ticket) for wave in self._waves for ticket in tickets}
+        self._waves = [wave for wave in self._waves if wave.num_live]
+        return super().abort(tickets) | {ticket: found for ticket, found in running.items() if found is not None}
+
+    def partial(self, ticket: int) -> Completion | None:
+        return next((found for wave in self._waves if (found := wave.partial(ticket)) is not None), None)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._waiting) + sum(wave.num_live for wave in self._waves)
+
+    def _admit(self) -> None:
+        """Let requests in, in the order of their coming; they join a wave that runs if its cache can be laid beside."""
+        admitted = self._next_in_line()
+        if not admitted:
+            return
+        order = sorted(admitted, key=lambda t: (len(self._waiting[t].prompt_ids), self._waiting[t].prompt_ids))
+        new = self._start([self._waiting.pop(ticket) for ticket in order], order)
+        if not any(wave.join(new) for wave in self._waves):
+            self._waves.append(new)
+
+    def _next_in_line(self) -> list[int]:
+        room = self._cache_room() // cached_bytes_per_token(self.model.config, self.dtype)
+        rows = sum(wave.num_rows for wave in self._waves)
+        longest = max((wave.longest for wave in self._waves), default=0)
+        admitted: list[int] = []
+        for ticket, request in self._waiting.items():
+            longest = max(longest, len(request.prompt_ids) + self._limit(request))
+            rows += 1
+            if rows > 1 and (rows > self.config.max_num_seqs or rows * longest > room):
+                break
+            admitted.append(ticket)
+        return admitted
 
     # -- limits --------------------------------------------------------------------------------------------------------
 
@@ -248,13 +339,17 @@ def _choose_attention(model: nn.Module, wanted: str | None) -> None:
     elif getattr(text, "attn_logit_softcapping", None):
         model.set_attn_implementation("eager")
     elif text._attn_implementation == "sdpa":
-        model.set_attn_implementation(DECODE_ATTENTION)
+        # a vision tower has no cache to read
+        model.set_attn_implementation(
+            {"text_config": DECODE_ATTENTION} if is_vision_language(model.config) else DECODE_ATTENTION
+        )
 
 
 def _without_weights(model_config: Any, dtype: torch.dtype, device: torch.device, trust_remote_code: bool) -> nn.Module:
     """A model with real buffers (rotary frequencies) and parameters of the right size that hold nothing yet."""
     with _parameters_on_meta():
-        model = AutoModelForCausalLM.from_config(model_config, dtype=dtype, trust_remote_code=trust_remote_code)
+        auto_class = language_model_class(model_config) or AutoModelForCausalLM
+        model = auto_class.from_config(model_config, dtype=dtype, trust_remote_code=trust_remote_code)
     buffers = {name: buffer.to(device) for name, buffer in model.named_buffers()}
     model.to_empty(device=device)
     model.tie_weights()

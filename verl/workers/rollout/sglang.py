@@ -16,8 +16,17 @@ import torch
 import torch.distributed as dist
 
 from verl.models.loader import ModelSpec, load_config
+from verl.models.multimodal import modality_tokens
 from verl.utils.torch_dtypes import PrecisionType
-from verl.workers.rollout.base import Bucket, Completion, Receipt, Request, RolloutEngine, WeightSyncError
+from verl.workers.rollout.base import (
+    Bucket,
+    Completion,
+    Receipt,
+    Request,
+    RolloutEngine,
+    SamplingParams,
+    WeightSyncError,
+)
 from verl.workers.rollout.model_limits import cached_bytes_per_token, check_prompt, longest_sequence, stop_tokens
 from verl.workers.rollout.sglang_parcel import DeviceParcels, HostParcels
 from verl.workers.rollout.sglang_process import EngineProcess
@@ -30,6 +39,7 @@ from verl.workers.rollout.sglang_setup import (
     given_arguments,
     model_overrides,
 )
+from verl.workers.rollout.vision import without_modality_tokens
 from verl.workers.rollout.vllm_memory import host_cache_bytes
 
 logger = logging.getLogger(__name__)
@@ -48,6 +58,7 @@ class SGLangRollout(RolloutEngine):
         device: ``cpu`` or ``cuda``.
         trust_remote_code: run model code that comes with the folder.
         override_config: replaces entries of the model's config.
+        tokenizer_path: folder of the tokenizer, for texts that end a response; None: ``model_path``.
 
     Raises:
         ValueError: the installed SGLang lacks an argument, or cannot hold this model's weights plainly.
@@ -61,6 +72,7 @@ class SGLangRollout(RolloutEngine):
         device: str | torch.device = "cpu",
         trust_remote_code: bool = False,
         override_config: Mapping[str, Any] | None = None,
+        tokenizer_path: str | None = None,
     ):
         super().__init__()
         self.device = torch.device(device)
@@ -75,6 +87,7 @@ class SGLangRollout(RolloutEngine):
             "dtype": str(self.dtype).removeprefix("torch."),
             "context_length": self.max_model_len + CONTEXT_KEPT,
             "trust_remote_code": trust_remote_code,
+            "tokenizer_path": tokenizer_path or spec.folder,
             "json_model_override_args": model_overrides(spec.override_config),
         }
         if self.device.type == "cpu":
@@ -82,11 +95,13 @@ class SGLangRollout(RolloutEngine):
             derived["max_total_tokens"] = room // cached_bytes_per_token(model_config, self.dtype)
         arguments = engine_arguments(config, self.device.type, spec.folder, **derived)
         self.has_tokenizer = not arguments["skip_tokenizer_init"]
+        self.never_drawn = modality_tokens(model_config)
         self.tensor_parallel_size = config.tensor_model_parallel_size
         self._group, self._leader = _replica(self.tensor_parallel_size)
         self.engine: EngineProcess | None = None
         devices = self._visible_devices()
         self._together(lambda: self._start(arguments, devices))
+        self._fields: list[str] = self._together(lambda: self.engine.facts["sampling"])
         self._requests: dict[int, Request] = {}
         self._asleep: set[str] = set()
         if not config.load_format.startswith("dummy"):
@@ -169,13 +184,10 @@ class SGLangRollout(RolloutEngine):
 
         Extra memory is one bucket, shared with those processes.
         """
+        self.check_nothing_runs("update_weights()")
         self.invalidate()
         if "weights" in self._asleep:
             raise WeightSyncError(f"Weights of version {version} arrived while the rollout was asleep. Wake it first.")
-        if self.num_running:
-            raise WeightSyncError(
-                f"Weights of version {version} arrived while {self.num_running} requests run. End or abort them first."
-            )
         parcels = HostParcels() if self.device.type == "cpu" else DeviceParcels()
         try:
             self._together(self._begin_load)
@@ -227,9 +239,8 @@ class SGLangRollout(RolloutEngine):
 
     def sleep(self, level: int = 1) -> None:
         """Free weights and KV cache; both levels forget the weights."""
+        self.check_nothing_runs("sleep()")
         self.invalidate()
-        if self.num_running:
-            raise RuntimeError(f"The rollout cannot sleep while {self.num_running} requests run. End or abort them.")
         if awake := [tag for tag in _TAGS if tag not in self._asleep]:
             self._together(lambda: self._release(awake))
         self._asleep = set(_TAGS)
@@ -275,6 +286,7 @@ class SGLangRollout(RolloutEngine):
         return len(self._requests)
 
     def _submit(self, requests: list[Request]) -> list[int]:
+        requests = [without_modality_tokens(request, self.never_drawn) for request in requests]
         for request in requests:
             self._check(request)
         tickets = [next(self._tickets) for _ in requests]
@@ -286,13 +298,21 @@ class SGLangRollout(RolloutEngine):
         self._requests |= zip(tickets, requests, strict=True)
         return tickets
 
+    def check_sampling(self, sampling: SamplingParams) -> None:
+        if sampling.stop and not self.has_tokenizer:
+            raise ValueError(
+                f"rollout.stop={list(sampling.stop)}: texts that end a response need SGLang's tokenizer. "
+                "Set rollout.engine_kwargs.sglang.skip_tokenizer_init=false, or use rollout.stop_token_ids."
+            )
+        if unknown := [f"{name}={value!r}" for name, value in sampling.extra.items() if name not in self._fields]:
+            raise ValueError(
+                f"rollout.sampling_kwargs: the installed SGLang's SamplingParams has no {', '.join(unknown)}. "
+                f"It has {', '.join(sorted(self._fields))}."
+            )
+
     def _check(self, request: Request) -> None:
         check_prompt(len(request.prompt_ids), self.max_model_len)
-        if request.sampling.stop and not self.has_tokenizer:
-            raise ValueError(
-                f"stop={list(request.sampling.stop)}: texts that end a response need SGLang's tokenizer. "
-                "Set actor_rollout_ref.rollout.engine_kwargs.sglang.skip_tokenizer_init=false, or use stop_token_ids."
-            )
+        self.check_sampling(request.sampling)
         if request.media:
             raise NotImplementedError("rollout.name=sglang takes no images yet. Use rollout.name=vllm or text prompts.")
 

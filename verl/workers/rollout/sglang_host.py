@@ -106,10 +106,13 @@ class Host:
 
     def serve(self) -> None:
         import sglang
+        from sglang.srt.sampling.sampling_params import SamplingParams
 
         unname_shared_memory()
         self.engine.loop.run_until_complete(self.inside("greet", {}))
-        _send(self.connection, "answer", None, True, {"version": sglang.__version__, "pids": process_tree()})
+        fields = list(inspect.signature(SamplingParams).parameters)
+        facts = {"version": sglang.__version__, "pids": process_tree(), "sampling": fields}
+        _send(self.connection, "answer", None, True, facts)
         threading.Thread(target=self._read, daemon=True).start()
         self.engine.loop.run_forever()
 

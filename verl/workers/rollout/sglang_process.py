@@ -70,7 +70,7 @@ class EngineProcess:
         self._end = weakref.finalize(self, _end, os.getpid(), self._process, self._connection, self.folder)
         self._send(("start", os.getpid(), dict(arguments), list(given)))
         self.facts: dict[str, Any] = self._first_answer()
-        """``version`` of SGLang and ``pids`` of its processes."""
+        """``version`` of SGLang, ``pids`` of its processes, names of its ``sampling`` parameters."""
 
     def call(self, name: str, *args: Any) -> Any:
         """Run a command of `sglang_host.Host` and wait for its answer."""

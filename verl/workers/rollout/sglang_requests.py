@@ -38,9 +38,10 @@ def sampling_arguments(request: Request, max_model_len: int, stop_token_ids: set
         params |= {"stop": list(sampling.stop), "no_stop_trim": True}
     if sampling.repetition_penalty != 1:
         params["repetition_penalty"] = sampling.repetition_penalty
-    if sampling.banned_token_ids:
-        params["logit_bias"] = {str(token): -math.inf for token in sampling.banned_token_ids}
-    return params | _distribution(request) | dict(sampling.extra)
+    params |= _distribution(request) | dict(sampling.extra)
+    if biases := {**(params.get("logit_bias") or {}), **dict.fromkeys(sampling.banned_token_ids, -math.inf)}:
+        params["logit_bias"] = {str(token): bias for token, bias in biases.items()}
+    return params
 
 
 def phases(request: Request, max_model_len: int, stop_token_ids: set[int]) -> list[dict[str, Any]]:
@@ -52,7 +53,9 @@ def phases(request: Request, max_model_len: int, stop_token_ids: set[int]) -> li
     hot, length = request.sampling.first_token_temperature, params["max_new_tokens"]
     if hot is None or request.sampling.is_greedy:
         return [params]
-    first = {**params, "temperature": hot, "max_new_tokens": 1}
+    first_top_k = request.sampling.first_token_top_k
+    top_k = _top_k(first_top_k, request.sampling.min_p) if first_top_k > 0 else {}
+    first = {**params, **top_k, "temperature": hot, "max_new_tokens": 1}
     return [first, {**params, "max_new_tokens": length - 1}] if length > 1 else [first]
 
 
@@ -60,12 +63,15 @@ def _distribution(request: Request) -> dict[str, Any]:
     sampling = request.sampling
     if sampling.is_greedy:
         return {"temperature": 0.0}
-    params = {"temperature": sampling.temperature, "top_p": sampling.top_p, "min_p": sampling.min_p, "top_k": -1}
-    if sampling.top_k == 1:
-        params["min_p"] = 1.0  # the likeliest alone; to SGLang top_k=1 means greedy, whose log-probs are the model's
-    elif sampling.top_k > 1:
-        params["top_k"] = sampling.top_k
-    return params
+    params = {"temperature": sampling.temperature, "top_p": sampling.top_p}
+    return params | _top_k(sampling.top_k, sampling.min_p)
+
+
+def _top_k(top_k: int, min_p: float) -> dict[str, Any]:
+    """Both cuts. To SGLang ``top_k=1`` means greedy, whose log-probs are the model's: the likeliest alone is a min_p."""
+    if top_k == 1:
+        return {"top_k": -1, "min_p": 1.0}
+    return {"top_k": top_k if top_k > 1 else -1, "min_p": min_p}
 
 
 def completion(request: Request, token_ids: list[int], log_probs: list[float], reason: str) -> Completion:

@@ -93,7 +93,7 @@ class Inside:
 
     @torch.no_grad()
     def begin_load(self) -> None:
-        self._load, self._problem = WeightLoad(self.model, self.device, "SGLang"), None
+        self._load, self._problem = WeightLoad(self.model, self.device, is_shared=self.ranks > 1, engine="SGLang"), None
 
     @torch.no_grad()
     def load(self, parcels: Sequence[dict[str, Any]]) -> str | None:
