@@ -68,7 +68,7 @@ def _distribution(request: Request) -> dict[str, Any]:
 
 
 def _top_k(top_k: int, min_p: float) -> dict[str, Any]:
-    """Both cuts. To SGLang ``top_k=1`` means greedy, whose log-probs are the model's: the likeliest alone is a min_p."""
+    """Both cuts. ``top_k=1`` means greedy to SGLang, with the model's log-probs: the likeliest alone is a min_p."""
     if top_k == 1:
         return {"top_k": -1, "min_p": 1.0}
     return {"top_k": top_k if top_k > 1 else -1, "min_p": min_p}
