@@ -36,6 +36,7 @@ def test_nothing_is_said_about_defaults():
             "shares its devices with nobody",
         ),
         ([f"{ROLLOUT}.multi_stage_wake_up=true"], "weights are always brought back first"),
+        ([f"{ROLLOUT}.agent.default_agent_loop=mine"], "samples a batch in one call, without servers"),
         ([*ON_CPU, f"{ROLLOUT}.enforce_eager=false"], "no CUDA graphs on a CPU"),
         ([f"{ACTOR}.entropy_checkpointing=true"], "always computed in chunks"),
         ([f"{ACTOR}.use_torch_compile=true", CPU], "compiled on CUDA only"),

@@ -90,11 +90,18 @@ BAD = {
     "best of one": (["algorithm.adv_estimator=grpo_passk"], "judged by its siblings"),
     "sharding group": ([f"{ACTOR}.fsdp_config.fsdp_size=0"], "must be -1"),
     "local strategy on two workers": ([f"{ACTOR}.strategy=local"], "runs in one process, but there are 2"),
+    "servers that other nodes cannot reach": (
+        ["trainer.nnodes=2", f"{ROLLOUT}.mode=async"], "server_host=127.0.0.1 with trainer.nnodes=2"),
+    "a server class without its name": (
+        [f"{ROLLOUT}.mode=async", f"{ROLLOUT}.agent.custom_async_server.path=x.py"], "name the class to take from"),
     "local controller on two nodes": (["trainer.controller=local", "trainer.nnodes=2"], "stay on one machine"),
     "resume without a step folder": (["trainer.resume_mode=resume_path"], "global_step_N"),
     "contents that are not saved": (
         [f"{ACTOR}.checkpoint.save_contents=[model]", f"{ACTOR}.checkpoint.load_contents=[model,extra]",
          "trainer.save_freq=1"], "asks for extra"),
+    "over-sampling ahead": (
+        [APART, f"{ROLLOUT}.mode=async", f"{ROLLOUT}.async_ratio=1", f"{ROLLOUT}.over_sample_rate=0.5"],
+        "is known before it begins"),
     "one call for a whole batch": ([f"{ROLLOUT}.over_sample_rate=0.5"], "no request can be ended early"),
     "partial responses without log-probs": (
         [f"{ROLLOUT}.partial_rollout=true"], "corrected by the log-probs it was drawn with"),
@@ -155,7 +162,7 @@ UNBUILT = [
     "actor_rollout_ref.model.use_liger=true", "actor_rollout_ref.model.enable_activation_offload=true",
     f"{ACTOR}.ulysses_sequence_parallel_size=2", f"{ACTOR}.fsdp_config.offload_policy=true",
     f"{ACTOR}.fsdp_config.forward_prefetch=true", f"{ROLLOUT}.name=server",
-    f"{ROLLOUT}.mode=async", f"{ROLLOUT}.multi_turn.enable=true", f"{ROLLOUT}.multi_turn.format=llama",
+    f"{ROLLOUT}.multi_turn.enable=true", f"{ROLLOUT}.multi_turn.format=llama",
     f"{ROLLOUT}.agent.num_workers=2", f"{ROLLOUT}.trace.backend=weave", f"{ROLLOUT}.skip_rollout=true",
     f"{ROLLOUT}.load_format=tensorizer",
     "reward_model.enable=true", "reward_model.model.path=/rm", "reward_model.sandbox_fusion.url=http://x",

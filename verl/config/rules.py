@@ -335,6 +335,14 @@ def drawing_ahead_has_devices_of_its_own(config: PPOConfig) -> Iterator[Problem]
 @rule
 def requests_one_by_one_need_servers(config: PPOConfig) -> Iterator[Problem]:
     rollout = config.actor_rollout_ref.rollout
+    if rollout.over_sample_rate and rollout.async_ratio:
+        yield _problem(
+            config,
+            f"{ROLLOUT}.over_sample_rate",
+            f"with {ROLLOUT}.async_ratio={rollout.async_ratio}: which prompts a step trains on is known before it "
+            "begins. Set over_sample_rate=0, or async_ratio=0.",
+            f"{ROLLOUT}.async_ratio",
+        )
     for name in ("over_sample_rate", "partial_rollout"):
         if rollout[name] and rollout.mode != "async":
             yield _problem(

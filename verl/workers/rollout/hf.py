@@ -262,6 +262,7 @@ class HFRollout(RolloutEngine):
     # -- requests that come and go one by one --------------------------------------------------------------------------
 
     def submit(self, request: Request, expect_version: int) -> int:
+        self.check_sampling(request.sampling)
         (request,) = self._reader.read([request])
         check_prompt(len(request.prompt_ids), self.max_model_len)
         return super().submit(request, expect_version)
