@@ -29,6 +29,8 @@ actor_rollout_ref.ref.fsdp_config.model_dtype actor_rollout_ref.ref.fsdp_config.
 actor_rollout_ref.ref.fsdp_config.optimizer_offload
 actor_rollout_ref.ref.fsdp_config.wrap_policy.transformer_layer_cls_to_wrap
 actor_rollout_ref.rollout.limit_images actor_rollout_ref.rollout.use_fire_sampling
+actor_rollout_ref.rollout.mismatch_threshold actor_rollout_ref.rollout.stall_timeout_s
+actor_rollout_ref.rollout.trace.dir trainer.memory_ledger
 critic.model.fsdp_config.mixed_precision critic.model.fsdp_config.model_dtype
 critic.model.fsdp_config.wrap_policy.transformer_layer_cls_to_wrap
 critic.optim.betas critic.optim.eps critic.optim.num_cycles

@@ -80,6 +80,24 @@ def _hf_has_no_engine_knobs(config: PPOConfig, is_given: IsGiven) -> Iterator[st
     )
 
 
+def _nothing_is_compared(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+    if not config.actor_rollout_ref.rollout.calculate_log_probs:
+        why = f"{_ROLLOUT}.calculate_log_probs=false keeps no probabilities to compare"
+        yield from _unread(config, [f"{_ROLLOUT}.mismatch_threshold"], is_given, why)
+
+
+def _nothing_is_traced(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+    backend = config.actor_rollout_ref.rollout.trace.backend
+    keys = [] if backend == "file" else [f"{_ROLLOUT}.trace.dir"]
+    keys += [] if backend else [f"{_ROLLOUT}.trace.token2text"]
+    yield from _unread(config, keys, is_given, f"{_ROLLOUT}.trace.backend={show(backend)} does not read it")
+
+
+def _nothing_is_reused(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+    if not config.actor_rollout_ref.rollout.skip_rollout:
+        yield from _unread(config, [f"{_ROLLOUT}.skip_dump_dir"], is_given, f"{_ROLLOUT}.skip_rollout=false")
+
+
 def _always_woken_in_stages(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
     yield from _unread(
         config, [f"{_ROLLOUT}.multi_stage_wake_up"], is_given, "weights are always brought back first, the cache later"
@@ -397,6 +415,9 @@ def _given_below(key: str, config: PPOConfig, is_given: IsGiven) -> list[str]:
 
 _CHECKS = (
     _hf_has_no_engine_knobs,
+    _nothing_is_compared,
+    _nothing_is_traced,
+    _nothing_is_reused,
     _always_woken_in_stages,
     _vllm_on_cpu_is_eager,
     _always_chunked,

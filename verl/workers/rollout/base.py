@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import TYPE_CHECKING, Any, Literal
 
+from verl.workers.rollout.watch import EngineWatch
+
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
@@ -131,6 +133,7 @@ class RolloutEngine(ABC):
     def __init__(self) -> None:
         self._tickets = count()
         self._waiting: dict[int, Request] = {}
+        self.watch = EngineWatch()
 
     def generate(self, requests: Sequence[Request], expect_version: int) -> list[Completion]:
         """One completion per request, in the order of the requests.
@@ -143,7 +146,12 @@ class RolloutEngine(ABC):
             StaleWeightsError: the weights held are asleep, unconfirmed or of another version.
         """
         self.check_version(expect_version)
-        return self._generate(list(requests)) if requests else []
+        if not requests:
+            return []
+        with self.watch.generating(requests):
+            completions = self._generate(list(requests))
+        self.watch.count(requests, completions)
+        return completions
 
     def check_version(self, expect_version: int) -> None:
         """Raise StaleWeightsError unless awake, with confirmed weights of this version."""
@@ -196,6 +204,20 @@ class RolloutEngine(ABC):
     def invalidate(self) -> None:
         """Declare the weights untrusted: `generate` refuses until the next good sync."""
         self.version = None
+
+    # -- what it says of itself --------------------------------------------------------------------------------------
+
+    def totals(self) -> dict[str, float]:
+        """Counters of the engine's own since it was built, by the names of the metrics below ``rollout/engine``."""
+        return {}
+
+    def memory_parts(self) -> dict[str, int]:
+        """Bytes held now for ``rollout weights`` and ``rollout cache``, as far as known."""
+        return {}
+
+    def prometheus(self) -> str:
+        """The engine's own metrics in Prometheus' text format; empty if it keeps none."""
+        return ""
 
     @abstractmethod
     def _generate(self, requests: list[Request]) -> list[Completion]:

@@ -147,6 +147,9 @@ class HFRollout(RolloutEngine):
     def is_asleep(self) -> bool:
         return not self._has_memory
 
+    def memory_parts(self) -> dict[str, int]:
+        return {"rollout weights": sum(storage.nbytes() for storage, _ in self._storages)}
+
     # -- generation ----------------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
@@ -187,6 +190,8 @@ class HFRollout(RolloutEngine):
         rows = Decode(requests, limits, width, self.stop_token_ids, self.device)
         logits, step = logits[owner], 0
         while rows.take(logits, step):
+            self.watch.tick()
+            self.watch.gauge(running=rows.num_live)
             if (survivors := rows.survivors()) is not None:
                 cache.reorder_cache(survivors)
                 rows.keep(survivors)

@@ -29,6 +29,7 @@ from verl.workers.rollout.vllm_setup import (
     undisturbed_process,
     unlink_message_queue,
 )
+from verl.workers.rollout.vllm_statistics import counters, prometheus_text, watch_steps
 from verl.workers.rollout.vllm_sync import WeightLoad, refuse_reshaped_weights
 
 logger = logging.getLogger(__name__)
@@ -86,6 +87,7 @@ class VLLMRollout(RolloutEngine):
         keep_process_group(self.llm)
         unlink_message_queue()
         self.tensor_parallel_size = arguments["tensor_parallel_size"]
+        watch_steps(self.llm, self.watch)
         self.model = model_of(self.llm)
         refuse_reshaped_weights(self.model)
         self._memory = CPUMemory(self.llm, self.model) if self.device.type == "cpu" else DeviceMemory(self.llm)
@@ -173,6 +175,17 @@ class VLLMRollout(RolloutEngine):
     @property
     def is_asleep(self) -> bool:
         return bool(self._asleep)
+
+    # -- what it says of itself ----------------------------------------------------------------------------------------
+
+    def totals(self) -> dict[str, float]:
+        return counters(self.llm)
+
+    def memory_parts(self) -> dict[str, int]:
+        return self._memory.parts()
+
+    def prometheus(self) -> str:
+        return prometheus_text(self.llm)
 
     # -- generation ----------------------------------------------------------------------------------------------------
 
