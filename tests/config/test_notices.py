@@ -64,8 +64,16 @@ def test_nothing_is_said_about_defaults():
         ([f"{ACTOR}.policy_loss.loss_mode=gspo"], "was published with actor_rollout_ref.actor.loss_agg_mode=seq-mean"),
         ([f"{ACTOR}.loss_scale_factor=100"], "loss_agg_mode=token-mean"),
         ([f"{ACTOR}.ppo_mini_batch_size=8", f"{ACTOR}.clip_ratio_high=0.28"], "its ratio is 1"),
-        ([*GRPO, "algorithm.adv_estimator=gdpo", "algorithm.gdpo_reward_keys=[a]", "algorithm.use_kl_in_reward=true",
-          REF], "gdpo reads algorithm.gdpo_reward_keys, not the reward"),
+        (
+            [
+                *GRPO,
+                "algorithm.adv_estimator=gdpo",
+                "algorithm.gdpo_reward_keys=[a]",
+                "algorithm.use_kl_in_reward=true",
+                REF,
+            ],
+            "gdpo reads algorithm.gdpo_reward_keys, not the reward",
+        ),
         (["algorithm.use_kl_in_reward=true", "algorithm.kl_penalty=k3+", REF], "k3+ is k3"),
     ],
 )

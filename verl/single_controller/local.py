@@ -353,9 +353,7 @@ def _share_cores(world_size: int) -> None:
         sys.modules["torch"].set_num_threads(threads)
 
 
-def _end_all(
-    children: list[Child], channels: list[Channel], tails: list[StderrTail], grace: float = 0.0
-) -> None:
+def _end_all(children: list[Child], channels: list[Channel], tails: list[StderrTail], grace: float = 0.0) -> None:
     for channel in channels:
         channel.close()
     deadline = time.monotonic() + grace

@@ -7,7 +7,6 @@ config section, checkpoints. Knows configs and engines, not algorithms or prompt
 from __future__ import annotations
 
 import math
-import os
 import random
 import time
 from collections.abc import Iterator, Mapping

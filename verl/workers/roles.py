@@ -226,6 +226,7 @@ class RolloutRole:
             engine.watch.names = prompts.non_tensor_batch.get("uid", ())
             with self.rollout_phase("generate"):
                 completions = engine.generate(requests, expect_version=self.actor.version)
+            version = engine.version
             timing["generate_sequences"] = time.perf_counter() - start
         batch = assemble(
             prompts,
@@ -233,6 +234,7 @@ class RolloutRole:
             prompt_length=config.prompt_length,
             response_length=config.response_length,
             pad_token_id=self.tokenizer.pad_token_id,
+            version=version,
         )
         batch.meta_info["timing"] = timing
         return batch

@@ -1,6 +1,6 @@
 """Two ranks that share one vLLM engine; prints what each of them saw. A fresh process: vLLM's groups live in globals.
 
-    python -m tests.workers.rollout.tensor_parallel_job MODEL_FOLDER
+python -m tests.workers.rollout.tensor_parallel_job MODEL_FOLDER
 """
 
 from __future__ import annotations

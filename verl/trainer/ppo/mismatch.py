@@ -66,9 +66,9 @@ class MismatchMonitor:
         limit = self.config.actor_rollout_ref.rollout.mismatch_threshold
         causes = [f"  {number}. {text}" for number, text in enumerate(likely_causes(self.config), 1)]
         lines = [
-            f"WARNING: the rollout drew tokens with probabilities that differ from the actor's by {mean:.4f} on average "
-            f"in step {step}, more than {_ROLLOUT}.mismatch_threshold={limit:g}. The policy learns from text that "
-            f"another distribution wrote; training may collapse.",
+            f"WARNING: the rollout drew tokens with probabilities that differ from the actor's by {mean:.4f} on "
+            f"average in step {step}, more than {_ROLLOUT}.mismatch_threshold={limit:g}. The policy learns from text "
+            f"that another distribution wrote; training may collapse.",
             "The worst tokens:",
             *(
                 f"  {token['uid']}, response {token['row']}, token {token['position']} {token['text']!r}: the rollout "
@@ -77,7 +77,8 @@ class MismatchMonitor:
             ),
             "Likely causes, the likeliest first:",
             *causes,
-            "Stale weights are none: every sync is confirmed by checksums read back from the engine.",
+            "Not among them: weights that did not arrive. Every sync is confirmed by checksums read back from the "
+            "engine.",
             f"This is said once; every such step is a line in {self.path}.",
         ]
         return "\n".join(lines)

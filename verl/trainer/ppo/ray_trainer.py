@@ -27,16 +27,19 @@ from verl.trainer.ppo.experience import (
     compute_advantage,
     compute_response_mask,
     response_column,
-    rollout_mismatch,
 )
+from verl.trainer.ppo.memory_report import gather, memory_metrics, memory_table
 from verl.trainer.ppo.metric_utils import (
     compute_data_metrics,
     compute_throughout_metrics,
     compute_timing_metrics,
 )
+from verl.trainer.ppo.mismatch import MismatchMonitor
 from verl.trainer.ppo.placement import ResourcePoolManager, start_worker_groups
 from verl.trainer.ppo.recipe_names import RecipeNames
 from verl.trainer.ppo.reward import compute_reward
+from verl.trainer.ppo.rollout_skip import KeptRollouts
+from verl.trainer.ppo.trace import open_rollout_trace, sample_records
 from verl.trainer.ppo.utils import Role, WorkerType, need_critic, need_reference_policy
 from verl.trainer.ppo.validation import dump_samples, ground_truths, validate
 from verl.utils.config import adopt_config, typed_config
@@ -61,6 +64,8 @@ __all__ = [
 ]
 
 PROMPT_COLUMNS = ("input_ids", "attention_mask", "position_ids")
+SAMPLE_FACTS = ("finish_reason", "rollout_version")
+"""What a rollout says of each response besides tensors."""
 SAVED_ROLES = {Role.ActorRollout: "actor", Role.Critic: "critic"}
 """Roles with a checkpoint, and its folder under that of the step."""
 
@@ -121,6 +126,8 @@ class RayPPOTrainer(RecipeNames):
         self.use_reference_policy = need_reference_policy(config)
         self.kl_ctrl_in_reward = get_kl_controller(config.algorithm.kl_ctrl)
         check_backends(config.trainer.logger)
+        self.trace = open_rollout_trace(config)
+        self.mismatch = MismatchMonitor(config, tokenizer.decode)
         self._create_dataloader(train_dataset, val_dataset, collate_fn, train_sampler)
         self.steps_per_epoch = len(self.train_dataloader)
         self.global_steps = 0
@@ -131,6 +138,7 @@ class RayPPOTrainer(RecipeNames):
         self.saved_steps: list[int] = []
         self.progress = Progress(self.total_training_steps, enabled=False)
         self.last_checkpoint: Path | None = None
+        self.has_shown_memory = False
         self.log_places: dict[str, Any] = {}
         self.generations = ValidationGenerationsLogger()
 
@@ -176,6 +184,7 @@ class RayPPOTrainer(RecipeNames):
         with self.timed("gen"):
             batch = self.generate(prompts.repeat(n, interleave=True), n)
             self.timing.update(batch.meta_info.pop("timing", {}))
+        self.metrics.update(self.engine_metrics())
         if self.config.algorithm.adv_estimator == "remax":
             with self.timed("gen_max"):
                 batch.put("reward_baselines", self.greedy_rewards(prompts).repeat_interleave(n))
@@ -211,7 +220,10 @@ class RayPPOTrainer(RecipeNames):
             old.pop(batch_keys=["entropys"])
             batch = batch.union(old)
         if "rollout_log_probs" in batch.keys():
-            self.metrics.update(rollout_mismatch(batch))
+            metrics, warning = self.mismatch(batch, self.global_steps)
+            self.metrics.update(metrics)
+            if warning:
+                self.progress.say(warning)
         if self.use_reference_policy:
             with self.timed("ref"):
                 batch = batch.union(self.ref_wg.compute_ref_log_prob(batch))
@@ -278,11 +290,22 @@ class RayPPOTrainer(RecipeNames):
         if do_sample is not None:
             request.meta_info["do_sample"] = do_sample
         request.put("seeds", torch.tensor(seeds))
-        generated = self.actor_wg.generate_sequences(request)
+        generated = self.sampler.generate_sequences(request)
         for name in PROMPT_COLUMNS:
             prompts.pop(batch_keys=[name])
-        generated.non_tensor_batch = {}
+        facts = generated.non_tensor_batch
+        generated.non_tensor_batch = {name: facts[name] for name in SAMPLE_FACTS if name in facts}
         return prompts.union(generated)
+
+    def engine_metrics(self) -> dict[str, float]:
+        """What the rollout engines counted since the last call, as ``rollout/engine/*``: averaged over the ranks."""
+        group = self.actor_rollout_wg
+        if not hasattr(group, "rollout_metrics"):  # workers of a user's own
+            return {}
+        by_rank = [numbers for numbers in group.rollout_metrics() if numbers.get("requests")]
+        names = dict.fromkeys(name for numbers in by_rank for name in numbers)
+        lists = {f"rollout/engine/{name}": [n[name] for n in by_rank if name in n] for name in names}
+        return reduce_metrics(lists)
 
     def greedy_rewards(self, prompts: DataProto) -> torch.Tensor:
         """The reward of each prompt's greedy response, (b,): ReMax's baseline (Li et al. 2023, arXiv:2310.10505)."""
@@ -313,6 +336,9 @@ class RayPPOTrainer(RecipeNames):
         self.ref_wg = self.ref_policy_wg = groups.get(Role.RefPolicy)
         for group in groups.values():
             group.init_model()
+        self.sampler = self.actor_wg
+        if self.config.actor_rollout_ref.rollout.skip_rollout:
+            self.sampler = KeptRollouts(self.sampler, self.config, self.progress.say)
 
     def start(self) -> None:
         """Open the loggers, resume, and validate once before training."""
@@ -348,6 +374,9 @@ class RayPPOTrainer(RecipeNames):
         if trainer.rollout_data_dir:
             with self.timed("dump_rollout_generations"):
                 self.dump_rollout(trainer.rollout_data_dir, batch)
+        if self.trace is not None:
+            with self.timed("trace"):
+                self.trace.log(step, self.traced(batch))
         is_test = self.val_reward_fn is not None and trainer.test_freq > 0 and (last or step % trainer.test_freq == 0)
         if is_test:
             with self.timed("testing"):
@@ -358,6 +387,8 @@ class RayPPOTrainer(RecipeNames):
             with self.timed("save_checkpoint"):
                 self.save_checkpoint()
         n_gpus = self.resource_pool_manager.get_n_gpus()
+        if trainer.memory_ledger:
+            self.metrics.update(self.memory_metrics())
         self.metrics.update({"training/global_step": step, "training/epoch": (step - 1) // self.steps_per_epoch})
         self.metrics.update(compute_data_metrics(batch=batch, use_critic=self.use_critic))
         self.metrics.update(compute_timing_metrics(batch=batch, timing_raw=self.timing))
@@ -369,6 +400,8 @@ class RayPPOTrainer(RecipeNames):
 
     def stop(self) -> None:
         """Close the loggers and say where everything lies."""
+        if self.trace is not None:
+            self.trace.finish()
         self.logger.finish()
         self.progress.finish()
 
@@ -384,6 +417,7 @@ class RayPPOTrainer(RecipeNames):
             self.global_steps,
             self.config.data.reward_fn_key,
         )
+        self.engine_metrics()  # those of validation are not the next step's
         self.validations.append((self.global_steps, metrics))
         self.log_generations(samples)
         return metrics
@@ -418,6 +452,20 @@ class RayPPOTrainer(RecipeNames):
         scores = response_column(batch, "token_level_scores").sum(-1).tolist()
         extra = {name: batch.non_tensor_batch[name].tolist() for name in self.reward_columns(batch)}
         return dump_samples(folder, self.global_steps, inputs, outputs, scores, ground_truths(batch), extra)
+
+    def traced(self, batch: DataProto) -> list[dict[str, Any]]:
+        """This step's samples as ``rollout.trace`` records them."""
+        decode = self.tokenizer.batch_decode if self.config.actor_rollout_ref.rollout.trace.token2text else None
+        seconds = self.timing.get("generate_sequences", self.timing.get("gen", 0.0))
+        return sample_records(batch, self.global_steps, seconds, self.reward_columns(batch), decode)
+
+    def memory_metrics(self) -> dict[str, float]:
+        """What the phases of this step took, and after the first step a table of it."""
+        by_rank = gather(group for group in self.worker_groups.values() if hasattr(group, "memory_entries"))
+        if not self.has_shown_memory and any(by_rank):
+            self.has_shown_memory = True
+            self.progress.say(memory_table(by_rank[0]))
+        return memory_metrics(by_rank)
 
     def reward_columns(self, batch: DataProto) -> list[str]:
         return [name for name in batch.meta_info.get("reward_extra_keys", ()) if name in batch.non_tensor_batch]

@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from verl.protocol import DataProto
+from verl.utils.columns import WINDOWS
 from verl.utils.ragged import Layout, Ragged
 
 _FORMAT = "verl-rollout-1"
@@ -43,7 +44,7 @@ class KeptRollouts:
         self.say = say
         trainer, rollout = config.trainer, config.actor_rollout_ref.rollout
         self.folder = Path(rollout.skip_dump_dir).expanduser() / trainer.project_name / trainer.experiment_name
-        self.has_said = False
+        self.has_said: set[str] = set()
 
     def generate_sequences(self, request: DataProto) -> DataProto:
         """As the sampler's; validation always goes to the sampler."""
@@ -74,24 +75,28 @@ class KeptRollouts:
         }
 
     def _say_reuse(self, path: Path) -> None:
-        if not self.has_said:
-            self.has_said = True
+        if "reuse" not in self.has_said:
+            self.has_said.add("reuse")
             self.say(
                 f"actor_rollout_ref.rollout.skip_rollout=true: batches are taken from {path.parent} where they are "
                 f"there. What this run learns is not what its own policy wrote."
             )
 
     def _say_what_differs(self, facts: Mapping[str, Any]) -> None:
-        """A batch of this step that was made otherwise is a surprise to who wants to reuse it."""
+        """A batch of this step that was made otherwise is a surprise to who wants to reuse it; said once."""
+        if "other" in self.has_said:
+            return
         for path in sorted(self.folder.glob(f"step{facts['step']}-*.safetensors")):
             other = read_facts(path)
             changed = list(_differences(other, facts))
             if len(changed) == 1 and changed[0].startswith("sampling.do_sample"):
                 continue  # the greedy responses of ReMax beside the sampled ones
+            self.has_said.add("other")
             self.say(
                 f"actor_rollout_ref.rollout.skip_rollout=true: {path} is not used, it was made otherwise: "
-                f"{'; '.join(changed)}. The batch of step {facts['step']} is sampled and kept beside it."
+                f"{'; '.join(changed)}. Batches of which no equal one is kept are sampled, and kept beside it."
             )
+            return
 
 
 def save_batch(batch: DataProto, path: Path, facts: Mapping[str, Any]) -> None:
@@ -102,12 +107,13 @@ def save_batch(batch: DataProto, path: Path, facts: Mapping[str, Any]) -> None:
     """
     tensors: dict[str, torch.Tensor] = {}
     columns: dict[str, Any] = {}
-    for name in batch.packed().keys():
-        if isinstance(column := batch.packed()._columns()[name], Ragged):
+    for name in batch.keys():
+        if name in WINDOWS:
+            column = batch.ragged(name)
             parts = {"values": column.values, "starts": column.layout.starts, "lengths": column.layout.lengths}
             columns[name] = {"width": column.layout.width, "fill": column.fill}
         else:
-            parts, columns[name] = {"dense": column}, {}
+            parts, columns[name] = {"dense": batch.column(name)}, {}
         # a clone of each: columns may share memory, which the format does not allow
         tensors |= {f"{name}/{part}": tensor.detach().cpu().clone().contiguous() for part, tensor in parts.items()}
     arrays = {name: array.tolist() for name, array in batch.non_tensor_batch.items()}

@@ -58,7 +58,11 @@ class EngineWatch:
         """Note the requests, and have the watchdog end this process if no `tick` comes for ``stall_timeout_s``."""
         box, dog, start = black_box(), watchdog(), time.monotonic()
         lengths = sorted((len(request.prompt_ids) for request in requests), reverse=True)
-        facts = {"requests": len(requests), "longest_prompts": lengths[:_NAMED], "first_requests": self._named(requests)}
+        facts = {
+            "requests": len(requests),
+            "longest_prompts": lengths[:_NAMED],
+            "first_requests": self._named(requests),
+        }
         box.tick()
         box.note(engine=self.engine, phase="generate", since=start, **facts)
         dog.arm(self.stall_timeout_s, self._stalled)
