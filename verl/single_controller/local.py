@@ -243,7 +243,7 @@ class ForkedHosts(Hosts):
         child = self._children[rank]
         if not child.await_end(2.0):  # it closed the connection, and lives on
             child.end()
-        how, words = child.outcome(), self._tails[rank].last_lines()
+        how, words = child.outcome(), self._tails[rank].last_words()
         report = self._post_mortem.report(rank)
         return WorkerDied(role, rank, self.world_size, method, child.pid, *how, words, report)
 

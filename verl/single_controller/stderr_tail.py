@@ -16,6 +16,19 @@ from verl.single_controller.processes import is_readable
 
 _KEPT_BYTES = 64 * 1024
 _LINES = 20
+_STACK_LINES = 100
+_STACKS = ("Fatal Python error:", "The stacks of all threads:", "Timeout (")
+"""How a dump of stacks begins: of a crash, of the watchdog's, of faulthandler's timer."""
+
+
+def last_words(text: str) -> str:
+    """The end of ``text``: twenty lines, or more if a dump of stacks ends it; empty ones are left out."""
+    lines = [line for line in text.splitlines() if line.strip()]
+    begin = max((i for i, line in enumerate(lines) if line.startswith(_STACKS)), default=None)
+    if begin is None:
+        return "\n".join(lines[-_LINES:])
+    shown = lines[max(0, min(begin - 2, len(lines) - _LINES)) :]
+    return "\n".join([*shown[:_STACK_LINES], *(["..."] if len(shown) > _STACK_LINES else [])])
 
 
 class StderrTail:
@@ -46,11 +59,10 @@ class StderrTail:
     def fileno(self) -> int:
         return self._ours
 
-    def last_lines(self, count: int = _LINES) -> str:
+    def last_words(self) -> str:
         """The end of what was written until now."""
         self.pass_on()
-        lines = [line for line in self._kept.decode(errors="replace").splitlines() if line.strip()]
-        return "\n".join(lines[-count:])
+        return last_words(self._kept.decode(errors="replace"))
 
     def pass_on(self) -> bool:
         """Take in and hand on what is there; False when nothing more will come."""

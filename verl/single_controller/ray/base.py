@@ -46,6 +46,7 @@ from verl.single_controller.ray.pools import (  # noqa: F401  users import pools
     merge_resource_pool,
     sort_placement_group_by_node_ip,
 )
+from verl.single_controller.stderr_tail import last_words
 
 _STACK_DUMP_S = 0.5
 
@@ -445,14 +446,14 @@ def _problem(call: _RayCall) -> Exception | None:
     return None
 
 
-def _last_words(pid: int | None, lines: int = 20) -> str:
+def _last_words(pid: int | None) -> str:
     """The end of what a process of this node wrote to stderr."""
     node = getattr(ray._private.worker, "_global_node", None)  # None in a driver that joined a running cluster
     if node is None or pid is None:
         return ""
     files = sorted(Path(node.get_logs_dir_path()).glob(f"worker-*-{pid}.err"))
     text = files[-1].read_text(errors="replace") if files else ""
-    return "\n".join([line for line in text.splitlines() if line.strip() and not line.startswith(":")][-lines:])
+    return last_words("\n".join(line for line in text.splitlines() if not line.startswith(":")))
 
 
 # The controller -------------------------------------------------------------------------------------------------------

@@ -89,7 +89,7 @@ class KeptRollouts:
         for path in sorted(self.folder.glob(f"step{facts['step']}-*.safetensors")):
             other = read_facts(path)
             changed = list(_differences(other, facts))
-            if len(changed) == 1 and changed[0].startswith("sampling.do_sample"):
+            if any(text.startswith("sampling.do_sample ") for text in changed):
                 continue  # the greedy responses of ReMax beside the sampled ones
             self.has_said.add("other")
             self.say(
