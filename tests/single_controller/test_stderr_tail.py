@@ -37,6 +37,7 @@ def test_the_stacks_of_a_crash_are_quoted_whole(tmp_path):
     def action():
         import faulthandler
 
+        faulthandler.disable()  # Ray may have taken the signals over in the driver
         faulthandler.enable(file=2)
         print("before", file=sys.stderr)
 

@@ -55,6 +55,6 @@ class Drawing(Worker):
             used = int(file.read().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (used + spare_bytes, resource.RLIM_INFINITY))
         try:
-            return self._draw(32, 4096, 500)
+            return self._draw(256, 4096)
         finally:
             resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))

@@ -1,4 +1,7 @@
-"""An engine that dies, hangs or finds no memory names itself, what it was drawing and what it wrote: real faults."""
+"""An engine that dies, hangs or finds no memory names itself, what it was drawing and what it wrote: real faults.
+
+Tests without Ray come first: a driver in which Ray runs is not to be forked.
+"""
 
 import os
 import signal
@@ -67,6 +70,34 @@ def signal_while_drawing(group, number, rank=1):
     threading.Thread(target=send, daemon=True).start()
 
 
+def test_a_stopped_process_is_told_from_a_slow_one_when_the_deadline_passes(start_local):
+    group = start_local()
+    signal_while_drawing(group, signal.SIGSTOP)
+    group.timeout = 3
+    with pytest.raises(WorkerTimeout) as caught:
+        group.draw(6, 50000)
+    text = str(caught.value)
+    assert "is stopped by a signal (SIGSTOP)" in text and "Rank 1:\nWhat it was doing: rollout engine hf" in text
+
+
+def test_a_hang_that_stops_all_of_python_is_ended_with_its_stack_too(start_local):
+    with pytest.raises(WorkerDied) as caught:
+        start_local(stall_timeout_s=1).draw_and_hang(1, 5, keep_lock=True)
+    assert "rollout engine hf, phase generate, 6 requests" in str(caught.value)
+    assert "in hang" in caught.value.last_words
+
+
+def test_an_allocation_that_fails_names_the_keys_that_help(start_local):
+    group = start_local()
+    with pytest.raises(WorkerError) as caught:
+        group.draw_with_little_memory(8 << 20)
+    assert caught.value.cause.startswith("verl.workers.rollout.out_of_memory.RolloutOutOfMemory")
+    told = caught.value.explanation
+    assert "rollout.name=hf: no memory left in phase generate" in told and "allocate memory" in told
+    assert "Lower actor_rollout_ref.rollout.max_num_seqs=1024" in told
+    assert "rollout engine hf, phase generate, 256 requests, longest prompts of 260" in told
+
+
 def test_a_killed_engine_is_named_with_its_requests_its_memory_and_its_stderr(start):
     group = start()
     signal_while_drawing(group, signal.SIGKILL)
@@ -80,16 +111,6 @@ def test_a_killed_engine_is_named_with_its_requests_its_memory_and_its_stderr(st
     assert "drawing now" in caught.value.last_words
 
 
-def test_a_stopped_process_is_told_from_a_slow_one_when_the_deadline_passes(start_local):
-    group = start_local()
-    signal_while_drawing(group, signal.SIGSTOP)
-    group.timeout = 3
-    with pytest.raises(WorkerTimeout) as caught:
-        group.draw(6, 50000)
-    text = str(caught.value)
-    assert "is stopped by a signal (SIGSTOP)" in text and "Rank 1:\nWhat it was doing: rollout engine hf" in text
-
-
 def test_an_engine_that_finishes_no_step_is_ended_with_its_stacks(start):
     group = start(stall_timeout_s=2)
     with pytest.raises(WorkerDied) as caught:
@@ -99,21 +120,3 @@ def test_an_engine_that_finishes_no_step_is_ended_with_its_stacks(start):
     assert "It was ended by its watchdog: the rollout engine hf has finished no step for 2 s" in text
     assert "rollout.stall_timeout_s=2 allows" in text and "the first step1-0, step1-1" in text
     assert "rollout engine hf, phase generate, 6 requests" in text and "in hang" in caught.value.last_words
-
-
-def test_a_hang_that_stops_all_of_python_is_ended_with_its_stack_too(start_local):
-    with pytest.raises(WorkerDied) as caught:
-        start_local(stall_timeout_s=1).draw_and_hang(1, 5, keep_lock=True)
-    assert "rollout engine hf, phase generate, 6 requests" in str(caught.value)
-    assert "in hang" in caught.value.last_words
-
-
-def test_an_allocation_that_fails_names_the_keys_that_help(start_local):
-    group = start_local()
-    with pytest.raises(WorkerError) as caught:
-        group.draw_with_little_memory(16 << 20)
-    assert caught.value.cause.startswith("verl.workers.rollout.out_of_memory.RolloutOutOfMemory")
-    told = caught.value.explanation
-    assert "rollout.name=hf: no memory left in phase generate" in told and "allocate memory" in told
-    assert "Lower actor_rollout_ref.rollout.max_num_seqs=1024" in told
-    assert "rollout engine hf, phase generate, 32 requests, longest prompts of 531" in told
