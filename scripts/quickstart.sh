@@ -4,13 +4,14 @@
 #   bash scripts/quickstart.sh                       SmolLM2-135M learns one-digit addition on a CPU
 #   bash scripts/quickstart.sh --task mul1           or: max3, even; digits takes a tiny random model and half a minute
 #   bash scripts/quickstart.sh --controller local    without Ray
+#   bash scripts/quickstart.sh --rollout vllm        responses from vLLM, which is installed first; or: sglang
 #   bash scripts/quickstart.sh --steps 50            more steps
 #   bash scripts/quickstart.sh key=value ...         any option of main_ppo
 #   bash scripts/quickstart.sh --dry-run             show the command and do nothing
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-task=add1 controller=ray steps='' dry_run=0
+task=add1 controller=ray rollout=hf steps='' dry_run=0
 overrides=()
 usage() { sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//;p;}' scripts/quickstart.sh; }
 value_of() { [ $# -ge 2 ] || { echo "quickstart.sh: $1 needs a value" >&2; exit 2; }; echo "$2"; }
@@ -18,6 +19,7 @@ while [ $# -gt 0 ]; do
     case $1 in
         --task) task=$(value_of "$@"); shift 2 ;;
         --controller) controller=$(value_of "$@"); shift 2 ;;
+        --rollout) rollout=$(value_of "$@"); shift 2 ;;
         --steps) steps=$(value_of "$@"); shift 2 ;;
         --dry-run) dry_run=1; shift ;;
         -h | --help) usage; exit 0 ;;
@@ -36,6 +38,14 @@ case $controller in
     ray | local) ;;
     *) echo "quickstart.sh: --controller $controller is unknown (known: ray local)" >&2; exit 2 ;;
 esac
+case $rollout in
+    hf) ;;
+    vllm | sglang)
+        engine=("actor_rollout_ref.rollout.name=$rollout" actor_rollout_ref.rollout.tensor_model_parallel_size=1)
+        overrides=("${engine[@]}" ${overrides[@]+"${overrides[@]}"})
+        ;;
+    *) echo "quickstart.sh: --rollout $rollout is unknown (known: hf vllm sglang)" >&2; exit 2 ;;
+esac
 case $steps in
     *[!0-9]* | 0) echo "quickstart.sh: --steps $steps is no positive number" >&2; exit 2 ;;
 esac
@@ -51,6 +61,7 @@ fi
 
 echo "== 1/4 environment"
 bash scripts/setup_env.sh
+if [ "$rollout" != hf ]; then bash scripts/install_engines.sh "$rollout"; fi
 export PATH="$PWD/.venv/bin:$PATH" TOKENIZERS_PARALLELISM=false
 echo "== 2/4 model"
 if [ "$task" = digits ]; then

@@ -61,11 +61,24 @@ def test_quickstart_runs_a_recipe_for_each_task(task, tmp_path):
     assert config.actor_rollout_ref.actor.fsdp_config.model_dtype == "fp32"
 
 
+@pytest.mark.parametrize("engine", ["hf", "vllm"])
+def test_quickstart_runs_with_the_engine_that_is_asked_for(engine, tmp_path):
+    shown = dry_run("--task", "digits", "--rollout", engine, "actor_rollout_ref.rollout.n=4")
+    environment, _, command = shown.stdout.strip().partition(" bash ")
+    recipe, *arguments = command.split()
+    settings = dict(word.split("=", 1) for word in environment.split())
+    (overrides,) = main_ppo_overrides(calls_of(ROOT / recipe, tmp_path, *arguments, environment=settings))
+    rollout = load_ppo_config(overrides).actor_rollout_ref.rollout
+    assert (rollout.name, rollout.n) == (engine, 4)
+    assert engine == "hf" or rollout.tensor_model_parallel_size == 1, "there is one worker"
+
+
 @pytest.mark.parametrize(
     "arguments, words",
     [
         (["--task", "sums"], "--task sums is unknown (known: add1 mul1 max3 even digits)"),
         (["--controller", "slurm"], "--controller slurm is unknown (known: ray local)"),
+        (["--rollout", "tgi"], "--rollout tgi is unknown (known: hf vllm sglang)"),
         (["--steps", "many"], "--steps many is no positive number"),
         (["--stepz", "3"], "unknown option --stepz"),
         (["trainer.seed"], "trainer.seed is neither an option nor key=value"),

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tests.workers.rollout.conftest import rollout_config, weights_of
 from verl.workers.rollout.base import Request, SamplingParams, StaleWeightsError, WeightSyncError
 from verl.workers.rollout.hf import HFRollout
-from verl.workers.rollout.weight_sync import LANES, buckets, checksum, sync_weights
+from verl.workers.rollout.weight_sync import LANES, buckets, checksum, mixed_sum, sync_weights
 
 NAME = "model.layers.1.mlp.up_proj.weight"
 
@@ -170,6 +170,7 @@ def test_any_changed_byte_changes_the_checksum(size, place, change):
     other = data.clone()
     other[int(place * size)] ^= change
     assert checksum(data) != checksum(other)
+    assert mixed_sum(data) != mixed_sum(other)
 
 
 @settings(max_examples=60, deadline=None)
@@ -180,6 +181,7 @@ def test_exchanging_two_values_changes_the_checksum(first, second, sign_only):
     other = data.clone()
     other[[first, second]] = data[[second, first]]
     assert (checksum(data) == checksum(other)) == (first == second)
+    assert (mixed_sum(data.view(torch.uint8)) == mixed_sum(other.view(torch.uint8))) == (first == second)
 
 
 def test_the_checksum_is_of_the_values_not_of_how_they_lie_in_memory():

@@ -1,0 +1,179 @@
+"""Rollout engines beside each other: tokens a second, what a weight sync costs over a plain copy, what a switch costs.
+
+``python -m benchmarks.rollout [--model FOLDER] [--dtype float32] [--engines hf,vllm] [--save]``. Every engine runs in a
+process of its own, one after the other, on the same prompts and lengths; engines that are not installed are left out
+and named. CPU seconds count the engine's own children too. Without ``--model`` a random 2.5M-parameter model is made.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
+
+import psutil
+import torch
+
+from benchmarks.measure import report
+from verl.config.rollout import RolloutConfig
+from verl.models.loader import ModelSpec, load_model
+from verl.models.weight_names import checkpoint_tensors, tied_duplicates
+from verl.utils.tiny_model import make_tiny_model
+from verl.utils.torch_dtypes import PrecisionType
+from verl.workers.rollout import get_rollout_class
+from verl.workers.rollout.base import Request, RolloutEngine, SamplingParams
+from verl.workers.rollout.weight_sync import sync_weights
+
+ENGINES = ("hf", "vllm", "sglang")
+SEQUENCES = (1, 16, 64)
+PROMPT, RESPONSE = 64, 64
+ROUNDS = 3
+
+
+def measure_engine(name: str, model_path: str, dtype: str) -> dict[str, Any]:
+    """All numbers of one engine, in this process."""
+    config = RolloutConfig(
+        name=name,
+        dtype=dtype,
+        tensor_model_parallel_size=1,
+        prompt_length=PROMPT,
+        response_length=RESPONSE,
+        max_num_seqs=max(SEQUENCES),
+        ignore_eos=True,
+    )
+    start, start_cpu = time.perf_counter(), cpu_seconds()
+    engine = get_rollout_class(name)(model_path, config)
+    row: dict[str, Any] = {
+        "engine": name,
+        "dtype": dtype,
+        "start_s": time.perf_counter() - start,
+        "start_cpu_s": cpu_seconds() - start_cpu,
+    }
+    actor = load_model(ModelSpec(model_path), dtype=PrecisionType.to_dtype(dtype))
+    row |= switch_costs(engine, actor)
+    for count in SEQUENCES:
+        row[f"{count}_sequences"] = speed(engine, count)
+    return row
+
+
+def speed(engine: RolloutEngine, count: int) -> dict[str, float]:
+    """The best of several rounds of ``count`` different prompts; the first round warms up and does not count."""
+    generator = torch.Generator().manual_seed(count)
+    sampling = SamplingParams(max_tokens=RESPONSE, ignore_eos=True, want_log_probs=True)
+    walls, cpus = [], []
+    for round_ in range(ROUNDS + 1):
+        prompts = torch.randint(5, 90, (count, PROMPT), generator=generator).tolist()
+        requests = [Request(tuple(ids), sampling, 1000 * round_ + i) for i, ids in enumerate(prompts)]
+        wall, cpu, completions = timed(
+            lambda requests=requests: engine.generate(requests, expect_version=engine.version)
+        )
+        assert all(len(one.token_ids) == RESPONSE for one in completions)
+        if round_:
+            walls.append(wall)
+            cpus.append(cpu)
+    tokens = count * RESPONSE
+    return {"tokens_a_second": tokens / min(walls), "cpu_ms_a_token": 1000 * min(cpus) / tokens}
+
+
+def switch_costs(engine: RolloutEngine, actor: torch.nn.Module) -> dict[str, Any]:
+    """Seconds of the four parts of a switch, and the sync against a plain copy of the same bytes.
+
+    A sync writes into memory that sleep gave back, so the fair copy is one into fresh memory.
+    """
+    tied = tied_duplicates(actor)
+    weights = [(name, tensor) for name, tensor in actor.state_dict().items() if name not in tied]
+    seconds: dict[str, list[float]] = {
+        "wake_weights": [],
+        "sync": [],
+        "wake_cache": [],
+        "sleep": [],
+        "copy": [],
+        "fresh_copy": [],
+    }
+    engine.sleep(level=2)
+    num_bytes = sum(tensor.nbytes for _, tensor in weights)
+    target = [torch.empty_like(tensor) for _, tensor in weights]
+    for version in range(1, ROUNDS + 2):
+        named = checkpoint_tensors(actor, iter(weights))
+        parts = {
+            "wake_weights": lambda: engine.wake(("weights",)),
+            "sync": lambda named=named, version=version: sync_weights(named, engine, version=version),
+            "wake_cache": lambda: engine.wake(("kv_cache",)),
+            "copy": lambda: [to.copy_(tensor) for to, (_, tensor) in zip(target, weights, strict=True)],
+            "fresh_copy": lambda: [tensor.clone() for _, tensor in weights],
+            "sleep": lambda: engine.sleep(level=2),
+        }
+        for part, call in parts.items():
+            if part == "sleep" and version == ROUNDS + 1:
+                continue  # stay awake for what follows
+            seconds[part].append(timed(call)[0])
+    least = {f"{part}_s": min(values) for part, values in seconds.items()}
+    ratios = {f"sync_over_{copy}": least["sync_s"] / least[f"{copy}_s"] for copy in ("copy", "fresh_copy")}
+    return {**least, "bytes": num_bytes, **ratios}
+
+
+def timed(call: Callable[[], Any]) -> tuple[float, float, Any]:
+    """Wall seconds, CPU seconds with all children, and the result of a call."""
+    start, start_cpu = time.perf_counter(), cpu_seconds()
+    result = call()
+    return time.perf_counter() - start, cpu_seconds() - start_cpu, result
+
+
+def cpu_seconds() -> float:
+    """CPU seconds of this process and its living descendants."""
+    me = psutil.Process()
+    times = [process.cpu_times() for process in (me, *me.children(recursive=True))]
+    return sum(one.user + one.system for one in times)
+
+
+def is_installed(name: str) -> bool:
+    try:
+        get_rollout_class(name)
+    except (ImportError, NotImplementedError):
+        return False
+    return True
+
+
+def run_engine(name: str, model_path: str, dtype: str) -> dict[str, Any]:
+    """`measure_engine` in a process of its own; its row is the last line it prints."""
+    command = [sys.executable, "-m", "benchmarks.rollout", "--only", name, "--model", model_path, "--dtype", dtype]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env={"OMP_NUM_THREADS": "1", **os.environ})
+    if done.returncode:
+        sys.exit(f"{' '.join(command)} ended with {done.returncode}")
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", help="Hugging Face folder; a random small model if not given")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--engines", default=",".join(ENGINES))
+    parser.add_argument("--only", help=argparse.SUPPRESS)
+    parser.add_argument("--save", action="store_true")
+    given = parser.parse_args()
+    if given.only:
+        print(json.dumps(measure_engine(given.only, given.model, given.dtype)), flush=True)
+        os._exit(0)  # the engines' own children and threads need no goodbye
+    with tempfile.TemporaryDirectory() as folder:
+        model = given.model or make_tiny_model(folder, size="2.5M")
+        rows = []
+        for name in given.engines.split(","):
+            if not is_installed(name):
+                print(f"{name} is left out: it is not installed", file=sys.stderr)
+                continue
+            rows.append(run_engine(name, model, given.dtype))
+    for row in rows:
+        for count in SEQUENCES:
+            key = f"{count}_sequences"
+            row[key]["speed_over_hf"] = row[key]["tokens_a_second"] / rows[0][key]["tokens_a_second"]
+    report("rollout", rows)
+
+
+if __name__ == "__main__":
+    main()
