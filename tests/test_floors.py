@@ -9,6 +9,7 @@ ROOT = Path(__file__).parents[1]
 FLOORS = {  # the longest prefix decides
     "verl.trainer.main_": 7,
     "verl.trainer": 6,
+    "verl.agent_loop": 5,
     "verl.workers": 5,
     "verl.workers.engine": 3,
     "verl.workers.rollout": 3,

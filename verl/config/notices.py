@@ -104,6 +104,13 @@ def _always_woken_in_stages(config: PPOConfig, is_given: IsGiven) -> Iterator[st
     )
 
 
+def _one_call_has_no_agents(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+    if config.actor_rollout_ref.rollout.mode == "sync":
+        keys = [f"{_ROLLOUT}.server_host", f"{_ROLLOUT}.max_running_requests"]
+        keys += _given_below(f"{_ROLLOUT}.agent", config, is_given)
+        yield from _unread(config, keys, is_given, f"{_ROLLOUT}.mode=sync samples a batch in one call, without servers")
+
+
 def _vllm_on_cpu_is_eager(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
     rollout = config.actor_rollout_ref.rollout
     if rollout.name == "vllm" and config.trainer.device == "cpu" and not rollout.enforce_eager:
@@ -419,6 +426,7 @@ _CHECKS = (
     _nothing_is_traced,
     _nothing_is_reused,
     _always_woken_in_stages,
+    _one_call_has_no_agents,
     _vllm_on_cpu_is_eager,
     _always_chunked,
     _always_from_hidden_states,

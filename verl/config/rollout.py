@@ -82,13 +82,17 @@ class AgentConfig(Config):
     """Agent loops."""
 
     num_workers: int = option(8, above=0)
-    """Processes that run agent loops."""
+    """Processes that run agent loops. Not built yet: they all run in the driver, in one event loop."""
+
+    default_agent_loop: str = "single_turn_agent"
+    """Agent loop of the rows that have no ``agent_name`` column."""
 
     agent_loop_config_path: str | None = None
-    """YAML file with the agent loops."""
+    """Your agent loops: a Python file that registers them, or a YAML list of ``{name, _target_, ...}``, where
+    ``_target_`` is a dotted class, or the name of one in the Python file that ``path`` names."""
 
     custom_async_server: AsyncServerConfig = section(AsyncServerConfig)
-    """A server class of the user's."""
+    """A server class of yours, derived from ``verl.workers.rollout.server.RolloutServer``."""
 
 
 @dataclass
@@ -113,7 +117,12 @@ class RolloutConfig(Config):
     """Engine: ``hf`` (transformers) or ``vllm`` (install it with scripts/install_engines.sh vllm). Must be given."""
 
     mode: Literal["sync", "async"] = "sync"
-    """``sync``: one call samples a whole batch."""
+    """``sync``: one call samples a whole batch. ``async``: every engine is behind a server, which takes requests one by
+    one, from agent loops in the driver and from outside. See docs/async.md."""
+
+    server_host: str = "127.0.0.1"
+    """Address the servers of ``mode=async`` listen on. Others than loopback (``0.0.0.0`` for all; needed with several
+    nodes) let other machines in, which then need the key in ``trainer.default_local_dir``/rollout_servers.json."""
 
     temperature: float = option(1.0, above=0)
     """Logits are divided by this, when sampling and when log-probs are computed."""
@@ -240,6 +249,10 @@ class RolloutConfig(Config):
 
     use_fire_sampling: bool = False
     """Draw the first token at a high temperature. Source: FIRE sampling, Chen et al. 2024 (arXiv:2410.21236)."""
+
+    max_running_requests: int | None = option(None, above=0)
+    """Requests that run on one replica at a time; the others wait in the driver. Null: all run at once. Needs
+    ``mode=async``."""
 
     limit_images: int | None = option(None, above=0)
     """Images per prompt at most."""

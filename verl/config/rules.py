@@ -428,6 +428,20 @@ def local_controller_has_one_node(config: PPOConfig) -> Iterator[Problem]:
         )
 
 
+@rule
+def servers_of_several_nodes_can_be_reached(config: PPOConfig) -> Iterator[Problem]:
+    rollout = config.actor_rollout_ref.rollout
+    is_local = rollout.server_host in ("localhost", "::1") or rollout.server_host.startswith("127.")
+    if rollout.mode == "async" and config.trainer.nnodes > 1 and is_local:
+        yield _problem(
+            config,
+            f"{ROLLOUT}.server_host",
+            f"with trainer.nnodes={config.trainer.nnodes}: the driver could not reach the rollout servers of other "
+            "nodes. Use 0.0.0.0; the servers then ask for a key that the driver makes up.",
+            "trainer.nnodes",
+        )
+
+
 # ------------------------------------------------------------------------------------------------- run and resume
 
 
@@ -463,6 +477,7 @@ def custom_class_has_a_name(config: PPOConfig) -> Iterator[Problem]:
     for path, name in (
         ("data.custom_cls.path", "data.custom_cls.name"),
         ("data.sampler.class_path", "data.sampler.class_name"),
+        (f"{ROLLOUT}.agent.custom_async_server.path", f"{ROLLOUT}.agent.custom_async_server.name"),
     ):
         if get_path(config, path) and not get_path(config, name):
             yield _problem(

@@ -94,9 +94,8 @@ LIMITS: tuple[Limit, ...] = (
     ),
     Limit("data.return_raw_input_ids", "prompts without template", "leave it false; raw_prompt_ids are always there"),
     # rollout
-    Limit(f"{_ROLLOUT}.mode", "asynchronous rollout", "use sync"),
     Limit(f"{_ROLLOUT}.multi_turn.*", "multi-turn rollout", _MULTI_TURN),
-    Limit(f"{_ROLLOUT}.agent.*", "agent loops", _MULTI_TURN),
+    Limit(f"{_ROLLOUT}.agent.num_workers", "agent loops in processes of their own", "leave it alone"),
     Limit(f"{_ROLLOUT}.layered_summon", "handing LoRA weights over by layer", "leave it false"),
     Limit(f"{_ROLLOUT}.use_fire_sampling", "FIRE sampling", "raise rollout.temperature instead"),
     Limit(f"{_ROLLOUT}.limit_images", "images", "use text prompts"),

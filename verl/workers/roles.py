@@ -28,6 +28,7 @@ from verl.workers.rollout.base import Request, RolloutEngine, SamplingParams
 from verl.workers.rollout.out_of_memory import memory_errors
 from verl.workers.rollout.watch import engine_phase
 from verl.workers.rollout.weight_sync import sync_weights
+from verl.workers.serving import ServingRole
 
 TOKENS = ("input_ids", "attention_mask", "position_ids", "prompts", "responses", "response_mask")
 """Columns every forward pass over prompt and response needs."""
@@ -146,7 +147,7 @@ class PolicyRole:
         self.checkpoints.delete(local_paths)
 
 
-class RolloutRole:
+class RolloutRole(ServingRole):
     """Verbs of sampling. Needs ``self.actor``, whose weights it samples with, and ``self.config.rollout``."""
 
     def init_rollout(self) -> None:

@@ -5,6 +5,7 @@ python -m tests.workers.rollout.tensor_parallel_job MODEL_FOLDER
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
 
@@ -16,7 +17,11 @@ from tests.support.ranks import run_ranks
 from tests.workers.rollout.conftest import rollout_config, weights_of
 from tests.workers.rollout.test_contract import FUSED, a_noisy_line, flip_a_bit, mixed_requests, only
 from verl.workers.rollout import get_rollout_class
-from verl.workers.rollout.base import WeightSyncError
+from verl.workers.rollout.base import Request, SamplingParams, WeightSyncError
+from verl.workers.rollout.client import RolloutClient
+from verl.workers.rollout.engine_loop import EngineLoop
+from verl.workers.rollout.relay import make_relay
+from verl.workers.rollout.server import RolloutServer
 from verl.workers.rollout.weight_sync import sync_weights
 
 
@@ -34,10 +39,58 @@ def job(folder: str) -> dict:
         "drawn": drawn,
         "same after sleep": again == drawn,
         "held": sum(parameter.numel() for parameter in rollout.model.parameters()),
+        "served": serve(rollout),
         "caught": spoil_a_shard(rollout, model),
         "lost": lose_a_tensor(rollout, model),
         "shared memory": shared_memory_name(),
     }
+
+
+def serve(rollout) -> dict:
+    """Rank 0 behind a server, rank 1 in step with it: two turns, an abort, a quiet turn, and a clean end."""
+    relay = make_relay(2)
+    if dist.get_rank():
+        follower = EngineLoop(rollout, relay=relay, follows=True)
+        follower.start()
+        for _ in range(3):
+            follower.resume(2)
+            dist.barrier()
+            follower.pause()
+            dist.barrier()
+        follower.stop()
+        follower._thread.join(timeout=20)
+        return {"ended": not follower._thread.is_alive(), "left": rollout.num_running}
+    server = RolloutServer(rollout, relay=relay)
+    server.start()
+    found = []
+    for turn in (draw_all, draw_and_abort, None):
+        server.resume(2)
+        if turn is not None:
+            found.append(asyncio.run(turn(server.address)))
+        dist.barrier()
+        server.pause()
+        dist.barrier()
+    server.stop()
+    return {"drawn": found[0], "aborted": found[1], "left": rollout.num_running}
+
+
+async def draw_all(address: str) -> list:
+    client = RolloutClient([address])
+    drawn = await asyncio.gather(*(client.generate(request) for request in mixed_requests()))
+    await client.close()
+    return [(completion.token_ids, completion.log_probs) for completion in drawn]
+
+
+async def draw_and_abort(address: str) -> list:
+    client = RolloutClient([address])
+    long = Request((5, 6), SamplingParams(180, ignore_eos=True))
+    tasks = [asyncio.ensure_future(client.generate(long)) for _ in range(3)]
+    while (await client.health())[0]["running"] < 3:
+        await asyncio.sleep(0.001)
+    await client.abort()
+    drawn = await asyncio.gather(*tasks)
+    await client.close()
+    return [(completion.finish_reason, len(completion.token_ids)) for completion in drawn]
 
 
 def spoil_a_shard(rollout, model) -> str:

@@ -42,6 +42,14 @@ def test_each_rank_holds_its_share_and_survives_a_nap(ranks, reference):
     assert all(rank["same after sleep"] for rank in ranks)
 
 
+def test_a_server_over_two_ranks_draws_what_one_call_draws_and_ends_cleanly(ranks):
+    leader, follower = (rank["served"] for rank in ranks)
+    for (tokens, log_probs), (expected, expected_log_probs) in zip(leader["drawn"], ranks[0]["drawn"], strict=True):
+        assert tokens == expected and log_probs == pytest.approx(expected_log_probs, abs=1e-4)
+    assert all(reason == "abort" and 0 <= count < 180 for reason, count in leader["aborted"])
+    assert follower == {"ended": True, "left": 0} and leader["left"] == 0
+
+
 def test_a_fault_on_one_rank_fails_the_sync_on_all_of_them(ranks):
     assert all("shards of model.layers.0.mlp.down_proj.weight" in rank["caught"] for rank in ranks)
     assert all("gate_up_proj.weight" in rank["lost"] for rank in ranks)
@@ -54,7 +62,7 @@ def test_shared_memory_has_a_name_of_its_own_in_every_job(ranks):
     assert not list(Path("/dev/shm").glob(f"{name.split('-')[0]}*")), "left behind"
 
 
-def test_a_run_with_two_ranks_a_replica_equals_one_with_two_replicas(tmp_path):
+def test_an_asynchronous_run_with_two_ranks_a_replica_equals_a_synchronous_one_with_two_replicas(tmp_path):
     task, samples = make_task(tmp_path), {}
     task["actor_rollout_ref.model.path"] = make_tiny_model(tmp_path / "heads_of_32", **COMMON["tied"])
     for size in (1, 2):
@@ -68,6 +76,7 @@ def test_a_run_with_two_ranks_a_replica_equals_one_with_two_replicas(tmp_path):
                 actor_rollout_ref__actor__strategy="fsdp2",
                 actor_rollout_ref__rollout__name="vllm",
                 actor_rollout_ref__rollout__tensor_model_parallel_size=size,
+                actor_rollout_ref__rollout__mode="async" if size == 2 else "sync",
             )
         )
         assert done.returncode == 0, done.stderr[-4000:]

@@ -71,7 +71,7 @@ def test_hf_counts_what_it_draws(synced):
     rollout.generate([Request((5, 6, 7), SamplingParams(max_tokens=6, ignore_eos=True), seed=i) for i in range(4)], 1)
     metrics = rollout.watch.take(rollout.totals())
     assert (metrics["requests"], metrics["generated_tokens"], metrics["prompt_tokens"]) == (4, 24, 12)
-    assert metrics["steps"] == 5 and metrics["running_max"] == 4  # the first token is the prefill's
+    assert metrics["steps"] == 6 and metrics["running_max"] == 4  # the first step reads the prompt
     assert rollout.memory_parts()["rollout weights"] > 0
     rollout.sleep()
     assert rollout.memory_parts() == {"rollout weights": 0}

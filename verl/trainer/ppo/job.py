@@ -59,6 +59,7 @@ class PPOJob:
                 trainer.progress.say(stop_notice(step, total, newest, self.command_line))
             raise
         finally:
+            trainer.close_sampler()
             trainer.controller.stop()
             destroy_global_process_group()  # a single rank lives in this process
             gc.unfreeze()

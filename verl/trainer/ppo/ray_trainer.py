@@ -64,8 +64,6 @@ __all__ = [
 ]
 
 PROMPT_COLUMNS = ("input_ids", "attention_mask", "position_ids")
-SAMPLE_FACTS = ("finish_reason", "rollout_version")
-"""What a rollout says of each response besides tensors."""
 SAVED_ROLES = {Role.ActorRollout: "actor", Role.Critic: "critic"}
 """Roles with a checkpoint, and its folder under that of the step."""
 
@@ -140,6 +138,7 @@ class RayPPOTrainer(RecipeNames):
         self.last_checkpoint: Path | None = None
         self.has_shown_memory = False
         self.log_places: dict[str, Any] = {}
+        self.sampler: Any = None
         self.generations = ValidationGenerationsLogger()
 
     def _create_dataloader(self, train_dataset: Any, val_dataset: Any, collate_fn: Any, train_sampler: Any) -> None:
@@ -290,11 +289,11 @@ class RayPPOTrainer(RecipeNames):
         if do_sample is not None:
             request.meta_info["do_sample"] = do_sample
         request.put("seeds", torch.tensor(seeds))
-        generated = self.sampler.generate_sequences(request)
+        generated = (self.sampler or self.actor_wg).generate_sequences(request)
         for name in PROMPT_COLUMNS:
             prompts.pop(batch_keys=[name])
-        facts = generated.non_tensor_batch
-        generated.non_tensor_batch = {name: facts[name] for name in SAMPLE_FACTS if name in facts}
+        known = prompts.non_tensor_batch
+        generated.non_tensor_batch = {k: v for k, v in generated.non_tensor_batch.items() if k not in known}
         return prompts.union(generated)
 
     def engine_metrics(self) -> dict[str, float]:
@@ -336,9 +335,22 @@ class RayPPOTrainer(RecipeNames):
         self.ref_wg = self.ref_policy_wg = groups.get(Role.RefPolicy)
         for group in groups.values():
             group.init_model()
-        self.sampler = self.actor_wg
+        self.sampler = self.start_sampler()
         if self.config.actor_rollout_ref.rollout.skip_rollout:
             self.sampler = KeptRollouts(self.sampler, self.config, self.progress.say)
+
+    def start_sampler(self) -> Any:
+        """What answers `generate_sequences`: the workers or, with ``rollout.mode=async``, agent loops and servers."""
+        if self.config.actor_rollout_ref.rollout.mode == "sync":
+            return self.actor_wg
+        from verl.agent_loop import AgentLoopManager
+
+        return AgentLoopManager(typed_config(self.config), self.actor_wg, self.tokenizer, self.processor)
+
+    def close_sampler(self) -> None:
+        """Stop the rollout's servers, if it has any; also after a failure."""
+        if hasattr(self.sampler, "close"):
+            self.sampler.close()
 
     def start(self) -> None:
         """Open the loggers, resume, and validate once before training."""

@@ -60,6 +60,10 @@ class KeptRollouts:
         save_batch(batch, path, facts)
         return batch
 
+    def __getattr__(self, name: str) -> Any:
+        """Whatever else the sampler can do."""
+        return getattr(vars(self)["sampler"], name)
+
     def facts(self, request: DataProto) -> dict[str, Any]:
         """What decides which batch it is, as JSON values."""
         shared = self.config.actor_rollout_ref

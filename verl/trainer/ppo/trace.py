@@ -9,6 +9,9 @@ from typing import Any
 from verl.protocol import DataProto
 from verl.utils.rollout_trace import Trace, open_trace
 
+_FACTS = {"finish_reason": "finish_reason", "version": "rollout_version", "seconds": "rollout_seconds"}
+"""Names in a record -> columns that samplers add."""
+
 
 def open_rollout_trace(config: Any) -> Trace | None:
     """The trace that ``rollout.trace`` asks for, or None.
@@ -32,10 +35,11 @@ def sample_records(
 ) -> list[dict[str, Any]]:
     """One record a row: step, uid, prompt_ids, response_ids, score, finish_reason, version, seconds.
 
-    ``version`` is that of the weights that drew the row, ``seconds`` what sampling took for the whole batch. The rows
-    of one uid follow one another.
+    ``version`` is that of the weights that drew the row, ``seconds`` what its sampling took; where one call draws the
+    whole batch, what that took. The rows of one uid follow one another.
 
     Args:
+        seconds: of the batch.
         extra: further columns to take along, those of the reward function.
         decode: also give ``prompt`` and ``response`` as text, special tokens included.
     """
@@ -47,13 +51,14 @@ def sample_records(
     }
     if decode is not None:
         columns |= {"prompt": decode(columns["prompt_ids"]), "response": decode(columns["response_ids"])}
-    for name, column in (("finish_reason", "finish_reason"), ("version", "rollout_version")):
+    columns["seconds"] = [seconds] * len(batch)
+    for name, column in _FACTS.items():
         if column in batch.non_tensor_batch:
             columns[name] = batch.non_tensor_batch[column].tolist()
     columns |= {name: [_plain(value) for value in batch.non_tensor_batch[name]] for name in extra}
     rows = [dict(zip(columns, cells, strict=True)) for cells in zip(*columns.values(), strict=True)]
     number = {uid: i for i, uid in enumerate(dict.fromkeys(columns["uid"]))}
-    return [{"step": step, **row, "seconds": seconds} for row in sorted(rows, key=lambda row: number[row["uid"]])]
+    return [{"step": step, **row} for row in sorted(rows, key=lambda row: number[row["uid"]])]
 
 
 def _plain(value: Any) -> Any:

@@ -29,6 +29,10 @@ class WeightSyncError(RuntimeError):
     """A rollout does not hold what was sent to it; the message names the tensors."""
 
 
+class RequestsRunningError(RuntimeError):
+    """Weights or memory were to change under requests that are being drawn."""
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """How the tokens of one response are drawn.
@@ -127,6 +131,9 @@ class RolloutEngine(ABC):
     version: int | None = None
     """Version of the weights held; None while they cannot be trusted."""
 
+    config: Any
+    """``actor_rollout_ref.rollout``."""
+
     tensor_parallel_size: int = 1
     """Neighbouring ranks that share one copy of the engine: they make every call together, with equal arguments."""
 
@@ -144,8 +151,10 @@ class RolloutEngine(ABC):
 
         Raises:
             StaleWeightsError: the weights held are asleep, unconfirmed or of another version.
+            RequestsRunningError: submitted requests have not ended.
         """
         self.check_version(expect_version)
+        self.check_nothing_runs("generate()")
         if not requests:
             return []
         with self.watch.generating(requests):
@@ -165,6 +174,14 @@ class RolloutEngine(ABC):
             raise StaleWeightsError(
                 f"generate() wants weights of version {expect_version}, but the rollout holds {held}. "
                 "Sync weights (verl.workers.rollout.weight_sync.sync_weights) before generating."
+            )
+
+    def check_nothing_runs(self, what: str) -> None:
+        """Raise RequestsRunningError if submitted requests have not ended; ``what`` cannot go on beside them."""
+        if self.num_running:
+            raise RequestsRunningError(
+                f"{what} was called while {self.num_running} submitted requests are running. "
+                "End them first: step() until num_running is 0, or abort() them and keep what they had drawn."
             )
 
     # -- requests that come and go one by one ------------------------------------------------------------------------
@@ -195,6 +212,10 @@ class RolloutEngine(ABC):
         found = [ticket for ticket in tickets if ticket in self._waiting]
         log_probs = {ticket: [] if self._waiting[ticket].sampling.want_log_probs else None for ticket in found}
         return {t: Completion([], log_probs[t], "abort") for t in found if self._waiting.pop(t)}
+
+    def partial(self, ticket: int) -> Completion | None:
+        """What a running request has drawn so far; None from an engine that cannot tell, or for an unknown ticket."""
+        return None
 
     @property
     def num_running(self) -> int:

@@ -19,18 +19,16 @@ class Decode:
     Args:
         requests: one a row.
         limits: the most tokens each row may draw.
-        width: columns of the left-padded prompts.
         stop_token_ids: end every row, besides its request's own, unless its request ignores them.
         device: of the model.
 
-    What the next forward reads: ``tokens`` (n,), ``positions`` (n,) and ``mask`` (n, columns), n being the rows left.
+    What the next forward reads: ``tokens`` (n,) and ``positions`` (n,), n being the rows left.
     """
 
     def __init__(
         self,
         requests: Sequence[Request],
         limits: Sequence[int],
-        width: int,
         stop_token_ids: Iterable[int],
         device: torch.device,
     ):
@@ -40,8 +38,6 @@ class Decode:
         self.stops = _stop_table(requests, set(stop_token_ids), device)
         self.limits = torch.tensor(limits, device=device)
         self.positions = torch.tensor([len(request.prompt_ids) for request in requests], device=device)
-        columns = torch.arange(width + max(limits), device=device)
-        self.mask = columns >= (width - self.positions)[:, None]
         self.rows = torch.arange(len(requests), device=device)  # row of the batch -> request
         self.live = torch.ones(len(requests), dtype=torch.bool, device=device)
         self.num_live = len(requests)
@@ -67,29 +63,30 @@ class Decode:
         self.num_live = int(self.live.sum())
         return self.num_live > 0
 
-    def survivors(self) -> Tensor | None:
-        """Rows to go on with, or None while too few have ended to be worth moving the cache."""
-        ended = len(self.live) - self.num_live
-        return self.live.nonzero()[:, 0] if ended * 8 >= len(self.live) else None
+    def ended(self) -> list[int]:
+        """Requests whose rows have ended and are not dropped."""
+        return self.rows[~self.live].tolist()
+
+    def end(self, index: int) -> None:
+        """End the row of request ``index`` now."""
+        self.live &= self.rows != index
+        self.num_live = int(self.live.sum())
 
     def keep(self, rows: Tensor) -> None:
         """Go on with these rows only."""
-        for name in ("rows", "live", "limits", "stops", "positions", "mask", "tokens"):
+        for name in ("rows", "live", "limits", "stops", "positions", "tokens"):
             setattr(self, name, getattr(self, name)[rows])
         self.sampler.keep(rows)
 
-    def completions(self) -> list[Completion]:
-        """One per request, in their order."""
-        drawn, lengths, stopped = self.drawn.tolist(), self.lengths.tolist(), self.stopped.tolist()
-        log_probs = self.log_probs.tolist() if self.log_probs is not None else None
-        return [
-            Completion(
-                token_ids=drawn[i][: lengths[i]],
-                log_probs=log_probs[i][: lengths[i]] if request.sampling.want_log_probs else None,
-                finish_reason="stop" if stopped[i] else "length",
-            )
-            for i, request in enumerate(self.requests)
-        ]
+    def completion(self, index: int, drawn: int | None = None) -> Completion:
+        """That of request ``index``, which has ended, or of its first ``drawn`` tokens."""
+        length = int(self.lengths[index]) if drawn is None else drawn
+        wants = self.requests[index].sampling.want_log_probs
+        return Completion(
+            token_ids=self.drawn[index, :length].tolist(),
+            log_probs=self.log_probs[index, :length].tolist() if wants else None,
+            finish_reason="abort" if drawn is not None else "stop" if bool(self.stopped[index]) else "length",
+        )
 
 
 def _stop_table(requests: Sequence[Request], stop_token_ids: set[int], device: torch.device) -> Tensor:

@@ -25,6 +25,7 @@ from verl.workers.rollout.host_memory import cache_share, own_storages, return_f
 from verl.workers.rollout.kv_cache import DECODE_ATTENTION, can_join, decode_cache
 from verl.workers.rollout.model_limits import cached_bytes_per_token, check_prompt, longest_sequence, stop_tokens
 from verl.workers.rollout.places import checkpoint_places
+from verl.workers.rollout.waves import Wave
 from verl.workers.rollout.weight_sync import checksum, listed
 
 _FIRST_ROOM = 64  # columns reserved for responses at first
@@ -52,7 +53,9 @@ class HFRollout(RolloutEngine):
         override_config: Mapping[str, Any] | None = None,
     ):
         super().__init__()
+        self.watch.sees_steps = True
         self.config = config
+        self._waves: list[Wave] = []
         self.device = torch.device(device)
         self.dtype = PrecisionType.to_dtype(config.dtype)
         spec = ModelSpec(
@@ -93,6 +96,7 @@ class HFRollout(RolloutEngine):
 
     @torch.no_grad()
     def update_weights(self, version: int, buckets: Iterable[Bucket]) -> Receipt:
+        self.check_nothing_runs("update_weights()")
         self.invalidate()
         if not self._has_memory:
             raise WeightSyncError(f"Weights of version {version} arrived while the rollout was asleep. Wake it first.")
@@ -129,7 +133,8 @@ class HFRollout(RolloutEngine):
         return place
 
     def sleep(self, level: int = 1) -> None:
-        """Free the weights; both levels forget them. A KV cache lives only inside `generate`."""
+        """Free the weights; both levels forget them. A KV cache lives no longer than the requests that fill it."""
+        self.check_nothing_runs("sleep()")
         self.invalidate()
         for storage, _ in self._storages:
             storage.resize_(0)
@@ -181,23 +186,21 @@ class HFRollout(RolloutEngine):
 
     def _decode(self, requests: list[Request]) -> list[Completion]:
         """All tokens of one batch of requests that is sorted by prompt length."""
+        wave, found = self._start(requests, range(len(requests))), {}
+        while wave.num_live:
+            found |= wave.advance(self._forward)
+        return [found[index] for index in range(len(requests))]
+
+    def _start(self, requests: list[Request], tickets: Sequence[int]) -> Wave:
+        """Read the prompts of requests that are sorted by their length."""
         prompts = list(dict.fromkeys(request.prompt_ids for request in requests))
         number = {prompt: index for index, prompt in enumerate(prompts)}
         owner = torch.tensor([number[request.prompt_ids] for request in requests], device=self.device)
         width, limits = len(prompts[-1]), [self._limit(request) for request in requests]
         logits, prefilled = self._prefill(prompts)
         cache = decode_cache(prefilled, owner, width, width + min(max(limits), _FIRST_ROOM))
-        rows = Decode(requests, limits, width, self.stop_token_ids, self.device)
-        logits, step = logits[owner], 0
-        while rows.take(logits, step):
-            self.watch.tick()
-            self.watch.gauge(running=rows.num_live)
-            if (survivors := rows.survivors()) is not None:
-                cache.reorder_cache(survivors)
-                rows.keep(survivors)
-            step += 1
-            logits = self._forward(rows.tokens[:, None], rows.mask[:, : width + step], rows.positions[:, None], cache)
-        return rows.completions()
+        rows = Decode(requests, limits, self.stop_token_ids, self.device)
+        return Wave(cache, rows, tickets, logits[owner], width)
 
     def _prefill(self, prompts: list[tuple[int, ...]]) -> tuple[Tensor, list[Cache]]:
         """Read each prompt once. Returns the logits after it, (prompts, V), and the caches of the forwards."""
@@ -220,11 +223,66 @@ class HFRollout(RolloutEngine):
 
     def _forward(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: Cache) -> Tensor:
         """The logits after the last column, (B, V)."""
+        self.watch.tick()
+        if ids.shape[1] == 1:
+            self.watch.gauge(running=len(ids))
         last = {"logits_to_keep": 1} if self._keeps_logits else {}
         out = self.model(
             input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True, **last
         )
         return out.logits[:, -1]
+
+    # -- requests that come and go one by one --------------------------------------------------------------------------
+
+    def submit(self, request: Request, expect_version: int) -> int:
+        check_prompt(len(request.prompt_ids), self.max_model_len)
+        return super().submit(request, expect_version)
+
+    @torch.inference_mode()
+    def step(self) -> dict[int, Completion]:
+        """One token for everything that runs; what waits is read first, as far as the cache has room."""
+        self._admit()
+        ended: dict[int, Completion] = {}
+        for wave in self._waves:
+            ended |= wave.advance(self._forward)
+        self._waves = [wave for wave in self._waves if wave.num_live]
+        return ended
+
+    @torch.inference_mode()
+    def abort(self, tickets: Sequence[int]) -> dict[int, Completion]:
+        running = {ticket: wave.abort(ticket) for wave in self._waves for ticket in tickets}
+        self._waves = [wave for wave in self._waves if wave.num_live]
+        return super().abort(tickets) | {ticket: found for ticket, found in running.items() if found is not None}
+
+    def partial(self, ticket: int) -> Completion | None:
+        return next((found for wave in self._waves if (found := wave.partial(ticket)) is not None), None)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._waiting) + sum(wave.num_live for wave in self._waves)
+
+    def _admit(self) -> None:
+        """Let requests in, in the order of their coming; they join a wave that runs if its cache can be laid beside."""
+        admitted = self._next_in_line()
+        if not admitted:
+            return
+        order = sorted(admitted, key=lambda t: (len(self._waiting[t].prompt_ids), self._waiting[t].prompt_ids))
+        new = self._start([self._waiting.pop(ticket) for ticket in order], order)
+        if not any(wave.join(new) for wave in self._waves):
+            self._waves.append(new)
+
+    def _next_in_line(self) -> list[int]:
+        room = self._cache_room() // cached_bytes_per_token(self.model.config, self.dtype)
+        rows = sum(wave.num_rows for wave in self._waves)
+        longest = max((wave.longest for wave in self._waves), default=0)
+        admitted: list[int] = []
+        for ticket, request in self._waiting.items():
+            longest = max(longest, len(request.prompt_ids) + self._limit(request))
+            rows += 1
+            if rows > 1 and (rows > self.config.max_num_seqs or rows * longest > room):
+                break
+            admitted.append(ticket)
+        return admitted
 
     # -- limits --------------------------------------------------------------------------------------------------------
 

@@ -7,6 +7,8 @@ attention interfaces, no sampling.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -89,6 +91,18 @@ class GrowingLayer(DynamicLayer):
             first += rows
         self.is_initialized = True
 
+    def lay_beside(self, name: str, parts: list[Tensor]) -> None:
+        """Start from the filled columns of other caches, (rows, H_kv, columns, D) each, right-aligned to ``length``."""
+        rows, (_, heads, _, size) = sum(map(len, parts)), parts[0].shape
+        buffer = parts[0].new_empty(rows, heads, self.capacity, size)
+        first = 0
+        for part in parts:
+            mine = buffer[first : first + len(part)]
+            mine[:, :, self.length - part.shape[2] : self.length] = part
+            mine[:, :, : self.length - part.shape[2]] = 0  # never filled: attention multiplies it by zero
+            first += len(part)
+        setattr(self, name, buffer)
+
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
         end = self.length + key_states.shape[2]
         if end > self.capacity:
@@ -143,5 +157,28 @@ def decode_cache(prefilled: list[Cache], owner: Tensor, length: int, capacity: i
     for parts in zip(*(cache.layers for cache in prefilled), strict=True):
         layer = GrowingLayer(getattr(parts[0], "sliding_window", None), length, capacity)
         layer.fill(list(parts), owner)
+        layers.append(layer)
+    return Cache(layers=layers)
+
+
+def can_be_joined(*caches: Cache) -> bool:
+    """Whether these decode caches can be laid side by side."""
+    return all(type(layer) is GrowingLayer for cache in caches for layer in cache.layers)
+
+
+def joined(caches: Sequence[Cache], skipped: Sequence[int]) -> Cache:
+    """One cache with the rows of all, right-aligned; the first ``skipped[i]`` columns of cache i are left out."""
+    layers = []
+    for parts in zip(*(cache.layers for cache in caches), strict=True):
+        lengths = [part.length - first for part, first in zip(parts, skipped, strict=True)]
+        length = max(lengths)
+        room = max(part.capacity - part.length for part in parts)
+        layer = GrowingLayer(parts[0].window, length, length + room)
+        for name in ("keys", "values"):
+            layer.lay_beside(
+                name,
+                [getattr(part, name)[:, :, first : part.length] for part, first in zip(parts, skipped, strict=True)],
+            )
+        layer.is_initialized = True
         layers.append(layer)
     return Cache(layers=layers)

@@ -31,18 +31,26 @@ def memory_errors(config: Any, phase: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        helps = _what_helps(error, config, phase)
-        if helps is None:
+        told = explained(error, config, phase)
+        if told is None:
             raise
-        cause = str(error).strip().splitlines() or [type(error).__name__]
-        raise RolloutOutOfMemory(
-            f"{_KEY}.name={config.name}: no memory left in phase {phase}: {cause[0][:300]} {helps}"
-        ) from error
+        raise told from error
 
 
-def _what_helps(error: Exception, config: Any, phase: str) -> str | None:
+def explained(error: BaseException, config: Any, phase: str) -> RolloutOutOfMemory | None:
+    """The error to raise in place of an engine's own; None if that is not about memory."""
+    helps = _what_helps(error, config, phase)
+    if helps is None:
+        return None
+    cause = str(error).strip().splitlines() or [type(error).__name__]
+    return RolloutOutOfMemory(f"{_KEY}.name={config.name}: no memory left in phase {phase}: {cause[0][:300]} {helps}")
+
+
+def _what_helps(error: BaseException, config: Any, phase: str) -> str | None:
     """What to change, likeliest first; None if ``error`` is not about memory."""
     text = str(error)
+    if not any(words in text for words in (*_CACHE, *_TAKEN)) and not _is_allocation(error, text):
+        return None
     share = f"{_KEY}.gpu_memory_utilization={config.gpu_memory_utilization}"
     length, seqs = f"{_KEY}.max_model_len", f"{_KEY}.max_num_seqs={config.max_num_seqs}"
     if any(words in text for words in _CACHE):
@@ -55,8 +63,6 @@ def _what_helps(error: Exception, config: Any, phase: str) -> str | None:
             f"Others hold the device's memory already, the actor's weights for example. Lower {share}, or set "
             f"{_ACTOR}.fsdp_config.param_offload and optimizer_offload."
         )
-    if not _is_allocation(error, text):
-        return None
     if phase == "sync":
         return (
             f"Lower {_KEY}.update_weights_bucket_megabytes={config.update_weights_bucket_megabytes} or {share}, or set "
@@ -71,7 +77,7 @@ def _what_helps(error: Exception, config: Any, phase: str) -> str | None:
     return f"Lower {share}, {seqs} or {length}, raise {_KEY}.tensor_model_parallel_size{offload}."
 
 
-def _is_allocation(error: Exception, text: str) -> bool:
+def _is_allocation(error: BaseException, text: str) -> bool:
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
     if isinstance(error, OSError):

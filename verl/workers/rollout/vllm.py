@@ -30,6 +30,7 @@ from verl.workers.rollout.vllm_setup import (
     unlink_message_queue,
 )
 from verl.workers.rollout.vllm_statistics import counters, prometheus_text, watch_steps
+from verl.workers.rollout.vllm_stream import VLLMStream
 from verl.workers.rollout.vllm_sync import WeightLoad, refuse_reshaped_weights
 
 logger = logging.getLogger(__name__)
@@ -88,6 +89,7 @@ class VLLMRollout(RolloutEngine):
         unlink_message_queue()
         self.tensor_parallel_size = arguments["tensor_parallel_size"]
         watch_steps(self.llm, self.watch)
+        self._stream = VLLMStream(self.llm.llm_engine)
         self.model = model_of(self.llm)
         refuse_reshaped_weights(self.model)
         self._memory = CPUMemory(self.llm, self.model) if self.device.type == "cpu" else DeviceMemory(self.llm)
@@ -110,6 +112,7 @@ class VLLMRollout(RolloutEngine):
         A tensor of which this rank holds a shard is judged shard by shard against what arrived; it is reported as what
         arrived if every rank holds its shards, and the replica's shards make up the whole.
         """
+        self.check_nothing_runs("update_weights()")
         self.invalidate()
         if "weights" in self._asleep:
             raise WeightSyncError(f"Weights of version {version} arrived while the rollout was asleep. Wake it first.")
@@ -159,6 +162,7 @@ class VLLMRollout(RolloutEngine):
 
     def sleep(self, level: int = 1) -> None:
         """Free weights and KV cache; on CPU both levels forget the weights."""
+        self.check_nothing_runs("sleep()")
         self.invalidate()
         if not self._asleep:
             self._memory.sleep(level)
@@ -190,14 +194,38 @@ class VLLMRollout(RolloutEngine):
     # -- generation ----------------------------------------------------------------------------------------------------
 
     def _generate(self, requests: list[Request]) -> list[Completion]:
-        for request in requests:
-            check_prompt(len(request.prompt_ids), self.max_model_len)
-        prompts = [{"prompt_token_ids": list(request.prompt_ids)} for request in requests]
-        # vLLM compiles a helper of its sampler even in eager mode: on CPU that takes a C++ compiler and a second
-        plainly = torch.compiler.set_stance("force_eager") if self.device.type == "cpu" else nullcontext()
-        with plainly:
+        prompts = [self._prompt(request) for request in requests]
+        with self._plainly():
             outputs = self.llm.generate(prompts, [self._params(request) for request in requests], use_tqdm=False)
         return [completion(request, output) for request, output in zip(requests, outputs, strict=True)]
+
+    def submit(self, request: Request, expect_version: int) -> int:
+        self.check_version(expect_version)
+        ticket = next(self._tickets)
+        self._stream.add(ticket, request, self._prompt(request), self._params(request))
+        return ticket
+
+    def step(self) -> dict[int, Completion]:
+        with self._plainly():
+            return self._stream.step()
+
+    def abort(self, tickets: Sequence[int]) -> dict[int, Completion]:
+        return self._stream.abort(tickets)
+
+    def partial(self, ticket: int) -> Completion | None:
+        return self._stream.partial(ticket)
+
+    @property
+    def num_running(self) -> int:
+        return self._stream.num_running
+
+    def _plainly(self) -> Any:
+        """vLLM compiles a helper of its sampler even in eager mode: on CPU that takes a C++ compiler and a second."""
+        return torch.compiler.set_stance("force_eager") if self.device.type == "cpu" else nullcontext()
+
+    def _prompt(self, request: Request) -> dict[str, Any]:
+        check_prompt(len(request.prompt_ids), self.max_model_len)
+        return {"prompt_token_ids": list(request.prompt_ids)}
 
     def _params(self, request: Request) -> Any:
         return self._sampling_class(**sampling_arguments(request, self.max_model_len, self.stop_token_ids))

@@ -40,12 +40,22 @@ def completion(request: Request, output: Any) -> Completion:
     (sample,) = output.outputs
     if sample.finish_reason not in ("stop", "length"):
         raise RuntimeError(f"vLLM ended a request with finish_reason={sample.finish_reason!r}; see its log.")
-    tokens, log_probs = list(sample.token_ids), None
-    if request.sampling.want_log_probs:
-        log_probs = [step[token].logprob for token, step in zip(tokens, sample.logprobs, strict=True)]
-        if any(math.isnan(log_prob) for log_prob in log_probs):
-            raise FloatingPointError(
-                "The rollout's log-probs are not finite: its weights are not, or overflow in rollout.dtype. "
-                "Look at actor/grad_norm of the last steps and lower actor.optim.lr, or use rollout.dtype=float32."
-            )
-    return Completion(tokens, log_probs, sample.finish_reason)
+    tokens = list(sample.token_ids)
+    return Completion(tokens, drawn_log_probs(request, tokens, sample.logprobs), sample.finish_reason)
+
+
+def drawn_log_probs(request: Request, tokens: list[int], steps: Any) -> list[float] | None:
+    """The log-probs of ``tokens`` from what vLLM tells of each step; None if the request wants none.
+
+    Raises:
+        FloatingPointError: one of them is NaN.
+    """
+    if not request.sampling.want_log_probs:
+        return None
+    log_probs = [step[token].logprob for token, step in zip(tokens, steps, strict=True)]
+    if any(math.isnan(log_prob) for log_prob in log_probs):
+        raise FloatingPointError(
+            "The rollout's log-probs are not finite: its weights are not, or overflow in rollout.dtype. "
+            "Look at actor/grad_norm of the last steps and lower actor.optim.lr, or use rollout.dtype=float32."
+        )
+    return log_probs

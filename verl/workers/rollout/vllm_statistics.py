@@ -15,6 +15,7 @@ _COUNTERS = {
 
 def watch_steps(llm: Any, watch: EngineWatch) -> None:
     """Have every step of vLLM tell ``watch`` that it finished, and how full the engine is."""
+    watch.sees_steps = True
     engine = llm.llm_engine
     core = getattr(engine.engine_core, "engine_core", None)  # None where the engine lives in a process of its own
     scheduler = getattr(core, "scheduler", None)

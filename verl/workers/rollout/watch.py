@@ -5,9 +5,11 @@ Notes go to the black box of the process, progress to its watchdog. Knows reques
 
 from __future__ import annotations
 
+import heapq
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from verl.utils.black_box import black_box
@@ -18,6 +20,8 @@ if TYPE_CHECKING:
 
 _NAMED = 4
 """Requests that a note names."""
+_NOTE_S = 0.5
+"""Seconds between two notes of an engine whose requests come and go."""
 
 
 @contextmanager
@@ -36,12 +40,16 @@ class EngineWatch:
         engine: its name, as errors say it.
         stall_timeout_s: seconds a generation may go on without a finished step; 0: no limit.
         names: of the requests of the next generation, in their order; uids for example.
+        sees_steps: the engine calls `tick` at each of its steps: a whole generation without one is a stall.
     """
 
     def __init__(self) -> None:
         self.engine = "?"
         self.stall_timeout_s = 0.0
         self.names: Sequence[Any] = ()
+        self.sees_steps = False
+        self._serves_since: float | None = None
+        self._noted_at = 0.0
         self._sums = dict.fromkeys(("requests", "generated_tokens", "prompt_tokens", "steps", "seconds"), 0.0)
         self._gauges: dict[str, list[float]] = {}
         self._before: dict[str, float] = {}
@@ -65,7 +73,8 @@ class EngineWatch:
         }
         box.tick()
         box.note(engine=self.engine, phase="generate", since=start, **facts)
-        dog.arm(self.stall_timeout_s, self._stalled)
+        if self.sees_steps:
+            dog.arm(self.stall_timeout_s, self._stalled)
         try:
             yield
         finally:
@@ -73,6 +82,37 @@ class EngineWatch:
             self._sums["seconds"] += time.monotonic() - start
             self.names = ()
         box.note(engine=None, phase=None, since=None, **dict.fromkeys(facts))
+
+    def serving(self, requests: Mapping[Any, Request]) -> None:
+        """Note what runs before a step of an engine whose requests come and go; the watchdog watches while any do.
+
+        Args:
+            requests: by name.
+        """
+        now, before = time.monotonic(), self._serves_since
+        self._sums["seconds"] += now - before if before is not None else 0.0
+        self._serves_since = now if requests else None
+        black_box().tick()
+        if bool(requests) != (before is not None):
+            if requests:
+                watchdog().arm(self.stall_timeout_s, self._stalled)
+            else:
+                watchdog().disarm()
+        elif now - self._noted_at < _NOTE_S:
+            return
+        self._noted_at = now
+        longest = heapq.nlargest(_NAMED, (len(request.prompt_ids) for request in requests.values()))
+        first = [str(name) for name in islice(requests, _NAMED)]
+        facts = {"requests": len(requests) or None, "longest_prompts": longest or None, "first_requests": first or None}
+        black_box().note(engine=self.engine, phase="serve", since=now, **facts)
+
+    def stop_serving(self, failed: bool = False) -> None:
+        """No step comes any more; of an engine that failed, the note stays for the error to quote."""
+        watchdog().disarm()
+        self._serves_since = None
+        if not failed:
+            names = ("engine", "phase", "since", "requests", "longest_prompts", "first_requests")
+            black_box().note(**dict.fromkeys(names))
 
     def tick(self) -> None:
         """A step of the engine has finished."""

@@ -1,0 +1,96 @@
+"""Outputs of agent loops as columns, and the spread of what they measured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from verl.agent_loop.base import AgentLoopOutput
+from verl.protocol import DataProto
+from verl.workers.rollout.assemble import assemble
+from verl.workers.rollout.base import Completion
+
+
+def assemble_outputs(
+    prompts: DataProto,
+    outputs: Sequence[AgentLoopOutput],
+    prompt_length: int,
+    response_length: int,
+    pad_token_id: int,
+) -> DataProto:
+    """The columns of `verl.workers.rollout.assemble`, from conversations.
+
+    ``response_mask`` is each output's own. Adds ``rm_scores`` (B, R) float32, a row's reward on its last response
+    token, if the loops know rewards; and as object columns ``__num_turns__`` and the outputs' ``extra_fields``.
+
+    Raises:
+        ValueError: only some of the outputs have log-probs, or rewards, or a further field.
+    """
+    has_log_probs = _all_or_none(outputs, "response_logprobs")
+    completions = [
+        Completion(list(o.response_ids), list(o.response_logprobs) if has_log_probs else None, "stop") for o in outputs
+    ]
+    batch = assemble(
+        _with_prompts_of(prompts, outputs),
+        completions,
+        prompt_length=prompt_length,
+        response_length=response_length,
+        pad_token_id=pad_token_id,
+    )
+    responses = batch.ragged("responses")
+    masks = [value for output in outputs for value in output.response_mask]
+    batch.put("response_mask", responses.like(torch.tensor(masks, dtype=torch.int64)))
+    if _all_or_none(outputs, "reward_score"):
+        batch.put("rm_scores", responses.like(_on_last_tokens(outputs)))
+    batch.non_tensor_batch = _object_columns(outputs)
+    return batch
+
+
+def spread(outputs: Sequence[AgentLoopOutput]) -> dict[str, float]:
+    """Seconds by name over the rows: ``agent_loop/{name}/{min,max,mean}``."""
+    names = dict.fromkeys(name for output in outputs for name in output.metrics)
+    found: dict[str, float] = {}
+    for name in names:
+        seconds = [float(output.metrics.get(name, 0.0)) for output in outputs]
+        for kind, number in (("min", min(seconds)), ("max", max(seconds)), ("mean", sum(seconds) / len(seconds))):
+            found[f"agent_loop/{name}/{kind}"] = number
+    return found
+
+
+def _all_or_none(outputs: Sequence[AgentLoopOutput], name: str) -> bool:
+    given = [i for i, output in enumerate(outputs) if getattr(output, name) is not None]
+    if given and len(given) < len(outputs):
+        missing = next(i for i, output in enumerate(outputs) if getattr(output, name) is None)
+        raise ValueError(
+            f"AgentLoopOutput.{name} is given in row {given[0]} and missing in row {missing}: a batch has it for every "
+            "row or for none. Let every agent loop of the data set it, or none."
+        )
+    return bool(given)
+
+
+def _with_prompts_of(prompts: DataProto, outputs: Sequence[AgentLoopOutput]) -> DataProto:
+    """The rows with the prompts that the loops say they read."""
+    if "input_ids" in prompts.keys():
+        rows = [row.tolist() for row in prompts.ragged("input_ids").rows()]
+        if all(row == list(output.prompt_ids) for row, output in zip(rows, outputs, strict=True)):
+            return prompts
+    ids = np.empty(len(outputs), dtype=object)
+    ids[:] = [list(output.prompt_ids) for output in outputs]
+    return DataProto(non_tensor_batch={"raw_prompt_ids": ids})
+
+
+def _on_last_tokens(outputs: Sequence[AgentLoopOutput]) -> torch.Tensor:
+    scores = [[0.0] * (len(o.response_ids) - 1) + [float(o.reward_score)] for o in outputs if o.response_ids]
+    return torch.tensor([score for row in scores for score in row], dtype=torch.float32)
+
+
+def _object_columns(outputs: Sequence[AgentLoopOutput]) -> dict[str, np.ndarray]:
+    columns = {"__num_turns__": np.array([output.num_turns for output in outputs], dtype=np.int32)}
+    for name in outputs[0].extra_fields if outputs else ():
+        if any(name not in output.extra_fields for output in outputs):
+            raise ValueError(f"AgentLoopOutput.extra_fields: {name!r} is missing in some rows; give it in all.")
+        columns[name] = np.empty(len(outputs), dtype=object)
+        columns[name][:] = [output.extra_fields[name] for output in outputs]
+    return columns

@@ -1,0 +1,11 @@
+"""Public names of `verl.agent_loop`."""
+
+from verl.agent_loop import (
+    AgentLoopBase,
+    AgentLoopManager,
+    AgentLoopOutput,
+    AsyncLLMServerManager,
+    register,
+)
+
+__all__ = ["AgentLoopBase", "AgentLoopManager", "AgentLoopOutput", "AsyncLLMServerManager", "register"]

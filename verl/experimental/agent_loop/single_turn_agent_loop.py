@@ -1,0 +1,5 @@
+"""Public name of `verl.agent_loop`."""
+
+from verl.agent_loop import SingleTurnAgentLoop
+
+__all__ = ["SingleTurnAgentLoop"]
