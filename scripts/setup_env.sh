@@ -87,5 +87,10 @@ echo "Installing pinned packages into .venv (once; some minutes)"
 # ${index[@]+...}: bash before 4.4 calls an empty array unset.
 "${pip[@]}" ${index[@]+"${index[@]}"} "${files[@]}"
 "${pip[@]}" --no-deps --no-build-isolation -e .
+# An index may have torchvision for CUDA only; beside a CPU torch it would take the import of transformers with it.
+if ! .venv/bin/python -c 'import torchvision' >/dev/null 2>&1; then
+    .venv/bin/python scripts/torchvision_without_ops.py
+    .venv/bin/python -c 'import torchvision'
+fi
 echo "$stamp_text" >"$stamp"
 if [ $want_test = 1 ]; then echo "$stamp_text" >.venv/.verl-runtime; fi

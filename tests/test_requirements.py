@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 DISTRIBUTION = {"hydra": "hydra-core", "omegaconf": "hydra-core", "yaml": "hydra-core", "jinja2": "transformers"}
 DISTRIBUTION |= {"tokenizers": "transformers", "huggingface_hub": "transformers", "tqdm": "transformers"}
-DISTRIBUTION |= {"cloudpickle": "ray"}
+DISTRIBUTION |= {"cloudpickle": "ray", "PIL": "pillow"}
 # Imported only where the user brought them: by an option that names them, or on a machine that has them.
 OPTIONAL = {"peft", "flash_attn", "vllm", "sglang", "modelscope", "torch_npu", "nvtx"}
 

@@ -10,6 +10,8 @@ CPU = "trainer.device=cpu"
 LOCAL = (f"{ACTOR}.strategy=local", "critic.strategy=local", "trainer.n_gpus_per_node=1")
 REF_DTYPE = "actor_rollout_ref.ref.fsdp_config.model_dtype"
 ON_CPU = (f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.tensor_model_parallel_size=1", "trainer.device=cpu")
+ASYNC = (f"{ROLLOUT}.mode=async", f"{ROLLOUT}.calculate_log_probs=true")
+KEPT = (*ASYNC, f"{ROLLOUT}.over_sample_rate=1", f"{ROLLOUT}.partial_rollout=true")
 GRPO = ("algorithm.adv_estimator=grpo", f"{ROLLOUT}.n=4")
 
 
@@ -25,6 +27,14 @@ def test_nothing_is_said_about_defaults():
         ([f"{ROLLOUT}.engine_kwargs.vllm.swap_space=4"], "engine_kwargs"),
         ([f"{ROLLOUT}.max_model_len=4096"], "max_model_len=4096 has no effect"),
         ([f"{ACTOR}.use_kl_loss=true", REF, f"{REF_DTYPE}=bf16"], "kept in mixed_precision.param_dtype"),
+        (
+            [f"{ROLLOUT}.nnodes=2", f"{ROLLOUT}.n_gpus_per_node=4"],
+            "nnodes=2, actor_rollout_ref.rollout.n_gpus_per_node=4",
+        ),
+        (
+            ["actor_rollout_ref.hybrid_engine=false", f"{ROLLOUT}.free_cache_engine=true"],
+            "shares its devices with nobody",
+        ),
         ([f"{ROLLOUT}.multi_stage_wake_up=true"], "weights are always brought back first"),
         ([*ON_CPU, f"{ROLLOUT}.enforce_eager=false"], "no CUDA graphs on a CPU"),
         ([f"{ACTOR}.entropy_checkpointing=true"], "always computed in chunks"),
@@ -75,10 +85,41 @@ def test_nothing_is_said_about_defaults():
             "gdpo reads algorithm.gdpo_reward_keys, not the reward",
         ),
         (["algorithm.use_kl_in_reward=true", "algorithm.kl_penalty=k3+", REF], "k3+ is k3"),
+        ([*ASYNC, f"{ROLLOUT}.partial_rollout=true", f"{ROLLOUT}.max_staleness=2"], "drawn to its end in one step"),
+        ([*ASYNC, f"{ROLLOUT}.over_sample_rate=1", f"{ROLLOUT}.max_staleness=2"], "keeps no tokens for a later step"),
+        ([*KEPT, f"{ROLLOUT}.max_postponements=2"], "max_postponements=2 is more than"),
+        ([f"{ROLLOUT}.layered_summon=true"], "handed over tensor by tensor"),
+        ([f"{ROLLOUT}.fire_temperature=9"], "use_fire_sampling=false"),
+        ([f"{ROLLOUT}.use_fire_sampling=true", f"{ROLLOUT}.top_k=5", f"{ROLLOUT}.fire_top_k=4"], "first token too"),
+        ([f"{ROLLOUT}.ignore_eos=true", f"{ROLLOUT}.stop_token_ids=[5]"], "goes on after any token"),
+        ([f"{ROLLOUT}.do_sample=false", f"{ROLLOUT}.min_p=0.1"], "min_p=0.1 has no effect"),
     ],
 )
 def test_a_setting_without_effect_is_said(words, sentence):
     assert sentence in notes(*words)
+
+
+@pytest.mark.parametrize(
+    ("word", "key"),
+    [
+        ("top_p=0.9", "top_p=0.9"),
+        ("top_k=20", "top_k=20"),
+        ("min_p=0.1", "min_p=0.1"),
+        ("repetition_penalty=1.1", "repetition_penalty=1.1"),
+        ("use_fire_sampling=true", "use_fire_sampling=true"),
+        ("frequency_penalty=0.2", "sampling_kwargs.frequency_penalty=0.2"),
+        ("do_sample=false", "do_sample=false"),
+    ],
+)
+def test_sampling_from_another_policy_than_is_trained_is_said_once(word, key):
+    text = notes(f"+{ROLLOUT}.{word}")
+    assert f"{ROLLOUT}.{key} makes the policy that samples another one" in text
+    assert text.count("another one than the policy that is trained") == 1
+
+
+@pytest.mark.parametrize("word", ["top_k=0", "temperature=0.7", "stop=x", "n=4", "min_tokens=null"])
+def test_sampling_from_the_policy_that_is_trained_is_not_remarked(word):
+    assert "another one" not in notes(f"+{ROLLOUT}.{word}")
 
 
 def test_one_tensor_parallel_rank_is_what_hf_has():

@@ -14,12 +14,13 @@ from verl.config.tree import flatten
 HERE = Path(__file__).parent
 
 NEW_KEYS = """
+actor_rollout_ref.rollout.async_ratio actor_rollout_ref.rollout.n_gpus_per_node actor_rollout_ref.rollout.nnodes
 actor_rollout_ref.actor.calculate_sum_pi_squared actor_rollout_ref.actor.loss_scale_factor
 actor_rollout_ref.actor.policy_loss.kimi15_tau
 actor_rollout_ref.actor.policy_loss.tis_lower_bound actor_rollout_ref.actor.policy_loss.tis_upper_bound
 actor_rollout_ref.actor.policy_loss.topr_neg_weight actor_rollout_ref.actor.policy_loss.topr_pos_weight
 actor_rollout_ref.actor.policy_loss.topr_ratio
-actor_rollout_ref.actor.tau_neg actor_rollout_ref.actor.tau_pos
+actor_rollout_ref.actor.freeze_vision_tower actor_rollout_ref.actor.tau_neg actor_rollout_ref.actor.tau_pos
 algorithm.gdpo_reward_keys algorithm.gdpo_reward_weights algorithm.step_gamma
 actor_rollout_ref.actor.fsdp_config.mixed_precision actor_rollout_ref.actor.fsdp_config.model_dtype
 actor_rollout_ref.actor.fsdp_config.wrap_policy.transformer_layer_cls_to_wrap
@@ -31,6 +32,16 @@ actor_rollout_ref.ref.fsdp_config.wrap_policy.transformer_layer_cls_to_wrap
 actor_rollout_ref.rollout.limit_images actor_rollout_ref.rollout.use_fire_sampling
 actor_rollout_ref.rollout.mismatch_threshold actor_rollout_ref.rollout.stall_timeout_s
 actor_rollout_ref.rollout.trace.dir trainer.memory_ledger
+actor_rollout_ref.rollout.max_postponements actor_rollout_ref.rollout.max_staleness
+actor_rollout_ref.rollout.over_sample_rate actor_rollout_ref.rollout.partial_rollout
+actor_rollout_ref.rollout.fire_temperature actor_rollout_ref.rollout.fire_top_k
+actor_rollout_ref.rollout.min_p actor_rollout_ref.rollout.repetition_penalty actor_rollout_ref.rollout.stop
+actor_rollout_ref.rollout.stop_token_ids actor_rollout_ref.rollout.sampling_kwargs
+actor_rollout_ref.rollout.val_kwargs.min_p actor_rollout_ref.rollout.val_kwargs.repetition_penalty
+actor_rollout_ref.rollout.val_kwargs.stop actor_rollout_ref.rollout.val_kwargs.stop_token_ids
+actor_rollout_ref.rollout.val_kwargs.sampling_kwargs
+actor_rollout_ref.rollout.agent.default_agent_loop actor_rollout_ref.rollout.max_running_requests
+actor_rollout_ref.rollout.server_host
 critic.model.fsdp_config.mixed_precision critic.model.fsdp_config.model_dtype
 critic.model.fsdp_config.wrap_policy.transformer_layer_cls_to_wrap
 critic.optim.betas critic.optim.eps critic.optim.num_cycles

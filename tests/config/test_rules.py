@@ -15,6 +15,7 @@ from verl.config.support import LIMITS, NAMES
 from .helpers import loaded_with, problems, typed
 
 ACTOR, ROLLOUT, DYNAMIC = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "use_dynamic_bsz=true"
+APART = "actor_rollout_ref.hybrid_engine=false"
 REF = "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=2"
 
 BAD = {
@@ -42,6 +43,16 @@ BAD = {
     "token budget below one row": (
         [f"{ACTOR}.{DYNAMIC}", f"{ACTOR}.ppo_max_token_len_per_gpu=1000"], "=1000 cannot hold one row"),
     "group of one": (["algorithm.adv_estimator=grpo"], f"{ROLLOUT}.n=1 with algorithm.adv_estimator=grpo"),
+    "a rollout apart without machines": ([APART, f"{ROLLOUT}.nnodes=0"], "nnodes=0 with actor_rollout_ref.hybrid"),
+    "a copy of the engine that does not fit a rollout apart": (
+        [APART, f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.tensor_model_parallel_size=2", f"{ROLLOUT}.n_gpus_per_node=3"],
+        "does not divide the 3 workers (actor_rollout_ref.rollout.nnodes"),
+    "a rollout apart on two machines without Ray": (
+        [APART, f"{ROLLOUT}.nnodes=2", "trainer.controller=local"], "rollout.nnodes=2 with trainer.controller=local"),
+    "drawing ahead on shared devices": ([f"{ROLLOUT}.async_ratio=1"], "nothing can be drawn ahead"),
+    "drawing further ahead": ([APART, f"{ROLLOUT}.async_ratio=2"], "async_ratio=2 must be at most 1"),
+    "drawing ahead beside a greedy baseline": (
+        [APART, f"{ROLLOUT}.async_ratio=1", "algorithm.adv_estimator=remax"], "with algorithm.adv_estimator=remax"),
     "rloo of one": (["algorithm.adv_estimator=rloo"], "judged by its siblings"),
     "equal siblings": ([f"{ROLLOUT}.n=8", f"{ROLLOUT}.do_sample=false"], "would be the same"),
     "temperature zero": ([f"{ROLLOUT}.n=8", f"{ROLLOUT}.temperature=0"], "temperature=0 must be greater than 0"),
@@ -84,6 +95,23 @@ BAD = {
     "contents that are not saved": (
         [f"{ACTOR}.checkpoint.save_contents=[model]", f"{ACTOR}.checkpoint.load_contents=[model,extra]",
          "trainer.save_freq=1"], "asks for extra"),
+    "kept batches that depend on time": (
+        [f"{ROLLOUT}.skip_rollout=true", f"{ROLLOUT}.mode=async", f"{ROLLOUT}.over_sample_rate=0.5"],
+        "so none can be found again"),
+    "one call for a whole batch": ([f"{ROLLOUT}.over_sample_rate=0.5"], "no request can be ended early"),
+    "partial responses without log-probs": (
+        [f"{ROLLOUT}.partial_rollout=true"], "corrected by the log-probs it was drawn with"),
+    "a pipeline the workers cannot hold": (
+        [f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.tensor_model_parallel_size=2",
+         f"{ROLLOUT}.engine_kwargs.vllm.pipeline_parallel_size=2"],
+        "tensor_model_parallel_size=2 times engine_kwargs.vllm.pipeline_parallel_size=2 does not divide the 2 workers"),
+    "a word hf cannot ban": ([f"+{ROLLOUT}.bad_words=[no]"], "name=hf knows frequency_penalty, presence_penalty"),
+    "a sampling parameter under a second name": (
+        [f"{ROLLOUT}.sampling_kwargs.top_p=0.9"], f"set {ROLLOUT}.top_p, the key it has of its own"),
+    "a length for validation": ([f"+{ROLLOUT}.val_kwargs.max_tokens=9"], "set data.max_response_length"),
+    "log-probs of many tokens": ([f"+{ROLLOUT}.logprobs=5"], "sampling_kwargs.logprobs=5 cannot be handed"),
+    "an empty stop text": ([f"{ROLLOUT}.stop=['']"], "would end every response"),
+    "more than all of min_p": ([f"{ROLLOUT}.min_p=1.5"], "must be at most 1"),
     "class without name": (["data.custom_cls.path=x.py"], "name the class"),
 }  # fmt: skip
 
@@ -130,9 +158,8 @@ UNBUILT = [
     "actor_rollout_ref.model.use_liger=true", "actor_rollout_ref.model.enable_activation_offload=true",
     f"{ACTOR}.ulysses_sequence_parallel_size=2", f"{ACTOR}.fsdp_config.offload_policy=true",
     f"{ACTOR}.fsdp_config.forward_prefetch=true", f"{ROLLOUT}.name=sglang",
-    f"{ROLLOUT}.mode=async", f"{ROLLOUT}.multi_turn.enable=true", f"{ROLLOUT}.multi_turn.format=llama",
-    f"{ROLLOUT}.agent.num_workers=2",
-    f"{ROLLOUT}.layered_summon=true", f"{ROLLOUT}.use_fire_sampling=true", f"{ROLLOUT}.load_format=megatron",
+    f"{ROLLOUT}.multi_turn.enable=true", f"{ROLLOUT}.multi_turn.format=llama",
+    f"{ROLLOUT}.agent.num_workers=2", f"{ROLLOUT}.load_format=tensorizer",
     "reward_model.enable=true", "reward_model.model.path=/rm", "reward_model.sandbox_fusion.url=http://x",
     "reward_model.launch_reward_fn_async=true", "reward_model.reward_manager=prime", "reward_model.strategy=fsdp2",
     "algorithm.use_pf_ppo=true", "algorithm.pf_ppo.weight_pow=3", "algorithm.adv_estimator=gigpo",
@@ -141,7 +168,7 @@ UNBUILT = [
     "trainer.npu_profile.options.level=level2", "actor_rollout_ref.profiler.ranks=[0]",
     "actor_rollout_ref.model.fused_kernel_options.impl_backend=triton", "data.datagen.path=x.py",
     f"{ACTOR}.strategy=megatron", "critic.strategy=deepspeed", f"{ACTOR}.checkpoint.async_save=true",
-    "trainer.default_hdfs_dir=hdfs://x", "actor_rollout_ref.hybrid_engine=false", "trainer.esi_redundant_time=60",
+    "trainer.default_hdfs_dir=hdfs://x", "trainer.esi_redundant_time=60",
     "trainer.device=npu", "trainer.logger=[console,mlflow]", "actor_rollout_ref.model.use_shm=true",
     "actor_rollout_ref.model.custom_chat_template=x", "data.return_raw_input_ids=true",
 ]  # fmt: skip

@@ -9,6 +9,8 @@ import pytest
 from verl.utils.dataset.rl_dataset import RLHFDataset
 from verl.utils.reward_score import default_compute_score
 from verl.utils.tiny_model import make_tokenizer
+from verl.utils.tiny_vl_model import make_tiny_vl_model
+from verl.utils.tokenizer import hf_processor, hf_tokenizer
 
 FOLDER = Path(__file__).parents[2] / "examples" / "data_preprocess"
 
@@ -80,6 +82,20 @@ def test_generated_rows_load_as_a_dataset(tmp_path, monkeypatch):
     load("arithmetic", monkeypatch).main(["--local_save_dir", str(tmp_path), "--train_size", "8"])
     dataset = RLHFDataset(str(tmp_path / "train.parquet"), make_tokenizer(), {"max_prompt_length": 96})
     assert len(dataset) == 8 and dataset[3]["index"] == 3 and dataset[0]["attention_mask"].sum() > 40
+
+
+def test_generated_images_load_as_a_dataset_and_reward_who_sees(tmp_path, monkeypatch):
+    load("brightness", monkeypatch).main(["--local_save_dir", str(tmp_path), "--train_size", "6", "--test_size", "2"])
+    model = make_tiny_vl_model(tmp_path / "model")
+    config = {"max_prompt_length": 96}
+    dataset = RLHFDataset(str(tmp_path / "train.parquet"), hf_tokenizer(model), config, hf_processor(model))
+    for number in range(6):
+        row = dataset[number]
+        [image] = row["multi_modal_data"]["image"]
+        kind = "bright" if sum(image.convert("L").tobytes()) / 56**2 > 128 else "dark"
+        assert row["reward_model"]["ground_truth"] == kind == ("bright", "dark")[number % 2]
+        score = {text: default_compute_score(row["data_source"], text, kind) for text in ("1234", "abcd", "12ab", "")}
+        assert score["12ab"] == 0.5 and score[""] == 0.0 and sorted([score["1234"], score["abcd"]]) == [0.0, 1.0]
 
 
 def write_gsm8k(folder, answer="2 * 5 = <<2*5=10>>10\n#### 1,010"):

@@ -12,9 +12,10 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from verl.workers.rollout.client import RolloutClient, RolloutServerError
 from verl.workers.rollout.messages import is_loopback
 
 SERVERS_FILE = "rollout_servers.json"
+Draw = Callable[[RolloutClient, int, Callable[[int, int, Any], Coroutine]], Coroutine]
 _LOOK_S = 1.0  # seconds between two looks at the workers while requests are under way
 
 
@@ -85,22 +87,52 @@ class AgentLoopManager:
             RolloutServerError: a server does not answer.
             RuntimeError: an agent loop raised; names the row.
         """
-        facts = prompts.meta_info
-        sampling = self.worker_group.sampling_of(bool(facts.get("validate")), facts.get("do_sample", True))
-        rows, seeds = rows_of(prompts), self._seeds(prompts)
-        self._batches += 1
-        timings = self.worker_group.serve()
-        start = time.perf_counter()
-        outputs = self._run(self._all_rows(rows, seeds, sampling))
-        timing = {"generate_sequences": time.perf_counter() - start}
-        self.worker_group.stop_serving()
-        timing["reshard"] = max(timing["reshard"] for timing in timings)
-        timing |= spread(outputs)
+        rows, seeds, sampling = rows_of(prompts), self._seeds(prompts), self._sampling(prompts)
+        outputs, timing = self._serve(lambda: self._all_rows(rows, seeds, sampling))
+        return self.to_batch(prompts, outputs, timing)
+
+    def serve_rows(self, prompts: DataProto, draw: Draw) -> tuple[Any, dict[str, float]]:
+        """Serve while ``draw`` decides which rows are drawn, how often, and to what end; returns its result, seconds.
+
+        Args:
+            draw: (client, version of the weights, run) -> coroutine; ``run(row, seed, client)`` runs the agent loop of
+                a row with a client of the caller's.
+
+        Raises:
+            as `generate_sequences`.
+        """
+        rows, sampling = rows_of(prompts), self._sampling(prompts)
+
+        async def work() -> Any:
+            states = await self.client.health()
+            run = partial(self._sample, rows=rows, sampling=sampling)
+            return await draw(self.client, states[0]["version"], run)
+
+        return self._serve(work)
+
+    def to_batch(
+        self, prompts: DataProto, outputs: Sequence[AgentLoopOutput], timing: Mapping[str, float]
+    ) -> DataProto:
+        """The columns of outputs, one a row of ``prompts``; ``timing`` and the outputs' own go to the meta facts."""
         batch = assemble_outputs(
             prompts, outputs, self.rollout.prompt_length, self.rollout.response_length, self.tokenizer.pad_token_id
         )
-        batch.meta_info["timing"] = timing
+        batch.meta_info["timing"] = {**timing, **spread(outputs)}
         return batch
+
+    def _serve(self, work: Callable[[], Coroutine]) -> tuple[Any, dict[str, float]]:
+        """The result of ``work()``, run in the other thread while the servers serve, and the seconds it took."""
+        self._batches += 1
+        timings = self.worker_group.serve()
+        start = time.perf_counter()
+        result = self._run(work())
+        seconds = time.perf_counter() - start
+        self.worker_group.stop_serving()
+        return result, {"generate_sequences": seconds, "reshard": max(timing["reshard"] for timing in timings)}
+
+    def _sampling(self, prompts: DataProto) -> SamplingParams:
+        facts = prompts.meta_info
+        return self.worker_group.sampling_of(bool(facts.get("validate")), facts.get("do_sample", True))
 
     def _seeds(self, prompts: DataProto) -> list[int]:
         if "seeds" in prompts.keys():
@@ -124,9 +156,16 @@ class AgentLoopManager:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _row(self, number: int, row: dict[str, Any], seed: int, sampling: SamplingParams) -> AgentLoopOutput:
+    async def _sample(
+        self, row: int, seed: int, client: Any, *, rows: Sequence[dict[str, Any]], sampling: SamplingParams
+    ) -> AgentLoopOutput:
+        return await self._row(row, rows[row], seed, sampling, client)
+
+    async def _row(
+        self, number: int, row: dict[str, Any], seed: int, sampling: SamplingParams, client: Any = None
+    ) -> AgentLoopOutput:
         name = row.get("agent_name") or self.rollout.agent.default_agent_loop
-        servers = AsyncLLMServerManager(self.client, seed, name=f"{self._batches}.{number}")
+        servers = AsyncLLMServerManager(client or self.client, seed, name=f"{self._batches}.{number}")
         try:
             loop = agent_loop(name)(
                 trainer_config=self.config,

@@ -71,13 +71,20 @@ def _all_or_none(outputs: Sequence[AgentLoopOutput], name: str) -> bool:
 
 
 def _with_prompts_of(prompts: DataProto, outputs: Sequence[AgentLoopOutput]) -> DataProto:
-    """The rows with the prompts that the loops say they read."""
+    """The rows with the prompts that the loops say they read.
+
+    A prompt that a loop left as it was given keeps the ids that the model reads: an image has one token in
+    ``raw_prompt_ids``, and in ``input_ids`` as many as it has features.
+    """
+    said = [list(output.prompt_ids) for output in outputs]
     if "input_ids" in prompts.keys():
-        rows = [row.tolist() for row in prompts.ragged("input_ids").rows()]
-        if all(row == list(output.prompt_ids) for row, output in zip(rows, outputs, strict=True)):
+        read = [row.tolist() for row in prompts.ragged("input_ids").rows()]
+        given = prompts.non_tensor_batch.get("raw_prompt_ids", read)
+        said = [ids if mine == list(raw) else mine for mine, raw, ids in zip(said, given, read, strict=True)]
+        if said == read:
             return prompts
     ids = np.empty(len(outputs), dtype=object)
-    ids[:] = [list(output.prompt_ids) for output in outputs]
+    ids[:] = said
     return DataProto(non_tensor_batch={"raw_prompt_ids": ids})
 
 

@@ -130,6 +130,9 @@ class ActorConfig(Config):
     use_kl_loss: bool = False
     """Add kl_loss_coef x KL(policy || reference) to the loss, as GRPO does. Starts a reference model."""
 
+    freeze_vision_tower: bool = False
+    """Leave the vision tower of a vision-language model as it is, and train the rest."""
+
     use_torch_compile: bool = True
     """Compile the head's maths with torch.compile. On CUDA only."""
 

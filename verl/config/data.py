@@ -91,10 +91,11 @@ class DataConfig(Config):
     start (``right``), or keep both ends (``middle``)."""
 
     image_key: str = "images"
-    """Column of images."""
+    """Column of images, each {bytes} or {path}; a message shows them where it says ``<image>``, in order. Needs a
+    vision-language model."""
 
     video_key: str = "videos"
-    """Column of videos."""
+    """Column of videos; rows that have some are refused."""
 
     trust_remote_code: bool = False
     """Let the tokenizer run Python code that comes with the model folder."""
@@ -103,7 +104,8 @@ class DataConfig(Config):
     """Data set class of the user's, built as ``cls(data_files=, tokenizer=, processor=, config=)``."""
 
     return_multi_modal_inputs: bool = True
-    """Return the processor's image tensors with each row of a multi-modal data set."""
+    """Make the model's image tensors where prompts are read. False: the workers make them, of the images: less to send,
+    and made anew for every forward and update."""
 
     sampler: SamplerConfig = section(SamplerConfig)
     """Sampler of the user's, a curriculum for example."""

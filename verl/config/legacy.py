@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from verl.config.base import Problem
 from verl.config.build import show
+from verl.config.sampling_names import DECIDED, HANDED_ON
 from verl.config.tree import at_key, flatten, overlay, pop_key, put_key
 
 PREFIX = "backend_config"
@@ -20,6 +21,8 @@ class Moved(NamedTuple):
     old: str
     new: tuple[str, ...]
     convert: Callable[[Any], Any] = lambda value: value
+    is_alias: bool = False
+    """Not old: a second way to write the key, of which nothing is said."""
 
 
 class Gone(NamedTuple):
@@ -66,6 +69,15 @@ MOVED: tuple[Moved, ...] = (
         for role in ("actor", "ref", "rollout")
         for name in ("discrete", "all_ranks", "ranks")
     ),
+    Moved("rollout.nnodes", (f"{_A}.rollout.nnodes",)),
+    Moved("rollout.n_gpus_per_node", (f"{_A}.rollout.n_gpus_per_node",)),
+    Moved("async_generation_ratio", (f"{_A}.rollout.async_ratio",)),
+    *(
+        Moved(f"{place}.{name}", (f"{place}.sampling_kwargs.{name}",), is_alias=True)
+        for place in (f"{_A}.rollout", f"{_A}.rollout.val_kwargs")
+        for name in (*HANDED_ON, *DECIDED)
+        if f"{place}.{name}" != f"{_A}.rollout.seed"
+    ),
     Moved("af_output_dir", ("trainer.default_local_dir",)),
     Moved(
         "engine_kwargs.vllm.disable_mm_preprocessor_cache",
@@ -102,6 +114,10 @@ GONE: tuple[Gone, ...] = (
 _BY_NAME: dict[str, Moved | Gone] = {entry.old: entry for entry in (*MOVED, *GONE)}
 
 
+ALIASES = tuple(entry.old for entry in MOVED if entry.is_alias)
+"""Second ways to write a key."""
+
+
 def is_legacy(key: str) -> bool:
     """Is this the name of an option of an older release?"""
     return key in _BY_NAME
@@ -135,10 +151,11 @@ def translate(tree: dict, given: set[str], problems: list[Problem]) -> list[str]
             else:
                 problems.append(Problem(old, f"{old}={show(value)} no longer exists: {entry.why}."))
             continue
-        notices.append(f"{old} is now called {' and '.join(entry.new)}")
+        if not entry.is_alias:
+            notices.append(f"{old} is now called {' and '.join(entry.new)}")
         converted = entry.convert(value)
         for new in entry.new:
-            if converted is None:
+            if converted is None and not entry.is_alias:
                 continue
             if new in given and at_key(tree, new) != converted:
                 problems.append(

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from verl.config.base import get_path, leaves
 from verl.config.build import show
 from verl.config.ppo import PPOConfig
+from verl.config.sampling_names import RESHAPE
 from verl.config.support import built_names
 
 IsGiven = Callable[[str], bool]
@@ -142,10 +143,6 @@ def _nothing_is_compiled_on_cpu(config: PPOConfig, is_given: IsGiven) -> Iterato
 
 def _one_worker_implementation(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
     yield from _unread(config, ["trainer.use_legacy_worker_impl"], is_given, "there is one implementation")
-
-
-def _text_only(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
-    yield from _unread(config, ["data.return_multi_modal_inputs"], is_given, "prompts are text")
 
 
 def _fsdp_runs_on_fsdp2(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
@@ -327,11 +324,58 @@ def _greedy_cuts_nothing(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
     for key in (_ROLLOUT, f"{_ROLLOUT}.val_kwargs"):
         sampling = get_path(config, key)
         if not sampling.do_sample:
-            names = ["top_k", "top_p"] + ["temperature"] * (key != _ROLLOUT)  # log-probs are divided by rollout's
+            names = ["top_k", "top_p", "min_p"]
+            names += ["temperature"] * (key != _ROLLOUT)  # log-probs are divided by rollout's
             yield from _unread(config, [f"{key}.{name}" for name in names], is_given, f"{key}.do_sample=false")
         elif sampling.temperature == 0:
-            names = ("top_k", "top_p", "do_sample")
+            names = ("top_k", "top_p", "min_p", "do_sample")
             yield from _unread(config, [f"{key}.{name}" for name in names], is_given, f"{key}.temperature=0 is greedy")
+
+
+def _fire_needs_chance(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+    rollout = config.actor_rollout_ref.rollout
+    fire = [f"{_ROLLOUT}.fire_temperature", f"{_ROLLOUT}.fire_top_k"]
+    if not rollout.use_fire_sampling:
+        yield from _unread(config, fire, is_given, f"{_ROLLOUT}.use_fire_sampling=false")
+    elif not rollout.do_sample:
+        yield from _unread(config, [f"{_ROLLOUT}.use_fire_sampling", *fire], is_given, f"{_ROLLOUT}.do_sample=false")
+    elif rollout.top_k > 0:
+        why = f"{_ROLLOUT}.top_k={rollout.top_k} holds for the first token too"
+        yield from _unread(config, fire[1:], is_given, why)
+
+
+def _nothing_ends_a_response(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+    if config.actor_rollout_ref.rollout.ignore_eos:
+        keys = [f"{_ROLLOUT}.stop_token_ids", f"{_ROLLOUT}.val_kwargs.stop_token_ids"]
+        yield from _unread(config, keys, is_given, f"{_ROLLOUT}.ignore_eos=true goes on after any token")
+
+
+def _sampled_from_another_policy(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+    """Old log-probs are those of softmax(logits / temperature); tokens may be drawn from something else."""
+    rollout = config.actor_rollout_ref.rollout
+    shapes = {
+        "do_sample": not rollout.do_sample,
+        "top_p": rollout.do_sample and rollout.top_p < 1,
+        "top_k": rollout.do_sample and rollout.top_k > 0,
+        "min_p": rollout.do_sample and rollout.min_p > 0,
+        "repetition_penalty": rollout.repetition_penalty != 1,
+        "use_fire_sampling": rollout.do_sample and rollout.use_fire_sampling,
+        **{f"sampling_kwargs.{name}": name in RESHAPE for name, v in rollout.sampling_kwargs.items() if v is not None},
+    }
+    keys = [f"{_ROLLOUT}.{name}" for name, holds in shapes.items() if holds]
+    given = [f"{key}={show(get_path(config, key))}" for key in keys]
+    if given:
+        yield (
+            f"{', '.join(given)} {'makes' if len(given) == 1 else 'make'} the policy that samples another one than the "
+            f"policy that is trained: log-probs are computed under softmax(logits / {_ROLLOUT}.temperature), so ratios "
+            f"do not see the difference. {_ROLLOUT}.calculate_log_probs=true measures it"
+        )
+
+
+def _weights_go_tensor_by_tensor(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+    yield from _unread(
+        config, [f"{_ROLLOUT}.layered_summon"], is_given, "weights are always handed over tensor by tensor"
+    )
 
 
 def _nothing_is_validated(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
@@ -366,7 +410,18 @@ def _nothing_is_filtered(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
         yield from _unread(config, keys, is_given, "data.filter_overlong_prompts=false")
 
 
+def _rollout_shares_devices(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+    if config.actor_rollout_ref.hybrid_engine:
+        keys = [key for key in (f"{_ROLLOUT}.nnodes", f"{_ROLLOUT}.n_gpus_per_node") if get_path(config, key)]
+        yield from _unread(config, keys, is_given, "with actor_rollout_ref.hybrid_engine=true the actor's are used")
+    else:
+        why = "with actor_rollout_ref.hybrid_engine=false the rollout shares its devices with nobody and stays awake"
+        yield from _unread(config, [f"{_ROLLOUT}.free_cache_engine"], is_given, why)
+
+
 def _one_local_worker_cannot_be_interrupted(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+    if not config.actor_rollout_ref.hybrid_engine:
+        return
     if config.trainer.controller == "local" and config.trainer.world_size == 1:
         yield from _unread(config, ["trainer.worker_timeout"], is_given, "the one worker runs in the driver's process")
 
@@ -393,7 +448,7 @@ def _a_reward_has_no_gradient(config: PPOConfig, is_given: IsGiven) -> Iterator[
 def _ray_is_not_started(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
     if config.trainer.controller == "local":
         keys = [key for key in _given_below("ray_init", config, is_given) if key != "ray_init.env"]
-        if config.trainer.world_size == 1:
+        if config.trainer.world_size == 1 and config.actor_rollout_ref.hybrid_engine:
             keys.append("trainer.ray_wait_register_center_timeout")  # forked workers are waited for, too
         yield from _unread(config, keys, is_given, "trainer.controller=local starts no Ray")
 
@@ -403,6 +458,23 @@ def _response_window_is_the_rollouts(config: PPOConfig, is_given: IsGiven) -> It
     if length != config.data.max_response_length:
         yield from _unread(
             config, ["data.max_response_length"], is_given, f"{_ROLLOUT}.response_length={length} decides"
+        )
+
+
+def _nothing_is_put_off(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+    rollout = config.actor_rollout_ref.rollout
+    names = [name for name in ("partial_rollout", "max_staleness", "max_postponements") if rollout[name]]
+    if rollout.over_sample_rate == 0:
+        why = f"with {_ROLLOUT}.over_sample_rate=0 every response is drawn to its end in one step"
+        yield from _unread(config, [f"{_ROLLOUT}.{name}" for name in names], is_given, why)
+    elif not rollout.partial_rollout:
+        why = f"{_ROLLOUT}.partial_rollout=false keeps no tokens for a later step"
+        yield from _unread(config, [f"{_ROLLOUT}.max_staleness"], is_given, why)
+    elif rollout.max_postponements is not None and rollout.max_postponements > rollout.max_staleness:
+        yield (
+            f"{_ROLLOUT}.max_postponements={rollout.max_postponements} is more than "
+            f"{_ROLLOUT}.max_staleness={rollout.max_staleness}: what a response drew before its last "
+            f"{rollout.max_staleness} weight updates is thrown away and drawn anew"
         )
 
 
@@ -432,7 +504,6 @@ _CHECKS = (
     _always_from_hidden_states,
     _nothing_is_compiled_on_cpu,
     _one_worker_implementation,
-    _text_only,
     _fsdp_runs_on_fsdp2,
     _local_does_not_shard,
     _buffers_keep_their_format,
@@ -450,10 +521,15 @@ _CHECKS = (
     _no_checkpoint_is_written,
     _estimator_does_not_read_it,
     _greedy_cuts_nothing,
+    _fire_needs_chance,
+    _nothing_ends_a_response,
+    _sampled_from_another_policy,
+    _weights_go_tensor_by_tensor,
     _nothing_is_validated,
     _steps_go_before_epochs,
     _users_sampler_decides_the_order,
     _nothing_is_filtered,
+    _rollout_shares_devices,
     _one_local_worker_cannot_be_interrupted,
     _loss_does_not_read_it,
     _one_step_never_meets_a_bound,
@@ -463,4 +539,5 @@ _CHECKS = (
     _a_reward_has_no_gradient,
     _ray_is_not_started,
     _response_window_is_the_rollouts,
+    _nothing_is_put_off,
 )

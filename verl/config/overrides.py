@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 from verl.config.base import Config, Problem
 from verl.config.build import types_of
-from verl.config.legacy import is_legacy, strip_prefix
+from verl.config.legacy import ALIASES, is_legacy, strip_prefix
 
 _OVERRIDE = re.compile(r"(?P<mark>\+\+|\+|~)?(?P<key>[^=@\s]+)(?P<package>@[^=\s]*)?(?P<assign>=.*)?", re.DOTALL)
 
@@ -152,7 +152,8 @@ def nearest_key(root: type[Config], key: str, place: Place) -> str | None:
             scored.append((alike(wrong, name) + 0.1, f"{candidate}.{below}"))
         scored.append((alike(wrong, name), candidate))
     last = key.rpartition(".")[2]
-    for candidate in all_keys(root):
+    aliases = (alias for alias in ALIASES if locate(root, alias.rpartition(".")[0]).kind == "section")
+    for candidate in (*all_keys(root), *aliases):
         if f".{candidate}".endswith(f".{key}"):
             scored.append((1.2, candidate))  # the section was left out
         elif candidate.rpartition(".")[2] == last:

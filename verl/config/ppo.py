@@ -28,7 +28,8 @@ class ActorRolloutRefConfig(Config):
     """Sampling of responses."""
 
     hybrid_engine: bool = True
-    """Training and sampling share the same devices and take turns."""
+    """Training and sampling share the same devices and take turns. False: sampling has devices and processes of its
+    own (``rollout.nnodes``, ``rollout.n_gpus_per_node``) beside those of ``trainer``, and weights are sent to them."""
 
     nccl_timeout: int = option(600, above=0)
     """Seconds a collective between workers may take before they give up (gloo's timeout too)."""
@@ -84,6 +85,19 @@ class PPOConfig(Config):
     def data_seed(self) -> int:
         """Seed of the shuffling of prompts."""
         return self.trainer.seed if self.data.seed is None else self.data.seed
+
+    @property
+    def rollout_processes(self) -> list[int]:
+        """Processes that sample, by node: those of training, or with ``hybrid_engine=false`` those beside them."""
+        rollout, trainer = self.actor_rollout_ref.rollout, self.trainer
+        if self.actor_rollout_ref.hybrid_engine:
+            return [trainer.n_gpus_per_node] * trainer.nnodes
+        return [rollout.n_gpus_per_node or trainer.n_gpus_per_node] * rollout.nnodes
+
+    @property
+    def rollout_beside(self) -> int:
+        """Processes that only sample, beside those of ``trainer``."""
+        return 0 if self.actor_rollout_ref.hybrid_engine else sum(self.rollout_processes)
 
     def dp_size(self, role: Any) -> int:
         """Data-parallel ranks of a role's section (``actor``, ``ref`` or ``critic``)."""

@@ -27,6 +27,22 @@ class SamplingConfig(Config):
     do_sample: bool = False
     """Draw at random. False: always the likeliest token."""
 
+    min_p: float = option(0.0, at_least=0, at_most=1)
+    """Leave out tokens less likely than this share of the likeliest one's probability. Source: Nguyen et al. 2024
+    (arXiv:2407.01082)."""
+
+    repetition_penalty: float | None = option(None, above=0)
+    """As ``rollout.repetition_penalty``, which null follows."""
+
+    stop: list[str] | str | None = None
+    """As ``rollout.stop``, which null follows."""
+
+    stop_token_ids: list[int] | None = None
+    """As ``rollout.stop_token_ids``, which null follows."""
+
+    sampling_kwargs: dict[str, Any] = option({})
+    """Free-form: entries laid over those of ``rollout.sampling_kwargs``; null takes one away."""
+
 
 @dataclass
 class MultiTurnConfig(Config):
@@ -124,6 +140,18 @@ class RolloutConfig(Config):
     """Address the servers of ``mode=async`` listen on. Others than loopback (``0.0.0.0`` for all; needed with several
     nodes) let other machines in, which then need the key in ``trainer.default_local_dir``/rollout_servers.json."""
 
+    nnodes: int = option(1, at_least=0)
+    """Machines of the rollout. Read only with ``hybrid_engine=false``."""
+
+    n_gpus_per_node: int | None = option(None, above=0)
+    """Worker processes of the rollout on each of its machines, one per GPU, beside those of ``trainer``. Null: as many
+    as ``trainer.n_gpus_per_node``. Read only with ``hybrid_engine=false``."""
+
+    async_ratio: int = option(0, at_least=0, at_most=1)
+    """Batches that are drawn ahead of training. 0: each batch is drawn with the newest weights. 1: the next batch is
+    drawn while one is trained on, with weights one training step old (one-step-off-policy). Source: Noukhovitch et
+    al. 2024 (arXiv:2410.18252)."""
+
     temperature: float = option(1.0, above=0)
     """Logits are divided by this, when sampling and when log-probs are computed."""
 
@@ -132,6 +160,25 @@ class RolloutConfig(Config):
 
     top_p: float = option(1, above=0, at_most=1)
     """Draw from the likeliest tokens that together reach this probability."""
+
+    min_p: float = option(0.0, at_least=0, at_most=1)
+    """Leave out tokens less likely than this share of the likeliest one's probability. 0: none. Comes before top_k and
+    top_p. Source: Nguyen et al. 2024 (arXiv:2407.01082)."""
+
+    repetition_penalty: float = option(1.0, above=0)
+    """Logits of tokens that stand in the prompt or response already are divided by it if positive, else multiplied.
+    1: none. Source: Keskar et al. 2019, CTRL (arXiv:1909.05858)."""
+
+    stop: list[str] | str = option([])
+    """Texts that end a response as soon as it holds one of them; the tokens that complete the text stay in it. Special
+    tokens count as text."""
+
+    stop_token_ids: list[int] = option([])
+    """Tokens that end a response, besides the model's and the tokenizer's end of sequence."""
+
+    sampling_kwargs: dict[str, Any] = option({})
+    """Free-form: further sampling parameters by the engine's own names (``frequency_penalty``, ``logit_bias``,
+    ``bad_words``, ...), which may also stand directly under ``rollout``. An engine refuses a name it does not have."""
 
     prompt_length: int = option(512, above=0)
     """Tokens of the prompt window; follows ``data.max_prompt_length``."""
@@ -241,21 +288,46 @@ class RolloutConfig(Config):
     """Read long prompts in pieces. No effect with ``hf``."""
 
     load_format: str = "dummy_dtensor"
-    """How the engine gets its first weights: ``dummy*`` reads none, since the actor's are handed over before sampling.
-    No effect with ``hf``."""
+    """How the engine gets its first weights: ``dummy`` (``dummy_dtensor``, ``dummy_hf``, ``dummy_megatron``) reads
+    none, since the actor's are handed over before sampling; ``auto`` (``hf``, ``dtensor``, ``megatron``) and
+    ``safetensors`` read the model's folder."""
 
     layered_summon: bool = False
-    """Hand LoRA weights over layer by layer."""
+    """Hand weights over layer by layer, to save memory: always done, tensor by tensor."""
 
     use_fire_sampling: bool = False
-    """Draw the first token at a high temperature. Source: FIRE sampling, Chen et al. 2024 (arXiv:2410.21236)."""
+    """Draw the first token of training responses at a high temperature, so that they start differently. Source: FIRE
+    sampling, Chen et al. 2024 (arXiv:2410.21236)."""
+
+    fire_temperature: float = option(30.0, above=0)
+    """Temperature of the first token with ``use_fire_sampling``."""
+
+    fire_top_k: int = option(16, at_least=-1)
+    """``top_k`` of the first token with ``use_fire_sampling``, where ``top_k`` is off: at a high temperature every
+    token of the vocabulary is about as likely. -1 or 0: draw from all."""
 
     max_running_requests: int | None = option(None, above=0)
-    """Requests that run on one replica at a time; the others wait in the driver. Null: all run at once. Needs
-    ``mode=async``."""
+    """Requests that run on one replica at a time; the others wait in the driver, and those with the most expected
+    tokens leave first. Null: all run at once. Needs ``mode=async``."""
+
+    over_sample_rate: float = option(0.0, at_least=0)
+    """Start this share of prompts too many, and train on those whose groups are complete first. The others are put
+    off: they come first in the next step. Needs ``mode=async``. See docs/long_tails.md."""
+
+    max_postponements: int | None = option(None, above=0)
+    """Once a prompt was put off in this many steps, the next step waits for all prompts that were put off. Null:
+    ``max_staleness`` with ``partial_rollout``, else 4. Source: tail batching, Gao et al. 2025 (arXiv:2509.21009)."""
+
+    partial_rollout: bool = False
+    """Keep what the responses of postponed prompts have drawn, and go on from there under the newer weights. Source:
+    Kimi Team 2025 (arXiv:2501.12599)."""
+
+    max_staleness: int = option(1, above=0)
+    """Weight updates a kept token may be old when its response is trained on; older ones are drawn anew."""
 
     limit_images: int | None = option(None, above=0)
-    """Images per prompt at most."""
+    """Images per prompt at most; a prompt with more is refused. Null: as many as the engine takes (vLLM bounds them by
+    ``engine_kwargs.vllm.limit_mm_per_prompt``)."""
 
     @property
     def log_prob_split(self) -> MicroBatching:

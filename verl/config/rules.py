@@ -10,6 +10,7 @@ from typing import Any
 from verl.config.base import Config, Problem, get_path
 from verl.config.build import show
 from verl.config.ppo import PPOConfig
+from verl.config.sampling_names import BY_HF, DECIDED, OWN
 
 Rule = Callable[[PPOConfig], Iterator[Problem]]
 RULES: list[Rule] = []
@@ -224,6 +225,34 @@ def siblings_differ(config: PPOConfig) -> Iterator[Problem]:
 
 
 @rule
+def further_sampling_is_the_engines(config: PPOConfig) -> Iterator[Problem]:
+    engine = config.actor_rollout_ref.rollout.name
+    for place in (ROLLOUT, f"{ROLLOUT}.val_kwargs"):
+        for name, value in get_path(config, place).sampling_kwargs.items():
+            key = f"{place}.sampling_kwargs.{name}"
+            if name in OWN:
+                way_out = f"set {ROLLOUT if name == 'ignore_eos' else place}.{name}, the key it has of its own"
+            elif name in DECIDED or name.startswith("_"):
+                way_out = DECIDED.get(name, "leave it out")
+            elif engine == "hf" and name not in BY_HF:
+                way_out = f"{ROLLOUT}.name=hf knows {', '.join(BY_HF)}; use another engine for others"
+            else:
+                continue
+            text = f"{key}={show(value)} cannot be handed to the engine: {way_out}."
+            yield Problem(key, text, (f"{place}.sampling_kwargs", f"{ROLLOUT}.name"))
+
+
+@rule
+def stop_texts_have_characters(config: PPOConfig) -> Iterator[Problem]:
+    for place in (ROLLOUT, f"{ROLLOUT}.val_kwargs"):
+        stop = get_path(config, place).stop
+        if "" in ([stop] if isinstance(stop, str) else stop or []):
+            yield _problem(
+                config, f"{place}.stop", "holds an empty text, which would end every response. Leave it out."
+            )
+
+
+@rule
 def windows_agree(config: PPOConfig) -> Iterator[Problem]:
     rollout, data = config.actor_rollout_ref.rollout, config.data
     if rollout.prompt_length != data.max_prompt_length:
@@ -253,15 +282,80 @@ def model_length_holds_prompt_and_response(config: PPOConfig) -> Iterator[Proble
 
 @rule
 def rollout_copies_fit_the_workers(config: PPOConfig) -> Iterator[Problem]:
-    rollout, trainer = config.actor_rollout_ref.rollout, config.trainer
-    if rollout.name != "hf" and trainer.world_size % rollout.tensor_model_parallel_size:
+    rollout, workers = config.actor_rollout_ref.rollout, sum(config.rollout_processes)
+    place = "trainer" if config.actor_rollout_ref.hybrid_engine else ROLLOUT
+    stages = (rollout.engine_kwargs.get("vllm") or {}).get("pipeline_parallel_size") or 1
+    stages = stages if rollout.name == "vllm" else 1
+    if rollout.name != "hf" and workers % (rollout.tensor_model_parallel_size * stages):
+        times = f"times engine_kwargs.vllm.pipeline_parallel_size={stages} " if stages != 1 else ""
         yield _problem(
             config,
             f"{ROLLOUT}.tensor_model_parallel_size",
-            f"does not divide the {trainer.world_size} "
-            f"workers (trainer.nnodes x trainer.n_gpus_per_node). Choose a divisor of "
-            f"{trainer.world_size}.",
-            "trainer.n_gpus_per_node",
+            f"{times}does not divide the {workers} workers ({place}.nnodes x {place}.n_gpus_per_node). "
+            f"Choose a divisor of {workers}.",
+            f"{place}.n_gpus_per_node",
+            f"{ROLLOUT}.engine_kwargs",
+        )
+
+
+@rule
+def rollout_apart_has_devices(config: PPOConfig) -> Iterator[Problem]:
+    if not config.actor_rollout_ref.hybrid_engine and not config.actor_rollout_ref.rollout.nnodes:
+        yield _problem(
+            config,
+            f"{ROLLOUT}.nnodes",
+            "with actor_rollout_ref.hybrid_engine=false: nothing would sample. Give the rollout at least one machine, "
+            "or leave hybrid_engine true.",
+            "actor_rollout_ref.hybrid_engine",
+        )
+
+
+@rule
+def drawing_ahead_has_devices_of_its_own(config: PPOConfig) -> Iterator[Problem]:
+    shared, key = config.actor_rollout_ref, f"{ROLLOUT}.async_ratio"
+    if shared.rollout.async_ratio and shared.hybrid_engine:
+        yield _problem(
+            config,
+            key,
+            "with actor_rollout_ref.hybrid_engine=true: sampling and training take turns on the same devices, so "
+            f"nothing can be drawn ahead. Set hybrid_engine=false and give the rollout devices ({ROLLOUT}.nnodes, "
+            f"{ROLLOUT}.n_gpus_per_node), or set async_ratio=0.",
+            "actor_rollout_ref.hybrid_engine",
+        )
+    if shared.rollout.async_ratio and config.algorithm.adv_estimator == "remax":
+        yield _problem(
+            config,
+            key,
+            "with algorithm.adv_estimator=remax: its greedy baseline would come from newer weights than the responses. "
+            "Set async_ratio=0, or take another estimator without critic, rloo for example.",
+            "algorithm.adv_estimator",
+        )
+
+
+@rule
+def requests_one_by_one_need_servers(config: PPOConfig) -> Iterator[Problem]:
+    rollout = config.actor_rollout_ref.rollout
+    for name in ("over_sample_rate", "partial_rollout"):
+        if rollout[name] and rollout.mode != "async":
+            yield _problem(
+                config,
+                f"{ROLLOUT}.{name}",
+                f"with {ROLLOUT}.mode={rollout.mode}: there, one call samples a whole batch, and no request can be "
+                f"ended early. Set {ROLLOUT}.mode=async.",
+                f"{ROLLOUT}.mode",
+            )
+
+
+@rule
+def tokens_of_several_versions_keep_their_log_probs(config: PPOConfig) -> Iterator[Problem]:
+    rollout = config.actor_rollout_ref.rollout
+    if rollout.partial_rollout and not rollout.calculate_log_probs:
+        yield _problem(
+            config,
+            f"{ROLLOUT}.partial_rollout",
+            f"with {ROLLOUT}.calculate_log_probs=false: a response drawn by several versions of the weights can only "
+            f"be corrected by the log-probs it was drawn with. Set calculate_log_probs=true.",
+            f"{ROLLOUT}.calculate_log_probs",
         )
 
 
@@ -298,6 +392,20 @@ def clip_range_keeps_the_ratio_positive(config: PPOConfig) -> Iterator[Problem]:
     name = "clip_ratio_low" if actor.clip_ratio_low is not None else "clip_ratio"
     if actor.policy_loss.loss_mode in _CLIPS_RATIOS and actor[name] >= 1:
         yield _problem(config, f"{ACTOR}.{name}", "allows ratios down to 0 or less: it must be less than 1.")
+
+
+@rule
+def kept_batches_come_from_one_call(config: PPOConfig) -> Iterator[Problem]:
+    rollout = config.actor_rollout_ref.rollout
+    for name in ("over_sample_rate", "partial_rollout", "async_ratio"):
+        if rollout.skip_rollout and rollout[name]:
+            yield _problem(
+                config,
+                f"{ROLLOUT}.skip_rollout",
+                f"with {ROLLOUT}.{name}={rollout[name]}: what such a batch holds depends on how fast responses came, "
+                f"so none can be found again. Set one of them only.",
+                f"{ROLLOUT}.{name}",
+            )
 
 
 @rule
@@ -419,26 +527,32 @@ def local_strategy_has_one_worker(config: PPOConfig) -> Iterator[Problem]:
 
 @rule
 def local_controller_has_one_node(config: PPOConfig) -> Iterator[Problem]:
-    if config.trainer.controller == "local" and config.trainer.nnodes > 1:
-        yield _problem(
-            config,
-            "trainer.nnodes",
-            "with trainer.controller=local: forked processes stay on one machine. Use trainer.controller=ray.",
-            "trainer.controller",
-        )
+    if config.trainer.controller != "local":
+        return
+    keys = ["trainer.nnodes"] + ([] if config.actor_rollout_ref.hybrid_engine else [f"{ROLLOUT}.nnodes"])
+    for key in keys:
+        if get_path(config, key) > 1:
+            yield _problem(
+                config,
+                key,
+                "with trainer.controller=local: forked processes stay on one machine. Use trainer.controller=ray.",
+                "trainer.controller",
+            )
 
 
 @rule
 def servers_of_several_nodes_can_be_reached(config: PPOConfig) -> Iterator[Problem]:
     rollout = config.actor_rollout_ref.rollout
     is_local = rollout.server_host in ("localhost", "::1") or rollout.server_host.startswith("127.")
-    if rollout.mode == "async" and config.trainer.nnodes > 1 and is_local:
+    place = "trainer" if config.actor_rollout_ref.hybrid_engine else ROLLOUT
+    nodes = len(config.rollout_processes)
+    if rollout.mode == "async" and nodes > 1 and is_local:
         yield _problem(
             config,
             f"{ROLLOUT}.server_host",
-            f"with trainer.nnodes={config.trainer.nnodes}: the driver could not reach the rollout servers of other "
+            f"with {place}.nnodes={nodes}: the driver could not reach the rollout servers of other "
             "nodes. Use 0.0.0.0; the servers then ask for a key that the driver makes up.",
-            "trainer.nnodes",
+            f"{place}.nnodes",
         )
 
 

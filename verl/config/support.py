@@ -67,7 +67,6 @@ LIMITS: tuple[Limit, ...] = (
         for place in _FSDP_SECTIONS
     ),
     *(Limit(f"{place}.forward_prefetch", "FSDP1's prefetching", _FSDP1) for place in _FSDP_SECTIONS),
-    Limit("actor_rollout_ref.hybrid_engine", "a rollout on devices of its own", "leave it true"),
     Limit("trainer.device", "this device", "use cuda or cpu", ("cuda", "cpu")),
     # model
     Limit(f"{_MODEL}.use_remove_padding", "packed attention", _REMOVE_PADDING),
@@ -96,14 +95,11 @@ LIMITS: tuple[Limit, ...] = (
     # rollout
     Limit(f"{_ROLLOUT}.multi_turn.*", "multi-turn rollout", _MULTI_TURN),
     Limit(f"{_ROLLOUT}.agent.num_workers", "agent loops in processes of their own", "leave it alone"),
-    Limit(f"{_ROLLOUT}.layered_summon", "handing LoRA weights over by layer", "leave it false"),
-    Limit(f"{_ROLLOUT}.use_fire_sampling", "FIRE sampling", "raise rollout.temperature instead"),
-    Limit(f"{_ROLLOUT}.limit_images", "images", "use text prompts"),
     Limit(
         f"{_ROLLOUT}.load_format",
         "this way of loading the engine's first weights",
         "leave it alone: the actor's weights are handed over before sampling",
-        ("auto", "dummy", "dummy_hf", "dummy_megatron", "hf", "dtensor", "safetensors"),
+        ("auto", "dummy", "dummy_hf", "dummy_megatron", "hf", "dtensor", "megatron", "safetensors"),
     ),
     # loss and advantages
     Limit(f"{_ACTOR}.kl_loss_type", "the full KL", "use low_var_kl", _KL_KINDS),

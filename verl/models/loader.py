@@ -1,4 +1,4 @@
-"""From a model folder to a module: a language model, or the same body with a value head.
+"""From a model folder to a module: a language model (one that sees images, too), or the same body with a value head.
 
 Knows transformers; knows no sharding, no optimizer and no batch.
 """
@@ -16,6 +16,8 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from verl.models.multimodal import is_vision_language, vision_tower
+from verl.models.weight_names import remember_conversions
 from verl.utils.model import update_model_config, without_progress_bars
 from verl.utils.torch_dtypes import PrecisionType
 
@@ -46,6 +48,8 @@ class ModelSpec:
     """False: random weights in the shape the config gives."""
     use_torch_compile: bool = False
     """Fuse the maths on logits with torch.compile; on CUDA only."""
+    freeze_vision_tower: bool = False
+    """Train the rest of a vision-language model only."""
 
     @property
     def folder(self) -> str:
@@ -127,7 +131,7 @@ def _auto_class(spec: ModelSpec, config: Any) -> Any:
     from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
     if spec.head == "lm":
-        return AutoModelForCausalLM
+        return language_model_class(config) or AutoModelForCausalLM
     known = AutoModelForTokenClassification
     if type(config) not in known._model_mapping and "AutoModelForTokenClassification" not in _remote_classes(config):
         raise ValueError(
@@ -136,6 +140,18 @@ def _auto_class(spec: ModelSpec, config: Any) -> Any:
             "without a critic (grpo, rloo)"
         )
     return known
+
+
+def language_model_class(config: Any) -> Any:
+    """The auto class of vision-language models for a config that the one of language models does not take, else None.
+
+    The latter would give such a family's text part alone, or nothing.
+    """
+    from transformers import AutoModelForImageTextToText
+
+    if not is_vision_language(config) or type(config) not in AutoModelForImageTextToText._model_mapping:
+        return None
+    return AutoModelForImageTextToText
 
 
 def _remote_classes(config: Any) -> Mapping[str, str]:
@@ -172,8 +188,11 @@ def _check_complete(spec: ModelSpec, report: Mapping[str, Any]) -> None:
 
 def _prepare(spec: ModelSpec, model: nn.Module) -> nn.Module:
     """Switch on what training needs; switch off what makes two passes over the same tokens differ."""
+    remember_conversions(model)
     if not any("drop" in name for name in spec.override_config):
         without_dropout(model)
+    if spec.freeze_vision_tower:
+        vision_tower(model).requires_grad_(False)
     if spec.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model

@@ -7,7 +7,7 @@ modules and tensors, not batches or losses.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from types import MethodType
@@ -29,12 +29,17 @@ class HeadMaths(NamedTuple):
     """What turns the output of the last linear layer into log-probabilities.
 
     A raw output x becomes the logit ``scale * x``, or ``softcap * tanh(scale * x / softcap)`` where there is a cap
-    (Gemma 2, arXiv:2408.00118), and is divided by ``temperature``.
+    (Gemma 2, arXiv:2408.00118), and is divided by ``temperature``. Tokens in ``never`` get no probability.
     """
 
     temperature: float = 1.0
     scale: float = 1.0
     softcap: float = 0.0
+    never: tuple[int, ...] = ()
+
+
+_NO_LOGIT = -1e30
+"""Its exp is 0; finite, so that it times a probability of 0 is 0."""
 
 
 # -- maths of one block of logits ---------------------------------------------------------------------------------
@@ -46,9 +51,17 @@ def _scaled(raw: Tensor, maths: HeadMaths) -> tuple[Tensor, Tensor | float]:
     x = raw.to(torch.float32, copy=True)
     if maths.softcap:
         x = torch.tanh(x.mul_(maths.scale / maths.softcap))
-        return x * (maths.softcap / maths.temperature), (1 - x * x).mul_(maths.scale / maths.temperature)
+        logits = x * (maths.softcap / maths.temperature)
+        return _without(logits, maths.never), (1 - x * x).mul_(maths.scale / maths.temperature)
     gain = maths.scale / maths.temperature
-    return (x if gain == 1.0 else x.mul_(gain)), gain
+    return _without(x if gain == 1.0 else x.mul_(gain), maths.never), gain
+
+
+def _without(logits: Tensor, never: tuple[int, ...]) -> Tensor:
+    """Take all probability from some tokens, in place."""
+    for token in never:
+        logits[:, token] = _NO_LOGIT
+    return logits
 
 
 def _score_block(raw: Tensor, targets: Tensor, maths: HeadMaths, want_entropy: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -234,10 +247,14 @@ def chunked_log_probs(
 
 
 def plain_log_probs(
-    logits: Tensor, targets: Tensor, temperature: float = 1.0, want_entropy: bool = False
+    logits: Tensor,
+    targets: Tensor,
+    temperature: float = 1.0,
+    want_entropy: bool = False,
+    never: tuple[int, ...] = (),
 ) -> tuple[Tensor, Tensor | None]:
     """The same from finished logits (T, V): for models whose head is more than a linear layer."""
-    log_p = torch.log_softmax(logits.float() / temperature, dim=-1)
+    log_p = torch.log_softmax(_without(logits.float() / temperature, never), dim=-1)
     entropy = -(log_p.exp() * log_p).sum(-1) if want_entropy else None
     return log_p.gather(1, targets[:, None]).squeeze(1), entropy
 
@@ -267,6 +284,8 @@ class Head:
     scale: float = 1.0
     softcap: float = 0.0
     compiled: bool = False
+    never: tuple[int, ...] = ()
+    """Tokens the policy never draws, such as the placeholders of images: they get no probability."""
 
 
 class TokenScores(NamedTuple):
@@ -294,26 +313,28 @@ def token_outputs(
     temperature: float,
     want_entropy: bool,
     want_squares: bool = False,
+    vision_inputs: Mapping[str, Tensor] | None = None,
 ) -> TokenScores:
     """Run the model and read its outputs at some positions.
 
     Args:
         input_ids: (b, l), right padded. No attention mask: a causal model's real tokens cannot see padding on their
             right, and nobody reads what stands at the padding.
-        position_ids: (b, l), or None for counting from 0.
+        position_ids: (b, l) or (3, b, l), or None for counting from 0.
         cells: (t,) positions in the flattened (b * l,) that predict a token.
         targets: (t,) the tokens predicted.
         want_squares: also sum the squared probabilities of all tokens.
+        vision_inputs: what the model takes beside tokens: ``pixel_values``, ``image_grid_thw``.
     """
-    inputs = {"input_ids": input_ids, "use_cache": False}
+    inputs = {"input_ids": input_ids, "use_cache": False, **(vision_inputs or {})}
     if position_ids is not None:
         inputs["position_ids"] = position_ids
     if head.kind == "logits":
         logits = model(**inputs).logits.flatten(0, 1).index_select(0, cells)
-        scores = TokenScores(*plain_log_probs(logits, targets, temperature, want_entropy))
+        scores = TokenScores(*plain_log_probs(logits, targets, temperature, want_entropy, head.never))
         if not want_squares:
             return scores
-        p = torch.softmax(logits.detach().float() / temperature, dim=-1)
+        p = torch.softmax(_without(logits.detach().float() / temperature, head.never), dim=-1)
         return scores._replace(sum_pi_squared=p.square().sum(-1))
     hidden = model.base_model(**inputs)[0].flatten(0, 1).index_select(0, cells)
     if head.kind == "value":
@@ -322,7 +343,7 @@ def token_outputs(
         # the head in fp32: a bf16 value has three digits, too few for a TD error
         values = nn.functional.linear(hidden.float(), layer.weight.float(), bias)
         return TokenScores(values=values.sum(-1))  # over the one label: FSDP warns of outputs that are views
-    maths = HeadMaths(temperature, head.scale, head.softcap)
+    maths = HeadMaths(temperature, head.scale, head.softcap, head.never)
     weight = model.get_output_embeddings().weight
     scores = TokenScores(*chunked_log_probs(hidden, weight, targets, maths, want_entropy, head.compiled))
     return scores._replace(sum_pi_squared=chunked_sum_pi_squared(hidden, weight, maths)) if want_squares else scores

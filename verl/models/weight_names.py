@@ -54,9 +54,23 @@ def checkpoint_tensors(model: Any, named: Iterable[tuple[str, Tensor]]) -> Itera
         yield from revert_weight_conversion(model, held).items()
 
 
-def _has_conversions(model: Any) -> bool:
+def remember_conversions(model: Any) -> None:
+    """Note on ``model`` how its names become those of its checkpoint, before a wrapper changes its class.
+
+    transformers finds them by the class of the model, which sharding replaces by a class of its own.
+    """
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import PrefixChange
     except ImportError:  # transformers 4 loads checkpoints under their own names
-        return False
-    return bool(get_model_conversion_mapping(model, add_legacy=False))
+        model._weight_conversions = []
+        return
+    found = get_model_conversion_mapping(model, add_legacy=False)
+    # a change of prefix is for checkpoints that lack one: going back, it would add what was not there
+    model._weight_conversions = [conversion for conversion in found if not isinstance(conversion, PrefixChange)]
+
+
+def _has_conversions(model: Any) -> bool:
+    if getattr(model, "_weight_conversions", None) is None:
+        remember_conversions(model)
+    return bool(model._weight_conversions)

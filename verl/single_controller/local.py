@@ -51,7 +51,8 @@ class LocalWorkerGroup(WorkerGroup):
         if unknown := sorted(set(options) - known):
             raise TypeError(f"LocalWorkerGroup does not know the options {unknown}.")
         size = resource_pool.world_size
-        hosts = InProcessHosts() if size == 1 else ForkedHosts(size)
+        alone = size == 1 and not resource_pool.beside
+        hosts = InProcessHosts() if alone else ForkedHosts(size, resource_pool.first_device, resource_pool.beside)
         hosts.setup(roles, self.name_prefix or "", timeout)
         return hosts
 
@@ -116,9 +117,11 @@ class Call:
 class ForkedHosts(Hosts):
     """n ranks in n forked processes. Outputs are read when somebody waits; whoever waits reads for all."""
 
-    def __init__(self, world_size: int):
+    def __init__(self, world_size: int, first_device: int = 0, beside: int = 0):
+        """``beside``: processes of other groups that compute at the same time, for a fair share of the cores."""
         super().__init__()
         self.world_size = world_size
+        self._first_device, self._beside = first_device, beside
         self._arena = Arena()
         self._channels: list[Channel] = []
         self._children: list[Child] = []
@@ -148,7 +151,8 @@ class ForkedHosts(Hosts):
         port = free_port()
         calls = []
         for rank in range(self.world_size):
-            place = rank_environment(rank, self.world_size, prefix, port) | self._post_mortem.place(rank)
+            place = rank_environment(rank, self.world_size, prefix, port, self._first_device)
+            place |= self._post_mortem.place(rank)
             self._fork(rank, place, roles)
             calls.append(self._note_call(rank, "+".join(roles), "__init__"))
         self.wait(calls, timeout)
@@ -158,13 +162,14 @@ class ForkedHosts(Hosts):
     def _fork(self, rank: int, place: dict[str, str], roles: Mapping[str, ClassWithInitArgs]) -> None:
         ours, theirs = socket.socketpair()
         tail = StderrTail()
+        processes = self.world_size + self._beside
 
         def live() -> None:
             tail.adopt()
             for hosts in list(_LIVE):
                 hosts.forget()
             ours.close()
-            _Rank(Channel(theirs), place, roles, first_call=self._next_call).serve()
+            _Rank(Channel(theirs), place, roles, first_call=self._next_call, processes=processes).serve()
 
         child = Child(live)
         theirs.close()
@@ -268,16 +273,22 @@ class _Rank:
     """The child's side: answers the driver until it goes away."""
 
     def __init__(
-        self, channel: Channel, place: dict[str, str], roles: Mapping[str, ClassWithInitArgs], first_call: int
+        self,
+        channel: Channel,
+        place: dict[str, str],
+        roles: Mapping[str, ClassWithInitArgs],
+        first_call: int,
+        processes: int,
     ):
         self._channel, self._place, self._roles, self._first_call = channel, place, roles, first_call
+        self._processes = processes
         self._host = WorkerHost()
 
     def serve(self) -> None:
         faulthandler.enable(file=2)
         faulthandler.register(signal.SIGUSR1, file=2)
         os.environ.update(self._place)
-        _share_cores(int(self._place["WORLD_SIZE"]))
+        _share_cores(self._processes)
         self._answer(self._first_call, "+".join(self._roles), "__init__", self._setup)
         while True:
             try:
@@ -336,19 +347,20 @@ class LocalController:
             hosts.stop()
 
 
-def rank_environment(rank: int, world_size: int, prefix: str, port: int | str) -> dict[str, str]:
-    """The place of a rank on a single node, in the variables torch reads."""
-    place = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world_size}
+def rank_environment(rank: int, world_size: int, prefix: str, port: int | str, first_device: int = 0) -> dict[str, str]:
+    """The place of a rank on a single node, in the variables torch reads; its device is ``first_device + rank``."""
+    place = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": first_device + rank}
+    place |= {"LOCAL_WORLD_SIZE": world_size}
     place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WG_PREFIX": prefix, "WG_BACKEND": "local"}
     if sys.platform == "linux" and world_size > 1:
         place["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
     return {name: str(value) for name, value in place.items()}
 
 
-def _share_cores(world_size: int) -> None:
-    """Give this rank its share of the cores, unless OMP_NUM_THREADS says how many threads it may have."""
+def _share_cores(processes: int) -> None:
+    """Give this rank one of ``processes`` shares of the cores, unless OMP_NUM_THREADS says how many threads it gets."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    threads = int(os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // world_size))))
+    threads = int(os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // processes))))
     if "torch" in sys.modules:  # loaded by the driver, which had all cores
         sys.modules["torch"].set_num_threads(threads)
 

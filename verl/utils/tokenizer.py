@@ -51,7 +51,11 @@ def hf_tokenizer(
 
 
 def hf_processor(name_or_path: str, **kwargs: Any) -> "ProcessorMixin | None":
-    """The image/video processor of a model, or ``None`` for a model of text only."""
+    """The image/video processor of a model, or ``None`` for a model of text only.
+
+    Raises:
+        ImportError: a package that the processor is made of is missing.
+    """
     path = os.path.expanduser(name_or_path)
     if os.path.isdir(path) and not any(os.path.exists(os.path.join(path, name)) for name in _PROCESSOR_FILES):
         return None
@@ -61,5 +65,11 @@ def hf_processor(name_or_path: str, **kwargs: Any) -> "ProcessorMixin | None":
         processor = AutoProcessor.from_pretrained(path, **kwargs)
     except (OSError, ValueError, KeyError):  # what transformers raises for models that have no processor
         return None
+    except ImportError as error:
+        raise ImportError(
+            f"{name_or_path} reads images, and its processor cannot be loaded: {' '.join(str(error).split())} "
+            "`bash scripts/setup_env.sh` installs torchvision, which these processors need; elsewhere take the one "
+            "built for your torch."
+        ) from error
     # For text models AutoProcessor falls back to the tokenizer.
     return processor if type(processor).__name__.endswith("Processor") else None

@@ -11,6 +11,7 @@ import random
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -26,9 +27,10 @@ from verl.utils.checkpoint.checkpoint_manager import CheckpointManager
 from verl.utils.distributed import ensure_process_group
 from verl.utils.flops_counter import FlopsCounter, get_device_flops
 from verl.utils.import_utils import import_users_modules
-from verl.utils.tokenizer import hf_tokenizer
+from verl.utils.tokenizer import hf_processor, hf_tokenizer
 from verl.workers.engine import Engine, build_engine
 from verl.workers.memory_ledger import Entry, MemoryLedger, bytes_by_place, optimizer_tensors
+from verl.workers.vision import ImageInputs
 
 
 class EngineWorker(Worker):
@@ -120,16 +122,23 @@ class EngineWorker(Worker):
         self.report_mesh(mesh, engine)
         return engine
 
+    @cached_property
+    def image_inputs(self) -> ImageInputs:
+        """Makes the image tensors of rows that bring images alone."""
+        model = self.config.model
+        return ImageInputs(model.path, model.trust_remote_code)
+
     def report_mesh(self, mesh: str, engine: Engine) -> None:
         """Tell the dispatcher which share of a batch this rank takes on ``mesh``, and whether its result counts."""
         place = engine.topology
         self._register_dispatch_collect_info(mesh, dp_rank=place.dp_rank, is_collect=place.is_output_rank)
 
     def checkpoint_manager(self, engine: Engine, model_path: str, contents: Any, trust_remote_code: bool) -> None:
-        """Prepare to write and read ``engine``'s files, with the tokenizer of ``model_path`` beside them."""
+        """Prepare to write and read ``engine``'s files, with the tokenizer (and image processor) of ``model_path``."""
+        processor = hf_processor(model_path, trust_remote_code=trust_remote_code)
         self.checkpoints = CheckpointManager(
             engine,
-            hf_tokenizer(model_path, trust_remote_code=trust_remote_code),
+            processor or hf_tokenizer(model_path, trust_remote_code=trust_remote_code),
             save_contents=contents.save_contents,
             load_contents=contents.load_contents,
         )

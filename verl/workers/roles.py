@@ -7,7 +7,7 @@ are combinations of roles on one ``EngineWorker``; backends differ in their engi
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,6 +17,7 @@ from verl.algorithms.losses import PPOLoss, ValueLoss
 from verl.models.loader import ModelSpec
 from verl.protocol import DataProto
 from verl.single_controller.base.decorator import Dispatch, register
+from verl.utils.distributed import get_rank
 from verl.utils.garbage import no_collection
 from verl.utils.seeding import derive_seed
 from verl.utils.tokenizer import hf_tokenizer
@@ -26,12 +27,19 @@ from verl.workers.rollout import get_rollout_class
 from verl.workers.rollout.assemble import assemble
 from verl.workers.rollout.base import Request, RolloutEngine, SamplingParams
 from verl.workers.rollout.out_of_memory import memory_errors
+from verl.workers.rollout.sampling_config import sampling_params
 from verl.workers.rollout.watch import engine_phase
 from verl.workers.rollout.weight_sync import sync_weights
 from verl.workers.serving import ServingRole
 
-TOKENS = ("input_ids", "attention_mask", "position_ids", "prompts", "responses", "response_mask")
+TOKENS = (
+    *("input_ids", "attention_mask", "position_ids", "prompts", "responses", "response_mask"),
+    *("multi_modal_inputs", "multi_modal_data"),  # of rows with images
+)
 """Columns every forward pass over prompt and response needs."""
+
+PROMPT_COLUMNS = ("input_ids", "attention_mask", "position_ids", "raw_prompt_ids", "seeds", "uid", "multi_modal_data")
+"""Columns sampling reads, those of them that there are."""
 
 UPDATE_COLUMNS = TOKENS + (
     "old_log_probs",
@@ -47,10 +55,12 @@ UPDATE_COLUMNS = TOKENS + (
 """Columns a loss may read."""
 
 
-def model_spec(
-    model: Any, fsdp_config: Any, head: str, path: str | None = None, use_torch_compile: bool = False
-) -> ModelSpec:
-    """What the loader needs, from a role's model section and the precision keys of its sharding section."""
+def model_spec(model: Any, fsdp_config: Any, head: str, path: str | None = None, **switches: bool) -> ModelSpec:
+    """What the loader needs, from a role's model section and the precision keys of its sharding section.
+
+    Args:
+        switches: ``use_torch_compile``, ``freeze_vision_tower``.
+    """
     return ModelSpec(
         path=path or model.path,
         head=head,
@@ -60,7 +70,7 @@ def model_spec(
         trust_remote_code=model.trust_remote_code,
         gradient_checkpointing=model.enable_gradient_checkpointing,
         external_lib=model.external_lib,
-        use_torch_compile=use_torch_compile,
+        **switches,
     )
 
 
@@ -71,7 +81,13 @@ class PolicyRole:
         """Load the model, shard it, and build its loss."""
         config = self.config
         self.actor = self.model_engine(
-            model_spec(config.model, config.actor.fsdp_config, "lm", use_torch_compile=config.actor.use_torch_compile),
+            model_spec(
+                config.model,
+                config.actor.fsdp_config,
+                "lm",
+                use_torch_compile=config.actor.use_torch_compile,
+                freeze_vision_tower=config.actor.freeze_vision_tower,
+            ),
             config.actor,
             config.actor.fsdp_config,
             mesh="actor",
@@ -90,6 +106,7 @@ class PolicyRole:
         rollout, want = self.config.rollout, Want.LOG_PROBS | Want.ENTROPY
         if self.config.actor.calculate_sum_pi_squared:
             want |= Want.SUM_PI_SQUARED
+        data = self.image_inputs.filled(data)
         with self.ledger.phase("log_prob"), self.actor.on_device():
             scored = self.actor.infer(data, want, rollout.log_prob_split, temperature=rollout.temperature)
         return scored.rename(["log_probs", "entropy"], ["old_log_probs", "entropys"])
@@ -100,7 +117,7 @@ class PolicyRole:
         config = self.config.actor
         split = config.update_split
         rows = config.ppo_mini_batch_size * self.config.rollout.n // self.actor.topology.dp_size
-        metrics = MetricBag()
+        data, metrics = self.image_inputs.filled(data), MetricBag()
         timed = mfu_metrics("actor", self.actor, data, config.ppo_epochs, metrics)
         with self.ledger.phase("update_actor"), self.actor.on_device(optimizer=True), timed:
             for mini in self.mini_batches(data, rows, config.ppo_epochs, config.shuffle):
@@ -161,10 +178,13 @@ class RolloutRole(ServingRole):
                 device=self.device,
                 trust_remote_code=model.trust_remote_code,
                 override_config=dict(model.override_config),
+                tokenizer_path=self.tokenizer_path or model.path,
             )
         self.rollout.watch.engine, self.rollout.watch.stall_timeout_s = config.name, config.stall_timeout_s
+        for validate in (False, True):
+            self.rollout.check_sampling(self.sampling(validate, do_sample=True))
         self.unseeded_calls = 0
-        rank, ranks = self.actor.topology.rank, self.rollout.tensor_parallel_size
+        rank, ranks = get_rank(), self.rollout.tensor_parallel_size
         self._register_dispatch_collect_info("rollout", dp_rank=rank // ranks, is_collect=rank % ranks == 0)
 
     @contextmanager
@@ -202,13 +222,13 @@ class RolloutRole(ServingRole):
     @register(
         dispatch_mode=Dispatch.DP_COMPUTE_PROTO,
         mesh="rollout",
-        reads=("input_ids", "attention_mask", "position_ids", "raw_prompt_ids", "seeds", "uid"),
+        reads=PROMPT_COLUMNS,
     )
     def generate_sequences(self, prompts: DataProto) -> DataProto:
         """Sample one response a row: adds row 1 of the data flow (responses, masks, whole sequences).
 
-        Reads ``raw_prompt_ids`` (or the real cells of ``input_ids``) and ``seeds`` (B,) int64; a caller that gives no
-        seeds gets others at every call and on every rank. The meta facts
+        Reads ``raw_prompt_ids`` (or the real cells of ``input_ids``), ``multi_modal_data`` where prompts have images
+        and ``seeds`` (B,) int64; a caller that gives no seeds gets others at every call and rank. The meta facts
         ``validate`` (validation prompts) and ``do_sample`` (False: greedy) choose the sampling parameters.
         """
         config, timing = self.config.rollout, {}
@@ -221,12 +241,13 @@ class RolloutRole(ServingRole):
             seeds = prompts.column("seeds").tolist()
         else:
             seeds = self.fresh_seeds(int(facts.get("global_steps", 0)), len(prompts))
-        requests = [Request(tuple(ids), sampling, seed) for ids, seed in zip(rows, seeds, strict=True)]
+        media = prompts.non_tensor_batch.get("multi_modal_data", [None] * len(rows))
+        requests = [Request(tuple(i), sampling, s, m or None) for i, s, m in zip(rows, seeds, media, strict=True)]
         with self.rollout_mode(timing) as engine:
             start = time.perf_counter()
             engine.watch.names = prompts.non_tensor_batch.get("uid", ())
             with self.rollout_phase("generate"):
-                completions = engine.generate(requests, expect_version=self.actor.version)
+                completions = engine.generate(requests, expect_version=self.newest_version(facts))
             version = engine.version
             timing["generate_sequences"] = time.perf_counter() - start
         batch = assemble(
@@ -245,26 +266,19 @@ class RolloutRole(ServingRole):
         """The engine's numbers since the last call, by their names below ``rollout/engine``."""
         return self.rollout.watch.take(self.rollout.totals())
 
+    def newest_version(self, facts: Mapping[str, Any]) -> int:
+        """Version of the weights that responses are to be drawn with."""
+        return self.actor.version
+
     def fresh_seeds(self, step: int, count: int) -> list[int]:
         """Seeds this rank never used before."""
         self.unseeded_calls += 1
-        place = (self.seed, "unseeded", self.actor.topology.dp_rank, step, self.unseeded_calls)
+        place = (self.seed, "unseeded", self._query_dispatch_info("rollout"), step, self.unseeded_calls)
         return [derive_seed(*place, i) for i in range(count)]
 
     def sampling(self, validate: bool, do_sample: bool) -> SamplingParams:
         """The sampling a training or validation prompt asks for; ``do_sample=False`` makes it greedy."""
-        config = self.config.rollout
-        source = config.val_kwargs if validate else config
-        return SamplingParams(
-            max_tokens=config.response_length,
-            temperature=source.temperature,
-            top_p=source.top_p,
-            top_k=source.top_k,
-            ignore_eos=config.ignore_eos,
-            do_sample=source.do_sample and do_sample,
-            stop_token_ids=(self.tokenizer.eos_token_id,),
-            want_log_probs=config.calculate_log_probs and not validate,
-        )
+        return sampling_params(self.config.rollout, self.tokenizer.eos_token_id, validate, do_sample)
 
 
 class ReferenceRole:
@@ -291,6 +305,7 @@ class ReferenceRole:
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
         """Score the responses under the reference: adds ``ref_log_prob`` (B, R)."""
         split, temperature = self.config.ref.log_prob_split, self.config.rollout.temperature
+        data = self.image_inputs.filled(data)
         with self.ledger.phase("ref_log_prob"), self.reference.on_device():
             scored = self.reference.infer(data, Want.LOG_PROBS, split, temperature=temperature)
         return scored.rename("log_probs", "ref_log_prob")

@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from verl.single_controller.base.decorator import Dispatch, register
+from verl.utils.distributed import get_rank
 from verl.utils.import_utils import load_extern_type
 from verl.utils.seeding import derive_seed
 from verl.workers.rollout.base import RolloutEngine, SamplingParams
@@ -36,7 +37,7 @@ class ServingRole:
         from verl.workers.rollout.engine_loop import EngineLoop
         from verl.workers.rollout.relay import make_relay
 
-        size, rank = self.rollout.tensor_parallel_size, self.actor.topology.rank
+        size, rank = self.rollout.tensor_parallel_size, get_rank()
         relay = make_relay(size)
         if rank % size:
             self.server = EngineLoop(self.rollout, relay=relay, follows=True)

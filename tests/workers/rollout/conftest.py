@@ -48,8 +48,10 @@ def rollout_config(**changes) -> SimpleNamespace:
         "tensor_model_parallel_size": 1,
         "enforce_eager": True,
         "enable_chunked_prefill": True,
+        "limit_images": None,
         "disable_log_stats": True,
         "free_cache_engine": True,
+        "use_fire_sampling": False,
         "engine_kwargs": {"vllm": {"swap_space": None, "disable_mm_preprocessor_cache": False}},
     }
     return SimpleNamespace(**defaults | changes)

@@ -1,6 +1,6 @@
 """Two ranks that share one vLLM engine; prints what each of them saw. A fresh process: vLLM's groups live in globals.
 
-python -m tests.workers.rollout.tensor_parallel_job MODEL_FOLDER
+python -m tests.workers.rollout.tensor_parallel_job MODEL_FOLDER tensor|pipeline
 """
 
 from __future__ import annotations
@@ -24,9 +24,14 @@ from verl.workers.rollout.relay import make_relay
 from verl.workers.rollout.server import RolloutServer
 from verl.workers.rollout.weight_sync import sync_weights
 
+SPREAD = {
+    "tensor": {"tensor_model_parallel_size": 2},
+    "pipeline": {"engine_kwargs": {"vllm": {"pipeline_parallel_size": 2}}},
+}
 
-def job(folder: str) -> dict:
-    rollout = get_rollout_class("vllm")(folder, rollout_config(tensor_model_parallel_size=2, max_num_seqs=32))
+
+def job(folder: str, spread: str) -> dict:
+    rollout = get_rollout_class("vllm")(folder, rollout_config(**SPREAD[spread], max_num_seqs=32))
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     rollout.wake()
     sync_weights(weights_of(model), rollout, version=1)
@@ -42,7 +47,7 @@ def job(folder: str) -> dict:
         "served": serve(rollout),
         "caught": spoil_a_shard(rollout, model),
         "lost": lose_a_tensor(rollout, model),
-        "shared memory": shared_memory_name(),
+        "shared memory": shared_memory_name() if spread == "tensor" else None,
     }
 
 
@@ -100,7 +105,7 @@ def spoil_a_shard(rollout, model) -> str:
     def loads_and_spoils(weights):
         load_weights(weights)
         if dist.get_rank() == 1:
-            flip_a_bit("", rollout.model.model.layers[0].mlp.down_proj.weight)
+            flip_a_bit("", rollout.model.model.layers[-1].mlp.down_proj.weight)
 
     rollout.model.load_weights = loads_and_spoils
     try:
@@ -130,4 +135,4 @@ def shared_memory_name() -> str:
 
 
 if __name__ == "__main__":
-    print("RESULT", json.dumps(run_ranks(2, job, sys.argv[1], timeout_s=200)))
+    print("RESULT", json.dumps(run_ranks(2, job, *sys.argv[1:], timeout_s=200)))

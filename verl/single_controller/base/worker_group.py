@@ -34,6 +34,11 @@ class ResourcePool:
             raise ValueError(f"process_on_nodes={self._store}: every node needs a number of processes of at least 1.")
         self.max_colocate_count = max_colocate_count
         self.n_gpus_per_node = n_gpus_per_node
+        self.beside = 0
+        """Processes of the run's other pools. Their roles work at the same time as those of this pool, so even a single
+        process is one of its own and never the driver."""
+        self.first_device = 0
+        """Number of the device of each node's first process, where nobody else deals them out."""
 
     def add_node(self, process_count: int) -> None:
         self._store.append(process_count)

@@ -1,8 +1,9 @@
 """What of a run is on disk: where a step's checkpoint lies, the driver's own part of it, and which one to resume from.
 
-The folder of a step holds ``actor/`` and ``critic/`` (written by the workers), ``data.pt`` (the loader's position) and
-``trainer.json`` (the driver's state). ``latest_checkpointed_iteration.txt`` names the newest complete step and is
-written last, so a run killed while saving resumes from the one before.
+The folder of a step holds ``actor/`` and ``critic/`` (written by the workers), ``data.pt`` (the loader's position),
+``trainer.json`` (the driver's state), and ``ahead.pt`` (responses drawn ahead of training, where a run does that).
+``latest_checkpointed_iteration.txt`` names the newest complete step and is written last, so a run killed while saving
+resumes from the one before.
 """
 
 from __future__ import annotations
@@ -16,7 +17,11 @@ from typing import Any
 
 import torch
 
+from verl.protocol import DataProto
+from verl.trainer.ppo.rows_file import load_rows, save_rows
+
 TRACKER = "latest_checkpointed_iteration.txt"
+AHEAD = "ahead.pt"
 
 
 def step_folder(root: str | Path, step: int) -> Path:
@@ -89,11 +94,22 @@ def not_loaded(name: str, load_contents: list[str]) -> str:
     return f"; {name}: {', '.join(left_out)} not loaded, begun anew" if left_out else ""
 
 
-def save_driver_state(folder: Path, loader: Any, state: dict[str, Any]) -> None:
-    """Write the loader's position and the driver's ``state`` (JSON values) into a step's folder."""
+def save_driver_state(
+    folder: Path, position: dict[str, Any], state: dict[str, Any], ahead: tuple[DataProto, dict[str, int]] | None = None
+) -> None:
+    """Write the loader's ``position`` and the driver's ``state`` (JSON values) into a step's folder.
+
+    ``ahead``: responses that no step has trained on yet, and facts about them.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    _write_atomic(folder / "data.pt", lambda path: torch.save(loader.state_dict(), path))
-    _write_atomic(folder / "trainer.json", lambda path: path.write_text(json.dumps(state, indent=1)))
+    (folder / AHEAD).unlink(missing_ok=True)  # of an earlier run through this step
+    if ahead is not None:
+        try:
+            write_atomic(folder / AHEAD, lambda path: save_rows(path, *ahead))
+        except ValueError as problem:
+            print(f"{folder / AHEAD} is not written: {problem} A run that resumes here draws them anew.")
+    write_atomic(folder / "data.pt", lambda path: torch.save(position, path))
+    write_atomic(folder / "trainer.json", lambda path: path.write_text(json.dumps(state, indent=1)))
 
 
 def load_driver_state(folder: Path, loader: Any) -> dict[str, Any]:
@@ -107,9 +123,14 @@ def load_driver_state(folder: Path, loader: Any) -> dict[str, Any]:
     return json.loads(state.read_text()) if state.exists() else {}
 
 
+def load_ahead(folder: Path) -> tuple[DataProto, dict[str, int]] | None:
+    """Responses that the run had drawn for the step after, and facts about them; None if there are none."""
+    return load_rows(folder / AHEAD) if (folder / AHEAD).exists() else None
+
+
 def mark_complete(root: str | Path, step: int) -> None:
     """Name ``step`` as the newest complete checkpoint."""
-    _write_atomic(Path(root).expanduser() / TRACKER, lambda path: path.write_text(str(step)))
+    write_atomic(Path(root).expanduser() / TRACKER, lambda path: path.write_text(str(step)))
 
 
 def drop_emptied(root: str | Path, steps: list[int]) -> list[int]:
@@ -124,7 +145,8 @@ def drop_emptied(root: str | Path, steps: list[int]) -> list[int]:
     return left
 
 
-def _write_atomic(target: Path, write: Any) -> None:
+def write_atomic(target: Path, write: Any) -> None:
+    """Let ``write(path)`` fill a file beside ``target`` and put it in place whole."""
     part = target.with_name(target.name + ".part")
     write(part)
     with open(part, "rb") as file:

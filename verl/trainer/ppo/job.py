@@ -15,6 +15,7 @@ from typing import Any
 
 from verl.algorithms.advantage import get_adv_estimator_fn
 from verl.algorithms.policy_loss import get_policy_loss_fn
+from verl.trainer.ppo.one_step_off import OneStepOffTrainer
 from verl.trainer.ppo.placement import default_pools, default_roles
 from verl.trainer.ppo.plan import run_plan
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
@@ -41,7 +42,7 @@ class PPOJob:
         """Prepare, train, and say what came of it; worker processes never outlive this call."""
         start = time.monotonic()
         with no_collection():
-            check_device(self.config.trainer)
+            check_device(self.config.trainer, self.config.rollout_beside)
             self.import_users_modules()
             trainer = self.build_trainer()
         if self.config.trainer.progress_bar:
@@ -98,7 +99,10 @@ class PPOJob:
         tokenizer = hf_tokenizer(config.data.tokenizer or path, trust_remote_code=trust)
         processor = hf_processor(path, trust_remote_code=trust)
         roles = default_roles(config)
-        return self.trainer_cls(
+        trainer_cls = self.trainer_cls
+        if trainer_cls is RayPPOTrainer and config.actor_rollout_ref.rollout.async_ratio:
+            trainer_cls = OneStepOffTrainer
+        return trainer_cls(
             config,
             tokenizer,
             role_worker_mapping=roles,
@@ -109,8 +113,8 @@ class PPOJob:
         )
 
 
-def check_device(trainer: Any) -> None:
-    """Refuse a device this machine does not have, before anything is loaded."""
+def check_device(trainer: Any, rollout_beside: int = 0) -> None:
+    """Refuse devices this machine does not have, before anything is loaded; the rollout may want some of its own."""
     import torch
 
     here = trainer.nnodes == 1 and not (trainer.controller == "ray" and "RAY_ADDRESS" in os.environ)
@@ -124,6 +128,12 @@ def check_device(trainer: Any) -> None:
         raise ValueError(
             f"trainer.n_gpus_per_node={trainer.n_gpus_per_node}, but this machine has {torch.cuda.device_count()} "
             f"CUDA devices. Lower it to that number."
+        )
+    if trainer.device == "cuda" and here and trainer.n_gpus_per_node + rollout_beside > torch.cuda.device_count():
+        raise ValueError(
+            f"trainer.n_gpus_per_node={trainer.n_gpus_per_node} and the rollout's {rollout_beside} "
+            f"(actor_rollout_ref.rollout.nnodes x n_gpus_per_node) are more than the {torch.cuda.device_count()} CUDA "
+            "devices of this machine. Lower one of them, or share devices with actor_rollout_ref.hybrid_engine=true."
         )
     if trainer.device == "cpu":
         os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")

@@ -123,6 +123,15 @@ def _batches_are_reused(shared: Any) -> Iterator[str]:
         yield f"{_ROLLOUT}.skip_rollout=true reuses text that other weights may have drawn: the difference is meant."
 
 
+def _text_is_older(shared: Any) -> Iterator[str]:
+    for name in ("async_ratio", "partial_rollout"):
+        if shared.rollout[name]:
+            yield (
+                f"{_ROLLOUT}.{name}={shared.rollout[name]}: text is drawn by older weights than the actor's, and that "
+                f"is meant; policy_loss.loss_mode=tis weighs it. Lower actor.optim.lr if the difference grows."
+            )
+
+
 def _weights_are_rounded_to_fewer_bits(shared: Any) -> Iterator[str]:
     engine = dict(shared.rollout.engine_kwargs.get(shared.rollout.name) or {})
     for name in ("quantization", "kv_cache_dtype"):
@@ -138,8 +147,8 @@ def _tokens_are_cut_off(shared: Any) -> Iterator[str]:
     cuts = {
         "top_p": rollout.top_p < 1,
         "top_k": rollout.top_k > 0,
-        "min_p": rollout.get("min_p", 0) > 0,
-        "repetition_penalty": rollout.get("repetition_penalty", 1) != 1,
+        "min_p": rollout.min_p > 0,
+        "repetition_penalty": rollout.repetition_penalty != 1,
         "use_fire_sampling": rollout.use_fire_sampling,
     }
     if named := [f"{_ROLLOUT}.{name}={rollout[name]}" for name, changes in cuts.items() if changes]:
@@ -191,6 +200,7 @@ def _policy_is_at_its_limits(shared: Any) -> Iterator[str]:
 
 _CAUSES = (
     _batches_are_reused,
+    _text_is_older,
     _temperature_is_not_applied,
     _weights_are_rounded_to_fewer_bits,
     _tokens_are_cut_off,

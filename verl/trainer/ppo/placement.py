@@ -14,6 +14,7 @@ from typing import Any
 from verl.trainer.ppo.utils import Role, need_critic, need_reference_policy
 
 GLOBAL_POOL = "global_pool"
+ROLLOUT_POOL = "rollout_pool"
 
 
 @dataclass
@@ -37,8 +38,12 @@ class ResourcePoolManager:
                     f"role {role} is mapped to resource pool {pool!r}, which does not exist. "
                     f"Known pools: {', '.join(self.resource_pool_spec)}. Name one of them, or add it to the spec."
                 )
+        first_device = 0
         for name, processes in self.resource_pool_spec.items():
-            self.resource_pool_dict[name] = controller.ResourcePool(process_on_nodes=processes, max_colocate_count=1)
+            pool = controller.ResourcePool(process_on_nodes=processes, max_colocate_count=1)
+            pool.beside, pool.first_device = self.get_n_gpus() - pool.world_size, first_device
+            first_device += max(processes)
+            self.resource_pool_dict[name] = pool
 
     def get_resource_pool(self, role: Role) -> Any:
         return self.resource_pool_dict[self.mapping[role]]
@@ -50,9 +55,12 @@ class ResourcePoolManager:
 
 def default_roles(config: Any) -> dict[Role, type]:
     """The roles ``config`` needs and the worker class of each."""
+    from verl.workers.disjoint import ActorWorker, RolloutWorker
     from verl.workers.roles import ActorRolloutRefWorker, CriticWorker
 
     roles: dict[Role, type] = {Role.ActorRollout: ActorRolloutRefWorker}
+    if not config.actor_rollout_ref.hybrid_engine:
+        roles = {Role.Actor: ActorWorker, Role.Rollout: RolloutWorker}
     if need_reference_policy(config):
         roles[Role.RefPolicy] = ActorRolloutRefWorker
     if need_critic(config):
@@ -61,9 +69,13 @@ def default_roles(config: Any) -> dict[Role, type]:
 
 
 def default_pools(config: Any, roles: Mapping[Role, type]) -> ResourcePoolManager:
-    """One pool of all devices, shared by all roles."""
+    """One pool of all devices, shared by all roles; a rollout apart from the actor has a pool of its own."""
     spec = {GLOBAL_POOL: [config.trainer.n_gpus_per_node] * config.trainer.nnodes}
-    return ResourcePoolManager(resource_pool_spec=spec, mapping=dict.fromkeys(roles, GLOBAL_POOL))
+    mapping = dict.fromkeys(roles, GLOBAL_POOL)
+    if Role.Rollout in roles:
+        spec[ROLLOUT_POOL] = config.rollout_processes
+        mapping[Role.Rollout] = ROLLOUT_POOL
+    return ResourcePoolManager(resource_pool_spec=spec, mapping=mapping)
 
 
 def start_worker_groups(

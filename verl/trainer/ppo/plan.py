@@ -32,7 +32,8 @@ def _lines(trainer: Any) -> Iterator[tuple[str, str]]:
     validation, checkpoint = _often("validation", keys.test_freq), _often("checkpoint", keys.save_freq)
     yield "run", f"{counted(steps, 'step')} ({epochs:.2g} epochs); {validation}, {checkpoint}"
     ranks = counted(keys.world_size, "rank")
-    yield "on", f"{keys.device}, {ranks}, {shared.actor.strategy}, controller {keys.controller}"
+    apart = f" and {counted(config.rollout_beside, 'rank')} to sample" if config.rollout_beside else ""
+    yield "on", f"{keys.device}, {ranks}{apart}, {shared.actor.strategy}, controller {keys.controller}"
     yield "results", str(keys.default_local_dir)
 
 

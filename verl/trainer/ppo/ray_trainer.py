@@ -18,8 +18,9 @@ from verl.algorithms.aggregate import agg_loss
 from verl.algorithms.kl import get_kl_controller
 from verl.protocol import DataProto
 from verl.single_controller import get_controller
-from verl.trainer.ppo import checkpoint
+from verl.trainer.ppo import checkpoint, long_tails
 from verl.trainer.ppo.core_algos import AdvantageEstimator
+from verl.trainer.ppo.disjoint import DisjointRollout
 from verl.trainer.ppo.experience import (
     apply_kl_penalty,
     arrange_rows,
@@ -28,6 +29,7 @@ from verl.trainer.ppo.experience import (
     compute_response_mask,
     response_column,
 )
+from verl.trainer.ppo.long_tails import GroupSampler, draw_batch
 from verl.trainer.ppo.memory_report import gather, memory_metrics, memory_table
 from verl.trainer.ppo.metric_utils import (
     compute_data_metrics,
@@ -36,6 +38,7 @@ from verl.trainer.ppo.metric_utils import (
 )
 from verl.trainer.ppo.mismatch import MismatchMonitor
 from verl.trainer.ppo.placement import ResourcePoolManager, start_worker_groups
+from verl.trainer.ppo.prompt_pool import PromptPool
 from verl.trainer.ppo.recipe_names import RecipeNames
 from verl.trainer.ppo.reward import compute_reward
 from verl.trainer.ppo.rollout_skip import KeptRollouts
@@ -64,8 +67,16 @@ __all__ = [
 ]
 
 PROMPT_COLUMNS = ("input_ids", "attention_mask", "position_ids")
-SAVED_ROLES = {Role.ActorRollout: "actor", Role.Critic: "critic"}
+SAVED_ROLES = {Role.ActorRollout: "actor", Role.Actor: "actor", Role.Critic: "critic"}
 """Roles with a checkpoint, and its folder under that of the step."""
+
+
+def join_generated(prompts: DataProto, generated: DataProto) -> DataProto:
+    """What was generated, with the columns of its prompts; where both have one of a name, the prompts' stays."""
+    prompts.pop(batch_keys=list(PROMPT_COLUMNS))
+    known = prompts.non_tensor_batch
+    generated.non_tensor_batch = {k: v for k, v in generated.non_tensor_batch.items() if k not in known}
+    return prompts.union(generated)
 
 
 def log_places(tracking: Tracking) -> dict[str, Any]:
@@ -93,6 +104,9 @@ class RayPPOTrainer(RecipeNames):
         device_name: overrides ``trainer.device``.
     """
 
+    draws_ahead = False
+    """Whether this class does what ``rollout.async_ratio`` above 0 asks for."""
+
     def __init__(
         self,
         config: Any,
@@ -111,6 +125,11 @@ class RayPPOTrainer(RecipeNames):
     ) -> None:
         self.config = config = adopt_config(config)
         import_users_modules(config.actor_rollout_ref.model.external_lib)
+        if (ratio := config.actor_rollout_ref.rollout.async_ratio) and not self.draws_ahead:
+            raise ValueError(
+                f"actor_rollout_ref.rollout.async_ratio={ratio}: {type(self).__name__} draws each batch when it is "
+                "needed. Let it inherit from verl.trainer.ppo.one_step_off.OneStepOffTrainer, or set 0."
+            )
         self.tokenizer = tokenizer
         self.processor = processor
         self.role_worker_mapping = role_worker_mapping
@@ -128,6 +147,7 @@ class RayPPOTrainer(RecipeNames):
         self.mismatch = MismatchMonitor(config, tokenizer.decode)
         self._create_dataloader(train_dataset, val_dataset, collate_fn, train_sampler)
         self.steps_per_epoch = len(self.train_dataloader)
+        self.group_sampler = self._create_group_sampler()
         self.global_steps = 0
         self.nonfinite_in_a_row = 0
         self.validations: list[tuple[int, dict[str, float]]] = []
@@ -153,6 +173,13 @@ class RayPPOTrainer(RecipeNames):
         self.train_dataloader = build_train_loader(data, self.train_dataset, collate_fn, train_sampler, self.seed)
         self.val_dataloader = build_val_loader(data, self.val_dataset, collate_fn, self.seed)
         self.total_training_steps = trainer.total_training_steps or len(self.train_dataloader) * trainer.total_epochs
+
+    def _create_group_sampler(self) -> GroupSampler | None:
+        """What draws training batches request by request; None where one call samples a whole batch."""
+        rollout = self.config.actor_rollout_ref.rollout
+        if rollout.mode != "async":
+            return None
+        return GroupSampler(rollout, PromptPool(self.train_dataloader), self.config.data.prompts_per_step, self.seed)
 
     @property
     def seed(self) -> int:
@@ -181,7 +208,7 @@ class RayPPOTrainer(RecipeNames):
         """Sample n responses a prompt from the newest policy; adds row 1 of the data flow."""
         n = self.config.actor_rollout_ref.rollout.n
         with self.timed("gen"):
-            batch = self.generate(prompts.repeat(n, interleave=True), n)
+            prompts, batch = self.sample_groups(prompts, n)
             self.timing.update(batch.meta_info.pop("timing", {}))
         self.metrics.update(self.engine_metrics())
         if self.config.algorithm.adv_estimator == "remax":
@@ -192,6 +219,10 @@ class RayPPOTrainer(RecipeNames):
         self.balance_batch(batch, self.metrics)
         batch.meta_info["global_token_num"] = batch.ragged("attention_mask").layout.lengths.tolist()
         return batch
+
+    def sample(self, prompts: DataProto, n: int) -> DataProto:
+        """n responses to each of the step's prompts."""
+        return self.generate(prompts.repeat(n, interleave=True), n)
 
     def balance_batch(self, batch: DataProto, metrics: dict, logging_prefix: str = "global_seqlen") -> None:
         """Order the rows, in place, so that every rank gets its share of each mini-batch and of the tokens."""
@@ -210,6 +241,8 @@ class RayPPOTrainer(RecipeNames):
 
     def evaluate(self, batch: DataProto) -> DataProto:
         """Log-probabilities under the policy that sampled and under the reference, and the critic's values."""
+        if "multi_modal_inputs" in batch.non_tensor_batch:  # what the models read; the images themselves stay here
+            batch.non_tensor_batch.pop("multi_modal_data", None)
         with self.timed("old_log_prob"):
             old = self.actor_wg.compute_log_prob(batch)
             entropys, mask = response_column(old, "entropys"), response_column(batch, "response_mask")
@@ -263,16 +296,33 @@ class RayPPOTrainer(RecipeNames):
     # -- prompts and samples ------------------------------------------------------------------------------------------
 
     def prompt_batches(self) -> Iterator[tuple[int, DataProto]]:
-        """Batches of prompts until ``total_training_steps``; each prompt has a ``uid`` of its own."""
-        while self.global_steps < self.total_training_steps:
-            for rows in self.train_dataloader:
-                self.global_steps += 1
-                self.metrics, self.timing = {}, {}
-                prompts = DataProto.from_single_dict(rows)
-                prompts.non_tensor_batch["uid"] = self.uids(f"step{self.global_steps}", len(prompts))
-                yield self.global_steps, prompts
-                if self.global_steps >= self.total_training_steps:
+        """Batches of prompts until ``total_training_steps``; each begins a step."""
+        for step, prompts in self.read_prompts():
+            self.begin_step(step)
+            yield step, prompts
+
+    def read_prompts(self) -> Iterator[tuple[int, DataProto]]:
+        """Batches of prompts for the steps to come; each prompt has a ``uid`` of its own.
+
+        With ``rollout.over_sample_rate`` they are more than a batch; `rollout` chooses among them.
+        """
+        step = self.global_steps
+        while step < self.total_training_steps:
+            for rows in self.train_dataloader if self.group_sampler is None else [None]:
+                step += 1
+                if self.group_sampler is None:
+                    prompts = DataProto.from_single_dict(rows)
+                    prompts.non_tensor_batch["uid"] = self.uids(f"step{step}", len(prompts))
+                else:
+                    prompts = self.group_sampler.take(step)
+                yield step, prompts
+                if step >= self.total_training_steps:
                     return
+
+    def begin_step(self, step: int) -> None:
+        """From here on numbers and times are those of ``step``."""
+        self.global_steps = step
+        self.metrics, self.timing = {}, {}
 
     def generate(
         self, prompts: DataProto, n: int, *, do_sample: bool | None = None, validate: bool = False, first: int = 0
@@ -281,25 +331,39 @@ class RayPPOTrainer(RecipeNames):
 
         The seed of each sample comes from (run seed, step, prompt, k) alone; the prompts count from ``first``.
         """
-        step, purpose = self.global_steps, "validate" if validate else "train"
-        seeds = [derive_seed(self.seed, purpose, step, first + i // n, i % n) for i in range(len(prompts))]
-        request = prompts.select(batch_keys=list(PROMPT_COLUMNS))
-        request.meta_info = {"validate": validate, "global_steps": self.global_steps}
-        prompts.meta_info.update(request.meta_info)
+        request = self.rollout_request(prompts, n, self.global_steps, validate=validate, first=first)
         if do_sample is not None:
             request.meta_info["do_sample"] = do_sample
+        return join_generated(prompts, (self.sampler or self.actor_wg).generate_sequences(request))
+
+    def rollout_request(
+        self, prompts: DataProto, n: int, step: int, *, validate: bool = False, first: int = 0
+    ) -> DataProto:
+        """What a rollout is asked in training step ``step``; arguments as in `generate`."""
+        purpose = "validate" if validate else "train"
+        seeds = [derive_seed(self.seed, purpose, step, first + i // n, i % n) for i in range(len(prompts))]
+        request = prompts.select(batch_keys=list(PROMPT_COLUMNS))
+        request.meta_info = {"validate": validate, "global_steps": step}
+        prompts.meta_info.update(request.meta_info)
         request.put("seeds", torch.tensor(seeds))
-        generated = (self.sampler or self.actor_wg).generate_sequences(request)
-        for name in PROMPT_COLUMNS:
-            prompts.pop(batch_keys=[name])
-        known = prompts.non_tensor_batch
-        generated.non_tensor_batch = {k: v for k, v in generated.non_tensor_batch.items() if k not in known}
-        return prompts.union(generated)
+        return request
+
+    def sample_groups(self, prompts: DataProto, n: int) -> tuple[DataProto, DataProto]:
+        """The prompts of the batch, and n responses to each; with ``rollout.over_sample_rate`` not to all prompts."""
+        if self.group_sampler is None:
+            return prompts, self.sample(prompts, n)
+        prompts.meta_info.update(validate=False, global_steps=self.global_steps)
+        prompts, generated, drawn = draw_batch(self.sampler, self.group_sampler, prompts)
+        self.metrics.update(drawn.metrics)
+        return prompts, join_generated(prompts.repeat(n, interleave=True), generated)
 
     def engine_metrics(self) -> dict[str, float]:
-        """What the rollout engines counted since the last call, as ``rollout/engine/*``: averaged over the ranks."""
-        group = self.actor_rollout_wg
-        if not hasattr(group, "rollout_metrics"):  # workers of a user's own
+        """What the rollout engines counted since the last call, as ``rollout/engine/*``: averaged over the ranks.
+
+        Nothing while they draw ahead: the question would wait for the answers.
+        """
+        group = self.rollout_wg or self.actor_rollout_wg
+        if self.draws_ahead or not hasattr(group, "rollout_metrics"):  # workers of a user's own
             return {}
         by_rank = [numbers for numbers in group.rollout_metrics() if numbers.get("requests")]
         names = dict.fromkeys(name for numbers in by_rank for name in numbers)
@@ -330,7 +394,8 @@ class RayPPOTrainer(RecipeNames):
             self.ray_worker_group_cls,
         )
         self.worker_groups = groups
-        self.actor_wg = self.actor_rollout_wg = groups[Role.ActorRollout]
+        self.actor_wg = self.actor_rollout_wg = groups.get(Role.ActorRollout) or groups[Role.Actor]
+        self.rollout_wg = groups.get(Role.Rollout)
         self.critic_wg = groups.get(Role.Critic)
         self.ref_wg = self.ref_policy_wg = groups.get(Role.RefPolicy)
         for group in groups.values():
@@ -341,11 +406,13 @@ class RayPPOTrainer(RecipeNames):
 
     def start_sampler(self) -> Any:
         """What answers `generate_sequences`: the workers or, with ``rollout.mode=async``, agent loops and servers."""
-        if self.config.actor_rollout_ref.rollout.mode == "sync":
-            return self.actor_wg
-        from verl.agent_loop import AgentLoopManager
+        sampler = group = self.rollout_wg or self.actor_wg
+        if self.config.actor_rollout_ref.rollout.mode == "async":
+            from verl.agent_loop import AgentLoopManager
 
-        return AgentLoopManager(typed_config(self.config), self.actor_wg, self.tokenizer, self.processor)
+            sampler = AgentLoopManager(typed_config(self.config), group, self.tokenizer, self.processor)
+            self.async_rollout_mode, self.async_rollout_manager = True, sampler  # the names recipes know
+        return DisjointRollout(self.actor_wg, self.rollout_wg, sampler) if self.rollout_wg else sampler
 
     def close_sampler(self) -> None:
         """Stop the rollout's servers, if it has any; also after a failure."""
@@ -462,7 +529,11 @@ class RayPPOTrainer(RecipeNames):
         """Write this step's samples to ``{folder}/{step}.jsonl``."""
         inputs, outputs = self.texts(batch)
         scores = response_column(batch, "token_level_scores").sum(-1).tolist()
-        extra = {name: batch.non_tensor_batch[name].tolist() for name in self.reward_columns(batch)}
+        names = [
+            *self.reward_columns(batch),
+            *(["uid", long_tails.PLACE] if long_tails.PLACE in batch.non_tensor_batch else []),
+        ]
+        extra = {name: batch.non_tensor_batch[name].tolist() for name in names}
         return dump_samples(folder, self.global_steps, inputs, outputs, scores, ground_truths(batch), extra)
 
     def traced(self, batch: DataProto) -> list[dict[str, Any]]:
@@ -473,7 +544,9 @@ class RayPPOTrainer(RecipeNames):
 
     def memory_metrics(self) -> dict[str, float]:
         """What the phases of this step took, and after the first step a table of it."""
-        by_rank = gather(group for group in self.worker_groups.values() if hasattr(group, "memory_entries"))
+        busy = self.rollout_wg if self.draws_ahead else None
+        groups = [group for group in self.worker_groups.values() if group is not busy]
+        by_rank = gather(group for group in groups if hasattr(group, "memory_entries"))
         if not self.has_shown_memory and any(by_rank):
             self.has_shown_memory = True
             self.progress.say(memory_table(by_rank[0]))
@@ -488,7 +561,9 @@ class RayPPOTrainer(RecipeNames):
         for name, group in self.saved_groups().items():
             group.save_checkpoint(str(folder / name), None, self.global_steps)
         self.saved_steps = [step for step in self.saved_steps if step != self.global_steps] + [self.global_steps]
-        checkpoint.save_driver_state(folder, self.train_dataloader, self.driver_state())
+        checkpoint.save_driver_state(folder, self.prompts_position(), self.driver_state(), self.responses_ahead())
+        if self.group_sampler is not None:
+            self.group_sampler.save(folder)
         checkpoint.mark_complete(folder.parent, self.global_steps)
         self.last_checkpoint = folder
         self.delete_old_checkpoints()
@@ -526,6 +601,10 @@ class RayPPOTrainer(RecipeNames):
         for name, group in groups.items():
             group.load_checkpoint(str(folder / name))
         state = checkpoint.load_driver_state(folder, self.train_dataloader)
+        if self.group_sampler is not None:
+            self.group_sampler.load(folder)
+        elif (folder / long_tails.STATE_FILE).exists():
+            remarks.append("; prompts that rollout.mode=async had put off are left out")
         if "kl_ctrl_in_reward" in state:
             self.kl_ctrl_in_reward.load_state_dict(state["kl_ctrl_in_reward"])
         self.validations = [(step, metrics) for step, metrics in state.get("validations", [])]
@@ -539,6 +618,14 @@ class RayPPOTrainer(RecipeNames):
             self.last_checkpoint = None
         done = f"{self.global_steps} of {self.total_training_steps} steps are done"
         self.progress.say(f"resumed from {folder}: {done}{''.join(remarks)}")
+
+    def prompts_position(self) -> dict[str, Any]:
+        """Where a run that resumes goes on reading prompts."""
+        return self.train_dataloader.state_dict()
+
+    def responses_ahead(self) -> tuple[DataProto, dict[str, int]] | None:
+        """Responses drawn for a step that has not begun, and facts about them; here there are none."""
+        return None
 
     def driver_state(self) -> dict[str, Any]:
         """What the driver must remember across a restart, as JSON values."""

@@ -18,15 +18,19 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from verl.config.base import plain
 from verl.protocol import DataProto
 from verl.utils.columns import WINDOWS
 from verl.utils.ragged import Layout, Ragged
 
 _FORMAT = "verl-rollout-1"
 _SAMPLING = (
-    "temperature top_p top_k min_p repetition_penalty do_sample n ignore_eos stop stop_token_ids response_length "
-    "prompt_length calculate_log_probs use_fire_sampling max_model_len"
+    "temperature top_p top_k min_p repetition_penalty do_sample n ignore_eos stop stop_token_ids sampling_kwargs "
+    "response_length prompt_length calculate_log_probs use_fire_sampling fire_temperature fire_top_k max_model_len"
 ).split()
+
+_READ_OBJECTS = ("multi_modal_data", "agent_name")
+"""Columns without tensors that decide what is drawn."""
 
 
 class KeptRollouts:
@@ -67,7 +71,8 @@ class KeptRollouts:
     def facts(self, request: DataProto) -> dict[str, Any]:
         """What decides which batch it is, as JSON values."""
         shared = self.config.actor_rollout_ref
-        sampling = {name: shared.rollout[name] for name in _SAMPLING if name in shared.rollout}
+        sampling = {name: plain(shared.rollout[name]) for name in _SAMPLING}
+        objects = {name: request.non_tensor_batch[name] for name in _READ_OBJECTS if name in request.non_tensor_batch}
         extra = {"do_sample": bool(sampling["do_sample"] and request.meta_info.get("do_sample", True))}
         return {
             "step": int(request.meta_info.get("global_steps", 0)),
@@ -76,6 +81,7 @@ class KeptRollouts:
             "rows": len(request),
             "prompts": _hash(request.ragged("input_ids").values, request.ragged("input_ids").layout.lengths),
             "seeds": _hash(request.column("seeds")) if "seeds" in request else None,
+            **{name: _hash_objects(column) for name, column in objects.items()},
         }
 
     def _say_reuse(self, path: Path) -> None:
@@ -187,6 +193,17 @@ def _hash(*tensors: torch.Tensor) -> str:
     digest = hashlib.sha256()
     for tensor in tensors:
         digest.update(tensor.cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def _hash_objects(values: Any) -> str:
+    """Of names and of images, whose pixels count."""
+    digest = hashlib.sha256()
+    for value in values:
+        for part in [*value.items()] if isinstance(value, Mapping) else [("", value)]:
+            for item in part[1] if isinstance(part[1], list | tuple) else [part[1]]:
+                pixels = item.tobytes() if hasattr(item, "tobytes") else repr(item).encode()
+                digest.update(f"{part[0]} {type(item).__name__} {len(pixels)} ".encode() + pixels)
     return digest.hexdigest()[:16]
 
 

@@ -55,6 +55,8 @@ def sample_records(
     for name, column in _FACTS.items():
         if column in batch.non_tensor_batch:
             columns[name] = batch.non_tensor_batch[column].tolist()
+    if "rollout_versions" in batch:  # of each token, where weights changed under a response
+        columns["versions"] = [row.tolist() for row in batch.ragged("rollout_versions").rows()]
     columns |= {name: [_plain(value) for value in batch.non_tensor_batch[name]] for name in extra}
     rows = [dict(zip(columns, cells, strict=True)) for cells in zip(*columns.values(), strict=True)]
     number = {uid: i for i, uid in enumerate(dict.fromkeys(columns["uid"]))}

@@ -1,6 +1,7 @@
 """Prompts for reinforcement learning: rows of a data file to left-padded token ids (row 0 of a step's data flow).
 
-Knows tokenizers and rows; nothing of rewards or batches. Text only: images and videos are refused by name.
+Knows tokenizers and rows; nothing of rewards or batches. Images are ``vision_utils``' matter; videos are refused by
+name.
 """
 
 import logging
@@ -19,6 +20,16 @@ import torch
 from torch.utils.data import Dataset
 
 from verl.utils.dataset.table import DataError, RowTable
+from verl.utils.dataset.vision_utils import (
+    EncodedPrompt,
+    ImagePrompts,
+    count_image_parts,
+    open_image,
+    placeholder_mismatch,
+    process_image,
+    uneven_image_rows,
+    with_image_parts,
+)
 from verl.utils.fs import copy_to_local
 
 if TYPE_CHECKING:
@@ -73,6 +84,16 @@ class RLHFDataset(Dataset):
     - ``raw_prompt`` (the messages) with ``return_raw_chat``, ``full_prompts`` (the text) with ``return_full_prompt``;
     - every other column of the row. The prompt, image and video columns are consumed.
 
+    A row whose ``image_key`` column holds images shows them where its messages say ``<image>``, in order. For the rows
+    of files with that column there are, beside the above:
+
+    - ``input_ids``, ``attention_mask``, ``position_ids`` with as many placeholder tokens an image as it has features;
+      positions count tokens (a model's own positions in two or three dimensions are made where it runs);
+      ``raw_prompt_ids`` with one placeholder token an image, as rollout engines want it;
+    - ``multi_modal_data``: ``{"image": [PIL images]}``, empty for a row without;
+    - ``multi_modal_inputs``, with ``return_multi_modal_inputs``: the processor's tensors (``pixel_values``,
+      ``image_grid_thw``, ...), empty for a row without.
+
     A prompt is a list of ``{role, content}`` messages, or a plain string: then it is one user message, or, if the
     tokenizer has no chat template, the text itself.
 
@@ -83,12 +104,12 @@ class RLHFDataset(Dataset):
         data_files: a path or a list of them; ``~``, relative and ``hdfs://`` paths are fine.
         tokenizer: a Hugging Face tokenizer.
         config: the ``data`` section, or any mapping with some of its keys.
-        processor: kept for subclasses; not used for text.
+        processor: of a vision-language model; rows with images need it.
 
     Raises:
         FileNotFoundError: a data file is missing.
         DataError: a column is missing or a row cannot be used; names file and row.
-        NotImplementedError: a row has images or videos.
+        NotImplementedError: a row has videos.
     """
 
     def __init__(
@@ -111,6 +132,8 @@ class RLHFDataset(Dataset):
         self.truncation = config.get("truncation", "error")
         self.return_raw_chat = config.get("return_raw_chat", False)
         self.return_full_prompt = config.get("return_full_prompt", False)
+        self.return_multi_modal_inputs = config.get("return_multi_modal_inputs", True)
+        self.image_prompts = ImagePrompts(processor) if hasattr(processor, "image_processor") else None
         self.filter_overlong_prompts = config.get("filter_overlong_prompts", False)
         self.num_workers = max(1, config.get("filter_overlong_prompts_workers", 1) or 1)
         self.need_tools_kwargs = config.get("need_tools_kwargs", False)
@@ -141,13 +164,17 @@ class RLHFDataset(Dataset):
     def _check_rows(self) -> None:
         """Find the rows that cannot be used now, column by column, and not in the middle of a training."""
         for table, path in zip(self.dataframe.tables, self.dataframe.names, strict=True):
-            for key, option in ((self.image_key, "data.image_key"), (self.video_key, "data.video_key")):
-                rows = _rows_with_items(table[key]) if key in table.column_names else []
-                if len(rows):
-                    raise NotImplementedError(
-                        f"{path}, row {rows[0]} has {key!r} ({option}): images and videos are not supported yet. "
-                        f"Leave out the {len(rows)} rows that have them, or name another column with {option}."
-                    )
+            if len(rows := _rows_with_items(table, self.video_key)):
+                raise NotImplementedError(
+                    f"{path}, row {rows[0]} has {self.video_key!r} (data.video_key): videos are not supported yet. "
+                    f"Leave out the {len(rows)} rows that have them, or name another column with data.video_key."
+                )
+            if self.image_prompts is None and len(rows := _rows_with_items(table, self.image_key)):
+                raise DataError(
+                    f"{path}, row {rows[0]} has {self.image_key!r} (data.image_key), and the model has no image "
+                    f"processor. Use a vision-language model, leave out the {len(rows)} rows that have images, or name "
+                    "another column with data.image_key."
+                )
             bad = _bad_prompt_rows(table[self.prompt_key], path, self.prompt_key) if self._reads_prompt_column() else []
             if len(bad):
                 shown = ", ".join(map(str, bad[:5])) + (", ..." if len(bad) > 5 else "")
@@ -155,24 +182,29 @@ class RLHFDataset(Dataset):
                     f"{path}: the {self.prompt_key!r} of {len(bad)} of {table.num_rows} rows is empty or has a message "
                     f"without role or content: row {shown} (from 0). Correct or remove these rows."
                 )
+            if self._reads_prompt_column() and self.image_key in table.column_names and self.image_prompts:
+                for row, shown, held in uneven_image_rows(table[self.prompt_key], table[self.image_key]):
+                    raise DataError(placeholder_mismatch(f"{path}, row {row}", shown, held, self.image_key))
 
     def maybe_filter_out_long_prompts(self, dataframe: Any = None) -> Any:
         """Without ``filter_overlong_prompts`` the rows as they are, else those of at most ``max_prompt_length`` tokens.
 
-        The token ids are kept, so that no prompt is tokenized twice.
+        The token ids are kept, so that no prompt is tokenized twice; those of prompts with images are made anew with
+        their images.
         """
         dataframe = self.dataframe if dataframe is None else dataframe
         if not self.filter_overlong_prompts:
             return dataframe
-        tokens = self._tokenize_all(dataframe)
-        keep = np.flatnonzero(tokens.lengths <= self.max_prompt_length)
+        tokens = None if self._has_images() else self._tokenize_all(dataframe)
+        lengths = self._measure_all(dataframe) if tokens is None else tokens.lengths
+        keep = np.flatnonzero(lengths <= self.max_prompt_length)
         logger.info("%d of %d prompts have at most %d tokens", len(keep), len(dataframe), self.max_prompt_length)
         if len(keep) == 0 and len(dataframe):
             raise DataError(
                 f"data.filter_overlong_prompts=True leaves none of {len(dataframe)} prompts: the shortest has "
-                f"{tokens.lengths.min()} tokens and data.max_prompt_length={self.max_prompt_length}. Raise the latter."
+                f"{lengths.min()} tokens and data.max_prompt_length={self.max_prompt_length}. Raise the latter."
             )
-        self._token_ids = tokens.select(keep)
+        self._token_ids = None if tokens is None else tokens.select(keep)
         return dataframe if len(keep) == len(dataframe) else dataframe.select(keep)
 
     def find_overlong(self) -> list[tuple[str, int]]:
@@ -182,6 +214,9 @@ class RLHFDataset(Dataset):
         """
         if self._token_ids is not None:
             return []
+        if self._has_images():
+            found = [] if self.filter_overlong_prompts else enumerate(self._measure_all(self.dataframe).tolist())
+            return [(self._where(item), length) for item, length in found if length > self.max_prompt_length]
         margin = 8  # the few special tokens a tokenizer without a chat template adds
         texts = ((item, text) for block in self._blocks() for item, text in zip(block, self._texts(block), strict=True))
         doubtful = [(item, text) for item, text in texts if len(text.encode()) > self.max_prompt_length - margin]
@@ -197,24 +232,27 @@ class RLHFDataset(Dataset):
 
     def __getitem__(self, item: int) -> dict[str, Any]:
         row = dict(self.dataframe[item])
-        prompt = self._messages(row, item)
+        prompt, images = self._messages(row, item), self._images(row, item, process_image)
+        self._check_placeholders(prompt, images, item)
         for key in (self.prompt_key, self.image_key, self.video_key):
             row.pop(key, None)
 
         text = None
         if self._token_ids is None or self.return_full_prompt:
             text = self._prompt_text(prompt, item)
-        ids = self._encode([text])[0] if self._token_ids is None else self._token_ids[item]
-        if self.truncation == "error" and len(ids) > self.max_prompt_length:
-            raise DataError(
-                f"{self._where(item)}: the prompt has {len(ids)} tokens, more than "
-                f"data.max_prompt_length={self.max_prompt_length}. Raise it, or set data.filter_overlong_prompts=True "
-                "to leave such rows out, or data.truncation to left, right or middle to cut them."
-            )
-        ids = truncate(ids, self.max_prompt_length, self.truncation)
+        if images:
+            encoded = self._encode_with_images(text, images, item)
+        else:
+            ids = self._encode([text])[0] if self._token_ids is None else self._token_ids[item]
+            encoded = EncodedPrompt(ids, ids, {})
+        encoded = self._fitted(encoded, item)
 
-        row.update(self._left_padded(ids))
-        row["raw_prompt_ids"] = ids
+        row.update(self._left_padded(encoded.ids))
+        row["raw_prompt_ids"] = encoded.engine_ids
+        if images is not None:
+            row["multi_modal_data"] = {"image": images} if images else {}
+            if self.return_multi_modal_inputs:
+                row["multi_modal_inputs"] = encoded.inputs
         if self.return_raw_chat:
             row["raw_prompt"] = prompt
         if self.return_full_prompt:
@@ -228,6 +266,76 @@ class RLHFDataset(Dataset):
             logger.warning("%s needs tools_kwargs and has none", self._where(item))
         return row
 
+    def _fitted(self, prompt: EncodedPrompt, item: int) -> EncodedPrompt:
+        """The prompt, cut to ``max_prompt_length`` as ``data.truncation`` says; an image is never cut."""
+        length = len(prompt.ids)
+        if length <= self.max_prompt_length:
+            return prompt
+        if self.truncation == "error":
+            raise DataError(
+                f"{self._where(item)}: the prompt has {length} tokens, more than "
+                f"data.max_prompt_length={self.max_prompt_length}. Raise it, or set data.filter_overlong_prompts=True "
+                "to leave such rows out, or data.truncation to left, right or middle to cut them."
+            )
+        if not prompt.inputs:
+            ids = truncate(prompt.ids, self.max_prompt_length, self.truncation)
+            return EncodedPrompt(ids, ids, {})
+        try:
+            return self.image_prompts.truncate(
+                prompt, truncate(list(range(length)), self.max_prompt_length, self.truncation)
+            )
+        except ValueError as error:
+            raise DataError(
+                f"{self._where(item)}: data.truncation={self.truncation} cannot cut this prompt of {length} tokens to "
+                f"data.max_prompt_length={self.max_prompt_length}: {error}. Raise the length, set "
+                "data.filter_overlong_prompts=True, or give smaller images."
+            ) from error
+
+    # images ----------------------------------------------------------------------------------------------------
+
+    def _has_images(self) -> bool:
+        """Whether some file has the image column, and the model takes images."""
+        return self.image_prompts is not None and self.image_key in getattr(self.dataframe, "column_names", ())
+
+    def _images(self, row: Mapping[str, Any], item: int, read: Any) -> list[Any] | None:
+        """The images of a row, each through ``read``; None for a row of a file without the image column."""
+        if not self._shows_images(row):
+            return None
+        images = row[self.image_key]
+        images = [] if images is None else list(images) if isinstance(images, (list, tuple, np.ndarray)) else [images]
+        try:
+            return [read(image) for image in images]
+        except ValueError as error:
+            raise DataError(f"{self._where(item)}: {error} ({self.image_key!r}, data.image_key).") from error
+
+    def _check_placeholders(self, prompt: Any, images: Sequence[Any] | None, item: int) -> None:
+        shown = 0 if images is None or isinstance(prompt, str) else count_image_parts(prompt)
+        if images is not None and shown != len(images):
+            raise DataError(placeholder_mismatch(self._where(item), shown, len(images), self.image_key))
+
+    def _encode_with_images(self, text: str, images: list[Any], item: int) -> EncodedPrompt:
+        try:
+            return self.image_prompts.encode(text, images)
+        except ValueError as error:
+            raise DataError(f"{self._where(item)}: {error}.") from error
+
+    def _measure_all(self, dataframe: Any) -> np.ndarray:
+        """Tokens of every prompt, those of its images included."""
+        self.dataframe = dataframe
+        return np.concatenate([np.zeros(0, np.int64), *self._for_all_blocks("_measure_block")])
+
+    def _measure_block(self, block: range) -> np.ndarray:
+        with _one_thread_per_process():
+            return np.array([self._measure(dict(self.dataframe[item]), item) for item in block], dtype=np.int64)
+
+    def _measure(self, row: dict[str, Any], item: int) -> int:
+        prompt, images = self._messages(row, item), self._images(row, item, open_image)
+        self._check_placeholders(prompt, images, item)
+        text = self._prompt_text(prompt, item)
+        return self.image_prompts.num_tokens(text, images) if images else len(self._encode([text])[0])
+
+    # texts -----------------------------------------------------------------------------------------------------
+
     def _build_messages(self, example: dict[str, Any]) -> list[dict[str, Any]] | str:
         """The prompt of a row: messages, or a plain text."""
         return example[self.prompt_key]
@@ -239,14 +347,20 @@ class RLHFDataset(Dataset):
         except KeyError as error:
             raise DataError(f"{self._where(item)} has no {error}; its columns are {', '.join(row)}.") from error
         if isinstance(prompt, str):
-            return [{"role": "user", "content": prompt}] if self.tokenizer.chat_template else prompt
+            if not self.tokenizer.chat_template:
+                return prompt
+            prompt = [{"role": "user", "content": prompt}]
         if isinstance(prompt, (list, tuple, np.ndarray)) and len(prompt):
             # Parquet gives every message of a column the same fields: those a message does not use are null.
-            return [{key: value for key, value in message.items() if value is not None} for message in prompt]
+            messages = [{key: value for key, value in message.items() if value is not None} for message in prompt]
+            return with_image_parts(messages) if self._shows_images(row) else messages
         raise DataError(
             f"{self._where(item)}: {self.prompt_key!r} is {prompt!r}; a prompt is a text or a non-empty list of "
             "{role, content} messages."
         )
+
+    def _shows_images(self, row: Mapping[str, Any]) -> bool:
+        return self.image_prompts is not None and self.image_key in row
 
     def _prompt_text(self, prompt: list[dict[str, Any]] | str, item: int) -> str:
         if isinstance(prompt, str):
@@ -292,14 +406,18 @@ class RLHFDataset(Dataset):
     def _tokenize_all(self, dataframe: Any) -> "_TokenIds":
         """Token ids of every prompt, tokenized in ``filter_overlong_prompts_workers`` processes."""
         self.dataframe = dataframe
+        return _TokenIds.join(self._for_all_blocks("_tokenize_block"))
+
+    def _for_all_blocks(self, method: str) -> list[Any]:
+        """What ``method`` makes of each block of rows, in ``filter_overlong_prompts_workers`` processes."""
         blocks = self._blocks()
         workers = min(self.num_workers, len(blocks))
         if workers <= 1:
-            return _TokenIds.join([self._tokenize_block(block) for block in blocks])
+            return [getattr(self, method)(block) for block in blocks]
         # With fork the rows reach the children without being copied or pickled.
         fork = multiprocessing.get_context("fork")
-        with ProcessPoolExecutor(workers, fork, _BlockTokenizer.adopt, (self,)) as pool:
-            return _TokenIds.join(list(pool.map(_BlockTokenizer.run, blocks)))
+        with ProcessPoolExecutor(workers, fork, _BlockWorker.adopt, (self,)) as pool:
+            return list(pool.map(_BlockWorker.run, [method] * len(blocks), blocks))
 
     def _tokenize_block(self, block: range) -> "_TokenIds":
         with _one_thread_per_process():
@@ -363,8 +481,8 @@ class _TokenIds:
         return _TokenIds(self.flat[np.repeat(mask, self.lengths)], self.lengths[mask])
 
 
-class _BlockTokenizer:
-    """The dataset a forked tokenizing process works for."""
+class _BlockWorker:
+    """The dataset a forked process tokenizes or measures for."""
 
     dataset: RLHFDataset
 
@@ -373,8 +491,8 @@ class _BlockTokenizer:
         cls.dataset = dataset
 
     @classmethod
-    def run(cls, block: range) -> _TokenIds:
-        return cls.dataset._tokenize_block(block)
+    def run(cls, method: str, block: range) -> Any:
+        return getattr(cls.dataset, method)(block)
 
 
 class _one_thread_per_process:
@@ -395,9 +513,11 @@ def _flat(column: pa.ChunkedArray) -> pa.Array:
     return column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
 
 
-def _rows_with_items(column: pa.ChunkedArray) -> np.ndarray:
+def _rows_with_items(table: pa.Table, name: str) -> np.ndarray:
     """Rows of a list column that hold at least one item; of any other column: that are not null."""
-    column = _flat(column)
+    if name not in table.column_names:
+        return np.zeros(0, np.int64)
+    column = _flat(table[name])
     filled = pc.is_valid(column)
     if pa.types.is_list(column.type) or pa.types.is_large_list(column.type):
         filled = pc.fill_null(pc.greater(pc.list_value_length(column), 0), False)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from verl.utils.py_functional import nearest_name
-from verl.utils.reward_score import arithmetic, digits, gsm8k
+from verl.utils.reward_score import arithmetic, brightness, digits, gsm8k
 
 __all__ = ["default_compute_score", "known_data_sources"]
 
@@ -19,6 +19,7 @@ _SCORERS: dict[str, Callable[[str, Any], float | dict]] = {
     "arithmetic/mul1": arithmetic.compute_score,
     "arithmetic/max3": arithmetic.compute_score,
     "arithmetic/even": arithmetic.compute_score,
+    "brightness": brightness.compute_score,
     "digits": digits.compute_score,
 }
 

@@ -10,6 +10,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from enum import Flag, auto
 from typing import Any, NamedTuple
 
@@ -20,6 +21,14 @@ from torch import Tensor, nn
 from verl.algorithms.losses import TokenOutputs
 from verl.models.attention import use_short_attention
 from verl.models.loader import ModelSpec, source_dtype
+from verl.models.multimodal import (
+    check_placeholders,
+    image_token,
+    is_vision_language,
+    modality_tokens,
+    smallest_image,
+    vision_positions,
+)
 from verl.models.recompute import Recompute
 from verl.models.token_outputs import Head, TokenScores, probe_head, value_layer
 from verl.models.weight_names import checkpoint_tensors, tied_duplicates
@@ -28,7 +37,7 @@ from verl.utils.checkpoint.random_state import random_state, set_random_state
 from verl.utils.distributed import all_gather_objects, all_reduce_numbers
 from verl.utils.micro_batching import WHOLE, MicroBatching
 from verl.utils.seqlen_balancing import plan_micro_batches
-from verl.workers.engine.micro_batch import Cut, MicroBatch, cut_batch, row_lengths
+from verl.workers.engine.micro_batch import Cut, MicroBatch, cut_batch, row_lengths, vision_rows
 from verl.workers.engine.optim import build_optimizer, build_schedule, load_optimizer_state, optimizer_state
 
 logger = logging.getLogger(__name__)
@@ -115,7 +124,8 @@ class Engine(ABC):
         """Score every response token, without gradients.
 
         Args:
-            data: ``input_ids``, ``attention_mask``, ``responses`` and, if they do not count from 0, ``position_ids``.
+            data: ``input_ids``, ``attention_mask``, ``responses`` and, if they do not count from 0, ``position_ids``;
+                ``multi_modal_inputs`` if rows have images.
             split: how to cut the rows; changes memory and time only.
             temperature: logits are divided by it, as they were when sampling.
 
@@ -308,7 +318,9 @@ class Engine(ABC):
             value_layer(self.module)
             self.head = Head("value")
         else:
-            self.head = probe_head(self.module, self.device, compiled)
+            self.head = replace(
+                probe_head(self.module, self.device, compiled), never=modality_tokens(self.model_config)
+            )
 
     def _check_want(self, want: Want) -> None:
         able = Want.VALUES if self.spec.head == "value" else Want.LOG_PROBS | Want.ENTROPY | Want.SUM_PI_SQUARED
@@ -323,12 +335,30 @@ class Engine(ABC):
         """
         lengths, best = row_lengths(data), BEST_TOKENS.get(self.device.type)
         groups = plan_micro_batches(lengths, split, best_tokens=best)
-        agreed = int(self._reduce([len(groups)], "max")[0])
+        agreed, with_images = map(int, self._reduce([len(groups), self._has_images(data)], "max"))
         if agreed > len(groups):
             groups = plan_micro_batches(lengths, split, agreed, best)
         cut = cut_batch(data, groups, reads, self.device)
+        if with_images and self.topology.world_size > 1:
+            self._show_an_image_to_all(cut)
         cut.micro_batches.extend(cut.micro_batches[-1:] * (agreed - len(groups)))
         return cut, len(groups)
+
+    def _has_images(self, data: DataProto) -> bool:
+        """Whether some row has images; for a model that sees, also checks that each row's are those it speaks of."""
+        rows = vision_rows(data)
+        if is_vision_language(self.model_config):
+            check_placeholders(self.model_config, data.ragged("input_ids").rows(), rows)
+        elif any(rows):
+            raise ValueError(f"the batch has images, and {type(self.module).__name__} is a model of text only")
+        return any(rows)
+
+    def _show_an_image_to_all(self, cut: Cut) -> None:
+        """Give micro-batches without images a dummy: all ranks gather the vision tower's weights together."""
+        for number, micro in enumerate(cut.micro_batches):
+            if not micro.vision_inputs:
+                config = self.model_config
+                cut.micro_batches[number] = micro.with_dummy_row(image_token(config), smallest_image(config))
 
     def _with_selected_tokens(
         self, data: DataProto, loss: LossFn, split: MicroBatching, temperature: float
@@ -351,15 +381,20 @@ class Engine(ABC):
     def _score(
         self, micro: MicroBatch, temperature: float, want_entropy: bool, want_squares: bool = False
     ) -> TokenScores:
+        positions = micro.position_ids
+        if micro.vision_inputs:
+            seen, _ = vision_positions(self.module, micro.input_ids, micro.vision_inputs)
+            positions = positions if seen is None else seen
         return self.module.token_outputs(
             micro.input_ids,
-            micro.position_ids,
+            positions,
             micro.cells,
             micro.targets,
             self.head,
             temperature,
             want_entropy,
             want_squares,
+            micro.vision_inputs,
         )
 
     def _backward(

@@ -1,17 +1,18 @@
 """Rows of a batch laid side by side for one forward pass.
 
 Rows are right padded to the longest among them; only the positions that predict response tokens are read. Knows
-columns and lengths, not models.
+columns and lengths, and passes image tensors on; not models.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
+from verl.models.multimodal import collate_vision_inputs
 from verl.protocol import DataProto
 from verl.utils.ragged import Layout, Ragged, select_columns, slice_columns
 from verl.utils.seqlen_balancing import inverse_permutation
@@ -35,6 +36,8 @@ class MicroBatch:
     """(b, r); r is at least 1."""
     columns: Mapping[str, Tensor]
     """What the loss reads, each (b, r) or, for columns of one value a row, (b, ...)."""
+    vision_inputs: Mapping[str, Tensor] = field(default_factory=dict)
+    """Image tensors of all rows, joined in their order; empty where no row has an image."""
 
     def to(self, device: torch.device | str) -> MicroBatch:
         """The same on another device."""
@@ -47,6 +50,19 @@ class MicroBatch:
             slots=self.slots.to(device),
             shape=self.shape,
             columns={name: column.to(device) for name, column in self.columns.items()},
+            vision_inputs={name: tensor.to(device) for name, tensor in self.vision_inputs.items()},
+        )
+
+    def with_dummy_row(self, token: int, vision_inputs: Mapping[str, Tensor]) -> MicroBatch:
+        """One row more, of an image of one ``token``, which no cell reads."""
+        row = self.input_ids.new_zeros(1, self.input_ids.shape[1])
+        row[0, 0] = token
+        positions = self.position_ids
+        return replace(
+            self,
+            input_ids=torch.cat([self.input_ids, row]),
+            position_ids=None if positions is None else torch.cat([positions, positions.new_zeros(1, row.shape[1])]),
+            vision_inputs={name: tensor.to(row.device) for name, tensor in vision_inputs.items()},
         )
 
     def tight(self, flat: Tensor | None) -> Tensor | None:
@@ -73,6 +89,16 @@ class Cut:
         return Ragged(joined.select(inverse_permutation(self.order)).values, self.response)
 
 
+VISION_COLUMN = "multi_modal_inputs"
+"""Object column: of each row what the model's processor made of its images, a dict of tensors, or nothing."""
+
+
+def vision_rows(data: DataProto) -> list[Mapping[str, Tensor] | None]:
+    """The image tensors of each row; None for a row without images."""
+    rows = data.non_tensor_batch.get(VISION_COLUMN)
+    return [None] * len(data) if rows is None else [row or None for row in rows]
+
+
 def row_lengths(data: DataProto) -> list[int]:
     """Real tokens of each row, prompt and response."""
     return data.ragged("input_ids").layout.lengths.tolist()
@@ -84,7 +110,8 @@ def cut_batch(
     """Lay out the micro-batches that ``groups`` of row numbers name.
 
     Args:
-        data: ``input_ids`` and ``responses``, packed or padded; ``position_ids`` if they do not count from 0.
+        data: ``input_ids`` and ``responses``, packed or padded; ``position_ids`` if they do not count from 0;
+            ``multi_modal_inputs`` if rows have images.
         groups: row numbers of each micro-batch, from ``plan_micro_batches``; every row once.
         reads: columns to hand to the loss; those that ``data`` has not are left out.
 
@@ -92,6 +119,7 @@ def cut_batch(
         ValueError: if a response begins a row, so that nothing stands before it to predict it from.
     """
     names = [name for name in dict.fromkeys(reads) if name in data]
+    vision = vision_rows(data)
     data = data.packed()
     ids, responses = data.ragged("input_ids"), data.ragged("responses")
     order = torch.tensor([row for group in groups for row in group])
@@ -114,7 +142,8 @@ def cut_batch(
     for last in torch.tensor([len(group) for group in groups]).cumsum(0).tolist():
         part = slice_columns(ragged, first, last)
         columns = {name: _tight(part[name]) if name in part else dense[name][first:last] for name in names}
-        micro_batches.append(_micro_batch(part, before[first:last], columns).to(device))
+        images = collate_vision_inputs([vision[row] for row in order[first:last].tolist()])
+        micro_batches.append(replace(_micro_batch(part, before[first:last], columns), vision_inputs=images).to(device))
         first = last
     return Cut(micro_batches, order, responses.layout)
 

@@ -5,6 +5,7 @@ It knows no tokenizer, no DataProto, no reward and no training engine; it knows 
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -37,9 +38,10 @@ class RequestsRunningError(RuntimeError):
 class SamplingParams:
     """How the tokens of one response are drawn.
 
-    The distribution is softmax(logits / temperature), cut first to the ``top_k`` likeliest tokens and then to the
-    smallest set of likeliest tokens that holds ``top_p`` of what is left; tokens as likely as the last one kept
-    stay too. ``do_sample=False`` and ``temperature=0`` both mean: always the likeliest token.
+    Bans, biases and penalties change the logits. The distribution is softmax(logits / temperature), cut first by
+    ``min_p``, then to the ``top_k`` likeliest tokens, and then to the smallest set of likeliest tokens that holds
+    ``top_p`` of what is left; tokens as likely as the last one kept stay too. ``do_sample=False`` and
+    ``temperature=0`` both mean: always the likeliest token, after bans, biases and penalties.
     """
 
     max_tokens: int
@@ -64,6 +66,8 @@ class SamplingParams:
     """Tokens that are never drawn, such as the placeholders of images."""
     first_token_temperature: float | None = None
     """Temperature of the first token; None: ``temperature``. Source: FIRE, Chen et al. 2024 (arXiv:2410.21236)."""
+    first_token_top_k: int = -1
+    """``top_k`` of the first token where its temperature is its own; -1 and 0: ``top_k``."""
     extra: Mapping[str, Any] = field(default_factory=dict, hash=False)
     """Sampling parameters by the engine's own names, handed to it untouched; an engine refuses one it lacks."""
     want_log_probs: bool = False
@@ -78,6 +82,16 @@ class SamplingParams:
             raise ValueError(f"top_p={self.top_p} must lie in (0, 1]. Use 1 to keep every token.")
         if self.top_k < -1:
             raise ValueError(f"top_k={self.top_k} must be positive. Use -1 to keep every token.")
+        if not 0 <= self.min_p <= 1:
+            raise ValueError(f"min_p={self.min_p} must lie in [0, 1]. Use 0 to keep every token.")
+        if not 0 < self.repetition_penalty < math.inf:
+            raise ValueError(f"repetition_penalty={self.repetition_penalty} must be positive. Use 1 for none.")
+        if self.first_token_temperature is not None and not self.first_token_temperature > 0:
+            raise ValueError(
+                f"first_token_temperature={self.first_token_temperature} must be positive. Use None for temperature."
+            )
+        if not all(self.stop):
+            raise ValueError(f"stop={list(self.stop)}: an empty text would end every response. Leave it out.")
 
     @property
     def is_greedy(self) -> bool:
@@ -135,7 +149,11 @@ class RolloutEngine(ABC):
     """``actor_rollout_ref.rollout``."""
 
     tensor_parallel_size: int = 1
-    """Neighbouring ranks that share one copy of the engine: they make every call together, with equal arguments."""
+    """Neighbouring ranks that share one copy of the engine, stages of its pipeline included: they make every call
+    together, with equal arguments."""
+
+    never_drawn: tuple[int, ...] = ()
+    """Tokens no response may hold, whatever its sampling says: a model's placeholders of images."""
 
     def __init__(self) -> None:
         self._tickets = count()
@@ -221,6 +239,14 @@ class RolloutEngine(ABC):
     def num_running(self) -> int:
         """Requests submitted and not ended."""
         return len(self._waiting)
+
+    def check_sampling(self, sampling: SamplingParams) -> None:
+        """Refuse, at the start of a run, sampling that this engine cannot do exactly as asked.
+
+        Raises:
+            ValueError: names the setting.
+        """
+        del sampling  # anything goes, unless an engine says otherwise
 
     def invalidate(self) -> None:
         """Declare the weights untrusted: `generate` refuses until the next good sync."""

@@ -8,8 +8,9 @@ from __future__ import annotations
 import asyncio
 import heapq
 import logging
+import time
 import uuid
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
@@ -19,11 +20,13 @@ import aiohttp
 
 from verl.workers.rollout.base import Completion, Request
 from verl.workers.rollout.messages import completion_from_json, request_to_json
+from verl.workers.rollout.occupancy import Span
 from verl.workers.rollout.open_files import allow_many_connections
 
 logger = logging.getLogger(__name__)
 
 _SESSIONS = 100_000  # conversations whose server is remembered
+_SPANS = 1_000_000  # requests whose times are kept for whoever measures
 _SHOWN = 4
 
 
@@ -44,6 +47,7 @@ class _Server:
 class _Waiting:
     urgency: int
     arrival: int
+    request_id: str = field(compare=False)
     session: str | None = field(compare=False)
     turn: asyncio.Future = field(compare=False)
 
@@ -75,6 +79,18 @@ class RolloutClient:
         self._arrivals = count()
         self._home: OrderedDict[str, _Server] = OrderedDict()
         self._http: aiohttp.ClientSession | None = None
+        self._spans: deque[Span] = deque(maxlen=_SPANS)
+
+    @property
+    def num_servers(self) -> int:
+        """Servers there are."""
+        return len(self._servers)
+
+    def take_spans(self) -> list[Span]:
+        """When the requests that ended since the last call were asked, sent and answered, and where."""
+        spans = list(self._spans)
+        self._spans.clear()
+        return spans
 
     @property
     def num_running(self) -> int:
@@ -105,10 +121,11 @@ class RolloutClient:
             ValueError: the server cannot draw this request; says why.
             RolloutServerError: the server is gone or its engine failed.
         """
-        request_id = request_id or uuid.uuid4().hex
-        server = await self._turn(session, priority)
+        request_id, asked = request_id or uuid.uuid4().hex, time.monotonic()
+        server = await self._turn(request_id, session, priority)
         if server is None:  # aborted while it waited
             return Completion([], [] if request.sampling.want_log_probs else None, "abort")
+        started = time.monotonic()
         try:
             if any(request_id in other.running for other in self._servers):
                 raise ValueError(f"request_id={request_id!r} is in use by a running request. Give each its own.")
@@ -119,17 +136,20 @@ class RolloutClient:
                 del server.running[request_id]
         finally:
             self._leave(server)
+            self._spans.append(Span(server.address, asked, started, time.monotonic()))
         return completion_from_json(body)
 
     async def abort(self, request_ids: Iterable[str] | None = None) -> None:
         """End these requests, or all that are under way or wait: their `generate` returns what they had drawn."""
         if request_ids is None:
-            waiting, self._waiting = self._waiting, []
-            for item in waiting:
-                if not item.turn.done():
-                    item.turn.set_result(None)
-            request_ids = [request_id for server in self._servers for request_id in server.running]
+            waiting = [item.request_id for item in self._waiting]
+            request_ids = [*waiting, *(request_id for server in self._servers for request_id in server.running)]
         wanted = set(request_ids)
+        for item in self._waiting:
+            if item.request_id in wanted and not item.turn.done():
+                item.turn.set_result(None)
+        self._waiting = [item for item in self._waiting if not item.turn.done()]
+        heapq.heapify(self._waiting)
         by_server = [(server, sorted(wanted & server.running.keys())) for server in self._live()]
         await asyncio.gather(*(self._post(s, "/abort", {"request_ids": ids}) for s, ids in by_server if ids))
 
@@ -145,10 +165,10 @@ class RolloutClient:
 
     # -- whose turn it is ----------------------------------------------------------------------------------------------
 
-    async def _turn(self, session: str | None, priority: int) -> _Server | None:
+    async def _turn(self, request_id: str, session: str | None, priority: int) -> _Server | None:
         """Wait for a place at a server; None if `abort` came first."""
         turn: asyncio.Future[_Server | None] = asyncio.get_running_loop().create_future()
-        heapq.heappush(self._waiting, _Waiting(-priority, next(self._arrivals), session, turn))
+        heapq.heappush(self._waiting, _Waiting(-priority, next(self._arrivals), request_id, session, turn))
         self._release()
         try:
             return await turn

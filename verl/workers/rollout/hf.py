@@ -7,8 +7,9 @@ decoded together and leave the batch when they end.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -16,15 +17,27 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.cache_utils import Cache
 
-from verl.models.loader import ModelSpec, load_config, load_model
+from verl.models.loader import ModelSpec, language_model_class, load_config, load_model
+from verl.models.multimodal import is_vision_language
 from verl.utils.device import empty_cache
+from verl.utils.tokenizer import hf_tokenizer
 from verl.utils.torch_dtypes import PrecisionType
-from verl.workers.rollout.base import Bucket, Completion, Receipt, Request, RolloutEngine, WeightSyncError
+from verl.workers.rollout.base import (
+    Bucket,
+    Completion,
+    Receipt,
+    Request,
+    RolloutEngine,
+    SamplingParams,
+    WeightSyncError,
+)
 from verl.workers.rollout.decode import Decode
 from verl.workers.rollout.host_memory import cache_share, own_storages, return_free_memory
 from verl.workers.rollout.kv_cache import DECODE_ATTENTION, can_join, decode_cache
+from verl.workers.rollout.logit_rules import check_extra
 from verl.workers.rollout.model_limits import cached_bytes_per_token, check_prompt, longest_sequence, stop_tokens
 from verl.workers.rollout.places import checkpoint_places
+from verl.workers.rollout.vision import ImageReader, Prompt, joined_prompts, prompt_of
 from verl.workers.rollout.waves import Wave
 from verl.workers.rollout.weight_sync import checksum, listed
 
@@ -32,7 +45,7 @@ _FIRST_ROOM = 64  # columns reserved for responses at first
 
 
 class HFRollout(RolloutEngine):
-    """Generates with a transformers causal LM.
+    """Generates with a transformers causal LM, one that sees images too.
 
     Args:
         model_path: Hugging Face folder; its config and generation config are read, its weights only if
@@ -42,6 +55,7 @@ class HFRollout(RolloutEngine):
         device: where the copy lives.
         trust_remote_code: run model code that comes with the folder.
         override_config: replaces entries of the model's config.
+        tokenizer_path: folder of the tokenizer, read when a request has stop texts. None: the model's.
     """
 
     def __init__(
@@ -51,10 +65,12 @@ class HFRollout(RolloutEngine):
         device: str | torch.device = "cpu",
         trust_remote_code: bool = False,
         override_config: Mapping[str, Any] | None = None,
+        tokenizer_path: str | None = None,
     ):
         super().__init__()
         self.watch.sees_steps = True
         self.config = config
+        self.tokenizer_path, self.trust_remote_code = tokenizer_path or model_path, trust_remote_code
         self._waves: list[Wave] = []
         self.device = torch.device(device)
         self.dtype = PrecisionType.to_dtype(config.dtype)
@@ -78,6 +94,8 @@ class HFRollout(RolloutEngine):
         # the head sees one column of many: a strided slice, which CPU matrix products would take row by row
         self.model.get_output_embeddings().register_forward_pre_hook(lambda _, inputs: (inputs[0].contiguous(),))
         self._keeps_logits = "logits_to_keep" in inspect.signature(self.model.forward).parameters
+        self._reader = ImageReader(spec.folder, self.model, getattr(config, "limit_images", None), trust_remote_code)
+        self.never_drawn = self._reader.never_drawn
         self._places = checkpoint_places(self.model)
         self._identity = {name: (place.data_ptr(), place.shape) for name, place in self._places.items()}
         storages = {place.untyped_storage().data_ptr(): place.untyped_storage() for place in self._places.values()}
@@ -157,8 +175,18 @@ class HFRollout(RolloutEngine):
 
     # -- generation ----------------------------------------------------------------------------------------------------
 
+    def check_sampling(self, sampling: SamplingParams) -> None:
+        check_extra(sampling)
+
+    @cached_property
+    def decode_text(self) -> Callable[[list[int]], str]:
+        """Token ids to text, special tokens included."""
+        tokenizer = hf_tokenizer(self.tokenizer_path, trust_remote_code=self.trust_remote_code)
+        return partial(tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
     @torch.inference_mode()
     def _generate(self, requests: list[Request]) -> list[Completion]:
+        requests = self._reader.read(requests)
         for request in requests:
             check_prompt(len(request.prompt_ids), self.max_model_len)
         completions: dict[int, Completion] = {}
@@ -193,40 +221,46 @@ class HFRollout(RolloutEngine):
 
     def _start(self, requests: list[Request], tickets: Sequence[int]) -> Wave:
         """Read the prompts of requests that are sorted by their length."""
-        prompts = list(dict.fromkeys(request.prompt_ids for request in requests))
+        prompts = list(dict.fromkeys(map(prompt_of, requests)))
         number = {prompt: index for index, prompt in enumerate(prompts)}
-        owner = torch.tensor([number[request.prompt_ids] for request in requests], device=self.device)
-        width, limits = len(prompts[-1]), [self._limit(request) for request in requests]
+        owner = torch.tensor([number[prompt_of(request)] for request in requests], device=self.device)
+        width, limits = len(prompts[-1].ids), [self._limit(request) for request in requests]
         logits, prefilled = self._prefill(prompts)
         cache = decode_cache(prefilled, owner, width, width + min(max(limits), _FIRST_ROOM))
-        rows = Decode(requests, limits, self.stop_token_ids, self.device)
+        decode = self.decode_text if any(request.sampling.stop for request in requests) else None
+        rows = Decode(requests, limits, self.stop_token_ids, self.device, decode)
         return Wave(cache, rows, tickets, logits[owner], width)
 
-    def _prefill(self, prompts: list[tuple[int, ...]]) -> tuple[Tensor, list[Cache]]:
+    def _prefill(self, prompts: list[Prompt]) -> tuple[Tensor, list[Cache]]:
         """Read each prompt once. Returns the logits after it, (prompts, V), and the caches of the forwards."""
         logits, caches = [], []
         for chunk in self._chunks(prompts):
-            ids, mask = _left_padded(chunk, self.device)
+            ids, mask = _left_padded([prompt.ids for prompt in chunk], self.device)
             cache = DynamicCache(config=self.model.config)
-            logits.append(self._forward(ids, mask, (mask.cumsum(-1) - 1).clamp_(min=0), cache))
+            images, positions = joined_prompts(chunk, ids.shape[1])
+            positions = (mask.cumsum(-1) - 1).clamp_(min=0) if positions is None else positions.to(self.device)
+            logits.append(self._forward(ids, mask, positions, cache, images))
             caches.append(cache)
         return torch.cat(logits), caches
 
-    def _chunks(self, prompts: list[tuple[int, ...]]) -> Iterator[list[tuple[int, ...]]]:
+    def _chunks(self, prompts: list[Prompt]) -> Iterator[list[Prompt]]:
         """Runs of prompts of at most ``max_num_batched_tokens`` cells; a cache that cannot be joined allows one run."""
         limit = self.config.max_num_batched_tokens if can_join(DynamicCache(config=self.model.config)) else float("inf")
         start = 0
         for index in range(1, len(prompts) + 1):
-            if index == len(prompts) or (index + 1 - start) * len(prompts[index]) > limit:
+            if index == len(prompts) or (index + 1 - start) * len(prompts[index].ids) > limit:
                 yield prompts[start:index]
                 start = index
 
-    def _forward(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: Cache) -> Tensor:
+    def _forward(
+        self, ids: Tensor, mask: Tensor, positions: Tensor, cache: Cache, images: Mapping[str, Tensor] | None = None
+    ) -> Tensor:
         """The logits after the last column, (B, V)."""
         self.watch.tick()
         if ids.shape[1] == 1:
             self.watch.gauge(running=len(ids))
         last = {"logits_to_keep": 1} if self._keeps_logits else {}
+        last |= {name: tensor.to(self.device) for name, tensor in (images or {}).items()}
         out = self.model(
             input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True, **last
         )
@@ -235,6 +269,7 @@ class HFRollout(RolloutEngine):
     # -- requests that come and go one by one --------------------------------------------------------------------------
 
     def submit(self, request: Request, expect_version: int) -> int:
+        (request,) = self._reader.read([request])
         check_prompt(len(request.prompt_ids), self.max_model_len)
         return super().submit(request, expect_version)
 
@@ -311,13 +346,17 @@ def _choose_attention(model: nn.Module, wanted: str | None) -> None:
     elif getattr(text, "attn_logit_softcapping", None):
         model.set_attn_implementation("eager")
     elif text._attn_implementation == "sdpa":
-        model.set_attn_implementation(DECODE_ATTENTION)
+        # a vision tower has no cache to read
+        model.set_attn_implementation(
+            {"text_config": DECODE_ATTENTION} if is_vision_language(model.config) else DECODE_ATTENTION
+        )
 
 
 def _without_weights(model_config: Any, dtype: torch.dtype, device: torch.device, trust_remote_code: bool) -> nn.Module:
     """A model with real buffers (rotary frequencies) and parameters of the right size that hold nothing yet."""
     with _parameters_on_meta():
-        model = AutoModelForCausalLM.from_config(model_config, dtype=dtype, trust_remote_code=trust_remote_code)
+        auto_class = language_model_class(model_config) or AutoModelForCausalLM
+        model = auto_class.from_config(model_config, dtype=dtype, trust_remote_code=trust_remote_code)
     buffers = {name: buffer.to(device) for name, buffer in model.named_buffers()}
     model.to_empty(device=device)
     model.tie_weights()

@@ -116,21 +116,27 @@ def covers(parts: Iterable[Cells], numel: int) -> bool:
     return sum(cells.numel for cells in set(parts)) == numel
 
 
-def read_back(parts: list[Part], shape: torch.Size) -> int:
-    """The checksum of a sent tensor of ``shape`` as memory holds it, from parts that cover it."""
+def read_back(parts: list[Part], shape: torch.Size, dtype: torch.dtype) -> int:
+    """The checksum of a sent tensor of ``shape`` as memory holds it, from parts that cover it.
+
+    Memory may hold a wider type than was sent: ``dtype``, in which the values are as they were.
+    """
     first = parts[0].held
     if len(parts) == 1 and first.shape == shape:
-        return checksum(first)
-    whole = first.new_empty(shape)
+        return checksum(first.to(dtype))
+    whole = first.new_empty(shape, dtype=dtype)
     for part in parts:
         whole.as_strided(part.source.shape, part.source.stride, part.source.offset).copy_(part.held)
     return checksum(whole)
 
 
-def sum_of_parts(parts: list[Part], tensor: Tensor | None = None) -> list[int]:
-    """The checksum of each part: as memory holds it, or as it stands in ``tensor`` as it was sent."""
-    if tensor is None:
-        return [checksum(part.held) for part in parts]
+def sum_of_parts(parts: list[Part], dtype: torch.dtype) -> list[int]:
+    """The checksum of each part as memory holds it, in the type that was sent."""
+    return [checksum(part.held.to(dtype)) for part in parts]
+
+
+def sum_of_sources(parts: list[Part], tensor: Tensor) -> list[int]:
+    """The checksum of each part as it stands in ``tensor`` as it was sent."""
     first = tensor.storage_offset()
     return [
         checksum(tensor.as_strided(part.source.shape, part.source.stride, first + part.source.offset)) for part in parts

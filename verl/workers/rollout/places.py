@@ -1,6 +1,7 @@
 """Where in a transformers module each tensor of its checkpoint lives: what a weight sync writes to and reads back.
 
-Mostly a module's own names and tensors; the experts of a mixture are slices of fused tensors.
+Mostly a module's own names and tensors, or other names (vision-language models); the experts of a mixture are slices
+of fused tensors.
 """
 
 from __future__ import annotations
@@ -19,10 +20,12 @@ def checkpoint_places(model: nn.Module) -> dict[str, Tensor]:
     Tied tensors appear under each of their names.
     """
     own = {name: tensor.detach() for name, tensor in model.state_dict(keep_vars=True).items()}
-    shapes = ((name, torch.empty_like(tensor, device="meta")) for name, tensor in own.items())
-    if {name for name, _ in checkpoint_tensors(model, shapes)} == own.keys():
-        return own
-    return _sliced_places(model, own)
+    shapes = {name: torch.empty_like(tensor, device="meta") for name, tensor in own.items()}
+    name_of = {id(shape): name for name, shape in shapes.items()}
+    renamed = {name: name_of.get(id(shape)) for name, shape in checkpoint_tensors(model, shapes.items())}
+    if None in renamed.values():
+        return _sliced_places(model, own)
+    return {name: own[old] for name, old in renamed.items()}
 
 
 def _sliced_places(model: nn.Module, own: dict[str, Tensor]) -> dict[str, Tensor]:

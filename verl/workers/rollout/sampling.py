@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from verl.workers.rollout.base import Request
+from verl.workers.rollout.base import Request, SamplingParams
 
 _CELLS = 1 << 19  # logits handled at once: small enough for a core's cache, large enough to hide call overhead
 _DEVICE_CELLS = 1 << 27
@@ -32,21 +32,26 @@ class Sampler:
         self.want_log_probs = any(s.want_log_probs for s in sampling)
         self.seeds = np.array([request.seed & (1 << 64) - 1 for request in requests], dtype=np.uint64)
         self.greedy = column([s.is_greedy for s in sampling], torch.bool)
-        self.inverse_temperature = column([1.0 if s.is_greedy else 1.0 / s.temperature for s in sampling])
-        self.top_k = column([0 if s.is_greedy else max(s.top_k, 0) for s in sampling], torch.int64)
+        self.inverse_temperature = column([1.0 / _temperature(s) for s in sampling])
+        self.top_k = column([_top_k(s) for s in sampling], torch.int64)
+        self.first_inverse_temperature = column([1.0 / _temperature(s, is_first=True) for s in sampling])
+        self.first_top_k = column([_top_k(s, is_first=True) for s in sampling], torch.int64)
         self.top_p = column([1.0 if s.is_greedy else s.top_p for s in sampling])
+        self.min_p = column([0.0 if s.is_greedy else s.min_p for s in sampling])
         self._note_what_is_needed()
 
     def _note_what_is_needed(self) -> None:
         self.any_greedy, self.all_greedy = bool(self.greedy.any()), bool(self.greedy.all())
         self.any_tempered = bool((self.inverse_temperature != 1).any())
         self.any_top_k, self.any_top_p = bool((self.top_k > 0).any()), bool((self.top_p < 1).any())
+        self.any_min_p = bool((self.min_p > 0).any())
 
     def keep(self, rows: Tensor) -> None:
         """Go on with these rows only."""
         self.seeds = self.seeds[rows.cpu().numpy()]
-        for name in ("greedy", "inverse_temperature", "top_k", "top_p"):
-            setattr(self, name, getattr(self, name)[rows])
+        for name, values in vars(self).items():
+            if torch.is_tensor(values):
+                setattr(self, name, values[rows])
         self._note_what_is_needed()
 
     def draw(self, logits: Tensor, step: int) -> tuple[Tensor, Tensor | None]:
@@ -65,7 +70,7 @@ class Sampler:
         uniform = torch.from_numpy(uniforms(self.seeds, step)[:, None]).to(logits.device)
         cells = _CELLS if logits.device.type == "cpu" else _DEVICE_CELLS
         parts = [
-            self._draw(logits[rows], uniform[rows], rows)
+            self._draw(logits[rows], uniform[rows], rows, is_first=step == 0)
             for rows in _slices(len(logits), max(1, cells // logits.shape[1]))
         ]
         if len(parts) == 1:
@@ -73,19 +78,23 @@ class Sampler:
         tokens, log_probs = zip(*parts, strict=True)
         return torch.cat(tokens), torch.cat(log_probs) if self.want_log_probs else None
 
-    def _draw(self, logits: Tensor, uniform: Tensor, rows: slice) -> tuple[Tensor, Tensor | None]:
+    def _draw(self, logits: Tensor, uniform: Tensor, rows: slice, is_first: bool) -> tuple[Tensor, Tensor | None]:
         logits = logits.float()
         largest = logits.amax(-1, keepdim=True)
         if self.all_greedy and not self.want_log_probs:
             _refuse_non_finite(largest)
             return logits.argmax(-1), None
         scaled = logits - largest
-        if self.any_tempered:
+        if is_first:
+            scaled *= self.first_inverse_temperature[rows]
+        elif self.any_tempered:
             scaled *= self.inverse_temperature[rows]
         likely = logits.argmax(-1, keepdim=True) if self.any_greedy else None
         weights = scaled.exp()
-        if self.any_top_k:
-            cut_to_top_k(weights, self.top_k[rows])
+        if self.any_min_p:  # the likeliest token weighs 1
+            weights.masked_fill_(weights < self.min_p[rows], 0.0)
+        if is_first or self.any_top_k:
+            cut_to_top_k(weights, (self.first_top_k if is_first else self.top_k)[rows])
         if self.any_top_p:
             cut_to_top_p(weights, self.top_p[rows])
         tokens, total = pick(weights, uniform)
@@ -93,6 +102,20 @@ class Sampler:
             tokens = torch.where(self.greedy[rows], likely, tokens)
         log_probs = scaled.gather(-1, tokens) - total.log() if self.want_log_probs else None
         return tokens[:, 0], log_probs[:, 0].float() if log_probs is not None else None
+
+
+def _temperature(sampling: SamplingParams, is_first: bool = False) -> float:
+    if sampling.is_greedy:
+        return 1.0
+    hot = sampling.first_token_temperature if is_first else None
+    return sampling.temperature if hot is None else hot
+
+
+def _top_k(sampling: SamplingParams, is_first: bool = False) -> int:
+    if sampling.is_greedy:
+        return 0
+    is_hot = is_first and sampling.first_token_temperature is not None and sampling.first_token_top_k > 0
+    return max(sampling.first_token_top_k if is_hot else sampling.top_k, 0)
 
 
 def uniforms(seeds: np.ndarray, step: int) -> np.ndarray:
@@ -146,6 +169,8 @@ def cut_to_top_k(weights: Tensor, top_k: Tensor) -> None:
     """Zero, in place, all but each row's ``top_k`` (n, 1) largest weights; ties of the last one stay. 0 keeps all."""
     vocab = weights.shape[1]
     most = min(int(top_k.max()), vocab)
+    if most == 0:
+        return
     largest = weights.topk(most, dim=-1).values
     threshold = largest.gather(-1, (top_k.clamp(max=vocab) - 1).clamp_(min=0))
     weights.masked_fill_((weights < threshold) & (top_k > 0), 0.0)

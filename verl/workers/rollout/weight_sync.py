@@ -54,8 +54,8 @@ def sync_weights(
     sent: dict[str, int] = {}
     rollout.invalidate()
     try:
-        receipt = rollout.update_weights(version, buckets(_summed(named_tensors, dtype, sent), bucket_bytes))
-        _compare(sent, receipt, version)
+        receipt = rollout.update_weights(version, buckets(summed(named_tensors, dtype, sent), bucket_bytes))
+        compare(sent, receipt, version)
     except BaseException:
         rollout.invalidate()
         raise
@@ -126,7 +126,7 @@ def _line_sums(lines: Tensor) -> list[int]:
     return sums
 
 
-def _summed(
+def summed(
     named_tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype, sent: dict[str, int]
 ) -> Iterator[tuple[str, Tensor]]:
     """Cast floating tensors and note in ``sent`` the checksum of everything that passes."""
@@ -138,7 +138,8 @@ def _summed(
         del tensor
 
 
-def _compare(sent: dict[str, int], receipt: Receipt, version: int) -> None:
+def compare(sent: dict[str, int], receipt: Receipt, version: int) -> None:
+    """Raise WeightSyncError, with the names, unless the receipt says exactly what was sent."""
     if receipt.version != version:
         raise WeightSyncError(
             f"Weights of version {version} were sent, but the rollout acknowledged version {receipt.version}."

@@ -1,0 +1,149 @@
+"""What a vision-language model needs beside token ids: image tensors, positions in time, height and width, dummies.
+
+Models are known by what they offer: a ``vision_config``, and ``get_rope_index`` where positions have three dimensions
+(Qwen2-VL and its successors, arXiv:2409.12191). Knows rows of tensors, no batches and no config tree.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_MODALITY_TOKEN = re.compile(r"(image|video|audio|vision|boi|eoi)_?(start|end|begin)?_token_(id|index)")
+_KIND_OF = {1: ("image_token_id", "image_token_index"), 2: ("video_token_id", "video_token_index")}
+
+
+def is_vision_language(config: Any) -> bool:
+    """Whether a Hugging Face config is that of a language model that sees."""
+    return getattr(config, "vision_config", None) is not None and hasattr(config, "text_config")
+
+
+def vision_tower(model: Any) -> Any:
+    """The part of a model that turns pixels into features.
+
+    Raises:
+        ValueError: it has none.
+    """
+    for name in ("visual", "vision_tower", "vision_model"):
+        if (tower := getattr(model.base_model, name, None)) is not None:
+            return tower
+    raise ValueError(
+        f"actor.freeze_vision_tower=true, and {type(model).__name__} has no vision tower. Leave the option false."
+    )
+
+
+def modality_tokens(config: Any) -> tuple[int, ...]:
+    """Tokens that mean an image, video or sound, or its begin or end. A response must hold none: a policy that drew
+    one would make a row whose placeholders and features differ in number.
+    """
+    if not is_vision_language(config):
+        return ()
+    found = {value for name, value in vars(config).items() if _MODALITY_TOKEN.fullmatch(name)}
+    size = config.get_text_config().vocab_size
+    return tuple(sorted(token for token in found if isinstance(token, int) and 0 <= token < size))
+
+
+def collate_vision_inputs(rows: Sequence[Mapping[str, Tensor] | None]) -> dict[str, Tensor]:
+    """The image tensors of some rows as one forward pass takes them: joined along their first dimension, in order.
+
+    Args:
+        rows: of each row what the processor made of its images; empty or None for a row without.
+    """
+    filled = [row for row in rows if row]
+    names = dict.fromkeys(name for row in filled for name in row)
+    return {name: torch.cat([torch.as_tensor(row[name]) for row in filled if name in row]) for name in names}
+
+
+def token_kinds(config: Any, input_ids: Tensor) -> Tensor:
+    """Like ``input_ids``: 1 on the tokens of images, 2 on those of videos, else 0."""
+    kinds = torch.zeros_like(input_ids)
+    for kind, names in _KIND_OF.items():
+        for token in (getattr(config, name, None) for name in names):
+            if token is not None:
+                kinds[input_ids == token] = kind
+    return kinds
+
+
+def vision_positions(model: Any, input_ids: Tensor, inputs: Mapping[str, Tensor], mask: Tensor | None = None) -> Any:
+    """Position ids (3, b, l) of rows with images, and how far each row's text then is ahead of its count, (b,).
+
+    None and None for a model that counts tokens whatever they show.
+
+    Args:
+        model: a transformers model with a head.
+        input_ids: (b, l).
+        inputs: from ``collate_vision_inputs``.
+        mask: (b, l), 1 on real tokens; None: rows begin in their first column.
+    """
+    base = model.base_model
+    if not hasattr(base, "get_rope_index"):
+        return None, None
+    offered = {
+        "mm_token_type_ids": token_kinds(model.config, input_ids),
+        "image_grid_thw": inputs.get("image_grid_thw"),
+        "video_grid_thw": inputs.get("video_grid_thw"),
+        "attention_mask": mask,
+    }
+    known = _arguments(type(base))
+    positions, ahead = base.get_rope_index(input_ids, **{k: v for k, v in offered.items() if k in known})
+    return positions, ahead.flatten()
+
+
+@lru_cache
+def _arguments(model_class: type) -> frozenset[str]:
+    return frozenset(inspect.signature(model_class.get_rope_index).parameters)
+
+
+def smallest_image(config: Any) -> dict[str, Tensor]:
+    """The tensors of a black image of one token, to walk through the vision tower where no row has an image.
+
+    Raises:
+        ValueError: the family's image tensors are not known here.
+    """
+    vision = config.vision_config
+    sizes = [getattr(vision, name, None) for name in ("spatial_merge_size", "temporal_patch_size", "patch_size")]
+    if not all(isinstance(size, int) for size in sizes):
+        raise ValueError(
+            f"a model of type {config.model_type!r} cannot be sharded with images: a rank without images would have to "
+            "show its vision tower a dummy, and its form is not known here. Use strategy=local, or a model of the "
+            "Qwen-VL families"
+        )
+    merge, time, patch = sizes
+    channels = getattr(vision, "in_channels", None) or getattr(vision, "in_chans", 3)
+    return {
+        "pixel_values": torch.zeros(merge * merge, channels * time * patch * patch),
+        "image_grid_thw": torch.tensor([[1, merge, merge]]),
+    }
+
+
+def image_token(config: Any) -> int:
+    """The token that stands for a piece of an image."""
+    return next(getattr(config, name) for name in _KIND_OF[1] if getattr(config, name, None) is not None)
+
+
+def check_placeholders(config: Any, ids: Sequence[Tensor], rows: Sequence[Mapping[str, Tensor] | None]) -> None:
+    """Every row has as many placeholder tokens as its images have features: a row more or less would shift all others.
+
+    Raises:
+        ValueError: names the row.
+    """
+    token, merge = image_token(config), getattr(config.vision_config, "spatial_merge_size", None)
+    for number, (row_ids, inputs) in enumerate(zip(ids, rows, strict=True)):
+        shown = int((row_ids == token).sum())
+        grid = inputs.get("image_grid_thw") if inputs else None
+        if grid is not None and merge:
+            held = int(torch.as_tensor(grid).prod(-1).sum()) // merge**2
+        else:
+            held = shown if inputs else 0
+        if shown != held:
+            raise ValueError(
+                f"row {number} has {shown} image tokens and its images make {held} features. A response must not hold "
+                "the model's image tokens, and the column multi_modal_inputs must travel with its rows "
+                "(data.return_multi_modal_inputs)."
+            )

@@ -1,0 +1,76 @@
+"""Calls on several worker groups at the same time, for work in which their processes talk to one another."""
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from verl.single_controller.errors import WorkerDied
+
+_GRACE_S = 3.0
+"""Seconds to look for the cause in the other groups when one failed: the loss of a peer is told by its own group."""
+
+
+def run_together(*calls: Callable[[], Any], is_echo: Callable[[BaseException], bool] = lambda error: False) -> list:
+    """Run blocking calls, each on a group of its own, beside one another; returns their outputs in order.
+
+    If one fails the others are not waited for, since they may wait for it: stop their groups.
+
+    Args:
+        is_echo: whether an error only says that another group's process is gone or gave up.
+
+    Raises:
+        the first failure; rather than an echo, the failure that it echoes; and rather than either, a WorkerDied.
+    """
+    done: queue.SimpleQueue = queue.SimpleQueue()
+
+    def run(number: int, call: Callable[[], Any]) -> None:
+        try:
+            done.put((number, call(), None))
+        except BaseException as error:  # it is raised in the caller's thread
+            done.put((number, None, error))
+
+    for number, call in enumerate(calls):
+        threading.Thread(target=run, args=(number, call), daemon=True).start()
+    outputs = [None] * len(calls)
+    for finished in range(1, len(calls) + 1):
+        number, outputs[number], error = done.get()
+        if error is not None:
+            raise _cause(error, done, len(calls) - finished, is_echo)
+    return outputs
+
+
+class Beside:
+    """A call that runs in a thread of its own; ``get()`` waits for its output, or raises what it raised."""
+
+    def __init__(self, call: Callable[[], Any]):
+        self._call, self._output, self._error = call, None, None
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._output = self._call()
+        except BaseException as error:  # it is raised in the thread that asks
+            self._error = error
+
+    def get(self) -> Any:
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+        return self._output
+
+
+def _cause(error: BaseException, done: queue.SimpleQueue, running: int, is_echo: Callable) -> BaseException:
+    """Of this error and those that follow within the grace, the one that explains the others."""
+    errors, deadline = [error], time.monotonic() + _GRACE_S
+    while running and not isinstance(errors[-1], WorkerDied) and (left := deadline - time.monotonic()) > 0:
+        try:
+            _, _, other = done.get(timeout=left)
+        except queue.Empty:
+            break
+        running -= 1
+        if other is not None:
+            errors.append(other)
+    return min(errors, key=lambda error: (not isinstance(error, WorkerDied), is_echo(error)))

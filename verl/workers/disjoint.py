@@ -1,0 +1,136 @@
+"""Actor and rollout on devices of their own (``hybrid_engine=false``): the verbs by which weights cross over.
+
+The actor's ranks gather each tensor and rank 0 broadcasts it over a `WeightLink` to the rollout's ranks, which know no
+actor: what they hold is the version they received and confirmed, and they draw with no other.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from verl.protocol import DataProto
+from verl.single_controller.base.decorator import Dispatch, register
+from verl.utils.device import current_device
+from verl.utils.distributed import get_rank
+from verl.utils.garbage import no_collection
+from verl.workers.model_worker import EngineWorker
+from verl.workers.roles import PROMPT_COLUMNS, PolicyRole, RolloutRole
+from verl.workers.rollout import get_rollout_class
+from verl.workers.rollout.base import RolloutEngine
+from verl.workers.rollout.weight_link import WeightLink, find_store, node_id, open_store
+
+
+class LinkEndRole:
+    """What both ends of a `WeightLink` have."""
+
+    link: WeightLink | None = None
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def node(self) -> str:
+        """Equal for ranks that reach one another over loopback."""
+        return node_id()
+
+
+class WeightSourceRole(LinkEndRole):
+    """Verbs of an actor whose weights are sampled with elsewhere. Needs ``self.actor``; rank 0 holds the link."""
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def open_link(self, on_one_node: bool) -> tuple[str, int] | None:
+        """Serve the place where the ends of the link meet; rank 0 returns its address and port."""
+        if get_rank() != 0:
+            return None
+        address = "127.0.0.1" if on_one_node else os.environ["MASTER_ADDR"]
+        self.link_store = open_store(address, self.timeout_s)
+        return address, self.link_store.port
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def join_link(self, receivers: int) -> None:
+        """Become its sending end; waits for the receivers."""
+        if get_rank() == 0:
+            device = current_device(self.device)
+            self.link = WeightLink(self.link_store, 0, 1 + receivers, device, self.timeout_s)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def weights_version(self) -> int:
+        """Version of the weights as they are now."""
+        return self.actor.version
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def send_weights(self, dtype: str) -> dict[str, float] | None:
+        """Broadcast the newest weights as ``dtype``; rank 0 returns their ``version``, ``num_bytes``, ``seconds``."""
+        bucket_bytes = self.config.rollout.update_weights_bucket_megabytes << 20
+        with self.actor.on_device():
+            weights = self.actor.weights(getattr(torch, dtype))
+            if self.link is not None:
+                return self.link.send(weights, self.actor.version, bucket_bytes, getattr(torch, dtype))._asdict()
+            for _ in weights:
+                pass  # gathered by all ranks together
+        return None
+
+
+class ReceivingRolloutRole(LinkEndRole, RolloutRole):
+    """Verbs of sampling with weights from elsewhere. Needs ``self.config.rollout``."""
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def join_link(self, address: str, port: int, receivers: int) -> str:
+        """Become a receiving end of the link opened at this address; returns the type the weights are held in."""
+        store, device = find_store(address, port, self.timeout_s), current_device(self.device)
+        self.link = WeightLink(store, 1 + get_rank(), 1 + receivers, device, self.timeout_s)
+        return str(self.rollout.weights_dtype).removeprefix("torch.")
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def receive_weights(self) -> int:
+        """Take what the actor sends and make sure that it is held; returns the version that is held now."""
+        with self.rollout_phase("sync"):
+            self.rollout.wake(("weights",))
+            version = self.link.receive(self.rollout).version
+            self.rollout.wake(("kv_cache",))
+        return version
+
+    @register(
+        dispatch_mode=Dispatch.DP_COMPUTE_PROTO,
+        mesh="rollout",
+        reads=PROMPT_COLUMNS,
+        blocking=False,
+    )
+    def start_generating(self, prompts: DataProto) -> DataProto:
+        """`generate_sequences`, not waited for."""
+        return self.generate_sequences(prompts)
+
+    @contextmanager
+    def rollout_mode(self, timing: dict[str, float]) -> Iterator[RolloutEngine]:
+        """The engine as it is: nobody else uses its device, and weights arrive by themselves."""
+        timing["reshard"] = 0.0
+        yield self.rollout
+
+    def newest_version(self, facts: Mapping[str, Any]) -> int:
+        """The version that the caller means, its meta fact ``weights_version``."""
+        return facts["weights_version"]
+
+
+class ActorWorker(WeightSourceRole, PolicyRole, EngineWorker):
+    """The policy, trained here and sampled with elsewhere."""
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        """Load the policy; call once."""
+        with no_collection():
+            self.start_process()
+            self.init_policy()
+
+
+class RolloutWorker(ReceivingRolloutRole, EngineWorker):
+    """A rollout engine and nothing else."""
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        """Start the engine; call once."""
+        get_rollout_class(self.config.rollout.name)  # an engine that is not installed is said before anything loads
+        with no_collection():
+            self.start_process()
+            self.init_rollout()

