@@ -177,7 +177,7 @@ class RayPPOTrainer(RecipeNames):
     def _create_group_sampler(self) -> GroupSampler | None:
         """What draws training batches request by request; None where one call samples a whole batch."""
         rollout = self.config.actor_rollout_ref.rollout
-        if rollout.mode != "async":
+        if rollout.mode != "async" or rollout.skip_rollout:  # a batch that is kept is asked for as a whole
             return None
         return GroupSampler(rollout, PromptPool(self.train_dataloader), self.config.data.prompts_per_step, self.seed)
 
