@@ -50,6 +50,7 @@ setup(
         "rich>=13",
         "aiohttp>=3.10",
         "xxhash>=3.4",
+        "peft>=0.19",
     ],
     extras_require={
         "tensorboard": TENSORBOARD,

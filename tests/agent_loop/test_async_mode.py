@@ -4,7 +4,6 @@ import json
 import sys
 import textwrap
 import threading
-from pathlib import Path
 
 import pytest
 
@@ -13,7 +12,6 @@ from tests.support.runs import main_ppo, make_task, overrides
 from tests.trainer.test_learning import LEARNING, SHORT, learn
 from verl.agent_loop import AgentLoopOutput
 from verl.agent_loop.to_batch import assemble_outputs, spread
-from verl.config.load import load_ppo_config
 from verl.protocol import DataProto
 
 RANKS = {
@@ -233,20 +231,3 @@ def test_grpo_learns_with_servers_of_vllm(tmp_path):
     lines = [json.loads(line)["data"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     rewards = [line["critic/score/mean"] for line in lines]
     assert sum(rewards[:5]) / 5 < 0.5 and sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.2
-
-
-# -- the configuration -------------------------------------------------------------------------------------------------
-
-
-def test_several_nodes_need_an_address_that_they_reach(tmp_path):
-    task = make_task(tmp_path)
-    settings = {
-        f"{ROLLOUT}__mode": "async",
-        "trainer__nnodes": 2,
-        "trainer__controller": "ray",
-        f"{ACTOR}__strategy": "fsdp2",
-    }
-    with pytest.raises(ValueError, match="server_host=127.0.0.1 with trainer.nnodes=2.*Use 0.0.0.0"):
-        load_ppo_config(overrides(task, **settings))
-    load_ppo_config(overrides(task, **settings, **{f"{ROLLOUT}__server_host": "0.0.0.0"}))
-    assert Path(task["actor_rollout_ref.model.path"]).exists()

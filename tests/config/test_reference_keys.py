@@ -51,6 +51,8 @@ reward_model.model.fsdp_config.mixed_precision reward_model.model.fsdp_config.mo
 reward_model.model.fsdp_config.offload_policy reward_model.model.fsdp_config.optimizer_offload
 reward_model.model.fsdp_config.wrap_policy.transformer_layer_cls_to_wrap
 reward_model.on_error reward_model.reward_kwargs
+actor_rollout_ref.model.lora_adapter_path actor_rollout_ref.rollout.lora_sync critic.model.exclude_modules
+critic.model.lora_adapter_path
 trainer.controller trainer.log_freq trainer.nonfinite_tolerance trainer.progress_bar trainer.seed
 trainer.tracker_kwargs trainer.worker_timeout
 """.split()

@@ -90,6 +90,10 @@ BAD = {
     "best of one": (["algorithm.adv_estimator=grpo_passk"], "judged by its siblings"),
     "sharding group": ([f"{ACTOR}.fsdp_config.fsdp_size=0"], "must be -1"),
     "local strategy on two workers": ([f"{ACTOR}.strategy=local"], "runs in one process, but there are 2"),
+    "servers that other nodes cannot reach": (
+        ["trainer.nnodes=2", f"{ROLLOUT}.mode=async"], "server_host=127.0.0.1 with trainer.nnodes=2"),
+    "a server class without its name": (
+        [f"{ROLLOUT}.mode=async", f"{ROLLOUT}.agent.custom_async_server.path=x.py"], "name the class to take from"),
     "local controller on two nodes": (["trainer.controller=local", "trainer.nnodes=2"], "stay on one machine"),
     "resume without a step folder": (["trainer.resume_mode=resume_path"], "global_step_N"),
     "contents that are not saved": (
@@ -98,6 +102,14 @@ BAD = {
     "kept batches that depend on time": (
         [f"{ROLLOUT}.skip_rollout=true", f"{ROLLOUT}.mode=async", f"{ROLLOUT}.over_sample_rate=0.5"],
         "so none can be found again"),
+    "an adapter alone for another group": (
+        ["actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.hybrid_engine=false", f"{ROLLOUT}.nnodes=1",
+         f"{ROLLOUT}.lora_sync=adapter"], "lora_sync=adapter with actor_rollout_ref.hybrid_engine=false"),
+    "adapter without a rank": (
+        ["actor_rollout_ref.model.lora_adapter_path=/a"], "lora_adapter_path=/a with actor_rollout_ref.model.lora_ra"),
+    "over-sampling ahead": (
+        [APART, f"{ROLLOUT}.mode=async", f"{ROLLOUT}.async_ratio=1", f"{ROLLOUT}.over_sample_rate=0.5"],
+        "is known before it begins"),
     "one call for a whole batch": ([f"{ROLLOUT}.over_sample_rate=0.5"], "no request can be ended early"),
     "partial responses without log-probs": (
         [f"{ROLLOUT}.partial_rollout=true"], "corrected by the log-probs it was drawn with"),
@@ -150,12 +162,12 @@ def test_a_tree_made_by_hand_is_checked_too():
     with pytest.raises(ConfigError, match="siblings"):
         check(config.with_values({"algorithm.adv_estimator": "grpo"}))
     with pytest.raises(ConfigError, match="not supported yet"):
-        check(config.with_values({"actor_rollout_ref.model.lora_rank": 8}))
+        check(config.with_values({"actor_rollout_ref.model.use_liger": True}))
 
 
 UNBUILT = [
-    "actor_rollout_ref.model.use_remove_padding=true", "actor_rollout_ref.model.lora_rank=8",
-    "actor_rollout_ref.model.use_liger=true", "actor_rollout_ref.model.enable_activation_offload=true",
+    "actor_rollout_ref.model.use_remove_padding=true", "actor_rollout_ref.model.use_liger=true",
+    "actor_rollout_ref.model.enable_activation_offload=true",
     f"{ACTOR}.ulysses_sequence_parallel_size=2", f"{ACTOR}.fsdp_config.offload_policy=true",
     f"{ACTOR}.fsdp_config.forward_prefetch=true", f"{ROLLOUT}.name=sglang",
     f"{ROLLOUT}.multi_turn.enable=true", f"{ROLLOUT}.multi_turn.format=llama",

@@ -125,6 +125,15 @@ def test_servers_draw_ahead_what_batches_do(tmp_path, monkeypatch):
     assert sorted(resumed) == [3, 4] and numbers(resumed[3]) == numbers(served[3])
 
 
+def test_servers_apart_draw_request_by_request_what_colocated_ones_do(tmp_path, monkeypatch):
+    tails = {f"{ROLLOUT}__mode": "async", f"{ROLLOUT}__max_running_requests": 3}
+    colocated = run(tmp_path, "colocated", monkeypatch, **tails)
+    apart = run(tmp_path, "apart", monkeypatch, **{**APART, **tails})
+    for step, row in colocated.items():
+        assert samples(tmp_path / "apart", step) == samples(tmp_path / "colocated", step)
+        assert apart[step]["actor/grad_norm"] == pytest.approx(row["actor/grad_norm"], rel=1e-4)
+
+
 def test_validation_in_between_changes_nothing_and_sees_the_newest_weights(tmp_path, monkeypatch):
     quiet = run(tmp_path, "quiet", monkeypatch, **AHEAD, trainer__test_freq=-1)
     shown = run(tmp_path, "shown", monkeypatch, **AHEAD, trainer__test_freq=1)
@@ -220,7 +229,8 @@ def test_a_trainer_that_cannot_draw_ahead_says_so(tmp_path):
 
 def test_rows_survive_their_file_and_what_does_not_is_named(tmp_path):
     ragged = Ragged(torch.arange(5), Layout(torch.tensor([0, 0]), torch.tensor([2, 3]), 4), 9)
-    turns = {"__num_turns__": np.array([2, 3], dtype=np.int32), "note": np.array([{"a": [1]}, None], dtype=object)}
+    notes = np.array([{"a": [1], "b": (0.5, "x")}, None], dtype=object)
+    turns = {"__num_turns__": np.array([2, 3], dtype=np.int32), "note": notes}
     rows = DataProto.from_ragged({"responses": ragged}, {"x": torch.rand(2, 3)}, turns, {"pad_token_id": 9})
     save_rows(tmp_path / "rows.pt", rows, {"step": 4})
     again, facts = load_rows(tmp_path / "rows.pt")
@@ -228,8 +238,8 @@ def test_rows_survive_their_file_and_what_does_not_is_named(tmp_path):
     assert all(torch.equal(again.column(name), rows.column(name)) for name in ("responses", "x"))
     for name, array in turns.items():
         assert again.non_tensor_batch[name].dtype == array.dtype and list(again.non_tensor_batch[name]) == list(array)
-    rows.non_tensor_batch["note"][1] = {"a": (1,)}
-    with pytest.raises(ValueError, match="column 'note' holds what JSON does not"):
+    rows.non_tensor_batch["note"][1] = {"a": {1}}
+    with pytest.raises(ValueError, match="column 'note' holds what no such file does: a set"):
         save_rows(tmp_path / "rows.pt", rows, {})
 
 

@@ -54,7 +54,14 @@ class CriticModelConfig(Config):
     """LoRA's scale."""
 
     target_modules: str | list[str] = "all-linear"
-    """Modules that get an adapter."""
+    """Linear layers that get an adapter, as ``actor_rollout_ref.model.target_modules``. The value head is trained
+    whole."""
+
+    exclude_modules: str | list[str] | None = None
+    """Linear layers that get none."""
+
+    lora_adapter_path: str | None = None
+    """Folder of an adapter in peft's format to go on from."""
 
 
 @dataclass

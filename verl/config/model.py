@@ -49,10 +49,15 @@ class ModelConfig(Config):
     """LoRA's scale: adapters are multiplied by alpha / rank."""
 
     target_modules: str | list[str] = "all-linear"
-    """Modules that get an adapter."""
+    """Linear layers that get an adapter: ``all-linear``, names or ends of names (``[q_proj,v_proj]``), or a regular
+    expression for whole names. The output layer never does."""
 
     exclude_modules: str | list[str] | None = None
-    """Modules that do not."""
+    """Linear layers that get none, named in the same ways."""
+
+    lora_adapter_path: str | None = None
+    """Folder of an adapter in peft's format to go on from; ``lora_rank``, ``lora_alpha`` and ``target_modules`` must
+    be those it was trained with."""
 
     use_liger: bool = False
     """Replace modules by Liger kernels."""

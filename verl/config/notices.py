@@ -99,6 +99,22 @@ def _nothing_is_reused(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
         yield from _unread(config, [f"{_ROLLOUT}.skip_dump_dir"], is_given, f"{_ROLLOUT}.skip_rollout=false")
 
 
+def _there_is_no_adapter(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+    models = ["actor_rollout_ref.model", *(["critic.model"] if config.uses_critic else [])]
+    for model in models:
+        if not get_path(config, model).lora_rank:
+            keys = [f"{model}.{name}" for name in ("lora_alpha", "target_modules", "exclude_modules")]
+            keys += [f"{_ROLLOUT}.lora_sync"] * (model == models[0])
+            yield from _unread(config, keys, is_given, f"{model}.lora_rank=0 trains all weights")
+
+
+def _reference_is_the_actor_without_its_adapter(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+    shared = config.actor_rollout_ref
+    if config.uses_reference and shared.model.lora_rank and not (shared.ref.model or {}).get("path"):
+        keys = [key for key in _given_below(_REF, config, is_given) if "log_prob" not in key]
+        yield from _unread(config, keys, is_given, "the reference is the actor with its LoRA adapter switched off")
+
+
 def _always_woken_in_stages(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
     yield from _unread(
         config, [f"{_ROLLOUT}.multi_stage_wake_up"], is_given, "weights are always brought back first, the cache later"
@@ -497,6 +513,8 @@ _CHECKS = (
     _nothing_is_compared,
     _nothing_is_traced,
     _nothing_is_reused,
+    _there_is_no_adapter,
+    _reference_is_the_actor_without_its_adapter,
     _always_woken_in_stages,
     _one_call_has_no_agents,
     _vllm_on_cpu_is_eager,

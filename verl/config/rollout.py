@@ -295,6 +295,11 @@ class RolloutConfig(Config):
     layered_summon: bool = False
     """Hand weights over layer by layer, to save memory: always done, tensor by tensor."""
 
+    lora_sync: Literal["auto", "merge", "adapter"] = "auto"
+    """How a LoRA policy reaches the engine. ``merge``: all weights at every sync, the adapter added to them.
+    ``adapter``: the base weights once and then only the adapter, which the engine applies itself. ``auto``: ``adapter``
+    with vLLM on CUDA where that can be, else ``merge``."""
+
     use_fire_sampling: bool = False
     """Draw the first token of training responses at a high temperature, so that they start differently. Source: FIRE
     sampling, Chen et al. 2024 (arXiv:2410.21236)."""

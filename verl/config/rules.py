@@ -335,6 +335,14 @@ def drawing_ahead_has_devices_of_its_own(config: PPOConfig) -> Iterator[Problem]
 @rule
 def requests_one_by_one_need_servers(config: PPOConfig) -> Iterator[Problem]:
     rollout = config.actor_rollout_ref.rollout
+    if rollout.over_sample_rate and rollout.async_ratio:
+        yield _problem(
+            config,
+            f"{ROLLOUT}.over_sample_rate",
+            f"with {ROLLOUT}.async_ratio={rollout.async_ratio}: which prompts a step trains on is known before it "
+            "begins. Set over_sample_rate=0, or async_ratio=0.",
+            f"{ROLLOUT}.async_ratio",
+        )
     for name in ("over_sample_rate", "partial_rollout"):
         if rollout[name] and rollout.mode != "async":
             yield _problem(
@@ -554,6 +562,32 @@ def servers_of_several_nodes_can_be_reached(config: PPOConfig) -> Iterator[Probl
             "nodes. Use 0.0.0.0; the servers then ask for a key that the driver makes up.",
             f"{place}.nnodes",
         )
+
+
+@rule
+def an_adapter_alone_stays_within_its_process(config: PPOConfig) -> Iterator[Problem]:
+    shared, key = config.actor_rollout_ref, f"{ROLLOUT}.lora_sync"
+    if shared.model.lora_rank and shared.rollout.lora_sync == "adapter" and not shared.hybrid_engine:
+        yield _problem(
+            config,
+            key,
+            "with actor_rollout_ref.hybrid_engine=false: weights travel to devices of the rollout's own merged. Use "
+            "merge or auto, which then means merge.",
+            "actor_rollout_ref.hybrid_engine",
+        )
+
+
+@rule
+def an_adapter_to_go_on_from_has_a_rank(config: PPOConfig) -> Iterator[Problem]:
+    for model in ("actor_rollout_ref.model", *(["critic.model"] if config.uses_critic else [])):
+        if get_path(config, model).lora_adapter_path and not get_path(config, model).lora_rank:
+            yield _problem(
+                config,
+                f"{model}.lora_adapter_path",
+                f"with {model}.lora_rank=0, which trains all weights: set lora_rank and lora_alpha to those of its "
+                "adapter_config.json, or leave the path out.",
+                f"{model}.lora_rank",
+            )
 
 
 # ------------------------------------------------------------------------------------------------- run and resume

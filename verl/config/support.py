@@ -42,7 +42,6 @@ class Names(NamedTuple):
 
 
 _REMOVE_PADDING = "leave it false: padding is not computed on this path either, rows are cut to their real tokens"
-_LORA = "set lora_rank=0 to train the full weights"
 _MULTI_TURN = "leave the section alone; single-turn rollouts work"
 _NO_RM = "score with custom_reward_function or a built-in scorer (reward_model.enable=false)"
 _NO_PROFILER = "use py-spy or torch.profiler around the run; timing_s/* metrics are logged at every step"
@@ -72,10 +71,6 @@ LIMITS: tuple[Limit, ...] = (
     Limit(f"{_MODEL}.use_remove_padding", "packed attention", _REMOVE_PADDING),
     Limit(f"{_ACTOR}.use_remove_padding", "packed attention", _REMOVE_PADDING, follows=True),
     Limit("critic.model.use_remove_padding", "packed attention", _REMOVE_PADDING),
-    *(Limit(f"{model}.lora_rank", "LoRA", _LORA) for model in (_MODEL, "critic.model")),
-    *(Limit(f"{model}.lora_alpha", "LoRA", _LORA) for model in (_MODEL, "critic.model")),
-    *(Limit(f"{model}.target_modules", "LoRA", _LORA) for model in (_MODEL, "critic.model")),
-    Limit(f"{_MODEL}.exclude_modules", "LoRA", _LORA),
     Limit(f"{_MODEL}.use_liger", "Liger kernels", "leave it false; log-probs are computed in chunks anyway"),
     Limit(f"{_MODEL}.fused_kernel_options.impl_backend", "Triton kernels", "use torch"),
     *(

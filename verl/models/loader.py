@@ -25,6 +25,23 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
+class LoRASpec:
+    """Which layers get a low-rank adapter, and of which size. Source: Hu et al. 2021 (arXiv:2106.09685)."""
+
+    rank: int
+    alpha: float = 16
+    """The adapter's product is multiplied by alpha / rank."""
+    target_modules: str | tuple[str, ...] = "all-linear"
+    """``all-linear``, a regular expression, or names or ends of names of linear layers."""
+    exclude_modules: str | tuple[str, ...] | None = None
+    """Layers that get none, named in the same ways."""
+    adapter_path: str | None = None
+    """Folder of an adapter to go on from."""
+    leaves_vision_tower: bool = False
+    """Layers of a vision-language model's tower get none."""
+
+
+@dataclass(frozen=True)
 class ModelSpec:
     """Which model to build and in which precision."""
 
@@ -48,6 +65,8 @@ class ModelSpec:
     """False: random weights in the shape the config gives."""
     use_torch_compile: bool = False
     """Fuse the maths on logits with torch.compile; on CUDA only."""
+    lora: LoRASpec | None = None
+    """Train an adapter and freeze the rest; None trains everything."""
     freeze_vision_tower: bool = False
     """Train the rest of a vision-language model only."""
 
@@ -98,7 +117,8 @@ def load_model(spec: ModelSpec, seed: int = 0, dtype: torch.dtype | None = None)
     """Build the model on CPU with its weights, in ``dtype`` (default ``spec.param_dtype``), ready for training.
 
     Args:
-        seed: of weights that the checkpoint does not hold: a new value head, or all with ``spec.load=False``.
+        seed: of weights that the checkpoint does not hold: a new value head, an adapter, or all with
+            ``spec.load=False``.
 
     Raises:
         ValueError: if weights are missing from the checkpoint, which would leave them random unseen.
@@ -118,7 +138,7 @@ def load_model(spec: ModelSpec, seed: int = 0, dtype: torch.dtype | None = None)
             _check_complete(spec, report)
         else:
             model = _from_config(spec, config, dtype)
-    return _prepare(spec, model)
+    return _prepare(spec, model, seed, dtype)
 
 
 def empty_model(spec: ModelSpec) -> nn.Module:
@@ -186,16 +206,28 @@ def _check_complete(spec: ModelSpec, report: Mapping[str, Any]) -> None:
         )
 
 
-def _prepare(spec: ModelSpec, model: nn.Module) -> nn.Module:
+def _prepare(spec: ModelSpec, model: nn.Module, seed: int = 0, dtype: torch.dtype | None = None) -> nn.Module:
     """Switch on what training needs; switch off what makes two passes over the same tokens differ."""
     remember_conversions(model)
     if not any("drop" in name for name in spec.override_config):
         without_dropout(model)
     if spec.freeze_vision_tower:
         vision_tower(model).requires_grad_(False)
+    if spec.lora is not None:
+        from verl.models.lora import add_adapter
+
+        add_adapter(model, spec.lora, seed, is_value=spec.head == "value")
+        cast_parameters(model, dtype or spec.kept_in)
     if spec.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model
+
+
+def cast_parameters(model: nn.Module, dtype: torch.dtype, frozen_only: bool = False) -> None:
+    """Bring the parameters, or those that are not trained, to ``dtype``; ties are kept."""
+    for parameter in model.parameters():
+        if not (frozen_only and parameter.requires_grad):
+            parameter.data = parameter.data.to(dtype)
 
 
 def without_dropout(model: nn.Module) -> None:

@@ -19,7 +19,7 @@ from verl.utils.device import current_device
 from verl.utils.distributed import get_rank
 from verl.utils.garbage import no_collection
 from verl.workers.model_worker import EngineWorker
-from verl.workers.roles import PROMPT_COLUMNS, PolicyRole, RolloutRole
+from verl.workers.roles import PROMPT_COLUMNS, PolicyRole, ReferenceRole, RolloutRole
 from verl.workers.rollout import get_rollout_class
 from verl.workers.rollout.base import RolloutEngine
 from verl.workers.rollout.weight_link import WeightLink, find_store, node_id, open_store
@@ -113,8 +113,8 @@ class ReceivingRolloutRole(LinkEndRole, RolloutRole):
         return facts["weights_version"]
 
 
-class ActorWorker(WeightSourceRole, PolicyRole, EngineWorker):
-    """The policy, trained here and sampled with elsewhere."""
+class ActorWorker(WeightSourceRole, PolicyRole, ReferenceRole, EngineWorker):
+    """The policy, trained here and sampled with elsewhere; without its LoRA adapter, if it has one, the reference."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
@@ -122,6 +122,8 @@ class ActorWorker(WeightSourceRole, PolicyRole, EngineWorker):
         with no_collection():
             self.start_process()
             self.init_policy()
+            if self.can_borrow_reference:
+                self.borrow_reference()
 
 
 class RolloutWorker(ReceivingRolloutRole, EngineWorker):

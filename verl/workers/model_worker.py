@@ -120,6 +120,9 @@ class EngineWorker(Worker):
             seed=self.seed,
         )
         self.report_mesh(mesh, engine)
+        if train and engine.has_adapter and engine.topology.rank == 0:
+            trained, total = engine.trained_share()
+            print(f"{mesh}: LoRA trains {trained:,} of {total:,} parameters ({trained / total:.2%})", flush=True)
         return engine
 
     @cached_property

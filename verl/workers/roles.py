@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from verl.algorithms.losses import PPOLoss, ValueLoss
-from verl.models.loader import ModelSpec
+from verl.models.loader import LoRASpec, ModelSpec, load_config
 from verl.protocol import DataProto
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.utils.distributed import get_rank
@@ -29,7 +30,7 @@ from verl.workers.rollout.base import Request, RolloutEngine, SamplingParams
 from verl.workers.rollout.out_of_memory import memory_errors
 from verl.workers.rollout.sampling_config import sampling_params
 from verl.workers.rollout.watch import engine_phase
-from verl.workers.rollout.weight_sync import sync_weights
+from verl.workers.rollout.weight_sync import sync_adapter, sync_weights
 from verl.workers.serving import ServingRole
 
 TOKENS = (
@@ -70,8 +71,54 @@ def model_spec(model: Any, fsdp_config: Any, head: str, path: str | None = None,
         trust_remote_code=model.trust_remote_code,
         gradient_checkpointing=model.enable_gradient_checkpointing,
         external_lib=model.external_lib,
+        lora=lora_spec(model, switches.get("freeze_vision_tower", False)),
         **switches,
     )
+
+
+def lora_spec(model: Any, freeze_vision_tower: bool = False) -> LoRASpec | None:
+    """The adapter that a role's model section asks for."""
+    if not getattr(model, "lora_rank", 0):
+        return None
+    names = {name: getattr(model, name) for name in ("target_modules", "exclude_modules")}
+    names = {name: value if isinstance(value, str | None) else tuple(value) for name, value in names.items()}
+    return LoRASpec(
+        model.lora_rank,
+        model.lora_alpha,
+        **names,
+        adapter_path=model.lora_adapter_path,
+        leaves_vision_tower=freeze_vision_tower,
+    )
+
+
+def sends_adapter(config: Any, device: str) -> bool:
+    """Whether a sync brings the adapter alone: as ``rollout.lora_sync`` says, or where it is the faster way.
+
+    Args:
+        config: the section ``actor_rollout_ref``.
+
+    Raises:
+        ValueError: it was asked for, of an engine that holds no adapter apart from the weights of this model.
+    """
+    model, rollout = config.model, config.rollout
+    # weights that travel between groups travel merged
+    if not model.lora_rank or rollout.lora_sync == "merge" or not config.hybrid_engine:
+        return False
+    if rollout.lora_sync == "auto" and (rollout.name != "vllm" or device != "cuda"):
+        return False
+    spec = ModelSpec(
+        model.path,
+        override_config=dict(model.override_config),
+        trust_remote_code=model.trust_remote_code,
+        external_lib=model.external_lib,
+    )
+    why = get_rollout_class(rollout.name).why_no_adapter(load_config(spec))
+    if why and rollout.lora_sync == "adapter":
+        raise ValueError(
+            f"actor_rollout_ref.rollout.lora_sync=adapter: rollout.name={rollout.name} {why}. "
+            "Use lora_sync=merge, which every engine takes."
+        )
+    return not why
 
 
 class PolicyRole:
@@ -171,6 +218,8 @@ class RolloutRole(ServingRole):
         """Build the rollout engine; its weights arrive from the policy at the first generation."""
         model, config = self.config.model, self.config.rollout
         self.tokenizer = hf_tokenizer(self.tokenizer_path or model.path, trust_remote_code=model.trust_remote_code)
+        self.sends_adapter = sends_adapter(self.config, self.device)
+        lora = lora_spec(model, self.config.actor.freeze_vision_tower)
         with memory_errors(config, "start"), engine_phase(config.name, "start"):
             self.rollout: RolloutEngine = get_rollout_class(config.name)(
                 model.path,
@@ -179,6 +228,7 @@ class RolloutRole(ServingRole):
                 trust_remote_code=model.trust_remote_code,
                 override_config=dict(model.override_config),
                 tokenizer_path=self.tokenizer_path or model.path,
+                **({"lora": lora} if self.sends_adapter else {}),
             )
         self.rollout.watch.engine, self.rollout.watch.stall_timeout_s = config.name, config.stall_timeout_s
         for validate in (False, True):
@@ -203,12 +253,7 @@ class RolloutRole(ServingRole):
                 self.rollout.wake(("weights",))
             if self.rollout.version != self.actor.version:
                 with self.rollout_phase("sync"):
-                    sync_weights(
-                        self.actor.weights(self.rollout.weights_dtype),
-                        self.rollout,
-                        version=self.actor.version,
-                        bucket_bytes=self.config.rollout.update_weights_bucket_megabytes << 20,
-                    )
+                    self.sync_rollout()
         with self.rollout_phase("wake_cache"):
             self.rollout.wake(("kv_cache",))
         timing["reshard"] = time.perf_counter() - start
@@ -216,8 +261,19 @@ class RolloutRole(ServingRole):
             yield self.rollout
         finally:
             if self.config.rollout.free_cache_engine:
+                # every wake is followed by a sync, so nothing need be kept but what the sync leaves out
                 with self.rollout_phase("sleep"):
-                    self.rollout.sleep(level=2)  # every wake is followed by a sync, so nothing need be kept
+                    self.rollout.sleep(level=1 if self.sends_adapter else 2)
+
+    def sync_rollout(self) -> None:
+        """Bring the rollout, which is awake, to the actor's weights."""
+        dtype, version = self.rollout.weights_dtype, self.actor.version
+        bucket_bytes = self.config.rollout.update_weights_bucket_megabytes << 20
+        if self.sends_adapter:
+            adapter = self.actor.adapter_weights(dtype)
+            sync_adapter(adapter, lambda: self.actor.base_weights(dtype), self.rollout, version, bucket_bytes)
+        else:
+            sync_weights(self.actor.weights(dtype), self.rollout, version, bucket_bytes)
 
     @register(
         dispatch_mode=Dispatch.DP_COMPUTE_PROTO,
@@ -287,27 +343,41 @@ class ReferenceRole:
     def init_reference(self) -> None:
         """Load the reference model: the actor's own starting point, or ``ref.model.path``."""
         config = self.config
+        spec = model_spec(
+            config.model,
+            config.ref.fsdp_config,
+            "lm",
+            path=(config.ref.model or {}).get("path"),
+            use_torch_compile=config.ref.use_torch_compile,
+        )
         self.reference = self.model_engine(
-            model_spec(
-                config.model,
-                config.ref.fsdp_config,
-                "lm",
-                path=(config.ref.model or {}).get("path"),
-                use_torch_compile=config.ref.use_torch_compile,
-            ),
+            replace(spec, lora=None),
             config.ref,
             config.ref.fsdp_config,
             mesh="ref",
             train=False,
         )
 
+    @property
+    def can_borrow_reference(self) -> bool:
+        """Whether the actor below its adapter is the reference."""
+        return self.actor.has_adapter and not (self.config.ref.model or {}).get("path")
+
+    def borrow_reference(self) -> None:
+        """The actor below its adapter is the reference: no second copy of the model."""
+        self.reference = None
+        self.report_mesh("ref", self.actor)
+
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, mesh="ref", reads=TOKENS)
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
         """Score the responses under the reference: adds ``ref_log_prob`` (B, R)."""
         split, temperature = self.config.ref.log_prob_split, self.config.rollout.temperature
         data = self.image_inputs.filled(data)
-        with self.ledger.phase("ref_log_prob"), self.reference.on_device():
-            scored = self.reference.infer(data, Want.LOG_PROBS, split, temperature=temperature)
+        engine, is_frozen = self.reference, nullcontext()
+        if engine is None:
+            engine, is_frozen = self.actor, self.actor.without_adapter()
+        with self.ledger.phase("ref_log_prob"), engine.on_device(), is_frozen:
+            scored = engine.infer(data, Want.LOG_PROBS, split, temperature=temperature)
         return scored.rename("log_probs", "ref_log_prob")
 
 
@@ -365,11 +435,15 @@ class ActorRolloutRefWorker(PolicyRole, RolloutRole, ReferenceRole, EngineWorker
             get_rollout_class(self.config.rollout.name)  # an engine that is not installed is said before models load
         with no_collection(), self.ledger.phase("start"):
             self.start_process()
+            if "rollout" in self.role:
+                sends_adapter(self.config, self.device)  # nor is a sync that cannot be
             if "actor" in self.role:
                 self.init_policy()
             if "rollout" in self.role:
                 self.init_rollout()
-            if "ref" in self.role:
+            if "actor" in self.role and self.can_borrow_reference:
+                self.borrow_reference()
+            elif "ref" in self.role:
                 self.init_reference()
 
 

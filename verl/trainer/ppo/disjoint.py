@@ -100,6 +100,21 @@ class DisjointRollout:
         self._begun = Drawing(self.version, steps_done, future, seconds)
         return self._begun
 
+    def serve_rows(self, prompts: DataProto, draw: Any) -> tuple[Any, Timing]:
+        """As `AgentLoopManager.serve_rows`, under the newest weights."""
+        seconds = self._prepare(prompts)
+        drawn, timing = self.sampler.serve_rows(prompts, draw)
+        return drawn, {**timing, **seconds}
+
+    @property
+    def client(self) -> Any:
+        """Of the rollout's servers."""
+        return self.sampler.client
+
+    def to_batch(self, *args: Any) -> DataProto:
+        """As `AgentLoopManager.to_batch`."""
+        return self.sampler.to_batch(*args)
+
     def close(self) -> None:
         """Stop the rollout's servers, if it has any."""
         if hasattr(self.sampler, "close"):

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from verl.trainer.ppo.utils import Role, need_critic, need_reference_policy
+from verl.trainer.ppo.utils import Role, need_critic, need_reference_policy, ref_in_actor
 
 GLOBAL_POOL = "global_pool"
 ROLLOUT_POOL = "rollout_pool"
@@ -61,7 +61,7 @@ def default_roles(config: Any) -> dict[Role, type]:
     roles: dict[Role, type] = {Role.ActorRollout: ActorRolloutRefWorker}
     if not config.actor_rollout_ref.hybrid_engine:
         roles = {Role.Actor: ActorWorker, Role.Rollout: RolloutWorker}
-    if need_reference_policy(config):
+    if need_reference_policy(config) and not ref_in_actor(config):
         roles[Role.RefPolicy] = ActorRolloutRefWorker
     if need_critic(config):
         roles[Role.Critic] = CriticWorker
@@ -91,7 +91,8 @@ def start_worker_groups(
 
     A critic or reference in ``roles`` that ``config`` does not use is not started.
     """
-    needed = {Role.Critic: need_critic(config), Role.RefPolicy: need_reference_policy(config)}
+    has_reference = need_reference_policy(config) and not ref_in_actor(config)
+    needed = {Role.Critic: need_critic(config), Role.RefPolicy: has_reference}
     roles = {role: cls for role, cls in roles.items() if needed.get(role, True)}
     pools.create_resource_pool(controller)
     sections = {Role.Critic: config.critic}

@@ -43,7 +43,7 @@ from verl.trainer.ppo.recipe_names import RecipeNames
 from verl.trainer.ppo.reward import compute_reward
 from verl.trainer.ppo.rollout_skip import KeptRollouts
 from verl.trainer.ppo.trace import open_rollout_trace, sample_records
-from verl.trainer.ppo.utils import Role, WorkerType, need_critic, need_reference_policy
+from verl.trainer.ppo.utils import Role, WorkerType, need_critic, need_reference_policy, ref_in_actor
 from verl.trainer.ppo.validation import dump_samples, ground_truths, validate
 from verl.utils.config import adopt_config, typed_config
 from verl.utils.dataset.loader import build_dataset, build_train_loader, build_val_loader
@@ -141,6 +141,7 @@ class RayPPOTrainer(RecipeNames):
         self.device_name = device_name or config.trainer.device
         self.use_critic = need_critic(config)
         self.use_reference_policy = need_reference_policy(config)
+        self.ref_in_actor = ref_in_actor(config)
         self.kl_ctrl_in_reward = get_kl_controller(config.algorithm.kl_ctrl)
         check_backends(config.trainer.logger)
         self.trace = open_rollout_trace(config)
@@ -177,7 +178,7 @@ class RayPPOTrainer(RecipeNames):
     def _create_group_sampler(self) -> GroupSampler | None:
         """What draws training batches request by request; None where one call samples a whole batch."""
         rollout = self.config.actor_rollout_ref.rollout
-        if rollout.mode != "async" or rollout.skip_rollout:  # a batch that is kept is asked for as a whole
+        if rollout.mode != "async" or rollout.async_ratio or rollout.skip_rollout:  # asked for as a whole
             return None
         return GroupSampler(rollout, PromptPool(self.train_dataloader), self.config.data.prompts_per_step, self.seed)
 
@@ -397,7 +398,7 @@ class RayPPOTrainer(RecipeNames):
         self.actor_wg = self.actor_rollout_wg = groups.get(Role.ActorRollout) or groups[Role.Actor]
         self.rollout_wg = groups.get(Role.Rollout)
         self.critic_wg = groups.get(Role.Critic)
-        self.ref_wg = self.ref_policy_wg = groups.get(Role.RefPolicy)
+        self.ref_wg = self.ref_policy_wg = groups.get(Role.RefPolicy, self.actor_wg if self.ref_in_actor else None)
         for group in groups.values():
             group.init_model()
         self.sampler = self.start_sampler()

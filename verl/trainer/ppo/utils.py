@@ -46,6 +46,12 @@ def need_reference_policy(config: Any) -> bool:
     return bool(config.algorithm.use_kl_in_reward or config.actor_rollout_ref.actor.use_kl_loss)
 
 
+def ref_in_actor(config: Any) -> bool:
+    """The reference is the actor without its LoRA adapter, unless ``ref.model`` names another."""
+    shared = config.actor_rollout_ref
+    return bool(need_reference_policy(config) and shared.model.lora_rank and not (shared.ref.model or {}).get("path"))
+
+
 def need_reward_model(config: Any) -> bool:
     """A reward model takes part when ``reward_model.enable`` is set."""
     return bool(config.reward_model.enable)

@@ -5,6 +5,9 @@
     extra_state_world_size_{W}_rank_{r}.pt   learning-rate schedule, random generators, version
     fsdp_config.json                         {"FSDP_version": 2, "world_size": W}
     huggingface/                             config and tokenizer; with "hf_model", weights in safetensors too
+    lora_adapter/                            of a LoRA run: what is trained, in peft's format
+
+A LoRA run's model file holds what is trained on top of ``model.path``; the weights of ``huggingface/`` are merged.
 
 A folder appears under its name only when all ranks have written all of it. Knows an engine by ``state``,
 ``load_state`` and ``weights``; knows no training loop.
@@ -81,6 +84,8 @@ class CheckpointManager:
             _write(content, staged / self._file_name(part))
         del state
         self._save_huggingface(staged / "huggingface")
+        if getattr(self.engine, "has_adapter", False):
+            self.engine.save_adapter(staged / "lora_adapter", is_writer=self.engine.topology.rank == 0)
         barrier()
         if is_node_leader():
             self._publish(staged, final)

@@ -9,9 +9,10 @@ import logging
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from enum import Flag, auto
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -210,7 +211,77 @@ class Engine(ABC):
         Args:
             dtype: cast floating point weights to it.
         """
-        yield from checkpoint_tensors(self.module, self.full_tensors(dtype, tied_duplicates(self.module)))
+        if not self.has_adapter:
+            yield from checkpoint_tensors(self.module, self.full_tensors(dtype, tied_duplicates(self.module)))
+            return
+        from verl.models.lora import merged
+
+        # weights travel as they are kept, and are cast once the adapter is in
+        named = merged(self.module, self.full_tensors(None, tied_duplicates(self.module)))
+        yield from checkpoint_tensors(self.module, cast(named, dtype))
+
+    # -- adapters -------------------------------------------------------------------------------------------------
+
+    @property
+    def has_adapter(self) -> bool:
+        """Whether the model is frozen but for a low-rank adapter (and a value head)."""
+        return self.spec.lora is not None
+
+    def without_adapter(self) -> AbstractContextManager[None]:
+        """Within the block the engine scores as the model below its adapter: as a reference, without a second copy."""
+        if not self.has_adapter:
+            raise RuntimeError("this engine trains all of its weights: there is no adapter to switch off")
+        from verl.models.lora import adapter_off
+
+        return adapter_off(self.module)
+
+    def base_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+        """As ``weights``, of the model below its adapter."""
+        from verl.models.lora import is_adapter, without_wrapper
+
+        leave_out = tied_duplicates(self.module) | set(filter(is_adapter, self.module.state_dict()))
+        named = ((without_wrapper(name), tensor) for name, tensor in self.full_tensors(dtype, leave_out))
+        yield from checkpoint_tensors(self.module, named)
+
+    def adapter_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Yield A and alpha / r times B of every adapted layer P, whole, as ``P.lora_A.weight``, ``P.lora_B.weight``.
+
+        P is its checkpoint name. All ranks iterate together; nothing else is gathered.
+        """
+        from verl.models.lora import scaled_adapter
+
+        named = scaled_adapter(self.module, self._trained_tensors(with_head=False))
+        yield from checkpoint_tensors(self.module, cast(named, dtype))
+
+    def save_adapter(self, folder: Path, is_writer: bool) -> None:
+        """Write what is trained in peft's format; all ranks call it together.
+
+        Args:
+            is_writer: whether this rank writes.
+        """
+        from verl.models.lora import write_adapter
+
+        named = list(self._trained_tensors(with_head=True))
+        if is_writer:
+            write_adapter(self.module, named, folder, self.spec.path)
+
+    def trained_share(self) -> tuple[int, int]:
+        """(numbers that are trained, numbers of the model), over all ranks."""
+        parameters = list(self.module.parameters())
+        return sum(p.numel() for p in parameters if p.requires_grad), sum(p.numel() for p in parameters)
+
+    def _trained_tensors(self, with_head: bool) -> Iterator[tuple[str, Tensor]]:
+        from verl.models.lora import is_adapter
+
+        wanted = {name for name in self.parameter_names() if with_head or is_adapter(name)}
+        return self.full_tensors(None, self.module.state_dict().keys() - wanted)
+
+    def _saved(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """What of the module's tensors a checkpoint holds: all, or what is trained on top of ``model.path``."""
+        if not self.has_adapter:
+            return state
+        trained = set(self.parameter_names())
+        return {name: tensor for name, tensor in state.items() if name in trained}
 
     @contextmanager
     def on_device(self, optimizer: bool = False) -> Iterator[None]:
@@ -416,6 +487,12 @@ class Engine(ABC):
         if self.topology.dp_size == 1:
             return values
         return all_reduce_numbers(values, op, self.topology.dp_group, self.device)
+
+
+def cast(named: Iterator[tuple[str, Tensor]], dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
+    """Bring floating tensors to ``dtype``; None leaves them."""
+    for name, tensor in named:
+        yield name, tensor if dtype is None or not tensor.is_floating_point() else tensor.to(dtype)
 
 
 class WeightedMeans:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
-from verl.models.loader import ModelSpec, empty_model, load_model
+from verl.models.loader import ModelSpec, cast_parameters, empty_model, load_model
 from verl.models.token_outputs import attach_token_outputs
 from verl.utils.device import current_device, empty_cache
 from verl.utils.distributed import ensure_process_group
@@ -83,17 +83,24 @@ class FSDPEngine(Engine):
             "reshard_after_forward": bool(read(config, "reshard_after_forward", True)),
         }
         if world_size == 1:
-            module = load_model(spec, seed, dtype).to(self.device)
+            module = self._frozen_as_computed(load_model(spec, seed, dtype)).to(self.device)
             attach_token_outputs(module)
             apply_fsdp2(module, options, config)
             return module
-        full = full_model_state(load_model(spec, seed, dtype)) if self.topology.rank == 0 else {}
-        module = empty_model(spec).to(dtype)
+        is_source = self.topology.rank == 0
+        full = full_model_state(self._frozen_as_computed(load_model(spec, seed, dtype))) if is_source else {}
+        module = self._frozen_as_computed(empty_model(spec).to(dtype))
         attach_token_outputs(module)
         apply_fsdp2(module, options, config)
         module.to_empty(device=self.device)
         module.tie_weights()
         fsdp2_load_full_state_dict(module, full)
+        return module
+
+    def _frozen_as_computed(self, module: nn.Module) -> nn.Module:
+        """Weights below an adapter never change: the precision they are used in is all that need be kept."""
+        if self.has_adapter:
+            cast_parameters(module, self.spec.computed_in, frozen_only=True)
         return module
 
     # -- what the base asks for -----------------------------------------------------------------------------------
@@ -129,11 +136,11 @@ class FSDPEngine(Engine):
             yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
     def model_state(self) -> dict[str, Tensor]:
-        return self.module.state_dict()
+        return self._saved(self.module.state_dict())
 
     @torch.no_grad()
     def load_model_state(self, state: dict[str, Tensor]) -> None:
-        own = self.module.state_dict()
+        own = self.model_state()
         if own.keys() != state.keys():
             odd = sorted(own.keys() ^ state.keys())
             raise ValueError(f"the saved weights differ from this model in {len(odd)} names, first {odd[0]!r}")

@@ -123,7 +123,7 @@ class LocalEngine(Engine):
         parameters = dict(self.module.named_parameters(remove_duplicate=False))
         return {
             name: self._masters.get(parameters.get(name), tensor).detach()
-            for name, tensor in self.module.state_dict().items()
+            for name, tensor in self._saved(self.module.state_dict()).items()
         }
 
     @torch.no_grad()

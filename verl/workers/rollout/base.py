@@ -155,6 +155,20 @@ class RolloutEngine(ABC):
     never_drawn: tuple[int, ...] = ()
     """Tokens no response may hold, whatever its sampling says: a model's placeholders of images."""
 
+    holds_base: bool = False
+    """Whether the weights below the adapter are here, so that a sync need bring the adapter only."""
+
+    @classmethod
+    def why_no_adapter(cls, model_config: Any) -> str | None:
+        """What keeps this engine from holding an adapter apart from the weights of a model.
+
+        None: nothing, and the constructor takes ``lora``, a LoRASpec.
+
+        Args:
+            model_config: the model's Hugging Face config.
+        """
+        return "holds no adapter apart from its weights"
+
     def __init__(self) -> None:
         self._tickets = count()
         self._waiting: dict[int, Request] = {}
@@ -278,6 +292,18 @@ class RolloutEngine(ABC):
             WeightSyncError: an unknown name, a wrong shape, a name given twice or a name missing at the end.
         """
 
+    def update_adapter(self, version: int, buckets: Iterable[Bucket]) -> Receipt:
+        """Take an adapter, on top of the weights that ``update_weights`` brought and ``sleep(1)`` kept.
+
+        Args:
+            buckets: ``P.lora_A.weight`` (r, in) and ``P.lora_B.weight`` (out, r) of every adapted layer P; it computes
+                W x + B A x.
+
+        Raises:
+            WeightSyncError: as `update_weights`, or the weights below are not what they were.
+        """
+        raise WeightSyncError(f"{type(self).__name__} holds no adapter apart from its weights: send them merged.")
+
     @property
     @abstractmethod
     def weights_dtype(self) -> torch.dtype:
@@ -288,7 +314,8 @@ class RolloutEngine(ABC):
         """Give back the memory of weights and KV cache.
 
         Args:
-            level: 1 lets an engine keep a copy of the weights elsewhere, 2 makes it forget them.
+            level: 1 lets an engine keep a copy of the weights elsewhere, and makes it keep those below an adapter; 2
+                makes it forget them.
         """
 
     @abstractmethod

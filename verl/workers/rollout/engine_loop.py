@@ -240,7 +240,12 @@ class EngineLoop:
         for number, request in commands.submit:
             try:
                 ticket = self.engine.submit(request, commands.version)
-            except ValueError as error:  # this request asks for what cannot be had; the others go on
+            except (
+                ValueError,
+                TypeError,
+                NotImplementedError,
+            ) as error:
+                # this request asks for what cannot be had; the others go on
                 events.append(Event(number, None, error))
             else:
                 self._ticket_of[number], self._number_of[ticket] = ticket, number

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.cache_utils import Cache
 
-from verl.models.loader import ModelSpec, language_model_class, load_config, load_model
+from verl.models.loader import LoRASpec, ModelSpec, language_model_class, load_config, load_model
 from verl.models.multimodal import is_vision_language
 from verl.utils.device import empty_cache
 from verl.utils.tokenizer import hf_tokenizer
@@ -36,7 +36,7 @@ from verl.workers.rollout.host_memory import cache_share, own_storages, return_f
 from verl.workers.rollout.kv_cache import DECODE_ATTENTION, can_join, decode_cache
 from verl.workers.rollout.logit_rules import check_extra
 from verl.workers.rollout.model_limits import cached_bytes_per_token, check_prompt, longest_sequence, stop_tokens
-from verl.workers.rollout.places import checkpoint_places
+from verl.workers.rollout.places import add_unit_adapter, checkpoint_places, split_places
 from verl.workers.rollout.vision import ImageReader, Prompt, joined_prompts, prompt_of
 from verl.workers.rollout.waves import Wave
 from verl.workers.rollout.weight_sync import checksum, listed
@@ -56,7 +56,12 @@ class HFRollout(RolloutEngine):
         trust_remote_code: run model code that comes with the folder.
         override_config: replaces entries of the model's config.
         tokenizer_path: folder of the tokenizer, read when a request has stop texts. None: the model's.
+        lora: hold an adapter on these layers apart from the weights (``update_adapter``).
     """
+
+    @classmethod
+    def why_no_adapter(cls, model_config: Any) -> str | None:
+        return None
 
     def __init__(
         self,
@@ -66,6 +71,7 @@ class HFRollout(RolloutEngine):
         trust_remote_code: bool = False,
         override_config: Mapping[str, Any] | None = None,
         tokenizer_path: str | None = None,
+        lora: LoRASpec | None = None,
     ):
         super().__init__()
         self.watch.sees_steps = True
@@ -83,12 +89,14 @@ class HFRollout(RolloutEngine):
         model_config = load_config(spec)
         self.max_model_len = longest_sequence(config, model_config)
         self.stop_token_ids = stop_tokens(spec.folder, model_config)
-        has_weights = not config.load_format.startswith("dummy")
+        has_weights = not config.load_format.startswith("dummy") and lora is None
         if has_weights:
             self.model = load_model(spec, dtype=self.dtype).to(self.device)
             own_storages(self.model)
         else:
             self.model = _without_weights(model_config, self.dtype, self.device, trust_remote_code)
+        if lora is not None:
+            add_unit_adapter(self.model, lora, self.dtype)
         self.model.eval().requires_grad_(False)
         _choose_attention(self.model, spec.override_config.get("attn_implementation"))
         # the head sees one column of many: a strided slice, which CPU matrix products would take row by row
@@ -96,9 +104,10 @@ class HFRollout(RolloutEngine):
         self._keeps_logits = "logits_to_keep" in inspect.signature(self.model.forward).parameters
         self._reader = ImageReader(spec.folder, self.model, getattr(config, "limit_images", None), trust_remote_code)
         self.never_drawn = self._reader.never_drawn
-        self._places = checkpoint_places(self.model)
-        self._identity = {name: (place.data_ptr(), place.shape) for name, place in self._places.items()}
-        storages = {place.untyped_storage().data_ptr(): place.untyped_storage() for place in self._places.values()}
+        self._places, self._adapter = split_places(checkpoint_places(self.model), has_adapter=lora is not None)
+        everything = self._places | self._adapter
+        self._identity = {name: (place.data_ptr(), place.shape) for name, place in everything.items()}
+        storages = {place.untyped_storage().data_ptr(): place.untyped_storage() for place in everything.values()}
         self._storages = [(storage, storage.nbytes()) for storage in storages.values()]
         self._has_memory = True
         if has_weights:
@@ -112,36 +121,45 @@ class HFRollout(RolloutEngine):
     def weights_dtype(self) -> torch.dtype:
         return self.dtype
 
-    @torch.no_grad()
     def update_weights(self, version: int, buckets: Iterable[Bucket]) -> Receipt:
         self.check_nothing_runs("update_weights()")
+        self.holds_base = False
+        return self._take(version, buckets, self._places)
+
+    def update_adapter(self, version: int, buckets: Iterable[Bucket]) -> Receipt:
+        self.check_nothing_runs("update_adapter()")
+        return self._take(version, buckets, self._adapter)
+
+    @torch.no_grad()
+    def _take(self, version: int, buckets: Iterable[Bucket], places: dict[str, Tensor]) -> Receipt:
+        """Write the buckets to ``places``, all of them; returns what is held there afterwards."""
         self.invalidate()
         if not self._has_memory:
             raise WeightSyncError(f"Weights of version {version} arrived while the rollout was asleep. Wake it first.")
         received: set[str] = set()
         for bucket in buckets:
-            self._load(bucket, received)
+            self._load(bucket, received, places)
             del bucket  # free it before the next one is made
         covered = {self._identity[name] for name in received}  # a tied tensor may come under any of its names
-        if missing := [name for name in self._places if self._identity[name] not in covered]:
+        if missing := [name for name in places if self._identity[name] not in covered]:
             raise WeightSyncError(f"The sync of version {version} ended without {listed(missing)}.")
-        sums = {name: checksum(self._places[name]) for name in received}
+        sums = {name: checksum(places[name]) for name in received}
         self.version = version
-        return Receipt(version, sums, sum(self._places[name].nbytes for name in received))
+        return Receipt(version, sums, sum(places[name].nbytes for name in received))
 
-    def _load(self, bucket: Bucket, received: set[str]) -> None:
+    def _load(self, bucket: Bucket, received: set[str], places: dict[str, Tensor]) -> None:
         for name, tensor in bucket:
             if name in received:
                 raise WeightSyncError(f"{name} was sent twice in one sync.")
-            self._place(name, tensor.shape).copy_(tensor)
+            self._place(name, tensor.shape, places).copy_(tensor)
             received.add(name)
 
-    def _place(self, name: str, shape: torch.Size) -> Tensor:
-        place = self._places.get(name)
+    def _place(self, name: str, shape: torch.Size, places: dict[str, Tensor]) -> Tensor:
+        place = places.get(name)
         if place is None:
             raise WeightSyncError(
                 f"{name} was sent, but the rollout's {type(self.model).__name__} has no such tensor. "
-                f"It has {listed(self._places)}."
+                f"It has {listed(places)}."
             )
         if shape != place.shape:
             raise WeightSyncError(
@@ -151,9 +169,15 @@ class HFRollout(RolloutEngine):
         return place
 
     def sleep(self, level: int = 1) -> None:
-        """Free the weights; both levels forget them. A KV cache lives no longer than the requests that fill it."""
+        """Free the weights; both levels forget them, but level 1 keeps what is below an adapter and frees nothing.
+
+        A KV cache lives no longer than the requests that fill it.
+        """
         self.check_nothing_runs("sleep()")
         self.invalidate()
+        if level == 1 and self.holds_base:
+            return
+        self.holds_base = False
         for storage, _ in self._storages:
             storage.resize_(0)
         self._has_memory = False
@@ -269,6 +293,7 @@ class HFRollout(RolloutEngine):
     # -- requests that come and go one by one --------------------------------------------------------------------------
 
     def submit(self, request: Request, expect_version: int) -> int:
+        self.check_sampling(request.sampling)
         (request,) = self._reader.read([request])
         check_prompt(len(request.prompt_ids), self.max_model_len)
         return super().submit(request, expect_version)

@@ -54,7 +54,7 @@ class OpenAIRoutes:
             return await (answer.stream(request) if wanted.stream else answer.whole())
         except UnknownModel as error:
             return self.server.error_response(404, str(error))
-        except ValueError as error:  # malformed JSON too
+        except (ValueError, TypeError, NotImplementedError) as error:  # malformed JSON too
             return self.server.error_response(400, str(error))
         except EngineDied as error:
             return self.server.error_response(500, str(error))
@@ -139,7 +139,7 @@ class _Answer:
                     news = _after(completion, told)
                     pieces.put_nowait(self._told(index, text, news, reason, is_chunk=True))
                     told = len(completion.token_ids)
-        except (ValueError, EngineDied) as error:
+        except (ValueError, TypeError, NotImplementedError, EngineDied) as error:
             pieces.put_nowait(error)
 
     async def _pieces(self, index: int) -> AsyncIterator[tuple[str, Completion, str | None]]:

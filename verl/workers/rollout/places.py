@@ -7,10 +7,12 @@ of fused tensors.
 from __future__ import annotations
 
 from bisect import bisect_right
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
+from verl.models.loader import LoRASpec, cast_parameters
 from verl.models.weight_names import checkpoint_tensors
 
 
@@ -26,6 +28,24 @@ def checkpoint_places(model: nn.Module) -> dict[str, Tensor]:
     if None in renamed.values():
         return _sliced_places(model, own)
     return {name: own[old] for name, old in renamed.items()}
+
+
+def split_places(places: dict[str, Tensor], has_adapter: bool) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The places of a model's weights, and those of its adapter, by the names in a sync."""
+    if not has_adapter:
+        return places, {}
+    from verl.models.lora import is_adapter, plain_adapter_name, without_wrapper
+
+    base = {without_wrapper(name): place for name, place in places.items() if not is_adapter(name)}
+    return base, {plain_adapter_name(name): place for name, place in places.items() if is_adapter(name)}
+
+
+def add_unit_adapter(model: nn.Module, spec: LoRASpec, dtype: torch.dtype) -> None:
+    """Put an adapter of scale 1 on the layers of ``spec``; its values come by a sync."""
+    from verl.models.lora import add_adapter
+
+    add_adapter(model, replace(spec, alpha=spec.rank, adapter_path=None), seed=0)
+    cast_parameters(model, dtype)
 
 
 def _sliced_places(model: nn.Module, own: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import json
 import logging
 import socket
 import threading
@@ -256,7 +255,7 @@ class RolloutServer:
         try:
             wanted, request_id, priority = request_from_json(await request.json())
             completion = await self.draw(wanted, priority, request_id)
-        except (ValueError, json.JSONDecodeError) as error:
+        except (ValueError, TypeError, NotImplementedError) as error:  # malformed JSON too
             return self.error_response(400, str(error))
         except EngineDied as error:
             return self.error_response(500, str(error))

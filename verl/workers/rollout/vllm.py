@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from verl.models.loader import ModelSpec, load_config
+from verl.models.loader import LoRASpec, ModelSpec, load_config
 from verl.models.multimodal import is_vision_language, modality_tokens
 from verl.utils.distributed import ensure_process_group
 from verl.utils.torch_dtypes import PrecisionType
@@ -30,6 +30,7 @@ from verl.workers.rollout.base import (
 from verl.workers.rollout.model_limits import check_prompt, longest_sequence, stop_tokens
 from verl.workers.rollout.vision import check_media, without_modality_tokens
 from verl.workers.rollout.vllm_derived import DerivedWeights
+from verl.workers.rollout.vllm_lora import AdapterLoad, adapter_obstacle, lora_arguments, policy_request, unwrapped
 from verl.workers.rollout.vllm_memory import CPUMemory, DeviceMemory, host_cache_bytes, model_of, worker_of
 from verl.workers.rollout.vllm_requests import check_arguments, completion, sampling_arguments
 from verl.workers.rollout.vllm_setup import (
@@ -65,11 +66,16 @@ class VLLMRollout(RolloutEngine):
         trust_remote_code: run model code that comes with the folder.
         override_config: replaces entries of the model's config.
         tokenizer_path: folder of the tokenizer, for stop texts and words. None: the model's.
+        lora: hold an adapter of this rank apart from the weights (``update_adapter``).
 
     Raises:
         ImportError: vLLM is not installed.
         ValueError: the installed vLLM lacks an argument, or cannot hold this model's weights plainly.
     """
+
+    @classmethod
+    def why_no_adapter(cls, model_config: Any) -> str | None:
+        return adapter_obstacle(model_config)
 
     def __init__(
         self,
@@ -79,8 +85,10 @@ class VLLMRollout(RolloutEngine):
         trust_remote_code: bool = False,
         override_config: Mapping[str, Any] | None = None,
         tokenizer_path: str | None = None,
+        lora: LoRASpec | None = None,
     ):
         super().__init__()
+        self.lora = lora
         self.device = torch.device(device)
         self.config = config
         self.dtype = PrecisionType.to_dtype(config.dtype)
@@ -102,6 +110,9 @@ class VLLMRollout(RolloutEngine):
             derived |= image_arguments(config.limit_images)
         if self.device.type == "cpu":
             derived["kv_cache_memory_bytes"] = host_cache_bytes(config, model_config, self.dtype, self.max_model_len)
+        if lora is not None:
+            derived |= lora_arguments(lora, model_config)
+        self._adapter_request = None if lora is None else policy_request()
         self._sampling_class = vllm.SamplingParams
         self.never_drawn = modality_tokens(model_config)
         ensure_process_group(self.device.type)
@@ -119,15 +130,18 @@ class VLLMRollout(RolloutEngine):
         give_pipeline_its_buffer(self.llm)
         self.tensor_parallel_size = arguments["tensor_parallel_size"] * arguments.get("pipeline_parallel_size", 1)
         watch_steps(self.llm, self.watch)
-        self._stream = VLLMStream(self.llm.llm_engine)
+        self._stream = VLLMStream(self.llm.llm_engine, self._adapter_request)
         self.model = model_of(self.llm)
         if arguments["load_format"] == "dummy":
             refuse_made_up_buffers(self.model)
         has_graphs = not self.llm.llm_engine.vllm_config.model_config.enforce_eager
         self._derived = DerivedWeights(self.model, self.device.type, has_graphs)
-        self._memory = CPUMemory(self.llm, self.model) if self.device.type == "cpu" else DeviceMemory(self.llm)
+        on_cpu = self.device.type == "cpu"
+        self._memory = CPUMemory(self.llm, self.model, lora is not None) if on_cpu else DeviceMemory(self.llm)
+        self._base: WeightLoad | None = None
+        self._base_slept = False
         self._asleep: set[str] = set()
-        if not config.load_format.startswith("dummy"):
+        if not config.load_format.startswith("dummy") and lora is None:
             self.version = 0
         elif config.free_cache_engine:
             self.sleep(level=2)
@@ -146,10 +160,32 @@ class VLLMRollout(RolloutEngine):
         arrived if every rank holds its shards, and the replica's shards make up the whole.
         """
         self.check_nothing_runs("update_weights()")
+        self.holds_base, self._base_slept = False, False
+        with unwrapped(self.model):
+            self._base = WeightLoad(self.model, self.device, self._derived.names, self.tensor_parallel_size > 1)
+            return self._take(self._base, version, buckets)
+
+    @torch.no_grad()
+    def update_adapter(self, version: int, buckets: Iterable[Bucket]) -> Receipt:
+        """Put the adapter into vLLM's slot and sum up what the slot holds; weights that slept are summed up again."""
+        self.check_nothing_runs("update_adapter()")
+        if self.lora is None:
+            return super().update_adapter(version, buckets)
+        below = self._base if self._base_slept else None
+        is_shared = self.tensor_parallel_size > 1
+        sync = AdapterLoad(self.llm, self.model, self.device, self.lora.rank, below, is_shared)
+        self._base_slept = False
+        try:
+            return self._take(sync, version, buckets)
+        except WeightSyncError:
+            self.holds_base = False
+            raise
+
+    def _take(self, sync: WeightLoad, version: int, buckets: Iterable[Bucket]) -> Receipt:
+        """Run one load on every rank of the replica, and have them succeed or fail together."""
         self.invalidate()
         if "weights" in self._asleep:
             raise WeightSyncError(f"Weights of version {version} arrived while the rollout was asleep. Wake it first.")
-        sync = WeightLoad(self.model, self.device, self._derived.names, self.tensor_parallel_size > 1)
         buckets = iter(buckets)
         try:
             sync.check_computes_with_its_weights()
@@ -200,9 +236,11 @@ class VLLMRollout(RolloutEngine):
     # -- sleep ---------------------------------------------------------------------------------------------------------
 
     def sleep(self, level: int = 1) -> None:
-        """Free weights and KV cache; on CPU both levels forget the weights."""
+        """Free weights and KV cache; on CPU both levels forget weights without an adapter, and level 1 keeps others."""
         self.check_nothing_runs("sleep()")
         self.invalidate()
+        self.holds_base &= level == 1 and self.lora is not None
+        self._base_slept = True
         if not self._asleep:
             self._memory.sleep(level)
         elif len(self._asleep) < len(_TAGS):
@@ -244,8 +282,9 @@ class VLLMRollout(RolloutEngine):
 
     def _generate(self, requests: list[Request]) -> list[Completion]:
         prompts = [self._prompt(request) for request in requests]
+        params = [self._params(request) for request in requests]
         with self._plainly():
-            outputs = self.llm.generate(prompts, [self._params(request) for request in requests], use_tqdm=False)
+            outputs = self.llm.generate(prompts, params, use_tqdm=False, lora_request=self._adapter_request)
         return [completion(request, output) for request, output in zip(requests, outputs, strict=True)]
 
     def submit(self, request: Request, expect_version: int) -> int:

@@ -36,24 +36,30 @@ class DeviceMemory:
 class CPUMemory:
     """The same for CPU, where vLLM accepts the calls and frees nothing: storages are released under its views.
 
-    Woken weights are NaN, whatever the level. Buffers stay: they are small, no sync brings them back, and vLLM shares
-    its tables of rotary angles between the engines of a process.
+    Woken weights are NaN, whatever the level, but for those below an adapter, which level 1 leaves in place. Buffers
+    stay: they are small, no sync brings them back, and vLLM shares its tables of rotary angles between the engines of a
+    process.
     """
 
-    def __init__(self, llm: Any, model: nn.Module):
+    def __init__(self, llm: Any, model: nn.Module, keeps_weights: bool = False):
         self.llm = llm
+        self.keeps_weights = keeps_weights
+        self._released: set[str] = set()
         self.memory = {"weights": HostMemory(model.parameters()), "kv_cache": HostMemory(_cache_tensors(llm))}
 
     @torch.no_grad()
     def sleep(self, level: int) -> None:
         self.llm.reset_prefix_cache()
-        for memory in self.memory.values():
-            memory.release()
+        for name, memory in self.memory.items():
+            if level == 2 or name != "weights" or not self.keeps_weights:
+                memory.release()
+                self._released.add(name)
 
     @torch.no_grad()
     def wake(self, tags: Sequence[str]) -> None:
-        if "weights" in tags:
+        if "weights" in tags and "weights" in self._released:
             self.memory["weights"].take_as_nan()
+        self._released -= set(tags)
         if "kv_cache" in tags:
             self.memory["kv_cache"].take(0)
 

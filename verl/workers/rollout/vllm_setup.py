@@ -294,13 +294,17 @@ _NOT_YET = {
 }
 
 
+def has_experts(model_config: Any) -> bool:
+    """Whether a Hugging Face config is that of a mixture of experts."""
+    text = model_config.get_text_config(decoder=True)
+    return any(getattr(text, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+
+
 def expert_arguments(model_config: Any, device: str) -> dict[str, Any]:
     """For a mixture of experts on CUDA: kernels that compute with weights as loaded, where vLLM has a choice."""
     from vllm.engine.arg_utils import EngineArgs
 
-    text = model_config.get_text_config(decoder=True)
-    has_experts = any(getattr(text, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
-    if device == "cpu" or not has_experts or "moe_backend" not in EngineArgs.__dataclass_fields__:
+    if device == "cpu" or not has_experts(model_config) or "moe_backend" not in EngineArgs.__dataclass_fields__:
         return {}
     return {"moe_backend": "triton"}
 

@@ -24,10 +24,14 @@ class Running:
 
 
 class VLLMStream:
-    """Requests in flight of one ``vllm.LLMEngine``, by ticket."""
+    """Requests in flight of one ``vllm.LLMEngine``, by ticket.
 
-    def __init__(self, engine: Any):
-        self._engine = engine
+    Args:
+        lora_request: of the adapter that answers them, a ``LoRARequest``; None: the model has none.
+    """
+
+    def __init__(self, engine: Any, lora_request: Any = None):
+        self._engine, self._lora_request = engine, lora_request
         self._running: dict[int, Running] = {}
 
     @property
@@ -39,7 +43,7 @@ class VLLMStream:
         from vllm.sampling_params import RequestOutputKind
 
         params.output_kind = RequestOutputKind.DELTA
-        self._engine.add_request(str(ticket), prompt, params)
+        self._engine.add_request(str(ticket), prompt, params, lora_request=self._lora_request)
         self._running[ticket] = Running(request)
 
     def step(self) -> dict[int, Completion]:

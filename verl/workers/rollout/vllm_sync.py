@@ -46,6 +46,7 @@ class WeightLoad:
         self.device = device
         self.watcher = LoadWatcher(own_tensors(model))
         self.num_bytes = 0
+        self._held: dict[str, int] = {}
         self._arrived: dict[str, Arrived] = {}
 
     def check_computes_with_its_weights(self) -> None:
@@ -72,6 +73,10 @@ class WeightLoad:
                 f"vLLM's loader refused {last} of shape {shapes.get(last)} ({type(error).__name__}: {error}). "
                 "Are model.path and model.override_config the same on both sides?"
             ) from error
+        self.note_arrived(bucket)
+
+    def note_arrived(self, bucket: Bucket) -> None:
+        """Note what the watcher saw of a bucket, and let go of it."""
         for name, tensor in bucket:
             parts = self.watcher.parts[name]
             whole = not self.is_shared and covers((part.source for part in parts), tensor.numel())
@@ -112,10 +117,23 @@ class WeightLoad:
 
     def checksums(self) -> dict[str, int]:
         """Name as it was sent -> checksum of what is held under it."""
-        return {
+        self._held = {
             name: read_back(self.watcher.parts[name], sent.shape, sent.dtype) if sent.total is None else sent.total
             for name, sent in self._arrived.items()
         }
+        return self._held
+
+    def changed(self) -> list[str]:
+        """Names of which memory no longer holds what ``checksums`` last found."""
+        return [
+            name
+            for name, sent in self._arrived.items()
+            if (
+                read_back(self.watcher.parts[name], sent.shape, sent.dtype) != self._held[name]
+                if sent.total is None
+                else sum_of_parts(self.watcher.parts[name], sent.dtype) != sent.sums
+            )
+        ]
 
 
 def refuse_made_up_buffers(model: nn.Module) -> None:

@@ -8,7 +8,7 @@ Knows neither training nor rollout engines, only `RolloutEngine`'s interface.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -50,11 +50,48 @@ def sync_weights(
         WeightSyncError: names the tensors that are missing, unknown, misshapen or differ. The rollout then refuses to
             generate until a sync succeeds.
     """
+    return _hand_over(rollout.update_weights, named_tensors, rollout, version, bucket_bytes, dtype)
+
+
+def sync_adapter(
+    adapter: Iterable[tuple[str, Tensor]],
+    base: Callable[[], Iterable[tuple[str, Tensor]]],
+    rollout: RolloutEngine,
+    version: int,
+    bucket_bytes: int = 512 << 20,
+    dtype: torch.dtype | None = None,
+) -> tuple[Receipt, int]:
+    """Hand over a low-rank adapter, and the weights below it only to a rollout that does not hold them.
+
+    Args:
+        adapter: as ``RolloutEngine.update_adapter`` takes it.
+        base: gives the weights below it, as for `sync_weights`; not called where they are held.
+
+    Returns:
+        The receipt of the adapter, and the bytes handed over in all.
+    """
+    num_bytes = 0
+    if not rollout.holds_base:
+        num_bytes = sync_weights(base(), rollout, version, bucket_bytes, dtype).num_bytes
+        rollout.holds_base = True
+    receipt = _hand_over(rollout.update_adapter, adapter, rollout, version, bucket_bytes, dtype)
+    return receipt, num_bytes + receipt.num_bytes
+
+
+def _hand_over(
+    update: Callable[[int, Iterator[Bucket]], Receipt],
+    named_tensors: Iterable[tuple[str, Tensor]],
+    rollout: RolloutEngine,
+    version: int,
+    bucket_bytes: int,
+    dtype: torch.dtype | None,
+) -> Receipt:
+    """Send buckets through ``update`` and compare what was sent with what the rollout says it holds."""
     dtype = dtype or rollout.weights_dtype
     sent: dict[str, int] = {}
     rollout.invalidate()
     try:
-        receipt = rollout.update_weights(version, buckets(summed(named_tensors, dtype, sent), bucket_bytes))
+        receipt = update(version, buckets(summed(named_tensors, dtype, sent), bucket_bytes))
         compare(sent, receipt, version)
     except BaseException:
         rollout.invalidate()

@@ -1,0 +1,272 @@
+"""Low-rank adapters on the linear layers of a model: put in, switched off, merged, written for peft.
+
+A layer y = W x gets y = W x + s B A x with W frozen, A (r, in) and B (out, r) trained and s = alpha / r. B starts at
+zero, so a fresh adapter changes nothing. The one module that imports peft, and imported only by a run with adapters.
+Knows modules and names; knows no sharding and no batch.
+
+Source: Hu et al. 2021, LoRA (arXiv:2106.09685).
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from peft import LoraConfig, TaskType, inject_adapter_in_model
+from peft.tuners.lora import LoraLayer
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from verl.models.multimodal import vision_tower
+from verl.utils.seeding import derive_seed
+
+if TYPE_CHECKING:
+    from verl.models.loader import LoRASpec
+
+_ADAPTER = "default"  # peft's name of a model's only adapter
+_HEADS = ("score", "classifier")
+_SHOWN = 12
+_CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_PREFIX = "base_model.model."  # what stands before a module's name in peft's files
+
+
+def add_adapter(model: nn.Module, spec: LoRASpec, seed: int, is_value: bool = False) -> None:
+    """Put an adapter on every chosen layer of ``model``, in place, and freeze the rest but for a value head.
+
+    The first A is uniform in +-1/sqrt(in), drawn from ``seed`` and the layer's name alone; with
+    ``spec.adapter_path`` A and B come from there. A model on the meta device gets the shapes only.
+
+    Raises:
+        ValueError: a target that is no linear layer of the model, or a saved adapter that does not fit ``spec``.
+    """
+    chosen = target_layers(model, spec)
+    config = LoraConfig(
+        r=spec.rank,
+        lora_alpha=spec.alpha,
+        target_modules=chosen,
+        lora_dropout=0.0,
+        bias="none",
+        task_type=TaskType.TOKEN_CLS if is_value else TaskType.CAUSAL_LM,
+        base_model_name_or_path=getattr(model, "name_or_path", None),
+    )
+    with warnings.catch_warnings():  # of Conv1D layers, which it then handles
+        warnings.simplefilter("ignore")
+        inject_adapter_in_model(config, model, _ADAPTER)
+    for name in _HEADS if is_value else ():
+        if isinstance(getattr(model, name, None), nn.Linear):
+            getattr(model, name).requires_grad_(True)
+            config.modules_to_save = [name]
+    layers = adapter_layers(model)
+    if next(iter(layers.values())).lora_A[_ADAPTER].weight.is_meta:
+        return
+    with torch.no_grad():
+        for name, layer in layers.items():
+            first = layer.lora_A[_ADAPTER].weight
+            draw = torch.Generator().manual_seed(derive_seed(seed, "lora", name))
+            bound = first.shape[1] ** -0.5
+            first.copy_(torch.empty(first.shape).uniform_(-bound, bound, generator=draw))
+            layer.lora_B[_ADAPTER].weight.zero_()
+        if spec.adapter_path:
+            _load_adapter(model, spec)
+
+
+def target_layers(model: nn.Module, spec: LoRASpec) -> list[str]:
+    """Names of the layers that get an adapter.
+
+    ``all-linear`` means every linear layer but the last. A string is a regular expression for the whole name or, as
+    every entry of a list, the name itself or its end. ``spec.leaves_vision_tower`` leaves the tower out.
+
+    Raises:
+        ValueError: names the entry that chooses nothing, and what there is to choose.
+    """
+    able = _linear_layers(model, vision_tower(model) if spec.leaves_vision_tower else None)
+    chosen = set(able) if spec.target_modules == "all-linear" else _named(spec.target_modules, able, "target_modules")
+    chosen -= _named(spec.exclude_modules or [], able, "exclude_modules")
+    if not chosen:
+        raise ValueError(
+            f"model.target_modules={spec.target_modules!r} without model.exclude_modules={spec.exclude_modules!r} "
+            f"leaves no layer to train: the model's linear layers are {_shown(able)}. Exclude less."
+        )
+    return [name for name in able if name in chosen]
+
+
+def _linear_layers(model: nn.Module, without: nn.Module | None) -> list[str]:
+    """Linear layers that are called: the last one is read chunk by chunk instead, and a value head is trained whole.
+
+    Args:
+        without: a part of the model whose layers do not count.
+    """
+    output = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    left_out = set() if without is None else set(without.modules())
+    return [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear | Conv1D)
+        and module is not output
+        and module not in left_out
+        and name not in _HEADS
+    ]
+
+
+def _named(entries: str | Iterable[str], able: list[str], option: str) -> set[str]:
+    """The layers that ``entries`` of ``option`` name; an entry that names none is an error."""
+    found: set[str] = set()
+    for entry in [entries] if isinstance(entries, str) else entries:
+        hits = {name for name in able if name == entry or name.endswith(f".{entry}") or _is_match(entry, name)}
+        if not hits:
+            raise ValueError(
+                f"model.{option}: {entry!r} names no linear layer of this model that can be adapted. "
+                f"There are {_shown(able)}. Use their names, the ends of their names, or a regular expression."
+            )
+        found |= hits
+    return found
+
+
+def _is_match(pattern: str, name: str) -> bool:
+    try:
+        return bool(re.fullmatch(pattern, name))
+    except re.error:
+        return False
+
+
+def _shown(able: list[str]) -> str:
+    ends = list(dict.fromkeys(name.rpartition(".")[2] for name in able))
+    more = f" and {len(ends) - _SHOWN} more" if len(ends) > _SHOWN else ""
+    return f"{', '.join(ends[:_SHOWN])}{more} (as in {able[0]})" if able else "none"
+
+
+# -- in use -------------------------------------------------------------------------------------------------------
+
+
+def adapter_layers(model: nn.Module) -> dict[str, LoraLayer]:
+    """Adapted layers by name."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
+
+
+@contextmanager
+def adapter_off(model: nn.Module) -> Iterator[None]:
+    """Within the block the model computes what it did before it got its adapter, bit for bit."""
+    layers = list(adapter_layers(model).values())
+    # peft's own switch also flips requires_grad, which a sharded model must not see change
+    before = [layer._disable_adapters for layer in layers]
+    for layer in layers:
+        layer._disable_adapters = True
+    try:
+        yield
+    finally:
+        for layer, was_off in zip(layers, before, strict=True):
+            layer._disable_adapters = was_off
+
+
+# -- as tensors ---------------------------------------------------------------------------------------------------
+# A state dict of an adapted model has P.base_layer.weight, P.lora_A.default.weight and P.lora_B.default.weight where
+# the layer P had P.weight. Streams below keep its order, in which these follow one another.
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a module's tensor ``name`` belongs to an adapter."""
+    return f".lora_A.{_ADAPTER}." in name or f".lora_B.{_ADAPTER}." in name
+
+
+def merged(model: nn.Module, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Full tensors of an adapted model -> those of the plain model that computes the same: W + s B A.
+
+    Sum and product are made in fp32 and left in it; one layer at a time is held.
+    """
+    layers = adapter_layers(model)
+    held: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in named:
+        layer, part = _split(name)
+        if part == "base_layer.weight" or is_adapter(name):
+            parts = held.setdefault(layer, {})
+            parts[part] = tensor
+            if len(parts) == 3:
+                yield f"{layer}.weight", _merge(layers[layer], *held.pop(layer).values())
+        else:
+            yield without_wrapper(name), tensor
+    assert not held, f"adapters without all of their tensors: {sorted(held)}"
+
+
+def _split(name: str) -> tuple[str, str]:
+    """(layer, the rest) of the name of a part of an adapted layer."""
+    for part in (".base_layer.", ".lora_A.", ".lora_B."):
+        layer, found, rest = name.partition(part)
+        if found:
+            return layer, f"{part[1:]}{rest}"
+    return name, ""
+
+
+def _merge(layer: LoraLayer, weight: Tensor, first: Tensor, second: Tensor) -> Tensor:
+    delta = (second.float() @ first.float()) * layer.scaling[_ADAPTER]
+    return weight.float() + (delta.T if layer.fan_in_fan_out else delta)
+
+
+def without_wrapper(name: str) -> str:
+    """The name a layer's own tensor had before the layer was wrapped."""
+    return name.replace(".base_layer.", ".")
+
+
+def scaled_adapter(model: nn.Module, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """An adapter as engines take it: ``P.lora_A.weight`` holds A and ``P.lora_B.weight`` s B, so its scale is 1."""
+    layers = adapter_layers(model)
+    for name, tensor in named:
+        layer, part = _split(name)
+        if part.startswith("lora_B"):
+            tensor = tensor.float() * layers[layer].scaling[_ADAPTER]
+        yield plain_adapter_name(name), tensor
+
+
+def plain_adapter_name(name: str) -> str:
+    """The name of an adapter's tensor without peft's name of the adapter."""
+    return name.replace(f".{_ADAPTER}.", ".")
+
+
+# -- as files -----------------------------------------------------------------------------------------------------
+
+
+def write_adapter(model: nn.Module, named: Iterable[tuple[str, Tensor]], folder: Path, base: str) -> None:
+    """Write what is trained as ``peft.PeftModel.from_pretrained`` reads it.
+
+    Args:
+        named: full tensors of the adapter and of a trained head, by module name.
+        base: folder or hub name of the model below it.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {f"{_PREFIX}{plain_adapter_name(name)}": tensor.to("cpu").contiguous() for name, tensor in named}
+    save_file(tensors, folder / _WEIGHTS, metadata={"format": "pt"})
+    config = copy.copy(model.peft_config[_ADAPTER])
+    config.base_model_name_or_path, config.inference_mode = base, True
+    config.target_modules = sorted(config.target_modules)  # peft makes a set of it, written in any order
+    config.save_pretrained(folder)
+
+
+def _load_adapter(model: nn.Module, spec: LoRASpec) -> None:
+    """Fill the adapter from a folder that peft or ``write_adapter`` wrote."""
+    folder = Path(spec.adapter_path).expanduser()
+    if not (folder / _CONFIG).exists() or not (folder / _WEIGHTS).exists():
+        raise ValueError(f"model.lora_adapter_path={spec.adapter_path!r} holds no {_CONFIG} with {_WEIGHTS}.")
+    saved = json.loads((folder / _CONFIG).read_text())
+    for key, option, value in (("r", "lora_rank", spec.rank), ("lora_alpha", "lora_alpha", spec.alpha)):
+        if saved.get(key) != value:
+            raise ValueError(
+                f"model.{option}={value} is not that of model.lora_adapter_path={spec.adapter_path!r}, which was "
+                f"trained with {saved.get(key)}. Set model.{option}={saved.get(key)}."
+            )
+    tensors = {name.removeprefix(_PREFIX): tensor for name, tensor in load_file(folder / _WEIGHTS).items()}
+    own = {plain_adapter_name(name): p for name, p in model.named_parameters() if p.requires_grad}
+    if odd := sorted(own.keys() ^ tensors.keys()):
+        raise ValueError(
+            f"model.lora_adapter_path={spec.adapter_path!r} and model.target_modules={spec.target_modules!r} differ in "
+            f"{len(odd)} tensors, first {odd[0]!r}. Set target_modules and exclude_modules to what it was trained "
+            f"with: {saved.get('target_modules')}."
+        )
+    for name, parameter in own.items():
+        parameter.copy_(tensors[name])
