@@ -55,7 +55,9 @@ class Watchdog:
         if limit_s > 0:
             self.start()
             self._box.tick()
-            self._tell, self._limit = tell, limit_s
+            with self._lock:
+                self._tell, self._limit = tell, limit_s
+                self._set_timer()
             self._wake.set()
 
     def disarm(self) -> None:
@@ -76,9 +78,12 @@ class Watchdog:
                 waited = time.monotonic() - self._box.read().progress
                 if waited > self._limit:
                     self._end(waited)
-                elif not self._is_driver:
-                    # code that hangs and keeps the interpreter lock stops this thread too, but not the one set here
-                    faulthandler.dump_traceback_later(2 * self._limit + _BEAT_S, exit=True, file=2)
+                self._set_timer()
+
+    def _set_timer(self) -> None:
+        """Code that hangs and keeps the interpreter lock stops the watching thread, but not the one started here."""
+        if not self._is_driver:
+            faulthandler.dump_traceback_later(2 * self._limit + _BEAT_S, exit=True, file=2)
 
     def _end(self, waited: float) -> None:
         message = self._tell(waited)
