@@ -169,7 +169,7 @@ UNBUILT = [
     "actor_rollout_ref.model.use_remove_padding=true", "actor_rollout_ref.model.use_liger=true",
     "actor_rollout_ref.model.enable_activation_offload=true",
     f"{ACTOR}.ulysses_sequence_parallel_size=2", f"{ACTOR}.fsdp_config.offload_policy=true",
-    f"{ACTOR}.fsdp_config.forward_prefetch=true", f"{ROLLOUT}.name=sglang",
+    f"{ACTOR}.fsdp_config.forward_prefetch=true", f"{ROLLOUT}.name=server",
     f"{ROLLOUT}.multi_turn.enable=true", f"{ROLLOUT}.multi_turn.format=llama",
     f"{ROLLOUT}.agent.num_workers=2", f"{ROLLOUT}.load_format=tensorizer",
     "reward_model.enable=true", "reward_model.model.path=/rm", "reward_model.sandbox_fusion.url=http://x",

@@ -128,9 +128,9 @@ def _one_call_has_no_agents(config: PPOConfig, is_given: IsGiven) -> Iterator[st
         yield from _unread(config, keys, is_given, f"{_ROLLOUT}.mode=sync samples a batch in one call, without servers")
 
 
-def _vllm_on_cpu_is_eager(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+def _engines_on_cpu_are_eager(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
     rollout = config.actor_rollout_ref.rollout
-    if rollout.name == "vllm" and config.trainer.device == "cpu" and not rollout.enforce_eager:
+    if rollout.name in ("vllm", "sglang") and config.trainer.device == "cpu" and not rollout.enforce_eager:
         yield from _unread(config, [f"{_ROLLOUT}.enforce_eager"], is_given, "there are no CUDA graphs on a CPU")
 
 
@@ -517,7 +517,7 @@ _CHECKS = (
     _reference_is_the_actor_without_its_adapter,
     _always_woken_in_stages,
     _one_call_has_no_agents,
-    _vllm_on_cpu_is_eager,
+    _engines_on_cpu_are_eager,
     _always_chunked,
     _always_from_hidden_states,
     _nothing_is_compiled_on_cpu,

@@ -130,7 +130,8 @@ class RolloutConfig(Config):
     """Sampling of training responses."""
 
     name: str = "???"
-    """Engine: ``hf`` (transformers) or ``vllm`` (install it with scripts/install_engines.sh vllm). Must be given."""
+    """Engine: ``hf`` (transformers), ``vllm`` or ``sglang`` (install them with scripts/install_engines.sh). Must be
+    given."""
 
     mode: Literal["sync", "async"] = "sync"
     """``sync``: one call samples a whole batch. ``async``: every engine is behind a server, which takes requests one by

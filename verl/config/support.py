@@ -144,8 +144,8 @@ NAMES: tuple[Names, ...] = (
     Names(
         f"{_ROLLOUT}.name",
         "rollout engine",
-        built=("hf", "vllm"),
-        planned=("sglang", "sglang_async", "server"),
+        built=("hf", "vllm", "sglang"),
+        planned=("sglang_async", "server"),
     ),
     Names(
         "algorithm.adv_estimator",
