@@ -10,7 +10,7 @@ from typing import Any
 from verl.config.base import Config, Problem, get_path
 from verl.config.build import show
 from verl.config.ppo import PPOConfig
-from verl.config.sampling_names import BY_HF, DECIDED, OWN
+from verl.config.sampling_names import BY_HF, DECIDED, OF_WHOLE_RESPONSES, OWN
 
 Rule = Callable[[PPOConfig], Iterator[Problem]]
 RULES: list[Rule] = []
@@ -365,6 +365,22 @@ def tokens_of_several_versions_keep_their_log_probs(config: PPOConfig) -> Iterat
             f"be corrected by the log-probs it was drawn with. Set calculate_log_probs=true.",
             f"{ROLLOUT}.calculate_log_probs",
         )
+
+
+@rule
+def a_response_that_goes_on_is_drawn_as_if_never_cut(config: PPOConfig) -> Iterator[Problem]:
+    rollout = config.actor_rollout_ref.rollout
+    if not (rollout.partial_rollout and rollout.over_sample_rate):
+        return
+    for name in sorted(set(OF_WHOLE_RESPONSES).intersection(rollout.sampling_kwargs)):
+        key, value = f"{ROLLOUT}.sampling_kwargs.{name}", rollout.sampling_kwargs[name]
+        if value:
+            text = (
+                f"{key}={show(value)} with {ROLLOUT}.partial_rollout=true: it looks at the response from its start, and "
+                "an engine that goes on with one takes what was drawn before for prompt. Leave it out, or set "
+                "partial_rollout=false."
+            )
+            yield Problem(key, text, (f"{ROLLOUT}.sampling_kwargs", f"{ROLLOUT}.partial_rollout"))
 
 
 # ----------------------------------------------------------------------------------------------- roles and losses

@@ -19,7 +19,7 @@ from verl.utils.device import current_device
 from verl.utils.distributed import get_rank
 from verl.utils.garbage import no_collection
 from verl.workers.model_worker import EngineWorker
-from verl.workers.roles import PolicyRole, ReferenceRole, RolloutRole
+from verl.workers.roles import PROMPTS, PolicyRole, ReferenceRole, RolloutRole
 from verl.workers.rollout import get_rollout_class
 from verl.workers.rollout.base import RolloutEngine
 from verl.workers.rollout.weight_link import WeightLink, find_store, node_id, open_store
@@ -94,7 +94,7 @@ class ReceivingRolloutRole(LinkEndRole, RolloutRole):
     @register(
         dispatch_mode=Dispatch.DP_COMPUTE_PROTO,
         mesh="rollout",
-        reads=("input_ids", "attention_mask", "position_ids", "raw_prompt_ids", "seeds"),
+        reads=PROMPTS,
         blocking=False,
     )
     def start_generating(self, prompts: DataProto) -> DataProto:

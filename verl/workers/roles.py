@@ -37,6 +37,9 @@ TOKENS = (
 )
 """Columns every forward pass over prompt and response needs."""
 
+PROMPTS = ("input_ids", "attention_mask", "position_ids", "raw_prompt_ids", "seeds", "multi_modal_data")
+"""Columns a rollout reads."""
+
 UPDATE_COLUMNS = TOKENS + (
     "old_log_probs",
     "ref_log_prob",
@@ -259,7 +262,7 @@ class RolloutRole(ServingRole):
     @register(
         dispatch_mode=Dispatch.DP_COMPUTE_PROTO,
         mesh="rollout",
-        reads=("input_ids", "attention_mask", "position_ids", "raw_prompt_ids", "seeds", "multi_modal_data"),
+        reads=PROMPTS,
     )
     def generate_sequences(self, prompts: DataProto) -> DataProto:
         """Sample one response a row: adds row 1 of the data flow (responses, masks, whole sequences).
