@@ -376,8 +376,8 @@ def a_response_that_goes_on_is_drawn_as_if_never_cut(config: PPOConfig) -> Itera
         key, value = f"{ROLLOUT}.sampling_kwargs.{name}", rollout.sampling_kwargs[name]
         if value:
             text = (
-                f"{key}={show(value)} with {ROLLOUT}.partial_rollout=true: it looks at the response from its start, and "
-                "an engine that goes on with one takes what was drawn before for prompt. Leave it out, or set "
+                f"{key}={show(value)} with {ROLLOUT}.partial_rollout=true: it looks at the response from its start, "
+                "and an engine that goes on with one takes what was drawn before for prompt. Leave it out, or set "
                 "partial_rollout=false."
             )
             yield Problem(key, text, (f"{ROLLOUT}.sampling_kwargs", f"{ROLLOUT}.partial_rollout"))
