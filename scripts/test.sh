@@ -3,7 +3,7 @@
 #
 #   bash scripts/test.sh                          everything
 #   bash scripts/test.sh --tier unit              one tier: unit, ranks, ray, learning or engines (repeatable);
-#                                                 engines installs vLLM first
+#                                                 engines installs vLLM and SGLang first
 #   bash scripts/test.sh tests/utils -k tracking  further arguments go to pytest; without engines, unless asked for
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -36,11 +36,11 @@ export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false WANDB_MOD
 # A test that fits several tiers belongs to the slowest of them.
 tests_of() {
     case $1 in
-        unit) echo "not ranks and not ray and not learning and not vllm" ;;
-        ranks) echo "ranks and not ray and not learning and not vllm" ;;
-        ray) echo "ray and not learning and not vllm" ;;
-        learning) echo "learning and not vllm" ;;
-        engines) echo "vllm" ;;
+        unit) echo "not ranks and not ray and not learning and not vllm and not sglang" ;;
+        ranks) echo "ranks and not ray and not learning and not vllm and not sglang" ;;
+        ray) echo "ray and not learning and not vllm and not sglang" ;;
+        learning) echo "learning and not vllm and not sglang" ;;
+        engines) echo "vllm or sglang" ;;
     esac
 }
 
@@ -62,7 +62,7 @@ others=() engines=''
 for tier in "${tiers[@]}"; do
     if [ "$tier" != engines ]; then
         others+=("$tier")
-    elif bash scripts/install_engines.sh vllm; then
+    elif bash scripts/install_engines.sh vllm sglang; then
         engines=1
     else
         failed+=("engines (not installed)")

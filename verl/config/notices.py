@@ -81,6 +81,24 @@ def _hf_has_no_engine_knobs(config: PPOConfig, is_given: IsGiven) -> Iterator[st
     )
 
 
+def _nothing_is_compared(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+    if not config.actor_rollout_ref.rollout.calculate_log_probs:
+        why = f"{_ROLLOUT}.calculate_log_probs=false keeps no probabilities to compare"
+        yield from _unread(config, [f"{_ROLLOUT}.mismatch_threshold"], is_given, why)
+
+
+def _nothing_is_traced(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+    backend = config.actor_rollout_ref.rollout.trace.backend
+    keys = [] if backend == "file" else [f"{_ROLLOUT}.trace.dir"]
+    keys += [] if backend else [f"{_ROLLOUT}.trace.token2text"]
+    yield from _unread(config, keys, is_given, f"{_ROLLOUT}.trace.backend={show(backend)} does not read it")
+
+
+def _nothing_is_reused(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+    if not config.actor_rollout_ref.rollout.skip_rollout:
+        yield from _unread(config, [f"{_ROLLOUT}.skip_dump_dir"], is_given, f"{_ROLLOUT}.skip_rollout=false")
+
+
 def _there_is_no_adapter(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
     models = ["actor_rollout_ref.model", *(["critic.model"] if config.uses_critic else [])]
     for model in models:
@@ -110,9 +128,9 @@ def _one_call_has_no_agents(config: PPOConfig, is_given: IsGiven) -> Iterator[st
         yield from _unread(config, keys, is_given, f"{_ROLLOUT}.mode=sync samples a batch in one call, without servers")
 
 
-def _vllm_on_cpu_is_eager(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+def _engines_on_cpu_are_eager(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
     rollout = config.actor_rollout_ref.rollout
-    if rollout.name == "vllm" and config.trainer.device == "cpu" and not rollout.enforce_eager:
+    if rollout.name in ("vllm", "sglang") and config.trainer.device == "cpu" and not rollout.enforce_eager:
         yield from _unread(config, [f"{_ROLLOUT}.enforce_eager"], is_given, "there are no CUDA graphs on a CPU")
 
 
@@ -492,11 +510,14 @@ def _given_below(key: str, config: PPOConfig, is_given: IsGiven) -> list[str]:
 
 _CHECKS = (
     _hf_has_no_engine_knobs,
+    _nothing_is_compared,
+    _nothing_is_traced,
+    _nothing_is_reused,
     _there_is_no_adapter,
     _reference_is_the_actor_without_its_adapter,
     _always_woken_in_stages,
     _one_call_has_no_agents,
-    _vllm_on_cpu_is_eager,
+    _engines_on_cpu_are_eager,
     _always_chunked,
     _always_from_hidden_states,
     _nothing_is_compiled_on_cpu,

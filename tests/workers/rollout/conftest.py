@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from verl.models.weight_names import checkpoint_tensors, tied_duplicates
 from verl.utils.tiny_model import make_tiny_model
+from verl.workers.rollout import get_rollout_class
 from verl.workers.rollout.hf import HFRollout
 from verl.workers.rollout.weight_sync import sync_weights
 
@@ -52,7 +53,10 @@ def rollout_config(**changes) -> SimpleNamespace:
         "disable_log_stats": True,
         "free_cache_engine": True,
         "use_fire_sampling": False,
-        "engine_kwargs": {"vllm": {"swap_space": None, "disable_mm_preprocessor_cache": False}},
+        "engine_kwargs": {
+            "vllm": {"swap_space": None, "disable_mm_preprocessor_cache": False},
+            "sglang": {"attention_backend": None},
+        },
     }
     return SimpleNamespace(**defaults | changes)
 
@@ -85,6 +89,22 @@ def reference(model_folder):
         return models[name]
 
     return load
+
+
+@pytest.fixture(scope="session")
+def built(model_folder):
+    """(engine, family, options) -> that rollout, built once; engines start slowly."""
+    rollouts = {}
+
+    def build(name, family="tied", **changes):
+        key = (name, family, *sorted(changes.items()))
+        if key not in rollouts:
+            rollouts[key] = get_rollout_class(name)(
+                model_folder(family), rollout_config(**{"max_num_seqs": 32, "max_num_batched_tokens": 512, **changes})
+            )
+        return rollouts[key]
+
+    return build
 
 
 def weights_of(model, dtype=torch.float32):

@@ -9,9 +9,12 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from verl.workers.rollout.base import RolloutEngine
 
-_ENGINES = {"hf": "verl.workers.rollout.hf:HFRollout", "vllm": "verl.workers.rollout.vllm:VLLMRollout"}
-_PACKAGES = {"vllm": "vllm"}
-_NOT_YET = ("sglang",)
+_ENGINES = {
+    "hf": "verl.workers.rollout.hf:HFRollout",
+    "sglang": "verl.workers.rollout.sglang:SGLangRollout",
+    "vllm": "verl.workers.rollout.vllm:VLLMRollout",
+}
+_PACKAGES = {"sglang": "sglang", "vllm": "vllm"}
 
 
 def get_rollout_class(name: str) -> type[RolloutEngine]:
@@ -19,13 +22,8 @@ def get_rollout_class(name: str) -> type[RolloutEngine]:
 
     Raises:
         ValueError: unknown name.
-        NotImplementedError: a name that is known but not built yet.
         ImportError: the engine's package is not installed; says how to.
     """
-    if name in _NOT_YET:
-        raise NotImplementedError(
-            f"actor_rollout_ref.rollout.name={name} is not supported yet. Use one of {', '.join(_ENGINES)}."
-        )
     if name not in _ENGINES:
         raise ValueError(f"actor_rollout_ref.rollout.name={name!r} is unknown. Known: {', '.join(sorted(_ENGINES))}.")
     if name in _PACKAGES and importlib.util.find_spec(_PACKAGES[name]) is None:

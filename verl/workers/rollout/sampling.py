@@ -81,8 +81,8 @@ class Sampler:
     def _draw(self, logits: Tensor, uniform: Tensor, rows: slice, is_first: bool) -> tuple[Tensor, Tensor | None]:
         logits = logits.float()
         largest = logits.amax(-1, keepdim=True)
+        _refuse_non_finite(largest)
         if self.all_greedy and not self.want_log_probs:
-            _refuse_non_finite(largest)
             return logits.argmax(-1), None
         scaled = logits - largest
         if is_first:
@@ -141,7 +141,7 @@ def pick(weights: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
     weight zero is never picked.
 
     Args:
-        weights: (n, V) float32, not normalised.
+        weights: (n, V) float32, finite, not normalised.
         uniform: (n, 1) float64 in [0, 1).
 
     Returns:
@@ -155,7 +155,6 @@ def pick(weights: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
     blocks = weights.view(rows, -1, size)
     block_ends = blocks.sum(-1).double().cumsum(-1)
     total = block_ends[:, -1:]
-    _refuse_non_finite(total)
     target = uniform * total
     block = torch.searchsorted(block_ends, target, right=True)
     before = torch.where(block > 0, block_ends.gather(-1, (block - 1).clamp_(min=0)), 0.0)

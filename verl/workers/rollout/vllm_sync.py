@@ -1,6 +1,6 @@
-"""A set of weights on its way into vLLM's memory: loaded by vLLM's own loader, watched, and read back.
+"""A set of weights on its way into an engine's memory: loaded by the engine's own loader, watched, and read back.
 
-Knows vLLM's layers by their attributes only and never imports it.
+For engines with a ``model.load_weights``: vLLM and SGLang. Knows their layers by attributes only and imports neither.
 """
 
 from __future__ import annotations
@@ -28,19 +28,26 @@ class Arrived(NamedTuple):
 
 
 class WeightLoad:
-    """One set of weights on its way into vLLM's memory.
+    """One set of weights on its way into an engine's memory.
 
     Args:
         model: of the engine.
         device: of its weights.
         derived: parameters that are not sent, but made of others.
         is_shared: whether other ranks hold parts of the same engine, and must learn of what is wrong here.
+        engine: its name in messages.
     """
 
     def __init__(
-        self, model: nn.Module, device: torch.device, derived: Set[str] = frozenset(), is_shared: bool = False
+        self,
+        model: nn.Module,
+        device: torch.device,
+        derived: Set[str] = frozenset(),
+        is_shared: bool = False,
+        engine: str = "vLLM",
     ):
         self.model = model
+        self.engine = engine
         self.is_shared = is_shared
         self.derived = derived
         self.device = device
@@ -70,7 +77,7 @@ class WeightLoad:
             shapes = {name: tuple(tensor.shape) for name, tensor in bucket}
             last = self.watcher.last
             raise WeightSyncError(
-                f"vLLM's loader refused {last} of shape {shapes.get(last)} ({type(error).__name__}: {error}). "
+                f"{self.engine}'s loader refused {last} of shape {shapes.get(last)} ({type(error).__name__}: {error}). "
                 "Are model.path and model.override_config the same on both sides?"
             ) from error
         self.note_arrived(bucket)

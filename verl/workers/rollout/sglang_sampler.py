@@ -1,0 +1,141 @@
+"""How SGLang draws tokens under us: every response from a stream of its own, the same stream `hf` draws from.
+
+SGLang's own seeds exist for a few attention kernels only, and its random state depends on all that ran before. This
+sampler replaces it inside the scheduler: a token depends on its row's logits, parameters and seed, on nothing else, and
+its log-probability is that under the distribution it was drawn from. Imported in SGLang's processes only.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from sglang.srt.layers.sampler import Sampler, apply_custom_logit_processor, register_sampler_backend
+from sglang.srt.sampling.penaltylib.repetition_penalty import BatchedRepetitionPenalizer
+from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+from torch import Tensor
+
+from verl.workers.rollout.sampling import cut_to_top_k, cut_to_top_p, pick
+
+NAME = "pytorch"
+"""The ``sampling_backend`` whose place this sampler takes: the one that SGLang settles on where there is no GPU."""
+
+
+def install() -> None:
+    """Teach this process's SGLang the sampler, the seeds of requests, and penalties for tokens of the prompt."""
+    register_sampler_backend(NAME, StreamSampler)
+    _carry_seeds()
+    _penalise_prompts()
+
+
+def _carry_seeds() -> None:
+    """Batches carry ``sampling_seed``, which SGLang does for its deterministic mode alone."""
+    plain = SamplingBatchInfo.from_schedule_batch.__func__
+
+    def from_schedule_batch(cls: type, batch: Any, vocab_size: int) -> SamplingBatchInfo:
+        info = plain(cls, batch, vocab_size)
+        if info.sampling_seed is None:
+            seeds = [request.sampling_params.sampling_seed or 0 for request in batch.reqs]
+            info.sampling_seed = torch.tensor(seeds, dtype=torch.int64).to(batch.device, non_blocking=True)
+        return info
+
+    SamplingBatchInfo.from_schedule_batch = classmethod(from_schedule_batch)
+
+
+def _penalise_prompts() -> None:
+    """``repetition_penalty`` counts what stands in the prompt, as elsewhere; SGLang's starts at the response."""
+    prepare = BatchedRepetitionPenalizer._prepare
+
+    def prepare_with_prompts(self: BatchedRepetitionPenalizer) -> None:
+        prepare(self)
+        penalties = self.cumulated_repetition_penalties
+        for row, request in enumerate(self.orchestrator.reqs()):
+            seen = torch.tensor([*request.origin_input_ids, *request.output_ids], device=penalties.device)
+            penalties[row, seen[seen < penalties.shape[1]]] = request.sampling_params.repetition_penalty
+
+    BatchedRepetitionPenalizer._prepare = prepare_with_prompts
+
+
+class StreamSampler(Sampler):
+    """Inverse-CDF sampling with a counter-based stream per request; see `verl.workers.rollout.sampling`."""
+
+    def forward(
+        self,
+        logits_output: Any,
+        sampling_info: SamplingBatchInfo,
+        return_logprob: bool,
+        top_logprobs_nums: list[int],
+        token_ids_logprobs: list[list[int]],
+        positions: Tensor,
+        **others: Any,
+    ) -> Tensor:
+        """The next token of every row, (n,); puts their log-probabilities into ``logits_output``.
+
+        ``positions`` (n,) are those of each row's last token.
+        """
+        logits = logits_output.next_token_logits
+        if sampling_info.has_custom_logit_processor:
+            apply_custom_logit_processor(logits, sampling_info)
+        tokens, log_probs = draw(logits, sampling_info, positions)
+        if return_logprob:
+            logits_output.next_token_logprobs = log_probs
+        self._sync_token_ids_across_tp(tokens, sampling_info)
+        return tokens
+
+
+def draw(logits: Tensor, info: SamplingBatchInfo, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Tokens (n,) and their log-probabilities (n,) float32 for logits (n, V); NaN where a row's are not finite.
+
+    A request is greedy by ``top_k=1``, which is how SGLang notes ``temperature=0``.
+    """
+    logits = logits.float()
+    greedy = info.top_ks[:, None] <= 1
+    largest, likely = logits.max(-1, keepdim=True)
+    finite = largest.isfinite()
+    scaled = ((logits - largest) / info.temperatures).masked_fill_(~finite, 0.0)
+    weights = scaled.exp()
+    if not info.is_all_greedy:
+        _cut(weights, info, greedy)
+    tokens, total = pick(weights, uniforms(info.sampling_seed, positions)[:, None])
+    tokens = torch.where(greedy, likely, tokens)
+    log_probs = (scaled.gather(-1, tokens) - total.log()).masked_fill_(~finite, torch.nan)
+    return tokens[:, 0], log_probs[:, 0].float()
+
+
+def _cut(weights: Tensor, info: SamplingBatchInfo, greedy: Tensor) -> None:
+    if info.need_min_p_sampling:
+        weights.masked_fill_(weights < info.min_ps[:, None], 0.0)
+    if info.need_top_k_sampling:
+        top_k = info.top_ks[:, None].long()
+        top_k = torch.where(greedy | (top_k >= weights.shape[1]), 0, top_k)
+        if int(top_k.max()) > 0:
+            cut_to_top_k(weights, top_k)
+    if info.need_top_p_sampling:
+        cut_to_top_p(weights, torch.where(greedy, 1.0, info.top_ps[:, None]))
+
+
+def uniforms(keys: Tensor, counters: Tensor) -> Tensor:
+    """Number ``counter`` of each key's stream: two (n,) int64 -> (n,) float64 in [0, 1), on any device.
+
+    With the keys of `sglang_requests.stream_key` these are the numbers of `verl.workers.rollout.sampling.uniforms`.
+    """
+    mixed = _mix(keys + counters * _GOLDEN)
+    return _shifted(mixed, 12).double() * 2.0**-52
+
+
+def _signed(word: int) -> int:
+    return word - (1 << 64) if word >> 63 else word
+
+
+_GOLDEN, _FIRST, _SECOND = map(_signed, (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+
+
+def _shifted(words: Tensor, bits: int) -> Tensor:
+    """Logical shift to the right; int64 tensors shift arithmetically."""
+    return (words >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _mix(words: Tensor) -> Tensor:
+    words = (words ^ _shifted(words, 30)) * _FIRST
+    words = (words ^ _shifted(words, 27)) * _SECOND
+    return words ^ _shifted(words, 31)
