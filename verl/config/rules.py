@@ -421,13 +421,17 @@ def clip_range_keeps_the_ratio_positive(config: PPOConfig) -> Iterator[Problem]:
 @rule
 def kept_batches_come_from_one_call(config: PPOConfig) -> Iterator[Problem]:
     rollout = config.actor_rollout_ref.rollout
-    for name in ("over_sample_rate", "partial_rollout", "async_ratio"):
+    by_speed = "what such a batch holds depends on how fast responses came, so none can be found again"
+    for name, why in {
+        "over_sample_rate": by_speed,
+        "partial_rollout": by_speed,
+        "async_ratio": "such a batch is begun a step early, where none is kept or looked for",
+    }.items():
         if rollout.skip_rollout and rollout[name]:
             yield _problem(
                 config,
                 f"{ROLLOUT}.skip_rollout",
-                f"with {ROLLOUT}.{name}={rollout[name]}: what such a batch holds depends on how fast responses came, "
-                f"so none can be found again. Set one of them only.",
+                f"with {ROLLOUT}.{name}={show(rollout[name])}: {why}. Set one of them only.",
                 f"{ROLLOUT}.{name}",
             )
 
