@@ -68,8 +68,8 @@ class Sample:
 
     @property
     def tokens_drawn(self) -> int:
-        """In this step."""
-        return self.journal.num_tokens - self.tokens_before
+        """In this step, and kept."""
+        return max(0, self.journal.num_tokens - self.tokens_before)
 
 
 @dataclass
