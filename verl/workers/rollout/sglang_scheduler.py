@@ -20,18 +20,19 @@ import torch.distributed as dist
 from sglang.srt.entrypoints.engine import Engine
 from sglang.srt.managers import scheduler as sglang_scheduler
 
-from verl.workers.rollout import sglang_sampler
+from verl.workers.rollout import sglang_sampler, sglang_stop
 from verl.workers.rollout.base import WeightSyncError
 from verl.workers.rollout.host_memory import HostMemory
 from verl.workers.rollout.sglang_parcel import unpack
 from verl.workers.rollout.vllm_sync import WeightLoad
 
 
-def run_scheduler(*args: Any, **kwargs: Any) -> None:
-    """SGLang's scheduler process with our sampler and `Inside`."""
+def run_scheduler(server_args: Any, *args: Any, **kwargs: Any) -> None:
+    """SGLang's scheduler process with our sampler, our stop texts and `Inside`."""
     sglang_sampler.install()
+    sglang_stop.install(server_args.tokenizer_path, server_args.trust_remote_code)
     sglang_scheduler.Scheduler.verl_call = verl_call
-    sglang_scheduler.run_scheduler_process(*args, **kwargs)
+    sglang_scheduler.run_scheduler_process(server_args, *args, **kwargs)
 
 
 class HostedEngine(Engine):
@@ -88,6 +89,20 @@ class Inside:
 
     def greet(self) -> None:
         """Be there from the first request on."""
+
+    def drawn(self, name: str) -> tuple[list[int], list[float]]:
+        """Tokens and log-probs of the running request of this name; none of one that does not run."""
+        found = next((request for request in self._requests() if request.rid == name), None)
+        if found is None:
+            return [], []
+        log_probs = found.logprob.output_token_logprobs_val
+        count = min(len(found.output_ids), len(log_probs))
+        return list(found.output_ids[:count]), list(log_probs[:count])
+
+    def _requests(self) -> Iterator[Any]:
+        for batch in (self.scheduler.running_batch, self.scheduler.last_batch, self.scheduler.cur_batch):
+            yield from batch.reqs if batch is not None else ()
+        yield from self.scheduler.waiting_queue  # those that gave their place away, too
 
     # -- weights -------------------------------------------------------------------------------------------------------
 
