@@ -10,6 +10,7 @@ import importlib
 import json
 import multiprocessing
 import pickle
+import sys
 import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from sglang.srt.entrypoints.engine import Engine
+from sglang.srt.managers import mm_utils
 from sglang.srt.managers import scheduler as sglang_scheduler
 
 from verl.workers.rollout import sglang_sampler, sglang_stop
@@ -100,7 +102,7 @@ class Inside:
         return list(found.output_ids[:count]), list(log_probs[:count])
 
     def _requests(self) -> Iterator[Any]:
-        for batch in (self.scheduler.running_batch, self.scheduler.last_batch, self.scheduler.cur_batch):
+        for batch in (self.scheduler.running_batch, self.scheduler.last_batch):
             yield from batch.reqs if batch is not None else ()
         yield from self.scheduler.waiting_queue  # those that gave their place away, too
 
@@ -109,6 +111,7 @@ class Inside:
     @torch.no_grad()
     def begin_load(self) -> None:
         self._load, self._problem = WeightLoad(self.model, self.device, is_shared=self.ranks > 1, engine="SGLang"), None
+        _forget_images()
 
     @torch.no_grad()
     def load(self, parcels: Sequence[dict[str, Any]]) -> str | None:
@@ -163,6 +166,13 @@ class Inside:
             self._memory["weights"].take_as_nan()
         if "kv_cache" in tags:
             self._memory["kv_cache"].take(0)
+
+
+def _forget_images() -> None:
+    """What the vision tower made of images, which SGLang keeps by the images alone and does not flush."""
+    holder = sys.modules[mm_utils.init_mm_embedding_cache.__module__]
+    if holder.embedding_cache is not None:
+        holder.embedding_cache.clear()
 
 
 def _cache_tensors(runner: Any) -> Iterator[torch.Tensor]:
