@@ -207,8 +207,11 @@ class Host:
 
     async def drawn(self, ticket: int) -> tuple[list[int], list[float]]:
         """Tokens and log-probs of a running request so far; those of one that just ended are on their way."""
-        tokens, log_probs = (list(part) for part in self.drawing.get(ticket, ([], [])))
+        tokens, log_probs = self.drawing.get(ticket, ([], []))
+        known = len(tokens)
         now = (await self.inside("drawn", {"name": _name(ticket)}))[0]
+        if len(tokens) > known:  # a phase ended meanwhile, and is there in full
+            now = [], []
         return tokens + now[0], log_probs + now[1]
 
     async def begin_weight_update(self) -> None:

@@ -94,8 +94,8 @@ def phases(request: Request, max_model_len: int, stop_token_ids: set[int]) -> li
     top_k = _top_k(first_top_k, request.sampling.min_p) if first_top_k > 0 else {}
     first = {**params, **top_k, "temperature": hot, "max_new_tokens": 1}
     rest = {**params, "max_new_tokens": length - 1}
-    if params.get("min_new_tokens"):
-        rest["min_new_tokens"] = params["min_new_tokens"] - 1
+    if least := params.get("min_new_tokens"):
+        first["min_new_tokens"], rest["min_new_tokens"] = 1, least - 1
     if request.sampling.stop:
         rest["custom_params"] = {**params["custom_params"], STOP: [1, *request.sampling.stop]}
     return [first, rest] if length > 1 else [first]

@@ -123,8 +123,8 @@ class ImageReader:
         found = dict(self._processor(images=list(images), return_tensors="pt"))
         if "image_grid_thw" not in found or not hasattr(self.config.vision_config, "spatial_merge_size"):
             raise ValueError(
-                f"rollout.name=hf and sglang cannot show images to a model of type {self.config.model_type!r}: they know "
-                "the Qwen-VL families, whose image processors give image_grid_thw. Use rollout.name=vllm."
+                f"rollout.name=hf and sglang cannot show images to a model of type {self.config.model_type!r}: they "
+                "know the Qwen-VL families, whose image processors give image_grid_thw. Use rollout.name=vllm."
             )
         return found
 
