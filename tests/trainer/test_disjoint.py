@@ -70,7 +70,8 @@ def run(folder, name, monkeypatch, **settings):
 
 def compared(row):
     """What must be equal; the rollout's log-probs may round otherwise where a rank draws other rows together."""
-    return {name: number for name, number in numbers(row).items() if "rollout_probs_diff" not in name}
+    rounded = ("training/rollout_", "rollout_corr/")
+    return {name: number for name, number in numbers(row).items() if not name.startswith(rounded)}
 
 
 def samples(folder, step):

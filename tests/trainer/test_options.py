@@ -49,7 +49,10 @@ def run(task, tmp_path, monkeypatch):
 
 def numbers(steps):
     """What a seed decides: everything but clocks and memory."""
-    return [{k: v for k, v in step.items() if not k.startswith(("timing", "perf/"))} for step in steps.values()]
+    return [
+        {k: v for k, v in step.items() if not k.startswith(("timing", "perf/", "rollout/engine/"))}
+        for step in steps.values()
+    ]
 
 
 def rows(path):

@@ -180,6 +180,12 @@ class AgentLoopManager:
             raise RuntimeError(
                 f"agent loop {name!r} failed on row {number}: {type(error).__name__}: {error}"
             ) from error
+        facts = {
+            "finish_reason": servers.last and servers.last.finish_reason,
+            "rollout_version": servers.last and servers.last.version,
+            "rollout_seconds": servers.seconds,
+        }
+        output.extra_fields = {**facts, **output.extra_fields}
         output.metrics = {"generate_sequences": servers.seconds, **output.metrics}
         return output
 

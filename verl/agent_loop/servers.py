@@ -28,6 +28,8 @@ class AsyncLLMServerManager:
     def __init__(self, client: RolloutClient, seed: int, name: str, priority: int = 0):
         self.seconds = 0.0
         """Time its calls took, waiting included."""
+        self.last: Completion | None = None
+        """What its last call drew."""
         self._client, self._seed, self._name, self._priority = client, seed, name, priority
         self._calls = 0
 
@@ -52,9 +54,10 @@ class AsyncLLMServerManager:
         request = Request(tuple(prompt_ids), as_sampling(sampling_params), seed, media)
         start = time.perf_counter()
         try:
-            return await self._client.generate(
+            self.last = await self._client.generate(
                 request, session=f"{self._name}/{request_id}" if request_id else None, priority=self._priority
             )
+            return self.last
         finally:
             self.seconds += time.perf_counter() - start
 

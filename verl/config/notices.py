@@ -81,6 +81,24 @@ def _hf_has_no_engine_knobs(config: PPOConfig, is_given: IsGiven) -> Iterator[st
     )
 
 
+def _nothing_is_compared(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+    if not config.actor_rollout_ref.rollout.calculate_log_probs:
+        why = f"{_ROLLOUT}.calculate_log_probs=false keeps no probabilities to compare"
+        yield from _unread(config, [f"{_ROLLOUT}.mismatch_threshold"], is_given, why)
+
+
+def _nothing_is_traced(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+    backend = config.actor_rollout_ref.rollout.trace.backend
+    keys = [] if backend == "file" else [f"{_ROLLOUT}.trace.dir"]
+    keys += [] if backend else [f"{_ROLLOUT}.trace.token2text"]
+    yield from _unread(config, keys, is_given, f"{_ROLLOUT}.trace.backend={show(backend)} does not read it")
+
+
+def _nothing_is_reused(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+    if not config.actor_rollout_ref.rollout.skip_rollout:
+        yield from _unread(config, [f"{_ROLLOUT}.skip_dump_dir"], is_given, f"{_ROLLOUT}.skip_rollout=false")
+
+
 def _there_is_no_adapter(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
     models = ["actor_rollout_ref.model", *(["critic.model"] if config.uses_critic else [])]
     for model in models:
@@ -492,6 +510,9 @@ def _given_below(key: str, config: PPOConfig, is_given: IsGiven) -> list[str]:
 
 _CHECKS = (
     _hf_has_no_engine_knobs,
+    _nothing_is_compared,
+    _nothing_is_traced,
+    _nothing_is_reused,
     _there_is_no_adapter,
     _reference_is_the_actor_without_its_adapter,
     _always_woken_in_stages,

@@ -113,13 +113,16 @@ class AgentConfig(Config):
 
 @dataclass
 class TraceConfig(Config):
-    """Recording of conversations."""
+    """Recording of every sample: its tokens, rewards, finish reason, version of the weights."""
 
-    backend: Literal["weave", "mlflow"] | None = None
-    """Where to record."""
+    backend: Literal["file", "mlflow", "weave"] | None = None
+    """Where to record: ``file`` (JSON lines), ``mlflow`` or ``weave`` (both to be installed). Null: nowhere."""
 
     token2text: bool = False
     """Record text beside token ids."""
+
+    dir: str | None = None
+    """Folder of the ``file`` backend, one file a step. Null: ``rollout_trace`` in ``trainer.default_local_dir``."""
 
 
 @dataclass
@@ -227,7 +230,8 @@ class RolloutConfig(Config):
     """Tokens of such a forward on one device; follows ``actor.ppo_max_token_len_per_gpu``."""
 
     disable_log_stats: bool = True
-    """Keep the engine's own statistics quiet. No effect with ``hf``."""
+    """Keep no statistics in the engine. False: its counters become metrics ``rollout/engine/*`` too. No effect with
+    ``hf``."""
 
     do_sample: bool = True
     """Draw at random. False: always the likeliest token."""
@@ -255,7 +259,15 @@ class RolloutConfig(Config):
     """Conversations of several turns."""
 
     calculate_log_probs: bool = False
-    """Keep the log-probs the engine sampled with, to compare them with the actor's."""
+    """Keep the log-probs the engine sampled with, and compare them with the actor's at every step."""
+
+    mismatch_threshold: float = option(0.01, at_least=0)
+    """Mean difference between the engine's and the actor's probability of a token above which the run warns, and
+    writes down the worst tokens. Read only with ``calculate_log_probs``."""
+
+    stall_timeout_s: float = option(1800, at_least=0)
+    """Seconds in which an engine that generates must finish a step (about a token of every running response), or its
+    process is ended with all stacks and the last requests. 0: no limit."""
 
     agent: AgentConfig = section(AgentConfig)
     """Agent loops."""
@@ -267,10 +279,11 @@ class RolloutConfig(Config):
     """Recording of conversations."""
 
     skip_rollout: bool = False
-    """Reuse a batch sampled earlier, for debugging of training."""
+    """Keep every training batch once it is sampled, and take it from there in the next run with equal prompts and
+    sampling, for debugging of training. Validation is always sampled."""
 
     skip_dump_dir: str = "/tmp/rollout_dump"
-    """Folder of such batches."""
+    """Folder of such batches, a folder below it per project and experiment."""
 
     enable_chunked_prefill: bool = True
     """Read long prompts in pieces. No effect with ``hf``."""

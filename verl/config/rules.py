@@ -403,6 +403,20 @@ def clip_range_keeps_the_ratio_positive(config: PPOConfig) -> Iterator[Problem]:
 
 
 @rule
+def kept_batches_come_from_one_call(config: PPOConfig) -> Iterator[Problem]:
+    rollout = config.actor_rollout_ref.rollout
+    for name in ("over_sample_rate", "partial_rollout", "async_ratio"):
+        if rollout.skip_rollout and rollout[name]:
+            yield _problem(
+                config,
+                f"{ROLLOUT}.skip_rollout",
+                f"with {ROLLOUT}.{name}={rollout[name]}: what such a batch holds depends on how fast responses came, "
+                f"so none can be found again. Set one of them only.",
+                f"{ROLLOUT}.{name}",
+            )
+
+
+@rule
 def tis_knows_what_the_sampler_thought(config: PPOConfig) -> Iterator[Problem]:
     shared = config.actor_rollout_ref
     if shared.actor.policy_loss.loss_mode == "tis" and not shared.rollout.calculate_log_probs:

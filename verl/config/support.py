@@ -90,9 +90,6 @@ LIMITS: tuple[Limit, ...] = (
     # rollout
     Limit(f"{_ROLLOUT}.multi_turn.*", "multi-turn rollout", _MULTI_TURN),
     Limit(f"{_ROLLOUT}.agent.num_workers", "agent loops in processes of their own", "leave it alone"),
-    Limit(f"{_ROLLOUT}.trace.*", "tracing of conversations", "dump samples with trainer.rollout_data_dir"),
-    Limit(f"{_ROLLOUT}.skip_rollout", "reuse of sampled batches", "leave it false"),
-    Limit(f"{_ROLLOUT}.skip_dump_dir", "reuse of sampled batches", "leave it alone"),
     Limit(
         f"{_ROLLOUT}.load_format",
         "this way of loading the engine's first weights",

@@ -194,6 +194,9 @@ class TrainerConfig(Config):
     log_freq: int = option(1, above=0)
     """Training steps between lines of metrics; a step that validates, and the last, has one in any case."""
 
+    memory_ledger: bool = False
+    """Show what memory each phase of the first step took, and log ``memory/<phase>_gb`` at every step."""
+
     nonfinite_tolerance: int = option(3, at_least=1)
     """Stop after this many training steps in a row were skipped for a gradient that is not finite."""
 

@@ -6,6 +6,8 @@ raises `WorkerGroupStopped` with the first failure as its cause.
 
 import signal as signals
 
+from verl.utils.watchdog import STALLED
+
 
 class WorkerGroupError(RuntimeError):
     """Base of every failure of a worker group."""
@@ -18,6 +20,7 @@ class WorkerError(WorkerGroupError):
         role, rank, world_size, method: where.
         cause: the remote exception in one line, ``ValueError: no rows``.
         traceback: text of the remote traceback.
+        doing: what its rollout engine was doing; empty if it was not.
         explanation: what to tell a user in place of a traceback; None if only the traceback tells anything.
     """
 
@@ -30,17 +33,19 @@ class WorkerError(WorkerGroupError):
         cause: str,
         traceback: str,
         told: str | None = None,
+        doing: str = "",
     ):
-        """``told``: the explanation of the remote exception, if it has one."""
+        """``told``: the explanation of the remote exception, if it has one; ``doing``: what the engine was at."""
         self.role, self.rank, self.world_size, self.method = role, rank, world_size, method
-        self.cause, self.traceback, self._told = cause, traceback, told
+        self.cause, self.traceback, self._told, self.doing = cause, traceback, told, doing
         where = f"{role}.{method} failed on rank {rank} of {world_size}"
-        self.explanation = None if told is None else f"{where}: {told}"
-        super().__init__(f"{where}: {cause}\nThe traceback of that worker:\n{traceback.rstrip()}")
+        at = f"\nWhat it was doing: {doing}." if doing else ""
+        self.explanation = None if told is None else f"{where}: {told}{at}"
+        super().__init__(f"{where}: {cause}{at}\nThe traceback of that worker:\n{traceback.rstrip()}")
 
     def __reduce__(self):
         where = (self.role, self.rank, self.world_size, self.method)
-        return type(self), (*where, self.cause, self.traceback, self._told)
+        return type(self), (*where, self.cause, self.traceback, self._told, self.doing)
 
 
 class WorkerDied(WorkerGroupError):
@@ -52,6 +57,7 @@ class WorkerDied(WorkerGroupError):
         signal: number of the signal that killed it, or None.
         exit_code: its exit status, or None if killed or unknown.
         last_words: the end of its stderr where the controller can read it, else "".
+        report: what it was doing and how large it was, where that is known, else "".
     """
 
     def __init__(
@@ -64,25 +70,30 @@ class WorkerDied(WorkerGroupError):
         signal: int | None = None,
         exit_code: int | None = None,
         last_words: str = "",
+        report: str = "",
     ):
         self.role, self.rank, self.world_size, self.method = role, rank, world_size, method
         self.pid, self.signal, self.exit_code, self.last_words = pid, signal, exit_code, last_words
+        self.report = report
         doing = f"while running {role}.{method}" if method else f"between calls of {role}"
         message = f"Rank {rank} of {world_size} died {doing} (pid {pid}): {self._how()}"
+        message += f"\n{report}" if report else ""
         super().__init__(message + (f"\nThe end of its stderr:\n{last_words.rstrip()}" if last_words else ""))
 
     def _how(self) -> str:
         if self.signal == signals.SIGKILL:
-            return "killed by SIGKILL (9); nobody sent it? then it was the kernel, out of memory (see `dmesg`)"
+            return "killed by SIGKILL (9); nobody sent it? then it was likely out of memory (see `dmesg`)"
         if self.signal is not None:
             return f"killed by {_signal_name(self.signal)} ({self.signal})"
+        if self.exit_code == STALLED:
+            return f"ended by its own watchdog (exit code {STALLED}): it made no progress"
         if self.exit_code is not None:
             return f"left with exit code {self.exit_code}"
         return "cause unknown; a process that leaves no trace was most often killed with SIGKILL, out of memory"
 
     def __reduce__(self):
         where = (self.role, self.rank, self.world_size, self.method)
-        return type(self), (*where, self.pid, self.signal, self.exit_code, self.last_words)
+        return type(self), (*where, self.pid, self.signal, self.exit_code, self.last_words, self.report)
 
 
 class WorkerTimeout(WorkerGroupError, TimeoutError):
@@ -92,20 +103,22 @@ class WorkerTimeout(WorkerGroupError, TimeoutError):
         role, method: what they were asked.
         ranks: those that have not answered.
         waited: seconds.
+        report: what those ranks were doing, where that is known.
     """
 
-    def __init__(self, role: str, method: str, ranks: list[int], world_size: int, waited: float):
+    def __init__(self, role: str, method: str, ranks: list[int], world_size: int, waited: float, report: str = ""):
         self.role, self.method, self.ranks = role, method, list(ranks)
-        self.world_size, self.waited = world_size, waited
+        self.world_size, self.waited, self.report = world_size, waited, report
         named = "rank" if len(ranks) == 1 else "ranks"
         super().__init__(
             f"{role}.{method}: {named} {', '.join(map(str, ranks))} of {world_size} did not answer within "
             f"{waited:.1f} s, the timeout of this group. Their Python stacks are on stderr. "
             "Raise the timeout (trainer.worker_timeout) if the work is just slow; None waits for ever."
+            + (f"\n{report}" if report else "")
         )
 
     def __reduce__(self):
-        return type(self), (self.role, self.method, self.ranks, self.world_size, self.waited)
+        return type(self), (self.role, self.method, self.ranks, self.world_size, self.waited, self.report)
 
 
 class WorkerGroupStopped(WorkerGroupError):

@@ -30,7 +30,9 @@ from verl.single_controller.base.worker_group import (
 )
 from verl.single_controller.channel import Arena, Channel, Parcels
 from verl.single_controller.errors import WorkerDied, WorkerError, WorkerTimeout
+from verl.single_controller.post_mortem import PostMortem
 from verl.single_controller.processes import Child, is_readable
+from verl.single_controller.stderr_tail import StderrTail
 
 _LIVE: "weakref.WeakSet[ForkedHosts]" = weakref.WeakSet()
 """Groups of this process: a child forked for one of them closes its copies of the others' connections."""
@@ -123,12 +125,14 @@ class ForkedHosts(Hosts):
         self._arena = Arena()
         self._channels: list[Channel] = []
         self._children: list[Child] = []
+        self._tails: list[StderrTail] = []
+        self._post_mortem = PostMortem(world_size)
         self._calls: dict[int, Call] = {}  # sent and not answered, oldest first
         self._next_call = 0
         self._poll = select.poll()
         self._rank_of: dict[int, int] = {}  # descriptor polled -> rank
         _LIVE.add(self)
-        weakref.finalize(self, _end_all, self._children, self._channels)  # also when the driver leaves
+        weakref.finalize(self, _end_all, self._children, self._channels, self._tails)  # also when the driver leaves
 
     @property
     def pids(self) -> list[int]:
@@ -148,6 +152,7 @@ class ForkedHosts(Hosts):
         calls = []
         for rank in range(self.world_size):
             place = rank_environment(rank, self.world_size, prefix, port, self._first_device)
+            place |= self._post_mortem.place(rank)
             self._fork(rank, place, roles)
             calls.append(self._note_call(rank, "+".join(roles), "__init__"))
         self.wait(calls, timeout)
@@ -156,9 +161,11 @@ class ForkedHosts(Hosts):
 
     def _fork(self, rank: int, place: dict[str, str], roles: Mapping[str, ClassWithInitArgs]) -> None:
         ours, theirs = socket.socketpair()
+        tail = StderrTail()
         processes = self.world_size + self._beside
 
         def live() -> None:
+            tail.adopt()
             for hosts in list(_LIVE):
                 hosts.forget()
             ours.close()
@@ -166,6 +173,8 @@ class ForkedHosts(Hosts):
 
         child = Child(live)
         theirs.close()
+        tail.started()
+        self._tails.append(tail)
         self._children.append(child)
         self._channels.append(Channel(ours, self._arena))
         for watched in (ours.fileno(), child.pidfd):
@@ -204,7 +213,8 @@ class ForkedHosts(Hosts):
             if left is not None and left <= 0:
                 self._dump_stacks({call.rank for call in waiting})
                 ranks = sorted({call.rank for call in waiting})
-                raise WorkerTimeout(waiting[0].role, waiting[0].method, ranks, self.world_size, timeout)
+                report = "\n".join(filter(None, (self._report(rank) for rank in ranks)))
+                raise WorkerTimeout(waiting[0].role, waiting[0].method, ranks, self.world_size, timeout, report)
             self._read(left)
         return [call.outcome() for call in handles]
 
@@ -238,7 +248,14 @@ class ForkedHosts(Hosts):
         child = self._children[rank]
         if not child.await_end(2.0):  # it closed the connection, and lives on
             child.end()
-        return WorkerDied(role, rank, self.world_size, method, child.pid, *child.outcome())
+        how, words = child.outcome(), self._tails[rank].last_words()
+        report = self._post_mortem.report(rank)
+        return WorkerDied(role, rank, self.world_size, method, child.pid, *how, words, report)
+
+    def _report(self, rank: int) -> str:
+        """What a rank that lives is doing."""
+        text = self._post_mortem.report(rank, self._children[rank].pid)
+        return f"Rank {rank}:\n{text}" if text else ""
 
     def _dump_stacks(self, ranks: set[int]) -> None:
         """Have these ranks print where they are to stderr."""
@@ -247,7 +264,8 @@ class ForkedHosts(Hosts):
         time.sleep(0.2)
 
     def _stop(self, at_once: bool) -> None:
-        _end_all(self._children, self._channels, 0 if at_once else _LEAVE_GRACE_S)
+        _end_all(self._children, self._channels, self._tails, 0 if at_once else _LEAVE_GRACE_S)
+        self._post_mortem.close()
         self._arena.close()
 
 
@@ -347,9 +365,11 @@ def _share_cores(processes: int) -> None:
         sys.modules["torch"].set_num_threads(threads)
 
 
-def _end_all(children: list[Child], channels: list[Channel], grace: float = 0.0) -> None:
+def _end_all(children: list[Child], channels: list[Channel], tails: list[StderrTail], grace: float = 0.0) -> None:
     for channel in channels:
         channel.close()
     deadline = time.monotonic() + grace
     for child in children:
         child.end(max(0.0, deadline - time.monotonic()))
+    for tail in tails:
+        tail.pass_on()

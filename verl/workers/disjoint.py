@@ -19,7 +19,7 @@ from verl.utils.device import current_device
 from verl.utils.distributed import get_rank
 from verl.utils.garbage import no_collection
 from verl.workers.model_worker import EngineWorker
-from verl.workers.roles import PolicyRole, ReferenceRole, RolloutRole
+from verl.workers.roles import PROMPT_COLUMNS, PolicyRole, ReferenceRole, RolloutRole
 from verl.workers.rollout import get_rollout_class
 from verl.workers.rollout.base import RolloutEngine
 from verl.workers.rollout.weight_link import WeightLink, find_store, node_id, open_store
@@ -86,15 +86,16 @@ class ReceivingRolloutRole(LinkEndRole, RolloutRole):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def receive_weights(self) -> int:
         """Take what the actor sends and make sure that it is held; returns the version that is held now."""
-        self.rollout.wake(("weights",))
-        version = self.link.receive(self.rollout).version
-        self.rollout.wake(("kv_cache",))
+        with self.rollout_phase("sync"):
+            self.rollout.wake(("weights",))
+            version = self.link.receive(self.rollout).version
+            self.rollout.wake(("kv_cache",))
         return version
 
     @register(
         dispatch_mode=Dispatch.DP_COMPUTE_PROTO,
         mesh="rollout",
-        reads=("input_ids", "attention_mask", "position_ids", "raw_prompt_ids", "seeds"),
+        reads=PROMPT_COLUMNS,
         blocking=False,
     )
     def start_generating(self, prompts: DataProto) -> DataProto:

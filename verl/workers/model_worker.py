@@ -7,7 +7,6 @@ config section, checkpoints. Knows configs and engines, not algorithms or prompt
 from __future__ import annotations
 
 import math
-import os
 import random
 import time
 from collections.abc import Iterator, Mapping
@@ -30,6 +29,7 @@ from verl.utils.flops_counter import FlopsCounter, get_device_flops
 from verl.utils.import_utils import import_users_modules
 from verl.utils.tokenizer import hf_processor, hf_tokenizer
 from verl.workers.engine import Engine, build_engine
+from verl.workers.memory_ledger import Entry, MemoryLedger, bytes_by_place, optimizer_tensors
 from verl.workers.vision import ImageInputs
 
 
@@ -68,11 +68,28 @@ class EngineWorker(Worker):
         self.timeout_s = timeout_s
         self.tokenizer_path = tokenizer_path
         self.checkpoints: CheckpointManager | None = None
+        self.ledger = MemoryLedger(self.memory_parts)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def configure(self, settings: Mapping[str, Any]) -> None:
         """Set what the constructor takes beside ``config`` and ``role``, for subclasses whose own takes only these."""
         vars(self).update(settings)
+
+    def memory_parts(self) -> dict[str, int]:
+        """Bytes on the device by what they are for; of engines that offload, what is there now."""
+        found: dict[str, int] = {}
+        for name in ("actor", "critic", "reference"):
+            engine = getattr(self, name, None)
+            if engine is not None:
+                found[f"{name} weights"] = bytes_by_place(engine.module.parameters(), self.device)
+                found[f"{name} optimizer"] = bytes_by_place(optimizer_tensors(engine.optimizer), self.device)
+        rollout = getattr(self, "rollout", None)
+        return found | (rollout.memory_parts() if rollout is not None else {})
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def memory_entries(self) -> list[Entry]:
+        """What each phase since the last call has left in memory."""
+        return self.ledger.take()
 
     def start_process(self) -> None:
         """Seed this process and join the group of all ranks; the first role of a process does it for all of them."""
@@ -157,14 +174,3 @@ def mfu_metrics(name: str, engine: Engine, data: DataProto, epochs: int, metrics
     if tokens and math.isfinite(peak):
         done, _ = FlopsCounter(engine.model_config).estimate_flops(tokens, time.perf_counter() - start)
         metrics.add({f"perf/mfu/{name}": done * epochs / (peak * engine.topology.world_size)})
-
-
-def memory_metrics(device: str) -> dict[str, float]:
-    """Memory of this process in GiB, under the names users know."""
-    import psutil
-
-    metrics = {"perf/cpu_memory_used_gb": psutil.Process(os.getpid()).memory_info().rss / 2**30}
-    if device == "cuda":
-        metrics["perf/max_memory_allocated_gb"] = torch.cuda.max_memory_allocated() / 2**30
-        metrics["perf/max_memory_reserved_gb"] = torch.cuda.max_memory_reserved() / 2**30
-    return metrics

@@ -23,11 +23,13 @@ from verl.utils.garbage import no_collection
 from verl.utils.seeding import derive_seed
 from verl.utils.tokenizer import hf_tokenizer
 from verl.workers.engine import Want
-from verl.workers.model_worker import EngineWorker, MetricBag, memory_metrics, mfu_metrics
+from verl.workers.model_worker import EngineWorker, MetricBag, mfu_metrics
 from verl.workers.rollout import get_rollout_class
 from verl.workers.rollout.assemble import assemble
 from verl.workers.rollout.base import Request, RolloutEngine, SamplingParams
+from verl.workers.rollout.out_of_memory import memory_errors
 from verl.workers.rollout.sampling_config import sampling_params
+from verl.workers.rollout.watch import engine_phase
 from verl.workers.rollout.weight_sync import sync_adapter, sync_weights
 from verl.workers.serving import ServingRole
 
@@ -36,6 +38,9 @@ TOKENS = (
     *("multi_modal_inputs", "multi_modal_data"),  # of rows with images
 )
 """Columns every forward pass over prompt and response needs."""
+
+PROMPT_COLUMNS = ("input_ids", "attention_mask", "position_ids", "raw_prompt_ids", "seeds", "uid", "multi_modal_data")
+"""Columns sampling reads, those of them that there are."""
 
 UPDATE_COLUMNS = TOKENS + (
     "old_log_probs",
@@ -149,7 +154,7 @@ class PolicyRole:
         if self.config.actor.calculate_sum_pi_squared:
             want |= Want.SUM_PI_SQUARED
         data = self.image_inputs.filled(data)
-        with self.actor.on_device():
+        with self.ledger.phase("log_prob"), self.actor.on_device():
             scored = self.actor.infer(data, want, rollout.log_prob_split, temperature=rollout.temperature)
         return scored.rename(["log_probs", "entropy"], ["old_log_probs", "entropys"])
 
@@ -161,13 +166,13 @@ class PolicyRole:
         rows = config.ppo_mini_batch_size * self.config.rollout.n // self.actor.topology.dp_size
         data, metrics = self.image_inputs.filled(data), MetricBag()
         timed = mfu_metrics("actor", self.actor, data, config.ppo_epochs, metrics)
-        with self.actor.on_device(optimizer=True), timed:
+        with self.ledger.phase("update_actor"), self.actor.on_device(optimizer=True), timed:
             for mini in self.mini_batches(data, rows, config.ppo_epochs, config.shuffle):
                 step = self.actor.train_step(mini, self.ppo_loss, split, temperature=self.config.rollout.temperature)
                 metrics.add(step, prefix="actor")
             metrics.add({"actor/lr": self.actor.learning_rate()})
             self.actor.step_schedule()
-        metrics.add(memory_metrics(self.device))
+        metrics.add(self.ledger.metrics())
         return DataProto(meta_info={"metrics": metrics.lists()})
 
     def mini_batches(self, data: DataProto, rows: int, epochs: int, shuffle: bool) -> Iterator[DataProto]:
@@ -190,7 +195,8 @@ class PolicyRole:
         max_ckpt_to_keep: int | None = None,
     ) -> None:
         """Write this role's checkpoint to the folder ``local_path``."""
-        self.checkpoints.save(local_path, global_step, max_ckpt_to_keep)
+        with self.ledger.phase("save"):
+            self.checkpoints.save(local_path, global_step, max_ckpt_to_keep)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(
@@ -214,15 +220,17 @@ class RolloutRole(ServingRole):
         self.tokenizer = hf_tokenizer(self.tokenizer_path or model.path, trust_remote_code=model.trust_remote_code)
         self.sends_adapter = sends_adapter(self.config, self.device)
         lora = lora_spec(model, self.config.actor.freeze_vision_tower)
-        self.rollout: RolloutEngine = get_rollout_class(config.name)(
-            model.path,
-            config,
-            device=self.device,
-            trust_remote_code=model.trust_remote_code,
-            override_config=dict(model.override_config),
-            tokenizer_path=self.tokenizer_path or model.path,
-            **({"lora": lora} if self.sends_adapter else {}),
-        )
+        with memory_errors(config, "start"), engine_phase(config.name, "start"):
+            self.rollout: RolloutEngine = get_rollout_class(config.name)(
+                model.path,
+                config,
+                device=self.device,
+                trust_remote_code=model.trust_remote_code,
+                override_config=dict(model.override_config),
+                tokenizer_path=self.tokenizer_path or model.path,
+                **({"lora": lora} if self.sends_adapter else {}),
+            )
+        self.rollout.watch.engine, self.rollout.watch.stall_timeout_s = config.name, config.stall_timeout_s
         for validate in (False, True):
             self.rollout.check_sampling(self.sampling(validate, do_sample=True))
         self.unseeded_calls = 0
@@ -230,21 +238,32 @@ class RolloutRole(ServingRole):
         self._register_dispatch_collect_info("rollout", dp_rank=rank // ranks, is_collect=rank % ranks == 0)
 
     @contextmanager
+    def rollout_phase(self, phase: str) -> Iterator[None]:
+        """Note the phase of the engine: for the memory ledger, and for who asks what a dead worker was doing."""
+        with self.ledger.phase(f"rollout_{phase}"), self.rollout.watch.phase(phase):
+            with memory_errors(self.config.rollout, phase):
+                yield
+
+    @contextmanager
     def rollout_mode(self, timing: dict[str, float]) -> Iterator[RolloutEngine]:
         """Hand the newest weights to the rollout engine, and the device's memory with them."""
         start = time.perf_counter()
         with self.actor.on_device():
-            self.rollout.wake(("weights",))
+            with self.rollout_phase("wake"):
+                self.rollout.wake(("weights",))
             if self.rollout.version != self.actor.version:
-                self.sync_rollout()
-        self.rollout.wake(("kv_cache",))
+                with self.rollout_phase("sync"):
+                    self.sync_rollout()
+        with self.rollout_phase("wake_cache"):
+            self.rollout.wake(("kv_cache",))
         timing["reshard"] = time.perf_counter() - start
         try:
             yield self.rollout
         finally:
             if self.config.rollout.free_cache_engine:
                 # every wake is followed by a sync, so nothing need be kept but what the sync leaves out
-                self.rollout.sleep(level=1 if self.sends_adapter else 2)
+                with self.rollout_phase("sleep"):
+                    self.rollout.sleep(level=1 if self.sends_adapter else 2)
 
     def sync_rollout(self) -> None:
         """Bring the rollout, which is awake, to the actor's weights."""
@@ -259,7 +278,7 @@ class RolloutRole(ServingRole):
     @register(
         dispatch_mode=Dispatch.DP_COMPUTE_PROTO,
         mesh="rollout",
-        reads=("input_ids", "attention_mask", "position_ids", "raw_prompt_ids", "seeds", "multi_modal_data"),
+        reads=PROMPT_COLUMNS,
     )
     def generate_sequences(self, prompts: DataProto) -> DataProto:
         """Sample one response a row: adds row 1 of the data flow (responses, masks, whole sequences).
@@ -282,7 +301,10 @@ class RolloutRole(ServingRole):
         requests = [Request(tuple(i), sampling, s, m or None) for i, s, m in zip(rows, seeds, media, strict=True)]
         with self.rollout_mode(timing) as engine:
             start = time.perf_counter()
-            completions = engine.generate(requests, expect_version=self.newest_version(facts))
+            engine.watch.names = prompts.non_tensor_batch.get("uid", ())
+            with self.rollout_phase("generate"):
+                completions = engine.generate(requests, expect_version=self.newest_version(facts))
+            version = engine.version
             timing["generate_sequences"] = time.perf_counter() - start
         batch = assemble(
             prompts,
@@ -290,9 +312,15 @@ class RolloutRole(ServingRole):
             prompt_length=config.prompt_length,
             response_length=config.response_length,
             pad_token_id=self.tokenizer.pad_token_id,
+            version=version,
         )
         batch.meta_info["timing"] = timing
         return batch
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def rollout_metrics(self) -> dict[str, float]:
+        """The engine's numbers since the last call, by their names below ``rollout/engine``."""
+        return self.rollout.watch.take(self.rollout.totals())
 
     def newest_version(self, facts: Mapping[str, Any]) -> int:
         """Version of the weights that responses are to be drawn with."""
@@ -348,7 +376,7 @@ class ReferenceRole:
         engine, is_frozen = self.reference, nullcontext()
         if engine is None:
             engine, is_frozen = self.actor, self.actor.without_adapter()
-        with engine.on_device(), is_frozen:
+        with self.ledger.phase("ref_log_prob"), engine.on_device(), is_frozen:
             scored = engine.infer(data, Want.LOG_PROBS, split, temperature=temperature)
         return scored.rename("log_probs", "ref_log_prob")
 
@@ -373,7 +401,7 @@ class ValueRole:
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, mesh="critic", reads=TOKENS)
     def compute_values(self, data: DataProto) -> DataProto:
         """Estimate the return before each response token: adds ``values`` (B, R)."""
-        with self.critic.on_device():
+        with self.ledger.phase("values"), self.critic.on_device():
             return self.critic.infer(data, Want.VALUES, self.config.forward_split)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, mesh="critic", reads=UPDATE_COLUMNS)
@@ -384,7 +412,7 @@ class ValueRole:
         rows = config.ppo_mini_batch_size * config.rollout_n // self.critic.topology.dp_size
         metrics = MetricBag()
         timed = mfu_metrics("critic", self.critic, data, config.ppo_epochs, metrics)
-        with self.critic.on_device(optimizer=True), timed:
+        with self.ledger.phase("update_critic"), self.critic.on_device(optimizer=True), timed:
             for mini in self.mini_batches(data, rows, config.ppo_epochs, config.shuffle):
                 metrics.add(self.critic.train_step(mini, self.value_loss, split), prefix="critic")
             metrics.add({"critic/lr": self.critic.learning_rate()})
@@ -405,7 +433,7 @@ class ActorRolloutRefWorker(PolicyRole, RolloutRole, ReferenceRole, EngineWorker
         """Load what the role needs; call once."""
         if "rollout" in self.role:
             get_rollout_class(self.config.rollout.name)  # an engine that is not installed is said before models load
-        with no_collection():
+        with no_collection(), self.ledger.phase("start"):
             self.start_process()
             if "rollout" in self.role:
                 sends_adapter(self.config, self.device)  # nor is a sync that cannot be
@@ -425,6 +453,6 @@ class CriticWorker(ValueRole, EngineWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         """Load the critic; call once."""
-        with no_collection():
+        with no_collection(), self.ledger.phase("start"):
             self.start_process()
             self.init_critic()

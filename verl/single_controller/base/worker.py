@@ -14,7 +14,10 @@ from typing import Any
 
 from verl.single_controller.base.decorator import Dispatch, Execute, register
 from verl.single_controller.errors import WorkerError
+from verl.single_controller.post_mortem import describe
+from verl.utils.black_box import BOX_VARIABLE, black_box
 from verl.utils.ending import explanation
+from verl.utils.watchdog import watchdog
 
 PLACES = "__places__"
 """Name that asks a `WorkerHost` for the meshes a role registered, in place of a method name."""
@@ -98,6 +101,8 @@ class WorkerHost:
     def setup(self, env: Mapping[str, str], roles: Mapping[str, Callable[[], Any]]) -> int:
         """Enter the place ``env`` describes, then build each role there; returns the process id."""
         os.environ.update(env)
+        if BOX_VARIABLE in env:  # a process of its own, whose driver will ask how it lived
+            watchdog().start()
         self._place = (int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
         for role, build in roles.items():
             self._workers[role] = worker = self._guarded(role, "__init__", build, (), {})
@@ -127,7 +132,8 @@ class WorkerHost:
             lines = traceback.format_exception(type(error), error, _beyond_this_file(error.__traceback__))
             cause = "".join(traceback.format_exception_only(type(error), error)).strip().splitlines()
             told = explanation(error)
-            raise WorkerError(role, *self._place, method, cause[0], "".join(lines), told) from error
+            doing = describe(black_box().facts)
+            raise WorkerError(role, *self._place, method, cause[0], "".join(lines), told, doing) from error
 
     def _finish(self, coroutine) -> Any:
         """Wait for an async method. One event loop for all of them, so that what they share stays usable."""

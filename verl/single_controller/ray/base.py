@@ -38,6 +38,7 @@ from verl.single_controller.base.worker_group import (
 )
 from verl.single_controller.channel import INLINE_BYTES, Arena, Envelope, Parcels, Peer
 from verl.single_controller.errors import WorkerDied, WorkerError, WorkerGroupError, WorkerTimeout
+from verl.single_controller.post_mortem import PostMortem
 from verl.single_controller.processes import is_readable, open_pidfd, outcome_by_pidfd
 from verl.single_controller.ray.pools import (  # noqa: F401  users import pools from here
     RayResourcePool,
@@ -45,6 +46,7 @@ from verl.single_controller.ray.pools import (  # noqa: F401  users import pools
     merge_resource_pool,
     sort_placement_group_by_node_ip,
 )
+from verl.single_controller.stderr_tail import last_words
 
 _STACK_DUMP_S = 0.5
 
@@ -258,6 +260,7 @@ class RayHosts(Hosts):
         self._arena = Arena(_dumps)
         self._peers: dict[int, Peer] = {}  # ranks that share memory with this process
         self._watched: dict[int, int] = {}  # rank -> pidfd, of those on this node
+        self._post_mortem = PostMortem(self.world_size if owned else 0)
 
     def setup(self, roles: Mapping, pool: ResourcePool, prefix: str, timeout: float) -> None:
         """Give every actor its place and have it build the roles, within ``timeout`` seconds."""
@@ -307,6 +310,7 @@ class RayHosts(Hosts):
             "WG_PREFIX": prefix,
             "WG_BACKEND": "ray",
         }
+        place |= self._post_mortem.place(rank) if self._owned else {}
         return {name: str(value) for name, value in place.items()}
 
     def _submit(self, role: str, method: str, requests: Sequence[Request], exposed: bool) -> list[_RayCall]:
@@ -338,8 +342,10 @@ class RayHosts(Hosts):
         _, late = ray.wait([call.ref for call in calls], num_returns=len(calls), timeout=0)
         late_calls = [call for call in calls if call.ref in late]
         self._dump_stacks([call.rank for call in late_calls])
-        first = late_calls[0]
-        return WorkerTimeout(first.role, first.method, [c.rank for c in late_calls], self.world_size, timeout)
+        first, ranks = late_calls[0], [call.rank for call in late_calls]
+        known = {rank: self._post_mortem.report(rank, self.pids[rank]) for rank in ranks if rank in self._watched}
+        report = "\n".join(f"Rank {rank}:\n{text}" for rank, text in known.items() if text)
+        return WorkerTimeout(first.role, first.method, ranks, self.world_size, timeout, report)
 
     def _failure(self, calls: list[_RayCall], error: RayTaskError) -> WorkerGroupError:
         """A method raised. If a rank died just before, its death is the failure, the exception only its echo."""
@@ -362,7 +368,8 @@ class RayHosts(Hosts):
         pid = self.pids[call.rank] if call.rank >= 0 else None
         how = self._outcome(call.rank)
         last_words = _last_words(pid) or (str(error) if how == (None, None) else "")
-        return WorkerDied(call.role, call.rank, self.world_size, call.method, pid, *how, last_words)
+        report = self._post_mortem.report(call.rank) if call.rank in self._watched else ""
+        return WorkerDied(call.role, call.rank, self.world_size, call.method, pid, *how, last_words, report)
 
     def _outcome(self, rank: int) -> tuple[int | None, int | None]:
         """(signal, exit code) of a dead rank on this node, known once Ray has collected the process."""
@@ -390,6 +397,7 @@ class RayHosts(Hosts):
         for peer in self._peers.values():
             peer.close()
         self._arena.close()
+        self._post_mortem.close()
         self._watched, self._peers = {}, {}
 
 
@@ -438,14 +446,14 @@ def _problem(call: _RayCall) -> Exception | None:
     return None
 
 
-def _last_words(pid: int | None, lines: int = 10) -> str:
+def _last_words(pid: int | None) -> str:
     """The end of what a process of this node wrote to stderr."""
     node = getattr(ray._private.worker, "_global_node", None)  # None in a driver that joined a running cluster
     if node is None or pid is None:
         return ""
     files = sorted(Path(node.get_logs_dir_path()).glob(f"worker-*-{pid}.err"))
     text = files[-1].read_text(errors="replace") if files else ""
-    return "\n".join([line for line in text.splitlines() if line.strip() and not line.startswith(":")][-lines:])
+    return last_words("\n".join(line for line in text.splitlines() if not line.startswith(":")))
 
 
 # The controller -------------------------------------------------------------------------------------------------------

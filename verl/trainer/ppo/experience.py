@@ -154,19 +154,6 @@ def arrange_rows(
     return data, log_seqlen_unbalance(seqlens, per_rank, prefix) if balance else {}
 
 
-def rollout_mismatch(data: DataProto) -> dict[str, float]:
-    """How far the sampler's probabilities are from the trainer's on response tokens: max, mean and std of |p - q|."""
-    rollout = data.ragged("rollout_log_probs").values.float()
-    actor = data.ragged("old_log_probs").values.float()
-    mask = data.ragged("response_mask").values.bool()
-    difference = (rollout.exp() - actor.exp()).abs()[mask]
-    return {
-        "training/rollout_probs_diff_max": difference.max().item(),
-        "training/rollout_probs_diff_mean": difference.mean().item(),
-        "training/rollout_probs_diff_std": difference.std(unbiased=False).item(),
-    }
-
-
 def attach_reward(data: DataProto, scores: Tensor, extra: Mapping[str, Any]) -> DataProto:
     """Put a reward manager's result into the batch: ``token_level_scores`` (B, R) and its extra columns.
 

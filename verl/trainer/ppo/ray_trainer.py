@@ -28,18 +28,21 @@ from verl.trainer.ppo.experience import (
     compute_advantage,
     compute_response_mask,
     response_column,
-    rollout_mismatch,
 )
 from verl.trainer.ppo.long_tails import GroupSampler, draw_batch
+from verl.trainer.ppo.memory_report import gather, memory_metrics, memory_table
 from verl.trainer.ppo.metric_utils import (
     compute_data_metrics,
     compute_throughout_metrics,
     compute_timing_metrics,
 )
+from verl.trainer.ppo.mismatch import MismatchMonitor
 from verl.trainer.ppo.placement import ResourcePoolManager, start_worker_groups
 from verl.trainer.ppo.prompt_pool import PromptPool
 from verl.trainer.ppo.recipe_names import RecipeNames
 from verl.trainer.ppo.reward import compute_reward
+from verl.trainer.ppo.rollout_skip import KeptRollouts
+from verl.trainer.ppo.trace import open_rollout_trace, sample_records
 from verl.trainer.ppo.utils import Role, WorkerType, need_critic, need_reference_policy, ref_in_actor
 from verl.trainer.ppo.validation import dump_samples, ground_truths, validate
 from verl.utils.config import adopt_config, typed_config
@@ -141,6 +144,8 @@ class RayPPOTrainer(RecipeNames):
         self.ref_in_actor = ref_in_actor(config)
         self.kl_ctrl_in_reward = get_kl_controller(config.algorithm.kl_ctrl)
         check_backends(config.trainer.logger)
+        self.trace = open_rollout_trace(config)
+        self.mismatch = MismatchMonitor(config, tokenizer.decode)
         self._create_dataloader(train_dataset, val_dataset, collate_fn, train_sampler)
         self.steps_per_epoch = len(self.train_dataloader)
         self.group_sampler = self._create_group_sampler()
@@ -152,6 +157,7 @@ class RayPPOTrainer(RecipeNames):
         self.saved_steps: list[int] = []
         self.progress = Progress(self.total_training_steps, enabled=False)
         self.last_checkpoint: Path | None = None
+        self.has_shown_memory = False
         self.log_places: dict[str, Any] = {}
         self.sampler: Any = None
         self.generations = ValidationGenerationsLogger()
@@ -172,7 +178,7 @@ class RayPPOTrainer(RecipeNames):
     def _create_group_sampler(self) -> GroupSampler | None:
         """What draws training batches request by request; None where one call samples a whole batch."""
         rollout = self.config.actor_rollout_ref.rollout
-        if rollout.mode != "async" or rollout.async_ratio:
+        if rollout.mode != "async" or rollout.async_ratio or rollout.skip_rollout:  # asked for as a whole
             return None
         return GroupSampler(rollout, PromptPool(self.train_dataloader), self.config.data.prompts_per_step, self.seed)
 
@@ -205,6 +211,7 @@ class RayPPOTrainer(RecipeNames):
         with self.timed("gen"):
             prompts, batch = self.sample_groups(prompts, n)
             self.timing.update(batch.meta_info.pop("timing", {}))
+        self.metrics.update(self.engine_metrics())
         if self.config.algorithm.adv_estimator == "remax":
             with self.timed("gen_max"):
                 batch.put("reward_baselines", self.greedy_rewards(prompts).repeat_interleave(n))
@@ -246,7 +253,10 @@ class RayPPOTrainer(RecipeNames):
             old.pop(batch_keys=["entropys"])
             batch = batch.union(old)
         if "rollout_log_probs" in batch.keys():
-            self.metrics.update(rollout_mismatch(batch))
+            metrics, warning = self.mismatch(batch, self.global_steps)
+            self.metrics.update(metrics)
+            if warning:
+                self.progress.say(warning)
         if self.use_reference_policy:
             with self.timed("ref"):
                 batch = batch.union(self.ref_wg.compute_ref_log_prob(batch))
@@ -348,6 +358,19 @@ class RayPPOTrainer(RecipeNames):
         self.metrics.update(drawn.metrics)
         return prompts, join_generated(prompts.repeat(n, interleave=True), generated)
 
+    def engine_metrics(self) -> dict[str, float]:
+        """What the rollout engines counted since the last call, as ``rollout/engine/*``: averaged over the ranks.
+
+        Nothing while they draw ahead: the question would wait for the answers.
+        """
+        group = self.rollout_wg or self.actor_rollout_wg
+        if self.draws_ahead or not hasattr(group, "rollout_metrics"):  # workers of a user's own
+            return {}
+        by_rank = [numbers for numbers in group.rollout_metrics() if numbers.get("requests")]
+        names = dict.fromkeys(name for numbers in by_rank for name in numbers)
+        lists = {f"rollout/engine/{name}": [n[name] for n in by_rank if name in n] for name in names}
+        return reduce_metrics(lists)
+
     def greedy_rewards(self, prompts: DataProto) -> torch.Tensor:
         """The reward of each prompt's greedy response, (b,): ReMax's baseline (Li et al. 2023, arXiv:2310.10505)."""
         baseline = self.generate(prompts.select(deepcopy=True), 1, do_sample=False)
@@ -379,6 +402,8 @@ class RayPPOTrainer(RecipeNames):
         for group in groups.values():
             group.init_model()
         self.sampler = self.start_sampler()
+        if self.config.actor_rollout_ref.rollout.skip_rollout:
+            self.sampler = KeptRollouts(self.sampler, self.config, self.progress.say)
 
     def start_sampler(self) -> Any:
         """What answers `generate_sequences`: the workers or, with ``rollout.mode=async``, agent loops and servers."""
@@ -429,6 +454,9 @@ class RayPPOTrainer(RecipeNames):
         if trainer.rollout_data_dir:
             with self.timed("dump_rollout_generations"):
                 self.dump_rollout(trainer.rollout_data_dir, batch)
+        if self.trace is not None:
+            with self.timed("trace"):
+                self.trace.log(step, self.traced(batch))
         is_test = self.val_reward_fn is not None and trainer.test_freq > 0 and (last or step % trainer.test_freq == 0)
         if is_test:
             with self.timed("testing"):
@@ -439,6 +467,8 @@ class RayPPOTrainer(RecipeNames):
             with self.timed("save_checkpoint"):
                 self.save_checkpoint()
         n_gpus = self.resource_pool_manager.get_n_gpus()
+        if trainer.memory_ledger:
+            self.metrics.update(self.memory_metrics())
         self.metrics.update({"training/global_step": step, "training/epoch": (step - 1) // self.steps_per_epoch})
         self.metrics.update(compute_data_metrics(batch=batch, use_critic=self.use_critic))
         self.metrics.update(compute_timing_metrics(batch=batch, timing_raw=self.timing))
@@ -450,6 +480,8 @@ class RayPPOTrainer(RecipeNames):
 
     def stop(self) -> None:
         """Close the loggers and say where everything lies."""
+        if self.trace is not None:
+            self.trace.finish()
         self.logger.finish()
         self.progress.finish()
 
@@ -465,6 +497,7 @@ class RayPPOTrainer(RecipeNames):
             self.global_steps,
             self.config.data.reward_fn_key,
         )
+        self.engine_metrics()  # those of validation are not the next step's
         self.validations.append((self.global_steps, metrics))
         self.log_generations(samples)
         return metrics
@@ -503,6 +536,22 @@ class RayPPOTrainer(RecipeNames):
         ]
         extra = {name: batch.non_tensor_batch[name].tolist() for name in names}
         return dump_samples(folder, self.global_steps, inputs, outputs, scores, ground_truths(batch), extra)
+
+    def traced(self, batch: DataProto) -> list[dict[str, Any]]:
+        """This step's samples as ``rollout.trace`` records them."""
+        decode = self.tokenizer.batch_decode if self.config.actor_rollout_ref.rollout.trace.token2text else None
+        seconds = self.timing.get("generate_sequences", self.timing.get("gen", 0.0))
+        return sample_records(batch, self.global_steps, seconds, self.reward_columns(batch), decode)
+
+    def memory_metrics(self) -> dict[str, float]:
+        """What the phases of this step took, and after the first step a table of it."""
+        busy = self.rollout_wg if self.draws_ahead else None
+        groups = [group for group in self.worker_groups.values() if group is not busy]
+        by_rank = gather(group for group in groups if hasattr(group, "memory_entries"))
+        if not self.has_shown_memory and any(by_rank):
+            self.has_shown_memory = True
+            self.progress.say(memory_table(by_rank[0]))
+        return memory_metrics(by_rank)
 
     def reward_columns(self, batch: DataProto) -> list[str]:
         return [name for name in batch.meta_info.get("reward_extra_keys", ()) if name in batch.non_tensor_batch]

@@ -21,6 +21,7 @@ def assemble(
     prompt_length: int,
     response_length: int,
     pad_token_id: int,
+    version: int | None = None,
 ) -> DataProto:
     """Put every prompt and its response into one row, prompts padded on the left, responses on the right.
 
@@ -30,11 +31,14 @@ def assemble(
         input_ids, attention_mask, position_ids (B, P + R) int64
         rollout_log_probs (B, R) float32, if the completions carry log-probabilities
 
+    and, not tensors: ``finish_reason``, and ``rollout_version``, that of the weights that drew the row's last token.
+
     Args:
         prompts: one row per completion, in the same order.
         prompt_length: P, columns of the prompt window.
         response_length: R, columns of the response window.
         pad_token_id: what padding cells of the id columns show.
+        version: of completions that do not say theirs.
 
     Raises:
         ValueError: rows and completions differ in number, or a prompt or response does not fit its window.
@@ -61,7 +65,13 @@ def assemble(
     if completions and completions[0].log_probs is not None:
         log_probs = [log_prob for completion in completions for log_prob in completion.log_probs]
         columns["rollout_log_probs"] = response.like(torch.tensor(log_probs, dtype=torch.float32))
-    return DataProto.from_ragged(columns, meta_info={"pad_token_id": pad_token_id})
+    facts = {
+        "finish_reason": [completion.finish_reason for completion in completions],
+        "rollout_version": [
+            version if completion.version is None else completion.version for completion in completions
+        ],
+    }
+    return DataProto.from_ragged(columns, non_tensors=facts, meta_info={"pad_token_id": pad_token_id})
 
 
 def _packed_prompts(prompts: DataProto, prompt_length: int, pad_token_id: int) -> Ragged:

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import TYPE_CHECKING, Any, Literal
 
+from verl.workers.rollout.watch import EngineWatch
+
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
@@ -143,6 +145,9 @@ class RolloutEngine(ABC):
     version: int | None = None
     """Version of the weights held; None while they cannot be trusted."""
 
+    config: Any
+    """``actor_rollout_ref.rollout``."""
+
     tensor_parallel_size: int = 1
     """Neighbouring ranks that share one copy of the engine, stages of its pipeline included: they make every call
     together, with equal arguments."""
@@ -167,6 +172,7 @@ class RolloutEngine(ABC):
     def __init__(self) -> None:
         self._tickets = count()
         self._waiting: dict[int, Request] = {}
+        self.watch = EngineWatch()
 
     def generate(self, requests: Sequence[Request], expect_version: int) -> list[Completion]:
         """One completion per request, in the order of the requests.
@@ -181,7 +187,12 @@ class RolloutEngine(ABC):
         """
         self.check_version(expect_version)
         self.check_nothing_runs("generate()")
-        return self._generate(list(requests)) if requests else []
+        if not requests:
+            return []
+        with self.watch.generating(requests):
+            completions = self._generate(list(requests))
+        self.watch.count(requests, completions)
+        return completions
 
     def check_version(self, expect_version: int) -> None:
         """Raise StaleWeightsError unless awake, with confirmed weights of this version."""
@@ -254,6 +265,20 @@ class RolloutEngine(ABC):
     def invalidate(self) -> None:
         """Declare the weights untrusted: `generate` refuses until the next good sync."""
         self.version = None
+
+    # -- what it says of itself --------------------------------------------------------------------------------------
+
+    def totals(self) -> dict[str, float]:
+        """Counters of the engine's own since it was built, by the names of the metrics below ``rollout/engine``."""
+        return {}
+
+    def memory_parts(self) -> dict[str, int]:
+        """Bytes held now for ``rollout weights`` and ``rollout cache``, as far as known."""
+        return {}
+
+    def prometheus(self) -> str:
+        """The engine's own metrics in Prometheus' text format; empty if it keeps none."""
+        return ""
 
     @abstractmethod
     def _generate(self, requests: list[Request]) -> list[Completion]:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from verl.workers.rollout.base import Completion, Request, RolloutEngine
+from verl.workers.rollout.out_of_memory import explained
 
 _HEARTBEAT_S = 5.0  # followers are told at least this often that nothing happens: their wait has a deadline
 
@@ -95,6 +96,7 @@ class EngineLoop:
         self._watched: set[int] = set()
         self._ticket_of: dict[int, int] = {}  # number of a request -> the engine's ticket
         self._number_of: dict[int, int] = {}
+        self._requests: dict[int, Request] = {}  # by number, of those the engine runs
         self._thread = threading.Thread(target=self._run, name="verl-engine-loop", daemon=True)
 
     # -- from any thread -----------------------------------------------------------------------------------------------
@@ -196,6 +198,7 @@ class EngineLoop:
     def _await_resume(self) -> None:
         with self._changed:
             self._is_idle = True
+            self.engine.watch.stop_serving()
             self._changed.notify_all()
             while not self._turn_begins and not self._wants_stop:
                 self._abort_waiting()
@@ -246,6 +249,8 @@ class EngineLoop:
                 events.append(Event(number, None, error))
             else:
                 self._ticket_of[number], self._number_of[ticket] = ticket, number
+                self._requests[number] = request
+        self.engine.watch.serving(self._requests)
         if self._ticket_of:
             events += self._ended(self.engine.step())
             self.num_steps += 1
@@ -259,6 +264,7 @@ class EngineLoop:
             number = self._number_of.pop(ticket)
             del self._ticket_of[number]
             self._watched.discard(number)
+            self.engine.watch.count([self._requests.pop(number)], [completion])
             events.append(Event(number, completion, is_paused=is_paused))
         return events
 
@@ -273,6 +279,10 @@ class EngineLoop:
             self._deliver(events)
 
     def _fail(self, error: BaseException) -> None:
+        self.engine.watch.stop_serving(failed=not self._wants_stop)
+        if told := explained(error, self.engine.config, "generate"):
+            told.__cause__ = error
+            error = told
         with self._changed:
             self.error = error
             numbers = [*self._ticket_of, *(waiting.number for waiting in self._waiting)]

@@ -74,6 +74,7 @@ class HFRollout(RolloutEngine):
         lora: LoRASpec | None = None,
     ):
         super().__init__()
+        self.watch.sees_steps = True
         self.config = config
         self.tokenizer_path, self.trust_remote_code = tokenizer_path or model_path, trust_remote_code
         self._waves: list[Wave] = []
@@ -194,6 +195,9 @@ class HFRollout(RolloutEngine):
     def is_asleep(self) -> bool:
         return not self._has_memory
 
+    def memory_parts(self) -> dict[str, int]:
+        return {"rollout weights": sum(storage.nbytes() for storage, _ in self._storages)}
+
     # -- generation ----------------------------------------------------------------------------------------------------
 
     def check_sampling(self, sampling: SamplingParams) -> None:
@@ -277,6 +281,9 @@ class HFRollout(RolloutEngine):
         self, ids: Tensor, mask: Tensor, positions: Tensor, cache: Cache, images: Mapping[str, Tensor] | None = None
     ) -> Tensor:
         """The logits after the last column, (B, V)."""
+        self.watch.tick()
+        if ids.shape[1] == 1:
+            self.watch.gauge(running=len(ids))
         last = {"logits_to_keep": 1} if self._keeps_logits else {}
         last |= {name: tensor.to(self.device) for name, tensor in (images or {}).items()}
         out = self.model(

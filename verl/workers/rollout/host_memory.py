@@ -8,10 +8,11 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Iterable
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+
+from verl.utils.process_memory import host_memory
 
 _NAN_BYTE = 0xFF
 """Repeated, it reads as NaN in every floating type: weights that were forgotten and not synced cannot pass for real."""
@@ -33,6 +34,11 @@ class HostMemory:
         for storage, _ in self._storages:
             storage.resize_(0)
         return_free_memory()
+
+    @property
+    def held(self) -> int:
+        """Bytes taken now."""
+        return sum(storage.nbytes() for storage, _ in self._storages)
 
     def take(self, byte: int) -> None:
         """Take the memory again, each byte of it set to ``byte``."""
@@ -61,16 +67,6 @@ def own_storages(model: nn.Module) -> None:
             if parameter.data_ptr() not in copies:
                 copies[parameter.data_ptr()] = parameter.detach().clone()
             parameter.data = copies[parameter.data_ptr()]
-
-
-def host_memory() -> int:
-    """Bytes of memory of this machine, or of the container it is."""
-    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-    except OSError:
-        return physical
-    return min(physical, int(limit)) if limit.isdigit() else physical
 
 
 def cache_share(share: float) -> int:

@@ -26,6 +26,7 @@ from verl.workers.rollout.engine_loop import EngineDied, EngineLoop, Event, Rela
 from verl.workers.rollout.messages import completion_to_json, is_loopback, request_from_json
 from verl.workers.rollout.open_files import allow_many_connections
 from verl.workers.rollout.openai_api import OpenAIRoutes
+from verl.workers.rollout.prometheus import CONTENT_TYPE, prometheus_text
 
 logger = logging.getLogger(__name__)
 
@@ -155,6 +156,7 @@ class RolloutServer:
                 web.post("/generate", self._generate),
                 web.post("/abort", self._abort),
                 web.get("/health", self._health),
+                web.get("/metrics", self._metrics),
             ]
         )
         if self.tokenizer is not None:
@@ -273,6 +275,9 @@ class RolloutServer:
     async def _health(self, request: web.Request) -> web.Response:
         state = {"name": self.name, "engine": type(self.engine).__name__, **self.loop.state()}
         return web.json_response(state, status=200 if state["error"] is None else 503)
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        return web.Response(body=prometheus_text(self.engine).encode(), headers={"Content-Type": CONTENT_TYPE})
 
     @staticmethod
     def error_response(status: int, message: str, kind: str | None = None) -> web.Response:

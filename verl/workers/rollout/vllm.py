@@ -46,6 +46,7 @@ from verl.workers.rollout.vllm_setup import (
     unlink_message_queue,
     use_first_token_processors,
 )
+from verl.workers.rollout.vllm_statistics import counters, prometheus_text, watch_steps
 from verl.workers.rollout.vllm_stream import VLLMStream
 from verl.workers.rollout.vllm_sync import WeightLoad, refuse_made_up_buffers
 
@@ -128,6 +129,7 @@ class VLLMRollout(RolloutEngine):
             spare_seeds_of_unread_prompts(worker_of(self.llm).model_runner)
         give_pipeline_its_buffer(self.llm)
         self.tensor_parallel_size = arguments["tensor_parallel_size"] * arguments.get("pipeline_parallel_size", 1)
+        watch_steps(self.llm, self.watch)
         self._stream = VLLMStream(self.llm.llm_engine, self._adapter_request)
         self.model = model_of(self.llm)
         if arguments["load_format"] == "dummy":
@@ -254,6 +256,17 @@ class VLLMRollout(RolloutEngine):
     @property
     def is_asleep(self) -> bool:
         return bool(self._asleep)
+
+    # -- what it says of itself ----------------------------------------------------------------------------------------
+
+    def totals(self) -> dict[str, float]:
+        return counters(self.llm)
+
+    def memory_parts(self) -> dict[str, int]:
+        return self._memory.parts()
+
+    def prometheus(self) -> str:
+        return prometheus_text(self.llm)
 
     # -- generation ----------------------------------------------------------------------------------------------------
 

@@ -28,6 +28,10 @@ class DeviceMemory:
     def wake(self, tags: Sequence[str]) -> None:
         self.llm.wake_up(tags=list(tags))
 
+    def parts(self) -> dict[str, int]:
+        """Not known: the device's memory in use says it."""
+        return {}
+
 
 class CPUMemory:
     """The same for CPU, where vLLM accepts the calls and frees nothing: storages are released under its views.
@@ -58,6 +62,11 @@ class CPUMemory:
         self._released -= set(tags)
         if "kv_cache" in tags:
             self.memory["kv_cache"].take(0)
+
+    def parts(self) -> dict[str, int]:
+        """Bytes held now."""
+        names = {"weights": "rollout weights", "kv_cache": "rollout cache"}
+        return {names[name]: memory.held for name, memory in self.memory.items()}
 
 
 def worker_of(llm: Any) -> Any:

@@ -1,0 +1,122 @@
+"""An engine that dies, hangs or finds no memory names itself, what it was drawing and what it wrote: real faults.
+
+Tests without Ray come first: a driver in which Ray runs is not to be forked.
+"""
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+
+from tests.workers.rollout.drawing import Drawing
+from verl.single_controller import get_controller
+from verl.single_controller.errors import WorkerDied, WorkerError, WorkerTimeout
+from verl.utils.watchdog import STALLED
+
+
+def controlled(name):
+    controller = get_controller(name)
+    controller.start({"num_cpus": 8, "object_store_memory_mb": 100}, {"OMP_NUM_THREADS": "1"})
+    yield controller
+    controller.stop()
+
+
+@pytest.fixture(scope="module", params=["local", pytest.param("ray", marks=pytest.mark.ray)])
+def controller(request):
+    yield from controlled(request.param)
+
+
+@pytest.fixture(scope="module")
+def local_controller():
+    yield from controlled("local")
+
+
+def starter(controller, folder):
+    groups = []
+
+    def build(**options):
+        classes = controller.ClassWithInitArgs(Drawing, folder, **options)
+        groups.append(controller.WorkerGroup(controller.ResourcePool([2]), classes))
+        return groups[-1]
+
+    yield build
+    for group in groups:
+        group.stop()
+
+
+@pytest.fixture
+def start(controller, model_folder):
+    yield from starter(controller, model_folder("qwen2"))
+
+
+@pytest.fixture
+def start_local(local_controller, model_folder):
+    yield from starter(local_controller, model_folder("qwen2"))
+
+
+def signal_while_drawing(group, number, rank=1):
+    """Send a signal to one rank as soon as it draws."""
+
+    def send():
+        box = group._hosts._post_mortem._boxes[rank]
+        deadline = time.monotonic() + 60
+        while box.read().facts.get("phase") != "generate" and time.monotonic() < deadline:
+            time.sleep(0.02)
+        time.sleep(0.2)
+        os.kill(group.pids[rank], number)
+
+    threading.Thread(target=send, daemon=True).start()
+
+
+def test_a_stopped_process_is_told_from_a_slow_one_when_the_deadline_passes(start_local):
+    group = start_local()
+    signal_while_drawing(group, signal.SIGSTOP)
+    group.timeout = 3
+    with pytest.raises(WorkerTimeout) as caught:
+        group.draw(6, 50000)
+    text = str(caught.value)
+    assert "is stopped by a signal (SIGSTOP)" in text and "Rank 1:\nWhat it was doing: rollout engine hf" in text
+
+
+def test_a_hang_that_stops_all_of_python_is_ended_with_its_stack_too(start_local):
+    with pytest.raises(WorkerDied) as caught:
+        start_local(stall_timeout_s=1).draw_and_hang(1, 5, keep_lock=True)
+    assert "rollout engine hf, phase generate, 6 requests" in str(caught.value)
+    assert "in hang" in caught.value.last_words
+
+
+def test_an_allocation_that_fails_names_the_keys_that_help(start_local):
+    group = start_local()
+    with pytest.raises(WorkerError) as caught:
+        group.draw_with_little_memory(8 << 20)
+    assert caught.value.cause.startswith("verl.workers.rollout.out_of_memory.RolloutOutOfMemory")
+    told = caught.value.explanation
+    assert "rollout.name=hf: no memory left in phase generate" in told and "allocate memory" in told
+    assert "Lower actor_rollout_ref.rollout.max_num_seqs=1024" in told
+    assert "rollout engine hf, phase generate, 256 requests, longest prompts of 260" in told
+
+
+def test_a_killed_engine_is_named_with_its_requests_its_memory_and_its_stderr(start):
+    group = start()
+    signal_while_drawing(group, signal.SIGKILL)
+    with pytest.raises(WorkerDied) as caught:
+        group.draw(6, 50000)
+    text = str(caught.value)
+    assert "Rank 1 of 2 died while running Drawing.draw" in text and "likely out of memory" in text
+    assert "rollout engine hf, phase generate, 6 requests, longest prompts of 10, 9, 8, 7 tokens" in text
+    assert "the first of them step1-0, step1-1, step1-2, step1-3, since" in text and "the last step finished" in text
+    assert "GiB of the machine's" in text
+    assert "drawing now" in caught.value.last_words
+
+
+def test_an_engine_that_finishes_no_step_is_ended_with_its_stacks(start):
+    group = start(stall_timeout_s=2)
+    with pytest.raises(WorkerDied) as caught:
+        group.draw_and_hang(1, 5)
+    text = str(caught.value)
+    assert caught.value.exit_code in (STALLED, None)  # None: before Linux 6.15 under Ray
+    assert "It was ended by its watchdog: the rollout engine hf has finished no step for 2 s" in text
+    assert "rollout.stall_timeout_s=2 allows" in text and "the first step1-0, step1-1" in text
+    assert "rollout engine hf, phase generate, 6 requests" in text and "in hang" in caught.value.last_words

@@ -1,0 +1,89 @@
+"""What an engine notes of itself, and its numbers."""
+
+import pytest
+
+from tests.workers.rollout.conftest import rollout_config
+from verl.utils.black_box import black_box
+from verl.workers.rollout.base import Completion, Request, SamplingParams
+from verl.workers.rollout.hf import HFRollout
+from verl.workers.rollout.prometheus import prometheus_text, render
+from verl.workers.rollout.watch import EngineWatch
+
+SAMPLING = SamplingParams(max_tokens=4)
+REQUESTS = [Request((1,) * length, SAMPLING, seed=length) for length in (3, 9, 5)]
+
+
+@pytest.fixture(autouse=True)
+def forget():
+    black_box().forget()
+    yield
+    black_box().forget()
+
+
+def test_a_generation_is_noted_while_it_runs_and_forgotten_when_it_ends():
+    watch = EngineWatch()
+    watch.engine, watch.names = "hf", ["a", "b", "c"]
+    with watch.generating(REQUESTS):
+        facts = black_box().read().facts
+    assert (facts["engine"], facts["phase"], facts["requests"]) == ("hf", "generate", 3)
+    assert facts["longest_prompts"] == [9, 5, 3] and facts["first_requests"] == ["a", "b", "c"]
+    assert black_box().read().facts == {}
+    with watch.generating(REQUESTS[:2]):  # names are of one generation
+        assert black_box().read().facts["first_requests"] == ["seed 3", "seed 9"]
+
+
+def test_what_failed_stays_noted_for_the_error():
+    watch = EngineWatch()
+    with pytest.raises(ValueError), watch.phase("sync"):
+        raise ValueError
+    assert black_box().read().facts["phase"] == "sync"
+
+
+def test_numbers_are_those_since_the_last_call():
+    watch = EngineWatch()
+    completions = [Completion([1, 2], None, "stop")] * 3
+    with watch.generating(REQUESTS):
+        watch.tick()
+        watch.gauge(running=3)
+        watch.tick()
+        watch.gauge(running=1)
+    watch.count(REQUESTS, completions)
+    own = {"prefix_cache_queries": 10, "prefix_cache_hits": 4, "preemptions": 1}
+    metrics = watch.take(own)
+    assert metrics.pop("generated_tokens_per_s") > 0 and metrics.pop("prompt_tokens_per_s") > 0
+    assert metrics == {
+        "requests": 3,
+        "generated_tokens": 6,
+        "prompt_tokens": 17,
+        "steps": 2,
+        "running_mean": 2,
+        "running_max": 3,
+        "prefix_hit_rate": 0.4,
+        "preemptions": 1,
+    }
+    again = watch.take({**own, "preemptions": 3})
+    assert again["requests"] == 0 and again["preemptions"] == 2 and "prefix_hit_rate" not in again
+    assert watch.totals()["generated_tokens"] == 6
+
+
+def test_hf_counts_what_it_draws(synced):
+    rollout = synced()
+    rollout.generate([Request((5, 6, 7), SamplingParams(max_tokens=6, ignore_eos=True), seed=i) for i in range(4)], 1)
+    metrics = rollout.watch.take(rollout.totals())
+    assert (metrics["requests"], metrics["generated_tokens"], metrics["prompt_tokens"]) == (4, 24, 12)
+    assert metrics["steps"] == 6 and metrics["running_max"] == 4  # the first step reads the prompt
+    assert rollout.memory_parts()["rollout weights"] > 0
+    rollout.sleep()
+    assert rollout.memory_parts() == {"rollout weights": 0}
+
+
+def test_prometheus_reads_what_is_rendered(model_folder):
+    parser = pytest.importorskip("prometheus_client.parser")
+    rollout = HFRollout(model_folder("qwen2"), rollout_config(load_format="auto"))
+    rollout.watch.engine = 'h"f'
+    rollout.generate([Request((5, 6, 7), SAMPLING)], 0)
+    families = {family.name: family for family in parser.text_string_to_metric_families(prometheus_text(rollout))}
+    (sample,) = families["verl_rollout_prompt_tokens"].samples
+    assert (sample.name, sample.value, sample.labels) == ("verl_rollout_prompt_tokens_total", 3, {"engine": 'h"f'})
+    assert families["verl_rollout_version"].type == "gauge" and families["verl_rollout_version"].samples[0].value == 0
+    assert render({}, "gauge", {}) == ""

@@ -1,0 +1,220 @@
+"""Sampled batches kept on disk and taken from there in the next run: the trainer can be debugged without the sampler.
+
+A batch is found by what made it: step, prompts, seeds and sampling. A batch made otherwise is never used; what differs
+is said, and the batch is sampled. Files are safetensors with their facts as JSON: reading one runs no code.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from verl.config.base import plain
+from verl.protocol import DataProto
+from verl.utils.columns import WINDOWS
+from verl.utils.ragged import Layout, Ragged
+
+_FORMAT = "verl-rollout-1"
+_SAMPLING = (
+    "temperature top_p top_k min_p repetition_penalty do_sample n ignore_eos stop stop_token_ids sampling_kwargs "
+    "response_length prompt_length calculate_log_probs use_fire_sampling fire_temperature fire_top_k max_model_len"
+).split()
+
+_READ_OBJECTS = ("multi_modal_data", "agent_name")
+"""Columns without tensors that decide what is drawn."""
+
+
+class KeptRollouts:
+    """A sampler that keeps what another sampler drew, and gives it back when it is asked for the same again.
+
+    Args:
+        sampler: has ``generate_sequences``: the worker group, or the manager of agent loops.
+        config: the whole tree.
+        say: tells the user a sentence.
+    """
+
+    def __init__(self, sampler: Any, config: Any, say: Callable[[str], None]):
+        self.sampler = sampler
+        self.config = config
+        self.say = say
+        trainer, rollout = config.trainer, config.actor_rollout_ref.rollout
+        self.folder = Path(rollout.skip_dump_dir).expanduser() / trainer.project_name / trainer.experiment_name
+        self.has_said: set[str] = set()
+
+    def generate_sequences(self, request: DataProto) -> DataProto:
+        """As the sampler's; validation always goes to the sampler."""
+        if request.meta_info.get("validate"):
+            return self.sampler.generate_sequences(request)
+        facts = self.facts(request)
+        path = self.folder / f"step{facts['step']}-{_digest(facts)}.safetensors"
+        if path.exists():
+            self._say_reuse(path)
+            return load_batch(path)
+        self._say_what_differs(facts)
+        batch = self.sampler.generate_sequences(request)
+        save_batch(batch, path, facts)
+        return batch
+
+    def __getattr__(self, name: str) -> Any:
+        """Whatever else the sampler can do."""
+        return getattr(vars(self)["sampler"], name)
+
+    def facts(self, request: DataProto) -> dict[str, Any]:
+        """What decides which batch it is, as JSON values."""
+        shared = self.config.actor_rollout_ref
+        sampling = {name: plain(shared.rollout[name]) for name in _SAMPLING}
+        objects = {name: request.non_tensor_batch[name] for name in _READ_OBJECTS if name in request.non_tensor_batch}
+        extra = {"do_sample": bool(sampling["do_sample"] and request.meta_info.get("do_sample", True))}
+        return {
+            "step": int(request.meta_info.get("global_steps", 0)),
+            "sampling": sampling | extra,
+            "model": str(shared.model.path),
+            "rows": len(request),
+            "prompts": _hash(request.ragged("input_ids").values, request.ragged("input_ids").layout.lengths),
+            "seeds": _hash(request.column("seeds")) if "seeds" in request else None,
+            **{name: _hash_objects(column) for name, column in objects.items()},
+        }
+
+    def _say_reuse(self, path: Path) -> None:
+        if "reuse" not in self.has_said:
+            self.has_said.add("reuse")
+            self.say(
+                f"actor_rollout_ref.rollout.skip_rollout=true: batches are taken from {path.parent} where they are "
+                f"there. What this run learns is not what its own policy wrote."
+            )
+
+    def _say_what_differs(self, facts: Mapping[str, Any]) -> None:
+        """A batch of this step that was made otherwise is a surprise to who wants to reuse it; said once."""
+        if "other" in self.has_said:
+            return
+        for path in sorted(self.folder.glob(f"step{facts['step']}-*.safetensors")):
+            other = read_facts(path)
+            changed = list(_differences(other, facts))
+            if any(text.startswith("sampling.do_sample ") for text in changed):
+                continue  # the greedy responses of ReMax beside the sampled ones
+            self.has_said.add("other")
+            self.say(
+                f"actor_rollout_ref.rollout.skip_rollout=true: {path} is not used, it was made otherwise: "
+                f"{'; '.join(changed)}. Batches of which no equal one is kept are sampled, and kept beside it."
+            )
+            return
+
+
+def save_batch(batch: DataProto, path: Path, facts: Mapping[str, Any]) -> None:
+    """Write a batch so that it is there whole or not at all.
+
+    Raises:
+        ValueError: a column without tensors that JSON cannot hold.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    columns: dict[str, Any] = {}
+    for name in batch.keys():
+        if name in WINDOWS:
+            column = batch.ragged(name)
+            parts = {"values": column.values, "starts": column.layout.starts, "lengths": column.layout.lengths}
+            columns[name] = {"width": column.layout.width, "fill": column.fill}
+        else:
+            parts, columns[name] = {"dense": batch.column(name)}, {}
+        # a clone of each: columns may share memory, which the format does not allow
+        tensors |= {f"{name}/{part}": tensor.detach().cpu().clone().contiguous() for part, tensor in parts.items()}
+    arrays = {name: array.tolist() for name, array in batch.non_tensor_batch.items()}
+    meta = {name: value for name, value in batch.meta_info.items() if name != "timing"}
+    try:
+        about = json.dumps({"facts": facts, "columns": columns, "arrays": arrays, "meta_info": meta})
+    except TypeError as error:
+        raise ValueError(
+            f"actor_rollout_ref.rollout.skip_rollout=true: the batch cannot be kept, {error}: its columns without "
+            f"tensors must be JSON values ({', '.join(arrays)}). Set skip_rollout=false."
+        ) from error
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(f".part{os.getpid()}")
+    save_file(tensors, part, metadata={"format": _FORMAT, "about": about})
+    os.replace(part, path)
+
+
+def load_batch(path: Path) -> DataProto:
+    """Read what `save_batch` wrote.
+
+    Raises:
+        ValueError: the file is not one of these, or is damaged.
+    """
+    try:
+        with safe_open(path, framework="pt") as file:
+            about = _about(path, file.metadata())
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{path} cannot be read: {error}. Delete it, and the batch is sampled again.") from error
+    layouts: dict[Any, Layout] = {}
+    ragged, dense = {}, {}
+    for name, column in about["columns"].items():
+        if f"{name}/dense" in tensors:
+            dense[name] = tensors[f"{name}/dense"]
+            continue
+        starts, lengths, width = tensors[f"{name}/starts"], tensors[f"{name}/lengths"], column["width"]
+        same = (*starts.tolist(), *lengths.tolist(), width)
+        layout = layouts.setdefault(same, Layout(starts, lengths, width))  # columns of one window share theirs
+        ragged[name] = Ragged(tensors[f"{name}/values"], layout, column["fill"])
+    arrays = {name: _objects(values) for name, values in about["arrays"].items()}
+    meta = {**about["meta_info"], "timing": {}}
+    return DataProto.from_ragged(ragged, tensors=dense, non_tensors=arrays, meta_info=meta)
+
+
+def read_facts(path: Path) -> dict[str, Any]:
+    """What made the batch in a file."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            return _about(path, file.metadata())["facts"]
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{path} cannot be read: {error}. Delete it, and the batch is sampled again.") from error
+
+
+def _about(path: Path, metadata: Mapping[str, str] | None) -> dict[str, Any]:
+    if (metadata or {}).get("format") != _FORMAT:
+        raise ValueError(f"{path} is no batch kept by rollout.skip_rollout. Give skip_dump_dir a folder of its own.")
+    return json.loads(metadata["about"])
+
+
+def _objects(values: list) -> np.ndarray:
+    array = np.empty(len(values), dtype=object)
+    array[:] = values
+    return array
+
+
+def _hash(*tensors: torch.Tensor) -> str:
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        digest.update(tensor.cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def _hash_objects(values: Any) -> str:
+    """Of names and of images, whose pixels count."""
+    digest = hashlib.sha256()
+    for value in values:
+        for part in [*value.items()] if isinstance(value, Mapping) else [("", value)]:
+            for item in part[1] if isinstance(part[1], list | tuple) else [part[1]]:
+                pixels = item.tobytes() if hasattr(item, "tobytes") else repr(item).encode()
+                digest.update(f"{part[0]} {type(item).__name__} {len(pixels)} ".encode() + pixels)
+    return digest.hexdigest()[:16]
+
+
+def _digest(facts: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:12]
+
+
+def _differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> Any:
+    for name in {**old, **new}:
+        before, now = old.get(name), new.get(name)
+        if isinstance(before, Mapping) and isinstance(now, Mapping):
+            yield from _differences(before, now, f"{prefix}{name}.")
+        elif before != now:
+            yield f"{prefix}{name} was {before}, is {now}"

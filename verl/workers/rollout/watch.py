@@ -1,0 +1,179 @@
+"""Watching a rollout engine at work: what it is doing, for who asks after its death, and its numbers.
+
+Notes go to the black box of the process, progress to its watchdog. Knows requests and completions, no engine.
+"""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+from verl.utils.black_box import black_box
+from verl.utils.watchdog import watchdog
+
+if TYPE_CHECKING:
+    from verl.workers.rollout.base import Completion, Request
+
+_NAMED = 4
+"""Requests that a note names."""
+_NOTE_S = 0.5
+"""Seconds between two notes of an engine whose requests come and go."""
+
+
+@contextmanager
+def engine_phase(engine: str, phase: str) -> Iterator[None]:
+    """Note that an engine is at ``phase``; the note stays if the block raises, for the error to quote."""
+    box = black_box()
+    box.note(engine=engine, phase=phase, since=time.monotonic())
+    yield
+    box.note(engine=None, phase=None, since=None)
+
+
+class EngineWatch:
+    """The record of one engine.
+
+    Attributes:
+        engine: its name, as errors say it.
+        stall_timeout_s: seconds a generation may go on without a finished step; 0: no limit.
+        names: of the requests of the next generation, in their order; uids for example.
+        sees_steps: the engine calls `tick` at each of its steps: a whole generation without one is a stall.
+    """
+
+    def __init__(self) -> None:
+        self.engine = "?"
+        self.stall_timeout_s = 0.0
+        self.names: Sequence[Any] = ()
+        self.sees_steps = False
+        self._serves_since: float | None = None
+        self._noted_at = 0.0
+        self._sums = dict.fromkeys(("requests", "generated_tokens", "prompt_tokens", "steps", "seconds"), 0.0)
+        self._gauges: dict[str, list[float]] = {}
+        self._before: dict[str, float] = {}
+        self._totals_before: dict[str, float] = {}
+
+    # -- what it is doing ----------------------------------------------------------------------------------------------
+
+    def phase(self, name: str) -> AbstractContextManager:
+        """Note that the engine is at ``name``."""
+        return engine_phase(self.engine, name)
+
+    @contextmanager
+    def generating(self, requests: Sequence[Request]) -> Iterator[None]:
+        """Note the requests, and have the watchdog end this process if no `tick` comes for ``stall_timeout_s``."""
+        box, dog, start = black_box(), watchdog(), time.monotonic()
+        lengths = sorted((len(request.prompt_ids) for request in requests), reverse=True)
+        facts = {
+            "requests": len(requests),
+            "longest_prompts": lengths[:_NAMED],
+            "first_requests": self._named(requests),
+        }
+        box.tick()
+        box.note(engine=self.engine, phase="generate", since=start, **facts)
+        if self.sees_steps:
+            dog.arm(self.stall_timeout_s, self._stalled)
+        try:
+            yield
+        finally:
+            dog.disarm()
+            self._sums["seconds"] += time.monotonic() - start
+            self.names = ()
+        box.note(engine=None, phase=None, since=None, **dict.fromkeys(facts))
+
+    def serving(self, requests: Mapping[Any, Request]) -> None:
+        """Note what runs before a step of an engine whose requests come and go; the watchdog watches while any do.
+
+        Args:
+            requests: by name.
+        """
+        now, before = time.monotonic(), self._serves_since
+        self._sums["seconds"] += now - before if before is not None else 0.0
+        self._serves_since = now if requests else None
+        black_box().tick()
+        if bool(requests) != (before is not None):
+            if requests:
+                watchdog().arm(self.stall_timeout_s, self._stalled)
+            else:
+                watchdog().disarm()
+        elif now - self._noted_at < _NOTE_S:
+            return
+        self._noted_at = now
+        longest = heapq.nlargest(_NAMED, (len(request.prompt_ids) for request in requests.values()))
+        first = [str(name) for name in islice(requests, _NAMED)]
+        facts = {"requests": len(requests) or None, "longest_prompts": longest or None, "first_requests": first or None}
+        black_box().note(engine=self.engine, phase="serve", since=now, **facts)
+
+    def stop_serving(self, failed: bool = False) -> None:
+        """No step comes any more; of an engine that failed, the note stays for the error to quote."""
+        watchdog().disarm()
+        self._serves_since = None
+        if not failed:
+            names = ("engine", "phase", "since", "requests", "longest_prompts", "first_requests")
+            black_box().note(**dict.fromkeys(names))
+
+    def tick(self) -> None:
+        """A step of the engine has finished."""
+        self._sums["steps"] += 1
+        black_box().tick()
+
+    def _named(self, requests: Sequence[Request]) -> list[str]:
+        """The first few: by name, or by seed, which no two requests of a run share."""
+        if len(self.names) == len(requests):
+            return [str(name) for name in self.names[:_NAMED]]
+        return [f"seed {request.seed}" for request in requests[:_NAMED]]
+
+    def _stalled(self, waited: float) -> str:
+        facts = black_box().facts
+        return (
+            f"the rollout engine {self.engine} has finished no step for {waited:.0f} s while generating "
+            f"{facts.get('requests', 0)} requests (longest prompts {facts.get('longest_prompts')}, the first "
+            f"{', '.join(facts.get('first_requests', []))}), longer than "
+            f"actor_rollout_ref.rollout.stall_timeout_s={self.stall_timeout_s:g} allows. Raise it if steps are just "
+            f"slow; 0 waits for ever."
+        )
+
+    # -- its numbers ---------------------------------------------------------------------------------------------------
+
+    def count(self, requests: Sequence[Request], completions: Sequence[Completion]) -> None:
+        """Add what was asked and what came of it."""
+        self._sums["requests"] += len(requests)
+        self._sums["prompt_tokens"] += sum(len(request.prompt_ids) for request in requests)
+        self._sums["generated_tokens"] += sum(len(completion.token_ids) for completion in completions)
+
+    def gauge(self, **values: float) -> None:
+        """Note levels after a step, such as ``running``; their mean and maximum become metrics."""
+        for name, value in values.items():
+            mean_max = self._gauges.setdefault(name, [0.0, 0.0, 0.0])
+            mean_max[0] += 1
+            mean_max[1] += value
+            mean_max[2] = max(mean_max[2], value)
+
+    def totals(self) -> dict[str, float]:
+        """Sums since the engine was built."""
+        return dict(self._sums)
+
+    def take(self, engine_totals: Mapping[str, float]) -> dict[str, float]:
+        """The numbers since the last call, by the names of the metrics without their prefix.
+
+        Args:
+            engine_totals: counters of the engine's own since it was built; ``prefix_cache_queries`` and
+                ``prefix_cache_hits`` become a rate.
+        """
+        new = {name: value - self._before.get(name, 0.0) for name, value in self._sums.items()}
+        own = {name: value - self._totals_before.get(name, 0.0) for name, value in engine_totals.items()}
+        self._before, self._totals_before = dict(self._sums), dict(engine_totals)
+        gauges, self._gauges = self._gauges, {}
+        seconds = new.pop("seconds")
+        metrics = dict(new)
+        if seconds > 0:
+            metrics["generated_tokens_per_s"] = new["generated_tokens"] / seconds
+            metrics["prompt_tokens_per_s"] = new["prompt_tokens"] / seconds
+        for name, (number, total, highest) in gauges.items():
+            metrics |= {f"{name}_mean": total / number, f"{name}_max": highest}
+        queries, hits = own.pop("prefix_cache_queries", 0.0), own.pop("prefix_cache_hits", 0.0)
+        if queries > 0:
+            metrics["prefix_hit_rate"] = hits / queries
+        return metrics | own
