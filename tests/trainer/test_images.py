@@ -64,10 +64,13 @@ OTHER_WAYS = {
     "asynchronous": {f"{ROLLOUT}__mode": "async"},
     "apart": {"actor_rollout_ref__hybrid_engine": False, f"{ROLLOUT}__n_gpus_per_node": 1},
     "made_by_workers": {"data__return_multi_modal_inputs": False},
+    "sglang": {f"{ROLLOUT}__name": "sglang", f"{ROLLOUT}__mode": "async"},
 }
 
 
-@pytest.mark.parametrize("way", OTHER_WAYS)
+@pytest.mark.parametrize(
+    "way", [pytest.param(way, marks=pytest.mark.sglang) if way == "sglang" else way for way in OTHER_WAYS]
+)
 def test_two_steps_go_the_same_way_however_the_rows_are_dealt(way, task, tmp_path):
     """Prompts with and without images, dealt to ranks, by tokens, one by one, or with tensors made where needed."""
     rows = pq.read_table(task["data.train_files"]).to_pylist()[:16]

@@ -17,8 +17,9 @@ from tests.support.ranks import run_ranks
 from tests.support.runs import main_ppo, make_task, overrides, read_metrics, run_job
 from tests.workers.rollout.conftest import rollout_config, weights_of
 from tests.workers.rollout.inside_sglang import HERE
-from tests.workers.rollout.test_contract import mixed_requests, processed_log_probs, some_prompts
+from tests.workers.rollout.test_contract import mixed_requests, processed_log_probs, some_prompts, tokens_of
 from verl.utils.tiny_model import make_tiny_model
+from verl.utils.tokenizer import hf_tokenizer
 from verl.workers.rollout import get_rollout_class
 from verl.workers.rollout.base import Request, RequestsRunningError, SamplingParams, WeightSyncError
 from verl.workers.rollout.sglang_process import EngineDiedError
@@ -176,9 +177,35 @@ def test_requests_come_and_go_one_by_one_and_an_aborted_one_keeps_its_beginning(
     assert set(done) == {second} and done[second].token_ids == whole.token_ids
 
 
+def test_a_running_request_tells_what_it_has_drawn_so_far(ready):
+    prompt = some_prompts(1)[0]
+    hot = {"first_token_temperature": 30.0, "ignore_eos": True, "want_log_probs": True}
+    request = Request(prompt, SamplingParams(160 - len(prompt), **hot), 1)
+    ticket, seen, done = ready.submit(request, 1), [], {}
+    while not done:
+        seen.append(ready.partial(ticket))
+        done = ready.step()
+    whole = done[ticket]
+    assert len({len(part.token_ids) for part in seen}) > 2, "it grew"
+    for part in seen:
+        count = len(part.token_ids)
+        assert part.token_ids == whole.token_ids[:count] and part.log_probs == whole.log_probs[:count]
+    assert ready.partial(ticket) is None
+
+
+def test_a_stop_text_may_begin_in_a_hot_first_token(ready, model_folder):
+    tokenizer = hf_tokenizer(model_folder("tied"))
+    (prompt,) = some_prompts(1)
+    hot = {"first_token_temperature": 30.0, "ignore_eos": True}
+    (free,) = tokens_of(ready, [Request(prompt, SamplingParams(9, **hot), 4)])
+    first, both = tokenizer.decode(free[:1]), tokenizer.decode(free[:2])
+    for stop, count in ((both, 2), (first, 1)):
+        assert tokens_of(ready, [Request(prompt, SamplingParams(9, stop=(stop,), **hot), 4)]) == [free[:count]]
+
+
 def test_sampling_that_sglang_cannot_do_is_refused(ready):
-    with pytest.raises(ValueError, match="rollout.stop=.*skip_tokenizer_init=false"):
-        ready.check_sampling(SamplingParams(3, stop=("a",)))
+    with pytest.raises(ValueError, match="rollout.sampling_kwargs.min_new_tokens=2 .*skip_tokenizer_init=false"):
+        ready.check_sampling(SamplingParams(3, extra={"min_new_tokens": 2}))
     with pytest.raises(ValueError, match="SamplingParams has no min_tokes=3. It has .*min_new_tokens"):
         ready.check_sampling(SamplingParams(3, extra={"min_tokes": 3}))
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from verl.models.loader import ModelSpec, load_config
-from verl.models.multimodal import modality_tokens
+from verl.models.multimodal import image_token, is_vision_language
 from verl.utils.torch_dtypes import PrecisionType
 from verl.workers.rollout.base import (
     Bucket,
@@ -30,7 +30,7 @@ from verl.workers.rollout.base import (
 from verl.workers.rollout.model_limits import cached_bytes_per_token, check_prompt, longest_sequence, stop_tokens
 from verl.workers.rollout.sglang_parcel import DeviceParcels, HostParcels
 from verl.workers.rollout.sglang_process import EngineProcess
-from verl.workers.rollout.sglang_requests import completion, phases
+from verl.workers.rollout.sglang_requests import completion, drawable, needs_tokenizer
 from verl.workers.rollout.sglang_setup import (
     CONTEXT_KEPT,
     check_model,
@@ -39,7 +39,7 @@ from verl.workers.rollout.sglang_setup import (
     given_arguments,
     model_overrides,
 )
-from verl.workers.rollout.vision import without_modality_tokens
+from verl.workers.rollout.vision import ImageReader
 from verl.workers.rollout.vllm_memory import host_cache_bytes
 
 logger = logging.getLogger(__name__)
@@ -95,7 +95,9 @@ class SGLangRollout(RolloutEngine):
             derived["max_total_tokens"] = room // cached_bytes_per_token(model_config, self.dtype)
         arguments = engine_arguments(config, self.device.type, spec.folder, **derived)
         self.has_tokenizer = not arguments["skip_tokenizer_init"]
-        self.never_drawn = modality_tokens(model_config)
+        self._reader = ImageReader(spec.folder, model_config, config.limit_images, trust_remote_code)
+        self._image_token = image_token(model_config) if is_vision_language(model_config) else None
+        self.never_drawn = self._reader.never_drawn
         self.tensor_parallel_size = config.tensor_model_parallel_size
         self._group, self._leader = _replica(self.tensor_parallel_size)
         self.engine: EngineProcess | None = None
@@ -281,17 +283,23 @@ class SGLangRollout(RolloutEngine):
         ended = self._together(lambda: self._aborted(wanted))
         return self._finished(ended)
 
+    def partial(self, ticket: int) -> Completion | None:
+        if ticket not in self._requests or not self.leads:
+            return None
+        return completion(self._requests[ticket], *self.engine.call("drawn", ticket), "abort")
+
     @property
     def num_running(self) -> int:
         return len(self._requests)
 
     def _submit(self, requests: list[Request]) -> list[int]:
-        requests = [without_modality_tokens(request, self.never_drawn) for request in requests]
+        requests = self._reader.read(requests)
         for request in requests:
-            self._check(request)
+            check_prompt(len(request.prompt_ids), self.max_model_len)
+            self.check_sampling(request.sampling)
         tickets = [next(self._tickets) for _ in requests]
         drawn = [
-            (ticket, list(request.prompt_ids), phases(request, self.max_model_len, self.stop_token_ids))
+            (ticket, drawable(request, self.max_model_len, self.stop_token_ids, self._image_token))
             for ticket, request in zip(tickets, requests, strict=True)
         ]
         self._together(lambda: self.engine.submit(drawn))
@@ -299,22 +307,16 @@ class SGLangRollout(RolloutEngine):
         return tickets
 
     def check_sampling(self, sampling: SamplingParams) -> None:
-        if sampling.stop and not self.has_tokenizer:
+        if not self.has_tokenizer and (found := needs_tokenizer(sampling)):
             raise ValueError(
-                f"rollout.stop={list(sampling.stop)}: texts that end a response need SGLang's tokenizer. "
-                "Set rollout.engine_kwargs.sglang.skip_tokenizer_init=false, or use rollout.stop_token_ids."
+                f"rollout.sampling_kwargs.{found}={sampling.extra[found]!r} needs SGLang's tokenizer. "
+                "Set rollout.engine_kwargs.sglang.skip_tokenizer_init=false, or leave it out."
             )
         if unknown := [f"{name}={value!r}" for name, value in sampling.extra.items() if name not in self._fields]:
             raise ValueError(
                 f"rollout.sampling_kwargs: the installed SGLang's SamplingParams has no {', '.join(unknown)}. "
                 f"It has {', '.join(sorted(self._fields))}."
             )
-
-    def _check(self, request: Request) -> None:
-        check_prompt(len(request.prompt_ids), self.max_model_len)
-        self.check_sampling(request.sampling)
-        if request.media:
-            raise NotImplementedError("rollout.name=sglang takes no images yet. Use rollout.name=vllm or text prompts.")
 
     def _aborted(self, tickets: set[int]) -> dict[int, Any]:
         """Tell the engine to end these requests, and wait until it has."""

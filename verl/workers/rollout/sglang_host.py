@@ -26,6 +26,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from verl.workers.rollout.sglang_requests import Drawable
 from verl.workers.rollout.sglang_stand_ins import stand_in
 
 _ABORT_AGAIN_S = 0.01
@@ -99,7 +100,8 @@ class Host:
         self.connection = connection
         self.replies = Path(tempfile.mkdtemp())
         self.tasks: set[asyncio.Task] = set()
-        self.drawing: set[int] = set()
+        self.drawing: dict[int, tuple[list[int], list[float]]] = {}
+        """Ticket -> tokens and log-probs of the phases that ended."""
         self.aborted: set[int] = set()
         self.turn = asyncio.Lock()
         self.outgoing = ThreadPoolExecutor(1)  # a worker that is busy training reads nothing
@@ -127,11 +129,11 @@ class Host:
 
     def _take(self, kind: str, *rest: Any) -> None:
         if kind == "submit":
-            for ticket, ids, phases in rest[0]:
-                self.drawing.add(ticket)
-                self._start(self._draw(ticket, ids, phases))
+            for ticket, request in rest[0]:
+                self.drawing[ticket] = [], []
+                self._start(self._draw(ticket, request))
         elif kind == "abort":
-            for ticket in self.drawing.intersection(rest[0]):
+            for ticket in self.drawing.keys() & rest[0]:
                 self._start(self._abort(ticket))
         else:
             self._start(self._answer(*rest))
@@ -141,27 +143,32 @@ class Host:
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
 
-    async def _draw(self, ticket: int, ids: list[int], phases: list[dict[str, Any]]) -> None:
+    async def _draw(self, ticket: int, request: Drawable) -> None:
         """Draw a response in phases, each going on where the one before ran into its length."""
-        tokens, log_probs, reason = [], [], "length"
+        tokens, log_probs = self.drawing[ticket]
+        reason = "length"
         try:
-            for params in phases:
+            for params in request.phases:
                 if ticket in self.aborted:
                     reason = "abort"
                 if reason != "length":
                     break
                 output = await self.engine.async_generate(
-                    input_ids=ids + tokens, sampling_params=params, return_logprob=True, rid=_name(ticket)
+                    input_ids=request.ids + tokens,
+                    image_data=request.image_data,
+                    sampling_params=params,
+                    return_logprob=True,
+                    rid=_name(ticket),
                 )
                 facts = output["meta_info"]
-                tokens = tokens + list(output["output_ids"])
+                tokens += output["output_ids"]
                 log_probs += [log_prob for log_prob, *_ in facts["output_token_logprobs"]]
                 reason = facts["finish_reason"]["type"]
                 if reason == "abort" and facts["finish_reason"].get("status_code"):
                     reason = f"{facts['finish_reason'].get('message')}"
         except Exception as error:  # told to who asked
             reason = f"{type(error).__name__}: {error}"
-        self.drawing.discard(ticket)
+        del self.drawing[ticket]
         self.aborted.discard(ticket)
         self.outgoing.submit(_send, self.connection, "ended", [(ticket, (tokens, log_probs, reason))])
 
@@ -197,6 +204,15 @@ class Host:
             if not good:
                 raise RuntimeError(value)
         return [value for _, value in found]
+
+    async def drawn(self, ticket: int) -> tuple[list[int], list[float]]:
+        """Tokens and log-probs of a running request so far; those of one that just ended are on their way."""
+        tokens, log_probs = self.drawing.get(ticket, ([], []))
+        known = len(tokens)
+        now = (await self.inside("drawn", {"name": _name(ticket)}))[0]
+        if len(tokens) > known:  # a phase ended meanwhile, and is there in full
+            now = [], []
+        return tokens + now[0], log_probs + now[1]
 
     async def begin_weight_update(self) -> None:
         """Open the session without which SGLang takes no weights, and says so in a return value only."""

@@ -23,6 +23,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from verl.workers.rollout.sglang_requests import Drawable
+
 _TAIL_LINES = 60
 _LONGEST_PARENT = 60  # bytes of the path that holds the folder of SGLang's sockets, whose own have 107 at most
 _YOUNG_S = 60.0  # seconds in which a folder's owner may not have locked it yet
@@ -78,10 +80,10 @@ class EngineProcess:
         self._send(("call", self._next_call, name, args))
         return self._answer(self._next_call)
 
-    def submit(self, drawn: Sequence[tuple[int, list[int], list[dict[str, Any]]]]) -> None:
-        """Start (ticket, prompt ids, sampling parameters of each phase) for each of ``drawn``."""
+    def submit(self, drawn: Sequence[tuple[int, Drawable]]) -> None:
+        """Start these requests, each with its ticket."""
         self._send(("submit", list(drawn)))
-        self.running |= {ticket: len(ids) for ticket, ids, _ in drawn}
+        self.running |= {ticket: len(request.ids) for ticket, request in drawn}
 
     def abort(self, tickets: Sequence[int]) -> None:
         self._send(("abort", list(tickets)))

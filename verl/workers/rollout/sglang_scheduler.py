@@ -10,6 +10,7 @@ import importlib
 import json
 import multiprocessing
 import pickle
+import sys
 import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -18,20 +19,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from sglang.srt.entrypoints.engine import Engine
+from sglang.srt.managers import mm_utils
 from sglang.srt.managers import scheduler as sglang_scheduler
 
-from verl.workers.rollout import sglang_sampler
+from verl.workers.rollout import sglang_sampler, sglang_stop
 from verl.workers.rollout.base import WeightSyncError
 from verl.workers.rollout.host_memory import HostMemory
 from verl.workers.rollout.sglang_parcel import unpack
 from verl.workers.rollout.vllm_sync import WeightLoad
 
 
-def run_scheduler(*args: Any, **kwargs: Any) -> None:
-    """SGLang's scheduler process with our sampler and `Inside`."""
+def run_scheduler(server_args: Any, *args: Any, **kwargs: Any) -> None:
+    """SGLang's scheduler process with our sampler, our stop texts and `Inside`."""
     sglang_sampler.install()
+    sglang_stop.install(server_args.tokenizer_path, server_args.trust_remote_code)
     sglang_scheduler.Scheduler.verl_call = verl_call
-    sglang_scheduler.run_scheduler_process(*args, **kwargs)
+    sglang_scheduler.run_scheduler_process(server_args, *args, **kwargs)
 
 
 class HostedEngine(Engine):
@@ -89,11 +92,26 @@ class Inside:
     def greet(self) -> None:
         """Be there from the first request on."""
 
+    def drawn(self, name: str) -> tuple[list[int], list[float]]:
+        """Tokens and log-probs of the running request of this name; none of one that does not run."""
+        found = next((request for request in self._requests() if request.rid == name), None)
+        if found is None:
+            return [], []
+        log_probs = found.logprob.output_token_logprobs_val
+        count = min(len(found.output_ids), len(log_probs))
+        return list(found.output_ids[:count]), list(log_probs[:count])
+
+    def _requests(self) -> Iterator[Any]:
+        for batch in (self.scheduler.running_batch, self.scheduler.last_batch):
+            yield from batch.reqs if batch is not None else ()
+        yield from self.scheduler.waiting_queue  # those that gave their place away, too
+
     # -- weights -------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def begin_load(self) -> None:
         self._load, self._problem = WeightLoad(self.model, self.device, is_shared=self.ranks > 1, engine="SGLang"), None
+        _forget_images()
 
     @torch.no_grad()
     def load(self, parcels: Sequence[dict[str, Any]]) -> str | None:
@@ -148,6 +166,13 @@ class Inside:
             self._memory["weights"].take_as_nan()
         if "kv_cache" in tags:
             self._memory["kv_cache"].take(0)
+
+
+def _forget_images() -> None:
+    """What the vision tower made of images, which SGLang keeps by the images alone and does not flush."""
+    holder = sys.modules[mm_utils.init_mm_embedding_cache.__module__]
+    if holder.embedding_cache is not None:
+        holder.embedding_cache.clear()
 
 
 def _cache_tensors(runner: Any) -> Iterator[torch.Tensor]:

@@ -1,7 +1,7 @@
 """Stand-ins for packages that SGLang imports on every machine and does not use on a CPU.
 
-Triton's compiler takes 1 GB; torchvision's CUDA build would break transformers beside a CPU torch; of vLLM, SGLang
-imports a CUDA kernel, and importing it takes seconds. The stand-ins exist in SGLang's own processes only.
+Triton's compiler takes 1 GB; of vLLM, SGLang imports a CUDA kernel, and importing it takes seconds. The stand-ins exist
+in SGLang's own processes only.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-IF_MISSING = ("triton", "torchvision", "IPython")
+IF_MISSING = ("triton", "IPython")
 ALWAYS = ("vllm", "vllm._custom_ops")
 
 

@@ -1,6 +1,6 @@
 """Prompts with images in transformers: read by the model's image processor, made as long as the model reads them.
 
-An engine that has its own processing (vLLM, SGLang) is given ``Request.media`` as it is and needs nothing of this.
+SGLang is given what was read; an engine with its own processing (vLLM) gets ``Request.media`` as it is.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ class Seen:
     """(3, l) of the prompt's tokens; None where the model counts them."""
     ahead: int
     """How far positions after the prompt are ahead of the count of its tokens."""
+    sizes: tuple[int, ...] = ()
+    """Placeholder tokens of each image."""
 
 
 class Prompt(NamedTuple):
@@ -58,14 +60,22 @@ class ImageReader:
 
     Args:
         folder: of the model, with its image processor.
-        model: the transformers model; only its config and its ``get_rope_index`` are used.
+        config: the model's Hugging Face config.
         limit: images a prompt may have (``rollout.limit_images``); None: any number.
+        model: the transformers model, whose ``get_rope_index`` gives positions; None where the engine finds them.
     """
 
-    def __init__(self, folder: str, model: Any, limit: int | None = None, trust_remote_code: bool = False):
-        self.folder, self.model, self.limit = folder, model, limit
+    def __init__(
+        self,
+        folder: str,
+        config: Any,
+        limit: int | None = None,
+        trust_remote_code: bool = False,
+        model: Any = None,
+    ):
+        self.folder, self.config, self.model, self.limit = folder, config, model, limit
         self.trust_remote_code = trust_remote_code
-        self.never_drawn = modality_tokens(model.config)
+        self.never_drawn = modality_tokens(config)
         self._processor: Any = None
         # with the images themselves, by whose identity they are found: siblings share a prompt and read it once
         self._recent: dict[tuple, tuple[Request, Sequence[Any]]] = {}
@@ -84,7 +94,7 @@ class ImageReader:
         return [self._read(request) if request.media else request for request in requests]
 
     def _read(self, request: Request) -> Request:
-        images = check_media(request, self.model.config, self.limit)
+        images = check_media(request, self.config, self.limit)
         key = (request.prompt_ids, *map(id, images))
         if key not in self._recent:
             while len(self._recent) >= _RECENT:
@@ -94,13 +104,17 @@ class ImageReader:
         return replace(request, prompt_ids=known.prompt_ids, media=known.media)
 
     def _expanded(self, request: Request, images: Sequence[Any]) -> Request:
-        config = self.model.config
+        config = self.config
         inputs = {name: torch.as_tensor(value) for name, value in self._images(images).items()}
         token, merge = image_token(config), config.vision_config.spatial_merge_size
-        features = iter((inputs["image_grid_thw"].prod(-1) // merge**2).tolist())
+        sizes = (inputs["image_grid_thw"].prod(-1) // merge**2).tolist()
+        features = iter(sizes)
         ids = [i for given in request.prompt_ids for i in ([given] * next(features) if given == token else [given])]
-        positions, ahead = vision_positions(self.model, torch.tensor([ids]), inputs)
-        seen = Seen(inputs, None if positions is None else positions[:, 0], 0 if ahead is None else int(ahead[0]))
+        positions = ahead = None
+        if self.model is not None:
+            positions, ahead = vision_positions(self.model, torch.tensor([ids]), inputs)
+        first = None if positions is None else positions[:, 0]
+        seen = Seen(inputs, first, 0 if ahead is None else int(ahead[0]), tuple(sizes))
         return replace(request, prompt_ids=tuple(ids), media=seen)
 
     def _images(self, images: Sequence[Any]) -> dict[str, Any]:
@@ -109,10 +123,10 @@ class ImageReader:
 
             self._processor = AutoImageProcessor.from_pretrained(self.folder, trust_remote_code=self.trust_remote_code)
         found = dict(self._processor(images=list(images), return_tensors="pt"))
-        if "image_grid_thw" not in found or not hasattr(self.model.config.vision_config, "spatial_merge_size"):
+        if "image_grid_thw" not in found or not hasattr(self.config.vision_config, "spatial_merge_size"):
             raise ValueError(
-                f"rollout.name=hf cannot show images to a model of type {self.model.config.model_type!r}: it knows the "
-                "Qwen-VL families, whose image processors give image_grid_thw. Use rollout.name=vllm."
+                f"rollout.name=hf and sglang cannot show images to a model of type {self.config.model_type!r}: they "
+                "know the Qwen-VL families, whose image processors give image_grid_thw. Use rollout.name=vllm."
             )
         return found
 
