@@ -40,7 +40,8 @@ tests_of() {
         ranks) echo "ranks and not ray and not learning and not vllm and not sglang" ;;
         ray) echo "ray and not learning and not vllm and not sglang" ;;
         learning) echo "learning and not vllm and not sglang" ;;
-        engines) echo "vllm or sglang" ;;
+        vllm) echo "vllm" ;;
+        sglang) echo "sglang and not vllm" ;;
     esac
 }
 
@@ -58,26 +59,27 @@ failed=()
 .venv/bin/ruff check . || failed+=(ruff)
 notes=$(mktemp -d)
 trap 'rm -rf "$notes"' EXIT
-others=() engines=''
+others=() engines=()
 for tier in "${tiers[@]}"; do
     if [ "$tier" != engines ]; then
         others+=("$tier")
     elif bash scripts/install_engines.sh vllm sglang; then
-        engines=1
+        engines=(vllm sglang)
     else
         failed+=("engines (not installed)")
     fi
 done
+run_tiers() { for tier in "$@"; do run_tier "$tier"; done; }
 # A test process computes with one thread: the engines' tests run beside all others, and are shown when those are done.
 if [ ${#others[@]} = 0 ]; then
-    if [ -n "$engines" ]; then run_tier engines; fi
+    run_tiers ${engines[@]+"${engines[@]}"}
 else
-    if [ -n "$engines" ]; then run_tier engines >"$notes/engines" 2>&1 & fi
-    for tier in "${others[@]}"; do run_tier "$tier"; done
+    run_tiers ${engines[@]+"${engines[@]}"} >"$notes/engines" 2>&1 &
+    run_tiers "${others[@]}"
     wait
-    if [ -n "$engines" ]; then cat "$notes/engines"; fi
+    cat "$notes/engines"
 fi
-for tier in "${tiers[@]}"; do
+for tier in ${others[@]+"${others[@]}"} ${engines[@]+"${engines[@]}"}; do
     if [ -e "$notes/$tier.failed" ]; then failed+=("$tier"); fi
 done
 

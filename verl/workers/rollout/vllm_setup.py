@@ -97,6 +97,21 @@ def _leave_no_shared_memory(shared: Any) -> None:
     shared._init_cpu_shm = start_and_unlink
 
 
+def forget_ended_groups() -> None:
+    """Let vLLM build its groups anew where those it remembers ended with an earlier job of this process."""
+    from vllm.distributed import parallel_state
+
+    world = parallel_state._WORLD
+    if world is None:
+        return
+    try:
+        dist.get_process_group_ranks(world.device_group)
+    except (KeyError, ValueError):  # torch does not know it any more
+        for name, value in list(vars(parallel_state).items()):
+            if isinstance(value, parallel_state.GroupCoordinator):
+                setattr(parallel_state, name, None)
+
+
 @contextmanager
 def undisturbed_process(device: str) -> Iterator[None]:
     """Let vLLM start without lasting effects on the trainer's process: random state, threads, ranks in the environment.
