@@ -113,6 +113,10 @@ BAD = {
     "one call for a whole batch": ([f"{ROLLOUT}.over_sample_rate=0.5"], "no request can be ended early"),
     "partial responses without log-probs": (
         [f"{ROLLOUT}.partial_rollout=true"], "corrected by the log-probs it was drawn with"),
+    "a penalty that a response which goes on would forget": (
+        [f"{ROLLOUT}.mode=async", f"{ROLLOUT}.over_sample_rate=0.5", f"{ROLLOUT}.partial_rollout=true",
+         f"{ROLLOUT}.calculate_log_probs=true", f"+{ROLLOUT}.frequency_penalty=0.5"],
+        "sampling_kwargs.frequency_penalty=0.5 with actor_rollout_ref.rollout.partial_rollout=true"),
     "a pipeline the workers cannot hold": (
         [f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.tensor_model_parallel_size=2",
          f"{ROLLOUT}.engine_kwargs.vllm.pipeline_parallel_size=2"],

@@ -5,22 +5,18 @@ import json
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
 from tests.support.runs import main_ppo, make_task, overrides, read_metrics, run_job
 from tests.trainer.test_resume import assert_equal_trees, checkpoint_files, numbers
 from tests.workers.rollout.conftest import COMMON
-from verl import DataProto
 from verl.config.load import load_ppo_config
 from verl.trainer.ppo.disjoint import DisjointRollout
 from verl.trainer.ppo.job import PPOJob
 from verl.trainer.ppo.placement import default_pools, default_roles
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
-from verl.trainer.ppo.rows_file import load_rows, save_rows
 from verl.trainer.ppo.utils import Role
-from verl.utils.ragged import Layout, Ragged
 from verl.utils.tiny_model import make_tiny_model
 
 ROOT = Path(__file__).parents[2]
@@ -186,7 +182,7 @@ def test_a_resumed_run_equals_the_run_that_never_stopped(step, once, saved, tmp_
     ends = saved / "global_step_5", tmp_path / "resumed" / "global_step_5"
     for name in checkpoint_files(ends[0]):
         assert_equal_trees(*(torch.load(end / name, weights_only=True) for end in ends), str(name))
-    assert not (ends[0] / "ahead.pt").exists()  # nothing was left to draw
+    assert not (ends[0] / "ahead.safetensors").exists()  # nothing was left to draw
 
 
 def test_going_on_with_the_newest_weights_leaves_no_prompt_out(tmp_path, monkeypatch):
@@ -199,7 +195,7 @@ def test_going_on_with_the_newest_weights_leaves_no_prompt_out(tmp_path, monkeyp
     assert len(set(inputs)) == 4
     before = [json.loads(line)["input"] for line in (tmp_path / "ahead" / "3.jsonl").read_text().splitlines()]
     assert sorted(inputs) == sorted(before)
-    assert not (tmp_path / "run" / "global_step_4" / "ahead.pt").exists()
+    assert not (tmp_path / "run" / "global_step_4" / "ahead.safetensors").exists()
 
 
 def job(tmp_path, **settings):
@@ -225,22 +221,6 @@ def test_a_trainer_that_cannot_draw_ahead_says_so(tmp_path):
 
     with pytest.raises(ValueError, match="async_ratio=1: Own draws each batch when it is needed.*OneStepOffTrainer"):
         OwnJob(job(tmp_path, **AHEAD).config).build_trainer()
-
-
-def test_rows_survive_their_file_and_what_does_not_is_named(tmp_path):
-    ragged = Ragged(torch.arange(5), Layout(torch.tensor([0, 0]), torch.tensor([2, 3]), 4), 9)
-    notes = np.array([{"a": [1], "b": (0.5, "x")}, None], dtype=object)
-    turns = {"__num_turns__": np.array([2, 3], dtype=np.int32), "note": notes}
-    rows = DataProto.from_ragged({"responses": ragged}, {"x": torch.rand(2, 3)}, turns, {"pad_token_id": 9})
-    save_rows(tmp_path / "rows.pt", rows, {"step": 4})
-    again, facts = load_rows(tmp_path / "rows.pt")
-    assert facts == {"step": 4} and again.meta_info == {"pad_token_id": 9}
-    assert all(torch.equal(again.column(name), rows.column(name)) for name in ("responses", "x"))
-    for name, array in turns.items():
-        assert again.non_tensor_batch[name].dtype == array.dtype and list(again.non_tensor_batch[name]) == list(array)
-    rows.non_tensor_batch["note"][1] = {"a": {1}}
-    with pytest.raises(ValueError, match="column 'note' holds what no such file does: a set"):
-        save_rows(tmp_path / "rows.pt", rows, {})
 
 
 def test_the_recipe_is_the_main_job_with_three_options(tmp_path, monkeypatch):

@@ -62,6 +62,7 @@ OTHER_WAYS = {
     "two_ranks": {f"{ACTOR}__strategy": "fsdp2", "trainer__n_gpus_per_node": 2},
     "tokens": {f"{ACTOR}__use_dynamic_bsz": True, f"{ACTOR}__ppo_max_token_len_per_gpu": 400},
     "asynchronous": {f"{ROLLOUT}__mode": "async"},
+    "apart": {"actor_rollout_ref__hybrid_engine": False, f"{ROLLOUT}__n_gpus_per_node": 1},
     "made_by_workers": {"data__return_multi_modal_inputs": False},
     "sglang": {f"{ROLLOUT}__name": "sglang", f"{ROLLOUT}__mode": "async"},
 }
@@ -80,6 +81,12 @@ def test_two_steps_go_the_same_way_however_the_rows_are_dealt(way, task, tmp_pat
     plain = run(task, tmp_path, **settings)
     (tmp_path / "metrics.jsonl").unlink()
     assert run(task, tmp_path, **settings, **OTHER_WAYS[way]) == pytest.approx(plain)
+
+
+def test_a_batch_drawn_ahead_saw_the_images(task, tmp_path):
+    """The first batch, which nothing precedes: its log-probs are those of the trainer."""
+    settings = {"actor_rollout_ref__hybrid_engine": False, f"{ROLLOUT}__n_gpus_per_node": 1}
+    run(task, tmp_path, **settings, **{f"{ROLLOUT}__async_ratio": 1, "trainer__total_training_steps": 1})
 
 
 def test_a_reference_sees_the_images_too(task, tmp_path):

@@ -50,7 +50,7 @@ def numbers(metrics):
 def buffers(folder):
     """What was put off, as plain values."""
     state = json.loads((folder / "rollout.json").read_text())
-    files = [folder / f"rollout_{name}.pt" for name in ("back", "fresh")]
+    files = [folder / f"rollout_{name}.safetensors" for name in ("back", "fresh")]
     rows = [load_rows(path)[0].non_tensor_batch if path.exists() else {} for path in files]
     return state, [[list(columns.get(name, ())) for name in ("uid", "index")] for columns in rows]
 

@@ -1,13 +1,8 @@
 """A batch that was sampled once is taken from disk when the same is asked for, and only then."""
 
-import numpy as np
 import pytest
-import torch
 
 from tests.support.runs import make_task, overrides, read_metrics, run_job
-from verl.protocol import DataProto
-from verl.trainer.ppo.rollout_skip import load_batch, read_facts, save_batch
-from verl.utils.ragged import Layout, Ragged
 
 
 @pytest.fixture(scope="module")
@@ -81,48 +76,3 @@ def test_the_greedy_responses_of_remax_are_kept_apart(run, tmp_path):
     assert len(kept(tmp_path)) == 4 and "made otherwise" not in out
     _, second, _ = run("second", **settings)
     assert learned(second) == learned(first)
-
-
-def batch():
-    layout = Layout(torch.tensor([0, 0]), torch.tensor([3, 0]), 4)
-    columns = {"responses": Ragged(torch.tensor([5, 6, 7]), layout, 9)}
-    columns["rollout_log_probs"] = columns["responses"].like(torch.tensor([-1.0, -2.5, -0.125]))
-    dense = {"turns": torch.tensor([[1, 2], [3, 4]], dtype=torch.int32), "half": torch.ones(2, dtype=torch.bfloat16)}
-    arrays = {"finish_reason": np.array(["stop", "abort"], dtype=object)}
-    return DataProto.from_ragged(columns, dense, arrays, {"pad_token_id": 9, "timing": {"gen": 1.0}})
-
-
-def test_a_batch_comes_back_as_it_was(tmp_path):
-    save_batch(batch(), tmp_path / "b.safetensors", {"step": 3})
-    again = load_batch(tmp_path / "b.safetensors")
-    for name in batch().keys():
-        assert (
-            torch.equal(again.column(name), batch().column(name))
-            and again.column(name).dtype == batch().column(name).dtype
-        )
-    assert again.ragged("responses").layout is again.ragged("rollout_log_probs").layout
-    assert again.non_tensor_batch["finish_reason"].tolist() == ["stop", "abort"]
-    assert again.meta_info == {"pad_token_id": 9, "timing": {}} and read_facts(tmp_path / "b.safetensors") == {
-        "step": 3
-    }
-    assert [path.name for path in tmp_path.iterdir()] == ["b.safetensors"]
-
-
-def test_a_damaged_or_foreign_file_is_named(tmp_path):
-    path = tmp_path / "b.safetensors"
-    save_batch(batch(), path, {})
-    path.write_bytes(path.read_bytes()[:-5])
-    with pytest.raises(ValueError, match="b.safetensors cannot be read.*Delete it"):
-        load_batch(path)
-    from safetensors.torch import save_file
-
-    save_file({"x": torch.ones(1)}, path)
-    with pytest.raises(ValueError, match="is no batch kept by rollout.skip_rollout"):
-        load_batch(path)
-
-
-def test_what_json_cannot_hold_is_refused(tmp_path):
-    odd = batch()
-    odd.non_tensor_batch["tool"] = np.array([object(), object()], dtype=object)
-    with pytest.raises(ValueError, match="skip_rollout=true: the batch cannot be kept.*tool"):
-        save_batch(odd, tmp_path / "b.safetensors", {})

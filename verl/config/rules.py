@@ -10,7 +10,7 @@ from typing import Any
 from verl.config.base import Config, Problem, get_path
 from verl.config.build import show
 from verl.config.ppo import PPOConfig
-from verl.config.sampling_names import BY_HF, DECIDED, OWN
+from verl.config.sampling_names import BY_HF, DECIDED, OF_WHOLE_RESPONSES, OWN
 
 Rule = Callable[[PPOConfig], Iterator[Problem]]
 RULES: list[Rule] = []
@@ -367,6 +367,22 @@ def tokens_of_several_versions_keep_their_log_probs(config: PPOConfig) -> Iterat
         )
 
 
+@rule
+def a_response_that_goes_on_is_drawn_as_if_never_cut(config: PPOConfig) -> Iterator[Problem]:
+    rollout = config.actor_rollout_ref.rollout
+    if not (rollout.partial_rollout and rollout.over_sample_rate):
+        return
+    for name in sorted(set(OF_WHOLE_RESPONSES).intersection(rollout.sampling_kwargs)):
+        key, value = f"{ROLLOUT}.sampling_kwargs.{name}", rollout.sampling_kwargs[name]
+        if value:
+            text = (
+                f"{key}={show(value)} with {ROLLOUT}.partial_rollout=true: it looks at the response from its start, "
+                "and an engine that goes on with one takes what was drawn before for prompt. Leave it out, or set "
+                "partial_rollout=false."
+            )
+            yield Problem(key, text, (f"{ROLLOUT}.sampling_kwargs", f"{ROLLOUT}.partial_rollout"))
+
+
 # ----------------------------------------------------------------------------------------------- roles and losses
 
 
@@ -405,13 +421,17 @@ def clip_range_keeps_the_ratio_positive(config: PPOConfig) -> Iterator[Problem]:
 @rule
 def kept_batches_come_from_one_call(config: PPOConfig) -> Iterator[Problem]:
     rollout = config.actor_rollout_ref.rollout
-    for name in ("over_sample_rate", "partial_rollout", "async_ratio"):
+    by_speed = "what such a batch holds depends on how fast responses came, so none can be found again"
+    for name, why in {
+        "over_sample_rate": by_speed,
+        "partial_rollout": by_speed,
+        "async_ratio": "such a batch is begun a step early, where none is kept or looked for",
+    }.items():
         if rollout.skip_rollout and rollout[name]:
             yield _problem(
                 config,
                 f"{ROLLOUT}.skip_rollout",
-                f"with {ROLLOUT}.{name}={rollout[name]}: what such a batch holds depends on how fast responses came, "
-                f"so none can be found again. Set one of them only.",
+                f"with {ROLLOUT}.{name}={show(rollout[name])}: {why}. Set one of them only.",
                 f"{ROLLOUT}.{name}",
             )
 

@@ -72,3 +72,21 @@ RESHAPE = (
     "thinking_token_budget",
 )
 """Parameters after which tokens are drawn from something else than softmax(logits / temperature)."""
+
+AT_LEAST = ("min_tokens", "min_new_tokens")
+"""Parameters that count a response's tokens down: a response that goes on asks for what is left."""
+
+OF_WHOLE_RESPONSES = (
+    "bad_words",
+    "ebnf",
+    "frequency_penalty",
+    "json_schema",
+    "presence_penalty",
+    "regex",
+    "repetition_detection",
+    "stop_regex",
+    "structural_tag",
+    "structured_outputs",
+    "thinking_token_budget",
+)
+"""Parameters that look at the response so far, of which an engine knows only what it drew itself."""

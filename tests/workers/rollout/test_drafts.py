@@ -3,16 +3,19 @@
 import asyncio
 import copy
 import json
+from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 
 from tests.support.engine_client import EngineClient
 from tests.workers.rollout.conftest import rollout_config, weights_of
+from verl.utils.tokenizer import hf_tokenizer
 from verl.workers.rollout import get_rollout_class
 from verl.workers.rollout.base import Request, SamplingParams
 from verl.workers.rollout.client import RolloutClient
-from verl.workers.rollout.drafts import Journal, SampleClient, stop_samples
+from verl.workers.rollout.drafts import Draft, Journal, SampleClient, stop_samples
 from verl.workers.rollout.server import RolloutServer
 from verl.workers.rollout.weight_sync import sync_weights
 
@@ -97,6 +100,35 @@ def test_log_probs_are_those_of_the_weights_that_drew_each_token(engine, version
         expected = torch.stack([of[version][i] for i, version in enumerate(draft.versions)])
         torch.testing.assert_close(torch.tensor(draft.log_probs).double(), expected, atol=1e-4, rtol=0)
         assert (of[1] - of[2]).abs().max() > 0.01  # or the promise would be empty
+
+
+def test_a_stop_text_is_seen_where_the_response_was_cut(engine, model_folder):
+    """Greedy and with one version, so the response is the one never cut, up to the stop text across the cut."""
+    greedy = SamplingParams(24, do_sample=False, ignore_eos=True, want_log_probs=True)
+    engine.use(1)
+    text_of = partial(hf_tokenizer(model_folder("tied")).decode, clean_up_tokenization_spaces=False)
+    [whole] = engine.generate(requests(1, greedy), expect_version=1)
+    for stop_after in range(5, 9):
+        journals = [Journal()]
+        asyncio.run(draw(engine, journals, requests(1, greedy), stop_after))
+        cut = journals[0].num_tokens
+        across = text_of(whole.token_ids[cut - 2 : cut + 2])
+        stopping, journals = replace(greedy, stop=(across,)), [Journal()]
+        [uncut] = engine.generate(requests(1, stopping), expect_version=1)
+        asyncio.run(draw(engine, journals, requests(1, stopping), stop_after))
+        [completion], _ = asyncio.run(draw(engine, journals, requests(1, stopping)))
+        assert completion.token_ids == uncut.token_ids == journals[0].drafts[0].token_ids
+        assert completion.finish_reason == uncut.finish_reason == "stop"
+        assert len(completion.log_probs) == len(completion.token_ids) == len(journals[0].versions)
+
+
+def test_what_goes_on_asks_for_what_is_left():
+    draft = Draft("", [7, 8, 9], None, [1, 1, 1])
+    for least, left in ((8, 5), (2, 0)):
+        sampling = SamplingParams(10, first_token_temperature=9.0, extra={"min_tokens": least, "logit_bias": {3: 1.0}})
+        rest = draft.rest(Request((5, 6), sampling, seed=4))
+        expected = SamplingParams(7, extra={"min_tokens": left, "logit_bias": {3: 1.0}})
+        assert rest.sampling == expected and rest.prompt_ids == (5, 6, 7, 8, 9) and rest.seed != 4
 
 
 def test_two_runs_stopped_at_the_same_step_are_equal_and_a_journal_survives_as_json(engine):

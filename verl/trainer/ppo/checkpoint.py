@@ -1,7 +1,7 @@
 """What of a run is on disk: where a step's checkpoint lies, the driver's own part of it, and which one to resume from.
 
 The folder of a step holds ``actor/`` and ``critic/`` (written by the workers), ``data.pt`` (the loader's position),
-``trainer.json`` (the driver's state), and ``ahead.pt`` (responses drawn ahead of training, where a run does that).
+``trainer.json`` (the driver's state), and ``ahead.safetensors`` (responses drawn ahead, in a run that does).
 ``latest_checkpointed_iteration.txt`` names the newest complete step and is written last, so a run killed while saving
 resumes from the one before.
 """
@@ -21,7 +21,7 @@ from verl.protocol import DataProto
 from verl.trainer.ppo.rows_file import load_rows, save_rows
 
 TRACKER = "latest_checkpointed_iteration.txt"
-AHEAD = "ahead.pt"
+AHEAD = "ahead.safetensors"
 
 
 def step_folder(root: str | Path, step: int) -> Path:
@@ -105,7 +105,7 @@ def save_driver_state(
     (folder / AHEAD).unlink(missing_ok=True)  # of an earlier run through this step
     if ahead is not None:
         try:
-            write_atomic(folder / AHEAD, lambda path: save_rows(path, *ahead))
+            save_rows(folder / AHEAD, *ahead)
         except ValueError as problem:
             print(f"{folder / AHEAD} is not written: {problem} A run that resumes here draws them anew.")
     write_atomic(folder / "data.pt", lambda path: torch.save(position, path))

@@ -68,8 +68,8 @@ class Sample:
 
     @property
     def tokens_drawn(self) -> int:
-        """In this step."""
-        return self.journal.num_tokens - self.tokens_before
+        """In this step, and kept."""
+        return max(0, self.journal.num_tokens - self.tokens_before)
 
 
 @dataclass
@@ -259,9 +259,9 @@ class GroupSampler:
         """Write into a step's folder what a resumed run needs to go on with the same prompts and tokens."""
         prompts, tickets = self.pool.state()
         for name, rows in prompts.items():
-            (folder / f"rollout_{name}.pt").unlink(missing_ok=True)
+            (folder / f"rollout_{name}.safetensors").unlink(missing_ok=True)
             if len(rows):
-                write_atomic(folder / f"rollout_{name}.pt", partial(save_rows, rows=rows, facts={}))
+                save_rows(folder / f"rollout_{name}.safetensors", rows, {})
         state = {
             "tickets": tickets,
             "history": self.history.state_dict(),
@@ -275,7 +275,7 @@ class GroupSampler:
         if not (folder / STATE_FILE).exists():
             return
         state = json.loads((folder / STATE_FILE).read_text())
-        files = {name: folder / f"rollout_{name}.pt" for name in ("back", "fresh")}
+        files = {name: folder / f"rollout_{name}.safetensors" for name in ("back", "fresh")}
         prompts = {name: load_rows(path)[0] for name, path in files.items() if path.exists()}
         self.pool.load_state(prompts, state["tickets"])
         self.history.load_state_dict(state["history"])

@@ -1,29 +1,23 @@
 """Sampled batches kept on disk and taken from there in the next run: the trainer can be debugged without the sampler.
 
 A batch is found by what made it: step, prompts, seeds and sampling. A batch made otherwise is never used; what differs
-is said, and the batch is sampled. Files are safetensors with their facts as JSON: reading one runs no code.
+is said, and the batch is sampled.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
 from verl.config.base import plain
 from verl.protocol import DataProto
-from verl.utils.columns import WINDOWS
-from verl.utils.ragged import Layout, Ragged
+from verl.trainer.ppo.rows_file import load_rows, read_facts, save_rows
 
-_FORMAT = "verl-rollout-1"
 _SAMPLING = (
     "temperature top_p top_k min_p repetition_penalty do_sample n ignore_eos stop stop_token_ids sampling_kwargs "
     "response_length prompt_length calculate_log_probs use_fire_sampling fire_temperature fire_top_k max_model_len"
@@ -58,10 +52,16 @@ class KeptRollouts:
         path = self.folder / f"step{facts['step']}-{_digest(facts)}.safetensors"
         if path.exists():
             self._say_reuse(path)
-            return load_batch(path)
+            return self._kept(path)
         self._say_what_differs(facts)
         batch = self.sampler.generate_sequences(request)
-        save_batch(batch, path, facts)
+        try:
+            save_rows(path, batch, facts)
+        except ValueError as problem:
+            raise ValueError(
+                f"actor_rollout_ref.rollout.skip_rollout=true: the batch cannot be kept: {problem} "
+                "Set skip_rollout=false."
+            ) from None
         return batch
 
     def __getattr__(self, name: str) -> Any:
@@ -83,6 +83,12 @@ class KeptRollouts:
             "seeds": _hash(request.column("seeds")) if "seeds" in request else None,
             **{name: _hash_objects(column) for name, column in objects.items()},
         }
+
+    @staticmethod
+    def _kept(path: Path) -> DataProto:
+        batch, _ = load_rows(path)
+        batch.meta_info["timing"] = {}
+        return batch
 
     def _say_reuse(self, path: Path) -> None:
         if "reuse" not in self.has_said:
@@ -107,86 +113,6 @@ class KeptRollouts:
                 f"{'; '.join(changed)}. Batches of which no equal one is kept are sampled, and kept beside it."
             )
             return
-
-
-def save_batch(batch: DataProto, path: Path, facts: Mapping[str, Any]) -> None:
-    """Write a batch so that it is there whole or not at all.
-
-    Raises:
-        ValueError: a column without tensors that JSON cannot hold.
-    """
-    tensors: dict[str, torch.Tensor] = {}
-    columns: dict[str, Any] = {}
-    for name in batch.keys():
-        if name in WINDOWS:
-            column = batch.ragged(name)
-            parts = {"values": column.values, "starts": column.layout.starts, "lengths": column.layout.lengths}
-            columns[name] = {"width": column.layout.width, "fill": column.fill}
-        else:
-            parts, columns[name] = {"dense": batch.column(name)}, {}
-        # a clone of each: columns may share memory, which the format does not allow
-        tensors |= {f"{name}/{part}": tensor.detach().cpu().clone().contiguous() for part, tensor in parts.items()}
-    arrays = {name: array.tolist() for name, array in batch.non_tensor_batch.items()}
-    meta = {name: value for name, value in batch.meta_info.items() if name != "timing"}
-    try:
-        about = json.dumps({"facts": facts, "columns": columns, "arrays": arrays, "meta_info": meta})
-    except TypeError as error:
-        raise ValueError(
-            f"actor_rollout_ref.rollout.skip_rollout=true: the batch cannot be kept, {error}: its columns without "
-            f"tensors must be JSON values ({', '.join(arrays)}). Set skip_rollout=false."
-        ) from error
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(f".part{os.getpid()}")
-    save_file(tensors, part, metadata={"format": _FORMAT, "about": about})
-    os.replace(part, path)
-
-
-def load_batch(path: Path) -> DataProto:
-    """Read what `save_batch` wrote.
-
-    Raises:
-        ValueError: the file is not one of these, or is damaged.
-    """
-    try:
-        with safe_open(path, framework="pt") as file:
-            about = _about(path, file.metadata())
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError) as error:
-        raise ValueError(f"{path} cannot be read: {error}. Delete it, and the batch is sampled again.") from error
-    layouts: dict[Any, Layout] = {}
-    ragged, dense = {}, {}
-    for name, column in about["columns"].items():
-        if f"{name}/dense" in tensors:
-            dense[name] = tensors[f"{name}/dense"]
-            continue
-        starts, lengths, width = tensors[f"{name}/starts"], tensors[f"{name}/lengths"], column["width"]
-        same = (*starts.tolist(), *lengths.tolist(), width)
-        layout = layouts.setdefault(same, Layout(starts, lengths, width))  # columns of one window share theirs
-        ragged[name] = Ragged(tensors[f"{name}/values"], layout, column["fill"])
-    arrays = {name: _objects(values) for name, values in about["arrays"].items()}
-    meta = {**about["meta_info"], "timing": {}}
-    return DataProto.from_ragged(ragged, tensors=dense, non_tensors=arrays, meta_info=meta)
-
-
-def read_facts(path: Path) -> dict[str, Any]:
-    """What made the batch in a file."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            return _about(path, file.metadata())["facts"]
-    except (SafetensorError, OSError) as error:
-        raise ValueError(f"{path} cannot be read: {error}. Delete it, and the batch is sampled again.") from error
-
-
-def _about(path: Path, metadata: Mapping[str, str] | None) -> dict[str, Any]:
-    if (metadata or {}).get("format") != _FORMAT:
-        raise ValueError(f"{path} is no batch kept by rollout.skip_rollout. Give skip_dump_dir a folder of its own.")
-    return json.loads(metadata["about"])
-
-
-def _objects(values: list) -> np.ndarray:
-    array = np.empty(len(values), dtype=object)
-    array[:] = values
-    return array
 
 
 def _hash(*tensors: torch.Tensor) -> str:

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
 
+from verl.config.sampling_names import AT_LEAST
 from verl.utils.seeding import derive_seed
 from verl.workers.rollout.base import Completion, Request
 from verl.workers.rollout.length_history import prompt_key
@@ -55,6 +56,16 @@ class Draft:
         self.versions = self.versions + [version] * len(completion.token_ids)
         self.finish_reason = None if completion.finish_reason == "abort" else completion.finish_reason
 
+    def drop_begun_stop(self, stop: Sequence[str]) -> None:
+        """Forget the last tokens, as many as may hold the begin of a stop text: whoever goes on would not see it whole.
+
+        A token stands for at least one byte. How many are dropped does not depend on what they are, so those that
+        stay are drawn as any others.
+        """
+        kept = max(0, len(self.token_ids) - max(len(text.encode()) for text in stop) + 1)
+        self.token_ids, self.versions = self.token_ids[:kept], self.versions[:kept]
+        self.log_probs = self.log_probs and self.log_probs[:kept]
+
     def rest(self, request: Request) -> Request:
         """The request for what is still to come: the tokens so far join the prompt and are off the budget.
 
@@ -63,8 +74,12 @@ class Draft:
         drawn = len(self.token_ids)
         if not drawn:
             return request
+        least = {name: max(0, n - drawn) for name, n in request.sampling.extra.items() if name in AT_LEAST and n}
         sampling = replace(
-            request.sampling, max_tokens=request.sampling.max_tokens - drawn, first_token_temperature=None
+            request.sampling,
+            max_tokens=request.sampling.max_tokens - drawn,
+            first_token_temperature=None,
+            extra={**request.sampling.extra, **least},
         )
         seed = derive_seed(request.seed, "continue", drawn)
         return replace(request, prompt_ids=(*request.prompt_ids, *self.token_ids), sampling=sampling, seed=seed)
@@ -164,6 +179,8 @@ class SampleClient:
                 self.running = None
                 self.idle.set()
             draft.add(completion, self.version if completion.version is None else completion.version)
+            if draft.finish_reason is None and request.sampling.stop:
+                draft.drop_begun_stop(request.sampling.stop)
             if draft.finish_reason is None and not completion.token_ids and not self.is_stopped:
                 raise RuntimeError(
                     f"request {name} was aborted, and not by its scheduler. Look for what else calls the rollout "

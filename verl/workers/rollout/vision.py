@@ -89,6 +89,8 @@ class ImageReader:
             ValueError: the model sees no images, or placeholders and images of a prompt differ in number.
         """
         requests = [without_modality_tokens(request, self.never_drawn) for request in requests]
+        for request in requests:
+            check_shown(request, self.model.config)
         return [self._read(request) if request.media else request for request in requests]
 
     def _read(self, request: Request) -> Request:
@@ -135,6 +137,19 @@ def without_modality_tokens(request: Request, never_drawn: Sequence[int]) -> Req
         return request
     banned = tuple(dict.fromkeys((*request.sampling.banned_token_ids, *never_drawn)))
     return replace(request, sampling=replace(request.sampling, banned_token_ids=banned))
+
+
+def check_shown(request: Request, config: Any) -> None:
+    """Refuse a prompt whose images were lost on the way: a model would read its placeholder tokens as text.
+
+    Raises:
+        ValueError: it has placeholder tokens and no images.
+    """
+    if not request.media and is_vision_language(config) and (shown := request.prompt_ids.count(image_token(config))):
+        raise ValueError(
+            f"a prompt has {shown} placeholder tokens {image_token(config)} and 0 images. Give its images along "
+            "(column multi_modal_data of the dataset, image_data of an agent loop's generate)."
+        )
 
 
 def check_media(request: Request, config: Any, limit: int | None) -> Sequence[Any]:

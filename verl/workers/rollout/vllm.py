@@ -28,7 +28,7 @@ from verl.workers.rollout.base import (
     WeightSyncError,
 )
 from verl.workers.rollout.model_limits import check_prompt, longest_sequence, stop_tokens
-from verl.workers.rollout.vision import check_media, without_modality_tokens
+from verl.workers.rollout.vision import check_media, check_shown, without_modality_tokens
 from verl.workers.rollout.vllm_derived import DerivedWeights
 from verl.workers.rollout.vllm_lora import AdapterLoad, adapter_obstacle, lora_arguments, policy_request, unwrapped
 from verl.workers.rollout.vllm_memory import CPUMemory, DeviceMemory, host_cache_bytes, model_of, worker_of
@@ -313,6 +313,7 @@ class VLLMRollout(RolloutEngine):
 
     def _prompt(self, request: Request) -> dict[str, Any]:
         check_prompt(len(request.prompt_ids), self.max_model_len)
+        check_shown(request, self._model_config)
         prompt = {"prompt_token_ids": list(request.prompt_ids)}
         if request.media:
             images = check_media(request, self._model_config, self.config.limit_images)
