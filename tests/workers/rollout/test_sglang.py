@@ -181,16 +181,19 @@ def test_a_running_request_tells_what_it_has_drawn_so_far(ready):
     prompt = some_prompts(1)[0]
     hot = {"first_token_temperature": 30.0, "ignore_eos": True, "want_log_probs": True}
     request = Request(prompt, SamplingParams(160 - len(prompt), **hot), 1)
-    ticket, seen, done = ready.submit(request, 1), [], {}
-    while not done:
-        seen.append(ready.partial(ticket))
-        done = ready.step()
-    whole = done[ticket]
-    assert len({len(part.token_ids) for part in seen}) > 2, "it grew"
-    for part in seen:
-        count = len(part.token_ids)
-        assert part.token_ids == whole.token_ids[:count] and part.log_probs == whole.log_probs[:count]
-    assert ready.partial(ticket) is None
+    (whole,) = ready.generate([request], 1)
+    ticket, *beside = [ready.submit(request, 1) for _ in range(16)]
+    counts = []
+    while not counts or counts[-1] < len(whole.token_ids):
+        part = ready.partial(ticket)
+        counts.append(len(part.token_ids))
+        assert part.token_ids == whole.token_ids[: counts[-1]]
+        assert part.log_probs == pytest.approx(whole.log_probs[: counts[-1]], abs=1e-4)
+    assert counts == sorted(counts) and len(set(counts)) > 2, "it grew"
+    assert part == ready.partial(ticket), "until it is handed out"
+    while ready.num_running:
+        ready.step()
+    assert not any(ready.partial(ended) for ended in (ticket, *beside))
 
 
 def test_a_stop_text_may_begin_in_a_hot_first_token(ready, model_folder):

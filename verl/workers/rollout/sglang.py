@@ -286,7 +286,7 @@ class SGLangRollout(RolloutEngine):
     def partial(self, ticket: int) -> Completion | None:
         if ticket not in self._requests or not self.leads:
             return None
-        return completion(self._requests[ticket], *self.engine.call("drawn", ticket), "abort")
+        return completion(self._requests[ticket], *self.engine.drawn(ticket), "abort")
 
     @property
     def num_running(self) -> int:

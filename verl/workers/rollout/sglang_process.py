@@ -85,6 +85,11 @@ class EngineProcess:
         self._send(("submit", list(drawn)))
         self.running |= {ticket: len(request.ids) for ticket, request in drawn}
 
+    def drawn(self, ticket: int) -> tuple[list[int], list[float]]:
+        """Tokens and log-probs of a request so far; all of one that `ended` has yet to return."""
+        found = self.call("drawn", ticket)
+        return self._ended[ticket][:2] if ticket in self._ended else found
+
     def abort(self, tickets: Sequence[int]) -> None:
         self._send(("abort", list(tickets)))
 

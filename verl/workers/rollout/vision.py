@@ -90,7 +90,7 @@ class ImageReader:
         """
         requests = [without_modality_tokens(request, self.never_drawn) for request in requests]
         for request in requests:
-            check_shown(request, self.model.config)
+            check_shown(request, self.config)
         return [self._read(request) if request.media else request for request in requests]
 
     def _read(self, request: Request) -> Request:
