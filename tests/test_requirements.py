@@ -12,7 +12,8 @@ DISTRIBUTION = {"hydra": "hydra-core", "omegaconf": "hydra-core", "yaml": "hydra
 DISTRIBUTION |= {"tokenizers": "transformers", "huggingface_hub": "transformers", "tqdm": "transformers"}
 DISTRIBUTION |= {"cloudpickle": "ray", "PIL": "pillow"}
 # Imported only where the user brought them: by an option that names them, or on a machine that has them.
-OPTIONAL = {"flash_attn", "vllm", "sglang", "modelscope", "torch_npu", "nvtx"}
+OPTIONAL = {"flash_attn", "vllm", "sglang", "modelscope", "torch_npu", "nvtx", "mlflow", "weave"}
+OPTIONAL |= {"prometheus_client"}  # comes with vLLM, whose numbers it holds
 
 
 def imported_packages(folder: str) -> dict[str, str]:
