@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from pathlib import Path
 
@@ -88,6 +89,28 @@ def test_every_option_reaches_the_engine_and_a_dead_engine_tells_its_last_words(
     with pytest.raises(EngineDiedError, match=r"(?s)Requests it held: 1.*9 prompt tokens.*last words"):
         while True:
             rollout.step()
+
+
+def test_a_scheduler_that_hangs_shows_no_steps(ready, monkeypatch):
+    monkeypatch.setattr("verl.workers.rollout.sglang._LOOK_S", 0.0)
+    steps = []
+    monkeypatch.setattr(ready.watch, "tick", lambda: steps.append(len(ready.engine.running)))
+    ticket = ready.submit(Request((5, 6, 7), SamplingParams(120, ignore_eos=True), 1), 1)
+    while not steps:
+        ready.step()
+    scheduler = ready.pids[1]
+    os.kill(scheduler, signal.SIGSTOP)
+    stuck = threading.Thread(target=lambda: [ready.step() for _ in range(3)])
+    try:
+        assert ticket in ready.engine.running, "it was seen while it grew"
+        stuck.start()
+        stuck.join(timeout=1)
+        assert stuck.is_alive() and len(steps) <= 2
+    finally:
+        os.kill(scheduler, signal.SIGCONT)
+    stuck.join()
+    ready.abort([ticket])
+    assert len(steps) > 1
 
 
 def test_an_option_the_installed_version_lacks_is_named(model_folder):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -45,6 +46,7 @@ from verl.workers.rollout.vllm_memory import host_cache_bytes
 logger = logging.getLogger(__name__)
 
 _TAGS = ("weights", "kv_cache")
+_LOOK_S = 5.0  # between two looks whether SGLang still draws
 _STEP_S = 0.02  # longest wait of a step, so that new requests need not wait for the running ones
 
 
@@ -100,6 +102,8 @@ class SGLangRollout(RolloutEngine):
         self.never_drawn = self._reader.never_drawn
         self.tensor_parallel_size = config.tensor_model_parallel_size
         self._group, self._leader = _replica(self.tensor_parallel_size)
+        self.watch.sees_steps = self.leads
+        self._seen, self._looks_at = None, 0.0
         self.engine: EngineProcess | None = None
         devices = self._visible_devices()
         self._together(lambda: self._start(arguments, devices))
@@ -276,7 +280,10 @@ class SGLangRollout(RolloutEngine):
         return self._submit([request])[0]
 
     def step(self) -> dict[int, Completion]:
-        return self._finished(self._together(lambda: self.engine.ended(_STEP_S)))
+        ended = self._together(lambda: self._wait(_STEP_S))
+        if not self.leads:
+            self.watch.tick()  # the leader answered, and is watched by itself
+        return self._finished(ended)
 
     def abort(self, tickets: Sequence[int]) -> dict[int, Completion]:
         wanted = {ticket for ticket in tickets if ticket in self._requests}
@@ -335,11 +342,24 @@ class SGLangRollout(RolloutEngine):
         completions = self._finished(ended)
         return [completions[ticket] for ticket in tickets]
 
+    def _wait(self, seconds: float) -> dict[int, Any]:
+        """What ended within ``seconds``. Requests that end or grow are the steps that the watch is told of."""
+        ended, now = self.engine.ended(seconds), time.monotonic()
+        if ended:
+            self.watch.tick()
+        elif self.engine.running and now > self._looks_at:
+            ticket = next(iter(self.engine.running))
+            seen = (ticket, len(self.engine.drawn(ticket)[0]))  # a scheduler that hangs does not answer
+            if seen != self._seen:
+                self.watch.tick()
+            self._seen, self._looks_at = seen, now + _LOOK_S
+        return ended
+
     def _drawn(self, tickets: set[int]) -> dict[int, Any]:
         """Wait for these requests; others that end meanwhile are kept for `step`."""
         ended: dict[int, Any] = {}
         while tickets - ended.keys():
-            ended |= self.engine.ended(None)
+            ended |= self._wait(_LOOK_S)
         self.engine.keep({ticket: ended.pop(ticket) for ticket in ended.keys() - tickets})
         return ended
 
