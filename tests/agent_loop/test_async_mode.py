@@ -8,8 +8,7 @@ import threading
 import pytest
 
 from tests.agent_loop.conftest import ACTOR, ROLLOUT, outputs
-from tests.support.runs import main_ppo, make_task, overrides
-from tests.trainer.test_learning import LEARNING, SHORT, learn
+from tests.trainer.test_learning import SHORT, learn
 from verl.agent_loop import AgentLoopOutput
 from verl.agent_loop.to_batch import assemble_outputs, spread
 from verl.protocol import DataProto
@@ -219,15 +218,3 @@ def test_seconds_are_told_as_their_spread():
 def test_grpo_learns_with_servers(tmp_path, monkeypatch):
     first, last = learn(tmp_path, monkeypatch, **SHORT, **{f"{ROLLOUT}__mode": "async"})
     assert first < 0.5 and last > first + 0.2
-
-
-@pytest.mark.vllm
-@pytest.mark.learning
-def test_grpo_learns_with_servers_of_vllm(tmp_path):
-    task = make_task(tmp_path, size="2.5M")
-    settings = {**LEARNING, **SHORT, f"{ROLLOUT}__mode": "async", f"{ROLLOUT}__name": "vllm"}
-    done = main_ppo(overrides(task, **settings), VERL_FILE_LOGGER_PATH=str(tmp_path / "metrics.jsonl"))
-    assert done.returncode == 0, done.stderr[-3000:]
-    lines = [json.loads(line)["data"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    rewards = [line["critic/score/mean"] for line in lines]
-    assert sum(rewards[:5]) / 5 < 0.5 and sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.2

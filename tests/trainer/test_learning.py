@@ -38,6 +38,18 @@ def test_grpo_learns_on_the_local_controller(tmp_path, monkeypatch):
     assert first < 0.5 and last > 0.9
 
 
+@pytest.mark.learning
+@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize(
+    "engine", [pytest.param(name, marks=getattr(pytest.mark, name)) for name in ("vllm", "sglang")]
+)
+def test_grpo_learns_with_another_engine(engine, mode, tmp_path, monkeypatch):
+    rollout = {"name": engine, "mode": mode, "calculate_log_probs": True}
+    settings = {f"actor_rollout_ref__rollout__{key}": value for key, value in rollout.items()}
+    first, last = learn(tmp_path, monkeypatch, **settings, trainer__total_training_steps=25)
+    assert first < 0.5 and last > 0.85
+
+
 SHORT = {
     "data__max_response_length": 10,
     "actor_rollout_ref__rollout__n": 4,

@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.support.ranks import run_ranks
-from tests.support.runs import main_ppo, make_task, overrides, read_metrics, run_job
+from tests.support.runs import main_ppo, make_task, overrides
 from tests.workers.rollout.conftest import rollout_config, weights_of
 from tests.workers.rollout.inside_sglang import HERE
 from tests.workers.rollout.test_contract import mixed_requests, processed_log_probs, some_prompts, tokens_of
@@ -390,31 +390,3 @@ def test_a_run_on_ray_with_two_replicas_samples_with_the_newest_weights(tmp_path
         )
     )
     assert done.returncode == 0, done.stderr[-4000:]
-
-
-@pytest.mark.learning
-def test_grpo_learns_with_sglang_on_the_local_controller(tmp_path, monkeypatch):
-    monkeypatch.setenv("VERL_FILE_LOGGER_PATH", str(tmp_path / "metrics.jsonl"))
-    monkeypatch.chdir(tmp_path)
-    settings = {
-        "data__train_batch_size": 8,
-        "data__max_response_length": 16,
-        "actor_rollout_ref__rollout__name": "sglang",
-        "actor_rollout_ref__rollout__n": 8,
-        "actor_rollout_ref__rollout__dtype": "bfloat16",
-        "actor_rollout_ref__rollout__calculate_log_probs": True,
-        "actor_rollout_ref__rollout__log_prob_micro_batch_size_per_gpu": 64,
-        "actor_rollout_ref__actor__ppo_mini_batch_size": 8,
-        "actor_rollout_ref__actor__ppo_micro_batch_size_per_gpu": 64,
-        "actor_rollout_ref__actor__optim__lr": "3e-4",
-        "actor_rollout_ref__actor__optim__weight_decay": 0.0,
-        "actor_rollout_ref__actor__optim__betas": "[0.9,0.99]",
-        "actor_rollout_ref__actor__fsdp_config__mixed_precision__param_dtype": "bf16",
-        "actor_rollout_ref__model__enable_gradient_checkpointing": False,
-        "trainer__total_training_steps": 25,
-        "trainer__logger": "[file]",
-    }
-    run_job(overrides(make_task(tmp_path, size="2.5M"), **settings))
-    rows = [row["data"] for row in read_metrics(tmp_path / "metrics.jsonl")]
-    rewards = [row["critic/score/mean"] for row in rows]
-    assert sum(rewards[:3]) / 3 < 0.5 and sum(rewards[-3:]) / 3 > 0.85

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.runs import make_task, overrides, read_metrics, run_job
 from tests.workers.rollout.conftest import rollout_config, weights_of
 from tests.workers.rollout.test_contract import mixed_requests
 from verl.utils.tokenizer import hf_tokenizer
@@ -260,31 +259,3 @@ def test_a_prompt_read_before_is_reused_but_not_over_a_sync(awake, reference):
     sync_weights(weights_of(reference("tied")), awake, version=2)
     assert cached_blocks() == 0
     awake.max_model_len = limit
-
-
-@pytest.mark.learning
-def test_grpo_learns_with_vllm_on_the_local_controller(tmp_path, monkeypatch):
-    monkeypatch.setenv("VERL_FILE_LOGGER_PATH", str(tmp_path / "metrics.jsonl"))
-    monkeypatch.chdir(tmp_path)
-    settings = {
-        "data__train_batch_size": 8,
-        "data__max_response_length": 16,
-        "actor_rollout_ref__rollout__name": "vllm",
-        "actor_rollout_ref__rollout__n": 8,
-        "actor_rollout_ref__rollout__dtype": "bfloat16",
-        "actor_rollout_ref__rollout__calculate_log_probs": True,
-        "actor_rollout_ref__rollout__log_prob_micro_batch_size_per_gpu": 64,
-        "actor_rollout_ref__actor__ppo_mini_batch_size": 8,
-        "actor_rollout_ref__actor__ppo_micro_batch_size_per_gpu": 64,
-        "actor_rollout_ref__actor__optim__lr": "3e-4",
-        "actor_rollout_ref__actor__optim__weight_decay": 0.0,
-        "actor_rollout_ref__actor__optim__betas": "[0.9,0.99]",
-        "actor_rollout_ref__actor__fsdp_config__mixed_precision__param_dtype": "bf16",
-        "actor_rollout_ref__model__enable_gradient_checkpointing": False,
-        "trainer__total_training_steps": 25,
-        "trainer__logger": "[file]",
-    }
-    run_job(overrides(make_task(tmp_path, size="2.5M"), **settings))
-    rows = [row["data"] for row in read_metrics(tmp_path / "metrics.jsonl")]
-    rewards = [row["critic/score/mean"] for row in rows]
-    assert sum(rewards[:3]) / 3 < 0.5 and sum(rewards[-3:]) / 3 > 0.85
