@@ -40,6 +40,9 @@ _LIVE: "weakref.WeakSet[ForkedHosts]" = weakref.WeakSet()
 _LEAVE_GRACE_S = 2.0
 """Seconds a worker has to leave by itself when its group is stopped in good order."""
 
+_DEATH_GRACE_S = 0.5
+"""Seconds to look for a death that explains another rank's error."""
+
 
 class LocalWorkerGroup(WorkerGroup):
     """A `WorkerGroup` on this machine, without Ray."""
@@ -232,8 +235,18 @@ class ForkedHosts(Hosts):
             raise self._death(rank) from None
         self._calls.pop(number).finish(output, error)
         if error is not None:
-            dead = next((other for other, child in enumerate(self._children) if child.has_ended()), None)
-            raise error if dead is None else self._death(dead)
+            raise self._cause(error)
+
+    def _cause(self, error: WorkerError) -> WorkerError | WorkerDied:
+        """The death of another rank, if that is why this one failed: a lost connection is news before the end is."""
+        deadline = time.monotonic() + (_DEATH_GRACE_S if self.world_size > 1 else 0)
+        while True:
+            for rank, child in enumerate(self._children):
+                if child.has_ended():
+                    return self._death(rank)
+            if time.monotonic() >= deadline:
+                return error
+            time.sleep(0.01)
 
     def _next_message(self, rank: int) -> tuple[int, WorkerError | None, Any]:
         channel, child = self._channels[rank], self._children[rank]
