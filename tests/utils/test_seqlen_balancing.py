@@ -1,6 +1,6 @@
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.support.ranks import run_ranks
@@ -58,6 +58,7 @@ def test_rows_that_do_not_divide_are_refused():
 
 @settings(max_examples=100, deadline=None)
 @given(LENGTHS, st.integers(1, 20), st.integers(1, 9))
+@example([0, 0, 0, 0], 1, 4)
 def test_micro_batches_hold_every_row_once_and_keep_their_limits(lengths, size, at_least):
     for split in (MicroBatching(size=size), MicroBatching(max_tokens=max(lengths) + size), MicroBatching()):
         groups = plan_micro_batches(lengths, split, at_least)

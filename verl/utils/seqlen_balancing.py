@@ -151,7 +151,7 @@ def plan_micro_batches(
         groups.append(order[start : start + rows])
         start += rows
     while len(groups) < at_least:
-        widest = max(range(len(groups)), key=lambda g: (len(groups[g]) > 1) * len(groups[g]) * lengths[groups[g][0]])
+        widest = max(range(len(groups)), key=lambda g: (len(groups[g]) > 1, len(groups[g]) * lengths[groups[g][0]]))
         group = groups[widest]
         if len(group) == 1:
             break
