@@ -3,7 +3,8 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from tests.support.ranks import run_ranks
-from verl.utils.checkpoint.pieces import Joined, fill, flat_piece, join, join_optimizer, open_piece_file, share_like
+from verl.utils.checkpoint.pieces import Joined, fill, flat_piece, join, join_optimizer, share_like
+from verl.utils.checkpoint.rank_files import open_file
 from verl.utils.fsdp_utils import create_device_mesh
 
 SHAPES = {"even": (8, 2), "uneven": (7, 3), "fewer rows than ranks": (3, 5), "vector": (5,), "one": (1,)}
@@ -29,7 +30,7 @@ def _save(folder, ranks, fsdp_size):
 @pytest.mark.parametrize(("ranks", "fsdp_size"), [(2, -1), (4, -1), (4, 2)])
 def test_slices_of_all_ranks_make_the_whole_in_a_process_without_a_group(tmp_path, capfd, ranks, fsdp_size):
     run_ranks(ranks, _save, tmp_path, ranks, fsdp_size)
-    joined = Joined([open_piece_file(tmp_path / f"{rank}.pt") for rank in range(ranks)])
+    joined = Joined([open_file(tmp_path / f"{rank}.pt", mmap=True) for rank in range(ranks)])
     assert list(joined) == [*SHAPES, "step"] and joined["step"] == 3
     for name, whole in wholes().items():
         assert type(joined[name]) is torch.Tensor and torch.equal(joined[name], whole), name

@@ -7,22 +7,18 @@ For each tensor a rank's file holds one of
     {"flat": (n,), "start": i, "shape": (...)}  numbers i .. i + n - 1 of the whole, laid out in a row (ZeRO)
     nothing                                     the rank has no part of it
 
-A model is ``name -> piece``; an optimizer ``{"state": name -> {key -> piece}, "param_groups": [...]}``. Files are
-mapped into memory, not read: joining one tensor touches that tensor only. Knows no engine and needs no process group.
+A model is ``name -> piece``; an optimizer ``{"state": name -> {key -> piece}, "param_groups": [...]}``. Where
+files are mapped into memory, joining a tensor reads that tensor only. Knows no engine; joining needs no process group.
 """
 
 from __future__ import annotations
 
-import logging
 import math
-import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.tensor  # registers DTensor with torch.load
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -176,6 +172,21 @@ def join_optimizer(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 # -- a rank's share of a whole ------------------------------------------------------------------------------------
 
 
+def check_names(own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    """Raise unless the checkpoint holds the tensors of this model, by name.
+
+    Raises:
+        ValueError: names the first that differs.
+    """
+    odd = sorted(own.keys() ^ saved.keys())
+    if odd:
+        where = "model" if odd[0] in own else "checkpoint"
+        raise ValueError(
+            f"the saved weights differ from this model in {len(odd)} names: {odd[0]!r} is in the {where} only. Resume "
+            f"with the model.path, lora_rank and target_modules the run was started with"
+        )
+
+
 @torch.no_grad()
 def fill(own: Tensor, saved: Tensor, name: str = "tensor") -> None:
     """Copy into ``own``, a plain tensor or this rank's slice, what was saved: the whole of it, or the same slice.
@@ -189,7 +200,7 @@ def fill(own: Tensor, saved: Tensor, name: str = "tensor") -> None:
             f"different models. Set model.path to the one the run was started from"
         )
     if isinstance(own, DTensor) and not isinstance(saved, DTensor):
-        saved = saved[slice_of_rank(own, torch.distributed.get_rank())]
+        saved = saved[slice_of_rank(own, dist.get_rank())]
     local(own).copy_(local(saved))
 
 
@@ -198,7 +209,7 @@ def share_like(own: Tensor, whole: Any) -> Any:
     is_whole = isinstance(whole, Tensor) and not isinstance(whole, DTensor)
     if not isinstance(own, DTensor) or not is_whole or whole.shape != own.shape or whole.dim() == 0:
         return whole
-    part = whole[slice_of_rank(own, torch.distributed.get_rank())].clone().to(own.device)
+    part = whole[slice_of_rank(own, dist.get_rank())].clone().to(own.device)
     return DTensor.from_local(
         part, own.device_mesh, own.placements, run_check=False, shape=own.shape, stride=own.stride()
     )
@@ -207,34 +218,3 @@ def share_like(own: Tensor, whole: Any) -> Any:
 def local(tensor: Tensor) -> Tensor:
     """This rank's slice of a sharded tensor; another tensor as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-# -- files --------------------------------------------------------------------------------------------------------
-
-
-def open_piece_file(path: Path, mmap: bool = True) -> Any:
-    """What ``torch.save`` wrote to ``path``, on the host.
-
-    Args:
-        mmap: leave tensors in the file until they are touched; the file must then stay as it is.
-
-    Raises:
-        ValueError: if the file is damaged.
-    """
-    try:
-        with _quiet_meshes():
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
-    except (RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
-        raise ValueError(f"checkpoint file {path} cannot be read: resume from an older step. ({error})") from error
-
-
-@contextmanager
-def _quiet_meshes() -> Iterator[None]:
-    """A saved DTensor brings its mesh along; that the mesh has no process group here is expected."""
-    noisy = logging.getLogger("torch.distributed.device_mesh")
-    level = noisy.level
-    noisy.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        noisy.setLevel(level)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from enum import Flag, auto
@@ -314,8 +314,19 @@ class Engine(ABC):
             }
         return state
 
+    @property
+    def layout(self) -> str | None:
+        """How ``state`` is cut over ranks: where layout and number of ranks are equal, each reads its own file.
+
+        None: it cannot be said in a line, and every tensor is put together from all ranks' files.
+        """
+        return None
+
     def load_state(self, state: dict[str, Any]) -> None:
-        """Continue from ``state``; parts that are not in it stay as they are."""
+        """Continue from ``state``; parts that are not in it stay as they are.
+
+        A tensor of the model or the optimizer may be this rank's piece, as ``state()`` gave it, or the whole.
+        """
         # on the device, because an optimizer takes its state to where its parameters are
         with self.on_device(optimizer=True):
             if "model" in state:
@@ -350,8 +361,8 @@ class Engine(ABC):
         """This rank's parameters and persistent buffers by module name."""
 
     @abstractmethod
-    def load_model_state(self, state: dict[str, Tensor]) -> None:
-        """Take back what ``model_state`` gave."""
+    def load_model_state(self, state: Mapping[str, Tensor]) -> None:
+        """Take back what ``model_state`` gave, or whole tensors under the same names."""
 
     @abstractmethod
     def load(self, *, model: bool, optimizer: bool) -> None:
