@@ -19,7 +19,8 @@ class CheckpointConfig(Config):
     Hugging Face format)."""
 
     load_contents: list[CheckpointContent] = option(["model", "optimizer", "extra"])
-    """Parts to read on resume; follows ``save_contents``."""
+    """Parts to read on resume; follows ``save_contents``. ``hf_model`` counts only without ``model``: weights then come
+    from the Hugging Face folder, in the precision saved there."""
 
     async_save: bool = False
     """Write in the background."""

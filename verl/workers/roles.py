@@ -199,11 +199,9 @@ class PolicyRole:
             self.checkpoints.save(local_path, global_step, max_ckpt_to_keep)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def load_checkpoint(
-        self, local_path: str, hdfs_path: str | None = None, del_local_after_load: bool = False
-    ) -> None:
-        """Continue from the folder ``local_path``."""
-        self.checkpoints.load(local_path, del_local_after_load)
+    def load_checkpoint(self, local_path: str, hdfs_path: str | None = None, del_local_after_load: bool = False) -> str:
+        """Continue from the folder ``local_path``; returns a remark for the user, or nothing."""
+        return self.checkpoints.load(local_path, del_local_after_load)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def delete_checkpoints(self, local_paths: list[str]) -> None:

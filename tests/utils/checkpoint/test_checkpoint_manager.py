@@ -117,6 +117,27 @@ def test_two_ranks_write_one_hugging_face_copy(folder, tmp_path):
     assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in weights.items())
 
 
+def _weights_of_the_copy(folder, path, parts):
+    engine = engine_for(folder, "fsdp2")
+    before = engine.version
+    CheckpointManager(engine, load_contents=parts).load(path)
+    return {name: tensor.clone() for name, tensor in engine.weights()}, engine.version > before
+
+
+def test_the_hugging_face_copy_alone_brings_the_weights_back(folder, tmp_path):
+    engine = engine_for(folder)
+    train(engine, 2)
+    CheckpointManager(engine, None, ["hf_model", "extra"]).save(tmp_path / "actor")
+    expected = dict(engine.weights())
+    for weights, is_newer in run_ranks(2, _weights_of_the_copy, folder, tmp_path / "actor", ["hf_model", "extra"]):
+        assert all(torch.equal(weights[name], expected[name]) for name in expected) and is_newer
+    with pytest.raises(FileNotFoundError, match="saved without 'model'"):
+        CheckpointManager(engine, load_contents=["model", "hf_model"]).load(tmp_path / "actor")
+    CheckpointManager(engine, None, ["model"]).save(tmp_path / "actor")
+    with pytest.raises(FileNotFoundError, match="saved without 'hf_model'"):
+        CheckpointManager(engine, load_contents=["hf_model"]).load(tmp_path / "actor")
+
+
 def test_parts_that_were_not_saved_are_named(folder, tmp_path):
     CheckpointManager(engine_for(folder), save_contents=["model"]).save(tmp_path / "actor")
     fresh = engine_for(folder)

@@ -78,20 +78,28 @@ def folder_to_resume(config: Any) -> Path | None:
     return folder
 
 
-def not_loaded(name: str, load_contents: list[str]) -> str:
+def not_loaded(name: str, load_contents: list[str], has_adapter: bool = False) -> str:
     """What of the checkpoint of role ``name`` is not read, as a remark for the user; empty if all of it is.
 
+    Args:
+        has_adapter: whether the role trains an adapter, which ``hf_model`` holds merged into the weights below it.
+
     Raises:
-        ValueError: if that is the model.
+        ValueError: if no weights would be read, or none that fit.
     """
-    if "model" not in load_contents:
-        raise ValueError(
-            f"{name}.checkpoint.load_contents={load_contents} leaves out the model: the run would go on at the "
-            f"checkpoint's step with the initial weights. Add model (a checkpoint has it if save_contents had), or "
-            f"start anew with trainer.resume_mode=disable."
+    if "model" not in load_contents and ("hf_model" not in load_contents or has_adapter):
+        why = (
+            "hf_model holds the adapter merged into the model, from which training cannot go on"
+            if "hf_model" in load_contents
+            else "the run would go on at the checkpoint's step with the initial weights"
         )
+        raise ValueError(
+            f"{name}.checkpoint.load_contents={load_contents} leaves out the model: {why}. Add model (a checkpoint has "
+            f"it if save_contents had), or start anew with trainer.resume_mode=disable."
+        )
+    from_export = "" if "model" in load_contents else f"; {name}: weights of huggingface/, in the precision saved there"
     left_out = [part for part in ("optimizer", "extra") if part not in load_contents]
-    return f"; {name}: {', '.join(left_out)} not loaded, begun anew" if left_out else ""
+    return from_export + (f"; {name}: {', '.join(left_out)} not loaded, begun anew" if left_out else "")
 
 
 def save_driver_state(

@@ -597,10 +597,16 @@ class RayPPOTrainer(RecipeNames):
         folder = folder.absolute()
         self.global_steps = checkpoint.step_of(folder)
         groups = self.saved_groups()
-        sections = {"actor": self.config.actor_rollout_ref.actor, "critic": self.config.critic}
-        remarks = [checkpoint.not_loaded(name, sections[name].checkpoint.load_contents) for name in groups]
+        policy, critic = self.config.actor_rollout_ref, self.config.critic
+        sections = {"actor": (policy.actor, policy.model), "critic": (critic, critic.model)}
+        remarks = []
+        for name in groups:
+            section, model = sections[name]
+            has_adapter = model.lora_rank > 0
+            remarks.append(checkpoint.not_loaded(name, section.checkpoint.load_contents, has_adapter))
         for name, group in groups.items():
-            group.load_checkpoint(str(folder / name))
+            said = dict.fromkeys(filter(None, group.load_checkpoint(str(folder / name))))
+            remarks += [f"; {name}: {remark}" for remark in said]
         state = checkpoint.load_driver_state(folder, self.train_dataloader)
         if self.group_sampler is not None:
             self.group_sampler.load(folder)

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from verl.utils.checkpoint import rank_files, staging
-from verl.utils.checkpoint.hf_folder import write_config, write_safetensors
+from verl.utils.checkpoint.hf_folder import has_weights, write_config, write_safetensors
 from verl.utils.checkpoint.pieces import Joined, join_optimizer
 from verl.utils.checkpoint.random_state import new_random_state
 from verl.utils.checkpoint.writing import write_file
@@ -44,7 +44,7 @@ class CheckpointManager:
         engine: whose state it is.
         tokenizer: saved beside the weights, or None.
         save_contents: which of ``model``, ``optimizer``, ``extra``, ``hf_model`` to write.
-        load_contents: which of ``model``, ``optimizer``, ``extra`` to read.
+        load_contents: which of them to read; ``hf_model`` counts only without ``model``, which is more exact.
 
     Raises:
         ValueError: for unknown contents.
@@ -136,7 +136,10 @@ class CheckpointManager:
             staging.recover(folder)
         barrier()
         parts = [part for part in self.load_contents if part in rank_files.PARTS]
-        self.engine.load_state({part: self._read(folder, part) for part in parts})
+        state = {part: self._read(folder, part) for part in parts}
+        if self.reads_hf_model:
+            state["model"] = self._read_huggingface(folder)
+        self.engine.load_state(state)
         remark = self._how_it_was_read(folder, parts)
         barrier()
         if del_after and is_node_leader():
@@ -152,6 +155,20 @@ class CheckpointManager:
             return rank_files.open_file(own)
         ranks = [rank_files.open_file(path, mmap=True) for path in rank_files.files_of_all_ranks(folder, part)]
         return Joined(ranks) if part == "model" else join_optimizer(ranks)
+
+    @property
+    def reads_hf_model(self) -> bool:
+        """Whether weights come from ``huggingface/``, in the precision they were exported in."""
+        return "hf_model" in self.load_contents and "model" not in self.load_contents
+
+    def _read_huggingface(self, folder: Path) -> Any:
+        source = folder / "huggingface"
+        if self.engine.topology.rank == 0 and not has_weights(source):
+            raise FileNotFoundError(
+                f"checkpoint folder {folder} was saved without 'hf_model': {source} has no weights. Put model in place "
+                f"of hf_model in checkpoint.load_contents, or give a checkpoint whose save_contents had hf_model"
+            )
+        return self.engine.pretrained_state(source)
 
     def _read_extra(self, folder: Path, own: Path, size: int) -> dict[str, Any]:
         """Schedule and version are the same on all ranks; random generators are each rank's own."""

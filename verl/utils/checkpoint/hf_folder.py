@@ -78,6 +78,11 @@ def write_safetensors(weights: Iterable[tuple[str, Tensor]], folder: Path, is_wr
     (folder / _INDEX).write_text(json.dumps(index, indent=2, sort_keys=True))
 
 
+def has_weights(folder: Path) -> bool:
+    """Whether ``folder`` has weights in safetensors."""
+    return (folder / _INDEX).exists() or (folder / _WHOLE).exists()
+
+
 class Weights:
     """The tensors in a Hugging Face folder, each read when asked for.
 

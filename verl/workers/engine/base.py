@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from verl.algorithms.losses import TokenOutputs
 from verl.models.attention import use_short_attention
-from verl.models.loader import ModelSpec, source_dtype
+from verl.models.loader import ModelSpec, load_model, source_dtype
 from verl.models.multimodal import (
     check_placeholders,
     image_token,
@@ -34,6 +34,7 @@ from verl.models.recompute import Recompute
 from verl.models.token_outputs import Head, TokenScores, probe_head, value_layer
 from verl.models.weight_names import checkpoint_tensors, tied_duplicates
 from verl.protocol import DataProto
+from verl.utils.checkpoint.from_rank_zero import FromRankZero
 from verl.utils.checkpoint.random_state import random_state, set_random_state
 from verl.utils.distributed import all_gather_objects, all_reduce_numbers
 from verl.utils.micro_batching import WHOLE, MicroBatching
@@ -341,6 +342,16 @@ class Engine(ABC):
         # never a version that was already given out: a rollout engine takes equal versions for equal weights
         saved = state.get("extra", {}).get("version", 0)
         self.version = saved if saved > self.version else self.version + 1
+
+    def pretrained_state(self, folder: Path) -> Mapping[str, Tensor]:
+        """The weights in a Hugging Face folder of this model as ``load_state`` takes them; all ranks call it together.
+
+        Rank 0 reads the folder, in the precision weights are kept in.
+        """
+        module = None
+        if self.topology.rank == 0:
+            module = load_model(replace(self.spec, path=str(folder), load=True, lora=None))
+        return FromRankZero(None if module is None else module.state_dict())
 
     # -- what a backend supplies ----------------------------------------------------------------------------------
 
