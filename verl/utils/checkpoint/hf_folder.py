@@ -83,6 +83,11 @@ def has_weights(folder: Path) -> bool:
     return (folder / _INDEX).exists() or (folder / _WHOLE).exists()
 
 
+def is_weight_file(path: Path) -> bool:
+    """Whether ``path`` is a file of weights or their index, in any format of a Hugging Face folder."""
+    return path.suffix in (".safetensors", ".bin", ".pt", ".pth") or path.name.endswith(".index.json")
+
+
 class Weights:
     """The tensors in a Hugging Face folder, each read when asked for.
 
