@@ -10,8 +10,11 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import re
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,7 @@ import torch
 
 from verl.protocol import DataProto
 from verl.trainer.ppo.rows_file import load_rows, save_rows
+from verl.utils.checkpoint.rank_files import way_back
 
 TRACKER = "latest_checkpointed_iteration.txt"
 AHEAD = "ahead.safetensors"
@@ -124,11 +128,25 @@ def load_driver_state(folder: Path, loader: Any) -> dict[str, Any]:
     """Bring the loader to its saved position; returns the driver's saved state, empty for a foreign checkpoint."""
     data = folder / "data.pt"
     if data.exists():
-        loader.load_state_dict(torch.load(data, weights_only=True))
+        with _damage_is_said(data):
+            position = torch.load(data, weights_only=True)
+        loader.load_state_dict(position)
     else:
         print(f"{data} is missing: the data loader starts from its beginning, so prompts repeat.")
     state = folder / "trainer.json"
-    return json.loads(state.read_text()) if state.exists() else {}
+    if not state.exists():
+        return {}
+    with _damage_is_said(state):
+        return json.loads(state.read_text())
+
+
+@contextmanager
+def _damage_is_said(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
+        way_out = way_back(path.parent / "actor")
+        raise ValueError(f"{path} cannot be read: it is damaged. {way_out} ({error})") from error
 
 
 def load_ahead(folder: Path) -> tuple[DataProto, dict[str, int]] | None:
