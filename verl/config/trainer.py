@@ -23,7 +23,8 @@ class CheckpointConfig(Config):
     from the Hugging Face folder, in the precision saved there."""
 
     async_save: bool = False
-    """Write in the background."""
+    """Copy model, optimizer and extra to host memory and write them while training goes on; hf_model is written before.
+    The step counts as saved when all is on the disk; the next save and the end of the run wait for that."""
 
 
 @dataclass

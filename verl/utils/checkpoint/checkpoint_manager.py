@@ -19,22 +19,28 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from verl.utils.checkpoint import rank_files, staging
+from verl.utils.checkpoint.background import Background
 from verl.utils.checkpoint.hf_folder import has_weights, write_config, write_safetensors
 from verl.utils.checkpoint.pieces import Joined, join_optimizer
 from verl.utils.checkpoint.random_state import new_random_state
-from verl.utils.checkpoint.writing import write_file
-from verl.utils.distributed import barrier, is_node_leader
+from verl.utils.checkpoint.writing import on_host, write_file
+from verl.utils.distributed import all_gather_objects, barrier, get_world_size, is_node_leader
 
 logger = logging.getLogger(__name__)
 
 CONTENTS = ("model", "optimizer", "extra", "hf_model")
+_SLOWEST_DISK = timedelta(hours=2)
+"""How long ranks that save in the background wait for each other."""
 
 
 class CheckpointManager:
@@ -45,6 +51,7 @@ class CheckpointManager:
         tokenizer: saved beside the weights, or None.
         save_contents: which of ``model``, ``optimizer``, ``extra``, ``hf_model`` to write.
         load_contents: which of them to read; ``hf_model`` counts only without ``model``, which is more exact.
+        in_background: ``save`` returns when model, optimizer and extra are copied to host memory; a thread writes them.
 
     Raises:
         ValueError: for unknown contents.
@@ -56,12 +63,17 @@ class CheckpointManager:
         tokenizer: Any = None,
         save_contents: Sequence[str] = ("model", "optimizer", "extra"),
         load_contents: Sequence[str] | None = None,
+        in_background: bool = False,
     ) -> None:
         self.engine = engine
         self.tokenizer = tokenizer
         self.save_contents = _checked("save_contents", save_contents)
         self.load_contents = _checked("load_contents", save_contents if load_contents is None else load_contents)
         self._saved: list[Path] = []
+        self._background = Background() if in_background else None
+        # a group of its own: the main thread's collectives go on meanwhile
+        has_group = in_background and get_world_size() > 1
+        self._group = dist.new_group(backend="gloo", timeout=_SLOWEST_DISK) if has_group else None
 
     # -- save -----------------------------------------------------------------------------------------------------
 
@@ -72,23 +84,61 @@ class CheckpointManager:
             global_step: of the trainer, for the log only.
             max_to_keep: of the folders this manager has saved, delete all but the newest so many; None or 0: keep all.
         """
+        self.finish_saving()
         final = Path(local_path).expanduser()
         staged, is_publisher = staging.begin(final)
         place = self.engine.topology
-        for part in self.save_contents:
-            if part in rank_files.PARTS:
-                for name, content in self.engine.state([part]).items():
-                    write_file(content, staged / rank_files.file_name(name, place.world_size, place.rank))
+        later: list[tuple[Any, Path]] = []
+        for part in (part for part in self.save_contents if part in rank_files.PARTS):
+            for name, content in self.engine.state([part]).items():
+                path = staged / rank_files.file_name(name, place.world_size, place.rank)
+                if self._background is not None:
+                    later.append((on_host(content), path))
+                else:
+                    self._together(partial(write_file, content, path))
         self._save_huggingface(staged / "huggingface")
         if getattr(self.engine, "has_adapter", False):
             self.engine.save_adapter(staged / "lora_adapter", is_writer=place.rank == 0)
-        barrier()
-        if is_publisher:
-            rank_files.write_facts(staged, place.world_size, self.engine.layout)
-            staging.publish(staged, final)
-        barrier()
-        logger.info("saved step %s to %s", global_step, final)
-        self._forget_old(final, max_to_keep)
+
+        def finish() -> None:
+            self._together(lambda: [write_file(content, path) for content, path in later])
+            self._together(partial(self._publish, staged, final) if is_publisher else None)
+            logger.info("saved step %s to %s", global_step, final)
+            self._forget_old(final, max_to_keep)
+
+        if self._background is not None:
+            self._background.start(finish)
+        else:
+            finish()
+
+    def is_saving(self) -> bool:
+        """Whether the last save is still being written."""
+        return self._background is not None and not self._background.is_done()
+
+    def finish_saving(self) -> None:
+        """Wait until the last save is complete; raises what went wrong in it."""
+        if self._background is not None:
+            self._background.wait()
+
+    def _together(self, work: Callable[[], Any] | None) -> None:
+        """Do ``work`` and wait for all ranks to have done theirs; if one fails, all do."""
+        error: Exception | None = None
+        try:
+            if work is not None:
+                work()
+        except Exception as problem:
+            error = problem
+        said = all_gather_objects(None if error is None else str(error), self._group)
+        if error is not None:
+            raise error
+        failed = {rank: text for rank, text in enumerate(said) if text is not None}
+        if failed:
+            rank, text = next(iter(failed.items()))
+            raise RuntimeError(f"rank {rank} could not write its part of the checkpoint: {text}")
+
+    def _publish(self, staged: Path, final: Path) -> None:
+        rank_files.write_facts(staged, self.engine.topology.world_size, self.engine.layout)
+        staging.publish(staged, final)
 
     def _forget_old(self, newest: Path, max_to_keep: int | None) -> None:
         self._saved = [path for path in self._saved if path != newest] + [newest]
@@ -131,6 +181,7 @@ class CheckpointManager:
             FileNotFoundError: if a file is missing, with what is there instead.
             ValueError: if a file is damaged, or of another model.
         """
+        self.finish_saving()
         folder = Path(local_path).expanduser()
         if is_node_leader():
             staging.recover(folder)
