@@ -68,7 +68,6 @@ PAIRS = {
     ("fsdp2 on 2", "fsdp2 on 4"): "saved by 2 ranks, read by 4, of which those after the first 2 begin new",
     ("fsdp2 on 2", "local"): "saved by 2 ranks, read by 1$",
     ("fsdp2 on 4", "fsdp2 on 2"): "saved by 4 ranks, read by 2$",
-    ("fsdp2 on 4", "replicas on 4"): "saved as fsdp2 4, read as fsdp2 2x2",
     ("replicas on 4", "local"): "saved by 4 ranks, read by 1$",
     ("local", "fsdp2 on 2"): "saved by 1 rank, read by 2, of which",
     ("fsdp2 on 1", "local"): "saved as fsdp2 1, read as whole",
