@@ -183,7 +183,7 @@ UNBUILT = [
     "trainer.profile_steps=[1]", "trainer.worker_nsight_options.kill=sigterm",
     "trainer.npu_profile.options.level=level2", "actor_rollout_ref.profiler.ranks=[0]",
     "actor_rollout_ref.model.fused_kernel_options.impl_backend=triton", "data.datagen.path=x.py",
-    f"{ACTOR}.strategy=megatron", "critic.strategy=deepspeed", f"{ACTOR}.checkpoint.async_save=true",
+    f"{ACTOR}.strategy=megatron", "critic.strategy=deepspeed",
     "trainer.default_hdfs_dir=hdfs://x", "trainer.esi_redundant_time=60",
     "trainer.device=npu", "trainer.logger=[console,mlflow]", "actor_rollout_ref.model.use_shm=true",
     "actor_rollout_ref.model.custom_chat_template=x", "data.return_raw_input_ids=true",

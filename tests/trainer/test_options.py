@@ -291,10 +291,24 @@ def test_the_hugging_face_copy_gives_the_logits_of_the_policy(run, tmp_path):
 
 
 def test_contents_without_the_model_cannot_be_resumed_from(run):
-    contents = {"actor_rollout_ref__actor__checkpoint__save_contents": "[hf_model]"}
+    contents = {"actor_rollout_ref__actor__checkpoint__save_contents": "[optimizer]"}
     run(trainer__save_freq=2, **contents)
     with pytest.raises(ValueError, match="load_contents.*initial weights"):
         run(trainer__resume_mode="auto", trainer__total_training_steps=4, **contents)
+
+
+def test_the_hugging_face_copy_alone_can_be_resumed_from_and_is_said(run, capsys):
+    contents = {"actor_rollout_ref__actor__checkpoint__save_contents": "[hf_model]"}
+    run(trainer__save_freq=2, **contents)
+    further = {"trainer__resume_mode": "auto", "trainer__total_training_steps": 3, **contents}
+    _, steps = run(**further)
+    _, whole = run(trainer__total_training_steps=3)
+    # no optimizer step has been taken since, so the responses are those of the weights that were saved
+    assert list(steps) == [3] and steps[3]["critic/score/mean"] == whole[3]["critic/score/mean"]
+    said = capsys.readouterr().out
+    assert "actor: weights of huggingface/" in said and "actor: optimizer, extra not loaded, begun anew" in said
+    with pytest.raises(ValueError, match="hf_model holds the adapter merged into the model"):
+        run(**further, actor_rollout_ref__model__lora_rank=4)
 
 
 def test_a_resumed_run_says_what_was_not_loaded(run, capsys):

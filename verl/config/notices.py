@@ -296,9 +296,11 @@ def _reward_function_is_built_in(config: PPOConfig, is_given: IsGiven) -> Iterat
 
 def _no_checkpoint_is_written(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
     if config.trainer.save_freq <= 0:
-        keys = ["trainer.max_actor_ckpt_to_keep", f"{_ACTOR}.checkpoint.save_contents"]
+        keys = ["trainer.max_actor_ckpt_to_keep"]
+        keys += [f"{_ACTOR}.checkpoint.{name}" for name in ("save_contents", "async_save")]
         if config.uses_critic:
-            keys += ["trainer.max_critic_ckpt_to_keep", "critic.checkpoint.save_contents"]
+            keys += ["trainer.max_critic_ckpt_to_keep"]
+            keys += [f"critic.checkpoint.{name}" for name in ("save_contents", "async_save")]
         yield from _unread(config, keys, is_given, f"trainer.save_freq={config.trainer.save_freq} writes no checkpoint")
 
 

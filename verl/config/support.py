@@ -119,10 +119,6 @@ LIMITS: tuple[Limit, ...] = (
     # data
     Limit("data.datagen.*", "generated prompts", "write them to a parquet file before the run, or use data.custom_cls"),
     # run
-    *(
-        Limit(f"{place}.checkpoint.async_save", "saving in the background", "leave it false")
-        for place in (_ACTOR, "critic")
-    ),
     Limit(
         "trainer.default_hdfs_dir",
         "copying checkpoints to HDFS",

@@ -19,10 +19,12 @@ class CheckpointConfig(Config):
     Hugging Face format)."""
 
     load_contents: list[CheckpointContent] = option(["model", "optimizer", "extra"])
-    """Parts to read on resume; follows ``save_contents``."""
+    """Parts to read on resume; follows ``save_contents``. ``hf_model`` counts only without ``model``: weights then come
+    from the Hugging Face folder, in the precision saved there."""
 
     async_save: bool = False
-    """Write in the background."""
+    """Copy model, optimizer and extra to host memory and write them while training goes on; hf_model is written before.
+    The step counts as saved when all is on the disk; the next save and the end of the run wait for that."""
 
 
 @dataclass

@@ -144,6 +144,7 @@ class EngineWorker(Worker):
             processor or hf_tokenizer(model_path, trust_remote_code=trust_remote_code),
             save_contents=contents.save_contents,
             load_contents=contents.load_contents,
+            in_background=contents.async_save,
         )
 
 

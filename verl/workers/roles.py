@@ -199,11 +199,19 @@ class PolicyRole:
             self.checkpoints.save(local_path, global_step, max_ckpt_to_keep)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def load_checkpoint(
-        self, local_path: str, hdfs_path: str | None = None, del_local_after_load: bool = False
-    ) -> None:
-        """Continue from the folder ``local_path``."""
-        self.checkpoints.load(local_path, del_local_after_load)
+    def is_saving(self) -> bool:
+        """Whether a checkpoint is being written in the background."""
+        return self.checkpoints.is_saving()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def finish_saving(self) -> None:
+        """Wait for the checkpoint that is being written in the background; raises what went wrong in it."""
+        self.checkpoints.finish_saving()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def load_checkpoint(self, local_path: str, hdfs_path: str | None = None, del_local_after_load: bool = False) -> str:
+        """Continue from the folder ``local_path``; returns a remark for the user, or nothing."""
+        return self.checkpoints.load(local_path, del_local_after_load)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def delete_checkpoints(self, local_paths: list[str]) -> None:
@@ -421,6 +429,8 @@ class ValueRole:
 
     mini_batches = PolicyRole.mini_batches
     save_checkpoint = PolicyRole.save_checkpoint
+    is_saving = PolicyRole.is_saving
+    finish_saving = PolicyRole.finish_saving
     load_checkpoint = PolicyRole.load_checkpoint
     delete_checkpoints = PolicyRole.delete_checkpoints
 

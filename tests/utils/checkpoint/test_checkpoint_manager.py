@@ -8,7 +8,8 @@ from tests.support.losses import optim_section, ppo_loss
 from tests.support.ranks import run_ranks
 from tests.support.tiny_models import make_batch, make_tiny_model, make_tokenizer
 from verl.models.loader import ModelSpec
-from verl.utils.checkpoint.checkpoint_manager import CheckpointManager, write_safetensors
+from verl.utils.checkpoint.checkpoint_manager import CheckpointManager
+from verl.utils.checkpoint.hf_folder import write_safetensors
 from verl.workers.engine import build_engine
 
 ALL = ["model", "optimizer", "extra", "hf_model"]
@@ -55,7 +56,11 @@ def test_the_files_are_those_tools_look_for(folder, tmp_path):
         "fsdp_config.json",
         "huggingface",
     }
-    assert json.loads((tmp_path / "actor" / "fsdp_config.json").read_text()) == {"FSDP_version": 2, "world_size": 1}
+    assert json.loads((tmp_path / "actor" / "fsdp_config.json").read_text()) == {
+        "FSDP_version": 2,
+        "world_size": 1,
+        "layout": "whole",
+    }
     inside = {path.name for path in (tmp_path / "actor" / "huggingface").iterdir()}
     assert {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"} <= inside
     assert not any(name.endswith(".safetensors") for name in inside)
@@ -106,17 +111,31 @@ def _only_save(folder, path, contents):
     return {name: tensor.clone() for name, tensor in engine.weights()}
 
 
-def test_another_number_of_ranks_is_told_how_many_there_were(folder, tmp_path):
-    run_ranks(2, _only_save, folder, tmp_path / "actor", ["model", "optimizer", "extra"])
-    assert (tmp_path / "actor" / "optim_world_size_2_rank_1.pt").exists()
-    with pytest.raises(FileNotFoundError, match="saved by 2 ranks; resume with as many"):
-        CheckpointManager(engine_for(folder)).load(tmp_path / "actor")
-
-
 def test_two_ranks_write_one_hugging_face_copy(folder, tmp_path):
     [weights, _] = run_ranks(2, _only_save, folder, tmp_path / "actor", ["hf_model"])
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "actor" / "huggingface")
     assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in weights.items())
+
+
+def _weights_of_the_copy(folder, path, parts):
+    engine = engine_for(folder, "fsdp2")
+    before = engine.version
+    CheckpointManager(engine, load_contents=parts).load(path)
+    return {name: tensor.clone() for name, tensor in engine.weights()}, engine.version > before
+
+
+def test_the_hugging_face_copy_alone_brings_the_weights_back(folder, tmp_path):
+    engine = engine_for(folder)
+    train(engine, 2)
+    CheckpointManager(engine, None, ["hf_model", "extra"]).save(tmp_path / "actor")
+    expected = dict(engine.weights())
+    for weights, is_newer in run_ranks(2, _weights_of_the_copy, folder, tmp_path / "actor", ["hf_model", "extra"]):
+        assert all(torch.equal(weights[name], expected[name]) for name in expected) and is_newer
+    with pytest.raises(FileNotFoundError, match="saved without 'model'"):
+        CheckpointManager(engine, load_contents=["model", "hf_model"]).load(tmp_path / "actor")
+    CheckpointManager(engine, None, ["model"]).save(tmp_path / "actor")
+    with pytest.raises(FileNotFoundError, match="saved without 'hf_model'"):
+        CheckpointManager(engine, load_contents=["hf_model"]).load(tmp_path / "actor")
 
 
 def test_parts_that_were_not_saved_are_named(folder, tmp_path):
@@ -125,7 +144,7 @@ def test_parts_that_were_not_saved_are_named(folder, tmp_path):
     CheckpointManager(fresh, load_contents=["model"]).load(tmp_path / "actor")
     with pytest.raises(FileNotFoundError, match="saved without 'optimizer'"):
         CheckpointManager(fresh, load_contents=["model", "optimizer"]).load(tmp_path / "actor")
-    with pytest.raises(FileNotFoundError, match="neither does its folder"):
+    with pytest.raises(FileNotFoundError, match="nothing does not exist"):
         CheckpointManager(fresh).load(tmp_path / "nothing")
 
 
@@ -133,7 +152,7 @@ def test_a_cut_off_file_is_said_to_be_damaged(folder, tmp_path):
     CheckpointManager(engine_for(folder)).save(tmp_path / "actor")
     path = tmp_path / "actor" / "model_world_size_1_rank_0.pt"
     path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(ValueError, match="cannot be read: resume from an older step"):
+    with pytest.raises(ValueError, match="cannot be read: it is damaged.*No older checkpoint"):
         CheckpointManager(engine_for(folder)).load(tmp_path / "actor")
 
 
@@ -164,7 +183,7 @@ def test_unknown_contents_are_refused(folder):
 
 
 def test_large_models_are_cut_into_shards_with_an_index(tmp_path, monkeypatch):
-    monkeypatch.setattr("verl.utils.checkpoint.checkpoint_manager._SHARD_BYTES", 100)
+    monkeypatch.setattr("verl.utils.checkpoint.hf_folder.SHARD_BYTES", 100)
     tensors = {f"w{i}": torch.full((20,), float(i)) for i in range(3)}
     write_safetensors(iter(tensors.items()), tmp_path, is_writer=True)
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())

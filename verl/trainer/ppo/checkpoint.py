@@ -10,8 +10,11 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import re
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,7 @@ import torch
 
 from verl.protocol import DataProto
 from verl.trainer.ppo.rows_file import load_rows, save_rows
+from verl.utils.checkpoint.rank_files import way_back
 
 TRACKER = "latest_checkpointed_iteration.txt"
 AHEAD = "ahead.safetensors"
@@ -78,20 +82,28 @@ def folder_to_resume(config: Any) -> Path | None:
     return folder
 
 
-def not_loaded(name: str, load_contents: list[str]) -> str:
+def not_loaded(name: str, load_contents: list[str], has_adapter: bool = False) -> str:
     """What of the checkpoint of role ``name`` is not read, as a remark for the user; empty if all of it is.
 
+    Args:
+        has_adapter: whether the role trains an adapter, which ``hf_model`` holds merged into the weights below it.
+
     Raises:
-        ValueError: if that is the model.
+        ValueError: if no weights would be read, or none that fit.
     """
-    if "model" not in load_contents:
-        raise ValueError(
-            f"{name}.checkpoint.load_contents={load_contents} leaves out the model: the run would go on at the "
-            f"checkpoint's step with the initial weights. Add model (a checkpoint has it if save_contents had), or "
-            f"start anew with trainer.resume_mode=disable."
+    if "model" not in load_contents and ("hf_model" not in load_contents or has_adapter):
+        why = (
+            "hf_model holds the adapter merged into the model, from which training cannot go on"
+            if "hf_model" in load_contents
+            else "the run would go on at the checkpoint's step with the initial weights"
         )
+        raise ValueError(
+            f"{name}.checkpoint.load_contents={load_contents} leaves out the model: {why}. Add model (a checkpoint has "
+            f"it if save_contents had), or start anew with trainer.resume_mode=disable."
+        )
+    from_export = "" if "model" in load_contents else f"; {name}: weights of huggingface/, in the precision saved there"
     left_out = [part for part in ("optimizer", "extra") if part not in load_contents]
-    return f"; {name}: {', '.join(left_out)} not loaded, begun anew" if left_out else ""
+    return from_export + (f"; {name}: {', '.join(left_out)} not loaded, begun anew" if left_out else "")
 
 
 def save_driver_state(
@@ -116,11 +128,25 @@ def load_driver_state(folder: Path, loader: Any) -> dict[str, Any]:
     """Bring the loader to its saved position; returns the driver's saved state, empty for a foreign checkpoint."""
     data = folder / "data.pt"
     if data.exists():
-        loader.load_state_dict(torch.load(data, weights_only=True))
+        with _damage_is_said(data):
+            position = torch.load(data, weights_only=True)
+        loader.load_state_dict(position)
     else:
         print(f"{data} is missing: the data loader starts from its beginning, so prompts repeat.")
     state = folder / "trainer.json"
-    return json.loads(state.read_text()) if state.exists() else {}
+    if not state.exists():
+        return {}
+    with _damage_is_said(state):
+        return json.loads(state.read_text())
+
+
+@contextmanager
+def _damage_is_said(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
+        way_out = way_back(path.parent / "actor")
+        raise ValueError(f"{path} cannot be read: it is damaged. {way_out} ({error})") from error
 
 
 def load_ahead(folder: Path) -> tuple[DataProto, dict[str, int]] | None:

@@ -157,6 +157,7 @@ class RayPPOTrainer(RecipeNames):
         self.saved_steps: list[int] = []
         self.progress = Progress(self.total_training_steps, enabled=False)
         self.last_checkpoint: Path | None = None
+        self.unfinished_save: int | None = None
         self.has_shown_memory = False
         self.log_places: dict[str, Any] = {}
         self.sampler: Any = None
@@ -463,6 +464,7 @@ class RayPPOTrainer(RecipeNames):
                 validation = self.validate()
             self.metrics.update(validation)
             self.progress.validated(step, validation)
+        self.finish_saving(wait=False)
         if trainer.save_freq > 0 and (last or step % trainer.save_freq == 0):
             with self.timed("save_checkpoint"):
                 self.save_checkpoint()
@@ -480,6 +482,7 @@ class RayPPOTrainer(RecipeNames):
 
     def stop(self) -> None:
         """Close the loggers and say where everything lies."""
+        self.finish_saving()
         if self.trace is not None:
             self.trace.finish()
         self.logger.finish()
@@ -557,7 +560,11 @@ class RayPPOTrainer(RecipeNames):
         return [name for name in batch.meta_info.get("reward_extra_keys", ()) if name in batch.non_tensor_batch]
 
     def save_checkpoint(self) -> None:
-        """Write models, optimizers, the loader's position and the driver's state; named complete when all is there."""
+        """Write models, optimizers, the loader's position and the driver's state; named complete when all is there.
+
+        With ``checkpoint.async_save`` that is later, but for the last step.
+        """
+        self.finish_saving()
         folder = self.step_folder(self.global_steps)
         for name, group in self.saved_groups().items():
             group.save_checkpoint(str(folder / name), None, self.global_steps)
@@ -565,7 +572,29 @@ class RayPPOTrainer(RecipeNames):
         checkpoint.save_driver_state(folder, self.prompts_position(), self.driver_state(), self.responses_ahead())
         if self.group_sampler is not None:
             self.group_sampler.save(folder)
-        checkpoint.mark_complete(folder.parent, self.global_steps)
+        self.unfinished_save = self.global_steps
+        if not self.background_savers() or self.global_steps >= self.total_training_steps:
+            self.finish_saving()
+
+    def background_savers(self) -> list[Any]:
+        """Worker groups that write their checkpoint while training goes on."""
+        sections = {"actor": self.config.actor_rollout_ref.actor, "critic": self.config.critic}
+        return [group for name, group in self.saved_groups().items() if sections[name].checkpoint.async_save]
+
+    def finish_saving(self, wait: bool = True) -> None:
+        """Name the last saved step complete, when it is; the run stops here if it could not be written.
+
+        Args:
+            wait: False to leave a save alone that is still being written.
+        """
+        step, savers = self.unfinished_save, self.background_savers()
+        if step is None or not wait and any(flag for group in savers for flag in group.is_saving()):
+            return
+        self.unfinished_save = None
+        for group in savers:
+            group.finish_saving()
+        folder = self.step_folder(step)
+        checkpoint.mark_complete(folder.parent, step)
         self.last_checkpoint = folder
         self.delete_old_checkpoints()
 
@@ -597,10 +626,16 @@ class RayPPOTrainer(RecipeNames):
         folder = folder.absolute()
         self.global_steps = checkpoint.step_of(folder)
         groups = self.saved_groups()
-        sections = {"actor": self.config.actor_rollout_ref.actor, "critic": self.config.critic}
-        remarks = [checkpoint.not_loaded(name, sections[name].checkpoint.load_contents) for name in groups]
+        policy, critic = self.config.actor_rollout_ref, self.config.critic
+        sections = {"actor": (policy.actor, policy.model), "critic": (critic, critic.model)}
+        remarks = []
+        for name in groups:
+            section, model = sections[name]
+            has_adapter = model.lora_rank > 0
+            remarks.append(checkpoint.not_loaded(name, section.checkpoint.load_contents, has_adapter))
         for name, group in groups.items():
-            group.load_checkpoint(str(folder / name))
+            said = dict.fromkeys(filter(None, group.load_checkpoint(str(folder / name))))
+            remarks += [f"; {name}: {remark}" for remark in said]
         state = checkpoint.load_driver_state(folder, self.train_dataloader)
         if self.group_sampler is not None:
             self.group_sampler.load(folder)

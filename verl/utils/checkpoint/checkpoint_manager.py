@@ -1,41 +1,46 @@
 """Write an engine's state to a folder and read it back, in the layout that tools of verl know:
 
     model_world_size_{W}_rank_{r}.pt         this rank's weights (DTensors where sharded)
-    optim_world_size_{W}_rank_{r}.pt         AdamW's state by parameter name
+    optim_world_size_{W}_rank_{r}.pt         the optimizer's state by parameter name
     extra_state_world_size_{W}_rank_{r}.pt   learning-rate schedule, random generators, version
-    fsdp_config.json                         {"FSDP_version": 2, "world_size": W}
+    fsdp_config.json                         {"FSDP_version": 2, "world_size": W, "layout": how tensors are cut}
     huggingface/                             config and tokenizer; with "hf_model", weights in safetensors too
     lora_adapter/                            of a LoRA run: what is trained, in peft's format
 
 A LoRA run's model file holds what is trained on top of ``model.path``; the weights of ``huggingface/`` are merged.
 
-A folder appears under its name only when all ranks have written all of it. Knows an engine by ``state``,
-``load_state`` and ``weights``; knows no training loop.
+A folder appears under its name only when all ranks have written all of it. It is read by any number of ranks, however
+these cut their tensors. Knows an engine by ``state``, ``load_state``, ``layout`` and ``weights``; knows no training
+loop.
 """
 
 from __future__ import annotations
 
-import copy
-import json
 import logging
 import os
-import pickle
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
-from torch import Tensor
+import torch.distributed as dist
 
-from verl.utils.distributed import barrier, is_node_leader
+from verl.utils.checkpoint import rank_files, staging
+from verl.utils.checkpoint.background import Background
+from verl.utils.checkpoint.hf_folder import has_weights, write_config, write_safetensors
+from verl.utils.checkpoint.pieces import Joined, join_optimizer
+from verl.utils.checkpoint.random_state import new_random_state
+from verl.utils.checkpoint.writing import on_host, write_file
+from verl.utils.distributed import all_gather_objects, barrier, get_world_size, is_node_leader
 
 logger = logging.getLogger(__name__)
 
 CONTENTS = ("model", "optimizer", "extra", "hf_model")
-_FILE = {"model": "model", "optimizer": "optim", "extra": "extra_state"}
-_SHARD_BYTES = 4 << 30
+_SLOWEST_DISK = timedelta(hours=2)
+"""How long ranks that save in the background wait for each other."""
 
 
 class CheckpointManager:
@@ -45,7 +50,8 @@ class CheckpointManager:
         engine: whose state it is.
         tokenizer: saved beside the weights, or None.
         save_contents: which of ``model``, ``optimizer``, ``extra``, ``hf_model`` to write.
-        load_contents: which of ``model``, ``optimizer``, ``extra`` to read.
+        load_contents: which of them to read; ``hf_model`` counts only without ``model``, which is more exact.
+        in_background: ``save`` returns when model, optimizer and extra are copied to host memory; a thread writes them.
 
     Raises:
         ValueError: for unknown contents.
@@ -57,12 +63,17 @@ class CheckpointManager:
         tokenizer: Any = None,
         save_contents: Sequence[str] = ("model", "optimizer", "extra"),
         load_contents: Sequence[str] | None = None,
+        in_background: bool = False,
     ) -> None:
         self.engine = engine
         self.tokenizer = tokenizer
         self.save_contents = _checked("save_contents", save_contents)
         self.load_contents = _checked("load_contents", save_contents if load_contents is None else load_contents)
         self._saved: list[Path] = []
+        self._background = Background() if in_background else None
+        # a group of its own: the main thread's collectives go on meanwhile
+        has_group = in_background and get_world_size() > 1
+        self._group = dist.new_group(backend="gloo", timeout=_SLOWEST_DISK) if has_group else None
 
     # -- save -----------------------------------------------------------------------------------------------------
 
@@ -73,39 +84,61 @@ class CheckpointManager:
             global_step: of the trainer, for the log only.
             max_to_keep: of the folders this manager has saved, delete all but the newest so many; None or 0: keep all.
         """
+        self.finish_saving()
         final = Path(local_path).expanduser()
-        staged = final.with_name(final.name + ".partial")
-        if is_node_leader():
-            shutil.rmtree(staged, ignore_errors=True)
-            staged.mkdir(parents=True)
-        barrier()
-        state = self.engine.state([part for part in self.save_contents if part in _FILE])
-        for part, content in state.items():
-            _write(content, staged / self._file_name(part))
-        del state
+        staged, is_publisher = staging.begin(final)
+        place = self.engine.topology
+        later: list[tuple[Any, Path]] = []
+        for part in (part for part in self.save_contents if part in rank_files.PARTS):
+            for name, content in self.engine.state([part]).items():
+                path = staged / rank_files.file_name(name, place.world_size, place.rank)
+                if self._background is not None:
+                    later.append((on_host(content), path))
+                else:
+                    self._together(partial(write_file, content, path))
         self._save_huggingface(staged / "huggingface")
         if getattr(self.engine, "has_adapter", False):
-            self.engine.save_adapter(staged / "lora_adapter", is_writer=self.engine.topology.rank == 0)
-        barrier()
-        if is_node_leader():
-            self._publish(staged, final)
-        barrier()
-        logger.info("saved step %s to %s", global_step, final)
-        self._forget_old(final, max_to_keep)
+            self.engine.save_adapter(staged / "lora_adapter", is_writer=place.rank == 0)
 
-    def _file_name(self, part: str) -> str:
-        place = self.engine.topology
-        return f"{_FILE[part]}_world_size_{place.world_size}_rank_{place.rank}.pt"
+        def finish() -> None:
+            self._together(lambda: [write_file(content, path) for content, path in later])
+            self._together(partial(self._publish, staged, final) if is_publisher else None)
+            logger.info("saved step %s to %s", global_step, final)
+            self._forget_old(final, max_to_keep)
+
+        if self._background is not None:
+            self._background.start(finish)
+        else:
+            finish()
+
+    def is_saving(self) -> bool:
+        """Whether the last save is still being written."""
+        return self._background is not None and not self._background.is_done()
+
+    def finish_saving(self) -> None:
+        """Wait until the last save is complete; raises what went wrong in it."""
+        if self._background is not None:
+            self._background.wait()
+
+    def _together(self, work: Callable[[], Any] | None) -> None:
+        """Do ``work`` and wait for all ranks to have done theirs; if one fails, all do."""
+        error: Exception | None = None
+        try:
+            if work is not None:
+                work()
+        except Exception as problem:
+            error = problem
+        said = all_gather_objects(None if error is None else str(error), self._group)
+        if error is not None:
+            raise error
+        failed = {rank: text for rank, text in enumerate(said) if text is not None}
+        if failed:
+            rank, text = next(iter(failed.items()))
+            raise RuntimeError(f"rank {rank} could not write its part of the checkpoint: {text}")
 
     def _publish(self, staged: Path, final: Path) -> None:
-        config = {"FSDP_version": 2, "world_size": self.engine.topology.world_size}
-        (staged / "fsdp_config.json").write_text(json.dumps(config, indent=4))
-        replaced = final.with_name(final.name + ".replaced")
-        if final.exists():
-            shutil.rmtree(replaced, ignore_errors=True)
-            final.rename(replaced)
-        staged.rename(final)
-        shutil.rmtree(replaced, ignore_errors=True)
+        rank_files.write_facts(staged, self.engine.topology.world_size, self.engine.layout)
+        staging.publish(staged, final)
 
     def _forget_old(self, newest: Path, max_to_keep: int | None) -> None:
         self._saved = [path for path in self._saved if path != newest] + [newest]
@@ -121,20 +154,11 @@ class CheckpointManager:
                 shutil.rmtree(folder, ignore_errors=True)
 
     def _save_huggingface(self, folder: Path) -> None:
-        is_writer = self.engine.topology.rank == 0
         # ranks on other nodes write their shards; the model folder is written once
+        is_writer = self.engine.topology.rank == 0
         if is_writer:
-            folder.mkdir(parents=True, exist_ok=True)
-            module = self.engine.module
-            config = copy.deepcopy(module.config)
-            config.architectures = [type(module).__name__.removeprefix("FSDP")]
-            dtype = self.export_dtype()
-            config.dtype = dtype
-            config.save_pretrained(folder)
-            if getattr(module, "generation_config", None) is not None and self.engine.spec.head == "lm":
-                module.generation_config.save_pretrained(folder)
-            if self.tokenizer is not None:
-                self.tokenizer.save_pretrained(folder)
+            generates = self.engine.spec.head == "lm"
+            write_config(self.engine.module, folder, self.export_dtype(), self.tokenizer, generates)
         if "hf_model" in self.save_contents:
             write_safetensors(self.engine.weights(self.export_dtype()), folder, is_writer)
 
@@ -144,32 +168,81 @@ class CheckpointManager:
 
     # -- load -----------------------------------------------------------------------------------------------------
 
-    def load(self, local_path: str | os.PathLike, del_after: bool = False) -> None:
+    def load(self, local_path: str | os.PathLike, del_after: bool = False) -> str:
         """Continue from the folder ``local_path``; all ranks call it together.
 
         Args:
             del_after: delete the files once every rank has read them.
 
+        Returns:
+            A remark for the user where the files were cut for another set of ranks; empty where they were not.
+
         Raises:
             FileNotFoundError: if a file is missing, with what is there instead.
             ValueError: if a file is damaged, or of another model.
         """
+        self.finish_saving()
         folder = Path(local_path).expanduser()
-        state = {part: self._read(folder, part) for part in self.load_contents if part in _FILE}
+        if is_node_leader():
+            staging.recover(folder)
+        barrier()
+        parts = [part for part in self.load_contents if part in rank_files.PARTS]
+        state = {part: self._read(folder, part) for part in parts}
+        if self.reads_hf_model:
+            state["model"] = self._read_huggingface(folder)
         self.engine.load_state(state)
+        remark = self._how_it_was_read(folder, parts)
         barrier()
         if del_after and is_node_leader():
             shutil.rmtree(folder, ignore_errors=True)
+        return remark
 
     def _read(self, folder: Path, part: str) -> Any:
-        path = folder / self._file_name(part)
-        if not path.exists():
-            raise FileNotFoundError(f"checkpoint file {path} does not exist: {_what_is_there(folder, part)}")
-        try:
-            # to host memory: a device holds no second copy, and generator states must lie there
-            return torch.load(path, map_location="cpu", weights_only=True)
-        except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
-            raise ValueError(f"checkpoint file {path} cannot be read: resume from an older step. ({error})") from error
+        place, size = self.engine.topology, rank_files.saved_world_size(folder, part)
+        own = folder / rank_files.file_name(part, size, place.rank)
+        if part == "extra":
+            return self._read_extra(folder, own, size)
+        if self._is_own_layout(folder, size):
+            return rank_files.open_file(own)
+        ranks = [rank_files.open_file(path, mmap=True) for path in rank_files.files_of_all_ranks(folder, part)]
+        return Joined(ranks) if part == "model" else join_optimizer(ranks)
+
+    @property
+    def reads_hf_model(self) -> bool:
+        """Whether weights come from ``huggingface/``, in the precision they were exported in."""
+        return "hf_model" in self.load_contents and "model" not in self.load_contents
+
+    def _read_huggingface(self, folder: Path) -> Any:
+        source = folder / "huggingface"
+        if self.engine.topology.rank == 0 and not has_weights(source):
+            raise FileNotFoundError(
+                f"checkpoint folder {folder} was saved without 'hf_model': {source} has no weights. Put model in place "
+                f"of hf_model in checkpoint.load_contents, or give a checkpoint whose save_contents had hf_model"
+            )
+        return self.engine.pretrained_state(source)
+
+    def _read_extra(self, folder: Path, own: Path, size: int) -> dict[str, Any]:
+        """Schedule and version are the same on all ranks; random generators are each rank's own."""
+        place = self.engine.topology
+        if place.rank < size:
+            return rank_files.open_file(own)
+        extra = rank_files.open_file(folder / rank_files.file_name("extra", size, 0))
+        rng = new_random_state(extra["rng"], place.rank, place.world_size, self.engine.device)
+        return {**extra, "rng": rng}
+
+    def _is_own_layout(self, folder: Path, size: int) -> bool:
+        layout, is_same_size = self.engine.layout, size == self.engine.topology.world_size
+        return is_same_size and layout is not None and layout == rank_files.saved_layout(folder)
+
+    def _how_it_was_read(self, folder: Path, parts: Sequence[str]) -> str:
+        if not parts:
+            return ""
+        size, here = rank_files.saved_world_size(folder, parts[0]), self.engine.topology.world_size
+        layout = rank_files.saved_layout(folder)
+        if size != here:
+            new = f", of which those after the first {size} begin new random numbers" if here > size else ""
+            return f"saved by {_ranks(size)}, read by {here}{new}"
+        return "" if layout in (None, self.engine.layout) else f"saved as {layout}, read as {self.engine.layout}"
 
 
 def _checked(name: str, contents: Sequence[str]) -> list[str]:
@@ -179,58 +252,5 @@ def _checked(name: str, contents: Sequence[str]) -> list[str]:
     return list(contents)
 
 
-def _write(content: Any, path: Path) -> None:
-    with open(path, "wb") as file:
-        torch.save(content, file)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _what_is_there(folder: Path, part: str) -> str:
-    if not folder.is_dir():
-        return "neither does its folder"
-    found = sorted(path.name for path in folder.glob(f"{_FILE[part]}_world_size_*.pt"))
-    if not found:
-        return f"the checkpoint was saved without {part!r}; leave it out of checkpoint.load_contents"
-    size = found[0].split("_world_size_")[1].split("_")[0]
-    return f"it was saved by {size} ranks; resume with as many"
-
-
-def write_safetensors(weights: Any, folder: Path, is_writer: bool) -> None:
-    """Write tensors as Hugging Face shards of at most 4 GiB.
-
-    Args:
-        weights: iterator of (name, tensor); every rank runs it to its end.
-        is_writer: whether this rank writes.
-    """
-    files: dict[Path, list[str]] = {}
-    shard: dict[str, Tensor] = {}
-    total, held = 0, 0
-
-    def flush() -> None:
-        path = folder / f"model-{len(files) + 1:05d}.safetensors"
-        save_file(shard, path, metadata={"format": "pt"})
-        files[path] = list(shard)
-        shard.clear()
-
-    for name, tensor in weights:
-        if not is_writer:
-            continue
-        size = tensor.numel() * tensor.element_size()
-        if shard and held + size > _SHARD_BYTES:
-            flush()
-            held = 0
-        # a copy: the tensor may be memory that the next one is gathered into
-        shard[name] = tensor.detach().to("cpu", copy=True).contiguous()
-        held, total = held + size, total + size
-    if not is_writer:
-        return
-    flush()
-    if len(files) == 1:
-        next(iter(files)).rename(folder / "model.safetensors")
-        return
-    index = {"metadata": {"total_size": total}, "weight_map": {}}
-    for number, (path, names) in enumerate(files.items(), 1):
-        path = path.rename(folder / f"model-{number:05d}-of-{len(files):05d}.safetensors")
-        index["weight_map"].update(dict.fromkeys(names, path.name))
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True))
+def _ranks(number: int) -> str:
+    return f"{number} rank{'s' if number != 1 else ''}"

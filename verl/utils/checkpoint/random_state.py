@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 from typing import Any
 
 import numpy as np
 import torch
+
+from verl.utils.seeding import derive_seed
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
@@ -32,3 +35,21 @@ def set_random_state(state: dict[str, Any], device: torch.device) -> None:
     random.setstate((version, tuple(words), gauss))
     if device.type == "cuda" and "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"], device)
+
+
+def new_random_state(saved: dict[str, Any], rank: int, world_size: int, device: torch.device) -> dict[str, Any]:
+    """Generators of a rank that the run had not before: begun anew, from the ``saved`` state of another and its place.
+
+    The same for the same three, so resuming twice gives the same numbers.
+    """
+    digest = hashlib.blake2b(saved["cpu"].numpy().tobytes()).hexdigest()
+    seed = derive_seed("new rank", digest, rank, world_size)
+    kind, keys, position, has_gauss, gauss = np.random.RandomState(seed % 2**32).get_state()
+    state = {
+        "cpu": torch.Generator().manual_seed(seed).get_state(),
+        "numpy": (kind, torch.from_numpy(keys.astype(np.int64)), int(position), int(has_gauss), float(gauss)),
+        "random": random.Random(seed).getstate(),
+    }
+    if device.type == "cuda":
+        state["cuda"] = torch.Generator(device).manual_seed(seed).get_state()
+    return state

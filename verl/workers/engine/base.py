@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from enum import Flag, auto
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from verl.algorithms.losses import TokenOutputs
 from verl.models.attention import use_short_attention
-from verl.models.loader import ModelSpec, source_dtype
+from verl.models.loader import ModelSpec, load_model, source_dtype
 from verl.models.multimodal import (
     check_placeholders,
     image_token,
@@ -34,6 +34,7 @@ from verl.models.recompute import Recompute
 from verl.models.token_outputs import Head, TokenScores, probe_head, value_layer
 from verl.models.weight_names import checkpoint_tensors, tied_duplicates
 from verl.protocol import DataProto
+from verl.utils.checkpoint.from_rank_zero import FromRankZero
 from verl.utils.checkpoint.random_state import random_state, set_random_state
 from verl.utils.distributed import all_gather_objects, all_reduce_numbers
 from verl.utils.micro_batching import WHOLE, MicroBatching
@@ -314,8 +315,19 @@ class Engine(ABC):
             }
         return state
 
+    @property
+    def layout(self) -> str | None:
+        """How ``state`` is cut over ranks: where layout and number of ranks are equal, each reads its own file.
+
+        None: it cannot be said in a line, and every tensor is put together from all ranks' files.
+        """
+        return None
+
     def load_state(self, state: dict[str, Any]) -> None:
-        """Continue from ``state``; parts that are not in it stay as they are."""
+        """Continue from ``state``; parts that are not in it stay as they are.
+
+        A tensor of the model or the optimizer may be this rank's piece, as ``state()`` gave it, or the whole.
+        """
         # on the device, because an optimizer takes its state to where its parameters are
         with self.on_device(optimizer=True):
             if "model" in state:
@@ -330,6 +342,16 @@ class Engine(ABC):
         # never a version that was already given out: a rollout engine takes equal versions for equal weights
         saved = state.get("extra", {}).get("version", 0)
         self.version = saved if saved > self.version else self.version + 1
+
+    def pretrained_state(self, folder: Path) -> Mapping[str, Tensor]:
+        """The weights in a Hugging Face folder of this model as ``load_state`` takes them; all ranks call it together.
+
+        Rank 0 reads the folder, in the precision weights are kept in.
+        """
+        module = None
+        if self.topology.rank == 0:
+            module = load_model(replace(self.spec, path=str(folder), load=True, lora=None))
+        return FromRankZero(None if module is None else module.state_dict())
 
     # -- what a backend supplies ----------------------------------------------------------------------------------
 
@@ -350,8 +372,8 @@ class Engine(ABC):
         """This rank's parameters and persistent buffers by module name."""
 
     @abstractmethod
-    def load_model_state(self, state: dict[str, Tensor]) -> None:
-        """Take back what ``model_state`` gave."""
+    def load_model_state(self, state: Mapping[str, Tensor]) -> None:
+        """Take back what ``model_state`` gave, or whole tensors under the same names."""
 
     @abstractmethod
     def load(self, *, model: bool, optimizer: bool) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from verl.models.loader import ModelSpec, cast_parameters, empty_model, load_model
 from verl.models.token_outputs import attach_token_outputs
+from verl.utils.checkpoint.pieces import check_names, fill
 from verl.utils.device import current_device, empty_cache
 from verl.utils.distributed import ensure_process_group
 from verl.utils.fsdp_utils import (
@@ -138,14 +139,16 @@ class FSDPEngine(Engine):
     def model_state(self) -> dict[str, Tensor]:
         return self._saved(self.module.state_dict())
 
-    @torch.no_grad()
-    def load_model_state(self, state: dict[str, Tensor]) -> None:
+    @property
+    def layout(self) -> str:
+        mesh = next(p.device_mesh for p in self.module.parameters() if isinstance(p, DTensor))
+        return f"fsdp2 {'x'.join(map(str, mesh.shape))}"
+
+    def load_model_state(self, state: Mapping[str, Tensor]) -> None:
         own = self.model_state()
-        if own.keys() != state.keys():
-            odd = sorted(own.keys() ^ state.keys())
-            raise ValueError(f"the saved weights differ from this model in {len(odd)} names, first {odd[0]!r}")
+        check_names(own, state)
         for name, tensor in own.items():
-            local_part(tensor).copy_(local_part(state[name]))
+            fill(tensor, state[name], name)
 
     def load(self, *, model: bool, optimizer: bool) -> None:
         if model and self._offload_params:
@@ -160,8 +163,3 @@ class FSDPEngine(Engine):
             move_optimizer_state(self.optimizer, torch.device("cpu"))
         if self._offload_params or self._offload_optimizer:
             empty_cache(self.device)
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    """This rank's slice of a sharded tensor; another tensor as it is."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

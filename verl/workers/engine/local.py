@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from verl.models.loader import ModelSpec, load_model
 from verl.models.token_outputs import attach_token_outputs
+from verl.utils.checkpoint.pieces import check_names, fill
 from verl.utils.device import current_device, empty_cache
 from verl.utils.distributed import get_world_size
 from verl.utils.offload import move_optimizer_state, wants_offload
@@ -126,14 +127,15 @@ class LocalEngine(Engine):
             for name, tensor in self._saved(self.module.state_dict()).items()
         }
 
-    @torch.no_grad()
-    def load_model_state(self, state: dict[str, Tensor]) -> None:
+    @property
+    def layout(self) -> str:
+        return "whole"
+
+    def load_model_state(self, state: Mapping[str, Tensor]) -> None:
         own = self.model_state()
-        if own.keys() != state.keys():
-            odd = sorted(own.keys() ^ state.keys())
-            raise ValueError(f"the saved weights differ from this model in {len(odd)} names, first {odd[0]!r}")
+        check_names(own, state)
         for name, tensor in own.items():
-            tensor.copy_(state[name])
+            fill(tensor, state[name], name)
         self._refresh()
 
     def load(self, *, model: bool, optimizer: bool) -> None:

@@ -14,6 +14,8 @@ from torch import Tensor
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
+from verl.utils.checkpoint.pieces import share_like
+
 
 def build_optimizer(parameters: Iterable[Tensor], config: Any) -> AdamW:
     """AdamW over the parameters that need a gradient, one fused pass over memory a step.
@@ -96,7 +98,7 @@ def optimizer_state(optimizer: AdamW, names: list[str]) -> dict[str, Any]:
 
 
 def load_optimizer_state(optimizer: AdamW, names: list[str], state: dict[str, Any]) -> None:
-    """Take back what ``optimizer_state`` gave.
+    """Take back what ``optimizer_state`` gave, or whole tensors in its place.
 
     Raises:
         ValueError: if the parameters are others.
@@ -112,9 +114,12 @@ def load_optimizer_state(optimizer: AdamW, names: list[str], state: dict[str, An
             )
         # torch pairs parameters by their place in the list, so the list must be in this optimizer's order
         groups.append({**group, "params": sorted(number[name] for name in group["params"])})
-    optimizer.load_state_dict(
-        {"state": {number[name]: entry for name, entry in state["state"].items()}, "param_groups": groups}
-    )
+    parameters = dict(zip(names, (p for group in optimizer.param_groups for p in group["params"]), strict=True))
+    by_number = {
+        number[name]: {key: share_like(parameters[name], value) for key, value in entry.items()}
+        for name, entry in state["state"].items()
+    }
+    optimizer.load_state_dict({"state": by_number, "param_groups": groups})
 
 
 def clip_gradients(parameters: list[Tensor], limit: float | None) -> float:

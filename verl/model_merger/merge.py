@@ -1,0 +1,137 @@
+"""Write the merged weights as a Hugging Face folder, read it back, compare it with another, hand it to the hub."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import zlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from verl.model_merger.merged import Source, merged_weights
+from verl.utils.checkpoint.hf_folder import Weights, is_weight_file, write_safetensors
+
+
+class Facts(NamedTuple):
+    """What must be read back of a tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    sum: int
+
+
+def facts_of(tensor: Tensor) -> Facts:
+    """Shape, dtype and a checksum of the numbers."""
+    raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    return Facts(tuple(tensor.shape), tensor.dtype, zlib.crc32(raw.numpy()))
+
+
+def merge(source: Source, target_dir: str | os.PathLike, dtype: torch.dtype | None = None) -> dict[str, Facts]:
+    """Write ``source``'s model to ``target_dir``, and see that what can be read there is what was written.
+
+    Args:
+        dtype: of the weights; None: what the model came in.
+
+    Returns:
+        What was written, by name.
+
+    Raises:
+        RuntimeError: if the folder does not read back as it was written.
+    """
+    dtype, target = dtype or source.source_dtype(), Path(target_dir).expanduser()
+    staged = target.with_name(f"{target.name}.partial")
+    shutil.rmtree(staged, ignore_errors=True)
+    staged.mkdir(parents=True)
+    _copy_config(Path(source.model_dir), staged, dtype)
+    written: dict[str, Facts] = {}
+    write_safetensors(_noted(merged_weights(source, dtype), written), staged)
+    _check(staged, written)
+    adapter = source.local_dir / "lora_adapter"
+    if adapter.is_dir():
+        shutil.copytree(adapter, staged / adapter.name)
+    _put_in_place(staged, target)
+    return written
+
+
+def _copy_config(model_dir: Path, folder: Path, dtype: torch.dtype) -> None:
+    """All that stands beside the weights, the config with the ``dtype`` they will have."""
+    for path in sorted(model_dir.iterdir()):
+        if path.is_file() and not is_weight_file(path):
+            shutil.copy(path, folder / path.name)
+    config = json.loads((folder / "config.json").read_text())
+    config.pop("torch_dtype", None)
+    config["dtype"] = str(dtype).removeprefix("torch.")
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _noted(named: Iterable[tuple[str, Tensor]], written: dict[str, Facts]) -> Iterator[tuple[str, Tensor]]:
+    for name, tensor in named:
+        assert name not in written, f"{name} comes twice"
+        written[name] = facts_of(tensor)
+        yield name, tensor
+
+
+def _check(folder: Path, written: dict[str, Facts]) -> None:
+    weights = Weights(folder)
+    odd = sorted(written.keys() ^ set(weights.names()))
+    odd += [name for name in written if name not in odd and facts_of(weights[name]) != written[name]]
+    if odd:
+        raise RuntimeError(
+            f"{folder} does not read back as it was written: {len(odd)} of {len(written)} tensors differ, first "
+            f"{odd[0]}. The disk may be failing: merge to another one with --target_dir"
+        )
+
+
+def _put_in_place(staged: Path, target: Path) -> None:
+    if not target.exists():
+        staged.rename(target)
+        return
+    for path in target.iterdir():  # weights of another merge would be read along with these
+        if is_weight_file(path):
+            path.unlink()
+    shutil.copytree(staged, target, dirs_exist_ok=True, copy_function=os.replace)
+    shutil.rmtree(staged)
+
+
+def compare(source: Source, test_hf_dir: str | os.PathLike) -> list[str]:
+    """Where ``source``'s merged weights differ from those in a Hugging Face folder; empty if they do not.
+
+    Numbers may differ by one rounding in the precision of ``test_hf_dir``.
+    """
+    reference = Weights(Path(test_hf_dir).expanduser())
+    left, differences = set(reference.names()), []
+    for name, tensor in merged_weights(source, source.source_dtype()):
+        if name not in left:
+            differences.append(f"{name}: not in {test_hf_dir}")
+            continue
+        left.remove(name)
+        differences += _difference(name, tensor, reference[name])
+    return differences + [f"{name}: only in {test_hf_dir}" for name in sorted(left)]
+
+
+def _difference(name: str, ours: Tensor, theirs: Tensor) -> list[str]:
+    if ours.shape != theirs.shape:
+        return [f"{name}: shape {tuple(ours.shape)}, there {tuple(theirs.shape)}"]
+    if not theirs.is_floating_point():
+        return [] if torch.equal(ours, theirs) else [f"{name}: other numbers"]
+    rounding = max(torch.finfo(dtype).eps for dtype in (ours.dtype, theirs.dtype))
+    ours, theirs = ours.float(), theirs.float()
+    allowed = rounding * theirs.abs().max() if theirs.numel() else 0.0
+    if torch.allclose(ours, theirs, rtol=2 * rounding, atol=float(allowed) / 8, equal_nan=True):
+        return []
+    return [f"{name}: numbers differ by up to {(ours - theirs).abs().max():.3g}"]
+
+
+def upload(folder: str | os.PathLike, repository: str, private: bool) -> str:
+    """Bring ``folder`` to the Hugging Face hub; returns its address there."""
+    from huggingface_hub import HfApi
+
+    hub = HfApi()
+    place = hub.create_repo(repository, private=private, exist_ok=True)
+    hub.upload_folder(folder_path=str(folder), repo_id=place.repo_id)
+    return str(place)
