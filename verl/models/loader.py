@@ -69,6 +69,10 @@ class ModelSpec:
     """Train an adapter and freeze the rest; None trains everything."""
     freeze_vision_tower: bool = False
     """Train the rest of a vision-language model only."""
+    remove_padding: bool = False
+    """Rows run packed, one behind another, without padding."""
+    share_prompts: bool = False
+    """With ``remove_padding``: a prompt that several rows of a micro-batch begin with runs once."""
 
     @property
     def folder(self) -> str:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from enum import Flag, auto
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,7 +39,7 @@ from verl.utils.checkpoint.random_state import random_state, set_random_state
 from verl.utils.distributed import all_gather_objects, all_reduce_numbers
 from verl.utils.micro_batching import WHOLE, MicroBatching
 from verl.utils.seqlen_balancing import plan_micro_batches
-from verl.workers.engine.micro_batch import Cut, MicroBatch, cut_batch, row_lengths, vision_rows
+from verl.workers.engine.micro_batch import Cut, MicroBatch, cut_batch, find_prompts, row_lengths, vision_rows
 from verl.workers.engine.optim import build_optimizer, build_schedule, load_optimizer_state, optimizer_state
 
 logger = logging.getLogger(__name__)
@@ -404,12 +405,20 @@ class Engine(ABC):
         A rank whose rows do not suffice repeats its last micro-batch, whose results then count for nothing: sharded
         weights are gathered by all ranks together.
         """
-        lengths, best = row_lengths(data), BEST_TOKENS.get(self.device.type)
-        groups = plan_micro_batches(lengths, split, best_tokens=best)
+        packed, prompts = self.spec.remove_padding, find_prompts(data) if self.spec.share_prompts else None
+        plan = partial(
+            plan_micro_batches,
+            row_lengths(data),
+            split,
+            best_tokens=BEST_TOKENS.get(self.device.type),
+            packed=packed,
+            prompts=prompts,
+        )
+        groups = plan()
         agreed, with_images = map(int, self._reduce([len(groups), self._has_images(data)], "max"))
         if agreed > len(groups):
-            groups = plan_micro_batches(lengths, split, agreed, best)
-        cut = cut_batch(data, groups, reads, self.device)
+            groups = plan(at_least=agreed)
+        cut = cut_batch(data, groups, reads, self.device, packed, prompts)
         if with_images and self.topology.world_size > 1:
             self._show_an_image_to_all(cut)
         cut.micro_batches.extend(cut.micro_batches[-1:] * (agreed - len(groups)))
