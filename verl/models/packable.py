@@ -20,7 +20,7 @@ _CARRY_STATE = {
 }
 _OWN_ATTENTION = {
     *("bloom", "codegen", "cpmant", "falcon", "gpt_neo", "gpt_neox_japanese", "gptj", "llama4_text", "mpt"),
-    *("nemotron", "opt", "prophetnet", "stablelm", "xglm"),
+    *("nemotron", "prophetnet", "stablelm", "xglm"),
 }
 _SEE_PACKED = {"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"}
 """Vision-language models whose images change nothing but embeddings and positions of their tokens."""
