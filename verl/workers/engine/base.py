@@ -444,7 +444,7 @@ class Engine(ABC):
         expected = self._score(alone.to(self.device), 1.0, False)
         use_packed_attention(self.module)
         asked: list[Scoring] = []
-        found = self._score(self._shared(packed), 1.0, False, asked=asked)
+        found = self._score(self._shared(packed), 1.0, False, note=asked.append)
         packed_check.check_asked(config, asked, name)
         which = "values" if self.spec.head == "value" else "log_probs"
         packed_check.check_same(getattr(expected, which), getattr(found, which), self.spec.computed_in, name)
