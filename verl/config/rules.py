@@ -598,6 +598,19 @@ def an_adapter_alone_stays_within_its_process(config: PPOConfig) -> Iterator[Pro
 
 
 @rule
+def shared_prompts_are_packed(config: PPOConfig) -> Iterator[Problem]:
+    for model in ("actor_rollout_ref.model", *(["critic.model"] if config.uses_critic else [])):
+        if get_path(config, model).use_prefix_sharing and not get_path(config, model).use_remove_padding:
+            yield _problem(
+                config,
+                f"{model}.use_prefix_sharing",
+                f"with {model}.use_remove_padding=false: padded rows stand side by side and each runs its own prompt. "
+                "Set use_remove_padding=true too.",
+                f"{model}.use_remove_padding",
+            )
+
+
+@rule
 def an_adapter_to_go_on_from_has_a_rank(config: PPOConfig) -> Iterator[Problem]:
     for model in ("actor_rollout_ref.model", *(["critic.model"] if config.uses_critic else [])):
         if get_path(config, model).lora_adapter_path and not get_path(config, model).lora_rank:

@@ -35,8 +35,10 @@ from verl.models.recompute import Recompute
 from verl.models.token_outputs import Head, TokenScores, probe_head, value_layer
 from verl.models.weight_names import checkpoint_tensors, tied_duplicates
 from verl.protocol import DataProto
+from verl.utils.bin_packing import Prompts
 from verl.utils.checkpoint.random_state import random_state, set_random_state
 from verl.utils.distributed import all_gather_objects, all_reduce_numbers
+from verl.utils.logging_utils import warn_once
 from verl.utils.micro_batching import WHOLE, MicroBatching
 from verl.utils.seqlen_balancing import plan_micro_batches
 from verl.workers.engine.micro_batch import Cut, MicroBatch, cut_batch, find_prompts, row_lengths, vision_rows
@@ -163,7 +165,8 @@ class Engine(ABC):
 
         Returns:
             The loss's metrics, averaged in the same way; ``grad_norm`` before clipping; ``nonfinite_steps``, 1 where
-            the gradient was not finite and the weights stayed as they were, else 0. Equal on all ranks.
+            the gradient was not finite and the weights stayed as they were, else 0; where prompts are shared
+            ``prefix_tokens_saved``, the share of the rows' tokens that did not run. Equal on all ranks.
         """
         if self.optimizer is None:
             raise RuntimeError("this engine was built without an optimizer: it can score, not train")
@@ -176,7 +179,9 @@ class Engine(ABC):
             self.module.train()
         cut, own = self._cut(data, split, (*loss.columns, *getattr(loss, "extra_columns", ())))
         weights = numbers([loss.weight(micro.columns) for micro in cut.micro_batches[:own]])
-        [total] = self._reduce([sum(weights)], "sum")
+        packings = [micro.packing for micro in cut.micro_batches[:own] if micro.packing]
+        counts = [sum(weights), sum(p.tokens_saved for p in packings), sum(p.tokens for p in packings)]
+        total, saved, run = self._reduce(counts, "sum")
         scale = loss.scale(total) if hasattr(loss, "scale") else 1.0
         shares = [weight / total if total else 0.0 for weight in weights] + [0.0] * (len(cut.micro_batches) - own)
         self._start_gradients()
@@ -194,6 +199,7 @@ class Engine(ABC):
             **metrics.reduce(self.topology),
             "grad_norm": grad_norm,
             "nonfinite_steps": 0.0 if is_finite else 1.0,
+            **({"prefix_tokens_saved": saved / (saved + run)} if self.spec.share_prompts else {}),
         }
 
     def step_schedule(self) -> None:
@@ -405,7 +411,8 @@ class Engine(ABC):
         A rank whose rows do not suffice repeats its last micro-batch, whose results then count for nothing: sharded
         weights are gathered by all ranks together.
         """
-        packed, prompts = self.spec.remove_padding, find_prompts(data) if self.spec.share_prompts else None
+        packed, has_images = self.spec.remove_padding, self._has_images(data)
+        prompts = self._shared_prompts(data, has_images)
         plan = partial(
             plan_micro_batches,
             row_lengths(data),
@@ -415,7 +422,7 @@ class Engine(ABC):
             prompts=prompts,
         )
         groups = plan()
-        agreed, with_images = map(int, self._reduce([len(groups), self._has_images(data)], "max"))
+        agreed, with_images = map(int, self._reduce([len(groups), has_images], "max"))
         if agreed > len(groups):
             groups = plan(at_least=agreed)
         cut = cut_batch(data, groups, reads, self.device, packed, prompts)
@@ -423,6 +430,17 @@ class Engine(ABC):
             self._show_an_image_to_all(cut)
         cut.micro_batches.extend(cut.micro_batches[-1:] * (agreed - len(groups)))
         return cut, len(groups)
+
+    def _shared_prompts(self, data: DataProto, has_images: bool) -> Prompts | None:
+        """Which rows run their prompt once; None where none do. All ranks answer alike."""
+        if not self.spec.share_prompts:
+            return None
+        if is_vision_language(self.model_config) and self._reduce([has_images], "max")[0]:
+            warn_once(
+                "model.use_prefix_sharing=true has no effect on batches with images: their rows run whole", "images"
+            )
+            return None
+        return find_prompts(data)
 
     def _has_images(self, data: DataProto) -> bool:
         """Whether some row has images; for a model that sees, also checks that each row's are those it speaks of."""
