@@ -239,7 +239,7 @@ def without_dropout(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-        for name in ("attention_dropout", "dropout", "attn_pdrop", "resid_pdrop"):
+        for name in ("attention_dropout", "dropout", "attn_pdrop", "resid_pdrop", "residual_dropout"):
             if isinstance(getattr(module, name, None), float):
                 setattr(module, name, 0.0)
 

@@ -14,6 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from verl.models.packing import Packing
 
 _MODALITY_TOKEN = re.compile(r"(image|video|audio|vision|boi|eoi)_?(start|end|begin)?_token_(id|index)")
 _KIND_OF = {1: ("image_token_id", "image_token_index"), 2: ("video_token_id", "video_token_index")}
@@ -70,7 +73,13 @@ def token_kinds(config: Any, input_ids: Tensor) -> Tensor:
     return kinds
 
 
-def vision_positions(model: Any, input_ids: Tensor, inputs: Mapping[str, Tensor], mask: Tensor | None = None) -> Any:
+def vision_positions(
+    model: Any,
+    input_ids: Tensor,
+    inputs: Mapping[str, Tensor],
+    mask: Tensor | None = None,
+    packing: Packing | None = None,
+) -> Any:
     """Position ids (3, b, l) of rows with images, and how far each row's text then is ahead of its count, (b,).
 
     None and None for a model that counts tokens whatever they show.
@@ -80,10 +89,17 @@ def vision_positions(model: Any, input_ids: Tensor, inputs: Mapping[str, Tensor]
         input_ids: (b, l).
         inputs: from ``collate_vision_inputs``.
         mask: (b, l), 1 on real tokens; None: rows begin in their first column.
+        packing: of packed rows (1, T), each of which then counts on its own.
     """
     base = model.base_model
     if not hasattr(base, "get_rope_index"):
         return None, None
+    if packing is not None:
+        rows = pad_sequence(input_ids[0].split(packing.q_lengths), batch_first=True)
+        real = torch.arange(rows.shape[1]) < torch.tensor(packing.q_lengths)[:, None]
+        real = real.to(rows.device)
+        positions, ahead = vision_positions(model, rows, inputs, real.long())
+        return positions[:, real][:, None], ahead
     offered = {
         "mm_token_type_ids": token_kinds(model.config, input_ids),
         "image_grid_thw": inputs.get("image_grid_thw"),

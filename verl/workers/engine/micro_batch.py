@@ -15,10 +15,12 @@ from torch import Tensor
 
 from verl.models.multimodal import collate_vision_inputs
 from verl.models.packing import Packing
+from verl.models.sequence_share import SequenceShare
 from verl.protocol import DataProto
 from verl.utils.bin_packing import Prompts
 from verl.utils.ragged import Layout, Ragged, select_columns, slice_columns
 from verl.utils.seqlen_balancing import inverse_permutation
+from verl.utils.ulysses import Group
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,8 @@ class MicroBatch:
     """Image tensors of all rows, joined in their order; empty where no row has an image."""
     packing: Packing | None = None
     """How packed rows lie in the sequence and which tokens each sees; None for padded rows."""
+    share: SequenceShare | None = None
+    """Which part of the sequence this rank runs; None: all of it."""
 
     def to(self, device: torch.device | str) -> MicroBatch:
         """The same on another device."""
@@ -61,6 +65,20 @@ class MicroBatch:
             columns={name: column.to(device) for name, column in self.columns.items()},
             vision_inputs={name: tensor.to(device) for name, tensor in self.vision_inputs.items()},
             packing=None if self.packing is None else self.packing.to(device),
+            share=None if self.share is None else self.share.to(device),
+        )
+
+    def shared_by(self, group: Group, rank: int, size: int) -> MicroBatch:
+        """Packed rows cut over the ranks of ``group``, whatever tokens the cut goes through; in host memory."""
+        extra = -self.input_ids.shape[1] % size
+        counted = torch.arange(extra)[None]
+        share = SequenceShare.of(self.cells, self.input_ids.shape[1] + extra, group, rank, size)
+        return replace(
+            self,
+            input_ids=torch.cat([self.input_ids, torch.zeros_like(counted)], 1),
+            position_ids=torch.cat([self.position_ids, counted], 1),
+            packing=self.packing.padded_to(size),
+            share=share,
         )
 
     def with_dummy_row(self, token: int, vision_inputs: Mapping[str, Tensor]) -> MicroBatch:
