@@ -103,6 +103,11 @@ def load_config(spec: ModelSpec) -> Any:
     except (OSError, ValueError) as error:
         raise ValueError(f"model.path={spec.path!r} holds no model: {error}") from error
     overrides = {name: value for name, value in spec.override_config.items() if name != "attn_implementation"}
+    if overrides.get("output_router_logits"):
+        raise ValueError(
+            "override_config.output_router_logits=true: the auxiliary loss of a mixture of experts is not part of the "
+            "losses here, which read log-probs and values, so router logits would be kept for nothing. Leave it out."
+        )
     update_model_config(config, overrides)
     if spec.head == "value":
         config.num_labels = 1

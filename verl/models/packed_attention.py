@@ -1,8 +1,8 @@
 """The attention of models that run packed rows: registered with transformers by name, no model is changed.
 
-A model hands its keyword arguments down to every layer, so that a layer is told how the rows lie (``packing``) and which
-part of the sequence this rank has (``share``), in the forward pass and when it is recomputed. Since no mask goes by this
-name, transformers builds none.
+A model hands its keyword arguments down to every layer, so that a layer is told how the rows lie (``packing``) and
+which part of the sequence this rank has (``share``), in the forward pass and when it is recomputed. Since no mask goes
+by this name, transformers builds none.
 """
 
 from __future__ import annotations

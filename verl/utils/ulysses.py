@@ -48,7 +48,7 @@ def heads_to_tokens(x: Tensor, group: Group) -> Tensor:
 
 
 class _GatherUneven(torch.autograd.Function):
-    """x (n_r,) of each rank r -> (sum of n_r,) on all. Backward: the own part of the gradient, not summed over ranks."""
+    """x (n_r,) of each rank r -> (sum of n_r,) on all. Backward: the own part of the gradient, no sum over ranks."""
 
     @staticmethod
     def forward(ctx, x, counts, group):
