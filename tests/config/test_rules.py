@@ -44,7 +44,7 @@ BAD = {
         [f"{ACTOR}.{DYNAMIC}", f"{ACTOR}.ppo_max_token_len_per_gpu=1000"], "=1000 cannot hold one row"),
     "shared prompts of padded rows": (
         ["actor_rollout_ref.model.use_prefix_sharing=true"],
-        "use_prefix_sharing=true with actor_rollout_ref.model.use_remove_padding=false"),
+        f"use_prefix_sharing=true with {ACTOR}.use_remove_padding=false"),
     "shared prompts of a critic's padded rows": (
         ["critic.model.use_prefix_sharing=true"], "with critic.model.use_remove_padding=false"),
     "group of one": (["algorithm.adv_estimator=grpo"], f"{ROLLOUT}.n=1 with algorithm.adv_estimator=grpo"),

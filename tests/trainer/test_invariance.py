@@ -9,6 +9,10 @@ TWO_RANKS = {
     "actor_rollout_ref__actor__strategy": "fsdp2",
     "actor_rollout_ref__actor__ppo_micro_batch_size_per_gpu": 4,
 }
+SHARED = {
+    "actor_rollout_ref__model__use_remove_padding": True,
+    "actor_rollout_ref__model__use_prefix_sharing": True,
+}
 WAYS = {
     "one row at a time": {
         "actor_rollout_ref__actor__ppo_micro_batch_size_per_gpu": 1,
@@ -22,6 +26,8 @@ WAYS = {
     "sharded on one rank": {"actor_rollout_ref__actor__strategy": "fsdp2"},
     "two ranks": TWO_RANKS,
     "two ranks, not balanced": {**TWO_RANKS, "trainer__balance_batch": False},
+    "shared prompts": SHARED,
+    "two ranks with shared prompts": {**TWO_RANKS, **SHARED},
     "two ranks on Ray": {**TWO_RANKS, "trainer__controller": "ray"},
 }
 TOLERANCES = {  # relative; Adam's first steps divide by tiny gradients, and the KL is what rounding grows into

@@ -1,14 +1,18 @@
 """A prompt that runs once for all of its responses gives the numbers of one that runs for each."""
 
+import pandas as pd
 import pytest
 import torch
 
+from tests.support.images import MIXED, image_dataset, image_row, make_tiny_vl_model, picture
+from tests.support.images import make_batch as make_images
 from tests.support.losses import optim_section, ppo_loss, value_loss
 from tests.support.ranks import run_ranks
 from tests.support.tiny_models import make_siblings, make_tiny_model
 from verl.models.loader import ModelSpec
 from verl.utils.micro_batching import WHOLE
 from verl.workers.engine import MicroBatching, Want, build_engine
+from verl.workers.engine.micro_batch import cut_batch, find_prompts
 
 PROMPTS = ((5, 3), (9, 4), (1, 1), (30, 2))
 SAVED = 5 * 2 + 9 * 3 + 30
@@ -107,6 +111,38 @@ def test_two_sharded_ranks_share_what_they_have(folder, split):
         assert their_metrics["actor/pg_loss"] == pytest.approx(metrics["actor/pg_loss"], rel=1e-5)
         assert their_metrics["prefix_tokens_saved"] > 0
     assert shared[0][1] == shared[1][1]
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory):
+    """A model that sees, and rows in which siblings stand apart, with images and without."""
+    folder = make_tiny_vl_model(tmp_path_factory.mktemp("vl"), **CLEAR)
+    path = str(tmp_path_factory.mktemp("data") / "rows.parquet")
+    repeated = [MIXED[i] for i in (0, 2, 1, 2, 0, 0, 2, 1)]
+    repeated[5] = ("<image>What is it?", [picture(seed=9)])  # the same tokens, of another image
+    pd.DataFrame([image_row(text, images, i) for i, (text, images) in enumerate(repeated)]).to_parquet(path)
+    return folder, make_images(image_dataset(folder, path))
+
+
+@pytest.mark.parametrize("split", [WHOLE, MicroBatching(size=3)])
+def test_images_of_a_shared_prompt_are_looked_at_once(pictures, split):
+    folder, data = pictures
+    assert find_prompts(data).numbers == [0, 1, 2, 1, 0, 3, 1, 2]
+    shared = one_step(folder, data, split, **SHARED)
+    check_same(one_step(folder, data), shared)
+    if split == WHOLE:
+        groups = [list(range(len(data)))]
+        [micro] = cut_batch(data, groups, packed=True, prompts=find_prompts(data)).micro_batches
+        assert len(micro.vision_inputs["image_grid_thw"]) == 1 + 2 + 1
+
+
+def test_two_ranks_share_images_of_which_one_has_none(pictures):
+    folder, data = pictures
+    data = data[[0, 2, 4, 7, 1, 2, 3, 7]]  # every second row has no image
+    _, metrics, gradient = one_step(folder, data)
+    for _, their_metrics, theirs in run_ranks(2, _shared_step, folder, data, WHOLE):
+        assert (theirs - gradient).norm() <= 5e-6 * gradient.norm()
+        assert their_metrics["actor/pg_loss"] == pytest.approx(metrics["actor/pg_loss"], rel=1e-5)
 
 
 def _shared_step(folder, data, split):

@@ -39,10 +39,8 @@ from verl.models.token_outputs import Head, TokenScores, probe_head, value_layer
 from verl.models.varlen_kernels import Scoring
 from verl.models.weight_names import checkpoint_tensors, tied_duplicates
 from verl.protocol import DataProto
-from verl.utils.bin_packing import Prompts
 from verl.utils.checkpoint.random_state import random_state, set_random_state
 from verl.utils.distributed import all_gather_objects, all_reduce_numbers
-from verl.utils.logging_utils import warn_once
 from verl.utils.micro_batching import WHOLE, MicroBatching
 from verl.utils.seqlen_balancing import plan_micro_batches
 from verl.workers.engine import packed_check
@@ -477,8 +475,7 @@ class Engine(ABC):
         if split.max_tokens is not None:
             # a budget is one device's, and so many share a sequence
             split = split._replace(max_tokens=split.max_tokens * sp_size)
-        packed, has_images = self.spec.remove_padding, self._has_images(data)
-        prompts = self._shared_prompts(data, has_images)
+        packed, prompts = self.spec.remove_padding, find_prompts(data) if self.spec.share_prompts else None
         plan = partial(
             plan_micro_batches,
             row_lengths(data),
@@ -488,7 +485,7 @@ class Engine(ABC):
             prompts=prompts,
         )
         groups = plan()
-        agreed, with_images = map(int, self._reduce([len(groups), has_images], "max"))
+        agreed, with_images = map(int, self._reduce([len(groups), self._has_images(data)], "max"))
         if agreed > len(groups):
             groups = plan(at_least=agreed)
         cut = cut_batch(data, groups, reads, self.device if sp_size == 1 else "cpu", packed, prompts)
@@ -498,17 +495,6 @@ class Engine(ABC):
             cut.micro_batches[:] = map(self._shared, cut.micro_batches)
         cut.micro_batches.extend(cut.micro_batches[-1:] * (agreed - len(groups)))
         return cut, len(groups)
-
-    def _shared_prompts(self, data: DataProto, has_images: bool) -> Prompts | None:
-        """Which rows run their prompt once; None where none do. All ranks answer alike."""
-        if not self.spec.share_prompts:
-            return None
-        if is_vision_language(self.model_config) and self._reduce([has_images], "max")[0]:
-            warn_once(
-                "model.use_prefix_sharing=true has no effect on batches with images: their rows run whole", "images"
-            )
-            return None
-        return find_prompts(data)
 
     def _has_images(self, data: DataProto) -> bool:
         """Whether some row has images; for a model that sees, also checks that each row's are those it speaks of."""
