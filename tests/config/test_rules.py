@@ -42,6 +42,11 @@ BAD = {
         "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=null leaves open"),
     "token budget below one row": (
         [f"{ACTOR}.{DYNAMIC}", f"{ACTOR}.ppo_max_token_len_per_gpu=1000"], "=1000 cannot hold one row"),
+    "shared prompts of padded rows": (
+        ["actor_rollout_ref.model.use_prefix_sharing=true"],
+        f"use_prefix_sharing=true with {ACTOR}.use_remove_padding=false"),
+    "shared prompts of a critic's padded rows": (
+        ["critic.model.use_prefix_sharing=true"], "with critic.model.use_remove_padding=false"),
     "group of one": (["algorithm.adv_estimator=grpo"], f"{ROLLOUT}.n=1 with algorithm.adv_estimator=grpo"),
     "a rollout apart without machines": ([APART, f"{ROLLOUT}.nnodes=0"], "nnodes=0 with actor_rollout_ref.hybrid"),
     "a copy of the engine that does not fit a rollout apart": (

@@ -9,11 +9,10 @@ TWO_RANKS = {
     "actor_rollout_ref__actor__strategy": "fsdp2",
     "actor_rollout_ref__actor__ppo_micro_batch_size_per_gpu": 4,
 }
-SHARED = {
-    **TWO_RANKS,
-    "actor_rollout_ref__model__use_remove_padding": True,
-    "actor_rollout_ref__actor__ulysses_sequence_parallel_size": 2,  # the reference follows
-}
+PACKED = {"actor_rollout_ref__model__use_remove_padding": True}
+SHARED_PROMPTS = {**PACKED, "actor_rollout_ref__model__use_prefix_sharing": True}
+SHARED_SEQUENCES = {**TWO_RANKS, **PACKED, "actor_rollout_ref__actor__ulysses_sequence_parallel_size": 2}
+"""The reference follows the actor."""
 WAYS = {
     "one row at a time": {
         "actor_rollout_ref__actor__ppo_micro_batch_size_per_gpu": 1,
@@ -27,8 +26,10 @@ WAYS = {
     "sharded on one rank": {"actor_rollout_ref__actor__strategy": "fsdp2"},
     "two ranks": TWO_RANKS,
     "two ranks, not balanced": {**TWO_RANKS, "trainer__balance_batch": False},
-    "packed rows": {"actor_rollout_ref__model__use_remove_padding": True},
-    "two ranks that share packed sequences": SHARED,
+    "packed rows": PACKED,
+    "shared prompts": SHARED_PROMPTS,
+    "two ranks with shared prompts": {**TWO_RANKS, **SHARED_PROMPTS},
+    "two ranks that share sequences": SHARED_SEQUENCES,
     "two ranks on Ray": {**TWO_RANKS, "trainer__controller": "ray"},
 }
 TOLERANCES = {  # relative; Adam's first steps divide by tiny gradients, and the KL is what rounding grows into
@@ -83,6 +84,6 @@ def test_a_critic_whose_ranks_share_packed_sequences_gives_the_same_numbers(tmp_
         "critic__model__use_remove_padding": True,
         "critic__ulysses_sequence_parallel_size": 2,
     }
-    shared = numbers(tmp_path, "shared", monkeypatch, **critic, **SHARED, **shares)
+    shared = numbers(tmp_path, "shared", monkeypatch, **critic, **SHARED_SEQUENCES, **shares)
     for key, tolerance in {**TOLERANCES, "critic/vf_loss": 1e-4, "critic/grad_norm": 1e-4}.items():
         assert [s[key] for s in shared] == pytest.approx([s[key] for s in plain], rel=tolerance, abs=2e-6), key

@@ -85,7 +85,8 @@ class ActorConfig(Config):
     """Cut micro-batches by ``ppo_max_token_len_per_gpu`` instead of by count."""
 
     ppo_max_token_len_per_gpu: int = option(16384, above=0)
-    """With ``use_dynamic_bsz``: real tokens (prompt and response) of one micro-batch on one device."""
+    """With ``use_dynamic_bsz``: tokens (prompt and response) of one micro-batch on one device. Real ones with
+    ``use_remove_padding``, of shared prompts once; else rows times the longest of them."""
 
     clip_ratio: float = option(0.2, above=0)
     """PPO's clip range on both sides. The two options below win where they are not null. What is clipped depends on

@@ -44,6 +44,9 @@ class CriticModelConfig(Config):
     use_remove_padding: bool = False
     """Pack rows one behind another in one sequence, as ``actor_rollout_ref.model.use_remove_padding``."""
 
+    use_prefix_sharing: bool = False
+    """Responses to one prompt share its tokens, as ``actor_rollout_ref.model.use_prefix_sharing``."""
+
     fsdp_config: FSDPConfig = section(FSDPConfig)
     """Sharding, offload and number formats."""
 

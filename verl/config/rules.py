@@ -621,6 +621,22 @@ def an_adapter_alone_stays_within_its_process(config: PPOConfig) -> Iterator[Pro
 
 
 @rule
+def shared_prompts_are_packed(config: PPOConfig) -> Iterator[Problem]:
+    switches = {"actor_rollout_ref.model": f"{ACTOR}.use_remove_padding"}
+    if config.uses_critic:
+        switches["critic.model"] = "critic.model.use_remove_padding"
+    for model, switch in switches.items():
+        if get_path(config, model).use_prefix_sharing and not get_path(config, switch):
+            yield _problem(
+                config,
+                f"{model}.use_prefix_sharing",
+                f"with {switch}=false: padded rows stand side by side and each runs its own prompt. "
+                f"Set {model}.use_remove_padding=true too.",
+                switch,
+            )
+
+
+@rule
 def an_adapter_to_go_on_from_has_a_rank(config: PPOConfig) -> Iterator[Problem]:
     for model in ("actor_rollout_ref.model", *(["critic.model"] if config.uses_critic else [])):
         if get_path(config, model).lora_adapter_path and not get_path(config, model).lora_rank:

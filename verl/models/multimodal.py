@@ -89,17 +89,13 @@ def vision_positions(
         input_ids: (b, l).
         inputs: from ``collate_vision_inputs``.
         mask: (b, l), 1 on real tokens; None: rows begin in their first column.
-        packing: of packed rows (1, T), each of which then counts on its own.
+        packing: of packed rows (1, T), each of which then counts on its own; how far they are ahead is left out.
     """
     base = model.base_model
     if not hasattr(base, "get_rope_index"):
         return None, None
     if packing is not None:
-        rows = pad_sequence(input_ids[0].split(packing.q_lengths), batch_first=True)
-        real = torch.arange(rows.shape[1]) < torch.tensor(packing.q_lengths)[:, None]
-        real = real.to(rows.device)
-        positions, ahead = vision_positions(model, rows, inputs, real.long())
-        return positions[:, real][:, None], ahead
+        return _packed_positions(model, input_ids, inputs, packing), None
     offered = {
         "mm_token_type_ids": token_kinds(model.config, input_ids),
         "image_grid_thw": inputs.get("image_grid_thw"),
@@ -109,6 +105,24 @@ def vision_positions(
     known = _arguments(type(base))
     positions, ahead = base.get_rope_index(input_ids, **{k: v for k, v in offered.items() if k in known})
     return positions, ahead.flatten()
+
+
+def _packed_positions(model: Any, input_ids: Tensor, inputs: Mapping[str, Tensor], packing: Packing) -> Tensor:
+    """(3, 1, T): whole rows by the model's rule; text whose prompt another row runs counts on behind that prompt."""
+    device, lengths = input_ids.device, torch.tensor(packing.q_lengths)
+    is_whole = lengths == torch.tensor(packing.k_lengths)
+    rows = [row for row, whole in zip(input_ids[0].split(packing.q_lengths), is_whole, strict=True) if whole]
+    real = (torch.arange(int(lengths[is_whole].max())) < lengths[is_whole, None]).to(device)
+    positions, _ = vision_positions(model, pad_sequence(rows, batch_first=True), inputs, real.long())
+    if packing.kv_index is None:
+        return positions[:, real][:, None]
+    packed = positions.new_empty(len(positions), packing.tokens)
+    packed[:, is_whole.repeat_interleave(lengths).to(device)] = positions[:, real]
+    for length, seen in zip(packing.q_lengths, packing.kv_index.split(packing.k_lengths), strict=True):
+        if length < len(seen):
+            own, prompt = seen[len(seen) - length :], seen[: len(seen) - length]
+            packed[:, own] = packed[:, prompt].max() + 1 + torch.arange(length, device=device)
+    return packed[:, None]
 
 
 @lru_cache

@@ -49,6 +49,11 @@ class Packing:
         """T."""
         return sum(self.q_lengths)
 
+    @property
+    def tokens_saved(self) -> int:
+        """Tokens more that would run if every segment ran its own copy of what it sees."""
+        return sum(self.k_lengths) - sum(self.q_lengths)
+
     def to(self, device: torch.device | str) -> Packing:
         """The same on another device."""
         cu_q = self.cu_q.to(device)

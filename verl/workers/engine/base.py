@@ -196,7 +196,8 @@ class Engine(ABC):
 
         Returns:
             The loss's metrics, averaged in the same way; ``grad_norm`` before clipping; ``nonfinite_steps``, 1 where
-            the gradient was not finite and the weights stayed as they were, else 0. Equal on all ranks.
+            the gradient was not finite and the weights stayed as they were, else 0; where prompts are shared
+            ``prefix_tokens_saved``, the share of the rows' tokens that did not run. Equal on all ranks.
         """
         if self.optimizer is None:
             raise RuntimeError("this engine was built without an optimizer: it can score, not train")
@@ -209,7 +210,9 @@ class Engine(ABC):
             self.module.train()
         cut, own = self._cut(data, split, (*loss.columns, *getattr(loss, "extra_columns", ())))
         weights = numbers([loss.weight(micro.columns) for micro in cut.micro_batches[:own]])
-        [total] = self._reduce([sum(weights)], "sum")
+        packings = [micro.packing for micro in cut.micro_batches[:own] if micro.packing]
+        counts = [sum(weights), sum(p.tokens_saved for p in packings), sum(p.tokens for p in packings)]
+        total, saved, run = self._reduce(counts, "sum")
         scale = loss.scale(total) if hasattr(loss, "scale") else 1.0
         shares = [weight / total if total else 0.0 for weight in weights] + [0.0] * (len(cut.micro_batches) - own)
         self._start_gradients()
@@ -227,6 +230,7 @@ class Engine(ABC):
             **metrics.reduce(self.topology),
             "grad_norm": grad_norm,
             "nonfinite_steps": 0.0 if is_finite else 1.0,
+            **({"prefix_tokens_saved": saved / (saved + run)} if self.spec.share_prompts else {}),
         }
 
     def step_schedule(self) -> None:

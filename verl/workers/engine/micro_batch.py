@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from hashlib import blake2b
 
 import torch
 from torch import Tensor
@@ -46,7 +47,7 @@ class MicroBatch:
     columns: Mapping[str, Tensor]
     """What the loss reads, each (b, r) or, for columns of one value a row, (b, ...)."""
     vision_inputs: Mapping[str, Tensor] = field(default_factory=dict)
-    """Image tensors of all rows, joined in their order; empty where no row has an image."""
+    """Image tensors of all rows, of shared prompts once, joined in their order; empty where no row has an image."""
     packing: Packing | None = None
     """How packed rows lie in the sequence and which tokens each sees; None for padded rows."""
     share: SequenceShare | None = None
@@ -137,10 +138,11 @@ def row_lengths(data: DataProto) -> list[int]:
 
 
 def find_prompts(data: DataProto) -> Prompts:
-    """Which rows begin with the same prompt: equal tokens (at equal positions) before their first response token.
+    """Which rows begin with the same prompt: equal tokens, positions and images before their first response token.
 
     A row without a response shares with none.
     """
+    images = _image_keys(vision_rows(data))
     data = data.packed()
     ids = data.ragged("input_ids")
     lengths = _tokens_before_response(ids.layout, data.ragged("responses").layout).tolist()
@@ -150,10 +152,21 @@ def find_prompts(data: DataProto) -> Prompts:
     known: dict[object, int] = {}
     numbers = []
     for row, length in enumerate(lengths):
-        key = row if empty[row] else tuple(column[row][:length].numpy().tobytes() for column in columns)
+        key = row if empty[row] else (images[row], *(column[row][:length].numpy().tobytes() for column in columns))
         known.setdefault(key, len(known))
         numbers.append(known[key])
     return Prompts(numbers, lengths)
+
+
+def _image_keys(rows: Sequence[Mapping[str, Tensor] | None]) -> list[object]:
+    """Equal for equal images. Siblings mostly hold one and the same object, which is looked through once."""
+    known: dict[int, object] = {}
+    for row in rows:
+        if row and id(row) not in known:
+            tensors = [torch.as_tensor(row[name]) for name in sorted(row)]
+            digests = [blake2b(tensor.reshape(-1).view(torch.uint8).numpy()).digest() for tensor in tensors]
+            known[id(row)] = *sorted(row), *(tensor.shape for tensor in tensors), *digests
+    return [known[id(row)] if row else None for row in rows]
 
 
 def cut_batch(
@@ -202,13 +215,15 @@ def cut_batch(
     for last in torch.tensor([len(group) for group in groups]).cumsum(0).tolist():
         part = slice_columns(ragged, first, last)
         columns = {name: _tight(part[name]) if name in part else dense[name][first:last] for name in names}
-        rows = order[first:last].tolist()
+        rows = seeing = order[first:last].tolist()
         if packed:
             leaders = None if prompts is None else _leaders([prompts.numbers[row] for row in rows])
             micro = _packed_micro_batch(part, before[first:last], leaders, columns)
+            if leaders is not None:
+                seeing = [row for place, row in enumerate(rows) if leaders[place] == place]
         else:
             micro = _micro_batch(part, before[first:last], columns)
-        images = collate_vision_inputs([vision[row] for row in rows])
+        images = collate_vision_inputs([vision[row] for row in seeing])
         micro_batches.append(replace(micro, vision_inputs=images).to(device))
         first = last
     return Cut(micro_batches, order, responses.layout)
