@@ -17,7 +17,7 @@ from tests.support.images import MIXED, image_dataset, image_row, make_tiny_vl_m
 from tests.support.images import make_batch as make_image_batch
 from tests.support.losses import Section, optim_section, ppo_loss, value_loss
 from tests.support.ranks import run_ranks
-from tests.support.tiny_models import make_batch, make_tiny_model
+from tests.support.tiny_models import make_siblings, make_tiny_model
 from verl.models.loader import ModelSpec
 from verl.workers.engine import MicroBatching, Want, build_engine
 
@@ -37,6 +37,7 @@ SPLITS = {
     "two rows": MicroBatching(size=2),
     "a token budget": MicroBatching(max_tokens=70),
 }
+ROWS = {"padded": {}, "packed": {"remove_padding": True}, "sharing": {"remove_padding": True, "share_prompts": True}}
 LOSSES = {
     "ppo": ppo_loss(),
     "gspo": ppo_loss(policy_loss=Section(loss_mode="gspo"), loss_agg_mode="seq-mean-token-mean"),
@@ -48,7 +49,7 @@ class Case(NamedTuple):
     model: str
     loss: str = "ppo"
     strategy: str = "local"
-    packed: bool = False
+    rows: str = "padded"
     dp: int = 1
     sp: int = 1
     split: str = "two rows"
@@ -61,14 +62,14 @@ class Case(NamedTuple):
     @property
     def is_possible(self):
         has_head = self.loss != "value" or self.model not in ("qwen2_5_vl", "gemma3_text")
-        return has_head and self.ranks <= STRATEGIES[self.strategy] and self.packed >= (self.sp > 1)
+        return has_head and self.ranks <= STRATEGIES[self.strategy] and (self.sp == 1 or self.rows != "padded")
 
     def pairs(self):
         return set(itertools.combinations(enumerate(self), 2))
 
     def __str__(self):
-        rows = f"{'packed' if self.packed else 'padded'} {self.split}"
-        return f"{self.model} {self.loss} {self.strategy} dp{self.dp} sp{self.sp} {rows}{' again' * self.recompute}"
+        how = f"{self.strategy} dp{self.dp} sp{self.sp} {self.rows} by {self.split}"
+        return f"{self.model} {self.loss} {how}{' recomputed' * self.recompute}"
 
 
 def covering(cases):
@@ -81,7 +82,7 @@ def covering(cases):
         left -= pairs[best]
 
 
-EVERY = itertools.product(MODELS, LOSSES, STRATEGIES, [False, True], [1, 2], [1, 2], SPLITS, [False, True])
+EVERY = itertools.product(MODELS, LOSSES, STRATEGIES, ROWS, [1, 2], [1, 2], SPLITS, [False, True])
 CASES = list(covering([case for case in itertools.starmap(Case, EVERY) if case.is_possible]))
 
 
@@ -103,7 +104,7 @@ def batches(folders, tmp_path_factory):
     path = tmp_path_factory.mktemp("rows") / "images.parquet"
     pq.write_table(pa.Table.from_pylist([image_row(text, images) for text, images in MIXED]), path)
     seen = make_image_batch(image_dataset(folders["qwen2_5_vl"], str(path)))
-    return {name: seen if name == "qwen2_5_vl" else make_batch(7, seed=5) for name in MODELS}
+    return {name: seen if name == "qwen2_5_vl" else make_siblings(seed=5) for name in MODELS}
 
 
 def measure(case, folder, data):
@@ -114,7 +115,7 @@ def measure(case, folder, data):
         "value" if is_value else "lm",
         compute_dtype="fp32",
         gradient_checkpointing=case.recompute,
-        remove_padding=case.packed,
+        **ROWS[case.rows],
     )
     engine = build_engine(case.strategy, spec, None, optim_section(), total_steps=9, grad_clip=1.0, sp_size=case.sp)
     place = engine.topology
@@ -124,8 +125,9 @@ def measure(case, folder, data):
     found = engine.infer(data, want, split)
     scores = torch.stack([found.ragged(name).values for name in found.keys()])
     steps = [engine.train_step(data, LOSSES[case.loss], split) for _ in range(2)]
-    # means over tokens, whatever the loss is a mean of
-    steps = [{name: step[name] for name in step if "clipfrac" not in name and "ppo_kl" not in name} for step in steps]
+    # some are means over tokens, whatever the loss is a mean of, and one is there with shared prompts alone
+    others = ("clipfrac", "ppo_kl", "prefix")
+    steps = [{name: step[name] for name in step if not any(other in name for other in others)} for step in steps]
     return scores, steps, (place.dp_rank, place.is_output_rank)
 
 
@@ -155,7 +157,7 @@ def plain(folders, batches):
 
 def test_every_two_ways_meet():
     assert len(CASES) < 40
-    assert {(True, 2, 2, "fsdp2")} <= {(case.packed, case.dp, case.sp, case.strategy) for case in CASES}
+    assert any(case.strategy == "fsdp2" and (case.rows, case.dp, case.sp) == ("packed", 2, 2) for case in CASES)
 
 
 @pytest.mark.parametrize("case", sorted(CASES, key=lambda case: case.ranks), ids=str)
