@@ -162,8 +162,8 @@ class ActorConfig(Config):
     """Gradient norm above which the gradient is scaled down. Source: Pascanu et al. 2013 (arXiv:1211.5063)."""
 
     ulysses_sequence_parallel_size: int = option(1, above=0)
-    """Ranks that share one sequence, each with a part of its tokens, in attention with some of the heads: a row need not
-    fit one device. Must divide the number of workers and of attention heads; more than 1 needs
+    """Ranks that share one sequence, each with a part of its tokens, in attention with some of the heads: a row need
+    not fit one device. Must divide the number of workers and of attention heads; more than 1 needs
     ``use_remove_padding``. Token budgets per device are then multiplied by it; batches are split over workers / size.
     Source: DeepSpeed-Ulysses, Jacobs et al. 2023 (arXiv:2309.14509)."""
 

@@ -7,6 +7,7 @@ by this name, transformers builds none.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
@@ -35,22 +36,22 @@ def packed_attention_forward(
     is_causal: bool | None = None,
     packing: Packing | None = None,
     share: SequenceShare | None = None,
-    asked: list[Scoring] | None = None,
+    note: Callable[[Scoring], None] | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """The attention of one layer, as transformers calls it; returns (1, T, H, Dv).
 
     Args:
         query: (1, H, T, D); with ``share``, of the tokens this rank has. So are (1, Hkv, T, .) ``key`` and ``value``.
-        asked: where given, what the layer asks for is appended.
+        note: where given, is told what the layer asks for.
     """
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     others = kwargs.get("position_bias") is not None or attention_mask is not None or query.shape[2] != key.shape[2]
     if packing is None or dropout or not causal or others:
         raise ValueError(_cannot(module, packing, dropout, causal))
     scoring = Scoring(query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window, softcap or None, s_aux)
-    if asked is not None:
-        asked.append(scoring)
+    if note is not None:
+        note(scoring)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     if share is None:
         return attend(q, k, v, packing, scoring)[None], None

@@ -444,11 +444,12 @@ class Engine(ABC):
     def _pack(self) -> None:
         """Switch to packed rows, and make sure that these score as each row alone."""
         config, name = self.model_config, type(self.module).__name__
-        alone, packed = (make(config, self.head.never) for make in (packed_check.alone, packed_check.packed))
+        alone = packed_check.alone(config, self.head.never)
+        packed = packed_check.packed(config, self.head.never, self.spec.share_prompts)
         expected = self._score(alone.to(self.device), 1.0, False)
         use_packed_attention(self.module)
         asked: list[Scoring] = []
-        found = self._score(self._shared(packed), 1.0, False, asked=asked)
+        found = self._score(self._shared(packed), 1.0, False, note=asked.append)
         packed_check.check_asked(config, asked, name)
         which = "values" if self.spec.head == "value" else "log_probs"
         packed_check.check_same(getattr(expected, which), getattr(found, which), self.spec.computed_in, name)

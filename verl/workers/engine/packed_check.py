@@ -15,6 +15,8 @@ from verl.models.varlen_kernels import Scoring
 from verl.workers.engine.micro_batch import MicroBatch
 
 LENGTHS = (13, 20)
+PROMPT = 6
+"""Tokens that both rows begin with."""
 TOLERANCE = {torch.float32: 1e-3}
 """Median difference over the spread of the scores; a model whose rows see each other is far beyond."""
 COARSE = 0.1
@@ -29,20 +31,25 @@ def alone(config: Any, never: tuple[int, ...]) -> MicroBatch:
     return _micro_batch(rows, ids, None, cells, None)
 
 
-def packed(config: Any, never: tuple[int, ...]) -> MicroBatch:
-    """The same rows one behind another."""
-    rows = _rows(config, never)
-    starts = [0, *torch.tensor(LENGTHS).cumsum(0).tolist()]
-    cells = torch.cat([start + torch.arange(len(row) - 1) for start, row in zip(starts, rows, strict=False)])
-    positions = torch.cat([torch.arange(len(row)) for row in rows])
-    return _micro_batch(rows, torch.cat(rows)[None], positions[None], cells, Packing.of_lengths(LENGTHS))
+def packed(config: Any, never: tuple[int, ...], share_prompts: bool) -> MicroBatch:
+    """The same rows one behind another; with ``share_prompts`` the second leaves its prompt to the first."""
+    rows, length = _rows(config, never), LENGTHS[0]
+    ids, positions = torch.cat(rows), torch.cat([torch.arange(len(row)) for row in rows])
+    cells = torch.cat([torch.arange(length - 1), torch.arange(length, len(ids) - 1)])
+    if not share_prompts:
+        return _micro_batch(rows, ids[None], positions[None], cells, Packing.of_lengths(LENGTHS))
+    runs = torch.cat([torch.arange(length), torch.arange(length + PROMPT, len(ids))])
+    place = torch.cat([torch.arange(length), torch.arange(PROMPT), torch.arange(length, len(runs))])
+    packing = Packing.sharing((length, LENGTHS[1] - PROMPT), place.split(LENGTHS))
+    return _micro_batch(rows, ids[runs][None], positions[runs][None], place[cells], packing)
 
 
 def _rows(config: Any, never: tuple[int, ...]) -> list[Tensor]:
     vocab = config.get_text_config().vocab_size
     draw = torch.Generator().manual_seed(0)
     usable = torch.tensor([token for token in range(vocab // 4, vocab) if token not in never][:4096])
-    return [usable[torch.randint(len(usable), (length,), generator=draw)] for length in LENGTHS]
+    first, second = (usable[torch.randint(len(usable), (length,), generator=draw)] for length in LENGTHS)
+    return [first, torch.cat([first[:PROMPT], second[PROMPT:]])]
 
 
 def _micro_batch(
