@@ -167,7 +167,8 @@ class MetricBag:
 def mfu_metrics(name: str, engine: Engine, data: DataProto, epochs: int, metrics: MetricBag) -> Iterator[None]:
     """Add ``perf/mfu/{name}``: the share of the devices' peak that the updates in this block make use of.
 
-    Tokens that shared prompts have saved did not run, and do not count. Left out where the peak is not known, on CPU for example, or the batch does not say ``global_token_num``.
+    Tokens that shared prompts have saved did not run, and do not count. Left out where the peak is not known, on CPU
+    for example, or the batch does not say ``global_token_num``.
     """
     start = time.perf_counter()
     yield
