@@ -70,6 +70,8 @@ def test_three_steps_give_the_same_numbers(way, plain, tmp_path, monkeypatch):
     steps = numbers(tmp_path, "way", monkeypatch, **WAYS[way])
     for key, tolerance in TOLERANCES.items():
         assert [s[key] for s in steps] == pytest.approx([s[key] for s in plain], rel=tolerance, abs=2e-6), key
+    if WAYS[way] is SHARED_PROMPTS:
+        assert all(0.3 < s["actor/prefix_tokens_saved"] < 1 for s in steps)
 
 
 def test_a_critic_whose_ranks_share_packed_sequences_gives_the_same_numbers(tmp_path, monkeypatch):

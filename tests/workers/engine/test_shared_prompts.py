@@ -1,8 +1,12 @@
 """A prompt that runs once for all of its responses gives the numbers of one that runs for each."""
 
+import itertools
+from types import SimpleNamespace
+
 import pandas as pd
 import pytest
 import torch
+from transformers import Qwen2Config
 
 from tests.support.images import MIXED, image_dataset, image_row, make_tiny_vl_model, picture
 from tests.support.images import make_batch as make_images
@@ -10,7 +14,9 @@ from tests.support.losses import optim_section, ppo_loss, value_loss
 from tests.support.ranks import run_ranks
 from tests.support.tiny_models import make_siblings, make_tiny_model
 from verl.models.loader import ModelSpec
+from verl.protocol import DataProto
 from verl.utils.micro_batching import WHOLE
+from verl.workers import model_worker
 from verl.workers.engine import MicroBatching, Want, build_engine
 from verl.workers.engine.micro_batch import cut_batch, find_prompts
 
@@ -147,3 +153,18 @@ def test_two_ranks_share_images_of_which_one_has_none(pictures):
 
 def _shared_step(folder, data, split):
     return one_step(folder, data, split, "fsdp2", **SHARED)
+
+
+def test_tokens_that_did_not_run_do_not_count_as_use_of_the_device(monkeypatch):
+    monkeypatch.setattr(model_worker, "get_device_flops", lambda **_: 1.0)
+    seconds = itertools.count()
+    monkeypatch.setattr(model_worker.time, "perf_counter", lambda: float(next(seconds)))
+    config = Qwen2Config(hidden_size=64, num_hidden_layers=2, num_attention_heads=4)
+    engine = SimpleNamespace(model_config=config, device=torch.device("cpu"), topology=SimpleNamespace(world_size=1))
+    data, found = DataProto(meta_info={"global_token_num": [100, 200]}), []
+    for metrics in ({}, {"actor/prefix_tokens_saved": 0.25}):
+        bag = model_worker.MetricBag()
+        with model_worker.mfu_metrics("actor", engine, data, 1, bag):
+            bag.add(metrics)
+        found += bag.lists()["perf/mfu/actor"]
+    assert found[1] == pytest.approx(0.75 * found[0]) and found[0] > 0
