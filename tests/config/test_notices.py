@@ -12,6 +12,7 @@ REF_DTYPE = "actor_rollout_ref.ref.fsdp_config.model_dtype"
 ON_CPU = (f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.tensor_model_parallel_size=1", "trainer.device=cpu")
 ASYNC = (f"{ROLLOUT}.mode=async", f"{ROLLOUT}.calculate_log_probs=true")
 KEPT = (*ASYNC, f"{ROLLOUT}.over_sample_rate=1", f"{ROLLOUT}.partial_rollout=true")
+SHARING = ("actor_rollout_ref.model.use_remove_padding=true", "actor_rollout_ref.model.use_prefix_sharing=true")
 GRPO = ("algorithm.adv_estimator=grpo", f"{ROLLOUT}.n=4")
 
 
@@ -34,6 +35,16 @@ def test_nothing_is_said_about_defaults():
         (
             ["actor_rollout_ref.hybrid_engine=false", f"{ROLLOUT}.free_cache_engine=true"],
             "shares its devices with nobody",
+        ),
+        ([*SHARING], "rollout.n=1 response a prompt has nothing to share with"),
+        (
+            [
+                *SHARING,
+                *GRPO,
+                f"{ACTOR}.ppo_micro_batch_size_per_gpu=1",
+                f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu=1",
+            ],
+            "use_prefix_sharing=true has no effect: micro-batches of one row",
         ),
         ([f"{ROLLOUT}.multi_stage_wake_up=true"], "weights are always brought back first"),
         ([f"{ROLLOUT}.agent.default_agent_loop=mine"], "samples a batch in one call, without servers"),

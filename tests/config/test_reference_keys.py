@@ -53,6 +53,7 @@ reward_model.model.fsdp_config.wrap_policy.transformer_layer_cls_to_wrap
 reward_model.on_error reward_model.reward_kwargs
 actor_rollout_ref.model.lora_adapter_path actor_rollout_ref.rollout.lora_sync critic.model.exclude_modules
 critic.model.lora_adapter_path
+actor_rollout_ref.model.use_prefix_sharing critic.model.use_prefix_sharing
 trainer.controller trainer.log_freq trainer.nonfinite_tolerance trainer.progress_bar trainer.seed
 trainer.tracker_kwargs trainer.worker_timeout
 """.split()

@@ -42,6 +42,11 @@ BAD = {
         "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=null leaves open"),
     "token budget below one row": (
         [f"{ACTOR}.{DYNAMIC}", f"{ACTOR}.ppo_max_token_len_per_gpu=1000"], "=1000 cannot hold one row"),
+    "shared prompts of padded rows": (
+        ["actor_rollout_ref.model.use_prefix_sharing=true"],
+        f"use_prefix_sharing=true with {ACTOR}.use_remove_padding=false"),
+    "shared prompts of a critic's padded rows": (
+        ["critic.model.use_prefix_sharing=true"], "with critic.model.use_remove_padding=false"),
     "group of one": (["algorithm.adv_estimator=grpo"], f"{ROLLOUT}.n=1 with algorithm.adv_estimator=grpo"),
     "a rollout apart without machines": ([APART, f"{ROLLOUT}.nnodes=0"], "nnodes=0 with actor_rollout_ref.hybrid"),
     "a copy of the engine that does not fit a rollout apart": (
@@ -63,6 +68,14 @@ BAD = {
     "tensor parallel size": (
         [f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.tensor_model_parallel_size=3"], "=3 does not divide the 2 workers"),
     "sequence parallel size": ([f"{ACTOR}.ulysses_sequence_parallel_size=3"], "=3 does not divide the 2 workers"),
+    "shared sequences of padded rows": (
+        [f"{ACTOR}.ulysses_sequence_parallel_size=2"], "=2 with actor_rollout_ref.actor.use_remove_padding=false"),
+    "a critic's shared sequences of padded rows": (
+        ["critic.ulysses_sequence_parallel_size=2"], "=2 with critic.model.use_remove_padding=false"),
+    "token budget below a row of two ranks": (
+        ["actor_rollout_ref.model.use_remove_padding=true", f"{ACTOR}.ulysses_sequence_parallel_size=2",
+         f"{ACTOR}.{DYNAMIC}", f"{ACTOR}.ppo_max_token_len_per_gpu=500"],
+        "=500 x ulysses_sequence_parallel_size=2 cannot hold one row"),
     "negative rate": ([f"{ACTOR}.optim.lr=-1"], "must be greater than 0"),
     "unknown estimator": (["algorithm.adv_estimator=grp0"], "is no known advantage estimator; did you mean 'grpo'"),
     "unknown loss": ([f"{ACTOR}.policy_loss.loss_mode=vanila"], "is no known policy loss; did you mean 'vanilla'"),
@@ -160,6 +173,12 @@ def test_what_follows_the_actor_is_not_blamed_twice():
     assert "critic" not in problems("data.train_batch_size=2")
 
 
+def test_a_reference_follows_the_actor_into_sequence_parallelism():
+    config = typed("actor_rollout_ref.model.use_remove_padding=true", f"{ACTOR}.ulysses_sequence_parallel_size=2")
+    assert config.actor_rollout_ref.ref.ulysses_sequence_parallel_size == 2
+    assert config.actor_rollout_ref.actor.use_remove_padding
+
+
 def test_a_tree_made_by_hand_is_checked_too():
     config = typed()
     check(config)
@@ -170,9 +189,9 @@ def test_a_tree_made_by_hand_is_checked_too():
 
 
 UNBUILT = [
-    "actor_rollout_ref.model.use_remove_padding=true", "actor_rollout_ref.model.use_liger=true",
+    "actor_rollout_ref.model.use_liger=true",
     "actor_rollout_ref.model.enable_activation_offload=true",
-    f"{ACTOR}.ulysses_sequence_parallel_size=2", f"{ACTOR}.fsdp_config.offload_policy=true",
+    f"{ACTOR}.fsdp_config.offload_policy=true",
     f"{ACTOR}.fsdp_config.forward_prefetch=true", f"{ROLLOUT}.name=server",
     f"{ROLLOUT}.multi_turn.enable=true", f"{ROLLOUT}.multi_turn.format=llama",
     f"{ROLLOUT}.agent.num_workers=2", f"{ROLLOUT}.load_format=tensorizer",

@@ -9,6 +9,10 @@ TWO_RANKS = {
     "actor_rollout_ref__actor__strategy": "fsdp2",
     "actor_rollout_ref__actor__ppo_micro_batch_size_per_gpu": 4,
 }
+PACKED = {"actor_rollout_ref__model__use_remove_padding": True}
+SHARED_PROMPTS = {**PACKED, "actor_rollout_ref__model__use_prefix_sharing": True}
+SHARED_SEQUENCES = {**TWO_RANKS, **PACKED, "actor_rollout_ref__actor__ulysses_sequence_parallel_size": 2}
+"""The reference follows the actor."""
 WAYS = {
     "one row at a time": {
         "actor_rollout_ref__actor__ppo_micro_batch_size_per_gpu": 1,
@@ -22,6 +26,10 @@ WAYS = {
     "sharded on one rank": {"actor_rollout_ref__actor__strategy": "fsdp2"},
     "two ranks": TWO_RANKS,
     "two ranks, not balanced": {**TWO_RANKS, "trainer__balance_batch": False},
+    "packed rows": PACKED,
+    "shared prompts": SHARED_PROMPTS,
+    "two ranks with shared prompts": {**TWO_RANKS, **SHARED_PROMPTS},
+    "two ranks that share sequences": SHARED_SEQUENCES,
     "two ranks on Ray": {**TWO_RANKS, "trainer__controller": "ray"},
 }
 TOLERANCES = {  # relative; Adam's first steps divide by tiny gradients, and the KL is what rounding grows into
@@ -62,3 +70,22 @@ def test_three_steps_give_the_same_numbers(way, plain, tmp_path, monkeypatch):
     steps = numbers(tmp_path, "way", monkeypatch, **WAYS[way])
     for key, tolerance in TOLERANCES.items():
         assert [s[key] for s in steps] == pytest.approx([s[key] for s in plain], rel=tolerance, abs=2e-6), key
+    if WAYS[way] is SHARED_PROMPTS:
+        assert all(0.3 < s["actor/prefix_tokens_saved"] < 1 for s in steps)
+
+
+def test_a_critic_whose_ranks_share_packed_sequences_gives_the_same_numbers(tmp_path, monkeypatch):
+    critic = {
+        "algorithm__adv_estimator": "gae",
+        "critic__ppo_micro_batch_size_per_gpu": 2,
+        "critic__model__fsdp_config__mixed_precision__param_dtype": "fp32",
+    }
+    plain = numbers(tmp_path, "plain", monkeypatch, **critic)
+    shares = {
+        "critic__strategy": "fsdp2",
+        "critic__model__use_remove_padding": True,
+        "critic__ulysses_sequence_parallel_size": 2,
+    }
+    shared = numbers(tmp_path, "shared", monkeypatch, **critic, **SHARED_SEQUENCES, **shares)
+    for key, tolerance in {**TOLERANCES, "critic/vf_loss": 1e-4, "critic/grad_norm": 1e-4}.items():
+        assert [s[key] for s in shared] == pytest.approx([s[key] for s in plain], rel=tolerance, abs=2e-6), key

@@ -85,7 +85,8 @@ class ActorConfig(Config):
     """Cut micro-batches by ``ppo_max_token_len_per_gpu`` instead of by count."""
 
     ppo_max_token_len_per_gpu: int = option(16384, above=0)
-    """With ``use_dynamic_bsz``: real tokens (prompt and response) of one micro-batch on one device."""
+    """With ``use_dynamic_bsz``: tokens (prompt and response) of one micro-batch on one device. Real ones with
+    ``use_remove_padding``, of shared prompts once; else rows times the longest of them."""
 
     clip_ratio: float = option(0.2, above=0)
     """PPO's clip range on both sides. The two options below win where they are not null. What is clipped depends on
@@ -161,7 +162,10 @@ class ActorConfig(Config):
     """Gradient norm above which the gradient is scaled down. Source: Pascanu et al. 2013 (arXiv:1211.5063)."""
 
     ulysses_sequence_parallel_size: int = option(1, above=0)
-    """Ranks that share one sequence. Source: DeepSpeed-Ulysses, Jacobs et al. 2023 (arXiv:2309.14509)."""
+    """Ranks that share one sequence, each with a part of its tokens, in attention with some of the heads: a row need
+    not fit one device. Must divide the number of workers and of attention heads; more than 1 needs
+    ``use_remove_padding``. Token budgets per device are then multiplied by it; batches are split over workers / size.
+    Source: DeepSpeed-Ulysses, Jacobs et al. 2023 (arXiv:2309.14509)."""
 
     entropy_from_logits_with_chunking: bool = False
     """Compute entropy in chunks. Always so here: both values do the same."""
@@ -173,7 +177,7 @@ class ActorConfig(Config):
     """Sharding, offload and number formats."""
 
     use_remove_padding: bool = False
-    """As ``actor_rollout_ref.model.use_remove_padding``, which it follows."""
+    """As ``actor_rollout_ref.model.use_remove_padding``, which it follows. Holds for the reference too."""
 
     @property
     def update_split(self) -> MicroBatching:

@@ -42,7 +42,10 @@ class CriticModelConfig(Config):
     """Keep activations in host memory between forward and backward."""
 
     use_remove_padding: bool = False
-    """Pack rows into one sequence for variable-length attention."""
+    """Pack rows one behind another in one sequence, as ``actor_rollout_ref.model.use_remove_padding``."""
+
+    use_prefix_sharing: bool = False
+    """Responses to one prompt share its tokens, as ``actor_rollout_ref.model.use_prefix_sharing``."""
 
     fsdp_config: FSDPConfig = section(FSDPConfig)
     """Sharding, offload and number formats."""
@@ -129,7 +132,7 @@ class CriticConfig(Config):
     """Responses of one forward when only values are computed; follows ``ppo_micro_batch_size_per_gpu``."""
 
     ulysses_sequence_parallel_size: int = option(1, above=0)
-    """Ranks that share one sequence."""
+    """Ranks that share one sequence; more than 1 needs ``critic.model.use_remove_padding``."""
 
     grad_clip: float = option(1.0, above=0)
     """Gradient norm above which the gradient is scaled down."""

@@ -31,7 +31,8 @@ class ModelConfig(Config):
     """Module to import in every process before the model is built: registers models, losses or estimators."""
 
     override_config: dict[str, Any] = option({})
-    """Free-form: entries laid over the model's config.json, dropout for example."""
+    """Free-form: entries laid over the model's config.json, dropout for example. The auxiliary loss of a mixture of
+    experts is no part of any loss here, so ``output_router_logits=true`` is refused."""
 
     enable_gradient_checkpointing: bool = True
     """Recompute activations in backward instead of keeping them. Source: Chen et al. 2016 (arXiv:1604.06174)."""
@@ -40,7 +41,14 @@ class ModelConfig(Config):
     """Keep activations in host memory between forward and backward."""
 
     use_remove_padding: bool = False
-    """Pack rows into one sequence for variable-length attention."""
+    """Pack the rows of a micro-batch one behind another in one sequence: no padding runs, and token budgets count real
+    tokens. Attention then runs in flash-attn where installed, else in torch's kernel; families whose layers mix tokens
+    otherwise (linear attention, Mamba) are refused at the start. Source: Krell et al. 2021 (arXiv:2107.02027)."""
+
+    use_prefix_sharing: bool = False
+    """With ``use_remove_padding``: in log-prob passes and updates the responses to one prompt share its tokens, which
+    run once per micro-batch, forward and backward. Numbers stay the same; of n responses of R tokens to a prompt of P,
+    P + n R tokens run in place of n (P + R), and a prompt's images are looked at once."""
 
     lora_rank: int = option(0, at_least=0)
     """Rank of LoRA adapters; 0 trains the full weights. Source: Hu et al. 2021 (arXiv:2106.09685)."""

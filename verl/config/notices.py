@@ -265,6 +265,23 @@ def _micro_batches_are_cut_by_tokens(config: PPOConfig, is_given: IsGiven) -> It
     yield from _unread(config, by_count, is_given, "micro-batches are cut by count (use_dynamic_bsz=false)")
 
 
+def _no_prompt_is_shared(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+    """Of one response a prompt there is nothing to share, and in micro-batches of one row none meets another."""
+    shared, critic = config.actor_rollout_ref, config.critic
+    passes = {
+        "actor_rollout_ref.model": [shared.actor.update_split, shared.rollout.log_prob_split],
+        "critic.model": [critic.update_split, critic.forward_split] if config.uses_critic else [],
+    }
+    if config.uses_reference:
+        passes["actor_rollout_ref.model"].append(shared.ref.log_prob_split)
+    for model, splits in passes.items():
+        key = [f"{model}.use_prefix_sharing"] if get_path(config, model).use_prefix_sharing else []
+        if shared.rollout.n == 1:
+            yield from _unread(config, key, is_given, f"{_ROLLOUT}.n=1 response a prompt has nothing to share with")
+        elif splits and all(split.size == 1 for split in splits):
+            yield from _unread(config, key, is_given, "micro-batches of one row have nothing to share with")
+
+
 def _constant_schedule_has_no_floor(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
     for key in (f"{_ACTOR}.optim", *(["critic.optim"] if config.uses_critic else [])):
         optim = get_path(config, key)
@@ -535,6 +552,7 @@ _CHECKS = (
     _kl_loss_is_off,
     _kl_counts_twice,
     _micro_batches_are_cut_by_tokens,
+    _no_prompt_is_shared,
     _constant_schedule_has_no_floor,
     _resume_path_is_not_read,
     _reward_function_is_built_in,

@@ -7,7 +7,7 @@ Range and choice of a single option are not rules: they stand with the option.
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from verl.config.base import Config, Problem, get_path
+from verl.config.base import Problem, get_path
 from verl.config.build import show
 from verl.config.ppo import PPOConfig
 from verl.config.sampling_names import BY_HF, DECIDED, OF_WHOLE_RESPONSES, OWN
@@ -178,14 +178,17 @@ def token_budget_holds_the_longest_row(config: PPOConfig) -> Iterator[Problem]:
     rollout = config.actor_rollout_ref.rollout
     longest = rollout.prompt_length + rollout.response_length
     for name, budget, dynamic, _ in scoring_roles(config):
-        sp = get_path(config, name.rpartition(".")[0]).get("ulysses_sequence_parallel_size", 1)
+        section = name.rpartition(".")[0]
+        # old log-probs are the actor's to compute
+        sp = get_path(config, ACTOR if section == ROLLOUT else section).ulysses_sequence_parallel_size
         if dynamic and get_path(config, budget) * sp < longest:
+            shared = f"x ulysses_sequence_parallel_size={sp} " if sp > 1 else ""
             yield _problem(
                 config,
                 budget,
-                f"cannot hold one row of {rollout.prompt_length} prompt and {rollout.response_length} "
-                f"response tokens = {longest}. Raise it to {longest} or more, or shorten data.max_prompt_length or "
-                f"data.max_response_length.",
+                f"{shared}cannot hold one row of {rollout.prompt_length} prompt and {rollout.response_length} "
+                f"response tokens = {longest}. Raise it to {-(-longest // sp)} or more, or shorten "
+                f"data.max_prompt_length or data.max_response_length.",
                 "data.max_prompt_length",
                 "data.max_response_length",
             )
@@ -508,12 +511,7 @@ def optimal_token_baseline_has_its_column(config: PPOConfig) -> Iterator[Problem
 
 @rule
 def sequence_parallel_size_divides_the_workers(config: PPOConfig) -> Iterator[Problem]:
-    sections: dict[str, Config] = {ACTOR: config.actor_rollout_ref.actor}
-    if config.uses_reference:
-        sections[REF] = config.actor_rollout_ref.ref
-    if config.uses_critic:
-        sections["critic"] = config.critic
-    for key, role in sections.items():
+    for key, role in _models(config).items():
         if config.trainer.world_size % role.ulysses_sequence_parallel_size:
             yield _problem(
                 config,
@@ -521,6 +519,31 @@ def sequence_parallel_size_divides_the_workers(config: PPOConfig) -> Iterator[Pr
                 f"does not divide the "
                 f"{config.trainer.world_size} workers. Choose a divisor of {config.trainer.world_size}.",
                 "trainer.n_gpus_per_node",
+            )
+
+
+def _models(config: PPOConfig) -> dict[str, Any]:
+    """Key -> section of every role that runs a model of its own."""
+    shared = config.actor_rollout_ref
+    sections: dict[str, Any] = {ACTOR: shared.actor}
+    sections |= {REF: shared.ref} if config.uses_reference else {}
+    sections |= {"critic": config.critic} if config.uses_critic else {}
+    sections |= {"reward_model": config.reward_model} if config.reward_model.enable else {}
+    return sections
+
+
+@rule
+def ranks_share_packed_rows_only(config: PPOConfig) -> Iterator[Problem]:
+    for key, role in _models(config).items():
+        # the reference runs the actor's model, and runs it as the actor does
+        switch = f"{ACTOR}.use_remove_padding" if key in (ACTOR, REF) else f"{key}.model.use_remove_padding"
+        if role.ulysses_sequence_parallel_size > 1 and not get_path(config, switch):
+            yield _problem(
+                config,
+                f"{key}.ulysses_sequence_parallel_size",
+                f"with {switch}=false: ranks can share one packed sequence, not padded rows. Set it to true"
+                f"{' (actor_rollout_ref.model.use_remove_padding)' if key in (ACTOR, REF) else ''}, or the size to 1.",
+                switch,
             )
 
 
@@ -595,6 +618,22 @@ def an_adapter_alone_stays_within_its_process(config: PPOConfig) -> Iterator[Pro
             "merge or auto, which then means merge.",
             "actor_rollout_ref.hybrid_engine",
         )
+
+
+@rule
+def shared_prompts_are_packed(config: PPOConfig) -> Iterator[Problem]:
+    switches = {"actor_rollout_ref.model": f"{ACTOR}.use_remove_padding"}
+    if config.uses_critic:
+        switches["critic.model"] = "critic.model.use_remove_padding"
+    for model, switch in switches.items():
+        if get_path(config, model).use_prefix_sharing and not get_path(config, switch):
+            yield _problem(
+                config,
+                f"{model}.use_prefix_sharing",
+                f"with {switch}=false: padded rows stand side by side and each runs its own prompt. "
+                f"Set {model}.use_remove_padding=true too.",
+                switch,
+            )
 
 
 @rule

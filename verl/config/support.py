@@ -41,11 +41,9 @@ class Names(NamedTuple):
     """(module, its collection of registered names); looked into only if somebody imported the module."""
 
 
-_REMOVE_PADDING = "leave it false: padding is not computed on this path either, rows are cut to their real tokens"
 _MULTI_TURN = "leave the section alone; single-turn rollouts work"
 _NO_RM = "score with custom_reward_function or a built-in scorer (reward_model.enable=false)"
 _NO_PROFILER = "use py-spy or torch.profiler around the run; timing_s/* metrics are logged at every step"
-_SP = "set it to 1 and lower the micro-batch size or the token budget"
 _FSDP1 = "leave it false; fsdp2 prefetches on its own"
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 _MODEL, _RM = "actor_rollout_ref.model", "reward_model"
@@ -60,7 +58,6 @@ LIMITS: tuple[Limit, ...] = (
         for role in _ROLES
     ),
     Limit(f"{_RM}.strategy", "reward models", _NO_RM, follows=True),
-    *(Limit(f"{role}.ulysses_sequence_parallel_size", "sequence parallelism", _SP) for role in (*_ROLES, _RM)),
     *(
         Limit(f"{place}.offload_policy", "FSDP2's offload policy", "use param_offload and optimizer_offload")
         for place in _FSDP_SECTIONS
@@ -68,9 +65,6 @@ LIMITS: tuple[Limit, ...] = (
     *(Limit(f"{place}.forward_prefetch", "FSDP1's prefetching", _FSDP1) for place in _FSDP_SECTIONS),
     Limit("trainer.device", "this device", "use cuda or cpu", ("cuda", "cpu")),
     # model
-    Limit(f"{_MODEL}.use_remove_padding", "packed attention", _REMOVE_PADDING),
-    Limit(f"{_ACTOR}.use_remove_padding", "packed attention", _REMOVE_PADDING, follows=True),
-    Limit("critic.model.use_remove_padding", "packed attention", _REMOVE_PADDING),
     Limit(f"{_MODEL}.use_liger", "Liger kernels", "leave it false; log-probs are computed in chunks anyway"),
     Limit(f"{_MODEL}.fused_kernel_options.impl_backend", "Triton kernels", "use torch"),
     *(

@@ -6,6 +6,7 @@ masks and other devices go to torch's kernel. Knows tensors of one layer.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -18,22 +19,22 @@ LONGEST = 160
 """Tokens of a row up to which matrices of scores are made whole; beyond, their size costs more than they save."""
 
 
-class _ShortCausalAttention(torch.autograd.Function):
-    """q (b, H, l, D), k (b, Hkv, l, D), v (b, Hkv, l, Dv) -> (b, H, l, Dv); scores and softmax in fp32.
+class ShortAttention(torch.autograd.Function):
+    """q (b, H, l, D), k (b, Hkv, m, D), v (b, Hkv, m, Dv), mask (l, m) -> (b, H, l, Dv); scores and softmax in fp32.
 
-    The queries that share a key head are stacked, so that keys are not repeated.
+    ``mask`` is added to the scores: -inf where a query must not look. Queries that share a key head are stacked, so
+    that keys are not repeated.
     """
 
     @staticmethod
-    def forward(ctx, q, k, v, scale):
+    def forward(ctx, q, k, v, scale, mask):
         batch, heads, length, size = q.shape
-        groups = batch * k.shape[1]
+        groups, keys = batch * k.shape[1], k.shape[2]
         q_wide = _dense_fp32(q).view(groups, -1, size)
-        k_wide = _dense_fp32(k).view(groups, length, size)
-        v = v.contiguous().view(groups, length, -1)
+        k_wide = _dense_fp32(k).view(groups, keys, size)
+        v = v.contiguous().view(groups, keys, -1)
         scores = torch.bmm(q_wide, k_wide.transpose(1, 2)).mul_(scale)
-        future = torch.full((length, length), float("-inf")).triu_(1)
-        scores.view(groups, -1, length, length).add_(future)
+        scores.view(groups, -1, length, keys).add_(mask)
         p = torch.softmax(scores, -1).to(v.dtype)
         ctx.save_for_backward(q_wide, k_wide, v, p)
         ctx.scale = scale
@@ -54,12 +55,25 @@ class _ShortCausalAttention(torch.autograd.Function):
         grad_scores = grad_p.sub_(inner).mul_(p).mul_(ctx.scale).to(ctx.dtype)
         grad_q = torch.bmm(grad_scores, k.to(ctx.dtype)).view(q_shape)
         grad_k = torch.bmm(grad_scores.transpose(1, 2), q.to(ctx.dtype)).view(k_shape)
-        return grad_q, grad_k, grad_v, None
+        return grad_q, grad_k, grad_v, None, None
 
 
 def _dense_fp32(x: Tensor) -> Tensor:
     """Cast and lay out in one pass over memory."""
     return torch.empty(x.shape, dtype=torch.float32, device=x.device).copy_(x)
+
+
+def seen_keys(queries: int, keys: int, window: int | None = None, device: torch.device | None = None) -> Tensor:
+    """(queries, keys) booleans: causal, aligned at the end; with ``window``, only so many keys back, itself counted."""
+    ahead = torch.arange(keys, device=device) - torch.arange(keys - queries, keys, device=device)[:, None]
+    seen = ahead <= 0
+    return seen if window is None else seen & (ahead > -window)
+
+
+@lru_cache(maxsize=32)
+def short_mask(queries: int, keys: int, window: int | None = None) -> Tensor:
+    """The same as what is added to scores."""
+    return torch.zeros(queries, keys).masked_fill_(~seen_keys(queries, keys, window), float("-inf"))
 
 
 def short_attention_forward(
@@ -83,7 +97,8 @@ def short_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return _ShortCausalAttention.apply(query, key, value, scale).transpose(1, 2).contiguous(), None
+    mask = short_mask(query.shape[2], key.shape[2])
+    return ShortAttention.apply(query, key, value, scale, mask).transpose(1, 2).contiguous(), None
 
 
 def use_short_attention(model: Any) -> bool:

@@ -69,6 +69,10 @@ class ModelSpec:
     """Train an adapter and freeze the rest; None trains everything."""
     freeze_vision_tower: bool = False
     """Train the rest of a vision-language model only."""
+    remove_padding: bool = False
+    """Rows run packed, one behind another, without padding."""
+    share_prompts: bool = False
+    """With ``remove_padding``: a prompt that several rows of a micro-batch begin with runs once."""
 
     @property
     def folder(self) -> str:
@@ -99,6 +103,11 @@ def load_config(spec: ModelSpec) -> Any:
     except (OSError, ValueError) as error:
         raise ValueError(f"model.path={spec.path!r} holds no model: {error}") from error
     overrides = {name: value for name, value in spec.override_config.items() if name != "attn_implementation"}
+    if overrides.get("output_router_logits"):
+        raise ValueError(
+            "override_config.output_router_logits=true: the auxiliary loss of a mixture of experts is not part of the "
+            "losses here, which read log-probs and values, so router logits would be kept for nothing. Leave it out."
+        )
     update_model_config(config, overrides)
     if spec.head == "value":
         config.num_labels = 1
@@ -235,7 +244,7 @@ def without_dropout(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-        for name in ("attention_dropout", "dropout", "attn_pdrop", "resid_pdrop"):
+        for name in ("attention_dropout", "dropout", "attn_pdrop", "resid_pdrop", "residual_dropout"):
             if isinstance(getattr(module, name, None), float):
                 setattr(module, name, 0.0)
 

@@ -14,6 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from verl.models.packing import Packing
 
 _MODALITY_TOKEN = re.compile(r"(image|video|audio|vision|boi|eoi)_?(start|end|begin)?_token_(id|index)")
 _KIND_OF = {1: ("image_token_id", "image_token_index"), 2: ("video_token_id", "video_token_index")}
@@ -70,7 +73,13 @@ def token_kinds(config: Any, input_ids: Tensor) -> Tensor:
     return kinds
 
 
-def vision_positions(model: Any, input_ids: Tensor, inputs: Mapping[str, Tensor], mask: Tensor | None = None) -> Any:
+def vision_positions(
+    model: Any,
+    input_ids: Tensor,
+    inputs: Mapping[str, Tensor],
+    mask: Tensor | None = None,
+    packing: Packing | None = None,
+) -> Any:
     """Position ids (3, b, l) of rows with images, and how far each row's text then is ahead of its count, (b,).
 
     None and None for a model that counts tokens whatever they show.
@@ -80,10 +89,13 @@ def vision_positions(model: Any, input_ids: Tensor, inputs: Mapping[str, Tensor]
         input_ids: (b, l).
         inputs: from ``collate_vision_inputs``.
         mask: (b, l), 1 on real tokens; None: rows begin in their first column.
+        packing: of packed rows (1, T), each of which then counts on its own; how far they are ahead is left out.
     """
     base = model.base_model
     if not hasattr(base, "get_rope_index"):
         return None, None
+    if packing is not None:
+        return _packed_positions(model, input_ids, inputs, packing), None
     offered = {
         "mm_token_type_ids": token_kinds(model.config, input_ids),
         "image_grid_thw": inputs.get("image_grid_thw"),
@@ -93,6 +105,24 @@ def vision_positions(model: Any, input_ids: Tensor, inputs: Mapping[str, Tensor]
     known = _arguments(type(base))
     positions, ahead = base.get_rope_index(input_ids, **{k: v for k, v in offered.items() if k in known})
     return positions, ahead.flatten()
+
+
+def _packed_positions(model: Any, input_ids: Tensor, inputs: Mapping[str, Tensor], packing: Packing) -> Tensor:
+    """(3, 1, T): whole rows by the model's rule; text whose prompt another row runs counts on behind that prompt."""
+    device, lengths = input_ids.device, torch.tensor(packing.q_lengths)
+    is_whole = lengths == torch.tensor(packing.k_lengths)
+    rows = [row for row, whole in zip(input_ids[0].split(packing.q_lengths), is_whole, strict=True) if whole]
+    real = (torch.arange(int(lengths[is_whole].max())) < lengths[is_whole, None]).to(device)
+    positions, _ = vision_positions(model, pad_sequence(rows, batch_first=True), inputs, real.long())
+    if packing.kv_index is None:
+        return positions[:, real][:, None]
+    packed = positions.new_empty(len(positions), packing.tokens)
+    packed[:, is_whole.repeat_interleave(lengths).to(device)] = positions[:, real]
+    for length, seen in zip(packing.q_lengths, packing.kv_index.split(packing.k_lengths), strict=True):
+        if length < len(seen):
+            own, prompt = seen[len(seen) - length :], seen[: len(seen) - length]
+            packed[:, own] = packed[:, prompt].max() + 1 + torch.arange(length, device=device)
+    return packed[:, None]
 
 
 @lru_cache

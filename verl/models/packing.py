@@ -49,6 +49,11 @@ class Packing:
         """T."""
         return sum(self.q_lengths)
 
+    @property
+    def tokens_saved(self) -> int:
+        """Tokens more that would run if every segment ran its own copy of what it sees."""
+        return sum(self.k_lengths) - sum(self.q_lengths)
+
     def to(self, device: torch.device | str) -> Packing:
         """The same on another device."""
         cu_q = self.cu_q.to(device)
@@ -59,13 +64,15 @@ class Packing:
     def padded_to(self, multiple: int) -> Packing:
         """One segment more where T is no multiple of ``multiple``; nobody reads what stands there."""
         extra = -self.tokens % multiple
-        if not extra:
-            return self
+        return self.followed_by(extra) if extra else self
+
+    def followed_by(self, length: int) -> Packing:
+        """One segment more, of ``length`` tokens that see themselves alone."""
         if self.kv_index is None:
-            return Packing.of_lengths((*self.q_lengths, extra)).to(self.cu_q.device)
-        own = torch.arange(self.tokens, self.tokens + extra, device=self.kv_index.device)
+            return Packing.of_lengths((*self.q_lengths, length)).to(self.cu_q.device)
+        own = torch.arange(self.tokens, self.tokens + length, device=self.kv_index.device)
         keys = [*self.kv_index.split(list(self.k_lengths)), own]
-        return Packing.sharing((*self.q_lengths, extra), keys).to(self.cu_q.device)
+        return Packing.sharing((*self.q_lengths, length), keys).to(self.cu_q.device)
 
 
 def _cumulated(lengths: Sequence[int]) -> Tensor:

@@ -16,6 +16,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from verl.models.multimodal import is_vision_language
+
 logger = logging.getLogger(__name__)
 
 _CHUNK_BYTES = {"cpu": 64 << 20, "cuda": 512 << 20}
@@ -314,21 +316,44 @@ def token_outputs(
     want_entropy: bool,
     want_squares: bool = False,
     vision_inputs: Mapping[str, Tensor] | None = None,
+    told: Mapping[str, Any] | None = None,
 ) -> TokenScores:
     """Run the model and read its outputs at some positions.
 
     Args:
-        input_ids: (b, l), right padded. No attention mask: a causal model's real tokens cannot see padding on their
-            right, and nobody reads what stands at the padding.
-        position_ids: (b, l) or (3, b, l), or None for counting from 0.
-        cells: (t,) positions in the flattened (b * l,) that predict a token.
+        input_ids: (b, l), right padded, or (1, T) packed. No attention mask: a causal model's real tokens cannot see
+            padding on their right, and nobody reads what stands at the padding.
+        position_ids: like ``input_ids``, or (3, ...) of them, or None for counting from 0.
+        cells: (t,) positions in the flattened ``input_ids`` that predict a token.
         targets: (t,) the tokens predicted.
         want_squares: also sum the squared probabilities of all tokens.
         vision_inputs: what the model takes beside tokens: ``pixel_values``, ``image_grid_thw``.
+        told: what each layer's attention is told: the ``packing`` of packed rows, and where ranks share the sequence
+            this one's ``share`` of it. All ranks give whole inputs, and get the outputs of all cells.
     """
-    inputs = {"input_ids": input_ids, "use_cache": False, **(vision_inputs or {})}
+    inputs = {"input_ids": input_ids, "use_cache": False, **(vision_inputs or {}), **(told or {})}
     if position_ids is not None:
         inputs["position_ids"] = position_ids
+    share = inputs.get("share")
+    if share is None:
+        return _outputs(model, inputs, cells, targets, head, temperature, want_entropy, want_squares)
+    if not is_vision_language(model.config):
+        inputs.update({name: share.part(inputs[name]) for name in ("input_ids", "position_ids")})
+    own = targets.index_select(0, share.picked)
+    scores = _outputs(model, inputs, share.cells, own, head, temperature, want_entropy, want_squares)
+    return TokenScores(*(part if part is None else share.gather(part) for part in scores))
+
+
+def _outputs(
+    model: Any,
+    inputs: Mapping[str, Any],
+    cells: Tensor,
+    targets: Tensor,
+    head: Head,
+    temperature: float,
+    want_entropy: bool,
+    want_squares: bool,
+) -> TokenScores:
     if head.kind == "logits":
         logits = model(**inputs).logits.flatten(0, 1).index_select(0, cells)
         scores = TokenScores(*plain_log_probs(logits, targets, temperature, want_entropy, head.never))

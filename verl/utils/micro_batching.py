@@ -9,7 +9,7 @@ class MicroBatching(NamedTuple):
     size: int | None = None
     """Rows of one micro-batch on one device."""
     max_tokens: int | None = None
-    """Cells of one micro-batch on one device: rows times the longest row."""
+    """Tokens of one micro-batch on one device: real ones where rows are packed, else rows times the longest row."""
 
 
 WHOLE = MicroBatching()

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from verl.utils.bin_packing import Prompts, check_row_fits, plan_packed
 from verl.utils.micro_batching import MicroBatching
 
 
@@ -122,17 +123,24 @@ def log_seqlen_unbalance(
 
 
 def plan_micro_batches(
-    lengths: Sequence[int], split: MicroBatching, at_least: int = 1, best_tokens: int | None = None
+    lengths: Sequence[int],
+    split: MicroBatching,
+    at_least: int = 1,
+    best_tokens: int | None = None,
+    packed: bool = False,
+    prompts: Prompts | None = None,
 ) -> list[list[int]]:
-    """Group rows of like length into micro-batches, the longest first.
+    """Group rows into micro-batches, the longest first, so that memory runs out at the start or not at all.
 
-    Rows of a micro-batch stand side by side as wide as the longest, so like lengths waste least; the longest come
-    first so that memory runs out at the start or not at all.
+    Padded rows of a micro-batch stand side by side as wide as the longest, so like lengths waste least. Packed rows
+    stand one behind another, and ``plan_packed`` groups them.
 
     Args:
         lengths: real tokens of each row.
         at_least: split further until there are so many, as far as rows suffice.
         best_tokens: cells beyond which a larger micro-batch is no faster; a single row may be longer.
+        packed: count real tokens; else rows times the longest of them.
+        prompts: with ``packed``, which rows run their prompt once.
 
     Returns:
         Row numbers of each micro-batch; every row once.
@@ -140,6 +148,8 @@ def plan_micro_batches(
     Raises:
         ValueError: if a single row is longer than ``split.max_tokens``.
     """
+    if packed:
+        return plan_packed(lengths, split, at_least, best_tokens, prompts)
     order = np.argsort(-np.asarray(lengths, dtype=np.int64), kind="stable").tolist()
     groups: list[list[int]] = []
     start = 0
@@ -163,11 +173,7 @@ def plan_micro_batches(
 def _rows_that_fit(longest: int, left: int, split: MicroBatching) -> int:
     if split.max_tokens is None:
         return split.size or left
-    if longest > split.max_tokens:
-        raise ValueError(
-            f"a row of {longest} tokens does not fit a micro-batch of max_tokens={split.max_tokens}: "
-            "raise the *_max_token_len_per_gpu of this pass to at least prompt plus response length"
-        )
+    check_row_fits(longest, split)
     return min(left, split.max_tokens // max(longest, 1))
 
 

@@ -118,6 +118,7 @@ class EngineWorker(Worker):
             grad_clip=section.grad_clip if train else None,
             device=self.device,
             seed=self.seed,
+            sp_size=section.ulysses_sequence_parallel_size,
         )
         self.report_mesh(mesh, engine)
         if train and engine.has_adapter and engine.topology.rank == 0:
@@ -167,11 +168,14 @@ class MetricBag:
 def mfu_metrics(name: str, engine: Engine, data: DataProto, epochs: int, metrics: MetricBag) -> Iterator[None]:
     """Add ``perf/mfu/{name}``: the share of the devices' peak that the updates in this block make use of.
 
-    Left out where the peak is not known, on CPU for example, or the batch does not say ``global_token_num``.
+    Tokens that shared prompts have saved did not run, and do not count. Left out where the peak is not known, on CPU
+    for example, or the batch does not say ``global_token_num``.
     """
     start = time.perf_counter()
     yield
     tokens, peak = data.meta_info.get("global_token_num"), get_device_flops(device=engine.device.type)
     if tokens and math.isfinite(peak):
         done, _ = FlopsCounter(engine.model_config).estimate_flops(tokens, time.perf_counter() - start)
+        saved = metrics.lists().get(f"{name}/prefix_tokens_saved", [0.0])
+        done *= 1 - sum(saved) / len(saved)
         metrics.add({f"perf/mfu/{name}": done * epochs / (peak * engine.topology.world_size)})

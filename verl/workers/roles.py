@@ -60,8 +60,9 @@ def model_spec(model: Any, fsdp_config: Any, head: str, path: str | None = None,
     """What the loader needs, from a role's model section and the precision keys of its sharding section.
 
     Args:
-        switches: ``use_torch_compile``, ``freeze_vision_tower``.
+        switches: ``use_torch_compile``, ``freeze_vision_tower``, ``remove_padding``.
     """
+    share_prompts = switches.get("remove_padding", False) and getattr(model, "use_prefix_sharing", False)
     return ModelSpec(
         path=path or model.path,
         head=head,
@@ -72,6 +73,7 @@ def model_spec(model: Any, fsdp_config: Any, head: str, path: str | None = None,
         gradient_checkpointing=model.enable_gradient_checkpointing,
         external_lib=model.external_lib,
         lora=lora_spec(model, switches.get("freeze_vision_tower", False)),
+        share_prompts=share_prompts,
         **switches,
     )
 
@@ -134,6 +136,7 @@ class PolicyRole:
                 "lm",
                 use_torch_compile=config.actor.use_torch_compile,
                 freeze_vision_tower=config.actor.freeze_vision_tower,
+                remove_padding=config.actor.use_remove_padding,
             ),
             config.actor,
             config.actor.fsdp_config,
@@ -357,6 +360,7 @@ class ReferenceRole:
             "lm",
             path=(config.ref.model or {}).get("path"),
             use_torch_compile=config.ref.use_torch_compile,
+            remove_padding=config.actor.use_remove_padding,
         )
         self.reference = self.model_engine(
             replace(spec, lora=None),
@@ -396,7 +400,7 @@ class ValueRole:
         """Load the model with a value head, and build its loss."""
         config = self.config
         self.critic = self.model_engine(
-            model_spec(config.model, config.model.fsdp_config, "value"),
+            model_spec(config.model, config.model.fsdp_config, "value", remove_padding=config.model.use_remove_padding),
             config,
             config.model.fsdp_config,
             mesh="critic",

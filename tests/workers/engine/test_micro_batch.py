@@ -1,25 +1,31 @@
 import pytest
 import torch
 
-from tests.support.tiny_models import make_batch
+from tests.support.tiny_models import make_batch, make_siblings
 from verl.protocol import DataProto
 from verl.utils.micro_batching import WHOLE, MicroBatching
 from verl.utils.ragged import Ragged
 from verl.utils.seqlen_balancing import plan_micro_batches
-from verl.workers.engine.micro_batch import cut_batch, row_lengths
+from verl.workers.engine.micro_batch import cut_batch, find_prompts, row_lengths
 
 
-def cut(data, split=WHOLE, reads=()):
-    return cut_batch(data, plan_micro_batches(row_lengths(data), split), reads)
+def cut(data, split=WHOLE, reads=(), packed=False, sharing=False):
+    prompts = find_prompts(data) if sharing else None
+    groups = plan_micro_batches(row_lengths(data), split, packed=packed, prompts=prompts)
+    return cut_batch(data, groups, reads, packed=packed, prompts=prompts)
+
+
+LAYOUTS = {"padded": {}, "packed": {"packed": True}, "shared": {"packed": True, "sharing": True}}
 
 
 SPLITS = [MicroBatching(), MicroBatching(size=1), MicroBatching(size=3), MicroBatching(max_tokens=60)]
 
 
+@pytest.mark.parametrize("layout", ["padded", "packed"])
 @pytest.mark.parametrize("split", SPLITS)
-def test_every_response_token_is_predicted_once_from_the_token_before_it(split):
+def test_every_response_token_is_predicted_once_from_the_token_before_it(split, layout):
     data = make_batch(7, seed=3)
-    parts = cut(data, split)
+    parts = cut(data, split, **LAYOUTS[layout])
     tokens = parts.restore([micro.targets for micro in parts.micro_batches])
     assert torch.equal(tokens.values, data.ragged("responses").values)
     for micro in parts.micro_batches:
@@ -27,10 +33,11 @@ def test_every_response_token_is_predicted_once_from_the_token_before_it(split):
         assert torch.equal(micro.tight(micro.targets).flatten()[micro.slots], micro.targets)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("split", SPLITS)
-def test_columns_stand_beside_their_rows(split):
-    data = make_batch(7, seed=3)
-    parts = cut(data, split, reads=("advantages", "response_mask", "responses"))
+def test_columns_stand_beside_their_rows(split, layout):
+    data = make_siblings(seed=3)
+    parts = cut(data, split, reads=("advantages", "response_mask", "responses"), **LAYOUTS[layout])
     column = parts.restore([micro.columns["advantages"].flatten()[micro.slots] for micro in parts.micro_batches])
     assert torch.equal(column.values, data.ragged("advantages").values)
     for micro in parts.micro_batches:
@@ -53,7 +60,8 @@ def test_a_padded_batch_gives_the_same_micro_batches():
         assert torch.equal(one.columns["advantages"], other.columns["advantages"])
 
 
-def test_rows_without_a_response_are_read_nowhere():
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_rows_without_a_response_are_read_nowhere(layout):
     data = make_batch(4, seed=2)
     lengths = data.ragged("responses").layout.lengths
     rows = [row[: 0 if i == 2 else None] for i, row in enumerate(data.ragged("responses").rows())]
@@ -66,11 +74,71 @@ def test_rows_without_a_response_are_read_nowhere():
         {"prompts": prompts, "responses": Ragged.from_rows(rows, 16), "input_ids": ids,
          "attention_mask": ids.like(torch.ones_like(ids.values))}
     )  # fmt: skip
-    parts = cut(short, MicroBatching(size=1))
+    assert find_prompts(short).numbers == [0, 1, 2, 3]
+    parts = cut(short, MicroBatching(size=1), **LAYOUTS[layout])
     assert sorted(len(micro.targets) for micro in parts.micro_batches)[0] == 0
     assert all(micro.shape[1] >= 1 for micro in parts.micro_batches)
     restored = parts.restore([micro.targets for micro in parts.micro_batches])
     assert torch.equal(restored.values, short.ragged("responses").values)
+
+
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("layout", ["packed", "shared"])
+def test_packed_rows_see_what_they_see_alone(layout, split):
+    data = make_siblings(seed=5)
+    rows, parts = data.ragged("input_ids").rows(), cut(data, split, **LAYOUTS[layout])
+    order = iter(parts.order.tolist())
+    for micro in parts.micro_batches:
+        packing, ids, positions = micro.packing, micro.input_ids, micro.position_ids
+        assert ids.shape == positions.shape == (1, packing.tokens)
+        assert packing.cu_q.diff().tolist() == list(packing.q_lengths) and packing.cu_q.dtype == torch.int32
+        assert packing.cu_k.diff().tolist() == list(packing.k_lengths)
+        keys = torch.arange(packing.tokens) if packing.kv_index is None else packing.kv_index
+        queries = torch.arange(packing.tokens).split(list(packing.q_lengths))
+        for own, seen in zip(queries, keys.split(list(packing.k_lengths)), strict=True):
+            assert torch.equal(ids[0, seen], rows[next(order)])
+            assert torch.equal(positions[0, seen], torch.arange(len(seen)))
+            # causal from the end: what a token sees ends with itself
+            assert torch.equal(seen[len(seen) - len(own) :], own)
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_a_shared_prompt_runs_once_in_a_micro_batch_and_predicts_every_first_token(split):
+    data = make_siblings(seed=5)
+    parts, prompts = cut(data, split, **LAYOUTS["shared"]), find_prompts(data)
+    groups = parts.order.split([micro.shape[0] for micro in parts.micro_batches])
+    lengths, ids = row_lengths(data), data.ragged("input_ids").rows()
+    for micro, group in zip(parts.micro_batches, groups, strict=True):
+        assert micro.packing.tokens == prompts.tokens_of(group.tolist(), lengths)
+        before = [torch.arange(len(ids[row]))[prompts.lengths[row] - 1 : -1] for row in group.tolist()]
+        assert torch.equal(micro.position_ids[0, micro.cells], torch.cat(before))
+        assert torch.equal(
+            micro.input_ids[0, micro.cells],
+            torch.cat([ids[row][cells] for row, cells in zip(group.tolist(), before, strict=True)]),
+        )
+    tokens = parts.restore([micro.targets for micro in parts.micro_batches])
+    assert torch.equal(tokens.values, data.ragged("responses").values)
+    if split == WHOLE:
+        assert micro.packing.tokens == sum(lengths) - sum(n * (k - 1) for n, k in ((5, 3), (9, 4)))
+
+
+def test_equal_prompts_are_those_of_equal_tokens_and_positions():
+    data = make_siblings(seed=1)
+    assert find_prompts(data).numbers == [0, 0, 0, 1, 1, 1, 1, 2]
+    assert find_prompts(data).lengths == [5, 5, 5, 9, 9, 9, 9, 1]
+    positions = data.ragged("position_ids")
+    later = torch.repeat_interleave(torch.tensor([0, 1, 0, 0, 0, 0, 0, 0]), positions.layout.lengths)
+    data.put("position_ids", Ragged(positions.values + later, positions.layout, "position"))
+    assert find_prompts(data).numbers == [0, 1, 0, 2, 2, 2, 2, 3]
+
+
+def test_a_dummy_row_of_packed_rows_stands_behind_them_and_is_seen_by_none():
+    for layout in ("packed", "shared"):
+        [micro] = cut(make_siblings(), **LAYOUTS[layout]).micro_batches
+        more = micro.with_dummy_row(7, {"pixel_values": torch.zeros(1)})
+        assert more.input_ids[0, -1] == 7 and more.position_ids[0, -1] == 0
+        assert more.packing.tokens == micro.packing.tokens + 1 == more.input_ids.shape[1]
+        assert more.packing.k_lengths == (*micro.packing.k_lengths, 1)
 
 
 def test_a_response_without_a_prompt_is_refused():

@@ -26,6 +26,7 @@ def build_engine(
     grad_clip: float | None = None,
     device: str = "cpu",
     seed: int = 0,
+    sp_size: int = 1,
 ) -> Engine:
     """Load a model and put it on its mesh. All ranks call it together.
 
@@ -37,6 +38,7 @@ def build_engine(
         grad_clip: largest gradient norm; None for no limit.
         device: ``cpu`` or ``cuda``.
         seed: of weights the checkpoint does not hold, such as a value head.
+        sp_size: ranks that share one sequence (Ulysses); more than 1 needs ``spec.remove_padding``.
 
     Raises:
         ValueError: for an unknown strategy, a model that cannot be built, or a precision that cannot train.
@@ -59,6 +61,7 @@ def build_engine(
         grad_clip=grad_clip,
         device=device,
         seed=seed,
+        sp_size=sp_size,
     )
 
 

@@ -12,12 +12,14 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from enum import Flag, auto
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from verl.algorithms.losses import TokenOutputs
 from verl.models.attention import use_short_attention
@@ -30,8 +32,11 @@ from verl.models.multimodal import (
     smallest_image,
     vision_positions,
 )
+from verl.models.packable import check_packable
+from verl.models.packed_attention import use_packed_attention
 from verl.models.recompute import Recompute
 from verl.models.token_outputs import Head, TokenScores, probe_head, value_layer
+from verl.models.varlen_kernels import Scoring
 from verl.models.weight_names import checkpoint_tensors, tied_duplicates
 from verl.protocol import DataProto
 from verl.utils.checkpoint.from_rank_zero import FromRankZero
@@ -39,7 +44,8 @@ from verl.utils.checkpoint.random_state import random_state, set_random_state
 from verl.utils.distributed import all_gather_objects, all_reduce_numbers
 from verl.utils.micro_batching import WHOLE, MicroBatching
 from verl.utils.seqlen_balancing import plan_micro_batches
-from verl.workers.engine.micro_batch import Cut, MicroBatch, cut_batch, row_lengths, vision_rows
+from verl.workers.engine import packed_check
+from verl.workers.engine.micro_batch import Cut, MicroBatch, cut_batch, find_prompts, row_lengths, vision_rows
 from verl.workers.engine.optim import build_optimizer, build_schedule, load_optimizer_state, optimizer_state
 
 logger = logging.getLogger(__name__)
@@ -86,7 +92,35 @@ class Topology(NamedTuple):
     is_output_rank: bool = True
     """Whether its results count; False on ranks that repeat another's work."""
     dp_group: dist.ProcessGroup | None = None
-    """None: all ranks."""
+    """Ranks that hold other shares and the same part of each sequence; None: all ranks."""
+    sp_rank: int = 0
+    """Which part of each sequence it runs."""
+    sp_size: int = 1
+    """Ranks that share one sequence: neighbours. All of them get the same rows."""
+    sp_group: dist.ProcessGroup | None = None
+    """None: no other rank."""
+
+    @classmethod
+    def of_ranks(cls, sp_size: int, device: str) -> Topology:
+        """All ranks of the process group, ``sp_size`` neighbours to a sequence; all ranks call it together.
+
+        Raises:
+            ValueError: the ranks do not divide so.
+        """
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        if world_size % sp_size:
+            raise ValueError(
+                f"ulysses_sequence_parallel_size={sp_size} does not divide the {world_size} ranks: use a divisor"
+            )
+        dp_rank, sp_rank = divmod(rank, sp_size)
+        if sp_size == 1:
+            return cls(rank, world_size, dp_rank, world_size)
+        mesh = init_device_mesh(device, (world_size // sp_size, sp_size), mesh_dim_names=("dp", "sp"))
+        groups = {"dp_group": mesh.get_group("dp"), "sp_group": mesh.get_group("sp")}
+        is_output = sp_rank == 0
+        return cls(
+            rank, world_size, dp_rank, world_size // sp_size, is_output, sp_rank=sp_rank, sp_size=sp_size, **groups
+        )
 
 
 class Engine(ABC):
@@ -163,7 +197,8 @@ class Engine(ABC):
 
         Returns:
             The loss's metrics, averaged in the same way; ``grad_norm`` before clipping; ``nonfinite_steps``, 1 where
-            the gradient was not finite and the weights stayed as they were, else 0. Equal on all ranks.
+            the gradient was not finite and the weights stayed as they were, else 0; where prompts are shared
+            ``prefix_tokens_saved``, the share of the rows' tokens that did not run. Equal on all ranks.
         """
         if self.optimizer is None:
             raise RuntimeError("this engine was built without an optimizer: it can score, not train")
@@ -176,7 +211,9 @@ class Engine(ABC):
             self.module.train()
         cut, own = self._cut(data, split, (*loss.columns, *getattr(loss, "extra_columns", ())))
         weights = numbers([loss.weight(micro.columns) for micro in cut.micro_batches[:own]])
-        [total] = self._reduce([sum(weights)], "sum")
+        packings = [micro.packing for micro in cut.micro_batches[:own] if micro.packing]
+        counts = [sum(weights), sum(p.tokens_saved for p in packings), sum(p.tokens for p in packings)]
+        total, saved, run = self._reduce(counts, "sum")
         scale = loss.scale(total) if hasattr(loss, "scale") else 1.0
         shares = [weight / total if total else 0.0 for weight in weights] + [0.0] * (len(cut.micro_batches) - own)
         self._start_gradients()
@@ -194,6 +231,7 @@ class Engine(ABC):
             **metrics.reduce(self.topology),
             "grad_norm": grad_norm,
             "nonfinite_steps": 0.0 if is_finite else 1.0,
+            **({"prefix_tokens_saved": saved / (saved + run)} if self.spec.share_prompts else {}),
         }
 
     def step_schedule(self) -> None:
@@ -401,6 +439,13 @@ class Engine(ABC):
 
     def _prepare(self) -> None:
         """Fit the module to its device, and find out how its outputs are read."""
+        if self.topology.sp_size > 1 and not self.spec.remove_padding:
+            raise ValueError(
+                f"ulysses_sequence_parallel_size={self.topology.sp_size} with model.use_remove_padding=false: ranks "
+                "share packed rows only. Set model.use_remove_padding=true, or the size to 1."
+            )
+        if self.spec.remove_padding:
+            check_packable(self.module, self.topology.sp_size)
         if self.device.type == "cpu":
             use_short_attention(self.module)
         self._recompute = Recompute(self.module, always=self.device.type != "cpu")
@@ -414,6 +459,29 @@ class Engine(ABC):
             self.head = replace(
                 probe_head(self.module, self.device, compiled), never=modality_tokens(self.model_config)
             )
+        if self.spec.remove_padding:
+            self._pack()
+
+    @torch.no_grad()
+    def _pack(self) -> None:
+        """Switch to packed rows, and make sure that these score as each row alone."""
+        config, name = self.model_config, type(self.module).__name__
+        alone = packed_check.alone(config, self.head.never)
+        packed = packed_check.packed(config, self.head.never, self.spec.share_prompts)
+        expected = self._score(alone.to(self.device), 1.0, False)
+        use_packed_attention(self.module)
+        asked: list[Scoring] = []
+        found = self._score(self._shared(packed), 1.0, False, note=asked.append)
+        packed_check.check_asked(config, asked, name)
+        which = "values" if self.spec.head == "value" else "log_probs"
+        packed_check.check_same(getattr(expected, which), getattr(found, which), self.spec.computed_in, name)
+
+    def _shared(self, micro: MicroBatch) -> MicroBatch:
+        """``micro`` on the device, with this rank's share of its sequence."""
+        place = self.topology
+        if place.sp_size > 1:
+            micro = micro.shared_by(place.sp_group, place.sp_rank, place.sp_size)
+        return micro.to(self.device)
 
     def _check_want(self, want: Want) -> None:
         able = Want.VALUES if self.spec.head == "value" else Want.LOG_PROBS | Want.ENTROPY | Want.SUM_PI_SQUARED
@@ -426,14 +494,28 @@ class Engine(ABC):
         A rank whose rows do not suffice repeats its last micro-batch, whose results then count for nothing: sharded
         weights are gathered by all ranks together.
         """
-        lengths, best = row_lengths(data), BEST_TOKENS.get(self.device.type)
-        groups = plan_micro_batches(lengths, split, best_tokens=best)
+        sp_size, best = self.topology.sp_size, BEST_TOKENS.get(self.device.type)
+        if split.max_tokens is not None:
+            # a budget is one device's, and so many share a sequence
+            split = split._replace(max_tokens=split.max_tokens * sp_size)
+        packed, prompts = self.spec.remove_padding, find_prompts(data) if self.spec.share_prompts else None
+        plan = partial(
+            plan_micro_batches,
+            row_lengths(data),
+            split,
+            best_tokens=best and best * sp_size,
+            packed=packed,
+            prompts=prompts,
+        )
+        groups = plan()
         agreed, with_images = map(int, self._reduce([len(groups), self._has_images(data)], "max"))
         if agreed > len(groups):
-            groups = plan_micro_batches(lengths, split, agreed, best)
-        cut = cut_batch(data, groups, reads, self.device)
+            groups = plan(at_least=agreed)
+        cut = cut_batch(data, groups, reads, self.device if sp_size == 1 else "cpu", packed, prompts)
         if with_images and self.topology.world_size > 1:
             self._show_an_image_to_all(cut)
+        if sp_size > 1:
+            cut.micro_batches[:] = map(self._shared, cut.micro_batches)
         cut.micro_batches.extend(cut.micro_batches[-1:] * (agreed - len(groups)))
         return cut, len(groups)
 
@@ -472,12 +554,18 @@ class Engine(ABC):
         return data
 
     def _score(
-        self, micro: MicroBatch, temperature: float, want_entropy: bool, want_squares: bool = False
+        self,
+        micro: MicroBatch,
+        temperature: float,
+        want_entropy: bool,
+        want_squares: bool = False,
+        **told: Any,
     ) -> TokenScores:
         positions = micro.position_ids
         if micro.vision_inputs:
-            seen, _ = vision_positions(self.module, micro.input_ids, micro.vision_inputs)
+            seen, _ = vision_positions(self.module, micro.input_ids, micro.vision_inputs, packing=micro.packing)
             positions = positions if seen is None else seen
+        told |= {name: value for name in ("packing", "share") if (value := getattr(micro, name)) is not None}
         return self.module.token_outputs(
             micro.input_ids,
             positions,
@@ -488,12 +576,13 @@ class Engine(ABC):
             want_entropy,
             want_squares,
             micro.vision_inputs,
+            told,
         )
 
     def _backward(
         self, micro: MicroBatch, share: float, scale: float, loss: LossFn, temperature: float, metrics: WeightedMeans
     ) -> None:
-        self._recompute.choose(micro.input_ids.numel())
+        self._recompute.choose(micro.input_ids.numel() // self.topology.sp_size)
         scores = self._score(micro, temperature, getattr(loss, "want_entropy", False))
         if share == 0.0:
             # a repeat, or nothing but masked tokens: other ranks wait in backward, so run it, on nothing
@@ -501,8 +590,10 @@ class Engine(ABC):
             return
         outputs = TokenOutputs(*(micro.tight(part) for part in (scores.log_probs, scores.entropy, scores.values)))
         value, found = loss(outputs, micro.columns)
-        # ranks' gradients are averaged, so each multiplies by their number to have them summed
-        (value * (share * scale * self.topology.dp_size)).backward()
+        # ranks' gradients are averaged, so each multiplies by their number to have them summed; ranks that share a
+        # sequence have the same loss and find parts of its gradient
+        ranks = self.topology.dp_size * self.topology.sp_size
+        (value * (share * scale * ranks)).backward()
         metrics.add(found, share)
 
     def _reduce(self, values: list[float], op: str) -> list[float]:

@@ -8,7 +8,6 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
@@ -53,12 +52,12 @@ class FSDPEngine(Engine):
         grad_clip: float | None = None,
         device: str = "cpu",
         seed: int = 0,
+        sp_size: int = 1,
     ) -> None:
         super().__init__(spec, grad_clip)
         ensure_process_group(device)
         self.device = current_device(device)
-        rank, world_size = dist.get_rank(), dist.get_world_size()
-        self.topology = Topology(rank, world_size, dp_rank=rank, dp_size=world_size)
+        self.topology = Topology.of_ranks(sp_size, device)
         self._offload_params = wants_offload(engine_config, "param_offload", self.device)
         self._offload_optimizer = wants_offload(engine_config, "optimizer_offload", self.device)
         # Gradients kept whole over micro-batches save slow gloo traffic; on a device they would not fit.

@@ -37,7 +37,13 @@ class LocalEngine(Engine):
         grad_clip: float | None = None,
         device: str = "cpu",
         seed: int = 0,
+        sp_size: int = 1,
     ) -> None:
+        if sp_size > 1:
+            raise ValueError(
+                f"ulysses_sequence_parallel_size={sp_size} with strategy=local: one process has nobody to share a "
+                "sequence with. Use strategy=fsdp2 on several ranks, or size 1."
+            )
         if get_world_size() > 1:
             raise ValueError(
                 f"strategy=local is for one process, and {get_world_size()} were started: use strategy=fsdp2, or "

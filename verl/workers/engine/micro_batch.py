@@ -1,33 +1,43 @@
-"""Rows of a batch laid side by side for one forward pass.
+"""Rows of a batch laid out for one forward pass: side by side, right padded, or packed one behind another.
 
-Rows are right padded to the longest among them; only the positions that predict response tokens are read. Knows
-columns and lengths, and passes image tensors on; not models.
+Only the positions that predict response tokens are read. Packed rows that begin with one prompt can run it once: the
+first of them runs whole, the others their responses alone, which see the prompt's keys in the first row. Knows columns
+and lengths, and passes image tensors on; not models.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from hashlib import blake2b
 
 import torch
 from torch import Tensor
 
 from verl.models.multimodal import collate_vision_inputs
+from verl.models.packing import Packing
+from verl.models.sequence_share import SequenceShare
 from verl.protocol import DataProto
+from verl.utils.bin_packing import Prompts
 from verl.utils.ragged import Layout, Ragged, select_columns, slice_columns
 from verl.utils.seqlen_balancing import inverse_permutation
+from verl.utils.ulysses import Group
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """b rows of a batch on the device, l tokens wide, with r response tokens at most and t in total."""
+    """b rows of a batch on the device, with r response tokens at most and t in total.
+
+    Padded rows are l tokens wide; packed rows are T tokens in total.
+    """
 
     input_ids: Tensor
-    """(b, l), right padded."""
+    """(b, l), right padded; packed: (1, T)."""
     position_ids: Tensor | None
-    """(b, l), or None where every row counts from 0."""
+    """(b, l), or None where every row counts from 0; packed: (1, T), each row counting anew."""
     cells: Tensor
-    """(t,): positions in the flattened (b * l,) that predict a response token: the one before each."""
+    """(t,): positions in the flattened ``input_ids`` that predict a response token: the one before each. With shared
+    prompts some repeat: the last token of a prompt predicts the first of several responses."""
     targets: Tensor
     """(t,): the response tokens."""
     slots: Tensor
@@ -37,7 +47,11 @@ class MicroBatch:
     columns: Mapping[str, Tensor]
     """What the loss reads, each (b, r) or, for columns of one value a row, (b, ...)."""
     vision_inputs: Mapping[str, Tensor] = field(default_factory=dict)
-    """Image tensors of all rows, joined in their order; empty where no row has an image."""
+    """Image tensors of all rows, of shared prompts once, joined in their order; empty where no row has an image."""
+    packing: Packing | None = None
+    """How packed rows lie in the sequence and which tokens each sees; None for padded rows."""
+    share: SequenceShare | None = None
+    """Which part of the sequence this rank runs; None: all of it."""
 
     def to(self, device: torch.device | str) -> MicroBatch:
         """The same on another device."""
@@ -51,18 +65,37 @@ class MicroBatch:
             shape=self.shape,
             columns={name: column.to(device) for name, column in self.columns.items()},
             vision_inputs={name: tensor.to(device) for name, tensor in self.vision_inputs.items()},
+            packing=None if self.packing is None else self.packing.to(device),
+            share=None if self.share is None else self.share.to(device),
+        )
+
+    def shared_by(self, group: Group, rank: int, size: int) -> MicroBatch:
+        """Packed rows cut over the ranks of ``group``, whatever tokens the cut goes through; in host memory."""
+        extra = -self.input_ids.shape[1] % size
+        counted = torch.arange(extra)[None]
+        share = SequenceShare.of(self.cells, self.input_ids.shape[1] + extra, group, rank, size)
+        return replace(
+            self,
+            input_ids=torch.cat([self.input_ids, torch.zeros_like(counted)], 1),
+            position_ids=torch.cat([self.position_ids, counted], 1),
+            packing=self.packing.padded_to(size),
+            share=share,
         )
 
     def with_dummy_row(self, token: int, vision_inputs: Mapping[str, Tensor]) -> MicroBatch:
         """One row more, of an image of one ``token``, which no cell reads."""
-        row = self.input_ids.new_zeros(1, self.input_ids.shape[1])
+        behind = self.packing is not None
+        row = self.input_ids.new_zeros(1, 1 if behind else self.input_ids.shape[1])
         row[0, 0] = token
         positions = self.position_ids
+        if positions is not None:
+            positions = torch.cat([positions, positions.new_zeros(1, row.shape[1])], dim=int(behind))
         return replace(
             self,
-            input_ids=torch.cat([self.input_ids, row]),
-            position_ids=None if positions is None else torch.cat([positions, positions.new_zeros(1, row.shape[1])]),
+            input_ids=torch.cat([self.input_ids, row], dim=int(behind)),
+            position_ids=positions,
             vision_inputs={name: tensor.to(row.device) for name, tensor in vision_inputs.items()},
+            packing=self.packing.followed_by(1) if behind else None,
         )
 
     def tight(self, flat: Tensor | None) -> Tensor | None:
@@ -104,8 +137,45 @@ def row_lengths(data: DataProto) -> list[int]:
     return data.ragged("input_ids").layout.lengths.tolist()
 
 
+def find_prompts(data: DataProto) -> Prompts:
+    """Which rows begin with the same prompt: equal tokens, positions and images before their first response token.
+
+    A row without a response shares with none.
+    """
+    images = _image_keys(vision_rows(data))
+    data = data.packed()
+    ids = data.ragged("input_ids")
+    lengths = _tokens_before_response(ids.layout, data.ragged("responses").layout).tolist()
+    empty = (data.ragged("responses").layout.lengths == 0).tolist()
+    positions = _uneven_positions(data, ids)
+    columns = [ids.rows()] if positions is None else [ids.rows(), positions.rows()]
+    known: dict[object, int] = {}
+    numbers = []
+    for row, length in enumerate(lengths):
+        key = row if empty[row] else (images[row], *(column[row][:length].numpy().tobytes() for column in columns))
+        known.setdefault(key, len(known))
+        numbers.append(known[key])
+    return Prompts(numbers, lengths)
+
+
+def _image_keys(rows: Sequence[Mapping[str, Tensor] | None]) -> list[object]:
+    """Equal for equal images. Siblings mostly hold one and the same object, which is looked through once."""
+    known: dict[int, object] = {}
+    for row in rows:
+        if row and id(row) not in known:
+            tensors = [torch.as_tensor(row[name]) for name in sorted(row)]
+            digests = [blake2b(tensor.reshape(-1).view(torch.uint8).numpy()).digest() for tensor in tensors]
+            known[id(row)] = *sorted(row), *(tensor.shape for tensor in tensors), *digests
+    return [known[id(row)] if row else None for row in rows]
+
+
 def cut_batch(
-    data: DataProto, groups: list[list[int]], reads: Sequence[str] = (), device: torch.device | str = "cpu"
+    data: DataProto,
+    groups: list[list[int]],
+    reads: Sequence[str] = (),
+    device: torch.device | str = "cpu",
+    packed: bool = False,
+    prompts: Prompts | None = None,
 ) -> Cut:
     """Lay out the micro-batches that ``groups`` of row numbers name.
 
@@ -114,6 +184,9 @@ def cut_batch(
             ``multi_modal_inputs`` if rows have images.
         groups: row numbers of each micro-batch, from ``plan_micro_batches``; every row once.
         reads: columns to hand to the loss; those that ``data`` has not are left out.
+        packed: rows one behind another in one sequence, without padding.
+        prompts: with ``packed``, from ``find_prompts``: a prompt that several rows of a micro-batch begin with runs
+            once. None: every row runs whole.
 
     Raises:
         ValueError: if a response begins a row, so that nothing stands before it to predict it from.
@@ -142,8 +215,16 @@ def cut_batch(
     for last in torch.tensor([len(group) for group in groups]).cumsum(0).tolist():
         part = slice_columns(ragged, first, last)
         columns = {name: _tight(part[name]) if name in part else dense[name][first:last] for name in names}
-        images = collate_vision_inputs([vision[row] for row in order[first:last].tolist()])
-        micro_batches.append(replace(_micro_batch(part, before[first:last], columns), vision_inputs=images).to(device))
+        rows = seeing = order[first:last].tolist()
+        if packed:
+            leaders = None if prompts is None else _leaders([prompts.numbers[row] for row in rows])
+            micro = _packed_micro_batch(part, before[first:last], leaders, columns)
+            if leaders is not None:
+                seeing = [row for place, row in enumerate(rows) if leaders[place] == place]
+        else:
+            micro = _micro_batch(part, before[first:last], columns)
+        images = collate_vision_inputs([vision[row] for row in seeing])
+        micro_batches.append(replace(micro, vision_inputs=images).to(device))
         first = last
     return Cut(micro_batches, order, responses.layout)
 
@@ -162,6 +243,63 @@ def _micro_batch(part: Mapping[str, Ragged], before: Tensor, columns: Mapping[st
         shape=(len(response), max(response.width, 1)),
         columns=columns,
     )
+
+
+def _packed_micro_batch(
+    part: Mapping[str, Ragged], before: Tensor, leaders: Tensor | None, columns: Mapping[str, Tensor]
+) -> MicroBatch:
+    """Rows one behind another; those that another row leads leave their prompt to it.
+
+    Args:
+        before: (b,) tokens of each row before its response.
+        leaders: (b,) of each row, the row that runs its prompt, itself or an earlier one; None: each its own.
+    """
+    ids, responses = part["input_ids"], part["responses"]
+    lengths, offsets, response = ids.layout.lengths, ids.layout.offsets[:-1], responses.layout.tight
+    positions = part["position_ids"].values if "position_ids" in part else _runs(torch.zeros_like(lengths), lengths)
+    input_ids, cells = ids.values, _runs(offsets + before - 1, response.lengths)
+    packing = None
+    if leaders is not None:
+        runs, place = _run_once(lengths, before, leaders)
+        input_ids, positions, cells = input_ids[runs], positions[runs], place[cells]
+        kept = torch.where(leaders == torch.arange(len(leaders)), lengths, lengths - before)
+        packing = Packing.sharing(kept.tolist(), place.split(lengths.tolist()))
+    return MicroBatch(
+        input_ids=input_ids[None],
+        position_ids=positions[None],
+        cells=cells,
+        targets=responses.values,
+        slots=response.cells,
+        shape=(len(response), max(response.width, 1)),
+        columns=columns,
+        packing=packing or Packing.of_lengths(lengths.tolist()),
+    )
+
+
+def _leaders(prompts: Sequence[int]) -> Tensor | None:
+    """(b,): the first row with each row's prompt; None where no two rows have one prompt."""
+    first: dict[int, int] = {}
+    leaders = [first.setdefault(prompt, row) for row, prompt in enumerate(prompts)]
+    return None if len(first) == len(leaders) else torch.tensor(leaders)
+
+
+def _run_once(lengths: Tensor, before: Tensor, leaders: Tensor) -> tuple[Tensor, Tensor]:
+    """Of whole rows one behind another, which tokens run, and at which place among these every token is found."""
+    offsets = lengths.cumsum(0) - lengths
+    is_led = leaders != torch.arange(len(leaders))
+    skipped = torch.where(is_led, before, 0)
+    runs = _runs(offsets + skipped, lengths - skipped)
+    place = torch.empty(int(lengths.sum()), dtype=torch.int64)
+    place[runs] = torch.arange(len(runs))
+    # a leader is led by none, so its prompt has places already
+    place[_runs(offsets, skipped)] = place[_runs(offsets[leaders], skipped)]
+    return runs, place
+
+
+def _runs(firsts: Tensor, lengths: Tensor) -> Tensor:
+    """Count on from each of ``firsts`` (n,) for ``lengths`` (n,) steps, one run after the other."""
+    shift = (firsts - (lengths.cumsum(0) - lengths)).repeat_interleave(lengths)
+    return shift + torch.arange(len(shift))
 
 
 def _tight(column: Ragged) -> Tensor:

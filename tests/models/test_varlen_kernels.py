@@ -1,0 +1,174 @@
+"""Attention of packed rows is each row's own, whatever its length, window, cap, sinks and shared prompt."""
+
+import inspect
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.nn.attention import varlen
+
+from verl.models import varlen_kernels
+from verl.models.attention import LONGEST
+from verl.models.packing import Packing
+from verl.models.varlen_kernels import Scoring, attend, by_rows, choose_kernel, flash_attn, torch_varlen
+
+LENGTHS = {
+    "one row": (9,),
+    "equal rows": (8, 8, 8),
+    "unequal rows": (3, 17, 1, 30, 16),
+    "long and short rows": (LONGEST + 5, 4, LONGEST + 40, 1),
+}
+SCORINGS = {
+    "plain": Scoring(0.3),
+    "window": Scoring(0.3, window=5),
+    "window of itself": Scoring(0.3, window=1),
+    "cap": Scoring(0.3, softcap=2.0),
+    "sinks": Scoring(0.3, window=7, sinks=torch.tensor([0.5, -1.0, 2.0, 0.0])),
+}
+
+
+def layer(tokens, heads=4, kv_heads=2, width=8, value_width=8, dtype=torch.float64):
+    draw = torch.Generator().manual_seed(tokens)
+    shapes = (heads, width), (kv_heads, width), (kv_heads, value_width)
+    return [torch.randn(tokens, *shape, generator=draw, dtype=dtype).requires_grad_() for shape in shapes]
+
+
+def shared_prompts():
+    """A row of 12 tokens, two rows that see its first 5 before their own, and a row on its own."""
+    own = [torch.arange(12), torch.arange(12, 16), torch.arange(16, 26), torch.arange(26, 29)]
+    keys = [own[0], *(torch.cat([torch.arange(5), tokens]) for tokens in own[1:3]), own[3]]
+    return Packing.sharing([len(tokens) for tokens in own], keys)
+
+
+def formula(q, k, v, packing, scoring):
+    """Token by token: softmax over the keys it sees."""
+    index = packing.kv_index if packing.kv_index is not None else torch.arange(packing.tokens)
+    k, v = (x[index].repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    rows, first_key = [], 0
+    for queries, keys in zip(q.split(packing.q_lengths), packing.k_lengths, strict=True):
+        for number, query in enumerate(queries):
+            last = first_key + keys - len(queries) + number + 1
+            first = max(first_key, last - (scoring.window or last))
+            scores = torch.einsum("hd,khd->hk", query, k[first:last]) * scoring.scale
+            if scoring.softcap:
+                scores = scoring.softcap * torch.tanh(scores / scoring.softcap)
+            sinks = query.new_empty(len(scores), 0) if scoring.sinks is None else scoring.sinks[:, None].to(query)
+            weights = torch.softmax(torch.cat([scores, sinks], 1), 1)[:, : scores.shape[1]]
+            rows.append(torch.einsum("hk,khd->hd", weights, v[first:last]))
+        first_key += keys
+    return torch.stack(rows)
+
+
+def assert_same(found, expected, parts, tolerance):
+    pull = torch.randn(expected.shape, generator=torch.Generator().manual_seed(0), dtype=expected.dtype)
+    gradients = (torch.autograd.grad(out, parts, pull, retain_graph=True) for out in (found, expected))
+    for one, other in zip((found, *next(gradients)), (expected, *next(gradients)), strict=True):
+        torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("scoring", SCORINGS.values(), ids=SCORINGS)
+@pytest.mark.parametrize("lengths", [*LENGTHS.values(), None], ids=[*LENGTHS, "shared prompts"])
+def test_every_token_sees_its_own_row_up_to_itself(lengths, scoring):
+    packing = shared_prompts() if lengths is None else Packing.of_lengths(lengths)
+    parts = layer(packing.tokens)
+    # short rows are scored in fp32
+    assert_same(attend(*parts, packing, scoring), formula(*parts, packing, scoring), parts, 1e-5)
+
+
+@pytest.mark.parametrize("scoring", SCORINGS.values(), ids=SCORINGS)
+@pytest.mark.parametrize("value_width", [5, 12])
+def test_values_may_be_of_another_width(value_width, scoring):
+    packing = Packing.of_lengths((LONGEST + 1, 7))
+    parts = layer(packing.tokens, value_width=value_width)
+    assert_same(attend(*parts, packing, scoring), formula(*parts, packing, scoring), parts, 1e-5)
+
+
+def test_a_row_is_the_same_bit_by_bit_whatever_other_rows_hold():
+    packing = Packing.of_lengths((7, 20, 11))
+    q, k, v = layer(packing.tokens, dtype=torch.float32)
+    before = attend(q, k, v, packing, Scoring(0.3))
+    with torch.no_grad():
+        for x in (q, k, v):
+            x[:7] += 1
+            x[27:] -= 1
+    assert torch.equal(attend(q, k, v, packing, Scoring(0.3))[7:27], before[7:27])
+
+
+# -- what the CUDA kernels are called with ------------------------------------------------------------------------
+
+
+def stand_in(q, k, v, cu_q, cu_k, longest_q, longest_k, scale, window, softcap=0.0):
+    """What the CUDA kernels compute, and the shapes they ask for."""
+    assert q.shape[-1] == k.shape[-1] == v.shape[-1] and q.shape[-1] % 8 == 0
+    assert cu_q.dtype == cu_k.dtype == torch.int32
+    lengths, k_lengths = (tuple(cu.diff().tolist()) for cu in (cu_q, cu_k))
+    assert (max(lengths), max(k_lengths)) == (longest_q, longest_k) and window[1] == 0
+    scoring = Scoring(scale, None if window[0] < 0 else window[0] + 1, softcap or None)
+    return by_rows(q, k, v, Packing(cu_q, cu_k, lengths, k_lengths), scoring)
+
+
+@pytest.mark.parametrize("scoring", [Scoring(0.3), Scoring(0.3, window=5)], ids=["plain", "window"])
+@pytest.mark.parametrize("takes_groups", [True, False])
+@pytest.mark.parametrize("packing", [Packing.of_lengths((3, 17, 1)), shared_prompts()], ids=["rows", "shared prompts"])
+def test_torchs_kernel_is_asked_for_what_by_rows_computes(packing, takes_groups, scoring, monkeypatch):
+    signature = inspect.signature(varlen.varlen_attn)
+
+    def kernel(*args, **options):
+        if not takes_groups:
+            assert args[0].shape[1] == args[1].shape[1] == args[2].shape[1]
+        else:
+            assert signature.bind(*args, **options).arguments["enable_gqa"]
+        return stand_in(*args, options["scale"], options["window_size"])
+
+    names = frozenset(signature.parameters) - (set() if takes_groups else {"enable_gqa"})
+    monkeypatch.setattr(varlen_kernels, "_varlen", lambda: (kernel, names))
+    monkeypatch.setattr(varlen_kernels, "choose_kernel", lambda q, v, scoring: torch_varlen)
+    parts = layer(packing.tokens, width=12, value_width=10)
+    assert_same(attend(*parts, packing, scoring), formula(*parts, packing, scoring), parts, 1e-5)
+
+
+@pytest.mark.parametrize(
+    "scoring", [SCORINGS["plain"], SCORINGS["window"], SCORINGS["cap"]], ids=["plain", "window", "cap"]
+)
+def test_flash_attn_is_asked_for_what_by_rows_computes(scoring, monkeypatch):
+    def kernel(*args, softmax_scale, causal, window_size, softcap):
+        assert causal
+        return stand_in(*args, softmax_scale, window_size, softcap)
+
+    monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(flash_attn_varlen_func=kernel))
+    monkeypatch.setattr(varlen_kernels, "choose_kernel", lambda q, v, scoring: flash_attn)
+    packing = shared_prompts()
+    parts = layer(packing.tokens, width=12, value_width=10)
+    assert_same(attend(*parts, packing, scoring), formula(*parts, packing, scoring), parts, 1e-5)
+
+
+def on_cuda(dtype=torch.bfloat16, width=64):
+    return SimpleNamespace(is_cuda=True, dtype=dtype, shape=(5, 4, width), device="cuda")
+
+
+@pytest.mark.parametrize(
+    "query, scoring, has_flash, has_varlen, kernel",
+    [
+        (on_cuda(), Scoring(1.0), True, True, flash_attn),
+        (on_cuda(), Scoring(1.0), False, True, torch_varlen),
+        (on_cuda(), Scoring(1.0, softcap=3.0), True, True, flash_attn),
+        (on_cuda(), Scoring(1.0, softcap=3.0), False, True, by_rows),
+        (on_cuda(), SCORINGS["sinks"], True, True, by_rows),
+        (on_cuda(), Scoring(1.0), False, False, by_rows),
+        (on_cuda(torch.float32), Scoring(1.0), True, True, by_rows),
+        (on_cuda(width=512), Scoring(1.0), True, True, by_rows),
+    ],
+)
+def test_the_fastest_kernel_that_can_is_chosen(query, scoring, has_flash, has_varlen, kernel, monkeypatch):
+    monkeypatch.setattr(varlen_kernels, "_has_flash_attn", lambda: has_flash)
+    monkeypatch.setattr(varlen_kernels, "_can_use_varlen", lambda device, window: has_varlen)
+    assert choose_kernel(query, query, scoring) is kernel
+
+
+def test_a_slow_way_is_said_once(monkeypatch, caplog):
+    monkeypatch.setattr(varlen_kernels, "_has_flash_attn", lambda: False)
+    varlen_kernels._say_slow.cache_clear()
+    for _ in range(2):
+        choose_kernel(on_cuda(), on_cuda(), Scoring(1.0, softcap=3.0))
+    assert caplog.text.count("pip install flash-attn") == 1

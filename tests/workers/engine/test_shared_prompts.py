@@ -1,0 +1,170 @@
+"""A prompt that runs once for all of its responses gives the numbers of one that runs for each."""
+
+import itertools
+from types import SimpleNamespace
+
+import pandas as pd
+import pytest
+import torch
+from transformers import Qwen2Config
+
+from tests.support.images import MIXED, image_dataset, image_row, make_tiny_vl_model, picture
+from tests.support.images import make_batch as make_images
+from tests.support.losses import optim_section, ppo_loss, value_loss
+from tests.support.ranks import run_ranks
+from tests.support.tiny_models import make_siblings, make_tiny_model
+from verl.models.loader import ModelSpec
+from verl.protocol import DataProto
+from verl.utils.micro_batching import WHOLE
+from verl.workers import model_worker
+from verl.workers.engine import MicroBatching, Want, build_engine
+from verl.workers.engine.micro_batch import cut_batch, find_prompts
+
+PROMPTS = ((5, 3), (9, 4), (1, 1), (30, 2))
+SAVED = 5 * 2 + 9 * 3 + 30
+CLEAR = {"initializer_range": 0.2}  # weights so large that a wrong mask or position shows
+FAMILIES = {
+    "qwen2": ("qwen2", {}),
+    "llama": ("llama", {}),
+    "qwen3": ("qwen3", {}),
+    "windows": ("mistral", {"sliding_window": 6}),
+    "windows in some layers": ("gemma3_text", {"sliding_window": 6}),
+    "caps": ("gemma2", {"sliding_window": 6}),
+    "sinks": ("gpt_oss", {"sliding_window": 6, "num_local_experts": 4}),
+    "experts": ("qwen3_moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_tiny_model(tmp_path_factory.mktemp("model"), **CLEAR)
+
+
+def one_step(folder, data, split=WHOLE, strategy="local", head="lm", **spec):
+    """Log-probs (or values), metrics and gradient of one step."""
+    spec = ModelSpec(folder, head, compute_dtype="fp32", **spec)
+    engine = build_engine(strategy, spec, None, optim_section(), total_steps=10, grad_clip=None, seed=1)
+    place = engine.topology
+    data = data[place.dp_rank :: place.dp_size]
+    want = Want.VALUES if head == "value" else Want.LOG_PROBS | Want.ENTROPY
+    scores, gradient = engine.infer(data, want, split), []
+
+    def keep_gradient():
+        parts = [p.grad for p in engine.optimizer.param_groups[0]["params"]]
+        gradient.extend(p.full_tensor() if hasattr(p, "full_tensor") else p for p in parts)
+        return 1.0
+
+    engine.optimizer_step = keep_gradient
+    metrics = engine.train_step(data, value_loss() if head == "value" else ppo_loss(), split)
+    columns = {name: scores.ragged(name).values for name in scores.keys()}
+    return columns, metrics, torch.cat([part.flatten() for part in gradient])
+
+
+PACKED = {"remove_padding": True}
+SHARED = {**PACKED, "share_prompts": True}
+
+
+def check_same(one, other, tolerance=2e-6):
+    (scores, metrics, gradient), (other_scores, other_metrics, other_gradient) = one, other
+    for name, column in scores.items():
+        torch.testing.assert_close(other_scores[name], column, rtol=tolerance, atol=5 * tolerance)
+    for name in metrics.keys() - {"prefix_tokens_saved"}:
+        assert other_metrics[name] == pytest.approx(metrics[name], rel=1e-5, abs=1e-6), name
+    assert (other_gradient - gradient).norm() <= tolerance * gradient.norm()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_scores_loss_and_gradient_are_those_of_prompts_that_run_for_each_response(family, tmp_path):
+    name, extra = FAMILIES[family]
+    folder, data = make_tiny_model(tmp_path, name, **CLEAR, **extra), make_siblings(PROMPTS, seed=5)
+    shared = one_step(folder, data, **SHARED)
+    check_same(one_step(folder, data), shared)
+    check_same(one_step(folder, data, **PACKED), shared)
+    tokens = int(data.ragged("input_ids").layout.lengths.sum())
+    assert shared[1]["prefix_tokens_saved"] == pytest.approx(SAVED / tokens)
+
+
+@pytest.mark.parametrize("split", [MicroBatching(size=1), MicroBatching(size=2), MicroBatching(max_tokens=60)])
+def test_groups_that_do_not_fit_a_micro_batch_run_their_prompt_once_a_piece(folder, split):
+    data = make_siblings(PROMPTS, seed=5)
+    shared = one_step(folder, data, split, **SHARED)
+    check_same(one_step(folder, data), shared)
+    most = SAVED / int(data.ragged("input_ids").layout.lengths.sum())
+    assert shared[1]["prefix_tokens_saved"] == 0 if split.size == 1 else 0 < shared[1]["prefix_tokens_saved"] <= most
+
+
+def test_checkpointed_layers_are_recomputed_with_the_same_prompts(folder, monkeypatch):
+    monkeypatch.setattr("verl.models.recompute.KEEP_BELOW_BYTES", 0)
+    data = make_siblings(PROMPTS, seed=5)
+    plain = one_step(folder, data, gradient_checkpointing=False, **SHARED)
+    check_same(plain, one_step(folder, data, gradient_checkpointing=True, **SHARED))
+
+
+def test_values_of_a_critic_share_prompts_too(folder):
+    data = make_siblings(PROMPTS, seed=5)
+    check_same(one_step(folder, data, head="value"), one_step(folder, data, head="value", **SHARED))
+
+
+@pytest.mark.parametrize("split", [MicroBatching(size=4), MicroBatching(max_tokens=60)])
+def test_two_sharded_ranks_share_what_they_have(folder, split):
+    data = make_siblings(PROMPTS, seed=5)
+    scores, metrics, gradient = one_step(folder, data)
+    shared = run_ranks(2, _shared_step, folder, data, split)
+    for rank, (theirs, their_metrics, their_gradient) in enumerate(shared):
+        rows = data.ragged("responses").like(scores["log_probs"]).select(torch.arange(len(data))[rank::2])
+        torch.testing.assert_close(theirs["log_probs"], rows.values, rtol=2e-6, atol=1e-5)
+        assert (their_gradient - gradient).norm() <= 2e-6 * gradient.norm()
+        assert their_metrics["actor/pg_loss"] == pytest.approx(metrics["actor/pg_loss"], rel=1e-5)
+        assert their_metrics["prefix_tokens_saved"] > 0
+    assert shared[0][1] == shared[1][1]
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory):
+    """A model that sees, and rows in which siblings stand apart, with images and without."""
+    folder = make_tiny_vl_model(tmp_path_factory.mktemp("vl"), **CLEAR)
+    path = str(tmp_path_factory.mktemp("data") / "rows.parquet")
+    repeated = [MIXED[i] for i in (0, 2, 1, 2, 0, 0, 2, 1)]
+    repeated[5] = ("<image>What is it?", [picture(seed=9)])  # the same tokens, of another image
+    pd.DataFrame([image_row(text, images, i) for i, (text, images) in enumerate(repeated)]).to_parquet(path)
+    return folder, make_images(image_dataset(folder, path))
+
+
+@pytest.mark.parametrize("split", [WHOLE, MicroBatching(size=3)])
+def test_images_of_a_shared_prompt_are_looked_at_once(pictures, split):
+    folder, data = pictures
+    assert find_prompts(data).numbers == [0, 1, 2, 1, 0, 3, 1, 2]
+    shared = one_step(folder, data, split, **SHARED)
+    check_same(one_step(folder, data), shared)
+    if split == WHOLE:
+        groups = [list(range(len(data)))]
+        [micro] = cut_batch(data, groups, packed=True, prompts=find_prompts(data)).micro_batches
+        assert len(micro.vision_inputs["image_grid_thw"]) == 1 + 2 + 1
+
+
+def test_two_ranks_share_images_of_which_one_has_none(pictures):
+    folder, data = pictures
+    data = data[[0, 2, 4, 7, 1, 2, 3, 7]]  # every second row has no image
+    _, metrics, gradient = one_step(folder, data)
+    for _, their_metrics, theirs in run_ranks(2, _shared_step, folder, data, WHOLE):
+        assert (theirs - gradient).norm() <= 5e-6 * gradient.norm()
+        assert their_metrics["actor/pg_loss"] == pytest.approx(metrics["actor/pg_loss"], rel=1e-5)
+
+
+def _shared_step(folder, data, split):
+    return one_step(folder, data, split, "fsdp2", **SHARED)
+
+
+def test_tokens_that_did_not_run_do_not_count_as_use_of_the_device(monkeypatch):
+    monkeypatch.setattr(model_worker, "get_device_flops", lambda **_: 1.0)
+    seconds = itertools.count()
+    monkeypatch.setattr(model_worker.time, "perf_counter", lambda: float(next(seconds)))
+    config = Qwen2Config(hidden_size=64, num_hidden_layers=2, num_attention_heads=4)
+    engine = SimpleNamespace(model_config=config, device=torch.device("cpu"), topology=SimpleNamespace(world_size=1))
+    data, found = DataProto(meta_info={"global_token_num": [100, 200]}), []
+    for metrics in ({}, {"actor/prefix_tokens_saved": 0.25}):
+        bag = model_worker.MetricBag()
+        with model_worker.mfu_metrics("actor", engine, data, 1, bag):
+            bag.add(metrics)
+        found += bag.lists()["perf/mfu/actor"]
+    assert found[1] == pytest.approx(0.75 * found[0]) and found[0] > 0
