@@ -141,10 +141,15 @@ def load_model(spec: ModelSpec, seed: int = 0, dtype: torch.dtype | None = None)
     return _prepare(spec, model, seed, dtype)
 
 
-def empty_model(spec: ModelSpec) -> nn.Module:
-    """Build the model without memory for its weights (on the meta device): the shape to shard before loading."""
+def empty_model(spec: ModelSpec, dtype: torch.dtype | None = None) -> nn.Module:
+    """Build the model without memory for its weights (on the meta device): the shape to shard before loading.
+
+    Args:
+        dtype: of the weights (default ``spec.param_dtype``); buffers, as rotary frequencies, keep the model's own.
+    """
+    dtype = dtype or spec.kept_in
     with torch.device("meta"):
-        return _prepare(spec, _from_config(spec, load_config(spec), spec.kept_in))
+        return _prepare(spec, _from_config(spec, load_config(spec), dtype), dtype=dtype)
 
 
 def _auto_class(spec: ModelSpec, config: Any) -> Any:
