@@ -43,6 +43,7 @@ __all__ = [
     "offload_fsdp_optimizer",
     "prefetch_forward",
     "sharding_units",
+    "tied_parameters",
     "wants_offload",
     "wrapped_units",
 ]
@@ -79,7 +80,7 @@ def sharding_units(model: nn.Module, class_names: Iterable[str], min_num_params:
     units: list[nn.Module] = []
     # The outermost unit holds what is read without calling its module: tied weights and the last linear layer.
     outer = {model, *(child for child in model.children() if isinstance(child, nn.Linear))}
-    tied = {parameter for parameter, owners in _owners(model).items() if owners > 1}
+    tied = tied_parameters(model)
 
     def visit(module: nn.Module) -> list[nn.Parameter]:
         """Collect units below ``module``; returns the parameters no unit has taken."""
@@ -95,9 +96,10 @@ def sharding_units(model: nn.Module, class_names: Iterable[str], min_num_params:
     return units
 
 
-def _owners(model: nn.Module) -> Counter[nn.Parameter]:
-    """How many modules hold each parameter."""
-    return Counter(parameter for module in model.modules() for parameter in module.parameters(recurse=False))
+def tied_parameters(model: nn.Module) -> set[nn.Parameter]:
+    """Parameters that several modules hold."""
+    owners = Counter(parameter for module in model.modules() for parameter in module.parameters(recurse=False))
+    return {parameter for parameter, count in owners.items() if count > 1}
 
 
 def apply_fsdp2(model: nn.Module, fsdp_kwargs: dict[str, Any], config: Any = None) -> list[nn.Module]:

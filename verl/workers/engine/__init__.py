@@ -43,9 +43,9 @@ def build_engine(
     """
     if strategy == "local":
         from verl.workers.engine.local import LocalEngine as Backend
+    elif strategy == "fsdp" and device != "cpu":
+        from verl.workers.engine.fsdp1 import FSDP1Engine as Backend
     elif strategy in ("fsdp", "fsdp2"):
-        if strategy == "fsdp":
-            logger.info("strategy=fsdp runs on FSDP2 (fully_shard)")
         from verl.workers.engine.fsdp import FSDPEngine as Backend
     else:
         raise ValueError(f"strategy={strategy!r} is not built: use 'local', 'fsdp2' or 'fsdp'")

@@ -239,7 +239,7 @@ class Engine(ABC):
         """As ``weights``, of the model below its adapter."""
         from verl.models.lora import is_adapter, without_wrapper
 
-        leave_out = tied_duplicates(self.module) | set(filter(is_adapter, self.module.state_dict()))
+        leave_out = tied_duplicates(self.module) | set(filter(is_adapter, self.tensor_names()))
         named = ((without_wrapper(name), tensor) for name, tensor in self.full_tensors(dtype, leave_out))
         yield from checkpoint_tensors(self.module, named)
 
@@ -274,7 +274,7 @@ class Engine(ABC):
         from verl.models.lora import is_adapter
 
         wanted = {name for name in self.parameter_names() if with_head or is_adapter(name)}
-        return self.full_tensors(None, self.module.state_dict().keys() - wanted)
+        return self.full_tensors(None, set(self.tensor_names()) - wanted)
 
     def _saved(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
         """What of the module's tensors a checkpoint holds: all, or what is trained on top of ``model.path``."""
@@ -305,7 +305,7 @@ class Engine(ABC):
         if "model" in parts:
             state["model"] = self.model_state()
         if "optimizer" in parts and self.optimizer is not None:
-            state["optimizer"] = optimizer_state(self.optimizer, self.parameter_names())
+            state["optimizer"] = self._optimizer_state()
         if "extra" in parts:
             state["extra"] = {
                 "lr_scheduler": None if self.schedule is None else self.schedule.state_dict(),
@@ -321,7 +321,7 @@ class Engine(ABC):
             if "model" in state:
                 self.load_model_state(state["model"])
             if "optimizer" in state and self.optimizer is not None:
-                load_optimizer_state(self.optimizer, self.parameter_names(), state["optimizer"])
+                self._load_optimizer_state(state["optimizer"])
         if "extra" in state:
             extra = state["extra"]
             if self.schedule is not None and extra.get("lr_scheduler"):
@@ -360,6 +360,18 @@ class Engine(ABC):
     @abstractmethod
     def offload(self, *, model: bool, optimizer: bool) -> None:
         """Take weights and optimizer state off the device, where offload is configured."""
+
+    def tensor_names(self) -> list[str]:
+        """Names of the module's parameters and persistent buffers."""
+        return list(self.module.state_dict())
+
+    def _optimizer_state(self) -> dict[str, Any]:
+        """The optimizer's state by parameter name."""
+        return optimizer_state(self.optimizer, self.parameter_names())
+
+    def _load_optimizer_state(self, state: dict[str, Any]) -> None:
+        """Take back what ``_optimizer_state`` gave."""
+        load_optimizer_state(self.optimizer, self.parameter_names(), state)
 
     def _start_gradients(self) -> None:  # noqa: B027 - not every backend needs it
         """Called before the first backward pass of a step."""

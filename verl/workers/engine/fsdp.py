@@ -26,7 +26,6 @@ from verl.utils.fsdp_utils import (
     fsdp2_load_full_state_dict,
     fsdp_modules,
     full_model_state,
-    offload_fsdp_model_to_cpu,
     prefetch_forward,
 )
 from verl.utils.offload import move_optimizer_state, read, wants_offload
@@ -176,17 +175,22 @@ class FSDPEngine(Engine):
 
     def load(self, *, model: bool, optimizer: bool) -> None:
         if model and self._offload_params:
-            self.module.to(self.device)
+            self._move(self.device)
         if optimizer and self._offload_optimizer and self.optimizer is not None:
             move_optimizer_state(self.optimizer, self.device)
 
     def offload(self, *, model: bool, optimizer: bool) -> None:
         if model and self._offload_params:
-            offload_fsdp_model_to_cpu(self.module, empty_cache=False)
+            self._move(torch.device("cpu"))
         if optimizer and self._offload_optimizer and self.optimizer is not None:
             move_optimizer_state(self.optimizer, torch.device("cpu"))
         if self._offload_params or self._offload_optimizer:
             empty_cache(self.device)
+
+    def _move(self, device: torch.device) -> None:
+        """Move slices and buffers."""
+        self._after_infer()
+        self.module.to(device)
 
 
 def local_part(tensor: Tensor) -> Tensor:
