@@ -108,6 +108,7 @@ class Engine(ABC):
         self.optimizer: torch.optim.AdamW | None = None
         self.schedule: torch.optim.lr_scheduler.LambdaLR | None = None
         self.head: Head | None = None
+        self._there = {"model": False, "optimizer": False}
 
     @property
     def model_config(self) -> Any:
@@ -287,13 +288,18 @@ class Engine(ABC):
     def on_device(self, optimizer: bool = False) -> Iterator[None]:
         """Bring the weights (with ``optimizer``, its state too) to the device; take them away after where configured.
 
-        The only path of offload.
+        The only path of offload. Blocks may nest: what an outer one brought stays until its end.
         """
-        self.load(model=True, optimizer=optimizer)
+        brought = {"model": not self._there["model"], "optimizer": optimizer and not self._there["optimizer"]}
+        if any(brought.values()):
+            self.load(**brought)
+        self._there.update({part: True for part, is_new in brought.items() if is_new})
         try:
             yield
         finally:
-            self.offload(model=True, optimizer=optimizer)
+            self._there.update({part: False for part, is_new in brought.items() if is_new})
+            if any(brought.values()):
+                self.offload(**brought)
 
     def state(self, parts: Collection[str] = ("model", "optimizer", "extra")) -> dict[str, Any]:
         """This rank's share of what a checkpoint holds.

@@ -103,6 +103,8 @@ class FSDP1Engine(FSDPEngine):
         if math.isfinite(norm):
             self.optimizer.step()
         self.optimizer.zero_grad()
+        for handle in self._handles():
+            handle._reset_flat_param_grad_info_if_needed()  # or the flat gradients stay until the next pass
         return norm
 
     def full_tensors(self, dtype: torch.dtype | None, leave_out: Collection[str]) -> Iterator[tuple[str, Tensor]]:
