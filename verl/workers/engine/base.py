@@ -9,7 +9,7 @@ import logging
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from enum import Flag, auto
 from pathlib import Path
@@ -34,6 +34,7 @@ from verl.models.recompute import Recompute
 from verl.models.token_outputs import Head, TokenScores, probe_head, value_layer
 from verl.models.weight_names import checkpoint_tensors, tied_duplicates
 from verl.protocol import DataProto
+from verl.utils.activation_offload import ActivationOffload
 from verl.utils.checkpoint.random_state import random_state, set_random_state
 from verl.utils.distributed import all_gather_objects, all_reduce_numbers
 from verl.utils.micro_batching import WHOLE, MicroBatching
@@ -490,7 +491,8 @@ class Engine(ABC):
         self, micro: MicroBatch, share: float, scale: float, loss: LossFn, temperature: float, metrics: WeightedMeans
     ) -> None:
         self._recompute.choose(micro.input_ids.numel())
-        scores = self._score(micro, temperature, getattr(loss, "want_entropy", False))
+        with self._activations():
+            scores = self._score(micro, temperature, getattr(loss, "want_entropy", False))
         if share == 0.0:
             # a repeat, or nothing but masked tokens: other ranks wait in backward, so run it, on nothing
             sum(part.sum() for part in scores if part is not None).mul(0.0).backward()
@@ -500,6 +502,12 @@ class Engine(ABC):
         # ranks' gradients are averaged, so each multiplies by their number to have them summed
         (value * (share * scale * self.topology.dp_size)).backward()
         metrics.add(found, share)
+
+    def _activations(self) -> AbstractContextManager[Any]:
+        """Around a forward pass: where what it leaves for the backward pass is kept."""
+        if self.spec.activation_offload and self.device.type != "cpu":
+            return ActivationOffload(self.device)
+        return nullcontext()
 
     def _reduce(self, values: list[float], op: str) -> list[float]:
         if self.topology.dp_size == 1:
