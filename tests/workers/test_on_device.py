@@ -63,7 +63,8 @@ class Device:
     def mover(self, plain, is_there):
         def move(engine, *, model, optimizer):
             parts = self.there.setdefault(id(engine), {"model": False, "optimizer": False})
-            parts.update({name: is_there for name, is_moved in (("model", model), ("optimizer", optimizer)) if is_moved})
+            moved = [name for name, is_moved in (("model", model), ("optimizer", optimizer)) if is_moved]
+            parts.update(dict.fromkeys(moved, is_there))
             plain(engine, model=model, optimizer=optimizer)
 
         return move

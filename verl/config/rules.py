@@ -538,6 +538,32 @@ def sharding_group_divides_the_workers(config: PPOConfig) -> Iterator[Problem]:
             )
 
 
+def runs_fsdp1(config: PPOConfig, role: str) -> bool:
+    """Whether a role's ``strategy=fsdp`` is FullyShardedDataParallel."""
+    section = get_path(config, role)
+    sharding = section.model.fsdp_config if role == "critic" else section.fsdp_config
+    shares = config.trainer.world_size > 1 and sharding.fsdp_size != 1
+    return section.strategy == "fsdp" and config.trainer.device != "cpu" and shares
+
+
+@rule
+def offload_policy_is_of_fsdp2(config: PPOConfig) -> Iterator[Problem]:
+    places = {ACTOR: f"{ACTOR}.fsdp_config"}
+    if config.uses_reference:
+        places[REF] = f"{REF}.fsdp_config"
+    if config.uses_critic:
+        places["critic"] = "critic.model.fsdp_config"
+    for role, place in places.items():
+        if get_path(config, place).offload_policy and runs_fsdp1(config, role):
+            yield _problem(
+                config,
+                f"{place}.offload_policy",
+                f"needs fsdp2, and {role}.strategy=fsdp. Use {role}.strategy=fsdp2, or param_offload and "
+                "optimizer_offload.",
+                f"{role}.strategy",
+            )
+
+
 @rule
 def local_strategy_has_one_worker(config: PPOConfig) -> Iterator[Problem]:
     sections = [ACTOR, *([REF] if config.uses_reference else []), *(["critic"] if config.uses_critic else [])]
