@@ -152,4 +152,3 @@ def test_experts_leave_it_one_by_one(tmp_path):
     for found in run_ranks(2, _experts, ModelSpec(folder, compute_dtype="fp32")):
         assert found.keys() == saved.keys()
         assert all(torch.equal(found[name], saved[name]) for name in saved)
-

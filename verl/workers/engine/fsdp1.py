@@ -236,9 +236,7 @@ def _as_piece(tensor: Tensor, like: Tensor) -> Tensor:
     mesh, placements = like.device_mesh, like.placements
     if isinstance(tensor, DTensor):
         local = tensor.to_local().to(mesh.device_type)
-        return DTensor.from_local(
-            local, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
-        )
+        return DTensor.from_local(local, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride())
     return distribute_tensor(tensor.to(mesh.device_type), mesh, placements, src_data_rank=None)
 
 
