@@ -89,6 +89,8 @@ BAD = {
         ["algorithm.adv_estimator=optimal_token_baseline", f"{ROLLOUT}.n=4"], "calculate_sum_pi_squared=false with"),
     "best of one": (["algorithm.adv_estimator=grpo_passk"], "judged by its siblings"),
     "sharding group": ([f"{ACTOR}.fsdp_config.fsdp_size=0"], "must be -1"),
+    "training in fp16": (
+        [f"+{ACTOR}.fsdp_config.mixed_precision.param_dtype=fp16"], "param_dtype=fp16 loses small gradients"),
     "offload of the other sharding": (
         [f"{ACTOR}.fsdp_config.offload_policy=true"], "needs fsdp2, and actor_rollout_ref.actor.strategy=fsdp"),
     "local strategy on two workers": ([f"{ACTOR}.strategy=local"], "runs in one process, but there are 2"),

@@ -538,6 +538,18 @@ def sharding_group_divides_the_workers(config: PPOConfig) -> Iterator[Problem]:
             )
 
 
+@rule
+def fp16_is_not_trained_in(config: PPOConfig) -> Iterator[Problem]:
+    for key, _, _ in trained_roles(config):
+        place = f"{key}.model.fsdp_config" if key == "critic" else f"{key}.fsdp_config"
+        sharding = get_path(config, place)
+        formats = {"mixed_precision.param_dtype": sharding.compute_dtype, "model_dtype": sharding.master_dtype}
+        for name, chosen in formats.items():
+            if chosen == "fp16":
+                text = f"{place}.{name}=fp16 loses small gradients, which no loss scaling keeps here. Use bf16 or fp32."
+                yield Problem(f"{place}.{name}", text)
+
+
 def runs_fsdp1(config: PPOConfig, role: str) -> bool:
     """Whether a role's ``strategy=fsdp`` is FullyShardedDataParallel."""
     section = get_path(config, role)

@@ -152,3 +152,27 @@ def test_experts_leave_it_one_by_one(tmp_path):
     for found in run_ranks(2, _experts, ModelSpec(folder, compute_dtype="fp32")):
         assert found.keys() == saved.keys()
         assert all(torch.equal(found[name], saved[name]) for name in saved)
+
+
+def _moved_about(backend, spec, config):
+    """Metrics of steps between which everything leaves the device, and of steps between which it stays."""
+    results = []
+    for is_moved in (True, False):
+        engine = build(backend, spec, config)
+        engine._offload_params = engine._offload_optimizer = is_moved
+        metrics = []
+        for _ in range(3):
+            with engine.on_device(optimizer=True):
+                metrics += steps_of(engine, 1)
+            with engine.on_device():
+                engine.infer(share(engine), Want.LOG_PROBS)
+            weights = {name: tensor.clone() for name, tensor in engine.weights()}
+        results.append((metrics, weights))
+    return results
+
+
+@pytest.mark.parametrize("backend, config", [(FSDPEngine, None), (FSDP1Engine, None), (FSDP1Engine, {"fsdp_size": 1})])
+def test_moving_between_phases_changes_nothing(folder, backend, config):
+    for (moved, weights), (kept, expected) in run_ranks(2, _moved_about, backend, ModelSpec(folder), config):
+        assert moved == kept
+        assert all(torch.equal(weights[name], expected[name]) for name in expected)

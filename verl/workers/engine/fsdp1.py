@@ -51,7 +51,7 @@ class FSDP1Engine(FSDPEngine):
             mesh, strategy = self._mesh(None), ShardingStrategy.NO_SHARD
         module.forward = MethodType(_forward_or_scores, module)
         with _quiet():
-            wrapper = FSDP(
+            wrapper = _named_after(module)(
                 module,
                 device_mesh=mesh,
                 sharding_strategy=strategy,
@@ -179,6 +179,11 @@ class FSDP1Engine(FSDPEngine):
 def _forward_or_scores(model: nn.Module, *args: Any, as_scores: bool = False, **inputs: Any) -> Any:
     """The model's own forward pass, or with ``as_scores`` its ``token_outputs``."""
     return model.token_outputs(*args, **inputs) if as_scores else type(model).forward(model, *args, **inputs)
+
+
+def _named_after(module: nn.Module) -> type[FSDP]:
+    """The wrapper under the name ``fully_shard`` would give: checkpoints note what model they are of."""
+    return type(f"FSDP{type(module).__name__}", (FSDP,), {})
 
 
 class _Memory:
