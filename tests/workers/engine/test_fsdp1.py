@@ -46,7 +46,7 @@ def trained(backend, spec, config=None):
     want = Want.VALUES if spec.head == "value" else Want.LOG_PROBS | Want.ENTROPY
     scores = engine.infer(share(engine), want, SPLIT)
     weights = {name: tensor.clone() for name, tensor in engine.weights()}
-    return metrics, [scores.ragged(name).values for name in scores.keys()], weights
+    return metrics, [scores.ragged(name).values for name in scores.keys()], weights, engine.trained_share()
 
 
 def local_run(spec):
@@ -54,7 +54,12 @@ def local_run(spec):
     metrics = steps_of(engine)
     want = Want.VALUES if spec.head == "value" else Want.LOG_PROBS | Want.ENTROPY
     scores = engine.infer(make_batch(7, seed=5), want, SPLIT)
-    return metrics, [scores.ragged(name).values for name in scores.keys()], dict(engine.weights())
+    return (
+        metrics,
+        [scores.ragged(name).values for name in scores.keys()],
+        dict(engine.weights()),
+        engine.trained_share(),
+    )
 
 
 LESS_GATHERING = {"forward_prefetch": True, "reshard_after_forward": False, "wrap_policy": {"min_num_params": 20_000}}
@@ -72,9 +77,10 @@ CASES = {
 @pytest.mark.parametrize("ranks, changes, config", CASES.values(), ids=CASES)
 def test_fsdp1_matches_the_local_engine(folder, ranks, changes, config):
     spec = ModelSpec(folder, compute_dtype="fp32", **changes)
-    metrics, scores, weights = local_run(spec)
+    metrics, scores, weights, sizes = local_run(spec)
     results = run_ranks(ranks, trained, FSDP1Engine, spec, config)
-    for theirs, _, their_weights in results:
+    for theirs, _, their_weights, their_sizes in results:
+        assert their_sizes == sizes
         for one, other in zip(metrics, theirs, strict=True):
             assert one == pytest.approx(other, rel=1e-5, abs=1e-6)
         assert their_weights.keys() == weights.keys()

@@ -88,6 +88,13 @@ class FSDP1Engine(FSDPEngine):
         names = [name for name, _ in self.module.named_parameters(remove_duplicate=False)]
         return [*map(plain_name, names), *(name for name, _ in _buffers(self.module, persistent=True))]
 
+    def trained_share(self) -> tuple[int, int]:
+        flat = [handle.flat_param for handle in self._handles()]
+        sizes = [
+            (shape.numel(), p.requires_grad) for one in flat for shape, p in zip(one._shapes, one._params, strict=True)
+        ]
+        return sum(size for size, is_trained in sizes if is_trained), sum(size for size, _ in sizes)
+
     def _before_backward(self, is_last: bool) -> None:
         """Gradients of a micro-batch go into the slices at once."""
 
@@ -234,9 +241,9 @@ def _buffers(module: nn.Module, persistent: bool = False) -> Iterator[tuple[str,
                 yield plain_name(f"{place}.{name}" if place else name), buffer
 
 
-def _as_piece(tensor: Tensor, like: Tensor) -> Tensor:
+def _as_piece(tensor: Any, like: Tensor) -> Any:
     """A whole tensor, or the piece of a saved one, cut and placed as ``like`` is; a number stays as it is."""
-    if not isinstance(like, DTensor) or tensor.ndim == 0:
+    if not isinstance(like, DTensor) or not isinstance(tensor, Tensor) or tensor.ndim == 0:
         return tensor
     mesh, placements = like.device_mesh, like.placements
     if isinstance(tensor, DTensor):
