@@ -7,6 +7,7 @@ from .helpers import RUNNABLE, notes
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 REF = "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=2"
 CPU = "trainer.device=cpu"
+PARAM_OFFLOAD = f"{ACTOR}.fsdp_config.param_offload=true"
 LOCAL = (f"{ACTOR}.strategy=local", "critic.strategy=local", "trainer.n_gpus_per_node=1")
 REF_DTYPE = "actor_rollout_ref.ref.fsdp_config.model_dtype"
 ON_CPU = (f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.tensor_model_parallel_size=1", "trainer.device=cpu")
@@ -65,7 +66,15 @@ def test_nothing_is_said_about_defaults():
         (["data.sampler.class_path=x.py", "data.sampler.class_name=S", "data.shuffle=true"], "decides the order"),
         (["data.filter_overlong_prompts_workers=4"], "filter_overlong_prompts=false"),
         (["trainer.max_critic_ckpt_to_keep=2"], "writes no checkpoint"),
-        ([f"{ACTOR}.strategy=fsdp"], "runs on the fsdp2 machinery"),
+        ([f"{ACTOR}.strategy=fsdp", CPU], "runs on the fsdp2 machinery"),
+        ([f"{ACTOR}.strategy=fsdp", "trainer.n_gpus_per_node=1"], "runs on the fsdp2 machinery"),
+        ([f"{ACTOR}.fsdp_config.offload_policy=true", CPU], "all is in host memory"),
+        (["actor_rollout_ref.model.enable_activation_offload=true", CPU], "all is in host memory"),
+        ([*LOCAL, f"{ACTOR}.fsdp_config.forward_prefetch=true"], "does not shard"),
+        (
+            [f"{ACTOR}.strategy=fsdp2", f"{ACTOR}.fsdp_config.offload_policy=true", PARAM_OFFLOAD],
+            "param_offload=true has no effect: actor_rollout_ref.actor.fsdp_config.offload_policy keeps both",
+        ),
         (["algorithm.kl_ctrl.kl_coef=0.01"], "algorithm.use_kl_in_reward=false"),
         ([f"{ACTOR}.kl_loss_coef=0.01"], "use_kl_loss=false"),
         ([*GRPO, "critic.optim.lr=1e-5"], "there is no critic with algorithm.adv_estimator=grpo"),
@@ -172,4 +181,4 @@ def test_notices_are_warnings_of_the_library_call():
     from verl.config.load import load_ppo_config
 
     with pytest.warns(ConfigWarning, match="fsdp2 machinery"):
-        load_ppo_config([*RUNNABLE, f"{ACTOR}.strategy=fsdp"])
+        load_ppo_config([*RUNNABLE, f"{ACTOR}.strategy=fsdp", CPU])

@@ -12,9 +12,12 @@ from tests.support.tiny_models import make_batch, make_tiny_model
 from tests.workers.rollout.conftest import rollout_config
 from verl.models.loader import ModelSpec
 from verl.models.token_outputs import HeadMaths, chunked_log_probs, plain_log_probs
+from verl.utils.activation_offload import ActivationOffload
 from verl.utils.checkpoint.checkpoint_manager import CheckpointManager
 from verl.utils.distributed import destroy_global_process_group
 from verl.workers.engine import MicroBatching, Want, build_engine
+from verl.workers.engine.fsdp1 import FSDP1Engine
+from verl.workers.memory_ledger import optimizer_tensors
 from verl.workers.rollout.base import Request, SamplingParams
 from verl.workers.rollout.hf import HFRollout
 from verl.workers.rollout.weight_sync import checksum, mixed_sum, sync_weights
@@ -43,8 +46,12 @@ def larger(tmp_path_factory):
 
 
 def engine_on(device, folder, strategy="local", compute="fp32", head="lm", config=None, **spec):
+    """``fsdp1`` is FullyShardedDataParallel, which a single process would not get for ``fsdp``."""
     spec = ModelSpec(folder, head, compute_dtype=compute, **spec)
-    return build_engine(strategy, spec, config, optim_section(), total_steps=10, grad_clip=1.0, seed=1, device=device)
+    options = {"total_steps": 10, "grad_clip": 1.0, "seed": 1, "device": device}
+    if strategy == "fsdp1":
+        return FSDP1Engine(spec, config, optim_section(), **options)
+    return build_engine(strategy, spec, config, optim_section(), **options)
 
 
 def train(engine, steps, seed=5):
@@ -72,7 +79,7 @@ def assert_close_steps(steps, expected, tolerance):
 # -- engines --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("strategy", ["local", "fsdp2"])
+@pytest.mark.parametrize("strategy", ["local", "fsdp2", "fsdp1"])
 @pytest.mark.parametrize("compute, tolerance", [("fp32", FP32), ("bf16", BF16)])
 @pytest.mark.parametrize("config", [None, OFFLOAD])
 def test_training_on_the_gpu_is_training_on_the_cpu(folder, strategy, compute, tolerance, config):
@@ -86,20 +93,20 @@ def test_training_on_the_gpu_is_training_on_the_cpu(folder, strategy, compute, t
     torch.testing.assert_close(found, scores(here, want), rtol=tolerance, atol=10 * tolerance)
 
 
-@pytest.mark.parametrize("strategy", ["local", "fsdp2"])
+@pytest.mark.parametrize("strategy", ["local", "fsdp2", "fsdp1"])
 def test_a_critic_trains_on_the_gpu_as_on_the_cpu(folder, strategy):
     here, engine = engine_on("cpu", folder, head="value"), engine_on("cuda", folder, strategy, head="value")
     assert_close_steps(train(engine, 3), train(here, 3), FP32)
     torch.testing.assert_close(scores(engine, Want.VALUES), scores(here, Want.VALUES), rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("strategy", ["local", "fsdp2"])
+@pytest.mark.parametrize("strategy", ["local", "fsdp2", "fsdp1"])
 def test_recomputing_activations_changes_nothing(folder, strategy):
     steps = [train(engine_on("cuda", folder, strategy, gradient_checkpointing=flag), 2) for flag in (True, False)]
     assert_close_steps(*steps, FP32)
 
 
-@pytest.mark.parametrize("strategy", ["local", "fsdp2"])
+@pytest.mark.parametrize("strategy", ["local", "fsdp2", "fsdp1"])
 @pytest.mark.parametrize("config", [None, {"param_offload": True}, {"optimizer_offload": True}, OFFLOAD])
 def test_a_resumed_engine_goes_on_with_the_same_numbers(folder, tmp_path, strategy, config):
     engine = engine_on("cuda", folder, strategy, "bf16", config=config)
@@ -115,7 +122,7 @@ def test_a_resumed_engine_goes_on_with_the_same_numbers(folder, tmp_path, strate
     assert fresh_from_folder.module.config.vocab_size == engine.module.config.vocab_size
 
 
-@pytest.mark.parametrize("strategy", ["local", "fsdp2"])
+@pytest.mark.parametrize("strategy", ["local", "fsdp2", "fsdp1"])
 def test_offload_gives_the_memory_back(larger, strategy):
     engine = engine_on("cuda", larger, strategy, config=OFFLOAD)
     train(engine, 1)
@@ -128,6 +135,78 @@ def test_offload_gives_the_memory_back(larger, strategy):
     assert scoring - idle >= weights and training - scoring >= 2 * weights
     assert torch.cuda.memory_allocated() <= idle + 0.01 * weights
     assert all(parameter.device.type == "cpu" for parameter in engine.module.parameters())
+
+
+@pytest.mark.parametrize("strategy", ["local", "fsdp2", "fsdp1"])
+def test_a_reference_leaves_the_device_between_its_passes(larger, strategy):
+    spec = ModelSpec(larger, compute_dtype="bf16")
+    config = {"param_offload": True}
+    before = torch.cuda.memory_allocated()
+    if strategy == "fsdp1":
+        engine = FSDP1Engine(spec, config, device="cuda")
+    else:
+        engine = build_engine(strategy, spec, config, device="cuda")
+    weights = sum(parameter.numel() * parameter.element_size() for parameter in engine.module.parameters())
+    for _ in range(2):
+        assert torch.cuda.memory_allocated() - before < 0.05 * weights
+        with engine.on_device():
+            assert torch.cuda.memory_allocated() - before >= weights
+            engine.infer(make_batch(7, seed=5), Want.LOG_PROBS, SPLIT)
+    assert torch.cuda.memory_allocated() - before < 0.05 * weights
+
+
+@pytest.mark.parametrize("config", [{"offload_policy": True}, {"forward_prefetch": True}])
+@pytest.mark.parametrize("compute, tolerance", [("fp32", FP32), ("bf16", BF16)])
+def test_where_weights_wait_changes_no_number(folder, config, compute, tolerance):
+    expected = train(engine_on("cpu", folder), 3)
+    assert_close_steps(train(engine_on("cuda", folder, "fsdp2", compute, config=config), 3), expected, tolerance)
+
+
+def test_offload_policy_leaves_nothing_on_the_device(larger):
+    before = torch.cuda.memory_allocated()
+    engine = engine_on("cuda", larger, "fsdp2", "bf16", config={"offload_policy": True})
+    train(engine, 1)
+    weights = sum(parameter.numel() * parameter.element_size() for parameter in engine.module.parameters())
+    assert torch.cuda.memory_allocated() - before < 0.1 * weights
+    with engine.on_device(optimizer=True):
+        assert torch.cuda.memory_allocated() - before < 0.1 * weights
+    tensors = [*engine.module.parameters(), *optimizer_tensors(engine.optimizer)]
+    assert all(tensor.device.type == "cpu" for tensor in tensors)
+
+
+@pytest.mark.parametrize("strategy", ["local", "fsdp2", "fsdp1"])
+@pytest.mark.parametrize("checkpointing, share", [(False, 0.6), (True, 0.95)])
+def test_activations_on_the_host_leave_room_on_the_device(larger, strategy, checkpointing, share):
+    data, peaks, steps = make_batch(64, 128, 512, seed=5), [], []
+    for is_offloaded in (False, True):
+        spec = {"gradient_checkpointing": checkpointing, "activation_offload": is_offloaded}
+        engine = engine_on("cuda", larger, strategy, "bf16", **spec)
+        if is_offloaded:
+            window = {"min_bytes": 1 << 18, "ahead_bytes": 32 << 20, "leaving_bytes": 64 << 20}
+            engine._activations = lambda device=engine.device, window=window: ActivationOffload(device, **window)
+        engine.train_step(data, ppo_loss())
+        torch.cuda.synchronize()
+        start = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        steps.append(engine.train_step(data, ppo_loss()))
+        torch.cuda.synchronize()
+        peaks.append(torch.cuda.max_memory_allocated() - start)
+        del engine
+        torch.cuda.empty_cache()
+    assert_close_steps(steps[:1], steps[1:], 1e-5)
+    assert peaks[1] < share * peaks[0], peaks
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_activation_offload_as_a_user_sets_it(larger, checkpointing):
+    """With the sizes a run has: copies go beside the computation, and no gradient sees one that is not there yet."""
+    data = make_batch(64, 128, 512, seed=5)
+    steps = []
+    for is_offloaded in (False, True):
+        spec = {"gradient_checkpointing": checkpointing, "activation_offload": is_offloaded}
+        engine = engine_on("cuda", larger, "fsdp2", "bf16", **spec)
+        steps.append([engine.train_step(data, ppo_loss()) for _ in range(3)])
+    assert_close_steps(steps[0], steps[1], 1e-5)
 
 
 # -- the head -------------------------------------------------------------------------------------------------------
@@ -239,7 +318,14 @@ NUMBERS = ("actor/grad_norm", "critic/grad_norm", "critic/score/mean", "response
 
 @pytest.mark.parametrize(
     "gpus, controller, strategy",
-    [(1, "local", "local"), (1, "local", "fsdp2"), (1, "ray", "fsdp"), (2, "local", "fsdp2"), (2, "ray", "fsdp2")],
+    [
+        (1, "local", "local"),
+        (1, "local", "fsdp2"),
+        (1, "ray", "fsdp"),
+        (2, "local", "fsdp2"),
+        (2, "ray", "fsdp2"),
+        (2, "local", "fsdp"),
+    ],
 )
 def test_the_same_command_trains_on_gpus(tmp_path, gpus, controller, strategy):
     if torch.cuda.device_count() < gpus:

@@ -1,6 +1,9 @@
 import os
+import shutil
 import stat
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -111,3 +114,33 @@ def test_shared_memory_that_cannot_be_used_is_said_and_the_source_taken(tmp_path
     source.write_text("one")
     assert fs.copy_to_local(str(source), use_shm=True) == str(source)
     assert "use_shm=True has no effect" in caplog.text
+
+
+def test_shared_memory_too_small_is_said_with_the_way_out(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(fs, "SHM_ROOT", str(tmp_path / "shm"))
+    monkeypatch.setattr(fs.shutil, "disk_usage", lambda path: SimpleNamespace(free=1 << 29))
+    monkeypatch.setattr(fs, "_size", lambda path: 3 << 29)
+    source = tmp_path / "model"
+    source.mkdir()
+    assert fs.copy_to_local(str(source), use_shm=True) == str(source)
+    assert "1.50 GiB, and 0.50 GiB are free" in caplog.text and "docker run --shm-size" in caplog.text
+    assert not list((tmp_path / "shm").rglob("model*"))
+
+
+def test_a_copy_that_was_cut_off_is_made_anew(tmp_path, monkeypatch):
+    monkeypatch.setattr(fs, "SHM_ROOT", str(tmp_path / "shm"))
+    source = tmp_path / "model"
+    source.mkdir()
+    for name in ("a", "b"):
+        (source / name).write_text(name)
+
+    def half(src, dst):
+        os.makedirs(dst)
+        shutil.copy2(f"{src}/a", dst)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(hdfs_io, "copy", half)
+        fs.copy_to_local(str(source), use_shm=True)
+    copy = Path(fs.copy_to_local(str(source), use_shm=True))
+    assert sorted(path.name for path in copy.iterdir()) == ["a", "b"]

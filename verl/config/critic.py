@@ -33,13 +33,15 @@ class CriticModelConfig(Config):
     """Let the model run Python code that comes with its folder; follows the actor's."""
 
     use_shm: bool = False
-    """Copy the model to /dev/shm before loading."""
+    """Copy the model's folder to /dev/shm, once a node, and let all processes load it from there. The copy stays for
+    the next run (delete /dev/shm/verl-cache); without room for it the folder itself is read, with a warning."""
 
     enable_gradient_checkpointing: bool = True
     """Recompute activations in backward instead of keeping them."""
 
     enable_activation_offload: bool = False
-    """Keep activations in host memory between forward and backward."""
+    """Keep activations in host memory between forward and backward; with ``enable_gradient_checkpointing`` the inputs
+    of layers, else also their insides. Gradients are the same to the bit. No effect on a CPU device."""
 
     use_remove_padding: bool = False
     """Pack rows one behind another in one sequence, as ``actor_rollout_ref.model.use_remove_padding``."""

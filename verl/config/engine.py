@@ -6,8 +6,9 @@ from typing import ClassVar, Literal
 from verl.config.base import Config, option, section
 
 Strategy = Literal["fsdp", "fsdp2", "local", "megatron", "deepspeed"]
-"""``fsdp2``: torch's fully_shard. ``fsdp``: the same machinery under its older name. ``local``: one process, no
-sharding. ``megatron`` and ``deepspeed`` are known names that are not built yet."""
+"""``fsdp2``: torch's fully_shard. ``fsdp``: its predecessor FullyShardedDataParallel; on a CPU, with one process and
+with ``fsdp_size=1`` it runs as fsdp2. Both give the same numbers and read each other's checkpoints. ``local``: one
+process, no sharding. ``megatron`` and ``deepspeed`` are known names that are not built yet."""
 
 Dtype = Literal["fp32", "float32", "bf16", "bfloat16", "fp16", "float16"]
 
@@ -56,7 +57,10 @@ class FSDPConfig(Config):
     """Keep the optimizer state in host memory between updates. No effect on a CPU device or an untrained model."""
 
     offload_policy: bool = False
-    """FSDP2's own offload: parameters, gradients and optimizer state stay on the host during training too."""
+    """FSDP2's own offload: parameters, gradients and optimizer state stay on the host during training too, where the
+    optimizer then runs; a layer's weights visit the device when it computes. Needs ``strategy=fsdp2``; makes
+    ``param_offload`` and ``optimizer_offload`` redundant. No effect on a CPU device.
+    Source: Ren et al. 2021, ZeRO-Offload (arXiv:2101.06840)."""
 
     reshard_after_forward: bool = True
     """Free gathered parameters after each layer's forward and gather them again in backward: less memory, more
@@ -67,7 +71,8 @@ class FSDPConfig(Config):
     within a group, replicas between groups."""
 
     forward_prefetch: bool = False
-    """Gather the next layer's parameters before the current layer's forward is over (FSDP1)."""
+    """Start to gather the next layer's parameters as soon as the current layer's have arrived: hides communication
+    behind computation for one more layer's memory. The backward pass always does."""
 
     model_dtype: Dtype = "fp32"
     """Format of the master weights the optimizer changes. bf16 halves memory, but small steps are rounded away."""

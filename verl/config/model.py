@@ -25,7 +25,8 @@ class ModelConfig(Config):
     """Jinja template to use instead of the tokenizer's own."""
 
     use_shm: bool = False
-    """Copy the model to /dev/shm before loading."""
+    """Copy the model's folder to /dev/shm, once a node, and let all processes load it from there. The copy stays for
+    the next run (delete /dev/shm/verl-cache); without room for it the folder itself is read, with a warning."""
 
     external_lib: str | None = None
     """Module to import in every process before the model is built: registers models, losses or estimators."""
@@ -38,7 +39,8 @@ class ModelConfig(Config):
     """Recompute activations in backward instead of keeping them. Source: Chen et al. 2016 (arXiv:1604.06174)."""
 
     enable_activation_offload: bool = False
-    """Keep activations in host memory between forward and backward."""
+    """Keep activations in host memory between forward and backward; with ``enable_gradient_checkpointing`` the inputs
+    of layers, else also their insides. Gradients are the same to the bit. No effect on a CPU device."""
 
     use_remove_padding: bool = False
     """Pack the rows of a micro-batch one behind another in one sequence: no padding runs, and token budgets count real

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from verl.config.base import get_path, leaves
 from verl.config.build import show
 from verl.config.ppo import PPOConfig
+from verl.config.rules import runs_fsdp1
 from verl.config.sampling_names import RESHAPE
 from verl.config.support import built_names
 
@@ -162,15 +163,22 @@ def _one_worker_implementation(config: PPOConfig, is_given: IsGiven) -> Iterator
 
 
 def _fsdp_runs_on_fsdp2(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
-    roles = [role for role in (_ACTOR, "critic") if is_given(f"{role}.strategy")]
+    roles = [role for role in _sharded(config) if is_given(f"{role}.strategy")]
     named = [f"{role}.strategy=fsdp" for role in roles if get_path(config, role).strategy == "fsdp"]
+    alone = [role for role in roles if not runs_fsdp1(config, role)]
+    named = [name for name in named if name.partition(".strategy")[0] in alone]
     if named:
-        yield f"{', '.join(named)} runs on the fsdp2 machinery; the results are the same"
+        yield (
+            f"{', '.join(named)} runs on the fsdp2 machinery on a CPU, and where no ranks share a model; the results "
+            "are the same"
+        )
 
 
 def _local_does_not_shard(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
     names = (
         "reshard_after_forward",
+        "forward_prefetch",
+        "offload_policy",
         "fsdp_size",
         "wrap_policy.min_num_params",
         "wrap_policy.transformer_layer_cls_to_wrap",
@@ -195,11 +203,19 @@ def _reference_is_kept_as_it_computes(config: PPOConfig, is_given: IsGiven) -> I
 
 def _nothing_to_offload(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
     if config.trainer.device == "cpu":
-        switches = [f"{place}.{name}_offload" for place in _sharded(config).values() for name in ("param", "optimizer")]
+        names = ("param_offload", "optimizer_offload", "offload_policy")
+        switches = [f"{place}.{name}" for place in _sharded(config).values() for name in names]
+        switches += ["actor_rollout_ref.model.enable_activation_offload"]
+        switches += ["critic.model.enable_activation_offload"] * config.uses_critic
         keys = [key for key in switches if get_path(config, key)]
         yield from _unread(config, keys, is_given, "with trainer.device=cpu all is in host memory")
-    elif config.uses_reference:
+        return
+    if config.uses_reference:
         yield from _unread(config, [f"{_REF}.fsdp_config.optimizer_offload"], is_given, "the reference is not trained")
+    for role, place in _sharded(config).items():
+        if get_path(config, place).offload_policy and get_path(config, role).strategy != "local":
+            keys = [key for key in (f"{place}.param_offload", f"{place}.optimizer_offload") if get_path(config, key)]
+            yield from _unread(config, keys, is_given, f"{place}.offload_policy keeps both in host memory for good")
 
 
 def _critic_is_not_there(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:

@@ -562,6 +562,44 @@ def sharding_group_divides_the_workers(config: PPOConfig) -> Iterator[Problem]:
 
 
 @rule
+def fp16_is_not_trained_in(config: PPOConfig) -> Iterator[Problem]:
+    for key, _, _ in trained_roles(config):
+        place = f"{key}.model.fsdp_config" if key == "critic" else f"{key}.fsdp_config"
+        sharding = get_path(config, place)
+        formats = {"mixed_precision.param_dtype": sharding.compute_dtype, "model_dtype": sharding.master_dtype}
+        for name, chosen in formats.items():
+            if chosen == "fp16":
+                text = f"{place}.{name}=fp16 loses small gradients, which no loss scaling keeps here. Use bf16 or fp32."
+                yield Problem(f"{place}.{name}", text)
+
+
+def runs_fsdp1(config: PPOConfig, role: str) -> bool:
+    """Whether a role's ``strategy=fsdp`` is FullyShardedDataParallel."""
+    section = get_path(config, role)
+    sharding = section.model.fsdp_config if role == "critic" else section.fsdp_config
+    shares = config.trainer.world_size > 1 and sharding.fsdp_size != 1
+    return section.strategy == "fsdp" and config.trainer.device != "cpu" and shares
+
+
+@rule
+def offload_policy_is_of_fsdp2(config: PPOConfig) -> Iterator[Problem]:
+    places = {ACTOR: f"{ACTOR}.fsdp_config"}
+    if config.uses_reference:
+        places[REF] = f"{REF}.fsdp_config"
+    if config.uses_critic:
+        places["critic"] = "critic.model.fsdp_config"
+    for role, place in places.items():
+        if get_path(config, place).offload_policy and runs_fsdp1(config, role):
+            yield _problem(
+                config,
+                f"{place}.offload_policy",
+                f"needs fsdp2, and {role}.strategy=fsdp. Use {role}.strategy=fsdp2, or param_offload and "
+                "optimizer_offload.",
+                f"{role}.strategy",
+            )
+
+
+@rule
 def local_strategy_has_one_worker(config: PPOConfig) -> Iterator[Problem]:
     sections = [ACTOR, *([REF] if config.uses_reference else []), *(["critic"] if config.uses_critic else [])]
     for key in sections:

@@ -44,10 +44,8 @@ class Names(NamedTuple):
 _MULTI_TURN = "leave the section alone; single-turn rollouts work"
 _NO_RM = "score with custom_reward_function or a built-in scorer (reward_model.enable=false)"
 _NO_PROFILER = "use py-spy or torch.profiler around the run; timing_s/* metrics are logged at every step"
-_FSDP1 = "leave it false; fsdp2 prefetches on its own"
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 _MODEL, _RM = "actor_rollout_ref.model", "reward_model"
-_FSDP_SECTIONS = (f"{_ACTOR}.fsdp_config", "actor_rollout_ref.ref.fsdp_config", "critic.model.fsdp_config")
 _ROLES = (_ACTOR, "actor_rollout_ref.ref", "critic")
 _KL_KINDS = tuple(kind for kind in typing.get_args(KLKind) if kind != "full")
 
@@ -58,23 +56,10 @@ LIMITS: tuple[Limit, ...] = (
         for role in _ROLES
     ),
     Limit(f"{_RM}.strategy", "reward models", _NO_RM, follows=True),
-    *(
-        Limit(f"{place}.offload_policy", "FSDP2's offload policy", "use param_offload and optimizer_offload")
-        for place in _FSDP_SECTIONS
-    ),
-    *(Limit(f"{place}.forward_prefetch", "FSDP1's prefetching", _FSDP1) for place in _FSDP_SECTIONS),
     Limit("trainer.device", "this device", "use cuda or cpu", ("cuda", "cpu")),
     # model
     Limit(f"{_MODEL}.use_liger", "Liger kernels", "leave it false; log-probs are computed in chunks anyway"),
     Limit(f"{_MODEL}.fused_kernel_options.impl_backend", "Triton kernels", "use torch"),
-    *(
-        Limit(f"{model}.enable_activation_offload", "activation offload", "use enable_gradient_checkpointing=true")
-        for model in (_MODEL, "critic.model")
-    ),
-    *(
-        Limit(f"{place}.use_shm", "copying to /dev/shm", "copy the files there yourself and give that path")
-        for place in (_MODEL, "critic.model")
-    ),
     Limit(
         f"{_MODEL}.custom_chat_template",
         "a chat template in the configuration",

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib
 import logging
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ from torch import nn
 
 from verl.models.multimodal import is_vision_language, vision_tower
 from verl.models.weight_names import remember_conversions
+from verl.utils.fs import copy_to_local
 from verl.utils.model import update_model_config, without_progress_bars
 from verl.utils.torch_dtypes import PrecisionType
 
@@ -59,6 +59,10 @@ class ModelSpec:
     gradient_checkpointing: bool = True
     """Recompute activations in the backward pass: a third more time, a fraction of the memory. On CPU only for
     micro-batches whose activations would pass 1 GiB."""
+    activation_offload: bool = False
+    """Keep activations in host memory between forward and backward pass; nothing on a CPU."""
+    use_shm: bool = False
+    """Read the folder from a copy in shared memory, one for all processes of a node."""
     external_lib: str | None = None
     """Module, or several separated by commas, to import first: for models that register themselves."""
     load: bool = True
@@ -76,7 +80,8 @@ class ModelSpec:
 
     @property
     def folder(self) -> str:
-        return os.path.expanduser(self.path)
+        """Where it is read from: ``path``, or the node's own copy of it, made when first asked for."""
+        return copy_to_local(self.path, use_shm=self.use_shm)
 
     @property
     def kept_in(self) -> torch.dtype:
@@ -150,10 +155,15 @@ def load_model(spec: ModelSpec, seed: int = 0, dtype: torch.dtype | None = None)
     return _prepare(spec, model, seed, dtype)
 
 
-def empty_model(spec: ModelSpec) -> nn.Module:
-    """Build the model without memory for its weights (on the meta device): the shape to shard before loading."""
+def empty_model(spec: ModelSpec, dtype: torch.dtype | None = None) -> nn.Module:
+    """Build the model without memory for its weights (on the meta device): the shape to shard before loading.
+
+    Args:
+        dtype: of the weights (default ``spec.param_dtype``); buffers, as rotary frequencies, keep the model's own.
+    """
+    dtype = dtype or spec.kept_in
     with torch.device("meta"):
-        return _prepare(spec, _from_config(spec, load_config(spec), spec.kept_in))
+        return _prepare(spec, _from_config(spec, load_config(spec), dtype), dtype=dtype)
 
 
 def _auto_class(spec: ModelSpec, config: Any) -> Any:

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from verl.models.multimodal import vision_tower
+from verl.models.weight_names import plain_name
 from verl.utils.seeding import derive_seed
 
 if TYPE_CHECKING:
@@ -148,7 +149,7 @@ def _shown(able: list[str]) -> str:
 
 def adapter_layers(model: nn.Module) -> dict[str, LoraLayer]:
     """Adapted layers by name."""
-    return {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
+    return {plain_name(name): module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
 
 
 @contextmanager

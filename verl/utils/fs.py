@@ -91,11 +91,18 @@ def copy_to_shm(src: str) -> str:
         with _locked(os.path.join(os.path.dirname(target), ".file.lock")):
             if not _is_current_copy(src, target):
                 _remove(target)
-                if _size(src) > shutil.disk_usage(os.path.dirname(target)).free:
-                    raise OSError("not enough free memory there")
+                needed, free = _size(src), shutil.disk_usage(os.path.dirname(target)).free
+                if needed > free:
+                    raise OSError(f"it takes {needed / 2**30:.2f} GiB, and {free / 2**30:.2f} GiB are free")
                 _copy_whole(src, target)
     except OSError as error:
-        logger.warning("use_shm=True has no effect for %s: copying it to %s failed (%s).", src, target, error)
+        logger.warning(
+            "use_shm=True has no effect for %s: copying it to %s failed (%s). It is read where it is; make room in "
+            "/dev/shm (docker run --shm-size, or delete old copies), or set use_shm=False.",
+            src,
+            target,
+            error,
+        )
         return src
     return target
 

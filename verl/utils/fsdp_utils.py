@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Iterable
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -40,8 +41,11 @@ __all__ = [
     "move_optimizer_state",
     "offload_fsdp_model_to_cpu",
     "offload_fsdp_optimizer",
+    "prefetch_forward",
     "sharding_units",
+    "tied_parameters",
     "wants_offload",
+    "wrapped_units",
 ]
 
 logger = logging.getLogger(__name__)
@@ -76,7 +80,7 @@ def sharding_units(model: nn.Module, class_names: Iterable[str], min_num_params:
     units: list[nn.Module] = []
     # The outermost unit holds what is read without calling its module: tied weights and the last linear layer.
     outer = {model, *(child for child in model.children() if isinstance(child, nn.Linear))}
-    tied = {parameter for parameter, owners in _owners(model).items() if owners > 1}
+    tied = tied_parameters(model)
 
     def visit(module: nn.Module) -> list[nn.Parameter]:
         """Collect units below ``module``; returns the parameters no unit has taken."""
@@ -92,18 +96,34 @@ def sharding_units(model: nn.Module, class_names: Iterable[str], min_num_params:
     return units
 
 
-def _owners(model: nn.Module) -> Counter[nn.Parameter]:
-    """How many modules hold each parameter."""
-    return Counter(parameter for module in model.modules() for parameter in module.parameters(recurse=False))
+def tied_parameters(model: nn.Module) -> set[nn.Parameter]:
+    """Parameters that several modules hold."""
+    owners = Counter(parameter for module in model.modules() for parameter in module.parameters(recurse=False))
+    return {parameter for parameter, count in owners.items() if count > 1}
 
 
-def apply_fsdp2(model: nn.Module, fsdp_kwargs: dict[str, Any], config: Any = None) -> None:
-    """Shard ``model`` in place: each layer a unit, the rest another.
+def apply_fsdp2(model: nn.Module, fsdp_kwargs: dict[str, Any], config: Any = None) -> list[nn.Module]:
+    """Shard ``model`` in place: each layer a unit, the rest another; returns the former.
 
     Args:
         fsdp_kwargs: for ``fully_shard``: ``mesh``, ``mp_policy``, ``reshard_after_forward``, ...
-        config: may hold ``wrap_policy`` with ``transformer_layer_cls_to_wrap`` and ``min_num_params``; the default is
-            the model's ``_no_split_modules``.
+        config: may hold ``wrap_policy``.
+    """
+    units = wrapped_units(model, config)
+    for unit in units:
+        fully_shard(unit, **fsdp_kwargs)
+    fully_shard(model, **fsdp_kwargs)
+    return units
+
+
+def wrapped_units(model: nn.Module, config: Any = None) -> list[nn.Module]:
+    """The units that ``config.wrap_policy`` chooses.
+
+    It may hold ``transformer_layer_cls_to_wrap`` and ``min_num_params``; the default is the model's
+    ``_no_split_modules``.
+
+    Raises:
+        ValueError: names layers that the model has not.
     """
     policy = read(config, "wrap_policy", {}) or {}
     classes = read(policy, "transformer_layer_cls_to_wrap", None) or getattr(model, "_no_split_modules", None) or ()
@@ -115,9 +135,13 @@ def apply_fsdp2(model: nn.Module, fsdp_kwargs: dict[str, Any], config: Any = Non
             f"wrap_policy names the layers {classes}, and {type(model).__name__} has none of them: "
             "set transformer_layer_cls_to_wrap to the class of its layers"
         )
-    for unit in units:
-        fully_shard(unit, **fsdp_kwargs)
-    fully_shard(model, **fsdp_kwargs)
+    return units
+
+
+def prefetch_forward(units: list[nn.Module]) -> None:
+    """Let each unit start to gather the next one's weights when its own have arrived, in the order of ``units``."""
+    for unit, following in pairwise(units):
+        unit.set_modules_to_forward_prefetch([following])
 
 
 def fsdp2_load_full_state_dict(

@@ -19,6 +19,7 @@ from verl.models.loader import LoRASpec, ModelSpec, load_config
 from verl.protocol import DataProto
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.utils.distributed import get_rank
+from verl.utils.fs import copy_to_local
 from verl.utils.garbage import no_collection
 from verl.utils.seeding import derive_seed
 from verl.utils.tokenizer import hf_tokenizer
@@ -71,6 +72,8 @@ def model_spec(model: Any, fsdp_config: Any, head: str, path: str | None = None,
         override_config=dict(model.override_config),
         trust_remote_code=model.trust_remote_code,
         gradient_checkpointing=model.enable_gradient_checkpointing,
+        activation_offload=model.enable_activation_offload,
+        use_shm=model.use_shm,
         external_lib=model.external_lib,
         lora=lora_spec(model, switches.get("freeze_vision_tower", False)),
         share_prompts=share_prompts,
@@ -233,7 +236,7 @@ class RolloutRole(ServingRole):
         lora = lora_spec(model, self.config.actor.freeze_vision_tower)
         with memory_errors(config, "start"), engine_phase(config.name, "start"):
             self.rollout: RolloutEngine = get_rollout_class(config.name)(
-                model.path,
+                copy_to_local(model.path, use_shm=model.use_shm),
                 config,
                 device=self.device,
                 trust_remote_code=model.trust_remote_code,

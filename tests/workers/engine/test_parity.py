@@ -14,6 +14,14 @@ from verl.workers.engine import MicroBatching, Want, build_engine
 SHARES = {1: [slice(0, 7)], 2: [slice(0, 2), slice(2, 7)], 3: [slice(0, 1), slice(1, 3), slice(3, 7)]}
 
 
+SHARDINGS = [
+    {"fsdp_size": 1},
+    {"reshard_after_forward": False},
+    {"fsdp_size": 2, "offload_policy": True},
+    {"forward_prefetch": True},
+]
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return make_tiny_model(tmp_path_factory.mktemp("model"))
@@ -69,7 +77,7 @@ def test_tokens_are_compared_over_all_ranks(folder, loss_mode):
         assert first == pytest.approx(theirs, rel=1e-5, abs=1e-6)
 
 
-@pytest.mark.parametrize("config", [{"fsdp_size": 1}, {"reshard_after_forward": False}, {"fsdp_size": 2}])
+@pytest.mark.parametrize("config", SHARDINGS)
 def test_how_weights_are_sharded_changes_no_number(folder, config):
     spec = ModelSpec(folder, compute_dtype="fp32")
     steps, *_ = three_steps("local", spec, ppo_loss(), MicroBatching())
@@ -163,3 +171,14 @@ def _local_among_two(spec):
 def test_the_local_engine_refuses_company(folder):
     with pytest.raises(RuntimeError, match="strategy=local is for one process, and 2 were started"):
         run_ranks(2, _local_among_two, ModelSpec(folder))
+
+
+def test_fsdp_is_fsdp1_where_devices_share_a_model(monkeypatch):
+    import verl.workers.engine as engines
+
+    monkeypatch.setattr(engines, "ensure_process_group", lambda device: None)
+    monkeypatch.setattr(engines, "get_world_size", lambda: 2)
+    assert engines._runs_fsdp1(None, "cuda") and engines._runs_fsdp1({"fsdp_size": 2}, "cuda")
+    assert not engines._runs_fsdp1({"fsdp_size": 1}, "cuda") and not engines._runs_fsdp1(None, "cpu")
+    monkeypatch.setattr(engines, "get_world_size", lambda: 1)
+    assert not engines._runs_fsdp1(None, "cuda")

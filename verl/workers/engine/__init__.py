@@ -8,7 +8,9 @@ from typing import Any
 import torch
 
 from verl.models.loader import ModelSpec
+from verl.utils.distributed import ensure_process_group, get_world_size
 from verl.utils.micro_batching import MicroBatching
+from verl.utils.offload import read
 from verl.workers.engine.base import Engine, LossFn, Topology, Want
 
 __all__ = ["Engine", "LossFn", "MicroBatching", "ModelSpec", "Topology", "Want", "build_engine"]
@@ -31,7 +33,8 @@ def build_engine(
     """Load a model and put it on its mesh. All ranks call it together.
 
     Args:
-        strategy: ``local`` (one process), ``fsdp2`` (any number), or ``fsdp``, an older name for the same.
+        strategy: ``local`` (one process), ``fsdp2`` (any number: ``fully_shard``), or ``fsdp``
+            (``FullyShardedDataParallel``; on a CPU, and where no model is shared by ranks, FSDP2).
         engine_config: the ``fsdp_config`` section, or None for defaults.
         optim_config: the ``optim`` section; None builds an engine that only scores.
         total_steps: training steps of the run, the length of the learning-rate schedule.
@@ -45,9 +48,11 @@ def build_engine(
     """
     if strategy == "local":
         from verl.workers.engine.local import LocalEngine as Backend
+    elif strategy == "fsdp" and _runs_fsdp1(engine_config, device):
+        from verl.workers.engine.fsdp1 import FSDP1Engine as Backend
     elif strategy in ("fsdp", "fsdp2"):
         if strategy == "fsdp":
-            logger.info("strategy=fsdp runs on FSDP2 (fully_shard)")
+            logger.info("strategy=fsdp runs on FSDP2 (fully_shard) on a CPU, and where no rank shares a model")
         from verl.workers.engine.fsdp import FSDPEngine as Backend
     else:
         raise ValueError(f"strategy={strategy!r} is not built: use 'local', 'fsdp2' or 'fsdp'")
@@ -63,6 +68,14 @@ def build_engine(
         seed=seed,
         sp_size=sp_size,
     )
+
+
+def _runs_fsdp1(engine_config: Any, device: str) -> bool:
+    """Whether FSDP1 is at home: on a device, with weights to share; without, its mode is one torch gives up."""
+    if device == "cpu":
+        return False
+    ensure_process_group(device)
+    return get_world_size() > 1 and read(engine_config, "fsdp_size", -1) != 1
 
 
 def _check_precision(spec: ModelSpec) -> None:

@@ -9,7 +9,7 @@ import logging
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from enum import Flag, auto
 from functools import partial
@@ -39,6 +39,7 @@ from verl.models.token_outputs import Head, TokenScores, probe_head, value_layer
 from verl.models.varlen_kernels import Scoring
 from verl.models.weight_names import checkpoint_tensors, tied_duplicates
 from verl.protocol import DataProto
+from verl.utils.activation_offload import ActivationOffload
 from verl.utils.checkpoint.from_rank_zero import FromRankZero
 from verl.utils.checkpoint.random_state import random_state, set_random_state
 from verl.utils.distributed import all_gather_objects, all_reduce_numbers
@@ -143,6 +144,7 @@ class Engine(ABC):
         self.optimizer: torch.optim.AdamW | None = None
         self.schedule: torch.optim.lr_scheduler.LambdaLR | None = None
         self.head: Head | None = None
+        self._there = {"model": False, "optimizer": False}
 
     @property
     def model_config(self) -> Any:
@@ -278,7 +280,7 @@ class Engine(ABC):
         """As ``weights``, of the model below its adapter."""
         from verl.models.lora import is_adapter, without_wrapper
 
-        leave_out = tied_duplicates(self.module) | set(filter(is_adapter, self.module.state_dict()))
+        leave_out = tied_duplicates(self.module) | set(filter(is_adapter, self.tensor_names()))
         named = ((without_wrapper(name), tensor) for name, tensor in self.full_tensors(dtype, leave_out))
         yield from checkpoint_tensors(self.module, named)
 
@@ -313,7 +315,7 @@ class Engine(ABC):
         from verl.models.lora import is_adapter
 
         wanted = {name for name in self.parameter_names() if with_head or is_adapter(name)}
-        return self.full_tensors(None, self.module.state_dict().keys() - wanted)
+        return self.full_tensors(None, set(self.tensor_names()) - wanted)
 
     def _saved(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
         """What of the module's tensors a checkpoint holds: all, or what is trained on top of ``model.path``."""
@@ -326,13 +328,18 @@ class Engine(ABC):
     def on_device(self, optimizer: bool = False) -> Iterator[None]:
         """Bring the weights (with ``optimizer``, its state too) to the device; take them away after where configured.
 
-        The only path of offload.
+        The only path of offload. Blocks may nest: what an outer one brought stays until its end.
         """
-        self.load(model=True, optimizer=optimizer)
+        brought = {"model": not self._there["model"], "optimizer": optimizer and not self._there["optimizer"]}
+        if any(brought.values()):
+            self.load(**brought)
+        self._there.update({part: True for part, is_new in brought.items() if is_new})
         try:
             yield
         finally:
-            self.offload(model=True, optimizer=optimizer)
+            self._there.update({part: False for part, is_new in brought.items() if is_new})
+            if any(brought.values()):
+                self.offload(**brought)
 
     def state(self, parts: Collection[str] = ("model", "optimizer", "extra")) -> dict[str, Any]:
         """This rank's share of what a checkpoint holds.
@@ -344,7 +351,7 @@ class Engine(ABC):
         if "model" in parts:
             state["model"] = self.model_state()
         if "optimizer" in parts and self.optimizer is not None:
-            state["optimizer"] = optimizer_state(self.optimizer, self.parameter_names())
+            state["optimizer"] = self._optimizer_state()
         if "extra" in parts:
             state["extra"] = {
                 "lr_scheduler": None if self.schedule is None else self.schedule.state_dict(),
@@ -371,7 +378,7 @@ class Engine(ABC):
             if "model" in state:
                 self.load_model_state(state["model"])
             if "optimizer" in state and self.optimizer is not None:
-                load_optimizer_state(self.optimizer, self.parameter_names(), state["optimizer"])
+                self._load_optimizer_state(state["optimizer"])
         if "extra" in state:
             extra = state["extra"]
             if self.schedule is not None and extra.get("lr_scheduler"):
@@ -420,6 +427,18 @@ class Engine(ABC):
     @abstractmethod
     def offload(self, *, model: bool, optimizer: bool) -> None:
         """Take weights and optimizer state off the device, where offload is configured."""
+
+    def tensor_names(self) -> list[str]:
+        """Names of the module's parameters and persistent buffers."""
+        return list(self.module.state_dict())
+
+    def _optimizer_state(self) -> dict[str, Any]:
+        """The optimizer's state by parameter name."""
+        return optimizer_state(self.optimizer, self.parameter_names())
+
+    def _load_optimizer_state(self, state: dict[str, Any]) -> None:
+        """Take back what ``_optimizer_state`` gave."""
+        load_optimizer_state(self.optimizer, self.parameter_names(), state)
 
     def _start_gradients(self) -> None:  # noqa: B027 - not every backend needs it
         """Called before the first backward pass of a step."""
@@ -583,7 +602,8 @@ class Engine(ABC):
         self, micro: MicroBatch, share: float, scale: float, loss: LossFn, temperature: float, metrics: WeightedMeans
     ) -> None:
         self._recompute.choose(micro.input_ids.numel() // self.topology.sp_size)
-        scores = self._score(micro, temperature, getattr(loss, "want_entropy", False))
+        with self._activations():
+            scores = self._score(micro, temperature, getattr(loss, "want_entropy", False))
         if share == 0.0:
             # a repeat, or nothing but masked tokens: other ranks wait in backward, so run it, on nothing
             sum(part.sum() for part in scores if part is not None).mul(0.0).backward()
@@ -595,6 +615,12 @@ class Engine(ABC):
         ranks = self.topology.dp_size * self.topology.sp_size
         (value * (share * scale * ranks)).backward()
         metrics.add(found, share)
+
+    def _activations(self) -> AbstractContextManager[Any]:
+        """Around a forward pass: where what it leaves for the backward pass is kept."""
+        if self.spec.activation_offload and self.device.type != "cpu":
+            return ActivationOffload(self.device)
+        return nullcontext()
 
     def _reduce(self, values: list[float], op: str) -> list[float]:
         if self.topology.dp_size == 1:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
@@ -18,13 +19,14 @@ from verl.utils.checkpoint.pieces import check_names, fill
 from verl.utils.device import current_device, empty_cache
 from verl.utils.distributed import ensure_process_group
 from verl.utils.fsdp_utils import (
+    CPUOffloadPolicy,
     MixedPrecisionPolicy,
     apply_fsdp2,
     create_device_mesh,
     fsdp2_load_full_state_dict,
     fsdp_modules,
     full_model_state,
-    offload_fsdp_model_to_cpu,
+    prefetch_forward,
 )
 from verl.utils.offload import move_optimizer_state, read, wants_offload
 from verl.utils.torch_dtypes import PrecisionType
@@ -39,7 +41,7 @@ class FSDPEngine(Engine):
 
     Layers are gathered for their forward and backward pass in the compute precision; slices, gradients and optimizer
     state are kept in ``param_dtype``. With ``fsdp_size`` less than the number of ranks, groups of ranks
-    hold replicas.
+    hold replicas. With ``offload_policy`` slices, gradients and optimizer state stay in host memory for good.
     """
 
     def __init__(
@@ -58,44 +60,68 @@ class FSDPEngine(Engine):
         ensure_process_group(device)
         self.device = current_device(device)
         self.topology = Topology.of_ranks(sp_size, device)
-        self._offload_params = wants_offload(engine_config, "param_offload", self.device)
-        self._offload_optimizer = wants_offload(engine_config, "optimizer_offload", self.device)
+        self._on_host = bool(read(engine_config, "offload_policy", False))
+        self._offload_params = not self._on_host and wants_offload(engine_config, "param_offload", self.device)
+        self._offload_optimizer = not self._on_host and wants_offload(engine_config, "optimizer_offload", self.device)
         # Gradients kept whole over micro-batches save slow gloo traffic; on a device they would not fit.
         self._reduce_once = self.device.type == "cpu"
         self.module = self._sharded_model(engine_config, seed, train=optim_config is not None)
-        register_fsdp_forward_method(self.module, "token_outputs")
         self._prepare()
         self._after_infer()
         self._build_optimizer(list(self.module.parameters()), optim_config, total_steps)
         self.offload(model=True, optimizer=True)
 
     def _sharded_model(self, config: Any, seed: int, train: bool) -> nn.Module:
-        spec, world_size = self.spec, self.topology.world_size
+        spec, is_alone = self.spec, self.topology.world_size == 1
         dtype = spec.kept_in if train else spec.computed_in
-        mixed = read(config, "mixed_precision", None)
-        policy = MixedPrecisionPolicy(
-            param_dtype=spec.computed_in if spec.computed_in != dtype else None,
-            reduce_dtype=PrecisionType.to_dtype(read(mixed, "reduce_dtype", "fp32") or "fp32"),
-        )
+        # the others never hold more of the model than their slices
+        full = self._frozen_as_computed(load_model(spec, seed, dtype)) if self.topology.rank == 0 else None
+        module = full.to(self._home) if is_alone else self._frozen_as_computed(empty_model(spec, dtype))
+        attach_token_outputs(module)
+        module = self._shard(module, config, dtype)
+        if not is_alone:
+            self._fill(module, full)
+        for buffer in module.buffers():
+            buffer.data = buffer.data.to(self.device)
+        return module
+
+    def _shard(self, module: nn.Module, config: Any, dtype: torch.dtype) -> nn.Module:
+        """Cut ``module``, whose weights are of ``dtype`` and perhaps on the meta device, into slices."""
         options = {
-            "mesh": create_device_mesh(world_size, read(config, "fsdp_size", -1), self.device.type),
-            "mp_policy": policy,
+            "mesh": self._mesh(config),
+            "mp_policy": MixedPrecisionPolicy(**self._precision(config, dtype)),
             "reshard_after_forward": bool(read(config, "reshard_after_forward", True)),
         }
-        if world_size == 1:
-            module = self._frozen_as_computed(load_model(spec, seed, dtype)).to(self.device)
-            attach_token_outputs(module)
-            apply_fsdp2(module, options, config)
-            return module
-        is_source = self.topology.rank == 0
-        full = full_model_state(self._frozen_as_computed(load_model(spec, seed, dtype))) if is_source else {}
-        module = self._frozen_as_computed(empty_model(spec).to(dtype))
-        attach_token_outputs(module)
-        apply_fsdp2(module, options, config)
-        module.to_empty(device=self.device)
-        module.tie_weights()
-        fsdp2_load_full_state_dict(module, full)
+        if self._on_host:
+            options["offload_policy"] = CPUOffloadPolicy(pin_memory=self.device.type == "cuda")
+        units = apply_fsdp2(module, options, config)
+        if read(config, "forward_prefetch", False):
+            prefetch_forward(units)
+        register_fsdp_forward_method(module, "token_outputs")
         return module
+
+    def _mesh(self, config: Any) -> DeviceMesh:
+        return create_device_mesh(self.topology.world_size, read(config, "fsdp_size", -1), self.device.type)
+
+    def _precision(self, config: Any, dtype: torch.dtype) -> dict[str, torch.dtype | None]:
+        """In what layers compute, if not in the ``dtype`` they are kept in, and gradients are summed."""
+        computed = self.spec.computed_in
+        reduced = read(read(config, "mixed_precision", None), "reduce_dtype", "fp32") or "fp32"
+        return {
+            "param_dtype": computed if computed != dtype else None,
+            "reduce_dtype": PrecisionType.to_dtype(reduced),
+        }
+
+    def _fill(self, module: nn.Module, full: nn.Module | None) -> None:
+        """Give every rank its slices of ``full``, which rank 0 alone has."""
+        module.to_empty(device=self._home)
+        module.tie_weights()
+        fsdp2_load_full_state_dict(module, full_model_state(full) if full is not None else {})
+
+    @property
+    def _home(self) -> torch.device:
+        """Where slices lie during training."""
+        return torch.device("cpu") if self._on_host else self.device
 
     def _frozen_as_computed(self, module: nn.Module) -> nn.Module:
         """Weights below an adapter never change: the precision they are used in is all that need be kept."""
@@ -151,14 +177,19 @@ class FSDPEngine(Engine):
 
     def load(self, *, model: bool, optimizer: bool) -> None:
         if model and self._offload_params:
-            self.module.to(self.device)
+            self._move(self.device)
         if optimizer and self._offload_optimizer and self.optimizer is not None:
             move_optimizer_state(self.optimizer, self.device)
 
     def offload(self, *, model: bool, optimizer: bool) -> None:
         if model and self._offload_params:
-            offload_fsdp_model_to_cpu(self.module, empty_cache=False)
+            self._move(torch.device("cpu"))
         if optimizer and self._offload_optimizer and self.optimizer is not None:
             move_optimizer_state(self.optimizer, torch.device("cpu"))
         if self._offload_params or self._offload_optimizer:
             empty_cache(self.device)
+
+    def _move(self, device: torch.device) -> None:
+        """Move slices and buffers."""
+        self._after_infer()
+        self.module.to(device)

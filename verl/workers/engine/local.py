@@ -145,22 +145,19 @@ class LocalEngine(Engine):
         self._refresh()
 
     def load(self, *, model: bool, optimizer: bool) -> None:
-        if model and self._offload_params:
-            self._move(self.device, masters=optimizer)
-        if optimizer and self._offload_optimizer and self.optimizer is not None:
-            move_optimizer_state(self.optimizer, self.device)
+        self._move(self.device, model, optimizer)
 
     def offload(self, *, model: bool, optimizer: bool) -> None:
-        if model and self._offload_params:
-            self._move(torch.device("cpu"), masters=optimizer)
-        if optimizer and self._offload_optimizer and self.optimizer is not None:
-            move_optimizer_state(self.optimizer, torch.device("cpu"))
+        self._move(torch.device("cpu"), model, optimizer)
         if self._offload_params or self._offload_optimizer:
             empty_cache(self.device)
 
-    def _move(self, device: torch.device, masters: bool) -> None:
-        """Move the module, and for an optimizer step the master weights too."""
-        self.module.to(device)
-        for master in self._masters.values() if masters else ():
+    def _move(self, device: torch.device, model: bool, optimizer: bool) -> None:
+        """Move what offload is configured for: the module, and for an optimizer step master weights and state."""
+        if model and self._offload_params:
+            self.module.to(device)
+        for master in self._masters.values() if optimizer and self._offload_params else ():
             master.grad = None
             master.data = master.data.to(device)
+        if optimizer and self._offload_optimizer and self.optimizer is not None:
+            move_optimizer_state(self.optimizer, device)

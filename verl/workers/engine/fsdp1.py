@@ -1,0 +1,261 @@
+"""The engine on torch's older sharding, FullyShardedDataParallel (FSDP1): numbers, names and files are FSDP2's.
+
+Weights of a unit lie in one flat tensor, of which each rank holds a range; a range need not begin where a weight does.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from functools import partial
+from itertools import chain
+from types import MethodType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp._runtime_utils import _lazy_init
+from torch.distributed.fsdp.wrap import CustomPolicy
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from verl.models.weight_names import plain_name
+from verl.utils.fsdp_utils import full_model_state, tied_parameters, wrapped_units
+from verl.utils.offload import read
+from verl.workers.engine.fsdp import FSDPEngine
+
+
+class FSDP1Engine(FSDPEngine):
+    """As ``FSDPEngine``, with another hand on the weights: gathered, changed and saved unit by unit."""
+
+    def _shard(self, module: nn.Module, config: Any, dtype: torch.dtype) -> nn.Module:
+        # every micro-batch reduces its gradient into the slices, which a step then sums up
+        self._reduce_once = False
+        mesh, units = self._mesh(config), set(wrapped_units(module, config))
+        self._is_whole = mesh.shape[-1] == 1
+        replicated, sharded = ShardingStrategy.HYBRID_SHARD, ShardingStrategy.FULL_SHARD
+        if not read(config, "reshard_after_forward", True):
+            replicated, sharded = ShardingStrategy._HYBRID_SHARD_ZERO2, ShardingStrategy.SHARD_GRAD_OP
+        strategy = replicated if mesh.ndim == 2 else sharded
+        if self._is_whole:
+            mesh, strategy = self._mesh(None), ShardingStrategy.NO_SHARD
+        module.forward = MethodType(_forward_or_scores, module)
+        with _quiet():
+            wrapper = _named_after(module)(
+                module,
+                device_mesh=mesh,
+                sharding_strategy=strategy,
+                mixed_precision=MixedPrecision(**self._precision(config, dtype)),
+                auto_wrap_policy=CustomPolicy(lambda child: child in units),
+                param_init_fn=_Memory(module, self.device).give,
+                device_id=self.device,
+                use_orig_params=True,
+                forward_prefetch=bool(read(config, "forward_prefetch", False)),
+            )
+        # FSDP gathers the outermost weights around ``forward`` and nothing else
+        wrapper.token_outputs = partial(wrapper, as_scores=True)
+        _lazy_init(wrapper, wrapper)
+        return wrapper
+
+    def _frozen_as_computed(self, module: nn.Module) -> nn.Module:
+        # one flat tensor has one precision
+        return module
+
+    @torch.no_grad()
+    def _fill(self, module: nn.Module, full: nn.Module | None) -> None:
+        known = {} if full is None else full_model_state(full)
+        for name, tensor in chain(_whole_parameters(module, writeback=True), _buffers(module)):
+            if full is not None:
+                tensor.copy_(known[name])
+            dist.broadcast(tensor, src=0)
+
+    # -- what the base asks for -----------------------------------------------------------------------------------
+
+    def parameter_names(self) -> list[str]:
+        return list(map(plain_name, super().parameter_names()))
+
+    def tensor_names(self) -> list[str]:
+        names = [name for name, _ in self.module.named_parameters(remove_duplicate=False)]
+        return [*map(plain_name, names), *(name for name, _ in _buffers(self.module, persistent=True))]
+
+    def trained_share(self) -> tuple[int, int]:
+        flat = [handle.flat_param for handle in self._handles()]
+        sizes = [
+            (shape.numel(), p.requires_grad) for one in flat for shape, p in zip(one._shapes, one._params, strict=True)
+        ]
+        return sum(size for size, is_trained in sizes if is_trained), sum(size for size, _ in sizes)
+
+    def _before_backward(self, is_last: bool) -> None:
+        """Gradients of a micro-batch go into the slices at once."""
+
+    def _after_infer(self) -> None:
+        # without a backward pass the outermost unit stays gathered
+        for handle in self._handles():
+            if handle.uses_sharded_strategy:
+                handle.reshard(True)
+                handle._prefetched = False
+
+    def optimizer_step(self) -> float:
+        norm = float(self.module.clip_grad_norm_(math.inf if self.grad_clip is None else self.grad_clip))
+        if math.isfinite(norm):
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+        for handle in self._handles():
+            handle._reset_flat_param_grad_info_if_needed()  # or the flat gradients stay until the next pass
+        return norm
+
+    def full_tensors(self, dtype: torch.dtype | None, leave_out: Collection[str]) -> Iterator[tuple[str, Tensor]]:
+        with self.on_device():
+            for name, tensor in chain(_whole_parameters(self.module), _buffers(self.module, persistent=True)):
+                if name not in leave_out:
+                    # a copy, for the unit's memory is freed when the next one is gathered
+                    kept = dtype is None or not tensor.is_floating_point()
+                    yield name, tensor.detach().to(tensor.dtype if kept else dtype, copy=True)
+
+    def model_state(self) -> dict[str, Tensor]:
+        with self.on_device(), _quiet():
+            return self._saved(get_model_state_dict(self.module, options=self._options))
+
+    @torch.no_grad()
+    def load_model_state(self, state: dict[str, Tensor]) -> None:
+        own = self.model_state()
+        if own.keys() != state.keys():
+            odd = sorted(own.keys() ^ state.keys())
+            raise ValueError(f"the saved weights differ from this model in {len(odd)} names, first {odd[0]!r}")
+        for name, tensor in chain(_whole_parameters(self.module, writeback=True), _buffers(self.module)):
+            if name in own:
+                piece = _as_piece(state[name], own[name])
+                tensor.copy_(piece.full_tensor() if isinstance(piece, DTensor) else piece)
+
+    def _optimizer_state(self) -> dict[str, Any]:
+        # torch would make a first state by a step, which then counts
+        [has_state] = self._reduce([len(self.optimizer.state)], "max")
+        if not has_state:
+            return super()._optimizer_state()
+        with self.on_device(optimizer=True), _quiet():
+            return get_optimizer_state_dict(self.module, self.optimizer, options=self._options)
+
+    def _load_optimizer_state(self, state: dict[str, Any]) -> None:
+        own, names = self.model_state(), set(self.parameter_names())
+        saved = {name for group in state["param_groups"] for name in group["params"]}
+        if saved != names:
+            raise ValueError(
+                f"the optimizer state is of {len(saved)} parameters, this model has {len(names)}, and "
+                f"{sorted(saved ^ names)[0]!r} is not in both: resume with the model it was saved from"
+            )
+        pieces = {
+            name: {key: _as_piece(value, own[name]) for key, value in entry.items()}
+            for name, entry in state["state"].items()
+        }
+        with _quiet():
+            set_optimizer_state_dict(self.module, self.optimizer, {**state, "state": pieces}, options=self._options)
+
+    @property
+    def layout(self) -> str:
+        """As FSDP2 cuts weights: along their first axis."""
+        return "whole" if self._is_whole else f"fsdp2 {'x'.join(map(str, self.module._device_mesh.shape))}"
+
+    @property
+    def _options(self) -> StateDictOptions:
+        return StateDictOptions(full_state_dict=self._is_whole)
+
+    def _handles(self) -> list[Any]:
+        """torch's keepers of the flat tensors."""
+        return [unit._handle for unit in FSDP.fsdp_modules(self.module) if unit._handle is not None]
+
+    def _move(self, device: torch.device) -> None:
+        """Move slices, between passes, and buffers."""
+        self._after_infer()
+        for handle in self._handles():
+            handle.flat_param_to(device)
+            handle.flat_param._local_shard = handle.flat_param.data
+        for _, buffer in self.module.named_buffers():
+            buffer.data = buffer.data.to(device)
+
+
+def _forward_or_scores(model: nn.Module, *args: Any, as_scores: bool = False, **inputs: Any) -> Any:
+    """The model's own forward pass, or with ``as_scores`` its ``token_outputs``."""
+    return model.token_outputs(*args, **inputs) if as_scores else type(model).forward(model, *args, **inputs)
+
+
+def _named_after(module: nn.Module) -> type[FSDP]:
+    """The wrapper under the name ``fully_shard`` would give: checkpoints note what model they are of."""
+    return type(f"FSDP{type(module).__name__}", (FSDP,), {})
+
+
+class _Memory:
+    """Gives modules of a model on the meta device memory, one by one, and keeps ties."""
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        self._device = device
+        self._tied: dict[nn.Parameter, nn.Parameter | None] = dict.fromkeys(tied_parameters(model))
+
+    def give(self, module: nn.Module) -> None:
+        for name, parameter in module.named_parameters(recurse=False):
+            made = self._tied.get(parameter)
+            if made is None and parameter.is_meta:
+                made = nn.Parameter(torch.empty_like(parameter, device=self._device), parameter.requires_grad)
+                if parameter in self._tied:
+                    self._tied[parameter] = made
+            if made is not None:
+                module.register_parameter(name, made)
+        for name, buffer in module.named_buffers(recurse=False):
+            if buffer.is_meta:
+                setattr(module, name, torch.empty_like(buffer, device=self._device))
+
+
+def _whole_parameters(module: FSDP, writeback: bool = False) -> Iterator[tuple[str, Tensor]]:
+    """Yield (plain name, whole parameter), gathered unit by unit; with ``writeback`` changes of it are kept."""
+    for place, unit in module.named_modules():
+        if isinstance(unit, FSDP):
+            with FSDP.summon_full_params(unit, recurse=False, writeback=writeback):
+                for name, parameter in _own_parameters(unit._fsdp_wrapped_module):
+                    yield plain_name(f"{place}.{name}" if place else name), parameter.data
+
+
+def _own_parameters(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Parameters that are in no unit below ``module``."""
+    for name, parameter in module._parameters.items():
+        if parameter is not None:
+            yield prefix + name, parameter
+    for name, child in module.named_children():
+        if not isinstance(child, FSDP):
+            yield from _own_parameters(child, f"{prefix}{name}.")
+
+
+def _buffers(module: nn.Module, persistent: bool = False) -> Iterator[tuple[str, Tensor]]:
+    """Yield (plain name, buffer); with ``persistent`` of those alone that checkpoints hold."""
+    for place, part in module.named_modules():
+        for name, buffer in part.named_buffers(recurse=False):
+            if not (persistent and name in part._non_persistent_buffers_set):
+                yield plain_name(f"{place}.{name}" if place else name), buffer
+
+
+def _as_piece(tensor: Any, like: Tensor) -> Any:
+    """A whole tensor, or the piece of a saved one, cut and placed as ``like`` is; a number stays as it is."""
+    if not isinstance(like, DTensor) or not isinstance(tensor, Tensor) or tensor.ndim == 0:
+        return tensor
+    mesh, placements = like.device_mesh, like.placements
+    if isinstance(tensor, DTensor):
+        local = tensor.to_local().to(mesh.device_type)
+        return DTensor.from_local(local, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride())
+    return distribute_tensor(tensor.to(mesh.device_type), mesh, placements, src_data_rank=None)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """torch announces what replaces parts of FSDP1, also those that it calls itself."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
+        warnings.filterwarnings("ignore", message=".*NO_SHARD.*")
+        yield
