@@ -68,7 +68,7 @@ BAD = {
     "unknown loss": ([f"{ACTOR}.policy_loss.loss_mode=vanila"], "is no known policy loss; did you mean 'vanilla'"),
     "unknown KL": ([f"{ACTOR}.kl_loss_type=banana"], "kl_loss_type=banana must be one of kl"),
     "unknown aggregation": ([f"{ACTOR}.loss_agg_mode=token_mean"], "did you mean 'token-mean'"),
-    "unknown schedule": ([f"{ACTOR}.optim.warmup_style=linear"], "must be one of constant, cosine"),
+    "unknown schedule": ([f"{ACTOR}.optim.warmup_style=cosin"], "did you mean 'cosine'"),
     "unknown logger": (["trainer.logger=[consol]"], "is no known logger; did you mean 'console'"),
     "unknown device": (["trainer.device=gpu"], "must be one of cuda, cpu, npu"),
     "unknown reward manager": (["reward_model.reward_manager=niave"], "did you mean 'naive'"),

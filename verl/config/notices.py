@@ -265,13 +265,17 @@ def _micro_batches_are_cut_by_tokens(config: PPOConfig, is_given: IsGiven) -> It
     yield from _unread(config, by_count, is_given, "micro-batches are cut by count (use_dynamic_bsz=false)")
 
 
-def _constant_schedule_has_no_floor(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+def _schedule_does_not_read_it(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
     for key in (f"{_ACTOR}.optim", *(["critic.optim"] if config.uses_critic else [])):
         optim = get_path(config, key)
-        if optim.warmup_style == "constant":
-            yield from _unread(
-                config, [f"{key}.min_lr_ratio", f"{key}.num_cycles"], is_given, f"{key}.warmup_style=constant"
-            )
+        readers = {
+            "min_lr_ratio": ("cosine", "linear", "wsd"),
+            "num_cycles": ("cosine",),
+            "lr_wsd_decay_steps": ("wsd",),
+            "lr_wsd_decay_style": ("wsd",),
+        }
+        unread = [f"{key}.{name}" for name, styles in readers.items() if optim.warmup_style not in styles]
+        yield from _unread(config, unread, is_given, f"{key}.warmup_style={optim.warmup_style}")
         if optim.lr_warmup_steps is not None and optim.lr_warmup_steps >= 0:
             yield from _unread(
                 config,
@@ -533,7 +537,7 @@ _CHECKS = (
     _kl_loss_is_off,
     _kl_counts_twice,
     _micro_batches_are_cut_by_tokens,
-    _constant_schedule_has_no_floor,
+    _schedule_does_not_read_it,
     _resume_path_is_not_read,
     _reward_function_is_built_in,
     _no_checkpoint_is_written,
