@@ -146,9 +146,24 @@ def _always_chunked(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
 
 
 def _always_from_hidden_states(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
-    keys = ["actor_rollout_ref.model.use_fused_kernels", f"{_ACTOR}.use_fused_kernels"]
+    model, key = config.actor_rollout_ref.model, "actor_rollout_ref.model.use_fused_kernels"
     why = "log-probs and entropy are computed from hidden states in chunks either way"
-    yield from _unread(config, keys, is_given, why)
+    if not model.use_fused_kernels or model.fused_kernel_options.impl_backend == "torch":
+        yield from _unread(config, [key], is_given, why)
+    yield from _unread(config, [f"{_ACTOR}.use_fused_kernels"], is_given, f"{key}={show(model.use_fused_kernels)} decides")
+    if not model.use_fused_kernels:
+        backend = "actor_rollout_ref.model.fused_kernel_options.impl_backend"
+        yield from _unread(config, [backend], is_given, f"{key}=false")
+
+
+def _entropy_is_not_the_kernels(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+    shared = config.actor_rollout_ref
+    model, entropy = shared.model, shared.actor.entropy_coeff
+    if model.use_fused_kernels and model.fused_kernel_options.impl_backend == "triton" and entropy:
+        yield (
+            f"actor_rollout_ref.model.fused_kernel_options.impl_backend=triton with {_ACTOR}.entropy_coeff={entropy}: "
+            "the kernel gives no entropy, so updates of the actor run on torch"
+        )
 
 
 def _nothing_is_compiled_on_cpu(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
@@ -524,6 +539,7 @@ _CHECKS = (
     _engines_on_cpu_are_eager,
     _always_chunked,
     _always_from_hidden_states,
+    _entropy_is_not_the_kernels,
     _nothing_is_compiled_on_cpu,
     _one_worker_implementation,
     _fsdp_runs_on_fsdp2,

@@ -71,8 +71,6 @@ LIMITS: tuple[Limit, ...] = (
     Limit(f"{_MODEL}.use_remove_padding", "packed attention", _REMOVE_PADDING),
     Limit(f"{_ACTOR}.use_remove_padding", "packed attention", _REMOVE_PADDING, follows=True),
     Limit("critic.model.use_remove_padding", "packed attention", _REMOVE_PADDING),
-    Limit(f"{_MODEL}.use_liger", "Liger kernels", "leave it false; log-probs are computed in chunks anyway"),
-    Limit(f"{_MODEL}.fused_kernel_options.impl_backend", "Triton kernels", "use torch"),
     *(
         Limit(f"{model}.enable_activation_offload", "activation offload", "use enable_gradient_checkpointing=true")
         for model in (_MODEL, "critic.model")

@@ -71,9 +71,16 @@ def model_spec(model: Any, fsdp_config: Any, head: str, path: str | None = None,
         trust_remote_code=model.trust_remote_code,
         gradient_checkpointing=model.enable_gradient_checkpointing,
         external_lib=model.external_lib,
+        head_backend=head_backend(model),
+        use_liger=getattr(model, "use_liger", False),
         lora=lora_spec(model, switches.get("freeze_vision_tower", False)),
         **switches,
     )
+
+
+def head_backend(model: Any) -> str:
+    """What computes log-probs from hidden states, as a role's model section says; a critic's says nothing."""
+    return model.fused_kernel_options.impl_backend if getattr(model, "use_fused_kernels", False) else "torch"
 
 
 def lora_spec(model: Any, freeze_vision_tower: bool = False) -> LoRASpec | None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from verl.models.liger import check_liger
 from verl.models.loader import ModelSpec
 from verl.utils.micro_batching import MicroBatching
 from verl.workers.engine.base import Engine, LossFn, Topology, Want
@@ -39,7 +40,8 @@ def build_engine(
         seed: of weights the checkpoint does not hold, such as a value head.
 
     Raises:
-        ValueError: for an unknown strategy, a model that cannot be built, or a precision that cannot train.
+        ValueError: for an unknown strategy, a model that cannot be built, kernels that do not run on ``device``, or a
+            precision that cannot train.
     """
     if strategy == "local":
         from verl.workers.engine.local import LocalEngine as Backend
@@ -49,6 +51,7 @@ def build_engine(
         from verl.workers.engine.fsdp import FSDPEngine as Backend
     else:
         raise ValueError(f"strategy={strategy!r} is not built: use 'local', 'fsdp2' or 'fsdp'")
+    _check_kernels(spec, device)
     if optim_config is not None:
         _check_precision(spec)
     return Backend(
@@ -60,6 +63,14 @@ def build_engine(
         device=device,
         seed=seed,
     )
+
+
+def _check_kernels(spec: ModelSpec, device: str) -> None:
+    if spec.use_liger:
+        check_liger("actor_rollout_ref.model.use_liger=true", device, "set use_liger=false")
+    if spec.head_backend == "triton":
+        option = "actor_rollout_ref.model.fused_kernel_options.impl_backend=triton"
+        check_liger(option, device, "set impl_backend=torch")
 
 
 def _check_precision(spec: ModelSpec) -> None:

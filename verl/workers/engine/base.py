@@ -398,7 +398,9 @@ class Engine(ABC):
             self.head = Head("value")
         else:
             self.head = replace(
-                probe_head(self.module, self.device, compiled), never=modality_tokens(self.model_config)
+                probe_head(self.module, self.device, compiled),
+                triton=self.spec.head_backend == "triton",
+                never=modality_tokens(self.model_config),
             )
 
     def _check_want(self, want: Want) -> None:
