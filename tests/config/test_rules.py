@@ -74,7 +74,7 @@ BAD = {
         ["trainer.device=cpu", f"{MODEL}.use_liger=true"], "use_liger=true with trainer.device=cpu: liger's Triton"),
     "triton without CUDA": (
         ["trainer.device=cpu", f"{MODEL}.use_fused_kernels=true", f"{MODEL}.fused_kernel_options.impl_backend=triton"],
-        "impl_backend=triton with trainer.device=cpu: liger's Triton kernels (`pip install 'verl[liger]'`) run on CUDA"),
+        "impl_backend=triton with trainer.device=cpu: liger's Triton kernels (`pip install 'verl[liger]'`) run on"),
     "unknown logger": (["trainer.logger=[consol]"], "is no known logger; did you mean 'console'"),
     "unknown device": (["trainer.device=gpu"], "must be one of cuda, cpu, npu"),
     "unknown reward manager": (["reward_model.reward_manager=niave"], "did you mean 'naive'"),
@@ -192,7 +192,7 @@ UNBUILT = [
     f"{ACTOR}.strategy=megatron", "critic.strategy=deepspeed", f"{ACTOR}.checkpoint.async_save=true",
     "trainer.default_hdfs_dir=hdfs://x", "trainer.esi_redundant_time=60",
     "trainer.device=npu", "trainer.logger=[console,mlflow]", "actor_rollout_ref.model.use_shm=true",
-    "actor_rollout_ref.model.custom_chat_template=x", "data.return_raw_input_ids=true",
+    "data.return_raw_input_ids=true",
 ]  # fmt: skip
 
 
@@ -222,6 +222,7 @@ BUILT = [
     [f"{ACTOR}.use_dynamic_bsz=true"], [f"{MODEL}.use_fused_kernels=true"], [f"{MODEL}.use_liger=true"],
     [f"{MODEL}.use_fused_kernels=true", f"{MODEL}.fused_kernel_options.impl_backend=triton"],
     [f"{ACTOR}.optim.lr_scheduler_type=wsd", f"{ACTOR}.optim.lr_wsd_decay_steps=3"],
+    [f"{MODEL}.custom_chat_template=chat.jinja"],
     ["critic.optim.warmup_style=linear"], [f"{ACTOR}.optim.optimizer=AdamW8bit"],
     [f"{ACTOR}.fsdp_config.param_offload=true", f"{ACTOR}.fsdp_config.optimizer_offload=true"],
     ["trainer.logger=[console,tensorboard,wandb,file]"], [f"{ACTOR}.checkpoint.save_contents=[model,hf_model]"],

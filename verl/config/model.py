@@ -24,7 +24,7 @@ class ModelConfig(Config):
     """Folder in Hugging Face format, hub id, or ``hdfs://``."""
 
     custom_chat_template: str | None = None
-    """Jinja template to use instead of the tokenizer's own."""
+    """Jinja template, or a file that holds one, to use instead of the tokenizer's own. Saved with checkpoints."""
 
     use_shm: bool = False
     """Copy the model to /dev/shm before loading."""

@@ -150,7 +150,8 @@ def _always_from_hidden_states(config: PPOConfig, is_given: IsGiven) -> Iterator
     why = "log-probs and entropy are computed from hidden states in chunks either way"
     if not model.use_fused_kernels or model.fused_kernel_options.impl_backend == "torch":
         yield from _unread(config, [key], is_given, why)
-    yield from _unread(config, [f"{_ACTOR}.use_fused_kernels"], is_given, f"{key}={show(model.use_fused_kernels)} decides")
+    decides = f"{key}={show(model.use_fused_kernels)} decides"
+    yield from _unread(config, [f"{_ACTOR}.use_fused_kernels"], is_given, decides)
     if not model.use_fused_kernels:
         backend = "actor_rollout_ref.model.fused_kernel_options.impl_backend"
         yield from _unread(config, [backend], is_given, f"{key}=false")

@@ -625,8 +625,8 @@ def triton_kernels_have_a_cuda_device(config: PPOConfig) -> Iterator[Problem]:
             yield _problem(
                 config,
                 key,
-                f"with trainer.device={config.trainer.device}: liger's Triton kernels (`pip install 'verl[liger]'`) run "
-                f"on CUDA devices only. {way_out}, or set trainer.device=cuda.",
+                f"with trainer.device={config.trainer.device}: liger's Triton kernels (`pip install 'verl[liger]'`) "
+                f"run on CUDA devices only. {way_out}, or set trainer.device=cuda.",
                 "trainer.device",
             )
 

@@ -79,11 +79,6 @@ LIMITS: tuple[Limit, ...] = (
         Limit(f"{place}.use_shm", "copying to /dev/shm", "copy the files there yourself and give that path")
         for place in (_MODEL, "critic.model")
     ),
-    Limit(
-        f"{_MODEL}.custom_chat_template",
-        "a chat template in the configuration",
-        "put it into the tokenizer's folder as chat_template.jinja",
-    ),
     Limit("data.return_raw_input_ids", "prompts without template", "leave it false; raw_prompt_ids are always there"),
     # rollout
     Limit(f"{_ROLLOUT}.multi_turn.*", "multi-turn rollout", _MULTI_TURN),

@@ -148,8 +148,13 @@ class PolicyRole:
             train=True,
         )
         self.ppo_loss = PPOLoss(config.actor, config.rollout.response_length)
-        tokenizer = self.tokenizer_path or config.model.path
-        self.checkpoint_manager(self.actor, tokenizer, config.actor.checkpoint, config.model.trust_remote_code)
+        self.checkpoint_manager(
+            self.actor,
+            self.tokenizer_path or config.model.path,
+            config.actor.checkpoint,
+            config.model.trust_remote_code,
+            config.model.custom_chat_template,
+        )
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, mesh="actor", reads=TOKENS)
     def compute_log_prob(self, data: DataProto) -> DataProto:
@@ -224,7 +229,11 @@ class RolloutRole(ServingRole):
     def init_rollout(self) -> None:
         """Build the rollout engine; its weights arrive from the policy at the first generation."""
         model, config = self.config.model, self.config.rollout
-        self.tokenizer = hf_tokenizer(self.tokenizer_path or model.path, trust_remote_code=model.trust_remote_code)
+        self.tokenizer = hf_tokenizer(
+            self.tokenizer_path or model.path,
+            chat_template=model.custom_chat_template,
+            trust_remote_code=model.trust_remote_code,
+        )
         self.sends_adapter = sends_adapter(self.config, self.device)
         lora = lora_spec(model, self.config.actor.freeze_vision_tower)
         with memory_errors(config, "start"), engine_phase(config.name, "start"):
