@@ -15,8 +15,8 @@ class OptimConfig(Config):
 
     optimizer: Literal["AdamW", "AdamW8bit"] = "AdamW"
     """``AdamW`` (Loshchilov & Hutter 2019, arXiv:1711.05101): torch's, fused, two fp32 numbers of state a weight.
-    ``AdamW8bit``: two bytes a weight instead of eight, by torchao (``pip install 'verl[torchao]'``); on CUDA only.
-    Source: Dettmers et al. 2021 (arXiv:2110.02861)."""
+    ``AdamW8bit``: two bytes a weight instead of eight, by torchao (``pip install 'verl[torchao]'``), compiled at its
+    first step. Source: Dettmers et al. 2021 (arXiv:2110.02861)."""
 
     lr: float = option(1e-6, above=0)
     """Peak learning rate. verl's default is 1e-6 for the actor and 1e-5 for the critic."""
