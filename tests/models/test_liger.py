@@ -4,10 +4,12 @@ import types
 import pytest
 import torch
 
+from tests.config.helpers import typed
 from tests.support.tiny_models import make_tiny_model
 from verl.models import liger
 from verl.models.loader import ModelSpec, load_model
 from verl.workers.engine import build_engine
+from verl.workers.roles import model_spec
 
 
 @pytest.fixture
@@ -55,3 +57,18 @@ def test_a_missing_package_is_named_with_the_way_to_get_it(monkeypatch):
     monkeypatch.setattr(liger, "find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r"use_liger=true needs .*pip install 'verl\[liger\]'`, or set it to false"):
         liger.check_liger("use_liger=true", "cuda", "set it to false")
+
+
+@pytest.mark.parametrize("is_on", ["true", "false"])
+def test_the_options_reach_actor_and_reference_and_no_critic(is_on):
+    model = "actor_rollout_ref.model"
+    config = typed(
+        *(f"{model}.{name}={is_on}" for name in ("use_liger", "use_fused_kernels")),
+        f"{model}.fused_kernel_options.impl_backend=triton",
+    )
+    shared, critic = config.actor_rollout_ref, config.critic.model
+    for section in (shared.actor, shared.ref):
+        spec = model_spec(shared.model, section.fsdp_config, "lm")
+        assert (spec.use_liger, spec.head_backend) == ((True, "triton") if is_on == "true" else (False, "torch"))
+    spec = model_spec(critic, critic.fsdp_config, "value")
+    assert (spec.use_liger, spec.head_backend) == (False, "torch")
