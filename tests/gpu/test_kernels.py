@@ -10,6 +10,7 @@ from verl.models.token_outputs import HeadMaths, chunked_log_probs
 from verl.utils.checkpoint.checkpoint_manager import CheckpointManager
 from verl.utils.distributed import destroy_global_process_group
 from verl.workers.engine import MicroBatching, Want, build_engine
+from verl.workers.engine.optim import build_optimizer, load_optimizer_state, optimizer_state
 
 pytestmark = pytest.mark.gpu
 
@@ -106,3 +107,20 @@ def test_eight_bit_adamw_trains_alike_in_a_fraction_of_the_memory_and_resumes(tm
     CheckpointManager(resumed).load(tmp_path / "saved")
     for one, other in zip(take_steps(eight, 2), take_steps(resumed, 2), strict=True):
         assert other == pytest.approx(one, rel=1e-4, abs=1e-6)
+
+
+def test_eight_bit_state_that_comes_back_whole_is_kept_in_eight_bits():
+    pytest.importorskip("torchao")
+    section, weights = optim_section(optimizer="AdamW8bit"), torch.randn(64, 128, device="cuda")
+    optimizer, fresh = (build_optimizer([weights.clone().requires_grad_()], section) for _ in range(2))
+    [parameter] = optimizer.param_groups[0]["params"]
+    parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    saved = optimizer_state(optimizer, ["w"])
+    kept = saved["state"]["w"]
+    moments = {key: torch.empty_like(weights).copy_(kept[key]) for key in ("exp_avg", "exp_avg_sq")}
+    load_optimizer_state(fresh, ["w"], {**saved, "state": {"w": {**kept, **moments}}})
+    [loaded] = fresh.state.values()
+    for key, moment in moments.items():
+        assert type(loaded[key]) is type(kept[key])
+        assert (torch.empty_like(weights).copy_(loaded[key]) - moment).abs().max() <= 0.01 * moment.abs().max()

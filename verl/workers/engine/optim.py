@@ -148,6 +148,19 @@ def load_optimizer_state(optimizer: Optimizer, names: list[str], state: dict[str
     optimizer.load_state_dict(
         {"state": {number[name]: entry for name, entry in state["state"].items()}, "param_groups": groups}
     )
+    if hasattr(optimizer, "_new_buffer"):
+        _quantise_again(optimizer)
+
+
+@torch.no_grad()
+def _quantise_again(optimizer: Any) -> None:
+    """Bring moments of a torchao optimizer that came in fp32, joined from slices of other ranks, back to its format."""
+    for parameter, state in optimizer.state.items():
+        for key in ("exp_avg", "exp_avg_sq"):
+            own = optimizer._new_buffer(parameter, key == "exp_avg")
+            kinds = [type(getattr(tensor, "_local_tensor", tensor)) for tensor in (own, state[key])]
+            if kinds[0] is not kinds[1]:
+                state[key] = own.copy_(state[key])
 
 
 def clip_gradients(parameters: list[Tensor], limit: float | None) -> float:
