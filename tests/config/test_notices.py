@@ -6,7 +6,7 @@ from .helpers import RUNNABLE, notes
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 REF = "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=2"
-CPU = "trainer.device=cpu"
+MODEL, CPU = "actor_rollout_ref.model", "trainer.device=cpu"
 PARAM_OFFLOAD = f"{ACTOR}.fsdp_config.param_offload=true"
 LOCAL = (f"{ACTOR}.strategy=local", "critic.strategy=local", "trainer.n_gpus_per_node=1")
 REF_DTYPE = "actor_rollout_ref.ref.fsdp_config.model_dtype"
@@ -56,7 +56,15 @@ def test_nothing_is_said_about_defaults():
         ([f"{ACTOR}.fsdp_config.mixed_precision.buffer_dtype=bf16"], "buffers keep the format"),
         ([*LOCAL, f"{ACTOR}.fsdp_config.mixed_precision.reduce_dtype=bf16"], "does not shard"),
         ([*LOCAL, "trainer.controller=local", "trainer.worker_timeout=9"], "in the driver's process"),
-        (["actor_rollout_ref.model.use_fused_kernels=true"], "from hidden states in chunks either way"),
+        ([f"{MODEL}.use_fused_kernels=true"], "from hidden states in chunks either way"),
+        ([f"{ACTOR}.use_fused_kernels=true"], "actor_rollout_ref.model.use_fused_kernels=false decides"),
+        ([f"{MODEL}.fused_kernel_options.impl_backend=triton"], "impl_backend=triton has no effect"),
+        (
+            [f"{MODEL}.{option}" for option in ("use_fused_kernels=true", "fused_kernel_options.impl_backend=triton")]
+            + [f"{ACTOR}.entropy_coeff=0.1"],
+            "the kernel gives no entropy, so updates of the actor run on torch",
+        ),
+        ([f"{ACTOR}.optim.num_cycles=2", f"{ACTOR}.optim.warmup_style=linear"], "warmup_style=linear"),
         ([*GRPO, "algorithm.gamma=0.9"], "algorithm.adv_estimator=grpo does not read it"),
         (["algorithm.norm_adv_by_std_in_grpo=false"], "algorithm.adv_estimator=gae does not read it"),
         ([f"{ROLLOUT}.val_kwargs.temperature=0.7"], "val_kwargs.do_sample=false"),

@@ -24,7 +24,8 @@ actor_rollout_ref.actor.freeze_vision_tower actor_rollout_ref.actor.tau_neg acto
 algorithm.gdpo_reward_keys algorithm.gdpo_reward_weights algorithm.step_gamma
 actor_rollout_ref.actor.fsdp_config.mixed_precision actor_rollout_ref.actor.fsdp_config.model_dtype
 actor_rollout_ref.actor.fsdp_config.wrap_policy.transformer_layer_cls_to_wrap
-actor_rollout_ref.actor.optim.betas actor_rollout_ref.actor.optim.eps
+actor_rollout_ref.actor.optim.betas actor_rollout_ref.actor.optim.eps actor_rollout_ref.actor.optim.optimizer
+actor_rollout_ref.actor.optim.lr_wsd_decay_steps actor_rollout_ref.actor.optim.lr_wsd_decay_style
 actor_rollout_ref.ref.fsdp_config.fsdp_size actor_rollout_ref.ref.fsdp_config.mixed_precision
 actor_rollout_ref.ref.fsdp_config.model_dtype actor_rollout_ref.ref.fsdp_config.offload_policy
 actor_rollout_ref.ref.fsdp_config.optimizer_offload
@@ -44,7 +45,8 @@ actor_rollout_ref.rollout.agent.default_agent_loop actor_rollout_ref.rollout.max
 actor_rollout_ref.rollout.server_host
 critic.model.fsdp_config.mixed_precision critic.model.fsdp_config.model_dtype
 critic.model.fsdp_config.wrap_policy.transformer_layer_cls_to_wrap
-critic.optim.betas critic.optim.eps critic.optim.num_cycles
+critic.optim.betas critic.optim.eps critic.optim.num_cycles critic.optim.optimizer
+critic.optim.lr_wsd_decay_steps critic.optim.lr_wsd_decay_style
 custom_reward_function.reward_kwargs data.apply_chat_template_kwargs data.cache_dir data.gen_batch_size data.seed
 ray_init.env ray_init.include_dashboard ray_init.object_store_memory_mb
 reward_model.model.fsdp_config.mixed_precision reward_model.model.fsdp_config.model_dtype

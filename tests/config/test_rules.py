@@ -15,6 +15,7 @@ from verl.config.support import LIMITS, NAMES
 from .helpers import loaded_with, problems, typed
 
 ACTOR, ROLLOUT, DYNAMIC = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "use_dynamic_bsz=true"
+MODEL = "actor_rollout_ref.model"
 APART = "actor_rollout_ref.hybrid_engine=false"
 REF = "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=2"
 
@@ -81,7 +82,12 @@ BAD = {
     "unknown loss": ([f"{ACTOR}.policy_loss.loss_mode=vanila"], "is no known policy loss; did you mean 'vanilla'"),
     "unknown KL": ([f"{ACTOR}.kl_loss_type=banana"], "kl_loss_type=banana must be one of kl"),
     "unknown aggregation": ([f"{ACTOR}.loss_agg_mode=token_mean"], "did you mean 'token-mean'"),
-    "unknown schedule": ([f"{ACTOR}.optim.warmup_style=linear"], "must be one of constant, cosine"),
+    "unknown schedule": ([f"{ACTOR}.optim.warmup_style=cosin"], "did you mean 'cosine'"),
+    "liger without CUDA": (
+        ["trainer.device=cpu", f"{MODEL}.use_liger=true"], "use_liger=true with trainer.device=cpu: liger's Triton"),
+    "triton without CUDA": (
+        ["trainer.device=cpu", f"{MODEL}.use_fused_kernels=true", f"{MODEL}.fused_kernel_options.impl_backend=triton"],
+        "impl_backend=triton with trainer.device=cpu: liger's Triton kernels (`pip install 'verl[liger]'`) run on"),
     "unknown logger": (["trainer.logger=[consol]"], "is no known logger; did you mean 'console'"),
     "unknown device": (["trainer.device=gpu"], "must be one of cuda, cpu, npu"),
     "unknown reward manager": (["reward_model.reward_manager=niave"], "did you mean 'naive'"),
@@ -189,11 +195,11 @@ def test_a_tree_made_by_hand_is_checked_too():
     with pytest.raises(ConfigError, match="siblings"):
         check(config.with_values({"algorithm.adv_estimator": "grpo"}))
     with pytest.raises(ConfigError, match="not supported yet"):
-        check(config.with_values({"actor_rollout_ref.model.use_liger": True}))
+        check(config.with_values({"actor_rollout_ref.profiler.ranks": [0]}))
 
 
 UNBUILT = [
-    "actor_rollout_ref.model.use_liger=true", f"{ROLLOUT}.name=server",
+    f"{ROLLOUT}.name=server",
     f"{ROLLOUT}.multi_turn.enable=true", f"{ROLLOUT}.multi_turn.format=llama",
     f"{ROLLOUT}.agent.num_workers=2", f"{ROLLOUT}.load_format=tensorizer",
     "reward_model.enable=true", "reward_model.model.path=/rm", "reward_model.sandbox_fusion.url=http://x",
@@ -202,11 +208,10 @@ UNBUILT = [
     "algorithm.kl_penalty=full", f"{ACTOR}.kl_loss_type=full", f"{ACTOR}.policy_loss.loss_mode=dro",
     "trainer.profile_steps=[1]", "trainer.worker_nsight_options.kill=sigterm",
     "trainer.npu_profile.options.level=level2", "actor_rollout_ref.profiler.ranks=[0]",
-    "actor_rollout_ref.model.fused_kernel_options.impl_backend=triton", "data.datagen.path=x.py",
+    "data.datagen.path=x.py",
     f"{ACTOR}.strategy=megatron", "critic.strategy=deepspeed",
     "trainer.default_hdfs_dir=hdfs://x", "trainer.esi_redundant_time=60",
-    "trainer.device=npu", "trainer.logger=[console,mlflow]",
-    "actor_rollout_ref.model.custom_chat_template=x", "data.return_raw_input_ids=true",
+    "trainer.device=npu", "trainer.logger=[console,mlflow]", "data.return_raw_input_ids=true",
 ]  # fmt: skip
 
 
@@ -236,7 +241,11 @@ BUILT = [
     [f"{ACTOR}.strategy=fsdp2", f"{ACTOR}.fsdp_config.offload_policy=true"], [f"{ACTOR}.strategy=fsdp"],
     [f"{ACTOR}.fsdp_config.forward_prefetch=true", "actor_rollout_ref.model.enable_activation_offload=true"],
     ["actor_rollout_ref.model.use_shm=true", "critic.model.use_shm=true"],
-    [f"{ACTOR}.use_dynamic_bsz=true"], ["actor_rollout_ref.model.use_fused_kernels=true"],
+    [f"{ACTOR}.use_dynamic_bsz=true"], [f"{MODEL}.use_fused_kernels=true"], [f"{MODEL}.use_liger=true"],
+    [f"{MODEL}.use_fused_kernels=true", f"{MODEL}.fused_kernel_options.impl_backend=triton"],
+    [f"{ACTOR}.optim.lr_scheduler_type=wsd", f"{ACTOR}.optim.lr_wsd_decay_steps=3"],
+    [f"{MODEL}.custom_chat_template=chat.jinja"],
+    ["critic.optim.warmup_style=linear"], [f"{ACTOR}.optim.optimizer=AdamW8bit"],
     [f"{ACTOR}.fsdp_config.param_offload=true", f"{ACTOR}.fsdp_config.optimizer_offload=true"],
     ["trainer.logger=[console,tensorboard,wandb,file]"], [f"{ACTOR}.checkpoint.save_contents=[model,hf_model]"],
     ["reward_model.reward_manager=batch"], [f"{ROLLOUT}.tensor_model_parallel_size=8"], ["trainer.device=cpu"],

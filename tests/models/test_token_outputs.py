@@ -1,7 +1,12 @@
+from contextlib import contextmanager
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from tests.support.tiny_models import make_tiny_model
+from verl.models import liger
 from verl.models import token_outputs as module
 from verl.models.loader import ModelSpec, load_model
 from verl.models.token_outputs import (
@@ -80,6 +85,74 @@ def test_no_rows_give_no_log_probs_and_a_zero_gradient():
     log_probs, entropy = chunked_log_probs(hidden, weight, torch.zeros(0, dtype=torch.long), want_entropy=True)
     (log_probs.sum() + entropy.sum()).backward()
     assert log_probs.shape == (0,) and not weight.grad.any()
+
+
+class Largest(TorchDispatchMode):
+    """The most numbers that any tensor held which was made within the block."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        made = [leaf.numel() for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        self.numbers = max([self.numbers, *made])
+        return result
+
+
+@contextmanager
+def kept_for_backward():
+    """Sizes of the tensors that autograd keeps within the block."""
+    sizes = []
+
+    def note(tensor):
+        sizes.append(tensor.numel())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        yield sizes
+
+
+@pytest.mark.parametrize("want_entropy", [False, True])
+def test_whole_logits_are_never_held_forward_or_backward(monkeypatch, tmp_path, want_entropy):
+    vocab = 4000
+    make_tiny_model(tmp_path, vocab_size=vocab)
+    model = load_model(ModelSpec(str(tmp_path)))
+    monkeypatch.setitem(module._CHUNK_BYTES, "cpu", 64 * 4 * vocab)
+    ids, cells = torch.randint(4, 100, (2, 400)), torch.arange(799)
+    limit = 130 * vocab  # two chunks of 64 rows, of 799
+    assert model.get_output_embeddings().weight.numel() < limit < 799 * vocab / 5
+    with Largest() as largest, kept_for_backward() as kept:
+        scores = token_outputs(model, ids, None, cells, ids.flatten()[1:], module.Head("fused"), 1.0, want_entropy)
+        sum(part.sum() for part in scores if part is not None).backward()
+    assert max(largest.numbers, *kept) < limit
+    with Largest() as largest:
+        model(input_ids=ids)
+    assert largest.numbers >= 799 * vocab
+
+
+@pytest.mark.parametrize("maths", MATHS)
+def test_a_kernel_of_log_probs_takes_the_place_of_the_torch_code(monkeypatch, maths):
+    calls = []
+
+    def log_probs(logits, targets):
+        assert logits.dtype == torch.float32
+        calls.append(len(logits))
+        return torch.log_softmax(logits, -1).gather(1, targets[:, None]).squeeze(1)
+
+    monkeypatch.setattr(liger, "target_log_probs", log_probs)
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(30, 8, requires_grad=True), torch.randn(50, 8, requires_grad=True)
+    targets, pull, results = torch.randint(0, 50, (30,)), torch.randn(30), []
+    for triton in (False, True):
+        found, _ = chunked_log_probs(hidden, weight, targets, maths, triton=triton)
+        results.append((found.detach(), *torch.autograd.grad((found * pull).sum(), (hidden, weight))))
+    assert calls
+    for ours, kernels in zip(*results, strict=True):
+        torch.testing.assert_close(kernels, ours, rtol=1e-5, atol=1e-5)
+    calls.clear()
+    _, entropy = chunked_log_probs(hidden, weight, targets, maths, want_entropy=True, triton=True)
+    entropy.sum().backward()
+    assert not calls  # it gives no entropy
 
 
 FAMILIES = {

@@ -512,6 +512,24 @@ def test_the_rate_warms_up_and_falls_along_the_run(run):
     assert series(steps, "actor/lr") == pytest.approx([1e-3 * share for share in wave])
     _, longer = run(trainer__total_training_steps=4, **cosine, **{f"{optim}total_training_steps": 100})
     assert series(longer, "actor/lr")[-1] > 0.99e-3
+    wsd = {f"{optim}lr_scheduler_type": "wsd", f"{optim}lr_wsd_decay_steps": 2, f"{optim}lr_wsd_decay_style": "linear"}
+    _, steps = run(trainer__total_training_steps=4, **wsd)
+    assert series(steps, "actor/lr") == pytest.approx([1e-3, 1e-3, 1e-3, 5e-4])
+
+
+def test_a_chat_template_of_ones_own_writes_the_prompts_and_is_saved(run, tmp_path):
+    template = tmp_path / "chat.jinja"
+    template.write_text("{{ messages[0].content }} Answer: ")
+    run(
+        actor_rollout_ref__model__custom_chat_template=str(template),
+        trainer__rollout_data_dir=str(tmp_path / "dump"),
+        trainer__total_training_steps=1,
+        trainer__save_freq=1,
+    )
+    prompts = [row["input"] for row in rows(tmp_path / "dump" / "1.jsonl")]
+    assert all(text.startswith("Say something") and text.endswith(". Answer: ") for text in prompts)
+    saved = tmp_path / "checkpoints" / "global_step_1" / "actor" / "huggingface" / "chat_template.jinja"
+    assert saved.read_text() == template.read_text()
 
 
 def test_epochs_count_full_batches_and_steps_go_before_epochs(run, tmp_path):

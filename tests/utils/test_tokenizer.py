@@ -36,6 +36,18 @@ def test_a_text_model_has_no_processor(folder):
     assert hf_processor(str(folder)) is None
 
 
+def test_a_chat_template_is_given_as_text_or_as_a_file_and_saved(folder, tmp_path):
+    file = tmp_path / "chat.jinja"
+    file.write_text("{{ messages[0].content }}!")
+    for given in ("{{ messages[0].content }}!", str(file)):
+        tokenizer = hf_tokenizer(str(folder), chat_template=given)
+        assert tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "hi!"
+        tokenizer.save_pretrained(tmp_path / "saved")
+        assert hf_tokenizer(str(tmp_path / "saved")).chat_template == "{{ messages[0].content }}!"
+    with pytest.raises(ValueError, match="custom_chat_template='nowhere.jinja' is neither a Jinja template"):
+        hf_tokenizer(str(folder), chat_template="nowhere.jinja")
+
+
 def test_importing_the_helpers_of_utils_does_not_import_transformers():
     code = "import sys, verl.utils, verl.utils.fs, verl.utils.dataset; print('transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "False"

@@ -48,7 +48,10 @@ class AgentLoopManager:
     def __init__(self, config: Any, worker_group: Any, tokenizer: Any = None, processor: Any = None):
         self.config, self.worker_group, self.processor = config, worker_group, processor
         self.rollout = rollout = config.actor_rollout_ref.rollout
-        self.tokenizer = tokenizer or hf_tokenizer(config.data.tokenizer or config.actor_rollout_ref.model.path)
+        model = config.actor_rollout_ref.model
+        self.tokenizer = tokenizer or hf_tokenizer(
+            config.data.tokenizer or model.path, chat_template=model.custom_chat_template
+        )
         if rollout.agent.agent_loop_config_path:
             load_agent_loops(rollout.agent.agent_loop_config_path)
         agent_loop(rollout.agent.default_agent_loop)  # a wrong name is told before anything is drawn

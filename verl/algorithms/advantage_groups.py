@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from verl.algorithms.cells import PackedCells
+from verl.algorithms.cells import BLOCK, PackedCells
 from verl.algorithms.estimating import (
     Groups,
     outcome_scores,
@@ -269,21 +269,25 @@ def compute_optimal_token_baseline_advantage(
 
     Source: The Optimal Token Baseline, 2026 (arXiv:2602.07078).
     """
-    cells = PackedCells(response_mask)
-    returns = cells.unpack(cells.suffix_sum(pack_finite("token_level_rewards", token_level_rewards, cells), 1.0))
+    cells, groups = PackedCells(response_mask), Groups(index, response_mask.device)
+    returns = cells.suffix_sum(pack_finite("token_level_rewards", token_level_rewards, cells), 1.0)
     energy = 1 - 2 * pack_finite("old_log_probs", old_log_probs, cells).exp()
     energy = energy + pack_finite("sum_pi_squared", sum_pi_squared, cells)
     if rollout_is_weights is not None:
         energy = energy * pack_finite("rollout_is_weights", rollout_is_weights, cells).square()
 
-    own = torch.argsort((response_mask == 0).byte(), dim=-1, stable=True)  # the policy's own tokens, moved to the left
-    has_place = torch.arange(own.shape[1], device=own.device) < cells.lengths.unsqueeze(-1)
-    weight = cells.unpack(cells.clear_gaps(energy)).gather(1, own).double().cumsum(-1) * has_place
-    at_place = returns.gather(1, own).double()
-    groups = Groups(index, response_mask.device)
-    baseline = groups.sum(weight * at_place) / (groups.sum(weight) + epsilon)
-    has_baseline = ~groups.is_alone.unsqueeze(-1)
+    # the k-th block of every row holds the same places, so siblings meet block by block
+    block = groups.group[cells.row] * cells.blocks_per_row + cells.place
+
+    def over_siblings(flat: Tensor) -> Tensor:
+        """Sum at the same place of all siblings, at each of their tokens."""
+        sums = flat.new_zeros(groups.num_groups * cells.blocks_per_row, BLOCK)
+        return sums.index_add_(0, block, flat.view(-1, BLOCK)).index_select(0, block).view(-1)
+
+    weight = cells.prefix_sum(cells.clear_gaps(energy))
+    baseline = over_siblings(weight * returns) / (over_siblings(weight) + epsilon)
+    has_baseline = ~cells.repeat(groups.is_alone)
     if handle_zero_tail:
-        has_baseline = has_baseline & (groups.sum(has_place.double()) > 1)
-    advantages = (at_place - baseline * has_baseline) * has_place
-    return torch.zeros_like(returns).scatter(1, own, advantages.to(returns.dtype)), returns
+        has_baseline &= over_siblings(cells.repeat(torch.ones_like(groups.group))) > 1
+    advantages = (returns - baseline * has_baseline).to(returns.dtype)
+    return cells.unpack(advantages), cells.unpack(returns)

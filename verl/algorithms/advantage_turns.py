@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from verl.algorithms.cells import PackedCells, discounted_suffix_sum
+from verl.algorithms.cells import BLOCK, PackedCells, discounted_suffix_sum
 from verl.algorithms.estimating import pack_finite, register_adv_est
 
 
@@ -75,7 +75,7 @@ def compute_agentic_reinforce_advantage(
     Source: the ``agentic_reinforce`` of ROLL; credit by chunks of interaction: arXiv:2512.24873.
     """
     turns = _turns(token_level_rewards, response_mask)
-    returns = discounted_suffix_sum(turns.rewards, gamma).gather(1, turns.number) * turns.is_own
+    returns = turns.cells.unpack(turns.to_go(gamma)[turns.number])
     return returns, returns
 
 
@@ -111,32 +111,46 @@ def compute_step_reinforce_advantage(
     (arXiv:2505.10978).
     """
     turns = _turns(token_level_rewards, response_mask)
-    to_go = discounted_suffix_sum(turns.rewards, step_gamma).gather(1, turns.number)
-    nearness = torch.full_like(to_go, gamma) ** turns.tokens_left
-    returns = to_go * nearness * turns.is_own
+    distance = torch.arange(response_mask.shape[-1], device=response_mask.device)
+    nearness = torch.full_like(distance, gamma, dtype=torch.float64) ** distance
+    to_go = turns.to_go(step_gamma)
+    returns = turns.cells.unpack(to_go[turns.number] * nearness.to(to_go.dtype)[turns.tokens_left])
     return returns, returns
 
 
 class _Turns(NamedTuple):
-    """Where turns stand: ``number`` (B, R) counts them from 1 along a row, ``rewards`` (B, 1 + turns) sums theirs."""
+    """The K turns of a batch, one row's after another's; M as in ``PackedCells``."""
 
-    is_own: Tensor
+    cells: PackedCells
     number: Tensor
-    rewards: Tensor
+    """(M,): which of the turns a token belongs to."""
     tokens_left: Tensor
-    """(B, R): tokens of the same turn still to come."""
+    """(M,): tokens of the same turn still to come."""
+    row: Tensor
+    """(K,)"""
+    rewards: Tensor
+    """(K,): sum over a turn."""
+
+    def to_go(self, decay: float) -> Tensor:
+        """(K,): rewards of a turn and of those after it in its row, ``decay`` less with each turn."""
+        counts = torch.bincount(self.row, minlength=self.cells.shape[0])
+        place = torch.arange(len(self.row), device=self.row.device) - (counts.cumsum(0) - counts)[self.row]
+        table = self.rewards.new_zeros(len(counts), int(counts.max()) if len(counts) else 0)
+        table[self.row, place] = self.rewards
+        return discounted_suffix_sum(table, decay)[self.row, place]
 
 
 def _turns(token_level_rewards: Tensor, response_mask: Tensor) -> _Turns:
-    cells = PackedCells(response_mask)
-    rewards = cells.unpack(pack_finite("token_level_rewards", token_level_rewards, cells))
-    is_own = response_mask != 0
+    cells, is_own = PackedCells(response_mask), response_mask != 0
+    rewards = pack_finite("token_level_rewards", token_level_rewards, cells)
     begins = is_own.clone()
     begins[:, 1:] &= ~is_own[:, :-1]
-    number = begins.cumsum(-1)
-    count = int(number.max()) if number.numel() else 0
-    per_turn = rewards.new_zeros(len(rewards), 1 + count)
-    tokens = per_turn.scatter_add(1, number, is_own.to(rewards.dtype))
-    ends_at = tokens.cumsum(-1).gather(1, number)  # own tokens up to this turn's end
-    tokens_left = (ends_at - is_own.cumsum(-1)) * is_own
-    return _Turns(is_own, number, per_turn.scatter_add(1, number, rewards), tokens_left)
+    begins = cells.pack(begins)
+    starts = begins.nonzero().squeeze(-1)
+    number = (begins.cumsum(0) - 1).clamp(min=0)  # a gap counts to the turn before it
+    is_token = cells.repeat(torch.ones_like(cells.lengths))
+    lengths = torch.zeros_like(starts).index_add(0, number, is_token)
+    here = torch.arange(len(number), device=number.device)
+    tokens_left = ((starts + lengths)[number] - 1 - here).clamp(min=0)
+    summed = rewards.new_zeros(len(starts)).index_add(0, number, rewards)
+    return _Turns(cells, number, tokens_left, cells.row[starts // BLOCK], summed)

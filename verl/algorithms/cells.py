@@ -101,6 +101,13 @@ class PackedCells:
         from_right = discounted_suffix_sum(heads.view(self.shape[0], -1), decay**BLOCK).reshape(-1)[here + 1]
         return blocks.addr_(from_right, _powers(BLOCK, decay, flat)).view(-1)
 
+    def prefix_sum(self, flat: Tensor) -> Tensor:
+        """y_t = x_t + y_(t-1) along each row, in float64; gaps are zero. Gaps must hold zeros."""
+        sums = flat.double().cumsum(0)
+        before = torch.cat([sums.new_zeros(1), sums[BLOCK - 1 :: BLOCK][:-1]])  # each block
+        starts = (torch.arange(len(self.row), device=flat.device) - self.place).unsqueeze(-1)
+        return self.clear_gaps((sums.view(-1, BLOCK) - before[starts]).view(-1))
+
     def clear_gaps(self, flat: Tensor) -> Tensor:
         """Zero the gaps of ``flat`` (M,), in place."""
         self._clear_gaps(flat.view(-1, BLOCK))

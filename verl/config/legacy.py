@@ -69,6 +69,10 @@ MOVED: tuple[Moved, ...] = (
         for role in ("actor", "ref", "rollout")
         for name in ("discrete", "all_ranks", "ranks")
     ),
+    *(
+        Moved(f"{place}.lr_scheduler_type", (f"{place}.warmup_style",), is_alias=True)
+        for place in (f"{_A}.actor.optim", "critic.optim")
+    ),
     Moved("rollout.nnodes", (f"{_A}.rollout.nnodes",)),
     Moved("rollout.n_gpus_per_node", (f"{_A}.rollout.n_gpus_per_node",)),
     Moved("async_generation_ratio", (f"{_A}.rollout.async_ratio",)),
@@ -99,6 +103,14 @@ GONE: tuple[Gone, ...] = (
     *(
         Gone(f"{place}.use_orig_params", "parameters always keep their own shape", (None, False, True))
         for place in _FSDP
+    ),
+    *(
+        Gone(
+            f"{place}.optimizer_impl",
+            "optim.optimizer=AdamW is torch's, and AdamW8bit torchao's",
+            (None, "torch.optim", "torchao.optim"),
+        )
+        for place in (f"{_A}.actor.optim", "critic.optim")
     ),
     Gone("data.prompt_id_key", "prompt ids were never part of a release", (None,)),
     Gone("data.max_prompt_id_length", "prompt ids were never part of a release", (None,)),

@@ -8,10 +8,12 @@ from verl.config.base import Config, option, section
 
 @dataclass
 class FusedKernelConfig(Config):
-    """Implementation of the fused head."""
+    """Implementation of the fused head; read with ``use_fused_kernels``."""
 
     impl_backend: Literal["torch", "triton"] = "torch"
-    """``torch``: log-probs and entropy from hidden states in chunks, which is also what runs without fused kernels."""
+    """``torch``: log-probs and entropy from hidden states in chunks, which is also what runs without fused kernels.
+    ``triton``: log-probs of the same chunks by liger's kernel (``pip install 'verl[liger]'``); on CUDA only. It gives
+    no entropy: passes that need it, with ``actor.entropy_coeff`` the update, stay with ``torch``."""
 
 
 @dataclass
@@ -22,7 +24,7 @@ class ModelConfig(Config):
     """Folder in Hugging Face format, hub id, or ``hdfs://``."""
 
     custom_chat_template: str | None = None
-    """Jinja template to use instead of the tokenizer's own."""
+    """Jinja template, or a file that holds one, to use instead of the tokenizer's own. Saved with checkpoints."""
 
     use_shm: bool = False
     """Copy the model's folder to /dev/shm, once a node, and let all processes load it from there. The copy stays for
@@ -70,11 +72,12 @@ class ModelConfig(Config):
     be those it was trained with."""
 
     use_liger: bool = False
-    """Replace modules by Liger kernels."""
+    """Let the Triton kernels of liger-kernel (``pip install 'verl[liger]'``) compute norms, gated MLPs and the rotary
+    embedding of actor and reference; on CUDA only. Source: Hsu et al. 2024 (arXiv:2410.10989)."""
 
     use_fused_kernels: bool = False
-    """Compute log-probs and entropy from hidden states without whole logits. Always so here: both values do the
-    same."""
+    """Compute log-probs and entropy from hidden states without whole logits. Always so here: true adds the choice of
+    ``fused_kernel_options.impl_backend``."""
 
     fused_kernel_options: FusedKernelConfig = section(FusedKernelConfig)
     """How ``use_fused_kernels`` does it."""

@@ -147,9 +147,25 @@ def _always_chunked(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
 
 
 def _always_from_hidden_states(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
-    keys = ["actor_rollout_ref.model.use_fused_kernels", f"{_ACTOR}.use_fused_kernels"]
+    model, key = config.actor_rollout_ref.model, "actor_rollout_ref.model.use_fused_kernels"
     why = "log-probs and entropy are computed from hidden states in chunks either way"
-    yield from _unread(config, keys, is_given, why)
+    if not model.use_fused_kernels or model.fused_kernel_options.impl_backend == "torch":
+        yield from _unread(config, [key], is_given, why)
+    decides = f"{key}={show(model.use_fused_kernels)} decides"
+    yield from _unread(config, [f"{_ACTOR}.use_fused_kernels"], is_given, decides)
+    if not model.use_fused_kernels:
+        backend = "actor_rollout_ref.model.fused_kernel_options.impl_backend"
+        yield from _unread(config, [backend], is_given, f"{key}=false")
+
+
+def _entropy_is_not_the_kernels(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+    shared = config.actor_rollout_ref
+    model, entropy = shared.model, shared.actor.entropy_coeff
+    if model.use_fused_kernels and model.fused_kernel_options.impl_backend == "triton" and entropy:
+        yield (
+            f"actor_rollout_ref.model.fused_kernel_options.impl_backend=triton with {_ACTOR}.entropy_coeff={entropy}: "
+            "the kernel gives no entropy, so updates of the actor run on torch"
+        )
 
 
 def _nothing_is_compiled_on_cpu(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
@@ -298,13 +314,17 @@ def _no_prompt_is_shared(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
             yield from _unread(config, key, is_given, "micro-batches of one row have nothing to share with")
 
 
-def _constant_schedule_has_no_floor(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+def _schedule_does_not_read_it(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
     for key in (f"{_ACTOR}.optim", *(["critic.optim"] if config.uses_critic else [])):
         optim = get_path(config, key)
-        if optim.warmup_style == "constant":
-            yield from _unread(
-                config, [f"{key}.min_lr_ratio", f"{key}.num_cycles"], is_given, f"{key}.warmup_style=constant"
-            )
+        readers = {
+            "min_lr_ratio": ("cosine", "linear", "wsd"),
+            "num_cycles": ("cosine",),
+            "lr_wsd_decay_steps": ("wsd",),
+            "lr_wsd_decay_style": ("wsd",),
+        }
+        unread = [f"{key}.{name}" for name, styles in readers.items() if optim.warmup_style not in styles]
+        yield from _unread(config, unread, is_given, f"{key}.warmup_style={optim.warmup_style}")
         if optim.lr_warmup_steps is not None and optim.lr_warmup_steps >= 0:
             yield from _unread(
                 config,
@@ -555,6 +575,7 @@ _CHECKS = (
     _engines_on_cpu_are_eager,
     _always_chunked,
     _always_from_hidden_states,
+    _entropy_is_not_the_kernels,
     _nothing_is_compiled_on_cpu,
     _one_worker_implementation,
     _fsdp_runs_on_fsdp2,
@@ -569,7 +590,7 @@ _CHECKS = (
     _kl_counts_twice,
     _micro_batches_are_cut_by_tokens,
     _no_prompt_is_shared,
-    _constant_schedule_has_no_floor,
+    _schedule_does_not_read_it,
     _resume_path_is_not_read,
     _reward_function_is_built_in,
     _no_checkpoint_is_written,

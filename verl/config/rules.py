@@ -687,6 +687,27 @@ def an_adapter_to_go_on_from_has_a_rank(config: PPOConfig) -> Iterator[Problem]:
             )
 
 
+@rule
+def triton_kernels_have_a_cuda_device(config: PPOConfig) -> Iterator[Problem]:
+    model, place = config.actor_rollout_ref.model, "actor_rollout_ref.model"
+    wanted = {
+        f"{place}.use_liger": (model.use_liger, "Set it to false"),
+        f"{place}.fused_kernel_options.impl_backend": (
+            model.use_fused_kernels and model.fused_kernel_options.impl_backend == "triton",
+            "Use torch, which computes the same",
+        ),
+    }
+    for key, (is_wanted, way_out) in wanted.items():
+        if is_wanted and config.trainer.device != "cuda":
+            yield _problem(
+                config,
+                key,
+                f"with trainer.device={config.trainer.device}: liger's Triton kernels (`pip install 'verl[liger]'`) "
+                f"run on CUDA devices only. {way_out}, or set trainer.device=cuda.",
+                "trainer.device",
+            )
+
+
 # ------------------------------------------------------------------------------------------------- run and resume
 
 

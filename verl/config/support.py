@@ -58,13 +58,6 @@ LIMITS: tuple[Limit, ...] = (
     Limit(f"{_RM}.strategy", "reward models", _NO_RM, follows=True),
     Limit("trainer.device", "this device", "use cuda or cpu", ("cuda", "cpu")),
     # model
-    Limit(f"{_MODEL}.use_liger", "Liger kernels", "leave it false; log-probs are computed in chunks anyway"),
-    Limit(f"{_MODEL}.fused_kernel_options.impl_backend", "Triton kernels", "use torch"),
-    Limit(
-        f"{_MODEL}.custom_chat_template",
-        "a chat template in the configuration",
-        "put it into the tokenizer's folder as chat_template.jinja",
-    ),
     Limit("data.return_raw_input_ids", "prompts without template", "leave it false; raw_prompt_ids are always there"),
     # rollout
     Limit(f"{_ROLLOUT}.multi_turn.*", "multi-turn rollout", _MULTI_TURN),

@@ -69,6 +69,10 @@ class ModelSpec:
     """False: random weights in the shape the config gives."""
     use_torch_compile: bool = False
     """Fuse the maths on logits with torch.compile; on CUDA only."""
+    head_backend: Literal["torch", "triton"] = "torch"
+    """What does the maths on logits where no entropy is asked for; ``triton``: liger's kernel, on CUDA only."""
+    use_liger: bool = False
+    """Let liger's kernels compute norms, gated MLPs and the rotary embedding; on CUDA only."""
     lora: LoRASpec | None = None
     """Train an adapter and freeze the rest; None trains everything."""
     freeze_vision_tower: bool = False
@@ -228,6 +232,10 @@ def _check_complete(spec: ModelSpec, report: Mapping[str, Any]) -> None:
 def _prepare(spec: ModelSpec, model: nn.Module, seed: int = 0, dtype: torch.dtype | None = None) -> nn.Module:
     """Switch on what training needs; switch off what makes two passes over the same tokens differ."""
     remember_conversions(model)
+    if spec.use_liger:
+        from verl.models.liger import use_liger_layers
+
+        use_liger_layers(model)  # before an adapter wraps layers of MLPs
     if not any("drop" in name for name in spec.override_config):
         without_dropout(model)
     if spec.freeze_vision_tower:

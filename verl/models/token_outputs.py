@@ -134,6 +134,38 @@ def _compiled_blocks() -> tuple[Callable, Callable]:
     return _Compiled(_score_block), _Compiled(_grad_block)
 
 
+def _triton_score(raw: Tensor, targets: Tensor, maths: HeadMaths, want_entropy: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """``_score_block`` by liger's kernel, which gives log-probabilities only."""
+    from verl.models.liger import target_log_probs
+
+    log_probs = target_log_probs(_scaled(raw, maths)[0], targets)
+    nothing = torch.zeros_like(log_probs)
+    return log_probs, nothing, nothing
+
+
+def _triton_grad(
+    raw: Tensor,
+    targets: Tensor,
+    normaliser: Tensor,
+    entropy: Tensor | None,
+    grad: Tensor,
+    grad_entropy: Tensor | None,
+    maths: HeadMaths,
+) -> Tensor:
+    """``_grad_block`` by liger's kernel."""
+    from verl.models.liger import target_log_probs_gradient
+
+    x, slope = _scaled(raw, maths)
+    return target_log_probs_gradient(x, targets, grad).mul_(slope)
+
+
+def _blocks(want_entropy: bool, compiled: bool, triton: bool) -> tuple[Callable, Callable]:
+    """What works on a block of logits: (forward, backward)."""
+    if triton and not want_entropy:
+        return _triton_score, _triton_grad
+    return _compiled_blocks() if compiled else (_score_block, _grad_block)
+
+
 # -- the chunked head ---------------------------------------------------------------------------------------------
 
 
@@ -158,9 +190,9 @@ class _ChunkedLogProb(torch.autograd.Function):
     """hidden (T, H), weight (V, H), targets (T,) -> log-probabilities and entropies (T,), fp32."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, targets, maths, want_entropy, compiled):
+    def forward(ctx, hidden, weight, targets, maths, want_entropy, blocks):
         rows, vocab = hidden.shape[0], weight.shape[0]
-        score = _compiled_blocks()[0] if compiled else _score_block
+        score = blocks[0]
         chunk = _chunk_rows(hidden, vocab)
         log_probs = torch.empty(rows, dtype=torch.float32, device=hidden.device)
         normaliser, entropy = torch.empty_like(log_probs), torch.empty_like(log_probs)
@@ -174,7 +206,7 @@ class _ChunkedLogProb(torch.autograd.Function):
                     raw[at : at + step], targets[block], maths, want_entropy
                 )
         ctx.save_for_backward(hidden, weight, targets, normaliser, entropy)
-        ctx.maths, ctx.compiled, ctx.chunk = maths, compiled, chunk
+        ctx.maths, ctx.grad_block, ctx.chunk = maths, blocks[1], chunk
         # with a single chunk the logits at hand save the backward pass one product of four, in memory it needs anyway
         ctx.raw = raw if rows <= chunk and (ctx.needs_input_grad[0] or ctx.needs_input_grad[1]) else None
         ctx.set_materialize_grads(False)
@@ -188,7 +220,6 @@ class _ChunkedLogProb(torch.autograd.Function):
             return (None,) * 6
         if grad is None:
             grad = torch.zeros_like(grad_entropy)
-        make = _compiled_blocks()[1] if ctx.compiled else _grad_block
         rows, vocab = hidden.shape[0], weight.shape[0]
         grad_hidden = torch.empty_like(hidden) if wants_hidden else None
         grad_weight = None
@@ -200,7 +231,7 @@ class _ChunkedLogProb(torch.autograd.Function):
             step = _block_rows(hidden, vocab, len(raw))
             for at in range(0, len(raw), step):
                 block = slice(start + at, start + min(at + step, len(raw)))
-                d_raw[at : at + step] = make(
+                d_raw[at : at + step] = ctx.grad_block(
                     raw[at : at + step],
                     targets[block],
                     normaliser[block],
@@ -230,6 +261,7 @@ def chunked_log_probs(
     maths: HeadMaths = HeadMaths(),  # noqa: B008
     want_entropy: bool = False,
     compiled: bool = False,
+    triton: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probability of each target under softmax(logits), and the entropy of that distribution.
 
@@ -240,11 +272,14 @@ def chunked_log_probs(
         weight: (V, H) of the last linear layer.
         targets: (T,) int64 token ids.
         compiled: fuse the element-wise maths with torch.compile.
+        triton: let liger's kernel do it; with ``want_entropy`` this code does.
 
     Returns:
         log_probs (T,) and entropy (T,) or None; both fp32 and differentiable.
     """
-    log_probs, entropy = _ChunkedLogProb.apply(hidden, weight, targets, maths, want_entropy, compiled)
+    log_probs, entropy = _ChunkedLogProb.apply(
+        hidden, weight, targets, maths, want_entropy, _blocks(want_entropy, compiled, triton)
+    )
     return log_probs, entropy if want_entropy else None
 
 
@@ -286,6 +321,7 @@ class Head:
     scale: float = 1.0
     softcap: float = 0.0
     compiled: bool = False
+    triton: bool = False
     never: tuple[int, ...] = ()
     """Tokens the policy never draws, such as the placeholders of images: they get no probability."""
 
@@ -370,7 +406,7 @@ def _outputs(
         return TokenScores(values=values.sum(-1))  # over the one label: FSDP warns of outputs that are views
     maths = HeadMaths(temperature, head.scale, head.softcap, head.never)
     weight = model.get_output_embeddings().weight
-    scores = TokenScores(*chunked_log_probs(hidden, weight, targets, maths, want_entropy, head.compiled))
+    scores = TokenScores(*chunked_log_probs(hidden, weight, targets, maths, want_entropy, head.compiled, head.triton))
     return scores._replace(sum_pi_squared=chunked_sum_pi_squared(hidden, weight, maths)) if want_squares else scores
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
-__all__ = ["hf_processor", "hf_tokenizer", "set_pad_token_id"]
+__all__ = ["hf_processor", "hf_tokenizer", "set_chat_template", "set_pad_token_id"]
 
 _PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
 
@@ -19,8 +19,35 @@ def set_pad_token_id(tokenizer: "PreTrainedTokenizerBase") -> None:
         tokenizer.pad_token_id = tokenizer.eos_token_id
 
 
+def set_chat_template(reader: Any, template: str) -> None:
+    """Let a tokenizer or processor write chats in another way, also where it is saved.
+
+    Args:
+        template: in Jinja; a text without braces is the file that holds it.
+
+    Raises:
+        ValueError: there is no such file.
+    """
+    if "{" not in template:
+        path = os.path.expanduser(template)
+        if not os.path.isfile(path):
+            raise ValueError(
+                f"actor_rollout_ref.model.custom_chat_template={template!r} is neither a Jinja template, since it has "
+                f"no braces, nor a file (looked from {os.getcwd()}). Give one of them."
+            )
+        with open(path, encoding="utf-8") as file:
+            template = file.read()
+    reader.chat_template = template
+    if hasattr(reader, "tokenizer"):
+        reader.tokenizer.chat_template = template
+
+
 def hf_tokenizer(
-    name_or_path: str, correct_pad_token: bool = True, correct_gemma2: bool = True, **kwargs: Any
+    name_or_path: str,
+    correct_pad_token: bool = True,
+    correct_gemma2: bool = True,
+    chat_template: str | None = None,
+    **kwargs: Any,
 ) -> "PreTrainedTokenizerBase":
     """The tokenizer of a local folder or hub id.
 
@@ -28,6 +55,7 @@ def hf_tokenizer(
         correct_pad_token: give it a padding token if it has none (:func:`set_pad_token_id`).
         correct_gemma2: the instruct Gemma 2 ends its turns with ``<end_of_turn>`` while its tokenizer says ``<eos>``;
             take the former, or no response would ever stop.
+        chat_template: to write chats with instead of its own (:func:`set_chat_template`).
         kwargs: for ``AutoTokenizer.from_pretrained``, such as ``trust_remote_code``.
 
     Raises:
@@ -47,11 +75,17 @@ def hf_tokenizer(
         ) from error
     if correct_pad_token:
         set_pad_token_id(tokenizer)
+    if chat_template:
+        set_chat_template(tokenizer, chat_template)
     return tokenizer
 
 
-def hf_processor(name_or_path: str, **kwargs: Any) -> "ProcessorMixin | None":
+def hf_processor(name_or_path: str, chat_template: str | None = None, **kwargs: Any) -> "ProcessorMixin | None":
     """The image/video processor of a model, or ``None`` for a model of text only.
+
+    Args:
+        chat_template: to write chats with instead of its own (:func:`set_chat_template`).
+        kwargs: for ``AutoProcessor.from_pretrained``.
 
     Raises:
         ImportError: a package that the processor is made of is missing.
@@ -72,4 +106,8 @@ def hf_processor(name_or_path: str, **kwargs: Any) -> "ProcessorMixin | None":
             "built for your torch."
         ) from error
     # For text models AutoProcessor falls back to the tokenizer.
-    return processor if type(processor).__name__.endswith("Processor") else None
+    if not type(processor).__name__.endswith("Processor"):
+        return None
+    if chat_template:
+        set_chat_template(processor, chat_template)
+    return processor

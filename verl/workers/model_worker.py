@@ -137,12 +137,19 @@ class EngineWorker(Worker):
         place = engine.topology
         self._register_dispatch_collect_info(mesh, dp_rank=place.dp_rank, is_collect=place.is_output_rank)
 
-    def checkpoint_manager(self, engine: Engine, model_path: str, contents: Any, trust_remote_code: bool) -> None:
+    def checkpoint_manager(
+        self,
+        engine: Engine,
+        model_path: str,
+        contents: Any,
+        trust_remote_code: bool,
+        chat_template: str | None = None,
+    ) -> None:
         """Prepare to write and read ``engine``'s files, with the tokenizer (and image processor) of ``model_path``."""
-        processor = hf_processor(model_path, trust_remote_code=trust_remote_code)
+        reading = {"trust_remote_code": trust_remote_code, "chat_template": chat_template}
         self.checkpoints = CheckpointManager(
             engine,
-            processor or hf_tokenizer(model_path, trust_remote_code=trust_remote_code),
+            hf_processor(model_path, **reading) or hf_tokenizer(model_path, **reading),
             save_contents=contents.save_contents,
             load_contents=contents.load_contents,
             in_background=contents.async_save,

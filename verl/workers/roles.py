@@ -75,10 +75,17 @@ def model_spec(model: Any, fsdp_config: Any, head: str, path: str | None = None,
         activation_offload=model.enable_activation_offload,
         use_shm=model.use_shm,
         external_lib=model.external_lib,
+        head_backend=head_backend(model),
+        use_liger=getattr(model, "use_liger", False),
         lora=lora_spec(model, switches.get("freeze_vision_tower", False)),
         share_prompts=share_prompts,
         **switches,
     )
+
+
+def head_backend(model: Any) -> str:
+    """What computes log-probs from hidden states, as a role's model section says; a critic's says nothing."""
+    return model.fused_kernel_options.impl_backend if getattr(model, "use_fused_kernels", False) else "torch"
 
 
 def lora_spec(model: Any, freeze_vision_tower: bool = False) -> LoRASpec | None:
@@ -147,8 +154,13 @@ class PolicyRole:
             train=True,
         )
         self.ppo_loss = PPOLoss(config.actor, config.rollout.response_length)
-        tokenizer = self.tokenizer_path or config.model.path
-        self.checkpoint_manager(self.actor, tokenizer, config.actor.checkpoint, config.model.trust_remote_code)
+        self.checkpoint_manager(
+            self.actor,
+            self.tokenizer_path or config.model.path,
+            config.actor.checkpoint,
+            config.model.trust_remote_code,
+            config.model.custom_chat_template,
+        )
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, mesh="actor", reads=TOKENS)
     def compute_log_prob(self, data: DataProto) -> DataProto:
@@ -231,7 +243,11 @@ class RolloutRole(ServingRole):
     def init_rollout(self) -> None:
         """Build the rollout engine; its weights arrive from the policy at the first generation."""
         model, config = self.config.model, self.config.rollout
-        self.tokenizer = hf_tokenizer(self.tokenizer_path or model.path, trust_remote_code=model.trust_remote_code)
+        self.tokenizer = hf_tokenizer(
+            self.tokenizer_path or model.path,
+            chat_template=model.custom_chat_template,
+            trust_remote_code=model.trust_remote_code,
+        )
         self.sends_adapter = sends_adapter(self.config, self.device)
         lora = lora_spec(model, self.config.actor.freeze_vision_tower)
         with memory_errors(config, "start"), engine_phase(config.name, "start"):

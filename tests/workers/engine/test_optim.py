@@ -1,3 +1,5 @@
+import math
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +11,9 @@ from verl.workers.engine.optim import (
     clip_gradients,
     load_optimizer_state,
     optimizer_state,
+    warn_of_endless_warmup,
 )
+from verl.workers.engine.schedule import DECAYS
 
 DEFAULTS = {
     "lr": 1.0, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01, "lr_warmup_steps": -1,
@@ -41,11 +45,60 @@ def test_cosine_falls_to_its_floor_and_stays_there():
     ]  # fmt: skip
 
 
-def test_a_cosine_of_unknown_length_and_an_unknown_style_are_refused():
-    with pytest.raises(ValueError, match="needs the length of the run"):
-        rates(1, total=-1, warmup_style="cosine")
-    with pytest.raises(ValueError, match="use 'constant' or 'cosine'"):
-        rates(1, warmup_style="linear")
+def test_linear_falls_by_equal_steps_to_its_floor():
+    assert rates(8, total=6, warmup_style="linear", lr_warmup_steps=2, min_lr_ratio=0.2) == [
+        0.2, 0.6, 1.0, 0.8, 0.6, 0.4, 0.2, 0.2,
+    ]  # fmt: skip
+    assert rates(4, total=4, warmup_style="linear") == [1.0, 0.75, 0.5, 0.25]
+
+
+def test_wsd_is_constant_until_its_decay():
+    steps = {"warmup_style": "wsd", "lr_warmup_steps": 2, "lr_wsd_decay_steps": 4, "lr_wsd_decay_style": "linear"}
+    assert rates(12, **steps) == [0.0, 0.5, 1.0, 1.0, 1.0, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0, 0.0]
+    by_default = rates(24, total=22, warmup_style="wsd", lr_warmup_steps=2, min_lr_ratio=0.1)
+    assert by_default[2:21] == [1.0] * 19  # the last tenth of 20 steps falls, along a cosine
+    assert by_default[21:] == [0.55, 0.1, 0.1]
+    assert rates(3, total=2, **{**steps, "lr_wsd_decay_steps": 9}) == [0.0, 0.5, 1.0]
+
+
+HALFWAY = {"linear": 0.5, "cosine": 0.5, "exponential": math.sqrt(2) - 1, "minus_sqrt": 1 - math.sqrt(0.5)}
+
+
+@pytest.mark.parametrize("style", DECAYS)
+def test_every_decay_goes_from_one_to_zero(style):
+    decay = DECAYS[style]
+    assert [decay(0.0), decay(0.5), decay(1.0)] == pytest.approx([1.0, HALFWAY[style], 0.0])
+    falls = [decay(x / 20) for x in range(21)]
+    assert falls == sorted(falls, reverse=True)
+
+
+@pytest.mark.parametrize("style", ["cosine", "linear", "wsd"])
+def test_a_fall_of_unknown_length_is_refused(style):
+    with pytest.raises(ValueError, match=f"warmup_style={style} needs the length of the run.*total_training_steps=-1"):
+        rates(1, total=-1, warmup_style=style)
+
+
+def test_unknown_names_list_the_known():
+    with pytest.raises(ValueError, match="use constant, cosine, linear, wsd"):
+        rates(1, warmup_style="cosin")
+    with pytest.raises(ValueError, match="use 'AdamW' or 'AdamW8bit'"):
+        rates(1, optimizer="Adam")
+
+
+def test_a_warmup_longer_than_the_run_is_said(caplog):
+    section = SimpleNamespace(**{**DEFAULTS, "lr_warmup_steps": 10})
+    for total in (-1, 11):
+        warn_of_endless_warmup(section, total)
+    assert not caplog.records
+    warn_of_endless_warmup(section, 10)
+    [record] = caplog.records
+    assert "lr_warmup_steps=10 is not less than the 10 training steps" in record.getMessage()
+
+
+def test_an_optimizer_whose_package_is_missing_is_refused_with_the_way_to_get_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torchao.optim", None)
+    with pytest.raises(ImportError, match=r"optimizer=AdamW8bit needs.*pip install 'verl\[torchao\]'"):
+        rates(1, optimizer="AdamW8bit")
 
 
 def test_clipping_scales_to_the_limit_and_reports_the_norm_before():

@@ -96,8 +96,9 @@ class PPOJob:
         config = self.config
         path = copy_to_local(config.actor_rollout_ref.model.path)
         trust = config.data.trust_remote_code or config.actor_rollout_ref.model.trust_remote_code
-        tokenizer = hf_tokenizer(config.data.tokenizer or path, trust_remote_code=trust)
-        processor = hf_processor(path, trust_remote_code=trust)
+        reading = {"trust_remote_code": trust, "chat_template": config.actor_rollout_ref.model.custom_chat_template}
+        tokenizer = hf_tokenizer(config.data.tokenizer or path, **reading)
+        processor = hf_processor(path, **reading)
         roles = default_roles(config)
         trainer_cls = self.trainer_cls
         if trainer_cls is RayPPOTrainer and config.actor_rollout_ref.rollout.async_ratio:

@@ -369,7 +369,7 @@ class RLHFDataset(Dataset):
             raise DataError(
                 f"data.prompt_key={self.prompt_key!r} holds chat messages but the tokenizer "
                 f"{self.tokenizer.name_or_path!r} has no chat template. Use an instruct model, set "
-                "tokenizer.chat_template, or write plain text into the column."
+                "actor_rollout_ref.model.custom_chat_template, or write plain text into the column."
             )
         try:
             return self.tokenizer.apply_chat_template(

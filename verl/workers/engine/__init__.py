@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from verl.models.liger import check_liger
 from verl.models.loader import ModelSpec
 from verl.utils.distributed import ensure_process_group, get_world_size
 from verl.utils.micro_batching import MicroBatching
@@ -44,7 +45,8 @@ def build_engine(
         sp_size: ranks that share one sequence (Ulysses); more than 1 needs ``spec.remove_padding``.
 
     Raises:
-        ValueError: for an unknown strategy, a model that cannot be built, or a precision that cannot train.
+        ValueError: for an unknown strategy, a model that cannot be built, kernels that do not run on ``device``, or a
+            precision that cannot train.
     """
     if strategy == "local":
         from verl.workers.engine.local import LocalEngine as Backend
@@ -56,6 +58,7 @@ def build_engine(
         from verl.workers.engine.fsdp import FSDPEngine as Backend
     else:
         raise ValueError(f"strategy={strategy!r} is not built: use 'local', 'fsdp2' or 'fsdp'")
+    _check_kernels(spec, device)
     if optim_config is not None:
         _check_precision(spec)
     return Backend(
@@ -76,6 +79,14 @@ def _runs_fsdp1(engine_config: Any, device: str) -> bool:
         return False
     ensure_process_group(device)
     return get_world_size() > 1 and read(engine_config, "fsdp_size", -1) != 1
+
+
+def _check_kernels(spec: ModelSpec, device: str) -> None:
+    if spec.use_liger:
+        check_liger("actor_rollout_ref.model.use_liger=true", device, "set use_liger=false")
+    if spec.head_backend == "triton":
+        option = "actor_rollout_ref.model.fused_kernel_options.impl_backend=triton"
+        check_liger(option, device, "set impl_backend=torch")
 
 
 def _check_precision(spec: ModelSpec) -> None:

@@ -47,7 +47,13 @@ from verl.utils.micro_batching import WHOLE, MicroBatching
 from verl.utils.seqlen_balancing import plan_micro_batches
 from verl.workers.engine import packed_check
 from verl.workers.engine.micro_batch import Cut, MicroBatch, cut_batch, find_prompts, row_lengths, vision_rows
-from verl.workers.engine.optim import build_optimizer, build_schedule, load_optimizer_state, optimizer_state
+from verl.workers.engine.optim import (
+    build_optimizer,
+    build_schedule,
+    load_optimizer_state,
+    optimizer_state,
+    warn_of_endless_warmup,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -141,7 +147,7 @@ class Engine(ABC):
         self.spec = spec
         self.grad_clip = grad_clip
         self.version = 0
-        self.optimizer: torch.optim.AdamW | None = None
+        self.optimizer: torch.optim.Optimizer | None = None
         self.schedule: torch.optim.lr_scheduler.LambdaLR | None = None
         self.head: Head | None = None
         self._there = {"model": False, "optimizer": False}
@@ -455,6 +461,8 @@ class Engine(ABC):
         if optim_config is not None:
             self.optimizer = build_optimizer(parameters, optim_config)
             self.schedule = build_schedule(self.optimizer, optim_config, total_steps)
+            if self.topology.rank == 0:
+                warn_of_endless_warmup(optim_config, total_steps)
 
     def _prepare(self) -> None:
         """Fit the module to its device, and find out how its outputs are read."""
@@ -476,7 +484,9 @@ class Engine(ABC):
             self.head = Head("value")
         else:
             self.head = replace(
-                probe_head(self.module, self.device, compiled), never=modality_tokens(self.model_config)
+                probe_head(self.module, self.device, compiled),
+                triton=self.spec.head_backend == "triton",
+                never=modality_tokens(self.model_config),
             )
         if self.spec.remove_padding:
             self._pack()

@@ -1,91 +1,123 @@
-"""AdamW and its learning-rate schedule.
+"""The optimizer, its learning-rate schedule, its state by parameter name.
 
 Knows parameters and the optimizer section of a config; knows no model and no ranks.
 """
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import AdamW
+from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from verl.utils.checkpoint.pieces import share_like
+from verl.workers.engine.schedule import Curve, constant_with_warmup, cosine_with_warmup, linear_with_warmup, wsd
+
+logger = logging.getLogger(__name__)
+
+STYLES = ("constant", "cosine", "linear", "wsd")
 
 
-def build_optimizer(parameters: Iterable[Tensor], config: Any) -> AdamW:
-    """AdamW over the parameters that need a gradient, one fused pass over memory a step.
+def build_optimizer(parameters: Iterable[Tensor], config: Any) -> Optimizer:
+    """The optimizer ``config.optimizer`` over the parameters that need a gradient, all with the same weight decay.
+
+    ``AdamW`` is torch's, one fused pass over memory a step (Loshchilov & Hutter 2019, arXiv:1711.05101).
+    ``AdamW8bit`` is torchao's (Dettmers et al. 2021, arXiv:2110.02861).
 
     Args:
-        config: ``lr``, ``betas``, ``eps``, ``weight_decay``.
+        config: ``optimizer``, ``lr``, ``betas``, ``eps``, ``weight_decay``.
 
-    Source: Loshchilov & Hutter 2019 (arXiv:1711.05101).
+    Raises:
+        ValueError: for an unknown name.
+        ImportError: torchao is asked for and not installed.
     """
     trained = [parameter for parameter in parameters if parameter.requires_grad]
-    return AdamW(
-        trained,
-        lr=config.lr,
-        betas=tuple(getattr(config, "betas", (0.9, 0.999))),
-        eps=getattr(config, "eps", 1e-8),
-        weight_decay=getattr(config, "weight_decay", 0.01),
-        fused=True,
-    )
+    options = {
+        "lr": config.lr,
+        "betas": tuple(getattr(config, "betas", (0.9, 0.999))),
+        "eps": getattr(config, "eps", 1e-8),
+        "weight_decay": getattr(config, "weight_decay", 0.01),
+    }
+    name = getattr(config, "optimizer", "AdamW")
+    if name == "AdamW":
+        return AdamW(trained, fused=True, **options)
+    if name == "AdamW8bit":
+        return _eight_bit()(trained, **options)
+    raise ValueError(f"optim.optimizer={name!r} is unknown: use 'AdamW' or 'AdamW8bit'")
 
 
-def build_schedule(optimizer: AdamW, config: Any, total_steps: int) -> LambdaLR:
+def _eight_bit() -> type[Optimizer]:
+    try:
+        from torchao.optim import AdamW8bit
+    except ImportError as error:
+        raise ImportError(
+            f"optim.optimizer=AdamW8bit needs the package torchao, which cannot be imported ({error}). Install it with "
+            "`pip install 'verl[torchao]'`, or set optim.optimizer=AdamW."
+        ) from error
+    return AdamW8bit
+
+
+def build_schedule(optimizer: Optimizer, config: Any, total_steps: int) -> LambdaLR:
     """The schedule of ``config.warmup_style`` over ``total_steps`` calls of ``step``.
 
     Args:
         config: ``warmup_style``, ``lr_warmup_steps`` (negative or None: ``lr_warmup_steps_ratio`` of the total),
-            ``min_lr_ratio`` (None: 0), ``num_cycles``.
+            ``min_lr_ratio`` (None: 0), ``num_cycles``, ``lr_wsd_decay_steps``, ``lr_wsd_decay_style``.
 
     Raises:
-        ValueError: for an unknown style, or a cosine over an unknown number of steps.
+        ValueError: for an unknown style, or one that falls over an unknown number of steps.
     """
-    warmup = getattr(config, "lr_warmup_steps", -1)
-    if warmup is None or warmup < 0:
-        warmup = int(getattr(config, "lr_warmup_steps_ratio", 0.0) * max(total_steps, 0))
-    style = getattr(config, "warmup_style", "constant")
+    return LambdaLR(optimizer, learning_rate_curve(config, total_steps))
+
+
+def learning_rate_curve(config: Any, total_steps: int) -> Curve:
+    """The share of ``config.lr`` at each step; arguments and errors are those of ``build_schedule``."""
+    warmup, style = warmup_steps(config, total_steps), getattr(config, "warmup_style", "constant")
+    if style not in STYLES:
+        raise ValueError(f"optim.warmup_style={style!r} is unknown: use {', '.join(STYLES)}")
     if style == "constant":
-        return LambdaLR(optimizer, constant_with_warmup(warmup))
+        return constant_with_warmup(warmup)
+    if total_steps <= 0:
+        raise ValueError(
+            f"optim.warmup_style={style} needs the length of the run, and total_training_steps={total_steps} does not "
+            "give it: set optim.total_training_steps, or use warmup_style=constant"
+        )
+    low = getattr(config, "min_lr_ratio", None) or 0.0
     if style == "cosine":
-        if total_steps <= 0:
-            raise ValueError(
-                f"optim.warmup_style=cosine needs the length of the run, and total_training_steps={total_steps}: set it"
-            )
-        low = getattr(config, "min_lr_ratio", None) or 0.0
-        return LambdaLR(optimizer, cosine_with_warmup(warmup, total_steps, low, getattr(config, "num_cycles", 0.5)))
-    raise ValueError(f"optim.warmup_style={style!r} is unknown: use 'constant' or 'cosine'")
+        return cosine_with_warmup(warmup, total_steps, low, getattr(config, "num_cycles", 0.5))
+    if style == "linear":
+        return linear_with_warmup(warmup, total_steps, low)
+    steps, decay = getattr(config, "lr_wsd_decay_steps", None), getattr(config, "lr_wsd_decay_style", "cosine")
+    return wsd(warmup, total_steps, low, steps, decay)
 
 
-def constant_with_warmup(warmup: int) -> Callable[[int], float]:
-    """Step n runs at min(1, n / warmup) of the learning rate: the first of a warm-up does not move the weights."""
-    return lambda step: min(1.0, step / warmup) if warmup else 1.0
+def warmup_steps(config: Any, total_steps: int) -> int:
+    """Steps of the warm-up: ``lr_warmup_steps``, or where that is negative or None ``lr_warmup_steps_ratio``."""
+    steps = getattr(config, "lr_warmup_steps", -1)
+    if steps is None or steps < 0:
+        return int(getattr(config, "lr_warmup_steps_ratio", 0.0) * max(total_steps, 0))
+    return steps
 
 
-def cosine_with_warmup(warmup: int, total: int, low: float = 0.0, cycles: float = 0.5) -> Callable[[int], float]:
-    """After the warm-up fall from 1 to ``low`` along ``cycles`` waves of a cosine.
-
-    Step n, with x = (n - warmup) / (total - warmup), runs at low + (1 - low) (1 + cos(2 pi cycles x)) / 2; during the
-    warm-up at low + (1 - low) n / warmup.
-
-    Source: Loshchilov & Hutter 2017, SGDR (arXiv:1608.03983).
-    """
-
-    def ratio(step: int) -> float:
-        if step < warmup:
-            return low + (1 - low) * step / warmup
-        done = min(1.0, (step - warmup) / max(1, total - warmup))
-        return low + (1 - low) * 0.5 * (1 + math.cos(2 * math.pi * cycles * done))
-
-    return ratio
+def warn_of_endless_warmup(config: Any, total_steps: int) -> None:
+    """Say so where the run ends before its learning rate has reached ``config.lr``."""
+    warmup = warmup_steps(config, total_steps)
+    if 0 < total_steps <= warmup:
+        logger.warning(
+            "optim.lr_warmup_steps=%d is not less than the %d training steps of the run: the learning rate never "
+            "reaches optim.lr=%g. Lower it, or train longer.",
+            warmup,
+            total_steps,
+            config.lr,
+        )
 
 
-def optimizer_state(optimizer: AdamW, names: list[str]) -> dict[str, Any]:
+def optimizer_state(optimizer: Optimizer, names: list[str]) -> dict[str, Any]:
     """The optimizer's state by parameter name.
 
     Args:
@@ -97,7 +129,7 @@ def optimizer_state(optimizer: AdamW, names: list[str]) -> dict[str, Any]:
     return {"state": by_name, "param_groups": groups}
 
 
-def load_optimizer_state(optimizer: AdamW, names: list[str], state: dict[str, Any]) -> None:
+def load_optimizer_state(optimizer: Optimizer, names: list[str], state: dict[str, Any]) -> None:
     """Take back what ``optimizer_state`` gave, or whole tensors in its place.
 
     Raises:
@@ -120,6 +152,19 @@ def load_optimizer_state(optimizer: AdamW, names: list[str], state: dict[str, An
         for name, entry in state["state"].items()
     }
     optimizer.load_state_dict({"state": by_number, "param_groups": groups})
+    if hasattr(optimizer, "_new_buffer"):
+        _quantise_again(optimizer)
+
+
+@torch.no_grad()
+def _quantise_again(optimizer: Any) -> None:
+    """Bring moments of a torchao optimizer that came in fp32, joined from slices of other ranks, back to its format."""
+    for parameter, state in optimizer.state.items():
+        for key in ("exp_avg", "exp_avg_sq"):
+            own = optimizer._new_buffer(parameter, key == "exp_avg")
+            kinds = [type(getattr(tensor, "_local_tensor", tensor)) for tensor in (own, state[key])]
+            if kinds[0] is not kinds[1]:
+                state[key] = own.copy_(state[key])
 
 
 def clip_gradients(parameters: list[Tensor], limit: float | None) -> float:

@@ -1,0 +1,86 @@
+"""Triton kernels of liger-kernel (Hsu et al. 2024, arXiv:2410.10989): a model's layers, and the maths on its logits.
+
+The one module that imports liger_kernel, and only when a function here is called. Its losses are not used: policy
+losses need the log-probability of each token.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from types import ModuleType
+
+import torch
+from torch import Tensor, nn
+
+
+def check_liger(option: str, device: str, instead: str) -> None:
+    """See that what ``option`` asks for can run on ``device``.
+
+    Raises:
+        ValueError: it is no CUDA device.
+        ImportError: liger-kernel is not installed.
+    """
+    if device != "cuda":
+        raise ValueError(
+            f"{option} runs Triton kernels, which need a CUDA device, and this engine is on {device}: {instead}."
+        )
+    if find_spec("liger_kernel") is None:
+        raise ImportError(
+            f"{option} needs the package liger-kernel, which is not installed. Install it with "
+            f"`pip install 'verl[liger]'`, or {instead}."
+        )
+
+
+# -- layers -------------------------------------------------------------------------------------------------------
+
+
+def use_liger_layers(model: nn.Module) -> None:
+    """Let liger compute the norms, gated MLPs and rotary embedding of ``model``; weights and their names stay.
+
+    Norms and MLPs are those of this model alone; the rotary embedding is a function that all models of its family in
+    this process share.
+
+    Raises:
+        ValueError: liger does not know the family.
+    """
+    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN, _apply_liger_kernel_to_instance
+
+    kind = model.config.model_type
+    if kind not in MODEL_TYPE_TO_APPLY_LIGER_FN:
+        raise ValueError(
+            f"actor_rollout_ref.model.use_liger=true: liger-kernel has no layers for models of type {kind!r}, only for "
+            f"{', '.join(sorted(MODEL_TYPE_TO_APPLY_LIGER_FN))}. Set use_liger=false."
+        )
+    with _classes_stay(sys.modules[type(model).__module__]):
+        _apply_liger_kernel_to_instance(model, cross_entropy=False, fused_linear_cross_entropy=False)
+
+
+@contextmanager
+def _classes_stay(module: ModuleType) -> Iterator[None]:
+    """Undo what the block does to a module's classes: models built later are not to be changed."""
+    before = {name: value for name, value in vars(module).items() if isinstance(value, type)}
+    try:
+        yield
+    finally:
+        vars(module).update(before)
+
+
+# -- logits -------------------------------------------------------------------------------------------------------
+
+
+def target_log_probs(logits: Tensor, targets: Tensor) -> Tensor:
+    """Log-probability of each target (t,) under softmax(logits), of fp32 logits (t, V) in one pass."""
+    from liger_kernel.transformers.functional import liger_cross_entropy
+
+    return -liger_cross_entropy(logits, targets, reduction="none")
+
+
+def target_log_probs_gradient(logits: Tensor, targets: Tensor, grad: Tensor) -> Tensor:
+    """Gradient by the logits (t, V), which are written over, where that by ``target_log_probs`` is ``grad`` (t,)."""
+    logits = logits.detach().requires_grad_()
+    with torch.enable_grad():
+        log_probs = target_log_probs(logits, targets)
+    return torch.autograd.grad(log_probs, logits, grad)[0]
