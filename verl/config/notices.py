@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from verl.config.base import get_path, leaves
 from verl.config.build import show
 from verl.config.ppo import PPOConfig
+from verl.config.rules import trained_roles
 from verl.config.sampling_names import RESHAPE
 from verl.config.support import built_names
 
@@ -263,6 +264,16 @@ def _micro_batches_are_cut_by_tokens(config: PPOConfig, is_given: IsGiven) -> It
         by_count.append(leader)
     yield from _unread(config, by_tokens, is_given, "micro-batches are cut by tokens (use_dynamic_bsz)")
     yield from _unread(config, by_count, is_given, "micro-batches are cut by count (use_dynamic_bsz=false)")
+
+
+def _some_ranks_have_no_rows(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+    for key, role, n in trained_roles(config):
+        rows, ranks = role.ppo_mini_batch_size * n, config.dp_size(role)
+        if rows < ranks:
+            yield (
+                f"{key}.ppo_mini_batch_size={role.ppo_mini_batch_size} x {_ROLLOUT}.n={n} = {rows} responses a "
+                f"mini-batch on {ranks} data-parallel ranks: {ranks - rows} of them have nothing to do at each step"
+            )
 
 
 def _constant_schedule_has_no_floor(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
@@ -533,6 +544,7 @@ _CHECKS = (
     _kl_loss_is_off,
     _kl_counts_twice,
     _micro_batches_are_cut_by_tokens,
+    _some_ranks_have_no_rows,
     _constant_schedule_has_no_floor,
     _resume_path_is_not_read,
     _reward_function_is_built_in,
