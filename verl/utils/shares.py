@@ -155,7 +155,7 @@ class SharePlan(NamedTuple):
         if self.siblings_together and rows.groups is not None:
             return self._divide_groups(step, rows, ranks, by_tokens)
         parts = balanced_parts(self.cost.of(rows.lengths[step]), ranks, equal_size=not by_tokens)
-        return [step[np.sort(part)] for part in parts]
+        return [step[sorted(part)] for part in parts]
 
     def _divide_groups(self, step: np.ndarray, rows: Rows, ranks: int, by_tokens: bool) -> list[np.ndarray]:
         """Whole groups, or groups in so many pieces as make the rank with most work fastest."""
