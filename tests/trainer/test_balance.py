@@ -91,7 +91,7 @@ def test_without_a_pass_for_old_log_probs_the_same_is_learned(loss, job):
 def test_the_update_hands_its_log_probs_back_in_order_from_several_ranks(job):
     ranks = {"trainer__n_gpus_per_node": 3, "actor_rollout_ref__actor__strategy": "fsdp2"}
     skip = {"actor_rollout_ref__actor__skip_old_log_probs": True}
-    cut = {"actor_rollout_ref__actor__use_dynamic_bsz": True, "actor_rollout_ref__actor__ppo_max_token_len_per_gpu": 200}
+    cut = {key: DRAWN[key] for key in DRAWN if "dynamic" in key or "max_token" in key}
     _, alone = job(**ONE_STEP, **skip)
     _, several = job(**ONE_STEP, **skip, **ranks, **cut)
     for name in ("actor/entropy", "training/rollout_probs_diff_max", "training/rollout_probs_diff_std"):

@@ -74,7 +74,6 @@ class Rows(NamedTuple):
     """(B,) int: equal numbers are responses to one prompt."""
 
 
-
 def batch_rows(data: Any, with_groups: bool = False) -> Rows:
     """What a DataProto says about its rows: ``input_ids`` and, ``with_groups``, ``responses`` and ``uid``."""
     lengths = data.ragged("input_ids").layout.lengths.numpy()
