@@ -273,5 +273,13 @@ def test_the_batch_plan_shows_rows_that_do_not_divide_and_what_is_left_out():
     assert "old log-probs: those of the update's own forwards" in plan
 
 
+def test_the_batch_plan_counts_workers_that_share_sequences_as_one_rank():
+    one = [f"{key}.ppo_micro_batch_size_per_gpu=1" for key in (ACTOR, "critic")]
+    config = typed("trainer.n_gpus_per_node=4", *one).with_values({f"{ACTOR}.ulysses_sequence_parallel_size": 2})
+    plan = batch_plan(config)
+    assert "actor: 2 optimizer steps, each over 4 prompts x 1 = 4 rows on 2 ranks of 2 workers, 2 each" in plan
+    assert "critic: 2 optimizer steps, each over 4 prompts x 1 = 4 rows on 4 ranks, 1 each" in plan
+
+
 def test_batches_that_do_not_divide_by_the_ranks_are_taken():
     assert problems("trainer.n_gpus_per_node=3", "actor_rollout_ref.rollout.tensor_model_parallel_size=1") == ""

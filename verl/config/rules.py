@@ -98,8 +98,8 @@ def micro_batch_fits_into_the_mini_batch_of_a_rank(config: PPOConfig) -> Iterato
                 config,
                 f"{key}.ppo_micro_batch_size_per_gpu",
                 f"is larger than the {rows} responses of a rank's mini-batch ({key}.ppo_mini_batch_size="
-                f"{role.ppo_mini_batch_size} x {ROLLOUT}.n={n} / {ranks} data-parallel ranks). Lower it to {rows} or "
-                "less.",
+                f"{role.ppo_mini_batch_size} x {ROLLOUT}.n={n} / {ranks} data-parallel ranks). Lower it to {rows}, or "
+                "raise ppo_mini_batch_size.",
                 f"{key}.ppo_mini_batch_size",
                 f"{ROLLOUT}.n",
             )
