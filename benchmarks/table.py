@@ -36,6 +36,15 @@ LINES = [
         "policy loss and its gradient, CPU ms", "algorithms", {"name": "policy loss", **WIDE}, "cpu_ms", 4, "verl 106"
     ),
     Line("GRPO advantages, CPU ms", "algorithms", {"name": "grpo", **WIDE}, "cpu_ms", 4, "verl 11"),
+    Line("8k rows on 64 ranks, most work over the mean", "balance", {"rows": 8192, "ranks": 64}, "by_cost", 1.005, ""),
+    Line(
+        "64k rows divided among 512 ranks, CPU ms",
+        "balance",
+        {"rows": 65536, "ranks": 512},
+        "cpu_ms",
+        200,
+        "verl 28500",
+    ),
 ]
 
 

@@ -20,7 +20,8 @@ actor_rollout_ref.actor.policy_loss.kimi15_tau
 actor_rollout_ref.actor.policy_loss.tis_lower_bound actor_rollout_ref.actor.policy_loss.tis_upper_bound
 actor_rollout_ref.actor.policy_loss.topr_neg_weight actor_rollout_ref.actor.policy_loss.topr_pos_weight
 actor_rollout_ref.actor.policy_loss.topr_ratio
-actor_rollout_ref.actor.freeze_vision_tower actor_rollout_ref.actor.tau_neg actor_rollout_ref.actor.tau_pos
+actor_rollout_ref.actor.freeze_vision_tower actor_rollout_ref.actor.skip_old_log_probs
+actor_rollout_ref.actor.tau_neg actor_rollout_ref.actor.tau_pos
 algorithm.gdpo_reward_keys algorithm.gdpo_reward_weights algorithm.step_gamma
 actor_rollout_ref.actor.fsdp_config.mixed_precision actor_rollout_ref.actor.fsdp_config.model_dtype
 actor_rollout_ref.actor.fsdp_config.wrap_policy.transformer_layer_cls_to_wrap

@@ -22,16 +22,10 @@ REF = "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=2"
 BAD = {
     "micro batch larger than the mini batch of a rank": (
         [f"{ACTOR}.ppo_micro_batch_size_per_gpu=4"], "is larger than the 2 responses of a rank's mini-batch"),
-    "micro batch that does not divide": (
-        [f"{ACTOR}.ppo_micro_batch_size_per_gpu=3", f"{ROLLOUT}.n=4"], "=3 does not divide the 8 responses"),
     "mini batch larger than the train batch": (
         ["data.train_batch_size=2"],
         f"{ACTOR}.ppo_mini_batch_size=4 is larger than data.train_batch_size=2: no mini-batch could be filled"),
     "mini batch that leaves prompts over": ([f"{ACTOR}.ppo_mini_batch_size=6"], "=6 does not divide data.train_batch"),
-    "mini batch that does not spread": (
-        ["trainer.n_gpus_per_node=8"], "= 4 responses do not spread evenly over 8 data-parallel ranks"),
-    "train batch that does not spread": (
-        ["trainer.n_gpus_per_node=3"], "= 8 responses do not spread evenly over 3 workers"),
     "both micro batch sizes": ([f"{ACTOR}.ppo_micro_batch_size=4"], "are both set"),
     "both critic micro batch sizes": (["critic.ppo_micro_batch_size=4"], "are both set"),
     "no micro batch size": (
@@ -97,6 +91,11 @@ BAD = {
     "clip range": ([f"{ACTOR}.clip_ratio_low=1.5"], "must be less than 1"),
     "sampler's probabilities are not kept": (
         [f"{ACTOR}.policy_loss.loss_mode=tis"], f"{ROLLOUT}.calculate_log_probs=false does not keep them"),
+    "old log-probs of several steps": (
+        [f"{ACTOR}.skip_old_log_probs=true"], "with 2 optimizer steps a batch"),
+    "old log-probs in the reward": (
+        [f"{ACTOR}.skip_old_log_probs=true", f"{ACTOR}.ppo_mini_batch_size=8", "algorithm.use_kl_in_reward=true", REF],
+        "skip_old_log_probs=true with algorithm.use_kl_in_reward=true"),
     "nothing between the bounds": (
         [f"{ACTOR}.policy_loss.loss_mode=clip_cov", f"{ACTOR}.policy_loss.clip_cov_lb=5"], "is not below"),
     "gdpo without rewards": (
@@ -294,4 +293,25 @@ def test_a_name_may_come_from_an_external_module():
 def test_the_batch_plan_shows_the_derivation():
     plan = batch_plan(typed(f"{ROLLOUT}.n=4", f"{ACTOR}.ppo_epochs=2"))
     assert "8 prompts x 4 responses = 32 rows on 2 workers, 16 each" in plan
-    assert "actor: 4 optimizer steps, each over 4 prompts x 4 = 8 rows on each of 2 ranks, in 4 forwards of 2" in plan
+    assert "actor: 4 optimizer steps, each over 4 prompts x 4 = 16 rows on 2 ranks, 8 each, in 4 forwards of 2" in plan
+    assert "old log-probs: 32 rows on 2 ranks, 16 each, in 8 forwards of 2" in plan
+
+
+def test_the_batch_plan_shows_rows_that_do_not_divide_and_what_is_left_out():
+    one_step = (f"{ACTOR}.ppo_mini_batch_size=7", "data.train_batch_size=7", f"{ACTOR}.skip_old_log_probs=true")
+    plan = batch_plan(typed(*one_step, f"{ACTOR}.{DYNAMIC}"))
+    assert "7 prompts x 1 responses = 7 rows on 2 workers, 3 or 4 each" in plan
+    assert "7 rows on 2 ranks, about 3.5 each, in forwards of at most 16384 tokens" in plan
+    assert "old log-probs: those of the update's own forwards" in plan
+
+
+def test_the_batch_plan_counts_workers_that_share_sequences_as_one_rank():
+    one = [f"{key}.ppo_micro_batch_size_per_gpu=1" for key in (ACTOR, "critic")]
+    config = typed("trainer.n_gpus_per_node=4", *one).with_values({f"{ACTOR}.ulysses_sequence_parallel_size": 2})
+    plan = batch_plan(config)
+    assert "actor: 2 optimizer steps, each over 4 prompts x 1 = 4 rows on 2 ranks of 2 workers, 2 each" in plan
+    assert "critic: 2 optimizer steps, each over 4 prompts x 1 = 4 rows on 4 ranks, 1 each" in plan
+
+
+def test_batches_that_do_not_divide_by_the_ranks_are_taken():
+    assert problems("trainer.n_gpus_per_node=3", "actor_rollout_ref.rollout.tensor_model_parallel_size=1") == ""

@@ -110,6 +110,17 @@ class Splitter(Worker):
         self.kept = data
         return DataProto.from_dict({"x": data.column("x")})
 
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, reads=("x", "response_mask"), balanced=True)
+    def shared(self, data):
+        self.share = flat = data.column("x").flatten().tolist()
+        self.steps = [[flat[row] for row in rows] for rows in data.meta_info.get("step_rows", ())]
+        self.masked = data.column("response_mask").sum(-1).tolist()
+        return DataProto.from_dict({"x": data.column("x") * 2})
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def last_share(self):
+        return self.share, self.steps, self.masked
+
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def kept_sum(self):
         return float(self.kept.column("x").double().sum())

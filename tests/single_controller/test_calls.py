@@ -10,6 +10,7 @@ import torch
 from tests.single_controller.roles import Counter, MeshWorker, Splitter
 from verl.protocol import DataProto, DataProtoFuture
 from verl.single_controller.base.decorator import Dispatch, register
+from verl.utils.shares import SHARE_PLAN, MiniBatches, Pass, RowCost, SharePlan
 
 
 def rows(count, **more):
@@ -67,6 +68,43 @@ def test_a_call_that_does_not_block_gives_futures(start):
     group = start(Counter)
     futures = group.slow_rank(0.1)
     assert len(futures) == 2 and group.wait(futures) == [0, 1]
+
+
+def planned(lengths, mini=None, name="shared"):
+    """A batch of rows of these lengths that says how a call is to be cut."""
+    width = max(lengths)
+    mask = (torch.arange(width)[None] < torch.tensor(lengths)[:, None]).long()
+    data = rows(len(lengths), attention_mask=mask, input_ids=mask, responses=mask[:, 1:], response_mask=mask[:, 1:])
+    data.meta_info[SHARE_PLAN] = SharePlan({name: Pass(True, mini)}, RowCost(10))
+    return data
+
+
+def test_a_batch_is_cut_as_it_says_and_its_rows_come_back_in_order(start):
+    data = planned([2, 9, 2, 2, 3, 2])
+    for ranks in (2, 3):  # the same batch for groups of other sizes
+        group = start(Splitter, ranks)
+        assert flat(group.shared(data)) == [0, 2, 4, 6, 8, 10]
+        shares = [share for share, _, _ in group.last_share()]
+        assert shares[0] == [1] and sorted(row for share in shares for row in share) == [0, 1, 2, 3, 4, 5]
+    assert flat(data) == [0, 1, 2, 3, 4, 5] and SHARE_PLAN in data.meta_info
+    assert flat(start(Splitter).tag(data.select(["x"])), "rank") == [0, 0, 0, 1, 1, 1]  # a verb the plan does not know
+
+
+def test_ranks_without_a_row_in_a_step_get_one_that_trains_nothing(start):
+    data = planned([4, 3, 2], MiniBatches(2))
+    group = start(Splitter, 3)
+    group.shared(data)
+    by_rank = group.last_share()
+    assert [steps for _, steps, _ in by_rank] == [[[0], [2]], [[1], [2]], [[2], [2]]]
+    assert [masked for _, _, masked in by_rank] == [[3, 1], [2, 0], [0]]
+
+
+def test_what_is_worked_on_twice_comes_back_as_it_is(start_local):
+    group = start_local(Splitter)
+    result = group.shared(planned([2] * 8, MiniBatches(4, epochs=2, shuffle=True, seed=1)))
+    by_rank = group.last_share()
+    assert len(result) == sum(len(share) for share, _, _ in by_rank) > 8
+    assert all(len(steps) == 4 for _, steps, _ in by_rank)
 
 
 def test_threads_of_the_driver_may_call_the_same_group(start_local):

@@ -3,12 +3,10 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from verl.algorithms.advantage import register_adv_est
 from verl.protocol import DataProto
-from verl.trainer.ppo.experience import apply_kl_penalty, arrange_rows, compute_advantage, compute_response_mask
+from verl.trainer.ppo.experience import apply_kl_penalty, compute_advantage, compute_response_mask
 
 
 def batch_of(prompt_lengths, response_lengths, prompt_width=8, response_width=8):
@@ -31,22 +29,6 @@ def batch_of(prompt_lengths, response_lengths, prompt_width=8, response_width=8)
 def test_response_mask_marks_the_real_tokens_of_the_response():
     data = batch_of([2, 3], [1, 4], 4, 5)
     assert compute_response_mask(data).tolist() == [[1, 0, 0, 0, 0], [1, 1, 1, 1, 0]]
-
-
-@settings(deadline=None, max_examples=30)
-@given(st.lists(st.integers(1, 8), min_size=8, max_size=8), st.sampled_from([1, 2, 4]), st.booleans())
-def test_every_row_stays_in_its_mini_batch_whatever_the_number_of_ranks(lengths, dp, balance):
-    data = batch_of([1] * 8, lengths)
-    balanced, _ = arrange_rows(data, dp, mini_batch_rows=4, balance=balance)
-    rows = balanced.column("row").view(dp, 2, 4 // dp)  # rank, mini-batch, row
-    for mini in range(2):
-        assert sorted(rows[:, mini].flatten().tolist()) == list(range(4 * mini, 4 * mini + 4))
-
-
-def test_balancing_evens_out_the_tokens_of_the_ranks():
-    _, spread = arrange_rows(batch_of([1] * 8, [8, 8, 8, 8, 1, 1, 1, 1]), 2, mini_batch_rows=8)
-    assert spread["global_seqlen/balanced_max"] == spread["global_seqlen/balanced_min"] == 22
-    assert spread["global_seqlen/minmax_diff"] == 28
 
 
 class FixedBeta:

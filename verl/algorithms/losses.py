@@ -105,7 +105,10 @@ class PPOLoss:
         self.kl = KL_PENALTIES.get(config.kl_loss_type) if config.use_kl_loss else None
         self.want_entropy = config.entropy_coeff != 0
 
-        names = ["old_log_probs", "advantages", "response_mask"] + ["ref_log_prob"] * config.use_kl_loss
+        # the only step of a batch has itself as the policy that sampled
+        self.is_on_policy = getattr(config, "skip_old_log_probs", False)
+        names = [] if self.is_on_policy else ["old_log_probs"]
+        names += ["advantages", "response_mask"] + ["ref_log_prob"] * config.use_kl_loss
         self.extra_columns = []
         self.arguments = _arguments_of(self.policy_loss)
         for parameter in inspect.signature(self.policy_loss).parameters.values() if self.arguments else ():
@@ -140,7 +143,8 @@ class PPOLoss:
             micro: ``columns``, (b, r) each.
         """
         mask, mode = micro["response_mask"], self.aggregation.mode_of_mean
-        values = (micro["old_log_probs"], out.log_probs, micro["advantages"], mask, mode, self.config)
+        old = out.log_probs.detach() if self.is_on_policy else micro["old_log_probs"]
+        values = (old, out.log_probs, micro["advantages"], mask, mode, self.config)
         if self.arguments:
             named = dict(zip(_ARGUMENTS, values, strict=True))
             arguments = {name: named[name] for name in self.arguments}

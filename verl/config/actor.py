@@ -147,7 +147,13 @@ class ActorConfig(Config):
     """Passes over the batch of one training step."""
 
     shuffle: bool = False
-    """Draw mini-batches in random order."""
+    """Draw the responses of each mini-batch at random from the whole batch, anew each epoch; the draw depends on
+    ``trainer.seed`` and the step, not on the number of ranks. False: mini-batches follow the order of the prompts."""
+
+    skip_old_log_probs: bool = False
+    """Leave out the pass that computes the log-probs of the policy that sampled, where they are those of the update:
+    with one optimizer step per batch its own forward pass gives them, and every ratio is exactly 1. Refused where
+    something needs them earlier."""
 
     checkpoint: CheckpointConfig = section(CheckpointConfig)
     """What a checkpoint of the actor holds."""

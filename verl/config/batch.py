@@ -14,24 +14,29 @@ def batch_plan(config: PPOConfig) -> str:
     workers = config.trainer.world_size
     lines = [
         f"one training step: {prompts} prompts x {shared.rollout.n} responses = {rows} rows on "
-        f"{counted(workers, 'worker')}, {rows // workers} each; at most {shared.rollout.prompt_length} + "
+        f"{counted(workers, 'worker')}, {_each(rows, workers)}; at most {shared.rollout.prompt_length} + "
         f"{shared.rollout.response_length} tokens each"
     ]
     for key, role, n in trained_roles(config):
-        ranks, split = config.dp_size(role), role.update_split
-        mini = role.ppo_mini_batch_size * n // ranks
+        ranks, split, mini = config.dp_size(role), role.update_split, role.ppo_mini_batch_size * n
         lines.append(
             f"{key.rpartition('.')[2]}: {counted(optimizer_steps(config, role), 'optimizer step')}, each over "
-            f"{role.ppo_mini_batch_size} prompts x {n} = {mini} rows on each of {counted(ranks, 'rank')}, "
-            f"{_forwards(mini, split)}"
+            f"{role.ppo_mini_batch_size} prompts x {n} = {mini} rows on {counted(ranks, 'rank')}"
+            f"{_of_sp(role)}, {_each(mini, ranks, split)}, {_forwards(-(-mini // ranks), split)}"
         )
-    scored = [("old log-probs", shared.rollout.log_prob_split, config.dp_size(shared.actor))]
+    scored = []
+    if shared.actor.skip_old_log_probs:
+        lines.append("old log-probs: those of the update's own forwards")
+    else:
+        scored.append(("old log-probs", shared.rollout.log_prob_split, config.dp_size(shared.actor)))
     if config.uses_reference:
         scored.append(("reference log-probs", shared.ref.log_prob_split, config.dp_size(shared.ref)))
     if config.uses_critic:
         scored.append(("values", config.critic.forward_split, config.dp_size(config.critic)))
     lines += [
-        f"{what}: {rows // ranks} rows a rank, {_forwards(rows // ranks, split)}" for what, split, ranks in scored
+        f"{what}: {rows} rows on {counted(ranks, 'rank')}, {_each(rows, ranks, split)}, "
+        f"{_forwards(-(-rows // ranks), split)}"
+        for what, split, ranks in scored
     ]
     return "\n".join(lines)
 
@@ -44,6 +49,18 @@ def optimizer_steps(config: PPOConfig, role: Any) -> int:
 def counted(number: int, noun: str) -> str:
     """``1 rank``, ``2 ranks``."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def _each(rows: int, ranks: int, split: MicroBatching | None = None) -> str:
+    """How many rows a rank has. Forwards of so many tokens are balanced by cost, not by rows."""
+    if ranks > 1 and split is not None and split.size is None:
+        return f"about {rows / ranks:.3g} each"
+    return f"{rows // ranks} each" if rows % ranks == 0 else f"{rows // ranks} or {rows // ranks + 1} each"
+
+
+def _of_sp(role: Any) -> str:
+    sp = role.ulysses_sequence_parallel_size
+    return f" of {sp} workers" if sp > 1 else ""
 
 
 def _forwards(rows: int, split: MicroBatching) -> str:

@@ -112,7 +112,7 @@ class CriticConfig(Config):
     """Passes over the batch of one training step; follows the actor's."""
 
     shuffle: bool = False
-    """Draw mini-batches in random order; follows the actor's."""
+    """Draw mini-batches at random, as ``actor.shuffle`` does; follows the actor's."""
 
     cliprange_value: float = option(0.5, above=0)
     """A new value may leave the old one by this much before its loss is clipped, as in OpenAI's

@@ -119,7 +119,11 @@ GONE: tuple[Gone, ...] = (
     Gone("data.need_tools_kwargs", _AGENTS),
     Gone(f"{_A}.rollout.multi_turn.completion_callback", f"agent loops take its place, and {_AGENTS}"),
     Gone(f"{_A}.rollout.chat_scheduler", f"agent loops take its place, and {_AGENTS}"),
-    Gone(f"{_A}.actor.recompute_old_log_prob", "old log-probs are always recomputed", (None, True)),
+    Gone(
+        f"{_A}.actor.recompute_old_log_prob",
+        f"old log-probs are recomputed, unless {_A}.actor.skip_old_log_probs=true",
+        (None, True),
+    ),
     Gone("trainer.wandb_proxy", "set the environment variables HTTP_PROXY and HTTPS_PROXY"),
 )
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from verl.config.base import get_path, leaves
 from verl.config.build import show
 from verl.config.ppo import PPOConfig
-from verl.config.rules import runs_fsdp1
+from verl.config.rules import runs_fsdp1, trained_roles
 from verl.config.sampling_names import RESHAPE
 from verl.config.support import built_names
 
@@ -314,6 +314,16 @@ def _no_prompt_is_shared(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
             yield from _unread(config, key, is_given, "micro-batches of one row have nothing to share with")
 
 
+def _some_ranks_have_no_rows(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+    for key, role, n in trained_roles(config):
+        rows, ranks = role.ppo_mini_batch_size * n, config.dp_size(role)
+        if rows < ranks:
+            yield (
+                f"{key}.ppo_mini_batch_size={role.ppo_mini_batch_size} x {_ROLLOUT}.n={n} = {rows} responses a "
+                f"mini-batch on {ranks} data-parallel ranks: {ranks - rows} of them have nothing to do at each step"
+            )
+
+
 def _schedule_does_not_read_it(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
     for key in (f"{_ACTOR}.optim", *(["critic.optim"] if config.uses_critic else [])):
         optim = get_path(config, key)
@@ -590,6 +600,7 @@ _CHECKS = (
     _kl_counts_twice,
     _micro_batches_are_cut_by_tokens,
     _no_prompt_is_shared,
+    _some_ranks_have_no_rows,
     _schedule_does_not_read_it,
     _resume_path_is_not_read,
     _reward_function_is_built_in,

@@ -89,61 +89,19 @@ def mini_batch_fits_into_the_train_batch(config: PPOConfig) -> Iterator[Problem]
 
 
 @rule
-def train_batch_spreads_evenly_over_workers(config: PPOConfig) -> Iterator[Problem]:
-    trainer, n = config.trainer, config.actor_rollout_ref.rollout.n
-    rows = config.data.prompts_per_step * n
-    if rows % trainer.world_size:
-        yield Problem(
-            "data.train_batch_size",
-            f"data.train_batch_size={config.data.train_batch_size} x {ROLLOUT}.n={n} = {rows} responses do not spread "
-            f"evenly over {trainer.world_size} workers (trainer.nnodes={trainer.nnodes} x "
-            f"trainer.n_gpus_per_node={trainer.n_gpus_per_node}). Make the product a multiple of them.",
-            ("data.gen_batch_size", f"{ROLLOUT}.n", "trainer.nnodes", "trainer.n_gpus_per_node"),
-        )
-
-
-@rule
-def mini_batch_spreads_evenly_over_ranks(config: PPOConfig) -> Iterator[Problem]:
-    for key, role, n in trained_roles(config):
-        name, ranks = f"{key}.ppo_mini_batch_size", config.dp_size(role)
-        if role.ppo_mini_batch_size * n % ranks:
-            yield _problem(
-                config,
-                name,
-                f"x {ROLLOUT}.n={n} = {role.ppo_mini_batch_size * n} responses do not spread evenly over "
-                f"{ranks} data-parallel ranks. Make the product a multiple of {ranks}.",
-                f"{ROLLOUT}.n",
-                "trainer.nnodes",
-                "trainer.n_gpus_per_node",
-            )
-
-
-@rule
-def micro_batch_divides_the_mini_batch_of_a_rank(config: PPOConfig) -> Iterator[Problem]:
+def micro_batch_fits_into_the_mini_batch_of_a_rank(config: PPOConfig) -> Iterator[Problem]:
     for key, role, n in trained_roles(config):
         micro, ranks = role.ppo_micro_batch_size_per_gpu, config.dp_size(role)
-        if role.use_dynamic_bsz or not micro or role.ppo_mini_batch_size * n % ranks:
-            continue
-        name, rows = f"{key}.ppo_micro_batch_size_per_gpu", role.ppo_mini_batch_size * n // ranks
-        also = (f"{key}.ppo_mini_batch_size", f"{ROLLOUT}.n")
-        derivation = (
-            f"({key}.ppo_mini_batch_size={role.ppo_mini_batch_size} x {ROLLOUT}.n={n} / {ranks} data-parallel ranks)"
-        )
-        if micro > rows:
+        rows = -(-role.ppo_mini_batch_size * n // ranks)
+        if not role.use_dynamic_bsz and micro and micro > rows:
             yield _problem(
                 config,
-                name,
-                f"is larger than the {rows} responses of a rank's mini-batch {derivation}. "
-                f"Lower it to {rows} or a divisor.",
-                *also,
-            )
-        elif rows % micro:
-            yield _problem(
-                config,
-                name,
-                f"does not divide the {rows} responses of a rank's mini-batch {derivation}. "
-                f"Choose a divisor of {rows}.",
-                *also,
+                f"{key}.ppo_micro_batch_size_per_gpu",
+                f"is larger than the {rows} responses of a rank's mini-batch ({key}.ppo_mini_batch_size="
+                f"{role.ppo_mini_batch_size} x {ROLLOUT}.n={n} / {ranks} data-parallel ranks). Lower it to {rows}, or "
+                "raise ppo_mini_batch_size.",
+                f"{key}.ppo_mini_batch_size",
+                f"{ROLLOUT}.n",
             )
 
 
@@ -450,6 +408,30 @@ def tis_knows_what_the_sampler_thought(config: PPOConfig) -> Iterator[Problem]:
             f"them. Set it to true.",
             f"{ROLLOUT}.calculate_log_probs",
         )
+
+
+@rule
+def old_log_probs_are_not_needed_before_the_update(config: PPOConfig) -> Iterator[Problem]:
+    actor, key = config.actor_rollout_ref.actor, f"{ACTOR}.skip_old_log_probs"
+    if not actor.skip_old_log_probs:
+        return
+    steps = config.data.prompts_per_step // actor.ppo_mini_batch_size * actor.ppo_epochs
+    if steps > 1:
+        yield _problem(
+            config,
+            key,
+            f"with {steps} optimizer steps a batch ({ACTOR}.ppo_mini_batch_size={actor.ppo_mini_batch_size} of "
+            f"{config.data.prompts_per_step} prompts, {ACTOR}.ppo_epochs={actor.ppo_epochs}): after the first of them "
+            "the policy is no longer the one that sampled. Set it to false, or make one step of the batch.",
+            f"{ACTOR}.ppo_mini_batch_size",
+            f"{ACTOR}.ppo_epochs",
+        )
+    for early, why in {
+        "algorithm.use_kl_in_reward": "the reward then holds log pi_old - log pi_ref",
+        f"{ACTOR}.calculate_sum_pi_squared": "the sums come from the pass that is left out",
+    }.items():
+        if get_path(config, early):
+            yield _problem(config, key, f"with {early}=true: {why}. Set one of them to false.", early)
 
 
 @rule

@@ -74,7 +74,8 @@ class TrainerConfig(Config):
     """Ascend profiler."""
 
     balance_batch: bool = True
-    """Reorder rows so that every data-parallel rank gets about as many tokens."""
+    """Divide the rows of each mini-batch among data-parallel ranks by work, tokens and attention, instead of in their
+    order. Changes speed only."""
 
     total_epochs: int = option(30, above=0)
     """Passes over the training prompts."""

@@ -77,16 +77,22 @@ class FlopsCounter:
         total = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None) or 0
         return config.hidden_size * (3 * (experts * width + shared) + total)
 
+    def break_even(self) -> int:
+        """Tokens at which attention is as much work as all weight matrices."""
+        return round(self.flops_per_token() / (12.0 * self._attention_width()))
+
+    def _attention_width(self) -> int:
+        config = self.config
+        head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        return head_size * config.num_attention_heads * config.num_hidden_layers
+
     def estimate_flops(self, batch_seqlens: Sequence[int], delta_time: float) -> tuple[float, float]:
         """Achieved and promised TFLOPS.
 
         Args:
             batch_seqlens: tokens of each sequence trained on in ``delta_time`` seconds on this device.
         """
-        config = self.config
-        head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        width = head_size * config.num_attention_heads * config.num_hidden_layers
         # causal attention touches half of each square, but is quoted in full by convention
-        attention = 12.0 * width * sum(length * length for length in batch_seqlens)
+        attention = 12.0 * self._attention_width() * sum(length * length for length in batch_seqlens)
         total = self.flops_per_token() * sum(batch_seqlens) + attention
         return total / delta_time / 1e12, get_device_flops("T")

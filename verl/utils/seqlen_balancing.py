@@ -55,8 +55,22 @@ def get_seqlen_balanced_partitions(seqlen_list: Sequence[int], k_partitions: int
         raise ValueError(f"{rows} rows cannot fill {k_partitions} partitions: each needs at least one row")
     if equal_size and rows % k_partitions:
         raise ValueError(f"{rows} rows do not divide into {k_partitions} partitions of equal size: pad them first")
-    parts = _deal_rounds(lengths, k_partitions) if equal_size else _fill_lightest(lengths, k_partitions)
-    return [sorted(part) for part in parts]
+    return [sorted(part) for part in balanced_parts(lengths, k_partitions, equal_size)]
+
+
+def balanced_parts(costs: np.ndarray, parts: int, equal_size: bool) -> list[list[int]]:
+    """As `get_seqlen_balanced_partitions`, for any number of rows. In O(N log N).
+
+    With fewer rows than parts some stay empty; ``equal_size`` where rows do not divide means as near as can be.
+
+    Args:
+        costs: (N,) int64, what each row adds to the load of its part.
+    """
+    if not equal_size:
+        return _fill_lightest(costs, parts)
+    missing = -len(costs) % parts
+    dealt = _deal_rounds(np.append(costs, np.zeros(missing, dtype=np.int64)), parts)
+    return [[row for row in part if row < len(costs)] for part in dealt]
 
 
 def _fill_lightest(lengths: np.ndarray, parts: int) -> list[list[int]]:
@@ -89,14 +103,24 @@ def _trade_rows(lengths: np.ndarray, dealt: np.ndarray, loads: np.ndarray) -> No
         gap = loads[heavy] - loads[light]
         if gap <= 1:
             return
-        gain = lengths[dealt[:, heavy]][:, None] - lengths[dealt[:, light]][None, :]
-        badness = np.abs(2 * gain - gap)
-        one, other = divmod(int(badness.argmin()), badness.shape[1])
-        if badness[one, other] >= gap:
+        one, other = _best_trade(lengths[dealt[:, heavy]], lengths[dealt[:, light]], gap)
+        gain = lengths[dealt[one, heavy]] - lengths[dealt[other, light]]
+        if abs(2 * gain - gap) >= gap:
             return
         dealt[one, heavy], dealt[other, light] = dealt[other, light], dealt[one, heavy]
-        loads[heavy] -= gain[one, other]
-        loads[light] += gain[one, other]
+        loads[heavy] -= gain
+        loads[light] += gain
+
+
+def _best_trade(heavy: np.ndarray, light: np.ndarray, gap: int) -> tuple[int, int]:
+    """Places of a row of each set whose difference is nearest to half the gap."""
+    order = np.argsort(light, kind="stable")
+    wanted = heavy - gap // 2
+    above = np.searchsorted(light[order], wanted).clip(max=len(light) - 1)
+    partners = np.stack([above, (above - 1).clip(min=0)])
+    badness = np.abs(2 * (heavy - light[order[partners]]) - gap)
+    side, one = divmod(int(badness.argmin()), len(heavy))
+    return one, int(order[partners[side, one]])
 
 
 def log_seqlen_unbalance(

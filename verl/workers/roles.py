@@ -12,8 +12,6 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from verl.algorithms.losses import PPOLoss, ValueLoss
 from verl.models.loader import LoRASpec, ModelSpec, load_config
 from verl.protocol import DataProto
@@ -22,8 +20,9 @@ from verl.utils.distributed import get_rank
 from verl.utils.fs import copy_to_local
 from verl.utils.garbage import no_collection
 from verl.utils.seeding import derive_seed
+from verl.utils.shares import STEP_ROWS, MiniBatches
 from verl.utils.tokenizer import hf_tokenizer
-from verl.workers.engine import Want
+from verl.workers.engine import Engine, Want
 from verl.workers.model_worker import EngineWorker, MetricBag, mfu_metrics
 from verl.workers.rollout import get_rollout_class
 from verl.workers.rollout.assemble import assemble
@@ -162,7 +161,7 @@ class PolicyRole:
             config.model.custom_chat_template,
         )
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, mesh="actor", reads=TOKENS)
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, mesh="actor", reads=TOKENS, balanced=True)
     def compute_log_prob(self, data: DataProto) -> DataProto:
         """Score the responses under the current policy: adds ``old_log_probs`` and ``entropys``, both (B, R).
 
@@ -176,33 +175,44 @@ class PolicyRole:
             scored = self.actor.infer(data, want, rollout.log_prob_split, temperature=rollout.temperature)
         return scored.rename(["log_probs", "entropy"], ["old_log_probs", "entropys"])
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, mesh="actor", reads=UPDATE_COLUMNS)
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, mesh="actor", reads=UPDATE_COLUMNS, balanced=True)
     def update_actor(self, data: DataProto) -> DataProto:
-        """Run ``ppo_epochs`` over the batch in mini-batches, one optimizer step each; returns metrics only."""
-        config = self.config.actor
-        split = config.update_split
-        rows = config.ppo_mini_batch_size * self.config.rollout.n // self.actor.topology.dp_size
+        """Run ``ppo_epochs`` over the batch in mini-batches, one optimizer step each; returns metrics.
+
+        With ``actor.skip_old_log_probs`` also what ``compute_log_prob`` would have: the one step's own forward pass.
+        """
+        config, temperature = self.config.actor, self.config.rollout.temperature
+        want = Want.LOG_PROBS | Want.ENTROPY if config.skip_old_log_probs else Want(0)
+        rows, scored = config.ppo_mini_batch_size * self.config.rollout.n, DataProto()
         data, metrics = self.image_inputs.filled(data), MetricBag()
         timed = mfu_metrics("actor", self.actor, data, config.ppo_epochs, metrics)
         with self.ledger.phase("update_actor"), self.actor.on_device(optimizer=True), timed:
-            for mini in self.mini_batches(data, rows, config.ppo_epochs, config.shuffle):
-                step = self.actor.train_step(mini, self.ppo_loss, split, temperature=self.config.rollout.temperature)
+            for mini in self.mini_batches(data, self.actor, MiniBatches(rows, config.ppo_epochs, config.shuffle)):
+                step, scored = self.actor.train_and_score(mini, self.ppo_loss, want, config.update_split, temperature)
                 metrics.add(step, prefix="actor")
             metrics.add({"actor/lr": self.actor.learning_rate()})
             self.actor.step_schedule()
         metrics.add(self.ledger.metrics())
-        return DataProto(meta_info={"metrics": metrics.lists()})
+        scored.meta_info["metrics"] = metrics.lists()
+        return scored.rename(["log_probs", "entropy"], ["old_log_probs", "entropys"]) if want else scored
 
-    def mini_batches(self, data: DataProto, rows: int, epochs: int, shuffle: bool) -> Iterator[DataProto]:
-        """Cut this rank's rows into optimizer steps, as many on every rank; with ``shuffle``, anew each epoch."""
-        step = int(data.meta_info.get("global_steps", 0))
-        for epoch in range(epochs):
-            order = torch.arange(len(data))
-            if shuffle:
-                seed = derive_seed(self.seed, "shuffle", step, epoch)  # the same order on every rank
-                order = torch.randperm(len(data), generator=torch.Generator().manual_seed(seed))
-            for start in range(0, len(data), rows):
-                yield data.select_idxs(order[start : start + rows])
+    def mini_batches(self, data: DataProto, engine: Engine, default: MiniBatches) -> Iterator[DataProto]:
+        """This rank's rows of each optimizer step, as many steps on every rank.
+
+        The driver says which they are (``step_rows``). Where it does not, every rank cuts its equal share alike.
+        """
+        steps, ranks = data.meta_info.get(STEP_ROWS), engine.topology.dp_size
+        if steps is None:
+            if default.rows % ranks:
+                raise ValueError(
+                    f"a mini-batch of {default.rows} rows does not divide among {ranks} ranks, and this batch does not "
+                    "say which rows each of them takes: call the trainer's balance_batch(batch, metrics) before the "
+                    f"update, or make ppo_mini_batch_size x rollout.n a multiple of {ranks}."
+                )
+            seed = derive_seed(self.seed, "shuffle", int(data.meta_info.get("global_steps", 0)))
+            steps = default._replace(rows=default.rows // ranks, seed=seed).steps(len(data))
+        for rows in steps:
+            yield data.select_idxs(rows)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(
@@ -399,7 +409,7 @@ class ReferenceRole:
         self.reference = None
         self.report_mesh("ref", self.actor)
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, mesh="ref", reads=TOKENS)
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, mesh="ref", reads=TOKENS, balanced=True)
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
         """Score the responses under the reference: adds ``ref_log_prob`` (B, R)."""
         split, temperature = self.config.ref.log_prob_split, self.config.rollout.temperature
@@ -429,23 +439,22 @@ class ValueRole:
         path = config.model.tokenizer_path or config.model.path
         self.checkpoint_manager(self.critic, path, config.checkpoint, config.model.trust_remote_code)
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, mesh="critic", reads=TOKENS)
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, mesh="critic", reads=TOKENS, balanced=True)
     def compute_values(self, data: DataProto) -> DataProto:
         """Estimate the return before each response token: adds ``values`` (B, R)."""
         with self.ledger.phase("values"), self.critic.on_device():
             return self.critic.infer(data, Want.VALUES, self.config.forward_split)
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, mesh="critic", reads=UPDATE_COLUMNS)
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, mesh="critic", reads=UPDATE_COLUMNS, balanced=True)
     def update_critic(self, data: DataProto) -> DataProto:
         """Run ``ppo_epochs`` over the batch in mini-batches, one optimizer step each; returns metrics only."""
         config = self.config
-        split = config.update_split
-        rows = config.ppo_mini_batch_size * config.rollout_n // self.critic.topology.dp_size
-        metrics = MetricBag()
+        rows, metrics = config.ppo_mini_batch_size * config.rollout_n, MetricBag()
         timed = mfu_metrics("critic", self.critic, data, config.ppo_epochs, metrics)
         with self.ledger.phase("update_critic"), self.critic.on_device(optimizer=True), timed:
-            for mini in self.mini_batches(data, rows, config.ppo_epochs, config.shuffle):
-                metrics.add(self.critic.train_step(mini, self.value_loss, split), prefix="critic")
+            for mini in self.mini_batches(data, self.critic, MiniBatches(rows, config.ppo_epochs, config.shuffle)):
+                step = self.critic.train_step(mini, self.value_loss, config.update_split)
+                metrics.add(step, prefix="critic")
             metrics.add({"critic/lr": self.critic.learning_rate()})
             self.critic.step_schedule()
         return DataProto(meta_info={"metrics": metrics.lists()})

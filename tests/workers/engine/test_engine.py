@@ -199,6 +199,19 @@ def test_the_schedule_steps_when_told_not_with_the_optimizer(folder):
     assert rates == [0.0, 0.5, 1.0]
 
 
+@pytest.mark.parametrize("entropy_coeff", [0.0, 0.1])
+def test_a_step_can_say_what_a_pass_before_it_would_have(folder, entropy_coeff):
+    data, want = make_batch(7, seed=5), Want.LOG_PROBS | Want.ENTROPY
+    engine, plain = engine_for(folder), engine_for(folder)
+    before = engine.infer(data, want, MicroBatching(size=3))
+    loss = ppo_loss(entropy_coeff=entropy_coeff)
+    metrics, scored = engine.train_and_score(data, loss, want, MicroBatching(size=2))
+    for name in ("log_probs", "entropy"):
+        torch.testing.assert_close(scored.ragged(name).values, before.ragged(name).values, rtol=1e-4, atol=1e-5)
+    assert metrics == pytest.approx(plain.train_step(data, loss, MicroBatching(size=2)), rel=1e-5)
+    assert torch.equal(flat_weights(engine), flat_weights(plain))
+
+
 def test_a_critic_learns_the_returns(folder):
     data = make_batch(6)
     returns = data.ragged("returns")

@@ -13,6 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from verl.single_controller.base.rows import Parts
+
 MAGIC_ATTR = "attrs_3141562937"
 """Attribute of a registered method that holds what was said about it."""
 
@@ -98,7 +100,8 @@ class Mode:
     collect_fn: Callable[[Any, list], Any]
     """(group, outputs by rank) -> what the caller gets."""
     parts: Callable[[Any], int] | None = None
-    """group -> number of parts a batch is cut into, None if it is not. Uneven ones are padded to a multiple."""
+    """group -> number of parts a batch is cut into, None if it is not. Uneven ones are padded to a multiple, unless the
+    batch says how it is to be cut."""
     sources: Callable[[Any], Sequence[int]] | None = None
     """group -> ranks whose outputs are collected; the others send nothing back (their output is None). None = all."""
 
@@ -169,6 +172,8 @@ def dispatch_rows(group, *args, mesh_name: str | None = None, **kwargs):
     mesh = group.mesh(mesh_name)
 
     def each(value):
+        if isinstance(value, Parts):
+            return [value[dp_rank] for dp_rank in mesh.dp_ranks]
         if not isinstance(value, DataProto) or not len(value):
             return [value] * group.world_size
         parts = value.chunk(len(mesh.sources))
@@ -329,6 +334,7 @@ class Registration:
     materialize_futures: bool
     mesh: str | None
     reads: tuple[str, ...] | None
+    balanced: bool
 
     def __getitem__(self, name: str):
         return getattr(self, name)
@@ -341,6 +347,7 @@ def register(
     materialize_futures: bool = True,
     mesh: str | None = None,
     reads: Sequence[str] | None = None,
+    balanced: bool = False,
 ) -> Callable[[Callable], Callable]:
     """Make a worker method callable on the worker group. Works on plain and on async methods.
 
@@ -352,6 +359,8 @@ def register(
         mesh: name of the mesh a batch is split over; None is the whole world, one part per rank.
         reads: tensor and object columns the method looks at; only these, where present, are sent. None sends all.
             ``meta_info`` always travels.
+        balanced: cut a batch as the ``SharePlan`` it carries says for this method, if it does: into parts of unequal
+            length, each with the fact ``step_rows`` in an update. Joined rows come back in the order of the batch.
     """
     if isinstance(reads, str):
         raise ValueError(f"register(reads={reads!r}): a string is not a list of column names. Write ({reads!r},).")
@@ -365,6 +374,7 @@ def register(
         materialize_futures=materialize_futures,
         mesh=mesh,
         reads=None if reads is None else tuple(reads),
+        balanced=balanced,
     )
 
     def decorate(method: Callable) -> Callable:

@@ -17,7 +17,15 @@ from verl.single_controller.base.decorator import (
     Registration,
     dispatch_all_to_all,
 )
-from verl.single_controller.base.rows import drop_padding, keep_columns, map_batches, pad_rows
+from verl.single_controller.base.rows import (
+    cut_rows,
+    drop_padding,
+    keep_columns,
+    map_batches,
+    pad_rows,
+    plan_shares,
+    restore_rows,
+)
 from verl.single_controller.base.worker import PLACES
 from verl.single_controller.errors import WorkerGroupError, WorkerGroupStopped
 
@@ -392,13 +400,17 @@ def registered_methods(cls: type) -> dict[str, Registration]:
 
 
 def invoke(group, name: str, said: Registration, args: tuple, kwargs: dict) -> Any:
-    """One call of a registered method: futures -> columns -> padding -> spread -> run -> collect -> unpad."""
+    """One call of a registered method: futures -> columns -> padding or shares -> spread -> run -> collect -> undo."""
     mode = said.mode
     if said.materialize_futures:
         args, kwargs = _materialized(args, kwargs)
+    padding, shares = None, None
+    if said.balanced and mode.parts is not None:
+        shares = plan_shares(args, kwargs, name, mode.parts(group))
     args, kwargs = map_batches(lambda data: keep_columns(data, said.reads), args, kwargs)
-    padding = None
-    if mode.parts is not None:
+    if shares is not None:
+        args, kwargs = cut_rows(args, kwargs, shares)
+    elif mode.parts is not None:
         args, kwargs, padding = pad_rows(args, kwargs, mode.parts(group))
     args, kwargs = mode.dispatch_fn(group, *args, **kwargs)
     if said.execute_mode is Execute.RANK_ZERO or _is_rank_zero(said):
@@ -409,7 +421,7 @@ def invoke(group, name: str, said: Registration, args: tuple, kwargs: dict) -> A
         group.forget_places()
 
     def collect(outputs: list) -> Any:
-        return drop_padding(mode.collect_fn(group, outputs), padding)
+        return restore_rows(drop_padding(mode.collect_fn(group, outputs), padding), shares)
 
     if said.blocking:
         return collect(group._hosts.wait(handles, group.timeout))

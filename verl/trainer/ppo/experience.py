@@ -1,4 +1,4 @@
-"""From sampled responses to a batch one can learn from: masks, KL in the reward, advantages, and the order of rows.
+"""From sampled responses to a batch one can learn from: masks, KL in the reward, advantages.
 
 Functions of the driver: they read and write columns of a DataProto and know nothing of workers or models.
 """
@@ -17,7 +17,6 @@ from verl.algorithms.kl import kl_penalty as kl_estimate
 from verl.protocol import DataProto
 from verl.utils.columns import WINDOWS
 from verl.utils.ragged import Layout, Ragged
-from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions, log_seqlen_unbalance
 from verl.utils.torch_functional import masked_mean
 
 
@@ -92,6 +91,22 @@ def compute_advantage(
     return data
 
 
+def check_estimator_waits(adv_estimator: str) -> None:
+    """Refuse ``actor.skip_old_log_probs`` beside an estimator that reads what it leaves out.
+
+    Raises:
+        ValueError: it names such a column.
+    """
+    named = inspect.signature(get_adv_estimator_fn(adv_estimator)).parameters
+    early = [name for name in ("old_log_probs", "entropys", "sum_pi_squared") if name in named]
+    if early:
+        raise ValueError(
+            f"actor_rollout_ref.actor.skip_old_log_probs=true with algorithm.adv_estimator={adv_estimator}: the "
+            f"estimator reads {', '.join(early)}, which are then known after the update only. Set "
+            "skip_old_log_probs=false, or choose another estimator."
+        )
+
+
 def _call_by_name(fn: Callable, available: Mapping[str, Any], data: DataProto, name: str) -> tuple[Tensor, Tensor]:
     """Call ``fn`` with the arguments it names, taken from ``available`` first and from the batch's columns second."""
     arguments: dict[str, Any] = {}
@@ -122,36 +137,6 @@ def _call_by_name(fn: Callable, available: Mapping[str, Any], data: DataProto, n
 def _trimmed(data: DataProto, name: str) -> Tensor:
     """A response column in its narrowest window, any other as it is."""
     return response_column(data, name) if WINDOWS.get(name) == "response" else data.column(name)
-
-
-def arrange_rows(
-    data: DataProto, dp_size: int, mini_batch_rows: int, balance: bool = True, prefix: str = "global_seqlen"
-) -> tuple[DataProto, dict[str, float]]:
-    """Order the rows so that each of ``dp_size`` consecutive chunks holds its share of every mini-batch.
-
-    Of every ``mini_batch_rows`` consecutive rows each rank receives an equal number, with about equally many tokens if
-    ``balance``, and meets them as its own mini-batch of the same number. So which rows make an optimizer step does not
-    depend on ``dp_size``. Changes order only; groups are found by ``uid``.
-
-    Returns:
-        the same data, reordered in place, and with ``balance`` the spread before and after, ``{prefix}/{min,max,...}``.
-    """
-    seqlens = data.ragged("attention_mask").layout.lengths.tolist()
-    rows = len(seqlens)
-    mini = mini_batch_rows if rows % mini_batch_rows == 0 else rows
-    if rows % dp_size or mini % dp_size:
-        return data, {}
-    per_rank: list[list[int]] = [[] for _ in range(dp_size)]
-    for start in range(0, rows, mini):
-        if balance:
-            shares = get_seqlen_balanced_partitions(seqlens[start : start + mini], dp_size, equal_size=True)
-        else:
-            shares = [range(rank * mini // dp_size, (rank + 1) * mini // dp_size) for rank in range(dp_size)]
-        for rank, share in enumerate(shares):
-            per_rank[rank].extend(start + i for i in sorted(share))
-    if dp_size > 1:
-        data.reorder([i for share in per_rank for i in share])
-    return data, log_seqlen_unbalance(seqlens, per_rank, prefix) if balance else {}
 
 
 def attach_reward(data: DataProto, scores: Tensor, extra: Mapping[str, Any]) -> DataProto:

@@ -33,6 +33,8 @@ def _lines(trainer: Any) -> Iterator[tuple[str, str]]:
     yield "run", f"{counted(steps, 'step')} ({epochs:.2g} epochs); {validation}, {checkpoint}"
     ranks = counted(keys.world_size, "rank")
     apart = f" and {counted(config.rollout_beside, 'rank')} to sample" if config.rollout_beside else ""
+    sp = shared.actor.ulysses_sequence_parallel_size
+    ranks += f", {sp} to a sequence" if sp > 1 else ""
     yield "on", f"{keys.device}, {ranks}{apart}, {shared.actor.strategy}, controller {keys.controller}"
     yield "results", str(keys.default_local_dir)
 

@@ -19,12 +19,13 @@ from verl.algorithms.kl import get_kl_controller
 from verl.protocol import DataProto
 from verl.single_controller import get_controller
 from verl.trainer.ppo import checkpoint, long_tails
+from verl.trainer.ppo.balance import balance_metrics, row_cost, share_plan
 from verl.trainer.ppo.core_algos import AdvantageEstimator
 from verl.trainer.ppo.disjoint import DisjointRollout
 from verl.trainer.ppo.experience import (
     apply_kl_penalty,
-    arrange_rows,
     attach_reward,
+    check_estimator_waits,
     compute_advantage,
     compute_response_mask,
     response_column,
@@ -52,6 +53,7 @@ from verl.utils.metric import reduce_metrics
 from verl.utils.profiler import marked_timer
 from verl.utils.progress import Progress
 from verl.utils.seeding import derive_seed
+from verl.utils.shares import SHARE_PLAN
 from verl.utils.tracking import Tracking, ValidationGenerationsLogger, check_backends
 from verl.workers.reward_manager.rule import REWARD_ERROR_KEY
 
@@ -140,6 +142,10 @@ class RayPPOTrainer(RecipeNames):
         self.val_reward_fn = val_reward_fn
         self.device_name = device_name or config.trainer.device
         self.use_critic = need_critic(config)
+        self.skips_old_log_probs = config.actor_rollout_ref.actor.skip_old_log_probs
+        if self.skips_old_log_probs:
+            check_estimator_waits(config.algorithm.adv_estimator)
+        self.row_cost = row_cost(config.actor_rollout_ref.model.path)
         self.use_reference_policy = need_reference_policy(config)
         self.ref_in_actor = ref_in_actor(config)
         self.kl_ctrl_in_reward = get_kl_controller(config.algorithm.kl_ctrl)
@@ -227,11 +233,11 @@ class RayPPOTrainer(RecipeNames):
         return self.generate(prompts.repeat(n, interleave=True), n)
 
     def balance_batch(self, batch: DataProto, metrics: dict, logging_prefix: str = "global_seqlen") -> None:
-        """Order the rows, in place, so that every rank gets its share of each mini-batch and of the tokens."""
-        dp_size = len(self.actor_wg.mesh("actor").sources)
-        shared = self.config.actor_rollout_ref
-        rows = shared.actor.ppo_mini_batch_size * shared.rollout.n
-        metrics.update(arrange_rows(batch, dp_size, rows, self.config.trainer.balance_batch, logging_prefix)[1])
+        """Say which rows make each optimizer step, and have each divided evenly among ranks; the rows stay in order."""
+        plan = batch.meta_info[SHARE_PLAN] = share_plan(self.config, self.row_cost, self.global_steps)
+        if self.config.trainer.balance_batch:
+            ranks = len(self.actor_wg.mesh("actor").sources)
+            metrics.update(balance_metrics(batch, plan, ranks, logging_prefix))
 
     def score(self, batch: DataProto) -> DataProto:
         """Reward every response; adds ``token_level_scores`` (B, R) and the reward function's extra columns."""
@@ -245,25 +251,30 @@ class RayPPOTrainer(RecipeNames):
         """Log-probabilities under the policy that sampled and under the reference, and the critic's values."""
         if "multi_modal_inputs" in batch.non_tensor_batch:  # what the models read; the images themselves stay here
             batch.non_tensor_batch.pop("multi_modal_data", None)
-        with self.timed("old_log_prob"):
-            old = self.actor_wg.compute_log_prob(batch)
-            entropys, mask = response_column(old, "entropys"), response_column(batch, "response_mask")
-            shared = self.config.actor_rollout_ref
-            entropy = agg_loss(entropys, mask, shared.actor.loss_agg_mode, shared.rollout.response_length)
-            self.metrics["actor/entropy"] = entropy.item()
-            old.pop(batch_keys=["entropys"])
-            batch = batch.union(old)
-        if "rollout_log_probs" in batch.keys():
-            metrics, warning = self.mismatch(batch, self.global_steps)
-            self.metrics.update(metrics)
-            if warning:
-                self.progress.say(warning)
+        if not (self.skips_old_log_probs and self.updates_actor):
+            with self.timed("old_log_prob"):
+                batch = self.with_log_probs(batch, self.actor_wg.compute_log_prob(batch))
         if self.use_reference_policy:
             with self.timed("ref"):
                 batch = batch.union(self.ref_wg.compute_ref_log_prob(batch))
         if self.use_critic:
             with self.timed("values"):
                 batch = batch.union(self.critic_wg.compute_values(batch))
+        return batch
+
+    def with_log_probs(self, batch: DataProto, scored: DataProto) -> DataProto:
+        """Add ``old_log_probs`` (B, R) as the actor has ``scored`` them, and note entropy and mismatch."""
+        entropys, mask = response_column(scored, "entropys"), response_column(batch, "response_mask")
+        shared = self.config.actor_rollout_ref
+        entropy = agg_loss(entropys, mask, shared.actor.loss_agg_mode, shared.rollout.response_length)
+        self.metrics["actor/entropy"] = entropy.item()
+        scored.pop(batch_keys=["entropys"])
+        batch = batch.union(scored)
+        if "rollout_log_probs" in batch.keys():
+            metrics, warning = self.mismatch(batch, self.global_steps)
+            self.metrics.update(metrics)
+            if warning:
+                self.progress.say(warning)
         return batch
 
     def estimate_advantages(self, batch: DataProto) -> DataProto:
@@ -291,9 +302,17 @@ class RayPPOTrainer(RecipeNames):
         if self.use_critic:
             with self.timed("update_critic"):
                 self.record(self.critic_wg.update_critic(batch))
-        if self.global_steps > self.config.trainer.critic_warmup or not self.use_critic:
+        if self.updates_actor:
             with self.timed("update_actor"):
-                self.record(self.actor_wg.update_actor(batch))
+                updated = self.actor_wg.update_actor(batch)
+                self.record(updated)
+            if self.skips_old_log_probs:
+                self.with_log_probs(batch, updated.pop(batch_keys=["old_log_probs", "entropys"]))
+
+    @property
+    def updates_actor(self) -> bool:
+        """Whether this step moves the policy: not while only the critic learns."""
+        return self.global_steps > self.config.trainer.critic_warmup or not self.use_critic
 
     # -- prompts and samples ------------------------------------------------------------------------------------------
 

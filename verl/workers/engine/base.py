@@ -44,6 +44,7 @@ from verl.utils.checkpoint.from_rank_zero import FromRankZero
 from verl.utils.checkpoint.random_state import random_state, set_random_state
 from verl.utils.distributed import all_gather_objects, all_reduce_numbers
 from verl.utils.micro_batching import WHOLE, MicroBatching
+from verl.utils.ragged import Ragged
 from verl.utils.seqlen_balancing import plan_micro_batches
 from verl.workers.engine import packed_check
 from verl.workers.engine.micro_batch import Cut, MicroBatch, cut_batch, find_prompts, row_lengths, vision_rows
@@ -191,10 +192,13 @@ class Engine(ABC):
                 if number < own:
                     results.append(scores)
         self._after_infer()
-        columns = {}
-        for name in (name for flag, name in _COLUMN_OF.items() if flag in want):
-            columns[name] = cut.restore([getattr(scores, name) for scores in results])
-        return DataProto.from_ragged(columns)
+        return self._restored(cut, results, want)
+
+    @staticmethod
+    def _restored(cut: Cut, results: list[TokenScores], want: Want) -> DataProto:
+        """What was found of each micro-batch, as columns in the order of the batch."""
+        names = [name for flag, name in _COLUMN_OF.items() if flag in want]
+        return DataProto.from_ragged({name: cut.restore([getattr(s, name) for s in results]) for name in names})
 
     def train_step(
         self, data: DataProto, loss: LossFn, split: MicroBatching = WHOLE, temperature: float = 1.0
@@ -207,6 +211,16 @@ class Engine(ABC):
             The loss's metrics, averaged in the same way; ``grad_norm`` before clipping; ``nonfinite_steps``, 1 where
             the gradient was not finite and the weights stayed as they were, else 0; where prompts are shared
             ``prefix_tokens_saved``, the share of the rows' tokens that did not run. Equal on all ranks.
+        """
+        return self.train_and_score(data, loss, Want(0), split, temperature)[0]
+
+    def train_and_score(
+        self, data: DataProto, loss: LossFn, want: Want, split: MicroBatching = WHOLE, temperature: float = 1.0
+    ) -> tuple[dict[str, float], DataProto]:
+        """As ``train_step``, and what ``infer`` would have said before it, from the step's own forward passes.
+
+        Args:
+            want: of ``LOG_PROBS`` and ``ENTROPY``; none: the second result has no rows.
         """
         if self.optimizer is None:
             raise RuntimeError("this engine was built without an optimizer: it can score, not train")
@@ -225,22 +239,23 @@ class Engine(ABC):
         scale = loss.scale(total) if hasattr(loss, "scale") else 1.0
         shares = [weight / total if total else 0.0 for weight in weights] + [0.0] * (len(cut.micro_batches) - own)
         self._start_gradients()
-        metrics = WeightedMeans()
+        metrics, results = WeightedMeans(), []
         for number, (micro, share) in enumerate(zip(cut.micro_batches, shares, strict=True)):
             self._before_backward(is_last=number + 1 == len(shares))
-            self._backward(micro, share, scale, loss, temperature, metrics)
+            want_entropy = Want.ENTROPY in want or getattr(loss, "want_entropy", False)
+            scores = self._backward(micro, share, scale, loss, temperature, metrics, want_entropy)
+            results += [scores] if want else []
         grad_norm = self.optimizer_step()
         is_finite = math.isfinite(grad_norm)
         if is_finite:
             self.version += 1
         else:
             logger.warning("gradient norm is %s: this optimizer step is skipped", grad_norm)
-        return {
-            **metrics.reduce(self.topology),
-            "grad_norm": grad_norm,
-            "nonfinite_steps": 0.0 if is_finite else 1.0,
-            **({"prefix_tokens_saved": saved / (saved + run)} if self.spec.share_prompts else {}),
-        }
+        reduced = metrics.reduce(self.topology)
+        numbers_of_step = {**reduced, "grad_norm": grad_norm, "nonfinite_steps": 0.0 if is_finite else 1.0}
+        if self.spec.share_prompts:
+            numbers_of_step["prefix_tokens_saved"] = saved / (saved + run)
+        return numbers_of_step, self._restored(cut, results[:own], want)
 
     def step_schedule(self) -> None:
         """Advance the learning-rate schedule: once per training step, however many optimizer steps that had."""
@@ -520,7 +535,7 @@ class Engine(ABC):
     def _cut(self, data: DataProto, split: MicroBatching, reads: Collection[str]) -> tuple[Cut, int]:
         """Cut the rows, with as many micro-batches on every rank; returns the number that are this rank's own.
 
-        A rank whose rows do not suffice repeats its last micro-batch, whose results then count for nothing: sharded
+        A rank whose rows do not suffice goes along with the least there can be, which counts for nothing: sharded
         weights are gathered by all ranks together.
         """
         sp_size, best = self.topology.sp_size, BEST_TOKENS.get(self.device.type)
@@ -541,12 +556,20 @@ class Engine(ABC):
         if agreed > len(groups):
             groups = plan(at_least=agreed)
         cut = cut_batch(data, groups, reads, self.device if sp_size == 1 else "cpu", packed, prompts)
+        if agreed > len(groups):
+            cut.micro_batches.extend(self._idle_micro_batches() * (agreed - len(groups)))
         if with_images and self.topology.world_size > 1:
             self._show_an_image_to_all(cut)
         if sp_size > 1:
             cut.micro_batches[:] = map(self._shared, cut.micro_batches)
-        cut.micro_batches.extend(cut.micro_batches[-1:] * (agreed - len(groups)))
         return cut, len(groups)
+
+    def _idle_micro_batches(self) -> list[MicroBatch]:
+        """One micro-batch of a row of two tokens."""
+        tokens = torch.zeros(2, dtype=torch.long)
+        row = {"input_ids": Ragged.from_rows([tokens], 2), "responses": Ragged.from_rows([tokens[:1]], 1)}
+        device = self.device if self.topology.sp_size == 1 else "cpu"
+        return cut_batch(DataProto.from_ragged(row), [[0]], (), device, self.spec.remove_padding).micro_batches
 
     def _has_images(self, data: DataProto) -> bool:
         """Whether some row has images; for a model that sees, also checks that each row's are those it speaks of."""
@@ -569,7 +592,9 @@ class Engine(ABC):
     ) -> DataProto:
         """Let ``loss`` choose among the tokens of all ranks, by one more forward pass; adds ``selected_tokens``."""
         log_probs = self.infer(data, Want.LOG_PROBS, split, temperature).ragged("log_probs")
-        columns = [data.ragged("old_log_probs").values, log_probs.values, data.ragged("advantages").values]
+        # without old log-probs the policy is still the one that sampled
+        old = data.ragged("old_log_probs") if "old_log_probs" in data else log_probs
+        columns = [old.values, log_probs.values, data.ragged("advantages").values]
         is_own = data.ragged("response_mask").values.bool()
         mine = torch.stack([column[is_own].cpu().float() for column in columns])
         ranks = [mine]
@@ -609,22 +634,32 @@ class Engine(ABC):
         )
 
     def _backward(
-        self, micro: MicroBatch, share: float, scale: float, loss: LossFn, temperature: float, metrics: WeightedMeans
-    ) -> None:
+        self,
+        micro: MicroBatch,
+        share: float,
+        scale: float,
+        loss: LossFn,
+        temperature: float,
+        metrics: WeightedMeans,
+        want_entropy: bool,
+    ) -> TokenScores:
+        """One forward and backward pass; returns its scores."""
         self._recompute.choose(micro.input_ids.numel() // self.topology.sp_size)
         with self._activations():
-            scores = self._score(micro, temperature, getattr(loss, "want_entropy", False))
+            scores = self._score(micro, temperature, want_entropy)
+        found = TokenScores(*(part if part is None else part.detach() for part in scores))
         if share == 0.0:
-            # a repeat, or nothing but masked tokens: other ranks wait in backward, so run it, on nothing
+            # idle, or nothing but masked tokens: other ranks wait in backward, so run it, on nothing
             sum(part.sum() for part in scores if part is not None).mul(0.0).backward()
-            return
+            return found
         outputs = TokenOutputs(*(micro.tight(part) for part in (scores.log_probs, scores.entropy, scores.values)))
-        value, found = loss(outputs, micro.columns)
+        value, told = loss(outputs, micro.columns)
         # ranks' gradients are averaged, so each multiplies by their number to have them summed; ranks that share a
         # sequence have the same loss and find parts of its gradient
         ranks = self.topology.dp_size * self.topology.sp_size
         (value * (share * scale * ranks)).backward()
-        metrics.add(found, share)
+        metrics.add(told, share)
+        return found
 
     def _activations(self) -> AbstractContextManager[Any]:
         """Around a forward pass: where what it leaves for the backward pass is kept."""

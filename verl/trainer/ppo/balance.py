@@ -1,0 +1,78 @@
+"""How the driver divides a batch among ranks: what a row costs, what makes an optimizer step, and how even it came out.
+
+What a plan does to the rows of a call is in ``verl.utils.shares``.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from verl.protocol import DataProto
+from verl.utils.flops_counter import FlopsCounter
+from verl.utils.seeding import derive_seed
+from verl.utils.seqlen_balancing import log_seqlen_unbalance
+from verl.utils.shares import MiniBatches, Pass, RowCost, SharePlan, batch_rows
+
+_SHAPE = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+
+
+def row_cost(model_path: str) -> RowCost:
+    """What a row costs the model in this folder, by its ``config.json``; a usual cost where that does not say."""
+    file = Path(model_path).expanduser() / "config.json"
+    shape = json.loads(file.read_text()) if file.is_file() else {}
+    shape = shape.get("text_config") or shape
+    if not all(shape.get(name) for name in _SHAPE):
+        return RowCost()
+    return RowCost(FlopsCounter(SimpleNamespace(**shape)).break_even())
+
+
+def share_plan(config: Any, cost: RowCost, step: int) -> SharePlan:
+    """How the calls of training step ``step`` divide their rows among ranks.
+
+    Args:
+        config: the whole tree.
+    """
+    shared, critic = config.actor_rollout_ref, config.critic
+    seed = derive_seed(config.trainer.seed, "shuffle", step)
+
+    def update(role: Any, n: int) -> Pass:
+        return Pass(
+            role.use_dynamic_bsz, MiniBatches(role.ppo_mini_batch_size * n, role.ppo_epochs, role.shuffle, seed)
+        )
+
+    passes = {
+        "compute_log_prob": Pass(shared.rollout.log_prob_use_dynamic_bsz),
+        "compute_ref_log_prob": Pass(shared.ref.log_prob_use_dynamic_bsz),
+        "compute_values": Pass(critic.use_dynamic_bsz),
+        "update_actor": update(shared.actor, shared.rollout.n),
+        "update_critic": update(critic, critic.rollout_n),
+    }
+    together = bool(getattr(shared.model, "use_prefix_sharing", False))
+    return SharePlan(passes, cost if config.trainer.balance_batch else None, together)
+
+
+def balance_metrics(batch: DataProto, plan: SharePlan, ranks: int, prefix: str) -> dict[str, float]:
+    """How tokens and cost spread over ``ranks`` in the policy's update, before and after balancing.
+
+    Tokens as ``{prefix}/{min,max,minmax_diff,balanced_min,balanced_max,mean}``. Cost as the sum over optimizer steps of
+    the slowest rank's, over that of the mean: ``{prefix}/balanced_cost_max_over_mean`` and, with the rows dealt in
+    their order, ``{prefix}/cost_max_over_mean``; 1 is best.
+    """
+    rows = batch_rows(batch, plan.siblings_together)
+    parts, after = plan.loads("update_actor", rows, ranks)
+    _, before = plan._replace(cost=None).loads("update_actor", rows, ranks)
+    return {
+        **log_seqlen_unbalance(rows.lengths, parts, prefix),
+        f"{prefix}/cost_max_over_mean": _max_over_mean(before),
+        f"{prefix}/balanced_cost_max_over_mean": _max_over_mean(after),
+    }
+
+
+def _max_over_mean(costs: np.ndarray) -> float:
+    """``costs`` (steps, ranks): ranks wait for the slowest at every step."""
+    return float(costs.max(axis=1).sum() / costs.mean(axis=1).sum())
