@@ -31,7 +31,8 @@ from verl.models.multimodal import (
     vision_positions,
 )
 from verl.models.recompute import Recompute
-from verl.models.token_outputs import Head, TokenScores, probe_head, value_layer
+from verl.models.scalar_head import check_reading, value_layer
+from verl.models.token_outputs import Head, TokenScores, probe_head
 from verl.models.weight_names import checkpoint_tensors, tied_duplicates
 from verl.protocol import DataProto
 from verl.utils.checkpoint.random_state import random_state, set_random_state
@@ -132,7 +133,8 @@ class Engine(ABC):
 
         Returns:
             Packed response columns: ``log_probs`` and ``entropy`` of each token given those before it, or ``values``,
-            the return expected before each; rows in the order given.
+            the return expected before each (of a reward model: the score of the text up to and with each); rows in the
+            order given.
 
         Raises:
             ValueError: if this model's head cannot answer ``want``.
@@ -385,16 +387,17 @@ class Engine(ABC):
         compiled = self.spec.use_torch_compile and self.device.type == "cuda"
         if self.spec.use_torch_compile and not compiled:
             logger.debug("use_torch_compile has no effect on %s: plain torch is used", self.device.type)
-        if self.spec.head == "value":
+        if self.spec.head != "lm":
             value_layer(self.module)
             self.head = Head("value")
+            check_reading(self.module, self.device, self.head)
         else:
             self.head = replace(
                 probe_head(self.module, self.device, compiled), never=modality_tokens(self.model_config)
             )
 
     def _check_want(self, want: Want) -> None:
-        able = Want.VALUES if self.spec.head == "value" else Want.LOG_PROBS | Want.ENTROPY | Want.SUM_PI_SQUARED
+        able = Want.VALUES if self.spec.head != "lm" else Want.LOG_PROBS | Want.ENTROPY | Want.SUM_PI_SQUARED
         if want & ~able or not want:
             raise ValueError(f"a model with head={self.spec.head!r} gives {able}, not {want}")
 
@@ -456,10 +459,11 @@ class Engine(ABC):
         if micro.vision_inputs:
             seen, _ = vision_positions(self.module, micro.input_ids, micro.vision_inputs)
             positions = positions if seen is None else seen
+        cells = micro.cells + 1 if self.spec.head == "reward" else micro.cells  # of the token itself, not the one before
         return self.module.token_outputs(
             micro.input_ids,
             positions,
-            micro.cells,
+            cells,
             micro.targets,
             self.head,
             temperature,
