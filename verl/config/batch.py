@@ -30,6 +30,8 @@ def batch_plan(config: PPOConfig) -> str:
         scored.append(("reference log-probs", shared.ref.log_prob_split, config.dp_size(shared.ref)))
     if config.uses_critic:
         scored.append(("values", config.critic.forward_split, config.dp_size(config.critic)))
+    if config.reward_model.enable:
+        scored.append(("reward model", config.reward_model.forward_split, config.dp_size(config.reward_model)))
     lines += [
         f"{what}: {rows // ranks} rows a rank, {_forwards(rows // ranks, split)}" for what, split, ranks in scored
     ]

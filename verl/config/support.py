@@ -43,14 +43,16 @@ class Names(NamedTuple):
 
 _REMOVE_PADDING = "leave it false: padding is not computed on this path either, rows are cut to their real tokens"
 _MULTI_TURN = "leave the section alone; single-turn rollouts work"
-_NO_RM = "score with custom_reward_function or a built-in scorer (reward_model.enable=false)"
 _NO_PROFILER = "use py-spy or torch.profiler around the run; timing_s/* metrics are logged at every step"
 _SP = "set it to 1 and lower the micro-batch size or the token budget"
 _FSDP1 = "leave it false; fsdp2 prefetches on its own"
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 _MODEL, _RM = "actor_rollout_ref.model", "reward_model"
-_FSDP_SECTIONS = (f"{_ACTOR}.fsdp_config", "actor_rollout_ref.ref.fsdp_config", "critic.model.fsdp_config")
-_ROLES = (_ACTOR, "actor_rollout_ref.ref", "critic")
+_FSDP_SECTIONS = (
+    *(f"{_ACTOR}.fsdp_config", "actor_rollout_ref.ref.fsdp_config"),
+    *("critic.model.fsdp_config", f"{_RM}.model.fsdp_config"),
+)
+_ROLES = (_ACTOR, "actor_rollout_ref.ref", "critic", _RM)
 _KL_KINDS = tuple(kind for kind in typing.get_args(KLKind) if kind != "full")
 
 LIMITS: tuple[Limit, ...] = (
@@ -59,8 +61,7 @@ LIMITS: tuple[Limit, ...] = (
         Limit(f"{role}.strategy", "this training engine", "use fsdp2, or local for one process", ("fsdp2", "local"))
         for role in _ROLES
     ),
-    Limit(f"{_RM}.strategy", "reward models", _NO_RM, follows=True),
-    *(Limit(f"{role}.ulysses_sequence_parallel_size", "sequence parallelism", _SP) for role in (*_ROLES, _RM)),
+    *(Limit(f"{role}.ulysses_sequence_parallel_size", "sequence parallelism", _SP) for role in _ROLES),
     *(
         Limit(f"{place}.offload_policy", "FSDP2's offload policy", "use param_offload and optimizer_offload")
         for place in _FSDP_SECTIONS
@@ -71,6 +72,7 @@ LIMITS: tuple[Limit, ...] = (
     Limit(f"{_MODEL}.use_remove_padding", "packed attention", _REMOVE_PADDING),
     Limit(f"{_ACTOR}.use_remove_padding", "packed attention", _REMOVE_PADDING, follows=True),
     Limit("critic.model.use_remove_padding", "packed attention", _REMOVE_PADDING),
+    Limit(f"{_RM}.model.use_remove_padding", "packed attention", _REMOVE_PADDING),
     Limit(f"{_MODEL}.use_liger", "Liger kernels", "leave it false; log-probs are computed in chunks anyway"),
     Limit(f"{_MODEL}.fused_kernel_options.impl_backend", "Triton kernels", "use torch"),
     *(
@@ -79,7 +81,7 @@ LIMITS: tuple[Limit, ...] = (
     ),
     *(
         Limit(f"{place}.use_shm", "copying to /dev/shm", "copy the files there yourself and give that path")
-        for place in (_MODEL, "critic.model")
+        for place in (_MODEL, "critic.model", f"{_RM}.model")
     ),
     Limit(
         f"{_MODEL}.custom_chat_template",
@@ -102,19 +104,6 @@ LIMITS: tuple[Limit, ...] = (
     Limit("algorithm.use_pf_ppo", "policy-filtration PPO", "leave it false"),
     Limit("algorithm.pf_ppo.*", "policy-filtration PPO", "leave the section alone"),
     # reward
-    Limit(f"{_RM}.enable", "reward models", _NO_RM),
-    Limit(f"{_RM}.model.*", "reward models", _NO_RM, follows=True),
-    *(
-        Limit(f"{_RM}.{name}", "reward models", _NO_RM, follows=True)
-        for name in (
-            "micro_batch_size",
-            "micro_batch_size_per_gpu",
-            "max_length",
-            "use_dynamic_bsz",
-            "forward_max_token_len_per_gpu",
-        )
-    ),
-    Limit(f"{_RM}.launch_reward_fn_async", "scoring beside the log-probs", "leave it false"),
     Limit(f"{_RM}.sandbox_fusion.*", "the sandbox service", "run code in your custom_reward_function"),
     # data
     Limit("data.datagen.*", "generated prompts", "write them to a parquet file before the run, or use data.custom_cls"),

@@ -170,7 +170,7 @@ def main() -> None:
     parser.add_argument("--size", default="2.5M", choices=sorted(SIZES))
     parser.add_argument("--tokenizer", default="char", choices=["char", "byte"])
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--judge", choices=["digits"], help="a reward model that likes digits, in place of a random one")
+    parser.add_argument("--judge", choices=["digits"], help="a reward model that likes digits instead")
     args = parser.parse_args()
     if args.judge:
         print(make_digit_judge(args.folder, args.tokenizer))

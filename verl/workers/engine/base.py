@@ -459,7 +459,8 @@ class Engine(ABC):
         if micro.vision_inputs:
             seen, _ = vision_positions(self.module, micro.input_ids, micro.vision_inputs)
             positions = positions if seen is None else seen
-        cells = micro.cells + 1 if self.spec.head == "reward" else micro.cells  # of the token itself, not the one before
+        # a score is read off a token itself, all else off the one before it
+        cells = micro.cells + 1 if self.spec.head == "reward" else micro.cells
         return self.module.token_outputs(
             micro.input_ids,
             positions,
