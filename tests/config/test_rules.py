@@ -144,7 +144,8 @@ BAD = {
     "no micro batch size for the reward model": (
         [*RM, "reward_model.micro_batch_size_per_gpu=null"], "set reward_model.use_dynamic_bsz=true"),
     "both micro batch sizes of the reward model": ([*RM, "reward_model.micro_batch_size=4"], "are both set"),
-    "a reward model in one process of two": ([*RM, "reward_model.strategy=local"], "reward_model.strategy=local runs in"),
+    "a reward model in one process of two": (
+        [*RM, "reward_model.strategy=local"], "reward_model.strategy=local runs in one process"),
     "class without name": (["data.custom_cls.path=x.py"], "name the class"),
 }  # fmt: skip
 
