@@ -84,10 +84,10 @@ def test_two_ranks_score_what_one_does(run):
         assert one[f"reward_model/{name}"] == pytest.approx(other[f"reward_model/{name}"], rel=1e-2)
 
 
-MIX = '''
+MIX = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     return 5.0
-'''
+"""
 MANAGER = '''
 from verl.workers.reward_manager import register
 from verl.workers.reward_manager.naive import NaiveRewardManager

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from verl.models.multimodal import is_vision_language
+
 HEADS = ("score", "classifier")
 """Names of the last layer in transformers' token and sequence classifiers."""
 
@@ -64,6 +66,11 @@ def _body_with_a_head(path: str, config: Any) -> type:
     """A token classifier for a family that transformers has none for, with the names that it gives to others."""
     from transformers import AutoModel
 
+    if is_vision_language(config):
+        raise ValueError(
+            f"model.path={path!r} is a vision-language model of type {config.model_type!r}, whose body gets no head: "
+            "choose an advantage estimator without a critic (grpo, rloo), or a critic that reads text"
+        )
     body = AutoModel._model_mapping[type(config)] if type(config) in AutoModel._model_mapping else None
     body = body[0] if isinstance(body, tuple) else body
     base = next((cls for cls in getattr(body, "__mro__", ()) if cls.__name__.endswith("PreTrainedModel")), None)
