@@ -100,6 +100,11 @@ def start_worker_groups(
         Role.RefPolicy: has_reference,
         Role.RewardModel: need_reward_model(config),
     }
+    if needed[Role.RewardModel] and Role.RewardModel not in roles:
+        raise ValueError(
+            "reward_model.enable=true, and role_worker_mapping names no worker for Role.RewardModel. Map it to "
+            "verl.workers.fsdp_workers.RewardModelWorker, and give it a pool."
+        )
     roles = {role: cls for role, cls in roles.items() if needed.get(role, True)}
     pools.create_resource_pool(controller)
     sections = {Role.Critic: config.critic, Role.RewardModel: config.reward_model}
