@@ -4,11 +4,13 @@ import json
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.support.runs import make_task, overrides, read_metrics, run_job
+from tests.support.runs import make_task, overrides, read_metrics, run_job, write_prompts
 from tests.trainer.test_learning import LEARNING, SHORT
 from verl.config.load import load_ppo_config
 from verl.protocol import DataProto
@@ -129,14 +131,20 @@ def test_an_error_of_a_function_that_runs_beside_stops_the_run(run, tmp_path):
 
 
 def test_validation_rows_say_who_scores_them(run, tmp_path):
+    rows = pq.read_table(write_prompts(tmp_path / "mixed.parquet", 8)).to_pylist()
+    for row in rows[::2]:
+        row["reward_model"]["style"] = "model"
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "mixed.parquet")
     settings = {
+        "data__val_files": str(tmp_path / "mixed.parquet"),
         "trainer__total_training_steps": 1,
         "trainer__test_freq": 1,
         "custom_reward_function__path": str(tmp_path / "mix.py"),
     }
     (tmp_path / "mix.py").write_text(MIX)
     _, [step] = run(**{**FEW, **settings})
-    assert step["val-core/digits/reward/mean@1"] == 5.0, "rows of style rule"
+    # half of the rows are scored 5 by the function; a random model writes a digit now and then
+    assert 2.5 < step["val-core/digits/reward/mean@1"] < 2.65
 
 
 def rows_of_style(*styles):

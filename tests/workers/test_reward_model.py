@@ -147,6 +147,15 @@ def test_a_conversation_is_written_anew_in_the_judges_template():
     ]
 
 
+def test_a_template_that_takes_no_system_message_is_named():
+    policy, data = conversations()
+    judge = make_tokenizer()
+    judge.chat_template = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
+    rewriter = Rewriter(policy, judge)
+    with pytest.raises(ValueError, match=r"roles system, user, assistant \(no system role\). Leave out or rename"):
+        rewriter.texts(data.non_tensor_batch["raw_prompt"], data.ragged("responses").rows())
+
+
 def test_the_judge_reads_its_own_tokens_of_that_text(tmp_path):
     folder = make_tiny_model(tmp_path, head="sequence", tokenizer="byte", seed=1)
     settings = json.loads((tmp_path / "tokenizer_config.json").read_text())

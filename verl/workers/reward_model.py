@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import jinja2
 import torch
 from torch import Tensor
 
@@ -49,9 +50,19 @@ class Rewriter:
         answers = self.policy.batch_decode([row.tolist() for row in responses], skip_special_tokens=True)
         chats = [[{"role": "user", "content": p}] if isinstance(p, str) else list(p) for p in prompts]
         return [
-            self.judge.apply_chat_template([*chat, {"role": "assistant", "content": answer}], tokenize=False)
+            self._written([*chat, {"role": "assistant", "content": answer}])
             for chat, answer in zip(chats, answers, strict=True)
         ]
+
+    def _written(self, chat: list[dict[str, Any]]) -> str:
+        try:
+            return self.judge.apply_chat_template(chat, tokenize=False)
+        except jinja2.TemplateError as error:
+            roles = ", ".join(str(message.get("role")) for message in chat)
+            raise ValueError(
+                f"reward_model.model.path={self.judge.name_or_path}: its chat template does not take a conversation of "
+                f"the roles {roles} ({error}). Leave out or rename such messages in the data, or change the template."
+            ) from error
 
     def __call__(self, prompts: Sequence[Any], responses: Sequence[Tensor]) -> tuple[list[Tensor], Tensor]:
         """The judge's ids of each conversation, and of each (B,) how many there were before any were cut."""
