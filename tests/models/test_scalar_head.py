@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, BartConfig, BertConfig, BertForTokenClassification
 
 from tests.support.images import make_tiny_vl_model
@@ -65,6 +65,15 @@ def test_a_critic_starts_from_the_head_of_a_reward_model(family, head, tmp_path)
     model = load_model(ModelSpec(str(tmp_path), head="value"), seed=7)
     assert torch.equal(value_layer(model).weight, head)
     assert stores_head(tmp_path)
+
+
+def test_a_reward_model_without_its_head_is_refused(tmp_path):
+    make_tiny_model(tmp_path, head="sequence")
+    weights = load_file(tmp_path / "model.safetensors")
+    del weights["score.weight"]
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"holds no weights of its head, \['score.weight'\].*trained reward model"):
+        load_model(ModelSpec(str(tmp_path), head="reward"))
 
 
 def test_a_language_model_stores_no_head_and_a_hub_id_cannot_be_looked_into(tmp_path):
