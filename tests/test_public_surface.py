@@ -43,8 +43,8 @@ SURFACE = {
     "pad_sequence_to_length get_cosine_schedule_with_warmup get_constant_schedule_with_warmup",
     "verl.utils.tracking": "Tracking ValidationGenerationsLogger",
     "verl.workers.config": "FSDPActorConfig FSDPCriticConfig FSDPEngineConfig FSDPOptimizerConfig PolicyLossConfig",
-    "verl.workers.fsdp_workers": "ActorRolloutRefWorker AsyncActorRolloutRefWorker CriticWorker",
-    "verl.workers.megatron_workers": "ActorRolloutRefWorker AsyncActorRolloutRefWorker CriticWorker",
+    "verl.workers.fsdp_workers": "ActorRolloutRefWorker AsyncActorRolloutRefWorker CriticWorker RewardModelWorker",
+    "verl.workers.megatron_workers": "ActorRolloutRefWorker AsyncActorRolloutRefWorker CriticWorker RewardModelWorker",
     "verl.workers.reward_manager": "NaiveRewardManager BatchRewardManager register get_reward_manager_cls",
     "verl.experimental.dataset.sampler": "AbstractSampler AbstractCurriculumSampler",
 }

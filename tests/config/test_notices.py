@@ -14,6 +14,7 @@ ON_CPU = (f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.tensor_model_parallel_size=1", "tr
 ASYNC = (f"{ROLLOUT}.mode=async", f"{ROLLOUT}.calculate_log_probs=true")
 KEPT = (*ASYNC, f"{ROLLOUT}.over_sample_rate=1", f"{ROLLOUT}.partial_rollout=true")
 SHARING = ("actor_rollout_ref.model.use_remove_padding=true", "actor_rollout_ref.model.use_prefix_sharing=true")
+RM = ("reward_model.enable=true", "reward_model.micro_batch_size_per_gpu=2", "data.return_raw_chat=true")
 GRPO = ("algorithm.adv_estimator=grpo", f"{ROLLOUT}.n=4")
 
 
@@ -87,6 +88,13 @@ def test_nothing_is_said_about_defaults():
         ),
         (["algorithm.kl_ctrl.kl_coef=0.01"], "algorithm.use_kl_in_reward=false"),
         ([f"{ACTOR}.kl_loss_coef=0.01"], "use_kl_loss=false"),
+        (["reward_model.model.path=/rm"], "there is no reward model with reward_model.enable=false"),
+        ([*RM, "reward_model.launch_reward_fn_async=true"], "the built-in manager naive gives out the reward model's"),
+        ([*RM, "custom_reward_function.path=f.py"], "scores validation only"),
+        ([*RM, "reward_model.model.input_tokenizer=null", "reward_model.max_length=4000"], "passes token ids on whole"),
+        ([*RM, "reward_model.use_dynamic_bsz=true"], "reward_model.micro_batch_size_per_gpu=2 has no effect"),
+        ([*RM, "reward_model.model.use_fused_kernels=true"], "needs no logits"),
+        ([*RM, "reward_model.model.fsdp_config.optimizer_offload=true"], "the reward model is not trained"),
         ([*GRPO, "critic.optim.lr=1e-5"], "there is no critic with algorithm.adv_estimator=grpo"),
         ([*GRPO, "algorithm.lam=0.9"], "algorithm.lam=0.9 has no effect"),
         (["actor_rollout_ref.ref.fsdp_config.param_offload=true"], "there is no reference policy"),

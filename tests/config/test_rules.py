@@ -19,6 +19,9 @@ MODEL = "actor_rollout_ref.model"
 APART = "actor_rollout_ref.hybrid_engine=false"
 REF = "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=2"
 
+RM = ["reward_model.enable=true", "reward_model.micro_batch_size_per_gpu=2", "data.return_raw_chat=true"]
+RM_IDS = [*RM, "reward_model.model.input_tokenizer=null"]
+
 BAD = {
     "micro batch larger than the mini batch of a rank": (
         [f"{ACTOR}.ppo_micro_batch_size_per_gpu=4"], "is larger than the 2 responses of a rank's mini-batch"),
@@ -150,6 +153,21 @@ BAD = {
     "log-probs of many tokens": ([f"+{ROLLOUT}.logprobs=5"], "sampling_kwargs.logprobs=5 cannot be handed"),
     "an empty stop text": ([f"{ROLLOUT}.stop=['']"], "would end every response"),
     "more than all of min_p": ([f"{ROLLOUT}.min_p=1.5"], "must be at most 1"),
+    "a reward model without messages": (
+        [*RM, "data.return_raw_chat=false"], "data.return_raw_chat=false with reward_model.model.input_tokenizer="),
+    "a reward model that would cut responses": (
+        [*RM_IDS, "reward_model.max_length=100"], "reward_model.max_length=100 is shorter than prompt and response"),
+    "a budget below the reward model's longest text": (
+        [*RM, "reward_model.use_dynamic_bsz=true", "reward_model.forward_max_token_len_per_gpu=2000",
+         "reward_model.max_length=3000"], "=2000 cannot hold one conversation of reward_model.max_length=3000"),
+    "a budget of the reward model below one row": (
+        [*RM, "reward_model.use_dynamic_bsz=true", "reward_model.forward_max_token_len_per_gpu=1000"],
+        "reward_model.forward_max_token_len_per_gpu=1000 cannot hold one row"),
+    "no micro batch size for the reward model": (
+        [*RM, "reward_model.micro_batch_size_per_gpu=null"], "set reward_model.use_dynamic_bsz=true"),
+    "both micro batch sizes of the reward model": ([*RM, "reward_model.micro_batch_size=4"], "are both set"),
+    "a reward model in one process of two": (
+        [*RM, "reward_model.strategy=local"], "reward_model.strategy=local runs in one process"),
     "class without name": (["data.custom_cls.path=x.py"], "name the class"),
 }  # fmt: skip
 
@@ -201,8 +219,7 @@ UNBUILT = [
     f"{ROLLOUT}.name=server",
     f"{ROLLOUT}.multi_turn.enable=true", f"{ROLLOUT}.multi_turn.format=llama",
     f"{ROLLOUT}.agent.num_workers=2", f"{ROLLOUT}.load_format=tensorizer",
-    "reward_model.enable=true", "reward_model.model.path=/rm", "reward_model.sandbox_fusion.url=http://x",
-    "reward_model.launch_reward_fn_async=true", "reward_model.reward_manager=prime", "reward_model.strategy=fsdp2",
+    "reward_model.sandbox_fusion.url=http://x", "reward_model.reward_manager=prime", "reward_model.model.use_shm=true",
     "algorithm.use_pf_ppo=true", "algorithm.pf_ppo.weight_pow=3", "algorithm.adv_estimator=gigpo",
     "algorithm.kl_penalty=full", f"{ACTOR}.kl_loss_type=full", f"{ACTOR}.policy_loss.loss_mode=dro",
     "trainer.profile_steps=[1]", "trainer.worker_nsight_options.kill=sigterm",
@@ -257,7 +274,8 @@ BUILT = [
     [f"{ACTOR}.policy_loss.loss_mode=clip_cov", f"{ACTOR}.policy_loss.clip_cov_lb=2"],
     [f"{ACTOR}.policy_loss.loss_mode=cispo", f"{ACTOR}.clip_ratio_low=1"], [f"{ACTOR}.loss_agg_mode=token-sum"],
     [f"{ACTOR}.policy_loss.loss_mode=gspo", f"{ACTOR}.loss_agg_mode=seq-mean-token-mean"],
-    ["algorithm.kl_ctrl.type=adaptive"],
+    ["algorithm.kl_ctrl.type=adaptive"], RM, [*RM, "reward_model.strategy=fsdp2", "reward_model.max_length=100"],
+    RM_IDS, ["reward_model.launch_reward_fn_async=true"],
     [f"{ROLLOUT}.val_kwargs.n=4", f"{ROLLOUT}.val_kwargs.do_sample=true", f"{ROLLOUT}.val_kwargs.temperature=0.6"],
 ]  # fmt: skip
 

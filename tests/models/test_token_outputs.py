@@ -9,14 +9,8 @@ from tests.support.tiny_models import make_tiny_model
 from verl.models import liger
 from verl.models import token_outputs as module
 from verl.models.loader import ModelSpec, load_model
-from verl.models.token_outputs import (
-    HeadMaths,
-    chunked_log_probs,
-    plain_log_probs,
-    probe_head,
-    token_outputs,
-    value_layer,
-)
+from verl.models.scalar_head import value_layer
+from verl.models.token_outputs import HeadMaths, chunked_log_probs, plain_log_probs, probe_head, token_outputs
 
 MATHS = [HeadMaths(), HeadMaths(0.7), HeadMaths(1.3, scale=0.2), HeadMaths(0.9, softcap=5.0), HeadMaths(1.1, 0.5, 3.0)]
 

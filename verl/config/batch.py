@@ -33,6 +33,8 @@ def batch_plan(config: PPOConfig) -> str:
         scored.append(("reference log-probs", shared.ref.log_prob_split, config.dp_size(shared.ref)))
     if config.uses_critic:
         scored.append(("values", config.critic.forward_split, config.dp_size(config.critic)))
+    if config.reward_model.enable:
+        scored.append(("reward model", config.reward_model.forward_split, config.dp_size(config.reward_model)))
     lines += [
         f"{what}: {rows} rows on {counted(ranks, 'rank')}, {_each(rows, ranks, split)}, "
         f"{_forwards(-(-rows // ranks), split)}"

@@ -54,6 +54,10 @@ def _models(config: PPOConfig) -> Iterator[Problem]:
         keys.append("critic.model.path")
     if config.uses_reference and config.actor_rollout_ref.ref.model is not None:
         keys.append("actor_rollout_ref.ref.model.path")
+    if config.reward_model.enable:
+        keys.append("reward_model.model.path")
+    if config.rewrites_for_reward_model:
+        keys.append("reward_model.model.input_tokenizer")
     for key in keys:
         path = get_path(config, key)
         if path and path[0] in "/~." and not _exists(path):

@@ -12,6 +12,7 @@ _GLOBAL_SIZES = (
     ("actor_rollout_ref.ref", "log_prob_micro_batch_size", "actor_rollout_ref.ref"),
     ("critic", "ppo_micro_batch_size", "critic"),
     ("critic", "forward_micro_batch_size", "critic"),
+    ("reward_model", "micro_batch_size", "reward_model"),
 )
 
 

@@ -15,6 +15,7 @@ from verl.config.support import built_names
 IsGiven = Callable[[str], bool]
 
 _ACTOR, _REF, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.ref", "actor_rollout_ref.rollout"
+_RM = "reward_model"
 _CLIPPING = ("vanilla", "gspo", "geo_mean", "cispo", "clip_cov", "dppo_tv", "dppo_kl")
 _READ_BY_LOSS: dict[str, tuple[str, ...]] = {
     "clip_ratio": _CLIPPING,
@@ -212,9 +213,10 @@ def _buffers_keep_their_format(config: PPOConfig, is_given: IsGiven) -> Iterator
 
 
 def _reference_is_kept_as_it_computes(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
-    if config.uses_reference:
-        why = "weights that are not trained are kept in mixed_precision.param_dtype"
-        yield from _unread(config, [f"{_REF}.fsdp_config.model_dtype"], is_given, why)
+    keys = [f"{_REF}.fsdp_config.model_dtype"] if config.uses_reference else []
+    keys += [f"{_RM}.model.fsdp_config.model_dtype"] if config.reward_model.enable else []
+    why = "weights that are not trained are kept in mixed_precision.param_dtype"
+    yield from _unread(config, keys, is_given, why)
 
 
 def _nothing_to_offload(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
@@ -232,11 +234,18 @@ def _nothing_to_offload(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
         if get_path(config, place).offload_policy and get_path(config, role).strategy != "local":
             keys = [key for key in (f"{place}.param_offload", f"{place}.optimizer_offload") if get_path(config, key)]
             yield from _unread(config, keys, is_given, f"{place}.offload_policy keeps both in host memory for good")
+    if config.reward_model.enable:
+        keys = [f"{_RM}.model.fsdp_config.optimizer_offload"]
+        yield from _unread(config, keys, is_given, "the reward model is not trained")
 
 
 def _critic_is_not_there(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
     if not config.uses_critic:
-        keys = [key for key in _given_below("critic", config, is_given) if key not in ("critic.enable",)]
+        read = ["critic.enable"]
+        if config.reward_model.enable:  # follows these
+            read += ["critic.use_dynamic_bsz", "critic.forward_max_token_len_per_gpu"]
+            read += ["critic.ppo_max_token_len_per_gpu"]
+        keys = [key for key in _given_below("critic", config, is_given) if key not in read]
         keys += ["trainer.critic_warmup"] if config.trainer.critic_warmup else []
         why = f"there is no critic with algorithm.adv_estimator={config.algorithm.adv_estimator}"
         yield from _unread(config, [*keys, "trainer.max_critic_ckpt_to_keep"], is_given, why)
@@ -250,6 +259,37 @@ def _reference_is_not_there(config: PPOConfig, is_given: IsGiven) -> Iterator[st
             is_given,
             "there is no reference policy without actor.use_kl_loss or algorithm.use_kl_in_reward",
         )
+
+
+def _reward_model_is_not_there(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+    if config.reward_model.enable:
+        return
+    of_functions = ("enable", "reward_manager", "reward_kwargs", "on_error", "launch_reward_fn_async", "sandbox_fusion")
+    keys = [key for key in _given_below(_RM, config, is_given) if key.split(".")[1] not in of_functions]
+    yield from _unread(config, keys, is_given, "there is no reward model with reward_model.enable=false")
+
+
+def _reward_model_reads_ids_or_texts(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+    if not config.reward_model.enable:
+        return
+    yield from _unread(config, [f"{_RM}.model.use_fused_kernels"], is_given, "a score needs no logits over tokens")
+    if not config.reward_model.model.input_tokenizer:
+        why = f"{_RM}.model.input_tokenizer=null passes token ids on whole"
+        yield from _unread(config, [f"{_RM}.max_length"], is_given, why)
+
+
+def _function_does_not_score_training(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+    rm = config.reward_model
+    if not rm.enable or rm.reward_manager not in built_names(f"{_RM}.reward_manager"):
+        return
+    if config.custom_reward_function.path is not None:
+        yield (
+            f"custom_reward_function.path={config.custom_reward_function.path} scores validation only, rows whose "
+            f"reward_model.style is not model: with {_RM}.enable=true the built-in manager {rm.reward_manager} gives "
+            f"out the reward model's scores in training. Register a manager of your own to combine both"
+        )
+    why = f"the built-in manager {rm.reward_manager} gives out the reward model's scores, which are there by then"
+    yield from _unread(config, [f"{_RM}.launch_reward_fn_async"] * rm.launch_reward_fn_async, is_given, why)
 
 
 def _kl_in_reward_is_off(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
@@ -288,6 +328,9 @@ def _micro_batches_are_cut_by_tokens(config: PPOConfig, is_given: IsGiven) -> It
             for kind in (("ppo", "forward") if config.uses_critic else ())
         ),
     ]
+    rm = config.reward_model
+    if rm.enable:
+        cuts.append((rm.use_dynamic_bsz, f"{_RM}.micro_batch_size_per_gpu", f"{_RM}.forward_max_token_len_per_gpu"))
     by_tokens = [size for dynamic, size, _ in cuts if dynamic]
     leader = f"{_ACTOR}.ppo_max_token_len_per_gpu"  # others follow it: it is read if any of them is
     by_count = [budget for dynamic, _, budget in cuts if not dynamic and budget != leader]
@@ -566,6 +609,8 @@ def _sharded(config: PPOConfig) -> dict[str, str]:
         places[_REF] = f"{_REF}.fsdp_config"
     if config.uses_critic:
         places["critic"] = "critic.model.fsdp_config"
+    if config.reward_model.enable:
+        places[_RM] = f"{_RM}.model.fsdp_config"
     return places
 
 
@@ -595,6 +640,9 @@ _CHECKS = (
     _nothing_to_offload,
     _critic_is_not_there,
     _reference_is_not_there,
+    _reward_model_is_not_there,
+    _reward_model_reads_ids_or_texts,
+    _function_does_not_score_training,
     _kl_in_reward_is_off,
     _kl_loss_is_off,
     _kl_counts_twice,

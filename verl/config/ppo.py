@@ -82,6 +82,11 @@ class PPOConfig(Config):
         return self.algorithm.use_kl_in_reward or self.actor_rollout_ref.actor.use_kl_loss
 
     @property
+    def rewrites_for_reward_model(self) -> bool:
+        """Does the reward model read conversations in its own chat template?"""
+        return self.reward_model.enable and bool(self.reward_model.model.input_tokenizer)
+
+    @property
     def data_seed(self) -> int:
         """Seed of the shuffling of prompts."""
         return self.trainer.seed if self.data.seed is None else self.data.seed
@@ -100,5 +105,5 @@ class PPOConfig(Config):
         return 0 if self.actor_rollout_ref.hybrid_engine else sum(self.rollout_processes)
 
     def dp_size(self, role: Any) -> int:
-        """Data-parallel ranks of a role's section (``actor``, ``ref`` or ``critic``)."""
+        """Data-parallel ranks of a role's section (``actor``, ``ref``, ``critic`` or ``reward_model``)."""
         return max(1, self.trainer.world_size // role.ulysses_sequence_parallel_size)

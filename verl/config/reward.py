@@ -6,6 +6,7 @@ from typing import Any, Literal
 from verl.config.base import Config, option, section
 from verl.config.engine import FSDPConfig, Strategy
 from verl.config.trainer import ProfilerConfig
+from verl.utils.micro_batching import MicroBatching
 
 
 @dataclass
@@ -41,11 +42,13 @@ class RewardModelModelConfig(Config):
     """Model that scores whole responses."""
 
     input_tokenizer: str | None = "~/models/deepseek-llm-7b-chat"
-    """Tokenizer of the policy if its chat template differs from the reward model's; follows
-    ``actor_rollout_ref.model.path``. Null: the ids are passed on."""
+    """Tokenizer of the policy if its tokens or chat template differ from the reward model's: each conversation is then
+    written anew in the reward model's, which needs ``data.return_raw_chat``. Follows ``actor_rollout_ref.model.path``.
+    Null: the reward model reads the policy's token ids as they are."""
 
     path: str = "~/models/FsfairX-LLaMA3-RM-v0.1"
-    """Folder or hub id of a sequence-classification model."""
+    """Folder or hub id of a causal model that was trained to score texts: a sequence or token classifier with one
+    label, its head among the weights. The score is read off the last token."""
 
     external_lib: str | None = None
     """Module to import before the model is built; follows the actor's."""
@@ -60,7 +63,7 @@ class RewardModelModelConfig(Config):
     """Pack rows into one sequence."""
 
     use_fused_kernels: bool = False
-    """Follows ``actor_rollout_ref.model.use_fused_kernels``."""
+    """Follows ``actor_rollout_ref.model.use_fused_kernels``. No effect: there are no logits over a vocabulary."""
 
     fsdp_config: FSDPConfig = section(FSDPConfig)
     """Sharding, offload and number formats."""
@@ -71,22 +74,24 @@ class RewardModelConfig(Config):
     """The reward model, and the manager that calls scoring functions."""
 
     enable: bool = False
-    """Score with a model. False: with functions only."""
+    """Score responses with a model: ``rm_scores``, which the built-in managers give out as rewards. Validation rows
+    whose ``reward_model.style`` is not ``model`` are scored by function all the same. False: with functions only."""
 
     strategy: Strategy = "fsdp"
-    """Engine of the reward model."""
+    """Engine of the reward model, as ``actor.strategy``."""
 
     model: RewardModelModelConfig = section(RewardModelModelConfig)
     """The reward model."""
 
     micro_batch_size: int | None = option(None, above=0)
-    """Deprecated: responses of one forward, summed over all ranks."""
+    """Deprecated: responses of one forward, summed over all ranks. Becomes the option below and is null afterwards."""
 
     micro_batch_size_per_gpu: int | None = option(None, above=0)
     """Responses of one forward on one device."""
 
     max_length: int | None = option(None, above=0)
-    """Tokens at which the reward model's input is cut."""
+    """Tokens at which a conversation that was written anew (``model.input_tokenizer``) is cut; what comes first is
+    kept, and the score is that of the text up to there. Null: as many as the reward model has positions for."""
 
     use_dynamic_bsz: bool = False
     """Cut micro-batches by tokens; follows the critic's."""
@@ -99,7 +104,7 @@ class RewardModelConfig(Config):
     ``verl.workers.reward_manager.register``."""
 
     launch_reward_fn_async: bool = False
-    """Score while log-probs are computed."""
+    """Call the scoring function in a thread of the driver while log-probs and values are computed."""
 
     sandbox_fusion: SandboxFusionConfig = section(SandboxFusionConfig)
     """Remote execution of generated code."""
@@ -116,3 +121,10 @@ class RewardModelConfig(Config):
     on_error: Literal["stop", "zero_and_count"] = "stop"
     """When a scoring function raises or returns no finite number: stop the run naming the sample, or score 0 and
     count it in the metrics."""
+
+    @property
+    def forward_split(self) -> MicroBatching:
+        """How a batch is cut into forwards."""
+        if self.use_dynamic_bsz:
+            return MicroBatching(None, self.forward_max_token_len_per_gpu)
+        return MicroBatching(self.micro_batch_size_per_gpu, None)

@@ -16,6 +16,7 @@ Rule = Callable[[PPOConfig], Iterator[Problem]]
 RULES: list[Rule] = []
 
 ACTOR, REF, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.ref", "actor_rollout_ref.rollout"
+RM = "reward_model"
 _NEED_SIBLINGS = ("grpo", "rloo", "grpo_passk", "opo", "gpg", "gdpo", "optimal_token_baseline")
 _CLIPS_RATIOS = ("vanilla", "gspo", "clip_cov")
 """Losses that clip a ratio from below at 1 - clip_ratio_low. The others' lower bounds are of another kind."""
@@ -59,6 +60,9 @@ def scoring_roles(config: PPOConfig) -> Iterator[tuple[str, str, bool, int]]:
         for kind in ("ppo", "forward"):
             budget = f"critic.{kind}_max_token_len_per_gpu"
             yield f"critic.{kind}_micro_batch_size", budget, config.critic.use_dynamic_bsz, ranks
+    if config.reward_model.enable:
+        ranks, dynamic = config.dp_size(config.reward_model), config.reward_model.use_dynamic_bsz
+        yield f"{RM}.micro_batch_size", f"{RM}.forward_max_token_len_per_gpu", dynamic, ranks
 
 
 # ---------------------------------------------------------------------------------------------- batch arithmetic
@@ -372,6 +376,46 @@ def critic_samples_agree(config: PPOConfig) -> Iterator[Problem]:
 
 
 @rule
+def reward_model_reads_conversations(config: PPOConfig) -> Iterator[Problem]:
+    if config.rewrites_for_reward_model and not config.data.return_raw_chat:
+        yield _problem(
+            config,
+            "data.return_raw_chat",
+            f"with {RM}.model.input_tokenizer={config.reward_model.model.input_tokenizer}: the reward model reads each "
+            f"conversation in its own chat template, and the messages are left out. Set data.return_raw_chat=true or, "
+            f"if the reward model has the policy's tokens and template, {RM}.model.input_tokenizer=null.",
+            f"{RM}.model.input_tokenizer",
+        )
+
+
+@rule
+def reward_model_reads_whole_responses(config: PPOConfig) -> Iterator[Problem]:
+    rm, rollout = config.reward_model, config.actor_rollout_ref.rollout
+    longest = rollout.prompt_length + rollout.response_length
+    if not rm.enable or rm.max_length is None:
+        return
+    if not rm.model.input_tokenizer and rm.max_length < longest:
+        yield _problem(
+            config,
+            f"{RM}.max_length",
+            f"is shorter than prompt and response together ({rollout.prompt_length} + {rollout.response_length} = "
+            f"{longest}), and token ids are passed on whole ({RM}.model.input_tokenizer=null). Leave it null, or "
+            f"shorten data.max_response_length.",
+            "data.max_response_length",
+        )
+    elif rm.model.input_tokenizer and rm.use_dynamic_bsz:
+        budget = rm.forward_max_token_len_per_gpu * rm.ulysses_sequence_parallel_size
+        if budget < rm.max_length:
+            yield _problem(
+                config,
+                f"{RM}.forward_max_token_len_per_gpu",
+                f"cannot hold one conversation of {RM}.max_length={rm.max_length} tokens. Raise the first or lower "
+                f"the second.",
+                f"{RM}.max_length",
+            )
+
+
+@rule
 def clip_range_keeps_the_ratio_positive(config: PPOConfig) -> Iterator[Problem]:
     actor = config.actor_rollout_ref.actor
     name = "clip_ratio_low" if actor.clip_ratio_low is not None else "clip_ratio"
@@ -532,7 +576,7 @@ def ranks_share_packed_rows_only(config: PPOConfig) -> Iterator[Problem]:
 @rule
 def sharding_group_divides_the_workers(config: PPOConfig) -> Iterator[Problem]:
     world = config.trainer.world_size
-    for key in (f"{ACTOR}.fsdp_config", f"{REF}.fsdp_config", "critic.model.fsdp_config"):
+    for key in (f"{ACTOR}.fsdp_config", f"{REF}.fsdp_config", "critic.model.fsdp_config", f"{RM}.model.fsdp_config"):
         size = get_path(config, key).fsdp_size
         if size == 0 or size < -1 or (size > 0 and world % min(size, world)):
             yield _problem(
@@ -584,6 +628,7 @@ def offload_policy_is_of_fsdp2(config: PPOConfig) -> Iterator[Problem]:
 @rule
 def local_strategy_has_one_worker(config: PPOConfig) -> Iterator[Problem]:
     sections = [ACTOR, *([REF] if config.uses_reference else []), *(["critic"] if config.uses_critic else [])]
+    sections += [RM] if config.reward_model.enable else []
     for key in sections:
         if get_path(config, key).strategy == "local" and config.trainer.world_size > 1:
             yield _problem(

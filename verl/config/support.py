@@ -42,11 +42,10 @@ class Names(NamedTuple):
 
 
 _MULTI_TURN = "leave the section alone; single-turn rollouts work"
-_NO_RM = "score with custom_reward_function or a built-in scorer (reward_model.enable=false)"
 _NO_PROFILER = "use py-spy or torch.profiler around the run; timing_s/* metrics are logged at every step"
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
-_MODEL, _RM = "actor_rollout_ref.model", "reward_model"
-_ROLES = (_ACTOR, "actor_rollout_ref.ref", "critic")
+_RM = "reward_model"
+_ROLES = (_ACTOR, "actor_rollout_ref.ref", "critic", _RM)
 _KL_KINDS = tuple(kind for kind in typing.get_args(KLKind) if kind != "full")
 
 LIMITS: tuple[Limit, ...] = (
@@ -55,9 +54,7 @@ LIMITS: tuple[Limit, ...] = (
         Limit(f"{role}.strategy", "this training engine", "use fsdp2, or local for one process", ("fsdp2", "local"))
         for role in _ROLES
     ),
-    Limit(f"{_RM}.strategy", "reward models", _NO_RM, follows=True),
     Limit("trainer.device", "this device", "use cuda or cpu", ("cuda", "cpu")),
-    # model
     Limit("data.return_raw_input_ids", "prompts without template", "leave it false; raw_prompt_ids are always there"),
     # rollout
     Limit(f"{_ROLLOUT}.multi_turn.*", "multi-turn rollout", _MULTI_TURN),
@@ -74,19 +71,6 @@ LIMITS: tuple[Limit, ...] = (
     Limit("algorithm.use_pf_ppo", "policy-filtration PPO", "leave it false"),
     Limit("algorithm.pf_ppo.*", "policy-filtration PPO", "leave the section alone"),
     # reward
-    Limit(f"{_RM}.enable", "reward models", _NO_RM),
-    Limit(f"{_RM}.model.*", "reward models", _NO_RM, follows=True),
-    *(
-        Limit(f"{_RM}.{name}", "reward models", _NO_RM, follows=True)
-        for name in (
-            "micro_batch_size",
-            "micro_batch_size_per_gpu",
-            "max_length",
-            "use_dynamic_bsz",
-            "forward_max_token_len_per_gpu",
-        )
-    ),
-    Limit(f"{_RM}.launch_reward_fn_async", "scoring beside the log-probs", "leave it false"),
     Limit(f"{_RM}.sandbox_fusion.*", "the sandbox service", "run code in your custom_reward_function"),
     # data
     Limit("data.datagen.*", "generated prompts", "write them to a parquet file before the run, or use data.custom_cls"),

@@ -1,4 +1,5 @@
-"""From a model folder to a module: a language model (one that sees images, too), or the same body with a value head.
+"""From a model folder to a module: a language model (one that sees images, too), or such a body with a head of one
+number.
 
 Knows transformers; knows no sharding, no optimizer and no batch.
 """
@@ -16,6 +17,7 @@ import torch
 from torch import nn
 
 from verl.models.multimodal import is_vision_language, vision_tower
+from verl.models.scalar_head import is_head, reward_class, value_class
 from verl.models.weight_names import remember_conversions
 from verl.utils.fs import copy_to_local
 from verl.utils.model import update_model_config, without_progress_bars
@@ -47,8 +49,9 @@ class ModelSpec:
 
     path: str
     """Folder or hub name of a Hugging Face model."""
-    head: Literal["lm", "value"] = "lm"
-    """``lm``: next-token logits. ``value``: one number per token, the critic's."""
+    head: Literal["lm", "value", "reward"] = "lm"
+    """``lm``: next-token logits. ``value``: one number per token, the critic's. ``reward``: one number per text, the
+    reward model's; its head must come with the weights."""
     param_dtype: str = "fp32"
     """Precision in which weights are kept and updated. Keep fp32 for training: a step of 1e-5 is lost in bf16."""
     compute_dtype: str | None = "bf16"
@@ -118,8 +121,9 @@ def load_config(spec: ModelSpec) -> Any:
             "losses here, which read log-probs and values, so router logits would be kept for nothing. Leave it out."
         )
     update_model_config(config, overrides)
-    if spec.head == "value":
-        config.num_labels = 1
+    if spec.head != "lm":
+        if spec.head == "value":
+            config.num_labels = 1
         if "classifier_dropout" not in overrides:
             config.classifier_dropout = 0.0
     return config
@@ -152,6 +156,7 @@ def load_model(spec: ModelSpec, seed: int = 0, dtype: torch.dtype | None = None)
                 trust_remote_code=spec.trust_remote_code,
                 attn_implementation=_attention(spec, config),
                 output_loading_info=True,
+                ignore_mismatched_sizes=True,  # reported below, in our words
             )
             _check_complete(spec, report)
         else:
@@ -171,18 +176,11 @@ def empty_model(spec: ModelSpec, dtype: torch.dtype | None = None) -> nn.Module:
 
 
 def _auto_class(spec: ModelSpec, config: Any) -> Any:
-    from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
+    from transformers import AutoModelForCausalLM
 
     if spec.head == "lm":
         return language_model_class(config) or AutoModelForCausalLM
-    known = AutoModelForTokenClassification
-    if type(config) not in known._model_mapping and "AutoModelForTokenClassification" not in _remote_classes(config):
-        raise ValueError(
-            f"model.path={spec.path!r} is of type {config.model_type!r}, for which transformers has no token "
-            "classification head to read values from: choose another critic.model.path, or an advantage estimator "
-            "without a critic (grpo, rloo)"
-        )
-    return known
+    return (reward_class if spec.head == "reward" else value_class)(spec.path, config)
 
 
 def language_model_class(config: Any) -> Any:
@@ -197,17 +195,12 @@ def language_model_class(config: Any) -> Any:
     return AutoModelForImageTextToText
 
 
-def _remote_classes(config: Any) -> Mapping[str, str]:
-    return getattr(config, "auto_map", None) or {}
-
-
 def _from_config(spec: ModelSpec, config: Any, dtype: torch.dtype) -> nn.Module:
-    return _auto_class(spec, config).from_config(
-        config,
-        dtype=dtype,
-        trust_remote_code=spec.trust_remote_code,
-        attn_implementation=_attention(spec, config),
-    )
+    chosen = _auto_class(spec, config)
+    options = {"dtype": dtype, "attn_implementation": _attention(spec, config)}
+    if not hasattr(chosen, "from_config"):  # no auto class, but the model's own
+        return chosen._from_config(config, **options)
+    return chosen.from_config(config, trust_remote_code=spec.trust_remote_code, **options)
 
 
 def _attention(spec: ModelSpec, config: Any) -> str | None:
@@ -219,8 +212,13 @@ def _attention(spec: ModelSpec, config: Any) -> str | None:
 
 def _check_complete(spec: ModelSpec, report: Mapping[str, Any]) -> None:
     missing = sorted(report.get("missing_keys") or ())
-    if spec.head == "value":
-        missing = [name for name in missing if name.split(".")[0] not in ("score", "classifier")]
+    if spec.head == "reward" and any(is_head(name) and name.endswith("weight") for name in missing):
+        raise ValueError(
+            f"model.path={spec.path!r} holds no weights of its head, {[name for name in missing if is_head(name)]}: a "
+            "random head would make random rewards. Name a checkpoint of a trained reward model."
+        )
+    if spec.head != "lm":
+        missing = [name for name in missing if not is_head(name)]
     wrong = [str(entry[0]) for entry in report.get("mismatched_keys") or ()]
     if missing or wrong:
         raise ValueError(
@@ -243,7 +241,7 @@ def _prepare(spec: ModelSpec, model: nn.Module, seed: int = 0, dtype: torch.dtyp
     if spec.lora is not None:
         from verl.models.lora import add_adapter
 
-        add_adapter(model, spec.lora, seed, is_value=spec.head == "value")
+        add_adapter(model, spec.lora, seed, is_value=spec.head != "lm")
         cast_parameters(model, dtype or spec.kept_in)
     if spec.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from verl.models.multimodal import is_vision_language
+from verl.models.scalar_head import value_layer
 
 logger = logging.getLogger(__name__)
 
@@ -408,18 +409,6 @@ def _outputs(
     weight = model.get_output_embeddings().weight
     scores = TokenScores(*chunked_log_probs(hidden, weight, targets, maths, want_entropy, head.compiled, head.triton))
     return scores._replace(sum_pi_squared=chunked_sum_pi_squared(hidden, weight, maths)) if want_squares else scores
-
-
-def value_layer(model: nn.Module) -> nn.Linear:
-    """The linear layer of a token classifier with one label."""
-    for name in ("score", "classifier"):
-        layer = getattr(model, name, None)
-        if isinstance(layer, nn.Linear) and layer.out_features == 1:
-            return layer
-    raise ValueError(
-        f"{type(model).__name__} has no linear layer 'score' or 'classifier' with one output to read values from: "
-        "use a model family with a token classification head"
-    )
 
 
 @torch.no_grad()

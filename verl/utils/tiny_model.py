@@ -3,7 +3,7 @@
     python -m verl.utils.tiny_model ~/models/tiny
 
 writes a Hugging Face folder that ``AutoModelForCausalLM`` and ``AutoTokenizer`` open. The tokenizer has one token a
-character (or byte) and a chat template.
+character (or byte) and a chat template. With ``--judge digits`` it is a reward model that likes digits.
 """
 
 from __future__ import annotations
@@ -68,6 +68,7 @@ def make_tiny_model(
     size: str = "tiny",
     tokenizer: Literal["char", "byte"] = "char",
     seed: int = 0,
+    head: Literal["lm", "sequence", "token"] = "lm",
     **config_overrides: Any,
 ) -> str:
     """Save a random model, its tokenizer and its generation config to ``folder``.
@@ -76,22 +77,21 @@ def make_tiny_model(
         family: a transformers model type with a causal language model, as ``qwen2``, ``llama``, ``gemma2``.
         size: one of ``SIZES``.
         seed: the same seed gives the same weights.
+        head: ``sequence``, ``token``: a classifier of texts or of tokens with one label, as reward models are.
         config_overrides: further entries of the model's config.
 
     Returns:
         The folder, as a string.
     """
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
-
-    from verl.utils.model import without_progress_bars
+    import transformers
 
     if size not in SIZES:
         raise ValueError(f"size={size!r} is unknown: use one of {', '.join(SIZES)}")
     text = make_tokenizer(tokenizer)
     shape = dict(SIZES[size])
     shape["head_dim"] = shape["hidden_size"] // shape["num_attention_heads"]
-    config = AutoConfig.for_model(
+    config = transformers.AutoConfig.for_model(
         family,
         **{
             "vocab_size": len(text),
@@ -101,31 +101,80 @@ def make_tiny_model(
             "bos_token_id": None,
             "eos_token_id": text.eos_token_id,
             "pad_token_id": text.pad_token_id,
+            **({} if head == "lm" else {"num_labels": 1}),
             **shape,
             **config_overrides,
         },
     )
+    made_as = {"lm": "CausalLM", "sequence": "SequenceClassification", "token": "TokenClassification"}[head]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    model.generation_config = GenerationConfig(eos_token_id=text.eos_token_id, pad_token_id=text.pad_token_id)
+        model = getattr(transformers, f"AutoModelFor{made_as}").from_config(config, dtype=torch.float32)
+    if head == "lm":
+        ends = {"eos_token_id": text.eos_token_id, "pad_token_id": text.pad_token_id}
+        model.generation_config = transformers.GenerationConfig(**ends)
+    return _save(model, text, folder)
+
+
+def make_digit_judge(folder: str | os.PathLike, tokenizer: Literal["char", "byte"] = "char") -> str:
+    """Save a reward model made by hand: with m the share of digits among a text's tokens, its score is
+    m / sqrt(1 + m^2 / 100), which is m but for half a percent.
+
+    One layer attends to all tokens alike and adds a tenth of m to a hidden unit, from which the head reads it.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForSequenceClassification
+
+    text, width = make_tokenizer(tokenizer), 16
+    config = AutoConfig.for_model(
+        "qwen2",
+        vocab_size=len(text),
+        hidden_size=width,
+        intermediate_size=4,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        num_labels=1,
+        pad_token_id=text.pad_token_id,
+    )
+    model = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
+    digits = set(text.convert_tokens_to_ids(list(string.digits)))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.fill_(1.0 if "norm" in name else 0.0)
+        for token in range(len(text)):
+            model.model.embed_tokens.weight[token, 0 if token in digits else 1] = 1.0
+        [layer] = model.model.layers
+        layer.self_attn.v_proj.weight[0, 0] = width**-0.5  # the norm before it multiplies by sqrt(width)
+        layer.self_attn.o_proj.weight[2, 0] = 0.1
+        model.score.weight[0, 2] = 10 * width**-0.5
+    return _save(model, text, folder)
+
+
+def _save(model: Any, tokenizer: Any, folder: str | os.PathLike) -> str:
+    from verl.utils.model import without_progress_bars
+
     folder = Path(folder).expanduser()
     folder.mkdir(parents=True, exist_ok=True)
     with without_progress_bars():
         model.save_pretrained(folder)
-    text.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
     return str(folder)
 
 
 def main() -> None:
-    """Command line: ``python -m verl.utils.tiny_model FOLDER [--size 2.5M] [--family qwen2]``."""
+    """Command line: ``python -m verl.utils.tiny_model FOLDER [--size 2.5M] [--family qwen2] [--judge digits]``."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("folder")
     parser.add_argument("--family", default="qwen2")
     parser.add_argument("--size", default="2.5M", choices=sorted(SIZES))
     parser.add_argument("--tokenizer", default="char", choices=["char", "byte"])
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--judge", choices=["digits"], help="a reward model that likes digits instead")
     args = parser.parse_args()
+    if args.judge:
+        print(make_digit_judge(args.folder, args.tokenizer))
+        return
     print(make_tiny_model(args.folder, args.family, args.size, args.tokenizer, args.seed))
 
 

@@ -19,6 +19,7 @@ import torch
 
 from verl.config.actor import ActorConfig, RefConfig
 from verl.config.critic import CriticConfig
+from verl.config.reward import RewardModelConfig
 from verl.models.loader import ModelSpec
 from verl.protocol import DataProto
 from verl.single_controller.base import Worker
@@ -37,8 +38,8 @@ class EngineWorker(Worker):
     """One rank of the roles it plays.
 
     Args:
-        config: the section of its role (``actor_rollout_ref`` or ``critic``).
-        role: which parts to play, a name containing ``actor``, ``rollout``, ``ref`` or ``critic``.
+        config: the section of its role (``actor_rollout_ref``, ``critic`` or ``reward_model``).
+        role: which parts to play, a name containing ``actor``, ``rollout``, ``ref``, ``critic`` or ``rm``.
         device: ``cpu`` or ``cuda``.
         seed: the run's seed; every rank starts from it.
         total_training_steps: length of the learning-rate schedule, in calls of ``update_*``.
@@ -78,7 +79,7 @@ class EngineWorker(Worker):
     def memory_parts(self) -> dict[str, int]:
         """Bytes on the device by what they are for; of engines that offload, what is there now."""
         found: dict[str, int] = {}
-        for name in ("actor", "critic", "reference"):
+        for name in ("actor", "critic", "reference", "reward_model"):
             engine = getattr(self, name, None)
             if engine is not None:
                 found[f"{name} weights"] = bytes_by_place(engine.module.parameters(), self.device)
@@ -102,7 +103,7 @@ class EngineWorker(Worker):
     def model_engine(
         self,
         spec: ModelSpec,
-        section: ActorConfig | CriticConfig | RefConfig,
+        section: ActorConfig | CriticConfig | RefConfig | RewardModelConfig,
         fsdp_config: Any,
         mesh: str,
         train: bool,

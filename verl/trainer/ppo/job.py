@@ -20,6 +20,7 @@ from verl.trainer.ppo.placement import default_pools, default_roles
 from verl.trainer.ppo.plan import run_plan
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl.trainer.ppo.reward import load_reward_manager
+from verl.trainer.ppo.reward_model import check_reward_model
 from verl.utils.distributed import destroy_global_process_group
 from verl.utils.ending import Terminated
 from verl.utils.fs import copy_to_local
@@ -99,6 +100,8 @@ class PPOJob:
         reading = {"trust_remote_code": trust, "chat_template": config.actor_rollout_ref.model.custom_chat_template}
         tokenizer = hf_tokenizer(config.data.tokenizer or path, **reading)
         processor = hf_processor(path, **reading)
+        if config.reward_model.enable:
+            check_reward_model(config, tokenizer)
         roles = default_roles(config)
         trainer_cls = self.trainer_cls
         if trainer_cls is RayPPOTrainer and config.actor_rollout_ref.rollout.async_ratio:

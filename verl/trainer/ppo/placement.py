@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from verl.trainer.ppo.utils import Role, need_critic, need_reference_policy, ref_in_actor
+from verl.trainer.ppo.utils import Role, need_critic, need_reference_policy, need_reward_model, ref_in_actor
 
 GLOBAL_POOL = "global_pool"
 ROLLOUT_POOL = "rollout_pool"
@@ -56,6 +56,7 @@ class ResourcePoolManager:
 def default_roles(config: Any) -> dict[Role, type]:
     """The roles ``config`` needs and the worker class of each."""
     from verl.workers.disjoint import ActorWorker, RolloutWorker
+    from verl.workers.reward_model import RewardModelWorker
     from verl.workers.roles import ActorRolloutRefWorker, CriticWorker
 
     roles: dict[Role, type] = {Role.ActorRollout: ActorRolloutRefWorker}
@@ -65,6 +66,8 @@ def default_roles(config: Any) -> dict[Role, type]:
         roles[Role.RefPolicy] = ActorRolloutRefWorker
     if need_critic(config):
         roles[Role.Critic] = CriticWorker
+    if need_reward_model(config):
+        roles[Role.RewardModel] = RewardModelWorker
     return roles
 
 
@@ -89,13 +92,22 @@ def start_worker_groups(
 ) -> dict[Role, Any]:
     """Start the processes and return one worker group a role; the models are not loaded yet.
 
-    A critic or reference in ``roles`` that ``config`` does not use is not started.
+    A critic, reference or reward model in ``roles`` that ``config`` does not use is not started.
     """
     has_reference = need_reference_policy(config) and not ref_in_actor(config)
-    needed = {Role.Critic: need_critic(config), Role.RefPolicy: has_reference}
+    needed = {
+        Role.Critic: need_critic(config),
+        Role.RefPolicy: has_reference,
+        Role.RewardModel: need_reward_model(config),
+    }
+    if needed[Role.RewardModel] and Role.RewardModel not in roles:
+        raise ValueError(
+            "reward_model.enable=true, and role_worker_mapping names no worker for Role.RewardModel. Map it to "
+            "verl.workers.fsdp_workers.RewardModelWorker, and give it a pool."
+        )
     roles = {role: cls for role, cls in roles.items() if needed.get(role, True)}
     pools.create_resource_pool(controller)
-    sections = {Role.Critic: config.critic}
+    sections = {Role.Critic: config.critic, Role.RewardModel: config.reward_model}
     settings = {
         "device": device,
         "seed": config.trainer.seed,

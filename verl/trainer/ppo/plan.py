@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from math import prod
-from pathlib import Path
 from typing import Any
 
 from verl.config.batch import counted, optimizer_steps
+from verl.models.scalar_head import stored_shapes, stores_head
 
 
 def run_plan(trainer: Any) -> str:
@@ -21,7 +20,10 @@ def _lines(trainer: Any) -> Iterator[tuple[str, str]]:
     shared, keys = config.actor_rollout_ref, config.trainer
     yield "model", _model(shared.model.path)
     if trainer.use_critic:
-        yield "critic", _model(config.critic.model.path)
+        path, head = config.critic.model.path, {True: ", value head from there", False: ", new value head", None: ""}
+        yield "critic", _model(path) + head[stores_head(path)]
+    if trainer.use_rm:
+        yield "rewards", _model(config.reward_model.model.path)
     prompts, held_out = counted(len(trainer.train_dataset), "prompt"), f"{len(trainer.val_dataset):,}"
     yield "data", f"{prompts} to train on, {held_out} to validate"
     asked = f"{counted(config.data.prompts_per_step, 'prompt')} x {counted(shared.rollout.n, 'response')}"
@@ -55,10 +57,4 @@ def _rounded(number: int) -> str:
 
 def stored_parameters(path: str) -> int | None:
     """Numbers in the safetensors files of a folder, from their headers alone; None if it has none."""
-    return sum(map(_numbers_in, Path(path).expanduser().glob("*.safetensors"))) or None
-
-
-def _numbers_in(file: Path) -> int:
-    with open(file, "rb") as stream:
-        header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
-    return sum(prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
+    return sum(map(prod, stored_shapes(path).values())) or None

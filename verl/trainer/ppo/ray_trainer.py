@@ -18,6 +18,7 @@ from verl.algorithms.aggregate import agg_loss
 from verl.algorithms.kl import get_kl_controller
 from verl.protocol import DataProto
 from verl.single_controller import get_controller
+from verl.single_controller.together import Beside
 from verl.trainer.ppo import checkpoint, long_tails
 from verl.trainer.ppo.balance import balance_metrics, row_cost, share_plan
 from verl.trainer.ppo.core_algos import AdvantageEstimator
@@ -42,9 +43,17 @@ from verl.trainer.ppo.placement import ResourcePoolManager, start_worker_groups
 from verl.trainer.ppo.prompt_pool import PromptPool
 from verl.trainer.ppo.recipe_names import RecipeNames
 from verl.trainer.ppo.reward import compute_reward
+from verl.trainer.ppo.reward_model import by_style, check_texts, is_judged, judge_metrics
 from verl.trainer.ppo.rollout_skip import KeptRollouts
 from verl.trainer.ppo.trace import open_rollout_trace, sample_records
-from verl.trainer.ppo.utils import Role, WorkerType, need_critic, need_reference_policy, ref_in_actor
+from verl.trainer.ppo.utils import (
+    Role,
+    WorkerType,
+    need_critic,
+    need_reference_policy,
+    need_reward_model,
+    ref_in_actor,
+)
 from verl.trainer.ppo.validation import dump_samples, ground_truths, validate
 from verl.utils.config import adopt_config, typed_config
 from verl.utils.dataset.loader import build_dataset, build_train_loader, build_val_loader
@@ -148,6 +157,7 @@ class RayPPOTrainer(RecipeNames):
         self.row_cost = row_cost(config.actor_rollout_ref.model.path)
         self.use_reference_policy = need_reference_policy(config)
         self.ref_in_actor = ref_in_actor(config)
+        self.use_rm = need_reward_model(config)
         self.kl_ctrl_in_reward = get_kl_controller(config.algorithm.kl_ctrl)
         check_backends(config.trainer.logger)
         self.trace = open_rollout_trace(config)
@@ -165,6 +175,7 @@ class RayPPOTrainer(RecipeNames):
         self.last_checkpoint: Path | None = None
         self.unfinished_save: int | None = None
         self.has_shown_memory = False
+        self.pending_reward: Beside | None = None
         self.log_places: dict[str, Any] = {}
         self.sampler: Any = None
         self.generations = ValidationGenerationsLogger()
@@ -240,12 +251,33 @@ class RayPPOTrainer(RecipeNames):
             metrics.update(balance_metrics(batch, plan, ranks, logging_prefix))
 
     def score(self, batch: DataProto) -> DataProto:
-        """Reward every response; adds ``token_level_scores`` (B, R) and the reward function's extra columns."""
+        """Reward every response; adds ``token_level_scores`` (B, R) and the reward function's extra columns.
+
+        With ``reward_model.launch_reward_fn_async`` the function is called in a thread, and `estimate_advantages` waits
+        for it.
+        """
         with self.timed("reward"):
-            scores, extra = compute_reward(batch, self.reward_fn)
-            if REWARD_ERROR_KEY in extra:
-                self.metrics["reward/errors"] = sum(extra[REWARD_ERROR_KEY])
-            return attach_reward(batch, scores, extra)
+            if self.use_rm:
+                batch = self.judged(batch)
+                self.metrics.update(judge_metrics(batch))
+            if self.config.reward_model.launch_reward_fn_async:
+                seen = batch.select(deepcopy=False)  # later stages add columns meanwhile
+                self.pending_reward = Beside(lambda: compute_reward(seen, self.reward_fn))
+                return batch
+            return self.rewarded(batch, *compute_reward(batch, self.reward_fn))
+
+    def rewarded(self, batch: DataProto, scores: torch.Tensor, extra: dict[str, list]) -> DataProto:
+        """The batch with what the reward manager made of it."""
+        if REWARD_ERROR_KEY in extra:
+            self.metrics["reward/errors"] = sum(extra[REWARD_ERROR_KEY])
+        return attach_reward(batch, scores, extra)
+
+    def judged(self, batch: DataProto) -> DataProto:
+        """The batch with the reward model's ``rm_scores``, unless an agent loop brought its own."""
+        if "rm_scores" in batch.keys():
+            return batch
+        check_texts(batch)
+        return batch.union(self.rm_wg.compute_rm_score(batch))
 
     def evaluate(self, batch: DataProto) -> DataProto:
         """Log-probabilities under the policy that sampled and under the reference, and the critic's values."""
@@ -280,6 +312,10 @@ class RayPPOTrainer(RecipeNames):
     def estimate_advantages(self, batch: DataProto) -> DataProto:
         """From scores to ``token_level_rewards``, ``advantages`` and ``returns``, each (B, R)."""
         algorithm = self.config.algorithm
+        if self.pending_reward is not None:
+            with self.timed("reward"):
+                pending, self.pending_reward = self.pending_reward, None
+                batch = self.rewarded(batch, *pending.get())
         with self.timed("adv"):
             if algorithm.use_kl_in_reward:
                 batch, kl = apply_kl_penalty(batch, self.kl_ctrl_in_reward, algorithm.kl_penalty)
@@ -394,7 +430,7 @@ class RayPPOTrainer(RecipeNames):
     def greedy_rewards(self, prompts: DataProto) -> torch.Tensor:
         """The reward of each prompt's greedy response, (b,): ReMax's baseline (Li et al. 2023, arXiv:2310.10505)."""
         baseline = self.generate(prompts.select(deepcopy=True), 1, do_sample=False)
-        scores, _ = compute_reward(baseline, self.reward_fn)
+        scores, _ = compute_reward(self.judged(baseline) if self.use_rm else baseline, self.reward_fn)
         return scores.sum(-1)
 
     @staticmethod
@@ -418,6 +454,7 @@ class RayPPOTrainer(RecipeNames):
         self.actor_wg = self.actor_rollout_wg = groups.get(Role.ActorRollout) or groups[Role.Actor]
         self.rollout_wg = groups.get(Role.Rollout)
         self.critic_wg = groups.get(Role.Critic)
+        self.rm_wg = groups.get(Role.RewardModel)
         self.ref_wg = self.ref_policy_wg = groups.get(Role.RefPolicy, self.actor_wg if self.ref_in_actor else None)
         for group in groups.values():
             group.init_model()
@@ -513,7 +550,7 @@ class RayPPOTrainer(RecipeNames):
         folder = self.config.trainer.validation_data_dir
         metrics, samples = validate(
             self.validation_responses(n),
-            lambda batch: compute_reward(batch, self.val_reward_fn),
+            self.validation_rewards,
             self.texts,
             Path(folder) if folder else None,
             self.global_steps,
@@ -530,8 +567,15 @@ class RayPPOTrainer(RecipeNames):
         for i, rows in enumerate(self.val_dataloader):
             prompts = DataProto.from_single_dict(rows)
             prompts.non_tensor_batch["uid"] = self.uids(f"val{i}", len(prompts))
-            yield self.generate(prompts.repeat(n, interleave=True), n, validate=True, first=first)
+            batch = self.generate(prompts.repeat(n, interleave=True), n, validate=True, first=first)
+            yield from by_style(batch) if self.use_rm else [batch]
             first += len(prompts)
+
+    def validation_rewards(self, batch: DataProto) -> tuple[torch.Tensor, dict[str, list]]:
+        """As `compute_reward`; the reward model scores rows whose ``reward_model.style`` is ``model``."""
+        if self.use_rm and is_judged(batch):
+            batch = self.judged(batch)
+        return compute_reward(batch, self.val_reward_fn)
 
     def texts(self, batch: DataProto) -> tuple[list[str], list[str]]:
         """Prompts and responses as text, special tokens left out."""

@@ -35,7 +35,8 @@ from verl.models.multimodal import (
 from verl.models.packable import check_packable
 from verl.models.packed_attention import use_packed_attention
 from verl.models.recompute import Recompute
-from verl.models.token_outputs import Head, TokenScores, probe_head, value_layer
+from verl.models.scalar_head import check_reading, value_layer
+from verl.models.token_outputs import Head, TokenScores, probe_head
 from verl.models.varlen_kernels import Scoring
 from verl.models.weight_names import checkpoint_tensors, tied_duplicates
 from verl.protocol import DataProto
@@ -176,7 +177,8 @@ class Engine(ABC):
 
         Returns:
             Packed response columns: ``log_probs`` and ``entropy`` of each token given those before it, or ``values``,
-            the return expected before each; rows in the order given.
+            the return expected before each (of a reward model: the score of the text up to and with each); rows in the
+            order given.
 
         Raises:
             ValueError: if this model's head cannot answer ``want``.
@@ -494,9 +496,10 @@ class Engine(ABC):
         compiled = self.spec.use_torch_compile and self.device.type == "cuda"
         if self.spec.use_torch_compile and not compiled:
             logger.debug("use_torch_compile has no effect on %s: plain torch is used", self.device.type)
-        if self.spec.head == "value":
+        if self.spec.head != "lm":
             value_layer(self.module)
             self.head = Head("value")
+            check_reading(self.module, self.device, self.head)
         else:
             self.head = replace(
                 probe_head(self.module, self.device, compiled),
@@ -528,7 +531,7 @@ class Engine(ABC):
         return micro.to(self.device)
 
     def _check_want(self, want: Want) -> None:
-        able = Want.VALUES if self.spec.head == "value" else Want.LOG_PROBS | Want.ENTROPY | Want.SUM_PI_SQUARED
+        able = Want.VALUES if self.spec.head != "lm" else Want.LOG_PROBS | Want.ENTROPY | Want.SUM_PI_SQUARED
         if want & ~able or not want:
             raise ValueError(f"a model with head={self.spec.head!r} gives {able}, not {want}")
 
@@ -560,6 +563,9 @@ class Engine(ABC):
             cut.micro_batches.extend(self._idle_micro_batches() * (agreed - len(groups)))
         if with_images and self.topology.world_size > 1:
             self._show_an_image_to_all(cut)
+        if self.spec.head == "reward":
+            # a score is read off a token itself, all else off the one before it
+            cut.micro_batches[:] = [replace(micro, cells=micro.cells + 1) for micro in cut.micro_batches]
         if sp_size > 1:
             cut.micro_batches[:] = map(self._shared, cut.micro_batches)
         return cut, len(groups)

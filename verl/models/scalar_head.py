@@ -1,0 +1,162 @@
+"""Models that end in one number: the critic's value of each token, the reward model's score of a text.
+
+Both are a language model's body with a linear layer of one output, which the engine applies itself: to the state before
+each response token (value) or of a text's last token (reward). Knows transformers' classes and the names of stored
+weights; no batches.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from verl.models.multimodal import is_vision_language
+
+HEADS = ("score", "classifier")
+"""Names of the last layer in transformers' token and sequence classifiers."""
+
+
+def value_class(path: str, config: Any) -> Any:
+    """The class of a critic: transformers' token classifier of the family or, where it has none, one made alike.
+
+    A critic that starts from a reward model is of the reward model's class, so that its head is found.
+
+    Raises:
+        ValueError: for a model to which no head can be added.
+    """
+    from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
+
+    scores_texts = "ForSequenceClassification" in _made_as(config)
+    for known in (AutoModelForSequenceClassification,) * scores_texts + (AutoModelForTokenClassification,):
+        if type(config) in known._model_mapping or known.__name__ in (getattr(config, "auto_map", None) or {}):
+            return known
+    return _body_with_a_head(path, config)
+
+
+def reward_class(path: str, config: Any) -> Any:
+    """The class of a reward model, as its checkpoint names it: a sequence or a token classifier with one label.
+
+    Raises:
+        ValueError: for a checkpoint that is neither.
+    """
+    made_as = _made_as(config)
+    if "ForSequenceClassification" not in made_as and "ForTokenClassification" not in made_as:
+        raise ValueError(
+            f"model.path={path!r} holds {made_as}, not a reward model: its scores would be random numbers. Name a "
+            "model trained to score texts, a sequence or token classifier with one label (num_labels=1)."
+        )
+    if config.num_labels != 1:
+        raise ValueError(
+            f"model.path={path!r} has {config.num_labels} labels (num_labels), and a reward is one number. Name a "
+            "model that was trained with one label."
+        )
+    return value_class(path, config)
+
+
+def _made_as(config: Any) -> str:
+    return next(iter(getattr(config, "architectures", None) or ()), "a model that names no architecture")
+
+
+def _body_with_a_head(path: str, config: Any) -> type:
+    """A token classifier for a family that transformers has none for, with the names that it gives to others."""
+    from transformers import AutoModel
+
+    if is_vision_language(config):
+        raise ValueError(
+            f"model.path={path!r} is a vision-language model of type {config.model_type!r}, whose body gets no head: "
+            "choose an advantage estimator without a critic (grpo, rloo), or a critic that reads text"
+        )
+    body = AutoModel._model_mapping[type(config)] if type(config) in AutoModel._model_mapping else None
+    body = body[0] if isinstance(body, tuple) else body
+    base = next((cls for cls in getattr(body, "__mro__", ()) if cls.__name__.endswith("PreTrainedModel")), None)
+    if base is None or not base.base_model_prefix or getattr(config, "is_encoder_decoder", False):
+        raise ValueError(
+            f"model.path={path!r} is of type {config.model_type!r}, to whose body no head can be added: name a causal "
+            "language model that transformers itself knows"
+        )
+    name = base.__name__.removesuffix("PreTrainedModel") + "ForTokenClassification"
+    return type(name, (_ScalarHead, base), {"__module__": __name__})
+
+
+class _ScalarHead:
+    """Comes before a family's ``PreTrainedModel``: the body under the family's own name for it, then ``score``."""
+
+    def __init__(self, config: Any) -> None:
+        from transformers import AutoModel
+
+        super().__init__(config)
+        setattr(self, self.base_model_prefix, AutoModel.from_config(config))
+        self.score = nn.Linear(config.get_text_config().hidden_size, 1)
+        self.post_init()
+
+    def forward(self, input_ids: torch.Tensor, **inputs: Any) -> Any:
+        from transformers.modeling_outputs import TokenClassifierOutput
+
+        return TokenClassifierOutput(logits=self.score(self.base_model(input_ids, **inputs)[0]))
+
+
+def is_head(name: str) -> bool:
+    """Whether a weight belongs to the last layer."""
+    return name.split(".")[0] in HEADS
+
+
+def stored_shapes(folder: str | Path) -> dict[str, list[int]]:
+    """Name -> shape of the weights in a folder's safetensors files, read from their headers; empty if it has none."""
+    shapes: dict[str, list[int]] = {}
+    for file in sorted(Path(folder).expanduser().glob("*.safetensors")):
+        with open(file, "rb") as stream:
+            header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
+        shapes.update((name, entry["shape"]) for name, entry in header.items() if name != "__metadata__")
+    return shapes
+
+
+def stores_head(folder: str | Path) -> bool | None:
+    """Whether a folder's weights include a last layer with one output; None where they cannot be seen."""
+    shapes = stored_shapes(folder)
+    if not shapes:
+        return None
+    return any(is_head(name) and name.endswith(".weight") and shape[0] == 1 for name, shape in shapes.items())
+
+
+def value_layer(model: nn.Module) -> nn.Linear:
+    """The linear layer with one output that a value or a score is read from."""
+    for name in HEADS:
+        layer = getattr(model, name, None)
+        if isinstance(layer, nn.Linear) and layer.out_features == 1:
+            return layer
+    raise ValueError(
+        f"{type(model).__name__} has no linear layer {' or '.join(map(repr, HEADS))} with one output to read a number "
+        "from: use a model family whose classification head is such a layer"
+    )
+
+
+@torch.no_grad()
+def check_reading(model: Any, device: torch.device, head: Any) -> None:
+    """See by two short forward passes that a number read off a token is the one the model itself gives to the text
+    that ends there.
+
+    Raises:
+        ValueError: the model does more than a linear layer on the last token's state, or lets tokens see later ones.
+    """
+    config = model.config.get_text_config()
+    # a classifier looks for the last token that is no padding: let there be none
+    ids = [i for i in range(16) if i != getattr(config, "pad_token_id", None)][:8]
+    ids = torch.tensor([ids], device=device) % config.vocab_size
+    training = model.training
+    try:
+        model.eval()
+        own = model(input_ids=ids[:, :6], use_cache=False).logits.flatten()[-1].item()
+        read = model.token_outputs(ids, None, torch.arange(8, device=device), None, head, 1.0, False).values.tolist()
+    finally:
+        model.train(training)
+    size = max(map(abs, read))
+    if not math.isclose(read[5], own, rel_tol=0.05, abs_tol=0.05 * size + 1e-6):
+        raise ValueError(
+            f"{type(model).__name__} scores a text of 6 tokens {own:.4f} itself, and {read[5]:.4f} is read off its 6th "
+            "token when more tokens follow: it is no causal model with a linear head. Use a model that is."
+        )
