@@ -48,7 +48,7 @@ def packed(config: Any, never: tuple[int, ...], share_prompts: bool) -> MicroBat
 def _rows(config: Any, never: tuple[int, ...]) -> list[Tensor]:
     vocab = config.get_text_config().vocab_size
     draw = torch.Generator().manual_seed(0)
-    usable = torch.tensor([token for token in range(vocab // 4, vocab) if token not in never][:4096])
+    usable = torch.tensor([token for token in range(vocab // 4, vocab)[:4096] if token not in never])
     first, second = (usable[torch.randint(len(usable), (length,), generator=draw)] for length in LENGTHS)
     return [first, torch.cat([first[:PROMPT], second[PROMPT:]])]
 
