@@ -51,6 +51,11 @@ def build_engine(
         from verl.workers.engine.fsdp import FSDPEngine as Backend
     else:
         raise ValueError(f"strategy={strategy!r} is not built: use 'local', 'fsdp2' or 'fsdp'")
+    if sp_size > 1 and not spec.remove_padding:
+        raise ValueError(
+            f"ulysses_sequence_parallel_size={sp_size} with model.use_remove_padding=false: ranks can share one packed "
+            "sequence, not padded rows. Set model.use_remove_padding=true, or the size to 1."
+        )
     if optim_config is not None:
         _check_precision(spec)
     return Backend(

@@ -417,11 +417,6 @@ class Engine(ABC):
 
     def _prepare(self) -> None:
         """Fit the module to its device, and find out how its outputs are read."""
-        if self.topology.sp_size > 1 and not self.spec.remove_padding:
-            raise ValueError(
-                f"ulysses_sequence_parallel_size={self.topology.sp_size} with model.use_remove_padding=false: ranks "
-                "share packed rows only. Set model.use_remove_padding=true, or the size to 1."
-            )
         if self.spec.remove_padding:
             check_packable(self.module, self.topology.sp_size)
         if self.device.type == "cpu":
@@ -443,6 +438,7 @@ class Engine(ABC):
     @torch.no_grad()
     def _pack(self) -> None:
         """Switch to packed rows, and make sure that these score as each row alone."""
+        self.module.eval()
         config, name = self.model_config, type(self.module).__name__
         alone = packed_check.alone(config, self.head.never)
         packed = packed_check.packed(config, self.head.never, self.spec.share_prompts)
@@ -489,12 +485,13 @@ class Engine(ABC):
         agreed, with_images = map(int, self._reduce([len(groups), self._has_images(data)], "max"))
         if agreed > len(groups):
             groups = plan(at_least=agreed)
+        # shared sequences are cut in host memory
         cut = cut_batch(data, groups, reads, self.device if sp_size == 1 else "cpu", packed, prompts)
+        cut.micro_batches.extend(cut.micro_batches[-1:] * (agreed - len(groups)))
         if with_images and self.topology.world_size > 1:
             self._show_an_image_to_all(cut)
         if sp_size > 1:
             cut.micro_batches[:] = map(self._shared, cut.micro_batches)
-        cut.micro_batches.extend(cut.micro_batches[-1:] * (agreed - len(groups)))
         return cut, len(groups)
 
     def _has_images(self, data: DataProto) -> bool:

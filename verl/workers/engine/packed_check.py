@@ -5,6 +5,7 @@ A model could mix positions anywhere, and no list of families knows all of them.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -47,7 +48,7 @@ def packed(config: Any, never: tuple[int, ...], share_prompts: bool) -> MicroBat
 def _rows(config: Any, never: tuple[int, ...]) -> list[Tensor]:
     vocab = config.get_text_config().vocab_size
     draw = torch.Generator().manual_seed(0)
-    usable = torch.tensor([token for token in range(vocab // 4, vocab) if token not in never][:4096])
+    usable = torch.tensor([token for token in range(vocab // 4, vocab)[:4096] if token not in never])
     first, second = (usable[torch.randint(len(usable), (length,), generator=draw)] for length in LENGTHS)
     return [first, torch.cat([first[:PROMPT], second[PROMPT:]])]
 
@@ -84,9 +85,9 @@ def check_asked(config: Any, asked: list[Scoring], name: str) -> None:
         ValueError: they do not.
     """
     text = config.get_text_config()
-    window = getattr(text, "sliding_window", None)
-    kinds = getattr(text, "layer_types", None)
-    has_windows = bool(window) and ("sliding_attention" in kinds if kinds else True)
+    window, kinds = getattr(text, "sliding_window", None), getattr(text, "layer_types", None)
+    cuts = bool(window) and window < (getattr(text, "max_position_embeddings", None) or math.inf)
+    has_windows = cuts and getattr(text, "use_sliding_window", True) and (not kinds or "sliding_attention" in kinds)
     has_caps = bool(getattr(text, "attn_logit_softcapping", None))
     lost = "sliding_window" if has_windows and not any(a.window for a in asked) else None
     lost = "attn_logit_softcapping" if has_caps and not any(a.softcap for a in asked) else lost
