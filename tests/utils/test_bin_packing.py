@@ -102,6 +102,13 @@ def test_rows_of_one_prompt_stay_together_where_the_budget_lets_them():
     assert sum(prompts.tokens_of(group, lengths) for group in split) == 50 + 22 + 20
 
 
+def test_pieces_of_a_group_are_of_about_equal_length():
+    lengths, prompts = [10, 1000, 500, 20, 900, 30, 600, 40], Prompts([0] * 8, [10] * 8)
+    groups = plan_micro_batches(lengths, MicroBatching(size=4), packed=True, prompts=prompts)
+    loads = [prompts.tokens_of(group, lengths) for group in groups]
+    assert len(loads) == 2 and max(loads) <= 1.1 * min(loads)
+
+
 def test_a_size_that_suits_a_device_best_does_not_tear_rows_of_one_prompt_apart():
     lengths, prompts = [600] * 8, Prompts([0] * 4 + [1] * 4, [500] * 8)
     assert len(plan_micro_batches(lengths, MicroBatching(), 1, 512, True, prompts)) == 2

@@ -102,7 +102,9 @@ def _pieces(lengths: Sequence[int], limits: _Limits, prompts: Prompts | None) ->
     for rows in families.values():
         prompt = prompts.lengths[rows[0]]
         behind = [_Piece(lengths[row] - prompt, [row]) for row in rows]
-        for held in _best_fit(behind, _Limits(limits.tokens - prompt, limits.rows)):
+        room = _Limits(limits.tokens - prompt, limits.rows)
+        held_together = _best_fit(behind, room)
+        for held in _even(behind, len(held_together), room) or held_together:
             yield _Piece(prompt + sum(piece.tokens for piece in held), [piece.rows[0] for piece in held])
 
 
@@ -147,16 +149,16 @@ def _even(pieces: Sequence[_Piece], count: int, limits: _Limits) -> list[list[_P
     bins: list[list[_Piece]] = [[] for _ in range(min(count, len(pieces)))]
     heap = [(0, 0, number) for number in range(len(bins))]
     for piece in sorted(pieces, key=lambda piece: -piece.tokens):
-        full = []
+        aside = []
         while heap and heap[0][1] and not limits.allow(heap[0][0] + piece.tokens, heap[0][1] + len(piece.rows)):
-            full.append(heapq.heappop(heap))
+            aside.append(heapq.heappop(heap))
         if not heap:
             return None
-        tokens, rows, number = heap[0]
+        tokens, rows, number = heapq.heappop(heap)
         bins[number].append(piece)
-        heapq.heapreplace(heap, (tokens + piece.tokens, rows + len(piece.rows), number))
-        for entry in full:
-            heapq.heappush(heap, entry)
+        for entry in (*aside, (tokens + piece.tokens, rows + len(piece.rows), number)):
+            if entry[1] < limits.rows:
+                heapq.heappush(heap, entry)
     return bins
 
 
