@@ -80,6 +80,15 @@ def test_an_optimizer_is_joined_by_parameter_name():
     assert joined["param_groups"] == [{"lr": 0.1, "params": ["w"]}]
 
 
+def test_parameters_that_shared_a_step_count_their_own_when_joined():
+    step = torch.tensor(4.0)
+    ranks = [{"state": {name: {"step": step} for name in "ab"}, "param_groups": []}] * 2
+    joined = join_optimizer(ranks)
+    steps = [joined["state"][name]["step"] for name in "ab"]
+    steps[0] += 1
+    assert (steps[1], step) == (4, 4)
+
+
 def test_what_does_not_fit_together_is_said():
     row = torch.arange(6.0)
     with pytest.raises(ValueError, match="hold 4 of the 6 numbers of w"):

@@ -47,7 +47,8 @@ def join(pieces: Sequence[Piece | None], name: str = "tensor") -> Any:
         name: what errors call it.
 
     Returns:
-        A tensor of its own memory, unless the pieces are whole already; what is no tensor, rank 0's as it is.
+        A tensor of its own memory, even where a file shares one among several names (the step of an optimizer over
+        a flat buffer); what is no tensor, rank 0's as it is.
 
     Raises:
         ValueError: if the pieces overlap, leave a gap, or are of different tensors.
@@ -60,6 +61,7 @@ def join(pieces: Sequence[Piece | None], name: str = "tensor") -> Any:
         return _join_slices(held, name)
     if isinstance(first, Tensor):
         _check_same(name, "shape", {rank: tuple(piece.shape) for rank, piece in held})
+        return first.clone()
     return first
 
 
