@@ -73,8 +73,14 @@ def test_nothing_is_said_about_defaults():
         (["trainer.val_before_train=false", "data.val_batch_size=2"], "nothing is validated"),
         (["trainer.total_training_steps=5", "trainer.total_epochs=2"], "total_training_steps=5 decides"),
         (["data.sampler.class_path=x.py", "data.sampler.class_name=S", "data.shuffle=true"], "decides the order"),
-        (["trainer.n_gpus_per_node=8", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",
-          "critic.ppo_micro_batch_size_per_gpu=1"], "= 4 responses a mini-batch on 8 data-parallel ranks: 4 of them"),
+        (
+            [
+                "trainer.n_gpus_per_node=8",
+                "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",
+                "critic.ppo_micro_batch_size_per_gpu=1",
+            ],
+            "= 4 responses a mini-batch on 8 data-parallel ranks: 4 of them",
+        ),
         (["data.filter_overlong_prompts_workers=4"], "filter_overlong_prompts=false"),
         (["trainer.max_critic_ckpt_to_keep=2"], "writes no checkpoint"),
         ([f"{ACTOR}.strategy=fsdp", CPU], "runs on the fsdp2 machinery"),

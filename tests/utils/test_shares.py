@@ -68,7 +68,7 @@ def test_shuffled_mini_batches_are_drawn_from_the_whole_batch_anew_each_epoch():
 
 def test_unequal_numbers_of_rows_balance_where_equal_ones_cannot():
     lengths = np.array([4096] + [64] * 63)
-    unequal, equal = (plan_of(by_tokens).loads("work", rows_of(lengths), 4)[1][0] for by_tokens in (True, False))
+    unequal, equal = (plan_of(by_tokens).loads("work", rows_of(lengths), 4, COST)[1][0] for by_tokens in (True, False))
     assert unequal.max() == COST.of(lengths).max()  # the longest row alone
     assert equal.max() > unequal.max()
     counts = [len(rows) for rows in plan_of(True).shares("work", rows_of(lengths), 4).rows]
@@ -83,9 +83,9 @@ def test_forwards_of_a_fixed_size_get_equal_numbers_of_rows():
 @pytest.mark.parametrize("by_tokens", [True, False])
 def test_the_slowest_rank_is_near_the_mean(by_tokens):
     lengths = long_tailed(1024)
-    costs = plan_of(by_tokens).loads("work", rows_of(lengths), 16)[1][0]
+    costs = plan_of(by_tokens).loads("work", rows_of(lengths), 16, COST)[1][0]
     assert costs.max() / costs.mean() < 1.02
-    unbalanced = plan_of(cost=None).loads("work", rows_of(lengths), 16)[1][0]
+    unbalanced = plan_of(cost=None).loads("work", rows_of(lengths), 16, COST)[1][0]
     assert unbalanced.max() / unbalanced.mean() > 1.2
 
 

@@ -77,9 +77,9 @@ class Rows(NamedTuple):
 def batch_rows(data: Any, with_groups: bool = False) -> Rows:
     """What a DataProto says about its rows: ``input_ids`` and, ``with_groups``, ``responses`` and ``uid``."""
     lengths = data.ragged("input_ids").layout.lengths.numpy()
-    if not with_groups:
+    uids = data.non_tensor_batch.get("uid")
+    if not with_groups or uids is None:
         return Rows(lengths)
-    uids = data.non_tensor_batch["uid"]
     numbers: dict[Any, int] = {}
     groups = np.fromiter((numbers.setdefault(uid, len(numbers)) for uid in uids), np.int64, len(uids))
     return Rows(lengths, lengths - data.ragged("responses").layout.lengths.numpy(), groups)
@@ -159,34 +159,39 @@ class SharePlan(NamedTuple):
     def _divide_groups(self, step: np.ndarray, rows: Rows, ranks: int, by_tokens: bool) -> list[np.ndarray]:
         """Whole groups, or groups in so many pieces as make the rank with most work fastest."""
         ordered = step[np.argsort(rows.groups[step], kind="stable")]
+        largest = int(np.bincount(rows.groups[step]).max())
+        best, least, pieces = [], None, 1
+        while True:
+            starts, costs = self._units(ordered, rows, pieces)
+            parts = balanced_parts(costs, ranks, equal_size=not by_tokens)
+            most = max(int(costs[part].sum()) for part in parts)
+            if least is None or most < least:
+                unit_rows = np.split(ordered, starts[1:])
+                best = [np.sort(np.concatenate([step[:0], *(unit_rows[i] for i in part)])) for part in parts]
+                least = most
+            if pieces >= largest:
+                return best
+            pieces *= 2
+
+    def _units(self, ordered: np.ndarray, rows: Rows, pieces: int) -> tuple[np.ndarray, np.ndarray]:
+        """Where each unit begins among rows ordered by group, with groups in ``pieces``; and its cost.
+
+        A unit computes its prompt once.
+        """
         groups = rows.groups[ordered]
         firsts = np.flatnonzero(np.diff(groups, prepend=-1))
         sizes = np.diff(firsts, append=len(ordered))
         size, place = np.repeat(sizes, sizes), np.arange(len(ordered)) - np.repeat(firsts, sizes)
-        costs, prompts = self.cost.of(rows.lengths[ordered]), self.cost.of(rows.prompt_lengths[ordered])
-        best, least, pieces = None, None, 1
-        while True:
-            piece = place * np.minimum(pieces, size) // size
-            starts = np.flatnonzero(np.diff(groups, prepend=-1) | np.diff(piece, prepend=-1))
-            shared = (np.diff(starts, append=len(ordered)) - 1) * prompts[starts]  # each unit computes its prompt once
-            units = np.add.reduceat(costs, starts) - shared
-            parts = balanced_parts(units, ranks, equal_size=not by_tokens)
-            most = max(int(units[part].sum()) for part in parts)
-            if least is None or most < least:
-                best, least = (starts, parts), most
-            if pieces >= sizes.max():
-                break
-            pieces *= 2
-        starts, parts = best
-        rows_of = np.split(ordered, starts[1:])
-        return [np.sort(np.concatenate([step[:0], *(rows_of[unit] for unit in part)])) for part in parts]
+        piece = place * np.minimum(pieces, size) // size
+        starts = np.flatnonzero(np.diff(groups, prepend=-1) | np.diff(piece, prepend=-1))
+        shared = (np.diff(starts, append=len(ordered)) - 1) * self.cost.of(rows.prompt_lengths[ordered[starts]])
+        return starts, np.add.reduceat(self.cost.of(rows.lengths[ordered]), starts) - shared
 
-    def loads(self, verb: str, rows: Rows, ranks: int) -> tuple[list[list[int]], np.ndarray]:
-        """Rows of each rank in one epoch of ``verb``, and cost (steps, ranks) of each step; balanced or not."""
-        work = self.passes[verb]
+    def loads(self, verb: str, rows: Rows, ranks: int, cost: RowCost) -> tuple[list[list[int]], np.ndarray]:
+        """Rows of each rank in one epoch of ``verb``, and the ``cost`` of each rank in each step, (steps, ranks)."""
+        work, costs = self.passes[verb], cost.of(rows.lengths)
         mini = work.mini_batches or MiniBatches(len(rows.lengths))
         divided = self._divided_steps(mini._replace(epochs=1), rows, ranks, work.by_tokens)
-        costs = (self.cost or RowCost()).of(rows.lengths)
         parts = [np.concatenate([step[rank] for step in divided]).tolist() for rank in range(ranks)]
         return parts, np.array([[int(costs[part].sum()) for part in step] for step in divided])
 

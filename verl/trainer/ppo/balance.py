@@ -56,7 +56,7 @@ def share_plan(config: Any, cost: RowCost, step: int) -> SharePlan:
     return SharePlan(passes, cost if config.trainer.balance_batch else None, together)
 
 
-def balance_metrics(batch: DataProto, plan: SharePlan, ranks: int, prefix: str) -> dict[str, float]:
+def balance_metrics(batch: DataProto, plan: SharePlan, cost: RowCost, ranks: int, prefix: str) -> dict[str, float]:
     """How tokens and cost spread over ``ranks`` in the policy's update, before and after balancing.
 
     Tokens as ``{prefix}/{min,max,minmax_diff,balanced_min,balanced_max,mean}``. Cost as the sum over optimizer steps of
@@ -64,8 +64,8 @@ def balance_metrics(batch: DataProto, plan: SharePlan, ranks: int, prefix: str) 
     their order, ``{prefix}/cost_max_over_mean``; 1 is best.
     """
     rows = batch_rows(batch, plan.siblings_together)
-    parts, after = plan.loads("update_actor", rows, ranks)
-    _, before = plan._replace(cost=None).loads("update_actor", rows, ranks)
+    parts, after = plan.loads("update_actor", rows, ranks, cost)
+    _, before = plan._replace(cost=None).loads("update_actor", rows, ranks, cost)
     return {
         **log_seqlen_unbalance(rows.lengths, parts, prefix),
         f"{prefix}/cost_max_over_mean": _max_over_mean(before),

@@ -248,7 +248,7 @@ class RayPPOTrainer(RecipeNames):
         plan = batch.meta_info[SHARE_PLAN] = share_plan(self.config, self.row_cost, self.global_steps)
         if self.config.trainer.balance_batch:
             ranks = len(self.actor_wg.mesh("actor").sources)
-            metrics.update(balance_metrics(batch, plan, ranks, logging_prefix))
+            metrics.update(balance_metrics(batch, plan, self.row_cost, ranks, logging_prefix))
 
     def score(self, batch: DataProto) -> DataProto:
         """Reward every response; adds ``token_level_scores`` (B, R) and the reward function's extra columns.
