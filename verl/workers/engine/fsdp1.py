@@ -137,15 +137,15 @@ class FSDP1Engine(FSDPEngine):
                 piece = _as_piece(state[name], own[name])
                 tensor.copy_(piece.full_tensor() if isinstance(piece, DTensor) else piece)
 
-    def _optimizer_state(self) -> dict[str, Any]:
+    def optimizer_state(self) -> dict[str, Any]:
         # torch would make a first state by a step, which then counts
         [has_state] = self._reduce([len(self.optimizer.state)], "max")
         if not has_state:
-            return super()._optimizer_state()
+            return super().optimizer_state()
         with self.on_device(optimizer=True), _quiet():
             return get_optimizer_state_dict(self.module, self.optimizer, options=self._options)
 
-    def _load_optimizer_state(self, state: dict[str, Any]) -> None:
+    def load_optimizer_state(self, state: dict[str, Any]) -> None:
         own, names = self.model_state(), set(self.parameter_names())
         saved = {name for group in state["param_groups"] for name in group["params"]}
         if saved != names:
