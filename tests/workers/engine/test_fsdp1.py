@@ -150,6 +150,17 @@ def _experts(spec):
     return {name: tensor.clone() for name, tensor in build(FSDP1Engine, spec, train=False).weights()}
 
 
+def _before_the_first_step(spec):
+    engine, fresh = build(FSDP1Engine, spec), build(FSDP1Engine, spec)
+    fresh.load_state(_through_a_file(engine.state()))
+    return steps_of(engine, 2), steps_of(fresh, 2)
+
+
+def test_a_checkpoint_from_before_the_first_step_is_one(folder):
+    for expected, found in run_ranks(2, _before_the_first_step, ModelSpec(folder, compute_dtype="fp32")):
+        assert found == expected
+
+
 def test_experts_leave_it_one_by_one(tmp_path):
     from safetensors.torch import load_file
 

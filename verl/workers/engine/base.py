@@ -374,7 +374,7 @@ class Engine(ABC):
         if "model" in parts:
             state["model"] = self.model_state()
         if "optimizer" in parts and self.optimizer is not None:
-            state["optimizer"] = self._optimizer_state()
+            state["optimizer"] = self.optimizer_state()
         if "extra" in parts:
             state["extra"] = {
                 "lr_scheduler": None if self.schedule is None else self.schedule.state_dict(),
@@ -401,7 +401,7 @@ class Engine(ABC):
             if "model" in state:
                 self.load_model_state(state["model"])
             if "optimizer" in state and self.optimizer is not None:
-                self._load_optimizer_state(state["optimizer"])
+                self.load_optimizer_state(state["optimizer"])
         if "extra" in state:
             extra = state["extra"]
             if self.schedule is not None and extra.get("lr_scheduler"):
@@ -455,12 +455,12 @@ class Engine(ABC):
         """Names of the module's parameters and persistent buffers."""
         return list(self.module.state_dict())
 
-    def _optimizer_state(self) -> dict[str, Any]:
-        """The optimizer's state by parameter name."""
+    def optimizer_state(self) -> dict[str, Any]:
+        """This rank's share of the optimizer's state, by parameter name."""
         return optimizer_state(self.optimizer, self.parameter_names())
 
-    def _load_optimizer_state(self, state: dict[str, Any]) -> None:
-        """Take back what ``_optimizer_state`` gave."""
+    def load_optimizer_state(self, state: dict[str, Any]) -> None:
+        """Take back what ``optimizer_state`` gave, or whole tensors in its place."""
         load_optimizer_state(self.optimizer, self.parameter_names(), state)
 
     def _start_gradients(self) -> None:  # noqa: B027 - not every backend needs it

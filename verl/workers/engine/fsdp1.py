@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
-from types import MethodType
 from typing import Any
 
 import torch
@@ -49,7 +48,7 @@ class FSDP1Engine(FSDPEngine):
         strategy = replicated if mesh.ndim == 2 else sharded
         if self._is_whole:
             mesh, strategy = self._mesh(None), ShardingStrategy.NO_SHARD
-        module.forward = MethodType(_forward_or_scores, module)
+        module.forward = partial(_forward_or_scores, module, module.forward)
         with _quiet():
             wrapper = _named_after(module)(
                 module,
@@ -137,15 +136,17 @@ class FSDP1Engine(FSDPEngine):
                 piece = _as_piece(state[name], own[name])
                 tensor.copy_(piece.full_tensor() if isinstance(piece, DTensor) else piece)
 
-    def _optimizer_state(self) -> dict[str, Any]:
+    def optimizer_state(self) -> dict[str, Any]:
         # torch would make a first state by a step, which then counts
         [has_state] = self._reduce([len(self.optimizer.state)], "max")
         if not has_state:
-            return super()._optimizer_state()
+            return super().optimizer_state()
         with self.on_device(optimizer=True), _quiet():
             return get_optimizer_state_dict(self.module, self.optimizer, options=self._options)
 
-    def _load_optimizer_state(self, state: dict[str, Any]) -> None:
+    def load_optimizer_state(self, state: dict[str, Any]) -> None:
+        if not state["state"]:
+            return super().load_optimizer_state(state)
         own, names = self.model_state(), set(self.parameter_names())
         saved = {name for group in state["param_groups"] for name in group["params"]}
         if saved != names:
@@ -183,9 +184,9 @@ class FSDP1Engine(FSDPEngine):
             buffer.data = buffer.data.to(device)
 
 
-def _forward_or_scores(model: nn.Module, *args: Any, as_scores: bool = False, **inputs: Any) -> Any:
-    """The model's own forward pass, or with ``as_scores`` its ``token_outputs``."""
-    return model.token_outputs(*args, **inputs) if as_scores else type(model).forward(model, *args, **inputs)
+def _forward_or_scores(model: nn.Module, own: Callable, *args: Any, as_scores: bool = False, **inputs: Any) -> Any:
+    """The model's ``own`` forward pass, or with ``as_scores`` its ``token_outputs``."""
+    return model.token_outputs(*args, **inputs) if as_scores else own(*args, **inputs)
 
 
 def _named_after(module: nn.Module) -> type[FSDP]:
