@@ -86,3 +86,8 @@ class FSDPConfig(Config):
     def master_dtype(self) -> str:
         """``fp32``, ``bf16`` or ``fp16``: format of the master weights."""
         return _SHORT.get(self.model_dtype, self.model_dtype)
+
+
+DEEPSPEED_OWN_KEYS = {
+    "train_batch_size": "rows are cut into micro-batches by ppo_mini_batch_size and ppo_micro_batch_size_per_gpu",
+}

@@ -9,6 +9,7 @@ import torch
 
 from verl.models.loader import ModelSpec
 from verl.utils.micro_batching import MicroBatching
+from verl.utils.offload import read
 from verl.workers.engine.base import Engine, LossFn, Topology, Want
 
 __all__ = ["Engine", "LossFn", "MicroBatching", "ModelSpec", "Topology", "Want", "build_engine"]
@@ -26,17 +27,20 @@ def build_engine(
     grad_clip: float | None = None,
     device: str = "cpu",
     seed: int = 0,
+    deepspeed_config: Any = None,
 ) -> Engine:
     """Load a model and put it on its mesh. All ranks call it together.
 
     Args:
-        strategy: ``local`` (one process), ``fsdp2`` (any number), or ``fsdp``, an older name for the same.
+        strategy: ``local`` (one process), ``fsdp2`` (any number), ``fsdp``, an older name for the same, or
+            ``deepspeed`` (ZeRO).
         engine_config: the ``fsdp_config`` section, or None for defaults.
         optim_config: the ``optim`` section; None builds an engine that only scores.
         total_steps: training steps of the run, the length of the learning-rate schedule.
         grad_clip: largest gradient norm; None for no limit.
         device: ``cpu`` or ``cuda``.
         seed: of weights the checkpoint does not hold, such as a value head.
+        deepspeed_config: the ``deepspeed`` section, which other strategies do not read; None for defaults.
 
     Raises:
         ValueError: for an unknown strategy, a model that cannot be built, or a precision that cannot train.
@@ -47,8 +51,10 @@ def build_engine(
         if strategy == "fsdp":
             logger.info("strategy=fsdp runs on FSDP2 (fully_shard)")
         from verl.workers.engine.fsdp import FSDPEngine as Backend
+    elif strategy == "deepspeed":
+        Backend = _deepspeed_backend(deepspeed_config, train=optim_config is not None)
     else:
-        raise ValueError(f"strategy={strategy!r} is not built: use 'local', 'fsdp2' or 'fsdp'")
+        raise ValueError(f"strategy={strategy!r} is not built: use 'local', 'fsdp2', 'fsdp' or 'deepspeed'")
     if optim_config is not None:
         _check_precision(spec)
     return Backend(
@@ -59,7 +65,20 @@ def build_engine(
         grad_clip=grad_clip,
         device=device,
         seed=seed,
+        **({"deepspeed_config": deepspeed_config} if strategy == "deepspeed" else {}),
     )
+
+
+def _deepspeed_backend(config: Any, train: bool) -> type[Engine]:
+    """ZeRO's engine, or that of whole models where the stage leaves nothing to shard."""
+    stage = read(config, "zero_stage", 2)
+    if stage not in (0, 1, 2, 3):
+        raise ValueError(f"deepspeed.zero_stage={stage!r} is no stage of ZeRO: use 0, 1, 2 or 3")
+    if stage == 0 or (stage < 3 and not train):
+        from verl.workers.engine.replica import ReplicaEngine as Backend
+    else:
+        from verl.workers.engine.deepspeed import DeepSpeedEngine as Backend
+    return Backend
 
 
 def _check_precision(spec: ModelSpec) -> None:

@@ -305,7 +305,7 @@ class Engine(ABC):
         if "model" in parts:
             state["model"] = self.model_state()
         if "optimizer" in parts and self.optimizer is not None:
-            state["optimizer"] = optimizer_state(self.optimizer, self.parameter_names())
+            state["optimizer"] = self.optimizer_state()
         if "extra" in parts:
             state["extra"] = {
                 "lr_scheduler": None if self.schedule is None else self.schedule.state_dict(),
@@ -321,7 +321,7 @@ class Engine(ABC):
             if "model" in state:
                 self.load_model_state(state["model"])
             if "optimizer" in state and self.optimizer is not None:
-                load_optimizer_state(self.optimizer, self.parameter_names(), state["optimizer"])
+                self.load_optimizer_state(state["optimizer"])
         if "extra" in state:
             extra = state["extra"]
             if self.schedule is not None and extra.get("lr_scheduler"):
@@ -361,11 +361,23 @@ class Engine(ABC):
     def offload(self, *, model: bool, optimizer: bool) -> None:
         """Take weights and optimizer state off the device, where offload is configured."""
 
+    def optimizer_state(self) -> dict[str, Any]:
+        """This rank's share of the optimizer's state, by parameter name."""
+        return optimizer_state(self.optimizer, self.parameter_names())
+
+    def load_optimizer_state(self, state: dict[str, Any]) -> None:
+        """Take back what ``optimizer_state`` gave, or whole tensors in its place."""
+        load_optimizer_state(self.optimizer, self.parameter_names(), state)
+
     def _start_gradients(self) -> None:  # noqa: B027 - not every backend needs it
         """Called before the first backward pass of a step."""
 
     def _before_backward(self, is_last: bool) -> None:  # noqa: B027
         """Called before each micro-batch's forward and backward pass."""
+
+    def _run_backward(self, loss: Tensor) -> None:
+        """Add the gradient of ``loss`` to what the step has so far."""
+        loss.backward()
 
     def _after_infer(self) -> None:  # noqa: B027
         """Called after the forward passes of ``infer``."""
@@ -475,12 +487,12 @@ class Engine(ABC):
         scores = self._score(micro, temperature, getattr(loss, "want_entropy", False))
         if share == 0.0:
             # a repeat, or nothing but masked tokens: other ranks wait in backward, so run it, on nothing
-            sum(part.sum() for part in scores if part is not None).mul(0.0).backward()
+            self._run_backward(sum(part.sum() for part in scores if part is not None).mul(0.0))
             return
         outputs = TokenOutputs(*(micro.tight(part) for part in (scores.log_probs, scores.entropy, scores.values)))
         value, found = loss(outputs, micro.columns)
         # ranks' gradients are averaged, so each multiplies by their number to have them summed
-        (value * (share * scale * self.topology.dp_size)).backward()
+        self._run_backward(value * (share * scale * self.topology.dp_size))
         metrics.add(found, share)
 
     def _reduce(self, values: list[float], op: str) -> list[float]:
