@@ -26,28 +26,33 @@ def import_deepspeed(device: torch.device) -> ModuleType:
 
     Raises:
         ImportError: it is not installed.
-        RuntimeError: it was imported before, for another kind of device.
     """
     os.environ["DS_ACCELERATOR"] = device.type  # or it would guess from what the machine has
     try:
         import deepspeed
-        from deepspeed.accelerator import get_accelerator
+        from deepspeed.accelerator import get_accelerator, set_accelerator
     except ImportError as error:
         raise ImportError(
             f"strategy=deepspeed needs the package deepspeed, which cannot be imported ({error}). Install it with "
             "`pip install 'verl[deepspeed]'`, or use strategy=fsdp2."
         ) from error
-    found = get_accelerator().device_name()
-    if found != device.type:
-        raise RuntimeError(
-            f"strategy=deepspeed on {device.type}: something in this process imported deepspeed for {found} before. "
-            f"Set DS_ACCELERATOR={device.type} in the environment of the run."
-        )
+    if get_accelerator().device_name() != device.type:  # another library imported it before, and it guessed
+        set_accelerator(_accelerator(device))
     # names of collectives that torch has renamed and this release still calls, at every step
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+_tensor` is deprecated", FutureWarning)
     # its collective over shared memory is compiled at first use, for minutes; gloo needs no compiler
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return deepspeed
+
+
+def _accelerator(device: torch.device) -> Any:
+    if device.type == "cpu":
+        from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+
+        return CPU_Accelerator()
+    from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
+
+    return CUDA_Accelerator()
 
 
 @contextmanager
