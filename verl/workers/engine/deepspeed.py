@@ -20,15 +20,12 @@ from verl.models.loader import ModelSpec, empty_model, load_model
 from verl.models.token_outputs import TokenScores, token_outputs, value_layer
 from verl.utils.device import current_device, empty_cache
 from verl.utils.distributed import ensure_process_group
-from verl.utils.offload import move_optimizer_state, read, wants_offload
+from verl.utils.offload import read, wants_offload
 from verl.utils.torch_dtypes import PrecisionType
 from verl.workers.engine.base import Engine, Topology
 from verl.workers.engine.deepspeed_library import deepspeed_settings, import_deepspeed, launch_variables
-from verl.workers.engine.zero_fragments import (
-    find_fragments,
-    flat_optimizer_state,
-    load_flat_optimizer_state,
-)
+from verl.workers.engine.zero_fragments import find_fragments, flat_optimizer_state, load_flat_optimizer_state
+from verl.workers.engine.zero_offload import Part, ZeroOffload
 
 _PLACED_TOGETHER = 1 << 28
 """Numbers of weights that are whole on a rank at a time while a model is sliced."""
@@ -59,8 +56,6 @@ class DeepSpeedEngine(Engine):
         self.topology = Topology(rank, world_size, dp_rank=rank, dp_size=world_size)
         self._stage = read(deepspeed_config, "zero_stage", 2)
         self._is_sliced = self._stage == 3
-        self._offload_params = wants_offload(engine_config, "param_offload", self.device)
-        self._offload_optimizer = wants_offload(engine_config, "optimizer_offload", self.device)
         self._library = import_deepspeed(self.device)
         reduce_dtype = read(read(engine_config, "mixed_precision", None), "reduce_dtype", "fp32") or "fp32"
         with launch_variables(self.device):
@@ -76,12 +71,17 @@ class DeepSpeedEngine(Engine):
             self._place(settings)
             self._build_optimizer(list(self.module.parameters()), optim_config, total_steps)
             self._check_optimizer()
-            self._groups = self._names_by_group()
+            self._names = {parameter: name for name, parameter in self.module.named_parameters()}
+            groups = self.optimizer.param_groups if self.optimizer is not None else ()
+            self._groups = [[self._names[parameter] for parameter in group["params"]] for group in groups]
             self._start(settings)
         if kept is not None:
             self._set_masters(self._from_rank_0(kept))
+        leaves = self._leaving(engine_config, deepspeed_config)
+        self._offload = ZeroOffload(
+            self._library, leaves, self.module, self._zero.optimizer, self.optimizer, self.device
+        )
         self._prepare()
-        self._after_infer()
         self.offload(model=True, optimizer=True)
 
     # -- loading: rank 0 reads the model, every rank takes its part ------------------------------------------------
@@ -154,17 +154,21 @@ class DeepSpeedEngine(Engine):
         trains = self.optimizer is not None
         self._fragments = find_fragments(self.module, self._zero.optimizer, self._is_sliced) if trains else {}
 
+    def _leaving(self, engine_config: Any, config: Any) -> list[Part]:
+        """What is to leave the device between phases, and does not lie in host memory anyway."""
+        parts: list[Part] = []
+        if wants_offload(engine_config, "param_offload", self.device):
+            parts += [] if self._is_sliced and read(config, "offload_param", False) else ["weights"]
+        if wants_offload(engine_config, "optimizer_offload", self.device) and self.optimizer is not None:
+            parts += [] if read(config, "offload_optimizer", False) else ["state"]
+        return parts
+
     def _check_optimizer(self) -> None:
         if self.optimizer is not None and type(self.optimizer) is not AdamW:
             raise ValueError(
                 f"strategy=deepspeed shards the state of AdamW, and this optimizer is {type(self.optimizer).__name__}: "
                 "set optim.optimizer=AdamW, or use strategy=fsdp2"
             )
-
-    def _names_by_group(self) -> list[list[str]]:
-        names = {parameter: name for name, parameter in self.module.named_parameters()}
-        groups = self.optimizer.param_groups if self.optimizer is not None else ()
-        return [[names[parameter] for parameter in group["params"]] for group in groups]
 
     def _run(self, *args: Any, **kwargs: Any) -> TokenScores:
         return TokenScores(*self._zero(*args, **kwargs))
@@ -192,8 +196,15 @@ class DeepSpeedEngine(Engine):
         sizes = [(_shape(parameter).numel(), parameter.requires_grad) for parameter in self.module.parameters()]
         return sum(size for size, is_trained in sizes if is_trained), sum(size for size, _ in sizes)
 
-    @torch.no_grad()
     def full_tensors(self, dtype: torch.dtype | None, leave_out: Collection[str]) -> Iterator[tuple[str, Tensor]]:
+        if "weights" not in self._offload.away:
+            yield from self._full_tensors(dtype, leave_out)
+            return
+        with self.on_device():
+            yield from self._full_tensors(dtype, leave_out)
+
+    @torch.no_grad()
+    def _full_tensors(self, dtype: torch.dtype | None, leave_out: Collection[str]) -> Iterator[tuple[str, Tensor]]:
         parameters = dict(self.module.named_parameters(remove_duplicate=False))
         for name, tensor in self.module.state_dict().items():
             if name in leave_out:
@@ -205,9 +216,18 @@ class DeepSpeedEngine(Engine):
         """A weight of all ranks: as the optimizer has it, or the module's copy where that is as good."""
         is_rounded = self.optimizer is not None and parameter.dtype != torch.float32
         if is_rounded and parameter.requires_grad and parameter.dtype != dtype:
-            return self._library.utils.safe_get_full_fp32_param(parameter)
+            return self._joined(parameter)
         with self._library.zero.GatheredParameters([parameter], enabled=self._is_sliced):
             return parameter.detach()
+
+    def _joined(self, parameter: nn.Parameter) -> Tensor:
+        """The optimizer's fp32 copy of a weight, from the parts all ranks have of it."""
+        whole = torch.zeros(_shape(parameter).numel(), device=self.device)
+        fragment = self._fragments.get(self._names[parameter])
+        if fragment is not None:
+            whole[fragment.start : fragment.start + fragment.count] = fragment.of(fragment.flat.detach())
+        dist.all_reduce(whole)
+        return whole.view(_shape(parameter))
 
     # -- checkpoints ----------------------------------------------------------------------------------------------
 
@@ -216,7 +236,6 @@ class DeepSpeedEngine(Engine):
         return f"zero{self._stage} {self.spec.computed_in}"
 
     def model_state(self) -> dict[str, Any]:
-        names = {parameter: name for name, parameter in self.module.named_parameters()}
         parameters = dict(self.module.named_parameters(remove_duplicate=False))
         state: dict[str, Any] = {}
         for name, tensor in self._saved(self.module.state_dict()).items():
@@ -226,11 +245,11 @@ class DeepSpeedEngine(Engine):
             elif not parameter.requires_grad:
                 state[name] = self._whole(parameter)
             else:
-                state[name] = self._piece(names[parameter], parameter)
+                state[name] = self._piece(parameter)
         return state
 
-    def _piece(self, name: str, parameter: nn.Parameter) -> dict[str, Any]:
-        fragment = self._fragments.get(name)
+    def _piece(self, parameter: nn.Parameter) -> dict[str, Any]:
+        fragment = self._fragments.get(self._names[parameter])
         if fragment is None:  # other ranks have all of it
             return {"flat": torch.empty(0), "start": 0, "shape": tuple(_shape(parameter))}
         return fragment.piece(fragment.flat)
@@ -274,10 +293,12 @@ class DeepSpeedEngine(Engine):
     # -- between host and device ----------------------------------------------------------------------------------
 
     def load(self, *, model: bool, optimizer: bool) -> None:
-        pass
+        self._offload.come_back(*_parts(model, optimizer))
 
     def offload(self, *, model: bool, optimizer: bool) -> None:
-        pass
+        self._after_infer()
+        if self._offload.leave(*_parts(model, optimizer)):
+            empty_cache(self.device)
 
 
 class _Scorer(nn.Module):
@@ -294,3 +315,7 @@ class _Scorer(nn.Module):
 def _shape(parameter: nn.Parameter) -> torch.Size:
     """Of the whole weight, which may be in slices."""
     return getattr(parameter, "ds_shape", parameter.shape)
+
+
+def _parts(model: bool, optimizer: bool) -> list[Part]:
+    return ["weights"] * model + ["state"] * optimizer
