@@ -118,6 +118,7 @@ class EngineWorker(Worker):
             grad_clip=section.grad_clip if train else None,
             device=self.device,
             seed=self.seed,
+            deepspeed_config=section.deepspeed,
         )
         self.report_mesh(mesh, engine)
         if train and engine.has_adapter and engine.topology.rank == 0:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from verl.config.engine import DEEPSPEED_OWN_KEYS
+from verl.utils.deepspeed_keys import conflicts
 from verl.utils.offload import read
 
 _NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -101,7 +101,10 @@ def deepspeed_settings(
         settings["bf16"] = {"enabled": True, "check_grad_overflow": True, "immediate_grad_update": True}
     if compute_dtype == torch.float16:
         settings["fp16"] = {"enabled": True}
-    return _merged(settings, read(config, "config", None) or {})
+    further = read(config, "config", None) or {}
+    for key, value, way_out in conflicts(further):
+        raise ValueError(f"deepspeed.config.{key}={value!r} is decided by verl: {way_out}")
+    return _merged(settings, further)
 
 
 def _zero_settings(config: Any, device: torch.device, numbers: int) -> dict[str, Any]:
@@ -130,12 +133,9 @@ def _zero_settings(config: Any, device: torch.device, numbers: int) -> dict[str,
     return settings
 
 
-def _merged(own: dict[str, Any], changes: Mapping[str, Any], path: str = "") -> dict[str, Any]:
+def _merged(own: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     merged = dict(own)
     for name, value in changes.items():
-        key = f"{path}{name}"
-        if key in DEEPSPEED_OWN_KEYS:
-            raise ValueError(f"deepspeed.config.{key}={value!r} cannot be set: {DEEPSPEED_OWN_KEYS[key]}")
         nested = isinstance(value, Mapping)
-        merged[name] = _merged(dict(own.get(name) or {}), value, f"{key}.") if nested else value
+        merged[name] = _merged(dict(own.get(name) or {}), value) if nested else value
     return merged
