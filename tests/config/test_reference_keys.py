@@ -7,6 +7,7 @@ import yaml
 
 from verl.config.base import leaves
 from verl.config.compose import CONFIG_DIR, compose
+from verl.config.engine import DeepSpeedConfig
 from verl.config.overrides import all_keys, locate
 from verl.config.ppo import PPOConfig
 from verl.config.tree import flatten
@@ -56,6 +57,11 @@ critic.model.lora_adapter_path
 trainer.controller trainer.log_freq trainer.nonfinite_tolerance trainer.progress_bar trainer.seed
 trainer.tracker_kwargs trainer.worker_timeout
 """.split()
+NEW_KEYS += [
+    f"{role}.deepspeed.{name}"
+    for role in ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic")
+    for name in DeepSpeedConfig.__dataclass_fields__
+]
 """Options that verl's YAML does not have. A change here is a change of the public surface."""
 
 

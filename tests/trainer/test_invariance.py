@@ -22,6 +22,12 @@ WAYS = {
     "sharded on one rank": {"actor_rollout_ref__actor__strategy": "fsdp2"},
     "two ranks": TWO_RANKS,
     "two ranks, not balanced": {**TWO_RANKS, "trainer__balance_batch": False},
+    "two ranks with ZeRO-3": {
+        **TWO_RANKS,
+        "actor_rollout_ref__actor__strategy": "deepspeed",
+        "actor_rollout_ref__actor__deepspeed__zero_stage": 3,
+        "actor_rollout_ref__actor__deepspeed__stage3_param_persistence_threshold": 0,
+    },
     "two ranks on Ray": {**TWO_RANKS, "trainer__controller": "ray"},
 }
 TOLERANCES = {  # relative; Adam's first steps divide by tiny gradients, and the KL is what rounding grows into

@@ -206,7 +206,7 @@ def _deepspeed_section_is_not_read(config: PPOConfig, is_given: IsGiven) -> Iter
         if section.strategy != "deepspeed":
             yield from _unread(config, keys, is_given, f"{role}.strategy={section.strategy}")
         elif role == _REF and stage < 3:
-            yield from _unread(config, keys, is_given, f"below zero_stage=3 the reference is whole on every rank")
+            yield from _unread(config, keys, is_given, "below zero_stage=3 the reference is whole on every rank")
         elif stage == 0:
             keys = [key for key in keys if not key.endswith(".reduce_bucket_size")]
             yield from _unread(config, keys, is_given, f"{role}.deepspeed.zero_stage=0 shards nothing")

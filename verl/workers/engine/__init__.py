@@ -52,7 +52,7 @@ def build_engine(
             logger.info("strategy=fsdp runs on FSDP2 (fully_shard)")
         from verl.workers.engine.fsdp import FSDPEngine as Backend
     elif strategy == "deepspeed":
-        Backend = _deepspeed_backend(deepspeed_config, train=optim_config is not None)
+        Backend = _deepspeed_backend(deepspeed_config, spec, train=optim_config is not None)
     else:
         raise ValueError(f"strategy={strategy!r} is not built: use 'local', 'fsdp2', 'fsdp' or 'deepspeed'")
     if optim_config is not None:
@@ -69,7 +69,7 @@ def build_engine(
     )
 
 
-def _deepspeed_backend(config: Any, train: bool) -> type[Engine]:
+def _deepspeed_backend(config: Any, spec: ModelSpec, train: bool) -> type[Engine]:
     """ZeRO's engine, or that of whole models where the stage leaves nothing to shard."""
     stage = read(config, "zero_stage", 2)
     if stage not in (0, 1, 2, 3):
@@ -77,6 +77,11 @@ def _deepspeed_backend(config: Any, train: bool) -> type[Engine]:
     if stage == 0 or (stage < 3 and not train):
         from verl.workers.engine.replica import ReplicaEngine as Backend
     else:
+        if train and spec.kept_in != torch.float32:
+            raise ValueError(
+                f"model_dtype={spec.param_dtype} with strategy=deepspeed: the sharded optimizer keeps the weights in "
+                "fp32. Set model_dtype=fp32; mixed_precision.param_dtype is the format of forward and backward"
+            )
         from verl.workers.engine.deepspeed import DeepSpeedEngine as Backend
     return Backend
 

@@ -171,7 +171,8 @@ class DeepSpeedEngine(Engine):
             )
 
     def _run(self, *args: Any, **kwargs: Any) -> TokenScores:
-        return TokenScores(*self._zero(*args, **kwargs))
+        # by name, since DeepSpeed takes positional arguments apart in search of tensors
+        return TokenScores(*self._zero(args=args, named=kwargs))
 
     def _before_backward(self, is_last: bool) -> None:
         self._zero.set_gradient_accumulation_boundary(is_last)
@@ -308,8 +309,8 @@ class _Scorer(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor | None, ...]:
-        return tuple(token_outputs(self.model, *args, **kwargs))
+    def forward(self, *, args: tuple, named: Mapping[str, Any]) -> tuple[Tensor | None, ...]:
+        return tuple(token_outputs(self.model, *args, **named))
 
 
 def _shape(parameter: nn.Parameter) -> torch.Size:

@@ -1,7 +1,7 @@
 """Where a rank's part of each trained weight lies in DeepSpeed's flat buffers, and checkpoints made of such parts.
 
-Pieces are those of ``verl.utils.checkpoint``: ``{"flat": (n,), "start": i, "shape": (...)}``, the numbers i .. i + n - 1
-of the whole, laid out in a row. Knows the two layouts of DeepSpeed's sharded optimizers; needs no collective.
+Pieces are those of ``verl.utils.checkpoint``: ``{"flat": (n,), "start": i, "shape": (...)}``, the numbers from i on,
+laid out in a row. Knows the two layouts of DeepSpeed's sharded optimizers; needs no collective.
 """
 
 from __future__ import annotations

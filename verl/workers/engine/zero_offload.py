@@ -42,8 +42,8 @@ class ZeroOffload:
     ) -> None:
         if leaves and optimizer is not None and not hasattr(zero_optimizer, "offload_states"):
             raise ValueError(
-                "deepspeed.zero_stage=1 in bf16: DeepSpeed's optimizer for it stays on the device, so param_offload and "
-                "optimizer_offload cannot be had. Use zero_stage=2, or deepspeed.offload_optimizer=true"
+                "deepspeed.zero_stage=1 in bf16: DeepSpeed's optimizer for it stays on the device, so there can be no "
+                "param_offload and no optimizer_offload. Use zero_stage=2, or deepspeed.offload_optimizer=true"
             )
         self._kinds = library.runtime.zero.offload_config.OffloadStateTypeEnum
         self._leaves = leaves
