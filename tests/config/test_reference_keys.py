@@ -60,7 +60,7 @@ trainer.tracker_kwargs trainer.worker_timeout
 NEW_KEYS += [
     f"{role}.deepspeed.{name}"
     for role in ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic")
-    for name in DeepSpeedConfig.__dataclass_fields__
+    for name in DeepSpeedConfig()
 ]
 """Options that verl's YAML does not have. A change here is a change of the public surface."""
 

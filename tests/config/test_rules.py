@@ -213,7 +213,8 @@ def test_an_unbuilt_option_set_to_its_default_is_fine():
 
 BUILT = [
     [f"{ACTOR}.strategy=fsdp2", "critic.strategy=fsdp2"],
-    [f"{ACTOR}.strategy=deepspeed", f"{ACTOR}.deepspeed.zero_stage=3", f"{ACTOR}.deepspeed.offload_param=true"], ["algorithm.adv_estimator=rloo", f"{ROLLOUT}.n=4"],
+    [f"{ACTOR}.strategy=deepspeed", f"{ACTOR}.deepspeed.zero_stage=3", f"{ACTOR}.deepspeed.offload_param=true"],
+    ["algorithm.adv_estimator=rloo", f"{ROLLOUT}.n=4"],
     ["algorithm.adv_estimator=remax"], ["algorithm.adv_estimator=reinforce_plus_plus_baseline", f"{ROLLOUT}.n=2"],
     [f"{ACTOR}.use_dynamic_bsz=true"], ["actor_rollout_ref.model.use_fused_kernels=true"],
     [f"{ACTOR}.fsdp_config.param_offload=true", f"{ACTOR}.fsdp_config.optimizer_offload=true"],
@@ -277,7 +278,7 @@ ZERO = f"{ACTOR}.strategy=deepspeed"
         ([f"{ACTOR}.deepspeed.zero_stage=0", f"{ACTOR}.deepspeed.offload_optimizer=true"], "Set .* to 1, 2 or 3"),
         ([f"{ACTOR}.fsdp_config.model_dtype=bf16"], "the sharded optimizer keeps the weights in fp32"),
         ([f"{ACTOR}.deepspeed.zero_stage=1", f"{ACTOR}.fsdp_config.optimizer_offload=true"], "stays on the device"),
-        ([f"{ACTOR}.deepspeed.zero_stage=3", f"{ACTOR}.deepspeed.zero_hpz_partition_size=3"], "Choose a divisor of 8"),
+        ([f"{ACTOR}.deepspeed.zero_stage=3", f"{ACTOR}.deepspeed.zero_hpz_partition_size=3"], "Choose a divisor of 2"),
         (
             [f"{ACTOR}.deepspeed.config={{gradient_clipping:2}}"],
             "gradient_clipping=2 is decided by verl: set grad_clip",
