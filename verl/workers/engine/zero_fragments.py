@@ -98,8 +98,10 @@ def flat_optimizer_state(
     for name, fragment in fragments.items():
         entry = optimizer.state.get(fragment.flat, {})
         if entry:
+            # counts of steps are copied: one tensor under many names would be raised once for each after loading
             by_name[name] = {
-                key: fragment.piece(value) if _is_laid_out(value, fragment) else value for key, value in entry.items()
+                key: fragment.piece(value) if _is_laid_out(value, fragment) else value.clone()
+                for key, value in entry.items()
             }
     saved = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     return {
