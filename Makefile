@@ -23,7 +23,7 @@ COMPILE = uv pip compile --quiet --universal --python-version 3.10 --no-header -
 requirements:  ## compile the pins (needs uv)
 	$(COMPILE) requirements.in | grep -vE '^(nvidia-|cuda-|triton)' | sed '1i # Compiled from requirements.in by "make requirements"; do not edit. Python 3.10 to 3.12.' > requirements.new
 	mv requirements.new requirements.txt
-	$(COMPILE) requirements-test.in | sed '1i # Compiled from requirements-test.in by "make requirements"; do not edit.' > requirements.new
+	$(COMPILE) requirements-test.in | grep -vE '^(nvidia-|cuda-|triton)' | sed '1i # Compiled from requirements-test.in by "make requirements"; do not edit.' > requirements.new
 	mv requirements.new requirements-test.txt
 
 clean:

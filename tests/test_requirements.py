@@ -13,7 +13,7 @@ DISTRIBUTION |= {"tokenizers": "transformers", "huggingface_hub": "transformers"
 DISTRIBUTION |= {"cloudpickle": "ray", "PIL": "pillow"}
 # Imported only where the user brought them: by an option that names them, or on a machine that has them.
 OPTIONAL = {"flash_attn", "vllm", "sglang", "modelscope", "torch_npu", "nvtx", "mlflow", "weave"}
-OPTIONAL |= {"liger_kernel", "torchao"}
+OPTIONAL |= {"deepspeed", "liger_kernel", "torchao"}
 OPTIONAL |= {"prometheus_client"}  # comes with vLLM, whose numbers it holds
 
 

@@ -7,6 +7,7 @@ import yaml
 
 from verl.config.base import leaves
 from verl.config.compose import CONFIG_DIR, compose
+from verl.config.engine import DeepSpeedConfig
 from verl.config.overrides import all_keys, locate
 from verl.config.ppo import PPOConfig
 from verl.config.tree import flatten
@@ -60,6 +61,11 @@ actor_rollout_ref.model.use_prefix_sharing critic.model.use_prefix_sharing
 trainer.controller trainer.log_freq trainer.nonfinite_tolerance trainer.progress_bar trainer.seed
 trainer.tracker_kwargs trainer.worker_timeout
 """.split()
+NEW_KEYS += [
+    f"{role}.deepspeed.{name}"
+    for role in ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic", "reward_model")
+    for name in DeepSpeedConfig()
+]
 """Options that verl's YAML does not have. A change here is a change of the public surface."""
 
 

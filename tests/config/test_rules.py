@@ -1,6 +1,7 @@
 """Settings that contradict each other are refused before anything starts."""
 
 import importlib
+import re
 import sys
 import types
 
@@ -225,7 +226,7 @@ UNBUILT = [
     "trainer.profile_steps=[1]", "trainer.worker_nsight_options.kill=sigterm",
     "trainer.npu_profile.options.level=level2", "actor_rollout_ref.profiler.ranks=[0]",
     "data.datagen.path=x.py",
-    f"{ACTOR}.strategy=megatron", "critic.strategy=deepspeed",
+    f"{ACTOR}.strategy=megatron", "critic.strategy=megatron",
     "trainer.default_hdfs_dir=hdfs://x", "trainer.esi_redundant_time=60",
     "trainer.device=npu", "trainer.logger=[console,mlflow]", "data.return_raw_input_ids=true",
 ]  # fmt: skip
@@ -252,7 +253,9 @@ def test_an_unbuilt_option_set_to_its_default_is_fine():
 
 
 BUILT = [
-    [f"{ACTOR}.strategy=fsdp2", "critic.strategy=fsdp2"], ["algorithm.adv_estimator=rloo", f"{ROLLOUT}.n=4"],
+    [f"{ACTOR}.strategy=fsdp2", "critic.strategy=fsdp2"],
+    [f"{ACTOR}.strategy=deepspeed", f"{ACTOR}.deepspeed.zero_stage=3", f"{ACTOR}.deepspeed.offload_param=true"],
+    ["algorithm.adv_estimator=rloo", f"{ROLLOUT}.n=4"],
     ["algorithm.adv_estimator=remax"], ["algorithm.adv_estimator=reinforce_plus_plus_baseline", f"{ROLLOUT}.n=2"],
     [f"{ACTOR}.strategy=fsdp2", f"{ACTOR}.fsdp_config.offload_policy=true"], [f"{ACTOR}.strategy=fsdp"],
     [f"{ACTOR}.fsdp_config.forward_prefetch=true", "actor_rollout_ref.model.enable_activation_offload=true"],
@@ -333,3 +336,26 @@ def test_the_batch_plan_counts_workers_that_share_sequences_as_one_rank():
 
 def test_batches_that_do_not_divide_by_the_ranks_are_taken():
     assert problems("trainer.n_gpus_per_node=3", "actor_rollout_ref.rollout.tensor_model_parallel_size=1") == ""
+
+
+ZERO = f"{ACTOR}.strategy=deepspeed"
+
+
+@pytest.mark.parametrize(
+    "words, expected",
+    [
+        ([f"{ACTOR}.deepspeed.offload_param=true"], "deepspeed.zero_stage=2: weights that are whole on every rank"),
+        ([f"{ACTOR}.deepspeed.zero_stage=0", f"{ACTOR}.deepspeed.offload_optimizer=true"], "Set .* to 1, 2 or 3"),
+        ([f"{ACTOR}.fsdp_config.model_dtype=bf16"], "the sharded optimizer keeps the weights in fp32"),
+        ([f"{ACTOR}.deepspeed.zero_stage=1", f"{ACTOR}.fsdp_config.optimizer_offload=true"], "stays on the device"),
+        ([f"{ACTOR}.deepspeed.zero_stage=3", f"{ACTOR}.deepspeed.zero_hpz_partition_size=3"], "Choose a divisor of 2"),
+        (
+            [f"{ACTOR}.deepspeed.config={{gradient_clipping:2}}"],
+            "gradient_clipping=2 is decided by verl: set grad_clip",
+        ),
+        ([f"{ACTOR}.deepspeed.zero_stage=4"], "zero_stage=4"),
+    ],
+)
+def test_what_zero_cannot_do_is_refused(words, expected):
+    assert re.search(expected, problems(ZERO, *words))
+    assert len(problems(ZERO, *words).splitlines()) <= 3

@@ -30,6 +30,12 @@ WAYS = {
     "shared prompts": SHARED_PROMPTS,
     "two ranks with shared prompts": {**TWO_RANKS, **SHARED_PROMPTS},
     "two ranks that share sequences": SHARED_SEQUENCES,
+    "two ranks with ZeRO-3": {
+        **TWO_RANKS,
+        "actor_rollout_ref__actor__strategy": "deepspeed",
+        "actor_rollout_ref__actor__deepspeed__zero_stage": 3,
+        "actor_rollout_ref__actor__deepspeed__stage3_param_persistence_threshold": 0,
+    },
     "two ranks on Ray": {**TWO_RANKS, "trainer__controller": "ray"},
 }
 TOLERANCES = {  # relative; Adam's first steps divide by tiny gradients, and the KL is what rounding grows into

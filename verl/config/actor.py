@@ -5,7 +5,7 @@ from typing import ClassVar, Literal
 
 from verl.config.algorithm import KLKind
 from verl.config.base import Config, option, section
-from verl.config.engine import FSDPConfig, Strategy
+from verl.config.engine import DeepSpeedConfig, FSDPConfig, Strategy
 from verl.config.optim import OptimConfig
 from verl.config.trainer import CheckpointConfig
 from verl.utils.micro_batching import MicroBatching
@@ -68,7 +68,8 @@ class ActorConfig(Config):
     _target_: ClassVar[str] = "verl.workers.config.FSDPActorConfig"
 
     strategy: Strategy = "fsdp"
-    """Training engine: fsdp2 (``fsdp`` is accepted and runs on the same machinery) or local (one process)."""
+    """Training engine: fsdp2 (``fsdp`` is accepted and runs on the same machinery), deepspeed (ZeRO) or local (one
+    process)."""
 
     ppo_mini_batch_size: int = option(256, above=0)
     """Prompts of one optimizer step, over all ranks; each brings ``rollout.n`` responses."""
@@ -182,6 +183,9 @@ class ActorConfig(Config):
     fsdp_config: FSDPConfig = section(FSDPConfig)
     """Sharding, offload and number formats."""
 
+    deepspeed: DeepSpeedConfig = section(DeepSpeedConfig)
+    """ZeRO, with ``strategy=deepspeed``."""
+
     use_remove_padding: bool = False
     """As ``actor_rollout_ref.model.use_remove_padding``, which it follows. Holds for the reference too."""
 
@@ -229,6 +233,9 @@ class RefConfig(Config):
 
     fsdp_config: FSDPConfig = section(FSDPConfig)
     """Sharding, offload and number formats."""
+
+    deepspeed: DeepSpeedConfig = section(DeepSpeedConfig)
+    """ZeRO, with ``strategy=deepspeed``; ``zero_stage`` follows the actor's."""
 
     ulysses_sequence_parallel_size: int = option(1, above=0)
     """Ranks that share one sequence; follows the actor's."""

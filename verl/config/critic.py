@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 
 from verl.config.actor import LossAggMode
 from verl.config.base import Config, option, section
-from verl.config.engine import FSDPConfig, Strategy
+from verl.config.engine import DeepSpeedConfig, FSDPConfig, Strategy
 from verl.config.optim import OptimConfig
 from verl.config.trainer import CheckpointConfig, ProfilerConfig
 from verl.utils.micro_batching import MicroBatching
@@ -80,6 +80,9 @@ class CriticConfig(Config):
 
     strategy: Strategy = "fsdp"
     """Training engine, as ``actor.strategy``."""
+
+    deepspeed: DeepSpeedConfig = section(DeepSpeedConfig)
+    """ZeRO, with ``strategy=deepspeed``."""
 
     enable: bool | None = None
     """Train a critic? Null: yes if the advantage estimator needs one."""

@@ -1,14 +1,14 @@
-"""How a model is sharded and in which number formats it lives (FSDP backends and the single-process one)."""
+"""How a model is sharded and in which number formats it lives."""
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from verl.config.base import Config, option, section
 
 Strategy = Literal["fsdp", "fsdp2", "local", "megatron", "deepspeed"]
 """``fsdp2``: torch's fully_shard. ``fsdp``: its predecessor FullyShardedDataParallel; on a CPU, with one process and
 with ``fsdp_size=1`` it runs as fsdp2. Both give the same numbers and read each other's checkpoints. ``local``: one
-process, no sharding. ``megatron`` and ``deepspeed`` are known names that are not built yet."""
+process, no sharding. ``deepspeed``: ZeRO, by the library. ``megatron`` is a known name that is not built yet."""
 
 Dtype = Literal["fp32", "float32", "bf16", "bfloat16", "fp16", "float16"]
 
@@ -91,3 +91,53 @@ class FSDPConfig(Config):
     def master_dtype(self) -> str:
         """``fp32``, ``bf16`` or ``fp16``: format of the master weights."""
         return _SHORT.get(self.model_dtype, self.model_dtype)
+
+
+@dataclass
+class DeepSpeedConfig(Config):
+    """ZeRO of one model, read with ``strategy=deepspeed``. Number formats, and what leaves the device between phases,
+    are those of ``fsdp_config``: ``model_dtype``, ``mixed_precision``, ``param_offload``, ``optimizer_offload``.
+    Source: Rajbhandari et al. 2020 (arXiv:1910.02054)."""
+
+    zero_stage: int = option(2, at_least=0, at_most=3)
+    """What ranks share out: 0 nothing (plain data parallelism, without the library), 1 the optimizer's state with the
+    fp32 weights, 2 gradients too, 3 weights too. A model that is not trained is whole on every rank below 3."""
+
+    offload_optimizer: bool = False
+    """Keep the optimizer's state and the fp32 weights in host memory, and run the optimizer there (stages 1 to 3).
+    Source: ZeRO-Offload, Ren et al. 2021 (arXiv:2101.06840)."""
+
+    offload_param: bool = False
+    """Keep each rank's part of the weights in host memory, also during training (stage 3)."""
+
+    overlap_comm: bool | None = None
+    """Sum gradients over ranks while the backward pass goes on. Null: with stage 3."""
+
+    contiguous_gradients: bool = True
+    """Copy gradients into one buffer as they are made, against fragmented memory."""
+
+    reduce_bucket_size: int = option(500_000_000, above=0)
+    """Numbers whose gradients are summed over ranks at a time; no more than the model has."""
+
+    allgather_bucket_size: int = option(500_000_000, above=0)
+    """Numbers that are gathered at a time after a step (stages 1 and 2)."""
+
+    stage3_prefetch_bucket_size: int = option(50_000_000, at_least=0)
+    """Stage 3: numbers fetched ahead of their use."""
+
+    stage3_param_persistence_threshold: int = option(100_000, at_least=0)
+    """Stage 3: weights of no more numbers than this stay whole on every rank."""
+
+    stage3_max_live_parameters: int = option(1_000_000_000, at_least=0)
+    """Stage 3: numbers that may be whole on a rank at a time."""
+
+    stage3_max_reuse_distance: int = option(1_000_000_000, at_least=0)
+    """Stage 3: a weight that is used again within so many numbers is not let go."""
+
+    zero_hpz_partition_size: int = option(1, above=0)
+    """Stage 3: ranks, usually of one machine, that hold a second copy of the weights in slices among them, to gather
+    from in the backward pass. 1: none. Source: ZeRO++, Wang et al. 2023 (arXiv:2306.10209)."""
+
+    config: dict[str, Any] = option({})
+    """Further entries of DeepSpeed's own configuration, for example ``{zero_optimization: {round_robin_gradients:
+    true}}``. What an option of verl decides is an error here."""

@@ -207,6 +207,39 @@ def _local_does_not_shard(config: PPOConfig, is_given: IsGiven) -> Iterator[str]
             yield from _unread(config, keys, is_given, f"{role}.strategy=local does not shard")
 
 
+def _deepspeed_is_not_fsdp(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+    names = (
+        "reshard_after_forward",
+        "fsdp_size",
+        "forward_prefetch",
+        "offload_policy",
+        "wrap_policy.min_num_params",
+        "wrap_policy.transformer_layer_cls_to_wrap",
+    )
+    for role, place in _sharded(config).items():
+        if get_path(config, role).strategy == "deepspeed":
+            keys = [f"{place}.{name}" for name in names]
+            yield from _unread(config, keys, is_given, f"{role}.strategy=deepspeed shards as {role}.deepspeed says")
+
+
+def _deepspeed_section_is_not_read(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+    stage3 = ("offload_param", "zero_hpz_partition_size")
+    for role in _sharded(config):
+        section, keys = get_path(config, role), _given_below(f"{role}.deepspeed", config, is_given)
+        stage = section.deepspeed.zero_stage
+        keys = [key for key in keys if not key.endswith(".zero_stage") or section.strategy != "deepspeed"]
+        if section.strategy != "deepspeed":
+            yield from _unread(config, keys, is_given, f"{role}.strategy={section.strategy}")
+        elif role in (_REF, _RM) and stage < 3:
+            yield from _unread(config, keys, is_given, "below zero_stage=3 what only scores is whole on every rank")
+        elif stage == 0:
+            keys = [key for key in keys if not key.endswith(".reduce_bucket_size")]
+            yield from _unread(config, keys, is_given, f"{role}.deepspeed.zero_stage=0 shards nothing")
+        elif stage < 3:
+            names = [key for key in keys if key.rpartition(".")[2].startswith(("stage3_", *stage3))]
+            yield from _unread(config, names, is_given, f"{role}.deepspeed.zero_stage={stage} keeps weights whole")
+
+
 def _buffers_keep_their_format(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
     keys = [f"{place}.mixed_precision.buffer_dtype" for place in _sharded(config).values()]
     yield from _unread(config, keys, is_given, "buffers keep the format the model gives them")
@@ -225,6 +258,7 @@ def _nothing_to_offload(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
         switches = [f"{place}.{name}" for place in _sharded(config).values() for name in names]
         switches += ["actor_rollout_ref.model.enable_activation_offload"]
         switches += ["critic.model.enable_activation_offload"] * config.uses_critic
+        switches += [f"{role}.deepspeed.offload_{name}" for role in _sharded(config) for name in ("param", "optimizer")]
         keys = [key for key in switches if get_path(config, key)]
         yield from _unread(config, keys, is_given, "with trainer.device=cpu all is in host memory")
         return
@@ -635,6 +669,8 @@ _CHECKS = (
     _one_worker_implementation,
     _fsdp_runs_on_fsdp2,
     _local_does_not_shard,
+    _deepspeed_is_not_fsdp,
+    _deepspeed_section_is_not_read,
     _buffers_keep_their_format,
     _reference_is_kept_as_it_computes,
     _nothing_to_offload,

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from verl.config.base import Config, option, section
-from verl.config.engine import FSDPConfig, Strategy
+from verl.config.engine import DeepSpeedConfig, FSDPConfig, Strategy
 from verl.config.trainer import ProfilerConfig
 from verl.utils.micro_batching import MicroBatching
 
@@ -79,6 +79,9 @@ class RewardModelConfig(Config):
 
     strategy: Strategy = "fsdp"
     """Engine of the reward model, as ``actor.strategy``."""
+
+    deepspeed: DeepSpeedConfig = section(DeepSpeedConfig)
+    """ZeRO, with ``strategy=deepspeed``."""
 
     model: RewardModelModelConfig = section(RewardModelModelConfig)
     """The reward model."""

@@ -11,6 +11,7 @@ from verl.config.base import Problem, get_path
 from verl.config.build import show
 from verl.config.ppo import PPOConfig
 from verl.config.sampling_names import BY_HF, DECIDED, OF_WHOLE_RESPONSES, OWN
+from verl.utils.deepspeed_keys import conflicts
 
 Rule = Callable[[PPOConfig], Iterator[Problem]]
 RULES: list[Rule] = []
@@ -602,7 +603,7 @@ def fp16_is_not_trained_in(config: PPOConfig) -> Iterator[Problem]:
 def runs_fsdp1(config: PPOConfig, role: str) -> bool:
     """Whether a role's ``strategy=fsdp`` is FullyShardedDataParallel."""
     section = get_path(config, role)
-    sharding = section.model.fsdp_config if role == "critic" else section.fsdp_config
+    sharding = section.model.fsdp_config if role in ("critic", RM) else section.fsdp_config
     shares = config.trainer.world_size > 1 and sharding.fsdp_size != 1
     return section.strategy == "fsdp" and config.trainer.device != "cpu" and shares
 
@@ -614,6 +615,8 @@ def offload_policy_is_of_fsdp2(config: PPOConfig) -> Iterator[Problem]:
         places[REF] = f"{REF}.fsdp_config"
     if config.uses_critic:
         places["critic"] = "critic.model.fsdp_config"
+    if config.reward_model.enable:
+        places[RM] = f"{RM}.model.fsdp_config"
     for role, place in places.items():
         if get_path(config, place).offload_policy and runs_fsdp1(config, role):
             yield _problem(
@@ -627,9 +630,7 @@ def offload_policy_is_of_fsdp2(config: PPOConfig) -> Iterator[Problem]:
 
 @rule
 def local_strategy_has_one_worker(config: PPOConfig) -> Iterator[Problem]:
-    sections = [ACTOR, *([REF] if config.uses_reference else []), *(["critic"] if config.uses_critic else [])]
-    sections += [RM] if config.reward_model.enable else []
-    for key in sections:
+    for key in _models(config):
         if get_path(config, key).strategy == "local" and config.trainer.world_size > 1:
             yield _problem(
                 config,
@@ -639,6 +640,92 @@ def local_strategy_has_one_worker(config: PPOConfig) -> Iterator[Problem]:
                 f"{config.trainer.n_gpus_per_node}). Use fsdp2, or one worker.",
                 "trainer.n_gpus_per_node",
             )
+
+
+def zero_roles(config: PPOConfig) -> Iterator[tuple[str, Any, Any, bool]]:
+    """(key, section, sharding section, trained?) of the roles that run on DeepSpeed."""
+    shared = config.actor_rollout_ref
+    found = [(ACTOR, shared.actor, shared.actor.fsdp_config, True)]
+    if config.uses_reference:
+        found.append((REF, shared.ref, shared.ref.fsdp_config, False))
+    if config.uses_critic:
+        found.append(("critic", config.critic, config.critic.model.fsdp_config, True))
+    if config.reward_model.enable:
+        found.append((RM, config.reward_model, config.reward_model.model.fsdp_config, False))
+    return (entry for entry in found if entry[1].strategy == "deepspeed")
+
+
+@rule
+def zero_stage_has_what_is_offloaded(config: PPOConfig) -> Iterator[Problem]:
+    for key, role, _, is_trained in zero_roles(config):
+        zero, stage = role.deepspeed, f"{key}.deepspeed.zero_stage"
+        if zero.offload_param and zero.zero_stage != 3:
+            yield _problem(
+                config,
+                f"{key}.deepspeed.offload_param",
+                f"with {stage}={zero.zero_stage}: weights that are whole on every rank cannot be kept in host memory "
+                f"during training. Set {stage}=3, or fsdp_config.param_offload, which moves them between phases.",
+                stage,
+            )
+        if zero.offload_optimizer and zero.zero_stage == 0 and is_trained:
+            yield _problem(
+                config,
+                f"{key}.deepspeed.offload_optimizer",
+                f"with {stage}=0: without ZeRO the optimizer is not DeepSpeed's. Set {stage} to 1, 2 or 3, or "
+                "fsdp_config.optimizer_offload, which moves its state between updates.",
+                stage,
+            )
+
+
+@rule
+def zero_keeps_fp32_weights(config: PPOConfig) -> Iterator[Problem]:
+    for key, role, sharding, is_trained in zero_roles(config):
+        if is_trained and role.deepspeed.zero_stage and sharding.master_dtype != "fp32":
+            name = f"{'critic.model' if key == 'critic' else key}.fsdp_config.model_dtype"
+            yield _problem(
+                config,
+                name,
+                f"with {key}.strategy=deepspeed: the sharded optimizer keeps the weights in fp32. Set it to fp32; "
+                "mixed_precision.param_dtype is the format of forward and backward.",
+                f"{key}.strategy",
+            )
+
+
+@rule
+def zero_optimizer_can_leave_the_device(config: PPOConfig) -> Iterator[Problem]:
+    for key, role, sharding, is_trained in zero_roles(config):
+        leaves = sharding.param_offload or sharding.optimizer_offload
+        zero = role.deepspeed
+        if config.trainer.device != "cuda" or not is_trained or not leaves or zero.offload_optimizer:
+            continue
+        if zero.zero_stage == 1 and sharding.compute_dtype == "bf16":
+            yield _problem(
+                config,
+                f"{key}.deepspeed.zero_stage",
+                "in bf16 with fsdp_config.param_offload or optimizer_offload: DeepSpeed's optimizer of this stage "
+                "stays on the device. Use zero_stage=2, or deepspeed.offload_optimizer=true.",
+            )
+
+
+@rule
+def second_copies_of_slices_divide_the_workers(config: PPOConfig) -> Iterator[Problem]:
+    for key, role, _, _ in zero_roles(config):
+        size, world = role.deepspeed.zero_hpz_partition_size, config.trainer.world_size
+        if role.deepspeed.zero_stage == 3 and world % size:
+            yield _problem(
+                config,
+                f"{key}.deepspeed.zero_hpz_partition_size",
+                f"does not divide the {world} workers. Choose a divisor of {world}, usually those of one machine.",
+                "trainer.n_gpus_per_node",
+            )
+
+
+@rule
+def deepspeed_config_leaves_alone_what_verl_decides(config: PPOConfig) -> Iterator[Problem]:
+    for key, role, _, _ in zero_roles(config):
+        for name, value, way_out in conflicts(role.deepspeed.config):
+            text = f"{key}.deepspeed.config.{name}={show(value)} is decided by verl: {way_out}."
+            yield Problem(f"{key}.deepspeed.config", text)
 
 
 @rule

@@ -51,7 +51,12 @@ _KL_KINDS = tuple(kind for kind in typing.get_args(KLKind) if kind != "full")
 LIMITS: tuple[Limit, ...] = (
     # backends
     *(
-        Limit(f"{role}.strategy", "this training engine", "use fsdp2, or local for one process", ("fsdp2", "local"))
+        Limit(
+            f"{role}.strategy",
+            "this training engine",
+            "use fsdp2 or deepspeed, or local for one process",
+            ("fsdp2", "deepspeed", "local"),
+        )
         for role in _ROLES
     ),
     Limit("trainer.device", "this device", "use cuda or cpu", ("cuda", "cpu")),

@@ -99,7 +99,8 @@ def bytes_by_place(tensors: Iterable[Any], device: str) -> int:
     """Bytes of the distinct storages of ``tensors`` on ``device``, of sharded ones this rank's part."""
     found: dict[int, int] = {}
     for tensor in tensors:
-        local = getattr(tensor, "_local_tensor", tensor)
+        # of FSDP2's weights, of DeepSpeed's at stage 3, of others
+        local = getattr(tensor, "_local_tensor", getattr(tensor, "ds_tensor", tensor))
         if isinstance(local, Tensor) and local.device.type == device:
             storage = local.untyped_storage()
             found[storage._cdata] = storage.nbytes()

@@ -3,7 +3,8 @@
 import itertools
 from types import SimpleNamespace
 
-import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from transformers import Qwen2Config
@@ -126,7 +127,7 @@ def pictures(tmp_path_factory):
     path = str(tmp_path_factory.mktemp("data") / "rows.parquet")
     repeated = [MIXED[i] for i in (0, 2, 1, 2, 0, 0, 2, 1)]
     repeated[5] = ("<image>What is it?", [picture(seed=9)])  # the same tokens, of another image
-    pd.DataFrame([image_row(text, images, i) for i, (text, images) in enumerate(repeated)]).to_parquet(path)
+    pq.write_table(pa.Table.from_pylist([image_row(text, images, i) for i, (text, images) in enumerate(repeated)]), path)
     return folder, make_images(image_dataset(folder, path))
 
 

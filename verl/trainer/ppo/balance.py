@@ -52,7 +52,7 @@ def share_plan(config: Any, cost: RowCost, step: int) -> SharePlan:
         "update_actor": update(shared.actor, shared.rollout.n),
         "update_critic": update(critic, critic.rollout_n),
     }
-    together = bool(getattr(shared.model, "use_prefix_sharing", False))
+    together = shared.model.use_prefix_sharing or critic.model.use_prefix_sharing
     return SharePlan(passes, cost if config.trainer.balance_batch else None, together)
 
 

@@ -30,12 +30,14 @@ def build_engine(
     device: str = "cpu",
     seed: int = 0,
     sp_size: int = 1,
+    deepspeed_config: Any = None,
 ) -> Engine:
     """Load a model and put it on its mesh. All ranks call it together.
 
     Args:
-        strategy: ``local`` (one process), ``fsdp2`` (any number: ``fully_shard``), or ``fsdp``
-            (``FullyShardedDataParallel``; on a CPU, and where no model is shared by ranks, FSDP2).
+        strategy: ``local`` (one process), ``fsdp2`` (any number: ``fully_shard``), ``fsdp``
+            (``FullyShardedDataParallel``; on a CPU, and where no model is shared by ranks, FSDP2), or ``deepspeed``
+            (ZeRO).
         engine_config: the ``fsdp_config`` section, or None for defaults.
         optim_config: the ``optim`` section; None builds an engine that only scores.
         total_steps: training steps of the run, the length of the learning-rate schedule.
@@ -43,6 +45,7 @@ def build_engine(
         device: ``cpu`` or ``cuda``.
         seed: of weights the checkpoint does not hold, such as a value head.
         sp_size: ranks that share one sequence (Ulysses); more than 1 needs ``spec.remove_padding``.
+        deepspeed_config: the ``deepspeed`` section, which other strategies do not read; None for defaults.
 
     Raises:
         ValueError: for an unknown strategy, a model that cannot be built, kernels that do not run on ``device``, or a
@@ -56,8 +59,10 @@ def build_engine(
         if strategy == "fsdp":
             logger.info("strategy=fsdp runs on FSDP2 (fully_shard) on a CPU, and where no rank shares a model")
         from verl.workers.engine.fsdp import FSDPEngine as Backend
+    elif strategy == "deepspeed":
+        Backend = _deepspeed_backend(deepspeed_config, spec, train=optim_config is not None)
     else:
-        raise ValueError(f"strategy={strategy!r} is not built: use 'local', 'fsdp2' or 'fsdp'")
+        raise ValueError(f"strategy={strategy!r} is not built: use 'local', 'fsdp2', 'fsdp' or 'deepspeed'")
     _check_kernels(spec, device)
     if sp_size > 1 and not spec.remove_padding:
         raise ValueError(
@@ -75,6 +80,7 @@ def build_engine(
         device=device,
         seed=seed,
         sp_size=sp_size,
+        **({"deepspeed_config": deepspeed_config} if strategy == "deepspeed" else {}),
     )
 
 
@@ -92,6 +98,23 @@ def _check_kernels(spec: ModelSpec, device: str) -> None:
     if spec.head_backend == "triton":
         option = "actor_rollout_ref.model.fused_kernel_options.impl_backend=triton"
         check_liger(option, device, "set impl_backend=torch")
+
+
+def _deepspeed_backend(config: Any, spec: ModelSpec, train: bool) -> type[Engine]:
+    """ZeRO's engine, or that of whole models where the stage leaves nothing to shard."""
+    stage = read(config, "zero_stage", 2)
+    if stage not in (0, 1, 2, 3):
+        raise ValueError(f"deepspeed.zero_stage={stage!r} is no stage of ZeRO: use 0, 1, 2 or 3")
+    if stage == 0 or (stage < 3 and not train):
+        from verl.workers.engine.replica import ReplicaEngine as Backend
+    else:
+        if train and spec.kept_in != torch.float32:
+            raise ValueError(
+                f"model_dtype={spec.param_dtype} with strategy=deepspeed: the sharded optimizer keeps the weights in "
+                "fp32. Set model_dtype=fp32; mixed_precision.param_dtype is the format of forward and backward"
+            )
+        from verl.workers.engine.deepspeed import DeepSpeedEngine as Backend
+    return Backend
 
 
 def _check_precision(spec: ModelSpec) -> None:

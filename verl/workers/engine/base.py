@@ -469,6 +469,10 @@ class Engine(ABC):
     def _before_backward(self, is_last: bool) -> None:  # noqa: B027
         """Called before each micro-batch's forward and backward pass."""
 
+    def _run_backward(self, loss: Tensor) -> None:
+        """Add the gradient of ``loss`` to what the step has so far."""
+        loss.backward()
+
     def _after_infer(self) -> None:  # noqa: B027
         """Called after the forward passes of ``infer``."""
 
@@ -516,7 +520,7 @@ class Engine(ABC):
         asked: list[Scoring] = []
         found = self._score(self._shared(packed), 1.0, False, note=asked.append)
         packed_check.check_asked(config, asked, name)
-        which = "values" if self.spec.head == "value" else "log_probs"
+        which = "log_probs" if self.spec.head == "lm" else "values"
         packed_check.check_same(getattr(expected, which), getattr(found, which), self.spec.computed_in, name)
 
     def _shared(self, micro: MicroBatch) -> MicroBatch:
@@ -653,14 +657,14 @@ class Engine(ABC):
         found = TokenScores(*(part if part is None else part.detach() for part in scores))
         if share == 0.0:
             # idle, or nothing but masked tokens: other ranks wait in backward, so run it, on nothing
-            sum(part.sum() for part in scores if part is not None).mul(0.0).backward()
+            self._run_backward(sum(part.sum() for part in scores if part is not None).mul(0.0))
             return found
         outputs = TokenOutputs(*(micro.tight(part) for part in (scores.log_probs, scores.entropy, scores.values)))
         value, told = loss(outputs, micro.columns)
         # ranks' gradients are averaged, so each multiplies by their number to have them summed; ranks that share a
         # sequence have the same loss and find parts of its gradient
         ranks = self.topology.dp_size * self.topology.sp_size
-        (value * (share * scale * ranks)).backward()
+        self._run_backward(value * (share * scale * ranks))
         metrics.add(told, share)
         return found
 

@@ -39,18 +39,8 @@ class LocalEngine(Engine):
         seed: int = 0,
         sp_size: int = 1,
     ) -> None:
-        if sp_size > 1:
-            raise ValueError(
-                f"ulysses_sequence_parallel_size={sp_size} with strategy=local: one process has nobody to share a "
-                "sequence with. Use strategy=fsdp2 on several ranks, or size 1."
-            )
-        if get_world_size() > 1:
-            raise ValueError(
-                f"strategy=local is for one process, and {get_world_size()} were started: use strategy=fsdp2, or "
-                "trainer.n_gpus_per_node=1 and trainer.nnodes=1"
-            )
         super().__init__(spec, grad_clip)
-        self.topology = Topology()
+        self.topology = self._place(sp_size, device)
         self.device = current_device(device)
         self._offload_params = wants_offload(engine_config, "param_offload", self.device)
         self._offload_optimizer = wants_offload(engine_config, "optimizer_offload", self.device)
@@ -65,6 +55,19 @@ class LocalEngine(Engine):
         trained = [self._masters.get(p, p) for p in self.module.parameters()]
         self._build_optimizer(trained, optim_config, total_steps)
         self.offload(model=True, optimizer=True)
+
+    def _place(self, sp_size: int, device: str) -> Topology:
+        if sp_size > 1:
+            raise ValueError(
+                f"ulysses_sequence_parallel_size={sp_size} with strategy=local: one process has nobody to share a "
+                "sequence with. Use strategy=fsdp2 on several ranks, or size 1."
+            )
+        if get_world_size() > 1:
+            raise ValueError(
+                f"strategy=local is for one process, and {get_world_size()} were started: use strategy=fsdp2, or "
+                "trainer.n_gpus_per_node=1 and trainer.nnodes=1"
+            )
+        return Topology()
 
     # -- precision ------------------------------------------------------------------------------------------------
 
@@ -98,9 +101,13 @@ class LocalEngine(Engine):
     def parameter_names(self) -> list[str]:
         return [name for name, parameter in self.module.named_parameters() if parameter.requires_grad]
 
-    def optimizer_step(self) -> float:
+    def _finish_gradients(self) -> None:
+        """Called after the last backward pass of a step."""
         for parameter in self._stale:
             self._masters[parameter].grad.zero_()
+
+    def optimizer_step(self) -> float:
+        self._finish_gradients()
         trained = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
         norm = clip_gradients(trained, self.grad_clip)
         if math.isfinite(norm):

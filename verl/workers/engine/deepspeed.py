@@ -1,0 +1,323 @@
+"""The engine of ZeRO, by the library DeepSpeed: optimizer state, gradients and weights sharded, as the stage says.
+
+Micro-batches, weights of means, schedules and checkpoints are the base's. Used of DeepSpeed's engine are its
+collectives, its sharded optimizer, and the hooks that gather weights.
+
+Source: Rajbhandari et al. 2020, ZeRO (arXiv:1910.02054); Ren et al. 2021, ZeRO-Offload (arXiv:2101.06840).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import AdamW
+
+from verl.models.loader import ModelSpec, empty_model, load_model
+from verl.models.scalar_head import value_layer
+from verl.models.token_outputs import TokenScores, token_outputs
+from verl.utils.device import current_device, empty_cache
+from verl.utils.distributed import ensure_process_group
+from verl.utils.offload import read, wants_offload
+from verl.utils.torch_dtypes import PrecisionType
+from verl.workers.engine.base import Engine, Topology
+from verl.workers.engine.deepspeed_library import deepspeed_settings, import_deepspeed, launch_variables
+from verl.workers.engine.zero_fragments import find_fragments, flat_optimizer_state, load_flat_optimizer_state
+from verl.workers.engine.zero_offload import Part, ZeroOffload
+
+_PLACED_TOGETHER = 1 << 28
+"""Numbers of weights that are whole on a rank at a time while a model is sliced."""
+
+
+class DeepSpeedEngine(Engine):
+    """ZeRO stages 1 (optimizer state sharded), 2 (and gradients) and 3 (and weights; also for a model only scored).
+
+    The module holds weights in the compute precision, the sharded optimizer in fp32.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        engine_config: Any = None,
+        optim_config: Any = None,
+        *,
+        deepspeed_config: Any = None,
+        total_steps: int = -1,
+        grad_clip: float | None = None,
+        device: str = "cpu",
+        seed: int = 0,
+        sp_size: int = 1,
+    ) -> None:
+        super().__init__(spec, grad_clip)
+        ensure_process_group(device)
+        self.device = current_device(device)
+        self.topology = Topology.of_ranks(sp_size, device)
+        self._stage = read(deepspeed_config, "zero_stage", 2)
+        self._is_sliced = self._stage == 3
+        self._library = import_deepspeed(self.device)
+        reduce_dtype = read(read(engine_config, "mixed_precision", None), "reduce_dtype", "fp32") or "fp32"
+        with launch_variables(self.device):
+            kept = self._load(seed, train=optim_config is not None)
+            settings = deepspeed_settings(
+                deepspeed_config,
+                self.device,
+                spec.computed_in,
+                PrecisionType.to_dtype(reduce_dtype),
+                grad_clip,
+                sum(parameter.numel() for parameter in self.module.parameters()),
+            )
+            self._place(settings)
+            self._build_optimizer(list(self.module.parameters()), optim_config, total_steps)
+            self._check_optimizer()
+            self._names = {parameter: name for name, parameter in self.module.named_parameters()}
+            groups = self.optimizer.param_groups if self.optimizer is not None else ()
+            self._groups = [[self._names[parameter] for parameter in group["params"]] for group in groups]
+            self._start(settings)
+        if kept is not None:
+            self._set_masters(self._from_rank_0(kept))
+        leaves = self._leaving(engine_config, deepspeed_config)
+        self._offload = ZeroOffload(
+            self._library, leaves, self.module, self._zero.optimizer, self.optimizer, self.device
+        )
+        self._prepare()
+        self.offload(model=True, optimizer=True)
+
+    # -- loading: rank 0 reads the model, every rank takes its part ------------------------------------------------
+
+    def _load(self, seed: int, train: bool) -> dict[str, Tensor] | None:
+        """Build the module, on rank 0 with weights, elsewhere without memory.
+
+        Returns:
+            On rank 0 the weights as they came, where the module's will be rounded to the compute precision.
+        """
+        spec, is_source = self.spec, self.topology.rank == 0
+        kept_in = spec.kept_in if train else spec.computed_in
+        self.module = load_model(spec, seed, kept_in) if is_source else empty_model(spec)
+        if kept_in == spec.computed_in:
+            return None
+        return {name: p.detach() for name, p in self.module.named_parameters() if p.requires_grad} if is_source else {}
+
+    def _place(self, settings: Mapping[str, Any]) -> None:
+        """Bring the module to the device, in the compute precision; with stage 3 in slices, a part at a time."""
+        placed: dict[nn.Parameter, nn.Parameter] = {}
+        whole: list[nn.Parameter] = []
+        for owner in self.module.modules():
+            for name, parameter in owner._parameters.items():
+                if parameter is not None and parameter not in placed:
+                    placed[parameter] = self._placed(parameter)
+                    whole.append(placed[parameter])
+                owner._parameters[name] = placed.get(parameter)
+            for name, buffer in owner._buffers.items():
+                if buffer is not None:
+                    owner._buffers[name] = self._from_source(buffer, buffer.dtype)
+            if sum(parameter.numel() for parameter in whole) > _PLACED_TOGETHER:
+                whole = self._sliced(whole, settings)
+        self._sliced(whole, settings)
+
+    def _placed(self, parameter: nn.Parameter) -> nn.Parameter:
+        return nn.Parameter(self._from_source(parameter.detach(), self.spec.computed_in), parameter.requires_grad)
+
+    def _from_source(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        """Rank 0's ``tensor``, on the device of every rank."""
+        if self.topology.rank == 0:
+            tensor = tensor.to(self.device, dtype)
+        else:
+            tensor = torch.empty(tensor.shape, dtype=dtype, device=self.device)
+        dist.broadcast(tensor, src=0)
+        return tensor
+
+    def _sliced(self, parameters: list[nn.Parameter], settings: Mapping[str, Any]) -> list[nn.Parameter]:
+        if not self._is_sliced:
+            return parameters
+        if parameters:
+            self._library.zero.Init(module=nn.ParameterList(parameters), config_dict_or_path=dict(settings))
+        return []
+
+    def _from_rank_0(self, kept: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in self.module.named_parameters():
+            if parameter.requires_grad:
+                like = torch.empty(_shape(parameter), device="meta")
+                yield name, self._from_source(kept.get(name, like), torch.float32)
+
+    # -- DeepSpeed's engine ---------------------------------------------------------------------------------------
+
+    def _start(self, settings: Mapping[str, Any]) -> None:
+        scorer = _Scorer(self.module)
+        if self._is_sliced:
+            layer = value_layer(self.module) if self.spec.head != "lm" else self.module.get_output_embeddings()
+            for weight in () if layer is None else layer.parameters():
+                self._library.zero.register_external_parameter(scorer, weight)
+        self._zero, *_ = self._library.initialize(model=scorer, optimizer=self.optimizer, config=dict(settings))
+        self.module.token_outputs = self._run
+        trains = self.optimizer is not None
+        self._fragments = find_fragments(self.module, self._zero.optimizer, self._is_sliced) if trains else {}
+
+    def _leaving(self, engine_config: Any, config: Any) -> list[Part]:
+        """What is to leave the device between phases, and does not lie in host memory anyway."""
+        parts: list[Part] = []
+        if wants_offload(engine_config, "param_offload", self.device):
+            parts += [] if self._is_sliced and read(config, "offload_param", False) else ["weights"]
+        if wants_offload(engine_config, "optimizer_offload", self.device) and self.optimizer is not None:
+            parts += [] if read(config, "offload_optimizer", False) else ["state"]
+        return parts
+
+    def _check_optimizer(self) -> None:
+        if self.optimizer is not None and type(self.optimizer) is not AdamW:
+            raise ValueError(
+                f"strategy=deepspeed shards the state of AdamW, and this optimizer is {type(self.optimizer).__name__}: "
+                "set optim.optimizer=AdamW, or use strategy=fsdp2"
+            )
+
+    def _run(self, *args: Any, **kwargs: Any) -> TokenScores:
+        # by name, since DeepSpeed takes positional arguments apart in search of tensors
+        return TokenScores(*self._zero(args=args, named=kwargs))
+
+    def _before_backward(self, is_last: bool) -> None:
+        self._zero.set_gradient_accumulation_boundary(is_last)
+
+    def _run_backward(self, loss: Tensor) -> None:
+        self._zero.backward(loss, scale_wrt_gas=False)
+
+    def _after_infer(self) -> None:
+        if self._is_sliced:
+            self._zero.empty_partition_cache()
+
+    def optimizer_step(self) -> float:
+        self._zero.step()  # leaves out a gradient that is not finite, and calls its norm inf
+        return float(self._zero.get_global_grad_norm())
+
+    # -- weights --------------------------------------------------------------------------------------------------
+
+    def parameter_names(self) -> list[str]:
+        return [name for name, parameter in self.module.named_parameters() if parameter.requires_grad]
+
+    def trained_share(self) -> tuple[int, int]:
+        sizes = [(_shape(parameter).numel(), parameter.requires_grad) for parameter in self.module.parameters()]
+        return sum(size for size, is_trained in sizes if is_trained), sum(size for size, _ in sizes)
+
+    def full_tensors(self, dtype: torch.dtype | None, leave_out: Collection[str]) -> Iterator[tuple[str, Tensor]]:
+        if "weights" not in self._offload.away:
+            yield from self._full_tensors(dtype, leave_out)
+            return
+        with self.on_device():
+            yield from self._full_tensors(dtype, leave_out)
+
+    @torch.no_grad()
+    def _full_tensors(self, dtype: torch.dtype | None, leave_out: Collection[str]) -> Iterator[tuple[str, Tensor]]:
+        parameters = dict(self.module.named_parameters(remove_duplicate=False))
+        for name, tensor in self.module.state_dict().items():
+            if name in leave_out:
+                continue
+            tensor = self._whole(parameters[name], dtype) if name in parameters else tensor
+            yield name, tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+
+    def _whole(self, parameter: nn.Parameter, dtype: torch.dtype | None = None) -> Tensor:
+        """A weight of all ranks: as the optimizer has it, or the module's copy where that is as good."""
+        is_rounded = self.optimizer is not None and parameter.dtype != torch.float32
+        if is_rounded and parameter.requires_grad and parameter.dtype != dtype:
+            return self._joined(parameter)
+        with self._library.zero.GatheredParameters([parameter], enabled=self._is_sliced):
+            return parameter.detach()
+
+    def _joined(self, parameter: nn.Parameter) -> Tensor:
+        """The optimizer's fp32 copy of a weight, from the parts all ranks have of it."""
+        whole = torch.zeros(_shape(parameter).numel(), device=self.device)
+        fragment = self._fragments.get(self._names[parameter])
+        if fragment is not None:
+            whole[fragment.start : fragment.start + fragment.count] = fragment.of(fragment.flat.detach())
+        dist.all_reduce(whole)
+        return whole.view(_shape(parameter))
+
+    # -- checkpoints ----------------------------------------------------------------------------------------------
+
+    @property
+    def layout(self) -> str:
+        return f"zero{self._stage} {self.spec.computed_in}"
+
+    def model_state(self) -> dict[str, Any]:
+        parameters = dict(self.module.named_parameters(remove_duplicate=False))
+        state: dict[str, Any] = {}
+        for name, tensor in self._saved(self.module.state_dict()).items():
+            parameter = parameters.get(name)
+            if parameter is None:
+                state[name] = tensor
+            elif not parameter.requires_grad:
+                state[name] = self._whole(parameter)
+            else:
+                state[name] = self._piece(parameter)
+        return state
+
+    def _piece(self, parameter: nn.Parameter) -> dict[str, Any]:
+        fragment = self._fragments.get(self._names[parameter])
+        if fragment is None:  # other ranks have all of it
+            return {"flat": torch.empty(0), "start": 0, "shape": tuple(_shape(parameter))}
+        return fragment.piece(fragment.flat)
+
+    @torch.no_grad()
+    def load_model_state(self, state: Mapping[str, Any]) -> None:
+        own = self._saved(self.module.state_dict())
+        if own.keys() != state.keys():
+            odd = sorted(own.keys() ^ state.keys())
+            raise ValueError(f"the saved weights differ from this model in {len(odd)} names, first {odd[0]!r}")
+        for name, buffer in self.module.named_buffers():
+            if name in own:
+                buffer.copy_(state[name])
+        for name, parameter in self.module.named_parameters():
+            if name in own and not parameter.requires_grad:
+                with self._library.zero.GatheredParameters([parameter], modifier_rank=0, enabled=self._is_sliced):
+                    parameter.copy_(state[name])
+        self._set_masters((name, state[name]) for name in self._fragments)
+
+    @torch.no_grad()
+    def _set_masters(self, values: Iterable[tuple[str, Any]]) -> None:
+        """Take over trained weights, each whole or this rank's piece of it, and round the module's from them."""
+        for name, value in values:
+            fragment = self._fragments.get(name)
+            if fragment is not None:
+                fragment.of(fragment.flat.data).copy_(fragment.own_part(name, value))
+        zero_optimizer = self._zero.optimizer
+        if not self._is_sliced:
+            zero_optimizer.update_lp_params()
+            return
+        self._zero.empty_partition_cache()
+        for number in range(len(zero_optimizer.fp32_partitioned_groups_flat)):
+            zero_optimizer._reassign_or_swap_out_partitioned_parameters(number)
+
+    def optimizer_state(self) -> dict[str, Any]:
+        return flat_optimizer_state(self.optimizer, self._fragments, self._groups)
+
+    def load_optimizer_state(self, state: Mapping[str, Any]) -> None:
+        load_flat_optimizer_state(self.optimizer, self._fragments, self._groups, state)
+
+    # -- between host and device ----------------------------------------------------------------------------------
+
+    def load(self, *, model: bool, optimizer: bool) -> None:
+        self._offload.come_back(*_parts(model, optimizer))
+
+    def offload(self, *, model: bool, optimizer: bool) -> None:
+        self._after_infer()
+        if self._offload.leave(*_parts(model, optimizer)):
+            empty_cache(self.device)
+
+
+class _Scorer(nn.Module):
+    """The model as DeepSpeed sees it: its forward pass is ``token_outputs``."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, *, args: tuple, named: Mapping[str, Any]) -> tuple[Tensor | None, ...]:
+        return tuple(token_outputs(self.model, *args, **named))
+
+
+def _shape(parameter: nn.Parameter) -> torch.Size:
+    """Of the whole weight, which may be in slices."""
+    return getattr(parameter, "ds_shape", parameter.shape)
+
+
+def _parts(model: bool, optimizer: bool) -> list[Part]:
+    return ["weights"] * model + ["state"] * optimizer
