@@ -30,8 +30,8 @@ MODELS = {
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
     "qwen2_5_vl": None,
 }
-STRATEGIES = {"local": 1, "fsdp2": 4}
-"""Name -> ranks it can have."""
+STRATEGIES = {"local": 1, "fsdp2": 4, "zero1": 4, "zero2": 4, "zero3": 4}
+"""Name -> ranks it can have; zeroN is DeepSpeed's stage N."""
 SPLITS = {
     "one row at a time": MicroBatching(size=1),
     "two rows": MicroBatching(size=2),
@@ -117,7 +117,11 @@ def measure(case, folder, data):
         gradient_checkpointing=case.recompute,
         **ROWS[case.rows],
     )
-    engine = build_engine(case.strategy, spec, None, optim_section(), total_steps=9, grad_clip=1.0, sp_size=case.sp)
+    options = {"total_steps": 9, "grad_clip": 1.0, "sp_size": case.sp}
+    strategy = case.strategy
+    if strategy.startswith("zero"):
+        strategy, options["deepspeed_config"] = "deepspeed", {"zero_stage": int(case.strategy[-1])}
+    engine = build_engine(strategy, spec, None, optim_section(), **options)
     place = engine.topology
     rows = slice(0, 2) if place.dp_rank == 0 else slice(2, None)
     data = data[rows] if place.dp_size > 1 else data

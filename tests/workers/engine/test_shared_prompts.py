@@ -127,7 +127,8 @@ def pictures(tmp_path_factory):
     path = str(tmp_path_factory.mktemp("data") / "rows.parquet")
     repeated = [MIXED[i] for i in (0, 2, 1, 2, 0, 0, 2, 1)]
     repeated[5] = ("<image>What is it?", [picture(seed=9)])  # the same tokens, of another image
-    pq.write_table(pa.Table.from_pylist([image_row(text, images, i) for i, (text, images) in enumerate(repeated)]), path)
+    rows = [image_row(text, images, i) for i, (text, images) in enumerate(repeated)]
+    pq.write_table(pa.Table.from_pylist(rows), path)
     return folder, make_images(image_dataset(folder, path))
 
 

@@ -37,7 +37,7 @@ from verl.workers.rollout.vllm_setup import (
     check_model,
     engine_arguments,
     expert_arguments,
-    forget_ended_groups,
+    forget_old_groups,
     give_pipeline_its_buffer,
     image_arguments,
     import_vllm,
@@ -122,7 +122,7 @@ class VLLMRollout(RolloutEngine):
             use_first_token_processors(config, arguments),
             not arguments.get("skip_tokenizer_init"),
         )
-        forget_ended_groups()
+        forget_old_groups(model_config)
         with undisturbed_process(self.device.type):
             self.llm = vllm.LLM(**arguments)
         keep_process_group(self.llm)

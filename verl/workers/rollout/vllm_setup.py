@@ -97,18 +97,24 @@ def _leave_no_shared_memory(shared: Any) -> None:
     shared._init_cpu_shm = start_and_unlink
 
 
-def forget_ended_groups() -> None:
-    """Let vLLM build its groups anew where those it remembers ended with an earlier job of this process."""
+def forget_old_groups(model_config: Any) -> None:
+    """Let vLLM build its groups anew where those of an earlier job of this process will not do.
+
+    They have ended with it, or were built for a model without experts, which have a group of their own.
+    """
     from vllm.distributed import parallel_state
 
     world = parallel_state._WORLD
     if world is None:
         return
+    kept = [world] if has_experts(model_config) and parallel_state._EP is None else None
     try:
         dist.get_process_group_ranks(world.device_group)
     except (KeyError, ValueError):  # torch does not know it any more
+        kept = []
+    if kept is not None:
         for name, value in list(vars(parallel_state).items()):
-            if isinstance(value, parallel_state.GroupCoordinator):
+            if isinstance(value, parallel_state.GroupCoordinator) and value not in kept:
                 setattr(parallel_state, name, None)
 
 
