@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from verl.config.base import get_path, leaves
 from verl.config.build import show
 from verl.config.ppo import PPOConfig
-from verl.config.rules import runs_fsdp1, trained_roles
+from verl.config.rules import runs_fsdp1, sharded, trained_roles
 from verl.config.sampling_names import RESHAPE
 from verl.config.support import built_names
 
@@ -180,7 +180,7 @@ def _one_worker_implementation(config: PPOConfig, is_given: IsGiven) -> Iterator
 
 
 def _fsdp_runs_on_fsdp2(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
-    roles = [role for role in _sharded(config) if is_given(f"{role}.strategy")]
+    roles = [role for role in sharded(config) if is_given(f"{role}.strategy")]
     named = [f"{role}.strategy=fsdp" for role in roles if get_path(config, role).strategy == "fsdp"]
     alone = [role for role in roles if not runs_fsdp1(config, role)]
     named = [name for name in named if name.partition(".strategy")[0] in alone]
@@ -201,7 +201,7 @@ def _local_does_not_shard(config: PPOConfig, is_given: IsGiven) -> Iterator[str]
         "wrap_policy.transformer_layer_cls_to_wrap",
         "mixed_precision.reduce_dtype",
     )
-    for role, place in _sharded(config).items():
+    for role, place in sharded(config).items():
         if get_path(config, role).strategy == "local":
             keys = [f"{place}.{name}" for name in names]
             yield from _unread(config, keys, is_given, f"{role}.strategy=local does not shard")
@@ -216,7 +216,7 @@ def _deepspeed_is_not_fsdp(config: PPOConfig, is_given: IsGiven) -> Iterator[str
         "wrap_policy.min_num_params",
         "wrap_policy.transformer_layer_cls_to_wrap",
     )
-    for role, place in _sharded(config).items():
+    for role, place in sharded(config).items():
         if get_path(config, role).strategy == "deepspeed":
             keys = [f"{place}.{name}" for name in names]
             yield from _unread(config, keys, is_given, f"{role}.strategy=deepspeed shards as {role}.deepspeed says")
@@ -224,7 +224,7 @@ def _deepspeed_is_not_fsdp(config: PPOConfig, is_given: IsGiven) -> Iterator[str
 
 def _deepspeed_section_is_not_read(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
     stage3 = ("offload_param", "zero_hpz_partition_size")
-    for role in _sharded(config):
+    for role in sharded(config):
         section, keys = get_path(config, role), _given_below(f"{role}.deepspeed", config, is_given)
         stage = section.deepspeed.zero_stage
         keys = [key for key in keys if not key.endswith(".zero_stage") or section.strategy != "deepspeed"]
@@ -241,7 +241,7 @@ def _deepspeed_section_is_not_read(config: PPOConfig, is_given: IsGiven) -> Iter
 
 
 def _buffers_keep_their_format(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
-    keys = [f"{place}.mixed_precision.buffer_dtype" for place in _sharded(config).values()]
+    keys = [f"{place}.mixed_precision.buffer_dtype" for place in sharded(config).values()]
     yield from _unread(config, keys, is_given, "buffers keep the format the model gives them")
 
 
@@ -255,16 +255,16 @@ def _reference_is_kept_as_it_computes(config: PPOConfig, is_given: IsGiven) -> I
 def _nothing_to_offload(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
     if config.trainer.device == "cpu":
         names = ("param_offload", "optimizer_offload", "offload_policy")
-        switches = [f"{place}.{name}" for place in _sharded(config).values() for name in names]
+        switches = [f"{place}.{name}" for place in sharded(config).values() for name in names]
         switches += ["actor_rollout_ref.model.enable_activation_offload"]
         switches += ["critic.model.enable_activation_offload"] * config.uses_critic
-        switches += [f"{role}.deepspeed.offload_{name}" for role in _sharded(config) for name in ("param", "optimizer")]
+        switches += [f"{role}.deepspeed.offload_{name}" for role in sharded(config) for name in ("param", "optimizer")]
         keys = [key for key in switches if get_path(config, key)]
         yield from _unread(config, keys, is_given, "with trainer.device=cpu all is in host memory")
         return
     if config.uses_reference:
         yield from _unread(config, [f"{_REF}.fsdp_config.optimizer_offload"], is_given, "the reference is not trained")
-    for role, place in _sharded(config).items():
+    for role, place in sharded(config).items():
         if get_path(config, place).offload_policy and get_path(config, role).strategy != "local":
             keys = [key for key in (f"{place}.param_offload", f"{place}.optimizer_offload") if get_path(config, key)]
             yield from _unread(config, keys, is_given, f"{place}.offload_policy keeps both in host memory for good")
@@ -634,18 +634,6 @@ def _nothing_is_put_off(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
             f"{_ROLLOUT}.max_staleness={rollout.max_staleness}: what a response drew before its last "
             f"{rollout.max_staleness} weight updates is thrown away and drawn anew"
         )
-
-
-def _sharded(config: PPOConfig) -> dict[str, str]:
-    """Role -> its section about sharding, of the roles there are."""
-    places = {_ACTOR: f"{_ACTOR}.fsdp_config"}
-    if config.uses_reference:
-        places[_REF] = f"{_REF}.fsdp_config"
-    if config.uses_critic:
-        places["critic"] = "critic.model.fsdp_config"
-    if config.reward_model.enable:
-        places[_RM] = f"{_RM}.model.fsdp_config"
-    return places
 
 
 def _given_below(key: str, config: PPOConfig, is_given: IsGiven) -> list[str]:

@@ -549,6 +549,11 @@ def sequence_parallel_size_divides_the_workers(config: PPOConfig) -> Iterator[Pr
             )
 
 
+def sharded(config: PPOConfig) -> dict[str, str]:
+    """Role -> its section about sharding, of the roles there are."""
+    return {key: f"{key}.fsdp_config" if key in (ACTOR, REF) else f"{key}.model.fsdp_config" for key in _models(config)}
+
+
 def _models(config: PPOConfig) -> dict[str, Any]:
     """Key -> section of every role that runs a model of its own."""
     shared = config.actor_rollout_ref
@@ -610,14 +615,7 @@ def runs_fsdp1(config: PPOConfig, role: str) -> bool:
 
 @rule
 def offload_policy_is_of_fsdp2(config: PPOConfig) -> Iterator[Problem]:
-    places = {ACTOR: f"{ACTOR}.fsdp_config"}
-    if config.uses_reference:
-        places[REF] = f"{REF}.fsdp_config"
-    if config.uses_critic:
-        places["critic"] = "critic.model.fsdp_config"
-    if config.reward_model.enable:
-        places[RM] = f"{RM}.model.fsdp_config"
-    for role, place in places.items():
+    for role, place in sharded(config).items():
         if get_path(config, place).offload_policy and runs_fsdp1(config, role):
             yield _problem(
                 config,
