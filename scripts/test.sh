@@ -59,27 +59,29 @@ failed=()
 .venv/bin/ruff check . || failed+=(ruff)
 notes=$(mktemp -d)
 trap 'rm -rf "$notes"' EXIT
-others=() engines=()
+alone=() beside=()
 for tier in "${tiers[@]}"; do
-    if [ "$tier" != engines ]; then
-        others+=("$tier")
+    if [ "$tier" = unit ]; then
+        alone=(unit)
+    elif [ "$tier" != engines ]; then
+        beside+=("$tier")
     elif bash scripts/install_engines.sh vllm sglang; then
-        engines=(vllm sglang)
+        beside+=(vllm sglang)
     else
         failed+=("engines (not installed)")
     fi
 done
 run_tiers() { for tier in "$@"; do run_tier "$tier"; done; }
-# A test process computes with one thread: the engines' tests run beside all others, and are shown when those are done.
-if [ ${#others[@]} = 0 ]; then
-    run_tiers ${engines[@]+"${engines[@]}"}
+# A test process computes with one thread: the unit tests run beside all others, which are shown when both are done.
+if [ ${#alone[@]} = 0 ]; then
+    run_tiers ${beside[@]+"${beside[@]}"}
 else
-    run_tiers ${engines[@]+"${engines[@]}"} >"$notes/engines" 2>&1 &
-    run_tiers "${others[@]}"
+    run_tiers ${beside[@]+"${beside[@]}"} >"$notes/beside" 2>&1 &
+    run_tiers "${alone[@]}"
     wait
-    cat "$notes/engines"
+    cat "$notes/beside"
 fi
-for tier in ${others[@]+"${others[@]}"} ${engines[@]+"${engines[@]}"}; do
+for tier in ${alone[@]+"${alone[@]}"} ${beside[@]+"${beside[@]}"}; do
     if [ -e "$notes/$tier.failed" ]; then failed+=("$tier"); fi
 done
 

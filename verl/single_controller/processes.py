@@ -116,6 +116,17 @@ def outcome_by_pidfd(pidfd: int) -> tuple[int | None, int | None]:
     return split_status(status) if mask & _PIDFD_INFO_EXIT else (None, None)
 
 
+def _forget_sharded_calls() -> None:
+    """Empty this thread's memory of how torch's sharded tensors were computed with.
+
+    It can be the last to hold a process group. A forked child ends the memories of all threads but its own, and a group
+    cannot end there: it waits for threads that only the parent has.
+    """
+    forget = getattr(sys.modules.get("torch._C"), "_clear_DTensor_sharding_propagator_cache", None)
+    if forget is not None:
+        forget()
+
+
 class _Forker:
     """The one thread that forks.
 
@@ -132,6 +143,7 @@ class _Forker:
     def fork(self, target: Callable[[], None]) -> int:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()  # or the child would print it again
+        _forget_sharded_calls()
         pid: Future[int] = Future()
         self._wanted.put((target, pid))
         return pid.result()
