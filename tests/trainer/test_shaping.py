@@ -126,6 +126,15 @@ def test_a_batch_of_masked_responses_has_advantages_of_zero():
         assert data.column("advantages").eq(0).all()
 
 
+def test_a_masked_response_counts_where_rewards_are_whitened():
+    kept, masked = (batch_of([1.0, 0.0], [4, 4], reasons=["length", "stop"]) for _ in range(2))
+    shaped(kept, reward_shaping__whiten=True)
+    shaped(masked, reward_shaping__whiten=True, sample_mask__drop_truncated=True)
+    assert masked.column("token_level_rewards").equal(kept.column("token_level_rewards"))
+    assert masked.column("advantages")[1].equal(kept.column("advantages")[1])
+    assert masked.column("advantages")[0].eq(0).all()
+
+
 def test_whitened_rewards_are_dense():
     data = batch_of([1.0, 0.0], [2, 2])
     shaped(data, reward_shaping__whiten=True)

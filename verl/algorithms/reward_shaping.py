@@ -3,7 +3,7 @@
 Pure functions on scores (B,) and token rewards (B, R), in the order a step applies them:
 
     score -> overlong penalty -> normalise -> scale, shift -> clip -> tokens -> KL in the reward -> clip
-          -> sample masks -> whiten rewards -> estimator -> whiten advantages -> clip advantages
+          -> whiten rewards -> sample masks -> estimator -> whiten advantages -> clip advantages
 
 Knows numbers, prompt ids and data sources; knows no batch, no config and no model.
 """

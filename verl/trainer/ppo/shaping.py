@@ -102,11 +102,10 @@ class Shaping:
             rewards, mask = (response_column(batch, name) for name in ("token_level_rewards", "response_mask"))
             rewards, metrics["reward_shaping/token_clip_fraction"] = clip_tokens(rewards, mask, self.rewards.clip)
             put_response_column(batch, "token_level_rewards", rewards)
-        metrics |= self._mask_samples(batch)
         if self.rewards.whiten:
             rewards, mask = (response_column(batch, name) for name in ("token_level_rewards", "response_mask"))
             put_response_column(batch, "token_level_rewards", whiten_tokens(rewards, mask))
-        return metrics
+        return metrics | self._mask_samples(batch)  # last: a masked response still has its reward among its siblings
 
     def _mask_samples(self, batch: DataProto) -> dict[str, float]:
         dropped: dict[str, Tensor] = {}
