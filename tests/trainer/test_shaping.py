@@ -205,3 +205,11 @@ def test_a_resumed_run_goes_on_with_the_running_moments(tmp_path, monkeypatch):
     left, right = ({k: v for k, v in x[2].items() if not k.startswith(timed)} for x in (steps, again))
     assert left == right
     assert 0 < left["sample_mask/truncated_fraction"] <= 1 and "critic/advantage_clip_frac" in left
+
+
+def test_reinforce_on_scores_normalised_by_group_is_grpo():
+    scores, lengths, uids = [1.0, 0.0, 0.5, 0.2, 0.2, 0.9], [1, 4, 2, 3, 3, 1], ["p", "q"] * 3
+    normed, grpo = batch_of(scores, lengths, uids), batch_of(scores, lengths, uids)
+    shaped(normed, "reinforce", reward_shaping__norm__mean="group", reward_shaping__norm__std="group")
+    shaped(grpo, "grpo")
+    torch.testing.assert_close(normed.column("advantages"), grpo.column("advantages"), atol=1e-6, rtol=0)

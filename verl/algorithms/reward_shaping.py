@@ -164,11 +164,14 @@ def rescore(token_level_scores: Tensor, response_mask: Tensor, scores: Tensor, s
     Returns:
         (B, R), in the dtype of ``token_level_scores``.
     """
-    rewards = token_level_scores.double() * scale.double().unsqueeze(-1)
-    is_token = response_mask != 0
-    is_last = is_token & (is_token.flip(-1).cumsum(-1).flip(-1) == 1)
-    rewards += is_last * (scores.double() - rewards.sum(-1)).unsqueeze(-1)
-    return rewards.to(token_level_scores.dtype)
+    rewards = token_level_scores * scale.to(token_level_scores.dtype).unsqueeze(-1)
+    width = rewards.shape[-1]
+    rest = scores.double() - rewards.sum(-1, dtype=torch.float64)
+    rows = (response_mask != 0).any(-1).nonzero().squeeze(-1)
+    if len(rows):
+        last = width - 1 - (response_mask[rows] != 0).flip(-1).byte().argmax(-1)
+        rewards[rows, last] = (rewards[rows, last] + rest[rows]).to(rewards.dtype)
+    return rewards
 
 
 def clip_scores(scores: Tensor, bound: float) -> tuple[Tensor, float]:

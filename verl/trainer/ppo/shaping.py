@@ -42,12 +42,15 @@ class Shaping:
     def __init__(self, algorithm: Any, response_length: int, source_key: str = "data_source"):
         self.rewards, self.advantage = algorithm.reward_shaping, algorithm.advantage
         self.sample_mask = algorithm.sample_mask
-        self.whitens_after = self.advantage.whiten is True and not whitens_by_itself(
-            get_adv_estimator_fn(algorithm.adv_estimator)
-        )
+        self.estimator = algorithm.adv_estimator
         self.response_length = response_length
         self.source_key = source_key
         self.running: dict[str, Moments] = {}
+
+    @property
+    def whitens_after(self) -> bool:
+        """Whether advantages are whitened here: asked for, and not done by the estimator."""
+        return self.advantage.whiten is True and not whitens_by_itself(get_adv_estimator_fn(self.estimator))
 
     def shape_scores(self, batch: DataProto) -> dict[str, float]:
         """Add ``token_level_rewards`` (B, R), which KL has not touched yet; returns metrics."""
@@ -127,11 +130,12 @@ class Shaping:
 
     def shape_advantages(self, batch: DataProto) -> dict[str, float]:
         """Whiten and bound ``advantages``; ``returns`` stay as they are. Returns metrics."""
-        if not self.whitens_after and self.advantage.clip is None:
+        whitens = self.whitens_after
+        if not whitens and self.advantage.clip is None:
             return {}
         metrics: dict[str, float] = {}
         advantages, mask = (response_column(batch, name) for name in ("advantages", "response_mask"))
-        if self.whitens_after:
+        if whitens:
             advantages = whiten_tokens(advantages, mask)
         if self.advantage.clip is not None:
             advantages, metrics["critic/advantage_clip_frac"] = clip_tokens(advantages, mask, self.advantage.clip)
