@@ -15,6 +15,7 @@ ASYNC = (f"{ROLLOUT}.mode=async", f"{ROLLOUT}.calculate_log_probs=true")
 KEPT = (*ASYNC, f"{ROLLOUT}.over_sample_rate=1", f"{ROLLOUT}.partial_rollout=true")
 SHARING = ("actor_rollout_ref.model.use_remove_padding=true", "actor_rollout_ref.model.use_prefix_sharing=true")
 RM = ("reward_model.enable=true", "reward_model.micro_batch_size_per_gpu=2", "data.return_raw_chat=true")
+SHAPING = "algorithm.reward_shaping"
 GRPO = ("algorithm.adv_estimator=grpo", f"{ROLLOUT}.n=4")
 
 
@@ -130,6 +131,18 @@ def test_nothing_is_said_about_defaults():
             "gdpo reads algorithm.gdpo_reward_keys, not the reward",
         ),
         (["algorithm.use_kl_in_reward=true", "algorithm.kl_penalty=k3+", REF], "k3+ is k3"),
+        (["algorithm.reward_shaping.overlong_buffer.len=64"], "reward_shaping.overlong_buffer.enable=false"),
+        ([*GRPO, f"{SHAPING}.shift=1", f"{SHAPING}.norm.mean=batch"], "grpo compares with siblings, shifted like it"),
+        (
+            [*GRPO, f"{SHAPING}.norm.std=running"],
+            "norm.std=running has no effect: grpo divides by the std",
+        ),
+        (["algorithm.advantage.whiten=true"], "algorithm.advantage.whiten=true has no effect: gae does so by itself"),
+        ([*GRPO, "algorithm.advantage.whiten=false"], "whiten=false has no effect: grpo does not by itself"),
+        (
+            [*GRPO, "algorithm.adv_estimator=gdpo", "algorithm.gdpo_reward_keys=[a]", f"{SHAPING}.clip=2"],
+            "clip=2.0 has no effect: gdpo reads algorithm.gdpo_reward_keys",
+        ),
         (["actor_rollout_ref.model.lora_alpha=32", f"{ROLLOUT}.lora_sync=merge"], "lora_rank=0 trains all weights"),
         (["critic.model.target_modules=[q_proj]"], "critic.model.lora_rank=0 trains all weights"),
         (
@@ -171,6 +184,20 @@ def test_sampling_from_another_policy_than_is_trained_is_said_once(word, key):
 @pytest.mark.parametrize("word", ["top_k=0", "temperature=0.7", "stop=x", "n=4", "min_tokens=null"])
 def test_sampling_from_the_policy_that_is_trained_is_not_remarked(word):
     assert "another one" not in notes(f"+{ROLLOUT}.{word}")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [*GRPO, f"{SHAPING}.shift=1", f"{SHAPING}.clip=1"],
+        [*GRPO, "algorithm.norm_adv_by_std_in_grpo=false", f"{SHAPING}.norm.std=running"],
+        [*GRPO, f"{SHAPING}.scale=2", "algorithm.use_kl_in_reward=true", REF],
+        [*GRPO, "algorithm.advantage.whiten=true", f"{SHAPING}.whiten=true"],
+        ["algorithm.advantage.whiten=false", f"{SHAPING}.norm.mean=batch", f"{SHAPING}.scale=2"],
+    ],
+)
+def test_shaping_that_shows_is_not_remarked(words):
+    assert "reward_shaping" not in notes(*words) and "advantage." not in notes(*words)
 
 
 def test_one_tensor_parallel_rank_is_what_hf_has():

@@ -169,6 +169,22 @@ BAD = {
     "both micro batch sizes of the reward model": ([*RM, "reward_model.micro_batch_size=4"], "are both set"),
     "a reward model in one process of two": (
         [*RM, "reward_model.strategy=local"], "reward_model.strategy=local runs in one process"),
+    "a greedy baseline of another scale": (
+        ["algorithm.adv_estimator=remax", "algorithm.reward_shaping.scale=2"],
+        "algorithm.reward_shaping.scale=2.0 changes the rewards of sampled responses, but not the score of the greedy"),
+    "a group of one to normalise by": (
+        ["algorithm.reward_shaping.norm.mean=group"], "norm.mean=group compares responses to the same prompt"),
+    "an overlong buffer without tokens": (
+        ["algorithm.reward_shaping.overlong_buffer.enable=true"], "overlong_buffer.len=0 must be 1 to"),
+    "an overlong buffer beyond the response": (
+        ["algorithm.reward_shaping.overlong_buffer.enable=true", "algorithm.reward_shaping.overlong_buffer.len=9999"],
+        "overlong_buffer.len=9999 must be 1 to"),
+    "a band of difficulty upside down": (
+        ["algorithm.sample_mask.difficulty=[0.9,0.1]"], "difficulty=[0.9, 0.1] is no [low, high]"),
+    "a band of difficulty with one end": (
+        ["algorithm.sample_mask.difficulty=[0.9]"], "is no [low, high]"),
+    "every response truncated and dropped": (
+        ["algorithm.sample_mask.drop_truncated=true", f"{ROLLOUT}.ignore_eos=true"], "leaves nothing to learn from"),
     "class without name": (["data.custom_cls.path=x.py"], "name the class"),
 }  # fmt: skip
 
@@ -277,6 +293,10 @@ BUILT = [
     [f"{ACTOR}.policy_loss.loss_mode=clip_cov", f"{ACTOR}.policy_loss.clip_cov_lb=2"],
     [f"{ACTOR}.policy_loss.loss_mode=cispo", f"{ACTOR}.clip_ratio_low=1"], [f"{ACTOR}.loss_agg_mode=token-sum"],
     [f"{ACTOR}.policy_loss.loss_mode=gspo", f"{ACTOR}.loss_agg_mode=seq-mean-token-mean"],
+    ["algorithm.reward_shaping.norm.mean=running", "algorithm.reward_shaping.norm.std=batch"],
+    ["algorithm.reward_clip=5", "algorithm.reward_norm.std=running", "algorithm.whiten_rewards=true"],
+    ["algorithm.whiten_advantages=false", "algorithm.advantage_clip=3", "algorithm.sample_mask.difficulty=[0.1,0.9]"],
+    ["algorithm.reward_shaping.overlong_buffer.enable=true", "algorithm.reward_shaping.overlong_buffer.len=64"],
     ["algorithm.kl_ctrl.type=adaptive"], RM, [*RM, "reward_model.strategy=fsdp2", "reward_model.max_length=100"],
     RM_IDS, ["reward_model.launch_reward_fn_async=true"],
     [f"{ROLLOUT}.val_kwargs.n=4", f"{ROLLOUT}.val_kwargs.do_sample=true", f"{ROLLOUT}.val_kwargs.temperature=0.6"],

@@ -9,6 +9,8 @@ from verl.algorithms.advantage import ADV_ESTIMATOR_REGISTRY
 from verl.algorithms.aggregate import AGG_MODES
 from verl.algorithms.kl import KL_PENALTIES
 from verl.algorithms.policy_loss import POLICY_LOSS_REGISTRY
+from verl.config.algorithm import AlgorithmConfig
+from verl.config.base import leaves
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "algorithms.md").read_text()
@@ -54,6 +56,20 @@ def test_every_kl_estimator_has_a_row():
     described = names("Staying near the reference")
     assert {name for name in KL_PENALTIES if not name.endswith("+")} - {"full"} <= described
     assert described - set(KL_PENALTIES) == {"+"} and "full" not in described
+
+
+def test_every_option_of_shaping_has_a_row_with_tests_that_exist():
+    table = rows("Shaping rewards")
+    text = " ".join(cells[1] for cells in table)
+    for key, _ in leaves(AlgorithmConfig(), "algorithm."):
+        if key.startswith(("algorithm.reward_shaping.", "algorithm.advantage.", "algorithm.sample_mask.")):
+            section, _, name = key.rpartition(".")
+            listed = re.findall(re.escape(section) + r"\.\{([\w,]+)\}", text)
+            assert key in text or any(name in names.split(",") for names in listed), key
+    of_batches = re.findall(r"^def (test_\w+)", (ROOT / "tests/trainer/test_shaping.py").read_text(), flags=re.M)
+    for cells in table:
+        for name in re.findall(r"`(test_\w+)", cells[3]):
+            assert any(known.startswith(name) for known in (*TESTS, *of_batches)), name
 
 
 @pytest.mark.parametrize("heading", ["Which advantage", "Which policy loss"])

@@ -74,6 +74,7 @@ def compute_gae_advantage_return(
     response_mask: Tensor,
     gamma: float,
     lam: float,
+    whiten_advantages: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Judge a token by the discounted sum of the surprises that follow it.
 
@@ -89,6 +90,7 @@ def compute_gae_advantage_return(
         values: (B, R) float.
         response_mask: (B, R); 1 on tokens the policy sampled; holes allowed.
         gamma, lam: discount and trace decay, both in [0, 1].
+        whiten_advantages: False leaves the advantages as the sum gave them.
 
     Returns:
         advantages, returns: (B, R), zero where masked. Advantages have mean 0 and variance 1 over the tokens; returns
@@ -105,7 +107,8 @@ def compute_gae_advantage_return(
     delta = r + gamma * cells.next(v) - v
     advantages = cells.suffix_sum(delta, gamma * lam)
     returns = advantages + v
-    return cells.unpack(whiten(advantages, cells)), cells.unpack(returns)
+    advantages = whiten(advantages, cells) if whiten_advantages else advantages
+    return cells.unpack(advantages), cells.unpack(returns)
 
 
 @register_adv_est(AdvantageEstimator.GRPO)
@@ -231,6 +234,7 @@ def compute_reinforce_plus_plus_outcome_advantage(
     response_mask: Tensor,
     config: Any = None,
     gamma: float | None = None,
+    whiten_advantages: bool = True,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor]:
     """Judge a token by the discounted reward that follows it, relative to the whole batch; no critic, no groups.
@@ -245,6 +249,7 @@ def compute_reinforce_plus_plus_outcome_advantage(
         response_mask: (B, R); 1 on tokens the policy sampled.
         config: the ``algorithm`` section; read for ``gamma`` where that argument is left out.
         gamma: discount in [0, 1].
+        whiten_advantages: False leaves A = return.
 
     Returns:
         advantages, returns: (B, R), zero where masked.
@@ -260,7 +265,7 @@ def compute_reinforce_plus_plus_outcome_advantage(
     cells = PackedCells(response_mask)
     r = pack_finite("token_level_rewards", token_level_rewards, cells)
     returns = cells.suffix_sum(r, config.gamma if gamma is None else gamma)
-    return cells.unpack(whiten(returns, cells)), cells.unpack(returns)
+    return cells.unpack(whiten(returns, cells) if whiten_advantages else returns), cells.unpack(returns)
 
 
 @register_adv_est(AdvantageEstimator.REINFORCE_PLUS_PLUS_BASELINE)
@@ -271,6 +276,7 @@ def compute_reinforce_plus_plus_baseline_outcome_advantage(
     index: np.ndarray,
     epsilon: float = 1e-6,
     config: Any = None,
+    whiten_advantages: bool = True,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor]:
     """Judge a response against its siblings' mean, then relative to the whole batch.
@@ -285,6 +291,7 @@ def compute_reinforce_plus_plus_baseline_outcome_advantage(
         response_mask: (B, R); 1 on tokens the policy sampled.
         index: (B,) prompt ids; equal ids are siblings. Order is free.
         epsilon, config: unused; estimators of verl take them.
+        whiten_advantages: False leaves A = s_i - mean_g s.
 
     Returns:
         advantages, returns: both (B, R) and equal; zero where masked.
@@ -297,5 +304,6 @@ def compute_reinforce_plus_plus_baseline_outcome_advantage(
     scores, groups = outcome_scores(token_level_rewards), Groups(index, token_level_rewards.device)
     cells = PackedCells(response_mask)
     centred = scores - torch.where(groups.is_alone, 0, groups.mean(scores))
-    advantages = cells.unpack(whiten(cells.repeat(centred.to(token_level_rewards.dtype)), cells))
+    advantages = cells.repeat(centred.to(token_level_rewards.dtype))
+    advantages = cells.unpack(whiten(advantages, cells) if whiten_advantages else advantages)
     return advantages, advantages

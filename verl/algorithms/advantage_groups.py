@@ -166,6 +166,7 @@ def compute_gdpo_outcome_advantage(
     non_tensor_batch: Mapping[str, Any],
     epsilon: float = 1e-6,
     config: Any = None,
+    whiten_advantages: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Judge a response by each of several rewards against its siblings, then add up: no reward drowns the others.
 
@@ -182,6 +183,7 @@ def compute_gdpo_outcome_advantage(
         index: (B,) prompt ids; equal ids are siblings. Order is free.
         non_tensor_batch: holds (B,) numbers under each of the keys, as a reward function's dict of extras leaves them.
         config: the ``algorithm`` section, read for ``gdpo_reward_keys`` and ``gdpo_reward_weights`` (null: all 1).
+        whiten_advantages: False leaves the sum as it is.
 
     Returns:
         advantages, returns: both (B, R) and equal; zero where masked.
@@ -208,7 +210,8 @@ def compute_gdpo_outcome_advantage(
         mean = groups.mean(scores)
         std = torch.where(groups.is_alone, 1, groups.std(scores, mean))
         combined += weight * (scores - torch.where(groups.is_alone, 0, mean)) / (std + epsilon)
-    advantages = cells.unpack(whiten(cells.repeat(combined.to(token_level_rewards.dtype)), cells))
+    advantages = cells.repeat(combined.to(token_level_rewards.dtype))
+    advantages = cells.unpack(whiten(advantages, cells) if whiten_advantages else advantages)
     return advantages, advantages
 
 

@@ -45,6 +45,86 @@ class PFPPOConfig(Config):
     """Exponent of ``pow``."""
 
 
+ScoreGroup = Literal["batch", "group", "running"]
+"""Scores whose mean or std counts: those of the step, of the prompt, or of the data source since the run began."""
+
+
+@dataclass
+class RewardNormConfig(Config):
+    """Normalisation of scores, (s - mean) / (std + 1e-6): mean and std each of their own choice."""
+
+    mean: ScoreGroup | None = None
+    """What is subtracted: the mean over the step's responses (``batch``), over those to the same prompt (``group``), or
+    over all so far of the same data source, this step included (``running``; kept in checkpoints). Null: nothing."""
+
+    std: ScoreGroup | None = None
+    """What is divided by: the unbiased std over the same choices. Null: nothing."""
+
+
+@dataclass
+class OverlongBufferConfig(Config):
+    """Penalty of responses that come close to the length limit. Source: Yu et al. 2025, DAPO (arXiv:2503.14476)."""
+
+    enable: bool = False
+    """Add -penalty_factor x clip((length - (response_length - len)) / len, 0, 1) to the score."""
+
+    len: int = option(0, at_least=0)
+    """Tokens before ``rollout.response_length`` over which the penalty grows from 0 to its full size."""
+
+    penalty_factor: float = option(1.0, above=0)
+    """Penalty of a response that fills the window, in reward points."""
+
+
+@dataclass
+class RewardShapingConfig(Config):
+    """What is done to a response's score, in this order: ``overlong_buffer``, ``norm``, ``scale``, ``shift``, ``clip``,
+    then the KL in the reward, ``clip`` again, ``whiten``. Validation and ``critic/score`` show scores as given."""
+
+    overlong_buffer: OverlongBufferConfig = section(OverlongBufferConfig)
+    """Penalty of overlong responses."""
+
+    norm: RewardNormConfig = section(RewardNormConfig)
+    """Normalisation. Equal scores, and a response alone in its group, are not divided."""
+
+    scale: float = option(1.0, above=0)
+    """Factor, after normalisation."""
+
+    shift: float = 0.0
+    """Reward points added, after ``scale``."""
+
+    clip: float | None = option(None, above=0)
+    """Bound on the absolute score of a response and, once the KL is in, on that of every token's reward. Null: none."""
+
+    whiten: bool = False
+    """Shift and scale token rewards to mean 0 and variance 1 over the step's tokens: a score at the end becomes a
+    reward on every token."""
+
+
+@dataclass
+class AdvantageConfig(Config):
+    """What is done to advantages once they are estimated. Returns, which the critic learns, stay as they are."""
+
+    whiten: bool | None = None
+    """Shift and scale to mean 0 and variance 1 over the step's tokens. Null: as the estimator does by itself; gae,
+    reinforce_plus_plus, reinforce_plus_plus_baseline and gdpo do."""
+
+    clip: float | None = option(None, above=0)
+    """Bound on their absolute value, after whitening. Null: none."""
+
+
+@dataclass
+class SampleMaskConfig(Config):
+    """Responses that neither policy nor critic learns from: their loss mask is zero. They are sampled, scored, and
+    count among their siblings all the same."""
+
+    drop_truncated: bool = False
+    """Those cut at the length limit (DAPO's overlong filtering)."""
+
+    difficulty: list[float] | None = None
+    """[low, high]: those to prompts whose mean score, as the reward function gave it, lies outside; the ends are
+    inside. Null: none."""
+
+
 @dataclass
 class AlgorithmConfig(Config):
     """Estimation of advantages and the KL penalty in the reward."""
@@ -84,6 +164,15 @@ class AlgorithmConfig(Config):
 
     kl_ctrl: KLControlConfig = section(KLControlConfig)
     """Coefficient of that KL. Read only with ``use_kl_in_reward``."""
+
+    reward_shaping: RewardShapingConfig = section(RewardShapingConfig)
+    """Shaping of rewards."""
+
+    advantage: AdvantageConfig = section(AdvantageConfig)
+    """Shaping of advantages."""
+
+    sample_mask: SampleMaskConfig = section(SampleMaskConfig)
+    """Responses left out of the loss."""
 
     use_pf_ppo: bool = False
     """Resample responses by reward before the update (PF-PPO)."""

@@ -82,6 +82,17 @@ MOVED: tuple[Moved, ...] = (
         for name in (*HANDED_ON, *DECIDED)
         if f"{place}.{name}" != f"{_A}.rollout.seed"
     ),
+    *(
+        Moved(f"algorithm.{name}", (f"algorithm.{key}",), is_alias=True)
+        for name, key in (
+            ("reward_norm.mean", "reward_shaping.norm.mean"),
+            ("reward_norm.std", "reward_shaping.norm.std"),
+            ("reward_clip", "reward_shaping.clip"),
+            ("whiten_rewards", "reward_shaping.whiten"),
+            ("whiten_advantages", "advantage.whiten"),
+            ("advantage_clip", "advantage.clip"),
+        )
+    ),
     Moved("af_output_dir", ("trainer.default_local_dir",)),
     Moved(
         "engine_kwargs.vllm.disable_mm_preprocessor_cache",

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from verl.config.base import get_path, leaves
 from verl.config.build import show
 from verl.config.ppo import PPOConfig
-from verl.config.rules import runs_fsdp1, sharded, trained_roles
+from verl.config.rules import SHAPING, runs_fsdp1, shapes_scores, sharded, trained_roles
 from verl.config.sampling_names import RESHAPE
 from verl.config.support import built_names
 
@@ -42,6 +42,12 @@ _READ_BY_ESTIMATOR: dict[str, tuple[str, ...]] = {
     f"{_ACTOR}.calculate_sum_pi_squared": ("optimal_token_baseline",),
 }
 """Options -> the built-in estimators that read them."""
+
+_CENTRES_GROUPS = ("grpo", "grpo_passk", "rloo", "reinforce_plus_plus_baseline", "opo", "gpg")
+"""Built-in estimators that see only how a score differs from those of its siblings."""
+
+_WHITENS = ("gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gdpo")
+"""Built-in estimators that whiten advantages unless told otherwise."""
 
 _PUBLISHED_WITH = {
     "gspo": "seq-mean-token-mean",
@@ -597,6 +603,40 @@ def _reward_of_gdpo_has_no_kl(config: PPOConfig, is_given: IsGiven) -> Iterator[
         yield from _unread(config, ["algorithm.use_kl_in_reward"], is_given, why)
 
 
+def _reward_of_gdpo_is_not_shaped(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+    if config.algorithm.adv_estimator == "gdpo":
+        why = "gdpo reads algorithm.gdpo_reward_keys, and normalises each"
+        yield from _unread(config, shapes_scores(config), is_given, why)
+
+
+def _overlong_responses_cost_nothing(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+    if not config.algorithm.reward_shaping.overlong_buffer.enable:
+        keys = [f"{SHAPING}.overlong_buffer.{name}" for name in ("len", "penalty_factor")]
+        yield from _unread(config, keys, is_given, f"{SHAPING}.overlong_buffer.enable=false")
+
+
+def _estimator_centres_scores_again(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+    """A shift or factor common to a group, which the estimator takes out; a bound or a KL between them would show."""
+    algorithm, shaping = config.algorithm, config.algorithm.reward_shaping
+    compares = algorithm.adv_estimator in _CENTRES_GROUPS and config.actor_rollout_ref.rollout.n > 1
+    if not compares or shaping.clip is not None or shaping.whiten:
+        return
+    keys = [key for key in shapes_scores(config) if key in (f"{SHAPING}.norm.mean", f"{SHAPING}.shift")]
+    yield from _unread(config, keys, is_given, f"{algorithm.adv_estimator} compares with siblings, shifted like it")
+    divides = algorithm.adv_estimator in ("grpo", "grpo_passk") and algorithm.norm_adv_by_std_in_grpo
+    if divides and not algorithm.use_kl_in_reward:
+        keys = [key for key in shapes_scores(config) if key in (f"{SHAPING}.norm.std", f"{SHAPING}.scale")]
+        why = f"{algorithm.adv_estimator} divides by the std of the group (algorithm.norm_adv_by_std_in_grpo)"
+        yield from _unread(config, keys, is_given, why)
+
+
+def _advantages_are_whitened_or_not_by_themselves(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+    estimator, whiten = config.algorithm.adv_estimator, config.algorithm.advantage.whiten
+    if estimator in built_names("algorithm.adv_estimator") and whiten is (estimator in _WHITENS):
+        habit = "does so" if whiten else "does not"
+        yield from _unread(config, ["algorithm.advantage.whiten"], is_given, f"{estimator} {habit} by itself")
+
+
 def _a_reward_has_no_gradient(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
     kind = config.algorithm.kl_penalty
     if config.algorithm.use_kl_in_reward and kind.endswith("+"):
@@ -694,6 +734,10 @@ _CHECKS = (
     _loss_was_published_with_another_mean,
     _divisor_is_not_used,
     _reward_of_gdpo_has_no_kl,
+    _reward_of_gdpo_is_not_shaped,
+    _overlong_responses_cost_nothing,
+    _estimator_centres_scores_again,
+    _advantages_are_whitened_or_not_by_themselves,
     _a_reward_has_no_gradient,
     _ray_is_not_started,
     _response_window_is_the_rollouts,

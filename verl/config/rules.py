@@ -18,6 +18,7 @@ RULES: list[Rule] = []
 
 ACTOR, REF, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.ref", "actor_rollout_ref.rollout"
 RM = "reward_model"
+SHAPING = "algorithm.reward_shaping"
 _NEED_SIBLINGS = ("grpo", "rloo", "grpo_passk", "opo", "gpg", "gdpo", "optimal_token_baseline")
 _CLIPS_RATIOS = ("vanilla", "gspo", "clip_cov")
 """Losses that clip a ratio from below at 1 - clip_ratio_low. The others' lower bounds are of another kind."""
@@ -534,6 +535,84 @@ def optimal_token_baseline_has_its_column(config: PPOConfig) -> Iterator[Problem
 
 
 # -------------------------------------------------------------------------------------------------------- hardware
+
+
+def shapes_scores(config: PPOConfig) -> list[str]:
+    """Keys under ``algorithm.reward_shaping`` that change a reward."""
+    shaping = config.algorithm.reward_shaping
+    asked = {
+        "overlong_buffer.enable": shaping.overlong_buffer.enable,
+        "norm.mean": shaping.norm.mean,
+        "norm.std": shaping.norm.std,
+        "scale": shaping.scale != 1,
+        "shift": shaping.shift,
+        "clip": shaping.clip is not None,
+        "whiten": shaping.whiten,
+    }
+    return [f"{SHAPING}.{name}" for name, is_asked in asked.items() if is_asked]
+
+
+@rule
+def greedy_baseline_is_of_the_same_scale(config: PPOConfig) -> Iterator[Problem]:
+    if config.algorithm.adv_estimator == "remax":
+        for key in shapes_scores(config):
+            yield _problem(
+                config,
+                key,
+                "changes the rewards of sampled responses, but not the score of the greedy one, with which "
+                "algorithm.adv_estimator=remax compares them. Leave it out, or use rloo or reinforce.",
+                "algorithm.adv_estimator",
+            )
+
+
+@rule
+def scores_of_a_group_are_several(config: PPOConfig) -> Iterator[Problem]:
+    if config.actor_rollout_ref.rollout.n == 1:
+        for name in ("mean", "std"):
+            if config.algorithm.reward_shaping.norm[name] == "group":
+                yield _problem(
+                    config,
+                    f"{SHAPING}.norm.{name}",
+                    f"compares responses to the same prompt, and {ROLLOUT}.n=1 draws one. Raise n, or choose batch or "
+                    "running.",
+                    f"{ROLLOUT}.n",
+                )
+
+
+@rule
+def overlong_buffer_lies_in_the_response(config: PPOConfig) -> Iterator[Problem]:
+    buffer, window = config.algorithm.reward_shaping.overlong_buffer, config.actor_rollout_ref.rollout.response_length
+    if buffer.enable and not 0 < buffer.len <= window:
+        yield _problem(
+            config,
+            f"{SHAPING}.overlong_buffer.len",
+            f"must be 1 to {ROLLOUT}.response_length={window}: the penalty grows over that many last tokens. Choose "
+            f"e.g. {max(1, window // 4)}, or set {SHAPING}.overlong_buffer.enable=false.",
+            f"{ROLLOUT}.response_length",
+        )
+
+
+@rule
+def difficulty_is_a_band(config: PPOConfig) -> Iterator[Problem]:
+    band = config.algorithm.sample_mask.difficulty
+    if band is not None and (len(band) != 2 or not band[0] <= band[1]):
+        yield _problem(
+            config,
+            "algorithm.sample_mask.difficulty",
+            "is no [low, high]: two numbers, the first at most the second. Give e.g. [0.1,0.9], or null for no mask.",
+        )
+
+
+@rule
+def some_responses_are_whole(config: PPOConfig) -> Iterator[Problem]:
+    if config.algorithm.sample_mask.drop_truncated and config.actor_rollout_ref.rollout.ignore_eos:
+        yield _problem(
+            config,
+            "algorithm.sample_mask.drop_truncated",
+            f"with {ROLLOUT}.ignore_eos=true leaves nothing to learn from: every response runs into the length limit. "
+            "Set one of them to false.",
+            f"{ROLLOUT}.ignore_eos",
+        )
 
 
 @rule

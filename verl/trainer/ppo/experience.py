@@ -38,10 +38,12 @@ def put_response_column(data: DataProto, name: str, column: Tensor) -> None:
     data.put(name, Ragged(Ragged.from_padded(column, window).values, layout))
 
 
-def apply_kl_penalty(data: DataProto, kl_ctrl: Any, kl_penalty: str = "kl") -> tuple[DataProto, dict[str, float]]:
+def apply_kl_penalty(
+    data: DataProto, kl_ctrl: Any, kl_penalty: str = "kl", scores: str = "token_level_scores"
+) -> tuple[DataProto, dict[str, float]]:
     """Charge the policy for leaving the reference: r_t = score_t - beta * KL_t, and let the controller see the KL.
 
-    Reads ``token_level_scores``, ``old_log_probs``, ``ref_log_prob``, ``response_mask``, each (B, R); adds
+    Reads the column named ``scores``, ``old_log_probs``, ``ref_log_prob``, ``response_mask``, each (B, R); sets
     ``token_level_rewards`` (B, R). ``beta`` is the controller's coefficient before this batch moves it.
 
     Source: Ziegler et al. 2019, section 2.2 (arXiv:1909.08593).
@@ -49,7 +51,7 @@ def apply_kl_penalty(data: DataProto, kl_ctrl: Any, kl_penalty: str = "kl") -> t
     mask = response_column(data, "response_mask")
     kl = kl_estimate(response_column(data, "old_log_probs"), response_column(data, "ref_log_prob"), kl_penalty) * mask
     beta = kl_ctrl.value
-    put_response_column(data, "token_level_rewards", response_column(data, "token_level_scores") - beta * kl)
+    put_response_column(data, "token_level_rewards", response_column(data, scores) - beta * kl)
     current_kl = masked_mean(kl, mask=mask, axis=-1).mean().item()
     kl_ctrl.update(current_kl=current_kl, n_steps=len(data))
     return data, {"actor/reward_kl_penalty": current_kl, "actor/reward_kl_penalty_coeff": beta}
@@ -69,8 +71,8 @@ def compute_advantage(
     The estimator sees the columns of the responses trimmed to the longest of them, so padding costs nothing.
     An estimator receives those of the following arguments that it names: ``token_level_rewards``, ``response_mask``,
     ``index`` (the prompts' uid), ``values``, ``reward_baselines``, ``gamma``, ``lam``, ``norm_adv_by_std_in_grpo``,
-    ``num_repeat``, ``step_gamma``, ``config``, ``non_tensor_batch`` (all of its columns by name), and any other column
-    of the batch under its own name.
+    ``num_repeat``, ``step_gamma``, ``whiten_advantages`` (where ``advantage.whiten`` is set), ``config``,
+    ``non_tensor_batch`` (all of its columns by name), and any other column of the batch under its own name.
     """
     available: dict[str, Any] = {
         "index": data.non_tensor_batch.get("uid"),
@@ -79,6 +81,7 @@ def compute_advantage(
         "num_repeat": num_repeat,
         "norm_adv_by_std_in_grpo": norm_adv_by_std_in_grpo,
         "step_gamma": getattr(config, "step_gamma", None),
+        "whiten_advantages": getattr(getattr(config, "advantage", None), "whiten", None),
         "non_tensor_batch": data.non_tensor_batch,
         "config": config,
     }
@@ -89,6 +92,11 @@ def compute_advantage(
     put_response_column(data, "advantages", advantages)
     put_response_column(data, "returns", returns)
     return data
+
+
+def whitens_by_itself(estimator: Callable) -> bool:
+    """Whether an estimator whitens its advantages as its argument ``whiten_advantages`` says."""
+    return "whiten_advantages" in inspect.signature(estimator).parameters
 
 
 def check_estimator_waits(adv_estimator: str) -> None:

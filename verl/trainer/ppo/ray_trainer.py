@@ -45,6 +45,7 @@ from verl.trainer.ppo.recipe_names import RecipeNames
 from verl.trainer.ppo.reward import compute_reward
 from verl.trainer.ppo.reward_model import by_style, check_texts, is_judged, judge_metrics
 from verl.trainer.ppo.rollout_skip import KeptRollouts
+from verl.trainer.ppo.shaping import Shaping
 from verl.trainer.ppo.trace import open_rollout_trace, sample_records
 from verl.trainer.ppo.utils import (
     Role,
@@ -159,6 +160,8 @@ class RayPPOTrainer(RecipeNames):
         self.ref_in_actor = ref_in_actor(config)
         self.use_rm = need_reward_model(config)
         self.kl_ctrl_in_reward = get_kl_controller(config.algorithm.kl_ctrl)
+        rollout = config.actor_rollout_ref.rollout
+        self.shaping = Shaping(config.algorithm, rollout.response_length, config.data.reward_fn_key)
         check_backends(config.trainer.logger)
         self.trace = open_rollout_trace(config)
         self.mismatch = MismatchMonitor(config, tokenizer.decode)
@@ -310,19 +313,23 @@ class RayPPOTrainer(RecipeNames):
         return batch
 
     def estimate_advantages(self, batch: DataProto) -> DataProto:
-        """From scores to ``token_level_rewards``, ``advantages`` and ``returns``, each (B, R)."""
+        """From scores to ``token_level_rewards``, ``advantages`` and ``returns``, each (B, R).
+
+        The order: scores are shaped, KL is charged, responses are masked, advantages are estimated and shaped.
+        """
         algorithm = self.config.algorithm
         if self.pending_reward is not None:
             with self.timed("reward"):
                 pending, self.pending_reward = self.pending_reward, None
                 batch = self.rewarded(batch, *pending.get())
         with self.timed("adv"):
+            self.metrics.update(self.shaping.shape_scores(batch))
             if algorithm.use_kl_in_reward:
-                batch, kl = apply_kl_penalty(batch, self.kl_ctrl_in_reward, algorithm.kl_penalty)
+                shaped = "token_level_rewards"
+                batch, kl = apply_kl_penalty(batch, self.kl_ctrl_in_reward, algorithm.kl_penalty, scores=shaped)
                 self.metrics.update(kl)
-            else:
-                batch.put("token_level_rewards", batch.ragged("token_level_scores"))
-            return compute_advantage(
+            self.metrics.update(self.shaping.finish_rewards(batch))
+            batch = compute_advantage(
                 batch,
                 algorithm.adv_estimator,
                 gamma=algorithm.gamma,
@@ -331,6 +338,8 @@ class RayPPOTrainer(RecipeNames):
                 norm_adv_by_std_in_grpo=algorithm.norm_adv_by_std_in_grpo,
                 config=algorithm,
             )
+            self.metrics.update(self.shaping.shape_advantages(batch))
+        return batch
 
     def improve(self, batch: DataProto) -> None:
         """Fit the critic to the returns, and move the policy along the advantages."""
@@ -706,6 +715,7 @@ class RayPPOTrainer(RecipeNames):
             remarks.append("; prompts that rollout.mode=async had put off are left out")
         if "kl_ctrl_in_reward" in state:
             self.kl_ctrl_in_reward.load_state_dict(state["kl_ctrl_in_reward"])
+        self.shaping.load_state_dict(state.get("running_scores", {}))
         self.validations = [(step, metrics) for step, metrics in state.get("validations", [])]
         if folder.parent.resolve() == self.step_folder(0).parent.resolve():
             self.saved_steps = list(state.get("saved_steps", []))
@@ -730,6 +740,7 @@ class RayPPOTrainer(RecipeNames):
         """What the driver must remember across a restart, as JSON values."""
         return {
             "kl_ctrl_in_reward": self.kl_ctrl_in_reward.state_dict(),
+            "running_scores": self.shaping.state_dict(),
             "validations": self.validations[:1] + self.validations[1:][-1:],  # what the closing summary compares
             "saved_steps": self.saved_steps,
         }

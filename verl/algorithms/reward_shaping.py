@@ -1,0 +1,224 @@
+"""What happens to scores before an estimator reads them and to advantages after: norm, penalty, bounds, masks.
+
+Pure functions on scores (B,) and token rewards (B, R), in the order a step applies them:
+
+    score -> overlong penalty -> normalise -> scale, shift -> clip -> tokens -> KL in the reward -> clip
+          -> whiten rewards -> sample masks -> estimator -> whiten advantages -> clip advantages
+
+Knows numbers, prompt ids and data sources; knows no batch, no config and no model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from verl.algorithms.cells import PackedCells
+from verl.algorithms.estimating import Groups, require_finite, whiten
+
+SMALLEST_STD = 1e-6
+"""Scores that differ by less count as equal: they are not divided by their spread."""
+
+
+class Moments(NamedTuple):
+    """Mean and spread of all scores seen so far, as they can be merged: ``m2`` is the sum of squared deviations."""
+
+    count: int = 0
+    mean: float = 0.0
+    m2: float = 0.0
+
+    @property
+    def std(self) -> float:
+        """Unbiased; zero of fewer than two scores."""
+        return (self.m2 / (self.count - 1)) ** 0.5 if self.count > 1 else 0.0
+
+    @classmethod
+    def of(cls, scores: Tensor) -> Moments:
+        """Those of one batch of scores."""
+        scores = scores.double()
+        mean = scores.mean().item()
+        return cls(len(scores), mean, (scores - mean).square().sum().item())
+
+    def merge(self, other: Moments) -> Moments:
+        """Those of both together. With d the difference of the means,
+
+            mean = mean_a + d n_b / n,      m2 = m2_a + m2_b + d^2 n_a n_b / n
+
+        Source: Chan, Golub & LeVeque 1979, Stanford CS-79-773, equation 2.1.
+        """
+        count = self.count + other.count
+        if not count:
+            return self
+        d = other.mean - self.mean
+        m2 = self.m2 + other.m2 + d * d * self.count * other.count / count
+        return Moments(count, self.mean + d * other.count / count, m2)
+
+
+def merge_moments(known: Mapping[str, Moments], scores: Tensor, sources: Sequence[str]) -> dict[str, Moments]:
+    """The moments of each data source after a batch.
+
+    Args:
+        known: data source -> what was seen before this batch.
+        scores: (B,) float, finite.
+        sources: (B,) the data source of each response.
+    """
+    merged, names = dict(known), np.asarray(sources, dtype=object)
+    for source in dict.fromkeys(names.tolist()):
+        here = torch.from_numpy(np.flatnonzero(names == source)).to(scores.device)
+        merged[source] = merged.get(source, Moments()).merge(Moments.of(scores[here]))
+    return merged
+
+
+def centre_and_spread(
+    scores: Tensor,
+    index: np.ndarray | Sequence,
+    mean: str | None,
+    std: str | None,
+    running: Mapping[str, Moments] | None = None,
+    sources: Sequence[str] | None = None,
+    epsilon: float = 1e-6,
+) -> tuple[Tensor, Tensor]:
+    """What to subtract from each score, and what to divide by: s' = (s - centre) / spread.
+
+    centre is 0 or a mean, spread is 1 or an unbiased std + epsilon, each on its own taken over
+
+        batch      all responses of this step
+        group      the responses to the same prompt; alone there, a response is compared with 0 at a std of 1
+        running    all responses of the same data source up to and with this step
+
+    Equal scores have nothing to be divided by: where the std is no more than 1e-6, spread is 1.
+
+    Args:
+        scores: (B,) float.
+        index: (B,) prompt ids; equal ids are siblings. Order is free.
+        mean, std: batch, group, running, or None for neither.
+        running: data source -> moments that hold this batch already. Read for ``running`` only.
+        sources: (B,) the data source of each response. Read for ``running`` only.
+
+    Returns:
+        centre, spread: both (B,), float64.
+
+    Raises:
+        NonFiniteError: a score is NaN or infinite.
+
+    Source: mean and std of the group: Shao et al. 2024 (arXiv:2402.03300); a group's mean with the batch's std: Hu et
+    al. 2025 (arXiv:2501.03262); running std: Engstrom et al. 2020 (arXiv:2005.12729), there of discounted sums.
+    """
+    scores = scores.double()
+    require_finite("token_level_scores", scores)
+    centre, spread = torch.zeros_like(scores), torch.zeros_like(scores)
+    if "group" in (mean, std):
+        groups = Groups(index, scores.device)
+        group_mean = groups.mean(scores)
+    if "running" in (mean, std):
+        seen = [running[source] for source in sources]
+    if mean == "batch":
+        centre = torch.full_like(scores, Moments.of(scores).mean)
+    elif mean == "group":
+        centre = torch.where(groups.is_alone, 0, group_mean)
+    elif mean == "running":
+        centre = scores.new_tensor([moments.mean for moments in seen])
+    if std == "batch":
+        spread = torch.full_like(scores, Moments.of(scores).std)
+    elif std == "group":
+        spread = groups.std(scores, group_mean)
+    elif std == "running":
+        spread = scores.new_tensor([moments.std for moments in seen])
+    return centre, torch.where(spread > SMALLEST_STD, spread + epsilon, 1.0)
+
+
+def overlong_penalty(lengths: Tensor, max_length: int, buffer: int, factor: float = 1.0) -> Tensor:
+    """Charge a response for the part of the buffer it used up, at most ``factor``:
+
+        penalty_i = -factor clip((|y_i| - (max_length - buffer)) / buffer, 0, 1)
+
+    Args:
+        lengths: (B,) tokens of each response.
+        max_length: tokens at which responses are cut.
+        buffer: tokens before that over which the penalty grows; positive.
+
+    Returns:
+        (B,) float64, to be added to the scores; zero up to ``max_length - buffer`` tokens.
+
+    Source: Yu et al. 2025, DAPO, section 3.4 (arXiv:2503.14476), there with factor 1.
+    """
+    return -factor * ((lengths.double() - (max_length - buffer)) / buffer).clamp(0, 1)
+
+
+def rescore(token_level_scores: Tensor, response_mask: Tensor, scores: Tensor, scale: Tensor) -> Tensor:
+    """Token rewards that add up to new scores: each times its row's ``scale``, the rest on the last sampled token.
+
+        r'_it = scale_i r_it,      and for the last t:      r'_it = scale_i r_it + scores_i - scale_i sum_t r_it
+
+    A score that stands on the last token stays there alone; rewards on earlier tokens keep their proportions.
+
+    Args:
+        token_level_scores: (B, R) float.
+        response_mask: (B, R); 1 on tokens the policy sampled. A row without any keeps its own sum.
+        scores, scale: (B,) float.
+
+    Returns:
+        (B, R), in the dtype of ``token_level_scores``.
+    """
+    rewards = token_level_scores * scale.to(token_level_scores.dtype).unsqueeze(-1)
+    width = rewards.shape[-1]
+    rest = scores.double() - rewards.sum(-1, dtype=torch.float64)
+    rows = (response_mask != 0).any(-1).nonzero().squeeze(-1)
+    if len(rows):
+        last = width - 1 - (response_mask[rows] != 0).flip(-1).byte().argmax(-1)
+        rewards[rows, last] = (rewards[rows, last] + rest[rows]).to(rewards.dtype)
+    return rewards
+
+
+def clip_scores(scores: Tensor, bound: float) -> tuple[Tensor, float]:
+    """Scores (B,) within [-bound, bound], and the share of responses this changed."""
+    clipped = scores.clamp(-bound, bound)
+    return clipped, (clipped != scores).double().mean().item() if len(scores) else 0.0
+
+
+def clip_tokens(x: Tensor, response_mask: Tensor, bound: float) -> tuple[Tensor, float]:
+    """Token rewards or advantages (B, R) within [-bound, bound], and the share of unmasked tokens this changed."""
+    clipped = x.clamp(-bound, bound)
+    is_token = response_mask != 0
+    changed = ((clipped != x) & is_token).sum() / is_token.sum().clamp(min=1)
+    return clipped, changed.item()
+
+
+@torch.no_grad()
+def whiten_tokens(x: Tensor, response_mask: Tensor) -> Tensor:
+    """Shift and scale to mean 0 and unbiased variance 1 over the unmasked tokens of the batch:
+
+        x' = (x - mean) / sqrt(var + 1e-8)
+
+    Of rewards this turns one score at the end into a reward on every token: the zeros become -mean / std.
+    One token alone, or equal ones, become zero.
+
+    Args:
+        x: (B, R) float.
+        response_mask: (B, R); 1 on tokens the policy sampled.
+
+    Returns:
+        (B, R), zero where masked.
+
+    Source: of advantages: Andrychowicz et al. 2020 (arXiv:2006.05990).
+    """
+    cells = PackedCells(response_mask)
+    flat = cells.pack(x)
+    return cells.unpack(whiten(flat if flat.dtype == torch.float64 else flat.float(), cells)).to(x.dtype)
+
+
+def within_difficulty(scores: Tensor, index: np.ndarray | Sequence, low: float, high: float) -> Tensor:
+    """Whether the mean score of a response's group lies in [low, high], ends included: (B,) bool.
+
+    Args:
+        scores: (B,) float, as the reward function gave them.
+        index: (B,) prompt ids; equal ids are siblings. Order is free.
+    """
+    scores = scores.double()
+    require_finite("token_level_scores", scores)
+    mean = Groups(index, scores.device).mean(scores)
+    return (mean >= low) & (mean <= high)
