@@ -57,6 +57,17 @@ BAD = {
     "drawing further ahead": ([APART, f"{ROLLOUT}.async_ratio=2"], "async_ratio=2 must be at most 1"),
     "drawing ahead beside a greedy baseline": (
         [APART, f"{ROLLOUT}.async_ratio=1", "algorithm.adv_estimator=remax"], "with algorithm.adv_estimator=remax"),
+    "choosing among groups of one": (
+        ["algorithm.filter_groups.enable=true"], "filter_groups.enable=true with actor_rollout_ref.rollout.n=1"),
+    "choosing groups and drawing ahead": (
+        ["algorithm.filter_groups.enable=true", APART, f"{ROLLOUT}.async_ratio=1", f"{ROLLOUT}.n=2"],
+        "filter_groups.enable=true with actor_rollout_ref.rollout.async_ratio=1"),
+    "choosing groups and putting prompts off": (
+        ["algorithm.filter_groups.enable=true", f"{ROLLOUT}.n=2", f"{ROLLOUT}.mode=async",
+         f"{ROLLOUT}.over_sample_rate=0.5"], "enable=true with actor_rollout_ref.rollout.over_sample_rate=0.5"),
+    "choosing groups by a reward with its KL": (
+        ["algorithm.filter_groups.enable=true", "algorithm.filter_groups.metric=seq_final_reward", f"{ROLLOUT}.n=2",
+         "algorithm.use_kl_in_reward=true", REF], "metric=seq_final_reward with algorithm.use_kl_in_reward=true"),
     "rloo of one": (["algorithm.adv_estimator=rloo"], "judged by its siblings"),
     "equal siblings": ([f"{ROLLOUT}.n=8", f"{ROLLOUT}.do_sample=false"], "would be the same"),
     "temperature zero": ([f"{ROLLOUT}.n=8", f"{ROLLOUT}.temperature=0"], "temperature=0 must be greater than 0"),

@@ -46,6 +46,23 @@ class PFPPOConfig(Config):
 
 
 @dataclass
+class FilterGroupsConfig(Config):
+    """Dynamic sampling (DAPO: Yu et al. 2025, arXiv:2503.14476): train on groups whose responses differ in reward."""
+
+    enable: bool = False
+    """Drop groups whose responses all score alike, and draw further prompts until ``data.train_batch_size`` are left.
+    ``data.gen_batch_size`` prompts are drawn at a time. Needs ``rollout.n`` of 2 or more."""
+
+    metric: str = "seq_reward"
+    """What must differ: ``seq_reward`` or ``seq_final_reward``, the sum of a response's rewards; or the name of a value
+    that the reward function returns, ``acc`` for example. A function that returns one number gives ``acc`` and
+    ``score`` too."""
+
+    max_num_gen_batches: int = option(0, at_least=0)
+    """Batches of prompts that one step may draw; if groups still lack then, the run stops. 0: no bound."""
+
+
+@dataclass
 class AlgorithmConfig(Config):
     """Estimation of advantages and the KL penalty in the reward."""
 
@@ -90,3 +107,6 @@ class AlgorithmConfig(Config):
 
     pf_ppo: PFPPOConfig = section(PFPPOConfig)
     """Parameters of ``use_pf_ppo``."""
+
+    filter_groups: FilterGroupsConfig = section(FilterGroupsConfig)
+    """Dynamic sampling: which of the groups drawn are trained on."""
