@@ -36,13 +36,14 @@ class KLControlConfig(Config):
 
 @dataclass
 class PFPPOConfig(Config):
-    """Policy-filtration PPO (Shen & Zhang 2024, arXiv:2409.06957): resample responses by reward before the update."""
+    """Policy-filtration PPO (Shen & Zhang 2024, arXiv:2409.06957): resample responses by score before the update."""
 
     reweight_method: Literal["pow", "max_min", "max_random"] = "pow"
-    """How scores become sampling weights."""
+    """How scores s become sampling weights: ``pow``: |s|^weight_pow; ``max_min``: the highest and the lowest scores of
+    the batch alone; ``max_random``: 4 for the highest, 1 for others."""
 
-    weight_pow: float = 2.0
-    """Exponent of ``pow``."""
+    weight_pow: float = option(2.0, at_least=0)
+    """Exponent of ``pow``. 0: every response is as likely as any other."""
 
 
 @dataclass
@@ -103,7 +104,7 @@ class AlgorithmConfig(Config):
     """Coefficient of that KL. Read only with ``use_kl_in_reward``."""
 
     use_pf_ppo: bool = False
-    """Resample responses by reward before the update (PF-PPO)."""
+    """Draw the rows of the update from the batch, with replacement, by their scores (PF-PPO). With ``gae`` only."""
 
     pf_ppo: PFPPOConfig = section(PFPPOConfig)
     """Parameters of ``use_pf_ppo``."""

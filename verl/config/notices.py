@@ -649,6 +649,16 @@ def _all_groups_are_trained_on(config: PPOConfig, is_given: IsGiven) -> Iterator
         yield from _unread(config, [f"{_RM}.launch_reward_fn_async"], is_given, why)
 
 
+def _no_response_is_resampled(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+    key, algorithm = "algorithm.pf_ppo", config.algorithm
+    if not algorithm.use_pf_ppo:
+        keys = [f"{key}.reweight_method", f"{key}.weight_pow"]
+        yield from _unread(config, keys, is_given, "algorithm.use_pf_ppo=false takes every response once")
+    elif algorithm.pf_ppo.reweight_method != "pow":
+        why = f"{key}.reweight_method={algorithm.pf_ppo.reweight_method} does not read it"
+        yield from _unread(config, [f"{key}.weight_pow"], is_given, why)
+
+
 _CHECKS = (
     _hf_has_no_engine_knobs,
     _nothing_is_compared,
@@ -708,4 +718,5 @@ _CHECKS = (
     _response_window_is_the_rollouts,
     _nothing_is_put_off,
     _all_groups_are_trained_on,
+    _no_response_is_resampled,
 )

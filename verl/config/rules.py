@@ -401,6 +401,19 @@ def gae_has_a_critic(config: PPOConfig) -> Iterator[Problem]:
 
 
 @rule
+def responses_are_resampled_beside_a_critic(config: PPOConfig) -> Iterator[Problem]:
+    estimator = config.algorithm.adv_estimator
+    if config.algorithm.use_pf_ppo and estimator != "gae":
+        yield _problem(
+            config,
+            "algorithm.use_pf_ppo",
+            f"with algorithm.adv_estimator={estimator}: policy filtration is defined for PPO with a critic. Set "
+            "adv_estimator=gae, or use_pf_ppo=false; algorithm.filter_groups chooses among groups.",
+            "algorithm.adv_estimator",
+        )
+
+
+@rule
 def critic_samples_agree(config: PPOConfig) -> Iterator[Problem]:
     n = config.actor_rollout_ref.rollout.n
     if config.uses_critic and config.critic.rollout_n != n:
@@ -510,6 +523,7 @@ def old_log_probs_are_not_needed_before_the_update(config: PPOConfig) -> Iterato
     for early, why in {
         "algorithm.use_kl_in_reward": "the reward then holds log pi_old - log pi_ref",
         f"{ACTOR}.calculate_sum_pi_squared": "the sums come from the pass that is left out",
+        "algorithm.use_pf_ppo": "the update then sees some responses only, and some twice",
     }.items():
         if get_path(config, early):
             yield _problem(config, key, f"with {early}=true: {why}. Set one of them to false.", early)

@@ -16,6 +16,7 @@ import torch
 
 from verl.algorithms.aggregate import agg_loss
 from verl.algorithms.kl import get_kl_controller
+from verl.algorithms.resample import resample_rows
 from verl.protocol import DataProto
 from verl.single_controller import get_controller
 from verl.single_controller.together import Beside
@@ -366,6 +367,8 @@ class RayPPOTrainer(RecipeNames):
     def improve(self, batch: DataProto) -> None:
         """Fit the critic to the returns, and move the policy along the advantages."""
         batch.meta_info["global_steps"] = self.global_steps
+        if self.config.algorithm.use_pf_ppo:
+            batch = self.resampled(batch)
         if self.use_critic:
             with self.timed("update_critic"):
                 self.record(self.critic_wg.update_critic(batch))
@@ -375,6 +378,18 @@ class RayPPOTrainer(RecipeNames):
                 self.record(updated)
             if self.skips_old_log_probs:
                 self.with_log_probs(batch, updated.pop(batch_keys=["old_log_probs", "entropys"]))
+
+    def resampled(self, batch: DataProto) -> DataProto:
+        """As many rows of the batch, drawn with replacement by their scores, as ``algorithm.pf_ppo`` says."""
+        scores, options = response_column(batch, "token_level_scores").sum(-1), self.config.algorithm.pf_ppo
+        seed = derive_seed(self.seed, "pf_ppo", self.global_steps)
+        rows = resample_rows(scores, options.reweight_method, options.weight_pow, seed)
+        self.metrics["pf_ppo/unique_share"] = len(rows.unique()) / len(rows)
+        self.metrics["pf_ppo/score/mean"] = scores[rows].mean().item()
+        drawn = batch.select_idxs(rows)
+        tokens = drawn.ragged("attention_mask").layout.lengths.tolist()
+        drawn.meta_info = {**batch.meta_info, "global_token_num": tokens}
+        return drawn
 
     @property
     def updates_actor(self) -> bool:
