@@ -104,6 +104,16 @@ def test_nothing_is_said_about_defaults():
         ([*RM, "reward_model.model.fsdp_config.optimizer_offload=true"], "the reward model is not trained"),
         ([*GRPO, "critic.optim.lr=1e-5"], "there is no critic with algorithm.adv_estimator=grpo"),
         ([*GRPO, "algorithm.lam=0.9"], "algorithm.lam=0.9 has no effect"),
+        (["algorithm.pf_ppo.weight_pow=3"], "weight_pow=3.0 has no effect: algorithm.use_pf_ppo=false takes every"),
+        (
+            ["algorithm.use_pf_ppo=true", "algorithm.pf_ppo.reweight_method=max_min", "algorithm.pf_ppo.weight_pow=3"],
+            "algorithm.pf_ppo.weight_pow=3.0 has no effect: algorithm.pf_ppo.reweight_method=max_min",
+        ),
+        (["algorithm.filter_groups.metric=acc"], "metric=acc has no effect: algorithm.filter_groups.enable=false"),
+        (
+            [*GRPO, "algorithm.filter_groups.enable=true", "reward_model.launch_reward_fn_async=true"],
+            "launch_reward_fn_async=true has no effect: algorithm.filter_groups chooses",
+        ),
         (["actor_rollout_ref.ref.fsdp_config.param_offload=true"], "there is no reference policy"),
         ([f"{ACTOR}.ppo_max_token_len_per_gpu=8192"], "cut by count"),
         ([f"{ACTOR}.optim.min_lr_ratio=0.1"], "warmup_style=constant"),

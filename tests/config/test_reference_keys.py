@@ -29,6 +29,7 @@ actor_rollout_ref.actor.policy_loss.topr_neg_weight actor_rollout_ref.actor.poli
 actor_rollout_ref.actor.policy_loss.topr_ratio
 actor_rollout_ref.actor.freeze_vision_tower actor_rollout_ref.actor.skip_old_log_probs
 actor_rollout_ref.actor.tau_neg actor_rollout_ref.actor.tau_pos
+algorithm.filter_groups.enable algorithm.filter_groups.max_num_gen_batches algorithm.filter_groups.metric
 algorithm.gdpo_reward_keys algorithm.gdpo_reward_weights algorithm.step_gamma
 actor_rollout_ref.actor.fsdp_config.mixed_precision actor_rollout_ref.actor.fsdp_config.model_dtype
 actor_rollout_ref.actor.fsdp_config.wrap_policy.transformer_layer_cls_to_wrap

@@ -57,6 +57,21 @@ BAD = {
     "drawing further ahead": ([APART, f"{ROLLOUT}.async_ratio=2"], "async_ratio=2 must be at most 1"),
     "drawing ahead beside a greedy baseline": (
         [APART, f"{ROLLOUT}.async_ratio=1", "algorithm.adv_estimator=remax"], "with algorithm.adv_estimator=remax"),
+    "choosing among groups of one": (
+        ["algorithm.filter_groups.enable=true"], "filter_groups.enable=true with actor_rollout_ref.rollout.n=1"),
+    "choosing groups and drawing ahead": (
+        ["algorithm.filter_groups.enable=true", APART, f"{ROLLOUT}.async_ratio=1", f"{ROLLOUT}.n=2"],
+        "filter_groups.enable=true with actor_rollout_ref.rollout.async_ratio=1"),
+    "choosing groups and putting prompts off": (
+        ["algorithm.filter_groups.enable=true", f"{ROLLOUT}.n=2", f"{ROLLOUT}.mode=async",
+         f"{ROLLOUT}.over_sample_rate=0.5"], "enable=true with actor_rollout_ref.rollout.over_sample_rate=0.5"),
+    "choosing groups by a reward with its KL": (
+        ["algorithm.filter_groups.enable=true", "algorithm.filter_groups.metric=seq_final_reward", f"{ROLLOUT}.n=2",
+         "algorithm.use_kl_in_reward=true", REF], "metric=seq_final_reward with algorithm.use_kl_in_reward=true"),
+    "resampling beside another estimator": (
+        ["algorithm.use_pf_ppo=true", "algorithm.adv_estimator=reinforce"], "use_pf_ppo=true with algorithm.adv_est"),
+    "resampling rows whose log-probs come with the update": (
+        ["algorithm.use_pf_ppo=true", f"{ACTOR}.skip_old_log_probs=true"], "with algorithm.use_pf_ppo=true"),
     "rloo of one": (["algorithm.adv_estimator=rloo"], "judged by its siblings"),
     "equal siblings": ([f"{ROLLOUT}.n=8", f"{ROLLOUT}.do_sample=false"], "would be the same"),
     "temperature zero": ([f"{ROLLOUT}.n=8", f"{ROLLOUT}.temperature=0"], "temperature=0 must be greater than 0"),
@@ -237,7 +252,7 @@ UNBUILT = [
     f"{ROLLOUT}.multi_turn.enable=true", f"{ROLLOUT}.multi_turn.format=llama",
     f"{ROLLOUT}.agent.num_workers=2", f"{ROLLOUT}.load_format=tensorizer",
     "reward_model.sandbox_fusion.url=http://x", "reward_model.reward_manager=prime",
-    "algorithm.use_pf_ppo=true", "algorithm.pf_ppo.weight_pow=3", "algorithm.adv_estimator=gigpo",
+    "algorithm.adv_estimator=gigpo",
     "algorithm.kl_penalty=full", f"{ACTOR}.kl_loss_type=full", f"{ACTOR}.policy_loss.loss_mode=dro",
     "trainer.profile_steps=[1]", "trainer.worker_nsight_options.kill=sigterm",
     "trainer.npu_profile.options.level=level2", "actor_rollout_ref.profiler.ranks=[0]",

@@ -338,6 +338,32 @@ def test_during_the_warm_up_only_the_critic_learns(run):
     assert all("critic/grad_norm" in steps[step] for step in (1, 2))
 
 
+def test_policy_filtration_updates_on_rows_drawn_by_score(run, monkeypatch, tmp_path):
+    from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+
+    seen = {}
+
+    def resampled(self, batch, original=RayPPOTrainer.resampled):
+        drawn = original(self, batch)
+        for name in ("before", "after"):
+            rows = {"before": batch, "after": drawn}[name]
+            seen.setdefault(name, []).append(rows.column("token_level_scores").sum(-1).tolist())
+        assert drawn.meta_info["global_token_num"] == drawn.column("attention_mask").sum(-1).tolist()
+        assert len(batch.meta_info["global_token_num"]) == len(batch) == len(drawn) == 16
+        return drawn
+
+    monkeypatch.setattr(RayPPOTrainer, "resampled", resampled)
+    settings = {**GAE, "algorithm__use_pf_ppo": True, "algorithm__pf_ppo__reweight_method": "max_min"}
+    _, steps = run(**settings, actor_rollout_ref__actor__ppo_mini_batch_size=2)
+    before, after = seen["before"][0], seen["after"][0]
+    assert set(after) == {min(before), max(before)} and len(set(before)) > 2
+    assert steps[1]["actor/grad_norm"] > 0 and steps[1]["critic/grad_norm"] > 0
+    assert steps[1]["critic/score/mean"] == pytest.approx(sum(before) / 16)
+    assert steps[1]["pf_ppo/score/mean"] == pytest.approx(sum(after) / 16)
+    assert 0 < steps[1]["pf_ppo/unique_share"] < 1
+    assert numbers(run(**settings, actor_rollout_ref__actor__ppo_mini_batch_size=2)[1]) == numbers(steps)
+
+
 @pytest.mark.parametrize("estimator", ["remax", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"])
 def test_estimators_without_critic_run(run, estimator):
     _, steps = run(algorithm__adv_estimator=estimator)

@@ -36,13 +36,31 @@ class KLControlConfig(Config):
 
 @dataclass
 class PFPPOConfig(Config):
-    """Policy-filtration PPO (Shen & Zhang 2024, arXiv:2409.06957): resample responses by reward before the update."""
+    """Policy-filtration PPO (Shen & Zhang 2024, arXiv:2409.06957): resample responses by score before the update."""
 
     reweight_method: Literal["pow", "max_min", "max_random"] = "pow"
-    """How scores become sampling weights."""
+    """How scores s become sampling weights: ``pow``: |s|^weight_pow; ``max_min``: the highest and the lowest scores of
+    the batch alone; ``max_random``: 4 for the highest, 1 for others."""
 
-    weight_pow: float = 2.0
-    """Exponent of ``pow``."""
+    weight_pow: float = option(2.0, at_least=0)
+    """Exponent of ``pow``. 0: every response is as likely as any other."""
+
+
+@dataclass
+class FilterGroupsConfig(Config):
+    """Dynamic sampling (DAPO: Yu et al. 2025, arXiv:2503.14476): train on groups whose responses differ in reward."""
+
+    enable: bool = False
+    """Drop groups whose responses all score alike, and draw further prompts until ``data.train_batch_size`` are left.
+    ``data.gen_batch_size`` prompts are drawn at a time. Needs ``rollout.n`` of 2 or more."""
+
+    metric: str = "seq_reward"
+    """What must differ: ``seq_reward`` or ``seq_final_reward``, the sum of a response's rewards; or the name of a value
+    that the reward function returns, ``acc`` for example. A function that returns one number gives ``acc`` and
+    ``score`` too."""
+
+    max_num_gen_batches: int = option(0, at_least=0)
+    """Batches of prompts that one step may draw; if groups still lack then, the run stops. 0: no bound."""
 
 
 ScoreGroup = Literal["batch", "group", "running"]
@@ -175,7 +193,10 @@ class AlgorithmConfig(Config):
     """Responses left out of the loss."""
 
     use_pf_ppo: bool = False
-    """Resample responses by reward before the update (PF-PPO)."""
+    """Draw the rows of the update from the batch, with replacement, by their scores (PF-PPO). With ``gae`` only."""
 
     pf_ppo: PFPPOConfig = section(PFPPOConfig)
     """Parameters of ``use_pf_ppo``."""
+
+    filter_groups: FilterGroupsConfig = section(FilterGroupsConfig)
+    """Dynamic sampling: which of the groups drawn are trained on."""

@@ -9,7 +9,7 @@ from verl.utils.micro_batching import MicroBatching
 
 def batch_plan(config: PPOConfig) -> str:
     """What one training step does, one line per stage. Assumes that the rules hold."""
-    shared, prompts = config.actor_rollout_ref, config.data.prompts_per_step
+    shared, prompts = config.actor_rollout_ref, config.prompts_per_update
     rows = prompts * shared.rollout.n
     workers = config.trainer.world_size
     lines = [
@@ -17,6 +17,11 @@ def batch_plan(config: PPOConfig) -> str:
         f"{counted(workers, 'worker')}, {_each(rows, workers)}; at most {shared.rollout.prompt_length} + "
         f"{shared.rollout.response_length} tokens each"
     ]
+    filtering = config.algorithm.filter_groups
+    if filtering.enable:
+        bound = f"at most {filtering.max_num_gen_batches}" if filtering.max_num_gen_batches else "without bound"
+        drawn = f"{config.data.prompts_per_step} prompts x {shared.rollout.n} responses"
+        lines.append(f"drawn: batches of {drawn}, {bound}, until {prompts} groups differ in {filtering.metric}")
     for key, role, n in trained_roles(config):
         ranks, split, mini = config.dp_size(role), role.update_split, role.ppo_mini_batch_size * n
         lines.append(
@@ -45,7 +50,7 @@ def batch_plan(config: PPOConfig) -> str:
 
 def optimizer_steps(config: PPOConfig, role: Any) -> int:
     """Optimizer steps of the ``actor`` or ``critic`` section in one training step."""
-    return config.data.prompts_per_step // role.ppo_mini_batch_size * role.ppo_epochs
+    return config.prompts_per_update // role.ppo_mini_batch_size * role.ppo_epochs
 
 
 def counted(number: int, noun: str) -> str:

@@ -117,7 +117,8 @@ class DataConfig(Config):
     """Seed of the shuffling. Null: ``trainer.seed``."""
 
     gen_batch_size: int | None = option(None, above=0)
-    """Prompts drawn per step if not ``train_batch_size``. Null: the same."""
+    """Prompts drawn per step if not ``train_batch_size``; with ``algorithm.filter_groups``, drawn at a time. Null: the
+    same."""
 
     cache_dir: str = "~/.cache/verl/rlhf"
     """Folder for downloaded and prepared data sets."""
@@ -127,7 +128,7 @@ class DataConfig(Config):
 
     @property
     def prompts_per_step(self) -> int:
-        """Prompts one training step draws from the loader."""
+        """Prompts one training step draws from the loader; with ``algorithm.filter_groups``, at a time."""
         return self.gen_batch_size or self.train_batch_size
 
     @property

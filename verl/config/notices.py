@@ -466,7 +466,7 @@ def _loss_does_not_read_it(config: PPOConfig, is_given: IsGiven) -> Iterator[str
 
 def _one_step_never_meets_a_bound(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
     actor = config.actor_rollout_ref.actor
-    if actor.ppo_epochs > 1 or actor.ppo_mini_batch_size < config.data.prompts_per_step:
+    if actor.ppo_epochs > 1 or actor.ppo_mini_batch_size < config.prompts_per_update:
         return
     names = ["clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c", "policy_loss.ppo_kl_coef"]
     keys = [f"{_ACTOR}.{name}" for name in names if actor.policy_loss.loss_mode in _READ_BY_LOSS[name]]
@@ -680,6 +680,25 @@ def _given_below(key: str, config: PPOConfig, is_given: IsGiven) -> list[str]:
     return [name for name, _ in leaves(get_path(config, key), f"{key}.") if is_given(name)]
 
 
+def _all_groups_are_trained_on(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+    if not config.algorithm.filter_groups.enable:
+        keys = [f"algorithm.filter_groups.{name}" for name in ("metric", "max_num_gen_batches")]
+        yield from _unread(config, keys, is_given, "algorithm.filter_groups.enable=false trains on every group")
+    elif config.reward_model.launch_reward_fn_async:
+        why = "algorithm.filter_groups chooses groups by their rewards before anything else is computed"
+        yield from _unread(config, [f"{_RM}.launch_reward_fn_async"], is_given, why)
+
+
+def _no_response_is_resampled(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+    key, algorithm = "algorithm.pf_ppo", config.algorithm
+    if not algorithm.use_pf_ppo:
+        keys = [f"{key}.reweight_method", f"{key}.weight_pow"]
+        yield from _unread(config, keys, is_given, "algorithm.use_pf_ppo=false takes every response once")
+    elif algorithm.pf_ppo.reweight_method != "pow":
+        why = f"{key}.reweight_method={algorithm.pf_ppo.reweight_method} does not read it"
+        yield from _unread(config, [f"{key}.weight_pow"], is_given, why)
+
+
 _CHECKS = (
     _hf_has_no_engine_knobs,
     _nothing_is_compared,
@@ -742,4 +761,6 @@ _CHECKS = (
     _ray_is_not_started,
     _response_window_is_the_rollouts,
     _nothing_is_put_off,
+    _all_groups_are_trained_on,
+    _no_response_is_resampled,
 )

@@ -82,6 +82,11 @@ class PPOConfig(Config):
         return self.algorithm.use_kl_in_reward or self.actor_rollout_ref.actor.use_kl_loss
 
     @property
+    def prompts_per_update(self) -> int:
+        """Prompts one training step trains on."""
+        return self.data.train_batch_size if self.algorithm.filter_groups.enable else self.data.prompts_per_step
+
+    @property
     def rewrites_for_reward_model(self) -> bool:
         """Does the reward model read conversations in its own chat template?"""
         return self.reward_model.enable and bool(self.reward_model.model.input_tokenizer)

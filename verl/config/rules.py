@@ -72,8 +72,9 @@ def scoring_roles(config: PPOConfig) -> Iterator[tuple[str, str, bool, int]]:
 
 @rule
 def mini_batch_fits_into_the_train_batch(config: PPOConfig) -> Iterator[Problem]:
-    prompts = config.data.prompts_per_step
-    source = "data.gen_batch_size" if config.data.gen_batch_size else "data.train_batch_size"
+    prompts = config.prompts_per_update
+    has_other = config.data.gen_batch_size and not config.algorithm.filter_groups.enable
+    source = "data.gen_batch_size" if has_other else "data.train_batch_size"
     for key, role, _ in trained_roles(config):
         name, mini = f"{key}.ppo_mini_batch_size", role.ppo_mini_batch_size
         if mini > prompts:
@@ -172,6 +173,41 @@ def groups_have_siblings(config: PPOConfig) -> Iterator[Problem]:
             f"siblings, and there are none. Sample at least 2 responses per prompt, "
             f"or choose another estimator.",
             "algorithm.adv_estimator",
+        )
+
+
+@rule
+def groups_can_be_chosen(config: PPOConfig) -> Iterator[Problem]:
+    filtering, rollout = config.algorithm.filter_groups, config.actor_rollout_ref.rollout
+    if not filtering.enable:
+        return
+    key = "algorithm.filter_groups.enable"
+    if rollout.n < 2:
+        text = f"with {ROLLOUT}.n=1: one response cannot differ from others. Sample at least 2, or set it to false."
+        yield _problem(config, key, text, f"{ROLLOUT}.n")
+    if rollout.async_ratio:
+        yield _problem(
+            config,
+            key,
+            f"with {ROLLOUT}.async_ratio={rollout.async_ratio}: how many prompts a step draws is known at its end "
+            "only, and the next one's are drawn before. Set async_ratio=0, or enable=false.",
+            f"{ROLLOUT}.async_ratio",
+        )
+    if rollout.over_sample_rate:
+        yield _problem(
+            config,
+            key,
+            f"with {ROLLOUT}.over_sample_rate={rollout.over_sample_rate}: a prompt would be put off several times in "
+            f"one step, which {ROLLOUT}.max_postponements counts once. Set over_sample_rate=0, or enable=false.",
+            f"{ROLLOUT}.over_sample_rate",
+        )
+    if filtering.metric == "seq_final_reward" and config.algorithm.use_kl_in_reward:
+        yield _problem(
+            config,
+            "algorithm.filter_groups.metric",
+            "with algorithm.use_kl_in_reward=true: every response has a KL of its own, so every group would differ. "
+            "Use seq_reward, or put the KL into the loss (actor.use_kl_loss).",
+            "algorithm.use_kl_in_reward",
         )
 
 
@@ -366,6 +402,19 @@ def gae_has_a_critic(config: PPOConfig) -> Iterator[Problem]:
 
 
 @rule
+def responses_are_resampled_beside_a_critic(config: PPOConfig) -> Iterator[Problem]:
+    estimator = config.algorithm.adv_estimator
+    if config.algorithm.use_pf_ppo and estimator != "gae":
+        yield _problem(
+            config,
+            "algorithm.use_pf_ppo",
+            f"with algorithm.adv_estimator={estimator}: policy filtration is defined for PPO with a critic. Set "
+            "adv_estimator=gae, or use_pf_ppo=false; algorithm.filter_groups chooses among groups.",
+            "algorithm.adv_estimator",
+        )
+
+
+@rule
 def critic_samples_agree(config: PPOConfig) -> Iterator[Problem]:
     n = config.actor_rollout_ref.rollout.n
     if config.uses_critic and config.critic.rollout_n != n:
@@ -461,13 +510,13 @@ def old_log_probs_are_not_needed_before_the_update(config: PPOConfig) -> Iterato
     actor, key = config.actor_rollout_ref.actor, f"{ACTOR}.skip_old_log_probs"
     if not actor.skip_old_log_probs:
         return
-    steps = config.data.prompts_per_step // actor.ppo_mini_batch_size * actor.ppo_epochs
+    steps = config.prompts_per_update // actor.ppo_mini_batch_size * actor.ppo_epochs
     if steps > 1:
         yield _problem(
             config,
             key,
             f"with {steps} optimizer steps a batch ({ACTOR}.ppo_mini_batch_size={actor.ppo_mini_batch_size} of "
-            f"{config.data.prompts_per_step} prompts, {ACTOR}.ppo_epochs={actor.ppo_epochs}): after the first of them "
+            f"{config.prompts_per_update} prompts, {ACTOR}.ppo_epochs={actor.ppo_epochs}): after the first of them "
             "the policy is no longer the one that sampled. Set it to false, or make one step of the batch.",
             f"{ACTOR}.ppo_mini_batch_size",
             f"{ACTOR}.ppo_epochs",
@@ -475,6 +524,7 @@ def old_log_probs_are_not_needed_before_the_update(config: PPOConfig) -> Iterato
     for early, why in {
         "algorithm.use_kl_in_reward": "the reward then holds log pi_old - log pi_ref",
         f"{ACTOR}.calculate_sum_pi_squared": "the sums come from the pass that is left out",
+        "algorithm.use_pf_ppo": "the update then sees some responses only, and some twice",
     }.items():
         if get_path(config, early):
             yield _problem(config, key, f"with {early}=true: {why}. Set one of them to false.", early)

@@ -73,8 +73,6 @@ LIMITS: tuple[Limit, ...] = (
     # loss and advantages
     Limit(f"{_ACTOR}.kl_loss_type", "the full KL", "use low_var_kl", _KL_KINDS),
     Limit("algorithm.kl_penalty", "the full KL", "use kl", _KL_KINDS),
-    Limit("algorithm.use_pf_ppo", "policy-filtration PPO", "leave it false"),
-    Limit("algorithm.pf_ppo.*", "policy-filtration PPO", "leave the section alone"),
     # reward
     Limit(f"{_RM}.sandbox_fusion.*", "the sandbox service", "run code in your custom_reward_function"),
     # data

@@ -8,7 +8,6 @@ with ``partial_rollout``, kept and continued under the next weights. Described i
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
@@ -20,9 +19,8 @@ import numpy as np
 import torch
 
 from verl.protocol import DataProto
-from verl.trainer.ppo.checkpoint import write_atomic
-from verl.trainer.ppo.prompt_pool import PromptPool
-from verl.trainer.ppo.rows_file import check_savable, load_rows, save_rows
+from verl.trainer.ppo.prompt_pool import PromptPool, load_pool, save_pool
+from verl.trainer.ppo.rows_file import check_savable
 from verl.utils.ragged import Ragged
 from verl.utils.seeding import derive_seed
 from verl.workers.rollout.drafts import GenerationClient, Journal, SampleClient, stop_samples
@@ -30,8 +28,6 @@ from verl.workers.rollout.length_history import LengthHistory, prompt_key
 from verl.workers.rollout.occupancy import occupancy
 from verl.workers.rollout.scheduling import Race, first_groups
 
-STATE_FILE = "rollout.json"
-"""In a step's folder: prompts put off, their tokens, the length history."""
 PLACE = "finish_place"
 """Column: a group's place in the order in which the groups of the batch were complete, from 0."""
 RunSample = Callable[[int, int, SampleClient], Awaitable[Any]]
@@ -257,27 +253,14 @@ class GroupSampler:
 
     def save(self, folder: Path) -> None:
         """Write into a step's folder what a resumed run needs to go on with the same prompts and tokens."""
-        prompts, tickets = self.pool.state()
-        for name, rows in prompts.items():
-            (folder / f"rollout_{name}.safetensors").unlink(missing_ok=True)
-            if len(rows):
-                save_rows(folder / f"rollout_{name}.safetensors", rows, {})
-        state = {
-            "tickets": tickets,
-            "history": self.history.state_dict(),
-            "journals": {sample: journal.state() for sample, journal in self.journals.items()},
-            "weights": self.weights,
-        }
-        write_atomic(folder / STATE_FILE, lambda path: path.write_text(json.dumps(state)))
+        journals = {sample: journal.state() for sample, journal in self.journals.items()}
+        save_pool(folder, self.pool, history=self.history.state_dict(), journals=journals, weights=self.weights)
 
     def load(self, folder: Path) -> None:
         """Read what `save` wrote, if it is there."""
-        if not (folder / STATE_FILE).exists():
+        state = load_pool(folder, self.pool)
+        if "history" not in state:  # of a run that samples whole batches, or of none
             return
-        state = json.loads((folder / STATE_FILE).read_text())
-        files = {name: folder / f"rollout_{name}.safetensors" for name in ("back", "fresh")}
-        prompts = {name: load_rows(path)[0] for name, path in files.items() if path.exists()}
-        self.pool.load_state(prompts, state["tickets"])
         self.history.load_state_dict(state["history"])
         self.journals = {sample: Journal.from_state(drafts) for sample, drafts in state["journals"].items()}
         self.weights = list(state["weights"])

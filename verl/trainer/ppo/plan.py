@@ -26,7 +26,7 @@ def _lines(trainer: Any) -> Iterator[tuple[str, str]]:
         yield "rewards", _model(config.reward_model.model.path)
     prompts, held_out = counted(len(trainer.train_dataset), "prompt"), f"{len(trainer.val_dataset):,}"
     yield "data", f"{prompts} to train on, {held_out} to validate"
-    asked = f"{counted(config.data.prompts_per_step, 'prompt')} x {counted(shared.rollout.n, 'response')}"
+    asked = f"{counted(config.prompts_per_update, 'prompt')} x {counted(shared.rollout.n, 'response')}"
     length = counted(config.data.max_response_length, "token")
     updates = counted(optimizer_steps(config, shared.actor), "optimizer step")
     yield "step", f"{asked} of up to {length}; {config.algorithm.adv_estimator}; {updates}"

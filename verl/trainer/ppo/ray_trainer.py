@@ -1,8 +1,8 @@
 """RayPPOTrainer: the algorithm, one stage after the other, driven from a single process.
 
 The driver holds prompts, rewards and advantages; models live in worker groups and are called by their verbs. Every
-stage is a method, and the place to override: dynamic sampling overrides ``rollout``, another estimator needs only a
-registered function. The name is historical: the same loop runs on the local controller.
+stage is a method, and the place to override; another estimator needs only a registered function. The name is
+historical: the same loop runs on the local controller.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 
 from verl.algorithms.aggregate import agg_loss
 from verl.algorithms.kl import get_kl_controller
+from verl.algorithms.resample import resample_rows
 from verl.protocol import DataProto
 from verl.single_controller import get_controller
 from verl.single_controller.together import Beside
@@ -31,6 +32,7 @@ from verl.trainer.ppo.experience import (
     compute_response_mask,
     response_column,
 )
+from verl.trainer.ppo.group_filter import GroupFilter
 from verl.trainer.ppo.long_tails import GroupSampler, draw_batch
 from verl.trainer.ppo.memory_report import gather, memory_metrics, memory_table
 from verl.trainer.ppo.metric_utils import (
@@ -40,7 +42,7 @@ from verl.trainer.ppo.metric_utils import (
 )
 from verl.trainer.ppo.mismatch import MismatchMonitor
 from verl.trainer.ppo.placement import ResourcePoolManager, start_worker_groups
-from verl.trainer.ppo.prompt_pool import PromptPool
+from verl.trainer.ppo.prompt_pool import STATE_FILE, PromptPool, load_pool, save_pool
 from verl.trainer.ppo.recipe_names import RecipeNames
 from verl.trainer.ppo.reward import compute_reward
 from verl.trainer.ppo.reward_model import by_style, check_texts, is_judged, judge_metrics
@@ -167,6 +169,7 @@ class RayPPOTrainer(RecipeNames):
         self.mismatch = MismatchMonitor(config, tokenizer.decode)
         self._create_dataloader(train_dataset, val_dataset, collate_fn, train_sampler)
         self.steps_per_epoch = len(self.train_dataloader)
+        self.group_filter = self._create_group_filter()
         self.group_sampler = self._create_group_sampler()
         self.global_steps = 0
         self.nonfinite_in_a_row = 0
@@ -201,7 +204,20 @@ class RayPPOTrainer(RecipeNames):
         rollout = self.config.actor_rollout_ref.rollout
         if rollout.mode != "async" or rollout.async_ratio or rollout.skip_rollout:  # asked for as a whole
             return None
-        return GroupSampler(rollout, PromptPool(self.train_dataloader), self.config.data.prompts_per_step, self.seed)
+        pool = PromptPool(self.train_dataloader) if self.group_filter is None else self.group_filter.pool
+        return GroupSampler(rollout, pool, self.config.data.prompts_per_step, self.seed)
+
+    def _create_group_filter(self) -> GroupFilter | None:
+        """What chooses the groups of a step; None where all are trained on."""
+        filtering, data = self.config.algorithm.filter_groups, self.config.data
+        if not filtering.enable:
+            return None
+        pool = PromptPool(self.train_dataloader)
+
+        def say(sentence: str) -> None:
+            self.progress.say(sentence)
+
+        return GroupFilter(filtering, pool, data.train_batch_size, data.prompts_per_step, say)
 
     @property
     def seed(self) -> int:
@@ -220,6 +236,7 @@ class RayPPOTrainer(RecipeNames):
             with self.timed("step"):
                 batch = self.rollout(prompts)  # y ~ pi_old(.|x), n per prompt
                 batch = self.score(batch)  # r(x, y)
+                batch = self.choose_groups(batch)  # with filter_groups: those whose rewards differ, drawing more
                 batch = self.evaluate(batch)  # log pi_old, log pi_ref, V
                 batch = self.estimate_advantages(batch)  # KL in reward, then GAE | GRPO | RLOO | ...
                 self.improve(batch)  # critic, then actor once past critic_warmup
@@ -238,8 +255,23 @@ class RayPPOTrainer(RecipeNames):
                 batch.put("reward_baselines", self.greedy_rewards(prompts).repeat_interleave(n))
         if "response_mask" not in batch.keys():
             batch.put("response_mask", compute_response_mask(batch))
+        self.divide_batch(batch)
+        return batch
+
+    def divide_batch(self, batch: DataProto) -> None:
+        """Say how the rows make optimizer steps and ranks' shares, and how many tokens they have."""
         self.balance_batch(batch, self.metrics)
         batch.meta_info["global_token_num"] = batch.ragged("attention_mask").layout.lengths.tolist()
+
+    def choose_groups(self, batch: DataProto) -> DataProto:
+        """With ``algorithm.filter_groups``, ``data.train_batch_size`` groups whose rewards differ; draws what lacks."""
+        if self.group_filter is None:
+            return batch
+        while not self.group_filter.add(batch, self.global_steps):
+            batch = self.score(self.rollout(self.next_prompts(self.global_steps)))
+        batch, metrics = self.group_filter.finish()
+        self.metrics.update(metrics)
+        self.divide_batch(batch)
         return batch
 
     def sample(self, prompts: DataProto, n: int) -> DataProto:
@@ -263,7 +295,7 @@ class RayPPOTrainer(RecipeNames):
             if self.use_rm:
                 batch = self.judged(batch)
                 self.metrics.update(judge_metrics(batch))
-            if self.config.reward_model.launch_reward_fn_async:
+            if self.config.reward_model.launch_reward_fn_async and self.group_filter is None:
                 seen = batch.select(deepcopy=False)  # later stages add columns meanwhile
                 self.pending_reward = Beside(lambda: compute_reward(seen, self.reward_fn))
                 return batch
@@ -272,7 +304,7 @@ class RayPPOTrainer(RecipeNames):
     def rewarded(self, batch: DataProto, scores: torch.Tensor, extra: dict[str, list]) -> DataProto:
         """The batch with what the reward manager made of it."""
         if REWARD_ERROR_KEY in extra:
-            self.metrics["reward/errors"] = sum(extra[REWARD_ERROR_KEY])
+            self.metrics["reward/errors"] = self.metrics.get("reward/errors", 0) + sum(extra[REWARD_ERROR_KEY])
         return attach_reward(batch, scores, extra)
 
     def judged(self, batch: DataProto) -> DataProto:
@@ -344,6 +376,8 @@ class RayPPOTrainer(RecipeNames):
     def improve(self, batch: DataProto) -> None:
         """Fit the critic to the returns, and move the policy along the advantages."""
         batch.meta_info["global_steps"] = self.global_steps
+        if self.config.algorithm.use_pf_ppo:
+            batch = self.resampled(batch)
         if self.use_critic:
             with self.timed("update_critic"):
                 self.record(self.critic_wg.update_critic(batch))
@@ -353,6 +387,18 @@ class RayPPOTrainer(RecipeNames):
                 self.record(updated)
             if self.skips_old_log_probs:
                 self.with_log_probs(batch, updated.pop(batch_keys=["old_log_probs", "entropys"]))
+
+    def resampled(self, batch: DataProto) -> DataProto:
+        """As many rows of the batch, drawn with replacement by their scores, as ``algorithm.pf_ppo`` says."""
+        scores, options = response_column(batch, "token_level_scores").sum(-1), self.config.algorithm.pf_ppo
+        seed = derive_seed(self.seed, "pf_ppo", self.global_steps)
+        rows = resample_rows(scores, options.reweight_method, options.weight_pow, seed)
+        self.metrics["pf_ppo/unique_share"] = len(rows.unique()) / len(rows)
+        self.metrics["pf_ppo/score/mean"] = scores[rows].mean().item()
+        drawn = batch.select_idxs(rows)
+        tokens = drawn.ragged("attention_mask").layout.lengths.tolist()
+        drawn.meta_info = {**batch.meta_info, "global_token_num": tokens}
+        return drawn
 
     @property
     def updates_actor(self) -> bool:
@@ -374,16 +420,24 @@ class RayPPOTrainer(RecipeNames):
         """
         step = self.global_steps
         while step < self.total_training_steps:
-            for rows in self.train_dataloader if self.group_sampler is None else [None]:
+            has_pool = self.group_sampler is not None or self.group_filter is not None
+            for rows in [None] if has_pool else self.train_dataloader:
                 step += 1
-                if self.group_sampler is None:
+                if has_pool:
+                    prompts = self.next_prompts(step)
+                else:
                     prompts = DataProto.from_single_dict(rows)
                     prompts.non_tensor_batch["uid"] = self.uids(f"step{step}", len(prompts))
-                else:
-                    prompts = self.group_sampler.take(step)
                 yield step, prompts
                 if step >= self.total_training_steps:
                     return
+
+    def next_prompts(self, step: int) -> DataProto:
+        """The next prompts out of the pool; a step may ask several times."""
+        if self.group_sampler is None:
+            return self.group_filter.take(step)
+        prompts = self.group_sampler.take(step)
+        return prompts if self.group_filter is None else self.group_filter.note(prompts)
 
     def begin_step(self, step: int) -> None:
         """From here on numbers and times are those of ``step``."""
@@ -395,7 +449,8 @@ class RayPPOTrainer(RecipeNames):
     ) -> DataProto:
         """Responses to ``prompts``, whose n repeats follow one another; keeps every column of the prompts.
 
-        The seed of each sample comes from (run seed, step, prompt, k) alone; the prompts count from ``first``.
+        The seed of each sample comes from (run seed, step, prompt, k) alone; the prompts count from ``first``. With
+        ``algorithm.filter_groups`` step and prompt are those of the prompt's first drawing.
         """
         request = self.rollout_request(prompts, n, self.global_steps, validate=validate, first=first)
         if do_sample is not None:
@@ -407,7 +462,11 @@ class RayPPOTrainer(RecipeNames):
     ) -> DataProto:
         """What a rollout is asked in training step ``step``; arguments as in `generate`."""
         purpose = "validate" if validate else "train"
-        seeds = [derive_seed(self.seed, purpose, step, first + i // n, i % n) for i in range(len(prompts))]
+        places = [(step, first + i // n) for i in range(len(prompts))]
+        if self.group_filter is not None and not validate:
+            tickets = [self.group_filter.tickets[uid] for uid in prompts.non_tensor_batch["uid"]]
+            places = [(ticket.step, ticket.number) for ticket in tickets]
+        seeds = [derive_seed(self.seed, purpose, *place, i % n) for i, place in enumerate(places)]
         request = prompts.select(batch_keys=list(PROMPT_COLUMNS))
         request.meta_info = {"validate": validate, "global_steps": step}
         prompts.meta_info.update(request.meta_info)
@@ -536,7 +595,8 @@ class RayPPOTrainer(RecipeNames):
         n_gpus = self.resource_pool_manager.get_n_gpus()
         if trainer.memory_ledger:
             self.metrics.update(self.memory_metrics())
-        self.metrics.update({"training/global_step": step, "training/epoch": (step - 1) // self.steps_per_epoch})
+        batches = step if self.group_filter is None else self.group_filter.pool.batches_read
+        self.metrics.update({"training/global_step": step, "training/epoch": (batches - 1) // self.steps_per_epoch})
         self.metrics.update(compute_data_metrics(batch=batch, use_critic=self.use_critic))
         self.metrics.update(compute_timing_metrics(batch=batch, timing_raw=self.timing))
         self.metrics.update(compute_throughout_metrics(batch=batch, timing_raw=self.timing, n_gpus=n_gpus))
@@ -644,6 +704,10 @@ class RayPPOTrainer(RecipeNames):
         checkpoint.save_driver_state(folder, self.prompts_position(), self.driver_state(), self.responses_ahead())
         if self.group_sampler is not None:
             self.group_sampler.save(folder)
+        elif self.group_filter is not None:
+            save_pool(folder, self.group_filter.pool)
+        else:
+            (folder / STATE_FILE).unlink(missing_ok=True)  # of an earlier run through this step
         self.unfinished_save = self.global_steps
         if not self.background_savers() or self.global_steps >= self.total_training_steps:
             self.finish_saving()
@@ -711,8 +775,12 @@ class RayPPOTrainer(RecipeNames):
         state = checkpoint.load_driver_state(folder, self.train_dataloader)
         if self.group_sampler is not None:
             self.group_sampler.load(folder)
-        elif (folder / long_tails.STATE_FILE).exists():
-            remarks.append("; prompts that rollout.mode=async had put off are left out")
+        elif self.group_filter is not None:
+            load_pool(folder, self.group_filter.pool)
+        elif (folder / STATE_FILE).exists():
+            remarks.append("; prompts that rollout.mode=async or filter_groups had put back are left out")
+        if self.group_filter is not None and not self.group_filter.pool.batches_read:  # saved by a run without it
+            self.group_filter.pool.batches_read = self.global_steps
         if "kl_ctrl_in_reward" in state:
             self.kl_ctrl_in_reward.load_state_dict(state["kl_ctrl_in_reward"])
         self.shaping.load_state_dict(state.get("running_scores", {}))
