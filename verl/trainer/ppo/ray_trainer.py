@@ -156,6 +156,7 @@ class RayPPOTrainer(RecipeNames):
         if self.skips_old_log_probs:
             check_estimator_waits(config.algorithm.adv_estimator)
         check_correction(config)
+        self.correction = typed_config(config).algorithm.rollout_correction
         self.row_cost = row_cost(config.actor_rollout_ref.model.path)
         self.use_reference_policy = need_reference_policy(config)
         self.ref_in_actor = ref_in_actor(config)
@@ -288,13 +289,12 @@ class RayPPOTrainer(RecipeNames):
         """
         if "multi_modal_inputs" in batch.non_tensor_batch:  # what the models read; the images themselves stay here
             batch.non_tensor_batch.pop("multi_modal_data", None)
-        correction = self.config.algorithm.rollout_correction
-        if correction.bypass_mode:
+        if self.correction.bypass_mode:
             bypass_old_log_probs(batch)
         elif not (self.skips_old_log_probs and self.updates_actor):
             with self.timed("old_log_prob"):
                 batch = self.with_log_probs(batch, self.actor_wg.compute_log_prob(batch))
-        self.metrics.update(weigh_tokens(batch, correction))
+        self.metrics.update(weigh_tokens(batch, self.correction))
         if self.use_reference_policy:
             with self.timed("ref"):
                 batch = batch.union(self.ref_wg.compute_ref_log_prob(batch))
@@ -346,7 +346,7 @@ class RayPPOTrainer(RecipeNames):
 
         Neither sees tokens that ``algorithm.rollout_correction`` rejects.
         """
-        self.metrics.update(reject_tokens(batch, self.config.algorithm.rollout_correction))
+        self.metrics.update(reject_tokens(batch, self.correction))
         batch.meta_info["global_steps"] = self.global_steps
         if self.use_critic:
             with self.timed("update_critic"):
