@@ -11,6 +11,8 @@ PARAM_OFFLOAD = f"{ACTOR}.fsdp_config.param_offload=true"
 LOCAL = (f"{ACTOR}.strategy=local", "critic.strategy=local", "trainer.n_gpus_per_node=1")
 REF_DTYPE = "actor_rollout_ref.ref.fsdp_config.model_dtype"
 ON_CPU = (f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.tensor_model_parallel_size=1", "trainer.device=cpu")
+CORRECTION = "algorithm.rollout_correction"
+BYPASS = (f"{ROLLOUT}.calculate_log_probs=true", f"{CORRECTION}.bypass_mode=true")
 ASYNC = (f"{ROLLOUT}.mode=async", f"{ROLLOUT}.calculate_log_probs=true")
 KEPT = (*ASYNC, f"{ROLLOUT}.over_sample_rate=1", f"{ROLLOUT}.partial_rollout=true")
 SHARING = ("actor_rollout_ref.model.use_remove_padding=true", "actor_rollout_ref.model.use_prefix_sharing=true")
@@ -125,6 +127,11 @@ def test_nothing_is_said_about_defaults():
         (["trainer.use_legacy_worker_impl=disable"], "one implementation"),
         ([*GRPO, "algorithm.gamma=0.9"], "adv_estimator=grpo does not read it"),
         (["algorithm.step_gamma=0.9"], "adv_estimator=gae does not read it"),
+        ([f"{CORRECTION}.rollout_is_mode=mask"], "rollout_is_mode=mask has no effect: algorithm.rollout_"),
+        ([f"{CORRECTION}.rollout_is_threshold=3"], "rollout_is_threshold=3.0 has no effect"),
+        ([f"{CORRECTION}.rollout_rs_threshold=3"], "rollout_correction.rollout_rs=null"),
+        ([*BYPASS, f"{ROLLOUT}.mismatch_threshold=0.1"], "bypass_mode=true computes no probabilities to compare with"),
+        ([*BYPASS, "algorithm.use_kl_in_reward=true", REF], "charged for the sampler's distance"),
         ([f"{ACTOR}.tau_pos=2"], "loss_mode=vanilla does not read it"),
         ([f"{ACTOR}.policy_loss.loss_mode=reinforce", f"{ACTOR}.clip_ratio=0.1"], "loss_mode=reinforce does not read"),
         ([f"{ACTOR}.policy_loss.loss_mode=gspo"], "was published with actor_rollout_ref.actor.loss_agg_mode=seq-mean"),

@@ -16,6 +16,7 @@ from verl.config.support import LIMITS, NAMES
 from .helpers import loaded_with, problems, typed
 
 ACTOR, ROLLOUT, DYNAMIC = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "use_dynamic_bsz=true"
+CORRECTION, KEPT = "algorithm.rollout_correction", f"{ROLLOUT}.calculate_log_probs=true"
 MODEL = "actor_rollout_ref.model"
 APART = "actor_rollout_ref.hybrid_engine=false"
 REF = "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=2"
@@ -72,6 +73,32 @@ BAD = {
         ["algorithm.use_pf_ppo=true", "algorithm.adv_estimator=reinforce"], "use_pf_ppo=true with algorithm.adv_est"),
     "resampling rows whose log-probs come with the update": (
         ["algorithm.use_pf_ppo=true", f"{ACTOR}.skip_old_log_probs=true"], "with algorithm.use_pf_ppo=true"),
+    "weights without the sampler's log-probs": (
+        [f"{CORRECTION}.rollout_is=token"], f"rollout_is=token with {ROLLOUT}.calculate_log_probs=false"),
+    "a bypass without the sampler's log-probs": (
+        [f"{CORRECTION}.bypass_mode=true"], f"bypass_mode=true with {ROLLOUT}.calculate_log_probs=false"),
+    "a veto before old log-probs are known": (
+        [KEPT, f"{CORRECTION}.rollout_token_veto_threshold=1e-4", f"{ACTOR}.skip_old_log_probs=true",
+         f"{ACTOR}.ppo_mini_batch_size=8"], "veto_threshold=0.0001 with actor_rollout_ref.actor.skip_old_log_probs"),
+    "two sources of old log-probs": (
+        [KEPT, f"{CORRECTION}.bypass_mode=true", f"{ACTOR}.skip_old_log_probs=true", f"{ACTOR}.ppo_mini_batch_size=8"],
+        "bypass_mode=true with actor_rollout_ref.actor.skip_old_log_probs=true: every ratio is then 1"),
+    "weights of a policy that is the sampler": (
+        [KEPT, f"{CORRECTION}.bypass_mode=true", f"{CORRECTION}.rollout_rs=token"],
+        f"rollout_rs=token with {CORRECTION}.bypass_mode=true"),
+    "squares of a pass that is left out": (
+        [KEPT, f"{CORRECTION}.bypass_mode=true", f"{ACTOR}.calculate_sum_pi_squared=true"], "the sums come from"),
+    "weights without room": (
+        [KEPT, f"{CORRECTION}.rollout_is=token", f"{CORRECTION}.rollout_is_threshold_lower=2"],
+        "rollout_is_threshold=2 is not above the lower bound 2"),
+    "a window without room": (
+        [KEPT, f"{CORRECTION}.rollout_rs=token", f"{CORRECTION}.rollout_rs_threshold=0.9"],
+        "rollout_rs_threshold=0.9 is not above the lower bound 1.11"),
+    "weights twice": (
+        [KEPT, f"{CORRECTION}.rollout_is=token", f"{ACTOR}.policy_loss.loss_mode=tis"], "weighed twice"),
+    "a score that may be rejected": (
+        [KEPT, f"{CORRECTION}.rollout_rs=token", f"{ACTOR}.policy_loss.loss_mode=topr"], "would lose the score"),
+    "a veto of everything": ([KEPT, f"{CORRECTION}.rollout_token_veto_threshold=1"], "must be less than 1"),
     "rloo of one": (["algorithm.adv_estimator=rloo"], "judged by its siblings"),
     "equal siblings": ([f"{ROLLOUT}.n=8", f"{ROLLOUT}.do_sample=false"], "would be the same"),
     "temperature zero": ([f"{ROLLOUT}.n=8", f"{ROLLOUT}.temperature=0"], "temperature=0 must be greater than 0"),
@@ -312,6 +339,10 @@ BUILT = [
     ["algorithm.reward_clip=5", "algorithm.reward_norm.std=running", "algorithm.whiten_rewards=true"],
     ["algorithm.whiten_advantages=false", "algorithm.advantage_clip=3", "algorithm.sample_mask.difficulty=[0.1,0.9]"],
     ["algorithm.reward_shaping.overlong_buffer.enable=true", "algorithm.reward_shaping.overlong_buffer.len=64"],
+    *([KEPT, f"{CORRECTION}.rollout_is={level}", f"{CORRECTION}.rollout_rs={level}"]
+      for level in ("token", "sequence", "geometric")),
+    [KEPT, f"{CORRECTION}.rollout_is=token", f"{CORRECTION}.rollout_is_mode=mask"],
+    [KEPT, f"{CORRECTION}.bypass_mode=true"],
     ["algorithm.kl_ctrl.type=adaptive"], RM, [*RM, "reward_model.strategy=fsdp2", "reward_model.max_length=100"],
     RM_IDS, ["reward_model.launch_reward_fn_async=true"],
     [f"{ROLLOUT}.val_kwargs.n=4", f"{ROLLOUT}.val_kwargs.do_sample=true", f"{ROLLOUT}.val_kwargs.temperature=0.6"],
@@ -359,6 +390,11 @@ def test_the_batch_plan_shows_rows_that_do_not_divide_and_what_is_left_out():
     assert "7 prompts x 1 responses = 7 rows on 2 workers, 3 or 4 each" in plan
     assert "7 rows on 2 ranks, about 3.5 each, in forwards of at most 16384 tokens" in plan
     assert "old log-probs: those of the update's own forwards" in plan
+
+
+def test_the_batch_plan_knows_old_log_probs_that_are_the_samplers():
+    plan = batch_plan(typed(KEPT, f"{CORRECTION}.bypass_mode=true"))
+    assert "old log-probs: those the responses were sampled with" in plan
 
 
 def test_the_batch_plan_counts_workers_that_share_sequences_as_one_rank():

@@ -135,7 +135,7 @@ def compute_policy_loss(
     token = clipped_objective(
         cells.pack(old_log_prob), cells.pack(log_prob), cells.pack(advantages), low, high, clip_ratio_c
     )
-    losses = token.loss if rollout_is_weights is None else token.loss * cells.pack(rollout_is_weights)
+    losses = token.loss if rollout_is_weights is None else token.loss * cells.pack(rollout_is_weights).detach()
     loss = agg_rows(cells.row_sum(losses), cells.lengths, loss_agg_mode, response_mask.shape[-1])
     return loss, cells.mean(token.is_clipped), cells.mean(-token.log_ratio), cells.mean(token.is_clipped_lower)
 

@@ -1,7 +1,7 @@
 """Options of verl: names, types, defaults, meanings and checks, each in one place. See README.md."""
 
 from verl.config.actor import ActorConfig, PolicyLossConfig, RefConfig, RefModelConfig
-from verl.config.algorithm import AlgorithmConfig, KLControlConfig, PFPPOConfig
+from verl.config.algorithm import AlgorithmConfig, KLControlConfig, PFPPOConfig, RolloutCorrectionConfig
 from verl.config.base import Config, ConfigError, ConfigWarning, FreeDict, option, section
 from verl.config.critic import CriticConfig, CriticModelConfig
 from verl.config.data import DataConfig
@@ -43,6 +43,7 @@ __all__ = [
     "RewardFunctionConfig",
     "RewardModelConfig",
     "RolloutConfig",
+    "RolloutCorrectionConfig",
     "SamplingConfig",
     "TrainerConfig",
     "WrapPolicyConfig",

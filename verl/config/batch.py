@@ -32,6 +32,8 @@ def batch_plan(config: PPOConfig) -> str:
     scored = []
     if shared.actor.skip_old_log_probs:
         lines.append("old log-probs: those of the update's own forwards")
+    elif config.algorithm.rollout_correction.bypass_mode:
+        lines.append("old log-probs: those the responses were sampled with")
     else:
         scored.append(("old log-probs", shared.rollout.log_prob_split, config.dp_size(shared.actor)))
     if config.uses_reference:

@@ -16,6 +16,7 @@ IsGiven = Callable[[str], bool]
 
 _ACTOR, _REF, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.ref", "actor_rollout_ref.rollout"
 _RM = "reward_model"
+_CORRECTION = "algorithm.rollout_correction"
 _CLIPPING = ("vanilla", "gspo", "geo_mean", "cispo", "clip_cov", "dppo_tv", "dppo_kl")
 _READ_BY_LOSS: dict[str, tuple[str, ...]] = {
     "clip_ratio": _CLIPPING,
@@ -93,6 +94,29 @@ def _nothing_is_compared(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
     if not config.actor_rollout_ref.rollout.calculate_log_probs:
         why = f"{_ROLLOUT}.calculate_log_probs=false keeps no probabilities to compare"
         yield from _unread(config, [f"{_ROLLOUT}.mismatch_threshold"], is_given, why)
+    elif config.algorithm.rollout_correction.bypass_mode:
+        why = f"{_CORRECTION}.bypass_mode=true computes no probabilities to compare with"
+        yield from _unread(config, [f"{_ROLLOUT}.mismatch_threshold"], is_given, why)
+
+
+def _nothing_is_corrected(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+    options = config.algorithm.rollout_correction
+    of_weights = ["rollout_is_threshold_lower", "rollout_is_mode", "rollout_is_batch_normalize"]
+    if options.rollout_rs is None or options.rollout_rs_threshold is not None:
+        of_weights.append("rollout_is_threshold")
+    unread = {"rollout_is": of_weights, "rollout_rs": ["rollout_rs_threshold", "rollout_rs_threshold_lower"]}
+    for switch, names in unread.items():
+        if options[switch] is None:
+            why = f"{_CORRECTION}.{switch}=null"
+            yield from _unread(config, [f"{_CORRECTION}.{name}" for name in names], is_given, why)
+
+
+def _kl_in_reward_is_the_samplers(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+    if config.algorithm.rollout_correction.bypass_mode and config.algorithm.use_kl_in_reward:
+        yield (
+            f"{_CORRECTION}.bypass_mode=true with algorithm.use_kl_in_reward=true: the reward is charged for the "
+            "sampler's distance from the reference, rounding of its kernels included; false measures the policy's"
+        )
 
 
 def _nothing_is_traced(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
@@ -468,6 +492,8 @@ def _one_step_never_meets_a_bound(config: PPOConfig, is_given: IsGiven) -> Itera
     actor = config.actor_rollout_ref.actor
     if actor.ppo_epochs > 1 or actor.ppo_mini_batch_size < config.prompts_per_update:
         return
+    if config.algorithm.rollout_correction.bypass_mode:  # then the ratio is that to the sampler
+        return
     names = ["clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c", "policy_loss.ppo_kl_coef"]
     keys = [f"{_ACTOR}.{name}" for name in names if actor.policy_loss.loss_mode in _READ_BY_LOSS[name]]
     why = "with one optimizer step per batch the policy is still the one that sampled, and its ratio is 1"
@@ -702,6 +728,8 @@ def _no_response_is_resampled(config: PPOConfig, is_given: IsGiven) -> Iterator[
 _CHECKS = (
     _hf_has_no_engine_knobs,
     _nothing_is_compared,
+    _nothing_is_corrected,
+    _kl_in_reward_is_the_samplers,
     _nothing_is_traced,
     _nothing_is_reused,
     _there_is_no_adapter,

@@ -263,7 +263,8 @@ class RolloutConfig(Config):
 
     mismatch_threshold: float = option(0.01, at_least=0)
     """Mean difference between the engine's and the actor's probability of a token above which the run warns, and
-    writes down the worst tokens. Read only with ``calculate_log_probs``."""
+    writes down the worst tokens. Read only with ``calculate_log_probs``. What can be done about it:
+    ``algorithm.rollout_correction``."""
 
     stall_timeout_s: float = option(1800, at_least=0)
     """Seconds in which an engine that generates must finish a step (about a token of every running response), or its

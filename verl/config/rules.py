@@ -19,6 +19,9 @@ RULES: list[Rule] = []
 ACTOR, REF, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.ref", "actor_rollout_ref.rollout"
 RM = "reward_model"
 SHAPING = "algorithm.reward_shaping"
+CORRECTION = "algorithm.rollout_correction"
+_CORRECTIONS = ("rollout_is", "rollout_rs", "rollout_token_veto_threshold", "bypass_mode")
+"""Options that switch a part of the rollout correction on."""
 _NEED_SIBLINGS = ("grpo", "rloo", "grpo_passk", "opo", "gpg", "gdpo", "optimal_token_baseline")
 _CLIPS_RATIOS = ("vanilla", "gspo", "clip_cov")
 """Losses that clip a ratio from below at 1 - clip_ratio_low. The others' lower bounds are of another kind."""
@@ -528,6 +531,91 @@ def old_log_probs_are_not_needed_before_the_update(config: PPOConfig) -> Iterato
     }.items():
         if get_path(config, early):
             yield _problem(config, key, f"with {early}=true: {why}. Set one of them to false.", early)
+
+
+@rule
+def correction_knows_what_the_sampler_thought(config: PPOConfig) -> Iterator[Problem]:
+    if config.actor_rollout_ref.rollout.calculate_log_probs:
+        return
+    for name in _CORRECTIONS:
+        if config.algorithm.rollout_correction[name]:
+            yield _problem(
+                config,
+                f"{CORRECTION}.{name}",
+                f"with {ROLLOUT}.calculate_log_probs=false: it compares with the probabilities the sampler used, "
+                f"which are not kept. Set calculate_log_probs=true.",
+                f"{ROLLOUT}.calculate_log_probs",
+            )
+
+
+@rule
+def correction_has_old_log_probs_to_compare(config: PPOConfig) -> Iterator[Problem]:
+    options, actor = config.algorithm.rollout_correction, config.actor_rollout_ref.actor
+    for name in _CORRECTIONS:
+        if options[name] and actor.skip_old_log_probs:
+            why = "every ratio is then 1, not that to the sampler"
+            if name != "bypass_mode":
+                why = "the weights are needed before the update, which is what finds the old log-probs"
+            yield _problem(
+                config,
+                f"{CORRECTION}.{name}",
+                f"with {ACTOR}.skip_old_log_probs=true: {why}. Set skip_old_log_probs=false.",
+                f"{ACTOR}.skip_old_log_probs",
+            )
+        elif options[name] and options.bypass_mode and name != "bypass_mode":
+            yield _problem(
+                config,
+                f"{CORRECTION}.{name}",
+                f"with {CORRECTION}.bypass_mode=true: the old log-probs are then the sampler's own, and every r would "
+                "be 1. Set bypass_mode=false, or leave it to the ratio in the loss, which is then that to the sampler.",
+                f"{CORRECTION}.bypass_mode",
+            )
+    if options.bypass_mode and actor.calculate_sum_pi_squared:
+        yield _problem(
+            config,
+            f"{CORRECTION}.bypass_mode",
+            f"with {ACTOR}.calculate_sum_pi_squared=true: the sums come from the pass that is left out. Set one of "
+            "them to false.",
+            f"{ACTOR}.calculate_sum_pi_squared",
+        )
+
+
+@rule
+def correction_leaves_room_between_its_bounds(config: PPOConfig) -> Iterator[Problem]:
+    options = config.algorithm.rollout_correction
+    upper, lower = options.rollout_is_threshold, options.rollout_is_threshold_lower
+    if lower is None:
+        lower = 1 / upper if options.rollout_is_mode == "mask" else 0
+    bounds = {"is": (options.rollout_is, upper, lower), "rs": (options.rollout_rs, *options.rejection_bounds)}
+    for kind, (level, upper, lower) in bounds.items():
+        if level is not None and lower >= upper:
+            name = f"{CORRECTION}.rollout_{kind}_threshold"
+            text = (
+                f"{name}={upper:g} is not above the lower bound {lower:g} ({name}_lower; if null, 1 / upper): nothing "
+                "lies between them. Raise the first or lower the second."
+            )
+            yield Problem(name, text, (f"{name}_lower", f"{CORRECTION}.rollout_{kind}"))
+
+
+@rule
+def no_loss_is_corrected_twice(config: PPOConfig) -> Iterator[Problem]:
+    options, mode = config.algorithm.rollout_correction, config.actor_rollout_ref.actor.policy_loss.loss_mode
+    if options.rollout_is and mode == "tis":
+        yield _problem(
+            config,
+            f"{CORRECTION}.rollout_is",
+            f"with {ACTOR}.policy_loss.loss_mode=tis: that loss weighs by the ratio to the sampler itself, and tokens "
+            "would be weighed twice. Set rollout_is=null, or take another loss, reinforce for example.",
+            f"{ACTOR}.policy_loss.loss_mode",
+        )
+    if options.rollout_rs == "token" and mode == "topr":
+        yield _problem(
+            config,
+            f"{CORRECTION}.rollout_rs",
+            f"with {ACTOR}.policy_loss.loss_mode=topr: a response whose last token is rejected would lose the score "
+            "by which that loss tells success from failure. Use sequence or geometric.",
+            f"{ACTOR}.policy_loss.loss_mode",
+        )
 
 
 @rule

@@ -4,7 +4,7 @@ The classes are those of ``verl.config``; the names are the ones user code knows
 """
 
 from verl.config.algorithm import AlgorithmConfig as AlgoConfig
-from verl.config.algorithm import KLControlConfig, PFPPOConfig
+from verl.config.algorithm import KLControlConfig, PFPPOConfig, RolloutCorrectionConfig
 from verl.config.model import ModelConfig as BaseModelConfig
 from verl.config.ppo import PPOConfig
 from verl.config.reward import RewardModelConfig, SandboxFusionConfig
@@ -21,6 +21,7 @@ __all__ = [
     "ProfilerConfig",
     "RayInitConfig",
     "RewardModelConfig",
+    "RolloutCorrectionConfig",
     "SandboxFusionConfig",
     "TrainerConfig",
 ]

@@ -18,6 +18,7 @@ from verl.protocol import DataProto
 from verl.utils.torch_dtypes import PrecisionType
 
 _ROLLOUT = "actor_rollout_ref.rollout"
+_WEIGHS = "algorithm.rollout_correction.rollout_is=token"
 _WORST = 5
 """Tokens written down of a step."""
 
@@ -128,7 +129,7 @@ def _text_is_older(shared: Any) -> Iterator[str]:
         if shared.rollout[name]:
             yield (
                 f"{_ROLLOUT}.{name}={shared.rollout[name]}: text is drawn by older weights than the actor's, and that "
-                f"is meant; policy_loss.loss_mode=tis weighs it. Lower actor.optim.lr if the difference grows."
+                f"is meant; {_WEIGHS} weighs it. Lower actor.optim.lr if the difference grows."
             )
 
 
@@ -194,7 +195,7 @@ def _model_is_computed_otherwise(shared: Any) -> Iterator[str]:
 def _policy_is_at_its_limits(shared: Any) -> Iterator[str]:
     yield (
         "the policy itself became so sharp, or its numbers so large, that rounding shows: look at actor/grad_norm and "
-        "actor/entropy of the last steps; policy_loss.loss_mode=tis weighs the difference out."
+        f"actor/entropy of the last steps; {_WEIGHS} weighs the difference out."
     )
 
 

@@ -46,6 +46,7 @@ from verl.trainer.ppo.prompt_pool import STATE_FILE, PromptPool, load_pool, save
 from verl.trainer.ppo.recipe_names import RecipeNames
 from verl.trainer.ppo.reward import compute_reward
 from verl.trainer.ppo.reward_model import by_style, check_texts, is_judged, judge_metrics
+from verl.trainer.ppo.rollout_correction import bypass_old_log_probs, check_correction, reject_tokens, weigh_tokens
 from verl.trainer.ppo.rollout_skip import KeptRollouts
 from verl.trainer.ppo.shaping import Shaping
 from verl.trainer.ppo.trace import open_rollout_trace, sample_records
@@ -157,6 +158,8 @@ class RayPPOTrainer(RecipeNames):
         self.skips_old_log_probs = config.actor_rollout_ref.actor.skip_old_log_probs
         if self.skips_old_log_probs:
             check_estimator_waits(config.algorithm.adv_estimator)
+        check_correction(config)
+        self.correction = typed_config(config).algorithm.rollout_correction
         self.row_cost = row_cost(config.actor_rollout_ref.model.path)
         self.use_reference_policy = need_reference_policy(config)
         self.ref_in_actor = ref_in_actor(config)
@@ -315,12 +318,18 @@ class RayPPOTrainer(RecipeNames):
         return batch.union(self.rm_wg.compute_rm_score(batch))
 
     def evaluate(self, batch: DataProto) -> DataProto:
-        """Log-probabilities under the policy that sampled and under the reference, and the critic's values."""
+        """Log-probabilities under the policy that sampled and under the reference, and the critic's values.
+
+        With ``algorithm.rollout_correction.rollout_is`` also ``rollout_is_weights`` (B, R), factors of the policy loss.
+        """
         if "multi_modal_inputs" in batch.non_tensor_batch:  # what the models read; the images themselves stay here
             batch.non_tensor_batch.pop("multi_modal_data", None)
-        if not (self.skips_old_log_probs and self.updates_actor):
+        if self.correction.bypass_mode:
+            bypass_old_log_probs(batch)
+        elif not (self.skips_old_log_probs and self.updates_actor):
             with self.timed("old_log_prob"):
                 batch = self.with_log_probs(batch, self.actor_wg.compute_log_prob(batch))
+        self.metrics.update(weigh_tokens(batch, self.correction))
         if self.use_reference_policy:
             with self.timed("ref"):
                 batch = batch.union(self.ref_wg.compute_ref_log_prob(batch))
@@ -374,7 +383,11 @@ class RayPPOTrainer(RecipeNames):
         return batch
 
     def improve(self, batch: DataProto) -> None:
-        """Fit the critic to the returns, and move the policy along the advantages."""
+        """Fit the critic to the returns, and move the policy along the advantages.
+
+        Neither sees tokens that ``algorithm.rollout_correction`` rejects.
+        """
+        self.metrics.update(reject_tokens(batch, self.correction))
         batch.meta_info["global_steps"] = self.global_steps
         if self.config.algorithm.use_pf_ppo:
             batch = self.resampled(batch)

@@ -1,0 +1,179 @@
+"""What to do about tokens that another distribution drew: weigh them, or leave them out.
+
+A sampler's mu and the trainer's pi_old are meant to be one policy. Other kernels, fewer bits or older weights make them
+two. Pure functions on (B, R) tensors; know no config and no loss. Results are constants: no gradient runs through.
+
+Letters: d_it = log pi_old(y_it) - log mu(y_it), T_i unmasked tokens of response i.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+LEVELS = ("token", "sequence", "geometric")
+"""Over what a ratio is taken."""
+
+
+@torch.no_grad()
+def importance_ratio(old_log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Tensor, level: str) -> Tensor:
+    """How many times likelier the trainer would have drawn this than the sampler did.
+
+        token      r_it = exp(d_it)
+        sequence   r_it = exp(sum_t d_it)               the same for all tokens of response i: unbiased, wild
+        geometric  r_it = exp(1 / T_i sum_t d_it)       likewise: their geometric mean, tame whatever the length
+
+    The exponent is cut at +-20. Masked tokens are in no sum.
+
+    Args:
+        old_log_prob, rollout_log_prob: (B, R) float; log pi_old and log mu.
+        response_mask: (B, R); 1 on tokens the policy sampled.
+        level: one of ``LEVELS``.
+
+    Returns:
+        (B, R) float64; zero where masked.
+
+    Raises:
+        ValueError: unknown level.
+
+    Source: token: Yao et al. 2025, https://fengyao.notion.site/off-policy-rl; sequence and geometric: Liu, Li et al.
+    2025, https://richardli.xyz/rl-collapse.
+    """
+    if level not in LEVELS:
+        raise ValueError(f"level={level!r} is no level of an importance ratio: use one of {', '.join(LEVELS)}.")
+    is_real = response_mask.bool()
+    exponent = torch.where(is_real, old_log_prob.double() - rollout_log_prob.double(), 0)
+    if level != "token":
+        total = exponent.sum(-1, keepdim=True)
+        exponent = (total if level == "sequence" else total / _lengths(is_real)).expand_as(exponent)
+    return torch.where(is_real, exponent.clamp(-20, 20).exp(), 0)
+
+
+@torch.no_grad()
+def importance_weights(
+    old_log_prob: Tensor,
+    rollout_log_prob: Tensor,
+    response_mask: Tensor,
+    level: str = "token",
+    upper: float = 2.0,
+    lower: float | None = None,
+    mode: str = "truncate",
+    normalise: bool = False,
+) -> tuple[Tensor, dict[str, float]]:
+    """Factors of the policy loss that make tokens of mu count as if pi_old had drawn them, within bounds.
+
+    With r of ``importance_ratio``:
+
+        truncate  w = min(max(r, lower), upper)             lower null: no lower bound
+        mask      w = r if lower <= r <= upper, else 0      lower null: 1 / upper
+
+    Truncation trades a bias for bounded variance (Ionides 2008); ``mask`` (IcePop) lets tokens the two disagree about
+    teach nothing. A token of weight 0 is still counted where losses are averaged; ``kept_tokens`` does not count it.
+
+    ``normalise`` divides by the mean weight, of tokens or, at the other levels, of responses: bounds first. A batch
+    whose weights are all 0 stays so.
+
+    Args:
+        old_log_prob, rollout_log_prob, response_mask, level: as of ``importance_ratio``.
+        upper, lower: bounds of the ratio.
+
+    Returns:
+        weights (B, R) like ``old_log_prob``, zero where masked; metrics below ``rollout_corr/``, over tokens or, at the
+        other levels, responses: ``rollout_is_{mean,std,min,max}`` of the weights, ``rollout_is_eff_sample_size`` =
+        (sum w)^2 / (n sum w^2), ``rollout_is_ratio_fraction_{high,low}``, the shares beyond a bound. No metrics of a
+        batch without tokens.
+
+    Source: truncation: Yao et al. 2025, https://fengyao.notion.site/off-policy-rl; IcePop: Ling team 2025
+    (arXiv:2510.18855); normalisation: Owen 2013, Monte Carlo theory, section 9.2.
+    """
+    is_real = response_mask.bool()
+    ratio = importance_ratio(old_log_prob, rollout_log_prob, is_real, level)
+    if mode == "mask":
+        lower = 1 / upper if lower is None else lower
+        weights = ratio * ((ratio >= lower) & (ratio <= upper))
+    elif mode == "truncate":
+        weights = torch.where(is_real, ratio.clamp(min=lower, max=upper), 0)
+    else:
+        raise ValueError(f"mode={mode!r} is no way to bound importance weights: use truncate or mask.")
+    ratios, units = (_units(x, is_real, level) for x in (ratio, weights))
+    if not len(units):
+        return weights.to(old_log_prob.dtype), {}
+    if normalise and (mean := units.mean()) > 0:
+        weights, units = weights / mean, units / mean
+    metrics = {
+        "rollout_is_mean": units.mean(),
+        "rollout_is_std": units.std(unbiased=False),
+        "rollout_is_min": units.min(),
+        "rollout_is_max": units.max(),
+        "rollout_is_eff_sample_size": units.sum() ** 2 / (len(units) * (units**2).sum()).clamp(min=1e-300),
+        "rollout_is_ratio_fraction_high": (ratios > upper).double().mean(),
+    }
+    if lower is not None:
+        metrics["rollout_is_ratio_fraction_low"] = (ratios < lower).double().mean()
+    return weights.to(old_log_prob.dtype), _named(metrics)
+
+
+@torch.no_grad()
+def kept_tokens(
+    old_log_prob: Tensor,
+    rollout_log_prob: Tensor,
+    response_mask: Tensor,
+    level: str | None = None,
+    upper: float = 2.0,
+    lower: float | None = None,
+    veto: float | None = None,
+) -> tuple[Tensor, dict[str, float]]:
+    """The mask without what is too far from the trainer's policy: as if it had never been sampled.
+
+    Kept are tokens with lower <= r <= upper, r of ``importance_ratio`` at ``level`` (at the levels of responses that
+    is all of one or nothing). Of a response with a single token of exp(d_it) < ``veto`` nothing is kept. A ratio that
+    is NaN is rejected.
+
+    Args:
+        old_log_prob, rollout_log_prob, response_mask: as of ``importance_ratio``.
+        level: None: only ``veto`` rejects.
+        upper, lower: bounds of the ratio; ``lower`` None: 1 / upper.
+        veto: None: no such bound.
+
+    Returns:
+        (B, R), of the dtype of ``response_mask``, nowhere above it; metrics below ``rollout_corr/``:
+        ``rollout_rs_masked_fraction``, the share of tokens that were rejected; ``rollout_rs_seq_masked_fraction``, of
+        responses that lost a token; ``rollout_rs_ratio_fraction_{high,low}``, the shares beyond each bound;
+        ``rollout_is_veto_fraction``, of responses with a veto. No metrics of a batch without tokens.
+
+    Source: Liu, Li et al. 2025, https://richardli.xyz/rl-collapse.
+    """
+    is_real = response_mask.bool()
+    keeps, metrics = is_real, {}
+    if not is_real.any():
+        return response_mask, {}
+    if level is not None:
+        lower = 1 / upper if lower is None else lower
+        ratio = importance_ratio(old_log_prob, rollout_log_prob, is_real, level)
+        keeps = keeps & (ratio >= lower) & (ratio <= upper)
+        ratios = _units(ratio, is_real, level)
+        metrics["rollout_rs_ratio_fraction_high"] = (ratios > upper).double().mean()
+        metrics["rollout_rs_ratio_fraction_low"] = (ratios < lower).double().mean()
+    has_tokens = is_real.any(-1)
+    if veto is not None:
+        catastrophic = (old_log_prob.double() - rollout_log_prob.double()).exp() < veto
+        is_vetoed = (catastrophic & is_real).any(-1)
+        keeps = keeps & ~is_vetoed.unsqueeze(-1)
+        metrics["rollout_is_veto_fraction"] = is_vetoed[has_tokens].double().mean()
+    is_rejected = is_real & ~keeps
+    metrics["rollout_rs_masked_fraction"] = is_rejected[is_real].double().mean()
+    metrics["rollout_rs_seq_masked_fraction"] = is_rejected.any(-1)[has_tokens].double().mean()
+    return response_mask * keeps, _named(metrics)
+
+
+def _lengths(is_real: Tensor) -> Tensor:
+    return is_real.sum(-1, keepdim=True).clamp(min=1)
+
+
+def _units(x: Tensor, is_real: Tensor, level: str) -> Tensor:
+    """One number a token or, where all tokens of a response have the same, one a response; x is not negative."""
+    return x[is_real] if level == "token" else x.amax(-1)[is_real.any(-1)]
+
+
+def _named(metrics: dict[str, Tensor]) -> dict[str, float]:
+    return {f"rollout_corr/{name}": value.item() for name, value in metrics.items()}
