@@ -833,3 +833,36 @@ def test_memory_does_not_grow_with_the_steps(run):
     _, steps = run(**GAE, trainer__total_training_steps=25)
     memory = series(steps, "perf/cpu_memory_used_gb")
     assert memory[-1] - memory[9] < 0.02
+
+
+# -- functions of ones own -------------------------------------------------------------------------------------------
+
+MINE = """
+from verl.trainer.ppo.core_algos import agg_loss, compute_grpo_outcome_advantage
+
+def grpo(token_level_rewards, response_mask, index, **kwargs):
+    return compute_grpo_outcome_advantage(token_level_rewards, response_mask, index)
+
+def gpg(old, new, adv, mask, mode, config):
+    zero = new.new_zeros(())
+    return agg_loss(-adv * new, mask, mode), zero, agg_loss((old - new).detach(), mask, mode), zero
+
+def lone(token_level_rewards, response_mask):
+    return token_level_rewards
+"""
+
+
+def test_functions_of_a_file_train_as_the_registered_ones_do(run, tmp_path):
+    mine = tmp_path / "mine.py"
+    mine.write_text(MINE)
+    loss = "actor_rollout_ref__actor__policy_loss__loss_mode"
+    _, named = run(**{"algorithm__adv_estimator": "grpo", loss: "gpg"})
+    _, from_file = run(**{"algorithm__adv_estimator": f"{mine}:grpo", loss: f"{mine}:gpg"})
+    for name in ("actor/pg_loss", "actor/grad_norm", "critic/advantages/max"):
+        assert series(from_file, name) == pytest.approx(series(named, name), abs=1e-6)
+
+
+def test_an_estimator_that_returns_no_pair_is_named(run, tmp_path):
+    (tmp_path / "mine.py").write_text(MINE)
+    with pytest.raises(ValueError, match=r"mine.py:lone returned .* must return advantages and returns"):
+        run(algorithm__adv_estimator=f"{tmp_path}/mine.py:lone")

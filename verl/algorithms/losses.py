@@ -8,13 +8,14 @@ the same kind. Knows columns and config sections; knows no model and no engine.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from verl.algorithms.aggregate import AGG_MODES, agg_loss, agg_weight
 from verl.algorithms.kl import KL_PENALTIES
+from verl.algorithms.objective import LOSS_ARGUMENTS, loss_arguments_of
 from verl.algorithms.policy_cov import TOKEN_CHOICES
 from verl.algorithms.policy_loss import get_policy_loss_fn, loss_and_metrics
 from verl.algorithms.value_loss import compute_value_loss
@@ -65,24 +66,6 @@ class _Aggregation:
         return total if self.is_sum else 1.0
 
 
-_ARGUMENTS = ("old_log_prob", "log_prob", "advantages", "response_mask", "loss_agg_mode", "config")
-"""What a policy loss is told, in the order in which older releases of verl passed it."""
-
-
-def _arguments_of(policy_loss: Callable) -> tuple[str, ...]:
-    """Those of ``_ARGUMENTS`` the function names, or all if it takes any; empty if it must be called by position.
-
-    By position are called functions whose first parameter has a name of their own.
-    """
-    parameters = inspect.signature(policy_loss).parameters.values()
-    if any(p.kind is p.VAR_KEYWORD for p in parameters):
-        return _ARGUMENTS
-    by_position = [p.name for p in parameters if p.kind is not p.KEYWORD_ONLY]
-    if len(by_position) == len(_ARGUMENTS) and by_position[0] not in _ARGUMENTS:
-        return ()
-    return tuple(p.name for p in parameters if p.name in _ARGUMENTS)
-
-
 class PPOLoss:
     """The actor's loss: policy loss + kl_loss_coef * KL to the reference - entropy_coeff * entropy.
 
@@ -110,9 +93,9 @@ class PPOLoss:
         names = [] if self.is_on_policy else ["old_log_probs"]
         names += ["advantages", "response_mask"] + ["ref_log_prob"] * config.use_kl_loss
         self.extra_columns = []
-        self.arguments = _arguments_of(self.policy_loss)
+        self.arguments = loss_arguments_of(self.policy_loss)
         for parameter in inspect.signature(self.policy_loss).parameters.values() if self.arguments else ():
-            if parameter.name in _ARGUMENTS or parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
+            if parameter.name in LOSS_ARGUMENTS or parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
                 continue
             self.extra_columns.append(parameter.name)
             if parameter.default is parameter.empty:
@@ -146,7 +129,7 @@ class PPOLoss:
         old = out.log_probs.detach() if self.is_on_policy else micro["old_log_probs"]
         values = (old, out.log_probs, micro["advantages"], mask, mode, self.config)
         if self.arguments:
-            named = dict(zip(_ARGUMENTS, values, strict=True))
+            named = dict(zip(LOSS_ARGUMENTS, values, strict=True))
             arguments = {name: named[name] for name in self.arguments}
             arguments |= {name: micro[name] for name in self.extra_columns if name in micro}
             result = self.policy_loss(**arguments)

@@ -24,8 +24,8 @@ class PolicyLossConfig(Config):
 
     loss_mode: str = "vanilla"
     """``vanilla`` (clipped PPO, Schulman et al. 2017, arXiv:1707.06347), gspo, geo_mean, cispo, sapo, clip_cov,
-    kl_cov, dppo_tv, dppo_kl, gpg, reinforce, tis, topr, kimi15, or a name given to ``register_policy_loss``. Equations
-    and papers: docs/algorithms.md."""
+    kl_cov, dppo_tv, dppo_kl, gpg, reinforce, tis, topr, kimi15, a name given to ``register_policy_loss``, or a
+    function of yours as path/to/file.py:name. Equations and papers: docs/algorithms.md."""
 
     clip_cov_ratio: float = option(0.0002, at_least=0, at_most=1)
     """clip_cov: share of tokens whose gradient is dropped. Source: Cui et al. 2025 (arXiv:2505.22617)."""

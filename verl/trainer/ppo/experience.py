@@ -131,7 +131,20 @@ def _call_by_name(fn: Callable, available: Mapping[str, Any], data: DataProto, n
     if takes_all:
         columns = {name: _trimmed(data, name) for name in ("token_level_rewards", "response_mask")}
         arguments = {**available, **columns, **arguments}
-    return fn(**arguments)
+    return _checked(fn(**arguments), len(data), name)
+
+
+def _checked(result: Any, rows: int, name: str) -> tuple[Tensor, Tensor]:
+    """Refuse what is not advantages and returns: a lone (2, R) tensor would come apart into two rows."""
+    is_pair = isinstance(result, (tuple, list)) and len(result) == 2
+    if is_pair and all(isinstance(x, Tensor) and x.dim() == 2 and len(x) == rows for x in result):
+        return result[0], result[1]
+    parts = result if isinstance(result, (tuple, list)) else [result]
+    shapes = ", ".join(str(tuple(x.shape)) if isinstance(x, Tensor) else type(x).__name__ for x in parts)
+    raise ValueError(
+        f"algorithm.adv_estimator={name} returned {shapes} for {rows} responses, and must return advantages and "
+        f"returns, both ({rows}, response length). Change the function's last line."
+    )
 
 
 def _trimmed(data: DataProto, name: str) -> Tensor:
