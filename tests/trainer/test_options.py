@@ -3,6 +3,8 @@
 import json
 import math
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -833,6 +835,23 @@ def test_memory_does_not_grow_with_the_steps(run):
     _, steps = run(**GAE, trainer__total_training_steps=25)
     memory = series(steps, "perf/cpu_memory_used_gb")
     assert memory[-1] - memory[9] < 0.02
+
+
+def test_parts_and_weights_of_the_loss_change_what_is_learned(run, task, tmp_path):
+    actor, table = "actor_rollout_ref__actor__", pq.read_table(task["data.train_files"]).to_pylist()
+    hard = [row | {"extra_info": {**row["extra_info"], "difficulty": i % 2}} for i, row in enumerate(table)]
+    pq.write_table(pa.Table.from_pylist(hard), tmp_path / "hard.parquet")
+    norms = {}
+    for name, value in {"rl_loss_coef": 1, "sft_loss_coef": 0.5, "length_loss_weight": True}.items():
+        norms[name] = series(run(**{f"{actor}{name}": value})[1], "actor/grad_norm")
+    difficult = {f"{actor}difficulty_loss_weight": True, "data__train_files": str(tmp_path / "hard.parquet")}
+    norms["difficulty_loss_weight"] = series(run(**difficult)[1], "actor/grad_norm")
+    assert len({norm[0] for norm in norms.values()}) == 4
+
+
+def test_a_difficulty_that_is_not_in_the_data_is_missed_by_name(run):
+    with pytest.raises(ValueError, match="difficulty_loss_weight=true: row 0 .* has difficulty=None.* Add a column"):
+        run(actor_rollout_ref__actor__difficulty_loss_weight=True)
 
 
 # -- functions of ones own -------------------------------------------------------------------------------------------

@@ -148,8 +148,9 @@ NAMES: tuple[Names, ...] = (
             "tis",
             "topr",
             "kimi15",
+            "dro",
         ),  # fmt: skip
-        planned=("bypass_mode", "dro"),
+        planned=("bypass_mode",),
         registry=("verl.algorithms.policy_loss", "POLICY_LOSS_REGISTRY"),
         may_be_in_file=True,
     ),

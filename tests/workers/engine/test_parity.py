@@ -77,6 +77,16 @@ def test_tokens_are_compared_over_all_ranks(folder, loss_mode):
         assert first == pytest.approx(theirs, rel=1e-5, abs=1e-6)
 
 
+def test_responses_are_weighed_over_all_ranks(folder):
+    loss, spec = (
+        PPOLoss(ActorConfig().with_values({"length_loss_weight": True})),
+        ModelSpec(folder, compute_dtype="fp32"),
+    )
+    [first, *_], *_ = three_steps("local", spec, loss, MicroBatching())
+    for [theirs, *_], *_ in run_ranks(2, three_steps, "fsdp2", spec, loss, MicroBatching(size=2)):
+        assert first == pytest.approx(theirs, rel=1e-5, abs=1e-6)
+
+
 @pytest.mark.parametrize("config", SHARDINGS)
 def test_how_weights_are_sharded_changes_no_number(folder, config):
     spec = ModelSpec(folder, compute_dtype="fp32")

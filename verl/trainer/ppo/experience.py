@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from verl.algorithms.advantage import get_adv_estimator_fn
@@ -53,6 +54,27 @@ def apply_kl_penalty(data: DataProto, kl_ctrl: Any, kl_penalty: str = "kl") -> t
     current_kl = masked_mean(kl, mask=mask, axis=-1).mean().item()
     kl_ctrl.update(current_kl=current_kl, n_steps=len(data))
     return data, {"actor/reward_kl_penalty": current_kl, "actor/reward_kl_penalty_coeff": beta}
+
+
+def difficulty_of(data: DataProto) -> Tensor:
+    """How hard each row's prompt is, (B,): its ``difficulty``, or that in its ``extra_info``.
+
+    Raises:
+        ValueError: a row has none, or none that is a finite number.
+    """
+    columns = data.non_tensor_batch
+    rows = columns.get("difficulty")
+    if rows is None:
+        infos = columns.get("extra_info", [None] * len(data))
+        rows = [info.get("difficulty") if isinstance(info, Mapping) else None for info in infos]
+    for number, value in enumerate(rows):
+        if not isinstance(value, (int, float, np.number)) or not np.isfinite(value):
+            raise ValueError(
+                f"actor_rollout_ref.actor.difficulty_loss_weight=true: row {number} of the batch has difficulty="
+                f"{value!r}, and must have a number, 0 for easy to 1 for hard. Add a column 'difficulty' to the data, "
+                "or put it into extra_info, or set the option to false."
+            )
+    return torch.tensor([float(value) for value in rows])
 
 
 def compute_advantage(
