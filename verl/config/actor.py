@@ -133,6 +133,10 @@ class ActorConfig(Config):
     """Add sft_loss_coef x the negative log-likelihood of responses with a positive score, aggregated as
     ``loss_agg_mode`` says over all responses of the mini-batch, of which the others cost nothing."""
 
+    l2_coef: float = option(0.0, at_least=0)
+    """Add l2_coef / 2 x the sum of all squared trained weights to the loss. Unlike ``optim.weight_decay`` its gradient
+    is clipped and passes through the optimizer's moments. With ``strategy`` fsdp2 or local."""
+
     difficulty_loss_weight: bool = False
     """Weigh each response's policy loss by 1/2 + 3/2 difficulty, cut at 0 and 1, over the mean of that in the
     mini-batch. The data need ``difficulty``, a number a row, as a column of its own or within ``extra_info``."""

@@ -149,6 +149,7 @@ class Engine(ABC):
     def __init__(self, spec: ModelSpec, grad_clip: float | None) -> None:
         self.spec = spec
         self.grad_clip = grad_clip
+        self.l2_coef = 0.0
         self.version = 0
         self.optimizer: torch.optim.Optimizer | None = None
         self.schedule: torch.optim.lr_scheduler.LambdaLR | None = None
