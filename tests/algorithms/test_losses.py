@@ -7,7 +7,7 @@ from torch.testing import assert_close
 from tests.algorithms.batches import normal, ragged_mask
 from tests.algorithms.test_aggregate import MODES, partitions
 from verl.algorithms.aggregate import agg_loss
-from verl.algorithms.losses import PPOLoss, TokenOutputs, ValueLoss
+from verl.algorithms.losses import PPOLoss, TokenOutputs, ValueLoss, imitation_loss
 from verl.algorithms.policy_loss import POLICY_LOSS_REGISTRY, compute_policy_loss, register_policy_loss
 
 WIDTH = 7
@@ -59,13 +59,16 @@ def part_of(batch, outputs, rows):
 
 def losses_under_test(mode):
     full = actor(loss_agg_mode=mode, entropy_coeff=0.01, use_kl_loss=True, kl_loss_coef=0.1)
-    return [PPOLoss(full, response_length=WIDTH), ValueLoss(critic(loss_agg_mode=mode), response_length=WIDTH)]
+    imitating = actor(loss_agg_mode=mode, rl_loss_coef=0.5, sft_loss_coef=0.25)
+    losses = [PPOLoss(full, WIDTH), ValueLoss(critic(loss_agg_mode=mode), WIDTH), PPOLoss(imitating, WIDTH)]
+    return losses
 
 
-@pytest.mark.parametrize("which", [0, 1])
+@pytest.mark.parametrize("which", [0, 1, 2])
 @pytest.mark.parametrize("mode", MODES)
 def test_loss_and_gradient_do_not_depend_on_how_the_batch_is_cut(mode, which, batch, outputs):
     loss = losses_under_test(mode)[which]
+    batch["token_level_scores"] = batch["returns"]
     whole, _ = loss(outputs, batch)
     gradients = torch.autograd.grad(whole, outputs, allow_unused=True)
     for parts in partitions(list(range(5))):
@@ -146,7 +149,7 @@ def test_value_loss_metrics_carry_the_names_users_plot(batch, outputs):
 
 
 def test_micro_batches_without_tokens_weigh_nothing_and_cost_nothing(batch, outputs):
-    empty = batch | {"response_mask": torch.zeros_like(batch["response_mask"])}
+    empty = batch | {"response_mask": torch.zeros_like(batch["response_mask"]), "token_level_scores": batch["returns"]}
     for mode in MODES:
         for loss in losses_under_test(mode):
             value, _ = loss(outputs, empty)
@@ -200,3 +203,86 @@ def test_a_users_loss_may_name_further_columns(batch, outputs):
 def test_unknown_names_are_refused_when_the_loss_is_built(changed, message):
     with pytest.raises(ValueError, match=message):
         PPOLoss(actor(**changed))
+
+
+# ----------------------------------------------------------------------------------------------- parts and weights
+
+
+def imitating(**changed):
+    return PPOLoss(actor(**{"rl_loss_coef": 0.5, "sft_loss_coef": 0.25} | changed), WIDTH)
+
+
+def test_imitation_by_hand():
+    log_prob = torch.tensor([[-1.0, -2.0], [-3.0, -4.0], [-5.0, -6.0]])
+    scores = torch.tensor([[0.0, 1.0], [1.0, -1.0], [2.0, -9.0]])
+    mask = torch.tensor([[1, 1], [1, 1], [1, 0]])
+    assert imitation_loss(log_prob, scores, mask).tolist() == [[1, 2], [0, 0], [5, 0]]
+    columns = {"old_log_probs": log_prob, "advantages": torch.zeros(3, 2), "response_mask": mask}
+    for mode, expected in {MODES[0]: 8 / 5, MODES[1]: 8 / 3, MODES[2]: (1.5 + 5) / 3}.items():
+        loss = imitating(loss_agg_mode=mode, sft_loss_coef=2.0)
+        value, metrics = loss(TokenOutputs(log_prob), columns | {"token_level_scores": scores})
+        assert_close(metrics["actor/sft_loss"], torch.tensor(expected))
+        assert_close(value, torch.tensor(2 * expected))
+
+
+def test_coefficients_weigh_policy_and_kl_together_but_not_entropy_and_imitation(batch, outputs):
+    batch["token_level_scores"] = batch["returns"]
+    parts = {"use_kl_loss": True, "kl_loss_coef": 0.1, "entropy_coeff": 0.01}
+    loss, metrics = imitating(**parts)(outputs, batch)
+    expected = 0.5 * (metrics["actor/pg_loss"] + 0.1 * metrics["actor/kl_loss"])
+    expected += 0.25 * metrics["actor/sft_loss"] - 0.01 * metrics["actor/entropy_loss"]
+    assert metrics["actor/sft_loss"] != 0
+    assert_close(loss.detach(), expected)
+
+
+def test_without_the_policy_loss_only_successes_move(batch, outputs):
+    batch["token_level_scores"] = torch.where(torch.arange(5)[:, None] == 2, 1.0, 0.0) * batch["response_mask"]
+    loss, _ = imitating(rl_loss_coef=0.0, sft_loss_coef=1.0)(outputs, batch)
+    (gradient,) = torch.autograd.grad(loss, outputs.log_probs)
+    expected = torch.zeros_like(gradient)
+    expected[2] = -batch["response_mask"][2] / batch["response_mask"].sum()
+    assert_close(gradient, expected)
+
+
+def test_gradients_of_all_parts_together_agree_with_finite_differences(batch, outputs):
+    batch["token_level_scores"] = batch["returns"]
+    loss = imitating(loss_agg_mode="seq-mean-token-mean", use_kl_loss=True, kl_loss_coef=0.1, entropy_coeff=0.01)
+    of = lambda log_probs, entropy: loss(TokenOutputs(log_probs, entropy), batch)[0]  # noqa: E731
+    assert torch.autograd.gradcheck(of, (outputs.log_probs, outputs.entropy))
+
+
+def test_masked_scores_and_log_probs_have_no_influence_even_if_nan(batch, outputs):
+    batch["token_level_scores"] = batch["returns"]
+    is_own = batch["response_mask"] != 0
+    spoiled = batch | {"token_level_scores": torch.where(is_own, batch["returns"], torch.nan)}
+    loss = imitating()
+    assert_close(loss(outputs, spoiled), loss(outputs, batch))
+
+
+def test_imitation_asks_for_the_scores():
+    assert imitating().columns == ("old_log_probs", "advantages", "response_mask", "token_level_scores")
+    topr = imitating(policy_loss=SimpleNamespace(loss_mode="topr"))
+    assert topr.columns.count("token_level_scores") == 1
+
+
+def test_response_weights_scale_the_policy_loss_only_and_multiply_rollout_weights(batch, outputs):
+    plain = {name: column for name, column in batch.items() if name != "rollout_is_weights"}
+    weights = torch.tensor([0.5, 1.5, 1.0, 0.0, 2.0])[:, None].expand(5, WIDTH).double()
+    parts = {"use_kl_loss": True, "kl_loss_coef": 0.1, "entropy_coeff": 0.01}
+    weighed = PPOLoss(actor(length_loss_weight=True, **parts))
+    assert "response_weights" in weighed.columns and weighed.response_facts == ("lengths",)
+    expected = PPOLoss(actor(**parts))(outputs, plain | {"rollout_is_weights": weights})
+    assert_close(weighed(outputs, plain | {"response_weights": weights}), expected)
+    both = PPOLoss(actor(**parts))(outputs, plain | {"rollout_is_weights": weights * batch["rollout_is_weights"]})
+    assert_close(weighed(outputs, batch | {"response_weights": weights}), both)
+
+
+@pytest.mark.usefixtures("registry")
+def test_a_loss_that_takes_no_weights_cannot_be_weighed():
+    @register_policy_loss("without_weights")
+    def without_weights(log_prob, advantages, response_mask, loss_agg_mode):
+        return agg_loss(-advantages * log_prob, response_mask, loss_agg_mode), {}
+
+    section = {"policy_loss": SimpleNamespace(loss_mode="without_weights"), "difficulty_loss_weight": True}
+    with pytest.raises(ValueError, match="difficulty_loss_weight=true.*does not name. Add that parameter"):
+        PPOLoss(actor(**section))

@@ -80,6 +80,7 @@ BY_HAND = [  # token-mean and seq-mean-token-mean of both responses, token-mean 
     ("topr", {}, 0.597218, 0.408327, -0.158347),
     ("topr", {"policy_loss__topr_ratio": "token"}, 0.606772, 0.422659, -0.129683),
     ("kimi15", {}, 0.328750, 0.159125, -0.349750),
+    ("dro", {}, 0.337417, 0.165875, -0.348750),
     ("clip_cov", {}, 0.101156, 0.280550, None),
     ("kl_cov", {}, -0.106084, 0.056047, None),
 ]
@@ -190,6 +191,8 @@ def slow(name, x, x0, b, config):
     if name == "kimi15":
         d = ((x - old) * mask).sum(-1, keepdim=True)
         return -adv * x + loss.kimi15_tau / 2 * d * (x - old)
+    if name == "dro":
+        return -adv * x + loss.dro_beta / 2 * (x - old) ** 2
     if name == "cispo":
         return -w0.clamp(1 - low, 1 + high) * adv * x
     if name == "tis":

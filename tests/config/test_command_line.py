@@ -42,10 +42,14 @@ def test_problems_go_to_stderr_with_exit_code_two(capsys):
 
 
 def test_files_that_are_not_there_are_told_before_anything_runs(capsys, files):
-    assert _exit(*RUNNABLE, *files, "data.val_files=/no/such.parquet", "custom_reward_function.path=nope.py") == 2
+    words = ["data.val_files=/no/such.parquet", "custom_reward_function.path=nope.py"]
+    words += ["algorithm.adv_estimator=my/nope.py:f", "actor_rollout_ref.actor.policy_loss.loss_mode=~/nope.py:f"]
+    assert _exit(*RUNNABLE, *files, *words) == 2
     text = capsys.readouterr().err
     assert "data.val_files=/no/such.parquet does not exist" in text
     assert "custom_reward_function.path=nope.py does not exist" in text
+    assert "algorithm.adv_estimator=my/nope.py:f does not exist: no my/nope.py in " in text
+    assert "policy_loss.loss_mode=~/nope.py:f does not exist" in text
 
 
 def test_folders_that_cannot_be_written_are_told_before_anything_runs(capsys, files, tmp_path, monkeypatch):

@@ -24,7 +24,10 @@ algorithm.reward_shaping.shift algorithm.reward_shaping.whiten
 algorithm.sample_mask.difficulty algorithm.sample_mask.drop_truncated
 actor_rollout_ref.rollout.async_ratio actor_rollout_ref.rollout.n_gpus_per_node actor_rollout_ref.rollout.nnodes
 actor_rollout_ref.actor.calculate_sum_pi_squared actor_rollout_ref.actor.loss_scale_factor
-actor_rollout_ref.actor.policy_loss.kimi15_tau
+actor_rollout_ref.actor.policy_loss.dro_beta actor_rollout_ref.actor.policy_loss.kimi15_tau
+actor_rollout_ref.actor.difficulty_loss_weight actor_rollout_ref.actor.l2_coef
+actor_rollout_ref.actor.length_loss_weight
+actor_rollout_ref.actor.rl_loss_coef actor_rollout_ref.actor.sft_loss_coef
 actor_rollout_ref.actor.policy_loss.tis_lower_bound actor_rollout_ref.actor.policy_loss.tis_upper_bound
 actor_rollout_ref.actor.policy_loss.topr_neg_weight actor_rollout_ref.actor.policy_loss.topr_pos_weight
 actor_rollout_ref.actor.policy_loss.topr_ratio

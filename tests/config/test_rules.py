@@ -25,6 +25,9 @@ RM = ["reward_model.enable=true", "reward_model.micro_batch_size_per_gpu=2", "da
 RM_IDS = [*RM, "reward_model.model.input_tokenizer=null"]
 
 BAD = {
+    "l2 term with ZeRO": (
+        [f"{ACTOR}.l2_coef=0.1", f"{ACTOR}.strategy=deepspeed"],
+        "l2_coef=0.1 needs fsdp2 or local, and actor_rollout_ref.actor.strategy=deepspeed"),
     "micro batch larger than the mini batch of a rank": (
         [f"{ACTOR}.ppo_micro_batch_size_per_gpu=4"], "is larger than the 2 responses of a rank's mini-batch"),
     "mini batch larger than the train batch": (

@@ -3,6 +3,8 @@
 import json
 import math
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -859,3 +861,53 @@ def test_memory_does_not_grow_with_the_steps(run):
     _, steps = run(**GAE, trainer__total_training_steps=25)
     memory = series(steps, "perf/cpu_memory_used_gb")
     assert memory[-1] - memory[9] < 0.02
+
+
+def test_parts_and_weights_of_the_loss_change_what_is_learned(run, task, tmp_path):
+    actor, table = "actor_rollout_ref__actor__", pq.read_table(task["data.train_files"]).to_pylist()
+    hard = [row | {"extra_info": {**row["extra_info"], "difficulty": i % 2}} for i, row in enumerate(table)]
+    pq.write_table(pa.Table.from_pylist(hard), tmp_path / "hard.parquet")
+    norms = {}
+    for name, value in {"rl_loss_coef": 1, "sft_loss_coef": 0.5, "length_loss_weight": True}.items():
+        norms[name] = series(run(**{f"{actor}{name}": value})[1], "actor/grad_norm")
+    difficult = {f"{actor}difficulty_loss_weight": True, "data__train_files": str(tmp_path / "hard.parquet")}
+    norms["difficulty_loss_weight"] = series(run(**difficult)[1], "actor/grad_norm")
+    assert len({norm[0] for norm in norms.values()}) == 4
+
+
+def test_a_difficulty_that_is_not_in_the_data_is_missed_by_name(run):
+    with pytest.raises(ValueError, match="difficulty_loss_weight=true: row 0 .* has difficulty=None.* Add a column"):
+        run(actor_rollout_ref__actor__difficulty_loss_weight=True)
+
+
+# -- functions of ones own -------------------------------------------------------------------------------------------
+
+MINE = """
+from verl.trainer.ppo.core_algos import agg_loss, compute_grpo_outcome_advantage
+
+def grpo(token_level_rewards, response_mask, index, **kwargs):
+    return compute_grpo_outcome_advantage(token_level_rewards, response_mask, index)
+
+def gpg(old, new, adv, mask, mode, config):
+    zero = new.new_zeros(())
+    return agg_loss(-adv * new, mask, mode), zero, agg_loss((old - new).detach(), mask, mode), zero
+
+def lone(token_level_rewards, response_mask):
+    return token_level_rewards
+"""
+
+
+def test_functions_of_a_file_train_as_the_registered_ones_do(run, tmp_path):
+    mine = tmp_path / "mine.py"
+    mine.write_text(MINE)
+    loss = "actor_rollout_ref__actor__policy_loss__loss_mode"
+    _, named = run(**{"algorithm__adv_estimator": "grpo", loss: "gpg"})
+    _, from_file = run(**{"algorithm__adv_estimator": f"{mine}:grpo", loss: f"{mine}:gpg"})
+    for name in ("actor/pg_loss", "actor/grad_norm", "critic/advantages/max"):
+        assert series(from_file, name) == pytest.approx(series(named, name), abs=1e-6)
+
+
+def test_an_estimator_that_returns_no_pair_is_named(run, tmp_path):
+    (tmp_path / "mine.py").write_text(MINE)
+    with pytest.raises(ValueError, match=r"mine.py:lone returned .* must return advantages and returns"):
+        run(algorithm__adv_estimator=f"{tmp_path}/mine.py:lone")

@@ -5,6 +5,7 @@ Knows (B, R) tensors and prompt ids; knows no estimator.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,7 +18,26 @@ from verl.algorithms.registry import Registry
 
 AdvantageFn = Callable[..., tuple[Tensor, Tensor]]
 
-ADV_ESTIMATOR_REGISTRY: Registry[AdvantageFn] = Registry("algorithm.adv_estimator", "@register_adv_est(name)")
+REWARD_COLUMNS = ("token_level_rewards", "token_level_scores")
+
+
+def check_estimator(estimator: Callable) -> str | None:
+    """What is wrong with the parameters of an estimator; None: it can be called with what it names."""
+    parameters = inspect.signature(estimator).parameters
+    by_name = [p.name for p in parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    has_nameless = any(p.kind is p.POSITIONAL_ONLY for p in parameters.values())
+    if not has_nameless and (takes_all or set(by_name) & set(REWARD_COLUMNS)):
+        return None
+    return (
+        f"takes ({', '.join(parameters)}). An estimator is given by name what it asks for, and must ask for the "
+        f"rewards: {' or '.join(REWARD_COLUMNS)}, beside response_mask, index and others; rename its parameters"
+    )
+
+
+ADV_ESTIMATOR_REGISTRY: Registry[AdvantageFn] = Registry(
+    "algorithm.adv_estimator", "@register_adv_est(name)", check_estimator
+)
 register_adv_est = ADV_ESTIMATOR_REGISTRY.register
 get_adv_estimator_fn = ADV_ESTIMATOR_REGISTRY.get
 

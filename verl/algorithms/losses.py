@@ -8,15 +8,18 @@ the same kind. Knows columns and config sections; knows no model and no engine.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from verl.algorithms.aggregate import AGG_MODES, agg_loss, agg_weight
 from verl.algorithms.kl import KL_PENALTIES
+from verl.algorithms.objective import LOSS_ARGUMENTS, loss_arguments_of
 from verl.algorithms.policy_cov import TOKEN_CHOICES
 from verl.algorithms.policy_loss import get_policy_loss_fn, loss_and_metrics
+from verl.algorithms.response_weights import response_weights
 from verl.algorithms.value_loss import compute_value_loss
 
 Metrics = dict[str, "Tensor | float"]
@@ -65,26 +68,13 @@ class _Aggregation:
         return total if self.is_sum else 1.0
 
 
-_ARGUMENTS = ("old_log_prob", "log_prob", "advantages", "response_mask", "loss_agg_mode", "config")
-"""What a policy loss is told, in the order in which older releases of verl passed it."""
-
-
-def _arguments_of(policy_loss: Callable) -> tuple[str, ...]:
-    """Those of ``_ARGUMENTS`` the function names, or all if it takes any; empty if it must be called by position.
-
-    By position are called functions whose first parameter has a name of their own.
-    """
-    parameters = inspect.signature(policy_loss).parameters.values()
-    if any(p.kind is p.VAR_KEYWORD for p in parameters):
-        return _ARGUMENTS
-    by_position = [p.name for p in parameters if p.kind is not p.KEYWORD_ONLY]
-    if len(by_position) == len(_ARGUMENTS) and by_position[0] not in _ARGUMENTS:
-        return ()
-    return tuple(p.name for p in parameters if p.name in _ARGUMENTS)
-
-
 class PPOLoss:
-    """The actor's loss: policy loss + kl_loss_coef * KL to the reference - entropy_coeff * entropy.
+    """The actor's loss, each of its parts aggregated as ``loss_agg_mode`` says:
+
+        rl_loss_coef (policy loss + kl_loss_coef KL to the reference) - entropy_coeff entropy + sft_loss_coef imitation
+
+    ``imitation`` is -log pi on tokens of responses with a positive score, and 0 on all others, which count in its mean:
+    so its weight beside the policy loss is the same token for token, whatever the share of successes.
 
     Args:
         config: the ``actor`` section.
@@ -93,7 +83,12 @@ class PPOLoss:
 
     ``want_entropy`` tells the engine to compute entropies, ``columns`` which columns to put into the micro-batch.
     ``chooses_tokens`` says that the loss singles out tokens by comparing all of a mini-batch: then the engine scores
-    the mini-batch first, lets ``choose`` decide, and hands over the column ``selected_tokens``.
+    the mini-batch first, lets ``choose`` decide, and hands over the column ``selected_tokens``. ``response_facts`` says
+    by which columns responses are weighed against all of a mini-batch: then the engine lets ``weigh`` decide, and hands
+    over the column ``response_weights``.
+
+    Raises:
+        ValueError: unknown names; or responses are to be weighed and the policy loss takes no weights.
     """
 
     def __init__(self, config: Any, response_length: int | None = None):
@@ -109,18 +104,34 @@ class PPOLoss:
         self.is_on_policy = getattr(config, "skip_old_log_probs", False)
         names = [] if self.is_on_policy else ["old_log_probs"]
         names += ["advantages", "response_mask"] + ["ref_log_prob"] * config.use_kl_loss
+        self.rl_loss_coef = getattr(config, "rl_loss_coef", 1.0)
+        self.sft_loss_coef = getattr(config, "sft_loss_coef", 0.0)
+        names += ["token_level_scores"] * (self.sft_loss_coef != 0)
         self.extra_columns = []
-        self.arguments = _arguments_of(self.policy_loss)
+        self.arguments = loss_arguments_of(self.policy_loss)
         for parameter in inspect.signature(self.policy_loss).parameters.values() if self.arguments else ():
-            if parameter.name in _ARGUMENTS or parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
+            if parameter.name in LOSS_ARGUMENTS or parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
                 continue
             self.extra_columns.append(parameter.name)
-            if parameter.default is parameter.empty:
+            if parameter.default is parameter.empty and parameter.name not in names:
                 names.append(parameter.name)
         self._choice = TOKEN_CHOICES.get(config.policy_loss.loss_mode)
         self.chooses_tokens = self._choice is not None
         if self.chooses_tokens:
             names.append("selected_tokens")
+        self.by_length = getattr(config, "length_loss_weight", False)
+        self.by_difficulty = getattr(config, "difficulty_loss_weight", False)
+        self.response_facts = ("lengths",) * self.by_length + ("lengths", "difficulty") * self.by_difficulty
+        self.response_facts = tuple(dict.fromkeys(self.response_facts))
+        if self.response_facts:
+            if "rollout_is_weights" not in self.extra_columns:
+                key = "difficulty_loss_weight" if self.by_difficulty else "length_loss_weight"
+                raise ValueError(
+                    f"actor_rollout_ref.actor.{key}=true with policy_loss.loss_mode={config.policy_loss.loss_mode}: "
+                    "responses are weighed by the loss's rollout_is_weights, which this one does not name. Add that "
+                    "parameter, (B, R) factors of each token's loss, or set the option to false."
+                )
+            names.append("response_weights")
         self.columns = tuple(names)
 
     def weight(self, micro: Mapping[str, Tensor]) -> Tensor:
@@ -135,6 +146,10 @@ class PPOLoss:
         """Which of all unmasked tokens of a mini-batch, (T,) each in any order, are singled out: (T,) bool."""
         return self._choice(old_log_prob, log_prob, advantages, self.config)
 
+    def weigh(self, lengths: Tensor, difficulty: Tensor | None = None) -> Tensor:
+        """The weight of each of all responses of a mini-batch, (B,); see ``response_weights``."""
+        return response_weights(lengths, difficulty, by_length=self.by_length)
+
     def __call__(self, out: TokenOutputs, micro: Mapping[str, Tensor]) -> tuple[Tensor, Metrics]:
         """The mean loss of a micro-batch and its metrics; with ``token-sum`` the mean over tokens (see ``scale``).
 
@@ -146,25 +161,49 @@ class PPOLoss:
         old = out.log_probs.detach() if self.is_on_policy else micro["old_log_probs"]
         values = (old, out.log_probs, micro["advantages"], mask, mode, self.config)
         if self.arguments:
-            named = dict(zip(_ARGUMENTS, values, strict=True))
+            named = dict(zip(LOSS_ARGUMENTS, values, strict=True))
             arguments = {name: named[name] for name in self.arguments}
             arguments |= {name: micro[name] for name in self.extra_columns if name in micro}
+            if self.response_facts:
+                arguments["rollout_is_weights"] = arguments.get("rollout_is_weights", 1) * micro["response_weights"]
             result = self.policy_loss(**arguments)
         else:
             result = self.policy_loss(*values)
         loss, metrics = loss_and_metrics(result)
         loss = self.aggregation.mean(loss, mask)
         metrics = {"actor/pg_loss": loss.detach(), **metrics}
-        if self.want_entropy:
-            entropy = self.aggregation.mean(agg_loss(out.entropy, mask, mode), mask)
-            loss = loss - self.config.entropy_coeff * entropy
-            metrics["actor/entropy_loss"] = entropy.detach()
         if self.kl is not None:
             kl = self.aggregation.mean(agg_loss(self.kl(out.log_probs, micro["ref_log_prob"]), mask, mode), mask)
             loss = loss + self.config.kl_loss_coef * kl
             metrics["actor/kl_loss"] = kl.detach()
             metrics["actor/kl_coef"] = self.config.kl_loss_coef
+        loss = loss * self.rl_loss_coef
+        if self.want_entropy:
+            entropy = self.aggregation.mean(agg_loss(out.entropy, mask, mode), mask)
+            loss = loss - self.config.entropy_coeff * entropy
+            metrics["actor/entropy_loss"] = entropy.detach()
+        if self.sft_loss_coef:
+            tokens = imitation_loss(out.log_probs, micro["token_level_scores"], mask)
+            imitation = self.aggregation.mean(agg_loss(tokens, mask, mode), mask)
+            loss = loss + self.sft_loss_coef * imitation
+            metrics["actor/sft_loss"] = imitation.detach()
         return loss, metrics
+
+
+def imitation_loss(log_prob: Tensor, token_level_scores: Tensor, response_mask: Tensor) -> Tensor:
+    """Raise the likelihood of what succeeded: -log pi on tokens of responses with a positive score, 0 on others.
+
+    Args:
+        log_prob: (B, R) float.
+        token_level_scores: (B, R) float; a response's score is the sum over its tokens.
+        response_mask: (B, R); 1 on tokens that count.
+
+    Returns:
+        (B, R); zero where masked.
+    """
+    is_own = response_mask != 0
+    scores = torch.where(is_own, token_level_scores, 0).sum(-1, keepdim=True)
+    return torch.where(is_own & (scores > 0), -log_prob, 0)
 
 
 class ValueLoss:

@@ -5,6 +5,7 @@ Knows packed tokens and aggregation; knows no particular loss.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -17,8 +18,38 @@ from verl.algorithms.registry import Registry
 
 PolicyLossFn = Callable[..., tuple]
 
+LOSS_ARGUMENTS = ("old_log_prob", "log_prob", "advantages", "response_mask", "loss_agg_mode", "config")
+"""What every policy loss is told, in the order in which older releases of verl passed it."""
+
+
+def loss_arguments_of(policy_loss: Callable) -> tuple[str, ...]:
+    """Those of ``LOSS_ARGUMENTS`` the function names, or all if it takes any; empty if it must be called by position.
+
+    By position are called functions whose first parameter has a name of their own.
+    """
+    parameters = inspect.signature(policy_loss).parameters.values()
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return LOSS_ARGUMENTS
+    by_position = [p.name for p in parameters if p.kind is not p.KEYWORD_ONLY]
+    if len(by_position) == len(LOSS_ARGUMENTS) and by_position[0] not in LOSS_ARGUMENTS:
+        return ()
+    return tuple(p.name for p in parameters if p.name in LOSS_ARGUMENTS)
+
+
+def check_policy_loss(policy_loss: Callable) -> str | None:
+    """What is wrong with the parameters of a policy loss; None: it can be called."""
+    parameters = inspect.signature(policy_loss).parameters
+    names = loss_arguments_of(policy_loss)
+    if not names and len(parameters) == len(LOSS_ARGUMENTS) or "log_prob" in names:
+        return None
+    return (
+        f"takes ({', '.join(parameters)}). A policy loss must take log_prob, what it changes, by that name or all of "
+        f"({', '.join(LOSS_ARGUMENTS)}) in this order; rename its parameters"
+    )
+
+
 POLICY_LOSS_REGISTRY: Registry[PolicyLossFn] = Registry(
-    "actor_rollout_ref.actor.policy_loss.loss_mode", "@register_policy_loss(name)"
+    "actor_rollout_ref.actor.policy_loss.loss_mode", "@register_policy_loss(name)", check_policy_loss
 )
 register_policy_loss = POLICY_LOSS_REGISTRY.register
 get_policy_loss_fn = POLICY_LOSS_REGISTRY.get

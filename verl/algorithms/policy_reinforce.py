@@ -155,3 +155,36 @@ def compute_policy_loss_kimi15(
     pull = tau * tokens.to_tokens(tokens.cells.row_sum(tokens.log_prob - tokens.old))
     value = -tokens.advantage * tokens.log_prob + pull / 2 * (tokens.log_prob - tokens.old)
     return tokens.loss(value, pull - tokens.advantage, loss_agg_mode, rollout_is_weights)
+
+
+@register_policy_loss("dro")
+def compute_policy_loss_dro(
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    loss_agg_mode: str = "token-mean",
+    config: Any = None,
+    rollout_is_weights: Tensor | None = None,
+) -> Result:
+    """The policy gradient, held back by the squared log-ratio of each token: direct reward optimization.
+
+        l_t = -A log pi + beta/2 (log w)^2
+
+    Its minimum over log pi is at log w = A / beta: how far a token may move is in proportion to its advantage, with no
+    bound beyond which it is not pulled back. In the paper one log-ratio of the response stands for the tokens' and the
+    advantage is the score above a learned value; tokens are verl's form.
+
+    Args:
+        old_log_prob, log_prob, advantages: (B, R) float; differentiable in ``log_prob``, once.
+        response_mask: (B, R); 1 on tokens that count.
+        config: read for ``policy_loss.dro_beta``.
+        rollout_is_weights: (B, R) factors of each token's loss.
+
+    Source: Richemond et al. 2024 (arXiv:2405.19107).
+    """
+    beta = section_of(config, "dro").policy_loss.dro_beta
+    tokens = Tokens(old_log_prob, log_prob, advantages, response_mask)
+    distance = tokens.log_prob - tokens.old
+    value = -tokens.advantage * tokens.log_prob + beta / 2 * distance.square()
+    return tokens.loss(value, beta * distance - tokens.advantage, loss_agg_mode, rollout_is_weights)

@@ -7,6 +7,7 @@ name. Knows nothing of what it holds.
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Callable, Iterator
 from enum import Enum
 from typing import Generic, TypeVar
@@ -20,11 +21,14 @@ class Registry(Generic[T]):
     Args:
         key: the option a user sets to choose among these, as it appears in errors ("algorithm.adv_estimator").
         way_out: how to add one, as it appears in errors ("@register_adv_est(name)").
+        check: for registries of functions that may also be named as FILE.py:NAME: what is wrong with the parameters of
+            such a function, or None. Without it there are names only.
     """
 
-    def __init__(self, key: str, way_out: str):
+    def __init__(self, key: str, way_out: str, check: Callable[[Callable], str | None] | None = None):
         self.key = key
         self.way_out = way_out
+        self.check = check
         self._entries: dict[str, T] = {}
 
     def register(self, *names: str | Enum) -> Callable[[T], T]:
@@ -47,12 +51,17 @@ class Registry(Generic[T]):
         return file
 
     def get(self, name: str | Enum) -> T:
-        """What ``name`` stands for.
+        """What ``name`` stands for: what was registered, or the function of a file.
 
         Raises:
-            ValueError: nobody registered it; the message lists the known names and the nearest one.
+            ValueError: nobody registered it; the message lists the known names and the nearest one. Or there is no such
+                function in the file.
         """
         name = _plain(name)
+        if self.check is not None and name not in self._entries and _FILE.search(str(name)):
+            from verl.algorithms.user_file import load_user_function  # files concern those who name one only
+
+            return load_user_function(self.key, name, self.check)
         if name not in self._entries:
             near = difflib.get_close_matches(str(name), self._entries, n=1)
             raise ValueError(
@@ -76,6 +85,9 @@ class Registry(Generic[T]):
     def keys(self) -> list[str]:
         """The known names, in the order of registration."""
         return list(self._entries)
+
+
+_FILE = re.compile(r"(\.py|^pkg://.+):[^\W\d]\w*$")
 
 
 def _plain(name: str | Enum) -> str:

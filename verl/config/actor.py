@@ -24,8 +24,8 @@ class PolicyLossConfig(Config):
 
     loss_mode: str = "vanilla"
     """``vanilla`` (clipped PPO, Schulman et al. 2017, arXiv:1707.06347), gspo, geo_mean, cispo, sapo, clip_cov,
-    kl_cov, dppo_tv, dppo_kl, gpg, reinforce, tis, topr, kimi15, or a name given to ``register_policy_loss``. Equations
-    and papers: docs/algorithms.md."""
+    kl_cov, dppo_tv, dppo_kl, gpg, reinforce, tis, topr, kimi15, dro, a name given to ``register_policy_loss``, or
+    a function of yours as path/to/file.py:name. Equations and papers: docs/algorithms.md."""
 
     clip_cov_ratio: float = option(0.0002, at_least=0, at_most=1)
     """clip_cov: share of tokens whose gradient is dropped. Source: Cui et al. 2025 (arXiv:2505.22617)."""
@@ -59,6 +59,9 @@ class PolicyLossConfig(Config):
 
     kimi15_tau: float = option(0.1, at_least=0)
     """kimi15: weight of the squared log-ratio of a response. Source: Kimi k1.5 (arXiv:2501.12599)."""
+
+    dro_beta: float = option(0.1, above=0)
+    """dro: weight of the squared log-ratio of a token. Source: Richemond et al. 2024 (arXiv:2405.19107)."""
 
 
 @dataclass
@@ -121,6 +124,26 @@ class ActorConfig(Config):
 
     loss_scale_factor: int | None = option(None, above=0)
     """Tokens: the constant divisor of ``loss_agg_mode=seq-mean-token-sum-norm``. Null: ``rollout.response_length``."""
+
+    rl_loss_coef: float = option(1.0, at_least=0)
+    """Factor of policy loss and KL loss together; the entropy bonus and the loss below keep their own. 0 with
+    ``sft_loss_coef``: learn by imitating successes only."""
+
+    sft_loss_coef: float = option(0.0, at_least=0)
+    """Add sft_loss_coef x the negative log-likelihood of responses with a positive score, aggregated as
+    ``loss_agg_mode`` says over all responses of the mini-batch, of which the others cost nothing."""
+
+    l2_coef: float = option(0.0, at_least=0)
+    """Add l2_coef / 2 x the sum of all squared trained weights to the loss. Unlike ``optim.weight_decay`` its gradient
+    is clipped and passes through the optimizer's moments. With ``strategy`` fsdp2 or local."""
+
+    difficulty_loss_weight: bool = False
+    """Weigh each response's policy loss by 1/2 + 3/2 difficulty, cut at 0 and 1, over the mean of that in the
+    mini-batch. The data need ``difficulty``, a number a row, as a column of its own or within ``extra_info``."""
+
+    length_loss_weight: bool = False
+    """Weigh each response's policy loss by its shortness, 3/2 for the shortest of the mini-batch down to 1/2 for the
+    longest, over the mean of that."""
 
     calculate_sum_pi_squared: bool = False
     """Beside each token's log-probability compute the sum of all squared probabilities, by one more product with the

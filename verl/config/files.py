@@ -6,9 +6,11 @@ from pathlib import Path
 
 from verl.config.base import Problem, get_path
 from verl.config.ppo import PPOConfig
+from verl.utils.import_utils import split_file_name
 
 _WRITTEN = ("trainer.default_local_dir", "trainer.rollout_data_dir", "trainer.validation_data_dir")
 _PYTHON_FILES = ("custom_reward_function.path", "data.custom_cls.path", "data.sampler.class_path")
+_FUNCTIONS_IN_FILES = ("algorithm.adv_estimator", "actor_rollout_ref.actor.policy_loss.loss_mode")
 
 
 def missing_files(config: PPOConfig) -> list[Problem]:
@@ -46,6 +48,13 @@ def _python_files(config: PPOConfig) -> Iterator[Problem]:
         path = get_path(config, key)
         if path and not _is_remote(path) and not _exists(path):
             yield Problem(key, f"{key}={path} does not exist (looked in {Path.cwd()}). Give a Python file.")
+    for key in _FUNCTIONS_IN_FILES:
+        name = get_path(config, key)
+        path, _ = split_file_name(name) or (None, None)
+        if path and not _is_remote(path) and not _exists(path):
+            yield Problem(
+                key, f"{key}={name} does not exist: no {path} in {Path.cwd()}. Give a Python file and a function in it."
+            )
 
 
 def _models(config: PPOConfig) -> Iterator[Problem]:

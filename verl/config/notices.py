@@ -30,6 +30,7 @@ _READ_BY_LOSS: dict[str, tuple[str, ...]] = {
     **{f"policy_loss.{name}": ("tis",) for name in ("tis_lower_bound", "tis_upper_bound")},
     **{f"policy_loss.{name}": ("topr",) for name in ("topr_pos_weight", "topr_neg_weight", "topr_ratio")},
     "policy_loss.kimi15_tau": ("kimi15",),
+    "policy_loss.dro_beta": ("dro",),
 }
 """Options of the actor -> the built-in losses that read them."""
 

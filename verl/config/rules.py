@@ -844,6 +844,19 @@ def offload_policy_is_of_fsdp2(config: PPOConfig) -> Iterator[Problem]:
 
 
 @rule
+def l2_term_is_of_whole_weights(config: PPOConfig) -> Iterator[Problem]:
+    actor = config.actor_rollout_ref.actor
+    if actor.l2_coef and (actor.strategy == "deepspeed" or runs_fsdp1(config, ACTOR)):
+        yield _problem(
+            config,
+            f"{ACTOR}.l2_coef",
+            f"needs fsdp2 or local, and {ACTOR}.strategy={actor.strategy} keeps weights and gradients in flat pieces. "
+            f"Use {ACTOR}.optim.weight_decay, or {ACTOR}.strategy=fsdp2.",
+            f"{ACTOR}.strategy",
+        )
+
+
+@rule
 def local_strategy_has_one_worker(config: PPOConfig) -> Iterator[Problem]:
     for key in _models(config):
         if get_path(config, key).strategy == "local" and config.trainer.world_size > 1:

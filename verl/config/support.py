@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from verl.config.algorithm import KLKind
 from verl.config.base import Config, FreeDict, Problem, did_you_mean, get_path, leaves
 from verl.config.build import show
+from verl.utils.import_utils import split_file_name
 
 
 class Limit(NamedTuple):
@@ -39,6 +40,8 @@ class Names(NamedTuple):
     planned: tuple[str, ...]
     registry: tuple[str, str] | None = None
     """(module, its collection of registered names); looked into only if somebody imported the module."""
+    may_be_in_file: bool = False
+    """FILE.py:NAME names one too."""
 
 
 _MULTI_TURN = "leave the section alone; single-turn rollouts work"
@@ -123,6 +126,7 @@ NAMES: tuple[Names, ...] = (
         ),  # fmt: skip
         planned=("gigpo", "tir_optimal_token_baseline"),
         registry=("verl.algorithms.advantage", "ADV_ESTIMATOR_REGISTRY"),
+        may_be_in_file=True,
     ),
     Names(
         f"{_ACTOR}.policy_loss.loss_mode",
@@ -142,9 +146,11 @@ NAMES: tuple[Names, ...] = (
             "tis",
             "topr",
             "kimi15",
+            "dro",
         ),  # fmt: skip
-        planned=("bypass_mode", "dro"),
+        planned=("bypass_mode",),
         registry=("verl.algorithms.policy_loss", "POLICY_LOSS_REGISTRY"),
+        may_be_in_file=True,
     ),
     Names(
         "reward_model.reward_manager",
@@ -209,6 +215,8 @@ def _shown(value: Any, default: Any) -> str:
 def _judge_name(names: Names, value: str, config: Config) -> str | None:
     if value in names.built or value in _registered(names):
         return None
+    if names.may_be_in_file and split_file_name(value):
+        return None  # whether the file is there is seen with the other files, what is in it when it is loaded
     known = ", ".join(names.built)
     if value in names.planned:
         return f"{names.key}={value} is not supported yet: this {names.what}. Way out: use one of {known}."

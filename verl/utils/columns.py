@@ -15,7 +15,7 @@ from verl.utils.ragged import Layout, Ragged
 WINDOWS = {"prompts": "prompt", "input_ids": "all", "attention_mask": "all", "position_ids": "all"} | dict.fromkeys(
     "responses response_mask loss_mask old_log_probs ref_log_prob rollout_log_probs entropys values rm_scores "
     "token_level_scores token_level_rewards advantages returns rollout_is_weights selected_tokens "
-    "sum_pi_squared rollout_versions".split(),
+    "response_weights sum_pi_squared rollout_versions".split(),
     "response",
 )
 _TOKEN_IDS = ("input_ids", "prompts", "responses")

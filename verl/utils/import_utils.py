@@ -56,6 +56,14 @@ def load_class_from_fqn(fqn: str, description: str = "class") -> Any:
     return _attribute(importlib.import_module(module_name), name, f"module {module_name}")
 
 
+def split_file_name(name: str) -> tuple[str, str] | None:
+    """``path/to/file.py:function`` or ``pkg://package.module:function`` as its two parts; None: it is neither."""
+    place, colon, function = name.rpartition(":")
+    if colon and function.isidentifier() and (place.endswith(".py") or place.startswith("pkg://")):
+        return place, function
+    return None
+
+
 def load_extern_type(file_path: str | None, type_name: str | None) -> Any:
     """A function or class from a Python file (or from an importable module, written ``pkg://package.module``).
 

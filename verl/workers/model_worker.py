@@ -117,6 +117,7 @@ class EngineWorker(Worker):
             section.optim if train else None,
             total_steps=steps if steps > 0 else self.total_training_steps,
             grad_clip=section.grad_clip if train else None,
+            l2_coef=getattr(section, "l2_coef", 0.0) if train else 0.0,
             device=self.device,
             seed=self.seed,
             sp_size=section.ulysses_sequence_parallel_size,

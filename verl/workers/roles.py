@@ -52,6 +52,7 @@ UPDATE_COLUMNS = TOKENS + (
     "token_level_rewards",
     "token_level_scores",
     "rollout_is_weights",
+    "difficulty",
 )
 """Columns a loss may read."""
 

@@ -77,6 +77,17 @@ def test_the_step_does_not_depend_on_how_the_mini_batch_is_cut(folder, mode, spl
         assert one[name] == pytest.approx(other[name], rel=2e-5, abs=1e-6), name
 
 
+def test_weights_of_responses_do_not_depend_on_how_the_mini_batch_is_cut(folder):
+    actor = ActorConfig().with_values({"difficulty_loss_weight": True, "length_loss_weight": True})
+    data, norms = make_batch(7, seed=5), []
+    data.put("difficulty", torch.linspace(-0.2, 1.2, 7))
+    for split in (WHOLE, MicroBatching(size=1), MicroBatching(size=3)):
+        norms.append(engine_for(folder).train_step(data, PPOLoss(actor), split)["grad_norm"])
+    assert norms == pytest.approx(norms[:1] * 3, rel=2e-5)
+    plain = engine_for(folder).train_step(data, PPOLoss(ActorConfig()))["grad_norm"]
+    assert plain != pytest.approx(norms[0], rel=1e-2)
+
+
 @pytest.mark.parametrize("loss_mode", ["clip_cov", "kl_cov"])
 def test_a_loss_that_compares_all_tokens_does_not_depend_on_how_the_mini_batch_is_cut(folder, loss_mode):
     actor = ActorConfig().with_values(

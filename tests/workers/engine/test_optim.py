@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from verl.workers.engine.optim import (
+    add_l2_gradient,
     build_optimizer,
     build_schedule,
     clip_gradients,
@@ -122,3 +123,12 @@ def test_optimizer_state_travels_by_name():
     assert torch.equal(fresh.state_dict()["state"][0]["exp_avg"], state["state"]["b"]["exp_avg"])
     with pytest.raises(ValueError, match="none named 'a'"):
         load_optimizer_state(fresh, ["b", "c"], state)
+
+
+def test_the_l2_term_by_hand():
+    trained, frozen = torch.nn.Parameter(torch.tensor([2.0, -4.0])), torch.nn.Parameter(torch.tensor([1.0]))
+    trained.grad = torch.tensor([1.0, 1.0])
+    add_l2_gradient([trained, frozen], 0.25)
+    assert trained.grad.tolist() == [1.5, 0.0] and frozen.grad is None
+    add_l2_gradient([trained], 0.0)
+    assert trained.grad.tolist() == [1.5, 0.0]

@@ -77,6 +77,37 @@ def test_tokens_are_compared_over_all_ranks(folder, loss_mode):
         assert first == pytest.approx(theirs, rel=1e-5, abs=1e-6)
 
 
+def _norms_of_the_l2_term_alone(strategy, spec, coef):
+    engine = build_engine(strategy, spec, None, optim_section(), total_steps=10, grad_clip=1.0, l2_coef=coef)
+    data = make_batch(4, seed=3)
+    advantages = data.ragged("advantages")
+    data.put("advantages", advantages.like(torch.zeros_like(advantages.values)))
+    size = sum(weight.double().square().sum() for _, weight in engine.weights()).sqrt().item()
+    return size, engine.train_step(data, PPOLoss(ActorConfig()))["grad_norm"]
+
+
+@pytest.mark.parametrize(("strategy", "ranks"), [("local", 1), ("fsdp2", 2)])
+def test_the_gradient_of_the_l2_term_is_its_coefficient_times_the_weights(folder, strategy, ranks):
+    for size, norm in run_ranks(ranks, _norms_of_the_l2_term_alone, strategy, ModelSpec(folder), 0.5):
+        assert norm == pytest.approx(0.5 * size, rel=1e-5)
+    assert _norms_of_the_l2_term_alone("local", ModelSpec(folder), 0.0)[1] == 0
+
+
+def test_an_engine_that_cannot_add_the_l2_term_says_so(folder):
+    with pytest.raises(ValueError, match="l2_coef=0.1 with strategy=deepspeed.*Use optim.weight_decay"):
+        build_engine("deepspeed", ModelSpec(folder), None, optim_section(), l2_coef=0.1)
+
+
+def test_responses_are_weighed_over_all_ranks(folder):
+    loss, spec = (
+        PPOLoss(ActorConfig().with_values({"length_loss_weight": True})),
+        ModelSpec(folder, compute_dtype="fp32"),
+    )
+    [first, *_], *_ = three_steps("local", spec, loss, MicroBatching())
+    for [theirs, *_], *_ in run_ranks(2, three_steps, "fsdp2", spec, loss, MicroBatching(size=2)):
+        assert first == pytest.approx(theirs, rel=1e-5, abs=1e-6)
+
+
 @pytest.mark.parametrize("config", SHARDINGS)
 def test_how_weights_are_sharded_changes_no_number(folder, config):
     spec = ModelSpec(folder, compute_dtype="fp32")

@@ -50,6 +50,7 @@ from verl.algorithms.policy_ratio import (
     compute_policy_loss_sapo,
 )
 from verl.algorithms.policy_reinforce import (
+    compute_policy_loss_dro,
     compute_policy_loss_gpg,
     compute_policy_loss_kimi15,
     compute_policy_loss_tis,
@@ -84,6 +85,7 @@ __all__ = [
     "compute_policy_loss_geo_mean",
     "compute_policy_loss_gpg",
     "compute_policy_loss_gspo",
+    "compute_policy_loss_dro",
     "compute_policy_loss_kimi15",
     "compute_policy_loss_kl_cov",
     "compute_policy_loss_sapo",

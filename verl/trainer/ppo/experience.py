@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from verl.algorithms.advantage import get_adv_estimator_fn
@@ -55,6 +56,27 @@ def apply_kl_penalty(
     current_kl = masked_mean(kl, mask=mask, axis=-1).mean().item()
     kl_ctrl.update(current_kl=current_kl, n_steps=len(data))
     return data, {"actor/reward_kl_penalty": current_kl, "actor/reward_kl_penalty_coeff": beta}
+
+
+def difficulty_of(data: DataProto) -> Tensor:
+    """How hard each row's prompt is, (B,): its ``difficulty``, or that in its ``extra_info``.
+
+    Raises:
+        ValueError: a row has none, or none that is a finite number.
+    """
+    columns = data.non_tensor_batch
+    rows = columns.get("difficulty")
+    if rows is None:
+        infos = columns.get("extra_info", [None] * len(data))
+        rows = [info.get("difficulty") if isinstance(info, Mapping) else None for info in infos]
+    for number, value in enumerate(rows):
+        if not isinstance(value, (int, float, np.number)) or not np.isfinite(value):
+            raise ValueError(
+                f"actor_rollout_ref.actor.difficulty_loss_weight=true: row {number} of the batch has difficulty="
+                f"{value!r}, and must have a number, 0 for easy to 1 for hard. Add a column 'difficulty' to the data, "
+                "or put it into extra_info, or set the option to false."
+            )
+    return torch.tensor([float(value) for value in rows])
 
 
 def compute_advantage(
@@ -139,7 +161,20 @@ def _call_by_name(fn: Callable, available: Mapping[str, Any], data: DataProto, n
     if takes_all:
         columns = {name: _trimmed(data, name) for name in ("token_level_rewards", "response_mask")}
         arguments = {**available, **columns, **arguments}
-    return fn(**arguments)
+    return _checked(fn(**arguments), len(data), name)
+
+
+def _checked(result: Any, rows: int, name: str) -> tuple[Tensor, Tensor]:
+    """Refuse what is not advantages and returns: a lone (2, R) tensor would come apart into two rows."""
+    is_pair = isinstance(result, (tuple, list)) and len(result) == 2
+    if is_pair and all(isinstance(x, Tensor) and x.dim() == 2 and len(x) == rows for x in result):
+        return result[0], result[1]
+    parts = result if isinstance(result, (tuple, list)) else [result]
+    shapes = ", ".join(str(tuple(x.shape)) if isinstance(x, Tensor) else type(x).__name__ for x in parts)
+    raise ValueError(
+        f"algorithm.adv_estimator={name} returned {shapes} for {rows} responses, and must return advantages and "
+        f"returns, both ({rows}, response length). Change the function's last line."
+    )
 
 
 def _trimmed(data: DataProto, name: str) -> Tensor:

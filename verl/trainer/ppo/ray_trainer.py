@@ -30,6 +30,7 @@ from verl.trainer.ppo.experience import (
     check_estimator_waits,
     compute_advantage,
     compute_response_mask,
+    difficulty_of,
     response_column,
 )
 from verl.trainer.ppo.group_filter import GroupFilter
@@ -395,6 +396,8 @@ class RayPPOTrainer(RecipeNames):
             with self.timed("update_critic"):
                 self.record(self.critic_wg.update_critic(batch))
         if self.updates_actor:
+            if self.config.actor_rollout_ref.actor.difficulty_loss_weight:
+                batch.put("difficulty", difficulty_of(batch))
             with self.timed("update_actor"):
                 updated = self.actor_wg.update_actor(batch)
                 self.record(updated)

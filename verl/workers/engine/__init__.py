@@ -27,6 +27,7 @@ def build_engine(
     *,
     total_steps: int = -1,
     grad_clip: float | None = None,
+    l2_coef: float = 0.0,
     device: str = "cpu",
     seed: int = 0,
     sp_size: int = 1,
@@ -42,6 +43,7 @@ def build_engine(
         optim_config: the ``optim`` section; None builds an engine that only scores.
         total_steps: training steps of the run, the length of the learning-rate schedule.
         grad_clip: largest gradient norm; None for no limit.
+        l2_coef: half of it times the squared weights joins the loss; with ``local`` and FSDP2 only.
         device: ``cpu`` or ``cuda``.
         seed: of weights the checkpoint does not hold, such as a value head.
         sp_size: ranks that share one sequence (Ulysses); more than 1 needs ``spec.remove_padding``.
@@ -63,6 +65,11 @@ def build_engine(
         Backend = _deepspeed_backend(deepspeed_config, spec, train=optim_config is not None)
     else:
         raise ValueError(f"strategy={strategy!r} is not built: use 'local', 'fsdp2', 'fsdp' or 'deepspeed'")
+    if l2_coef and Backend.__name__ not in ("LocalEngine", "FSDPEngine"):
+        raise ValueError(
+            f"l2_coef={l2_coef} with strategy={strategy}: this engine keeps weights and gradients in flat pieces and "
+            "does not add the term. Use optim.weight_decay, or strategy=fsdp2 or local."
+        )
     _check_kernels(spec, device)
     if sp_size > 1 and not spec.remove_padding:
         raise ValueError(
@@ -71,7 +78,7 @@ def build_engine(
         )
     if optim_config is not None:
         _check_precision(spec)
-    return Backend(
+    engine = Backend(
         spec,
         engine_config,
         optim_config,
@@ -82,6 +89,8 @@ def build_engine(
         sp_size=sp_size,
         **({"deepspeed_config": deepspeed_config} if strategy == "deepspeed" else {}),
     )
+    engine.l2_coef = l2_coef
+    return engine
 
 
 def _runs_fsdp1(engine_config: Any, device: str) -> bool:

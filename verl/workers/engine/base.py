@@ -64,7 +64,8 @@ LossFn = Callable[..., tuple[Tensor, dict[str, Any]]]
 
 Has ``columns``, the names it reads; ``want_entropy``; ``weight(columns)``, what the mean divided by. May have
 ``extra_columns``, names it reads where the batch has them; ``scale(sum of weights)``, a factor from the mean over the
-mini-batch to its loss; ``chooses_tokens`` with ``choose``, to single out tokens of the whole mini-batch.
+mini-batch to its loss; ``chooses_tokens`` with ``choose``, to single out tokens of the whole mini-batch;
+``response_facts`` with ``weigh``, to weigh the responses of the whole mini-batch.
 """
 
 
@@ -148,6 +149,7 @@ class Engine(ABC):
     def __init__(self, spec: ModelSpec, grad_clip: float | None) -> None:
         self.spec = spec
         self.grad_clip = grad_clip
+        self.l2_coef = 0.0
         self.version = 0
         self.optimizer: torch.optim.Optimizer | None = None
         self.schedule: torch.optim.lr_scheduler.LambdaLR | None = None
@@ -228,6 +230,8 @@ class Engine(ABC):
             raise RuntimeError("this engine was built without an optimizer: it can score, not train")
         if getattr(loss, "chooses_tokens", False):
             data = self._with_selected_tokens(data, loss, split, temperature)
+        if getattr(loss, "response_facts", ()):
+            data = self._with_response_weights(data, loss)
         missing = [name for name in loss.columns if name not in data]
         if missing:
             raise ValueError(f"the loss reads column {missing[0]!r}, which the batch has not: it has {data.keys()}")
@@ -604,15 +608,36 @@ class Engine(ABC):
         columns = [old.values, log_probs.values, data.ragged("advantages").values]
         is_own = data.ragged("response_mask").values.bool()
         mine = torch.stack([column[is_own].cpu().float() for column in columns])
-        ranks = [mine]
-        if self.topology.dp_size > 1:
-            ranks = [torch.from_numpy(part) for part in all_gather_objects(mine.numpy(), self.topology.dp_group)]
-        selected = loss.choose(*torch.cat(ranks, dim=1)).split([part.shape[1] for part in ranks])
         column = torch.zeros(len(is_own))
-        column[is_own.cpu()] = selected[self.topology.dp_rank if self.topology.dp_size > 1 else 0].float()
+        column[is_own.cpu()] = self._among_all_ranks(mine, loss.choose).float()
         data = data.select(deepcopy=False)
         data.put("selected_tokens", log_probs.like(column))
         return data
+
+    def _with_response_weights(self, data: DataProto, loss: LossFn) -> DataProto:
+        """Let ``loss`` weigh the responses of all ranks against one another; adds ``response_weights``."""
+        mask = data.ragged("response_mask")
+        facts = {"lengths": mask.tight().sum(-1)}
+        if "difficulty" in loss.response_facts:
+            if "difficulty" not in data:
+                raise ValueError(
+                    "actor_rollout_ref.actor.difficulty_loss_weight=true: the batch has no column 'difficulty', one "
+                    f"number a response; it has {data.keys()}. Put it there, or set the option to false."
+                )
+            facts["difficulty"] = data.column("difficulty")
+        mine = torch.stack([facts[name].cpu().float() for name in loss.response_facts])
+        weights = self._among_all_ranks(mine, loss.weigh).to(mask.values.device)
+        data = data.select(deepcopy=False)
+        data.put("response_weights", mask.like(weights.repeat_interleave(mask.layout.lengths)))
+        return data
+
+    def _among_all_ranks(self, mine: Tensor, decide: Callable[..., Tensor]) -> Tensor:
+        """What ``decide`` says of this rank's columns of ``mine`` (k, N), shown those of all ranks; (N,)."""
+        ranks = [mine]
+        if self.topology.dp_size > 1:
+            ranks = [torch.from_numpy(part) for part in all_gather_objects(mine.numpy(), self.topology.dp_group)]
+        decided = decide(*torch.cat(ranks, dim=1)).split([part.shape[1] for part in ranks])
+        return decided[self.topology.dp_rank if self.topology.dp_size > 1 else 0]
 
     def _score(
         self,

@@ -31,7 +31,7 @@ from verl.utils.fsdp_utils import (
 from verl.utils.offload import move_optimizer_state, read, wants_offload
 from verl.utils.torch_dtypes import PrecisionType
 from verl.workers.engine.base import Engine, Topology
-from verl.workers.engine.optim import clip_gradients
+from verl.workers.engine.optim import add_l2_gradient, clip_gradients
 
 logger = logging.getLogger(__name__)
 
@@ -144,7 +144,9 @@ class FSDPEngine(Engine):
             unit.reshard()
 
     def optimizer_step(self) -> float:
-        norm = clip_gradients(list(self.module.parameters()), self.grad_clip)
+        trained = list(self.module.parameters())
+        add_l2_gradient(trained, self.l2_coef)
+        norm = clip_gradients(trained, self.grad_clip)
         if math.isfinite(norm):
             self.optimizer.step()
         self.optimizer.zero_grad()

@@ -16,7 +16,7 @@ from verl.utils.device import current_device, empty_cache
 from verl.utils.distributed import get_world_size
 from verl.utils.offload import move_optimizer_state, wants_offload
 from verl.workers.engine.base import Engine, Topology
-from verl.workers.engine.optim import clip_gradients
+from verl.workers.engine.optim import add_l2_gradient, clip_gradients
 
 
 class LocalEngine(Engine):
@@ -109,6 +109,7 @@ class LocalEngine(Engine):
     def optimizer_step(self) -> float:
         self._finish_gradients()
         trained = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        add_l2_gradient(trained, self.l2_coef)
         norm = clip_gradients(trained, self.grad_clip)
         if math.isfinite(norm):
             self.optimizer.step()

@@ -167,6 +167,14 @@ def _quantise_again(optimizer: Any) -> None:
                 state[key] = own.copy_(state[key])
 
 
+@torch.no_grad()
+def add_l2_gradient(parameters: list[Tensor], coef: float) -> None:
+    """Add to each gradient that of coef / 2 x the squared weights: coef x the weight."""
+    for parameter in parameters if coef else ():
+        if parameter.grad is not None:
+            parameter.grad.add_(parameter.detach(), alpha=coef)
+
+
 def clip_gradients(parameters: list[Tensor], limit: float | None) -> float:
     """Norm of all gradients before clipping; they are scaled down to ``limit`` where it is finite and larger.
 
