@@ -130,6 +130,7 @@ def test_nothing_is_said_about_defaults():
             "gdpo reads algorithm.gdpo_reward_keys, not the reward",
         ),
         (["algorithm.use_kl_in_reward=true", "algorithm.kl_penalty=k3+", REF], "k3+ is k3"),
+        ([f"{ACTOR}.use_kl_loss=true", f"{ACTOR}.kl_loss_type=full", REF], "micro-batches of the actor's update"),
         (["actor_rollout_ref.model.lora_alpha=32", f"{ROLLOUT}.lora_sync=merge"], "lora_rank=0 trains all weights"),
         (["critic.model.target_modules=[q_proj]"], "critic.model.lora_rank=0 trains all weights"),
         (
