@@ -70,8 +70,55 @@ def test_only_the_gradient_of_k2_is_that_of_the_kl_in_the_mean():
         assert torch.allclose(gradient, expected) == is_right
 
 
-def test_full_is_refused_by_name_with_a_way_out():
-    with pytest.raises(NotImplementedError, match="whole vocabulary.*low_var_kl"):
+@pytest.mark.parametrize("name", ["kl+", "abs+", "low_var_kl+"])
+def test_a_plus_gives_the_reference_minus_that_gradient_in_float64(name):
+    x, y = ((t.double() + 0.01).requires_grad_(True) for t in (REF + D, REF))
+    straight = kl_penalty(x, y, name)
+    assert straight.dtype == torch.float64
+    gradients = torch.autograd.grad(straight.sum(), (x, y))
+    assert_close(gradients, ((x - y).detach(), (y - x).detach()))
+
+
+def test_full_is_the_sum_over_the_vocabulary_by_hand():
+    p = torch.tensor([[[0.5, 0.25, 0.25], [0.2, 0.3, 0.5]]])
+    q = torch.tensor([[[0.25, 0.25, 0.5], [0.2, 0.3, 0.5]]])
+    # 0.5 ln 2 + 0.25 ln 1 - 0.25 ln 2 = 0.25 ln 2
+    expected = torch.tensor([[0.173287, 0.0]])
+    assert_close(kl_penalty(p.log(), q.log(), "full"), expected, rtol=0, atol=1e-6)
+    shifted = kl_penalty(p.log() + 3, q.log() - 5, "full")  # logits count up to a constant
+    assert_close(shifted, expected, rtol=0, atol=1e-6)
+
+
+def test_full_has_the_gradient_of_the_sum():
+    draw = torch.Generator().manual_seed(0)
+    x, y = (torch.randn(2, 3, 5, generator=draw, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    assert torch.autograd.gradcheck(lambda a, b: kl_penalty(a, b, "full"), (x, y))
+    kl = kl_penalty(x, y, "full")
+    (gradient,) = torch.autograd.grad(kl.sum(), x)
+    log_p, log_q = x.detach().log_softmax(-1), y.detach().log_softmax(-1)
+    assert_close(gradient, log_p.exp() * (log_p - log_q - kl.detach()[..., None]))
+    (at_the_reference,) = torch.autograd.grad(kl_penalty(x, x.detach(), "full").sum(), x)
+    assert_close(at_the_reference, torch.zeros_like(x))
+
+
+def test_the_sampled_estimators_have_the_full_kl_as_mean():
+    draw = torch.Generator().manual_seed(1)
+    log_p, log_q = (torch.randn(2, 3, 5, generator=draw, dtype=torch.float64).log_softmax(-1) for _ in range(2))
+    for name in ("k1", "k1+"):
+        assert_close((log_p.exp() * kl_penalty(log_p, log_q, name)).sum(-1), kl_penalty(log_p, log_q, "full"))
+
+
+def test_a_token_the_policy_never_draws_counts_nothing_in_full():
+    log_p = torch.tensor([[[0.0, 0.0, -torch.inf]]], requires_grad=True)
+    kl = kl_penalty(log_p, torch.tensor([[[0.0, 0.0, 0.0]]]), "full")
+    assert_close(kl, torch.tensor([[1.5]]).log())
+    kl.sum().backward()
+    assert log_p.grad.isfinite().all()
+    assert kl_penalty(log_p, log_p.detach(), "full").item() == 0.0
+
+
+def test_full_of_sampled_tokens_is_refused_with_a_way_out():
+    with pytest.raises(ValueError, match=r"\(2, 2\).*logits \(B, R, V\).*low_var_kl"):
         kl_penalty(REF, REF, "full")
 
 

@@ -47,7 +47,8 @@ def outputs(batch):
     log_probs = (batch["old_log_probs"] + 0.3 * normal(mask, 10) * mask).requires_grad_(True)
     entropy = (normal(mask, 11).abs() * mask).requires_grad_(True)
     values = (normal(mask, 12) * mask).requires_grad_(True)
-    return TokenOutputs(log_probs, entropy, values)
+    full_kl = (normal(mask, 13).square() * mask).requires_grad_(True)
+    return TokenOutputs(log_probs, entropy, values, full_kl)
 
 
 def part_of(batch, outputs, rows):
@@ -58,10 +59,10 @@ def part_of(batch, outputs, rows):
 
 
 def losses_under_test(mode):
-    full = actor(loss_agg_mode=mode, entropy_coeff=0.01, use_kl_loss=True, kl_loss_coef=0.1)
+    both = {"loss_agg_mode": mode, "entropy_coeff": 0.01, "use_kl_loss": True, "kl_loss_coef": 0.1}
+    policy = [PPOLoss(actor(**both, kl_loss_type=kind), WIDTH) for kind in ("k3", "full")]
     imitating = actor(loss_agg_mode=mode, rl_loss_coef=0.5, sft_loss_coef=0.25)
-    losses = [PPOLoss(full, WIDTH), ValueLoss(critic(loss_agg_mode=mode), WIDTH), PPOLoss(imitating, WIDTH)]
-    return losses
+    return [*policy, ValueLoss(critic(loss_agg_mode=mode), WIDTH), PPOLoss(imitating, WIDTH)]
 
 
 @pytest.mark.parametrize("which", [0, 1, 2])
@@ -104,6 +105,20 @@ def test_the_loss_is_policy_loss_plus_kl_minus_entropy(mode, batch, outputs):
     assert metrics.pop("actor/kl_coef") == 0.1
     assert_close(metrics, {name: value.detach() for name, value in expected.items()})
     assert not any(value.requires_grad for value in metrics.values())
+
+
+@pytest.mark.parametrize("mode", MODES[:3])
+def test_the_full_kl_is_taken_from_the_forward_pass_and_no_log_probs_of_the_reference_are_read(mode, batch, outputs):
+    chosen = {"loss_agg_mode": mode, "kl_loss_coef": 0.1}
+    ppo_loss, without = PPOLoss(actor(**chosen, use_kl_loss=True, kl_loss_type="full")), PPOLoss(actor(**chosen))
+    assert ppo_loss.want_full_kl and not without.want_full_kl and "ref_log_prob" not in ppo_loss.columns
+    columns = {name: batch[name] for name in ppo_loss.columns}
+    (loss, metrics), (rest, _) = ppo_loss(outputs, columns), without(outputs, columns)
+    expected = agg_loss(outputs.full_kl, batch["response_mask"], mode)
+    assert_close(loss - rest, 0.1 * expected)
+    assert_close(metrics["actor/kl_loss"], expected.detach())
+    (gradient,) = torch.autograd.grad(loss, outputs.full_kl)
+    assert torch.equal(gradient != 0, batch["response_mask"].bool())
 
 
 def test_a_constant_divisor_means_the_mean_over_responses_of_the_token_sum_over_the_response_length(batch, outputs):

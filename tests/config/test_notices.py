@@ -160,6 +160,7 @@ def test_nothing_is_said_about_defaults():
             [*GRPO, "algorithm.adv_estimator=gdpo", "algorithm.gdpo_reward_keys=[a]", f"{SHAPING}.clip=2"],
             "clip=2.0 has no effect: gdpo reads algorithm.gdpo_reward_keys",
         ),
+        ([f"{ACTOR}.use_kl_loss=true", f"{ACTOR}.kl_loss_type=full", REF], "micro-batches of the actor's update"),
         (["actor_rollout_ref.model.lora_alpha=32", f"{ROLLOUT}.lora_sync=merge"], "lora_rank=0 trains all weights"),
         (["critic.model.target_modules=[q_proj]"], "critic.model.lora_rank=0 trains all weights"),
         (

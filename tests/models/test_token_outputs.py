@@ -6,11 +6,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.support.tiny_models import make_tiny_model
+from verl.algorithms.kl import kl_full
 from verl.models import liger
 from verl.models import token_outputs as module
 from verl.models.loader import ModelSpec, load_model
 from verl.models.scalar_head import value_layer
-from verl.models.token_outputs import HeadMaths, chunked_log_probs, plain_log_probs, probe_head, token_outputs
+from verl.models.token_outputs import (
+    HeadMaths,
+    ReferenceStates,
+    chunked_full_kl,
+    chunked_log_probs,
+    plain_log_probs,
+    probe_head,
+    token_outputs,
+)
 
 MATHS = [HeadMaths(), HeadMaths(0.7), HeadMaths(1.3, scale=0.2), HeadMaths(0.9, softcap=5.0), HeadMaths(1.1, 0.5, 3.0)]
 
@@ -107,7 +116,8 @@ def kept_for_backward():
 
 
 @pytest.mark.parametrize("want_entropy", [False, True])
-def test_whole_logits_are_never_held_forward_or_backward(monkeypatch, tmp_path, want_entropy):
+@pytest.mark.parametrize("want_full_kl", [False, True])
+def test_whole_logits_are_never_held_forward_or_backward(monkeypatch, tmp_path, want_entropy, want_full_kl):
     vocab = 4000
     make_tiny_model(tmp_path, vocab_size=vocab)
     model = load_model(ModelSpec(str(tmp_path)))
@@ -115,13 +125,60 @@ def test_whole_logits_are_never_held_forward_or_backward(monkeypatch, tmp_path, 
     ids, cells = torch.randint(4, 100, (2, 400)), torch.arange(799)
     limit = 130 * vocab  # two chunks of 64 rows, of 799
     assert model.get_output_embeddings().weight.numel() < limit < 799 * vocab / 5
+    head = module.Head("fused")
     with Largest() as largest, kept_for_backward() as kept:
-        scores = token_outputs(model, ids, None, cells, ids.flatten()[1:], module.Head("fused"), 1.0, want_entropy)
+        read = (model, ids, None, cells, ids.flatten()[1:], head, 1.0, want_entropy)
+        reference = None
+        if want_full_kl:
+            with torch.no_grad():
+                states = token_outputs(*read, want_states=True).states
+            reference = ReferenceStates(states + 0.1, torch.randn(vocab, states.shape[1]), head)
+        scores = token_outputs(*read, reference=reference)
         sum(part.sum() for part in scores if part is not None).backward()
     assert max(largest.numbers, *kept) < limit
     with Largest() as largest:
         model(input_ids=ids)
     assert largest.numbers >= 799 * vocab
+
+
+@pytest.mark.parametrize("maths", MATHS)
+@pytest.mark.parametrize("ref_maths", [HeadMaths(0.7), HeadMaths(1.1, 0.5, 3.0)])
+@pytest.mark.parametrize("chunk_rows", [64, 1000])
+def test_chunks_give_the_full_kl_of_whole_logits_and_its_gradient(monkeypatch, maths, ref_maths, chunk_rows):
+    rows, vocab, size, ref_size = 150, 211, 24, 16
+    monkeypatch.setitem(module._CHUNK_BYTES, "cpu", chunk_rows * 2 * 4 * vocab)
+    monkeypatch.setattr(module, "_BLOCK_BYTES", 7 * 4 * vocab)
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(rows, size, requires_grad=True), torch.randn(vocab, size, requires_grad=True)
+    ref_hidden, ref_weight = torch.randn(rows, ref_size), torch.randn(vocab, ref_size)
+    pull = torch.randn(rows)
+    pull[::3] = 0.0  # masked tokens
+    maths, ref_maths = maths._replace(never=(5, 9)), ref_maths._replace(never=(5, 9))
+    kl = chunked_full_kl(hidden, weight, ref_hidden, ref_weight, maths, ref_maths)
+    (kl * pull).sum().backward()
+
+    def logits(hidden, weight, maths):
+        made = (hidden @ weight.t()) * maths.scale
+        made = torch.tanh(made / maths.softcap) * maths.softcap if maths.softcap else made
+        return (made / maths.temperature).index_fill(1, torch.tensor(maths.never), -torch.inf)[None]
+
+    hidden_64, weight_64 = (x.detach().double().requires_grad_() for x in (hidden, weight))
+    ref_logits = logits(ref_hidden.double(), ref_weight.double(), ref_maths)
+    kl_64 = kl_full(logits(hidden_64, weight_64, maths), ref_logits)[0]
+    (kl_64 * pull).sum().backward()
+    torch.testing.assert_close(kl.double(), kl_64, rtol=1e-5, atol=1e-5)
+    assert not hidden.grad[::3].any()
+    for ours, theirs in ((hidden.grad, hidden_64.grad), (weight.grad, weight_64.grad)):
+        assert (ours - theirs).abs().max() < 1e-5 * theirs.abs().max()
+
+
+def test_the_full_kl_to_itself_is_exactly_zero_and_so_is_its_gradient():
+    hidden, weight = torch.randn(9, 8, requires_grad=True), torch.randn(30, 8, requires_grad=True)
+    kl = chunked_full_kl(hidden, weight, hidden, weight)
+    kl.sum().backward()
+    assert not kl.any() and not hidden.grad.any() and not weight.grad.any()
+    none = chunked_full_kl(hidden[:0], weight, hidden[:0], weight)
+    assert none.shape == (0,) and not torch.autograd.grad(none.sum(), weight)[0].any()
 
 
 @pytest.mark.parametrize("maths", MATHS)

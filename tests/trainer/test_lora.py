@@ -51,6 +51,12 @@ def merged_run(tmp_path_factory):
         return *run(folder, monkeypatch, **{f"{ROLLOUT}__calculate_log_probs": True}), printed.getvalue()
 
 
+def test_whole_distributions_are_compared_with_the_actor_below_its_adapter(tmp_path, monkeypatch):
+    trainer, metrics = run(tmp_path, monkeypatch, actor_rollout_ref__actor__kl_loss_type="full")
+    assert Role.RefPolicy not in trainer.worker_groups and "timing_s/ref" not in metrics[1]
+    assert metrics[1]["actor/kl_loss"] == 0 < metrics[2]["actor/kl_loss"] < metrics[3]["actor/kl_loss"]
+
+
 def test_the_reference_is_the_actor_and_starts_where_it_starts(merged_run):
     trainer, metrics, printed = merged_run
     assert trainer.ref_in_actor and Role.RefPolicy not in trainer.worker_groups

@@ -401,7 +401,7 @@ def test_a_resumed_controller_goes_on_and_a_new_kind_begins_at_its_coefficient(r
     assert steps[3]["actor/reward_kl_penalty_coeff"] == pytest.approx(0.196)
 
 
-@pytest.mark.parametrize("kind", ["kl", "abs", "mse", "low_var_kl"])
+@pytest.mark.parametrize("kind", ["kl", "abs", "mse", "low_var_kl", "k3+", "full"])
 def test_the_kl_loss_of_each_kind_is_measured_and_weighed(run, kind):
     _, steps = run(
         **REFERENCE,
@@ -411,6 +411,7 @@ def test_the_kl_loss_of_each_kind_is_measured_and_weighed(run, kind):
     )
     assert series(steps, "actor/kl_coef") == [0.25, 0.25]
     assert abs(steps[1]["actor/kl_loss"]) < 1e-6 < abs(steps[2]["actor/kl_loss"])
+    assert ("timing_s/ref" in steps[1]) == (kind != "full")  # which is made in the update
 
 
 def test_another_reference_model_is_another_reference(run, tmp_path):

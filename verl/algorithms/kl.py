@@ -1,7 +1,7 @@
 """How far the policy is from the reference, per token, and how much that is charged.
 
-Estimators of KL(policy || reference) from the log-probs of the sampled tokens alone, and the controllers of the
-coefficient. Where the penalty goes (reward or loss) is not decided here.
+KL(policy || reference), estimated from the log-probs of the sampled tokens or summed over the vocabulary, and the
+controllers of the coefficient. Where the penalty goes (reward or loss) is not decided here.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
         mse, k2         d^2 / 2                biased, low variance; its gradient is the gradient of the KL
         low_var_kl, k3  exp(-d) + d - 1        unbiased, never negative; d is cut at +-20, the result at 10
         NAME+           the value of NAME with the gradient of k2, "straight-through": kl+ k1+ abs+ low_var_kl+ k3+
+        full            the KL itself, from the logits of the whole vocabulary in place of log-probs: see ``kl_full``
 
     The value of k1 and k3 is right in the mean but not their gradient: of k1's it is zero, of k3's that of the KL the
     other way round. k2's is right. So the + forms report one and follow the other; ``mse+``, ``k2+`` are ``mse``.
 
     Args:
-        logprob, ref_logprob: any equal shape, usually (B, R); differentiable in both.
+        logprob, ref_logprob: any equal shape, usually (B, R); differentiable in both. For ``full``: logits (B, R, V).
         kl_penalty: one of the names above.
 
     Raises:
-        ValueError: unknown name.
-        NotImplementedError: ``full``, which needs the logits of the whole vocabulary.
+        ValueError: unknown name; or ``full`` of anything but logits.
 
     Source: Schulman 2020, http://joschu.net/blog/kl-approx.html; gradients: Tang & Munos 2025 (arXiv:2506.09477).
     """
@@ -88,12 +88,29 @@ KL_PENALTIES.register("low_var_kl+", "k3+")(_straight_through(kl_k3))
 
 
 @KL_PENALTIES.register("full")
-def kl_full(logprob: Tensor, ref_logprob: Tensor) -> Tensor:
-    """Not offered: log-probs of the sampled tokens do not determine it."""
-    raise NotImplementedError(
-        "kl_penalty=full needs the logits of the whole vocabulary from both models, and only the log-probs of the "
-        "sampled tokens are kept. Use low_var_kl (unbiased and never negative) instead."
-    )
+def kl_full(logits: Tensor, ref_logits: Tensor) -> Tensor:
+    """The KL at each position, no estimate: sum_v pi(v) (log pi(v) - log pi_ref(v)).
+
+    Its gradient by logit j is pi(j) (log pi(j) - log pi_ref(j) - KL). Tokens that pi never draws count nothing.
+
+    Args:
+        logits, ref_logits: (B, R, V), up to a constant of each position: log-probs will do.
+
+    Returns:
+        (B, R), fp32 or better.
+
+    Raises:
+        ValueError: not (B, R, V) both, such as log-probs of the sampled tokens, which do not determine it.
+    """
+    if logits.dim() != 3 or logits.shape != ref_logits.shape:
+        raise ValueError(
+            f"kl_penalty=full of tensors {tuple(logits.shape)} and {tuple(ref_logits.shape)}: the KL is a sum over the "
+            "vocabulary, so both must be logits (B, R, V). For the log-probs of sampled tokens (B, R) use low_var_kl."
+        )
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    log_p, log_q = logits.log_softmax(-1, dtype=wide), ref_logits.log_softmax(-1, dtype=wide)
+    p = log_p.exp()
+    return (p * torch.where(p > 0, log_p - log_q, 0.0)).sum(-1)
 
 
 def compute_rewards(token_level_scores: Tensor, old_log_prob: Tensor, ref_log_prob: Tensor, kl_ratio: float) -> Tensor:

@@ -31,6 +31,8 @@ class TokenOutputs(NamedTuple):
     log_probs: Tensor | None = None
     entropy: Tensor | None = None
     values: Tensor | None = None
+    full_kl: Tensor | None = None
+    """KL(policy || reference) over the vocabulary."""
 
 
 class _Aggregation:
@@ -81,7 +83,8 @@ class PPOLoss:
         response_length: tokens, ``data.max_response_length``; needed for ``seq-mean-token-sum-norm`` only, and there
             only without ``actor.loss_scale_factor``.
 
-    ``want_entropy`` tells the engine to compute entropies, ``columns`` which columns to put into the micro-batch.
+    ``want_entropy`` tells the engine to compute entropies, ``want_full_kl`` to compare whole distributions with the
+    reference's (``kl_loss_type=full``), ``columns`` which columns to put into the micro-batch.
     ``chooses_tokens`` says that the loss singles out tokens by comparing all of a mini-batch: then the engine scores
     the mini-batch first, lets ``choose`` decide, and hands over the column ``selected_tokens``. ``response_facts`` says
     by which columns responses are weighed against all of a mini-batch: then the engine lets ``weigh`` decide, and hands
@@ -97,13 +100,15 @@ class PPOLoss:
             config.loss_agg_mode, response_length, getattr(config, "loss_scale_factor", None)
         )
         self.policy_loss = get_policy_loss_fn(config.policy_loss.loss_mode)
-        self.kl = KL_PENALTIES.get(config.kl_loss_type) if config.use_kl_loss else None
+        self.want_full_kl = config.use_kl_loss and config.kl_loss_type == "full"
+        estimates_kl = config.use_kl_loss and not self.want_full_kl
+        self.kl = KL_PENALTIES.get(config.kl_loss_type) if estimates_kl else None
         self.want_entropy = config.entropy_coeff != 0
 
         # the only step of a batch has itself as the policy that sampled
         self.is_on_policy = getattr(config, "skip_old_log_probs", False)
         names = [] if self.is_on_policy else ["old_log_probs"]
-        names += ["advantages", "response_mask"] + ["ref_log_prob"] * config.use_kl_loss
+        names += ["advantages", "response_mask"] + ["ref_log_prob"] * estimates_kl
         self.rl_loss_coef = getattr(config, "rl_loss_coef", 1.0)
         self.sft_loss_coef = getattr(config, "sft_loss_coef", 0.0)
         names += ["token_level_scores"] * (self.sft_loss_coef != 0)
@@ -154,7 +159,7 @@ class PPOLoss:
         """The mean loss of a micro-batch and its metrics; with ``token-sum`` the mean over tokens (see ``scale``).
 
         Args:
-            out: ``log_probs`` (b, r), and ``entropy`` if ``want_entropy``.
+            out: ``log_probs`` (b, r), ``entropy`` if ``want_entropy``, ``full_kl`` if ``want_full_kl``.
             micro: ``columns``, (b, r) each.
         """
         mask, mode = micro["response_mask"], self.aggregation.mode_of_mean
@@ -172,8 +177,9 @@ class PPOLoss:
         loss, metrics = loss_and_metrics(result)
         loss = self.aggregation.mean(loss, mask)
         metrics = {"actor/pg_loss": loss.detach(), **metrics}
-        if self.kl is not None:
-            kl = self.aggregation.mean(agg_loss(self.kl(out.log_probs, micro["ref_log_prob"]), mask, mode), mask)
+        if self.config.use_kl_loss:
+            kl = out.full_kl if self.want_full_kl else self.kl(out.log_probs, micro["ref_log_prob"])
+            kl = self.aggregation.mean(agg_loss(kl, mask, mode), mask)
             loss = loss + self.config.kl_loss_coef * kl
             metrics["actor/kl_loss"] = kl.detach()
             metrics["actor/kl_coef"] = self.config.kl_loss_coef

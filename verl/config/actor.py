@@ -165,7 +165,9 @@ class ActorConfig(Config):
     """Weight of the KL loss. Read only with ``use_kl_loss``."""
 
     kl_loss_type: KLKind = "low_var_kl"
-    """Estimator of the KL loss. Read only with ``use_kl_loss``."""
+    """Estimator of the KL loss. ``full``: the KL itself, summed over the vocabulary, for one more forward pass of the
+    reference in every update; it must be in the actor's processes, where it is by default. Read only with
+    ``use_kl_loss``."""
 
     ppo_epochs: int = option(1, above=0)
     """Passes over the batch of one training step."""

@@ -11,8 +11,8 @@ KLKind = Literal[
 ]  # fmt: skip
 """Estimators of the KL divergence from log-probs of sampled tokens (Schulman 2020,
 http://joschu.net/blog/kl-approx.html). ``kl`` = ``k1``: the difference; ``abs``: its absolute value; ``mse`` = ``k2``:
-half its square; ``low_var_kl`` = ``k3``: exp(-d) - 1 + d. With ``+``: that value, with the gradient of k2. ``full``
-needs whole distributions and is not built."""
+half its square; ``low_var_kl`` = ``k3``: exp(-d) - 1 + d. With ``+``: that value, with the gradient of k2. ``full`` is
+no estimate but the sum over the vocabulary, in the loss only."""
 
 
 RatioLevel = Literal["token", "sequence", "geometric"]
@@ -237,7 +237,8 @@ class AlgorithmConfig(Config):
     """Subtract kl_coef x KL(policy || reference) from the reward of every token. Starts a reference model."""
 
     kl_penalty: KLKind = "kl"
-    """Estimator of that KL. See also ``actor.kl_loss_type``, its sibling for the loss."""
+    """Estimator of that KL; not ``full``, which a reward cannot know. See also ``actor.kl_loss_type``, its sibling for
+    the loss."""
 
     kl_ctrl: KLControlConfig = section(KLControlConfig)
     """Coefficient of that KL. Read only with ``use_kl_in_reward``."""

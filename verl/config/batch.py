@@ -36,7 +36,7 @@ def batch_plan(config: PPOConfig) -> str:
         lines.append("old log-probs: those the responses were sampled with")
     else:
         scored.append(("old log-probs", shared.rollout.log_prob_split, config.dp_size(shared.actor)))
-    if config.uses_reference:
+    if config.scores_reference:
         scored.append(("reference log-probs", shared.ref.log_prob_split, config.dp_size(shared.ref)))
     if config.uses_critic:
         scored.append(("values", config.critic.forward_split, config.dp_size(config.critic)))

@@ -326,6 +326,13 @@ def _reference_is_not_there(config: PPOConfig, is_given: IsGiven) -> Iterator[st
         )
 
 
+def _reference_is_not_scored(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+    if config.uses_reference and not config.scores_reference:
+        keys = [key for key in _given_below(_REF, config, is_given) if key.startswith(f"{_REF}.log_prob_")]
+        why = f"with {_ACTOR}.kl_loss_type=full the reference runs in the micro-batches of the actor's update"
+        yield from _unread(config, keys, is_given, why)
+
+
 def _reward_model_is_not_there(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
     if config.reward_model.enable:
         return
@@ -386,7 +393,7 @@ def _micro_batches_are_cut_by_tokens(config: PPOConfig, is_given: IsGiven) -> It
                 f"{key}.log_prob_micro_batch_size_per_gpu",
                 f"{key}.log_prob_max_token_len_per_gpu",
             )
-            for key, section in ((_ROLLOUT, shared.rollout), *([(_REF, shared.ref)] if config.uses_reference else []))
+            for key, section in ((_ROLLOUT, shared.rollout), *([(_REF, shared.ref)] if config.scores_reference else []))
         ),
         *(
             (critic.use_dynamic_bsz, f"critic.{kind}_micro_batch_size_per_gpu", f"critic.{kind}_max_token_len_per_gpu")
@@ -412,7 +419,7 @@ def _no_prompt_is_shared(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
         "actor_rollout_ref.model": [shared.actor.update_split, shared.rollout.log_prob_split],
         "critic.model": [critic.update_split, critic.forward_split] if config.uses_critic else [],
     }
-    if config.uses_reference:
+    if config.scores_reference:
         passes["actor_rollout_ref.model"].append(shared.ref.log_prob_split)
     for model, splits in passes.items():
         key = [f"{model}.use_prefix_sharing"] if get_path(config, model).use_prefix_sharing else []
@@ -752,6 +759,7 @@ _CHECKS = (
     _nothing_to_offload,
     _critic_is_not_there,
     _reference_is_not_there,
+    _reference_is_not_scored,
     _reward_model_is_not_there,
     _reward_model_reads_ids_or_texts,
     _function_does_not_score_training,

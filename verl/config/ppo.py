@@ -87,6 +87,17 @@ class PPOConfig(Config):
         return self.data.train_batch_size if self.algorithm.filter_groups.enable else self.data.prompts_per_step
 
     @property
+    def compares_distributions(self) -> bool:
+        """Does the update compare whole distributions with the reference's?"""
+        actor = self.actor_rollout_ref.actor
+        return actor.use_kl_loss and actor.kl_loss_type == "full"
+
+    @property
+    def scores_reference(self) -> bool:
+        """Does a pass of its own tell the log-probs of the reference?"""
+        return self.algorithm.use_kl_in_reward or self.uses_reference and not self.compares_distributions
+
+    @property
     def rewrites_for_reward_model(self) -> bool:
         """Does the reward model read conversations in its own chat template?"""
         return self.reward_model.enable and bool(self.reward_model.model.input_tokenizer)

@@ -57,7 +57,7 @@ def scoring_roles(config: PPOConfig) -> Iterator[tuple[str, str, bool, int]]:
     log_probs = ("log_prob_micro_batch_size", "log_prob_max_token_len_per_gpu")
     dynamic = shared.rollout.log_prob_use_dynamic_bsz
     yield f"{ROLLOUT}.{log_probs[0]}", f"{ROLLOUT}.{log_probs[1]}", dynamic, ranks
-    if config.uses_reference:
+    if config.scores_reference:
         dynamic = shared.ref.log_prob_use_dynamic_bsz
         yield f"{REF}.{log_probs[0]}", f"{REF}.{log_probs[1]}", dynamic, config.dp_size(shared.ref)
     if config.uses_critic:
@@ -779,6 +779,33 @@ def _models(config: PPOConfig) -> dict[str, Any]:
     sections |= {"critic": config.critic} if config.uses_critic else {}
     sections |= {"reward_model": config.reward_model} if config.reward_model.enable else {}
     return sections
+
+
+@rule
+def reward_charges_sampled_tokens_only(config: PPOConfig) -> Iterator[Problem]:
+    if config.algorithm.use_kl_in_reward and config.algorithm.kl_penalty == "full":
+        yield _problem(
+            config,
+            "algorithm.kl_penalty",
+            "with algorithm.use_kl_in_reward=true: rewards are made from the log-probs of sampled tokens, and the full "
+            f"KL needs both distributions. Use kl, or put it into the loss: {ACTOR}.use_kl_loss=true "
+            f"{ACTOR}.kl_loss_type=full.",
+        )
+
+
+@rule
+def distributions_are_compared_where_they_are_made(config: PPOConfig) -> Iterator[Problem]:
+    shared, key = config.actor_rollout_ref, "ulysses_sequence_parallel_size"
+    borrows = shared.model.lora_rank and not (shared.ref.model or {}).get("path")
+    size = shared.actor.ulysses_sequence_parallel_size
+    if config.compares_distributions and not borrows and shared.ref.ulysses_sequence_parallel_size != size:
+        yield _problem(
+            config,
+            f"{REF}.{key}",
+            f"differs from {ACTOR}.{key}={size} with {ACTOR}.kl_loss_type=full: actor and reference go through each "
+            "micro-batch together. Set them equal, or use low_var_kl.",
+            f"{ACTOR}.{key}",
+        )
 
 
 @rule

@@ -6,11 +6,9 @@ setting is silently ignored. Whoever builds a feature deletes its row here; noth
 
 import os
 import sys
-import typing
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from verl.config.algorithm import KLKind
 from verl.config.base import Config, FreeDict, Problem, did_you_mean, get_path, leaves
 from verl.config.build import show
 from verl.utils.import_utils import split_file_name
@@ -49,7 +47,6 @@ _NO_PROFILER = "use py-spy or torch.profiler around the run; timing_s/* metrics 
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 _RM = "reward_model"
 _ROLES = (_ACTOR, "actor_rollout_ref.ref", "critic", _RM)
-_KL_KINDS = tuple(kind for kind in typing.get_args(KLKind) if kind != "full")
 
 LIMITS: tuple[Limit, ...] = (
     # backends
@@ -74,8 +71,6 @@ LIMITS: tuple[Limit, ...] = (
         ("auto", "dummy", "dummy_hf", "dummy_megatron", "hf", "dtensor", "megatron", "safetensors"),
     ),
     # loss and advantages
-    Limit(f"{_ACTOR}.kl_loss_type", "the full KL", "use low_var_kl", _KL_KINDS),
-    Limit("algorithm.kl_penalty", "the full KL", "use kl", _KL_KINDS),
     # reward
     Limit(f"{_RM}.sandbox_fusion.*", "the sandbox service", "run code in your custom_reward_function"),
     # data

@@ -1,4 +1,4 @@
-"""From hidden states to what a loss needs of each token: log-probability, entropy, value.
+"""From hidden states to what a loss needs of each token: log-probability, entropy, KL to a reference, value.
 
 The (T, V) logits are never whole in memory: they are made, used and dropped in chunks, forward and backward. Knows
 modules and tensors, not batches or losses.
@@ -311,6 +311,87 @@ def chunked_sum_pi_squared(hidden: Tensor, weight: Tensor, maths: HeadMaths = He
     return squares
 
 
+def _log_softmax(raw: Tensor, maths: HeadMaths) -> tuple[Tensor, Tensor | float]:
+    """Log-probabilities of all tokens, fp32, and the derivative of the logits by ``raw``."""
+    x, slope = _scaled(raw, maths)
+    return x.sub_(torch.logsumexp(x, -1, keepdim=True)), slope
+
+
+class _ChunkedFullKL(torch.autograd.Function):
+    """hidden (T, H), weight (V, H), and those of a reference -> KL(softmax || reference's softmax) (T,), fp32.
+
+    With log-ratios d_v = log p_v - log q_v: KL = sum_v p_v d_v, and dKL/dx_j = p_j (d_j - KL). Nothing flows into the
+    reference.
+    """
+
+    @staticmethod
+    def forward(ctx, hidden, weight, ref_hidden, ref_weight, maths, ref_maths):
+        kl = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
+        for chunk, raw, ref_raw in _ChunkedFullKL._chunks(hidden, weight, ref_hidden, ref_weight):
+            step = _block_rows(hidden, weight.shape[0], len(raw))
+            for at in range(0, len(raw), step):
+                log_p, _ = _log_softmax(raw[at : at + step], maths)
+                log_q, _ = _log_softmax(ref_raw[at : at + step], ref_maths)
+                ratio = log_q.neg_().add_(log_p)
+                kl[chunk][at : at + step] = log_p.exp_().mul_(ratio).sum(-1)
+        ctx.save_for_backward(hidden, weight, ref_hidden, ref_weight, kl)
+        ctx.maths, ctx.ref_maths = maths, ref_maths
+        return kl
+
+    @staticmethod
+    def backward(ctx, grad):
+        hidden, weight, ref_hidden, ref_weight, kl = ctx.saved_tensors
+        wants_hidden, wants_weight = ctx.needs_input_grad[:2]
+        grad_hidden = torch.empty_like(hidden) if wants_hidden else None
+        # many bf16 parts would be rounded away one by one: sum them in fp32
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if wants_weight else None
+        for chunk, raw, ref_raw in _ChunkedFullKL._chunks(hidden, weight, ref_hidden, ref_weight):
+            d_raw = raw if raw.dtype == hidden.dtype else torch.empty_like(raw, dtype=hidden.dtype)
+            step = _block_rows(hidden, weight.shape[0], len(raw))
+            for at in range(0, len(raw), step):
+                log_p, slope = _log_softmax(raw[at : at + step], ctx.maths)
+                log_q, _ = _log_softmax(ref_raw[at : at + step], ctx.ref_maths)
+                pull = log_q.neg_().add_(log_p).sub_(kl[chunk][at : at + step, None])
+                pull.mul_(log_p.exp_()).mul_(grad[chunk][at : at + step, None])
+                d_raw[at : at + step] = pull.mul_(slope)
+            if wants_hidden:
+                torch.mm(d_raw, weight, out=grad_hidden[chunk])
+            if wants_weight:
+                grad_weight += d_raw.t() @ hidden[chunk]
+        return grad_hidden, grad_weight.to(weight.dtype) if wants_weight else None, None, None, None, None
+
+    @staticmethod
+    def _chunks(hidden, weight, ref_hidden, ref_weight):
+        """Rows, and both models' raw logits of them: together as many as one model's elsewhere."""
+        rows = _chunk_rows(hidden, 2 * weight.shape[0])
+        for start in range(0, hidden.shape[0], rows):
+            chunk = slice(start, start + rows)
+            yield chunk, _raw_logits(hidden[chunk], weight), _raw_logits(ref_hidden[chunk], ref_weight)
+
+
+def chunked_full_kl(
+    hidden: Tensor,
+    weight: Tensor,
+    ref_hidden: Tensor,
+    ref_weight: Tensor,
+    maths: HeadMaths = HeadMaths(),  # noqa: B008
+    ref_maths: HeadMaths = HeadMaths(),  # noqa: B008
+) -> Tensor:
+    """KL(softmax(logits) || softmax(reference's logits)) at each position, summed over the vocabulary.
+
+    Equal to ``verl.algorithms.kl.kl_full`` of the whole logits, forward and backward, with logits in chunks only.
+
+    Args:
+        hidden: (T, H), and ``weight`` (V, H) of the last linear layer.
+        ref_hidden: (T, H'), and ``ref_weight`` (V, H'): the reference's, which gets no gradient; H' may differ.
+
+    Returns:
+        (T,) fp32, differentiable in ``hidden`` and ``weight``.
+    """
+    ref_weight = ref_weight.detach()
+    return _ChunkedFullKL.apply(hidden, weight, ref_hidden.detach().to(ref_weight.dtype), ref_weight, maths, ref_maths)
+
+
 # -- on a model ---------------------------------------------------------------------------------------------------
 
 
@@ -335,6 +416,20 @@ class TokenScores(NamedTuple):
     values: Tensor | None = None
     sum_pi_squared: Tensor | None = None
     """Has no gradient."""
+    full_kl: Tensor | None = None
+    states: Tensor | None = None
+    """(t', H), what the last layer reads at those t' positions that this rank runs. Has nothing beside it."""
+
+
+@dataclass(frozen=True)
+class ReferenceStates:
+    """A reference's distributions at the chosen positions, before they are multiplied out."""
+
+    hidden: Tensor
+    """(t', H'), ``TokenScores.states`` of the reference."""
+    weight: Tensor | None
+    """(V, H') of its last linear layer; None: the policy's own."""
+    head: Head
 
 
 def attach_token_outputs(model: nn.Module) -> None:
@@ -354,6 +449,8 @@ def token_outputs(
     want_squares: bool = False,
     vision_inputs: Mapping[str, Tensor] | None = None,
     told: Mapping[str, Any] | None = None,
+    reference: ReferenceStates | None = None,
+    want_states: bool = False,
 ) -> TokenScores:
     """Run the model and read its outputs at some positions.
 
@@ -367,17 +464,25 @@ def token_outputs(
         vision_inputs: what the model takes beside tokens: ``pixel_values``, ``image_grid_thw``.
         told: what each layer's attention is told: the ``packing`` of packed rows, and where ranks share the sequence
             this one's ``share`` of it. All ranks give whole inputs, and get the outputs of all cells.
+        reference: also tell how far the policy's distribution is from this one.
+        want_states: return ``states`` and nothing else, of this rank's cells.
     """
     inputs = {"input_ids": input_ids, "use_cache": False, **(vision_inputs or {}), **(told or {})}
     if position_ids is not None:
         inputs["position_ids"] = position_ids
     share = inputs.get("share")
     if share is None:
-        return _outputs(model, inputs, cells, targets, head, temperature, want_entropy, want_squares)
+        return _outputs(
+            model, inputs, cells, targets, head, temperature, want_entropy, want_squares, reference, want_states
+        )
     if not is_vision_language(model.config):
         inputs.update({name: share.part(inputs[name]) for name in ("input_ids", "position_ids")})
     own = targets.index_select(0, share.picked)
-    scores = _outputs(model, inputs, share.cells, own, head, temperature, want_entropy, want_squares)
+    scores = _outputs(
+        model, inputs, share.cells, own, head, temperature, want_entropy, want_squares, reference, want_states
+    )
+    if want_states:
+        return scores
     return TokenScores(*(part if part is None else share.gather(part) for part in scores))
 
 
@@ -390,6 +495,8 @@ def _outputs(
     temperature: float,
     want_entropy: bool,
     want_squares: bool,
+    reference: ReferenceStates | None,
+    want_states: bool,
 ) -> TokenScores:
     if head.kind == "logits":
         logits = model(**inputs).logits.flatten(0, 1).index_select(0, cells)
@@ -405,10 +512,20 @@ def _outputs(
         # the head in fp32: a bf16 value has three digits, too few for a TD error
         values = nn.functional.linear(hidden.float(), layer.weight.float(), bias)
         return TokenScores(values=values.sum(-1))  # over the one label: FSDP warns of outputs that are views
+    if want_states:
+        return TokenScores(states=hidden)
     maths = HeadMaths(temperature, head.scale, head.softcap, head.never)
     weight = model.get_output_embeddings().weight
     scores = TokenScores(*chunked_log_probs(hidden, weight, targets, maths, want_entropy, head.compiled, head.triton))
-    return scores._replace(sum_pi_squared=chunked_sum_pi_squared(hidden, weight, maths)) if want_squares else scores
+    if want_squares:
+        scores = scores._replace(sum_pi_squared=chunked_sum_pi_squared(hidden, weight, maths))
+    if reference is not None:
+        ref_weight = weight if reference.weight is None else reference.weight
+        # what the policy never draws is left out of both distributions
+        ref_maths = maths._replace(scale=reference.head.scale, softcap=reference.head.softcap)
+        full_kl = chunked_full_kl(hidden, weight, reference.hidden, ref_weight, maths, ref_maths)
+        scores = scores._replace(full_kl=full_kl)
+    return scores
 
 
 @torch.no_grad()

@@ -22,7 +22,7 @@ from verl.utils.garbage import no_collection
 from verl.utils.seeding import derive_seed
 from verl.utils.shares import STEP_ROWS, MiniBatches
 from verl.utils.tokenizer import hf_tokenizer
-from verl.workers.engine import Engine, Want
+from verl.workers.engine import Engine, Reference, Want
 from verl.workers.model_worker import EngineWorker, MetricBag, mfu_metrics
 from verl.workers.rollout import get_rollout_class
 from verl.workers.rollout.assemble import assemble
@@ -187,9 +187,12 @@ class PolicyRole:
         rows, scored = config.ppo_mini_batch_size * self.config.rollout.n, DataProto()
         data, metrics = self.image_inputs.filled(data), MetricBag()
         timed = mfu_metrics("actor", self.actor, data, config.ppo_epochs, metrics)
-        with self.ledger.phase("update_actor"), self.actor.on_device(optimizer=True), timed:
+        compared = self.comparison() if self.ppo_loss.want_full_kl else nullcontext()
+        with self.ledger.phase("update_actor"), self.actor.on_device(optimizer=True), compared as reference, timed:
             for mini in self.mini_batches(data, self.actor, MiniBatches(rows, config.ppo_epochs, config.shuffle)):
-                step, scored = self.actor.train_and_score(mini, self.ppo_loss, want, config.update_split, temperature)
+                step, scored = self.actor.train_and_score(
+                    mini, self.ppo_loss, want, config.update_split, temperature, reference
+                )
                 metrics.add(step, prefix="actor")
             metrics.add({"actor/lr": self.actor.learning_rate()})
             self.actor.step_schedule()
@@ -409,6 +412,25 @@ class ReferenceRole:
         """The actor below its adapter is the reference: no second copy of the model."""
         self.reference = None
         self.report_mesh("ref", self.actor)
+
+    @contextmanager
+    def comparison(self) -> Iterator[Reference]:
+        """Within the block the policy's update can compare whole distributions with the reference's, on the device.
+
+        Raises:
+            ValueError: no role of this process holds the reference.
+        """
+        if self.can_borrow_reference:
+            yield Reference.below_adapter(self.actor)
+            return
+        engine = getattr(self.fused_worker_dict.get("ref"), "reference", None)
+        if engine is None:
+            raise ValueError(
+                "actor.kl_loss_type=full: the reference is not in the actor's processes, and its distributions do not "
+                "travel. Map Role.RefPolicy to the actor's resource pool, or use low_var_kl."
+            )
+        with engine.on_device():
+            yield Reference.of(engine, self.actor)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, mesh="ref", reads=TOKENS, balanced=True)
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:

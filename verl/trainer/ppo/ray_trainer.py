@@ -55,6 +55,7 @@ from verl.trainer.ppo.utils import (
     Role,
     WorkerType,
     need_critic,
+    need_ref_log_prob,
     need_reference_policy,
     need_reward_model,
     ref_in_actor,
@@ -331,7 +332,7 @@ class RayPPOTrainer(RecipeNames):
             with self.timed("old_log_prob"):
                 batch = self.with_log_probs(batch, self.actor_wg.compute_log_prob(batch))
         self.metrics.update(weigh_tokens(batch, self.correction))
-        if self.use_reference_policy:
+        if self.use_reference_policy and need_ref_log_prob(self.config):
             with self.timed("ref"):
                 batch = batch.union(self.ref_wg.compute_ref_log_prob(batch))
         if self.use_critic:

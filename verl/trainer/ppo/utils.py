@@ -46,6 +46,13 @@ def need_reference_policy(config: Any) -> bool:
     return bool(config.algorithm.use_kl_in_reward or config.actor_rollout_ref.actor.use_kl_loss)
 
 
+def need_ref_log_prob(config: Any) -> bool:
+    """The reference scores the sampled tokens, unless only the full KL is wanted, which the update computes itself."""
+    actor = config.actor_rollout_ref.actor
+    in_loss = actor.use_kl_loss and actor.kl_loss_type != "full"
+    return bool(config.algorithm.use_kl_in_reward or in_loss)
+
+
 def ref_in_actor(config: Any) -> bool:
     """The reference is the actor without its LoRA adapter, unless ``ref.model`` names another."""
     shared = config.actor_rollout_ref

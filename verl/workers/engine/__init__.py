@@ -13,8 +13,9 @@ from verl.utils.distributed import ensure_process_group, get_world_size
 from verl.utils.micro_batching import MicroBatching
 from verl.utils.offload import read
 from verl.workers.engine.base import Engine, LossFn, Topology, Want
+from verl.workers.engine.reference import Reference
 
-__all__ = ["Engine", "LossFn", "MicroBatching", "ModelSpec", "Topology", "Want", "build_engine"]
+__all__ = ["Engine", "LossFn", "MicroBatching", "ModelSpec", "Reference", "Topology", "Want", "build_engine"]
 
 logger = logging.getLogger(__name__)
 

@@ -36,9 +36,9 @@ from verl.models.packable import check_packable
 from verl.models.packed_attention import use_packed_attention
 from verl.models.recompute import Recompute
 from verl.models.scalar_head import check_reading, value_layer
-from verl.models.token_outputs import Head, TokenScores, probe_head
+from verl.models.token_outputs import Head, ReferenceStates, TokenScores, probe_head
 from verl.models.varlen_kernels import Scoring
-from verl.models.weight_names import checkpoint_tensors, tied_duplicates
+from verl.models.weight_names import checkpoint_tensors, plain_name, tied_duplicates
 from verl.protocol import DataProto
 from verl.utils.activation_offload import ActivationOffload
 from verl.utils.checkpoint.from_rank_zero import FromRankZero
@@ -56,6 +56,7 @@ from verl.workers.engine.optim import (
     optimizer_state,
     warn_of_endless_warmup,
 )
+from verl.workers.engine.reference import Reference
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +66,8 @@ LossFn = Callable[..., tuple[Tensor, dict[str, Any]]]
 Has ``columns``, the names it reads; ``want_entropy``; ``weight(columns)``, what the mean divided by. May have
 ``extra_columns``, names it reads where the batch has them; ``scale(sum of weights)``, a factor from the mean over the
 mini-batch to its loss; ``chooses_tokens`` with ``choose``, to single out tokens of the whole mini-batch;
-``response_facts`` with ``weigh``, to weigh the responses of the whole mini-batch.
+``response_facts`` with ``weigh``, to weigh the responses of the whole mini-batch; ``want_full_kl``, to be told the KL
+to a ``Reference`` over the whole vocabulary.
 """
 
 
@@ -205,21 +207,35 @@ class Engine(ABC):
         return DataProto.from_ragged({name: cut.restore([getattr(s, name) for s in results]) for name in names})
 
     def train_step(
-        self, data: DataProto, loss: LossFn, split: MicroBatching = WHOLE, temperature: float = 1.0
+        self,
+        data: DataProto,
+        loss: LossFn,
+        split: MicroBatching = WHOLE,
+        temperature: float = 1.0,
+        reference: Reference | None = None,
     ) -> dict[str, float]:
         """Take one optimizer step on the loss over all rows of all ranks.
 
         The gradient is that of ``loss`` on all rows at once: each micro-batch counts by what its mean divided by.
+
+        Args:
+            reference: what a loss with ``want_full_kl`` compares with; one more forward pass of each micro-batch.
 
         Returns:
             The loss's metrics, averaged in the same way; ``grad_norm`` before clipping; ``nonfinite_steps``, 1 where
             the gradient was not finite and the weights stayed as they were, else 0; where prompts are shared
             ``prefix_tokens_saved``, the share of the rows' tokens that did not run. Equal on all ranks.
         """
-        return self.train_and_score(data, loss, Want(0), split, temperature)[0]
+        return self.train_and_score(data, loss, Want(0), split, temperature, reference)[0]
 
     def train_and_score(
-        self, data: DataProto, loss: LossFn, want: Want, split: MicroBatching = WHOLE, temperature: float = 1.0
+        self,
+        data: DataProto,
+        loss: LossFn,
+        want: Want,
+        split: MicroBatching = WHOLE,
+        temperature: float = 1.0,
+        reference: Reference | None = None,
     ) -> tuple[dict[str, float], DataProto]:
         """As ``train_step``, and what ``infer`` would have said before it, from the step's own forward passes.
 
@@ -228,6 +244,8 @@ class Engine(ABC):
         """
         if self.optimizer is None:
             raise RuntimeError("this engine was built without an optimizer: it can score, not train")
+        if getattr(loss, "want_full_kl", False) != (reference is not None):
+            raise RuntimeError("a loss with want_full_kl needs a reference, and no other loss reads one")
         if getattr(loss, "chooses_tokens", False):
             data = self._with_selected_tokens(data, loss, split, temperature)
         if getattr(loss, "response_facts", ()):
@@ -249,8 +267,10 @@ class Engine(ABC):
         for number, (micro, share) in enumerate(zip(cut.micro_batches, shares, strict=True)):
             self._before_backward(is_last=number + 1 == len(shares))
             want_entropy = Want.ENTROPY in want or getattr(loss, "want_entropy", False)
-            scores = self._backward(micro, share, scale, loss, temperature, metrics, want_entropy)
+            scores = self._backward(micro, share, scale, loss, temperature, metrics, want_entropy, reference)
             results += [scores] if want else []
+        if reference is not None:
+            reference.engine._after_infer()
         grad_norm = self.optimizer_step()
         is_finite = math.isfinite(grad_norm)
         if is_finite:
@@ -262,6 +282,29 @@ class Engine(ABC):
         if self.spec.share_prompts:
             numbers_of_step["prefix_tokens_saved"] = saved / (saved + run)
         return numbers_of_step, self._restored(cut, results[:own], want)
+
+    def states(self, micro: MicroBatch) -> Tensor:
+        """What the last layer reads at the cells of ``micro`` that this rank runs, (t', H); without gradients."""
+        trains = self.module.training
+        self.module.eval()
+        with torch.no_grad():
+            hidden = self._score(micro, 1.0, False, want_states=True).states
+        self.module.train(trains)
+        return hidden
+
+    @property
+    def vocab_size(self) -> int:
+        """How many tokens the last layer tells apart."""
+        return self.module.get_output_embeddings().out_features
+
+    def head_weight(self) -> Tensor:
+        """The last layer's weight, (V, H) whole, in the compute precision; all ranks call it together."""
+        weight = self.module.get_output_embeddings().weight
+        named = self.module.named_parameters(remove_duplicate=False)
+        names = {name for name, parameter in named if parameter is weight}
+        names |= set(map(plain_name, names))
+        found = [tensor for _, tensor in self.full_tensors(self.spec.computed_in, set(self.tensor_names()) - names)]
+        return found[0]
 
     def step_schedule(self) -> None:
         """Advance the learning-rate schedule: once per training step, however many optimizer steps that had."""
@@ -645,6 +688,8 @@ class Engine(ABC):
         temperature: float,
         want_entropy: bool,
         want_squares: bool = False,
+        reference: ReferenceStates | None = None,
+        want_states: bool = False,
         **told: Any,
     ) -> TokenScores:
         positions = micro.position_ids
@@ -663,6 +708,8 @@ class Engine(ABC):
             want_squares,
             micro.vision_inputs,
             told,
+            reference,
+            want_states,
         )
 
     def _backward(
@@ -674,17 +721,20 @@ class Engine(ABC):
         temperature: float,
         metrics: WeightedMeans,
         want_entropy: bool,
+        reference: Reference | None,
     ) -> TokenScores:
         """One forward and backward pass; returns its scores."""
+        compared = None if reference is None else reference.states(micro)
         self._recompute.choose(micro.input_ids.numel() // self.topology.sp_size)
         with self._activations():
-            scores = self._score(micro, temperature, want_entropy)
+            scores = self._score(micro, temperature, want_entropy, False, compared)
         found = TokenScores(*(part if part is None else part.detach() for part in scores))
         if share == 0.0:
             # idle, or nothing but masked tokens: other ranks wait in backward, so run it, on nothing
             self._run_backward(sum(part.sum() for part in scores if part is not None).mul(0.0))
             return found
-        outputs = TokenOutputs(*(micro.tight(part) for part in (scores.log_probs, scores.entropy, scores.values)))
+        read = scores.log_probs, scores.entropy, scores.values, scores.full_kl
+        outputs = TokenOutputs(*map(micro.tight, read))
         value, told = loss(outputs, micro.columns)
         # ranks' gradients are averaged, so each multiplies by their number to have them summed; ranks that share a
         # sequence have the same loss and find parts of its gradient
