@@ -225,7 +225,7 @@ UNBUILT = [
     f"{ROLLOUT}.agent.num_workers=2", f"{ROLLOUT}.load_format=tensorizer",
     "reward_model.sandbox_fusion.url=http://x", "reward_model.reward_manager=prime",
     "algorithm.use_pf_ppo=true", "algorithm.pf_ppo.weight_pow=3", "algorithm.adv_estimator=gigpo",
-    "algorithm.kl_penalty=full", f"{ACTOR}.kl_loss_type=full", f"{ACTOR}.policy_loss.loss_mode=dro",
+    "algorithm.kl_penalty=full", f"{ACTOR}.kl_loss_type=full",
     "trainer.profile_steps=[1]", "trainer.worker_nsight_options.kill=sigterm",
     "trainer.npu_profile.options.level=level2", "actor_rollout_ref.profiler.ranks=[0]",
     "data.datagen.path=x.py",
