@@ -502,7 +502,8 @@ def _one_step_never_meets_a_bound(config: PPOConfig, is_given: IsGiven) -> Itera
         return
     if config.algorithm.rollout_correction.bypass_mode:  # then the ratio is that to the sampler
         return
-    names = ["clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c", "policy_loss.ppo_kl_coef"]
+    names = ["clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c"]
+    names += [f"policy_loss.{name}" for name in ("ppo_kl_coef", "kimi15_tau", "dro_beta")]
     keys = [f"{_ACTOR}.{name}" for name in names if actor.policy_loss.loss_mode in _READ_BY_LOSS[name]]
     why = "with one optimizer step per batch the policy is still the one that sampled, and its ratio is 1"
     yield from _unread(config, keys, is_given, why)
