@@ -59,10 +59,10 @@ failed=()
 .venv/bin/ruff check . || failed+=(ruff)
 notes=$(mktemp -d)
 trap 'rm -rf "$notes"' EXIT
-alone=() beside=()
+first=() beside=()
 for tier in "${tiers[@]}"; do
-    if [ "$tier" = unit ]; then
-        alone=(unit)
+    if [ "$tier" = unit ] || [ "$tier" = ranks ]; then
+        first+=("$tier")
     elif [ "$tier" != engines ]; then
         beside+=("$tier")
     elif bash scripts/install_engines.sh vllm sglang; then
@@ -72,16 +72,16 @@ for tier in "${tiers[@]}"; do
     fi
 done
 run_tiers() { for tier in "$@"; do run_tier "$tier"; done; }
-# A test process computes with one thread: the unit tests run beside all others, which are shown when both are done.
-if [ ${#alone[@]} = 0 ]; then
+# A test process computes with one thread, so two halves of the tests run side by side; the second is shown at the end.
+if [ ${#first[@]} = 0 ]; then
     run_tiers ${beside[@]+"${beside[@]}"}
 else
     run_tiers ${beside[@]+"${beside[@]}"} >"$notes/beside" 2>&1 &
-    run_tiers "${alone[@]}"
+    run_tiers "${first[@]}"
     wait
     cat "$notes/beside"
 fi
-for tier in ${alone[@]+"${alone[@]}"} ${beside[@]+"${beside[@]}"}; do
+for tier in ${first[@]+"${first[@]}"} ${beside[@]+"${beside[@]}"}; do
     if [ -e "$notes/$tier.failed" ]; then failed+=("$tier"); fi
 done
 
