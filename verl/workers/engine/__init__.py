@@ -12,8 +12,9 @@ from verl.models.loader import ModelSpec
 from verl.utils.distributed import ensure_process_group, get_world_size
 from verl.utils.micro_batching import MicroBatching
 from verl.utils.offload import read
-from verl.workers.engine.base import Engine, LossFn, Topology, Want
+from verl.workers.engine.base import Engine, LossFn, Want
 from verl.workers.engine.reference import Reference
+from verl.workers.engine.topology import Topology
 
 __all__ = ["Engine", "LossFn", "MicroBatching", "ModelSpec", "Reference", "Topology", "Want", "build_engine"]
 

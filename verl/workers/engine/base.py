@@ -14,12 +14,10 @@ from dataclasses import replace
 from enum import Flag, auto
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 
 from verl.algorithms.losses import TokenOutputs
 from verl.models.attention import use_short_attention
@@ -48,6 +46,7 @@ from verl.utils.micro_batching import WHOLE, MicroBatching
 from verl.utils.ragged import Ragged
 from verl.utils.seqlen_balancing import plan_micro_batches
 from verl.workers.engine import packed_check
+from verl.workers.engine.means import WeightedMeans, numbers
 from verl.workers.engine.micro_batch import Cut, MicroBatch, cut_batch, find_prompts, row_lengths, vision_rows
 from verl.workers.engine.optim import (
     build_optimizer,
@@ -57,6 +56,7 @@ from verl.workers.engine.optim import (
     warn_of_endless_warmup,
 )
 from verl.workers.engine.reference import Reference
+from verl.workers.engine.topology import Topology
 
 logger = logging.getLogger(__name__)
 
@@ -91,48 +91,6 @@ _COLUMN_OF = {
     Want.VALUES: "values",
     Want.SUM_PI_SQUARED: "sum_pi_squared",
 }
-
-
-class Topology(NamedTuple):
-    """Where this process stands among those that hold the model."""
-
-    rank: int = 0
-    world_size: int = 1
-    dp_rank: int = 0
-    """Which share of a batch it gets."""
-    dp_size: int = 1
-    is_output_rank: bool = True
-    """Whether its results count; False on ranks that repeat another's work."""
-    dp_group: dist.ProcessGroup | None = None
-    """Ranks that hold other shares and the same part of each sequence; None: all ranks."""
-    sp_rank: int = 0
-    """Which part of each sequence it runs."""
-    sp_size: int = 1
-    """Ranks that share one sequence: neighbours. All of them get the same rows."""
-    sp_group: dist.ProcessGroup | None = None
-    """None: no other rank."""
-
-    @classmethod
-    def of_ranks(cls, sp_size: int, device: str) -> Topology:
-        """All ranks of the process group, ``sp_size`` neighbours to a sequence; all ranks call it together.
-
-        Raises:
-            ValueError: the ranks do not divide so.
-        """
-        rank, world_size = dist.get_rank(), dist.get_world_size()
-        if world_size % sp_size:
-            raise ValueError(
-                f"ulysses_sequence_parallel_size={sp_size} does not divide the {world_size} ranks: use a divisor"
-            )
-        dp_rank, sp_rank = divmod(rank, sp_size)
-        if sp_size == 1:
-            return cls(rank, world_size, dp_rank, world_size)
-        mesh = init_device_mesh(device, (world_size // sp_size, sp_size), mesh_dim_names=("dp", "sp"))
-        groups = {"dp_group": mesh.get_group("dp"), "sp_group": mesh.get_group("sp")}
-        is_output = sp_rank == 0
-        return cls(
-            rank, world_size, dp_rank, world_size // sp_size, is_output, sp_rank=sp_rank, sp_size=sp_size, **groups
-        )
 
 
 class Engine(ABC):
@@ -759,37 +717,3 @@ def cast(named: Iterator[tuple[str, Tensor]], dtype: torch.dtype | None) -> Iter
     """Bring floating tensors to ``dtype``; None leaves them."""
     for name, tensor in named:
         yield name, tensor if dtype is None or not tensor.is_floating_point() else tensor.to(dtype)
-
-
-class WeightedMeans:
-    """Means over micro-batches and ranks, fetched from the device once, after the step."""
-
-    def __init__(self) -> None:
-        self._parts: list[tuple[float, dict[str, Any]]] = []
-
-    def add(self, metrics: dict[str, Any], share: float) -> None:
-        """Count ``metrics`` with weight ``share``."""
-        kept = {name: value.detach() if isinstance(value, Tensor) else value for name, value in metrics.items()}
-        self._parts.append((share, kept))
-
-    def reduce(self, topology: Topology) -> dict[str, float]:
-        """The means over all ranks; a rank of nothing but masked tokens brings no names and no weight."""
-        fetched = iter(numbers([value for _, kept in self._parts for value in kept.values()]))
-        parts = [(share, {name: next(fetched) for name in kept}) for share, kept in self._parts]
-        if topology.dp_size > 1:
-            parts = [part for rank in all_gather_objects(parts, topology.dp_group) for part in rank]
-        sums: dict[str, float] = {}
-        shares: dict[str, float] = {}
-        for share, metrics in parts:
-            for name, value in metrics.items():
-                sums[name] = sums.get(name, 0.0) + share * value
-                shares[name] = shares.get(name, 0.0) + share
-        return {name: sums[name] / shares[name] for name in sums}
-
-
-def numbers(values: list[Any]) -> list[float]:
-    """Python floats of numbers and scalar tensors; those on a device are fetched together, since each wait costs."""
-    away = [isinstance(value, Tensor) and value.device.type != "cpu" for value in values]
-    scalars = [value.detach().double().reshape(()) for value, is_away in zip(values, away, strict=True) if is_away]
-    fetched = iter(torch.stack(scalars).tolist() if scalars else ())
-    return [next(fetched) if is_away else float(value) for value, is_away in zip(values, away, strict=True)]

@@ -19,12 +19,14 @@ from torch.optim import AdamW
 from verl.models.loader import ModelSpec, empty_model, load_model
 from verl.models.scalar_head import value_layer
 from verl.models.token_outputs import TokenScores, token_outputs
+from verl.utils.checkpoint.pieces import check_names
 from verl.utils.device import current_device, empty_cache
 from verl.utils.distributed import ensure_process_group
 from verl.utils.offload import read, wants_offload
 from verl.utils.torch_dtypes import PrecisionType
-from verl.workers.engine.base import Engine, Topology
+from verl.workers.engine.base import Engine
 from verl.workers.engine.deepspeed_library import deepspeed_settings, import_deepspeed, launch_variables
+from verl.workers.engine.topology import Topology
 from verl.workers.engine.zero_fragments import find_fragments, flat_optimizer_state, load_flat_optimizer_state
 from verl.workers.engine.zero_offload import Part, ZeroOffload
 
@@ -259,9 +261,7 @@ class DeepSpeedEngine(Engine):
     @torch.no_grad()
     def load_model_state(self, state: Mapping[str, Any]) -> None:
         own = self._saved(self.module.state_dict())
-        if own.keys() != state.keys():
-            odd = sorted(own.keys() ^ state.keys())
-            raise ValueError(f"the saved weights differ from this model in {len(odd)} names, first {odd[0]!r}")
+        check_names(own, state)
         for name, buffer in self.module.named_buffers():
             if name in own:
                 buffer.copy_(state[name])

@@ -30,8 +30,9 @@ from verl.utils.fsdp_utils import (
 )
 from verl.utils.offload import move_optimizer_state, read, wants_offload
 from verl.utils.torch_dtypes import PrecisionType
-from verl.workers.engine.base import Engine, Topology
+from verl.workers.engine.base import Engine
 from verl.workers.engine.optim import add_l2_gradient, clip_gradients
+from verl.workers.engine.topology import Topology
 
 logger = logging.getLogger(__name__)
 

@@ -29,6 +29,7 @@ from torch.distributed.fsdp.wrap import CustomPolicy
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from verl.models.weight_names import plain_name
+from verl.utils.checkpoint.pieces import check_names
 from verl.utils.fsdp_utils import full_model_state, tied_parameters, wrapped_units
 from verl.utils.offload import read
 from verl.workers.engine.fsdp import FSDPEngine
@@ -128,9 +129,7 @@ class FSDP1Engine(FSDPEngine):
     @torch.no_grad()
     def load_model_state(self, state: dict[str, Tensor]) -> None:
         own = self.model_state()
-        if own.keys() != state.keys():
-            odd = sorted(own.keys() ^ state.keys())
-            raise ValueError(f"the saved weights differ from this model in {len(odd)} names, first {odd[0]!r}")
+        check_names(own, state)
         for name, tensor in chain(_whole_parameters(self.module, writeback=True), _buffers(self.module)):
             if name in own:
                 piece = _as_piece(state[name], own[name])

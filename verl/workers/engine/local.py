@@ -15,8 +15,9 @@ from verl.utils.checkpoint.pieces import check_names, fill
 from verl.utils.device import current_device, empty_cache
 from verl.utils.distributed import get_world_size
 from verl.utils.offload import move_optimizer_state, wants_offload
-from verl.workers.engine.base import Engine, Topology
+from verl.workers.engine.base import Engine
 from verl.workers.engine.optim import add_l2_gradient, clip_gradients
+from verl.workers.engine.topology import Topology
 
 
 class LocalEngine(Engine):

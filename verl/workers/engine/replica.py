@@ -15,8 +15,8 @@ from torch import Tensor
 from verl.models.loader import ModelSpec
 from verl.utils.distributed import ensure_process_group
 from verl.utils.offload import read
-from verl.workers.engine.base import Topology
 from verl.workers.engine.local import LocalEngine
+from verl.workers.engine.topology import Topology
 
 
 class ReplicaEngine(LocalEngine):
