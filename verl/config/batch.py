@@ -3,7 +3,7 @@
 from typing import Any
 
 from verl.config.ppo import PPOConfig
-from verl.config.rules import trained_roles
+from verl.config.rules.base import trained_roles
 from verl.utils.micro_batching import MicroBatching
 
 

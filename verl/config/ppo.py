@@ -1,4 +1,4 @@
-"""The root of the configuration of ``verl.trainer.main_ppo``. Checks that span sections are in ``rules.py``."""
+"""The root of the configuration of ``verl.trainer.main_ppo``. Checks that span sections are in ``rules/``."""
 
 from dataclasses import dataclass
 from typing import Any

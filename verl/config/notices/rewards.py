@@ -1,0 +1,90 @@
+"""Settings of rewards and their shaping without effect."""
+
+from collections.abc import Iterator
+
+from verl.config.notices.base import IsGiven, given_below, notice, unread
+from verl.config.ppo import PPOConfig
+from verl.config.rules.base import ACTOR, RM, SHAPING, shapes_scores
+from verl.config.support import built_names
+
+_CENTRES_GROUPS = ("grpo", "grpo_passk", "rloo", "reinforce_plus_plus_baseline", "opo", "gpg")
+"""Built-in estimators that see only how a score differs from those of its siblings."""
+
+
+@notice
+def reward_model_is_not_there(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+    if config.reward_model.enable:
+        return
+    of_functions = ("enable", "reward_manager", "reward_kwargs", "on_error", "launch_reward_fn_async", "sandbox_fusion")
+    keys = [key for key in given_below(RM, config, is_given) if key.split(".")[1] not in of_functions]
+    yield from unread(config, keys, is_given, "there is no reward model with reward_model.enable=false")
+
+
+@notice
+def reward_model_reads_ids_or_texts(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+    if not config.reward_model.enable:
+        return
+    yield from unread(config, [f"{RM}.model.use_fused_kernels"], is_given, "a score needs no logits over tokens")
+    if not config.reward_model.model.input_tokenizer:
+        why = f"{RM}.model.input_tokenizer=null passes token ids on whole"
+        yield from unread(config, [f"{RM}.max_length"], is_given, why)
+
+
+@notice
+def function_does_not_score_training(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+    rm = config.reward_model
+    if not rm.enable or rm.reward_manager not in built_names(f"{RM}.reward_manager"):
+        return
+    if config.custom_reward_function.path is not None:
+        yield (
+            f"custom_reward_function.path={config.custom_reward_function.path} scores validation only, rows whose "
+            f"reward_model.style is not model: with {RM}.enable=true the built-in manager {rm.reward_manager} gives "
+            f"out the reward model's scores in training. Register a manager of your own to combine both"
+        )
+    why = f"the built-in manager {rm.reward_manager} gives out the reward model's scores, which are there by then"
+    yield from unread(config, [f"{RM}.launch_reward_fn_async"] * rm.launch_reward_fn_async, is_given, why)
+
+
+@notice
+def reward_function_is_built_in(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+    if config.custom_reward_function.path is None:
+        keys = ["custom_reward_function.name", "custom_reward_function.reward_kwargs"]
+        yield from unread(config, keys, is_given, "custom_reward_function.path=null")
+
+
+@notice
+def reward_of_gdpo_has_no_kl(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+    algorithm = config.algorithm
+    if algorithm.adv_estimator == "gdpo" and algorithm.use_kl_in_reward:
+        why = f"gdpo reads algorithm.gdpo_reward_keys, not the reward with the KL in it; {ACTOR}.use_kl_loss works"
+        yield from unread(config, ["algorithm.use_kl_in_reward"], is_given, why)
+
+
+@notice
+def reward_of_gdpo_is_not_shaped(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+    if config.algorithm.adv_estimator == "gdpo":
+        why = "gdpo reads algorithm.gdpo_reward_keys, and normalises each"
+        yield from unread(config, shapes_scores(config), is_given, why)
+
+
+@notice
+def overlong_responses_cost_nothing(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+    if not config.algorithm.reward_shaping.overlong_buffer.enable:
+        keys = [f"{SHAPING}.overlong_buffer.{name}" for name in ("len", "penalty_factor")]
+        yield from unread(config, keys, is_given, f"{SHAPING}.overlong_buffer.enable=false")
+
+
+@notice
+def estimator_centres_scores_again(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+    """A shift or factor common to a group, which the estimator takes out; a bound or a KL between them would show."""
+    algorithm, shaping = config.algorithm, config.algorithm.reward_shaping
+    compares = algorithm.adv_estimator in _CENTRES_GROUPS and config.actor_rollout_ref.rollout.n > 1
+    if not compares or shaping.clip is not None or shaping.whiten:
+        return
+    keys = [key for key in shapes_scores(config) if key in (f"{SHAPING}.norm.mean", f"{SHAPING}.shift")]
+    yield from unread(config, keys, is_given, f"{algorithm.adv_estimator} compares with siblings, shifted like it")
+    divides = algorithm.adv_estimator in ("grpo", "grpo_passk") and algorithm.norm_adv_by_std_in_grpo
+    if divides and not algorithm.use_kl_in_reward:
+        keys = [key for key in shapes_scores(config) if key in (f"{SHAPING}.norm.std", f"{SHAPING}.scale")]
+        why = f"{algorithm.adv_estimator} divides by the std of the group (algorithm.norm_adv_by_std_in_grpo)"
+        yield from unread(config, keys, is_given, why)

@@ -1,0 +1,79 @@
+"""Settings of data, checkpoints, validation and the controller without effect."""
+
+from collections.abc import Iterator
+
+from verl.config.notices.base import IsGiven, given_below, notice, unread
+from verl.config.ppo import PPOConfig
+from verl.config.rules.base import ACTOR, ROLLOUT
+
+
+@notice
+def resume_path_is_not_read(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+    if config.trainer.resume_mode != "resume_path" and config.trainer.resume_from_path is not None:
+        yield from unread(
+            config, ["trainer.resume_from_path"], is_given, f"trainer.resume_mode={config.trainer.resume_mode}"
+        )
+
+
+@notice
+def no_checkpoint_is_written(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+    if config.trainer.save_freq <= 0:
+        keys = ["trainer.max_actor_ckpt_to_keep"]
+        keys += [f"{ACTOR}.checkpoint.{name}" for name in ("save_contents", "async_save")]
+        if config.uses_critic:
+            keys += ["trainer.max_critic_ckpt_to_keep"]
+            keys += [f"critic.checkpoint.{name}" for name in ("save_contents", "async_save")]
+        yield from unread(config, keys, is_given, f"trainer.save_freq={config.trainer.save_freq} writes no checkpoint")
+
+
+@notice
+def nothing_is_validated(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+    trainer = config.trainer
+    if trainer.test_freq <= 0 and not trainer.val_before_train and not trainer.val_only:
+        keys = [
+            *given_below(f"{ROLLOUT}.val_kwargs", config, is_given),
+            "data.val_batch_size",
+            "data.validation_shuffle",
+            "trainer.validation_data_dir",
+            "trainer.log_val_generations",
+        ]
+        why = "nothing is validated with trainer.test_freq and trainer.val_before_train off"
+        yield from unread(config, keys, is_given, why)
+
+
+@notice
+def steps_go_before_epochs(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+    steps = config.trainer.total_training_steps
+    if steps is not None:
+        why = f"trainer.total_training_steps={steps} decides, over as many epochs as that takes"
+        yield from unread(config, ["trainer.total_epochs"], is_given, why)
+
+
+@notice
+def users_sampler_decides_the_order(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+    if config.data.sampler.class_path is not None:
+        yield from unread(config, ["data.shuffle"], is_given, "data.sampler decides the order")
+
+
+@notice
+def nothing_is_filtered(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+    if not config.data.filter_overlong_prompts:
+        keys = ["data.filter_overlong_prompts_workers"]
+        yield from unread(config, keys, is_given, "data.filter_overlong_prompts=false")
+
+
+@notice
+def one_local_worker_cannot_be_interrupted(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+    if not config.actor_rollout_ref.hybrid_engine:
+        return
+    if config.trainer.controller == "local" and config.trainer.world_size == 1:
+        yield from unread(config, ["trainer.worker_timeout"], is_given, "the one worker runs in the driver's process")
+
+
+@notice
+def ray_is_not_started(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+    if config.trainer.controller == "local":
+        keys = [key for key in given_below("ray_init", config, is_given) if key != "ray_init.env"]
+        if config.trainer.world_size == 1 and config.actor_rollout_ref.hybrid_engine:
+            keys.append("trainer.ray_wait_register_center_timeout")  # forked workers are waited for, too
+        yield from unread(config, keys, is_given, "trainer.controller=local starts no Ray")

@@ -1,0 +1,216 @@
+"""How responses are drawn: groups, lengths, engines' parameters, devices of the rollout."""
+
+from collections.abc import Iterator
+
+from verl.config.base import Problem, get_path
+from verl.config.build import show
+from verl.config.ppo import PPOConfig
+from verl.config.rules.base import ROLLOUT, problem, rule
+from verl.config.sampling_names import BY_HF, DECIDED, OF_WHOLE_RESPONSES, OWN
+
+_NEED_SIBLINGS = ("grpo", "rloo", "grpo_passk", "opo", "gpg", "gdpo", "optimal_token_baseline")
+
+
+@rule
+def groups_have_siblings(config: PPOConfig) -> Iterator[Problem]:
+    estimator, rollout = config.algorithm.adv_estimator, config.actor_rollout_ref.rollout
+    if estimator in _NEED_SIBLINGS and rollout.n < 2:
+        yield problem(
+            config,
+            f"{ROLLOUT}.n",
+            f"with algorithm.adv_estimator={estimator}: a response is judged by its "
+            f"siblings, and there are none. Sample at least 2 responses per prompt, "
+            f"or choose another estimator.",
+            "algorithm.adv_estimator",
+        )
+
+
+@rule
+def siblings_differ(config: PPOConfig) -> Iterator[Problem]:
+    for key in (ROLLOUT, f"{ROLLOUT}.val_kwargs"):
+        sampling = get_path(config, key)
+        greedy = not sampling.do_sample or sampling.temperature == 0
+        if sampling.n > 1 and greedy:
+            cause = "do_sample=false" if not sampling.do_sample else "temperature=0"
+            yield problem(
+                config,
+                f"{key}.n",
+                f"with {key}.{cause}: all responses of a prompt would be the same. Sample at random, or set {key}.n=1.",
+                f"{key}.do_sample",
+                f"{key}.temperature",
+            )
+
+
+@rule
+def further_sampling_is_the_engines(config: PPOConfig) -> Iterator[Problem]:
+    engine = config.actor_rollout_ref.rollout.name
+    for place in (ROLLOUT, f"{ROLLOUT}.val_kwargs"):
+        for name, value in get_path(config, place).sampling_kwargs.items():
+            key = f"{place}.sampling_kwargs.{name}"
+            if name in OWN:
+                way_out = f"set {ROLLOUT if name == 'ignore_eos' else place}.{name}, the key it has of its own"
+            elif name in DECIDED or name.startswith("_"):
+                way_out = DECIDED.get(name, "leave it out")
+            elif engine == "hf" and name not in BY_HF:
+                way_out = f"{ROLLOUT}.name=hf knows {', '.join(BY_HF)}; use another engine for others"
+            else:
+                continue
+            text = f"{key}={show(value)} cannot be handed to the engine: {way_out}."
+            yield Problem(key, text, (f"{place}.sampling_kwargs", f"{ROLLOUT}.name"))
+
+
+@rule
+def stop_texts_have_characters(config: PPOConfig) -> Iterator[Problem]:
+    for place in (ROLLOUT, f"{ROLLOUT}.val_kwargs"):
+        stop = get_path(config, place).stop
+        if "" in ([stop] if isinstance(stop, str) else stop or []):
+            yield problem(config, f"{place}.stop", "holds an empty text, which would end every response. Leave it out.")
+
+
+@rule
+def windows_agree(config: PPOConfig) -> Iterator[Problem]:
+    rollout, data = config.actor_rollout_ref.rollout, config.data
+    if rollout.prompt_length != data.max_prompt_length:
+        yield problem(
+            config,
+            f"{ROLLOUT}.prompt_length",
+            f"differs from data.max_prompt_length="
+            f"{data.max_prompt_length}, the length prompts are padded to. Set only the latter.",
+            "data.max_prompt_length",
+        )
+
+
+@rule
+def model_length_holds_prompt_and_response(config: PPOConfig) -> Iterator[Problem]:
+    rollout = config.actor_rollout_ref.rollout
+    longest = rollout.prompt_length + rollout.response_length
+    if rollout.max_model_len is not None and rollout.max_model_len < longest:
+        yield problem(
+            config,
+            f"{ROLLOUT}.max_model_len",
+            f"is shorter than prompt and response together "
+            f"({rollout.prompt_length} + {rollout.response_length} = {longest}). Raise it, leave it null, "
+            f"or shorten data.max_response_length.",
+            "data.max_response_length",
+        )
+
+
+@rule
+def rollout_copies_fit_the_workers(config: PPOConfig) -> Iterator[Problem]:
+    rollout, workers = config.actor_rollout_ref.rollout, sum(config.rollout_processes)
+    place = "trainer" if config.actor_rollout_ref.hybrid_engine else ROLLOUT
+    stages = (rollout.engine_kwargs.get("vllm") or {}).get("pipeline_parallel_size") or 1
+    stages = stages if rollout.name == "vllm" else 1
+    if rollout.name != "hf" and workers % (rollout.tensor_model_parallel_size * stages):
+        times = f"times engine_kwargs.vllm.pipeline_parallel_size={stages} " if stages != 1 else ""
+        yield problem(
+            config,
+            f"{ROLLOUT}.tensor_model_parallel_size",
+            f"{times}does not divide the {workers} workers ({place}.nnodes x {place}.n_gpus_per_node). "
+            f"Choose a divisor of {workers}.",
+            f"{place}.n_gpus_per_node",
+            f"{ROLLOUT}.engine_kwargs",
+        )
+
+
+@rule
+def rollout_apart_has_devices(config: PPOConfig) -> Iterator[Problem]:
+    if not config.actor_rollout_ref.hybrid_engine and not config.actor_rollout_ref.rollout.nnodes:
+        yield problem(
+            config,
+            f"{ROLLOUT}.nnodes",
+            "with actor_rollout_ref.hybrid_engine=false: nothing would sample. Give the rollout at least one machine, "
+            "or leave hybrid_engine true.",
+            "actor_rollout_ref.hybrid_engine",
+        )
+
+
+@rule
+def drawing_ahead_has_devices_of_its_own(config: PPOConfig) -> Iterator[Problem]:
+    shared, key = config.actor_rollout_ref, f"{ROLLOUT}.async_ratio"
+    if shared.rollout.async_ratio and shared.hybrid_engine:
+        yield problem(
+            config,
+            key,
+            "with actor_rollout_ref.hybrid_engine=true: sampling and training take turns on the same devices, so "
+            f"nothing can be drawn ahead. Set hybrid_engine=false and give the rollout devices ({ROLLOUT}.nnodes, "
+            f"{ROLLOUT}.n_gpus_per_node), or set async_ratio=0.",
+            "actor_rollout_ref.hybrid_engine",
+        )
+    if shared.rollout.async_ratio and config.algorithm.adv_estimator == "remax":
+        yield problem(
+            config,
+            key,
+            "with algorithm.adv_estimator=remax: its greedy baseline would come from newer weights than the responses. "
+            "Set async_ratio=0, or take another estimator without critic, rloo for example.",
+            "algorithm.adv_estimator",
+        )
+
+
+@rule
+def requests_one_by_one_need_servers(config: PPOConfig) -> Iterator[Problem]:
+    rollout = config.actor_rollout_ref.rollout
+    if rollout.over_sample_rate and rollout.async_ratio:
+        yield problem(
+            config,
+            f"{ROLLOUT}.over_sample_rate",
+            f"with {ROLLOUT}.async_ratio={rollout.async_ratio}: which prompts a step trains on is known before it "
+            "begins. Set over_sample_rate=0, or async_ratio=0.",
+            f"{ROLLOUT}.async_ratio",
+        )
+    for name in ("over_sample_rate", "partial_rollout"):
+        if rollout[name] and rollout.mode != "async":
+            yield problem(
+                config,
+                f"{ROLLOUT}.{name}",
+                f"with {ROLLOUT}.mode={rollout.mode}: there, one call samples a whole batch, and no request can be "
+                f"ended early. Set {ROLLOUT}.mode=async.",
+                f"{ROLLOUT}.mode",
+            )
+
+
+@rule
+def tokens_of_several_versions_keep_their_log_probs(config: PPOConfig) -> Iterator[Problem]:
+    rollout = config.actor_rollout_ref.rollout
+    if rollout.partial_rollout and not rollout.calculate_log_probs:
+        yield problem(
+            config,
+            f"{ROLLOUT}.partial_rollout",
+            f"with {ROLLOUT}.calculate_log_probs=false: a response drawn by several versions of the weights can only "
+            f"be corrected by the log-probs it was drawn with. Set calculate_log_probs=true.",
+            f"{ROLLOUT}.calculate_log_probs",
+        )
+
+
+@rule
+def a_response_that_goes_on_is_drawn_as_if_never_cut(config: PPOConfig) -> Iterator[Problem]:
+    rollout = config.actor_rollout_ref.rollout
+    if not (rollout.partial_rollout and rollout.over_sample_rate):
+        return
+    for name in sorted(set(OF_WHOLE_RESPONSES).intersection(rollout.sampling_kwargs)):
+        key, value = f"{ROLLOUT}.sampling_kwargs.{name}", rollout.sampling_kwargs[name]
+        if value:
+            text = (
+                f"{key}={show(value)} with {ROLLOUT}.partial_rollout=true: it looks at the response from its start, "
+                "and an engine that goes on with one takes what was drawn before for prompt. Leave it out, or set "
+                "partial_rollout=false."
+            )
+            yield Problem(key, text, (f"{ROLLOUT}.sampling_kwargs", f"{ROLLOUT}.partial_rollout"))
+
+
+@rule
+def kept_batches_come_from_one_call(config: PPOConfig) -> Iterator[Problem]:
+    rollout = config.actor_rollout_ref.rollout
+    by_speed = "what such a batch holds depends on how fast responses came, so none can be found again"
+    for name, why in {
+        "over_sample_rate": by_speed,
+        "partial_rollout": by_speed,
+        "async_ratio": "such a batch is begun a step early, where none is kept or looked for",
+    }.items():
+        if rollout.skip_rollout and rollout[name]:
+            yield problem(
+                config,
+                f"{ROLLOUT}.skip_rollout",
+                f"with {ROLLOUT}.{name}={show(rollout[name])}: {why}. Set one of them only.",
+                f"{ROLLOUT}.{name}",
+            )
