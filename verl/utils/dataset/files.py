@@ -59,16 +59,27 @@ def open_table(
         DataError: a file is not what its name says; or, with ``refuse``, a line of it is no record.
     """
     cache_dir = os.path.expanduser(cache_dir or CACHE_DIR)
+    named = [str(path) for path in ([paths] if isinstance(paths, str | os.PathLike) else paths)]
+    found = [one for path in named for one in resolve(path)]
+    return read_files(found, [localized(path, cache_dir, use_shm) for path in found], cache_dir, bad_rows)
+
+
+def localized(path: str, cache_dir: str | None = None, use_shm: bool = False) -> str:
+    """A local path that holds what one found by :func:`resolve` does; a data set of the hub stays as it is."""
+    if hub_parts(path) is not None or not (use_shm or is_non_local(path)):
+        return path
+    return copy_to_local(path, cache_dir=os.path.expanduser(cache_dir or CACHE_DIR), use_shm=use_shm)
+
+
+def read_files(
+    names: Sequence[str], local: Sequence[str], cache_dir: str | None = None, bad_rows: BadRows = "refuse"
+) -> RowTable:
+    """The rows of local files and of data sets of the hub, under the names they are called by in messages."""
     tables = []
-    for path in [paths] if isinstance(paths, str | os.PathLike) else paths:
-        for found in resolve(str(path)):
-            if (hub := hub_parts(found)) is not None:
-                tables.append(_hub_table(*hub, cache_dir=cache_dir))
-            elif is_non_local(found) or use_shm:
-                local = copy_to_local(found, cache_dir=cache_dir, use_shm=use_shm)
-                tables.append(read_file(local, cache_dir, bad_rows)._replace(name=found))
-            else:
-                tables.append(read_file(found, cache_dir, bad_rows))
+    for name, path in zip(names, local, strict=True):
+        hub = hub_parts(path)
+        read = _hub_table(*hub, cache_dir or CACHE_DIR) if hub else read_file(path, cache_dir, bad_rows, name)
+        tables.append(read)
     return RowTable.of(tables)
 
 
@@ -123,17 +134,19 @@ def _in_folder(folder: str, names: Sequence[str]) -> list[str]:
     return [f"{folder.rstrip('/')}/{name}" for name in found]
 
 
-def read_file(path: str, cache_dir: str | None = None, bad_rows: BadRows = "refuse") -> FileTable:
-    """The rows of one local file. See :func:`open_table`."""
+def read_file(
+    path: str, cache_dir: str | None = None, bad_rows: BadRows = "refuse", name: str | None = None
+) -> FileTable:
+    """The rows of one local file, called ``name`` in messages. See :func:`open_table`."""
     path = os.path.expanduser(path)
     suffix = _checked_suffix(path)
-    cache_dir = cache_dir or CACHE_DIR
+    cache_dir, name = cache_dir or CACHE_DIR, name or path
     try:
         if suffix == ".parquet":
-            return FileTable(read_parquet(path, cache_dir), path)
+            return FileTable(read_parquet(path, cache_dir), name)
         if suffix == ".arrow":
-            return FileTable(read_arrow(path), path)
-        return _read_text(path, suffix, cache_dir, bad_rows)
+            return FileTable(read_arrow(path), name)
+        return _read_text(path, suffix, cache_dir, bad_rows, name)
     except DataError:
         raise
     except PermissionError as error:
@@ -183,9 +196,9 @@ def _relative(path: str) -> str:
 # text -------------------------------------------------------------------------------------------------------------
 
 
-def _read_text(path: str, suffix: str, cache_dir: str, bad_rows: BadRows) -> FileTable:
+def _read_text(path: str, suffix: str, cache_dir: str, bad_rows: BadRows, name: str) -> FileTable:
     records = partial(csv_records, path) if suffix == ".csv" else partial(json_records, path, suffix)
-    reading = _Reading(path, FORMATS[suffix], records, bad_rows)
+    reading = _Reading(name, FORMATS[suffix], records, bad_rows)
     if os.path.getsize(path) <= IN_MEMORY:
         return reading.result(table_in_memory(reading.rows()))
     return reading.result(mapped_copy(path, cache_dir, lambda target: write_arrow(reading.rows(), target), bad_rows))
