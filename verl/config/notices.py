@@ -603,6 +603,11 @@ def _users_sampler_decides_the_order(config: PPOConfig, is_given: IsGiven) -> It
         yield from _unread(config, ["data.shuffle"], is_given, "data.sampler decides the order")
 
 
+def _prompts_have_no_ids(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+    if config.data.prompt_id_key is None:
+        yield from _unread(config, ["data.max_prompt_id_length"], is_given, "data.prompt_id_key=null")
+
+
 def _nothing_is_filtered(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
     if not config.data.filter_overlong_prompts:
         keys = ["data.filter_overlong_prompts_workers"]
@@ -784,6 +789,7 @@ _CHECKS = (
     _steps_go_before_epochs,
     _users_sampler_decides_the_order,
     _nothing_is_filtered,
+    _prompts_have_no_ids,
     _rollout_shares_devices,
     _one_local_worker_cannot_be_interrupted,
     _loss_does_not_read_it,

@@ -80,8 +80,11 @@ def find(pattern: str) -> list[str]:
 
 
 def remove(path: str) -> None:
-    """Delete a remote file or folder; one that is not there is fine."""
-    if _by_command(path):
+    """Delete a file or folder; one that is not there is fine."""
+    if not is_remote(path):
+        path = os.path.expanduser(path)
+        shutil.rmtree(path) if os.path.isdir(path) else os.path.exists(path) and os.remove(path)
+    elif _by_command(path):
         _hdfs("-rm", "-r", "-f", path)
     else:
         store, place = _store(path)

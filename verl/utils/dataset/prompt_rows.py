@@ -6,7 +6,7 @@ Columns are looked at with Arrow; only rows that look odd become Python objects.
 import json
 import math
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -226,3 +226,16 @@ def told(bad: Sequence[BadRow], count: int = 5) -> str:
     """The first of some bad rows, for a message."""
     shown = "; ".join(f"{row.where}: {row.why}" for row in bad[:count])
     return f"{shown}{'; ...' if len(bad) > count else ''}"
+
+
+def refuse(table: RowTable, bad: Mapping[int, str]) -> None:
+    """Raise the error that names bad rows by position in the table.
+
+    Raises:
+        DataError: always.
+    """
+    shown = told([BadRow(table.where(item), why) for item, why in sorted(bad.items())])
+    raise DataError(
+        f"{len(bad)} of {len(table)} rows cannot be used ({shown}). Rows count from 0. Correct or remove them, or set "
+        "data.bad_rows=skip to leave them out."
+    )

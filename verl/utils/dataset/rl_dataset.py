@@ -17,7 +17,7 @@ import torch
 from torch.utils.data import Dataset
 
 from verl.utils.dataset.files import CACHE_DIR, localized, read_files, resolve
-from verl.utils.dataset.prompt_rows import bad_golds, bad_ids, bad_prompts, known_roles, parse_messages, told
+from verl.utils.dataset.prompt_rows import bad_golds, bad_ids, bad_prompts, known_roles, parse_messages, refuse, told
 from verl.utils.dataset.table import BadRow, DataError, RowTable
 from verl.utils.dataset.token_ids import CACHED_FROM, TokenIds, cache_key, for_all_blocks, one_thread_per_process
 from verl.utils.dataset.vision_utils import (
@@ -234,10 +234,7 @@ class RLHFDataset(Dataset):
             return table
         shown = told([BadRow(table.where(item), why) for item, why in sorted(bad.items())])
         if self.bad_rows != "skip":
-            raise DataError(
-                f"{len(bad)} of {len(table)} rows cannot be used ({shown}). Rows count from 0. Correct or remove them, "
-                "or set data.bad_rows=skip to leave them out."
-            )
+            refuse(table, bad)
         if len(bad) == len(table):
             raise DataError(f"data.bad_rows=skip leaves none of {len(table)} rows ({shown}). Correct the files.")
         return table.without(dict(bad))
@@ -263,6 +260,7 @@ class RLHFDataset(Dataset):
         dataframe = self.dataframe if dataframe is None else dataframe
         if not self.filter_overlong_prompts:
             return dataframe
+        self.dataframe = dataframe
         tokens = None if self._has_images() else self._tokenize_all(dataframe)
         lengths = self._measure_all(dataframe) if tokens is None else tokens.lengths
         keep = np.flatnonzero(lengths <= self.max_prompt_length)
@@ -274,6 +272,14 @@ class RLHFDataset(Dataset):
             )
         self._token_ids = None if tokens is None else tokens.select(keep)
         return dataframe if len(keep) == len(dataframe) else dataframe.select(keep)
+
+    def lengths_of(self, dataframe: Any) -> np.ndarray:
+        """Tokens of the prompt of every row."""
+        whole, self.dataframe = getattr(self, "dataframe", None), dataframe
+        try:
+            return self._measure_all(dataframe)
+        finally:
+            self.dataframe = whole
 
     def find_unrenderable(self) -> dict[int, str]:
         """Position -> why, of each prompt that the chat template refuses."""

@@ -163,6 +163,14 @@ class RowTable:
         chosen._index = self._index[np.asarray(indices, dtype=np.int64)]
         return chosen
 
+    def followed_by(self, other: "RowTable") -> "RowTable":
+        """The rows of both."""
+        numbers = [*self._row_numbers, *other._row_numbers]
+        skipped = [*self.skipped, *other.skipped]
+        both = RowTable([*self.tables, *other.tables], [*self.names, *other.names], numbers, skipped)
+        both._index = np.concatenate([self._index, other._index + self._starts[-1]])
+        return both
+
     def without(self, bad: dict[int, str]) -> "RowTable":
         """The rows but for those at the positions of ``bad``, which says why; they are added to ``skipped``."""
         keep = np.ones(len(self), dtype=bool)
