@@ -86,9 +86,9 @@ def _column(name: str, values: list[Any]) -> tuple[pa.Field, pa.Array]:
 
 
 def _would_turn_to_float(values: Iterable[Any], kind: pa.DataType) -> bool:
-    """Whether a whole number among fractions would come back as a fraction: 5 as 5.0, which is another answer."""
+    """Whether another value among fractions would come back as one: 5 as 5.0, which is another answer."""
     if pa.types.is_floating(kind):
-        return any(type(value) is int for value in values)
+        return any(value is not None and type(value) is not float for value in values)
     values = [value for value in values if value is not None]
     if pa.types.is_list(kind):
         return _would_turn_to_float([item for value in values for item in value], kind.value_type)

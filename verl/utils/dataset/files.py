@@ -180,8 +180,8 @@ def _look(path: str, suffix: str) -> str:
     for mark, kind, ends in (
         (b"PAR1", "parquet", ".parquet"),
         (b"ARROW1", "an Arrow file", ".arrow"),
-        (b"\x1f\x8b", "compressed with gzip", ".gz"),
-        (b"PK\x03\x04", "a zip archive", ".zip"),
+        (b"\x1f\x8b", "compressed with gzip", ""),
+        (b"PK\x03\x04", "a zip archive", ""),
         (b"version ", "a Git LFS pointer: the file itself was not downloaded (git lfs pull)", ""),
     ):
         if start.startswith(mark) and suffix != ends:
