@@ -18,7 +18,7 @@ _PYTHON_FILES = (
     "data.datagen.path",
 )
 _DATA_ENDINGS = (".parquet", ".arrow", ".json", ".jsonl", ".csv")
-_HUB_NAME = re.compile(r"\w[\w.-]*/[\w.-]+(:[^:/]+){0,2}")
+_HUB_NAME = re.compile(r"\w[\w.-]*/[\w.-]+(:[\w.-]+)?(:[\w.-]+(\[[^\]]*\])?)?")
 """A data set of the Hugging Face hub; whether it can be had is seen when it is loaded."""
 _FUNCTIONS_IN_FILES = ("algorithm.adv_estimator", "actor_rollout_ref.actor.policy_loss.loss_mode")
 

@@ -31,7 +31,7 @@ FORMATS = {".parquet": "parquet", ".arrow": "Arrow", ".json": "JSON", ".jsonl": 
 """Extension -> what such a file is called in messages."""
 
 _SPLITS = {"train", "training", "test", "testing", "val", "valid", "validation", "dev", "eval"}
-_HUB_NAME = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(:(?P<config>[\w.-]+))??(:(?P<split>[^:/]+))?")
+_HUB_NAME = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(:(?P<config>[\w.-]+))??(:(?P<split>[\w.-]+(\[[^\]]*\])?))?")
 
 BadRows = Literal["refuse", "skip"]
 
@@ -92,6 +92,8 @@ def resolve(path: str) -> list[str]:
     """
     if is_non_local(path):
         return _resolve_remote(path)
+    if hub_parts(path) is not None:
+        return [path]
     path = os.path.expanduser(path)
     if os.path.isdir(path):
         saved = saved_dataset_files(path)

@@ -110,20 +110,20 @@ class MixtureSampler(Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         order = []
-        queues = [self._rows_from(source) for source in range(len(self.names))]
+        queues = [self._rows_from(source, drawn) for source, drawn in enumerate(self.drawn)]
         for _ in range(len(self)):
             for source, share in enumerate(self.shares):
                 self.owed[source] += share
             source = max(range(len(self.owed)), key=self.owed.__getitem__)
+            order.append(next(queues[source]))
             self.owed[source] -= 1
             self.drawn[source] += 1
-            order.append(next(queues[source]))
         return iter(order)
 
-    def _rows_from(self, source: int) -> Iterator[int]:
-        """The rows of a source from where it stands on, over and over."""
+    def _rows_from(self, source: int, drawn: int) -> Iterator[int]:
+        """The rows of a source from the one after ``drawn`` on, over and over."""
         rows = self.rows[source]
-        turn, start = divmod(self.drawn[source], len(rows))
+        turn, start = divmod(drawn, len(rows))
         while True:
             order = range(len(rows)) if self.seed is None else _permutation(len(rows), self.seed, turn, source)
             for place in islice(order, start, None):
