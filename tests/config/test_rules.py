@@ -237,6 +237,19 @@ BAD = {
     "every response truncated and dropped": (
         ["algorithm.sample_mask.drop_truncated=true", f"{ROLLOUT}.ignore_eos=true"], "leaves nothing to learn from"),
     "class without name": (["data.custom_cls.path=x.py"], "name the class"),
+    "two columns of prompts": (
+        ["data.messages_key=messages", "data.prompt_key=question"], "both name the column of prompts"),
+    "no samples": (["data.train_max_samples=0"], "leaves no prompts"),
+    "shares beyond one": (["data.mixture={a:0.7,b:0.7}"], "they add up to 1.4"),
+    "a share that is no number": (["data.mixture={a:much}"], "a=much is no number"),
+    "a mixture and a sampler": (
+        ["data.mixture={a:1}", "data.sampler.class_path=s.py", "data.sampler.class_name=S"],
+        "both decide which prompts are drawn"),
+    "two classes of data": (
+        ["data.custom_cls.path=c.py", "data.custom_cls.name=C", "data.datagen.path=d.py", "data.datagen.name=D"],
+        "both name what the training prompts are"),
+    "copies of several nodes": (
+        ["trainer.default_hdfs_dir=s3://x/y", "trainer.nnodes=2"], "this machine's part of a checkpoint"),
 }  # fmt: skip
 
 
@@ -291,10 +304,9 @@ UNBUILT = [
     "algorithm.adv_estimator=gigpo",
     "trainer.profile_steps=[1]", "trainer.worker_nsight_options.kill=sigterm",
     "trainer.npu_profile.options.level=level2", "actor_rollout_ref.profiler.ranks=[0]",
-    "data.datagen.path=x.py",
     f"{ACTOR}.strategy=megatron", "critic.strategy=megatron",
-    "trainer.default_hdfs_dir=hdfs://x", "trainer.esi_redundant_time=60",
-    "trainer.device=npu", "trainer.logger=[console,mlflow]", "data.return_raw_input_ids=true",
+    "trainer.esi_redundant_time=60",
+    "trainer.device=npu", "trainer.logger=[console,mlflow]",
 ]  # fmt: skip
 
 

@@ -115,9 +115,9 @@ def test_an_option_that_only_follows_a_wrong_one_is_not_blamed():
 
 def test_problems_of_every_kind_come_together():
     text = problems(
-        "trainer.seed=x", "algorithm.adv_estimator=grp0", "data.train_batch_size=3", "data.return_raw_input_ids=true"
+        "trainer.seed=x", "algorithm.adv_estimator=grp0", "data.train_batch_size=3", "trainer.esi_redundant_time=60"
     )
-    assert "trainer.seed=x" in text and "grp0" in text and "data.return_raw_input_ids" in text
+    assert "trainer.seed=x" in text and "grp0" in text and "trainer.esi_redundant_time" in text
     assert "ppo_mini_batch_size=4 is larger than data.train_batch_size=3" in text
 
 

@@ -1,10 +1,13 @@
+import multiprocessing
 import os
 import shutil
 import stat
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import fsspec
 import pytest
 
 from verl.utils import fs, hdfs_io
@@ -144,3 +147,76 @@ def test_a_copy_that_was_cut_off_is_made_anew(tmp_path, monkeypatch):
         fs.copy_to_local(str(source), use_shm=True)
     copy = Path(fs.copy_to_local(str(source), use_shm=True))
     assert sorted(path.name for path in copy.iterdir()) == ["a", "b"]
+
+
+@pytest.fixture
+def memory():
+    """A remote store, in memory."""
+    store = fsspec.filesystem("memory")
+    yield store
+    for name in store.ls("/", detail=False):
+        store.rm(name, recursive=True)
+
+
+def test_any_store_of_fsspec_exists_is_copied_and_listed(tmp_path, memory):
+    (tmp_path / "out" / "deep").mkdir(parents=True)
+    (tmp_path / "out" / "deep" / "a.txt").write_text("a")
+    (tmp_path / "out" / "b.txt").write_text("b")
+    hdfs_io.makedirs("memory://top")
+    assert hdfs_io.copy(str(tmp_path / "out"), "memory://top/out") and hdfs_io.exists("memory://top/out/deep/a.txt")
+    assert hdfs_io.find("memory://top/out/*.txt") == ["memory:///top/out/b.txt"]
+    assert hdfs_io.copy("memory://top/out", "memory://top/again")
+    assert hdfs_io.copy("memory://top/again", str(tmp_path / "back"))
+    assert (tmp_path / "back" / "deep" / "a.txt").read_text() == "a" and (tmp_path / "back" / "b.txt").exists()
+    hdfs_io.remove("memory://top/again")
+    hdfs_io.remove("memory://top/again")
+    assert not hdfs_io.exists("memory://top/again")
+
+
+def test_a_copy_follows_its_store_and_serves_while_that_is_away(tmp_path, memory, monkeypatch, caplog):
+    memory.pipe_file("/x/data.txt", b"one")
+    local = fs.copy_to_local("memory://x/data.txt", cache_dir=str(tmp_path))
+    assert Path(local).read_text() == "one"
+    memory.pipe_file("/x/data.txt", b"two!")
+    assert fs.copy_to_local("memory://x/data.txt", cache_dir=str(tmp_path)) == local
+    assert Path(local).read_text() == "two!"
+
+    def away(path):
+        raise OSError("no route")
+
+    monkeypatch.setattr(hdfs_io, "stamp", away)
+    assert fs.copy_to_local("memory://x/data.txt", cache_dir=str(tmp_path)) == local
+    assert "cannot be reached (no route)" in caplog.text
+    with pytest.raises(OSError, match="no route"):
+        fs.copy_to_local("memory://x/other.txt", cache_dir=str(tmp_path))
+
+
+def test_processes_that_want_one_file_wait_for_one_writer(tmp_path):
+    writes, target = tmp_path / "writes", str(tmp_path / "made")
+
+    def write(path):
+        with open(writes, "a") as log:
+            log.write("w")
+        time.sleep(0.1)
+        Path(path).write_text("whole")
+
+    def want():
+        assert Path(fs.written_once(target, write)).read_text() == "whole"
+
+    run = multiprocessing.get_context("fork").Process
+    processes = [run(target=want) for _ in range(4)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    assert [process.exitcode for process in processes] == [0] * 4 and writes.read_text() == "w"
+
+
+def test_a_failed_write_leaves_nothing(tmp_path):
+    def fail(path):
+        Path(path).write_text("half")
+        raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        fs.written_once(str(tmp_path / "made"), fail)
+    assert not [path for path in tmp_path.iterdir() if path.name != "made.lock"]

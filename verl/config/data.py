@@ -39,13 +39,38 @@ class DataConfig(Config):
     """Copy files to /dev/shm before reading."""
 
     train_files: str | list[str] = "~/data/rlhf/gsm8k/train.parquet"
-    """Parquet file or files with training prompts; local path or ``hdfs://``."""
+    """Training prompts: one or a list of files (.parquet, .arrow, .json, .jsonl, .csv), globs, folders of files, remote
+    paths (``hdfs://``, ``s3://``, ``gs://``, ...) and Hugging Face data sets (a folder of ``save_to_disk``, or
+    ``owner/name:config:split``)."""
 
     val_files: str | list[str] = "~/data/rlhf/gsm8k/test.parquet"
-    """Parquet file or files with validation prompts."""
+    """Validation prompts, named in the same ways."""
+
+    train_max_samples: int = option(-1, at_least=-1)
+    """Use at most that many rows of ``train_files``: drawn with ``seed`` if ``shuffle``, else the first. -1: all."""
+
+    val_max_samples: int = option(-1, at_least=-1)
+    """The same for ``val_files``."""
 
     prompt_key: str = "prompt"
-    """Column of chat messages: a list of {role, content}."""
+    """Column of prompts: a list of {role, content} messages, or a text, which is one user message."""
+
+    messages_key: str | None = None
+    """Column of messages, taken instead of ``prompt_key``: a list of {role, content}, or the JSON text of one."""
+
+    prompt_id_key: str | None = None
+    """Column of ids, one a prompt and no two alike; it is handed on as ``prompt_id``. Null: prompts have none."""
+
+    max_prompt_id_length: int | None = option(None, above=0)
+    """Tokens a prompt id may have; its token ids are handed on as ``prompt_id_ids``. Null: ids are not tokenized."""
+
+    bad_rows: Literal["refuse", "skip"] = "refuse"
+    """What to do with rows no run can use (lines that are no record, prompts that are null or empty, unknown roles,
+    ...): stop before anything starts, or leave them out. Either way they are named with file, row and reason."""
+
+    mixture: dict[str, Any] = option({})
+    """Free-form: source (value of the ``reward_fn_key`` column) -> its share of the training prompts. Shares add up
+    to 1 and are kept in every stretch of prompts to within one. Empty: every row once an epoch."""
 
     reward_fn_key: str = "data_source"
     """Column that chooses the scorer and groups validation metrics."""
@@ -63,7 +88,7 @@ class DataConfig(Config):
     """Prompts validated at a time. Null: all at once."""
 
     return_raw_input_ids: bool = False
-    """Also return prompt ids without chat template, for a reward model with another template."""
+    """Also return token ids of what the messages say, without chat template, as column ``raw_input_ids``."""
 
     return_raw_chat: bool = False
     """Also return the messages themselves, as column ``raw_prompt``."""
@@ -81,10 +106,11 @@ class DataConfig(Config):
     """Draw validation prompts in random order."""
 
     filter_overlong_prompts: bool = False
-    """Drop prompts longer than ``max_prompt_length`` when loading."""
+    """Drop prompts longer than ``max_prompt_length`` when loading. Token ids of 5000 prompts and more are kept in
+    ``cache_dir``."""
 
     filter_overlong_prompts_workers: int = option(1, at_least=1)
-    """Processes that measure the prompts for that."""
+    """Processes that render and measure the prompts for that, and to find those the chat template refuses."""
 
     truncation: Literal["error", "left", "right", "middle"] = "error"
     """What to do with a prompt over ``max_prompt_length``: stop, keep its end (``left``: cut at the left), keep its
@@ -111,7 +137,8 @@ class DataConfig(Config):
     """Sampler of the user's, a curriculum for example."""
 
     datagen: ClassFileConfig = section(ClassFileConfig)
-    """Generator of new prompts during training."""
+    """Generator of new prompts during training: subclass of
+    ``verl.utils.dataset.dynamicgen_dataset.AbstractDataGenerator``."""
 
     seed: int | None = None
     """Seed of the shuffling. Null: ``trainer.seed``."""
@@ -121,7 +148,7 @@ class DataConfig(Config):
     same."""
 
     cache_dir: str = "~/.cache/verl/rlhf"
-    """Folder for downloaded and prepared data sets."""
+    """Folder for copies of remote files, of large files as Arrow, and of token ids. It may be deleted at any time."""
 
     apply_chat_template_kwargs: dict[str, Any] = option({})
     """Free-form: arguments of the tokenizer's chat template, enable_thinking for example."""

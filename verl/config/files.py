@@ -1,6 +1,8 @@
 """Files a configuration names: that a run would find them, and could write its own, before anything heavy starts."""
 
+import glob
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,7 +11,15 @@ from verl.config.ppo import PPOConfig
 from verl.utils.import_utils import split_file_name
 
 _WRITTEN = ("trainer.default_local_dir", "trainer.rollout_data_dir", "trainer.validation_data_dir")
-_PYTHON_FILES = ("custom_reward_function.path", "data.custom_cls.path", "data.sampler.class_path")
+_PYTHON_FILES = (
+    "custom_reward_function.path",
+    "data.custom_cls.path",
+    "data.sampler.class_path",
+    "data.datagen.path",
+)
+_DATA_ENDINGS = (".parquet", ".arrow", ".json", ".jsonl", ".csv")
+_HUB_NAME = re.compile(r"\w[\w.-]*/[\w.-]+(:[\w.-]+)?(:[\w.-]+(\[[^\]]*\])?)?")
+"""A data set of the Hugging Face hub; whether it can be had is seen when it is loaded."""
 _FUNCTIONS_IN_FILES = ("algorithm.adv_estimator", "actor_rollout_ref.actor.policy_loss.loss_mode")
 
 
@@ -36,11 +46,18 @@ def _data_files(config: PPOConfig) -> Iterator[Problem]:
     if config.data.custom_cls.path is not None:
         return  # what the files are is that class's affair
     for key, files in config.data.files.items():
-        for path in files:
-            if not _is_remote(path) and not _exists(path):
-                yield Problem(
-                    key, f"{key}={path} does not exist. Give a parquet file; examples/data_preprocess makes them."
-                )
+        for path in map(str, files):
+            if _is_remote(path) or _exists(path) or _HUB_NAME.fullmatch(path) and not path.endswith(_DATA_ENDINGS):
+                continue
+            if glob.has_magic(path):
+                if not glob.glob(os.path.expanduser(path), recursive=True):
+                    yield Problem(key, f"{key}={path}: no file fits (looked from {Path.cwd()}). Correct the pattern.")
+                continue
+            yield Problem(
+                key,
+                f"{key}={path} does not exist. Give a file ({', '.join(_DATA_ENDINGS)}), a glob or a folder; "
+                "examples/data_preprocess makes them.",
+            )
 
 
 def _python_files(config: PPOConfig) -> Iterator[Problem]:
@@ -75,7 +92,7 @@ def _models(config: PPOConfig) -> Iterator[Problem]:
 
 def _checkpoint(config: PPOConfig) -> Iterator[Problem]:
     path = config.trainer.resume_from_path
-    if config.trainer.resume_mode == "resume_path" and path and not _exists(path):
+    if config.trainer.resume_mode == "resume_path" and path and not _is_remote(path) and not _exists(path):
         yield Problem(
             "trainer.resume_from_path",
             f"trainer.resume_from_path={path} does not exist. Give the folder of a checkpoint, .../global_step_N.",

@@ -123,8 +123,6 @@ GONE: tuple[Gone, ...] = (
         )
         for place in (f"{_A}.actor.optim", "critic.optim")
     ),
-    Gone("data.prompt_id_key", "prompt ids were never part of a release", (None,)),
-    Gone("data.max_prompt_id_length", "prompt ids were never part of a release", (None,)),
     Gone("data.chat_template_func", "set actor_rollout_ref.model.custom_chat_template, or use data.custom_cls"),
     Gone("data.filter_prompts", "set data.filter_overlong_prompts", (None, True)),
     Gone("data.need_tools_kwargs", _AGENTS),

@@ -60,7 +60,6 @@ LIMITS: tuple[Limit, ...] = (
         for role in _ROLES
     ),
     Limit("trainer.device", "this device", "use cuda or cpu", ("cuda", "cpu")),
-    Limit("data.return_raw_input_ids", "prompts without template", "leave it false; raw_prompt_ids are always there"),
     # rollout
     Limit(f"{_ROLLOUT}.multi_turn.*", "multi-turn rollout", _MULTI_TURN),
     Limit(f"{_ROLLOUT}.agent.num_workers", "agent loops in processes of their own", "leave it alone"),
@@ -73,14 +72,7 @@ LIMITS: tuple[Limit, ...] = (
     # loss and advantages
     # reward
     Limit(f"{_RM}.sandbox_fusion.*", "the sandbox service", "run code in your custom_reward_function"),
-    # data
-    Limit("data.datagen.*", "generated prompts", "write them to a parquet file before the run, or use data.custom_cls"),
     # run
-    Limit(
-        "trainer.default_hdfs_dir",
-        "copying checkpoints to HDFS",
-        "copy trainer.default_local_dir yourself, or point it at a mounted folder",
-    ),
     Limit("trainer.esi_redundant_time", "saving before an elastic instance ends", "lower trainer.save_freq"),
     Limit("trainer.profile_steps", "profiling of steps", _NO_PROFILER),
     Limit("trainer.profile_continuous_steps", "profiling of steps", _NO_PROFILER),

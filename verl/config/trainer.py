@@ -158,7 +158,9 @@ class TrainerConfig(Config):
     """Training steps in which only the critic learns."""
 
     default_hdfs_dir: str | None = None
-    """Folder on HDFS to copy checkpoints to."""
+    """Second place for checkpoints, most often in a remote store (``hdfs://``, ``s3://``, ``gs://``, ...): each is
+    copied there when it is complete, and a run resumes from it where it holds a newer one than ``default_local_dir``.
+    One node only."""
 
     del_local_ckpt_after_load: bool = False
     """Delete the checkpoint after resuming from it. A run that ends before it has saved a new one cannot resume."""

@@ -1,4 +1,7 @@
-"""Bring a path named in the config to this machine: from HDFS into a cache folder, or into shared memory on request."""
+"""Bring a path named in the config to this machine: from a remote store into a cache folder, or into shared memory.
+
+Whoever fills a place does it under a lock and another name: no process ever sees half of a file.
+"""
 
 import fcntl
 import hashlib
@@ -6,7 +9,7 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from verl.utils import hdfs_io
@@ -17,8 +20,13 @@ SHM_ROOT = "/dev/shm/verl-cache"
 
 
 def is_non_local(path: str) -> bool:
-    """Whether a path lies on HDFS."""
-    return hdfs_io.is_hdfs(path)
+    """Whether a path names a remote store: ``hdfs://``, ``s3://``, ``gs://`` and what else fsspec knows."""
+    return hdfs_io.is_remote(path)
+
+
+def list_remote(pattern: str) -> list[str]:
+    """The remote files that fit a glob, sorted, as whole paths."""
+    return hdfs_io.find(pattern)
 
 
 def local_mkdir_safe(path: str) -> str:
@@ -44,8 +52,9 @@ def copy_to_local(
 ) -> str:
     """A local path that holds what ``src`` names.
 
-    ``hdfs://`` paths are downloaded once into ``cache_dir`` (default: a folder of the system's temporary directory).
-    A path with ``~`` is expanded. Anything else, a hub id such as ``Qwen/Qwen2.5-0.5B`` included, is returned as is.
+    A remote path is downloaded once into ``cache_dir`` (default: a folder of the system's temporary directory), and
+    again when the store says that it has changed (of ``hdfs://`` by command this is not asked). A path with ``~`` is
+    expanded. Anything else, a hub id such as ``Qwen/Qwen2.5-0.5B`` included, is returned as is.
 
     Args:
         filelock: name of the lock file beside the copy; processes that want the same path wait for one download.
@@ -67,15 +76,61 @@ def copy_local_path_from_hdfs(
     if not is_non_local(src):
         return os.path.expanduser(src) if src.startswith("~") else src
     cache_dir = os.path.expanduser(cache_dir) if cache_dir else os.path.join(tempfile.gettempdir(), "verl-cache")
+    src = src.rstrip("/")
     target = get_local_temp_path(src, cache_dir)
     os.makedirs(os.path.dirname(target), exist_ok=True)
     with _locked(os.path.join(os.path.dirname(target), filelock)):
-        if always_recopy and os.path.exists(target):
+        stamp = _stamp_of(src, target)
+        if os.path.exists(target) and (always_recopy or stamp != _read(f"{target}.stamp")):
             _remove(target)
         if not os.path.exists(target):
             if verbose:
                 print(f"Copy from {src} to {target}")
-            _copy_whole(src.rstrip("/"), target)
+            _copy_whole(src, target)
+            _write(f"{target}.stamp", stamp)
+    return target
+
+
+def _stamp_of(src: str, target: str) -> str:
+    """What the store says of the state of ``src``; of an unreachable one, what it said when the copy was made."""
+    try:
+        return hdfs_io.stamp(src)
+    except (OSError, ImportError) as error:
+        if isinstance(error, FileNotFoundError) or not os.path.exists(target):
+            raise
+        logger.warning("%s cannot be reached (%s): its copy %s is used as it is.", src, error, target)
+        return _read(f"{target}.stamp")
+
+
+def _read(path: str) -> str:
+    if not os.path.exists(path):
+        return ""
+    with open(path, encoding="utf-8") as file:
+        return file.read()
+
+
+def _write(path: str, text: str) -> None:
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(text)
+
+
+def written_once(target: str, write: Callable[[str], None]) -> str:
+    """The path ``target``, which ``write(path)`` fills if it is not there yet; processes that want it wait for one.
+
+    Raises:
+        OSError: it cannot be written, the disk is full for example.
+    """
+    os.makedirs(os.path.dirname(target), exist_ok=True)
+    with _locked(f"{target}.lock"):
+        if not os.path.exists(target):
+            partial = f"{target}.partial"
+            _remove(partial)
+            try:
+                write(partial)
+            except BaseException:
+                _remove(partial)
+                raise
+            os.rename(partial, target)
     return target
 
 

@@ -129,7 +129,7 @@ def test_validation_sees_every_prompt_in_order(dataset):
 
 
 def test_build_dataset_lists_overlong_prompts_before_training(tmp_path, tokenizer):
-    path = write(tmp_path / "a.parquet", [prompt_row("x" * (60 * (i % 2))) for i in range(4)])
+    path = write(tmp_path / "a.parquet", [prompt_row("x" * (1 + 60 * (i % 2))) for i in range(4)])
     with pytest.raises(DataError, match=r"2 of 4 prompts are longer than data.max_prompt_length=64 \(.*row 1 has"):
         build_dataset(CONFIG, path, tokenizer)
     assert len(build_dataset({**CONFIG, "truncation": "left"}, path, tokenizer)) == 4

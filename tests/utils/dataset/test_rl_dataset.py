@@ -116,7 +116,7 @@ def test_unknown_truncation_is_refused_at_once(tmp_path, tokenizer):
 @pytest.mark.parametrize("workers", [1, 2])
 def test_overlong_filter_keeps_exactly_the_rows_that_fit(tmp_path, tokenizer, monkeypatch, workers):
     monkeypatch.setattr("verl.utils.dataset.rl_dataset._TOKENIZE_BATCH", 4)
-    texts = ["x" * (i * 7 % 50) for i in range(15)]
+    texts = ["x" * (1 + i * 7 % 50) for i in range(15)]
     path = write(tmp_path / "a.parquet", [prompt_row(text, i) for i, text in enumerate(texts)])
     config = {**CONFIG, "filter_overlong_prompts": True, "filter_overlong_prompts_workers": workers}
     dataset = RLHFDataset(path, tokenizer, config)
@@ -154,7 +154,7 @@ def test_missing_prompt_column_lists_what_is_there(tmp_path, tokenizer):
 @pytest.mark.parametrize("bad", [None, [], [{"role": "user", "content": None}], [{"role": None, "content": "x"}]])
 def test_a_bad_prompt_is_reported_with_file_and_row_before_training(tmp_path, tokenizer, bad):
     path = write(tmp_path / "a.parquet", [prompt_row("fine"), prompt_row("", prompt=bad), prompt_row("fine")])
-    with pytest.raises(DataError, match=r"a.parquet: the 'prompt' of 1 of 3 rows .* row 1 \(from 0\)"):
+    with pytest.raises(DataError, match=r"1 of 3 rows cannot be used \(.*a.parquet, row 1: 'prompt'"):
         RLHFDataset(path, tokenizer, CONFIG)
 
 

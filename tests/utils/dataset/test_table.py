@@ -54,7 +54,7 @@ def test_unreadable_files_are_named_with_what_they_should_be(tmp_path):
     with pytest.raises(DataError, match=r"x.parquet cannot be read as parquet"):
         read_table(str(tmp_path / "x.parquet"))
     (tmp_path / "x.jsonl").write_text('{"a": 1}\n{"a": \n')
-    with pytest.raises(DataError, match=r"x.jsonl cannot be read as JSON: line 2"):
+    with pytest.raises(DataError, match=r"x.jsonl cannot be read as JSON lines: line 2"):
         read_table(str(tmp_path / "x.jsonl"))
 
 

@@ -56,6 +56,12 @@ def users_sampler_decides_the_order(config: PPOConfig, is_given: IsGiven) -> Ite
 
 
 @notice
+def prompts_have_no_ids(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+    if config.data.prompt_id_key is None:
+        yield from unread(config, ["data.max_prompt_id_length"], is_given, "data.prompt_id_key=null")
+
+
+@notice
 def nothing_is_filtered(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
     if not config.data.filter_overlong_prompts:
         keys = ["data.filter_overlong_prompts_workers"]

@@ -6,12 +6,12 @@ decorate it with ``@rule``. Range and choice of a single option are not rules: t
 
 from verl.config.base import Problem
 from verl.config.ppo import PPOConfig
-from verl.config.rules import batch, engine, objective, rewards, run, sampling
+from verl.config.rules import batch, data, engine, objective, rewards, run, sampling
 from verl.config.rules.base import RULES, rule
 
 __all__ = ["RULES", "broken_rules", "rule"]
 
-_ORDER = [subject.__name__ for subject in (batch, sampling, objective, rewards, engine, run)]
+_ORDER = [subject.__name__ for subject in (data, batch, sampling, objective, rewards, engine, run)]
 RULES.sort(key=lambda check: _ORDER.index(check.__module__))
 
 

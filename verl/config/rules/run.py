@@ -51,6 +51,19 @@ def resume_path_is_a_step_folder(config: PPOConfig) -> Iterator[Problem]:
 
 
 @rule
+def checkpoints_are_copied_from_one_node(config: PPOConfig) -> Iterator[Problem]:
+    trainer = config.trainer
+    if trainer.default_hdfs_dir and trainer.nnodes > 1:
+        yield problem(
+            config,
+            "trainer.default_hdfs_dir",
+            f"with trainer.nnodes={trainer.nnodes}: only this machine's part of a checkpoint would be copied. Let "
+            "trainer.default_local_dir be a folder that all nodes share.",
+            "trainer.nnodes",
+        )
+
+
+@rule
 def resumable_checkpoints_hold_what_is_loaded(config: PPOConfig) -> Iterator[Problem]:
     for key, role, _ in trained_roles(config):
         extra = [part for part in role.checkpoint.load_contents if part not in role.checkpoint.save_contents]
@@ -70,6 +83,7 @@ def custom_class_has_a_name(config: PPOConfig) -> Iterator[Problem]:
     for path, name in (
         ("data.custom_cls.path", "data.custom_cls.name"),
         ("data.sampler.class_path", "data.sampler.class_name"),
+        ("data.datagen.path", "data.datagen.name"),
         (f"{ROLLOUT}.agent.custom_async_server.path", f"{ROLLOUT}.agent.custom_async_server.name"),
     ):
         if get_path(config, path) and not get_path(config, name):

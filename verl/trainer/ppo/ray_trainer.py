@@ -20,7 +20,7 @@ from verl.algorithms.resample import resample_rows
 from verl.protocol import DataProto
 from verl.single_controller import get_controller
 from verl.single_controller.together import Beside
-from verl.trainer.ppo import checkpoint, long_tails
+from verl.trainer.ppo import checkpoint, long_tails, remote_checkpoints
 from verl.trainer.ppo.balance import balance_metrics, row_cost, share_plan
 from verl.trainer.ppo.core_algos import AdvantageEstimator
 from verl.trainer.ppo.disjoint import DisjointRollout
@@ -195,11 +195,11 @@ class RayPPOTrainer(RecipeNames):
         """Set the loaders, and ``total_training_steps``."""
         data, trainer = self.config.data, self.config.trainer
 
-        def dataset(given: Any, files: Any) -> Any:
-            return build_dataset(data, files, self.tokenizer, self.processor) if given is None else given
+        def dataset(given: Any, files: Any, is_train: bool) -> Any:
+            return build_dataset(data, files, self.tokenizer, self.processor, is_train) if given is None else given
 
-        self.train_dataset = dataset(train_dataset, data.train_files)
-        self.val_dataset = dataset(val_dataset, data.val_files)
+        self.train_dataset = dataset(train_dataset, data.train_files, True)
+        self.val_dataset = dataset(val_dataset, data.val_files, False)
         self.train_dataloader = build_train_loader(data, self.train_dataset, collate_fn, train_sampler, self.seed)
         self.val_dataloader = build_val_loader(data, self.val_dataset, collate_fn, self.seed)
         self.total_training_steps = trainer.total_training_steps or len(self.train_dataloader) * trainer.total_epochs
@@ -606,6 +606,7 @@ class RayPPOTrainer(RecipeNames):
             self.metrics.update(validation)
             self.progress.validated(step, validation)
         self.finish_saving(wait=False)
+        self.notify_sampler_and_dataset(batch)  # before saving: what they learn of this step is part of its checkpoint
         if trainer.save_freq > 0 and (last or step % trainer.save_freq == 0):
             with self.timed("save_checkpoint"):
                 self.save_checkpoint()
@@ -620,7 +621,6 @@ class RayPPOTrainer(RecipeNames):
         if last or is_test or step % trainer.log_freq == 0:
             self.logger.log(self.metrics, step=step)
         self.progress.update(step, self.metrics)
-        self.notify_sampler_and_dataset(batch)
 
     def stop(self) -> None:
         """Close the loggers and say where everything lies."""
@@ -749,7 +749,21 @@ class RayPPOTrainer(RecipeNames):
         folder = self.step_folder(step)
         checkpoint.mark_complete(folder.parent, step)
         self.last_checkpoint = folder
+        before = self.saved_steps
         self.delete_old_checkpoints()
+        if self.config.trainer.default_hdfs_dir:
+            self.copy_to_store(folder, step, [old for old in before if old not in self.saved_steps])
+
+    def copy_to_store(self, folder: Path, step: int, dropped: list[int]) -> None:
+        """Bring a complete checkpoint to ``trainer.default_hdfs_dir``; a store that fails does not end the run."""
+        root = self.config.trainer.default_hdfs_dir
+        try:
+            with self.timed("upload_checkpoint"):
+                remote_checkpoints.upload(root, folder, step)
+                for old in dropped:
+                    remote_checkpoints.forget(root, old)
+        except OSError as error:
+            self.progress.say(f"{folder} could not be copied to trainer.default_hdfs_dir={root}: {error}")
 
     def delete_old_checkpoints(self) -> None:
         """Keep the newest ``trainer.max_{actor,critic}_ckpt_to_keep`` checkpoints of this run, restarts included.
@@ -773,7 +787,7 @@ class RayPPOTrainer(RecipeNames):
     def load_checkpoint(self) -> None:
         """Continue where ``trainer.resume_mode`` says, at the same prompt, weights and random numbers."""
         trainer = self.config.trainer
-        folder = checkpoint.folder_to_resume(trainer)
+        folder = remote_checkpoints.folder_to_resume(trainer)
         if folder is None:
             return
         folder = folder.absolute()

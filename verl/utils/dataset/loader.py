@@ -7,12 +7,21 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
-from torch.utils.data import Dataset, Sampler, SequentialSampler
+from torch.utils.data import Dataset, Sampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from verl.utils.dataset.prompt_rows import refuse
 from verl.utils.dataset.rl_dataset import DataError, RLHFDataset, collate_fn
-from verl.utils.dataset.sampler import AbstractCurriculumSampler, AbstractSampler, ShuffleSampler, SkippingBatchSampler
+from verl.utils.dataset.sampler import (
+    AbstractCurriculumSampler,
+    AbstractSampler,
+    FileOrderSampler,
+    MixtureSampler,
+    ShuffleSampler,
+    SkippingBatchSampler,
+)
 from verl.utils.import_utils import load_extern_type
 
 if TYPE_CHECKING:
@@ -28,8 +37,13 @@ def build_dataset(
     files: str | Sequence[str],
     tokenizer: "PreTrainedTokenizerBase",
     processor: "ProcessorMixin | None" = None,
+    is_train: bool = True,
 ) -> Dataset:
     """The dataset over ``files``: :class:`RLHFDataset`, or the class of ``data.custom_cls.{path,name}``.
+
+    Args:
+        is_train: with ``data.datagen`` it grows as training goes on, and ``data.train_max_samples`` is its size; else
+            ``data.val_max_samples`` is.
 
     Raises:
         DataError: with ``truncation=error``, some prompts are too long; lists them now rather than when training
@@ -43,15 +57,32 @@ def build_dataset(
             "subclass of torch.utils.data.Dataset; let it inherit from that or from "
             "verl.utils.dataset.rl_dataset.RLHFDataset."
         )
-    dataset = dataset_cls(data_files=files, tokenizer=tokenizer, processor=processor, config=config)
-    if dataset_cls is RLHFDataset:
+    if is_train and dataset_cls is RLHFDataset and (config.get("datagen", None) or {}).get("path", None):
+        from verl.utils.dataset.dynamicgen_dataset import DynamicGenDataset
+
+        dataset_cls = DynamicGenDataset
+    key = "train_max_samples" if is_train else "val_max_samples"
+    cap = {"max_samples": config[key]} if config.get(key, -1) != -1 else {}
+    if cap and not _takes(dataset_cls, "max_samples"):
+        raise TypeError(
+            f"data.{key}={config[key]}: the class {dataset_cls.__name__} of data.custom_cls takes no max_samples. Let "
+            "its __init__ take that argument, or leave the option at -1."
+        )
+    dataset = dataset_cls(data_files=files, tokenizer=tokenizer, processor=processor, config=config, **cap)
+    if dataset_cls.__module__.startswith("verl.utils.dataset."):
         _check_columns(dataset, config)
-        _check_lengths(dataset)
+        _check_prompts(dataset)
     return dataset
 
 
+def _takes(dataset_cls: type, name: str) -> bool:
+    parameters = inspect.signature(dataset_cls).parameters
+    return name in parameters or any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+
+
 def build_sampler(config: Mapping[str, Any], dataset: Dataset, seed: int | None = None) -> Sampler[int]:
-    """The training order: ``data.sampler`` if set, else shuffled with ``data.shuffle``, else sequential.
+    """The training order: ``data.sampler`` or ``data.mixture`` if set, else shuffled with ``data.shuffle``, else as in
+    the files.
 
     Args:
         seed: used where ``data.seed`` is not set.
@@ -70,9 +101,35 @@ def build_sampler(config: Mapping[str, Any], dataset: Dataset, seed: int | None 
                 "draw rows ahead, before the sampler has heard of the last batch. Set data.dataloader_num_workers=0."
             )
         return sampler_cls(data_source=dataset, data_config=config)
-    if config.get("shuffle", True):
-        return ShuffleSampler(dataset, _seed(config, seed))
-    return SequentialSampler(dataset)
+    order_seed = _seed(config, seed) if config.get("shuffle", True) else None
+    if config.get("mixture", None):
+        return MixtureSampler(_rows_by_source(config, dataset), config["mixture"], order_seed)
+    return FileOrderSampler(dataset) if order_seed is None else ShuffleSampler(dataset, order_seed)
+
+
+def _rows_by_source(config: Mapping[str, Any], dataset: Dataset) -> dict[str, np.ndarray]:
+    """Source -> its rows, for the sources of ``data.mixture``, which must be those of the data."""
+    key, shares = config.get("reward_fn_key", "data_source"), config["mixture"]
+    table = getattr(dataset, "dataframe", None)
+    if not hasattr(table, "column"):
+        raise TypeError(
+            f"data.mixture={dict(shares)} needs the sources of the rows, and {type(dataset).__name__} has no dataframe "
+            "to tell them. Let the class inherit from RLHFDataset, or draw with data.sampler."
+        )
+    found: dict[str, list[int]] = {}
+    for row, source in enumerate(table.column(key)):
+        found.setdefault(str(source), []).append(row)
+    if missing := [name for name, share in shares.items() if share > 0 and name not in found]:
+        raise DataError(
+            f"data.mixture gives a share to {missing[0]!r}, and no row of data.train_files has that in {key!r} "
+            f"(data.reward_fn_key): there are {', '.join(map(repr, found))}. Correct the name or add rows."
+        )
+    if extra := [name for name in found if name not in shares]:
+        raise DataError(
+            f"data.mixture says nothing of {extra[0]!r}, the {key!r} (data.reward_fn_key) of {len(found[extra[0]])} "
+            "rows of data.train_files. Give it a share; 0 leaves it out."
+        )
+    return {name: np.array(rows) for name, rows in found.items()}
 
 
 def build_train_loader(
@@ -101,7 +158,7 @@ def build_val_loader(
     if len(dataset) == 0:
         raise ValueError("data.val_files holds no prompts (after filtering). Name a file that does.")
     seed = _seed(config, seed)
-    sampler = ShuffleSampler(dataset, seed) if config.get("validation_shuffle", False) else SequentialSampler(dataset)
+    sampler = ShuffleSampler(dataset, seed) if config.get("validation_shuffle", False) else FileOrderSampler(dataset)
     batch_size = config.get("val_batch_size", None) or len(dataset)
     return PromptLoader(config, dataset, sampler, batch_size, False, collate_fn, seed)
 
@@ -138,7 +195,7 @@ class PromptLoader(StatefulDataLoader):
                 generator=torch.Generator().manual_seed(seed),  # else each epoch would move torch's global generator
             )
         self._batches = SkippingBatchSampler(sampler, batch_size, drop_last)
-        self._epoch_state = _state_of(sampler)
+        self._epoch_state, self._epoch_rows = _state_of(sampler), len(sampler)
         self._rows_given = 0
         self._resume_at = 0
 
@@ -157,17 +214,20 @@ class PromptLoader(StatefulDataLoader):
                 pass
             start = 0
         self._rows_given = self._batches.skip_rows = start
-        self._epoch_state = _state_of(self.sampler)
+        self._epoch_state, self._epoch_rows = _state_of(self.sampler), len(self.sampler)
         for batch in super().__iter__():
             self._rows_given += self.batch_size
             yield batch
         self._rows_given = 0
-        self._epoch_state = _state_of(self.sampler)
+        self._epoch_state, self._epoch_rows = _state_of(self.sampler), len(self.sampler)
 
     def state_dict(self) -> dict[str, Any]:
-        """Rows given out of the current epoch, and the sampler's state at the start of that epoch."""
+        """Rows given out of the current epoch, the sampler's state at its start, and the dataset's own."""
         keeps_position = _keeps_position(self.sampler)
+        grown = {"dataset": self.dataset.state_dict()} if hasattr(self.dataset, "state_dict") else {}
         return {
+            **grown,
+            "epoch_rows": self._epoch_rows,
             "num_rows": len(self.sampler),
             "rows_given": 0 if keeps_position else self._rows_given,
             "sampler": _state_of(self.sampler) if keeps_position else self._epoch_state,
@@ -182,6 +242,8 @@ class PromptLoader(StatefulDataLoader):
                 f"A loader state with the keys {', '.join(state)} was not written by this loader. Delete data.pt from "
                 "the checkpoint to resume the model and start the data from its beginning."
             )
+        if "dataset" in state and hasattr(self.dataset, "load_state_dict"):
+            self.dataset.load_state_dict(state["dataset"])
         if state["num_rows"] != len(self.sampler):
             raise ValueError(
                 f"The checkpoint's loader had {state['num_rows']} rows and this one has {len(self.sampler)}: its "
@@ -196,7 +258,9 @@ class PromptLoader(StatefulDataLoader):
                 type(self.sampler).__name__,
             )
         self._rows_given = self._resume_at = state["rows_given"]
-        self._epoch_state = state["sampler"]
+        self._epoch_state, self._epoch_rows = state["sampler"], state.get("epoch_rows", len(self.sampler))
+        if self._resume_at and isinstance(self.sampler, FileOrderSampler):
+            self.sampler.rows_of_epoch = self._epoch_rows  # those added since come up in the next
 
 
 def _keeps_position(sampler: Sampler[int]) -> bool:
@@ -248,8 +312,11 @@ def _check_columns(dataset: RLHFDataset, config: Mapping[str, Any]) -> None:
         )
 
 
-def _check_lengths(dataset: RLHFDataset) -> None:
-    if dataset.truncation != "error":
+def _check_prompts(dataset: RLHFDataset) -> None:
+    """Every prompt is rendered once before training begins: what the chat template refuses is told now."""
+    if dataset.truncation != "error" or dataset.filter_overlong_prompts:
+        if not dataset.filter_overlong_prompts and dataset.bad_rows != "skip" and (bad := dataset.find_unrenderable()):
+            refuse(dataset.dataframe, bad)
         return
     overlong = dataset.find_overlong()
     if overlong:

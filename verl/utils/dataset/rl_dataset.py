@@ -5,11 +5,8 @@ name.
 """
 
 import logging
-import multiprocessing
 import os
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from itertools import chain
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jinja2
@@ -19,7 +16,10 @@ import pyarrow.compute as pc
 import torch
 from torch.utils.data import Dataset
 
-from verl.utils.dataset.table import DataError, RowTable
+from verl.utils.dataset.files import CACHE_DIR, localized, read_files, resolve
+from verl.utils.dataset.prompt_rows import bad_golds, bad_ids, bad_prompts, known_roles, parse_messages, refuse, told
+from verl.utils.dataset.table import BadRow, DataError, RowTable
+from verl.utils.dataset.token_ids import CACHED_FROM, TokenIds, cache_key, for_all_blocks, one_thread_per_process
 from verl.utils.dataset.vision_utils import (
     EncodedPrompt,
     ImagePrompts,
@@ -30,7 +30,6 @@ from verl.utils.dataset.vision_utils import (
     uneven_image_rows,
     with_image_parts,
 )
-from verl.utils.fs import copy_to_local
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, ProcessorMixin
@@ -74,7 +73,7 @@ def truncate(ids: list[int], max_length: int, side: str) -> list[int]:
 
 
 class RLHFDataset(Dataset):
-    """Prompts of parquet (or JSON lines) files, one row each, with all that a reward function needs of the row.
+    """Prompts of data files, one row each, with all that a reward function needs of the row.
 
     ``dataset[i]`` is a dict with, P = ``config.max_prompt_length``:
 
@@ -82,6 +81,8 @@ class RLHFDataset(Dataset):
     - ``raw_prompt_ids``: the same ids as a list without padding;
     - ``index`` (``extra_info.index``, else 0), ``tools_kwargs``, ``interaction_kwargs``: from ``extra_info``;
     - ``raw_prompt`` (the messages) with ``return_raw_chat``, ``full_prompts`` (the text) with ``return_full_prompt``;
+    - ``raw_input_ids`` with ``return_raw_input_ids``: token ids of what the messages say, line by line, no template;
+    - ``prompt_id`` with ``prompt_id_key``, and with ``max_prompt_id_length`` its token ids, ``prompt_id_ids``;
     - every other column of the row. The prompt, image and video columns are consumed.
 
     A row whose ``image_key`` column holds images shows them where its messages say ``<image>``, in order. For the rows
@@ -95,16 +96,21 @@ class RLHFDataset(Dataset):
       ``image_grid_thw``, ...), empty for a row without.
 
     A prompt is a list of ``{role, content}`` messages, or a plain string: then it is one user message, or, if the
-    tokenizer has no chat template, the text itself.
+    tokenizer has no chat template, the text itself. In the column of ``messages_key`` it is messages or their JSON.
+
+    Rows that no run can use are refused when the files are read, or with ``bad_rows=skip`` left out and named in
+    ``skipped_rows``.
 
     For subclasses: ``_build_messages(row)`` makes the messages of a row and may be overridden; ``dataframe`` holds the
     rows and may be replaced by anything with ``len`` and ``[i] -> dict`` in ``_read_files_and_tokenize``.
 
     Args:
-        data_files: a path or a list of them; ``~``, relative and ``hdfs://`` paths are fine.
+        data_files: what :func:`verl.utils.dataset.files.open_table` takes.
         tokenizer: a Hugging Face tokenizer.
         config: the ``data`` section, or any mapping with some of its keys.
         processor: of a vision-language model; rows with images need it.
+        max_samples: keep at most that many rows, drawn with ``config.seed`` if ``config.shuffle``, else the first;
+            -1: all.
 
     Raises:
         FileNotFoundError: a data file is missing.
@@ -118,6 +124,7 @@ class RLHFDataset(Dataset):
         tokenizer: "PreTrainedTokenizerBase",
         config: Mapping[str, Any],
         processor: "ProcessorMixin | None" = None,
+        max_samples: int = -1,
     ):
         self.data_files = [data_files] if isinstance(data_files, (str, os.PathLike)) else list(data_files)
         self.original_data_files = list(self.data_files)
@@ -125,13 +132,20 @@ class RLHFDataset(Dataset):
         self.processor = processor
         self.config = config
 
-        self.prompt_key = config.get("prompt_key", "prompt")
+        self.messages_key = config.get("messages_key", None)
+        self.prompt_key = self.messages_key or config.get("prompt_key", "prompt")
+        self.prompt_id_key = config.get("prompt_id_key", None)
+        self.max_prompt_id_length = config.get("max_prompt_id_length", None)
+        self.bad_rows = config.get("bad_rows", "refuse")
+        self.max_samples = max_samples
+        self.cache_dir = config.get("cache_dir", None) or CACHE_DIR
         self.image_key = config.get("image_key", "images")
         self.video_key = config.get("video_key", "videos")
         self.max_prompt_length = config.get("max_prompt_length", 1024)
         self.truncation = config.get("truncation", "error")
         self.return_raw_chat = config.get("return_raw_chat", False)
         self.return_full_prompt = config.get("return_full_prompt", False)
+        self.return_raw_input_ids = config.get("return_raw_input_ids", False)
         self.return_multi_modal_inputs = config.get("return_multi_modal_inputs", True)
         self.image_prompts = ImagePrompts(processor) if hasattr(processor, "image_processor") else None
         self.filter_overlong_prompts = config.get("filter_overlong_prompts", False)
@@ -141,50 +155,101 @@ class RLHFDataset(Dataset):
         if self.truncation not in ("error", "left", "right", "middle"):
             truncate([0], 0, self.truncation)
 
-        self._token_ids: _TokenIds | None = None
+        self._token_ids: TokenIds | None = None
         self._download()
         self._read_files_and_tokenize()
 
     # reading ---------------------------------------------------------------------------------------------------
 
     def _download(self) -> None:
-        cache_dir = os.path.expanduser(self.config.get("cache_dir", None) or "~/.cache/verl/rlhf")
+        """Bring the files to this machine: ``data_files`` are local paths, ``file_names`` what the user calls them."""
         use_shm = self.config.get("use_shm", False)
-        self.data_files = [
-            copy_to_local(str(path), cache_dir=cache_dir, use_shm=use_shm) for path in self.original_data_files
-        ]
+        self.file_names = [found for path in self.original_data_files for found in resolve(str(path))]
+        self.data_files = [localized(path, self.cache_dir, use_shm) for path in self.file_names]
 
     def _read_files_and_tokenize(self) -> None:
-        self.dataframe = RowTable.from_files(self.data_files)
+        table = read_files(self.file_names, self.data_files, self.cache_dir, self.bad_rows)
+        if len(table) + len(table.skipped) == 0:
+            raise DataError(f"{', '.join(self.file_names)}: there are no rows. Name files that hold some.")
         if self._reads_prompt_column():
-            self.dataframe.require(self.prompt_key, "data.prompt_key")
-        self._check_rows()
+            table.require(self.prompt_key, self._prompt_option())
+        table = self._capped(self._leave_out(table, self._unusable_rows(table)))
+        self.dataframe = table
+        if self.bad_rows == "skip":
+            self.dataframe = self._leave_out(table, self.find_unrenderable())
+        if self.skipped_rows:
+            logger.warning("%d rows are left out: %s", len(self.skipped_rows), told(self.skipped_rows))
         self.dataframe = self.maybe_filter_out_long_prompts(self.dataframe)
 
-    def _check_rows(self) -> None:
+    @property
+    def skipped_rows(self) -> list[BadRow]:
+        """Rows of the files that are left out with ``bad_rows=skip``, and why."""
+        return getattr(self.dataframe, "skipped", [])
+
+    def _unusable_rows(self, table: RowTable) -> dict[int, str]:
         """Find the rows that cannot be used now, column by column, and not in the middle of a training."""
-        for table, path in zip(self.dataframe.tables, self.dataframe.names, strict=True):
-            if len(rows := _rows_with_items(table, self.video_key)):
+        bad = bad_golds(table)
+        start = 0
+        for file, path in zip(table.tables, table.names, strict=True):
+            if len(rows := _rows_with_items(file, self.video_key)):
                 raise NotImplementedError(
                     f"{path}, row {rows[0]} has {self.video_key!r} (data.video_key): videos are not supported yet. "
                     f"Leave out the {len(rows)} rows that have them, or name another column with data.video_key."
                 )
-            if self.image_prompts is None and len(rows := _rows_with_items(table, self.image_key)):
+            if self.image_prompts is None and len(rows := _rows_with_items(file, self.image_key)):
                 raise DataError(
                     f"{path}, row {rows[0]} has {self.image_key!r} (data.image_key), and the model has no image "
                     f"processor. Use a vision-language model, leave out the {len(rows)} rows that have images, or name "
                     "another column with data.image_key."
                 )
-            bad = _bad_prompt_rows(table[self.prompt_key], path, self.prompt_key) if self._reads_prompt_column() else []
-            if len(bad):
-                shown = ", ".join(map(str, bad[:5])) + (", ..." if len(bad) > 5 else "")
-                raise DataError(
-                    f"{path}: the {self.prompt_key!r} of {len(bad)} of {table.num_rows} rows is empty or has a message "
-                    f"without role or content: row {shown} (from 0). Correct or remove these rows."
-                )
-            if self._reads_prompt_column() and self.image_key in table.column_names and self.image_prompts:
-                for row, shown, held in uneven_image_rows(table[self.prompt_key], table[self.image_key]):
-                    raise DataError(placeholder_mismatch(f"{path}, row {row}", shown, held, self.image_key))
+            if self._reads_prompt_column() and self.image_key in file.column_names and self.image_prompts:
+                for row, shown, held in uneven_image_rows(file[self.prompt_key], file[self.image_key]):
+                    bad[start + row] = placeholder_mismatch("", shown, held, self.image_key).removeprefix(": ")
+            start += file.num_rows
+        if self._reads_prompt_column():
+            roles = known_roles(getattr(self.tokenizer, "chat_template", None))
+            bad |= bad_prompts(table, self.prompt_key, roles, self._prompt_option(), self.messages_key is not None)
+        if self.prompt_id_key:
+            table.require(self.prompt_id_key, "data.prompt_id_key")
+            bad |= bad_ids(table, self.prompt_id_key) | self._long_ids(table)
+        return bad
+
+    def _long_ids(self, table: RowTable) -> dict[int, str]:
+        limit = self.max_prompt_id_length
+        if limit is None:
+            return {}
+        lengths = (len(self._encode([str(value)])[0]) for value in table.column(self.prompt_id_key))
+        rule = f"tokens, more than data.max_prompt_id_length={limit}"
+        return {
+            item: f"{self.prompt_id_key!r} has {length} {rule}" for item, length in enumerate(lengths) if length > limit
+        }
+
+    def _leave_out(self, table: RowTable, bad: Mapping[int, str]) -> RowTable:
+        """The rows but for the bad ones.
+
+        Raises:
+            DataError: with ``bad_rows=refuse`` there are some, or with ``skip`` no others.
+        """
+        if not bad:
+            return table
+        shown = told([BadRow(table.where(item), why) for item, why in sorted(bad.items())])
+        if self.bad_rows != "skip":
+            refuse(table, bad)
+        if len(bad) == len(table):
+            raise DataError(f"data.bad_rows=skip leaves none of {len(table)} rows ({shown}). Correct the files.")
+        return table.without(dict(bad))
+
+    def _capped(self, table: RowTable) -> RowTable:
+        if not 0 <= self.max_samples < len(table):
+            return table
+        if not self.config.get("shuffle", True):
+            return table.select(np.arange(self.max_samples))
+        seed = self.config.get("seed", None)
+        draw = np.random.default_rng(abs(1 if seed is None else seed))
+        return table.select(np.sort(draw.choice(len(table), self.max_samples, replace=False)))
+
+    def _prompt_option(self) -> str:
+        return "data.messages_key" if self.messages_key else "data.prompt_key"
 
     def maybe_filter_out_long_prompts(self, dataframe: Any = None) -> Any:
         """Without ``filter_overlong_prompts`` the rows as they are, else those of at most ``max_prompt_length`` tokens.
@@ -195,6 +260,7 @@ class RLHFDataset(Dataset):
         dataframe = self.dataframe if dataframe is None else dataframe
         if not self.filter_overlong_prompts:
             return dataframe
+        self.dataframe = dataframe
         tokens = None if self._has_images() else self._tokenize_all(dataframe)
         lengths = self._measure_all(dataframe) if tokens is None else tokens.lengths
         keep = np.flatnonzero(lengths <= self.max_prompt_length)
@@ -206,6 +272,30 @@ class RLHFDataset(Dataset):
             )
         self._token_ids = None if tokens is None else tokens.select(keep)
         return dataframe if len(keep) == len(dataframe) else dataframe.select(keep)
+
+    def lengths_of(self, dataframe: Any) -> np.ndarray:
+        """Tokens of the prompt of every row."""
+        whole, self.dataframe = getattr(self, "dataframe", None), dataframe
+        try:
+            return self._measure_all(dataframe)
+        finally:
+            self.dataframe = whole
+
+    def find_unrenderable(self) -> dict[int, str]:
+        """Position -> why, of each prompt that the chat template refuses."""
+        found: dict[int, str] = {}
+        for part in self._for_all_blocks("_unrenderable_block"):
+            found |= part
+        return found
+
+    def _unrenderable_block(self, block: range) -> dict[int, str]:
+        found = {}
+        for item, row in zip(block, self._prompt_rows(block), strict=True):
+            try:
+                self._prompt_text(self._messages(row, item), item)
+            except DataError as error:
+                found[item] = str(error).removeprefix(f"{self._where(item)}: ")
+        return found
 
     def find_overlong(self) -> list[tuple[str, int]]:
         """(``file, row k``, tokens) of each prompt that ``truncation=error`` would refuse.
@@ -220,7 +310,7 @@ class RLHFDataset(Dataset):
         margin = 8  # the few special tokens a tokenizer without a chat template adds
         texts = ((item, text) for block in self._blocks() for item, text in zip(block, self._texts(block), strict=True))
         doubtful = [(item, text) for item, text in texts if len(text.encode()) > self.max_prompt_length - margin]
-        with _one_thread_per_process():
+        with one_thread_per_process():
             lengths = [len(ids) for ids in self._encode_many([text for _, text in doubtful])]
         pairs = zip(doubtful, lengths, strict=True)
         return [(self._where(item), length) for (item, _), length in pairs if length > self.max_prompt_length]
@@ -257,6 +347,12 @@ class RLHFDataset(Dataset):
             row["raw_prompt"] = prompt
         if self.return_full_prompt:
             row["full_prompts"] = text
+        if self.return_raw_input_ids:
+            row["raw_input_ids"] = self._encode_plain(_said(prompt))
+        if self.prompt_id_key:
+            row["prompt_id"] = str(row[self.prompt_id_key])
+            if self.max_prompt_id_length is not None:
+                row["prompt_id_ids"] = self._encode([row["prompt_id"]])[0]
         extra_info = row.get("extra_info")
         extra_info = extra_info if isinstance(extra_info, Mapping) else {}
         row["index"] = extra_info.get("index") or 0
@@ -325,7 +421,7 @@ class RLHFDataset(Dataset):
         return np.concatenate([np.zeros(0, np.int64), *self._for_all_blocks("_measure_block")])
 
     def _measure_block(self, block: range) -> np.ndarray:
-        with _one_thread_per_process():
+        with one_thread_per_process():
             return np.array([self._measure(dict(self.dataframe[item]), item) for item in block], dtype=np.int64)
 
     def _measure(self, row: dict[str, Any], item: int) -> int:
@@ -346,6 +442,8 @@ class RLHFDataset(Dataset):
             prompt = self._build_messages(row)
         except KeyError as error:
             raise DataError(f"{self._where(item)} has no {error}; its columns are {', '.join(row)}.") from error
+        if self.messages_key:
+            prompt = parse_messages(prompt)
         if isinstance(prompt, str):
             if not self.tokenizer.chat_template:
                 return prompt
@@ -388,6 +486,9 @@ class RLHFDataset(Dataset):
             "input_ids"
         ]
 
+    def _encode_plain(self, text: str) -> list[int]:
+        return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+
     def _left_padded(self, ids: list[int]) -> dict[str, torch.Tensor]:
         start = self.max_prompt_length - len(ids)
         pad = self.tokenizer.pad_token_id
@@ -403,36 +504,49 @@ class RLHFDataset(Dataset):
 
     # all rows --------------------------------------------------------------------------------------------------
 
-    def _tokenize_all(self, dataframe: Any) -> "_TokenIds":
-        """Token ids of every prompt, tokenized in ``filter_overlong_prompts_workers`` processes."""
+    def _tokenize_all(self, dataframe: Any) -> TokenIds:
+        """Token ids of every prompt, made in ``filter_overlong_prompts_workers`` processes or found in the cache."""
         self.dataframe = dataframe
-        return _TokenIds.join(self._for_all_blocks("_tokenize_block"))
+        folder = self._cache_folder()
+        if folder is not None:
+            try:
+                return TokenIds.kept(self._for_all_blocks("_tokenize_block"), folder)
+            except OSError as error:
+                logger.warning("Token ids are not kept in data.cache_dir=%s: %s", self.cache_dir, error)
+        return TokenIds.join(list(self._for_all_blocks("_tokenize_block")))
 
-    def _for_all_blocks(self, method: str) -> list[Any]:
+    def _cache_folder(self) -> str | None:
+        """Where the token ids of all prompts are kept; None: nowhere, as they are few or could not be known again."""
+        is_own = type(self)._build_messages is not RLHFDataset._build_messages
+        is_own |= type(self)._prompt_text is not RLHFDataset._prompt_text
+        if is_own or not isinstance(self.dataframe, RowTable) or len(self.dataframe) < CACHED_FROM:
+            return None
+        rows = self.dataframe.positions()
+        column = f"{self._prompt_option()}={self.prompt_key}"
+        key = cache_key(self.data_files, rows, self.tokenizer, self.chat_template_kwargs, column)
+        return key and os.path.join(os.path.expanduser(self.cache_dir), "tokens", key)
+
+    def _for_all_blocks(self, method: str) -> Iterator[Any]:
         """What ``method`` makes of each block of rows, in ``filter_overlong_prompts_workers`` processes."""
-        blocks = self._blocks()
-        workers = min(self.num_workers, len(blocks))
-        if workers <= 1:
-            return [getattr(self, method)(block) for block in blocks]
-        # With fork the rows reach the children without being copied or pickled.
-        fork = multiprocessing.get_context("fork")
-        with ProcessPoolExecutor(workers, fork, _BlockWorker.adopt, (self,)) as pool:
-            return list(pool.map(_BlockWorker.run, [method] * len(blocks), blocks))
+        return for_all_blocks(self, method, self._blocks(), self.num_workers)
 
-    def _tokenize_block(self, block: range) -> "_TokenIds":
-        with _one_thread_per_process():
-            return _TokenIds.of(self._encode_many(self._texts(block)))
+    def _tokenize_block(self, block: range) -> TokenIds:
+        with one_thread_per_process():
+            return TokenIds.of(self._encode_many(self._texts(block)))
 
     def _blocks(self) -> list[range]:
         return [range(a, min(a + _TOKENIZE_BATCH, len(self))) for a in range(0, len(self), _TOKENIZE_BATCH)]
 
     def _texts(self, block: range) -> list[str]:
-        """The rendered prompts of some rows; only the prompt column is read unless a subclass wants the whole row."""
-        if self._reads_prompt_column() and isinstance(self.dataframe, RowTable):
-            rows = ({self.prompt_key: prompt} for prompt in self.dataframe.select(block).column(self.prompt_key))
-        else:
-            rows = (dict(self.dataframe[item]) for item in block)
+        """The rendered prompts of some rows."""
+        rows = self._prompt_rows(block)
         return [self._prompt_text(self._messages(row, item), item) for row, item in zip(rows, block, strict=True)]
+
+    def _prompt_rows(self, block: range) -> list[dict[str, Any]]:
+        """Some rows with what their prompt is made of: only that column is read unless a subclass wants the others."""
+        if self._reads_prompt_column() and isinstance(self.dataframe, RowTable):
+            return self.dataframe.rows(block, [self.prompt_key])
+        return [dict(self.dataframe[item]) for item in block]
 
     def _reads_prompt_column(self) -> bool:
         return type(self)._build_messages is RLHFDataset._build_messages
@@ -450,63 +564,13 @@ class RLHFDataset(Dataset):
         return ids if ids[0] == first[0] else self._encode(texts)
 
 
-class _TokenIds:
-    """Many lists of token ids in one flat array."""
-
-    def __init__(self, flat: np.ndarray, lengths: np.ndarray):
-        self.flat, self.lengths = flat, lengths
-        self._ends = np.cumsum(lengths)
-
-    @classmethod
-    def of(cls, ids: list[list[int]]) -> "_TokenIds":
-        lengths = np.fromiter(map(len, ids), dtype=np.int64, count=len(ids))
-        flat = np.fromiter(chain.from_iterable(ids), dtype=np.int32, count=int(lengths.sum()))
-        return cls(flat, lengths)
-
-    @classmethod
-    def join(cls, parts: list["_TokenIds"]) -> "_TokenIds":
-        if not parts:
-            return cls.of([])
-        return cls(np.concatenate([part.flat for part in parts]), np.concatenate([part.lengths for part in parts]))
-
-    def __getitem__(self, item: int) -> list[int]:
-        end = self._ends[item]
-        return self.flat[end - self.lengths[item] : end].tolist()
-
-    def select(self, index: np.ndarray) -> "_TokenIds":
-        if len(index) == len(self.lengths):
-            return self
-        mask = np.zeros(len(self.lengths), dtype=bool)
-        mask[index] = True
-        return _TokenIds(self.flat[np.repeat(mask, self.lengths)], self.lengths[mask])
-
-
-class _BlockWorker:
-    """The dataset a forked process tokenizes or measures for."""
-
-    dataset: RLHFDataset
-
-    @classmethod
-    def adopt(cls, dataset: RLHFDataset) -> None:
-        cls.dataset = dataset
-
-    @classmethod
-    def run(cls, method: str, block: range) -> Any:
-        return getattr(cls.dataset, method)(block)
-
-
-class _one_thread_per_process:
-    """Keep the tokenizer's thread pool asleep: loader workers are forked later, and a forked pool would hang."""
-
-    def __enter__(self) -> None:
-        self.before = os.environ.get("TOKENIZERS_PARALLELISM")
-        os.environ["TOKENIZERS_PARALLELISM"] = "false"
-
-    def __exit__(self, *error: Any) -> None:
-        if self.before is None:
-            del os.environ["TOKENIZERS_PARALLELISM"]
-        else:
-            os.environ["TOKENIZERS_PARALLELISM"] = self.before
+def _said(prompt: list[dict[str, Any]] | str) -> str:
+    """What the messages of a prompt say, without who says it."""
+    if isinstance(prompt, str):
+        return prompt
+    contents = (message.get("content") or "" for message in prompt)
+    texts = (c if isinstance(c, str) else "".join(part.get("text") or "" for part in c) for c in contents)
+    return "\n".join(texts)
 
 
 def _flat(column: pa.ChunkedArray) -> pa.Array:
@@ -522,33 +586,3 @@ def _rows_with_items(table: pa.Table, name: str) -> np.ndarray:
     if pa.types.is_list(column.type) or pa.types.is_large_list(column.type):
         filled = pc.fill_null(pc.greater(pc.list_value_length(column), 0), False)
     return np.flatnonzero(filled.to_numpy(zero_copy_only=False))
-
-
-def _bad_prompt_rows(column: pa.ChunkedArray, path: str, key: str) -> np.ndarray:
-    """Rows whose prompt is null or empty, or has a message with a null role or content."""
-    column = _flat(column)
-    kind = column.type
-    if pa.types.is_null(kind):
-        return np.arange(len(column))
-    if pa.types.is_string(kind) or pa.types.is_large_string(kind):
-        return np.flatnonzero(pc.equal(pc.fill_null(pc.binary_length(column), 0), 0).to_numpy(zero_copy_only=False))
-    if not (pa.types.is_list(kind) or pa.types.is_large_list(kind)) or not pa.types.is_struct(kind.value_type):
-        raise DataError(
-            f"{path}: column {key!r} is of type {kind}; a prompt is a text or a list of {{role, content}} messages. "
-            "Name the right column with data.prompt_key or write the file anew."
-        )
-    fields = [kind.value_type.field(i).name for i in range(kind.value_type.num_fields)]
-    missing = [name for name in ("role", "content") if name not in fields]
-    if missing:
-        raise DataError(
-            f"{path}: the messages of column {key!r} have no {' and no '.join(missing)}; their fields are "
-            f"{', '.join(fields)}. A message is {{role, content}}."
-        )
-    bad = pc.equal(pc.fill_null(pc.list_value_length(column), 0), 0).to_numpy(zero_copy_only=False).copy()
-    parents = pc.list_parent_indices(column).to_numpy()
-    messages = pc.list_flatten(column)
-    broken = pc.is_null(pc.struct_field(messages, "role"))
-    if "tool_calls" not in fields:  # a message that calls a tool needs no content
-        broken = pc.or_(broken, pc.is_null(pc.struct_field(messages, "content")))
-    bad[parents[broken.to_numpy(zero_copy_only=False)]] = True
-    return np.flatnonzero(bad)

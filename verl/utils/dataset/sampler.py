@@ -1,10 +1,10 @@
-"""The order in which a loader draws rows: sequential, shuffled anew each epoch, or the user's own.
+"""The order in which a loader draws rows: as in the files, shuffled anew each epoch, mixed by shares, the user's own.
 
 Knows indices only. A sampler states its position so that a resumed run draws what an uninterrupted one would have.
 """
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sized
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from itertools import islice
 from typing import Any
 
@@ -41,28 +41,112 @@ class AbstractCurriculumSampler(AbstractSampler):
         """Learn from a finished batch (DataProto with rewards and advantages)."""
 
 
-class ShuffleSampler(Sampler[int]):
+class FileOrderSampler(Sampler[int]):
+    """Every row once per epoch, in the order of the files.
+
+    ``rows_of_epoch``: how many rows the next epoch has, if not all; it is that epoch's only. A data set that grows in
+    the middle of an epoch is drawn whole from the next on.
+    """
+
+    def __init__(self, data_source: Sized):
+        self.data_source = data_source
+        self.rows_of_epoch: int | None = None
+
+    def __len__(self) -> int:
+        return len(self.data_source) if self.rows_of_epoch is None else self.rows_of_epoch
+
+    def __iter__(self) -> Iterator[int]:
+        rows, self.rows_of_epoch = len(self), None
+        return iter(self.order(rows))
+
+    def order(self, rows: int) -> Sequence[int]:
+        """The rows of one epoch."""
+        return range(rows)
+
+
+class ShuffleSampler(FileOrderSampler):
     """Every row once per epoch in an order that depends on (seed, epoch) alone, not on how many draws came before."""
 
     def __init__(self, data_source: Sized, seed: int):
-        self.data_source = data_source
+        super().__init__(data_source)
         self.seed = seed
         self.epoch = 0
 
-    def __len__(self) -> int:
-        return len(self.data_source)
-
-    def __iter__(self) -> Iterator[int]:
-        state = int(np.random.SeedSequence([abs(self.seed), int(self.seed < 0), self.epoch]).generate_state(1)[0])
-        order = torch.randperm(len(self), generator=torch.Generator().manual_seed(state)).tolist()
+    def order(self, rows: int) -> Sequence[int]:
+        order = _permutation(rows, self.seed, self.epoch)
         self.epoch += 1
-        return iter(order)
+        return order
 
     def state_dict(self) -> dict[str, int]:
         return {"epoch": self.epoch, "seed": self.seed}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         self.epoch, self.seed = state["epoch"], state["seed"]
+
+
+class MixtureSampler(Sampler[int]):
+    """Rows of several sources, each source with its share.
+
+    Among the first k draws there are k * share of each source, to within one a source: the source that lags farthest
+    behind its share is drawn next. Within a source every row comes up once before any comes again, in a new order each
+    time. An epoch has as many draws as the sources have rows together.
+
+    Args:
+        rows: source -> its rows.
+        shares: source -> its share; they add up to 1.
+        seed: of the orders within sources; None: the order of the files.
+    """
+
+    def __init__(self, rows: Mapping[str, Sequence[int]], shares: Mapping[str, float], seed: int | None):
+        self.names = sorted(name for name in rows if shares[name] > 0)
+        self.rows = [np.asarray(rows[name], dtype=np.int64) for name in self.names]
+        self.shares = [float(shares[name]) for name in self.names]
+        self.seed = seed
+        self.drawn = [0] * len(self.names)
+        self.owed = [0.0] * len(self.names)
+
+    def __len__(self) -> int:
+        return sum(map(len, self.rows))
+
+    def __iter__(self) -> Iterator[int]:
+        order = []
+        queues = [self._rows_from(source, drawn) for source, drawn in enumerate(self.drawn)]
+        for _ in range(len(self)):
+            for source, share in enumerate(self.shares):
+                self.owed[source] += share
+            source = max(range(len(self.owed)), key=self.owed.__getitem__)
+            order.append(next(queues[source]))
+            self.owed[source] -= 1
+            self.drawn[source] += 1
+        return iter(order)
+
+    def _rows_from(self, source: int, drawn: int) -> Iterator[int]:
+        """The rows of a source from the one after ``drawn`` on, over and over."""
+        rows = self.rows[source]
+        turn, start = divmod(drawn, len(rows))
+        while True:
+            order = range(len(rows)) if self.seed is None else _permutation(len(rows), self.seed, turn, source)
+            for place in islice(order, start, None):
+                yield int(rows[place])
+            turn, start = turn + 1, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"sources": self.names, "drawn": list(self.drawn), "owed": list(self.owed), "seed": self.seed}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where ``state`` was taken; the shares may be others, the sources may not."""
+        if state["sources"] != self.names:
+            raise ValueError(
+                f"The checkpoint's data.mixture drew from {', '.join(state['sources'])} and this one draws from "
+                f"{', '.join(self.names)}: its position has no meaning here. Use those sources, or delete data.pt from "
+                "the checkpoint to start the data from its beginning."
+            )
+        self.drawn, self.owed, self.seed = list(state["drawn"]), list(state["owed"]), state["seed"]
+
+
+def _permutation(rows: int, seed: int, *turn: int) -> list[int]:
+    state = int(np.random.SeedSequence([abs(seed), int(seed < 0), *turn]).generate_state(1)[0])
+    return torch.randperm(rows, generator=torch.Generator().manual_seed(state)).tolist()
 
 
 class SkippingBatchSampler(BatchSampler):

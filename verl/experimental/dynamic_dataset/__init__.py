@@ -1,0 +1,1 @@
+"""Public names of :mod:`verl.utils.dataset.dynamicgen_dataset` for user code."""

@@ -1,0 +1,276 @@
+"""What a user names as data to the rows of it: paths, lists, globs, folders, remote paths, Hugging Face data sets.
+
+    table = open_table(["train.jsonl", "more/*.parquet"])
+    len(table), table[0], table.where(0)
+
+Knows formats by their extension; what the columns mean is for others to know.
+"""
+
+import glob
+import logging
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pyarrow as pa
+
+from verl.utils.dataset.arrow_files import IN_MEMORY, mapped_copy, read_arrow, read_parquet, saved_dataset_files
+from verl.utils.dataset.columns_of_rows import table_in_memory, write_arrow
+from verl.utils.dataset.table import BadRow, DataError, FileTable, RowTable
+from verl.utils.dataset.text_files import Record, csv_records, json_records
+from verl.utils.fs import copy_to_local, is_non_local, list_remote
+
+logger = logging.getLogger(__name__)
+
+CACHE_DIR = "~/.cache/verl/rlhf"
+FORMATS = {".parquet": "parquet", ".arrow": "Arrow", ".json": "JSON", ".jsonl": "JSON lines", ".csv": "CSV"}
+"""Extension -> what such a file is called in messages."""
+
+_SPLITS = {"train", "training", "test", "testing", "val", "valid", "validation", "dev", "eval"}
+_HUB_NAME = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(:(?P<config>[\w.-]+))??(:(?P<split>[\w.-]+(\[[^\]]*\])?))?")
+
+BadRows = Literal["refuse", "skip"]
+
+
+def open_table(
+    paths: str | Sequence[str],
+    *,
+    cache_dir: str | None = None,
+    use_shm: bool = False,
+    bad_rows: BadRows = "refuse",
+) -> RowTable:
+    """The rows of all files ``paths`` names, in that order.
+
+    Args:
+        paths: one or several of: a file (``.parquet``, ``.arrow``, ``.json``, ``.jsonl``, ``.csv``); a glob; a folder
+            of files of one format, or one that ``datasets`` saved; a remote path (``hdfs://``, ``s3://``, ``gs://``,
+            ...); a data set of the Hugging Face hub, ``owner/name``, ``owner/name:split`` or
+            ``owner/name:config:split``.
+        cache_dir: where copies of remote and of large files lie; None: ``~/.cache/verl/rlhf``.
+        use_shm: read copies in shared memory.
+        bad_rows: what to do with a line that is no record: raise, or leave it out and name it in ``table.skipped``.
+
+    Raises:
+        FileNotFoundError: nothing is there.
+        DataError: a file is not what its name says; or, with ``refuse``, a line of it is no record.
+    """
+    cache_dir = os.path.expanduser(cache_dir or CACHE_DIR)
+    named = [str(path) for path in ([paths] if isinstance(paths, str | os.PathLike) else paths)]
+    found = [one for path in named for one in resolve(path)]
+    return read_files(found, [localized(path, cache_dir, use_shm) for path in found], cache_dir, bad_rows)
+
+
+def localized(path: str, cache_dir: str | None = None, use_shm: bool = False) -> str:
+    """A local path that holds what one found by :func:`resolve` does; a data set of the hub stays as it is."""
+    if hub_parts(path) is not None or not (use_shm or is_non_local(path)):
+        return path
+    return copy_to_local(path, cache_dir=os.path.expanduser(cache_dir or CACHE_DIR), use_shm=use_shm)
+
+
+def read_files(
+    names: Sequence[str], local: Sequence[str], cache_dir: str | None = None, bad_rows: BadRows = "refuse"
+) -> RowTable:
+    """The rows of local files and of data sets of the hub, under the names they are called by in messages."""
+    tables = []
+    for name, path in zip(names, local, strict=True):
+        hub = hub_parts(path)
+        read = _hub_table(*hub, cache_dir or CACHE_DIR) if hub else read_file(path, cache_dir, bad_rows, name)
+        tables.append(read)
+    return RowTable.of(tables)
+
+
+def resolve(path: str) -> list[str]:
+    """The files that one entry of ``data.train_files`` names, sorted; a data set of the hub stays as it is.
+
+    Raises:
+        FileNotFoundError: nothing is there.
+        DataError: a glob or folder holds no data files, or such that hardly belong together.
+    """
+    if is_non_local(path):
+        return _resolve_remote(path)
+    if hub_parts(path) is not None:
+        return [path]
+    path = os.path.expanduser(path)
+    if os.path.isdir(path):
+        saved = saved_dataset_files(path)
+        return _in_folder(path, sorted(os.listdir(path))) if saved is None else saved
+    if not os.path.exists(path) and glob.has_magic(path):
+        found = sorted(one for one in glob.glob(path, recursive=True) if os.path.isfile(one))
+        if not found:
+            raise FileNotFoundError(f"Data files {path!r}{_relative(path)}: no file fits. Correct the pattern.")
+        return found
+    return [path]
+
+
+def _resolve_remote(path: str) -> list[str]:
+    if glob.has_magic(path):
+        found = list_remote(path)
+        if not found:
+            raise FileNotFoundError(f"Data files {path!r}: no file fits. Correct the pattern.")
+        return found
+    if Path(path).suffix.lower() in FORMATS:
+        return [path]
+    names = [os.path.basename(one) for one in list_remote(f"{path.rstrip('/')}/*")]
+    return _in_folder(path.rstrip("/"), names)
+
+
+def _in_folder(folder: str, names: Sequence[str]) -> list[str]:
+    """The data files among the names in a folder; they must be of one format and not of several splits."""
+    found = [name for name in names if Path(name).suffix.lower() in FORMATS and name[0] not in "._"]
+    formats = sorted({Path(name).suffix.lower() for name in found})
+    splits = sorted({split for name in found for split in re.split(r"[^a-z]+", Path(name).stem.lower())} & _SPLITS)
+    if not found:
+        what = f"no file ending in {', '.join(FORMATS)}"
+        raise DataError(f"Data folder {folder!r}{_relative(folder)} holds {what}. Name the folder of the files.")
+    if len(formats) > 1 or len(splits) > 1:
+        several = " and ".join(splits if len(splits) > 1 else formats)
+        shown = ", ".join(found[:4]) + (", ..." if len(found) > 4 else "")
+        raise DataError(
+            f"Data folder {folder!r} holds {several} files ({shown}), which would be read as one data set. "
+            f"Name the files wanted, or a glob: {folder}/*{formats[0]}."
+        )
+    return [f"{folder.rstrip('/')}/{name}" for name in found]
+
+
+def read_file(
+    path: str, cache_dir: str | None = None, bad_rows: BadRows = "refuse", name: str | None = None
+) -> FileTable:
+    """The rows of one local file, called ``name`` in messages. See :func:`open_table`."""
+    path = os.path.expanduser(path)
+    suffix = _checked_suffix(path)
+    cache_dir, name = cache_dir or CACHE_DIR, name or path
+    try:
+        if suffix == ".parquet":
+            return FileTable(read_parquet(path, cache_dir), name)
+        if suffix == ".arrow":
+            return FileTable(read_arrow(path), name)
+        return _read_text(path, suffix, cache_dir, bad_rows, name)
+    except DataError:
+        raise
+    except PermissionError as error:
+        raise DataError(f"{path} cannot be read: permission denied. Make it readable for this user.") from error
+    except (pa.ArrowException, ValueError, OSError) as error:
+        raise DataError(
+            f"{path} cannot be read as {FORMATS[suffix]}: {error}{_look(path, suffix)}. Write the file anew."
+        ) from error
+
+
+def _checked_suffix(path: str) -> str:
+    if not os.path.isfile(path):
+        what = "is a folder" if os.path.isdir(path) else "is no ordinary file" if os.path.exists(path) else None
+        hint = "" if hub_parts(path) is None else "; as a data set of the Hugging Face hub it is read by open_table"
+        raise FileNotFoundError(f"Data file {path!r}{_relative(path)} {what or 'does not exist'}{hint}.")
+    suffix = Path(path).suffix.lower()
+    if suffix not in FORMATS:
+        raise DataError(
+            f"{path} is of no known format: its name ends in {suffix or 'nothing'!r}. Name it by what it is, "
+            f"{', '.join(f'{end} ({name})' for end, name in FORMATS.items())}, or convert it{_look(path, suffix)}."
+        )
+    if os.path.getsize(path) == 0:
+        raise DataError(f"{path} is empty (0 bytes) where {FORMATS[suffix]} should be. Write the file anew.")
+    return suffix
+
+
+def _look(path: str, suffix: str) -> str:
+    """What the first bytes say a file is, if that is not what its name says."""
+    with open(path, "rb") as file:
+        start = file.read(8)
+    for mark, kind, ends in (
+        (b"PAR1", "parquet", ".parquet"),
+        (b"ARROW1", "an Arrow file", ".arrow"),
+        (b"\x1f\x8b", "compressed with gzip", ""),
+        (b"PK\x03\x04", "a zip archive", ""),
+        (b"version ", "a Git LFS pointer: the file itself was not downloaded (git lfs pull)", ""),
+    ):
+        if start.startswith(mark) and suffix != ends:
+            return f" (by its content it is {kind})"
+    return ""
+
+
+def _relative(path: str) -> str:
+    return "" if os.path.isabs(path) or is_non_local(path) else f" (relative to {os.getcwd()})"
+
+
+# text -------------------------------------------------------------------------------------------------------------
+
+
+def _read_text(path: str, suffix: str, cache_dir: str, bad_rows: BadRows, name: str) -> FileTable:
+    records = partial(csv_records, path) if suffix == ".csv" else partial(json_records, path, suffix)
+    reading = _Reading(name, FORMATS[suffix], records, bad_rows)
+    if os.path.getsize(path) <= IN_MEMORY:
+        return reading.result(table_in_memory(reading.rows()))
+    return reading.result(mapped_copy(path, cache_dir, lambda target: write_arrow(reading.rows(), target), bad_rows))
+
+
+class _Reading:
+    """The records of one file on their way to a table: which are rows, and what is to be said of the others."""
+
+    def __init__(self, path: str, kind: str, records: Callable[[], Iterator[Record]], bad_rows: BadRows):
+        self.path, self.kind, self.records, self.bad_rows = path, kind, records, bad_rows
+        self.skipped: list[tuple[int, BadRow]] = []
+        self.was_read = False
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        self.was_read = True
+        for number, record in enumerate(self.records()):
+            if record.row is not None:
+                yield record.row
+            elif self.bad_rows == "skip":
+                why = f"line {record.line}: {record.why}"
+                self.skipped.append((number, BadRow(f"{self.path}, row {number}", why)))
+            else:
+                raise DataError(
+                    f"{self.path} cannot be read as {self.kind}: line {record.line} (row {number}): {record.why}. "
+                    "Correct the line, or set data.bad_rows=skip to leave such rows out."
+                )
+
+    def result(self, table: pa.Table) -> FileTable:
+        if not self.was_read:  # the mapped copy was there; what it left out is found by reading once more
+            for _ in self.rows() if self.bad_rows == "skip" else ():
+                pass
+        if not self.skipped:
+            return FileTable(table, self.path)
+        left_out = [number for number, _ in self.skipped]
+        numbers = np.delete(np.arange(table.num_rows + len(left_out)), left_out)
+        return FileTable(table, self.path, numbers, tuple(row for _, row in self.skipped))
+
+
+# the hub ----------------------------------------------------------------------------------------------------------
+
+
+def hub_parts(path: str) -> tuple[str, str | None, str | None] | None:
+    """(name, config, split) of a data set of the Hugging Face hub; None: the path is of a file, there or not."""
+    found = _HUB_NAME.fullmatch(path)
+    if found is None or Path(found["name"]).suffix.lower() in FORMATS or os.path.exists(path) or path[0] in "./~":
+        return None
+    return found["name"], found["config"], found["split"]
+
+
+def _hub_table(name: str, config: str | None, split: str | None, cache_dir: str) -> FileTable:
+    """A data set of the hub, or of its cache on this machine, through ``datasets``."""
+    import datasets  # a second of CPU time
+
+    label = ":".join(filter(None, (name, config, split)))
+    try:
+        if split is None:
+            splits = datasets.get_dataset_split_names(name, config)
+            if len(splits) != 1:
+                raise DataError(
+                    f"{label} has the splits {', '.join(splits)}: say which, as {label}:{splits[0] if splits else 'x'}."
+                )
+            split = splits[0]
+        loaded = datasets.load_dataset(name, config, split=split, cache_dir=os.path.join(cache_dir, "hub"))
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        if isinstance(error, DataError):
+            raise
+        why = " ".join(str(error).split())[:300]
+        raise DataError(
+            f"{label} is no file here (looked from {os.getcwd()}), and as a data set of the Hugging Face hub it cannot "
+            f"be had: {type(error).__name__}: {why}. Check name, config and split (owner/name:config:split) and the "
+            "connection, or save it elsewhere with save_to_disk and name that folder."
+        ) from error
+    return FileTable(loaded.flatten_indices().data.table if loaded._indices else loaded.data.table, label)
