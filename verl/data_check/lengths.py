@@ -71,7 +71,6 @@ def measure(
         table, config["prompt_key"], reader, [positions[i] for i in looked_at], sizes[looked_at]
     )
     overlong = int((lengths > limit).sum() + (more > limit).sum())
-    # The longest come first, so the rest is settled when the last of those looked at fit.
     is_exact = len(looked_at) == len(doubtful)
     return _summary("tokens", lengths, np.concatenate([lengths, more]), overlong, is_exact, refused + refused_more)
 

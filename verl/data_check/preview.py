@@ -129,7 +129,7 @@ def _reader(config: Any, found: Preview) -> PromptReader | None:
         )
     except ValueError as error:
         found.warn(
-            f"Prompts are shown as they are in the file and counted in bytes, since no tokenizer is there: {error}"
+            f"There is no tokenizer, so prompts are shown as they stand and counted in bytes: {error}. Give model=DIR."
         )
         return None
     found.special_tokens = reader.special_tokens
@@ -192,9 +192,7 @@ def _length_findings(config: Any, found: Preview) -> None:
     if lengths.unit != "tokens" or not lengths.overlong:
         return
     how_many = f"{'' if lengths.is_overlong_exact else 'at least '}{lengths.overlong} of {len(found.rows.good)} prompts"
-    longer = (
-        f"{how_many} are longer than data.max_prompt_length={data.max_prompt_length} (the longest: {lengths.longest})"
-    )
+    longer = f"{how_many} exceed data.max_prompt_length={data.max_prompt_length} (the longest: {lengths.longest})"
     if data.filter_overlong_prompts:
         found.warn(f"{longer} and will be left out (data.filter_overlong_prompts=true).")
     elif data.truncation == "error":

@@ -81,18 +81,17 @@ def show(found: Preview, console: Console) -> None:
 
 
 def _files(found: Preview) -> Group:
-    table = Table("file", "rows", "columns", box=None, header_style="bold", pad_edge=False)
+    files = Table("file", "rows", box=None, header_style="bold", pad_edge=False)
+    kinds: dict[str, dict[str, None]] = {}
     for file in found.rows.files:
-        names = [f"{name}: {_kind(kind)}" for name, kind in file.columns.items()]
-        table.add_row(escape(file.path), str(file.rows), escape(", ".join(names)))
-    missing = [name for name, there in found.columns.items() if there == "none"]
-    partly = [name for name, there in found.columns.items() if there == "some"]
-    lines: list[Any] = [table]
-    if missing:
-        lines.append(Text(f"not there: {', '.join(missing)}", style="dim"))
-    if partly:
-        lines.append(Text(f"in some files only: {', '.join(partly)}", style="dim"))
-    return Group(*lines)
+        files.add_row(escape(file.path), str(file.rows))
+        for name, kind in file.columns.items():
+            kinds.setdefault(name, {})[_kind(kind)] = None
+    columns = Table("column", "type", "", box=None, header_style="bold", pad_edge=False)
+    for name in (*kinds, *(name for name, there in found.columns.items() if there == "none")):
+        there = {"none": "not there", "some": "in some files only"}.get(found.columns.get(name, ""), "")
+        columns.add_row(escape(name), escape(" or ".join(kinds.get(name, ()))), there)
+    return Group(files, columns)
 
 
 def _kind(kind: str) -> str:
@@ -130,9 +129,9 @@ def _rewards(found: Preview) -> Group:
         "data source",
         "rows",
         "scored",
-        "right answer",
+        "right",
         "garbage",
-        "another row's answer",
+        "other rows'",
         "right answers written as",
     )
     table = Table(*heads, box=None, header_style="bold", pad_edge=False)

@@ -80,12 +80,10 @@ class SourceScores:
             )
         elif not self.gold and not self.errors:
             warnings.append(f"{name}: the rows do not say what would be right, so only a wrong answer was scored.")
-        for kind, scores in (
-            ("an answer that says nothing", self.garbage),
-            ("the right answers of other rows", self.other),
-        ):
+        wrong = {"an answer that says nothing": self.garbage, "the right answer of another row": self.other}
+        for kind, scores in wrong.items():
             if scores and mean(scores) > LOW and self.constant is None:
-                warnings.append(f"{name}: {kind} score {mean(scores):.3f} on average.")
+                warnings.append(f"{name}: {kind} scores {mean(scores):.3f} on average.")
         return errors, warnings
 
 
