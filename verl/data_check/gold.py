@@ -39,7 +39,7 @@ def gold_responses(ground_truth: Any, extra_info: Any) -> dict[str, str]:
         text = info.get(name)
         if isinstance(text, str) and text.strip():
             found[f"extra_info.{name}"] = text
-            found |= {form.replace("answer", name, 1): FORMS[form](text) for form in _WRAPPED}
+            found |= {shown.format(name): FORMS[form](text) for form, shown in _WRAPPED.items()}
             if name == "canonical_solution" and isinstance(info.get("prompt"), str):
                 found["prompt + canonical_solution"] = FORMS["```python answer```"](info["prompt"] + text)
     for answer in _answers(ground_truth):
@@ -48,7 +48,12 @@ def gold_responses(ground_truth: Any, extra_info: Any) -> dict[str, str]:
     return found
 
 
-_WRAPPED = ("<answer>answer</answer>", "\\boxed{answer}", "```python answer```")
+_WRAPPED = {
+    "<answer>answer</answer>": "<answer>{}</answer>",
+    "\\boxed{answer}": "\\boxed{{{}}}",
+    "```python answer```": "```python {}```",
+}
+"""Forms that a worked solution may need, and what to call them of it."""
 
 
 def _answers(ground_truth: Any) -> Iterator[str]:

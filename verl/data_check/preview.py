@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from verl.data_check.lengths import Lengths, measure
-from verl.data_check.prompts import PromptReader, read_folder
+from verl.data_check.prompts import PromptReader, read_folder, template_marks
 from verl.data_check.rows import RowFacts, open_files, walk
 from verl.data_check.scoring import ScoredRow, SourceScores, reward_function, score_source
 from verl.utils.dataset.table import DataError, RowTable
@@ -107,7 +107,7 @@ def preview(config: Any, files: Sequence[str] | None = None, limits: Limits | No
     found = Preview(RowFacts())
     table = open_files(files, config.data, found.rows)
     reader = _reader(config, found)
-    walk(table, config.data, found.rows, reader.special_pattern() if reader else None)
+    walk(table, config.data, found.rows, template_marks(reader))
     _columns(config, table, found)
     _prompts(config, table, reader, found, limits)
     _row_findings(found)
@@ -173,8 +173,8 @@ def _prompts(config: Any, table: RowTable, reader: PromptReader | None, found: P
         found.prompts.append(Prompt(table.where(position), text, len(reader.encode([text])[0]) if reader else None))
     found.lengths = measure(table, data, reader, rows.good, np.array(rows.sizes), limits.tokens)
     for position, why in found.lengths.refused:
-        place = table.where(position)
-        rows.refuse(*place.rsplit(", row ", 1), why)
+        path, row = table.where(position).rsplit(", row ", 1)
+        rows.refuse(path, int(row), why)
     if reader and videos_or_images:
         found.warn(
             f"Prompts with {' or '.join(map(repr, videos_or_images))} are counted without the tokens these become: "
@@ -217,11 +217,11 @@ def _row_findings(found: Preview) -> None:
     if rows.num_duplicates:
         again, before = rows.first_duplicate
         found.warn(f"{rows.num_duplicates} prompts stood before; the first is {again}, the same as {before}.")
-    if rows.special:
-        token, count = rows.special.most_common(1)[0]
+    if rows.marks:
+        mark, count = rows.marks.most_common(1)[0]
         found.warn(
-            f"{count} prompts have the tokenizer's special token {token!r} written out: it becomes that token, inside "
-            "what the chat template adds. If the prompts went through a template already, take the text before that."
+            f"{count} prompts have {mark!r} written out, as chat templates write it: the run's own template is put "
+            "around that. If the prompts went through a template already, take the messages from before."
         )
 
 
@@ -242,10 +242,17 @@ def _rewards(config: Any, table: RowTable, found: Preview, limits: Limits) -> No
         scores = score_source(function, source, rows, found.rows.sources[source], limits.patience)
         found.scores.append(scores)
         errors, warnings = scores.problems()
-        for text in errors:
-            found.error(text)
-        for text in warnings:
-            found.warn(text)
+        if not scores.has_no_scorer:
+            for text in errors:
+                found.error(text)
+            for text in warnings:
+                found.warn(text)
+    if unknown := [scores.data_source for scores in found.scores if scores.has_no_scorer]:
+        shown = ", ".join(map(repr, unknown[:5])) + (", ..." if len(unknown) > 5 else "")
+        found.error(
+            f"There is no built-in scorer for {config.data.reward_fn_key}={shown}. Name a function of your own with "
+            "custom_reward_function.path, or correct the column."
+        )
 
 
 def _scored_row(table: RowTable, position: int, source: str) -> ScoredRow:

@@ -17,6 +17,9 @@ from typing import Any, NamedTuple
 
 from verl.utils.dataset.table import DataError
 
+_CHAT_MARKS = ("<|im_start|>", "<|start_header_id|>", "<start_of_turn>", "[INST]", "<｜User｜>", "<|user|>")
+"""How the templates of widespread models begin a turn."""
+
 _CONFIG, _TOKENIZER, _TEMPLATE = "tokenizer_config.json", "tokenizer.json", "chat_template.jinja"
 
 
@@ -56,10 +59,12 @@ class PromptReader(NamedTuple):
             roles = ", ".join(str(message.get("role")) for message in messages)
             raise DataError(f"the chat template refuses messages with the roles {roles}: {error}") from error
 
-    def special_pattern(self) -> re.Pattern[str] | None:
-        """Finds special tokens written out in a text; None if the tokenizer has none that could be told from words."""
-        names = [re.escape(name) for name in self.special_tokens if len(name) > 2 and not name.isalnum()]
-        return re.compile("|".join(sorted(names, key=len, reverse=True))) if names else None
+
+def template_marks(reader: PromptReader | None) -> re.Pattern[str]:
+    """Finds in a text what a chat template writes: special tokens, and marks of well-known templates."""
+    special = reader.special_tokens if reader else ()
+    names = {*_CHAT_MARKS, *(name for name in special if len(name) > 2 and not name.isalnum())}
+    return re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True))))
 
 
 def read_folder(

@@ -1,6 +1,6 @@
 """One pass over the rows of some files: which cannot be used and why, which prompts come up twice, how long they are.
 
-Knows columns and values; no tokenizer but for its special tokens, no rewards.
+Knows columns and values; no tokenizer, no rewards.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ class RowFacts:
     """Rows whose prompt (and images) stood before, in this file or another."""
     first_duplicate: tuple[str, str] | None = None
     """Where a prompt comes up again, and where it stood before."""
-    special: Counter = field(default_factory=Counter)
-    """Special token -> prompts that have it written out."""
+    marks: Counter = field(default_factory=Counter)
+    """What a chat template writes -> prompts that have it written out."""
 
     def refuse(self, file: str, row: int, why: str) -> None:
         self.num_bad += 1
@@ -98,12 +98,12 @@ def open_files(paths: Sequence[str], config: Mapping[str, Any], facts: RowFacts)
     return RowTable(tables, names)
 
 
-def walk(table: RowTable, config: Mapping[str, Any], facts: RowFacts, special: re.Pattern[str] | None) -> None:
+def walk(table: RowTable, config: Mapping[str, Any], facts: RowFacts, marks: re.Pattern[str]) -> None:
     """Look at every row, filling ``facts``.
 
     Args:
         config: the ``data`` section.
-        special: finds special tokens written out in a text.
+        marks: finds what a chat template writes.
     """
     prompt_key, source_key, image_key = config["prompt_key"], config["reward_fn_key"], config["image_key"]
     first_seen: dict[int, int] = {}
@@ -133,8 +133,7 @@ def walk(table: RowTable, config: Mapping[str, Any], facts: RowFacts, special: r
             text = _text(row[prompt_key])
             facts.good.append(position)
             facts.sizes.append(len(text.encode()))
-            if special is not None:
-                facts.special.update(set(special.findall(text)))
+            facts.marks.update(dict.fromkeys(marks.findall(text)).keys())
             key = hash((text, _image_key(row[image_key]))) if with_images else hash(text)
             before = first_seen.setdefault(key, position)
             if before != position:

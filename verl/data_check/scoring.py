@@ -58,6 +58,11 @@ class SourceScores:
     """Row and exception."""
 
     @property
+    def has_no_scorer(self) -> bool:
+        """Whether the built-in rules do not know the data source."""
+        return bool(self.errors) and "NotImplementedError" in self.errors[0]
+
+    @property
     def constant(self) -> float | None:
         """The only score there is, of right and wrong answers alike; None if they differ."""
         scores = {*self.gold, *self.garbage, *self.other}
