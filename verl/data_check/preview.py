@@ -27,7 +27,7 @@ class Limits:
 
     prompts: int = 3
     """Prompts that are shown."""
-    tokens: int | None = 2000
+    tokens: int | None = 1000
     """Prompts whose tokens are counted, evenly spread; None: all. Those that may be too long are always counted, up to
     this many."""
     scored: int = 64
@@ -173,8 +173,7 @@ def _prompts(config: Any, table: RowTable, reader: PromptReader | None, found: P
         found.prompts.append(Prompt(table.where(position), text, len(reader.encode([text])[0]) if reader else None))
     found.lengths = measure(table, data, reader, rows.good, np.array(rows.sizes), limits.tokens)
     for position, why in found.lengths.refused:
-        path, row = table.where(position).rsplit(", row ", 1)
-        rows.refuse(path, int(row), why)
+        rows.refuse(table.where(position), why)
     if reader and videos_or_images:
         found.warn(
             f"Prompts with {' or '.join(map(repr, videos_or_images))} are counted without the tokens these become: "

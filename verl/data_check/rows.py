@@ -12,10 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import pyarrow as pa
-
 from verl.utils.dataset.table import DataError, RowTable
-from verl.utils.dataset.vision_utils import open_image, placeholder_mismatch, uneven_image_rows
+from verl.utils.dataset.vision_utils import PLACEHOLDER, open_image, placeholder_mismatch
 from verl.utils.fs import copy_to_local
 
 _SLICE = 10_000
@@ -75,10 +73,12 @@ class RowFacts:
     marks: Counter = field(default_factory=Counter)
     """What a chat template writes -> prompts that have it written out."""
 
-    def refuse(self, file: str, row: int, why: str) -> None:
+    def refuse(self, where: str, why: str) -> None:
+        """Note a row that cannot be used; ``where`` is as ``RowTable.where`` says it."""
         self.num_bad += 1
         if len(self.bad) < _NAMED:
-            self.bad.append(RowProblem(file, row, why))
+            path, row = where.rsplit(", row ", 1)
+            self.bad.append(RowProblem(path, int(row), why))
 
 
 def open_files(paths: Sequence[str], config: Mapping[str, Any], facts: RowFacts) -> RowTable:
@@ -105,64 +105,58 @@ def walk(table: RowTable, config: Mapping[str, Any], facts: RowFacts, marks: re.
         config: the ``data`` section.
         marks: finds what a chat template writes.
     """
-    prompt_key, source_key, image_key = config["prompt_key"], config["reward_fn_key"], config["image_key"]
+    keys = [config[name] for name in ("prompt_key", "reward_fn_key", "image_key", "video_key")] + ["reward_model"]
     first_seen: dict[int, int] = {}
+    for position, row in _rows(table, [name for name in dict.fromkeys(keys) if name in table.column_names]):
+        problems = _problems(row, config)
+        source, goal = row.get(config["reward_fn_key"]), row.get("reward_model")
+        facts.sources[str(source)] += 1
+        if isinstance(goal, Mapping) and goal.get("ground_truth") is not None and source != "":
+            facts.rows_of.setdefault(str(source), []).append(position)
+        if problems:
+            facts.refuse(table.where(position), "; ".join(problems))
+            continue
+        text = prompt_text(row[config["prompt_key"]])
+        facts.good.append(position)
+        facts.sizes.append(len(text.encode()))
+        facts.marks.update(dict.fromkeys(marks.findall(text)).keys())
+        before = first_seen.setdefault(hash((text, _image_key(row.get(config["image_key"])))), position)
+        if before != position:
+            facts.num_duplicates += 1
+            facts.first_duplicate = facts.first_duplicate or (table.where(position), table.where(before))
+
+
+def _rows(table: RowTable, names: Sequence[str]) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Position and columns of every row, few rows at a time; a row of a file without a column has no such key."""
+    weight = sum(part.select([name for name in names if name in part.column_names]).nbytes for part in table.tables)
+    size = min(_SLICE, max(1, len(table) * _BYTES // max(weight, 1)))
     start = 0
-    for arrow, path in zip(table.tables, table.names, strict=True):
-        uneven = _uneven(arrow, path, prompt_key, image_key)
-        with_images = image_key in arrow.column_names
-        names = [name for name in (prompt_key, source_key, "reward_model", image_key) if name in arrow.column_names]
-        for number, row in enumerate(_rows(arrow.select(list(dict.fromkeys(names))))):
-            position = start + number
-            problems = [*_prompt_problems(row.get(prompt_key), prompt_key), *uneven.get(number, ())]
-            if with_images:
-                problems += _image_problems(row[image_key])
-            source = row.get(source_key)
-            facts.sources[str(source)] += 1
-            goal = row.get("reward_model")
-            if not isinstance(goal, Mapping) or goal.get("ground_truth") is None:
-                if "reward_model" in row:
-                    problems.append("reward_model has no ground_truth")
-            elif source_key in row and (source is None or source == ""):
-                problems.append(f"{source_key!r} is empty, so no scorer is chosen (data.reward_fn_key)")
-            else:
-                facts.rows_of.setdefault(str(source), []).append(position)
-            if problems:
-                facts.refuse(path, number, "; ".join(problems))
-                continue
-            text = _text(row[prompt_key])
-            facts.good.append(position)
-            facts.sizes.append(len(text.encode()))
-            facts.marks.update(dict.fromkeys(marks.findall(text)).keys())
-            key = hash((text, _image_key(row[image_key]))) if with_images else hash(text)
-            before = first_seen.setdefault(key, position)
-            if before != position:
-                facts.num_duplicates += 1
-                facts.first_duplicate = facts.first_duplicate or (table.where(position), table.where(before))
-        start += arrow.num_rows
+    for part in table.tables:
+        there = [name for name in names if name in part.column_names]
+        for begin in range(start, start + part.num_rows, size):
+            block = range(begin, min(begin + size, start + part.num_rows))
+            chosen = table.select(block)
+            columns = [chosen.column(name) for name in there]
+            for position, values in zip(block, zip(*columns, strict=True), strict=bool(there)):
+                yield position, dict(zip(there, values, strict=True))
+        start += part.num_rows
 
 
-def _rows(table: pa.Table) -> Iterator[dict[str, Any]]:
-    size = min(_SLICE, max(1, table.num_rows * _BYTES // max(table.nbytes, 1)))
-    for begin in range(0, table.num_rows, size):
-        yield from table.slice(begin, size).to_pylist()
-
-
-def _uneven(table: pa.Table, path: str, prompt_key: str, image_key: str) -> dict[int, list[str]]:
-    """Rows whose image placeholders and images differ in number."""
-    if prompt_key not in table.column_names or image_key not in table.column_names or not table.num_rows:
-        return {}
-    if not _holds_text(table.schema.field(prompt_key).type):
-        return {}
-    found = uneven_image_rows(table[prompt_key], table[image_key])
-    return {row: [placeholder_mismatch("", shown, held, image_key).removeprefix(": ")] for row, shown, held in found}
-
-
-def _holds_text(kind: pa.DataType) -> bool:
-    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
-        inner = kind.value_type
-        return pa.types.is_struct(inner) and inner.get_field_index("content") >= 0
-    return pa.types.is_string(kind) or pa.types.is_large_string(kind)
+def _problems(row: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
+    """Why a run could not use a row; nothing of columns that its file does not have."""
+    found = []
+    prompt_key, source_key, image_key = config["prompt_key"], config["reward_fn_key"], config["image_key"]
+    if prompt_key not in row:
+        return [f"no column {prompt_key!r}"]
+    found += _prompt_problems(row[prompt_key], prompt_key)
+    goal = row.get("reward_model")
+    if "reward_model" in row and not (isinstance(goal, Mapping) and goal.get("ground_truth") is not None):
+        found.append("reward_model has no ground_truth")
+    if source_key in row and row[source_key] in (None, ""):
+        found.append(f"{source_key!r} is empty, so no scorer is chosen (data.reward_fn_key)")
+    if image_key in row and not found:
+        found += _image_problems(row[prompt_key], row[image_key], image_key)
+    return found
 
 
 def _prompt_problems(prompt: Any, key: str) -> Iterator[str]:
@@ -182,7 +176,7 @@ def _prompt_problems(prompt: Any, key: str) -> Iterator[str]:
         yield f"{key!r} is a {type(prompt).__name__}, neither a text nor a list of {{role, content}} messages"
 
 
-def _text(prompt: str | list[Mapping[str, Any]]) -> str:
+def prompt_text(prompt: str | Sequence[Mapping[str, Any]]) -> str:
     """All that a prompt says, in one text."""
     if isinstance(prompt, str):
         return prompt
@@ -190,22 +184,28 @@ def _text(prompt: str | list[Mapping[str, Any]]) -> str:
     return "\n".join(text if isinstance(text, str) else json.dumps(text, default=str) for text in contents)
 
 
-def _image_problems(images: Any) -> list[str]:
-    """What is wrong with the first image of a row that cannot be opened; its pixels are not read."""
-    for number, image in enumerate(_listed(images)):
+def _image_problems(prompt: Any, images: Any, key: str) -> Iterator[str]:
+    """Placeholders that differ in number from the images, or the first image that cannot be opened."""
+    held, shown = _listed(images), prompt_text(prompt).count(PLACEHOLDER)
+    if shown != len(held) and not _has_parts(prompt):
+        yield placeholder_mismatch("", shown, len(held), key).removeprefix(": ")
+    for number, image in enumerate(held):
         try:
             open_image(image)
         except ValueError as error:
-            return [f"image {number}: {error}"]
-    return []
+            yield f"image {number}: {error}"
+            return
+
+
+def _has_parts(prompt: Any) -> bool:
+    """Whether some message shows its images as parts instead of placeholders."""
+    return not isinstance(prompt, str) and any(not isinstance(message.get("content"), str) for message in prompt)
 
 
 def _image_key(images: Any) -> tuple:
     """Equal for equal images."""
-    return tuple(
-        image.get("bytes") or image.get("path") if isinstance(image, Mapping) else str(image)
-        for image in _listed(images)
-    )
+    held = (image if isinstance(image, Mapping) else {"path": image} for image in _listed(images))
+    return tuple(image.get("bytes") or str(image.get("path")) for image in held)
 
 
 def _listed(value: Any) -> list[Any]:
