@@ -171,7 +171,8 @@ def test_images_that_do_not_fit_their_prompt_are_refused(rollout, processor):
             rollout.generate([Request(request.prompt_ids, GREEDY, media={"image": images})], 1)
     with pytest.raises(ValueError, match="1 placeholder tokens 102 and 0 images. Give its images along"):
         rollout.generate([Request(request.prompt_ids, GREEDY)], 1)
-    with pytest.raises(ValueError, match="media of kind video"):
+    is_hf = type(rollout).__name__ == "HFRollout"
+    with pytest.raises(ValueError, match="1 placeholder tokens and 0 images" if is_hf else "media of kind video"):
         rollout.generate([Request(request.prompt_ids, GREEDY, media={"video": []})], 1)
 
 
