@@ -86,7 +86,7 @@ def greedy_text(model, processor, count=12):
 def log_probs_of(model, processor, prompt, tokens, temperature=1.0):
     inputs = asked(processor, *prompt)[1]
     ids = torch.cat([inputs["input_ids"], torch.tensor([tokens])], 1)
-    seen = {name: inputs[name] for name in ("pixel_values", "image_grid_thw") if name in inputs}
+    seen = {k: v for k, v in inputs.items() if k not in ("input_ids", "attention_mask", "mm_token_type_ids")}
     model.base_model.rope_deltas = None
     kinds = token_kinds(model.config, ids).int()
     with torch.no_grad():
