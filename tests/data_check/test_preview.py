@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from tests.data_check.files import row, sums, write
-from tests.support.images import image_row, picture
+from tests.support.images import SHOWN, image_dataset, image_row, make_tiny_vl_model, picture, video_row
 from verl.config.ppo import PPOConfig
 from verl.data_check.command import read_options
 from verl.data_check.preview import Limits, preview
@@ -159,6 +159,27 @@ def test_images_are_opened_and_counted_against_their_placeholders(model, tmp_pat
     ] or [bad.row for bad in found.rows.bad] == [1, 3]
     assert "placeholders" in found.rows.bad[0].why and "cannot be read" in found.rows.bad[1].why
     assert found.rows.num_duplicates == 1
+
+
+def test_tokens_of_images_and_videos_are_counted_as_the_dataset_counts_them(tmp_path):
+    seeing = make_tiny_vl_model(tmp_path / "model")
+    path = write(tmp_path, [video_row(*shown) for shown in SHOWN])
+    found = look(seeing, path, "data.max_prompt_length=50")
+    dataset = image_dataset(seeing, path, max_prompt_length=96)
+    lengths = [int(dataset[i]["attention_mask"].sum()) for i in range(len(SHOWN))]
+    assert (found.lengths.shortest, found.lengths.longest) == (min(lengths), max(lengths))
+    assert found.lengths.overlong == sum(length > 50 for length in lengths) > 0
+    assert found.prompts[0].tokens == lengths[0] and "<|video_pad|>" in found.prompts[0].text
+
+
+def test_a_first_prompt_that_the_template_refuses_does_not_hide_the_others(model, tmp_path):
+    template = "{% if messages|length > 1 %}{{ raise_exception('one turn only') }}{% endif %}{{ messages[0].content }}"
+    two = row(prompt=[{"role": "user", "content": "a"}, {"role": "user", "content": "b"}])
+    given = f"actor_rollout_ref.model.custom_chat_template={template!r}"
+    found = look(model, write(tmp_path, [two, *sums(3)]), given)
+    assert [bad.row for bad in found.rows.bad] == [0] and found.lengths.counted == 3 and len(found.prompts) == 2
+    found = look(model, write(tmp_path, [two]), given)
+    assert found.lengths is None and "1 of 1 rows cannot be used" in texts(found, "error")[0]
 
 
 def test_json_lines_and_sources_are_scored_apart(model, tmp_path):

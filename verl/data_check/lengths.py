@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
-from verl.data_check.prompts import PromptReader
-from verl.utils.dataset.table import DataError, RowTable
+from verl.data_check.rendering import Prompts
+from verl.utils.dataset.table import DataError
 
 _BLOCK = 1000
 """Prompts read and encoded at a time."""
@@ -33,72 +32,61 @@ class Lengths:
     overlong: int
     """Prompts over ``data.max_prompt_length``."""
     is_overlong_exact: bool
-    refused: list[tuple[int, str]]
-    """Positions of prompts that the chat template refuses, and why."""
+    """Whether every prompt that may be too long was counted."""
 
 
 def measure(
-    table: RowTable,
-    config: Mapping[str, Any],
-    reader: PromptReader | None,
-    positions: Sequence[int],
-    sizes: np.ndarray,
-    wanted: int | None,
-) -> Lengths:
-    """Lengths of the prompts at ``positions``.
+    prompts: Prompts, limit: int, positions: Sequence[int], sizes: np.ndarray, wanted: int | None
+) -> tuple[Lengths | None, list[tuple[int, str]]]:
+    """Lengths of the prompts at ``positions``; then positions of those that the chat template refuses, and why.
 
     Args:
-        config: the ``data`` section.
-        reader: None: their ``sizes`` are taken instead.
+        limit: ``data.max_prompt_length``.
         sizes: bytes of each prompt's text, in the order of ``positions``.
         wanted: prompts to count, evenly spread, and how many that may be too long beside these; None: all.
     """
-    limit = config["max_prompt_length"]
-    if reader is None:
-        return _summary("bytes", sizes, sizes, 0, True, [])
     count = len(positions)
     chosen = np.arange(count) if wanted is None or count <= wanted else np.arange(wanted) * count // wanted
-    lengths, overhead, refused = _encode(
-        table, config["prompt_key"], reader, [positions[i] for i in chosen], sizes[chosen]
-    )
-    is_chosen = np.zeros(count, bool)
-    is_chosen[chosen] = True
-    # A token is at least one byte of text, so only prompts of more bytes than tokens allowed can be too long.
-    doubtful = np.flatnonzero(~is_chosen & (sizes + overhead > limit))
+    lengths, overhead, refused = _count(prompts, [positions[i] for i in chosen], sizes[chosen])
+    is_doubtful = np.ones(count, bool)
+    is_doubtful[chosen] = False
+    if not prompts.keys:
+        # A token is at least one byte of text, so only prompts of more bytes than tokens allowed can be too long.
+        is_doubtful &= sizes + overhead > limit
+    doubtful = np.flatnonzero(is_doubtful)
     doubtful = doubtful[np.argsort(-sizes[doubtful], kind="stable")]
     looked_at = doubtful if wanted is None else doubtful[:wanted]
-    more, _, refused_more = _encode(
-        table, config["prompt_key"], reader, [positions[i] for i in looked_at], sizes[looked_at]
-    )
+    more, _, refused_more = _count(prompts, [positions[i] for i in looked_at], sizes[looked_at])
+    refused += refused_more
+    if not len(lengths):
+        return None, refused
     overlong = int((lengths > limit).sum() + (more > limit).sum())
     is_exact = len(looked_at) == len(doubtful)
-    return _summary("tokens", lengths, np.concatenate([lengths, more]), overlong, is_exact, refused + refused_more)
+    return _summary("tokens", lengths, int(max(lengths.max(), more.max(initial=0))), overlong, is_exact), refused
 
 
-def _encode(
-    table: RowTable, key: str, reader: PromptReader, positions: Sequence[int], sizes: np.ndarray
+def in_bytes(sizes: np.ndarray) -> Lengths:
+    """Lengths where there is no tokenizer."""
+    return _summary("bytes", sizes, int(sizes.max()), 0, True)
+
+
+def _count(
+    prompts: Prompts, positions: Sequence[int], sizes: np.ndarray
 ) -> tuple[np.ndarray, int, list[tuple[int, str]]]:
-    """Tokens of each prompt, the most bytes a template adds, and the prompts it refuses (counted as empty)."""
-    lengths = np.zeros(len(positions), np.int64)
+    """Tokens of the prompts that can be rendered, the most bytes a template adds to one, and the others with why."""
+    lengths: list[int] = []
     overhead, refused = 0, []
     for begin in range(0, len(positions), _BLOCK):
         part = positions[begin : begin + _BLOCK]
-        texts = []
-        for number, (position, prompt) in enumerate(zip(part, table.select(part).column(key), strict=True)):
-            try:
-                text = reader.text(prompt)
-            except DataError as error:
-                refused.append((position, str(error)))
-                text = ""
-            overhead = max(overhead, len(text.encode()) - int(sizes[begin + number]))
-            texts.append(text)
-        lengths[begin : begin + len(part)] = [len(ids) for ids in reader.encode(texts)]
-    return lengths, overhead, refused
+        texts = prompts.texts(part)
+        refused += [(place, str(text)) for place, text in zip(part, texts, strict=True) if isinstance(text, DataError)]
+        good = [i for i, text in enumerate(texts) if isinstance(text, str)]
+        overhead = max([overhead, *(len(texts[i].encode()) - int(sizes[begin + i]) for i in good)])
+        lengths += prompts.lengths([part[i] for i in good], [texts[i] for i in good])
+    return np.array(lengths, np.int64), overhead, refused
 
 
-def _summary(
-    unit: str, lengths: np.ndarray, all_lengths: np.ndarray, overlong: int, is_exact: bool, refused: list
-) -> Lengths:
+def _summary(unit: str, lengths: np.ndarray, longest: int, overlong: int, is_exact: bool) -> Lengths:
     edges = _edges(int(lengths.min()), int(lengths.max()))
     counts, _ = np.histogram(lengths, edges)
     return Lengths(
@@ -108,11 +96,10 @@ def _summary(
         float(np.median(lengths)),
         float(lengths.mean()),
         float(np.percentile(lengths, 95)),
-        int(all_lengths.max()),
+        longest,
         [(int(a), int(b), int(n)) for a, b, n in zip(edges[:-1], edges[1:], counts, strict=True)],
         overlong,
         is_exact,
-        refused,
     )
 
 

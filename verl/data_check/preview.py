@@ -12,8 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from verl.data_check.lengths import Lengths, measure
+from verl.data_check.lengths import Lengths, in_bytes, measure
 from verl.data_check.prompts import PromptReader, read_folder, template_marks
+from verl.data_check.rendering import Prompts, processor_of
 from verl.data_check.rows import RowFacts, open_files, walk
 from verl.data_check.scoring import ScoredRow, SourceScores, reward_function, score_source
 from verl.utils.dataset.table import DataError, RowTable
@@ -162,24 +163,38 @@ def _prompts(config: Any, table: RowTable, reader: PromptReader | None, found: P
     data, rows = config.data, found.rows
     if not rows.good:
         return
-    videos_or_images = [name for name in (data.image_key, data.video_key) if found.columns[name] != "none"]
-    for position in rows.good[: limits.prompts]:
-        prompt = table[position][data.prompt_key]
-        try:
-            text = reader.text(prompt) if reader else _plain(prompt)
-        except DataError as error:
-            found.error(f"{table.where(position)}: {error}.")
-            return
-        found.prompts.append(Prompt(table.where(position), text, len(reader.encode([text])[0]) if reader else None))
-    found.lengths = measure(table, data, reader, rows.good, np.array(rows.sizes), limits.tokens)
-    for position, why in found.lengths.refused:
-        rows.refuse(table.where(position), why)
-    if reader and videos_or_images:
-        found.warn(
-            f"Prompts with {' or '.join(map(repr, videos_or_images))} are counted without the tokens these become: "
-            "leave room for them in data.max_prompt_length."
+    shown = rows.good[: limits.prompts]
+    if reader is None:
+        for position, prompt in zip(shown, table.select(shown).column(data.prompt_key), strict=True):
+            found.prompts.append(Prompt(table.where(position), _plain(prompt), None))
+        found.lengths = in_bytes(np.array(rows.sizes))
+        return
+    prompts = Prompts(table, data, reader, _processor(config, found))
+    try:
+        for position, text in zip(shown, prompts.texts(shown), strict=True):
+            if isinstance(text, str):
+                found.prompts.append(Prompt(table.where(position), text, prompts.lengths([position], [text])[0]))
+        found.lengths, refused = measure(
+            prompts, data.max_prompt_length, rows.good, np.array(rows.sizes), limits.tokens
         )
+    except DataError as error:
+        found.error(f"{error}.")
+        return
+    for position, why in refused:
+        rows.refuse(table.where(position), why)
     _length_findings(config, found)
+
+
+def _processor(config: Any, found: Preview) -> Any:
+    """The model's processor, where rows show something; a finding if it has none."""
+    data, model = config.data, config.actor_rollout_ref.model
+    columns = [name for name in (data.image_key, data.video_key) if found.columns[name] != "none"]
+    if not columns:
+        return None
+    shown = processor_of(model.path, model.trust_remote_code)
+    if shown is None:
+        found.warn(f"The model reads text only: {' and '.join(map(repr, columns))} are not shown to it, nor counted.")
+    return shown
 
 
 def _plain(prompt: Any) -> str:
@@ -188,7 +203,7 @@ def _plain(prompt: Any) -> str:
 
 def _length_findings(config: Any, found: Preview) -> None:
     data, lengths = config.data, found.lengths
-    if lengths.unit != "tokens" or not lengths.overlong:
+    if lengths is None or not lengths.overlong:
         return
     how_many = f"{'' if lengths.is_overlong_exact else 'at least '}{lengths.overlong} of {len(found.rows.good)} prompts"
     longer = f"{how_many} exceed data.max_prompt_length={data.max_prompt_length} (the longest: {lengths.longest})"

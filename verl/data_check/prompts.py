@@ -104,6 +104,12 @@ def read_folder(
     return PromptReader(encode, template, variables | kwargs, tuple(dict.fromkeys(special)))
 
 
+def has_processor(name_or_path: str) -> bool:
+    """Whether a model folder or hub id has a processor of images."""
+    path = os.path.expanduser(name_or_path)
+    return any(_find(path, name) for name in ("processor_config.json", "preprocessor_config.json"))
+
+
 def _through_transformers(
     path: str, custom_template: str | None, kwargs: dict[str, Any], trust_remote_code: bool
 ) -> PromptReader:

@@ -56,11 +56,8 @@ class SourceScores:
     """Rows whose right answer did not score high."""
     errors: list[str] = field(default_factory=list)
     """Row and exception."""
-
-    @property
-    def has_no_scorer(self) -> bool:
-        """Whether the built-in rules do not know the data source."""
-        return bool(self.errors) and "NotImplementedError" in self.errors[0]
+    has_no_scorer: bool = False
+    """Whether the built-in rules do not know the data source."""
 
     @property
     def constant(self) -> float | None:
@@ -173,6 +170,7 @@ def _score(function: Callable, source: str, rows: Sequence[ScoredRow], count: in
                 )
             )
         except (Exception, SystemExit) as error:
+            found.has_no_scorer |= isinstance(error, NotImplementedError)
             text = " ".join(str(error).split())
             found.errors.append(f"{row.where}: {type(error).__name__}: {excerpt(text)}")
             return None
