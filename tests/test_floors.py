@@ -11,6 +11,7 @@ FLOORS = {  # the longest prefix decides
     "verl.model_merger": 7,
     "verl.trainer": 6,
     "verl.agent_loop": 5,
+    "verl.data_check": 5,
     "verl.workers": 5,
     "verl.workers.engine": 3,
     "verl.workers.rollout": 3,

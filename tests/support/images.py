@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import re
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -11,12 +13,24 @@ from PIL import Image
 
 from verl.protocol import DataProto
 from verl.utils.dataset.rl_dataset import RLHFDataset, collate_fn
+from verl.utils.dataset.video_utils import Video
 from verl.utils.tiny_vl_model import make_tiny_vl_model
 from verl.utils.tokenizer import hf_processor, hf_tokenizer
 from verl.workers.rollout.assemble import assemble
 from verl.workers.rollout.base import Completion
 
-__all__ = ["MIXED", "asked", "image_dataset", "image_row", "make_batch", "make_tiny_vl_model", "picture"]
+__all__ = [
+    "MIXED",
+    "SHOWN",
+    "asked",
+    "film",
+    "video_row",
+    "image_dataset",
+    "image_row",
+    "make_batch",
+    "make_tiny_vl_model",
+    "picture",
+]
 
 
 def picture(width: int = 56, height: int = 56, seed: int = 0) -> Image.Image:
@@ -42,6 +56,28 @@ MIXED = [
 """(text, images) of prompts with none, one and two images of many sizes."""
 
 
+SHOWN = [
+    ("<video>What is it?", [], [(5, 56, 84, 4.0, 11)]),
+    ("Nothing to see.", [], []),
+    ("<image> and <video> and <image>", [picture(seed=12), picture(28, 84, 13)], [(2, 28, 28, 1.0, 14)]),
+    ("<video><video>", [], [(4, 56, 56, 2.0, 15), (1, 28, 56, 2.0, 16)]),
+    ("<image>What is it?", [picture(56, 56, 17)], []),
+]
+"""(text, images, videos) of prompts; a video is (frames, width, height, frames a second, seed)."""
+
+
+def film(count: int, width: int, height: int, fps: float, seed: int) -> Video:
+    """A video of coloured noise."""
+    return Video(tuple(picture(width, height, 100 * seed + number) for number in range(count)), fps)
+
+
+def video_row(text: str, images: list[Image.Image], videos: list[tuple], index: int = 0) -> dict[str, Any]:
+    """A row whose videos are stored as frames."""
+    held = [film(*facts) for facts in videos]
+    stored = [{"frames": [png(frame) for frame in video.frames], "fps": video.fps} for video in held]
+    return image_row(text, images, index, videos=stored)
+
+
 def image_row(text: str, images: list[Image.Image] | None, index: int = 0, **columns: Any) -> dict[str, Any]:
     return {
         "data_source": "brightness",
@@ -58,14 +94,22 @@ def image_dataset(folder: str, path: str, **config: Any) -> RLHFDataset:
     return RLHFDataset(path, hf_tokenizer(folder), {"max_prompt_length": 64, **config}, hf_processor(folder))
 
 
-def asked(processor: Any, text: str, images: list[Image.Image]) -> tuple[str, dict[str, Any]]:
+def asked(
+    processor: Any, text: str, images: list[Image.Image], videos: Sequence[tuple] = ()
+) -> tuple[str, dict[str, Any]]:
     """The prompt as the chat template renders it, and what transformers' processor makes of it: the oracle."""
-    parts: list[dict[str, Any]] = []
-    for number, piece in enumerate(text.split("<image>")):
-        parts += [{"type": "image"}] * (number > 0) + ([{"type": "text", "text": piece}] if piece else [])
+    kinds = {"<image>": "image", "<video>": "video"}
+    pieces = [piece for piece in re.split("(<image>|<video>)", text) if piece]
+    parts = [{"type": kinds[piece]} if piece in kinds else {"type": "text", "text": piece} for piece in pieces]
     message = [{"role": "user", "content": parts}]
     rendered = processor.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
-    return rendered, dict(processor(text=[rendered], images=images or None, return_tensors="pt"))
+    shown: dict[str, Any] = {"images": images or None}
+    if videos:
+        films = [film(*facts) for facts in videos]
+        facts = [{"fps": one.fps, "total_num_frames": len(one.frames)} for one in films]
+        shown |= {"videos": [list(one.frames) for one in films], "do_sample_frames": False}
+        shown["video_metadata"] = [{**fact, "frames_indices": list(range(fact["total_num_frames"]))} for fact in facts]
+    return rendered, dict(processor(text=[rendered], return_tensors="pt", **shown))
 
 
 def make_batch(dataset: RLHFDataset, response_width: int = 8, seed: int = 0) -> DataProto:

@@ -121,7 +121,9 @@ class DataConfig(Config):
     vision-language model."""
 
     video_key: str = "videos"
-    """Column of videos; rows that have some are refused."""
+    """Column of videos, each a list of frames as of ``image_key``, {frames, fps}, or a video file as {bytes} or {path};
+    a message shows them where it says ``<video>``, in order. Needs a Qwen2-VL or Qwen2.5-VL model and
+    ``rollout.name=hf``, ``rollout.mode=sync``."""
 
     trust_remote_code: bool = False
     """Let the tokenizer run Python code that comes with the model folder."""

@@ -19,6 +19,9 @@ from torch.nn.utils.rnn import pad_sequence
 from verl.models.packing import Packing
 
 _MODALITY_TOKEN = re.compile(r"(image|video|audio|vision|boi|eoi)_?(start|end|begin)?_token_(id|index)")
+VISION_INPUTS = {"image": ("pixel_values", "image_grid_thw"), "video": ("pixel_values_videos", "video_grid_thw")}
+"""Kind of what is shown -> names of its pixels and of their grid."""
+_OF_VIDEOS = {*VISION_INPUTS["video"], "second_per_grid_ts"}
 _KIND_OF = {1: ("image_token_id", "image_token_index"), 2: ("video_token_id", "video_token_index")}
 
 
@@ -100,6 +103,7 @@ def vision_positions(
         "mm_token_type_ids": token_kinds(model.config, input_ids),
         "image_grid_thw": inputs.get("image_grid_thw"),
         "video_grid_thw": inputs.get("video_grid_thw"),
+        "second_per_grid_ts": inputs.get("second_per_grid_ts"),
         "attention_mask": mask,
     }
     known = _arguments(type(base))
@@ -130,8 +134,11 @@ def _arguments(model_class: type) -> frozenset[str]:
     return frozenset(inspect.signature(model_class.get_rope_index).parameters)
 
 
-def smallest_image(config: Any) -> dict[str, Tensor]:
-    """The tensors of a black image of one token, to walk through the vision tower where no row has an image.
+def smallest_shown(config: Any, kind: str) -> dict[str, Tensor]:
+    """The tensors of a black image (or video) of one token, to walk through the vision tower where no row has one.
+
+    Args:
+        kind: ``image`` or ``video``.
 
     Raises:
         ValueError: the family's image tensors are not known here.
@@ -146,15 +153,24 @@ def smallest_image(config: Any) -> dict[str, Tensor]:
         )
     merge, time, patch = sizes
     channels = getattr(vision, "in_channels", None) or getattr(vision, "in_chans", 3)
+    pixels, grid = VISION_INPUTS[kind]
     return {
-        "pixel_values": torch.zeros(merge * merge, channels * time * patch * patch),
-        "image_grid_thw": torch.tensor([[1, merge, merge]]),
+        pixels: torch.zeros(merge * merge, channels * time * patch * patch),
+        grid: torch.tensor([[1, merge, merge]]),
     }
 
 
-def image_token(config: Any) -> int:
-    """The token that stands for a piece of an image."""
-    return next(getattr(config, name) for name in _KIND_OF[1] if getattr(config, name, None) is not None)
+def image_token(config: Any, kind: str = "image") -> int | None:
+    """The token that stands for a piece of an image (or of a video); None if the model knows no such kind."""
+    names = _KIND_OF[1 if kind == "image" else 2]
+    return next((getattr(config, name) for name in names if getattr(config, name, None) is not None), None)
+
+
+def kinds_shown(rows: Sequence[Mapping[str, Tensor] | None]) -> tuple[bool, bool]:
+    """Whether some row has images, and whether some has videos; inputs of an unknown form count as images."""
+    filled = [row for row in rows if row]
+    videos = any(VISION_INPUTS["video"][0] in row for row in filled)
+    return any(not row.keys() <= _OF_VIDEOS for row in filled), videos
 
 
 def check_placeholders(config: Any, ids: Sequence[Tensor], rows: Sequence[Mapping[str, Tensor] | None]) -> None:
@@ -163,17 +179,20 @@ def check_placeholders(config: Any, ids: Sequence[Tensor], rows: Sequence[Mappin
     Raises:
         ValueError: names the row.
     """
-    token, merge = image_token(config), getattr(config.vision_config, "spatial_merge_size", None)
+    merge = getattr(config.vision_config, "spatial_merge_size", None)
+    tokens = {kind: token for kind in VISION_INPUTS if (token := image_token(config, kind)) is not None}
     for number, (row_ids, inputs) in enumerate(zip(ids, rows, strict=True)):
-        shown = int((row_ids == token).sum())
-        grid = inputs.get("image_grid_thw") if inputs else None
-        if grid is not None and merge:
-            held = int(torch.as_tensor(grid).prod(-1).sum()) // merge**2
-        else:
-            held = shown if inputs else 0
-        if shown != held:
-            raise ValueError(
-                f"row {number} has {shown} image tokens and its images make {held} features. A response must not hold "
-                "the model's image tokens, and the column multi_modal_inputs must travel with its rows "
-                "(data.return_multi_modal_inputs)."
-            )
+        has_grid = merge and any(grid in (inputs or ()) for _, grid in VISION_INPUTS.values())
+        for kind, token in tokens.items():
+            shown = int((row_ids == token).sum())
+            grid = (inputs or {}).get(VISION_INPUTS[kind][1])
+            if has_grid:
+                held = 0 if grid is None else int(torch.as_tensor(grid).prod(-1).sum()) // merge**2
+            else:
+                held = shown if inputs else 0
+            if shown != held:
+                raise ValueError(
+                    f"row {number} has {shown} {kind} tokens and its {kind}s make {held} features. A response must not "
+                    f"hold the model's {kind} tokens, and the column multi_modal_inputs must travel with its rows "
+                    "(data.return_multi_modal_inputs)."
+                )

@@ -21,6 +21,7 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
     "{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}"
     "{% if part['type'] == 'image' %}{{ '<|vision_start|><|image_pad|><|vision_end|>' }}"
+    "{% elif part['type'] == 'video' %}{{ '<|vision_start|><|video_pad|><|vision_end|>' }}"
     "{% elif 'text' in part %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}{{ '<|im_end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
@@ -42,7 +43,8 @@ def make_tiny_vl_model(
 
     Args:
         seed: the same seed gives the same weights.
-        max_image_tokens: larger images are scaled down to so many tokens; a token stands for 28 x 28 pixels.
+        max_image_tokens: larger images, and pairs of frames of a video, are scaled down to so many tokens; a token
+            stands for 28 x 28 pixels.
         text_overrides: further entries of the language model's config.
 
     Returns:
@@ -93,8 +95,9 @@ def _processor(max_image_tokens: int) -> Any:
     tokenizer.add_special_tokens({"additional_special_tokens": list(VISION_TOKENS)})
     tokenizer.chat_template = CHAT_TEMPLATE
     pixels = VISION_SIZE["patch_size"] ** 2 * 4  # two by two patches make a token
-    images = Qwen2VLImageProcessor(size={"shortest_edge": pixels, "longest_edge": pixels * max_image_tokens})
-    return Qwen2_5_VLProcessor(images, tokenizer, Qwen2VLVideoProcessor(), chat_template=CHAT_TEMPLATE)
+    size = {"shortest_edge": pixels, "longest_edge": pixels * max_image_tokens}
+    videos = Qwen2VLVideoProcessor(size=size, cap_pixels_per_frame=False)
+    return Qwen2_5_VLProcessor(Qwen2VLImageProcessor(size=size), tokenizer, videos, chat_template=CHAT_TEMPLATE)
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Image tensors made in the worker, where the data set was told not to make them (data.return_multi_modal_inputs)."""
+"""Tensors of images and videos made in the worker, where the data set was told not to (return_multi_modal_inputs)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from verl.protocol import DataProto
-from verl.utils.dataset.vision_utils import image_inputs
+from verl.utils.dataset.video_utils import media_inputs
 from verl.utils.tokenizer import hf_processor
 
 MADE, RAW = "multi_modal_inputs", "multi_modal_data"
@@ -36,7 +36,7 @@ class ImageInputs:
         made: dict[int, dict[str, Any]] = {}
         for row in rows:
             if row and id(row) not in made:  # the responses to one prompt share their images
-                made[id(row)] = image_inputs(self._processor, row["image"])
+                made[id(row)] = media_inputs(self._processor, row)
         data = data.select()
         data.non_tensor_batch[MADE] = np.fromiter((made.get(id(row), {}) for row in rows), object, len(rows))
         return data

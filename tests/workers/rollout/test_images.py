@@ -86,7 +86,7 @@ def greedy_text(model, processor, count=12):
 def log_probs_of(model, processor, prompt, tokens, temperature=1.0):
     inputs = asked(processor, *prompt)[1]
     ids = torch.cat([inputs["input_ids"], torch.tensor([tokens])], 1)
-    seen = {name: inputs[name] for name in ("pixel_values", "image_grid_thw") if name in inputs}
+    seen = {k: v for k, v in inputs.items() if k not in ("input_ids", "attention_mask", "mm_token_type_ids")}
     model.base_model.rope_deltas = None
     kinds = token_kinds(model.config, ids).int()
     with torch.no_grad():
@@ -171,7 +171,8 @@ def test_images_that_do_not_fit_their_prompt_are_refused(rollout, processor):
             rollout.generate([Request(request.prompt_ids, GREEDY, media={"image": images})], 1)
     with pytest.raises(ValueError, match="1 placeholder tokens 102 and 0 images. Give its images along"):
         rollout.generate([Request(request.prompt_ids, GREEDY)], 1)
-    with pytest.raises(ValueError, match="media of kind video"):
+    is_hf = type(rollout).__name__ == "HFRollout"
+    with pytest.raises(ValueError, match="1 placeholder tokens and 0 images" if is_hf else "media of kind video"):
         rollout.generate([Request(request.prompt_ids, GREEDY, media={"video": []})], 1)
 
 

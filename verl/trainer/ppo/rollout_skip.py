@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -122,12 +122,21 @@ def _hash(*tensors: torch.Tensor) -> str:
     return digest.hexdigest()[:16]
 
 
+def _flat(value: Any) -> Iterator[Any]:
+    """The items of nested lists: the frames of videos, too."""
+    if isinstance(value, list | tuple):
+        for item in value:
+            yield from _flat(item)
+    else:
+        yield value
+
+
 def _hash_objects(values: Any) -> str:
     """Of names and of images, whose pixels count."""
     digest = hashlib.sha256()
     for value in values:
         for part in [*value.items()] if isinstance(value, Mapping) else [("", value)]:
-            for item in part[1] if isinstance(part[1], list | tuple) else [part[1]]:
+            for item in _flat(part[1]):
                 pixels = item.tobytes() if hasattr(item, "tobytes") else repr(item).encode()
                 digest.update(f"{part[0]} {type(item).__name__} {len(pixels)} ".encode() + pixels)
     return digest.hexdigest()[:16]

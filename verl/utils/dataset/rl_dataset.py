@@ -1,12 +1,11 @@
 """Prompts for reinforcement learning: rows of a data file to left-padded token ids (row 0 of a step's data flow).
 
-Knows tokenizers and rows; nothing of rewards or batches. Images are ``vision_utils``' matter; videos are refused by
-name.
+Knows tokenizers and rows; nothing of rewards or batches. Images are ``vision_utils``' matter, videos ``video_utils``'.
 """
 
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jinja2
@@ -20,6 +19,7 @@ from verl.utils.dataset.files import CACHE_DIR, localized, read_files, resolve
 from verl.utils.dataset.prompt_rows import bad_golds, bad_ids, bad_prompts, known_roles, parse_messages, refuse, told
 from verl.utils.dataset.table import BadRow, DataError, RowTable
 from verl.utils.dataset.token_ids import CACHED_FROM, TokenIds, cache_key, for_all_blocks, one_thread_per_process
+from verl.utils.dataset.video_utils import process_video
 from verl.utils.dataset.vision_utils import (
     EncodedPrompt,
     ImagePrompts,
@@ -95,6 +95,8 @@ class RLHFDataset(Dataset):
     - ``multi_modal_inputs``, with ``return_multi_modal_inputs``: the processor's tensors (``pixel_values``,
       ``image_grid_thw``, ...), empty for a row without.
 
+    Videos of ``video_key`` are shown where messages say ``<video>``: ``{"video": [Video]}`` of ``multi_modal_data``.
+
     A prompt is a list of ``{role, content}`` messages, or a plain string: then it is one user message, or, if the
     tokenizer has no chat template, the text itself. In the column of ``messages_key`` it is messages or their JSON.
 
@@ -115,7 +117,7 @@ class RLHFDataset(Dataset):
     Raises:
         FileNotFoundError: a data file is missing.
         DataError: a column is missing or a row cannot be used; names file and row.
-        NotImplementedError: a row has videos.
+        NotImplementedError: a row has videos, and the model's processor takes none.
     """
 
     def __init__(
@@ -191,10 +193,11 @@ class RLHFDataset(Dataset):
         bad = bad_golds(table)
         start = 0
         for file, path in zip(table.tables, table.names, strict=True):
-            if len(rows := _rows_with_items(file, self.video_key)):
+            if not self.takes_videos and len(rows := _rows_with_items(file, self.video_key)):
                 raise NotImplementedError(
-                    f"{path}, row {rows[0]} has {self.video_key!r} (data.video_key): videos are not supported yet. "
-                    f"Leave out the {len(rows)} rows that have them, or name another column with data.video_key."
+                    f"{path}, row {rows[0]} has {self.video_key!r} (data.video_key), and the model's processor takes "
+                    f"no videos. Use a model of the Qwen2-VL or Qwen2.5-VL families, leave out the {len(rows)} rows "
+                    "that have them, or name another column with data.video_key."
                 )
             if self.image_prompts is None and len(rows := _rows_with_items(file, self.image_key)):
                 raise DataError(
@@ -202,9 +205,9 @@ class RLHFDataset(Dataset):
                     f"processor. Use a vision-language model, leave out the {len(rows)} rows that have images, or name "
                     "another column with data.image_key."
                 )
-            if self._reads_prompt_column() and self.image_key in file.column_names and self.image_prompts:
-                for row, shown, held in uneven_image_rows(file[self.prompt_key], file[self.image_key]):
-                    bad[start + row] = placeholder_mismatch("", shown, held, self.image_key).removeprefix(": ")
+            for kind, key in self._shown_kinds(file.column_names) if self._reads_prompt_column() else ():
+                for row, shown, held in uneven_image_rows(file[self.prompt_key], file[key], kind):
+                    bad[start + row] = placeholder_mismatch("", shown, held, key, kind).removeprefix(": ")
             start += file.num_rows
         if self._reads_prompt_column():
             roles = known_roles(getattr(self.tokenizer, "chat_template", None))
@@ -323,15 +326,16 @@ class RLHFDataset(Dataset):
     def __getitem__(self, item: int) -> dict[str, Any]:
         row = dict(self.dataframe[item])
         prompt, images = self._messages(row, item), self._images(row, item, process_image)
-        self._check_placeholders(prompt, images, item)
+        videos = self._videos(row, item)
+        self._check_placeholders(prompt, images, videos, item)
         for key in (self.prompt_key, self.image_key, self.video_key):
             row.pop(key, None)
 
         text = None
         if self._token_ids is None or self.return_full_prompt:
             text = self._prompt_text(prompt, item)
-        if images:
-            encoded = self._encode_with_images(text, images, item)
+        if images or videos:
+            encoded = self._encode_with_images(text, images or [], videos or [], item)
         else:
             ids = self._encode([text])[0] if self._token_ids is None else self._token_ids[item]
             encoded = EncodedPrompt(ids, ids, {})
@@ -339,8 +343,9 @@ class RLHFDataset(Dataset):
 
         row.update(self._left_padded(encoded.ids))
         row["raw_prompt_ids"] = encoded.engine_ids
-        if images is not None:
-            row["multi_modal_data"] = {"image": images} if images else {}
+        if images is not None or videos is not None:
+            shown = {"image": images, "video": videos}
+            row["multi_modal_data"] = {kind: held for kind, held in shown.items() if held}
             if self.return_multi_modal_inputs:
                 row["multi_modal_inputs"] = encoded.inputs
         if self.return_raw_chat:
@@ -390,28 +395,53 @@ class RLHFDataset(Dataset):
     # images ----------------------------------------------------------------------------------------------------
 
     def _has_images(self) -> bool:
-        """Whether some file has the image column, and the model takes images."""
-        return self.image_prompts is not None and self.image_key in getattr(self.dataframe, "column_names", ())
+        """Whether some file has a column of images or videos, and the model takes such."""
+        return bool(self._shown_kinds(getattr(self.dataframe, "column_names", ())))
+
+    @property
+    def takes_videos(self) -> bool:
+        """Whether the model's processor takes videos."""
+        return self.image_prompts is not None and self.image_prompts.takes_videos
+
+    def _shown_kinds(self, columns: Collection[str]) -> list[tuple[str, str]]:
+        """(kind, column) of what rows with these columns may show the model."""
+        kinds = {
+            "image": (self.image_prompts is not None, self.image_key),
+            "video": (self.takes_videos, self.video_key),
+        }
+        return [(kind, key) for kind, (takes, key) in kinds.items() if takes and key in columns]
 
     def _images(self, row: Mapping[str, Any], item: int, read: Any) -> list[Any] | None:
         """The images of a row, each through ``read``; None for a row of a file without the image column."""
-        if not self._shows_images(row):
+        return self._read_shown("image", row, item, read)
+
+    def _videos(self, row: Mapping[str, Any], item: int) -> list[Any] | None:
+        """The videos of a row; None for a row of a file without the video column."""
+        return self._read_shown("video", row, item, process_video)
+
+    def _read_shown(self, kind: str, row: Mapping[str, Any], item: int, read: Any) -> list[Any] | None:
+        key = dict(self._shown_kinds(row)).get(kind)
+        if key is None:
             return None
-        images = row[self.image_key]
-        images = [] if images is None else list(images) if isinstance(images, (list, tuple, np.ndarray)) else [images]
+        held = row[key]
+        held = [] if held is None else list(held) if isinstance(held, (list, tuple, np.ndarray)) else [held]
         try:
-            return [read(image) for image in images]
+            return [read(one) for one in held]
         except ValueError as error:
-            raise DataError(f"{self._where(item)}: {error} ({self.image_key!r}, data.image_key).") from error
+            raise DataError(f"{self._where(item)}: {error} ({key!r}, data.{kind}_key).") from error
 
-    def _check_placeholders(self, prompt: Any, images: Sequence[Any] | None, item: int) -> None:
-        shown = 0 if images is None or isinstance(prompt, str) else count_image_parts(prompt)
-        if images is not None and shown != len(images):
-            raise DataError(placeholder_mismatch(self._where(item), shown, len(images), self.image_key))
+    def _check_placeholders(
+        self, prompt: Any, images: Sequence[Any] | None, videos: Sequence[Any] | None, item: int
+    ) -> None:
+        kinds = {"image": (images, self.image_key), "video": (videos, self.video_key)}
+        for kind, (held, key) in kinds.items():
+            shown = 0 if held is None or isinstance(prompt, str) else count_image_parts(prompt, kind)
+            if held is not None and shown != len(held):
+                raise DataError(placeholder_mismatch(self._where(item), shown, len(held), key, kind))
 
-    def _encode_with_images(self, text: str, images: list[Any], item: int) -> EncodedPrompt:
+    def _encode_with_images(self, text: str, images: list[Any], videos: list[Any], item: int) -> EncodedPrompt:
         try:
-            return self.image_prompts.encode(text, images)
+            return self.image_prompts.encode(text, images, videos)
         except ValueError as error:
             raise DataError(f"{self._where(item)}: {error}.") from error
 
@@ -426,9 +456,12 @@ class RLHFDataset(Dataset):
 
     def _measure(self, row: dict[str, Any], item: int) -> int:
         prompt, images = self._messages(row, item), self._images(row, item, open_image)
-        self._check_placeholders(prompt, images, item)
+        videos = self._videos(row, item)
+        self._check_placeholders(prompt, images, videos, item)
         text = self._prompt_text(prompt, item)
-        return self.image_prompts.num_tokens(text, images) if images else len(self._encode([text])[0])
+        if images or videos:
+            return self.image_prompts.num_tokens(text, images or [], videos or [])
+        return len(self._encode([text])[0])
 
     # texts -----------------------------------------------------------------------------------------------------
 
@@ -451,14 +484,12 @@ class RLHFDataset(Dataset):
         if isinstance(prompt, (list, tuple, np.ndarray)) and len(prompt):
             # Parquet gives every message of a column the same fields: those a message does not use are null.
             messages = [{key: value for key, value in message.items() if value is not None} for message in prompt]
-            return with_image_parts(messages) if self._shows_images(row) else messages
+            kinds = [kind for kind, _ in self._shown_kinds(row)]
+            return with_image_parts(messages, kinds) if kinds else messages
         raise DataError(
             f"{self._where(item)}: {self.prompt_key!r} is {prompt!r}; a prompt is a text or a non-empty list of "
             "{role, content} messages."
         )
-
-    def _shows_images(self, row: Mapping[str, Any]) -> bool:
-        return self.image_prompts is not None and self.image_key in row
 
     def _prompt_text(self, prompt: list[dict[str, Any]] | str, item: int) -> str:
         if isinstance(prompt, str):

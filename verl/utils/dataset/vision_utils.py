@@ -1,4 +1,4 @@
-"""Images of a row: opened, put where the prompt says ``<image>``, and counted in tokens.
+"""Images of a row: opened, put where the prompt says ``<image>``, and counted in tokens; videos with them.
 
 Knows one row and the model's processor; no files of rows, no batches. Nothing of it is needed for text.
 """
@@ -6,6 +6,7 @@ Knows one row and the model's processor; no files of rows, no batches. Nothing o
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from io import BytesIO
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -18,10 +19,15 @@ if TYPE_CHECKING:
     from PIL.Image import Image
     from transformers import ProcessorMixin
 
+    from verl.utils.dataset.video_utils import Video
+
 __all__ = ["EncodedPrompt", "ImagePrompts", "open_image", "process_image", "with_image_parts"]
 
 PLACEHOLDER = "<image>"
-_TEXT_INPUTS = ("input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids", "second_per_grid_ts")
+PLACEHOLDERS = {"image": PLACEHOLDER, "video": "<video>"}
+"""Kind of what is shown -> where a text shows it."""
+
+_TEXT_INPUTS = ("input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids", "video_metadata")
 
 
 def open_image(image: Any) -> Image:
@@ -61,32 +67,41 @@ def process_image(image: Any) -> Image:
         raise ValueError(f"an image cannot be read: {error}") from error
 
 
-def with_image_parts(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Messages whose contents are lists of parts: each ``<image>`` an image part, what stands between them text."""
-    return [{**message, "content": _parts(message.get("content"))} for message in messages]
+def with_image_parts(messages: Sequence[Mapping[str, Any]], kinds: Sequence[str] = ("image",)) -> list[dict[str, Any]]:
+    """Messages whose contents are lists of parts: each ``<image>`` an image part, what stands between them text.
+
+    Args:
+        kinds: ``image``, ``video``: of what the placeholders count.
+    """
+    return [{**message, "content": _parts(message.get("content"), kinds)} for message in messages]
 
 
-def _parts(content: Any) -> Any:
+def _parts(content: Any, kinds: Sequence[str]) -> Any:
     if isinstance(content, str):
-        if PLACEHOLDER not in content:
+        kind_of = {PLACEHOLDERS[kind]: kind for kind in kinds}
+        if not any(placeholder in content for placeholder in kind_of):
             return content
-        parts: list[dict[str, Any]] = []
-        for number, text in enumerate(content.split(PLACEHOLDER)):
-            parts += [{"type": "image"}] * (number > 0) + [{"type": "text", "text": text}] * bool(text)
-        return parts
+        pieces = re.split(f"({'|'.join(map(re.escape, kind_of))})", content)
+        return [
+            {"type": kind_of[piece]} if piece in kind_of else {"type": "text", "text": piece}
+            for piece in pieces
+            if piece
+        ]
     if content is None:
         return None
     # Parquet gives every part of a column the same fields: those a part does not use are null.
     return [{name: value for name, value in part.items() if value is not None} for part in content]
 
 
-def count_image_parts(messages: Sequence[Mapping[str, Any]]) -> int:
-    """Images that messages made by :func:`with_image_parts` show."""
+def count_image_parts(messages: Sequence[Mapping[str, Any]], kind: str = "image") -> int:
+    """Images (or videos) that messages made by :func:`with_image_parts` show."""
     contents = (message["content"] for message in messages if isinstance(message.get("content"), list))
-    return sum(part.get("type") == "image" for content in contents for part in content)
+    return sum(part.get("type") == kind for content in contents for part in content)
 
 
-def uneven_image_rows(prompts: pa.ChunkedArray, images: pa.ChunkedArray) -> Iterator[tuple[int, int, int]]:
+def uneven_image_rows(
+    prompts: pa.ChunkedArray, images: pa.ChunkedArray, kind: str = "image"
+) -> Iterator[tuple[int, int, int]]:
     """(row, ``<image>`` placeholders, images) of rows where the two differ; contents that are no texts are left out."""
     prompts, images = (column.combine_chunks() for column in (prompts, images))
     if not pa.types.is_list(images.type) and not pa.types.is_large_list(images.type):
@@ -98,39 +113,34 @@ def uneven_image_rows(prompts: pa.ChunkedArray, images: pa.ChunkedArray) -> Iter
         contents, parents = prompts, np.arange(len(prompts))
     if not pa.types.is_string(contents.type) and not pa.types.is_large_string(contents.type):
         return
-    counts = pc.fill_null(pc.count_substring(contents, PLACEHOLDER), 0).to_numpy(zero_copy_only=False)
+    counts = pc.fill_null(pc.count_substring(contents, PLACEHOLDERS[kind]), 0).to_numpy(zero_copy_only=False)
     shown = np.bincount(parents, counts, len(prompts)).astype(np.int64)
     held = pc.fill_null(pc.list_value_length(images), 0).to_numpy(zero_copy_only=False)
     for row in np.flatnonzero(shown != held):
         yield int(row), int(shown[row]), int(held[row])
 
 
-def placeholder_mismatch(where: str, shown: int, held: int, key: str) -> str:
+def placeholder_mismatch(where: str, shown: int, held: int, key: str, kind: str = "image") -> str:
     """What to say of a row whose placeholders and images differ in number."""
     return (
-        f"{where}: the prompt has {shown} {PLACEHOLDER} placeholders and the row {held} images in {key!r} "
-        "(data.image_key). Each placeholder stands for one image, in order: correct or remove the row."
+        f"{where}: the prompt has {shown} {PLACEHOLDERS[kind]} placeholders and the row {held} {kind}s in {key!r} "
+        f"(data.{kind}_key). Each placeholder stands for one {kind}, in order: correct or remove the row."
     )
 
 
 class EncodedPrompt(NamedTuple):
-    """A prompt with images, as token ids."""
+    """A prompt with images or videos, as token ids."""
 
     engine_ids: list[int]
     """One placeholder token an image: what a rollout engine is given, beside the images."""
     ids: list[int]
     """As many placeholder tokens an image as it has features: what the model reads."""
     inputs: dict[str, Any]
-    """The processor's tensors of the images: ``pixel_values``, ``image_grid_thw``."""
-
-
-def image_inputs(processor: ProcessorMixin, images: Sequence[Image]) -> dict[str, Any]:
-    """What a model's processor makes of the images of one prompt: tensors of ``pixel_values``, ``image_grid_thw``."""
-    return dict(processor.image_processor(images=list(images), return_tensors="pt"))
+    """The processor's tensors of what is shown: ``pixel_values``, ``image_grid_thw``."""
 
 
 class ImagePrompts:
-    """Prompts with images under one model's processor."""
+    """Prompts with images and videos under one model's processor."""
 
     def __init__(self, processor: ProcessorMixin):
         self.processor = processor
@@ -139,28 +149,58 @@ class ImagePrompts:
         self.token_id = getattr(processor, "image_token_id", None)
         if self.token_id is None and self.token is not None:
             self.token_id = self.tokenizer.convert_tokens_to_ids(self.token)
+        self.video_token = getattr(processor, "video_token", None)
+        self.video_token_id = getattr(processor, "video_token_id", None)
+        self.tokens = {token for token in (self.token_id, self.video_token_id) if token is not None}
 
-    def encode(self, text: str, images: Sequence[Image]) -> EncodedPrompt:
+    @property
+    def takes_videos(self) -> bool:
+        """Whether the model is one that is shown videos."""
+        return getattr(self.processor, "video_processor", None) is not None and self.video_token_id is not None
+
+    def encode(self, text: str, images: Sequence[Image], videos: Sequence[Video] = ()) -> EncodedPrompt:
         """Token ids and image tensors of a prompt that went through the chat template.
 
         Raises:
-            ValueError: the template or the processor did not make one placeholder an image.
+            ValueError: the template or the processor did not make one placeholder an image or video.
         """
-        outputs = dict(self.processor(text=[text], images=list(images), return_tensors="pt"))
+        from verl.utils.dataset.video_utils import video_arguments
+
+        shown = {"images": list(images)} if images else {}
+        shown |= video_arguments(videos) if videos else {}
+        outputs = dict(self.processor(text=[text], return_tensors="pt", **shown))
         ids = outputs["input_ids"][0].tolist()
         engine_ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-        if (shown := engine_ids.count(self.token_id)) != len(images):
-            raise ValueError(
-                f"the chat template made {shown} {self.token} of {len(images)} images. Use the template of the model, "
-                "and write no such token into a prompt"
-            )
-        return EncodedPrompt(engine_ids, ids, {k: v for k, v in outputs.items() if k not in _TEXT_INPUTS})
+        self._check_placeholders(engine_ids, "image", self.token, self.token_id, len(images))
+        self._check_placeholders(engine_ids, "video", self.video_token, self.video_token_id, len(videos))
+        inputs = {k: v for k, v in outputs.items() if k not in _TEXT_INPUTS}
+        if videos:
+            self._check_videos(engine_ids, ids, inputs["video_grid_thw"])
+        return EncodedPrompt(engine_ids, ids, inputs)
 
-    def num_tokens(self, text: str, images: Sequence[Image]) -> int:
-        """Length of ``encode(text, images).ids``; from the images' sizes alone where the processor can."""
+    def _check_placeholders(self, ids: Sequence[int], kind: str, token: Any, token_id: Any, held: int) -> None:
+        if token_id is not None and (shown := ids.count(token_id)) != held:
+            raise ValueError(
+                f"the chat template made {shown} {token} of {held} {kind}s. Use the template of the model, and write "
+                "no such token into a prompt"
+            )
+
+    def _check_videos(self, engine_ids: Sequence[int], ids: Sequence[int], grid: Any) -> None:
+        """A rollout engine makes each placeholder as long as its video: nothing else may have been written."""
+        lengths = iter((grid.prod(-1) // self.processor.video_processor.merge_size**2).tolist())
+        token = self.video_token_id
+        made = [i for given in engine_ids for i in ([given] * next(lengths) if given == token else [given])]
+        if [i for i in made if i != self.token_id] != [i for i in ids if i != self.token_id]:
+            raise ValueError(
+                f"{type(self.processor).__name__} writes more than {self.video_token} where a video is shown (times of "
+                "its frames, say), which is not supported. For videos use a Qwen2-VL or Qwen2.5-VL model"
+            )
+
+    def num_tokens(self, text: str, images: Sequence[Image], videos: Sequence[Video] = ()) -> int:
+        """Length of ``encode(text, images, videos).ids``; from the images' sizes alone where the processor can."""
         measure = getattr(self.processor, "_get_num_multimodal_tokens", None)
-        if measure is None:
-            return len(self.encode(text, [image.convert("RGB") for image in images]).ids)
+        if measure is None or videos:
+            return len(self.encode(text, [image.convert("RGB") for image in images], videos).ids)
         found = measure(image_sizes=[(image.height, image.width) for image in images])
         text_ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         return len(text_ids) - len(images) + sum(found.num_image_tokens)
@@ -172,12 +212,12 @@ class ImagePrompts:
             ValueError: a token of an image is not among them.
         """
         kept = set(keep)
-        first = [i for i, token in enumerate(prompt.ids) if token != self.token_id or self._starts(prompt.ids, i)]
-        cut = any(token == self.token_id and i not in kept for i, token in enumerate(prompt.ids))
+        first = [i for i, token in enumerate(prompt.ids) if token not in self.tokens or self._starts(prompt.ids, i)]
+        cut = any(token in self.tokens and i not in kept for i, token in enumerate(prompt.ids))
         if cut or [prompt.ids[i] for i in first] != prompt.engine_ids:
             raise ValueError("the cut would go through an image")
         ids = [prompt.ids[i] for i in keep]
         return EncodedPrompt([prompt.ids[i] for i in first if i in kept], ids, prompt.inputs)
 
     def _starts(self, ids: Sequence[int], i: int) -> bool:
-        return i == 0 or ids[i - 1] != self.token_id
+        return i == 0 or ids[i - 1] != ids[i]

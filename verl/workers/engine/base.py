@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from enum import Flag, auto
@@ -23,11 +23,13 @@ from verl.algorithms.losses import TokenOutputs
 from verl.models.attention import use_short_attention
 from verl.models.loader import ModelSpec, load_model, source_dtype
 from verl.models.multimodal import (
+    VISION_INPUTS,
     check_placeholders,
     image_token,
     is_vision_language,
+    kinds_shown,
     modality_tokens,
-    smallest_image,
+    smallest_shown,
     vision_positions,
 )
 from verl.models.packable import check_packable
@@ -560,15 +562,15 @@ class Engine(ABC):
             prompts=prompts,
         )
         groups = plan()
-        agreed, with_images = map(int, self._reduce([len(groups), self._has_images(data)], "max"))
+        agreed, *shown = map(int, self._reduce([len(groups), *self._kinds_shown(data)], "max"))
         if agreed > len(groups):
             groups = plan(at_least=agreed)
         # shared sequences are cut in host memory
         cut = cut_batch(data, groups, reads, self.device if sp_size == 1 else "cpu", packed, prompts)
         if agreed > len(groups):
             cut.micro_batches.extend(self._idle_micro_batches() * (agreed - len(groups)))
-        if with_images and self.topology.world_size > 1:
-            self._show_an_image_to_all(cut)
+        if any(shown) and self.topology.world_size > 1:
+            self._show_to_all(cut, [kind for kind, is_shown in zip(VISION_INPUTS, shown, strict=True) if is_shown])
         if self.spec.head == "reward":
             # a score is read off a token itself, all else off the one before it
             cut.micro_batches[:] = [replace(micro, cells=micro.cells + 1) for micro in cut.micro_batches]
@@ -583,21 +585,27 @@ class Engine(ABC):
         device = self.device if self.topology.sp_size == 1 else "cpu"
         return cut_batch(DataProto.from_ragged(row), [[0]], (), device, self.spec.remove_padding).micro_batches
 
-    def _has_images(self, data: DataProto) -> bool:
-        """Whether some row has images; for a model that sees, also checks that each row's are those it speaks of."""
+    def _kinds_shown(self, data: DataProto) -> tuple[bool, bool]:
+        """Whether some row has images, and whether some has videos; for a model that sees, also checks that each row's
+        are those it speaks of.
+        """
         rows = vision_rows(data)
         if is_vision_language(self.model_config):
             check_placeholders(self.model_config, data.ragged("input_ids").rows(), rows)
         elif any(rows):
             raise ValueError(f"the batch has images, and {type(self.module).__name__} is a model of text only")
-        return any(rows)
+        return kinds_shown(rows)
 
-    def _show_an_image_to_all(self, cut: Cut) -> None:
-        """Give micro-batches without images a dummy: all ranks gather the vision tower's weights together."""
+    def _show_to_all(self, cut: Cut, kinds: Sequence[str]) -> None:
+        """Give micro-batches without images (or videos) a dummy of each kind that some rank has: all ranks gather the
+        vision tower's weights together, once for images and once for videos.
+        """
+        config = self.model_config
         for number, micro in enumerate(cut.micro_batches):
-            if not micro.vision_inputs:
-                config = self.model_config
-                cut.micro_batches[number] = micro.with_dummy_row(image_token(config), smallest_image(config))
+            for kind in kinds:
+                if VISION_INPUTS[kind][0] not in micro.vision_inputs:
+                    micro = micro.with_dummy_row(image_token(config, kind), smallest_shown(config, kind))
+            cut.micro_batches[number] = micro
 
     def _with_selected_tokens(
         self, data: DataProto, loss: LossFn, split: MicroBatching, temperature: float

@@ -83,7 +83,7 @@ class MicroBatch:
         )
 
     def with_dummy_row(self, token: int, vision_inputs: Mapping[str, Tensor]) -> MicroBatch:
-        """One row more, of an image of one ``token``, which no cell reads."""
+        """One row more, of an image (or video) of one ``token``, which no cell reads."""
         behind = self.packing is not None
         row = self.input_ids.new_zeros(1, 1 if behind else self.input_ids.shape[1])
         row[0, 0] = token
@@ -94,7 +94,8 @@ class MicroBatch:
             self,
             input_ids=torch.cat([self.input_ids, row], dim=int(behind)),
             position_ids=positions,
-            vision_inputs={name: tensor.to(row.device) for name, tensor in vision_inputs.items()},
+            vision_inputs={name: tensor.to(row.device) for name, tensor in vision_inputs.items()}
+            | dict(self.vision_inputs),
             packing=self.packing.followed_by(1) if behind else None,
         )
 

@@ -107,7 +107,8 @@ class Request:
     seed: int = 0
     """Any int. Give every response of a run its own."""
     media: Mapping[str, Sequence[Any]] | None = field(default=None, hash=False)
-    """What the prompt shows besides text, in the order of its placeholders: ``{"image": [PIL images]}``."""
+    """What the prompt shows besides text, in the order of its placeholders: ``{"image": [PIL images]}``, and under
+    ``video`` the ``Video`` objects of ``verl.utils.dataset.video_utils``."""
 
 
 @dataclass(frozen=True)

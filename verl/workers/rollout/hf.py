@@ -103,7 +103,9 @@ class HFRollout(RolloutEngine):
         self.model.get_output_embeddings().register_forward_pre_hook(lambda _, inputs: (inputs[0].contiguous(),))
         self._keeps_logits = "logits_to_keep" in inspect.signature(self.model.forward).parameters
         limit = getattr(config, "limit_images", None)
-        self._reader = ImageReader(spec.folder, self.model.config, limit, trust_remote_code, self.model)
+        self._reader = ImageReader(
+            spec.folder, self.model.config, limit, trust_remote_code, self.model, kinds=("image", "video")
+        )
         self.never_drawn = self._reader.never_drawn
         self._places, self._adapter = split_places(checkpoint_places(self.model), has_adapter=lora is not None)
         everything = self._places | self._adapter

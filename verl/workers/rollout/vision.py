@@ -1,11 +1,11 @@
-"""Prompts with images in transformers: read by the model's image processor, made as long as the model reads them.
+"""Prompts with images and videos in transformers: read by the model's processor, made as long as the model reads them.
 
 SGLang is given what was read; an engine with its own processing (vLLM) gets ``Request.media`` as it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -13,12 +13,15 @@ import torch
 from torch import Tensor
 
 from verl.models.multimodal import (
+    VISION_INPUTS,
     collate_vision_inputs,
     image_token,
     is_vision_language,
     modality_tokens,
     vision_positions,
 )
+from verl.utils.dataset.video_utils import media_inputs
+from verl.utils.tokenizer import hf_processor
 from verl.workers.rollout.base import Request
 
 _RECENT = 64
@@ -63,6 +66,7 @@ class ImageReader:
         config: the model's Hugging Face config.
         limit: images a prompt may have (``rollout.limit_images``); None: any number.
         model: the transformers model, whose ``get_rope_index`` gives positions; None where the engine finds them.
+        kinds: ``image``, ``video``: what the engine can be shown.
     """
 
     def __init__(
@@ -72,13 +76,14 @@ class ImageReader:
         limit: int | None = None,
         trust_remote_code: bool = False,
         model: Any = None,
+        kinds: Sequence[str] = ("image",),
     ):
-        self.folder, self.config, self.model, self.limit = folder, config, model, limit
+        self.folder, self.config, self.model, self.limit, self.kinds = folder, config, model, limit, kinds
         self.trust_remote_code = trust_remote_code
         self.never_drawn = modality_tokens(config)
         self._processor: Any = None
         # with the images themselves, by whose identity they are found: siblings share a prompt and read it once
-        self._recent: dict[tuple, tuple[Request, Sequence[Any]]] = {}
+        self._recent: dict[tuple, tuple[Request, Mapping[str, Sequence[Any]]]] = {}
 
     def read(self, requests: Sequence[Request]) -> list[Request]:
         """The same requests with a placeholder token for every feature of an image, and ``Seen`` images as media.
@@ -94,36 +99,45 @@ class ImageReader:
         return [self._read(request) if request.media else request for request in requests]
 
     def _read(self, request: Request) -> Request:
-        images = check_media(request, self.config, self.limit)
-        key = (request.prompt_ids, *map(id, images))
+        media = check_media(request, self.config, self.limit, self.kinds)
+        key = (request.prompt_ids, *(id(one) for shown in media.values() for one in shown))
         if key not in self._recent:
             while len(self._recent) >= _RECENT:
                 del self._recent[next(iter(self._recent))]
-            self._recent[key] = self._expanded(request, images), images
+            self._recent[key] = self._expanded(request, media), media
         known = self._recent[key][0]
         return replace(request, prompt_ids=known.prompt_ids, media=known.media)
 
-    def _expanded(self, request: Request, images: Sequence[Any]) -> Request:
+    def _expanded(self, request: Request, media: Mapping[str, Sequence[Any]]) -> Request:
         config = self.config
-        inputs = {name: torch.as_tensor(value) for name, value in self._images(images).items()}
-        token, merge = image_token(config), config.vision_config.spatial_merge_size
-        sizes = (inputs["image_grid_thw"].prod(-1) // merge**2).tolist()
-        features = iter(sizes)
-        ids = [i for given in request.prompt_ids for i in ([given] * next(features) if given == token else [given])]
+        inputs = {name: torch.as_tensor(value) for name, value in self._inputs(media).items()}
+        merge = config.vision_config.spatial_merge_size
+        sizes, features = {}, {}
+        for kind in media:
+            sizes[kind] = (inputs[VISION_INPUTS[kind][1]].prod(-1) // merge**2).tolist()
+            features[image_token(config, kind)] = iter(sizes[kind])
+        ids = [
+            i
+            for given in request.prompt_ids
+            for i in ([given] * next(features[given]) if given in features else [given])
+        ]
         positions = ahead = None
         if self.model is not None:
             positions, ahead = vision_positions(self.model, torch.tensor([ids]), inputs)
         first = None if positions is None else positions[:, 0]
-        seen = Seen(inputs, first, 0 if ahead is None else int(ahead[0]), tuple(sizes))
+        seen = Seen(inputs, first, 0 if ahead is None else int(ahead[0]), tuple(sizes.get("image", ())))
         return replace(request, prompt_ids=tuple(ids), media=seen)
 
-    def _images(self, images: Sequence[Any]) -> dict[str, Any]:
+    def _inputs(self, media: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
         if self._processor is None:
-            from transformers import AutoImageProcessor
-
-            self._processor = AutoImageProcessor.from_pretrained(self.folder, trust_remote_code=self.trust_remote_code)
-        found = dict(self._processor(images=list(images), return_tensors="pt"))
-        if "image_grid_thw" not in found or not hasattr(self.config.vision_config, "spatial_merge_size"):
+            self._processor = hf_processor(self.folder, trust_remote_code=self.trust_remote_code)
+            if self._processor is None:
+                raise ValueError(
+                    f"{self.folder} has no processor of images: bring preprocessor_config.json with the model"
+                )
+        found = media_inputs(self._processor, media)
+        known = all(VISION_INPUTS[kind][1] in found for kind in media)
+        if not known or not hasattr(self.config.vision_config, "spatial_merge_size"):
             raise ValueError(
                 f"rollout.name=hf and sglang cannot show images to a model of type {self.config.model_type!r}: they "
                 "know the Qwen-VL families, whose image processors give image_grid_thw. Use rollout.name=vllm."
@@ -145,43 +159,57 @@ def check_shown(request: Request, config: Any) -> None:
     Raises:
         ValueError: it has placeholder tokens and no images.
     """
-    if not request.media and is_vision_language(config) and (shown := request.prompt_ids.count(image_token(config))):
-        raise ValueError(
-            f"a prompt has {shown} placeholder tokens {image_token(config)} and 0 images. Give its images along "
-            "(column multi_modal_data of the dataset, image_data of an agent loop's generate)."
-        )
+    if request.media or not is_vision_language(config):
+        return
+    for kind in VISION_INPUTS:
+        token = image_token(config, kind)
+        if token is not None and (shown := request.prompt_ids.count(token)):
+            how = ", image_data of an agent loop's generate" if kind == "image" else "; with rollout.mode=sync"
+            raise ValueError(
+                f"a prompt has {shown} placeholder tokens {token} and 0 {kind}s. Give its {kind}s along (column "
+                f"multi_modal_data of the dataset{how})."
+            )
 
 
-def check_media(request: Request, config: Any, limit: int | None) -> Sequence[Any]:
-    """The images of a request.
+def check_media(
+    request: Request, config: Any, limit: int | None, kinds: Sequence[str] = ("image",)
+) -> dict[str, Sequence[Any]]:
+    """The images, and the videos, of a request: those kinds of which it has some.
 
     Args:
         config: the model's Hugging Face config.
         limit: images a prompt may have; None: any number.
+        kinds: what the engine can be shown.
 
     Raises:
         ValueError: the model sees no images, the request has other media, more images than allowed, or not one
             placeholder token each.
     """
-    if odd := request.media.keys() - {"image"}:
-        raise ValueError(f"a prompt has media of kind {', '.join(sorted(odd))}: only 'image' is supported.")
+    if odd := request.media.keys() - set(kinds):
+        hint = " Use rollout.name=hf for videos." if "video" in odd else ""
+        raise ValueError(
+            f"a prompt has media of kind {', '.join(sorted(odd))}: only {' and '.join(map(repr, kinds))} is supported "
+            f"by this rollout engine.{hint}"
+        )
     if not is_vision_language(config):
         raise ValueError(
             f"a prompt has images, and the rollout's model of type {config.model_type!r} reads text only. "
             "Use a vision-language model as actor_rollout_ref.model.path."
         )
-    images = request.media["image"]
+    images = request.media.get("image", ())
     if limit is not None and len(images) > limit:
         raise ValueError(
             f"a prompt has {len(images)} images, more than actor_rollout_ref.rollout.limit_images={limit}. "
             "Raise it, or leave out rows with so many."
         )
-    if (shown := request.prompt_ids.count(image_token(config))) != len(images):
-        raise ValueError(
-            f"a prompt has {shown} placeholder tokens and {len(images)} images. Its prompt_ids must hold one token "
-            f"{image_token(config)} for each image, not one for each feature of it (raw_prompt_ids of the dataset)."
-        )
-    return images
+    for kind in VISION_INPUTS:
+        token, held = image_token(config, kind), len(request.media.get(kind, ()))
+        if token is not None and (shown := request.prompt_ids.count(token)) != held:
+            raise ValueError(
+                f"a prompt has {shown} placeholder tokens and {held} {kind}s. Its prompt_ids must hold one token "
+                f"{token} for each {kind}, not one for each feature of it (raw_prompt_ids of the dataset)."
+            )
+    return {kind: shown for kind, shown in request.media.items() if shown}
 
 
 def joined_prompts(prompts: Sequence[Prompt], width: int) -> tuple[dict[str, Tensor], Tensor | None]:

@@ -318,8 +318,8 @@ class VLLMRollout(RolloutEngine):
         check_shown(request, self._model_config)
         prompt = {"prompt_token_ids": list(request.prompt_ids)}
         if request.media:
-            images = check_media(request, self._model_config, self.config.limit_images)
-            prompt["multi_modal_data"] = {"image": list(images)}
+            media = check_media(request, self._model_config, self.config.limit_images)
+            prompt["multi_modal_data"] = {kind: list(shown) for kind, shown in media.items()}
         return prompt
 
     def _params(self, request: Request) -> Any:

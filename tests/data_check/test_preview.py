@@ -1,0 +1,213 @@
+"""What the check says of data: every promise on a small file made for it."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.data_check.files import row, sums, write
+from tests.support.images import SHOWN, image_dataset, image_row, make_tiny_vl_model, picture, video_row
+from verl.config.ppo import PPOConfig
+from verl.data_check.command import read_options
+from verl.data_check.preview import Limits, preview
+from verl.utils.dataset.rl_dataset import RLHFDataset
+from verl.utils.tiny_model import make_tokenizer
+from verl.utils.tokenizer import hf_tokenizer
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tokenizer")
+    make_tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+def look(model, files, *words, **limits):
+    config, _ = read_options([f"model={model}", *words])
+    return preview(config, [files] if isinstance(files, str) else files, Limits(**limits))
+
+
+def texts(found, level):
+    return [finding.text for finding in found.findings if finding.level == level]
+
+
+def test_good_data_has_no_findings_and_its_prompts_are_shown(model, tmp_path):
+    found = look(model, write(tmp_path, sums(20)))
+    assert found.findings == [] and not found.has_errors and found.num_rows == 20
+    tokenizer = hf_tokenizer(model)
+    for number, prompt in enumerate(found.prompts):
+        chat = [{"role": "user", "content": f"What is {number} + {number}?"}]
+        assert prompt.text == tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+        assert prompt.where.endswith(f"train.parquet, row {number}")
+    [scores] = found.scores
+    assert (scores.form, set(scores.gold), set(scores.garbage), set(scores.other)) == (
+        "#### answer",
+        {1.0},
+        {0.0},
+        {0.0},
+    )
+    assert found.columns | {"images": "none"} == {
+        **dict.fromkeys(("prompt", "data_source", "reward_model", "ability", "extra_info"), "all"),
+        **dict.fromkeys(("images", "videos", "agent_name"), "none"),
+    }
+
+
+def test_lengths_are_those_of_the_dataset(model, tmp_path):
+    rows = [row("x" * n) for n in (5, 40, 200, 7, 90)]
+    path = write(tmp_path, rows)
+    found = look(model, path, "data.max_prompt_length=100", "data.truncation=left")
+    dataset = RLHFDataset(path, hf_tokenizer(model), {"max_prompt_length": 300})
+    lengths = [len(dataset[i]["raw_prompt_ids"]) for i in range(5)]
+    assert (found.lengths.shortest, found.lengths.longest) == (min(lengths), max(lengths))
+    assert found.lengths.median == sorted(lengths)[2] and found.lengths.mean == sum(lengths) / 5
+    assert found.lengths.overlong == sum(length > 100 for length in lengths)
+    assert sum(count for *_, count in found.lengths.histogram) == 5
+    for start, end, count in found.lengths.histogram:
+        assert count == sum(start <= length < end for length in lengths)
+
+
+def test_too_long_prompts_are_all_found_though_few_are_counted(model, tmp_path):
+    rows = sums(300)
+    for i in (17, 170, 299):
+        rows[i] = row("y" * 90)
+    path = write(tmp_path, rows)
+    found = look(model, path, "data.max_prompt_length=100", tokens=10)
+    assert found.lengths.counted == 10 and found.lengths.overlong == 3 and found.lengths.is_overlong_exact
+    [error] = texts(found, "error")
+    assert (
+        "3 of 300 prompts exceed data.max_prompt_length=100 (the longest: 109)" in error and "truncation=error" in error
+    )
+    found = look(model, path, "data.max_prompt_length=100", tokens=2)
+    assert found.lengths.overlong == 2 and not found.lengths.is_overlong_exact
+    for option, word in (("data.truncation=left", "will be cut"), ("data.filter_overlong_prompts=true", "left out")):
+        found = look(model, path, "data.max_prompt_length=100", option)
+        assert not found.has_errors and word in texts(found, "warning")[0]
+
+
+BAD = {
+    "prompt is empty": ({"prompt": []}, "'prompt' is empty"),
+    "prompt is null": ({"prompt": None}, "'prompt' is empty"),
+    "no role": ({"prompt": [{"role": None, "content": "x"}]}, "message 0 of 'prompt' has no role"),
+    "no content": ({"prompt": [{"role": "user", "content": None}]}, "message 0 of 'prompt' has no content"),
+    "no truth": ({"reward_model": {"style": "rule", "ground_truth": None}}, "reward_model has no ground_truth"),
+    "no source": ({"data_source": ""}, "'data_source' is empty"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_row_that_cannot_be_used_is_named_with_its_file(model, tmp_path, case):
+    columns, why = BAD[case]
+    path = write(tmp_path, [*sums(3), row(**columns), *sums(2)], "odd.parquet")
+    found = look(model, [write(tmp_path, sums(4)), path])
+    assert found.rows.num_bad == 1 and (found.rows.bad[0].file, found.rows.bad[0].row) == (path, 3)
+    assert found.rows.bad[0].why.startswith(why) and found.lengths.counted == 9
+    assert any(f"1 of 10 rows cannot be used: {path}, row 3: {why}" in text for text in texts(found, "error"))
+
+
+def test_a_prompt_that_the_template_refuses_is_a_bad_row(model, tmp_path):
+    template = "{% if messages|length > 1 %}{{ raise_exception('one turn only') }}{% endif %}{{ messages[0].content }}"
+    two = row(prompt=[{"role": "user", "content": "a"}, {"role": "user", "content": "b"}])
+    found = look(model, write(tmp_path, [*sums(4), two]), f"actor_rollout_ref.model.custom_chat_template={template!r}")
+    assert [bad.row for bad in found.rows.bad] == [4] and "one turn only" in found.rows.bad[0].why
+
+
+def test_files_that_cannot_be_read_do_not_hide_the_others(model, tmp_path):
+    (tmp_path / "broken.parquet").write_bytes(b"no parquet")
+    (tmp_path / "latin.jsonl").write_bytes('{"prompt": "caf\u00e9"}'.encode("latin-1"))
+    names = ["broken.parquet", "latin.jsonl", "none.parquet"]
+    good = write(tmp_path, sums(3))
+    found = look(model, [*(str(tmp_path / name) for name in names), good, write(tmp_path, sums(0), "empty.parquet")])
+    errors = texts(found, "error")
+    assert all(any(name in text for text in errors) for name in names)
+    assert any("empty.parquet holds no rows" in text for text in errors) and found.num_rows == 3 and found.scores
+
+
+def test_columns_that_are_missing_are_said_with_what_there_is(model, tmp_path):
+    rows = [{"question": "What?", "answer": "8"}]
+    found = look(model, write(tmp_path, rows))
+    assert any(
+        "no column 'prompt' (there are: question, answer). Set data.prompt_key" in t for t in texts(found, "error")
+    )
+    found = look(model, write(tmp_path, rows), "data.prompt_key=question")
+    assert not found.has_errors and found.prompts[0].tokens == found.lengths.longest
+    for name in ("data_source", "reward_model"):
+        assert any(f"no column {name!r}" in text for text in texts(found, "warning"))
+    both = [write(tmp_path, rows, "other.parquet"), write(tmp_path, sums(2))]
+    assert look(model, both).columns["prompt"] == "some"
+
+
+def test_prompts_that_come_up_twice_are_counted_over_all_files(model, tmp_path):
+    train, test = write(tmp_path, sums(6)), write(tmp_path, sums(2), "test.parquet")
+    found = look(model, [train, test])
+    assert found.rows.num_duplicates == 2 and found.rows.first_duplicate == (f"{test}, row 0", f"{train}, row 0")
+    assert "2 prompts stood before" in texts(found, "warning")[0] and not found.has_errors
+
+
+def test_prompts_that_went_through_a_template_are_noticed(model, tmp_path):
+    found = look(model, write(tmp_path, [row("<|im_start|>user\nWhat?<|im_end|>"), *sums(3)]))
+    assert "1 prompts have '<|im_start|>' written out" in texts(found, "warning")[0]
+
+
+def test_images_are_opened_and_counted_against_their_placeholders(model, tmp_path):
+    good, two = image_row("<image>What?", [picture()]), image_row("<image> and <image>", [picture()])
+    broken = image_row("<image>", [picture()]) | {"images": [{"bytes": b"no image", "path": None}]}
+    found = look(model, write(tmp_path, [good, two, good, broken]))
+    assert [(bad.row, bad.why[:40]) for bad in found.rows.bad] == [
+        (1, "the prompt has 2 <image> placeholders and"),
+        (3, "image 0: an image cannot be read: cannot"),
+    ] or [bad.row for bad in found.rows.bad] == [1, 3]
+    assert "placeholders" in found.rows.bad[0].why and "cannot be read" in found.rows.bad[1].why
+    assert found.rows.num_duplicates == 1
+
+
+def test_tokens_of_images_and_videos_are_counted_as_the_dataset_counts_them(tmp_path):
+    seeing = make_tiny_vl_model(tmp_path / "model")
+    path = write(tmp_path, [video_row(*shown) for shown in SHOWN])
+    dataset = image_dataset(seeing, path, max_prompt_length=96)
+    lengths = [int(dataset[i]["attention_mask"].sum()) for i in range(len(SHOWN))]
+    found = look(seeing, path, f"data.max_prompt_length={max(lengths) - 1}")
+    assert (found.lengths.shortest, found.lengths.longest) == (min(lengths), max(lengths))
+    assert found.lengths.overlong == lengths.count(max(lengths))
+    assert found.prompts[0].tokens == lengths[0] and "<|video_pad|>" in found.prompts[0].text
+
+
+def test_a_first_prompt_that_the_template_refuses_does_not_hide_the_others(model, tmp_path):
+    template = "{% if messages|length > 1 %}{{ raise_exception('one turn only') }}{% endif %}{{ messages[0].content }}"
+    two = row(prompt=[{"role": "user", "content": "a"}, {"role": "user", "content": "b"}])
+    given = f"actor_rollout_ref.model.custom_chat_template={template!r}"
+    found = look(model, write(tmp_path, [two, *sums(3)]), given)
+    assert [bad.row for bad in found.rows.bad] == [0] and found.lengths.counted == 3 and len(found.prompts) == 2
+    found = look(model, write(tmp_path, [two]), given)
+    assert found.lengths is None and "1 of 1 rows cannot be used" in texts(found, "error")[0]
+
+
+def test_json_lines_and_sources_are_scored_apart(model, tmp_path):
+    path = tmp_path / "mixed.jsonl"
+    path.write_text("\n".join(map(json.dumps, [*sums(3), *sums(5, "digit_add")])))
+    found = look(model, str(path))
+    assert [(s.data_source, s.rows, s.form) for s in found.scores] == [
+        ("openai/gsm8k", 3, "#### answer"),
+        ("digit_add", 5, "answer"),
+    ]
+
+
+def test_without_a_tokenizer_lengths_are_in_bytes(tmp_path):
+    found = preview(read_options([f"model={tmp_path}/none"])[0], [write(tmp_path, sums(3))])
+    assert found.lengths.unit == "bytes" and found.prompts[0].text == "user: What is 0 + 0?" and not found.has_errors
+
+
+def test_a_configuration_names_its_own_files(model, tmp_path):
+    train, val = write(tmp_path, sums(4)), write(tmp_path, sums(2), "val.parquet")
+    config, _ = read_options([f"model={model}", f"data.train_files=[{train}]", f"data.val_files={val}"])
+    assert isinstance(config, PPOConfig)
+    assert [file.path for file in preview(config).rows.files] == [train, val]
+
+
+def test_nothing_heavy_is_loaded_for_text(model, tmp_path):
+    path = write(tmp_path, sums(3))
+    code = (
+        f"import sys; from verl.data_check.command import main; main([{path!r}, 'model={model}', '--json']);"
+        "print([m for m in ('torch', 'transformers', 'hydra', 'datasets') if m in sys.modules], file=sys.stderr)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stderr.strip() == "[]"
