@@ -1,32 +1,14 @@
 """Built-in rule-based scorers: text in, number out. No torch, no tokenizer.
 
-A scorer is chosen by the row's ``data_source``. Anything else is scored by the function the user names with
-``custom_reward_function.path``.
+A scorer is chosen by the row's ``data_source`` (``registry.py`` has the table). Anything else is scored by the function
+the user names with ``custom_reward_function.path``.
 """
 
-from collections.abc import Callable
 from typing import Any
 
-from verl.utils.py_functional import nearest_name
-from verl.utils.reward_score import arithmetic, brightness, digits, gsm8k
+from verl.utils.reward_score.registry import UnknownDataSource, has_scorer, known_data_sources, scorer_of
 
-__all__ = ["default_compute_score", "known_data_sources"]
-
-_SCORERS: dict[str, Callable[[str, Any], float | dict]] = {
-    "openai/gsm8k": gsm8k.compute_score,
-    "digit_add": arithmetic.compute_score,
-    "arithmetic/add1": arithmetic.compute_score,
-    "arithmetic/mul1": arithmetic.compute_score,
-    "arithmetic/max3": arithmetic.compute_score,
-    "arithmetic/even": arithmetic.compute_score,
-    "brightness": brightness.compute_score,
-    "digits": digits.compute_score,
-}
-
-
-def known_data_sources() -> list[str]:
-    """The data sources that have a built-in scorer."""
-    return list(_SCORERS)
+__all__ = ["UnknownDataSource", "default_compute_score", "has_scorer", "known_data_sources"]
 
 
 def default_compute_score(
@@ -45,15 +27,26 @@ def default_compute_score(
         data_source: name of the dataset, as in the row's ``data_source``.
         solution_str: the decoded response.
         ground_truth: ``reward_model.ground_truth`` of the row.
-        sandbox_fusion_url, concurrent_semaphore, memory_limit_mb: for scorers that run code; none of these does.
+        extra_info: the row's ``extra_info``; few rules look at it.
+        sandbox_fusion_url, concurrent_semaphore, memory_limit_mb: for rules that run code: the service that runs it
+            (None: child processes of this machine), what limits the requests under way, MiB of one program.
+        kwargs: more for the rule; those that it has no parameter for are left out.
+
+    Returns:
+        a number, or a dict with one under ``score``.
 
     Raises:
-        NotImplementedError: the data source has no built-in scorer.
+        UnknownDataSource: the data source has no built-in scorer.
     """
-    scorer = _SCORERS.get(data_source)
-    if scorer is None:
-        raise NotImplementedError(
-            f"data_source={data_source!r} has no built-in scorer; known are {', '.join(_SCORERS)}."
-            f"{nearest_name(data_source, _SCORERS)} Name a function of your own with custom_reward_function.path."
-        )
-    return scorer(solution_str, ground_truth)
+    scorer, parameters = scorer_of(data_source)
+    offered = {
+        **kwargs,
+        "data_source": data_source,
+        "extra_info": extra_info,
+        "sandbox_fusion_url": sandbox_fusion_url,
+        "concurrent_semaphore": concurrent_semaphore,
+        "memory_limit_mb": memory_limit_mb,
+    }
+    named = {name: value for name, value in offered.items() if name in parameters}
+    first, second = [name for name in parameters if name not in offered][:2]
+    return scorer(**{first: solution_str, second: ground_truth}, **named)
