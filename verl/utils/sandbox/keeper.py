@@ -7,7 +7,7 @@ import select
 import signal
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from verl.utils.sandbox.endings import CODES, Ending
@@ -36,6 +36,21 @@ def descendants(pid: int) -> Iterator[int]:
                     children += map(int, file.read().split())
         yield from children
         waiting += children
+
+
+def kill_all(pids: Iterable[int]) -> None:
+    """Kill processes and their groups, but for this process's own group.
+
+    A group is killed at one stroke: what forks faster than one can look at the children does not get away.
+    """
+    own, groups = os.getpgid(0), set()
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            group = os.getpgid(pid)
+            if group not in groups and group != own:
+                groups.add(group)
+                os.killpg(group, signal.SIGKILL)
+            os.kill(pid, signal.SIGKILL)
 
 
 class Keeper:
@@ -109,10 +124,7 @@ class Keeper:
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.child, signal.SIGKILL)
         for _ in range(1000):
-            below = list(descendants(os.getpid()))
-            for pid in below:
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.kill(pid, signal.SIGKILL)
+            kill_all(descendants(os.getpid()))
             try:
                 while os.waitpid(-1, os.WNOHANG)[0]:
                     pass

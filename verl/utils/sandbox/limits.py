@@ -11,12 +11,10 @@ or hold too much memory. Where the kernel grants no pid namespace, init is left 
 tree. `enter` returns what could not be had. Standard library only: a child is there in some 20 ms.
 """
 
-import contextlib
 import functools
 import json
 import os
 import resource
-import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -24,7 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from verl.utils.sandbox.endings import Ending, how_ended
-from verl.utils.sandbox.keeper import MIB, Keeper, can_see_descendants, descendants, reap_until_end_of
+from verl.utils.sandbox.keeper import MIB, Keeper, can_see_descendants, descendants, kill_all, reap_until_end_of
 from verl.utils.sandbox.namespaces import (
     NO_NETWORK,
     become_keeper,
@@ -139,9 +137,7 @@ def end(process: subprocess.Popen, patience_s: float = 5.0) -> int:
         subprocess.TimeoutExpired: the kernel has not let go of it within ``patience_s``.
     """
     if process.poll() is None:
-        for pid in [process.pid, *descendants(process.pid)]:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
+        kill_all([process.pid, *descendants(process.pid)])
     return process.wait(patience_s)
 
 
