@@ -1,4 +1,4 @@
-"""Equality by algebra, with math-verify. Runs in a child process only (``equal.py``): it may take any time or memory."""
+"""Equality by algebra, with math-verify. For a child process only (``equal.py``): it may take any time and memory."""
 
 import logging
 

@@ -1,6 +1,6 @@
 """Whether two mathematical answers are the same.
 
-Cheap before dear: the same spelling; the same number; the same items of a tuple, interval, set, list or matrix; and only
+Cheap before dear: the same spelling; the same number; the same items of a tuple, interval, set, list or matrix; only
 then algebra, by math-verify in a child process that is killed when it takes too long (``killable.py``). An answer that
 cannot be compared within the limit is not equal.
 """

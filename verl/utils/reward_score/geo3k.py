@@ -20,9 +20,7 @@ def acc_reward(predict_str: str, ground_truth: str, use_boxed: bool = True) -> f
     return float(answer is not None and is_equal(answer, gold_answer(ground_truth)))
 
 
-def compute_score(
-    predict_str: str, ground_truth: str, use_boxed: bool = True, format_score: float = 0.1
-) -> float:
+def compute_score(predict_str: str, ground_truth: str, use_boxed: bool = True, format_score: float = 0.1) -> float:
     """(1 - ``format_score``) x answer + ``format_score`` x format: 0.9 and 0.1."""
     answer = acc_reward(predict_str, ground_truth, use_boxed)
     return (1 - format_score) * answer + format_score * format_reward(predict_str)

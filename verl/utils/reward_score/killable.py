@@ -2,7 +2,8 @@
 
 Two processes serve a function: a *keeper*, which imports it once and then only watches, and its fork, which calls it.
 When a call takes too long the keeper kills the fork and makes another, without importing anything anew. No signal
-handlers and no alarms, so it works in any thread; arguments and results travel as JSON.
+handlers and no alarms, so it works in any thread; arguments and results travel as JSON. The fork has no network where
+the system allows that, and sees no environment variables but a few harmless ones.
 """
 
 from __future__ import annotations
@@ -21,11 +22,17 @@ import time
 from functools import lru_cache
 from typing import Any, BinaryIO
 
+from verl.utils.sandbox.keeper import descendants, kill_all
+from verl.utils.sandbox.namespaces import NO_NETWORK, unshare
+
 START_S = 180.0
 """For the import of the function's module."""
 
 GRACE_S = 10.0
 """How much later than its limit the keeper may answer."""
+
+_ENVIRONMENT = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "LD_LIBRARY_PATH", "VIRTUAL_ENV")
+"""What of the environment children see: no keys and tokens."""
 
 _PR_SET_PDEATHSIG = 1
 
@@ -52,8 +59,11 @@ class Killable:
         self._lock = threading.Lock()
         self._keeper: subprocess.Popen | None = None
 
-    def __call__(self, *arguments: Any) -> Any:
+    def __call__(self, *arguments: Any, timeout_s: float | None = None) -> Any:
         """The function's result.
+
+        Args:
+            timeout_s: of this call, in place of ``self.timeout_s``.
 
         Raises:
             Killed: it took too long or too much memory, crashed, or raised.
@@ -62,13 +72,14 @@ class Killable:
         with self._lock:
             if self._keeper is None or self._keeper.poll() is not None:
                 self._start()
-            task = json.dumps(arguments).encode() + b"\n"
+            timeout_s = timeout_s or self.timeout_s
+            task = json.dumps({"timeout_s": timeout_s, "arguments": arguments}).encode() + b"\n"
             try:
                 self._send(task)
             except BrokenPipeError:  # killed since the last call
                 self._start()
                 self._send(task)
-            reply = self._read(self.timeout_s + GRACE_S)
+            reply = self._read(timeout_s + GRACE_S)
         if reply is None:
             raise Killed("crash", f"The process that calls {self.function} is gone.")
         if "value" in reply:
@@ -84,9 +95,9 @@ class Killable:
 
     def _start(self) -> None:
         self.close()
-        command = [sys.executable, "-m", __name__, self.function, str(self.timeout_s), str(self.memory_mb)]
-        paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
-        env = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-m", "verl.utils.reward_score.killable", self.function, str(self.memory_mb)]
+        env = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
+        env |= {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path), "OMP_NUM_THREADS": "1"}
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
         self._keeper = subprocess.Popen(command, env=env, **pipes)
         reply = self._read(START_S)
@@ -134,7 +145,7 @@ def _line(file: BinaryIO, seconds: float) -> bytes | None:
 # -- in the child -----------------------------------------------------------------------------------------------------
 
 
-def keep(function: str, timeout_s: float, memory_mb: int) -> None:
+def keep(function: str, memory_mb: int) -> None:
     """The keeper: hands each line of stdin to the fork that calls, watches the clock, writes the reply to stdout."""
     replies = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)  # what the function prints is no reply
@@ -148,6 +159,7 @@ def keep(function: str, timeout_s: float, memory_mb: int) -> None:
     worker = None
     for line in sys.stdin.buffer:
         worker = worker or _Worker(call, memory_mb)
+        timeout_s = json.loads(line)["timeout_s"]
         worker.tasks.write(line)
         reply = _line(worker.replies, timeout_s)
         if reply is None:
@@ -177,7 +189,7 @@ class _Worker:
         """Kill it; says whether it was still at work or had died."""
         died, status = os.waitpid(self.pid, os.WNOHANG)
         if not died:
-            os.kill(self.pid, signal.SIGKILL)
+            kill_all([self.pid, *descendants(self.pid)])
             os.waitpid(self.pid, 0)
         self.tasks.close()
         self.replies.close()
@@ -188,6 +200,9 @@ class _Worker:
 
 def _serve(call: Any, tasks: BinaryIO, replies: BinaryIO, memory_mb: int) -> None:
     _end_with_keeper()
+    os.setsid()
+    if sys.platform == "linux":
+        unshare(NO_NETWORK)
     if os.path.exists("/proc/self/statm"):
         with open("/proc/self/statm") as file:
             used = int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
@@ -195,7 +210,7 @@ def _serve(call: Any, tasks: BinaryIO, replies: BinaryIO, memory_mb: int) -> Non
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     for line in tasks:
         try:
-            reply = {"value": call(*json.loads(line))}
+            reply = {"value": call(*json.loads(line)["arguments"])}
         except MemoryError:
             reply = {"reason": "memory", "detail": f"the call took more than {memory_mb} MiB"}
         except (Exception, SystemExit) as error:
@@ -215,4 +230,4 @@ def _end_with_keeper() -> None:
 
 
 if __name__ == "__main__":
-    keep(sys.argv[1], float(sys.argv[2]), int(sys.argv[3]))
+    keep(sys.argv[1], int(sys.argv[2]))

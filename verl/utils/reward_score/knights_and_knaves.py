@@ -1,4 +1,4 @@
-"""Knights and knaves: every inhabitant named rightly (Xie et al. 2024, arXiv:2410.23123; Logic-RL, arXiv:2502.14768)."""
+"""Knights and knaves: every inhabitant is named rightly (Xie et al. 2025, Logic-RL, arXiv:2502.14768)."""
 
 import re
 from collections.abc import Mapping
@@ -6,7 +6,9 @@ from typing import Any
 
 from verl.utils.reward_score.extract import after_thinking, last_tagged
 
-_IDENTITY = re.compile(r"\b([A-Z][\w'-]*)\W{0,4}\s*(?:is|:|=|was|->|→)\s*(?:an?\s+)?\W{0,4}(knight|knave)\b", re.IGNORECASE)
+_IDENTITY = re.compile(
+    r"\b([A-Z][\w'-]*)\W{0,4}\s*(?:is|:|=|was|->|→)\s*(?:an?\s+)?\W{0,4}(knight|knave)\b", re.IGNORECASE
+)
 
 
 def identities(text: str) -> dict[str, str]:
@@ -20,7 +22,7 @@ def identities(text: str) -> dict[str, str]:
 def compute_score(
     solution_str: str, ground_truth: Mapping[str, Any] | str, format_score: float = 0.0, score: float = 1.0
 ) -> float:
-    """``score`` if the last ``<answer>`` gives every inhabitant's kind rightly, ``format_score`` if it names them, else 0.
+    """``score`` if the last ``<answer>`` has every inhabitant right, ``format_score`` if it names them, else 0.
 
     Args:
         ground_truth: ``{"solution_text_format": "(1) Zoey is a knight\\n..."}``, or that text.

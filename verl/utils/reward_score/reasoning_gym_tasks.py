@@ -36,8 +36,8 @@ def compute_score(
     entry = (extra_info or {}).get("entry")
     if not entry:
         raise ValueError(
-            f"data_source={data_source!r}: extra_info holds no 'entry', which the task's rule reads. Write the item that "
-            'reasoning_gym made into it, as JSON: {"question": ..., "answer": ..., "metadata": {...}}.'
+            f"data_source={data_source!r}: extra_info holds no 'entry', which the task's rule reads. Write the item "
+            'that reasoning_gym made into it, as JSON: {"question": ..., "answer": ..., "metadata": {...}}.'
         )
     answer = last_tagged(after_thinking(solution_str))
     if not answer:

@@ -3,7 +3,7 @@
 import importlib
 import inspect
 from collections.abc import Callable, Mapping
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 from verl.utils.py_functional import nearest_name
@@ -63,7 +63,13 @@ _SCORERS: dict[str, tuple[str, ...]] = {
     "knights_and_knaves:compute_score": ("kk_logic",),
     "reasoning_gym_tasks:compute_score": ("reasoning_gym/*",),
     "tool_use:compute_score": ("rlla",),
-    "arithmetic:compute_score": ("digit_add", "arithmetic/add1", "arithmetic/mul1", "arithmetic/max3", "arithmetic/even"),
+    "arithmetic:compute_score": (
+        "digit_add",
+        "arithmetic/add1",
+        "arithmetic/mul1",
+        "arithmetic/max3",
+        "arithmetic/even",
+    ),
     "brightness:compute_score": ("brightness",),
     "digits:compute_score": ("digits",),
 }
@@ -110,7 +116,7 @@ def _entry(data_source: str) -> str | None:
     return SOURCES.get(max(families, key=len, default=""))
 
 
-@lru_cache(maxsize=None)
+@cache
 def _load(path: str) -> tuple[Callable[..., float | dict], Mapping[str, Any]]:
     module, name = path.split(":")
     function = getattr(importlib.import_module(f"{_HERE}.{module}"), name)

@@ -35,7 +35,8 @@ def follows(response: str, instruction: str, kwargs: Mapping[str, Any] | None = 
     check = CHECKS.get(instruction)
     if check is None:
         raise ValueError(
-            f"instruction_id={instruction!r} is not known.{nearest_name(instruction, CHECKS)} Known are {', '.join(CHECKS)}."
+            f"instruction_id={instruction!r} is not known.{nearest_name(instruction, CHECKS)} "
+            f"Known are {', '.join(CHECKS)}."
         )
     given = {name: value for name, value in (kwargs or {}).items() if value is not None}
     return bool(response.strip()) and check(response, **given)

@@ -36,7 +36,7 @@ def compares(count: int, relation: str, wanted: int) -> bool:
     return count >= wanted if relation == "at least" else count < wanted
 
 
-# -- words --------------------------------------------------------------------------------------------------------------
+# -- words ------------------------------------------------------------------------------------------------------------
 
 
 @instruction("keywords:existence")
@@ -64,7 +64,7 @@ def is_in(response: str, language: str) -> bool:
     return is_in_language(response, language)
 
 
-# -- lengths ------------------------------------------------------------------------------------------------------------
+# -- lengths ----------------------------------------------------------------------------------------------------------
 
 
 @instruction("length_constraints:number_words")
@@ -94,7 +94,7 @@ def has_paragraph_that_begins(response: str, num_paragraphs: int, nth_paragraph:
     return bool(found) and found[0].lower() == first_word.strip().lower()
 
 
-# -- content and format -------------------------------------------------------------------------------------------------
+# -- content and format -----------------------------------------------------------------------------------------------
 
 
 @instruction("detectable_content:number_placeholders")
@@ -143,7 +143,7 @@ def has_title(response: str) -> bool:
     return any(title.strip() for title in re.findall(r"<<([^\n<>]+)>>", response))
 
 
-# -- whole responses ----------------------------------------------------------------------------------------------------
+# -- whole responses --------------------------------------------------------------------------------------------------
 
 
 @instruction("combination:two_responses")
@@ -187,4 +187,3 @@ def has_capital_words(response: str, capital_frequency: int, capital_relation: s
 @instruction("punctuation:no_comma")
 def has_no_comma(response: str) -> bool:
     return "," not in response
-

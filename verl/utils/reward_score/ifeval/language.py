@@ -58,7 +58,25 @@ def _script(character: str) -> str:
 def _looks_english(text: str) -> bool:
     """Whether common English words are there; a short text gets the benefit of the doubt."""
     found = re.findall(r"[a-z']+", text.lower())
-    common = {"the", "a", "an", "and", "of", "to", "in", "is", "i", "you", "it", "for", "my", "this", "that", "be", "with"}
+    common = {
+        "the",
+        "a",
+        "an",
+        "and",
+        "of",
+        "to",
+        "in",
+        "is",
+        "i",
+        "you",
+        "it",
+        "for",
+        "my",
+        "this",
+        "that",
+        "be",
+        "with",
+    }
     return len(found) < 8 or sum(word in common for word in found) >= len(found) / 20
 
 
