@@ -337,8 +337,23 @@ def _reward_model_is_not_there(config: PPOConfig, is_given: IsGiven) -> Iterator
     if config.reward_model.enable:
         return
     of_functions = ("enable", "reward_manager", "reward_kwargs", "on_error", "launch_reward_fn_async", "sandbox_fusion")
+    of_functions += ("judge",)
     keys = [key for key in _given_below(_RM, config, is_given) if key.split(".")[1] not in of_functions]
     yield from _unread(config, keys, is_given, "there is no reward model with reward_model.enable=false")
+
+
+def _built_in_scorers_are_not_asked(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+    places, path = (f"{_RM}.sandbox_fusion", f"{_RM}.judge"), config.custom_reward_function.path
+    given = [key for place in places for key in _given_below(place, config, is_given)]
+    if path is not None and not config.reward_model.get("by_source", None):
+        why = f"custom_reward_function.path={path} scores in place of the built-in scorers"
+        yield from _unread(config, given, is_given, why)
+    elif config.reward_model.judge.url is None:
+        of_judge = [key for key in given if key.startswith(places[1])]
+        yield from _unread(config, of_judge, is_given, f"there is no judge without {_RM}.judge.url")
+    if config.reward_model.sandbox_fusion.url is None:
+        key = f"{_RM}.sandbox_fusion.max_concurrent"
+        yield from _unread(config, [key], is_given, f"programs run on this machine without {places[0]}.url")
 
 
 def _reward_model_reads_ids_or_texts(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
@@ -762,6 +777,7 @@ _CHECKS = (
     _reference_is_not_there,
     _reference_is_not_scored,
     _reward_model_is_not_there,
+    _built_in_scorers_are_not_asked,
     _reward_model_reads_ids_or_texts,
     _function_does_not_score_training,
     _kl_in_reward_is_off,

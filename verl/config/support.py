@@ -72,7 +72,6 @@ LIMITS: tuple[Limit, ...] = (
     ),
     # loss and advantages
     # reward
-    Limit(f"{_RM}.sandbox_fusion.*", "the sandbox service", "run code in your custom_reward_function"),
     # data
     Limit("data.datagen.*", "generated prompts", "write them to a parquet file before the run, or use data.custom_cls"),
     # run

@@ -74,6 +74,7 @@ def compute_score_of_asserts(
     elif gold.get("test_list") is not None and len(gold["test_list"]):
         before = "\n".join([*gold.get("test_imports", ()), gold.get("test_setup_code") or ""])
         checks = tuple(f"{before}\n{check}" for check in gold["test_list"])
+        checks = checks if continuous else ("\n".join(checks),)
     else:
         raise ValueError(
             f"ground_truth={str(gold)[:200]} has no tests: write 'test_list', or 'test' and 'entry_point'."

@@ -13,7 +13,7 @@ from verl.utils.sandbox.limits import Limits
 TEST_S = 10.0
 """Wall seconds of one test."""
 
-TOTAL_S = 60.0
+TOTAL_S = 40.0
 """Wall seconds of all tests of a program."""
 
 MEMORY_MB = 1024
@@ -95,7 +95,8 @@ def _tests(cases: Any) -> Tests:
     if len(inputs) != len(outputs) or not (checks or inputs):
         raise ValueError(
             f"ground_truth has {len(inputs)} inputs, {len(outputs)} outputs and {len(checks)} assertions: it needs as "
-            'many outputs as inputs, and at least one test: {"inputs": [...], "outputs": [...]} or {"assert_case": [...]}.'
+            'many outputs as inputs, and at least one test: {"inputs": [...], "outputs": [...]} or '
+            '{"assert_case": [...]}.'
         )
     return Tests(inputs, outputs, cases.get("fn_name") or None, checks)
 

@@ -80,12 +80,9 @@ def slot(name: str, count: int) -> Iterator[None]:
 
     Held by a file lock, so that the place of a process that was killed is free again.
     """
-    folder = Path(tempfile.gettempdir()) / f"verl-slots-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    stem = hashlib.sha256(name.encode()).hexdigest()[:16]
     while True:
         for number in random.sample(range(count), count):
-            file = open(folder / f"{stem}-{number}", "w")
+            file = open(_lock_file(f"{name} {number}"), "a+")
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -95,3 +92,22 @@ def slot(name: str, count: int) -> Iterator[None]:
                 yield
             return
         time.sleep(random.uniform(0.005, 0.02))
+
+
+def pace(name: str, per_minute: float) -> None:
+    """Wait until it is this caller's turn, turns being given to all processes of this machine at an even pace."""
+    with open(_lock_file(f"{name} turns"), "a+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        file.seek(0)
+        now, text = time.time(), file.read()
+        turn = max(now, float(text or 0))
+        turn = min(turn, now + 3600)  # a clock that was set back must not stop everything
+        file.truncate(0)
+        file.write(repr(turn + 60 / per_minute))
+    time.sleep(max(0.0, turn - now))
+
+
+def _lock_file(name: str) -> Path:
+    folder = Path(tempfile.gettempdir()) / f"verl-slots-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    return folder / hashlib.sha256(name.encode()).hexdigest()[:24]
