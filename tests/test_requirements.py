@@ -14,7 +14,7 @@ DISTRIBUTION |= {"math_verify": "math-verify", "latex2sympy2_extended": "latex2s
 DISTRIBUTION |= {"cloudpickle": "ray", "PIL": "pillow"}
 # Imported only where the user brought them: by an option that names them, or on a machine that has them.
 OPTIONAL = {"flash_attn", "vllm", "sglang", "modelscope", "torch_npu", "nvtx", "mlflow", "weave"}
-OPTIONAL |= {"deepspeed", "liger_kernel", "torchao", "reasoning_gym"}
+OPTIONAL |= {"deepspeed", "liger_kernel", "torchao", "reasoning_gym", "langdetect"}
 OPTIONAL |= {"prometheus_client"}  # comes with vLLM, whose numbers it holds
 
 

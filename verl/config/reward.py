@@ -54,7 +54,7 @@ class JudgeConfig(Config):
     """The message to the judge, or the path of a file that holds it, with ``{question}``, ``{response}``,
     ``{ground_truth}`` and ``{data_source}``. Null: a comparison with the reference, on a scale from 0 to 10."""
 
-    score_pattern: str = r"score\W*([-+]?\d+(?:\.\d+)?)"
+    score_pattern: str = r"score[^\w+-]*([-+]?\d+(?:\.\d+)?)"
     """Regular expression; its last match in the judge's answer is the score."""
 
     lowest: float = 0.0

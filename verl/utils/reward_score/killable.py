@@ -113,7 +113,7 @@ class Killable:
     def _read(self, seconds: float) -> dict[str, Any] | None:
         """The keeper's next line; None, and the keeper killed, if none comes."""
         line = _line(self._keeper.stdout, seconds)
-        if line is None:
+        if not line:
             self.close()
         return json.loads(line) if line else None
 
@@ -130,14 +130,14 @@ def _of_process(pid: int, function: str, timeout_s: float, memory_mb: int) -> Ki
 
 
 def _line(file: BinaryIO, seconds: float) -> bytes | None:
-    """The next line of an unbuffered pipe; None at its end or when ``seconds`` are over."""
+    """The next line of an unbuffered pipe; empty at its end, None when ``seconds`` are over."""
     data, end, fd = b"", time.monotonic() + seconds, file.fileno()
     while not data.endswith(b"\n"):
         if not select.select([fd], [], [], max(0.0, end - time.monotonic()))[0]:
             return None
         piece = os.read(fd, 1 << 16)
         if not piece:
-            return None
+            return b""
         data += piece
     return data
 
@@ -162,9 +162,12 @@ def keep(function: str, memory_mb: int) -> None:
         timeout_s = json.loads(line)["timeout_s"]
         worker.tasks.write(line)
         reply = _line(worker.replies, timeout_s)
-        if reply is None:
-            reply = _packed(worker.end(timeout_s))
+        if not reply:
+            worker.end()
             worker = None
+            late = {"reason": "timeout", "detail": f"the call took longer than {timeout_s:g} s"}
+            gone = {"reason": "crash", "detail": "the call ended its process"}
+            reply = _packed(late if reply is None else gone)
         replies.write(reply)
 
 
@@ -185,17 +188,12 @@ class _Worker:
         self.tasks = os.fdopen(task_in, "wb", buffering=0)
         self.replies = os.fdopen(reply_out, "rb", buffering=0)
 
-    def end(self, timeout_s: float) -> dict[str, str]:
-        """Kill it; says whether it was still at work or had died."""
-        died, status = os.waitpid(self.pid, os.WNOHANG)
-        if not died:
-            kill_all([self.pid, *descendants(self.pid)])
-            os.waitpid(self.pid, 0)
+    def end(self) -> None:
+        """Kill it and everything below it."""
+        kill_all([self.pid, *descendants(self.pid)])
+        os.waitpid(self.pid, 0)
         self.tasks.close()
         self.replies.close()
-        if died:
-            return {"reason": "crash", "detail": f"the call ended its process (status {status})"}
-        return {"reason": "timeout", "detail": f"the call took longer than {timeout_s:g} s"}
 
 
 def _serve(call: Any, tasks: BinaryIO, replies: BinaryIO, memory_mb: int) -> None:

@@ -9,7 +9,7 @@ from verl.utils.reward_score.math import gold_answer
 _ANSWER_WINDOW = 300
 """Characters at the end of a response in which the answer is looked for."""
 
-_ANSWER_LINE = re.compile(r"answer\**\s*:\s*([^\n]+)", re.IGNORECASE)
+_ANSWER_LINE = re.compile(r"answer\**\s*:\**\s*([^\n]+)", re.IGNORECASE)
 
 INVALID = "[INVALID]"
 """``pred`` of a response without an answer."""

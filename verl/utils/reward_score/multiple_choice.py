@@ -7,7 +7,7 @@ from verl.utils.reward_score.extract import after_thinking, last_boxed, last_tag
 from verl.utils.reward_score.normalise import normalise
 
 _STATED = re.compile(
-    r"(?:answer|option|choice|choose|correct)\W*(?:\s*(?:is|would be|must be)\b)?\s*(?:option|choice|answer)?\W{0,6}"
+    r"(?i:answer|option|choice|choose|correct)\W*(?:\s*(?i:is|would be|must be)\b)?\s*(?i:option|choice|answer)?\W{0,6}"
     r"\b([A-Z]|\d{1,2})\b(?![\w'’])"
 )
 _ALONE = re.compile(r"^\W*([A-Z]|\d{1,2})\W*$", re.MULTILINE)

@@ -11,7 +11,8 @@ MAX_NUMBER = 200
 """Characters of a text that is read as a number."""
 
 _NOISE = re.compile(
-    r"\\(?:left|right|displaystyle|textstyle|limits|[bB]igg?[lr]?)(?![a-zA-Z])\.?|\\[!,;:> ]|\\q?quad(?![a-zA-Z])|~"
+    r"\\(?:left|right|displaystyle|textstyle|limits|[bB]igg?[lr]?)(?![a-zA-Z])\.?"
+    r"|(?<!\\)\\[!,;:> ]|\\q?quad(?![a-zA-Z])|~"
 )
 _FRACTION = re.compile(r"\\[dtc]frac(?![a-zA-Z])")
 _BARE_FRACTION = re.compile(r"\\frac\s*(\d|\{[^{}]*\})\s*(\d|\{[^{}]*\})")
