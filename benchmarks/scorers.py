@@ -2,7 +2,7 @@
 
 ``python -m benchmarks.scorers [--save]``: ``gsm8k`` reads long responses; ``math``: answers as spelt in data sets, of
 which one in eight needs algebra; ``algebra``: answers that all do, each another, beside math-verify called bare in the
-same processes; ``code``: programs with three tests each. One and two worker processes, each with the child that does its
+same processes; ``code``: programs with three tests each. One and two workers, each with the child that does its
 algebra. ``metrics``: 10k prompts of 16 samples, 1000 draws, without and with majority votes.
 """
 
