@@ -206,8 +206,9 @@ def test_the_options_of_a_run_reach_the_judge_and_the_rules_stay(server):
 
 
 def test_nothing_is_sent_unless_a_url_is_given():
-    function = get_built_in_reward_fn(options())
-    assert "judge" not in function.keywords and "sandbox_fusion_url" not in function.keywords
+    assert get_built_in_reward_fn(options()) is None
+    function = get_built_in_reward_fn(options("reward_model.sandbox_fusion.memory_limit_mb=99"))
+    assert function.keywords == {"memory_limit_mb": 99}
     with pytest.raises(NotImplementedError):
         function("essays", "7", "7")
     with pytest.raises(NotImplementedError):

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from verl.utils.py_functional import convert_to_regular_types
+from verl.utils.reward_score.code_runner import MEMORY_MB
 from verl.utils.reward_score.registry import UnknownDataSource, has_scorer, known_data_sources, scorer_of
 
 __all__ = ["UnknownDataSource", "built_in_options", "default_compute_score", "has_scorer", "known_data_sources"]
@@ -68,7 +69,7 @@ def built_in_options(reward_model: Any) -> dict[str, Any]:
     options: dict[str, Any] = {}
     if fusion.get("url"):
         options = {"sandbox_fusion_url": fusion["url"], "max_concurrent": fusion.get("max_concurrent")}
-    if fusion.get("memory_limit_mb"):
+    if fusion.get("memory_limit_mb", MEMORY_MB) != MEMORY_MB:
         options["memory_limit_mb"] = fusion["memory_limit_mb"]
     if judge.get("url"):
         options["judge"] = convert_to_regular_types(judge)
