@@ -18,10 +18,7 @@ from functools import partial
 from multiprocessing import get_context
 from typing import Any
 
-import numpy as np
-
 from benchmarks.measure import report
-from verl.trainer.ppo.metric_utils import process_validation_metrics
 from verl.utils.reward_score import default_compute_score
 
 Row = tuple[str, str, Any]
@@ -75,33 +72,37 @@ def bare_math_verify(rows: list[Row]) -> float:
 
 
 def throughput(
-    name: str, rows: list[Row], workers: int, scorer: Callable[[list[Row]], float], chunk: int = CHUNK
+    pool: ProcessPoolExecutor, name: str, rows: list[Row], scorer: Callable[[list[Row]], float], chunk: int = CHUNK
 ) -> dict[str, Any]:
     """The most rows a second of ``REPEAT`` rounds, each of other rows so that no answer is known already."""
     chunks = [rows[i : i + chunk] for i in range(0, len(rows), chunk)]
     share = len(chunks) // (REPEAT + 1)
     best = 0.0
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-        list(pool.map(scorer, [rows[:1]] * workers * 4))
-        for number in range(REPEAT + 1):
-            some = chunks[number * share : (number + 1) * share]
-            start = time.perf_counter()
-            list(pool.map(scorer, some))
-            seconds = time.perf_counter() - start
-            best = max(best, sum(map(len, some)) / seconds) if number else 0.0
+    for number in range(REPEAT + 1):  # in the first the workers start their children
+        some = chunks[number * share : (number + 1) * share]
+        start = time.perf_counter()
+        list(pool.map(scorer, some))
+        seconds = time.perf_counter() - start
+        best = max(best, sum(map(len, some)) / seconds) if number else 0.0
+    workers = pool._max_workers
     return {"name": name, "workers": workers, "rows": share * chunk, "rows_per_s": best, "ms_a_row": 1000 / best}
 
 
 def scorer_rows() -> Iterator[dict[str, Any]]:
     sets = {"gsm8k": gsm8k_rows(40_000), "math": math_rows(4_000), "algebra": algebra_rows(800)}
     for workers in (1, 2):
-        for name, rows in sets.items():
-            yield throughput(name, rows, workers, score)
-        yield throughput("math-verify, bare", sets["algebra"], workers, bare_math_verify)
-        yield throughput("code", code_rows(80), workers, score, chunk=5)
+        with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+            for name, rows in sets.items():
+                yield throughput(pool, name, rows, score)
+            yield throughput(pool, "math-verify, bare", sets["algebra"], bare_math_verify)
+            yield throughput(pool, "code", code_rows(80), score, chunk=5)
 
 
 def metrics_rows() -> Iterator[dict[str, Any]]:
+    import numpy as np  # here, since worker processes import this module too
+
+    from verl.trainer.ppo.metric_utils import process_validation_metrics
+
     draw = np.random.default_rng(0)
     prompts, n = 10_000, 16
     skill = np.repeat(draw.random(prompts), n)
