@@ -1,5 +1,6 @@
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -114,3 +115,75 @@ def test_importing_the_scorers_imports_none_of_their_libraries():
     program = f"import sys, verl.utils.reward_score; print([name for name in {heavy!r} if name in sys.modules])"
     told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
     assert told.strip() in ("[]", "['asyncio']")
+
+
+RUNAWAY = [
+    "<answer>",
+    "<think>",
+    "```\n",
+    "Answer: ",
+    r"\boxed{",
+    r"\boxed{1}",
+    "#### ",
+    "[",
+    "* ",
+    "the answer is ",
+    "<<",
+]
+RUNAWAY += [
+    "<tool_call>",
+    "<think></think><tool_call>",
+    "a",
+    " ",
+    "\n",
+    "1",
+    "1,",
+    "A ",
+    "Zoey is a knight ",
+    "- ",
+    "P.S",
+    "A.B.",
+]
+TASKS = {
+    "openai/gsm8k": "1",
+    "lighteval/MATH": "1",
+    "math_dapo": "1",
+    "numina_cn_k12": "1",
+    "hiyouga/geometry3k": "1",
+    "searchR1_nq": {"target": ["b"]},
+    "multiple_choice": "B",
+    "countdown": {"target": 3, "numbers": [1, 2]},
+    "kk_logic": "(1) Zoey is a knave",
+    "rlla": '<think></think><tool_call>{"name": "a"}</tool_call>',
+    "ifeval": {
+        "instruction_id_list": [
+            "detectable_format:title",
+            "detectable_format:number_highlighted_sections",
+            "detectable_format:number_bullet_lists",
+            "detectable_content:number_placeholders",
+            "detectable_content:postscript",
+            "length_constraints:number_sentences",
+            "length_constraints:number_words",
+            "length_constraints:number_paragraphs",
+        ],
+        "kwargs": [
+            {},
+            {"num_highlights": 1},
+            {"num_bullets": 3},
+            {"num_placeholders": 1},
+            {},
+            {"num_sentences": 2},
+            {"num_words": 2},
+            {"num_paragraphs": 2},
+        ],
+    },
+}
+
+
+@pytest.mark.parametrize("source", TASKS)
+def test_a_response_that_repeats_itself_to_the_end_costs_little(source):
+    """A model that has lost its way writes the same few characters until its limit."""
+    for text in RUNAWAY:
+        start = time.process_time()
+        default_compute_score(source, text * (60_000 // len(text)), TASKS[source])
+        assert time.process_time() - start < 0.5, text

@@ -2,7 +2,8 @@
 
 import re
 
-_TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
+_OPENED = re.compile("<answer>", re.IGNORECASE)
+_CLOSED = re.compile("</answer>", re.IGNORECASE)
 _FENCED = re.compile(r"```[ \t]*([\w+#.-]*)[^\n]*\n(.*?)(?:\n[ \t]*```|\Z)", re.DOTALL)
 _BOXES = ("\\boxed", "\\fbox")
 
@@ -30,8 +31,9 @@ def last_boxed(text: str) -> str | None:
 
 def last_tagged(text: str) -> str | None:
     """What stands in the last ``<answer>...</answer>``, stripped; None without one."""
-    found = _TAGGED.findall(text)
-    return found[-1].strip() if found else None
+    ends = [found.start() for found in _CLOSED.finditer(text)]  # one search for both would try every opening to the end
+    starts = [found.end() for found in _OPENED.finditer(text, 0, ends[-1])] if ends else []
+    return text[starts[-1] : ends[-1]].strip() if starts else None
 
 
 def after_thinking(text: str) -> str:

@@ -1,17 +1,15 @@
 """Geometry3K: mostly the answer, a little the format (Lu et al. 2021, arXiv:2105.04165)."""
 
-import re
-
 from verl.utils.reward_score.equal import is_equal
 from verl.utils.reward_score.extract import last_boxed
 from verl.utils.reward_score.math import gold_answer
 
-_FORMAT = re.compile(r"<think>.*</think>.*\\boxed\{.*\}.*", re.DOTALL)
-
 
 def format_reward(predict_str: str) -> float:
     """1.0 if the response is ``<think>...</think>`` and then a ``\\boxed{}``."""
-    return float(_FORMAT.fullmatch(predict_str) is not None)
+    _, is_thought, rest = predict_str.partition("</think>")
+    _, is_boxed, rest = rest.partition("\\boxed{")
+    return float(bool(predict_str.startswith("<think>") and is_thought and is_boxed and "}" in rest))
 
 
 def acc_reward(predict_str: str, ground_truth: str, use_boxed: bool = True) -> float:

@@ -4,24 +4,17 @@ A response is ``<think>...</think>`` and then ``<tool_call>`` with one JSON obje
 """
 
 import json
-import re
 from collections import Counter
 from typing import Any
-
-_CALLS = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
-_REPLY = re.compile(r"<response>.*?\S.*?</response>", re.DOTALL)
-_LAYOUT = re.compile(
-    r"\s*<think>.*?</think>\s*(?:<tool_call>.*?</tool_call>\s*)?(?:<response>.*?</response>\s*)?", re.DOTALL
-)
 
 
 def tool_calls(text: str) -> list[dict[str, Any]] | None:
     """The calls of a response; none if it makes none; None if what it writes there is no call."""
-    found = _CALLS.search(text)
-    if found is None:
+    written = _between(text, "<tool_call>", "</tool_call>")
+    if written is None:
         return []
     calls = []
-    for line in filter(None, map(str.strip, found[1].splitlines())):
+    for line in filter(None, map(str.strip, written.splitlines())):
         try:
             call = json.loads(line)
         except (ValueError, RecursionError):
@@ -49,15 +42,37 @@ def compute_score(solution_str: str, ground_truth: str) -> dict[str, float | boo
     Returns:
         ``score``, ``acc`` (whether the score is 1) and ``format`` (whether the layout is right).
     """
-    is_laid_out = _LAYOUT.fullmatch(solution_str) is not None
+    is_laid_out = _is_laid_out(solution_str)
     gold, said = tool_calls(ground_truth) or [], tool_calls(solution_str)
     share = 0.0
     if is_laid_out and said is not None:
         if gold and said:
             share = _share(gold, said)
         elif not gold and not said:
-            share = float(_REPLY.search(solution_str) is not None)
+            share = float(bool((_between(solution_str, "<response>", "</response>") or "").strip()))
     return {"score": share, "acc": share == 1.0, "format": is_laid_out}
+
+
+def _is_laid_out(text: str) -> bool:
+    """Whether a text is a thought, then calls or a response or both, and nothing else."""
+    rest = text.strip()
+    for number, name in enumerate(("think", "tool_call", "response")):
+        opening, closing = f"<{name}>", f"</{name}>"
+        if rest.startswith(opening):
+            _, is_closed, rest = rest.partition(closing)
+            if not is_closed:
+                return False
+            rest = rest.lstrip()
+        elif number == 0:
+            return False
+    return not rest
+
+
+def _between(text: str, opening: str, closing: str) -> str | None:
+    """What stands between the first opening and the next closing; None if one is missing."""
+    _, is_open, rest = text.partition(opening)
+    inner, is_closed, _ = rest.partition(closing)
+    return inner if is_open and is_closed else None
 
 
 def _share(gold: list[dict[str, Any]], said: list[dict[str, Any]]) -> float:

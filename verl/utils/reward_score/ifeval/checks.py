@@ -4,7 +4,7 @@ import json
 import re
 from collections.abc import Callable
 
-from verl.utils.reward_score.ifeval.language import is_in_language
+from verl.utils.reward_score.ifeval.language import is_in_language, main_script
 from verl.utils.reward_score.ifeval.text import count_sentences, count_words, words
 
 Check = Callable[..., bool]
@@ -171,12 +171,12 @@ def is_quoted(response: str) -> bool:
 
 @instruction("change_case:english_capital")
 def is_upper(response: str) -> bool:
-    return response.isupper() and is_in_language(response, "en")
+    return response.isupper() and main_script(response) == "LATIN"
 
 
 @instruction("change_case:english_lowercase")
 def is_lower(response: str) -> bool:
-    return response.islower() and is_in_language(response, "en")
+    return response.islower() and main_script(response) == "LATIN"
 
 
 @instruction("change_case:capital_word_frequency")
