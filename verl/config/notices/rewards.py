@@ -16,8 +16,24 @@ def reward_model_is_not_there(config: PPOConfig, is_given: IsGiven) -> Iterator[
     if config.reward_model.enable:
         return
     of_functions = ("enable", "reward_manager", "reward_kwargs", "on_error", "launch_reward_fn_async", "sandbox_fusion")
+    of_functions += ("judge",)
     keys = [key for key in given_below(RM, config, is_given) if key.split(".")[1] not in of_functions]
     yield from unread(config, keys, is_given, "there is no reward model with reward_model.enable=false")
+
+
+@notice
+def built_in_scorers_are_not_asked(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+    places, path = (f"{RM}.sandbox_fusion", f"{RM}.judge"), config.custom_reward_function.path
+    given = [key for place in places for key in given_below(place, config, is_given)]
+    if path is not None and not config.reward_model.get("by_source", None):
+        why = f"custom_reward_function.path={path} scores in place of the built-in scorers"
+        yield from unread(config, given, is_given, why)
+    elif config.reward_model.judge.url is None:
+        of_judge = [key for key in given if key.startswith(places[1])]
+        yield from unread(config, of_judge, is_given, f"there is no judge without {RM}.judge.url")
+    if config.reward_model.sandbox_fusion.url is None:
+        key = f"{RM}.sandbox_fusion.max_concurrent"
+        yield from unread(config, [key], is_given, f"programs run on this machine without {places[0]}.url")
 
 
 @notice

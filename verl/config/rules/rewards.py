@@ -132,3 +132,14 @@ def some_responses_are_whole(config: PPOConfig) -> Iterator[Problem]:
             "Set one of them to false.",
             f"{ROLLOUT}.ignore_eos",
         )
+
+
+@rule
+def a_judge_has_a_name_and_a_scale(config: PPOConfig) -> Iterator[Problem]:
+    judge, key = config.reward_model.judge, f"{RM}.judge"
+    if judge.url and not judge.model:
+        text = f"with {key}.url={judge.url}: name the model as the server knows it."
+        yield problem(config, f"{key}.model", text, f"{key}.url")
+    if judge.highest <= judge.lowest:
+        text = f"is not above {key}.lowest={judge.lowest:g}: raise the first or lower the second."
+        yield problem(config, f"{key}.highest", text, f"{key}.lowest")

@@ -33,6 +33,7 @@ __all__ = [
 STAGES_OVER_RESPONSE_TOKENS = ("gen",)
 STAGES_OVER_ALL_TOKENS = ("ref", "values", "adv", "update_critic", "update_actor")
 BOOTSTRAP_CELLS = 4_000_000  # numbers gathered at a time
+EXACT_BITS_OF_FLOAT32, EXACT_BITS = 16, 46  # samples in a draw whose places and count fit into 24 and 53 bits
 
 
 # -- a training batch -------------------------------------------------------------------------------------------------
@@ -211,7 +212,7 @@ def process_validation_metrics(
             by_count[len(rows)].append(rows)
         groups = [np.array(rows) for rows in by_count.values()]
         has_votes = preds is not None and any(preds[i] is not None for rows in prompts.values() for i in rows)
-        votes = [_vote_codes(preds, rows) if has_votes else None for rows in groups]
+        votes = [_majority_shares(_vote_codes(preds, rows), seed) if has_votes else {} for rows in groups]
         result[source] = {
             name: _mean_over_prompts(
                 [_metrics_of_group(numbers[rows], vote, seed) for rows, vote in zip(groups, votes, strict=True)]
@@ -222,8 +223,8 @@ def process_validation_metrics(
     return result
 
 
-def _metrics_of_group(values: np.ndarray, votes: np.ndarray | None, seed: int) -> dict[str, np.ndarray]:
-    """Metric -> (Q,) values, from (Q, N) values and votes."""
+def _metrics_of_group(values: np.ndarray, votes: Mapping[int, np.ndarray], seed: int) -> dict[str, np.ndarray]:
+    """Metric -> (Q,) values, from (Q, N) values and the shares (Q, N) that samples have in majorities of k."""
     n = values.shape[1]
     metrics = {f"mean@{n}": values.mean(axis=1)}
     if n == 1:
@@ -234,8 +235,8 @@ def _metrics_of_group(values: np.ndarray, votes: np.ndarray | None, seed: int) -
             "best": partial(_bootstrap_extreme, values, k, np.max, seed),
             "worst": partial(_bootstrap_extreme, values, k, np.min, seed),
         }
-        if votes is not None:
-            reductions["maj"] = partial(_bootstrap_majority, values, votes, k, seed)
+        if k in votes:
+            reductions["maj"] = partial(_weighted, values, votes[k])
         for name, reduction in reductions.items():
             metrics[f"{name}@{k}/mean"], metrics[f"{name}@{k}/std"] = reduction()
     return metrics
@@ -279,21 +280,57 @@ def _bootstrap_extreme(
     return np.concatenate(means), np.concatenate(stds)
 
 
-def _bootstrap_majority(values: np.ndarray, votes: np.ndarray, k: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Mean and std over draws of the majority answer's value (see ``calc_maj_val``), each (Q,)."""
-    draws = _draws(values.shape[1], k, seed=seed)
-    means, stds = [], []
-    for some_values, some_votes in zip(_parts(values, draws.size), _parts(votes, draws.size), strict=True):
-        drawn = some_votes[:, draws]  # (Q, D, k)
-        counts = np.zeros(drawn.shape, dtype=np.int32)
-        for j in range(k):
-            counts += drawn == drawn[..., j : j + 1]
-        winner = counts.argmax(axis=2)  # the first position of the most frequent vote
-        sample = draws[np.arange(len(draws))[None, :], winner]  # (Q, D)
-        reduced = np.take_along_axis(some_values, sample, axis=1)
-        means.append(reduced.mean(axis=1))
-        stds.append(reduced.std(axis=1))
-    return np.concatenate(means), np.concatenate(stds)
+def _majority_shares(votes: np.ndarray, seed: int) -> dict[int, np.ndarray]:
+    """k -> (Q, N): how often, over the draws of k, a sample is the one that stands for the majority (`calc_maj_val`).
+
+    Shares depend on the votes only, so all variables use the same. Prompts whose samples agree and differ alike have
+    the same shares, and are looked at once.
+    """
+    n = votes.shape[1]
+    if n == 1:
+        return {}
+    patterns, which = np.unique(votes, axis=0, return_inverse=True)
+    winners = {k: _winners if k <= EXACT_BITS else _winners_by_counting for k in _subset_sizes(n)}
+    shares = {}
+    for k, winners_of in winners.items():
+        draws = _draws(n, k, seed=seed)
+        parts = [winners_of(part, draws) for part in _parts(patterns, draws.size)]
+        samples = np.concatenate(parts) + n * np.arange(len(patterns))[:, None]
+        counts = np.bincount(samples.reshape(-1), minlength=patterns.size).reshape(patterns.shape)
+        shares[k] = (counts / len(draws))[which.reshape(-1)]
+    return shares
+
+
+def _winners(votes: np.ndarray, draws: np.ndarray) -> np.ndarray:
+    """(Q, D): the first drawn of the samples that gave the majority's answer; of a tie, the answer drawn first wins.
+
+    The sample drawn at place p = 0, 1, ... counts 1 + 2^-(p+1) for its answer. The whole part of an answer's sum is
+    then its number of votes, and its fraction is the larger the earlier the answer was drawn: its first bit is that
+    place.
+    """
+    n, k = votes.shape[1], draws.shape[1]
+    counts = np.zeros((len(draws), n), dtype=np.float32 if k <= EXACT_BITS_OF_FLOAT32 else np.float64)
+    np.add.at(counts, (np.arange(len(draws))[:, None], draws), 1 + 0.5 ** np.arange(1, k + 1))
+    best = np.zeros((len(votes), len(draws)), dtype=counts.dtype)
+    for code in range(votes.max() + 1):
+        np.maximum(best, (votes == code).astype(counts.dtype) @ counts.T, out=best)
+    place = -np.frexp(best - np.floor(best))[1]
+    return draws[np.arange(len(draws))[None, :], place]
+
+
+def _winners_by_counting(votes: np.ndarray, draws: np.ndarray) -> np.ndarray:
+    """The same for draws of more than fits into the bits of a number."""
+    drawn = votes[:, draws]  # (Q, D, k)
+    counts = np.zeros(drawn.shape, dtype=np.int32)
+    for j in range(draws.shape[1]):
+        counts += drawn == drawn[..., j : j + 1]
+    return draws[np.arange(len(draws))[None, :], counts.argmax(axis=2)]
+
+
+def _weighted(values: np.ndarray, weights: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Mean and std of each row, (Q,) each, under weights that sum to 1."""
+    mean = (values * weights).sum(axis=1)
+    return mean, np.sqrt(((values - mean[:, None]) ** 2 * weights).sum(axis=1))
 
 
 def _parts(array: np.ndarray, cells_per_row: int) -> list[np.ndarray]:

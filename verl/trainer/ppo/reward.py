@@ -13,6 +13,7 @@ from verl.protocol import DataProto
 from verl.utils.fs import copy_to_local
 from verl.utils.import_utils import import_users_modules, load_extern_type
 from verl.utils.py_functional import convert_to_regular_types
+from verl.utils.reward_score import built_in_options, default_compute_score
 from verl.workers.reward_manager import get_reward_manager_cls
 from verl.workers.reward_manager.abstract import AbstractRewardManager, RawRewardFn
 
@@ -40,6 +41,12 @@ def get_custom_reward_fn(config: Any) -> RawRewardFn | None:
     return functools.partial(function, **reward_kwargs) if reward_kwargs else function
 
 
+def get_built_in_reward_fn(config: Any) -> RawRewardFn | None:
+    """The built-in scorers with ``reward_model.sandbox_fusion`` and ``reward_model.judge``; None: as they are."""
+    options = built_in_options(config.reward_model)
+    return functools.partial(default_compute_score, **options) if options else None
+
+
 def load_reward_manager(
     config: Any, tokenizer: Any, num_examine: int, **reward_kwargs: Any
 ) -> AbstractRewardManager | Callable:
@@ -65,7 +72,7 @@ def load_reward_manager(
     return manager_cls(
         tokenizer=tokenizer,
         num_examine=num_examine,
-        compute_score=get_custom_reward_fn(config),
+        compute_score=get_custom_reward_fn(config) or get_built_in_reward_fn(config),
         reward_fn_key=config.data.get("reward_fn_key", "data_source"),
         **kwargs,
     )

@@ -1,32 +1,17 @@
 """Built-in rule-based scorers: text in, number out. No torch, no tokenizer.
 
-A scorer is chosen by the row's ``data_source``. Anything else is scored by the function the user names with
-``custom_reward_function.path``.
+A scorer is chosen by the row's ``data_source`` (``registry.py`` has the table). Anything else is scored by the function
+the user names with ``custom_reward_function.path``.
 """
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from typing import Any
 
-from verl.utils.py_functional import nearest_name
-from verl.utils.reward_score import arithmetic, brightness, digits, gsm8k
+from verl.utils.py_functional import convert_to_regular_types
+from verl.utils.reward_score.code_runner import MEMORY_MB
+from verl.utils.reward_score.registry import UnknownDataSource, has_scorer, known_data_sources, scorer_of
 
-__all__ = ["default_compute_score", "known_data_sources"]
-
-_SCORERS: dict[str, Callable[[str, Any], float | dict]] = {
-    "openai/gsm8k": gsm8k.compute_score,
-    "digit_add": arithmetic.compute_score,
-    "arithmetic/add1": arithmetic.compute_score,
-    "arithmetic/mul1": arithmetic.compute_score,
-    "arithmetic/max3": arithmetic.compute_score,
-    "arithmetic/even": arithmetic.compute_score,
-    "brightness": brightness.compute_score,
-    "digits": digits.compute_score,
-}
-
-
-def known_data_sources() -> list[str]:
-    """The data sources that have a built-in scorer."""
-    return list(_SCORERS)
+__all__ = ["UnknownDataSource", "built_in_options", "default_compute_score", "has_scorer", "known_data_sources"]
 
 
 def default_compute_score(
@@ -37,23 +22,55 @@ def default_compute_score(
     sandbox_fusion_url: str | None = None,
     concurrent_semaphore: Any = None,
     memory_limit_mb: int | None = None,
+    judge: Mapping[str, Any] | None = None,
     **kwargs: Any,
-) -> float | dict:
+) -> Any:
     """Score a response with the built-in rule of its data source.
 
     Args:
         data_source: name of the dataset, as in the row's ``data_source``.
         solution_str: the decoded response.
         ground_truth: ``reward_model.ground_truth`` of the row.
-        sandbox_fusion_url, concurrent_semaphore, memory_limit_mb: for scorers that run code; none of these does.
+        extra_info: the row's ``extra_info``; few rules look at it.
+        sandbox_fusion_url, concurrent_semaphore, memory_limit_mb: for rules that run code: the service that runs it
+            (None: child processes of this machine), what limits the requests under way, MiB of one program.
+        judge: settings of ``reward_model.judge``, for a model that scores the data sources they name.
+        kwargs: more for the rule; those that it has no parameter for are left out.
+
+    Returns:
+        a number, or a dict with one under ``score``; of a row that the judge scores an awaitable of such a dict.
 
     Raises:
-        NotImplementedError: the data source has no built-in scorer.
+        UnknownDataSource: the data source has no built-in scorer.
     """
-    scorer = _SCORERS.get(data_source)
-    if scorer is None:
-        raise NotImplementedError(
-            f"data_source={data_source!r} has no built-in scorer; known are {', '.join(_SCORERS)}."
-            f"{nearest_name(data_source, _SCORERS)} Name a function of your own with custom_reward_function.path."
-        )
-    return scorer(solution_str, ground_truth)
+    if judge and judge.get("url"):
+        from verl.utils.reward_score.judge import judge_of
+
+        asked = judge_of(judge)
+        if asked.judges(data_source):
+            return asked.score(data_source, solution_str, ground_truth, extra_info)
+    scorer, parameters = scorer_of(data_source)
+    offered = {
+        **kwargs,
+        "data_source": data_source,
+        "extra_info": extra_info,
+        "sandbox_fusion_url": sandbox_fusion_url,
+        "concurrent_semaphore": concurrent_semaphore,
+        "memory_limit_mb": memory_limit_mb,
+    }
+    named = {name: value for name, value in offered.items() if name in parameters}
+    first, second = [name for name in parameters if name not in offered][:2]
+    return scorer(**{first: solution_str, second: ground_truth}, **named)
+
+
+def built_in_options(reward_model: Any) -> dict[str, Any]:
+    """Keyword arguments of :func:`default_compute_score` that a ``reward_model`` section asks for; empty if none."""
+    fusion, judge = reward_model.get("sandbox_fusion", None) or {}, reward_model.get("judge", None) or {}
+    options: dict[str, Any] = {}
+    if fusion.get("url"):
+        options = {"sandbox_fusion_url": fusion["url"], "max_concurrent": fusion.get("max_concurrent")}
+    if fusion.get("memory_limit_mb", MEMORY_MB) != MEMORY_MB:
+        options["memory_limit_mb"] = fusion["memory_limit_mb"]
+    if judge.get("url"):
+        options["judge"] = convert_to_regular_types(judge)
+    return options
