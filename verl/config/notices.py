@@ -336,7 +336,18 @@ def _reference_is_not_scored(config: PPOConfig, is_given: IsGiven) -> Iterator[s
 def _reward_model_is_not_there(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
     if config.reward_model.enable:
         return
-    of_functions = ("enable", "reward_manager", "reward_kwargs", "on_error", "launch_reward_fn_async", "sandbox_fusion")
+    of_functions = (
+        "enable",
+        "reward_manager",
+        "reward_kwargs",
+        "by_source",
+        "sandbox",
+        "self_test",
+        "on_error",
+        "max_errors",
+        "launch_reward_fn_async",
+        "sandbox_fusion",
+    )
     keys = [key for key in _given_below(_RM, config, is_given) if key.split(".")[1] not in of_functions]
     yield from _unread(config, keys, is_given, "there is no reward model with reward_model.enable=false")
 

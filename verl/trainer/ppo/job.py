@@ -19,7 +19,7 @@ from verl.trainer.ppo.one_step_off import OneStepOffTrainer
 from verl.trainer.ppo.placement import default_pools, default_roles
 from verl.trainer.ppo.plan import run_plan
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
-from verl.trainer.ppo.reward import load_reward_manager
+from verl.trainer.ppo.reward import load_reward_manager, start_reward_functions
 from verl.trainer.ppo.reward_model import check_reward_model
 from verl.utils.distributed import destroy_global_process_group
 from verl.utils.ending import Terminated
@@ -95,6 +95,7 @@ class PPOJob:
     def build_trainer(self) -> RayPPOTrainer:
         """Tokenizer, reward functions and roles, as the config names them; the trainer reads the data."""
         config = self.config
+        start_reward_functions(config)  # they load while tokenizer and data do
         path = copy_to_local(config.actor_rollout_ref.model.path)
         trust = config.data.trust_remote_code or config.actor_rollout_ref.model.trust_remote_code
         reading = {"trust_remote_code": trust, "chat_template": config.actor_rollout_ref.model.custom_chat_template}
