@@ -7,6 +7,7 @@ worker processes start and models load.
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import signal
 import time
@@ -19,7 +20,7 @@ from verl.trainer.ppo.one_step_off import OneStepOffTrainer
 from verl.trainer.ppo.placement import default_pools, default_roles
 from verl.trainer.ppo.plan import run_plan
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
-from verl.trainer.ppo.reward import load_reward_manager, start_reward_functions
+from verl.trainer.ppo.reward import load_reward_manager, start_reward_functions, try_reward_function
 from verl.trainer.ppo.reward_model import check_reward_model
 from verl.utils.distributed import destroy_global_process_group
 from verl.utils.ending import Terminated
@@ -28,6 +29,8 @@ from verl.utils.garbage import no_collection
 from verl.utils.import_utils import import_users_modules
 from verl.utils.progress import RunSummary, print_summary, stop_notice
 from verl.utils.tokenizer import hf_processor, hf_tokenizer
+
+logger = logging.getLogger(__name__)
 
 
 class PPOJob:
@@ -46,8 +49,12 @@ class PPOJob:
             check_device(self.config.trainer, self.config.rollout_beside)
             self.import_users_modules()
             trainer = self.build_trainer()
+        report = try_reward_function(self.config, trainer.reward_fn, trainer.train_dataset)
         if self.config.trainer.progress_bar:
             print(run_plan(trainer), flush=True)
+            print(*([f"reward   {report}"] if report else []), sep="\n", flush=True)
+        for alarm in report.alarms if report else ():
+            logger.warning("The reward function %s looks wrong: %s.", report.function, alarm)
         try:
             with no_collection():
                 trainer.controller.start(self.config.ray_init, dict(self.config.ray_init.env))

@@ -11,8 +11,7 @@ from typing import Any
 
 import msgpack
 
-from verl.utils.py_functional import excerpt
-from verl.utils.sandbox.outcomes import plain_number
+from verl.utils.sandbox.outcomes import plain_number, shown
 
 LONGEST = 32 * 1024 * 1024
 """Bytes of one message from the sandbox."""
@@ -72,7 +71,7 @@ class FrameReader:
 
 def encode(message: Any) -> bytes:
     """As msgpack; what it has no form for becomes the nearest it has, or its ``repr``."""
-    return msgpack.packb(_plain(message, 0), default=excerpt, strict_types=False, unicode_errors="surrogatepass")
+    return msgpack.packb(_plain(message, 0), default=shown, strict_types=False, unicode_errors="surrogatepass")
 
 
 def decode(payload: bytes) -> Any:
@@ -92,7 +91,7 @@ def _plain(value: Any, depth: int) -> Any:
     if isinstance(value, int):
         return value if -(2**63) <= value < 2**64 else float(value) if abs(value) < 1e308 else str(value)[:300]
     if depth > 50:
-        return excerpt(value)
+        return shown(value)
     if isinstance(value, Mapping):
         return {_key(key): _plain(item, depth + 1) for key, item in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):
@@ -102,7 +101,7 @@ def _plain(value: Any, depth: int) -> Any:
         return _plain(number, depth + 1)
     if hasattr(value, "tolist"):
         return _plain(value.tolist(), depth + 1)
-    return excerpt(value)
+    return shown(value)
 
 
 def _key(key: Any) -> Any:

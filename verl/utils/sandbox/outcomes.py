@@ -102,7 +102,7 @@ def scored_batch(results: Any, count: int) -> list[Scored | Failure]:
     elif isinstance(results, Iterable) and not isinstance(results, (str, bytes, bytearray, Mapping)):
         results = list(results)
     if not isinstance(results, list):
-        said = f"the function returned {excerpt(results)} of type {type(results).__name__}; it must return a list"
+        said = f"the function returned {shown(results)} of type {type(results).__name__}; it must return a list"
         return [Failure(Outcome.WRONG_TYPE, f"TypeError: {said} of {count} scores")] * count
     if len(results) != count:
         said = f"ValueError: the function returned {len(results)} scores for {count} responses"
@@ -125,7 +125,7 @@ def to_number(result: Any) -> float:
     score = plain_number(score)
     if not isinstance(score, (float, int)):  # bool is an int
         raise TypeError(
-            f"the function returned {excerpt(score)} of type {type(score).__name__}; a score is a float, an int, "
+            f"the function returned {shown(score)} of type {type(score).__name__}; a score is a float, an int, "
             "a bool, or a dict that holds one under 'score'"
         )
     try:
@@ -135,6 +135,14 @@ def to_number(result: Any) -> float:
     if not math.isfinite(number):
         raise ValueError(f"the function returned {number}; a score must be finite")
     return number
+
+
+def shown(value: Any) -> str:
+    """An excerpt of a value's ``repr``; that, too, is code of the user's and may fail."""
+    try:
+        return excerpt(value)
+    except Exception as error:
+        return f"a {type(value).__name__} whose repr raises {type(error).__name__}"
 
 
 def plain_number(value: Any) -> Any:
