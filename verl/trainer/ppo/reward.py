@@ -14,7 +14,6 @@ from torch import Tensor
 
 from verl.protocol import DataProto
 from verl.trainer.ppo.reward_functions import (
-    external_lib,
     reward_function,
     reward_manager_class,
     start_reward_functions,
@@ -62,7 +61,7 @@ def load_reward_manager(
         reward_kwargs: for the manager, on top of ``reward_model.reward_kwargs``.
     """
     section = config.reward_model
-    import_users_modules(external_lib(config))
+    import_users_modules(_external_lib(config))
     manager_cls = reward_manager_class(config)
     kwargs = {**convert_to_regular_types(section.get("reward_kwargs", None) or {}), **reward_kwargs}
     for name, default in (("on_error", "stop"), ("max_errors", None)):
@@ -94,6 +93,11 @@ def _takes(manager_cls: type, name: str) -> bool:
             if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
                 return False
     return False
+
+
+def _external_lib(config: Any) -> str | None:
+    model = (config.get("actor_rollout_ref", None) or {}).get("model", None) or {}
+    return model.get("external_lib", None)
 
 
 def compute_reward(data: DataProto, reward_fn: Callable) -> tuple[Tensor, dict[str, list]]:
@@ -174,7 +178,7 @@ def _check(rewards: Any, data: DataProto, manager: str) -> None:
 SELF_TEST_ROWS = 3
 
 
-def tryreward_function(config: Any, reward_fn: Any, dataset: Any) -> Report | None:
+def try_reward_function(config: Any, reward_fn: Any, dataset: Any) -> Report | None:
     """The report of `self_test` on a run's reward function and first rows; None where there is nothing to try.
 
     Raises:

@@ -56,18 +56,17 @@ def reward_function(config: Any, manager_cls: type) -> RawRewardFn | None:
 
 def _sources(config: Any) -> dict[str | None, Source]:
     """Where the functions are, by the pattern of the data sources they score; under None that of all others."""
-    modules = external_lib(config)
     section = config.get("custom_reward_function", None) or {}
     reward_kwargs = convert_to_regular_types(section.get("reward_kwargs", None) or {})
     sources: dict[str | None, Source] = {}
     for pattern, place in convert_to_regular_types(config.reward_model.get("by_source", None) or {}).items():
-        sources[pattern] = _source(f"reward_model.by_source.{pattern}", place, modules)
+        sources[pattern] = _source(f"reward_model.by_source.{pattern}", place)
     path, name = section.get("path", None), section.get("name", None) or "compute_score"
-    sources[None] = Source(copy_to_local(path), name, reward_kwargs, modules) if path else _DEFAULT
+    sources[None] = Source(copy_to_local(path), name, reward_kwargs) if path else _DEFAULT
     return sources
 
 
-def _source(key: str, place: Any, modules: str | None) -> Source:
+def _source(key: str, place: Any) -> Source:
     if place == "builtin":
         return _DEFAULT
     if not isinstance(place, str) or not (place.endswith(".py") or split_file_name(place)):
@@ -75,7 +74,7 @@ def _source(key: str, place: Any, modules: str | None) -> Source:
             f"{key}={place!r} names no function: write file.py:function, file.py (its compute_score), or builtin."
         )
     path, name = split_file_name(place) or (place, "compute_score")
-    return Source(copy_to_local(path), name, {}, modules)
+    return Source(copy_to_local(path), name)
 
 
 def _wants_sandbox(config: Any, manager_cls: type) -> bool:
@@ -106,8 +105,3 @@ def _cores() -> int:
 def _in_process(source: Source) -> RawRewardFn:
     function = load_extern_type(source.path, source.name)
     return functools.partial(function, **source.reward_kwargs) if source.reward_kwargs else function
-
-
-def external_lib(config: Any) -> str | None:
-    model = (config.get("actor_rollout_ref", None) or {}).get("model", None) or {}
-    return model.get("external_lib", None)

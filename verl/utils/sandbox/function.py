@@ -79,9 +79,9 @@ def sandboxed(source: Source, limits: Limits, workers: int, start_timeout_s: flo
         path = Path(source.path).expanduser().resolve()
         if not path.is_file():
             raise FileNotFoundError(f"No Python file at {source.path!r} (looked for {path}).")
-        source = Source(str(path), source.name, source.reward_kwargs, source.modules)
+        source = Source(str(path), source.name, source.reward_kwargs)
         stamp = (path, path.stat().st_mtime_ns, path.stat().st_size)
-    key = (stamp, source.name, repr(source.reward_kwargs), source.modules, limits, workers, repr(options), os.getpid())
+    key = (stamp, source.name, repr(source.reward_kwargs), limits, workers, repr(options), os.getpid())
     pool = _POOLS.get(key)
     if pool is None:
         pool = _POOLS[key] = Pool(source, limits, workers, start_timeout_s, **options)

@@ -32,8 +32,6 @@ class Source:
     path: str
     name: str
     reward_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    modules: str | None = None
-    """Modules to import first, separated by commas."""
 
 
 class Pool:
@@ -61,7 +59,6 @@ class Pool:
             "path": source.path,
             "name": source.name,
             "reward_kwargs": dict(source.reward_kwargs),
-            "modules": source.modules,
             "limits": limits,
             "max_concurrent": max_concurrent,
         }

@@ -19,7 +19,7 @@ import zlib
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from verl.utils.import_utils import import_users_modules, load_extern_type
+from verl.utils.import_utils import load_extern_type
 from verl.utils.sandbox.describing import describe
 from verl.utils.sandbox.frames import LONGEST, encode, framed, receive
 from verl.utils.sandbox.limits import Limits, enter
@@ -39,7 +39,6 @@ def main() -> None:
     sys.path[:] = setup["sys_path"]
     worker = Worker(channel, limits, setup["max_concurrent"])
     try:
-        import_users_modules(setup["modules"])
         worker.function = load_extern_type(setup["path"], setup["name"])
     except BaseException as error:
         failure = Failure.of(error)

@@ -13,7 +13,7 @@ from verl.utils.sandbox.function import SandboxedFunction, signature_text
 from verl.utils.sandbox.outcomes import Failure, NotCalled, Scored, scored, scored_batch
 from verl.workers.reward_manager.routing import BySource, functions_of
 
-GARBAGE = ("", "I do not know.", "zqx vbn 31415926535")
+GARBAGE = ("", "I do not know.", "zqx vbn wfg")
 """Texts that answer nothing."""
 
 _OTHERS = ("7", "yes", "A", "the quick brown fox\n" * 5)
