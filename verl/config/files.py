@@ -10,7 +10,11 @@ from verl.utils.import_utils import split_file_name
 
 _WRITTEN = ("trainer.default_local_dir", "trainer.rollout_data_dir", "trainer.validation_data_dir")
 _PYTHON_FILES = ("custom_reward_function.path", "data.custom_cls.path", "data.sampler.class_path")
-_FUNCTIONS_IN_FILES = ("algorithm.adv_estimator", "actor_rollout_ref.actor.policy_loss.loss_mode")
+_FUNCTIONS_IN_FILES = (
+    "algorithm.adv_estimator",
+    "actor_rollout_ref.actor.policy_loss.loss_mode",
+    "reward_model.reward_manager",
+)
 
 
 def missing_files(config: PPOConfig) -> list[Problem]:

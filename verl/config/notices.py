@@ -352,6 +352,18 @@ def _reward_model_is_not_there(config: PPOConfig, is_given: IsGiven) -> Iterator
     yield from _unread(config, keys, is_given, "there is no reward model with reward_model.enable=false")
 
 
+def _sandbox_is_off(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+    rm = config.reward_model
+    if not rm.sandbox.enable:
+        keys = [key for key in _given_below(f"{_RM}.sandbox", config, is_given) if not key.endswith(".enable")]
+        yield from _unread(config, keys, is_given, f"{_RM}.sandbox.enable=false calls the function in the driver")
+    elif rm.reward_manager in built_names(f"{_RM}.reward_manager"):
+        is_batch = rm.reward_manager == "batch"
+        name, other = ("timeout_s", "batch_timeout_s") if is_batch else ("batch_timeout_s", "timeout_s")
+        why = f"with {_RM}.reward_manager={rm.reward_manager} {_RM}.sandbox.{other} is the limit of a call"
+        yield from _unread(config, [f"{_RM}.sandbox.{name}"], is_given, why)
+
+
 def _reward_model_reads_ids_or_texts(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
     if not config.reward_model.enable:
         return
@@ -773,6 +785,7 @@ _CHECKS = (
     _reference_is_not_there,
     _reference_is_not_scored,
     _reward_model_is_not_there,
+    _sandbox_is_off,
     _reward_model_reads_ids_or_texts,
     _function_does_not_score_training,
     _kl_in_reward_is_off,
