@@ -122,9 +122,13 @@ class Pool:
         if os.getpid() != self._owner:  # a copy of this object in a forked child
             return
         _OPEN.discard(self)
-        with self._lock:
+        has_lock = self._lock.acquire(timeout=0.5)  # at the end of a run a thread may still wait for scores
+        try:
             while self._processes:
                 self._processes.pop().end()
+        finally:
+            if has_lock:
+                self._lock.release()
 
     def __del__(self):
         with suppress(Exception):  # at the end of the interpreter
