@@ -36,6 +36,14 @@ LINES = [
         "policy loss and its gradient, CPU ms", "algorithms", {"name": "policy loss", **WIDE}, "cpu_ms", 4, "verl 106"
     ),
     Line("GRPO advantages, CPU ms", "algorithms", {"name": "grpo", **WIDE}, "cpu_ms", 4, "verl 11"),
+    Line(
+        "sandbox of reward functions, ms added to a sample",
+        "rewards",
+        {"what": "nothing, sandbox of 1"},
+        "added_ms_a_sample",
+        2,
+        "",
+    ),
     Line("8k rows on 64 ranks, most work over the mean", "balance", {"rows": 8192, "ranks": 64}, "by_cost", 1.005, ""),
     Line(
         "64k rows divided among 512 ranks, CPU ms",

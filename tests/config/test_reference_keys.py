@@ -11,7 +11,7 @@ from verl.config.compose import CONFIG_DIR, compose
 from verl.config.engine import DeepSpeedConfig
 from verl.config.overrides import all_keys, locate
 from verl.config.ppo import PPOConfig
-from verl.config.reward import JudgeConfig
+from verl.config.reward import JudgeConfig, RewardSandboxConfig
 from verl.config.tree import flatten
 
 HERE = Path(__file__).parent
@@ -66,7 +66,7 @@ ray_init.env ray_init.include_dashboard ray_init.object_store_memory_mb
 reward_model.model.fsdp_config.mixed_precision reward_model.model.fsdp_config.model_dtype
 reward_model.model.fsdp_config.offload_policy reward_model.model.fsdp_config.optimizer_offload
 reward_model.model.fsdp_config.wrap_policy.transformer_layer_cls_to_wrap
-reward_model.on_error reward_model.reward_kwargs
+reward_model.on_error reward_model.reward_kwargs reward_model.by_source reward_model.max_errors reward_model.self_test
 actor_rollout_ref.model.lora_adapter_path actor_rollout_ref.rollout.lora_sync critic.model.exclude_modules
 critic.model.lora_adapter_path
 actor_rollout_ref.model.use_prefix_sharing critic.model.use_prefix_sharing
@@ -74,6 +74,7 @@ trainer.controller trainer.log_freq trainer.nonfinite_tolerance trainer.progress
 trainer.tracker_kwargs trainer.worker_timeout
 """.split()
 NEW_KEYS += [f"algorithm.rollout_correction.{name}" for name in ("_target_", *RolloutCorrectionConfig())]
+NEW_KEYS += [f"reward_model.sandbox.{name}" for name in RewardSandboxConfig()]
 NEW_KEYS += [
     f"{role}.deepspeed.{name}"
     for role in ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic", "reward_model")

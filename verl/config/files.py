@@ -20,7 +20,11 @@ _PYTHON_FILES = (
 _DATA_ENDINGS = (".parquet", ".arrow", ".json", ".jsonl", ".csv")
 _HUB_NAME = re.compile(r"\w[\w.-]*/[\w.-]+(:[\w.-]+)?(:[\w.-]+(\[[^\]]*\])?)?")
 """A data set of the Hugging Face hub; whether it can be had is seen when it is loaded."""
-_FUNCTIONS_IN_FILES = ("algorithm.adv_estimator", "actor_rollout_ref.actor.policy_loss.loss_mode")
+_FUNCTIONS_IN_FILES = (
+    "algorithm.adv_estimator",
+    "actor_rollout_ref.actor.policy_loss.loss_mode",
+    "reward_model.reward_manager",
+)
 
 
 def missing_files(config: PPOConfig) -> list[Problem]:

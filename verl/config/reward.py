@@ -24,6 +24,43 @@ class RewardFunctionConfig(Config):
 
 
 @dataclass
+class RewardSandboxConfig(Config):
+    """Reward functions in killable processes of their own; what exceeds a limit is a failed sample."""
+
+    enable: bool = True
+    """False: call the function in the driver, without limits; for functions one trusts that need the driver's memory
+    or take less than a tenth of a millisecond."""
+
+    workers: int | None = option(None, above=0)
+    """Processes of one function; each has a copy of its module. Null: one, which sees the samples in their order, for a
+    function of the user's, and one a core, 8 at most, for the built-in scorers and with ``reward_manager=prime``."""
+
+    timeout_s: float = option(60.0, above=0)
+    """Seconds of one call about one sample."""
+
+    batch_timeout_s: float = option(600.0, above=0)
+    """Seconds of one call about a whole batch (``reward_manager=batch``)."""
+
+    start_timeout_s: float = option(300.0, above=0)
+    """Seconds in which a process must have loaded the function's file."""
+
+    cpu_s: float | None = option(None, above=0)
+    """CPU seconds of one call, all threads together. Null: no limit but the time."""
+
+    memory_mb: int | None = option(8192, above=0)
+    """MiB one process may hold, and it together with all it started. Null: no limit."""
+
+    output_mb: int | None = option(4, above=0)
+    """MiB one call may print. Null: no limit."""
+
+    processes: int | None = option(64, above=0)
+    """Processes at a time: the function's own and those it starts. Null: no limit."""
+
+    network: bool = True
+    """False: the function reaches nothing over the network, where the kernel allows to cut it."""
+
+
+@dataclass
 class SandboxFusionConfig(Config):
     """Where the built-in scorers run programs that the model wrote."""
 
@@ -154,8 +191,20 @@ class RewardModelConfig(Config):
     """Tokens of one micro-batch on one device; follows the critic's."""
 
     reward_manager: str = "naive"
-    """Who calls the scoring function: ``naive`` (row by row), ``batch`` (once, with lists), or a name given to
-    ``verl.workers.reward_manager.register``."""
+    """Who calls the scoring function: ``naive`` (row by row), ``prime`` (rows side by side), ``batch`` (once, with
+    lists), ``dapo`` (as naive, with a penalty for responses near the limit), a name given to
+    ``verl.workers.reward_manager.register``, or ``file.py:Class``."""
+
+    by_source: dict[str, Any] = option({})
+    """Free-form: data source, or a pattern such as ``math/*``, to the function that scores its rows: ``file.py:name``,
+    ``file.py``, or ``builtin``. The first that fits is taken; rows that fit none go to ``custom_reward_function`` or,
+    if that is null, to the built-in scorers."""
+
+    sandbox: RewardSandboxConfig = section(RewardSandboxConfig)
+    """Limits of the scoring function."""
+
+    self_test: Literal["warn", "stop", "off"] = "warn"
+    """Before the first step, score a few gold answers and garbage: what then looks wrong is told, or stops the run."""
 
     launch_reward_fn_async: bool = False
     """Call the scoring function in a thread of the driver while log-probs and values are computed."""
@@ -175,9 +224,14 @@ class RewardModelConfig(Config):
     reward_kwargs: dict[str, Any] = option({})
     """Free-form: keyword arguments of the reward manager."""
 
-    on_error: Literal["stop", "zero_and_count"] = "stop"
-    """When a scoring function raises or returns no finite number: stop the run naming the sample, or score 0 and
-    count it in the metrics."""
+    on_error: Literal["stop", "zero_and_count", "drop_sample"] = "stop"
+    """When a scoring function raises, is ended, or returns no finite number. ``stop``: end the run, naming the sample.
+    ``zero_and_count``: score 0. ``drop_sample``: the sample leaves the loss and the statistics of its group. Failures
+    are counted in ``reward/errors/<kind>``."""
+
+    max_errors: int | None = option(None, at_least=0)
+    """Failed samples of the run that are borne; one more stops it. Null: none with ``on_error=stop``, any number
+    otherwise. With ``on_error=stop`` those that are borne are dropped."""
 
     @property
     def forward_split(self) -> MicroBatching:

@@ -141,9 +141,10 @@ NAMES: tuple[Names, ...] = (
     Names(
         "reward_model.reward_manager",
         "reward manager",
-        built=("naive", "batch"),
-        planned=("dapo", "prime"),
+        built=("naive", "batch", "prime", "dapo"),
+        planned=(),
         registry=("verl.workers.reward_manager.registry", "REWARD_MANAGER_REGISTRY"),
+        may_be_in_file=True,
     ),
     Names(
         "trainer.logger",

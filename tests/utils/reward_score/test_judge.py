@@ -1,6 +1,5 @@
 """The judge, against a real server of the OpenAI protocol."""
 
-import asyncio
 import functools
 import json
 import threading
@@ -11,10 +10,11 @@ import pytest
 
 from verl.config.load import load_ppo_config
 from verl.config.reward import JudgeConfig
-from verl.trainer.ppo.reward import get_built_in_reward_fn
+from verl.trainer.ppo.reward_functions import reward_function
 from verl.utils.py_functional import gather_awaitables
 from verl.utils.reward_score import default_compute_score, http_json
 from verl.utils.reward_score.judge import Judge, JudgeError
+from verl.workers.reward_manager import NaiveRewardManager
 
 
 class Server(ThreadingHTTPServer):
@@ -195,22 +195,24 @@ def options(*more):
     return load_ppo_config(overrides=[*needed, *more])
 
 
+def function_of(*more):
+    return reward_function(options(*more), NaiveRewardManager)
+
+
 def test_the_options_of_a_run_reach_the_judge_and_the_rules_stay(server):
-    function = get_built_in_reward_fn(
-        options(f"reward_model.judge.url={server.url}", "reward_model.judge.model=m", "reward_model.judge.highest=14")
+    function = function_of(
+        f"reward_model.judge.url={server.url}", "reward_model.judge.model=m", "reward_model.judge.highest=14"
     )
-    assert (
-        asyncio.run(function(data_source="essays", solution_str="7", ground_truth="7", extra_info=INFO))["score"] == 0.5
-    )
+    judged = function(data_source="essays", solution_str="7", ground_truth="7", extra_info=INFO)
+    assert judged["score"] == 0.5
     assert function(data_source="openai/gsm8k", solution_str="#### 7", ground_truth="7", extra_info=INFO) == 1.0
 
 
 def test_nothing_is_sent_unless_a_url_is_given():
-    assert get_built_in_reward_fn(options()) is None
-    function = get_built_in_reward_fn(options("reward_model.sandbox_fusion.memory_limit_mb=99"))
-    assert function.keywords == {"memory_limit_mb": 99}
+    assert function_of().keywords == {}
+    assert function_of("reward_model.sandbox_fusion.memory_limit_mb=99").keywords == {"memory_limit_mb": 99}
     with pytest.raises(NotImplementedError):
-        function("essays", "7", "7")
+        default_compute_score("essays", "7", "7")
     with pytest.raises(NotImplementedError):
         default_compute_score("essays", "7", "7", judge={"url": None})
 

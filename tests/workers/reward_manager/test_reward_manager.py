@@ -164,7 +164,7 @@ def test_sys_exit_in_the_function_is_an_error_like_any_other():
 
 
 def test_unknown_on_error_is_refused():
-    with pytest.raises(ValueError, match="on_error='ignore' is not known: use stop or zero_and_count"):
+    with pytest.raises(ValueError, match="on_error='ignore' is not known: use stop, zero_and_count, drop"):
         naive(on_error="ignore")
 
 

@@ -15,10 +15,34 @@ _CENTRES_GROUPS = ("grpo", "grpo_passk", "rloo", "reinforce_plus_plus_baseline",
 def reward_model_is_not_there(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
     if config.reward_model.enable:
         return
-    of_functions = ("enable", "reward_manager", "reward_kwargs", "on_error", "launch_reward_fn_async", "sandbox_fusion")
-    of_functions += ("judge",)
+    of_functions = (
+        "enable",
+        "reward_manager",
+        "reward_kwargs",
+        "by_source",
+        "sandbox",
+        "self_test",
+        "on_error",
+        "max_errors",
+        "launch_reward_fn_async",
+        "sandbox_fusion",
+        "judge",
+    )
     keys = [key for key in given_below(RM, config, is_given) if key.split(".")[1] not in of_functions]
     yield from unread(config, keys, is_given, "there is no reward model with reward_model.enable=false")
+
+
+@notice
+def sandbox_is_off(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+    rm = config.reward_model
+    if not rm.sandbox.enable:
+        keys = [key for key in given_below(f"{RM}.sandbox", config, is_given) if not key.endswith(".enable")]
+        yield from unread(config, keys, is_given, f"{RM}.sandbox.enable=false calls the function in the driver")
+    elif rm.reward_manager in built_names(f"{RM}.reward_manager"):
+        is_batch = rm.reward_manager == "batch"
+        name, other = ("timeout_s", "batch_timeout_s") if is_batch else ("batch_timeout_s", "timeout_s")
+        why = f"with {RM}.reward_manager={rm.reward_manager} {RM}.sandbox.{other} is the limit of a call"
+        yield from unread(config, [f"{RM}.sandbox.{name}"], is_given, why)
 
 
 @notice

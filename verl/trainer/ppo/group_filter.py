@@ -15,7 +15,7 @@ import numpy as np
 from verl.protocol import DataProto
 from verl.trainer.ppo.prompt_pool import PromptPool, Ticket
 from verl.trainer.ppo.rows_file import check_savable
-from verl.workers.reward_manager.rule import REWARD_ERROR_KEY
+from verl.workers.reward_manager.rule import REWARD_ERROR_KEY, REWARD_ERROR_KIND_KEY
 
 REWARD_SUMS = ("seq_reward", "seq_final_reward")
 """Metrics that are the sum of a response's rewards."""
@@ -33,7 +33,7 @@ def metric_values(batch: DataProto, metric: str) -> np.ndarray:
     """
     names = list(batch.meta_info.get("reward_extra_keys", ()))
     if metric not in names:
-        if metric in REWARD_SUMS or metric in _EITHER and not set(names) - {REWARD_ERROR_KEY}:
+        if metric in REWARD_SUMS or metric in _EITHER and not set(names) - {REWARD_ERROR_KEY, REWARD_ERROR_KIND_KEY}:
             return batch.column("token_level_scores").double().sum(-1).numpy()
         raise ValueError(
             f"algorithm.filter_groups.metric={metric}: the reward function returned no such value. Use seq_reward, or "

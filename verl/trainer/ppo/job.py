@@ -7,6 +7,7 @@ worker processes start and models load.
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import signal
 import time
@@ -19,7 +20,7 @@ from verl.trainer.ppo.one_step_off import OneStepOffTrainer
 from verl.trainer.ppo.placement import default_pools, default_roles
 from verl.trainer.ppo.plan import run_plan
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
-from verl.trainer.ppo.reward import load_reward_manager
+from verl.trainer.ppo.reward import load_reward_manager, start_reward_functions, try_reward_function
 from verl.trainer.ppo.reward_model import check_reward_model
 from verl.utils.distributed import destroy_global_process_group
 from verl.utils.ending import Terminated
@@ -28,6 +29,8 @@ from verl.utils.garbage import no_collection
 from verl.utils.import_utils import import_users_modules
 from verl.utils.progress import RunSummary, print_summary, stop_notice
 from verl.utils.tokenizer import hf_processor, hf_tokenizer
+
+logger = logging.getLogger(__name__)
 
 
 class PPOJob:
@@ -46,8 +49,12 @@ class PPOJob:
             check_device(self.config.trainer, self.config.rollout_beside)
             self.import_users_modules()
             trainer = self.build_trainer()
+        report = try_reward_function(self.config, trainer.reward_fn, trainer.train_dataset)
         if self.config.trainer.progress_bar:
             print(run_plan(trainer), flush=True)
+            print(*([f"reward   {report}"] if report else []), sep="\n", flush=True)
+        for alarm in report.alarms if report else ():
+            logger.warning("The reward function %s looks wrong: %s.", report.function, alarm)
         try:
             with no_collection():
                 trainer.controller.start(self.config.ray_init, dict(self.config.ray_init.env))
@@ -95,6 +102,7 @@ class PPOJob:
     def build_trainer(self) -> RayPPOTrainer:
         """Tokenizer, reward functions and roles, as the config names them; the trainer reads the data."""
         config = self.config
+        start_reward_functions(config)  # they load while tokenizer and data do
         path = copy_to_local(config.actor_rollout_ref.model.path)
         trust = config.data.trust_remote_code or config.actor_rollout_ref.model.trust_remote_code
         reading = {"trust_remote_code": trust, "chat_template": config.actor_rollout_ref.model.custom_chat_template}

@@ -45,7 +45,7 @@ from verl.trainer.ppo.mismatch import MismatchMonitor
 from verl.trainer.ppo.placement import ResourcePoolManager, start_worker_groups
 from verl.trainer.ppo.prompt_pool import STATE_FILE, PromptPool, load_pool, save_pool
 from verl.trainer.ppo.recipe_names import RecipeNames
-from verl.trainer.ppo.reward import compute_reward
+from verl.trainer.ppo.reward import compute_reward, error_counts, without_failed
 from verl.trainer.ppo.reward_model import by_style, check_texts, is_judged, judge_metrics
 from verl.trainer.ppo.rollout_correction import bypass_old_log_probs, check_correction, reject_tokens, weigh_tokens
 from verl.trainer.ppo.rollout_skip import KeptRollouts
@@ -70,7 +70,6 @@ from verl.utils.progress import Progress
 from verl.utils.seeding import derive_seed
 from verl.utils.shares import SHARE_PLAN
 from verl.utils.tracking import Tracking, ValidationGenerationsLogger, check_backends
-from verl.workers.reward_manager.rule import REWARD_ERROR_KEY
 
 __all__ = [
     "AdvantageEstimator",
@@ -308,8 +307,8 @@ class RayPPOTrainer(RecipeNames):
 
     def rewarded(self, batch: DataProto, scores: torch.Tensor, extra: dict[str, list]) -> DataProto:
         """The batch with what the reward manager made of it."""
-        if REWARD_ERROR_KEY in extra:
-            self.metrics["reward/errors"] = self.metrics.get("reward/errors", 0) + sum(extra[REWARD_ERROR_KEY])
+        for name, count in error_counts(extra).items():
+            self.metrics[name] = self.metrics.get(name, 0) + count
         return attach_reward(batch, scores, extra)
 
     def judged(self, batch: DataProto) -> DataProto:
@@ -365,7 +364,7 @@ class RayPPOTrainer(RecipeNames):
             with self.timed("reward"):
                 pending, self.pending_reward = self.pending_reward, None
                 batch = self.rewarded(batch, *pending.get())
-        with self.timed("adv"):
+        with self.timed("adv"), without_failed(batch, self.config.reward_model.on_error):
             self.metrics.update(self.shaping.shape_scores(batch))
             if algorithm.use_kl_in_reward:
                 shaped = "token_level_rewards"

@@ -3,21 +3,31 @@
 import functools
 import inspect
 import logging
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from verl.protocol import DataProto
+from verl.trainer.ppo.reward_functions import (
+    reward_function,
+    reward_manager_class,
+    start_reward_functions,
+)
 from verl.utils.fs import copy_to_local
 from verl.utils.import_utils import import_users_modules, load_extern_type
 from verl.utils.py_functional import convert_to_regular_types
-from verl.utils.reward_score import built_in_options, default_compute_score
-from verl.workers.reward_manager import get_reward_manager_cls
-from verl.workers.reward_manager.abstract import AbstractRewardManager, RawRewardFn
+from verl.utils.ragged import Ragged
+from verl.workers.reward_manager import BatchRewardManager
+from verl.workers.reward_manager.abstract import AbstractRewardManager, RawRewardFn, RewardError
+from verl.workers.reward_manager.rule import REWARD_ERROR_KEY, REWARD_ERROR_KIND_KEY, RuleRewardManager
+from verl.workers.reward_manager.self_test import Report, self_test
 
-__all__ = ["compute_reward", "get_custom_reward_fn", "load_reward_manager"]
+__all__ = ["compute_reward", "get_custom_reward_fn", "load_reward_manager", "start_reward_functions"]
 
 logger = logging.getLogger(__name__)
 
@@ -41,12 +51,6 @@ def get_custom_reward_fn(config: Any) -> RawRewardFn | None:
     return functools.partial(function, **reward_kwargs) if reward_kwargs else function
 
 
-def get_built_in_reward_fn(config: Any) -> RawRewardFn | None:
-    """The built-in scorers with ``reward_model.sandbox_fusion`` and ``reward_model.judge``; None: as they are."""
-    options = built_in_options(config.reward_model)
-    return functools.partial(default_compute_score, **options) if options else None
-
-
 def load_reward_manager(
     config: Any, tokenizer: Any, num_examine: int, **reward_kwargs: Any
 ) -> AbstractRewardManager | Callable:
@@ -58,24 +62,37 @@ def load_reward_manager(
     """
     section = config.reward_model
     import_users_modules(_external_lib(config))
-    manager_cls = get_reward_manager_cls(section.get("reward_manager", "naive"))
+    manager_cls = reward_manager_class(config)
     kwargs = {**convert_to_regular_types(section.get("reward_kwargs", None) or {}), **reward_kwargs}
-    on_error = section.get("on_error", None) or "stop"
-    if "on_error" in inspect.signature(manager_cls).parameters:
-        kwargs.setdefault("on_error", on_error)
-    elif on_error != "stop":
-        logger.warning(
-            "reward_model.on_error=%s has no effect: reward manager %s does not take it.",
-            on_error,
-            manager_cls.__name__,
-        )
+    for name, default in (("on_error", "stop"), ("max_errors", None)):
+        value = section.get(name, default)
+        value = default if value is None else value
+        if _takes(manager_cls, name):
+            kwargs.setdefault(name, value)
+        elif value != default:
+            logger.warning(
+                "reward_model.%s=%s has no effect: reward manager %s does not take it.",
+                *(name, value, manager_cls.__name__),
+            )
     return manager_cls(
         tokenizer=tokenizer,
         num_examine=num_examine,
-        compute_score=get_custom_reward_fn(config) or get_built_in_reward_fn(config),
+        compute_score=reward_function(config, manager_cls),
         reward_fn_key=config.data.get("reward_fn_key", "data_source"),
         **kwargs,
     )
+
+
+def _takes(manager_cls: type, name: str) -> bool:
+    """Whether a class, or one it hands its keywords on to, has such an argument."""
+    for cls in manager_cls.__mro__:
+        if "__init__" in vars(cls):
+            parameters = inspect.signature(cls.__init__).parameters
+            if name in parameters:
+                return True
+            if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+                return False
+    return False
 
 
 def _external_lib(config: Any) -> str | None:
@@ -102,6 +119,41 @@ def compute_reward(data: DataProto, reward_fn: Callable) -> tuple[Tensor, dict[s
     return result, extra
 
 
+def error_counts(extra: Mapping[str, list]) -> dict[str, float]:
+    """The metrics ``reward/errors`` and ``reward/errors/<kind>`` of a manager's extra columns."""
+    if REWARD_ERROR_KEY not in extra:
+        return {}
+    kinds = Counter(kind for kind in extra.get(REWARD_ERROR_KIND_KEY, ()) if kind is not None)
+    return {
+        "reward/errors": sum(extra[REWARD_ERROR_KEY]),
+        **{f"reward/errors/{kind}": float(count) for kind, count in sorted(kinds.items())},
+    }
+
+
+@contextmanager
+def without_failed(data: DataProto, on_error: str) -> Iterator[None]:
+    """Inside, samples whose scoring failed are in nobody's group; they have no token in the loss from then on.
+
+    Nothing is done with ``on_error=zero_and_count``, whose failures count as responses that earned 0.
+    """
+    failed = np.array([bool(value) for value in data.non_tensor_batch.get(REWARD_ERROR_KEY, ())])
+    if on_error == "zero_and_count" or not failed.any():
+        yield
+        return
+    mask = data.ragged("response_mask")
+    keep = torch.from_numpy(~failed).to(mask.values.device).repeat_interleave(mask.layout.lengths)
+    data.put("response_mask", Ragged(mask.values * keep.to(mask.values.dtype), mask.layout))
+    uids = data.non_tensor_batch.get("uid")
+    if uids is not None:
+        alone = np.array([f"failed-{i}" for i in range(len(failed))], dtype=object)
+        data.non_tensor_batch["uid"] = np.where(failed, alone, uids)
+    try:
+        yield
+    finally:
+        if uids is not None:
+            data.non_tensor_batch["uid"] = uids
+
+
 def _takes_return_dict(reward_fn: Callable) -> bool:
     try:
         inspect.signature(reward_fn).bind(None, return_dict=True)
@@ -121,3 +173,31 @@ def _check(rewards: Any, data: DataProto, manager: str) -> None:
     if not torch.isfinite(rewards.sum()):
         rows = (~torch.isfinite(rewards)).any(-1).nonzero()[:, 0].tolist()
         raise ValueError(f"Reward manager {manager} returned rewards that are not finite, in rows {rows[:10]}.")
+
+
+SELF_TEST_ROWS = 3
+
+
+def try_reward_function(config: Any, reward_fn: Any, dataset: Any) -> Report | None:
+    """The report of `self_test` on a run's reward function and first rows; None where there is nothing to try.
+
+    Raises:
+        RewardError: something looks wrong, and ``reward_model.self_test=stop``.
+    """
+    section = config.reward_model
+    if section.self_test == "off" or section.enable or not isinstance(reward_fn, RuleRewardManager):
+        return None
+    rows = [dataset[i] for i in range(min(SELF_TEST_ROWS, len(dataset)))]
+    report = self_test(
+        reward_fn.compute_score,
+        [row for row in rows if isinstance(row, Mapping) and "reward_model" in row],
+        is_batch=isinstance(reward_fn, BatchRewardManager),
+        reward_fn_key=reward_fn.reward_fn_key,
+        **reward_fn.reward_kwargs,
+    )
+    if report.alarms and section.self_test == "stop":
+        raise RewardError(
+            f"The reward function {report.function} failed its self-test: {'; '.join(report.alarms)}. Correct it, or "
+            "go on all the same with reward_model.self_test=warn."
+        )
+    return report

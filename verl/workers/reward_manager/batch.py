@@ -4,8 +4,11 @@ import inspect
 from typing import Any
 
 from verl.utils.py_functional import gather_awaitables
+from verl.utils.sandbox.function import SandboxedFunction
+from verl.utils.sandbox.outcomes import Failure, scored_batch
+from verl.workers.reward_manager.abstract import RawRewardFn
 from verl.workers.reward_manager.registry import register
-from verl.workers.reward_manager.rule import Failure, RuleRewardManager, Sample
+from verl.workers.reward_manager.rule import RuleRewardManager, Sample
 from verl.workers.reward_manager.watch import SlowCallWatch
 
 
@@ -19,21 +22,21 @@ class BatchRewardManager(RuleRewardManager):
 
     parameters = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
 
-    def score(self, samples: list[Sample]) -> list[Any]:
+    def call(self, function: RawRewardFn, samples: list[Sample]) -> list[Any]:
         columns = {f"{name}s": [getattr(sample, name) for sample in samples] for name in Sample.__dataclass_fields__}
+        columns |= self.reward_kwargs
+        if isinstance(function, SandboxedFunction):
+            return function.batch(len(samples), columns)
         with SlowCallWatch(lambda key: f"a batch of {len(samples)} responses") as watch:
             watch.begin("batch")
             try:
-                results = self.compute_score(**columns, **self.reward_kwargs)
+                results = function(**columns)
                 if inspect.isawaitable(results):
                     [results] = gather_awaitables([results], 1)
                     if isinstance(results, Exception):
                         raise results
-                results = results.tolist() if hasattr(results, "tolist") else list(results)
-                if len(results) != len(samples):
-                    raise ValueError(f"the function returned {len(results)} scores for {len(samples)} responses")
-                return results
+                return scored_batch(results, len(samples))
             except (Exception, SystemExit) as error:
-                return [Failure(error)] * len(samples)
+                return [Failure.of(error)] * len(samples)
             finally:
                 watch.end("batch")

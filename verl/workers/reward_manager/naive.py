@@ -4,8 +4,11 @@ import inspect
 from typing import Any
 
 from verl.utils.py_functional import gather_awaitables
+from verl.utils.sandbox.function import SandboxedFunction
+from verl.utils.sandbox.outcomes import Failure, NotCalled
+from verl.workers.reward_manager.abstract import RawRewardFn
 from verl.workers.reward_manager.registry import register
-from verl.workers.reward_manager.rule import Failure, RuleRewardManager, Sample
+from verl.workers.reward_manager.rule import RuleRewardManager, Sample
 from verl.workers.reward_manager.watch import SlowCallWatch
 
 
@@ -20,21 +23,28 @@ class NaiveRewardManager(RuleRewardManager):
 
     parameters = ("data_source", "solution_str", "ground_truth", "extra_info")
 
-    def score(self, samples: list[Sample]) -> list[Any]:
+    def arguments(self, function: RawRewardFn, sample: Sample) -> tuple[tuple, dict[str, Any]]:
+        """Positional and named arguments of a call about a sample."""
+        return (), {**vars(sample), **self.reward_kwargs}
+
+    def call(self, function: RawRewardFn, samples: list[Sample]) -> list[Any]:
+        arguments = [self.arguments(function, sample) for sample in samples]
+        if isinstance(function, SandboxedFunction):
+            return function.rows(arguments, self.bears)
         results: list[Any] = []
         with SlowCallWatch(lambda i: f"sample {i} (data_source={samples[i].data_source!r})") as watch:
-            for i, sample in enumerate(samples):
+            for i, (args, kwargs) in enumerate(arguments):
                 watch.begin(i)
                 try:
-                    results.append(self.compute_score(**vars(sample), **self.reward_kwargs))
+                    results.append(function(*args, **kwargs))
                 except (Exception, SystemExit) as error:
-                    results.append(Failure(error))
-                    if self.on_error == "stop":  # the rest would be thrown away
+                    results.append(Failure.of(error))
+                    if self.bears == 0:  # the rest would be thrown away
                         break
                 finally:
                     watch.end(i)
             self._await(results, watch)
-        return results
+        return [*results, *[NotCalled()] * (len(samples) - len(results))]
 
     def _await(self, results: list[Any], watch: SlowCallWatch) -> None:
         """Replace awaitables by what they come to."""
@@ -44,7 +54,7 @@ class NaiveRewardManager(RuleRewardManager):
             try:
                 return await awaitable
             except SystemExit as error:  # would take the event loop down with it
-                return Failure(error)
+                return Failure.of(error)
             finally:
                 watch.end(i)
 
@@ -53,4 +63,4 @@ class NaiveRewardManager(RuleRewardManager):
             return
         outcomes = gather_awaitables([watched(i, results[i]) for i in waiting], self.max_concurrent)
         for i, outcome in zip(waiting, outcomes, strict=True):
-            results[i] = Failure(outcome) if isinstance(outcome, Exception) else outcome
+            results[i] = Failure.of(outcome) if isinstance(outcome, Exception) else outcome

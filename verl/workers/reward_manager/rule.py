@@ -3,12 +3,9 @@
 import functools
 import inspect
 import logging
-import math
-import traceback
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -19,15 +16,20 @@ from verl.protocol import DataProto
 from verl.utils.py_functional import excerpt
 from verl.utils.ragged import Ragged
 from verl.utils.reward_score import default_compute_score
+from verl.utils.sandbox.describing import name_of
+from verl.utils.sandbox.outcomes import Failure, NotCalled, Outcome, Scored, scored
 from verl.workers.reward_manager.abstract import AbstractRewardManager, RawRewardFn, RewardError
+from verl.workers.reward_manager.routing import BySource, functions_of, is_built_in
 
 logger = logging.getLogger(__name__)
 
-_CALLERS = ("verl.workers.reward_manager", "verl.utils.py_functional")
-ON_ERROR = ("stop", "zero_and_count")
+ON_ERROR = ("stop", "zero_and_count", "drop_sample")
 
 REWARD_ERROR_KEY = "reward_error"
-"""Column of ``reward_extra_info`` under ``on_error=zero_and_count``: 1.0 where scoring failed, else 0.0."""
+"""Column of ``reward_extra_info`` where failures are borne: 1.0 where scoring failed, else 0.0."""
+
+REWARD_ERROR_KIND_KEY = "reward_error_kind"
+"""Column beside it: the `Outcome` of what failed, else None."""
 
 
 @dataclass(frozen=True)
@@ -40,19 +42,24 @@ class Sample:
     extra_info: dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Failure:
-    """Why a sample has no score."""
-
-    error: BaseException
+_WAYS_OUT = {
+    Outcome.TIMEOUT: "raise reward_model.sandbox.timeout_s (of the batch manager batch_timeout_s)",
+    Outcome.CPU: "raise reward_model.sandbox.cpu_s",
+    Outcome.MEMORY: "raise reward_model.sandbox.memory_mb",
+    Outcome.OUTPUT: "raise reward_model.sandbox.output_mb",
+    Outcome.PROCESSES: "raise reward_model.sandbox.processes",
+}
 
 
 class RuleRewardManager(AbstractRewardManager):
     """A manager that scores decoded responses with a Python function. Subclasses say how the function is called.
 
     Args:
-        on_error: when the function raises or returns no finite number: ``stop`` the run with everything named, or
-            ``zero_and_count``: reward 0 (and ``acc`` 0), counted in the extra column ``reward_error``.
+        on_error: when the function raises, is ended, or returns no finite number: ``stop`` the run with everything
+            named; ``zero_and_count``: reward 0 (and ``acc`` 0), marked in the extra columns ``reward_error`` and
+            ``reward_error_kind``; ``drop_sample``: marked, too, for the trainer to leave it out. Its reward is then the
+            mean of the batch, which moves no statistic of it.
+        max_errors: failed samples that are borne; None: none with ``stop``, any number otherwise.
         max_concurrent: how many calls of an ``async def`` function run at once.
         reward_kwargs: handed to every call of the function.
     """
@@ -68,23 +75,38 @@ class RuleRewardManager(AbstractRewardManager):
         reward_fn_key: str = "data_source",
         on_error: str = "stop",
         max_concurrent: int = 64,
+        max_errors: int | None = None,
         **reward_kwargs: Any,
     ):
         if on_error not in ON_ERROR:
-            raise ValueError(f"reward_model.on_error={on_error!r} is not known: use {' or '.join(ON_ERROR)}.")
+            raise ValueError(f"reward_model.on_error={on_error!r} is not known: use {', '.join(ON_ERROR)}.")
         self.tokenizer = tokenizer
         self.num_examine = num_examine
         self.compute_score = compute_score or default_compute_score
         self.reward_fn_key = reward_fn_key
         self.on_error = on_error
+        self.max_errors = 0 if max_errors is None and on_error == "stop" else max_errors
+        self.num_errors = 0
         self.max_concurrent = max_concurrent
         self.reward_kwargs = reward_kwargs
         self._has_warned = False
-        self._check_signature()
+        for function in functions_of(self.compute_score):
+            self.check_signature(function)
 
     @abstractmethod
+    def call(self, function: RawRewardFn, samples: list[Sample]) -> list[Any]:
+        """A function's result for each sample, a `Failure`, or `NotCalled` after too many of them."""
+
     def score(self, samples: list[Sample]) -> list[Any]:
-        """The function's result for each sample, or a :class:`Failure`."""
+        """As `call`, of each sample with the function for its data source."""
+        if not isinstance(self.compute_score, BySource):
+            return self.call(self.compute_score, samples)
+        return self.compute_score.share_out(samples, self.call)
+
+    @property
+    def bears(self) -> int | None:
+        """Failures that may still come; None: any number."""
+        return None if self.max_errors is None else max(0, self.max_errors - self.num_errors)
 
     def __call__(self, data: DataProto, return_dict: bool = False) -> Tensor | dict[str, Any]:
         if "rm_scores" in data.keys():  # a reward model has scored the batch
@@ -92,7 +114,7 @@ class RuleRewardManager(AbstractRewardManager):
             return {"reward_tensor": rewards, "reward_extra_info": {}} if return_dict else rewards
         responses = data.ragged("responses")
         samples = self.read(data, responses)
-        scores, columns = self._collect(samples, self.score(samples), _in_words(data))
+        scores, columns = self._collect(samples, self.score(samples), data)
         if self.num_examine:
             self._print(data, samples, scores, columns)
         rewards = place_on_last_token(scores, responses)
@@ -125,64 +147,70 @@ class RuleRewardManager(AbstractRewardManager):
             samples.append(Sample(source, text, goal["ground_truth"], {**info, "num_turns": turns[i]}))
         return samples
 
-    def _collect(
-        self, samples: list[Sample], results: Sequence[Any], batch: str
-    ) -> tuple[list[float], dict[str, list]]:
-        """Numbers and extra columns of the results; errors stop here or are counted."""
+    def _collect(self, samples: list[Sample], results: Sequence[Any], data: DataProto) -> tuple[list[float], dict]:
+        """Numbers and extra columns of the results; failures are counted, or one too many ends the run here."""
         scores: list[float] = []
         columns: dict[str, list] = {}
-        failures: list[tuple[int, BaseException]] = []
+        failures: dict[int, Failure] = {}
         for i, result in enumerate(results):
-            try:
-                if isinstance(result, Failure):
-                    raise result.error
-                scores.append(to_number(result))
-            except (Exception, SystemExit) as error:
-                if self.on_error == "stop":
-                    raise RewardError(
-                        f"{self._describe(i, samples[i], error, batch)}\n"
-                        f"Correct the function{self._key()}, or give such samples 0 and count them with "
-                        "reward_model.on_error=zero_and_count."
-                    ) from None  # the message holds the traceback
-                failures.append((i, error))
-                scores.append(0.0)
-                continue
-            if isinstance(result, Mapping):
-                for name, value in result.items():
-                    columns.setdefault(name, [None] * len(samples))[i] = value
+            result = result if isinstance(result, (Scored, Failure, NotCalled)) else scored(result)
+            if isinstance(result, Failure):
+                failures[i] = result
+                self.num_errors += 1
+                if self.max_errors is not None and self.num_errors > self.max_errors:
+                    raise RewardError(self._describe(i, samples[i], result, _in_words(data), with_way_out=True))
+            scores.append(result.score if isinstance(result, Scored) else 0.0)
+            for name, value in (isinstance(result, Scored) and result.columns or {}).items():
+                columns.setdefault(name, [None] * len(samples))[i] = value
+        if self.on_error != "zero_and_count" and failures and not data.meta_info.get("validate"):
+            scores = _filled_in(scores, failures, self)
         if "score" in columns:
             columns["score"] = list(scores)
-        if self.on_error != "stop":
-            failed = {i for i, _ in failures}
-            columns[REWARD_ERROR_KEY] = [float(i in failed) for i in range(len(samples))]
+        if self.max_errors != 0:
+            columns[REWARD_ERROR_KEY] = [float(i in failures) for i in range(len(samples))]
+            kinds = [failures[i].kind.value if i in failures else None for i in range(len(samples))]
+            columns[REWARD_ERROR_KIND_KEY] = kinds
             if "acc" in columns:  # what validation reports: a column with gaps would drop out of it
-                columns["acc"] = [0.0 if i in failed else acc for i, acc in enumerate(columns["acc"])]
+                columns["acc"] = [0.0 if i in failures else acc for i, acc in enumerate(columns["acc"])]
         if failures:
-            i, error = failures[0]
-            told = self._describe(i, samples[i], error, batch)
-            logger.warning(
-                "The reward function failed on %d of %d samples; they get 0 (reward_model.on_error=%s). The first: %s",
-                *(len(failures), len(samples), self.on_error, told.splitlines()[0] if self._has_warned else told),
-            )
-            self._has_warned = True
+            self._warn(samples, failures, _in_words(data))
         return scores, columns
 
-    def _describe(self, i: int, sample: Sample, error: BaseException, batch: str) -> str:
-        """What failed in one line, then the function's own frames, then the sample: the end is what is read first."""
-        cause = "".join(traceback.format_exception_only(type(error), error)).strip()
-        frames = _users_frames(error.__traceback__)
-        trace = "".join(traceback.format_exception(type(error), error, frames)) if frames else f"{cause}\n"
-        place = f"data_source={sample.data_source!r}, index={sample.extra_info.get('index')}"
-        return (
-            f"{name_of(self.compute_score)} failed on sample {i} of the {batch} ({place}): {cause.splitlines()[0]}\n"
-            f"{trace}"
-            f"  sample: {i} of the {batch}, {place}\n"
-            f"  response: {excerpt(sample.solution_str)}\n"
-            f"  ground_truth: {excerpt(sample.ground_truth)}"
+    def _warn(self, samples: list[Sample], failures: dict[int, Failure], batch: str) -> None:
+        i, failure = next(iter(failures.items()))
+        told = self._describe(i, samples[i], failure, batch)
+        logger.warning(
+            "The reward function failed on %d of %d samples; they %s (reward_model.on_error=%s). The first: %s",
+            *(len(failures), len(samples)),
+            "get 0" if self.on_error == "zero_and_count" else "are left out",
+            *(self.on_error, told.splitlines()[0] if self._has_warned else told),
         )
+        self._has_warned = True
 
-    def _key(self) -> str:
-        return "" if self.compute_score is default_compute_score else " (custom_reward_function.path)"
+    def _describe(self, i: int, sample: Sample, failure: Failure, batch: str, with_way_out: bool = False) -> str:
+        """What failed in one line, then the function's own frames, then the sample: the end is what is read first."""
+        place = f"data_source={sample.data_source!r}, index={sample.extra_info.get('index')}"
+        trace = failure.trace if failure.trace.endswith("\n") or not failure.trace else f"{failure.trace}\n"
+        function = self.compute_score
+        if isinstance(function, BySource):
+            function = function.function_for(sample.data_source)
+        lines = [
+            f"The reward function {name_of(function)} failed on sample {i} of the {batch} ({place}): "
+            f"{failure.cause.splitlines()[0]} [{failure.kind.value}]",
+            f"{trace or failure.cause}".rstrip(),
+            f"  sample: {i} of the {batch}, {place}",
+            f"  response: {excerpt(sample.solution_str)}",
+            f"  ground_truth: {excerpt(sample.ground_truth)}",
+        ]
+        if with_way_out:
+            borne = f" It is failure {self.num_errors} of the run, reward_model.max_errors={self.max_errors}."
+            hint = f" {_WAYS_OUT[failure.kind]}," if failure.kind in _WAYS_OUT else ""
+            key = "" if is_built_in(function) else " (custom_reward_function.path)"
+            lines.append(
+                f"Correct the function{key},{hint} or bear such samples: reward_model.on_error=zero_and_count gives "
+                f"them 0, drop_sample leaves them out.{borne if self.max_errors else ''}"
+            )
+        return "\n".join(lines)
 
     def _print(self, data: DataProto, samples: list[Sample], scores: list[float], columns: dict[str, list]) -> None:
         """Show the first samples of each data source. Only these prompts are decoded."""
@@ -198,26 +226,47 @@ class RuleRewardManager(AbstractRewardManager):
             for name, values in {"score": scores, **columns}.items():
                 print(f"[{name}]", values[i])
 
-    def _check_signature(self) -> None:
-        """Find out now, not after the first rollout, that the function cannot be called."""
-        function, keywords = self.compute_score, {**dict.fromkeys(self.parameters), **self.reward_kwargs}
-        while isinstance(function, functools.partial):
-            function, keywords = function.func, {**function.keywords, **keywords}
+    def check_signature(self, function: RawRewardFn) -> None:
+        """Find out now, not after the first rollout, that a function cannot be called.
+
+        Raises:
+            TypeError: it does not take what it will be given.
+        """
+        keywords = {**dict.fromkeys(self.parameters), **self.reward_kwargs, **getattr(function, "keywords", {})}
+        signature = signature_of_function(function)
         try:
-            signature = inspect.signature(function)
-        except (TypeError, ValueError):  # builtins may not tell
-            return
-        try:
-            signature.bind(**keywords)
+            if signature is not None:
+                signature.bind(**keywords)
         except TypeError as error:
             hint = ""
             for manager, sign in (("batch", "data_sources"), ("naive", "data_source")):
                 if sign in signature.parameters and sign not in self.parameters:
                     hint = f" Its parameters are those of reward_model.reward_manager={manager}: set that."
             raise TypeError(
-                f"{name_of(function)} has the parameters {signature} and is called with the keywords "
-                f"{', '.join(keywords)}: {error}.{hint} Name its parameters so, or let it take **kwargs."
+                f"The reward function {name_of(function)} has the parameters {signature} and is called with the "
+                f"keywords {', '.join(keywords)}: {error}.{hint} Name its parameters so, or let it take **kwargs."
             ) from None
+
+
+def signature_of_function(function: RawRewardFn) -> inspect.Signature | None:
+    while isinstance(function, functools.partial):
+        function = function.func
+    try:
+        return inspect.signature(function)
+    except (TypeError, ValueError):  # builtins may not tell
+        return None
+
+
+def _filled_in(scores: list[float], failures: Mapping[int, Failure], manager: "RuleRewardManager") -> list[float]:
+    """Scores with the mean of the good ones where there is none."""
+    good = [score for i, score in enumerate(scores) if i not in failures]
+    if not good:
+        raise RewardError(
+            f"The reward function {name_of(manager.compute_score)} failed on all {len(scores)} samples of a batch, the "
+            f"first time with {next(iter(failures.values())).cause.splitlines()[0]}: nothing is left to learn from."
+        )
+    mean = sum(good) / len(good)
+    return [mean if i in failures else score for i, score in enumerate(scores)]
 
 
 def _in_words(data: DataProto) -> str:
@@ -227,38 +276,6 @@ def _in_words(data: DataProto) -> str:
     return f"{'validation ' if facts.get('validate') else ''}batch{step}"
 
 
-def _users_frames(frames: TracebackType | None) -> TracebackType | None:
-    """A traceback from the first frame outside the packages that call reward functions; None if there is none."""
-    while frames is not None and frames.tb_frame.f_globals.get("__name__", "").startswith(_CALLERS):
-        frames = frames.tb_next
-    return frames
-
-
-def to_number(result: Any) -> float:
-    """The score of a reward function's result.
-
-    Raises:
-        TypeError: it is neither a number nor a dict with one under ``score``.
-        ValueError: it is not finite.
-    """
-    score = result
-    if isinstance(result, Mapping):
-        if "score" not in result:
-            raise TypeError(f"the function returned a dict without 'score'; its keys are {', '.join(map(str, result))}")
-        score = result["score"]
-    if isinstance(score, (Tensor, np.ndarray)) and math.prod(score.shape) == 1:
-        score = score.item()
-    if not isinstance(score, (float, int, np.number, np.bool_)):  # bool is an int
-        raise TypeError(
-            f"the function returned {excerpt(score)} of type {type(score).__name__}; a score is a float, an int, "
-            "a bool, or a dict that holds one under 'score'"
-        )
-    score = float(score)
-    if not math.isfinite(score):
-        raise ValueError(f"the function returned {score}; a score must be finite")
-    return score
-
-
 def place_on_last_token(scores: Sequence[float], responses: Ragged) -> Tensor:
     """(B, R) float32: the score on the last token of each response; of an empty response, on its first place."""
     layout = responses.layout
@@ -266,12 +283,3 @@ def place_on_last_token(scores: Sequence[float], responses: Ragged) -> Tensor:
     last = (layout.starts + layout.lengths - 1).clamp(min=0)
     rewards[torch.arange(len(scores)), last.cpu()] = torch.tensor(scores, dtype=torch.float32)
     return rewards
-
-
-def name_of(function: Any) -> str:
-    """``compute_score (path/to/file.py)`` for messages."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    name = getattr(function, "__qualname__", type(function).__qualname__)
-    code = getattr(inspect.unwrap(function), "__code__", None)
-    return f"The reward function {name}" + (f" ({code.co_filename}:{code.co_firstlineno})" if code else "")

@@ -1,0 +1,157 @@
+"""What the sandbox of reward functions costs, and what asynchronous rewards hide.
+
+``python -m benchmarks.rewards [--save]``. Scoring 1024 responses of 300 characters with a function that does nothing
+and with the built-in GSM8K rule: called in the driver, in a sandbox of one process, of two. Milliseconds a sample, the
+least of several batches, and what a sandbox adds. Then how long a sandbox takes to start and to get over a crash.
+Last, GRPO steps of a tiny model whose reward waits for a judge that takes 0.3 s: with the reward after the rollout,
+and beside the log-probs of policy and reference.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from benchmarks.measure import report, spread
+from verl.utils.reward_score import default_compute_score
+from verl.utils.sandbox.function import SandboxedFunction
+from verl.utils.sandbox.limits import Limits
+from verl.utils.sandbox.pool import Pool, Source
+
+SAMPLES = 1024
+LIMITS = Limits(memory_mb=8192, output_mb=4, processes=64)
+TRIVIAL = """
+import os
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    if solution_str == "crash":
+        os._exit(1)
+    return 1.0
+"""
+JUDGE = """
+import time
+
+def compute_score(data_sources, solution_strs, ground_truths, extra_infos):
+    time.sleep(0.3)
+    return [len(text) / 100 for text in solution_strs]
+"""
+
+
+def calls(text: str = "") -> list[tuple[tuple, dict]]:
+    texts = [text or f"Step {i}. " + "and so on " * 29 + f"#### {i}" for i in range(SAMPLES)]
+    return [
+        ((), {"data_source": "openai/gsm8k", "solution_str": text, "ground_truth": str(i), "extra_info": {"index": i}})
+        for i, text in enumerate(texts)
+    ]
+
+
+def milliseconds(score: Callable[[], object], repeat: int = 9) -> float:
+    """The least a sample takes."""
+    times = []
+    for _ in range(repeat):
+        start = time.perf_counter()
+        score()
+        times.append(time.perf_counter() - start)
+    return min(times[1:]) * 1000 / SAMPLES
+
+
+def overhead(name: str, function: Callable, source: Source) -> list[dict]:
+    arguments = calls()
+    in_driver = milliseconds(lambda: [function(**kwargs) for _, kwargs in arguments])
+    found = [{"what": f"{name}, in the driver", "ms_a_sample": in_driver}]
+    for workers in (1, 2):
+        pool = Pool(source, LIMITS, workers=workers)
+        sandboxed = SandboxedFunction(pool)
+        cost = milliseconds(lambda function=sandboxed: function.rows(arguments))
+        pool.close()
+        label = f"{name}, sandbox of {workers}"
+        found.append({"what": label, "ms_a_sample": cost, "added_ms_a_sample": cost - in_driver})
+    return found
+
+
+def starting(source: Source) -> list[dict]:
+    starts, restarts = [], []
+    for _ in range(5):
+        start = time.perf_counter()
+        pool = Pool(source, LIMITS)
+        function = SandboxedFunction(pool)
+        starts.append((time.perf_counter() - start) * 1000)
+        [(_, crash)], [(_, good)] = calls("crash")[:1], calls("good")[:1]
+        function.rows([((), good)])
+        start = time.perf_counter()
+        function.rows([((), crash)])
+        function.rows([((), good)])
+        restarts.append((time.perf_counter() - start) * 1000)
+        pool.close()
+    return [
+        {"what": "start of a sandbox", "wall_ms": spread(starts)},
+        {"what": "a crash, tried twice, and the next sample", "wall_ms": spread(restarts)},
+    ]
+
+
+def steps(folder: Path, beside: bool) -> dict:
+    """Wall seconds of steps after the first, and how long each waited for its rewards."""
+    from tests.support.runs import make_task, overrides, run_job
+    from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+
+    task = make_task(folder / "task")
+    (folder / "judge.py").write_text(JUDGE)
+    seconds: list[float] = []
+    waited: list[float] = []
+    finish = RayPPOTrainer.finish_step
+
+    def timed(trainer, step, batch):
+        seconds.append(trainer.timing["step"])
+        waited.append(trainer.timing["reward"])
+        finish(trainer, step, batch)
+
+    RayPPOTrainer.finish_step = timed
+    try:
+        run_job(
+            overrides(
+                task,
+                custom_reward_function__path=folder / "judge.py",
+                reward_model__reward_manager="batch",
+                reward_model__self_test="off",
+                reward_model__launch_reward_fn_async=beside,
+                trainer__total_training_steps=6,
+                trainer__default_local_dir=folder / "checkpoints",
+                trainer__resume_mode="disable",
+                data__train_batch_size=8,
+                actor_rollout_ref__actor__ppo_mini_batch_size=8,
+                data__max_response_length=64,
+                actor_rollout_ref__actor__use_kl_loss=True,
+                actor_rollout_ref__ref__log_prob_micro_batch_size_per_gpu=8,
+            )
+        )
+    finally:
+        RayPPOTrainer.finish_step = finish
+    return {
+        "what": f"steps with a judge of 0.3 s, {'beside' if beside else 'in turn'}",
+        "wall_s": spread(seconds[1:]),
+        "waited_for_rewards_s": spread(waited[1:]),
+    }
+
+
+def main() -> None:
+    rows: list[dict] = []
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "trivial.py").write_text(TRIVIAL)
+        trivial = Source(str(folder / "trivial.py"), "compute_score")
+        rows += overhead("nothing", lambda **kwargs: 1.0, trivial)
+        built_in = Source("pkg://verl.utils.reward_score", "default_compute_score")
+        rows += overhead("GSM8K", default_compute_score, built_in)
+        rows += starting(trivial)
+        in_turn, beside = (steps(folder / str(flag), flag) for flag in (False, True))
+        rows += [in_turn, beside]
+        waits = [row["waited_for_rewards_s"]["median"] for row in (in_turn, beside)]
+        rows.append({"what": "share of the judge's time that is hidden", "share": 1 - waits[1] / waits[0]})
+    report("rewards", rows)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,115 @@
+"""Which functions a run's rewards come from, and the sandboxes they run in."""
+
+import functools
+import os
+from typing import Any
+
+from verl.config.reward import RewardSandboxConfig
+from verl.utils.fs import copy_to_local
+from verl.utils.import_utils import load_extern_type, split_file_name
+from verl.utils.py_functional import convert_to_regular_types
+from verl.utils.reward_score import built_in_options, default_compute_score
+from verl.utils.sandbox.function import SandboxedFunction, sandboxed
+from verl.utils.sandbox.limits import Limits
+from verl.utils.sandbox.pool import Pool, Source
+from verl.workers.reward_manager import get_reward_manager_cls
+from verl.workers.reward_manager.abstract import RawRewardFn
+from verl.workers.reward_manager.routing import BUILT_IN, BySource
+from verl.workers.reward_manager.rule import RuleRewardManager
+
+
+def reward_manager_class(config: Any) -> type:
+    """The class that ``reward_model.reward_manager`` names; with ``file.py:Class`` the file's."""
+    name = config.reward_model.get("reward_manager", None) or "naive"
+    in_file = split_file_name(name)
+    return load_extern_type(copy_to_local(in_file[0]), in_file[1]) if in_file else get_reward_manager_cls(name)
+
+
+def start_reward_functions(config: Any) -> None:
+    """Start the sandboxes of the reward functions, for them to be ready when `load_reward_manager` wants them."""
+    if _wants_sandbox(config, reward_manager_class(config)):
+        for source in {repr(source): source for source in _sources(config).values()}.values():
+            _pool(config, source)
+
+
+def reward_function(config: Any, manager_cls: type) -> RawRewardFn | None:
+    """What the manager is to call: None for the built-in scorers in this process."""
+    sources = _sources(config)
+    make = _in_process
+    if _wants_sandbox(config, manager_cls):
+        options = _sandbox(config)
+        pools = {repr(source): _pool(config, source) for source in sources.values()}  # all start at once
+
+        def make(source: Source) -> RawRewardFn:
+            return SandboxedFunction(pools[repr(source)], _timeout_s(config, source), options.batch_timeout_s)
+
+    default = sources.pop(None)
+    functions = {repr(source): make(source) for source in (default, *sources.values())}
+    if sources:
+        by_source = {pattern: functions[repr(source)] for pattern, source in sources.items()}
+        return BySource(by_source, functions[repr(default)])
+    function = functions[repr(default)]
+    return None if function is default_compute_score else function
+
+
+def _sources(config: Any) -> dict[str | None, Source]:
+    """Where the functions are, by the pattern of the data sources they score; under None that of all others."""
+    section = config.get("custom_reward_function", None) or {}
+    reward_kwargs = convert_to_regular_types(section.get("reward_kwargs", None) or {})
+    sources: dict[str | None, Source] = {}
+    for pattern, place in convert_to_regular_types(config.reward_model.get("by_source", None) or {}).items():
+        sources[pattern] = _source(f"reward_model.by_source.{pattern}", place, config)
+    path, name = section.get("path", None), section.get("name", None) or "compute_score"
+    sources[None] = Source(copy_to_local(path), name, reward_kwargs) if path else _built_in(config)
+    return sources
+
+
+def _built_in(config: Any) -> Source:
+    return Source(BUILT_IN, "default_compute_score", built_in_options(config.reward_model))
+
+
+def _source(key: str, place: Any, config: Any) -> Source:
+    if place == "builtin":
+        return _built_in(config)
+    if not isinstance(place, str) or not (place.endswith(".py") or split_file_name(place)):
+        raise ValueError(
+            f"{key}={place!r} names no function: write file.py:function, file.py (its compute_score), or builtin."
+        )
+    path, name = split_file_name(place) or (place, "compute_score")
+    return Source(copy_to_local(path), name)
+
+
+def _wants_sandbox(config: Any, manager_cls: type) -> bool:
+    """Whether functions go to a sandbox: a manager that calls them by itself wants them in this process."""
+    return _sandbox(config).enable and issubclass(manager_cls, RuleRewardManager)
+
+
+def _sandbox(config: Any) -> RewardSandboxConfig:
+    given = config.reward_model.get("sandbox", None)
+    return given if given is not None else RewardSandboxConfig()
+
+
+def _pool(config: Any, source: Source) -> Pool:
+    options = _sandbox(config)
+    limits = Limits(None, options.cpu_s, options.memory_mb, options.output_mb, options.processes, options.network)
+    workers = options.workers
+    if workers is None:
+        is_shared = source.path == BUILT_IN or config.reward_model.get("reward_manager", None) == "prime"
+        is_batch = config.reward_model.get("reward_manager", None) == "batch"
+        workers = min(8, _cores()) if is_shared and not is_batch else 1
+    return sandboxed(source, limits, workers, options.start_timeout_s)
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _timeout_s(config: Any, source: Source) -> float:
+    """Seconds of one call; one that asks a judge has as long as all its tries may take."""
+    judge = source.reward_kwargs.get("judge") or {"tries": 0, "timeout_s": 0.0}
+    return _sandbox(config).timeout_s + 2 * judge["tries"] * judge["timeout_s"]
+
+
+def _in_process(source: Source) -> RawRewardFn:
+    function = load_extern_type(source.path, source.name)
+    return functools.partial(function, **source.reward_kwargs) if source.reward_kwargs else function
