@@ -21,9 +21,19 @@ from verl.algorithms.estimating import (
     require_finite,
     whiten,
 )
+from verl.algorithms.registry import About
 
 
-@register_adv_est("grpo_passk")
+@register_adv_est(
+    "grpo_passk",
+    about=About(
+        "for the best of G: (s_i - second best) / (std_G s + 1e-6); for others 0",
+        "the best of n counts (pass@k), not the mean; keeps variety",
+        "arXiv:2503.19595",
+        "test_advantage_groups.py::test_grpo_passk_by_hand_pays_only_the_lead_of_the_best",
+        options="algorithm.norm_adv_by_std_in_grpo",
+    ),
+)
 @torch.no_grad()
 def compute_grpo_passk_outcome_advantage(
     token_level_rewards: Tensor,
@@ -72,7 +82,15 @@ def compute_grpo_passk_outcome_advantage(
     return advantages, advantages
 
 
-@register_adv_est("opo")
+@register_adv_est(
+    "opo",
+    about=About(
+        "s_i - (sum_G |y_j| s_j) / (sum_G |y_j|)",
+        "lengths differ much; one exactly on-policy step a batch",
+        "arXiv:2505.23585",
+        "test_advantage_groups.py::test_opo_by_hand_weighs_the_baseline_by_length",
+    ),
+)
 @torch.no_grad()
 def compute_opo_outcome_advantage(
     token_level_rewards: Tensor,
@@ -113,7 +131,15 @@ def compute_opo_outcome_advantage(
     return advantages, advantages
 
 
-@register_adv_est("gpg")
+@register_adv_est(
+    "gpg",
+    about=About(
+        "(s_i - mean_G s) B / (responses where that is not 0)",
+        "many groups all right or all wrong; goes with `loss_mode=gpg`",
+        "arXiv:2504.02546",
+        "test_advantage_groups.py::test_gpg_by_hand_scales_by_the_share_of_responses_that_teach",
+    ),
+)
 @torch.no_grad()
 def compute_gpg_outcome_advantage(
     token_level_rewards: Tensor,
@@ -157,7 +183,16 @@ def compute_gpg_outcome_advantage(
     return advantages, advantages
 
 
-@register_adv_est("gdpo")
+@register_adv_est(
+    "gdpo",
+    about=About(
+        "whiten(sum_k w_k (s_ik - mean_G s_k) / (std_G s_k + 1e-6))",
+        "several rewards of different scale",
+        "arXiv:2601.05242",
+        "test_advantage_groups.py::test_gdpo_by_hand_normalises_each_reward_before_the_sum",
+        options="algorithm.gdpo_reward_keys algorithm.gdpo_reward_weights algorithm.advantage.whiten",
+    ),
+)
 @torch.no_grad()
 def compute_gdpo_outcome_advantage(
     token_level_rewards: Tensor,
@@ -232,7 +267,16 @@ def _rewards_to_combine(config: Any) -> tuple[list[str], list[float]]:
     return keys, weights
 
 
-@register_adv_est("optimal_token_baseline")
+@register_adv_est(
+    "optimal_token_baseline",
+    about=About(
+        "G_t - (sum_G W_jt G_jt) / (sum_G W_jt), W the squared length of the logit gradients so far",
+        "long responses",
+        "arXiv:2602.07078",
+        "test_advantage_groups.py::test_optimal_token_baseline_by_hand_weighs_siblings_by_their_gradients_so_far",
+        options="actor.calculate_sum_pi_squared",
+    ),
+)
 @torch.no_grad()
 def compute_optimal_token_baseline_advantage(
     token_level_rewards: Tensor,

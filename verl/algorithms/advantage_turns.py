@@ -13,9 +13,19 @@ from torch import Tensor
 
 from verl.algorithms.cells import BLOCK, PackedCells, discounted_suffix_sum
 from verl.algorithms.estimating import pack_finite, register_adv_est
+from verl.algorithms.registry import About
 
 
-@register_adv_est("reinforce")
+@register_adv_est(
+    "reinforce",
+    about=About(
+        "sum_k gamma^k r_(t+k)",
+        "rewards that are centred already, or one answer to a prompt and nothing to compare it with",
+        "[Williams 1992](https://doi.org/10.1007/BF00992696)",
+        "test_advantage_turns.py::test_reinforce_by_hand",
+        options="algorithm.gamma",
+    ),
+)
 @torch.no_grad()
 def compute_reinforce_advantage(
     token_level_rewards: Tensor,
@@ -46,7 +56,16 @@ def compute_reinforce_advantage(
     return returns, returns
 
 
-@register_adv_est("agentic_reinforce")
+@register_adv_est(
+    "agentic_reinforce",
+    about=About(
+        "G_k = sum_(j >= k) gamma^(j-k) r_j for all tokens of turn k",
+        "several turns: each turn is one action, time passes with turns",
+        "arXiv:2512.24873",
+        "test_advantage_turns.py::test_agentic_reinforce_by_hand_discounts_by_turns_not_by_tokens",
+        options="algorithm.gamma",
+    ),
+)
 @torch.no_grad()
 def compute_agentic_reinforce_advantage(
     token_level_rewards: Tensor,
@@ -79,7 +98,16 @@ def compute_agentic_reinforce_advantage(
     return returns, returns
 
 
-@register_adv_est("step_reinforce")
+@register_adv_est(
+    "step_reinforce",
+    about=About(
+        "gamma^(tokens to the end of turn k) G_k, step_gamma from turn to turn",
+        "several turns with a reward each",
+        "arXiv:2505.10978",
+        "test_advantage_turns.py::test_step_reinforce_by_hand_sets_each_turns_return_on_its_last_token",
+        options="algorithm.gamma algorithm.step_gamma",
+    ),
+)
 @torch.no_grad()
 def compute_step_reinforce_advantage(
     token_level_rewards: Tensor,

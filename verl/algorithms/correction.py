@@ -11,6 +11,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from verl.algorithms.controls import CONTROLS
+from verl.algorithms.registry import About
+
 LEVELS = ("token", "sequence", "geometric")
 """Over what a ratio is taken."""
 
@@ -49,6 +52,18 @@ def importance_ratio(old_log_prob: Tensor, rollout_log_prob: Tensor, response_ma
     return torch.where(is_real, exponent.clamp(-20, 20).exp(), 0)
 
 
+@CONTROLS.register(
+    "algorithm.rollout_correction.rollout_is",
+    about=About(
+        "the policy loss of a token times min(r, upper), r = pi_old / mu (`truncate`), or times r "
+        "within the bounds and 0 beyond (`mask`)",
+        "kernels, number formats and older weights that make sampler and trainer differ",
+        "[Yao et al. 2025](https://fengyao.notion.site/off-policy-rl)",
+        "test_correction.py::test_weights_by_hand",
+        options="algorithm.rollout_correction.{rollout_is,rollout_is_threshold,rollout_is_threshold_lower,"
+        "rollout_is_mode,rollout_is_batch_normalize}",
+    ),
+)
 @torch.no_grad()
 def importance_weights(
     old_log_prob: Tensor,
@@ -113,6 +128,18 @@ def importance_weights(
     return weights.to(old_log_prob.dtype), _named(metrics)
 
 
+@CONTROLS.register(
+    "algorithm.rollout_correction.rollout_rs",
+    about=About(
+        "tokens, or responses, with r beyond lower ... upper leave the loss; with a token below the veto, "
+        "the whole response",
+        "the few on which sampler and trainer disagree wildly",
+        "[Liu, Li et al. 2025](https://richardli.xyz/rl-collapse)",
+        "test_correction.py::test_what_is_kept_by_hand",
+        options="algorithm.rollout_correction.{rollout_rs,rollout_rs_threshold,rollout_rs_threshold_lower,"
+        "rollout_token_veto_threshold}",
+    ),
+)
 @torch.no_grad()
 def kept_tokens(
     old_log_prob: Tensor,

@@ -15,10 +15,12 @@ import torch
 from torch import Tensor
 
 from verl.algorithms.aggregate import AGG_MODES, agg_loss, agg_weight
+from verl.algorithms.controls import CONTROLS
 from verl.algorithms.kl import KL_PENALTIES
 from verl.algorithms.objective import LOSS_ARGUMENTS, loss_arguments_of
 from verl.algorithms.policy_cov import TOKEN_CHOICES
 from verl.algorithms.policy_loss import get_policy_loss_fn, loss_and_metrics
+from verl.algorithms.registry import About
 from verl.algorithms.response_weights import response_weights
 from verl.algorithms.value_loss import compute_value_loss
 
@@ -196,6 +198,16 @@ class PPOLoss:
         return loss, metrics
 
 
+@CONTROLS.register(
+    "actor.sft_loss_coef",
+    about=About(
+        "- log pi on tokens of responses with a positive score, 0 on others",
+        "learning from one's own successes, beside the policy loss or, with `rl_loss_coef=0`, alone",
+        "[ROLL](https://github.com/alibaba/ROLL)",
+        "test_losses.py::test_imitation_by_hand",
+        options="actor.sft_loss_coef actor.rl_loss_coef",
+    ),
+)
 def imitation_loss(log_prob: Tensor, token_level_scores: Tensor, response_mask: Tensor) -> Tensor:
     """Raise the likelihood of what succeeded: -log pi on tokens of responses with a positive score, 0 on others.
 

@@ -27,6 +27,7 @@ from verl.algorithms.objective import (
     loss_and_metrics,
     register_policy_loss,
 )
+from verl.algorithms.registry import About
 
 __all__ = [
     "POLICY_LOSS_REGISTRY",
@@ -140,7 +141,33 @@ def compute_policy_loss(
     return loss, cells.mean(token.is_clipped), cells.mean(-token.log_ratio), cells.mean(token.is_clipped_lower)
 
 
-@register_policy_loss("vanilla")
+@register_policy_loss(
+    "vanilla",
+    about=[
+        About(
+            "-min(w A, clip(w, 1 - low, 1 + high) A)",
+            "PPO; the default",
+            "arXiv:1707.06347",
+            "test_policy_loss.py::test_loss_and_shares_by_hand_in_every_mode",
+            options="actor.{clip_ratio,clip_ratio_low,clip_ratio_high,clip_ratio_c}",
+        ),
+        About(
+            "the same",
+            '"clip-higher": leaves room for rare tokens to grow, e.g. 0.28 and 0.2',
+            "arXiv:2503.14476",
+            "test_policy_loss.py::test_loss_and_shares_by_hand_in_every_mode",
+            setting="clip_ratio_high > clip_ratio_low",
+        ),
+        About(
+            "where A < 0, never above -c A",
+            '"dual clip", c > 1: bounds what a bad token costs once its ratio exploded; null is off',
+            "arXiv:1912.09729",
+            "test_policy_losses.py::test_dual_clip_as_roll_has_it",
+            options="actor.clip_ratio_c",
+            setting="clip_ratio_c=c",
+        ),
+    ],
+)
 def compute_policy_loss_vanilla(
     old_log_prob: Tensor,
     log_prob: Tensor,

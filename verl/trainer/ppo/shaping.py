@@ -19,6 +19,7 @@ from verl.algorithms.reward_shaping import (
     centre_and_spread,
     clip_scores,
     clip_tokens,
+    cut_at_limit,
     merge_moments,
     overlong_penalty,
     rescore,
@@ -156,6 +157,5 @@ def is_truncated(batch: DataProto, response_length: int) -> Tensor:
 
     By ``finish_reason``; without that column, a response that fills the window counts as cut.
     """
-    if "finish_reason" in batch.non_tensor_batch:
-        return torch.tensor([reason == "length" for reason in batch.non_tensor_batch["finish_reason"]])
-    return batch.ragged("responses").layout.lengths >= response_length
+    lengths = batch.ragged("responses").layout.lengths
+    return cut_at_limit(lengths, response_length, batch.non_tensor_batch.get("finish_reason"))
