@@ -162,7 +162,7 @@ def compute_policy_loss(
             "where A < 0, never above -c A",
             '"dual clip", c > 1: bounds what a bad token costs once its ratio exploded; null is off',
             "arXiv:1912.09729",
-            "test_policy_losses.py::test_dual_clip_as_roll_has_it",
+            "test_roll_values.py::test_dual_clip",
             options="actor.clip_ratio_c",
             setting="clip_ratio_c=c",
         ),
