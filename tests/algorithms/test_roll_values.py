@@ -60,7 +60,7 @@ def test_topr_by_token():
         response_mask=torch.ones(2, 2),
         token_level_scores=scores,
         loss_agg_mode="token-sum",
-        config=ActorConfig().with_values({f"policy_loss.{key}": value for key, value in options.items()}),
+        config=ActorConfig().with_values(options),
     )
     won = -1.5 * 2 * -0.5 + -1.5 * 2 * -2.0
     lost = 0.5 * 1 * 2 * -0.5 + 0.5 * np.exp(-1) * 2 * -2.0
