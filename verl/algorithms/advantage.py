@@ -269,8 +269,8 @@ def compute_remax_outcome_advantage(
     cells = PackedCells(response_mask)
     r = pack_finite("token_level_rewards", token_level_rewards, cells)
     require_finite("reward_baselines", reward_baselines)
-    returns = cells.unpack(cells.suffix_sum(r, 1.0))
-    return returns - cells.spread(reward_baselines.to(returns)), returns
+    returns = cells.suffix_sum(r, 1.0)
+    return cells.unpack(returns - cells.repeat(reward_baselines.to(returns))), cells.unpack(returns)
 
 
 @register_adv_est(
