@@ -38,6 +38,11 @@ def close(got, expected):
 ALGORITHM = SimpleNamespace(gamma=0.97, gdpo_reward_keys=["score", "square"], gdpo_reward_weights=None)
 
 
+def num_turns(mask):
+    """How many runs of ones each row has."""
+    return (mask.diff(dim=-1, prepend=torch.zeros_like(mask[:, :1])) > 0).sum(-1).tolist()
+
+
 def call(name, rewards, mask, index, values, reward_baselines):
     """Call any built-in estimator with the arguments it names."""
     scores = rewards.nan_to_num(0.0, 0.0, 0.0).sum(-1)
@@ -49,6 +54,7 @@ def call(name, rewards, mask, index, values, reward_baselines):
         "reward_baselines": reward_baselines,
         "old_log_probs": -values.abs(),
         "sum_pi_squared": values.sigmoid(),
+        "turn_state_ids": [[k % 2 for k in range(count)] for count in num_turns(mask)],
         "non_tensor_batch": {"score": scores.numpy(), "square": scores.square().numpy()},
         "gamma": 0.97,
         "lam": 0.9,

@@ -288,7 +288,6 @@ UNBUILT = [
     f"{ROLLOUT}.multi_turn.enable=true", f"{ROLLOUT}.multi_turn.format=llama",
     f"{ROLLOUT}.agent.num_workers=2", f"{ROLLOUT}.load_format=tensorizer",
     "reward_model.sandbox_fusion.url=http://x", "reward_model.reward_manager=prime",
-    "algorithm.adv_estimator=gigpo",
     "trainer.profile_steps=[1]", "trainer.worker_nsight_options.kill=sigterm",
     "trainer.npu_profile.options.level=level2", "actor_rollout_ref.profiler.ranks=[0]",
     "data.datagen.path=x.py",

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from verl.algorithms import advantage_groups, advantage_turns  # noqa: F401 - importing them registers theirs
+from verl.algorithms import advantage_anchors, advantage_groups, advantage_turns  # noqa: F401 - they register theirs
 from verl.algorithms.cells import PackedCells
 from verl.algorithms.estimating import (
     ADV_ESTIMATOR_REGISTRY,
@@ -59,11 +59,15 @@ class AdvantageEstimator(str, Enum):
     REINFORCE = "reinforce"
     STEP_REINFORCE = "step_reinforce"
     AGENTIC_REINFORCE = "agentic_reinforce"
+    GIGPO = "gigpo"
     GRPO_PASSK = "grpo_passk"
     OPO = "opo"
     GPG = "gpg"
     GDPO = "gdpo"
     OPTIMAL_TOKEN_BASELINE = "optimal_token_baseline"
+    TIR_OPTIMAL_TOKEN_BASELINE = "tir_optimal_token_baseline"
+    GRPO_VECTORIZED = "grpo_vectorized"
+    RLOO_VECTORIZED = "rloo_vectorized"
 
 
 @register_adv_est(AdvantageEstimator.GAE)
@@ -307,3 +311,8 @@ def compute_reinforce_plus_plus_baseline_outcome_advantage(
     advantages = cells.repeat(centred.to(token_level_rewards.dtype))
     advantages = cells.unpack(whiten(advantages, cells) if whiten_advantages else advantages)
     return advantages, advantages
+
+
+# verl has a second, vectorised implementation of these two; here there is one, and it is vectorised
+register_adv_est(AdvantageEstimator.GRPO_VECTORIZED)(compute_grpo_outcome_advantage)
+register_adv_est(AdvantageEstimator.RLOO_VECTORIZED)(compute_rloo_outcome_advantage)

@@ -135,6 +135,21 @@ class AdvantageConfig(Config):
 
 
 @dataclass
+class GiGPOConfig(Config):
+    """Parameters of ``adv_estimator=gigpo`` (Feng et al. 2025, arXiv:2505.10978), beside ``step_gamma``."""
+
+    episode_weight: float = option(1.0, at_least=0)
+    """Weight of how an episode compares with its siblings."""
+
+    step_weight: float = option(1.0, at_least=0)
+    """Weight of how a turn compares with the turns of siblings that began in the same state."""
+
+    mode: Literal["mean_std_norm", "mean_norm"] = "mean_std_norm"
+    """Both comparisons subtract the mean, and ``mean_std_norm`` divides by the std too. ``mean_norm`` leaves it out,
+    as Dr. GRPO does."""
+
+
+@dataclass
 class SampleMaskConfig(Config):
     """Responses that neither policy nor critic learns from: their loss mask is zero. They are sampled, scored, and
     count among their siblings all the same."""
@@ -215,16 +230,19 @@ class AlgorithmConfig(Config):
     (arXiv:1506.02438)."""
 
     adv_estimator: str = "gae"
-    """Advantage estimator: gae, grpo, grpo_passk, rloo, remax, reinforce, step_reinforce, agentic_reinforce,
-    reinforce_plus_plus, reinforce_plus_plus_baseline, opo, gpg, gdpo, optimal_token_baseline, a name given to
-    ``register_adv_est``, or a function of yours as path/to/file.py:name. Only ``gae`` needs a critic. Equations and
-    papers: docs/algorithms.md."""
+    """Advantage estimator: gae, grpo, grpo_passk, rloo, remax, reinforce, step_reinforce, agentic_reinforce, gigpo,
+    reinforce_plus_plus, reinforce_plus_plus_baseline, opo, gpg, gdpo, optimal_token_baseline,
+    tir_optimal_token_baseline, a name given to ``register_adv_est``, or a function of yours as path/to/file.py:name.
+    Only ``gae`` needs a critic. Equations and papers: docs/algorithms.md."""
 
     norm_adv_by_std_in_grpo: bool = True
     """GRPO: divide by the standard deviation of the group. False is Dr. GRPO (Liu et al. 2025, arXiv:2503.20783)."""
 
     step_gamma: float = option(0.95, at_least=0, at_most=1)
-    """step_reinforce: discount from turn to turn. Source: Feng et al. 2025 (arXiv:2505.10978)."""
+    """step_reinforce, gigpo: discount from turn to turn. Source: Feng et al. 2025 (arXiv:2505.10978)."""
+
+    gigpo: GiGPOConfig = section(GiGPOConfig)
+    """gigpo: how episodes and turns are compared, and weighed."""
 
     gdpo_reward_keys: list[str] | None = None
     """gdpo: names of the rewards to combine, which the reward function returns beside ``score``. Source: Liu et al.

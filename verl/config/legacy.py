@@ -206,3 +206,15 @@ def translate_logger(tree: dict) -> list[str]:
         return []
     put_key(tree, "trainer.logger", list(dict.fromkeys("wandb" if name == "tracking" else name for name in names)))
     return ["trainer.logger: tracking is now called wandb"]
+
+
+_SAME_ESTIMATOR = {"grpo_vectorized": "grpo", "rloo_vectorized": "rloo"}
+
+
+def translate_estimator(tree: dict) -> list[str]:
+    """Names of vectorised implementations, of which there is one each, in the unresolved ``tree``, in place."""
+    name = at_key(tree, "algorithm.adv_estimator")
+    if name not in _SAME_ESTIMATOR:
+        return []
+    put_key(tree, "algorithm.adv_estimator", _SAME_ESTIMATOR[name])
+    return [f"algorithm.adv_estimator: {name} is {_SAME_ESTIMATOR[name]}, which is vectorised"]

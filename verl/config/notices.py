@@ -37,11 +37,12 @@ _READ_BY_LOSS: dict[str, tuple[str, ...]] = {
 _READ_BY_ESTIMATOR: dict[str, tuple[str, ...]] = {
     "algorithm.lam": ("gae",),
     "algorithm.gamma": ("gae", "reinforce_plus_plus", "reinforce", "step_reinforce", "agentic_reinforce"),
-    "algorithm.step_gamma": ("step_reinforce",),
+    "algorithm.step_gamma": ("step_reinforce", "gigpo"),
+    **{f"algorithm.gigpo.{name}": ("gigpo",) for name in ("episode_weight", "step_weight", "mode")},
     "algorithm.norm_adv_by_std_in_grpo": ("grpo", "grpo_passk"),
     "algorithm.gdpo_reward_keys": ("gdpo",),
     "algorithm.gdpo_reward_weights": ("gdpo",),
-    f"{_ACTOR}.calculate_sum_pi_squared": ("optimal_token_baseline",),
+    f"{_ACTOR}.calculate_sum_pi_squared": ("optimal_token_baseline", "tir_optimal_token_baseline"),
 }
 """Options -> the built-in estimators that read them."""
 
@@ -734,6 +735,16 @@ def _no_response_is_resampled(config: PPOConfig, is_given: IsGiven) -> Iterator[
         yield from _unread(config, [f"{key}.weight_pow"], is_given, why)
 
 
+def _algorithms(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+    """Combinations of estimators, losses and their options in which a setting changes nothing."""
+    algorithm, rollout = config.algorithm, config.actor_rollout_ref.rollout
+    if algorithm.adv_estimator == "gigpo" and rollout.mode == "sync":
+        yield (
+            f"algorithm.adv_estimator=gigpo with {_ROLLOUT}.mode=sync: every response is one turn, so that its "
+            "advantages are those of grpo times algorithm.gigpo.episode_weight + step_weight"
+        )
+
+
 _CHECKS = (
     _hf_has_no_engine_knobs,
     _nothing_is_compared,
@@ -801,4 +812,5 @@ _CHECKS = (
     _nothing_is_put_off,
     _all_groups_are_trained_on,
     _no_response_is_resampled,
+    _algorithms,
 )

@@ -22,7 +22,8 @@ SHAPING = "algorithm.reward_shaping"
 CORRECTION = "algorithm.rollout_correction"
 _CORRECTIONS = ("rollout_is", "rollout_rs", "rollout_token_veto_threshold", "bypass_mode")
 """Options that switch a part of the rollout correction on."""
-_NEED_SIBLINGS = ("grpo", "rloo", "grpo_passk", "opo", "gpg", "gdpo", "optimal_token_baseline")
+_TOKEN_BASELINES = ("optimal_token_baseline", "tir_optimal_token_baseline")
+_NEED_SIBLINGS = ("grpo", "rloo", "grpo_passk", "opo", "gpg", "gdpo", "gigpo", *_TOKEN_BASELINES)
 _CLIPS_RATIOS = ("vanilla", "gspo", "clip_cov")
 """Losses that clip a ratio from below at 1 - clip_ratio_low. The others' lower bounds are of another kind."""
 
@@ -662,11 +663,12 @@ def gdpo_has_rewards_to_combine(config: PPOConfig) -> Iterator[Problem]:
 @rule
 def optimal_token_baseline_has_its_column(config: PPOConfig) -> Iterator[Problem]:
     key = f"{ACTOR}.calculate_sum_pi_squared"
-    if config.algorithm.adv_estimator == "optimal_token_baseline" and not get_path(config, key):
+    estimator = config.algorithm.adv_estimator
+    if estimator in _TOKEN_BASELINES and not get_path(config, key):
         yield _problem(
             config,
             key,
-            "with algorithm.adv_estimator=optimal_token_baseline: the estimator weighs tokens by the sum of squared "
+            f"with algorithm.adv_estimator={estimator}: the estimator weighs tokens by the sum of squared "
             "probabilities. Set it to true.",
             "algorithm.adv_estimator",
         )
