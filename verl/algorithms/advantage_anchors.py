@@ -1,7 +1,7 @@
 """Credit by turns without a critic: turns that began in the same state are compared with each other (GiGPO).
 
-A *state* is what the policy saw when its turn began: a page, a board, a tool's answer. Whoever runs the environment names
-it; equal names mean equal states.
+A *state* is what the policy saw when its turn began: a page, a board, a tool's answer. Whoever runs the environment
+names it; equal names mean equal states.
 """
 
 from __future__ import annotations

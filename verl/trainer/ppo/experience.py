@@ -114,7 +114,8 @@ def compute_advantage(
     An estimator receives those of the following arguments that it names: ``token_level_rewards``, ``response_mask``,
     ``index`` (the prompts' uid), ``values``, ``reward_baselines``, ``gamma``, ``lam``, ``norm_adv_by_std_in_grpo``,
     ``num_repeat``, ``step_gamma``, ``whiten_advantages`` (where ``advantage.whiten`` is set), ``config``,
-    ``turn_state_ids`` (see `turn_states`), ``non_tensor_batch`` (all of its columns by name), and any other column of the batch under its own name.
+    ``turn_state_ids`` (see `turn_states`), ``non_tensor_batch`` (all of its columns by name), and any other column of
+    the batch under its own name.
     """
     available: dict[str, Any] = {
         "index": data.non_tensor_batch.get("uid"),
