@@ -171,7 +171,7 @@ def slow(name, x, x0, b, config):
     w, w0 = (x - old).exp(), (x0 - old).exp()
     if name in ("gpg", "reinforce"):
         return -adv * x
-    if name == "vanilla":
+    if name in ("vanilla", "bypass_mode"):  # the latter with its corrections off
         pessimistic = torch.maximum(-w * adv, -w.clamp(1 - low, 1 + high) * adv)
         return torch.where(adv < 0, torch.minimum(pessimistic, -most * adv), pessimistic)
     if name == "clip_cov":

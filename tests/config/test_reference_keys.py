@@ -73,7 +73,11 @@ trainer.controller trainer.log_freq trainer.nonfinite_tolerance trainer.progress
 trainer.tracker_kwargs trainer.worker_timeout
 """.split()
 NEW_KEYS += [f"algorithm.gigpo.{name}" for name in GiGPOConfig()]
-NEW_KEYS += [f"algorithm.rollout_correction.{name}" for name in ("_target_", *RolloutCorrectionConfig())]
+NEW_KEYS += [
+    f"{place}.rollout_correction.{name}"
+    for place in ("algorithm", "actor_rollout_ref.actor.policy_loss")
+    for name in ("_target_", *RolloutCorrectionConfig())
+]
 NEW_KEYS += [
     f"{role}.deepspeed.{name}"
     for role in ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic", "reward_model")

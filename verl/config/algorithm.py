@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from verl.config.base import Config, option, section
+from verl.config.correction import RolloutCorrectionConfig
 
 KLKind = Literal[
     "kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3",
@@ -13,10 +14,6 @@ KLKind = Literal[
 http://joschu.net/blog/kl-approx.html). ``kl`` = ``k1``: the difference; ``abs``: its absolute value; ``mse`` = ``k2``:
 half its square; ``low_var_kl`` = ``k3``: exp(-d) - 1 + d. With ``+``: that value, with the gradient of k2. ``full`` is
 no estimate but the sum over the vocabulary, in the loss only."""
-
-
-RatioLevel = Literal["token", "sequence", "geometric"]
-"""Over what pi_old / pi_rollout is taken: each token, the product over its response, or the geometric mean over it."""
 
 
 @dataclass
@@ -160,60 +157,6 @@ class SampleMaskConfig(Config):
     difficulty: list[float] | None = None
     """[low, high]: those to prompts whose mean score, as the reward function gave it, lies outside; the ends are
     inside. Null: none."""
-
-
-@dataclass
-class RolloutCorrectionConfig(Config):
-    """What is done about tokens the sampler drew with other probabilities than the trainer's. All of it is off by
-    default, needs ``rollout.calculate_log_probs``, and is about r = pi_old / pi_rollout. See docs/algorithms.md."""
-
-    _target_: ClassVar[str] = "verl.trainer.config.RolloutCorrectionConfig"
-
-    rollout_is: RatioLevel | None = None
-    """Multiply the policy loss of each token by r, within bounds, as importance sampling asks for. Null: do not."""
-
-    rollout_is_threshold: float = option(2.0, above=0)
-    """Upper bound of r in ``rollout_is``. Source: Yao et al. 2025 (https://fengyao.notion.site/off-policy-rl)."""
-
-    rollout_is_threshold_lower: float | None = option(None, above=0)
-    """Lower bound of r in ``rollout_is``. Null: none, with ``rollout_is_mode=mask`` 1 / upper bound."""
-
-    rollout_is_mode: Literal["truncate", "mask"] = "truncate"
-    """What becomes of r beyond a bound: ``truncate`` sets it to the bound, ``mask`` to 0, so that such tokens teach
-    nothing (IcePop, arXiv:2510.18855). Either way they are counted where losses are averaged."""
-
-    rollout_is_batch_normalize: bool = False
-    """Divide the weights of ``rollout_is`` by their mean over the batch: the mean of tokens with ``token``, of
-    responses else."""
-
-    rollout_rs: RatioLevel | None = None
-    """Reject tokens (``token``) or whole responses (``sequence``, ``geometric``) whose r is beyond the bounds below:
-    the update does not see them, and they are not counted where losses are averaged. Null: do not."""
-
-    rollout_rs_threshold: float | None = option(None, above=0)
-    """Upper bound of r in ``rollout_rs``. Null: ``rollout_is_threshold``. Of the geometric mean, 1.001 or so."""
-
-    rollout_rs_threshold_lower: float | None = option(None, above=0)
-    """Lower bound of r in ``rollout_rs``. Null: 1 / upper bound."""
-
-    rollout_token_veto_threshold: float | None = option(None, above=0, below=1)
-    """Reject every response with a token whose r is below this, 1e-4 for example, whatever ``rollout_rs`` is."""
-
-    bypass_mode: bool = False
-    """Take the sampler's log-probs for the old ones and leave out the pass that computes them: the ratio in the loss is
-    then that of the policy to the sampler, and its clip range holds for both differences together."""
-
-    @property
-    def rejects(self) -> bool:
-        """Whether some tokens are to be left out of updates."""
-        return self.rollout_rs is not None or self.rollout_token_veto_threshold is not None
-
-    @property
-    def rejection_bounds(self) -> tuple[float, float]:
-        """Upper and lower bound of ``rollout_rs``."""
-        upper = self.rollout_is_threshold if self.rollout_rs_threshold is None else self.rollout_rs_threshold
-        lower = self.rollout_rs_threshold_lower
-        return upper, 1 / upper if lower is None else lower
 
 
 @dataclass

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from verl.config.base import Problem
 from verl.config.build import show
+from verl.config.legacy_correction import CORRECTION_KEYS
 from verl.config.sampling_names import DECIDED, HANDED_ON
 from verl.config.tree import at_key, flatten, overlay, pop_key, put_key
 
@@ -147,7 +148,7 @@ ALIASES = tuple(entry.old for entry in MOVED if entry.is_alias)
 
 def is_legacy(key: str) -> bool:
     """Is this the name of an option of an older release?"""
-    return key in _BY_NAME
+    return key in _BY_NAME or key in CORRECTION_KEYS
 
 
 def strip_prefix(key: str) -> str:

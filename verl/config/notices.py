@@ -17,12 +17,12 @@ IsGiven = Callable[[str], bool]
 _ACTOR, _REF, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.ref", "actor_rollout_ref.rollout"
 _RM = "reward_model"
 _CORRECTION = "algorithm.rollout_correction"
-_CLIPPING = ("vanilla", "gspo", "geo_mean", "cispo", "clip_cov", "dppo_tv", "dppo_kl")
+_CLIPPING = ("vanilla", "gspo", "geo_mean", "cispo", "clip_cov", "dppo_tv", "dppo_kl", "bypass_mode")
 _READ_BY_LOSS: dict[str, tuple[str, ...]] = {
     "clip_ratio": _CLIPPING,
     "clip_ratio_low": _CLIPPING,
     "clip_ratio_high": _CLIPPING,
-    "clip_ratio_c": ("vanilla", "dppo_tv", "dppo_kl"),
+    "clip_ratio_c": ("vanilla", "dppo_tv", "dppo_kl", "bypass_mode"),
     "tau_pos": ("sapo",),
     "tau_neg": ("sapo",),
     **{f"policy_loss.{name}": ("clip_cov",) for name in ("clip_cov_ratio", "clip_cov_lb", "clip_cov_ub")},
@@ -743,6 +743,16 @@ def _algorithms(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
             f"algorithm.adv_estimator=gigpo with {_ROLLOUT}.mode=sync: every response is one turn, so that its "
             "advantages are those of grpo times algorithm.gigpo.episode_weight + step_weight"
         )
+    correction = algorithm.rollout_correction
+    if config.actor_rollout_ref.actor.policy_loss.loss_mode == "bypass_mode":
+        if correction.loss_type == "ppo_clip":
+            keys = [f"{_CORRECTION}.rollout_is"] if correction.rollout_is else []
+            why = f"with {_CORRECTION}.loss_type=ppo_clip the clipped ratio is already that to the sampler"
+            yield from _unread(config, keys, is_given, why)
+        else:
+            names = ("clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c")
+            why = f"{_CORRECTION}.loss_type=reinforce does not clip"
+            yield from _unread(config, [f"{_ACTOR}.{name}" for name in names], is_given, why)
 
 
 _CHECKS = (

@@ -146,8 +146,9 @@ NAMES: tuple[Names, ...] = (
             "topr",
             "kimi15",
             "dro",
+            "bypass_mode",
         ),  # fmt: skip
-        planned=("bypass_mode",),
+        planned=(),
         registry=("verl.algorithms.policy_loss", "POLICY_LOSS_REGISTRY"),
         may_be_in_file=True,
     ),
