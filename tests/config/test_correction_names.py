@@ -27,8 +27,8 @@ KEPT, BYPASS = f"{ROLLOUT}.calculate_log_probs=true", f"{CORRECTION}.bypass_mode
             "algorithm.rollout_is_level",
         ),
         (
-            ["algorithm.rollout_is_threshold=2", "algorithm.rollout_is_mode=mask", "algorithm.rollout_is_level=geometric",
-             "algorithm.rollout_is_threshold_lower=0.4"],
+            ["algorithm.rollout_is_threshold=2", "algorithm.rollout_is_mode=mask",
+             "algorithm.rollout_is_level=geometric", "algorithm.rollout_is_threshold_lower=0.4"],
             {"rollout_rs": "geometric", "rollout_rs_threshold": 2.0, "rollout_rs_threshold_lower": 0.4},
             "became algorithm.rollout_correction: rollout_rs=geometric",
         ),

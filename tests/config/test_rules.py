@@ -89,6 +89,8 @@ BAD = {
     "weights of a policy that is the sampler": (
         [KEPT, f"{CORRECTION}.bypass_mode=true", f"{CORRECTION}.rollout_rs=token"],
         f"rollout_rs=token with {CORRECTION}.bypass_mode=true"),
+    "a loss that takes the trainer's log-probs for the sampler's": (
+        [KEPT, f"{ACTOR}.policy_loss.loss_mode=bypass_mode"], f"with {CORRECTION}.bypass_mode=false"),
     "squares of a pass that is left out": (
         [KEPT, f"{CORRECTION}.bypass_mode=true", f"{ACTOR}.calculate_sum_pi_squared=true"], "the sums come from"),
     "weights without room": (

@@ -164,8 +164,8 @@ def kept_tokens(
     """The mask without what is too far from the trainer's policy: as if it had never been sampled.
 
     Kept are tokens with lower <= r <= upper, r of ``importance_ratio`` at ``level`` (at the levels of responses that
-    is all of one or nothing); or, where ``level`` names a ``divergence``, with that up to ``upper``. Of a response with a single token of exp(d_it) < ``veto`` nothing is kept. A ratio that
-    is NaN is rejected.
+    is all of one or nothing); or, where ``level`` names a ``divergence``, with that up to ``upper``. Of a response with
+    a single token of exp(d_it) < ``veto`` nothing is kept. A ratio that is NaN is rejected.
 
     Args:
         old_log_prob, rollout_log_prob, response_mask: as of ``importance_ratio``.

@@ -55,7 +55,7 @@ def translate_correction(tree: dict, given: set[str], problems: list[Problem]) -
         key = f"{_NEW}.{name}"
         if key in given and at_key(tree, key) != value:
             text = (
-                f"{key}={show(at_key(tree, key))} and older names of the same ({show(value)}) disagree. Keep the new."
+                f"{key}={show(at_key(tree, key))} and older names of the same ({show(value)}) disagree. Keep one."
             )
             problems.append(Problem(key, text))
             continue
@@ -65,7 +65,7 @@ def translate_correction(tree: dict, given: set[str], problems: list[Problem]) -
 
 
 def _of_release_060(old: dict[str, Any]) -> dict[str, Any]:
-    """A threshold switched everything on; ``rollout_is`` then weighed, ``mask`` and the veto rejected without it too."""
+    """A threshold switched all on: ``rollout_is`` then weighed, ``mask`` and the veto rejected without it too."""
     if not _is_positive(old.get("rollout_is_threshold")):
         return {}
     level, mode = old.get("rollout_is_level", "token"), old.get("rollout_is_mode", "truncate")
