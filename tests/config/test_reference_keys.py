@@ -72,6 +72,8 @@ actor_rollout_ref.model.use_prefix_sharing critic.model.use_prefix_sharing
 trainer.controller trainer.log_freq trainer.nonfinite_tolerance trainer.progress_bar trainer.seed
 trainer.tracker_kwargs trainer.worker_timeout
 """.split()
+NEW_KEYS += [f"algorithm.filter_groups.{name}" for name in ("low", "high", "min_std")]
+NEW_KEYS += ["algorithm.reward_shaping.clip_range", "algorithm.sample_mask.error_max_len"]
 NEW_KEYS += [f"algorithm.gigpo.{name}" for name in GiGPOConfig()]
 NEW_KEYS += [
     f"{place}.rollout_correction.{name}"

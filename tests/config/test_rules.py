@@ -91,6 +91,10 @@ BAD = {
         f"rollout_rs=token with {CORRECTION}.bypass_mode=true"),
     "a loss that takes the trainer's log-probs for the sampler's": (
         [KEPT, f"{ACTOR}.policy_loss.loss_mode=bypass_mode"], f"with {CORRECTION}.bypass_mode=false"),
+    "bounds of scores the wrong way round": (
+        ["algorithm.reward_shaping.clip_range=[3,-1]"], "clip_range=[3.0, -1.0] is no [low, high]"),
+    "groups between a mean and itself": (
+        ["algorithm.filter_groups.low=0.5", "algorithm.filter_groups.high=0.5"], "low=0.5 is not below"),
     "squares of a pass that is left out": (
         [KEPT, f"{CORRECTION}.bypass_mode=true", f"{ACTOR}.calculate_sum_pi_squared=true"], "the sums come from"),
     "weights without room": (

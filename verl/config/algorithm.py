@@ -60,12 +60,22 @@ class FilterGroupsConfig(Config):
     that the reward function returns, ``acc`` for example. A function that returns one number gives ``acc`` and
     ``score`` too."""
 
+    low: float | None = None
+    """Drop groups whose mean of ``metric`` is not above this as well: prompts that are too hard. Null: none."""
+
+    high: float | None = None
+    """Drop groups whose mean of ``metric`` is not below this as well: prompts that are too easy. Null: none."""
+
+    min_std: float = option(0.0, at_least=0)
+    """Drop groups whose std of ``metric`` is not above this as well. 0: all that differ at all are kept."""
+
     max_num_gen_batches: int = option(0, at_least=0)
     """Batches of prompts that one step may draw; if groups still lack then, the run stops. 0: no bound."""
 
 
-ScoreGroup = Literal["batch", "group", "running"]
-"""Scores whose mean or std counts: those of the step, of the prompt, or of the data source since the run began."""
+ScoreGroup = Literal["batch", "group", "source", "running"]
+"""Scores whose mean or std counts: those of the step, of the prompt, of the data source in this step, or of the data
+source since the run began."""
 
 
 @dataclass
@@ -73,8 +83,9 @@ class RewardNormConfig(Config):
     """Normalisation of scores, (s - mean) / (std + 1e-6): mean and std each of their own choice."""
 
     mean: ScoreGroup | None = None
-    """What is subtracted: the mean over the step's responses (``batch``), over those to the same prompt (``group``), or
-    over all so far of the same data source, this step included (``running``; kept in checkpoints). Null: nothing."""
+    """What is subtracted: the mean over the step's responses (``batch``), over those to the same prompt (``group``) or
+    of the same data source (``source``), or over all so far of the same data source, this step included (``running``;
+    kept in checkpoints). Null: nothing."""
 
     std: ScoreGroup | None = None
     """What is divided by: the unbiased std over the same choices. Null: nothing."""
@@ -96,8 +107,9 @@ class OverlongBufferConfig(Config):
 
 @dataclass
 class RewardShapingConfig(Config):
-    """What is done to a response's score, in this order: ``overlong_buffer``, ``norm``, ``scale``, ``shift``, ``clip``,
-    then the KL in the reward, ``clip`` again, ``whiten``. Validation and ``critic/score`` show scores as given."""
+    """What is done to a response's score, in this order: ``overlong_buffer``, ``norm``, ``scale``, ``shift``,
+    ``clip_range``, ``clip``, then the KL in the reward, ``clip`` again, ``whiten``. Validation and ``critic/score`` show
+    scores as given."""
 
     overlong_buffer: OverlongBufferConfig = section(OverlongBufferConfig)
     """Penalty of overlong responses."""
@@ -110,6 +122,9 @@ class RewardShapingConfig(Config):
 
     shift: float = 0.0
     """Reward points added, after ``scale``."""
+
+    clip_range: list[float] | None = None
+    """[low, high]: bounds on the score of a response, [-1,3] for example. Null: none."""
 
     clip: float | None = option(None, above=0)
     """Bound on the absolute score of a response and, once the KL is in, on that of every token's reward. Null: none."""
@@ -153,6 +168,10 @@ class SampleMaskConfig(Config):
 
     drop_truncated: bool = False
     """Those cut at the length limit (DAPO's overlong filtering)."""
+
+    error_max_len: int | None = option(None, above=0)
+    """Those of this many tokens or more whose score, as the reward function gave it, is not positive: long failures.
+    Null: none."""
 
     difficulty: list[float] | None = None
     """[low, high]: those to prompts whose mean score, as the reward function gave it, lies outside; the ends are

@@ -94,6 +94,17 @@ MOVED: tuple[Moved, ...] = (
             ("advantage_clip", "advantage.clip"),
         )
     ),
+    *(
+        Moved(f"reward_model.{old}", (f"algorithm.reward_shaping.overlong_buffer.{new}",), is_alias=old[:3] == "len")
+        for old, new in (
+            ("len_reward.enable", "enable"),
+            ("len_reward.buffer", "len"),
+            ("len_reward.coef", "penalty_factor"),
+            ("overlong_buffer.enable", "enable"),
+            ("overlong_buffer.len", "len"),
+            ("overlong_buffer.penalty_factor", "penalty_factor"),
+        )
+    ),
     Moved("af_output_dir", ("trainer.default_local_dir",)),
     Moved(
         "engine_kwargs.vllm.disable_mm_preprocessor_cache",
@@ -124,6 +135,7 @@ GONE: tuple[Gone, ...] = (
         )
         for place in (f"{_A}.actor.optim", "critic.optim")
     ),
+    Gone("reward_model.overlong_buffer.log", "reward_shaping/* is always logged", (None, False, True)),
     Gone("data.prompt_id_key", "prompt ids were never part of a release", (None,)),
     Gone("data.max_prompt_id_length", "prompt ids were never part of a release", (None,)),
     Gone("data.chat_template_func", "set actor_rollout_ref.model.custom_chat_template, or use data.custom_cls"),

@@ -54,9 +54,7 @@ def translate_correction(tree: dict, given: set[str], problems: list[Problem]) -
     for name, value in meant.items():
         key = f"{_NEW}.{name}"
         if key in given and at_key(tree, key) != value:
-            text = (
-                f"{key}={show(at_key(tree, key))} and older names of the same ({show(value)}) disagree. Keep one."
-            )
+            text = f"{key}={show(at_key(tree, key))} and older names of the same ({show(value)}) disagree. Keep one."
             problems.append(Problem(key, text))
             continue
         put_key(tree, key, value)

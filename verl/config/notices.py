@@ -718,7 +718,8 @@ def _given_below(key: str, config: PPOConfig, is_given: IsGiven) -> list[str]:
 
 def _all_groups_are_trained_on(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
     if not config.algorithm.filter_groups.enable:
-        keys = [f"algorithm.filter_groups.{name}" for name in ("metric", "max_num_gen_batches")]
+        names = ("metric", "low", "high", "min_std", "max_num_gen_batches")
+        keys = [f"algorithm.filter_groups.{name}" for name in names]
         yield from _unread(config, keys, is_given, "algorithm.filter_groups.enable=false trains on every group")
     elif config.reward_model.launch_reward_fn_async:
         why = "algorithm.filter_groups chooses groups by their rewards before anything else is computed"
@@ -742,6 +743,12 @@ def _algorithms(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
         yield (
             f"algorithm.adv_estimator=gigpo with {_ROLLOUT}.mode=sync: every response is one turn, so that its "
             "advantages are those of grpo times algorithm.gigpo.episode_weight + step_weight"
+        )
+    buffer = config.reward_model.reward_kwargs.get("overlong_buffer_cfg") or {}
+    if buffer.get("enable") and algorithm.reward_shaping.overlong_buffer.enable:
+        yield (
+            f"{_RM}.reward_kwargs.overlong_buffer_cfg and {SHAPING}.overlong_buffer are both on: a long response is "
+            "charged twice"
         )
     correction = algorithm.rollout_correction
     if config.actor_rollout_ref.actor.policy_loss.loss_mode == "bypass_mode":

@@ -738,6 +738,7 @@ def shapes_scores(config: PPOConfig) -> list[str]:
         "norm.std": shaping.norm.std,
         "scale": shaping.scale != 1,
         "shift": shaping.shift,
+        "clip_range": shaping.clip_range is not None,
         "clip": shaping.clip is not None,
         "whiten": shaping.whiten,
     }
@@ -792,6 +793,25 @@ def difficulty_is_a_band(config: PPOConfig) -> Iterator[Problem]:
             config,
             "algorithm.sample_mask.difficulty",
             "is no [low, high]: two numbers, the first at most the second. Give e.g. [0.1,0.9], or null for no mask.",
+        )
+
+
+@rule
+def bands_have_two_ends(config: PPOConfig) -> Iterator[Problem]:
+    clip, filtering = config.algorithm.reward_shaping.clip_range, config.algorithm.filter_groups
+    if clip is not None and (len(clip) != 2 or not clip[0] < clip[1]):
+        yield _problem(
+            config,
+            f"{SHAPING}.clip_range",
+            "is no [low, high]: two numbers, the first below the second. Give e.g. [-1,3], or null for no bounds.",
+        )
+    if filtering.low is not None and filtering.high is not None and not filtering.low < filtering.high:
+        yield _problem(
+            config,
+            "algorithm.filter_groups.low",
+            f"is not below algorithm.filter_groups.high={filtering.high}: no group lies between them. Lower the first "
+            "or raise the second.",
+            "algorithm.filter_groups.high",
         )
 
 
