@@ -108,8 +108,8 @@ class OverlongBufferConfig(Config):
 @dataclass
 class RewardShapingConfig(Config):
     """What is done to a response's score, in this order: ``overlong_buffer``, ``norm``, ``scale``, ``shift``,
-    ``clip_range``, ``clip``, then the KL in the reward, ``clip`` again, ``whiten``. Validation and ``critic/score`` show
-    scores as given."""
+    ``clip_range``, ``clip``, then the KL in the reward, ``clip`` again, ``whiten``. Validation and ``critic/score``
+    show scores as given."""
 
     overlong_buffer: OverlongBufferConfig = section(OverlongBufferConfig)
     """Penalty of overlong responses."""
