@@ -15,6 +15,7 @@ from torch import Tensor
 
 from verl.algorithms.advantage import get_adv_estimator_fn
 from verl.algorithms.advantage_anchors import STATE_COLUMN, anchor_groups, anchor_metrics
+from verl.algorithms.estimating import NonFiniteError
 from verl.algorithms.kl import kl_penalty as kl_estimate
 from verl.algorithms.turns import find_turns
 from verl.protocol import DataProto
@@ -133,9 +134,25 @@ def compute_advantage(
     if "response_mask" not in data.keys():
         data.put("response_mask", compute_response_mask(data))
     advantages, returns = _call_by_name(get_adv_estimator_fn(adv_estimator), available, data, adv_estimator)
+    is_own = response_column(data, "response_mask") != 0
+    for column, values in (("advantages", advantages), ("returns", returns)):
+        refuse_nonfinite(f"{column} of algorithm.adv_estimator={adv_estimator}", values, is_own)
     put_response_column(data, "advantages", advantages)
     put_response_column(data, "returns", returns)
     return data
+
+
+def refuse_nonfinite(what: str, values: Tensor, is_own: Tensor) -> None:
+    """Raise NonFiniteError if a cell of ``values`` (B, R) on a token the policy sampled is NaN or infinite."""
+    if values.shape != is_own.shape or torch.where(is_own, values, 0).sum().isfinite():
+        return
+    bad = (is_own & ~values.isfinite()).any(-1).nonzero().squeeze(-1).tolist()
+    if bad:
+        raise NonFiniteError(
+            f"{what} are NaN or infinite in {len(bad)} of the batch's rows (first: {bad[:5]}), though the rewards are "
+            "finite: an update would spoil every weight. Look at the estimator, at values it divides by, and at the "
+            "log-probs or values it reads."
+        )
 
 
 def whitens_by_itself(estimator: Callable) -> bool:
