@@ -110,6 +110,18 @@ BY_HAND = {
     ),
 }
 
+BY_HAND["tir_optimal_token_baseline"] = BY_HAND["optimal_token_baseline"]
+# "a" scores 1.5, -0.5, 0.25; its first turns are worth 1.4, -0.5, 0.25; nobody else met the state of row 0's second
+BY_HAND["gigpo"] = (
+    [
+        [2.134577, 2.134577, 0, 1.072221, 1.072221, 0],
+        [1.999998] * 6,
+        [-1.830294, -1.830294, -1.830294, 0, 0, 0],
+        [0, -0.304282, -0.304282, 0, 0, 0],
+    ],
+    [1.499999, 1.499999, 0, 1.499999, 1.499999, 0],
+)
+
 CREDIT = {
     "gae": "token",
     "grpo": "response",
@@ -125,8 +137,13 @@ CREDIT = {
     "gpg": "response",
     "gdpo": "response",
     "optimal_token_baseline": "token",
+    "tir_optimal_token_baseline": "token",
+    "gigpo": "response and turn",
 }
 """What shares a judgement: all tokens of a ``response``; or a ``token``, or ``turn``, judged by what follows it."""
+
+for twin, name in (("grpo_vectorized", "grpo"), ("rloo_vectorized", "rloo")):
+    BY_HAND[twin], CREDIT[twin] = BY_HAND[name], CREDIT[name]
 
 BASELINE_FREE = ("reinforce", "step_reinforce", "agentic_reinforce")
 """Those that compare with nothing, and say so."""
@@ -134,10 +151,16 @@ BASELINE_FREE = ("reinforce", "step_reinforce", "agentic_reinforce")
 NAMES = [name for name in ADV_ESTIMATOR_REGISTRY if ADV_ESTIMATOR_REGISTRY[name].__module__.startswith("verl.")]
 
 
+def num_turns(mask):
+    """How many runs of ones each row has."""
+    return (mask.diff(dim=-1, prepend=torch.zeros_like(mask[:, :1])) > 0).sum(-1).tolist()
+
+
 def call(name, rewards, mask, index, columns, extras=None, **options):
     """Any estimator with those arguments it names: columns (B, ...), extras (B,) and options."""
     fn = get_adv_estimator_fn(name)
     available = {"token_level_rewards": rewards, "response_mask": mask, "index": index, **columns}
+    available["turn_state_ids"] = [[k % 2 for k in range(count)] for count in num_turns(mask)]
     available |= {"non_tensor_batch": extras, **OPTIONS, **options}
     return fn(**{k: v for k, v in available.items() if k in inspect.signature(fn).parameters})
 

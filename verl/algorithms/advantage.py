@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from verl.algorithms import advantage_groups, advantage_turns  # noqa: F401 - importing them registers theirs
+from verl.algorithms import advantage_anchors, advantage_groups, advantage_turns  # noqa: F401 - they register theirs
 from verl.algorithms.cells import PackedCells
 from verl.algorithms.estimating import (
     ADV_ESTIMATOR_REGISTRY,
@@ -60,11 +60,15 @@ class AdvantageEstimator(str, Enum):
     REINFORCE = "reinforce"
     STEP_REINFORCE = "step_reinforce"
     AGENTIC_REINFORCE = "agentic_reinforce"
+    GIGPO = "gigpo"
     GRPO_PASSK = "grpo_passk"
     OPO = "opo"
     GPG = "gpg"
     GDPO = "gdpo"
     OPTIMAL_TOKEN_BASELINE = "optimal_token_baseline"
+    TIR_OPTIMAL_TOKEN_BASELINE = "tir_optimal_token_baseline"
+    GRPO_VECTORIZED = "grpo_vectorized"
+    RLOO_VECTORIZED = "rloo_vectorized"
 
 
 @register_adv_est(
@@ -371,3 +375,20 @@ def compute_reinforce_plus_plus_baseline_outcome_advantage(
     advantages = cells.repeat(centred.to(token_level_rewards.dtype))
     advantages = cells.unpack(whiten(advantages, cells) if whiten_advantages else advantages)
     return advantages, advantages
+
+
+# verl has a second, vectorised implementation of these two; here there is one, and it is vectorised
+VECTORISED = "test_advantage_anchors.py::test_the_vectorised_names_of_verl_are_the_functions"
+register_adv_est(
+    AdvantageEstimator.GRPO_VECTORIZED,
+    about=About(
+        "that of `grpo`",
+        "never needed: verl's name of a second implementation, and here there is one",
+        "arXiv:2402.03300",
+        VECTORISED,
+    ),
+)(compute_grpo_outcome_advantage)
+register_adv_est(
+    AdvantageEstimator.RLOO_VECTORIZED,
+    about=About("that of `rloo`", "likewise", "arXiv:2402.14740", VECTORISED),
+)(compute_rloo_outcome_advantage)

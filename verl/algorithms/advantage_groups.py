@@ -338,3 +338,56 @@ def compute_optimal_token_baseline_advantage(
         has_baseline &= over_siblings(cells.repeat(torch.ones_like(groups.group))) > 1
     advantages = (returns - baseline * has_baseline).to(returns.dtype)
     return cells.unpack(advantages), cells.unpack(returns)
+
+
+@register_adv_est(
+    "tir_optimal_token_baseline",
+    about=About(
+        "that of `optimal_token_baseline`",
+        "the same, with tools: verl's name for passing tool output over, which both do here",
+        "arXiv:2602.07078",
+        "test_advantage_anchors.py::"
+        "test_tir_optimal_token_baseline_by_hand_meets_tokens_by_their_number_not_their_column",
+        options="actor.calculate_sum_pi_squared",
+    ),
+)
+@torch.no_grad()
+def compute_multi_turn_optimal_token_baseline_advantage(
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    index: np.ndarray,
+    old_log_probs: Tensor,
+    sum_pi_squared: Tensor,
+    rollout_is_weights: Tensor | None = None,
+    handle_zero_tail: bool = True,
+    epsilon: float = 1e-8,
+) -> tuple[Tensor, Tensor]:
+    """The optimal token baseline of responses with tool output: the t-th token the policy itself said meets the t-th.
+
+        A_it = G_it - (sum_(j in G) W_jt G_jt) / (sum_(j in G) W_jt),      t counts the ones of ``response_mask``
+
+    These are the numbers of ``optimal_token_baseline``, which passes tool output over as well; verl's function of that
+    name counts columns instead, tool output included, and this is the name under which it passes it over.
+
+    Args:
+        token_level_rewards, old_log_probs, sum_pi_squared, response_mask, index, rollout_is_weights, handle_zero_tail:
+            as of ``compute_optimal_token_baseline_advantage``.
+
+    Returns:
+        advantages, returns: (B, R), zero where masked; returns are G.
+
+    Raises:
+        NonFiniteError: a reward, log-prob or sum of an unmasked token is NaN or infinite.
+
+    Source: The Optimal Token Baseline, 2026, its experiments with tools (arXiv:2602.07078).
+    """
+    return compute_optimal_token_baseline_advantage(
+        token_level_rewards,
+        response_mask,
+        index,
+        old_log_probs,
+        sum_pi_squared,
+        rollout_is_weights,
+        handle_zero_tail,
+        epsilon,
+    )

@@ -8,7 +8,7 @@ the same kind. Knows columns and config sections; knows no model and no engine.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -222,6 +222,23 @@ def imitation_loss(log_prob: Tensor, token_level_scores: Tensor, response_mask: 
     is_own = response_mask != 0
     scores = torch.where(is_own, token_level_scores, 0).sum(-1, keepdim=True)
     return torch.where(is_own & (scores > 0), -log_prob, 0)
+
+
+def nonfinite_columns(data: Any, columns: Sequence[str]) -> str:
+    """Which of the columns of a mini-batch spoiled its loss, in words: those with NaN or infinity on a real token.
+
+    Args:
+        data: has ``column(name)``, (B, R) or (B,), with ``response_mask`` among them.
+    """
+    is_own, found = data.column("response_mask") != 0, []
+    for name in columns:
+        values = data.column(name)
+        bad = ~values.isfinite() & (is_own if values.shape == is_own.shape else True)
+        if bad.any():
+            found.append(f"{name} in {int(bad.sum())} places, first in row {int(bad.nonzero()[0, 0])}")
+    if found:
+        return f"NaN or infinite: {', '.join(found)}"
+    return "all columns are finite: what the model computes is not, or its gradient overflows"
 
 
 class ValueLoss:

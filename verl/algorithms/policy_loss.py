@@ -20,12 +20,15 @@ from torch import Tensor
 from verl.algorithms import policy_cov, policy_ratio, policy_reinforce  # noqa: F401 - importing them registers theirs
 from verl.algorithms.aggregate import agg_rows
 from verl.algorithms.cells import real_cells
+from verl.algorithms.correction import importance_weights, kept_tokens
 from verl.algorithms.objective import (
     POLICY_LOSS_REGISTRY,
     PolicyLossFn,
+    Tokens,
     get_policy_loss_fn,
     loss_and_metrics,
     register_policy_loss,
+    section_of,
 )
 from verl.algorithms.registry import About
 
@@ -35,6 +38,8 @@ __all__ = [
     "PolicyLossFn",
     "clipped_objective",
     "compute_policy_loss",
+    "compute_policy_loss_bypass_mode",
+    "compute_policy_loss_reinforce",
     "compute_policy_loss_vanilla",
     "get_policy_loss_fn",
     "loss_and_metrics",
@@ -201,3 +206,88 @@ def compute_policy_loss_vanilla(
             rollout_is_weights=rollout_is_weights,
         )
     )
+
+
+@register_policy_loss(
+    "bypass_mode",
+    about=About(
+        "as `vanilla`, w = pi / mu; with `loss_type=reinforce` -sg[w in bounds] A log pi; 0 where w is rejected",
+        "learning straight from what the sampler drew; set beside `algorithm.rollout_correction.bypass_mode=true`",
+        "arXiv:2110.00641",
+        "test_policy_bypass.py::test_by_hand_in_a_batch_and_alone",
+        options="actor.{clip_ratio,clip_ratio_low,clip_ratio_high,clip_ratio_c}",
+    ),
+)
+def compute_policy_loss_bypass_mode(
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    loss_agg_mode: str = "token-mean",
+    config: Any = None,
+    rollout_is_weights: Tensor | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Learn straight from what the sampler drew: old log-probs are the sampler's, and r = pi / mu is made here.
+
+        ppo_clip     the clipped objective of r (see ``clipped_objective``); ``rollout_is`` adds nothing to it
+        reinforce    -sg[w] A log pi, w = r within bounds as ``rollout_is`` says, 1 without it
+
+    each times 0 where ``rollout_rs`` or the veto rejects r. A rejected token still counts in the divisor of
+    ``loss_agg_mode``: how many there are changes as the policy moves, and is known of a micro-batch at a time only.
+
+    Args:
+        old_log_prob, log_prob, advantages: (B, R) float; log mu, log pi, A; differentiable in ``log_prob``.
+        response_mask: (B, R); 1 on tokens that count.
+        config: the ``actor`` section, read for ``policy_loss.rollout_correction`` and the clip ratios.
+        rollout_is_weights: (B, R) factors of each token's loss.
+
+    Returns:
+        loss, the usual metrics, ``rollout_corr/rollout_is_mean`` and ``rollout_corr/rollout_rs_masked_fraction``.
+
+    Source: Liu, Li et al. 2025, https://richardli.xyz/rl-collapse; the ratio to the sampler in PPO: Hilton, Cobbe &
+    Schulman 2022, section 2 (arXiv:2110.00641).
+    """
+    config = section_of(config, "bypass_mode")
+    options = config.policy_loss.rollout_correction
+    compared = log_prob.detach(), old_log_prob, response_mask
+    keep, veto = response_mask, options.rollout_token_veto_threshold
+    for kind, upper, lower in (options.rejections or [(None, 0.0, None)]) if options.rejects else []:
+        keep = keep * kept_tokens(*compared, kind, upper, lower, veto)[0]
+    factors = keep.to(log_prob.dtype)
+    if rollout_is_weights is not None:
+        factors = factors * rollout_is_weights
+    weights = None
+    if options.loss_type == "reinforce":
+        if options.rollout_is:
+            weights = importance_weights(*compared, options.rollout_is, *options.weighting)[0]
+            factors = factors * weights
+        loss, metrics = compute_policy_loss_reinforce(
+            old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, factors
+        )
+    else:
+        loss, metrics = compute_policy_loss_vanilla(
+            old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, factors
+        )
+    num_tokens = response_mask.sum().clamp(min=1)
+    if options.rejects:
+        metrics["rollout_corr/rollout_rs_masked_fraction"] = 1 - keep.sum() / num_tokens
+    if weights is not None:
+        metrics["rollout_corr/rollout_is_mean"] = weights.sum() / num_tokens
+    return loss, metrics
+
+
+def compute_policy_loss_reinforce(
+    rollout_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    loss_agg_mode: str = "seq-mean-token-sum",
+    config: Any = None,
+    rollout_is_weights: Tensor | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The policy gradient on what another policy drew: -sg[w] A log pi, w = ``rollout_is_weights`` or 1; all (B, R).
+
+    ``rollout_log_prob`` is read for the metrics only, ``config`` not at all. As ``policy_loss.loss_mode=reinforce``.
+    """
+    tokens = Tokens(rollout_log_prob, log_prob, advantages, response_mask)
+    return tokens.loss(-tokens.advantage * tokens.log_prob, -tokens.advantage, loss_agg_mode, rollout_is_weights)

@@ -78,7 +78,7 @@ def merge_moments(known: Mapping[str, Moments], scores: Tensor, sources: Sequenc
 @CONTROLS.register(
     "algorithm.reward_shaping.norm",
     about=About(
-        "(s - mean) / (std + 1e-6), each over `batch`, `group` or `running`, or null, in any pair",
+        "(s - mean) / (std + 1e-6), each over `batch`, `group`, `source` or `running`, or null, in any pair",
         "scores of several scales; estimators that compare with nothing",
         "arXiv:2501.03262",
         "test_reward_shaping.py::test_normalisation_by_hand",
@@ -100,6 +100,7 @@ def centre_and_spread(
 
         batch      all responses of this step
         group      the responses to the same prompt; alone there, a response is compared with 0 at a std of 1
+        source     the responses of this step of the same data source, likewise
         running    all responses of the same data source up to and with this step
 
     Equal scores have nothing to be divided by: where the std is no more than 1e-6, spread is 1.
@@ -107,9 +108,9 @@ def centre_and_spread(
     Args:
         scores: (B,) float.
         index: (B,) prompt ids; equal ids are siblings. Order is free.
-        mean, std: batch, group, running, or None for neither.
+        mean, std: batch, group, source, running, or None for neither.
         running: data source -> moments that hold this batch already. Read for ``running`` only.
-        sources: (B,) the data source of each response. Read for ``running`` only.
+        sources: (B,) the data source of each response. Read for ``source`` and ``running`` only.
 
     Returns:
         centre, spread: both (B,), float64.
@@ -123,21 +124,25 @@ def centre_and_spread(
     scores = scores.double()
     require_finite("token_level_scores", scores)
     centre, spread = torch.zeros_like(scores), torch.zeros_like(scores)
-    if "group" in (mean, std):
-        groups = Groups(index, scores.device)
-        group_mean = groups.mean(scores)
+    alike = {}
+    for kind, ids in (("group", index), ("source", sources)):
+        if kind in (mean, std):
+            groups = Groups(ids, scores.device)
+            alike[kind] = groups, groups.mean(scores)
     if "running" in (mean, std):
         seen = [running[source] for source in sources]
     if mean == "batch":
         centre = torch.full_like(scores, Moments.of(scores).mean)
-    elif mean == "group":
-        centre = torch.where(groups.is_alone, 0, group_mean)
+    elif mean in alike:
+        groups, common = alike[mean]
+        centre = torch.where(groups.is_alone, 0, common)
     elif mean == "running":
         centre = scores.new_tensor([moments.mean for moments in seen])
     if std == "batch":
         spread = torch.full_like(scores, Moments.of(scores).std)
-    elif std == "group":
-        spread = groups.std(scores, group_mean)
+    elif std in alike:
+        groups, common = alike[std]
+        spread = groups.std(scores, common)
     elif std == "running":
         spread = scores.new_tensor([moments.std for moments in seen])
     return centre, torch.where(spread > SMALLEST_STD, spread + epsilon, 1.0)
@@ -217,6 +222,16 @@ def rescore(token_level_scores: Tensor, response_mask: Tensor, scores: Tensor, s
 
 
 @CONTROLS.register(
+    "algorithm.reward_shaping.clip_range",
+    about=About(
+        "s within [low, high]",
+        "bounds that differ: RAGEN's and ROLL's `asym_clip` is [-1, 3]",
+        "[ROLL](https://github.com/alibaba/ROLL)",
+        "trainer/test_more_shaping.py::test_bounds_of_a_score_may_differ_above_and_below",
+        options="algorithm.reward_shaping.clip_range",
+    ),
+)
+@CONTROLS.register(
     "algorithm.reward_shaping.clip",
     about=About(
         "s within [-c, c]; once the KL is in, every r_t too",
@@ -226,9 +241,9 @@ def rescore(token_level_scores: Tensor, response_mask: Tensor, scores: Tensor, s
         options="algorithm.reward_shaping.clip",
     ),
 )
-def clip_scores(scores: Tensor, bound: float) -> tuple[Tensor, float]:
-    """Scores (B,) within [-bound, bound], and the share of responses this changed."""
-    clipped = scores.clamp(-bound, bound)
+def clip_scores(scores: Tensor, bound: float, low: float | None = None) -> tuple[Tensor, float]:
+    """Scores (B,) within [low, bound], low = -bound where it is None, and the share of responses this changed."""
+    clipped = scores.clamp(-bound if low is None else low, bound)
     return clipped, (clipped != scores).double().mean().item() if len(scores) else 0.0
 
 
@@ -337,3 +352,26 @@ def within_difficulty(scores: Tensor, index: np.ndarray | Sequence, low: float, 
     require_finite("token_level_scores", scores)
     mean = Groups(index, scores.device).mean(scores)
     return (mean >= low) & (mean <= high)
+
+
+@CONTROLS.register(
+    "algorithm.sample_mask.error_max_len",
+    about=About(
+        "responses of n tokens or more with a score, as given, of 0 or less leave the loss",
+        "long failures that would teach brevity alone",
+        "[ROLL](https://github.com/alibaba/ROLL)",
+        "trainer/test_more_shaping.py::test_long_failures_leave_the_loss_and_long_successes_stay",
+        options="algorithm.sample_mask.error_max_len",
+    ),
+)
+def right_or_short(scores: Tensor, lengths: Tensor, longest: int) -> Tensor:
+    """Whether a response succeeded, or failed in fewer than ``longest`` tokens: (B,) bool.
+
+    Args:
+        scores: (B,) float, as the reward function gave them; a positive one is a success.
+        lengths: (B,) tokens of each response.
+
+    Source: the ``error_max_len_clip`` of ROLL.
+    """
+    require_finite("token_level_scores", scores)
+    return (scores > 0) | (lengths.to(scores.device) < longest)

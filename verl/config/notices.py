@@ -17,12 +17,12 @@ IsGiven = Callable[[str], bool]
 _ACTOR, _REF, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.ref", "actor_rollout_ref.rollout"
 _RM = "reward_model"
 _CORRECTION = "algorithm.rollout_correction"
-_CLIPPING = ("vanilla", "gspo", "geo_mean", "cispo", "clip_cov", "dppo_tv", "dppo_kl")
+_CLIPPING = ("vanilla", "gspo", "geo_mean", "cispo", "clip_cov", "dppo_tv", "dppo_kl", "bypass_mode")
 _READ_BY_LOSS: dict[str, tuple[str, ...]] = {
     "clip_ratio": _CLIPPING,
     "clip_ratio_low": _CLIPPING,
     "clip_ratio_high": _CLIPPING,
-    "clip_ratio_c": ("vanilla", "dppo_tv", "dppo_kl"),
+    "clip_ratio_c": ("vanilla", "dppo_tv", "dppo_kl", "bypass_mode"),
     "tau_pos": ("sapo",),
     "tau_neg": ("sapo",),
     **{f"policy_loss.{name}": ("clip_cov",) for name in ("clip_cov_ratio", "clip_cov_lb", "clip_cov_ub")},
@@ -37,11 +37,12 @@ _READ_BY_LOSS: dict[str, tuple[str, ...]] = {
 _READ_BY_ESTIMATOR: dict[str, tuple[str, ...]] = {
     "algorithm.lam": ("gae",),
     "algorithm.gamma": ("gae", "reinforce_plus_plus", "reinforce", "step_reinforce", "agentic_reinforce"),
-    "algorithm.step_gamma": ("step_reinforce",),
+    "algorithm.step_gamma": ("step_reinforce", "gigpo"),
+    **{f"algorithm.gigpo.{name}": ("gigpo",) for name in ("episode_weight", "step_weight", "mode")},
     "algorithm.norm_adv_by_std_in_grpo": ("grpo", "grpo_passk"),
     "algorithm.gdpo_reward_keys": ("gdpo",),
     "algorithm.gdpo_reward_weights": ("gdpo",),
-    f"{_ACTOR}.calculate_sum_pi_squared": ("optimal_token_baseline",),
+    f"{_ACTOR}.calculate_sum_pi_squared": ("optimal_token_baseline", "tir_optimal_token_baseline"),
 }
 """Options -> the built-in estimators that read them."""
 
@@ -717,7 +718,8 @@ def _given_below(key: str, config: PPOConfig, is_given: IsGiven) -> list[str]:
 
 def _all_groups_are_trained_on(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
     if not config.algorithm.filter_groups.enable:
-        keys = [f"algorithm.filter_groups.{name}" for name in ("metric", "max_num_gen_batches")]
+        names = ("metric", "low", "high", "min_std", "max_num_gen_batches")
+        keys = [f"algorithm.filter_groups.{name}" for name in names]
         yield from _unread(config, keys, is_given, "algorithm.filter_groups.enable=false trains on every group")
     elif config.reward_model.launch_reward_fn_async:
         why = "algorithm.filter_groups chooses groups by their rewards before anything else is computed"
@@ -732,6 +734,32 @@ def _no_response_is_resampled(config: PPOConfig, is_given: IsGiven) -> Iterator[
     elif algorithm.pf_ppo.reweight_method != "pow":
         why = f"{key}.reweight_method={algorithm.pf_ppo.reweight_method} does not read it"
         yield from _unread(config, [f"{key}.weight_pow"], is_given, why)
+
+
+def _algorithms(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+    """Combinations of estimators, losses and their options in which a setting changes nothing."""
+    algorithm, rollout = config.algorithm, config.actor_rollout_ref.rollout
+    if algorithm.adv_estimator == "gigpo" and rollout.mode == "sync":
+        yield (
+            f"algorithm.adv_estimator=gigpo with {_ROLLOUT}.mode=sync: every response is one turn, so that its "
+            "advantages are those of grpo times algorithm.gigpo.episode_weight + step_weight"
+        )
+    buffer = config.reward_model.reward_kwargs.get("overlong_buffer_cfg") or {}
+    if buffer.get("enable") and algorithm.reward_shaping.overlong_buffer.enable:
+        yield (
+            f"{_RM}.reward_kwargs.overlong_buffer_cfg and {SHAPING}.overlong_buffer are both on: a long response is "
+            "charged twice"
+        )
+    correction = algorithm.rollout_correction
+    if config.actor_rollout_ref.actor.policy_loss.loss_mode == "bypass_mode":
+        if correction.loss_type == "ppo_clip":
+            keys = [f"{_CORRECTION}.rollout_is"] if correction.rollout_is else []
+            why = f"with {_CORRECTION}.loss_type=ppo_clip the clipped ratio is already that to the sampler"
+            yield from _unread(config, keys, is_given, why)
+        else:
+            names = ("clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c")
+            why = f"{_CORRECTION}.loss_type=reinforce does not clip"
+            yield from _unread(config, [f"{_ACTOR}.{name}" for name in names], is_given, why)
 
 
 _CHECKS = (
@@ -801,4 +829,5 @@ _CHECKS = (
     _nothing_is_put_off,
     _all_groups_are_trained_on,
     _no_response_is_resampled,
+    _algorithms,
 )

@@ -22,8 +22,9 @@ SHAPING = "algorithm.reward_shaping"
 CORRECTION = "algorithm.rollout_correction"
 _CORRECTIONS = ("rollout_is", "rollout_rs", "rollout_token_veto_threshold", "bypass_mode")
 """Options that switch a part of the rollout correction on."""
-_NEED_SIBLINGS = ("grpo", "rloo", "grpo_passk", "opo", "gpg", "gdpo", "optimal_token_baseline")
-_CLIPS_RATIOS = ("vanilla", "gspo", "clip_cov")
+_TOKEN_BASELINES = ("optimal_token_baseline", "tir_optimal_token_baseline")
+_NEED_SIBLINGS = ("grpo", "rloo", "grpo_passk", "opo", "gpg", "gdpo", "gigpo", *_TOKEN_BASELINES)
+_CLIPS_RATIOS = ("vanilla", "gspo", "clip_cov", "bypass_mode")
 """Losses that clip a ratio from below at 1 - clip_ratio_low. The others' lower bounds are of another kind."""
 
 
@@ -563,12 +564,16 @@ def correction_has_old_log_probs_to_compare(config: PPOConfig) -> Iterator[Probl
                 f"{ACTOR}.skip_old_log_probs",
             )
         elif options[name] and options.bypass_mode and name != "bypass_mode":
+            if actor.policy_loss.loss_mode == "bypass_mode":  # which makes r of the policy being trained
+                continue
             yield _problem(
                 config,
                 f"{CORRECTION}.{name}",
                 f"with {CORRECTION}.bypass_mode=true: the old log-probs are then the sampler's own, and every r would "
-                "be 1. Set bypass_mode=false, or leave it to the ratio in the loss, which is then that to the sampler.",
+                f"be 1. Set bypass_mode=false, or {ACTOR}.policy_loss.loss_mode=bypass_mode, whose r is that of the "
+                "policy being trained.",
                 f"{CORRECTION}.bypass_mode",
+                f"{ACTOR}.policy_loss.loss_mode",
             )
     if options.bypass_mode and actor.calculate_sum_pi_squared:
         yield _problem(
@@ -581,14 +586,62 @@ def correction_has_old_log_probs_to_compare(config: PPOConfig) -> Iterator[Probl
 
 
 @rule
+def bypassing_loss_has_the_samplers_log_probs(config: PPOConfig) -> Iterator[Problem]:
+    options, loss = config.algorithm.rollout_correction, config.actor_rollout_ref.actor.policy_loss
+    mode, bypasses = f"{ACTOR}.policy_loss.loss_mode", loss.loss_mode == "bypass_mode"
+    if bypasses and not options.bypass_mode:
+        yield _problem(
+            config,
+            mode,
+            f"with {CORRECTION}.bypass_mode=false: the loss takes old log-probs for the sampler's, and they would be "
+            "the trainer's. Set bypass_mode=true, or loss_mode=vanilla.",
+            f"{CORRECTION}.bypass_mode",
+        )
+    if options.loss_type != "ppo_clip" and not bypasses:
+        yield _problem(
+            config,
+            f"{CORRECTION}.loss_type",
+            f"with {mode}={loss.loss_mode}: only bypass_mode reads it. Set {mode}=bypass_mode and "
+            f"{CORRECTION}.bypass_mode=true, or {mode}=reinforce for a policy gradient from old log-probs.",
+            mode,
+        )
+    if bypasses and options.rollout_is_batch_normalize:
+        yield _problem(
+            config,
+            f"{CORRECTION}.rollout_is_batch_normalize",
+            f"with {mode}=bypass_mode: weights are made in the loss, a micro-batch at a time, and their mean would "
+            "depend on how batches are cut. Set it to false.",
+            mode,
+        )
+    copy = loss.rollout_correction
+    for name in options if bypasses else ():
+        if copy[name] != options[name]:
+            yield _problem(
+                config,
+                f"{ACTOR}.policy_loss.rollout_correction.{name}",
+                f"is not {CORRECTION}.{name}={show(options[name])}, which it follows. Set the latter only.",
+                f"{CORRECTION}.{name}",
+            )
+
+
+@rule
 def correction_leaves_room_between_its_bounds(config: PPOConfig) -> Iterator[Problem]:
-    options = config.algorithm.rollout_correction
-    upper, lower = options.rollout_is_threshold, options.rollout_is_threshold_lower
-    if lower is None:
-        lower = 1 / upper if options.rollout_is_mode == "mask" else 0
-    bounds = {"is": (options.rollout_is, upper, lower), "rs": (options.rollout_rs, *options.rejection_bounds)}
-    for kind, (level, upper, lower) in bounds.items():
-        if level is not None and lower >= upper:
+    options, bounds = config.algorithm.rollout_correction, []
+    try:
+        upper, lower, mode = options.weighting
+    except ValueError as error:
+        yield _problem(config, f"{CORRECTION}.rollout_is_threshold", f"is no threshold: {error}.")
+        return
+    if options.rollout_is is not None:
+        bounds.append(("is", upper, (1 / upper if mode == "mask" else 0) if lower is None else lower))
+    try:
+        bounds += [("rs", upper, lower) for _, upper, lower in options.rejections if lower is not None]
+    except ValueError as error:
+        names = [f"{CORRECTION}.{name}" for name in ("rollout_rs", "rollout_rs_threshold")]
+        text = " with ".join(f"{key}={show(get_path(config, key))}" for key in names)
+        yield Problem(names[0], f"{text}: {error}.", (names[1],))
+    for kind, upper, lower in bounds:
+        if lower >= upper:
             name = f"{CORRECTION}.rollout_{kind}_threshold"
             text = (
                 f"{name}={upper:g} is not above the lower bound {lower:g} ({name}_lower; if null, 1 / upper): nothing "
@@ -608,7 +661,7 @@ def no_loss_is_corrected_twice(config: PPOConfig) -> Iterator[Problem]:
             "would be weighed twice. Set rollout_is=null, or take another loss, reinforce for example.",
             f"{ACTOR}.policy_loss.loss_mode",
         )
-    if options.rollout_rs == "token" and mode == "topr":
+    if mode == "topr" and any(kind.strip().startswith("token") for kind in (options.rollout_rs or "").split(",")):
         yield _problem(
             config,
             f"{CORRECTION}.rollout_rs",
@@ -662,11 +715,12 @@ def gdpo_has_rewards_to_combine(config: PPOConfig) -> Iterator[Problem]:
 @rule
 def optimal_token_baseline_has_its_column(config: PPOConfig) -> Iterator[Problem]:
     key = f"{ACTOR}.calculate_sum_pi_squared"
-    if config.algorithm.adv_estimator == "optimal_token_baseline" and not get_path(config, key):
+    estimator = config.algorithm.adv_estimator
+    if estimator in _TOKEN_BASELINES and not get_path(config, key):
         yield _problem(
             config,
             key,
-            "with algorithm.adv_estimator=optimal_token_baseline: the estimator weighs tokens by the sum of squared "
+            f"with algorithm.adv_estimator={estimator}: the estimator weighs tokens by the sum of squared "
             "probabilities. Set it to true.",
             "algorithm.adv_estimator",
         )
@@ -684,6 +738,7 @@ def shapes_scores(config: PPOConfig) -> list[str]:
         "norm.std": shaping.norm.std,
         "scale": shaping.scale != 1,
         "shift": shaping.shift,
+        "clip_range": shaping.clip_range is not None,
         "clip": shaping.clip is not None,
         "whiten": shaping.whiten,
     }
@@ -738,6 +793,25 @@ def difficulty_is_a_band(config: PPOConfig) -> Iterator[Problem]:
             config,
             "algorithm.sample_mask.difficulty",
             "is no [low, high]: two numbers, the first at most the second. Give e.g. [0.1,0.9], or null for no mask.",
+        )
+
+
+@rule
+def bands_have_two_ends(config: PPOConfig) -> Iterator[Problem]:
+    clip, filtering = config.algorithm.reward_shaping.clip_range, config.algorithm.filter_groups
+    if clip is not None and (len(clip) != 2 or not clip[0] < clip[1]):
+        yield _problem(
+            config,
+            f"{SHAPING}.clip_range",
+            "is no [low, high]: two numbers, the first below the second. Give e.g. [-1,3], or null for no bounds.",
+        )
+    if filtering.low is not None and filtering.high is not None and not filtering.low < filtering.high:
+        yield _problem(
+            config,
+            "algorithm.filter_groups.low",
+            f"is not below algorithm.filter_groups.high={filtering.high}: no group lies between them. Lower the first "
+            "or raise the second.",
+            "algorithm.filter_groups.high",
         )
 
 

@@ -163,6 +163,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing_and_is_counted(folder, ca
     with caplog.at_level(logging.WARNING):
         metrics = engine.train_step(broken, ppo_loss(), MicroBatching(size=2))
     assert metrics["nonfinite_steps"] == 1.0 and "skipped" in caplog.text
+    assert "NaN or infinite: advantages in 1 places, first in row 0" in caplog.text
     assert torch.equal(flat_weights(engine), before) and engine.version == version
     assert engine.train_step(data, ppo_loss())["nonfinite_steps"] == 0.0
 
