@@ -87,10 +87,11 @@ def compute_gigpo_outcome_advantage(
     to_go, same_state = turns.to_go(step_gamma).double(), anchor_groups(turns, index, turn_state_ids)
     mean = siblings.mean(scores)
     episode = scores - torch.where(siblings.is_alone, 0, mean)
-    step = to_go - same_state.mean(to_go)
+    step_mean = same_state.mean(to_go)
+    step = to_go - step_mean
     if mode == "mean_std_norm":
         episode = episode / (torch.where(siblings.is_alone, 1, siblings.std(scores, mean)) + epsilon)
-        step = step / (same_state.std(to_go, same_state.mean(to_go)) + epsilon)
+        step = step / (same_state.std(to_go, step_mean) + epsilon)
     combined = episode_weight * episode[turns.row] + step_weight * step
     advantages = turns.to_tokens(combined.to(token_level_rewards.dtype))
     return advantages, advantages
@@ -124,7 +125,9 @@ def anchor_groups(turns: Turns, index: np.ndarray | Sequence, turn_state_ids: Se
                 f"turns (runs of ones in response_mask). Give one state for each turn, in order; two turns without a "
                 f"token of tool or user between them are one."
             )
-        keys += [(prompts[row], state_key(state)) for state in states] if count else []
+        prompt = prompts[row]
+        for state in states if count else ():
+            keys.append((prompt, state if type(state) in (str, int) else state_key(state)))
     return Groups(keys, turns.row.device)
 
 

@@ -20,16 +20,17 @@ from torch import Tensor
 from verl.algorithms import policy_cov, policy_ratio, policy_reinforce  # noqa: F401 - importing them registers theirs
 from verl.algorithms.aggregate import agg_rows
 from verl.algorithms.cells import real_cells
-from verl.algorithms.correction import importance_weights, kept_tokens
 from verl.algorithms.objective import (
     POLICY_LOSS_REGISTRY,
     PolicyLossFn,
     Tokens,
+    clip_range,
     get_policy_loss_fn,
     loss_and_metrics,
     register_policy_loss,
     section_of,
 )
+from verl.algorithms.packed_correction import packed_kept, packed_weights
 from verl.algorithms.registry import About
 
 __all__ = [
@@ -249,30 +250,31 @@ def compute_policy_loss_bypass_mode(
     """
     config = section_of(config, "bypass_mode")
     options = config.policy_loss.rollout_correction
-    compared = log_prob.detach(), old_log_prob, response_mask
-    keep, veto = response_mask, options.rollout_token_veto_threshold
-    for kind, upper, lower in (options.rejections or [(None, 0.0, None)]) if options.rejects else []:
-        keep = keep * kept_tokens(*compared, kind, upper, lower, veto)[0]
-    factors = keep.to(log_prob.dtype)
+    tokens = Tokens(old_log_prob, log_prob, advantages, response_mask)
+    cells, factors, weights, keep = tokens.cells, torch.ones_like(tokens.ratio), None, None
     if rollout_is_weights is not None:
-        factors = factors * rollout_is_weights
-    weights = None
+        factors = tokens.pack(rollout_is_weights)
+    if options.rejects:
+        keep = packed_kept(tokens, options.rejections, options.rollout_token_veto_threshold)
+        factors = factors * keep
     if options.loss_type == "reinforce":
         if options.rollout_is:
-            weights = importance_weights(*compared, options.rollout_is, *options.weighting)[0]
+            weights = packed_weights(tokens, options.rollout_is, *options.weighting)
             factors = factors * weights
-        loss, metrics = compute_policy_loss_reinforce(
-            old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, factors
-        )
+        slope = -tokens.advantage * factors
+        loss, metrics = tokens.loss(slope * tokens.log_prob, slope, loss_agg_mode)
     else:
-        loss, metrics = compute_policy_loss_vanilla(
-            old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, factors
-        )
-    num_tokens = response_mask.sum().clamp(min=1)
-    if options.rejects:
-        metrics["rollout_corr/rollout_rs_masked_fraction"] = 1 - keep.sum() / num_tokens
+        low, high = clip_range(config, "bypass_mode")
+        token = clipped_objective(tokens.old, tokens.tracked, tokens.advantage, low, high, config.clip_ratio_c)
+        losses = token.loss * factors
+        loss = agg_rows(cells.row_sum(losses), cells.lengths, loss_agg_mode, tokens.width)
+        parts = loss, cells.mean(token.is_clipped), cells.mean(-token.log_ratio), cells.mean(token.is_clipped_lower)
+        loss, metrics = loss_and_metrics(parts)
+    is_token = cells.repeat(torch.ones_like(cells.lengths)) if keep is not None or weights is not None else None
+    if keep is not None:
+        metrics["rollout_corr/rollout_rs_masked_fraction"] = cells.mean(is_token * ~keep)
     if weights is not None:
-        metrics["rollout_corr/rollout_is_mean"] = weights.sum() / num_tokens
+        metrics["rollout_corr/rollout_is_mean"] = cells.mean(is_token * weights)
     return loss, metrics
 
 

@@ -655,7 +655,7 @@ def _estimator_centres_scores_again(config: PPOConfig, is_given: IsGiven) -> Ite
     """A shift or factor common to a group, which the estimator takes out; a bound or a KL between them would show."""
     algorithm, shaping = config.algorithm, config.algorithm.reward_shaping
     compares = algorithm.adv_estimator in _CENTRES_GROUPS and config.actor_rollout_ref.rollout.n > 1
-    if not compares or shaping.clip is not None or shaping.whiten:
+    if not compares or shaping.clip is not None or shaping.clip_range is not None or shaping.whiten:
         return
     keys = [key for key in shapes_scores(config) if key in (f"{SHAPING}.norm.mean", f"{SHAPING}.shift")]
     yield from _unread(config, keys, is_given, f"{algorithm.adv_estimator} compares with siblings, shifted like it")
@@ -744,6 +744,19 @@ def _algorithms(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
             f"algorithm.adv_estimator=gigpo with {_ROLLOUT}.mode=sync: every response is one turn, so that its "
             "advantages are those of grpo times algorithm.gigpo.episode_weight + step_weight"
         )
+    if algorithm.adv_estimator == "gigpo" and not algorithm.gigpo.episode_weight + algorithm.gigpo.step_weight:
+        yield "algorithm.gigpo.episode_weight=0 and step_weight=0 make every advantage 0: nothing is learned"
+    if rollout.mode == "sync":
+        why = f"with {_ROLLOUT}.mode=sync every response is one turn, after which no other comes"
+        if algorithm.adv_estimator in ("step_reinforce", "gigpo"):
+            yield from _unread(config, ["algorithm.step_gamma"], is_given, why)
+        elif algorithm.adv_estimator == "agentic_reinforce":
+            yield from _unread(config, ["algorithm.gamma"], is_given, why)
+    critic = config.critic
+    if config.uses_critic and critic.ppo_epochs == 1 and critic.ppo_mini_batch_size >= config.prompts_per_update:
+        why = "with one optimizer step per batch the values are still those the advantages were made with"
+        keys = ["critic.cliprange_value"] if critic.cliprange_value is not None else []
+        yield from _unread(config, keys, is_given, why)
     buffer = config.reward_model.reward_kwargs.get("overlong_buffer_cfg") or {}
     if buffer.get("enable") and algorithm.reward_shaping.overlong_buffer.enable:
         yield (
@@ -751,6 +764,15 @@ def _algorithms(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
             "charged twice"
         )
     correction = algorithm.rollout_correction
+    if correction.rollout_is and "_" in str(correction.rollout_is_threshold):
+        keys = [f"{_CORRECTION}.rollout_is_threshold_lower", f"{_CORRECTION}.rollout_is_mode"]
+        why = f"{_CORRECTION}.rollout_is_threshold={correction.rollout_is_threshold} has both bounds, as IcePop wants"
+        yield from _unread(config, keys, is_given, why)
+    if correction.rollout_rs and all(kind.endswith(("k2", "k3")) for kind in correction.rollout_rs.split(",")):
+        keys = [f"{_CORRECTION}.rollout_rs_threshold_lower"]
+        yield from _unread(
+            config, keys, is_given, f"{_CORRECTION}.rollout_rs={correction.rollout_rs} has no lower bound"
+        )
     if config.actor_rollout_ref.actor.policy_loss.loss_mode == "bypass_mode":
         if correction.loss_type == "ppo_clip":
             keys = [f"{_CORRECTION}.rollout_is"] if correction.rollout_is else []
