@@ -1,4 +1,4 @@
-.PHONY: env quickstart test test-unit lint format requirements clean
+.PHONY: env quickstart test test-unit lint format docs requirements clean
 
 env:  ## create .venv with everything pinned
 	bash scripts/setup_env.sh --test
@@ -17,6 +17,9 @@ lint:
 
 format:
 	.venv/bin/ruff check --fix . && .venv/bin/ruff format .
+
+docs:  ## the tables of docs/algorithms.md, from the registries
+	.venv/bin/python scripts/algorithm_tables.py
 
 COMPILE = uv pip compile --quiet --universal --python-version 3.10 --no-header --no-annotate
 # torch pins its own CUDA libraries exactly; leaving them out keeps the file right for CPU and CUDA builds alike.

@@ -1,4 +1,4 @@
-"""The table of benchmarks/README.md, from the saved results: ``python -m benchmarks.table``"""
+"""The tables of benchmarks/README.md, from the saved results: ``python -m benchmarks.table``"""
 
 from __future__ import annotations
 
@@ -66,6 +66,16 @@ def table() -> str:
     return "\n".join(lines)
 
 
+def methods() -> str:
+    """Markdown: every estimator and every loss, as ``benchmarks.algorithms --every`` saved them."""
+    rows = json.loads((RESULTS / "algorithms_every.json").read_text())["rows"]
+    lines = ["| | CPU ms | copies of its floats | MB above the start |", "|---|---|---|---|"]
+    for row in sorted(rows, key=lambda row: (row["kind"], row["name"])):
+        cost, copies, peak = row["cpu_ms"], row["ratio_to_copy"], row["peak_extra_mb"]
+        lines.append(f"| {row['kind']} `{row['name']}` | {cost:.0f} | {copies:.1f} | {peak:.0f} |")
+    return "\n".join(lines)
+
+
 def _lookup(line: Line) -> float:
     rows = json.loads((RESULTS / f"{line.file}.json").read_text())["rows"]
     row = next(row for row in rows if all(_fits(row[key], wanted) for key, wanted in line.where.items()))
@@ -79,4 +89,4 @@ def _fits(value: Any, wanted: Any) -> bool:
 
 
 if __name__ == "__main__":
-    print(table())
+    print(table(), methods(), sep="\n\n")

@@ -6,7 +6,7 @@ from tests.algorithms.batches import normal, ragged_mask
 from verl.algorithms import cells as cells_module
 from verl.algorithms.aggregate import AGG_MODES, AggMode, agg_loss, agg_weight
 
-MODES = ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm", "token-sum"]
+MODES = list(AGG_MODES)
 LOSS = torch.tensor([[1.0, 2.0, 3.0, 9.0], [4.0, 9.0, 9.0, 9.0], [9.0, 9.0, 9.0, 9.0]])
 MASK = torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0], [0, 0, 0, 0]])
 
@@ -17,20 +17,22 @@ def both_layouts(request, monkeypatch):
         monkeypatch.setattr(cells_module, "DENSE_BELOW", 0)
 
 
+BY_HAND = {  # loss and weight of the batch, loss of the first row alone
+    "token-mean": (10 / 4, 4, 6 / 3),
+    "seq-mean-token-sum": ((6 + 4) / 2, 2, 6),
+    "seq-mean-token-mean": ((2 + 4) / 2, 2, 2),
+    "seq-mean-token-sum-norm": (10 / 4, 1, 6 / 4),
+    "token-sum": (10, 1, 6),
+}
+
+
 @pytest.mark.usefixtures("both_layouts")
-@pytest.mark.parametrize(
-    ("mode", "loss", "weight"),
-    [
-        ("token-mean", 10 / 4, 4),
-        ("seq-mean-token-sum", (6 + 4) / 2, 2),
-        ("seq-mean-token-mean", (2 + 4) / 2, 2),
-        ("seq-mean-token-sum-norm", 10 / 4, 1),
-        ("token-sum", 10, 1),
-    ],
-)
-def test_loss_and_weight_of_each_mode_by_hand(mode, loss, weight):
+@pytest.mark.parametrize("mode", MODES)
+def test_loss_and_weight_of_each_mode_by_hand(mode):
+    loss, weight, alone = BY_HAND[mode]
     assert_close(agg_loss(LOSS, MASK, mode), torch.tensor(float(loss)))
     assert agg_weight(MASK, mode) == weight
+    assert_close(agg_loss(LOSS[:1], MASK[:1], mode), torch.tensor(float(alone)))
 
 
 def test_the_constant_divisor_can_be_given():
@@ -79,15 +81,16 @@ def test_weighted_parts_give_the_loss_of_the_whole_however_it_is_cut(mode):
         assert_close((losses * weights / total).sum(), whole)
 
 
+@pytest.mark.parametrize("sides", [(0, 5), (5, 0), (1, 2)])
 @pytest.mark.parametrize("mode", MODES)
-def test_rows_in_another_order_and_padding_on_the_right_change_nothing(mode):
+def test_rows_in_another_order_and_padding_change_nothing(mode, sides):
     mask = ragged_mask(6, 9, seed=2, holes=True)
     loss = normal(mask, seed=3)
     whole = agg_loss(loss, mask, mode, loss_scale_factor=9)
     order = torch.tensor([3, 1, 5, 0, 4, 2])
     assert_close(agg_loss(loss[order], mask[order], mode, loss_scale_factor=9), whole)
     pad = torch.nn.functional.pad
-    assert_close(agg_loss(pad(loss, (0, 5), value=7.0), pad(mask, (0, 5)), mode, loss_scale_factor=9), whole)
+    assert_close(agg_loss(pad(loss, sides, value=7.0), pad(mask, sides), mode, loss_scale_factor=9), whole)
 
 
 def test_an_unknown_mode_names_the_nearest():

@@ -2,8 +2,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.nn.functional import pad
 from torch.testing import assert_close
 
+from tests.algorithms.batches import normal, ragged_mask
+from verl.algorithms.aggregate import AGG_MODES
 from verl.algorithms.kl import (
     KL_PENALTIES,
     AdaptiveKLController,
@@ -12,23 +15,39 @@ from verl.algorithms.kl import (
     get_kl_controller,
     kl_penalty,
 )
+from verl.algorithms.losses import PPOLoss, TokenOutputs
+from verl.config.actor import ActorConfig
 
 D = torch.tensor([[-0.5, 0.0], [0.2, 1.5]])
 REF = torch.tensor([[-1.0, -2.0], [-0.1, -3.0]])
 
 
-@pytest.mark.parametrize(
-    ("names", "expected"),
-    [
-        (("kl", "k1"), [[-0.5, 0.0], [0.2, 1.5]]),
-        (("abs",), [[0.5, 0.0], [0.2, 1.5]]),
-        (("mse", "k2"), [[0.125, 0.0], [0.02, 1.125]]),
-        (("low_var_kl", "k3"), [[0.148721, 0.0], [0.018731, 0.723130]]),
-    ],
-)
-def test_each_estimator_by_hand(names, expected):
-    for name in names:
-        assert_close(kl_penalty(REF + D, REF, name), torch.tensor(expected), rtol=0, atol=1e-6)
+NAMES = list(KL_PENALTIES)
+K1, ABS, K2 = [[-0.5, 0.0], [0.2, 1.5]], [[0.5, 0.0], [0.2, 1.5]], [[0.125, 0.0], [0.02, 1.125]]
+K3 = [[0.148721, 0.0], [0.018731, 0.723130]]
+BY_HAND = {
+    **dict.fromkeys(("kl", "k1", "kl+", "k1+"), K1),
+    **dict.fromkeys(("abs", "abs+"), ABS),
+    **dict.fromkeys(("mse", "k2", "mse+", "k2+"), K2),
+    **dict.fromkeys(("low_var_kl", "k3", "low_var_kl+", "k3+"), K3),
+    "full": [[0.173287, 0.0]],  # 0.5 ln 2 + 0.25 ln 1 - 0.25 ln 2 = 0.25 ln 2
+}
+
+
+def inputs_of(name):
+    """Log-probs of sampled tokens, or of a vocabulary of three."""
+    if name != "full":
+        return REF + D, REF
+    p = torch.tensor([[[0.5, 0.25, 0.25], [0.2, 0.3, 0.5]]])
+    return p.log(), torch.tensor([[[0.25, 0.25, 0.5], [0.2, 0.3, 0.5]]]).log()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_estimator_by_hand(name):
+    x, y = inputs_of(name)
+    expected = torch.tensor(BY_HAND[name])
+    assert_close(kl_penalty(x, y, name), expected, rtol=0, atol=1e-6)
+    assert_close(kl_penalty(x[:1, :1], y[:1, :1], name), expected[:1, :1], rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["kl", "low_var_kl"])
@@ -44,10 +63,73 @@ def test_low_var_kl_is_never_negative_and_one_outlier_is_cut():
     assert (estimate >= 0).all() and estimate.max() == 10
 
 
-@pytest.mark.parametrize("name", ["kl", "abs", "mse", "low_var_kl"])
+@pytest.mark.parametrize("name", NAMES)
 def test_gradients_agree_with_finite_differences(name):
-    x, y = (t.double().requires_grad_(True) for t in (REF + D - 0.01, REF))
-    assert torch.autograd.gradcheck(lambda a, b: kl_penalty(a, b, name), (x, y))
+    draw = torch.Generator().manual_seed(0)
+    shape = (2, 3, 5) if name == "full" else (3, 4)
+    x, y = (torch.randn(shape, generator=draw, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    if name.endswith("+"):  # the slope is that of k2, by design not that of the value
+        assert torch.autograd.gradcheck(lambda a, b: kl_penalty(a, b, "k2"), (x, y))
+        got, expected = (torch.autograd.grad(kl_penalty(x, y, kind).sum(), (x, y)) for kind in (name, "k2"))
+        assert_close(got, expected)
+    else:
+        assert torch.autograd.gradcheck(lambda a, b: kl_penalty(a, b, name), (x, y))
+
+
+def kl_loss_of(name, mode):
+    config = ActorConfig().with_values(
+        {"use_kl_loss": True, "kl_loss_coef": 1.0, "kl_loss_type": name, "loss_agg_mode": mode}
+    )
+    return PPOLoss(config, response_length=9)
+
+
+def kl_batch(name, rows=5):
+    """A batch in which only the KL has a slope, as an engine hands it over."""
+    mask = ragged_mask(rows, 9, seed=0, holes=True)
+    mask[2] = 0
+    log_probs = (normal(mask, 1) * mask).requires_grad_(True)
+    full = (normal(mask, 2).square() * mask).requires_grad_(True)
+    columns = {"old_log_probs": log_probs.detach(), "advantages": torch.zeros_like(full), "response_mask": mask}
+    columns["ref_log_prob"] = log_probs.detach() - 0.3 * normal(mask, 3) * mask
+    return TokenOutputs(log_probs, full_kl=full if name == "full" else None), columns
+
+
+def kl_gradient(loss, out, columns, parts=None):
+    """Gradient by what the KL is of, of the loss of ``parts`` of the rows weighed as an engine does."""
+    rows = range(len(columns["response_mask"]))
+    losses, weights = [], []
+    for part in map(list, parts or [rows]):
+        micro = {key: column[part] for key, column in columns.items()}
+        here = TokenOutputs(out.log_probs[part], full_kl=None if out.full_kl is None else out.full_kl[part])
+        losses.append(loss(here, micro)[0])
+        weights.append(loss.weight(micro).double())
+    total = sum(w * one for w, one in zip(weights, losses, strict=True)) / sum(weights)
+    return torch.autograd.grad(total, out.log_probs if out.full_kl is None else out.full_kl)[0]
+
+
+@pytest.mark.parametrize("mode", list(AGG_MODES))
+@pytest.mark.parametrize("name", NAMES)
+def test_in_the_loss_masks_padding_order_and_cuts_hold_in_every_mode(name, mode):
+    loss = kl_loss_of(name, mode)
+    out, columns = kl_batch(name)
+    whole = kl_gradient(loss, out, columns)
+    assert (whole[columns["response_mask"] == 0] == 0).all() and whole.abs().sum() > 0
+    for parts in ([[0, 1], [2, 3, 4]], [[4], [0, 2], [1], [3]], [[0], [1], [2], [3], [4]]):
+        assert_close(kl_gradient(loss, out, columns, parts), whole)
+    for sides in ((0, 3), (3, 0)):
+        moved = {key: pad(column.flip(0), sides) for key, column in columns.items()}
+        moved["ref_log_prob"] = torch.where(moved["response_mask"].bool(), moved["ref_log_prob"], 7.0)
+        (flat, full) = (None if x is None else pad(x.detach().flip(0), sides) for x in (out.log_probs, out.full_kl))
+        flat.requires_grad_(True)
+        other = TokenOutputs(flat, full_kl=None if full is None else full.requires_grad_(True))
+        assert_close(kl_gradient(loss, other, moved), pad(whole.flip(0), sides))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_nan_is_never_hidden(name):
+    x, y = inputs_of(name)
+    x[0, 0] = torch.nan
+    assert kl_penalty(x, y, name)[0, 0].isnan().all()
 
 
 @pytest.mark.parametrize("name", ["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3"])
@@ -79,20 +161,14 @@ def test_a_plus_gives_the_reference_minus_that_gradient_in_float64(name):
     assert_close(gradients, ((x - y).detach(), (y - x).detach()))
 
 
-def test_full_is_the_sum_over_the_vocabulary_by_hand():
-    p = torch.tensor([[[0.5, 0.25, 0.25], [0.2, 0.3, 0.5]]])
-    q = torch.tensor([[[0.25, 0.25, 0.5], [0.2, 0.3, 0.5]]])
-    # 0.5 ln 2 + 0.25 ln 1 - 0.25 ln 2 = 0.25 ln 2
-    expected = torch.tensor([[0.173287, 0.0]])
-    assert_close(kl_penalty(p.log(), q.log(), "full"), expected, rtol=0, atol=1e-6)
-    shifted = kl_penalty(p.log() + 3, q.log() - 5, "full")  # logits count up to a constant
-    assert_close(shifted, expected, rtol=0, atol=1e-6)
+def test_full_takes_logits_up_to_a_constant():
+    p, q = inputs_of("full")
+    assert_close(kl_penalty(p + 3, q - 5, "full"), torch.tensor(BY_HAND["full"]), rtol=0, atol=1e-6)
 
 
 def test_full_has_the_gradient_of_the_sum():
     draw = torch.Generator().manual_seed(0)
     x, y = (torch.randn(2, 3, 5, generator=draw, dtype=torch.float64, requires_grad=True) for _ in range(2))
-    assert torch.autograd.gradcheck(lambda a, b: kl_penalty(a, b, "full"), (x, y))
     kl = kl_penalty(x, y, "full")
     (gradient,) = torch.autograd.grad(kl.sum(), x)
     log_p, log_q = x.detach().log_softmax(-1), y.detach().log_softmax(-1)

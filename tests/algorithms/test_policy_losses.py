@@ -8,10 +8,10 @@ from torch.nn.functional import pad
 from torch.testing import assert_close
 
 from tests.algorithms.batches import normal, ragged_mask
-from tests.algorithms.test_aggregate import MODES, partitions
+from tests.algorithms.test_aggregate import MODES
 from verl.algorithms import cells as cells_module
 from verl.algorithms.losses import PPOLoss, TokenOutputs
-from verl.algorithms.policy_cov import choose_clip_cov, choose_kl_cov
+from verl.algorithms.policy_cov import TOKEN_CHOICES, choose_clip_cov, choose_kl_cov
 from verl.algorithms.policy_loss import POLICY_LOSS_REGISTRY, get_policy_loss_fn
 from verl.config.actor import ActorConfig
 from verl.config.support import built_names
@@ -23,7 +23,7 @@ MU = torch.tensor([[-1.1, -1.4, -0.6, -1.0], [-0.2, -0.9, 0.0, 0.0]])
 SCORES = torch.tensor([[0.0, 0.0, 0.0, 1.0], [0.0, 0.0, 9.0, 9.0]])
 MASK = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])
 
-NAMES = list(POLICY_LOSS_REGISTRY)
+NAMES = [name for name in POLICY_LOSS_REGISTRY if POLICY_LOSS_REGISTRY[name].__module__.startswith("verl.")]
 OPTIONS = {
     "clip_ratio_high": 0.28,
     "policy_loss.topr_pos_weight": 1.5,
@@ -61,13 +61,16 @@ def both_layouts(request, monkeypatch):
         monkeypatch.setattr(cells_module, "DENSE_BELOW", 0)
 
 
-def test_the_config_offers_what_is_registered():
+def test_the_config_offers_what_is_registered_and_every_name_has_its_literals():
     assert set(built_names("actor_rollout_ref.actor.policy_loss.loss_mode")) == set(NAMES)
+    assert {name for name, *_ in BY_HAND} == set(NAMES)
 
 
 # ------------------------------------------------------------------------------------------------------ closed form
 
-BY_HAND = [  # token-mean and seq-mean-token-mean of both responses, token-mean of the second alone
+BY_HAND = [  # token-mean and seq-mean-token-mean of both responses, token-mean of one alone
+    ("vanilla", {}, -0.046716, 0.100573, 0.542438),
+    ("bypass_mode", {}, -0.046716, 0.100573, 0.542438),
     ("gspo", {}, -0.064728, 0.129810, 0.713422),
     ("geo_mean", {}, -0.124126, 0.085261, 0.713422),
     ("cispo", {}, 0.543246, 0.346537, -0.243590),
@@ -81,8 +84,8 @@ BY_HAND = [  # token-mean and seq-mean-token-mean of both responses, token-mean 
     ("topr", {"policy_loss__topr_ratio": "token"}, 0.606772, 0.422659, -0.129683),
     ("kimi15", {}, 0.328750, 0.159125, -0.349750),
     ("dro", {}, 0.337417, 0.165875, -0.348750),
-    ("clip_cov", {}, 0.101156, 0.280550, None),
-    ("kl_cov", {}, -0.106084, 0.056047, None),
+    ("clip_cov", {}, 0.101156, 0.280550, -0.257631),
+    ("kl_cov", {}, -0.106084, 0.056047, -0.430345),
 ]
 
 
@@ -92,10 +95,9 @@ def test_loss_by_hand_in_a_batch_and_alone(name, changed, tokens, responses, alo
     config = actor(name, **changed, **({"clip_ratio_c": None} if name == "clip_cov" else {}))
     assert_close(run(name, config, NEW)[0], torch.tensor(tokens), rtol=0, atol=2e-6)
     assert_close(run(name, config, NEW, mode="seq-mean-token-mean")[0], torch.tensor(responses), rtol=0, atol=2e-6)
-    if alone is not None:
-        one = slice(1, 2)
-        loss, _ = run(name, config, NEW[one], OLD[one], ADV[one], MASK[one], mu=MU[one], scores=SCORES[one])
-        assert_close(loss, torch.tensor(alone), rtol=0, atol=2e-6)
+    one = slice(0, 1) if name in TOKEN_CHOICES else slice(1, 2)  # two tokens alone have the same covariance
+    loss, _ = run(name, config, NEW[one], OLD[one], ADV[one], MASK[one], mu=MU[one], scores=SCORES[one])
+    assert_close(loss, torch.tensor(alone), rtol=0, atol=2e-6)
 
 
 @pytest.mark.usefixtures("both_layouts")
@@ -146,17 +148,6 @@ def test_without_a_dual_clip_bound_a_bad_tokens_loss_grows_on():
     assert metrics["actor/pg_clipfrac_lower"] == 0
 
 
-def test_dual_clip_as_roll_has_it():
-    ratio = torch.tensor([[5.0, 1.1, 5.0, 0.1]])
-    adv, mask = torch.tensor([[-1.0, -1.0, 1.0, 1.0]]), torch.ones(1, 4, dtype=torch.int64)
-    config = actor("vanilla", clip_ratio_high=0.2, clip_ratio_c=1.4)
-    tokens = [
-        run("vanilla", config, ratio.log()[:, [t]], torch.zeros(1, 1), adv[:, [t]], mask[:, [t]])[0].item()
-        for t in range(4)
-    ]
-    assert tokens == pytest.approx([1.4, 1.1, -1.2, -0.1])
-
-
 # --------------------------------------------------------------------------- definitions, with constants held at x0
 
 
@@ -171,7 +162,7 @@ def slow(name, x, x0, b, config):
     w, w0 = (x - old).exp(), (x0 - old).exp()
     if name in ("gpg", "reinforce"):
         return -adv * x
-    if name == "vanilla":
+    if name in ("vanilla", "bypass_mode"):  # the latter with its corrections off
         pessimistic = torch.maximum(-w * adv, -w.clamp(1 - low, 1 + high) * adv)
         return torch.where(adv < 0, torch.minimum(pessimistic, -most * adv), pessimistic)
     if name == "clip_cov":
@@ -266,8 +257,16 @@ def test_gradients_agree_with_finite_differences(name):
     b, config = random_batch(rows=4, width=6, seed=3), actor(name, **TIGHT)
     x0 = b["new"]
     x = x0.clone().requires_grad_(True)
-    assert torch.autograd.gradcheck(lambda x: (slow(name, x, x0, b, config) * b["mask"]).sum(), x)
-    if name not in ("cispo", "tis", "topr", "dppo_tv", "dppo_kl"):  # these hold weights constant
+
+    def held(x):  # the definition, what it holds constant staying as it is at x0
+        return aggregated(slow(name, x, x0, b, config), b["mask"], "token-mean")
+
+    assert torch.autograd.gradcheck(held, x)
+    (got,) = torch.autograd.grad(call(name, config, b, x)[0], x)
+    step = 1e-5 * torch.eye(x0.numel(), dtype=torch.float64).view(-1, *x0.shape)
+    differences = torch.stack([held(x0 + d) - held(x0 - d) for d in step]).view_as(x0) / 2e-5
+    assert_close(got, differences, rtol=1e-6, atol=1e-9)
+    if name not in ("cispo", "tis", "topr", "dppo_tv", "dppo_kl"):  # nothing is held: the loss itself has that slope
         assert torch.autograd.gradcheck(lambda x: call(name, config, b, x)[0], x)
 
 
@@ -300,13 +299,43 @@ def test_masked_cells_have_no_influence_and_no_gradient_even_if_nan(name):
 
 
 @pytest.mark.usefixtures("both_layouts")
+@pytest.mark.parametrize("sides", [(0, 5), (4, 0)])
 @pytest.mark.parametrize("name", NAMES)
-def test_order_of_rows_and_padding_change_nothing(name):
+def test_order_of_rows_and_padding_on_either_side_change_nothing_but_the_order(name, sides):
     b, config = random_batch(seed=11), actor(name)
-    other = {k: pad(v.flip(0), (0, 5)) for k, v in b.items()}
+    other = {k: pad(v.flip(0), sides) for k, v in b.items()}
     for selected in (True, False):  # both given and chosen by the loss itself
-        batches = [b | {"selected": x["selected"] if selected else None} for x, b in ((b, b), (other, other))]
-        assert_close(call(name, config, batches[0]), call(name, config, batches[1]))
+        results = []
+        for batch in (b, other):
+            new = batch["new"].clone().requires_grad_(True)
+            loss, metrics = call(name, config, batch | {"selected": batch["selected"] if selected else None}, new)
+            results.append((loss, metrics, torch.autograd.grad(loss, new)[0]))
+        assert_close(results[1][:2], results[0][:2])
+        assert_close(results[1][2], pad(results[0][2].flip(0), sides))
+
+
+@pytest.mark.usefixtures("both_layouts")
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", NAMES)
+def test_a_row_without_tokens_changes_nothing(name, mode):
+    b, config = random_batch(rows=4, seed=17), actor(name)
+    with_row = {k: torch.cat([v, torch.full_like(v[:1], 0 if k == "mask" else 3)]) for k, v in b.items()}
+    new = with_row["new"].clone().requires_grad_(True)
+    loss, _ = call(name, config, with_row, new, mode)
+    assert_close(loss, call(name, config, b, mode=mode)[0])
+    assert (torch.autograd.grad(loss, new)[0][-1] == 0).all()
+
+
+@pytest.mark.usefixtures("both_layouts")
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_token_that_is_not_finite_is_never_hidden(name, bad):
+    """The engine leaves such a step out and counts it (``actor/nonfinite_steps``); no clip may make it look well."""
+    b, config = random_batch(seed=19), actor(name)
+    row, column = (x[0].item() for x in b["mask"].nonzero(as_tuple=True))
+    new = b["new"].clone()
+    new[row, column] = bad
+    assert not call(name, config, b, new)[0].isfinite()
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -337,6 +366,10 @@ def test_rollout_weights_multiply_each_tokens_gradient(name):
     assert_close(gradients[1], gradients[0] * weights)
 
 
+CUTS = ([[0, 1, 2, 3, 4]], [[0, 1, 2], [3, 4]], [[3], [0, 4, 1, 2]], [[0, 2], [1], [4], [3]], [[4], [2], [0], [1], [3]])
+"""1, 2, 4 and 5 pieces of unequal rows, in any company; test_aggregate.py goes through all there are."""
+
+
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", NAMES)
 def test_loss_and_gradient_do_not_depend_on_how_the_mini_batch_is_cut(name, mode):
@@ -358,7 +391,7 @@ def test_loss_and_gradient_do_not_depend_on_how_the_mini_batch_is_cut(name, mode
     assert set(loss.columns) <= set(columns)
     whole, _ = loss(TokenOutputs(new), columns)
     (expected,) = torch.autograd.grad(whole, new)
-    for parts in partitions(list(range(5))):
+    for parts in CUTS:
         micros = [({name: column[rows] for name, column in columns.items()}, rows) for rows in parts]
         weights = torch.stack([loss.weight(micro) for micro, _ in micros]).double()
         shares = weights / weights.sum()

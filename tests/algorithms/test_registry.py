@@ -2,7 +2,7 @@ from enum import Enum
 
 import pytest
 
-from verl.algorithms.registry import Registry
+from verl.algorithms.registry import About, Registry
 
 
 class Colour(str, Enum):
@@ -46,3 +46,17 @@ def test_an_unknown_name_is_answered_with_the_nearest_the_known_and_the_way_out(
         assert part in message
     with pytest.raises(ValueError, match="is not known. Known"):
         registry.get("xyzzy")
+
+
+def test_what_is_said_of_a_thing_is_kept_for_all_its_names_together():
+    registry = Registry("paint.colour", "@register_colour(name)")
+    plain = About("r", "warm rooms", "arXiv:1234.56789", "test_x.py::test_y", options="paint.{hue,depth} actor.brush")
+    registry.register("red", "rot", about=[plain, About("r", "barns", "arXiv:1234.56789", "t", setting="hue=1")])(1)
+    registry.register("green")(2)
+    assert list(registry.documented()) == [("red", "rot")] and registry.about("rot")[0] is plain
+    assert registry.about("green") == registry.about("blue") == ()
+    assert plain.keys == ("paint.hue", "paint.depth", "actor_rollout_ref.actor.brush")
+
+
+def test_users_register_without_saying_anything():
+    assert Registry("k", "w").register("mine")(len) is len

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from verl.config.algorithm import RolloutCorrectionConfig
+from verl.config.algorithm import GiGPOConfig, RolloutCorrectionConfig
 from verl.config.base import leaves
 from verl.config.compose import CONFIG_DIR, compose
 from verl.config.engine import DeepSpeedConfig
@@ -73,7 +73,14 @@ actor_rollout_ref.model.use_prefix_sharing critic.model.use_prefix_sharing
 trainer.controller trainer.log_freq trainer.nonfinite_tolerance trainer.progress_bar trainer.seed
 trainer.tracker_kwargs trainer.worker_timeout
 """.split()
-NEW_KEYS += [f"algorithm.rollout_correction.{name}" for name in ("_target_", *RolloutCorrectionConfig())]
+NEW_KEYS += [f"algorithm.filter_groups.{name}" for name in ("low", "high", "min_std")]
+NEW_KEYS += ["algorithm.reward_shaping.clip_range", "algorithm.sample_mask.error_max_len"]
+NEW_KEYS += [f"algorithm.gigpo.{name}" for name in GiGPOConfig()]
+NEW_KEYS += [
+    f"{place}.rollout_correction.{name}"
+    for place in ("algorithm", "actor_rollout_ref.actor.policy_loss")
+    for name in ("_target_", *RolloutCorrectionConfig())
+]
 NEW_KEYS += [f"reward_model.sandbox.{name}" for name in RewardSandboxConfig()]
 NEW_KEYS += [
     f"{role}.deepspeed.{name}"

@@ -89,6 +89,12 @@ BAD = {
     "weights of a policy that is the sampler": (
         [KEPT, f"{CORRECTION}.bypass_mode=true", f"{CORRECTION}.rollout_rs=token"],
         f"rollout_rs=token with {CORRECTION}.bypass_mode=true"),
+    "a loss that takes the trainer's log-probs for the sampler's": (
+        [KEPT, f"{ACTOR}.policy_loss.loss_mode=bypass_mode"], f"with {CORRECTION}.bypass_mode=false"),
+    "bounds of scores the wrong way round": (
+        ["algorithm.reward_shaping.clip_range=[3,-1]"], "clip_range=[3.0, -1.0] is no [low, high]"),
+    "groups between a mean and itself": (
+        ["algorithm.filter_groups.low=0.5", "algorithm.filter_groups.high=0.5"], "low=0.5 is not below"),
     "squares of a pass that is left out": (
         [KEPT, f"{CORRECTION}.bypass_mode=true", f"{ACTOR}.calculate_sum_pi_squared=true"], "the sums come from"),
     "weights without room": (
@@ -300,8 +306,6 @@ UNBUILT = [
     f"{ROLLOUT}.name=server",
     f"{ROLLOUT}.multi_turn.enable=true", f"{ROLLOUT}.multi_turn.format=llama",
     f"{ROLLOUT}.agent.num_workers=2", f"{ROLLOUT}.load_format=tensorizer",
-    "reward_model.sandbox_fusion.url=http://x",
-    "algorithm.adv_estimator=gigpo",
     "trainer.profile_steps=[1]", "trainer.worker_nsight_options.kill=sigterm",
     "trainer.npu_profile.options.level=level2", "actor_rollout_ref.profiler.ranks=[0]",
     f"{ACTOR}.strategy=megatron", "critic.strategy=megatron",

@@ -1,93 +1,140 @@
-"""docs/algorithms.md names what is registered, with a paper and a test that exists."""
+"""docs/algorithms.md says what the registries say, of every name a user can choose, and names tests that exist."""
 
 import re
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
-from verl.algorithms.advantage import ADV_ESTIMATOR_REGISTRY
+from scripts.algorithm_tables import PAGE, TABLES, filled, main, proof_of
+from verl.algorithms.advantage import ADV_ESTIMATOR_REGISTRY, AdvantageEstimator
 from verl.algorithms.aggregate import AGG_MODES
+from verl.algorithms.controls import CONTROLS, STEPS
+from verl.algorithms.correction import LEVELS
 from verl.algorithms.kl import KL_PENALTIES
 from verl.algorithms.policy_loss import POLICY_LOSS_REGISTRY
-from verl.config.algorithm import AlgorithmConfig
-from verl.config.base import leaves
+from verl.algorithms.resample import RESAMPLE_METHODS
+from verl.config.actor import LossAggMode
+from verl.config.algorithm import AlgorithmConfig, KLKind
+from verl.config.base import get_path, leaves
+from verl.config.notices import notices
+from verl.config.ppo import PPOConfig
+from verl.config.support import built_names
 
-ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "algorithms.md").read_text()
-TESTS = set(
-    name
-    for path in (ROOT / "tests" / "algorithms").glob("test_*.py")
-    for name in re.findall(r"^def (test_\w+)", path.read_text(), flags=re.M)
-)
+TEXT = PAGE.read_text(encoding="utf-8")
+REGISTRIES = {
+    "estimators": ADV_ESTIMATOR_REGISTRY,
+    "losses": POLICY_LOSS_REGISTRY,
+    "kl": KL_PENALTIES,
+    "modes": AGG_MODES,
+    "controls": CONTROLS,
+}
+LOSS_MODE = "actor_rollout_ref.actor.policy_loss.loss_mode"
+ROWS = [
+    pytest.param(about, id=f"{table}-{names[0]}-{about.setting or 'plain'}")
+    for table, registry in REGISTRIES.items()
+    for names, rows in registry.documented().items()
+    for about in rows
+]
 
 
-def rows(heading):
-    """Cells of each line of the first table under ``heading``, its two head lines left out."""
-    section = PAGE[PAGE.index(f"## {heading}") :]
-    section = section[: section.index("\n## ", 3)]
-    lines = [line for line in section.splitlines() if line.startswith("|")]
-    return [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines[2:]]
+def names_in(table: str) -> set[str]:
+    """Names in the first cells of a table of the page."""
+    section = TEXT[TEXT.index(f"<!-- table: {table} -->") : TEXT.index(f"<!-- end of table: {table} -->")]
+    first = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
+    return {name for cell in first for name in re.findall(r"`([^`]+)`", cell.partition(" with ")[0])}
 
 
-def names(heading):
-    """What stands in backticks in the first cells, keys of the config left out."""
-    first = [re.findall(r"`([^`]+)`", cells[0]) for cells in rows(heading)]
-    return {name for found in first for name in found if "." not in name and not name.startswith("clip_ratio")}
+def test_the_tables_are_those_of_the_registries():
+    assert filled(TEXT) == TEXT, "make docs"
 
 
-def built_in(registry):
-    """Names of the package itself; other tests register some of their own."""
-    return [name for name in registry if registry[name].__module__.startswith("verl.")]
+def test_a_page_that_drifted_is_told_and_written_anew(tmp_path, monkeypatch, capsys):
+    page = tmp_path / "docs" / "algorithms.md"
+    page.parent.mkdir()
+    page.write_text(TEXT.replace("| `rloo` |", "| `rloo, of old` |"))
+    monkeypatch.setattr("scripts.algorithm_tables.PAGE", page)
+    monkeypatch.setattr("scripts.algorithm_tables.ROOT", tmp_path)
+    monkeypatch.setitem(TABLES, "estimators", lambda: "nothing")
+    assert main(["--check"]) == 1 and "not what the registries say" in capsys.readouterr().out
+    monkeypatch.undo()
+    assert "`rloo, of old`" not in filled(page.read_text())
 
 
 @pytest.mark.parametrize(
-    ("heading", "registry"),
+    ("table", "offered"),
     [
-        ("Which advantage", ADV_ESTIMATOR_REGISTRY),
-        ("Which policy loss", POLICY_LOSS_REGISTRY),
-        ("From tokens to one number", AGG_MODES),
+        ("estimators", {name.value for name in AdvantageEstimator} | set(built_names("algorithm.adv_estimator"))),
+        ("losses", set(built_names(LOSS_MODE))),
+        ("modes", set(get_args(LossAggMode))),
+        ("kl", set(get_args(KLKind))),
     ],
 )
-def test_every_registered_name_has_a_row_and_every_row_is_registered(heading, registry):
-    assert names(heading) == set(built_in(registry))
+def test_every_name_the_config_offers_has_a_row_and_every_row_is_offered(table, offered):
+    assert names_in(table) == offered
+    documented = {name for names in REGISTRIES[table].documented() for name in names}
+    ours = {name for name in REGISTRIES[table] if _is_ours(REGISTRIES[table][name])}
+    assert documented == offered == ours
 
 
-def test_every_kl_estimator_has_a_row():
-    described = names("Staying near the reference")
-    assert {name for name in KL_PENALTIES if not name.endswith("+")} <= described
-    assert described - set(KL_PENALTIES) == {"+"}
+def _is_ours(entry) -> bool:
+    """Not registered by another test."""
+    return getattr(entry, "__module__", "").startswith("verl.")
 
 
-def test_every_option_of_shaping_has_a_row_with_tests_that_exist():
-    table = rows("Shaping rewards")
-    text = " ".join(cells[1] for cells in table)
+def test_values_that_are_no_names_of_a_registry_stand_on_the_page_too():
+    for value in (*LEVELS, *RESAMPLE_METHODS, "fixed", "adaptive", "truncate", "mask", "batch", "group", "running"):
+        assert re.search(rf"`(\w+=)?{value}`", TEXT), value
+
+
+def test_every_option_of_the_algorithm_is_read_by_a_row_or_named_in_the_text():
+    read = {key for registry in REGISTRIES.values() for rows in registry.documented().values() for about in rows
+            for key in about.keys}  # fmt: skip
     for key, _ in leaves(AlgorithmConfig(), "algorithm."):
-        if key.startswith(("algorithm.reward_shaping.", "algorithm.advantage.", "algorithm.sample_mask.")):
-            section, _, name = key.rpartition(".")
-            listed = re.findall(re.escape(section) + r"\.\{([\w,]+)\}", text)
-            assert key in text or any(name in names.split(",") for names in listed), key
-    of_batches = re.findall(r"^def (test_\w+)", (ROOT / "tests/trainer/test_shaping.py").read_text(), flags=re.M)
-    for cells in table:
-        for name in re.findall(r"`(test_\w+)", cells[3]):
-            assert any(known.startswith(name) for known in (*TESTS, *of_batches)), name
+        section, _, name = key.rpartition(".")
+        assert key in read or key in TEXT or f"`{section.rpartition('.')[2]}.{name}" in TEXT or f"`{name}" in TEXT, key
 
 
-@pytest.mark.parametrize("heading", ["Which advantage", "Which policy loss"])
-def test_every_row_names_a_paper_and_a_test_that_exists(heading):
-    table = rows(heading)
-    assert len(table) > 10
-    for cells in table:
-        assert len(cells) == 5, cells
-        paper, test = cells[3], cells[4]
-        assert re.search(r"\(https://(arxiv\.org/abs/\d{4}\.\d{5}|doi\.org/\S+)\)", paper), cells
-        if test != "the same":
-            prefix = test.strip("`").removesuffix("...")
-            assert any(name.startswith(prefix) for name in TESTS), cells
+def test_every_step_between_scores_and_update_is_a_control():
+    assert set(STEPS) <= set(CONTROLS)
+
+
+@pytest.mark.parametrize("about", ROWS)
+def test_a_row_names_a_source_options_that_exist_and_a_test_that_exists(about):
+    assert re.fullmatch(r"arXiv:\d{4}\.\d{5}|\[[^\]]+\]\(https?://\S+\)", about.source)
+    assert about.equation and about.use
+    config = PPOConfig()
+    for key in about.keys:
+        get_path(config, key)
+    path, name = proof_of(about)
+    assert re.search(rf"^def {name}\(", path.read_text(encoding="utf-8"), re.MULTILINE), about.test
+
+
+@pytest.mark.parametrize(
+    ("key", "table"), [("algorithm.adv_estimator", "estimators"), (LOSS_MODE, "losses")], ids=["estimators", "losses"]
+)
+def test_what_a_notice_says_a_name_does_not_read_is_what_its_row_leaves_out(key, table):
+    """The config must not import the algorithms, so it keeps the same fact in a table of its own."""
+    whiten = "algorithm.advantage.whiten"  # has a notice of its own
+    reads = {
+        name: {option for about in rows for option in about.keys} - {whiten}
+        for names, rows in REGISTRIES[table].documented().items()
+        for name in names
+    }
+    every = set().union(*reads.values())
+    for name, read in reads.items():
+        said = notices(PPOConfig().with_values({key: name}), lambda option: True)
+        (sentence,) = [sentence for sentence in said if sentence.endswith(f"{key}={name} does not read it")]
+        assert set(re.findall(r"([\w.]+)=", sentence.partition(" no effect: ")[0])) == every - read, name
 
 
 def test_every_source_in_a_docstring_stands_on_the_page_too():
     for registry in (ADV_ESTIMATOR_REGISTRY, POLICY_LOSS_REGISTRY):
-        for name in built_in(registry):
-            source = registry[name].__doc__.rpartition("Source:")[2]
+        for names in registry.documented():
+            source = registry[names[0]].__doc__.rpartition("Source:")[2]
             for number in re.findall(r"arXiv:(\d{4}\.\d{5})", source):
-                assert number in PAGE, (name, number)
+                assert number in TEXT, (names, number)
+
+
+def test_the_command_is_found_where_the_page_says():
+    assert "scripts/algorithm_tables.py" in (Path(PAGE).parents[1] / "Makefile").read_text()

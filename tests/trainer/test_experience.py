@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from verl.algorithms.advantage import register_adv_est
+from verl.algorithms.advantage import NonFiniteError, register_adv_est
 from verl.protocol import DataProto
 from verl.trainer.ppo.experience import apply_kl_penalty, compute_advantage, compute_response_mask
 
@@ -68,3 +68,18 @@ def test_missing_column_of_an_estimator_is_named():
     data.put("token_level_rewards", torch.ones(2, 2))
     with pytest.raises(ValueError, match="algorithm.adv_estimator=gae needs 'values'"):
         compute_advantage(data, "gae")
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_an_estimator_that_gives_nan_or_infinity_is_named_with_the_row(bad):
+    @register_adv_est(f"test_gives_{bad}")
+    def estimator(token_level_rewards, response_mask):
+        advantages = token_level_rewards.clone()
+        advantages[1, 0] = advantages[0, 1] = bad  # the second where masked: rubbish there is not looked at
+        return advantages, token_level_rewards
+
+    data = batch_of([1, 1], [1, 2], 1, 2)
+    data.put("token_level_rewards", torch.zeros(2, 2))
+    words = rf"advantages of algorithm.adv_estimator=test_gives_{bad} are NaN or infinite in 1 .*\[1\]"
+    with pytest.raises(NonFiniteError, match=words):
+        compute_advantage(data, f"test_gives_{bad}")

@@ -2,7 +2,6 @@
 
 import json
 import pickle
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,6 +14,7 @@ from tests.trainer import long_tails_job
 from tests.trainer.test_prompt_pool import loader, numbers
 from tests.trainer.test_resume import assert_same_checkpoint
 from tests.trainer.test_resume import numbers as of_metrics
+from verl.config.algorithm import FilterGroupsConfig
 from verl.protocol import DataProto
 from verl.trainer.ppo.group_filter import GroupFilter, metric_values, varying_groups
 from verl.trainer.ppo.prompt_pool import PromptPool, Ticket
@@ -68,7 +68,7 @@ def test_a_metric_that_is_no_number_is_named(extra, metric, said):
 
 
 def chooser(pool, batch_size, draw_size, bound=0, say=print):
-    config = SimpleNamespace(metric="seq_reward", max_num_gen_batches=bound)
+    config = FilterGroupsConfig(metric="seq_reward", max_num_gen_batches=bound)
     return GroupFilter(config, pool, batch_size, draw_size, say)
 
 

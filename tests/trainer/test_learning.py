@@ -22,20 +22,18 @@ LEARNING = {
 }
 
 
-def learn(tmp_path, monkeypatch, **settings):
-    """Run and return the mean reward of the first and of the last five steps."""
+def rewards_of(tmp_path, monkeypatch, size="2.5M", **settings):
+    """The mean reward of each step of a run."""
     monkeypatch.setenv("VERL_FILE_LOGGER_PATH", str(tmp_path / "metrics.jsonl"))
     monkeypatch.chdir(tmp_path)
-    task = make_task(tmp_path, size="2.5M")
-    run_job(overrides(task, **{**LEARNING, **settings}))
-    rewards = [row["data"]["critic/score/mean"] for row in read_metrics(tmp_path / "metrics.jsonl")]
+    run_job(overrides(make_task(tmp_path, size=size), **{**LEARNING, **settings}))
+    return [row["data"]["critic/score/mean"] for row in read_metrics(tmp_path / "metrics.jsonl")]
+
+
+def learn(tmp_path, monkeypatch, **settings):
+    """The mean reward of the first and of the last five steps."""
+    rewards = rewards_of(tmp_path, monkeypatch, **settings)
     return sum(rewards[:5]) / 5, sum(rewards[-5:]) / 5
-
-
-@pytest.mark.learning
-def test_grpo_learns_on_the_local_controller(tmp_path, monkeypatch):
-    first, last = learn(tmp_path, monkeypatch, trainer__total_training_steps=30)
-    assert first < 0.5 and last > 0.9
 
 
 @pytest.mark.learning
@@ -51,39 +49,64 @@ def test_grpo_learns_with_another_engine(engine, mode, tmp_path, monkeypatch):
 
 
 SHORT = {
+    "size": "tiny",
+    "trainer__controller": "local",
     "data__max_response_length": 10,
     "actor_rollout_ref__rollout__n": 4,
     "actor_rollout_ref__actor__ppo_mini_batch_size": 4,  # two optimizer steps a batch: the second is off-policy
     "actor_rollout_ref__actor__ppo_micro_batch_size_per_gpu": 16,
     "actor_rollout_ref__rollout__log_prob_micro_batch_size_per_gpu": 32,
-    "actor_rollout_ref__actor__optim__lr": "7e-4",
-    "trainer__total_training_steps": 14,
+    "actor_rollout_ref__actor__optim__lr": "6e-3",
+    "trainer__total_training_steps": 16,
 }
-LOSS, ACTOR = "actor_rollout_ref__actor__policy_loss__loss_mode", "actor_rollout_ref__actor"
+"""Two layers of 64 learn in three seconds of CPU time."""
+ESTIMATOR, ACTOR = "algorithm__adv_estimator", "actor_rollout_ref__actor"
+LOSS, BUFFER = f"{ACTOR}__policy_loss__loss_mode", "algorithm__reward_shaping__overlong_buffer"
 METHODS = {
+    "grpo": {},
+    "rloo": {ESTIMATOR: "rloo"},
+    "reinforce_plus_plus": {ESTIMATOR: "reinforce_plus_plus"},
+    "remax": {ESTIMATOR: "remax"},
+    "ppo": {
+        ESTIMATOR: "gae",
+        "critic__strategy": "local",
+        "critic__optim__lr": "1e-3",
+        "critic__ppo_micro_batch_size_per_gpu": 16,
+    },
     "gspo": {LOSS: "gspo", f"{ACTOR}__loss_agg_mode": "seq-mean-token-mean", f"{ACTOR}__clip_ratio_high": 0.05},
     "cispo": {LOSS: "cispo", f"{ACTOR}__clip_ratio_low": 1.0},
+    "dapo": {
+        f"{ACTOR}__clip_ratio_high": 0.28,
+        "algorithm__filter_groups__enable": True,
+        "algorithm__filter_groups__metric": "acc",
+        f"{BUFFER}__enable": True,
+        f"{BUFFER}__len": 4,
+        f"{BUFFER}__penalty_factor": 0.1,
+        "trainer__total_training_steps": 12,  # where nearly all succeed, groups that differ are hard to find
+    },
     "tis": {LOSS: "tis", "actor_rollout_ref__rollout__calculate_log_probs": True},
     "kl_cov": {LOSS: "kl_cov"},
     "dr_grpo": {
         "algorithm__norm_adv_by_std_in_grpo": False,
         f"{ACTOR}__loss_agg_mode": "seq-mean-token-sum-norm",
     },
-    "rloo": {"algorithm__adv_estimator": "rloo"},
-    "remax": {"algorithm__adv_estimator": "remax"},
-    "reinforce_plus_plus": {"algorithm__adv_estimator": "reinforce_plus_plus"},
-    "optimal_token_baseline": {
-        "algorithm__adv_estimator": "optimal_token_baseline",
-        f"{ACTOR}__calculate_sum_pi_squared": True,
-    },
+    "optimal_token_baseline": {ESTIMATOR: "optimal_token_baseline", f"{ACTOR}__calculate_sum_pi_squared": True},
 }
 
 
 @pytest.mark.learning
 @pytest.mark.parametrize("method", METHODS)
-def test_every_kind_of_method_climbs(method, tmp_path, monkeypatch):
-    first, last = learn(tmp_path, monkeypatch, **SHORT, **METHODS[method])
-    assert first < 0.5 and last > first + 0.2
+def test_a_method_reaches_a_reward_of_85_percent(method, tmp_path, monkeypatch):
+    rewards = rewards_of(tmp_path, monkeypatch, **SHORT | METHODS[method])
+    assert sum(rewards[:2]) / 2 < 0.2
+    assert sum(rewards[-3:]) / 3 > 0.85
+
+
+@pytest.mark.learning
+def test_without_the_policy_loss_the_reward_stays_where_it_was(tmp_path, monkeypatch):
+    """What the test above sees is the method's doing: the same run with the loss of weight zero goes nowhere."""
+    rewards = rewards_of(tmp_path, monkeypatch, **SHORT, actor_rollout_ref__actor__rl_loss_coef=0.0)
+    assert max(rewards) < 0.25
 
 
 @pytest.mark.learning
@@ -102,12 +125,12 @@ def test_grpo_learns_on_ray_with_two_ranks(tmp_path, monkeypatch):
 
 
 @pytest.mark.learning
-@pytest.mark.parametrize("controller", ["local", pytest.param("ray", marks=pytest.mark.ray)])
-def test_ppo_with_a_critic_learns(controller, tmp_path, monkeypatch):
+@pytest.mark.ray
+def test_ppo_with_a_critic_learns_on_ray(tmp_path, monkeypatch):
     first, last = learn(
         tmp_path,
         monkeypatch,
-        trainer__controller=controller,
+        trainer__controller="ray",
         algorithm__adv_estimator="gae",
         actor_rollout_ref__actor__optim__lr="3e-4",
         critic__optim__lr="1e-3",

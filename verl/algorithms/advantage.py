@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from verl.algorithms import advantage_groups, advantage_turns  # noqa: F401 - importing them registers theirs
+from verl.algorithms import advantage_anchors, advantage_groups, advantage_turns  # noqa: F401 - they register theirs
 from verl.algorithms.cells import PackedCells
 from verl.algorithms.estimating import (
     ADV_ESTIMATOR_REGISTRY,
@@ -30,6 +30,7 @@ from verl.algorithms.estimating import (
     require_finite,
     whiten,
 )
+from verl.algorithms.registry import About
 
 __all__ = [
     "ADV_ESTIMATOR_REGISTRY",
@@ -59,14 +60,27 @@ class AdvantageEstimator(str, Enum):
     REINFORCE = "reinforce"
     STEP_REINFORCE = "step_reinforce"
     AGENTIC_REINFORCE = "agentic_reinforce"
+    GIGPO = "gigpo"
     GRPO_PASSK = "grpo_passk"
     OPO = "opo"
     GPG = "gpg"
     GDPO = "gdpo"
     OPTIMAL_TOKEN_BASELINE = "optimal_token_baseline"
+    TIR_OPTIMAL_TOKEN_BASELINE = "tir_optimal_token_baseline"
+    GRPO_VECTORIZED = "grpo_vectorized"
+    RLOO_VECTORIZED = "rloo_vectorized"
 
 
-@register_adv_est(AdvantageEstimator.GAE)
+@register_adv_est(
+    AdvantageEstimator.GAE,
+    about=About(
+        "whiten(sum_k (gamma lam)^k delta_(t+k)), delta_t = r_t + gamma V_(t+1) - V_t",
+        "PPO proper: dense rewards, long responses; trains a critic beside the policy",
+        "arXiv:1506.02438",
+        "test_advantage.py::test_gae_of_a_batch_with_a_hole_by_hand",
+        options="algorithm.gamma algorithm.lam algorithm.advantage.whiten",
+    ),
+)
 @torch.no_grad()
 def compute_gae_advantage_return(
     token_level_rewards: Tensor,
@@ -111,7 +125,27 @@ def compute_gae_advantage_return(
     return cells.unpack(advantages), cells.unpack(returns)
 
 
-@register_adv_est(AdvantageEstimator.GRPO)
+@register_adv_est(
+    AdvantageEstimator.GRPO,
+    about=[
+        About(
+            "(s_i - mean_G s) / (std_G s + 1e-6)",
+            "the default for verifiable rewards; n >= 4 responses to a prompt, no critic",
+            "arXiv:2402.03300",
+            "test_advantage.py::test_grpo_by_hand_and_a_response_without_siblings_keeps_its_score",
+            options="algorithm.norm_adv_by_std_in_grpo",
+        ),
+        About(
+            "s_i - mean_G s",
+            '"Dr. GRPO": does not favour prompts whose responses hardly differ; goes with '
+            "`loss_agg_mode=seq-mean-token-sum-norm`",
+            "arXiv:2503.20783",
+            "test_advantage.py::test_grpo_by_hand_and_a_response_without_siblings_keeps_its_score",
+            options="algorithm.norm_adv_by_std_in_grpo",
+            setting="algorithm.norm_adv_by_std_in_grpo=False",
+        ),
+    ],
+)
 @torch.no_grad()
 def compute_grpo_outcome_advantage(
     token_level_rewards: Tensor,
@@ -153,7 +187,15 @@ def compute_grpo_outcome_advantage(
     return advantages, advantages
 
 
-@register_adv_est(AdvantageEstimator.RLOO)
+@register_adv_est(
+    AdvantageEstimator.RLOO,
+    about=About(
+        "s_i - mean of the other n - 1 scores",
+        "as GRPO without std; unbiased also for small n",
+        "arXiv:2402.14740",
+        "test_advantage.py::test_rloo_by_hand",
+    ),
+)
 @torch.no_grad()
 def compute_rloo_outcome_advantage(
     token_level_rewards: Tensor,
@@ -193,7 +235,15 @@ def compute_rloo_outcome_advantage(
     return advantages, advantages
 
 
-@register_adv_est(AdvantageEstimator.REMAX)
+@register_adv_est(
+    AdvantageEstimator.REMAX,
+    about=About(
+        "sum_(k>=t) r_k - score of the greedy response",
+        "one response to a prompt; costs one greedy response more",
+        "arXiv:2310.10505",
+        "test_advantage.py::test_remax_by_hand",
+    ),
+)
 @torch.no_grad()
 def compute_remax_outcome_advantage(
     token_level_rewards: Tensor,
@@ -223,11 +273,20 @@ def compute_remax_outcome_advantage(
     cells = PackedCells(response_mask)
     r = pack_finite("token_level_rewards", token_level_rewards, cells)
     require_finite("reward_baselines", reward_baselines)
-    returns = cells.unpack(cells.suffix_sum(r, 1.0))
-    return returns - cells.spread(reward_baselines.to(returns)), returns
+    returns = cells.suffix_sum(r, 1.0)
+    return cells.unpack(returns - cells.repeat(reward_baselines.to(returns))), cells.unpack(returns)
 
 
-@register_adv_est(AdvantageEstimator.REINFORCE_PLUS_PLUS)
+@register_adv_est(
+    AdvantageEstimator.REINFORCE_PLUS_PLUS,
+    about=About(
+        "whiten(sum_k gamma^k r_(t+k)) over the batch",
+        "one response to a prompt and no critic; with a KL penalty in the reward",
+        "arXiv:2501.03262",
+        "test_advantage.py::test_reinforce_plus_plus_by_hand",
+        options="algorithm.gamma algorithm.advantage.whiten",
+    ),
+)
 @torch.no_grad()
 def compute_reinforce_plus_plus_outcome_advantage(
     token_level_rewards: Tensor,
@@ -268,7 +327,16 @@ def compute_reinforce_plus_plus_outcome_advantage(
     return cells.unpack(whiten(returns, cells) if whiten_advantages else returns), cells.unpack(returns)
 
 
-@register_adv_est(AdvantageEstimator.REINFORCE_PLUS_PLUS_BASELINE)
+@register_adv_est(
+    AdvantageEstimator.REINFORCE_PLUS_PLUS_BASELINE,
+    about=About(
+        "whiten(s_i - mean_G s) over the batch",
+        "groups whose scale differs much; steadier than a per-group std",
+        "arXiv:2501.03262",
+        "test_advantage.py::test_reinforce_plus_plus_baseline_by_hand",
+        options="algorithm.advantage.whiten",
+    ),
+)
 @torch.no_grad()
 def compute_reinforce_plus_plus_baseline_outcome_advantage(
     token_level_rewards: Tensor,
@@ -307,3 +375,20 @@ def compute_reinforce_plus_plus_baseline_outcome_advantage(
     advantages = cells.repeat(centred.to(token_level_rewards.dtype))
     advantages = cells.unpack(whiten(advantages, cells) if whiten_advantages else advantages)
     return advantages, advantages
+
+
+# verl has a second, vectorised implementation of these two; here there is one, and it is vectorised
+VECTORISED = "test_advantage_anchors.py::test_the_vectorised_names_of_verl_are_the_functions"
+register_adv_est(
+    AdvantageEstimator.GRPO_VECTORIZED,
+    about=About(
+        "that of `grpo`",
+        "never needed: verl's name of a second implementation, and here there is one",
+        "arXiv:2402.03300",
+        VECTORISED,
+    ),
+)(compute_grpo_outcome_advantage)
+register_adv_est(
+    AdvantageEstimator.RLOO_VECTORIZED,
+    about=About("that of `rloo`", "likewise", "arXiv:2402.14740", VECTORISED),
+)(compute_rloo_outcome_advantage)

@@ -21,9 +21,19 @@ from verl.algorithms.estimating import (
     require_finite,
     whiten,
 )
+from verl.algorithms.registry import About
 
 
-@register_adv_est("grpo_passk")
+@register_adv_est(
+    "grpo_passk",
+    about=About(
+        "for the best of G: (s_i - second best) / (std_G s + 1e-6); for others 0",
+        "the best of n counts (pass@k), not the mean; keeps variety",
+        "arXiv:2503.19595",
+        "test_advantage_groups.py::test_grpo_passk_by_hand_pays_only_the_lead_of_the_best",
+        options="algorithm.norm_adv_by_std_in_grpo",
+    ),
+)
 @torch.no_grad()
 def compute_grpo_passk_outcome_advantage(
     token_level_rewards: Tensor,
@@ -72,7 +82,15 @@ def compute_grpo_passk_outcome_advantage(
     return advantages, advantages
 
 
-@register_adv_est("opo")
+@register_adv_est(
+    "opo",
+    about=About(
+        "s_i - (sum_G |y_j| s_j) / (sum_G |y_j|)",
+        "lengths differ much; one exactly on-policy step a batch",
+        "arXiv:2505.23585",
+        "test_advantage_groups.py::test_opo_by_hand_weighs_the_baseline_by_length",
+    ),
+)
 @torch.no_grad()
 def compute_opo_outcome_advantage(
     token_level_rewards: Tensor,
@@ -113,7 +131,15 @@ def compute_opo_outcome_advantage(
     return advantages, advantages
 
 
-@register_adv_est("gpg")
+@register_adv_est(
+    "gpg",
+    about=About(
+        "(s_i - mean_G s) B / (responses where that is not 0)",
+        "many groups all right or all wrong; goes with `loss_mode=gpg`",
+        "arXiv:2504.02546",
+        "test_advantage_groups.py::test_gpg_by_hand_scales_by_the_share_of_responses_that_teach",
+    ),
+)
 @torch.no_grad()
 def compute_gpg_outcome_advantage(
     token_level_rewards: Tensor,
@@ -157,7 +183,16 @@ def compute_gpg_outcome_advantage(
     return advantages, advantages
 
 
-@register_adv_est("gdpo")
+@register_adv_est(
+    "gdpo",
+    about=About(
+        "whiten(sum_k w_k (s_ik - mean_G s_k) / (std_G s_k + 1e-6))",
+        "several rewards of different scale",
+        "arXiv:2601.05242",
+        "test_advantage_groups.py::test_gdpo_by_hand_normalises_each_reward_before_the_sum",
+        options="algorithm.gdpo_reward_keys algorithm.gdpo_reward_weights algorithm.advantage.whiten",
+    ),
+)
 @torch.no_grad()
 def compute_gdpo_outcome_advantage(
     token_level_rewards: Tensor,
@@ -232,7 +267,16 @@ def _rewards_to_combine(config: Any) -> tuple[list[str], list[float]]:
     return keys, weights
 
 
-@register_adv_est("optimal_token_baseline")
+@register_adv_est(
+    "optimal_token_baseline",
+    about=About(
+        "G_t - (sum_G W_jt G_jt) / (sum_G W_jt), W the squared length of the logit gradients so far",
+        "long responses",
+        "arXiv:2602.07078",
+        "test_advantage_groups.py::test_optimal_token_baseline_by_hand_weighs_siblings_by_their_gradients_so_far",
+        options="actor.calculate_sum_pi_squared",
+    ),
+)
 @torch.no_grad()
 def compute_optimal_token_baseline_advantage(
     token_level_rewards: Tensor,
@@ -294,3 +338,56 @@ def compute_optimal_token_baseline_advantage(
         has_baseline &= over_siblings(cells.repeat(torch.ones_like(groups.group))) > 1
     advantages = (returns - baseline * has_baseline).to(returns.dtype)
     return cells.unpack(advantages), cells.unpack(returns)
+
+
+@register_adv_est(
+    "tir_optimal_token_baseline",
+    about=About(
+        "that of `optimal_token_baseline`",
+        "the same, with tools: verl's name for passing tool output over, which both do here",
+        "arXiv:2602.07078",
+        "test_advantage_anchors.py::"
+        "test_tir_optimal_token_baseline_by_hand_meets_tokens_by_their_number_not_their_column",
+        options="actor.calculate_sum_pi_squared",
+    ),
+)
+@torch.no_grad()
+def compute_multi_turn_optimal_token_baseline_advantage(
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    index: np.ndarray,
+    old_log_probs: Tensor,
+    sum_pi_squared: Tensor,
+    rollout_is_weights: Tensor | None = None,
+    handle_zero_tail: bool = True,
+    epsilon: float = 1e-8,
+) -> tuple[Tensor, Tensor]:
+    """The optimal token baseline of responses with tool output: the t-th token the policy itself said meets the t-th.
+
+        A_it = G_it - (sum_(j in G) W_jt G_jt) / (sum_(j in G) W_jt),      t counts the ones of ``response_mask``
+
+    These are the numbers of ``optimal_token_baseline``, which passes tool output over as well; verl's function of that
+    name counts columns instead, tool output included, and this is the name under which it passes it over.
+
+    Args:
+        token_level_rewards, old_log_probs, sum_pi_squared, response_mask, index, rollout_is_weights, handle_zero_tail:
+            as of ``compute_optimal_token_baseline_advantage``.
+
+    Returns:
+        advantages, returns: (B, R), zero where masked; returns are G.
+
+    Raises:
+        NonFiniteError: a reward, log-prob or sum of an unmasked token is NaN or infinite.
+
+    Source: The Optimal Token Baseline, 2026, its experiments with tools (arXiv:2602.07078).
+    """
+    return compute_optimal_token_baseline_advantage(
+        token_level_rewards,
+        response_mask,
+        index,
+        old_log_probs,
+        sum_pi_squared,
+        rollout_is_weights,
+        handle_zero_tail,
+        epsilon,
+    )

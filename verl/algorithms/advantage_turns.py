@@ -6,16 +6,25 @@ the ordinary case.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
-from verl.algorithms.cells import BLOCK, PackedCells, discounted_suffix_sum
+from verl.algorithms.cells import PackedCells
 from verl.algorithms.estimating import pack_finite, register_adv_est
+from verl.algorithms.registry import About
+from verl.algorithms.turns import find_turns
 
 
-@register_adv_est("reinforce")
+@register_adv_est(
+    "reinforce",
+    about=About(
+        "sum_k gamma^k r_(t+k)",
+        "rewards that are centred already, or one answer to a prompt and nothing to compare it with",
+        "[Williams 1992](https://doi.org/10.1007/BF00992696)",
+        "test_advantage_turns.py::test_reinforce_by_hand",
+        options="algorithm.gamma",
+    ),
+)
 @torch.no_grad()
 def compute_reinforce_advantage(
     token_level_rewards: Tensor,
@@ -46,7 +55,16 @@ def compute_reinforce_advantage(
     return returns, returns
 
 
-@register_adv_est("agentic_reinforce")
+@register_adv_est(
+    "agentic_reinforce",
+    about=About(
+        "G_k = sum_(j >= k) gamma^(j-k) r_j for all tokens of turn k",
+        "several turns: each turn is one action, time passes with turns",
+        "arXiv:2512.24873",
+        "test_advantage_turns.py::test_agentic_reinforce_by_hand_discounts_by_turns_not_by_tokens",
+        options="algorithm.gamma",
+    ),
+)
 @torch.no_grad()
 def compute_agentic_reinforce_advantage(
     token_level_rewards: Tensor,
@@ -74,12 +92,21 @@ def compute_agentic_reinforce_advantage(
 
     Source: the ``agentic_reinforce`` of ROLL; credit by chunks of interaction: arXiv:2512.24873.
     """
-    turns = _turns(token_level_rewards, response_mask)
-    returns = turns.cells.unpack(turns.to_go(gamma)[turns.number])
+    turns = find_turns(token_level_rewards, response_mask)
+    returns = turns.to_tokens(turns.to_go(gamma))
     return returns, returns
 
 
-@register_adv_est("step_reinforce")
+@register_adv_est(
+    "step_reinforce",
+    about=About(
+        "gamma^(tokens to the end of turn k) G_k, step_gamma from turn to turn",
+        "several turns with a reward each",
+        "arXiv:2505.10978",
+        "test_advantage_turns.py::test_step_reinforce_by_hand_sets_each_turns_return_on_its_last_token",
+        options="algorithm.gamma algorithm.step_gamma",
+    ),
+)
 @torch.no_grad()
 def compute_step_reinforce_advantage(
     token_level_rewards: Tensor,
@@ -110,47 +137,9 @@ def compute_step_reinforce_advantage(
     Source: the ``step_reinforce`` of ROLL; the return of a step is that of Feng et al. 2025, GiGPO, equation 6
     (arXiv:2505.10978).
     """
-    turns = _turns(token_level_rewards, response_mask)
+    turns = find_turns(token_level_rewards, response_mask)
     distance = torch.arange(response_mask.shape[-1], device=response_mask.device)
     nearness = torch.full_like(distance, gamma, dtype=torch.float64) ** distance
     to_go = turns.to_go(step_gamma)
     returns = turns.cells.unpack(to_go[turns.number] * nearness.to(to_go.dtype)[turns.tokens_left])
     return returns, returns
-
-
-class _Turns(NamedTuple):
-    """The K turns of a batch, one row's after another's; M as in ``PackedCells``."""
-
-    cells: PackedCells
-    number: Tensor
-    """(M,): which of the turns a token belongs to."""
-    tokens_left: Tensor
-    """(M,): tokens of the same turn still to come."""
-    row: Tensor
-    """(K,)"""
-    rewards: Tensor
-    """(K,): sum over a turn."""
-
-    def to_go(self, decay: float) -> Tensor:
-        """(K,): rewards of a turn and of those after it in its row, ``decay`` less with each turn."""
-        counts = torch.bincount(self.row, minlength=self.cells.shape[0])
-        place = torch.arange(len(self.row), device=self.row.device) - (counts.cumsum(0) - counts)[self.row]
-        table = self.rewards.new_zeros(len(counts), int(counts.max()) if len(counts) else 0)
-        table[self.row, place] = self.rewards
-        return discounted_suffix_sum(table, decay)[self.row, place]
-
-
-def _turns(token_level_rewards: Tensor, response_mask: Tensor) -> _Turns:
-    cells, is_own = PackedCells(response_mask), response_mask != 0
-    rewards = pack_finite("token_level_rewards", token_level_rewards, cells)
-    begins = is_own.clone()
-    begins[:, 1:] &= ~is_own[:, :-1]
-    begins = cells.pack(begins)
-    starts = begins.nonzero().squeeze(-1)
-    number = (begins.cumsum(0) - 1).clamp(min=0)  # a gap counts to the turn before it
-    is_token = cells.repeat(torch.ones_like(cells.lengths))
-    lengths = torch.zeros_like(starts).index_add(0, number, is_token)
-    here = torch.arange(len(number), device=number.device)
-    tokens_left = ((starts + lengths)[number] - 1 - here).clamp(min=0)
-    summed = rewards.new_zeros(len(starts)).index_add(0, number, rewards)
-    return _Turns(cells, number, tokens_left, cells.row[starts // BLOCK], summed)

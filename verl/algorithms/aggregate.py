@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from verl.algorithms.cells import real_cells
-from verl.algorithms.registry import Registry
+from verl.algorithms.registry import About, Registry
 
 
 class AggMode(NamedTuple):
@@ -51,11 +51,52 @@ def _one(counts: Tensor) -> Tensor:
     return torch.ones((), device=counts.device)
 
 
-AGG_MODES.register("token-mean")(AggMode(_sum, _tokens))
-AGG_MODES.register("seq-mean-token-sum")(AggMode(_sum, _sequences))
-AGG_MODES.register("seq-mean-token-mean")(AggMode(_sum_of_means, _sequences))
-AGG_MODES.register("seq-mean-token-sum-norm")(AggMode(_sum, _one, divides_by_width=True))
-AGG_MODES.register("token-sum")(AggMode(_sum, _one))
+AGG_MODES.register(
+    "token-mean",
+    about=About(
+        "sum over all tokens / number of tokens",
+        "the default: every token alike (DAPO)",
+        "arXiv:2503.14476",
+        "test_aggregate.py::test_loss_and_weight_of_each_mode_by_hand",
+    ),
+)(AggMode(_sum, _tokens))
+AGG_MODES.register(
+    "seq-mean-token-sum",
+    about=About(
+        "sum over all tokens / number of responses",
+        "the policy gradient as it is derived: long responses count more",
+        "[Williams 1992](https://doi.org/10.1007/BF00992696)",
+        "test_aggregate.py::test_loss_and_weight_of_each_mode_by_hand",
+    ),
+)(AggMode(_sum, _sequences))
+AGG_MODES.register(
+    "seq-mean-token-mean",
+    about=About(
+        "mean over responses of their token mean",
+        "every response alike (GRPO's paper): tokens of long ones count less",
+        "arXiv:2402.03300",
+        "test_aggregate.py::test_loss_and_weight_of_each_mode_by_hand",
+    ),
+)(AggMode(_sum_of_means, _sequences))
+AGG_MODES.register(
+    "seq-mean-token-sum-norm",
+    about=About(
+        "sum over all tokens / R; in a training step the mean of that over responses",
+        "every token alike, by a constant (Dr. GRPO)",
+        "arXiv:2503.20783",
+        "test_aggregate.py::test_loss_and_weight_of_each_mode_by_hand",
+        options="actor.loss_scale_factor",
+    ),
+)(AggMode(_sum, _one, divides_by_width=True))
+AGG_MODES.register(
+    "token-sum",
+    about=About(
+        "sum over all tokens",
+        "large batches: no divisor",
+        "[Williams 1992](https://doi.org/10.1007/BF00992696)",
+        "test_aggregate.py::test_loss_and_weight_of_each_mode_by_hand",
+    ),
+)(AggMode(_sum, _one))
 
 
 def agg_loss(loss_mat: Tensor, loss_mask: Tensor, loss_agg_mode: str, loss_scale_factor: float | None = None) -> Tensor:

@@ -79,6 +79,11 @@ class PackedCells:
         """Sum each row: (M,) to (B,); differentiable. Gaps must hold zeros."""
         return flat.new_zeros(self.shape[0]).index_add(0, self.row, flat.view(-1, BLOCK).sum(-1))
 
+    def row_max(self, flat: Tensor) -> Tensor:
+        """The largest of each row, (M,) to (B,), or zero if none is above it. Gaps must hold zeros."""
+        largest = flat.view(-1, BLOCK).amax(-1)
+        return flat.new_zeros(self.shape[0]).scatter_reduce(0, self.row, largest, "amax")
+
     def mean(self, flat: Tensor) -> Tensor:
         """Mean over all ones of the mask; zero if there are none. Gaps must hold zeros."""
         return flat.sum() / max(self.total, 1)
@@ -145,6 +150,10 @@ class DenseCells:
     def row_sum(self, x: Tensor) -> Tensor:
         """Sum each row: (B, R) to (B,)."""
         return x.sum(-1)
+
+    def row_max(self, x: Tensor) -> Tensor:
+        """The largest of each row, (B, R) to (B,), or zero if none is above it. Masked cells must hold zeros."""
+        return x.amax(-1).clamp(min=0) if x.shape[-1] else x.new_zeros(len(x))
 
     def mean(self, x: Tensor) -> Tensor:
         """Mean over all ones of the mask; zero if there are none. Masked cells must hold zeros."""

@@ -11,8 +11,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from verl.algorithms.controls import CONTROLS
+from verl.algorithms.registry import About
+
 LEVELS = ("token", "sequence", "geometric")
 """Over what a ratio is taken."""
+
+DIVERGENCES = tuple(f"{over}_{kind}" for over in ("token", "seq_sum", "seq_mean", "seq_max") for kind in ("k2", "k3"))
+"""Estimates of a divergence: over what, and which."""
 
 
 @torch.no_grad()
@@ -47,6 +53,53 @@ def importance_ratio(old_log_prob: Tensor, rollout_log_prob: Tensor, response_ma
         total = exponent.sum(-1, keepdim=True)
         exponent = (total if level == "sequence" else total / _lengths(is_real)).expand_as(exponent)
     return torch.where(is_real, exponent.clamp(-20, 20).exp(), 0)
+
+
+@CONTROLS.register(
+    "algorithm.rollout_correction.rollout_is",
+    about=About(
+        "the policy loss of a token times min(r, upper), r = pi_old / mu (`truncate`), or times r "
+        "within the bounds and 0 beyond (`mask`)",
+        "kernels, number formats and older weights that make sampler and trainer differ",
+        "[Yao et al. 2025](https://fengyao.notion.site/off-policy-rl)",
+        "test_correction.py::test_weights_by_hand",
+        options="algorithm.rollout_correction.{rollout_is,rollout_is_threshold,rollout_is_threshold_lower,"
+        "rollout_is_mode,rollout_is_batch_normalize}",
+    ),
+)
+@torch.no_grad()
+def divergence(old_log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Tensor, kind: str) -> Tensor:
+    """How far the two are apart, never negative:
+
+        k2  d_it^2 / 2          k3  exp(d_it) - 1 - d_it
+
+    of each token (``token_k3``), or the sum, mean or largest over the response (``seq_sum_k3``, ``seq_mean_k3``,
+    ``seq_max_k3``), the same for all its tokens. d is cut at +-20.
+
+    Args:
+        old_log_prob, rollout_log_prob, response_mask: as of ``importance_ratio``.
+        kind: one of ``DIVERGENCES``.
+
+    Returns:
+        (B, R) float64; zero where masked.
+
+    Raises:
+        ValueError: unknown kind.
+
+    Source: Schulman 2020, http://joschu.net/blog/kl-approx.html; rejection by them: Li et al. 2025 (arXiv:2512.23075).
+    """
+    if kind not in DIVERGENCES:
+        raise ValueError(f"kind={kind!r} is no estimate of a divergence: use one of {', '.join(DIVERGENCES)}.")
+    is_real = response_mask.bool()
+    d = torch.where(is_real, old_log_prob.double() - rollout_log_prob.double(), 0).clamp(-20, 20)
+    value = 0.5 * d.square() if kind.endswith("k2") else torch.expm1(d) - d
+    over = kind.rpartition("_")[0]
+    if over == "seq_max":
+        value = value.amax(-1, keepdim=True).expand_as(value)
+    elif over != "token":
+        total = value.sum(-1, keepdim=True)
+        value = (total if over == "seq_sum" else total / _lengths(is_real)).expand_as(value)
+    return torch.where(is_real, value, 0)
 
 
 @torch.no_grad()
@@ -113,6 +166,18 @@ def importance_weights(
     return weights.to(old_log_prob.dtype), _named(metrics)
 
 
+@CONTROLS.register(
+    "algorithm.rollout_correction.rollout_rs",
+    about=About(
+        "tokens, or responses, with r beyond lower ... upper leave the loss; with a token below the veto, "
+        "the whole response",
+        "the few on which sampler and trainer disagree wildly",
+        "[Liu, Li et al. 2025](https://richardli.xyz/rl-collapse)",
+        "test_correction.py::test_what_is_kept_by_hand",
+        options="algorithm.rollout_correction.{rollout_rs,rollout_rs_threshold,rollout_rs_threshold_lower,"
+        "rollout_token_veto_threshold}",
+    ),
+)
 @torch.no_grad()
 def kept_tokens(
     old_log_prob: Tensor,
@@ -126,13 +191,13 @@ def kept_tokens(
     """The mask without what is too far from the trainer's policy: as if it had never been sampled.
 
     Kept are tokens with lower <= r <= upper, r of ``importance_ratio`` at ``level`` (at the levels of responses that
-    is all of one or nothing). Of a response with a single token of exp(d_it) < ``veto`` nothing is kept. A ratio that
-    is NaN is rejected.
+    is all of one or nothing); or, where ``level`` names a ``divergence``, with that up to ``upper``. Of a response with
+    a single token of exp(d_it) < ``veto`` nothing is kept. A ratio that is NaN is rejected.
 
     Args:
         old_log_prob, rollout_log_prob, response_mask: as of ``importance_ratio``.
-        level: None: only ``veto`` rejects.
-        upper, lower: bounds of the ratio; ``lower`` None: 1 / upper.
+        level: one of ``LEVELS`` or ``DIVERGENCES``. None: only ``veto`` rejects.
+        upper, lower: bounds; ``lower`` None: 1 / upper of a ratio, none of a divergence.
         veto: None: no such bound.
 
     Returns:
@@ -148,8 +213,11 @@ def kept_tokens(
     if not is_real.any():
         return response_mask, {}
     if level is not None:
-        lower = 1 / upper if lower is None else lower
-        ratio = importance_ratio(old_log_prob, rollout_log_prob, is_real, level)
+        if level in LEVELS:
+            lower = 1 / upper if lower is None else lower
+            ratio = importance_ratio(old_log_prob, rollout_log_prob, is_real, level)
+        else:
+            lower, ratio = 0.0, divergence(old_log_prob, rollout_log_prob, is_real, level)
         keeps = keeps & (ratio >= lower) & (ratio <= upper)
         ratios = _units(ratio, is_real, level)
         metrics["rollout_rs_ratio_fraction_high"] = (ratios > upper).double().mean()
@@ -172,7 +240,7 @@ def _lengths(is_real: Tensor) -> Tensor:
 
 def _units(x: Tensor, is_real: Tensor, level: str) -> Tensor:
     """One number a token or, where all tokens of a response have the same, one a response; x is not negative."""
-    return x[is_real] if level == "token" else x.amax(-1)[is_real.any(-1)]
+    return x[is_real] if level.startswith("token") else x.amax(-1)[is_real.any(-1)]
 
 
 def _named(metrics: dict[str, Tensor]) -> dict[str, float]:

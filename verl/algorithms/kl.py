@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verl.algorithms.registry import Registry
+from verl.algorithms.controls import CONTROLS
+from verl.algorithms.registry import About, Registry
 
 KL_PENALTIES: Registry[Callable[[Tensor, Tensor], Tensor]] = Registry(
     "kl_penalty / kl_loss_type", "KL_PENALTIES.register(name)"
@@ -46,25 +47,60 @@ def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
     return KL_PENALTIES.get(kl_penalty)(logprob, ref_logprob)
 
 
-@KL_PENALTIES.register("kl", "k1")
+@KL_PENALTIES.register(
+    "kl",
+    "k1",
+    about=About(
+        "d",
+        "in the reward: unbiased, noisy, may be negative. In the loss its gradient is zero on average: do not",
+        "[Schulman 2020](http://joschu.net/blog/kl-approx.html)",
+        "test_kl.py::test_each_estimator_by_hand",
+    ),
+)
 def kl_k1(logprob: Tensor, ref_logprob: Tensor) -> Tensor:
     """d: the log-ratio itself."""
     return logprob - ref_logprob
 
 
-@KL_PENALTIES.register("abs")
+@KL_PENALTIES.register(
+    "abs",
+    about=About(
+        "|d|",
+        "in the reward, where it must not pay to be less likely than the reference",
+        "[TRL](https://huggingface.co/docs/trl/v0.11.4/ppo_trainer)",
+        "test_kl.py::test_each_estimator_by_hand",
+    ),
+)
 def kl_abs(logprob: Tensor, ref_logprob: Tensor) -> Tensor:
     """|d|."""
     return (logprob - ref_logprob).abs()
 
 
-@KL_PENALTIES.register("mse", "k2")
+@KL_PENALTIES.register(
+    "mse",
+    "k2",
+    about=About(
+        "d^2 / 2",
+        "in the loss: its gradient is that of the KL",
+        "[Schulman 2020](http://joschu.net/blog/kl-approx.html)",
+        "test_kl.py::test_each_estimator_by_hand",
+    ),
+)
 def kl_k2(logprob: Tensor, ref_logprob: Tensor) -> Tensor:
     """d^2 / 2."""
     return 0.5 * (logprob - ref_logprob).square()
 
 
-@KL_PENALTIES.register("low_var_kl", "k3")
+@KL_PENALTIES.register(
+    "low_var_kl",
+    "k3",
+    about=About(
+        "exp(-d) + d - 1",
+        "unbiased, never negative; the default of the loss. d is cut at +-20, the result at 10",
+        "[Schulman 2020](http://joschu.net/blog/kl-approx.html)",
+        "test_kl.py::test_each_estimator_by_hand",
+    ),
+)
 def kl_k3(logprob: Tensor, ref_logprob: Tensor) -> Tensor:
     """exp(-d) + d - 1, with the cuts that keep one outlier from deciding the batch."""
     minus_d = (ref_logprob - logprob).clamp(-20, 20)
@@ -81,13 +117,56 @@ def _straight_through(estimate: Callable[[Tensor, Tensor], Tensor]) -> Callable[
     return with_gradient_of_k2
 
 
-KL_PENALTIES.register("kl+", "k1+")(_straight_through(kl_k1))
-KL_PENALTIES.register("abs+")(_straight_through(kl_abs))
-KL_PENALTIES.register("mse+", "k2+")(kl_k2)
-KL_PENALTIES.register("low_var_kl+", "k3+")(_straight_through(kl_k3))
+KL_PENALTIES.register(
+    "kl+",
+    "k1+",
+    about=About(
+        "d",
+        'in the loss: the value of `k1`, the gradient of `k2` ("straight-through")',
+        "arXiv:2506.09477",
+        "test_kl.py::test_a_plus_keeps_the_value_and_takes_the_gradient_of_k2",
+    ),
+)(_straight_through(kl_k1))
+KL_PENALTIES.register(
+    "abs+",
+    about=About(
+        "|d|",
+        "the same of `abs`",
+        "arXiv:2506.09477",
+        "test_kl.py::test_a_plus_keeps_the_value_and_takes_the_gradient_of_k2",
+    ),
+)(_straight_through(kl_abs))
+KL_PENALTIES.register(
+    "mse+",
+    "k2+",
+    about=About(
+        "d^2 / 2",
+        "the same as `k2`, which has that gradient already",
+        "arXiv:2506.09477",
+        "test_kl.py::test_a_plus_keeps_the_value_and_takes_the_gradient_of_k2",
+    ),
+)(kl_k2)
+KL_PENALTIES.register(
+    "low_var_kl+",
+    "k3+",
+    about=About(
+        "exp(-d) + d - 1",
+        "the same of `k3`: reports one, follows the other",
+        "arXiv:2506.09477",
+        "test_kl.py::test_a_plus_keeps_the_value_and_takes_the_gradient_of_k2",
+    ),
+)(_straight_through(kl_k3))
 
 
-@KL_PENALTIES.register("full")
+@KL_PENALTIES.register(
+    "full",
+    about=About(
+        "sum_v pi(v) (log pi(v) - log pi_ref(v))",
+        "in the loss only: the KL itself at each sampled prefix, value and gradient without sampling noise",
+        "[Kullback & Leibler 1951](https://doi.org/10.1214/aoms/1177729694)",
+        "test_kl.py::test_each_estimator_by_hand",
+    ),
+)
 def kl_full(logits: Tensor, ref_logits: Tensor) -> Tensor:
     """The KL at each position, no estimate: sum_v pi(v) (log pi(v) - log pi_ref(v)).
 
@@ -113,6 +192,16 @@ def kl_full(logits: Tensor, ref_logits: Tensor) -> Tensor:
     return (p * torch.where(p > 0, log_p - log_q, 0.0)).sum(-1)
 
 
+@CONTROLS.register(
+    "algorithm.use_kl_in_reward",
+    about=About(
+        "r_t - beta KL_t, on every token",
+        "staying near the reference, judged token by token",
+        "arXiv:1909.08593",
+        "test_kl.py::test_rewards_are_scores_minus_the_charged_log_ratio",
+        options="algorithm.use_kl_in_reward algorithm.kl_penalty algorithm.kl_ctrl.kl_coef",
+    ),
+)
 def compute_rewards(token_level_scores: Tensor, old_log_prob: Tensor, ref_log_prob: Tensor, kl_ratio: float) -> Tensor:
     """Charge the log-ratio against the score: r_t = score_t - kl_ratio * (log pi_old - log pi_ref), all (B, R)."""
     return token_level_scores - kl_ratio * (old_log_prob - ref_log_prob)
@@ -167,6 +256,16 @@ class AdaptiveKLController:
         self.value = state.get("value", self.value)  # none in a checkpoint of a run with a fixed coefficient
 
 
+@CONTROLS.register(
+    "algorithm.kl_ctrl",
+    about=About(
+        "`fixed`: beta; `adaptive`: beta <- beta (1 + clip(KL / target_kl - 1, +-0.2) samples / horizon)",
+        "`adaptive`: where a KL is known that should be kept",
+        "arXiv:1909.08593",
+        "test_kl.py::test_an_adaptive_coefficient_moves_by_the_clipped_relative_error",
+        options="algorithm.kl_ctrl.{type,kl_coef,target_kl,horizon}",
+    ),
+)
 def get_kl_controller(kl_ctrl: Any) -> FixedKLController | AdaptiveKLController:
     """Build the controller that ``algorithm.kl_ctrl`` asks for: ``type``, ``kl_coef``, ``target_kl``, ``horizon``.
 

@@ -8,17 +8,19 @@ the same kind. Knows columns and config sections; knows no model and no engine.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from verl.algorithms.aggregate import AGG_MODES, agg_loss, agg_weight
+from verl.algorithms.controls import CONTROLS
 from verl.algorithms.kl import KL_PENALTIES
 from verl.algorithms.objective import LOSS_ARGUMENTS, loss_arguments_of
 from verl.algorithms.policy_cov import TOKEN_CHOICES
 from verl.algorithms.policy_loss import get_policy_loss_fn, loss_and_metrics
+from verl.algorithms.registry import About
 from verl.algorithms.response_weights import response_weights
 from verl.algorithms.value_loss import compute_value_loss
 
@@ -196,6 +198,16 @@ class PPOLoss:
         return loss, metrics
 
 
+@CONTROLS.register(
+    "actor.sft_loss_coef",
+    about=About(
+        "- log pi on tokens of responses with a positive score, 0 on others",
+        "learning from one's own successes, beside the policy loss or, with `rl_loss_coef=0`, alone",
+        "[ROLL](https://github.com/alibaba/ROLL)",
+        "test_losses.py::test_imitation_by_hand",
+        options="actor.sft_loss_coef actor.rl_loss_coef",
+    ),
+)
 def imitation_loss(log_prob: Tensor, token_level_scores: Tensor, response_mask: Tensor) -> Tensor:
     """Raise the likelihood of what succeeded: -log pi on tokens of responses with a positive score, 0 on others.
 
@@ -210,6 +222,23 @@ def imitation_loss(log_prob: Tensor, token_level_scores: Tensor, response_mask: 
     is_own = response_mask != 0
     scores = torch.where(is_own, token_level_scores, 0).sum(-1, keepdim=True)
     return torch.where(is_own & (scores > 0), -log_prob, 0)
+
+
+def nonfinite_columns(data: Any, columns: Sequence[str]) -> str:
+    """Which of the columns of a mini-batch spoiled its loss, in words: those with NaN or infinity on a real token.
+
+    Args:
+        data: has ``column(name)``, (B, R) or (B,), with ``response_mask`` among them.
+    """
+    is_own, found = data.column("response_mask") != 0, []
+    for name in columns:
+        values = data.column(name)
+        bad = ~values.isfinite() & (is_own if values.shape == is_own.shape else True)
+        if bad.any():
+            found.append(f"{name} in {int(bad.sum())} places, first in row {int(bad.nonzero()[0, 0])}")
+    if found:
+        return f"NaN or infinite: {', '.join(found)}"
+    return "all columns are finite: what the model computes is not, or its gradient overflows"
 
 
 class ValueLoss:

@@ -21,12 +21,23 @@ import torch
 from torch import Tensor
 
 from verl.algorithms.objective import Tokens, clip_range, register_policy_loss, section_of
+from verl.algorithms.registry import About
 
 Result = tuple[Tensor, dict[str, Tensor]]
 TokenChoice = Callable[[Tensor, Tensor, Tensor, Any], Tensor]
 
 
-@register_policy_loss("clip_cov")
+@register_policy_loss(
+    "clip_cov",
+    about=About(
+        "as `vanilla` without dual clip, and 0 for a random few of high covariance of log pi and A",
+        "entropy falls too fast",
+        "arXiv:2505.22617",
+        "test_policy_losses.py::test_loss_by_hand_in_a_batch_and_alone",
+        options="actor.{clip_ratio,clip_ratio_low,clip_ratio_high} actor.policy_loss.clip_cov_ratio "
+        "actor.policy_loss.clip_cov_lb actor.policy_loss.clip_cov_ub",
+    ),
+)
 def compute_policy_loss_clip_cov(
     old_log_prob: Tensor,
     log_prob: Tensor,
@@ -67,7 +78,16 @@ def compute_policy_loss_clip_cov(
     )
 
 
-@register_policy_loss("kl_cov")
+@register_policy_loss(
+    "kl_cov",
+    about=About(
+        "-w A, and + coef |log w| for those of highest covariance",
+        "the same, more gently",
+        "arXiv:2505.22617",
+        "test_policy_losses.py::test_loss_by_hand_in_a_batch_and_alone",
+        options="actor.policy_loss.kl_cov_ratio actor.policy_loss.ppo_kl_coef",
+    ),
+)
 def compute_policy_loss_kl_cov(
     old_log_prob: Tensor,
     log_prob: Tensor,

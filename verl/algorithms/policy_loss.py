@@ -23,10 +23,15 @@ from verl.algorithms.cells import real_cells
 from verl.algorithms.objective import (
     POLICY_LOSS_REGISTRY,
     PolicyLossFn,
+    Tokens,
+    clip_range,
     get_policy_loss_fn,
     loss_and_metrics,
     register_policy_loss,
+    section_of,
 )
+from verl.algorithms.packed_correction import packed_kept, packed_weights
+from verl.algorithms.registry import About
 
 __all__ = [
     "POLICY_LOSS_REGISTRY",
@@ -34,6 +39,8 @@ __all__ = [
     "PolicyLossFn",
     "clipped_objective",
     "compute_policy_loss",
+    "compute_policy_loss_bypass_mode",
+    "compute_policy_loss_reinforce",
     "compute_policy_loss_vanilla",
     "get_policy_loss_fn",
     "loss_and_metrics",
@@ -140,7 +147,33 @@ def compute_policy_loss(
     return loss, cells.mean(token.is_clipped), cells.mean(-token.log_ratio), cells.mean(token.is_clipped_lower)
 
 
-@register_policy_loss("vanilla")
+@register_policy_loss(
+    "vanilla",
+    about=[
+        About(
+            "-min(w A, clip(w, 1 - low, 1 + high) A)",
+            "PPO; the default",
+            "arXiv:1707.06347",
+            "test_policy_loss.py::test_loss_and_shares_by_hand_in_every_mode",
+            options="actor.{clip_ratio,clip_ratio_low,clip_ratio_high,clip_ratio_c}",
+        ),
+        About(
+            "the same",
+            '"clip-higher": leaves room for rare tokens to grow, e.g. 0.28 and 0.2',
+            "arXiv:2503.14476",
+            "test_policy_loss.py::test_loss_and_shares_by_hand_in_every_mode",
+            setting="clip_ratio_high > clip_ratio_low",
+        ),
+        About(
+            "where A < 0, never above -c A",
+            '"dual clip", c > 1: bounds what a bad token costs once its ratio exploded; null is off',
+            "arXiv:1912.09729",
+            "test_roll_values.py::test_dual_clip",
+            options="actor.clip_ratio_c",
+            setting="clip_ratio_c=c",
+        ),
+    ],
+)
 def compute_policy_loss_vanilla(
     old_log_prob: Tensor,
     log_prob: Tensor,
@@ -174,3 +207,89 @@ def compute_policy_loss_vanilla(
             rollout_is_weights=rollout_is_weights,
         )
     )
+
+
+@register_policy_loss(
+    "bypass_mode",
+    about=About(
+        "as `vanilla`, w = pi / mu; with `loss_type=reinforce` -sg[w in bounds] A log pi; 0 where w is rejected",
+        "learning straight from what the sampler drew; set beside `algorithm.rollout_correction.bypass_mode=true`",
+        "arXiv:2110.00641",
+        "test_policy_bypass.py::test_by_hand_in_a_batch_and_alone",
+        options="actor.{clip_ratio,clip_ratio_low,clip_ratio_high,clip_ratio_c}",
+    ),
+)
+def compute_policy_loss_bypass_mode(
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    loss_agg_mode: str = "token-mean",
+    config: Any = None,
+    rollout_is_weights: Tensor | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Learn straight from what the sampler drew: old log-probs are the sampler's, and r = pi / mu is made here.
+
+        ppo_clip     the clipped objective of r (see ``clipped_objective``); ``rollout_is`` adds nothing to it
+        reinforce    -sg[w] A log pi, w = r within bounds as ``rollout_is`` says, 1 without it
+
+    each times 0 where ``rollout_rs`` or the veto rejects r. A rejected token still counts in the divisor of
+    ``loss_agg_mode``: how many there are changes as the policy moves, and is known of a micro-batch at a time only.
+
+    Args:
+        old_log_prob, log_prob, advantages: (B, R) float; log mu, log pi, A; differentiable in ``log_prob``.
+        response_mask: (B, R); 1 on tokens that count.
+        config: the ``actor`` section, read for ``policy_loss.rollout_correction`` and the clip ratios.
+        rollout_is_weights: (B, R) factors of each token's loss.
+
+    Returns:
+        loss, the usual metrics, ``rollout_corr/rollout_is_mean`` and ``rollout_corr/rollout_rs_masked_fraction``.
+
+    Source: Liu, Li et al. 2025, https://richardli.xyz/rl-collapse; the ratio to the sampler in PPO: Hilton, Cobbe &
+    Schulman 2022, section 2 (arXiv:2110.00641).
+    """
+    config = section_of(config, "bypass_mode")
+    options = config.policy_loss.rollout_correction
+    tokens = Tokens(old_log_prob, log_prob, advantages, response_mask)
+    cells, factors, weights, keep = tokens.cells, torch.ones_like(tokens.ratio), None, None
+    if rollout_is_weights is not None:
+        factors = tokens.pack(rollout_is_weights)
+    if options.rejects:
+        keep = packed_kept(tokens, options.rejections, options.rollout_token_veto_threshold)
+        factors = factors * keep
+    if options.loss_type == "reinforce":
+        if options.rollout_is:
+            weights = packed_weights(tokens, options.rollout_is, *options.weighting)
+            factors = factors * weights
+        slope = -tokens.advantage * factors
+        loss, metrics = tokens.loss(slope * tokens.log_prob, slope, loss_agg_mode)
+    else:
+        low, high = clip_range(config, "bypass_mode")
+        token = clipped_objective(tokens.old, tokens.tracked, tokens.advantage, low, high, config.clip_ratio_c)
+        losses = token.loss * factors
+        loss = agg_rows(cells.row_sum(losses), cells.lengths, loss_agg_mode, tokens.width)
+        parts = loss, cells.mean(token.is_clipped), cells.mean(-token.log_ratio), cells.mean(token.is_clipped_lower)
+        loss, metrics = loss_and_metrics(parts)
+    is_token = cells.repeat(torch.ones_like(cells.lengths)) if keep is not None or weights is not None else None
+    if keep is not None:
+        metrics["rollout_corr/rollout_rs_masked_fraction"] = cells.mean(is_token * ~keep)
+    if weights is not None:
+        metrics["rollout_corr/rollout_is_mean"] = cells.mean(is_token * weights)
+    return loss, metrics
+
+
+def compute_policy_loss_reinforce(
+    rollout_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    loss_agg_mode: str = "seq-mean-token-sum",
+    config: Any = None,
+    rollout_is_weights: Tensor | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The policy gradient on what another policy drew: -sg[w] A log pi, w = ``rollout_is_weights`` or 1; all (B, R).
+
+    ``rollout_log_prob`` is read for the metrics only, ``config`` not at all. As ``policy_loss.loss_mode=reinforce``.
+    """
+    tokens = Tokens(rollout_log_prob, log_prob, advantages, response_mask)
+    return tokens.loss(-tokens.advantage * tokens.log_prob, -tokens.advantage, loss_agg_mode, rollout_is_weights)

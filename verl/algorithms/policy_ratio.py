@@ -11,11 +11,21 @@ import torch
 from torch import Tensor
 
 from verl.algorithms.objective import Tokens, clip_range, register_policy_loss, section_of
+from verl.algorithms.registry import About
 
 Result = tuple[Tensor, dict[str, Tensor]]
 
 
-@register_policy_loss("gspo")
+@register_policy_loss(
+    "gspo",
+    about=About(
+        "-min(s A, clip(s, 1 - low, 1 + high) A), s the geometric mean of w over the response",
+        "mixtures of experts, long responses; clip ratios near 3e-4; `loss_agg_mode=seq-mean-token-mean`",
+        "arXiv:2507.18071",
+        "test_policy_losses.py::test_loss_by_hand_in_a_batch_and_alone",
+        options="actor.{clip_ratio,clip_ratio_low,clip_ratio_high}",
+    ),
+)
 def compute_policy_loss_gspo(
     old_log_prob: Tensor,
     log_prob: Tensor,
@@ -53,7 +63,16 @@ def compute_policy_loss_gspo(
     return tokens.loss(torch.maximum(free, clipped), free * ~is_clipped, loss_agg_mode, rollout_is_weights, is_clipped)
 
 
-@register_policy_loss("geo_mean")
+@register_policy_loss(
+    "geo_mean",
+    about=About(
+        "-A exp(mean over the response of log w, each bounded to -low ... high on the side its advantage pushes to)",
+        "GMPO: single wild ratios; clip ratios near 0.4; `loss_agg_mode=seq-mean-token-mean`",
+        "arXiv:2507.20673",
+        "test_policy_losses.py::test_loss_by_hand_in_a_batch_and_alone",
+        options="actor.{clip_ratio,clip_ratio_low,clip_ratio_high}",
+    ),
+)
 def compute_policy_loss_geo_mean(
     old_log_prob: Tensor,
     log_prob: Tensor,
@@ -94,7 +113,16 @@ def compute_policy_loss_geo_mean(
     return tokens.loss(value, slope, loss_agg_mode, rollout_is_weights, ~is_free)
 
 
-@register_policy_loss("cispo")
+@register_policy_loss(
+    "cispo",
+    about=About(
+        "-sg[clip(w, 1 - low, 1 + high)] A log pi",
+        "rare tokens must go on teaching; `clip_ratio_low=1`: no lower bound, as published",
+        "arXiv:2506.13585",
+        "test_policy_losses.py::test_loss_by_hand_in_a_batch_and_alone",
+        options="actor.{clip_ratio,clip_ratio_low,clip_ratio_high}",
+    ),
+)
 def compute_policy_loss_cispo(
     old_log_prob: Tensor,
     log_prob: Tensor,
@@ -132,7 +160,16 @@ def compute_policy_loss_cispo(
     )
 
 
-@register_policy_loss("sapo")
+@register_policy_loss(
+    "sapo",
+    about=About(
+        "-A 4 / tau sigmoid(tau (w - 1)), tau by the sign of A",
+        "a soft bound instead of a clip; `loss_agg_mode=seq-mean-token-mean`",
+        "arXiv:2511.20347",
+        "test_policy_losses.py::test_loss_by_hand_in_a_batch_and_alone",
+        options="actor.tau_pos actor.tau_neg",
+    ),
+)
 def compute_policy_loss_sapo(
     old_log_prob: Tensor,
     log_prob: Tensor,
@@ -168,7 +205,16 @@ def compute_policy_loss_sapo(
     return tokens.loss(-4 / tau * gate * tokens.advantage, slope, loss_agg_mode, rollout_is_weights)
 
 
-@register_policy_loss("dppo_tv")
+@register_policy_loss(
+    "dppo_tv",
+    about=About(
+        "-sg[min(w, c)] A log pi, or 0 once pi moved by more than low or high",
+        "off-policy steps with rare tokens; clip ratios bound pi - pi_old",
+        "arXiv:2602.04879",
+        "test_policy_losses.py::test_loss_by_hand_in_a_batch_and_alone",
+        options="actor.{clip_ratio,clip_ratio_low,clip_ratio_high,clip_ratio_c}",
+    ),
+)
 def compute_policy_loss_dppo_tv(
     old_log_prob: Tensor,
     log_prob: Tensor,
@@ -201,7 +247,16 @@ def compute_policy_loss_dppo_tv(
     return _held_policy_gradient(tokens, is_held, config, loss_agg_mode, rollout_is_weights)
 
 
-@register_policy_loss("dppo_kl")
+@register_policy_loss(
+    "dppo_kl",
+    about=About(
+        'the same, once KL(pi_old, pi) of "this token or another" exceeds low or high',
+        "the same; clip ratios in nats",
+        "arXiv:2602.04879",
+        "test_policy_losses.py::test_loss_by_hand_in_a_batch_and_alone",
+        options="actor.{clip_ratio,clip_ratio_low,clip_ratio_high,clip_ratio_c}",
+    ),
+)
 def compute_policy_loss_dppo_kl(
     old_log_prob: Tensor,
     log_prob: Tensor,

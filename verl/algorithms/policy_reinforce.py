@@ -12,11 +12,21 @@ import torch
 from torch import Tensor
 
 from verl.algorithms.objective import Tokens, register_policy_loss, section_of
+from verl.algorithms.registry import About
 
 Result = tuple[Tensor, dict[str, Tensor]]
 
 
-@register_policy_loss("gpg", "reinforce")
+@register_policy_loss(
+    "gpg",
+    "reinforce",
+    about=About(
+        "-A log pi",
+        "one step on fresh samples",
+        "arXiv:2504.02546",
+        "test_policy_losses.py::test_loss_by_hand_in_a_batch_and_alone",
+    ),
+)
 def compute_policy_loss_gpg(
     old_log_prob: Tensor,
     log_prob: Tensor,
@@ -45,7 +55,16 @@ def compute_policy_loss_gpg(
     return tokens.loss(-tokens.advantage * tokens.log_prob, -tokens.advantage, loss_agg_mode, rollout_is_weights)
 
 
-@register_policy_loss("tis")
+@register_policy_loss(
+    "tis",
+    about=About(
+        "-sg[clip(pi / mu, lower, upper)] A log pi, mu as the sampler saw it",
+        "old samples, or an engine with other numerics; needs `rollout.calculate_log_probs=true`",
+        "arXiv:1802.01561",
+        "test_policy_losses.py::test_loss_by_hand_in_a_batch_and_alone",
+        options="actor.policy_loss.tis_lower_bound actor.policy_loss.tis_upper_bound",
+    ),
+)
 def compute_policy_loss_tis(
     old_log_prob: Tensor,
     log_prob: Tensor,
@@ -82,7 +101,16 @@ def compute_policy_loss_tis(
     return tokens.loss(slope * tokens.log_prob, slope, loss_agg_mode, rollout_is_weights, is_cut, is_raised)
 
 
-@register_policy_loss("topr")
+@register_policy_loss(
+    "topr",
+    about=About(
+        "-a A log pi if the score is positive, else -b sg[min(rho, 1)] A log pi, rho the product of w",
+        "off-policy batches with many failures",
+        "arXiv:2503.14286",
+        "test_policy_losses.py::test_loss_by_hand_in_a_batch_and_alone",
+        options="actor.policy_loss.topr_pos_weight actor.policy_loss.topr_neg_weight actor.policy_loss.topr_ratio",
+    ),
+)
 def compute_policy_loss_topr(
     old_log_prob: Tensor,
     log_prob: Tensor,
@@ -123,7 +151,16 @@ def compute_policy_loss_topr(
     return tokens.loss(slope * tokens.log_prob, slope, loss_agg_mode, rollout_is_weights, is_cut)
 
 
-@register_policy_loss("kimi15")
+@register_policy_loss(
+    "kimi15",
+    about=About(
+        "-A log pi + tau/2 D log w, D the sum of log w over the response",
+        "mirror descent, several steps a batch; `loss_agg_mode=seq-mean-token-sum`",
+        "arXiv:2501.12599",
+        "test_policy_losses.py::test_loss_by_hand_in_a_batch_and_alone",
+        options="actor.policy_loss.kimi15_tau",
+    ),
+)
 def compute_policy_loss_kimi15(
     old_log_prob: Tensor,
     log_prob: Tensor,
@@ -157,7 +194,16 @@ def compute_policy_loss_kimi15(
     return tokens.loss(value, pull - tokens.advantage, loss_agg_mode, rollout_is_weights)
 
 
-@register_policy_loss("dro")
+@register_policy_loss(
+    "dro",
+    about=About(
+        "-A log pi + beta/2 (log w)^2",
+        "the same, token by token",
+        "arXiv:2405.19107",
+        "test_policy_losses.py::test_loss_by_hand_in_a_batch_and_alone",
+        options="actor.policy_loss.dro_beta",
+    ),
+)
 def compute_policy_loss_dro(
     old_log_prob: Tensor,
     log_prob: Tensor,

@@ -1,18 +1,48 @@
 """Registry: the name a user writes in the config -> the thing that does it.
 
 One small class serves advantages, policy losses, KL estimators, aggregation modes, and whatever else is chosen by
-name. Knows nothing of what it holds.
+name. Beside each built-in thing stands what a reader wants to know of it, ``About``: docs/algorithms.md is made from
+that. Knows nothing of what it holds.
 """
 
 from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from enum import Enum
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class About:
+    """What the documentation says of a name: one row of a table of docs/algorithms.md."""
+
+    equation: str
+    """As one reads it aloud, in the letters of that page."""
+    use: str
+    """When to choose it."""
+    source: str
+    """``arXiv:2402.03300``, or a markdown link to where it was published."""
+    test: str
+    """The test of the equation, ``module.py::test_name`` below ``tests/algorithms``, or a path below ``tests``."""
+    options: str = ""
+    """Keys of the config that it reads, spaces between them, ``section.{a,b}`` for two of one section. ``actor.`` is
+    short for ``actor_rollout_ref.actor.``"""
+    setting: str = ""
+    """Of a further row: the options that make the same name something else."""
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """``options`` as full keys."""
+        found = []
+        for word in self.options.split():
+            section, _, names = word.partition("{")
+            found += [section + name for name in names.rstrip("}").split(",")]
+        return tuple(re.sub(r"^actor\.", "actor_rollout_ref.actor.", key) for key in found)
 
 
 class Registry(Generic[T]):
@@ -30,13 +60,18 @@ class Registry(Generic[T]):
         self.way_out = way_out
         self.check = check
         self._entries: dict[str, T] = {}
+        self._about: dict[str, tuple[About, ...]] = {}
 
-    def register(self, *names: str | Enum) -> Callable[[T], T]:
+    def register(self, *names: str | Enum, about: About | Sequence[About] = ()) -> Callable[[T], T]:
         """Decorator: file the decorated thing under each of ``names``.
+
+        Args:
+            about: what the documentation says of it; several where options make it several things. Yours needs none.
 
         Raises:
             ValueError: a name is taken by something else.
         """
+        rows = (about,) if isinstance(about, About) else tuple(about)
 
         def file(entry: T) -> T:
             for name in map(_plain, names):
@@ -46,6 +81,8 @@ class Registry(Generic[T]):
                         f"Names are unique; choose another for {entry!r}."
                     )
                 self._entries[name] = entry
+                if rows:
+                    self._about[name] = rows
             return entry
 
         return file
@@ -81,6 +118,18 @@ class Registry(Generic[T]):
 
     def __len__(self) -> int:
         return len(self._entries)
+
+    def about(self, name: str | Enum) -> tuple[About, ...]:
+        """What the documentation says of ``name``; empty for what users registered."""
+        return self._about.get(_plain(name), ()) if name in self else ()
+
+    def documented(self) -> dict[tuple[str, ...], tuple[About, ...]]:
+        """Names of the same thing together -> their rows, in the order of registration."""
+        together: dict[int, tuple[list[str], tuple[About, ...]]] = {}
+        for name in self._entries:
+            if rows := self._about.get(name):
+                together.setdefault(id(rows), ([], rows))[0].append(name)
+        return {tuple(names): rows for names, rows in together.values()}
 
     def keys(self) -> list[str]:
         """The known names, in the order of registration."""

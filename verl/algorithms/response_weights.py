@@ -8,7 +8,30 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from verl.algorithms.controls import CONTROLS
+from verl.algorithms.registry import About
 
+
+@CONTROLS.register(
+    "actor.length_loss_weight",
+    about=About(
+        "w_i = 3/2 - (T_i - T_min) / (T_max - T_min), over the mean of w",
+        "shorter responses",
+        "[ROLL](https://github.com/alibaba/ROLL)",
+        "test_response_weights.py::test_weights_by_hand",
+        options="actor.length_loss_weight",
+    ),
+)
+@CONTROLS.register(
+    "actor.difficulty_loss_weight",
+    about=About(
+        "w_i = 1/2 + 3/2 clip(d_i, 0, 1), over the mean of w",
+        "data with a difficulty a row: the hard ones count more",
+        "[ROLL](https://github.com/alibaba/ROLL)",
+        "test_response_weights.py::test_weights_by_hand",
+        options="actor.difficulty_loss_weight",
+    ),
+)
 def response_weights(lengths: Tensor, difficulty: Tensor | None = None, by_length: bool = False) -> Tensor:
     """Weigh hard prompts and short responses up, the mean over a mini-batch staying 1:
 

@@ -18,7 +18,9 @@ import torch
 from torch import Tensor
 
 from verl.algorithms.cells import PackedCells
+from verl.algorithms.controls import CONTROLS
 from verl.algorithms.estimating import Groups, require_finite, whiten
+from verl.algorithms.registry import About
 
 SMALLEST_STD = 1e-6
 """Scores that differ by less count as equal: they are not divided by their spread."""
@@ -73,6 +75,16 @@ def merge_moments(known: Mapping[str, Moments], scores: Tensor, sources: Sequenc
     return merged
 
 
+@CONTROLS.register(
+    "algorithm.reward_shaping.norm",
+    about=About(
+        "(s - mean) / (std + 1e-6), each over `batch`, `group`, `source` or `running`, or null, in any pair",
+        "scores of several scales; estimators that compare with nothing",
+        "arXiv:2501.03262",
+        "test_reward_shaping.py::test_normalisation_by_hand",
+        options="algorithm.reward_shaping.norm.{mean,std}",
+    ),
+)
 def centre_and_spread(
     scores: Tensor,
     index: np.ndarray | Sequence,
@@ -88,6 +100,7 @@ def centre_and_spread(
 
         batch      all responses of this step
         group      the responses to the same prompt; alone there, a response is compared with 0 at a std of 1
+        source     the responses of this step of the same data source, likewise
         running    all responses of the same data source up to and with this step
 
     Equal scores have nothing to be divided by: where the std is no more than 1e-6, spread is 1.
@@ -95,9 +108,9 @@ def centre_and_spread(
     Args:
         scores: (B,) float.
         index: (B,) prompt ids; equal ids are siblings. Order is free.
-        mean, std: batch, group, running, or None for neither.
+        mean, std: batch, group, source, running, or None for neither.
         running: data source -> moments that hold this batch already. Read for ``running`` only.
-        sources: (B,) the data source of each response. Read for ``running`` only.
+        sources: (B,) the data source of each response. Read for ``source`` and ``running`` only.
 
     Returns:
         centre, spread: both (B,), float64.
@@ -111,26 +124,40 @@ def centre_and_spread(
     scores = scores.double()
     require_finite("token_level_scores", scores)
     centre, spread = torch.zeros_like(scores), torch.zeros_like(scores)
-    if "group" in (mean, std):
-        groups = Groups(index, scores.device)
-        group_mean = groups.mean(scores)
+    alike = {}
+    for kind, ids in (("group", index), ("source", sources)):
+        if kind in (mean, std):
+            groups = Groups(ids, scores.device)
+            alike[kind] = groups, groups.mean(scores)
     if "running" in (mean, std):
         seen = [running[source] for source in sources]
     if mean == "batch":
         centre = torch.full_like(scores, Moments.of(scores).mean)
-    elif mean == "group":
-        centre = torch.where(groups.is_alone, 0, group_mean)
+    elif mean in alike:
+        groups, common = alike[mean]
+        centre = torch.where(groups.is_alone, 0, common)
     elif mean == "running":
         centre = scores.new_tensor([moments.mean for moments in seen])
     if std == "batch":
         spread = torch.full_like(scores, Moments.of(scores).std)
-    elif std == "group":
-        spread = groups.std(scores, group_mean)
+    elif std in alike:
+        groups, common = alike[std]
+        spread = groups.std(scores, common)
     elif std == "running":
         spread = scores.new_tensor([moments.std for moments in seen])
     return centre, torch.where(spread > SMALLEST_STD, spread + epsilon, 1.0)
 
 
+@CONTROLS.register(
+    "algorithm.reward_shaping.overlong_buffer",
+    about=About(
+        "s - factor clip((T_i - (R - len)) / len, 0, 1), R = `rollout.response_length`",
+        "responses that run into the length limit",
+        "arXiv:2503.14476",
+        "test_reward_shaping.py::test_overlong_penalty_by_hand",
+        options="algorithm.reward_shaping.overlong_buffer.{enable,len,penalty_factor}",
+    ),
+)
 def overlong_penalty(lengths: Tensor, max_length: int, buffer: int, factor: float = 1.0) -> Tensor:
     """Charge a response for the part of the buffer it used up, at most ``factor``:
 
@@ -149,6 +176,26 @@ def overlong_penalty(lengths: Tensor, max_length: int, buffer: int, factor: floa
     return -factor * ((lengths.double() - (max_length - buffer)) / buffer).clamp(0, 1)
 
 
+@CONTROLS.register(
+    "algorithm.reward_shaping.scale",
+    about=About(
+        "scale s",
+        "scores too large for a critic",
+        "arXiv:2005.12729",
+        "test_reward_shaping.py::test_rescored_tokens_add_up_by_hand",
+        options="algorithm.reward_shaping.scale",
+    ),
+)
+@CONTROLS.register(
+    "algorithm.reward_shaping.shift",
+    about=About(
+        "scale s + shift",
+        "scores that must not all be positive, for estimators without a baseline",
+        "[ROLL](https://github.com/alibaba/ROLL)",
+        "trainer/test_shaping.py::test_penalty_norm_scale_shift_and_clip_come_in_this_order",
+        options="algorithm.reward_shaping.shift",
+    ),
+)
 def rescore(token_level_scores: Tensor, response_mask: Tensor, scores: Tensor, scale: Tensor) -> Tensor:
     """Token rewards that add up to new scores: each times its row's ``scale``, the rest on the last sampled token.
 
@@ -174,12 +221,42 @@ def rescore(token_level_scores: Tensor, response_mask: Tensor, scores: Tensor, s
     return rewards
 
 
-def clip_scores(scores: Tensor, bound: float) -> tuple[Tensor, float]:
-    """Scores (B,) within [-bound, bound], and the share of responses this changed."""
-    clipped = scores.clamp(-bound, bound)
+@CONTROLS.register(
+    "algorithm.reward_shaping.clip_range",
+    about=About(
+        "s within [low, high]",
+        "bounds that differ: RAGEN's and ROLL's `asym_clip` is [-1, 3]",
+        "[ROLL](https://github.com/alibaba/ROLL)",
+        "trainer/test_more_shaping.py::test_bounds_of_a_score_may_differ_above_and_below",
+        options="algorithm.reward_shaping.clip_range",
+    ),
+)
+@CONTROLS.register(
+    "algorithm.reward_shaping.clip",
+    about=About(
+        "s within [-c, c]; once the KL is in, every r_t too",
+        "reward models with outliers",
+        "[ROLL](https://github.com/alibaba/ROLL)",
+        "test_reward_shaping.py::test_bounds_and_the_share_they_changed",
+        options="algorithm.reward_shaping.clip",
+    ),
+)
+def clip_scores(scores: Tensor, bound: float, low: float | None = None) -> tuple[Tensor, float]:
+    """Scores (B,) within [low, bound], low = -bound where it is None, and the share of responses this changed."""
+    clipped = scores.clamp(-bound if low is None else low, bound)
     return clipped, (clipped != scores).double().mean().item() if len(scores) else 0.0
 
 
+@CONTROLS.register(
+    "algorithm.advantage.clip",
+    about=About(
+        "A within [-c, c]; the critic's returns stay",
+        "single advantages that decide a step",
+        "[ROLL](https://github.com/alibaba/ROLL)",
+        "test_reward_shaping.py::test_bounds_and_the_share_they_changed",
+        options="algorithm.advantage.clip",
+    ),
+)
 def clip_tokens(x: Tensor, response_mask: Tensor, bound: float) -> tuple[Tensor, float]:
     """Token rewards or advantages (B, R) within [-bound, bound], and the share of unmasked tokens this changed."""
     clipped = x.clamp(-bound, bound)
@@ -188,6 +265,26 @@ def clip_tokens(x: Tensor, response_mask: Tensor, bound: float) -> tuple[Tensor,
     return clipped, changed.item()
 
 
+@CONTROLS.register(
+    "algorithm.reward_shaping.whiten",
+    about=About(
+        "r_t to mean 0 and variance 1 over the tokens of the step",
+        "scores at the end made into a reward on every token",
+        "[ROLL](https://github.com/alibaba/ROLL)",
+        "test_reward_shaping.py::test_whitened_tokens_by_hand",
+        options="algorithm.reward_shaping.whiten",
+    ),
+)
+@CONTROLS.register(
+    "algorithm.advantage.whiten",
+    about=About(
+        "A to mean 0 and variance 1 over the tokens of the step; null: as the estimator does, false: not even that",
+        "steps of one size whatever the rewards",
+        "arXiv:2006.05990",
+        "test_reward_shaping.py::test_estimators_that_whiten_can_be_told_not_to",
+        options="algorithm.advantage.whiten",
+    ),
+)
 @torch.no_grad()
 def whiten_tokens(x: Tensor, response_mask: Tensor) -> Tensor:
     """Shift and scale to mean 0 and unbiased variance 1 over the unmasked tokens of the batch:
@@ -211,6 +308,39 @@ def whiten_tokens(x: Tensor, response_mask: Tensor) -> Tensor:
     return cells.unpack(whiten(flat if flat.dtype == torch.float64 else flat.float(), cells)).to(x.dtype)
 
 
+@CONTROLS.register(
+    "algorithm.sample_mask.drop_truncated",
+    about=About(
+        'responses cut at the length limit leave the loss: DAPO\'s "overlong filtering"',
+        "a score of a response that was cut says little",
+        "arXiv:2503.14476",
+        "trainer/test_shaping.py::test_truncated_responses_leave_the_loss_but_not_their_group",
+        options="algorithm.sample_mask.drop_truncated",
+    ),
+)
+def cut_at_limit(lengths: Tensor, max_length: int, finish_reasons: Sequence[str] | None = None) -> Tensor:
+    """Whether each response ended because there was no room left: (B,) bool.
+
+    Args:
+        lengths: (B,) tokens of each response.
+        max_length: tokens at which responses are cut.
+        finish_reasons: (B,) why each ended, ``length`` if cut. None: a response that fills the window counts as cut.
+    """
+    if finish_reasons is not None:
+        return torch.tensor([reason == "length" for reason in finish_reasons])
+    return lengths >= max_length
+
+
+@CONTROLS.register(
+    "algorithm.sample_mask.difficulty",
+    about=About(
+        "responses to a prompt whose mean score lies outside [low, high] leave the loss",
+        "prompts all right or all wrong",
+        "arXiv:2502.01456",
+        "test_reward_shaping.py::test_difficulty_is_that_of_the_group_and_its_ends_are_inside",
+        options="algorithm.sample_mask.difficulty",
+    ),
+)
 def within_difficulty(scores: Tensor, index: np.ndarray | Sequence, low: float, high: float) -> Tensor:
     """Whether the mean score of a response's group lies in [low, high], ends included: (B,) bool.
 
@@ -222,3 +352,26 @@ def within_difficulty(scores: Tensor, index: np.ndarray | Sequence, low: float, 
     require_finite("token_level_scores", scores)
     mean = Groups(index, scores.device).mean(scores)
     return (mean >= low) & (mean <= high)
+
+
+@CONTROLS.register(
+    "algorithm.sample_mask.error_max_len",
+    about=About(
+        "responses of n tokens or more with a score, as given, of 0 or less leave the loss",
+        "long failures that would teach brevity alone",
+        "[ROLL](https://github.com/alibaba/ROLL)",
+        "trainer/test_more_shaping.py::test_long_failures_leave_the_loss_and_long_successes_stay",
+        options="algorithm.sample_mask.error_max_len",
+    ),
+)
+def right_or_short(scores: Tensor, lengths: Tensor, longest: int) -> Tensor:
+    """Whether a response succeeded, or failed in fewer than ``longest`` tokens: (B,) bool.
+
+    Args:
+        scores: (B,) float, as the reward function gave them; a positive one is a success.
+        lengths: (B,) tokens of each response.
+
+    Source: the ``error_max_len_clip`` of ROLL.
+    """
+    require_finite("token_level_scores", scores)
+    return (scores > 0) | (lengths.to(scores.device) < longest)

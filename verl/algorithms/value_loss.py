@@ -14,7 +14,7 @@ def compute_value_loss(
     returns: Tensor,
     values: Tensor,
     response_mask: Tensor,
-    cliprange_value: float,
+    cliprange_value: float | None,
     loss_agg_mode: str = "token-mean",
 ) -> tuple[Tensor, Tensor]:
     """Fit the returns, but do not leave the values the advantages were computed with too fast.
@@ -27,7 +27,7 @@ def compute_value_loss(
         vpreds: (B, R) float; V, the critic's present prediction; differentiable.
         returns, values: (B, R) float; the target, and V_old.
         response_mask: (B, R); 1 on tokens that count. Masked cells have no influence and get no gradient.
-        cliprange_value: c, in units of the return.
+        cliprange_value: c, in units of the return; None: the first square alone.
         loss_agg_mode: see ``agg_loss``.
 
     Returns:
@@ -40,7 +40,8 @@ def compute_value_loss(
     v, target, old = cells.pack(vpreds), cells.pack(returns), cells.pack(values)
     with torch.no_grad():
         error = v - target
-        clipped_error = torch.clamp(v, old - cliprange_value, old + cliprange_value) - target
+        bounded = v if cliprange_value is None else torch.clamp(v, old - cliprange_value, old + cliprange_value)
+        clipped_error = bounded - target
         is_clipped = clipped_error.abs() > error.abs()
         losses = 0.5 * torch.maximum(error.square(), clipped_error.square())
         slope = error * ~is_clipped

@@ -5,6 +5,7 @@ from typing import ClassVar, Literal
 
 from verl.config.algorithm import KLKind
 from verl.config.base import Config, option, section
+from verl.config.correction import RolloutCorrectionConfig
 from verl.config.engine import DeepSpeedConfig, FSDPConfig, Strategy
 from verl.config.optim import OptimConfig
 from verl.config.trainer import CheckpointConfig
@@ -24,8 +25,9 @@ class PolicyLossConfig(Config):
 
     loss_mode: str = "vanilla"
     """``vanilla`` (clipped PPO, Schulman et al. 2017, arXiv:1707.06347), gspo, geo_mean, cispo, sapo, clip_cov,
-    kl_cov, dppo_tv, dppo_kl, gpg, reinforce, tis, topr, kimi15, dro, a name given to ``register_policy_loss``, or
-    a function of yours as path/to/file.py:name. Equations and papers: docs/algorithms.md."""
+    kl_cov, dppo_tv, dppo_kl, gpg, reinforce, tis, topr, kimi15, dro, bypass_mode, a name given to
+    ``register_policy_loss``, or a function of yours as path/to/file.py:name. Equations and papers:
+    docs/algorithms.md."""
 
     clip_cov_ratio: float = option(0.0002, at_least=0, at_most=1)
     """clip_cov: share of tokens whose gradient is dropped. Source: Cui et al. 2025 (arXiv:2505.22617)."""
@@ -62,6 +64,9 @@ class PolicyLossConfig(Config):
 
     dro_beta: float = option(0.1, above=0)
     """dro: weight of the squared log-ratio of a token. Source: Richemond et al. 2024 (arXiv:2405.19107)."""
+
+    rollout_correction: RolloutCorrectionConfig = section(RolloutCorrectionConfig)
+    """bypass_mode: follows ``algorithm.rollout_correction``, where it is to be set."""
 
 
 @dataclass

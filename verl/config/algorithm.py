@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from verl.config.base import Config, option, section
+from verl.config.correction import RolloutCorrectionConfig
 
 KLKind = Literal[
     "kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3",
@@ -13,10 +14,6 @@ KLKind = Literal[
 http://joschu.net/blog/kl-approx.html). ``kl`` = ``k1``: the difference; ``abs``: its absolute value; ``mse`` = ``k2``:
 half its square; ``low_var_kl`` = ``k3``: exp(-d) - 1 + d. With ``+``: that value, with the gradient of k2. ``full`` is
 no estimate but the sum over the vocabulary, in the loss only."""
-
-
-RatioLevel = Literal["token", "sequence", "geometric"]
-"""Over what pi_old / pi_rollout is taken: each token, the product over its response, or the geometric mean over it."""
 
 
 @dataclass
@@ -63,12 +60,22 @@ class FilterGroupsConfig(Config):
     that the reward function returns, ``acc`` for example. A function that returns one number gives ``acc`` and
     ``score`` too."""
 
+    low: float | None = None
+    """Drop groups whose mean of ``metric`` is not above this as well: prompts that are too hard. Null: none."""
+
+    high: float | None = None
+    """Drop groups whose mean of ``metric`` is not below this as well: prompts that are too easy. Null: none."""
+
+    min_std: float = option(0.0, at_least=0)
+    """Drop groups whose std of ``metric`` is not above this as well. 0: all that differ at all are kept."""
+
     max_num_gen_batches: int = option(0, at_least=0)
     """Batches of prompts that one step may draw; if groups still lack then, the run stops. 0: no bound."""
 
 
-ScoreGroup = Literal["batch", "group", "running"]
-"""Scores whose mean or std counts: those of the step, of the prompt, or of the data source since the run began."""
+ScoreGroup = Literal["batch", "group", "source", "running"]
+"""Scores whose mean or std counts: those of the step, of the prompt, of the data source in this step, or of the data
+source since the run began."""
 
 
 @dataclass
@@ -76,8 +83,9 @@ class RewardNormConfig(Config):
     """Normalisation of scores, (s - mean) / (std + 1e-6): mean and std each of their own choice."""
 
     mean: ScoreGroup | None = None
-    """What is subtracted: the mean over the step's responses (``batch``), over those to the same prompt (``group``), or
-    over all so far of the same data source, this step included (``running``; kept in checkpoints). Null: nothing."""
+    """What is subtracted: the mean over the step's responses (``batch``), over those to the same prompt (``group``) or
+    of the same data source (``source``), or over all so far of the same data source, this step included (``running``;
+    kept in checkpoints). Null: nothing."""
 
     std: ScoreGroup | None = None
     """What is divided by: the unbiased std over the same choices. Null: nothing."""
@@ -99,8 +107,9 @@ class OverlongBufferConfig(Config):
 
 @dataclass
 class RewardShapingConfig(Config):
-    """What is done to a response's score, in this order: ``overlong_buffer``, ``norm``, ``scale``, ``shift``, ``clip``,
-    then the KL in the reward, ``clip`` again, ``whiten``. Validation and ``critic/score`` show scores as given."""
+    """What is done to a response's score, in this order: ``overlong_buffer``, ``norm``, ``scale``, ``shift``,
+    ``clip_range``, ``clip``, then the KL in the reward, ``clip`` again, ``whiten``. Validation and ``critic/score``
+    show scores as given."""
 
     overlong_buffer: OverlongBufferConfig = section(OverlongBufferConfig)
     """Penalty of overlong responses."""
@@ -113,6 +122,9 @@ class RewardShapingConfig(Config):
 
     shift: float = 0.0
     """Reward points added, after ``scale``."""
+
+    clip_range: list[float] | None = None
+    """[low, high]: bounds on the score of a response, [-1,3] for example. Null: none."""
 
     clip: float | None = option(None, above=0)
     """Bound on the absolute score of a response and, once the KL is in, on that of every token's reward. Null: none."""
@@ -135,6 +147,21 @@ class AdvantageConfig(Config):
 
 
 @dataclass
+class GiGPOConfig(Config):
+    """Parameters of ``adv_estimator=gigpo`` (Feng et al. 2025, arXiv:2505.10978), beside ``step_gamma``."""
+
+    episode_weight: float = option(1.0, at_least=0)
+    """Weight of how an episode compares with its siblings."""
+
+    step_weight: float = option(1.0, at_least=0)
+    """Weight of how a turn compares with the turns of siblings that began in the same state."""
+
+    mode: Literal["mean_std_norm", "mean_norm"] = "mean_std_norm"
+    """Both comparisons subtract the mean, and ``mean_std_norm`` divides by the std too. ``mean_norm`` leaves it out,
+    as Dr. GRPO does."""
+
+
+@dataclass
 class SampleMaskConfig(Config):
     """Responses that neither policy nor critic learns from: their loss mask is zero. They are sampled, scored, and
     count among their siblings all the same."""
@@ -142,63 +169,13 @@ class SampleMaskConfig(Config):
     drop_truncated: bool = False
     """Those cut at the length limit (DAPO's overlong filtering)."""
 
+    error_max_len: int | None = option(None, above=0)
+    """Those of this many tokens or more whose score, as the reward function gave it, is not positive: long failures.
+    Null: none."""
+
     difficulty: list[float] | None = None
     """[low, high]: those to prompts whose mean score, as the reward function gave it, lies outside; the ends are
     inside. Null: none."""
-
-
-@dataclass
-class RolloutCorrectionConfig(Config):
-    """What is done about tokens the sampler drew with other probabilities than the trainer's. All of it is off by
-    default, needs ``rollout.calculate_log_probs``, and is about r = pi_old / pi_rollout. See docs/algorithms.md."""
-
-    _target_: ClassVar[str] = "verl.trainer.config.RolloutCorrectionConfig"
-
-    rollout_is: RatioLevel | None = None
-    """Multiply the policy loss of each token by r, within bounds, as importance sampling asks for. Null: do not."""
-
-    rollout_is_threshold: float = option(2.0, above=0)
-    """Upper bound of r in ``rollout_is``. Source: Yao et al. 2025 (https://fengyao.notion.site/off-policy-rl)."""
-
-    rollout_is_threshold_lower: float | None = option(None, above=0)
-    """Lower bound of r in ``rollout_is``. Null: none, with ``rollout_is_mode=mask`` 1 / upper bound."""
-
-    rollout_is_mode: Literal["truncate", "mask"] = "truncate"
-    """What becomes of r beyond a bound: ``truncate`` sets it to the bound, ``mask`` to 0, so that such tokens teach
-    nothing (IcePop, arXiv:2510.18855). Either way they are counted where losses are averaged."""
-
-    rollout_is_batch_normalize: bool = False
-    """Divide the weights of ``rollout_is`` by their mean over the batch: the mean of tokens with ``token``, of
-    responses else."""
-
-    rollout_rs: RatioLevel | None = None
-    """Reject tokens (``token``) or whole responses (``sequence``, ``geometric``) whose r is beyond the bounds below:
-    the update does not see them, and they are not counted where losses are averaged. Null: do not."""
-
-    rollout_rs_threshold: float | None = option(None, above=0)
-    """Upper bound of r in ``rollout_rs``. Null: ``rollout_is_threshold``. Of the geometric mean, 1.001 or so."""
-
-    rollout_rs_threshold_lower: float | None = option(None, above=0)
-    """Lower bound of r in ``rollout_rs``. Null: 1 / upper bound."""
-
-    rollout_token_veto_threshold: float | None = option(None, above=0, below=1)
-    """Reject every response with a token whose r is below this, 1e-4 for example, whatever ``rollout_rs`` is."""
-
-    bypass_mode: bool = False
-    """Take the sampler's log-probs for the old ones and leave out the pass that computes them: the ratio in the loss is
-    then that of the policy to the sampler, and its clip range holds for both differences together."""
-
-    @property
-    def rejects(self) -> bool:
-        """Whether some tokens are to be left out of updates."""
-        return self.rollout_rs is not None or self.rollout_token_veto_threshold is not None
-
-    @property
-    def rejection_bounds(self) -> tuple[float, float]:
-        """Upper and lower bound of ``rollout_rs``."""
-        upper = self.rollout_is_threshold if self.rollout_rs_threshold is None else self.rollout_rs_threshold
-        lower = self.rollout_rs_threshold_lower
-        return upper, 1 / upper if lower is None else lower
 
 
 @dataclass
@@ -215,16 +192,19 @@ class AlgorithmConfig(Config):
     (arXiv:1506.02438)."""
 
     adv_estimator: str = "gae"
-    """Advantage estimator: gae, grpo, grpo_passk, rloo, remax, reinforce, step_reinforce, agentic_reinforce,
-    reinforce_plus_plus, reinforce_plus_plus_baseline, opo, gpg, gdpo, optimal_token_baseline, a name given to
-    ``register_adv_est``, or a function of yours as path/to/file.py:name. Only ``gae`` needs a critic. Equations and
-    papers: docs/algorithms.md."""
+    """Advantage estimator: gae, grpo, grpo_passk, rloo, remax, reinforce, step_reinforce, agentic_reinforce, gigpo,
+    reinforce_plus_plus, reinforce_plus_plus_baseline, opo, gpg, gdpo, optimal_token_baseline,
+    tir_optimal_token_baseline, a name given to ``register_adv_est``, or a function of yours as path/to/file.py:name.
+    Only ``gae`` needs a critic. Equations and papers: docs/algorithms.md."""
 
     norm_adv_by_std_in_grpo: bool = True
     """GRPO: divide by the standard deviation of the group. False is Dr. GRPO (Liu et al. 2025, arXiv:2503.20783)."""
 
     step_gamma: float = option(0.95, at_least=0, at_most=1)
-    """step_reinforce: discount from turn to turn. Source: Feng et al. 2025 (arXiv:2505.10978)."""
+    """step_reinforce, gigpo: discount from turn to turn. Source: Feng et al. 2025 (arXiv:2505.10978)."""
+
+    gigpo: GiGPOConfig = section(GiGPOConfig)
+    """gigpo: how episodes and turns are compared, and weighed."""
 
     gdpo_reward_keys: list[str] | None = None
     """gdpo: names of the rewards to combine, which the reward function returns beside ``score``. Source: Liu et al.

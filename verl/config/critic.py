@@ -117,9 +117,9 @@ class CriticConfig(Config):
     shuffle: bool = False
     """Draw mini-batches at random, as ``actor.shuffle`` does; follows the actor's."""
 
-    cliprange_value: float = option(0.5, above=0)
+    cliprange_value: float | None = option(0.5, above=0)
     """A new value may leave the old one by this much before its loss is clipped, as in OpenAI's
-    implementation of PPO."""
+    implementation of PPO. Null: it is not clipped."""
 
     loss_agg_mode: LossAggMode = "token-mean"
     """How token losses become one number; follows the actor's."""

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from verl.config.base import Problem
 from verl.config.build import show
+from verl.config.legacy_correction import CORRECTION_KEYS
 from verl.config.sampling_names import DECIDED, HANDED_ON
 from verl.config.tree import at_key, flatten, overlay, pop_key, put_key
 
@@ -93,6 +94,17 @@ MOVED: tuple[Moved, ...] = (
             ("advantage_clip", "advantage.clip"),
         )
     ),
+    *(
+        Moved(f"reward_model.{old}", (f"algorithm.reward_shaping.overlong_buffer.{new}",), is_alias=old[:3] == "len")
+        for old, new in (
+            ("len_reward.enable", "enable"),
+            ("len_reward.buffer", "len"),
+            ("len_reward.coef", "penalty_factor"),
+            ("overlong_buffer.enable", "enable"),
+            ("overlong_buffer.len", "len"),
+            ("overlong_buffer.penalty_factor", "penalty_factor"),
+        )
+    ),
     Moved("af_output_dir", ("trainer.default_local_dir",)),
     Moved(
         "engine_kwargs.vllm.disable_mm_preprocessor_cache",
@@ -123,6 +135,7 @@ GONE: tuple[Gone, ...] = (
         )
         for place in (f"{_A}.actor.optim", "critic.optim")
     ),
+    Gone("reward_model.overlong_buffer.log", "reward_shaping/* is always logged", (None, False, True)),
     Gone("data.chat_template_func", "set actor_rollout_ref.model.custom_chat_template, or use data.custom_cls"),
     Gone("data.filter_prompts", "set data.filter_overlong_prompts", (None, True)),
     Gone("data.need_tools_kwargs", _AGENTS),
@@ -145,7 +158,7 @@ ALIASES = tuple(entry.old for entry in MOVED if entry.is_alias)
 
 def is_legacy(key: str) -> bool:
     """Is this the name of an option of an older release?"""
-    return key in _BY_NAME
+    return key in _BY_NAME or key in CORRECTION_KEYS
 
 
 def strip_prefix(key: str) -> str:
@@ -204,3 +217,15 @@ def translate_logger(tree: dict) -> list[str]:
         return []
     put_key(tree, "trainer.logger", list(dict.fromkeys("wandb" if name == "tracking" else name for name in names)))
     return ["trainer.logger: tracking is now called wandb"]
+
+
+_SAME_ESTIMATOR = {"grpo_vectorized": "grpo", "rloo_vectorized": "rloo"}
+
+
+def translate_estimator(tree: dict) -> list[str]:
+    """Names of vectorised implementations, of which there is one each, in the unresolved ``tree``, in place."""
+    name = at_key(tree, "algorithm.adv_estimator")
+    if name not in _SAME_ESTIMATOR:
+        return []
+    put_key(tree, "algorithm.adv_estimator", _SAME_ESTIMATOR[name])
+    return [f"algorithm.adv_estimator: {name} is {_SAME_ESTIMATOR[name]}, which is vectorised"]

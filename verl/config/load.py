@@ -12,7 +12,8 @@ from typing import Any, NamedTuple, TypeVar
 from verl.config.base import Config, ConfigError, ConfigWarning, Problem
 from verl.config.build import build, missing_keys
 from verl.config.compose import CONFIG_DIR, compose, search_folders
-from verl.config.legacy import translate, translate_logger
+from verl.config.legacy import translate, translate_estimator, translate_logger
+from verl.config.legacy_correction import translate_correction
 from verl.config.normalise import spread_clip_ratio, spread_global_sizes
 from verl.config.overrides import check_overrides, locate, unknown_key
 from verl.config.ppo import PPOConfig
@@ -105,7 +106,8 @@ def interpret(
     before = copy_tree(tree)
     problems: list[Problem] = []
     notices = ["backend_config.* is read as the tree itself: leave the prefix out"] if stripped_prefix else []
-    notices += translate(tree, given, problems) + translate_logger(tree)
+    notices += translate(tree, given, problems) + translate_logger(tree) + translate_estimator(tree)
+    notices += translate_correction(tree, given, problems)
     notices += spread_global_sizes(tree, composed, problems)
     spread_clip_ratio(tree, given)
     if notices:

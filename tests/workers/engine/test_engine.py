@@ -7,14 +7,16 @@ import torch
 
 from tests.support.losses import optim_section, ppo_loss, value_loss
 from tests.support.tiny_models import make_batch, make_tiny_model
+from verl.algorithms.aggregate import AGG_MODES
 from verl.algorithms.losses import PPOLoss
 from verl.config.actor import ActorConfig
 from verl.models.loader import ModelSpec
 from verl.utils.micro_batching import WHOLE
 from verl.workers.engine import MicroBatching, Want, build_engine
 
-SPLITS = [MicroBatching(size=1), MicroBatching(size=3), MicroBatching(max_tokens=60), MicroBatching(max_tokens=200)]
-MODES = ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+SPLITS = [*(MicroBatching(size=n) for n in (1, 2, 4)), MicroBatching(max_tokens=60), MicroBatching(max_tokens=200)]
+"""Of seven rows: 7, 4 and 2 pieces, the last one shorter, and unequal ones by tokens."""
+MODES = list(AGG_MODES)
 
 
 @pytest.fixture(scope="module")
@@ -161,6 +163,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing_and_is_counted(folder, ca
     with caplog.at_level(logging.WARNING):
         metrics = engine.train_step(broken, ppo_loss(), MicroBatching(size=2))
     assert metrics["nonfinite_steps"] == 1.0 and "skipped" in caplog.text
+    assert "NaN or infinite: advantages in 1 places, first in row 0" in caplog.text
     assert torch.equal(flat_weights(engine), before) and engine.version == version
     assert engine.train_step(data, ppo_loss())["nonfinite_steps"] == 0.0
 

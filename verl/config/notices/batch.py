@@ -77,7 +77,8 @@ def response_window_is_the_rollouts(config: PPOConfig, is_given: IsGiven) -> Ite
 @notice
 def all_groups_are_trained_on(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
     if not config.algorithm.filter_groups.enable:
-        keys = [f"algorithm.filter_groups.{name}" for name in ("metric", "max_num_gen_batches")]
+        names = ("metric", "low", "high", "min_std", "max_num_gen_batches")
+        keys = [f"algorithm.filter_groups.{name}" for name in names]
         yield from unread(config, keys, is_given, "algorithm.filter_groups.enable=false trains on every group")
     elif config.reward_model.launch_reward_fn_async:
         why = "algorithm.filter_groups chooses groups by their rewards before anything else is computed"

@@ -8,13 +8,13 @@ from verl.config.ppo import PPOConfig
 from verl.config.rules.base import ACTOR, CORRECTION, REF, ROLLOUT
 from verl.config.support import built_names
 
-_CLIPPING = ("vanilla", "gspo", "geo_mean", "cispo", "clip_cov", "dppo_tv", "dppo_kl")
+_CLIPPING = ("vanilla", "gspo", "geo_mean", "cispo", "clip_cov", "dppo_tv", "dppo_kl", "bypass_mode")
 
 _READ_BY_LOSS: dict[str, tuple[str, ...]] = {
     "clip_ratio": _CLIPPING,
     "clip_ratio_low": _CLIPPING,
     "clip_ratio_high": _CLIPPING,
-    "clip_ratio_c": ("vanilla", "dppo_tv", "dppo_kl"),
+    "clip_ratio_c": ("vanilla", "dppo_tv", "dppo_kl", "bypass_mode"),
     "tau_pos": ("sapo",),
     "tau_neg": ("sapo",),
     **{f"policy_loss.{name}": ("clip_cov",) for name in ("clip_cov_ratio", "clip_cov_lb", "clip_cov_ub")},
@@ -29,11 +29,12 @@ _READ_BY_LOSS: dict[str, tuple[str, ...]] = {
 _READ_BY_ESTIMATOR: dict[str, tuple[str, ...]] = {
     "algorithm.lam": ("gae",),
     "algorithm.gamma": ("gae", "reinforce_plus_plus", "reinforce", "step_reinforce", "agentic_reinforce"),
-    "algorithm.step_gamma": ("step_reinforce",),
+    "algorithm.step_gamma": ("step_reinforce", "gigpo"),
+    **{f"algorithm.gigpo.{name}": ("gigpo",) for name in ("episode_weight", "step_weight", "mode")},
     "algorithm.norm_adv_by_std_in_grpo": ("grpo", "grpo_passk"),
     "algorithm.gdpo_reward_keys": ("gdpo",),
     "algorithm.gdpo_reward_weights": ("gdpo",),
-    f"{ACTOR}.calculate_sum_pi_squared": ("optimal_token_baseline",),
+    f"{ACTOR}.calculate_sum_pi_squared": ("optimal_token_baseline", "tir_optimal_token_baseline"),
 }
 """Options -> the built-in estimators that read them."""
 
@@ -228,3 +229,67 @@ def no_response_is_resampled(config: PPOConfig, is_given: IsGiven) -> Iterator[s
     elif algorithm.pf_ppo.reweight_method != "pow":
         why = f"{key}.reweight_method={algorithm.pf_ppo.reweight_method} does not read it"
         yield from unread(config, [f"{key}.weight_pow"], is_given, why)
+
+
+@notice
+def gigpo_has_nothing_to_tell_apart(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+    gigpo = config.algorithm.gigpo
+    if config.algorithm.adv_estimator != "gigpo":
+        return
+    if config.actor_rollout_ref.rollout.mode == "sync":
+        yield (
+            f"algorithm.adv_estimator=gigpo with {ROLLOUT}.mode=sync: every response is one turn, so that its "
+            "advantages are those of grpo times algorithm.gigpo.episode_weight + step_weight"
+        )
+    if not gigpo.episode_weight + gigpo.step_weight:
+        yield "algorithm.gigpo.episode_weight=0 and step_weight=0 make every advantage 0: nothing is learned"
+
+
+@notice
+def no_turn_comes_after_the_first(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+    read = {
+        "step_reinforce": "algorithm.step_gamma",
+        "gigpo": "algorithm.step_gamma",
+        "agentic_reinforce": "algorithm.gamma",
+    }
+    key = read.get(config.algorithm.adv_estimator)
+    if key and config.actor_rollout_ref.rollout.mode == "sync":
+        why = f"with {ROLLOUT}.mode=sync every response is one turn, after which no other comes"
+        yield from unread(config, [key], is_given, why)
+
+
+@notice
+def one_step_never_moves_a_value(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+    critic = config.critic
+    if config.uses_critic and critic.ppo_epochs == 1 and critic.ppo_mini_batch_size >= config.prompts_per_update:
+        why = "with one optimizer step per batch the values are still those the advantages were made with"
+        keys = ["critic.cliprange_value"] if critic.cliprange_value is not None else []
+        yield from unread(config, keys, is_given, why)
+
+
+@notice
+def correction_bounds_itself(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+    correction = config.algorithm.rollout_correction
+    if correction.rollout_is and "_" in str(correction.rollout_is_threshold):
+        keys = [f"{CORRECTION}.rollout_is_threshold_lower", f"{CORRECTION}.rollout_is_mode"]
+        why = f"{CORRECTION}.rollout_is_threshold={correction.rollout_is_threshold} has both bounds, as IcePop wants"
+        yield from unread(config, keys, is_given, why)
+    if correction.rollout_rs and all(kind.endswith(("k2", "k3")) for kind in correction.rollout_rs.split(",")):
+        keys = [f"{CORRECTION}.rollout_rs_threshold_lower"]
+        why = f"{CORRECTION}.rollout_rs={correction.rollout_rs} has no lower bound"
+        yield from unread(config, keys, is_given, why)
+
+
+@notice
+def bypassing_loss_decides_what_is_bounded(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+    correction = config.algorithm.rollout_correction
+    if config.actor_rollout_ref.actor.policy_loss.loss_mode != "bypass_mode":
+        return
+    if correction.loss_type == "ppo_clip":
+        keys = [f"{CORRECTION}.rollout_is"] if correction.rollout_is else []
+        why = f"with {CORRECTION}.loss_type=ppo_clip the clipped ratio is already that to the sampler"
+        yield from unread(config, keys, is_given, why)
+    else:
+        names = ("clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c")
+        why = f"{CORRECTION}.loss_type=reinforce does not clip"
+        yield from unread(config, [f"{ACTOR}.{name}" for name in names], is_given, why)

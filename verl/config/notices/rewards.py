@@ -119,7 +119,7 @@ def estimator_centres_scores_again(config: PPOConfig, is_given: IsGiven) -> Iter
     """A shift or factor common to a group, which the estimator takes out; a bound or a KL between them would show."""
     algorithm, shaping = config.algorithm, config.algorithm.reward_shaping
     compares = algorithm.adv_estimator in _CENTRES_GROUPS and config.actor_rollout_ref.rollout.n > 1
-    if not compares or shaping.clip is not None or shaping.whiten:
+    if not compares or shaping.clip is not None or shaping.clip_range is not None or shaping.whiten:
         return
     keys = [key for key in shapes_scores(config) if key in (f"{SHAPING}.norm.mean", f"{SHAPING}.shift")]
     yield from unread(config, keys, is_given, f"{algorithm.adv_estimator} compares with siblings, shifted like it")
@@ -128,3 +128,13 @@ def estimator_centres_scores_again(config: PPOConfig, is_given: IsGiven) -> Iter
         keys = [key for key in shapes_scores(config) if key in (f"{SHAPING}.norm.std", f"{SHAPING}.scale")]
         why = f"{algorithm.adv_estimator} divides by the std of the group (algorithm.norm_adv_by_std_in_grpo)"
         yield from unread(config, keys, is_given, why)
+
+
+@notice
+def long_responses_are_charged_twice(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+    buffer = config.reward_model.reward_kwargs.get("overlong_buffer_cfg") or {}
+    if buffer.get("enable") and config.algorithm.reward_shaping.overlong_buffer.enable:
+        yield (
+            f"{RM}.reward_kwargs.overlong_buffer_cfg and {SHAPING}.overlong_buffer are both on: a long response is "
+            "charged twice"
+        )

@@ -17,6 +17,8 @@ RM = "reward_model"
 
 SHAPING = "algorithm.reward_shaping"
 
+TOKEN_BASELINES = ("optimal_token_baseline", "tir_optimal_token_baseline")
+
 CORRECTION = "algorithm.rollout_correction"
 
 
@@ -91,6 +93,7 @@ def shapes_scores(config: PPOConfig) -> list[str]:
         "norm.std": shaping.norm.std,
         "scale": shaping.scale != 1,
         "shift": shaping.shift,
+        "clip_range": shaping.clip_range is not None,
         "clip": shaping.clip is not None,
         "whiten": shaping.whiten,
     }

@@ -3,13 +3,14 @@
 from collections.abc import Iterator
 
 from verl.config.base import Problem, get_path
+from verl.config.build import show
 from verl.config.ppo import PPOConfig
-from verl.config.rules.base import ACTOR, CORRECTION, REF, ROLLOUT, problem, rule
+from verl.config.rules.base import ACTOR, CORRECTION, REF, ROLLOUT, TOKEN_BASELINES, problem, rule
 
 _CORRECTIONS = ("rollout_is", "rollout_rs", "rollout_token_veto_threshold", "bypass_mode")
 """Options that switch a part of the rollout correction on."""
 
-_CLIPS_RATIOS = ("vanilla", "gspo", "clip_cov")
+_CLIPS_RATIOS = ("vanilla", "gspo", "clip_cov", "bypass_mode")
 """Losses that clip a ratio from below at 1 - clip_ratio_low. The others' lower bounds are of another kind."""
 
 
@@ -136,12 +137,16 @@ def correction_has_old_log_probs_to_compare(config: PPOConfig) -> Iterator[Probl
                 f"{ACTOR}.skip_old_log_probs",
             )
         elif options[name] and options.bypass_mode and name != "bypass_mode":
+            if actor.policy_loss.loss_mode == "bypass_mode":  # which makes r of the policy being trained
+                continue
             yield problem(
                 config,
                 f"{CORRECTION}.{name}",
                 f"with {CORRECTION}.bypass_mode=true: the old log-probs are then the sampler's own, and every r would "
-                "be 1. Set bypass_mode=false, or leave it to the ratio in the loss, which is then that to the sampler.",
+                f"be 1. Set bypass_mode=false, or {ACTOR}.policy_loss.loss_mode=bypass_mode, whose r is that of the "
+                "policy being trained.",
                 f"{CORRECTION}.bypass_mode",
+                f"{ACTOR}.policy_loss.loss_mode",
             )
     if options.bypass_mode and actor.calculate_sum_pi_squared:
         yield problem(
@@ -154,14 +159,62 @@ def correction_has_old_log_probs_to_compare(config: PPOConfig) -> Iterator[Probl
 
 
 @rule
+def bypassing_loss_has_the_samplers_log_probs(config: PPOConfig) -> Iterator[Problem]:
+    options, loss = config.algorithm.rollout_correction, config.actor_rollout_ref.actor.policy_loss
+    mode, bypasses = f"{ACTOR}.policy_loss.loss_mode", loss.loss_mode == "bypass_mode"
+    if bypasses and not options.bypass_mode:
+        yield problem(
+            config,
+            mode,
+            f"with {CORRECTION}.bypass_mode=false: the loss takes old log-probs for the sampler's, and they would be "
+            "the trainer's. Set bypass_mode=true, or loss_mode=vanilla.",
+            f"{CORRECTION}.bypass_mode",
+        )
+    if options.loss_type != "ppo_clip" and not bypasses:
+        yield problem(
+            config,
+            f"{CORRECTION}.loss_type",
+            f"with {mode}={loss.loss_mode}: only bypass_mode reads it. Set {mode}=bypass_mode and "
+            f"{CORRECTION}.bypass_mode=true, or {mode}=reinforce for a policy gradient from old log-probs.",
+            mode,
+        )
+    if bypasses and options.rollout_is_batch_normalize:
+        yield problem(
+            config,
+            f"{CORRECTION}.rollout_is_batch_normalize",
+            f"with {mode}=bypass_mode: weights are made in the loss, a micro-batch at a time, and their mean would "
+            "depend on how batches are cut. Set it to false.",
+            mode,
+        )
+    copy = loss.rollout_correction
+    for name in options if bypasses else ():
+        if copy[name] != options[name]:
+            yield problem(
+                config,
+                f"{ACTOR}.policy_loss.rollout_correction.{name}",
+                f"is not {CORRECTION}.{name}={show(options[name])}, which it follows. Set the latter only.",
+                f"{CORRECTION}.{name}",
+            )
+
+
+@rule
 def correction_leaves_room_between_its_bounds(config: PPOConfig) -> Iterator[Problem]:
-    options = config.algorithm.rollout_correction
-    upper, lower = options.rollout_is_threshold, options.rollout_is_threshold_lower
-    if lower is None:
-        lower = 1 / upper if options.rollout_is_mode == "mask" else 0
-    bounds = {"is": (options.rollout_is, upper, lower), "rs": (options.rollout_rs, *options.rejection_bounds)}
-    for kind, (level, upper, lower) in bounds.items():
-        if level is not None and lower >= upper:
+    options, bounds = config.algorithm.rollout_correction, []
+    try:
+        upper, lower, mode = options.weighting
+    except ValueError as error:
+        yield problem(config, f"{CORRECTION}.rollout_is_threshold", f"is no threshold: {error}.")
+        return
+    if options.rollout_is is not None:
+        bounds.append(("is", upper, (1 / upper if mode == "mask" else 0) if lower is None else lower))
+    try:
+        bounds += [("rs", upper, lower) for _, upper, lower in options.rejections if lower is not None]
+    except ValueError as error:
+        names = [f"{CORRECTION}.{name}" for name in ("rollout_rs", "rollout_rs_threshold")]
+        text = " with ".join(f"{key}={show(get_path(config, key))}" for key in names)
+        yield Problem(names[0], f"{text}: {error}.", (names[1],))
+    for kind, upper, lower in bounds:
+        if lower >= upper:
             name = f"{CORRECTION}.rollout_{kind}_threshold"
             text = (
                 f"{name}={upper:g} is not above the lower bound {lower:g} ({name}_lower; if null, 1 / upper): nothing "
@@ -181,7 +234,7 @@ def no_loss_is_corrected_twice(config: PPOConfig) -> Iterator[Problem]:
             "would be weighed twice. Set rollout_is=null, or take another loss, reinforce for example.",
             f"{ACTOR}.policy_loss.loss_mode",
         )
-    if options.rollout_rs == "token" and mode == "topr":
+    if mode == "topr" and any(kind.strip().startswith("token") for kind in (options.rollout_rs or "").split(",")):
         yield problem(
             config,
             f"{CORRECTION}.rollout_rs",
@@ -211,11 +264,12 @@ def bounds_of_a_policy_loss_leave_room(config: PPOConfig) -> Iterator[Problem]:
 @rule
 def optimal_token_baseline_has_its_column(config: PPOConfig) -> Iterator[Problem]:
     key = f"{ACTOR}.calculate_sum_pi_squared"
-    if config.algorithm.adv_estimator == "optimal_token_baseline" and not get_path(config, key):
+    estimator = config.algorithm.adv_estimator
+    if estimator in TOKEN_BASELINES and not get_path(config, key):
         yield problem(
             config,
             key,
-            "with algorithm.adv_estimator=optimal_token_baseline: the estimator weighs tokens by the sum of squared "
+            f"with algorithm.adv_estimator={estimator}: the estimator weighs tokens by the sum of squared "
             "probabilities. Set it to true.",
             "algorithm.adv_estimator",
         )

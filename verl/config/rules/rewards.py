@@ -123,6 +123,25 @@ def difficulty_is_a_band(config: PPOConfig) -> Iterator[Problem]:
 
 
 @rule
+def bands_have_two_ends(config: PPOConfig) -> Iterator[Problem]:
+    clip, filtering = config.algorithm.reward_shaping.clip_range, config.algorithm.filter_groups
+    if clip is not None and (len(clip) != 2 or not clip[0] < clip[1]):
+        yield problem(
+            config,
+            f"{SHAPING}.clip_range",
+            "is no [low, high]: two numbers, the first below the second. Give e.g. [-1,3], or null for no bounds.",
+        )
+    if filtering.low is not None and filtering.high is not None and not filtering.low < filtering.high:
+        yield problem(
+            config,
+            "algorithm.filter_groups.low",
+            f"is not below algorithm.filter_groups.high={filtering.high}: no group lies between them. Lower the first "
+            "or raise the second.",
+            "algorithm.filter_groups.high",
+        )
+
+
+@rule
 def some_responses_are_whole(config: PPOConfig) -> Iterator[Problem]:
     if config.algorithm.sample_mask.drop_truncated and config.actor_rollout_ref.rollout.ignore_eos:
         yield problem(

@@ -5,10 +5,10 @@ from collections.abc import Iterator
 from verl.config.base import Problem, get_path
 from verl.config.build import show
 from verl.config.ppo import PPOConfig
-from verl.config.rules.base import ROLLOUT, problem, rule
+from verl.config.rules.base import ROLLOUT, TOKEN_BASELINES, problem, rule
 from verl.config.sampling_names import BY_HF, DECIDED, OF_WHOLE_RESPONSES, OWN
 
-_NEED_SIBLINGS = ("grpo", "rloo", "grpo_passk", "opo", "gpg", "gdpo", "optimal_token_baseline")
+_NEED_SIBLINGS = ("grpo", "rloo", "grpo_passk", "opo", "gpg", "gdpo", "gigpo", *TOKEN_BASELINES)
 
 
 @rule

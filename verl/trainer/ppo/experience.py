@@ -14,7 +14,10 @@ import torch
 from torch import Tensor
 
 from verl.algorithms.advantage import get_adv_estimator_fn
+from verl.algorithms.advantage_anchors import STATE_COLUMN, anchor_groups, anchor_metrics
+from verl.algorithms.estimating import NonFiniteError
 from verl.algorithms.kl import kl_penalty as kl_estimate
+from verl.algorithms.turns import find_turns
 from verl.protocol import DataProto
 from verl.utils.columns import WINDOWS
 from verl.utils.ragged import Layout, Ragged
@@ -79,6 +82,24 @@ def difficulty_of(data: DataProto) -> Tensor:
     return torch.tensor([float(value) for value in rows])
 
 
+def turn_states(data: DataProto) -> list[Any] | None:
+    """The states in which each row's turns began: the column ``turn_state_ids``, or that in ``extra_info``.
+
+    None where no row has any; a row without has None.
+    """
+    rows = data.non_tensor_batch.get(STATE_COLUMN)
+    if rows is None:
+        infos = data.non_tensor_batch.get("extra_info", ())
+        rows = [info.get(STATE_COLUMN) if isinstance(info, Mapping) else None for info in infos]
+    return None if all(row is None for row in rows) else list(rows)
+
+
+def gigpo_metrics(data: DataProto) -> dict[str, float]:
+    """How many turns responses have, and how many of them ``gigpo`` can compare."""
+    turns = find_turns(response_column(data, "token_level_rewards"), response_column(data, "response_mask"))
+    return anchor_metrics(anchor_groups(turns, data.non_tensor_batch["uid"], turn_states(data)), len(data))
+
+
 def compute_advantage(
     data: DataProto,
     adv_estimator: str,
@@ -94,7 +115,8 @@ def compute_advantage(
     An estimator receives those of the following arguments that it names: ``token_level_rewards``, ``response_mask``,
     ``index`` (the prompts' uid), ``values``, ``reward_baselines``, ``gamma``, ``lam``, ``norm_adv_by_std_in_grpo``,
     ``num_repeat``, ``step_gamma``, ``whiten_advantages`` (where ``advantage.whiten`` is set), ``config``,
-    ``non_tensor_batch`` (all of its columns by name), and any other column of the batch under its own name.
+    ``turn_state_ids`` (see `turn_states`), ``non_tensor_batch`` (all of its columns by name), and any other column of
+    the batch under its own name.
     """
     available: dict[str, Any] = {
         "index": data.non_tensor_batch.get("uid"),
@@ -104,6 +126,7 @@ def compute_advantage(
         "norm_adv_by_std_in_grpo": norm_adv_by_std_in_grpo,
         "step_gamma": getattr(config, "step_gamma", None),
         "whiten_advantages": getattr(getattr(config, "advantage", None), "whiten", None),
+        STATE_COLUMN: turn_states(data),
         "non_tensor_batch": data.non_tensor_batch,
         "config": config,
     }
@@ -111,9 +134,25 @@ def compute_advantage(
     if "response_mask" not in data.keys():
         data.put("response_mask", compute_response_mask(data))
     advantages, returns = _call_by_name(get_adv_estimator_fn(adv_estimator), available, data, adv_estimator)
+    is_own = response_column(data, "response_mask") != 0
+    for column, values in (("advantages", advantages), ("returns", returns)):
+        refuse_nonfinite(f"{column} of algorithm.adv_estimator={adv_estimator}", values, is_own)
     put_response_column(data, "advantages", advantages)
     put_response_column(data, "returns", returns)
     return data
+
+
+def refuse_nonfinite(what: str, values: Tensor, is_own: Tensor) -> None:
+    """Raise NonFiniteError if a cell of ``values`` (B, R) on a token the policy sampled is NaN or infinite."""
+    if values.shape != is_own.shape or torch.where(is_own, values, 0).sum().isfinite():
+        return
+    bad = (is_own & ~values.isfinite()).any(-1).nonzero().squeeze(-1).tolist()
+    if bad:
+        raise NonFiniteError(
+            f"{what} are NaN or infinite in {len(bad)} of the batch's rows (first: {bad[:5]}), though the rewards are "
+            "finite: an update would spoil every weight. Look at the estimator, at values it divides by, and at the "
+            "log-probs or values it reads."
+        )
 
 
 def whitens_by_itself(estimator: Callable) -> bool:

@@ -61,6 +61,21 @@ def varying_groups(uids: Sequence[str], values: np.ndarray) -> dict[str, bool]:
     return varies
 
 
+def chosen_groups(uids: Sequence[str], values: np.ndarray, config: Any) -> dict[str, bool]:
+    """For each prompt: do its responses differ, by as much and around such a mean as ``filter_groups`` asks for?"""
+    chosen = varying_groups(uids, values)
+    if config.low is None and config.high is None and not config.min_std:
+        return chosen
+    rows: dict[str, list[float]] = {}
+    for uid, value in zip(uids, values.tolist(), strict=True):
+        rows.setdefault(uid, []).append(value)
+    for uid, group in rows.items():
+        mean, std = float(np.mean(group)), float(np.std(group, ddof=1)) if len(group) > 1 else 0.0
+        chosen[uid] &= (config.low is None or mean > config.low) and (config.high is None or mean < config.high)
+        chosen[uid] &= not config.min_std or std > config.min_std
+    return chosen
+
+
 class GroupFilter:
     """Collects the batch of every training step from as many batches of prompts as it takes.
 
@@ -122,7 +137,7 @@ class GroupFilter:
         """
         values = metric_values(batch, self.config.metric)
         uids = batch.non_tensor_batch["uid"]
-        varies = varying_groups(uids, values)
+        varies = chosen_groups(uids, values, self.config)
         stays = np.array([varies[uid] for uid in uids], dtype=bool)
         self._num_batches += 1
         self._values.append(values)

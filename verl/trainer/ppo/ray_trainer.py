@@ -31,6 +31,7 @@ from verl.trainer.ppo.experience import (
     compute_advantage,
     compute_response_mask,
     difficulty_of,
+    gigpo_metrics,
     response_column,
 )
 from verl.trainer.ppo.group_filter import GroupFilter
@@ -177,6 +178,7 @@ class RayPPOTrainer(RecipeNames):
         self.group_sampler = self._create_group_sampler()
         self.global_steps = 0
         self.nonfinite_in_a_row = 0
+        self.has_seen_one_turn_each = False
         self.validations: list[tuple[int, dict[str, float]]] = []
         self.metrics: dict[str, float] = {}
         self.timing: dict[str, float] = {}
@@ -380,8 +382,21 @@ class RayPPOTrainer(RecipeNames):
                 norm_adv_by_std_in_grpo=algorithm.norm_adv_by_std_in_grpo,
                 config=algorithm,
             )
+            if algorithm.adv_estimator == "gigpo":
+                self.note_turns(gigpo_metrics(batch))
             self.metrics.update(self.shaping.shape_advantages(batch))
         return batch
+
+    def note_turns(self, metrics: dict[str, float]) -> None:
+        """Log how much ``gigpo`` had to compare; say once if agents came in and took no second turn."""
+        self.metrics.update(metrics)
+        one_each = metrics["gigpo/turns_per_response"] <= 1
+        if one_each and self.config.actor_rollout_ref.rollout.mode == "async" and not self.has_seen_one_turn_each:
+            self.has_seen_one_turn_each = True
+            self.progress.say(
+                f"algorithm.adv_estimator=gigpo: no response of step {self.global_steps} has a second turn, so that "
+                "advantages are those of grpo times episode_weight + step_weight"
+            )
 
     def improve(self, batch: DataProto) -> None:
         """Fit the critic to the returns, and move the policy along the advantages.

@@ -54,16 +54,11 @@ def weigh_tokens(data: DataProto, options: Any) -> dict[str, float]:
 
     Reads ``old_log_probs``, ``rollout_log_probs`` and ``response_mask``, each (B, R).
     """
-    if not options.rollout_is:
+    if not options.rollout_is or options.bypass_mode:  # then the loss weighs by the ratio of the policy being trained
         return {}
     _check_sampler_spoke(data, f"rollout_is={options.rollout_is}")
     weights, metrics = importance_weights(
-        *_compared(data),
-        options.rollout_is,
-        options.rollout_is_threshold,
-        options.rollout_is_threshold_lower,
-        options.rollout_is_mode,
-        options.rollout_is_batch_normalize,
+        *_compared(data), options.rollout_is, *options.weighting, options.rollout_is_batch_normalize
     )
     put_response_column(data, "rollout_is_weights", weights)
     return metrics
@@ -74,12 +69,19 @@ def reject_tokens(data: DataProto, options: Any) -> dict[str, float]:
 
     Call it after the advantages: they are estimated from all responses, rewards of rejected tokens included.
     """
-    if not options.rejects:
+    if not options.rejects or options.bypass_mode:
         return {}
-    veto = options.rollout_token_veto_threshold
+    veto, metrics = options.rollout_token_veto_threshold, {}
     asked = f"rollout_rs={options.rollout_rs}" if options.rollout_rs else f"rollout_token_veto_threshold={veto}"
     _check_sampler_spoke(data, asked)
-    kept, metrics = kept_tokens(*_compared(data), options.rollout_rs, *options.rejection_bounds, veto)
+    old, rollout, mask = _compared(data)
+    kept, several = mask, len(options.rejections) > 1
+    for kind, upper, lower in options.rejections or [(None, 0.0, None)]:
+        by_this, found = kept_tokens(old, rollout, mask, kind, upper, lower, veto)
+        kept = kept * by_this
+        metrics |= {f"{name}/{kind}" if several else name: value for name, value in found.items()}
+    if several:
+        metrics["rollout_corr/rollout_rs_masked_fraction"] = 1 - (kept.sum() / mask.sum().clamp(min=1)).item()
     put_response_column(data, "response_mask", kept)
     return metrics
 

@@ -19,9 +19,11 @@ from verl.algorithms.reward_shaping import (
     centre_and_spread,
     clip_scores,
     clip_tokens,
+    cut_at_limit,
     merge_moments,
     overlong_penalty,
     rescore,
+    right_or_short,
     whiten_tokens,
     within_difficulty,
 )
@@ -56,6 +58,7 @@ class Shaping:
         """Add ``token_level_rewards`` (B, R), which KL has not touched yet; returns metrics."""
         options, norm = self.rewards, self.rewards.norm
         does_change = options.overlong_buffer.enable or norm.mean or norm.std or options.clip is not None
+        does_change = does_change or options.clip_range is not None
         if not does_change and (options.scale, options.shift) == (1, 0):
             batch.put("token_level_rewards", batch.ragged("token_level_scores"))
             return {}
@@ -73,6 +76,9 @@ class Shaping:
         else:
             centre, spread = torch.zeros_like(scores), torch.ones_like(scores)
         scores = (scores - centre) / spread * options.scale + options.shift
+        if options.clip_range is not None:
+            low, high = options.clip_range
+            scores, metrics["reward_shaping/clip_range_fraction"] = clip_scores(scores, high, low)
         if options.clip is not None:
             scores, metrics["reward_shaping/clip_fraction"] = clip_scores(scores, options.clip)
         put_response_column(batch, "token_level_rewards", rescore(given, mask, scores, options.scale / spread))
@@ -86,9 +92,10 @@ class Shaping:
     def _centre_and_spread(self, batch: DataProto, scores: Tensor, metrics: dict) -> tuple[Tensor, Tensor]:
         """What normalises the scores; lets the running moments see them, and notes those in ``metrics``."""
         norm, sources = self.rewards.norm, None
-        if "running" in (norm.mean, norm.std):
+        if {"running", "source"} & {norm.mean, norm.std}:
             sources = batch.non_tensor_batch.get(self.source_key, np.full(len(batch), "all", dtype=object))
             sources = [str(source) for source in sources]
+        if "running" in (norm.mean, norm.std):
             self.running = merge_moments(self.running, scores, sources)
             for source in dict.fromkeys(sources):
                 metrics[f"reward_shaping/running_mean/{source}"] = self.running[source].mean
@@ -114,8 +121,11 @@ class Shaping:
         dropped: dict[str, Tensor] = {}
         if self.sample_mask.drop_truncated:
             dropped["truncated"] = is_truncated(batch, self.response_length)
+        scores = response_column(batch, "token_level_scores").double().sum(-1)
+        if self.sample_mask.error_max_len is not None:
+            lengths = batch.ragged("responses").layout.lengths
+            dropped["long_error"] = ~right_or_short(scores, lengths, self.sample_mask.error_max_len)
         if self.sample_mask.difficulty is not None:
-            scores = response_column(batch, "token_level_scores").double().sum(-1)
             dropped["difficulty"] = ~within_difficulty(
                 scores, batch.non_tensor_batch["uid"], *self.sample_mask.difficulty
             )
@@ -156,6 +166,5 @@ def is_truncated(batch: DataProto, response_length: int) -> Tensor:
 
     By ``finish_reason``; without that column, a response that fills the window counts as cut.
     """
-    if "finish_reason" in batch.non_tensor_batch:
-        return torch.tensor([reason == "length" for reason in batch.non_tensor_batch["finish_reason"]])
-    return batch.ragged("responses").layout.lengths >= response_length
+    lengths = batch.ragged("responses").layout.lengths
+    return cut_at_limit(lengths, response_length, batch.non_tensor_batch.get("finish_reason"))

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from verl.algorithms.losses import TokenOutputs
+from verl.algorithms.losses import TokenOutputs, nonfinite_columns
 from verl.models.attention import use_short_attention
 from verl.models.loader import ModelSpec, load_model, source_dtype
 from verl.models.multimodal import (
@@ -236,7 +236,8 @@ class Engine(ABC):
         if is_finite:
             self.version += 1
         else:
-            logger.warning("gradient norm is %s: this optimizer step is skipped", grad_norm)
+            why = nonfinite_columns(data, loss.columns)
+            logger.warning("gradient norm is %s (%s): this optimizer step is skipped", grad_norm, why)
         reduced = metrics.reduce(self.topology)
         numbers_of_step = {**reduced, "grad_norm": grad_norm, "nonfinite_steps": 0.0 if is_finite else 1.0}
         if self.spec.share_prompts:
