@@ -66,7 +66,8 @@ def test_every_option_of_shaping_has_a_row_with_tests_that_exist():
             section, _, name = key.rpartition(".")
             listed = re.findall(re.escape(section) + r"\.\{([\w,]+)\}", text)
             assert key in text or any(name in names.split(",") for names in listed), key
-    of_batches = re.findall(r"^def (test_\w+)", (ROOT / "tests/trainer/test_shaping.py").read_text(), flags=re.M)
+    texts = [(ROOT / f"tests/trainer/test_{name}.py").read_text() for name in ("shaping", "more_shaping")]
+    of_batches = re.findall(r"^def (test_\w+)", "\n".join(texts), flags=re.M)
     for cells in table:
         for name in re.findall(r"`(test_\w+)", cells[3]):
             assert any(known.startswith(name) for known in (*TESTS, *of_batches)), name
