@@ -17,6 +17,11 @@ ACTOR = "actor_rollout_ref__actor"
 NEEDS = {
     "gdpo": {"algorithm__gdpo_reward_keys": "[digits,brevity]", "algorithm__gdpo_reward_weights": "[2,1]"},
     "optimal_token_baseline": {f"{ACTOR}__calculate_sum_pi_squared": True},
+    "tir_optimal_token_baseline": {f"{ACTOR}__calculate_sum_pi_squared": True},
+    "bypass_mode": {
+        "actor_rollout_ref__rollout__calculate_log_probs": True,
+        "algorithm__rollout_correction__bypass_mode": True,
+    },
     "tis": {"actor_rollout_ref__rollout__calculate_log_probs": True},
     "gae": {"critic__strategy": "local", "critic__ppo_micro_batch_size_per_gpu": 8},
 }
