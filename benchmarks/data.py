@@ -3,7 +3,7 @@
 ``python -m benchmarks.data [--save]``. Each row is a process of its own, so that peaks are its own. ``filter``: from
 the path to a data set without the prompts that are too long, every prompt rendered and tokenized, with a tokenizer of a
 thousand merges; ``cached`` is the same once more, by another process. ``random`` draws 20,000 rows in random order.
-``million`` reads a million rows: ``anonymous_MB`` is memory that is nobody else's and cannot go back to disk,
+``million`` reads a million rows of parquet: ``anonymous_MB`` is memory that belongs to no file and cannot go to disk,
 ``resident_MB`` also counts pages of the mapped file. ``whole_MB`` is the peak of a process that makes Python objects of
 all rows, which is what is avoided.
 """
@@ -17,7 +17,6 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -50,25 +49,18 @@ def rows_of(start: int, stop: int) -> list[dict[str, Any]]:
     return rows
 
 
-def pieces(count: int, size: int = 20_000) -> Iterator[pa.Table]:
-    for start in range(0, count, size):
-        yield pa.Table.from_pylist(rows_of(start, min(start + size, count)))
-
-
-def write(path: Path, count: int) -> None:
-    """A file of that many rows, in the format its name says."""
+def write(path: Path, rows: list[dict[str, Any]], times: int = 1) -> None:
+    """A file of these rows, so many times over, in the format its name says."""
     if path.suffix in (".parquet", ".arrow"):
-        schema = pa.Table.from_pylist(rows_of(0, 1)).schema
+        table = pa.Table.from_pylist(rows)
         new = pq.ParquetWriter if path.suffix == ".parquet" else pa.ipc.new_file
-        with new(str(path), schema) as writer:
-            for piece in pieces(count):
-                writer.write_table(piece)
+        with new(str(path), table.schema) as writer:
+            for _ in range(times):
+                writer.write_table(table)
         return
-    lines = [json.dumps(row) for start in range(0, count, 20_000) for row in rows_of(start, min(start + 20_000, count))]
+    lines = [json.dumps(row) for row in rows] * times
     if path.suffix == ".csv":
-        cells = [
-            '"' + json.dumps(row["prompt"]).replace('"', '""') + f'",{row["data_source"]}' for row in rows_of(0, count)
-        ]
+        cells = ['"' + json.dumps(row["prompt"]).replace('"', '""') + f'",{row["data_source"]}' for row in rows]
         path.write_text("\n".join(["prompt,data_source", *cells]))
     else:
         path.write_text("[" + ",\n".join(lines) + "]" if path.suffix == ".json" else "\n".join(lines))
@@ -190,28 +182,29 @@ def apart(name: str, *arguments: str) -> dict[str, float]:
 
 
 def main() -> None:
-    rows = []
+    rows, measured = rows_of(0, ROWS), []
+
+    def note(what: str, found: dict[str, float], **about: Any) -> None:
+        measured.append({"what": what, **about, **found})
+        print(json.dumps(measured[-1]), file=sys.stderr, flush=True)
+
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         make_tokenizer(str(folder / "tokenizer"))
         for kind in FORMATS:
             path = folder / f"x.{kind}"
-            write(path, ROWS)
-            rows.append({"what": f"open {kind}", "file_MB": _size_MB(path), **apart("opened", str(path), f"{place}/c")})
-        for workers in ("1", "2"):
+            write(path, rows)
+            note(f"open {kind}", apart("opened", str(path), f"{place}/c"), file_MB=_size_MB(path))
+        for workers in (1, 2):
             for state in ("cold", "cached"):
-                arguments = (str(folder / "x.parquet"), str(folder / f"c{workers}"), str(folder / "tokenizer"), workers)
-                rows.append(
-                    {"what": "filter", "workers": int(workers), "state": state, **apart("filtered", *arguments)}
-                )
-        for kind in ("parquet", "jsonl"):
-            path = folder / f"many.{kind}"
-            write(path, MANY)
-            for state in ("cold", "cached"):
-                found = apart("opened", str(path), f"{place}/c")
-                rows.append({"what": f"million {kind}", "state": state, "file_MB": _size_MB(path), **found})
-        rows.append({"what": "million as Python objects", **apart("whole", str(folder / "many.parquet"))})
-    report("data", rows)
+                arguments = (str(folder / "x.parquet"), f"{place}/c{workers}", str(folder / "tokenizer"), str(workers))
+                note("filter", apart("filtered", *arguments), workers=workers, state=state)
+        many = folder / "many.parquet"
+        write(many, rows, MANY // ROWS)
+        for state in ("cold", "cached"):
+            note("million", apart("opened", str(many), f"{place}/c"), state=state, file_MB=_size_MB(many))
+        note("million as Python objects", apart("whole", str(many)))
+    report("data", measured)
 
 
 def _size_MB(path: Path) -> float:
