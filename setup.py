@@ -49,6 +49,7 @@ setup(
         "numpy>=1.26",
         "pyarrow>=18",
         "datasets>=4.0",
+        "fsspec>=2023.10",
         "safetensors>=0.5",
         "pillow>=11",
         "psutil",

@@ -1,10 +1,12 @@
+import json
 from types import SimpleNamespace
 
 import fsspec
 import pytest
 
+from tests.support.runs import make_task, overrides, read_metrics, run_job
 from verl.trainer.ppo import remote_checkpoints as remote
-from verl.trainer.ppo.checkpoint import mark_complete, step_folder
+from verl.trainer.ppo.checkpoint import TRACKER, mark_complete, step_folder
 
 
 @pytest.fixture
@@ -82,3 +84,29 @@ def test_a_local_folder_serves_as_the_second_place(tmp_path):
     for _ in range(2):
         remote.upload(second, saved(tmp_path / "a", 2), 2)
     assert remote.folder_to_resume(trainer(tmp_path / "b", second)).name == "global_step_2"
+
+
+def test_a_run_that_lost_its_disk_goes_on_from_the_store_as_if_never_stopped(tmp_path, monkeypatch):
+    task = make_task(tmp_path / "task", rows=2)
+    for source, rows in (("a", 7), ("b", 5)):
+        prompts = [{"data_source": source, "prompt": f"{source} {i}: say something."} for i in range(rows)]
+        lines = [json.dumps(row | {"reward_model": {"style": "rule", "ground_truth": ""}}) for row in prompts]
+        (tmp_path / f"{source}.jsonl").write_text("\n".join(lines))
+    task["data.train_files"] = str(tmp_path / "*.jsonl")
+
+    def run(name: str, steps: int, **settings) -> dict[int, dict]:
+        monkeypatch.setenv("VERL_FILE_LOGGER_PATH", str(tmp_path / f"{name}.log"))
+        same = {"data__mixture": "{a: 0.75, b: 0.25}", "trainer__logger": "[file]", "trainer__save_freq": 1}
+        same |= {"trainer__total_training_steps": steps, "trainer__default_local_dir": str(tmp_path / name)}
+        run_job(overrides(task, **same, **settings))
+        return {row["step"]: row["data"] for row in read_metrics(tmp_path / f"{name}.log")}
+
+    store = {"trainer__default_hdfs_dir": f"file://{tmp_path}/store", "trainer__max_actor_ckpt_to_keep": 1}
+    whole = run("whole", 5)
+    run("first", 3, **store)
+    assert sorted(path.name for path in (tmp_path / "store").iterdir()) == ["global_step_3", TRACKER]
+    resumed = run("second", 5, **store)
+    assert sorted(resumed) == [4, 5]
+    for step in resumed:
+        for key in ("critic/score/mean", "actor/pg_loss", "actor/grad_norm", "prompt_length/mean"):
+            assert resumed[step][key] == whole[step][key], (step, key)

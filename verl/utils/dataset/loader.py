@@ -314,11 +314,10 @@ def _check_columns(dataset: RLHFDataset, config: Mapping[str, Any]) -> None:
 
 def _check_prompts(dataset: RLHFDataset) -> None:
     """Every prompt is rendered once before training begins: what the chat template refuses is told now."""
-    if dataset.truncation != "error" or dataset.filter_overlong_prompts:
-        if not dataset.filter_overlong_prompts and dataset.bad_rows != "skip" and (bad := dataset.find_unrenderable()):
-            refuse(dataset.dataframe, bad)
-        return
-    overlong = dataset.find_overlong()
+    was_rendered = dataset.filter_overlong_prompts or dataset.bad_rows == "skip"
+    if dataset.truncation != "error" and not was_rendered:
+        refuse(dataset.dataframe, dataset.find_unrenderable())
+    overlong = dataset.find_overlong() if dataset.truncation == "error" else []
     if overlong:
         shown = "; ".join(f"{where} has {length} tokens" for where, length in overlong[:5])
         raise DataError(

@@ -228,14 +228,28 @@ def told(bad: Sequence[BadRow], count: int = 5) -> str:
     return f"{shown}{'; ...' if len(bad) > count else ''}"
 
 
-def refuse(table: RowTable, bad: Mapping[int, str]) -> None:
-    """Raise the error that names bad rows by position in the table.
+def refuse(table: RowTable, bad: Mapping[int, str]) -> RowTable:
+    """The table itself, if none of its rows is bad.
 
     Raises:
-        DataError: always.
+        DataError: some are; names the first.
     """
+    if not bad:
+        return table
     shown = told([BadRow(table.where(item), why) for item, why in sorted(bad.items())])
     raise DataError(
         f"{len(bad)} of {len(table)} rows cannot be used ({shown}). Rows count from 0. Correct or remove them, or set "
         "data.bad_rows=skip to leave them out."
     )
+
+
+def leave_out(table: RowTable, bad: Mapping[int, str]) -> RowTable:
+    """The rows that are not bad; the others are added to ``skipped``.
+
+    Raises:
+        DataError: none is left.
+    """
+    if bad and len(bad) == len(table):
+        shown = told([BadRow(table.where(item), why) for item, why in sorted(bad.items())])
+        raise DataError(f"data.bad_rows=skip leaves none of {len(table)} rows ({shown}). Correct the files.")
+    return table.without(dict(bad)) if bad else table

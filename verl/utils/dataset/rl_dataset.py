@@ -16,7 +16,16 @@ import torch
 from torch.utils.data import Dataset
 
 from verl.utils.dataset.files import CACHE_DIR, localized, read_files, resolve
-from verl.utils.dataset.prompt_rows import bad_golds, bad_ids, bad_prompts, known_roles, parse_messages, refuse, told
+from verl.utils.dataset.prompt_rows import (
+    bad_golds,
+    bad_ids,
+    bad_prompts,
+    known_roles,
+    leave_out,
+    parse_messages,
+    refuse,
+    told,
+)
 from verl.utils.dataset.table import BadRow, DataError, RowTable
 from verl.utils.dataset.token_ids import CACHED_FROM, TokenIds, cache_key, for_all_blocks, one_thread_per_process
 from verl.utils.dataset.video_utils import process_video
@@ -228,19 +237,8 @@ class RLHFDataset(Dataset):
         }
 
     def _leave_out(self, table: RowTable, bad: Mapping[int, str]) -> RowTable:
-        """The rows but for the bad ones.
-
-        Raises:
-            DataError: with ``bad_rows=refuse`` there are some, or with ``skip`` no others.
-        """
-        if not bad:
-            return table
-        shown = told([BadRow(table.where(item), why) for item, why in sorted(bad.items())])
-        if self.bad_rows != "skip":
-            refuse(table, bad)
-        if len(bad) == len(table):
-            raise DataError(f"data.bad_rows=skip leaves none of {len(table)} rows ({shown}). Correct the files.")
-        return table.without(dict(bad))
+        """The rows but for the bad ones, which ``bad_rows`` may also refuse."""
+        return leave_out(table, bad) if self.bad_rows == "skip" else refuse(table, bad)
 
     def _capped(self, table: RowTable) -> RowTable:
         if not 0 <= self.max_samples < len(table):
