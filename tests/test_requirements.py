@@ -16,11 +16,13 @@ DISTRIBUTION |= {"cloudpickle": "ray", "PIL": "pillow"}
 OPTIONAL = {"flash_attn", "vllm", "sglang", "modelscope", "torch_npu", "nvtx", "mlflow", "weave"}
 OPTIONAL |= {"deepspeed", "liger_kernel", "torchao", "reasoning_gym", "langdetect"}
 OPTIONAL |= {"prometheus_client"}  # comes with vLLM, whose numbers it holds
+OPTIONAL |= {"av", "reasoning_gym"}  # video files as data; tasks that a script generates
 
 
 def imported_packages(folder: str) -> dict[str, str]:
     """Top-level package -> one file that imports it, without the standard library and this repository."""
-    own = {"verl", "tests", "recipe", "benchmarks", "examples", "saving"}
+    scripts = (ROOT / "examples" / "data_preprocess").glob("*.py")  # they import each other
+    own = {"verl", "tests", "recipe", "benchmarks", "examples", *(path.stem for path in scripts)}
     found: dict[str, str] = {}
     for path in (ROOT / folder).rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
