@@ -119,7 +119,7 @@ def test_hostile_answers_are_wrong_and_end_soon(answer):
     is_equal("y+2", "2+y")  # the child process has started
     start = time.monotonic()
     assert not is_equal(answer, "7/3+x")
-    assert time.monotonic() - start < 10  # the limit is 2 s; the machine may be busy
+    assert time.monotonic() - start < 15  # the limit is 5 s; the machine may be busy
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from functools import lru_cache
 from verl.utils.reward_score.killable import Killed, killable
 from verl.utils.reward_score.normalise import Answer, normalise, to_number
 
-SECONDS = 2.0
+SECONDS = 5.0
 """Of one comparison by algebra."""
 
 MAX_LENGTH = 400

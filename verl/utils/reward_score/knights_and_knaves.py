@@ -7,7 +7,7 @@ from typing import Any
 from verl.utils.reward_score.extract import after_thinking, last_tagged
 
 _IDENTITY = re.compile(
-    r"\b([A-Z][\w'-]*)\W{0,4}\s*(?:is|:|=|was|->|→)\s*(?:an?\s+)?\W{0,4}(knight|knave)\b", re.IGNORECASE
+    r"\b([A-Z][\w'-]{0,40})\W{0,4}\s*(?:is|:|=|was|->|→)\s*(?:an?\s+)?\W{0,4}(knight|knave)\b", re.IGNORECASE
 )
 
 

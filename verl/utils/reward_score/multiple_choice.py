@@ -7,10 +7,12 @@ from verl.utils.reward_score.extract import after_thinking, last_boxed, last_tag
 from verl.utils.reward_score.normalise import normalise
 
 _STATED = re.compile(
-    r"(?i:answer|option|choice|choose|correct)\W*(?:\s*(?i:is|would be|must be)\b)?\s*(?i:option|choice|answer)?\W{0,6}"
-    r"\b([A-Z]|\d{1,2})\b(?![\w'’])"
+    r"(?i:answer|option|choice|choose|correct)\W{0,9}(?:(?i:is|would be|must be)\b)?\s{0,9}"
+    r"(?i:option|choice|answer)?\W{0,6}\b([A-Z]|\d{1,2})\b(?![\w'’])"
 )
-_ALONE = re.compile(r"^\W*([A-Z]|\d{1,2})\W*$", re.MULTILINE)
+_ALONE = re.compile(r"^[^\w\n]*([A-Z]|\d{1,2})[^\w\n]*$", re.MULTILINE)
+_WINDOW = 2000
+"""Characters at the end of a response in which an option without a mark around it is looked for."""
 
 
 def choice(response: str) -> str | None:
@@ -25,7 +27,7 @@ def choice(response: str) -> str | None:
             found = re.fullmatch(r"(?:OPTION |CHOICE )?\W*([A-Z]|\d{1,2})\b(?:\W.*)?", plain, re.DOTALL)
             return found[1] if found else None
     for pattern in (_STATED, _ALONE):
-        found = pattern.findall(text)
+        found = pattern.findall(text[-_WINDOW:])
         if found:
             return found[-1]
     found = re.match(r"\W*([A-Z])(?:[).:]|\s*$)", text)
