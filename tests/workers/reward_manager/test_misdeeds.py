@@ -72,8 +72,8 @@ def pool():
     pool.close()
 
 
-def manager(pool: Pool, cls=NaiveRewardManager, **options):
-    function = SandboxedFunction(pool, timeout_s=TIMEOUT_S, batch_timeout_s=TIMEOUT_S)
+def manager(pool: Pool, cls=NaiveRewardManager, timeout_s=TIMEOUT_S, **options):
+    function = SandboxedFunction(pool, timeout_s=timeout_s, batch_timeout_s=timeout_s)
     return cls(TOKENIZER, 0, function, **{"on_error": "zero_and_count", **options})
 
 
@@ -85,15 +85,16 @@ def outcomes(manager, deeds: list[str]) -> tuple[list[float], list[str | None]]:
 @pytest.mark.parametrize("deed", OUTCOMES)
 def test_a_misdeed_has_its_outcome_and_its_neighbours_their_scores(pool, deed, capfd):
     start = time.monotonic()
-    scores, kinds = outcomes(manager(pool), ["right", deed, "right"])
+    timeout_s = TIMEOUT_S if OUTCOMES[deed] == "timeout" else 10 * TIMEOUT_S  # to fill memory takes its time
+    scores, kinds = outcomes(manager(pool, timeout_s=timeout_s), ["right", deed, "right"])
     assert kinds == [None, OUTCOMES[deed], None]
     assert scores == [1.0, float(OUTCOMES[deed] is None), 1.0]
-    assert time.monotonic() - start < TIMEOUT_S + 8
+    assert time.monotonic() - start < timeout_s + 8
     assert len(capfd.readouterr().out) < 2**20
 
 
 def test_all_misdeeds_in_one_batch_come_to_the_same(pool):
-    deeds = [deed for deed in OUTCOMES if deed not in ("hang_deaf", "hog", "kill_group", "segfault", "die_later")]
+    deeds = [deed for deed in OUTCOMES if deed not in ("hang_deaf", "hog", "hog_shared", "kill_group", "die_later")]
     two = Pool(Source(FILE, "compute_score"), LIMITS, workers=2)
     try:
         assert outcomes(manager(two), deeds)[1] == [OUTCOMES[deed] for deed in deeds]

@@ -58,9 +58,11 @@ def hog():
 def hog_shared():
     import mmap
 
-    shared = mmap.mmap(-1, 2**30)
-    for place in range(0, 2**30, 4096):
-        shared[place] = 1
+    shared = mmap.mmap(-1, 2**29)
+    shared.write(b"x" * 2**20 * 128)
+    for _ in range(3):
+        shared.write(shared[: 2**27])
+    time.sleep(60)
 
 
 def hang_deaf():
