@@ -182,6 +182,20 @@ def test_a_first_prompt_that_the_template_refuses_does_not_hide_the_others(model
     assert found.lengths is None and "1 of 1 rows cannot be used" in texts(found, "error")[0]
 
 
+def test_lines_that_are_no_record_are_bad_rows_with_their_number(model, tmp_path):
+    lines = [*map(json.dumps, sums(3))]
+    (tmp_path / "a.jsonl").write_text("\n".join([lines[0], "{broken", *lines[1:]]))
+    found = look(model, str(tmp_path / "*.jsonl"))
+    assert [(bad.row, bad.file[-7:]) for bad in found.rows.bad] == [(1, "a.jsonl")] and found.num_rows == 3
+    assert found.prompts[1].where.endswith("row 2")
+
+
+def test_messages_may_be_json_in_their_column(model, tmp_path):
+    rows = [{**row(), "talk": json.dumps(row("Hi?")["prompt"])}, {**row(), "talk": "{no"}]
+    found = look(model, write(tmp_path, rows), "data.messages_key=talk")
+    assert "user\nHi?" in found.prompts[0].text and [bad.row for bad in found.rows.bad] == [1]
+
+
 def test_json_lines_and_sources_are_scored_apart(model, tmp_path):
     path = tmp_path / "mixed.jsonl"
     path.write_text("\n".join(map(json.dumps, [*sums(3), *sums(5, "digit_add")])))

@@ -15,7 +15,7 @@ import numpy as np
 from verl.data_check.lengths import Lengths, in_bytes, measure
 from verl.data_check.prompts import PromptReader, read_folder, template_marks
 from verl.data_check.rendering import Prompts, processor_of
-from verl.data_check.rows import RowFacts, open_files, walk
+from verl.data_check.rows import RowFacts, open_files, prompt_column, read_prompt, walk
 from verl.data_check.scoring import ScoredRow, SourceScores, reward_function, score_source
 from verl.utils.dataset.table import DataError, RowTable
 
@@ -140,7 +140,8 @@ def _reader(config: Any, found: Preview) -> PromptReader | None:
 def _columns(config: Any, table: RowTable, found: Preview) -> None:
     """Which of the columns that a run reads are there."""
     data = config.data
-    wanted = {data.prompt_key: "data.prompt_key", data.reward_fn_key: "data.reward_fn_key", "reward_model": None}
+    prompt_option = "data.messages_key" if data.messages_key else "data.prompt_key"
+    wanted = {prompt_column(data): prompt_option, data.reward_fn_key: "data.reward_fn_key", "reward_model": None}
     optional = ("ability", "extra_info", data.image_key, data.video_key, "agent_name")
     for name in (*wanted, *optional):
         have = [name in part.column_names for part in table.tables]
@@ -151,7 +152,7 @@ def _columns(config: Any, table: RowTable, found: Preview) -> None:
             continue
         where = f"{', '.join(without[:3])}{' ...' if len(without) > 3 else ''}"
         has = ", ".join(found.rows.files[table.names.index(without[0])].columns)
-        if name == data.prompt_key:
+        if name == prompt_column(data):
             found.error(f"{where}: no column {name!r} (there are: {has}). Set {option}, or write the files anew.")
         elif not config.custom_reward_function.path:
             option = f" ({option})" if option else ""
@@ -165,8 +166,8 @@ def _prompts(config: Any, table: RowTable, reader: PromptReader | None, found: P
         return
     shown = rows.good[: limits.prompts]
     if reader is None:
-        for position, prompt in zip(shown, table.select(shown).column(data.prompt_key), strict=True):
-            found.prompts.append(Prompt(table.where(position), _plain(prompt), None))
+        for position, prompt in zip(shown, table.select(shown).column(prompt_column(data)), strict=True):
+            found.prompts.append(Prompt(table.where(position), _plain(read_prompt(prompt, data)), None))
         found.lengths = in_bytes(np.array(rows.sizes))
         return
     prompts = Prompts(table, data, reader, _processor(config, found))

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from verl.data_check.prompts import PromptReader, has_processor
+from verl.data_check.rows import prompt_column, read_prompt
 from verl.utils.dataset.table import DataError, RowTable
 from verl.utils.dataset.vision_utils import open_image, with_image_parts
 
@@ -30,14 +31,15 @@ class Prompts:
         self, table: RowTable, config: Mapping[str, Any], reader: PromptReader, shown: ImagePrompts | None = None
     ):
         self.table, self.reader, self.shown = table, reader, shown
-        self.prompt_key = config["prompt_key"]
+        self.config = config
         keys = {"image": config["image_key"], "video": config["video_key"]}
         kinds = ["image", *(["video"] if shown is not None and shown.takes_videos else [])]
         self.keys = {kind: keys[kind] for kind in kinds if keys[kind] in table.column_names} if shown else {}
 
     def texts(self, positions: Sequence[int]) -> list[str | DataError]:
         """The prompts through the chat template; what it refuses is an error in its place."""
-        return [self._text(prompt) for prompt in self.table.select(positions).column(self.prompt_key)]
+        prompts = self.table.select(positions).column(prompt_column(self.config))
+        return [self._text(read_prompt(prompt, self.config)) for prompt in prompts]
 
     def lengths(self, positions: Sequence[int], texts: Sequence[str]) -> list[int]:
         """Tokens of rendered prompts.

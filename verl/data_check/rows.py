@@ -12,9 +12,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from verl.utils.dataset.files import open_table
+from verl.utils.dataset.prompt_rows import parse_messages
 from verl.utils.dataset.table import DataError, RowTable
 from verl.utils.dataset.vision_utils import PLACEHOLDER, open_image, placeholder_mismatch
-from verl.utils.fs import copy_to_local
 
 _SLICE = 10_000
 """Rows turned into Python objects at a time."""
@@ -82,20 +83,36 @@ class RowFacts:
 
 
 def open_files(paths: Sequence[str], config: Mapping[str, Any], facts: RowFacts) -> RowTable:
-    """All files that can be read, as one table; the others are noted in ``facts``."""
-    tables, names = [], []
+    """All files that can be read, as one table; the others, and lines that are no record, are noted in ``facts``."""
+    table = RowTable([], [])
     for path in map(str, paths):
         try:
-            local = copy_to_local(path, cache_dir=config.get("cache_dir"), use_shm=config.get("use_shm", False))
-            opened = RowTable.from_files([local])
+            opened = open_table(
+                path, cache_dir=config.get("cache_dir"), use_shm=config.get("use_shm", False), bad_rows="skip"
+            )
         except (FileNotFoundError, DataError) as error:
             facts.unreadable[path] = str(error)
             continue
-        for table, name in zip(opened.tables, opened.names, strict=True):
-            tables.append(table)
-            names.append(name)
-            facts.files.append(FileFacts(name, table.num_rows, {f.name: str(f.type) for f in table.schema}))
-    return RowTable(tables, names)
+        table = table.followed_by(opened)
+        for part, name in zip(opened.tables, opened.names, strict=True):
+            facts.files.append(FileFacts(name, part.num_rows, {field.name: str(field.type) for field in part.schema}))
+        for row in opened.skipped:
+            facts.refuse(row.where, row.why)
+    return table
+
+
+def prompt_column(config: Mapping[str, Any]) -> str:
+    """The column of prompts."""
+    return config.get("messages_key", None) or config["prompt_key"]
+
+
+def read_prompt(prompt: Any, config: Mapping[str, Any]) -> Any:
+    """A cell of :func:`prompt_column` as a prompt: of ``data.messages_key``, JSON is read.
+
+    Raises:
+        ValueError: it is no JSON.
+    """
+    return parse_messages(prompt) if config.get("messages_key", None) else prompt
 
 
 def walk(table: RowTable, config: Mapping[str, Any], facts: RowFacts, marks: re.Pattern[str]) -> None:
@@ -105,7 +122,7 @@ def walk(table: RowTable, config: Mapping[str, Any], facts: RowFacts, marks: re.
         config: the ``data`` section.
         marks: finds what a chat template writes.
     """
-    keys = [config[name] for name in ("prompt_key", "reward_fn_key", "image_key", "video_key")] + ["reward_model"]
+    keys = [prompt_column(config), "reward_model", *(config[f"{name}_key"] for name in ("reward_fn", "image", "video"))]
     first_seen: dict[int, int] = {}
     for position, row in _rows(table, [name for name in dict.fromkeys(keys) if name in table.column_names]):
         problems = _problems(row, config)
@@ -116,7 +133,7 @@ def walk(table: RowTable, config: Mapping[str, Any], facts: RowFacts, marks: re.
         if problems:
             facts.refuse(table.where(position), "; ".join(problems))
             continue
-        text = prompt_text(row[config["prompt_key"]])
+        text = prompt_text(read_prompt(row[prompt_column(config)], config))
         facts.good.append(position)
         facts.sizes.append(len(text.encode()))
         facts.marks.update(dict.fromkeys(marks.findall(text)).keys())
@@ -145,17 +162,21 @@ def _rows(table: RowTable, names: Sequence[str]) -> Iterator[tuple[int, dict[str
 def _problems(row: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
     """Why a run could not use a row; nothing of columns that its file does not have."""
     found = []
-    prompt_key, source_key, image_key = config["prompt_key"], config["reward_fn_key"], config["image_key"]
+    prompt_key, source_key, image_key = prompt_column(config), config["reward_fn_key"], config["image_key"]
     if prompt_key not in row:
         return [f"no column {prompt_key!r}"]
-    found += _prompt_problems(row[prompt_key], prompt_key)
+    try:
+        prompt = read_prompt(row[prompt_key], config)
+    except ValueError as error:
+        return [f"{prompt_key!r} is not the JSON of messages (data.messages_key): {error}"]
+    found += _prompt_problems(prompt, prompt_key)
     goal = row.get("reward_model")
     if "reward_model" in row and not (isinstance(goal, Mapping) and goal.get("ground_truth") is not None):
         found.append("reward_model has no ground_truth")
     if source_key in row and row[source_key] in (None, ""):
         found.append(f"{source_key!r} is empty, so no scorer is chosen (data.reward_fn_key)")
     if image_key in row and not found:
-        found += _image_problems(row[prompt_key], row[image_key], image_key)
+        found += _image_problems(prompt, row[image_key], image_key)
     return found
 
 
