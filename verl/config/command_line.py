@@ -143,6 +143,10 @@ def _config_to_run(
 
         print(batch_plan(loaded.config))
         return None
+    if "trainer" in loaded.config:
+        from verl.config.unread import remember_given
+
+        remember_given(loaded.config, loaded.tree, loaded.given, loaded.notices)
     return loaded.config
 
 

@@ -200,6 +200,10 @@ class TrainerConfig(Config):
     memory_ledger: bool = False
     """Show what memory each phase of the first step took, and log ``memory/<phase>_gb`` at every step."""
 
+    unread_keys: Literal["error", "warn", "off"] = "error"
+    """What becomes of options that were set and that nothing has read once the policy was updated for the first time.
+    Options read at a later event, a save for example, count as read."""
+
     nonfinite_tolerance: int = option(3, at_least=1)
     """Stop after this many training steps in a row were skipped for a gradient that is not finite."""
 

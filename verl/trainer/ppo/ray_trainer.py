@@ -17,6 +17,7 @@ import torch
 from verl.algorithms.aggregate import agg_loss
 from verl.algorithms.kl import get_kl_controller
 from verl.algorithms.resample import resample_rows
+from verl.config.unread import check_unread
 from verl.protocol import DataProto
 from verl.single_controller import get_controller
 from verl.single_controller.together import Beside
@@ -186,6 +187,7 @@ class RayPPOTrainer(RecipeNames):
         self.last_checkpoint: Path | None = None
         self.unfinished_save: int | None = None
         self.has_shown_memory = False
+        self.has_checked_keys = False
         self.pending_reward: Beside | None = None
         self.log_places: dict[str, Any] = {}
         self.sampler: Any = None
@@ -621,6 +623,16 @@ class RayPPOTrainer(RecipeNames):
             self.logger.log(self.metrics, step=step)
         self.progress.update(step, self.metrics)
         self.notify_sampler_and_dataset(batch)
+        if self.updates_actor and not self.has_checked_keys:
+            self.has_checked_keys = True
+            self.check_unread_keys()
+
+    def check_unread_keys(self) -> None:
+        """See that what the user set was read by the driver or a worker; else act as ``trainer.unread_keys`` says."""
+        groups = self.worker_groups.values()
+        if all(hasattr(group, "options_read") for group in groups):  # workers of a user's own may not tell
+            read = {key for group in groups for keys in group.options_read() for key in keys}
+            check_unread(typed_config(self.config), read, self.progress.say)
 
     def stop(self) -> None:
         """Close the loggers and say where everything lies."""
