@@ -172,11 +172,12 @@ def check(config: PPOConfig) -> None:
 
 
 def _check(config: PPOConfig, is_given: Callable[[str], bool] | None, earlier: list[Problem]) -> list[Problem]:
+    from verl.config.kept_weights import kept_weights
     from verl.config.rules import broken_rules
     from verl.config.support import unsupported
 
     suspect = {problem.key for problem in earlier}
-    found = [*unsupported(config, is_given), *broken_rules(config)]
+    found = [*unsupported(config, is_given), *broken_rules(config), *kept_weights(config)]
     return [problem for problem in found if not problem.keys & suspect]
 
 

@@ -489,6 +489,8 @@ class RayPPOTrainer(RecipeNames):
         request = prompts.select(batch_keys=list(PROMPT_COLUMNS))
         request.meta_info = {"validate": validate, "global_steps": step}
         prompts.meta_info.update(request.meta_info)
+        if (every := self.config.trainer.weight_sync_freq) > 1:
+            request.meta_info["weight_sync_freq"] = every
         request.put("seeds", torch.tensor(seeds))
         return request
 
