@@ -25,7 +25,18 @@ class Roll:
 
     def __init__(self, tree: Mapping[str, Any], overridden: set[str], knows: Any) -> None:
         self.tree, self.overridden, self.knows = dict(tree), overridden, knows
+        self.at = ""
+        """The key that is being translated."""
         self.is_agentic = any(name in tree for name in ("train_env_manager", "custom_envs", "val_env_manager"))
+        self.mapped: dict[str, list[int] | None] = {}
+        self.unreadable: list[Refuse] = []
+        for role in ("actor_train", "actor_infer", "reference", "critic"):
+            key = f"{role}.device_mapping"
+            try:
+                self.mapped[role] = parse_devices(self.get(key))
+            except ValueError as error:
+                self.mapped[role] = None
+                self.unreadable.append(Refuse(key, self.get(key), str(error)))
 
     def get(self, key: str, default: Any = None) -> Any:
         value = at_key(self.tree, key)
@@ -56,12 +67,9 @@ class Roll:
         whole = self.get("sequence_length")
         return None if whole is None else whole - self.get("prompt_length", 1024)
 
-    def devices(self, role: str) -> list[int] | None:
-        return parse_devices(self.get(f"{role}.device_mapping"))
-
     def world_size(self, role: str) -> int:
         """Workers of a role: its devices, or on CPU what it says."""
-        devices = self.devices(role)
+        devices = self.mapped[role]
         return self.get(f"{role}.world_size", 1) if devices is None else len(devices)
 
     def dp_size(self, role: str) -> int:
@@ -122,13 +130,8 @@ def _updates(roll: Roll, role: str, place: str) -> Iterator[Outcome]:
 
 def devices(roll: Roll) -> Iterator[Outcome]:
     """Options of hardware: whose devices, and which roles share them."""
-    mapped = {}
-    for role in ("actor_train", "actor_infer", "reference", "critic"):
-        try:
-            mapped[role] = roll.devices(role)
-        except ValueError as error:
-            yield Refuse(f"{role}.device_mapping", roll.get(f"{role}.device_mapping"), str(error))
-            return
+    mapped = roll.mapped
+    yield from roll.unreadable
     own, sampling = mapped["actor_train"], mapped["actor_infer"]
     if own is None:
         yield Set("trainer.device", "cpu")
@@ -168,6 +171,8 @@ def _nodes(roll: Roll, role: str, ids: list[int], place: str) -> Iterator[Outcom
         yield Refuse(key, value, f"{len(ids)} devices are no whole nodes of num_gpus_per_node={per_node}", way_out)
     else:
         yield Set(f"{place}.nnodes", max(1, len(ids) // per_node))
+        if len(ids) > per_node and roll.get("generate_opt_level"):
+            yield Set(f"{ROLLOUT}.server_host", "0.0.0.0")  # the driver asks the servers of other nodes
         yield Set(f"{place}.n_gpus_per_node", min(len(ids), per_node))
 
 

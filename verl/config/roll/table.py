@@ -113,7 +113,9 @@ def _rollout_batch_size(key: str, value: Any, roll: Any) -> Iterator[Outcome]:
 
 
 def _val_batch_size(key: str, value: Any, roll: Any) -> Iterator[Outcome]:
-    if isinstance(value, int) and value > 0:
+    if roll.is_agentic:
+        yield Set("env.val.n_trajectories", value)
+    elif isinstance(value, int) and value > 0:
         yield Set("data.val_batch_size", value)
 
 
@@ -284,7 +286,7 @@ TOP: dict[str, Row] = {
     "reward_pretrain": Row("critic.model.path", "the critic starts from it"),
     # batches and lengths
     "rollout_batch_size": Row(_rollout_batch_size, "`data.train_batch_size`; agentic: over `group_size`", default=128),
-    "val_batch_size": Row(_val_batch_size, "`data.val_batch_size`"),
+    "val_batch_size": Row(_val_batch_size, "`data.val_batch_size`; agentic: `env.val.n_trajectories`"),
     "prompt_length": Row(_prompt_length, "`data.max_prompt_length`, longer prompts cut at the left, as the guide has "
                          "it (ROLL drops them)", default=1024),
     "response_length": Row("data.max_response_length"),

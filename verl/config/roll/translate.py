@@ -8,6 +8,7 @@ from verl.config.build import show
 from verl.config.overrides import locate
 from verl.config.ppo import PPOConfig
 from verl.config.roll.batch import Roll, batches, devices, rewards
+from verl.config.roll.read import PRESETS
 from verl.config.roll.result import Note, Outcome, Refuse, Set, word
 from verl.config.roll.strategies import strategy
 from verl.config.roll.table import ENVIRONMENT, MANAGER, TOP, Row
@@ -15,7 +16,7 @@ from verl.config.roll.workers import DATA, GENERATION, ROLES, WORKER
 from verl.config.tree import at_key
 
 _GUIDE = "is no key of ROLL's guides"
-_IGNORED = ("hydra",)
+_IGNORED = ("hydra", *PRESETS)
 _REWARD_KEYS = ("rewards", "reward")
 
 
@@ -44,12 +45,12 @@ def translate(tree: Mapping[str, Any], referred: Iterable[str] = (), words: Iter
     refusals: list[str] = []
     for outcome in _outcomes(roll, set(referred)):
         if isinstance(outcome, Set) and not roll.knows(outcome.key):
-            refusals.append(_no_option(outcome))
-        elif isinstance(outcome, Set):
+            refusals.append(_no_option(roll, outcome))
+        elif isinstance(outcome, Set) and _is_read(roll, outcome.key):
             chosen[outcome.key] = outcome.value
         elif isinstance(outcome, Note):
             notes.append(outcome.text)
-        elif not overridden & {outcome.key, *outcome.instead}:
+        elif isinstance(outcome, Refuse) and not overridden & {outcome.key, *outcome.instead}:
             refusals.append(_sentence(outcome))
     own = [word(key, value) for key, value in chosen.items() if key not in overridden]
     return Translation([*own, *words], list(dict.fromkeys(notes)), list(dict.fromkeys(refusals)))
@@ -60,11 +61,18 @@ def _sentence(refusal: Refuse) -> str:
     return f"{refusal.key}={show(refusal.value)}: {refusal.why}.{way_out}"
 
 
-def _no_option(outcome: Set) -> str:
-    what = "environments are not built: an agent loop of yours is docs/async.md's" if outcome.key.startswith("env.") else (
-        "not built yet"
-    )
-    return f"{outcome.key}={show(outcome.value)}: {what}."
+def _no_option(roll: Roll, outcome: Set) -> str:
+    why = f"there is no option {outcome.key} yet"
+    if outcome.key.startswith("env."):
+        why = "environments are not built; turns with one are an agent loop of yours (docs/async.md)"
+    return f"{roll.at}={show(outcome.value)}: {why}."
+
+
+def _is_read(roll: Roll, key: str) -> bool:
+    """Whether the role an option belongs to takes part: else nobody would read it."""
+    if key.startswith("critic."):
+        return roll.get("adv_estimator", "gae") == "gae"
+    return not key.startswith("actor_rollout_ref.ref.") or bool(roll.get("use_kl_loss") or roll.get("add_token_level_kl"))
 
 
 def _outcomes(roll: Roll, referred: set[str]) -> Iterator[Outcome]:
@@ -92,6 +100,7 @@ def _outcomes(roll: Roll, referred: set[str]) -> Iterator[Outcome]:
 
 
 def _row(row: Row | None, key: str, value: Any, roll: Roll, known: Iterable[str]) -> Iterator[Outcome]:
+    roll.at = key
     if row is None:
         near = did_you_mean(key.partition(".")[2] or key, known).rstrip("?")
         yield Refuse(key, value, f"{_GUIDE}{near}")
@@ -107,6 +116,8 @@ def _row(row: Row | None, key: str, value: Any, roll: Roll, known: Iterable[str]
 def _section(key: str, section: Mapping, rows: Mapping[str, Row], roll: Roll) -> Iterator[Outcome]:
     """Keys of a section, two levels deep as the tables have them."""
     for name, value in section.items():
+        if value is None and name.endswith("_args"):
+            continue
         if isinstance(value, Mapping) and name.endswith("_args"):
             for inner, item in value.items():
                 yield from _row(rows.get(f"{name}.{inner}"), f"{key}.{name}.{inner}", item, roll, rows)
@@ -134,9 +145,10 @@ def _manager(key: str, section: Mapping, roll: Roll) -> Iterator[Outcome]:
     place = f"env.{key.partition('_')[0]}"
     for name, value in section.items():
         row = MANAGER.get(name)
+        roll.at = f"{key}.{name}"
         if row is None:
             yield from _row(None, f"{key}.{name}", value, roll, MANAGER)
-        elif name == "group_size" and not roll.knows("env"):
+        elif name == "group_size" and place == "env.train":
             continue  # in rollout.n
         elif value is not None:
             option = "env.manager_cls" if row.to == "manager_cls" else f"{place}.{row.to}"
@@ -147,6 +159,7 @@ def _environments(section: Mapping, roll: Roll) -> Iterator[Outcome]:
     for tag, entry in section.items():
         for name, value in (entry or {}).items():
             row = ENVIRONMENT.get(name)
+            roll.at = f"custom_envs.{tag}.{name}"
             if row is None or row.to is None:
                 yield from _row(row and row._replace(harmless=(value,)), f"custom_envs.{tag}.{name}", value, roll, ENVIRONMENT)
             elif value is not None:
@@ -156,7 +169,8 @@ def _environments(section: Mapping, roll: Roll) -> Iterator[Outcome]:
 def _defaults(roll: Roll) -> Iterator[Outcome]:
     """ROLL's own defaults, where ours differ, of keys the file leaves out."""
     for key, row in TOP.items():
-        if row.default is not None and at_key(roll.tree, key) is None and not (roll.is_agentic and "batch" in key):
+        is_needed = {"lambd": roll.get("adv_estimator", "gae") == "gae", "init_kl_coef": roll.get("add_token_level_kl")}
+        if row.default is not None and at_key(roll.tree, key) is None and is_needed.get(key, True):
             yield from _row(row, key, row.default, roll, TOP)
     for role in ("actor_train", "critic"):
         if role in roll.tree and (role == "actor_train" or roll.get("adv_estimator", "gae") == "gae"):
