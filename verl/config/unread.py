@@ -26,7 +26,7 @@ _READ_LATER = (
     "data.validation_shuffle",  # at a validation
     "*.rollout.max_postponements", "*.rollout.max_staleness", "*.rollout.stall_timeout_s",
     "algorithm.filter_groups.*", "reward_model.on_error", "reward_model.sandbox_fusion.*",  # when it happens
-    "trainer.tracker_kwargs", "ray_init.*",  # by the loggers and Ray, who get copies
+    "trainer.tracker_kwargs", "trainer.log_dir", "ray_init.*",  # by the loggers and Ray, who get copies
     "data.*", "custom_reward_function.*",  # in the processes that load rows and score responses
     "trainer.unread_keys", "*.rollout.tensor_model_parallel_size",  # 1 agrees with an engine that has no such thing
 )  # fmt: skip

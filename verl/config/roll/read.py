@@ -45,13 +45,14 @@ def read_roll(path: str) -> tuple[dict[str, Any], set[str]]:
 
 
 def _with_defaults(file: Path, seen: list[Path]) -> dict[str, Any]:
-    import yaml
+    from omegaconf import OmegaConf
+    from yaml import YAMLError
 
     if file in seen:
         raise ConfigError([f"{file} names itself in its defaults, by way of {', '.join(map(str, seen))}."])
     try:
-        own = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
+        own = OmegaConf.to_container(OmegaConf.load(file))  # reads 1e-6 as a number, which plain YAML does not
+    except (YAMLError, OSError) as error:
         raise ConfigError([f"{file} is no YAML: {' '.join(str(error).split())}."]) from error
     if not isinstance(own, Mapping):
         raise ConfigError([f"{file} holds no mapping of keys to values."])
