@@ -150,6 +150,14 @@ def is_legacy(key: str) -> bool:
     return key in _BY_NAME
 
 
+def replacement(key: str) -> str | None:
+    """What to use in place of an old name, as a sentence; None for a name that is not old."""
+    entry = _BY_NAME.get(strip_prefix(key))
+    if isinstance(entry, Moved):
+        return f"{key} is now called {' and '.join(entry.new)}."
+    return f"{key} no longer exists: {entry.why}." if entry else None
+
+
 def strip_prefix(key: str) -> str:
     """``backend_config.data.x`` -> ``data.x``."""
     return key.removeprefix(f"{PREFIX}.")

@@ -733,6 +733,7 @@ class RayPPOTrainer(RecipeNames):
             group.save_checkpoint(str(folder / name), None, self.global_steps)
         self.saved_steps = [step for step in self.saved_steps if step != self.global_steps] + [self.global_steps]
         checkpoint.save_driver_state(folder, self.prompts_position(), self.driver_state(), self.responses_ahead())
+        checkpoint.save_options(folder, typed_config(self.config).to_dict())
         if self.group_sampler is not None:
             self.group_sampler.save(folder)
         elif self.group_filter is not None:
