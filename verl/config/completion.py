@@ -107,7 +107,9 @@ def main(arguments: Sequence[str], commands: Mapping[str, str]) -> int:
     if wanted in ("--help", "-h"):
         print("usage: verl completion bash|zsh\n\nsource <(verl completion bash)   in ~/.bashrc, zsh likewise")
         return 0
-    print(f"error: verl completion {wanted}: known shells are bash, zsh{did_you_mean(wanted, scripts)}", file=sys.stderr)
+    print(
+        f"error: verl completion {wanted}: known shells are bash, zsh{did_you_mean(wanted, scripts)}", file=sys.stderr
+    )
     return 2
 
 

@@ -154,7 +154,9 @@ def _table(section: Config, key: str, title: str) -> list[str]:
                 f"`{item.name}`",
                 _kind(section, item.name) + (f", {counted}" if counted else ""),
                 f"`{_yaml(section[item.name])}`",
-                explanation(type(section), item.name) + _limits(name).replace("; ", " *", 1) + "*" * bool(_limits(name)),
+                explanation(type(section), item.name)
+                + _limits(name).replace("; ", " *", 1)
+                + "*" * bool(_limits(name)),
             ]
             own.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     lines = ["", f"## `{key}`", "", "| option | type | default | meaning |", "|---|---|---|---|", *own] if own else []

@@ -13,11 +13,14 @@ def kept_weights(config: PPOConfig) -> Iterator[Problem]:
     if every == 1:
         return
     if not shared.hybrid_engine:
-        yield Problem(key, f"{key}={every}: a rollout on devices of its own is sent weights as rollout.async_ratio says. "
-                      "Set actor_rollout_ref.hybrid_engine=true, or leave it 1.")  # fmt: skip
+        why, way_out = (
+            "a rollout on devices of its own is sent weights as it goes",
+            "actor_rollout_ref.hybrid_engine=true",
+        )
     elif shared.rollout.mode == "async":
-        yield Problem(key, f"{key}={every}: servers are handed the newest weights at every step. Set {place}.mode=sync, "
-                      "or leave it 1.", (f"{place}.mode",))  # fmt: skip
+        why, way_out = "servers are handed the newest weights at every step", f"{place}.mode=sync"
     elif shared.rollout.free_cache_engine:
-        yield Problem(key, f"{key}={every}: the engine gives its weights back between steps. Set "
-                      f"{place}.free_cache_engine=false, or leave it 1.", (f"{place}.free_cache_engine",))  # fmt: skip
+        why, way_out = "the engine gives its weights back between steps", f"{place}.free_cache_engine=false"
+    else:
+        return
+    yield Problem(key, f"{key}={every}: {why}. Set {way_out}, or leave it 1.", (way_out.partition("=")[0],))

@@ -10,7 +10,7 @@ from verl.config.roll.translate import translate
 from verl.config.tree import at_key, overlay, put_key
 from verl.config.unread import readers
 
-A, O, R, M = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.ref", "actor_rollout_ref.model"
+A, E, R, M = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.ref", "actor_rollout_ref.model"
 SHAPING = "algorithm.reward_shaping"
 KL_LOSS = {"use_kl_loss": True}
 GAE = {"adv_estimator": "gae", "critic": {"infer_batch_size": 2}}
@@ -49,23 +49,23 @@ KEYS = [
     ("prompt_length", 2048, {}, {"data.max_prompt_length": 2048, "data.truncation": "left"}),
     ("response_length", 4096, {}, {"data.max_response_length": 4096}),
     ("sequence_length", 3072, {"prompt_length": 1024},
-     {f"{O}.max_model_len": 3072, "data.max_response_length": 2048}),
+     {f"{E}.max_model_len": 3072, "data.max_response_length": 2048}),
     ("sequence_length", 100, {"response_length": 4096}, "prompt_length + response_length"),
     ("local_rank", -1, {}, {}),
     ("local_rank", 0, {}, "each worker finds its rank"),
     ("num_nodes", 2, {}, {}),
     ("num_gpus_per_node", 4, {"actor_train": {"device_mapping": "list(range(0,8))"}},
      {"trainer.nnodes": 2, "trainer.n_gpus_per_node": 4}),
-    ("generate_opt_level", 0, {}, {f"{O}.mode": "sync"}),
-    ("generate_opt_level", 1, {}, {f"{O}.mode": "async"}),
+    ("generate_opt_level", 0, {}, {f"{E}.mode": "sync"}),
+    ("generate_opt_level", 1, {}, {f"{E}.mode": "async"}),
     ("is_num_return_sequences_expand", True, {}, {}),
-    ("max_running_requests", 128, {"generate_opt_level": 1}, {f"{O}.max_running_requests": 128}),
-    ("max_running_requests", 128, {}, {f"{O}.max_num_seqs": 128}),
+    ("max_running_requests", 128, {"generate_opt_level": 1}, {f"{E}.max_running_requests": 128}),
+    ("max_running_requests", 128, {}, {f"{E}.max_num_seqs": 128}),
     ("is_use_additional_prompts", True, {"max_additional_running_prompts": 16, "rollout_batch_size": 64},
-     {f"{O}.over_sample_rate": 0.25, f"{O}.mode": "async"}),
+     {f"{E}.over_sample_rate": 0.25, f"{E}.mode": "async"}),
     ("max_additional_running_prompts", 32, {"is_use_additional_prompts": True, "rollout_batch_size": 64},
-     {f"{O}.over_sample_rate": 0.5}),
-    ("num_return_sequences_in_group", 8, {}, {f"{O}.n": 8}),
+     {f"{E}.over_sample_rate": 0.5}),
+    ("num_return_sequences_in_group", 8, {}, {f"{E}.n": 8}),
     ("ppo_epochs", 2, {}, {f"{A}.ppo_epochs": 2}),
     ("max_grad_norm", 0.5, GAE, {f"{A}.grad_clip": 0.5, "critic.grad_clip": 0.5}),
     ("l2", 0.01, {}, {f"{A}.l2_coef": 0.01}),
@@ -114,7 +114,7 @@ KEYS = [
     ("reward_normalization.grouping", "state", {}, "environments are not built"),
     ("reward_normalization.method", "asym_clip", {}, "environments are not built"),
     ("train_env_manager.env_groups", 8, {}, "environments are not built"),
-    ("train_env_manager.group_size", 8, {"rollout_batch_size": 64}, {f"{O}.n": 8, "data.train_batch_size": 8}),
+    ("train_env_manager.group_size", 8, {"rollout_batch_size": 64}, {f"{E}.n": 8, "data.train_batch_size": 8}),
     ("train_env_manager.tags", ["SimpleSokoban"], {}, "environments are not built"),
     ("train_env_manager.n_groups", [8], {}, "environments are not built"),
     ("train_env_manager.max_traj_per_env", -1, {}, "environments are not built"),
@@ -125,15 +125,15 @@ KEYS = [
     ("actor_train.device_mapping", "list(range(0,16))", {}, {"trainer.nnodes": 2, "trainer.n_gpus_per_node": 8}),
     ("actor_train.device_mapping", "__import__('os').system('true')", {}, "no list of device ids"),
     ("actor_infer.device_mapping", "list(range(8,16))", {"actor_train": {"device_mapping": "list(range(0,8))"}},
-     {"actor_rollout_ref.hybrid_engine": False, f"{O}.nnodes": 1, f"{O}.n_gpus_per_node": 8}),
+     {"actor_rollout_ref.hybrid_engine": False, f"{E}.nnodes": 1, f"{E}.n_gpus_per_node": 8}),
     ("reference.device_mapping", "[9]", {"actor_train": {"device_mapping": [0, 1]}, **KL_LOSS}, "shares the devices"),
-    ("actor_infer.num_gpus_per_worker", 2, {}, {f"{O}.tensor_model_parallel_size": 2}),
+    ("actor_infer.num_gpus_per_worker", 2, {}, {f"{E}.tensor_model_parallel_size": 2}),
     ("actor_train.model_update_frequency", 4, {}, {"trainer.weight_sync_freq": 4}),
-    ("actor_train.infer_batch_size", 4, {}, {f"{O}.log_prob_micro_batch_size_per_gpu": 4}),
+    ("actor_train.infer_batch_size", 4, {}, {f"{E}.log_prob_micro_batch_size_per_gpu": 4}),
     ("reference.infer_batch_size", 4, KL_LOSS, {f"{R}.log_prob_micro_batch_size_per_gpu": 4}),
     ("critic.infer_batch_size", 4, {"adv_estimator": "gae"}, {"critic.forward_micro_batch_size_per_gpu": 4}),
     ("actor_train.model_args.dtype", "fp16", {}, {f"{A}.fsdp_config.mixed_precision.param_dtype": "fp16"}),
-    ("actor_infer.model_args.dtype", "bf16", {}, {f"{O}.dtype": "bf16"}),
+    ("actor_infer.model_args.dtype", "bf16", {}, {f"{E}.dtype": "bf16"}),
     ("actor_train.model_args.disable_gradient_checkpointing", True, {}, {f"{M}.enable_gradient_checkpointing": False}),
     ("actor_train.data_args.template", "native", {}, {}),
     ("actor_train.data_args.template", "longCOT_7", {}, "custom_chat_template"),
@@ -141,11 +141,11 @@ KEYS = [
     ("actor_train.data_args.prompt", "instruction", {}, {"data.prompt_key": "instruction"}),
     ("actor_train.data_args.messages", "chat", {"actor_train": {"data_args": {"prompt": "p"}}}, "keep one of them"),
     ("actor_infer.generating_args.max_new_tokens", 512, {}, {"data.max_response_length": 512}),
-    ("actor_infer.generating_args.temperature", 0.99, {}, {f"{O}.temperature": 0.99}),
+    ("actor_infer.generating_args.temperature", 0.99, {}, {f"{E}.temperature": 0.99}),
     ("actor_train.strategy_args.strategy_name", "deepspeed_train", {}, {f"{A}.strategy": "deepspeed"}),
     ("actor_train.strategy_args.strategy_name", "megatron_train", {}, "Megatron is not built"),
     ("reference.strategy_args.strategy_name", "megatron_infer", KL_LOSS, "Megatron is not built"),
-    *(("actor_infer.strategy_args.strategy_name", name, {}, {f"{O}.name": ours})
+    *(("actor_infer.strategy_args.strategy_name", name, {}, {f"{E}.name": ours})
       for name, ours in (("vllm", "vllm"), ("sglang", "sglang"), ("hf_infer", "hf"))),
     *((f"actor_train.strategy_args.strategy_config.{name}_parallel_size", 2, MEGATRON, "Megatron")
       for name in ("tensor_model", "pipeline_model", "expert_model", "virtual_pipeline_model")),
@@ -162,14 +162,14 @@ KEYS = [
     ("actor_train.strategy_args.strategy_config.overlap_grad_reduce", True, MEGATRON, {}),
     *((f"actor_infer.strategy_args.strategy_config.{name}", value, {"strategy_name": "vllm"}, {option: value})
       for name, value, option in (
-          ("gpu_memory_utilization", 0.6, f"{O}.gpu_memory_utilization"),
-          ("block_size", 16, f"{O}.engine_kwargs.vllm.block_size"),
-          ("max_model_len", 8000, f"{O}.max_model_len"),
-          ("load_format", "dummy", f"{O}.load_format"))),
+          ("gpu_memory_utilization", 0.6, f"{E}.gpu_memory_utilization"),
+          ("block_size", 16, f"{E}.engine_kwargs.vllm.block_size"),
+          ("max_model_len", 8000, f"{E}.max_model_len"),
+          ("load_format", "dummy", f"{E}.load_format"))),
     *((f"actor_infer.strategy_args.strategy_config.{name}", value, {"strategy_name": "sglang"}, {option: value})
       for name, value, option in (
-          ("mem_fraction_static", 0.6, f"{O}.gpu_memory_utilization"),
-          ("load_format", "dummy", f"{O}.load_format"))),
+          ("mem_fraction_static", 0.6, f"{E}.gpu_memory_utilization"),
+          ("load_format", "dummy", f"{E}.load_format"))),
     ("actor_train.training_args.learning_rate", 1e-6, {}, {f"{A}.optim.lr": 1e-6}),
     ("actor_train.training_args.weight_decay", 0.1, {}, {f"{A}.optim.weight_decay": 0.1}),
     ("actor_train.training_args.warmup_steps", 20, {}, {f"{A}.optim.lr_warmup_steps": 20}),
@@ -182,7 +182,7 @@ KEYS = [
 def translation(key, value, beside):
     """What a file says that has ``key`` and little else."""
     role = key.partition(".")[0]
-    tree = {"actor_train": {}, "actor_infer": {}, "adv_estimator": "reinforce", "rollout_batch_size": 128,
+    tree = {"actor_infer": {}, "adv_estimator": "reinforce", "rollout_batch_size": 128,
             "actor_train": {"training_args": {"gradient_accumulation_steps": 16}}}  # fmt: skip
     if role.endswith("_env_manager"):
         put_key(tree, "actor_train.training_args.gradient_accumulation_steps", 1)

@@ -105,7 +105,9 @@ def batches(roll: Roll) -> Iterator[Outcome]:
         yield Set("critic.forward_micro_batch_size_per_gpu", roll.get("critic.infer_batch_size", 16))
     if roll.is_agentic:
         yield Set(f"{ROLLOUT}.n", roll.group_size)
-    if (size := roll.get("actor_infer.infer_batch_size")) and roll.get("actor_infer.strategy_args.strategy_name") == "hf_infer":
+    if (size := roll.get("actor_infer.infer_batch_size")) and roll.get(
+        "actor_infer.strategy_args.strategy_name"
+    ) == "hf_infer":
         yield Set(f"{ROLLOUT}.max_num_seqs", size)
 
 
@@ -122,7 +124,9 @@ def _updates(roll: Roll, role: str, place: str) -> Iterator[Outcome]:
         why = f"an optimizer step takes {wanted} samples, which are no whole groups of {siblings}"
         yield Refuse(key, given, why, way_out)
     elif brought % wanted:
-        why = f"a rollout brings {brought} samples, no multiple of the {wanted} of an optimizer step: ROLL drops the rest"
+        why = (
+            f"a rollout brings {brought} samples, no multiple of the {wanted} of an optimizer step: ROLL drops the rest"
+        )
         yield Refuse(key, given, why, way_out)
     else:
         yield Set(f"{place}.ppo_mini_batch_size", wanted // siblings)
@@ -143,8 +147,8 @@ def devices(roll: Roll) -> Iterator[Outcome]:
         yield Set("actor_rollout_ref.hybrid_engine", False)
         yield from _nodes(roll, "actor_infer", sampling, ROLLOUT)
     elif sampling and own and set(sampling) != set(own):
-        yield Refuse("actor_infer.device_mapping", roll.get("actor_infer.device_mapping"), "it shares some devices with "
-                     "actor_train: all of them, or none", ("actor_rollout_ref.hybrid_engine",))  # fmt: skip
+        value, why = roll.get("actor_infer.device_mapping"), "it shares some devices with actor_train: all, or none"
+        yield Refuse("actor_infer.device_mapping", value, why, ("actor_rollout_ref.hybrid_engine",))
     for role in ("reference", "critic"):
         if mapped[role] and own and not set(mapped[role]) <= set(own):
             yield Refuse(f"{role}.device_mapping", roll.get(f"{role}.device_mapping"), "it shares the devices of "

@@ -10,8 +10,9 @@ from verl.config.base import ConfigError
 HELP = """\
 usage: verl roll CONFIG.yaml [--print] [key=value ...]
 
-Read a configuration written for ROLL (RLVR or agentic) and train as it says. key=value are options of verl; they win over
-the file, and settle what it asks for that is not built: verl roll CONFIG.yaml actor_rollout_ref.actor.strategy=fsdp2
+Read a configuration written for ROLL (RLVR or agentic) and train as it says. key=value are options of verl; they win
+over the file, and settle what it asks for that is not built:
+verl roll CONFIG.yaml actor_rollout_ref.actor.strategy=fsdp2
 
   --print    print the command line it amounts to, and stop
   --check    check it as main_ppo --check does, show the batch arithmetic, and stop

@@ -22,7 +22,7 @@ MEGATRON: dict[str, Row] = {
     },
     "context_parallel_size": Row(None, "sequences are divided among ranks by `ulysses_sequence_parallel_size`",
                                  harmless=_IS_ONE),
-    "sequence_parallel": Row(None, "without tensor parallelism there is nothing to divide", harmless=(None, False, True)),
+    "sequence_parallel": Row(None, "tensor parallelism's, which is not built", harmless=(None, False, True)),
     "recompute_granularity": Row(None, "full: `model.enable_gradient_checkpointing`; selective: Megatron's",
                                  harmless=(None, "full")),
     "moe_layer_recompute": Row(None, "`model.enable_gradient_checkpointing` recomputes whole layers",

@@ -189,7 +189,14 @@ def _topr(key: str, value: Any, roll: Any) -> Iterator[Outcome]:
         yield Set(f"{ACTOR}.policy_loss.loss_mode", "topr")
 
 
-_VARIANTS = {"vanilla": "reinforce", "ppo": "vanilla", "tis": "tis", "topr": "topr", "cispo": "cispo", "kimi15": "kimi15"}
+_VARIANTS = {
+    "vanilla": "reinforce",
+    "ppo": "vanilla",
+    "tis": "tis",
+    "topr": "topr",
+    "cispo": "cispo",
+    "kimi15": "kimi15",
+}
 
 
 def _pg_variant(key: str, value: Any, roll: Any) -> Iterator[Outcome]:

@@ -57,7 +57,9 @@ def translate(tree: Mapping[str, Any], referred: Iterable[str] = (), words: Iter
 
 
 def _sentence(refusal: Refuse) -> str:
-    way_out = f" Way out: {' or '.join(f'{key}=...' for key in refusal.instead)} behind the file." * bool(refusal.instead)
+    way_out = f" Way out: {' or '.join(f'{key}=...' for key in refusal.instead)} behind the file." * bool(
+        refusal.instead
+    )
     return f"{refusal.key}={show(refusal.value)}: {refusal.why}.{way_out}"
 
 
@@ -72,7 +74,9 @@ def _is_read(roll: Roll, key: str) -> bool:
     """Whether the role an option belongs to takes part: else nobody would read it."""
     if key.startswith("critic."):
         return roll.get("adv_estimator", "gae") == "gae"
-    return not key.startswith("actor_rollout_ref.ref.") or bool(roll.get("use_kl_loss") or roll.get("add_token_level_kl"))
+    return not key.startswith("actor_rollout_ref.ref.") or bool(
+        roll.get("use_kl_loss") or roll.get("add_token_level_kl")
+    )
 
 
 def _outcomes(roll: Roll, referred: set[str]) -> Iterator[Outcome]:
@@ -137,7 +141,9 @@ def _worker(key: str, section: Mapping, roll: Roll) -> Iterator[Outcome]:
         return
     worker_cls = str(section.get("worker_cls", "roll."))
     if not worker_cls.startswith("roll."):
-        yield Refuse(f"{key}.worker_cls", worker_cls, "a worker of yours is a class of another contract: docs/extend.md")
+        yield Refuse(
+            f"{key}.worker_cls", worker_cls, "a worker of yours is a class of another contract: docs/extend.md"
+        )
     yield from _section(key, section, rows, roll)
 
 
@@ -161,7 +167,9 @@ def _environments(section: Mapping, roll: Roll) -> Iterator[Outcome]:
             row = ENVIRONMENT.get(name)
             roll.at = f"custom_envs.{tag}.{name}"
             if row is None or row.to is None:
-                yield from _row(row and row._replace(harmless=(value,)), f"custom_envs.{tag}.{name}", value, roll, ENVIRONMENT)
+                yield from _row(
+                    row and row._replace(harmless=(value,)), f"custom_envs.{tag}.{name}", value, roll, ENVIRONMENT
+                )
             elif value is not None:
                 yield Set(f"env.registry.{tag}.{row.to}", value)
 

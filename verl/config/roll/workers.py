@@ -83,6 +83,12 @@ def _schedule(key: str, value: Any, roll: Any) -> Iterator[Outcome]:
         yield Set(f"{optim}.warmup_style", _SCHEDULES[value])
 
 
+def _sync(key: str, value: Any, roll: Any) -> Iterator[Outcome]:
+    yield Set("trainer.weight_sync_freq", value)
+    if value > 1:
+        yield Set(f"{ROLLOUT}.free_cache_engine", False)
+
+
 def _in_batch(key: str, value: Any, roll: Any) -> Iterator[Outcome]:
     return iter(())  # with the rest of the batch arithmetic, in batch.py
 
@@ -105,7 +111,9 @@ def _template(key: str, value: Any, roll: Any) -> Iterator[Outcome]:
         for name, item in _TEMPLATES[value].items():
             yield Set(f"data.apply_chat_template_kwargs.{name}", item)
         if value not in ("native", "qwen3", "qwen3_nothink"):
-            yield Note(f"{key}={value}: the tokenizer's own template is used, which is {value}'s for models that have it")
+            yield Note(
+                f"{key}={value}: the tokenizer's own template is used, which is {value}'s for models that have it"
+            )
     elif str(value).endswith((".jinja", ".jinja2")) or "{%" in str(value):
         yield Set(f"{MODEL}.custom_chat_template", value)
     else:
@@ -222,14 +230,14 @@ WORKER: dict[str, Row] = {
     "training_args.per_device_train_batch_size": Row(_in_batch, "`ppo_micro_batch_size_per_gpu`", default=8),
     "training_args.gradient_accumulation_steps": Row(_in_batch, "in `ppo_mini_batch_size`", default=1),
     "training_args.dataloader_num_workers": Row(_loader_workers, "`data.dataloader_num_workers`"),
-    "training_args.num_train_epochs": Row(None, "max_steps decides", harmless=(None, 1, 3, 50)),
+    "training_args.num_train_epochs": Row(_in_batch, "max_steps decides"),
     "infer_batch_size": Row(_in_batch, "`rollout.`, `ref.log_prob_micro_batch_size_per_gpu`, "
-                            "`critic.forward_micro_batch_size_per_gpu`; of `actor_infer` with hf `rollout.max_num_seqs`"),
+                            "`critic.forward_micro_batch_size_per_gpu`; `actor_infer` with hf: `rollout.max_num_seqs`"),
     "world_size": Row(_in_batch, "of a CPU run `trainer.n_gpus_per_node`; else the devices say it"),
     "device_mapping": Row(_in_batch, "`trainer.nnodes`, `trainer.n_gpus_per_node`; read, never evaluated. Others than "
                           "the actor's for `actor_infer`: `hybrid_engine=false`"),
     "num_gpus_per_worker": Row(_in_batch, "`rollout.tensor_model_parallel_size`"),
-    "model_update_frequency": Row("trainer.weight_sync_freq"),
+    "model_update_frequency": Row(_sync, "`trainer.weight_sync_freq`; above 1 `rollout.free_cache_engine=false`"),
     "worker_cls": Row(_in_batch, "ROLL's own; of yours: `data.custom_cls`, docs/extend.md"),
     "name": Row(_in_batch, "a label"),
     "system_envs": Row(_in_batch, "`ray_init.env`"),

@@ -1,7 +1,8 @@
 """What of a run is on disk: where a step's checkpoint lies, the driver's own part of it, and which one to resume from.
 
 The folder of a step holds ``actor/`` and ``critic/`` (written by the workers), ``data.pt`` (the loader's position),
-``trainer.json`` (the driver's state), ``config.json`` (the options of the run), and ``ahead.safetensors`` (responses drawn ahead, in a run that does).
+``trainer.json`` (the driver's state), ``config.json`` (the options of the run), and ``ahead.safetensors`` (responses
+drawn ahead, in a run that does).
 ``latest_checkpointed_iteration.txt`` names the newest complete step and is written last, so a run killed while saving
 resumes from the one before.
 """
