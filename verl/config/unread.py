@@ -26,7 +26,8 @@ _READ_LATER = (
     "trainer.log_val_generations", "trainer.validation_data_dir", "*.rollout.val_kwargs.*", "data.val_*",
     "data.validation_shuffle",  # at a validation
     "*.rollout.max_postponements", "*.rollout.max_staleness", "*.rollout.stall_timeout_s",
-    "algorithm.filter_groups.*", "reward_model.on_error", "reward_model.sandbox_fusion.*",  # when it happens
+    "algorithm.filter_groups.*", "reward_model.on_error", "reward_model.sandbox*",
+    "reward_model.judge.*", "reward_model.self_test", "reward_model.max_errors",  # when it happens
     "trainer.tracker_kwargs", "trainer.log_dir", "ray_init.*",  # by the loggers and Ray, who get copies
     "data.*", "custom_reward_function.*",  # in the processes that load rows and score responses
     "trainer.unread_keys", "*.rollout.tensor_model_parallel_size",  # 1 agrees with an engine that has no such thing

@@ -107,3 +107,10 @@ def test_a_reference_that_leads_nowhere_is_named(tmp_path, capsys):
     (tmp_path / "a.yaml").write_text("exp_name: ${nobody}\n")
     assert main([str(tmp_path / "a.yaml")], run=None) == 2
     assert "nobody" in capsys.readouterr().err
+
+
+def test_the_page_holds_the_tables():
+    from verl.config.roll.command import tables_page
+
+    page = (Path(__file__).parents[3] / "docs" / "roll.md").read_text(encoding="utf-8")
+    assert tables_page() in page, "put what verl.config.roll.command.tables_page() gives into docs/roll.md"

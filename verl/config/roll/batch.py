@@ -197,18 +197,23 @@ def rewards(roll: Roll) -> Iterator[Outcome]:
             why = f"no reward of that name is built in{hint}; a function of yours scores: custom_reward_function.path"
             yield Refuse(f"{key}.worker_cls", name or None, why, way_out)
         if (filtering := (section or {}).get("query_filter_config")) and roll.get("is_use_additional_prompts"):
-            yield from _query_filter(f"{key}.query_filter_config", filtering)
+            yield from _query_filter(roll, f"{key}.query_filter_config", filtering)
 
 
-def _query_filter(key: str, value: Mapping) -> Iterator[Outcome]:
-    limits = value.get("filter_args") or {}
-    low, high = limits.get("threshold_down", 0), limits.get("threshold_up", 1)
+def _query_filter(roll: Roll, key: str, value: Mapping) -> Iterator[Outcome]:
+    """Which groups are trained on: ``mean_filter`` those whose mean score lies between two bounds, ``std_filter`` those
+    whose scores differ by more than one."""
+    limits, place = value.get("filter_args") or {}, "algorithm.filter_groups"
+    low, high, least = (limits.get(name) for name in ("threshold_down", "threshold_up", "std_threshold"))
     if value.get("type") == "no_filter":
         return
-    if (value.get("type") == "mean_filter" and (low, high) == (0, 1)) or (
-        value.get("type") == "std_filter" and not limits.get("std_threshold")
-    ):
-        yield Set("algorithm.filter_groups.enable", True)
+    all_alike = (
+        (value.get("type"), low, high) == ("mean_filter", 0, 1) or value.get("type") == "std_filter" and not least
+    )
+    if all_alike or roll.knows(f"{place}.low"):
+        yield Set(f"{place}.enable", True)
+        bounds = {} if all_alike else {"low": low, "high": high, "min_std": least}
+        yield from (Set(f"{place}.{name}", bound) for name, bound in bounds.items() if bound is not None)
     else:
-        yield Refuse(key, dict(value), "groups are dropped when all their scores are equal, by no other bound",
-                     ("algorithm.filter_groups.enable",))  # fmt: skip
+        why = "groups are dropped when all their scores are equal, by no other bound"
+        yield Refuse(key, dict(value), why, (f"{place}.enable",))

@@ -65,3 +65,33 @@ def translate_file(path: str, words: Sequence[str] = ()) -> Any:
 def command_line(words: Sequence[str]) -> str:
     """A shell command, a word a line."""
     return " \\\n    ".join(["python3 -m verl.trainer.main_ppo", *map(shlex.quote, words)])
+
+
+def tables_page() -> str:
+    """The tables of docs/roll.md: every key of the guides and what it becomes."""
+    from verl.config.roll import strategies, table, workers
+
+    titles = {
+        "The run, batches, rewards, losses": table.TOP,
+        "Workers (`actor_train`, `actor_infer`, `reference`, `critic`)": {
+            **workers.WORKER,
+            **workers.DATA,
+            **workers.GENERATION,
+        },
+        "`strategy_config` of vLLM": strategies.VLLM,
+        "`strategy_config` of SGLang": strategies.SGLANG,
+        "`strategy_config` of Megatron, beside another `actor_rollout_ref.actor.strategy`": strategies.MEGATRON,
+    }
+    lines = []
+    for title, rows in titles.items():
+        lines += ["", f"**{title}**", "", "| ROLL | here |", "|---|---|"]
+        for key, row in rows.items():
+            options = [row.to] if isinstance(row.to, str) else list(row.to) if isinstance(row.to, tuple) else []
+            named = ", ".join(f"`{option}`" for option in options)
+            if named.startswith("`env."):
+                lines.append(f"| `{key}` | not yet: environments are not built |")
+                continue
+            alone = "" if options or not row.harmless or callable(row.to) else "none: "
+            default = f" ROLL's default: `{row.default}`." if row.default is not None else ""
+            lines.append(f"| `{key}` | {alone}{'; '.join(filter(None, [named, row.note]))}.{default} |")
+    return "\n".join(lines[1:])

@@ -182,6 +182,8 @@ def _dual_clip(key: str, value: Any, roll: Any) -> Iterator[Outcome]:
 def _value_clip(key: str, value: Any, roll: Any) -> Iterator[Outcome]:
     if value is not None:
         yield Set("critic.cliprange_value", value)
+    elif roll.get("adv_estimator", "gae") == "gae":
+        yield Set("critic.cliprange_value", 1e9)  # ROLL's null is no bound
 
 
 def _topr(key: str, value: Any, roll: Any) -> Iterator[Outcome]:
@@ -285,7 +287,7 @@ TOP: dict[str, Row] = {
                                   default=False),
     "checkpoint_config": Row(_checkpoint_config, "`trainer.default_local_dir`, `actor.checkpoint.async_save`"),
     "render_save_dir": Row("env.render_save_dir"),
-    "system_envs": Row(_system_envs, "`ray_init.env`"),
+    "system_envs": Row(_system_envs, "`ray_init.env`, of a worker too"),
     "num_nodes": Row(_nodes, "`trainer.nnodes`; the devices of `actor_train` go before it"),
     "num_gpus_per_node": Row(_nodes, "`trainer.n_gpus_per_node`; the devices of `actor_train` go before it"),
     "local_rank": Row(None, "each worker finds its rank itself; nothing reads it in ROLL", harmless=(None, -1)),
@@ -293,7 +295,7 @@ TOP: dict[str, Row] = {
     "reward_pretrain": Row("critic.model.path", "the critic starts from it"),
     # batches and lengths
     "rollout_batch_size": Row(_rollout_batch_size, "`data.train_batch_size`; agentic: over `group_size`", default=128),
-    "val_batch_size": Row(_val_batch_size, "`data.val_batch_size`; agentic: `env.val.n_trajectories`"),
+    "val_batch_size": Row(_val_batch_size, "`data.val_batch_size`; agentic: not yet"),
     "prompt_length": Row(_prompt_length, "`data.max_prompt_length`, longer prompts cut at the left, as the guide has "
                          "it (ROLL drops them)", default=1024),
     "response_length": Row("data.max_response_length"),

@@ -207,9 +207,9 @@ DATA: dict[str, Row] = {
     "data_args.file_name": Row(_file_name, "`data.train_files`, of `validation` `data.val_files`"),
     "data_args.dataset_dir": Row(_in_batch, "put before `file_name`"),
     "data_args.prompt": Row(_column, "`data.prompt_key`: a text is one user message, through the template"),
-    "data_args.messages": Row(_column, "`data.messages_key`, excludes `prompt`"),
+    "data_args.messages": Row(_column, "the column of messages, excludes `prompt`"),
     "data_args.preprocessing_num_workers": Row("data.filter_overlong_prompts_workers"),
-    "data_args.domain_interleave_probs": Row(_mixture, "`data.mixture`"),
+    "data_args.domain_interleave_probs": Row(_mixture, "shares of the sources in a batch"),
 }
 
 WORKER: dict[str, Row] = {
