@@ -8,10 +8,11 @@ from verl.config.build import show
 from verl.config.overrides import locate
 from verl.config.ppo import PPOConfig
 from verl.config.roll.batch import Roll, batches, devices, rewards
+from verl.config.roll.environments import ENVIRONMENT, MANAGER
 from verl.config.roll.read import PRESETS
 from verl.config.roll.result import Note, Outcome, Refuse, Set, word
 from verl.config.roll.strategies import strategy
-from verl.config.roll.table import ENVIRONMENT, MANAGER, TOP, Row
+from verl.config.roll.table import TOP, Row
 from verl.config.roll.workers import DATA, GENERATION, ROLES, WORKER
 from verl.config.tree import at_key
 
