@@ -40,6 +40,7 @@ setup(
     python_requires=">=3.10",
     packages=[*find_packages(include=["verl", "verl.*"]), "hydra_plugins"],
     package_data={"verl": ["**/*.yaml", "**/*.md"]},
+    entry_points={"console_scripts": ["verl=verl.cli:main"]},
     install_requires=[
         "torch>=2.11",
         "transformers>=5.17",

@@ -8,7 +8,10 @@ import pytest
 ROOT = Path(__file__).parents[1]
 FLOORS = {  # the longest prefix decides
     "verl.trainer.main_": 7,
+    "verl.doctor": 7,
     "verl.model_merger": 7,
+    "verl.cli": 7,
+    "verl.__main__": 7,
     "verl.trainer": 6,
     "verl.agent_loop": 5,
     "verl.data_check": 5,

@@ -84,7 +84,7 @@ def test_flags_name_a_yaml_of_the_user(tmp_path, files, flags):
 def test_help_says_usage_and_where_the_tree_is(capsys):
     run_from_command_line(lambda config: pytest.fail("ran"), ["--help"])
     text = capsys.readouterr().out
-    assert "usage: python -m" in text and "scripts/print_cfg.py" in text
+    assert "usage: python -m" in text and "verl config" in text
 
 
 def test_help_explains_an_option(capsys):

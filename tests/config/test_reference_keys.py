@@ -74,6 +74,7 @@ critic.model.lora_adapter_path
 actor_rollout_ref.model.use_prefix_sharing critic.model.use_prefix_sharing
 trainer.controller trainer.log_freq trainer.nonfinite_tolerance trainer.progress_bar trainer.seed
 trainer.tracker_kwargs trainer.worker_timeout
+ray_init.runtime_env trainer.log_dir trainer.unread_keys trainer.weight_sync_freq
 """.split()
 NEW_KEYS += [f"algorithm.filter_groups.{name}" for name in ("low", "high", "min_std")]
 NEW_KEYS += ["algorithm.reward_shaping.clip_range", "algorithm.sample_mask.error_max_len"]

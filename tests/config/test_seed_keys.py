@@ -4,14 +4,32 @@ from pathlib import Path
 
 import pytest
 
-from verl.config.legacy import GONE, MOVED, is_legacy
+from verl.config.legacy import GONE, MOVED, entry_of, is_legacy
+from verl.config.legacy_names import Gone
 from verl.config.load import load
+from verl.config.notices import notices
 from verl.config.overrides import locate
 from verl.config.ppo import PPOConfig
+from verl.config.support import LIMITS, _expand
+from verl.config.unread import readers
 
 from .helpers import RUNNABLE, notes, problems
 
 SEEDS = [line for line in (Path(__file__).parent / "seed_keys.txt").read_text().split("\n") if line and line[0] != "#"]
+REFUSED = {key for limit in LIMITS for key in _expand(limit.key, PPOConfig())}
+REWRITTEN = {
+    f"{place}.{name}"
+    for place, name in (
+        ("actor_rollout_ref.actor", "ppo_micro_batch_size"),
+        ("actor_rollout_ref.rollout", "log_prob_micro_batch_size"),
+        ("actor_rollout_ref.ref", "log_prob_micro_batch_size"),
+        ("critic", "ppo_micro_batch_size"),
+        ("critic", "forward_micro_batch_size"),
+        ("reward_model", "micro_batch_size"),
+    )
+}
+"""Sizes over all ranks, which become sizes per rank while the tree is read."""
+ALL_TOLD = notices(load(list(RUNNABLE)).config, lambda key: True)
 
 
 def test_there_are_210_keys_in_the_guides():
@@ -22,6 +40,21 @@ def test_there_are_210_keys_in_the_guides():
 def test_a_key_of_the_guides_is_understood(key):
     key = key.removesuffix(".*")
     assert locate(PPOConfig, key).kind != "unknown" or is_legacy(key)
+
+
+@pytest.mark.parametrize("key", SEEDS)
+def test_a_key_of_the_guides_has_a_reader_or_a_word_on_why_not(key):
+    """The option it is, or has become, is read somewhere in verl/, refused by name, told to have no effect, or gone."""
+    key = key.removesuffix(".*")
+    entry = entry_of(key) if locate(PPOConfig, key).kind == "unknown" else None
+    if isinstance(entry, Gone):
+        assert entry.why
+        return
+    for name in entry.new if entry else [key]:
+        if name in REFUSED or name in REWRITTEN or locate(PPOConfig, name).kind in ("section", "free"):
+            continue
+        told = any(name in notice for notice in ALL_TOLD)
+        assert readers(name) or told, f"nothing reads {name}, and nothing says so"
 
 
 def test_new_names_of_old_options_exist():

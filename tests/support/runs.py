@@ -85,12 +85,16 @@ def overrides(task: dict[str, str], **settings: Any) -> list[str]:
 
 
 def run_job(arguments: list[str]) -> Any:
-    """Run the main job in this process; returns the trainer, its loop complete."""
-    from verl.config.load import load_ppo_config
+    """Run the main job in this process, checked as the command is; returns the trainer, its loop complete."""
+    from verl.config.base import ConfigError
+    from verl.config.load import load
+    from verl.config.unread import remember_given
     from verl.trainer.ppo.job import PPOJob
 
-    job = PPOJob(load_ppo_config(arguments))
-    return job.run()
+    loaded = load(arguments)
+    if loaded.problems:
+        raise ConfigError([problem.text for problem in loaded.problems])
+    return PPOJob(remember_given(loaded.config, loaded.tree, loaded.given, loaded.notices)).run()
 
 
 def main_ppo(arguments: list[str], timeout_s: float = 300, **env: str) -> subprocess.CompletedProcess:

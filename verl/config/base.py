@@ -9,6 +9,8 @@ from dataclasses import FrozenInstanceError, dataclass, field
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
+from verl.config.watch import is_set, peek, restore, rewatched, state_of
+
 MISSING = "???"
 """Default of an option the user must give; hydra's and OmegaConf's spelling of it."""
 
@@ -125,7 +127,7 @@ class Config(Mapping):
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in self.__dataclass_fields__:
             raise FrozenInstanceError(f"{type(self).__name__} has no option {name!r}{did_you_mean(name, self)}")
-        if name in self.__dict__ and name not in self._mutable_fields:
+        if is_set(self, name) and name not in self._mutable_fields:
             raise FrozenInstanceError(
                 f"{type(self).__name__}.{name} is read-only: make a changed copy with .with_values({{{name!r}: ...}})"
             )
@@ -150,9 +152,15 @@ class Config(Mapping):
     def __len__(self) -> int:
         return len(dataclasses.fields(self))
 
+    def __getstate__(self) -> dict[str, Any]:
+        return state_of(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        restore(self, state)
+
     def to_dict(self) -> dict[str, Any]:
         """Plain nested dicts and lists, safe to change or to write as JSON or YAML."""
-        return {name: plain(value) for name, value in self.items()}
+        return {name: plain(peek(self, name)) for name in self}
 
     def with_values(self, changes: Mapping[str, Any]) -> "Config":
         """A copy in which the dotted keys of ``changes`` have new values; nothing is converted or checked."""
@@ -167,16 +175,18 @@ class Config(Mapping):
             else:
                 per_field[head] = value
         for head, inner in deeper.items():
-            child = per_field.get(head, self[head])
+            child = per_field.get(head, peek(self, head))
             if isinstance(child, Config):
                 per_field[head] = child.with_values(inner)
             else:
                 per_field[head] = FreeDict({**(child or {}), **inner})
-        return dataclasses.replace(self, **per_field)
+        return rewatched(dataclasses.replace(self, **per_field), self)
 
 
 def plain(value: Any) -> Any:
     """``value`` with sections and free-form dicts as ordinary dicts."""
+    if isinstance(value, Config):
+        return value.to_dict()
     if isinstance(value, Mapping):
         return {key: plain(item) for key, item in value.items()}
     return [plain(item) for item in value] if isinstance(value, list | tuple) else value

@@ -30,7 +30,7 @@ flags:
   --config-name, -cn NAME   your YAML file, e.g. with `defaults: [ppo_trainer, _self_]`
   --config-dir, -cd DIR     another folder to search
 
-The whole annotated tree: python scripts/print_cfg.py. Option classes with docstrings: verl/config/*.py.
+The whole annotated tree: verl config; one option in full: verl config --explain KEY. Page: docs/keys.md.
 """
 
 _WITH_VALUE = {
@@ -50,8 +50,8 @@ _REFUSED = {
     "-m": "one command runs one configuration: loop in the shell",
     "--info": "use --cfg job, or --check",
     "-i": "use --cfg job, or --check",
-    "--shell-completion": "there is no shell completion",
-    "-sc": "there is no shell completion",
+    "--shell-completion": "source <(verl completion bash) completes options, zsh likewise",
+    "-sc": "source <(verl completion bash) completes options, zsh likewise",
 }
 
 
@@ -143,6 +143,10 @@ def _config_to_run(
 
         print(batch_plan(loaded.config))
         return None
+    if "trainer" in loaded.config:
+        from verl.config.unread import remember_given
+
+        remember_given(loaded.config, loaded.tree, loaded.given, loaded.notices)
     return loaded.config
 
 

@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import re
 import sys
 import textwrap
 import types
@@ -62,6 +63,106 @@ def describe(root: type[Config], key: str = "", tree: Mapping | None = None) -> 
         holder = _class_at(root, parent)()
     values = _value(shown, parent) if parent else shown
     yield from _option(holder, name, values, parent, 0, path=True)
+
+
+_PAPER = re.compile(r"arXiv:\d{4}\.\d{5}|https?://[^\s)]+[^\s).,]")
+_BEFORE_AUTHORS = re.compile(r"Source: |; |: |\(|(?<!al)\. ")
+_UNITS = (
+    ("MiB", r"\bMiB\b"),
+    ("seconds", r"\bSeconds\b"),
+    ("training steps", r"\b[Tt]raining steps\b"),
+    ("tokens", r"^Tokens\b|: tokens\b"),
+    ("prompts", r"^Prompts\b"),
+    ("responses", r"\b[Rr]esponses (?:of|per)\b"),
+    ("reward points", r"\b[Rr]eward points\b"),
+    ("bytes", r"\bBytes\b"),
+    ("characters", r"^Characters\b"),
+    ("processes", r"^(?:Worker )?[Pp]rocesses\b"),
+    ("ranks", r"^Ranks (?:per|that)\b"),
+)
+
+
+def unit(cls: type[Config], name: str) -> str:
+    """What a number counts, as the option's docstring says it; empty if it says nothing, or is no number."""
+    kinds = typing.get_args(types_of(cls)[name]) or (types_of(cls)[name],)
+    if not {int, float} & set(kinds):
+        return ""
+    text = explanation(cls, name)
+    return next((word for word, pattern in _UNITS if re.search(pattern, text)), "")
+
+
+def papers(cls: type[Config], name: str) -> list[str]:
+    """Sources an option's docstring names: authors and year with arXiv number or address."""
+    text, found = explanation(cls, name), []
+    for match in _PAPER.finditer(text):
+        authors = _BEFORE_AUTHORS.split(text[: match.start()].rstrip(" (,"))[-1]
+        found.append(f"{authors} ({match[0]})" if re.search(r"[12]\d{3}$", authors) else match[0])
+    return found
+
+
+def explain(root: type[Config], key: str, tree: Mapping) -> Iterator[str]:
+    """All that is known about one option, a fact a line; of a section, its annotated options.
+
+    Args:
+        tree: the composed tree, interpolations unresolved.
+    """
+    from verl.config.legacy import MOVED
+    from verl.config.unread import readers
+
+    parent, _, name = key.rpartition(".")
+    cls = _class_at(root, parent) if parent else root
+    if section_class(types_of(cls)[name]) is not None:
+        yield from describe(root, key, tree)
+        return
+    yield key
+    yield from textwrap.wrap(explanation(cls, name), _WIDTH, initial_indent="  ", subsequent_indent="  ")
+    default, value = cls()[name], _value(tree, key)
+    facts = {
+        "type": _kind(cls(), name) + _limits(key),
+        "unit": unit(cls, name),
+        "default": _yaml(default),
+        "value": "" if value == default else _yaml(value),
+        "source": "; ".join(papers(cls, name)),
+        "older names": ", ".join(entry.old for entry in MOVED if key in entry.new),
+        "read by": ", ".join(readers(key)[:4]) or "nothing: see the first lines",
+    }
+    yield from (f"  {label:<12} {text}" for label, text in facts.items() if text)
+
+
+def keys_page(root: type[Config]) -> str:
+    """The page docs/keys.md: every option with type, default, unit and meaning."""
+    lines = [
+        "# All options",
+        "",
+        "Made from the option classes in `verl/config` by `verl config --markdown > docs/keys.md`; a test compares. "
+        "`verl config --explain KEY` adds who reads an option. What follows what: [config.md](config.md).",
+    ]
+    lines += _table(root(), "", root.__name__)
+    return "\n".join(lines) + "\n"
+
+
+def _table(section: Config, key: str, title: str) -> list[str]:
+    own, inner = [], []
+    for item in dataclasses.fields(section):
+        name = f"{key}.{item.name}".lstrip(".")
+        kind = section_class(types_of(type(section))[item.name])
+        if kind is not None:
+            inner.append((name, section[item.name] if isinstance(section[item.name], Config) else kind()))
+        if not isinstance(section[item.name], Config):
+            counted = unit(type(section), item.name)
+            cells = [
+                f"`{item.name}`",
+                _kind(section, item.name) + (f", {counted}" if counted else ""),
+                f"`{_yaml(section[item.name])}`",
+                explanation(type(section), item.name)
+                + _limits(name).replace("; ", " *", 1)
+                + "*" * bool(_limits(name)),
+            ]
+            own.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    lines = ["", f"## `{key}`", "", "| option | type | default | meaning |", "|---|---|---|---|", *own] if own else []
+    for name, value in inner:
+        lines += _table(value, name, name)
+    return lines
 
 
 def _class_at(root: type[Config], key: str) -> type[Config]:

@@ -1,37 +1,20 @@
-"""Names of older releases: what they are called now, or why they are gone.
+"""Names of other releases, v0.1 to v0.9: what they are called here, or why they are gone.
 
-Old names are understood wherever they come from, YAML or command line, and reported in one warning.
+They are understood wherever they come from, YAML or command line, and reported in one warning. Names of v0.6 and later
+stand in ``legacy_names.py``.
 """
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 from verl.config.base import Problem
 from verl.config.build import show
 from verl.config.legacy_correction import CORRECTION_KEYS
+from verl.config.legacy_names import LATER_GONE, LATER_MOVED, Gone, Moved
 from verl.config.sampling_names import DECIDED, HANDED_ON
 from verl.config.tree import at_key, flatten, overlay, pop_key, put_key
 
 PREFIX = "backend_config"
 """Launchers nest the whole tree under this name; it is stripped."""
-
-
-class Moved(NamedTuple):
-    """An option that has another name now. ``convert`` gives the new value; None means: leave the new key alone."""
-
-    old: str
-    new: tuple[str, ...]
-    convert: Callable[[Any], Any] = lambda value: value
-    is_alias: bool = False
-    """Not old: a second way to write the key, of which nothing is said."""
-
-
-class Gone(NamedTuple):
-    """An option without successor. ``harmless`` values are dropped with a warning, any other is an error."""
-
-    old: str
-    why: str
-    harmless: tuple = (None, False)
 
 
 def _one_if_true(value: Any) -> int | None:
@@ -105,6 +88,7 @@ MOVED: tuple[Moved, ...] = (
             ("overlong_buffer.penalty_factor", "penalty_factor"),
         )
     ),
+    *LATER_MOVED,
     Moved("af_output_dir", ("trainer.default_local_dir",)),
     Moved(
         "engine_kwargs.vllm.disable_mm_preprocessor_cache",
@@ -146,6 +130,7 @@ GONE: tuple[Gone, ...] = (
         f"old log-probs are recomputed, unless {_A}.actor.skip_old_log_probs=true",
         (None, True),
     ),
+    *LATER_GONE,
     Gone("trainer.wandb_proxy", "set the environment variables HTTP_PROXY and HTTPS_PROXY"),
 )
 
@@ -157,8 +142,23 @@ ALIASES = tuple(entry.old for entry in MOVED if entry.is_alias)
 
 
 def is_legacy(key: str) -> bool:
-    """Is this the name of an option of an older release?"""
-    return key in _BY_NAME or key in CORRECTION_KEYS
+    """Is this the name of an option of another release, or of one in a section of such?"""
+    return entry_of(key) is not None or key in CORRECTION_KEYS
+
+
+def entry_of(key: str) -> Moved | Gone | None:
+    """The row of an old name: its own, or that of the section it stands in."""
+    parts = key.split(".")
+    names = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
+    return next((_BY_NAME[name] for name in names if name in _BY_NAME), None)
+
+
+def replacement(key: str) -> str | None:
+    """What to use in place of an old name, as a sentence; None for a name that is not old."""
+    entry = entry_of(strip_prefix(key))
+    if isinstance(entry, Moved):
+        return f"{key} is now called {' and '.join(entry.new)}."
+    return f"{key} no longer exists: {entry.why}." if entry else None
 
 
 def strip_prefix(key: str) -> str:
@@ -182,12 +182,15 @@ def translate(tree: dict, given: set[str], problems: list[Problem]) -> list[str]
         present, value = pop_key(tree, old)
         if not present:
             continue
-        given.discard(old)
+        given -= {key for key in given if key == old or key.startswith(f"{old}.")}
         if isinstance(entry, Gone):
-            if value in entry.harmless:
+            asked = {key: item for key, item in _settings(old, value) if item not in entry.harmless}
+            if not asked:
                 notices.append(f"{old} no longer exists and is ignored: {entry.why}")
             else:
-                problems.append(Problem(old, f"{old}={show(value)} no longer exists: {entry.why}."))
+                problems += [
+                    Problem(key, f"{key}={show(v)} no longer exists: {entry.why}.") for key, v in asked.items()
+                ]
             continue
         if not entry.is_alias:
             notices.append(f"{old} is now called {' and '.join(entry.new)}")
@@ -207,6 +210,15 @@ def translate(tree: dict, given: set[str], problems: list[Problem]) -> list[str]
             put_key(tree, new, converted)
             given.add(new)
     return notices
+
+
+def _settings(old: str, value: Any) -> list[tuple[str, Any]]:
+    """(key, value) of what stood below an old name."""
+    return (
+        list(flatten(value, f"{old}."))
+        if isinstance(value, dict) and value
+        else [(old, None if value == {} else value)]
+    )
 
 
 def translate_logger(tree: dict) -> list[str]:

@@ -33,6 +33,8 @@ class Loaded(NamedTuple):
     """What the user should know: old names, settings without effect."""
     problems: list[Problem]
     """What is wrong; empty if the configuration can run."""
+    given: frozenset[str] = frozenset()
+    """Dotted keys the user set."""
 
 
 def load_ppo_config(
@@ -131,7 +133,7 @@ def interpret(
             from verl.config.notices import notices as settings_without_effect
 
             notices += settings_without_effect(config, is_given)
-    return Loaded(config, tree, notices, problems)
+    return Loaded(config, tree, notices, problems, frozenset(given))
 
 
 _MANDATORY = {"actor_rollout_ref.rollout.name": ": the engine that samples responses, hf for example"}
@@ -236,11 +238,11 @@ _SOURCE = re.compile(r"\$\{\s*(?:oc\.select:\s*)?(\.*[\w.-]+)")
 def _without_echoes(problems: list[Problem], tree: dict) -> list[Problem]:
     """Drop the problem of an option that only follows another one that is a problem itself, and exact repeats."""
     blamed = {problem.key for problem in problems}
-    kept = [problem for problem in problems if not _sources(tree, problem.key) & (blamed - {problem.key})]
+    kept = [problem for problem in problems if not sources(tree, problem.key) & (blamed - {problem.key})]
     return list({problem.text: problem for problem in kept}.values())
 
 
-def _sources(tree: dict, key: str) -> set[str]:
+def sources(tree: dict, key: str) -> set[str]:
     """Keys that the unresolved value at ``key`` follows, directly or through others."""
     found: set[str] = set()
     waiting = [key]

@@ -163,7 +163,8 @@ class RewardModelConfig(Config):
 
     enable: bool = False
     """Score responses with a model: ``rm_scores``, which the built-in managers give out as rewards. Validation rows
-    whose ``reward_model.style`` is not ``model`` are scored by function all the same. False: with functions only."""
+    whose ``reward_model`` has another ``style`` than ``model`` are scored by function all the same. False: with
+    functions only."""
 
     strategy: Strategy = "fsdp"
     """Engine of the reward model, as ``actor.strategy``."""

@@ -126,6 +126,9 @@ class TrainerConfig(Config):
     validation_data_dir: str | None = None
     """Folder for validation samples, one JSONL file per validation. Null: none are kept."""
 
+    log_dir: str | None = None
+    """Folder of log files: the metrics of the logger ``file``. Null: ``default_local_dir``."""
+
     nnodes: int = option(1, above=0)
     """Machines that take part."""
 
@@ -202,6 +205,16 @@ class TrainerConfig(Config):
     memory_ledger: bool = False
     """Show what memory each phase of the first step took, and log ``memory/<phase>_gb`` at every step."""
 
+    unread_keys: Literal["error", "warn", "off"] = "error"
+    """What becomes of options that were set and that nothing has read once the policy was updated for the first time.
+    Options read at a later event, a save for example, count as read."""
+
+    weight_sync_freq: int = option(1, above=0)
+    """Training steps between two syncs of the weights to the rollout engine. 1: every step. Above 1 the responses in
+    between come from older weights, while old log-probs stay those of the newest (``algorithm.rollout_correction``
+    measures and weighs the difference); validation, and the first step after a resume, always sync. Needs
+    ``rollout.free_cache_engine=false``, ``rollout.mode=sync`` and ``hybrid_engine``."""
+
     nonfinite_tolerance: int = option(3, at_least=1)
     """Stop after this many training steps in a row were skipped for a gradient that is not finite."""
 
@@ -234,6 +247,10 @@ class RayInitConfig(Config):
 
     env: dict[str, Any] = option({})
     """Free-form: environment variables of the workers."""
+
+    runtime_env: dict[str, Any] = option({})
+    """Free-form: Ray's runtime environment of the workers: env_vars (as ``env``, which goes before it), working_dir,
+    py_modules, pip, ..."""
 
     include_dashboard: bool = False
     """Start Ray's dashboard."""

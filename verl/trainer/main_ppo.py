@@ -7,6 +7,7 @@ key costs a fraction of a second.
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from verl.config.load import run_from_command_line
@@ -16,16 +17,19 @@ if TYPE_CHECKING:
     from verl.config.ppo import PPOConfig
 
 
-def run_ppo(config: PPOConfig | Any) -> None:
+def run_ppo(config: PPOConfig | Any, command_line: Sequence[str] | None = None) -> None:
     """Train as ``config`` says, in this process as the driver; returns when the run is complete.
 
     An application with an ``@hydra.main`` of its own may pass what hydra gave it.
+
+    Args:
+        command_line: the words ``config`` came from, for messages. None: this process's.
     """
     with no_collection():
         from verl.trainer.ppo.job import PPOJob
         from verl.utils.config import to_ppo_config
 
-    PPOJob(to_ppo_config(config), command_line=sys.argv[1:]).run()
+    PPOJob(to_ppo_config(config), command_line=sys.argv[1:] if command_line is None else command_line).run()
 
 
 def create_rl_dataset(data_paths: Any, data_config: Any, tokenizer: Any, processor: Any, **kwargs: Any) -> Any:
@@ -42,8 +46,14 @@ def create_rl_sampler(data_config: Any, dataset: Any) -> Any:
     return build_sampler(data_config, dataset)
 
 
-def main() -> None:
-    run_from_command_line(run_ppo, sys.argv[1:])
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run ``key=value ...``; None: the words of this process."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+
+    def run(config: PPOConfig) -> None:
+        run_ppo(config, words)
+
+    run_from_command_line(run, words)
 
 
 if __name__ == "__main__":

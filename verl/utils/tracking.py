@@ -323,12 +323,14 @@ def metrics_file(project_name: str, experiment_name: str, config: Mapping[str, A
     """Where the ``file`` logger writes.
 
     ``VERL_FILE_LOGGER_PATH`` if set; else ``VERL_FILE_LOGGER_ROOT/{project}/{experiment}.jsonl`` if set; else
-    ``metrics.jsonl`` in ``trainer.default_local_dir``; without a config ``{project}/{experiment}.jsonl`` here.
+    ``metrics.jsonl`` in ``trainer.log_dir`` or ``trainer.default_local_dir``; without a config
+    ``{project}/{experiment}.jsonl`` here.
     """
     if os.environ.get("VERL_FILE_LOGGER_PATH"):
         return Path(os.environ["VERL_FILE_LOGGER_PATH"]).expanduser()
     root = os.environ.get("VERL_FILE_LOGGER_ROOT")
-    folder = _section(config or {}, "trainer").get("default_local_dir")
+    keys = _section(config or {}, "trainer")
+    folder = keys.get("log_dir") or keys.get("default_local_dir")
     if folder and not root:
         return Path(folder).expanduser() / "metrics.jsonl"
     return Path(root or ".").expanduser() / project_name / f"{experiment_name}.jsonl"

@@ -20,6 +20,7 @@ import torch
 from verl.config.actor import ActorConfig, RefConfig
 from verl.config.critic import CriticConfig
 from verl.config.reward import RewardModelConfig
+from verl.config.watch import READ
 from verl.models.loader import ModelSpec
 from verl.protocol import DataProto
 from verl.single_controller.base import Worker
@@ -91,6 +92,11 @@ class EngineWorker(Worker):
     def memory_entries(self) -> list[Entry]:
         """What each phase since the last call has left in memory."""
         return self.ledger.take()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def options_read(self) -> list[str]:
+        """Dotted keys of the options read in this process so far."""
+        return list(READ)
 
     def start_process(self) -> None:
         """Seed this process and join the group of all ranks; the first role of a process does it for all of them."""

@@ -278,6 +278,7 @@ class RolloutRole(ServingRole):
         for validate in (False, True):
             self.rollout.check_sampling(self.sampling(validate, do_sample=True))
         self.unseeded_calls = 0
+        self.keeps_weights = False
         rank, ranks = get_rank(), self.rollout.tensor_parallel_size
         self._register_dispatch_collect_info("rollout", dp_rank=rank // ranks, is_collect=rank % ranks == 0)
 
@@ -295,7 +296,7 @@ class RolloutRole(ServingRole):
         with self.actor.on_device():
             with self.rollout_phase("wake"):
                 self.rollout.wake(("weights",))
-            if self.rollout.version != self.actor.version:
+            if self.rollout.version != self.newest_version({}):
                 with self.rollout_phase("sync"):
                     self.sync_rollout()
         with self.rollout_phase("wake_cache"):
@@ -342,6 +343,7 @@ class RolloutRole(ServingRole):
         else:
             seeds = self.fresh_seeds(int(facts.get("global_steps", 0)), len(prompts))
         media = prompts.non_tensor_batch.get("multi_modal_data", [None] * len(rows))
+        self.keeps_weights = self.may_keep_weights(facts)
         requests = [Request(tuple(i), sampling, s, m or None) for i, s, m in zip(rows, seeds, media, strict=True)]
         with self.rollout_mode(timing) as engine:
             start = time.perf_counter()
@@ -368,7 +370,12 @@ class RolloutRole(ServingRole):
 
     def newest_version(self, facts: Mapping[str, Any]) -> int:
         """Version of the weights that responses are to be drawn with."""
-        return self.actor.version
+        return self.rollout.version if self.keeps_weights else self.actor.version
+
+    def may_keep_weights(self, facts: Mapping[str, Any]) -> bool:
+        """Whether ``trainer.weight_sync_freq`` lets the engine draw this batch with the weights it holds."""
+        every, step = facts.get("weight_sync_freq", 1), int(facts.get("global_steps", 0))
+        return self.rollout.version is not None and not facts.get("validate") and (step - 1) % every != 0
 
     def fresh_seeds(self, step: int, count: int) -> list[int]:
         """Seeds this rank never used before."""

@@ -214,3 +214,20 @@ def kept_batches_come_from_one_call(config: PPOConfig) -> Iterator[Problem]:
                 f"with {ROLLOUT}.{name}={show(rollout[name])}: {why}. Set one of them only.",
                 f"{ROLLOUT}.{name}",
             )
+
+
+@rule
+def engine_keeps_its_weights_between_syncs(config: PPOConfig) -> Iterator[Problem]:
+    key, shared = "trainer.weight_sync_freq", config.actor_rollout_ref
+    if config.trainer.weight_sync_freq == 1:
+        return
+    if not shared.hybrid_engine:
+        why = "a rollout on devices of its own is sent weights as it goes"
+        way_out = "actor_rollout_ref.hybrid_engine=true"
+    elif shared.rollout.mode == "async":
+        why, way_out = "servers are handed the newest weights at every step", f"{ROLLOUT}.mode=sync"
+    elif shared.rollout.free_cache_engine:
+        why, way_out = "the engine gives its weights back between steps", f"{ROLLOUT}.free_cache_engine=false"
+    else:
+        return
+    yield problem(config, key, f"does not work: {why}. Set {way_out}, or leave it 1.", way_out.partition("=")[0])

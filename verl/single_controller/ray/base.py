@@ -477,7 +477,7 @@ class RayController:
 
         Args:
             ray_init: num_cpus (None: the cores, 8 at least: a CPU of Ray is a seat, not a core), object_store_memory_mb
-                (MiB), include_dashboard, timeline_json_file (written by `stop`).
+                (MiB), include_dashboard, timeline_json_file (written by `stop`), runtime_env (Ray's own).
             env: environment variables of the workers, and of this process, from where they have them.
         """
         options = dict(ray_init or {})
@@ -487,15 +487,18 @@ class RayController:
         if ray.is_initialized():
             return
         self._started = True
+        runtime_env = {name: _unfrozen(value) for name, value in dict(options.get("runtime_env") or {}).items()}
         if "RAY_ADDRESS" in os.environ:
-            ray.init(runtime_env={"env_vars": env})
+            ray.init(runtime_env={**runtime_env, "env_vars": env})
             return
+        runtime_env.pop("env_vars", None)  # they are in this process's environment, which the workers inherit
         os.environ.update({name: os.environ.get(name, value) for name, value in _FRUGAL.items()})
         ray.init(
             num_cpus=options.get("num_cpus") or max(8, os.cpu_count() or 1),
             object_store_memory=_object_store_bytes(options.get("object_store_memory_mb")),
             include_dashboard=bool(options.get("include_dashboard", False)),
             logging_level="WARNING",
+            runtime_env=runtime_env or None,
         )
 
     def stop(self) -> None:
@@ -514,6 +517,13 @@ _FRUGAL = {
     "RAY_SCHEDULER_EVENTS": "0",  # its advice on clusters; what a pool lacks is an error of ours
 }
 """Environment of a cluster of our own."""
+
+
+def _unfrozen(value: Any) -> Any:
+    """Plain dicts and lists, which Ray may fill in."""
+    if isinstance(value, Mapping):
+        return {name: _unfrozen(item) for name, item in value.items()}
+    return [_unfrozen(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _object_store_bytes(size_MiB: float | None) -> int:

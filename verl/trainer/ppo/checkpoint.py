@@ -1,7 +1,8 @@
 """What of a run is on disk: where a step's checkpoint lies, the driver's own part of it, and which one to resume from.
 
 The folder of a step holds ``actor/`` and ``critic/`` (written by the workers), ``data.pt`` (the loader's position),
-``trainer.json`` (the driver's state), and ``ahead.safetensors`` (responses drawn ahead, in a run that does).
+``trainer.json`` (the driver's state), ``config.json`` (the options of the run), and ``ahead.safetensors`` (responses
+drawn ahead, in a run that does).
 ``latest_checkpointed_iteration.txt`` names the newest complete step and is written last, so a run killed while saving
 resumes from the one before.
 """
@@ -20,6 +21,7 @@ from typing import Any
 
 import torch
 
+from verl.config.sources import CONFIG_FILE
 from verl.protocol import DataProto
 from verl.trainer.ppo.rows_file import load_rows, save_rows
 from verl.utils.checkpoint.rank_files import way_back
@@ -122,6 +124,11 @@ def save_driver_state(
             print(f"{folder / AHEAD} is not written: {problem} A run that resumes here draws them anew.")
     write_atomic(folder / "data.pt", lambda path: torch.save(position, path))
     write_atomic(folder / "trainer.json", lambda path: path.write_text(json.dumps(state, indent=1)))
+
+
+def save_options(folder: Path, options: dict[str, Any]) -> None:
+    """Write the options of the run into a step's folder, for ``verl config --diff``; nothing reads them on resume."""
+    write_atomic(folder / CONFIG_FILE, lambda path: path.write_text(json.dumps(options, indent=1, default=str)))
 
 
 def load_driver_state(folder: Path, loader: Any) -> dict[str, Any]:

@@ -57,7 +57,7 @@ class PPOJob:
             logger.warning("The reward function %s looks wrong: %s.", report.function, alarm)
         try:
             with no_collection():
-                trainer.controller.start(self.config.ray_init, dict(self.config.ray_init.env))
+                trainer.controller.start(self.config.ray_init, worker_environment(self.config.ray_init))
                 signal.signal(signal.SIGTERM, _stop_on_signal)  # Ray puts a handler of its own there
                 trainer.init_workers()
             trainer.fit()
@@ -123,6 +123,11 @@ class PPOJob:
             reward_fn=load_reward_manager(config, tokenizer, num_examine=0),
             val_reward_fn=load_reward_manager(config, tokenizer, num_examine=1),
         )
+
+
+def worker_environment(ray_init: Any) -> dict[str, Any]:
+    """Environment variables of the workers."""
+    return {**(ray_init.runtime_env.get("env_vars") or {}), **ray_init.env}
 
 
 def check_device(trainer: Any, rollout_beside: int = 0) -> None:

@@ -17,6 +17,7 @@ import torch
 from verl.algorithms.aggregate import agg_loss
 from verl.algorithms.kl import get_kl_controller
 from verl.algorithms.resample import resample_rows
+from verl.config.unread import check_unread
 from verl.protocol import DataProto
 from verl.single_controller import get_controller
 from verl.single_controller.together import Beside
@@ -187,6 +188,7 @@ class RayPPOTrainer(RecipeNames):
         self.last_checkpoint: Path | None = None
         self.unfinished_save: int | None = None
         self.has_shown_memory = False
+        self.has_checked_keys = False
         self.pending_reward: Beside | None = None
         self.log_places: dict[str, Any] = {}
         self.sampler: Any = None
@@ -501,6 +503,8 @@ class RayPPOTrainer(RecipeNames):
         request = prompts.select(batch_keys=list(PROMPT_COLUMNS))
         request.meta_info = {"validate": validate, "global_steps": step}
         prompts.meta_info.update(request.meta_info)
+        if (every := self.config.trainer.weight_sync_freq) > 1:
+            request.meta_info["weight_sync_freq"] = every
         request.put("seeds", torch.tensor(seeds))
         return request
 
@@ -635,6 +639,16 @@ class RayPPOTrainer(RecipeNames):
         if last or is_test or step % trainer.log_freq == 0:
             self.logger.log(self.metrics, step=step)
         self.progress.update(step, self.metrics)
+        if self.updates_actor and not self.has_checked_keys:
+            self.has_checked_keys = True
+            self.check_unread_keys()
+
+    def check_unread_keys(self) -> None:
+        """See that what the user set was read by the driver or a worker; else act as ``trainer.unread_keys`` says."""
+        groups = self.worker_groups.values()
+        if all(hasattr(group, "options_read") for group in groups):  # workers of a user's own may not tell
+            read = {key for group in groups for keys in group.options_read() for key in keys}
+            check_unread(typed_config(self.config), read, self.progress.say)
 
     def stop(self) -> None:
         """Close the loggers and say where everything lies."""
@@ -733,6 +747,7 @@ class RayPPOTrainer(RecipeNames):
             group.save_checkpoint(str(folder / name), None, self.global_steps)
         self.saved_steps = [step for step in self.saved_steps if step != self.global_steps] + [self.global_steps]
         checkpoint.save_driver_state(folder, self.prompts_position(), self.driver_state(), self.responses_ahead())
+        checkpoint.save_options(folder, typed_config(self.config).to_dict())
         if self.group_sampler is not None:
             self.group_sampler.save(folder)
         elif self.group_filter is not None:

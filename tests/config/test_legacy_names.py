@@ -1,0 +1,91 @@
+"""Command lines and YAML of verl v0.6 to v0.9, and of its Megatron trainer, are followed or told what replaces them."""
+
+import pytest
+
+from verl.config.base import get_path
+from verl.config.load import load
+from verl.config.overrides import locate
+from verl.config.ppo import PPOConfig
+
+from .helpers import RUNNABLE, problems
+
+A, R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+
+
+@pytest.mark.parametrize(
+    ("word", "key", "value"),
+    [
+        ("ray_kwargs.ray_init.num_cpus=4", "ray_init.num_cpus", 4),
+        ("+ray_kwargs.ray_init.runtime_env.env_vars.A=b", "ray_init.runtime_env", {"env_vars": {"A": "b"}}),
+        ("ray_kwargs.timeline_json_file=t.json", "ray_init.timeline_json_file", "t.json"),
+        ("algorithm.rollout_is_threshold=3", "algorithm.rollout_correction.rollout_is_threshold", 3.0),
+        (f"{A}.use_rollout_log_probs=true", "algorithm.rollout_correction.bypass_mode", True),
+        (f"{A}.fsdp_config.dtype=fp16", f"{A}.fsdp_config.mixed_precision.param_dtype", "fp16"),
+        (f"{A}.optim.clip_grad=0.5", f"{A}.grad_clip", 0.5),
+        (f"{R}.checkpoint_engine.update_weights_bucket_megabytes=64", f"{R}.update_weights_bucket_megabytes", 64),
+        (f"{R}.skip.enable=true", f"{R}.skip_rollout", True),
+        ("actor_rollout_ref.model.lora.rank=8", "actor_rollout_ref.model.lora_rank", 8),
+        ("reward.reward_manager.name=batch", "reward_model.reward_manager", "batch"),
+        ("reward.custom_reward_function.path=a.py", "custom_reward_function.path", "a.py"),
+        ("trainer.rpc_timeout=60", "trainer.worker_timeout", 60.0),
+        ("+trainer.logger_kwargs.wandb.tags=[a]", "trainer.tracker_kwargs", {"wandb": {"tags": ["a"]}}),
+    ],
+)
+def test_a_moved_key_sets_the_new_one(word, key, value):
+    loaded = load([*RUNNABLE, f"{R}.calculate_log_probs=true", word])
+    found = get_path(loaded.config, key)
+    assert found == value
+    alias = word.lstrip("+").startswith("trainer.")
+    assert alias or any("old names were understood" in notice and key in notice for notice in loaded.notices)
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        f"{A}.profiler.enable=false",
+        f"{A}.profiler.tool_config.torch.step_start=0",
+        f"{A}.megatron.tensor_model_parallel_size=1",
+        f"{A}.megatron.override_transformer_config.recompute_granularity=selective",
+        "global_profiler.save_path=outputs/profile",
+        "trainer.use_v1=false",
+        "transfer_queue.enable=false",
+        f"{R}.prometheus.enable=false",
+    ],
+)
+def test_a_removed_feature_that_is_off_is_ignored_with_a_word(word):
+    loaded = load([*RUNNABLE, word])
+    assert not loaded.problems
+    assert any("no longer exists and is ignored" in notice for notice in loaded.notices)
+
+
+@pytest.mark.parametrize(
+    ("word", "way_out"),
+    [
+        (f"{A}.megatron.tensor_model_parallel_size=4", "strategy=fsdp2"),
+        (f"{A}.tis_imp_ratio_cap=2", "rollout_is=token"),
+        (f"{R}.quantization=fp8", "engine_kwargs.vllm.quantization"),
+        (f"{A}.optim.min_lr=1e-7", "min_lr_ratio"),
+        ("transfer_queue.enable=true", "shared memory"),
+        ("actor_rollout_ref.model.lora.merge=true", "lora_sync=merge"),
+    ],
+)
+def test_a_removed_feature_that_is_asked_for_says_what_replaces_it(word, way_out):
+    text = problems(word)
+    assert word.replace("1e-7", "1e-07") in text and "no longer exists" in text and way_out in text
+
+
+def test_a_launchers_tree_is_understood_whole():
+    words = ["backend_config." + word for word in RUNNABLE]
+    words += ["backend_config.trainer.total_epochs=5", "af_output_dir=/home/ma-user/verl"]
+    words += ["engine_kwargs.vllm.disable_mm_preprocessor_cache=True"]
+    loaded = load(words)
+    assert not loaded.problems
+    assert loaded.config.trainer.default_local_dir == "/home/ma-user/verl" and loaded.config.trainer.total_epochs == 5
+    assert loaded.config.actor_rollout_ref.rollout.engine_kwargs.vllm.disable_mm_preprocessor_cache is True
+
+
+def test_no_old_name_hides_an_option():
+    from verl.config.legacy_names import LATER_GONE, LATER_MOVED
+
+    for entry in (*LATER_MOVED, *LATER_GONE):
+        assert locate(PPOConfig, entry.old).kind == "unknown", entry.old

@@ -1,0 +1,102 @@
+"""``verl``: one command in front of all others. Each is imported when it is asked for, so ``verl --help`` is quick."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+
+def _ppo(words: list[str]) -> int | None:
+    from verl.trainer.main_ppo import main
+
+    return main(words)
+
+
+def _doctor(words: list[str]) -> int:
+    from verl.doctor.__main__ import main
+
+    return main(words)
+
+
+def _check(words: list[str]) -> int:
+    from verl.data_check.command import main
+
+    return main(words)
+
+
+def _config(words: list[str]) -> int:
+    from verl.config.show import main
+
+    return main(words)
+
+
+def _roll(words: list[str]) -> int:
+    from verl.config.roll.command import main
+
+    return main(words, _ppo)
+
+
+def _merge(words: list[str]) -> int:
+    from verl.model_merger.__main__ import main
+
+    named = words and words[0] in ("merge", "test", "--help", "-h")
+    return main(words if named else ["merge", *words])
+
+
+def _completion(words: list[str]) -> int:
+    from verl.config.completion import main
+
+    return main(words, {name: command.about for name, command in COMMANDS.items()})
+
+
+class Command(NamedTuple):
+    """A word after ``verl``."""
+
+    about: str
+    run: Callable[[list[str]], int | None]
+    """Gets the words behind it; returns the exit code."""
+
+
+COMMANDS: dict[str, Command] = {
+    "ppo": Command("train: PPO, GRPO and their relatives, as python -m verl.trainer.main_ppo", _ppo),
+    "doctor": Command("examine a configuration before a run: batches, memory, data, rewards", _doctor),
+    "check": Command("look at data files before a run does", _check),
+    "config": Command("options: their meaning and values, and how two configurations differ", _config),
+    "roll": Command("train from a configuration written for ROLL, or show its command line", _roll),
+    "merge": Command("make a Hugging Face folder of a checkpoint", _merge),
+    "completion": Command("completion for bash or zsh: source <(verl completion bash)", _completion),
+}
+
+
+def help_text() -> str:
+    """Usage, and a line a command."""
+    lines = [f"  {name:<11} {command.about}" for name, command in COMMANDS.items()]
+    return "\n".join(["usage: verl COMMAND [arguments]", "", *lines, "", "verl COMMAND --help tells more."])
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run ``verl COMMAND ...``; returns the exit code."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if not words or words[0] in ("--help", "-h", "help"):
+        print(help_text())
+        return 0 if words else 2
+    if words[0] in ("--version", "-V"):
+        from verl.version import __version__
+
+        print(__version__)
+        return 0
+    name, rest = words[0], words[1:]
+    if name not in COMMANDS:
+        from verl.config.base import did_you_mean
+
+        print(f"error: {name} is no command of verl{did_you_mean(name, COMMANDS)}\n\n{help_text()}", file=sys.stderr)
+        return 2
+    from verl.utils.ending import plain_ending
+
+    with plain_ending():
+        return COMMANDS[name].run(rest) or 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
