@@ -8,6 +8,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 FLOORS = {  # the longest prefix decides
     "verl.trainer.main_": 7,
+    "verl.doctor": 7,
     "verl.model_merger": 7,
     "verl.trainer": 6,
     "verl.agent_loop": 5,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
-from verl.config.load import run_from_command_line
+from verl.doctor.cli import run_or_examine
 from verl.utils.garbage import no_collection
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def create_rl_sampler(data_config: Any, dataset: Any) -> Any:
 
 
 def main() -> None:
-    run_from_command_line(run_ppo, sys.argv[1:])
+    run_or_examine(run_ppo, sys.argv[1:])
 
 
 if __name__ == "__main__":

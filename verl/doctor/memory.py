@@ -1,0 +1,327 @@
+"""How many bytes each phase of a step takes on one device, part by part, from shapes alone.
+
+What is counted: weights as they are kept and as layers compute with them, gradients, optimizer state, what a forward
+pass keeps for its backward pass, chunks of logits, the engine's weights and cache. ``benchmarks/memory_estimate.py``
+holds it against what processes really take.
+"""
+
+from typing import Any, NamedTuple
+
+from verl.config.base import get_path
+from verl.config.model_checks import MODEL, facts_of
+from verl.config.model_facts import ModelFacts
+from verl.config.ppo import PPOConfig
+from verl.config.rules.base import ACTOR, REF, RM, ROLLOUT, sharded
+from verl.doctor.derivation import longest_row, pipeline_stages
+from verl.doctor.report import PhaseMemory
+from verl.utils.micro_batching import MicroBatching
+
+BYTES = {"fp32": 4, "float32": 4, "float": 4, "bf16": 2, "bfloat16": 2, "fp16": 2, "float16": 2, "half": 2, "auto": 2}
+PROCESS = {"cpu": 620 << 20, "cuda": 600 << 20}
+"""What a process takes before any model: libraries in host memory, or the CUDA context on a device."""
+_LOGITS_CHUNK = {"cpu": 64 << 20, "cuda": 512 << 20}
+_CPU_CELLS = 1024
+"""Tokens beyond which no forward pass on a CPU is cut larger."""
+_KEEP_ON_CPU = 1 << 30
+"""Activations up to this size are kept on a CPU even with gradient checkpointing."""
+
+
+class RoleMemory(NamedTuple):
+    """Bytes of one role's engine on one rank."""
+
+    name: str
+    key: str
+    weights: int
+    """As they are kept."""
+    gathered: int
+    """Further copies of weights while layers compute."""
+    gradients: int
+    optimizer: int
+    facts: ModelFacts
+    compute: int
+    """Bytes of a number in forward and backward."""
+    leaves_weights: bool
+    """Weights are on the host while the role is idle."""
+    leaves_optimizer: bool
+
+
+def roles_memory(config: PPOConfig) -> list[RoleMemory]:
+    """Every role with a model of its own whose config.json is at hand."""
+    names = {ACTOR: "actor", REF: "ref", "critic": "critic", RM: "reward_model"}
+    found = []
+    for key, place in sharded(config).items():
+        facts = facts_of(config, names[key])
+        borrows = (
+            key == REF
+            and config.actor_rollout_ref.model.lora_rank
+            and not (config.actor_rollout_ref.ref.model or {}).get("path")
+        )
+        if facts is not None and not borrows:
+            found.append(_role(config, key, place, facts))
+    return found
+
+
+def trained_numbers(config: PPOConfig, key: str, facts: ModelFacts) -> int:
+    """Numbers of a role's model that the optimizer changes."""
+    if key not in (ACTOR, "critic"):
+        return 0
+    rank = get_path(config, MODEL if key == ACTOR else "critic.model").lora_rank
+    if not rank:
+        return facts.parameters
+    wide, narrow = facts.heads * facts.head_size, facts.kv_heads * facts.head_size
+    sides = (facts.hidden + wide) * 2 + (facts.hidden + narrow) * 2 + 3 * (facts.hidden + facts.inner)
+    return facts.layers * rank * sides
+
+
+def _role(config: PPOConfig, key: str, place: str, facts: ModelFacts) -> RoleMemory:
+    section, sharding = get_path(config, key), get_path(config, place)
+    trained, numbers = trained_numbers(config, key, facts), facts.parameters
+    compute = BYTES[sharding.compute_dtype]
+    kept = BYTES[sharding.master_dtype] if trained else compute
+    frozen_bytes = (numbers - trained) * compute if 0 < trained < numbers else 0
+    own = frozen_bytes + trained * kept if trained else numbers * compute
+    ranks = _shards(config, section, sharding)
+    on_cpu = config.trainer.device == "cpu"
+    moments = (2 if getattr(getattr(section, "optim", None), "optimizer", "") == "AdamW8bit" else 2 * kept) * trained
+    gradients = trained * kept
+    if section.strategy == "local":
+        gathered = numbers * compute if trained and compute != kept else 0
+    elif section.strategy == "deepspeed":
+        own, gathered, gradients, moments = _zero(
+            section.deepspeed, numbers, trained, compute, kept, ranks, bool(trained)
+        )
+        ranks = 1
+    else:
+        # the outermost unit stays gathered through a pass, and two layers are at a time
+        outside = facts.embedding * (1 if facts.is_tied else 2)
+        needs_copy = ranks > 1 or compute != kept
+        gathered = (outside + (2 if ranks > 1 else 1) * facts.layer) * compute if needs_copy else 0
+    offloads = not on_cpu
+    is_gone = offloads and sharding.offload_policy and section.strategy != "deepspeed"
+    return RoleMemory(
+        name={ACTOR: "actor", REF: "reference", RM: "reward model"}.get(key, key),
+        key=key,
+        weights=0 if is_gone else own // ranks,
+        gathered=gathered,
+        gradients=0 if is_gone else gradients // ranks,
+        optimizer=0 if is_gone else moments // ranks,
+        facts=facts,
+        compute=compute,
+        leaves_weights=offloads and sharding.param_offload,
+        leaves_optimizer=offloads and sharding.optimizer_offload,
+    )
+
+
+def _shards(config: PPOConfig, section: Any, sharding: Any) -> int:
+    world = config.trainer.world_size
+    if section.strategy == "local":
+        return 1
+    if section.strategy == "deepspeed":
+        return world
+    return world if sharding.fsdp_size < 1 else min(sharding.fsdp_size, world)
+
+
+def _zero(
+    zero: Any, numbers: int, trained: int, compute: int, kept: int, ranks: int, trains: bool
+) -> tuple[int, int, int, int]:
+    """(weights, gathered, gradients, optimizer with fp32 weights) of DeepSpeed on one rank."""
+    stage = zero.zero_stage
+    weights = numbers * compute // (ranks if stage == 3 else 1)
+    if not trains:
+        return weights, 0, 0, 0
+    gradients = trained * compute // (ranks if stage >= 2 else 1)
+    moments = trained * (8 + (kept if stage else 0)) // (ranks if stage else 1)
+    gathered = (
+        min(zero.reduce_bucket_size, trained) + min(zero.stage3_max_live_parameters, numbers) * (stage == 3)
+    ) * compute
+    return (
+        0 if zero.offload_param else weights,
+        gathered,
+        gradients,
+        0 if zero.offload_optimizer else moments,
+    )
+
+
+# -- what a forward pass takes ------------------------------------------------------------------------------------
+
+
+def cells(config: PPOConfig, split: MicroBatching, rows: int, sp: int) -> int:
+    """Tokens of the largest forward on one device, padding included."""
+    longest = longest_row(config)
+    most = split.max_tokens * sp if split.size is None else split.size * longest
+    if config.trainer.device == "cpu":
+        most = min(most, max(_CPU_CELLS, longest))
+    return min(most, rows * longest) // sp
+
+
+def kept_numbers_per_token(facts: ModelFacts, compute: int) -> int:
+    """Bytes one layer keeps of a token for its backward pass.
+
+    Norms keep their input, twice in fp32; attention its input, queries, keys, values and output; the MLP its input and
+    four vectors of its own width.
+    """
+    h, wide, narrow = facts.hidden, facts.heads * facts.head_size, facts.kv_heads * facts.head_size
+    norms = 2 * h * (2 * compute + (4 if compute < 4 else 4))
+    attention = (2 * wide + 2 * narrow + wide) * compute
+    mlp = 4 * facts.inner * (facts.active_experts if facts.experts else 1) * compute
+    return norms + attention + mlp
+
+
+def activations(facts: ModelFacts, compute: int, tokens: int, recomputes: bool) -> int:
+    """Bytes kept between forward and backward of ``tokens`` tokens."""
+    layer = kept_numbers_per_token(facts, compute) * tokens
+    if recomputes:
+        return facts.layers * facts.hidden * compute * tokens + layer
+    return facts.layers * layer
+
+
+def passing(facts: ModelFacts, compute: int, tokens: int) -> int:
+    """Bytes of a forward pass that keeps nothing: one layer's widest moment."""
+    wide = max(3 * facts.inner * (facts.active_experts if facts.experts else 1), 4 * facts.heads * facts.head_size)
+    return (wide + 4 * facts.hidden) * compute * tokens
+
+
+def logits(facts: ModelFacts, compute: int, tokens: int, device: str, trains: bool) -> int:
+    """Bytes of the chunks that logits are made in; in training also the gradient of the head."""
+    size = 4 if device == "cuda" else compute
+    chunk = min(_LOGITS_CHUNK[device], tokens * facts.vocab * size)
+    copies = (4 if trains else 3) if device == "cuda" else (2 if trains and compute < 4 else 1)
+    return copies * chunk + (facts.embedding * compute if trains else 0)
+
+
+# -- the phases ---------------------------------------------------------------------------------------------------
+
+
+def memory_plan(config: PPOConfig, gpu_bytes: int | None = None) -> list[PhaseMemory]:
+    """Bytes on one device (with ``trainer.device=cpu``: of one process) in each phase; empty if no model is at hand."""
+    roles = {role.key: role for role in roles_memory(config)}
+    actor = roles.get(ACTOR)
+    if actor is None:
+        return []
+    device = "cpu" if config.trainer.device == "cpu" else "cuda"
+    process = {"process": PROCESS[device]}
+    shared, samples = config.actor_rollout_ref, config.prompts_per_update * config.actor_rollout_ref.rollout.n
+    rollout = _rollout(config, actor.facts, gpu_bytes)
+    awake = {} if shared.rollout.free_cache_engine or not shared.hybrid_engine else dict(rollout)
+    rows = -(-samples // config.dp_size(shared.actor))
+    phases = [PhaseMemory("start", process | _resident(roles, ACTOR, started=False))]
+    if shared.hybrid_engine:
+        phases.append(PhaseMemory("rollout", process | _resident(roles, None) | rollout))
+    passes = [("log-probs", ACTOR, shared.rollout.log_prob_split), ("ref log-probs", REF, shared.ref.log_prob_split)]
+    if config.uses_critic:
+        passes.append(("values", "critic", config.critic.forward_split))
+    if config.reward_model.enable:
+        passes.append(("reward model", RM, config.reward_model.forward_split))
+    for name, key, split in passes:
+        if key in roles:
+            phases.append(
+                PhaseMemory(
+                    name, process | awake | _resident(roles, key) | _forward(config, roles[key], split, rows, device)
+                )
+            )
+    for key in (ACTOR, "critic"):
+        if key in roles:
+            parts = process | awake | _resident(roles, key, updates=True) | _update(config, roles[key], device)
+            phases.append(PhaseMemory(f"update {roles[key].name}", parts))
+    saved = process | awake | _resident(roles, ACTOR, updates=True)
+    if shared.actor.checkpoint.async_save and device == "cpu":
+        saved["copy to save"] = actor.weights + actor.optimizer
+    if config.trainer.save_freq > 0:
+        phases.append(PhaseMemory("checkpoint", saved))
+    return [phase._replace(way_out=_way_out(config, phase.largest)) for phase in phases]
+
+
+def _resident(
+    roles: dict[str, RoleMemory], busy: str | None, updates: bool = False, started: bool = True
+) -> dict[str, int]:
+    """Weights, gradients and optimizer states on the device while ``busy`` runs."""
+    parts = {"weights": 0, "gradients": 0, "optimizer": 0}
+    for key, role in roles.items():
+        if key == busy or not role.leaves_weights:
+            parts["weights"] += role.weights
+        if started and (key == busy and updates or not role.leaves_optimizer):
+            parts["optimizer"] += role.optimizer
+    if busy is not None and updates:
+        parts["gradients"] = roles[busy].gradients
+    return parts
+
+
+def _forward(config: PPOConfig, role: RoleMemory, split: MicroBatching, rows: int, device: str) -> dict[str, int]:
+    sp = get_path(config, role.key).ulysses_sequence_parallel_size
+    tokens = cells(config, split, rows, sp)
+    parts = {"copies of weights": role.gathered, "activations": passing(role.facts, role.compute, tokens)}
+    return parts | (
+        {"logits": logits(role.facts, role.compute, tokens, device, False)} if role.key in (ACTOR, REF) else {}
+    )
+
+
+def _update(config: PPOConfig, role: RoleMemory, device: str) -> dict[str, int]:
+    section = get_path(config, role.key)
+    model = config.actor_rollout_ref.model if role.key == ACTOR else config.critic.model
+    sp = section.ulysses_sequence_parallel_size
+    rows = -(-section.ppo_mini_batch_size * config.actor_rollout_ref.rollout.n // config.dp_size(section))
+    tokens = cells(config, section.update_split, rows, sp)
+    recomputes = model.enable_gradient_checkpointing
+    if device == "cpu" and activations(role.facts, role.compute, tokens, False) <= _KEEP_ON_CPU:
+        recomputes = False
+    kept = activations(role.facts, role.compute, tokens, recomputes)
+    if model.enable_activation_offload and device != "cpu":
+        kept = kept_numbers_per_token(role.facts, role.compute) * tokens
+    parts = {"copies of weights": role.gathered, "activations": kept}
+    if role.key == ACTOR:
+        parts["logits"] = logits(role.facts, role.compute, tokens, device, True)
+    return parts
+
+
+def _rollout(config: PPOConfig, facts: ModelFacts, gpu_bytes: int | None) -> dict[str, int]:
+    rollout = config.actor_rollout_ref.rollout
+    size = BYTES.get(rollout.dtype, 2)
+    parts_of = 1 if rollout.name == "hf" else rollout.tensor_model_parallel_size * pipeline_stages(config)
+    weights = facts.parameters * size // parts_of
+    replicas = max(1, sum(config.rollout_processes) // parts_of)
+    rows = -(-config.data.prompts_per_step * rollout.n // replicas)
+    cache = min(rows, rollout.max_num_seqs) * longest_row(config) * facts.cached_numbers_per_token * size // parts_of
+    if config.trainer.device != "cpu" and rollout.name != "hf" and gpu_bytes:
+        # the engine takes its share of the device, whatever the samples need
+        cache = max(0, int(gpu_bytes * rollout.gpu_memory_utilization) - weights)
+    elif config.trainer.device != "cpu" and gpu_bytes:
+        cache = min(cache, int(gpu_bytes * rollout.gpu_memory_utilization))
+    return {"rollout weights": weights, "cache": cache}
+
+
+def checkpoint_bytes(config: PPOConfig) -> int | None:
+    """Bytes that one checkpoint of all trained roles takes on disk; None if the actor's model is not at hand."""
+    total = 0
+    for role in roles_memory(config):
+        if role.key not in (ACTOR, "critic"):
+            continue
+        section, facts = get_path(config, role.key), role.facts
+        contents, trained = section.checkpoint.save_contents, trained_numbers(config, role.key, facts)
+        place = section.model.fsdp_config if role.key == "critic" else section.fsdp_config
+        kept = BYTES[place.master_dtype]
+        total += trained * kept * ("model" in contents) + facts.parameters * kept * ("hf_model" in contents)
+        total += 2 * trained * kept * ("optimizer" in contents)
+    return total or None
+
+
+def _way_out(config: PPOConfig, largest: str) -> str:
+    shared = config.actor_rollout_ref
+    budget = "ppo_max_token_len_per_gpu" if shared.actor.use_dynamic_bsz else "ppo_micro_batch_size_per_gpu"
+    if config.trainer.device == "cpu":
+        offload, more = "", f"a smaller {MODEL}.path, or {MODEL}.lora_rank"
+    else:
+        offload = f"{ACTOR}.fsdp_config.param_offload or optimizer_offload, "
+        more = f"more GPUs (trainer.n_gpus_per_node), or {MODEL}.lora_rank"
+    return {
+        "process": "",
+        "weights": offload + more,
+        "gradients": more,
+        "optimizer": f"{offload}{ACTOR}.optim.optimizer=AdamW8bit, {more}",
+        "activations": f"lower {ACTOR}.{budget}, or {MODEL}.enable_gradient_checkpointing=true",
+        "logits": f"lower {ACTOR}.{budget}",
+        "copies of weights": f"{ACTOR}.fsdp_config.reshard_after_forward=true",
+        "rollout weights": f"raise {ROLLOUT}.tensor_model_parallel_size, or {ROLLOUT}.dtype=bfloat16",
+        "cache": f"lower {ROLLOUT}.gpu_memory_utilization or {ROLLOUT}.max_num_seqs, or shorten "
+        f"data.max_response_length",
+        "copy to save": f"{ACTOR}.checkpoint.async_save=false",
+    }[largest]
