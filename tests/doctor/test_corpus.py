@@ -54,9 +54,8 @@ def test_the_corpus_is_as_large_as_it_is_said_to_be():
 def test_nothing_is_said_about_a_shell_recipe(recipe, there, tmp_path, monkeypatch):
     """With a model and data of ours in place of those that would have to be downloaded or made."""
     monkeypatch.chdir(ROOT)
-    for name in ("train", "test"):
-        rows = make_rows(512, start=0 if name == "train" else 512)
-        pq.write_table(pa.Table.from_pylist(rows), tmp_path / f"{name}.parquet")
+    for name, number in (("train", 7473), ("test", 128)):  # as many as GSM8K has
+        pq.write_table(pa.Table.from_pylist(make_rows(number)), tmp_path / f"{name}.parquet")
     make_model(tmp_path / "policy", tokens=260)
     make_model(tmp_path / "judge", architecture="Qwen2ForSequenceClassification", tokens=260)
     places = {"MODEL": tmp_path / "policy", "JUDGE": tmp_path / "judge", "DATA": tmp_path, "RUN": tmp_path / "run"}

@@ -46,10 +46,13 @@ def test_sequence_parallel_ranks_count_as_one(there):
 
 def test_the_estimate_counts_weights_gradients_and_moments(there):
     phases = {phase.phase: phase.parts for phase in examined("trainer.n_gpus_per_node=1").memory}
-    weights = phases["update actor"]["weights"]
+    weights = phases["update actor"]["actor weights"]
     assert weights == 4 * 90_944  # of the shapes in the header of model.safetensors
-    assert phases["update actor"]["gradients"] == weights and phases["update actor"]["optimizer"] == 2 * weights
-    assert "cache" in phases["rollout"] and "optimizer" in phases["checkpoint"]
+    assert (
+        phases["update actor"]["actor gradients"] == weights
+        and phases["update actor"]["actor optimizer"] == 2 * weights
+    )
+    assert "cache" in phases["rollout"] and "actor optimizer" in phases["checkpoint"]
 
 
 def test_ranks_that_share_a_model_share_its_optimizer(there):
@@ -57,7 +60,7 @@ def test_ranks_that_share_a_model_share_its_optimizer(there):
         next(row for row in examined(f"trainer.n_gpus_per_node={n}").memory if row.phase == "update actor")
         for n in (1, 2)
     )
-    assert one.parts["optimizer"] == 2 * two.parts["optimizer"]
+    assert one.parts["actor optimizer"] == 2 * two.parts["actor optimizer"]
 
 
 def test_a_model_too_large_for_the_gpu_is_an_error(there, capsys):

@@ -13,6 +13,9 @@ from verl.doctor.data import DataFacts
 from verl.doctor.report import Number
 from verl.utils.micro_batching import MicroBatching
 
+CPU_TOKENS = 1024
+"""Tokens beyond which no forward pass on a CPU is cut larger, but for a single row."""
+
 _WORLD = ("trainer.nnodes", "trainer.n_gpus_per_node")
 
 
@@ -57,7 +60,7 @@ def _places(config: PPOConfig) -> Iterator[Number]:
     for key, section in models(config).items():
         dp, sp = config.dp_size(section), section.ulysses_sequence_parallel_size
         text = (
-            f"{trainer.world_size} workers / {sp} to a sequence = {counted(dp, 'data-parallel rank')}; "
+            f"{counted(trainer.world_size, 'worker')} / {sp} to a sequence = {counted(dp, 'data-parallel rank')}; "
             f"{section.strategy}"
         )
         yield Number(f"{_short(key)} dp", dp, text, (*_WORLD, f"{key}.ulysses_sequence_parallel_size"))
@@ -67,7 +70,7 @@ def _places(config: PPOConfig) -> Iterator[Number]:
     replicas = max(1, processes // (tp * pp))
     stages = f" x {pp} pipeline stages" if pp > 1 else ""
     text = (
-        f"{processes} workers / {tp} to a copy{stages} = {counted(replicas, 'copy' if replicas == 1 else 'copie')} of "
+        f"{counted(processes, 'worker')} / {tp} to a copy{stages} = {_many(replicas, 'copy', 'copies')} of "
         f"{rollout.name}"
     )
     keys = (f"{ROLLOUT}.nnodes", f"{ROLLOUT}.n_gpus_per_node") if config.rollout_beside else _WORLD
@@ -88,23 +91,19 @@ def pipeline_stages(config: PPOConfig) -> int:
 def _updates(config: PPOConfig) -> Iterator[Number]:
     for key, role, n in trained_roles(config):
         name, prompts, mini = _short(key), config.prompts_per_update, role.ppo_mini_batch_size
-        ranks, steps = config.dp_size(role), optimizer_steps(config, role)
-        text = f"{prompts} prompts / {mini} = {counted(prompts // mini, 'mini-batch')}".replace("batchs", "batches")
-        yield Number(f"{name} mini", prompts // mini, text, (prompts_key(config), f"{key}.ppo_mini_batch_size"))
+        ranks, steps, minis = config.dp_size(role), optimizer_steps(config, role), prompts // mini
+        text = f"{prompts} prompts / {mini} = {_many(minis, 'mini-batch', 'mini-batches')}"
+        yield Number(f"{name} mini", minis, text, (prompts_key(config), f"{key}.ppo_mini_batch_size"))
         text = (
-            f"{prompts // mini} mini-batches x {counted(role.ppo_epochs, 'pass')} = "
-            f"{counted(steps, 'optimizer step')} a step"
+            f"{_many(minis, 'mini-batch', 'mini-batches')} x {_many(role.ppo_epochs, 'pass', 'passes')} = "
+            f"{counted(steps, 'optimizer step')} for each training step"
         )
-        yield Number(
-            f"{name} updates",
-            steps,
-            text.replace("passs", "passes"),
-            (f"{key}.ppo_mini_batch_size", f"{key}.ppo_epochs"),
-        )
+        yield Number(f"{name} updates", steps, text, (f"{key}.ppo_mini_batch_size", f"{key}.ppo_epochs"))
         rows = -(-mini * n // ranks)
-        text = f"{mini} prompts x {n} / {counted(ranks, 'rank')} = {counted(rows, 'sample')} a rank in each"
+        text = f"{mini} prompts x {n} / {counted(ranks, 'rank')} = {counted(rows, 'sample')} a rank in each mini-batch"
         yield Number(f"{name} rows", rows, text, (f"{key}.ppo_mini_batch_size", f"{ROLLOUT}.n", *_WORLD))
-        yield _micro(config, f"{name} micro", rows, role.update_split, _update_keys(key, role), "gradients summed over")
+        what, sp = "gradients are accumulated over", role.ulysses_sequence_parallel_size
+        yield _micro(config, f"{name} micro", rows, role.update_split, sp, _update_keys(key, role), what)
 
 
 def _update_keys(key: str, role: Any) -> tuple[str, ...]:
@@ -113,23 +112,25 @@ def _update_keys(key: str, role: Any) -> tuple[str, ...]:
     return (f"{key}.ppo_micro_batch_size_per_gpu",)
 
 
-def forwards(config: PPOConfig, rows: int, split: MicroBatching) -> int:
-    """Forward passes over ``rows`` rows, with rows as long as can be."""
-    if split.size is not None:
-        return -(-rows // split.size)
-    return -(-rows // max(1, (split.max_tokens or 1) // longest_row(config)))
+def rows_of_a_forward(config: PPOConfig, split: MicroBatching, rows: int, sp: int) -> int:
+    """Of ``rows`` rows as long as can be, those that one forward pass holds; ``sp`` devices share it."""
+    most = split.size if split.size is not None else (split.max_tokens or 0) * sp // longest_row(config)
+    if config.trainer.device == "cpu":
+        most = min(most, CPU_TOKENS // longest_row(config))
+    return max(1, min(most, rows))
 
 
-def _micro(config: PPOConfig, name: str, rows: int, split: MicroBatching, keys: tuple[str, ...], what: str) -> Number:
-    passes, longest = forwards(config, rows, split), longest_row(config)
-    if split.size is not None:
-        size = min(split.size, rows)
-        text = (
-            f"{rows} samples / {size} = {what} {counted(passes, 'forward')} of {size}, up to {size * longest:,} "
-            f"tokens a device"
-        )
-    else:
-        text = f"{what} at most {counted(passes, 'forward')} of up to {split.max_tokens:,} tokens a device"
+def _micro(
+    config: PPOConfig, name: str, rows: int, split: MicroBatching, sp: int, keys: tuple[str, ...], what: str
+) -> Number:
+    size, longest = rows_of_a_forward(config, split, rows, sp), longest_row(config)
+    passes = -(-rows // size)
+    bound = "" if split.size is not None else f" (of at most {split.max_tokens:,})"
+    capped = f"; a CPU takes {CPU_TOKENS:,} at a time" if config.trainer.device == "cpu" and size < rows else ""
+    text = (
+        f"{counted(rows, 'sample')} / {size} = {what} {_many(passes, 'micro-batch', 'micro-batches')}, each up "
+        f"to {size * longest // sp:,} tokens a device{bound}{capped}"
+    )
     return Number(name, passes, text, keys)
 
 
@@ -155,7 +156,7 @@ def _scoring(config: PPOConfig) -> Iterator[Number]:
         mine = -(-rows // config.dp_size(section))
         size = f"{key}.micro_batch_size_per_gpu" if key == RM else f"{key}.{prefix}_micro_batch_size_per_gpu"
         keys = (size,) if split.size is not None else (f"{key}.{prefix}_max_token_len_per_gpu",)
-        yield _micro(config, name, mine, split, keys, "scored in")
+        yield _micro(config, name, mine, split, section.ulysses_sequence_parallel_size, keys, "scored in")
 
 
 def _run(config: PPOConfig, data: DataFacts) -> Iterator[Number]:
@@ -192,6 +193,10 @@ def total_steps(config: PPOConfig, data: DataFacts) -> int | None:
     if data.train_rows is None:
         return None
     return data.train_rows // config.data.prompts_per_step * config.trainer.total_epochs
+
+
+def _many(number: int, one: str, several: str) -> str:
+    return f"{number:,} {one if number == 1 else several}"
 
 
 def _short(key: str) -> str:

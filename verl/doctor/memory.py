@@ -12,7 +12,7 @@ from verl.config.model_checks import MODEL, facts_of
 from verl.config.model_facts import ModelFacts
 from verl.config.ppo import PPOConfig
 from verl.config.rules.base import ACTOR, REF, RM, ROLLOUT, sharded
-from verl.doctor.derivation import longest_row, pipeline_stages
+from verl.doctor.derivation import longest_row, pipeline_stages, rows_of_a_forward
 from verl.doctor.report import PhaseMemory
 from verl.utils.micro_batching import MicroBatching
 
@@ -20,8 +20,6 @@ BYTES = {"fp32": 4, "float32": 4, "float": 4, "bf16": 2, "bfloat16": 2, "fp16": 
 PROCESS = {"cpu": 620 << 20, "cuda": 600 << 20}
 """What a process takes before any model: libraries in host memory, or the CUDA context on a device."""
 _LOGITS_CHUNK = {"cpu": 64 << 20, "cuda": 512 << 20}
-_CPU_CELLS = 1024
-"""Tokens beyond which no forward pass on a CPU is cut larger."""
 _KEEP_ON_CPU = 1 << 30
 """Activations up to this size are kept on a CPU even with gradient checkpointing."""
 
@@ -147,11 +145,7 @@ def _zero(
 
 def cells(config: PPOConfig, split: MicroBatching, rows: int, sp: int) -> int:
     """Tokens of the largest forward on one device, padding included."""
-    longest = longest_row(config)
-    most = split.max_tokens * sp if split.size is None else split.size * longest
-    if config.trainer.device == "cpu":
-        most = min(most, max(_CPU_CELLS, longest))
-    return min(most, rows * longest) // sp
+    return rows_of_a_forward(config, split, rows, sp) * longest_row(config) // sp
 
 
 def kept_numbers_per_token(facts: ModelFacts, compute: int) -> int:
@@ -235,14 +229,14 @@ def _resident(
     roles: dict[str, RoleMemory], busy: str | None, updates: bool = False, started: bool = True
 ) -> dict[str, int]:
     """Weights, gradients and optimizer states on the device while ``busy`` runs."""
-    parts = {"weights": 0, "gradients": 0, "optimizer": 0}
-    for key, role in roles.items():
-        if key == busy or not role.leaves_weights:
-            parts["weights"] += role.weights
-        if started and (key == busy and updates or not role.leaves_optimizer):
-            parts["optimizer"] += role.optimizer
+    parts = {
+        f"{role.name} weights": role.weights for key, role in roles.items() if key == busy or not role.leaves_weights
+    }
     if busy is not None and updates:
-        parts["gradients"] = roles[busy].gradients
+        parts[f"{roles[busy].name} gradients"] = roles[busy].gradients
+    for key, role in roles.items():
+        if started and (key == busy and updates or not role.leaves_optimizer):
+            parts[f"{role.name} optimizer"] = role.optimizer
     return parts
 
 
@@ -312,16 +306,19 @@ def _way_out(config: PPOConfig, largest: str) -> str:
     else:
         offload = f"{ACTOR}.fsdp_config.param_offload or optimizer_offload, "
         more = f"more GPUs (trainer.n_gpus_per_node), or {MODEL}.lora_rank"
-    return {
-        "process": "",
+    ways = {
+        "activations": f"lower {ACTOR}.{budget}, or {MODEL}.enable_gradient_checkpointing=true",
+        "logits": f"lower {ACTOR}.{budget}",
+        "copies of weights": more,
+        "rollout weights": f"raise {ROLLOUT}.tensor_model_parallel_size, or {ROLLOUT}.dtype=bfloat16",
+        "cache": (
+            f"lower {ROLLOUT}.gpu_memory_utilization or {ROLLOUT}.max_num_seqs, or shorten data.max_response_length"
+        ),
+        "copy to save": f"{ACTOR}.checkpoint.async_save=false",
+        # of any role
         "weights": offload + more,
         "gradients": more,
         "optimizer": f"{offload}{ACTOR}.optim.optimizer=AdamW8bit, {more}",
-        "activations": f"lower {ACTOR}.{budget}, or {MODEL}.enable_gradient_checkpointing=true",
-        "logits": f"lower {ACTOR}.{budget}",
-        "copies of weights": f"{ACTOR}.fsdp_config.reshard_after_forward=true",
-        "rollout weights": f"raise {ROLLOUT}.tensor_model_parallel_size, or {ROLLOUT}.dtype=bfloat16",
-        "cache": f"lower {ROLLOUT}.gpu_memory_utilization or {ROLLOUT}.max_num_seqs, or shorten "
-        f"data.max_response_length",
-        "copy to save": f"{ACTOR}.checkpoint.async_save=false",
-    }[largest]
+        "process": "",
+    }
+    return ways[largest] if largest in ways else ways[largest.rpartition(" ")[2]]

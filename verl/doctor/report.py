@@ -143,19 +143,19 @@ def _wrapped(start: str, text: str) -> str:
 
 
 def _memory_table(rows: list[PhaseMemory]) -> list[str]:
+    """Phases side by side, parts one below another."""
     names = list(dict.fromkeys(name for row in rows for name, size in row.parts.items() if size))
-    header = ["phase", *names, "together", "largest"]
-    cells = [
-        [row.phase, *(_cell(row.parts.get(name, 0)) for name in names), shown_bytes(row.total), row.largest]
-        for row in rows
-    ]
-    widths = [max(map(len, column)) for column in zip(header, *cells, strict=True)]
-    lines = [
-        "  " + "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))
-        for line in [header, *cells]
+    lines = [["", *(row.phase for row in rows)]]
+    lines += [[name, *(_cell(row.parts.get(name, 0)) for row in rows)] for name in names]
+    lines += [["together", *(shown_bytes(row.total) for row in rows)], ["most of it", *(row.largest for row in rows)]]
+    first, *widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    shown = [
+        "  "
+        + "  ".join([line[0].ljust(first), *(cell.rjust(width) for cell, width in zip(line[1:], widths, strict=True))])
+        for line in lines
     ]
     told = {row.largest: row.way_out for row in rows if row.way_out}
-    return lines + [_wrapped("  ", f"{name}: {way_out}") for name, way_out in told.items()]
+    return shown + [_wrapped("  ", f"less {name}: {way_out}") for name, way_out in told.items()]
 
 
 def _cell(size: int) -> str:
