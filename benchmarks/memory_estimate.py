@@ -1,8 +1,8 @@
 """What the doctor says a run will take, against what its process does take: peak resident memory by phase.
 
-``python -m benchmarks.memory_estimate [--model "llama 50M"] [--save]``: two GRPO steps of random models on one CPU process each, with the
-kernel's own peak (``VmHWM``), set back at the start of each phase. ``ratio`` is estimate over measurement of the whole
-process; ``model_ratio`` leaves out on both sides what a process has before any model.
+``python -m benchmarks.memory_estimate [--model "llama 50M"] [--save]``: two GRPO steps of random models, one CPU
+process each, with the kernel's own peak (``VmHWM``), set back at the start of each phase. ``ratio`` is estimate over
+measurement of the whole process; ``model_ratio`` leaves out on both sides what the doctor counts as the process.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def compare(folder: Path, name: str, run: tuple[str, ...]) -> list[dict[str, Any
     for phase, ours in PHASES.items():
         if phase in peaks:
             row, process = estimated[ours], estimated[ours].parts["process"]
-            model = max(1, peaks[phase] - peaks["process"])
+            model = max(1, peaks[phase] - process)
             rows.append(
                 {
                     "model": name,

@@ -17,8 +17,10 @@ from verl.doctor.report import PhaseMemory
 from verl.utils.micro_batching import MicroBatching
 
 BYTES = {"fp32": 4, "float32": 4, "float": 4, "bf16": 2, "bfloat16": 2, "fp16": 2, "float16": 2, "half": 2, "auto": 2}
-PROCESS = {"cpu": 620 << 20, "cuda": 600 << 20}
+PROCESS = {"cpu": 560 << 20, "cuda": 600 << 20}
 """What a process takes before any model: libraries in host memory, or the CUDA context on a device."""
+_NORMED_HEADS = ("qwen3", "gemma3", "olmo2")
+"""Families that normalise queries and keys."""
 _LOGITS_CHUNK = {"cpu": 64 << 20, "cuda": 512 << 20}
 _KEEP_ON_CPU = 1 << 30
 """Activations up to this size are kept on a CPU even with gradient checkpointing."""
@@ -41,6 +43,8 @@ class RoleMemory(NamedTuple):
     leaves_weights: bool
     """Weights are on the host while the role is idle."""
     leaves_optimizer: bool
+    keeps_gradients: bool
+    """Their memory stays taken between updates."""
 
 
 def roles_memory(config: PPOConfig) -> list[RoleMemory]:
@@ -83,7 +87,7 @@ def _role(config: PPOConfig, key: str, place: str, facts: ModelFacts) -> RoleMem
     moments = (2 if getattr(getattr(section, "optim", None), "optimizer", "") == "AdamW8bit" else 2 * kept) * trained
     gradients = trained * kept
     if section.strategy == "local":
-        gathered = numbers * compute if trained and compute != kept else 0
+        own, gathered = own + (numbers * compute if trained and compute != kept else 0), 0
     elif section.strategy == "deepspeed":
         own, gathered, gradients, moments = _zero(
             section.deepspeed, numbers, trained, compute, kept, ranks, bool(trained)
@@ -107,6 +111,7 @@ def _role(config: PPOConfig, key: str, place: str, facts: ModelFacts) -> RoleMem
         compute=compute,
         leaves_weights=offloads and sharding.param_offload,
         leaves_optimizer=offloads and sharding.optimizer_offload,
+        keeps_gradients=on_cpu and section.strategy == "local" and compute != kept,
     )
 
 
@@ -148,14 +153,16 @@ def cells(config: PPOConfig, split: MicroBatching, rows: int, sp: int) -> int:
     return rows_of_a_forward(config, split, rows, sp) * longest_row(config) // sp
 
 
-def kept_numbers_per_token(facts: ModelFacts, compute: int) -> int:
+def kept_bytes_per_token(facts: ModelFacts, compute: int) -> int:
     """Bytes one layer keeps of a token for its backward pass.
 
     Norms keep their input, twice in fp32; attention its input, queries, keys, values and output; the MLP its input and
     four vectors of its own width.
     """
     h, wide, narrow = facts.hidden, facts.heads * facts.head_size, facts.kv_heads * facts.head_size
-    norms = 2 * h * (2 * compute + (4 if compute < 4 else 4))
+    norms = 2 * h * (2 * compute + 4)
+    if facts.model_type.startswith(_NORMED_HEADS):
+        norms += (wide + narrow) * (compute + 4)
     attention = (2 * wide + 2 * narrow + wide) * compute
     mlp = 4 * facts.inner * (facts.active_experts if facts.experts else 1) * compute
     return norms + attention + mlp
@@ -163,7 +170,7 @@ def kept_numbers_per_token(facts: ModelFacts, compute: int) -> int:
 
 def activations(facts: ModelFacts, compute: int, tokens: int, recomputes: bool) -> int:
     """Bytes kept between forward and backward of ``tokens`` tokens."""
-    layer = kept_numbers_per_token(facts, compute) * tokens
+    layer = kept_bytes_per_token(facts, compute) * tokens
     if recomputes:
         return facts.layers * facts.hidden * compute * tokens + layer
     return facts.layers * layer
@@ -176,11 +183,16 @@ def passing(facts: ModelFacts, compute: int, tokens: int) -> int:
 
 
 def logits(facts: ModelFacts, compute: int, tokens: int, device: str, trains: bool) -> int:
-    """Bytes of the chunks that logits are made in; in training also the gradient of the head."""
+    """Bytes of the chunks that logits of ``tokens`` tokens are made in; in training also gradients of embeddings."""
     size = 4 if device == "cuda" else compute
-    chunk = min(_LOGITS_CHUNK[device], tokens * facts.vocab * size)
-    copies = (4 if trains else 3) if device == "cuda" else (2 if trains and compute < 4 else 1)
-    return copies * chunk + (facts.embedding * compute if trains else 0)
+    whole = tokens * facts.vocab * size
+    chunk = min(_LOGITS_CHUNK[device], whole)
+    copies = (4 if trains else 3) if device == "cuda" else 1
+    if not trains:
+        return copies * chunk
+    # the head's is summed over chunks in fp32; the input embedding has one of its own, also where the two are tied
+    head = facts.embedding * (compute + (4 if whole > chunk else 0))
+    return copies * chunk + head + facts.embedding * compute
 
 
 # -- the phases ---------------------------------------------------------------------------------------------------
@@ -217,7 +229,8 @@ def memory_plan(config: PPOConfig, gpu_bytes: int | None = None) -> list[PhaseMe
         if key in roles:
             parts = process | awake | _resident(roles, key, updates=True) | _update(config, roles[key], device)
             phases.append(PhaseMemory(f"update {roles[key].name}", parts))
-    saved = process | awake | _resident(roles, ACTOR, updates=True)
+    saved = process | awake | _resident(roles, ACTOR)
+    saved |= {f"{actor.name} optimizer": actor.optimizer}
     if shared.actor.checkpoint.async_save and device == "cpu":
         saved["copy to save"] = actor.weights + actor.optimizer
     if config.trainer.save_freq > 0:
@@ -232,9 +245,9 @@ def _resident(
     parts = {
         f"{role.name} weights": role.weights for key, role in roles.items() if key == busy or not role.leaves_weights
     }
-    if busy is not None and updates:
-        parts[f"{roles[busy].name} gradients"] = roles[busy].gradients
     for key, role in roles.items():
+        if key == busy and updates or started and role.keeps_gradients:
+            parts[f"{role.name} gradients"] = role.gradients
         if started and (key == busy and updates or not role.leaves_optimizer):
             parts[f"{role.name} optimizer"] = role.optimizer
     return parts
@@ -245,8 +258,15 @@ def _forward(config: PPOConfig, role: RoleMemory, split: MicroBatching, rows: in
     tokens = cells(config, split, rows, sp)
     parts = {"copies of weights": role.gathered, "activations": passing(role.facts, role.compute, tokens)}
     return parts | (
-        {"logits": logits(role.facts, role.compute, tokens, device, False)} if role.key in (ACTOR, REF) else {}
+        {"logits": logits(role.facts, role.compute, _responses(config, tokens), device, False)}
+        if role.key in (ACTOR, REF)
+        else {}
     )
+
+
+def _responses(config: PPOConfig, tokens: int) -> int:
+    """Those of ``tokens`` tokens of whole rows that are scored."""
+    return tokens * config.actor_rollout_ref.rollout.response_length // longest_row(config)
 
 
 def _update(config: PPOConfig, role: RoleMemory, device: str) -> dict[str, int]:
@@ -260,10 +280,10 @@ def _update(config: PPOConfig, role: RoleMemory, device: str) -> dict[str, int]:
         recomputes = False
     kept = activations(role.facts, role.compute, tokens, recomputes)
     if model.enable_activation_offload and device != "cpu":
-        kept = kept_numbers_per_token(role.facts, role.compute) * tokens
+        kept = kept_bytes_per_token(role.facts, role.compute) * tokens
     parts = {"copies of weights": role.gathered, "activations": kept}
     if role.key == ACTOR:
-        parts["logits"] = logits(role.facts, role.compute, tokens, device, True)
+        parts["logits"] = logits(role.facts, role.compute, _responses(config, tokens), device, True)
     return parts
 
 
