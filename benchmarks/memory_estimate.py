@@ -32,11 +32,13 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64,
     },
 }  # fmt: skip
-RUNS: tuple[tuple[str, ...], ...] = (
-    ("actor_rollout_ref.actor.strategy=fsdp2",),
-    ("actor_rollout_ref.actor.strategy=local",),
-    ("actor_rollout_ref.actor.strategy=fsdp2", "actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype=fp32"),
-)
+FSDP2, LOCAL = "actor_rollout_ref.actor.strategy=fsdp2", "actor_rollout_ref.actor.strategy=local"
+FP32 = "actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype=fp32"
+RUNS = {
+    "qwen2, 151936 tokens": ((FSDP2,), (LOCAL,), (FSDP2, FP32)),
+    "llama 50M": ((FSDP2,), (FSDP2, FP32)),
+    "llama 135M": ((FSDP2,), (LOCAL,)),
+}
 PHASES = {
     "start": "start", "rollout_generate": "rollout", "log_prob": "log-probs", "update_actor": "update actor",
     "save": "checkpoint",
@@ -153,7 +155,7 @@ def main() -> None:
             if "--model" in sys.argv and name != sys.argv[sys.argv.index("--model") + 1]:
                 continue
             make_tiny_model(folder / name.replace(" ", "-").replace(",", ""), **shape)
-            for run in RUNS:
+            for run in RUNS[name]:
                 rows += compare(folder, name, run)
         report("memory_estimate", rows)
 

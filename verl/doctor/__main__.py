@@ -2,7 +2,7 @@
 
 import sys
 
-from verl.doctor.cli import main
+from verl.doctor import main
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

@@ -1,201 +1,42 @@
-"""How many bytes each phase of a step takes on one device, part by part, from shapes alone.
+"""How many bytes each phase of a step takes on one device, part by part.
 
 What is counted: weights as they are kept and as layers compute with them, gradients, optimizer state, what a forward
-pass keeps for its backward pass, chunks of logits, the engine's weights and cache. ``benchmarks/memory_estimate.py``
-holds it against what processes really take.
+pass keeps for its backward pass, chunks of logits, the engine's weights and cache; on a CPU also what the C library
+does not give back. ``benchmarks/memory_estimate.py`` holds it against what processes really take.
 """
 
-from typing import Any, NamedTuple
-
 from verl.config.base import get_path
-from verl.config.model_checks import MODEL, facts_of
+from verl.config.model_checks import MODEL
 from verl.config.model_facts import ModelFacts
 from verl.config.ppo import PPOConfig
-from verl.config.rules.base import ACTOR, REF, RM, ROLLOUT, sharded
+from verl.config.rules.base import ACTOR, REF, RM, ROLLOUT
 from verl.doctor.derivation import longest_row, pipeline_stages, rows_of_a_forward
+from verl.doctor.memory_parts import (
+    BYTES,
+    RoleMemory,
+    activations,
+    kept_bytes_per_token,
+    logits,
+    passing,
+    roles_memory,
+    trained_numbers,
+)
 from verl.doctor.report import PhaseMemory
 from verl.utils.micro_batching import MicroBatching
 
-BYTES = {"fp32": 4, "float32": 4, "float": 4, "bf16": 2, "bfloat16": 2, "fp16": 2, "float16": 2, "half": 2, "auto": 2}
 PROCESS = {"cpu": 560 << 20, "cuda": 600 << 20}
 """What a process takes before any model: libraries in host memory, or the CUDA context on a device."""
-_NORMED_HEADS = ("qwen3", "gemma3", "olmo2")
-"""Families that normalise queries and keys."""
-_LOGITS_CHUNK = {"cpu": 64 << 20, "cuda": 512 << 20}
 _KEEP_ON_CPU = 1 << 30
 """Activations up to this size are kept on a CPU even with gradient checkpointing."""
-
-
-class RoleMemory(NamedTuple):
-    """Bytes of one role's engine on one rank."""
-
-    name: str
-    key: str
-    weights: int
-    """As they are kept."""
-    gathered: int
-    """Further copies of weights while layers compute."""
-    gradients: int
-    optimizer: int
-    facts: ModelFacts
-    compute: int
-    """Bytes of a number in forward and backward."""
-    leaves_weights: bool
-    """Weights are on the host while the role is idle."""
-    leaves_optimizer: bool
-    keeps_gradients: bool
-    """Their memory stays taken between updates."""
-
-
-def roles_memory(config: PPOConfig) -> list[RoleMemory]:
-    """Every role with a model of its own whose config.json is at hand."""
-    names = {ACTOR: "actor", REF: "ref", "critic": "critic", RM: "reward_model"}
-    found = []
-    for key, place in sharded(config).items():
-        facts = facts_of(config, names[key])
-        borrows = (
-            key == REF
-            and config.actor_rollout_ref.model.lora_rank
-            and not (config.actor_rollout_ref.ref.model or {}).get("path")
-        )
-        if facts is not None and not borrows:
-            found.append(_role(config, key, place, facts))
-    return found
-
-
-def trained_numbers(config: PPOConfig, key: str, facts: ModelFacts) -> int:
-    """Numbers of a role's model that the optimizer changes."""
-    if key not in (ACTOR, "critic"):
-        return 0
-    rank = get_path(config, MODEL if key == ACTOR else "critic.model").lora_rank
-    if not rank:
-        return facts.parameters
-    wide, narrow = facts.heads * facts.head_size, facts.kv_heads * facts.head_size
-    sides = (facts.hidden + wide) * 2 + (facts.hidden + narrow) * 2 + 3 * (facts.hidden + facts.inner)
-    return facts.layers * rank * sides
-
-
-def _role(config: PPOConfig, key: str, place: str, facts: ModelFacts) -> RoleMemory:
-    section, sharding = get_path(config, key), get_path(config, place)
-    trained, numbers = trained_numbers(config, key, facts), facts.parameters
-    compute = BYTES[sharding.compute_dtype]
-    kept = BYTES[sharding.master_dtype] if trained else compute
-    frozen_bytes = (numbers - trained) * compute if 0 < trained < numbers else 0
-    own = frozen_bytes + trained * kept if trained else numbers * compute
-    ranks = _shards(config, section, sharding)
-    on_cpu = config.trainer.device == "cpu"
-    moments = (2 if getattr(getattr(section, "optim", None), "optimizer", "") == "AdamW8bit" else 2 * kept) * trained
-    gradients = trained * kept
-    if section.strategy == "local":
-        own, gathered = own + (numbers * compute if trained and compute != kept else 0), 0
-    elif section.strategy == "deepspeed":
-        own, gathered, gradients, moments = _zero(
-            section.deepspeed, numbers, trained, compute, kept, ranks, bool(trained)
-        )
-        ranks = 1
-    else:
-        # the outermost unit stays gathered through a pass, and two layers are at a time
-        outside = facts.embedding * (1 if facts.is_tied else 2)
-        needs_copy = ranks > 1 or compute != kept
-        gathered = (outside + (2 if ranks > 1 else 1) * facts.layer) * compute if needs_copy else 0
-    offloads = not on_cpu
-    is_gone = offloads and sharding.offload_policy and section.strategy != "deepspeed"
-    return RoleMemory(
-        name={ACTOR: "actor", REF: "reference", RM: "reward model"}.get(key, key),
-        key=key,
-        weights=0 if is_gone else own // ranks,
-        gathered=gathered,
-        gradients=0 if is_gone else gradients // ranks,
-        optimizer=0 if is_gone else moments // ranks,
-        facts=facts,
-        compute=compute,
-        leaves_weights=offloads and sharding.param_offload,
-        leaves_optimizer=offloads and sharding.optimizer_offload,
-        keeps_gradients=on_cpu and section.strategy == "local" and compute != kept,
-    )
-
-
-def _shards(config: PPOConfig, section: Any, sharding: Any) -> int:
-    world = config.trainer.world_size
-    if section.strategy == "local":
-        return 1
-    if section.strategy == "deepspeed":
-        return world
-    return world if sharding.fsdp_size < 1 else min(sharding.fsdp_size, world)
-
-
-def _zero(
-    zero: Any, numbers: int, trained: int, compute: int, kept: int, ranks: int, trains: bool
-) -> tuple[int, int, int, int]:
-    """(weights, gathered, gradients, optimizer with fp32 weights) of DeepSpeed on one rank."""
-    stage = zero.zero_stage
-    weights = numbers * compute // (ranks if stage == 3 else 1)
-    if not trains:
-        return weights, 0, 0, 0
-    gradients = trained * compute // (ranks if stage >= 2 else 1)
-    moments = trained * (8 + (kept if stage else 0)) // (ranks if stage else 1)
-    gathered = (
-        min(zero.reduce_bucket_size, trained) + min(zero.stage3_max_live_parameters, numbers) * (stage == 3)
-    ) * compute
-    return (
-        0 if zero.offload_param else weights,
-        gathered,
-        gradients,
-        0 if zero.offload_optimizer else moments,
-    )
-
-
-# -- what a forward pass takes ------------------------------------------------------------------------------------
+_SMALL_BLOCK = 32 << 20
+"""Smaller blocks that are freed stay with the C library until it is asked for them, before the rollout sleeps."""
+_STAYS = 0.6
+"""Share of such blocks that is found there, as measured."""
 
 
 def cells(config: PPOConfig, split: MicroBatching, rows: int, sp: int) -> int:
     """Tokens of the largest forward on one device, padding included."""
     return rows_of_a_forward(config, split, rows, sp) * longest_row(config) // sp
-
-
-def kept_bytes_per_token(facts: ModelFacts, compute: int) -> int:
-    """Bytes one layer keeps of a token for its backward pass.
-
-    Norms keep their input, twice in fp32; attention its input, queries, keys, values and output; the MLP its input and
-    four vectors of its own width.
-    """
-    h, wide, narrow = facts.hidden, facts.heads * facts.head_size, facts.kv_heads * facts.head_size
-    norms = 2 * h * (2 * compute + 4)
-    if facts.model_type.startswith(_NORMED_HEADS):
-        norms += (wide + narrow) * (compute + 4)
-    attention = (2 * wide + 2 * narrow + wide) * compute
-    mlp = 4 * facts.inner * (facts.active_experts if facts.experts else 1) * compute
-    return norms + attention + mlp
-
-
-def activations(facts: ModelFacts, compute: int, tokens: int, recomputes: bool) -> int:
-    """Bytes kept between forward and backward of ``tokens`` tokens."""
-    layer = kept_bytes_per_token(facts, compute) * tokens
-    if recomputes:
-        return facts.layers * facts.hidden * compute * tokens + layer
-    return facts.layers * layer
-
-
-def passing(facts: ModelFacts, compute: int, tokens: int) -> int:
-    """Bytes of a forward pass that keeps nothing: one layer's widest moment."""
-    wide = max(3 * facts.inner * (facts.active_experts if facts.experts else 1), 4 * facts.heads * facts.head_size)
-    return (wide + 4 * facts.hidden) * compute * tokens
-
-
-def logits(facts: ModelFacts, compute: int, tokens: int, device: str, trains: bool) -> int:
-    """Bytes of the chunks that logits of ``tokens`` tokens are made in; in training also gradients of embeddings."""
-    size = 4 if device == "cuda" else compute
-    whole = tokens * facts.vocab * size
-    chunk = min(_LOGITS_CHUNK[device], whole)
-    copies = (4 if trains else 3) if device == "cuda" else 1
-    if not trains:
-        return copies * chunk
-    # the head's is summed over chunks in fp32; the input embedding has one of its own, also where the two are tied
-    head = facts.embedding * (compute + (4 if whole > chunk else 0))
-    return copies * chunk + head + facts.embedding * compute
-
-
-# -- the phases ---------------------------------------------------------------------------------------------------
 
 
 def memory_plan(config: PPOConfig, gpu_bytes: int | None = None) -> list[PhaseMemory]:
@@ -210,9 +51,13 @@ def memory_plan(config: PPOConfig, gpu_bytes: int | None = None) -> list[PhaseMe
     rollout = _rollout(config, actor.facts, gpu_bytes)
     awake = {} if shared.rollout.free_cache_engine or not shared.hybrid_engine else dict(rollout)
     rows = -(-samples // config.dp_size(shared.actor))
-    phases = [PhaseMemory("start", process | _resident(roles, ACTOR, started=False))]
+    freed = _freed(config, roles) if device == "cpu" else 0
+    loading = sum(_small(role.facts, role.weights) for role in roles.values()) if device == "cpu" else 0
+    phases = [PhaseMemory("start", process | _resident(roles, ACTOR, started=False) | {"freed": loading})]
     if shared.hybrid_engine:
-        phases.append(PhaseMemory("rollout", process | _resident(roles, None) | rollout))
+        # the engine takes its memory of what was freed
+        left = max(0, freed - sum(rollout.values()))
+        phases.append(PhaseMemory("rollout", process | _resident(roles, None) | rollout | {"freed": left}))
     passes = [("log-probs", ACTOR, shared.rollout.log_prob_split), ("ref log-probs", REF, shared.ref.log_prob_split)]
     if config.uses_critic:
         passes.append(("values", "critic", config.critic.forward_split))
@@ -230,12 +75,12 @@ def memory_plan(config: PPOConfig, gpu_bytes: int | None = None) -> list[PhaseMe
             parts = process | awake | _resident(roles, key, updates=True) | _update(config, roles[key], device)
             phases.append(PhaseMemory(f"update {roles[key].name}", parts))
     saved = process | awake | _resident(roles, ACTOR)
-    saved |= {f"{actor.name} optimizer": actor.optimizer}
+    saved |= {f"{actor.name} optimizer": actor.optimizer, "freed": freed}
     if shared.actor.checkpoint.async_save and device == "cpu":
         saved["copy to save"] = actor.weights + actor.optimizer
     if config.trainer.save_freq > 0:
         phases.append(PhaseMemory("checkpoint", saved))
-    return [phase._replace(way_out=_way_out(config, phase.largest)) for phase in phases]
+    return [phase._replace(way_out=_way_out(config, phase)) for phase in phases]
 
 
 def _resident(
@@ -264,6 +109,26 @@ def _forward(config: PPOConfig, role: RoleMemory, split: MicroBatching, rows: in
     )
 
 
+def _freed(config: PPOConfig, roles: dict[str, RoleMemory]) -> int:
+    """Bytes that stay with the C library after the updates."""
+    found = 0
+    for key in (ACTOR, "critic"):
+        if key in roles:
+            role, parts = roles[key], _update(config, roles[key], "cpu")
+            gone = 0 if role.keeps_gradients else role.gradients
+            found = max(found, _small(role.facts, gone + parts.get("sums of gradients", 0)) + parts["activations"])
+    return int(_STAYS * found)
+
+
+def _small(facts: ModelFacts, size: int) -> int:
+    """Of ``size`` bytes over all weights, those in matrices below ``_SMALL_BLOCK``."""
+    per_number = size / max(1, facts.parameters)
+    outside = facts.embedding * (1 if facts.is_tied else 2)
+    found = outside if facts.embedding * per_number < _SMALL_BLOCK else 0
+    found += facts.parameters - outside if facts.hidden * facts.inner * per_number < _SMALL_BLOCK else 0
+    return int(found * per_number)
+
+
 def _responses(config: PPOConfig, tokens: int) -> int:
     """Those of ``tokens`` tokens of whole rows that are scored."""
     return tokens * config.actor_rollout_ref.rollout.response_length // longest_row(config)
@@ -282,6 +147,9 @@ def _update(config: PPOConfig, role: RoleMemory, device: str) -> dict[str, int]:
     if model.enable_activation_offload and device != "cpu":
         kept = kept_bytes_per_token(role.facts, role.compute) * tokens
     parts = {"copies of weights": role.gathered, "activations": kept}
+    if device == "cpu" and section.strategy.startswith("fsdp") and rows * longest_row(config) > tokens * sp:
+        # several micro-batches are summed whole, and reduced with the last
+        parts["sums of gradients"] = trained_numbers(config, role.key, role.facts) * BYTES["fp32"]
     if role.key == ACTOR:
         parts["logits"] = logits(role.facts, role.compute, _responses(config, tokens), device, True)
     return parts
@@ -318,27 +186,34 @@ def checkpoint_bytes(config: PPOConfig) -> int | None:
     return total or None
 
 
-def _way_out(config: PPOConfig, largest: str) -> str:
-    shared = config.actor_rollout_ref
-    budget = "ppo_max_token_len_per_gpu" if shared.actor.use_dynamic_bsz else "ppo_micro_batch_size_per_gpu"
-    if config.trainer.device == "cpu":
-        offload, more = "", f"a smaller {MODEL}.path, or {MODEL}.lora_rank"
-    else:
-        offload = f"{ACTOR}.fsdp_config.param_offload or optimizer_offload, "
-        more = f"more GPUs (trainer.n_gpus_per_node), or {MODEL}.lora_rank"
+def _way_out(config: PPOConfig, phase: PhaseMemory) -> str:
+    """Options that make the largest part of a phase smaller."""
+    critic_is_busy = phase.phase in ("values", "update critic") or phase.largest.startswith("critic")
+    key, model = ("critic", "critic.model") if critic_is_busy else (ACTOR, MODEL)
+    section, place = get_path(config, key), "critic.model.fsdp_config" if critic_is_busy else f"{ACTOR}.fsdp_config"
+    budget = "ppo_max_token_len_per_gpu" if section.use_dynamic_bsz else "ppo_micro_batch_size_per_gpu"
+    recompute = f", or set {model}.enable_gradient_checkpointing=true"
+    recompute = "" if get_path(config, model).enable_gradient_checkpointing else recompute
+    on_cpu = config.trainer.device == "cpu"
+    fewer = (
+        f"a smaller {model}.path, or {model}.lora_rank"
+        if on_cpu
+        else f"more GPUs (trainer.n_gpus_per_node), or {model}.lora_rank"
+    )
+    offload = {name: "" if on_cpu else f"{place}.{name}_offload=true, " for name in ("param", "optimizer")}
     ways = {
-        "activations": f"lower {ACTOR}.{budget}, or {MODEL}.enable_gradient_checkpointing=true",
-        "logits": f"lower {ACTOR}.{budget}",
-        "copies of weights": more,
-        "rollout weights": f"raise {ROLLOUT}.tensor_model_parallel_size, or {ROLLOUT}.dtype=bfloat16",
-        "cache": (
-            f"lower {ROLLOUT}.gpu_memory_utilization or {ROLLOUT}.max_num_seqs, or shorten data.max_response_length"
-        ),
+        "process": "",
+        "activations": f"lower {key}.{budget}{recompute}",
+        "logits": f"lower {key}.{budget}",
+        "copies of weights": fewer,
+        "rollout weights": f"raise {ROLLOUT}.tensor_model_parallel_size, or set {ROLLOUT}.dtype=bfloat16",
+        "cache": f"lower {ROLLOUT}.gpu_memory_utilization or {ROLLOUT}.max_num_seqs, or data.max_response_length",
+        "freed": fewer,
+        "sums of gradients": fewer,
         "copy to save": f"{ACTOR}.checkpoint.async_save=false",
         # of any role
-        "weights": offload + more,
-        "gradients": more,
-        "optimizer": f"{offload}{ACTOR}.optim.optimizer=AdamW8bit, {more}",
-        "process": "",
+        "weights": f"{offload['param']}{fewer}",
+        "gradients": fewer,
+        "optimizer": f"{offload['optimizer']}{key}.optim.optimizer=AdamW8bit, {fewer}",
     }
-    return ways[largest] if largest in ways else ways[largest.rpartition(" ")[2]]
+    return ways[phase.largest] if phase.largest in ways else ways[phase.largest.rpartition(" ")[2]]
