@@ -37,7 +37,7 @@ FP32 = "actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype=fp32"
 RUNS = {
     "qwen2, 151936 tokens": ((FSDP2,), (LOCAL,), (FSDP2, FP32)),
     "llama 50M": ((FSDP2,), (FSDP2, FP32)),
-    "llama 135M": ((FSDP2,), (LOCAL,)),
+    "llama 135M": ((FSDP2,),),
 }
 PHASES = {
     "start": "start", "rollout_generate": "rollout", "log_prob": "log-probs", "update_actor": "update actor",

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from verl.config.base import ConfigError, Problem
 from verl.config.files import missing_files
 from verl.config.load import Loaded, load
-from verl.config.model_checks import MODEL, facts_of
+from verl.config.model_checks import MODEL, facts_of, folders_without_model
 from verl.config.ppo import PPOConfig
 from verl.config.rules.base import ACTOR, ROLLOUT
 from verl.doctor import surroundings
@@ -70,6 +70,7 @@ def _add_all(report: Report, config: PPOConfig, hardware: Hardware) -> Report:
     data = read_data(config)
     errors: list[Problem] = [
         *missing_files(config),
+        *folders_without_model(config),
         *surroundings.unreachable_models(config),
         *data.problems,
         *surroundings.names_in_files(config),

@@ -30,8 +30,8 @@ _KEEP_ON_CPU = 1 << 30
 """Activations up to this size are kept on a CPU even with gradient checkpointing."""
 _SMALL_BLOCK = 32 << 20
 """Smaller blocks that are freed stay with the C library until it is asked for them, before the rollout sleeps."""
-_STAYS = 0.6
-"""Share of such blocks that is found there, as measured."""
+_STAYS = {"checkpoint": 0.9, "rollout": 0.6}
+"""Phase after an update -> share of such blocks that is still there, as measured."""
 
 
 def cells(config: PPOConfig, split: MicroBatching, rows: int, sp: int) -> int:
@@ -56,7 +56,7 @@ def memory_plan(config: PPOConfig, gpu_bytes: int | None = None) -> list[PhaseMe
     phases = [PhaseMemory("start", process | _resident(roles, ACTOR, started=False) | {"freed": loading})]
     if shared.hybrid_engine:
         # the engine takes its memory of what was freed
-        left = max(0, freed - sum(rollout.values()))
+        left = max(0, int(_STAYS["rollout"] * freed) - sum(rollout.values()))
         phases.append(PhaseMemory("rollout", process | _resident(roles, None) | rollout | {"freed": left}))
     passes = [("log-probs", ACTOR, shared.rollout.log_prob_split), ("ref log-probs", REF, shared.ref.log_prob_split)]
     if config.uses_critic:
@@ -75,7 +75,7 @@ def memory_plan(config: PPOConfig, gpu_bytes: int | None = None) -> list[PhaseMe
             parts = process | awake | _resident(roles, key, updates=True) | _update(config, roles[key], device)
             phases.append(PhaseMemory(f"update {roles[key].name}", parts))
     saved = process | awake | _resident(roles, ACTOR)
-    saved |= {f"{actor.name} optimizer": actor.optimizer, "freed": freed}
+    saved |= {f"{actor.name} optimizer": actor.optimizer, "freed": int(_STAYS["checkpoint"] * freed)}
     if shared.actor.checkpoint.async_save and device == "cpu":
         saved["copy to save"] = actor.weights + actor.optimizer
     if config.trainer.save_freq > 0:
@@ -110,14 +110,14 @@ def _forward(config: PPOConfig, role: RoleMemory, split: MicroBatching, rows: in
 
 
 def _freed(config: PPOConfig, roles: dict[str, RoleMemory]) -> int:
-    """Bytes that stay with the C library after the updates."""
+    """Bytes of small blocks that the updates free."""
     found = 0
     for key in (ACTOR, "critic"):
         if key in roles:
             role, parts = roles[key], _update(config, roles[key], "cpu")
             gone = 0 if role.keeps_gradients else role.gradients
             found = max(found, _small(role.facts, gone + parts.get("sums of gradients", 0)) + parts["activations"])
-    return int(_STAYS * found)
+    return found
 
 
 def _small(facts: ModelFacts, size: int) -> int:
