@@ -4,12 +4,14 @@ import json
 import subprocess
 import sys
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from verl.doctor.cli import main, run_or_examine
 from verl.trainer.main_ppo import run_ppo
 
-from .conftest import BASE, examined
+from .conftest import BASE, examined, make_rows
 
 
 def numbers(*words):
@@ -115,3 +117,11 @@ def test_neither_torch_nor_transformers_is_imported(there):
     )
     done = subprocess.run([sys.executable, "-c", code, *BASE], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_a_row_the_scorer_cannot_judge_is_an_error_of_the_data(there):
+    rows = make_rows(64)
+    rows[0]["reward_model"] = None
+    pq.write_table(pa.Table.from_pylist(rows), "data/no_goal.parquet")
+    (found,) = examined("data.train_files=data/no_goal.parquet").errors
+    assert "holds no ground_truth" in found.text and found.keys[0] == "data.train_files"

@@ -16,6 +16,8 @@ from verl.utils.py_functional import excerpt
 
 _GARBAGE = "I do not know."
 _SHOWN = 3
+_SOURCES = 8
+"""Data sources whose scorers are tried at most."""
 
 
 class Preview(NamedTuple):
@@ -174,50 +176,52 @@ def _now(form: str) -> str:
 
 
 def _try_reward(config: PPOConfig, data: DataFacts, found: Preview) -> None:
-    if config.reward_model.enable or config.custom_reward_function.path is not None:
+    """Score the truth of one row of each data source, and garbage, with the built-in scorers."""
+    is_theirs = config.reward_model.enable or config.custom_reward_function.path is not None
+    if is_theirs or config.reward_model.reward_manager not in ("naive", "batch"):
         return  # a model, or the user's code: neither is run here
-    from verl.utils.reward_score import default_compute_score, known_data_sources
-
     sources: dict[str, dict] = {}
     for row in data.rows:
         sources.setdefault(str(row.get(config.data.reward_fn_key)), row)
-    if config.reward_model.reward_manager not in ("naive", "batch"):
-        return
-    for source, row in sources.items():
-        if source not in known_data_sources():
-            found.errors.append(
-                Problem(
-                    "data.reward_fn_key",
-                    f"data.reward_fn_key={config.data.reward_fn_key}: rows say {source!r}, for which "
-                    f"there is no built-in scorer (known are {', '.join(known_data_sources())}). Name a function "
-                    f"with "
-                    "custom_reward_function.path.",
-                    ("custom_reward_function.path",),
-                )
-            )
+    for source, row in list(sources.items())[:_SOURCES]:
+        goal = row.get("reward_model")
+        if not isinstance(goal, Mapping) or "ground_truth" not in goal:
+            text = f"data.train_files: a row of {source!r} has reward_model={excerpt(goal, 60)}, which holds no "
+            text += "ground_truth. Write {style: rule, ground_truth: ...} into it."
+            found.errors.append(Problem("data.train_files", text))
             continue
-        truth = (row.get("reward_model") or {}).get("ground_truth")
-        gold, text = max((_score(default_compute_score, source, text, truth), text) for text in _golds(truth, row))
-        garbage = _score(default_compute_score, source, _GARBAGE, truth)
-        found.lines.append(f"  reward  {source}: {gold:g} for {excerpt(text, 40)}, {garbage:g} for {_GARBAGE!r}")
-        if gold == garbage:
-            found.warnings.append(
-                Problem(
-                    "data.train_files",
-                    f"data.train_files: the scorer of {source!r} gives {gold:g} to the ground truth "
-                    f"{excerpt(str(truth), 40)} and to {_GARBAGE!r} alike. Look at reward_model.ground_truth of "
-                    f"the rows.",
-                )
+        try:
+            _compare(source, goal["ground_truth"], row, found)
+        except Exception as error:  # of a scorer about this row, as the run would meet it
+            text = (
+                f"data.reward_fn_key={config.data.reward_fn_key}: rows say {source!r}, and scoring one fails: {error}"
             )
+            key = "custom_reward_function.path"
+            found.errors.append(Problem("data.reward_fn_key", f"{text} Correct the row, or set {key}.", (key,)))
+
+
+def _compare(source: str, truth: Any, row: Mapping[str, Any], found: Preview) -> None:
+    gold, text = max((_score(source, text, truth), text) for text in _golds(truth, row))
+    garbage = _score(source, _GARBAGE, truth)
+    found.lines.append(f"  reward  {source}: {gold:g} for {excerpt(text, 40)}, {garbage:g} for {_GARBAGE!r}")
+    if gold == garbage:
+        text = (
+            f"data.train_files: the scorer of {source!r} gives {gold:g} to the ground truth {excerpt(str(truth), 40)} "
+            f"and "
+            f"to {_GARBAGE!r} alike. Look at reward_model.ground_truth of the rows."
+        )
+        found.warnings.append(Problem("data.train_files", text))
 
 
 def _golds(truth: Any, row: Mapping[str, Any]) -> list[str]:
     """Responses that should score well: the truth as common scorers want it written."""
-    answer = (row.get("extra_info") or {}).get("answer")
+    answer = dict(row.get("extra_info") or {}).get("answer")
     texts = [str(truth), f"#### {truth}", f"\\boxed{{{truth}}}", f"<answer>{truth}</answer>", "0123456789"]
     return [*texts, *([answer] if isinstance(answer, str) else [])]
 
 
-def _score(function: Callable, source: str, text: str, truth: Any) -> float:
-    result = function(source, text, truth)
+def _score(source: str, text: str, truth: Any) -> float:
+    from verl.utils.reward_score import default_compute_score
+
+    result = default_compute_score(source, text, truth)
     return float(result["score"] if isinstance(result, Mapping) else result)
