@@ -151,8 +151,7 @@ def _roles_read_the_same_tokens(config: PPOConfig) -> Iterator[Problem]:
                 key,
                 f"has embeddings for {other.vocab} tokens (vocab_size), and the policy's tokenizer gives ids up to "
                 f"{used - 1}: token ids of one are not those of the other. Name a model with the tokens of "
-                f"{MODEL}.path="
-                f"{config.actor_rollout_ref.model.path}.",
+                f"{MODEL}.path={config.actor_rollout_ref.model.path}.",
                 f"{MODEL}.path",
             )
 

@@ -68,7 +68,7 @@ def a_run_takes_some_steps(config: PPOConfig, data: DataFacts) -> Iterator[Probl
         if key == "critic" and total is not None and config.trainer.critic_warmup >= total > 0:
             text = (
                 f"is not less than the {total} steps of the run: the policy is never trained. Lower it, or train "
-                f"longer."
+                "longer."
             )
             yield problem(config, "trainer.critic_warmup", text)
     for key in ("trainer.test_freq", "trainer.save_freq"):
@@ -102,7 +102,7 @@ def penalties_weigh_something(config: PPOConfig, data: DataFacts) -> Iterator[Pr
     if actor.use_kl_loss and actor.kl_loss_coef == 0:
         text = (
             f"with {ACTOR}.use_kl_loss=true: the reference runs at every step, for a metric alone. Set one or the "
-            f"other."
+            "other."
         )
         yield problem(config, f"{ACTOR}.kl_loss_coef", text, f"{ACTOR}.use_kl_loss")
     if algorithm.use_kl_in_reward and algorithm.kl_ctrl.kl_coef == 0:
@@ -142,8 +142,7 @@ def forwards_are_full(config: PPOConfig, data: DataFacts) -> Iterator[Problem]:
                 config,
                 f"{ACTOR}.ppo_max_token_len_per_gpu",
                 f"holds one sample of {longest_row(config)} tokens at a time, if they are long. Raise it as far as "
-                f"memory "
-                "goes: twice to four times the longest is common.",
+                "memory goes: twice to four times the longest is common.",
             )
 
 
@@ -155,9 +154,8 @@ def long_sequences_are_packed(config: PPOConfig, data: DataFacts) -> Iterator[Pr
             yield problem(
                 config,
                 f"{key}.ulysses_sequence_parallel_size",
-                f"shares samples of at most {longest_row(config)} tokens among {size} ranks, which exchange tokens in "
-                f"every "
-                "layer. Of so few tokens a device holds many: set it to 1.",
+                f"shares samples of at most {longest_row(config)} tokens among {size} ranks, which exchange tokens "
+                "in every layer. Of so few tokens a device holds many: set it to 1.",
             )
 
 
@@ -168,7 +166,7 @@ def validation_is_apart(config: PPOConfig, data: DataFacts) -> Iterator[Problem]
     if both and validates:
         text = (
             f"data.val_files={both[0]} is in data.train_files too: validation would see what was trained on. Name "
-            f"other rows."
+            "other rows."
         )
         yield Problem("data.val_files", text, ("data.train_files",))
 
@@ -200,7 +198,7 @@ def small_steps_are_not_rounded_away(config: PPOConfig, data: DataFacts) -> Iter
         if get_path(config, place).master_dtype == "bf16" and role.optim.lr < 1e-4:
             text = (
                 f"with {key}.optim.lr={role.optim.lr:g}: bf16 has 8 bits, and steps so small are rounded away. Use "
-                f"fp32."
+                "fp32."
             )
             yield problem(config, f"{place}.model_dtype", text, f"{key}.optim.lr")
 

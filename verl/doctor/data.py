@@ -111,8 +111,7 @@ def _columns(config: PPOConfig, key: str, path: str, columns: list[str]) -> Iter
             yield Problem(
                 option,
                 f"{option}={name} is no column of {path} ({key}){hint}; it has {', '.join(columns) or 'none'}. Name "
-                f"the "
-                "column, or write it into the file.",
+                "the column, or write it into the file.",
                 (key,),
             )
 
@@ -124,8 +123,7 @@ def _counts(config: PPOConfig, rows: dict[str, int | None]) -> Iterator[Problem]
         yield Problem(
             batch,
             f"{batch}={prompts} is larger than the {count} rows of data.train_files: no batch could be filled. Lower "
-            f"it "
-            "or add prompts.",
+            "it or add prompts.",
             ("data.train_files",),
         )
     if rows["data.val_files"] == 0:

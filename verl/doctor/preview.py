@@ -206,9 +206,8 @@ def _compare(source: str, truth: Any, row: Mapping[str, Any], found: Preview) ->
     found.lines.append(f"  reward  {source}: {gold:g} for {excerpt(text, 40)}, {garbage:g} for {_GARBAGE!r}")
     if gold == garbage:
         text = (
-            f"data.train_files: the scorer of {source!r} gives {gold:g} to the ground truth {excerpt(str(truth), 40)} "
-            f"and "
-            f"to {_GARBAGE!r} alike. Look at reward_model.ground_truth of the rows."
+            f"data.train_files: the scorer of {source!r} gives {gold:g} to the ground truth "
+            f"{excerpt(str(truth), 40)} and to {_GARBAGE!r} alike. Look at reward_model.ground_truth of the rows."
         )
         found.warnings.append(Problem("data.train_files", text))
 

@@ -76,8 +76,7 @@ def missing_packages(config: PPOConfig) -> Iterator[Problem]:
             yield Problem(
                 "trainer.logger",
                 f"trainer.logger={name} needs the package {package}, which is not installed. Install it with `pip "
-                f"install "
-                f"{package}`, or take {name} out.",
+                f"install {package}`, or take {name} out.",
             )
     wanted = {
         f"{ACTOR}.strategy": ("deepspeed", config.actor_rollout_ref.actor.strategy == "deepspeed"),
@@ -128,7 +127,7 @@ def room_for_checkpoints(config: PPOConfig, size: int | None) -> Iterator[tuple[
     if size > free:
         text = (
             f"{place} has room for {shown_bytes(free)}, and one checkpoint takes about {shown_bytes(size)}. Name a "
-            f"larger place"
+            "larger place"
         )
         yield (
             "error",
@@ -219,7 +218,6 @@ def unreachable_models(config: PPOConfig) -> Iterator[Problem]:
         if path and "://" not in path and path[0] not in "/~." and find_folder(path) is None:
             yield Problem(
                 key,
-                f"{key}={path} is neither a folder nor a downloaded model of the hub, and HF_HUB_OFFLINE is set. Name "
-                f"a "
-                "folder, or download it first (`hf download`).",
+                f"{key}={path} is neither a folder nor a downloaded model of the hub, and HF_HUB_OFFLINE is set. "
+                "Name a folder, or download it first (`hf download`).",
             )
