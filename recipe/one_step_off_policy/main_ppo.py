@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from verl.config.load import run_from_command_line
+from verl.doctor.cli import run_or_examine
 from verl.utils.garbage import no_collection
 
 CONFIG_DIR = Path(__file__).parent / "config"
@@ -31,7 +31,7 @@ def run_ppo(config: Any) -> None:
 
 
 def main() -> None:
-    run_from_command_line(run_ppo, sys.argv[1:], config_name=CONFIG_NAME, config_path=str(CONFIG_DIR))
+    run_or_examine(run_ppo, sys.argv[1:], config_name=CONFIG_NAME, config_path=str(CONFIG_DIR))
 
 
 if __name__ == "__main__":

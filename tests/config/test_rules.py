@@ -204,6 +204,9 @@ BAD = {
         [f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.tensor_model_parallel_size=2",
          f"{ROLLOUT}.engine_kwargs.vllm.pipeline_parallel_size=2"],
         "tensor_model_parallel_size=2 times engine_kwargs.vllm.pipeline_parallel_size=2 does not divide the 2 workers"),
+    "a prompt that vLLM may not cut": (
+        [f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.enable_chunked_prefill=false", f"{ROLLOUT}.max_num_batched_tokens=100"],
+        "max_num_batched_tokens=100 with actor_rollout_ref.rollout.enable_chunked_prefill=false"),
     "a word hf cannot ban": ([f"+{ROLLOUT}.bad_words=[no]"], "name=hf knows frequency_penalty, presence_penalty"),
     "a sampling parameter under a second name": (
         [f"{ROLLOUT}.sampling_kwargs.top_p=0.9"], f"set {ROLLOUT}.top_p, the key it has of its own"),

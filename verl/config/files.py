@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from verl.config.base import Problem, get_path
+from verl.config.model_checks import model_problems
 from verl.config.ppo import PPOConfig
 from verl.utils.import_utils import split_file_name
 
@@ -28,11 +29,15 @@ _FUNCTIONS_IN_FILES = (
 
 
 def missing_files(config: PPOConfig) -> list[Problem]:
-    """One problem per file or folder that is not there or cannot be. Remote paths and hub ids are not looked at."""
+    """One problem per file or folder that is not there or cannot be, and per model that does not fit the settings.
+
+    Remote paths and hub ids are not looked at.
+    """
     return [
         *_data_files(config),
         *_python_files(config),
         *_models(config),
+        *model_problems(config),
         *_checkpoint(config),
         *_written_folders(config),
     ]

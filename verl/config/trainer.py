@@ -199,6 +199,10 @@ class TrainerConfig(Config):
     progress_bar: bool = True
     """Show a progress bar."""
 
+    dry_run: bool = False
+    """Say what the run would do, what would go wrong, and what memory it would take, and stop: as
+    ``python -m verl.doctor``. Nothing is started. See docs/doctor.md."""
+
     log_freq: int = option(1, above=0)
     """Training steps between lines of metrics; a step that validates, and the last, has one in any case."""
 

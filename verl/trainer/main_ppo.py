@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from verl.config.load import run_from_command_line
+from verl.doctor.cli import run_or_examine
 from verl.utils.garbage import no_collection
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     def run(config: PPOConfig) -> None:
         run_ppo(config, words)
 
-    run_from_command_line(run, words)
+    run_or_examine(run, words)
 
 
 if __name__ == "__main__":

@@ -96,6 +96,20 @@ def model_length_holds_prompt_and_response(config: PPOConfig) -> Iterator[Proble
 
 
 @rule
+def a_prompt_is_read_in_one_piece_or_in_several(config: PPOConfig) -> Iterator[Problem]:
+    rollout = config.actor_rollout_ref.rollout
+    longest = rollout.max_model_len or rollout.prompt_length + rollout.response_length
+    if rollout.name == "vllm" and not rollout.enable_chunked_prefill and rollout.max_num_batched_tokens < longest:
+        yield problem(
+            config,
+            f"{ROLLOUT}.max_num_batched_tokens",
+            f"with {ROLLOUT}.enable_chunked_prefill=false: vLLM then reads a sequence in one forward, and it may have "
+            f"{longest} tokens. Raise it to {longest}, or set enable_chunked_prefill=true.",
+            f"{ROLLOUT}.enable_chunked_prefill",
+        )
+
+
+@rule
 def rollout_copies_fit_the_workers(config: PPOConfig) -> Iterator[Problem]:
     rollout, workers = config.actor_rollout_ref.rollout, sum(config.rollout_processes)
     place = "trainer" if config.actor_rollout_ref.hybrid_engine else ROLLOUT

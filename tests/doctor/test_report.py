@@ -1,0 +1,127 @@
+"""What the doctor prints, its exit codes, and what it costs."""
+
+import json
+import subprocess
+import sys
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from verl.doctor.cli import main, run_or_examine
+from verl.trainer.main_ppo import run_ppo
+
+from .conftest import BASE, examined, make_rows
+
+
+def numbers(*words):
+    return {number.name: number.value for number in examined(*words).derivation}
+
+
+def test_the_derivation_goes_from_prompts_to_optimizer_steps(there):
+    found = numbers("actor_rollout_ref.actor.ppo_mini_batch_size=4", "actor_rollout_ref.actor.ppo_epochs=2")
+    assert (found["prompts"], found["samples"], found["workers"], found["actor dp"]) == (8, 32, 2, 2)
+    assert (found["actor mini"], found["actor updates"], found["actor rows"], found["actor micro"]) == (2, 4, 8, 2)
+    assert (found["old log-probs"], found["epoch"], found["run"], found["updates"]) == (4, 8, 20, 80)
+
+
+def test_every_number_names_keys_that_exist(there):
+    report = examined("algorithm.adv_estimator=gae", "critic.ppo_micro_batch_size_per_gpu=2", "critic.model.path=model")
+    keys = {key for number in report.derivation for key in number.keys}
+    assert not examined(*(f"+{key}=1" for key in sorted(keys) if "=" in key)).errors
+    from verl.config.base import get_path
+    from verl.config.ppo import PPOConfig
+
+    for key in keys:
+        get_path(PPOConfig(), key)
+    assert len(keys) > 10
+
+
+def test_sequence_parallel_ranks_count_as_one(there):
+    shared = [
+        "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2",
+        "actor_rollout_ref.model.use_remove_padding=true",
+    ]
+    found = numbers(*shared, "trainer.n_gpus_per_node=4")
+    assert (found["workers"], found["actor dp"], found["actor rows"]) == (4, 2, 16)
+
+
+def test_the_estimate_counts_weights_gradients_and_moments(there):
+    phases = {phase.phase: phase.parts for phase in examined("trainer.n_gpus_per_node=1").memory}
+    weights = phases["update actor"]["actor weights"]
+    assert weights == 4 * 90_944  # of the shapes in the header of model.safetensors
+    assert (
+        phases["update actor"]["actor gradients"] == weights
+        and phases["update actor"]["actor optimizer"] == 2 * weights
+    )
+    assert "cache" in phases["rollout"] and "actor optimizer" in phases["checkpoint"]
+
+
+def test_ranks_that_share_a_model_share_its_optimizer(there):
+    one, two = (
+        next(row for row in examined(f"trainer.n_gpus_per_node={n}").memory if row.phase == "update actor")
+        for n in (1, 2)
+    )
+    assert one.parts["actor optimizer"] == 2 * two.parts["actor optimizer"]
+
+
+def test_a_model_too_large_for_the_gpu_is_an_error(there, capsys):
+    words = [*BASE, "trainer.device=cuda"]
+    assert main([*words, "--gpu-mem", "80GB"]) == 0
+    assert main([*words, "--gpu-mem=100MB"]) == 2
+    assert "actor_rollout_ref.model.path=model needs about" in capsys.readouterr().out
+
+
+def test_the_json_form_says_the_same(there, capsys):
+    assert main([*BASE, "trainer.save_freq=-1", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["can_run"] and not found["errors"]
+    assert found["warnings"][0]["keys"][0] == "trainer.save_freq"
+    assert {row["phase"] for row in found["memory"]} >= {"start", "rollout", "log-probs", "update actor"}
+
+
+@pytest.mark.parametrize(
+    "words, code",
+    [([], 0), (["trainer.save_freq=-1"], 0), (["trainer.save_freq=-1", "--strict"], 1), (["trainer.sede=1"], 2),
+     (["--gpu-mem", "much"], 2), (["--no-such-flag"], 2), (["--gpus", "four"], 2)],
+)  # fmt: skip
+def test_exit_codes(words, code, there, capsys):
+    assert main([*BASE, *words]) == code
+
+
+def test_the_preview_shows_prompts_lengths_and_rewards(there):
+    shown = "\n".join(examined().preview)
+    assert shown.count("prompt  ") == 3 and "<|im_start|>assistant" in shown
+    assert "tokens of the first 64 prompts" in shown and "reward  digits: 1 for" in shown
+
+
+def test_a_dry_run_of_the_main_job_is_the_doctor(there, capsys):
+    with pytest.raises(SystemExit) as end:
+        run_or_examine(run_ppo, [*BASE, "trainer.dry_run=true", "trainer.save_freq=-1"])
+    assert end.value.code == 0
+    assert "trainer.save_freq=-1 writes no checkpoint" in capsys.readouterr().out
+
+
+def test_a_dry_run_may_be_asked_for_in_yaml(there, tmp_path, capsys):
+    (tmp_path / "mine.yaml").write_text("defaults: [ppo_trainer, _self_]\ntrainer: {dry_run: true}\n")
+    with pytest.raises(SystemExit) as end:
+        run_or_examine(run_ppo, [*BASE, f"--config-path={tmp_path}", "--config-name=mine"])
+    assert end.value.code == 0
+    assert "what one training step does" in capsys.readouterr().out
+
+
+def test_neither_torch_nor_transformers_is_imported(there):
+    code = (
+        "import sys\nfrom verl.doctor.cli import "
+        "main\nmain(sys.argv[1:])\nprint(sorted({'torch', 'transformers', 'ray'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code, *BASE], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_a_row_the_scorer_cannot_judge_is_an_error_of_the_data(there):
+    rows = make_rows(64)
+    rows[0]["reward_model"] = None
+    pq.write_table(pa.Table.from_pylist(rows), "data/no_goal.parquet")
+    (found,) = examined("data.train_files=data/no_goal.parquet").errors
+    assert "holds no ground_truth" in found.text and found.keys[0] == "data.train_files"

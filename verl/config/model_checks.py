@@ -1,0 +1,212 @@
+"""What a model's config.json says against the settings: heads, context, vocabulary, adapters. No model is opened.
+
+A check is silent where the folder is not at hand, or the config does not say.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from verl.config.base import Problem, get_path
+from verl.config.model_facts import ModelFacts, find_folder, read_model, stored_shapes, tokenizer_size
+from verl.config.ppo import PPOConfig
+from verl.config.rules.base import ACTOR, REF, RM, ROLLOUT, models, problem
+
+MODEL = "actor_rollout_ref.model"
+_LISTS_LABELS = ("ForSequenceClassification", "ForTokenClassification")
+
+
+def model_problems(config: PPOConfig) -> list[Problem]:
+    """Every contradiction between the models' folders and the settings."""
+    return [found for check in _CHECKS for found in check(config)]
+
+
+def facts_of(config: PPOConfig, role: str) -> ModelFacts | None:
+    """The model of a role: ``actor``, ``ref``, ``rollout``, ``critic`` or ``reward_model``."""
+    shared = config.actor_rollout_ref
+    if role == "critic":
+        return read_model(config.critic.model.path, config.critic.model.override_config)
+    if role == "reward_model":
+        return read_model(config.reward_model.model.path)
+    if role == "ref" and shared.ref.model is not None and shared.ref.model.path:
+        return read_model(shared.ref.model.path, shared.model.override_config)
+    return read_model(shared.model.path, shared.model.override_config)
+
+
+def path_key(config: PPOConfig, role: str) -> str:
+    """The option that names a role's model."""
+    if role == "ref":
+        own = config.actor_rollout_ref.ref.model
+        return f"{REF}.model.path" if own is not None and own.path else f"{MODEL}.path"
+    return {"critic": "critic.model.path", "reward_model": f"{RM}.model.path"}.get(role, f"{MODEL}.path")
+
+
+def _divisors(number: int) -> str:
+    return ", ".join(str(size) for size in range(1, number + 1) if number % size == 0)
+
+
+def folders_without_model(config: PPOConfig) -> Iterator[Problem]:
+    """Folders named as a model's that are none; a run finds that out by itself, when it reads the tokenizer."""
+    for role in _roles(config):
+        key = path_key(config, role)
+        path = get_path(config, key)
+        folder = find_folder(path)
+        if (
+            folder is not None
+            and not (folder / "config.json").exists()
+            and not (folder / "adapter_config.json").exists()
+        ):
+            yield Problem(
+                key,
+                f"{key}={path} holds no config.json: it is no model in Hugging Face format. Name the folder of one.",
+            )
+
+
+def _rollout_shares_heads(config: PPOConfig) -> Iterator[Problem]:
+    rollout, facts = config.actor_rollout_ref.rollout, facts_of(config, "rollout")
+    size = rollout.tensor_model_parallel_size
+    if rollout.name == "hf" or facts is None or size == 1:
+        return
+    if facts.heads % size:
+        yield problem(
+            config,
+            f"{ROLLOUT}.tensor_model_parallel_size",
+            f"does not divide the {facts.heads} attention heads (num_attention_heads) of {MODEL}.path="
+            f"{config.actor_rollout_ref.model.path}. Choose one of {_divisors(facts.heads)}.",
+            f"{MODEL}.path",
+        )
+    elif facts.kv_heads % size and size % facts.kv_heads:
+        yield problem(
+            config,
+            f"{ROLLOUT}.tensor_model_parallel_size",
+            f"neither divides the {facts.kv_heads} key-value heads (num_key_value_heads) of {MODEL}.path="
+            f"{config.actor_rollout_ref.model.path} nor is a multiple of them. Choose one of "
+            f"{_divisors(facts.kv_heads)}.",
+            f"{MODEL}.path",
+        )
+
+
+def _sequences_share_heads(config: PPOConfig) -> Iterator[Problem]:
+    names = {ACTOR: "actor", REF: "ref", "critic": "critic", RM: "reward_model"}
+    for key, section in models(config).items():
+        facts, size = facts_of(config, names[key]), section.ulysses_sequence_parallel_size
+        if facts is not None and facts.heads % size:
+            yield problem(
+                config,
+                f"{key}.ulysses_sequence_parallel_size",
+                f"does not divide the {facts.heads} attention heads (num_attention_heads) of "
+                f"{path_key(config, names[key])}={get_path(config, path_key(config, names[key]))}. Choose one of "
+                f"{_divisors(facts.heads)}.",
+                path_key(config, names[key]),
+            )
+
+
+def _context_holds_prompt_and_response(config: PPOConfig) -> Iterator[Problem]:
+    rollout, facts = config.actor_rollout_ref.rollout, facts_of(config, "rollout")
+    if facts is None or facts.context is None:
+        return
+    wanted = rollout.max_model_len or rollout.prompt_length + rollout.response_length
+    if wanted > facts.context:
+        keys = "data.max_prompt_length + data.max_response_length"
+        key = f"{ROLLOUT}.max_model_len" if rollout.max_model_len else "data.max_response_length"
+        shown = f"{key}={wanted}" if rollout.max_model_len else f"{keys}={wanted}"
+        yield Problem(
+            key,
+            f"{shown} is more than the {facts.context} tokens of context (max_position_embeddings) of {MODEL}.path="
+            f"{config.actor_rollout_ref.model.path}. Lower it, or raise "
+            f"{MODEL}.override_config.max_position_embeddings if the model can do more.",
+            ("data.max_prompt_length", f"{MODEL}.path"),
+        )
+
+
+def _tokenizer_fits_the_embedding(config: PPOConfig) -> Iterator[Problem]:
+    facts, named = facts_of(config, "rollout"), config.data.tokenizer
+    folder = find_folder(named) if named else facts and facts.folder
+    size = tokenizer_size(folder) if folder else None
+    if facts is None or size is None or size <= facts.vocab:
+        return
+    key, path = ("data.tokenizer", named) if named else (f"{MODEL}.path", config.actor_rollout_ref.model.path)
+    whose = f"{MODEL}.path={config.actor_rollout_ref.model.path}" if named else "its model"
+    yield Problem(
+        key,
+        f"{key}={path} has token ids up to {size - 1}, and {whose} has embeddings for {facts.vocab} (vocab_size): text "
+        "with the others would stop the run. Take the tokenizer the model was trained with.",
+        (f"{MODEL}.path",),
+    )
+
+
+def _roles_read_the_same_tokens(config: PPOConfig) -> Iterator[Problem]:
+    policy = facts_of(config, "rollout")
+    for role in ("ref", "critic", "reward_model"):
+        other = facts_of(config, role) if role in _roles(config) else None
+        if policy is None or other is None or other.vocab >= policy.vocab:
+            continue
+        if role == "reward_model" and config.reward_model.model.input_tokenizer:
+            continue  # it reads texts in its own tokens
+        # a padded embedding has rows no token uses
+        used = tokenizer_size(policy.folder) or policy.vocab
+        if other.vocab < used:
+            key = path_key(config, role)
+            yield problem(
+                config,
+                key,
+                f"has embeddings for {other.vocab} tokens (vocab_size), and the policy's tokenizer gives ids up to "
+                f"{used - 1}: token ids of one are not those of the other. Name a model with the tokens of "
+                f"{MODEL}.path={config.actor_rollout_ref.model.path}.",
+                f"{MODEL}.path",
+            )
+
+
+def _reward_model_scores(config: PPOConfig) -> Iterator[Problem]:
+    facts = facts_of(config, "reward_model") if config.reward_model.enable else None
+    if facts is not None and facts.architecture and not facts.architecture.endswith(_LISTS_LABELS):
+        yield problem(
+            config,
+            f"{RM}.model.path",
+            f"is of {facts.architecture}, not a reward model: its scores would be random numbers. Name a sequence or "
+            "token classifier with one label.",
+        )
+
+
+def _adapted_layers_are_there(config: PPOConfig) -> Iterator[Problem]:
+    for place in (MODEL, *(["critic.model"] if config.uses_critic else [])):
+        section = get_path(config, place)
+        folder, wanted = find_folder(section.path), section.target_modules
+        if not section.lora_rank or folder is None or not isinstance(wanted, list):
+            continue
+        layers = {name.removesuffix(".weight") for name in stored_shapes(folder) if name.endswith(".weight")}
+        ends = {layer.rpartition(".")[2] for layer in layers}
+        missing = [name for name in wanted if layers and not any(_is_end(layer, name) for layer in layers)]
+        if missing:
+            known = ", ".join(sorted(end for end in ends if end.endswith(("proj", "attn", "fc1", "fc2", "dense"))))
+            yield problem(
+                config,
+                f"{place}.target_modules",
+                f"names {', '.join(missing)}, and {place}.path={section.path} has no such layer. Use all-linear, or "
+                f"some of {known or ', '.join(sorted(ends))}.",
+                f"{place}.path",
+            )
+
+
+def _is_end(layer: str, name: str) -> bool:
+    return layer == name or layer.endswith(f".{name}")
+
+
+def _roles(config: PPOConfig) -> list[str]:
+    own_ref = config.uses_reference and path_key(config, "ref") != f"{MODEL}.path"
+    return [
+        "actor",
+        *["ref"] * own_ref,
+        *["critic"] * config.uses_critic,
+        *["reward_model"] * config.reward_model.enable,
+    ]
+
+
+_CHECKS: tuple[Callable[[Any], Iterator[Problem]], ...] = (
+    _rollout_shares_heads,
+    _sequences_share_heads,
+    _context_holds_prompt_and_response,
+    _tokenizer_fits_the_embedding,
+    _roles_read_the_same_tokens,
+    _reward_model_scores,
+    _adapted_layers_are_there,
+)
