@@ -18,7 +18,6 @@ A, R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
         ("ray_kwargs.ray_init.num_cpus=4", "ray_init.num_cpus", 4),
         ("+ray_kwargs.ray_init.runtime_env.env_vars.A=b", "ray_init.runtime_env", {"env_vars": {"A": "b"}}),
         ("ray_kwargs.timeline_json_file=t.json", "ray_init.timeline_json_file", "t.json"),
-        ("algorithm.rollout_is_threshold=3", "algorithm.rollout_correction.rollout_is_threshold", 3.0),
         (f"{A}.use_rollout_log_probs=true", "algorithm.rollout_correction.bypass_mode", True),
         (f"{A}.fsdp_config.dtype=fp16", f"{A}.fsdp_config.mixed_precision.param_dtype", "fp16"),
         (f"{A}.optim.clip_grad=0.5", f"{A}.grad_clip", 0.5),
@@ -62,7 +61,6 @@ def test_a_removed_feature_that_is_off_is_ignored_with_a_word(word):
     ("word", "way_out"),
     [
         (f"{A}.megatron.tensor_model_parallel_size=4", "strategy=fsdp2"),
-        (f"{A}.tis_imp_ratio_cap=2", "rollout_is=token"),
         (f"{R}.quantization=fp8", "engine_kwargs.vllm.quantization"),
         (f"{A}.optim.min_lr=1e-7", "min_lr_ratio"),
         ("transfer_queue.enable=true", "shared memory"),

@@ -25,6 +25,9 @@ RM = ["reward_model.enable=true", "reward_model.micro_batch_size_per_gpu=2", "da
 RM_IDS = [*RM, "reward_model.model.input_tokenizer=null"]
 
 BAD = {
+    "judge without a name": (["reward_model.judge.url=http://h/v1"], "name the model as the server knows it"),
+    "weights that are gone between two syncs": (
+        ["trainer.weight_sync_freq=2"], "the engine gives its weights back between steps"),
     "l2 term with ZeRO": (
         [f"{ACTOR}.l2_coef=0.1", f"{ACTOR}.strategy=deepspeed"],
         "l2_coef=0.1 needs fsdp2 or local, and actor_rollout_ref.actor.strategy=deepspeed"),

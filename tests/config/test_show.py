@@ -74,7 +74,14 @@ def test_a_script_is_read_without_running_it():
 def test_the_recipes_can_be_compared():
     for recipe in sorted((ROOT / "examples").rglob("run_*.sh")):
         source = read_source(str(recipe))
-        assert source.values["actor_rollout_ref.rollout.name"] == "hf"
+        assert source.values["actor_rollout_ref.rollout.name"] in ("hf", "vllm"), recipe
+        assert source.values["trainer.total_training_steps"] or source.values["trainer.total_epochs"] > 0
+
+
+def test_arrays_and_sums_of_a_script_are_followed():
+    text = "LONG=${LONG:-96}\noptions=(\n  a.b=$((LONG + 32))  # (both)\n  a.c=$((2 * $LONG))\n  a.d=$((x/2))\n)\n"
+    words, notes = words_of_script(text + 'python -m verl.trainer.main_ppo "${options[@]}" a.e=1')
+    assert words == ["a.b=128", "a.c=192", "a.e=1"] and len(notes) == 1 and "a.d=" in notes[0]
 
 
 def test_diff_shows_what_differs_in_the_composed_tree(tmp_path, capsys):

@@ -92,6 +92,7 @@ def _typed(loaded: Loaded, notes: list[str]) -> Source:
 
 _ASSIGNMENT = re.compile(r"^\s*(?:export\s+)?([A-Za-z_]\w*)=(.*)$")
 _ARRAY = re.compile(r"^\s*([A-Za-z_]\w*)(\+?)=\((.*)$")
+_SUM = re.compile(r"\$\(\(\s*\$?(\w+)\s*([-+*])\s*\$?(\w+)\s*\)\)")
 _VARIABLE = re.compile(r"\$(?:\{([A-Za-z_]\w*)(?:(:?-)([^{}]*))?\}|([A-Za-z_]\w*))")
 
 
@@ -104,10 +105,10 @@ def words_of_script(text: str) -> tuple[list[str] | None, list[str]]:
     for line in lines:
         if found := _ARRAY.match(line):
             body = [found[3]]
-            while not body[-1].rstrip().endswith(")"):
+            while "".join(body).count(")") <= "".join(body).count("("):
                 body.append(next(lines, ")"))
             inside = "\n".join(body).rstrip()[:-1]
-            arrays[found[1]] = (arrays.get(found[1], []) if found[2] else []) + _split(inside)
+            arrays[found[1]] = (arrays.get(found[1], []) if found[2] else []) + _split(_summed(inside, known))
             continue
         found = _ASSIGNMENT.match(line)
         if found:
@@ -116,8 +117,8 @@ def words_of_script(text: str) -> tuple[list[str] | None, list[str]]:
         if not re.search(r"\bmain_ppo\b|\bverl\s+ppo\b", line) or line.lstrip().startswith("#"):
             continue
         words, notes = [], []
-        behind = _split(re.split(r"\bmain_ppo(?:\.py)?\b|\bverl\s+ppo\b", line, maxsplit=1)[1])
-        for word in _with_arrays(behind, arrays):
+        behind = re.split(r"\bmain_ppo(?:\.py)?\b|\bverl\s+ppo\b", line, maxsplit=1)[1]
+        for word in _with_arrays(_split(_summed(behind, known)), arrays):
             full = _expanded(word, known)
             if word in ("$@", "$*"):
                 continue
@@ -158,3 +159,16 @@ def _expanded(text: str, known: dict[str, str]) -> str:
         if text == before:
             break
     return text
+
+
+def _summed(text: str, known: dict[str, str]) -> str:
+    """``$((A + B))`` of known whole numbers by their result; before words are split, for it may hold blanks."""
+
+    def result(match: re.Match) -> str:
+        left, right = (known.get(operand, operand) for operand in (match[1], match[3]))
+        if not (left.isdecimal() and right.isdecimal()):
+            return match[0]
+        a, b = int(left), int(right)
+        return str({"+": a + b, "-": a - b, "*": a * b}[match[2]])
+
+    return _SUM.sub(result, text)
