@@ -55,6 +55,7 @@ setup(
         "safetensors>=0.5",
         "pillow>=11",
         "psutil",
+        "msgpack>=1.0",
         "codetiming>=1.4",
         "rich>=13",
         "aiohttp>=3.10",

@@ -22,7 +22,7 @@ OPTIONAL |= {"av", "reasoning_gym"}  # video files as data; tasks that a script 
 def imported_packages(folder: str) -> dict[str, str]:
     """Top-level package -> one file that imports it, without the standard library and this repository."""
     scripts = (ROOT / "examples" / "data_preprocess").glob("*.py")  # they import each other
-    own = {"verl", "tests", "recipe", "benchmarks", "examples", *(path.stem for path in scripts)}
+    own = {"verl", "tests", "recipe", "benchmarks", "examples", "scripts", *(path.stem for path in scripts)}
     found: dict[str, str] = {}
     for path in (ROOT / folder).rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
