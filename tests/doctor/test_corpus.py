@@ -58,7 +58,8 @@ def test_nothing_is_said_about_a_shell_recipe(recipe, there, tmp_path, monkeypat
         pq.write_table(pa.Table.from_pylist(make_rows(number)), tmp_path / f"{name}.parquet")
     make_model(tmp_path / "policy", tokens=260, num_attention_heads=8, max_position_embeddings=32768)
     make_model(tmp_path / "judge", architecture="Qwen2ForSequenceClassification", tokens=260)
-    places = {"MODEL": tmp_path / "policy", "JUDGE": tmp_path / "judge", "DATA": tmp_path, "TEST": tmp_path, "RUN": tmp_path / "run"}
+    places = {"MODEL": tmp_path / "policy", "JUDGE": tmp_path / "judge", "RUN": tmp_path / "run"}
+    places |= {"DATA": tmp_path, "TEST": tmp_path}
     calls = calls_of(recipe, tmp_path, environment={name: str(place) for name, place in places.items()})
     module, arguments = next((call[1], call[2:]) for call in calls if call[0] == "-m" and call[1].endswith("main_ppo"))
     flags, words = parse(arguments)
