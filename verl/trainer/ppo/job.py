@@ -102,7 +102,8 @@ class PPOJob:
     def build_trainer(self) -> RayPPOTrainer:
         """Tokenizer, reward functions and roles, as the config names them; the trainer reads the data."""
         config = self.config
-        start_reward_functions(config)  # they load while tokenizer and data do
+        os.environ.update({name: str(value) for name, value in worker_environment(config.ray_init).items()})
+        start_reward_functions(config)  # they load while tokenizer and data do, in the environment of the workers
         path = copy_to_local(config.actor_rollout_ref.model.path)
         trust = config.data.trust_remote_code or config.actor_rollout_ref.model.trust_remote_code
         reading = {"trust_remote_code": trust, "chat_template": config.actor_rollout_ref.model.custom_chat_template}
