@@ -82,13 +82,23 @@ class RowFacts:
             self.bad.append(RowProblem(path, int(row), why))
 
 
-def open_files(paths: Sequence[str], config: Mapping[str, Any], facts: RowFacts) -> RowTable:
-    """All files that can be read, as one table; the others, and lines that are no record, are noted in ``facts``."""
+def open_files(
+    paths: Sequence[str], config: Mapping[str, Any], facts: RowFacts, rows: int | None = None
+) -> RowTable:
+    """All files that can be read, as one table; the others, and lines that are no record, are noted in ``facts``.
+
+    Args:
+        rows: of each file the first of them only; None: all.
+    """
     table = RowTable([], [])
     for path in map(str, paths):
         try:
             opened = open_table(
-                path, cache_dir=config.get("cache_dir"), use_shm=config.get("use_shm", False), bad_rows="skip"
+                path,
+                cache_dir=config.get("cache_dir"),
+                use_shm=config.get("use_shm", False),
+                bad_rows="skip",
+                rows=rows,
             )
         except (FileNotFoundError, DataError) as error:
             facts.unreadable[path] = str(error)
