@@ -196,7 +196,7 @@ def _prompts(config: Any, table: RowTable, reader: PromptReader | None, found: P
         return
     for position, why in refused:
         rows.refuse(table.where(position), why)
-    _length_findings(config, found)
+    _length_findings(config, found, limits)
 
 
 def _processor(config: Any, found: Preview, is_light: bool) -> Any:
@@ -218,14 +218,17 @@ def _plain(prompt: Any) -> str:
     return prompt if isinstance(prompt, str) else "\n".join(f"{m['role']}: {m.get('content')}" for m in prompt)
 
 
-def _length_findings(config: Any, found: Preview) -> None:
+def _length_findings(config: Any, found: Preview, limits: Limits) -> None:
     data, lengths = config.data, found.lengths
     if lengths is None or not lengths.overlong:
         return
-    how_many = f"{'' if lengths.is_overlong_exact else 'at least '}{lengths.overlong} of {len(found.rows.good)} prompts"
+    prompts = f"{len(found.rows.good)} prompts" if limits.rows is None else f"the first {len(found.rows.good)} prompts"
+    how_many = f"{'' if lengths.is_overlong_exact else 'at least '}{lengths.overlong} of {prompts}"
     longer = f"{how_many} exceed data.max_prompt_length={data.max_prompt_length} (the longest: {lengths.longest})"
     key = "data.max_prompt_length"
-    if data.filter_overlong_prompts:
+    if data.filter_overlong_prompts and lengths.overlong == len(found.rows.good):
+        found.error(f"{longer}: with data.filter_overlong_prompts=true none of them would be left. Raise it.", key)
+    elif data.filter_overlong_prompts:
         found.warn(f"{longer} and will be left out (data.filter_overlong_prompts=true).", key)
     elif data.truncation == "error":
         found.error(

@@ -19,8 +19,9 @@ from verl.utils.reward_functions.calling import (
 )
 from verl.utils.reward_functions.routing import BySource, functions_of, is_built_in
 from verl.utils.reward_functions.sources import reward_function
-from verl.utils.reward_functions.trial import TrialRow, try_function
+from verl.utils.reward_functions.trial import Trial, TrialRow, try_function
 from verl.utils.reward_score.registry import is_for_judge
+from verl.utils.sandbox.outcomes import Outcome
 
 if TYPE_CHECKING:
     from verl.data_check.preview import Limits, Preview
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 _MANAGERS = ("naive", "prime", "dapo", "batch")
 """Managers whose way of calling a function is known here."""
 
-_FUNCTION = ("custom_reward_function.path", "custom_reward_function.name", "reward_model.by_source")
+_FUNCTION = ("custom_reward_function.path", "custom_reward_function.name")
 
 
 def rewards(config: Any, table: RowTable, found: Preview, limits: Limits) -> None:
@@ -63,8 +64,9 @@ def rewards(config: Any, table: RowTable, found: Preview, limits: Limits) -> Non
         found.scores.append(scores)
         errors, warnings = scores.problems()
         if not scores.has_no_scorer:
+            say = found.error if not limits.is_light or _would_stop(config, scores) else found.warn
             for text in errors:
-                found.error(text, "data.train_files", *_FUNCTION)
+                say(text, *_blamed(config), "data.train_files")
             for text in warnings:
                 found.warn(text)
     if unknown := [scores.data_source for scores in found.scores if scores.has_no_scorer]:
@@ -90,12 +92,31 @@ def _function(config: Any, reward_kwargs: Mapping[str, Any], found: Preview) -> 
                 by_place=config.reward_model.reward_manager == "prime",
             )
     except (FileNotFoundError, RuntimeError, AttributeError, ValueError) as error:
-        found.error(f"custom_reward_function: {error}", *_FUNCTION)
+        found.error(
+            f"custom_reward_function.name={section.name} cannot be loaded: {error}", *_FUNCTION, *_by_source(config)
+        )
     except TypeError as error:
-        found.error(f"reward_model.reward_manager={config.reward_model.reward_manager}: {error}", *_FUNCTION[:2])
+        found.error(f"reward_model.reward_manager={config.reward_model.reward_manager}: {error}", *_FUNCTION)
     else:
         return function
     return None
+
+
+def _would_stop(config: Any, scores: Trial) -> bool:
+    """Whether a run would stop at what was found; it waits longer for a score than one does here."""
+    section = config.reward_model
+    if scores.error:
+        return scores.kind is not Outcome.TIMEOUT and section.on_error == "stop" and not section.max_errors
+    return section.self_test == "stop"
+
+
+def _blamed(config: Any) -> tuple[str, ...]:
+    """Options that choose the function."""
+    return (*(_FUNCTION if config.custom_reward_function.path else ()), *_by_source(config))
+
+
+def _by_source(config: Any) -> tuple[str, ...]:
+    return ("reward_model.by_source",) if config.reward_model.by_source else ()
 
 
 def _is_judged(config: Any, function: RawRewardFn, source: str) -> bool:

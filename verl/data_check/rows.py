@@ -82,9 +82,7 @@ class RowFacts:
             self.bad.append(RowProblem(path, int(row), why))
 
 
-def open_files(
-    paths: Sequence[str], config: Mapping[str, Any], facts: RowFacts, rows: int | None = None
-) -> RowTable:
+def open_files(paths: Sequence[str], config: Mapping[str, Any], facts: RowFacts, rows: int | None = None) -> RowTable:
     """All files that can be read, as one table; the others, and lines that are no record, are noted in ``facts``.
 
     Args:

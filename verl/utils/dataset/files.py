@@ -212,9 +212,7 @@ def _relative(path: str) -> str:
 # text -------------------------------------------------------------------------------------------------------------
 
 
-def _read_text(
-    path: str, suffix: str, cache_dir: str, bad_rows: BadRows, name: str, first: int | None
-) -> FileTable:
+def _read_text(path: str, suffix: str, cache_dir: str, bad_rows: BadRows, name: str, first: int | None) -> FileTable:
     records = partial(csv_records, path) if suffix == ".csv" else partial(json_records, path, suffix)
     reading = _Reading(name, FORMATS[suffix], records, bad_rows)
     if first is not None:

@@ -53,7 +53,9 @@ class Trial:
     low_gold: list[str] = field(default_factory=list)
     """Rows whose right answer did not score high."""
     error: str | None = None
-    """Row, kind and cause of the failure that ended the trial."""
+    """Row, cause and kind of the failure that ended the trial."""
+    kind: Outcome | None = None
+    """Of that failure."""
     has_no_scorer: bool = False
     """Whether the built-in rules do not know the data source."""
     tried: int = 0
@@ -226,5 +228,6 @@ class _Trying:
         cause = failure.cause.splitlines()[0]
         is_unknown = failure.kind is Outcome.RAISED and "UnknownDataSource" in cause.partition(":")[0]
         self.found.has_no_scorer = is_built_in(self.function) and is_unknown
+        self.found.kind = failure.kind
         self.found.error = f"{row.where}: {cause} [{failure.kind.value}]"
         raise _Over
