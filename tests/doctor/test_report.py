@@ -142,4 +142,5 @@ def test_a_row_the_scorer_cannot_judge_is_an_error_of_the_data(there):
     rows[0]["reward_model"] = None
     pq.write_table(pa.Table.from_pylist(rows), "data/no_goal.parquet")
     (found,) = examined("data.train_files=data/no_goal.parquet").errors
-    assert "holds no ground_truth" in found.text and found.keys[0] == "data.train_files"
+    assert "no_goal.parquet, row 0: reward_model has no ground_truth" in found.text
+    assert found.keys[0] == "data.train_files"

@@ -83,7 +83,7 @@ def _function(config: Any, reward_kwargs: Mapping[str, Any], found: Preview) -> 
     section, is_batch = config.custom_reward_function, config.reward_model.reward_manager == "batch"
     found.reward = f"{section.path}:{section.name}" if section.path else "built in, by data source"
     try:
-        function = reward_function(config)
+        function = reward_function(config, workers=1)
         for one in functions_of(function):
             check_signature(
                 one,

@@ -179,7 +179,8 @@ def _problems(row: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
         return [f"{prompt_key!r} is not the JSON of messages (data.messages_key): {error}"]
     found += _prompt_problems(prompt, prompt_key)
     goal = row.get("reward_model")
-    if "reward_model" in row and not (isinstance(goal, Mapping) and goal.get("ground_truth") is not None):
+    has_goal = isinstance(goal, Mapping) and (goal.get("ground_truth") is not None or goal.get("style") == "model")
+    if "reward_model" in row and not has_goal:
         found.append("reward_model has no ground_truth")
     if source_key in row and row[source_key] in (None, ""):
         found.append(f"{source_key!r} is empty, so no scorer is chosen (data.reward_fn_key)")

@@ -7,7 +7,7 @@ Loads neither torch nor transformers, and asks no judge and no hub: what needs t
 from verl.config.ppo import PPOConfig
 from verl.data_check.preview import Limits, preview
 from verl.data_check.preview import Preview as Seen
-from verl.doctor.report import Finding
+from verl.doctor.report import Finding, wrapped
 from verl.utils.py_functional import excerpt
 from verl.utils.reward_functions.trial import Trial, mean
 
@@ -36,7 +36,7 @@ def first_rows(config: PPOConfig, files: list[str], is_scored: bool) -> tuple[li
             key = "" if any(one in found.text for one in keys) else f"{keys[0]}: "
             findings.append(Finding(found.level, f"{key}{found.text}", keys))
         else:
-            lines.append(f"  note    {found.text}")
+            lines.append(wrapped("  note    ", found.text))
     return lines, findings
 
 

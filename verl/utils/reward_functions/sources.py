@@ -22,12 +22,13 @@ def start_sandboxes(config: Any) -> None:
         _pool(config, source)
 
 
-def reward_function(config: Any, in_sandbox: bool = True) -> RawRewardFn | None:
+def reward_function(config: Any, in_sandbox: bool = True, workers: int | None = None) -> RawRewardFn | None:
     """What scores the responses of a run: None for the built-in scorers in this process.
 
     Args:
         config: the tree; read are ``custom_reward_function`` and ``reward_model``.
         in_sandbox: call it in processes of its own, or else in this one.
+        workers: how many; None: as ``reward_model.sandbox.workers`` says.
 
     Raises:
         FileNotFoundError, AttributeError, RuntimeError: the file, the function in it, or what the file does.
@@ -37,7 +38,7 @@ def reward_function(config: Any, in_sandbox: bool = True) -> RawRewardFn | None:
     make = _in_process
     if in_sandbox:
         options = sandbox_options(config)
-        pools = {repr(source): _pool(config, source) for source in sources.values()}  # all start at once
+        pools = {repr(source): _pool(config, source, workers) for source in sources.values()}  # all start at once
 
         def make(source: Source) -> RawRewardFn:
             return SandboxedFunction(pools[repr(source)], _timeout_s(config, source), options.batch_timeout_s)
@@ -84,10 +85,10 @@ def sandbox_options(config: Any) -> RewardSandboxConfig:
     return given if given is not None else RewardSandboxConfig()
 
 
-def _pool(config: Any, source: Source) -> Pool:
+def _pool(config: Any, source: Source, workers: int | None = None) -> Pool:
     options = sandbox_options(config)
     limits = Limits(None, options.cpu_s, options.memory_mb, options.output_mb, options.processes, options.network)
-    workers = options.workers
+    workers = workers or options.workers
     if workers is None:
         is_shared = source.path == BUILT_IN or config.reward_model.get("reward_manager", None) == "prime"
         is_batch = config.reward_model.get("reward_manager", None) == "batch"
