@@ -15,7 +15,7 @@ from verl.doctor.report import Report
 HELP = """\
 usage: python -m verl.doctor [flags] key=value [key=value ...]
 
-Say what a run would do and what would go wrong, in seconds; nothing is started and no model is opened. The words are
+Say what a run would do and what would go wrong, in seconds. No model is opened; the reward function is tried in a sandbox. The words are
 those of python -m verl.trainer.main_ppo; there, trainer.dry_run=true does the same.
 
 flags:
