@@ -64,24 +64,23 @@ def _children_seconds() -> float:
 
 def block_cost(block: Callable[[], Any], repeat: int = 7, warm_up: int = 2) -> float:
     """The least CPU milliseconds of this process over ``repeat`` runs of ``block``."""
-    times = []
-    for i in range(warm_up + repeat):
-        start = time.process_time()
-        block()
-        if i >= warm_up:
-            times.append(time.process_time() - start)
-    return min(times) * 1000
+    return min(_costs(block, repeat, warm_up))
 
 
 def median_cost(block: Callable[[], Any], repeat: int = 9, warm_up: int = 2) -> float:
     """The middle of the CPU milliseconds of this process over ``repeat`` runs of ``block``."""
+    return statistics.median(_costs(block, repeat, warm_up))
+
+
+def _costs(block: Callable[[], Any], repeat: int, warm_up: int) -> list[float]:
+    """CPU milliseconds of each of ``repeat`` runs of ``block`` after ``warm_up`` others."""
     times = []
     for i in range(warm_up + repeat):
         start = time.process_time()
         block()
         if i >= warm_up:
-            times.append(time.process_time() - start)
-    return statistics.median(times) * 1000
+            times.append((time.process_time() - start) * 1000)
+    return times
 
 
 def peak_extra_mb(block: Callable[[], Any]) -> float | None:

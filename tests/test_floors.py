@@ -21,6 +21,7 @@ FLOORS = {  # the longest prefix decides
     "verl.algorithms": 2,
     "verl.models": 2,
     "verl.utils.dataset": 2,
+    "verl.utils.reward_functions": 2,
     "verl.utils.reward_score": 2,
     "verl.protocol": 1,
     "verl.config": 1,

@@ -7,8 +7,10 @@ The first loads ``openai/gsm8k`` from the Hugging Face hub. The second needs no 
 ``train.jsonl`` and ``test.jsonl`` with ``{"question": ..., "answer": "... #### 42"}`` a line.
 """
 
+from collections.abc import Callable
+
 from loading import Hub, convert, make_parser
-from saving import MARKED, row
+from saving import MARKED, MARKED_CODE, row
 
 from verl.utils.dataset.table import DataError
 
@@ -31,6 +33,15 @@ def to_row(example: dict, split: str, index: int) -> dict:
     question, solution = example["question"], example["answer"]
     answer, prompt = final_answer(solution), f"{question} {MARKED}"
     return row(DATA_SOURCE, prompt, answer, "math", split, index, answer=solution, question=question)
+
+
+def dialogue_row(example: dict, split: str, index: int, system: str, kwargs_of: Callable[[str, str], dict]) -> dict:
+    """A row that takes several turns: ``kwargs_of(question as asked, answer)`` goes into ``extra_info``."""
+    question, solution = example["question"], example["answer"]
+    answer, asked = final_answer(solution), f"{question} {MARKED_CODE}"
+    prompt = [{"role": "system", "content": system}, {"role": "user", "content": asked}]
+    info = {"answer": solution, "question": question, **kwargs_of(asked, answer)}
+    return row(DATA_SOURCE, prompt, answer, "math", split, index, **info)
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -5,9 +5,8 @@
 ``extra_info.interaction_kwargs`` holds its name and what it is started with. Sources and options else as gsm8k.py.
 """
 
-from gsm8k import DATA_SOURCE, HUB, final_answer
+from gsm8k import HUB, dialogue_row
 from loading import convert, make_parser
-from saving import MARKED_CODE, row
 
 INTERACTION = "gsm8k"
 SYSTEM = (
@@ -17,19 +16,10 @@ SYSTEM = (
 
 
 def to_row(example: dict, split: str, index: int) -> dict:
-    question, solution = example["question"], example["answer"]
-    answer, asked = final_answer(solution), f"{question} {MARKED_CODE}"
-    return row(
-        DATA_SOURCE,
-        [{"role": "system", "content": SYSTEM}, {"role": "user", "content": asked}],
-        answer,
-        "math",
-        split,
-        index,
-        answer=solution,
-        question=question,
-        interaction_kwargs={"name": INTERACTION, "query": asked, "ground_truth": answer},
-    )
+    def kwargs_of(asked: str, answer: str) -> dict:
+        return {"interaction_kwargs": {"name": INTERACTION, "query": asked, "ground_truth": answer}}
+
+    return dialogue_row(example, split, index, SYSTEM, kwargs_of)
 
 
 def main(arguments: list[str] | None = None) -> None:

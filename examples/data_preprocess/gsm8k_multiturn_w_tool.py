@@ -6,9 +6,8 @@
 chooses an agent loop for the row (older scripts: gsm8k_tool_agent_loop). Sources and options else as gsm8k.py.
 """
 
-from gsm8k import DATA_SOURCE, HUB, final_answer
+from gsm8k import HUB, dialogue_row
 from loading import convert, make_parser
-from saving import MARKED_CODE, row
 
 TOOL = "calc_gsm8k_reward"
 SYSTEM = (
@@ -19,21 +18,14 @@ SYSTEM = (
 
 
 def to_row(example: dict, split: str, index: int) -> dict:
-    question, solution = example["question"], example["answer"]
-    answer, asked = final_answer(solution), f"{question} {MARKED_CODE}"
-    return row(
-        DATA_SOURCE,
-        [{"role": "system", "content": SYSTEM}, {"role": "user", "content": asked}],
-        answer,
-        "math",
-        split,
-        index,
-        answer=solution,
-        question=question,
-        need_tools_kwargs=True,
-        tools_kwargs={TOOL: {"create_kwargs": {"ground_truth": answer}}},
-        interaction_kwargs={"query": asked, "ground_truth": answer},
-    )
+    def kwargs_of(asked: str, answer: str) -> dict:
+        return {
+            "need_tools_kwargs": True,
+            "tools_kwargs": {TOOL: {"create_kwargs": {"ground_truth": answer}}},
+            "interaction_kwargs": {"query": asked, "ground_truth": answer},
+        }
+
+    return dialogue_row(example, split, index, SYSTEM, kwargs_of)
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -105,6 +105,36 @@ def test_a_row_that_cannot_be_used_is_named_with_its_file(model, tmp_path, case)
     assert any(f"1 of 10 rows cannot be used: {path}, row 3: {why}" in text for text in texts(found, "error"))
 
 
+def test_a_row_for_a_reward_model_needs_no_ground_truth(model, tmp_path):
+    scored = {"reward_model": {"style": "model", "ground_truth": None}}
+    assert look(model, write(tmp_path, [row(**scored), *sums(3)])).rows.num_bad == 0
+
+
+def test_the_first_rows_of_each_file_may_be_enough(model, tmp_path):
+    lines = tmp_path / "more.jsonl"
+    lines.write_text("\n".join(json.dumps(one) for one in sums(9)))
+    found = look(model, [write(tmp_path, sums(20)), str(lines)], rows=4)
+    assert [file.rows for file in found.rows.files] == [4, 4] and found.lengths.counted == 8
+
+
+def test_a_light_look_leaves_out_what_is_heavy_and_says_so(tmp_path):
+    found = preview(read_options([f"model={tmp_path}"])[0], [write(tmp_path, sums(3))], Limits(is_light=True))
+    assert found.lengths.unit == "bytes" and not found.has_errors
+    assert "there is no tokenizer.json at hand" in texts(found, "note")[0]
+
+
+def test_managers_with_ways_of_their_own_are_not_tried(model, tmp_path):
+    found = look(model, write(tmp_path, sums(3)), "reward_model.reward_manager=mine.py:Mine")
+    assert "in a way of its own" in texts(found, "note")[0] and not found.scores
+
+
+def test_each_data_source_goes_to_its_function(model, tmp_path):
+    (tmp_path / "reward.py").write_text("def compute_score(ground_truth, **sample):\n    return 0.5\n")
+    path = write(tmp_path, [*sums(2), *sums(2, "mine/a")])
+    found = look(model, path, f"+reward_model.by_source={{'mine/*': '{tmp_path}/reward.py'}}")
+    assert [set(trial.gold) for trial in found.scores] == [{1.0}, {0.5}]
+
+
 def test_a_prompt_that_the_template_refuses_is_a_bad_row(model, tmp_path):
     template = "{% if messages|length > 1 %}{{ raise_exception('one turn only') }}{% endif %}{{ messages[0].content }}"
     two = row(prompt=[{"role": "user", "content": "a"}, {"role": "user", "content": "b"}])

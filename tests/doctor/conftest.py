@@ -152,8 +152,20 @@ def workplace(tmp_path_factory):
     (folder / "broken.parquet").write_text("no parquet")
     (folder / "broken.py").write_text("def compute_score(:\n")
     (folder / "reward.py").write_text(
-        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return 1.0\n\n\n"
-        "def other_score(data_source, solution_str, ground_truth, extra_info=None):\n    return 0.5\n"
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    return float(solution_str.strip() == ground_truth)\n\n\n"
+        "def other_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    is_right = f'<answer>{ground_truth}</answer>' in solution_str\n"
+        "    return {'score': float(is_right), 'length': len(solution_str)}\n\n\n"
+        "async def slow_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    return float(solution_str.strip() == ground_truth)\n\n\n"
+        "def scores_of(data_sources, solution_strs, ground_truths, extra_infos):\n"
+        "    return [float(a == b) for a, b in zip(solution_strs, ground_truths)]\n\n\n"
+        "def of_constant(**sample):\n    return 1.0\n\n\n"
+        "def fails_on_nothing(solution_str, **sample):\n    return float(solution_str.split()[-1] == '1')\n\n\n"
+        "def returns_nothing(**sample):\n    pass\n\n\n"
+        "def hangs(**sample):\n    while True:\n        pass\n\n\n"
+        "def leaves(**sample):\n    import os\n\n    os._exit(3)\n"
     )
     return folder
 

@@ -92,7 +92,25 @@ def test_exit_codes(words, code, there, capsys):
 def test_the_preview_shows_prompts_lengths_and_rewards(there):
     shown = "\n".join(examined().preview)
     assert shown.count("prompt  ") == 3 and "<|im_start|>assistant" in shown
-    assert "tokens of the first 64 prompts" in shown and "reward  digits: 1 for" in shown
+    assert "tokens of 72 prompts" in shown and "reward  digits: 1 for right" in shown
+
+
+def test_what_nothing_reads_is_told_with_the_nearest_that_is_read(there, monkeypatch):
+    from verl.config import unread
+
+    key = "trainer.project_name"
+    readers = unread.readers
+    monkeypatch.setattr(unread, "readers", lambda name: [] if name == key else readers(name))
+    (found,) = examined(f"{key}=mine").errors
+    assert found.keys[0] == key and "is read by nothing" in found.text
+    assert "the nearest option that is read is trainer.experiment_name" in found.text
+    (found,) = examined(f"{key}=mine", "trainer.unread_keys=warn").warnings
+    assert found.keys[0] == key and not examined(f"{key}=mine", "trainer.unread_keys=off").findings
+
+
+def test_the_users_function_is_called_and_its_scores_shown(there):
+    shown = "\n".join(examined("custom_reward_function.path=reward.py").preview)
+    assert "reward  digits: 1 for right answers, written as 'answer'; 0 for garbage" in shown
 
 
 def test_a_dry_run_of_the_main_job_is_the_doctor(there, capsys):
@@ -124,4 +142,5 @@ def test_a_row_the_scorer_cannot_judge_is_an_error_of_the_data(there):
     rows[0]["reward_model"] = None
     pq.write_table(pa.Table.from_pylist(rows), "data/no_goal.parquet")
     (found,) = examined("data.train_files=data/no_goal.parquet").errors
-    assert "holds no ground_truth" in found.text and found.keys[0] == "data.train_files"
+    assert "no_goal.parquet, row 0: reward_model has no ground_truth" in found.text
+    assert found.keys[0] == "data.train_files"

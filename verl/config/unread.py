@@ -87,7 +87,7 @@ def unread_so_far(config: Config, read: Iterable[str]) -> list[Problem]:
         for key, names in vars(config).get(_ASKED, {}).items()
         if not read.intersection(names) and not any(fnmatchcase(key, pattern) for pattern in _READ_LATER)
     ]
-    return [_problem(config, key, read) for key in missed]
+    return [_problem(config, key, read, "was read by nothing in this run") for key in missed]
 
 
 def check_unread(config: Config, read: Iterable[str], say: Callable[[str], None]) -> None:
@@ -113,14 +113,21 @@ def unread(config: Config, given: Iterable[str] | None = None, notices: Iterable
     """
     given = [key for key, _ in leaves(config)] if given is None else given
     asked = set_by_user(config, given, notices)
-    return [_problem(config, key, [k for k, _ in leaves(config) if readers(k)]) for key in asked if not readers(key)]
+    missed = [key for key in asked if not readers(key)]
+    read = [key for key, _ in leaves(config) if readers(key)] if missed else []
+    return [_problem(config, key, read, "is read by nothing") for key in missed]
 
 
-def _problem(config: Config, key: str, read: Iterable[str]) -> Problem:
+def given_to(config: Config) -> list[str]:
+    """What the user set of a configuration that was loaded from a command line; empty for another."""
+    return list(vars(config).get(_ASKED, {}))
+
+
+def _problem(config: Config, key: str, read: Iterable[str], what: str) -> Problem:
     near = _nearest(config, key, read)
     return Problem(
         key,
-        f"{key}={show(get_path(config, key))} was read by nothing in this run, so it has no effect"
+        f"{key}={show(get_path(config, key))} {what}, so it has no effect"
         + (f"; the nearest option that is read is {near}" if near else "")
         + ". Leave it out, or set trainer.unread_keys=warn.",
     )

@@ -13,11 +13,12 @@ from typing import Any
 import numpy as np
 
 from verl.data_check.lengths import Lengths, in_bytes, measure
-from verl.data_check.prompts import PromptReader, read_folder, template_marks
+from verl.data_check.prompts import PromptReader, is_light_folder, read_folder, template_marks
 from verl.data_check.rendering import Prompts, processor_of
+from verl.data_check.rewards import rewards
 from verl.data_check.rows import RowFacts, open_files, prompt_column, read_prompt, walk
-from verl.data_check.scoring import ScoredRow, SourceScores, reward_function, score_source
 from verl.utils.dataset.table import DataError, RowTable
+from verl.utils.reward_functions.trial import Trial
 
 __all__ = ["Finding", "Limits", "Preview", "Prompt", "preview"]
 
@@ -34,7 +35,12 @@ class Limits:
     scored: int = 64
     """Rows of each data source whose answers are scored; 0: none."""
     patience: float = 10.0
-    """Seconds one call of the reward function may take."""
+    """Seconds one call of the reward function may take, and a tenth of what those of a data source may take."""
+    rows: int | None = None
+    """Rows of each file that are looked at, its first; None: all."""
+    is_light: bool = False
+    """Load neither torch nor transformers, and ask no service and no hub: what would need them is left out, and
+    said."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +48,10 @@ class Finding:
     """Something to do about the data."""
 
     level: str
-    """``error``: a run would stop, lose rows or learn nothing. ``warning``: look at it."""
+    """``error``: a run would stop, lose rows or learn nothing. ``warning``: look at it. ``note``: was not looked at."""
     text: str
+    keys: tuple[str, ...] = ()
+    """Options it is about, the one to blame first."""
 
 
 @dataclass(frozen=True)
@@ -68,8 +76,8 @@ class Preview:
     columns: dict[str, str] = field(default_factory=dict)
     """Column that a run reads -> ``all`` files have it, ``some``, or ``none``."""
     reward: str = ""
-    """What scores: the user's function, or the built-in rules."""
-    scores: list[SourceScores] = field(default_factory=list)
+    """What scores: the user's functions, or the built-in rules."""
+    scores: list[Trial] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
     seconds: float = 0.0
 
@@ -81,11 +89,14 @@ class Preview:
     def has_errors(self) -> bool:
         return any(finding.level == "error" for finding in self.findings)
 
-    def error(self, text: str) -> None:
-        self.findings.append(Finding("error", text))
+    def error(self, text: str, *keys: str) -> None:
+        self.findings.append(Finding("error", text, keys))
 
-    def warn(self, text: str) -> None:
-        self.findings.append(Finding("warning", text))
+    def warn(self, text: str, *keys: str) -> None:
+        self.findings.append(Finding("warning", text, keys))
+
+    def note(self, text: str, *keys: str) -> None:
+        self.findings.append(Finding("note", text, keys))
 
 
 def preview(config: Any, files: Sequence[str] | None = None, limits: Limits | None = None) -> Preview:
@@ -93,7 +104,7 @@ def preview(config: Any, files: Sequence[str] | None = None, limits: Limits | No
 
     Args:
         config: the tree of ``verl.config``. Read: ``data``, the tokenizer's place and template under
-            ``actor_rollout_ref.model``, ``custom_reward_function``, ``reward_model.reward_manager``.
+            ``actor_rollout_ref.model``, ``custom_reward_function``, ``reward_model``.
         files: instead of ``data.train_files`` and ``data.val_files``.
         limits: how much to look at.
 
@@ -106,22 +117,24 @@ def preview(config: Any, files: Sequence[str] | None = None, limits: Limits | No
     if files is None:
         files = list(dict.fromkeys(path for paths in config.data.files.values() for path in paths))
     found = Preview(RowFacts())
-    table = open_files(files, config.data, found.rows)
-    reader = _reader(config, found)
+    table = open_files(files, config.data, found.rows, limits.rows)
+    reader = _reader(config, found, limits.is_light)
     walk(table, config.data, found.rows, template_marks(reader))
     _columns(config, table, found)
     _prompts(config, table, reader, found, limits)
     _row_findings(found)
     if limits.scored:
-        _rewards(config, table, found, limits)
+        rewards(config, table, found, limits)
     found.seconds = time.monotonic() - begin
     return found
 
 
-def _reader(config: Any, found: Preview) -> PromptReader | None:
+def _reader(config: Any, found: Preview, is_light: bool) -> PromptReader | None:
     """The tokenizer of the run; a finding if there is none."""
     model = config.actor_rollout_ref.model
     try:
+        if is_light and not is_light_folder(config.data.tokenizer or model.path):
+            raise ValueError("there is no tokenizer.json at hand")
         reader = read_folder(
             config.data.tokenizer or model.path,
             model.custom_chat_template,
@@ -129,9 +142,8 @@ def _reader(config: Any, found: Preview) -> PromptReader | None:
             config.data.trust_remote_code or model.trust_remote_code,
         )
     except ValueError as error:
-        found.warn(
-            f"There is no tokenizer, so prompts are shown as they stand and counted in bytes: {error}. Give model=DIR."
-        )
+        say = found.note if is_light else found.warn
+        say(f"There is no tokenizer, so prompts are shown as they stand and counted in bytes: {error}. Give model=DIR.")
         return None
     found.special_tokens = reader.special_tokens
     return reader
@@ -153,10 +165,11 @@ def _columns(config: Any, table: RowTable, found: Preview) -> None:
         where = f"{', '.join(without[:3])}{' ...' if len(without) > 3 else ''}"
         has = ", ".join(found.rows.files[table.names.index(without[0])].columns)
         if name == prompt_column(data):
-            found.error(f"{where}: no column {name!r} (there are: {has}). Set {option}, or write the files anew.")
+            text = f"{where}: no column {name!r} (there are: {has}). Set {option}, or write the files anew."
+            found.error(text, option)
         elif not config.custom_reward_function.path:
-            option = f" ({option})" if option else ""
-            found.warn(f"{where}: no column {name!r}{option}, which the built-in reward managers read.")
+            keys, shown = ((option,), f" ({option})") if option else ((), "")
+            found.warn(f"{where}: no column {name!r}{shown}, which the built-in reward managers read.", *keys)
 
 
 def _prompts(config: Any, table: RowTable, reader: PromptReader | None, found: Preview, limits: Limits) -> None:
@@ -170,7 +183,7 @@ def _prompts(config: Any, table: RowTable, reader: PromptReader | None, found: P
             found.prompts.append(Prompt(table.where(position), _plain(read_prompt(prompt, data)), None))
         found.lengths = in_bytes(np.array(rows.sizes))
         return
-    prompts = Prompts(table, data, reader, _processor(config, found))
+    prompts = Prompts(table, data, reader, _processor(config, found, limits.is_light))
     try:
         for position, text in zip(shown, prompts.texts(shown), strict=True):
             if isinstance(text, str):
@@ -183,14 +196,17 @@ def _prompts(config: Any, table: RowTable, reader: PromptReader | None, found: P
         return
     for position, why in refused:
         rows.refuse(table.where(position), why)
-    _length_findings(config, found)
+    _length_findings(config, found, limits)
 
 
-def _processor(config: Any, found: Preview) -> Any:
+def _processor(config: Any, found: Preview, is_light: bool) -> Any:
     """The model's processor, where rows show something; a finding if it has none."""
     data, model = config.data, config.actor_rollout_ref.model
     columns = [name for name in (data.image_key, data.video_key) if found.columns[name] != "none"]
     if not columns:
+        return None
+    if is_light:
+        found.note(f"Tokens of {' and '.join(map(repr, columns))} are not counted; python -m verl.data_check does.")
         return None
     shown = processor_of(model.path, model.trust_remote_code)
     if shown is None:
@@ -202,21 +218,27 @@ def _plain(prompt: Any) -> str:
     return prompt if isinstance(prompt, str) else "\n".join(f"{m['role']}: {m.get('content')}" for m in prompt)
 
 
-def _length_findings(config: Any, found: Preview) -> None:
+def _length_findings(config: Any, found: Preview, limits: Limits) -> None:
     data, lengths = config.data, found.lengths
     if lengths is None or not lengths.overlong:
         return
-    how_many = f"{'' if lengths.is_overlong_exact else 'at least '}{lengths.overlong} of {len(found.rows.good)} prompts"
+    prompts = f"{len(found.rows.good)} prompts" if limits.rows is None else f"the first {len(found.rows.good)} prompts"
+    how_many = f"{'' if lengths.is_overlong_exact else 'at least '}{lengths.overlong} of {prompts}"
     longer = f"{how_many} exceed data.max_prompt_length={data.max_prompt_length} (the longest: {lengths.longest})"
-    if data.filter_overlong_prompts:
-        found.warn(f"{longer} and will be left out (data.filter_overlong_prompts=true).")
+    key = "data.max_prompt_length"
+    if data.filter_overlong_prompts and lengths.overlong == len(found.rows.good):
+        found.error(f"{longer}: with data.filter_overlong_prompts=true none of them would be left. Raise it.", key)
+    elif data.filter_overlong_prompts:
+        found.warn(f"{longer} and will be left out (data.filter_overlong_prompts=true).", key)
     elif data.truncation == "error":
         found.error(
             f"{longer}, and data.truncation=error stops the run. Raise the length, set "
-            "data.filter_overlong_prompts=true, or data.truncation to left, right or middle."
+            "data.filter_overlong_prompts=true, or data.truncation to left, right or middle.",
+            key,
+            "data.truncation",
         )
     else:
-        found.warn(f"{longer} and will be cut (data.truncation={data.truncation}).")
+        found.warn(f"{longer} and will be cut (data.truncation={data.truncation}).", key, "data.truncation")
 
 
 def _row_findings(found: Preview) -> None:
@@ -238,48 +260,3 @@ def _row_findings(found: Preview) -> None:
             f"{count} prompts have {mark!r} written out, as chat templates write it: the run's own template is put "
             "around that. If the prompts went through a template already, take the messages from before."
         )
-
-
-def _rewards(config: Any, table: RowTable, found: Preview, limits: Limits) -> None:
-    """Score right and wrong answers of some rows of each data source."""
-    if not found.rows.rows_of:
-        return
-    if config.reward_model.enable:
-        found.warn("Scores of a reward model (reward_model.enable=true) are not tried here; those of functions are.")
-    try:
-        function, found.reward = reward_function(config)
-    except (FileNotFoundError, RuntimeError, AttributeError) as error:
-        found.error(f"custom_reward_function: {error}")
-        return
-    for source, positions in found.rows.rows_of.items():
-        chosen = [positions[i] for i in spread(len(positions), limits.scored)]
-        rows = [_scored_row(table, position, source) for position in chosen]
-        scores = score_source(function, source, rows, found.rows.sources[source], limits.patience)
-        found.scores.append(scores)
-        errors, warnings = scores.problems()
-        if not scores.has_no_scorer:
-            for text in errors:
-                found.error(text)
-            for text in warnings:
-                found.warn(text)
-    if unknown := [scores.data_source for scores in found.scores if scores.has_no_scorer]:
-        shown = ", ".join(map(repr, unknown[:5])) + (", ..." if len(unknown) > 5 else "")
-        found.error(
-            f"There is no built-in scorer for {config.data.reward_fn_key}={shown}. Name a function of your own with "
-            "custom_reward_function.path, or correct the column."
-        )
-
-
-def _scored_row(table: RowTable, position: int, source: str) -> ScoredRow:
-    row = table[position]
-    info = row.get("extra_info")
-    return ScoredRow(
-        table.where(position), source, row["reward_model"]["ground_truth"], info if isinstance(info, dict) else {}
-    )
-
-
-def spread(count: int, wanted: int | None) -> list[int]:
-    """At most ``wanted`` of ``count`` positions, evenly spread, the first among them."""
-    if wanted is None or count <= wanted:
-        return list(range(count))
-    return [i * count // wanted for i in range(wanted)]

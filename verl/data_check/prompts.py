@@ -15,6 +15,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from verl.config.model_facts import find_folder
 from verl.utils.dataset.table import DataError
 
 _CHAT_MARKS = ("<|im_start|>", "<|start_header_id|>", "<start_of_turn>", "[INST]", "<｜User｜>", "<|user|>")
@@ -78,7 +79,8 @@ def read_folder(
     Raises:
         ValueError: there is no tokenizer.
     """
-    path = os.path.expanduser(name_or_path)
+    folder = find_folder(name_or_path)
+    path = os.path.expanduser(name_or_path) if folder is None else str(folder)
     file = _find(path, _TOKENIZER)
     kwargs = dict(template_kwargs or {})
     if file is None:
@@ -102,6 +104,12 @@ def read_folder(
     special += [text for text in named.values() if isinstance(text, str)]
     variables = {key: text for key, text in named.items() if isinstance(text, str)}
     return PromptReader(encode, template, variables | kwargs, tuple(dict.fromkeys(special)))
+
+
+def is_light_folder(name_or_path: str) -> bool:
+    """Whether :func:`read_folder` needs neither transformers nor the hub."""
+    folder = find_folder(name_or_path)
+    return folder is not None and (folder / _TOKENIZER).is_file()
 
 
 def has_processor(name_or_path: str) -> bool:

@@ -14,9 +14,10 @@ from rich.text import Text
 
 from verl.data_check.lengths import Lengths
 from verl.data_check.preview import Preview
-from verl.data_check.scoring import SourceScores, mean
+from verl.utils.reward_functions.trial import Trial, mean
 
 _SHOWN_BAD = 10
+_STYLES = {"error": "red", "warning": "yellow", "note": "dim"}
 _SHOWN_CHARACTERS = 1500
 
 
@@ -41,17 +42,17 @@ def to_json(found: Preview) -> dict[str, Any]:
     }
 
 
-def _scores_json(scores: SourceScores) -> dict[str, Any]:
+def _scores_json(scores: Trial) -> dict[str, Any]:
     means = {name: mean(getattr(scores, name)) for name in ("gold", "garbage", "other")}
     return {
         "data_source": scores.data_source,
         "rows": scores.rows,
-        "scored": len(scores.garbage),
+        "scored": scores.tried,
         "form": scores.form,
         **{name: None if math.isnan(value) else value for name, value in means.items()},
         "constant": scores.constant,
         "low_gold": scores.low_gold,
-        "errors": scores.errors,
+        "error": scores.error,
     }
 
 
@@ -73,7 +74,7 @@ def show(found: Preview, console: Console) -> None:
     if found.rows.num_bad > _SHOWN_BAD:
         console.print(f"... and {found.rows.num_bad - _SHOWN_BAD} more bad rows (--json lists up to 1000)")
     for finding in found.findings:
-        console.print(Text(f"{finding.level}: {finding.text}", style="red" if finding.level == "error" else "yellow"))
+        console.print(Text(f"{finding.level}: {finding.text}", style=_STYLES[finding.level]))
     verdict = "problems found" if found.has_errors else "ready to train on"
     console.print(
         f"{found.num_rows} rows, {verdict} ({found.seconds:.1f} s)", style="red" if found.has_errors else "green"
@@ -137,7 +138,7 @@ def _rewards(found: Preview) -> Group:
     table = Table(*heads, box=None, header_style="bold", pad_edge=False)
     for scores in found.scores:
         means = [_number(part) for part in (scores.gold, scores.garbage, scores.other)]
-        counts = (str(scores.rows), str(len(scores.garbage)))
+        counts = (str(scores.rows), str(scores.tried))
         table.add_row(escape(scores.data_source), *counts, *means, escape(scores.form or "-"))
     return Group(Text(f"rewards ({found.reward})"), table)
 

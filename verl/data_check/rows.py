@@ -82,13 +82,21 @@ class RowFacts:
             self.bad.append(RowProblem(path, int(row), why))
 
 
-def open_files(paths: Sequence[str], config: Mapping[str, Any], facts: RowFacts) -> RowTable:
-    """All files that can be read, as one table; the others, and lines that are no record, are noted in ``facts``."""
+def open_files(paths: Sequence[str], config: Mapping[str, Any], facts: RowFacts, rows: int | None = None) -> RowTable:
+    """All files that can be read, as one table; the others, and lines that are no record, are noted in ``facts``.
+
+    Args:
+        rows: of each file the first of them only; None: all.
+    """
     table = RowTable([], [])
     for path in map(str, paths):
         try:
             opened = open_table(
-                path, cache_dir=config.get("cache_dir"), use_shm=config.get("use_shm", False), bad_rows="skip"
+                path,
+                cache_dir=config.get("cache_dir"),
+                use_shm=config.get("use_shm", False),
+                bad_rows="skip",
+                rows=rows,
             )
         except (FileNotFoundError, DataError) as error:
             facts.unreadable[path] = str(error)
@@ -171,7 +179,8 @@ def _problems(row: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
         return [f"{prompt_key!r} is not the JSON of messages (data.messages_key): {error}"]
     found += _prompt_problems(prompt, prompt_key)
     goal = row.get("reward_model")
-    if "reward_model" in row and not (isinstance(goal, Mapping) and goal.get("ground_truth") is not None):
+    has_goal = isinstance(goal, Mapping) and (goal.get("ground_truth") is not None or goal.get("style") == "model")
+    if "reward_model" in row and not has_goal:
         found.append("reward_model has no ground_truth")
     if source_key in row and row[source_key] in (None, ""):
         found.append(f"{source_key!r} is empty, so no scorer is chosen (data.reward_fn_key)")

@@ -1,6 +1,7 @@
 """``python -m verl.doctor KEY=VALUE ...``: what a run would do, and what would go wrong, before anything starts.
 
-Composes the very command line of ``verl.trainer.main_ppo``; opens no model, starts no process, imports no torch.
+Composes the very command line of ``verl.trainer.main_ppo``; opens no model, imports no torch; only the reward
+function is called, in a sandbox.
 """
 
 from collections.abc import Sequence

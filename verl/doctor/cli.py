@@ -15,8 +15,8 @@ from verl.doctor.report import Report
 HELP = """\
 usage: python -m verl.doctor [flags] key=value [key=value ...]
 
-Say what a run would do and what would go wrong, in seconds; nothing is started and no model is opened. The words are
-those of python -m verl.trainer.main_ppo; there, trainer.dry_run=true does the same.
+Say what a run would do and what would go wrong, in seconds. No model is opened; the reward function is tried
+in a sandbox. The words are those of python -m verl.trainer.main_ppo; there, trainer.dry_run=true does the same.
 
 flags:
   --gpu-mem 80GB     memory of one GPU to hold the estimate against; of this machine's, where it has one

@@ -1,11 +1,10 @@
-"""What the data files say without being read whole: rows, columns, the first rows; and what is wrong with them."""
+"""What the data files say without being read whole: rows and columns; and what is wrong with them."""
 
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 from verl.config.base import Problem, did_you_mean
 from verl.config.ppo import PPOConfig
@@ -21,8 +20,6 @@ class DataFacts:
     """None: some file is remote, of another kind, or a class of the user's reads it."""
     columns: dict[str, list[str]] = field(default_factory=dict)
     """File -> its columns."""
-    rows: list[dict[str, Any]] = field(default_factory=list)
-    """The first training rows."""
     problems: list[Problem] = field(default_factory=list)
 
 
@@ -40,7 +37,7 @@ def read_data(config: PPOConfig) -> DataFacts:
                 counts.append(None)
                 continue
             try:
-                count, columns, first = _look(file)
+                count, columns = _look(file)
             except (ValueError, OSError) as error:  # pyarrow's errors are ValueErrors
                 reason = str(error).splitlines()[0]
                 facts.problems.append(
@@ -51,34 +48,29 @@ def read_data(config: PPOConfig) -> DataFacts:
             counts.append(count)
             facts.columns[path] = columns
             facts.problems += _columns(config, key, path, columns)
-            if key == "data.train_files" and len(facts.rows) < _FIRST_ROWS:
-                facts.rows += first[: _FIRST_ROWS - len(facts.rows)]
         rows[key] = None if None in counts else sum(counts)
     facts.train_rows = rows["data.train_files"]
     facts.problems += _counts(config, rows)
     return facts
 
 
-def _look(file: Path) -> tuple[int, list[str], list[dict]]:
-    """Rows, columns and first rows of a file."""
-    suffix = file.suffix.lower()
-    if suffix in (".json", ".jsonl"):
+def _look(file: Path) -> tuple[int, list[str]]:
+    """Rows and columns of a file."""
+    if file.suffix.lower() in (".json", ".jsonl"):
         return _look_at_json(file)
-    if suffix == ".csv":
-        import csv
+    if file.suffix.lower() == ".parquet":
+        import pyarrow.parquet as pq
 
-        with open(file, newline="", encoding="utf-8") as stream:
-            rows = list(csv.DictReader(stream))
-        return len(rows), list(rows[0]) if rows else [], rows[:_FIRST_ROWS]
-    import pyarrow.parquet as pq
+        with pq.ParquetFile(file) as parquet:
+            return parquet.metadata.num_rows, parquet.schema_arrow.names
+    from verl.utils.dataset.files import read_file
 
-    with pq.ParquetFile(file) as parquet:
-        batches = parquet.iter_batches(batch_size=_FIRST_ROWS)
-        first = next(batches).to_pylist() if parquet.metadata.num_rows else []
-        return parquet.metadata.num_rows, parquet.schema_arrow.names, first
+    table = read_file(str(file), bad_rows="skip").table
+    return table.num_rows, table.column_names
 
 
-def _look_at_json(file: Path) -> tuple[int, list[str], list[dict]]:
+def _look_at_json(file: Path) -> tuple[int, list[str]]:
+    """Records are counted by their lines: few of them are read."""
     with open(file, encoding="utf-8") as stream:
         if stream.read(1) == "[":
             stream.seek(0)
@@ -89,7 +81,7 @@ def _look_at_json(file: Path) -> tuple[int, list[str], list[dict]]:
             lines = filter(str.strip, stream)
             first = [json.loads(line) for line in islice(lines, _FIRST_ROWS)]
             count = len(first) + sum(1 for _ in lines)
-    return count, list(dict.fromkeys(name for row in first for name in row)), first
+    return count, list(dict.fromkeys(name for row in first for name in row))
 
 
 def _columns(config: PPOConfig, key: str, path: str, columns: list[str]) -> Iterator[Problem]:

@@ -10,12 +10,13 @@ from verl.config.load import Loaded, load
 from verl.config.model_checks import MODEL, facts_of, folders_without_model
 from verl.config.ppo import PPOConfig
 from verl.config.rules.base import ACTOR, ROLLOUT
+from verl.config.unread import given_to, unread
 from verl.doctor import surroundings
 from verl.doctor.advice import all_advice
-from verl.doctor.data import read_data
+from verl.doctor.data import DataFacts, read_data
 from verl.doctor.derivation import derivation
 from verl.doctor.memory import checkpoint_bytes, memory_plan
-from verl.doctor.preview import preview
+from verl.doctor.preview import first_rows
 from verl.doctor.report import Finding, Report, shown_bytes
 from verl.utils.process_memory import host_memory
 
@@ -58,12 +59,20 @@ def examine_loaded(loaded: Loaded, hardware: Hardware = Hardware()) -> Report:  
     if loaded.problems:
         report.findings += _findings("error", missing_files(loaded.config))
         return report
+    report.findings += _unread(loaded.config, loaded.given, loaded.notices)
     return _add_all(report, loaded.config, hardware)
 
 
 def examine_config(config: PPOConfig, hardware: Hardware = Hardware()) -> Report:  # noqa: B008
     """The report of a configuration that has passed its checks."""
-    return _add_all(Report(), config, hardware)
+    return _add_all(Report(_unread(config, given_to(config), ())), config, hardware)
+
+
+def _unread(config: PPOConfig, given: Iterable[str], notices: Iterable[str]) -> list[Finding]:
+    """What the user set and nothing reads: a run would say so after its first update, or stop there."""
+    levels = {"error": "error", "warn": "warning"}
+    level = levels.get(config.trainer.unread_keys)
+    return _findings(level, unread(config, given, notices)) if level else []
 
 
 def _add_all(report: Report, config: PPOConfig, hardware: Hardware) -> Report:
@@ -82,12 +91,18 @@ def _add_all(report: Report, config: PPOConfig, hardware: Hardware) -> Report:
         report.findings += _findings(level, [found])
     report.findings += _findings("warning", [*all_advice(config, data), *surroundings.engine_elsewhere(config)])
     report.derivation = derivation(config, data)
-    if not data.problems:
-        shown = preview(config, data)
-        report.preview = shown.lines
-        report.findings += _findings("error", shown.errors) + _findings("warning", shown.warnings)
+    _add_preview(report, config, data)
     _add_memory(report, config, hardware)
     return report
+
+
+def _add_preview(report: Report, config: PPOConfig, data: DataFacts) -> None:
+    """What the first rows look like and earn; the reward function is not called where something is wrong with it."""
+    blamed = {key.partition(".")[0] for finding in report.errors for key in finding.keys}
+    if not data.problems and config.data.custom_cls.path is None:
+        is_scored = not blamed & {"custom_reward_function", "reward_model"}
+        report.preview, findings = first_rows(config, list(data.columns), is_scored)
+        report.findings += findings
 
 
 def _add_memory(report: Report, config: PPOConfig, hardware: Hardware) -> None:

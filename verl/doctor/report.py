@@ -122,16 +122,17 @@ def _counted(number: int, noun: str) -> str:
 
 
 def _findings(title: str, findings: list[Finding]) -> str:
-    lines = [_wrapped(f"{number:>3}. ", finding.text) for number, finding in enumerate(findings, 1)]
+    lines = [wrapped(f"{number:>3}. ", finding.text) for number, finding in enumerate(findings, 1)]
     return "\n".join([title, *lines]) if lines else ""
 
 
 def _number(number: Number) -> str:
     keys = f"  [{', '.join(number.keys)}]" if number.keys else ""
-    return _wrapped(f"  {number.name:<15} ", f"{number.text}{keys}")
+    return wrapped(f"  {number.name:<15} ", f"{number.text}{keys}")
 
 
-def _wrapped(start: str, text: str) -> str:
+def wrapped(start: str, text: str) -> str:
+    """Lines of a text behind ``start``, as wide as a terminal."""
     return textwrap.fill(
         text,
         _WIDTH,
@@ -155,7 +156,7 @@ def _memory_table(rows: list[PhaseMemory]) -> list[str]:
         for line in lines
     ]
     told = {row.largest: row.way_out for row in rows if row.way_out}
-    return shown + [_wrapped("  ", f"less {name}: {way_out}") for name, way_out in told.items()]
+    return shown + [wrapped("  ", f"less {name}: {way_out}") for name, way_out in told.items()]
 
 
 def _cell(size: int) -> str:

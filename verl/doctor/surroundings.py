@@ -153,11 +153,6 @@ def room_for_checkpoints(config: PPOConfig, size: int | None) -> Iterator[tuple[
 def names_in_files(config: PPOConfig) -> Iterator[Problem]:
     """Functions and classes that the Python files the configuration names do not define."""
     asked = [
-        (
-            "custom_reward_function.path",
-            "custom_reward_function.name",
-            config.custom_reward_function.name or "compute_score",
-        ),
         ("data.custom_cls.path", "data.custom_cls.name", config.data.custom_cls.name),
         ("data.sampler.class_path", "data.sampler.class_name", config.data.sampler.class_name),
     ]

@@ -10,11 +10,10 @@ import pytest
 
 from verl.config.load import load_ppo_config
 from verl.config.reward import JudgeConfig
-from verl.trainer.ppo.reward_functions import reward_function
 from verl.utils.py_functional import gather_awaitables
+from verl.utils.reward_functions.sources import reward_function
 from verl.utils.reward_score import default_compute_score, http_json
 from verl.utils.reward_score.judge import Judge, JudgeError
-from verl.workers.reward_manager import NaiveRewardManager
 
 
 class Server(ThreadingHTTPServer):
@@ -196,7 +195,7 @@ def options(*more):
 
 
 def function_of(*more):
-    return reward_function(options(*more), NaiveRewardManager)
+    return reward_function(options(*more))
 
 
 def test_the_options_of_a_run_reach_the_judge_and_the_rules_stay(server):

@@ -9,8 +9,8 @@ from tests.trainer.test_reward import config, write
 from tests.workers.reward_manager.batches import TOKENIZER, batch_of
 from verl.config.reward import RewardSandboxConfig
 from verl.trainer.ppo.reward import compute_reward, load_reward_manager
+from verl.utils.reward_functions.routing import BySource
 from verl.workers.reward_manager import DAPORewardManager, PrimeRewardManager, RewardError, get_reward_manager_cls
-from verl.workers.reward_manager.routing import BySource
 
 
 def scores(tensor):

@@ -13,17 +13,14 @@ import torch
 from torch import Tensor
 
 from verl.protocol import DataProto
-from verl.trainer.ppo.reward_functions import (
-    reward_function,
-    reward_manager_class,
-    start_reward_functions,
-)
 from verl.utils.fs import copy_to_local
-from verl.utils.import_utils import import_users_modules, load_extern_type
+from verl.utils.import_utils import import_users_modules, load_extern_type, split_file_name
 from verl.utils.py_functional import convert_to_regular_types
 from verl.utils.ragged import Ragged
-from verl.workers.reward_manager import BatchRewardManager
-from verl.workers.reward_manager.abstract import AbstractRewardManager, RawRewardFn, RewardError
+from verl.utils.reward_functions.calling import RawRewardFn
+from verl.utils.reward_functions.sources import reward_function, sandbox_options, start_sandboxes
+from verl.workers.reward_manager import BatchRewardManager, get_reward_manager_cls
+from verl.workers.reward_manager.abstract import AbstractRewardManager, RewardError
 from verl.workers.reward_manager.rule import REWARD_ERROR_KEY, REWARD_ERROR_KIND_KEY, RuleRewardManager
 from verl.workers.reward_manager.self_test import Report, self_test
 
@@ -77,10 +74,28 @@ def load_reward_manager(
     return manager_cls(
         tokenizer=tokenizer,
         num_examine=num_examine,
-        compute_score=reward_function(config, manager_cls),
+        compute_score=reward_function(config, _wants_sandbox(config, manager_cls)),
         reward_fn_key=config.data.get("reward_fn_key", "data_source"),
         **kwargs,
     )
+
+
+def start_reward_functions(config: Any) -> None:
+    """Start the sandboxes of the reward functions, for them to be ready when `load_reward_manager` wants them."""
+    if _wants_sandbox(config, reward_manager_class(config)):
+        start_sandboxes(config)
+
+
+def reward_manager_class(config: Any) -> type:
+    """The class that ``reward_model.reward_manager`` names; with ``file.py:Class`` the file's."""
+    name = config.reward_model.get("reward_manager", None) or "naive"
+    in_file = split_file_name(name)
+    return load_extern_type(copy_to_local(in_file[0]), in_file[1]) if in_file else get_reward_manager_cls(name)
+
+
+def _wants_sandbox(config: Any, manager_cls: type) -> bool:
+    """Whether functions go to a sandbox: a manager that calls them by itself wants them in this process."""
+    return sandbox_options(config).enable and issubclass(manager_cls, RuleRewardManager)
 
 
 def _takes(manager_cls: type, name: str) -> bool:

@@ -12,6 +12,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -42,6 +43,7 @@ def open_table(
     cache_dir: str | None = None,
     use_shm: bool = False,
     bad_rows: BadRows = "refuse",
+    rows: int | None = None,
 ) -> RowTable:
     """The rows of all files ``paths`` names, in that order.
 
@@ -53,6 +55,7 @@ def open_table(
         cache_dir: where copies of remote and of large files lie; None: ``~/.cache/verl/rlhf``.
         use_shm: read copies in shared memory.
         bad_rows: what to do with a line that is no record: raise, or leave it out and name it in ``table.skipped``.
+        rows: of each file the first of them only; None: all.
 
     Raises:
         FileNotFoundError: nothing is there.
@@ -61,7 +64,7 @@ def open_table(
     cache_dir = os.path.expanduser(cache_dir or CACHE_DIR)
     named = [str(path) for path in ([paths] if isinstance(paths, str | os.PathLike) else paths)]
     found = [one for path in named for one in resolve(path)]
-    return read_files(found, [localized(path, cache_dir, use_shm) for path in found], cache_dir, bad_rows)
+    return read_files(found, [localized(path, cache_dir, use_shm) for path in found], cache_dir, bad_rows, rows)
 
 
 def localized(path: str, cache_dir: str | None = None, use_shm: bool = False) -> str:
@@ -72,14 +75,18 @@ def localized(path: str, cache_dir: str | None = None, use_shm: bool = False) ->
 
 
 def read_files(
-    names: Sequence[str], local: Sequence[str], cache_dir: str | None = None, bad_rows: BadRows = "refuse"
+    names: Sequence[str],
+    local: Sequence[str],
+    cache_dir: str | None = None,
+    bad_rows: BadRows = "refuse",
+    rows: int | None = None,
 ) -> RowTable:
     """The rows of local files and of data sets of the hub, under the names they are called by in messages."""
     tables = []
     for name, path in zip(names, local, strict=True):
         hub = hub_parts(path)
-        read = _hub_table(*hub, cache_dir or CACHE_DIR) if hub else read_file(path, cache_dir, bad_rows, name)
-        tables.append(read)
+        read = _hub_table(*hub, cache_dir or CACHE_DIR) if hub else read_file(path, cache_dir, bad_rows, name, rows)
+        tables.append(read if rows is None else read._replace(table=read.table.slice(0, rows)))
     return RowTable.of(tables)
 
 
@@ -137,18 +144,25 @@ def _in_folder(folder: str, names: Sequence[str]) -> list[str]:
 
 
 def read_file(
-    path: str, cache_dir: str | None = None, bad_rows: BadRows = "refuse", name: str | None = None
+    path: str,
+    cache_dir: str | None = None,
+    bad_rows: BadRows = "refuse",
+    name: str | None = None,
+    rows: int | None = None,
 ) -> FileTable:
-    """The rows of one local file, called ``name`` in messages. See :func:`open_table`."""
+    """The rows of one local file, called ``name`` in messages; of large files perhaps more than the first ``rows``.
+
+    See :func:`open_table`.
+    """
     path = os.path.expanduser(path)
     suffix = _checked_suffix(path)
     cache_dir, name = cache_dir or CACHE_DIR, name or path
     try:
         if suffix == ".parquet":
-            return FileTable(read_parquet(path, cache_dir), name)
+            return FileTable(read_parquet(path, cache_dir, rows), name)
         if suffix == ".arrow":
             return FileTable(read_arrow(path), name)
-        return _read_text(path, suffix, cache_dir, bad_rows, name)
+        return _read_text(path, suffix, cache_dir, bad_rows, name, rows)
     except DataError:
         raise
     except PermissionError as error:
@@ -198,9 +212,11 @@ def _relative(path: str) -> str:
 # text -------------------------------------------------------------------------------------------------------------
 
 
-def _read_text(path: str, suffix: str, cache_dir: str, bad_rows: BadRows, name: str) -> FileTable:
+def _read_text(path: str, suffix: str, cache_dir: str, bad_rows: BadRows, name: str, first: int | None) -> FileTable:
     records = partial(csv_records, path) if suffix == ".csv" else partial(json_records, path, suffix)
     reading = _Reading(name, FORMATS[suffix], records, bad_rows)
+    if first is not None:
+        return reading.result(table_in_memory(islice(reading.rows(), first)))
     if os.path.getsize(path) <= IN_MEMORY:
         return reading.result(table_in_memory(reading.rows()))
     return reading.result(mapped_copy(path, cache_dir, lambda target: write_arrow(reading.rows(), target), bad_rows))

@@ -4,7 +4,6 @@ Nothing is sent unless ``reward_model.judge.url`` is set. Failures are errors wi
 """
 
 import asyncio
-import fnmatch
 import functools
 import hashlib
 import json
@@ -20,7 +19,7 @@ from verl.config.reward import JudgeConfig
 from verl.utils.py_functional import convert_to_regular_types, excerpt
 from verl.utils.reward_score.extract import after_thinking
 from verl.utils.reward_score.http_json import ServiceError, pace, post, slot
-from verl.utils.reward_score.registry import has_scorer
+from verl.utils.reward_score.registry import is_for_judge
 
 PLACEHOLDERS = ("question", "response", "ground_truth", "data_source")
 
@@ -65,9 +64,7 @@ class Judge:
 
     def judges(self, data_source: str) -> bool:
         """Whether rows of a data source are judged: it is named, or none is and it has no built-in scorer."""
-        if self.config.data_sources:
-            return any(fnmatch.fnmatchcase(data_source, pattern) for pattern in self.config.data_sources)
-        return not has_scorer(data_source)
+        return is_for_judge(data_source, self.config.data_sources)
 
     async def score(
         self, data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | None = None

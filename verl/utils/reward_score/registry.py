@@ -1,8 +1,9 @@
 """Which scorer belongs to which data source. A scorer's module is imported when its first row comes."""
 
+import fnmatch
 import importlib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -91,6 +92,11 @@ def known_data_sources() -> list[str]:
 def has_scorer(data_source: str) -> bool:
     """Whether a data source has a built-in scorer."""
     return _entry(data_source) is not None
+
+
+def is_for_judge(data_source: str, named: Sequence[str]) -> bool:
+    """Whether a judge scores a data source: a pattern fits, or there is none and no built-in scorer."""
+    return any(fnmatch.fnmatchcase(data_source, one) for one in named) if named else not has_scorer(data_source)
 
 
 def scorer_of(data_source: str) -> tuple[Callable[..., float | dict], Mapping[str, Any]]:

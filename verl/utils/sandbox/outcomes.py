@@ -10,7 +10,14 @@ from typing import Any
 
 from verl.utils.py_functional import excerpt
 
-_CALLERS = ("verl.workers.reward_manager", "verl.utils.py_functional", "verl.utils.sandbox", "asyncio", "concurrent")
+_CALLERS = (
+    "verl.workers.reward_manager",
+    "verl.utils.reward_functions",
+    "verl.utils.py_functional",
+    "verl.utils.sandbox",
+    "asyncio",
+    "concurrent",
+)
 
 
 class Outcome(str, enum.Enum):

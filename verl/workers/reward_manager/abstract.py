@@ -1,15 +1,12 @@
 """What every reward manager is: a batch of responses in, a number per response out."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
 from verl.protocol import DataProto
-
-RawRewardFn = Callable[..., Any]
-"""A user's reward function; how it is called depends on the manager."""
+from verl.utils.reward_functions.calling import RawRewardFn
 
 
 class RewardError(RuntimeError):

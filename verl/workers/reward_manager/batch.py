@@ -4,11 +4,11 @@ import inspect
 from typing import Any
 
 from verl.utils.py_functional import gather_awaitables
+from verl.utils.reward_functions.calling import BATCH_PARAMETERS, RawRewardFn, Sample, in_columns
 from verl.utils.sandbox.function import SandboxedFunction
 from verl.utils.sandbox.outcomes import Failure, scored_batch
-from verl.workers.reward_manager.abstract import RawRewardFn
 from verl.workers.reward_manager.registry import register
-from verl.workers.reward_manager.rule import RuleRewardManager, Sample
+from verl.workers.reward_manager.rule import RuleRewardManager
 from verl.workers.reward_manager.watch import SlowCallWatch
 
 
@@ -20,11 +20,10 @@ class BatchRewardManager(RuleRewardManager):
     raises, no sample has a score.
     """
 
-    parameters = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
+    parameters = BATCH_PARAMETERS
 
     def call(self, function: RawRewardFn, samples: list[Sample]) -> list[Any]:
-        columns = {f"{name}s": [getattr(sample, name) for sample in samples] for name in Sample.__dataclass_fields__}
-        columns |= self.reward_kwargs
+        columns = {**in_columns(samples), **self.reward_kwargs}
         if isinstance(function, SandboxedFunction):
             return function.batch(len(samples), columns)
         with SlowCallWatch(lambda key: f"a batch of {len(samples)} responses") as watch:

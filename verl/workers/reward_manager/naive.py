@@ -4,11 +4,11 @@ import inspect
 from typing import Any
 
 from verl.utils.py_functional import gather_awaitables
+from verl.utils.reward_functions.calling import PARAMETERS, RawRewardFn, Sample
 from verl.utils.sandbox.function import SandboxedFunction
 from verl.utils.sandbox.outcomes import Failure, NotCalled
-from verl.workers.reward_manager.abstract import RawRewardFn
 from verl.workers.reward_manager.registry import register
-from verl.workers.reward_manager.rule import RuleRewardManager, Sample
+from verl.workers.reward_manager.rule import RuleRewardManager
 from verl.workers.reward_manager.watch import SlowCallWatch
 
 
@@ -21,7 +21,7 @@ class NaiveRewardManager(RuleRewardManager):
     samples at once. ``extra_info`` is a copy of the row's, with ``num_turns``.
     """
 
-    parameters = ("data_source", "solution_str", "ground_truth", "extra_info")
+    parameters = PARAMETERS
 
     def arguments(self, function: RawRewardFn, sample: Sample) -> tuple[tuple, dict[str, Any]]:
         """Positional and named arguments of a call about a sample."""

@@ -3,11 +3,10 @@
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from verl.utils.reward_functions.calling import RawRewardFn, Sample, arguments_of, check_signature
 from verl.utils.sandbox.function import SandboxedFunction
-from verl.workers.reward_manager.abstract import RawRewardFn
 from verl.workers.reward_manager.naive import NaiveRewardManager
 from verl.workers.reward_manager.registry import register
-from verl.workers.reward_manager.rule import Sample, signature_of_function
 
 
 @register("prime")
@@ -26,20 +25,10 @@ class PrimeRewardManager(NaiveRewardManager):
         super().__init__(*args, **kwargs)
 
     def arguments(self, function: RawRewardFn, sample: Sample) -> tuple[tuple, dict[str, Any]]:
-        if self._takes_names(function):
-            return super().arguments(function, sample)
-        return tuple(vars(sample).values()), dict(self.reward_kwargs)
-
-    def _takes_names(self, function: RawRewardFn) -> bool:
-        signature = signature_of_function(function)
-        keywords = {**dict.fromkeys(self.parameters), **self.reward_kwargs, **getattr(function, "keywords", {})}
-        return signature is None or _binds(signature, (), keywords)
+        return arguments_of(function, sample, self.reward_kwargs)
 
     def check_signature(self, function: RawRewardFn) -> None:
-        signature = signature_of_function(function)
-        keywords = {**self.reward_kwargs, **getattr(function, "keywords", {})}
-        if signature is None or not _binds(signature, self.parameters, keywords):
-            super().check_signature(function)
+        check_signature(function, self.parameters, self.reward_kwargs, by_place=True)
 
     def call(self, function: RawRewardFn, samples: list[Sample]) -> list[Any]:
         if isinstance(function, SandboxedFunction):
@@ -47,11 +36,3 @@ class PrimeRewardManager(NaiveRewardManager):
         naive = super().call
         with ThreadPoolExecutor(self.num_processes) as threads:
             return [result for [result] in threads.map(lambda sample: naive(function, [sample]), samples)]
-
-
-def _binds(signature: Any, args: tuple, keywords: dict[str, Any]) -> bool:
-    try:
-        signature.bind(*args, **keywords)
-    except TypeError:
-        return False
-    return True

@@ -1,11 +1,8 @@
 """What the managers that call a Python function share: reading samples, checking results, placing rewards."""
 
-import functools
-import inspect
 import logging
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,11 +12,12 @@ from torch import Tensor
 from verl.protocol import DataProto
 from verl.utils.py_functional import excerpt
 from verl.utils.ragged import Ragged
+from verl.utils.reward_functions.calling import RawRewardFn, Sample, check_signature
+from verl.utils.reward_functions.routing import BySource, functions_of, is_built_in
 from verl.utils.reward_score import default_compute_score
 from verl.utils.sandbox.describing import name_of
 from verl.utils.sandbox.outcomes import Failure, NotCalled, Outcome, Scored, scored
-from verl.workers.reward_manager.abstract import AbstractRewardManager, RawRewardFn, RewardError
-from verl.workers.reward_manager.routing import BySource, functions_of, is_built_in
+from verl.workers.reward_manager.abstract import AbstractRewardManager, RewardError
 
 logger = logging.getLogger(__name__)
 
@@ -30,16 +28,6 @@ REWARD_ERROR_KEY = "reward_error"
 
 REWARD_ERROR_KIND_KEY = "reward_error_kind"
 """Column beside it: the `Outcome` of what failed, else None."""
-
-
-@dataclass(frozen=True)
-class Sample:
-    """What a reward function is told about one response."""
-
-    data_source: str
-    solution_str: str
-    ground_truth: Any
-    extra_info: dict[str, Any]
 
 
 _WAYS_OUT = {
@@ -232,29 +220,7 @@ class RuleRewardManager(AbstractRewardManager):
         Raises:
             TypeError: it does not take what it will be given.
         """
-        keywords = {**dict.fromkeys(self.parameters), **self.reward_kwargs, **getattr(function, "keywords", {})}
-        signature = signature_of_function(function)
-        try:
-            if signature is not None:
-                signature.bind(**keywords)
-        except TypeError as error:
-            hint = ""
-            for manager, sign in (("batch", "data_sources"), ("naive", "data_source")):
-                if sign in signature.parameters and sign not in self.parameters:
-                    hint = f" Its parameters are those of reward_model.reward_manager={manager}: set that."
-            raise TypeError(
-                f"The reward function {name_of(function)} has the parameters {signature} and is called with the "
-                f"keywords {', '.join(keywords)}: {error}.{hint} Name its parameters so, or let it take **kwargs."
-            ) from None
-
-
-def signature_of_function(function: RawRewardFn) -> inspect.Signature | None:
-    while isinstance(function, functools.partial):
-        function = function.func
-    try:
-        return inspect.signature(function)
-    except (TypeError, ValueError):  # builtins may not tell
-        return None
+        check_signature(function, self.parameters, self.reward_kwargs)
 
 
 def _filled_in(scores: list[float], failures: Mapping[int, Failure], manager: "RuleRewardManager") -> list[float]:

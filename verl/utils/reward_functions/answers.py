@@ -1,17 +1,18 @@
-"""What a right answer looks like as a response: a row's ground truth in each form that scorers read.
+"""Texts to try a reward function on: a row's ground truth in each form that scorers read, and what answers nothing.
 
 A scorer wants its answer marked (``#### 18``, ``\\boxed{18}``, ``<answer>18</answer>``, a code block, ...) and does not
-say how. So the forms are tried, and the one that scores best on the first rows of a data source is kept for the others.
+say how.
 """
-
-from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-GARBAGE = "I am not sure about this one, so let me talk about the weather instead."
-"""A response that answers nothing."""
+GARBAGE = ("", "I do not know.", "zqx vbn wfg")
+"""Responses that answer nothing."""
+
+UNRELATED = ("7", "yes", "A", "the quick brown fox\n" * 5)
+"""Tried where a row does not say what would be right: some text should earn another score than the rest."""
 
 _SOLUTIONS = ("solution", "answer", "one_solution", "reference", "canonical_solution", "response", "gold")
 """Names under which ``extra_info`` holds a worked solution, an expression or a program."""
@@ -25,6 +26,7 @@ FORMS: dict[str, Callable[[str], str]] = {
     "\\boxed{answer}": lambda answer: f"The answer is $\\boxed{{{answer}}}$.",
     "Answer: answer": "So we are done.\n\nAnswer: {}".format,
     "<answer>answer</answer>": "<think>It follows.</think>\n<answer>{}</answer>".format,
+    "<answer>\\boxed{answer}</answer>": lambda answer: f"<answer>\\boxed{{{answer}}}</answer>",
     "<think>...</think> \\boxed{answer}": lambda answer: f"<think>It follows.</think> \\boxed{{{answer}}}",
     "```python answer```": "```python\n{}\n```".format,
 }
@@ -42,7 +44,7 @@ def gold_responses(ground_truth: Any, extra_info: Any) -> dict[str, str]:
             found |= {shown.format(name): FORMS[form](text) for form, shown in _WRAPPED.items()}
             if name == "canonical_solution" and isinstance(info.get("prompt"), str):
                 found["prompt + canonical_solution"] = FORMS["```python answer```"](info["prompt"] + text)
-    for answer in _answers(ground_truth):
+    for answer in filter(str.strip, _answers(ground_truth)):
         for form, write in FORMS.items():
             found.setdefault(form, write(answer))
     return found
@@ -58,6 +60,8 @@ _WRAPPED = {
 
 def _answers(ground_truth: Any) -> Iterator[str]:
     """Texts that a ground truth may mean, the likeliest first."""
+    if hasattr(ground_truth, "tolist"):
+        ground_truth = ground_truth.tolist()
     if isinstance(ground_truth, str):
         parsed = _parsed(ground_truth)
         if isinstance(parsed, (Mapping, list)):
@@ -66,7 +70,7 @@ def _answers(ground_truth: Any) -> Iterator[str]:
             yield ground_truth
     elif isinstance(ground_truth, (bool, int, float)):
         yield str(ground_truth)
-    elif isinstance(ground_truth, list) and ground_truth:
+    elif isinstance(ground_truth, (list, tuple)) and ground_truth:
         yield from _answers(ground_truth[0])
     elif isinstance(ground_truth, Mapping):
         for name in _ANSWERS:

@@ -5,8 +5,8 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from verl.utils.reward_functions.calling import RawRewardFn
 from verl.utils.reward_score import default_compute_score
-from verl.workers.reward_manager.abstract import RawRewardFn
 
 BUILT_IN = "pkg://verl.utils.reward_score"
 

@@ -1,19 +1,24 @@
 """Right answers must score high and wrong ones low, whatever the reward function does."""
 
+import inspect
 import json
 import time
 
 import pytest
 
 from verl.data_check.command import read_options
-from verl.data_check.gold import gold_responses
-from verl.data_check.scoring import ScoredRow, reward_function, score_source
+from verl.utils.reward_functions.answers import gold_responses
+from verl.utils.reward_functions.calling import MANAGERS_OWN, check_signature
+from verl.utils.reward_functions.sources import reward_function
+from verl.utils.reward_functions.trial import TrialRow, try_function
+from verl.workers.reward_manager.registry import REWARD_MANAGER_REGISTRY
+from verl.workers.reward_manager.rule import RuleRewardManager
 
 
-def scored(function, truths=("8", "9", "10"), patience=5.0, infos=None):
+def scored(function, truths=("8", "9", "10"), infos=None, **options):
     infos = infos or [{}] * len(truths)
-    rows = [ScoredRow(f"a.parquet, row {i}", "mine", t, infos[i]) for i, t in enumerate(truths)]
-    return score_source(function, "mine", rows, 30, patience)
+    rows = [TrialRow(f"a.parquet, row {i}", "mine", t, infos[i]) for i, t in enumerate(truths)]
+    return try_function(function, "mine", rows, 30, **options)
 
 
 def exact(data_source, solution_str, ground_truth, extra_info):
@@ -22,8 +27,19 @@ def exact(data_source, solution_str, ground_truth, extra_info):
 
 def test_the_form_that_the_scorer_wants_is_found():
     found = scored(exact)
-    assert found.form == "<answer>answer</answer>" and found.gold == [1.0] * 3 and found.garbage == [0.0] * 3
+    assert found.form == "<answer>answer</answer>" and found.gold == [1.0] * 3 and found.garbage == [0.0] * 9
     assert found.other == [0.0] * 2 and found.constant is None and found.problems() == ([], [])
+    assert (found.rows, found.tried) == (30, 3)
+
+
+def test_no_text_is_scored_twice():
+    asked = []
+
+    def counts(data_source, solution_str, ground_truth, extra_info):
+        asked.append((solution_str, ground_truth))
+        return solution_str == ground_truth
+
+    assert scored(counts).calls == len(asked) == len(set(asked))
 
 
 @pytest.mark.parametrize("value", [0.0, 1.0, True, -1])
@@ -49,40 +65,55 @@ def test_right_answers_that_score_low_are_named():
     assert "score 0.667 on average. The first that does not: a.parquet, row 2: 0 for '10'" in warning
 
 
-def stops(data_source, solution_str, ground_truth, extra_info):
-    raise SystemExit(3)
+def test_a_slow_function_is_not_asked_for_ever():
+    calls = []
 
+    def slow(solution_str, **sample):
+        time.sleep(0.02)
+        calls.append(solution_str)
+        return float(len(calls))
 
-def leaves(data_source, solution_str, ground_truth, extra_info):
-    import os
-
-    os._exit(7)
-
-
-def sleeps(data_source, solution_str, ground_truth, extra_info):
-    time.sleep(60 if ground_truth == "9" else 0)
-    return 0.5
+    found = scored(slow, ("1",) * 50, seconds=0.3)
+    assert found.is_cut and 0 < found.tried < 50 and "the others were left out" in found.problems()[1][-1]
 
 
 FAULTS = {
-    "raises": (lambda **sample: 1 / 0, "row 0: ZeroDivisionError"),
-    "signature": (lambda text: 1.0, "row 0: TypeError"),
-    "nan": (lambda **sample: float("nan"), "must be finite"),
-    "shape": (lambda **sample: [1.0, 2.0], "is no score"),
-    "no score": (lambda **sample: {"acc": 1.0}, "a dict without 'score'"),
-    "none": (lambda **sample: None, "None of type NoneType"),
-    "exit": (stops, "SystemExit: '3'"),
-    "os._exit": (leaves, "row 0: it ended the process (exit code 7)"),
-    "hangs": (sleeps, "row 1: no score within 0.3 s"),
+    "raises": ("return 1 / 0", "row 0: ZeroDivisionError: division by zero [raised]"),
+    "nan": ("return float('nan')", "must be finite [not_finite]"),
+    "shape": ("return [1.0, 2.0]", "[wrong_type]"),
+    "no score": ("return {'acc': 1.0}", "a dict without 'score'"),
+    "none": ("return None", "None of type NoneType"),
+    "exit": ("raise SystemExit(3)", "row 0: SystemExit: 3 [exit]"),
+    "os._exit": ("import os; os._exit(7)", "it left its process with exit code 7 [exit]"),
+    "hangs": ("import time; time.sleep(60 if ground_truth == '9' else 0); return 0.5", "row 1: TimeoutError"),
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_faulty_function_is_an_error_with_its_row(fault):
-    function, told = FAULTS[fault]
+def test_a_faulty_function_is_an_error_with_its_row(fault, tmp_path):
+    body, told = FAULTS[fault]
+    (tmp_path / "reward.py").write_text(f"def compute_score(ground_truth, **sample):\n    {body}\n")
+    function = reward_function(read_options([f"reward={tmp_path}/reward.py"])[0])
     begin = time.monotonic()
-    [error, *_], _ = scored(function, patience=0.3 if fault == "hangs" else 10.0).problems()
+    [error, *_], _ = scored(function, timeout_s=0.3 if fault == "hangs" else 10.0).problems()
     assert told in error and time.monotonic() - begin < 5
+    function.pool.close()
+
+
+def test_a_function_without_these_names_is_refused():
+    with pytest.raises(TypeError, match="has the parameters .text. and is called with the keywords data_source"):
+        check_signature(lambda text: 1.0, ("data_source",), {})
+    [error], _ = scored(lambda text: 1.0).problems()
+    assert "row 0: TypeError" in error
+
+
+def test_what_managers_keep_of_their_keywords_is_known():
+    own = set()
+    for cls in (RuleRewardManager, *REWARD_MANAGER_REGISTRY.values()):
+        if issubclass(cls, RuleRewardManager) and cls.__module__.startswith("verl."):
+            parameters = inspect.signature(cls.__init__).parameters.values()
+            own |= {one.name for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)}
+    assert own - {"self", "tokenizer", "num_examine", "compute_score", "reward_fn_key"} == set(MANAGERS_OWN)
 
 
 GOLD = {
@@ -123,7 +154,7 @@ def test_tests_and_rules_are_no_answers():
     assert not errors and "do not say what would be right" in warning
 
 
-@pytest.mark.parametrize("kind", ["plain", "async", "batch", "kwargs"])
+@pytest.mark.parametrize("kind", ["plain", "async", "batch", "kwargs", "by place"])
 def test_functions_are_called_as_their_manager_calls(tmp_path, kind):
     bodies = {
         "plain": "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
@@ -134,11 +165,12 @@ def test_functions_are_called_as_their_manager_calls(tmp_path, kind):
         "    return [float(a == b) for a, b in zip(solution_strs, ground_truths)]",
         "kwargs": "def compute_score(data_source, solution_str, ground_truth, extra_info=None, bonus=0):\n"
         "    return (ground_truth == solution_str) * bonus",
+        "by place": "def compute_score(source, text, truth, info):\n    return text == truth",
     }
     (tmp_path / "reward.py").write_text(bodies[kind])
     words = [f"reward={tmp_path}/reward.py"]
-    words += ["reward_model.reward_manager=batch"] if kind == "batch" else []
     words += ["custom_reward_function.reward_kwargs.bonus=1"] if kind == "kwargs" else []
-    function, name = reward_function(read_options(words)[0])
-    found = scored(function)
-    assert name.endswith("reward.py:compute_score") and found.gold == [1.0] * 3 and not found.errors
+    function = reward_function(read_options(words)[0])
+    found = scored(function, is_batch=kind == "batch")
+    assert found.gold == [1.0] * 3 and not found.error
+    function.pool.close()

@@ -8,37 +8,37 @@ from verl.config.reward import RewardSandboxConfig
 from verl.utils.fs import copy_to_local
 from verl.utils.import_utils import load_extern_type, split_file_name
 from verl.utils.py_functional import convert_to_regular_types
+from verl.utils.reward_functions.calling import RawRewardFn
+from verl.utils.reward_functions.routing import BUILT_IN, BySource
 from verl.utils.reward_score import built_in_options, default_compute_score
 from verl.utils.sandbox.function import SandboxedFunction, sandboxed
 from verl.utils.sandbox.limits import Limits
 from verl.utils.sandbox.pool import Pool, Source
-from verl.workers.reward_manager import get_reward_manager_cls
-from verl.workers.reward_manager.abstract import RawRewardFn
-from verl.workers.reward_manager.routing import BUILT_IN, BySource
-from verl.workers.reward_manager.rule import RuleRewardManager
 
 
-def reward_manager_class(config: Any) -> type:
-    """The class that ``reward_model.reward_manager`` names; with ``file.py:Class`` the file's."""
-    name = config.reward_model.get("reward_manager", None) or "naive"
-    in_file = split_file_name(name)
-    return load_extern_type(copy_to_local(in_file[0]), in_file[1]) if in_file else get_reward_manager_cls(name)
+def start_sandboxes(config: Any) -> None:
+    """Start the processes of the reward functions, for them to be ready when `reward_function` wants them."""
+    for source in {repr(source): source for source in _sources(config).values()}.values():
+        _pool(config, source)
 
 
-def start_reward_functions(config: Any) -> None:
-    """Start the sandboxes of the reward functions, for them to be ready when `load_reward_manager` wants them."""
-    if _wants_sandbox(config, reward_manager_class(config)):
-        for source in {repr(source): source for source in _sources(config).values()}.values():
-            _pool(config, source)
+def reward_function(config: Any, in_sandbox: bool = True, workers: int | None = None) -> RawRewardFn | None:
+    """What scores the responses of a run: None for the built-in scorers in this process.
 
+    Args:
+        config: the tree; read are ``custom_reward_function`` and ``reward_model``.
+        in_sandbox: call it in processes of its own, or else in this one.
+        workers: how many; None: as ``reward_model.sandbox.workers`` says.
 
-def reward_function(config: Any, manager_cls: type) -> RawRewardFn | None:
-    """What the manager is to call: None for the built-in scorers in this process."""
+    Raises:
+        FileNotFoundError, AttributeError, RuntimeError: the file, the function in it, or what the file does.
+        ValueError: an entry of ``reward_model.by_source`` names no function.
+    """
     sources = _sources(config)
     make = _in_process
-    if _wants_sandbox(config, manager_cls):
-        options = _sandbox(config)
-        pools = {repr(source): _pool(config, source) for source in sources.values()}  # all start at once
+    if in_sandbox:
+        options = sandbox_options(config)
+        pools = {repr(source): _pool(config, source, workers) for source in sources.values()}  # all start at once
 
         def make(source: Source) -> RawRewardFn:
             return SandboxedFunction(pools[repr(source)], _timeout_s(config, source), options.batch_timeout_s)
@@ -79,20 +79,16 @@ def _source(key: str, place: Any, config: Any) -> Source:
     return Source(copy_to_local(path), name)
 
 
-def _wants_sandbox(config: Any, manager_cls: type) -> bool:
-    """Whether functions go to a sandbox: a manager that calls them by itself wants them in this process."""
-    return _sandbox(config).enable and issubclass(manager_cls, RuleRewardManager)
-
-
-def _sandbox(config: Any) -> RewardSandboxConfig:
+def sandbox_options(config: Any) -> RewardSandboxConfig:
+    """The section ``reward_model.sandbox``, or its defaults."""
     given = config.reward_model.get("sandbox", None)
     return given if given is not None else RewardSandboxConfig()
 
 
-def _pool(config: Any, source: Source) -> Pool:
-    options = _sandbox(config)
+def _pool(config: Any, source: Source, workers: int | None = None) -> Pool:
+    options = sandbox_options(config)
     limits = Limits(None, options.cpu_s, options.memory_mb, options.output_mb, options.processes, options.network)
-    workers = options.workers
+    workers = workers or options.workers
     if workers is None:
         is_shared = source.path == BUILT_IN or config.reward_model.get("reward_manager", None) == "prime"
         is_batch = config.reward_model.get("reward_manager", None) == "batch"
@@ -107,7 +103,7 @@ def _cores() -> int:
 def _timeout_s(config: Any, source: Source) -> float:
     """Seconds of one call; one that asks a judge has as long as all its tries may take."""
     judge = source.reward_kwargs.get("judge") or {"tries": 0, "timeout_s": 0.0}
-    return _sandbox(config).timeout_s + 2 * judge["tries"] * judge["timeout_s"]
+    return sandbox_options(config).timeout_s + 2 * judge["tries"] * judge["timeout_s"]
 
 
 def _in_process(source: Source) -> RawRewardFn:

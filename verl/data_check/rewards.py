@@ -1,0 +1,141 @@
+"""The run's reward function on rows of each data source: whether right and wrong answers earn what they should.
+
+The function runs in the sandbox of a run: one that hangs, exits or crashes costs a process, and its row is named.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from verl.utils.dataset.table import RowTable
+from verl.utils.py_functional import convert_to_regular_types
+from verl.utils.reward_functions.calling import (
+    BATCH_PARAMETERS,
+    MANAGERS_OWN,
+    PARAMETERS,
+    RawRewardFn,
+    check_signature,
+)
+from verl.utils.reward_functions.routing import BySource, functions_of, is_built_in
+from verl.utils.reward_functions.sources import reward_function
+from verl.utils.reward_functions.trial import Trial, TrialRow, try_function
+from verl.utils.reward_score.registry import is_for_judge
+from verl.utils.sandbox.outcomes import Outcome
+
+if TYPE_CHECKING:
+    from verl.data_check.preview import Limits, Preview
+
+_MANAGERS = ("naive", "prime", "dapo", "batch")
+"""Managers whose way of calling a function is known here."""
+
+_FUNCTION = ("custom_reward_function.path", "custom_reward_function.name")
+
+
+def rewards(config: Any, table: RowTable, found: Preview, limits: Limits) -> None:
+    """Try the function on some rows of each data source."""
+    manager = config.reward_model.reward_manager
+    if manager not in _MANAGERS:
+        found.note(f"reward_model.reward_manager={manager} is not tried: it calls functions in a way of its own.")
+        return
+    if config.reward_model.enable:
+        found.note("Scores of a reward model (reward_model.enable=true) are not tried here; those of functions are.")
+        if not config.custom_reward_function.path and limits.is_light:
+            return
+    reward_kwargs = convert_to_regular_types(config.reward_model.reward_kwargs or {})
+    reward_kwargs = {key: value for key, value in reward_kwargs.items() if key not in MANAGERS_OWN}
+    function = _function(config, reward_kwargs, found)
+    if function is None:
+        return
+    for source, positions in found.rows.rows_of.items():
+        if limits.is_light and _is_judged(config, function, source):
+            found.note(f"data_source={source!r} is scored by the judge, which is not asked here.")
+            continue
+        scores = try_function(
+            function,
+            source,
+            [_row(table, positions[i], source) for i in spread(len(positions), limits.scored)],
+            found.rows.sources[source],
+            is_batch=manager == "batch",
+            timeout_s=limits.patience,
+            seconds=10 * limits.patience,
+            reward_kwargs=reward_kwargs,
+        )
+        found.scores.append(scores)
+        errors, warnings = scores.problems()
+        if not scores.has_no_scorer:
+            say = found.error if not limits.is_light or _would_stop(config, scores) else found.warn
+            for text in errors:
+                say(text, *_blamed(config), "data.train_files")
+            for text in warnings:
+                found.warn(text)
+    if unknown := [scores.data_source for scores in found.scores if scores.has_no_scorer]:
+        shown = ", ".join(map(repr, unknown[:5])) + (", ..." if len(unknown) > 5 else "")
+        found.error(
+            f"There is no built-in scorer for {config.data.reward_fn_key}={shown}. Name a function of your own with "
+            "custom_reward_function.path, or correct the column.",
+            "data.reward_fn_key",
+        )
+
+
+def _function(config: Any, reward_kwargs: Mapping[str, Any], found: Preview) -> RawRewardFn | None:
+    """The run's function, in processes of its own; a finding where it cannot be loaded or called."""
+    section, is_batch = config.custom_reward_function, config.reward_model.reward_manager == "batch"
+    found.reward = f"{section.path}:{section.name}" if section.path else "built in, by data source"
+    try:
+        function = reward_function(config, workers=1)
+        for one in functions_of(function):
+            check_signature(
+                one,
+                BATCH_PARAMETERS if is_batch else PARAMETERS,
+                reward_kwargs,
+                by_place=config.reward_model.reward_manager == "prime",
+            )
+    except (FileNotFoundError, RuntimeError, AttributeError, ValueError) as error:
+        found.error(
+            f"custom_reward_function.name={section.name} cannot be loaded: {error}", *_FUNCTION, *_by_source(config)
+        )
+    except TypeError as error:
+        found.error(f"reward_model.reward_manager={config.reward_model.reward_manager}: {error}", *_FUNCTION)
+    else:
+        return function
+    return None
+
+
+def _would_stop(config: Any, scores: Trial) -> bool:
+    """Whether a run would stop at what was found; it waits longer for a score than one does here."""
+    section = config.reward_model
+    if scores.error:
+        return scores.kind is not Outcome.TIMEOUT and section.on_error == "stop" and not section.max_errors
+    return section.self_test == "stop"
+
+
+def _blamed(config: Any) -> tuple[str, ...]:
+    """Options that choose the function."""
+    return (*(_FUNCTION if config.custom_reward_function.path else ()), *_by_source(config))
+
+
+def _by_source(config: Any) -> tuple[str, ...]:
+    return ("reward_model.by_source",) if config.reward_model.by_source else ()
+
+
+def _is_judged(config: Any, function: RawRewardFn, source: str) -> bool:
+    """Whether the language model of ``reward_model.judge`` scores a data source."""
+    judge = config.reward_model.judge
+    scores = function.function_for(source) if isinstance(function, BySource) else function
+    return bool(judge.url) and is_built_in(scores) and is_for_judge(source, judge.data_sources)
+
+
+def _row(table: RowTable, position: int, source: str) -> TrialRow:
+    row = table[position]
+    info = row.get("extra_info")
+    return TrialRow(
+        table.where(position), source, row["reward_model"]["ground_truth"], info if isinstance(info, dict) else {}
+    )
+
+
+def spread(count: int, wanted: int | None) -> Sequence[int]:
+    """At most ``wanted`` of ``count`` positions, evenly spread, the first among them."""
+    if wanted is None or count <= wanted:
+        return range(count)
+    return [i * count // wanted for i in range(wanted)]
