@@ -17,7 +17,8 @@ from typing import Any
 from verl.protocol import DataProto
 from verl.trainer.ppo import checkpoint
 from verl.trainer.ppo.disjoint import Drawing
-from verl.trainer.ppo.ray_trainer import RayPPOTrainer, join_generated
+from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+from verl.trainer.ppo.rollout_requests import join_generated
 from verl.utils.dataset.sampler import AbstractCurriculumSampler
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from verl.protocol import DataProto
-from verl.trainer.ppo.validation import dump_samples
+from verl.trainer.ppo.samples import dump_samples
 
 RENAMED = {
     "_validate": "validate",
