@@ -113,6 +113,6 @@ class OneStepOffTrainer(RayPPOTrainer):
             return None
         responses, facts = saved
         if facts["step"] != step or len(responses) != rows:
-            self.progress.say(f"step {step} asks for other responses than were saved: they are drawn anew.")
+            self.say(f"step {step} asks for other responses than were saved: they are drawn anew.")
             return None
         return Drawing(facts["version"], facts["steps_done"], finished=responses)

@@ -52,10 +52,10 @@ from verl.trainer.ppo.reward_model import by_style, check_texts, is_judged, judg
 from verl.trainer.ppo.rollout_correction import bypass_old_log_probs, check_correction, reject_tokens, weigh_tokens
 from verl.trainer.ppo.rollout_requests import engine_metrics, join_generated, make_request, uids
 from verl.trainer.ppo.rollout_skip import KeptRollouts
-from verl.trainer.ppo.samples import dump_batch, reward_columns, shown_samples, texts
+from verl.trainer.ppo.run_log import RunLog
+from verl.trainer.ppo.samples import texts
 from verl.trainer.ppo.saves import RunCheckpoints, saved_groups
 from verl.trainer.ppo.shaping import Shaping
-from verl.trainer.ppo.trace import open_rollout_trace, sample_records
 from verl.trainer.ppo.utils import (
     Role,
     WorkerType,
@@ -71,10 +71,8 @@ from verl.utils.dataset.loader import build_dataset, build_train_loader, build_v
 from verl.utils.import_utils import import_users_modules
 from verl.utils.metric import reduce_metrics
 from verl.utils.profiler import marked_timer
-from verl.utils.progress import Progress
 from verl.utils.seeding import derive_seed
 from verl.utils.shares import SHARE_PLAN
-from verl.utils.tracking import Tracking, ValidationGenerationsLogger, check_backends
 
 __all__ = [
     "AdvantageEstimator",
@@ -86,16 +84,6 @@ __all__ = [
     "compute_advantage",
     "compute_response_mask",
 ]
-
-
-def log_places(tracking: Tracking) -> dict[str, Any]:
-    """Where the loggers that write files put them."""
-    attributes = {"metrics": ("file", "path"), "tensorboard": ("tensorboard", "folder")}
-    return {
-        label: getattr(tracking.logger[name], attribute)
-        for label, (name, attribute) in attributes.items()
-        if name in tracking.logger
-    }
 
 
 class RayPPOTrainer(RecipeNames):
@@ -161,8 +149,8 @@ class RayPPOTrainer(RecipeNames):
         self.kl_ctrl_in_reward = get_kl_controller(config.algorithm.kl_ctrl)
         rollout = config.actor_rollout_ref.rollout
         self.shaping = Shaping(config.algorithm, rollout.response_length, config.data.reward_fn_key)
-        check_backends(config.trainer.logger)
-        self.trace = open_rollout_trace(config)
+        self.run_log = RunLog(config, tokenizer)
+        self.say = self.run_log.say
         self.mismatch = MismatchMonitor(config, tokenizer.decode)
         self._create_dataloader(train_dataset, val_dataset, collate_fn, train_sampler)
         self.steps_per_epoch = len(self.train_dataloader)
@@ -176,12 +164,9 @@ class RayPPOTrainer(RecipeNames):
         self.validations: list[tuple[int, dict[str, float]]] = []
         self.metrics: dict[str, float] = {}
         self.timing: dict[str, float] = {}
-        self.progress = Progress(self.total_training_steps, enabled=False)
         self.has_checked_keys = False
         self.pending_reward: Beside | None = None
-        self.log_places: dict[str, Any] = {}
         self.sampler: Any = None
-        self.generations = ValidationGenerationsLogger()
 
     def _create_dataloader(self, train_dataset: Any, val_dataset: Any, collate_fn: Any, train_sampler: Any) -> None:
         """Set the loaders, and ``total_training_steps``."""
@@ -195,10 +180,6 @@ class RayPPOTrainer(RecipeNames):
         self.train_dataloader = build_train_loader(data, self.train_dataset, collate_fn, train_sampler, self.seed)
         self.val_dataloader = build_val_loader(data, self.val_dataset, collate_fn, self.seed)
         self.total_training_steps = trainer.total_training_steps or len(self.train_dataloader) * trainer.total_epochs
-
-    def say(self, sentence: str) -> None:
-        """Tell the user, above the line of progress."""
-        self.progress.say(sentence)
 
     @property
     def seed(self) -> int:
@@ -538,15 +519,7 @@ class RayPPOTrainer(RecipeNames):
     def start(self) -> None:
         """Open the loggers, resume, and validate once before training."""
         trainer = self.config.trainer
-        self.progress = Progress(self.total_training_steps, enabled=trainer.progress_bar)
-        self.logger = Tracking(
-            trainer.project_name,
-            trainer.experiment_name,
-            default_backend=trainer.logger,
-            config=typed_config(self.config).to_dict(),
-        )
-        self.generations = ValidationGenerationsLogger(tracking=self.logger)
-        self.log_places = log_places(self.logger)
+        self.run_log.open(self.total_training_steps)
         self.load_checkpoint()
         if self.global_steps >= self.total_training_steps and not trainer.val_only:
             self.say(
@@ -556,8 +529,8 @@ class RayPPOTrainer(RecipeNames):
             return
         if self.val_reward_fn is not None and (trainer.val_before_train or trainer.val_only):
             metrics = self.validate()
-            self.logger.log(metrics, step=self.global_steps)
-            self.progress.validated(self.global_steps, metrics)
+            self.run_log.log(self.global_steps, metrics)
+            self.run_log.progress.validated(self.global_steps, metrics)
         if trainer.val_only:
             self.total_training_steps = self.global_steps
 
@@ -568,16 +541,16 @@ class RayPPOTrainer(RecipeNames):
         self.nonfinite_guard.check(step, self.metrics)
         if trainer.rollout_data_dir:
             with self.timed("dump_rollout_generations"):
-                dump_batch(trainer.rollout_data_dir, step, batch, self.tokenizer)
-        if self.trace is not None:
+                self.run_log.dump(step, batch)
+        if self.run_log.trace is not None:
             with self.timed("trace"):
-                self.trace.log(step, self.traced(batch))
+                self.run_log.record(step, batch, self.timing.get("generate_sequences", self.timing.get("gen", 0.0)))
         is_test = self.val_reward_fn is not None and trainer.test_freq > 0 and (last or step % trainer.test_freq == 0)
         if is_test:
             with self.timed("testing"):
                 validation = self.validate()
             self.metrics.update(validation)
-            self.progress.validated(step, validation)
+            self.run_log.progress.validated(step, validation)
         self.finish_saving(wait=False)
         self.notify_sampler_and_dataset(batch)  # before saving: what they learn of this step is part of its checkpoint
         if trainer.save_freq > 0 and (last or step % trainer.save_freq == 0):
@@ -592,8 +565,8 @@ class RayPPOTrainer(RecipeNames):
         self.metrics.update(compute_timing_metrics(batch=batch, timing_raw=self.timing))
         self.metrics.update(compute_throughout_metrics(batch=batch, timing_raw=self.timing, n_gpus=n_gpus))
         if last or is_test or step % trainer.log_freq == 0:
-            self.logger.log(self.metrics, step=step)
-        self.progress.update(step, self.metrics)
+            self.run_log.log(step, self.metrics)
+        self.run_log.progress.update(step, self.metrics)
         if self.updates_actor and not self.has_checked_keys:
             self.has_checked_keys = True
             self.check_unread_keys()
@@ -608,10 +581,7 @@ class RayPPOTrainer(RecipeNames):
     def stop(self) -> None:
         """Close the loggers and say where everything lies."""
         self.finish_saving()
-        if self.trace is not None:
-            self.trace.finish()
-        self.logger.finish()
-        self.progress.finish()
+        self.run_log.close()
 
     def validate(self) -> dict[str, float]:
         """Sample ``val_kwargs.n`` responses to every validation prompt and score them."""
@@ -627,7 +597,7 @@ class RayPPOTrainer(RecipeNames):
         )
         self.engine_metrics()  # those of validation are not the next step's
         self.validations.append((self.global_steps, metrics))
-        self.log_generations(samples)
+        self.run_log.show(self.global_steps, samples)
         return metrics
 
     def validation_responses(self, n: int) -> Iterator[DataProto]:
@@ -645,19 +615,6 @@ class RayPPOTrainer(RecipeNames):
         if self.use_rm and is_judged(batch):
             batch = self.judged(batch)
         return compute_reward(batch, self.val_reward_fn)
-
-    def log_generations(self, samples: list[tuple[str, str, float]]) -> None:
-        """Show ``trainer.log_val_generations`` samples in the loggers, the same prompts every time."""
-        count = self.config.trainer.log_val_generations
-        if count:
-            shown = shown_samples(samples, count)
-            self.generations.log(self.config.trainer.logger, shown, self.global_steps)
-
-    def traced(self, batch: DataProto) -> list[dict[str, Any]]:
-        """This step's samples as ``rollout.trace`` records them."""
-        decode = self.tokenizer.batch_decode if self.config.actor_rollout_ref.rollout.trace.token2text else None
-        seconds = self.timing.get("generate_sequences", self.timing.get("gen", 0.0))
-        return sample_records(batch, self.global_steps, seconds, reward_columns(batch), decode)
 
     def memory_metrics(self) -> dict[str, float]:
         """What the phases of this step took, and after the first step a table of it."""
