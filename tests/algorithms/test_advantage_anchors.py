@@ -13,7 +13,7 @@ from tests.algorithms.test_advantage import close, outcome
 from verl.algorithms.advantage import compute_grpo_outcome_advantage, compute_rloo_outcome_advantage
 from verl.algorithms.advantage import get_adv_estimator_fn as estimator
 from verl.algorithms.advantage_anchors import anchor_groups, anchor_metrics, compute_gigpo_outcome_advantage, state_key
-from verl.algorithms.advantage_groups import (
+from verl.algorithms.advantage_baselines import (
     compute_multi_turn_optimal_token_baseline_advantage,
     compute_optimal_token_baseline_advantage,
 )

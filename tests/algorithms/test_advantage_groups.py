@@ -7,12 +7,14 @@ from torch.testing import assert_close
 
 from tests.algorithms.test_advantage import close, outcome
 from verl.algorithms.advantage import NonFiniteError, compute_grpo_outcome_advantage
+from verl.algorithms.advantage_baselines import (
+    compute_optimal_token_baseline_advantage,
+)
 from verl.algorithms.advantage_groups import (
     compute_gdpo_outcome_advantage,
     compute_gpg_outcome_advantage,
     compute_grpo_passk_outcome_advantage,
     compute_opo_outcome_advantage,
-    compute_optimal_token_baseline_advantage,
 )
 
 SCORES, LENGTHS, INDEX = [1.0, 0.0, 2.0, 0.25], [3, 1, 5, 2], np.array(["a", "a", "b", "a"], dtype=object)

@@ -6,7 +6,7 @@ import json
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from verl.utils.dataset.files import open_table
@@ -31,6 +31,7 @@ def same(read, written) -> bool:
 
 
 @RUN
+@example(rows=[{"b": ""}, {"b": [False, 0]}], cut=1)  # text in one chunk, several types in the next
 @given(rows=st.lists(objects, max_size=6), cut=st.integers(1, 4))
 def test_json_rows_of_any_types_come_back_as_they_were(tmp_path, monkeypatch, rows, cut):
     monkeypatch.setattr("verl.utils.dataset.columns_of_rows._CHUNK", cut)

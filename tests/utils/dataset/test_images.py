@@ -56,7 +56,7 @@ def test_ids_and_tensors_are_those_of_the_processor(folder, mixed):
 def test_lengths_count_the_tokens_of_images(folder, mixed):
     dataset = image_dataset(folder, mixed)
     lengths = [len(real_ids(dataset[i])) for i in range(len(MIXED))]
-    assert dataset._measure_all(dataset.dataframe).tolist() == lengths
+    assert dataset.lengths_of(dataset.dataframe).tolist() == lengths
     longest = sorted(lengths)[2]
     kept = image_dataset(folder, mixed, max_prompt_length=longest, filter_overlong_prompts=True)
     assert [len(real_ids(kept[i])) for i in range(len(kept))] == [n for n in lengths if n <= longest]

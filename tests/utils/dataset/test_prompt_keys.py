@@ -7,6 +7,7 @@ import pytest
 
 from tests.utils.dataset.files import prompt_row, write, write_numbered
 from verl.utils.dataset import token_ids
+from verl.utils.dataset.all_prompts import AllPrompts
 from verl.utils.dataset.loader import build_dataset
 from verl.utils.dataset.rl_dataset import DataError, RLHFDataset
 from verl.utils.tiny_model import make_tokenizer
@@ -74,10 +75,8 @@ def kept(monkeypatch):
     """Token ids of two prompts and more are kept, and how often prompts were tokenized is counted."""
     monkeypatch.setattr("verl.utils.dataset.rl_dataset.CACHED_FROM", 2)
     calls = []
-    tokenize = RLHFDataset._tokenize_block
-    monkeypatch.setattr(
-        RLHFDataset, "_tokenize_block", lambda self, block: calls.append(block) or tokenize(self, block)
-    )
+    tokenize = AllPrompts._tokenize_block
+    monkeypatch.setattr(AllPrompts, "_tokenize_block", lambda self, block: calls.append(block) or tokenize(self, block))
     return calls
 
 

@@ -18,13 +18,15 @@ from verl.algorithms.advantage import (
     register_adv_est,
 )
 from verl.algorithms.advantage_anchors import compute_gigpo_outcome_advantage
+from verl.algorithms.advantage_baselines import (
+    compute_multi_turn_optimal_token_baseline_advantage,
+    compute_optimal_token_baseline_advantage,
+)
 from verl.algorithms.advantage_groups import (
     compute_gdpo_outcome_advantage,
     compute_gpg_outcome_advantage,
     compute_grpo_passk_outcome_advantage,
-    compute_multi_turn_optimal_token_baseline_advantage,
     compute_opo_outcome_advantage,
-    compute_optimal_token_baseline_advantage,
 )
 from verl.algorithms.advantage_turns import (
     compute_agentic_reinforce_advantage,

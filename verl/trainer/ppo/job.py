@@ -62,10 +62,10 @@ class PPOJob:
                 trainer.init_workers()
             trainer.fit()
         except BaseException:
-            trainer.progress.finish()  # or a failed run would leave its bar, and no cursor, on the screen
+            trainer.run_log.progress.finish()  # or a failed run would leave its bar, and no cursor, on the screen
             if step := trainer.global_steps:
                 total, newest = trainer.total_training_steps, trainer.last_checkpoint
-                trainer.progress.say(stop_notice(step, total, newest, self.command_line))
+                trainer.run_log.progress.say(stop_notice(step, total, newest, self.command_line))
             raise
         finally:
             trainer.close_sampler()
@@ -91,7 +91,7 @@ class PPOJob:
             places={
                 "samples": keys.rollout_data_dir,
                 "validation samples": keys.validation_data_dir,
-                **trainer.log_places,
+                **trainer.run_log.places,
                 "checkpoint": trainer.last_checkpoint,
             },
             overrides=self.command_line,

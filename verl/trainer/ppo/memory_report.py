@@ -2,12 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from verl.workers.memory_ledger import Entry
 
 _GiB = 2**30
+
+
+class MemoryReport:
+    """What each phase of a step took, and a table of the first step.
+
+    Args:
+        say: tells the user a sentence.
+    """
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self.say = say
+        self.has_shown_table = False
+
+    def metrics(self, groups: Iterable[Any]) -> dict[str, float]:
+        """`memory_metrics` of these worker groups since the last call."""
+        by_rank = gather(group for group in groups if hasattr(group, "memory_entries"))
+        if not self.has_shown_table and any(by_rank):
+            self.has_shown_table = True
+            self.say(memory_table(by_rank[0]))
+        return memory_metrics(by_rank)
 
 
 def gather(groups: Iterable[Any]) -> list[list[Entry]]:

@@ -17,7 +17,8 @@ from typing import Any
 from verl.protocol import DataProto
 from verl.trainer.ppo import checkpoint
 from verl.trainer.ppo.disjoint import Drawing
-from verl.trainer.ppo.ray_trainer import RayPPOTrainer, join_generated
+from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+from verl.trainer.ppo.rollout_requests import join_generated
 from verl.utils.dataset.sampler import AbstractCurriculumSampler
 
 
@@ -112,6 +113,6 @@ class OneStepOffTrainer(RayPPOTrainer):
             return None
         responses, facts = saved
         if facts["step"] != step or len(responses) != rows:
-            self.progress.say(f"step {step} asks for other responses than were saved: they are drawn anew.")
+            self.say(f"step {step} asks for other responses than were saved: they are drawn anew.")
             return None
         return Drawing(facts["version"], facts["steps_done"], finished=responses)

@@ -8,10 +8,10 @@ historical: the same loop runs on the local controller.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from verl.algorithms.aggregate import agg_loss
@@ -21,7 +21,7 @@ from verl.config.unread import check_unread
 from verl.protocol import DataProto
 from verl.single_controller import get_controller
 from verl.single_controller.together import Beside
-from verl.trainer.ppo import checkpoint, long_tails, remote_checkpoints
+from verl.trainer.ppo import checkpoint, remote_checkpoints
 from verl.trainer.ppo.balance import balance_metrics, row_cost, share_plan
 from verl.trainer.ppo.core_algos import AdvantageEstimator
 from verl.trainer.ppo.disjoint import DisjointRollout
@@ -35,24 +35,27 @@ from verl.trainer.ppo.experience import (
     gigpo_metrics,
     response_column,
 )
-from verl.trainer.ppo.group_filter import GroupFilter
-from verl.trainer.ppo.long_tails import GroupSampler, draw_batch
-from verl.trainer.ppo.memory_report import gather, memory_metrics, memory_table
+from verl.trainer.ppo.long_tails import draw_batch
+from verl.trainer.ppo.memory_report import MemoryReport
 from verl.trainer.ppo.metric_utils import (
     compute_data_metrics,
     compute_throughout_metrics,
     compute_timing_metrics,
 )
 from verl.trainer.ppo.mismatch import MismatchMonitor
+from verl.trainer.ppo.nonfinite import NonFiniteGuard
 from verl.trainer.ppo.placement import ResourcePoolManager, start_worker_groups
-from verl.trainer.ppo.prompt_pool import STATE_FILE, PromptPool, load_pool, save_pool
+from verl.trainer.ppo.prompt_source import PromptSource
 from verl.trainer.ppo.recipe_names import RecipeNames
 from verl.trainer.ppo.reward import compute_reward, error_counts, without_failed
 from verl.trainer.ppo.reward_model import by_style, check_texts, is_judged, judge_metrics
 from verl.trainer.ppo.rollout_correction import bypass_old_log_probs, check_correction, reject_tokens, weigh_tokens
+from verl.trainer.ppo.rollout_requests import engine_metrics, join_generated, make_request, uids
 from verl.trainer.ppo.rollout_skip import KeptRollouts
+from verl.trainer.ppo.run_log import RunLog
+from verl.trainer.ppo.samples import texts
+from verl.trainer.ppo.saves import RunCheckpoints, saved_groups
 from verl.trainer.ppo.shaping import Shaping
-from verl.trainer.ppo.trace import open_rollout_trace, sample_records
 from verl.trainer.ppo.utils import (
     Role,
     WorkerType,
@@ -62,16 +65,14 @@ from verl.trainer.ppo.utils import (
     need_reward_model,
     ref_in_actor,
 )
-from verl.trainer.ppo.validation import dump_samples, ground_truths, validate
+from verl.trainer.ppo.validation import validate
 from verl.utils.config import adopt_config, typed_config
 from verl.utils.dataset.loader import build_dataset, build_train_loader, build_val_loader
 from verl.utils.import_utils import import_users_modules
 from verl.utils.metric import reduce_metrics
 from verl.utils.profiler import marked_timer
-from verl.utils.progress import Progress
 from verl.utils.seeding import derive_seed
 from verl.utils.shares import SHARE_PLAN
-from verl.utils.tracking import Tracking, ValidationGenerationsLogger, check_backends
 
 __all__ = [
     "AdvantageEstimator",
@@ -83,28 +84,6 @@ __all__ = [
     "compute_advantage",
     "compute_response_mask",
 ]
-
-PROMPT_COLUMNS = ("input_ids", "attention_mask", "position_ids")
-SAVED_ROLES = {Role.ActorRollout: "actor", Role.Actor: "actor", Role.Critic: "critic"}
-"""Roles with a checkpoint, and its folder under that of the step."""
-
-
-def join_generated(prompts: DataProto, generated: DataProto) -> DataProto:
-    """What was generated, with the columns of its prompts; where both have one of a name, the prompts' stays."""
-    prompts.pop(batch_keys=list(PROMPT_COLUMNS))
-    known = prompts.non_tensor_batch
-    generated.non_tensor_batch = {k: v for k, v in generated.non_tensor_batch.items() if k not in known}
-    return prompts.union(generated)
-
-
-def log_places(tracking: Tracking) -> dict[str, Any]:
-    """Where the loggers that write files put them."""
-    attributes = {"metrics": ("file", "path"), "tensorboard": ("tensorboard", "folder")}
-    return {
-        label: getattr(tracking.logger[name], attribute)
-        for label, (name, attribute) in attributes.items()
-        if name in tracking.logger
-    }
 
 
 class RayPPOTrainer(RecipeNames):
@@ -170,29 +149,24 @@ class RayPPOTrainer(RecipeNames):
         self.kl_ctrl_in_reward = get_kl_controller(config.algorithm.kl_ctrl)
         rollout = config.actor_rollout_ref.rollout
         self.shaping = Shaping(config.algorithm, rollout.response_length, config.data.reward_fn_key)
-        check_backends(config.trainer.logger)
-        self.trace = open_rollout_trace(config)
+        self.run_log = RunLog(config, tokenizer)
+        self.say = self.run_log.say
         self.mismatch = MismatchMonitor(config, tokenizer.decode)
         self._create_dataloader(train_dataset, val_dataset, collate_fn, train_sampler)
         self.steps_per_epoch = len(self.train_dataloader)
-        self.group_filter = self._create_group_filter()
-        self.group_sampler = self._create_group_sampler()
+        self.prompt_source = PromptSource(config, self.train_dataloader, self.say)
+        self.group_filter, self.group_sampler = self.prompt_source.group_filter, self.prompt_source.group_sampler
+        self.checkpoints = RunCheckpoints(config, self.say, self.timed)
+        self.nonfinite_guard = NonFiniteGuard(config.trainer.nonfinite_tolerance)
+        self.memory_report = MemoryReport(self.say)
         self.global_steps = 0
-        self.nonfinite_in_a_row = 0
         self.has_seen_one_turn_each = False
         self.validations: list[tuple[int, dict[str, float]]] = []
         self.metrics: dict[str, float] = {}
         self.timing: dict[str, float] = {}
-        self.saved_steps: list[int] = []
-        self.progress = Progress(self.total_training_steps, enabled=False)
-        self.last_checkpoint: Path | None = None
-        self.unfinished_save: int | None = None
-        self.has_shown_memory = False
         self.has_checked_keys = False
         self.pending_reward: Beside | None = None
-        self.log_places: dict[str, Any] = {}
         self.sampler: Any = None
-        self.generations = ValidationGenerationsLogger()
 
     def _create_dataloader(self, train_dataset: Any, val_dataset: Any, collate_fn: Any, train_sampler: Any) -> None:
         """Set the loaders, and ``total_training_steps``."""
@@ -207,29 +181,14 @@ class RayPPOTrainer(RecipeNames):
         self.val_dataloader = build_val_loader(data, self.val_dataset, collate_fn, self.seed)
         self.total_training_steps = trainer.total_training_steps or len(self.train_dataloader) * trainer.total_epochs
 
-    def _create_group_sampler(self) -> GroupSampler | None:
-        """What draws training batches request by request; None where one call samples a whole batch."""
-        rollout = self.config.actor_rollout_ref.rollout
-        if rollout.mode != "async" or rollout.async_ratio or rollout.skip_rollout:  # asked for as a whole
-            return None
-        pool = PromptPool(self.train_dataloader) if self.group_filter is None else self.group_filter.pool
-        return GroupSampler(rollout, pool, self.config.data.prompts_per_step, self.seed)
-
-    def _create_group_filter(self) -> GroupFilter | None:
-        """What chooses the groups of a step; None where all are trained on."""
-        filtering, data = self.config.algorithm.filter_groups, self.config.data
-        if not filtering.enable:
-            return None
-        pool = PromptPool(self.train_dataloader)
-
-        def say(sentence: str) -> None:
-            self.progress.say(sentence)
-
-        return GroupFilter(filtering, pool, data.train_batch_size, data.prompts_per_step, say)
-
     @property
     def seed(self) -> int:
         return self.config.trainer.seed
+
+    @property
+    def last_checkpoint(self) -> Path | None:
+        """Folder of the newest complete checkpoint."""
+        return self.checkpoints.last
 
     # -- the algorithm ------------------------------------------------------------------------------------------------
 
@@ -276,7 +235,7 @@ class RayPPOTrainer(RecipeNames):
         if self.group_filter is None:
             return batch
         while not self.group_filter.add(batch, self.global_steps):
-            batch = self.score(self.rollout(self.next_prompts(self.global_steps)))
+            batch = self.score(self.rollout(self.prompt_source.take(self.global_steps)))
         batch, metrics = self.group_filter.finish()
         self.metrics.update(metrics)
         self.divide_batch(batch)
@@ -355,7 +314,7 @@ class RayPPOTrainer(RecipeNames):
             metrics, warning = self.mismatch(batch, self.global_steps)
             self.metrics.update(metrics)
             if warning:
-                self.progress.say(warning)
+                self.say(warning)
         return batch
 
     def estimate_advantages(self, batch: DataProto) -> DataProto:
@@ -395,7 +354,7 @@ class RayPPOTrainer(RecipeNames):
         one_each = metrics["gigpo/turns_per_response"] <= 1
         if one_each and self.config.actor_rollout_ref.rollout.mode == "async" and not self.has_seen_one_turn_each:
             self.has_seen_one_turn_each = True
-            self.progress.say(
+            self.say(
                 f"algorithm.adv_estimator=gigpo: no response of step {self.global_steps} has a second turn, so that "
                 "advantages are those of grpo times episode_weight + step_weight"
             )
@@ -453,24 +412,17 @@ class RayPPOTrainer(RecipeNames):
         """
         step = self.global_steps
         while step < self.total_training_steps:
-            has_pool = self.group_sampler is not None or self.group_filter is not None
+            has_pool = self.prompt_source.has_pool
             for rows in [None] if has_pool else self.train_dataloader:
                 step += 1
                 if has_pool:
-                    prompts = self.next_prompts(step)
+                    prompts = self.prompt_source.take(step)
                 else:
                     prompts = DataProto.from_single_dict(rows)
-                    prompts.non_tensor_batch["uid"] = self.uids(f"step{step}", len(prompts))
+                    prompts.non_tensor_batch["uid"] = uids(f"step{step}", len(prompts))
                 yield step, prompts
                 if step >= self.total_training_steps:
                     return
-
-    def next_prompts(self, step: int) -> DataProto:
-        """The next prompts out of the pool; a step may ask several times."""
-        if self.group_sampler is None:
-            return self.group_filter.take(step)
-        prompts = self.group_sampler.take(step)
-        return prompts if self.group_filter is None else self.group_filter.note(prompts)
 
     def begin_step(self, step: int) -> None:
         """From here on numbers and times are those of ``step``."""
@@ -500,13 +452,7 @@ class RayPPOTrainer(RecipeNames):
             tickets = [self.group_filter.tickets[uid] for uid in prompts.non_tensor_batch["uid"]]
             places = [(ticket.step, ticket.number) for ticket in tickets]
         seeds = [derive_seed(self.seed, purpose, *place, i % n) for i, place in enumerate(places)]
-        request = prompts.select(batch_keys=list(PROMPT_COLUMNS))
-        request.meta_info = {"validate": validate, "global_steps": step}
-        prompts.meta_info.update(request.meta_info)
-        if (every := self.config.trainer.weight_sync_freq) > 1:
-            request.meta_info["weight_sync_freq"] = every
-        request.put("seeds", torch.tensor(seeds))
-        return request
+        return make_request(prompts, seeds, step, validate, self.config.trainer.weight_sync_freq)
 
     def sample_groups(self, prompts: DataProto, n: int) -> tuple[DataProto, DataProto]:
         """The prompts of the batch, and n responses to each; with ``rollout.over_sample_rate`` not to all prompts."""
@@ -518,27 +464,17 @@ class RayPPOTrainer(RecipeNames):
         return prompts, join_generated(prompts.repeat(n, interleave=True), generated)
 
     def engine_metrics(self) -> dict[str, float]:
-        """What the rollout engines counted since the last call, as ``rollout/engine/*``: averaged over the ranks.
+        """What the rollout engines counted since the last call, as ``rollout/engine/*``.
 
         Nothing while they draw ahead: the question would wait for the answers.
         """
-        group = self.rollout_wg or self.actor_rollout_wg
-        if self.draws_ahead or not hasattr(group, "rollout_metrics"):  # workers of a user's own
-            return {}
-        by_rank = [numbers for numbers in group.rollout_metrics() if numbers.get("requests")]
-        names = dict.fromkeys(name for numbers in by_rank for name in numbers)
-        lists = {f"rollout/engine/{name}": [n[name] for n in by_rank if name in n] for name in names}
-        return reduce_metrics(lists)
+        return {} if self.draws_ahead else engine_metrics(self.rollout_wg or self.actor_rollout_wg)
 
     def greedy_rewards(self, prompts: DataProto) -> torch.Tensor:
         """The reward of each prompt's greedy response, (b,): ReMax's baseline (Li et al. 2023, arXiv:2310.10505)."""
         baseline = self.generate(prompts.select(deepcopy=True), 1, do_sample=False)
         scores, _ = compute_reward(self.judged(baseline) if self.use_rm else baseline, self.reward_fn)
         return scores.sum(-1)
-
-    @staticmethod
-    def uids(prefix: str, count: int) -> np.ndarray:
-        return np.array([f"{prefix}-{i}" for i in range(count)], dtype=object)
 
     # -- start, validate, save, log, stop -----------------------------------------------------------------------------
 
@@ -563,7 +499,7 @@ class RayPPOTrainer(RecipeNames):
             group.init_model()
         self.sampler = self.start_sampler()
         if self.config.actor_rollout_ref.rollout.skip_rollout:
-            self.sampler = KeptRollouts(self.sampler, self.config, self.progress.say)
+            self.sampler = KeptRollouts(self.sampler, self.config, self.say)
 
     def start_sampler(self) -> Any:
         """What answers `generate_sequences`: the workers or, with ``rollout.mode=async``, agent loops and servers."""
@@ -583,26 +519,18 @@ class RayPPOTrainer(RecipeNames):
     def start(self) -> None:
         """Open the loggers, resume, and validate once before training."""
         trainer = self.config.trainer
-        self.progress = Progress(self.total_training_steps, enabled=trainer.progress_bar)
-        self.logger = Tracking(
-            trainer.project_name,
-            trainer.experiment_name,
-            default_backend=trainer.logger,
-            config=typed_config(self.config).to_dict(),
-        )
-        self.generations = ValidationGenerationsLogger(tracking=self.logger)
-        self.log_places = log_places(self.logger)
+        self.run_log.open(self.total_training_steps)
         self.load_checkpoint()
         if self.global_steps >= self.total_training_steps and not trainer.val_only:
-            self.progress.say(
+            self.say(
                 f"nothing is left to train: {self.global_steps} steps are done, this run asks for "
                 f"{self.total_training_steps}. Raise trainer.total_training_steps or trainer.total_epochs to go on."
             )
             return
         if self.val_reward_fn is not None and (trainer.val_before_train or trainer.val_only):
             metrics = self.validate()
-            self.logger.log(metrics, step=self.global_steps)
-            self.progress.validated(self.global_steps, metrics)
+            self.run_log.log(self.global_steps, metrics)
+            self.run_log.progress.validated(self.global_steps, metrics)
         if trainer.val_only:
             self.total_training_steps = self.global_steps
 
@@ -610,19 +538,19 @@ class RayPPOTrainer(RecipeNames):
         """Validate and save when it is time, dump samples, and log this step's numbers."""
         trainer = self.config.trainer
         last = step >= self.total_training_steps
-        self.guard_against_nonfinite(step)
+        self.nonfinite_guard.check(step, self.metrics)
         if trainer.rollout_data_dir:
             with self.timed("dump_rollout_generations"):
-                self.dump_rollout(trainer.rollout_data_dir, batch)
-        if self.trace is not None:
+                self.run_log.dump(step, batch)
+        if self.run_log.trace is not None:
             with self.timed("trace"):
-                self.trace.log(step, self.traced(batch))
+                self.run_log.record(step, batch, self.timing.get("generate_sequences", self.timing.get("gen", 0.0)))
         is_test = self.val_reward_fn is not None and trainer.test_freq > 0 and (last or step % trainer.test_freq == 0)
         if is_test:
             with self.timed("testing"):
                 validation = self.validate()
             self.metrics.update(validation)
-            self.progress.validated(step, validation)
+            self.run_log.progress.validated(step, validation)
         self.finish_saving(wait=False)
         self.notify_sampler_and_dataset(batch)  # before saving: what they learn of this step is part of its checkpoint
         if trainer.save_freq > 0 and (last or step % trainer.save_freq == 0):
@@ -631,14 +559,14 @@ class RayPPOTrainer(RecipeNames):
         n_gpus = self.resource_pool_manager.get_n_gpus()
         if trainer.memory_ledger:
             self.metrics.update(self.memory_metrics())
-        batches = step if self.group_filter is None else self.group_filter.pool.batches_read
-        self.metrics.update({"training/global_step": step, "training/epoch": (batches - 1) // self.steps_per_epoch})
+        epoch = (self.prompt_source.batches_read(step) - 1) // self.steps_per_epoch
+        self.metrics.update({"training/global_step": step, "training/epoch": epoch})
         self.metrics.update(compute_data_metrics(batch=batch, use_critic=self.use_critic))
         self.metrics.update(compute_timing_metrics(batch=batch, timing_raw=self.timing))
         self.metrics.update(compute_throughout_metrics(batch=batch, timing_raw=self.timing, n_gpus=n_gpus))
         if last or is_test or step % trainer.log_freq == 0:
-            self.logger.log(self.metrics, step=step)
-        self.progress.update(step, self.metrics)
+            self.run_log.log(step, self.metrics)
+        self.run_log.progress.update(step, self.metrics)
         if self.updates_actor and not self.has_checked_keys:
             self.has_checked_keys = True
             self.check_unread_keys()
@@ -648,15 +576,12 @@ class RayPPOTrainer(RecipeNames):
         groups = self.worker_groups.values()
         if all(hasattr(group, "options_read") for group in groups):  # workers of a user's own may not tell
             read = {key for group in groups for keys in group.options_read() for key in keys}
-            check_unread(typed_config(self.config), read, self.progress.say)
+            check_unread(typed_config(self.config), read, self.say)
 
     def stop(self) -> None:
         """Close the loggers and say where everything lies."""
         self.finish_saving()
-        if self.trace is not None:
-            self.trace.finish()
-        self.logger.finish()
-        self.progress.finish()
+        self.run_log.close()
 
     def validate(self) -> dict[str, float]:
         """Sample ``val_kwargs.n`` responses to every validation prompt and score them."""
@@ -665,14 +590,14 @@ class RayPPOTrainer(RecipeNames):
         metrics, samples = validate(
             self.validation_responses(n),
             self.validation_rewards,
-            self.texts,
+            partial(texts, tokenizer=self.tokenizer),
             Path(folder) if folder else None,
             self.global_steps,
             self.config.data.reward_fn_key,
         )
         self.engine_metrics()  # those of validation are not the next step's
         self.validations.append((self.global_steps, metrics))
-        self.log_generations(samples)
+        self.run_log.show(self.global_steps, samples)
         return metrics
 
     def validation_responses(self, n: int) -> Iterator[DataProto]:
@@ -680,7 +605,7 @@ class RayPPOTrainer(RecipeNames):
         first = 0
         for i, rows in enumerate(self.val_dataloader):
             prompts = DataProto.from_single_dict(rows)
-            prompts.non_tensor_batch["uid"] = self.uids(f"val{i}", len(prompts))
+            prompts.non_tensor_batch["uid"] = uids(f"val{i}", len(prompts))
             batch = self.generate(prompts.repeat(n, interleave=True), n, validate=True, first=first)
             yield from by_style(batch) if self.use_rm else [batch]
             first += len(prompts)
@@ -691,50 +616,10 @@ class RayPPOTrainer(RecipeNames):
             batch = self.judged(batch)
         return compute_reward(batch, self.val_reward_fn)
 
-    def texts(self, batch: DataProto) -> tuple[list[str], list[str]]:
-        """Prompts and responses as text, special tokens left out."""
-        decode = self.tokenizer.batch_decode
-        columns = (batch.ragged(name).rows() for name in ("prompts", "responses"))
-        inputs, outputs = (decode([row.tolist() for row in rows], skip_special_tokens=True) for rows in columns)
-        return inputs, outputs
-
-    def log_generations(self, samples: list[tuple[str, str, float]]) -> None:
-        """Show ``trainer.log_val_generations`` samples in the loggers, the same prompts every time."""
-        count = self.config.trainer.log_val_generations
-        if count:
-            samples = sorted(samples, key=lambda sample: sample[0])
-            np.random.RandomState(42).shuffle(samples)
-            self.generations.log(self.config.trainer.logger, samples[:count], self.global_steps)
-
-    def dump_rollout(self, folder: str, batch: DataProto) -> Path:
-        """Write this step's samples to ``{folder}/{step}.jsonl``."""
-        inputs, outputs = self.texts(batch)
-        scores = response_column(batch, "token_level_scores").sum(-1).tolist()
-        names = [
-            *self.reward_columns(batch),
-            *(["uid", long_tails.PLACE] if long_tails.PLACE in batch.non_tensor_batch else []),
-        ]
-        extra = {name: batch.non_tensor_batch[name].tolist() for name in names}
-        return dump_samples(folder, self.global_steps, inputs, outputs, scores, ground_truths(batch), extra)
-
-    def traced(self, batch: DataProto) -> list[dict[str, Any]]:
-        """This step's samples as ``rollout.trace`` records them."""
-        decode = self.tokenizer.batch_decode if self.config.actor_rollout_ref.rollout.trace.token2text else None
-        seconds = self.timing.get("generate_sequences", self.timing.get("gen", 0.0))
-        return sample_records(batch, self.global_steps, seconds, self.reward_columns(batch), decode)
-
     def memory_metrics(self) -> dict[str, float]:
         """What the phases of this step took, and after the first step a table of it."""
         busy = self.rollout_wg if self.draws_ahead else None
-        groups = [group for group in self.worker_groups.values() if group is not busy]
-        by_rank = gather(group for group in groups if hasattr(group, "memory_entries"))
-        if not self.has_shown_memory and any(by_rank):
-            self.has_shown_memory = True
-            self.progress.say(memory_table(by_rank[0]))
-        return memory_metrics(by_rank)
-
-    def reward_columns(self, batch: DataProto) -> list[str]:
-        return [name for name in batch.meta_info.get("reward_extra_keys", ()) if name in batch.non_tensor_batch]
+        return self.memory_report.metrics(group for group in self.worker_groups.values() if group is not busy)
 
     def save_checkpoint(self) -> None:
         """Write models, optimizers, the loader's position and the driver's state; named complete when all is there.
@@ -742,119 +627,37 @@ class RayPPOTrainer(RecipeNames):
         With ``checkpoint.async_save`` that is later, but for the last step.
         """
         self.finish_saving()
-        folder = self.step_folder(self.global_steps)
-        for name, group in self.saved_groups().items():
-            group.save_checkpoint(str(folder / name), None, self.global_steps)
-        self.saved_steps = [step for step in self.saved_steps if step != self.global_steps] + [self.global_steps]
+        groups = saved_groups(self.worker_groups)
+        folder = self.checkpoints.begin(self.global_steps, groups)
         checkpoint.save_driver_state(folder, self.prompts_position(), self.driver_state(), self.responses_ahead())
         checkpoint.save_options(folder, typed_config(self.config).to_dict())
-        if self.group_sampler is not None:
-            self.group_sampler.save(folder)
-        elif self.group_filter is not None:
-            save_pool(folder, self.group_filter.pool)
-        else:
-            (folder / STATE_FILE).unlink(missing_ok=True)  # of an earlier run through this step
-        self.unfinished_save = self.global_steps
-        if not self.background_savers() or self.global_steps >= self.total_training_steps:
+        self.prompt_source.save(folder)
+        self.checkpoints.unfinished = self.global_steps
+        if not self.checkpoints.in_background(groups) or self.global_steps >= self.total_training_steps:
             self.finish_saving()
 
-    def background_savers(self) -> list[Any]:
-        """Worker groups that write their checkpoint while training goes on."""
-        sections = {"actor": self.config.actor_rollout_ref.actor, "critic": self.config.critic}
-        return [group for name, group in self.saved_groups().items() if sections[name].checkpoint.async_save]
-
     def finish_saving(self, wait: bool = True) -> None:
-        """Name the last saved step complete, when it is; the run stops here if it could not be written.
-
-        Args:
-            wait: False to leave a save alone that is still being written.
-        """
-        step, savers = self.unfinished_save, self.background_savers()
-        if step is None or not wait and any(flag for group in savers for flag in group.is_saving()):
-            return
-        self.unfinished_save = None
-        for group in savers:
-            group.finish_saving()
-        folder = self.step_folder(step)
-        checkpoint.mark_complete(folder.parent, step)
-        self.last_checkpoint = folder
-        before = self.saved_steps
-        self.delete_old_checkpoints()
-        if self.config.trainer.default_hdfs_dir:
-            self.copy_to_store(folder, step, [old for old in before if old not in self.saved_steps])
-
-    def copy_to_store(self, folder: Path, step: int, dropped: list[int]) -> None:
-        """Bring a complete checkpoint to ``trainer.default_hdfs_dir``; a store that fails does not end the run."""
-        root = self.config.trainer.default_hdfs_dir
-        try:
-            with self.timed("upload_checkpoint"):
-                remote_checkpoints.upload(root, folder, step)
-                for old in dropped:
-                    remote_checkpoints.forget(root, old)
-        except OSError as error:
-            self.progress.say(f"{folder} could not be copied to trainer.default_hdfs_dir={root}: {error}")
-
-    def delete_old_checkpoints(self) -> None:
-        """Keep the newest ``trainer.max_{actor,critic}_ckpt_to_keep`` checkpoints of this run, restarts included.
-
-        Called when a newer one is complete: a run killed at any moment can resume.
-        """
-        for name, group in self.saved_groups().items():
-            keep = self.config.trainer[f"max_{name}_ckpt_to_keep"]
-            old = [str(self.step_folder(step) / name) for step in self.saved_steps[: -keep or None]] if keep else []
-            if old:
-                group.delete_checkpoints(old)
-        self.saved_steps = checkpoint.drop_emptied(self.step_folder(0).parent, self.saved_steps)
-
-    def step_folder(self, step: int) -> Path:
-        return checkpoint.step_folder(self.config.trainer.default_local_dir, step).absolute()
-
-    def saved_groups(self) -> dict[str, Any]:
-        """Folder under that of a step -> worker group whose checkpoint it is."""
-        return {name: self.worker_groups[role] for role, name in SAVED_ROLES.items() if role in self.worker_groups}
+        """See the last saved step named complete; without ``wait`` only if it is written already."""
+        self.checkpoints.finish(saved_groups(self.worker_groups), wait)
 
     def load_checkpoint(self) -> None:
         """Continue where ``trainer.resume_mode`` says, at the same prompt, weights and random numbers."""
-        trainer = self.config.trainer
-        folder = remote_checkpoints.folder_to_resume(trainer)
+        folder = remote_checkpoints.folder_to_resume(self.config.trainer)
         if folder is None:
             return
         folder = folder.absolute()
         self.global_steps = checkpoint.step_of(folder)
-        groups = self.saved_groups()
-        policy, critic = self.config.actor_rollout_ref, self.config.critic
-        sections = {"actor": (policy.actor, policy.model), "critic": (critic, critic.model)}
-        remarks = []
-        for name in groups:
-            section, model = sections[name]
-            has_adapter = model.lora_rank > 0
-            remarks.append(checkpoint.not_loaded(name, section.checkpoint.load_contents, has_adapter))
-        for name, group in groups.items():
-            said = dict.fromkeys(filter(None, group.load_checkpoint(str(folder / name))))
-            remarks += [f"; {name}: {remark}" for remark in said]
+        groups = saved_groups(self.worker_groups)
+        remarks = self.checkpoints.load_groups(folder, groups)
         state = checkpoint.load_driver_state(folder, self.train_dataloader)
-        if self.group_sampler is not None:
-            self.group_sampler.load(folder)
-        elif self.group_filter is not None:
-            load_pool(folder, self.group_filter.pool)
-        elif (folder / STATE_FILE).exists():
-            remarks.append("; prompts that rollout.mode=async or filter_groups had put back are left out")
-        if self.group_filter is not None and not self.group_filter.pool.batches_read:  # saved by a run without it
-            self.group_filter.pool.batches_read = self.global_steps
+        remarks.append(self.prompt_source.load(folder, self.global_steps))
         if "kl_ctrl_in_reward" in state:
             self.kl_ctrl_in_reward.load_state_dict(state["kl_ctrl_in_reward"])
         self.shaping.load_state_dict(state.get("running_scores", {}))
         self.validations = [(step, metrics) for step, metrics in state.get("validations", [])]
-        if folder.parent.resolve() == self.step_folder(0).parent.resolve():
-            self.saved_steps = list(state.get("saved_steps", []))
-        self.last_checkpoint = folder
-        if trainer.del_local_ckpt_after_load:  # not before everything is read
-            for name, group in groups.items():
-                group.delete_checkpoints([str(folder / name)])
-            checkpoint.drop_emptied(folder.parent, [self.global_steps])
-            self.last_checkpoint = None
+        self.checkpoints.loaded(folder, state.get("saved_steps", []), groups)
         done = f"{self.global_steps} of {self.total_training_steps} steps are done"
-        self.progress.say(f"resumed from {folder}: {done}{''.join(remarks)}")
+        self.say(f"resumed from {folder}: {done}{''.join(remarks)}")
 
     def prompts_position(self) -> dict[str, Any]:
         """Where a run that resumes goes on reading prompts."""
@@ -870,20 +673,8 @@ class RayPPOTrainer(RecipeNames):
             "kl_ctrl_in_reward": self.kl_ctrl_in_reward.state_dict(),
             "running_scores": self.shaping.state_dict(),
             "validations": self.validations[:1] + self.validations[1:][-1:],  # what the closing summary compares
-            "saved_steps": self.saved_steps,
+            "saved_steps": self.checkpoints.steps,
         }
-
-    def guard_against_nonfinite(self, step: int) -> None:
-        """Stop after ``trainer.nonfinite_tolerance`` steps in a row whose gradient was not finite."""
-        skipped = [name for name in ("actor", "critic") if self.metrics.get(f"{name}/nonfinite_steps", 0) > 0]
-        self.nonfinite_in_a_row = self.nonfinite_in_a_row + 1 if skipped else 0
-        if self.nonfinite_in_a_row >= self.config.trainer.nonfinite_tolerance:
-            raise FloatingPointError(
-                f"{' and '.join(skipped)}: the gradient was not finite in {self.nonfinite_in_a_row} steps in a row, "
-                f"as many as trainer.nonfinite_tolerance={self.config.trainer.nonfinite_tolerance} allows (the last is "
-                f"step {step}; those optimizer steps were skipped). Lower optim.lr, look for extreme rewards, or raise "
-                f"the tolerance."
-            )
 
     def notify_sampler_and_dataset(self, batch: DataProto) -> None:
         """Let a curriculum sampler or a dataset that wants to know see the finished batch."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from verl.protocol import DataProto
-from verl.trainer.ppo.validation import dump_samples
+from verl.trainer.ppo.samples import dump_samples
 
 RENAMED = {
     "_validate": "validate",
@@ -54,7 +54,7 @@ class RecipeNames:
         self, inputs: Sequence[str], outputs: Sequence[str], scores: Sequence[float]
     ) -> None:
         """Show some samples in the loggers, if ``trainer.log_val_generations`` asks for it."""
-        self.log_generations(list(zip(inputs, outputs, scores, strict=True)))
+        self.run_log.show(self.global_steps, list(zip(inputs, outputs, scores, strict=True)))
 
     def _get_gen_batch(self, batch: DataProto) -> DataProto:
         """Take the prompts' columns out of a batch, as what ``generate_sequences`` is given."""

@@ -1,12 +1,10 @@
-"""Scoring the validation set: mean, best and majority of k by data source, and samples one can read.
+"""Scoring the validation set: mean, best and majority of k by data source.
 
-Knows batches, rewards and files; the responses are the trainer's to sample.
+Knows batches and rewards; the responses are the trainer's to sample.
 """
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ import numpy as np
 
 from verl.protocol import DataProto
 from verl.trainer.ppo.metric_utils import process_validation_metrics
+from verl.trainer.ppo.samples import dump_samples, ground_truths
 
 CORE_NAMES = ("mean@", "maj@", "best@")
 
@@ -76,40 +75,3 @@ def name_metrics(by_source: dict[str, dict[str, dict[str, float]]]) -> dict[str,
                 is_core = is_core and (name.startswith("mean@") or name.endswith("/mean"))
                 metrics[f"{'val-core' if is_core else 'val-aux'}/{source}/{variable}/{name}"] = value
     return metrics
-
-
-def ground_truths(batch: DataProto) -> list[Any]:
-    """Each row's ``reward_model.ground_truth``, None where there is none."""
-    rows = batch.non_tensor_batch.get("reward_model", [None] * len(batch))
-    return [row.get("ground_truth") if isinstance(row, dict) else None for row in rows]
-
-
-def dump_samples(
-    folder: str | Path,
-    step: int,
-    inputs: list[str],
-    outputs: list[str],
-    scores: list[float],
-    gold: list[Any],
-    columns: dict[str, list],
-) -> Path:
-    """Write ``{folder}/{step}.jsonl``, one object a sample: input, output, gts, score, step and each extra column."""
-    folder = Path(folder).expanduser()
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{step}.jsonl"
-    extra = {name: values for name, values in columns.items() if len(values) == len(inputs)}
-    part = path.with_suffix(".part")
-    with open(part, "w", encoding="utf-8") as file:
-        for i, (text, output, score, truth) in enumerate(zip(inputs, outputs, scores, gold, strict=True)):
-            row = {"input": text, "output": output, "gts": truth, "score": score, "step": step}
-            row.update((name, values[i]) for name, values in extra.items() if name not in row)
-            file.write(json.dumps(row, ensure_ascii=False, default=_plain) + "\n")
-    os.replace(part, path)
-    return path
-
-
-def _plain(value: Any) -> Any:
-    """JSON form of what numpy and torch hand out."""
-    if hasattr(value, "tolist"):
-        return value.tolist()
-    return str(value)

@@ -113,7 +113,7 @@ def _merged(schemas: Sequence[pa.Schema]) -> pa.Schema:
 
 def _merged_field(name: str, fields: Sequence[pa.Field]) -> pa.Field:
     kind: pa.DataType | None = pa.null()
-    for field in dict.fromkeys(fields):
+    for field in fields:  # all of them: a field of JSON equals one of text, as Arrow compares no metadata
         kind = None if kind is None or is_json(field) else _common_type(kind, field.type)
     return _json_field(name) if kind is None else pa.field(name, kind)
 

@@ -1,12 +1,12 @@
 """Rows whose prompt no run can use, found when files are read: which, and why.
 
-Columns are looked at with Arrow; only rows that look odd become Python objects. Knows messages; no tokenizer, no files.
+Columns are looked at with Arrow; only rows that look odd become Python objects. Knows messages; no templates, no files.
 """
 
 import json
 import math
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -220,6 +220,13 @@ def bad_ids(table: RowTable, key: str) -> dict[int, str]:
         elif (earlier := first.setdefault(str(value), item)) != item:
             bad[item] = f"{key!r} (data.prompt_id_key) is {value!r}, as in {table.where(earlier)}"
     return bad
+
+
+def long_ids(table: RowTable, key: str, limit: int, encode: Callable[[list[str]], list[list[int]]]) -> dict[int, str]:
+    """Position -> what is wrong with the prompt id there: it has more than ``limit`` tokens."""
+    lengths = (len(encode([str(value)])[0]) for value in table.column(key))
+    rule = f"tokens, more than data.max_prompt_id_length={limit}"
+    return {item: f"{key!r} has {length} {rule}" for item, length in enumerate(lengths) if length > limit}
 
 
 def told(bad: Sequence[BadRow], count: int = 5) -> str:

@@ -157,6 +157,14 @@ class RowTable:
                     "to the right one or write the file anew."
                 )
 
+    def at_most(self, count: int, seed: int | None) -> "RowTable":
+        """That many rows: the first, or with a seed those it draws, in their order."""
+        if count >= len(self):
+            return self
+        if seed is None:
+            return self.select(np.arange(count))
+        return self.select(np.sort(np.random.default_rng(seed).choice(len(self), count, replace=False)))
+
     def select(self, indices: Sequence[int] | np.ndarray) -> "RowTable":
         """The rows at these positions, in this order."""
         chosen = copy.copy(self)

@@ -1,0 +1,84 @@
+"""Samples a person can read: prompts and responses as text, in a file of the step and in the loggers.
+
+Knows batches, a tokenizer and files; not what made the samples.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from verl.protocol import DataProto
+from verl.trainer.ppo.experience import response_column
+from verl.trainer.ppo.long_tails import PLACE
+
+
+def texts(batch: DataProto, tokenizer: Any) -> tuple[list[str], list[str]]:
+    """Prompts and responses as text, special tokens left out."""
+    columns = (batch.ragged(name).rows() for name in ("prompts", "responses"))
+    decode = tokenizer.batch_decode
+    inputs, outputs = (decode([row.tolist() for row in rows], skip_special_tokens=True) for rows in columns)
+    return inputs, outputs
+
+
+def reward_columns(batch: DataProto) -> list[str]:
+    """Names of the columns that the reward function added."""
+    return [name for name in batch.meta_info.get("reward_extra_keys", ()) if name in batch.non_tensor_batch]
+
+
+def dump_batch(folder: str, step: int, batch: DataProto, tokenizer: Any) -> Path:
+    """Write the samples of a scored batch to ``{folder}/{step}.jsonl``."""
+    inputs, outputs = texts(batch, tokenizer)
+    scores = response_column(batch, "token_level_scores").sum(-1).tolist()
+    names = [*reward_columns(batch), *(["uid", PLACE] if PLACE in batch.non_tensor_batch else [])]
+    extra = {name: batch.non_tensor_batch[name].tolist() for name in names}
+    return dump_samples(folder, step, inputs, outputs, scores, ground_truths(batch), extra)
+
+
+def shown_samples(samples: Sequence[tuple[str, str, float]], count: int) -> list[tuple[str, str, float]]:
+    """Some of the validation samples for the loggers, those of the same prompts every time."""
+    shuffled = sorted(samples, key=lambda sample: sample[0])
+    np.random.RandomState(42).shuffle(shuffled)
+    return shuffled[:count]
+
+
+def ground_truths(batch: DataProto) -> list[Any]:
+    """Each row's ``reward_model.ground_truth``, None where there is none."""
+    rows = batch.non_tensor_batch.get("reward_model", [None] * len(batch))
+    return [row.get("ground_truth") if isinstance(row, dict) else None for row in rows]
+
+
+def dump_samples(
+    folder: str | Path,
+    step: int,
+    inputs: list[str],
+    outputs: list[str],
+    scores: list[float],
+    gold: list[Any],
+    columns: dict[str, list],
+) -> Path:
+    """Write ``{folder}/{step}.jsonl``, one object a sample: input, output, gts, score, step and each extra column."""
+    folder = Path(folder).expanduser()
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{step}.jsonl"
+    extra = {name: values for name, values in columns.items() if len(values) == len(inputs)}
+    part = path.with_suffix(".part")
+    with open(part, "w", encoding="utf-8") as file:
+        for i, (text, output, score, truth) in enumerate(zip(inputs, outputs, scores, gold, strict=True)):
+            row = {"input": text, "output": output, "gts": truth, "score": score, "step": step}
+            row.update((name, values[i]) for name, values in extra.items() if name not in row)
+            file.write(json.dumps(row, ensure_ascii=False, default=_plain) + "\n")
+    os.replace(part, path)
+    return path
+
+
+def _plain(value: Any) -> Any:
+    """JSON form of what numpy and torch hand out."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    return str(value)
