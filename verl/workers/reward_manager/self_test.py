@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl.utils.py_functional import gather_awaitables
+from verl.utils.reward_score import default_compute_score
 from verl.utils.sandbox.describing import name_of
 from verl.utils.sandbox.function import SandboxedFunction, signature_text
 from verl.utils.sandbox.outcomes import Failure, NotCalled, Scored, scored, scored_batch
@@ -54,7 +55,8 @@ class Report:
             if value is not None
         ]
         tried = f"; {', '.join(numbers)} in {self.calls} calls, {self.seconds:.2f} s" if numbers else ""
-        return f"{self.function}{self.signature}{tried}"
+        is_built_in = self.function == name_of(default_compute_score)
+        return ("built-in rules" if is_built_in else f"{self.function}{self.signature}") + tried
 
 
 @dataclass(frozen=True)
@@ -210,7 +212,8 @@ def _alarms(
     scores = {outcome.score for _, outcome in outcomes if isinstance(outcome, Scored)}
     if failures:
         kinds = ", ".join(f"{kind.value} {count}" for kind, count in Counter(f.kind for f in failures).items())
-        yield f"it failed on {len(failures)} of {len(outcomes)} texts ({kinds}): {failures[0].cause.splitlines()[0]}"
+        cause = failures[0].cause.splitlines()[0].rstrip(".")
+        yield f"it failed on {len(failures)} of {len(outcomes)} texts ({kinds}): {cause}"
     if len(scores) == 1 and len(outcomes) - len(failures) > 2:
         what = "gold answers and garbage alike" if gold is not None else "whatever the text"
         yield f"it scores {scores.pop():g} {what}: a constant reward teaches nothing"
