@@ -1,5 +1,6 @@
 """The command ``verl``: its words, what an unknown one gets, and the completion of shells."""
 
+import re
 import resource
 import shutil
 import subprocess
@@ -87,3 +88,10 @@ def test_every_option_and_every_choice_can_be_completed():
     values = value_words()
     assert {"trainer.balance_batch=true", "algorithm.adv_estimator=grpo", "critic.enable=null"} <= set(values)
     assert main(["completion", "fish"]) == 2
+
+
+@pytest.mark.parametrize("command", ["ppo", "doctor", "check", "config", "roll"])
+def test_every_flag_of_a_help_text_can_be_completed(command):
+    line = next(line for line in bash_script({}).splitlines() if line.strip().startswith(f"{command}) choices="))
+    shown = set(re.findall(r"(?<![\w-])--[a-z-]+(?=[ \],\n|]|$)", verl(command, "--help").stdout))
+    assert shown and shown - {"--explain"} <= {*line.split("'")[1].split()}  # of verl config, told by verl ppo

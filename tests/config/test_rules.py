@@ -148,6 +148,11 @@ BAD = {
         "impl_backend=triton with trainer.device=cpu: liger's Triton kernels (`pip install 'verl[liger]'`) run on"),
     "unknown logger": (["trainer.logger=[consol]"], "is no known logger; did you mean 'console'"),
     "unknown device": (["trainer.device=gpu"], "must be one of cuda, cpu, npu"),
+    "built-in rules for a whole batch": (
+        ["reward_model.reward_manager=batch"], "without custom_reward_function.path: the built-in rules take one"),
+    "built-in rules for a batch of one source": (
+        ["reward_model.reward_manager=batch", "custom_reward_function.path=a.py", "reward_model.by_source={x:builtin}"],
+        "by_source={'x': 'builtin'} sends x to the built-in rules"),
     "unknown reward manager": (["reward_model.reward_manager=niave"], "did you mean 'naive'"),
     "unknown engine": ([f"{ROLLOUT}.name=hff"], "is no known rollout engine; did you mean 'hf'"),
     "gae without critic": (["critic.enable=false"], "GAE needs values"),
@@ -355,7 +360,7 @@ BUILT = [
     ["critic.optim.warmup_style=linear"], [f"{ACTOR}.optim.optimizer=AdamW8bit"],
     [f"{ACTOR}.fsdp_config.param_offload=true", f"{ACTOR}.fsdp_config.optimizer_offload=true"],
     ["trainer.logger=[console,tensorboard,wandb,file]"], [f"{ACTOR}.checkpoint.save_contents=[model,hf_model]"],
-    ["reward_model.reward_manager=batch"], ["reward_model.reward_manager=prime"],
+    ["reward_model.reward_manager=batch", "custom_reward_function.path=f.py"], ["reward_model.reward_manager=prime"],
     ["reward_model.reward_manager=dapo"], [f"{ROLLOUT}.tensor_model_parallel_size=8"], ["trainer.device=cpu"],
     ["data.sampler.class_path=s.py", "data.sampler.class_name=S"], [f"{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm"],
     [f"{ACTOR}.use_kl_loss=true", f"{ACTOR}.kl_loss_type=k3+", REF],

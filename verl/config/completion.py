@@ -13,13 +13,14 @@ from verl.config.overrides import all_keys, locate
 from verl.config.ppo import PPOConfig
 from verl.config.support import NAMES
 
-_KEYED = ("ppo", "doctor", "config", "roll")
+_KEYED = ("ppo", "doctor", "check", "config", "roll")
 """Subcommands that take options of a run."""
 _FLAGS = {
-    "ppo": ("--help", "--check", "--cfg", "--resolve", "--config-path", "--config-name", "--config-dir"),
+    "ppo": ("--help", "--check", "--cfg", "--resolve", "--package", "--config-path", "--config-name", "--config-dir"),
     "config": ("--help", "--explain", "--diff", "--key-value", "--markdown"),
     "roll": ("--help", "--print", "--check"),
-    "doctor": ("--help", "--json"),
+    "doctor": ("--help", "--gpu-mem", "--gpus", "--json", "--strict", "--config-path", "--config-name", "--config-dir"),
+    "check": ("--help", "--json", "--prompts", "--tokens", "--all", "--score", "--patience"),
 }
 
 _BASH = """\

@@ -10,7 +10,7 @@ from tests.trainer.test_reward import config, write
 from tests.workers.reward_manager.batches import TOKENIZER
 from verl.trainer.ppo.reward import load_reward_manager, try_reward_function
 from verl.utils.reward_score import default_compute_score
-from verl.workers.reward_manager import RewardError
+from verl.workers.reward_manager import NaiveRewardManager, RewardError
 from verl.workers.reward_manager.self_test import self_test
 
 ROWS = [
@@ -106,3 +106,16 @@ def test_a_hanging_function_is_found_out_in_time(tmp_path):
     start = time.monotonic()
     report = self_test(manager.compute_score, ROWS, timeout_s=1.0)
     assert "timeout" in report.alarms[0] and time.monotonic() - start < 20
+
+
+@pytest.mark.parametrize("column", ["data_source", "reward_model"])
+def test_data_that_no_manager_can_score_are_told_before_the_first_step(column):
+    rows = [{name: value for name, value in row.items() if name != column} for row in ROWS]
+    settings = SimpleNamespace(reward_model=SimpleNamespace(self_test="warn", enable=False))
+    with pytest.raises(RewardError, match=f"no column '{column}'.*there are .*reward_model.ground_truth"):
+        try_reward_function(settings, NaiveRewardManager(TOKENIZER, 0), rows)
+
+
+def test_of_a_built_in_rule_its_own_arguments_are_not_shown():
+    report = self_test(default_compute_score, ROWS)
+    assert str(report).startswith("built-in rules; ")

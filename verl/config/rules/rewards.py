@@ -21,6 +21,33 @@ def reward_model_reads_conversations(config: PPOConfig) -> Iterator[Problem]:
 
 
 @rule
+def a_batch_is_scored_by_a_function_of_the_users(config: PPOConfig) -> Iterator[Problem]:
+    rm, path = config.reward_model, config.custom_reward_function.path
+    if rm.reward_manager != "batch" or rm.enable:
+        return
+    places = rm.by_source or {}
+    way_out = (
+        f"the built-in rules take one response at a time. Name a function of lists in custom_reward_function.path, or "
+        f"set {RM}.reward_manager=naive."
+    )
+    if not places and path is None:
+        yield problem(
+            config,
+            f"{RM}.reward_manager",
+            f"without custom_reward_function.path: {way_out}",
+            "custom_reward_function.path",
+        )
+    for pattern, place in places.items():
+        if place == "builtin":
+            yield problem(
+                config,
+                f"{RM}.by_source",
+                f"sends {pattern} to the built-in rules, and with {RM}.reward_manager=batch {way_out}",
+                f"{RM}.reward_manager",
+            )
+
+
+@rule
 def reward_model_reads_whole_responses(config: PPOConfig) -> Iterator[Problem]:
     rm, rollout = config.reward_model, config.actor_rollout_ref.rollout
     longest = rollout.prompt_length + rollout.response_length

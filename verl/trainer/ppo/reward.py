@@ -197,12 +197,15 @@ def try_reward_function(config: Any, reward_fn: Any, dataset: Any) -> Report | N
     """The report of `self_test` on a run's reward function and first rows; None where there is nothing to try.
 
     Raises:
-        RewardError: something looks wrong, and ``reward_model.self_test=stop``.
+        RewardError: something looks wrong, and ``reward_model.self_test=stop``; or, unless it is ``off``, rows lack
+            what the manager reads.
     """
     section = config.reward_model
     if section.self_test == "off" or section.enable or not isinstance(reward_fn, RuleRewardManager):
         return None
     rows = [dataset[i] for i in range(min(SELF_TEST_ROWS, len(dataset)))]
+    if rows and isinstance(rows[0], Mapping) and type(reward_fn).read is RuleRewardManager.read:
+        reward_fn.check_columns(rows[0])
     report = self_test(
         reward_fn.compute_score,
         [row for row in rows if isinstance(row, Mapping) and "reward_model" in row],

@@ -305,7 +305,8 @@ def _check_columns(dataset: RLHFDataset, config: Mapping[str, Any]) -> None:
     missing = [name for name in (config.get("reward_fn_key", "data_source"), "reward_model") if name not in columns]
     if missing:
         logger.warning(
-            "%s: no column %s (there are: %s). The built-in reward managers need data.reward_fn_key and reward_model.",
+            "%s: no column %s (there are: %s). The built-in reward managers read a row's data source "
+            "(data.reward_fn_key) and reward_model.ground_truth, of CSV a column of that name: docs/data_format.md.",
             ", ".join(map(str, dataset.data_files)),
             " and no column ".join(map(repr, missing)),
             ", ".join(columns),

@@ -62,7 +62,7 @@ def _parsed(line: bytes, number: int) -> Record:
     except UnicodeDecodeError as error:
         return Record(None, number, f"byte {error.start} is not UTF-8")
     except json.JSONDecodeError as error:
-        return Record(None, number, f"not JSON: {error.msg} at column {error.pos + 1}")
+        return Record(None, number, f"not JSON: {error.msg.removesuffix(' at')} at column {error.pos + 1}")
     except RecursionError:
         return Record(None, number, "nested too deeply")
     return _object(row, number)

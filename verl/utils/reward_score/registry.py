@@ -109,7 +109,8 @@ def scorer_of(data_source: str) -> tuple[Callable[..., float | dict], Mapping[st
     if path is None:
         raise UnknownDataSource(
             f"data_source={data_source!r} has no built-in scorer.{nearest_name(str(data_source), SOURCES)} Name a "
-            f"function of your own with custom_reward_function.path. Known are {', '.join(SOURCES)}."
+            "function of your own with custom_reward_function.path, for this source alone with reward_model.by_source. "
+            f"Known are {', '.join(SOURCES)}."
         )
     return _load(path)
 

@@ -2,7 +2,7 @@
 
 import logging
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -108,15 +108,24 @@ class RuleRewardManager(AbstractRewardManager):
         rewards = place_on_last_token(scores, responses)
         return {"reward_tensor": rewards, "reward_extra_info": columns} if return_dict else rewards
 
+    def check_columns(self, columns: Iterable[str]) -> None:
+        """What every row must have.
+
+        Raises:
+            RewardError: one of ``columns`` is missing.
+        """
+        for name, why in ((self.reward_fn_key, "data.reward_fn_key"), ("reward_model", "its ground_truth is the goal")):
+            if name not in columns:
+                raise RewardError(
+                    f"The data have no column {name!r} ({why}); there are {', '.join(columns)}. Write it into the "
+                    "files (of CSV: reward_model.ground_truth is a column of its own), or register a reward manager "
+                    "that does without."
+                )
+
     def read(self, data: DataProto, responses: Ragged) -> list[Sample]:
         """The samples of a batch; responses are decoded in one go, without special tokens."""
         rows = data.non_tensor_batch
-        for name, why in ((self.reward_fn_key, "data.reward_fn_key"), ("reward_model", "its ground_truth is the goal")):
-            if name not in rows:
-                raise RewardError(
-                    f"The batch has no column {name!r} ({why}); its columns are {', '.join(rows)}. Write it into the "
-                    "data file, or register a reward manager that does without."
-                )
+        self.check_columns(rows)
         ends = responses.layout.lengths.cumsum(0)[:-1].tolist()
         ids = np.split(responses.values.cpu().numpy(), ends)  # the tokenizer takes arrays faster than lists
         texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)

@@ -6,6 +6,7 @@ from typing import Any
 
 from verl.utils.reward_functions.routing import BySource, functions_of
 from verl.utils.reward_functions.trial import Trial, TrialRow, mean, try_function
+from verl.utils.reward_score import default_compute_score
 from verl.utils.sandbox.describing import name_of
 from verl.utils.sandbox.function import signature_text
 
@@ -34,7 +35,8 @@ class Report:
             if value is not None
         ]
         tried = f"; {', '.join(numbers)} in {self.calls} calls, {self.seconds:.2f} s" if numbers else ""
-        return f"{self.function}{self.signature}{tried}"
+        is_built_in = self.function == name_of(default_compute_score)
+        return ("built-in rules" if is_built_in else f"{self.function}{self.signature}") + tried
 
 
 def self_test(
@@ -101,7 +103,7 @@ def _mean(scores: list[float]) -> float | None:
 
 def _alarm(trial: Trial) -> str | None:
     if trial.error:
-        return f"it failed at {trial.error}"
+        return f"it failed at {trial.error.rstrip('.')}"
     if trial.constant is not None:
         what = "gold answers and garbage alike" if trial.gold else "whatever the text"
         return f"it scores {trial.constant:g} {what}: a constant reward teaches nothing"
