@@ -107,7 +107,8 @@ def test_nothing_is_said_about_defaults():
         (["reward_model.sandbox.enable=false", "reward_model.sandbox.memory_mb=9"], "calls the function in the driver"),
         (["reward_model.sandbox.batch_timeout_s=9"], "reward_model.sandbox.timeout_s is the limit of a call"),
         (
-            ["reward_model.reward_manager=batch", "custom_reward_function.path=my.py", "reward_model.sandbox.timeout_s=9"],
+            ["reward_model.reward_manager=batch", "custom_reward_function.path=my.py"]
+            + ["reward_model.sandbox.timeout_s=9"],
             "batch_timeout_s is the limit",
         ),
         ([*RM, "reward_model.launch_reward_fn_async=true"], "the built-in manager naive gives out the reward model's"),
