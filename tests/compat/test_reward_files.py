@@ -6,6 +6,7 @@ import pytest
 
 from tests.compat.support import FILES, train
 from tests.support.runs import main_ppo, overrides
+from verl.utils.reward_score import UnknownDataSource
 from verl.workers.reward_manager import RewardError
 
 PLAIN, BROKEN = str(FILES / "rewards_plain.py"), str(FILES / "rewards_broken.py")
@@ -138,6 +139,6 @@ def test_a_function_that_cannot_be_called_is_refused_before_anything_is_loaded(t
 
 
 def test_a_data_source_without_rule_names_the_key_to_set(task):
-    with pytest.raises(RewardError, match="has no built-in scorer") as error:
+    with pytest.raises(UnknownDataSource, match="has no built-in scorer") as error:
         train(task, files={"custom_reward_function.path": "null"}, data__reward_fn_key="ability")
     assert "custom_reward_function.path" in str(error.value)

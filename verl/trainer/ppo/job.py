@@ -16,6 +16,7 @@ from typing import Any
 
 from verl.algorithms.advantage import get_adv_estimator_fn
 from verl.algorithms.policy_loss import get_policy_loss_fn
+from verl.trainer.ppo.data_sources import check_data_sources
 from verl.trainer.ppo.one_step_off import OneStepOffTrainer
 from verl.trainer.ppo.placement import default_pools, default_roles
 from verl.trainer.ppo.plan import run_plan
@@ -49,6 +50,7 @@ class PPOJob:
             check_device(self.config.trainer, self.config.rollout_beside)
             self.import_users_modules()
             trainer = self.build_trainer()
+        check_data_sources(self.config, trainer.reward_fn, [trainer.train_dataset, trainer.val_dataset])
         report = try_reward_function(self.config, trainer.reward_fn, trainer.train_dataset)
         if self.config.trainer.progress_bar:
             print(run_plan(trainer), flush=True)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from verl.utils.py_functional import nearest_name
 
@@ -142,6 +143,13 @@ class RowTable:
     def column(self, name: str) -> list[Any]:
         """One column as Python objects; ``None`` where a file has no such column."""
         return [row.get(name) for block in self.blocks() for row in self.rows(block, [name])]
+
+    def distinct(self, name: str) -> list[Any]:
+        """The different values of a column that holds texts or numbers, in the order they are met."""
+        if len(self) < self._starts[-1]:  # some rows of the files are left out
+            return list(dict.fromkeys(self.column(name)))
+        columns = [table[name] for table in self.tables if name in table.column_names]
+        return list(dict.fromkeys(value for column in columns for value in pc.unique(column).to_pylist()))
 
     def require(self, name: str, option: str) -> None:
         """Every file must have this column, or the error lists what it has.

@@ -107,12 +107,17 @@ def scorer_of(data_source: str) -> tuple[Callable[..., float | dict], Mapping[st
     """
     path = _entry(data_source)
     if path is None:
-        raise UnknownDataSource(
-            f"data_source={data_source!r} has no built-in scorer.{nearest_name(str(data_source), SOURCES)} Name a "
-            "function of your own with custom_reward_function.path, for this source alone with reward_model.by_source. "
-            f"Known are {', '.join(SOURCES)}."
-        )
+        raise unknown(data_source)
     return _load(path)
+
+
+def unknown(data_source: str) -> UnknownDataSource:
+    """What to say of a data source without a scorer."""
+    return UnknownDataSource(
+        f"data_source={data_source!r} has no built-in scorer.{nearest_name(str(data_source), SOURCES)} Name a "
+        "function of your own with custom_reward_function.path, for this source alone with reward_model.by_source. "
+        f"Known are {', '.join(SOURCES)}."
+    )
 
 
 def _entry(data_source: str) -> str | None:
