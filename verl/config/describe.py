@@ -237,6 +237,6 @@ def _limits(key: str) -> str:
             return f"; built: {', '.join(names.built)}"
     for limit in LIMITS:
         if limit.key == key or (limit.key.endswith(".*") and key.startswith(limit.key[:-1])):
-            works = f" beside {', '.join(map(str, limit.works))}" if limit.works else ""
+            works = f" than the default and {', '.join(map(str, limit.works))}" if limit.works else ""
             return f"; other values{works} not supported yet ({limit.what})"
     return ""
