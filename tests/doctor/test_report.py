@@ -8,7 +8,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from verl.doctor.cli import main, run_or_examine
+from verl.doctor.cli import main
+from verl.doctor.door import run_or_examine
 from verl.trainer.main_ppo import run_ppo
 
 from .conftest import BASE, examined, make_rows

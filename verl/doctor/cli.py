@@ -1,14 +1,13 @@
-"""The words after ``python -m verl.doctor``, and ``trainer.dry_run=true`` after those of the main job."""
+"""The words after ``python -m verl.doctor``."""
 
 import json
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from verl.config.base import ConfigError
 from verl.config.command_line import parse
-from verl.config.load import run_from_command_line
 from verl.doctor.examine import Hardware, examine, examine_config, gpu_memory_here
 from verl.doctor.report import Report
 
@@ -28,7 +27,6 @@ flags:
 exit codes: 0 it can run, 1 it can and --strict has warnings, 2 it cannot.
 """
 
-_DRY = re.compile(r"\+{0,2}trainer\.dry_run=(true|yes|on|1)$", re.IGNORECASE)
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
@@ -60,6 +58,11 @@ def main(argv: Sequence[str] | None = None, *, config_name: str = "ppo_trainer",
     return _print(report, "--json" in own, "--strict" in own)
 
 
+def tell(config: Any) -> int:
+    """Examine a checked tree, print the report, and return the exit code."""
+    return _print(examine_config(config, Hardware(gpu_memory_here())), False, False)
+
+
 def _print(report: Report, as_json: bool, strict: bool) -> int:
     print(json.dumps(report.to_dict(), indent=2) if as_json else report.to_text())
     return report.exit_code(strict)
@@ -89,28 +92,3 @@ def _bytes(text: str) -> int:
     if match is None:
         raise ValueError(f"--gpu-mem {text} is no size. Say --gpu-mem 80GB.")
     return int(float(match[1]) * _UNITS[match[2].upper()])
-
-
-def run_or_examine(
-    run: Callable[[Any], Any],
-    arguments: Sequence[str],
-    *,
-    config_name: str = "ppo_trainer",
-    config_path: str | None = None,
-) -> Any:
-    """What a door's ``main`` calls: ``run`` with the checked tree or, with ``trainer.dry_run=true``, the doctor.
-
-    Raises:
-        SystemExit: after a dry run with its exit code, and as ``run_from_command_line``.
-    """
-    if any(map(_DRY.match, arguments)):
-        rest = [word for word in arguments if not _DRY.match(word)]
-        raise SystemExit(main(rest, config_name=config_name, config_path=config_path))
-
-    def run_unless_dry(config: Any) -> Any:
-        if not config.trainer.dry_run:
-            return run(config)
-        raise SystemExit(_print(examine_config(config, Hardware(gpu_memory_here())), False, False))
-
-    run_unless_dry.__module__ = run.__module__  # --help names it
-    return run_from_command_line(run_unless_dry, arguments, config_name=config_name, config_path=config_path)
