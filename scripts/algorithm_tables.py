@@ -80,7 +80,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "modes": lambda: names_table(AGG_MODES),
     "kl": lambda: names_table(KL_PENALTIES),
     "shaping": lambda: controls_table(STEPS, numbered=True),
-    "controls": lambda: controls_table(key for key in CONTROLS if key not in STEPS),
+    "controls": lambda: controls_table(sorted(key for key in CONTROLS if key not in STEPS)),
 }
 """Name in the markers of the page -> what stands between them."""
 

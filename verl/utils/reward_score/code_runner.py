@@ -53,6 +53,8 @@ class Result:
 class Tests:
     """What a program is tested with: either input and output (or calls and values), or assertions."""
 
+    __test__ = False  # no test of pytest's
+
     inputs: tuple[Any, ...] = ()
     outputs: tuple[Any, ...] = ()
     fn_name: str | None = None
