@@ -8,6 +8,7 @@ from tests.support.runs import make_task, overrides, run_job
 from verl.config.base import ConfigError
 from verl.config.load import load
 from verl.config.unread import remember_given
+from verl.config.watch import READ
 from verl.trainer.ppo.job import PPOJob, worker_environment
 
 
@@ -59,7 +60,8 @@ def test_an_option_that_nothing_reads_stops_the_run_after_the_first_step(task, t
         notices = [sentence for sentence in loaded.notices if "lora" not in sentence]
         return PPOJob(remember_given(loaded.config, loaded.tree, loaded.given, notices))
 
-    monkeypatch.setattr("verl.config.unread.READ", {})  # other runs of this process may have read it
+    for key in list(READ):  # other runs of this process may have read it
+        monkeypatch.delitem(READ, key)
     with pytest.raises(ConfigError, match="lora_adapter_path=/nowhere was read by nothing"):
         job().run()
     said = []
