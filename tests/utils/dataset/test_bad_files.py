@@ -128,7 +128,7 @@ FILES = {  # what makes the path, and what is said of it
     "parquet with broken pages": (scrambled_parquet, "x.parquet cannot be read as parquet"),
     "arrow cut short": (cut_arrow, "x.arrow cannot be read as Arrow"),
     "text named arrow": (text("x.arrow", GOOD), "x.arrow cannot be read as Arrow"),
-    "a cut line": (text("x.jsonl", f'{GOOD}\n{{"a": "b\n'), r"\(row 1\): not JSON: Invalid control character at col"),
+    "a cut line": (text("x.jsonl", f'{GOOD}\n{{"a": "b\n'), r"2 \(row 1\): not JSON: Invalid control character at c"),
     "a bad line": (text("x.jsonl", f"{GOOD}\n{GOOD}\n{{oops\n"), r"line 3 \(row 2\): not JSON.*data.bad_rows=skip"),
     "a line that is no object": (
         text("x.jsonl", f"{GOOD}\n[1, 2]\n"),
