@@ -82,7 +82,7 @@ def print_protocol():
 
 
 def write_channel():
-    for fd in range(3, 64):
+    for fd in range(3, 4096):
         try:
             os.write(fd, b"\xff\xff\xff\xff garbage")
         except OSError:
@@ -94,7 +94,7 @@ def forge_answer():
     import msgpack
 
     answer = msgpack.packb({"number": 987654, "outcomes": [[99.0, None]]})
-    for fd in range(3, 64):
+    for fd in range(3, 4096):
         try:
             os.write(fd, len(answer).to_bytes(4, "little") + answer)
         except OSError:
@@ -112,7 +112,7 @@ def where_am_i():
 
 
 def shut_everything():
-    os.closerange(0, 1024)
+    os.closerange(0, 4096)
     return 1.0
 
 
