@@ -65,7 +65,7 @@ def test_folders_that_cannot_be_written_are_told_before_anything_runs(capsys, fi
 def test_notices_go_to_stderr(capsys, files):
     words = ["trainer.device=cpu", "actor_rollout_ref.actor.strategy=fsdp"]
     run_from_command_line(lambda config: None, [*RUNNABLE, *files, *words])
-    assert "note: actor_rollout_ref.actor.strategy=fsdp runs on the fsdp2 machinery" in capsys.readouterr().err
+    assert "note: actor_rollout_ref.actor.strategy=fsdp is FSDP2" in capsys.readouterr().err
 
 
 def test_an_exception_of_the_function_is_not_swallowed(files):

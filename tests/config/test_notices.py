@@ -86,8 +86,8 @@ def test_nothing_is_said_about_defaults():
         ),
         (["data.filter_overlong_prompts_workers=4"], "filter_overlong_prompts=false"),
         (["trainer.max_critic_ckpt_to_keep=2"], "writes no checkpoint"),
-        ([f"{ACTOR}.strategy=fsdp", CPU], "runs on the fsdp2 machinery"),
-        ([f"{ACTOR}.strategy=fsdp", "trainer.n_gpus_per_node=1"], "runs on the fsdp2 machinery"),
+        ([f"{ACTOR}.strategy=fsdp", CPU], "strategy=fsdp is FSDP2 (fully_shard)"),
+        ([f"{ACTOR}.strategy=fsdp", "trainer.n_gpus_per_node=2"], "strategy=fsdp is FSDP2 (fully_shard)"),
         ([f"{ACTOR}.fsdp_config.offload_policy=true", CPU], "all is in host memory"),
         (["actor_rollout_ref.model.enable_activation_offload=true", CPU], "all is in host memory"),
         ([*LOCAL, f"{ACTOR}.fsdp_config.forward_prefetch=true"], "does not shard"),
@@ -262,5 +262,5 @@ def test_notices_are_warnings_of_the_library_call():
     from verl.config.base import ConfigWarning
     from verl.config.load import load_ppo_config
 
-    with pytest.warns(ConfigWarning, match="fsdp2 machinery"):
+    with pytest.warns(ConfigWarning, match="is FSDP2"):
         load_ppo_config([*RUNNABLE, f"{ACTOR}.strategy=fsdp", CPU])

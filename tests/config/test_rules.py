@@ -179,7 +179,8 @@ BAD = {
     "training in fp16": (
         [f"+{ACTOR}.fsdp_config.mixed_precision.param_dtype=fp16"], "param_dtype=fp16 loses small gradients"),
     "offload of the other sharding": (
-        [f"{ACTOR}.fsdp_config.offload_policy=true"], "needs fsdp2, and actor_rollout_ref.actor.strategy=fsdp"),
+        [f"{ACTOR}.fsdp_config.offload_policy=true", f"{ACTOR}.strategy=fsdp1"],
+        "needs fsdp2, and actor_rollout_ref.actor.strategy=fsdp1"),
     "local strategy on two workers": ([f"{ACTOR}.strategy=local"], "runs in one process, but there are 2"),
     "servers that other nodes cannot reach": (
         ["trainer.nnodes=2", f"{ROLLOUT}.mode=async"], "server_host=127.0.0.1 with trainer.nnodes=2"),
@@ -350,7 +351,8 @@ BUILT = [
     [f"{ACTOR}.strategy=deepspeed", f"{ACTOR}.deepspeed.zero_stage=3", f"{ACTOR}.deepspeed.offload_param=true"],
     ["algorithm.adv_estimator=rloo", f"{ROLLOUT}.n=4"],
     ["algorithm.adv_estimator=remax"], ["algorithm.adv_estimator=reinforce_plus_plus_baseline", f"{ROLLOUT}.n=2"],
-    [f"{ACTOR}.strategy=fsdp2", f"{ACTOR}.fsdp_config.offload_policy=true"], [f"{ACTOR}.strategy=fsdp"],
+    [f"{ACTOR}.strategy=fsdp2", f"{ACTOR}.fsdp_config.offload_policy=true"], [f"{ACTOR}.strategy=fsdp1"],
+    [f"{ACTOR}.strategy=fsdp", f"{ACTOR}.fsdp_config.offload_policy=true"],
     [f"{ACTOR}.fsdp_config.forward_prefetch=true", "actor_rollout_ref.model.enable_activation_offload=true"],
     ["actor_rollout_ref.model.use_shm=true", "critic.model.use_shm=true"],
     [f"{ACTOR}.use_dynamic_bsz=true"], [f"{MODEL}.use_fused_kernels=true"], [f"{MODEL}.use_liger=true"],

@@ -16,7 +16,6 @@ from verl.utils.activation_offload import ActivationOffload
 from verl.utils.checkpoint.checkpoint_manager import CheckpointManager
 from verl.utils.distributed import destroy_global_process_group
 from verl.workers.engine import MicroBatching, Want, build_engine
-from verl.workers.engine.fsdp1 import FSDP1Engine
 from verl.workers.memory_ledger import optimizer_tensors
 from verl.workers.rollout.base import Request, SamplingParams
 from verl.workers.rollout.hf import HFRollout
@@ -46,11 +45,8 @@ def larger(tmp_path_factory):
 
 
 def engine_on(device, folder, strategy="local", compute="fp32", head="lm", config=None, **spec):
-    """``fsdp1`` is FullyShardedDataParallel, which a single process would not get for ``fsdp``."""
     spec = ModelSpec(folder, head, compute_dtype=compute, **spec)
     options = {"total_steps": 10, "grad_clip": 1.0, "seed": 1, "device": device}
-    if strategy == "fsdp1":
-        return FSDP1Engine(spec, config, optim_section(), **options)
     return build_engine(strategy, spec, config, optim_section(), **options)
 
 
@@ -142,10 +138,7 @@ def test_a_reference_leaves_the_device_between_its_passes(larger, strategy):
     spec = ModelSpec(larger, compute_dtype="bf16")
     config = {"param_offload": True}
     before = torch.cuda.memory_allocated()
-    if strategy == "fsdp1":
-        engine = FSDP1Engine(spec, config, device="cuda")
-    else:
-        engine = build_engine(strategy, spec, config, device="cuda")
+    engine = build_engine(strategy, spec, config, device="cuda")
     weights = sum(parameter.numel() * parameter.element_size() for parameter in engine.module.parameters())
     for _ in range(2):
         assert torch.cuda.memory_allocated() - before < 0.05 * weights
@@ -324,7 +317,7 @@ NUMBERS = ("actor/grad_norm", "critic/grad_norm", "critic/score/mean", "response
         (1, "ray", "fsdp"),
         (2, "local", "fsdp2"),
         (2, "ray", "fsdp2"),
-        (2, "local", "fsdp"),
+        (2, "local", "fsdp1"),
     ],
 )
 def test_the_same_command_trains_on_gpus(tmp_path, gpus, controller, strategy):

@@ -3,8 +3,6 @@
 Runs of two ranks are processes of their own.
 """
 
-import importlib.util
-
 import pytest
 import torch
 
@@ -12,16 +10,25 @@ from tests.gpu.test_cuda import engine_on, train
 from tests.support.runs import main_ppo, make_task, overrides, read_metrics
 from tests.support.tiny_models import make_siblings, make_tiny_model
 from verl.models.packing import Packing
-from verl.models.varlen_kernels import Scoring, attend, by_rows, choose_kernel, flash_attn, torch_varlen
+from verl.models.varlen_kernels import (
+    Scoring,
+    attend,
+    by_rows,
+    choose_kernel,
+    flash_attn,
+    flash_attn_kernel,
+    torch_varlen,
+)
 from verl.utils.distributed import destroy_global_process_group
 from verl.workers.engine import MicroBatching, Want
 
 pytestmark = pytest.mark.gpu
 
-HAS_FLASH_ATTN = importlib.util.find_spec("flash_attn") is not None
 KERNELS = [
     torch_varlen,
-    pytest.param(flash_attn, marks=pytest.mark.skipif(not HAS_FLASH_ATTN, reason="needs the flash-attn package")),
+    pytest.param(
+        flash_attn, marks=pytest.mark.skipif(flash_attn_kernel() is None, reason="needs the flash-attn package")
+    ),
 ]
 SPLIT = MicroBatching(size=4)
 
@@ -79,7 +86,7 @@ def test_a_kernel_for_packed_rows_gives_what_each_row_gives_alone(kernel, packin
         assert (found - exact).norm() <= 1.5 * (dense - exact).norm() + 1e-3 * exact.norm()
 
 
-@pytest.mark.skipif(not HAS_FLASH_ATTN, reason="needs the flash-attn package")
+@pytest.mark.skipif(flash_attn_kernel() is None, reason="needs the flash-attn package")
 def test_flash_attn_caps_scores():
     packing, scoring = PACKINGS["rows"].to("cuda"), Scoring(0.5, softcap=3.0)
     parts = layer(packing.tokens)
@@ -105,7 +112,7 @@ def test_bf16_on_a_recent_gpu_has_a_kernel_of_its_own():
     if torch.cuda.get_device_capability() < (8, 0):
         pytest.skip("needs a GPU of compute capability 8.0")
     q, _, v = layer(8)
-    assert choose_kernel(q, v, Scoring(0.125)) is (flash_attn if HAS_FLASH_ATTN else torch_varlen)
+    assert choose_kernel(q, v, Scoring(0.125)) is (flash_attn if flash_attn_kernel() else torch_varlen)
 
 
 @pytest.mark.parametrize("strategy", ["local", "fsdp2"])

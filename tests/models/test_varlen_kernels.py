@@ -11,7 +11,15 @@ from torch.nn.attention import varlen
 from verl.models import varlen_kernels
 from verl.models.attention import LONGEST
 from verl.models.packing import Packing
-from verl.models.varlen_kernels import Scoring, attend, by_rows, choose_kernel, flash_attn, torch_varlen
+from verl.models.varlen_kernels import (
+    Scoring,
+    attend,
+    by_rows,
+    choose_kernel,
+    flash_attn,
+    flash_attn_kernel,
+    torch_varlen,
+)
 
 LENGTHS = {
     "one row": (9,),
@@ -136,7 +144,7 @@ def test_flash_attn_is_asked_for_what_by_rows_computes(scoring, monkeypatch):
         assert causal
         return stand_in(*args, softmax_scale, window_size, softcap)
 
-    monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(flash_attn_varlen_func=kernel))
+    monkeypatch.setattr(varlen_kernels, "flash_attn_kernel", lambda: kernel)
     monkeypatch.setattr(varlen_kernels, "choose_kernel", lambda q, v, scoring: flash_attn)
     packing = shared_prompts()
     parts = layer(packing.tokens, width=12, value_width=10)
@@ -161,14 +169,50 @@ def on_cuda(dtype=torch.bfloat16, width=64):
     ],
 )
 def test_the_fastest_kernel_that_can_is_chosen(query, scoring, has_flash, has_varlen, kernel, monkeypatch):
-    monkeypatch.setattr(varlen_kernels, "_has_flash_attn", lambda: has_flash)
+    monkeypatch.setattr(varlen_kernels, "flash_attn_kernel", lambda: flash_attn if has_flash else None)
     monkeypatch.setattr(varlen_kernels, "_can_use_varlen", lambda device, window: has_varlen)
     assert choose_kernel(query, query, scoring) is kernel
 
 
 def test_a_slow_way_is_said_once(monkeypatch, caplog):
-    monkeypatch.setattr(varlen_kernels, "_has_flash_attn", lambda: False)
+    monkeypatch.setattr(varlen_kernels, "flash_attn_kernel", lambda: None)
     varlen_kernels._say_slow.cache_clear()
     for _ in range(2):
         choose_kernel(on_cuda(), on_cuda(), Scoring(1.0, softcap=3.0))
     assert caplog.text.count("pip install flash-attn") == 1
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "raise ImportError('libtorch: undefined symbol _ZN3c10')", "raise OSError('libcudart.so.12: cannot open')"],
+    ids=["a namespace without the function", "built for another torch", "a library is missing"],
+)
+def test_a_flash_attn_that_cannot_be_used_gives_way_to_torch(text, tmp_path, monkeypatch, caplog):
+    # SGLang requires flash-attn-4, whose wheel holds flash_attn/cute/ and no flash_attn/__init__.py
+    (tmp_path / "flash_attn" / "cute").mkdir(parents=True)
+    if text:
+        (tmp_path / "flash_attn" / "__init__.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "flash_attn"]:
+        monkeypatch.delitem(sys.modules, name)
+    flash_attn_kernel.cache_clear()
+    monkeypatch.setattr(varlen_kernels, "_can_use_varlen", lambda device, window: True)
+    try:
+        assert choose_kernel(on_cuda(), on_cuda(), Scoring(1.0)) is torch_varlen
+        assert "no usable flash_attn_varlen_func" in caplog.text
+    finally:
+        flash_attn_kernel.cache_clear()
+        sys.modules.pop("flash_attn", None)
+
+
+def test_keys_are_repeated_for_heads_that_share_them_on_a_gpu(monkeypatch):
+    # torch's memory-efficient kernel takes no shared keys; the one that does builds whole matrices of scores
+    asked = []
+    monkeypatch.setattr(varlen_kernels, "_is_cuda", lambda q: True)
+    monkeypatch.setattr(
+        varlen_kernels.F, "scaled_dot_product_attention", lambda q, k, v, **options: asked.append((k, options)) or q
+    )
+    q, k, v = (part.unsqueeze(0).transpose(1, 2) for part in layer(9))
+    varlen_kernels._dense(q, k, v, Scoring(1.0))
+    ((keys, options),) = asked
+    assert keys.shape[1] == q.shape[1] and not options["enable_gqa"]

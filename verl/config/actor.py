@@ -76,8 +76,8 @@ class ActorConfig(Config):
     _target_: ClassVar[str] = "verl.workers.config.FSDPActorConfig"
 
     strategy: Strategy = "fsdp"
-    """Training engine: fsdp2 (``fully_shard``), fsdp (``FullyShardedDataParallel``; on a CPU, and where no ranks share
-    a model, fsdp2), deepspeed (ZeRO) or local (one process)."""
+    """Training engine: fsdp2 (``fully_shard``; fsdp is another name of it), fsdp1 (the older
+    ``FullyShardedDataParallel``, not tried on GPUs yet), deepspeed (ZeRO) or local (one process)."""
 
     ppo_mini_batch_size: int = option(256, above=0)
     """Prompts of one optimizer step, over all ranks; each brings ``rollout.n`` responses."""

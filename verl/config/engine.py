@@ -5,7 +5,7 @@ from typing import Any, ClassVar, Literal
 
 from verl.config.base import Config, option, section
 
-Strategy = Literal["fsdp", "fsdp2", "local", "megatron", "deepspeed"]
+Strategy = Literal["fsdp", "fsdp2", "fsdp1", "local", "megatron", "deepspeed"]
 """``fsdp2``: torch's fully_shard. ``fsdp``: its predecessor FullyShardedDataParallel; on a CPU, with one process and
 with ``fsdp_size=1`` it runs as fsdp2. Both give the same numbers and read each other's checkpoints. ``local``: one
 process, no sharding. ``deepspeed``: ZeRO, by the library. ``megatron`` is a known name that is not built yet."""

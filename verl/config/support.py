@@ -55,7 +55,7 @@ LIMITS: tuple[Limit, ...] = (
             f"{role}.strategy",
             "this training engine",
             "use fsdp2 or deepspeed, or local for one process",
-            ("fsdp2", "deepspeed", "local"),
+            ("fsdp2", "fsdp1", "deepspeed", "local"),
         )
         for role in _ROLES
     ),

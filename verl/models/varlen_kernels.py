@@ -57,7 +57,7 @@ def choose_kernel(q: Tensor, v: Tensor, scoring: Scoring) -> Kernel:
     """The fastest kernel that computes what is asked for."""
     if not q.is_cuda or q.dtype not in (torch.bfloat16, torch.float16) or max(q.shape[-1], v.shape[-1]) > 256:
         return by_rows
-    if scoring.sinks is None and _has_flash_attn():
+    if scoring.sinks is None and flash_attn_kernel() is not None:
         return flash_attn
     if scoring.sinks is None and scoring.softcap is None and _can_use_varlen(q.device, scoring.window):
         return torch_varlen
@@ -80,8 +80,24 @@ def _say_slow(has_sinks: bool, has_softcap: bool) -> None:
 
 
 @cache
-def _has_flash_attn() -> bool:
-    return importlib.util.find_spec("flash_attn") is not None
+def flash_attn_kernel() -> Callable | None:
+    """``flash_attn_varlen_func``, or None where the package is missing or does not fit this torch.
+
+    The import itself is tried: SGLang brings flash-attn-4, a namespace ``flash_attn`` without this function, and
+    a wheel built for another torch fails with an undefined symbol.
+    """
+    try:
+        from flash_attn import flash_attn_varlen_func
+    except (ImportError, OSError) as error:
+        if importlib.util.find_spec("flash_attn") is not None:
+            logger.warning(
+                "the installed flash_attn package has no usable flash_attn_varlen_func (%s), so torch's varlen_attn is "
+                "used. Install a flash-attn 2 wheel built for torch %s, or remove the package.",
+                str(error).splitlines()[0],
+                torch.__version__,
+            )
+        return None
+    return flash_attn_varlen_func
 
 
 @cache
@@ -103,10 +119,8 @@ def _can_use_varlen(device: torch.device, window: int | None) -> bool:
 
 def flash_attn(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scoring: Scoring) -> Tensor:
     """The flash-attn package."""
-    from flash_attn import flash_attn_varlen_func
-
     width = v.shape[-1]
-    out = flash_attn_varlen_func(
+    out = flash_attn_kernel()(
         *_equally_wide(q, k, v),
         packing.cu_q,
         packing.cu_k,
@@ -172,11 +186,12 @@ def _dense(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
     window = scoring.window if scoring.window is not None and scoring.window < keys else None
     if scoring.softcap is not None or scoring.sinks is not None:
         return _whole_scores(q, k, v, scoring._replace(window=window))
-    if q.device.type == "cpu" and keys <= LONGEST:
+    if not _is_cuda(q) and keys <= LONGEST:
         return ShortAttention.apply(q, k, v, scoring.scale, short_mask(length, keys, window))
     is_plain = window is None and length == keys
-    if not is_plain or q.shape[-1] != v.shape[-1]:
-        # torch's fast kernels take a mask, or heads that share keys, but not both
+    if not is_plain or q.shape[-1] != v.shape[-1] or _is_cuda(q):
+        # torch's fast kernels take a mask, or heads that share keys, but not both. On CUDA the memory-efficient kernel,
+        # which fp32 gets, takes no shared keys at all, and the fallback builds the whole matrix of scores
         k, v = _repeated(k, q.shape[1]), _repeated(v, q.shape[1])
     return F.scaled_dot_product_attention(
         q,
@@ -201,6 +216,10 @@ def _whole_scores(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
         sinks = scoring.sinks.float().view(1, -1, 1, 1).expand(len(q), -1, q.shape[2], 1)
         return torch.softmax(torch.cat([scores, sinks], -1), -1)[..., :-1].to(v.dtype) @ v
     return torch.softmax(scores, -1).to(v.dtype) @ v
+
+
+def _is_cuda(q: Tensor) -> bool:
+    return q.is_cuda
 
 
 def _repeated(x: Tensor, heads: int) -> Tensor:

@@ -220,12 +220,9 @@ def test_the_local_engine_refuses_company(folder):
         run_ranks(2, _local_among_two, ModelSpec(folder))
 
 
-def test_fsdp_is_fsdp1_where_devices_share_a_model(monkeypatch):
-    import verl.workers.engine as engines
+def _backend_names(spec):
+    return [type(build_engine(strategy, spec)).__name__ for strategy in ("fsdp", "fsdp2", "fsdp1")]
 
-    monkeypatch.setattr(engines, "ensure_process_group", lambda device: None)
-    monkeypatch.setattr(engines, "get_world_size", lambda: 2)
-    assert engines._runs_fsdp1(None, "cuda") and engines._runs_fsdp1({"fsdp_size": 2}, "cuda")
-    assert not engines._runs_fsdp1({"fsdp_size": 1}, "cuda") and not engines._runs_fsdp1(None, "cpu")
-    monkeypatch.setattr(engines, "get_world_size", lambda: 1)
-    assert not engines._runs_fsdp1(None, "cuda")
+
+def test_fsdp_is_fsdp2_and_fsdp1_is_named(folder):
+    assert run_ranks(2, _backend_names, ModelSpec(folder)) == [["FSDPEngine", "FSDPEngine", "FSDP1Engine"]] * 2

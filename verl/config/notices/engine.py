@@ -6,7 +6,7 @@ from verl.config.base import get_path
 from verl.config.build import show
 from verl.config.notices.base import IsGiven, given_below, notice, unread
 from verl.config.ppo import PPOConfig
-from verl.config.rules.base import ACTOR, REF, RM, ROLLOUT, runs_fsdp1, sharded
+from verl.config.rules.base import ACTOR, REF, RM, ROLLOUT, sharded
 
 
 @notice
@@ -79,13 +79,8 @@ def one_worker_implementation(config: PPOConfig, is_given: IsGiven) -> Iterator[
 def fsdp_runs_on_fsdp2(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
     roles = [role for role in sharded(config) if is_given(f"{role}.strategy")]
     named = [f"{role}.strategy=fsdp" for role in roles if get_path(config, role).strategy == "fsdp"]
-    alone = [role for role in roles if not runs_fsdp1(config, role)]
-    named = [name for name in named if name.partition(".strategy")[0] in alone]
     if named:
-        yield (
-            f"{', '.join(named)} runs on the fsdp2 machinery on a CPU, and where no ranks share a model; the results "
-            "are the same"
-        )
+        yield f"{', '.join(named)} is FSDP2 (fully_shard), with the same results; fsdp1 names the older implementation"
 
 
 @notice

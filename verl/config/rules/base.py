@@ -76,14 +76,6 @@ def sharded(config: PPOConfig) -> dict[str, str]:
     return {key: f"{key}.fsdp_config" if key in (ACTOR, REF) else f"{key}.model.fsdp_config" for key in models(config)}
 
 
-def runs_fsdp1(config: PPOConfig, role: str) -> bool:
-    """Whether a role's ``strategy=fsdp`` is FullyShardedDataParallel."""
-    section = get_path(config, role)
-    sharding = section.model.fsdp_config if role in ("critic", RM) else section.fsdp_config
-    shares = config.trainer.world_size > 1 and sharding.fsdp_size != 1
-    return section.strategy == "fsdp" and config.trainer.device != "cpu" and shares
-
-
 def shapes_scores(config: PPOConfig) -> list[str]:
     """Keys under ``algorithm.reward_shaping`` that change a reward."""
     shaping = config.algorithm.reward_shaping

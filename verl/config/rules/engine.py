@@ -6,7 +6,7 @@ from typing import Any
 from verl.config.base import Problem, get_path
 from verl.config.build import show
 from verl.config.ppo import PPOConfig
-from verl.config.rules.base import ACTOR, REF, RM, ROLLOUT, models, problem, rule, runs_fsdp1, sharded, trained_roles
+from verl.config.rules.base import ACTOR, REF, RM, ROLLOUT, models, problem, rule, sharded, trained_roles
 from verl.utils.deepspeed_keys import conflicts
 
 
@@ -67,11 +67,11 @@ def fp16_is_not_trained_in(config: PPOConfig) -> Iterator[Problem]:
 @rule
 def offload_policy_is_of_fsdp2(config: PPOConfig) -> Iterator[Problem]:
     for role, place in sharded(config).items():
-        if get_path(config, place).offload_policy and runs_fsdp1(config, role):
+        if get_path(config, place).offload_policy and get_path(config, role).strategy == "fsdp1":
             yield problem(
                 config,
                 f"{place}.offload_policy",
-                f"needs fsdp2, and {role}.strategy=fsdp. Use {role}.strategy=fsdp2, or param_offload and "
+                f"needs fsdp2, and {role}.strategy=fsdp1. Use {role}.strategy=fsdp2, or param_offload and "
                 "optimizer_offload.",
                 f"{role}.strategy",
             )
@@ -80,7 +80,7 @@ def offload_policy_is_of_fsdp2(config: PPOConfig) -> Iterator[Problem]:
 @rule
 def l2_term_is_of_whole_weights(config: PPOConfig) -> Iterator[Problem]:
     actor = config.actor_rollout_ref.actor
-    if actor.l2_coef and (actor.strategy == "deepspeed" or runs_fsdp1(config, ACTOR)):
+    if actor.l2_coef and actor.strategy in ("deepspeed", "fsdp1"):
         yield problem(
             config,
             f"{ACTOR}.l2_coef",

@@ -9,7 +9,6 @@ import torch
 
 from verl.models.liger import check_liger
 from verl.models.loader import ModelSpec
-from verl.utils.distributed import ensure_process_group, get_world_size
 from verl.utils.micro_batching import MicroBatching
 from verl.utils.offload import read
 from verl.workers.engine.base import Engine, LossFn, Want
@@ -38,9 +37,8 @@ def build_engine(
     """Load a model and put it on its mesh. All ranks call it together.
 
     Args:
-        strategy: ``local`` (one process), ``fsdp2`` (any number: ``fully_shard``), ``fsdp``
-            (``FullyShardedDataParallel``; on a CPU, and where no model is shared by ranks, FSDP2), or ``deepspeed``
-            (ZeRO).
+        strategy: ``local`` (one process), ``fsdp2`` or ``fsdp`` (any number of processes: ``fully_shard``), ``fsdp1``
+            (the older ``FullyShardedDataParallel``), or ``deepspeed`` (ZeRO).
         engine_config: the ``fsdp_config`` section, or None for defaults.
         optim_config: the ``optim`` section; None builds an engine that only scores.
         total_steps: training steps of the run, the length of the learning-rate schedule.
@@ -57,16 +55,14 @@ def build_engine(
     """
     if strategy == "local":
         from verl.workers.engine.local import LocalEngine as Backend
-    elif strategy == "fsdp" and _runs_fsdp1(engine_config, device):
+    elif strategy == "fsdp1":
         from verl.workers.engine.fsdp1 import FSDP1Engine as Backend
     elif strategy in ("fsdp", "fsdp2"):
-        if strategy == "fsdp":
-            logger.info("strategy=fsdp runs on FSDP2 (fully_shard) on a CPU, and where no rank shares a model")
         from verl.workers.engine.fsdp import FSDPEngine as Backend
     elif strategy == "deepspeed":
         Backend = _deepspeed_backend(deepspeed_config, spec, train=optim_config is not None)
     else:
-        raise ValueError(f"strategy={strategy!r} is not built: use 'local', 'fsdp2', 'fsdp' or 'deepspeed'")
+        raise ValueError(f"strategy={strategy!r} is not built: use 'local', 'fsdp2', 'fsdp1' or 'deepspeed'")
     if l2_coef and Backend.__name__ not in ("LocalEngine", "FSDPEngine"):
         raise ValueError(
             f"l2_coef={l2_coef} with strategy={strategy}: this engine keeps weights and gradients in flat pieces and "
@@ -93,14 +89,6 @@ def build_engine(
     )
     engine.l2_coef = l2_coef
     return engine
-
-
-def _runs_fsdp1(engine_config: Any, device: str) -> bool:
-    """Whether FSDP1 is at home: on a device, with weights to share; without, its mode is one torch gives up."""
-    if device == "cpu":
-        return False
-    ensure_process_group(device)
-    return get_world_size() > 1 and read(engine_config, "fsdp_size", -1) != 1
 
 
 def _check_kernels(spec: ModelSpec, device: str) -> None:
