@@ -7,6 +7,8 @@
 # VERL_PYTHON        the Python to use (3.10 to 3.12). Default: the first such Python found in PATH.
 # VERL_TORCH_INDEX   wheel index to take torch from, e.g. https://download.pytorch.org/whl/cu130. Default: pip's own
 #                    configuration, plus PyTorch's CPU index where no NVIDIA GPU is found and that index answers.
+#
+# A .venv that was made without a GPU, or from another index, gets the torch of this machine or index on the next call.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -42,8 +44,17 @@ answers() {
         >/dev/null 2>&1
 }
 
+# The CUDA version that torch in .venv was built for, "cpu" for a CPU build, nothing without torch.
+installed_build() { .venv/bin/python -c 'import torch.version as v; print(v.cuda or v.hip or "cpu")' 2>/dev/null || true; }
+
+# The highest CUDA version this machine's driver runs, as "13"; nothing where it cannot be asked.
+driver_cuda() { nvidia-smi 2>/dev/null | sed -n 's/.*CUDA Version: *\([0-9]*\)\..*/\1/p'; }
+
+gpu=no
+if has_gpu; then gpu=yes; fi
 # The stamp names everything an installation depends on; equal stamp, nothing to do.
-stamp_text="$(cat requirements.txt requirements-test.txt setup.py verl/version.py | cksum) $PWD ${VERL_TORCH_INDEX:-}"
+files_sum=$(cat requirements.txt requirements-test.txt setup.py verl/version.py | cksum)
+stamp_text="$files_sum $PWD ${VERL_TORCH_INDEX:-} gpu=$gpu"
 stamp=.venv/.verl-runtime
 if [ $want_test = 1 ]; then stamp=.venv/.verl-test; fi
 if [ "$(cat $stamp 2>/dev/null)" = "$stamp_text" ]; then exit 0; fi
@@ -69,13 +80,31 @@ fi
 
 # Errors only: pip warns of every index that does not have a package, and of root.
 pip=(.venv/bin/python -m pip install -qq --disable-pip-version-check)
-torch=$(grep '^torch==' requirements.txt)
+torch=$(grep '^torch==' requirements.txt) torchvision=$(grep '^torchvision==' requirements.txt)
+build=$(installed_build)
+# pip takes 2.13.0+cpu for torch==2.13.0, so another build of the same version has to be forced in. The file says which
+# index the build in .venv came from.
+source_file=.venv/.verl-torch-source
 index=()
 if [ -n "${VERL_TORCH_INDEX:-}" ]; then
     echo "Installing $torch from $VERL_TORCH_INDEX"
     index=(--extra-index-url "$VERL_TORCH_INDEX")
-    "${pip[@]}" --no-deps --index-url "$VERL_TORCH_INDEX" "$torch"
-elif [ "$(uname -s)" = Linux ] && ! has_gpu && answers "$CPU_INDEX"; then
+    force=()
+    if [ -n "$build" ] && [ "$(cat "$source_file" 2>/dev/null)" != "$VERL_TORCH_INDEX" ]; then force=(--force-reinstall); fi
+    "${pip[@]}" ${force[@]+"${force[@]}"} --no-deps --index-url "$VERL_TORCH_INDEX" "$torch" "$torchvision"
+elif [ $gpu = yes ]; then
+    cuda=$(driver_cuda)
+    if [ -n "$cuda" ] && [ "$cuda" -lt 13 ]; then
+        echo "This machine's NVIDIA driver runs CUDA $cuda, and $torch of the package index is built for CUDA 13, which" >&2
+        echo "needs driver 580 or newer. Update the driver, or take a build for CUDA 12:" >&2
+        echo "    VERL_TORCH_INDEX=https://download.pytorch.org/whl/cu126 bash scripts/setup_env.sh" >&2
+        exit 1
+    fi
+    if [ "$build" = cpu ]; then
+        echo "NVIDIA GPU found, and .venv holds the CPU build of torch: installing $torch for CUDA"
+        "${pip[@]}" --force-reinstall --no-deps "$torch" "$torchvision"
+    fi
+elif [ "$(uname -s)" = Linux ] && answers "$CPU_INDEX"; then
     echo "No NVIDIA GPU found: taking the CPU build of torch from $CPU_INDEX (VERL_TORCH_INDEX chooses another)"
     index=(--extra-index-url "$CPU_INDEX")
 fi
@@ -92,5 +121,10 @@ if ! .venv/bin/python -c 'import torchvision' >/dev/null 2>&1; then
     .venv/bin/python scripts/torchvision_without_ops.py
     .venv/bin/python -c 'import torchvision'
 fi
+if [ $gpu = yes ] && [ "$(installed_build)" = cpu ] && [ -z "${VERL_TORCH_INDEX:-}" ]; then
+    echo "setup_env.sh: the package index gave the CPU build of torch, and this machine has an NVIDIA GPU. Runs on it need" >&2
+    echo "    VERL_TORCH_INDEX=https://download.pytorch.org/whl/cu130 bash scripts/setup_env.sh" >&2
+fi
+echo "${VERL_TORCH_INDEX:-}" >"$source_file"
 echo "$stamp_text" >"$stamp"
 if [ $want_test = 1 ]; then echo "$stamp_text" >.venv/.verl-runtime; fi

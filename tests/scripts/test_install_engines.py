@@ -9,6 +9,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 ENGINES = ("vllm", "sglang")
 STAND_IN = """#!/bin/bash
+if [ "$1" = -c ]; then case $2 in *torch.version*) echo "${STUB_BUILD:-13.0}" ;; esac; exit; fi
 if [ "$2" = pip ]; then
     shift 2; echo "$@" >> "$STUB_LOG"
     for word in "$@"; do [ -f "$word" ] && cat "$word" >> "$STUB_LOG.files"; done
@@ -67,15 +68,23 @@ def test_on_a_cpu_both_engines_go_into_one_environment(checkout):
 def test_with_a_gpu_the_cuda_build_is_held_to_our_versions(checkout):
     (checkout / "bin" / "nvidia-smi").symlink_to(shutil.which("true"))
     _, calls = install(checkout, "vllm")
-    assert "--constraint" in calls[0] and calls[0].endswith("vllm>=0.24,<0.34")
+    assert "--constraint" in calls[0] and calls[0].endswith("vllm==0.32.*")
     pins = (checkout / "log.files").read_text().splitlines()
-    assert "torch==2.13.0" in pins and any(pin.startswith("transformers==") for pin in pins)
+    assert set(pins) == {line for line in (ROOT / "requirements.txt").read_text().splitlines() if "==" in line}
+
+
+def test_vllm_for_cuda_is_not_put_beside_a_cpu_torch(checkout):
+    (checkout / "bin" / "nvidia-smi").symlink_to(shutil.which("true"))
+    done, calls = install(checkout, "vllm", STUB_BUILD="cpu")
+    assert done.returncode == 1 and not calls
+    assert "CPU build of torch" in done.stderr and "bash scripts/setup_env.sh" in done.stderr
 
 
 def test_with_a_gpu_sglang_brings_its_torch_and_does_not_join_vllm(checkout):
     (checkout / "bin" / "nvidia-smi").symlink_to(shutil.which("true"))
-    _, calls = install(checkout, "sglang")
-    assert calls[0].endswith("sglang>=0.5.9,<0.6")
+    done, calls = install(checkout, "sglang")
+    assert calls[0].endswith("sglang==0.5.23")
+    assert "pins torch 2.14.1" in done.stderr and "replaces torch==2.13.0" in done.stderr
     pins = (checkout / "log.files").read_text().splitlines()
     assert not any(pin.startswith("torch==") for pin in pins) and any(pin.startswith("transformers==") for pin in pins)
     done, calls = install(checkout, "vllm")

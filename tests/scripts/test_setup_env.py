@@ -14,13 +14,21 @@ if [ "$1" = -c ]; then
     case $2 in
         *version_info*) case $STUB_VERSION in 3.10*|3.11*|3.12*) exit 0 ;; *) exit 1 ;; esac ;;
         *urlopen*) [ -n "$STUB_ONLINE" ]; exit ;;
+        *torch.version*) [ -e .venv/torch ] && cat .venv/torch; exit ;;
     esac
 fi
 if [ "$2" = venv ]; then
     [ -z "$STUB_NO_VENV" ] || exit 1
     mkdir -p "$3/bin" && cp "$0" "$3/bin/python"; exit
 fi
-if [ "$2" = pip ]; then shift 2; echo "$@" >> "$STUB_LOG"; [ -z "$STUB_PIP_FAILS" ]; exit; fi
+if [ "$2" = pip ]; then
+    shift 2; echo "$@" >> "$STUB_LOG"
+    case "$*" in *torch==*|*requirements.txt*)
+        # like pip: an installed build stays unless another is forced in
+        if [ ! -e .venv/torch ] || [[ $* = *--force-reinstall* ]]; then echo "$STUB_BUILD" > .venv/torch; fi ;;
+    esac
+    [ -z "$STUB_PIP_FAILS" ]; exit
+fi
 """
 
 
@@ -31,7 +39,7 @@ def checkout(tmp_path):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
     (tmp_path / "bin").mkdir()
-    for tool in ("bash", "cat", "cksum", "cp", "dirname", "grep", "mkdir", "rm", "uname"):
+    for tool in ("bash", "cat", "cksum", "cp", "dirname", "grep", "mkdir", "rm", "sed", "uname"):
         (tmp_path / "bin" / tool).symlink_to(shutil.which(tool))
     stand_in = tmp_path / "bin" / "python3"
     stand_in.write_text(STAND_IN)
@@ -43,7 +51,8 @@ def set_up(checkout, *arguments, **variables):
     """Runs the script; returns it and the pip calls it made."""
     log = checkout / "log"
     log.write_text("")
-    env = {"PATH": str(checkout / "bin"), "STUB_LOG": str(log), "STUB_VERSION": "3.11.7", **variables}
+    env = {"PATH": str(checkout / "bin"), "STUB_LOG": str(log), "STUB_VERSION": "3.11.7", "STUB_BUILD": "cpu"}
+    env |= variables
     command = [str(checkout / "bin" / "bash"), str(checkout / "scripts" / "setup_env.sh"), *arguments]
     done = subprocess.run(command, env=env, capture_output=True, text=True)
     return done, log.read_text().splitlines()
@@ -73,11 +82,56 @@ def test_a_failed_installation_is_tried_again(checkout):
 
 
 def test_torch_comes_from_the_index_the_user_names(checkout):
-    torch = next(line for line in (ROOT / "requirements.txt").read_text().splitlines() if line.startswith("torch=="))
     _, calls = set_up(checkout, VERL_TORCH_INDEX="https://index/cu130", STUB_ONLINE="1")
-    assert calls[0].endswith(f"--no-deps --index-url https://index/cu130 {torch}")
+    assert calls[0].endswith(f"--no-deps --index-url https://index/cu130 {pinned_torch()}")
+    assert "--force-reinstall" not in calls[0]
     assert "--extra-index-url https://index/cu130" in calls[1]
     assert len(set_up(checkout, VERL_TORCH_INDEX="https://index/cpu")[1]) == 3, "another index is another environment"
+
+
+def pinned_torch():
+    lines = (ROOT / "requirements.txt").read_text().splitlines()
+    return " ".join(line for name in ("torch", "torchvision") for line in lines if line.startswith(f"{name}=="))
+
+
+def gpu_machine(checkout, cuda="13.0"):
+    """From now on the machine has an NVIDIA GPU whose driver runs ``cuda``."""
+    smi = checkout / "bin" / "nvidia-smi"
+    smi.write_text(f"#!/bin/bash\necho '| NVIDIA-SMI 1.2.3   Driver Version: 1.2.3   CUDA Version: {cuda}  |'\n")
+    smi.chmod(0o755)
+
+
+def test_an_index_named_later_replaces_the_torch_that_is_there(checkout):
+    # pip alone says: Requirement already satisfied: torch==2.13.0 (2.13.0+cpu)
+    set_up(checkout)
+    _, calls = set_up(checkout, VERL_TORCH_INDEX="https://index/cu130", STUB_BUILD="13.0")
+    assert "--force-reinstall --no-deps" in calls[0] and calls[0].endswith(pinned_torch())
+    assert (checkout / ".venv" / "torch").read_text() == "13.0\n"
+    with open(checkout / "requirements.txt", "a") as file:
+        file.write("more==1.0\n")
+    assert "--force-reinstall" not in set_up(checkout, VERL_TORCH_INDEX="https://index/cu130")[1][0]
+
+
+def test_an_environment_made_without_a_gpu_gets_torch_for_cuda_on_a_machine_with_one(checkout):
+    set_up(checkout)
+    gpu_machine(checkout)
+    done, calls = set_up(checkout, STUB_BUILD="13.0")
+    assert calls[0].endswith(f"--force-reinstall --no-deps {pinned_torch()}") and not done.stderr
+    assert "holds the CPU build" in done.stdout and set_up(checkout)[1] == []
+
+
+def test_an_index_that_has_the_cpu_build_only_is_said_on_a_gpu_machine(checkout):
+    gpu_machine(checkout)
+    done, _ = set_up(checkout)
+    assert done.returncode == 0 and "VERL_TORCH_INDEX=https://download.pytorch.org/whl/cu130" in done.stderr
+
+
+def test_a_driver_too_old_for_the_pinned_torch_is_told_before_anything_is_downloaded(checkout):
+    gpu_machine(checkout, cuda="12.4")
+    done, calls = set_up(checkout)
+    assert done.returncode == 1 and not calls
+    assert "driver runs CUDA 12" in done.stderr and "whl/cu126" in done.stderr
+    assert set_up(checkout, VERL_TORCH_INDEX="https://index/cu126", STUB_BUILD="12.6")[0].returncode == 0
 
 
 @pytest.mark.skipif(os.path.exists("/dev/nvidiactl") or os.uname().sysname != "Linux", reason="Linux without a GPU")
