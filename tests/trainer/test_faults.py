@@ -94,7 +94,7 @@ def mistakes(task, tmp_path):
     weights.pop(next(name for name in weights if "q_proj" in name))
     save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
     return {
-        "trainer.device=cuda": "error: trainer.device=cuda, but torch finds no CUDA device",
+        "trainer.device=cuda": "error: trainer.device=cuda: torch ",
         f"actor_rollout_ref.model.path={tmp_path}": "holds no tokenizer",
         f"actor_rollout_ref.model.path={broken}": "actor_rollout.init_model failed on rank 0 of 1: model.path=",
     }

@@ -60,6 +60,81 @@ def test_a_run_on_cpu_promises_no_gpu_speed(monkeypatch):
     assert get_device_flops(device="cpu") == float("inf")
 
 
+@pytest.mark.parametrize(
+    "built, driver, words",
+    [
+        (None, None, ["is a build without CUDA", "bash scripts/setup_env.sh", "trainer.device=cpu"]),
+        ("13.0", (12, 4), ["driver runs CUDA 12.4", "is built for CUDA 13.0", "580 or newer", "whl/cu126"]),
+        ("12.6", (11, 8), ["driver runs CUDA 11.8", "whl/cu118"]),
+        ("13.0", (13, 2), ["finds no CUDA device"]),
+        ("13.0", None, ["finds no CUDA device"]),
+    ],
+    ids=["a CPU build", "a driver too old", "a driver older still", "no device", "no NVML"],
+)
+def test_what_keeps_a_run_from_the_gpu_is_said_before_it_starts(built, driver, words, monkeypatch):
+    from types import SimpleNamespace
+
+    from verl.trainer.ppo.job import check_device
+
+    monkeypatch.setattr(torch.version, "cuda", built)
+    monkeypatch.setattr(devices, "driver_cuda_version", lambda: driver)
+    monkeypatch.setattr(devices, "count_cuda_devices", lambda: 0)
+    with pytest.raises(ValueError, match="trainer.device=cuda: ") as refusal:
+        check_device(SimpleNamespace(device="cuda", nnodes=1, n_gpus_per_node=1, controller="local"))
+    assert all(word in str(refusal.value) for word in words)
+
+
+def test_a_driver_of_the_same_major_version_is_good_enough(monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", "13.2")
+    monkeypatch.setattr(devices, "driver_cuda_version", lambda: (13, 0))
+    monkeypatch.setattr(devices, "count_cuda_devices", lambda: 1)
+    assert devices.cuda_problem() is None
+
+
+class FakeNVML:
+    def __init__(self, version):
+        self._version = version
+
+    def nvmlInit_v2(self):
+        return 0
+
+    def nvmlShutdown(self):
+        return 0
+
+    def nvmlSystemGetCudaDriverVersion_v2(self, found):
+        found._obj.value = self._version
+        return 0
+
+
+@pytest.mark.parametrize("number, expected", [(13000, (13, 0)), (12040, (12, 4)), (11080, (11, 8))])
+def test_the_driver_is_asked_for_the_cuda_it_runs(number, expected, monkeypatch):
+    monkeypatch.setattr(devices.ctypes, "CDLL", lambda name: FakeNVML(number))
+    assert devices.driver_cuda_version() == expected
+
+
+COUNTING = """
+import os, torch
+torch.version.cuda = "13.0"
+torch.cuda._is_compiled = lambda: True
+torch.cuda._device_count_nvml = lambda: -1  # as with MIG slices
+parent = os.getpid()
+
+def started():
+    assert os.getpid() != parent, "CUDA was started in the driver"
+    return 3
+
+torch._C._cuda_getDeviceCount = started
+torch.cuda.device_count = started
+from verl.utils.device import count_cuda_devices
+assert count_cuda_devices() == 3
+"""
+
+
+def test_devices_that_nvml_cannot_count_are_counted_by_a_child():
+    done = subprocess.run([sys.executable, "-c", COUNTING], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
 DRIVER = """
 import verl, torch, traceback
 from types import SimpleNamespace
@@ -68,6 +143,7 @@ def started(*args):
     raise SystemExit("CUDA was started:\\n" + "".join(traceback.format_stack()))
 
 torch.cuda._is_compiled = lambda: True
+torch.version.cuda = "13.0"
 torch.cuda._device_count_nvml = lambda: 8
 torch._C._cuda_getDeviceCount = torch.cuda._lazy_init = started
 import verl.trainer.ppo.job as job

@@ -5,12 +5,36 @@ Knows no process groups; those are in ``distributed.py``.
 
 from __future__ import annotations
 
+import ctypes
 import os
 from types import ModuleType
 
 import torch
 
-is_cuda_available: bool = torch.cuda.is_available()
+
+def count_cuda_devices() -> int:
+    """CUDA devices that this process may use, counted without starting CUDA here.
+
+    Where NVML cannot count (MIG slices, some containers) torch would start CUDA to do so, and a process that has cannot
+    fork its workers; a child counts then.
+    """
+    if torch.version.cuda is None or torch.cuda.is_initialized() or torch.cuda._device_count_nvml() >= 0:
+        return torch.cuda.device_count()
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.write(writing, bytes([min(torch.cuda.device_count(), 255)]))
+        finally:
+            os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading, "rb") as pipe:
+        found = pipe.read(1)
+    os.waitpid(child, 0)
+    return found[0] if found else 0
+
+
+is_cuda_available: bool = torch.cuda._is_compiled() and count_cuda_devices() > 0
 """True where an NVIDIA or ROCm device can be used."""
 
 is_npu_available: bool = False
@@ -34,6 +58,57 @@ def check_device(name: str) -> str:
     if name == "cuda" and not is_cuda_available:
         raise ValueError("device='cuda' was asked for, but torch sees no CUDA device: set trainer.device=cpu")
     return name
+
+
+def driver_cuda_version() -> tuple[int, int] | None:
+    """The newest CUDA version that this machine's NVIDIA driver runs, as (13, 0); None where NVML cannot say.
+
+    NVML is asked because it starts no CUDA context, after which a process cannot fork its workers. It reads the
+    version from libcuda, so forward-compatibility packages count.
+    """
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return None
+    version = ctypes.c_int()
+    try:
+        if nvml.nvmlInit_v2() != 0:
+            return None
+        failed = nvml.nvmlSystemGetCudaDriverVersion_v2(ctypes.byref(version))
+        nvml.nvmlShutdown()
+    except AttributeError:  # a driver of 2017 or earlier
+        return None
+    return None if failed else (version.value // 1000, version.value % 1000 // 10)
+
+
+def cuda_problem() -> str | None:
+    """Why this process cannot compute on CUDA, with what to do, as a sentence; None where it can."""
+    built = torch.version.cuda
+    if built is None and torch.version.hip is None:
+        return (
+            f"torch {torch.__version__} is a build without CUDA. Run `bash scripts/setup_env.sh` on this machine, with "
+            "VERL_TORCH_INDEX=https://download.pytorch.org/whl/cu130 if the package index has CPU builds only, or pass "
+            "trainer.device=cpu."
+        )
+    driver = driver_cuda_version() if built is not None else None
+    if driver is not None and driver[0] < int(built.split(".")[0]):
+        return (
+            f"the NVIDIA driver runs CUDA {driver[0]}.{driver[1]}, and torch {torch.__version__} is built for CUDA "
+            f"{built}. Update the driver (CUDA 13 needs 580 or newer), or take a build for CUDA {driver[0]}: "
+            f"VERL_TORCH_INDEX=https://download.pytorch.org/whl/{_index_of(driver[0])} bash scripts/setup_env.sh"
+        )
+    if count_cuda_devices() == 0:
+        return (
+            "torch finds no CUDA device on this machine. Pass trainer.device=cpu to run here, or check the driver with "
+            "`nvidia-smi` and the torch build with "
+            '`python -c "import torch; print(torch.version.cuda, torch.cuda.device_count())"`.'
+        )
+    return None
+
+
+def _index_of(cuda_major: int) -> str:
+    """PyTorch's wheel index for a major version of CUDA."""
+    return {12: "cu126", 11: "cu118"}.get(cuda_major, "cu130")
 
 
 def get_torch_device() -> ModuleType:

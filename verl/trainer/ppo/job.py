@@ -135,26 +135,24 @@ def worker_environment(ray_init: Any) -> dict[str, Any]:
 
 def check_device(trainer: Any, rollout_beside: int = 0) -> None:
     """Refuse devices this machine does not have, before anything is loaded; the rollout may want some of its own."""
-    import torch
+    from verl.utils.device import count_cuda_devices, cuda_problem
 
     here = trainer.nnodes == 1 and not (trainer.controller == "ray" and "RAY_ADDRESS" in os.environ)
-    if trainer.device == "cuda" and here and not torch.cuda.is_available():
-        raise ValueError(
-            "trainer.device=cuda, but torch finds no CUDA device on this machine. "
-            "Pass trainer.device=cpu to run here, or check the driver and the torch build with "
-            '`python -c "import torch; print(torch.version.cuda, torch.cuda.device_count())"`.'
-        )
-    if trainer.device == "cuda" and here and trainer.n_gpus_per_node > torch.cuda.device_count():
-        raise ValueError(
-            f"trainer.n_gpus_per_node={trainer.n_gpus_per_node}, but this machine has {torch.cuda.device_count()} "
-            f"CUDA devices. Lower it to that number."
-        )
-    if trainer.device == "cuda" and here and trainer.n_gpus_per_node + rollout_beside > torch.cuda.device_count():
-        raise ValueError(
-            f"trainer.n_gpus_per_node={trainer.n_gpus_per_node} and the rollout's {rollout_beside} "
-            f"(actor_rollout_ref.rollout.nnodes x n_gpus_per_node) are more than the {torch.cuda.device_count()} CUDA "
-            "devices of this machine. Lower one of them, or share devices with actor_rollout_ref.hybrid_engine=true."
-        )
+    if trainer.device == "cuda" and here:
+        if problem := cuda_problem():
+            raise ValueError(f"trainer.device=cuda: {problem}")
+        devices = count_cuda_devices()
+        if trainer.n_gpus_per_node > devices:
+            raise ValueError(
+                f"trainer.n_gpus_per_node={trainer.n_gpus_per_node}, but this machine has {devices} CUDA devices. "
+                "Lower it to that number."
+            )
+        if trainer.n_gpus_per_node + rollout_beside > devices:
+            raise ValueError(
+                f"trainer.n_gpus_per_node={trainer.n_gpus_per_node} and the rollout's {rollout_beside} "
+                f"(actor_rollout_ref.rollout.nnodes x n_gpus_per_node) are more than the {devices} CUDA devices of "
+                "this machine. Lower one of them, or share devices with actor_rollout_ref.hybrid_engine=true."
+            )
     if trainer.device == "cpu":
         os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 
