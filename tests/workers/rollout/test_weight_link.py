@@ -3,6 +3,7 @@
 import os
 import re
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -195,3 +196,30 @@ def test_buckets_hold_every_tensor_once_and_stay_under_their_size():
     assert list(found) == [name for name, _ in named]
     assert all(torch.equal(found[name], tensor) for name, tensor in named)
     assert max(sizes) == 1200 and all(size <= 640 for size in sizes if size != 1200)
+
+
+class LostPeers:
+    """A process group as NCCL's is when a peer died: ``wait`` returns at once, and the work is never complete."""
+
+    Options = SimpleNamespace
+
+    def __init__(self, store, rank, size, options):
+        self.options, self.aborted = options, False
+
+    def broadcast(self, values, root):
+        return SimpleNamespace(wait=lambda: None, is_completed=lambda: False)
+
+    def abort(self):
+        self.aborted = True
+
+
+def test_a_receiver_lost_in_a_broadcast_over_nccl_ends_the_transfer_in_time(monkeypatch):
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", LostPeers, raising=False)
+    link = WeightLink(open_store("127.0.0.1", 5.0), 0, 1, "cuda", timeout_s=0.2)
+    start = time.monotonic()
+    with pytest.raises(WeightLinkError, match="did not end within 0.2 s.*nccl_timeout"):
+        link.send([("weight", torch.ones(4))], 1, 1 << 20, torch.float32)
+    assert time.monotonic() - start < 5 and link._tensors.aborted
+    assert link._tensors.options._timeout.total_seconds() > 0.2, "or torch's watchdog would end the process first"
+    with pytest.raises(WeightLinkError, match="is closed: a broadcast of weights did not end"):
+        link.send([("weight", torch.ones(4))], 2, 1 << 20, torch.float32)

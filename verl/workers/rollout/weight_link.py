@@ -56,7 +56,7 @@ class WeightLink:
     def __init__(self, store: dist.TCPStore, rank: int, size: int, device: torch.device | str, timeout_s: float):
         self.rank, self.device = rank, torch.device(device)
         self.num_bytes = 0
-        self._store = store
+        self._store, self._timeout_s, self._broken = store, timeout_s, None
         timeout = timedelta(seconds=timeout_s)
         with _blaming_the_peer("could not be built"):
             self._words = _gloo(dist.PrefixStore("words", store), rank, size, own_address(store.host), timeout)
@@ -64,7 +64,8 @@ class WeightLink:
                 self._tensors = self._words
             else:
                 options = dist.ProcessGroupNCCL.Options()
-                options._timeout = timeout
+                # at its own timeout torch's watchdog ends the whole process; `_wait` is to come first, with an error
+                options._timeout = 2 * timeout + timedelta(seconds=60)
                 self._tensors = dist.ProcessGroupNCCL(dist.PrefixStore("tensors", store), rank, size, options)
 
     # -- the sender ----------------------------------------------------------------------------------------------------
@@ -83,6 +84,7 @@ class WeightLink:
         Raises:
             WeightLinkError: a receiver is gone or does not take the next bucket within the link's timeout.
         """
+        self._check_usable()
         start, self.num_bytes, sums = time.perf_counter(), 0, {}
         self._say(_START, version)
         try:
@@ -109,6 +111,7 @@ class WeightLink:
             WeightSyncError: names the tensors that are missing, unknown, misshapen or differ.
             WeightLinkError: the sender is gone, stands still or gave up.
         """
+        self._check_usable()
         rollout.invalidate()
         self.num_bytes, sums = 0, {}
         version = self._hear(_START)[1]
@@ -145,6 +148,11 @@ class WeightLink:
 
     # -- both ----------------------------------------------------------------------------------------------------------
 
+    def _check_usable(self) -> None:
+        if self._broken is not None:
+            what = "The link that carries weights from the actor to the rollout"
+            raise WeightLinkError(f"{what} is closed: {self._broken}")
+
     def _say(self, kind: int, note: Any) -> None:
         text = torch.frombuffer(bytearray(json.dumps(note).encode()), dtype=torch.uint8)
         with _blaming_the_peer("broke"):
@@ -166,8 +174,27 @@ class WeightLink:
 
     def _pass_on(self, values: Tensor) -> None:
         with _blaming_the_peer("broke"):
-            self._tensors.broadcast(values.view(torch.uint8), 0).wait()
+            self._wait(self._tensors.broadcast(values.view(torch.uint8), 0))
         self.num_bytes += values.nbytes
+
+    def _wait(self, work: dist.Work) -> None:
+        """Wait until a broadcast of tensors is done here, at most the link's timeout.
+
+        ``work.wait()`` of NCCL only orders streams: with a lost peer it returns at once and the next read of a tensor
+        never does. So the work is polled, and the group aborted, which frees the device from the kernel that waits.
+        """
+        if self._tensors is self._words:
+            work.wait()
+            return
+        deadline, pause = time.monotonic() + self._timeout_s, 0.0
+        while not work.is_completed():
+            if time.monotonic() > deadline:
+                self._broken = f"a broadcast of weights did not end within {self._timeout_s:g} s"
+                self._tensors.abort()
+                raise RuntimeError(self._broken)
+            time.sleep(pause)
+            pause = min(pause + 1e-5, 1e-3)
+        work.wait()
 
 
 def packed(named_tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Iterator[tuple[dict[str, Any], Tensor]]:
