@@ -12,10 +12,13 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from verl.algorithms.losses import PPOLoss, ValueLoss
 from verl.models.loader import LoRASpec, ModelSpec, load_config
 from verl.protocol import DataProto
 from verl.single_controller.base.decorator import Dispatch, register
+from verl.utils.device import empty_cache
 from verl.utils.distributed import get_rank
 from verl.utils.fs import copy_to_local
 from verl.utils.garbage import no_collection
@@ -264,6 +267,7 @@ class RolloutRole(ServingRole):
         )
         self.sends_adapter = sends_adapter(self.config, self.device)
         lora = lora_spec(model, self.config.actor.freeze_vision_tower)
+        empty_cache(torch.device(self.device))  # what loading the actor left cached
         with memory_errors(config, "start"), engine_phase(config.name, "start"):
             self.rollout: RolloutEngine = get_rollout_class(config.name)(
                 copy_to_local(model.path, use_shm=model.use_shm),
@@ -285,6 +289,9 @@ class RolloutRole(ServingRole):
     @contextmanager
     def rollout_phase(self, phase: str) -> Iterator[None]:
         """Note the phase of the engine: for the memory ledger, and for who asks what a dead worker was doing."""
+        if phase == "wake":
+            # memory that the last update left cached is free to this process alone, and SGLang wakes in another
+            empty_cache(torch.device(self.device))
         with self.ledger.phase(f"rollout_{phase}"), self.rollout.watch.phase(phase):
             with memory_errors(self.config.rollout, phase):
                 yield
