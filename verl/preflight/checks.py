@@ -4,6 +4,9 @@ import os
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from verl.doctor import surroundings
+from verl.preflight.preview import first_rows
+
 from verl.config.base import ConfigError, Problem
 from verl.config.files import missing_files
 from verl.config.load import Loaded, load
@@ -11,13 +14,11 @@ from verl.config.model_checks import MODEL, facts_of, folders_without_model
 from verl.config.ppo import PPOConfig
 from verl.config.rules.base import ACTOR, ROLLOUT
 from verl.config.unread import given_to, unread
-from verl.doctor import surroundings
-from verl.doctor.advice import all_advice
-from verl.doctor.data import DataFacts, read_data
-from verl.doctor.derivation import derivation
-from verl.doctor.memory import checkpoint_bytes, memory_plan
-from verl.doctor.preview import first_rows
-from verl.doctor.report import Finding, Report, shown_bytes
+from verl.preflight.advice import all_advice
+from verl.preflight.arithmetic import derivation
+from verl.preflight.data import DataFacts, read_data
+from verl.preflight.memory import checkpoint_bytes, memory_plan
+from verl.preflight.report import Finding, Report, shown_bytes
 from verl.utils.process_memory import host_memory
 
 

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 from verl.config.base import Problem, did_you_mean, get_path, leaves
 from verl.config.ppo import PPOConfig
 from verl.config.rules.base import ACTOR, ROLLOUT
-from verl.doctor.report import shown_bytes
+from verl.preflight.report import shown_bytes
 from verl.utils.import_utils import is_package_available, split_file_name
 
 _CONNECT_S = 1.0

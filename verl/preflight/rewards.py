@@ -24,7 +24,7 @@ from verl.utils.reward_score.registry import is_for_judge
 from verl.utils.sandbox.outcomes import Outcome
 
 if TYPE_CHECKING:
-    from verl.data_check.preview import Limits, Preview
+    from verl.preflight.data import Limits, Preview
 
 _MANAGERS = ("naive", "prime", "dapo", "batch")
 """Managers whose way of calling a function is known here."""

@@ -1,4 +1,4 @@
-"""A :class:`~verl.data_check.preview.Preview` for people (rich) and for programs (JSON)."""
+"""A :class:`~verl.preflight.data.Preview` for people (rich) and for programs (JSON)."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from verl.data_check.lengths import Lengths
-from verl.data_check.preview import Preview
+from verl.preflight.data import Preview
+from verl.preflight.prompts import Lengths
 from verl.utils.reward_functions.trial import Trial, mean
 
 _SHOWN_BAD = 10

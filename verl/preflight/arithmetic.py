@@ -9,8 +9,8 @@ from typing import Any
 from verl.config.batch import counted, optimizer_steps
 from verl.config.ppo import PPOConfig
 from verl.config.rules.base import ACTOR, REF, RM, ROLLOUT, models, trained_roles
-from verl.doctor.data import DataFacts
-from verl.doctor.report import Number
+from verl.preflight.data import DataFacts
+from verl.preflight.report import Number
 from verl.utils.micro_batching import MicroBatching
 
 CPU_TOKENS = 1024

@@ -8,8 +8,8 @@ from typing import Any
 
 from verl.config.base import ConfigError
 from verl.config.command_line import parse
-from verl.doctor.examine import Hardware, examine, examine_config, gpu_memory_here
-from verl.doctor.report import Report
+from verl.preflight.checks import Hardware, examine, examine_config, gpu_memory_here
+from verl.preflight.report import Report
 
 HELP = """\
 usage: python -m verl.doctor [flags] key=value [key=value ...]

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 from verl.config.base import Problem, get_path
 from verl.config.ppo import PPOConfig
 from verl.config.rules.base import ACTOR, ROLLOUT, models, problem, trained_roles
-from verl.doctor.data import DataFacts
-from verl.doctor.derivation import longest_row, total_steps
+from verl.preflight.arithmetic import longest_row, total_steps
+from verl.preflight.data import DataFacts
 
 Advice = Callable[[PPOConfig, DataFacts], Iterator[Problem]]
 ADVICE: list[Advice] = []
