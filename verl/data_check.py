@@ -1,4 +1,4 @@
-"""``python -m verl.data_check``: see ``verl.preflight``."""
+"""``python -m verl.data_check``: the command ``verl check``."""
 
 from verl.preflight.command import check as main
 

@@ -1,4 +1,4 @@
-"""``python -m verl.doctor``: see ``verl.preflight``."""
+"""``python -m verl.doctor``: the command ``verl doctor``."""
 
 from verl.preflight.command import doctor as main
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from verl.config.base import did_you_mean, get_path
-from verl.preflight.models import ask_hub, is_offline
+from verl.preflight.models import ask_hub, close_names, endpoint, is_offline
 from verl.preflight.prompts import (
     Lengths,
     PromptReader,
@@ -39,7 +39,7 @@ from verl.preflight.rows import (
     read_prompt,
     settle,
 )
-from verl.utils.dataset.files import hub_parts
+from verl.utils.dataset.files import CACHE_DIR, hub_parts
 from verl.utils.dataset.shown import Shown
 from verl.utils.dataset.table import DataError, RowTable
 from verl.utils.reward_functions.trial import Trial
@@ -173,10 +173,28 @@ def _paths(config: Any, found: Preview) -> Iterator[tuple[str, str]]:
             if "://" in path:
                 found.note(f"{key}={path} is elsewhere: it is not looked at here.", key)
             elif hub_parts(path) is not None:
-                if is_hub_reachable_for(path, "datasets"):
+                if text := _no_hub_data(f"{key}={path}", path, config.data.cache_dir):
+                    found.error(text, key)
+                else:
                     found.note(f"{key}={path} is a data set of the hub: it is not looked at here.", key)
             elif any(mark in path for mark in "*?[") or os.path.exists(os.path.expanduser(path)):
                 yield path, key
+
+
+def _no_hub_data(shown: str, path: str, cache_dir: str | None) -> str | None:
+    """What to say of a name that is neither a file nor a data set of the hub, or of its cache."""
+    name = hub_parts(path)[0]
+    cached = Path(cache_dir or CACHE_DIR).expanduser() / "hub" / name.replace("/", "___")
+    if cached.exists():
+        return None
+    answer = "HF_HUB_OFFLINE is set" if is_offline() else ask_hub(name, "datasets")
+    if answer == "yes" or answer.startswith("HF_") and not os.path.isdir(name.partition("/")[0]):
+        return None  # the cache of datasets may lie elsewhere
+    why = "has no such data set" if answer == "no" else f"cannot be asked ({answer})"
+    return (
+        f"{shown} does not exist: there is no such file or folder (looked from {os.getcwd()}){close_names(path)}, and "
+        f"{endpoint()} {why}. Give a file, a glob or a folder, or a data set of the hub, openai/gsm8k:main:train."
+    )
 
 
 def _reader(config: Any, found: Preview) -> PromptReader | None:

@@ -176,8 +176,8 @@ def _nowhere(shown: str, path: str) -> str | None:
     looks_local = "/" in path and Path(path.partition("/")[0]).is_dir()
     if is_offline():
         return (
-            f"{shown} is neither a folder {looked} nor a downloaded model of the hub, and HF_HUB_OFFLINE is set{names}. "
-            f"{give} A model of the hub must be downloaded before (`hf download {_EXAMPLE}`)."
+            f"{shown} is neither a folder {looked} nor a downloaded model of the hub, and HF_HUB_OFFLINE is set"
+            f"{names}. {give} A model of the hub must be downloaded before (`hf download {_EXAMPLE}`)."
         )
     answer = ask_hub(path, "models", _PATIENCE_S / 3 if looks_local else _PATIENCE_S)
     if answer == "yes":

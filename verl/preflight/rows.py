@@ -191,9 +191,7 @@ def _closely(
     return None
 
 
-def look_at_goals(
-    table: RowTable, config: Mapping[str, Any], facts: RowFacts, needs_goal: bool, is_ours: bool
-) -> None:
+def look_at_goals(table: RowTable, config: Mapping[str, Any], facts: RowFacts, needs_goal: bool, is_ours: bool) -> None:
     """Look at what the reward of every row is made from.
 
     Args:

@@ -6,9 +6,10 @@ import sys
 
 import pytest
 
-from tests.data_check.files import row, sums, write
+from tests.preflight.files import row, sums, write
 from verl.config.base import ConfigError
-from verl.data_check.command import main, read_options
+from verl.preflight.command import check as main
+from verl.preflight.command import read_options
 from verl.utils.tiny_model import make_tokenizer
 
 

@@ -6,11 +6,11 @@ import sys
 
 import pytest
 
-from tests.data_check.files import row, sums, write
+from tests.preflight.files import row, sums, write
 from tests.support.images import SHOWN, image_dataset, image_row, make_tiny_vl_model, picture, video_row
 from verl.config.ppo import PPOConfig
-from verl.data_check.command import read_options
-from verl.data_check.preview import Limits, preview
+from verl.preflight.command import read_options
+from verl.preflight.data import Limits, preview
 from verl.utils.dataset.rl_dataset import RLHFDataset
 from verl.utils.tiny_model import make_tokenizer
 from verl.utils.tokenizer import hf_tokenizer
@@ -24,8 +24,8 @@ def model(tmp_path_factory):
 
 
 def look(model, files, *words, **limits):
-    config, _ = read_options([f"model={model}", *words])
-    return preview(config, [files] if isinstance(files, str) else files, Limits(**limits))
+    config, _ = read_options([f"model={model}", *words], [files] if isinstance(files, str) else files)
+    return preview(config, Limits(**limits))
 
 
 def texts(found, level):
@@ -251,7 +251,7 @@ def test_a_configuration_names_its_own_files(model, tmp_path):
 def test_nothing_heavy_is_loaded_for_text(model, tmp_path):
     path = write(tmp_path, sums(3))
     code = (
-        f"import sys; from verl.data_check.command import main; main([{path!r}, 'model={model}', '--json']);"
+        f"import sys; from verl.preflight.command import check; check([{path!r}, 'model={model}', '--json']);"
         "print([m for m in ('torch', 'transformers', 'hydra', 'datasets') if m in sys.modules], file=sys.stderr)"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stderr.strip() == "[]"

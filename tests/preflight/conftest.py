@@ -19,8 +19,9 @@ from verl.config.compose import compose, search_folders
 from verl.config.load import interpret
 from verl.config.overrides import check_overrides
 from verl.config.ppo import PPOConfig
-from verl.doctor.examine import examine_loaded
-from verl.doctor.report import Finding, Report
+from verl.preflight.checks import examine_loaded
+from verl.preflight.machine import Machine
+from verl.preflight.report import Finding, Report
 
 BASE = (
     "algorithm.adv_estimator=grpo",
@@ -47,6 +48,9 @@ BASE = (
 )
 """GRPO on two CPU workers, about which there is nothing to say; later words win over these."""
 
+ELSEWHERE = Machine(is_this=False)
+"""A machine with every device and package."""
+
 _TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
@@ -72,7 +76,8 @@ def examined(*words: str) -> Report:
             OmegaConf.update(composed, word.key_or_group, word.value(), force_add=True)
     tree = OmegaConf.to_container(composed, resolve=False)
     given |= set(checked.given)
-    return examine_loaded(interpret(tree, given, composed=composed, stripped_prefix=checked.stripped_prefix))
+    loaded = interpret(tree, given, composed=composed, stripped_prefix=checked.stripped_prefix)
+    return examine_loaded(loaded, ELSEWHERE)
 
 
 @lru_cache
