@@ -14,7 +14,7 @@ from verl.config.rules.base import ACTOR, ROLLOUT
 from verl.config.unread import given_to, unread
 from verl.preflight.advice import all_advice
 from verl.preflight.arithmetic import derivation
-from verl.preflight.data import Limits, Preview, preview
+from verl.preflight.data import Limits, Preview, preview, unfilled_batch
 from verl.preflight.machine import (
     Machine,
     gpu_memory_here,
@@ -83,7 +83,7 @@ def examine_data(config: PPOConfig, given: frozenset[str], limits: Limits = Limi
     wanted = ("data.", "custom_reward_function.", "reward_model.")
     files = [problem for problem in missing_files(config) if problem.key.startswith(wanted) and not problem.also]
     report = Report(_findings("error", [*files, *missing_tokenizer(config, given)]), config=config)
-    _add_data(report, config, limits, ("data.train_batch_size", "data.gen_batch_size"))
+    _add_data(report, config, limits)
     return report
 
 
@@ -131,19 +131,19 @@ def _add_all(report: Report, config: PPOConfig, machine: Machine, limits: Limits
     for level, found in room_for_checkpoints(config, checkpoint_bytes(config)):
         report.findings += _findings(level, [found])
     data = _add_data(report, config, limits)
+    report.findings += _findings("error", unfilled_batch(config, data))
     report.findings += _findings("warning", all_advice(config, data))
     report.derivation = derivation(config, data)
     _add_memory(report, config, machine)
     return report
 
 
-def _add_data(report: Report, config: PPOConfig, limits: Limits, unasked: tuple[str, ...] = ()) -> Preview:
+def _add_data(report: Report, config: PPOConfig, limits: Limits) -> Preview:
     """What the rows look like and earn; the reward function is not called where something is wrong with it."""
     blamed = {key.partition(".")[0] for finding in report.errors for key in finding.keys}
     data = report.data = preview(config, limits, not blamed & {"custom_reward_function", "reward_model"})
-    found = [finding for finding in data.findings if not set(finding.keys[:1]) & set(unasked)]
-    report.findings += [finding for finding in found if finding.level != "note"]
-    report.notes += [finding for finding in found if finding.level == "note"]
+    report.findings += [finding for finding in data.findings if finding.level != "note"]
+    report.notes += [finding for finding in data.findings if finding.level == "note"]
     report.preview = [f"  prompt  {excerpt(prompt.text, 160)}" for prompt in data.prompts]
     report.preview += _lengths(data, config.data.max_prompt_length)
     report.preview += [_reward(trial) for trial in data.scores if not trial.error]

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from verl.config.base import did_you_mean, get_path
-from verl.preflight.models import ask_hub, close_names, endpoint, is_offline
+from verl.config.base import Problem, did_you_mean, get_path
+from verl.preflight.models import ask_hub, can_be_had, close_names, endpoint, is_offline
 from verl.preflight.prompts import (
     Lengths,
     PromptReader,
@@ -42,6 +42,7 @@ from verl.preflight.rows import (
 from verl.utils.dataset.files import CACHE_DIR, hub_parts
 from verl.utils.dataset.shown import Shown
 from verl.utils.dataset.table import DataError, RowTable
+from verl.utils.dataset.vision_utils import placeholder_mismatch, uneven_image_rows
 from verl.utils.reward_functions.trial import Trial
 
 __all__ = ["Limits", "Preview", "Prompt", "preview"]
@@ -200,9 +201,12 @@ def _no_hub_data(shown: str, path: str, cache_dir: str | None) -> str | None:
 def _reader(config: Any, found: Preview) -> PromptReader | None:
     """The tokenizer of the run; None if there is none at hand, which ``models`` tells."""
     model = config.actor_rollout_ref.model
+    place = config.data.tokenizer or model.path
     try:
+        if not can_be_had(place):
+            raise ValueError(f"{place} is not at hand")
         reader = read_folder(
-            config.data.tokenizer or model.path,
+            place,
             model.custom_chat_template,
             config.data.apply_chat_template_kwargs,
             config.data.trust_remote_code or model.trust_remote_code,
@@ -269,11 +273,22 @@ def _rows(config: Any, table: RowTable, reader: PromptReader | None, found: Prev
         shown = Shown(_processor(config, found), {"image": data.image_key, "video": data.video_key})
         if reader is not None:
             shown.refuse_unseen(table)
-        for position, why in shown.uneven_rows(table, prompt_column(data)):
-            found.rows.odd.setdefault(position, why)
     except (DataError, NotImplementedError) as error:
         found.error(str(error), "data.image_key" if "image_key" in str(error) else "data.video_key")
+    found.rows.odd |= {**_uneven(table, data), **found.rows.odd}
     settle(table, data, found.rows)
+
+
+def _uneven(table: RowTable, data: Any) -> dict[int, str]:
+    """Position -> what is wrong, of rows with more or fewer placeholders than images or videos."""
+    start, found = 0, {}
+    for part in table.tables:
+        for kind, key in (("image", data.image_key), ("video", data.video_key)):
+            if key in part.column_names:
+                for row, places, held in uneven_image_rows(part[prompt_column(data)], part[key], kind):
+                    found[start + row] = placeholder_mismatch("", places, held, key, kind).removeprefix(": ")
+        start += part.num_rows
+    return found
 
 
 def _processor(config: Any, found: Preview) -> Any:
@@ -387,7 +402,7 @@ def _row_findings(config: Any, paths: dict[str, str], found: Preview, limits: Li
 
 
 def _count_usable(config: Any, found: Preview) -> None:
-    """Rows of each option's files, and whether they fill a batch."""
+    """Rows that a run would take of each option's files."""
     data, rows = config.data, found.rows
     of = {file.path: file.rows - rows.bad_of[file.path] for file in rows.files}
     for key, paths in data.files.items():
@@ -397,14 +412,18 @@ def _count_usable(config: Any, found: Preview) -> None:
         if count is not None and filters and found.overlong_of.get(key):
             count = count - found.overlong_of[key] if found.lengths.is_overlong_exact and cap < 0 else None
         found.usable[key] = count if count is None or cap < 0 else min(count, cap)
-    batch = "data.gen_batch_size" if data.gen_batch_size else "data.train_batch_size"
-    count, prompts = found.train_rows, data.prompts_per_step
+
+
+def unfilled_batch(config: Any, found: Preview) -> Iterator[Problem]:
+    """A batch that is larger than the data."""
+    batch = "data.gen_batch_size" if config.data.gen_batch_size else "data.train_batch_size"
+    count, prompts = found.train_rows, config.data.prompts_per_step
     if count is not None and 0 < count < prompts:
-        found.error(
+        yield Problem(
+            batch,
             f"{batch}={prompts} is larger than the {count} rows of data.train_files: no batch could be filled. Lower "
             "it or add prompts.",
-            batch,
-            "data.train_files",
+            ("data.train_files",),
         )
 
 

@@ -22,12 +22,9 @@ from verl.config.base import Problem, get_path
 from verl.config.model_checks import MODEL
 from verl.config.model_facts import find_folder, read_json, stored_shapes
 from verl.config.ppo import PPOConfig
+from verl.preflight.prompts import TOKENIZERS
 from verl.utils.import_utils import is_package_available
 
-_TOKENIZER = (
-    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model",
-    "sentencepiece.bpe.model", "tiktoken.model", "qwen.tiktoken", "tekken.json",
-)  # fmt: skip
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "model*.bin")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _EXAMPLE = "Qwen/Qwen2.5-0.5B-Instruct"
@@ -89,7 +86,7 @@ def _model(key: str, path: str, needs: tuple[str, ...]) -> Iterator[Problem]:
             yield Problem(key, text)
             return
         yield from (Problem(key, text) for text in _weights(shown, folder))
-    if "tokenizer" in needs and not any((folder / name).is_file() for name in _TOKENIZER):
+    if "tokenizer" in needs and not any((folder / name).is_file() for name in TOKENIZERS):
         instead = "" if key == "data.tokenizer" else ", or name the folder of one in data.tokenizer"
         yield Problem(
             key,
@@ -218,6 +215,11 @@ def is_offline() -> bool:
     """Whether the hub may not be asked."""
     asked = (os.environ.get(name, "0").lower() for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"))
     return any(value in ("1", "true", "yes", "on") for value in asked)
+
+
+def can_be_had(name_or_path: str) -> bool:
+    """Whether a model's files are here, or the hub has them; from the hub's cache they are had without asking."""
+    return find_folder(name_or_path) is not None or is_offline() or ask_hub(name_or_path) == "yes"
 
 
 def endpoint() -> str:

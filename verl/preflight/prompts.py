@@ -30,6 +30,12 @@ if TYPE_CHECKING:
 _CHAT_MARKS = ("<|im_start|>", "<|start_header_id|>", "<start_of_turn>", "[INST]", "<｜User｜>", "<|user|>")
 """How the templates of widespread models begin a turn."""
 
+TOKENIZERS = (
+    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model",
+    "sentencepiece.bpe.model", "tiktoken.model", "qwen.tiktoken", "tekken.json",
+)  # fmt: skip
+"""Files one of which a tokenizer is made of."""
+
 _CONFIG, _TOKENIZER, _TEMPLATE = "tokenizer_config.json", "tokenizer.json", "chat_template.jinja"
 
 
@@ -92,6 +98,8 @@ def read_folder(
     path = os.path.expanduser(name_or_path) if folder is None else str(folder)
     file = _find(path, _TOKENIZER)
     kwargs = dict(template_kwargs or {})
+    if file is None and os.path.isdir(path) and not any(os.path.isfile(os.path.join(path, one)) for one in TOKENIZERS):
+        raise ValueError(f"{path} holds no tokenizer")
     if file is None:
         return _through_transformers(path, custom_template, kwargs, trust_remote_code)
     from tokenizers import Tokenizer

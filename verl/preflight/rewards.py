@@ -42,7 +42,9 @@ def scores_of_rows(config: Any, table: RowTable, found: Preview, limits: Limits)
     """Try the function on some rows of each data source."""
     rm, begin = config.reward_model, time.monotonic()
     if rm.reward_manager not in MANAGERS:
-        found.note(f"reward_model.reward_manager={rm.reward_manager} is not tried: it calls functions in its own way.")
+        found.note(
+            f"reward_model.reward_manager={rm.reward_manager} is not tried: it calls functions in a way of its own."
+        )
         return
     if rm.enable:
         found.note("Scores of a reward model (reward_model.enable=true) are not tried here; those of functions are.")
