@@ -16,7 +16,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from verl.config.base import ConfigError
 from verl.config.compose import compose, search_folders
-from verl.config.load import interpret
+from verl.config.load import Loaded, interpret
 from verl.config.overrides import check_overrides
 from verl.config.ppo import PPOConfig
 from verl.preflight.checks import examine_loaded
@@ -63,9 +63,17 @@ def examined(*words: str) -> Report:
 
     ``test_the_shared_base_is_no_shortcut`` holds it against the whole way.
     """
+    try:
+        return examine_loaded(loaded_with(*words), ELSEWHERE)
+    except ConfigError as error:
+        return Report([Finding("error", text) for text in error.problems])
+
+
+def loaded_with(*words: str) -> Loaded:
+    """What ``BASE`` and ``words`` come to."""
     checked = check_overrides(words, PPOConfig, lambda name: False)
     if checked.problems:
-        return Report([Finding("error", problem.text, (problem.key,)) for problem in checked.problems])
+        raise ConfigError([problem.text for problem in checked.problems])
     try:
         parsed = OverridesParser.create().parse_overrides(checked.overrides)
     except OverrideParseException as error:
@@ -76,8 +84,7 @@ def examined(*words: str) -> Report:
             OmegaConf.update(composed, word.key_or_group, word.value(), force_add=True)
     tree = OmegaConf.to_container(composed, resolve=False)
     given |= set(checked.given)
-    loaded = interpret(tree, given, composed=composed, stripped_prefix=checked.stripped_prefix)
-    return examine_loaded(loaded, ELSEWHERE)
+    return interpret(tree, given, composed=composed, stripped_prefix=checked.stripped_prefix)
 
 
 @lru_cache

@@ -218,8 +218,10 @@ def is_offline() -> bool:
 
 
 def can_be_had(name_or_path: str) -> bool:
-    """Whether a model's files are here, or the hub has them; from the hub's cache they are had without asking."""
-    return find_folder(name_or_path) is not None or is_offline() or ask_hub(name_or_path) == "yes"
+    """Whether a model's files are here, or the hub has them."""
+    if find_folder(name_or_path) is not None:
+        return True
+    return _HUB_ID.fullmatch(name_or_path) is not None and not is_offline() and ask_hub(name_or_path) == "yes"
 
 
 def endpoint() -> str:

@@ -113,11 +113,11 @@ def open_files(paths: Sequence[str], config: Mapping[str, Any], facts: RowFacts)
         except (OSError, ImportError, DataError) as error:
             facts.unreadable[path] = str(error)
             continue
-        fresh = [i for i, name in enumerate(opened.names) if name not in table.names]  # two globs may share files
-        if len(fresh) < len(opened.names):
-            opened = RowTable([opened.tables[i] for i in fresh], [opened.names[i] for i in fresh])
         facts.keys[path] = list(opened.names)
-        table = table.followed_by(opened)
+        known = {file.path for file in facts.files}  # two globs may share files
+        opened = _only(opened, [i for i, name in enumerate(opened.names) if name not in known])
+        held = [i for i, part in enumerate(opened.tables) if part.num_rows]
+        table = table.followed_by(opened if len(held) == len(opened.tables) else _only(opened, held))
         lost = Counter(row.where.rsplit(", row ", 1)[0] for row in opened.skipped)
         for part, name in zip(opened.tables, opened.names, strict=True):
             kinds = {field.name: str(field.type) for field in part.schema}
@@ -125,6 +125,13 @@ def open_files(paths: Sequence[str], config: Mapping[str, Any], facts: RowFacts)
         for row in opened.skipped:
             facts.refuse(row.where, row.why)
     return table
+
+
+def _only(table: RowTable, files: Sequence[int]) -> RowTable:
+    """Some files of a table that is as it was read."""
+    names = [table.names[i] for i in files]
+    skipped = [row for row in table.skipped if row.where.rsplit(", row ", 1)[0] in names]
+    return RowTable([table.tables[i] for i in files], names, [table._row_numbers[i] for i in files], skipped)
 
 
 def prompt_column(config: Mapping[str, Any]) -> str:
