@@ -1,12 +1,18 @@
 """One check, five doors: doctor, check, --check, dry run and the start of a run say the same of the same bad input."""
 
+import http.server
 import json
+import os
+import subprocess
+import sys
+import threading
 import time
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from verl.config.base import ConfigError
 from verl.preflight import checks, machine, models
 from verl.preflight.command import check, doctor
 from verl.trainer import main_ppo
