@@ -111,7 +111,7 @@ def measure(arguments: list[str]) -> None:
 
 def compare(folder: Path, name: str, run: tuple[str, ...]) -> list[dict[str, Any]]:
     """One row a phase."""
-    from verl.doctor.examine import examine
+    from verl.preflight.checks import examine
 
     arguments = words(folder, folder / name.replace(" ", "-").replace(",", ""), *run)
     estimated = {row.phase: row for row in examine(arguments).memory}

@@ -14,15 +14,15 @@ def _ppo(words: list[str]) -> int | None:
 
 
 def _doctor(words: list[str]) -> int:
-    from verl.doctor.__main__ import main
+    from verl.preflight.command import doctor
 
-    return main(words)
+    return doctor(words)
 
 
 def _check(words: list[str]) -> int:
-    from verl.data_check.command import main
+    from verl.preflight.command import check
 
-    return main(words)
+    return check(words)
 
 
 def _config(words: list[str]) -> int:
@@ -61,7 +61,7 @@ class Command(NamedTuple):
 COMMANDS: dict[str, Command] = {
     "ppo": Command("train: PPO, GRPO and their relatives, as python -m verl.trainer.main_ppo", _ppo),
     "doctor": Command("examine a configuration before a run: batches, memory, data, rewards", _doctor),
-    "check": Command("look at data files before a run does", _check),
+    "check": Command("look at data files, or at all a command line names, before a run does", _check),
     "config": Command("options: their meaning and values, and how two configurations differ", _config),
     "roll": Command("train from a configuration written for ROLL, or show its command line", _roll),
     "merge": Command("make a Hugging Face folder of a checkpoint", _merge),
@@ -77,7 +77,13 @@ def help_text() -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run ``verl COMMAND ...``; returns the exit code."""
-    words = list(sys.argv[1:] if arguments is None else arguments)
+    from verl.utils.ending import plain_ending
+
+    with plain_ending():
+        return _run(list(sys.argv[1:] if arguments is None else arguments))
+
+
+def _run(words: list[str]) -> int:
     if not words or words[0] in ("--help", "-h", "help"):
         print(help_text())
         return 0 if words else 2
@@ -92,10 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         print(f"error: {name} is no command of verl{did_you_mean(name, COMMANDS)}\n\n{help_text()}", file=sys.stderr)
         return 2
-    from verl.utils.ending import plain_ending
-
-    with plain_ending():
-        return COMMANDS[name].run(rest) or 0
+    return COMMANDS[name].run(rest) or 0
 
 
 if __name__ == "__main__":

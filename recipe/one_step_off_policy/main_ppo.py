@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from verl.doctor.door import run_or_examine
+from verl.preflight.command import run_or_examine
 from verl.utils.garbage import no_collection
 
 CONFIG_DIR = Path(__file__).parent / "config"

@@ -11,8 +11,8 @@ import pytest
 
 from tests.examples.test_data_preprocess import FOLDER, load, rows
 from tests.support.images import picture, png
-from verl.data_check.command import read_options
-from verl.data_check.preview import preview
+from verl.preflight.command import read_options
+from verl.preflight.data import preview
 from verl.utils.dataset.rl_dataset import RLHFDataset
 from verl.utils.tiny_model import make_tokenizer
 from verl.utils.tiny_vl_model import make_tiny_vl_model
@@ -140,7 +140,7 @@ def test_rows_load_and_render(case, tmp_path, monkeypatch):
     make_tokenizer("byte").save_pretrained(tmp_path / "tokenizer")
     files = [str(path) for path in (tmp_path / "out").rglob("*.parquet")]
     words = [f"model={tmp_path}/tokenizer", "data.max_prompt_length=4096"]
-    found = preview(read_options(words)[0], files)
+    found = preview(read_options(words, files)[0])
     assert not found.rows.num_bad and found.prompts and not found.lengths.overlong
     expected = "no built-in scorer|the package reasoning-gym"
     assert all(re.search(expected, f.text) for f in found.findings if f.level == "error"), found.findings

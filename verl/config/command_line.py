@@ -24,7 +24,8 @@ same on known keys; free-form sections take new keys.
 
 flags:
   --help [KEY ...]          this text, or all about an option or section: --help actor_rollout_ref.rollout
-  --check                   check the configuration, show the batch arithmetic, and stop
+  --check                   check the configuration, model, data, rewards and machine, show the arithmetic, and stop
+  --elsewhere               with --check, for a run on another machine: devices and packages here do not count
   --cfg job [--resolve]     print the composed configuration and stop; --package KEY for one section
   --config-path, -cp DIR    folder of your own YAML
   --config-name, -cn NAME   your YAML file, e.g. with `defaults: [ppo_trainer, _self_]`
@@ -59,7 +60,7 @@ class CommandLine(NamedTuple):
     """The command line, sorted."""
 
     flags: dict[str, Any]
-    """help, check, resolve (bool); cfg, package, config_path, config_name, config_dir (text)."""
+    """help, check, resolve, elsewhere (bool); cfg, package, config_path, config_name, config_dir (text)."""
     words: list[str]
     """Everything else: overrides, or after ``--help`` the keys asked about."""
 
@@ -77,7 +78,7 @@ def parse(arguments: Sequence[str]) -> CommandLine:
                 raise ConfigError([f"{name} needs a value. Flags: --help."])
         elif word in ("--help", "-h", "--hydra-help"):
             flags["help"] = True
-        elif word in ("--check", "--resolve"):
+        elif word in ("--check", "--resolve", "--elsewhere"):
             flags[word[2:]] = True
         elif word in ("--run", "-r"):
             continue
@@ -90,18 +91,28 @@ def parse(arguments: Sequence[str]) -> CommandLine:
     return CommandLine(flags, words)
 
 
+Examine = Callable[[Any, dict[str, Any]], None]
+"""Looks at a composed command line and its flags; raises SystemExit or ConfigError if nothing is to run."""
+
+
 def run_command(
     run: Callable[[Any], Any],
     arguments: Sequence[str] | None,
     config_name: str,
     config_path: str | None,
     root: type[Config],
+    examine: Examine | None = None,
 ) -> Any:
     """See ``verl.config.load.run_from_command_line``."""
     with plain_ending():
         try:
             config = _config_to_run(
-                sys.argv[1:] if arguments is None else list(arguments), config_name, config_path, root, run.__module__
+                sys.argv[1:] if arguments is None else list(arguments),
+                config_name,
+                config_path,
+                root,
+                run.__module__,
+                examine,
             )
         except ConfigError as error:
             print(f"error: {error}", file=sys.stderr)
@@ -110,7 +121,12 @@ def run_command(
 
 
 def _config_to_run(
-    arguments: list[str], config_name: str, config_path: str | None, root: type[Config], module: str
+    arguments: list[str],
+    config_name: str,
+    config_path: str | None,
+    root: type[Config],
+    module: str,
+    examine: Examine | None,
 ) -> Config | None:
     """The checked tree; None if the command line only asked for information, which is then on stdout."""
     from verl.config.load import load
@@ -129,6 +145,19 @@ def _config_to_run(
     if "cfg" in flags:
         _print_tree(loaded, flags)
         return None
+    if examine is not None:
+        examine(loaded, flags)
+    elif _is_told(loaded, bool(flags.get("check"))):
+        return None
+    if "trainer" in loaded.config:
+        from verl.config.unread import remember_given
+
+        remember_given(loaded.config, loaded.tree, loaded.given, loaded.notices)
+    return loaded.config
+
+
+def _is_told(loaded: Any, is_check: bool) -> bool:
+    """Whether the command line only asked; its own contradictions and missing files end it."""
     problems = [problem.text for problem in loaded.problems]
     if isinstance(loaded.config, Config) and "trainer" in loaded.config:
         from verl.config.files import missing_files
@@ -138,16 +167,11 @@ def _config_to_run(
         raise ConfigError(problems)
     for notice in loaded.notices:
         print(f"note: {notice}", file=sys.stderr)
-    if flags.get("check"):
+    if is_check:
         from verl.config.batch import batch_plan
 
         print(batch_plan(loaded.config))
-        return None
-    if "trainer" in loaded.config:
-        from verl.config.unread import remember_given
-
-        remember_given(loaded.config, loaded.tree, loaded.given, loaded.notices)
-    return loaded.config
+    return is_check
 
 
 def _help(words: list[str], root: type[Config], module: str) -> None:

@@ -16,10 +16,30 @@ from verl.config.support import NAMES
 _KEYED = ("ppo", "doctor", "check", "config", "roll")
 """Subcommands that take options of a run."""
 _FLAGS = {
-    "ppo": ("--help", "--check", "--cfg", "--resolve", "--package", "--config-path", "--config-name", "--config-dir"),
+    "ppo": (
+        "--help",
+        "--check",
+        "--elsewhere",
+        "--cfg",
+        "--resolve",
+        "--package",
+        "--config-path",
+        "--config-name",
+        "--config-dir",
+    ),
     "config": ("--help", "--explain", "--diff", "--key-value", "--markdown"),
     "roll": ("--help", "--print", "--check"),
-    "doctor": ("--help", "--gpu-mem", "--gpus", "--json", "--strict", "--config-path", "--config-name", "--config-dir"),
+    "doctor": (
+        "--help",
+        "--gpu-mem",
+        "--gpus",
+        "--elsewhere",
+        "--json",
+        "--strict",
+        "--config-path",
+        "--config-name",
+        "--config-dir",
+    ),
     "check": ("--help", "--json", "--prompts", "--tokens", "--all", "--score", "--patience"),
 }
 

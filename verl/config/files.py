@@ -3,6 +3,7 @@
 import glob
 import os
 import re
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,12 +12,18 @@ from verl.config.model_checks import model_problems
 from verl.config.ppo import PPOConfig
 from verl.utils.import_utils import split_file_name
 
-_WRITTEN = ("trainer.default_local_dir", "trainer.rollout_data_dir", "trainer.validation_data_dir")
+_WRITTEN = (
+    "trainer.default_local_dir",
+    "trainer.rollout_data_dir",
+    "trainer.validation_data_dir",
+    "trainer.log_dir",
+)
 _PYTHON_FILES = (
     "custom_reward_function.path",
     "data.custom_cls.path",
     "data.sampler.class_path",
     "data.datagen.path",
+    "actor_rollout_ref.rollout.agent.agent_loop_config_path",
 )
 _DATA_ENDINGS = (".parquet", ".arrow", ".json", ".jsonl", ".csv")
 _HUB_NAME = re.compile(r"\w[\w.-]*/[\w.-]+(:[\w.-]+)?(:[\w.-]+(\[[^\]]*\])?)?")
@@ -31,12 +38,11 @@ _FUNCTIONS_IN_FILES = (
 def missing_files(config: PPOConfig) -> list[Problem]:
     """One problem per file or folder that is not there or cannot be, and per model that does not fit the settings.
 
-    Remote paths and hub ids are not looked at.
+    Remote paths and hub ids are not looked at; whether a model is there is the matter of ``verl.preflight.models``.
     """
     return [
         *_data_files(config),
         *_python_files(config),
-        *_models(config),
         *model_problems(config),
         *_checkpoint(config),
         *_written_folders(config),
@@ -83,22 +89,6 @@ def _python_files(config: PPOConfig) -> Iterator[Problem]:
             )
 
 
-def _models(config: PPOConfig) -> Iterator[Problem]:
-    keys = ["actor_rollout_ref.model.path"]
-    if config.uses_critic:
-        keys.append("critic.model.path")
-    if config.uses_reference and config.actor_rollout_ref.ref.model is not None:
-        keys.append("actor_rollout_ref.ref.model.path")
-    if config.reward_model.enable:
-        keys.append("reward_model.model.path")
-    if config.rewrites_for_reward_model:
-        keys.append("reward_model.model.input_tokenizer")
-    for key in keys:
-        path = get_path(config, key)
-        if path and path[0] in "/~." and not _exists(path):
-            yield Problem(key, f"{key}={path} does not exist. Give a folder in Hugging Face format or a hub id.")
-
-
 def _checkpoint(config: PPOConfig) -> Iterator[Problem]:
     path = config.trainer.resume_from_path
     if config.trainer.resume_mode == "resume_path" and path and not _is_remote(path) and not _exists(path):
@@ -109,13 +99,32 @@ def _checkpoint(config: PPOConfig) -> Iterator[Problem]:
 
 
 def _written_folders(config: PPOConfig) -> Iterator[Problem]:
-    for key in _WRITTEN:
-        path = get_path(config, key)
+    found = [(key, f"{key}={get_path(config, key)}", get_path(config, key)) for key in _WRITTEN]
+    loggers = [config.trainer.logger] if isinstance(config.trainer.logger, str) else config.trainer.logger
+    if "tensorboard" in loggers:
+        options = (config.trainer.tracker_kwargs or {}).get("tensorboard") or {}
+        named, told = options.get("log_dir"), os.environ.get("TENSORBOARD_DIR")
+        folder = named or told or f"tensorboard_log/{config.trainer.project_name}/{config.trainer.experiment_name}"
+        whence = "" if named else "TENSORBOARD_DIR=" if told else "its folder "
+        key = "trainer.tracker_kwargs.tensorboard.log_dir" if named else "trainer.logger"
+        found.append((key, f"{key}={folder}" if named else f"{key}=tensorboard: {whence}{folder}", folder))
+    for key, shown, path in found:
         if not path or _is_remote(path):
             continue
         folder = Path(path).expanduser().absolute()
         there = next(place for place in (folder, *folder.parents) if place.exists())
         if not there.is_dir():
-            yield Problem(key, f"{key}={path} cannot be a folder: {there} is a file. Name another place.")
+            yield Problem(key, f"{shown} cannot be a folder: {there} is a file. Name another place.")
         elif not os.access(there, os.W_OK | os.X_OK):
-            yield Problem(key, f"{key}={path} cannot be written: no permission in {there}. Name a folder of your own.")
+            yield Problem(key, f"{shown} cannot be written: no permission in {there}. Name a folder of your own.")
+        elif why := _why_unwritable(there):
+            yield Problem(key, f"{shown} cannot be written: {there} takes no files ({why}). Name another place.")
+
+
+def _why_unwritable(folder: Path) -> str | None:
+    """What the system says to a folder made there; permissions alone do not tell of full and of special disks."""
+    try:
+        with tempfile.TemporaryDirectory(prefix=".verl-", dir=folder):
+            return None
+    except OSError as error:
+        return error.strerror

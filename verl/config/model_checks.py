@@ -3,6 +3,7 @@
 A check is silent where the folder is not at hand, or the config does not say.
 """
 
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -42,23 +43,6 @@ def path_key(config: PPOConfig, role: str) -> str:
 
 def _divisors(number: int) -> str:
     return ", ".join(str(size) for size in range(1, number + 1) if number % size == 0)
-
-
-def folders_without_model(config: PPOConfig) -> Iterator[Problem]:
-    """Folders named as a model's that are none; a run finds that out by itself, when it reads the tokenizer."""
-    for role in _roles(config):
-        key = path_key(config, role)
-        path = get_path(config, key)
-        folder = find_folder(path)
-        if (
-            folder is not None
-            and not (folder / "config.json").exists()
-            and not (folder / "adapter_config.json").exists()
-        ):
-            yield Problem(
-                key,
-                f"{key}={path} holds no config.json: it is no model in Hugging Face format. Name the folder of one.",
-            )
 
 
 def _rollout_shares_heads(config: PPOConfig) -> Iterator[Problem]:
@@ -170,21 +154,31 @@ def _reward_model_scores(config: PPOConfig) -> Iterator[Problem]:
 def _adapted_layers_are_there(config: PPOConfig) -> Iterator[Problem]:
     for place in (MODEL, *(["critic.model"] if config.uses_critic else [])):
         section = get_path(config, place)
-        folder, wanted = find_folder(section.path), section.target_modules
-        if not section.lora_rank or folder is None or not isinstance(wanted, list):
+        folder = find_folder(section.path)
+        if not section.lora_rank or folder is None:
             continue
         layers = {name.removesuffix(".weight") for name in stored_shapes(folder) if name.endswith(".weight")}
         ends = {layer.rpartition(".")[2] for layer in layers}
-        missing = [name for name in wanted if layers and not any(_is_end(layer, name) for layer in layers)]
-        if missing:
-            known = ", ".join(sorted(end for end in ends if end.endswith(("proj", "attn", "fc1", "fc2", "dense"))))
-            yield problem(
-                config,
-                f"{place}.target_modules",
-                f"names {', '.join(missing)}, and {place}.path={section.path} has no such layer. Use all-linear, or "
-                f"some of {known or ', '.join(sorted(ends))}.",
-                f"{place}.path",
-            )
+        for option in ("target_modules", "exclude_modules"):
+            missing = [
+                name for name in _named(section[option]) if layers and not any(_is_end(layer, name) for layer in layers)
+            ]
+            if missing:
+                known = ", ".join(sorted(end for end in ends if end.endswith(("proj", "attn", "fc1", "fc2", "dense"))))
+                yield problem(
+                    config,
+                    f"{place}.{option}",
+                    f"names {', '.join(missing)}, and {place}.path={section.path} has no such layer. Use "
+                    f"{'all-linear, or ' if option == 'target_modules' else ''}some of "
+                    f"{known or ', '.join(sorted(ends))}.",
+                    f"{place}.path",
+                )
+
+
+def _named(wanted: Any) -> list[str]:
+    """The entries that are names, or ends of names; what an expression fits is seen on the model itself."""
+    entries = [wanted] if isinstance(wanted, str) else wanted or []
+    return [entry for entry in entries if entry != "all-linear" and re.fullmatch(r"[\w.]+", str(entry))]
 
 
 def _is_end(layer: str, name: str) -> bool:

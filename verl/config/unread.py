@@ -170,7 +170,7 @@ def _places() -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for path in sorted(_PACKAGE.rglob("*.py")):
         place = path.relative_to(_PACKAGE.parent).as_posix()
-        is_check = place.startswith(("verl/config/", "verl/doctor/")) and place != "verl/doctor/door.py"
+        is_check = place.startswith(("verl/config/", "verl/preflight/")) and place != "verl/preflight/command.py"
         if is_check and not _is_section(path):
             continue
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):

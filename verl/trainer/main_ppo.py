@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from verl.doctor.door import run_or_examine
+from verl.preflight.command import run_or_examine
 from verl.utils.garbage import no_collection
 
 if TYPE_CHECKING:

@@ -20,9 +20,38 @@ class Terminated(KeyboardInterrupt):
 def plain_ending() -> Iterator[None]:
     """Wraps a whole program: an error it foresaw ends it with the message alone, as the last thing on the screen.
 
-    Exit code 1, after a signal 128 and its number as shells have it. All other errors, and with
-    VERL_LOGGING_LEVEL=DEBUG these too, leave with their traceback.
+    Exit code 1, after a signal 128 and its number as shells have it; so too where nobody reads the output any more
+    (``| head``). All other errors, and with VERL_LOGGING_LEVEL=DEBUG these too, leave with their traceback.
     """
+    try:
+        with _told_ending():
+            yield
+    except BaseException as error:
+        if isinstance(error, SystemExit | BrokenPipeError) and not _has_readers():
+            raise SystemExit(128 + signal.SIGPIPE) from None
+        raise
+    if not _has_readers():
+        raise SystemExit(128 + signal.SIGPIPE)
+
+
+def _has_readers() -> bool:
+    """Whether what was printed has been taken; a stream whose reader has gone is closed for good."""
+    is_read = True
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except BrokenPipeError:
+            is_read = False
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, stream.fileno())  # or the interpreter would complain at its end
+            os.close(nowhere)
+        except (AttributeError, ValueError):  # there is no such stream, or it is closed
+            continue
+    return is_read
+
+
+@contextmanager
+def _told_ending() -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt as stop:

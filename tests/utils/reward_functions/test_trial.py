@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from verl.data_check.command import read_options
+from verl.preflight.command import read_options
 from verl.utils.reward_functions.answers import gold_responses
 from verl.utils.reward_functions.calling import MANAGERS_OWN, check_signature
 from verl.utils.reward_functions.sources import reward_function

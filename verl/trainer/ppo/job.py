@@ -1,7 +1,7 @@
 """PPOJob: one run from a checked config to its closing summary.
 
-Everything that can be found out cheaply is found out first: the device, the data, the reward function. Only then do
-worker processes start and models load.
+Everything that can be found out cheaply is found out first (``verl.preflight``). Only then do worker processes start
+and models load.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 
 from verl.algorithms.advantage import get_adv_estimator_fn
 from verl.algorithms.policy_loss import get_policy_loss_fn
+from verl.preflight.checks import refuse
 from verl.trainer.ppo.data_sources import check_data_sources
 from verl.trainer.ppo.one_step_off import OneStepOffTrainer
 from verl.trainer.ppo.placement import default_pools, default_roles
@@ -47,6 +48,7 @@ class PPOJob:
         """Prepare, train, and say what came of it; worker processes never outlive this call."""
         start = time.monotonic()
         with no_collection():
+            self.check()
             check_device(self.config.trainer, self.config.rollout_beside)
             self.import_users_modules()
             trainer = self.build_trainer()
@@ -76,6 +78,16 @@ class PPOJob:
             gc.unfreeze()
         print_summary(self.summary(trainer, time.monotonic() - start))
         return trainer
+
+    def check(self) -> None:
+        """Find out what can be known before Ray starts and a model loads, unless the command line's door has.
+
+        Raises:
+            ConfigError: the run could not go on; with every reason.
+        """
+        report = refuse(self.config)
+        for finding in report.warnings if report else ():
+            logger.warning("%s", finding.text)
 
     def import_users_modules(self) -> None:
         """Import what the user named, here as in every worker, and see that the names it registers are known."""

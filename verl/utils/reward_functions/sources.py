@@ -22,23 +22,28 @@ def start_sandboxes(config: Any) -> None:
         _pool(config, source)
 
 
-def reward_function(config: Any, in_sandbox: bool = True, workers: int | None = None) -> RawRewardFn | None:
+def reward_function(
+    config: Any, in_sandbox: bool = True, workers: int | None = None, start_timeout_s: float | None = None
+) -> RawRewardFn | None:
     """What scores the responses of a run: None for the built-in scorers in this process.
 
     Args:
         config: the tree; read are ``custom_reward_function`` and ``reward_model``.
         in_sandbox: call it in processes of its own, or else in this one.
         workers: how many; None: as ``reward_model.sandbox.workers`` says.
+        start_timeout_s: seconds in which each must have loaded the function, if the options do not give fewer.
 
     Raises:
         FileNotFoundError, AttributeError, RuntimeError: the file, the function in it, or what the file does.
+        SlowStart: (a RuntimeError) the file was not loaded in time.
         ValueError: an entry of ``reward_model.by_source`` names no function.
     """
     sources = _sources(config)
     make = _in_process
     if in_sandbox:
         options = sandbox_options(config)
-        pools = {repr(source): _pool(config, source, workers) for source in sources.values()}  # all start at once
+        # all start at once
+        pools = {repr(source): _pool(config, source, workers, start_timeout_s) for source in sources.values()}
 
         def make(source: Source) -> RawRewardFn:
             return SandboxedFunction(pools[repr(source)], _timeout_s(config, source), options.batch_timeout_s)
@@ -85,7 +90,7 @@ def sandbox_options(config: Any) -> RewardSandboxConfig:
     return given if given is not None else RewardSandboxConfig()
 
 
-def _pool(config: Any, source: Source, workers: int | None = None) -> Pool:
+def _pool(config: Any, source: Source, workers: int | None = None, start_timeout_s: float | None = None) -> Pool:
     options = sandbox_options(config)
     limits = Limits(None, options.cpu_s, options.memory_mb, options.output_mb, options.processes, options.network)
     workers = workers or options.workers
@@ -93,7 +98,8 @@ def _pool(config: Any, source: Source, workers: int | None = None) -> Pool:
         is_shared = source.path == BUILT_IN or config.reward_model.get("reward_manager", None) == "prime"
         is_batch = config.reward_model.get("reward_manager", None) == "batch"
         workers = min(8, _cores()) if is_shared and not is_batch else 1
-    return sandboxed(source, limits, workers, options.start_timeout_s)
+    patience = min(start_timeout_s or options.start_timeout_s, options.start_timeout_s)
+    return sandboxed(source, limits, workers, patience)
 
 
 def _cores() -> int:

@@ -16,6 +16,9 @@ from verl.utils.reward_functions.calling import RawRewardFn, Sample, call
 from verl.utils.reward_functions.routing import BySource, is_built_in
 from verl.utils.sandbox.outcomes import Failure, NotCalled, Outcome
 
+FIRST_S = 10.0
+"""Seconds the first call may take, if later ones have fewer: it imports what the function needs."""
+
 _TRIED = 4
 """Rows on which all forms of a right answer are tried before one is chosen."""
 
@@ -121,8 +124,8 @@ def try_function(
         function: in a sandbox, where one that hangs, exits or crashes costs the process; or here.
         count: rows of that source in the files; None: ``rows`` are all.
         is_batch: it takes lists (``reward_manager=batch``).
-        timeout_s: seconds one call may take, in a sandbox.
-        seconds: no call is begun later than that, but for the first.
+        timeout_s: seconds one call may take, in a sandbox; the first has ``FIRST_S`` at least.
+        seconds: no call is begun later than that, but for the first, which does not count.
         reward_kwargs: for every call.
     """
     if isinstance(function, BySource):
@@ -211,9 +214,11 @@ class _Trying:
             self.function,
             samples,
             is_batch=self.is_batch,
-            timeout_s=self.timeout_s,
+            timeout_s=self.timeout_s if self.found.calls else max(self.timeout_s, FIRST_S),
             reward_kwargs=self.reward_kwargs,
         )
+        if not self.found.calls:
+            self.begin = time.monotonic()
         self.found.calls += sum(not isinstance(outcome, NotCalled) for outcome in outcomes)
         for one, outcome in zip(new, outcomes, strict=True):
             if isinstance(outcome, Failure):

@@ -85,6 +85,7 @@ def sandboxed(source: Source, limits: Limits, workers: int, start_timeout_s: flo
     pool = _POOLS.get(key)
     if pool is None:
         pool = _POOLS[key] = Pool(source, limits, workers, start_timeout_s, **options)
+    pool.start_timeout_s = start_timeout_s  # the last to ask decides how long it waits
     _POOLS.move_to_end(key)
     while len(_POOLS) > _KEPT:
         _POOLS.popitem(last=False)

@@ -25,6 +25,10 @@ _GRACE_S = 2.0
 _PASSED_ON = {error.__name__: error for error in (FileNotFoundError, AttributeError, ModuleNotFoundError, ImportError)}
 
 
+class SlowStart(RuntimeError):
+    """A file was not loaded in the time it had: whether something is wrong with it is not known."""
+
+
 @dataclass(frozen=True)
 class Source:
     """Where a function comes from: a Python file or ``pkg://module``, its name, arguments of every call."""
@@ -258,6 +262,12 @@ class _Run:
     def _blame(self, index: int, failure: Failure | None) -> None:
         """A process is to be ended, or has ended: whose fault was it, and what becomes of the other calls?"""
         process = self.pool._processes[index]
+        if not process.is_ready and failure is not None and failure.kind is Outcome.TIMEOUT:
+            # it goes on: whoever has more patience may still have it
+            raise SlowStart(
+                f"{self.pool.source.path} failed while it was loaded: it took more than {self.pool.start_timeout_s:g} "
+                "s. Raise reward_model.sandbox.start_timeout_s, or load less."
+            )
         calls, had_answered, was_ready = process.open_calls, process.answered, process.is_ready
         is_shared = process.is_awaiting and len(calls) > 1
         ended = self._replace(index, start=was_ready)

@@ -16,11 +16,12 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from verl.config.base import ConfigError
 from verl.config.compose import compose, search_folders
-from verl.config.load import interpret
+from verl.config.load import Loaded, interpret
 from verl.config.overrides import check_overrides
 from verl.config.ppo import PPOConfig
-from verl.doctor.examine import examine_loaded
-from verl.doctor.report import Finding, Report
+from verl.preflight.checks import examine_loaded
+from verl.preflight.machine import Machine
+from verl.preflight.report import Finding, Report
 
 BASE = (
     "algorithm.adv_estimator=grpo",
@@ -47,6 +48,9 @@ BASE = (
 )
 """GRPO on two CPU workers, about which there is nothing to say; later words win over these."""
 
+ELSEWHERE = Machine(is_this=False)
+"""A machine with every device and package."""
+
 _TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
@@ -59,9 +63,17 @@ def examined(*words: str) -> Report:
 
     ``test_the_shared_base_is_no_shortcut`` holds it against the whole way.
     """
+    try:
+        return examine_loaded(loaded_with(*words), ELSEWHERE)
+    except ConfigError as error:
+        return Report([Finding("error", text) for text in error.problems])
+
+
+def loaded_with(*words: str) -> Loaded:
+    """What ``BASE`` and ``words`` come to."""
     checked = check_overrides(words, PPOConfig, lambda name: False)
     if checked.problems:
-        return Report([Finding("error", problem.text, (problem.key,)) for problem in checked.problems])
+        raise ConfigError([problem.text for problem in checked.problems])
     try:
         parsed = OverridesParser.create().parse_overrides(checked.overrides)
     except OverrideParseException as error:
@@ -72,7 +84,7 @@ def examined(*words: str) -> Report:
             OmegaConf.update(composed, word.key_or_group, word.value(), force_add=True)
     tree = OmegaConf.to_container(composed, resolve=False)
     given |= set(checked.given)
-    return examine_loaded(interpret(tree, given, composed=composed, stripped_prefix=checked.stripped_prefix))
+    return interpret(tree, given, composed=composed, stripped_prefix=checked.stripped_prefix)
 
 
 @lru_cache
@@ -176,5 +188,6 @@ def there(workplace, monkeypatch):
     monkeypatch.chdir(workplace)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("verl.utils.reward_functions.trial.FIRST_S", 1.0)
     assert os.path.exists("model/config.json")
     return workplace

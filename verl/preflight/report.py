@@ -5,14 +5,14 @@ import textwrap
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-Level = Literal["error", "warning"]
+Level = Literal["error", "warning", "note"]
 
 _KEY = re.compile(r"(?<![\w.])[a-z_]\w*(?:\.\w+)+")
 _WIDTH = 118
 
 
 class Finding(NamedTuple):
-    """One thing wrong (``error``: the run would not start, or would stop) or doubtful (``warning``)."""
+    """One thing wrong (``error``: the run would not start, or would stop), doubtful (``warning``) or to be known."""
 
     level: Level
     text: str
@@ -62,6 +62,12 @@ class Report:
     memory: list[PhaseMemory] = field(default_factory=list)
     memory_notes: list[str] = field(default_factory=list)
     preview: list[str] = field(default_factory=list)
+    notes: list[Finding] = field(default_factory=list)
+    """What was not looked at, or is as good as right."""
+    config: Any = None
+    """The tree it is about; None if there is none."""
+    data: Any = None
+    """What was seen of the data files (``verl.preflight.data.Preview``)."""
 
     @property
     def errors(self) -> list[Finding]:
@@ -93,23 +99,30 @@ class Report:
                 for row in self.memory
             ],
             "memory_notes": self.memory_notes,
+            "notes": [finding.text for finding in self.notes],
             "preview": self.preview,
         }
 
     def to_text(self) -> str:
-        """For a person."""
-        blocks = [_findings("errors: the run would not start", self.errors)]
-        blocks.append(_findings("warnings: it would run, but", self.warnings))
+        """For a person; what stops the run stands last."""
+        blocks = []
         if self.derivation:
             blocks.append("what one training step does\n" + "\n".join(map(_number, self.derivation)))
-        if self.memory:
+        if self.memory or self.memory_notes:
             blocks.append(
                 "\n".join(["memory of one process, by phase", *_memory_table(self.memory), *self.memory_notes])
             )
-        if self.preview:
-            blocks.append("\n".join(["data and reward", *self.preview]))
-        counts = f"{_counted(len(self.errors), 'error')}, {_counted(len(self.warnings), 'warning')}"
-        return "\n\n".join([*filter(None, blocks), counts])
+        if self.preview or self.notes:
+            notes = [wrapped("  note    ", finding.text) for finding in self.notes]
+            blocks.append("\n".join(["data and reward", *self.preview, *notes]))
+        blocks.append(_findings("warnings: it would run, but", self.warnings))
+        blocks.append(_findings("errors: the run would not start", self.errors))
+        return "\n\n".join([*filter(None, blocks), self.totals])
+
+    @property
+    def totals(self) -> str:
+        """``1 error, no warnings``."""
+        return f"{_counted(len(self.errors), 'error')}, {_counted(len(self.warnings), 'warning')}"
 
 
 def shown_bytes(number: float) -> str:
@@ -146,6 +159,8 @@ def wrapped(start: str, text: str) -> str:
 def _memory_table(rows: list[PhaseMemory]) -> list[str]:
     """Phases side by side, parts one below another."""
     names = list(dict.fromkeys(name for row in rows for name, size in row.parts.items() if size))
+    if not rows:
+        return []
     lines = [["", *(row.phase for row in rows)]]
     lines += [[name, *(_cell(row.parts.get(name, 0)) for row in rows)] for name in names]
     lines += [["together", *(shown_bytes(row.total) for row in rows)], ["most of it", *(row.largest for row in rows)]]

@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator
 from verl.config.base import Problem, get_path
 from verl.config.ppo import PPOConfig
 from verl.config.rules.base import ACTOR, ROLLOUT, models, problem, trained_roles
-from verl.doctor.data import DataFacts
-from verl.doctor.derivation import longest_row, total_steps
+from verl.preflight.arithmetic import longest_row, total_steps
+from verl.preflight.data import Preview
 
-Advice = Callable[[PPOConfig, DataFacts], Iterator[Problem]]
+Advice = Callable[[PPOConfig, Preview], Iterator[Problem]]
 ADVICE: list[Advice] = []
 
 _HIGHEST_LR = 1e-2
@@ -24,13 +24,13 @@ def advice(function: Advice) -> Advice:
     return function
 
 
-def all_advice(config: PPOConfig, data: DataFacts) -> list[Problem]:
+def all_advice(config: PPOConfig, data: Preview) -> list[Problem]:
     """Everything there is to say about a configuration that can run."""
     return [found for check in ADVICE for found in check(config, data)]
 
 
 @advice
-def results_are_kept(config: PPOConfig, data: DataFacts) -> Iterator[Problem]:
+def results_are_kept(config: PPOConfig, data: Preview) -> Iterator[Problem]:
     trainer = config.trainer
     if trainer.val_only:
         return
@@ -50,7 +50,7 @@ def results_are_kept(config: PPOConfig, data: DataFacts) -> Iterator[Problem]:
 
 
 @advice
-def a_run_takes_some_steps(config: PPOConfig, data: DataFacts) -> Iterator[Problem]:
+def a_run_takes_some_steps(config: PPOConfig, data: Preview) -> Iterator[Problem]:
     total = total_steps(config, data)
     for key, role, _ in trained_roles(config):
         warmup = role.optim.lr_warmup_steps
@@ -78,7 +78,7 @@ def a_run_takes_some_steps(config: PPOConfig, data: DataFacts) -> Iterator[Probl
 
 
 @advice
-def rates_are_of_a_usual_size(config: PPOConfig, data: DataFacts) -> Iterator[Problem]:
+def rates_are_of_a_usual_size(config: PPOConfig, data: Preview) -> Iterator[Problem]:
     for key, role, _ in trained_roles(config):
         if role.optim.lr > _HIGHEST_LR:
             text = (
@@ -97,7 +97,7 @@ def rates_are_of_a_usual_size(config: PPOConfig, data: DataFacts) -> Iterator[Pr
 
 
 @advice
-def penalties_weigh_something(config: PPOConfig, data: DataFacts) -> Iterator[Problem]:
+def penalties_weigh_something(config: PPOConfig, data: Preview) -> Iterator[Problem]:
     actor, algorithm = config.actor_rollout_ref.actor, config.algorithm
     if actor.use_kl_loss and actor.kl_loss_coef == 0:
         text = (
@@ -117,7 +117,7 @@ def penalties_weigh_something(config: PPOConfig, data: DataFacts) -> Iterator[Pr
 
 
 @advice
-def forwards_are_full(config: PPOConfig, data: DataFacts) -> Iterator[Problem]:
+def forwards_are_full(config: PPOConfig, data: Preview) -> Iterator[Problem]:
     for key, role, n in trained_roles(config):
         micro, rows = role.ppo_micro_batch_size_per_gpu, role.ppo_mini_batch_size * n // config.dp_size(role)
         if not role.use_dynamic_bsz and micro and rows > micro and rows % micro:
@@ -147,7 +147,7 @@ def forwards_are_full(config: PPOConfig, data: DataFacts) -> Iterator[Problem]:
 
 
 @advice
-def long_sequences_are_packed(config: PPOConfig, data: DataFacts) -> Iterator[Problem]:
+def long_sequences_are_packed(config: PPOConfig, data: Preview) -> Iterator[Problem]:
     for key, section in models(config).items():
         size = section.ulysses_sequence_parallel_size
         if size > 1 and longest_row(config) < 4096:
@@ -160,7 +160,7 @@ def long_sequences_are_packed(config: PPOConfig, data: DataFacts) -> Iterator[Pr
 
 
 @advice
-def validation_is_apart(config: PPOConfig, data: DataFacts) -> Iterator[Problem]:
+def validation_is_apart(config: PPOConfig, data: Preview) -> Iterator[Problem]:
     both = sorted(set(config.data.files["data.train_files"]) & set(config.data.files["data.val_files"]))
     validates = config.trainer.test_freq > 0 or config.trainer.val_before_train
     if both and validates:
@@ -172,7 +172,7 @@ def validation_is_apart(config: PPOConfig, data: DataFacts) -> Iterator[Problem]
 
 
 @advice
-def the_engine_has_room(config: PPOConfig, data: DataFacts) -> Iterator[Problem]:
+def the_engine_has_room(config: PPOConfig, data: Preview) -> Iterator[Problem]:
     rollout, is_shared = config.actor_rollout_ref.rollout, config.actor_rollout_ref.hybrid_engine
     key = f"{ROLLOUT}.gpu_memory_utilization"
     if config.trainer.device != "cuda":
@@ -192,7 +192,7 @@ def the_engine_has_room(config: PPOConfig, data: DataFacts) -> Iterator[Problem]
 
 
 @advice
-def small_steps_are_not_rounded_away(config: PPOConfig, data: DataFacts) -> Iterator[Problem]:
+def small_steps_are_not_rounded_away(config: PPOConfig, data: Preview) -> Iterator[Problem]:
     for key, role, _ in trained_roles(config):
         place = f"{key}.model.fsdp_config" if key == "critic" else f"{key}.fsdp_config"
         if get_path(config, place).master_dtype == "bf16" and role.optim.lr < 1e-4:
@@ -204,7 +204,7 @@ def small_steps_are_not_rounded_away(config: PPOConfig, data: DataFacts) -> Iter
 
 
 @advice
-def workers_have_samples(config: PPOConfig, data: DataFacts) -> Iterator[Problem]:
+def workers_have_samples(config: PPOConfig, data: Preview) -> Iterator[Problem]:
     samples, workers = config.data.prompts_per_step * config.actor_rollout_ref.rollout.n, sum(config.rollout_processes)
     if samples < workers:
         text = (

@@ -1,19 +1,24 @@
-"""What a run needs of this machine and its network: room on disks, services, packages, functions in files."""
+"""What a run needs of this machine and its network: devices, packages, room on disks, services, functions in files.
+
+Knows no torch: devices are those the driver's own tool shows.
+"""
 
 import ast
 import os
 import shutil
 import socket
+import subprocess
 from collections.abc import Iterator, Mapping
-from importlib.metadata import PackageNotFoundError, version
+from functools import lru_cache
+from glob import glob
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from verl.config.base import Problem, did_you_mean, get_path, leaves
 from verl.config.ppo import PPOConfig
-from verl.config.rules.base import ACTOR, ROLLOUT
-from verl.doctor.report import shown_bytes
+from verl.config.rules.base import ACTOR, ROLLOUT, models, trained_roles
+from verl.preflight.report import shown_bytes
 from verl.utils.import_utils import is_package_available, split_file_name
 
 _CONNECT_S = 1.0
@@ -67,7 +72,87 @@ def _answers(host: str, port: int) -> bool:
         return False
 
 
-def missing_packages(config: PPOConfig) -> Iterator[Problem]:
+class Machine(NamedTuple):
+    """The machine a run is examined for."""
+
+    gpu_bytes: int | None = None
+    """Memory of one GPU; None: not known, and nothing is compared."""
+    gpus: int | None = None
+    """GPUs in place of ``trainer.n_gpus_per_node``."""
+    is_this: bool = True
+    """False: devices and packages of this one tell nothing."""
+    is_gpu_given: bool = False
+    """Whether somebody asked whether a model fits ``gpu_bytes``."""
+
+
+def runs_here(config: PPOConfig, machine: Machine) -> bool:
+    """Whether the workers would be on this machine, where its devices and packages can be seen."""
+    trainer = config.trainer
+    is_cluster = trainer.nnodes > 1 or trainer.controller == "ray" and "RAY_ADDRESS" in os.environ
+    return machine.is_this and not is_cluster
+
+
+def missing_devices(config: PPOConfig, machine: Machine) -> Iterator[Problem]:
+    """Devices the configuration asks for beyond those of this machine."""
+    trainer, beside = config.trainer, config.rollout_beside
+    count = cuda_devices() if trainer.device == "cuda" and runs_here(config, machine) else None
+    if count is None:
+        return
+    elsewhere = "to examine a run on another machine, say --elsewhere"
+    if count == 0:
+        yield Problem(
+            "trainer.device",
+            "trainer.device=cuda, and this machine shows no CUDA device. Pass trainer.device=cpu to run here, or look "
+            f"at the driver with `nvidia-smi` and at CUDA_VISIBLE_DEVICES; {elsewhere}.",
+        )
+    elif trainer.n_gpus_per_node > count:
+        yield Problem(
+            "trainer.n_gpus_per_node",
+            f"trainer.n_gpus_per_node={trainer.n_gpus_per_node}, and this machine has {count} CUDA devices. Lower it "
+            f"to that number; {elsewhere}.",
+        )
+    elif trainer.n_gpus_per_node + beside > count:
+        yield Problem(
+            "trainer.n_gpus_per_node",
+            f"trainer.n_gpus_per_node={trainer.n_gpus_per_node} and the rollout's {beside} ({ROLLOUT}.nnodes x "
+            f"n_gpus_per_node) are more than the {count} CUDA devices of this machine. Lower one of them, or share "
+            f"devices with actor_rollout_ref.hybrid_engine=true; {elsewhere}.",
+        )
+
+
+@lru_cache(maxsize=1)
+def _gpus() -> list[int] | None:
+    """Bytes of each GPU the driver shows; None where there may be some and nobody tells."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        may_be = glob("/dev/nvidia[0-9]*") or any(map(os.path.exists, ("/dev/kfd", "/dev/dxg", "/dev/nvhost-gpu")))
+        return None if may_be else []
+    command = [tool, "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        shown = subprocess.run(command, capture_output=True, text=True, timeout=5, check=False).stdout.split()
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return [int(size) << 20 if size.isdigit() else 0 for size in shown]
+
+
+def cuda_devices() -> int | None:
+    """CUDA devices this process may use; None where that cannot be told."""
+    gpus, visible = _gpus(), os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None or gpus is None:
+        return None if gpus is None else len(gpus)
+    names = [name.strip() for name in visible.split(",") if name.strip()]
+    if any(name.startswith("MIG") for name in names):
+        return len(names)
+    good = next((i for i, name in enumerate(names) if name.isdigit() and int(name) >= len(gpus) or name == "-1"), None)
+    return min(len(names if good is None else names[:good]), len(gpus))
+
+
+def gpu_memory_here() -> int | None:
+    """Memory of this machine's first GPU, bytes; None without one."""
+    return (_gpus() or [None])[0] or None if os.environ.get("CUDA_VISIBLE_DEVICES") != "" else None
+
+
+def missing_packages(config: PPOConfig, machine: Machine) -> Iterator[Problem]:
     """Optional packages the configuration asks for that are not installed here."""
     loggers = config.trainer.logger
     for name in [loggers] if isinstance(loggers, str) else loggers:
@@ -78,38 +163,35 @@ def missing_packages(config: PPOConfig) -> Iterator[Problem]:
                 f"trainer.logger={name} needs the package {package}, which is not installed. Install it with `pip "
                 f"install {package}`, or take {name} out.",
             )
-    wanted = {
-        f"{ACTOR}.strategy": ("deepspeed", config.actor_rollout_ref.actor.strategy == "deepspeed"),
-        f"{ACTOR}.optim.optimizer": ("torchao", config.actor_rollout_ref.actor.optim.optimizer == "AdamW8bit"),
-        "critic.optim.optimizer": ("torchao", config.uses_critic and config.critic.optim.optimizer == "AdamW8bit"),
-        "actor_rollout_ref.model.use_liger": ("liger_kernel", config.actor_rollout_ref.model.use_liger),
-    }
-    for key, (package, is_wanted) in wanted.items():
-        if is_wanted and not is_package_available(package):
+    if not runs_here(config, machine):
+        return
+    wanted: dict[str, str] = {}
+    for key, role in models(config).items():
+        if role.strategy == "deepspeed":
+            wanted[f"{key}.strategy"] = "deepspeed"
+    for key, role, _ in trained_roles(config):
+        if role.optim.optimizer == "AdamW8bit":
+            wanted[f"{key}.optim.optimizer"] = "torchao"
+    for place in ("actor_rollout_ref.model", *(["critic.model"] if config.uses_critic else [])):
+        if get_path(config, place).lora_rank:
+            wanted[f"{place}.lora_rank"] = "peft"
+    if config.actor_rollout_ref.model.use_liger:
+        wanted["actor_rollout_ref.model.use_liger"] = "liger_kernel"
+    for key, package in wanted.items():
+        if not is_package_available(package):
             extra = package.partition("_")[0]
             yield Problem(
                 key,
                 f"{key}={get_path(config, key)} needs the package {package}, which is not installed. Install it with "
-                f"`pip install 'verl[{extra}]'`, or choose another.",
+                f"`pip install -e '.[{extra}]'` in verl's folder, or choose another.",
             )
-
-
-def engine_elsewhere(config: PPOConfig) -> Iterator[Problem]:
-    """A rollout engine that is not installed here: the workers may have it."""
     name = config.actor_rollout_ref.rollout.name
-    if name in ("vllm", "sglang") and not is_package_available(name) and not _is_installed(f"{name}-cpu"):
+    if name in ("vllm", "sglang") and not is_package_available(name):
         yield Problem(
             f"{ROLLOUT}.name",
-            f"{ROLLOUT}.name={name} is not installed on this machine: the workers must have it. Install it with "
-            "scripts/install_engines.sh, or use hf.",
+            f"{ROLLOUT}.name={name} is not installed on this machine. Install it with scripts/install_engines.sh, or "
+            "use hf; to examine a run on another machine, say --elsewhere.",
         )
-
-
-def _is_installed(distribution: str) -> bool:
-    try:
-        return bool(version(distribution))
-    except PackageNotFoundError:
-        return False
 
 
 def room_for_checkpoints(config: PPOConfig, size: int | None) -> Iterator[tuple[str, Problem]]:
@@ -155,15 +237,35 @@ def names_in_files(config: PPOConfig) -> Iterator[Problem]:
     asked = [
         ("data.custom_cls.path", "data.custom_cls.name", config.data.custom_cls.name),
         ("data.sampler.class_path", "data.sampler.class_name", config.data.sampler.class_name),
+        ("data.datagen.path", "data.datagen.name", config.data.datagen.name),
     ]
     for path_key, key, name in asked:
         path = get_path(config, path_key)
         if path and name:
             yield from _missing_name(key, f"{key}={name}", path, name)
-    for key in ("algorithm.adv_estimator", f"{ACTOR}.policy_loss.loss_mode"):
+    for key in ("algorithm.adv_estimator", f"{ACTOR}.policy_loss.loss_mode", "reward_model.reward_manager"):
         found = split_file_name(get_path(config, key))
         if found:
             yield from _missing_name(key, f"{key}={get_path(config, key)}", *found)
+
+
+def missing_modules(config: PPOConfig) -> Iterator[Problem]:
+    """Modules to be imported that Python does not find, and templates that are none."""
+    key, name = "actor_rollout_ref.model.external_lib", config.actor_rollout_ref.model.external_lib
+    for one in filter(None, (part.strip() for part in (name or "").split(","))):
+        if not is_package_available(one.partition(".")[0]):
+            yield Problem(
+                key,
+                f"{key}={name} cannot be imported: there is no module {one.partition('.')[0]!r}. Install it, or add "
+                "its folder to PYTHONPATH.",
+            )
+    key, template = "actor_rollout_ref.model.custom_chat_template", config.actor_rollout_ref.model.custom_chat_template
+    if template and "{" not in template and not Path(template).expanduser().is_file():
+        yield Problem(
+            key,
+            f"{key}={template!r} is neither a Jinja template, since it has no braces, nor a file (looked from "
+            f"{os.getcwd()}). Give one of them.",
+        )
 
 
 def _missing_name(key: str, shown: str, path: str, name: str) -> Iterator[Problem]:
@@ -199,20 +301,3 @@ def _defined(body: list[ast.stmt]) -> tuple[set[str], bool]:
         else:
             is_open |= not isinstance(node, ast.Pass)
     return names, is_open
-
-
-def unreachable_models(config: PPOConfig) -> Iterator[Problem]:
-    """Hub ids that were not downloaded, where the hub may not be asked."""
-    from verl.config.model_facts import find_folder
-
-    if os.environ.get("HF_HUB_OFFLINE", "0").lower() not in ("1", "true", "yes", "on"):
-        return
-    keys = ["actor_rollout_ref.model.path", *["critic.model.path"] * config.uses_critic]
-    for key in [*keys, *["reward_model.model.path"] * config.reward_model.enable]:
-        path = get_path(config, key)
-        if path and "://" not in path and path[0] not in "/~." and find_folder(path) is None:
-            yield Problem(
-                key,
-                f"{key}={path} is neither a folder nor a downloaded model of the hub, and HF_HUB_OFFLINE is set. "
-                "Name a folder, or download it first (`hf download`).",
-            )

@@ -1,10 +1,11 @@
-"""A :class:`~verl.data_check.preview.Preview` for people (rich) and for programs (JSON)."""
+"""A :class:`~verl.preflight.data.Preview` for people (rich) and for programs (JSON)."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 import re
+import sys
 from typing import Any
 
 from rich.console import Console, Group
@@ -12,21 +13,30 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from verl.data_check.lengths import Lengths
-from verl.data_check.preview import Preview
+from verl.preflight.data import Preview
+from verl.preflight.prompts import Lengths
+from verl.preflight.report import Report
 from verl.utils.reward_functions.trial import Trial, mean
+
+
+class _Console(Console):
+    """A console whose reader may go away: that is for ``plain_ending`` to see."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
+
 
 _SHOWN_BAD = 10
 _STYLES = {"error": "red", "warning": "yellow", "note": "dim"}
 _SHOWN_CHARACTERS = 1500
 
 
-def to_json(found: Preview) -> dict[str, Any]:
+def to_json(found: Preview, report: Report) -> dict[str, Any]:
     """Plain values; numbers that are none (a mean of nothing) are null."""
     rows = found.rows
     return {
-        "ok": not found.has_errors,
-        "findings": [dataclasses.asdict(finding) for finding in found.findings],
+        "ok": not report.errors,
+        "findings": [finding._asdict() for finding in (*report.findings, *report.notes)],
         "files": [dataclasses.asdict(file) for file in rows.files],
         "unreadable": rows.unreadable,
         "columns": found.columns,
@@ -56,8 +66,9 @@ def _scores_json(scores: Trial) -> dict[str, Any]:
     }
 
 
-def show(found: Preview, console: Console) -> None:
+def show(found: Preview, report: Report) -> None:
     """Print everything, what is to be done last."""
+    console = _Console(highlight=False, soft_wrap=not sys.stdout.isatty())
     console.print(_files(found))
     for prompt in found.prompts:
         tokens = "" if prompt.tokens is None else f", {prompt.tokens} tokens"
@@ -73,11 +84,12 @@ def show(found: Preview, console: Console) -> None:
         console.print(Text(f"bad: {row}", style="red"))
     if found.rows.num_bad > _SHOWN_BAD:
         console.print(f"... and {found.rows.num_bad - _SHOWN_BAD} more bad rows (--json lists up to 1000)")
-    for finding in found.findings:
+    for finding in (*report.notes, *report.warnings, *report.errors):
         console.print(Text(f"{finding.level}: {finding.text}", style=_STYLES[finding.level]))
-    verdict = "problems found" if found.has_errors else "ready to train on"
+    verdict = "problems found" if report.errors else "ready to train on"
     console.print(
-        f"{found.num_rows} rows, {verdict} ({found.seconds:.1f} s)", style="red" if found.has_errors else "green"
+        f"{found.num_rows} rows, {verdict}; {report.totals} ({found.seconds:.1f} s)",
+        style="red" if report.errors else "green",
     )
 
 

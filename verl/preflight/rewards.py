@@ -5,6 +5,7 @@ The function runs in the sandbox of a run: one that hangs, exits or crashes cost
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -20,62 +21,81 @@ from verl.utils.reward_functions.calling import (
 from verl.utils.reward_functions.routing import BySource, functions_of, is_built_in
 from verl.utils.reward_functions.sources import reward_function
 from verl.utils.reward_functions.trial import Trial, TrialRow, try_function
-from verl.utils.reward_score.registry import is_for_judge
+from verl.utils.reward_score.registry import has_scorer, is_for_judge
 from verl.utils.sandbox.outcomes import Outcome
+from verl.utils.sandbox.pool import SlowStart
 
 if TYPE_CHECKING:
-    from verl.data_check.preview import Limits, Preview
+    from verl.preflight.data import Limits, Preview
 
-_MANAGERS = ("naive", "prime", "dapo", "batch")
+MANAGERS = ("naive", "prime", "dapo", "batch")
 """Managers whose way of calling a function is known here."""
 
 _FUNCTION = ("custom_reward_function.path", "custom_reward_function.name")
+_START_S = 30.0
+"""Seconds a file has to be loaded; one that is slower is not tried."""
+_LONGEST_S = 30.0
+"""Seconds after which no other data source is tried."""
 
 
-def rewards(config: Any, table: RowTable, found: Preview, limits: Limits) -> None:
+def scores_of_rows(config: Any, table: RowTable, found: Preview, limits: Limits) -> None:
     """Try the function on some rows of each data source."""
-    manager = config.reward_model.reward_manager
-    if manager not in _MANAGERS:
-        found.note(f"reward_model.reward_manager={manager} is not tried: it calls functions in a way of its own.")
+    rm, begin = config.reward_model, time.monotonic()
+    if rm.reward_manager not in MANAGERS:
+        found.note(
+            f"reward_model.reward_manager={rm.reward_manager} is not tried: it calls functions in a way of its own."
+        )
         return
-    if config.reward_model.enable:
+    if rm.enable:
         found.note("Scores of a reward model (reward_model.enable=true) are not tried here; those of functions are.")
-        if not config.custom_reward_function.path and limits.is_light:
+        if not config.custom_reward_function.path:
             return
-    reward_kwargs = convert_to_regular_types(config.reward_model.reward_kwargs or {})
+    reward_kwargs = convert_to_regular_types(rm.reward_kwargs or {})
     reward_kwargs = {key: value for key, value in reward_kwargs.items() if key not in MANAGERS_OWN}
     function = _function(config, reward_kwargs, found)
     if function is None:
         return
+    unknown = [] if rm.enable else [source for source in found.rows.sources if _has_no_scorer(config, function, source)]
     for source, positions in found.rows.rows_of.items():
-        if limits.is_light and _is_judged(config, function, source):
+        if source in unknown:
+            continue
+        if not limits.asks_judge and _is_judged(config, function, source):
             found.note(f"data_source={source!r} is scored by the judge, which is not asked here.")
             continue
+        if time.monotonic() - begin > _LONGEST_S:
+            found.note(f"data_source={source!r} and those after it are not tried: scoring takes too long.")
+            break
         scores = try_function(
             function,
             source,
-            [_row(table, positions[i], source) for i in spread(len(positions), limits.scored)],
+            [_row(table, int(positions[i]), source) for i in spread(len(positions), limits.scored)],
             found.rows.sources[source],
-            is_batch=manager == "batch",
+            is_batch=rm.reward_manager == "batch",
             timeout_s=limits.patience,
             seconds=10 * limits.patience,
             reward_kwargs=reward_kwargs,
         )
         found.scores.append(scores)
         errors, warnings = scores.problems()
-        if not scores.has_no_scorer:
-            say = found.error if not limits.is_light or _would_stop(config, scores) else found.warn
-            for text in errors:
-                say(text, *_blamed(config), "data.train_files")
-            for text in warnings:
-                found.warn(text)
-    if unknown := [scores.data_source for scores in found.scores if scores.has_no_scorer]:
+        say = found.error if _would_stop(config, scores) else found.warn
+        for text in errors:
+            say(text, *_blamed(config), "data.train_files")
+        for text in warnings:
+            found.note(text)
+    if unknown:
         shown = ", ".join(map(repr, unknown[:5])) + (", ..." if len(unknown) > 5 else "")
-        found.error(
+        say = found.error if rm.on_error == "stop" else found.warn
+        say(
             f"There is no built-in scorer for {config.data.reward_fn_key}={shown}. Name a function of your own with "
-            "custom_reward_function.path, or correct the column.",
+            "custom_reward_function.path, for one source alone with reward_model.by_source, or correct the column "
+            "(data.reward_fn_key).",
             "data.reward_fn_key",
         )
+
+
+def _has_no_scorer(config: Any, function: RawRewardFn | None, source: str) -> bool:
+    scores = function.function_for(source) if isinstance(function, BySource) else function
+    return is_built_in(scores) and not _is_judged(config, function, source) and not has_scorer(source)
 
 
 def _function(config: Any, reward_kwargs: Mapping[str, Any], found: Preview) -> RawRewardFn | None:
@@ -83,7 +103,7 @@ def _function(config: Any, reward_kwargs: Mapping[str, Any], found: Preview) -> 
     section, is_batch = config.custom_reward_function, config.reward_model.reward_manager == "batch"
     found.reward = f"{section.path}:{section.name}" if section.path else "built in, by data source"
     try:
-        function = reward_function(config, workers=1)
+        function = reward_function(config, workers=1, start_timeout_s=_START_S)
         for one in functions_of(function):
             check_signature(
                 one,
@@ -91,7 +111,9 @@ def _function(config: Any, reward_kwargs: Mapping[str, Any], found: Preview) -> 
                 reward_kwargs,
                 by_place=config.reward_model.reward_manager == "prime",
             )
-    except (FileNotFoundError, RuntimeError, AttributeError, ValueError) as error:
+    except SlowStart as error:
+        found.warn(f"custom_reward_function.name={section.name} was not tried: {error}", *_FUNCTION)
+    except (OSError, ImportError, RuntimeError, AttributeError, ValueError) as error:
         found.error(
             f"custom_reward_function.name={section.name} cannot be loaded: {error}", *_FUNCTION, *_by_source(config)
         )

@@ -6,11 +6,12 @@ import sys
 
 import pytest
 
-from tests.data_check.files import row, sums, write
+from tests.preflight.files import row, sums, write
 from tests.support.images import SHOWN, image_dataset, image_row, make_tiny_vl_model, picture, video_row
 from verl.config.ppo import PPOConfig
-from verl.data_check.command import read_options
-from verl.data_check.preview import Limits, preview
+from verl.preflight.checks import examine_data
+from verl.preflight.command import read_options
+from verl.preflight.data import Limits, preview
 from verl.utils.dataset.rl_dataset import RLHFDataset
 from verl.utils.tiny_model import make_tokenizer
 from verl.utils.tokenizer import hf_tokenizer
@@ -24,8 +25,10 @@ def model(tmp_path_factory):
 
 
 def look(model, files, *words, **limits):
-    config, _ = read_options([f"model={model}", *words])
-    return preview(config, [files] if isinstance(files, str) else files, Limits(**limits))
+    config, given = read_options([f"model={model}", *words], [files] if isinstance(files, str) else files)
+    report = examine_data(config, frozenset(given), Limits(**limits))
+    report.data.findings = [*report.findings, *report.notes]
+    return report.data
 
 
 def texts(found, level):
@@ -86,10 +89,13 @@ def test_too_long_prompts_are_all_found_though_few_are_counted(model, tmp_path):
 
 
 BAD = {
-    "prompt is empty": ({"prompt": []}, "'prompt' is empty"),
-    "prompt is null": ({"prompt": None}, "'prompt' is empty"),
-    "no role": ({"prompt": [{"role": None, "content": "x"}]}, "message 0 of 'prompt' has no role"),
-    "no content": ({"prompt": [{"role": "user", "content": None}]}, "message 0 of 'prompt' has no content"),
+    "prompt is empty": ({"prompt": []}, "'prompt' (data.prompt_key) is an empty list"),
+    "prompt is null": ({"prompt": None}, "'prompt' (data.prompt_key) is null"),
+    "no role": ({"prompt": [{"role": None, "content": "x"}]}, "'prompt' (data.prompt_key) has no role in message 0"),
+    "no content": (
+        {"prompt": [{"role": "user", "content": None}]},
+        "'prompt' (data.prompt_key) has no content in message 0",
+    ),
     "no truth": ({"reward_model": {"style": "rule", "ground_truth": None}}, "reward_model has no ground_truth"),
     "no source": ({"data_source": ""}, "'data_source' is empty"),
 }
@@ -110,21 +116,24 @@ def test_a_row_for_a_reward_model_needs_no_ground_truth(model, tmp_path):
     assert look(model, write(tmp_path, [row(**scored), *sums(3)])).rows.num_bad == 0
 
 
-def test_the_first_rows_of_each_file_may_be_enough(model, tmp_path):
+def test_what_is_doubtful_is_looked_for_in_the_first_rows_of_each_file(model, tmp_path):
     lines = tmp_path / "more.jsonl"
     lines.write_text("\n".join(json.dumps(one) for one in sums(9)))
-    found = look(model, [write(tmp_path, sums(20)), str(lines)], rows=4)
-    assert [file.rows for file in found.rows.files] == [4, 4] and found.lengths.counted == 8
+    found = look(model, [write(tmp_path, [*sums(20), *sums(3), row(prompt=[])]), str(lines)], rows=4)
+    assert [file.rows for file in found.rows.files] == [24, 9] and found.lengths.counted == 32
+    assert "4 prompts of the first 4 of each file stood before" in texts(found, "note")[0]
+    assert [bad.row for bad in found.rows.bad] == [23]  # every row is looked at for whether it can be used
 
 
-def test_a_light_look_leaves_out_what_is_heavy_and_says_so(tmp_path):
-    found = preview(read_options([f"model={tmp_path}"])[0], [write(tmp_path, sums(3))], Limits(is_light=True))
-    assert found.lengths.unit == "bytes" and not found.has_errors
-    assert "there is no tokenizer.json at hand" in texts(found, "note")[0]
+def test_a_folder_without_a_tokenizer_is_an_error_and_prompts_are_counted_in_bytes(tmp_path):
+    found = look(tmp_path, write(tmp_path, sums(3)))
+    assert found.lengths.unit == "bytes" and "holds no tokenizer" in texts(found, "error")[0]
+    assert "counted in bytes" in texts(found, "note")[0]
 
 
 def test_managers_with_ways_of_their_own_are_not_tried(model, tmp_path):
-    found = look(model, write(tmp_path, sums(3)), "reward_model.reward_manager=mine.py:Mine")
+    (tmp_path / "mine.py").write_text("class Mine:\n    pass\n")
+    found = look(model, write(tmp_path, sums(3)), f"reward_model.reward_manager={tmp_path}/mine.py:Mine")
     assert "in a way of its own" in texts(found, "note")[0] and not found.scores
 
 
@@ -150,19 +159,19 @@ def test_files_that_cannot_be_read_do_not_hide_the_others(model, tmp_path):
     found = look(model, [*(str(tmp_path / name) for name in names), good, write(tmp_path, sums(0), "empty.parquet")])
     errors = texts(found, "error")
     assert all(any(name in text for text in errors) for name in names)
-    assert any("empty.parquet holds no rows" in text for text in errors) and found.num_rows == 3 and found.scores
+    assert any("empty.parquet holds no rows" in text for text in errors) and found.num_rows == 4 and found.scores
 
 
 def test_columns_that_are_missing_are_said_with_what_there_is(model, tmp_path):
     rows = [{"question": "What?", "answer": "8"}]
     found = look(model, write(tmp_path, rows))
     assert any(
-        "no column 'prompt' (there are: question, answer). Set data.prompt_key" in t for t in texts(found, "error")
+        "data.prompt_key=prompt is no column of" in t and "has question, answer" in t for t in texts(found, "error")
     )
     found = look(model, write(tmp_path, rows), "data.prompt_key=question")
-    assert not found.has_errors and found.prompts[0].tokens == found.lengths.longest
-    for name in ("data_source", "reward_model"):
-        assert any(f"no column {name!r}" in text for text in texts(found, "warning"))
+    assert found.prompts[0].tokens == found.lengths.longest
+    for text in ("data.reward_fn_key=data_source is no column", "has no column 'reward_model'"):
+        assert any(text in error for error in texts(found, "error"))
     both = [write(tmp_path, rows, "other.parquet"), write(tmp_path, sums(2))]
     assert look(model, both).columns["prompt"] == "some"
 
@@ -171,7 +180,7 @@ def test_prompts_that_come_up_twice_are_counted_over_all_files(model, tmp_path):
     train, test = write(tmp_path, sums(6)), write(tmp_path, sums(2), "test.parquet")
     found = look(model, [train, test])
     assert found.rows.num_duplicates == 2 and found.rows.first_duplicate == (f"{test}, row 0", f"{train}, row 0")
-    assert "2 prompts stood before" in texts(found, "warning")[0] and not found.has_errors
+    assert "2 prompts stood before" in texts(found, "note")[0] and not found.has_errors
 
 
 def test_prompts_that_went_through_a_template_are_noticed(model, tmp_path):
@@ -216,7 +225,8 @@ def test_lines_that_are_no_record_are_bad_rows_with_their_number(model, tmp_path
     lines = [*map(json.dumps, sums(3))]
     (tmp_path / "a.jsonl").write_text("\n".join([lines[0], "{broken", *lines[1:]]))
     found = look(model, str(tmp_path / "*.jsonl"))
-    assert [(bad.row, bad.file[-7:]) for bad in found.rows.bad] == [(1, "a.jsonl")] and found.num_rows == 3
+    assert [(bad.row, bad.file[-7:]) for bad in found.rows.bad] == [(1, "a.jsonl")] and found.num_rows == 4
+    assert "1 of 4 rows cannot be used" in texts(found, "error")[0]
     assert found.prompts[1].where.endswith("row 2")
 
 
@@ -237,7 +247,7 @@ def test_json_lines_and_sources_are_scored_apart(model, tmp_path):
 
 
 def test_without_a_tokenizer_lengths_are_in_bytes(tmp_path):
-    found = preview(read_options([f"model={tmp_path}/none"])[0], [write(tmp_path, sums(3))])
+    found = preview(read_options([f"model={tmp_path}/none"], [write(tmp_path, sums(3))])[0])
     assert found.lengths.unit == "bytes" and found.prompts[0].text == "user: What is 0 + 0?" and not found.has_errors
 
 
@@ -248,10 +258,16 @@ def test_a_configuration_names_its_own_files(model, tmp_path):
     assert [file.path for file in preview(config).rows.files] == [train, val]
 
 
+def test_a_file_named_twice_is_counted_once(model, tmp_path):
+    path = write(tmp_path, sums(4))
+    found = look(model, [path, path, f"{tmp_path}/*.parquet"])
+    assert found.num_rows == 4 and found.rows.num_duplicates == 0 and found.rows.sources.total() == 4
+
+
 def test_nothing_heavy_is_loaded_for_text(model, tmp_path):
     path = write(tmp_path, sums(3))
     code = (
-        f"import sys; from verl.data_check.command import main; main([{path!r}, 'model={model}', '--json']);"
+        f"import sys; from verl.preflight.command import check; check([{path!r}, 'model={model}', '--json']);"
         "print([m for m in ('torch', 'transformers', 'hydra', 'datasets') if m in sys.modules], file=sys.stderr)"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stderr.strip() == "[]"

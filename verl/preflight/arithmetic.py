@@ -9,8 +9,8 @@ from typing import Any
 from verl.config.batch import counted, optimizer_steps
 from verl.config.ppo import PPOConfig
 from verl.config.rules.base import ACTOR, REF, RM, ROLLOUT, models, trained_roles
-from verl.doctor.data import DataFacts
-from verl.doctor.report import Number
+from verl.preflight.data import Preview
+from verl.preflight.report import Number
 from verl.utils.micro_batching import MicroBatching
 
 CPU_TOKENS = 1024
@@ -19,7 +19,7 @@ CPU_TOKENS = 1024
 _WORLD = ("trainer.nnodes", "trainer.n_gpus_per_node")
 
 
-def derivation(config: PPOConfig, data: DataFacts) -> list[Number]:
+def derivation(config: PPOConfig, data: Preview) -> list[Number]:
     """All numbers, from a prompt to the end of the run."""
     return [*_batch(config), *_places(config), *_updates(config), *_scoring(config), *_run(config, data)]
 
@@ -159,7 +159,7 @@ def _scoring(config: PPOConfig) -> Iterator[Number]:
         yield _micro(config, name, mine, split, section.ulysses_sequence_parallel_size, keys, "scored in")
 
 
-def _run(config: PPOConfig, data: DataFacts) -> Iterator[Number]:
+def _run(config: PPOConfig, data: Preview) -> Iterator[Number]:
     trainer, prompts = config.trainer, config.data.prompts_per_step
     if data.train_rows is None:
         steps, epochs = trainer.total_training_steps, trainer.total_epochs
@@ -186,7 +186,7 @@ def _run(config: PPOConfig, data: DataFacts) -> Iterator[Number]:
     )
 
 
-def total_steps(config: PPOConfig, data: DataFacts) -> int | None:
+def total_steps(config: PPOConfig, data: Preview) -> int | None:
     """Training steps of the run; None where the rows cannot be counted."""
     if config.trainer.total_training_steps:
         return config.trainer.total_training_steps

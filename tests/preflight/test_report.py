@@ -8,8 +8,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from verl.doctor.cli import main
-from verl.doctor.door import run_or_examine
+from verl.preflight.command import doctor as main
+from verl.preflight.command import run_or_examine
 from verl.trainer.main_ppo import run_ppo
 
 from .conftest import BASE, examined, make_rows
@@ -131,8 +131,8 @@ def test_a_dry_run_may_be_asked_for_in_yaml(there, tmp_path, capsys):
 
 def test_neither_torch_nor_transformers_is_imported(there):
     code = (
-        "import sys\nfrom verl.doctor.cli import "
-        "main\nmain(sys.argv[1:])\nprint(sorted({'torch', 'transformers', 'ray'} & set(sys.modules)))"
+        "import sys\nfrom verl.preflight.command import "
+        "doctor\ndoctor(sys.argv[1:])\nprint(sorted({'torch', 'transformers', 'ray'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code, *BASE], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
