@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from verl.utils.dataset.domains import in_domains
 from verl.utils.dataset.files import open_table
 from verl.utils.dataset.prompt_rows import parse_messages
 from verl.utils.dataset.table import DataError, RowTable
@@ -98,6 +99,8 @@ def open_files(paths: Sequence[str], config: Mapping[str, Any], facts: RowFacts,
                 bad_rows="skip",
                 rows=rows,
             )
+            if domains := config.get("domains"):
+                opened = in_domains(opened, domains, config["reward_fn_key"])
         except (FileNotFoundError, DataError) as error:
             facts.unreadable[path] = str(error)
             continue
