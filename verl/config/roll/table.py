@@ -76,6 +76,15 @@ def row_outcomes(row: Row | None, key: str, value: Any, roll: Any, known: Iterab
         yield from (Set(option, value) for option in ([row.to] if isinstance(row.to, str) else row.to))
 
 
+def _every(option: str) -> Translate:
+    """A number of steps; 0 and less mean never."""
+
+    def translate(key: str, value: Any, roll: Any) -> Iterator[Outcome]:
+        yield Set(option, value if isinstance(value, int) and value > 0 else -1)
+
+    return translate
+
+
 def _output_dir(key: str, value: Any, roll: Any) -> Iterator[Outcome]:
     if roll.get("checkpoint_config.output_dir") is None:
         yield Set("trainer.default_local_dir", value)
@@ -479,9 +488,9 @@ TOP: dict[str, Row] = {
     "track_with": Row(_track_with, "`trainer.logger`, beside `console`", default="tensorboard"),
     "tracker_kwargs": Row(_tracker_kwargs, "`trainer.tracker_kwargs.<tracker>`; `project`: `trainer.project_name`"),
     "max_steps": Row("trainer.total_training_steps", default=500),
-    "save_steps": Row("trainer.save_freq", "counted from 1, the last step is saved too", default=50),
+    "save_steps": Row(_every("trainer.save_freq"), "`trainer.save_freq`, counted from 1, the last step is saved too", default=50),
     "logging_steps": Row("trainer.log_freq", "ROLL logs every step whatever it says"),
-    "eval_steps": Row("trainer.test_freq", "and before the first step, as ROLL does", default=10),
+    "eval_steps": Row(_every("trainer.test_freq"), "`trainer.test_freq`, and before the first step, as ROLL does", default=10),
     "resume_from_checkpoint": Row(_resume, "`trainer.resume_mode`; true: the newest in the output folder",
                                   default=False),
     "checkpoint_config": Row(_checkpoint_config, "`trainer.default_local_dir`, `actor.checkpoint.async_save`"),

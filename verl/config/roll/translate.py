@@ -170,7 +170,8 @@ def _defaults(roll: Roll) -> Iterator[Outcome]:
             for key, row in WORKER.items():
                 if row.default is not None and at_key(roll.tree, f"{role}.{key}") is None:
                     yield from row_outcomes(row, f"{role}.{key}", row.default, roll, WORKER)
-    if roll.get("validation.data_args.file_name") is None and not roll.is_agentic:
+    has_files = roll.get("validation.data_args.file_name") or roll.get("actor_train.data_args.eval_file_name")
+    if not has_files and not roll.is_agentic:
         yield Set("trainer.test_freq", -1)
         yield Set("trainer.val_before_train", False)
         if (files := roll.get("actor_train.data_args.file_name")) is not None:
