@@ -9,7 +9,7 @@ from typing import Any
 
 from verl.config.roll.devices import parse_devices
 from verl.config.roll.result import Note, Outcome, Refuse, Set
-from verl.config.roll.table import ACTOR, REF, ROLLOUT
+from verl.config.roll.table import ACTOR, MODEL, REF, ROLLOUT
 from verl.config.tree import at_key, section_at
 
 
@@ -111,6 +111,9 @@ def batches(roll: Roll) -> Iterator[Outcome]:
     yield Set(f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu", roll.get("actor_train.infer_batch_size", 16))
     if roll.get("reference") is not None:
         yield Set(f"{REF}.log_prob_micro_batch_size_per_gpu", roll.get("reference.infer_batch_size", 16))
+    policy = roll.given.get(f"{MODEL}.path", roll.get("pretrain"))
+    if policy and not roll.get("reward_pretrain") and not roll.get("critic.model_args.model_name_or_path"):
+        yield Set("critic.model.path", policy)
     if roll.get("adv_estimator", "gae") == "gae" and roll.tree.get("critic") is None:
         micro = roll.get("actor_train.training_args.per_device_train_batch_size", 8)
         yield Set("critic.ppo_micro_batch_size_per_gpu", micro)
@@ -135,7 +138,7 @@ def _updates(roll: Roll, role: str, place: str) -> Iterator[Outcome]:
     yield Set(f"{place}.ppo_micro_batch_size_per_gpu", roll.get(f"{role}.training_args.per_device_train_batch_size", 8))
     prompts = max(1, brought // siblings)
     fitting = next(size for size in range(max(1, min(wanted // siblings, prompts)), 0, -1) if prompts % size == 0)
-    way_out = (f"{place}.ppo_mini_batch_size={fitting}", f"{ACTOR}.ppo_mini_batch_size={fitting}")
+    way_out = (f"{place}.ppo_mini_batch_size={fitting}",)
     if wanted > brought:
         why = f"an optimizer step takes {wanted} samples, a rollout brings {brought}"
         yield Refuse(key, given, why, way_out)

@@ -53,7 +53,8 @@ def main(arguments: Sequence[str], run: Callable[[list[str]], Any]) -> int:
     if translation.refusals:
         print(f"error: {ConfigError(translation.refusals)}", file=sys.stderr)
         if translation.added:
-            print(f"To go on: {' '.join(['verl roll', files[0], *words, *translation.added])}", file=sys.stderr)
+            added = [part if "=" in part else f"{part}=..." for text in translation.added for part in text.split()]
+            print(f"To go on: {shlex.join(['verl', 'roll', files[0], *words, *added])}", file=sys.stderr)
         return 2
     for variable, value in translation.environment.items():
         os.environ.setdefault(variable, value)

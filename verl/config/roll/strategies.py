@@ -87,10 +87,9 @@ def _rollout(key: str, name: Any, settings: Mapping, roll: Any) -> Iterator[Outc
     yield Set(f"{ROLLOUT}.name", engine)
     table = {"vllm": VLLM, "sglang": SGLANG}.get(engine, {})
     if roll.given.get(f"{ROLLOUT}.name", engine) != engine:
-        dropped = [option for option in settings if option not in table or "engine_kwargs" in str(table[option].to)]
-        settings = {option: item for option, item in settings.items() if option not in dropped}
-        if dropped:
-            yield Note(f"{key}.strategy_config: {', '.join(dropped)} are {engine}'s and have no effect")
+        if settings:
+            yield Note(f"{key}.strategy_config: {', '.join(settings)} are {engine}'s and have no effect")
+        return
     for option, item in settings.items():
         if option in table and table[option].to is idle:
             yield Idle(f"{key}.strategy_config.{option}")

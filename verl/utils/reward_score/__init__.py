@@ -12,7 +12,14 @@ from verl.utils.py_functional import convert_to_regular_types
 from verl.utils.reward_score.code_runner import MEMORY_MB
 from verl.utils.reward_score.registry import UnknownDataSource, has_scorer, known_data_sources, scorer_of, unknown
 
-__all__ = ["UnknownDataSource", "built_in_options", "default_compute_score", "has_scorer", "known_data_sources"]
+__all__ = [
+    "UnknownDataSource",
+    "built_in_options",
+    "default_compute_score",
+    "has_scorer",
+    "known_data_sources",
+    "rule_of",
+]
 
 
 def default_compute_score(
@@ -53,11 +60,11 @@ def default_compute_score(
         asked = judge_of(judge)
         if asked.judges(data_source):
             return asked.score(data_source, solution_str, ground_truth, extra_info)
-    named_rule = dict(next((rule for one, rule in (score_as or {}).items() if fnmatchcase(str(data_source), one)), {}))
-    scorer, parameters = scorer_of(named_rule.pop("name", data_source))
+    name, rule_kwargs = rule_of(data_source, score_as)
+    scorer, parameters = scorer_of(name)
     offered = {
         **kwargs,
-        **named_rule,
+        **rule_kwargs,
         "data_source": data_source,
         "extra_info": extra_info,
         "sandbox_fusion_url": sandbox_fusion_url,
@@ -82,6 +89,14 @@ def built_in_options(reward_model: Any) -> dict[str, Any]:
     places = convert_to_regular_types(reward_model.get("by_source", None) or {})
     rules = {pattern: rule for pattern, place in places.items() if (rule := built_in_rule(place))}
     return {**options, "score_as": rules} if any(rules.values()) else options
+
+
+def rule_of(data_source: str, score_as: Mapping[str, Mapping[str, Any]] | None = None) -> tuple[str, dict[str, Any]]:
+    """The data source by whose built-in rule a row is scored, and keyword arguments of the rule."""
+    for pattern, rule in (score_as or {}).items():
+        if fnmatchcase(str(data_source), pattern):
+            return rule.get("name", data_source), {name: value for name, value in rule.items() if name != "name"}
+    return data_source, {}
 
 
 def built_in_rule(place: Any) -> dict[str, Any] | None:
