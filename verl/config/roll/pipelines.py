@@ -47,6 +47,9 @@ def unbuilt(tree: Mapping[str, Any]) -> str | None:
     for pipeline in PIPELINES:
         if found := [key for key in pipeline.keys if tree.get(key) not in (None, {}, False)]:
             return _sentence(pipeline, found)
+    data = actor.get("data_args") if isinstance(actor.get("data_args"), Mapping) else {}
+    if tree.get("reward_normalization") and not data.get("file_name"):
+        return _sentence(AGENTIC, ["reward_normalization"])
     for key in ("use_opd", "is_pure_opd", "opsd_mode"):
         if tree.get(key) is True:
             return _sentence(DISTILL, [key])

@@ -23,8 +23,6 @@ PRESETS: dict[str, dict] = {
         **_BF16,
     },
     "envs": {},
-    "traj_envs": {},
-    "step_envs": {},
 }
 """Groups that ROLL's ``examples/config`` holds, for a file that was taken out of its folder."""
 
@@ -97,6 +95,8 @@ def _lay_group(tree: dict, entry: Any, file: Path, seen: list[Path]) -> None:
     elif Path(name).name in PRESETS:
         base = Path(name).name
         group = {base: PRESETS[base]} if base.startswith("deepspeed") else PRESETS[base]
+    elif "envs" in Path(name).name:
+        return  # environments, of the agentic pipeline
     else:
         raise ConfigError([f"{file}: defaults names {entry}, but there is no {found}. Copy it there, or leave it out."])
     if place and place not in ("_here_", "_global_", "_group_"):

@@ -117,7 +117,12 @@ def _worker(domain: str, section: Mapping, roll: Any, by_source: dict[str, Any])
     else:
         hint = did_you_mean(name, RULES).rstrip("?") if name else ""
         why = f"no reward of that name is built in{hint}; a function of yours scores its rows (docs/reward_function.md)"
-        instead = ("custom_reward_function.path=my_reward.py", "reward_model.enable", "reward_model.reward_manager", f"{key}=null")
+        instead = (
+            "custom_reward_function.path=my_reward.py",
+            "reward_model.enable",
+            "reward_model.reward_manager",
+            f"{key}=null",
+        )
         yield Refuse(f"{key}.worker_cls", name or None, why, instead)
     if (filtering := section.get("query_filter_config")) and roll.over_samples:
         yield from _query_filter(roll, f"{key}.query_filter_config", filtering)

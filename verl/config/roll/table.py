@@ -148,7 +148,7 @@ def _checkpoint_config(key: str, value: Any, roll: Any) -> Iterator[Outcome]:
 def _system_envs(key: str, value: Any, roll: Any) -> Iterator[Outcome]:
     for name, item in (value or {}).items():
         if name == "USE_MODELSCOPE":
-            if str(item) not in ("0", ""):
+            if str(item).lower() not in ("0", "", "false"):
                 yield Note(
                     f"{key}.{name}={item}: models come from a folder or the Hugging Face hub; one that is on "
                     f"ModelScope alone is downloaded with modelscope, and its folder given as {MODEL}.path"

@@ -249,9 +249,13 @@ _SAMPLING = ("temperature", "top_p", "top_k", "repetition_penalty")
 
 def _sampling(key: str, value: Any, roll: Any) -> Iterator[Outcome]:
     name, validates = key.rpartition(".")[2], key.startswith("validation")
-    yield Set(f"{ROLLOUT}.{'val_kwargs.' * validates}{name}", value)
-    if validates and name == "temperature":
-        yield Set(f"{ROLLOUT}.val_kwargs.do_sample", value > 0)
+    place = f"{ROLLOUT}.{'val_kwargs.' * validates}"
+    if value is None:
+        return
+    if name == "temperature" and (validates or value == 0):
+        yield Set(f"{place}do_sample", value > 0)
+    if name != "temperature" or validates or value > 0:
+        yield Set(f"{place}{name}", value)
 
 
 def _samples(key: str, value: Any, roll: Any) -> Iterator[Outcome]:
@@ -321,6 +325,7 @@ _DATA: dict[str, Row] = {
     "data_args.dataset_type": Row(idle, "a file's extension says it"),
     "data_args.prompt": Row(_column, "`data.prompt_key`: a text is one user message, through the template"),
     "data_args.messages": Row(_column, "`data.messages_key`: messages or their JSON, excludes `prompt`"),
+    "data_args.max_samples": Row("data.train_max_samples"),
     "data_args.tag": Row(not_read, "`data.reward_fn_key`"),
     "data_args.id": Row(idle, "`id` is kept in `extra_info`"),
     "data_args.response": Row(idle, "responses are sampled; goals are the column `ground_truth`"),
