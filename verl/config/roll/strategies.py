@@ -125,8 +125,12 @@ def _training(key: str, role: str, name: str, settings: Mapping, roll: Any) -> I
             yield Note(
                 f"{config}: {', '.join(settings) or 'it'} is {engine}'s and has no effect with {option}={chosen}"
             )
+        elif engine == "deepspeed":
+            yield from _deepspeed(config, place, settings)
+        elif any(setting in MEGATRON for setting in settings):  # the engine was changed, its settings were not
+            yield from _in_place_of_megatron(role, place, settings, engine)
         else:
-            yield from (_deepspeed if engine == "deepspeed" else _fsdp)(config, place, settings)
+            yield from _fsdp(config, place, settings)
 
 
 def _in_place_of_megatron(role: str, place: str, settings: Mapping, chosen: str) -> Iterator[Outcome]:
@@ -142,7 +146,7 @@ def _in_place_of_megatron(role: str, place: str, settings: Mapping, chosen: str)
         elif name == "optimizer_cpu_offload" and value and place != REF:
             fsdp = "critic.model.fsdp_config" if place == "critic" else f"{place}.fsdp_config"
             yield Set(f"{fsdp}.optimizer_offload", True)
-        elif value not in (None, 1, False):
+        elif value is not None and value is not False and not (type(value) is int and value == 1):
             idle_names.append(name)
     if idle_names:
         named = ", ".join(idle_names)

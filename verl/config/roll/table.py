@@ -32,6 +32,9 @@ class Row(NamedTuple):
     instead: tuple[str, ...] = ("{key}=null",)
     """With ``to=None``: words that settle it; ``{key}`` stands for ROLL's key."""
 
+    reads_null: bool = False
+    """With a function: null asks for something of its own."""
+
     @property
     def kind(self) -> str:
         """``translated``, ``no effect`` or ``not built``."""
@@ -71,7 +74,7 @@ def row_outcomes(row: Row | None, key: str, value: Any, roll: Any, known: Iterab
     elif row.to is idle:
         yield from [] if value in (None, {}, []) else [Idle(key)]
     elif callable(row.to):
-        yield from row.to(key, value, roll)
+        yield from row.to(key, value, roll) if value is not None or row.reads_null else ()
     elif value is not None:
         yield from (Set(option, value) for option in ([row.to] if isinstance(row.to, str) else row.to))
 
@@ -528,7 +531,7 @@ TOP: dict[str, Row] = {
     "use_pg_clip_range": Row(not_read, "whether the two below count"),
     "pg_clip_low": Row(_pg_clip, "`actor.clip_ratio_low`"),
     "pg_clip_high": Row(_pg_clip, "`actor.clip_ratio_high`"),
-    "value_clip": Row(_value_clip, "`critic.cliprange_value`"),
+    "value_clip": Row(_value_clip, "`critic.cliprange_value`", reads_null=True),
     "kl_penalty": Row(_kl_penalty, "`algorithm.kl_penalty`; full: `actor.kl_loss_type`, since only a loss sees whole "
                       "distributions"),
     "init_kl_coef": Row("algorithm.kl_ctrl.kl_coef", default=0.2),

@@ -206,7 +206,7 @@ def _training_data(row: Row) -> Row:
         elif value is not None and not key.startswith("validation"):
             yield Set(str(row.to), value)
 
-    return row._replace(to=translate)
+    return row._replace(to=translate, note=row.note or f"`{row.to}`")
 
 
 def _of_sampling(row: Row) -> Row:
