@@ -87,7 +87,7 @@ def built_in_options(reward_model: Any) -> dict[str, Any]:
     if judge.get("url"):
         options["judge"] = convert_to_regular_types(judge)
     places = convert_to_regular_types(reward_model.get("by_source", None) or {})
-    rules = {pattern: rule for pattern, place in places.items() if (rule := built_in_rule(place))}
+    rules = {pattern: rule for pattern, place in places.items() if (rule := built_in_rule(place)) is not None}
     return {**options, "score_as": rules} if any(rules.values()) else options
 
 
