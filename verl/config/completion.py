@@ -18,7 +18,7 @@ _KEYED = ("ppo", "doctor", "check", "config", "roll")
 _FLAGS = {
     "ppo": ("--help", "--check", "--cfg", "--resolve", "--package", "--config-path", "--config-name", "--config-dir"),
     "config": ("--help", "--explain", "--diff", "--key-value", "--markdown"),
-    "roll": ("--help", "--print", "--check"),
+    "roll": ("--help", "--print", "--check", "--fields"),
     "doctor": ("--help", "--gpu-mem", "--gpus", "--json", "--strict", "--config-path", "--config-name", "--config-dir"),
     "check": ("--help", "--json", "--prompts", "--tokens", "--all", "--score", "--patience"),
 }
