@@ -271,3 +271,18 @@ def test_nothing_heavy_is_loaded_for_text(model, tmp_path):
         "print([m for m in ('torch', 'transformers', 'hydra', 'datasets') if m in sys.modules], file=sys.stderr)"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stderr.strip() == "[]"
+
+
+def test_rows_of_rolls_shape_are_looked_at_as_a_run_reads_them(model, tmp_path):
+    rows = [
+        {"id": str(i), "messages": json.dumps([{"role": "user", "content": f"{i}?"}]), "ground_truth": "4", "tag": tag}
+        for i, tag in enumerate(["aime", "aime", "KodCode"])
+    ]
+    path = tmp_path / "train.jsonl"
+    path.write_text("".join(f"{json.dumps(one)}\n" for one in rows))
+    words = ["data.messages_key=messages", "data.reward_fn_key=tag", "data.domains={math_rule: [aime]}",
+             "reward_model.by_source={math_rule/*: 'builtin:math'}"]  # fmt: skip
+    found = look(model, str(path), *words)
+    assert texts(found, "error") == [] and found.num_rows == 2
+    [scores] = found.scores
+    assert scores.data_source == "math_rule/aime" and set(scores.gold) == {1.0} and set(scores.garbage) == {0.0}

@@ -28,7 +28,7 @@ _FLAGS = {
         "--config-dir",
     ),
     "config": ("--help", "--explain", "--diff", "--key-value", "--markdown"),
-    "roll": ("--help", "--print", "--check"),
+    "roll": ("--help", "--print", "--check", "--fields"),
     "doctor": (
         "--help",
         "--gpu-mem",

@@ -69,8 +69,15 @@ class DataConfig(Config):
     ...): stop before anything starts, or leave them out. Either way they are named with file, row and reason."""
 
     mixture: dict[str, Any] = option({})
-    """Free-form: source (value of the ``reward_fn_key`` column) -> its share of the training prompts. Shares add up
-    to 1 and are kept in every stretch of prompts to within one. Empty: every row once an epoch."""
+    """Free-form: source (value of the ``reward_fn_key`` column, or a pattern such as ``math/*``, the first that fits)
+    -> its share of the training prompts. Shares add up to 1 and are kept in every stretch of prompts to within one.
+    Empty: every row once an epoch."""
+
+    domains: dict[str, Any] = option({})
+    """Free-form: domain -> the values of the ``reward_fn_key`` column that belong to it, or patterns such as ``aime*``;
+    a row's own column ``domain`` goes before. The value becomes ``domain/value``, rows of no domain are left out, and
+    top-level ``ground_truth``, ``test_cases`` and ``difficulty`` are read as ROLL's data have them
+    (docs/data_format.md). Empty: columns are taken as they are."""
 
     reward_fn_key: str = "data_source"
     """Column that chooses the scorer and groups validation metrics."""

@@ -198,8 +198,9 @@ class RewardModelConfig(Config):
 
     by_source: dict[str, Any] = option({})
     """Free-form: data source, or a pattern such as ``math/*``, to the function that scores its rows: ``file.py:name``,
-    ``file.py``, or ``builtin``. The first that fits is taken; rows that fit none go to ``custom_reward_function`` or,
-    if that is null, to the built-in scorers."""
+    ``file.py``, ``builtin``, ``builtin:NAME`` (the rule of another data source: ``math``, ``code``, ``ifeval``, ...),
+    or ``{function: builtin:NAME, ...}`` with keyword arguments of that rule. The first that fits is taken; rows that
+    fit none go to ``custom_reward_function`` or, if that is null, to the built-in scorers."""
 
     sandbox: RewardSandboxConfig = section(RewardSandboxConfig)
     """Limits of the scoring function."""

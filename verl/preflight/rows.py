@@ -16,6 +16,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from verl.utils.dataset.domains import in_domains
 from verl.utils.dataset.files import open_table
 from verl.utils.dataset.prompt_rows import bad_golds, bad_ids, bad_prompts, known_roles, parse_messages
 from verl.utils.dataset.table import DataError, RowTable, is_json
@@ -110,6 +111,8 @@ def open_files(paths: Sequence[str], config: Mapping[str, Any], facts: RowFacts)
             opened = open_table(
                 path, cache_dir=config.get("cache_dir"), use_shm=config.get("use_shm", False), bad_rows="skip"
             )
+            if domains := config.get("domains"):
+                opened = in_domains(opened, domains, config["reward_fn_key"])
         except (OSError, ImportError, DataError) as error:
             facts.unreadable[path] = str(error)
             continue

@@ -13,7 +13,6 @@ from verl.config.roll.translate import translate
 
 HERE = Path(__file__).parent
 RLVR, AGENTIC = str(HERE / "rlvr.yaml"), str(HERE / "agentic.yaml")
-MEGATRON = ["actor_rollout_ref.actor.strategy=fsdp2"]
 
 
 def config_of(translation, *words):
@@ -37,16 +36,11 @@ def test_an_rlvr_file_is_told_in_full():
     assert shared.actor.optim.lr_warmup_steps == 20 and shared.actor.shuffle
 
 
-def test_an_agentic_file_is_told_but_for_its_environments():
-    translation = translate(*read_roll(AGENTIC), words=MEGATRON)
-    assert translation.refusals and all("environments are not built" in text for text in translation.refusals)
-    named = {text.partition("=")[0] for text in translation.refusals}
-    assert {"train_env_manager.tags", "custom_envs.SimpleSokoban.env_type", "reward_normalization.method"} <= named
-    config = config_of(translation)
-    assert (config.actor_rollout_ref.rollout.n, config.data.train_batch_size) == (8, 8)
-    assert config.actor_rollout_ref.rollout.name == "sglang"
-    # 2 x 4 x 8 ranks = 64 trajectories = 8 groups of 8
-    assert config.actor_rollout_ref.actor.ppo_mini_batch_size == 8
+def test_an_agentic_file_is_one_sentence_about_environments():
+    translation = translate(*read_roll(AGENTIC))
+    (refusal,) = translation.refusals
+    assert "agentic training with environments, which is not built" in refusal and "docs/async.md" in refusal
+    assert "train_env_manager, val_env_manager, custom_envs" in refusal
 
 
 def changed(tmp_path, **changes):
@@ -85,7 +79,6 @@ def test_megatron_ranks_share_a_sample_as_the_guide_counts(tmp_path):
     translation = changed(tmp_path, actor_train__strategy_args=strategy)
     words = dict(word.split("=", 1) for word in translation.words)
     assert words["actor_rollout_ref.actor.ppo_mini_batch_size"] == "32", "1 x 32 x 16 / 2 / 8"
-    assert any("tensor_model_parallel_size=2" in text for text in translation.refusals)
 
 
 def test_print_shows_a_command_that_says_the_same(capsys):
@@ -100,7 +93,7 @@ def test_print_shows_a_command_that_says_the_same(capsys):
 def test_a_file_that_asks_for_what_is_not_there_is_not_run(capsys):
     ran = []
     assert main([AGENTIC], run=ran.append) == 2
-    assert not ran and "strategy_name=megatron_train" in capsys.readouterr().err
+    assert not ran and "not built" in capsys.readouterr().err
 
 
 def test_a_reference_that_leads_nowhere_is_named(tmp_path, capsys):

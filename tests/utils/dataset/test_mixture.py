@@ -93,3 +93,12 @@ def test_a_source_of_no_share_is_left_out_and_one_unsaid_is_refused(dataset):
         build_sampler(CONFIG | {"mixture": {"math": 0.5, "code": 0.5}}, dataset)
     with pytest.raises(DataError, match="gives a share to 'maths', and no row.*'math', 'code', 'chat'"):
         build_sampler(CONFIG | {"mixture": {"maths": 1}}, dataset)
+
+
+def test_a_share_may_be_of_a_pattern(tmp_path, tokenizer):
+    sources = ["math/a", "math/b", "math/b", "code/x"] * 4
+    rows = [prompt_row(f"prompt {i}", i, data_source=source) for i, source in enumerate(sources)]
+    config = CONFIG | {"mixture": {"math/*": 0.25, "code/x": 0.75}, "train_batch_size": 8}
+    dataset = RLHFDataset(write(tmp_path / "a.parquet", rows), tokenizer, config)
+    counts = Counter(source for source, _ in drawn(build_train_loader(config, dataset), 2))
+    assert counts["code/x"] == 12 and counts["math/a"] + counts["math/b"] == 4

@@ -7,10 +7,9 @@ samples. Here a mini-batch counts prompts, each with all its responses.
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from verl.config.base import did_you_mean
 from verl.config.roll.devices import parse_devices
 from verl.config.roll.result import Note, Outcome, Refuse, Set
-from verl.config.roll.table import ACTOR, REF, ROLLOUT
+from verl.config.roll.table import ACTOR, MODEL, REF, ROLLOUT
 from verl.config.tree import at_key, section_at
 
 
@@ -19,12 +18,12 @@ class Roll:
 
     Args:
         tree: plain, interpolations filled in.
-        overridden: options of ours that the command line sets beside it.
+        given: options of ours that the command line sets beside it, and their values as text.
         knows: is this an option of ours?
     """
 
-    def __init__(self, tree: Mapping[str, Any], overridden: set[str], knows: Any) -> None:
-        self.tree, self.overridden, self.knows = dict(tree), overridden, knows
+    def __init__(self, tree: Mapping[str, Any], given: Mapping[str, str], knows: Any) -> None:
+        self.tree, self.given, self.knows = dict(tree), dict(given), knows
         self.at = ""
         """The key that is being translated."""
         self.is_agentic = any(name in tree for name in ("train_env_manager", "custom_envs", "val_env_manager"))
@@ -36,11 +35,23 @@ class Roll:
                 self.mapped[role] = parse_devices(self.get(key))
             except ValueError as error:
                 self.mapped[role] = None
-                self.unreadable.append(Refuse(key, self.get(key), str(error)))
+                self.unreadable.append(Refuse(key, self.get(key), str(error), (f"{key}='list(range(0,8))'",)))
 
     def get(self, key: str, default: Any = None) -> Any:
         value = at_key(self.tree, key)
         return default if value is None else value
+
+    @property
+    def over_samples(self) -> bool:
+        """Whether more prompts are started than a batch needs."""
+        return bool(self.get("is_use_additional_prompts") or self.get("use_additional_prompts"))
+
+    @property
+    def filters_groups(self) -> bool:
+        """Whether groups are dropped by their scores, which ROLL does with additional prompts only."""
+        sections = section_at(self.tree, "rewards").values()
+        kinds = [at_key(section, "query_filter_config.type") for section in sections if section]
+        return self.over_samples and any(kind not in (None, "no_filter") for kind in kinds)
 
     @property
     def group_size(self) -> int:
@@ -100,7 +111,16 @@ def batches(roll: Roll) -> Iterator[Outcome]:
     yield Set(f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu", roll.get("actor_train.infer_batch_size", 16))
     if roll.get("reference") is not None:
         yield Set(f"{REF}.log_prob_micro_batch_size_per_gpu", roll.get("reference.infer_batch_size", 16))
-    if roll.get("critic") is not None and roll.get("adv_estimator", "gae") == "gae":
+    policy = roll.given.get(f"{MODEL}.path", roll.get("pretrain"))
+    if policy and not roll.get("reward_pretrain") and not roll.get("critic.model_args.model_name_or_path"):
+        yield Set("critic.model.path", policy)
+    if roll.get("adv_estimator", "gae") == "gae" and roll.tree.get("critic") is None:
+        micro = roll.get("actor_train.training_args.per_device_train_batch_size", 8)
+        yield Set("critic.ppo_micro_batch_size_per_gpu", micro)
+        yield Set("critic.forward_micro_batch_size_per_gpu", 16)
+        yield Set("critic.optim.lr", 5e-5)
+        yield Note("there is no critic section: it learns at ROLL's rate of 5e-5, in the mini-batches of the actor")
+    elif roll.get("adv_estimator", "gae") == "gae":
         yield from _updates(roll, "critic", "critic")
         yield Set("critic.forward_micro_batch_size_per_gpu", roll.get("critic.infer_batch_size", 16))
     if roll.is_agentic:
@@ -116,7 +136,9 @@ def _updates(roll: Roll, role: str, place: str) -> Iterator[Outcome]:
     given = roll.get(key, 1)
     wanted, brought, siblings = roll.samples_per_update(role), roll.samples, roll.responses
     yield Set(f"{place}.ppo_micro_batch_size_per_gpu", roll.get(f"{role}.training_args.per_device_train_batch_size", 8))
-    way_out = (f"{place}.ppo_mini_batch_size", f"{ACTOR}.ppo_mini_batch_size")
+    prompts = max(1, brought // siblings)
+    fitting = next(size for size in range(max(1, min(wanted // siblings, prompts)), 0, -1) if prompts % size == 0)
+    way_out = (f"{place}.ppo_mini_batch_size={fitting}",)
     if wanted > brought:
         why = f"an optimizer step takes {wanted} samples, a rollout brings {brought}"
         yield Refuse(key, given, why, way_out)
@@ -147,14 +169,11 @@ def devices(roll: Roll) -> Iterator[Outcome]:
         yield Set("actor_rollout_ref.hybrid_engine", False)
         yield from _nodes(roll, "actor_infer", sampling, ROLLOUT)
     elif sampling and own and set(sampling) != set(own):
-        value, why = roll.get("actor_infer.device_mapping"), "it shares some devices with actor_train: all, or none"
-        yield Refuse("actor_infer.device_mapping", value, why, ("actor_rollout_ref.hybrid_engine",))
+        yield Note(f"actor_infer shares {len(set(sampling) & set(own))} of the {len(own)} devices of actor_train: here "
+                   "responses are sampled on all devices that train, and on no other")  # fmt: skip
     for role in ("reference", "critic"):
-        if mapped[role] and own and not set(mapped[role]) <= set(own):
-            yield Refuse(f"{role}.device_mapping", roll.get(f"{role}.device_mapping"), "it shares the devices of "
-                         "actor_train", ("trainer.n_gpus_per_node",))  # fmt: skip
-        elif mapped[role] and own and set(mapped[role]) != set(own):
-            yield Note(f"{role}.device_mapping: the role is spread over all devices of actor_train")
+        if mapped[role] and own and set(mapped[role]) != set(own):
+            yield Note(f"{role}.device_mapping: the role is spread over all devices of actor_train, and no other")
 
 
 def _tensor_parallel(roll: Roll) -> int:
@@ -164,56 +183,18 @@ def _tensor_parallel(roll: Roll) -> int:
 
 
 def _nodes(roll: Roll, role: str, ids: list[int], place: str) -> Iterator[Outcome]:
-    key, per_node = f"{role}.device_mapping", roll.get("num_gpus_per_node", 8)
-    value, way_out = roll.get(key), (f"{place}.n_gpus_per_node",)
-    if sorted(ids) != list(range(min(ids), min(ids) + len(ids))):
-        yield Refuse(key, value, "devices are taken in a row: choose others with CUDA_VISIBLE_DEVICES", way_out)
-    elif place == "trainer" and min(ids) != 0:
-        why = f"devices count from 0: start with CUDA_VISIBLE_DEVICES={','.join(map(str, sorted(ids)))}"
-        yield Refuse(key, value, why, way_out)
-    elif len(ids) > per_node and len(ids) % per_node:
-        yield Refuse(key, value, f"{len(ids)} devices are no whole nodes of num_gpus_per_node={per_node}", way_out)
-    else:
-        yield Set(f"{place}.nnodes", max(1, len(ids) // per_node))
-        if len(ids) > per_node and roll.get("generate_opt_level"):
-            yield Set(f"{ROLLOUT}.server_host", "0.0.0.0")  # the driver asks the servers of other nodes
-        yield Set(f"{place}.n_gpus_per_node", min(len(ids), per_node))
-
-
-_RULES = ("MathRuleRewardWorker", "GeneralRuleRewardWorker", "CrossThinkQARuleRewardWorker",
-          "MultipleChoiceBoxedRuleRewardWorker", "GeneralValRuleRewardWorker", "IfEvalRuleRewardWorker")  # fmt: skip
-
-
-def rewards(roll: Roll) -> Iterator[Outcome]:
-    """Reward workers: ROLL's rules are the built-in ones; any other class is the user's to bring as a function."""
-    way_out = ("custom_reward_function.path", "reward_model.enable", "reward_model.reward_manager")
-    for domain, section in section_at(roll.tree, "rewards").items():
-        key = f"rewards.{domain}"
-        name = str((section or {}).get("worker_cls", "")).rpartition(".")[2]
-        if name in _RULES:
-            yield Note(f"{key}.worker_cls={name}: rows are scored by the built-in rule of their data.reward_fn_key")
-        else:
-            hint = did_you_mean(name, _RULES).rstrip("?") if name else ""
-            why = f"no reward of that name is built in{hint}; a function of yours scores: custom_reward_function.path"
-            yield Refuse(f"{key}.worker_cls", name or None, why, way_out)
-        if (filtering := (section or {}).get("query_filter_config")) and roll.get("is_use_additional_prompts"):
-            yield from _query_filter(roll, f"{key}.query_filter_config", filtering)
-
-
-def _query_filter(roll: Roll, key: str, value: Mapping) -> Iterator[Outcome]:
-    """Which groups are trained on: ``mean_filter`` those whose mean score lies between two bounds, ``std_filter`` those
-    whose scores differ by more than one."""
-    limits, place = value.get("filter_args") or {}, "algorithm.filter_groups"
-    low, high, least = (limits.get(name) for name in ("threshold_down", "threshold_up", "std_threshold"))
-    if value.get("type") == "no_filter":
-        return
-    all_alike = (
-        (value.get("type"), low, high) == ("mean_filter", 0, 1) or value.get("type") == "std_filter" and not least
-    )
-    if all_alike or roll.knows(f"{place}.low"):
-        yield Set(f"{place}.enable", True)
-        bounds = {} if all_alike else {"low": low, "high": high, "min_std": least}
-        yield from (Set(f"{place}.{name}", bound) for name, bound in bounds.items() if bound is not None)
-    else:
-        why = "groups are dropped when all their scores are equal, by no other bound"
-        yield Refuse(key, dict(value), why, (f"{place}.enable",))
+    """Nodes of equally many devices; which devices of a node they are is for CUDA_VISIBLE_DEVICES to say."""
+    per_node = roll.get("num_gpus_per_node", 8)
+    used = len({number // per_node for number in ids})
+    nodes = next(count for count in range(max(used, -(-len(ids) // per_node)), len(ids) + 1) if len(ids) % count == 0)
+    yield Set(f"{place}.nnodes", nodes)
+    if nodes > 1 and roll.get("generate_opt_level"):
+        yield Set(f"{ROLLOUT}.server_host", "0.0.0.0")  # the driver asks the servers of other nodes
+    yield Set(f"{place}.n_gpus_per_node", len(ids) // nodes)
+    if place == "trainer" and sorted(number % per_node for number in ids[: len(ids) // nodes]) != list(
+        range(len(ids) // nodes)
+    ):
+        visible = ",".join(str(number % per_node) for number in ids[: len(ids) // nodes])
+        yield Note(
+            f"{role}.device_mapping: devices of a node count from 0 here; choose with CUDA_VISIBLE_DEVICES={visible}"
+        )

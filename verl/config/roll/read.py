@@ -1,11 +1,12 @@
 """From a ROLL file to one plain tree: its ``defaults`` laid under it, its ``${...}`` filled in."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from verl.config.base import ConfigError
+from verl.config.roll.pipelines import unbuilt
 from verl.config.tree import overlay
 
 _BF16 = {"bf16": {"enabled": True}}
@@ -17,13 +18,20 @@ PRESETS: dict[str, dict] = {
         "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
         **_BF16,
     },
+    "deepspeed_zero2_cpuoffload": {
+        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+        **_BF16,
+    },
     "envs": {},
 }
 """Groups that ROLL's ``examples/config`` holds, for a file that was taken out of its folder."""
 
 
-def read_roll(path: str) -> tuple[dict[str, Any], set[str]]:
+def read_roll(path: str, words: Sequence[str] = ()) -> tuple[dict[str, Any], set[str]]:
     """The tree of a ROLL configuration, and the top-level names that are there only to be referred to.
+
+    Args:
+        words: ``key=value`` of ROLL's own keys, laid over the file before ``${...}`` is filled in.
 
     Raises:
         ConfigError: no such file, no YAML, a ``defaults`` entry that is nowhere, or ``${...}`` that leads nowhere.
@@ -35,10 +43,13 @@ def read_roll(path: str) -> tuple[dict[str, Any], set[str]]:
     if not file.is_file():
         raise ConfigError([f"{path} does not exist (looked in {Path.cwd()}). Give ROLL's YAML file."])
     tree = _with_defaults(file, [])
+    overlay(tree, OmegaConf.to_container(OmegaConf.from_dotlist([text.lstrip("+") for text in words])))
     referred = set(re.findall(r"\$\{([A-Za-z_]\w*)[.}]", str(tree)))
     try:
         plain = OmegaConf.to_container(OmegaConf.create(tree), resolve=True)
     except OmegaConfBaseException as error:
+        if whole := unbuilt(tree):
+            raise ConfigError([whole]) from error
         key, reason = getattr(error, "full_key", None), str(error).splitlines()[0]
         raise ConfigError([f"{path}: {f'{key} ' if key else ''}cannot be filled in: {reason}."]) from error
     return plain, referred
@@ -84,6 +95,8 @@ def _lay_group(tree: dict, entry: Any, file: Path, seen: list[Path]) -> None:
     elif Path(name).name in PRESETS:
         base = Path(name).name
         group = {base: PRESETS[base]} if base.startswith("deepspeed") else PRESETS[base]
+    elif "envs" in Path(name).name:
+        return  # environments, of the agentic pipeline
     else:
         raise ConfigError([f"{file}: defaults names {entry}, but there is no {found}. Copy it there, or leave it out."])
     if place and place not in ("_here_", "_global_", "_group_"):

@@ -13,13 +13,14 @@ class Set(NamedTuple):
 
 
 class Refuse(NamedTuple):
-    """A key that is not done, why, and the way out."""
+    """A key that is not done, why, and what to add to the command instead."""
 
     key: str
     value: Any
     why: str
     instead: tuple[str, ...] = ()
-    """Options of ours: if the command line sets one of them, the refusal is settled."""
+    """Words, ``key=value`` of our options or of ROLL's: each settles the refusal. Without ``=value`` it is the
+    user's to choose."""
 
 
 class Note(NamedTuple):
@@ -28,7 +29,21 @@ class Note(NamedTuple):
     text: str
 
 
-Outcome = Set | Refuse | Note
+class Idle(NamedTuple):
+    """A key without effect here; docs/roll.md has the reason of each."""
+
+    key: str
+
+
+class Secret(NamedTuple):
+    """A value that belongs into an environment variable, not on a command line."""
+
+    key: str
+    variable: str
+    value: str
+
+
+Outcome = Set | Refuse | Note | Idle | Secret
 
 _BARE = re.compile(r"[\w./:@~+*-]+")
 

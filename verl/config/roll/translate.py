@@ -1,24 +1,24 @@
 """A ROLL tree in this package's options: every key becomes something, or is named with the reason why not."""
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from verl.config.base import did_you_mean
 from verl.config.build import show
 from verl.config.overrides import locate
 from verl.config.ppo import PPOConfig
-from verl.config.roll.batch import Roll, batches, devices, rewards
-from verl.config.roll.environments import ENVIRONMENT, MANAGER
+from verl.config.roll.batch import Roll, batches, devices
+from verl.config.roll.pipelines import unbuilt
 from verl.config.roll.read import PRESETS
-from verl.config.roll.result import Note, Outcome, Refuse, Set, word
+from verl.config.roll.result import Idle, Note, Outcome, Refuse, Secret, Set, word
+from verl.config.roll.rewards import rewards
 from verl.config.roll.strategies import strategy
-from verl.config.roll.table import TOP, Row
+from verl.config.roll.table import TOP, Row, row_outcomes
 from verl.config.roll.workers import DATA, GENERATION, ROLES, WORKER
 from verl.config.tree import at_key
 
-_GUIDE = "is no key of ROLL's guides"
-_IGNORED = ("hydra", *PRESETS)
-_REWARD_KEYS = ("rewards", "reward")
+_IGNORED = ("hydra", "rewards", *PRESETS)
+_AGENTIC = ("train_env_manager", "val_env_manager", "custom_envs")
 
 
 class Translation(NamedTuple):
@@ -28,6 +28,15 @@ class Translation(NamedTuple):
     """``key=value``, those of the command line last."""
     notes: list[str]
     refusals: list[str]
+    added: list[str]
+    """Words that would settle the refusals, one each."""
+    environment: dict[str, str]
+    """Variables for secrets that the file holds."""
+
+
+def is_ours(key: str) -> bool:
+    """Whether a dotted key is an option of ours; ROLL's own may stand on the command line too."""
+    return locate(PPOConfig, key).kind != "unknown"
 
 
 def translate(tree: Mapping[str, Any], referred: Iterable[str] = (), words: Iterable[str] = ()) -> Translation:
@@ -39,45 +48,59 @@ def translate(tree: Mapping[str, Any], referred: Iterable[str] = (), words: Iter
         words: ``key=value`` of our options, laid over what the tree says; they settle refusals.
     """
     words = list(words)
-    overridden = {text.partition("=")[0].lstrip("+") for text in words}
-    roll = Roll(tree, overridden, lambda key: locate(PPOConfig, key).kind != "unknown")
+    given = {text.partition("=")[0].lstrip("+"): text.partition("=")[2].strip("'\"") for text in words}
+    roll = Roll(tree, given, is_ours)
     chosen: dict[str, Any] = {}
     notes: list[str] = []
-    refusals: list[str] = []
+    refused: list[Refuse] = []
+    idle: list[str] = []
+    environment: dict[str, str] = {}
     for outcome in _outcomes(roll, set(referred)):
-        if isinstance(outcome, Set) and not roll.knows(outcome.key):
-            refusals.append(_no_option(roll, outcome))
-        elif isinstance(outcome, Set) and _is_read(roll, outcome.key):
+        if isinstance(outcome, Set) and _is_read(roll, outcome.key):
             chosen[outcome.key] = outcome.value
         elif isinstance(outcome, Note):
             notes.append(outcome.text)
-        elif isinstance(outcome, Refuse) and not overridden & {outcome.key, *outcome.instead}:
-            refusals.append(_sentence(outcome))
-    own = [word(key, value) for key, value in chosen.items() if key not in overridden]
-    return Translation([*own, *words], list(dict.fromkeys(notes)), list(dict.fromkeys(refusals)))
+        elif isinstance(outcome, Idle):
+            idle.append(outcome.key)
+        elif isinstance(outcome, Secret):
+            environment[outcome.variable] = outcome.value
+            notes.append(f"{outcome.key} is not put on a command line, which others can read: it is {outcome.variable} "
+                         "in the environment of the run")  # fmt: skip
+        elif isinstance(outcome, Refuse) and not given.keys() & {outcome.key, *_keys_of(outcome)}:
+            refused.append(outcome)
+    if idle:
+        several = [
+            re.sub(r"^rewards\.[^.]+|^(actor_train|actor_infer|reference|critic|validation)(?=\.)", "*", key)
+            for key in idle
+        ]
+        notes.append(f"without effect here (docs/roll.md says why): {', '.join(dict.fromkeys(several))}")
+    own = [word(key, value) for key, value in chosen.items() if key not in given]
+    whole = unbuilt(tree)
+    refusals = [whole] if whole else list(dict.fromkeys(map(_sentence, refused)))
+    added = [] if whole else list(dict.fromkeys(outcome.instead[0] for outcome in refused if outcome.instead))
+    return Translation([*own, *words], list(dict.fromkeys(notes)), refusals, added, environment)
+
+
+def _keys_of(refusal: Refuse) -> set[str]:
+    return {part.partition("=")[0] for text in refusal.instead for part in text.split()}
 
 
 def _sentence(refusal: Refuse) -> str:
-    way_out = f" Way out: {' or '.join(f'{key}=...' for key in refusal.instead)} behind the file." * bool(
-        refusal.instead
-    )
-    return f"{refusal.key}={show(refusal.value)}: {refusal.why}.{way_out}"
-
-
-def _no_option(roll: Roll, outcome: Set) -> str:
-    why = f"there is no option {outcome.key} yet"
-    if outcome.key.startswith("env."):
-        why = "environments are not built; turns with one are an agent loop of yours (docs/async.md)"
-    return f"{roll.at}={show(outcome.value)}: {why}."
+    added = " or ".join(text if "=" in text else f"{text}=..." for text in refusal.instead)
+    return f"{refusal.key}={show(refusal.value)}: {refusal.why}.{f' Add {added} to the command.' if added else ''}"
 
 
 def _is_read(roll: Roll, key: str) -> bool:
-    """Whether the role an option belongs to takes part: else nobody would read it."""
+    """Whether there is such an option, and the role it belongs to takes part: else nobody would read it."""
     if key.startswith("critic."):
         return roll.get("adv_estimator", "gae") == "gae"
-    return not key.startswith("actor_rollout_ref.ref.") or bool(
-        roll.get("use_kl_loss") or roll.get("add_token_level_kl")
-    )
+    if key.startswith("actor_rollout_ref.ref."):
+        return _has_reference(roll)
+    return not key.startswith("env.")
+
+
+def _has_reference(roll: Roll) -> bool:
+    return bool(roll.get("use_kl_loss") or roll.get("add_token_level_kl"))
 
 
 def _outcomes(roll: Roll, referred: set[str]) -> Iterator[Outcome]:
@@ -85,94 +108,55 @@ def _outcomes(roll: Roll, referred: set[str]) -> Iterator[Outcome]:
         if key in ROLES:
             yield from _worker(key, value or {}, roll)
         elif key == "validation":
-            yield from _section(key, value or {}, {**DATA, **GENERATION}, roll)
-        elif key in ("train_env_manager", "val_env_manager"):
-            yield from _manager(key, value or {}, roll)
-        elif key == "custom_envs":
-            yield from _environments(value or {}, roll)
-        elif key in _REWARD_KEYS:
-            yield from rewards(roll) if key == "rewards" else ()
-        elif key == "reward_normalization":
-            for name, item in (value or {}).items():
-                yield from _row(TOP.get(f"{key}.{name}"), f"{key}.{name}", item, roll, TOP)
-        elif key in TOP:
-            yield from _row(TOP[key], key, value, roll, TOP)
-        elif key not in referred and key not in _IGNORED:
-            yield Refuse(key, value, f"{_GUIDE}{did_you_mean(key, [*TOP, *ROLES]).rstrip('?')}")
+            yield from _section(key, value or {}, {**WORKER, **DATA, **GENERATION}, roll)
+        elif key in _AGENTIC or key in _IGNORED or (key in referred and key not in TOP):
+            continue
+        else:
+            yield from _top(key, value, roll)
     yield from _defaults(roll)
     yield from devices(roll)
     yield from batches(roll)
+    yield from [] if roll.is_agentic else rewards(roll)
 
 
-def _row(row: Row | None, key: str, value: Any, roll: Roll, known: Iterable[str]) -> Iterator[Outcome]:
-    roll.at = key
-    if row is None:
-        near = did_you_mean(key.partition(".")[2] or key, known).rstrip("?")
-        yield Refuse(key, value, f"{_GUIDE}{near}")
-    elif row.to is None:
-        if value not in row.harmless:
-            yield Refuse(key, value, row.note, row.instead)
-    elif callable(row.to):
-        yield from row.to(key, value, roll)
-    elif value is not None:
-        yield from (Set(option, value) for option in ([row.to] if isinstance(row.to, str) else row.to))
+def _top(key: str, value: Any, roll: Roll) -> Iterator[Outcome]:
+    """A key of the top level, or the keys of a section there."""
+    if isinstance(value, Mapping) and any(name.startswith(f"{key}.") for name in TOP):
+        for name, item in value.items():
+            yield from _top(f"{key}.{name}", item, roll)
+    else:
+        yield from row_outcomes(TOP.get(key), key, value, roll, TOP)
 
 
 def _section(key: str, section: Mapping, rows: Mapping[str, Row], roll: Roll) -> Iterator[Outcome]:
     """Keys of a section, two levels deep as the tables have them."""
     for name, value in section.items():
-        if value is None and name.endswith("_args"):
-            continue
-        if isinstance(value, Mapping) and name.endswith("_args"):
+        if isinstance(value, Mapping) and any(row.startswith(f"{name}.") for row in rows):
             for inner, item in value.items():
-                yield from _row(rows.get(f"{name}.{inner}"), f"{key}.{name}.{inner}", item, roll, rows)
+                yield from row_outcomes(rows.get(f"{name}.{inner}"), f"{key}.{name}.{inner}", item, roll, rows)
         else:
-            yield from _row(rows.get(name), f"{key}.{name}", value, roll, rows)
+            yield from row_outcomes(rows.get(name), f"{key}.{name}", value, roll, rows)
 
 
 def _worker(key: str, section: Mapping, roll: Roll) -> Iterator[Outcome]:
-    rows = {**WORKER, **(DATA if key == "actor_train" else {}), **(GENERATION if key == "actor_infer" else {})}
-    section = dict(section)
-    if (chosen := section.pop("strategy_args", None)) is not None:
-        yield from strategy(f"{key}.strategy_args", chosen, roll)
-    if envs := section.pop("system_envs", None):
-        yield from _row(TOP["system_envs"], "system_envs", envs, roll, TOP)
     if key == "critic" and roll.get("adv_estimator", "gae") != "gae":
         yield Note(f"critic: there is none with adv_estimator={roll.get('adv_estimator')}")
         return
-    worker_cls = str(section.get("worker_cls", "roll."))
+    if key == "reference" and not _has_reference(roll):
+        yield Note("reference: it takes no part without use_kl_loss or add_token_level_kl")
+        return
+    section = dict(section)
+    if (chosen := section.pop("strategy_args", None)) is not None:
+        yield from strategy(f"{key}.strategy_args", chosen, roll)
+    elif key == "actor_train":
+        yield from strategy(f"{key}.strategy_args", {"strategy_name": "fsdp2_train"}, roll)
+    if envs := section.pop("system_envs", None):
+        yield from row_outcomes(TOP["system_envs"], "system_envs", envs, roll, TOP)
+    worker_cls = str(section.get("worker_cls") or "roll.")
     if not worker_cls.startswith("roll."):
-        yield Refuse(
-            f"{key}.worker_cls", worker_cls, "a worker of yours is a class of another contract: docs/extend.md"
-        )
-    yield from _section(key, section, rows, roll)
-
-
-def _manager(key: str, section: Mapping, roll: Roll) -> Iterator[Outcome]:
-    place = f"env.{key.partition('_')[0]}"
-    for name, value in section.items():
-        row = MANAGER.get(name)
-        roll.at = f"{key}.{name}"
-        if row is None:
-            yield from _row(None, f"{key}.{name}", value, roll, MANAGER)
-        elif name == "group_size" and place == "env.train":
-            continue  # in rollout.n
-        elif value is not None:
-            option = "env.manager_cls" if row.to == "manager_cls" else f"{place}.{row.to}"
-            yield Set(option, value)
-
-
-def _environments(section: Mapping, roll: Roll) -> Iterator[Outcome]:
-    for tag, entry in section.items():
-        for name, value in (entry or {}).items():
-            row = ENVIRONMENT.get(name)
-            roll.at = f"custom_envs.{tag}.{name}"
-            if row is None or row.to is None:
-                yield from _row(
-                    row and row._replace(harmless=(value,)), f"custom_envs.{tag}.{name}", value, roll, ENVIRONMENT
-                )
-            elif value is not None:
-                yield Set(f"env.registry.{tag}.{row.to}", value)
+        why = "a worker of yours is a class of another contract: docs/extend.md"
+        yield Refuse(f"{key}.worker_cls", worker_cls, why, (f"{key}.worker_cls=null",))
+    yield from _section(key, section, {**WORKER, **DATA, **GENERATION}, roll)
 
 
 def _defaults(roll: Roll) -> Iterator[Outcome]:
@@ -180,13 +164,14 @@ def _defaults(roll: Roll) -> Iterator[Outcome]:
     for key, row in TOP.items():
         is_needed = {"lambd": roll.get("adv_estimator", "gae") == "gae", "init_kl_coef": roll.get("add_token_level_kl")}
         if row.default is not None and at_key(roll.tree, key) is None and is_needed.get(key, True):
-            yield from _row(row, key, row.default, roll, TOP)
+            yield from row_outcomes(row, key, row.default, roll, TOP)
     for role in ("actor_train", "critic"):
         if role in roll.tree and (role == "actor_train" or roll.get("adv_estimator", "gae") == "gae"):
             for key, row in WORKER.items():
                 if row.default is not None and at_key(roll.tree, f"{role}.{key}") is None:
-                    yield from _row(row, f"{role}.{key}", row.default, roll, WORKER)
-    if roll.get("validation") is None and not roll.is_agentic:
+                    yield from row_outcomes(row, f"{role}.{key}", row.default, roll, WORKER)
+    has_files = roll.get("validation.data_args.file_name") or roll.get("actor_train.data_args.eval_file_name")
+    if not has_files and not roll.is_agentic:
         yield Set("trainer.test_freq", -1)
         yield Set("trainer.val_before_train", False)
         if (files := roll.get("actor_train.data_args.file_name")) is not None:

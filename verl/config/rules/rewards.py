@@ -1,6 +1,6 @@
 """Where rewards come from and how they are shaped."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from verl.config.base import Problem
 from verl.config.ppo import PPOConfig
@@ -38,7 +38,8 @@ def a_batch_is_scored_by_a_function_of_the_users(config: PPOConfig) -> Iterator[
             "custom_reward_function.path",
         )
     for pattern, place in places.items():
-        if place == "builtin":
+        name = place.get("function") if isinstance(place, Mapping) else place
+        if str(name).partition(":")[0] == "builtin":
             yield problem(
                 config,
                 f"{RM}.by_source",

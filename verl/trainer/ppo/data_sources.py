@@ -6,7 +6,7 @@ from typing import Any
 
 from verl.utils.dataset.table import RowTable
 from verl.utils.reward_functions.routing import BySource, is_built_in
-from verl.utils.reward_score import UnknownDataSource, built_in_options, has_scorer
+from verl.utils.reward_score import UnknownDataSource, built_in_options, has_scorer, rule_of
 from verl.utils.reward_score.registry import is_for_judge, unknown
 from verl.workers.reward_manager.rule import RuleRewardManager
 
@@ -25,13 +25,14 @@ def check_data_sources(config: Any, reward_fn: Any, datasets: Iterable[Any]) -> 
     section = config.reward_model
     if section.enable or not isinstance(reward_fn, RuleRewardManager):
         return
-    judge = built_in_options(section).get("judge")
+    options = built_in_options(section)
+    judge, score_as = options.get("judge"), options.get("score_as")
     for source in _sources(datasets, reward_fn.reward_fn_key):
         function = reward_fn.compute_score
         if isinstance(function, BySource):
             function = function.function_for(source)
         is_judged = judge is not None and is_for_judge(source, judge["data_sources"])
-        if is_built_in(function) and not is_judged and not has_scorer(source):
+        if is_built_in(function) and not is_judged and not has_scorer(rule_of(source, score_as)[0]):
             _tell(unknown(source), section.on_error)
 
 

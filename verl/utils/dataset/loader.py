@@ -1,5 +1,6 @@
 """From the ``data`` section of the config to datasets, samplers and loaders that can be resumed in mid-epoch."""
 
+import fnmatch
 import inspect
 import logging
 import os
@@ -118,7 +119,10 @@ def _rows_by_source(config: Mapping[str, Any], dataset: Dataset) -> dict[str, np
         )
     found: dict[str, list[int]] = {}
     for row, source in enumerate(table.column(key)):
-        found.setdefault(str(source), []).append(row)
+        name = str(source)
+        if name not in shares:
+            name = next((pattern for pattern in shares if fnmatch.fnmatchcase(name, pattern)), name)
+        found.setdefault(name, []).append(row)
     if missing := [name for name, share in shares.items() if share > 0 and name not in found]:
         raise DataError(
             f"data.mixture gives a share to {missing[0]!r}, and no row of data.train_files has that in {key!r} "

@@ -15,6 +15,7 @@ from torch.utils.data import Dataset
 
 from verl.utils.dataset.all_prompts import AllPrompts
 from verl.utils.dataset.collate import collate_fn
+from verl.utils.dataset.domains import in_domains
 from verl.utils.dataset.files import CACHE_DIR, localized, read_files, resolve
 from verl.utils.dataset.prompt_rows import (
     bad_golds,
@@ -152,6 +153,8 @@ class RLHFDataset(Dataset):
         table = read_files(self.file_names, self.data_files, self.cache_dir, self.bad_rows)
         if len(table) + len(table.skipped) == 0:
             raise DataError(f"{', '.join(self.file_names)}: there are no rows. Name files that hold some.")
+        if domains := self.config.get("domains", None):
+            table = in_domains(table, domains, self.config.get("reward_fn_key", "data_source"))
         if self._reads_prompt_column():
             table.require(self.prompt_key, self._prompt_option())
         table = self._leave_out(table, self._unusable_rows(table))
@@ -363,6 +366,8 @@ class RLHFDataset(Dataset):
             return None
         rows = self.dataframe.positions()
         column = f"{self._prompt_option()}={self.prompt_key}"
+        if domains := self.config.get("domains", None):  # decides which rows there are
+            column += f" {self.config.get('reward_fn_key', 'data_source')} {dict(domains)}"
         key = cache_key(self.data_files, rows, self.tokenizer, self.chat_template_kwargs, column)
         return key and os.path.join(os.path.expanduser(self.cache_dir), "tokens", key)
 

@@ -113,6 +113,11 @@ class RowTable:
         """Columns of any of the files, in the order they are met."""
         return list(dict.fromkeys(name for table in self.tables for name in table.column_names))
 
+    @property
+    def row_numbers(self) -> list[np.ndarray | None]:
+        """Of each file, the number in the file of each row; None: they count from 0."""
+        return self._row_numbers
+
     def blocks(self, size: int = _BLOCK) -> list[range]:
         """All positions, cut into ranges of at most ``size``: what to hand to :meth:`rows` one after the other."""
         return [range(start, min(start + size, len(self))) for start in range(0, len(self), size)]

@@ -10,7 +10,7 @@ from verl.utils.import_utils import load_extern_type, split_file_name
 from verl.utils.py_functional import convert_to_regular_types
 from verl.utils.reward_functions.calling import RawRewardFn
 from verl.utils.reward_functions.routing import BUILT_IN, BySource
-from verl.utils.reward_score import built_in_options, default_compute_score
+from verl.utils.reward_score import built_in_options, built_in_rule, default_compute_score
 from verl.utils.sandbox.function import SandboxedFunction, sandboxed
 from verl.utils.sandbox.limits import Limits
 from verl.utils.sandbox.pool import Pool, Source
@@ -74,11 +74,12 @@ def _built_in(config: Any) -> Source:
 
 
 def _source(key: str, place: Any, config: Any) -> Source:
-    if place == "builtin":
+    if built_in_rule(place) is not None:
         return _built_in(config)
     if not isinstance(place, str) or not (place.endswith(".py") or split_file_name(place)):
         raise ValueError(
-            f"{key}={place!r} names no function: write file.py:function, file.py (its compute_score), or builtin."
+            f"{key}={place!r} names no function: write file.py:function, file.py (its compute_score), builtin, or "
+            "builtin:NAME for the rule of another data source."
         )
     path, name = split_file_name(place) or (place, "compute_score")
     return Source(copy_to_local(path), name)

@@ -5,13 +5,21 @@ the user names with ``custom_reward_function.path``.
 """
 
 from collections.abc import Mapping
+from fnmatch import fnmatchcase
 from typing import Any
 
 from verl.utils.py_functional import convert_to_regular_types
 from verl.utils.reward_score.code_runner import MEMORY_MB
-from verl.utils.reward_score.registry import UnknownDataSource, has_scorer, known_data_sources, scorer_of
+from verl.utils.reward_score.registry import UnknownDataSource, has_scorer, known_data_sources, scorer_of, unknown
 
-__all__ = ["UnknownDataSource", "built_in_options", "default_compute_score", "has_scorer", "known_data_sources"]
+__all__ = [
+    "UnknownDataSource",
+    "built_in_options",
+    "default_compute_score",
+    "has_scorer",
+    "known_data_sources",
+    "rule_of",
+]
 
 
 def default_compute_score(
@@ -23,6 +31,7 @@ def default_compute_score(
     concurrent_semaphore: Any = None,
     memory_limit_mb: int | None = None,
     judge: Mapping[str, Any] | None = None,
+    score_as: Mapping[str, Mapping[str, Any]] | None = None,
     **kwargs: Any,
 ) -> Any:
     """Score a response with the built-in rule of its data source.
@@ -35,6 +44,8 @@ def default_compute_score(
         sandbox_fusion_url, concurrent_semaphore, memory_limit_mb: for rules that run code: the service that runs it
             (None: child processes of this machine), what limits the requests under way, MiB of one program.
         judge: settings of ``reward_model.judge``, for a model that scores the data sources they name.
+        score_as: data source, or a pattern such as ``math/*``, -> ``{"name": ..., ...}``: the data source by whose rule
+            its rows are scored, and keyword arguments of the rule.
         kwargs: more for the rule; those that it has no parameter for are left out.
 
     Returns:
@@ -49,9 +60,11 @@ def default_compute_score(
         asked = judge_of(judge)
         if asked.judges(data_source):
             return asked.score(data_source, solution_str, ground_truth, extra_info)
-    scorer, parameters = scorer_of(data_source)
+    name, rule_kwargs = rule_of(data_source, score_as)
+    scorer, parameters = scorer_of(name)
     offered = {
         **kwargs,
+        **rule_kwargs,
         "data_source": data_source,
         "extra_info": extra_info,
         "sandbox_fusion_url": sandbox_fusion_url,
@@ -73,4 +86,30 @@ def built_in_options(reward_model: Any) -> dict[str, Any]:
         options["memory_limit_mb"] = fusion["memory_limit_mb"]
     if judge.get("url"):
         options["judge"] = convert_to_regular_types(judge)
-    return options
+    places = convert_to_regular_types(reward_model.get("by_source", None) or {})
+    rules = {pattern: rule for pattern, place in places.items() if (rule := built_in_rule(place)) is not None}
+    return {**options, "score_as": rules} if any(rules.values()) else options
+
+
+def rule_of(data_source: str, score_as: Mapping[str, Mapping[str, Any]] | None = None) -> tuple[str, dict[str, Any]]:
+    """The data source by whose built-in rule a row is scored, and keyword arguments of the rule."""
+    for pattern, rule in (score_as or {}).items():
+        if fnmatchcase(str(data_source), pattern):
+            return rule.get("name", data_source), {name: value for name, value in rule.items() if name != "name"}
+    return data_source, {}
+
+
+def built_in_rule(place: Any) -> dict[str, Any] | None:
+    """What an entry of ``reward_model.by_source`` says of the built-in scorers: ``builtin``, ``builtin:NAME``, or a
+    mapping of ``function`` (one of these) and keyword arguments; None: it names another function.
+
+    Raises:
+        UnknownDataSource: there is no scorer NAME.
+    """
+    given = dict(place) if isinstance(place, Mapping) else {"function": place}
+    what, _, name = str(given.pop("function", "")).partition(":")
+    if what != "builtin":
+        return None
+    if name and not has_scorer(name):
+        raise unknown(name)
+    return {**given, **({"name": name} if name else {})}

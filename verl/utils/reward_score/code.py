@@ -84,6 +84,25 @@ def compute_score_of_asserts(
     return _score(results, continuous)
 
 
+def compute_score_of_tests(
+    solution_str: str,
+    ground_truth: Any,
+    extra_info: Mapping[str, Any] | None = None,
+    sandbox_fusion_url: str | None = None,
+    concurrent_semaphore: Any = None,
+    memory_limit_mb: int | None = None,
+    max_concurrent: int | None = None,
+    continuous: bool = False,
+    timeout: float = TEST_S,
+) -> dict[str, float | bool | str]:
+    """:func:`compute_score` or :func:`compute_score_of_asserts`, by what the ground truth holds. All must pass."""
+    gold = json.loads(ground_truth) if isinstance(ground_truth, str) else ground_truth
+    service = (sandbox_fusion_url, concurrent_semaphore, memory_limit_mb, max_concurrent)
+    if isinstance(gold, Mapping) and ("test_list" in gold or "test" in gold):
+        return compute_score_of_asserts(solution_str, gold, extra_info, *service, continuous, timeout)
+    return compute_score(solution_str, ground_truth, *service, continuous, timeout)
+
+
 def continued(prompt: str, code: str, name: str) -> str:
     """A program from the head of a function and what a response makes of it: the whole function again, or its body."""
     if re.search(rf"^\s*(?:async\s+)?def\s+{re.escape(name)}\b", code, re.MULTILINE):

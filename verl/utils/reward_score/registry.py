@@ -19,6 +19,7 @@ _SCORERS: dict[str, tuple[str, ...]] = {
         "HuggingFaceH4/MATH-500",
         "amc*",
         "math-ai/amc23",
+        "math",
     ),
     "math_dapo:compute_score": ("math_dapo",),
     "math_dapo:compute_score_boxed_too": ("aime*",),
@@ -41,6 +42,7 @@ _SCORERS: dict[str, tuple[str, ...]] = {
         "searchR1_bamboogle",
     ),
     "code:compute_score": ("codecontests", "apps", "codeforces", "taco"),
+    "code:compute_score_of_tests": ("code",),
     "code:compute_score_of_asserts": (
         "google/mbpp",
         "google-research-datasets/mbpp",
