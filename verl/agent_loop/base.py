@@ -13,6 +13,14 @@ from verl.utils.py_functional import nearest_name
 
 
 @dataclass
+class AgentLoopMetrics:
+    """Seconds of one row: an agent loop may also give a dict of them."""
+
+    generate_sequences: float = 0.0
+    tool_calls: float = 0.0
+
+
+@dataclass
 class AgentLoopOutput:
     """One row's conversation as tokens: the prompt, and all that followed it."""
 
@@ -27,12 +35,20 @@ class AgentLoopOutput:
     """The row's reward, if the loop knows it; then no reward function is asked."""
     num_turns: int = 2
     """Messages of all sides, the prompt counting as one."""
-    metrics: Mapping[str, float] = field(default_factory=dict)
+    metrics: "Mapping[str, float] | AgentLoopMetrics" = field(default_factory=dict)
     """Seconds by name: ``generate_sequences``, ``tool_calls`` or any other, logged as their spread over the rows."""
     extra_fields: Mapping[str, Any] = field(default_factory=dict)
     """Further columns of the row, one value each."""
+    multi_modal_data: Mapping[str, Any] | None = None
+    """Images that the loop itself showed to the policy."""
 
     def __post_init__(self):
+        self.metrics = vars(self.metrics) if isinstance(self.metrics, AgentLoopMetrics) else self.metrics
+        if self.multi_modal_data:
+            raise NotImplementedError(
+                "AgentLoopOutput.multi_modal_data: images that come in while a loop runs are not built in this release: "
+                "the update would not see them. Show the row's own images only, and leave multi_modal_data out."
+            )
         for name in ("response_mask", "response_logprobs"):
             values = getattr(self, name)
             if values is not None and len(values) != len(self.response_ids):
@@ -49,16 +65,26 @@ class AgentLoopBase(ABC):
         trainer_config: the whole configuration.
         server_manager: `AsyncLLMServerManager`, whose `generate` draws tokens.
         tokenizer, processor: the policy's.
-        options: what the loop's entry in ``rollout.agent.agent_loop_config_path`` says besides name and class.
+        kwargs: what the loop's entry in ``rollout.agent.agent_loop_config_path`` says besides name and class.
     """
 
-    def __init__(self, trainer_config: Any, server_manager: Any, tokenizer: Any, processor: Any = None, **options: Any):
+    _class_initialized = False
+
+    def __init__(self, trainer_config: Any, server_manager: Any, tokenizer: Any, processor: Any = None, **kwargs: Any):
+        self.init_class(trainer_config, tokenizer, processor, **kwargs)
         self.config = trainer_config
+        self.rollout_config = trainer_config.actor_rollout_ref.rollout
         self.server_manager = server_manager
         self.tokenizer = tokenizer
         self.processor = processor
-        self.options = options
+        self.options = kwargs
         self.loop = asyncio.get_running_loop()
+
+    @classmethod
+    def init_class(cls, config: Any, tokenizer: Any, processor: Any, **kwargs: Any) -> None:
+        """Prepare what all rows share. Called for every row: one that should act once minds ``_class_initialized``."""
+        if not cls._class_initialized:
+            cls._class_initialized = True
 
     @abstractmethod
     async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput:

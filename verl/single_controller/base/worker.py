@@ -90,6 +90,27 @@ class Worker:
         return func(*args, **kwargs)
 
 
+class DistProfilerExtension:
+    """Base of workers whose driver switches their profiler on and off.
+
+    Args:
+        profiler: a ``verl.utils.profiler.DistProfiler``.
+    """
+
+    def __init__(self, profiler: Any):
+        self.profiler = profiler
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def start_profile(self, **kwargs: Any) -> None:
+        """Begin to record."""
+        self.profiler.start(**kwargs)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def stop_profile(self) -> None:
+        """End what ``start_profile`` began."""
+        self.profiler.stop()
+
+
 class WorkerHost:
     """The roles of one process, by name. Every call names a role and a method."""
 

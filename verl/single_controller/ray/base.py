@@ -150,6 +150,10 @@ class RayWorkerGroup(WorkerGroup):
         return str(self._hosts.master[1])
 
 
+NVMegatronRayWorkerGroup = MegatronRayWorkerGroup = RayWorkerGroup
+"""Names of the worker groups for Megatron. Meshes made them needless: any group splits along dp."""
+
+
 class _ActorMaker:
     """Starts actors with the share of a bundle that lets ``max_colocate_count`` groups live in one pool."""
 

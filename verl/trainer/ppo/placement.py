@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from verl.utils.config import typed_config
 from verl.trainer.ppo.utils import Role, need_critic, need_reference_policy, need_reward_model, ref_in_actor
 
 GLOBAL_POOL = "global_pool"
@@ -56,6 +57,8 @@ class ResourcePoolManager:
 def default_roles(config: Any) -> dict[Role, type]:
     """The roles ``config`` needs and the worker class of each."""
     from verl.workers.disjoint import ActorWorker, RolloutWorker
+
+    config = typed_config(config)
     from verl.workers.reward_model import RewardModelWorker
     from verl.workers.roles import ActorRolloutRefWorker, CriticWorker
 
@@ -73,6 +76,7 @@ def default_roles(config: Any) -> dict[Role, type]:
 
 def default_pools(config: Any, roles: Mapping[Role, type]) -> ResourcePoolManager:
     """One pool of all devices, shared by all roles; a rollout apart from the actor has a pool of its own."""
+    config = typed_config(config)
     spec = {GLOBAL_POOL: [config.trainer.n_gpus_per_node] * config.trainer.nnodes}
     mapping = dict.fromkeys(roles, GLOBAL_POOL)
     if Role.Rollout in roles:

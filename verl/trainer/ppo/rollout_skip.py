@@ -10,6 +10,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ import torch
 from verl.config.base import plain
 from verl.protocol import DataProto
 from verl.trainer.ppo.rows_file import load_rows, read_facts, save_rows
+from verl.utils.config import typed_config
 
 _SAMPLING = (
     "temperature top_p top_k min_p repetition_penalty do_sample n ignore_eos stop stop_token_ids sampling_kwargs "
@@ -113,6 +115,31 @@ class KeptRollouts:
                 f"{'; '.join(changed)}. Batches of which no equal one is kept are sampled, and kept beside it."
             )
             return
+
+
+class RolloutSkip:
+    """`KeptRollouts` as scripts with a loop of their own use it: over a worker group, whose own method then skips.
+
+    Args:
+        config: the whole tree.
+        rollout_wg: has ``generate_sequences``.
+    """
+
+    def __init__(self, config: Any, rollout_wg: Any):
+        self.rollout_wg = rollout_wg
+        self._kept: KeptRollouts | None = None
+        self._config = typed_config(config)
+
+    def wrap_generate_sequences(self) -> None:
+        """From now on ``rollout_wg.generate_sequences`` takes batches from disk where they are there."""
+        sampler = SimpleNamespace(generate_sequences=self.rollout_wg.generate_sequences)
+        self._kept = KeptRollouts(sampler, self._config, print)
+        self.rollout_wg.generate_sequences = self._kept.generate_sequences
+
+    @property
+    def curr_path_dump(self) -> Path:
+        """The folder of the batches."""
+        return (self._kept or KeptRollouts(None, self._config, print)).folder
 
 
 def _hash(*tensors: torch.Tensor) -> str:
