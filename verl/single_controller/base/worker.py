@@ -111,6 +111,25 @@ class DistProfilerExtension:
         self.profiler.stop()
 
 
+class FusedWorker(Worker):
+    """Several roles as one worker; subclasses name them in ``fused_classes``, role name -> class with arguments."""
+
+    fused_classes: Mapping[str, Callable[[], Any]] = {}
+
+    def __init__(self):
+        super().__init__()
+        self.fused_worker_dict = {role: build() for role, build in self.fused_classes.items()}
+        for role, worker in self.fused_worker_dict.items():
+            setattr(self, role, worker)
+            if isinstance(worker, Worker):
+                worker.fused_worker_dict = self.fused_worker_dict
+
+    def _fuw_execute(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
+        """Run ``<role>_fwmn_<method>``, as verl spells a method of a role."""
+        role, _, method = method_name.partition("_fwmn_")
+        return getattr(self.fused_worker_dict[role], method)(*args, **kwargs)
+
+
 class WorkerHost:
     """The roles of one process, by name. Every call names a role and a method."""
 
@@ -127,7 +146,9 @@ class WorkerHost:
         self._place = (int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
         for role, build in roles.items():
             self._workers[role] = worker = self._guarded(role, "__init__", build, (), {})
-            if isinstance(worker, Worker):
+            if isinstance(worker, FusedWorker):
+                self._workers.update(worker.fused_worker_dict)
+            elif isinstance(worker, Worker):
                 worker.fused_worker_dict = self._workers
         return os.getpid()
 
