@@ -86,12 +86,12 @@ NOT_BUILT: dict[str, Feature] = {
         "fully asynchronous training", "Use rollout.async_ratio (docs/disjoint.md), one step ahead."
     ),
     "verl.experimental.one_step_off_policy": Feature(
-        "the recipe one_step_off_policy at this address", "Use actor_rollout_ref.rollout.async_ratio (docs/disjoint.md)."
+        "the recipe one_step_off_policy", "Use actor_rollout_ref.rollout.async_ratio (docs/disjoint.md)."
     ),
     "verl.experimental.reward_loop": Feature(
         "the reward loop", "Use a reward manager or an async reward function (docs/reward_function.md)."
     ),
-    "verl.experimental.transfer_queue": Feature("the transfer queue", "Nothing is needed: batches go by shared memory."),
+    "verl.experimental.transfer_queue": Feature("the transfer queue", "None is needed: batches go by shared memory."),
     "verl.interactions": Feature("interactions, simulated users of a multi-turn rollout", _LOOPS),
     "verl.models.llama": _MEGATRON,
     "verl.models.mcore": _MEGATRON,

@@ -134,7 +134,9 @@ class DataProto:
         return cls.from_dict(tensors, arrays, meta_info, auto_padding=auto_padding)
 
     @classmethod
-    def from_tensordict(cls, tensor_dict: TensorDict | None = None, meta_info=None, num_batch_dims: int = 1) -> DataProto:
+    def from_tensordict(
+        cls, tensor_dict: TensorDict | None = None, meta_info=None, num_batch_dims: int = 1
+    ) -> DataProto:
         """Build from a TensorDict; what in it is no tensor (``NonTensorStack``) becomes object columns."""
         tensors = {} if tensor_dict is None else {name: tensor_dict[name] for name in tensor_dict.keys()}
         objects = {name: value for name, value in tensors.items() if not isinstance(value, Tensor)}
@@ -428,8 +430,8 @@ class DataProto:
                 continue
             if column.shape[1] % n_split:
                 raise DataProtoError(
-                    f"unfold_column_chunks: column {name!r}, shape {tuple(column.shape)}, does not make {n_split} equal "
-                    "chunks a row. Give a divisor of its second dim."
+                    f"unfold_column_chunks: column {name!r}, shape {tuple(column.shape)}, does not make {n_split} "
+                    "equal chunks a row. Give a divisor of its second dim."
                 )
             pieces = column.reshape(len(data), column.shape[1] // n_split, *column.shape[2:])
             if name in self:
@@ -613,8 +615,8 @@ def _stacked(values: list) -> np.ndarray:
 def _cut(name: str, row, pieces: int) -> list:
     if not hasattr(row, "__len__") or len(row) % pieces:
         raise DataProtoError(
-            f"unfold_column_chunks: {row!r} of column {name!r} does not make {pieces} equal chunks. Leave the column out "
-            "of split_keys, or give every row a list that divides."
+            f"unfold_column_chunks: {row!r} of column {name!r} does not make {pieces} equal chunks. Leave the column "
+            "out of split_keys, or give every row a list that divides."
         )
     size = len(row) // pieces
     return [row[i * size : (i + 1) * size] for i in range(pieces)]

@@ -35,20 +35,15 @@ class AgentLoopOutput:
     """The row's reward, if the loop knows it; then no reward function is asked."""
     num_turns: int = 2
     """Messages of all sides, the prompt counting as one."""
-    metrics: "Mapping[str, float] | AgentLoopMetrics" = field(default_factory=dict)
+    metrics: Mapping[str, float] | AgentLoopMetrics = field(default_factory=dict)
     """Seconds by name: ``generate_sequences``, ``tool_calls`` or any other, logged as their spread over the rows."""
     extra_fields: Mapping[str, Any] = field(default_factory=dict)
     """Further columns of the row, one value each."""
     multi_modal_data: Mapping[str, Any] | None = None
-    """Images that the loop itself showed to the policy."""
+    """What the policy was shown: the row's own images. That more come in while a loop runs is not built."""
 
     def __post_init__(self):
         self.metrics = vars(self.metrics) if isinstance(self.metrics, AgentLoopMetrics) else self.metrics
-        if self.multi_modal_data:
-            raise NotImplementedError(
-                "AgentLoopOutput.multi_modal_data: images that come in while a loop runs are not built in this release: "
-                "the update would not see them. Show the row's own images only, and leave multi_modal_data out."
-            )
         for name in ("response_mask", "response_logprobs"):
             values = getattr(self, name)
             if values is not None and len(values) != len(self.response_ids):
@@ -56,6 +51,16 @@ class AgentLoopOutput:
                     f"AgentLoopOutput: {name} has {len(values)} entries, response_ids {len(self.response_ids)}. "
                     "There must be one for each response token."
                 )
+
+
+class TrainerConfig:
+    """The whole configuration as agent loops are given it: as it is, and as ``config``, where verl's loops look."""
+
+    def __init__(self, config: Any):
+        self.config = config
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self)["config"], name)
 
 
 class AgentLoopBase(ABC):
@@ -71,9 +76,8 @@ class AgentLoopBase(ABC):
     _class_initialized = False
 
     def __init__(self, trainer_config: Any, server_manager: Any, tokenizer: Any, processor: Any = None, **kwargs: Any):
-        self.init_class(trainer_config, tokenizer, processor, **kwargs)
-        self.config = trainer_config
-        self.rollout_config = trainer_config.actor_rollout_ref.rollout
+        self.config = trainer_config.config if isinstance(trainer_config, TrainerConfig) else trainer_config
+        self.init_class(self.config, tokenizer, processor, **kwargs)
         self.server_manager = server_manager
         self.tokenizer = tokenizer
         self.processor = processor

@@ -105,8 +105,8 @@ class Registry(MutableMapping[str, T]):
         """What ``name`` stands for: what was registered, or the function of a file.
 
         Raises:
-            UnknownName: nobody registered it; the message lists the known names and the nearest one. Or there is no such
-                function in the file.
+            UnknownName: nobody registered it; the message lists the known names and the nearest one.
+            ValueError: there is no such function in the file.
         """
         name = _plain(name)
         if self.check is not None and name not in self._entries and _FILE.search(str(name)):

@@ -230,7 +230,7 @@ def get_fsdp_wrap_policy(module: nn.Module, config: Any = None, is_lora: bool = 
 
 
 def get_init_weight_context_manager(use_meta_tensor: bool = True, mesh: DeviceMesh | None = None) -> Any:
-    """A callable whose ``with`` block makes a model's weights on the host, or on the meta device where others fill them.
+    """A callable whose ``with`` block makes weights on the host, or on the meta device where others fill them.
 
     Args:
         use_meta_tensor: only one rank of each group that shards together reads the weights; the others get empty ones.

@@ -1,6 +1,7 @@
 """Small functions on tensors: masked statistics, log-probs of tokens, padding, learning-rate schedules.
 
-Imports torch and leaves only. What an engine uses to get log-probs without full logits is in ``verl/models/token_outputs.py``.
+Imports torch and leaves only. What an engine uses to get log-probs without full logits is in
+``verl/models/token_outputs.py``.
 Letters: B rows, L length, V vocabulary.
 """
 

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from verl.utils.config import typed_config
 from verl.trainer.ppo.utils import Role, need_critic, need_reference_policy, need_reward_model, ref_in_actor
+from verl.utils.config import typed_config
 
 GLOBAL_POOL = "global_pool"
 ROLLOUT_POOL = "rollout_pool"

@@ -522,7 +522,7 @@ class RayPPOTrainer(RecipeNames):
         if self.config.actor_rollout_ref.rollout.mode == "async":
             from verl.agent_loop import AgentLoopManager
 
-            sampler = AgentLoopManager(self.options, group, self.tokenizer, self.processor)
+            sampler = AgentLoopManager(self.options, group, self.tokenizer, self.processor, trainer_config=self.config)
             self.async_rollout_mode, self.async_rollout_manager = True, sampler  # the names recipes know
         return DisjointRollout(self.actor_wg, self.rollout_wg, sampler) if self.rollout_wg else sampler
 

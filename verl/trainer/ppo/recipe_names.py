@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from verl.protocol import DataProto
+from verl.trainer.ppo.rollout_correction import weigh_tokens
 from verl.trainer.ppo.samples import dump_samples
 
 RENAMED = {
@@ -55,6 +56,10 @@ class RecipeNames:
     ) -> None:
         """Show some samples in the loggers, if ``trainer.log_val_generations`` asks for it."""
         self.run_log.show(self.global_steps, list(zip(inputs, outputs, scores, strict=True)))
+
+    def compute_rollout_importance_weights_and_add_to_batch(self, batch: DataProto) -> tuple[DataProto, dict]:
+        """Weigh or reject tokens as ``algorithm.rollout_correction`` says: the batch, and the metrics of it."""
+        return batch, weigh_tokens(batch, self.correction)
 
     def _get_gen_batch(self, batch: DataProto) -> DataProto:
         """Take the prompts' columns out of a batch, as what ``generate_sequences`` is given."""

@@ -162,7 +162,7 @@ compute_reward_async.remote = _as_task
 
 
 def extract_reward(batch: DataProto) -> tuple[Tensor, dict[str, list]]:
-    """The rewards (B, R) that agent loops or a reward model put into a batch, and the reward function's extra columns."""
+    """The rewards (B, R) that agent loops or a reward model gave a batch, and the reward function's extra columns."""
     names = batch.meta_info.get("reward_extra_keys", ())
     return batch.column("rm_scores"), {name: batch.non_tensor_batch[name].tolist() for name in names}
 

@@ -93,6 +93,6 @@ def need_reward_model(role_worker_mapping: Any) -> bool:
 
 
 def get_ppo_ray_runtime_env() -> dict[str, Any]:
-    """What a script may give ``ray.init`` as ``runtime_env``: variables of the workers that this process does not set."""
+    """What a script may give ``ray.init`` as ``runtime_env``: variables that this process does not set."""
     quiet = {"TOKENIZERS_PARALLELISM": "true", "NCCL_DEBUG": "WARN", "VLLM_LOGGING_LEVEL": "WARN"}
     return {"env_vars": {name: value for name, value in quiet.items() if name not in os.environ}}

@@ -6,7 +6,6 @@ from verl.utils.reward_score.code import FIRST
 from verl.utils.reward_score.code_runner import Outcome, read_tests, run_tests
 from verl.utils.reward_score.extract import code_block
 
-
 __path__: list[str] = []  # of older releases' modules below this name: verl/compat.py
 
 _CODES = {Outcome.PASSED: True, Outcome.WRONG: False, Outcome.TIMEOUT: -3, Outcome.COMPILE: -4}
