@@ -21,9 +21,10 @@ class NotBuilt(ModuleNotFoundError, NotImplementedError):
 class Feature(NamedTuple):
     """Something verl has and this release has not."""
 
-    what: str
+    name: str
+    """Noun phrase; fits behind "asks for"."""
     instead: str
-    """A sentence."""
+    """What to do instead: whole sentences."""
 
 
 ADDRESSES: dict[str, str] = {
@@ -161,17 +162,21 @@ NAMES_NOT_BUILT: dict[str, dict[str, Feature]] = {
 """Module that exists -> its names that do not."""
 
 
+def feature_of_module(name: str) -> Feature | None:
+    """The feature of a module of verl's, ``verl.tools.base_tool`` for example, that does not exist here."""
+    parts = name.split(".")
+    prefixes = (".".join(parts[:length]) for length in range(len(parts), 1, -1))
+    return next((NOT_BUILT[prefix] for prefix in prefixes if prefix in NOT_BUILT), None)
+
+
 def not_built(name: str) -> NotBuilt | None:
     """The error for a module or ``module.name`` that belongs to a feature not built; None if it belongs to none."""
     module, _, last = name.rpartition(".")
-    feature = NAMES_NOT_BUILT.get(module, {}).get(last)
-    parts = name.split(".")
-    for length in range(len(parts), 1, -1):
-        feature = feature or NOT_BUILT.get(".".join(parts[:length]))
+    feature = NAMES_NOT_BUILT.get(module, {}).get(last) or feature_of_module(name)
     if feature is None:
         return None
     # Without its ``name``: Python would take a ModuleNotFoundError of that name for "no such name in the package".
-    return NotBuilt(f"{name} belongs to a feature that is not built in this release: {feature.what}. {feature.instead}")
+    return NotBuilt(f"{name} asks for {feature.name}: that is not built. {feature.instead}")
 
 
 def missing(module: str, name: str, offered: Any = ()) -> Exception:

@@ -180,7 +180,6 @@ class ValidationGenerationsLogger:
             elif name == "console":
                 _print_generations(samples, step)
 
-
     def log_generations_to_wandb(self, samples: Sequence[Sequence[Any]], step: int, wandb: Any = None) -> None:
         """Add the samples to a table of W&B's running run."""
         _log_wandb_table(wandb or _import_for("wandb", "wandb", "wandb"), self, samples, step)
@@ -194,7 +193,7 @@ class ValidationGenerationsLogger:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("log_generations_to_"):
             raise NotBuilt(
-                f"ValidationGenerationsLogger.{name} belongs to a logger that is not built in this release. Use one of "
+                f"ValidationGenerationsLogger.{name} asks for a logger: that is not built. Use one of "
                 f"{', '.join(known_backends())}, or add yours with verl.utils.tracking.register_backend."
             )
         raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
