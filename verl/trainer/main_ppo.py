@@ -18,9 +18,7 @@ if TYPE_CHECKING:
     from verl.config.ppo import PPOConfig
 
 
-def run_ppo(
-    config: PPOConfig | Any, task_runner_class: Any = None, command_line: Sequence[str] | None = None
-) -> None:
+def run_ppo(config: PPOConfig | Any, task_runner_class: Any = None, command_line: Sequence[str] | None = None) -> None:
     """Train as ``config`` says, in this process as the driver; returns when the run is complete.
 
     An application with an ``@hydra.main`` of its own may pass what hydra gave it.

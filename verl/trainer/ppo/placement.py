@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from verl.single_controller import get_controller
 from verl.trainer.ppo.utils import Role, need_critic, need_reference_policy, need_reward_model, ref_in_actor
 from verl.utils.config import typed_config
 
@@ -30,9 +31,12 @@ class ResourcePoolManager:
     resource_pool_spec: dict[str, list[int]]
     mapping: dict[Role, str]
     resource_pool_dict: dict[str, Any] = field(default_factory=dict)
+    controller: Any = None
+    """What makes the pools; the trainer sets its own. None: Ray."""
 
-    def create_resource_pool(self, controller: Any) -> None:
+    def create_resource_pool(self, controller: Any = None) -> None:
         """Make the pools with ``controller``'s class; a role mapped to an unknown pool is an error."""
+        controller = controller or self.controller or get_controller("ray")
         for role, pool in self.mapping.items():
             if pool not in self.resource_pool_spec:
                 raise ValueError(

@@ -146,6 +146,7 @@ class RayPPOTrainer(RecipeNames):
         self.role_worker_mapping = role_worker_mapping
         self.resource_pool_manager = resource_pool_manager
         self.controller = get_controller(getattr(ray_worker_group_cls, "controller", config.trainer.controller))
+        resource_pool_manager.controller = self.controller
         self.ray_worker_group_cls = ray_worker_group_cls
         self.reward_fn = reward_fn
         self.val_reward_fn = val_reward_fn
@@ -181,6 +182,7 @@ class RayPPOTrainer(RecipeNames):
         self.has_checked_keys = False
         self.pending_reward: Beside | None = None
         self.sampler: Any = None
+        self.worker_groups: dict[Role, Any] = {}
 
     def _create_dataloader(self, train_dataset: Any, val_dataset: Any, collate_fn: Any, train_sampler: Any) -> None:
         """Set the loaders, and ``total_training_steps``."""
@@ -194,6 +196,10 @@ class RayPPOTrainer(RecipeNames):
         self.train_dataloader = build_train_loader(data, self.train_dataset, collate_fn, train_sampler, self.seed)
         self.val_dataloader = build_val_loader(data, self.val_dataset, collate_fn, self.seed)
         self.total_training_steps = trainer.total_training_steps or len(self.train_dataloader) * trainer.total_epochs
+        if self.config is not self.options:  # a script's tree: it may hand the sections to workers itself
+            for optim in (self.config.actor_rollout_ref.actor.optim, self.config.critic.optim):
+                if optim.total_training_steps <= 0:
+                    optim.total_training_steps = self.total_training_steps
 
     @property
     def seed(self) -> int:
@@ -504,14 +510,18 @@ class RayPPOTrainer(RecipeNames):
             self.device_name,
             self.ray_worker_group_cls,
         )
+        for group in groups.values():
+            group.init_model()
+        self.use_worker_groups(groups)
+
+    def use_worker_groups(self, groups: dict[Role, Any]) -> None:
+        """Call these groups, whose models are loaded, from now on."""
         self.worker_groups = groups
         self.actor_wg = self.actor_rollout_wg = groups.get(Role.ActorRollout) or groups[Role.Actor]
         self.rollout_wg = groups.get(Role.Rollout)
         self.critic_wg = groups.get(Role.Critic)
         self.rm_wg = groups.get(Role.RewardModel)
         self.ref_wg = self.ref_policy_wg = groups.get(Role.RefPolicy, self.actor_wg if self.ref_in_actor else None)
-        for group in groups.values():
-            group.init_model()
         self.sampler = self.start_sampler()
         if self.config.actor_rollout_ref.rollout.skip_rollout:
             self.sampler = KeptRollouts(self.sampler, self.options, self.say)
@@ -534,6 +544,8 @@ class RayPPOTrainer(RecipeNames):
     def start(self) -> None:
         """Open the loggers, resume, and validate once before training."""
         trainer = self.config.trainer
+        if not self.worker_groups:
+            self.use_worker_groups(self.own_worker_groups())
         self.run_log.open(self.total_training_steps)
         self.load_checkpoint()
         if self.global_steps >= self.total_training_steps and not trainer.val_only:
