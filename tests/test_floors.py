@@ -29,9 +29,10 @@ FLOORS = {  # the longest prefix decides
     "verl.single_controller": 1,
     "verl.utils.config": 1,
     "verl.utils": 0,
+    "verl.compat": 0,
     "verl.version": 0,
 }
-ADDRESSES = ("verl", "verl.base_config", "verl.experimental", "verl.workers.config")
+ADDRESSES = ("verl", "verl.base_config", "verl.workers.config")
 """Public names of things that live elsewhere; nothing of ours imports them, but for ``from verl import DataProto``."""
 
 

@@ -398,9 +398,49 @@ def test_making_one_from_a_single_dict_sorts_columns_by_kind():
         DataProto.from_single_dict({"x": [1]})
 
 
-def test_lists_become_arrays_of_objects_element_by_element():
-    data = DataProto.from_dict(non_tensors={"ids": [[1, 2], [3, 4]]})
-    assert data.non_tensor_batch["ids"].shape == (2,) and data.non_tensor_batch["ids"][1] == [3, 4]
+@pytest.mark.parametrize(
+    "value",
+    [[[1, 2], [3, 4]], [[1], [2, 3]], ["ab", "cd"], [[["a"], ["b"]], [["c"], ["d"]]], [[[1], [2, 3]], [[4], [5]]]],
+    ids=str,
+)
+def test_nested_lists_become_the_array_of_objects_that_numpy_makes_of_them(value):
+    made, expected = DataProto.from_dict(non_tensors={"x": value}).non_tensor_batch["x"], np.array(value, dtype=object)
+    assert made.shape == expected.shape and made.dtype == object and made.tolist() == expected.tolist()
+
+
+def test_images_and_tensors_in_lists_stay_objects():
+    image, tensor = np.zeros((2, 2)), torch.zeros(2)
+    made = DataProto.from_dict(non_tensors={"a": [image, image], "t": [tensor, tensor]}).non_tensor_batch
+    assert made["a"].shape == made["t"].shape == (2,) and made["t"][1] is tensor
+
+
+def test_columns_of_several_dims_go_through_rows_and_back():
+    data = DataProto.from_dict({"x": torch.zeros(2, 1)}, {"ids": [[1, 2], [3, 4]]})
+    assert collate_fn([data[0], data[1]]).non_tensor_batch["ids"].tolist() == [[1, 2], [3, 4]]
+
+
+def test_unfolding_cuts_tensors_arrays_and_lists_and_repeats_the_rest():
+    tensors = {"a": torch.arange(12).view(2, 6), "b": torch.arange(2)[:, None]}
+    labels = [[["a1"], ["a2"], ["a3"]], [["b1"], ["b2"], ["b3"]]]
+    data = DataProto.from_dict(tensors, {"labels": labels, "name": ["x", "y"]}, {"fact": 1})
+    unfolded = data.unfold_column_chunks(3, split_keys=["a", "labels", "not there"])
+    assert unfolded.batch["a"].tolist() == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9], [10, 11]]
+    assert unfolded.batch["b"].flatten().tolist() == [0, 0, 0, 1, 1, 1] and unfolded.meta_info == {"fact": 1}
+    assert unfolded.non_tensor_batch["labels"].tolist() == [[[f"{r}{i}"]] for r in "ab" for i in "123"]
+    assert unfolded.non_tensor_batch["name"].tolist() == list("xxxyyy")
+    lists = np.empty(2, dtype=object)
+    lists[:] = [[1, 2, 3, 4], [5, 6]]
+    ragged = DataProto(non_tensor_batch={"ids": lists}).unfold_column_chunks(2, ["ids"])
+    assert ragged.non_tensor_batch["ids"].tolist() == [[1, 2], [3, 4], [5], [6]]
+    with pytest.raises(AssertionError, match="does not make 4 equal chunks"):
+        data.unfold_column_chunks(4, ["a"])
+
+
+def test_a_tensordict_with_objects_comes_and_goes():
+    data = DataProto.from_dict({"x": torch.zeros(2, 1)}, {"name": ["a", "b"]})
+    again = DataProto.from_tensordict(data.to_tensordict(), {"fact": 1})
+    assert again.non_tensor_batch["name"].tolist() == ["a", "b"] and again.meta_info == {"fact": 1}
+    assert again.batch["x"].shape == (2, 1)
 
 
 def test_columns_of_different_length_are_refused():

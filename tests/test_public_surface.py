@@ -1,64 +1,172 @@
 """The names user code imports, and what importing verl costs."""
 
+import csv
 import importlib
+import inspect
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from verl import compat
+
+with open(Path(__file__).parent / "public_names.tsv", encoding="utf-8") as table:
+    NAMES = {row["name"]: row for row in csv.DictReader(table, delimiter="\t")}
+"""What recipes and examples of verl import: name -> its parameters and methods, "-" where none are known."""
+
+NOT_BUILT = {  # name, or the module it is in -> the words that say which feature it belongs to
+    "verl.experimental.agent_loop.tool_agent_loop": "ToolAgentLoop",
+    "verl.experimental.agent_loop.tool_parser": "parsers of tool calls",
+    "verl.interactions": "simulated users of a multi-turn rollout",
+    "verl.models.mcore": "Megatron",
+    "verl.models.transformers.monkey_patch": "patches of transformers models",
+    "verl.third_party": "copies of engine internals",
+    "verl.tools": "tools that a multi-turn rollout calls",
+    "verl.utils.megatron_utils": "Megatron",
+    "verl.utils.vllm": "rollout engines",
+    "verl.utils.vllm_utils": "rollout engines",
+    "verl.workers.actor": "DataParallelPPOActor",
+    "verl.workers.rollout.async_server": "first form of the rollout servers",
+    "verl.workers.rollout.schemas": "multi-turn rollouts inside the SGLang engine",
+    "verl.workers.rollout.vllm_rollout": "rollout engines",
+    "verl.workers.sharding_manager": "sharding managers",
+}
+OTHER_PARAMETERS = {
+    "verl.experimental.agent_loop.agent_loop.AsyncLLMServerManager": "made by the trainer only, for each row",
+    "verl.utils.checkpoint.fsdp_checkpoint_manager.FSDPCheckpointManager": "takes an engine, whose state it saves",
+}
+OTHER_METHODS = {
+    "rollout_mode trainer_mode": "workers switch within generate_sequences",
+    "start_profile stop_profile dump_memory_snapshot": "for DistProfilerExtension",
+    "load_pretrained_model": "init_model does it",
+    "wake_up sleep get_zeromq_address chat_completion generate": "of servers inside of workers, which a client asks",
+    "load_checkpoint save_checkpoint": "of a manager: save and load",
+    "log_generations_to_vemlp_wandb log_generations_to_swanlab": "loggers that are not built say so",
+    "log_generations_to_mlflow log_generations_to_clearml": "loggers that are not built say so",
+}
+
+
+def feature_of(name: str) -> str | None:
+    return next((words for prefix, words in NOT_BUILT.items() if name.startswith(f"{prefix}.")), None)
+
+
+HERE = [name for name in NAMES if feature_of(name) is None]
+
+
+def found(name: str):
+    """The module or the object at a dotted address, as an import statement finds it."""
+    module, _, last = name.rpartition(".")
+    namespace: dict = {}
+    exec(f"from {module} import {last}", namespace)
+    return namespace[last]
+
+
+@pytest.mark.parametrize("name", HERE)
+def test_a_name_that_recipes_import_is_here_and_takes_their_arguments(name):
+    thing, row = found(name), NAMES[name]
+    absent = [method for method in row["methods"].split() if not hasattr(thing, method)]
+    assert not set(absent) - {method for methods in OTHER_METHODS for method in methods.split()}
+    if row["parameters"] == "-" or name in OTHER_PARAMETERS:
+        return
+    parameters = inspect.signature(thing).parameters
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    wanted = row["parameters"].split()
+    named = [parameter for parameter in wanted if not parameter.startswith("*")]
+    assert [parameter for parameter in parameters if parameter in named] == named
+    assert takes_all or all(p.default is not p.empty for name, p in parameters.items() if name not in named)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if feature_of(name)])
+def test_a_name_whose_feature_is_not_built_says_so_on_import(name):
+    with pytest.raises(ImportError) as error:
+        found(name)
+    text = str(error.value)
+    assert "that is not built" in text and feature_of(name) in text and "No module named" not in text
+    assert isinstance(error.value, NotImplementedError) and len(text.split(". ")) > 1  # and says what to do instead
+
+
+@pytest.mark.parametrize(
+    "statement", ["import verl.tools", "from verl import tools", "from verl.utils import megatron"]
+)
+def test_every_form_of_import_says_the_feature(statement):
+    with pytest.raises(ImportError, match="asks for .*: that is not built"):
+        exec(statement)
+
+
+def test_a_name_of_a_module_that_is_here_says_its_feature_too():
+    with pytest.raises(ImportError, match="McoreActorConfig asks for .*Megatron.*that is not built"):
+        exec("from verl.workers.config import McoreActorConfig")
+    with pytest.raises(ImportError, match="supervised fine-tuning"):
+        exec("from verl.utils.dataset import SFTDataset")
+    with pytest.raises(ImportError, match="cannot import name 'nonsense'"):
+        exec("from verl.workers.config import nonsense")
+    with pytest.raises(ModuleNotFoundError, match="No module named 'verl.nonsense'"):
+        exec("import verl.nonsense")
+
+
+def test_a_module_run_from_the_command_line_says_its_feature():
+    result = subprocess.run([sys.executable, "-m", "verl.trainer.fsdp_sft_trainer"], capture_output=True, text=True)
+    assert result.returncode and "supervised fine-tuning" in result.stderr and "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("address", compat.ADDRESSES)
+def test_an_address_shows_the_names_of_the_module_it_stands_for(address):
+    if "ray" in address:
+        pytest.importorskip("ray")
+    module, source = importlib.import_module(address), importlib.import_module(compat.ADDRESSES[address])
+    names = [name for name in module.__all__ if hasattr(source, name)]
+    assert names and all(getattr(module, name) is getattr(source, name) for name in names)
+    assert module is not source and importlib.import_module(address) is module
+
+
+def test_no_file_of_ours_is_hidden_by_the_table():
+    root = Path(compat.__file__).parents[1]
+    for name in {*compat.ADDRESSES, *compat.NOT_BUILT}:
+        place = root.joinpath(*name.split("."))
+        assert not place.with_suffix(".py").exists() and not (place / "__init__.py").exists(), name
+
+
+# -- names beside those of the table ----------------------------------------------------------------------------------
+
 SURFACE = {
     "verl": "DataProto __version__",
+    "verl.agent_loop": "AgentLoopBase AgentLoopMetrics AgentLoopOutput register",
     "verl.protocol": "DataProto DataProtoItem DataProtoFuture pad_dataproto_to_divisor unpad_dataproto collate_fn "
     "union_tensor_dict union_numpy_dict list_of_dict_to_dict_of_list fold_batch_dim unfold_batch_dim DataProtoConfig",
     "verl.base_config": "BaseConfig",
-    "verl.single_controller.base": "Worker",
     "verl.single_controller.base.decorator": "register Dispatch Execute register_dispatch_mode "
     "get_predefined_dispatch_fn get_predefined_execute_fn make_nd_compute_dataproto_dispatch_fn",
+    "verl.single_controller.ray.base": "create_colocated_worker_cls create_colocated_worker_raw_cls RayResourcePool "
+    "merge_resource_pool",
     "verl.trainer.config": "AlgoConfig KLControlConfig CheckpointConfig",
-    "verl.trainer.main_ppo": "main run_ppo create_rl_dataset create_rl_sampler",
-    "verl.trainer.ppo.core_algos": "agg_loss kl_penalty compute_gae_advantage_return AdvantageEstimator "
-    "compute_grpo_outcome_advantage compute_policy_loss compute_value_loss get_kl_controller register_adv_est "
-    "get_adv_estimator_fn register_policy_loss get_policy_loss_fn AdaptiveKLController FixedKLController",
-    "verl.trainer.ppo.metric_utils": "compute_throughout_metrics compute_timing_metrics compute_data_metrics",
-    "verl.trainer.ppo.ray_trainer": "ResourcePoolManager Role RayPPOTrainer apply_kl_penalty compute_response_mask "
-    "compute_advantage AdvantageEstimator",
-    "verl.trainer.ppo.reward": "compute_reward load_reward_manager get_custom_reward_fn",
-    "verl.trainer.ppo.utils": "need_reference_policy need_critic WorkerType Role",
-    "verl.utils": "hf_tokenizer hf_processor",
-    "verl.utils.checkpoint.fsdp_checkpoint_manager": "FSDPCheckpointManager",
-    "verl.utils.config": "omega_conf_to_dataclass validate_config",
-    "verl.utils.dataset.rl_dataset": "collate_fn RLHFDataset",
-    "verl.utils.debug": "marked_timer log_gpu_memory_usage",
-    "verl.utils.device": "get_device_name get_device_id get_torch_device is_cuda_available get_nccl_backend",
-    "verl.utils.flops_counter": "FlopsCounter",
-    "verl.utils.fs": "copy_to_local",
-    "verl.utils.hdfs_io": "copy makedirs",
-    "verl.utils.metric": "reduce_metrics",
-    "verl.utils.model": "compute_position_id_with_mask",
-    "verl.utils.profiler": "marked_timer log_gpu_memory_usage",
-    "verl.utils.reward_score": "default_compute_score",
-    "verl.utils.seqlen_balancing": "rearrange_micro_batches get_reverse_idx get_seqlen_balanced_partitions "
-    "log_seqlen_unbalance",
-    "verl.utils.torch_functional": "masked_mean masked_whiten logprobs_from_logits entropy_from_logits "
-    "pad_sequence_to_length get_cosine_schedule_with_warmup get_constant_schedule_with_warmup",
-    "verl.utils.tracking": "Tracking ValidationGenerationsLogger",
-    "verl.workers.config": "FSDPActorConfig FSDPCriticConfig FSDPEngineConfig FSDPOptimizerConfig PolicyLossConfig",
-    "verl.workers.fsdp_workers": "ActorRolloutRefWorker AsyncActorRolloutRefWorker CriticWorker RewardModelWorker",
+    "verl.trainer.main_ppo": "main run_ppo TaskRunner get_ppo_ray_runtime_env",
+    "verl.trainer.ppo.core_algos": "compute_gae_advantage_return compute_grpo_outcome_advantage compute_policy_loss "
+    "compute_value_loss get_kl_controller register_adv_est get_adv_estimator_fn register_policy_loss "
+    "get_policy_loss_fn AdaptiveKLController FixedKLController ADV_ESTIMATOR_REGISTRY POLICY_LOSS_REGISTRY",
+    "verl.trainer.ppo.ray_trainer": "DataProto agg_loss _timer core_algos compute_reward reduce_metrics "
+    "compute_throughout_metrics need_critic",
+    "verl.trainer.ppo.reward": "extract_reward",
+    "verl.trainer.ppo.utils": "need_critic",
+    "verl.utils.checkpoint.checkpoint_manager": "get_checkpoint_tracker_filename should_save_ckpt_esi",
+    "verl.utils.device": "auto_set_device",
+    "verl.utils.fs": "local_mkdir_safe exists",
+    "verl.utils.torch_functional": "masked_whiten logprobs_from_logits entropy_from_logits postprocess_data "
+    "pad_sequence_to_length get_cosine_schedule_with_warmup",
+    "verl.utils.ulysses": "get_ulysses_sequence_parallel_group set_ulysses_sequence_parallel_group "
+    "get_ulysses_sequence_parallel_rank get_ulysses_sequence_parallel_world_size slice_input_tensor ulysses_pad",
+    "verl.workers.config": "FSDPCriticConfig FSDPEngineConfig FSDPOptimizerConfig PolicyLossConfig",
     "verl.workers.megatron_workers": "ActorRolloutRefWorker AsyncActorRolloutRefWorker CriticWorker RewardModelWorker",
-    "verl.workers.reward_manager": "NaiveRewardManager BatchRewardManager register get_reward_manager_cls",
+    "verl.workers.reward_manager": "BatchRewardManager",
+    "verl.workers.rollout.replica": "TokenOutput",
     "verl.experimental.dataset.sampler": "AbstractSampler AbstractCurriculumSampler",
 }
 
-RAY_SURFACE = {
-    "verl.single_controller.ray": "RayWorkerGroup RayClassWithInitArgs RayResourcePool",
-    "verl.single_controller.ray.base": "create_colocated_worker_cls RayResourcePool merge_resource_pool",
-}
 
-
-@pytest.mark.parametrize("module", SURFACE | RAY_SURFACE)
+@pytest.mark.parametrize("module", SURFACE)
 def test_public_names_stand_at_their_address(module):
     loaded = importlib.import_module(module)
-    missing = [name for name in (SURFACE | RAY_SURFACE)[module].split() if not hasattr(loaded, name)]
+    missing = [name for name in SURFACE[module].split() if not hasattr(loaded, name)]
     assert not missing, f"{module} lacks {missing}"
 
 

@@ -6,6 +6,7 @@ Importing this package costs nothing: torch, ray and transformers are imported w
 import os
 from typing import TYPE_CHECKING
 
+from verl import compat
 from verl.version import __version__
 
 # torch.cuda.is_available() starts the CUDA driver, which does not survive a fork, unless told to ask NVML instead
@@ -16,10 +17,12 @@ if TYPE_CHECKING:
 
 __all__ = ["DataProto", "__version__"]
 
+compat.install()
+
 
 def __getattr__(name: str):
     if name == "DataProto":
         from verl.protocol import DataProto
 
         return DataProto
-    raise AttributeError(f"module 'verl' has no attribute {name!r}; it offers {', '.join(__all__)}")
+    raise compat.missing(__name__, name, __all__)

@@ -106,14 +106,17 @@ class DataProto:
     def from_dict(
         cls, tensors=None, non_tensors=None, meta_info=None, num_batch_dims: int = 1, auto_padding: bool = False
     ) -> DataProto:
-        """Build from padded tensors and arrays of equal dim 0; a list becomes an array of its elements as objects.
+        """Build from padded tensors and arrays of equal dim 0; lists become arrays of objects.
+
+        As numpy has it, lists of equally long lists have as many dims: ``[[1, 2], [3, 4]]`` is (2, 2), and
+        ``[[1], [2, 3]]`` are two lists. Anything but lists and tuples is one object, whatever it could be read as.
 
         The first ``num_batch_dims`` dims of all tensors must agree; the first of them is the batch dim.
         """
         shapes = {name: tuple(tensor.shape[:num_batch_dims]) for name, tensor in (tensors or {}).items()}
         if len(set(shapes.values())) > 1:
             raise DataProtoError(f"DataProto.from_dict: batch dims differ: {shapes}. Cut or repeat rows to one size.")
-        arrays = {name: _as_array(value) for name, value in (non_tensors or {}).items()}
+        arrays = {name: _nested_array(value) for name, value in (non_tensors or {}).items()}
         meta_info = dict(meta_info or {})
         if auto_padding:
             meta_info[DataProtoConfig.auto_padding_key] = True
@@ -129,6 +132,26 @@ class DataProto:
         tensors = {name: value for name, value in data.items() if isinstance(value, Tensor)}
         arrays = {name: value for name, value in data.items() if isinstance(value, np.ndarray)}
         return cls.from_dict(tensors, arrays, meta_info, auto_padding=auto_padding)
+
+    @classmethod
+    def from_tensordict(
+        cls, tensor_dict: TensorDict | None = None, meta_info=None, num_batch_dims: int = 1
+    ) -> DataProto:
+        """Build from a TensorDict; what in it is no tensor (``NonTensorStack``) becomes object columns."""
+        tensors = {} if tensor_dict is None else {name: tensor_dict[name] for name in tensor_dict.keys()}
+        objects = {name: value for name, value in tensors.items() if not isinstance(value, Tensor)}
+        arrays = {name: value.tolist() if hasattr(value, "tolist") else value for name, value in objects.items()}
+        tensors = {name: value for name, value in tensors.items() if name not in objects}
+        return cls.from_dict(tensors, {k: _as_array(v) for k, v in arrays.items()}, meta_info, num_batch_dims)
+
+    def to_tensordict(self) -> TensorDict:
+        """All columns as one TensorDict, objects among them as ``NonTensorStack``; ``meta_info`` stays behind."""
+        from tensordict import NonTensorData, NonTensorStack, TensorDict
+
+        objects = {
+            name: NonTensorStack(*map(NonTensorData, array.tolist())) for name, array in self.non_tensor_batch.items()
+        }
+        return TensorDict({**{name: self.column(name) for name in self.keys()}, **objects}, batch_size=[len(self)])
 
     @classmethod
     def from_ragged(cls, columns: Mapping[str, Ragged], tensors=None, non_tensors=None, meta_info=None) -> DataProto:
@@ -393,10 +416,23 @@ class DataProto:
         return self
 
     def unfold_column_chunks(self, n_split: int, split_keys: Iterable[str] | None = None) -> DataProto:
-        """Make ``n_split`` rows of each: ``split_keys`` are cut, (B, n * k) -> (B * n, k); the others repeat."""
+        """Make ``n_split`` rows of each: ``split_keys`` are cut, (B, n * k) -> (B * n, k); the others repeat.
+
+        A column of lists is cut list by list. Names of ``split_keys`` that the batch has not are passed over.
+        """
         data = self.repeat(n_split)
         for name in split_keys or ():
+            if name not in self and name not in self.non_tensor_batch:
+                continue
             column = self.column(name) if name in self else self.non_tensor_batch[name]
+            if column.ndim == 1:
+                data.non_tensor_batch[name] = _as_array([piece for row in column for piece in _cut(name, row, n_split)])
+                continue
+            if column.shape[1] % n_split:
+                raise DataProtoError(
+                    f"unfold_column_chunks: column {name!r}, shape {tuple(column.shape)}, does not make {n_split} "
+                    "equal chunks a row. Give a divisor of its second dim."
+                )
             pieces = column.reshape(len(data), column.shape[1] // n_split, *column.shape[2:])
             if name in self:
                 data.put(name, pieces)
@@ -554,6 +590,38 @@ def _as_array(value) -> np.ndarray:
     return array
 
 
+def _nested_array(value) -> np.ndarray:
+    """Nested lists as an array with a dim for each level on which all are equally long; arrays as they are."""
+    if isinstance(value, np.ndarray):
+        return value
+    shape, level = [], list(value)
+    while True:
+        shape.append(len(level) // int(np.prod(shape)))
+        sizes = {len(item) if isinstance(item, list | tuple) else None for item in level}
+        if len(sizes) != 1 or None in sizes:
+            break
+        level = [inner for item in level for inner in item]
+    return _as_array(level).reshape(shape)
+
+
+def _stacked(values: list) -> np.ndarray:
+    """Rows of a column: those of an array of several dims make such an array again."""
+    are_arrays = all(isinstance(value, np.ndarray) and value.dtype == object for value in values)
+    if values and are_arrays and len({value.shape for value in values}) == 1:
+        return np.stack(values)
+    return _as_array(values)
+
+
+def _cut(name: str, row, pieces: int) -> list:
+    if not hasattr(row, "__len__") or len(row) % pieces:
+        raise DataProtoError(
+            f"unfold_column_chunks: {row!r} of column {name!r} does not make {pieces} equal chunks. Leave the column "
+            "out of split_keys, or give every row a list that divides."
+        )
+    size = len(row) // pieces
+    return [row[i * size : (i + 1) * size] for i in range(pieces)]
+
+
 def _cat(name: str, pieces: list[Tensor]) -> Tensor:
     if len({piece.shape[1:] for piece in pieces}) > 1:
         shapes = [tuple(piece.shape) for piece in pieces]
@@ -624,7 +692,7 @@ def collate_fn(items: Sequence[DataProtoItem]) -> DataProto:
     """Stack rows into a batch; ``meta_info`` stays behind."""
     tensors = [item.batch for item in items if item.batch is not None]
     columns = list_of_dict_to_dict_of_list([item.non_tensor_batch for item in items])
-    arrays = {name: _as_array(values) for name, values in columns.items()}
+    arrays = {name: _stacked(values) for name, values in columns.items()}
     return DataProto(torch.stack(tensors).contiguous() if tensors else None, arrays)
 
 

@@ -31,7 +31,7 @@ def compose(task, **settings) -> DictConfig:
     return config
 
 
-def run(cls, config, worker=ActorRolloutRefWorker):
+def run(cls, config, worker=ActorRolloutRefWorker, group_cls=None):
     tokenizer = hf_tokenizer(config.actor_rollout_ref.model.path)
     roles = {Role.ActorRollout: worker, Role.Critic: CriticWorker, Role.RefPolicy: worker}
     pools = ResourcePoolManager({"pool": [config.trainer.n_gpus_per_node]}, mapping=dict.fromkeys(roles, "pool"))
@@ -40,6 +40,7 @@ def run(cls, config, worker=ActorRolloutRefWorker):
         tokenizer=tokenizer,
         role_worker_mapping=roles,
         resource_pool_manager=pools,
+        ray_worker_group_cls=group_cls,
         reward_fn=load_reward_manager(config, tokenizer, num_examine=0),
         val_reward_fn=load_reward_manager(config, tokenizer, num_examine=1),
     )
@@ -119,6 +120,78 @@ def test_overridden_stages_are_what_the_loop_runs(task, tmp_path):
     assert trainer.metrics["val-core/mine"] == 1.0 and trainer.saved == 2
     assert trainer.metrics["critic/advantages/max"] == pytest.approx(0.5)
     assert trainer.metrics["actor/my_updates"] == 2  # of a worker whose constructor takes config and role only
+
+
+def test_filtered_groups_train_from_the_tree_of_a_script(task):
+    from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+
+    settings = {"algorithm__filter_groups__enable": True, "algorithm__filter_groups__metric": "seq_reward"}
+    trainer = run(RayPPOTrainer, compose(task, **settings))
+    assert trainer.global_steps == 2 and trainer.metrics["filter_groups/kept"] == 4
+
+
+def test_every_feature_of_the_driver_runs_from_the_tree_of_a_script(task, tmp_path):
+    """What reads derived options: rows divided among ranks, mismatch, long tails, kept rollouts, saved options."""
+    from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+
+    settings = {
+        "actor_rollout_ref__rollout__calculate_log_probs": True,
+        "actor_rollout_ref__rollout__mismatch_threshold": "1e-12",
+        "actor_rollout_ref__rollout__skip_rollout": True,
+        "actor_rollout_ref__rollout__skip_dump_dir": tmp_path / "kept",
+        "actor_rollout_ref__actor__use_kl_loss": True,
+        "actor_rollout_ref__ref__strategy": "local",
+        "actor_rollout_ref__ref__log_prob_micro_batch_size_per_gpu": 8,
+        "algorithm__use_pf_ppo": True,
+        "trainer__save_freq": 2,
+        "trainer__default_local_dir": tmp_path,
+        "trainer__memory_ledger": True,
+    }
+    trainer = run(RayPPOTrainer, compose(task, **settings))
+    assert trainer.global_steps == 2 and (tmp_path / "global_step_2" / "config.json").exists()
+    assert json.loads((tmp_path / "global_step_2" / "config.json").read_text())["trainer"]["save_freq"] == 2
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "gae"])
+def test_workers_that_a_recipe_starts_itself_from_hydras_sections_train(task, estimator):
+    from my_workflow import OwnWorkers, ProfiledActor
+
+    from verl.single_controller.local import LocalWorkerGroup
+
+    settings = {
+        "algorithm__adv_estimator": estimator,
+        "actor_rollout_ref__actor__use_kl_loss": True,
+        "actor_rollout_ref__ref__strategy": "local",
+        "actor_rollout_ref__ref__log_prob_micro_batch_size_per_gpu": 8,
+        "critic__strategy": "local",
+        "critic__ppo_micro_batch_size_per_gpu": 8,
+    }
+    trainer = run(OwnWorkers, compose(task, **settings), worker=ProfiledActor, group_cls=LocalWorkerGroup)
+    assert trainer.global_steps == 2 and trainer.metrics["actor/grad_norm"] > 0
+    assert trainer.config.actor_rollout_ref.actor.optim.total_training_steps == 2
+    assert ("critic/vf_loss" in trainer.metrics) == (estimator == "gae") and "actor/kl_loss" in trainer.metrics
+
+
+def test_a_loop_over_kept_rollouts_reads_what_another_run_drew(task, tmp_path):
+    from my_workflow import Skipping
+
+    from verl.single_controller.local import LocalWorkerGroup
+
+    settings = {"actor_rollout_ref__rollout__skip_dump_dir": tmp_path, "trainer__default_local_dir": tmp_path / "run"}
+    runs = [run(Skipping, compose(task, **settings), group_cls=LocalWorkerGroup) for _ in range(2)]
+    assert runs[0].texts == runs[1].texts and list(tmp_path.rglob("step0-*.safetensors"))
+
+
+def test_a_task_runner_of_a_projects_own_trains_with_its_actor(task, capfd):
+    from my_workflow import MyTaskRunner
+
+    from verl.trainer.main_ppo import run_ppo
+
+    config = compose(task)
+    with open_dict(config):
+        config.my_project.note = "ours"
+    run_ppo(config, task_runner_class=MyTaskRunner)
+    assert "RAN 2 grpo {'x': 2.0}" in capfd.readouterr().out
 
 
 def test_a_wrong_value_in_the_tree_of_a_script_is_refused(task):

@@ -13,6 +13,14 @@ from verl.utils.py_functional import nearest_name
 
 
 @dataclass
+class AgentLoopMetrics:
+    """Seconds of one row: an agent loop may also give a dict of them."""
+
+    generate_sequences: float = 0.0
+    tool_calls: float = 0.0
+
+
+@dataclass
 class AgentLoopOutput:
     """One row's conversation as tokens: the prompt, and all that followed it."""
 
@@ -27,12 +35,15 @@ class AgentLoopOutput:
     """The row's reward, if the loop knows it; then no reward function is asked."""
     num_turns: int = 2
     """Messages of all sides, the prompt counting as one."""
-    metrics: Mapping[str, float] = field(default_factory=dict)
+    metrics: Mapping[str, float] | AgentLoopMetrics = field(default_factory=dict)
     """Seconds by name: ``generate_sequences``, ``tool_calls`` or any other, logged as their spread over the rows."""
     extra_fields: Mapping[str, Any] = field(default_factory=dict)
     """Further columns of the row, one value each."""
+    multi_modal_data: Mapping[str, Any] | None = None
+    """What the policy was shown: the row's own images. That more come in while a loop runs is not built."""
 
     def __post_init__(self):
+        self.metrics = vars(self.metrics) if isinstance(self.metrics, AgentLoopMetrics) else self.metrics
         for name in ("response_mask", "response_logprobs"):
             values = getattr(self, name)
             if values is not None and len(values) != len(self.response_ids):
@@ -42,6 +53,16 @@ class AgentLoopOutput:
                 )
 
 
+class TrainerConfig:
+    """The whole configuration as agent loops are given it: as it is, and as ``config``, where verl's loops look."""
+
+    def __init__(self, config: Any):
+        self.config = config
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self)["config"], name)
+
+
 class AgentLoopBase(ABC):
     """Draws one row. A new object is made for every row, in the driver's event loop.
 
@@ -49,16 +70,25 @@ class AgentLoopBase(ABC):
         trainer_config: the whole configuration.
         server_manager: `AsyncLLMServerManager`, whose `generate` draws tokens.
         tokenizer, processor: the policy's.
-        options: what the loop's entry in ``rollout.agent.agent_loop_config_path`` says besides name and class.
+        kwargs: what the loop's entry in ``rollout.agent.agent_loop_config_path`` says besides name and class.
     """
 
-    def __init__(self, trainer_config: Any, server_manager: Any, tokenizer: Any, processor: Any = None, **options: Any):
-        self.config = trainer_config
+    _class_initialized = False
+
+    def __init__(self, trainer_config: Any, server_manager: Any, tokenizer: Any, processor: Any = None, **kwargs: Any):
+        self.config = trainer_config.config if isinstance(trainer_config, TrainerConfig) else trainer_config
+        self.init_class(self.config, tokenizer, processor, **kwargs)
         self.server_manager = server_manager
         self.tokenizer = tokenizer
         self.processor = processor
-        self.options = options
+        self.options = kwargs
         self.loop = asyncio.get_running_loop()
+
+    @classmethod
+    def init_class(cls, config: Any, tokenizer: Any, processor: Any, **kwargs: Any) -> None:
+        """Prepare what all rows share. Called for every row: one that should act once minds ``_class_initialized``."""
+        if not cls._class_initialized:
+            cls._class_initialized = True
 
     @abstractmethod
     async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput:

@@ -19,9 +19,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from verl.agent_loop.base import AgentLoopOutput, agent_loop, load_agent_loops
+from verl.agent_loop.base import AgentLoopOutput, TrainerConfig, agent_loop, load_agent_loops
 from verl.agent_loop.servers import AsyncLLMServerManager, as_fields
-from verl.agent_loop.to_batch import assemble_outputs, spread
+from verl.agent_loop.to_batch import assemble_outputs, check_images, spread
 from verl.protocol import DataProto
 from verl.single_controller.errors import WorkerGroupError
 from verl.utils.seeding import derive_seed
@@ -43,9 +43,13 @@ class AgentLoopManager:
         worker_group: of the role with the rollout; its models are loaded.
         tokenizer: the policy's; None: loaded.
         processor: the policy's, if it has one.
+        trainer_config: what agent loops are given as the configuration, a script's tree; None: ``config``.
     """
 
-    def __init__(self, config: Any, worker_group: Any, tokenizer: Any = None, processor: Any = None):
+    def __init__(
+        self, config: Any, worker_group: Any, tokenizer: Any = None, processor: Any = None, trainer_config: Any = None
+    ):
+        self.trainer_config = TrainerConfig(config if trainer_config is None else trainer_config)
         self.config, self.worker_group, self.processor = config, worker_group, processor
         self.rollout = rollout = config.actor_rollout_ref.rollout
         model = config.actor_rollout_ref.model
@@ -171,12 +175,13 @@ class AgentLoopManager:
         servers = AsyncLLMServerManager(client or self.client, seed, name=f"{self._batches}.{number}")
         try:
             loop = agent_loop(name)(
-                trainer_config=self.config,
+                trainer_config=self.trainer_config,
                 server_manager=servers,
                 tokenizer=self.tokenizer,
                 processor=self.processor,
             )
             output = await loop.run(as_fields(sampling), **row)
+            check_images(output, row)
         except (RolloutServerError, asyncio.CancelledError):
             raise
         except Exception as error:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -46,6 +47,23 @@ def assemble_outputs(
         batch.put("rm_scores", responses.like(_on_last_tokens(outputs)))
     batch.non_tensor_batch = _object_columns(outputs)
     return batch
+
+
+def check_images(output: AgentLoopOutput, row: Mapping[str, Any]) -> None:
+    """See that a loop has shown the policy no images but those of its row, which the update will see.
+
+    Raises:
+        NotImplementedError: it has.
+    """
+    shown, own = (dict(held or {}) for held in (output.multi_modal_data, row.get("multi_modal_data")))
+    for kind, things in shown.items():
+        known = len(own.get(kind) or ())
+        if len(things or ()) > known:
+            raise NotImplementedError(
+                f"AgentLoopOutput.multi_modal_data has {len(things)} of kind {kind!r}, the row {known}: "
+                "what comes in while a loop runs is not built in this release, the update would not see it. Show the "
+                "row's own images only."
+            )
 
 
 def spread(outputs: Sequence[AgentLoopOutput]) -> dict[str, float]:

@@ -129,7 +129,7 @@ def agg_loss(loss_mat: Tensor, loss_mask: Tensor, loss_agg_mode: str, loss_scale
 
 def agg_rows(row_sums: Tensor, counts: Tensor, loss_agg_mode: str, loss_scale_factor: float) -> Tensor:
     """``agg_loss`` from the sum (B,) and the number of unmasked tokens (B,) of each row."""
-    mode = AGG_MODES.get(loss_agg_mode)
+    mode = AGG_MODES[loss_agg_mode]
     loss = mode.total(row_sums, counts) / mode.weight(counts).clamp(min=1)
     return loss / loss_scale_factor if mode.divides_by_width else loss
 
@@ -140,4 +140,4 @@ def agg_weight(loss_mask: Tensor, loss_agg_mode: str) -> Tensor:
     Over the parts of a batch, sum(weight * loss) / W is the loss of the whole, where W is the weight of the whole:
     the sum of the parts' weights, or 1 for ``seq-mean-token-sum-norm`` and ``token-sum``, whose parts simply add up.
     """
-    return AGG_MODES.get(loss_agg_mode).weight(loss_mask.sum(-1))
+    return AGG_MODES[loss_agg_mode].weight(loss_mask.sum(-1))

@@ -39,7 +39,7 @@ ADV_ESTIMATOR_REGISTRY: Registry[AdvantageFn] = Registry(
     "algorithm.adv_estimator", "@register_adv_est(name)", check_estimator
 )
 register_adv_est = ADV_ESTIMATOR_REGISTRY.register
-get_adv_estimator_fn = ADV_ESTIMATOR_REGISTRY.get
+get_adv_estimator_fn = ADV_ESTIMATOR_REGISTRY.__getitem__
 
 
 class NonFiniteError(ValueError):

@@ -44,7 +44,7 @@ def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
 
     Source: Schulman 2020, http://joschu.net/blog/kl-approx.html; gradients: Tang & Munos 2025 (arXiv:2506.09477).
     """
-    return KL_PENALTIES.get(kl_penalty)(logprob, ref_logprob)
+    return KL_PENALTIES[kl_penalty](logprob, ref_logprob)
 
 
 @KL_PENALTIES.register(

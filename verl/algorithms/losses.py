@@ -42,7 +42,7 @@ class _Aggregation:
 
     def __init__(self, loss_agg_mode: str, response_length: int | None, loss_scale_factor: int | None = None):
         self.mode = loss_agg_mode
-        self.has_constant_divisor = AGG_MODES.get(loss_agg_mode).divides_by_width
+        self.has_constant_divisor = AGG_MODES[loss_agg_mode].divides_by_width
         self.is_sum = loss_agg_mode == "token-sum"
         self.mode_of_mean = "token-mean" if self.is_sum else self.mode
         self.divisor = loss_scale_factor or response_length
@@ -104,7 +104,7 @@ class PPOLoss:
         self.policy_loss = get_policy_loss_fn(config.policy_loss.loss_mode)
         self.want_full_kl = config.use_kl_loss and config.kl_loss_type == "full"
         estimates_kl = config.use_kl_loss and not self.want_full_kl
-        self.kl = KL_PENALTIES.get(config.kl_loss_type) if estimates_kl else None
+        self.kl = KL_PENALTIES[config.kl_loss_type] if estimates_kl else None
         self.want_entropy = config.entropy_coeff != 0
 
         # the only step of a batch has itself as the policy that sampled

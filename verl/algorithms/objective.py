@@ -52,7 +52,7 @@ POLICY_LOSS_REGISTRY: Registry[PolicyLossFn] = Registry(
     "actor_rollout_ref.actor.policy_loss.loss_mode", "@register_policy_loss(name)", check_policy_loss
 )
 register_policy_loss = POLICY_LOSS_REGISTRY.register
-get_policy_loss_fn = POLICY_LOSS_REGISTRY.get
+get_policy_loss_fn = POLICY_LOSS_REGISTRY.__getitem__
 
 
 class Tokens:

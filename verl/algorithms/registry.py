@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Generic, TypeVar
+from typing import TypeVar
+
+from verl.utils.logging_utils import warn_once
 
 T = TypeVar("T")
 
@@ -45,8 +47,14 @@ class About:
         return tuple(re.sub(r"^actor\.", "actor_rollout_ref.actor.", key) for key in found)
 
 
-class Registry(Generic[T]):
-    """Names and what they stand for.
+class UnknownName(ValueError, KeyError):
+    """Nobody registered the name that was asked for."""
+
+    __str__ = Exception.__str__  # KeyError would show the repr of the sentence
+
+
+class Registry(MutableMapping[str, T]):
+    """Names and what they stand for: a dict, in which an item may also be replaced.
 
     Args:
         key: the option a user sets to choose among these, as it appears in errors ("algorithm.adv_estimator").
@@ -68,14 +76,20 @@ class Registry(Generic[T]):
         Args:
             about: what the documentation says of it; several where options make it several things. Yours needs none.
 
+        A name of verl's own is taken over, with a warning: files written before it had that name go on working.
+
         Raises:
-            ValueError: a name is taken by something else.
+            ValueError: a name is taken by something else of the user's.
         """
         rows = (about,) if isinstance(about, About) else tuple(about)
 
         def file(entry: T) -> T:
             for name in map(_plain, names):
-                if name in self._entries and self._entries[name] is not entry:
+                known = self._entries.get(name, entry)
+                if _is_verls(known) and not _is_verls(entry):
+                    warn_once(f"{self.key}: {name!r} is {_place(entry)} from now on, not verl's own.")
+                    self._about.pop(name, None)
+                elif known is not entry:
                     raise ValueError(
                         f"{self.key}: the name {name!r} is already taken by {self._entries[name]!r}. "
                         f"Names are unique; choose another for {entry!r}."
@@ -87,12 +101,12 @@ class Registry(Generic[T]):
 
         return file
 
-    def get(self, name: str | Enum) -> T:
+    def __getitem__(self, name: str | Enum) -> T:
         """What ``name`` stands for: what was registered, or the function of a file.
 
         Raises:
-            ValueError: nobody registered it; the message lists the known names and the nearest one. Or there is no such
-                function in the file.
+            UnknownName: nobody registered it; the message lists the known names and the nearest one.
+            ValueError: there is no such function in the file.
         """
         name = _plain(name)
         if self.check is not None and name not in self._entries and _FILE.search(str(name)):
@@ -101,14 +115,22 @@ class Registry(Generic[T]):
             return load_user_function(self.key, name, self.check)
         if name not in self._entries:
             near = difflib.get_close_matches(str(name), self._entries, n=1)
-            raise ValueError(
+            raise UnknownName(
                 f"{self.key}={name} is not known"
                 + (f"; did you mean {near[0]!r}?" if near else ".")
                 + f" Known: {', '.join(self._entries)}. Add your own with {self.way_out}."
             )
         return self._entries[name]
 
-    __getitem__ = get
+    def __setitem__(self, name: str | Enum, entry: T) -> None:
+        self._entries[_plain(name)] = entry
+        self._about.pop(_plain(name), None)
+
+    def __delitem__(self, name: str | Enum) -> None:
+        if _plain(name) not in self._entries:
+            raise UnknownName(f"{self.key}={_plain(name)} is not known, and cannot be taken out.")
+        del self._entries[_plain(name)]
+        self._about.pop(_plain(name), None)
 
     def __contains__(self, name: object) -> bool:
         return _plain(name) in self._entries
@@ -131,12 +153,16 @@ class Registry(Generic[T]):
                 together.setdefault(id(rows), ([], rows))[0].append(name)
         return {tuple(names): rows for names, rows in together.values()}
 
-    def keys(self) -> list[str]:
-        """The known names, in the order of registration."""
-        return list(self._entries)
-
 
 _FILE = re.compile(r"(\.py|^pkg://.+):[^\W\d]\w*$")
+
+
+def _place(entry: object) -> str:
+    return f"{getattr(entry, '__module__', '')}.{getattr(entry, '__qualname__', entry)}"
+
+
+def _is_verls(entry: object) -> bool:
+    return getattr(entry, "__module__", "").startswith("verl.")
 
 
 def _plain(name: str | Enum) -> str:

@@ -116,7 +116,8 @@ class Config(Mapping):
 
     A field can be set once, by ``__init__``; assigning again raises ``FrozenInstanceError``, as does a name that is
     no field. (Not ``frozen=True``: then no ordinary dataclass could inherit, and users' own sections do.)
-    Names listed in ``_mutable_fields`` of a subclass stay assignable.
+    Names listed in ``_mutable_fields`` of a subclass stay assignable. A section class of a user's may also keep what
+    it derives, in attributes that are no fields and are set once; these and its properties are read as options are.
     """
 
     _target_: ClassVar[str | None] = None
@@ -125,7 +126,7 @@ class Config(Mapping):
     _mutable_fields: ClassVar[frozenset[str] | set[str]] = frozenset()
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name not in self.__dataclass_fields__:
+        if name not in self.__dataclass_fields__ and type(self).__module__.startswith("verl."):
             raise FrozenInstanceError(f"{type(self).__name__} has no option {name!r}{did_you_mean(name, self)}")
         if is_set(self, name) and name not in self._mutable_fields:
             raise FrozenInstanceError(
@@ -142,7 +143,8 @@ class Config(Mapping):
         raise AttributeError(f"{type(self).__name__} has no option {name!r}{did_you_mean(name, self)}")
 
     def __getitem__(self, name: str) -> Any:
-        if name not in self.__dataclass_fields__:
+        is_derived = is_set(self, name) or isinstance(getattr(type(self), name, None), property)
+        if name not in self.__dataclass_fields__ and not (is_derived and not type(self).__module__.startswith("verl.")):
             raise KeyError(name)
         return getattr(self, name)
 

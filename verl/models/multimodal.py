@@ -111,6 +111,57 @@ def vision_positions(
     return positions, ahead.flatten()
 
 
+def get_rope_index(
+    processor: Any,
+    input_ids: Tensor,
+    image_grid_thw: Tensor | None = None,
+    video_grid_thw: Tensor | None = None,
+    second_per_grid_ts: Tensor | None = None,
+    attention_mask: Tensor | None = None,
+) -> Tensor:
+    """Positions (3, L) in time, height and width of one row of a Qwen2-VL or Qwen2.5-VL: for data sets of users.
+
+    The trainer makes such positions itself where the model runs.
+
+    Args:
+        processor: of the model; read are its merge size and its placeholder tokens.
+        input_ids: (L,), with as many placeholders an image as it has features.
+        image_grid_thw, video_grid_thw: (images, 3), patches in time, height and width.
+        second_per_grid_ts: (videos,), seconds between two frames in time; None: frames count.
+        attention_mask: (L,), 1 on real tokens; others get the position 1.
+
+    Source: Wang et al. 2024, Qwen2-VL, section 2.1 (arXiv:2409.12191).
+    """
+    mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+    merge, tokenizer = processor.image_processor.merge_size, processor.tokenizer
+    grids = {
+        tokenizer.convert_tokens_to_ids("<|image_pad|>"): iter([] if image_grid_thw is None else image_grid_thw),
+        tokenizer.convert_tokens_to_ids("<|video_pad|>"): iter([] if video_grid_thw is None else video_grid_thw),
+    }
+    video_pad = tokenizer.convert_tokens_to_ids("<|video_pad|>")
+    seconds = iter([] if second_per_grid_ts is None else torch.as_tensor(second_per_grid_ts).tolist())
+    unknown = 1.0 if "2_5" in type(processor).__name__ else 0.5  # then Qwen2-VL counts frames
+    ids = input_ids[mask.bool()].tolist()
+    parts: list[Tensor] = []
+    start = place = 0
+    while place < len(ids):
+        if ids[place] in grids:
+            t, h, w = (int(size) for size in next(grids[ids[place]]))
+            h, w = h // merge, w // merge
+            step = 2 * next(seconds, unknown) if ids[place] == video_pad else 1  # two positions a second
+            times = (torch.arange(t) * step).long()
+            grid = torch.stack(torch.meshgrid(times, torch.arange(h), torch.arange(w), indexing="ij")).flatten(1)
+        else:
+            end = next((i for i in range(place, len(ids)) if ids[i] in grids), len(ids))
+            grid = torch.arange(end - place).expand(3, -1)
+        parts.append(grid + start)
+        start = int(parts[-1].max()) + 1
+        place += grid.shape[1]
+    positions = torch.ones(3, len(input_ids), dtype=input_ids.dtype, device=input_ids.device)
+    positions[:, mask.bool()] = torch.cat(parts, 1).to(positions)
+    return positions
+
+
 def _packed_positions(model: Any, input_ids: Tensor, inputs: Mapping[str, Tensor], packing: Packing) -> Tensor:
     """(3, 1, T): whole rows by the model's rule; text whose prompt another row runs counts on behind that prompt."""
     device, lengths = input_ids.device, torch.tensor(packing.q_lengths)

@@ -7,7 +7,7 @@ two names mean one tied tensor, and where a wrapper puts its prefix in front. Th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -52,6 +52,11 @@ def checkpoint_tensors(model: Any, named: Iterable[tuple[str, Tensor]]) -> Itera
         held[name] = tensor
     if held:
         yield from revert_weight_conversion(model, held).items()
+
+
+def convert_weight_keys(state_dict: Mapping[str, Tensor], model: Any) -> dict[str, Tensor]:
+    """The full tensors of a model's state dict under the names that checkpoints of its family have on disk."""
+    return dict(checkpoint_tensors(model, state_dict.items()))
 
 
 def remember_conversions(model: Any) -> None:

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from verl.compat import missing
 from verl.preflight.command import run_or_examine
 from verl.utils.garbage import no_collection
 
@@ -17,26 +18,43 @@ if TYPE_CHECKING:
     from verl.config.ppo import PPOConfig
 
 
-def run_ppo(config: PPOConfig | Any, command_line: Sequence[str] | None = None) -> None:
+def run_ppo(config: PPOConfig | Any, task_runner_class: Any = None, command_line: Sequence[str] | None = None) -> None:
     """Train as ``config`` says, in this process as the driver; returns when the run is complete.
 
     An application with an ``@hydra.main`` of its own may pass what hydra gave it.
 
     Args:
+        task_runner_class: a ``TaskRunner`` of the application's, whose ``run(config)`` trains; wrapped by
+            ``ray.remote`` it does so in an actor.
         command_line: the words ``config`` came from, for messages. None: this process's.
     """
     with no_collection():
-        from verl.trainer.ppo.job import PPOJob
+        from verl.trainer.ppo.job import PPOJob, run_task
         from verl.utils.config import to_ppo_config
 
+    if task_runner_class is not None:
+        run_task(task_runner_class, config)
+        return
     PPOJob(to_ppo_config(config), command_line=sys.argv[1:] if command_line is None else command_line).run()
 
 
-def create_rl_dataset(data_paths: Any, data_config: Any, tokenizer: Any, processor: Any, **kwargs: Any) -> Any:
-    """The dataset of the ``data`` section over ``data_paths``; further arguments of later releases have no effect."""
+def create_rl_dataset(
+    data_paths: Any,
+    data_config: Any,
+    tokenizer: Any,
+    processor: Any,
+    is_train: bool = True,
+    max_samples: int = -1,
+) -> Any:
+    """The dataset of the ``data`` section over ``data_paths``.
+
+    Args:
+        is_train: with ``data.datagen`` it grows as training goes on.
+        max_samples: at most so many rows; -1: as many as ``data.train_max_samples`` or ``val_max_samples`` says.
+    """
     from verl.utils.dataset.loader import build_dataset
 
-    return build_dataset(data_config, data_paths, tokenizer, processor)
+    return build_dataset(data_config, data_paths, tokenizer, processor, is_train, max_samples)
 
 
 def create_rl_sampler(data_config: Any, dataset: Any) -> Any:
@@ -51,9 +69,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
     words = list(sys.argv[1:] if arguments is None else arguments)
 
     def run(config: PPOConfig) -> None:
-        run_ppo(config, words)
+        run_ppo(config, command_line=words)
 
     run_or_examine(run, words)
+
+
+def __getattr__(name: str) -> Any:
+    if name == "TaskRunner":
+        from verl.trainer.ppo.job import TaskRunner
+
+        return TaskRunner
+    if name == "get_ppo_ray_runtime_env":
+        from verl.trainer.ppo.utils import get_ppo_ray_runtime_env
+
+        return get_ppo_ray_runtime_env
+    raise missing(__name__, name)
 
 
 if __name__ == "__main__":

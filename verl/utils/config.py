@@ -11,7 +11,14 @@ from verl.config.load import Loaded, check, interpret
 from verl.config.overrides import locate
 from verl.config.ppo import PPOConfig
 
-__all__ = ["adopt_config", "omega_conf_to_dataclass", "to_ppo_config", "typed_config", "validate_config"]
+__all__ = [
+    "adopt_config",
+    "omega_conf_to_dataclass",
+    "to_ppo_config",
+    "typed_config",
+    "typed_section",
+    "validate_config",
+]
 
 
 def omega_conf_to_dataclass(config: Any, dataclass_type: type[Config] | None = None) -> Any:
@@ -98,6 +105,23 @@ def typed_config(config: Any) -> PPOConfig:
     from omegaconf import OmegaConf
 
     return _interpret(OmegaConf.to_container(config, resolve=False))[0].config
+
+
+def typed_section(config: Any, cls: type[Config]) -> Any:
+    """A section as its class ``cls``: one that a script took out of hydra's tree, keys of its own left out.
+
+    Anything but a mapping of OmegaConf's or Python's comes back as it is.
+
+    Raises:
+        ConfigError: with every value that cannot be used.
+    """
+    if isinstance(config, Config) or not (isinstance(config, dict) or hasattr(config, "_metadata")):
+        return config
+    problems: list[Problem] = []
+    typed = build(cls(), _plain(config), "", problems)
+    if wrong := [problem.text for problem in problems if locate(cls, problem.key).kind != "unknown"]:
+        raise ConfigError(wrong)
+    return typed
 
 
 def _interpret(tree: dict) -> tuple[Loaded, list[Problem]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import os
 from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -119,6 +120,12 @@ def get_torch_device() -> ModuleType:
 def get_device_id() -> int:
     """Index of the current device; 0 on CPU."""
     return torch.cuda.current_device() if get_device_name() == "cuda" else 0
+
+
+def auto_set_device(config: Any) -> None:
+    """Set ``trainer.device`` of a tree to "cpu" where torch finds no accelerator; Ascend devices are not supported."""
+    if not is_cuda_available and config.trainer.device != "cpu":
+        config.trainer.device = "cpu"
 
 
 def get_nccl_backend() -> str:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from verl.utils import hdfs_io
+from verl.utils.hdfs_io import copy, exists, makedirs  # noqa: F401  users import them from here too
 
 logger = logging.getLogger(__name__)
 

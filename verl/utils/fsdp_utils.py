@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Iterable
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -20,8 +21,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from verl.utils.device import get_device_id, get_device_name
-from verl.utils.distributed import get_world_size
+from verl.utils.device import get_device_id, get_device_name, get_torch_device
+from verl.utils.distributed import get_rank, get_world_size
 from verl.utils.offload import move_optimizer_state, read, wants_offload
 
 __all__ = [
@@ -36,6 +37,10 @@ __all__ = [
     "fsdp_version",
     "fully_shard",
     "get_fsdp_full_state_dict",
+    "get_fsdp_wrap_policy",
+    "get_init_weight_context_manager",
+    "get_sharding_strategy",
+    "init_fn",
     "load_fsdp_model_to_gpu",
     "load_fsdp_optimizer",
     "move_optimizer_state",
@@ -199,6 +204,57 @@ def fsdp2_clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float) -> Tens
     total = total.full_tensor() if hasattr(total, "full_tensor") else total
     torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
     return total
+
+
+def get_fsdp_wrap_policy(module: nn.Module, config: Any = None, is_lora: bool = False) -> Any:
+    """The ``auto_wrap_policy`` by which torch's FullyShardedDataParallel takes the units of `wrapped_units`.
+
+    None where the model names no layers and ``config`` asks for none.
+
+    Args:
+        config: ``fsdp_config.wrap_policy``, a mapping; ``disable`` in it means None.
+        is_lora: also make a unit of every layer whose only trained weight is its own, as adapters are.
+    """
+    from torch.distributed.fsdp.wrap import CustomPolicy
+
+    if read(config, "disable", False):
+        return None
+    units = {*wrapped_units(module, {"wrap_policy": config or {}})}
+    if is_lora:
+        units |= {
+            layer
+            for layer in module.modules()
+            if not list(layer.children()) and getattr(getattr(layer, "weight", None), "requires_grad", False)
+        }
+    return CustomPolicy(lambda child: child in units) if units else None
+
+
+def get_init_weight_context_manager(use_meta_tensor: bool = True, mesh: DeviceMesh | None = None) -> Any:
+    """A callable whose ``with`` block makes weights on the host, or on the meta device where others fill them.
+
+    Args:
+        use_meta_tensor: only one rank of each group that shards together reads the weights; the others get empty ones.
+        mesh: of sharding; its last dim is such a group. None: all ranks are.
+    """
+    rank = mesh.get_local_rank(mesh.ndim - 1) if mesh is not None else get_rank()
+    return partial(torch.device, "meta" if use_meta_tensor and rank else "cpu")
+
+
+def init_fn(x: nn.Module) -> nn.Module:
+    """Give a module that is still on the meta device memory on the current device: FSDP's ``param_init_fn``."""
+    if any(parameter.is_meta for parameter in x.parameters()):
+        x.to_empty(device=get_torch_device().current_device(), recurse=False)
+    return x
+
+
+def get_sharding_strategy(device_mesh: DeviceMesh) -> Any:
+    """Torch's ShardingStrategy of a mesh of `create_device_mesh`: FULL_SHARD of one dim, HYBRID_SHARD of two."""
+    from torch.distributed.fsdp import ShardingStrategy
+
+    strategies = {1: ShardingStrategy.FULL_SHARD, 2: ShardingStrategy.HYBRID_SHARD}
+    if device_mesh.ndim not in strategies:
+        raise ValueError(f"a mesh of {device_mesh.ndim} dims has no sharding strategy: use one of 1 or 2 dims.")
+    return strategies[device_mesh.ndim]
 
 
 # -- between host and device --------------------------------------------------------------------------------------

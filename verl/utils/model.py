@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from verl.compat import missing
+
 logger = logging.getLogger(__name__)
 
 
@@ -23,21 +25,38 @@ def compute_position_id_with_mask(mask: Tensor) -> Tensor:
     return torch.clip(torch.cumsum(mask, dim=-1) - 1, min=0, max=None)
 
 
-def update_model_config(config: Any, override_config_kwargs: Mapping[str, Any]) -> None:
+def update_model_config(module_config: Any, override_config_kwargs: Mapping[str, Any]) -> None:
     """Set entries of a Hugging Face config in place; nested mappings change nested configs.
 
     A name the config does not have is set too, since remote code may read it, with a warning that names the nearest.
     """
     for name, value in override_config_kwargs.items():
-        inner = getattr(config, name, None)
+        inner = getattr(module_config, name, None)
         if isinstance(value, Mapping) and inner is not None and not isinstance(inner, dict):
             update_model_config(inner, value)
             continue
-        if not hasattr(config, name):
-            near = difflib.get_close_matches(name, [key for key in vars(config) if not key.startswith("_")], 1)
+        if not hasattr(module_config, name):
+            near = difflib.get_close_matches(name, [key for key in vars(module_config) if not key.startswith("_")], 1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
-            logger.warning("override_config.%s is not an entry of %s%s", name, type(config).__name__, hint)
-        setattr(config, name, value)
+            logger.warning("override_config.%s is not an entry of %s%s", name, type(module_config).__name__, hint)
+        setattr(module_config, name, value)
+
+
+def get_generation_config(model: str, trust_remote_code: bool = False) -> Any:
+    """The GenerationConfig in the folder (or under the hub id) ``model``, else that its model config implies.
+
+    None where neither can be read.
+    """
+    from transformers import AutoConfig, GenerationConfig
+
+    try:
+        return GenerationConfig.from_pretrained(model)
+    except OSError:  # there is no generation_config.json
+        try:
+            config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
+        except OSError:
+            return None
+        return GenerationConfig.from_model_config(config)
 
 
 def count_parameters(model: nn.Module) -> int:
@@ -74,3 +93,11 @@ def without_progress_bars() -> Iterator[None]:
     finally:
         if shown:
             hf_logging.enable_progress_bar()
+
+
+def __getattr__(name: str) -> Any:
+    if name == "convert_weight_keys":
+        from verl.models.weight_names import convert_weight_keys
+
+        return convert_weight_keys
+    raise missing(__name__, name)

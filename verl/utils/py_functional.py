@@ -4,15 +4,68 @@ import asyncio
 import difflib
 import functools
 import os
+import signal
 import threading
-from collections.abc import Awaitable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from concurrent.futures import Future, wait
 from typing import Any
 
 
-def append_to_dict(data: dict[str, list], new_data: Mapping[str, Any]) -> None:
-    """Append every value of ``new_data`` to the list of its key in ``data``; missing lists are begun."""
+def append_to_dict(data: dict[str, list], new_data: Mapping[str, Any], prefix: str = "") -> None:
+    """Append every value of ``new_data`` to the list of its key in ``data``; missing lists are begun.
+
+    Args:
+        prefix: put before keys that do not begin with it.
+    """
     for key, value in new_data.items():
-        data.setdefault(key, []).append(value)
+        data.setdefault(key if key.startswith(prefix) else f"{prefix}{key}", []).append(value)
+
+
+def timeout_limit(seconds: float, use_signals: bool = False) -> Callable[[Callable], Callable]:
+    """Decorator: a call that takes longer raises TimeoutError.
+
+    Args:
+        use_signals: interrupt the call with SIGALRM; the main thread only. Else it runs in a thread of its own, which
+            Python cannot end: after the TimeoutError it goes on until it returns.
+    """
+
+    def decorate(function: Callable) -> Callable:
+        @functools.wraps(function)
+        def limited(*args: Any, **kwargs: Any) -> Any:
+            late = TimeoutError(f"{function.__name__} took longer than {seconds} s.")
+            if use_signals:
+                return _with_alarm(lambda: function(*args, **kwargs), seconds, late)
+            answer: Future = Future()
+            work = functools.partial(_answer, answer, functools.partial(function, *args, **kwargs))
+            threading.Thread(target=work, name=f"verl-{function.__name__}", daemon=True).start()
+            done, _ = wait([answer], timeout=seconds)
+            if not done:
+                raise late
+            return answer.result()
+
+        return limited
+
+    return decorate
+
+
+def _answer(answer: Future, work: Callable[[], Any]) -> None:
+    try:
+        answer.set_result(work())
+    except BaseException as error:  # it is raised in the thread that waits
+        answer.set_exception(error)
+
+
+def _with_alarm(work: Callable[[], Any], seconds: float, late: TimeoutError) -> Any:
+    def ring(number: int, frame: Any) -> None:
+        raise late
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        return work()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def union_two_dict(dict1: dict, dict2: Mapping) -> dict:

@@ -6,18 +6,25 @@ and places, not where records come from. A backend's package is imported when th
 
 from __future__ import annotations
 
+import functools
 import importlib
+import inspect
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from verl.utils.logging_utils import warn_once
 
 Record = Mapping[str, Any]
 
 _BACKENDS = {"file": "verl.utils.rollout_trace", "mlflow": "verl.utils.trace_mlflow", "weave": "verl.utils.trace_weave"}
 _INPUTS = ("prompt_ids", "prompt")
 _OUTPUTS = ("response_ids", "response")
+
+
+_IS_OPEN: list[bool] = []  # not empty once this process has opened a trace
 
 
 class Trace:
@@ -66,7 +73,39 @@ def open_trace(backend: str, project_name: str, experiment_name: str, folder: st
             f"({error}). Install it with `pip install 'verl[{backend}]'` (or `pip install {backend}`), or use "
             f"backend=file, which needs nothing."
         ) from error
+    _IS_OPEN.append(True)
     return getattr(module, f"{backend.capitalize()}Trace")(project_name, experiment_name, folder)
+
+
+def rollout_trace_op(func: Callable) -> Callable:
+    """Decorator of verl's, for functions and methods of agent loops; calls go through as they are.
+
+    What ``rollout.trace.backend`` records are whole samples (`open_trace`). Of a single call nothing is recorded; the
+    first such call in a process that has a trace open says so.
+    """
+
+    def note() -> None:
+        if _IS_OPEN:
+            warn_once(
+                f"rollout_trace_op has no effect on {func.__qualname__}: rollout.trace.backend records samples, not "
+                "calls. Return what you want to see in AgentLoopOutput.extra_fields."
+            )
+
+    if inspect.iscoroutinefunction(func):
+
+        @functools.wraps(func)
+        async def call_async(*args: Any, **kwargs: Any) -> Any:
+            note()
+            return await func(*args, **kwargs)
+
+        return call_async
+
+    @functools.wraps(func)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        note()
+        return func(*args, **kwargs)
+
+    return call
 
 
 def inputs_and_outputs(record: Record) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:

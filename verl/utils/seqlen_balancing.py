@@ -208,6 +208,7 @@ def rearrange_micro_batches(
     num_batches_divided_by: int | None = None,
     same_micro_num_in_dp: bool = True,
     min_num_micro_batch: int | None = None,
+    use_dynamic_bsz_balance: bool = True,
 ) -> tuple[list[Any], list[list[int]]]:
     """Cut a padded batch into micro-batches of about equal real tokens, each under ``max_token_len``.
 
@@ -217,6 +218,7 @@ def rearrange_micro_batches(
         dp_group: with ``same_micro_num_in_dp``, every rank of it makes the same number of micro-batches.
         num_batches_divided_by: make the number a multiple of this.
         min_num_micro_batch: make at least so many.
+        use_dynamic_bsz_balance: those with most work first, counted as the square of lengths.
 
     Returns:
         The micro-batches, and the row numbers of each.
@@ -240,6 +242,8 @@ def rearrange_micro_batches(
     if number > len(lengths):
         raise ValueError(f"{len(lengths)} rows cannot make {number} micro-batches: lower num_batches_divided_by")
     parts = get_seqlen_balanced_partitions(lengths, number, equal_size=False)
+    if use_dynamic_bsz_balance:
+        parts.sort(key=lambda part: -sum(lengths[row] ** 2 for row in part))
     return [batch[torch.tensor(part)] for part in parts], parts
 
 

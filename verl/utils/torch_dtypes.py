@@ -39,6 +39,16 @@ class PrecisionType:
         return _NAMES[dtype][0]
 
     @staticmethod
+    def supported_type(precision: str | int | torch.dtype) -> bool:
+        """Whether ``to_dtype`` understands it."""
+        return precision in _NAMES or str(precision).removeprefix("torch.").lower() in PrecisionType.supported_types()
+
+    @staticmethod
+    def supported_types() -> list[str]:
+        """Every name ``to_dtype`` understands."""
+        return [name for names in _NAMES.values() for name in names]
+
+    @staticmethod
     def is_fp16(precision: str | int | torch.dtype) -> bool:
         return PrecisionType.to_dtype(precision) is torch.float16
 

@@ -1,13 +1,15 @@
 """Small functions on tensors: masked statistics, log-probs of tokens, padding, learning-rate schedules.
 
-Imports torch only. What an engine uses to get log-probs without full logits is in ``verl/models/token_outputs.py``.
+Imports torch and leaves only. What an engine uses to get log-probs without full logits is in
+``verl/models/token_outputs.py``.
 Letters: B rows, L length, V vocabulary.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,6 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
+
+from verl.utils.device import get_device_name, get_torch_device
 
 ROWS_PER_CHUNK = 1024
 """Rows of logits turned to float32 at a time: bounds the extra memory to 1024 x V x 4 bytes."""
@@ -250,6 +254,18 @@ def distributed_masked_mean(local_tensor: Tensor, local_mask: Tensor) -> Tensor:
     both = torch.stack([masked_sum(local_tensor, local_mask), local_mask.sum().to(local_tensor.dtype)])
     dist.all_reduce(both)
     return both[0] / both[1]
+
+
+@contextmanager
+def check_device_is_available() -> Iterator[None]:
+    """Within the block modules may be imported that want the device at once.
+
+    Raises:
+        RuntimeError: torch cannot use it.
+    """
+    if not get_torch_device().is_available():
+        raise RuntimeError(f"torch cannot use the device {get_device_name()!r}. Look at its driver, or use the CPU.")
+    yield
 
 
 # ------------------------------------------------------------------------------------------ learning-rate schedules

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, TextIO
 from urllib.parse import urlparse
 
+from verl.compat import NotBuilt
 from verl.utils.logging_utils import get_logger, warn_once
 
 logger = get_logger(__name__)
@@ -166,6 +167,7 @@ class ValidationGenerationsLogger:
         self, project_name: str | None = None, experiment_name: str | None = None, tracking: Tracking | None = None
     ) -> None:
         self.tracking = tracking
+        self.project_name, self.experiment_name = project_name or "verl", experiment_name or "run"
 
     def log(self, loggers: str | Sequence[str], samples: Sequence[Sequence[Any]], step: int) -> None:
         """Show ``samples``, each (input, output, score), in the backends named by ``loggers``."""
@@ -177,6 +179,24 @@ class ValidationGenerationsLogger:
                 _log_wandb_table(_import_for("wandb", "wandb", "wandb"), self, samples, step)
             elif name == "console":
                 _print_generations(samples, step)
+
+    def log_generations_to_wandb(self, samples: Sequence[Sequence[Any]], step: int, wandb: Any = None) -> None:
+        """Add the samples to a table of W&B's running run."""
+        _log_wandb_table(wandb or _import_for("wandb", "wandb", "wandb"), self, samples, step)
+
+    def log_generations_to_tensorboard(self, samples: Sequence[Sequence[Any]], step: int) -> None:
+        """Show the samples in the event files of ``TENSORBOARD_DIR``, or of this object's project and experiment."""
+        if not hasattr(self, "tensorboard"):
+            self.tensorboard = TensorboardBackend(self.project_name, self.experiment_name, {})
+        self.tensorboard.log_generations(samples, step)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("log_generations_to_"):
+            raise NotBuilt(
+                f"ValidationGenerationsLogger.{name} asks for a logger: that is not built. Use one of "
+                f"{', '.join(known_backends())}, or add yours with verl.utils.tracking.register_backend."
+            )
+        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
 
 
 # -- backends ---------------------------------------------------------------------------------------------------------

@@ -76,3 +76,99 @@ def gather_uneven(x: Tensor, counts: Sequence[int], group: Group) -> Tensor:
         counts: of all ranks.
     """
     return _GatherUneven.apply(x, counts, group)
+
+
+# -- as user code calls them: the group is set once, and there may be a batch dim in front ----------------------------
+
+_group: Group = None
+
+
+def set_ulysses_sequence_parallel_group(group: Group) -> None:
+    """The group the functions below work in; None: sequences are not shared."""
+    global _group
+    _group = group
+
+
+def get_ulysses_sequence_parallel_group() -> Group:
+    """What was set last, or None."""
+    return _group
+
+
+def get_ulysses_sequence_parallel_world_size(group: Group = None) -> int:
+    """Ranks that share a sequence; 1 without a group."""
+    group = group or _group
+    return dist.get_world_size(group) if group else 1
+
+
+def get_ulysses_sequence_parallel_rank(group: Group = None) -> int:
+    """Number of this rank among them."""
+    group = group or _group
+    return dist.get_rank(group) if group else 0
+
+
+class _Gather(torch.autograd.Function):
+    """Equal parts of all ranks behind one another; backward gives each rank its part, times ``scale``."""
+
+    @staticmethod
+    def forward(ctx, x, dim, scale, group):
+        ctx.dim, ctx.scale, ctx.group = dim, scale, group
+        parts = [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(parts, x.contiguous(), group=group)
+        return torch.cat(parts, dim)
+
+    @staticmethod
+    def backward(ctx, grad):
+        part = grad.chunk(dist.get_world_size(ctx.group), ctx.dim)[dist.get_rank(ctx.group)]
+        return part * ctx.scale, None, None, None
+
+
+def ulysses_pad(
+    input_ids_rmpad: Tensor, position_ids_rmpad: Tensor | None = None, sp_size: int = 1, pad_value: int = 0
+) -> tuple[Tensor, Tensor | None, int]:
+    """Pad packed (1, T) ids and (..., 1, T) positions on the right to a multiple of ``sp_size``; and by how much.
+
+    The padding counts as a row of its own: its positions begin at 0.
+    """
+    missing = -input_ids_rmpad.shape[-1] % sp_size
+    ids = torch.nn.functional.pad(input_ids_rmpad, (0, missing), value=pad_value)
+    if position_ids_rmpad is not None and missing:
+        row = torch.arange(missing, device=ids.device).expand(*position_ids_rmpad.shape[:-1], missing)
+        position_ids_rmpad = torch.cat([position_ids_rmpad, row.to(position_ids_rmpad.dtype)], -1)
+    return ids, position_ids_rmpad, missing
+
+
+def ulysses_pad_and_slice_inputs(
+    input_ids_rmpad: Tensor, position_ids_rmpad: Tensor | None = None, sp_size: int = 1
+) -> tuple[Tensor, Tensor | None, int]:
+    """`ulysses_pad`, and of the ids this rank's slice; positions stay whole, as attention sees all tokens."""
+    ids, positions, missing = ulysses_pad(input_ids_rmpad, position_ids_rmpad, sp_size)
+    return slice_input_tensor(ids, dim=1, padding=False), positions, missing
+
+
+def slice_input_tensor(x: Tensor, dim: int, padding: bool = True, group: Group = None) -> Tensor:
+    """This rank's equal part of ``x`` along ``dim``, which is padded with zeros first if need be."""
+    ranks = get_ulysses_sequence_parallel_world_size(group)
+    if missing := -x.shape[dim] % ranks if padding else 0:
+        x = torch.cat([x, x.new_zeros(*x.shape[:dim], missing, *x.shape[dim:][1:])], dim)
+    return x.chunk(ranks, dim)[get_ulysses_sequence_parallel_rank(group)].contiguous()
+
+
+def gather_outputs_and_unpad(
+    x: Tensor,
+    gather_dim: int,
+    unpad_dim: int | None = None,
+    padding_size: int = 0,
+    grad_scaler: bool = True,
+    group: Group = None,
+) -> Tensor:
+    """The parts of all ranks along ``gather_dim``, without the last ``padding_size`` along ``unpad_dim``.
+
+    Args:
+        grad_scaler: multiply gradients by the number of ranks, for losses that are averaged over them afterwards.
+        group: None: the one that was set; without one ``x`` comes back as it is.
+    """
+    group = group or _group
+    if group is None:
+        return x
+    x = _Gather.apply(x, gather_dim, dist.get_world_size(group) if grad_scaler else 1, group)
+    return x if unpad_dim is None else x.narrow(unpad_dim, 0, x.shape[unpad_dim] - padding_size)

@@ -18,7 +18,9 @@ import numpy as np
 import torch
 
 from verl.config.actor import ActorConfig, RefConfig
+from verl.config.base import Config
 from verl.config.critic import CriticConfig
+from verl.config.ppo import ActorRolloutRefConfig
 from verl.config.reward import RewardModelConfig
 from verl.config.watch import READ
 from verl.models.loader import ModelSpec
@@ -26,6 +28,8 @@ from verl.protocol import DataProto
 from verl.single_controller.base import Worker
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.utils.checkpoint.checkpoint_manager import CheckpointManager
+from verl.utils.config import typed_section
+from verl.utils.device import get_device_name
 from verl.utils.distributed import ensure_process_group
 from verl.utils.flops_counter import FlopsCounter, get_device_flops
 from verl.utils.import_utils import import_users_modules
@@ -39,31 +43,36 @@ class EngineWorker(Worker):
     """One rank of the roles it plays.
 
     Args:
-        config: the section of its role (``actor_rollout_ref``, ``critic`` or ``reward_model``).
+        config: the section of its role (``actor_rollout_ref``, ``critic`` or ``reward_model``), typed or as hydra gives
+            it.
         role: which parts to play, a name containing ``actor``, ``rollout``, ``ref``, ``critic`` or ``rm``.
-        device: ``cpu`` or ``cuda``.
+        device: ``cpu`` or ``cuda``; None: ``cuda`` where this process has one.
         seed: the run's seed; every rank starts from it.
         total_training_steps: length of the learning-rate schedule, in calls of ``update_*``.
         response_length: tokens; the constant some losses divide by.
         timeout_s: seconds a collective may wait for a rank.
         tokenizer_path: where the policy's tokenizer is, if not beside its model.
+        profile_option: accepted for scripts that pass it; has no effect.
     """
+
+    role = ""
 
     def __init__(
         self,
         config: Any,
-        role: str,
-        device: str = "cpu",
+        role: str | None = None,
+        device: str | None = None,
         seed: int = 1,
         total_training_steps: int = -1,
         response_length: int | None = None,
         timeout_s: float = 600.0,
         tokenizer_path: str | None = None,
+        profile_option: Any = None,
     ) -> None:
         super().__init__()
-        self.config = config
-        self.role = role
-        self.device = device
+        self.role = role or self.role
+        self.config = typed_section(config, section_of_role(self.role))
+        self.device = device or get_device_name()
         self.seed = seed
         self.total_training_steps = total_training_steps
         self.response_length = response_length
@@ -163,6 +172,20 @@ class EngineWorker(Worker):
             load_contents=contents.load_contents,
             in_background=contents.async_save,
         )
+
+
+def section_of_role(role: str) -> type[Config]:
+    """The class of the section that workers of a role are given.
+
+    Raises:
+        ValueError: the role has none.
+    """
+    for part, cls in (("critic", CriticConfig), ("rm", RewardModelConfig), ("reward", RewardModelConfig)):
+        if part in role:
+            return cls
+    if not any(part in role for part in ("actor", "rollout", "ref")):
+        raise ValueError(f"role={role!r} names nothing a worker does: put actor, rollout, ref, critic or rm into it.")
+    return ActorRolloutRefConfig
 
 
 class MetricBag:

@@ -112,6 +112,8 @@ class RewardRole:
 class RewardModelWorker(RewardRole, EngineWorker):
     """The reward model."""
 
+    role = "rm"
+
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         """Load the reward model; call once."""

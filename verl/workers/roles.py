@@ -529,6 +529,8 @@ class ActorRolloutRefWorker(PolicyRole, RolloutRole, ReferenceRole, EngineWorker
 class CriticWorker(ValueRole, EngineWorker):
     """The critic."""
 
+    role = "critic"
+
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         """Load the critic; call once."""

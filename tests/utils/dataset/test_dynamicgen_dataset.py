@@ -2,9 +2,9 @@ import itertools
 
 import pytest
 import torch
+from verl.experimental.dynamic_dataset.dynamicgen_dataset import AbstractDataGenerator
 
 from tests.utils.dataset.files import prompt_row, write_numbered
-from verl.experimental.dynamic_dataset.dynamicgen_dataset import AbstractDataGenerator
 from verl.utils.dataset.loader import build_dataset, build_train_loader
 from verl.utils.dataset.rl_dataset import DataError
 

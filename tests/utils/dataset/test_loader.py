@@ -2,9 +2,9 @@ import itertools
 
 import pytest
 import torch
+from verl.experimental.dataset.sampler import AbstractCurriculumSampler, AbstractSampler
 
 from tests.utils.dataset.files import prompt_row, write, write_numbered
-from verl.experimental.dataset.sampler import AbstractCurriculumSampler, AbstractSampler
 from verl.utils.dataset.loader import build_dataset, build_sampler, build_train_loader, build_val_loader
 from verl.utils.dataset.rl_dataset import DataError, RLHFDataset
 

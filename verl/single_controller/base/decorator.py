@@ -61,8 +61,20 @@ class DynamicEnum(metaclass=_DynamicEnumMeta):
         key = name.upper()
         if key in cls._members:
             raise ValueError(f"{cls.__name__}.{key} is already registered: choose another name.")
-        cls._members[key] = cls(key, len(cls._members))
+        cls._members[key] = cls(key, 1 + max((member.value for member in cls._members.values()), default=-1))
         return cls._members[key]
+
+    @classmethod
+    def from_name(cls, name: str) -> "DynamicEnum | None":
+        """The member of this name in any case; None if there is none."""
+        return cls._members.get(name.upper())
+
+    @classmethod
+    def remove(cls, name: str) -> "DynamicEnum":
+        """Take a member out; KeyError if there is none."""
+        member = cls[name.upper()]
+        del cls._members[name.upper()]
+        return member
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}.{self.name}"

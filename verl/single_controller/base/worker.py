@@ -90,6 +90,46 @@ class Worker:
         return func(*args, **kwargs)
 
 
+class DistProfilerExtension:
+    """Base of workers whose driver switches their profiler on and off.
+
+    Args:
+        profiler: a ``verl.utils.profiler.DistProfiler``.
+    """
+
+    def __init__(self, profiler: Any):
+        self.profiler = profiler
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def start_profile(self, **kwargs: Any) -> None:
+        """Begin to record."""
+        self.profiler.start(**kwargs)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def stop_profile(self) -> None:
+        """End what ``start_profile`` began."""
+        self.profiler.stop()
+
+
+class FusedWorker(Worker):
+    """Several roles as one worker; subclasses name them in ``fused_classes``, role name -> class with arguments."""
+
+    fused_classes: Mapping[str, Callable[[], Any]] = {}
+
+    def __init__(self):
+        super().__init__()
+        self.fused_worker_dict = {role: build() for role, build in self.fused_classes.items()}
+        for role, worker in self.fused_worker_dict.items():
+            setattr(self, role, worker)
+            if isinstance(worker, Worker):
+                worker.fused_worker_dict = self.fused_worker_dict
+
+    def _fuw_execute(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
+        """Run ``<role>_fwmn_<method>``, as verl spells a method of a role."""
+        role, _, method = method_name.partition("_fwmn_")
+        return getattr(self.fused_worker_dict[role], method)(*args, **kwargs)
+
+
 class WorkerHost:
     """The roles of one process, by name. Every call names a role and a method."""
 
@@ -106,7 +146,9 @@ class WorkerHost:
         self._place = (int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
         for role, build in roles.items():
             self._workers[role] = worker = self._guarded(role, "__init__", build, (), {})
-            if isinstance(worker, Worker):
+            if isinstance(worker, FusedWorker):
+                self._workers.update(worker.fused_worker_dict)
+            elif isinstance(worker, Worker):
                 worker.fused_worker_dict = self._workers
         return os.getpid()
 

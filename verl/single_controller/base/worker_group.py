@@ -26,7 +26,7 @@ from verl.single_controller.base.rows import (
     plan_shares,
     restore_rows,
 )
-from verl.single_controller.base.worker import PLACES
+from verl.single_controller.base.worker import PLACES, FusedWorker
 from verl.single_controller.errors import WorkerGroupError, WorkerGroupStopped
 
 
@@ -102,6 +102,16 @@ class ColocatedClasses:
 def create_colocated_worker_cls(class_dict: Mapping[str, ClassWithInitArgs]) -> ColocatedClasses:
     """Put several roles, name -> class with arguments, into the processes of one group."""
     return ColocatedClasses(class_dict)
+
+
+def create_colocated_worker_raw_cls(class_dict: Mapping[str, ClassWithInitArgs]) -> type[FusedWorker]:
+    """A worker class whose instances hold several roles, name -> class with arguments, to be subclassed.
+
+    A subclass reaches them as ``self.<name>`` and may have methods of its own. A group of it calls its own methods, and
+    after ``fuse(names)`` those of each role: ``group.<name>.<method>()``.
+    """
+    name = "_".join(["FusedWorker", *(classes.cls.__name__ for classes in class_dict.values())])
+    return type(name, (FusedWorker,), {"fused_classes": dict(class_dict)})
 
 
 class Request(NamedTuple):
@@ -256,9 +266,9 @@ class WorkerGroup(ABC):
 
     def spawn(self, prefix_set: Iterable[str]) -> dict[str, "WorkerGroup"]:
         """A view for each named role, on the same processes."""
-        unknown = sorted(set(prefix_set) - set(self._roles))
-        if unknown:
-            raise ValueError(f"spawn: roles {unknown} are not in this group; it holds {sorted(self._roles)}.")
+        known = self._roles | self._fused_roles()
+        if unknown := sorted(set(prefix_set) - set(known)):
+            raise ValueError(f"spawn: roles {unknown} are not in this group; it holds {sorted(known)}.")
         return {role: self._view(role) for role in prefix_set}
 
     spawn_fused = spawn
@@ -275,8 +285,16 @@ class WorkerGroup(ABC):
     def _view(self, role: str) -> "WorkerGroup":
         view = object.__new__(type(self))
         view.resource_pool, view.name_prefix, view.device_name = self.resource_pool, self.name_prefix, self.device_name
-        view._adopt(self._hosts, {role: self._roles[role]}, self.timeout)
+        view._adopt(self._hosts, {role: (self._roles | self._fused_roles())[role]}, self.timeout)
         return view
+
+    def _fused_roles(self) -> dict[str, ClassWithInitArgs]:
+        """The roles inside the workers of `create_colocated_worker_raw_cls`."""
+        return {
+            role: classes
+            for of_group in self._roles.values()
+            for role, classes in getattr(of_group.cls, "fused_classes", {}).items()
+        }
 
     # Calls by name ----------------------------------------------------------------------------------------------------
 

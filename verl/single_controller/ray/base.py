@@ -35,6 +35,7 @@ from verl.single_controller.base.worker_group import (
     ResourcePool,
     WorkerGroup,
     create_colocated_worker_cls,
+    create_colocated_worker_raw_cls,  # noqa: F401  its public address
 )
 from verl.single_controller.channel import INLINE_BYTES, Arena, Envelope, Parcels, Peer
 from verl.single_controller.errors import WorkerDied, WorkerError, WorkerGroupError, WorkerTimeout
@@ -54,7 +55,6 @@ _DEATH_GRACE_S = 1.0
 """Seconds to look for a dead rank when another one raised: the loss of a peer is the cause, its error the echo."""
 
 create_colocated_worker_cls_fused = create_colocated_worker_cls
-create_colocated_worker_raw_cls = create_colocated_worker_cls
 
 
 class RayClassWithInitArgs(ClassWithInitArgs):
@@ -148,6 +148,10 @@ class RayWorkerGroup(WorkerGroup):
     @property
     def master_port(self) -> str:
         return str(self._hosts.master[1])
+
+
+NVMegatronRayWorkerGroup = MegatronRayWorkerGroup = RayWorkerGroup
+"""Names of the worker groups for Megatron. Meshes made them needless: any group splits along dp."""
 
 
 class _ActorMaker:

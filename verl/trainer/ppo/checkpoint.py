@@ -24,9 +24,10 @@ import torch
 from verl.config.sources import CONFIG_FILE
 from verl.protocol import DataProto
 from verl.trainer.ppo.rows_file import load_rows, save_rows
+from verl.utils.checkpoint import checkpoint_manager
+from verl.utils.checkpoint.checkpoint_manager import TRACKER
 from verl.utils.checkpoint.rank_files import way_back
 
-TRACKER = "latest_checkpointed_iteration.txt"
 AHEAD = "ahead.safetensors"
 
 
@@ -47,22 +48,8 @@ def step_of(folder: str | Path) -> int:
 
 def find_latest_ckpt_path(root: str | Path) -> Path | None:
     """The folder of the newest complete checkpoint under ``root``, or None when there is none."""
-    tracker = Path(root).expanduser() / TRACKER
-    if not tracker.exists():
-        return None
-    text = tracker.read_text().strip()
-    if not text.isdigit():
-        raise ValueError(
-            f"{tracker} holds {text!r}, not a step number. Correct it, or pass trainer.resume_mode=resume_path "
-            f"trainer.resume_from_path=<folder>."
-        )
-    folder = step_folder(root, int(text))
-    if not folder.exists():
-        raise FileNotFoundError(
-            f"{tracker} names step {text}, but {folder} does not exist. Pass trainer.resume_mode=resume_path with "
-            f"trainer.resume_from_path, or trainer.resume_mode=disable to start anew."
-        )
-    return folder
+    folder = checkpoint_manager.find_latest_ckpt_path(root)
+    return None if folder is None else Path(folder)
 
 
 def folder_to_resume(config: Any) -> Path | None:

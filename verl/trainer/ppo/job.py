@@ -10,6 +10,7 @@ import gc
 import logging
 import os
 import signal
+import sys
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -17,13 +18,16 @@ from typing import Any
 from verl.algorithms.advantage import get_adv_estimator_fn
 from verl.algorithms.policy_loss import get_policy_loss_fn
 from verl.preflight.checks import refuse
+from verl.single_controller import get_controller
 from verl.trainer.ppo.data_sources import check_data_sources
 from verl.trainer.ppo.one_step_off import OneStepOffTrainer
-from verl.trainer.ppo.placement import default_pools, default_roles
+from verl.trainer.ppo.placement import GLOBAL_POOL, ResourcePoolManager, default_pools, default_roles
 from verl.trainer.ppo.plan import run_plan
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl.trainer.ppo.reward import load_reward_manager, start_reward_functions, try_reward_function
 from verl.trainer.ppo.reward_model import check_reward_model
+from verl.trainer.ppo.utils import Role
+from verl.utils.config import adopt_config, typed_config
 from verl.utils.distributed import destroy_global_process_group
 from verl.utils.ending import Terminated
 from verl.utils.fs import copy_to_local
@@ -43,6 +47,11 @@ class PPOJob:
     def __init__(self, config: Any, command_line: Sequence[str] = ()) -> None:
         self.config = config
         self.command_line = command_line
+        self.script_config: Any = None
+        """The tree of a script, which may hold keys of its own; None: there is none."""
+        self.roles: dict[Role, Any] | None = None
+        self.pools: ResourcePoolManager | None = None
+        """Who runs where; None: as ``config`` says."""
 
     def run(self) -> RayPPOTrainer:
         """Prepare, train, and say what came of it; worker processes never outlive this call."""
@@ -125,19 +134,108 @@ class PPOJob:
         processor = hf_processor(path, **reading)
         if config.reward_model.enable:
             check_reward_model(config, tokenizer)
-        roles = default_roles(config)
+        roles = self.roles or default_roles(config)
         trainer_cls = self.trainer_cls
         if trainer_cls is RayPPOTrainer and config.actor_rollout_ref.rollout.async_ratio:
             trainer_cls = OneStepOffTrainer
         return trainer_cls(
-            config,
+            config if self.script_config is None else self.script_config,
             tokenizer,
             role_worker_mapping=roles,
-            resource_pool_manager=default_pools(config, roles),
+            resource_pool_manager=self.pools or default_pools(config, roles),
             processor=processor,
             reward_fn=load_reward_manager(config, tokenizer, num_examine=0),
             val_reward_fn=load_reward_manager(config, tokenizer, num_examine=1),
         )
+
+
+class TaskRunner:
+    """The driver of a run as applications of verl know it, to be changed by overriding ``run`` or what it calls.
+
+    ``run(config)`` runs here; ``TaskRunner.remote()``, or a subclass wrapped by ``ray.remote``, is an actor that does.
+
+    Attributes:
+        role_worker_mapping: role -> worker class, filled by the ``add_*`` methods.
+        mapping: role -> pool of devices.
+    """
+
+    def __init__(self) -> None:
+        self.role_worker_mapping: dict[Role, Any] = {}
+        self.mapping: dict[Role, str] = {}
+
+    @classmethod
+    def remote(cls, *args: Any, **kwargs: Any) -> Any:
+        """An actor of Ray's that runs the task."""
+        return cls.options(num_cpus=1).remote(*args, **kwargs)
+
+    @classmethod
+    def options(cls, **options: Any) -> Any:
+        """The same with options of Ray's."""
+        import ray  # the local controller does without
+
+        return ray.remote(cls).options(**options)
+
+    def run(self, config: Any) -> None:
+        """Train as ``config`` says, with the roles that the methods below add."""
+        config = adopt_config(config)
+        roles = default_roles(config)
+        actor_cls = None
+        if Role.ActorRollout in roles:
+            actor_cls, _ = self.add_actor_rollout_worker(config)
+        self.add_critic_worker(config)
+        self.add_reward_model_worker(config)
+        self.add_ref_policy_worker(config, actor_cls)
+        job = PPOJob(typed_config(config), sys.argv[1:])
+        job.script_config = config
+        job.roles = {role: self.role_worker_mapping.get(role, cls) for role, cls in roles.items()}
+        job.pools = self.init_resource_pool_mgr(config)
+        job.run()
+
+    def add_actor_rollout_worker(self, config: Any) -> tuple[type, Any]:
+        """The class of the policy and its rollout, and the class of its group; None: that of ``trainer.controller``."""
+        cls = default_roles(config)[Role.ActorRollout]
+        return self._add(Role.ActorRollout, cls), None
+
+    def add_critic_worker(self, config: Any) -> None:
+        """Add the critic, if one takes part."""
+        self._add(Role.Critic, default_roles(config).get(Role.Critic))
+
+    def add_reward_model_worker(self, config: Any) -> None:
+        """Add the reward model, if one takes part."""
+        self._add(Role.RewardModel, default_roles(config).get(Role.RewardModel))
+
+    def add_ref_policy_worker(self, config: Any, ref_policy_cls: Any) -> None:
+        """Add the reference, if one takes part and the actor does not stand for it."""
+        if Role.RefPolicy in default_roles(config):
+            self._add(Role.RefPolicy, ref_policy_cls or default_roles(config)[Role.RefPolicy])
+
+    def init_resource_pool_mgr(self, config: Any) -> ResourcePoolManager:
+        """The pools, and the pool of every role."""
+        pools = default_pools(config, default_roles(config))
+        pools.mapping.update(self.mapping)
+        return pools
+
+    def _add(self, role: Role, cls: Any) -> Any:
+        if cls is not None:
+            self.role_worker_mapping[role] = cls
+            self.mapping.setdefault(role, GLOBAL_POOL)
+        return cls
+
+
+def run_task(task_runner_class: Any, config: Any) -> None:
+    """Have ``task_runner_class`` train as ``config`` says: in an actor if ``ray.remote`` wraps it, else here."""
+    if not hasattr(task_runner_class, "__ray_actor_class__"):
+        task_runner_class().run(config)
+        return
+    import ray
+
+    options = typed_config(adopt_config(config)).ray_init
+    controller = get_controller("ray")
+    controller.start(options, worker_environment(options))
+    try:
+        ray.get(task_runner_class.remote().run.remote(config))
+    finally:
+        controller.stop()
 
 
 def worker_environment(ray_init: Any) -> dict[str, Any]:

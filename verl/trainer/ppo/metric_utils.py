@@ -104,6 +104,13 @@ def compute_throughout_metrics(batch: DataProto, timing_raw: Mapping[str, float]
     }
 
 
+def _compute_response_info(batch: DataProto) -> dict[str, Tensor]:
+    """``response_mask`` (B, R), and float32 ``prompt_length`` and ``response_length`` (B,): verl's, for its recipes."""
+    (response, width), (prompt, _) = _lengths(batch)
+    mask = batch.column("attention_mask")[:, -int(width) :]
+    return {"response_mask": mask, "prompt_length": prompt.float(), "response_length": response.float()}
+
+
 def _spread(name: str, values: Tensor) -> dict[str, float]:
     """mean, max and min; of no values there are none."""
     if values.numel() == 0:
@@ -180,7 +187,7 @@ def calc_maj_val(data: Sequence[Mapping[str, Any]], vote_key: str, val_key: str)
 
 def process_validation_metrics(
     data_sources: Sequence[str],
-    sample_inputs: Sequence[Any],
+    sample_uids: Sequence[Any],
     infos_dict: Mapping[str, Sequence[Any]],
     seed: int = 42,
 ) -> dict[str, dict[str, dict[str, float]]]:
@@ -191,7 +198,7 @@ def process_validation_metrics(
 
     Args:
         data_sources: one for each sample.
-        sample_inputs: what samples of the same prompt share: its text or its uid.
+        sample_uids: what samples of the same prompt share: its text or its uid.
         infos_dict: variable -> one value for each sample. A variable that is not a number for every sample of a data
             source gives no metrics there.
         seed: of the bootstrap.
@@ -200,7 +207,7 @@ def process_validation_metrics(
         data source -> variable -> metric -> value.
     """
     rows_of: dict[str, dict[Any, list[int]]] = defaultdict(lambda: defaultdict(list))
-    for i, (source, prompt) in enumerate(zip(data_sources, sample_inputs, strict=True)):
+    for i, (source, prompt) in enumerate(zip(data_sources, sample_uids, strict=True)):
         rows_of[source][prompt].append(i)
     columns = {name: _numbers(values) for name, values in infos_dict.items()}
     preds = infos_dict.get("pred")

@@ -11,7 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from verl.single_controller import get_controller
 from verl.trainer.ppo.utils import Role, need_critic, need_reference_policy, need_reward_model, ref_in_actor
+from verl.utils.config import typed_config
 
 GLOBAL_POOL = "global_pool"
 ROLLOUT_POOL = "rollout_pool"
@@ -29,9 +31,12 @@ class ResourcePoolManager:
     resource_pool_spec: dict[str, list[int]]
     mapping: dict[Role, str]
     resource_pool_dict: dict[str, Any] = field(default_factory=dict)
+    controller: Any = None
+    """What makes the pools; the trainer sets its own. None: Ray."""
 
-    def create_resource_pool(self, controller: Any) -> None:
+    def create_resource_pool(self, controller: Any = None) -> None:
         """Make the pools with ``controller``'s class; a role mapped to an unknown pool is an error."""
+        controller = controller or self.controller or get_controller("ray")
         for role, pool in self.mapping.items():
             if pool not in self.resource_pool_spec:
                 raise ValueError(
@@ -56,6 +61,8 @@ class ResourcePoolManager:
 def default_roles(config: Any) -> dict[Role, type]:
     """The roles ``config`` needs and the worker class of each."""
     from verl.workers.disjoint import ActorWorker, RolloutWorker
+
+    config = typed_config(config)
     from verl.workers.reward_model import RewardModelWorker
     from verl.workers.roles import ActorRolloutRefWorker, CriticWorker
 
@@ -73,6 +80,7 @@ def default_roles(config: Any) -> dict[Role, type]:
 
 def default_pools(config: Any, roles: Mapping[Role, type]) -> ResourcePoolManager:
     """One pool of all devices, shared by all roles; a rollout apart from the actor has a pool of its own."""
+    config = typed_config(config)
     spec = {GLOBAL_POOL: [config.trainer.n_gpus_per_node] * config.trainer.nnodes}
     mapping = dict.fromkeys(roles, GLOBAL_POOL)
     if Role.Rollout in roles:

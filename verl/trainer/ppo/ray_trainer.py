@@ -21,7 +21,7 @@ from verl.config.unread import check_unread
 from verl.protocol import DataProto
 from verl.single_controller import get_controller
 from verl.single_controller.together import Beside
-from verl.trainer.ppo import checkpoint, remote_checkpoints
+from verl.trainer.ppo import checkpoint, core_algos, remote_checkpoints
 from verl.trainer.ppo.balance import balance_metrics, row_cost, share_plan
 from verl.trainer.ppo.core_algos import AdvantageEstimator
 from verl.trainer.ppo.disjoint import DisjointRollout
@@ -74,6 +74,9 @@ from verl.utils.profiler import marked_timer
 from verl.utils.seeding import derive_seed
 from verl.utils.shares import SHARE_PLAN
 
+_timer = marked_timer
+"""Its name until v0.4."""
+
 __all__ = [
     "AdvantageEstimator",
     "RayPPOTrainer",
@@ -82,7 +85,14 @@ __all__ = [
     "WorkerType",
     "apply_kl_penalty",
     "compute_advantage",
+    "compute_data_metrics",
     "compute_response_mask",
+    "compute_reward",
+    "compute_throughout_metrics",
+    "compute_timing_metrics",
+    "core_algos",
+    "marked_timer",
+    "reduce_metrics",
 ]
 
 
@@ -100,6 +110,9 @@ class RayPPOTrainer(RecipeNames):
         train_dataset, val_dataset, collate_fn, train_sampler: where prompts come from. None: what ``data`` says.
         device_name: overrides ``trainer.device``.
     """
+
+    options: Any = None
+    """``config`` as typed sections: what verl itself reads. A script may change ``config`` before `init_workers`."""
 
     draws_ahead = False
     """Whether this class does what ``rollout.async_ratio`` above 0 asks for."""
@@ -120,7 +133,8 @@ class RayPPOTrainer(RecipeNames):
         train_sampler: Any = None,
         device_name: str | None = None,
     ) -> None:
-        self.config = config = adopt_config(config)
+        self.config = adopt_config(config)
+        self.options = config = typed_config(self.config)
         import_users_modules(config.actor_rollout_ref.model.external_lib)
         if (ratio := config.actor_rollout_ref.rollout.async_ratio) and not self.draws_ahead:
             raise ValueError(
@@ -132,6 +146,7 @@ class RayPPOTrainer(RecipeNames):
         self.role_worker_mapping = role_worker_mapping
         self.resource_pool_manager = resource_pool_manager
         self.controller = get_controller(getattr(ray_worker_group_cls, "controller", config.trainer.controller))
+        resource_pool_manager.controller = self.controller
         self.ray_worker_group_cls = ray_worker_group_cls
         self.reward_fn = reward_fn
         self.val_reward_fn = val_reward_fn
@@ -141,7 +156,7 @@ class RayPPOTrainer(RecipeNames):
         if self.skips_old_log_probs:
             check_estimator_waits(config.algorithm.adv_estimator)
         check_correction(config)
-        self.correction = typed_config(config).algorithm.rollout_correction
+        self.correction = config.algorithm.rollout_correction
         self.row_cost = row_cost(config.actor_rollout_ref.model.path)
         self.use_reference_policy = need_reference_policy(config)
         self.ref_in_actor = ref_in_actor(config)
@@ -167,6 +182,7 @@ class RayPPOTrainer(RecipeNames):
         self.has_checked_keys = False
         self.pending_reward: Beside | None = None
         self.sampler: Any = None
+        self.worker_groups: dict[Role, Any] = {}
 
     def _create_dataloader(self, train_dataset: Any, val_dataset: Any, collate_fn: Any, train_sampler: Any) -> None:
         """Set the loaders, and ``total_training_steps``."""
@@ -180,6 +196,10 @@ class RayPPOTrainer(RecipeNames):
         self.train_dataloader = build_train_loader(data, self.train_dataset, collate_fn, train_sampler, self.seed)
         self.val_dataloader = build_val_loader(data, self.val_dataset, collate_fn, self.seed)
         self.total_training_steps = trainer.total_training_steps or len(self.train_dataloader) * trainer.total_epochs
+        if self.config is not self.options:  # a script's tree: it may hand the sections to workers itself
+            for optim in (self.config.actor_rollout_ref.actor.optim, self.config.critic.optim):
+                if optim.total_training_steps <= 0:
+                    optim.total_training_steps = self.total_training_steps
 
     @property
     def seed(self) -> int:
@@ -247,7 +267,7 @@ class RayPPOTrainer(RecipeNames):
 
     def balance_batch(self, batch: DataProto, metrics: dict, logging_prefix: str = "global_seqlen") -> None:
         """Say which rows make each optimizer step, and have each divided evenly among ranks; the rows stay in order."""
-        plan = batch.meta_info[SHARE_PLAN] = share_plan(self.config, self.row_cost, self.global_steps)
+        plan = batch.meta_info[SHARE_PLAN] = share_plan(self.options, self.row_cost, self.global_steps)
         if self.config.trainer.balance_batch:
             ranks = len(self.actor_wg.mesh("actor").sources)
             metrics.update(balance_metrics(batch, plan, self.row_cost, ranks, logging_prefix))
@@ -294,7 +314,7 @@ class RayPPOTrainer(RecipeNames):
             with self.timed("old_log_prob"):
                 batch = self.with_log_probs(batch, self.actor_wg.compute_log_prob(batch))
         self.metrics.update(weigh_tokens(batch, self.correction))
-        if self.use_reference_policy and need_ref_log_prob(self.config):
+        if self.use_reference_policy and need_ref_log_prob(self.options):
             with self.timed("ref"):
                 batch = batch.union(self.ref_wg.compute_ref_log_prob(batch))
         if self.use_critic:
@@ -480,8 +500,9 @@ class RayPPOTrainer(RecipeNames):
 
     def init_workers(self) -> None:
         """Start the worker processes and load the models."""
+        self.options = typed_config(self.config)  # a script may have changed its tree since
         groups = start_worker_groups(
-            typed_config(self.config),
+            self.options,
             self.role_worker_mapping,
             self.resource_pool_manager,
             self.controller,
@@ -489,17 +510,21 @@ class RayPPOTrainer(RecipeNames):
             self.device_name,
             self.ray_worker_group_cls,
         )
+        for group in groups.values():
+            group.init_model()
+        self.use_worker_groups(groups)
+
+    def use_worker_groups(self, groups: dict[Role, Any]) -> None:
+        """Call these groups, whose models are loaded, from now on."""
         self.worker_groups = groups
         self.actor_wg = self.actor_rollout_wg = groups.get(Role.ActorRollout) or groups[Role.Actor]
         self.rollout_wg = groups.get(Role.Rollout)
         self.critic_wg = groups.get(Role.Critic)
         self.rm_wg = groups.get(Role.RewardModel)
         self.ref_wg = self.ref_policy_wg = groups.get(Role.RefPolicy, self.actor_wg if self.ref_in_actor else None)
-        for group in groups.values():
-            group.init_model()
         self.sampler = self.start_sampler()
         if self.config.actor_rollout_ref.rollout.skip_rollout:
-            self.sampler = KeptRollouts(self.sampler, self.config, self.say)
+            self.sampler = KeptRollouts(self.sampler, self.options, self.say)
 
     def start_sampler(self) -> Any:
         """What answers `generate_sequences`: the workers or, with ``rollout.mode=async``, agent loops and servers."""
@@ -507,7 +532,7 @@ class RayPPOTrainer(RecipeNames):
         if self.config.actor_rollout_ref.rollout.mode == "async":
             from verl.agent_loop import AgentLoopManager
 
-            sampler = AgentLoopManager(typed_config(self.config), group, self.tokenizer, self.processor)
+            sampler = AgentLoopManager(self.options, group, self.tokenizer, self.processor, trainer_config=self.config)
             self.async_rollout_mode, self.async_rollout_manager = True, sampler  # the names recipes know
         return DisjointRollout(self.actor_wg, self.rollout_wg, sampler) if self.rollout_wg else sampler
 
@@ -519,6 +544,8 @@ class RayPPOTrainer(RecipeNames):
     def start(self) -> None:
         """Open the loggers, resume, and validate once before training."""
         trainer = self.config.trainer
+        if not self.worker_groups:
+            self.use_worker_groups(self.own_worker_groups())
         self.run_log.open(self.total_training_steps)
         self.load_checkpoint()
         if self.global_steps >= self.total_training_steps and not trainer.val_only:
@@ -576,7 +603,7 @@ class RayPPOTrainer(RecipeNames):
         groups = self.worker_groups.values()
         if all(hasattr(group, "options_read") for group in groups):  # workers of a user's own may not tell
             read = {key for group in groups for keys in group.options_read() for key in keys}
-            check_unread(typed_config(self.config), read, self.say)
+            check_unread(self.options, read, self.say)
 
     def stop(self) -> None:
         """Close the loggers and say where everything lies."""
@@ -630,7 +657,7 @@ class RayPPOTrainer(RecipeNames):
         groups = saved_groups(self.worker_groups)
         folder = self.checkpoints.begin(self.global_steps, groups)
         checkpoint.save_driver_state(folder, self.prompts_position(), self.driver_state(), self.responses_ahead())
-        checkpoint.save_options(folder, typed_config(self.config).to_dict())
+        checkpoint.save_options(folder, self.options.to_dict())
         self.prompt_source.save(folder)
         self.checkpoints.unfinished = self.global_steps
         if not self.checkpoints.in_background(groups) or self.global_steps >= self.total_training_steps:

@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from verl.protocol import DataProto
+from verl.trainer.ppo.rollout_correction import weigh_tokens
 from verl.trainer.ppo.samples import dump_samples
+from verl.trainer.ppo.utils import Role
 
 RENAMED = {
     "_validate": "validate",
@@ -55,6 +57,26 @@ class RecipeNames:
     ) -> None:
         """Show some samples in the loggers, if ``trainer.log_val_generations`` asks for it."""
         self.run_log.show(self.global_steps, list(zip(inputs, outputs, scores, strict=True)))
+
+    def own_worker_groups(self) -> dict[Role, Any]:
+        """The groups that a recipe's own ``init_workers`` has started, under the names it gives them."""
+        names = {
+            Role.ActorRollout: "actor_rollout_wg",
+            Role.Critic: "critic_wg",
+            Role.RefPolicy: "ref_policy_wg",
+            Role.RewardModel: "rm_wg",
+        }
+        groups = {role: getattr(self, name, None) for role, name in names.items()}
+        if groups[Role.ActorRollout] is None:
+            raise ValueError(
+                f"{type(self).__name__}.actor_rollout_wg is not set: no workers are there to train. Call "
+                "init_workers() before fit(), and let one of your own set it."
+            )
+        return {role: group for role, group in groups.items() if group is not None}
+
+    def compute_rollout_importance_weights_and_add_to_batch(self, batch: DataProto) -> tuple[DataProto, dict]:
+        """Weigh or reject tokens as ``algorithm.rollout_correction`` says: the batch, and the metrics of it."""
+        return batch, weigh_tokens(batch, self.correction)
 
     def _get_gen_batch(self, batch: DataProto) -> DataProto:
         """Take the prompts' columns out of a batch, as what ``generate_sequences`` is given."""

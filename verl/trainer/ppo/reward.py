@@ -24,7 +24,14 @@ from verl.workers.reward_manager.abstract import AbstractRewardManager, RewardEr
 from verl.workers.reward_manager.rule import REWARD_ERROR_KEY, REWARD_ERROR_KIND_KEY, RuleRewardManager
 from verl.workers.reward_manager.self_test import Report, self_test
 
-__all__ = ["compute_reward", "get_custom_reward_fn", "load_reward_manager", "start_reward_functions"]
+__all__ = [
+    "compute_reward",
+    "compute_reward_async",
+    "extract_reward",
+    "get_custom_reward_fn",
+    "load_reward_manager",
+    "start_reward_functions",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -132,6 +139,32 @@ def compute_reward(data: DataProto, reward_fn: Callable) -> tuple[Tensor, dict[s
         result, extra = result["reward_tensor"], dict(result.get("reward_extra_info", None) or {})
     _check(result, data, type(reward_fn).__name__)
     return result, extra
+
+
+def compute_reward_async(
+    data: DataProto, config: Any = None, tokenizer: Any = None, reward_fn: Callable | None = None
+) -> tuple[Tensor, dict[str, list]]:
+    """`compute_reward`, to be called as ``compute_reward_async.remote(...)``: then it runs in a task of Ray's.
+
+    Args:
+        config, tokenizer: what the reward manager is made of where there is no ``reward_fn``.
+    """
+    return compute_reward(data, reward_fn or load_reward_manager(config, tokenizer, num_examine=0))
+
+
+def _as_task(*args: Any, **kwargs: Any) -> Any:
+    import ray  # only where it runs anyway: the local controller does without
+
+    return ray.remote(num_cpus=1)(compute_reward_async).remote(*args, **kwargs)
+
+
+compute_reward_async.remote = _as_task
+
+
+def extract_reward(batch: DataProto) -> tuple[Tensor, dict[str, list]]:
+    """The rewards (B, R) that agent loops or a reward model gave a batch, and the reward function's extra columns."""
+    names = batch.meta_info.get("reward_extra_keys", ())
+    return batch.column("rm_scores"), {name: batch.non_tensor_batch[name].tolist() for name in names}
 
 
 def error_counts(extra: Mapping[str, list]) -> dict[str, float]:

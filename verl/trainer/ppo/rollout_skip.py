@@ -10,6 +10,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ import torch
 from verl.config.base import plain
 from verl.protocol import DataProto
 from verl.trainer.ppo.rows_file import load_rows, read_facts, save_rows
+from verl.utils.config import typed_config
 
 _SAMPLING = (
     "temperature top_p top_k min_p repetition_penalty do_sample n ignore_eos stop stop_token_ids sampling_kwargs "
@@ -48,13 +50,33 @@ class KeptRollouts:
         """As the sampler's; validation always goes to the sampler."""
         if request.meta_info.get("validate"):
             return self.sampler.generate_sequences(request)
-        facts = self.facts(request)
-        path = self.folder / f"step{facts['step']}-{_digest(facts)}.safetensors"
-        if path.exists():
-            self._say_reuse(path)
-            return self._kept(path)
-        self._say_what_differs(facts)
+        if (kept := self.try_load(request)) is not None:
+            return kept
+        self._say_what_differs(self.facts(request))
         batch = self.sampler.generate_sequences(request)
+        self.dump(request, batch)
+        return batch
+
+    def path_of(self, request: DataProto) -> Path:
+        """The file of the batch that answers a request."""
+        facts = self.facts(request)
+        return self.folder / f"step{facts['step']}-{_digest(facts)}.safetensors"
+
+    def try_load(self, request: DataProto) -> DataProto | None:
+        """The batch kept for a request; None where there is none."""
+        path = self.path_of(request)
+        if not path.exists():
+            return None
+        self._say_reuse(path)
+        return self._kept(path)
+
+    def dump(self, request: DataProto, batch: DataProto) -> None:
+        """Keep the batch that answers a request.
+
+        Raises:
+            ValueError: it holds what cannot be written.
+        """
+        path, facts = self.path_of(request), self.facts(request)
         try:
             save_rows(path, batch, facts)
         except ValueError as problem:
@@ -62,7 +84,6 @@ class KeptRollouts:
                 f"actor_rollout_ref.rollout.skip_rollout=true: the batch cannot be kept: {problem} "
                 "Set skip_rollout=false."
             ) from None
-        return batch
 
     def __getattr__(self, name: str) -> Any:
         """Whatever else the sampler can do."""
@@ -113,6 +134,28 @@ class KeptRollouts:
                 f"{'; '.join(changed)}. Batches of which no equal one is kept are sampled, and kept beside it."
             )
             return
+
+
+class RolloutSkip(KeptRollouts):
+    """The same for scripts with a loop of their own: over a worker group, whose own method then skips.
+
+    Args:
+        config: the whole tree.
+        rollout_wg: has ``generate_sequences``.
+    """
+
+    def __init__(self, config: Any, rollout_wg: Any):
+        super().__init__(SimpleNamespace(generate_sequences=rollout_wg.generate_sequences), typed_config(config), print)
+        self.rollout_wg = rollout_wg
+
+    def wrap_generate_sequences(self) -> None:
+        """From now on ``rollout_wg.generate_sequences`` takes batches from disk where they are there."""
+        self.rollout_wg.generate_sequences = self.generate_sequences
+
+    @property
+    def curr_path_dump(self) -> Path:
+        """The folder of the batches."""
+        return self.folder
 
 
 def _hash(*tensors: torch.Tensor) -> str:

@@ -19,6 +19,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
@@ -38,6 +39,8 @@ from verl.utils.distributed import all_gather_objects, barrier, get_world_size, 
 
 logger = logging.getLogger(__name__)
 
+TRACKER = "latest_checkpointed_iteration.txt"
+_ENDS = [f"{name}_CURRENT_CAPACITY_BLOCK_EXPIRATION_TIMESTAMP" for name in ("MLP", "SAGEMAKER")]
 CONTENTS = ("model", "optimizer", "extra", "hf_model")
 _SLOWEST_DISK = timedelta(hours=2)
 """How long ranks that save in the background wait for each other."""
@@ -243,6 +246,54 @@ class CheckpointManager:
             new = f", of which those after the first {size} begin new random numbers" if here > size else ""
             return f"saved by {_ranks(size)}, read by {here}{new}"
         return "" if layout in (None, self.engine.layout) else f"saved as {layout}, read as {self.engine.layout}"
+
+
+FSDPCheckpointManager = CheckpointManager
+"""Its name in verl."""
+
+
+def get_checkpoint_tracker_filename(root_path: str | os.PathLike) -> str:
+    """The file that names the newest complete step of the checkpoints under ``root_path``."""
+    return os.path.join(os.path.expanduser(root_path), TRACKER)
+
+
+def find_latest_ckpt_path(path: str | os.PathLike | None, directory_format: str = "global_step_{}") -> str | None:
+    """The folder of the newest complete checkpoint under ``path``; None where there is none.
+
+    Raises:
+        ValueError: the tracker file holds no step number.
+        FileNotFoundError: it names a folder that is not there.
+    """
+    if path is None or not os.path.exists(tracker := get_checkpoint_tracker_filename(path)):
+        return None
+    text = Path(tracker).read_text().strip()
+    if not text.isdigit():
+        raise ValueError(
+            f"{tracker} holds {text!r}, not a step number. Correct it, or pass trainer.resume_mode=resume_path "
+            f"trainer.resume_from_path=<folder>."
+        )
+    folder = os.path.join(os.path.expanduser(path), directory_format.format(int(text)))
+    if not os.path.exists(folder):
+        raise FileNotFoundError(
+            f"{tracker} names step {text}, but {folder} does not exist. Pass trainer.resume_mode=resume_path with "
+            f"trainer.resume_from_path, or trainer.resume_mode=disable to start anew."
+        )
+    return folder
+
+
+def should_save_ckpt_esi(max_steps_duration: float, save_ckpt_duration: float = 60, redundant_time: float = 0) -> bool:
+    """Whether the machine is taken away before another step and a save would be done; False where no time is set.
+
+    The time stands in MLP_CURRENT_CAPACITY_BLOCK_EXPIRATION_TIMESTAMP or, for SageMaker,
+    SAGEMAKER_CURRENT_CAPACITY_BLOCK_EXPIRATION_TIMESTAMP, seconds since 1970.
+
+    Args:
+        max_steps_duration: seconds of the longest step so far.
+        save_ckpt_duration: seconds of a save.
+        redundant_time: seconds to be early.
+    """
+    end = next(filter(None, map(os.environ.get, _ENDS)), None)
+    return end is not None and float(end) - time.time() <= max_steps_duration + save_ckpt_duration + redundant_time
 
 
 def _checked(name: str, contents: Sequence[str]) -> list[str]:

@@ -2,6 +2,8 @@
 
 from typing import TYPE_CHECKING
 
+from verl.compat import missing
+
 if TYPE_CHECKING:
     from verl.utils.dataset.rl_dataset import RLHFDataset, collate_fn
 
@@ -13,4 +15,4 @@ def __getattr__(name: str):
         from verl.utils.dataset import rl_dataset
 
         return getattr(rl_dataset, name)
-    raise AttributeError(f"module 'verl.utils.dataset' has no attribute {name!r}; it offers {', '.join(__all__)}")
+    raise missing(__name__, name, __all__)

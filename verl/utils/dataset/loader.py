@@ -39,12 +39,14 @@ def build_dataset(
     tokenizer: "PreTrainedTokenizerBase",
     processor: "ProcessorMixin | None" = None,
     is_train: bool = True,
+    max_samples: int = -1,
 ) -> Dataset:
     """The dataset over ``files``: :class:`RLHFDataset`, or the class of ``data.custom_cls.{path,name}``.
 
     Args:
         is_train: with ``data.datagen`` it grows as training goes on, and ``data.train_max_samples`` is its size; else
             ``data.val_max_samples`` is.
+        max_samples: at most so many rows, in place of those options; -1: as they say.
 
     Raises:
         DataError: with ``truncation=error``, some prompts are too long; lists them now rather than when training
@@ -63,10 +65,11 @@ def build_dataset(
 
         dataset_cls = DynamicGenDataset
     key = "train_max_samples" if is_train else "val_max_samples"
-    cap = {"max_samples": config[key]} if config.get(key, -1) != -1 else {}
+    most = config.get(key, -1) if max_samples == -1 else max_samples
+    cap = {"max_samples": most} if most != -1 else {}
     if cap and not _takes(dataset_cls, "max_samples"):
         raise TypeError(
-            f"data.{key}={config[key]}: the class {dataset_cls.__name__} of data.custom_cls takes no max_samples. Let "
+            f"data.{key}={most}: the class {dataset_cls.__name__} of data.custom_cls takes no max_samples. Let "
             "its __init__ take that argument, or leave the option at -1."
         )
     dataset = dataset_cls(data_files=files, tokenizer=tokenizer, processor=processor, config=config, **cap)

@@ -3,10 +3,11 @@
 Knows tokenizers and rows; nothing of rewards or batches. Images are ``vision_utils``' matter, videos ``video_utils``'.
 """
 
+import inspect
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import jinja2
@@ -42,7 +43,7 @@ from verl.utils.dataset.prompt_text import (
 from verl.utils.dataset.shown import Shown
 from verl.utils.dataset.table import BadRow, DataError, RowTable
 from verl.utils.dataset.token_ids import CACHED_FROM, TokenIds, cache_key
-from verl.utils.dataset.vision_utils import EncodedPrompt, ImagePrompts
+from verl.utils.dataset.vision_utils import EncodedPrompt, ImagePrompts, with_image_parts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, ProcessorMixin
@@ -143,8 +144,17 @@ class RLHFDataset(Dataset):
 
     # reading ---------------------------------------------------------------------------------------------------
 
-    def _download(self) -> None:
-        """Bring the files to this machine: ``data_files`` are local paths, ``file_names`` what the user calls them."""
+    def resume_dataset_state(self) -> None:
+        """Read the files again, as after a checkpoint was loaded."""
+        self._download()
+        self._read_files_and_tokenize()
+
+    def _download(self, use_origin_parquet: bool = False) -> None:
+        """Bring the files to this machine: ``data_files`` are local paths, ``file_names`` what the user calls them.
+
+        Args:
+            use_origin_parquet: accepted for subclasses that pass it: the original files are always the source.
+        """
         use_shm = self.config.get("use_shm", False)
         self.file_names = [found for path in self.original_data_files for found in resolve(str(path))]
         self.data_files = [localized(path, self.cache_dir, use_shm) for path in self.file_names]
@@ -301,14 +311,22 @@ class RLHFDataset(Dataset):
 
     # texts -----------------------------------------------------------------------------------------------------
 
-    def _build_messages(self, example: dict[str, Any]) -> list[dict[str, Any]] | str:
-        """The prompt of a row: messages, or a plain text."""
-        return example[self.prompt_key]
+    def _build_messages(self, example: dict[str, Any], key: str | None = None) -> list[dict[str, Any]] | str:
+        """The prompt of a row: messages, or a plain text.
+
+        Of a row with images or videos, every placeholder in messages is a part of its own, as processors want it.
+
+        Args:
+            key: the column; None: that of the prompts.
+        """
+        prompt = example[key or self.prompt_key]
+        kinds = [kind for kind, _ in self._shown.kinds(example)]
+        return with_image_parts(prompt, kinds) if kinds and isinstance(prompt, list) else prompt
 
     def _messages(self, row: dict[str, Any], item: int) -> list[dict[str, Any]] | str:
         """The prompt of a row, ready for the chat template; a plain string is turned into a user message."""
         try:
-            prompt = self._build_messages(row)
+            prompt = self._build_messages(row, **self._own_key)
         except KeyError as error:
             raise DataError(f"{self._where(item)} has no {error}; its columns are {', '.join(row)}.") from error
         if self.messages_key:
@@ -320,6 +338,11 @@ class RLHFDataset(Dataset):
             f"{self._where(item)}: {self.prompt_key!r} is {prompt!r}; a prompt is a text or a non-empty list of "
             "{role, content} messages."
         )
+
+    @cached_property
+    def _own_key(self) -> dict[str, str]:
+        """What a subclass's `_build_messages` wants beside the row: some releases of verl give it the column."""
+        return {"key": self.prompt_key} if "key" in inspect.signature(self._build_messages).parameters else {}
 
     def _prompt_text(self, prompt: list[dict[str, Any]] | str, item: int) -> str:
         try:

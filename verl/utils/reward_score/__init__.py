@@ -76,6 +76,10 @@ def default_compute_score(
     return scorer(**{first: solution_str, second: ground_truth}, **named)
 
 
+_default_compute_score = default_compute_score
+"""Its name until v0.3."""
+
+
 def built_in_options(reward_model: Any) -> dict[str, Any]:
     """Keyword arguments of :func:`default_compute_score` that a ``reward_model`` section asks for; empty if none."""
     fusion, judge = reward_model.get("sandbox_fusion", None) or {}, reward_model.get("judge", None) or {}

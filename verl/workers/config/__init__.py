@@ -3,6 +3,7 @@
 One class serves every FSDP variant, so the plain and the ``FSDP`` name of verl mean the same class here.
 """
 
+from verl.compat import missing
 from verl.config.actor import ActorConfig, PolicyLossConfig, RefConfig, RefModelConfig
 from verl.config.critic import CriticConfig, CriticModelConfig
 from verl.config.engine import FSDPConfig, MixedPrecisionConfig, WrapPolicyConfig
@@ -46,3 +47,7 @@ __all__ = [
     "TraceConfig",
     "WrapPolicyConfig",
 ]
+
+
+def __getattr__(name: str):
+    raise missing(__name__, name)

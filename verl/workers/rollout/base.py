@@ -125,6 +125,10 @@ class Completion:
     """Version of the weights that drew the tokens; None: the version that was asked for."""
 
 
+TokenOutput = Completion
+"""Its name for agent loops of verl."""
+
+
 @dataclass(frozen=True)
 class Receipt:
     """What an engine says it holds after a sync: read back from its own memory, not copied from the sender."""

@@ -1,1 +1,0 @@
-"""Public names that began as experiments; the code lives elsewhere in the package."""

@@ -1,1 +1,0 @@
-"""Public names of :mod:`verl.utils.dataset` for user code."""
