@@ -378,7 +378,8 @@ def test_geo_mean_weighs_a_response_by_the_geometric_mean_of_its_rollout_weights
     assert_close(loss, expected)
     one, three = torch.ones(1, 3, dtype=torch.int64), torch.tensor([[0.5, 2.0, 2.0]])  # the row of docs/algorithms.md
     flat, unit = torch.zeros(1, 3), torch.ones(1, 3)
-    assert run("geo_mean", config, flat, flat, unit, one, rollout_is_weights=three)[0].item() == pytest.approx(-1.259921)
+    loss, _ = run("geo_mean", config, flat, flat, unit, one, rollout_is_weights=three)
+    assert loss.item() == pytest.approx(-1.259921)
 
 
 CUTS = ([[0, 1, 2, 3, 4]], [[0, 1, 2], [3, 4]], [[3], [0, 4, 1, 2]], [[0, 2], [1], [4], [3]], [[4], [2], [0], [1], [3]])

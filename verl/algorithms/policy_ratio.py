@@ -101,7 +101,7 @@ def compute_policy_loss_geo_mean(
         old_log_prob, log_prob, advantages: (B, R) float; differentiable in ``log_prob``, once.
         response_mask: (B, R); 1 on tokens that count.
         config: read for ``clip_ratio``, ``clip_ratio_low``, ``clip_ratio_high``.
-        rollout_is_weights: (B, R) factors, not negative; their geometric mean over a response is the factor of its loss.
+        rollout_is_weights: (B, R), not negative; their geometric mean over a response is the factor of its loss.
 
     Source: Zhao et al. 2025, equation 4 (arXiv:2507.20673); the weights: verl since v0.6.
     """
