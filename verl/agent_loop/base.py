@@ -24,7 +24,8 @@ class AgentLoopOutput:
     response_logprobs: list[float] | None = None
     """Log-probability of each response token under the distribution it was drawn from; anything where masked."""
     reward_score: float | None = None
-    """The row's reward, if the loop knows it; then no reward function is asked."""
+    """The row's reward, if the loop knows it; then no reward function is asked. It stands on the last token that the
+    policy sampled, though tool output may follow."""
     num_turns: int = 2
     """Messages of all sides, the prompt counting as one."""
     metrics: Mapping[str, float] = field(default_factory=dict)
