@@ -93,10 +93,9 @@ def agent_loop(name: str) -> Callable[..., AgentLoopBase]:
         ValueError: no loop has this name; lists those that exist.
     """
     if name not in _LOOPS:
-        near = nearest_name(name, list(_LOOPS))
         raise ValueError(
-            f"agent_name={name!r} is no known agent loop{f' (did you mean {near!r}?)' if near else ''}; known are "
-            f"{', '.join(sorted(_LOOPS))}. Register yours in the file of "
+            f"agent_name={name!r} is no known agent loop; known are {', '.join(sorted(_LOOPS))}."
+            f"{nearest_name(name, list(_LOOPS))} Register yours in the file of "
             "actor_rollout_ref.rollout.agent.agent_loop_config_path."
         )
     return _LOOPS[name]

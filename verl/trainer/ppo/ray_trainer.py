@@ -24,6 +24,7 @@ from verl.single_controller.together import Beside
 from verl.trainer.ppo import checkpoint, remote_checkpoints
 from verl.trainer.ppo.balance import balance_metrics, row_cost, share_plan
 from verl.trainer.ppo.core_algos import AdvantageEstimator
+from verl.trainer.ppo.data_sources import AGENT_COLUMN, agent_name_problem, check_agent_names
 from verl.trainer.ppo.disjoint import DisjointRollout
 from verl.trainer.ppo.experience import (
     apply_kl_penalty,
@@ -153,6 +154,7 @@ class RayPPOTrainer(RecipeNames):
         self.say = self.run_log.say
         self.mismatch = MismatchMonitor(config, tokenizer.decode)
         self._create_dataloader(train_dataset, val_dataset, collate_fn, train_sampler)
+        check_agent_names(config, [self.train_dataset, self.val_dataset])
         self.steps_per_epoch = len(self.train_dataloader)
         self.prompt_source = PromptSource(config, self.train_dataloader, self.say)
         self.group_filter, self.group_sampler = self.prompt_source.group_filter, self.prompt_source.group_sampler
@@ -437,6 +439,9 @@ class RayPPOTrainer(RecipeNames):
         The seed of each sample comes from (run seed, step, prompt, k) alone; the prompts count from ``first``. With
         ``algorithm.filter_groups`` step and prompt are those of the prompt's first drawing.
         """
+        rollout, names = self.config.actor_rollout_ref.rollout, prompts.non_tensor_batch.get(AGENT_COLUMN)
+        if names is not None and rollout.mode != "async" and (problem := agent_name_problem(rollout, names)):
+            raise ValueError(problem)  # a dataset of the user's, whose rows nobody saw before
         request = self.rollout_request(prompts, n, self.global_steps, validate=validate, first=first)
         if do_sample is not None:
             request.meta_info["do_sample"] = do_sample
