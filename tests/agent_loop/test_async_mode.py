@@ -189,8 +189,20 @@ def test_outputs_become_the_columns_of_a_rollout():
     assert batch.column("responses").tolist() == [[6, 7, 0, 0], [8, 0, 0, 0]]
     assert batch.column("response_mask").tolist() == [[1, 0, 0, 0], [1, 0, 0, 0]]
     assert batch.column("attention_mask").tolist() == [[0, 0, 1, 1, 1, 0, 0], [0, 0, 1, 1, 0, 0, 0]]
-    assert batch.column("rm_scores").tolist() == [[0, 0.5, 0, 0], [-1.0, 0, 0, 0]]
+    assert batch.column("rm_scores").tolist() == [[0.5, 0, 0, 0], [-1.0, 0, 0, 0]]
     assert batch.non_tensor_batch["__num_turns__"].tolist() == [2, 2]
+
+
+def test_a_loops_reward_stands_on_the_last_token_the_policy_sampled_or_on_the_last_if_it_sampled_none():
+    rows = [
+        an_output(response_ids=[6, 7, 8, 9], response_mask=[1, 0, 1, 0], reward_score=0.5),
+        an_output(response_mask=[0, 0], reward_score=2.0),
+        an_output(response_ids=[], response_mask=[], reward_score=-1.0),
+    ]
+    batch = assemble_outputs(DataProto(), rows, prompt_length=3, response_length=4, pad_token_id=0)
+    assert batch.column("rm_scores").tolist() == [[0, 0, 0.5, 0], [0, 2.0, 0, 0], [-1.0, 0, 0, 0]]
+    assert batch.column("response_mask").sum(-1).tolist() == [2, 0, 0]
+    assert batch.ragged("responses").layout.lengths.tolist() == [4, 2, 1]
 
 
 def test_what_only_some_rows_have_is_refused():

@@ -363,7 +363,23 @@ def test_rollout_weights_multiply_each_tokens_gradient(name):
         new = b["new"].clone().requires_grad_(True)
         call(name, config, b, new, **more)[0].backward()
         gradients.append(new.grad)
+    if name == "geo_mean":  # its responses are weighed as its ratios are: by the geometric mean of their tokens
+        weights = mean_of(weights.log(), b["mask"]).exp()
     assert_close(gradients[1], gradients[0] * weights)
+
+
+@pytest.mark.usefixtures("both_layouts")
+def test_geo_mean_weighs_a_response_by_the_geometric_mean_of_its_rollout_weights_as_verl_does():
+    weights = torch.tensor([[0.5, 2.0, 2.0, 1.0], [1.0, 4.0, torch.nan, torch.nan]])  # geometric means 2^(1/4) and 2
+    config, mode = actor("geo_mean"), "seq-mean-token-mean"
+    alone = [run("geo_mean", config, NEW[i : i + 1], OLD[i : i + 1], ADV[i : i + 1], MASK[i : i + 1]) for i in range(2)]
+    expected = (alone[0][0] * 2**0.25 + alone[1][0] * 2) / 2
+    loss, _ = run("geo_mean", config, NEW, mode=mode, rollout_is_weights=weights)
+    assert_close(loss, expected)
+    one, three = torch.ones(1, 3, dtype=torch.int64), torch.tensor([[0.5, 2.0, 2.0]])  # the row of docs/algorithms.md
+    flat, unit = torch.zeros(1, 3), torch.ones(1, 3)
+    loss, _ = run("geo_mean", config, flat, flat, unit, one, rollout_is_weights=three)
+    assert loss.item() == pytest.approx(-1.259921)
 
 
 CUTS = ([[0, 1, 2, 3, 4]], [[0, 1, 2], [3, 4]], [[3], [0, 4, 1, 2]], [[0, 2], [1], [4], [3]], [[4], [2], [0], [1], [3]])

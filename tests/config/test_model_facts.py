@@ -4,6 +4,8 @@ import json
 
 import pytest
 
+from tests.config.helpers import typed
+from verl.config.model_checks import model_problems
 from verl.config.model_facts import count_parameters, read_model, tokenizer_size
 
 
@@ -49,6 +51,17 @@ def test_stored_weights_are_counted_rather_than_guessed(tmp_path):
 
 def test_an_override_counts_as_if_it_stood_in_the_file(tmp_path):
     assert read_model(write(tmp_path, **LLAMA), {"max_position_embeddings": 4096}).context == 4096
+
+
+def test_an_override_that_is_no_entry_is_told_before_anything_is_loaded(tmp_path):
+    path = write(tmp_path, **{**LLAMA, "max_position_embeddings": 4096})
+    config = typed().with_values({"actor_rollout_ref.model.path": path, "critic.model.path": "x/y"})
+    for name, words in (("hidden_sise", "mean 'hidden_size'"), ("resid_pdrop", "no entry of LlamaConfig")):
+        wrong = config.with_values({"actor_rollout_ref.model.override_config": {name: 0.5}})
+        [problem] = model_problems(wrong)
+        assert problem.key == "actor_rollout_ref.model.override_config" and words in problem.text
+        assert problem.text.startswith(f"actor_rollout_ref.model.override_config.{name}=0.5 is no entry")
+    assert not model_problems(config.with_values({"actor_rollout_ref.model.override_config": {"rope_theta": 9.0}}))
 
 
 def test_what_is_no_model_is_none(tmp_path):

@@ -113,6 +113,36 @@ def test_nothing_is_said_about_defaults():
         ),
         ([*RM, "reward_model.launch_reward_fn_async=true"], "the built-in manager naive gives out the reward model's"),
         ([*RM, "custom_reward_function.path=f.py"], "scores validation only"),
+        ([*RM, "reward_model.by_source.math=f.py"], "by_source is asked in validation only"),
+        ([*RM, "reward_model.judge.url=http://h/v1", "reward_model.judge.model=m"], "judge.url is asked in validation"),
+        ([*RM, "reward_model.self_test=stop"], "self_test=stop has no effect: the reward model scores"),
+        (
+            [*RM, "reward_model.reward_manager=dapo", "+reward_model.reward_kwargs.max_resp_len=9"]
+            + [f"+reward_model.reward_kwargs.overlong_buffer_cfg.{word}" for word in ("enable=true", "len=4")],
+            "overlong_buffer_cfg has no effect in training",
+        ),
+        ([f"{ROLLOUT}.gpu_memory_utilization=0.8", CPU], "gpu_memory_utilization=0.8 has no effect on any GPU"),
+        ([*ON_CPU, f"{ROLLOUT}.gpu_memory_utilization=0.8"], "1 GiB at most, bounds the key-value cache"),
+        (
+            [f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.engine_kwargs.sglang.attention_backend=triton"],
+            "engine_kwargs.sglang.attention_backend=triton has no effect",
+        ),
+        (["data.custom_cls.name=Mine"], "data.custom_cls.name=Mine has no effect: data.custom_cls.path=null"),
+        (["data.sampler.class_name=Mine"], "data.sampler.class_path=null names no file"),
+        (["data.datagen.name=Mine"], "data.datagen.path=null names no file"),
+        ([*ASYNC, f"{ROLLOUT}.agent.custom_async_server.name=Mine"], "custom_async_server.path=null names no file"),
+        (
+            [f"{ACTOR}.policy_loss.rollout_correction.rollout_rs=token"],
+            "loss_mode=vanilla reads algorithm.rollout_correction",
+        ),
+        (
+            ["trainer.resume_mode=disable", "trainer.del_local_ckpt_after_load=true"],
+            "resume_mode=disable loads no checkpoint",
+        ),
+        (
+            ["trainer.resume_mode=disable", "trainer.default_hdfs_dir=/store"],
+            "trainer.default_hdfs_dir=/store has no effect",
+        ),
         ([*RM, "reward_model.model.input_tokenizer=null", "reward_model.max_length=4000"], "passes token ids on whole"),
         ([*RM, "reward_model.use_dynamic_bsz=true"], "reward_model.micro_batch_size_per_gpu=2 has no effect"),
         ([*RM, "reward_model.model.use_fused_kernels=true"], "needs no logits"),

@@ -1,9 +1,8 @@
-import logging
-
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.support.images import make_tiny_vl_model
 from tests.support.tiny_models import make_tiny_model
 from verl.models.loader import ModelSpec, empty_model, layer_class_names, load_config, load_model, source_dtype
 
@@ -60,10 +59,55 @@ def test_load_false_gives_random_weights_of_the_configs_shape(folder):
     assert not torch.equal(model.model.embed_tokens.weight, load_model(ModelSpec(folder)).model.embed_tokens.weight)
 
 
-def test_a_misspelt_override_is_pointed_out(folder, caplog):
-    with caplog.at_level(logging.WARNING):
-        load_config(ModelSpec(folder, override_config={"rope_thetaa": 1.0, "hidden_sise": 3}))
-    assert "did you mean 'hidden_size'" in caplog.text
+@pytest.mark.parametrize(
+    ("family", "overrides", "words"),
+    [
+        ("qwen2", {"hidden_sise": 3}, "override_config.hidden_sise=3 is no entry of Qwen2Config.*mean 'hidden_size'"),
+        ("qwen2", {"rope_thetaa": 1.0, "zzz": 1}, "rope_thetaa=1.0 is no entry.*zzz=1 is no entry.*Leave it out"),
+        ("qwen2", {"classifier_dropout": 0.1}, "classifier_dropout=0.1 is no entry"),
+        ("gpt2", {"n_layers": 1}, "n_layers=1 is no entry of GPT2Config.*mean 'n_layer'"),
+        ("qwen2", {"moe_config": {"freeze_moe_router": True}}, "moe_config=.*is no entry"),
+    ],
+)
+def test_an_override_that_is_no_entry_of_the_models_config_is_refused(tmp_path, family, overrides, words):
+    sizes = {"n_embd": 64, "n_head": 4, "n_layer": 2, "n_positions": 512} if family == "gpt2" else {}
+    spec = ModelSpec(make_tiny_model(tmp_path, family, **sizes), override_config=overrides)
+    with pytest.raises(ValueError, match=words):
+        load_config(spec)
+
+
+def test_an_entry_of_a_nested_config_is_named_with_its_place(tmp_path):
+    folder = make_tiny_vl_model(tmp_path)
+    with pytest.raises(ValueError, match="num_hidden_layers=1 is no entry.*Write it as text_config.num_hidden_layers"):
+        load_config(ModelSpec(folder, override_config={"num_hidden_layers": 1}))
+    config = load_config(ModelSpec(folder, override_config={"text_config": {"attention_dropout": 0.25}}))
+    assert config.text_config.attention_dropout == 0.25
+
+
+def test_aliases_and_sections_that_ask_for_nothing_are_entries_too(tmp_path, folder):
+    gpt2 = make_tiny_model(tmp_path, "gpt2", n_embd=64, n_head=4, n_layer=2, n_positions=512)
+    assert load_config(ModelSpec(gpt2, override_config={"num_hidden_layers": 1})).n_layer == 1
+    nothing = {"model_config": {}, "moe_config": {"freeze_moe_router": False}}
+    load_config(ModelSpec(folder, override_config=nothing))
+    critic = ModelSpec(folder, "value", override_config={"classifier_dropout": 0.5})
+    assert load_config(critic).classifier_dropout == 0.5
+
+
+MOVED = {"rope_theta": 77.0}
+
+
+def test_rotary_entries_of_older_config_files_reach_the_model(tmp_path, folder):
+    plain = load_config(ModelSpec(folder)).rope_parameters
+    moved = load_config(ModelSpec(folder, override_config={"rope_theta": 77.0}))
+    assert moved.rope_parameters == {**plain, "rope_theta": 77.0}
+    scaled = load_config(ModelSpec(folder, override_config={"rope_scaling": {"type": "linear", "factor": 2.0}}))
+    assert scaled.rope_parameters == {**plain, "rope_type": "linear", "factor": 2.0}
+    positions = [load_model(ModelSpec(folder, override_config=o)).model.rotary_emb.inv_freq for o in ({}, MOVED)]
+    assert not torch.equal(*positions)
+    two_kinds = make_tiny_model(tmp_path, "gemma3_text", sliding_window=6, query_pre_attn_scalar=16)
+    before = load_config(ModelSpec(two_kinds)).rope_parameters
+    after = load_config(ModelSpec(two_kinds, override_config=MOVED)).rope_parameters
+    assert after["full_attention"]["rope_theta"] == 77.0 and after["sliding_attention"] == before["sliding_attention"]
 
 
 def test_missing_weights_are_an_error(folder, tmp_path):

@@ -73,6 +73,28 @@ def test_parts_that_know_the_divisor_of_the_whole_add_up_to_it(mode):
     assert_close(sum(parts) / 2, core_algos.agg_loss(loss, mask, mode))
 
 
+@pytest.mark.parametrize("mode", ["token-sum", "seq-mean-token-sum-norm"])
+def test_parts_of_a_sum_add_up_over_ranks_whose_gradients_are_averaged(mode):
+    loss, mask = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0], [7.0, 8.0]]), torch.ones(4, 2)
+    parts = [core_algos.agg_loss(loss[i : i + 1], mask[i : i + 1], mode, dp_size=4) for i in range(4)]
+    assert sum(parts) / 4 == core_algos.agg_loss(loss, mask, mode) == (36 if mode == "token-sum" else 18)
+
+
+def test_the_constant_divisor_is_of_the_mean_over_all_responses_where_their_number_is_told():
+    loss, mask = torch.ones(2, 4), torch.ones(2, 4)
+    mode = "seq-mean-token-sum-norm"
+    told = core_algos.agg_loss(loss, mask, mode, dp_size=2, global_batch_size=4, loss_scale_factor=8)
+    assert told == 2 * (8 / 8) / 4
+
+
+@pytest.mark.parametrize(
+    ("mode", "name"), [("token-mean", "batch_num_tokens"), ("seq-mean-token-mean", "global_batch_size")]
+)
+def test_a_mean_over_one_of_several_ranks_parts_needs_the_divisor_of_the_whole(mode, name):
+    with pytest.raises(ValueError, match=rf"dp_size=4 with loss_agg_mode={mode} and without {name}.*Pass {name}="):
+        core_algos.agg_loss(torch.ones(2, 4), torch.ones(2, 4), mode, dp_size=4)
+
+
 def test_the_scale_factor_is_a_constant_divisor_by_name():
     loss, mask = torch.ones(2, 4), torch.ones(2, 4)
     mode = "seq-mean-token-sum-norm"

@@ -1,12 +1,16 @@
 """A data source that nobody scores stops a run before it loads a model."""
 
+import json
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from tests.config.helpers import typed
 from tests.workers.reward_manager.batches import TOKENIZER
-from verl.trainer.ppo.data_sources import check_data_sources
+from verl.protocol import DataProto
+from verl.trainer.ppo.data_sources import agent_name_problem, check_agent_names, check_data_sources
+from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl.trainer.ppo.reward import load_reward_manager
 from verl.utils.dataset.table import RowTable
 from verl.utils.reward_score import UnknownDataSource
@@ -50,3 +54,60 @@ def test_a_judge_a_function_of_ones_own_or_patience_will_do(dataset, tmp_path, c
     assert not caplog.records
     check(unknown, **{"reward_model.on_error": "zero_and_count"})
     assert "'nobody/knows' has no built-in scorer" in caplog.text
+
+
+# -- agent loops -------------------------------------------------------------------------------------------------------
+
+LOOP = """
+from verl.agent_loop.base import AgentLoopBase, register
+
+
+@register("asks_twice")
+class AsksTwice(AgentLoopBase):
+    async def run(self, sampling_params, **row):
+        raise NotImplementedError
+"""
+
+
+@pytest.fixture
+def agents(tmp_path):
+    def call(*names):
+        path = tmp_path / "agents.jsonl"
+        path.write_text("".join(json.dumps({"agent_name": name}) + "\n" for name in names))
+        return SimpleNamespace(dataframe=RowTable.from_files([str(path)]))
+
+    return call
+
+
+def rollout(**changes):
+    return typed().with_values({f"actor_rollout_ref.rollout.{key}": value for key, value in changes.items()})
+
+
+def test_rows_of_an_agent_are_not_trained_on_in_one_turn_without_a_word(agents):
+    check_agent_names(rollout(mode="sync"), [agents("single_turn_agent", None), None])
+    words = "mode=sync with data whose column 'agent_name' asks for tool_agent: .* Set .*mode=async"
+    with pytest.raises(ValueError, match=words):
+        check_agent_names(rollout(mode="sync"), [None, agents("single_turn_agent", "tool_agent", None)])
+
+
+def test_rows_of_a_dataset_of_the_users_are_looked_at_when_they_come():
+    rows = DataProto(non_tensor_batch={"agent_name": np.array(["tool_agent"], dtype=object)})
+    with pytest.raises(ValueError, match="asks for tool_agent"):
+        RayPPOTrainer.generate(SimpleNamespace(config=rollout(mode="sync")), rows, 1)
+
+
+def test_an_unknown_agent_loop_is_told_before_a_model_is_loaded(agents, tmp_path):
+    with pytest.raises(ValueError, match="agent_name='asks_twise' is no known agent loop"):
+        check_agent_names(rollout(mode="async"), [agents("asks_twise")])
+    (tmp_path / "loops.py").write_text(LOOP)
+    config = rollout(mode="async", **{"agent.agent_loop_config_path": str(tmp_path / "loops.py")})
+    check_agent_names(config, [agents("asks_twice", "single_turn_agent", None)])
+    with pytest.raises(ValueError, match="'asks_twise' is no known agent loop; .* Did you mean 'asks_twice'"):
+        check_agent_names(config, [agents("asks_twise")])
+
+
+def test_a_wrong_default_agent_loop_is_told_with_the_data():
+    config = rollout(mode="async", **{"agent.default_agent_loop": "nobody"})
+    assert "'nobody' is no known agent loop" in agent_name_problem(config.actor_rollout_ref.rollout, [])
+    with pytest.raises(ValueError, match="'nobody' is no known agent loop"):
+        check_agent_names(config, [None])

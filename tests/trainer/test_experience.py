@@ -3,10 +3,23 @@
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from tests.algorithms.estimators import BASELINE_FREE, CREDIT, NAMES, num_turns
 from verl.algorithms.advantage import NonFiniteError, register_adv_est
+from verl.algorithms.losses import imitation_loss
+from verl.algorithms.reward_shaping import onto_sampled_tokens
+from verl.config.algorithm import AlgorithmConfig
 from verl.protocol import DataProto
-from verl.trainer.ppo.experience import apply_kl_penalty, compute_advantage, compute_response_mask
+from verl.trainer.ppo.experience import (
+    apply_kl_penalty,
+    attach_reward,
+    compute_advantage,
+    compute_response_mask,
+    response_column,
+)
+from verl.trainer.ppo.rollout_correction import reject_tokens
 
 
 def batch_of(prompt_lengths, response_lengths, prompt_width=8, response_width=8):
@@ -83,3 +96,118 @@ def test_an_estimator_that_gives_nan_or_infinity_is_named_with_the_row(bad):
     words = rf"advantages of algorithm.adv_estimator=test_gives_{bad} are NaN or infinite in 1 .*\[1\]"
     with pytest.raises(NonFiniteError, match=words):
         compute_advantage(data, f"test_gives_{bad}")
+
+
+# -- a reward stands where the policy sampled --------------------------------------------------------------------------
+
+
+def with_masks(masks, padding=0):
+    """Rows of a prompt of one token, under response masks given as text; all siblings, with what estimators read."""
+    width = max(map(len, masks)) + padding
+    data = batch_of([1] * len(masks), list(map(len, masks)), 1, width)
+    mask = torch.zeros(len(masks), width, dtype=torch.long)
+    for row, text in zip(mask, masks, strict=True):
+        row[: len(text)] = torch.tensor([int(bit) for bit in text], dtype=torch.long)
+    data.put("response_mask", mask)
+    g = torch.Generator().manual_seed(0)
+    for name in ("values", "old_log_probs"):
+        data.put(name, -torch.rand(mask.shape, generator=g))
+    data.put("sum_pi_squared", torch.full(mask.shape, 0.5))
+    data.put("reward_baselines", torch.zeros(len(masks)))
+    data.non_tensor_batch["uid"] = np.array(["a"] * len(masks), dtype=object)
+    data.non_tensor_batch["turn_state_ids"] = np.empty(len(masks), dtype=object)
+    data.non_tensor_batch["turn_state_ids"][:] = [list(range(count)) for count in num_turns(mask)]
+    return data
+
+
+UNDISCOUNTED = {"step_gamma": 1.0, "gdpo_reward_keys": ["score"]}
+OPTIONS = {"gamma": 1.0, "lam": 1.0, "config": AlgorithmConfig().with_values(UNDISCOUNTED)}
+
+
+def rewarded(masks, scores, place):
+    """That batch with each row's score where ``place`` of its mask says."""
+    data = with_masks(masks, padding=1)
+    rewards = torch.zeros(data.column("response_mask").shape)
+    for i, (mask, score) in enumerate(zip(masks, scores, strict=True)):
+        rewards[i, place(mask)] = score
+    data = attach_reward(data, rewards, {"score": list(scores)})
+    data.put("token_level_rewards", data.ragged("token_level_scores"))
+    return data
+
+
+MASKS = st.lists(st.text("01", min_size=1, max_size=6), min_size=2, max_size=5)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@given(masks=MASKS, seed=st.integers(0, 99))
+@settings(max_examples=12, deadline=None)
+def test_no_reward_is_lost_or_moved_by_any_mask(name, masks, seed):
+    scores = torch.randn(len(masks), generator=torch.Generator().manual_seed(seed)).tolist()
+    on_last = rewarded(masks, scores, lambda mask: len(mask) - 1)  # what managers call the last valid token
+    on_own = rewarded(masks, scores, lambda mask: mask.rfind("1") if "1" in mask else len(mask) - 1)
+    in_padding = rewarded(masks, scores, lambda mask: -1)
+    for data in (on_last, on_own, in_padding):
+        totals = data.column("token_level_scores").sum(-1)
+        torch.testing.assert_close(totals, torch.tensor(scores))
+        compute_advantage(data, name, **OPTIONS)
+    for column in ("advantages", "returns"):
+        assert torch.equal(on_last.column(column), on_own.column(column))
+        assert torch.equal(in_padding.column(column), on_own.column(column))
+    if name in BASELINE_FREE:  # an undiscounted return is the whole score, wherever a mask has holes
+        for i, mask in enumerate(masks):
+            if "1" in mask:
+                assert on_last.column("returns")[i, mask.index("1")].item() == pytest.approx(scores[i], rel=1e-5)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_reward_on_a_tools_last_token_teaches_whoever_calls_the_estimators_alone(name):
+    masks, scores = ["110", "1100", "10"], [1.0, 0.0, -1.0]
+    on_last, on_own = with_masks(masks), with_masks(masks)
+    for data, places in ((on_last, (2, 3, 1)), (on_own, (1, 1, 0))):
+        rewards = torch.zeros(3, 4)
+        rewards[torch.arange(3), torch.tensor(places)] = torch.tensor(scores)
+        data.put("token_level_rewards", rewards)
+        data.non_tensor_batch["score"] = np.array(scores, dtype=object)
+        compute_advantage(data, name, **OPTIONS)
+    assert torch.equal(on_last.column("advantages"), on_own.column("advantages"))
+    first = on_last.column("advantages")[0, :2]
+    assert (first != 0).any() and ("response" not in CREDIT[name] or first[0] == first[1])
+
+
+def test_a_reward_on_masked_tokens_goes_to_the_sampled_token_before_it():
+    mask = torch.tensor([[0, 1, 1, 0, 0, 1, 0], [0, 0, 0, 0, 0, 0, 0], [1, 1, 1, 1, 1, 1, 1]])
+    rewards = torch.tensor([[0.5, 0, 1, 2, 4, 8, 16.0], [1, 2, 3, 4, 5, 6, 7], [1, 2, 3, 4, 5, 6, 7]])
+    got = onto_sampled_tokens(rewards, mask)
+    assert got[0].tolist() == [0, 0.5, 7, 0, 0, 24, 0]
+    assert torch.equal(got[1:], rewards[1:])
+    assert onto_sampled_tokens(got, mask) is got
+
+
+def test_a_reward_without_any_token_to_stand_on_is_an_error_and_a_score_of_zero_is_none():
+    data = with_masks(["1", "11"])
+    empty = batch_of([1, 1], [1, 0], 1, 2)
+    attach_reward(empty, torch.tensor([[1.0, 0], [0.0, 0]]), {})
+    with pytest.raises(ValueError, match="row 1 of the batch has a response without any token, and the reward 1"):
+        attach_reward(empty, torch.tensor([[1.0, 0], [0.0, 1.0]]), {})
+    attach_reward(data, torch.tensor([[1.0, 0], [0.0, 1.0]]), {})
+
+
+def test_a_kl_penalty_in_the_reward_leaves_a_score_behind_tool_output_whole():
+    data = rewarded(["110", "100"], [1.0, 2.0], lambda mask: len(mask) - 1)
+    data.put("ref_log_prob", data.column("old_log_probs") + 1)
+    data, _ = apply_kl_penalty(data, FixedBeta(), "kl")
+    assert response_column(data, "token_level_rewards").sum(-1).tolist() == pytest.approx([1.0 + 2 * 0.5, 2.0 + 0.5])
+
+
+def test_a_rejected_last_token_leaves_its_score_to_the_response():
+    data = rewarded(["111", "110"], [1.0, 2.0], lambda mask: len(mask) - 1)
+    sampled = data.column("old_log_probs").clone()
+    sampled[0, 2] -= 9  # likelier by far under the trainer: rejected
+    data.put("rollout_log_probs", sampled)
+    options = AlgorithmConfig().with_values(
+        {"rollout_correction.rollout_rs": "token", "rollout_correction.rollout_rs_threshold": 2.0}
+    )
+    reject_tokens(data, options.rollout_correction)
+    mask, scores = (response_column(data, name) for name in ("response_mask", "token_level_scores"))
+    assert mask.tolist() == [[1, 1, 0], [1, 1, 0]] and scores.tolist() == [[0, 1.0, 0], [0, 2.0, 0]]
+    assert (imitation_loss(torch.full((2, 3), -1.0), scores, mask) > 0).sum() == 4

@@ -72,6 +72,49 @@ def test_turns_are_counted_when_the_batch_has_them():
     assert (metrics["num_turns/min"], metrics["num_turns/mean"], metrics["num_turns/max"]) == (2, 3.5, 5)
 
 
+def groups_of(scores, advantages=None, finish=None):
+    """Rows of one token, two a group, with these scores."""
+    ones = torch.ones(len(scores), 1)
+    columns = {
+        "responses": torch.full((len(scores), 1), 4),
+        "attention_mask": torch.ones(len(scores), 2, dtype=torch.long),
+        "response_mask": ones.long(),
+        "token_level_scores": torch.tensor(scores).unsqueeze(-1),
+        "token_level_rewards": torch.tensor(scores).unsqueeze(-1),
+        "advantages": ones if advantages is None else torch.tensor(advantages).unsqueeze(-1),
+        "returns": ones,
+    }
+    objects = {"uid": np.array([f"u{i // 2}" for i in range(len(scores))], dtype=object)}
+    if finish is not None:
+        objects["finish_reason"] = np.array(finish, dtype=object)
+    return DataProto.from_dict(tensors=columns, non_tensors=objects)
+
+
+def test_what_a_batch_teaches_is_counted_by_groups_and_by_responses():
+    scores = [1.0, 1.0, 0.0, 0.0, 0.0, 1.0, 0.5, 0.5, -1.0, -1.0]  # solved, failed, mixed, equal, failed
+    advantages = [0.0] * 4 + [-1.0, 1.0] + [0.0] * 4
+    batch = groups_of(scores, advantages, ["length"] * 3 + ["stop"] * 7)
+    metrics = compute_data_metrics(batch, use_critic=False)
+    expected = {
+        "batch/solve_all": 1,
+        "batch/solve_none": 2,
+        "batch/zero_std_ratio": 0.8,
+        "batch/zero_advantage_ratio": 0.8,
+        "batch/truncated_ratio": 0.3,
+        "batch/token_ratio": 1,
+    }
+    assert {name: metrics[name] for name in expected} == pytest.approx(expected)
+
+
+def test_without_groups_nothing_is_said_of_their_spread_and_a_masked_response_teaches_nothing():
+    metrics = compute_data_metrics(make_batch())
+    assert "batch/zero_std_ratio" not in metrics and metrics["batch/token_ratio"] == pytest.approx(5 / 6)
+    batch = groups_of([1.0, 0.0])
+    batch.put("response_mask", torch.tensor([[0], [0]]))
+    metrics = compute_data_metrics(batch, use_critic=False)
+    assert metrics["batch/zero_advantage_ratio"] == 1 and metrics["batch/token_ratio"] == 0
+
+
 def test_generation_time_is_divided_by_response_tokens_and_updates_by_all_tokens():
     metrics = compute_timing_metrics(make_batch(), {"gen": 0.6, "update_actor": 1.1, "step": 2.0})
     assert metrics["timing_s/step"] == 2.0

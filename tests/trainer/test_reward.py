@@ -4,7 +4,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tests.config.helpers import typed
 from tests.workers.reward_manager.batches import RESPONSE_LENGTH, TOKENIZER, batch_of
+from verl.protocol import DataProto
+from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl.trainer.ppo.reward import compute_reward, get_custom_reward_fn, load_reward_manager
 from verl.workers.reward_manager import BatchRewardManager, NaiveRewardManager, RewardError, register
 
@@ -215,3 +218,33 @@ def test_errors_of_a_manager_are_not_swallowed():
 
 def test_default_manager_is_naive():
     assert type(load_reward_manager(config(), TOKENIZER, 1)) is NaiveRewardManager
+
+
+# -- agent loops that bring rewards ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "unasked"),
+    [
+        ({"custom_reward_function.path": "mine.py"}, "custom_reward_function.path=mine.py is not asked in training"),
+        ({"reward_model.enable": True}, "reward_model.enable=true"),
+        ({}, None),
+    ],
+)
+def test_rewards_of_agent_loops_are_said_once_to_keep_a_function_or_model_from_being_asked(words, unasked):
+    said, config = [], typed().with_values(words)
+    batch = DataProto.from_dict(tensors={"rm_scores": torch.zeros(1, 1)})
+    trainer = SimpleNamespace(
+        config=config,
+        use_rm=config.reward_model.enable,
+        reward_fn=NaiveRewardManager(None, 0),
+        global_steps=1,
+        say=said.append,
+        has_said_whose_rewards=False,
+    )
+    for _ in range(2):
+        RayPPOTrainer.say_whose_rewards(trainer, batch)
+    assert len(said) == (unasked is not None) and (not said or unasked in said[0])
+    trainer.has_said_whose_rewards = False
+    RayPPOTrainer.say_whose_rewards(trainer, DataProto.from_dict(tensors={"responses": torch.zeros(1, 1)}))
+    assert not trainer.has_said_whose_rewards

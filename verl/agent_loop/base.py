@@ -32,7 +32,8 @@ class AgentLoopOutput:
     response_logprobs: list[float] | None = None
     """Log-probability of each response token under the distribution it was drawn from; anything where masked."""
     reward_score: float | None = None
-    """The row's reward, if the loop knows it; then no reward function is asked."""
+    """The row's reward, if the loop knows it; then no reward function is asked. It stands on the last token that the
+    policy sampled, though tool output may follow."""
     num_turns: int = 2
     """Messages of all sides, the prompt counting as one."""
     metrics: Mapping[str, float] | AgentLoopMetrics = field(default_factory=dict)
@@ -122,10 +123,9 @@ def agent_loop(name: str) -> Callable[..., AgentLoopBase]:
         ValueError: no loop has this name; lists those that exist.
     """
     if name not in _LOOPS:
-        near = nearest_name(name, list(_LOOPS))
         raise ValueError(
-            f"agent_name={name!r} is no known agent loop{f' (did you mean {near!r}?)' if near else ''}; known are "
-            f"{', '.join(sorted(_LOOPS))}. Register yours in the file of "
+            f"agent_name={name!r} is no known agent loop; known are {', '.join(sorted(_LOOPS))}."
+            f"{nearest_name(name, list(_LOOPS))} Register yours in the file of "
             "actor_rollout_ref.rollout.agent.agent_loop_config_path."
         )
     return _LOOPS[name]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -23,12 +24,15 @@ def assemble_outputs(
 ) -> DataProto:
     """The columns of `verl.workers.rollout.assemble`, from conversations.
 
-    ``response_mask`` is each output's own. Adds ``rm_scores`` (B, R) float32, a row's reward on its last response
-    token, if the loops know rewards; and as object columns ``__num_turns__`` and the outputs' ``extra_fields``.
+    ``response_mask`` is each output's own. Adds ``rm_scores`` (B, R) float32, a row's reward on the last token the
+    policy sampled (where it sampled none, on the last response token), if the loops know rewards; and as object
+    columns ``__num_turns__`` and the outputs' ``extra_fields``. An output without response tokens gets one, padding
+    that is masked, for its reward to stand on.
 
     Raises:
         ValueError: only some of the outputs have log-probs, or rewards, or a further field.
     """
+    outputs = [output if output.response_ids else _with_a_token(output, pad_token_id) for output in outputs]
     has_log_probs = _all_or_none(outputs, "response_logprobs")
     completions = [
         Completion(list(o.response_ids), list(o.response_logprobs) if has_log_probs else None, "stop") for o in outputs
@@ -106,9 +110,19 @@ def _with_prompts_of(prompts: DataProto, outputs: Sequence[AgentLoopOutput]) -> 
     return DataProto(non_tensor_batch={"raw_prompt_ids": ids})
 
 
+def _with_a_token(output: AgentLoopOutput, pad_token_id: int) -> AgentLoopOutput:
+    log_probs = None if output.response_logprobs is None else [0.0]
+    return replace(output, response_ids=[pad_token_id], response_mask=[0], response_logprobs=log_probs)
+
+
 def _on_last_tokens(outputs: Sequence[AgentLoopOutput]) -> torch.Tensor:
-    scores = [[0.0] * (len(o.response_ids) - 1) + [float(o.reward_score)] for o in outputs if o.response_ids]
-    return torch.tensor([score for row in scores for score in row], dtype=torch.float32)
+    rewards = []
+    for output in outputs:
+        row = [0.0] * len(output.response_ids)
+        sampled = [place for place, is_own in enumerate(output.response_mask) if is_own]
+        row[sampled[-1] if sampled else -1] = float(output.reward_score)
+        rewards += row
+    return torch.tensor(rewards, dtype=torch.float32)
 
 
 def _object_columns(outputs: Sequence[AgentLoopOutput]) -> dict[str, np.ndarray]:

@@ -1,8 +1,9 @@
 """What a training engine is given: from a forward pass's outputs to the mean loss of a micro-batch, and its weight.
 
 An engine calls ``loss(outputs, micro)``, multiplies by ``weight(micro) / sum of weights`` over the micro-batches of all
-ranks, and adds up: the result, and so the gradient, does not depend on how the mini-batch was cut. Metrics are means of
-the same kind. Knows columns and config sections; knows no model and no engine.
+ranks, and adds up: the result, and so the gradient, does not depend on how the mini-batch was cut. The metrics of
+``averaged_as_loss`` are means of the same kind, all others (clip fractions, ``ppo_kl``, a user's own) means over
+tokens. Knows columns and config sections; knows no model and no engine.
 """
 
 from __future__ import annotations
@@ -87,6 +88,7 @@ class PPOLoss:
 
     ``want_entropy`` tells the engine to compute entropies, ``want_full_kl`` to compare whole distributions with the
     reference's (``kl_loss_type=full``), ``columns`` which columns to put into the micro-batch.
+    ``averaged_as_loss`` names the metrics that are aggregated as the loss is.
     ``chooses_tokens`` says that the loss singles out tokens by comparing all of a mini-batch: then the engine scores
     the mini-batch first, lets ``choose`` decide, and hands over the column ``selected_tokens``. ``response_facts`` says
     by which columns responses are weighed against all of a mini-batch: then the engine lets ``weigh`` decide, and hands
@@ -95,6 +97,8 @@ class PPOLoss:
     Raises:
         ValueError: unknown names; or responses are to be weighed and the policy loss takes no weights.
     """
+
+    averaged_as_loss = frozenset({"actor/pg_loss", "actor/kl_loss", "actor/entropy_loss", "actor/sft_loss"})
 
     def __init__(self, config: Any, response_length: int | None = None):
         self.config = config
@@ -251,6 +255,7 @@ class ValueLoss:
 
     want_entropy = False
     columns = ("values", "returns", "response_mask")
+    averaged_as_loss = frozenset({"critic/vf_loss"})
 
     def __init__(self, config: Any, response_length: int | None = None):
         self.config = config

@@ -91,6 +91,9 @@ def compute_policy_loss_geo_mean(
     the same for every token of the response. The gradient of a token whose bound holds is zero. The bounds are on the
     log-ratio; the paper uses 0.4 on both sides.
 
+    Importance weights rho join in the same way, as verl has it: l_it is multiplied by exp(1/T_i sum_t log rho_it), so
+    that one wild weight cannot carry a response away either. A weight of 0 (``rollout_is_mode=mask``) counts as 1e-10.
+
     Published with ``loss_agg_mode=seq-mean-token-mean``. verl means over rows whatever the option says; here the
     option decides.
 
@@ -98,9 +101,9 @@ def compute_policy_loss_geo_mean(
         old_log_prob, log_prob, advantages: (B, R) float; differentiable in ``log_prob``, once.
         response_mask: (B, R); 1 on tokens that count.
         config: read for ``clip_ratio``, ``clip_ratio_low``, ``clip_ratio_high``.
-        rollout_is_weights: (B, R) factors of each token's loss.
+        rollout_is_weights: (B, R), not negative; their geometric mean over a response is the factor of its loss.
 
-    Source: Zhao et al. 2025, equation 4 (arXiv:2507.20673).
+    Source: Zhao et al. 2025, equation 4 (arXiv:2507.20673); the weights: verl since v0.6.
     """
     low, high = clip_range(config, "geo_mean")
     tokens = Tokens(old_log_prob, log_prob, advantages, response_mask)
@@ -110,6 +113,9 @@ def compute_policy_loss_geo_mean(
     value = tokens.to_tokens(-tokens.row_mean(tokens.advantage) * ratio)
     is_free = bounded == sign * log_ratio
     slope = value * is_free * (sign != 0)
+    if rollout_is_weights is not None:
+        of_response = tokens.row_mean(tokens.pack(rollout_is_weights.clamp(min=1e-10).log())).exp()
+        rollout_is_weights = of_response.unsqueeze(-1).expand(response_mask.shape)
     return tokens.loss(value, slope, loss_agg_mode, rollout_is_weights, ~is_free)
 
 

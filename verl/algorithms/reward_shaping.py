@@ -221,6 +221,31 @@ def rescore(token_level_scores: Tensor, response_mask: Tensor, scores: Tensor, s
     return rewards
 
 
+def onto_sampled_tokens(token_level_rewards: Tensor, response_mask: Tensor) -> Tensor:
+    """Move what stands on masked tokens (tool output, padding) to the token of the policy that it answers:
+
+        r'_it = r_it + sum of r_ik over the masked places k from t up to the next token that the policy sampled
+
+    What stands before the first sampled token goes to that one. Sums over responses stay as they are.
+
+    Args:
+        token_level_rewards: (B, R) float.
+        response_mask: (B, R); 1 on tokens the policy sampled. A row without any keeps its rewards where they are.
+
+    Returns:
+        (B, R); ``token_level_rewards`` itself where nothing is to be moved.
+    """
+    is_own = response_mask != 0
+    has_own = is_own.any(-1, keepdim=True)
+    if not ((token_level_rewards != 0) & ~is_own & has_own).any():
+        return token_level_rewards
+    place = torch.arange(is_own.shape[1], device=is_own.device).expand(is_own.shape)
+    before = torch.where(is_own, place, -1).cummax(-1).values
+    first = is_own.byte().argmax(-1, keepdim=True)
+    target = torch.where(has_own, torch.where(before < 0, first, before), place)
+    return torch.zeros_like(token_level_rewards).scatter_add(-1, target, token_level_rewards)
+
+
 @CONTROLS.register(
     "algorithm.reward_shaping.clip_range",
     about=About(

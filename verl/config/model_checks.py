@@ -181,6 +181,28 @@ def _named(wanted: Any) -> list[str]:
     return [entry for entry in entries if entry != "all-linear" and re.fullmatch(r"[\w.]+", str(entry))]
 
 
+def _overrides_are_entries(config: PPOConfig) -> Iterator[Problem]:
+    """transformers knows the entries; it is asked only where something is overridden."""
+    for place in (MODEL, *(["critic.model"] if config.uses_critic else [])):
+        section = get_path(config, place)
+        folder = find_folder(section.path)
+        overrides = {key: value for key, value in section.override_config.items() if key != "attn_implementation"}
+        if not overrides or section.trust_remote_code or folder is None or not (folder / "config.json").is_file():
+            continue
+        from transformers import AutoConfig
+
+        from verl.utils.model import unknown_entries
+
+        if place != MODEL:
+            overrides.pop("classifier_dropout", None)
+        try:
+            entries = AutoConfig.from_pretrained(folder)
+        except (OSError, ValueError):  # of a family that transformers does not know: the run says so
+            continue
+        for sentence in unknown_entries(entries, overrides):
+            yield Problem(f"{place}.override_config", f"{place}.{sentence}", (f"{place}.path",))
+
+
 def _is_end(layer: str, name: str) -> bool:
     return layer == name or layer.endswith(f".{name}")
 
@@ -203,4 +225,5 @@ _CHECKS: tuple[Callable[[Any], Iterator[Problem]], ...] = (
     _roles_read_the_same_tokens,
     _reward_model_scores,
     _adapted_layers_are_there,
+    _overrides_are_entries,
 )

@@ -20,7 +20,7 @@ from verl.models.multimodal import is_vision_language, vision_tower
 from verl.models.scalar_head import is_head, reward_class, value_class
 from verl.models.weight_names import remember_conversions
 from verl.utils.fs import copy_to_local
-from verl.utils.model import update_model_config, without_progress_bars
+from verl.utils.model import unknown_entries, update_model_config, without_progress_bars
 from verl.utils.torch_dtypes import PrecisionType
 
 logger = logging.getLogger(__name__)
@@ -103,7 +103,7 @@ def load_config(spec: ModelSpec) -> Any:
     """Read the model's config and apply the overrides.
 
     Raises:
-        ValueError: where the folder holds no readable config.
+        ValueError: where the folder holds no readable config, or an override is no entry of it.
     """
     from transformers import AutoConfig
 
@@ -120,6 +120,11 @@ def load_config(spec: ModelSpec) -> Any:
             "override_config.output_router_logits=true: the auxiliary loss of a mixture of experts is not part of the "
             "losses here, which read log-probs and values, so router logits would be kept for nothing. Leave it out."
         )
+    if not spec.trust_remote_code:  # code of the folder may read what its config does not name
+        taken = {"classifier_dropout"} if spec.head != "lm" else set()
+        unknown = list(unknown_entries(config, {k: v for k, v in overrides.items() if k not in taken}))
+        if unknown:
+            raise ValueError(f"{' '.join(unknown)} (model.path={spec.path!r})")
     update_model_config(config, overrides)
     if spec.head != "lm":
         if spec.head == "value":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -12,8 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from verl.compat import missing
-
-logger = logging.getLogger(__name__)
 
 
 def compute_position_id_with_mask(mask: Tensor) -> Tensor:
@@ -28,18 +25,69 @@ def compute_position_id_with_mask(mask: Tensor) -> Tensor:
 def update_model_config(module_config: Any, override_config_kwargs: Mapping[str, Any]) -> None:
     """Set entries of a Hugging Face config in place; nested mappings change nested configs.
 
-    A name the config does not have is set too, since remote code may read it, with a warning that names the nearest.
+    ``rope_theta`` and ``rope_scaling``, as config.json of older releases has them, go to where the config's class keeps
+    them. A name that the config does not have is set too; see `unknown_entries`.
     """
     for name, value in override_config_kwargs.items():
         inner = getattr(module_config, name, None)
         if isinstance(value, Mapping) and inner is not None and not isinstance(inner, dict):
             update_model_config(inner, value)
-            continue
-        if not hasattr(module_config, name):
-            near = difflib.get_close_matches(name, [key for key in vars(module_config) if not key.startswith("_")], 1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            logger.warning("override_config.%s is not an entry of %s%s", name, type(module_config).__name__, hint)
-        setattr(module_config, name, value)
+        elif _is_old_rope(module_config, name):
+            _set_rope(module_config, name, value)
+        else:
+            setattr(module_config, name, value)
+
+
+def unknown_entries(config: Any, overrides: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """Say of each of ``overrides`` that ``config``, a Hugging Face config, has no such entry; one sentence each.
+
+    An entry is what the class or its config.json names, an alias of it (``attribute_map``), or a name of older releases
+    that the class still takes.
+    """
+    for name, value in overrides.items():
+        inner = getattr(config, name, None)
+        if isinstance(value, Mapping) and inner is not None and not isinstance(inner, dict):
+            yield from unknown_entries(inner, value, f"{prefix}{name}.")
+        elif not (hasattr(config, name) or _is_old_rope(config, name) or _asks_nothing_of_megatron(name, value)):
+            yield (
+                f"override_config.{prefix}{name}={value!r} is no entry of {type(config).__name__}, so the model would "
+                f"not read it.{_nearest_entry(config, name, prefix)}"
+            )
+
+
+def _nearest_entry(config: Any, name: str, prefix: str) -> str:
+    parts = {key: value for key, value in vars(config).items() if hasattr(value, "attribute_map")}
+    holders = [key for key, part in parts.items() if hasattr(part, name)]
+    if holders:
+        return f" Write it as {prefix}{holders[0]}.{name}."
+    known = [*(key for key in vars(config) if not key.startswith("_")), *getattr(config, "attribute_map", {})]
+    near = difflib.get_close_matches(name, known, 1)
+    return f" Did you mean {prefix + near[0]!r}?" if near else " Leave it out."
+
+
+def _asks_nothing_of_megatron(name: str, value: Any) -> bool:
+    """Whether this is one of verl's Megatron sections of ``override_config`` with nothing switched on in it."""
+    if name not in ("model_config", "moe_config"):
+        return False
+    return value is None or isinstance(value, Mapping) and not any(value.values())
+
+
+def _is_old_rope(config: Any, name: str) -> bool:
+    is_old = name == "rope_scaling" or name == "rope_theta" and not hasattr(config, "rope_theta")
+    return is_old and isinstance(getattr(config, "rope_parameters", None), dict)
+
+
+def _set_rope(config: Any, name: str, value: Any) -> None:
+    """Lay an entry of older config.json files over ``rope_parameters``; where layers are of two kinds, the global's."""
+    whole = dict(config.rope_parameters)
+    rope = dict(whole["full_attention"] if "full_attention" in whole else whole)
+    if name == "rope_theta":
+        rope["rope_theta"] = value
+    else:
+        kept = {key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if key in rope}
+        given = {("rope_type" if key == "type" else key): entry for key, entry in dict(value or {}).items()}
+        rope = {"rope_type": "default", **kept, **given}
+    config.rope_parameters = {**whole, "full_attention": rope} if "full_attention" in whole else rope
 
 
 def get_generation_config(model: str, trust_remote_code: bool = False) -> Any:

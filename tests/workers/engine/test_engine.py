@@ -90,6 +90,28 @@ def test_weights_of_responses_do_not_depend_on_how_the_mini_batch_is_cut(folder)
     assert plain != pytest.approx(norms[0], rel=1e-2)
 
 
+@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"])
+def test_metrics_do_not_depend_on_how_the_mini_batch_is_cut(folder, mode):
+    data, found = make_batch(7, seed=5), []
+    is_far = torch.rand(data.column("old_log_probs").shape, generator=torch.Generator().manual_seed(0)) < 0.3
+    data.put("old_log_probs", data.column("old_log_probs") + 2.0 * is_far)
+    for split in (WHOLE, MicroBatching(size=1), MicroBatching(size=3)):
+        metrics = engine_for(folder).train_step(data, ppo_loss(loss_agg_mode=mode, clip_ratio_c=1.5), split)
+        found.append(metrics)
+    assert 0 < found[0]["actor/pg_clipfrac"] < 1 and found[0]["actor/ppo_kl"] > 0.1
+    for metrics in found[1:]:
+        assert metrics == pytest.approx(found[0], rel=2e-5, abs=1e-6)
+
+
+@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean"])
+def test_metrics_of_a_critic_do_not_depend_on_how_the_mini_batch_is_cut(folder, mode):
+    data, found = make_batch(7, seed=5), []
+    for split in (WHOLE, MicroBatching(size=1), MicroBatching(size=3)):
+        found.append(engine_for(folder, "value").train_step(data, value_loss(loss_agg_mode=mode), split))
+    for metrics in found[1:]:
+        assert metrics == pytest.approx(found[0], rel=2e-5, abs=1e-6)
+
+
 @pytest.mark.parametrize("loss_mode", ["clip_cov", "kl_cov"])
 def test_a_loss_that_compares_all_tokens_does_not_depend_on_how_the_mini_batch_is_cut(folder, loss_mode):
     actor = ActorConfig().with_values(

@@ -74,6 +74,14 @@ def nothing_is_corrected(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
 
 
 @notice
+def the_losss_copy_of_the_correction_is_not_read(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+    mode, place = config.actor_rollout_ref.actor.policy_loss.loss_mode, f"{ACTOR}.policy_loss.rollout_correction"
+    if mode != "bypass_mode":
+        keys = given_below(place, config, is_given)
+        yield from unread(config, keys, is_given, f"{ACTOR}.policy_loss.loss_mode={mode} reads {CORRECTION}")
+
+
+@notice
 def kl_in_reward_is_the_samplers(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
     if config.algorithm.rollout_correction.bypass_mode and config.algorithm.use_kl_in_reward:
         yield (

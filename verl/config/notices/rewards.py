@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from verl.config.base import get_path
 from verl.config.notices.base import IsGiven, given_below, notice, unread
 from verl.config.ppo import PPOConfig
 from verl.config.rules.base import ACTOR, RM, SHAPING, shapes_scores
@@ -81,6 +82,20 @@ def function_does_not_score_training(config: PPOConfig, is_given: IsGiven) -> It
             f"reward_model.style is not model: with {RM}.enable=true the built-in manager {rm.reward_manager} gives "
             f"out the reward model's scores in training. Register a manager of your own to combine both"
         )
+    scorers = [f"{RM}.{name}" for name in ("by_source", "judge.url", "sandbox_fusion.url")]
+    given = [key for key in scorers if get_path(config, key)]
+    if given:
+        yield (
+            f"{', '.join(given)} {'is' if len(given) == 1 else 'are'} asked in validation only, of rows whose "
+            f"reward_model.style is not model: with {RM}.enable=true the reward model scores the training"
+        )
+    if (rm.reward_kwargs.get("overlong_buffer_cfg") or {}).get("enable"):
+        yield (
+            f"{RM}.reward_kwargs.overlong_buffer_cfg has no effect in training: with {RM}.enable=true the built-in "
+            f"manager {rm.reward_manager} gives out the reward model's scores as they are. {SHAPING}.overlong_buffer "
+            "charges those"
+        )
+    yield from unread(config, [f"{RM}.self_test"], is_given, "the reward model scores, and no function is tried")
     why = f"the built-in manager {rm.reward_manager} gives out the reward model's scores, which are there by then"
     yield from unread(config, [f"{RM}.launch_reward_fn_async"] * rm.launch_reward_fn_async, is_given, why)
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from verl.config.base import get_path
 from verl.config.notices.base import IsGiven, given_below, notice, unread
 from verl.config.ppo import PPOConfig
 from verl.config.rules.base import ACTOR, ROLLOUT
@@ -24,6 +25,32 @@ def no_checkpoint_is_written(config: PPOConfig, is_given: IsGiven) -> Iterator[s
             keys += ["trainer.max_critic_ckpt_to_keep"]
             keys += [f"critic.checkpoint.{name}" for name in ("save_contents", "async_save")]
         yield from unread(config, keys, is_given, f"trainer.save_freq={config.trainer.save_freq} writes no checkpoint")
+
+
+@notice
+def nothing_comes_from_or_goes_to_a_store(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+    trainer = config.trainer
+    if trainer.resume_mode != "disable":
+        return
+    if trainer.save_freq <= 0:
+        why = "trainer.save_freq writes no checkpoint, and trainer.resume_mode=disable reads none"
+        yield from unread(config, ["trainer.default_hdfs_dir"] * bool(trainer.default_hdfs_dir), is_given, why)
+    keys = ["trainer.del_local_ckpt_after_load"] * trainer.del_local_ckpt_after_load
+    yield from unread(config, keys, is_given, "trainer.resume_mode=disable loads no checkpoint")
+
+
+@notice
+def classes_need_a_file(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+    server = f"{ROLLOUT}.agent.custom_async_server"
+    for section, file, name in (
+        ("data.custom_cls", "path", "name"),
+        ("data.sampler", "class_path", "class_name"),
+        ("data.datagen", "path", "name"),
+        *([(server, "path", "name")] if config.actor_rollout_ref.rollout.mode == "async" else []),
+    ):
+        if get_path(config, f"{section}.{file}") is None:
+            keys = [f"{section}.{name}"] if get_path(config, f"{section}.{name}") else []
+            yield from unread(config, keys, is_given, f"{section}.{file}=null names no file")
 
 
 @notice

@@ -29,6 +29,30 @@ def hf_has_no_engine_knobs(config: PPOConfig, is_given: IsGiven) -> Iterator[str
 
 
 @notice
+def engines_do_not_read_each_others_arguments(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+    rollout, key = config.actor_rollout_ref.rollout, f"{ROLLOUT}.engine_kwargs"
+    if rollout.name == "hf":
+        return
+    for engine, arguments in rollout.engine_kwargs.items():
+        given = [f"{key}.{engine}.{name}={show(value)}" for name, value in (arguments or {}).items() if value]
+        if engine != rollout.name and given and is_given(f"{key}.{engine}"):
+            verb = "has" if len(given) == 1 else "have"
+            yield f"{', '.join(given)} {verb} no effect: {ROLLOUT}.name={rollout.name} reads {key}.{rollout.name}"
+
+
+@notice
+def host_memory_is_not_a_gpus(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+    key, rollout = f"{ROLLOUT}.gpu_memory_utilization", config.actor_rollout_ref.rollout
+    if config.trainer.device == "cpu" and is_given(key):
+        most = "" if rollout.name == "hf" else ", 1 GiB at most"
+        yield (
+            f"{key}={show(rollout.gpu_memory_utilization)} has no effect on any GPU with trainer.device=cpu: half of "
+            f"that share of the machine's memory, divided among its workers{most}, bounds the key-value cache, and so "
+            f"only how many responses are drawn at a time, as {ROLLOUT}.max_num_seqs does"
+        )
+
+
+@notice
 def nothing_is_traced(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
     backend = config.actor_rollout_ref.rollout.trace.backend
     keys = [] if backend == "file" else [f"{ROLLOUT}.trace.dir"]

@@ -169,14 +169,27 @@ def agg_loss(
     """A loss per token as a scalar (see `verl.algorithms.aggregate.agg_loss`), in the order of verl's arguments.
 
     A part of a batch is told the whole's divisor, ``batch_num_tokens`` with token-mean and ``global_batch_size`` with
-    the other means; times ``dp_size``, over whose ranks gradients are averaged, the parts add up to the whole. Losses
-    registered here need none of the three: the engine weighs micro-batches itself.
+    the other means; times ``dp_size``, over whose ranks gradients are averaged, the parts add up to the whole. A sum
+    (``token-sum``, and ``seq-mean-token-sum-norm`` without ``global_batch_size``) needs no divisor, only ``dp_size``.
+    Losses registered here need none of the three: the engine weighs micro-batches itself.
+
+    Raises:
+        ValueError: a mean over a part of a batch, ``dp_size`` above 1, and no divisor of the whole.
     """
     loss = aggregated(loss_mat, loss_mask, loss_agg_mode, loss_scale_factor)
+    if loss_agg_mode == "token-sum":
+        return loss * dp_size
+    name = "batch_num_tokens" if loss_agg_mode == "token-mean" else "global_batch_size"
     whole = batch_num_tokens if loss_agg_mode == "token-mean" else global_batch_size
-    if whole is None or loss_agg_mode == "token-sum":
-        return loss
-    return loss * agg_weight(loss_mask, loss_agg_mode) / whole * dp_size
+    if whole is not None:
+        return loss * agg_weight(loss_mask, loss_agg_mode) / whole * dp_size
+    if dp_size > 1 and loss_agg_mode != "seq-mean-token-sum-norm":
+        raise ValueError(
+            f"agg_loss: dp_size={dp_size} with loss_agg_mode={loss_agg_mode} and without {name}: the mean over the "
+            f"whole batch cannot be put together from means over its parts. Pass {name}=, counted over all ranks, or "
+            "leave dp_size out: the engine weighs micro-batches and ranks itself."
+        )
+    return loss * dp_size
 
 
 def kl_penalty_forward(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:

@@ -1,4 +1,4 @@
-"""Whether somebody scores each data source there is, asked before a model is loaded."""
+"""Whether each data source has a scorer and each row an agent loop, checked before a model is loaded."""
 
 import logging
 from collections.abc import Iterable
@@ -36,6 +36,52 @@ def check_data_sources(config: Any, reward_fn: Any, datasets: Iterable[Any]) -> 
             _tell(unknown(source), section.on_error)
 
 
+AGENT_COLUMN = "agent_name"
+SINGLE_TURN = "single_turn_agent"
+"""The agent loop that does what ``rollout.mode=sync`` does."""
+
+
+def check_agent_names(config: Any, datasets: Iterable[Any]) -> None:
+    """Refuse rows whose ``agent_name`` no agent loop of this run has; datasets as in `check_data_sources`.
+
+    Raises:
+        ValueError: see `agent_name_problem`.
+    """
+    if problem := agent_name_problem(config.actor_rollout_ref.rollout, _distinct(datasets, AGENT_COLUMN)):
+        raise ValueError(problem)
+
+
+def agent_name_problem(rollout: Any, names: Iterable[Any]) -> str | None:
+    """Why rows with these values of ``agent_name`` cannot be trained on, in words; None: they can.
+
+    Args:
+        rollout: the section ``actor_rollout_ref.rollout``. With ``mode=async`` the user's agent loops are imported.
+        names: values of the column; empty ones are of ``rollout.agent.default_agent_loop``.
+    """
+    names = sorted({str(name) for name in names if name})
+    if rollout.mode != "async":
+        others = [name for name in names if name != SINGLE_TURN]
+        if not others:
+            return None
+        return (
+            f"actor_rollout_ref.rollout.mode={rollout.mode} with data whose column {AGENT_COLUMN!r} asks for "
+            f"{', '.join(others)}: one call samples one turn, and no agent loop would run. Set "
+            "actor_rollout_ref.rollout.mode=async (and agent.agent_loop_config_path for loops of your own), or take "
+            "the column out of the data to train on single turns."
+        )
+    from verl.agent_loop import single_turn  # noqa: F401 - registers the built-in loop; brings the servers' client
+    from verl.agent_loop.base import agent_loop, load_agent_loops
+
+    if path := rollout.agent.agent_loop_config_path:
+        load_agent_loops(path)
+    for name in [*names, rollout.agent.default_agent_loop]:
+        try:
+            agent_loop(name)
+        except ValueError as error:
+            return str(error)
+    return None
+
+
 def _tell(problem: UnknownDataSource, on_error: str) -> None:
     if on_error == "stop":
         raise problem
@@ -43,9 +89,14 @@ def _tell(problem: UnknownDataSource, on_error: str) -> None:
 
 
 def _sources(datasets: Iterable[Any], key: str) -> list[str]:
-    found: dict[str, None] = {}
+    return [source for source in _distinct(datasets, key) if isinstance(source, str)]
+
+
+def _distinct(datasets: Iterable[Any], column: str) -> list[Any]:
+    """The values of a column over all datasets that are rows of files."""
+    found: dict[Any, None] = {}
     for dataset in datasets:
         rows = getattr(dataset, "dataframe", None)
-        if isinstance(rows, RowTable) and key in rows.column_names:
-            found |= dict.fromkeys(source for source in rows.distinct(key) if isinstance(source, str))
+        if isinstance(rows, RowTable) and column in rows.column_names:
+            found |= dict.fromkeys(rows.distinct(column))
     return list(found)

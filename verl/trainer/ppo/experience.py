@@ -17,6 +17,7 @@ from verl.algorithms.advantage import get_adv_estimator_fn
 from verl.algorithms.advantage_anchors import STATE_COLUMN, anchor_groups, anchor_metrics
 from verl.algorithms.estimating import NonFiniteError
 from verl.algorithms.kl import kl_penalty as kl_estimate
+from verl.algorithms.reward_shaping import onto_sampled_tokens
 from verl.algorithms.turns import find_turns
 from verl.protocol import DataProto
 from verl.utils.columns import WINDOWS
@@ -111,7 +112,9 @@ def compute_advantage(
 ) -> DataProto:
     """Run the named estimator; adds ``advantages`` and ``returns``, both (B, R).
 
-    The estimator sees the columns of the responses trimmed to the longest of them, so padding costs nothing.
+    The estimator sees the columns of the responses trimmed to the longest of them, so padding costs nothing. A reward
+    on a masked token is moved to the sampled token it answers before (`onto_sampled_tokens`): most estimators read
+    no other.
     An estimator receives those of the following arguments that it names: ``token_level_rewards``, ``response_mask``,
     ``index`` (the prompts' uid), ``values``, ``reward_baselines``, ``gamma``, ``lam``, ``norm_adv_by_std_in_grpo``,
     ``num_repeat``, ``step_gamma``, ``whiten_advantages`` (where ``advantage.whiten`` is set), ``config``,
@@ -133,6 +136,8 @@ def compute_advantage(
     available = {name: value for name, value in available.items() if value is not None}
     if "response_mask" not in data.keys():
         data.put("response_mask", compute_response_mask(data))
+    if "token_level_rewards" in data.keys():
+        move_to_sampled_tokens(data, "token_level_rewards")
     advantages, returns = _call_by_name(get_adv_estimator_fn(adv_estimator), available, data, adv_estimator)
     is_own = response_column(data, "response_mask") != 0
     for column, values in (("advantages", advantages), ("returns", returns)):
@@ -221,12 +226,38 @@ def _trimmed(data: DataProto, name: str) -> Tensor:
     return response_column(data, name) if WINDOWS.get(name) == "response" else data.column(name)
 
 
+def move_to_sampled_tokens(data: DataProto, name: str) -> None:
+    """Have the reward column ``name`` (B, R) stand on tokens of ``response_mask``; see `onto_sampled_tokens`."""
+    given, mask = (response_column(data, column) for column in (name, "response_mask"))
+    moved = onto_sampled_tokens(given, mask)
+    if moved is not given:
+        put_response_column(data, name, moved)
+
+
 def attach_reward(data: DataProto, scores: Tensor, extra: Mapping[str, Any]) -> DataProto:
     """Put a reward manager's result into the batch: ``token_level_scores`` (B, R) and its extra columns.
 
-    The names of the extra columns stand in ``meta_info["reward_extra_keys"]``. ``uid`` is the trainer's own.
+    What a manager put on tool output, or on padding, is moved to the token of the policy before it; where the policy
+    sampled none, to the response. The names of the extra columns stand in ``meta_info["reward_extra_keys"]``. ``uid``
+    is the trainer's own.
+
+    Raises:
+        ValueError: a response without a single token has a reward.
     """
-    put_response_column(data, "token_level_scores", scores)
+    layout = data.ragged("responses").layout
+    window = Layout(layout.starts, layout.lengths, scores.shape[1])
+    is_token = window.mask().to(scores.device)
+    empty = ((scores != 0).any(-1) & (is_token.sum(-1) == 0)).nonzero().squeeze(-1).tolist()
+    if empty:
+        raise ValueError(
+            f"row {empty[0]} of the batch has a response without any token, and the reward "
+            f"{scores[empty[0]].sum().item():g}, which has no token to stand on. Let what samples return at least one "
+            "token, masked if the policy did not sample it, or give such responses a reward of 0."
+        )
+    if "response_mask" in data.keys():
+        is_own = Ragged(data.ragged("response_mask").values, window).padded().to(scores.device) != 0
+        is_token = torch.where(is_own.any(-1, keepdim=True), is_own, is_token != 0)
+    put_response_column(data, "token_level_scores", onto_sampled_tokens(scores, is_token))
     names = [name for name, column in extra.items() if len(column) == len(data)]
     if "uid" in names:
         raise ValueError(

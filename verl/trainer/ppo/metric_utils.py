@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from verl.algorithms.reward_shaping import cut_at_limit
 from verl.protocol import DataProto
 from verl.utils.metric import reduce_metrics
 from verl.utils.ragged import Ragged
@@ -50,7 +51,8 @@ def compute_data_metrics(batch: DataProto, use_critic: bool = True) -> dict[str,
     Returns:
         ``critic/{score,rewards,advantages,returns[,values]}/{mean,max,min}``, ``response_length/...``,
         ``prompt_length/...`` and, when the batch counts turns, ``num_turns/{min,max,mean}``. Scores and rewards are
-        sums over a response; advantages, returns and values are over tokens where ``response_mask`` is 1.
+        sums over a response; advantages, returns and values are over tokens where ``response_mask`` is 1. And how much
+        there is to learn from, ``batch/...``, see `signal_metrics`.
     """
     metrics: dict[str, float] = {}
     for name, column in (("score", "token_level_scores"), ("rewards", "token_level_rewards")):
@@ -70,6 +72,40 @@ def compute_data_metrics(batch: DataProto, use_critic: bool = True) -> dict[str,
         metrics[f"{name}/clip_ratio"] = (lengths == width).double().mean().item()
     if "__num_turns__" in batch.non_tensor_batch:
         metrics |= _spread("num_turns", torch.as_tensor(batch.non_tensor_batch["__num_turns__"].astype(np.float64)))
+    return metrics | signal_metrics(batch)
+
+
+def signal_metrics(batch: DataProto) -> dict[str, float]:
+    """How much of a training batch there is to learn from; columns as in `compute_data_metrics`.
+
+    Returns:
+        ``batch/zero_advantage_ratio``: share of the responses with an advantage of 0 on every token;
+        ``batch/token_ratio``: share of the response tokens that are in the loss; ``batch/truncated_ratio``: share of
+        the responses cut at a length limit. Where rows have a ``uid``, also ``batch/zero_std_ratio``, of the groups of
+        two or more those whose scores are all equal, and ``batch/solve_{all,none}``, the number of groups with all
+        scores at 1 or more, and with all at 0 or less.
+    """
+    response = batch.ragged("responses").layout
+    if not len(response):
+        return {}
+    mask = batch.ragged("response_mask")
+    teaches = _row_sums(mask.like((batch.ragged("advantages").values != 0) & mask.values.bool()))
+    cut = cut_at_limit(response.lengths, response.width, batch.non_tensor_batch.get("finish_reason"))
+    metrics = {
+        "batch/zero_advantage_ratio": (teaches == 0).double().mean().item(),
+        "batch/token_ratio": mask.values.bool().sum().item() / max(1, response.total),
+        "batch/truncated_ratio": cut.double().mean().item(),
+    }
+    if "uid" in batch.non_tensor_batch:
+        _, group, sizes = np.unique(batch.non_tensor_batch["uid"].astype(str), return_inverse=True, return_counts=True)
+        scores = _row_sums(batch.ragged("token_level_scores")).cpu().numpy()
+        low, high = np.full(len(sizes), np.inf), np.full(len(sizes), -np.inf)
+        np.minimum.at(low, group.reshape(-1), scores)
+        np.maximum.at(high, group.reshape(-1), scores)
+        metrics["batch/solve_all"] = float((low >= 1).sum())
+        metrics["batch/solve_none"] = float((high <= 0).sum())
+        if (sizes > 1).any():
+            metrics["batch/zero_std_ratio"] = float((low == high)[sizes > 1].mean())
     return metrics
 
 

@@ -24,6 +24,7 @@ from verl.single_controller.together import Beside
 from verl.trainer.ppo import checkpoint, core_algos, remote_checkpoints
 from verl.trainer.ppo.balance import balance_metrics, row_cost, share_plan
 from verl.trainer.ppo.core_algos import AdvantageEstimator
+from verl.trainer.ppo.data_sources import AGENT_COLUMN, agent_name_problem, check_agent_names
 from verl.trainer.ppo.disjoint import DisjointRollout
 from verl.trainer.ppo.experience import (
     apply_kl_penalty,
@@ -35,6 +36,7 @@ from verl.trainer.ppo.experience import (
     gigpo_metrics,
     response_column,
 )
+from verl.trainer.ppo.learning_watch import LearningWatch
 from verl.trainer.ppo.long_tails import draw_batch
 from verl.trainer.ppo.memory_report import MemoryReport
 from verl.trainer.ppo.metric_utils import (
@@ -73,6 +75,7 @@ from verl.utils.metric import reduce_metrics
 from verl.utils.profiler import marked_timer
 from verl.utils.seeding import derive_seed
 from verl.utils.shares import SHARE_PLAN
+from verl.workers.reward_manager.rule import RuleRewardManager
 
 _timer = marked_timer
 """Its name until v0.4."""
@@ -168,11 +171,15 @@ class RayPPOTrainer(RecipeNames):
         self.say = self.run_log.say
         self.mismatch = MismatchMonitor(config, tokenizer.decode)
         self._create_dataloader(train_dataset, val_dataset, collate_fn, train_sampler)
+        check_agent_names(config, [self.train_dataset, self.val_dataset])
         self.steps_per_epoch = len(self.train_dataloader)
         self.prompt_source = PromptSource(config, self.train_dataloader, self.say)
         self.group_filter, self.group_sampler = self.prompt_source.group_filter, self.prompt_source.group_sampler
         self.checkpoints = RunCheckpoints(config, self.say, self.timed)
         self.nonfinite_guard = NonFiniteGuard(config.trainer.nonfinite_tolerance)
+        self.learning_watch = LearningWatch(config)
+        self.token_entropy: float | None = None
+        self.has_said_whose_rewards = False
         self.memory_report = MemoryReport(self.say)
         self.global_steps = 0
         self.has_seen_one_turn_each = False
@@ -279,6 +286,7 @@ class RayPPOTrainer(RecipeNames):
         for it.
         """
         with self.timed("reward"):
+            self.say_whose_rewards(batch)
             if self.use_rm:
                 batch = self.judged(batch)
                 self.metrics.update(judge_metrics(batch))
@@ -287,6 +295,20 @@ class RayPPOTrainer(RecipeNames):
                 self.pending_reward = Beside(lambda: compute_reward(seen, self.reward_fn))
                 return batch
             return self.rewarded(batch, *compute_reward(batch, self.reward_fn))
+
+    def say_whose_rewards(self, batch: DataProto) -> None:
+        """Say once if agent loops bring rewards, and a reward model or function of the user's is then not asked."""
+        if self.has_said_whose_rewards or "rm_scores" not in batch.keys():
+            return
+        self.has_said_whose_rewards = True
+        path, model = self.config.custom_reward_function.path, self.config.reward_model
+        unasked = [f"custom_reward_function.path={path}"] * (path is not None and not self.use_rm)
+        unasked += [f"reward_model.enable=true ({model.model.path})"] * self.use_rm
+        if unasked and isinstance(self.reward_fn, RuleRewardManager):
+            self.say(
+                f"step {self.global_steps}: the agent loops bring rewards (AgentLoopOutput.reward_score), so "
+                f"{unasked[0]} is not asked in training. Take one of them out"
+            )
 
     def rewarded(self, batch: DataProto, scores: torch.Tensor, extra: dict[str, list]) -> DataProto:
         """The batch with what the reward manager made of it."""
@@ -328,6 +350,7 @@ class RayPPOTrainer(RecipeNames):
         shared = self.config.actor_rollout_ref
         entropy = agg_loss(entropys, mask, shared.actor.loss_agg_mode, shared.rollout.response_length)
         self.metrics["actor/entropy"] = entropy.item()
+        self.token_entropy = agg_loss(entropys, mask, "token-mean").item() if mask.any() else None
         scored.pop(batch_keys=["entropys"])
         batch = batch.union(scored)
         if "rollout_log_probs" in batch.keys():
@@ -457,6 +480,9 @@ class RayPPOTrainer(RecipeNames):
         The seed of each sample comes from (run seed, step, prompt, k) alone; the prompts count from ``first``. With
         ``algorithm.filter_groups`` step and prompt are those of the prompt's first drawing.
         """
+        rollout, names = self.config.actor_rollout_ref.rollout, prompts.non_tensor_batch.get(AGENT_COLUMN)
+        if names is not None and rollout.mode != "async" and (problem := agent_name_problem(rollout, names)):
+            raise ValueError(problem)  # a dataset of the user's, whose rows nobody saw before
         request = self.rollout_request(prompts, n, self.global_steps, validate=validate, first=first)
         if do_sample is not None:
             request.meta_info["do_sample"] = do_sample
@@ -591,6 +617,8 @@ class RayPPOTrainer(RecipeNames):
         self.metrics.update(compute_data_metrics(batch=batch, use_critic=self.use_critic))
         self.metrics.update(compute_timing_metrics(batch=batch, timing_raw=self.timing))
         self.metrics.update(compute_throughout_metrics(batch=batch, timing_raw=self.timing, n_gpus=n_gpus))
+        for sentence in self.learning_watch.note(self.metrics, self.token_entropy):
+            self.say(f"step {step}: {sentence}")
         if last or is_test or step % trainer.log_freq == 0:
             self.run_log.log(step, self.metrics)
         self.run_log.progress.update(step, self.metrics)
@@ -608,6 +636,8 @@ class RayPPOTrainer(RecipeNames):
     def stop(self) -> None:
         """Close the loggers and say where everything lies."""
         self.finish_saving()
+        if remark := self.learning_watch.summary():
+            self.say(remark)
         self.run_log.close()
 
     def validate(self) -> dict[str, float]:

@@ -13,7 +13,7 @@ from verl.algorithms.advantage import get_adv_estimator_fn
 from verl.algorithms.correction import importance_weights, kept_tokens
 from verl.algorithms.policy_loss import get_policy_loss_fn
 from verl.protocol import DataProto
-from verl.trainer.ppo.experience import put_response_column, response_column
+from verl.trainer.ppo.experience import move_to_sampled_tokens, put_response_column, response_column
 
 _KEY = "algorithm.rollout_correction"
 
@@ -67,7 +67,8 @@ def weigh_tokens(data: DataProto, options: Any) -> dict[str, float]:
 def reject_tokens(data: DataProto, options: Any) -> dict[str, float]:
     """Take tokens out of ``response_mask`` (B, R), as ``rollout_rs`` and the veto say; returns metrics.
 
-    Call it after the advantages: they are estimated from all responses, rewards of rejected tokens included.
+    Call it after the advantages: they are estimated from all responses, rewards of rejected tokens included. The
+    scores of rejected tokens move to those before them: losses that ask which response succeeded read them.
     """
     if not options.rejects or options.bypass_mode:
         return {}
@@ -83,6 +84,8 @@ def reject_tokens(data: DataProto, options: Any) -> dict[str, float]:
     if several:
         metrics["rollout_corr/rollout_rs_masked_fraction"] = 1 - (kept.sum() / mask.sum().clamp(min=1)).item()
     put_response_column(data, "response_mask", kept)
+    if "token_level_scores" in data.keys():
+        move_to_sampled_tokens(data, "token_level_scores")
     return metrics
 
 

@@ -67,7 +67,9 @@ LossFn = Callable[..., tuple[Tensor, dict[str, Any]]]
 
 Has ``columns``, the names it reads; ``want_entropy``; ``weight(columns)``, what the mean divided by. May have
 ``extra_columns``, names it reads where the batch has them; ``scale(sum of weights)``, a factor from the mean over the
-mini-batch to its loss; ``chooses_tokens`` with ``choose``, to single out tokens of the whole mini-batch;
+mini-batch to its loss; ``averaged_as_loss``, the metrics that are means by ``weight`` (all, if it has no such
+attribute): the others are means over tokens; ``chooses_tokens`` with ``choose``, to single out tokens of the whole
+mini-batch;
 ``response_facts`` with ``weigh``, to weigh the responses of the whole mini-batch; ``want_full_kl``, to be told the KL
 to a ``Reference`` over the whole vocabulary.
 """
@@ -216,18 +218,23 @@ class Engine(ABC):
         if not self.module.training:
             self.module.train()
         cut, own = self._cut(data, split, (*loss.columns, *getattr(loss, "extra_columns", ())))
-        weights = numbers([loss.weight(micro.columns) for micro in cut.micro_batches[:own]])
+        own_columns = [micro.columns for micro in cut.micro_batches[:own]]
+        counted = own_columns if hasattr(loss, "averaged_as_loss") else []
+        found = numbers([loss.weight(columns) for columns in own_columns] + [c["response_mask"].sum() for c in counted])
+        weights, tokens = found[:own], found[own:]
         packings = [micro.packing for micro in cut.micro_batches[:own] if micro.packing]
         counts = [sum(weights), sum(p.tokens_saved for p in packings), sum(p.tokens for p in packings)]
         total, saved, run = self._reduce(counts, "sum")
         scale = loss.scale(total) if hasattr(loss, "scale") else 1.0
-        shares = [weight / total if total else 0.0 for weight in weights] + [0.0] * (len(cut.micro_batches) - own)
+        idle = [0.0] * (len(cut.micro_batches) - own)
+        shares = [weight / total if total else 0.0 for weight in weights] + idle
+        tokens = [*(tokens or shares[:own]), *idle]
         self._start_gradients()
         metrics, results = WeightedMeans(), []
-        for number, (micro, share) in enumerate(zip(cut.micro_batches, shares, strict=True)):
+        for number, (micro, *counts) in enumerate(zip(cut.micro_batches, shares, tokens, strict=True)):
             self._before_backward(is_last=number + 1 == len(shares))
             want_entropy = Want.ENTROPY in want or getattr(loss, "want_entropy", False)
-            scores = self._backward(micro, share, scale, loss, temperature, metrics, want_entropy, reference)
+            scores = self._backward(micro, *counts, scale, loss, temperature, metrics, want_entropy, reference)
             results += [scores] if want else []
         if reference is not None:
             reference.engine._after_infer()
@@ -683,6 +690,7 @@ class Engine(ABC):
         self,
         micro: MicroBatch,
         share: float,
+        tokens: float,
         scale: float,
         loss: LossFn,
         temperature: float,
@@ -690,7 +698,11 @@ class Engine(ABC):
         want_entropy: bool,
         reference: Reference | None,
     ) -> TokenScores:
-        """One forward and backward pass; returns its scores."""
+        """One forward and backward pass; returns its scores.
+
+        Args:
+            share, tokens: how much the micro-batch counts in means by the loss's weight, and in those over tokens.
+        """
         compared = None if reference is None else reference.states(micro)
         self._recompute.choose(micro.input_ids.numel() // self.topology.sp_size)
         with self._activations():
@@ -702,12 +714,15 @@ class Engine(ABC):
             return found
         read = scores.log_probs, scores.entropy, scores.values, scores.full_kl
         outputs = TokenOutputs(*map(micro.tight, read))
-        value, told = loss(outputs, micro.columns)
+        value, found_metrics = loss(outputs, micro.columns)
         # ranks' gradients are averaged, so each multiplies by their number to have them summed; ranks that share a
         # sequence have the same loss and find parts of its gradient
         ranks = self.topology.dp_size * self.topology.sp_size
         self._run_backward(value * (share * scale * ranks))
-        metrics.add(told, share)
+        # a share of tokens is a mean over tokens even where the loss is a mean over responses
+        as_loss = getattr(loss, "averaged_as_loss", found_metrics)
+        metrics.add({name: value for name, value in found_metrics.items() if name in as_loss}, share)
+        metrics.add({name: value for name, value in found_metrics.items() if name not in as_loss}, tokens)
         return found
 
     def _activations(self) -> AbstractContextManager[Any]:

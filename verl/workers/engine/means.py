@@ -18,9 +18,10 @@ class WeightedMeans:
         self._parts: list[tuple[float, dict[str, Any]]] = []
 
     def add(self, metrics: dict[str, Any], share: float) -> None:
-        """Count ``metrics`` with weight ``share``."""
+        """Count ``metrics`` with weight ``share``; weights are compared among equal names only."""
         kept = {name: value.detach() if isinstance(value, Tensor) else value for name, value in metrics.items()}
-        self._parts.append((share, kept))
+        if kept:
+            self._parts.append((share, kept))
 
     def reduce(self, topology: Topology) -> dict[str, float]:
         """The means over all ranks; a rank of nothing but masked tokens brings no names and no weight."""
