@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from verl.utils.dataset.table import RowTable
-from verl.utils.py_functional import convert_to_regular_types
+from verl.utils.py_functional import convert_to_regular_types, nearest_name
 from verl.utils.reward_functions.calling import (
     BATCH_PARAMETERS,
     MANAGERS_OWN,
@@ -21,7 +21,7 @@ from verl.utils.reward_functions.calling import (
 from verl.utils.reward_functions.routing import BySource, functions_of, is_built_in
 from verl.utils.reward_functions.sources import reward_function
 from verl.utils.reward_functions.trial import Trial, TrialRow, try_function
-from verl.utils.reward_score.registry import has_scorer, is_for_judge
+from verl.utils.reward_score.registry import SOURCES, has_scorer, is_for_judge
 from verl.utils.sandbox.outcomes import Outcome
 from verl.utils.sandbox.pool import SlowStart
 
@@ -84,11 +84,12 @@ def scores_of_rows(config: Any, table: RowTable, found: Preview, limits: Limits)
             found.note(text)
     if unknown:
         shown = ", ".join(map(repr, unknown[:5])) + (", ..." if len(unknown) > 5 else "")
-        say = found.error if rm.on_error == "stop" else found.warn
-        say(
-            f"There is no built-in scorer for {config.data.reward_fn_key}={shown}. Name a function of your own with "
-            "custom_reward_function.path, for one source alone with reward_model.by_source, or correct the column "
-            "(data.reward_fn_key).",
+        is_sure = rm.on_error == "stop" and config.data.train_max_samples < 0  # of some rows, not all sources come
+        hint = nearest_name(str(unknown[0]), SOURCES)
+        (found.error if is_sure else found.warn)(
+            f"There is no built-in scorer for {config.data.reward_fn_key}={shown}.{hint} Name a function of "
+            "your own with custom_reward_function.path, for one source alone with reward_model.by_source, or correct "
+            "the column (data.reward_fn_key).",
             "data.reward_fn_key",
         )
 
