@@ -20,9 +20,8 @@ from typing import Any
 
 from verl.config.base import Problem, get_path
 from verl.config.model_checks import MODEL
-from verl.config.model_facts import find_folder, read_json, stored_shapes
+from verl.config.model_facts import TOKENIZERS, find_folder, read_json, stored_shapes
 from verl.config.ppo import PPOConfig
-from verl.preflight.prompts import TOKENIZERS
 from verl.utils.import_utils import is_package_available
 
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "model*.bin")
