@@ -56,8 +56,10 @@ def scores_of_rows(config: Any, table: RowTable, found: Preview, limits: Limits)
     if function is None:
         return
     unknown = [] if rm.enable else [source for source in found.rows.sources if _has_no_scorer(config, function, source)]
+    if rm.self_test == "off" and not limits.asks_judge:
+        found.note("The reward function is not tried (reward_model.self_test=off).")
     for source, positions in found.rows.rows_of.items():
-        if source in unknown:
+        if source in unknown or rm.self_test == "off" and not limits.asks_judge:
             continue
         if not limits.asks_judge and _is_judged(config, function, source):
             found.note(f"data_source={source!r} is scored by the judge, which is not asked here.")
