@@ -391,6 +391,7 @@ def test_the_hub_is_asked_once_for_a_name(hub_here):
     for name, answer in (("Some/Good-Model", None), ("Some/Bad-Model", "has no such model")):
         Hub.asked.clear()
         texts = [problem.text for problem in models.missing_models(loaded_with(f"{MODEL}.path={name}").config)]
+        assert models.can_be_had(name) is (answer is None)
         assert (not texts and answer is None) or answer in texts[0]
         assert Hub.asked == [f"/api/models/{name}"]
 
@@ -403,9 +404,10 @@ def test_a_hub_that_does_not_answer_costs_seconds(there, monkeypatch):
         monkeypatch.delenv("HF_HUB_OFFLINE")
         monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
         models.ask_hub.cache_clear()
+        loaded = loaded_with(f"{MODEL}.path=models/nothere")
         begin = time.monotonic()
-        (problem,) = models.missing_models(loaded_with(f"{MODEL}.path=models/nothere").config)
-        assert time.monotonic() - begin < 3 and "models holds tiny-qwen2" in problem.text
+        report = checks.examine_loaded(loaded)
+        assert time.monotonic() - begin < 3 and "models holds tiny-qwen2" in report.errors[0].text
         models.ask_hub.cache_clear()
 
 

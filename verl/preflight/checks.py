@@ -196,7 +196,9 @@ def _reward(trial: Trial) -> str:
 
 
 def _add_memory(report: Report, config: PPOConfig, machine: Machine) -> None:
-    gpu_bytes = machine.gpu_bytes or (gpu_memory_here() if machine.is_this else None)
+    gpu_bytes = machine.gpu_bytes or (
+        gpu_memory_here() if machine.is_this and config.trainer.device == "cuda" else None
+    )
     report.memory = memory_plan(config, gpu_bytes)
     if not report.memory:
         path = config.actor_rollout_ref.model.path
