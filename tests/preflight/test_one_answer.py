@@ -277,7 +277,7 @@ def doors(there, monkeypatch, capsys):
             main_ppo.main([*BASE, *words])
         except SystemExit as end:
             return end.code
-        return 0 if started.pop() else None
+        return 0 if not started or started.pop() else None
 
     def printed(code):
         report = json.loads(capsys.readouterr().out)
@@ -306,9 +306,9 @@ def test_a_bad_input_gets_one_answer_at_every_door(name, doors, monkeypatch):
     words, says, *patches = BAD[name]
     for patch in patches:
         patch(monkeypatch)
-    begin = time.monotonic()
+    begin = time.process_time()
     found = doors(*words)
-    assert time.monotonic() - begin < 20  # of five doors, on a machine that others use
+    assert time.process_time() - begin < 5  # of five doors
     code, errors, _ = found["doctor"]
     assert code == 2 and any(says in text for text in errors), errors
     assert all(answer == found["doctor"] for answer in found.values()), found
@@ -347,14 +347,13 @@ def test_every_door_is_quick_and_loads_nothing_heavy(there):
     program = "import sys\ntry:\n    from {} as f\n    sys.exit(f(sys.argv[1:]))\nfinally:\n"
     program += "    print(sorted({{'torch', 'transformers', 'ray', 'huggingface_hub'}} & set(sys.modules)))"
     words = [*BASE, f"{MODEL}.path=models/nothere"]
-    job = "verl.trainer.main_ppo import main"
-    doors = {"verl.preflight.command import doctor": [], "verl.preflight.command import check": [], job: []}
+    doors = ("preflight.command import doctor", "preflight.command import check", "trainer.main_ppo import main")
     running = {
-        (door, extra): subprocess.Popen(
-            [sys.executable, "-c", program.format(door), *words, *filter(None, [extra])],
+        door: subprocess.Popen(
+            [sys.executable, "-c", program.format(f"verl.{door}"), *words],
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )
-        for door, extra in [*((door, "") for door in doors), (job, "--check"), (job, "trainer.dry_run=true")]
+        for door in doors
     }  # fmt: skip
     for key, process in running.items():
         out, _ = process.communicate(timeout=60)
@@ -392,6 +391,7 @@ def test_the_hub_is_asked_once_for_a_name(hub_here):
     for name, answer in (("Some/Good-Model", None), ("Some/Bad-Model", "has no such model")):
         Hub.asked.clear()
         texts = [problem.text for problem in models.missing_models(loaded_with(f"{MODEL}.path={name}").config)]
+        assert models.can_be_had(name) is (answer is None)
         assert (not texts and answer is None) or answer in texts[0]
         assert Hub.asked == [f"/api/models/{name}"]
 
@@ -404,9 +404,10 @@ def test_a_hub_that_does_not_answer_costs_seconds(there, monkeypatch):
         monkeypatch.delenv("HF_HUB_OFFLINE")
         monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
         models.ask_hub.cache_clear()
+        loaded = loaded_with(f"{MODEL}.path=models/nothere")
         begin = time.monotonic()
-        (problem,) = models.missing_models(loaded_with(f"{MODEL}.path=models/nothere").config)
-        assert time.monotonic() - begin < 3 and "models holds tiny-qwen2" in problem.text
+        report = checks.examine_loaded(loaded)
+        assert time.monotonic() - begin < 3 and "models holds tiny-qwen2" in report.errors[0].text
         models.ask_hub.cache_clear()
 
 
@@ -460,9 +461,8 @@ def test_rows_are_counted_as_a_run_counts_them(there):
 
 @pytest.mark.parametrize(
     "words",
-    [["doctor", *BASE], ["check", "data/train.parquet", "model=model"], ["--help"], ["config"],
-     ["ppo", "--help", "actor_rollout_ref"], ["ppo", *BASE, "--check"], ["completion", "bash"]],
-)  # fmt: skip
+    [["doctor", *BASE], ["check", "data/train.parquet", "model=model"], ["--help"], ["ppo", "--help", "trainer"]],
+)
 def test_a_reader_that_has_seen_enough_gets_no_traceback(words, there):
     reading, writing = os.pipe()
     os.close(reading)  # as head does when it is done

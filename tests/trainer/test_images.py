@@ -8,7 +8,6 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 from tests.examples.test_data_preprocess import load
 from tests.support.images import image_row, make_tiny_vl_model, picture
 from tests.support.runs import overrides, read_metrics, run_job
-from verl.utils.dataset.rl_dataset import DataError
 
 ACTOR, ROLLOUT = "actor_rollout_ref__actor", "actor_rollout_ref__rollout"
 SETTINGS = {
@@ -113,5 +112,5 @@ def test_a_row_with_an_image_too_few_stops_the_job_at_the_start(task, tmp_path):
     rows = [image_row("<image>", [picture()]), image_row("<image> and <image>", [picture()])]
     pq.write_table(pa.Table.from_pylist(rows * 4), tmp_path / "uneven.parquet")
     task["data.train_files"] = str(tmp_path / "uneven.parquet")
-    with pytest.raises(DataError, match="uneven.parquet, row 1: .* 2 <image> placeholders and the row 1 images"):
+    with pytest.raises(ValueError, match="uneven.parquet, row 1: .* 2 <image> placeholders and the row 1 images"):
         run_job(overrides(task, **SETTINGS))

@@ -11,6 +11,7 @@ from tests.support.runs import main_ppo, make_task, overrides, read_metrics, run
 from tests.trainer.test_learning import LEARNING, SHORT
 from tests.trainer.test_resume import assert_same_checkpoint, numbers
 from tests.workers.rollout.conftest import COMMON
+from verl.config.base import ConfigError
 from verl.single_controller.errors import WorkerError
 from verl.trainer.ppo.utils import Role
 from verl.utils.tiny_model import make_tiny_model
@@ -105,7 +106,7 @@ def test_a_resumed_run_equals_the_one_that_never_stopped(tmp_path, monkeypatch):
 
 
 def test_layers_that_do_not_exist_stop_the_run_with_the_names_there_are(tmp_path, monkeypatch):
-    with pytest.raises(WorkerError, match="'query' names no linear layer .*There are q_proj, k_proj"):
+    with pytest.raises(ConfigError, match="names query, and .* has no such layer.* k_proj"):
         run(tmp_path, monkeypatch, **{f"{MODEL}__target_modules": "[query]"})
 
 

@@ -126,6 +126,7 @@ def test_a_manager_may_add_a_rule_to_the_model_also_beside_the_log_probs(beside,
 def test_an_error_of_a_function_that_runs_beside_stops_the_run(run, tmp_path):
     (tmp_path / "bad.py").write_text(MIX.replace("return 5.0", "raise OSError('the judge is away')"))
     settings = {"custom_reward_function__path": str(tmp_path / "bad.py"), "reward_model__launch_reward_fn_async": True}
+    settings["reward_model__self_test"] = "off"  # or it would be told before the run
     with pytest.raises(RewardError, match="the judge is away"):
         run(**FEW, **{**settings, "reward_model__enable": False})
 

@@ -53,7 +53,7 @@ def test_a_missing_package_is_said_with_its_install_line_before_anything_starts(
     monkeypatch.setitem(sys.modules, backend, None)
     monkeypatch.delitem(sys.modules, f"verl.utils.trace_{backend}", raising=False)
     with pytest.raises(
-        ImportError, match=rf"trace.backend={backend} needs the package {backend}.*pip install"
+        ValueError, match=rf"trace.backend={backend} needs the package {backend}.*pip install"
     ) as caught:
         run(task, tmp_path / "run", **{f"{TRACE}backend": backend})
     assert "backend=file, which needs nothing" in str(caught.value)

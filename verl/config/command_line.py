@@ -91,8 +91,8 @@ def parse(arguments: Sequence[str]) -> CommandLine:
     return CommandLine(flags, words)
 
 
-Examine = Callable[[Any, dict[str, Any]], None]
-"""Looks at a composed command line and its flags; raises SystemExit or ConfigError if nothing is to run."""
+Examine = Callable[[Any, dict[str, Any]], bool]
+"""Looks at a composed command line and its flags: whether the run is to start; raises ConfigError if it cannot."""
 
 
 def run_command(
@@ -145,9 +145,7 @@ def _config_to_run(
     if "cfg" in flags:
         _print_tree(loaded, flags)
         return None
-    if examine is not None:
-        examine(loaded, flags)
-    elif _is_told(loaded, bool(flags.get("check"))):
+    if not examine(loaded, flags) if examine is not None else _is_told(loaded, bool(flags.get("check"))):
         return None
     if "trainer" in loaded.config:
         from verl.config.unread import remember_given

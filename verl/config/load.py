@@ -146,7 +146,7 @@ def run_from_command_line(
     config_name: str = "ppo_trainer",
     config_path: str | None = None,
     root: type[Config] = PPOConfig,
-    examine: Callable[[Loaded, dict[str, Any]], None] | None = None,
+    examine: Callable[[Loaded, dict[str, Any]], bool] | None = None,
 ) -> Any:
     """Call ``run(config)`` with what the command line says; what ``@hydra.main`` is to hydra.
 
@@ -155,8 +155,8 @@ def run_from_command_line(
         arguments: words after the program's name. None: this process's.
         config_name, config_path: used unless the command line names others.
         root: class of the tree.
-        examine: looks at what was composed and at the flags before ``run``, and raises if nothing is to run; None:
-            contradictions and missing files are looked for.
+        examine: looks at what was composed and at the flags, and says whether to call ``run``; None: contradictions
+            and missing files are looked for.
 
     Returns:
         What ``run`` returns; None after ``--help``, ``--cfg`` and ``--check``.

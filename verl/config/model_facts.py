@@ -11,6 +11,12 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
+TOKENIZERS = (
+    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model",
+    "sentencepiece.bpe.model", "tiktoken.model", "qwen.tiktoken", "tekken.json",
+)  # fmt: skip
+"""Files one of which a tokenizer is made of."""
+
 _UNGATED = ("gpt2", "gpt_neo", "gpt_neox", "gptj", "opt", "bloom", "falcon", "phi", "starcoder2", "stablelm_epoch")
 """Families whose MLP has two matrices instead of three."""
 

@@ -4,15 +4,20 @@ To add advice, write a function that yields ``Problem``s and decorate it with ``
 recipe in ``examples/``; settings that nothing reads are no advice but notices (``verl/config/notices``).
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 from verl.config.base import Problem, get_path
 from verl.config.ppo import PPOConfig
 from verl.config.rules.base import ACTOR, ROLLOUT, models, problem, trained_roles
 from verl.preflight.arithmetic import longest_row, total_steps
-from verl.preflight.data import Preview
 
-Advice = Callable[[PPOConfig, Preview], Iterator[Problem]]
+if TYPE_CHECKING:
+    from verl.preflight.data import Preview
+
+Advice = Callable[[PPOConfig, "Preview"], Iterator[Problem]]
 ADVICE: list[Advice] = []
 
 _HIGHEST_LR = 1e-2

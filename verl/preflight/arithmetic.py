@@ -3,15 +3,19 @@
 Every number comes with the options it is made of. Assumes that the rules hold.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from verl.config.batch import counted, optimizer_steps
 from verl.config.ppo import PPOConfig
 from verl.config.rules.base import ACTOR, REF, RM, ROLLOUT, models, trained_roles
-from verl.preflight.data import Preview
 from verl.preflight.report import Number
 from verl.utils.micro_batching import MicroBatching
+
+if TYPE_CHECKING:
+    from verl.preflight.data import Preview
 
 CPU_TOKENS = 1024
 """Tokens beyond which no forward pass on a CPU is cut larger, but for a single row."""

@@ -3,7 +3,10 @@
 Reads a composed configuration; starts nothing.
 """
 
-from collections.abc import Iterable
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
 
 from verl.config.base import ConfigError, Problem
 from verl.config.files import missing_files
@@ -14,7 +17,6 @@ from verl.config.rules.base import ACTOR, ROLLOUT
 from verl.config.unread import given_to, unread
 from verl.preflight.advice import all_advice
 from verl.preflight.arithmetic import derivation
-from verl.preflight.data import Limits, Preview, preview, unfilled_batch
 from verl.preflight.machine import (
     Machine,
     gpu_memory_here,
@@ -30,8 +32,12 @@ from verl.preflight.models import missing_models, missing_tokenizer
 from verl.preflight.report import Finding, Report, shown_bytes
 from verl.utils.process_memory import host_memory
 from verl.utils.py_functional import excerpt
-from verl.utils.reward_functions.trial import Trial, mean
 
+if TYPE_CHECKING:
+    from verl.preflight.data import Limits, Preview
+    from verl.utils.reward_functions.trial import Trial
+
+_THIS = Machine()
 _SURE = 1.25
 """An estimate of memory this many times over what there is cannot be right by chance (0.8 to 1.2 were measured)."""
 _BAR = 40
@@ -44,8 +50,8 @@ def examine(
     config_path: str | None = None,
     config_name: str = "ppo_trainer",
     config_dir: str | None = None,
-    machine: Machine = Machine(),  # noqa: B008 - immutable
-    limits: Limits = Limits(),  # noqa: B008
+    machine: Machine = _THIS,
+    limits: Limits | None = None,
 ) -> Report:
     """Everything there is to say about a command line.
 
@@ -62,7 +68,7 @@ def examine(
     return examine_loaded(loaded, machine, limits)
 
 
-def examine_loaded(loaded: Loaded, machine: Machine = Machine(), limits: Limits = Limits()) -> Report:  # noqa: B008
+def examine_loaded(loaded: Loaded, machine: Machine = _THIS, limits: Limits | None = None) -> Report:
     """The report of a configuration that is composed already."""
     report = Report(_findings("error", loaded.problems), config=loaded.config)
     report.findings += [Finding("warning", notice) for notice in loaded.notices]
@@ -73,12 +79,12 @@ def examine_loaded(loaded: Loaded, machine: Machine = Machine(), limits: Limits 
     return _add_all(report, loaded.config, machine, limits)
 
 
-def examine_config(config: PPOConfig, machine: Machine = Machine(), limits: Limits = Limits()) -> Report:  # noqa: B008
+def examine_config(config: PPOConfig, machine: Machine = _THIS, limits: Limits | None = None) -> Report:
     """The report of a configuration that has passed its own checks."""
     return _add_all(Report(_unread(config, given_to(config), ()), config=config), config, machine, limits)
 
 
-def examine_data(config: PPOConfig, given: frozenset[str], limits: Limits = Limits()) -> Report:  # noqa: B008
+def examine_data(config: PPOConfig, given: frozenset[str], limits: Limits | None = None) -> Report:
     """The same about data and rewards alone: no model but its tokenizer, no machine, no arithmetic."""
     wanted = ("data.", "custom_reward_function.", "reward_model.")
     files = [problem for problem in missing_files(config) if problem.key.startswith(wanted) and not problem.also]
@@ -117,7 +123,7 @@ def _unread(config: PPOConfig, given: Iterable[str], notices: Iterable[str]) -> 
     return _findings(level, unread(config, given, notices)) if level else []
 
 
-def _add_all(report: Report, config: PPOConfig, machine: Machine, limits: Limits) -> Report:
+def _add_all(report: Report, config: PPOConfig, machine: Machine, limits: Limits | None) -> Report:
     errors: list[Problem] = [
         *missing_files(config),
         *missing_models(config),
@@ -131,15 +137,17 @@ def _add_all(report: Report, config: PPOConfig, machine: Machine, limits: Limits
     for level, found in room_for_checkpoints(config, checkpoint_bytes(config)):
         report.findings += _findings(level, [found])
     data = _add_data(report, config, limits)
-    report.findings += _findings("error", unfilled_batch(config, data))
+    report.findings += _findings("error", _unfilled_batch(config, data))
     report.findings += _findings("warning", all_advice(config, data))
     report.derivation = derivation(config, data)
     _add_memory(report, config, machine)
     return report
 
 
-def _add_data(report: Report, config: PPOConfig, limits: Limits) -> Preview:
+def _add_data(report: Report, config: PPOConfig, limits: Limits | None) -> Preview:
     """What the rows look like and earn; the reward function is not called where something is wrong with it."""
+    from verl.preflight.data import preview  # numpy and Arrow; a command line with a typo does without
+
     blamed = {key.partition(".")[0] for finding in report.errors for key in finding.keys}
     data = report.data = preview(config, limits, not blamed & {"custom_reward_function", "reward_model"})
     report.findings += [finding for finding in data.findings if finding.level != "note"]
@@ -148,6 +156,19 @@ def _add_data(report: Report, config: PPOConfig, limits: Limits) -> Preview:
     report.preview += _lengths(data, config.data.max_prompt_length)
     report.preview += [_reward(trial) for trial in data.scores if not trial.error]
     return data
+
+
+def _unfilled_batch(config: PPOConfig, found: Preview) -> Iterator[Problem]:
+    """A batch that is larger than the data."""
+    batch = "data.gen_batch_size" if config.data.gen_batch_size else "data.train_batch_size"
+    count, prompts = found.train_rows, config.data.prompts_per_step
+    if count is not None and 0 < count < prompts:
+        yield Problem(
+            batch,
+            f"{batch}={prompts} is larger than the {count} rows of data.train_files: no batch could be filled. Lower "
+            "it or add prompts.",
+            ("data.train_files",),
+        )
 
 
 def _lengths(data: Preview, limit: int) -> list[str]:
@@ -166,6 +187,8 @@ def _lengths(data: Preview, limit: int) -> list[str]:
 
 
 def _reward(trial: Trial) -> str:
+    from verl.utils.reward_functions.trial import mean
+
     if not trial.gold:
         return f"  reward  {trial.data_source}: {mean(trial.garbage):g} for garbage; the rows do not say what is right"
     right = f"{mean(trial.gold):g} for right answers, written as {trial.form!r}"
@@ -173,7 +196,9 @@ def _reward(trial: Trial) -> str:
 
 
 def _add_memory(report: Report, config: PPOConfig, machine: Machine) -> None:
-    gpu_bytes = machine.gpu_bytes or (gpu_memory_here() if machine.is_this else None)
+    gpu_bytes = machine.gpu_bytes or (
+        gpu_memory_here() if machine.is_this and config.trainer.device == "cuda" else None
+    )
     report.memory = memory_plan(config, gpu_bytes)
     if not report.memory:
         path = config.actor_rollout_ref.model.path

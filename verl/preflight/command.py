@@ -149,7 +149,7 @@ def run_or_examine(
     """Call ``run`` with the checked tree; with ``--check`` or ``trainer.dry_run=true`` say what is found instead.
 
     Raises:
-        SystemExit: after ``--check`` and a dry run with the exit code, and as ``run_from_command_line``.
+        SystemExit: after a dry run with its exit code, and as ``run_from_command_line``.
     """
     from verl.config.load import run_from_command_line
 
@@ -161,11 +161,11 @@ def run_or_examine(
     )
 
 
-def _before_the_run(loaded: Any, flags: dict[str, Any]) -> None:
-    """Examine a composed command line; returns if the run may start.
+def _before_the_run(loaded: Any, flags: dict[str, Any]) -> bool:
+    """Examine a composed command line; whether the run is to start.
 
     Raises:
-        SystemExit: the command line only asked.
+        SystemExit: after a dry run, with its exit code.
         ConfigError: it cannot run.
     """
     from verl.preflight.checks import examine_loaded, passed
@@ -182,8 +182,9 @@ def _before_the_run(loaded: Any, flags: dict[str, Any]) -> None:
 
         print(batch_plan(loaded.config))
         print(report.totals)
-        raise SystemExit(0)
+        return False
     passed(loaded.config)
+    return True
 
 
 def tell(report: Report, with_notes: bool = False) -> None:

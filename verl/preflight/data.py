@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from verl.config.base import Problem, did_you_mean, get_path
+from verl.config.base import did_you_mean, get_path
 from verl.preflight.models import ask_hub, can_be_had, close_names, endpoint, is_offline
 from verl.preflight.prompts import (
     Lengths,
@@ -412,19 +412,6 @@ def _count_usable(config: Any, found: Preview) -> None:
         if count is not None and filters and found.overlong_of.get(key):
             count = count - found.overlong_of[key] if found.lengths.is_overlong_exact and cap < 0 else None
         found.usable[key] = count if count is None or cap < 0 else min(count, cap)
-
-
-def unfilled_batch(config: Any, found: Preview) -> Iterator[Problem]:
-    """A batch that is larger than the data."""
-    batch = "data.gen_batch_size" if config.data.gen_batch_size else "data.train_batch_size"
-    count, prompts = found.train_rows, config.data.prompts_per_step
-    if count is not None and 0 < count < prompts:
-        yield Problem(
-            batch,
-            f"{batch}={prompts} is larger than the {count} rows of data.train_files: no batch could be filled. Lower "
-            "it or add prompts.",
-            ("data.train_files",),
-        )
 
 
 def _agents(config: Any, found: Preview) -> None:

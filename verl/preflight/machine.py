@@ -163,6 +163,14 @@ def missing_packages(config: PPOConfig, machine: Machine) -> Iterator[Problem]:
                 f"trainer.logger={name} needs the package {package}, which is not installed. Install it with `pip "
                 f"install {package}`, or take {name} out.",
             )
+    backend = config.actor_rollout_ref.rollout.trace.backend
+    if backend in ("weave", "mlflow") and not is_package_available(backend):
+        key = f"{ROLLOUT}.trace.backend"
+        yield Problem(
+            key,
+            f"{key}={backend} needs the package {backend}, which is not installed. Install it with `pip install "
+            f"{backend}`, or use {key}=file, which needs nothing.",
+        )
     if not runs_here(config, machine):
         return
     wanted: dict[str, str] = {}

@@ -20,9 +20,8 @@ from typing import Any
 
 from verl.config.base import Problem, get_path
 from verl.config.model_checks import MODEL
-from verl.config.model_facts import find_folder, read_json, stored_shapes
+from verl.config.model_facts import TOKENIZERS, find_folder, read_json, stored_shapes
 from verl.config.ppo import PPOConfig
-from verl.preflight.prompts import TOKENIZERS
 from verl.utils.import_utils import is_package_available
 
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "model*.bin")
@@ -170,13 +169,12 @@ def _nowhere(shown: str, path: str) -> str | None:
     give = f"Give a folder in Hugging Face format, or a hub id such as {_EXAMPLE}."
     if path[0] in "/~." or _HUB_ID.fullmatch(path) is None:
         return f"{shown} does not exist {looked}{names}. {give}"
-    looks_local = "/" in path and Path(path.partition("/")[0]).is_dir()
     if is_offline():
         return (
             f"{shown} is neither a folder {looked} nor a downloaded model of the hub, and HF_HUB_OFFLINE is set"
             f"{names}. {give} A model of the hub must be downloaded before (`hf download {_EXAMPLE}`)."
         )
-    answer = ask_hub(path, "models", _PATIENCE_S / 3 if looks_local else _PATIENCE_S)
+    answer = ask_hub(path)
     if answer == "yes":
         return None
     if answer == "no":
@@ -230,12 +228,14 @@ def endpoint() -> str:
 
 
 @lru_cache(maxsize=64)
-def ask_hub(name: str, kind: str = "models", seconds: float = _PATIENCE_S) -> str:
-    """``yes``, ``no``, or why the hub could not be asked; once, and in ``seconds``, name resolution included.
+def ask_hub(name: str, kind: str = "models") -> str:
+    """``yes``, ``no``, or why the hub could not be asked; once, and in seconds, name resolution included.
 
     Args:
         kind: ``models`` or ``datasets``.
     """
+    looks_local = "/" in name and Path(name.partition("/")[0]).is_dir()
+    seconds = _PATIENCE_S / 3 if looks_local else _PATIENCE_S
     request = urllib.request.Request(f"{endpoint()}/api/{kind}/{name}")
     if token := os.environ.get("HF_TOKEN"):
         request.add_header("Authorization", f"Bearer {token}")

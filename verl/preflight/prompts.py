@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from verl.config.model_facts import find_folder
+from verl.config.model_facts import TOKENIZERS, find_folder
 from verl.preflight.rows import prompt_column, read_prompt
 from verl.utils.dataset.table import DataError, RowTable
 from verl.utils.dataset.vision_utils import open_image, with_image_parts
@@ -29,12 +29,6 @@ if TYPE_CHECKING:
 
 _CHAT_MARKS = ("<|im_start|>", "<|start_header_id|>", "<start_of_turn>", "[INST]", "<｜User｜>", "<|user|>")
 """How the templates of widespread models begin a turn."""
-
-TOKENIZERS = (
-    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model",
-    "sentencepiece.bpe.model", "tiktoken.model", "qwen.tiktoken", "tekken.json",
-)  # fmt: skip
-"""Files one of which a tokenizer is made of."""
 
 _CONFIG, _TOKENIZER, _TEMPLATE = "tokenizer_config.json", "tokenizer.json", "chat_template.jinja"
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from verl.utils.dataset.table import RowTable
-from verl.utils.py_functional import convert_to_regular_types
+from verl.utils.py_functional import convert_to_regular_types, nearest_name
 from verl.utils.reward_functions.calling import (
     BATCH_PARAMETERS,
     MANAGERS_OWN,
@@ -21,7 +21,7 @@ from verl.utils.reward_functions.calling import (
 from verl.utils.reward_functions.routing import BySource, functions_of, is_built_in
 from verl.utils.reward_functions.sources import reward_function
 from verl.utils.reward_functions.trial import Trial, TrialRow, try_function
-from verl.utils.reward_score.registry import has_scorer, is_for_judge
+from verl.utils.reward_score.registry import SOURCES, has_scorer, is_for_judge
 from verl.utils.sandbox.outcomes import Outcome
 from verl.utils.sandbox.pool import SlowStart
 
@@ -56,8 +56,10 @@ def scores_of_rows(config: Any, table: RowTable, found: Preview, limits: Limits)
     if function is None:
         return
     unknown = [] if rm.enable else [source for source in found.rows.sources if _has_no_scorer(config, function, source)]
+    if rm.self_test == "off" and not limits.asks_judge:
+        found.note("The reward function is not tried (reward_model.self_test=off).")
     for source, positions in found.rows.rows_of.items():
-        if source in unknown:
+        if source in unknown or rm.self_test == "off" and not limits.asks_judge:
             continue
         if not limits.asks_judge and _is_judged(config, function, source):
             found.note(f"data_source={source!r} is scored by the judge, which is not asked here.")
@@ -84,11 +86,12 @@ def scores_of_rows(config: Any, table: RowTable, found: Preview, limits: Limits)
             found.note(text)
     if unknown:
         shown = ", ".join(map(repr, unknown[:5])) + (", ..." if len(unknown) > 5 else "")
-        say = found.error if rm.on_error == "stop" else found.warn
-        say(
-            f"There is no built-in scorer for {config.data.reward_fn_key}={shown}. Name a function of your own with "
-            "custom_reward_function.path, for one source alone with reward_model.by_source, or correct the column "
-            "(data.reward_fn_key).",
+        is_sure = rm.on_error == "stop" and config.data.train_max_samples < 0  # of some rows, not all sources come
+        hint = nearest_name(str(unknown[0]), SOURCES)
+        (found.error if is_sure else found.warn)(
+            f"There is no built-in scorer for {config.data.reward_fn_key}={shown}.{hint} Name a function of "
+            "your own with custom_reward_function.path, for one source alone with reward_model.by_source, or correct "
+            "the column (data.reward_fn_key).",
             "data.reward_fn_key",
         )
 

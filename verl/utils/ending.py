@@ -2,6 +2,7 @@
 
 import opcode
 import os
+import select
 import signal
 import sys
 from collections.abc import Iterator
@@ -39,15 +40,23 @@ def _has_readers() -> bool:
     is_read = True
     for stream in (sys.stdout, sys.stderr):
         try:
-            stream.flush()
-        except BrokenPipeError:
+            if not _has_hung_up(stream.fileno()):
+                stream.flush()
+                continue
             is_read = False
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, stream.fileno())  # or the interpreter would complain at its end
             os.close(nowhere)
-        except (AttributeError, ValueError):  # there is no such stream, or it is closed
+        except (AttributeError, ValueError, OSError):  # there is no such stream, it is closed, or no file of the system
             continue
     return is_read
+
+
+def _has_hung_up(file: int) -> bool:
+    """Whether the other end of a pipe is closed."""
+    poll = select.poll()
+    poll.register(file, 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 @contextmanager
@@ -56,6 +65,8 @@ def _told_ending() -> Iterator[None]:
         yield
     except KeyboardInterrupt as stop:
         raise SystemExit(128 + (signal.SIGTERM if isinstance(stop, Terminated) else signal.SIGINT)) from None
+    except BrokenPipeError:
+        raise
     except Exception as error:
         message = explanation(error)
         if message is None or os.environ.get("VERL_LOGGING_LEVEL", "").upper() == "DEBUG":
