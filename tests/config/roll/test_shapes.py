@@ -6,6 +6,7 @@ import yaml
 from tests.config.roll.shapes import SHAPES, shape
 from verl.config.load import load
 from verl.config.roll.command import main, translate_file
+from verl.config.tree import put_key
 
 ELSEWHERE = ("does not exist", "my_reward.py")
 
@@ -126,3 +127,19 @@ def test_null_asks_for_nothing_whatever_the_key(write):
     tree = shape(SHAPES["deepspeed"][0] | {"max_stepz": None, "rewards.math_rule.format_pattern": None,
                                            "actor_train.strategy_args.other": None})  # fmt: skip
     assert translate_file(write(tree)).refusals == []
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "rule"),
+    [
+        ("rollout_batch_size", "x", "is a whole number from 1 on"),
+        ("num_gpus_per_node", 0, "is a whole number from 1 on"),
+        ("actor_train.training_args", "x", "is a section"),
+        ("rewards.math_rule", "MathRule", "is a section"),
+        ("actor_train.device_mapping", [], "names no device"),
+    ],
+)
+def test_a_value_of_another_shape_is_named(write, key, value, rule):
+    tree = shape(SHAPES["deepspeed"][0])
+    put_key(tree, key, value)
+    assert any(text.startswith(f"{key}=") and rule in text for text in translate_file(write(tree)).refusals)

@@ -14,7 +14,7 @@ def parse_devices(value: Any) -> list[int] | None:
     """
     if value is None or value == "null" or value == "None":
         return None
-    if isinstance(value, list):
+    if isinstance(value, list) and value:
         return [_number(item, value) for item in value]
     if isinstance(value, int) and not isinstance(value, bool):
         return [value]
@@ -22,6 +22,8 @@ def parse_devices(value: Any) -> list[int] | None:
         found = _numbers(ast.parse(str(value).strip(), mode="eval").body, value)
     except (SyntaxError, RecursionError):
         raise _refusal(value) from None
+    if not found:
+        raise ValueError(f"{value!r} names no device")
     if len(found) != len(set(found)):
         raise ValueError(f"{value!r} names a device twice")
     return found

@@ -82,7 +82,10 @@ def rewards(roll: Any) -> Iterator[Outcome]:
 
 def _domains(sections: Mapping[str, Mapping]) -> dict[str, list[str]]:
     """Domain -> tags. As in ROLL, tags that nobody lists are mathematics; a worker alone gets all rows."""
-    domains = {name: [str(tag) for tag in section.get("tag_included") or [name]] for name, section in sections.items()}
+    domains: dict[str, list[str]] = {}
+    for name, section in sections.items():
+        tags = section.get("tag_included") or [name]
+        domains[name] = [str(tag) for tag in (tags if isinstance(tags, list) else [tags])]
     fallback = "math_rule" if "math_rule" in domains or not domains else next(iter(domains))
     if fallback == "math_rule" or len(domains) == 1:
         domains.setdefault(fallback, []).append("*")
@@ -142,7 +145,7 @@ def _programs(key: str, section: Mapping) -> Iterator[Outcome]:
     url = section.get("code_url")
     if section.get("use_local") is False or url:
         why = "the sandbox that is asked here speaks sandbox-fusion's protocol; without one, programs run in children"
-        instead = ("reward_model.sandbox_fusion.url", f"{key}.code_url=null {key}.use_local=true")
+        instead = (f"{key}.code_url=null {key}.use_local=true", "reward_model.sandbox_fusion.url")
         yield Refuse(f"{key}.code_url", url, why, instead)
 
 

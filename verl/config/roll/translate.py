@@ -49,10 +49,10 @@ def translate(tree: Mapping[str, Any], referred: Iterable[str] = (), words: Iter
     """
     words = list(words)
     given = {text.partition("=")[0].lstrip("+"): text.partition("=")[2].strip("'\"") for text in words}
+    tree, refused = _in_shape(tree)
     roll = Roll(tree, given, is_ours)
     chosen: dict[str, Any] = {}
     notes: list[str] = []
-    refused: list[Refuse] = []
     idle: list[str] = []
     environment: dict[str, str] = {}
     for outcome in _outcomes(roll, set(referred)):
@@ -79,6 +79,50 @@ def translate(tree: Mapping[str, Any], referred: Iterable[str] = (), words: Iter
     refusals = [whole] if whole else list(dict.fromkeys(map(_sentence, refused)))
     added = [] if whole else list(dict.fromkeys(outcome.instead[0] for outcome in refused if outcome.instead))
     return Translation([*own, *words], list(dict.fromkeys(notes)), refusals, added, environment)
+
+
+_SECTIONS = (*ROLES, "validation", "rewards", "dataset_filter", "train_infer_correction", "tracker_kwargs",
+             "checkpoint_config", "system_envs", "router_args", "rollout_mock", "transfer_backend")  # fmt: skip
+_INNER = ("model_args", "training_args", "data_args", "generating_args", "strategy_args", "strategy_config",
+          "domain_interleave_probs", "query_filter_config", "filter_args", "system_envs",
+          "model_config_kwargs")  # fmt: skip
+_COUNTS = (
+    "rollout_batch_size", "num_return_sequences_in_group", "prompt_length", "response_length", "sequence_length",
+    "num_gpus_per_node", "num_gpus_per_worker", "world_size", "infer_batch_size", "ppo_epochs", "max_new_tokens",
+    "per_device_train_batch_size", "gradient_accumulation_steps", "num_return_sequences", "model_update_frequency",
+    "ulysses_size", "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size",
+    "tensor_parallel_size",
+)  # fmt: skip
+_NUMBERS = ("max_additional_running_prompts", "pg_clip", "async_generation_ratio", "warmup_steps", "temperature")
+"""Keys that the arithmetic of batches and devices reads: whole numbers from 1 on, and others."""
+
+
+def _in_shape(tree: Mapping[str, Any], place: str = "") -> tuple[dict[str, Any], list[Refuse]]:
+    """The tree without what has the wrong shape: a text where a section stands, a text where a number does."""
+    kept, refused = {}, []
+    for name, value in tree.items():
+        key = f"{place}{name}"
+        is_section = key in _SECTIONS or name in _INNER or place == "rewards."
+        rule = None
+        if value in (None, "None", "null") or is_section and value == []:
+            kept |= {} if is_section else {name: None}
+            continue
+        if name in _COUNTS and value != "auto" and (type(value) is not int or value < 1):
+            rule = "is a whole number from 1 on"
+        elif name in _NUMBERS and type(value) not in (int, float):
+            rule = "is a number"
+        elif name in ("lr_scheduler_type", "pg_variant") and not isinstance(value, str):
+            rule = "is a name"
+        elif is_section and not isinstance(value, Mapping):
+            rule = "is a section, of keys and values"
+        if rule is not None:
+            refused.append(Refuse(key, value, rule, (f"{key}=null",)))
+        elif isinstance(value, Mapping):
+            kept[name], inner = _in_shape(value, f"{key}.")
+            refused += inner
+        else:
+            kept[name] = value
+    return kept, refused
 
 
 def _keys_of(refusal: Refuse) -> set[str]:
