@@ -61,6 +61,21 @@ def test_a_section_class_of_a_projects_derives_attributes_and_is_read_like_a_dic
         config["nothing"]
 
 
+def test_a_section_of_hydras_tree_becomes_its_dataclass_lists_and_all():
+    from omegaconf import OmegaConf
+
+    from verl.utils.config import omega_conf_to_dataclass, typed_section
+    from verl.workers.config import FSDPOptimizerConfig
+
+    tree = OmegaConf.create({"lr": "1e-3", "betas": [0.8, "${lr}"]})
+    assert omega_conf_to_dataclass(tree, FSDPOptimizerConfig).betas == [0.8, 1e-3]
+    tree.my_own = 1
+    assert typed_section(tree, FSDPOptimizerConfig).lr == 1e-3  # a script's own keys stay with the script
+    tree.lr = "fast"
+    with pytest.raises(ValueError, match="lr=fast must be a number"):
+        typed_section(tree, FSDPOptimizerConfig)
+
+
 def test_dispatch_modes_can_be_looked_up_and_taken_out():
     assert Dispatch.from_name("one_to_all") is Dispatch.ONE_TO_ALL and Dispatch.from_name("nothing") is None
     mine = Dispatch.register("MY_OWN")

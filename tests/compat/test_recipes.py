@@ -142,7 +142,6 @@ def test_every_feature_of_the_driver_runs_from_the_tree_of_a_script(task, tmp_pa
         "actor_rollout_ref__actor__use_kl_loss": True,
         "actor_rollout_ref__ref__strategy": "local",
         "actor_rollout_ref__ref__log_prob_micro_batch_size_per_gpu": 8,
-        "algorithm__use_pf_ppo": True,
         "trainer__save_freq": 2,
         "trainer__default_local_dir": tmp_path,
         "trainer__memory_ledger": True,

@@ -146,8 +146,8 @@ def validate_config(config: Any, use_reference_policy: bool | None = None, use_c
 
 
 def _plain(config: Any) -> dict[str, Any]:
-    if isinstance(config, Mapping):
+    if not hasattr(config, "_metadata"):
         return dict(config)
-    from omegaconf import OmegaConf
+    from omegaconf import OmegaConf  # whose DictConfig is a Mapping, and holds lists that are none
 
     return OmegaConf.to_container(config, resolve=True)
