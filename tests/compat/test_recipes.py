@@ -193,6 +193,23 @@ def test_a_task_runner_of_a_projects_own_trains_with_its_actor(task, capfd):
     assert "RAN 2 grpo {'x': 2.0}" in capfd.readouterr().out
 
 
+def test_an_agent_loop_prepares_its_class_once_and_reads_the_tree_of_the_script(task):
+    import my_loops
+
+    from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+
+    config = compose(
+        task,
+        actor_rollout_ref__rollout__mode="async",
+        actor_rollout_ref__rollout__agent__agent_loop_config_path=FILES / "my_loops.yaml",
+        actor_rollout_ref__rollout__agent__default_agent_loop="shouting_agent",
+        data__return_raw_chat=True,
+    )
+    trainer = run(RayPPOTrainer, config)
+    assert my_loops.ShoutingLoop.prepared == 1 and my_loops.ShoutingLoop.note == "ours"
+    assert trainer.global_steps == 2 and trainer.metrics["timing_s/agent_loop/generate_sequences/mean"] > 0
+
+
 def test_a_wrong_value_in_the_tree_of_a_script_is_refused(task):
     from my_recipe import OwnLoop
 

@@ -2,7 +2,6 @@
 
 import importlib
 import warnings
-from collections.abc import Mapping
 from typing import Any
 
 from verl.config.base import Config, ConfigError, ConfigWarning, Problem, leaves, plain
