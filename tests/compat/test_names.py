@@ -244,6 +244,31 @@ def test_the_generation_config_of_a_folder_or_of_its_model(task, tmp_path):
     assert get_generation_config(str(tmp_path / "nothing")) is None
 
 
+def test_a_worker_that_holds_its_model_saves_and_loads_it(task, tmp_path):
+    from transformers import AutoModelForCausalLM
+    from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
+
+    def held(lr):
+        model = AutoModelForCausalLM.from_pretrained(task["actor_rollout_ref.model.path"])
+        optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+        schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)
+        contents = SimpleNamespace(save_contents=["model", "optimizer", "extra", "hf_model"], load_contents=None)
+        return model, optimizer, FSDPCheckpointManager(model, optimizer, schedule, checkpoint_config=contents)
+
+    model, optimizer, manager = held(lr=0.1)
+    model(torch.tensor([[1, 2, 3]])).logits.sum().backward()
+    optimizer.step()
+    manager.save_checkpoint(local_path=tmp_path / "global_step_1" / "actor", global_step=1, max_ckpt_to_keep=1)
+    again, other, reader = held(lr=0.5)
+    reader.load_checkpoint(local_path=tmp_path / "global_step_1" / "actor")
+    for name, tensor in model.state_dict().items():
+        assert again.state_dict()[name].equal(tensor), name
+    moments = [state["exp_avg"] for state in optimizer.state.values()]
+    assert moments and all(a.equal(b["exp_avg"]) for a, b in zip(moments, other.state.values(), strict=True))
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "global_step_1" / "actor" / "huggingface")
+    assert exported.lm_head.weight.equal(model.lm_head.weight)
+
+
 # -- data sets --------------------------------------------------------------------------------------------------------
 
 

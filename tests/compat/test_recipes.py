@@ -1,6 +1,7 @@
 """Recipes: trainers that subclass RayPPOTrainer, built by a script from what hydra composed."""
 
 import json
+import os
 
 import hydra
 import pytest
@@ -191,6 +192,20 @@ def test_a_task_runner_of_a_projects_own_trains_with_its_actor(task, capfd):
         config.my_project.note = "ours"
     run_ppo(config, task_runner_class=MyTaskRunner)
     assert "RAN 2 grpo {'x': 2.0}" in capfd.readouterr().out
+
+
+@pytest.mark.ray
+def test_a_task_runner_in_an_actor_trains_with_its_actor(task, capfd, monkeypatch):
+    import ray
+    from my_workflow import MyTaskRunner
+
+    from verl.trainer.main_ppo import run_ppo
+
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(FILES), os.environ.get("PYTHONPATH", "")]))
+    config = compose(task, trainer__controller="ray", ray_init__num_cpus=4)
+    run_ppo(config, task_runner_class=ray.remote(num_cpus=1)(MyTaskRunner))
+    assert not ray.is_initialized()
+    assert "RAN 2 grpo" in capfd.readouterr().out
 
 
 def test_an_agent_loop_prepares_its_class_once_and_reads_the_tree_of_the_script(task):
