@@ -225,6 +225,18 @@ def test_an_agent_loop_prepares_its_class_once_and_reads_the_tree_of_the_script(
     assert trainer.global_steps == 2 and trainer.metrics["timing_s/agent_loop/generate_sequences/mean"] > 0
 
 
+def test_run_ppo_takes_a_tree_with_keys_of_its_own_and_tells_of_them_once(task, capfd):
+    from verl.trainer.main_ppo import run_ppo
+    from verl.utils.config import validate_config
+
+    config = compose(task, trainer__total_training_steps=1)
+    validate_config(config)
+    with pytest.warns(ConfigWarning) as told:
+        run_ppo(config)
+    assert len([warning for warning in told if "left to the script" in str(warning.message)]) == 1
+    assert "step:1" in capfd.readouterr().out
+
+
 def test_a_wrong_value_in_the_tree_of_a_script_is_refused(task):
     from my_recipe import OwnLoop
 
