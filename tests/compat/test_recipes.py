@@ -173,12 +173,13 @@ def test_workers_that_a_recipe_starts_itself_from_hydras_sections_train(task, es
 
 
 def test_a_loop_over_kept_rollouts_reads_what_another_run_drew(task, tmp_path):
-    from my_workflow import Skipping
+    from my_workflow import ProfiledActor, Skipping
 
     from verl.single_controller.local import LocalWorkerGroup
 
     settings = {"actor_rollout_ref__rollout__skip_dump_dir": tmp_path, "trainer__default_local_dir": tmp_path / "run"}
-    runs = [run(Skipping, compose(task, **settings), group_cls=LocalWorkerGroup) for _ in range(2)]
+    trees = [compose(task, **settings) for _ in range(2)]
+    runs = [run(Skipping, tree, worker=ProfiledActor, group_cls=LocalWorkerGroup) for tree in trees]
     assert runs[0].texts == runs[1].texts and list(tmp_path.rglob("step0-*.safetensors"))
 
 
