@@ -34,14 +34,12 @@ NOT_BUILT = {  # name, or the module it is in -> the words that say which featur
 }
 OTHER_PARAMETERS = {
     "verl.experimental.agent_loop.agent_loop.AsyncLLMServerManager": "made by the trainer only, for each row",
-    "verl.utils.checkpoint.fsdp_checkpoint_manager.FSDPCheckpointManager": "takes an engine, whose state it saves",
 }
 OTHER_METHODS = {
     "rollout_mode trainer_mode": "workers switch within generate_sequences",
     "start_profile stop_profile dump_memory_snapshot": "for DistProfilerExtension",
     "load_pretrained_model": "init_model does it",
     "wake_up sleep get_zeromq_address chat_completion generate": "of servers inside of workers, which a client asks",
-    "load_checkpoint save_checkpoint": "of a manager: save and load",
     "log_generations_to_vemlp_wandb log_generations_to_swanlab": "loggers that are not built say so",
     "log_generations_to_mlflow log_generations_to_clearml": "loggers that are not built say so",
 }

@@ -36,7 +36,6 @@ ADDRESSES: dict[str, str] = {
     "verl.models.transformers.qwen2_vl": "verl.models.multimodal",
     "verl.single_controller.ray.megatron": "verl.single_controller.ray.base",
     "verl.trainer.constants_ppo": "verl.trainer.ppo.utils",
-    "verl.utils.checkpoint.fsdp_checkpoint_manager": "verl.utils.checkpoint.checkpoint_manager",
     "verl.utils.dataset.dynamicgen_sampler": "verl.utils.dataset.sampler",
     "verl.utils.debug": "verl.utils.profiler",
     "verl.utils.debug.performance": "verl.utils.profiler",

@@ -61,6 +61,21 @@ def test_a_section_class_of_a_projects_derives_attributes_and_is_read_like_a_dic
         config["nothing"]
 
 
+def test_a_section_of_hydras_tree_becomes_its_dataclass_lists_and_all():
+    from omegaconf import OmegaConf
+
+    from verl.utils.config import omega_conf_to_dataclass, typed_section
+    from verl.workers.config import FSDPOptimizerConfig
+
+    tree = OmegaConf.create({"lr": "1e-3", "betas": [0.8, "${lr}"]})
+    assert omega_conf_to_dataclass(tree, FSDPOptimizerConfig).betas == [0.8, 1e-3]
+    tree.my_own = 1
+    assert typed_section(tree, FSDPOptimizerConfig).lr == 1e-3  # a script's own keys stay with the script
+    tree.lr = "fast"
+    with pytest.raises(ValueError, match="lr=fast must be a number"):
+        typed_section(tree, FSDPOptimizerConfig)
+
+
 def test_dispatch_modes_can_be_looked_up_and_taken_out():
     assert Dispatch.from_name("one_to_all") is Dispatch.ONE_TO_ALL and Dispatch.from_name("nothing") is None
     mine = Dispatch.register("MY_OWN")
@@ -227,6 +242,31 @@ def test_the_generation_config_of_a_folder_or_of_its_model(task, tmp_path):
 
     assert get_generation_config(task["actor_rollout_ref.model.path"]).eos_token_id is not None
     assert get_generation_config(str(tmp_path / "nothing")) is None
+
+
+def test_a_worker_that_holds_its_model_saves_and_loads_it(task, tmp_path):
+    from transformers import AutoModelForCausalLM
+    from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
+
+    def held(lr):
+        model = AutoModelForCausalLM.from_pretrained(task["actor_rollout_ref.model.path"])
+        optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+        schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)
+        contents = SimpleNamespace(save_contents=["model", "optimizer", "extra", "hf_model"], load_contents=None)
+        return model, optimizer, FSDPCheckpointManager(model, optimizer, schedule, checkpoint_config=contents)
+
+    model, optimizer, manager = held(lr=0.1)
+    model(torch.tensor([[1, 2, 3]])).logits.sum().backward()
+    optimizer.step()
+    manager.save_checkpoint(local_path=tmp_path / "global_step_1" / "actor", global_step=1, max_ckpt_to_keep=1)
+    again, other, reader = held(lr=0.5)
+    reader.load_checkpoint(local_path=tmp_path / "global_step_1" / "actor")
+    for name, tensor in model.state_dict().items():
+        assert again.state_dict()[name].equal(tensor), name
+    moments = [state["exp_avg"] for state in optimizer.state.values()]
+    assert moments and all(a.equal(b["exp_avg"]) for a, b in zip(moments, other.state.values(), strict=True))
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "global_step_1" / "actor" / "huggingface")
+    assert exported.lm_head.weight.equal(model.lm_head.weight)
 
 
 # -- data sets --------------------------------------------------------------------------------------------------------

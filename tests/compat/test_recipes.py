@@ -1,6 +1,7 @@
 """Recipes: trainers that subclass RayPPOTrainer, built by a script from what hydra composed."""
 
 import json
+import os
 
 import hydra
 import pytest
@@ -142,7 +143,6 @@ def test_every_feature_of_the_driver_runs_from_the_tree_of_a_script(task, tmp_pa
         "actor_rollout_ref__actor__use_kl_loss": True,
         "actor_rollout_ref__ref__strategy": "local",
         "actor_rollout_ref__ref__log_prob_micro_batch_size_per_gpu": 8,
-        "algorithm__use_pf_ppo": True,
         "trainer__save_freq": 2,
         "trainer__default_local_dir": tmp_path,
         "trainer__memory_ledger": True,
@@ -173,12 +173,13 @@ def test_workers_that_a_recipe_starts_itself_from_hydras_sections_train(task, es
 
 
 def test_a_loop_over_kept_rollouts_reads_what_another_run_drew(task, tmp_path):
-    from my_workflow import Skipping
+    from my_workflow import ProfiledActor, Skipping
 
     from verl.single_controller.local import LocalWorkerGroup
 
     settings = {"actor_rollout_ref__rollout__skip_dump_dir": tmp_path, "trainer__default_local_dir": tmp_path / "run"}
-    runs = [run(Skipping, compose(task, **settings), group_cls=LocalWorkerGroup) for _ in range(2)]
+    trees = [compose(task, **settings) for _ in range(2)]
+    runs = [run(Skipping, tree, worker=ProfiledActor, group_cls=LocalWorkerGroup) for tree in trees]
     assert runs[0].texts == runs[1].texts and list(tmp_path.rglob("step0-*.safetensors"))
 
 
@@ -192,6 +193,49 @@ def test_a_task_runner_of_a_projects_own_trains_with_its_actor(task, capfd):
         config.my_project.note = "ours"
     run_ppo(config, task_runner_class=MyTaskRunner)
     assert "RAN 2 grpo {'x': 2.0}" in capfd.readouterr().out
+
+
+@pytest.mark.ray
+def test_a_task_runner_in_an_actor_trains_with_its_actor(task, capfd, monkeypatch):
+    import ray
+    from my_workflow import MyTaskRunner
+
+    from verl.trainer.main_ppo import run_ppo
+
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(FILES), os.environ.get("PYTHONPATH", "")]))
+    config = compose(task, trainer__controller="ray", ray_init__num_cpus=4)
+    run_ppo(config, task_runner_class=ray.remote(num_cpus=1)(MyTaskRunner))
+    assert not ray.is_initialized()
+    assert "RAN 2 grpo" in capfd.readouterr().out
+
+
+def test_an_agent_loop_prepares_its_class_once_and_reads_the_tree_of_the_script(task):
+    import my_loops
+
+    from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+
+    config = compose(
+        task,
+        actor_rollout_ref__rollout__mode="async",
+        actor_rollout_ref__rollout__agent__agent_loop_config_path=FILES / "my_loops.yaml",
+        actor_rollout_ref__rollout__agent__default_agent_loop="shouting_agent",
+        data__return_raw_chat=True,
+    )
+    trainer = run(RayPPOTrainer, config)
+    assert my_loops.ShoutingLoop.prepared == 1 and my_loops.ShoutingLoop.note == "ours"
+    assert trainer.global_steps == 2 and trainer.metrics["timing_s/agent_loop/generate_sequences/mean"] > 0
+
+
+def test_run_ppo_takes_a_tree_with_keys_of_its_own_and_tells_of_them_once(task, capfd):
+    from verl.trainer.main_ppo import run_ppo
+    from verl.utils.config import validate_config
+
+    config = compose(task, trainer__total_training_steps=1)
+    validate_config(config)
+    with pytest.warns(ConfigWarning) as told:
+        run_ppo(config)
+    assert len([warning for warning in told if "left to the script" in str(warning.message)]) == 1
+    assert "step:1" in capfd.readouterr().out
 
 
 def test_a_wrong_value_in_the_tree_of_a_script_is_refused(task):

@@ -81,6 +81,11 @@ class AgentLoopManager:
         os.replace(part, path)
         return path
 
+    def wake_up(self) -> None:
+        """Nothing: `generate_sequences` lets the servers serve, and stops them when it is done."""
+
+    sleep = wake_up
+
     # -- a batch -------------------------------------------------------------------------------------------------------
 
     def generate_sequences(self, prompts: DataProto) -> DataProto:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def run_ppo(config: PPOConfig | Any, task_runner_class: Any = None, command_line: Sequence[str] | None = None) -> None:
     """Train as ``config`` says, in this process as the driver; returns when the run is complete.
 
-    An application with an ``@hydra.main`` of its own may pass what hydra gave it.
+    An application with an ``@hydra.main`` of its own may pass what hydra gave it; a warning names keys of its own.
 
     Args:
         task_runner_class: a ``TaskRunner`` of the application's, whose ``run(config)`` trains; wrapped by
@@ -30,12 +30,15 @@ def run_ppo(config: PPOConfig | Any, task_runner_class: Any = None, command_line
     """
     with no_collection():
         from verl.trainer.ppo.job import PPOJob, run_task
-        from verl.utils.config import to_ppo_config
+        from verl.utils.config import adopt_config, typed_config
 
     if task_runner_class is not None:
         run_task(task_runner_class, config)
         return
-    PPOJob(to_ppo_config(config), command_line=sys.argv[1:] if command_line is None else command_line).run()
+    config = adopt_config(config)
+    job = PPOJob(typed_config(config), command_line=sys.argv[1:] if command_line is None else command_line)
+    job.script_config = config
+    job.run()
 
 
 def create_rl_dataset(

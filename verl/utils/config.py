@@ -2,7 +2,6 @@
 
 import importlib
 import warnings
-from collections.abc import Mapping
 from typing import Any
 
 from verl.config.base import Config, ConfigError, ConfigWarning, Problem, leaves, plain
@@ -70,6 +69,9 @@ def to_ppo_config(config: Any) -> PPOConfig:
     return loaded.config
 
 
+_ADOPTED = "adopted_by_verl"  # flag of a tree whose notices were told
+
+
 def adopt_config(config: Any) -> Any:
     """A tree handed in by a script of the user's: checked, its old names translated, and still a DictConfig.
 
@@ -84,27 +86,34 @@ def adopt_config(config: Any) -> Any:
     from omegaconf import OmegaConf, open_dict
 
     tree = OmegaConf.to_container(config, resolve=False) if OmegaConf.is_config(config) else dict(config)
+    has_warned = OmegaConf.is_config(config) and config._get_flag(_ADOPTED)
     adopted = OmegaConf.create(tree)
     loaded, unknown = _interpret(tree)
     notices = list(loaded.notices)
     if unknown:
         notices.append(f"left to the script that set them: {' '.join(problem.text for problem in unknown)}")
-    for notice in notices:
+    for notice in () if has_warned else notices:
         warnings.warn(notice, ConfigWarning, stacklevel=3)
     with open_dict(adopted):
         for key, value in leaves(loaded.config):
             OmegaConf.update(adopted, key, plain(value), merge=False, force_add=True)
     OmegaConf.set_struct(adopted, True)
+    adopted._set_flag(_ADOPTED, True)
     return adopted
 
 
 def typed_config(config: Any) -> PPOConfig:
-    """What verl itself needs of a tree that ``adopt_config`` returned: the typed sections."""
+    """The typed sections of a tree as hydra or ``adopt_config`` gives it; keys of a script's own are left out.
+
+    Raises:
+        ConfigError: with every problem found.
+    """
     if isinstance(config, PPOConfig):
         return config
     from omegaconf import OmegaConf
 
-    return _interpret(OmegaConf.to_container(config, resolve=False))[0].config
+    tree = OmegaConf.to_container(config, resolve=False) if OmegaConf.is_config(config) else dict(config)
+    return _interpret(tree)[0].config
 
 
 def typed_section(config: Any, cls: type[Config]) -> Any:
@@ -136,18 +145,20 @@ def _interpret(tree: dict) -> tuple[Loaded, list[Problem]]:
 def validate_config(config: Any, use_reference_policy: bool | None = None, use_critic: bool | None = None) -> None:
     """Raise ``ConfigError`` (a ValueError) naming everything that is wrong with ``config``.
 
+    Keys of a script's own are no fault of its tree: ``RayPPOTrainer`` names them in a warning.
+
     Whether there is a reference policy and a critic follows from the configuration; the two flags are accepted for
     callers written for verl and not needed.
     """
     if isinstance(config, PPOConfig):
         check(config)
     else:
-        to_ppo_config(config)
+        typed_config(config)
 
 
 def _plain(config: Any) -> dict[str, Any]:
-    if isinstance(config, Mapping):
+    if not hasattr(config, "_metadata"):
         return dict(config)
-    from omegaconf import OmegaConf
+    from omegaconf import OmegaConf  # whose DictConfig is a Mapping, and holds lists that are none
 
     return OmegaConf.to_container(config, resolve=True)

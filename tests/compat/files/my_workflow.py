@@ -68,6 +68,7 @@ class Skipping(OwnWorkers):
     """A loop of its own over kept rollouts."""
 
     def fit(self):
+        self._start_profiling(True)
         skip = RolloutSkip(self.config, self.actor_rollout_wg)
         skip.wrap_generate_sequences()
         assert find_latest_ckpt_path(self.config.trainer.default_local_dir) is None and not should_save_ckpt_esi(1.0)
@@ -76,6 +77,7 @@ class Skipping(OwnWorkers):
             batch = self.first_batch(rows)
             with _timer("gen", timing), marked_timer("twice", timing, color="red"):
                 output = self.actor_rollout_wg.generate_sequences(batch)
+            self._stop_profiling(do_profile=True)
             self.texts.append(output.batch["responses"].tolist())
             return timing
 

@@ -78,6 +78,18 @@ class RecipeNames:
         """Weigh or reject tokens as ``algorithm.rollout_correction`` says: the batch, and the metrics of it."""
         return batch, weigh_tokens(batch, self.correction)
 
+    def _start_profiling(self, do_profile: bool = True) -> None:
+        """Have those worker groups begin to record that can: workers with a `DistProfilerExtension`."""
+        for group in self.own_worker_groups().values() if do_profile else ():
+            if hasattr(group, "start_profile"):
+                group.start_profile()
+
+    def _stop_profiling(self, do_profile: bool = True) -> None:
+        """End what ``_start_profiling`` began."""
+        for group in self.own_worker_groups().values() if do_profile else ():
+            if hasattr(group, "stop_profile"):
+                group.stop_profile()
+
     def _get_gen_batch(self, batch: DataProto) -> DataProto:
         """Take the prompts' columns out of a batch, as what ``generate_sequences`` is given."""
         names = [name for name in ("raw_prompt_ids", "raw_prompt") if name in batch.non_tensor_batch]

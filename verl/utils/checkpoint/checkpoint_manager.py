@@ -248,10 +248,6 @@ class CheckpointManager:
         return "" if layout in (None, self.engine.layout) else f"saved as {layout}, read as {self.engine.layout}"
 
 
-FSDPCheckpointManager = CheckpointManager
-"""Its name in verl."""
-
-
 def get_checkpoint_tracker_filename(root_path: str | os.PathLike) -> str:
     """The file that names the newest complete step of the checkpoints under ``root_path``."""
     return os.path.join(os.path.expanduser(root_path), TRACKER)
