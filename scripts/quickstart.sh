@@ -2,7 +2,7 @@
 # From a clean checkout to a model that has learned something, in one command.
 #
 #   bash scripts/quickstart.sh                       SmolLM2-135M learns one-digit addition on a CPU
-#   bash scripts/quickstart.sh --task mul1           or: max3, even; digits takes a tiny random model and half a minute
+#   bash scripts/quickstart.sh --task mul1           or: max3, even; digits takes a tiny random model and seconds
 #   bash scripts/quickstart.sh --controller local    without Ray
 #   bash scripts/quickstart.sh --rollout vllm        responses from vLLM, which is installed first; or: sglang
 #   bash scripts/quickstart.sh --steps 50            more steps

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# GRPO from random weights in half a minute: a 2.5M model learns to write digits. Shows that everything works; the
-# reward counts digits, so there is always something to learn from.
+# GRPO from random weights in a quarter of a minute: a 2.5M model learns to write digits. Shows that everything works; the
+# reward is the share of digits. By step 20 every answer is all digits: later steps would find nothing to compare.
 set -euo pipefail
 
-STEPS=${STEPS:-40}
+STEPS=${STEPS:-20}
 MODEL=${MODEL:-models/tiny-qwen2-2.5M}          # python -m verl.utils.tiny_model $MODEL --size 2.5M
 DATA=${DATA:-data/digits}                       # python examples/data_preprocess/arithmetic.py --task digits --local_dir $DATA
 RUN=${RUN:-runs/grpo-digits}
@@ -22,12 +22,13 @@ options=(
     actor_rollout_ref.actor.ppo_mini_batch_size=8
     actor_rollout_ref.actor.use_dynamic_bsz=true
     actor_rollout_ref.actor.ppo_max_token_len_per_gpu=8192
-    actor_rollout_ref.actor.optim.lr=3e-4
+    actor_rollout_ref.actor.optim.lr=1e-4
     actor_rollout_ref.actor.optim.lr_warmup_steps=3
     actor_rollout_ref.actor.optim.weight_decay=0
     actor_rollout_ref.actor.optim.betas="[0.9,0.99]"
     actor_rollout_ref.rollout.name=hf
     actor_rollout_ref.rollout.n=8
+    actor_rollout_ref.rollout.ignore_eos=true       # sixteen characters each: these answers have no end to find
     trainer.device=cpu
     trainer.n_gpus_per_node=1
     trainer.project_name=digits

@@ -34,8 +34,9 @@ class ModelConfig(Config):
     """Module to import in every process before the model is built: registers models, losses or estimators."""
 
     override_config: dict[str, Any] = option({})
-    """Free-form: entries laid over the model's config.json, dropout for example. The auxiliary loss of a mixture of
-    experts is no part of any loss here, so ``output_router_logits=true`` is refused."""
+    """Free-form: entries laid over the model's config.json, dropout for example; one that its config does not have is
+    refused (but with ``trust_remote_code``). The auxiliary loss of a mixture of experts is no part of any loss here, so
+    ``output_router_logits=true`` is refused."""
 
     enable_gradient_checkpointing: bool = True
     """Recompute activations in backward instead of keeping them. Source: Chen et al. 2016 (arXiv:1604.06174)."""
