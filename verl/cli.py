@@ -6,6 +6,8 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from verl.utils.distribution import warn_of_other_distribution
+
 
 def _ppo(words: list[str]) -> int | None:
     from verl.trainer.main_ppo import main
@@ -77,6 +79,7 @@ def help_text() -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run ``verl COMMAND ...``; returns the exit code."""
+    warn_of_other_distribution()  # where the other project's files have replaced verl/__init__.py, nobody else does
     words = list(sys.argv[1:] if arguments is None else arguments)
     if not words or words[0] in ("--help", "-h", "help"):
         print(help_text())

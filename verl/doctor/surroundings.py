@@ -14,6 +14,7 @@ from verl.config.base import Problem, did_you_mean, get_path, leaves
 from verl.config.ppo import PPOConfig
 from verl.config.rules.base import ACTOR, ROLLOUT
 from verl.doctor.report import shown_bytes
+from verl.utils.distribution import install_command
 from verl.utils.import_utils import is_package_available, split_file_name
 
 _CONNECT_S = 1.0
@@ -90,7 +91,7 @@ def missing_packages(config: PPOConfig) -> Iterator[Problem]:
             yield Problem(
                 key,
                 f"{key}={get_path(config, key)} needs the package {package}, which is not installed. Install it with "
-                f"`pip install 'verl[{extra}]'`, or choose another.",
+                f"`{install_command(extra)}`, or choose another.",
             )
 
 

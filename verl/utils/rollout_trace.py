@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from verl.utils.distribution import install_command
+
 Record = Mapping[str, Any]
 
 _BACKENDS = {"file": "verl.utils.rollout_trace", "mlflow": "verl.utils.trace_mlflow", "weave": "verl.utils.trace_weave"}
@@ -63,7 +65,7 @@ def open_trace(backend: str, project_name: str, experiment_name: str, folder: st
     except ImportError as error:
         raise ImportError(
             f"actor_rollout_ref.rollout.trace.backend={backend} needs the package {backend}, which cannot be imported "
-            f"({error}). Install it with `pip install 'verl[{backend}]'` (or `pip install {backend}`), or use "
+            f"({error}). Install it with `{install_command(backend)}` (or `pip install {backend}`), or use "
             f"backend=file, which needs nothing."
         ) from error
     return getattr(module, f"{backend.capitalize()}Trace")(project_name, experiment_name, folder)
