@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.support.runs import make_task, overrides, read_metrics, run_job, write_prompts
+from verl.trainer.ppo.plan import run_plan
 
 GAE = {
     "algorithm__adv_estimator": "gae",
@@ -124,6 +125,20 @@ def test_prompts_that_do_not_spread_over_the_ranks_are_all_validated_once(run, t
         "actor_rollout_ref__actor__strategy": "fsdp2",
     }
     assert len({row["input"] for row in dumped_validation(run, tmp_path, **settings)}) == 3
+
+
+@pytest.mark.parametrize("nothing", ["null", "[]", "''"])
+def test_without_validation_files_a_run_trains_without_validation(run, tmp_path, nothing):
+    trainer, steps = run(
+        data__val_files=nothing,
+        trainer__test_freq=1,
+        trainer__val_before_train=True,
+        trainer__validation_data_dir=str(tmp_path / "val"),
+        trainer__total_training_steps=2,
+    )
+    assert trainer.global_steps == 2 and trainer.validations == [] and not (tmp_path / "val").exists()
+    assert not [name for step in steps.values() for name in step if name.startswith("val-")]
+    assert "no validation" in run_plan(trainer) and "none to validate" in run_plan(trainer)
 
 
 DICT_REWARD = """

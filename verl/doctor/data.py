@@ -118,5 +118,5 @@ def _counts(config: PPOConfig, rows: dict[str, int | None]) -> Iterator[Problem]
             "it or add prompts.",
             ("data.train_files",),
         )
-    if rows["data.val_files"] == 0:
+    if rows["data.val_files"] == 0 and config.data.has_validation:
         yield Problem("data.val_files", "data.val_files holds no rows. Name a file that does.")

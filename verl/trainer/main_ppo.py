@@ -33,7 +33,12 @@ def run_ppo(config: PPOConfig | Any, command_line: Sequence[str] | None = None) 
 
 
 def create_rl_dataset(data_paths: Any, data_config: Any, tokenizer: Any, processor: Any, **kwargs: Any) -> Any:
-    """The dataset of the ``data`` section over ``data_paths``; further arguments of later releases have no effect."""
+    """The dataset of the ``data`` section over ``data_paths``; None if those are empty, as ``data.val_files`` may be.
+
+    Further arguments of later releases have no effect.
+    """
+    if not data_paths:
+        return None
     from verl.utils.dataset.loader import build_dataset
 
     return build_dataset(data_config, data_paths, tokenizer, processor)

@@ -92,7 +92,7 @@ class PPOJob:
             validations=trainer.validations,
             places={
                 "samples": keys.rollout_data_dir,
-                "validation samples": keys.validation_data_dir,
+                "validation samples": keys.validation_data_dir if trainer.validations else None,
                 **trainer.run_log.places,
                 "checkpoint": trainer.last_checkpoint,
             },
