@@ -156,11 +156,21 @@ def test_dumps_hold_input_output_truth_score_step_and_what_the_reward_function_a
         trainer__test_freq=2,
         **SAMPLED,
     )
-    fields = {"input", "output", "gts", "score", "step", "acc", "pred", "why"}
+    fields = {"input", "output", "gts", "score", "step", "acc", "pred", "why", "reward"}
+    fields |= {"uid", "data_source", "prompt_length", "response_length", "finish_reason"}
     train, val = rows(tmp_path / "train" / "2.jsonl"), rows(tmp_path / "val" / "2.jsonl")
     assert len(train) == 16 and len(val) == 24
     assert all(fields <= row.keys() for row in train + val)
     assert all(math.isclose(row["score"], len(row["output"]) / 10, rel_tol=1e-6) and row["step"] == 2 for row in train)
+    assert len({row["uid"] for row in train}) == 4 and len({row["uid"] for row in val}) == 8
+    assert {row["data_source"] for row in train + val} == {"digits"}
+    assert all((row["finish_reason"] == "length") <= (row["response_length"] == 12) for row in train + val)
+    groups = [[row for row in train if row["uid"] == uid] for uid in {row["uid"] for row in train}]
+    for group in groups:  # grpo: above the group's mean is a positive advantage, and the other way round
+        mean = sum(row["score"] for row in group) / 4
+        assert all((row["advantage"] > 0) == (row["score"] > mean + 1e-6) for row in group)
+    lengths = [row["response_length"] for row in train]
+    assert steps[2]["response_length/mean"] == pytest.approx(sum(lengths) / 16)
     assert steps[2]["critic/score/mean"] == pytest.approx(sum(row["score"] for row in train) / 16)
     core = {name for name in steps[2] if name.startswith("val-core")}
     assert core == {f"val-core/digits/acc/{kind}" for kind in ("mean@3", "best@3/mean", "maj@3/mean")}

@@ -59,7 +59,8 @@ class RunLog:
 
     def dump(self, step: int, batch: DataProto) -> None:
         """Write the samples of a step to ``trainer.rollout_data_dir``."""
-        dump_batch(self.config.trainer.rollout_data_dir, step, batch, self.tokenizer)
+        config = self.config
+        dump_batch(config.trainer.rollout_data_dir, step, batch, self.tokenizer, config.data.reward_fn_key)
 
     def record(self, step: int, batch: DataProto, seconds: float) -> None:
         """Give the samples of a step, which took so long, to ``rollout.trace``."""
