@@ -9,6 +9,12 @@ from verl.config.load import run_from_command_line
 _DRY = re.compile(r"\+{0,2}trainer\.dry_run=(true|yes|on|1)$", re.IGNORECASE)
 
 
+def asks_for_a_run(arguments: Sequence[str]) -> bool:
+    """Whether these words train, rather than ask for a text."""
+    flags = [word for word in arguments if word.startswith("-") and not word.startswith(("--config", "-c"))]
+    return not flags and not any(map(_DRY.match, arguments))
+
+
 def run_or_examine(
     run: Callable[[Any], Any],
     arguments: Sequence[str],

@@ -10,8 +10,10 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from verl.doctor.door import run_or_examine
+from verl.doctor.door import asks_for_a_run, run_or_examine
 from verl.utils.garbage import no_collection
+from verl.utils.run_record import say_early
+from verl.version import __version__
 
 if TYPE_CHECKING:
     from verl.config.ppo import PPOConfig
@@ -20,16 +22,23 @@ if TYPE_CHECKING:
 def run_ppo(config: PPOConfig | Any, command_line: Sequence[str] | None = None) -> None:
     """Train as ``config`` says, in this process as the driver; returns when the run is complete.
 
-    An application with an ``@hydra.main`` of its own may pass what hydra gave it.
+    An application with an ``@hydra.main`` of its own may pass what hydra gave it. What the run leaves of itself in
+    ``trainer.default_local_dir`` is there before anything heavy is imported.
 
     Args:
-        command_line: the words ``config`` came from, for messages. None: this process's.
+        command_line: the words after ``main_ppo`` that ``config`` came from. None: it was made in Python.
     """
-    with no_collection():
-        from verl.trainer.ppo.job import PPOJob
-        from verl.utils.config import to_ppo_config
+    from verl.trainer.run_folder import recorded_run
+    from verl.utils.config import to_ppo_config
 
-    PPOJob(to_ppo_config(config), command_line=sys.argv[1:] if command_line is None else command_line).run()
+    config = to_ppo_config(config)
+    with recorded_run(config, command_line):
+        if config.trainer.progress_bar:
+            print("loading torch and transformers", flush=True)
+        with no_collection():
+            from verl.trainer.ppo.job import PPOJob
+
+        PPOJob(config, command_line=command_line).run()
 
 
 def create_rl_dataset(data_paths: Any, data_config: Any, tokenizer: Any, processor: Any, **kwargs: Any) -> Any:
@@ -54,6 +63,8 @@ def create_rl_sampler(data_config: Any, dataset: Any) -> Any:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run ``key=value ...``; None: the words of this process."""
     words = list(sys.argv[1:] if arguments is None else arguments)
+    if asks_for_a_run(words):
+        say_early(f"verl {__version__}: reading the configuration")
 
     def run(config: PPOConfig) -> None:
         run_ppo(config, words)
