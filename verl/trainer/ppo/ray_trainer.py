@@ -613,9 +613,9 @@ class RayPPOTrainer(RecipeNames):
     def validation_responses(self, n: int) -> Iterator[DataProto]:
         """n responses to each validation prompt, a batch at a time; the same however the prompts are cut."""
         first = 0
-        for i, rows in enumerate(self.val_dataloader):
+        for rows in self.val_dataloader:
             prompts = DataProto.from_single_dict(rows)
-            prompts.non_tensor_batch["uid"] = uids(f"val{i}", len(prompts))
+            prompts.non_tensor_batch["uid"] = uids("val", len(prompts), first)
             batch = self.generate(prompts.repeat(n, interleave=True), n, validate=True, first=first)
             yield from by_style(batch) if self.use_rm else [batch]
             first += len(prompts)
