@@ -31,7 +31,7 @@ TORCHAO = ["torchao>=0.16,<1"]
 TEST = ["pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6.100", "ruff>=0.17,<0.18"]
 
 setup(
-    name="verl",
+    name="verl-trainer",  # the index has another project called verl; verl/utils/distribution.py
     version=read_version(),
     description="Reinforcement learning for language models",
     long_description=(HERE / "README.md").read_text(encoding="utf-8"),

@@ -115,6 +115,14 @@ echo "Installing pinned packages into .venv (once; some minutes)"
 # torch in the same command as the rest, so that pip picks one set that fits together.
 # ${index[@]+...}: bash before 4.4 calls an empty array unset.
 "${pip[@]}" ${index[@]+"${index[@]}"} "${files[@]}"
+# Before the project itself: both bring bin/verl. This checkout was installed as "verl" once, which is another project's.
+for old in .venv/lib/python3*/site-packages/verl-*.dist-info; do
+    if [ -d "$old" ]; then
+        echo "Removing the distribution verl from .venv: this project is installed as verl-trainer"
+        .venv/bin/python -m pip uninstall -qq --disable-pip-version-check --yes verl
+    fi
+done
+rm -rf verl.egg-info
 "${pip[@]}" --no-deps --no-build-isolation -e .
 # An index may have torchvision for CUDA only; beside a CPU torch it would take the import of transformers with it.
 if ! .venv/bin/python -c 'import torchvision' >/dev/null 2>&1; then

@@ -7,10 +7,12 @@ import os
 from typing import TYPE_CHECKING
 
 from verl import compat
+from verl.utils.distribution import warn_of_other_distribution
 from verl.version import __version__
 
 # torch.cuda.is_available() starts the CUDA driver, which does not survive a fork, unless told to ask NVML instead
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+warn_of_other_distribution()
 
 if TYPE_CHECKING:
     from verl.protocol import DataProto

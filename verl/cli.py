@@ -6,6 +6,8 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from verl.utils.distribution import warn_of_other_distribution
+
 
 def _ppo(words: list[str]) -> int | None:
     from verl.trainer.main_ppo import main
@@ -40,8 +42,8 @@ def _roll(words: list[str]) -> int:
 def _merge(words: list[str]) -> int:
     from verl.model_merger.__main__ import main
 
-    named = words and words[0] in ("merge", "test", "--help", "-h")
-    return main(words if named else ["merge", *words])
+    operation = words[0] if words and words[0] in ("merge", "test") else None
+    return main(words if operation is None else words[1:], operation or "merge")
 
 
 def _completion(words: list[str]) -> int:
@@ -64,7 +66,7 @@ COMMANDS: dict[str, Command] = {
     "check": Command("look at data files, or at all a command line names, before a run does", _check),
     "config": Command("options: their meaning and values, and how two configurations differ", _config),
     "roll": Command("train from a configuration written for ROLL, or show its command line", _roll),
-    "merge": Command("make a Hugging Face folder of a checkpoint", _merge),
+    "merge": Command("make a Hugging Face folder of a run's newest checkpoint: verl merge RUN", _merge),
     "completion": Command("completion for bash or zsh: source <(verl completion bash)", _completion),
 }
 
@@ -79,6 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run ``verl COMMAND ...``; returns the exit code."""
     from verl.utils.ending import plain_ending
 
+    warn_of_other_distribution()  # where the other project's files have replaced verl/__init__.py, nobody else does
     with plain_ending():
         return _run(list(sys.argv[1:] if arguments is None else arguments))
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from verl.preflight.command import run_or_examine
+from verl.trainer.run_folder import recorded_run
 from verl.utils.garbage import no_collection
 
 CONFIG_DIR = Path(__file__).parent / "config"
@@ -18,16 +19,17 @@ CONFIG_NAME = "one_step_off_ppo_trainer"
 
 def run_ppo(config: Any) -> None:
     """Train as ``config`` says; returns when the run is complete."""
-    with no_collection():
-        from verl.trainer.ppo.job import PPOJob
-        from verl.trainer.ppo.one_step_off import OneStepOffTrainer
-
-    class OneStepOffJob(PPOJob):
-        trainer_cls = OneStepOffTrainer
-
-    # as main_ppo takes them: a run is resumed by it
     start_from = [f"--config-path={CONFIG_DIR}", f"--config-name={CONFIG_NAME}"]
-    OneStepOffJob(config, command_line=[*start_from, *sys.argv[1:]]).run()
+    words = [*start_from, *sys.argv[1:]]  # as main_ppo takes them: a run is resumed by it
+    with recorded_run(config, words):
+        with no_collection():
+            from verl.trainer.ppo.job import PPOJob
+            from verl.trainer.ppo.one_step_off import OneStepOffTrainer
+
+        class OneStepOffJob(PPOJob):
+            trainer_cls = OneStepOffTrainer
+
+        OneStepOffJob(config, command_line=words).run()
 
 
 def main() -> None:

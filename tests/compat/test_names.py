@@ -246,6 +246,7 @@ def test_the_generation_config_of_a_folder_or_of_its_model(task, tmp_path):
 
 def test_a_worker_that_holds_its_model_saves_and_loads_it(task, tmp_path):
     from transformers import AutoModelForCausalLM
+
     from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
 
     def held(lr):

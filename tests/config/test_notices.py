@@ -74,6 +74,11 @@ def test_nothing_is_said_about_defaults():
         ([f"{ROLLOUT}.val_kwargs.temperature=0.7"], "val_kwargs.do_sample=false"),
         ([f"{ROLLOUT}.val_kwargs.do_sample=true"], "val_kwargs.temperature=0 is greedy"),
         (["trainer.val_before_train=false", "data.val_batch_size=2"], "nothing is validated"),
+        (["data.val_files=null"], "data.val_files=null, so nothing is validated"),
+        (
+            ["data.val_files=[]", "trainer.test_freq=5", "trainer.val_before_train=true"],
+            "trainer.test_freq=5, trainer.val_before_train=true have no effect: data.val_files=[], so nothing is",
+        ),
         (["trainer.total_training_steps=5", "trainer.total_epochs=2"], "total_training_steps=5 decides"),
         (["data.sampler.class_path=x.py", "data.sampler.class_name=S", "data.shuffle=true"], "decides the order"),
         (

@@ -145,7 +145,9 @@ BAD = {
         ["trainer.device=cpu", f"{MODEL}.use_liger=true"], "use_liger=true with trainer.device=cpu: liger's Triton"),
     "triton without CUDA": (
         ["trainer.device=cpu", f"{MODEL}.use_fused_kernels=true", f"{MODEL}.fused_kernel_options.impl_backend=triton"],
-        "impl_backend=triton with trainer.device=cpu: liger's Triton kernels (`pip install 'verl[liger]'`) run on"),
+        "impl_backend=triton with trainer.device=cpu: liger's Triton kernels (`pip install -e '.[liger]'`) run on"),
+    "validation alone, of nothing": (
+        ["trainer.val_only=true", "data.val_files=null"], "with data.val_files=null: nothing is there to validate"),
     "unknown logger": (["trainer.logger=[consol]"], "is no known logger; did you mean 'console'"),
     "unknown device": (["trainer.device=gpu"], "must be one of cuda, cpu, npu"),
     "built-in rules for a whole batch": (

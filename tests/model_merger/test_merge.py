@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, 
 from tests.support.losses import optim_section, ppo_loss, value_loss
 from tests.support.ranks import run_ranks
 from tests.support.tiny_models import make_batch, make_tiny_model, make_tokenizer
-from verl.model_merger.__main__ import main
+from verl import cli
+from verl.model_merger.__main__ import find_checkpoint, main
 from verl.models.loader import LoRASpec, ModelSpec
 from verl.utils.checkpoint.checkpoint_manager import CheckpointManager
 from verl.workers.engine import Want, build_engine
@@ -84,6 +85,36 @@ def test_the_merged_folder_opens_as_the_trained_model(runs, tmp_path, name, caps
     assert all(torch.equal(merged[key], exported[key]) for key in merged)
     assert AutoTokenizer.from_pretrained(target).vocab_size == make_tokenizer().vocab_size
     assert f"{target}: {len(merged)} tensors written and read back" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("word", ["run", "step", "role"])
+def test_verl_merge_takes_the_newest_step_of_a_run(runs, tmp_path, word, capsys):
+    path, _ = runs("tied")
+    root = tmp_path / "run"
+    shutil.copytree(path.parent, root / "global_step_2")
+    (root / "global_step_1" / "actor").mkdir(parents=True)
+    (root / "latest_checkpointed_iteration.txt").write_text("2")
+    given = {"run": root, "step": root / "global_step_2", "role": root / "global_step_2" / "actor"}[word]
+    assert cli.main(["merge", str(given)]) == 0
+    AutoModelForCausalLM.from_pretrained(root / "merged_step_2")
+    assert f"merging {root / 'global_step_2' / 'actor'}" in capsys.readouterr().out
+    assert cli.main(["merge", "test", str(root), "--test_hf_dir", str(root / "merged_step_2")]) == 0
+
+
+def test_the_newest_complete_step_of_each_role_is_found(tmp_path):
+    for name in ("global_step_9/actor", "global_step_10/actor", "global_step_10/critic", "global_step_11/actor"):
+        (tmp_path / name).mkdir(parents=True)
+    assert find_checkpoint(str(tmp_path))[0].endswith("global_step_11/actor")
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("10")  # 11 is still being written
+    assert find_checkpoint(str(tmp_path)) == (str(tmp_path / "global_step_10/actor"), str(tmp_path / "merged_step_10"))
+    assert find_checkpoint(str(tmp_path), "critic")[1] == str(tmp_path / "merged_critic_step_10")
+    assert find_checkpoint(str(tmp_path), step=9)[0].endswith("global_step_9/actor")
+    with pytest.raises(ValueError, match="--step=3: .* Steps with one: 9, 10, 11"):
+        find_checkpoint(str(tmp_path), step=3)
+    with pytest.raises(ValueError, match="has no checkpoint of the critic"):
+        find_checkpoint(str(tmp_path / "global_step_9"), "critic")
+    with pytest.raises(ValueError, match="is no folder: give the folder of a run"):
+        find_checkpoint(str(tmp_path / "nothing"))
 
 
 def test_an_adapter_comes_along_and_peft_reads_it(runs, tmp_path):

@@ -55,7 +55,7 @@ def test_kernels_are_refused_without_cuda_before_anything_is_loaded(asked):
 
 def test_a_missing_package_is_named_with_the_way_to_get_it(monkeypatch):
     monkeypatch.setattr(liger, "find_spec", lambda name: None)
-    with pytest.raises(ImportError, match=r"use_liger=true needs .*pip install 'verl\[liger\]'`, or set it to false"):
+    with pytest.raises(ImportError, match=r"use_liger=true needs .*install -e '[^']*\[liger\]'`, or set it to false"):
         liger.check_liger("use_liger=true", "cuda", "set it to false")
 
 

@@ -68,6 +68,13 @@ def test_a_second_call_does_nothing_until_a_requirement_changes(checkout):
     assert len(set_up(checkout)[1]) == 2
 
 
+def test_the_earlier_name_of_the_project_is_taken_out_before_the_project_is_installed(checkout):
+    (checkout / ".venv/lib/python3.11/site-packages/verl-0.1.0.dist-info").mkdir(parents=True)
+    done, calls = set_up(checkout)
+    assert done.returncode == 0, done.stderr
+    assert calls[1].startswith("uninstall") and calls[1].endswith("--yes verl") and calls[2].endswith("-e .")
+
+
 def test_test_tools_are_added_on_request_and_serve_training_too(checkout):
     set_up(checkout)
     _, calls = set_up(checkout, "--test")

@@ -49,6 +49,7 @@ def make_task(folder: Path, size: str = "tiny", rows: int = 64, seed: int = 0) -
         "actor_rollout_ref.model.path": str(folder / "model"),
         "critic.model.path": str(folder / "model"),
         "custom_reward_function.path": str(folder / "reward.py"),
+        "trainer.default_local_dir": str(folder / "run"),
     }
 
 

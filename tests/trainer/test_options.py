@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.support.runs import make_task, overrides, read_metrics, run_job, write_prompts
+from verl.trainer.ppo.plan import run_plan
 
 GAE = {
     "algorithm__adv_estimator": "gae",
@@ -126,6 +127,20 @@ def test_prompts_that_do_not_spread_over_the_ranks_are_all_validated_once(run, t
     assert len({row["input"] for row in dumped_validation(run, tmp_path, **settings)}) == 3
 
 
+@pytest.mark.parametrize("nothing", ["null", "[]", "''"])
+def test_without_validation_files_a_run_trains_without_validation(run, tmp_path, nothing):
+    trainer, steps = run(
+        data__val_files=nothing,
+        trainer__test_freq=1,
+        trainer__val_before_train=True,
+        trainer__validation_data_dir=str(tmp_path / "val"),
+        trainer__total_training_steps=2,
+    )
+    assert trainer.global_steps == 2 and trainer.validations == [] and not (tmp_path / "val").exists()
+    assert not [name for step in steps.values() for name in step if name.startswith("val-")]
+    assert "no validation" in run_plan(trainer) and "none to validate" in run_plan(trainer)
+
+
 DICT_REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     return {"score": len(solution_str) / 10, "acc": solution_str > "M", "pred": solution_str[:1], "why": "it is"}
@@ -141,11 +156,21 @@ def test_dumps_hold_input_output_truth_score_step_and_what_the_reward_function_a
         trainer__test_freq=2,
         **SAMPLED,
     )
-    fields = {"input", "output", "gts", "score", "step", "acc", "pred", "why"}
+    fields = {"input", "output", "gts", "score", "step", "acc", "pred", "why", "reward"}
+    fields |= {"uid", "data_source", "prompt_length", "response_length", "finish_reason"}
     train, val = rows(tmp_path / "train" / "2.jsonl"), rows(tmp_path / "val" / "2.jsonl")
     assert len(train) == 16 and len(val) == 24
     assert all(fields <= row.keys() for row in train + val)
     assert all(math.isclose(row["score"], len(row["output"]) / 10, rel_tol=1e-6) and row["step"] == 2 for row in train)
+    assert len({row["uid"] for row in train}) == 4 and len({row["uid"] for row in val}) == 8
+    assert {row["data_source"] for row in train + val} == {"digits"}
+    assert all((row["finish_reason"] == "length") <= (row["response_length"] == 12) for row in train + val)
+    groups = [[row for row in train if row["uid"] == uid] for uid in {row["uid"] for row in train}]
+    for group in groups:  # grpo: above the group's mean is a positive advantage, and the other way round
+        mean = sum(row["score"] for row in group) / 4
+        assert all((row["advantage"] > 0) == (row["score"] > mean + 1e-6) for row in group)
+    lengths = [row["response_length"] for row in train]
+    assert steps[2]["response_length/mean"] == pytest.approx(sum(lengths) / 16)
     assert steps[2]["critic/score/mean"] == pytest.approx(sum(row["score"] for row in train) / 16)
     core = {name for name in steps[2] if name.startswith("val-core")}
     assert core == {f"val-core/digits/acc/{kind}" for kind in ("mean@3", "best@3/mean", "maj@3/mean")}

@@ -5,6 +5,7 @@ import re
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -86,7 +87,9 @@ def test_the_line_of_a_bar_fits_its_terminal(monkeypatch, width):
     progress.finish()
     last = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", stream.getvalue()).rstrip().splitlines()[-1].split("\r")[-1]
     assert len(last) <= width and last.startswith("step   7/100") and last.endswith("eta 7 min 45 s")
-    assert "reward 0.312" in last and ("tok/s" in last) == (width >= 110) and ("━" in last) == (width >= 130)
+    assert (
+        "reward 0.312" in last and ("tok/s" in last) == (width >= 110) and last.count("━") >= (7 if width < 130 else 19)
+    )
 
 
 def test_a_progress_that_is_switched_off_still_says_what_must_be_said():
@@ -108,6 +111,9 @@ def test_a_command_survives_the_shell():
     assert words[1:] == ["-m", "verl.trainer.main_ppo", *overrides]
 
 
+GPU = ["trainer.device=cuda", "trainer.default_local_dir=run-gpu"]
+
+
 def finished_run(tmp_path) -> RunSummary:
     validations = [(step, {"val-core/add1/reward/mean@1": value}) for step, value in ((0, 0.6), (10, 0.8), (25, 0.95))]
     return RunSummary(
@@ -116,6 +122,7 @@ def finished_run(tmp_path) -> RunSummary:
         validations=validations,
         places={"metrics": tmp_path / "run/metrics.jsonl", "checkpoint": "run/global_step_25", "nothing": None},
         overrides=["trainer.device=cpu", "trainer.total_training_steps=25", "trainer.resume_mode=disable"],
+        gpu_options=GPU,
     )
 
 
@@ -128,17 +135,19 @@ def test_the_summary_says_before_and_after_where_things_lie_and_how_to_go_on(mon
     assert "nothing" not in text
     resume, gpu = text.replace("\\\n", " ").split("To train on")[1].split("The same on a GPU")
     assert "trainer.total_training_steps=50" in resume and "trainer.resume_mode=auto" in resume
-    assert gpu.rstrip().endswith("trainer.device=cuda"), "of two settings of a key the last one holds"
+    words = shlex.split(gpu.split("\n", 1)[1])
+    assert words[3:] == [*finished_run(tmp_path).overrides, *GPU], "of two settings of a key the last one holds"
 
 
 def test_the_command_to_go_on_is_left_as_a_script_beside_the_checkpoint(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run").mkdir()
     stream = io.StringIO()
-    print_summary(finished_run(tmp_path), stream)
+    print_summary(replace(finished_run(tmp_path), again=tmp_path / "run" / "command.sh"), stream)
     assert stream.getvalue().endswith(
-        "To train on from the checkpoint, up to step 50:\n  bash run/resume.sh\n"
-        "The same on a GPU:\n  bash run/resume.sh trainer.device=cuda\n"
+        "To train on from the checkpoint, up to step 50:\n  bash run/resume.sh\n\n"
+        "The same on a GPU, from the start and in a folder of its own:\n"
+        "  bash run/command.sh trainer.device=cuda trainer.default_local_dir=run-gpu\n"
     )
     stand_in = tmp_path / "python"
     stand_in.write_text('#!/bin/sh\npwd\necho "$@"\n')

@@ -41,6 +41,28 @@ def test_console_prints_one_line_of_numbers(capsys):
     assert capsys.readouterr().out == "step:7 - a/b:0.5 - n:3 - t:2.0 - d:0.25\n"
 
 
+def test_a_step_of_many_numbers_is_a_block_a_person_can_read(capsys):
+    data = {f"{group}/{name}": 0.123456 for group in ("actor", "timing_s", "perf") for name in "abcdefghij"}
+    data |= {"critic/score/mean": 0.5, "val-core/x/reward/mean@1": 0.75, "perf/big": 123456.789, "perf/n": 123456}
+    Tracking("p", "e", "console").log(data, step=7)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "step:7 - val-core/x/reward/mean@1:0.75 - critic/score/mean:0.5"
+    assert all(len(line) <= 120 and line.startswith("  ") for line in lines[1:])
+    assert all(len({word.partition("/")[0] for word in line[2:].split(" - ")}) == 1 for line in lines[1:])
+    words = [word.strip() for line in lines for word in line.split(" - ") if not word.startswith("step:")]
+    found = dict(word.rsplit(":", 1) for word in words)
+    assert found.keys() == data.keys(), "every key can be searched for"
+    assert (found["actor/a"], found["perf/big"], found["perf/n"]) == ("0.1235", "123500.0", "123456")
+
+
+def test_the_console_can_print_all_on_one_line_as_verl_does(capsys):
+    data = {f"actor/{name}": 0.123456789 for name in "abcdefghij"}
+    Tracking("p", "e", "console", {"trainer": {"tracker_kwargs": {"console": {"format": "line"}}}}).log(data, step=7)
+    assert capsys.readouterr().out == "step:7 - " + " - ".join(f"{name}:0.123456789" for name in data) + "\n"
+    with pytest.raises(ValueError, match="console.format='table' must be one of block, line"):
+        Tracking("p", "e", "console", {"trainer": {"tracker_kwargs": {"console": {"format": "table"}}}})
+
+
 def test_console_prints_generations(capsys):
     Tracking("p", "e", "console").log_generations(SAMPLES, step=1)
     assert "1+1=" in capsys.readouterr().out

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from verl.config.base import Config, ConfigError
 from verl.utils.ending import plain_ending
+from verl.utils.run_record import say_early
 
 HELP = """\
 usage: python -m {module} [flags] key=value [key=value ...]
@@ -164,7 +165,7 @@ def _is_told(loaded: Any, is_check: bool) -> bool:
     if problems:
         raise ConfigError(problems)
     for notice in loaded.notices:
-        print(f"note: {notice}", file=sys.stderr)
+        say_early(f"note: {notice}")
     if is_check:
         from verl.config.batch import batch_plan
 

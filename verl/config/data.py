@@ -43,8 +43,8 @@ class DataConfig(Config):
     paths (``hdfs://``, ``s3://``, ``gs://``, ...) and Hugging Face data sets (a folder of ``save_to_disk``, or
     ``owner/name:config:split``)."""
 
-    val_files: str | list[str] = "~/data/rlhf/gsm8k/test.parquet"
-    """Validation prompts, named in the same ways."""
+    val_files: str | list[str] | None = "~/data/rlhf/gsm8k/test.parquet"
+    """Validation prompts, named in the same ways. Null, ``''`` or ``[]``: nothing is validated."""
 
     train_max_samples: int = option(-1, at_least=-1)
     """Use at most that many rows of ``train_files``: drawn with ``seed`` if ``shuffle``, else the first. -1: all."""
@@ -172,6 +172,11 @@ class DataConfig(Config):
         """Key of the option -> its files, always as a list."""
         return {f"data.{key}": _as_list(self[key]) for key in ("train_files", "val_files")}
 
+    @property
+    def has_validation(self) -> bool:
+        """Are there validation prompts?"""
+        return bool(self.files["data.val_files"])
+
 
 def _as_list(value: Any) -> list:
-    return list(value) if isinstance(value, list | tuple) else [value]
+    return [one for one in (value if isinstance(value, list | tuple) else [value]) if one]

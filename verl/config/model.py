@@ -12,7 +12,7 @@ class FusedKernelConfig(Config):
 
     impl_backend: Literal["torch", "triton"] = "torch"
     """``torch``: log-probs and entropy from hidden states in chunks, which is also what runs without fused kernels.
-    ``triton``: log-probs of the same chunks by liger's kernel (``pip install 'verl[liger]'``); on CUDA only. It gives
+    ``triton``: log-probs of the same chunks by liger's kernel (``pip install -e '.[liger]'``); on CUDA only. It gives
     no entropy: passes that need it, with ``actor.entropy_coeff`` the update, stay with ``torch``."""
 
 
@@ -73,7 +73,7 @@ class ModelConfig(Config):
     be those it was trained with."""
 
     use_liger: bool = False
-    """Let the Triton kernels of liger-kernel (``pip install 'verl[liger]'``) compute norms, gated MLPs and the rotary
+    """Let the Triton kernels of liger-kernel (``pip install -e '.[liger]'``) compute norms, gated MLPs and the rotary
     embedding of actor and reference; on CUDA only. Source: Hsu et al. 2024 (arXiv:2410.10989)."""
 
     use_fused_kernels: bool = False

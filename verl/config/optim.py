@@ -15,7 +15,7 @@ class OptimConfig(Config):
 
     optimizer: Literal["AdamW", "AdamW8bit"] = "AdamW"
     """``AdamW`` (Loshchilov & Hutter 2019, arXiv:1711.05101): torch's, fused, two fp32 numbers of state a weight.
-    ``AdamW8bit``: two bytes a weight instead of eight, by torchao (``pip install 'verl[torchao]'``), compiled at its
+    ``AdamW8bit``: two bytes a weight instead of eight, by torchao (``pip install -e '.[torchao]'``), compiled at its
     first step. Source: Dettmers et al. 2021 (arXiv:2110.02861)."""
 
     lr: float = option(1e-6, above=0)

@@ -169,7 +169,8 @@ class TrainerConfig(Config):
     """Delete the checkpoint after resuming from it. A run that ends before it has saved a new one cannot resume."""
 
     default_local_dir: str = "checkpoints/verl_examples/gsm8k"
-    """Folder of checkpoints; by default named after project and experiment."""
+    """Folder of the run: its command, configuration, environment, log and checkpoints; by default named after project
+    and experiment."""
 
     max_actor_ckpt_to_keep: int | None = option(None, above=0)
     """Newest actor checkpoints of this run, restarts included, that are kept. Null: all."""
@@ -194,7 +195,8 @@ class TrainerConfig(Config):
     """Seed of the run. Every sample's seed is a function of it, the step, the prompt and the sample's number."""
 
     tracker_kwargs: dict[str, Any] = option({})
-    """Free-form: ``tracker_kwargs.<logger>.<argument>`` is handed to that logger's start call."""
+    """Free-form: ``tracker_kwargs.<logger>.<argument>`` is handed to that logger's start call. ``console.format=line``:
+    all metrics of a step on one line."""
 
     progress_bar: bool = True
     """Show a progress bar."""

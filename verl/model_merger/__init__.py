@@ -1,1 +1,1 @@
-"""From a checkpoint of training to a Hugging Face folder: ``python -m verl.model_merger merge|test``."""
+"""From a checkpoint to a Hugging Face folder: ``verl merge RUN``, or ``python -m verl.model_merger merge|test``."""

@@ -1,12 +1,17 @@
 """Merge the files that the ranks of a run saved into a Hugging Face folder, or compare them with one.
 
-python -m verl.model_merger merge --backend fsdp --local_dir runs/x/global_step_100/actor --target_dir merged
-python -m verl.model_merger test  --backend fsdp --local_dir runs/x/global_step_100/actor --test_hf_dir other
+verl merge RUN                                    the newest step's actor of a run's folder, to RUN/merged_step_N
+verl merge RUN --role critic --step 100 --target_dir DIR
+verl merge test RUN --test_hf_dir DIR             compare instead of writing
+
+RUN is a run's folder (trainer.default_local_dir), one of its steps, or a role's folder in that, as --local_dir is.
+`python -m verl.model_merger merge|test` takes the same words.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,13 +23,20 @@ if TYPE_CHECKING:
     from verl.model_merger.merged import Source
 
 BACKENDS = ("fsdp", "deepspeed", "local")
+ROLES = ("actor", "critic")
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 _ELSEWHERE = ("tie_word_embedding", "use_cpu_initialization")
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code."""
-    options = parser().parse_args(arguments)
+def main(arguments: Sequence[str] | None = None, operation: str | None = None) -> int:
+    """Run one command; returns the exit code.
+
+    Args:
+        arguments: the words; None: those of this process.
+        operation: ``merge`` or ``test``. None: the first of the words.
+    """
+    options = (parser() if operation is None else command_parser(operation)).parse_args(arguments)
+    options.operation = operation or options.operation
     if options.backend not in BACKENDS:
         raise ValueError(
             f"--backend={options.backend} is not read here: use one of {', '.join(BACKENDS)}. Checkpoints of Megatron "
@@ -33,39 +45,107 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name in _ELSEWHERE:
         if getattr(options, name):
             print(f"--{name.replace('_', '-')} has no effect: the checkpoint's config.json decides", file=sys.stderr)
+    if options.run is None:
+        local_dir, target = options.local_dir, "tmp"
+    else:
+        local_dir, target = find_checkpoint(options.run, options.role, options.step)
+        print(f"merging {local_dir}" if options.operation == "merge" else f"reading {local_dir}")
+    if local_dir is None:
+        raise ValueError("no checkpoint is named: give the folder of a run, or --local_dir=.../global_step_N/actor")
     from verl.model_merger.merged import Source  # torch and transformers, which --help should not wait for
 
     source = Source.find(
-        options.local_dir,
+        local_dir,
         options.hf_model_path,
         trust_remote_code=options.trust_remote_code,
-        is_value_model=options.is_value_model,
+        is_value_model=options.is_value_model or options.run is not None and options.role == "critic",
     )
-    return _merge(source, options) if options.operation == "merge" else _test(source, options)
+    if options.operation == "merge":
+        options.target_dir = options.target_dir or target
+        return _merge(source, options)
+    return _test(source, options)
+
+
+def find_checkpoint(run: str, role: str = "actor", step: int | None = None) -> tuple[str, str]:
+    """The folder of ``role`` in the newest complete step below ``run``, and where its model goes by default.
+
+    Args:
+        run: folder of a run, of a step, or of a role.
+        step: take this one.
+
+    Raises:
+        ValueError: nothing is there to merge.
+    """
+    folder = Path(run).expanduser()
+    if not folder.is_dir():
+        raise ValueError(f"{run} is no folder: give the folder of a run, the one named by trainer.default_local_dir")
+    if folder.name in ROLES and folder.parent.name.startswith("global_step_"):
+        folder, role = folder.parent, folder.name
+    if folder.name.startswith("global_step_"):
+        root, steps = folder.parent, {_step_of(folder): folder}
+    else:
+        root, steps = folder, {_step_of(found): found for found in folder.glob("global_step_*")}
+    steps = {number: found for number, found in sorted(steps.items()) if number >= 0 and (found / role).is_dir()}
+    if step is not None and step not in steps:
+        there = ", ".join(map(str, steps)) or "none"
+        raise ValueError(f"--step={step}: {run} has no global_step_{step}/{role}. Steps with one: {there}")
+    if not steps:
+        way_out = "Set trainer.save_freq, or name another folder" if role == "actor" else "Use --role actor"
+        raise ValueError(f"{run} has no checkpoint of the {role}: no global_step_N/{role} is in it. {way_out}")
+    tracker = root / "latest_checkpointed_iteration.txt"
+    said = tracker.read_text().strip() if tracker.exists() else ""
+    complete = int(said) if said.isdigit() and folder == root else max(steps)  # a newer one is still being written
+    chosen = step if step is not None else max((number for number in steps if number <= complete), default=max(steps))
+    name = f"merged_step_{chosen}" if role == "actor" else f"merged_{role}_step_{chosen}"
+    return str(steps[chosen] / role), str(root / name)
+
+
+def _step_of(folder: Path) -> int:
+    match = re.fullmatch(r"global_step_(\d+)", folder.name)
+    return int(match[1]) if match else -1
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """The words after ``python -m verl.model_merger``."""
     top = argparse.ArgumentParser(
         prog="python -m verl.model_merger", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = top.add_subparsers(dest="operation", required=True)
-    both = argparse.ArgumentParser(add_help=False)
-    both.add_argument("--backend", default="fsdp", help=f"{', '.join(BACKENDS)}: their files are read alike")
-    both.add_argument("--local_dir", required=True, help="folder of a role's checkpoint, .../global_step_N/actor")
-    both.add_argument("--hf_model_path", help="config and tokenizer, if the checkpoint has no huggingface/")
-    both.add_argument("--trust-remote-code", action="store_true", help="run the model's own code")
-    both.add_argument("--is-value-model", action="store_true", help="a critic whose config does not say so")
-    both.add_argument("--tie-word-embedding", action="store_true", help="no effect: config.json decides")
-    both.add_argument("--use_cpu_initialization", action="store_true", help="no effect: no device is used")
-    merge = commands.add_parser("merge", parents=[both], help="write a Hugging Face folder")
-    merge.add_argument("--target_dir", default="tmp", help="folder to write")
-    merge.add_argument("--dtype", choices=_DTYPES, help="of the weights; default: what the model came in")
-    merge.add_argument("--hf_upload_path", help="repository on the hub to bring it to")
-    merge.add_argument("--private", action="store_true", help="a new repository is private")
-    test = commands.add_parser("test", parents=[both], help="compare with a Hugging Face folder")
-    test.add_argument("--test_hf_dir", required=True, help="folder to compare with")
+    _add_options(commands.add_parser("merge", help="write a Hugging Face folder"), "merge")
+    _add_options(commands.add_parser("test", help="compare with a Hugging Face folder"), "test")
     return top
+
+
+def command_parser(operation: str) -> argparse.ArgumentParser:
+    """The words after ``verl merge`` or ``verl merge test``."""
+    one = argparse.ArgumentParser(
+        prog="verl merge" if operation == "merge" else f"verl merge {operation}",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    _add_options(one, operation)
+    return one
+
+
+def _add_options(one: argparse.ArgumentParser, operation: str) -> None:
+    place = one.add_mutually_exclusive_group()
+    place.add_argument("run", nargs="?", metavar="RUN", help="folder of a run: its newest complete step is taken")
+    place.add_argument("--local_dir", help="folder of a role's checkpoint, .../global_step_N/actor")
+    one.add_argument("--role", choices=ROLES, default="actor", help="with RUN: the policy, or the value model")
+    one.add_argument("--step", type=int, help="with RUN: this step instead of the newest")
+    one.add_argument("--backend", default="fsdp", help=f"{', '.join(BACKENDS)}: their files are read alike")
+    one.add_argument("--hf_model_path", help="config and tokenizer, if the checkpoint has no huggingface/")
+    one.add_argument("--trust-remote-code", action="store_true", help="run the model's own code")
+    one.add_argument("--is-value-model", action="store_true", help="a critic whose config does not say so")
+    one.add_argument("--tie-word-embedding", action="store_true", help="no effect: config.json decides")
+    one.add_argument("--use_cpu_initialization", action="store_true", help="no effect: no device is used")
+    if operation == "test":
+        one.add_argument("--test_hf_dir", required=True, help="folder to compare with")
+        return
+    one.add_argument("--target_dir", help="folder to write; default: RUN/merged_step_N, with --local_dir: tmp")
+    one.add_argument("--dtype", choices=_DTYPES, help="of the weights; default: what the model came in")
+    one.add_argument("--hf_upload_path", help="repository on the hub to bring it to")
+    one.add_argument("--private", action="store_true", help="a new repository is private")
 
 
 def _merge(source: Source, options: argparse.Namespace) -> int:

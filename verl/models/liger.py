@@ -15,6 +15,8 @@ from types import ModuleType
 import torch
 from torch import Tensor, nn
 
+from verl.utils.distribution import install_command
+
 
 def check_liger(option: str, device: str, instead: str) -> None:
     """See that what ``option`` asks for can run on ``device``.
@@ -30,7 +32,7 @@ def check_liger(option: str, device: str, instead: str) -> None:
     if find_spec("liger_kernel") is None:
         raise ImportError(
             f"{option} needs the package liger-kernel, which is not installed. Install it with "
-            f"`pip install 'verl[liger]'`, or {instead}."
+            f"`{install_command('liger')}`, or {instead}."
         )
 
 

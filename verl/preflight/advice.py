@@ -76,7 +76,7 @@ def a_run_takes_some_steps(config: PPOConfig, data: Preview) -> Iterator[Problem
                 "longer."
             )
             yield problem(config, "trainer.critic_warmup", text)
-    for key in ("trainer.test_freq", "trainer.save_freq"):
+    for key in ["trainer.save_freq", *(["trainer.test_freq"] if config.data.has_validation else [])]:
         if total is not None and get_path(config, key) > total:
             text = f"is more than the {total} steps of the run: only the last one counts. Lower it, or train longer."
             yield problem(config, key, text, "trainer.total_training_steps")

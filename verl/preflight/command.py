@@ -139,6 +139,12 @@ def _bytes(text: str) -> int:
 # -- the main job --------------------------------------------------------------------------------------------------
 
 
+def asks_for_a_run(arguments: Sequence[str]) -> bool:
+    """Whether these words train, rather than ask for a text."""
+    flags = [word for word in arguments if word.startswith("-") and not word.startswith(("--config", "-c"))]
+    return not flags and not any(map(_DRY.match, arguments))
+
+
 def run_or_examine(
     run: Callable[[Any], Any],
     arguments: Sequence[str],

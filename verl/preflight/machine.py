@@ -19,6 +19,7 @@ from verl.config.base import Problem, did_you_mean, get_path, leaves
 from verl.config.ppo import PPOConfig
 from verl.config.rules.base import ACTOR, ROLLOUT, models, trained_roles
 from verl.preflight.report import shown_bytes
+from verl.utils.distribution import install_command
 from verl.utils.import_utils import is_package_available, split_file_name
 
 _CONNECT_S = 1.0
@@ -191,7 +192,7 @@ def missing_packages(config: PPOConfig, machine: Machine) -> Iterator[Problem]:
             yield Problem(
                 key,
                 f"{key}={get_path(config, key)} needs the package {package}, which is not installed. Install it with "
-                f"`pip install -e '.[{extra}]'` in verl's folder, or choose another.",
+                f"`{install_command(extra)}`, or choose another.",
             )
     name = config.actor_rollout_ref.rollout.name
     if name in ("vllm", "sglang") and not is_package_available(name):

@@ -13,6 +13,7 @@ import threading
 from contextlib import suppress
 
 from verl.single_controller.processes import is_readable
+from verl.utils.run_record import log_only
 
 _KEPT_BYTES = 64 * 1024
 _LINES = 20
@@ -75,6 +76,7 @@ class StderrTail:
                 del self._kept[:-_KEPT_BYTES]
                 with suppress(OSError):  # nobody listens to the driver any more
                     os.write(self._out, piece)
+                log_only(piece.decode(errors="replace"))
         return self._ours >= 0
 
     def close(self) -> None:

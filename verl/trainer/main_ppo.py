@@ -11,8 +11,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from verl.compat import missing
-from verl.preflight.command import run_or_examine
+from verl.preflight.command import asks_for_a_run, run_or_examine
 from verl.utils.garbage import no_collection
+from verl.utils.run_record import say_early
+from verl.version import __version__
 
 if TYPE_CHECKING:
     from verl.config.ppo import PPOConfig
@@ -21,24 +23,33 @@ if TYPE_CHECKING:
 def run_ppo(config: PPOConfig | Any, task_runner_class: Any = None, command_line: Sequence[str] | None = None) -> None:
     """Train as ``config`` says, in this process as the driver; returns when the run is complete.
 
-    An application with an ``@hydra.main`` of its own may pass what hydra gave it; a warning names keys of its own.
+    An application with an ``@hydra.main`` of its own may pass what hydra gave it; a warning names keys of its own. What
+    the run leaves of itself in ``trainer.default_local_dir`` is there before anything heavy is imported.
 
     Args:
         task_runner_class: a ``TaskRunner`` of the application's, whose ``run(config)`` trains; wrapped by
             ``ray.remote`` it does so in an actor.
-        command_line: the words ``config`` came from, for messages. None: this process's.
+        command_line: the words after ``main_ppo`` that ``config`` came from. None: it was made in Python.
     """
-    with no_collection():
-        from verl.trainer.ppo.job import PPOJob, run_task
-        from verl.utils.config import adopt_config, typed_config
+    from verl.trainer.run_folder import recorded_run
+    from verl.utils.config import adopt_config, typed_config
 
     if task_runner_class is not None:
+        with no_collection():
+            from verl.trainer.ppo.job import run_task
         run_task(task_runner_class, config)
         return
-    config = adopt_config(config)
-    job = PPOJob(typed_config(config), command_line=sys.argv[1:] if command_line is None else command_line)
-    job.script_config = config
-    job.run()
+    tree = adopt_config(config)
+    config = typed_config(tree)
+    with recorded_run(config, command_line):
+        if config.trainer.progress_bar:
+            print("loading torch and transformers", flush=True)
+        with no_collection():
+            from verl.trainer.ppo.job import PPOJob
+
+        job = PPOJob(config, command_line=command_line)
+        job.script_config = tree
+        job.run()
 
 
 def create_rl_dataset(
@@ -49,12 +60,14 @@ def create_rl_dataset(
     is_train: bool = True,
     max_samples: int = -1,
 ) -> Any:
-    """The dataset of the ``data`` section over ``data_paths``.
+    """The dataset of the ``data`` section over ``data_paths``; None if those are empty, as ``data.val_files`` may be.
 
     Args:
         is_train: with ``data.datagen`` it grows as training goes on.
         max_samples: at most so many rows; -1: as many as ``data.train_max_samples`` or ``val_max_samples`` says.
     """
+    if not data_paths:
+        return None
     from verl.utils.dataset.loader import build_dataset
 
     return build_dataset(data_config, data_paths, tokenizer, processor, is_train, max_samples)
@@ -70,6 +83,8 @@ def create_rl_sampler(data_config: Any, dataset: Any) -> Any:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run ``key=value ...``; None: the words of this process."""
     words = list(sys.argv[1:] if arguments is None else arguments)
+    if asks_for_a_run(words):
+        say_early(f"verl {__version__}: reading the configuration")
 
     def run(config: PPOConfig) -> None:
         run_ppo(config, command_line=words)

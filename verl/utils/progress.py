@@ -12,10 +12,12 @@ import shlex
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
+
+from verl.utils.run_record import log_only, print_through, terminal
 
 # label, the metrics that can stand for it (the first one present), format
 NUMBERS: tuple[tuple[str, tuple[str, ...], str], ...] = (
@@ -33,7 +35,8 @@ CORE_METRIC = re.compile(
 STEPS_FOR_ETA = 10
 DISPENSABLE = ("tok/s", "grad", "s/step", "length", "entropy", "kl")
 """Labels that go first where a terminal is narrow, in this order."""
-BAR_WIDTH, MIN_WIDTH_FOR_BAR = 20, 130
+BAR_WIDTHS = {130: 20, 60: 8}
+"""Least columns of a terminal -> columns of its bar."""
 
 
 def format_duration(seconds: float) -> str:
@@ -97,7 +100,7 @@ class Progress:
         if is_terminal is None:
             is_terminal = (stream or sys.stdout).isatty()
         if enabled and is_terminal:
-            self.bar, self.task, self.taken = _make_bar(total, stream)
+            self.bar, self.task, self.taken, self._restore_printing = _make_bar(total, stream)
 
     def update(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Step ``step`` is done and has these metrics."""
@@ -111,9 +114,12 @@ class Progress:
             eta = f"  eta {format_duration(left)}"
             numbers = format_numbers(metrics, self.bar.console.width - self.taken - len(eta))
             self.bar.update(self.task, completed=step, numbers=numbers + eta)
+        width = len(str(self.total))
+        line = f"step {step:>{width}}/{self.total}  {format_numbers(metrics)}  eta {format_duration(left)}"
+        if self.bar is None:
+            self.say(line)
         else:
-            width = len(str(self.total))
-            self.say(f"step {step:>{width}}/{self.total}  {format_numbers(metrics)}  eta {format_duration(left)}")
+            log_only(f"{line}\n")  # the bar is drawn on the terminal alone
 
     def seconds_left(self, step: int) -> float:
         """Steps left times the mean of the latest step times."""
@@ -132,6 +138,7 @@ class Progress:
         """Print a line above the bar."""
         if self.bar is not None:
             self.bar.console.print(text, markup=False, highlight=False)
+            log_only(f"{text}\n")
         else:
             print(text, file=self.stream or sys.stdout, flush=True)
 
@@ -139,6 +146,7 @@ class Progress:
         """Take the bar down, leaving its last state on the screen; calling it again does nothing."""
         if self.bar is not None:
             self.bar.stop()
+            self._restore_printing()
             self.bar = None
 
     def __enter__(self) -> Progress:
@@ -148,19 +156,27 @@ class Progress:
         self.finish()
 
 
-def _make_bar(total: int, stream: TextIO | None) -> tuple[Any, Any, int]:
-    """A started bar, its task, and the columns of the terminal that are not for numbers. Narrow ones get no bar."""
+def _make_bar(total: int, stream: TextIO | None) -> tuple[Any, Any, int, Callable[[], None]]:
+    """A started bar, its task, the columns that are not for numbers, and what to call when it is taken down.
+
+    Very narrow terminals get the numbers alone. What is printed meanwhile stands above the bar, and in the run's log.
+    """
     from rich.console import Console
+    from rich.file_proxy import FileProxy
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
     from rich.progress import Progress as RichProgress
 
-    console = Console(file=stream, force_terminal=True) if stream is not None else Console()
-    bar_column = [BarColumn(bar_width=BAR_WIDTH)] if console.width >= MIN_WIDTH_FOR_BAR else []
+    below = terminal() if stream is None else None
+    console = Console(file=stream, force_terminal=True) if stream is not None else Console(file=below)
+    bar_width = next((bar for least, bar in BAR_WIDTHS.items() if console.width >= least), 0)
+    bar_column = [BarColumn(bar_width=bar_width)] if bar_width else []
     numbers = TextColumn("{task.fields[numbers]}")
-    bar = RichProgress(TextColumn("step"), MofNCompleteColumn(), *bar_column, numbers, console=console)
+    redirects = {"redirect_stdout": below is None, "redirect_stderr": below is None}
+    bar = RichProgress(TextColumn("step"), MofNCompleteColumn(), *bar_column, numbers, console=console, **redirects)
     task = bar.add_task("train", total=total, numbers="starting")
     bar.start()
-    return bar, task, len(f"step {total}/{total} ") + (BAR_WIDTH + 1) * len(bar_column)
+    restore = print_through(lambda stream: FileProxy(console, stream))
+    return bar, task, len(f"step {total}/{total} ") + (bar_width + 1) * len(bar_column), restore
 
 
 # -- the closing summary ----------------------------------------------------------------------------------------------
@@ -184,6 +200,12 @@ class RunSummary:
     """``trainer.device`` of this run."""
     can_resume: bool = True
     """Whether a checkpoint was saved."""
+    again: Path | None = None
+    """The script that starts this run again, if there is one."""
+    gpu_options: Sequence[str] = ()
+    """What to add to the command for the same run on a GPU; empty if it cannot be."""
+    gpu_refusal: str = ""
+    """Why it cannot be."""
 
 
 def set_overrides(overrides: Sequence[str], new: Mapping[str, Any]) -> list[str]:
@@ -200,9 +222,12 @@ def set_overrides(overrides: Sequence[str], new: Mapping[str, Any]) -> list[str]
 
 def command_line(overrides: Sequence[str], width: int = 100) -> str:
     """A main_ppo command as it can be pasted into a shell, broken into lines of about ``width`` characters."""
-    lines = [f"{_this_python()} -m verl.trainer.main_ppo"]
-    for override in overrides:
-        word = shlex.quote(override)
+    return _wrapped([f"{_this_python()} -m verl.trainer.main_ppo", *map(shlex.quote, overrides)], width)
+
+
+def _wrapped(words: Sequence[str], width: int = 100) -> str:
+    lines = [words[0]]
+    for word in words[1:]:
         if len(lines[-1]) + 1 + len(word) > width:
             lines.append("    " + word)
         else:
@@ -231,13 +256,17 @@ def format_summary(summary: RunSummary, script: Path | None = None) -> str:
     if places:
         width = max(map(len, places))
         lines += ["", *(f"{label:<{width}}  {_shown(path)}" for label, path in places.items())]
-    if summary.can_resume:
+    if summary.can_resume and summary.overrides:
         command = command_line(resume_overrides(summary)) if script is None else f"bash {shlex.quote(_shown(script))}"
         lines += ["", f"To train on from the checkpoint, up to step {2 * summary.steps}:", f"  {command}"]
-        if summary.device == "cpu":
-            lines += ["The same on a GPU:", f"  {command} trainer.device=cuda"]
-    elif summary.device == "cpu":
-        lines += ["", "The same on a GPU:", f"  {command_line(summary.overrides)} trainer.device=cuda"]
+    if summary.gpu_options:
+        if summary.again is None:
+            command = command_line([*summary.overrides, *summary.gpu_options])
+        else:
+            command = _wrapped(["bash", shlex.quote(_shown(summary.again)), *map(shlex.quote, summary.gpu_options)])
+        lines += ["", "The same on a GPU, from the start and in a folder of its own:", f"  {command}"]
+    elif summary.gpu_refusal:
+        lines += ["", f"On a GPU this configuration would be refused: {summary.gpu_refusal}"]
     return "\n".join(lines)
 
 
@@ -257,7 +286,8 @@ def resume_overrides(summary: RunSummary) -> list[str]:
 
 def _resuming(overrides: Sequence[str], new: Mapping[str, Any]) -> list[str]:
     """``overrides`` with ``new``, made to go on from the newest checkpoint."""
-    if any(override.lstrip("+").startswith("trainer.resume_mode=") for override in overrides):
+    # a file named by --config-name may say it, too
+    if any(override.lstrip("+").startswith(("trainer.resume_mode=", "--config")) for override in overrides):
         new = {**new, "trainer.resume_mode": "auto"}
     return set_overrides(overrides, new)
 

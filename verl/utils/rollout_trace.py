@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from verl.utils.distribution import install_command
 from verl.utils.logging_utils import warn_once
 
 Record = Mapping[str, Any]
@@ -70,7 +71,7 @@ def open_trace(backend: str, project_name: str, experiment_name: str, folder: st
     except ImportError as error:
         raise ImportError(
             f"actor_rollout_ref.rollout.trace.backend={backend} needs the package {backend}, which cannot be imported "
-            f"({error}). Install it with `pip install 'verl[{backend}]'` (or `pip install {backend}`), or use "
+            f"({error}). Install it with `{install_command(backend)}` (or `pip install {backend}`), or use "
             f"backend=file, which needs nothing."
         ) from error
     _IS_OPEN.append(True)

@@ -212,12 +212,62 @@ def format_console_line(data: Mapping[str, Any], step: int) -> str:
     return " - ".join(parts)
 
 
+HEADLINE = (
+    "critic/score/mean", "response_length/mean", "actor/entropy", "actor/grad_norm", "actor/kl_loss",
+    "perf/time_per_step",
+)  # fmt: skip
+"""Metrics that stand on the first line of a step, with those of a validation."""
+
+
+def format_console_block(data: Mapping[str, Any], step: int, width: int = 120) -> str:
+    """The same numbers to four digits for a person: ``step:3 - `` and what matters most, then a group a line.
+
+    Keys stand in full. Lines after the first are indented, so that each step has one line with ``step:``; few numbers
+    need no other.
+    """
+    texts = {name: f"{name}:{_rounded(number)}" for name in data if (number := _as_number(data[name])) is not None}
+    whole = " - ".join([f"step:{step}", *texts.values()])
+    if len(whole) <= width:
+        return whole
+    lines = [f"step:{step}"]
+    for name in [*(name for name in texts if name.startswith("val-core/")), *HEADLINE]:
+        if name in texts and len(lines[0]) + len(texts[name]) + 3 <= width:
+            lines[0] += f" - {texts.pop(name)}"
+    groups: dict[str, list[str]] = {}
+    for name, text in texts.items():
+        groups.setdefault(name.partition("/")[0], []).append(text)
+    for group in groups.values():
+        lines.append(f"  {group[0]}")
+        for text in group[1:]:
+            if len(lines[-1]) + len(text) + 3 <= width:
+                lines[-1] += f" - {text}"
+            else:
+                lines.append(f"  {text}")
+    return "\n".join(lines)
+
+
+def _rounded(number: int | float) -> str:
+    return repr(float(f"{number:.4g}")) if isinstance(number, float) else repr(number)
+
+
 @register_backend("console")
 class ConsoleBackend(Backend):
-    """One line a step on standard output."""
+    """The numbers of a step on standard output.
+
+    Args:
+        format: ``block``: rounded, a line a group. ``line``: all on one line with all digits, as verl prints them.
+    """
+
+    def __init__(
+        self, project_name: str, experiment_name: str, config: Mapping[str, Any], format: str = "block"
+    ) -> None:
+        forms = {"block": format_console_block, "line": format_console_line}
+        if format not in forms:
+            raise ValueError(f"trainer.tracker_kwargs.console.format={format!r} must be one of block, line.")
+        self.form = forms[format]
 
     def log(self, data: Mapping[str, Any], step: int) -> None:
-        print(format_console_line(data, step), flush=True)
+        print(self.form(data, step), flush=True)
 
     def log_generations(self, samples: Sequence[Sequence[Any]], step: int) -> None:
         _print_generations(samples, step)

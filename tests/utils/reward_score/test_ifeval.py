@@ -110,5 +110,5 @@ def test_an_unknown_instruction_is_named_with_the_nearest():
 @pytest.mark.skipif(importlib.util.find_spec("langdetect") is not None, reason="langdetect is installed")
 def test_languages_of_one_script_need_a_package():
     assert not follows("hello world", "language:response_language", {"language": "hi"})
-    with pytest.raises(ImportError, match=r"pip install 'verl\[ifeval\]'"):
+    with pytest.raises(ImportError, match=r"pip install -e '[^']*\[ifeval\]'"):
         follows("नमस्ते दुनिया", "language:response_language", {"language": "hi"})

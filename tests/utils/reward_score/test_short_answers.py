@@ -199,5 +199,5 @@ def test_reasoning_gym_names_the_way_to_install_it(monkeypatch):
 
     monkeypatch.setattr(reasoning_gym_tasks.importlib.util, "find_spec", lambda name: None)
     reasoning_gym_tasks._check_installed.cache_clear()
-    with pytest.raises(ImportError, match=r"pip install 'verl\[reasoning-gym\]'"):
+    with pytest.raises(ImportError, match=r"pip install -e '[^']*\[reasoning-gym\]'"):
         default_compute_score("reasoning_gym/chain_sum", "<answer>13</answer>", "13", {"entry": ENTRY})

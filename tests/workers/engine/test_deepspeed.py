@@ -242,7 +242,7 @@ def test_without_the_library_the_error_says_how_to_get_it(folder):
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert "strategy=deepspeed needs the package deepspeed" in done.stderr
-    assert "pip install 'verl[deepspeed]'" in done.stderr
+    assert "pip install -e '.[deepspeed]'" in done.stderr
 
 
 def test_settings_that_cannot_be_had_are_refused(folder):

@@ -98,7 +98,7 @@ def test_a_warmup_longer_than_the_run_is_said(caplog):
 
 def test_an_optimizer_whose_package_is_missing_is_refused_with_the_way_to_get_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "torchao.optim", None)
-    with pytest.raises(ImportError, match=r"optimizer=AdamW8bit needs.*pip install 'verl\[torchao\]'"):
+    with pytest.raises(ImportError, match=r"optimizer=AdamW8bit needs.*pip install -e '[^']*\[torchao\]'"):
         rates(1, optimizer="AdamW8bit")
 
 

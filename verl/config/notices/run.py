@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from verl.config.base import get_path
+from verl.config.build import show
 from verl.config.notices.base import IsGiven, given_below, notice, unread
 from verl.config.ppo import PPOConfig
 from verl.config.rules.base import ACTOR, ROLLOUT
@@ -56,14 +57,19 @@ def classes_need_a_file(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
 @notice
 def nothing_is_validated(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
     trainer = config.trainer
-    if trainer.test_freq <= 0 and not trainer.val_before_train and not trainer.val_only:
-        keys = [
-            *given_below(f"{ROLLOUT}.val_kwargs", config, is_given),
-            "data.val_batch_size",
-            "data.validation_shuffle",
-            "trainer.validation_data_dir",
-            "trainer.log_val_generations",
-        ]
+    keys = [
+        *given_below(f"{ROLLOUT}.val_kwargs", config, is_given),
+        "data.val_batch_size",
+        "data.validation_shuffle",
+        "trainer.validation_data_dir",
+        "trainer.log_val_generations",
+    ]
+    if not config.data.has_validation:
+        why = f"data.val_files={show(config.data.val_files)}, so nothing is validated"
+        asked = {"trainer.test_freq": trainer.test_freq > 0, "trainer.val_before_train": trainer.val_before_train}
+        keys = [*(key for key, is_wanted in asked.items() if is_wanted), *keys]
+        yield from list(unread(config, keys, is_given, why)) or [why]
+    elif trainer.test_freq <= 0 and not trainer.val_before_train and not trainer.val_only:
         why = "nothing is validated with trainer.test_freq and trainer.val_before_train off"
         yield from unread(config, keys, is_given, why)
 

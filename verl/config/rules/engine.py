@@ -8,6 +8,7 @@ from verl.config.build import show
 from verl.config.ppo import PPOConfig
 from verl.config.rules.base import ACTOR, REF, RM, ROLLOUT, models, problem, rule, sharded, trained_roles
 from verl.utils.deepspeed_keys import conflicts
+from verl.utils.distribution import install_command
 
 
 @rule
@@ -231,7 +232,7 @@ def triton_kernels_have_a_cuda_device(config: PPOConfig) -> Iterator[Problem]:
             yield problem(
                 config,
                 key,
-                f"with trainer.device={config.trainer.device}: liger's Triton kernels (`pip install 'verl[liger]'`) "
+                f"with trainer.device={config.trainer.device}: liger's Triton kernels (`{install_command('liger')}`) "
                 f"run on CUDA devices only. {way_out}, or set trainer.device=cuda.",
                 "trainer.device",
             )

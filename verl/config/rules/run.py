@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from verl.config.base import Problem, get_path
+from verl.config.build import show
 from verl.config.ppo import PPOConfig
 from verl.config.rules.base import ROLLOUT, problem, rule, trained_roles
 
@@ -36,6 +37,14 @@ def servers_of_several_nodes_can_be_reached(config: PPOConfig) -> Iterator[Probl
             "nodes. Use 0.0.0.0; the servers then ask for a key that the driver makes up.",
             f"{place}.nnodes",
         )
+
+
+@rule
+def something_is_there_to_validate(config: PPOConfig) -> Iterator[Problem]:
+    if config.trainer.val_only and not config.data.has_validation:
+        files = show(config.data.val_files)
+        text = f"with data.val_files={files}: nothing is there to validate. Name validation files."
+        yield problem(config, "trainer.val_only", text, "data.val_files")
 
 
 @rule

@@ -13,10 +13,12 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from verl.algorithms.advantage import get_adv_estimator_fn
 from verl.algorithms.policy_loss import get_policy_loss_fn
+from verl.config.base import ConfigError
 from verl.preflight.checks import refuse
 from verl.single_controller import get_controller
 from verl.trainer.ppo.data_sources import check_data_sources
@@ -27,6 +29,7 @@ from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl.trainer.ppo.reward import load_reward_manager, start_reward_functions, try_reward_function
 from verl.trainer.ppo.reward_model import check_reward_model
 from verl.trainer.ppo.utils import Role
+from verl.trainer.run_folder import gpu_options, recorded_run, words_of_config
 from verl.utils.config import adopt_config, typed_config
 from verl.utils.distributed import destroy_global_process_group
 from verl.utils.ending import Terminated
@@ -34,6 +37,7 @@ from verl.utils.fs import copy_to_local
 from verl.utils.garbage import no_collection
 from verl.utils.import_utils import import_users_modules
 from verl.utils.progress import RunSummary, print_summary, stop_notice
+from verl.utils.run_record import COMMAND, LOG
 from verl.utils.tokenizer import hf_processor, hf_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -44,17 +48,25 @@ class PPOJob:
 
     trainer_cls: type[RayPPOTrainer] = RayPPOTrainer
 
-    def __init__(self, config: Any, command_line: Sequence[str] = ()) -> None:
+    def __init__(self, config: Any, command_line: Sequence[str] | None = None) -> None:
+        """Make a run of ``config``, which ``main_ppo`` read from ``command_line``. None: it was made in Python."""
         self.config = config
+        self.given_words = command_line
         self.command_line = command_line
         self.script_config: Any = None
         """The tree of a script, which may hold keys of its own; None: there is none."""
         self.roles: dict[Role, Any] | None = None
         self.pools: ResourcePoolManager | None = None
         """Who runs where; None: as ``config`` says."""
+        if command_line is None:  # main_ppo knows nothing of a subclass
+            self.command_line = words_of_config(config) if type(self) is PPOJob else []
 
     def run(self) -> RayPPOTrainer:
         """Prepare, train, and say what came of it; worker processes never outlive this call."""
+        with recorded_run(self.config, self.given_words):
+            return self._run()
+
+    def _run(self) -> RayPPOTrainer:
         start = time.monotonic()
         with no_collection():
             self.check()
@@ -107,20 +119,35 @@ class PPOJob:
     def summary(self, trainer: RayPPOTrainer, seconds: float) -> RunSummary:
         """What to tell at the end."""
         keys = self.config.trainer
+        script = Path(keys.default_local_dir).expanduser() / COMMAND
+        options, refusal = self.gpu_options()
         return RunSummary(
             steps=trainer.global_steps,
             seconds=seconds,
             validations=trainer.validations,
             places={
                 "samples": keys.rollout_data_dir,
-                "validation samples": keys.validation_data_dir,
+                "validation samples": keys.validation_data_dir if trainer.validations else None,
+                "log": Path(keys.default_local_dir).expanduser() / LOG,
                 **trainer.run_log.places,
                 "checkpoint": trainer.last_checkpoint,
             },
             overrides=self.command_line,
             device=keys.device,
             can_resume=trainer.last_checkpoint is not None,
+            again=script if self.given_words is not None and script.exists() else None,
+            gpu_options=options,
+            gpu_refusal=refusal,
         )
+
+    def gpu_options(self) -> tuple[list[str], str]:
+        """What makes this run, on a CPU, the same on a GPU; else why that is refused."""
+        if self.config.trainer.device != "cpu" or not self.command_line:
+            return [], ""
+        try:
+            return gpu_options(typed_config(self.config)), ""
+        except ConfigError as error:
+            return [], str(error)
 
     def build_trainer(self) -> RayPPOTrainer:
         """Tokenizer, reward functions and roles, as the config names them; the trainer reads the data."""

@@ -24,14 +24,15 @@ def _lines(trainer: Any) -> Iterator[tuple[str, str]]:
         yield "critic", _model(path) + head[stores_head(path)]
     if trainer.use_rm:
         yield "rewards", _model(config.reward_model.model.path)
-    prompts, held_out = counted(len(trainer.train_dataset), "prompt"), f"{len(trainer.val_dataset):,}"
-    yield "data", f"{prompts} to train on, {held_out} to validate"
+    prompts, held_out = counted(len(trainer.train_dataset), "prompt"), trainer.val_dataset
+    yield "data", f"{prompts} to train on, " + (f"{len(held_out):,} to validate" if held_out else "none to validate")
     asked = f"{counted(config.prompts_per_update, 'prompt')} x {counted(shared.rollout.n, 'response')}"
     length = counted(config.data.max_response_length, "token")
     updates = counted(optimizer_steps(config, shared.actor), "optimizer step")
     yield "step", f"{asked} of up to {length}; {config.algorithm.adv_estimator}; {updates}"
     steps, epochs = trainer.total_training_steps, trainer.total_training_steps / trainer.steps_per_epoch
-    validation, checkpoint = _often("validation", keys.test_freq), _often("checkpoint", keys.save_freq)
+    validation = _often("validation", keys.test_freq if held_out else -1)
+    checkpoint = _often("checkpoint", keys.save_freq)
     yield "run", f"{counted(steps, 'step')} ({epochs:.2g} epochs); {validation}, {checkpoint}"
     ranks = counted(keys.world_size, "rank")
     apart = f" and {counted(config.rollout_beside, 'rank')} to sample" if config.rollout_beside else ""

@@ -110,7 +110,8 @@ class RayPPOTrainer(RecipeNames):
         resource_pool_manager: role -> pool of devices.
         ray_worker_group_cls: a worker-group class; it decides the controller. None: that of ``trainer.controller``.
         reward_fn, val_reward_fn: reward managers for training and validation.
-        train_dataset, val_dataset, collate_fn, train_sampler: where prompts come from. None: what ``data`` says.
+        train_dataset, val_dataset, collate_fn, train_sampler: where prompts come from. None: what ``data`` says;
+            without ``data.val_files`` nothing is validated.
         device_name: overrides ``trainer.device``.
     """
 
@@ -198,10 +199,14 @@ class RayPPOTrainer(RecipeNames):
         def dataset(given: Any, files: Any, is_train: bool) -> Any:
             return build_dataset(data, files, self.tokenizer, self.processor, is_train) if given is None else given
 
+        has_validation = val_dataset is not None or typed_config(self.config).data.has_validation
+
         self.train_dataset = dataset(train_dataset, data.train_files, True)
-        self.val_dataset = dataset(val_dataset, data.val_files, False)
+        self.val_dataset = dataset(val_dataset, data.val_files, False) if has_validation else None
         self.train_dataloader = build_train_loader(data, self.train_dataset, collate_fn, train_sampler, self.seed)
-        self.val_dataloader = build_val_loader(data, self.val_dataset, collate_fn, self.seed)
+        self.val_dataloader = None
+        if has_validation:
+            self.val_dataloader = build_val_loader(data, self.val_dataset, collate_fn, self.seed)
         self.total_training_steps = trainer.total_training_steps or len(self.train_dataloader) * trainer.total_epochs
         if self.config is not self.options:  # a script's tree: it may hand the sections to workers itself
             for optim in (self.config.actor_rollout_ref.actor.optim, self.config.critic.optim):
@@ -440,6 +445,11 @@ class RayPPOTrainer(RecipeNames):
         """Whether this step moves the policy: not while only the critic learns."""
         return self.global_steps > self.config.trainer.critic_warmup or not self.use_critic
 
+    @property
+    def validates(self) -> bool:
+        """Whether there are prompts to validate with, and a reward manager that scores their responses."""
+        return self.val_reward_fn is not None and self.val_dataset is not None
+
     # -- prompts and samples ------------------------------------------------------------------------------------------
 
     def prompt_batches(self) -> Iterator[tuple[int, DataProto]]:
@@ -580,7 +590,7 @@ class RayPPOTrainer(RecipeNames):
                 f"{self.total_training_steps}. Raise trainer.total_training_steps or trainer.total_epochs to go on."
             )
             return
-        if self.val_reward_fn is not None and (trainer.val_before_train or trainer.val_only):
+        if self.validates and (trainer.val_before_train or trainer.val_only):
             metrics = self.validate()
             self.run_log.log(self.global_steps, metrics)
             self.run_log.progress.validated(self.global_steps, metrics)
@@ -598,7 +608,7 @@ class RayPPOTrainer(RecipeNames):
         if self.run_log.trace is not None:
             with self.timed("trace"):
                 self.run_log.record(step, batch, self.timing.get("generate_sequences", self.timing.get("gen", 0.0)))
-        is_test = self.val_reward_fn is not None and trainer.test_freq > 0 and (last or step % trainer.test_freq == 0)
+        is_test = self.validates and trainer.test_freq > 0 and (last or step % trainer.test_freq == 0)
         if is_test:
             with self.timed("testing"):
                 validation = self.validate()
@@ -660,9 +670,9 @@ class RayPPOTrainer(RecipeNames):
     def validation_responses(self, n: int) -> Iterator[DataProto]:
         """n responses to each validation prompt, a batch at a time; the same however the prompts are cut."""
         first = 0
-        for i, rows in enumerate(self.val_dataloader):
+        for rows in self.val_dataloader:
             prompts = DataProto.from_single_dict(rows)
-            prompts.non_tensor_batch["uid"] = uids(f"val{i}", len(prompts))
+            prompts.non_tensor_batch["uid"] = uids("val", len(prompts), first)
             batch = self.generate(prompts.repeat(n, interleave=True), n, validate=True, first=first)
             yield from by_style(batch) if self.use_rm else [batch]
             first += len(prompts)

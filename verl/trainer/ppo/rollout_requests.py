@@ -17,9 +17,9 @@ from verl.utils.metric import reduce_metrics
 PROMPT_COLUMNS = ("input_ids", "attention_mask", "position_ids")
 
 
-def uids(prefix: str, count: int) -> np.ndarray:
-    """Names for the prompts of a batch."""
-    return np.array([f"{prefix}-{i}" for i in range(count)], dtype=object)
+def uids(prefix: str, count: int, first: int = 0) -> np.ndarray:
+    """Names for the prompts of a batch, which count from ``first``."""
+    return np.array([f"{prefix}-{first + i}" for i in range(count)], dtype=object)
 
 
 def make_request(

@@ -8,6 +8,7 @@ from typing import Any
 from verl.protocol import DataProto
 from verl.trainer.ppo.samples import dump_batch, reward_columns, shown_samples
 from verl.trainer.ppo.trace import open_rollout_trace, sample_records
+from verl.trainer.run_folder import open_run_record
 from verl.utils.config import typed_config
 from verl.utils.progress import Progress
 from verl.utils.tracking import Tracking, ValidationGenerationsLogger, check_backends
@@ -39,6 +40,7 @@ class RunLog:
     def open(self, total_steps: int) -> None:
         """Begin the line of progress, and start the loggers."""
         keys = self.config.trainer
+        self._record = open_run_record(self.config)  # of a script that drives a trainer of its own
         self.progress = Progress(total_steps, enabled=keys.progress_bar)
         self._tracking = Tracking(
             keys.project_name,
@@ -59,7 +61,8 @@ class RunLog:
 
     def dump(self, step: int, batch: DataProto) -> None:
         """Write the samples of a step to ``trainer.rollout_data_dir``."""
-        dump_batch(self.config.trainer.rollout_data_dir, step, batch, self.tokenizer)
+        config = self.config
+        dump_batch(config.trainer.rollout_data_dir, step, batch, self.tokenizer, config.data.reward_fn_key)
 
     def record(self, step: int, batch: DataProto, seconds: float) -> None:
         """Give the samples of a step, which took so long, to ``rollout.trace``."""
@@ -78,6 +81,8 @@ class RunLog:
             self.trace.finish()
         self._tracking.finish()
         self.progress.finish()
+        if self._record is not None:
+            self._record.close()
 
 
 def _places(tracking: Tracking) -> dict[str, Any]:

@@ -31,13 +31,43 @@ def reward_columns(batch: DataProto) -> list[str]:
     return [name for name in batch.meta_info.get("reward_extra_keys", ()) if name in batch.non_tensor_batch]
 
 
-def dump_batch(folder: str, step: int, batch: DataProto, tokenizer: Any) -> Path:
-    """Write the samples of a scored batch to ``{folder}/{step}.jsonl``."""
+def dump_batch(folder: str, step: int, batch: DataProto, tokenizer: Any, source_key: str = "data_source") -> Path:
+    """Write the samples of a scored batch to ``{folder}/{step}.jsonl``.
+
+    Beside what `describe` gives, ``reward`` is what the advantages were estimated from (scores, shaped, less the KL
+    penalty) and ``advantage`` their mean over the tokens the policy sampled.
+    """
     inputs, outputs = texts(batch, tokenizer)
     scores = response_column(batch, "token_level_scores").sum(-1).tolist()
-    names = [*reward_columns(batch), *(["uid", PLACE] if PLACE in batch.non_tensor_batch else [])]
-    extra = {name: batch.non_tensor_batch[name].tolist() for name in names}
-    return dump_samples(folder, step, inputs, outputs, scores, ground_truths(batch), extra)
+    columns = describe(batch, source_key)
+    if "token_level_rewards" in batch.keys():
+        columns["reward"] = response_column(batch, "token_level_rewards").sum(-1).tolist()
+    if "advantages" in batch.keys():
+        advantages, mask = response_column(batch, "advantages"), response_column(batch, "response_mask")
+        columns["advantage"] = ((advantages * mask).sum(-1) / mask.sum(-1).clamp(min=1)).tolist()
+    names = [*reward_columns(batch), *([PLACE] if PLACE in batch.non_tensor_batch else [])]
+    columns |= {name: batch.non_tensor_batch[name].tolist() for name in names}
+    return dump_samples(folder, step, inputs, outputs, scores, ground_truths(batch), columns)
+
+
+def describe(batch: DataProto, source_key: str = "data_source") -> dict[str, list]:
+    """What a sample is, but for its text and score, one value a row.
+
+    ``uid`` is that of the prompt, and so of its group; lengths are tokens; ``finish_reason`` is the engine's: ``stop``,
+    ``length`` or ``abort``. Where an agent loop says none, a response that fills its window ended by ``length``.
+    """
+    rows, response = batch.non_tensor_batch, batch.ragged("responses").layout
+    columns = {"uid": [str(uid) for uid in rows["uid"]]} if "uid" in rows else {}
+    if source_key in rows:
+        columns["data_source"] = rows[source_key].tolist()
+    columns["prompt_length"] = (batch.ragged("attention_mask").layout.lengths - response.lengths).tolist()
+    columns["response_length"] = response.lengths.tolist()
+    reasons = rows.get("finish_reason", [None] * len(batch))
+    columns["finish_reason"] = [
+        reason or ("length" if length >= response.width else "stop")
+        for reason, length in zip(reasons, columns["response_length"], strict=True)
+    ]
+    return columns
 
 
 def shown_samples(samples: Sequence[tuple[str, str, float]], count: int) -> list[tuple[str, str, float]]:

@@ -13,7 +13,7 @@ import numpy as np
 
 from verl.protocol import DataProto
 from verl.trainer.ppo.metric_utils import process_validation_metrics
-from verl.trainer.ppo.samples import dump_samples, ground_truths
+from verl.trainer.ppo.samples import describe, dump_samples, ground_truths
 
 CORE_NAMES = ("mean@", "maj@", "best@")
 
@@ -40,6 +40,7 @@ def validate(
     """
     inputs, outputs, sources, uids, gold = [], [], [], [], []
     columns: dict[str, list] = {"reward": []}
+    described: dict[str, list] = {}
     for batch in batches:
         rewards, extra = score(batch)
         columns["reward"] += rewards.sum(-1).tolist()
@@ -53,9 +54,12 @@ def validate(
         sources += rows.get(source_key, np.array(["unknown"] * len(batch), dtype=object)).tolist()
         uids += rows["uid"].tolist()
         gold += ground_truths(batch)
+        if dump_to is not None:
+            for name, values in describe(batch, source_key).items():
+                described.setdefault(name, []).extend(values)
     samples = list(zip(inputs, outputs, columns["reward"], strict=True))
     if dump_to is not None:
-        dump_samples(dump_to, step, inputs, outputs, columns["reward"], gold, columns)
+        dump_samples(dump_to, step, inputs, outputs, columns["reward"], gold, {**described, **columns})
     columns = {name: values for name, values in columns.items() if len(values) == len(samples)}
     return name_metrics(process_validation_metrics(sources, uids, columns)), samples
 

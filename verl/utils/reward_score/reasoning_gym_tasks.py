@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
+from verl.utils.distribution import install_command
 from verl.utils.reward_score.extract import after_thinking, last_tagged
 from verl.utils.reward_score.killable import Killed, killable
 
@@ -57,5 +58,5 @@ def _check_installed() -> None:
     if importlib.util.find_spec("reasoning_gym") is None:
         raise ImportError(
             "data_source='reasoning_gym/...' is scored by the package reasoning-gym, which is not installed: "
-            "pip install 'verl[reasoning-gym]'."
+            f"{install_command('reasoning-gym')}."
         )

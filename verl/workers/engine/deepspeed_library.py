@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from verl.utils.deepspeed_keys import conflicts
+from verl.utils.distribution import install_command
 from verl.utils.offload import read
 
 _NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -34,7 +35,7 @@ def import_deepspeed(device: torch.device) -> ModuleType:
     except ImportError as error:
         raise ImportError(
             f"strategy=deepspeed needs the package deepspeed, which cannot be imported ({error}). Install it with "
-            "`pip install 'verl[deepspeed]'`, or use strategy=fsdp2."
+            f"`{install_command('deepspeed')}`, or use strategy=fsdp2."
         ) from error
     if get_accelerator().device_name() != device.type:  # another library imported it before, and it guessed
         set_accelerator(_accelerator(device))

@@ -16,6 +16,7 @@ from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from verl.utils.checkpoint.pieces import share_like
+from verl.utils.distribution import install_command
 from verl.workers.engine.schedule import Curve, constant_with_warmup, cosine_with_warmup, linear_with_warmup, wsd
 
 logger = logging.getLogger(__name__)
@@ -57,7 +58,7 @@ def _eight_bit() -> type[Optimizer]:
     except ImportError as error:
         raise ImportError(
             f"optim.optimizer=AdamW8bit needs the package torchao, which cannot be imported ({error}). Install it with "
-            "`pip install 'verl[torchao]'`, or set optim.optimizer=AdamW."
+            f"`{install_command('torchao')}`, or set optim.optimizer=AdamW."
         ) from error
     return AdamW8bit
 

@@ -5,6 +5,8 @@ import re
 import unicodedata
 from collections import Counter
 
+from verl.utils.distribution import install_command
+
 SCRIPTS = {
     "ar": "ARABIC", "bn": "BENGALI", "el": "GREEK", "gu": "GUJARATI", "he": "HEBREW", "hy": "ARMENIAN",
     "ka": "GEORGIAN", "kn": "KANNADA", "ko": "HANGUL", "ml": "MALAYALAM", "or": "ORIYA", "pa": "GURMUKHI",
@@ -84,7 +86,7 @@ def _detect(text: str, language: str) -> bool:
     if importlib.util.find_spec("langdetect") is None:
         raise ImportError(
             f"language:response_language with language={language!r} shares its script with others and is told apart by "
-            "the package langdetect, which is not installed: pip install 'verl[ifeval]'."
+            f"the package langdetect, which is not installed: {install_command('ifeval')}."
         )
     import langdetect
 

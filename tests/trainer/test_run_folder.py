@@ -1,0 +1,109 @@
+"""The folder of a run, and the commands that start it again, from real runs."""
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.support.runs import main_ppo, make_task, overrides, run_job
+from verl.config.command_line import parse
+from verl.config.load import load
+from verl.trainer.main_ppo import run_ppo
+from verl.trainer.run_folder import gpu_options
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory):
+    return make_task(tmp_path_factory.mktemp("task"))
+
+
+def config_of(words):
+    flags, rest = parse(words)
+    loaded = load(rest, **{name: value for name, value in flags.items() if name.startswith("config_")})
+    assert not loaded.problems
+    return loaded.config.to_dict()
+
+
+def differences(one, other, prefix=""):
+    """Dotted keys whose values differ."""
+    found = set()
+    for name in one:
+        if isinstance(one[name], dict) and isinstance(other[name], dict):
+            found |= differences(one[name], other[name], f"{prefix}{name}.")
+        elif one[name] != other[name]:
+            found.add(f"{prefix}{name}")
+    return found
+
+
+def settings(tmp_path, **more):
+    return {
+        "trainer__default_local_dir": tmp_path / "run",
+        "trainer__rollout_data_dir": tmp_path / "run" / "samples",
+        "trainer__total_training_steps": 1,
+        "trainer__save_freq": 1,
+        **more,
+    }
+
+
+def test_the_same_on_a_gpu_is_the_same_run_from_python_too(task, tmp_path, capsys):
+    config = load(overrides(task, **settings(tmp_path))).config
+    run_ppo(config)
+    text = capsys.readouterr().out
+    command = text.split("The same on a GPU")[1].split("\n", 1)[1].replace("\\\n", " ")
+    words = shlex.split(command)
+    assert words[1:3] == ["-m", "verl.trainer.main_ppo"]
+    again = config_of(words[3:])
+    moved = {"trainer.device", "trainer.default_local_dir", "trainer.rollout_data_dir"}
+    assert differences(config.to_dict(), again) == moved
+    assert again["trainer"]["device"] == "cuda"
+    assert again["trainer"]["rollout_data_dir"] == f"{tmp_path}/run-gpu/samples"
+    log = (tmp_path / "run" / "run.log").read_text()
+    assert "step:1 - critic/score/mean" in log and "The same on a GPU" in log
+    assert (tmp_path / "run" / "samples" / "1.jsonl").exists()
+
+
+def test_the_options_for_a_gpu_leave_the_rest_of_a_command_line_as_it_is(task, tmp_path):
+    tensorboard = {"trainer__tracker_kwargs__tensorboard__log_dir": tmp_path / "run" / "tb"}
+    words = overrides(task, **settings(tmp_path, trainer__logger="[file,tensorboard]", **tensorboard))
+    before, after = config_of(words), config_of([*words, *gpu_options(load(words).config)])
+    changed = {"trainer.device", "trainer.default_local_dir", "trainer.rollout_data_dir"}
+    assert differences(before, after) == changed | {"trainer.tracker_kwargs.tensorboard.log_dir"}
+
+
+def test_a_run_that_dies_in_its_first_seconds_leaves_its_folder(task, tmp_path):
+    words = overrides(task, **settings(tmp_path, actor_rollout_ref__model__external_lib="not_there"))
+    done = main_ppo(words)
+    assert done.returncode == 1
+    folder = tmp_path / "run"
+    log = (folder / "run.log").read_text()
+    assert "note: " in log and log.rstrip().endswith(done.stderr.rstrip().splitlines()[-1])
+    assert "not_there" in (folder / "command.sh").read_text() and (folder / "config.yaml").exists()
+    assert json.loads((folder / "environment.json").read_text())["packages"]["torch"]
+
+
+def test_a_configuration_that_was_recorded_is_the_run_again(task, tmp_path):
+    words = overrides(task, **settings(tmp_path))
+    run_job(words)
+    again = config_of(["--config-path", str(tmp_path / "run"), "--config-name", "config"])
+    assert again == config_of(words)
+
+
+def test_the_first_word_comes_before_hydra_and_torch():
+    """In seconds it depends on the machine's load: what is imported before it is what counts."""
+    program = (
+        "import sys\nimport verl.utils.run_record as record\n"
+        "def stop(line):\n    print(line)\n"
+        "    print(sorted({'torch', 'hydra', 'transformers', 'ray'} & set(sys.modules)))\n"
+        "    raise SystemExit\n"
+        "record.say_early = stop\nfrom verl.trainer.main_ppo import main\nmain(['trainer.device=cpu'])\n"
+    )
+    start = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=os.environ)
+    lines = done.stdout.splitlines()
+    assert re.match(r"verl [\d.]+: reading the configuration", lines[0]) and lines[1] == "[]", done.stderr
+    assert time.monotonic() - start < 10
