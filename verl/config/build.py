@@ -50,6 +50,22 @@ def build(defaults: Config, values: Mapping, key: str, problems: list[Problem]) 
     return dataclasses.replace(defaults, **chosen)
 
 
+def fits(root: type[Config], key: str, value: Any) -> bool | None:
+    """Can the option at a dotted key hold ``value``? None if there is no such option, or it is free-form."""
+    cls: Any = root
+    *path, name = key.split(".")
+    for part in path:
+        cls = section_class(types_of(cls).get(part)) if cls is not None else None
+    field = None if cls is None else cls.__dataclass_fields__.get(name)
+    if field is None:
+        return None
+    try:
+        _check_bounds(field.metadata.get("bounds"), _convert(types_of(cls)[name], value, None, key, []))
+    except _Unfit:
+        return False
+    return True
+
+
 def show(value: Any) -> str:
     """A value as the user would write it."""
     if value is None or isinstance(value, bool):

@@ -129,17 +129,18 @@ class TraceConfig(Config):
 class RolloutConfig(Config):
     """Sampling of training responses."""
 
-    name: str = "???"
-    """Engine: ``hf`` (transformers), ``vllm`` or ``sglang`` (install them with scripts/install_engines.sh). Must be
-    given."""
+    name: str = "vllm"
+    """Engine: ``vllm``, ``sglang`` (install them with scripts/install_engines.sh) or ``hf`` (transformers, nothing to
+    install)."""
 
     mode: Literal["sync", "async"] = "sync"
     """``sync``: one call samples a whole batch. ``async``: every engine is behind a server, which takes requests one by
     one, from agent loops in the driver and from outside. See docs/async.md."""
 
     server_host: str = "127.0.0.1"
-    """Address the servers of ``mode=async`` listen on. Others than loopback (``0.0.0.0`` for all; needed with several
-    nodes) let other machines in, which then need the key in ``trainer.default_local_dir``/rollout_servers.json."""
+    """Address the servers of ``mode=async`` listen on; with several nodes ``0.0.0.0``, all addresses, unless given.
+    Others than loopback let other machines in, which then need the key in
+    ``trainer.default_local_dir``/rollout_servers.json."""
 
     nnodes: int = option(1, at_least=0)
     """Machines of the rollout. Read only with ``hybrid_engine=false``."""
