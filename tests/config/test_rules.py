@@ -114,7 +114,6 @@ BAD = {
     "rloo of one": (["algorithm.adv_estimator=rloo"], "judged by its siblings"),
     "equal siblings": ([f"{ROLLOUT}.n=8", f"{ROLLOUT}.do_sample=false"], "would be the same"),
     "temperature zero": ([f"{ROLLOUT}.n=8", f"{ROLLOUT}.temperature=0"], "temperature=0 must be greater than 0"),
-    "equal validation samples": ([f"{ROLLOUT}.val_kwargs.n=4"], "val_kwargs.n=4 with"),
     "model length below a row": ([f"{ROLLOUT}.max_model_len=1000"], "=1000 is shorter than prompt and response"),
     "prompt window": ([f"{ROLLOUT}.prompt_length=100"], "differs from data.max_prompt_length=512"),
     "gpu share above one": ([f"{ROLLOUT}.gpu_memory_utilization=1.5"], "=1.5 must be at most 1"),

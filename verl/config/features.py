@@ -34,6 +34,8 @@ class Feature(NamedTuple):
     """Keys of which one must be on for the others to ask for anything; ``.name`` is one of the same section."""
     takes: tuple = ()
     """Values beside the releases' defaults that ask for what is done anyway."""
+    asks: tuple = ()
+    """Of null, false and the like: those that do ask for the feature."""
     is_free: bool = False
     """No value of its keys changes a number, so that any is accepted and said to have no effect."""
     modules: tuple[str, ...] = ()
@@ -205,6 +207,7 @@ FEATURES: tuple[Feature, ...] = (
         "models with random weights",
         "Save a model with random weights as a folder and give its path.",
         keys=_below(_ROLES, "load_weight"),
+        asks=(False,),
     ),
     Feature(
         "seeds of single components",
@@ -215,6 +218,7 @@ FEATURES: tuple[Feature, ...] = (
         "a checkpoint that fits its model in part",
         "Checkpoints are loaded whole; checkpoint.load_contents says which parts.",
         keys=_below(_TRAINED, "checkpoint.strict"),
+        asks=(False,),
     ),
     Feature(
         "a switch for the entropy metric",
@@ -471,13 +475,13 @@ FEATURES: tuple[Feature, ...] = (
     ),
     Feature(
         "DAPO as a program of its own",
-        "Run python -m verl.trainer.main_ppo with algorithm.filter_groups.enable=true, actor.clip_ratio_high=0.28, "
-        "actor.loss_agg_mode=token-mean and reward_model.reward_manager=dapo.",
+        "Run python -m verl.trainer.main_ppo with algorithm.filter_groups.enable=true, "
+        "actor_rollout_ref.actor.clip_ratio_high=0.28 and reward_model.reward_manager=dapo.",
         modules=("recipe.dapo",),
         configs=("dapo_trainer",),
     ),
     Feature(
-        "this recipe",
+        "a recipe of verl's that was not carried over",
         "Of verl's recipes only one_step_off_policy is here. Files of a recipe may be copied beside a run: trainers "
         "derive from RayPPOTrainer, and rewards, losses and advantages register under a name (docs/extend.md).",
         modules=tuple(

@@ -188,7 +188,7 @@ def translate(
         given -= {key for key in given if key == old or key.startswith(f"{old}.")}
         for key, value in leaves:
             value = resolved(key) if is_interpolation(value) else value
-            if value is not None:
+            if value not in (None, {}):
                 _rename(tree, given, problems, key, value, today(key))
     for old, entry in _BY_NAME.items():
         present, value = pop_key(tree, old)
@@ -204,7 +204,7 @@ def translate(
             continue
         if not entry.is_alias:
             notices.append(f"{old} is now called {' and '.join(entry.new)}")
-        converted = entry.convert(value)
+        converted = None if value == {} else entry.convert(value)
         for new in entry.new:
             if converted is not None or entry.is_alias:
                 _rename(tree, given, problems, old, converted, new, value)
@@ -286,12 +286,19 @@ def _counted(quiet: dict[str, list[str]]) -> Iterator[str]:
 
 
 def _asks_for_nothing(key: str, value: Any, feature: Feature) -> bool:
-    from verl.config.releases import asks_for_nothing, is_release_default, same
+    from verl.config.releases import asks_for_nothing, is_release_default, same, unquoted
 
-    if asks_for_nothing(value) or is_interpolation(value):  # what it follows is judged itself
+    said, value = value, unquoted(value)
+    if is_interpolation(value):  # what it follows is judged itself
         return True
+    if asks_for_nothing(value):
+        return not any(same(value, item) for item in feature.asks)
     names = [key, *(old + key[len(new) :] for old, new in SECTIONS.items() if key.startswith(f"{new}."))]
-    return any(is_release_default(name, value) for name in names) or any(same(value, item) for item in feature.takes)
+    if value == 0 and any(is_release_default(name, False) for name in names):
+        return True  # 0 at a switch
+    if any(same(value, item) for item in feature.takes):
+        return True
+    return any(is_release_default(name, item) for name in names for item in (said, value))
 
 
 def _is_off(asked: Asked, key: str, values: dict[str, Any]) -> bool:

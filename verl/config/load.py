@@ -115,10 +115,15 @@ def interpret(
     before = copy_tree(tree)
     problems: list[Problem] = []
     notices = ["backend_config.* is read as the tree itself: leave the prefix out"] if stripped_prefix else []
-    empty = drop_empty_requests(tree, given, root, lambda: compose([], [CONFIG_DIR], "ppo_trainer", root)[1])
+
+    def defaults() -> dict:
+        return compose([], [CONFIG_DIR], "ppo_trainer", root)[1]
+
+    empty = drop_empty_requests(tree, given, root, defaults)
     notices += translate(tree, given, problems, partial(_resolved, composed))
     notices += translate_logger(tree) + translate_values(tree)
     notices += translate_correction(tree, given, problems)
+    empty += drop_empty_requests(tree, given, root, defaults)  # which stood at another name
     notices += adopt_adapter(tree, given, composed)
     open_servers(tree, given, composed)
     features = empty + set_features_aside(tree, given, problems, lambda key: locate(root, key).kind != "unknown")

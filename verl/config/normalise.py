@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from verl.config.base import Config, Problem
-from verl.config.build import fits, show
+from verl.config.build import fits, is_text, show
 from verl.config.releases import asks_for_nothing
-from verl.config.tree import at_key, flatten, is_interpolation, put_key, section_at
+from verl.config.tree import at_key, flatten, is_interpolation, pop_key, put_key, section_at
 
 _GLOBAL_SIZES = (
     # section, deprecated name (its successor adds _per_gpu), section whose ranks share it
@@ -70,16 +70,20 @@ def drop_empty_requests(tree: dict, given: set[str], root: type[Config], default
     """
     kept = []
     for key, value in list(flatten(tree)):
-        if not asks_for_nothing(value) or value == "" or fits(root, key, value) is not False:
+        if not asks_for_nothing(value) or value == "":
             continue
-        choices = ("off", 0, None) if value is False else (None,)
+        if fits(root, key, value) is not False and not (value is False and is_text(root, key)):
+            continue
+        choices = ("off", 0, None) if value is False and not is_text(root, key) else (None,)
         meant = [choice for choice in choices if fits(root, key, choice)]
         if meant:
             put_key(tree, key, meant[0])
             continue
         default = at_key(defaults(), key)
-        put_key(tree, key, default)
+        pop_key(tree, key)
         given.discard(key)
+        if default is not None:
+            put_key(tree, key, default)
         kept.append(f"{key}={show(value)} ({show(default)})")
     return [f"a value that asks for nothing keeps the default: {', '.join(kept)}"] if kept else []
 

@@ -48,6 +48,12 @@ def asks_for_nothing(value: Any) -> bool:
     return value is None or value is False or (isinstance(value, list | dict | str) and not value)
 
 
+def unquoted(value: Any) -> Any:
+    """Text that names a truth value or null as that value."""
+    names = {"true": True, "false": False, "null": None, "none": None}
+    return names.get(value.lower(), value) if isinstance(value, str) else value
+
+
 def same(one: Any, other: Any) -> bool:
     """Equality of plain values that tells truth values from numbers; 1 and 1.0 are the same number."""
     if isinstance(one, bool) or isinstance(other, bool):

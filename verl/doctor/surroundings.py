@@ -101,7 +101,7 @@ def engine_elsewhere(config: PPOConfig) -> Iterator[Problem]:
         yield Problem(
             f"{ROLLOUT}.name",
             f"{ROLLOUT}.name={name} is not installed on this machine: the workers must have it. Install it with "
-            "scripts/install_engines.sh, or use hf.",
+            f"bash scripts/install_engines.sh {name}, or set {ROLLOUT}.name=hf.",
         )
 
 
