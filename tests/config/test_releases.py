@@ -318,6 +318,12 @@ def test_no_module_or_configuration_that_is_here_is_called_missing():
 # ------------------------------------------------------------------------------------------------- nearest names
 
 
+def test_a_name_that_many_sections_have_is_no_hint():
+    with pytest.raises(ConfigError) as error:
+        load([*RUNNABLE, "reward_model.foo.name=x"])
+    assert "did you mean" not in str(error.value)
+
+
 @pytest.mark.parametrize("key", ["reward_model.rollout.name", "reward.reward_model.rollout.n", f"{A}.qat.mode",
                                  "distillation.n_gpus_per_node", "reward_model.rollout.nane"])  # fmt: skip
 def test_a_key_of_another_release_is_never_guessed_at(key):

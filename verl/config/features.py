@@ -260,6 +260,12 @@ FEATURES: tuple[Feature, ...] = (
         keys=_below((_O,), "quantization", "quantization_config_file"),
     ),
     Feature(
+        "the TensorRT-LLM rollout engine",
+        "Set actor_rollout_ref.rollout.name=vllm, sglang or hf.",
+        keys=(f"{_O}.max_batch_size",),
+        modules=("verl.workers.rollout.trtllm_rollout",),
+    ),
+    Feature(
         "a choice of the log-probs an engine reports",
         "They are those of softmax(logits / temperature), processed_logprobs in vLLM's words.",
         keys=(f"{_O}.logprobs_mode",),
@@ -344,7 +350,7 @@ FEATURES: tuple[Feature, ...] = (
         "a reward model that an inference engine serves",
         "reward_model.enable=true scores with a classifier in the training engine, of strategy "
         "reward_model.strategy; a model that writes its judgement is asked by reward_model.judge.url.",
-        keys=_below(_LOADED_MODELS, "rollout"),
+        keys=(*_below(_LOADED_MODELS, "rollout"), "reward_model.reward_models"),
         switches=("reward_model.enable", "reward.reward_model.enable"),
         modules=("recipe.genrm_remote", "verl.experimental.reward", "verl.workers.reward_model.megatron"),
     ),
@@ -390,7 +396,7 @@ FEATURES: tuple[Feature, ...] = (
         "or torch.profiler around the run for more.",
         keys=(
             *_below((_A, _R, _O, "critic", "reward_model"), "profiler", "profile"),
-            "global_profiler",
+            *("global_profiler", "profile"),
         ),
         switches=(".enable", ".use_profile", "global_profiler.tool", "global_profiler.steps", "trainer.profile_steps"),
         modules=("verl.utils.profiler.nvtx_profile", "verl.utils.profiler.mstx_profile"),
@@ -420,7 +426,7 @@ FEATURES: tuple[Feature, ...] = (
         "fully asynchronous training",
         "actor_rollout_ref.rollout.async_ratio=1 generates one batch ahead, and rollout.partial_rollout=true carries "
         "unfinished responses on (docs/async.md, docs/long_tails.md).",
-        keys=("async_training",),
+        keys=("async_training", "rollout.total_rollout_steps", "rollout.test_freq"),
         modules=("recipe.fully_async_policy", "verl.experimental.fully_async_policy", "verl.experimental.separation"),
         configs=("fully_async_ppo_trainer",),
     ),

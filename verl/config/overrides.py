@@ -189,13 +189,14 @@ def nearest_key(root: type[Config], key: str, place: Place) -> str | None:
             scored.append((alike(wrong, name) + 0.1, f"{candidate}.{below}"))
         scored.append((alike(wrong, name), candidate))
     last = key.rpartition(".")[2]
+    is_common = sum(candidate.rpartition(".")[2] == last for candidate in all_keys(root)) > 2
     aliases = (alias for alias in ALIASES if locate(root, alias.rpartition(".")[0]).kind == "section")
     for candidate in (*all_keys(root), *aliases):
         if f".{candidate}".endswith(f".{key}"):
             scored.append((1.2, candidate))  # the section was left out
-        elif candidate.rpartition(".")[2] == last:
+        elif candidate.rpartition(".")[2] == last and not is_common:  # ``name`` alone says nothing
             scored.append((0.8 + 0.2 * alike(key, candidate), candidate))
-        elif alike(last, candidate.rpartition(".")[2]) >= 0.6:
+        elif alike(last, candidate.rpartition(".")[2]) >= 0.7:
             scored.append((alike(key, candidate) - 0.1, candidate))
     score, best = max(scored, key=lambda pair: pair[0], default=(0.0, None))
     return best if score >= 0.6 else None

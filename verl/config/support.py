@@ -93,7 +93,7 @@ NAMES: tuple[Names, ...] = (
         f"{_ROLLOUT}.name",
         "rollout engine",
         built=("hf", "vllm", "sglang"),
-        planned=("sglang_async", "server"),
+        planned=("sglang_async", "server", "trtllm"),
     ),
     Names(
         "algorithm.adv_estimator",
