@@ -63,7 +63,7 @@ def spread_clip_ratio(tree: dict, given: set[str]) -> None:
 def drop_empty_requests(tree: dict, given: set[str], root: type[Config], defaults: Callable[[], dict]) -> list[str]:
     """Let null, false, {} and [] ask for nothing, in place, at options that cannot hold them.
 
-    False switches off: it becomes ``off`` or 0 where an option has that, else null. What is left keeps its default.
+    False becomes ``off``, null or 0, the first that the option can hold. What is left keeps its default.
 
     Args:
         defaults: the tree without anything of the user's.
@@ -74,7 +74,7 @@ def drop_empty_requests(tree: dict, given: set[str], root: type[Config], default
             continue
         if fits(root, key, value) is not False and not (value is False and is_text(root, key)):
             continue
-        choices = ("off", 0, None) if value is False and not is_text(root, key) else (None,)
+        choices = ("off", None, 0) if value is False and not is_text(root, key) else (None,)
         meant = [choice for choice in choices if fits(root, key, choice)]
         if meant:
             put_key(tree, key, meant[0])

@@ -60,10 +60,10 @@ class MultiTurnConfig(Config):
     max_user_turns: int | None = None
     """Turns of the user at most."""
 
-    max_parallel_calls: int = 1
+    max_parallel_calls: int = option(1, above=0)
     """Tool calls of one turn at most."""
 
-    max_tool_response_length: int = 256
+    max_tool_response_length: int = option(256, above=0)
     """Characters of a tool's answer kept."""
 
     tool_response_truncate_side: Literal["left", "right", "middle"] = "middle"
