@@ -39,7 +39,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.10",
     packages=[*find_packages(include=["verl", "verl.*"]), "hydra_plugins"],
-    package_data={"verl": ["**/*.yaml", "**/*.md"]},
+    package_data={"verl": ["**/*.yaml", "**/*.md", "**/*.tsv"]},
     entry_points={"console_scripts": ["verl=verl.cli:main"]},
     install_requires=[
         "torch>=2.11",

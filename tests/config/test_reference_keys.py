@@ -94,6 +94,10 @@ NEW_KEYS += [f"reward_model.judge.{name}" for name in JudgeConfig()]
 """Options that verl's YAML does not have. A change here is a change of the public surface."""
 
 
+CHANGED = {"actor_rollout_ref.rollout.name": "vllm"}
+"""The default of v0.5.0, before and after which verl asks for a name."""
+
+
 def _value(text):
     if text.startswith("${"):
         return text
@@ -108,7 +112,7 @@ def _reference():
         if line and not line.startswith("#"):
             key, default = line.split(": ", 1)
             raw, _, resolved = default.partition("  # => ")
-            table[key] = (_value(raw), _value(resolved or raw))
+            table[key] = (CHANGED[key],) * 2 if key in CHANGED else (_value(raw), _value(resolved or raw))
     return table
 
 

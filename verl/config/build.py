@@ -50,6 +50,36 @@ def build(defaults: Config, values: Mapping, key: str, problems: list[Problem]) 
     return dataclasses.replace(defaults, **chosen)
 
 
+def fits(root: type[Config], key: str, value: Any) -> bool | None:
+    """Can the option at a dotted key hold ``value``? None if there is no such option, or it is free-form."""
+    cls, _, name = section_of(root, key)
+    if cls is None:
+        return None
+    try:
+        bounds = cls.__dataclass_fields__[name].metadata.get("bounds")
+        _check_bounds(bounds, _convert(types_of(cls)[name], value, None, key, []))
+    except _Unfit:
+        return False
+    return True
+
+
+def is_text(root: type[Config], key: str) -> bool:
+    """Does an option hold text, and no truth value?"""
+    cls, _, name = section_of(root, key)
+    kind = types_of(cls)[name] if cls is not None else None
+    kinds = typing.get_args(kind) or (kind,)
+    return str in kinds and bool not in kinds
+
+
+def section_of(root: type[Config], key: str) -> tuple[type[Config] | None, str, str]:
+    """The class of the section that holds an option, the section's key, the option's name. No class: no such option."""
+    parent, _, name = key.rpartition(".")
+    cls: type[Config] | None = root
+    for part in parent.split(".") if parent else ():
+        cls = section_class(types_of(cls).get(part)) if cls is not None else None
+    return (cls if cls is not None and name in types_of(cls) else None), parent, name
+
+
 def show(value: Any) -> str:
     """A value as the user would write it."""
     if value is None or isinstance(value, bool):

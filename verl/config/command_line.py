@@ -12,7 +12,7 @@ HELP = """\
 usage: python -m {module} [flags] key=value [key=value ...]
 
 Train as the configuration says. Most runs need at least
-  actor_rollout_ref.rollout.name=hf                 the engine that samples
+  actor_rollout_ref.rollout.name=hf                 the engine that samples (vllm unless given)
   actor_rollout_ref.model.path=DIR                  a model in Hugging Face format
   data.train_files=FILE data.val_files=FILE         prompts, parquet
   custom_reward_function.path=FILE.py               how responses are scored

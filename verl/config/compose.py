@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from verl.config.base import Config, ConfigError, schema_tree
+from verl.config.features import feature_of_config, not_built
 
 CONFIG_DIR = Path(__file__).parents[1] / "trainer" / "config"
 """Folder of verl's own YAML; always the last place searched."""
@@ -62,9 +63,24 @@ def compose(
         word, reason = error.override.removeprefix("++"), _explain(error).partition(" See http")[0]
         raise ConfigError([f"{word} does not follow hydra's grammar ({reason}): put the value in quotes."]) from error
     except (HydraException, OmegaConfBaseException, YAMLError) as error:
-        raise ConfigError([_explain(error)]) from error
+        raise ConfigError([_missing(error, folders) or _explain(error)]) from error
     finally:
         GlobalHydra.instance().hydra = outer
+
+
+def _missing(error: BaseException, folders: Sequence[Path]) -> str | None:
+    """The sentence about a YAML file that is in none of ``folders``; None if that is not what went wrong."""
+    name = getattr(error, "missing_cfg_file", None)
+    if not isinstance(name, str):
+        return None
+    feature = feature_of_config(name)
+    if feature:
+        return not_built(f"the configuration {name}", feature)
+    if "/" in name:
+        return None  # hydra lists the choices of a group
+    own = ", ".join(sorted({path.stem for folder in folders for path in folder.glob("*.yaml")}))
+    looked = ", ".join(map(str, folders))
+    return f"the configuration {name} is not in {looked}, where there are {own}. Give its folder with --config-path."
 
 
 def _explain(error: BaseException) -> str:

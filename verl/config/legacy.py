@@ -1,17 +1,19 @@
-"""Names of other releases, v0.1 to v0.9: what they are called here, or why they are gone.
+"""Names of other releases, v0.1 to v0.9: what they are called here, why they are gone, what is not built.
 
 They are understood wherever they come from, YAML or command line, and reported in one warning. Names of v0.6 and later
-stand in ``legacy_names.py``.
+stand in ``legacy_names.py``, features that are not built in ``features.py``.
 """
 
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from verl.config.base import Problem
 from verl.config.build import show
+from verl.config.features import Asked, Feature, feature_of_backend, feature_of_key, not_built
 from verl.config.legacy_correction import CORRECTION_KEYS
-from verl.config.legacy_names import LATER_GONE, LATER_MOVED, Gone, Moved
+from verl.config.legacy_names import LATER_MOVED, SECTIONS, Gone, Moved
 from verl.config.sampling_names import DECIDED, HANDED_ON
-from verl.config.tree import at_key, flatten, overlay, pop_key, put_key
+from verl.config.tree import at_key, flatten, is_interpolation, overlay, pop_key, put_key, section_at
 
 PREFIX = "backend_config"
 """Launchers nest the whole tree under this name; it is stripped."""
@@ -47,11 +49,6 @@ MOVED: tuple[Moved, ...] = (
     *(
         Moved(f"{place}.min_num_params", (f"{place}.wrap_policy.min_num_params",))
         for place in (*_FSDP, "reward_model.model.fsdp_config")
-    ),
-    *(
-        Moved(f"{_A}.{role}.profiler.{name}", (f"{_A}.profiler.{name}",))
-        for role in ("actor", "ref", "rollout")
-        for name in ("discrete", "all_ranks", "ranks")
     ),
     *(
         Moved(f"{place}.lr_scheduler_type", (f"{place}.warmup_style",), is_alias=True)
@@ -96,41 +93,25 @@ MOVED: tuple[Moved, ...] = (
     ),
 )
 
-_AGENTS = "multi-turn rollout is not supported yet"
 GONE: tuple[Gone, ...] = (
     *(
         Gone(
             f"{place}.grad_offload",
             "gradients are freed after each update and follow the parameters otherwise; "
             "set param_offload and optimizer_offload",
-            (None, False, True),
+            (True,),
         )
         for place in _FSDP
     ),
-    *(
-        Gone(f"{place}.use_orig_params", "parameters always keep their own shape", (None, False, True))
-        for place in _FSDP
-    ),
-    *(
-        Gone(
-            f"{place}.optimizer_impl",
-            "optim.optimizer=AdamW is torch's, and AdamW8bit torchao's",
-            (None, "torch.optim", "torchao.optim"),
-        )
-        for place in (f"{_A}.actor.optim", "critic.optim")
-    ),
-    Gone("reward_model.overlong_buffer.log", "reward_shaping/* is always logged", (None, False, True)),
+    *(Gone(f"{place}.use_orig_params", "parameters always keep their own shape", (True,)) for place in _FSDP),
+    Gone("reward_model.overlong_buffer.log", "reward_shaping/* is always logged", (True,)),
     Gone("data.chat_template_func", "set actor_rollout_ref.model.custom_chat_template, or use data.custom_cls"),
-    Gone("data.filter_prompts", "set data.filter_overlong_prompts", (None, True)),
-    Gone("data.need_tools_kwargs", _AGENTS),
-    Gone(f"{_A}.rollout.multi_turn.completion_callback", f"agent loops take its place, and {_AGENTS}"),
-    Gone(f"{_A}.rollout.chat_scheduler", f"agent loops take its place, and {_AGENTS}"),
+    Gone("data.filter_prompts", "set data.filter_overlong_prompts", (True,)),
     Gone(
         f"{_A}.actor.recompute_old_log_prob",
         f"old log-probs are recomputed, unless {_A}.actor.skip_old_log_probs=true",
-        (None, True),
+        (True,),
     ),
-    *LATER_GONE,
     Gone("trainer.wandb_proxy", "set the environment variables HTTP_PROXY and HTTPS_PROXY"),
 )
 
@@ -142,23 +123,38 @@ ALIASES = tuple(entry.old for entry in MOVED if entry.is_alias)
 
 
 def is_legacy(key: str) -> bool:
-    """Is this the name of an option of another release, or of one in a section of such?"""
-    return entry_of(key) is not None or key in CORRECTION_KEYS
+    """Is this a name that a release of verl has for an option, or for something that is not built?"""
+    return entry_of(key) is not None or key in CORRECTION_KEYS or feature_of_key(today(key)) is not None
+
+
+def today(key: str) -> str:
+    """``key`` with the present name of its section: ``critic.fsdp.x`` -> ``critic.model.fsdp_config.x``."""
+    for old, new in SECTIONS.items():
+        if key == old or key.startswith(f"{old}."):
+            return new + key[len(old) :]
+    return key
 
 
 def entry_of(key: str) -> Moved | Gone | None:
     """The row of an old name: its own, or that of the section it stands in."""
+    key = today(key)
     parts = key.split(".")
     names = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
     return next((_BY_NAME[name] for name in names if name in _BY_NAME), None)
 
 
 def replacement(key: str) -> str | None:
-    """What to use in place of an old name, as a sentence; None for a name that is not old."""
-    entry = entry_of(strip_prefix(key))
+    """What to use in place of a name of another release, as a sentence; None for a name that is none."""
+    key = strip_prefix(key)
+    entry = entry_of(key)
     if isinstance(entry, Moved):
         return f"{key} is now called {' and '.join(entry.new)}."
-    return f"{key} no longer exists: {entry.why}." if entry else None
+    if entry:
+        return f"{key} no longer exists: {entry.why}."
+    if today(key) != key:
+        return f"{key} is now called {today(key)}."
+    asked = feature_of_key(key)
+    return not_built(key, asked.feature) if asked else None
 
 
 def strip_prefix(key: str) -> str:
@@ -166,8 +162,13 @@ def strip_prefix(key: str) -> str:
     return key.removeprefix(f"{PREFIX}.")
 
 
-def translate(tree: dict, given: set[str], problems: list[Problem]) -> list[str]:
+def translate(
+    tree: dict, given: set[str], problems: list[Problem], resolved: Callable[[str], Any] = lambda key: None
+) -> list[str]:
     """Rename old options in the unresolved ``tree``, in place; mark the new names as given.
+
+    Args:
+        resolved: the value behind the interpolation at an old key, None if it leads nowhere.
 
     Returns:
         One sentence per old name found. Clashes with a new name the user also gave go to ``problems``.
@@ -178,47 +179,144 @@ def translate(tree: dict, given: set[str], problems: list[Problem]) -> list[str]
         overlay(tree, nested)
         given.update(key for key, _ in flatten(nested))
         notices.append(f"{PREFIX}.* is read as the tree itself: leave the prefix out")
+    for old, new in SECTIONS.items():
+        present, values = pop_key(tree, old)
+        if not present:
+            continue
+        notices.append(f"{old} is now called {new}")
+        leaves = flatten(values, f"{old}.") if isinstance(values, dict) else ()
+        given -= {key for key in given if key == old or key.startswith(f"{old}.")}
+        for key, value in leaves:
+            if is_interpolation(value) and not feature_of_key(today(key)):
+                value = resolved(key)
+            if value not in (None, {}):
+                _rename(tree, given, problems, key, value, today(key))
     for old, entry in _BY_NAME.items():
         present, value = pop_key(tree, old)
         if not present:
             continue
+        value = (resolved(old) if is_interpolation(value) else value) if not entry.is_alias else value
         given -= {key for key in given if key == old or key.startswith(f"{old}.")}
         if isinstance(entry, Gone):
-            asked = {key: item for key, item in _settings(old, value) if item not in entry.harmless}
-            if not asked:
+            if entry.is_harmless(value):
                 notices.append(f"{old} no longer exists and is ignored: {entry.why}")
             else:
-                problems += [
-                    Problem(key, f"{key}={show(v)} no longer exists: {entry.why}.") for key, v in asked.items()
-                ]
+                problems.append(Problem(old, f"{old}={show(value)} no longer exists: {entry.why}."))
             continue
         if not entry.is_alias:
             notices.append(f"{old} is now called {' and '.join(entry.new)}")
-        converted = entry.convert(value)
+        converted = None if value == {} else entry.convert(value)
         for new in entry.new:
-            if converted is None and not entry.is_alias:
-                continue
-            if new in given and at_key(tree, new) != converted:
-                problems.append(
-                    Problem(
-                        new,
-                        f"{old}={show(value)} and {new}={show(at_key(tree, new))} disagree: they "
-                        f"are the same option. Keep the second.",
-                    )
-                )
-                continue
-            put_key(tree, new, converted)
-            given.add(new)
+            if converted is not None or entry.is_alias:
+                _rename(tree, given, problems, old, converted, new, value)
     return notices
 
 
-def _settings(old: str, value: Any) -> list[tuple[str, Any]]:
-    """(key, value) of what stood below an old name."""
-    return (
-        list(flatten(value, f"{old}."))
-        if isinstance(value, dict) and value
-        else [(old, None if value == {} else value)]
-    )
+def _rename(
+    tree: dict, given: set[str], problems: list[Problem], old: str, value: Any, new: str, shown: Any = None
+) -> None:
+    """Put the value of an old key at its new one; the user's value of the new one goes before a mere default."""
+    from verl.config.releases import is_release_default, same
+
+    if new in given and not same(at_key(tree, new), value):
+        shown = value if shown is None else shown
+        if not is_release_default(old, shown):
+            problems.append(
+                Problem(
+                    new,
+                    f"{old}={show(shown)} and {new}={show(at_key(tree, new))} disagree: they are the same option. "
+                    f"Keep the second.",
+                )
+            )
+        return
+    put_key(tree, new, value)
+    given.add(new)
+
+
+# ----------------------------------------------------------------------------------------------- what is not built
+
+
+def set_features_aside(
+    tree: dict, given: set[str], problems: list[Problem], is_known: Callable[[str], bool]
+) -> list[str]:
+    """Take out of the unresolved ``tree``, in place, what belongs to features that are not built.
+
+    A value that asks for nothing, or for what a release does anyway, is left out; any other goes to ``problems``,
+    unless the feature is switched off, or changes no number.
+
+    Args:
+        is_known: is this dotted key an option or free-form?
+
+    Returns:
+        One sentence about values that ask for nothing, and one for each other that has no effect.
+    """
+    for role in ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic", "reward_model"):
+        name = section_at(tree, role).get("strategy")
+        feature = feature_of_backend(name) if isinstance(name, str) else None
+        if feature:
+            problems.append(Problem(f"{role}.strategy", not_built(f"{role}.strategy={name}", feature)))
+            del section_at(tree, role)["strategy"]
+    quiet: dict[str, list[str]] = {}
+    notices = []
+    before = dict(flatten(tree))
+    for key, value in before.items():
+        asked = None if is_known(key) else feature_of_key(key)
+        if asked is None:
+            continue
+        pop_key(tree, key)
+        given -= {name for name in given if name == key or key.startswith(f"{name}.")}
+        if key.endswith("._target_") or _asks_for_nothing(key, value, asked.feature):
+            quiet.setdefault(asked.feature.name, []).append(key)
+        elif asked.feature.is_free or _is_off(asked, key, before):
+            off = "off, and not built" if asked.feature.switches else "not built"
+            notices.append(
+                f"{key}={show(value)} has no effect: it is for {asked.feature.name} ({off}). "
+                f"{asked.feature.instead.rstrip('.')}"
+            )
+        else:
+            problems.append(Problem(key, not_built(f"{key}={show(value)}", asked.feature)))
+    if quiet:
+        notices.insert(0, "not built, and not asked for: " + "; ".join(_counted(quiet)))
+    return notices
+
+
+def _counted(quiet: dict[str, list[str]]) -> Iterator[str]:
+    for name, keys in quiet.items():
+        more = f" and {len(keys) - 2} more" if len(keys) > 2 else ""
+        yield f"{name} ({', '.join(keys[:2])}{more})"
+
+
+def _asks_for_nothing(key: str, value: Any, feature: Feature) -> bool:
+    from verl.config.releases import asks_for_nothing, is_release_default, same, unquoted
+
+    said, value = value, unquoted(value)
+    if is_interpolation(value):  # what it follows is judged itself
+        return True
+    if asks_for_nothing(value):
+        return not any(same(value, item) for item in feature.asks)
+    names = [key, *(old + key[len(new) :] for old, new in SECTIONS.items() if key.startswith(f"{new}."))]
+    if value == 0 and any(is_release_default(name, False) for name in names):
+        return True  # 0 at a switch
+    if any(same(value, item) for item in feature.takes):
+        return True
+    return any(is_release_default(name, item) for name in names for item in (said, value))
+
+
+def _is_off(asked: Asked, key: str, values: dict[str, Any]) -> bool:
+    """Has the feature switches, all of them off, of which ``key`` is none?"""
+    parent = key.rpartition(".")[0]
+    places = [parent if key == asked.section else asked.section]
+    while parent.startswith(f"{asked.section}."):
+        places.append(parent)
+        parent = parent.rpartition(".")[0]
+    switches = [
+        name
+        for switch in asked.feature.switches
+        for name in ([f"{place}{switch}" for place in places] if switch.startswith(".") else [switch])
+    ]
+    if not switches or key in switches:
+        return False
+    return all(_asks_for_nothing(name, values.get(name), asked.feature) for name in switches)
 
 
 def translate_logger(tree: dict) -> list[str]:
@@ -231,13 +329,20 @@ def translate_logger(tree: dict) -> list[str]:
     return ["trainer.logger: tracking is now called wandb"]
 
 
-_SAME_ESTIMATOR = {"grpo_vectorized": "grpo", "rloo_vectorized": "rloo"}
+_SAME = {
+    "algorithm.adv_estimator": {"grpo_vectorized": "grpo", "rloo_vectorized": "rloo"},
+    "actor_rollout_ref.actor.optim.optimizer": {"adam": "AdamW", "adamw": "AdamW"},
+    "critic.optim.optimizer": {"adam": "AdamW", "adamw": "AdamW"},
+}
+"""Option -> other names of its values: estimators that are vectorised here, Megatron's Adam with decoupled decay."""
 
 
-def translate_estimator(tree: dict) -> list[str]:
-    """Names of vectorised implementations, of which there is one each, in the unresolved ``tree``, in place."""
-    name = at_key(tree, "algorithm.adv_estimator")
-    if name not in _SAME_ESTIMATOR:
-        return []
-    put_key(tree, "algorithm.adv_estimator", _SAME_ESTIMATOR[name])
-    return [f"algorithm.adv_estimator: {name} is {_SAME_ESTIMATOR[name]}, which is vectorised"]
+def translate_values(tree: dict) -> list[str]:
+    """Other names of what a value chooses, in the unresolved ``tree``, in place."""
+    notices = []
+    for key, names in _SAME.items():
+        value = at_key(tree, key)
+        if isinstance(value, str) and value in names:
+            put_key(tree, key, names[value])
+            notices.append(f"{key}: {value} is called {names[value]}")
+    return notices

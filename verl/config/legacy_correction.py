@@ -89,5 +89,5 @@ def _is_true(value: Any) -> bool:
 def _is_positive(value: Any) -> bool:
     try:
         return value is not None and not isinstance(value, bool) and float(value) > 0
-    except ValueError:
+    except (TypeError, ValueError):
         return False

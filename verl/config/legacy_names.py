@@ -1,6 +1,6 @@
-"""What an old name may have become, and the names that verl's releases from v0.6 on, and its Megatron trainer, have.
+"""What an old name may have become, and the other names that verl's releases from v0.6 on have for options.
 
-Tables only; ``legacy.py`` applies them.
+Tables only; ``legacy.py`` applies them. What has no counterpart stands in ``features.py``.
 """
 
 from collections.abc import Callable
@@ -18,11 +18,21 @@ class Moved(NamedTuple):
 
 
 class Gone(NamedTuple):
-    """An option or section without successor. ``harmless`` values are dropped with a warning, any other is an error."""
+    """An option without successor. Values that ask for nothing are dropped with a warning, any other is an error."""
 
     old: str
     why: str
-    harmless: tuple = (None, False)
+    harmless: tuple = ()
+    """Values beside null, false and the releases' defaults that ask for what is done anyway."""
+
+    is_alias = False
+
+    def is_harmless(self, value: Any) -> bool:
+        """Does this value ask for nothing? ``true`` is not 1."""
+        from verl.config.releases import asks_for_nothing, is_release_default, same
+
+        is_listed = any(same(value, item) for item in self.harmless)
+        return is_listed or asks_for_nothing(value) or is_release_default(self.old, value)
 
 
 def _if_true(value: Any) -> bool | None:
@@ -36,8 +46,6 @@ def _if_positive(value: Any) -> Any:
 _A, _O, _M = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 _R = "actor_rollout_ref.ref"
 _CORRECTION = "algorithm.rollout_correction"
-_NSYS = "global_profiler.global_tool_config.nsys"
-_OFF = (None, False, 0, 1)
 
 _OF_ENGINES = tuple(
     move
@@ -49,6 +57,36 @@ _OF_ENGINES = tuple(
     )
 )
 
+SECTIONS = {
+    "critic.fsdp": "critic.model.fsdp_config",
+    "sandbox_fusion": "reward_model.sandbox_fusion",
+    "reward.sandbox_fusion": "reward_model.sandbox_fusion",
+    "reward.custom_reward_function": "custom_reward_function",
+}
+"""Sections that have another place now, with all below them."""
+
+_MEGATRON_LAYERS = {
+    "linear_qkv": ("q_proj", "k_proj", "v_proj"),
+    "linear_proj": ("o_proj",),
+    "linear_fc1": ("gate_proj", "up_proj"),
+    "linear_fc2": ("down_proj",),
+}
+
+
+def _layers(value: Any) -> Any:
+    """Megatron's names of layers as those of Hugging Face; an empty list as null; all of them as ``all-linear``."""
+    if not isinstance(value, list):
+        return value
+    if set(value) == set(_MEGATRON_LAYERS):
+        return "all-linear"
+    return [name for layer in value for name in _MEGATRON_LAYERS.get(layer, (layer,))] or None
+
+
+def _unless(*defaults: Any) -> Callable[[Any], Any]:
+    """Conversion that leaves the new key alone for an engine's own default."""
+    return lambda value: None if value in defaults else value
+
+
 LATER_MOVED: tuple[Moved, ...] = (
     # v0.6: Ray and profilers
     Moved("ray_kwargs.timeline_json_file", ("ray_init.timeline_json_file",)),
@@ -56,10 +94,6 @@ LATER_MOVED: tuple[Moved, ...] = (
         Moved(f"ray_kwargs.ray_init.{name}", (f"ray_init.{name}",))
         for name in ("num_cpus", "runtime_env", "include_dashboard")
     ),
-    Moved("global_profiler.steps", ("trainer.profile_steps",)),
-    Moved("global_profiler.profile_continuous_steps", ("trainer.profile_continuous_steps",)),
-    Moved(f"{_NSYS}.controller_nsight_options", ("trainer.controller_nsight_options",)),
-    Moved(f"{_NSYS}.worker_nsight_options", ("trainer.worker_nsight_options",)),
     Moved(f"{_A}.use_rollout_log_probs", (f"{_CORRECTION}.bypass_mode",), _if_true),
     # v0.6 and later: one engine of training, one of rollout
     *_OF_ENGINES,
@@ -69,123 +103,40 @@ LATER_MOVED: tuple[Moved, ...] = (
         Moved(f"{place}.optim.lr_decay_steps", (f"{place}.optim.total_training_steps",), _if_positive)
         for place in (_A, "critic")
     ),
-    Moved(f"{_A}.fsdp_config.use_torch_compile", (f"{_A}.use_torch_compile",)),
+    *(
+        Moved(f"{role}.fsdp_config.{name}", (f"{role}.{name}",))
+        for role in (_A, _R)
+        for name in ("use_torch_compile", "entropy_checkpointing", "entropy_from_logits_with_chunking")
+    ),
+    *(Moved(f"{_A}.policy_loss.{name}", (f"{_A}.{name}",)) for name in ("tau_pos", "tau_neg")),
+    *(Moved(f"{role}.rollout_n", (f"{_O}.n",)) for role in (_A, _R)),
+    Moved(f"{_O}.scheduling_policy", (f"{_O}.engine_kwargs.vllm.scheduling_policy",), _unless("fcfs")),
     Moved(f"{_A}.ppo_infer_micro_batch_size_per_gpu", (f"{_O}.log_prob_micro_batch_size_per_gpu",), _if_positive),
     Moved(f"{_A}.ppo_infer_max_token_len_per_gpu", (f"{_O}.log_prob_max_token_len_per_gpu",), _if_positive),
     Moved(f"{_A}.use_prefix_grouper", (f"{_M}.use_prefix_sharing",), _if_true),
     Moved(f"{_O}.cudagraph_capture_sizes", (f"{_O}.engine_kwargs.vllm.cudagraph_capture_sizes",)),
     Moved(f"{_O}.enable_prefix_caching", (f"{_O}.engine_kwargs.vllm.enable_prefix_caching",)),
-    Moved(f"{_O}.skip.enable", (f"{_O}.skip_rollout",)),
-    Moved(f"{_O}.skip.dump_dir", (f"{_O}.skip_dump_dir",)),
+    *(Moved(f"{place}.enable", (f"{_O}.skip_rollout",)) for place in (f"{_O}.skip", "skip.rollout")),
+    *(Moved(f"{place}.dump_dir", (f"{_O}.skip_dump_dir",)) for place in (f"{_O}.skip", "skip.rollout")),
     Moved(f"{_O}.checkpoint_engine.update_weights_bucket_megabytes", (f"{_O}.update_weights_bucket_megabytes",)),
-    *(Moved(f"{_M}.lora.{name}", (f"{_M}.lora_{name}",)) for name in ("rank", "alpha", "adapter_path")),
-    *(Moved(f"{_M}.lora.{name}", (f"{_M}.{name}",)) for name in ("target_modules", "exclude_modules")),
+    *(
+        Moved(f"{model}.lora.{name}", (f"{model}.lora_{name}",))
+        for model in (_M, "critic.model")
+        for name in ("rank", "alpha", "adapter_path")
+    ),
+    *(
+        Moved(f"{model}.lora.{name}", (f"{model}.{name}",), _layers)
+        for model in (_M, "critic.model")
+        for name in ("target_modules", "exclude_modules")
+    ),
     Moved(f"{_M}.tokenizer_path", ("data.tokenizer",)),
     *(Moved(f"{role}.nccl_timeout", ("actor_rollout_ref.nccl_timeout",)) for role in ("critic", "reward_model")),
     # v0.7: one section of rewards
-    *(
-        Moved(f"reward.custom_reward_function.{name}", (f"custom_reward_function.{name}",))
-        for name in ("path", "name", "reward_kwargs")
-    ),
-    Moved("reward.reward_manager.name", ("reward_model.reward_manager",)),
+    *(Moved(f"{name}.name", ("reward_model.reward_manager",)) for name in ("reward.reward_manager", "reward_manager")),
     Moved("reward.reward_kwargs", ("reward_model.reward_kwargs",)),
     Moved("reward.reward_model.enable", ("reward_model.enable",)),
     Moved("reward.reward_model.model_path", ("reward_model.model.path",)),
-    *(
-        Moved(f"reward.sandbox_fusion.{name}", (f"reward_model.sandbox_fusion.{name}",))
-        for name in ("url", "max_concurrent", "memory_limit_mb")
-    ),
     # guides of other trainers
     Moved("trainer.rpc_timeout", ("trainer.worker_timeout",), is_alias=True),
     Moved("trainer.logger_kwargs", ("trainer.tracker_kwargs",), is_alias=True),
-)
-
-_MEGATRON = "Megatron is not built; strategy=fsdp2 shards the same model over the same devices"
-_PROFILERS = "no profiler is built in; timing_s/* metrics are logged at every step"
-_REWARD_LOOP = "reward functions run in processes of their own, reward_model.sandbox.workers of them"
-
-LATER_GONE: tuple[Gone, ...] = (
-    *(
-        Gone(f"{role}.megatron", _MEGATRON, (*_OFF, True, "", 42, "selective", {}, ["core_attn"]))
-        for role in (_A, _R, "critic", "reward_model")
-    ),
-    Gone(f"{_O}.layer_name_map", "weights travel by their checkpoint names", (None, "qkv", "gate_up")),
-    *(
-        Gone(f"{role}.load_weight", "models are loaded with their weights", (None, True))
-        for role in (_A, _R, "critic", "reward_model")
-    ),
-    *(Gone(f"{role}.data_loader_seed", "trainer.seed seeds everything", (None, 1, 42)) for role in (_A, "critic")),
-    *(Gone(f"{role}.profile", _PROFILERS, (None, False, -1, ".")) for role in (_A, _R, "critic", "reward_model")),
-    *(
-        Gone(f"{place}.optim.{name}", why, harmless)
-        for place in (_A, "critic")
-        for name, why, harmless in (
-            ("lr_warmup_init", "the rate warms up from optim.min_lr_ratio x lr", (None, 0, 0.0)),
-            ("min_lr", "set optim.min_lr_ratio, a share of lr", (None, 0, 0.0)),
-            ("weight_decay_incr_style", "weight decay is constant", (None, "constant")),
-            ("use_checkpoint_opt_param_scheduler", "a checkpoint brings its schedule back", (None, False, True)),
-            ("override_optimizer_config", "set optim.betas, optim.eps and optim.optimizer", (None,)),
-            ("zero_indexed_step", "steps count from 1", (None, False, True)),
-        )
-    ),
-    *(
-        Gone(f"{place}.profiler.{name}", _PROFILERS, (None, False, "outputs/profile", {}))
-        for place in (_A, _R, _O, "critic", "reward_model")
-        for name in ("enable", "tool", "save_path")
-    ),
-    *(
-        Gone(
-            f"{place}.profiler.tool_config",
-            "no profiler is built in, so its settings are not read",
-            (None, False, True, 0, "level1", "level0", 100000, 32, [], {}, "all"),
-        )
-        for place in (_A, _R, _O, "critic", "reward_model")
-    ),
-    *(Gone(f"global_profiler.{name}", _PROFILERS, (None, "outputs/profile")) for name in ("tool", "save_path")),
-    Gone(f"{_NSYS}.discrete", _PROFILERS),
-    Gone(
-        "global_profiler.global_tool_config.torch_memory",
-        "trainer.memory_ledger tells what each phase takes",
-        (None, 100000, 32, "all", {}),
-    ),
-    *(
-        Gone(f"{place}.fsdp_config.{name}", why, harmless)
-        for place in (_A, _R, "critic.model")
-        for name, why, harmless in (
-            ("forward_only", "the role says whether it is trained", (None, False, True)),
-            ("full_determinism", "runs on a CPU are; on CUDA set CUBLAS_WORKSPACE_CONFIG", _OFF),
-            ("seed", "trainer.seed seeds everything", (None, 1, 42)),
-            ("qat", "quantization-aware training is not built", _OFF),
-        )
-    ),
-    Gone(f"{_A}.calculate_entropy", "entropy is always logged", (None, False, True)),
-    Gone(f"{_A}.router_replay", "routing of experts is not replayed", (None, False, "disabled")),
-    Gone(f"{_O}.enable_rollout_routing_replay", "routing of experts is not replayed"),
-    Gone(f"{_O}.quantization", "set actor_rollout_ref.rollout.engine_kwargs.vllm.quantization"),
-    Gone(f"{_O}.quantization_config_file", "set it below actor_rollout_ref.rollout.engine_kwargs.vllm"),
-    Gone(f"{_O}.prometheus", "servers of rollout.mode=async answer /metrics by themselves", (None, False, 9090, "")),
-    *(
-        Gone(f"{_O}.{name}", "more copies of the engine share out the work by themselves", (None, 1))
-        for name in ("data_parallel_size", "expert_parallel_size", "pipeline_model_parallel_size")
-    ),
-    Gone(f"{_O}.checkpoint_engine.backend", "weights go over by the way the processes allow", (None, "naive", "nccl")),
-    Gone(f"{_O}.disaggregation", "prefill and decoding run in one engine", _OFF),
-    Gone(f"{_O}.agent.agent_loop_manager_class", "derive from verl.agent_loop.AgentLoopManager in a trainer of yours"),
-    Gone(f"{_M}.tiled_mlp", "actor_rollout_ref.model.enable_gradient_checkpointing bounds what a layer keeps", _OFF),
-    Gone(f"{_M}.mtp", "heads that predict several tokens are not trained", _OFF),
-    Gone(f"{_M}.hf_config_path", "the configuration is read from model.path; model.override_config changes it"),
-    Gone(f"{_M}.lora.merge", "set actor_rollout_ref.rollout.lora_sync=merge", (None, False)),
-    *(
-        Gone(name, _REWARD_LOOP, (None, False, True, 1, 8))
-        for name in ("reward.num_workers", "reward_model.num_workers", "reward_model.use_reward_loop")
-    ),
-    *(
-        Gone(f"{place}.{name}", "the reward model shares the devices of trainer", (None, False, 0, 1, 8))
-        for place in ("reward.reward_model", "reward_model")
-        for name in ("enable_resource_pool", "n_gpus_per_node", "nnodes")
-    ),
-    Gone("trainer.use_v1", "there is one trainer", (None, False, True)),
-    Gone("trainer.v1", "there is one trainer; rollout.async_ratio=1 draws ahead", (None, False)),
-    Gone("trainer.checkpoint_callback_class", "override save_checkpoint in a trainer of yours (docs/extend.md)"),
-    Gone("transfer_queue", "batches travel packed, through shared memory or Ray's object store", (None, False)),
 )

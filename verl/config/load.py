@@ -7,14 +7,21 @@ pay for hydra.
 import re
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 from verl.config.base import Config, ConfigError, ConfigWarning, Problem
 from verl.config.build import build, missing_keys
 from verl.config.compose import CONFIG_DIR, compose, search_folders
-from verl.config.legacy import translate, translate_estimator, translate_logger
+from verl.config.legacy import set_features_aside, translate, translate_logger, translate_values
 from verl.config.legacy_correction import translate_correction
-from verl.config.normalise import spread_clip_ratio, spread_global_sizes
+from verl.config.normalise import (
+    adopt_adapter,
+    drop_empty_requests,
+    open_servers,
+    spread_clip_ratio,
+    spread_global_sizes,
+)
 from verl.config.overrides import check_overrides, locate, unknown_key
 from verl.config.ppo import PPOConfig
 from verl.config.tree import at_key, copy_tree, differing, is_interpolation, section_at
@@ -108,18 +115,29 @@ def interpret(
     before = copy_tree(tree)
     problems: list[Problem] = []
     notices = ["backend_config.* is read as the tree itself: leave the prefix out"] if stripped_prefix else []
-    notices += translate(tree, given, problems) + translate_logger(tree) + translate_estimator(tree)
+
+    def defaults() -> dict:
+        return compose([], [CONFIG_DIR], "ppo_trainer", root)[1]
+
+    empty = drop_empty_requests(tree, given, root, defaults)
+    notices += translate(tree, given, problems, partial(_resolved, composed))
+    notices += translate_logger(tree) + translate_values(tree)
     notices += translate_correction(tree, given, problems)
+    empty += drop_empty_requests(tree, given, root, defaults)  # which stood at another name
+    notices += adopt_adapter(tree, given, composed)
+    open_servers(tree, given, composed)
+    features = empty + set_features_aside(tree, given, problems, lambda key: locate(root, key).kind != "unknown")
     notices += spread_global_sizes(tree, composed, problems)
     spread_clip_ratio(tree, given)
     if notices:
         notices = ["old names were understood: " + "; ".join(dict.fromkeys(notices))]
+    notices += features
     for key in differing(tree, before):
         with open_dict(composed):
             OmegaConf.update(composed, key, at_key(tree, key), force_add=True)
     values = _resolve(tree, composed, "", problems)
     for key in missing_keys(values):
-        problems.append(Problem(key, f"{key} must be given{_MANDATORY.get(key, '')}."))
+        problems.append(Problem(key, f"{key} must be given."))
     problems += _unknown(values, root)
     config = build(root(), _known(values, root), "", problems)
 
@@ -136,7 +154,16 @@ def interpret(
     return Loaded(config, tree, notices, problems, frozenset(given))
 
 
-_MANDATORY = {"actor_rollout_ref.rollout.name": ": the engine that samples responses, hf for example"}
+def _resolved(composed: Any, key: str) -> Any:
+    """The plain value behind the interpolation at ``key``; None if it leads nowhere."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        value = OmegaConf.select(composed, key)
+    except OmegaConfBaseException:
+        return None
+    return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
 
 
 def run_from_command_line(

@@ -1,9 +1,14 @@
-"""Deprecated ways of saying the same thing, rewritten in the unresolved tree so that others may follow the result."""
+"""Other ways of saying the same thing, rewritten in the unresolved tree so that others may follow the result."""
 
+import json
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-from verl.config.base import Problem
-from verl.config.tree import at_key, is_interpolation, section_at
+from verl.config.base import Config, Problem
+from verl.config.build import fits, is_text, show
+from verl.config.releases import asks_for_nothing
+from verl.config.tree import at_key, flatten, is_interpolation, pop_key, put_key, section_at
 
 _GLOBAL_SIZES = (
     # section, deprecated name (its successor adds _per_gpu), section whose ranks share it
@@ -53,6 +58,66 @@ def spread_clip_ratio(tree: dict, given: set[str]) -> None:
     for side in ("clip_ratio_low", "clip_ratio_high"):
         if f"{place}.{side}" not in given:
             actor[side] = actor.get("clip_ratio")
+
+
+def drop_empty_requests(tree: dict, given: set[str], root: type[Config], defaults: Callable[[], dict]) -> list[str]:
+    """Let null, false, {} and [] ask for nothing, in place, at options that cannot hold them.
+
+    False becomes ``off``, null or 0, the first that the option can hold. What is left keeps its default.
+
+    Args:
+        defaults: the tree without anything of the user's.
+    """
+    kept = []
+    for key, value in list(flatten(tree)):
+        if not asks_for_nothing(value) or value == "":
+            continue
+        if fits(root, key, value) is not False and not (value is False and is_text(root, key)):
+            continue
+        choices = ("off", None, 0) if value is False and not is_text(root, key) else (None,)
+        meant = [choice for choice in choices if fits(root, key, choice)]
+        if meant:
+            put_key(tree, key, meant[0])
+            continue
+        default = at_key(defaults(), key)
+        pop_key(tree, key)
+        given.discard(key)
+        if default is not None:
+            put_key(tree, key, default)
+        kept.append(f"{key}={show(value)} ({show(default)})")
+    return [f"a value that asks for nothing keeps the default: {', '.join(kept)}"] if kept else []
+
+
+def adopt_adapter(tree: dict, given: set[str], composed: Any) -> list[str]:
+    """Let ``lora_adapter_path`` bring rank, scale and layers of its adapter, in place, where the user gave none."""
+    notices = []
+    for place in ("actor_rollout_ref.model", "critic.model"):
+        section = section_at(tree, place)
+        path = _peek(tree, composed, f"{place}.lora_adapter_path")
+        if not isinstance(path, str) or section.get("lora_rank") or f"{place}.lora_rank" in given:
+            continue
+        try:
+            adapter = json.loads((Path(path).expanduser() / "adapter_config.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            continue  # whether the folder holds an adapter is looked at with the other files
+        found = {"lora_rank": adapter.get("r"), "lora_alpha": adapter.get("lora_alpha")}
+        found["target_modules"] = adapter.get("target_modules")
+        brought = {name: value for name, value in found.items() if value and f"{place}.{name}" not in given}
+        section.update(brought)
+        notices.append(
+            f"{place}.lora_adapter_path={path} brings "
+            + ", ".join(f"{name}={show(value)}" for name, value in brought.items())
+        )
+    return notices
+
+
+def open_servers(tree: dict, given: set[str], composed: Any) -> None:
+    """Let servers that other nodes must reach listen on all addresses, unless the user named one."""
+    rollout, key = section_at(tree, "actor_rollout_ref.rollout"), "actor_rollout_ref.rollout.server_host"
+    together = _peek(tree, composed, "actor_rollout_ref.hybrid_engine")
+    nodes = _peek(tree, composed, f"{'trainer' if together else 'actor_rollout_ref.rollout'}.nnodes")
+    if key not in given and rollout.get("mode") == "async" and isinstance(nodes, int) and nodes > 1:
+        rollout["server_host"] = "0.0.0.0"
 
 
 def _peek(tree: dict, composed: Any, key: str) -> Any:

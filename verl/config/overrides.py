@@ -13,7 +13,8 @@ from typing import Any, Literal, NamedTuple
 
 from verl.config.base import Config, Problem
 from verl.config.build import types_of
-from verl.config.legacy import ALIASES, is_legacy, strip_prefix
+from verl.config.features import feature_of_backend, feature_of_config, not_built
+from verl.config.legacy import ALIASES, is_legacy, strip_prefix, today
 
 _OVERRIDE = re.compile(r"(?P<mark>\+\+|\+|~)?(?P<key>[^=@\s]+)(?P<package>@[^=\s]*)?(?P<assign>=.*)?", re.DOTALL)
 
@@ -61,15 +62,22 @@ def check_overrides(arguments: Iterable[str], root: type[Config], is_group: Call
             )
             continue
         key, mark = match["key"], match["mark"] or ""
-        if re.split(r"[./]", key)[0] == "hydra" or match["package"] or "/" in key or is_group(key):
+        if re.split(r"[./]", key)[0] == "hydra":
             overrides.append(text)
+            continue
+        if match["package"] or "/" in key or is_group(key) or key == "model_engine":
+            kept, wrong = _judge_group(text, key, (match["assign"] or "")[1:].strip("'\""), is_group)
+            overrides += kept
+            problems += wrong
             continue
         bare = strip_prefix(key)
         stripped |= bare != key
-        place = locate(root, bare)
+        place = locate(root, today(bare))
         if place.kind == "unknown" and not is_legacy(bare):
             problems.append(Problem(key, unknown_key(root, bare, place)))
             continue
+        if mark == "~" and place.kind == "unknown":
+            continue  # nothing to delete
         if mark == "~" and place.kind != "free":
             problems.append(
                 Problem(key, f"{text}: an option cannot be deleted. Leave it out for its default, or set it to null.")
@@ -79,6 +87,35 @@ def check_overrides(arguments: Iterable[str], root: type[Config], is_group: Call
         assign = _HOME_PATH.sub(r"'\g<0>'", match["assign"] or "")
         overrides.append(f"{mark if mark == '~' else '++'}{bare}{assign}")
     return Checked(overrides, given, problems, stripped)
+
+
+_ENGINES = ("dp", "fsdp", "fsdp2")
+_GROUPS = {
+    "model": "hf_model", "optim": "fsdp", "engine": "fsdp", "algorithm": "rollout_correction", "reward": "reward",
+    "reward_manager": "reward_manager", "distillation": "distillation", "profiler": "profiler",
+    "legacy_reward_impl": "", "reward_model": "dp_reward_loop",
+}  # fmt: skip
+"""Groups of verl's YAML that are not here, and what its releases choose of them."""
+
+
+def _judge_group(
+    text: str, group: str, choice: str, is_group: Callable[[str], bool]
+) -> tuple[list[str], list[Problem]]:
+    """The choice of a group of YAML files: as hydra is to get it, nothing for what verl chooses anyway; problems."""
+    feature = feature_of_backend(choice) or feature_of_config(choice)
+    if feature:
+        return [], [Problem(group, not_built(text, feature))]
+    if group == "model_engine" and choice not in _ENGINES:
+        return [], [
+            Problem(
+                group, f"{text} is no known training backend; known are {', '.join(_ENGINES)}. Use model_engine=dp."
+            )
+        ]
+    if group == "model_engine" or (group in _GROUPS and choice in ("", _GROUPS[group])):
+        return [], []
+    if not is_group(group):
+        return [], [Problem(group, f"{text}: there is no folder {group} of YAML files. Set the options themselves.")]
+    return [text], []
 
 
 def unknown_key(root: type[Config], key: str, place: Place) -> str:
@@ -152,13 +189,14 @@ def nearest_key(root: type[Config], key: str, place: Place) -> str | None:
             scored.append((alike(wrong, name) + 0.1, f"{candidate}.{below}"))
         scored.append((alike(wrong, name), candidate))
     last = key.rpartition(".")[2]
+    is_common = sum(candidate.rpartition(".")[2] == last for candidate in all_keys(root)) > 2
     aliases = (alias for alias in ALIASES if locate(root, alias.rpartition(".")[0]).kind == "section")
     for candidate in (*all_keys(root), *aliases):
         if f".{candidate}".endswith(f".{key}"):
             scored.append((1.2, candidate))  # the section was left out
-        elif candidate.rpartition(".")[2] == last:
+        elif candidate.rpartition(".")[2] == last and not is_common:  # ``name`` alone says nothing
             scored.append((0.8 + 0.2 * alike(key, candidate), candidate))
-        elif alike(last, candidate.rpartition(".")[2]) >= 0.6:
+        elif alike(last, candidate.rpartition(".")[2]) >= 0.7:
             scored.append((alike(key, candidate) - 0.1, candidate))
     score, best = max(scored, key=lambda pair: pair[0], default=(0.0, None))
     return best if score >= 0.6 else None

@@ -60,10 +60,10 @@ class MultiTurnConfig(Config):
     max_user_turns: int | None = None
     """Turns of the user at most."""
 
-    max_parallel_calls: int = 1
+    max_parallel_calls: int = option(1, above=0)
     """Tool calls of one turn at most."""
 
-    max_tool_response_length: int = 256
+    max_tool_response_length: int = option(256, above=0)
     """Characters of a tool's answer kept."""
 
     tool_response_truncate_side: Literal["left", "right", "middle"] = "middle"
@@ -129,17 +129,18 @@ class TraceConfig(Config):
 class RolloutConfig(Config):
     """Sampling of training responses."""
 
-    name: str = "???"
-    """Engine: ``hf`` (transformers), ``vllm`` or ``sglang`` (install them with scripts/install_engines.sh). Must be
-    given."""
+    name: str = "vllm"
+    """Engine: ``vllm``, ``sglang`` (install them with scripts/install_engines.sh) or ``hf`` (transformers, nothing to
+    install)."""
 
     mode: Literal["sync", "async"] = "sync"
     """``sync``: one call samples a whole batch. ``async``: every engine is behind a server, which takes requests one by
     one, from agent loops in the driver and from outside. See docs/async.md."""
 
     server_host: str = "127.0.0.1"
-    """Address the servers of ``mode=async`` listen on. Others than loopback (``0.0.0.0`` for all; needed with several
-    nodes) let other machines in, which then need the key in ``trainer.default_local_dir``/rollout_servers.json."""
+    """Address the servers of ``mode=async`` listen on; with several nodes ``0.0.0.0``, all addresses, unless given.
+    Others than loopback let other machines in, which then need the key in
+    ``trainer.default_local_dir``/rollout_servers.json."""
 
     nnodes: int = option(1, at_least=0)
     """Machines of the rollout. Read only with ``hybrid_engine=false``."""

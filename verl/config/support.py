@@ -27,6 +27,8 @@ class Limit(NamedTuple):
     """Values that work beside the default."""
     follows: bool = False
     """The default follows another option, so only a value the user gave counts."""
+    when: str = ""
+    """Dotted key without which (null) the option asks for nothing."""
 
 
 class Names(NamedTuple):
@@ -74,13 +76,15 @@ LIMITS: tuple[Limit, ...] = (
     # run
     Limit("trainer.esi_redundant_time", "saving before an elastic instance ends", "lower trainer.save_freq"),
     Limit("trainer.profile_steps", "profiling of steps", _NO_PROFILER),
-    Limit("trainer.profile_continuous_steps", "profiling of steps", _NO_PROFILER),
-    Limit("trainer.npu_profile.*", "the Ascend profiler", _NO_PROFILER),
-    Limit("trainer.controller_nsight_options", "Nsight profiling", _NO_PROFILER),
-    Limit("trainer.worker_nsight_options", "Nsight profiling", _NO_PROFILER),
     *(
-        Limit(f"{place}.profiler.*", "profiling of roles", _NO_PROFILER)
-        for place in ("actor_rollout_ref", "critic", _RM)
+        Limit(key, what, _NO_PROFILER, when="trainer.profile_steps")
+        for key, what in (
+            ("trainer.profile_continuous_steps", "profiling of steps"),
+            ("trainer.npu_profile.*", "the Ascend profiler"),
+            ("trainer.controller_nsight_options", "Nsight profiling"),
+            ("trainer.worker_nsight_options", "Nsight profiling"),
+            *((f"{place}.profiler.*", "profiling of roles") for place in ("actor_rollout_ref", "critic", _RM)),
+        )
     ),
 )
 
@@ -89,7 +93,7 @@ NAMES: tuple[Names, ...] = (
         f"{_ROLLOUT}.name",
         "rollout engine",
         built=("hf", "vllm", "sglang"),
-        planned=("sglang_async", "server"),
+        planned=("sglang_async", "server", "trtllm"),
     ),
     Names(
         "algorithm.adv_estimator",
@@ -180,6 +184,8 @@ def unsupported(config: Config, is_given: Callable[[str], bool] | None = None) -
                 continue
             if limit.follows and not (is_given and is_given(key)):
                 continue
+            if limit.when and get_path(config, limit.when) is None:
+                continue  # ``asked_of_nobody`` says so
             yield Problem(
                 key, f"{key}={_shown(value, default)} is not supported yet: {limit.what}. Way out: {limit.instead}."
             )
@@ -189,6 +195,16 @@ def unsupported(config: Config, is_given: Callable[[str], bool] | None = None) -
             text = _judge_name(names, value, config)
             if text:
                 yield Problem(names.key, text)
+
+
+def asked_of_nobody(config: Config) -> Iterator[tuple[str, str]]:
+    """(key, key it needs) of options with another value than their default that ask for nothing without another."""
+    defaults = type(config)()
+    for limit in LIMITS:
+        if limit.when and get_path(config, limit.when) is None:
+            for key in _expand(limit.key, defaults):
+                if get_path(config, key) != get_path(defaults, key):
+                    yield key, limit.when
 
 
 def _expand(key: str, defaults: Config) -> list[str]:

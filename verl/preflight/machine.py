@@ -198,8 +198,8 @@ def missing_packages(config: PPOConfig, machine: Machine) -> Iterator[Problem]:
     if name in ("vllm", "sglang") and not is_package_available(name):
         yield Problem(
             f"{ROLLOUT}.name",
-            f"{ROLLOUT}.name={name} is not installed on this machine. Install it with scripts/install_engines.sh, or "
-            "use hf; to examine a run on another machine, say --elsewhere.",
+            f"{ROLLOUT}.name={name} is not installed on this machine. Install it with bash scripts/install_engines.sh "
+            f"{name}, or set {ROLLOUT}.name=hf; to examine a run on another machine, say --elsewhere.",
         )
 
 

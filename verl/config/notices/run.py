@@ -7,6 +7,13 @@ from verl.config.build import show
 from verl.config.notices.base import IsGiven, given_below, notice, unread
 from verl.config.ppo import PPOConfig
 from verl.config.rules.base import ACTOR, ROLLOUT
+from verl.config.support import asked_of_nobody
+
+
+@notice
+def nothing_is_profiled(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+    for key, needed in asked_of_nobody(config):
+        yield from unread(config, [key], is_given, f"{needed}=null profiles no step, and profilers are not built")
 
 
 @notice

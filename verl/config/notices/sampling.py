@@ -102,6 +102,19 @@ def greedy_cuts_nothing(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
 
 
 @notice
+def greedy_answers_are_equal(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+    sampling, key = config.actor_rollout_ref.rollout.val_kwargs, f"{ROLLOUT}.val_kwargs"
+    greedy = [f"{key}.do_sample=false"] * (not sampling.do_sample) or [f"{key}.temperature=0"] * (
+        sampling.temperature == 0
+    )
+    if sampling.n > 1 and greedy:
+        yield (
+            f"{key}.n={sampling.n} with {greedy[0]} gives {sampling.n} equal answers to each prompt. Set "
+            f"{key}.do_sample=true and {key}.temperature=1.0, or {key}.n=1"
+        )
+
+
+@notice
 def fire_needs_chance(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
     rollout = config.actor_rollout_ref.rollout
     fire = [f"{ROLLOUT}.fire_temperature", f"{ROLLOUT}.fire_top_k"]

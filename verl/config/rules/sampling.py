@@ -27,18 +27,16 @@ def groups_have_siblings(config: PPOConfig) -> Iterator[Problem]:
 
 @rule
 def siblings_differ(config: PPOConfig) -> Iterator[Problem]:
-    for key in (ROLLOUT, f"{ROLLOUT}.val_kwargs"):
-        sampling = get_path(config, key)
-        greedy = not sampling.do_sample or sampling.temperature == 0
-        if sampling.n > 1 and greedy:
-            cause = "do_sample=false" if not sampling.do_sample else "temperature=0"
-            yield problem(
-                config,
-                f"{key}.n",
-                f"with {key}.{cause}: all responses of a prompt would be the same. Sample at random, or set {key}.n=1.",
-                f"{key}.do_sample",
-                f"{key}.temperature",
-            )
+    sampling, key = config.actor_rollout_ref.rollout, ROLLOUT
+    if sampling.n > 1 and (not sampling.do_sample or sampling.temperature == 0):
+        cause = "do_sample=false" if not sampling.do_sample else "temperature=0"
+        yield problem(
+            config,
+            f"{key}.n",
+            f"with {key}.{cause}: all responses of a prompt would be the same. Sample at random, or set {key}.n=1.",
+            f"{key}.do_sample",
+            f"{key}.temperature",
+        )
 
 
 @rule

@@ -29,7 +29,8 @@ def get_rollout_class(name: str) -> type[RolloutEngine]:
     if name in _PACKAGES and importlib.util.find_spec(_PACKAGES[name]) is None:
         raise ImportError(
             f"actor_rollout_ref.rollout.name={name} needs {_PACKAGES[name]}, which is not installed. "
-            f"Run: bash scripts/install_engines.sh {name}"
+            f"Run: bash scripts/install_engines.sh {name}, or set actor_rollout_ref.rollout.name=hf, which needs "
+            "transformers only."
         )
     module, _, attribute = _ENGINES[name].partition(":")
     return getattr(importlib.import_module(module), attribute)
