@@ -10,7 +10,7 @@ rows cost little (``Engine._try``):
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -151,24 +151,20 @@ def runs_here(model: Any) -> Iterator[None]:
 
 
 def candidates(model: nn.Module) -> Iterator[list[nn.Module]]:
-    """Modules that may be what is random in train mode, to be left in inference mode: first those of one class, then
-    all together.
-
-    Those that recompute their layers go by their train mode and come last.
+    """Modules that may be what is random in train mode, to be left in inference mode: those of one class, then all but
+    the layers that are recomputed, which go by their train mode, then all.
     """
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    others = [module for module in model.modules() if not isinstance(module, GradientCheckpointingLayer)]
     by_class: dict[type, list[nn.Module]] = {}
-    for module in model.modules():
-        by_class.setdefault(type(module), []).append(module)
-    of_one = [modules for modules in by_class.values() if not any(map(_recomputes, modules))]
-    # what sets a model's own classes apart: torch's have nothing but dropout, which is off
-    own = [modules for modules in of_one if not type(modules[0]).__module__.startswith("torch.nn")]
-    yield from own[:MOST_CLASSES] if len(own) > 1 else ()
-    yield [module for modules in of_one for module in modules]
+    for module in others:
+        # torch's own know nothing random but dropout, which is off
+        if not type(module).__module__.startswith("torch.nn"):
+            by_class.setdefault(type(module), []).append(module)
+    yield from list(by_class.values())[:MOST_CLASSES]
+    yield others
     yield list(model.modules())
-
-
-def _recomputes(module: nn.Module) -> bool:
-    return bool(getattr(module, "gradient_checkpointing", False))
 
 
 def train_mode(model: nn.Module, but: Iterable[nn.Module] = ()) -> None:
@@ -182,6 +178,16 @@ def classes_of(modules: Iterable[nn.Module]) -> str:
     """Their classes' names, for people."""
     names = list(dict.fromkeys(type(module).__name__.removeprefix("FSDP") for module in modules))
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
+def drew(before: Mapping[str, Any], after: Mapping[str, Any]) -> bool:
+    """Whether any generator moved between two ``random_state``s."""
+
+    def plain(state: Mapping[str, Any]) -> list[Any]:
+        flat = [part for name in sorted(state) for part in (state[name] if name == "numpy" else [state[name]])]
+        return [part.tolist() if isinstance(part, Tensor) else part for part in flat]
+
+    return plain(before) != plain(after)
 
 
 def refuse_random(name: str, model_type: str, in_training: bool) -> None:
