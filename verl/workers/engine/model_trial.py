@@ -142,7 +142,7 @@ def runs_here(model: Any) -> Iterator[None]:
         reason = str(error).split("\n", 1)[0]
         raise ValueError(
             f"model.path={model.name_or_path!r} (model_type={model.config.model_type!r}) cannot be trained here: a "
-            f"forward pass of {type(model).__name__} over two short rows raised {type(error).__name__}: {reason}. Check "
+            f"forward pass of {type(model).__name__} over short rows raised {type(error).__name__}: {reason}. Check "
             "model.override_config and the packages this model needs, or use a model of another family."
         ) from error
 
