@@ -6,6 +6,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
+from tests.support.families import make_family
 from tests.support.tiny_models import make_tiny_model
 from verl.models.loader import LoRASpec, ModelSpec, load_model
 from verl.models.lora import adapter_layers, adapter_off, merged, scaled_adapter, write_adapter
@@ -173,3 +174,22 @@ def test_a_written_adapter_is_the_same_file_every_time(folder_of, tmp_path):
     one, other = ((tmp_path / name / "adapter_config.json").read_text() for name in ("one", "other"))
     assert one == other
     assert all(name.startswith("base_model.model.") for name in load_file(tmp_path / "one/adapter_model.safetensors"))
+
+
+@pytest.mark.parametrize(
+    "family, target, why",
+    [
+        ("mamba", "out_proj", r"'out_proj' names no .*\(.*mixer.out_proj is not called: MambaMixer hands its weight"),
+        ("deepseek_v3", "experts.down_proj", r"is many matrices in one tensor, as fused experts are\)\. There are q_"),
+        ("phimoe", "router", r"is a PhimoeTopKRouter, which computes more than a product\)\. There are q_proj"),
+    ],
+)
+def test_a_layer_that_an_adapter_cannot_change_is_refused_with_what_there_is_instead(family, target, why, tmp_path):
+    with pytest.raises(ValueError, match=why):
+        adapted(make_family(tmp_path, family), target_modules=(target,))
+
+
+def test_a_mixtures_dense_and_shared_layers_get_their_adapters(tmp_path):
+    names = adapter_layers(adapted(make_family(tmp_path, "deepseek_v3")))
+    assert {"model.layers.0.mlp.gate_proj", "model.layers.1.mlp.shared_experts.up_proj"} <= names.keys()
+    assert not any(name.endswith("experts") for name in names)

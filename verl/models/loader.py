@@ -15,8 +15,10 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
 
 from verl.models.multimodal import is_vision_language, vision_tower
+from verl.models.rotary import fix_rotary
 from verl.models.scalar_head import is_head, reward_class, value_class
 from verl.models.weight_names import remember_conversions
 from verl.utils.fs import copy_to_local
@@ -57,7 +59,8 @@ class ModelSpec:
     compute_dtype: str | None = "bf16"
     """Precision of matrix products; None means ``param_dtype``."""
     override_config: Mapping[str, Any] = field(default_factory=dict)
-    """Entries of the Hugging Face config to change; ``attn_implementation`` chooses the attention code."""
+    """Entries of the Hugging Face config to change; ``attn_implementation`` chooses the attention code. Every dropout
+    rate that is not named here is 0."""
     trust_remote_code: bool = False
     gradient_checkpointing: bool = True
     """Recompute activations in the backward pass: a third more time, a fraction of the memory. On CPU only for
@@ -84,11 +87,19 @@ class ModelSpec:
     """Rows run packed, one behind another, without padding."""
     share_prompts: bool = False
     """With ``remove_padding``: a prompt that several rows of a micro-batch begin with runs once."""
+    longest: int | None = None
+    """Tokens of the run's longest sequence, by which ``longrope`` and ``dynamic`` frequencies are picked; None: the
+    model's whole context."""
 
     @property
     def folder(self) -> str:
         """Where it is read from: ``path``, or the node's own copy of it, made when first asked for."""
         return copy_to_local(self.path, use_shm=self.use_shm)
+
+    @property
+    def has_dropout(self) -> bool:
+        """Whether the user asked for dropout, which makes two passes over the same tokens differ."""
+        return any(_rates(self.override_config))
 
     @property
     def kept_in(self) -> torch.dtype:
@@ -126,12 +137,39 @@ def load_config(spec: ModelSpec) -> Any:
         if unknown:
             raise ValueError(f"{' '.join(unknown)} (model.path={spec.path!r})")
     update_model_config(config, overrides)
+    _no_dropout(config, spec.override_config)
     if spec.head != "lm":
         if spec.head == "value":
             config.num_labels = 1
         if "classifier_dropout" not in overrides:
             config.classifier_dropout = 0.0
     return config
+
+
+def _no_dropout(config: Any, chosen: Mapping[str, Any]) -> None:
+    """Set every rate of ``config`` and its nested configs to 0 that ``chosen`` does not name."""
+    from transformers import PretrainedConfig
+
+    for name, value in list(vars(config).items()):
+        if isinstance(value, PretrainedConfig):
+            inner = chosen.get(name)
+            _no_dropout(value, inner if isinstance(inner, Mapping) else {})
+        elif _is_rate(name, value) and name not in chosen:
+            setattr(config, name, 0.0)
+
+
+def _rates(entries: Mapping[str, Any]) -> Iterator[float]:
+    """The dropout rates among the entries of a config, nested ones included."""
+    for name, value in entries.items():
+        if isinstance(value, Mapping):
+            yield from _rates(value)
+        elif _is_rate(name, value):
+            yield value
+
+
+def _is_rate(name: str, value: Any) -> bool:
+    """Whether an entry is the rate of something left out at random: dropout, ``attn_pdrop``, ``layerdrop``."""
+    return "drop" in name and isinstance(value, int | float) and not isinstance(value, bool) and value > 0
 
 
 def source_dtype(spec: ModelSpec) -> torch.dtype | None:
@@ -239,8 +277,9 @@ def _prepare(spec: ModelSpec, model: nn.Module, seed: int = 0, dtype: torch.dtyp
         from verl.models.liger import use_liger_layers
 
         use_liger_layers(model)  # before an adapter wraps layers of MLPs
-    if not any("drop" in name for name in spec.override_config):
+    if not spec.has_dropout:
         without_dropout(model)
+    fix_rotary(model, spec.longest)
     if spec.freeze_vision_tower:
         vision_tower(model).requires_grad_(False)
     if spec.lora is not None:
@@ -248,7 +287,13 @@ def _prepare(spec: ModelSpec, model: nn.Module, seed: int = 0, dtype: torch.dtyp
 
         add_adapter(model, spec.lora, seed, is_value=spec.head != "lm")
         cast_parameters(model, dtype or spec.kept_in)
-    if spec.gradient_checkpointing:
+    if spec.gradient_checkpointing and not getattr(model, "supports_gradient_checkpointing", True):
+        logger.warning(
+            "model.enable_gradient_checkpointing=true has no effect: %s cannot recompute its layers. If activations do "
+            "not fit, use smaller micro-batches.",
+            type(model).__name__,
+        )
+    elif spec.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model
 
@@ -261,12 +306,15 @@ def cast_parameters(model: nn.Module, dtype: torch.dtype, frozen_only: bool = Fa
 
 
 def without_dropout(model: nn.Module) -> None:
-    """Set every dropout rate to 0: a policy ratio compares two passes, which dropout would make differ at random."""
+    """Set every dropout rate to 0: a policy ratio compares two passes, which dropout would make differ at random.
+
+    The config has none by then; this is for rates written into a model's code.
+    """
     for module in model.modules():
-        if isinstance(module, nn.Dropout):
+        if isinstance(module, _DropoutNd):
             module.p = 0.0
-        for name in ("attention_dropout", "dropout", "attn_pdrop", "resid_pdrop", "residual_dropout"):
-            if isinstance(getattr(module, name, None), float):
+        for name, value in vars(module).items():
+            if _is_rate(name, value):
                 setattr(module, name, 0.0)
 
 

@@ -10,11 +10,14 @@ Source: Hu et al. 2021, LoRA (arXiv:2106.09685).
 from __future__ import annotations
 
 import copy
+import inspect
 import json
+import logging
 import re
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,7 +35,10 @@ from verl.utils.seeding import derive_seed
 if TYPE_CHECKING:
     from verl.models.loader import LoRASpec
 
+logger = logging.getLogger(__name__)
+
 _ADAPTER = "default"  # peft's name of a model's only adapter
+_INSIDE = "model"  # name of the model in what peft is shown
 _HEADS = ("score", "classifier")
 _SHOWN = 12
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -52,15 +58,20 @@ def add_adapter(model: nn.Module, spec: LoRASpec, seed: int, is_value: bool = Fa
     config = LoraConfig(
         r=spec.rank,
         lora_alpha=spec.alpha,
-        target_modules=chosen,
+        target_modules=[f"{_INSIDE}.{name}" for name in chosen],
         lora_dropout=0.0,
         bias="none",
         task_type=TaskType.TOKEN_CLS if is_value else TaskType.CAUSAL_LM,
         base_model_name_or_path=getattr(model, "name_or_path", None),
     )
+    # by itself peft takes ``gate_proj`` of a mixture of experts for the fused experts, wherever it stands
+    around = nn.Module()
+    around.add_module(_INSIDE, model)
     with warnings.catch_warnings():  # of Conv1D layers, which it then handles
         warnings.simplefilter("ignore")
-        inject_adapter_in_model(config, model, _ADAPTER)
+        inject_adapter_in_model(config, around, _ADAPTER)
+    config.target_modules = set(chosen)
+    model.peft_config = {_ADAPTER: config}
     for name in _HEADS if is_value else ():
         if isinstance(getattr(model, name, None), nn.Linear):
             getattr(model, name).requires_grad_(True)
@@ -82,15 +93,20 @@ def add_adapter(model: nn.Module, spec: LoRASpec, seed: int, is_value: bool = Fa
 def target_layers(model: nn.Module, spec: LoRASpec) -> list[str]:
     """Names of the layers that get an adapter.
 
-    ``all-linear`` means every linear layer but the last. A string is a regular expression for the whole name or, as
-    every entry of a list, the name itself or its end. ``spec.leaves_vision_tower`` leaves the tower out.
+    ``all-linear`` means every linear layer that can be adapted, but the last. A string is a regular expression for the
+    whole name or, as every entry of a list, the name itself or its end. ``spec.leaves_vision_tower`` leaves the tower
+    out.
 
     Raises:
         ValueError: names the entry that chooses nothing, and what there is to choose.
     """
-    able = _linear_layers(model, vision_tower(model) if spec.leaves_vision_tower else None)
-    chosen = set(able) if spec.target_modules == "all-linear" else _named(spec.target_modules, able, "target_modules")
-    chosen -= _named(spec.exclude_modules or [], able, "exclude_modules")
+    able, unable = _linear_layers(model, vision_tower(model) if spec.leaves_vision_tower else None)
+    if spec.target_modules == "all-linear":
+        chosen = set(able)
+        _note_left_out(model, unable)
+    else:
+        chosen = _named(spec.target_modules, able, unable, "target_modules")
+    chosen -= _named(spec.exclude_modules or [], [*able, *unable], {}, "exclude_modules")
     if not chosen:
         raise ValueError(
             f"model.target_modules={spec.target_modules!r} without model.exclude_modules={spec.exclude_modules!r} "
@@ -99,36 +115,85 @@ def target_layers(model: nn.Module, spec: LoRASpec) -> list[str]:
     return [name for name in able if name in chosen]
 
 
-def _linear_layers(model: nn.Module, without: nn.Module | None) -> list[str]:
-    """Linear layers that are called: the last one is read chunk by chunk instead, and a value head is trained whole.
+def _linear_layers(model: nn.Module, without: nn.Module | None) -> tuple[list[str], dict[str, str]]:
+    """Linear layers that an adapter can change, and those that it cannot with the reason.
+
+    The last one is in neither, since it is read chunk by chunk, nor is a value head, which is trained whole.
 
     Args:
         without: a part of the model whose layers do not count.
     """
     output = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     left_out = set() if without is None else set(without.modules())
-    return [
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear | Conv1D)
-        and module is not output
-        and module not in left_out
-        and name not in _HEADS
-    ]
+    able: list[str] = []
+    unable: dict[str, str] = {}
+    for name, module in model.named_modules():
+        if module is output or module in left_out or name in _HEADS:
+            continue
+        if isinstance(module, nn.Linear | Conv1D):
+            parent, _, own = name.rpartition(".")
+            why = _why_unable(module, model.get_submodule(parent), own)
+            if why:
+                unable[name] = why
+            else:
+                able.append(name)
+        elif not type(module).__module__.startswith("torch.nn"):  # a convolution's weight has three dimensions too
+            stacked = [own for own, p in module.named_parameters(recurse=False) if p.ndim == 3]
+            unable |= {f"{name}.{own}": "is many matrices in one tensor, as fused experts are" for own in stacked}
+    return able, unable
 
 
-def _named(entries: str | Iterable[str], able: list[str], option: str) -> set[str]:
+def _why_unable(module: nn.Module, parent: nn.Module, name: str) -> str | None:
+    """Why an adapter on the linear layer ``parent.name`` would do nothing, or harm; None where it does its work."""
+    if type(module).forward not in (nn.Linear.forward, Conv1D.forward):
+        return f"is a {type(module).__name__}, which computes more than a product"
+    if _reads_weight(type(parent), name):
+        return f"is not called: {type(parent).__name__} hands its weight to a kernel"
+    return None
+
+
+@lru_cache(maxsize=1024)
+def _reads_weight(owner: type, name: str) -> bool:
+    """Whether the code of ``owner`` hands the tensors of its layer ``name`` on instead of calling the layer.
+
+    Their type and shape may be read, and slices of them, which Megatron's way of splitting a product takes.
+    """
+    use = re.compile(rf"self\.{name}\.(weight|bias)\b(?!\.(dtype|device|shape|size)|\[)")
+    for cls in owner.__mro__[: owner.__mro__.index(nn.Module)]:
+        try:
+            source = inspect.getsource(cls)
+        except (OSError, TypeError):  # written at run time: nothing to read
+            continue
+        if use.search(source):
+            return True
+    return False
+
+
+def _note_left_out(model: nn.Module, unable: dict[str, str]) -> None:
+    """Say once, where the weights are, which layers ``all-linear`` does not adapt."""
+    if unable and not next(model.parameters()).is_meta:
+        reasons = {".".join(name.split(".")[-2:]): why for name, why in unable.items()}
+        told = "; ".join(f"{name} ({why})" for name, why in reasons.items())
+        logger.warning("model.target_modules=all-linear leaves out layers that no adapter can be put on: %s", told)
+
+
+def _named(entries: str | Iterable[str], able: list[str], unable: dict[str, str], option: str) -> set[str]:
     """The layers that ``entries`` of ``option`` name; an entry that names none is an error."""
     found: set[str] = set()
     for entry in [entries] if isinstance(entries, str) else entries:
-        hits = {name for name in able if name == entry or name.endswith(f".{entry}") or _is_match(entry, name)}
+        hits = {name for name in able if _is_named(entry, name)}
         if not hits:
+            refused = next((f" ({name} {why})" for name, why in unable.items() if _is_named(entry, name)), "")
             raise ValueError(
-                f"model.{option}: {entry!r} names no linear layer of this model that can be adapted. "
+                f"model.{option}: {entry!r} names no linear layer of this model that can be adapted{refused}. "
                 f"There are {_shown(able)}. Use their names, the ends of their names, or a regular expression."
             )
         found |= hits
     return found
+
+
+def _is_named(entry: str, name: str) -> bool:
+    return name == entry or name.endswith(f".{entry}") or _is_match(entry, name)
 
 
 def _is_match(pattern: str, name: str) -> bool:

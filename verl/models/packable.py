@@ -1,6 +1,6 @@
 """Which models can run packed rows, and shared among how many ranks: known by their configs and classes.
 
-What cannot be known that way is found by trying (``verl/workers/engine/packed_check.py``).
+What cannot be known that way is found by trying (``verl/workers/engine/model_trial.py``).
 """
 
 from __future__ import annotations
@@ -68,11 +68,4 @@ def _check_shareable(model: Any, text: Any, ranks: int) -> None:
         raise ValueError(
             f"ulysses_sequence_parallel_size={ranks}: {type(model).__name__} has num_attention_heads={heads}, which do "
             f"not divide among {ranks} ranks. Use a divisor of {heads} ({', '.join(map(str, fits))}), or 1."
-        )
-    rope = getattr(text, "rope_parameters", None) or {}
-    kind = rope.get("rope_type", "default")
-    if kind in ("dynamic", "longrope"):
-        raise ValueError(
-            f"ulysses_sequence_parallel_size={ranks}: {type(model).__name__} has rope_type={kind!r}, whose frequencies "
-            "depend on the largest position a rank sees, and every rank sees another. Use size 1."
         )

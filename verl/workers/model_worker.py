@@ -11,6 +11,7 @@ import random
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -50,6 +51,7 @@ class EngineWorker(Worker):
         seed: the run's seed; every rank starts from it.
         total_training_steps: length of the learning-rate schedule, in calls of ``update_*``.
         response_length: tokens; the constant some losses divide by.
+        sequence_length: tokens a prompt and its response may have together.
         timeout_s: seconds a collective may wait for a rank.
         tokenizer_path: where the policy's tokenizer is, if not beside its model.
         profile_option: accepted for scripts that pass it; has no effect.
@@ -65,6 +67,7 @@ class EngineWorker(Worker):
         seed: int = 1,
         total_training_steps: int = -1,
         response_length: int | None = None,
+        sequence_length: int | None = None,
         timeout_s: float = 600.0,
         tokenizer_path: str | None = None,
         profile_option: Any = None,
@@ -76,6 +79,7 @@ class EngineWorker(Worker):
         self.seed = seed
         self.total_training_steps = total_training_steps
         self.response_length = response_length
+        self.sequence_length = sequence_length
         self.timeout_s = timeout_s
         self.tokenizer_path = tokenizer_path
         self.checkpoints: CheckpointManager | None = None
@@ -127,7 +131,7 @@ class EngineWorker(Worker):
         steps = section.optim.total_training_steps if train else 0
         engine = build_engine(
             section.strategy,
-            spec,
+            replace(spec, longest=self.sequence_length),
             fsdp_config,
             section.optim if train else None,
             total_steps=steps if steps > 0 else self.total_training_steps,

@@ -224,6 +224,7 @@ def test_a_length_beyond_the_models_context_is_refused_at_the_start(model_folder
 
 def test_a_prompt_is_read_once_for_all_its_responses_and_ended_rows_leave_the_batch(synced):
     rollout, seen = synced(), []
+    rollout.generate([Request((5,), SamplingParams(1))], 1)  # the first request waits for the trial of the model
     rollout.model.get_input_embeddings().register_forward_pre_hook(lambda _, args: seen.append(tuple(args[0].shape)))
     prompts = [(5, 6, 7), (8, 9, 10, 11)]
     requests = [Request(p, SamplingParams(2 + 3 * i, ignore_eos=True), i) for i in range(4) for p in prompts]

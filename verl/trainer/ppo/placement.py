@@ -116,11 +116,13 @@ def start_worker_groups(
     roles = {role: cls for role, cls in roles.items() if needed.get(role, True)}
     pools.create_resource_pool(controller)
     sections = {Role.Critic: config.critic, Role.RewardModel: config.reward_model}
+    rollout = config.actor_rollout_ref.rollout
     settings = {
         "device": device,
         "seed": config.trainer.seed,
         "total_training_steps": total_training_steps,
-        "response_length": config.actor_rollout_ref.rollout.response_length,
+        "response_length": rollout.response_length,
+        "sequence_length": rollout.max_model_len or rollout.prompt_length + rollout.response_length,
         "timeout_s": config.actor_rollout_ref.nccl_timeout,
         "tokenizer_path": config.data.tokenizer,
     }

@@ -47,7 +47,7 @@ from verl.utils.distributed import all_gather_objects, all_reduce_numbers
 from verl.utils.micro_batching import WHOLE, MicroBatching
 from verl.utils.ragged import Ragged
 from verl.utils.seqlen_balancing import plan_micro_batches
-from verl.workers.engine import packed_check
+from verl.workers.engine import model_trial
 from verl.workers.engine.means import WeightedMeans, numbers
 from verl.workers.engine.micro_batch import Cut, MicroBatch, cut_batch, find_prompts, row_lengths, vision_rows
 from verl.workers.engine.optim import (
@@ -119,6 +119,8 @@ class Engine(ABC):
         self.schedule: torch.optim.lr_scheduler.LambdaLR | None = None
         self.head: Head | None = None
         self._there = {"model": False, "optimizer": False}
+        self._inferring: list[nn.Module] = []
+        self._rows_alone = False
 
     @property
     def model_config(self) -> Any:
@@ -216,7 +218,7 @@ class Engine(ABC):
         if missing:
             raise ValueError(f"the loss reads column {missing[0]!r}, which the batch has not: it has {data.keys()}")
         if not self.module.training:
-            self.module.train()
+            model_trial.train_mode(self.module, self._inferring)
         cut, own = self._cut(data, split, (*loss.columns, *getattr(loss, "extra_columns", ())))
         own_columns = [micro.columns for micro in cut.micro_batches[:own]]
         counted = own_columns if hasattr(loss, "averaged_as_loss") else []
@@ -257,7 +259,8 @@ class Engine(ABC):
         self.module.eval()
         with torch.no_grad():
             hidden = self._score(micro, 1.0, False, want_states=True).states
-        self.module.train(trains)
+        if trains:
+            model_trial.train_mode(self.module, self._inferring)
         return hidden
 
     @property
@@ -500,8 +503,12 @@ class Engine(ABC):
             if self.topology.rank == 0:
                 warn_of_endless_warmup(optim_config, total_steps)
 
-    def _prepare(self) -> None:
-        """Fit the module to its device, and find out how its outputs are read."""
+    def _prepare(self, trains: bool) -> None:
+        """Fit the module to its device, find out how its outputs are read, and try it.
+
+        Args:
+            trains: whether it will take gradient steps.
+        """
         if self.spec.remove_padding:
             check_packable(self.module, self.topology.sp_size)
         if self.device.type == "cpu":
@@ -515,28 +522,84 @@ class Engine(ABC):
             self.head = Head("value")
             check_reading(self.module, self.device, self.head)
         else:
-            self.head = replace(
-                probe_head(self.module, self.device, compiled),
-                triton=self.spec.head_backend == "triton",
-                never=modality_tokens(self.model_config),
-            )
-        if self.spec.remove_padding:
-            self._pack()
+            with model_trial.runs_here(self.module):
+                head = probe_head(self.module, self.device, compiled)
+            triton, never = self.spec.head_backend == "triton", modality_tokens(self.model_config)
+            self.head = replace(head, triton=triton, never=never)
+        state = random_state(self.device)
+        self._try(trains)
+        set_random_state(state, self.device)
 
     @torch.no_grad()
-    def _pack(self) -> None:
-        """Switch to packed rows, and make sure that these score as each row alone."""
+    def _try(self, trains: bool) -> None:
+        """Switch to packed rows where asked for, and make sure of what training takes for granted; mend or refuse."""
         self.module.eval()
-        config, name = self.model_config, type(self.module).__name__
-        alone = packed_check.alone(config, self.head.never)
-        packed = packed_check.packed(config, self.head.never, self.spec.share_prompts)
-        expected = self._score(alone.to(self.device), 1.0, False)
-        use_packed_attention(self.module)
-        asked: list[Scoring] = []
-        found = self._score(self._shared(packed), 1.0, False, note=asked.append)
-        packed_check.check_asked(config, asked, name)
-        which = "log_probs" if self.spec.head == "lm" else "values"
-        packed_check.check_same(getattr(expected, which), getattr(found, which), self.spec.computed_in, name)
+        config, name, dtype = self.model_config, type(self.module).__name__, self.spec.computed_in
+        with model_trial.runs_here(self.module):
+            parts = [self._tried(micro.to(self.device)) for micro in model_trial.alone(config, self.head.never)]
+        expected = torch.cat(parts)
+        if self.spec.remove_padding:
+            micro = model_trial.packed(config, self.head.never, self.spec.share_prompts)
+            use_packed_attention(self.module)
+            asked: list[Scoring] = []
+            micro = self._shared(micro)
+            found = self._tried(micro, note=asked.append)
+            model_trial.check_asked(config, asked, name)
+            model_trial.check_packed(model_trial.difference(expected, found), dtype, name)
+        else:
+            micro = model_trial.beside(config, self.head.never).to(self.device)
+            with model_trial.runs_here(self.module):
+                found = self._tried(micro)
+            apart = self._reduce([model_trial.difference(expected, found)], "max")[0]
+            self._rows_alone = not apart <= model_trial.tolerance(dtype)
+            if self._rows_alone and self.topology.rank == 0:
+                logger.warning(
+                    "model_type=%r: a row beside a longer one does not score as it does alone (they differ by %.1e of "
+                    "the scores' spread), so every micro-batch has one row",
+                    config.model_type,
+                    apart,
+                )
+        if trains and not self.spec.has_dropout:
+            self._make_deterministic(micro, found)
+        elif trains and self.topology.rank == 0:
+            logger.warning(
+                "model.override_config switches dropout on: importance ratios are random even on the policy's own "
+                "samples, so part of them is clipped"
+            )
+
+    def _tried(self, micro: MicroBatch, **told: Any) -> Tensor:
+        scores = self._score(micro, 1.0, False, **told)
+        return scores.log_probs if self.spec.head == "lm" else scores.values
+
+    def _make_deterministic(self, micro: MicroBatch, expected: Tensor) -> None:
+        """Find the modules, if any, that must stay in inference mode for train mode to score as inference does."""
+        if self._train_mode_differs(micro, expected):
+            self.module.eval()
+            name, kind = type(self.module).__name__, self.model_config.model_type
+            if self._differs(micro, expected):
+                model_trial.refuse_random(name, kind, in_training=False)
+            for modules in model_trial.candidates(self.module):
+                self._inferring = modules
+                if not self._train_mode_differs(micro, expected):
+                    break
+            else:
+                model_trial.refuse_random(name, kind, in_training=True)
+            if self.topology.rank == 0:
+                what = "%s: train mode is random in modules of the class %s; they are trained in inference mode"
+                logger.warning(what, name, model_trial.classes_of(self._inferring))
+        self.module.eval()
+
+    def _train_mode_differs(self, micro: MicroBatch, expected: Tensor) -> bool:
+        model_trial.train_mode(self.module, self._inferring)
+        return self._differs(micro, expected)
+
+    def _differs(self, micro: MicroBatch, expected: Tensor) -> bool:
+        """Whether a forward pass draws random numbers, or finds something else than ``expected``; on any rank."""
+        before = random_state(self.device)
+        apart = model_trial.difference(expected, self._tried(micro))
+        is_random = model_trial.drew(before, random_state(self.device))
+        strict = min(1e-2, model_trial.tolerance(self.spec.computed_in))
+        return bool(self._reduce([float(is_random or not apart <= strict)], "max")[0])
 
     def _shared(self, micro: MicroBatch) -> MicroBatch:
         """``micro`` on the device, with this rank's share of its sequence."""
@@ -557,6 +620,8 @@ class Engine(ABC):
         weights are gathered by all ranks together.
         """
         sp_size, best = self.topology.sp_size, BEST_TOKENS.get(self.device.type)
+        if self._rows_alone:
+            split = MicroBatching(size=1)
         if split.max_tokens is not None:
             # a budget is one device's, and so many share a sequence
             split = split._replace(max_tokens=split.max_tokens * sp_size)

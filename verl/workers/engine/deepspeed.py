@@ -84,7 +84,7 @@ class DeepSpeedEngine(Engine):
         self._offload = ZeroOffload(
             self._library, leaves, self.module, self._zero.optimizer, self.optimizer, self.device
         )
-        self._prepare()
+        self._prepare(optim_config is not None)
         self.offload(model=True, optimizer=True)
 
     # -- loading: rank 0 reads the model, every rank takes its part ------------------------------------------------

@@ -67,7 +67,7 @@ class FSDPEngine(Engine):
         # Gradients kept whole over micro-batches save slow gloo traffic; on a device they would not fit.
         self._reduce_once = self.device.type == "cpu"
         self.module = self._sharded_model(engine_config, seed, train=optim_config is not None)
-        self._prepare()
+        self._prepare(optim_config is not None)
         self._after_infer()
         self._build_optimizer(list(self.module.parameters()), optim_config, total_steps)
         self.offload(model=True, optimizer=True)

@@ -52,7 +52,7 @@ class LocalEngine(Engine):
         self._stale: set[torch.nn.Parameter] = set()
         if train and spec.computed_in != spec.kept_in:
             self._split_masters(spec.computed_in)
-        self._prepare()
+        self._prepare(train)
         trained = [self._masters.get(p, p) for p in self.module.parameters()]
         self._build_optimizer(trained, optim_config, total_steps)
         self.offload(model=True, optimizer=True)

@@ -7,8 +7,10 @@ decoded together and leave the batch when they end.
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -19,9 +21,11 @@ from transformers.cache_utils import Cache
 
 from verl.models.loader import LoRASpec, ModelSpec, language_model_class, load_config, load_model
 from verl.models.multimodal import is_vision_language
+from verl.models.rotary import fix_rotary
 from verl.utils.device import empty_cache
 from verl.utils.tokenizer import hf_tokenizer
 from verl.utils.torch_dtypes import PrecisionType
+from verl.workers.rollout import decode_trial
 from verl.workers.rollout.base import (
     Bucket,
     Completion,
@@ -33,13 +37,15 @@ from verl.workers.rollout.base import (
 )
 from verl.workers.rollout.decode import Decode
 from verl.workers.rollout.host_memory import cache_share, own_storages, return_free_memory
-from verl.workers.rollout.kv_cache import DECODE_ATTENTION, can_join, decode_cache
+from verl.workers.rollout.kv_cache import DECODE_ATTENTION, TokenCache, can_join, decode_cache
 from verl.workers.rollout.logit_rules import check_extra
 from verl.workers.rollout.model_limits import cached_bytes_per_token, check_prompt, longest_sequence, stop_tokens
 from verl.workers.rollout.places import add_unit_adapter, checkpoint_places, split_places
 from verl.workers.rollout.vision import ImageReader, Prompt, joined_prompts, prompt_of
 from verl.workers.rollout.waves import Wave
 from verl.workers.rollout.weight_sync import checksum, listed
+
+logger = logging.getLogger(__name__)
 
 _FIRST_ROOM = 64  # columns reserved for responses at first
 
@@ -88,6 +94,7 @@ class HFRollout(RolloutEngine):
         )
         model_config = load_config(spec)
         self.max_model_len = longest_sequence(config, model_config)
+        spec = replace(spec, longest=self.max_model_len)
         self.stop_token_ids = stop_tokens(spec.folder, model_config)
         has_weights = not config.load_format.startswith("dummy") and lora is None
         if has_weights:
@@ -95,13 +102,15 @@ class HFRollout(RolloutEngine):
             own_storages(self.model)
         else:
             self.model = _without_weights(model_config, self.dtype, self.device, trust_remote_code)
+            fix_rotary(self.model, self.max_model_len)
         if lora is not None:
             add_unit_adapter(self.model, lora, self.dtype)
         self.model.eval().requires_grad_(False)
         _choose_attention(self.model, spec.override_config.get("attn_implementation"))
         # the head sees one column of many: a strided slice, which CPU matrix products would take row by row
         self.model.get_output_embeddings().register_forward_pre_hook(lambda _, inputs: (inputs[0].contiguous(),))
-        self._keeps_logits = "logits_to_keep" in inspect.signature(self.model.forward).parameters
+        self._takes = inspect.signature(self.model.forward).parameters.keys()
+        self._is_tried = self._recomputes = False
         limit = getattr(config, "limit_images", None)
         self._reader = ImageReader(
             spec.folder, self.model.config, limit, trust_remote_code, self.model, kinds=("image", "video")
@@ -213,6 +222,7 @@ class HFRollout(RolloutEngine):
 
     @torch.inference_mode()
     def _generate(self, requests: list[Request]) -> list[Completion]:
+        self._try_decoding()
         requests = self._reader.read(requests)
         for request in requests:
             check_prompt(len(request.prompt_ids), self.max_model_len)
@@ -252,11 +262,24 @@ class HFRollout(RolloutEngine):
         number = {prompt: index for index, prompt in enumerate(prompts)}
         owner = torch.tensor([number[prompt_of(request)] for request in requests], device=self.device)
         width, limits = len(prompts[-1].ids), [self._limit(request) for request in requests]
-        logits, prefilled = self._prefill(prompts)
-        cache = decode_cache(prefilled, owner, width, width + min(max(limits), _FIRST_ROOM))
+        logits, cache = self._read(prompts, owner, width + min(max(limits), _FIRST_ROOM))
         decode = self.decode_text if any(request.sampling.stop for request in requests) else None
         rows = Decode(requests, limits, self.stop_token_ids, self.device, decode)
         return Wave(cache, rows, tickets, logits[owner], width)
+
+    def _read(self, prompts: list[Prompt], owner: Tensor, capacity: int) -> tuple[Tensor, Cache | TokenCache]:
+        """Read each prompt once. Returns the logits after it, (prompts, V), and a cache for the rows of ``owner``."""
+        if self._recomputes:
+            if any(prompt.seen for prompt in prompts):
+                raise ValueError(
+                    f"rollout.name=hf: {type(self.model).__name__} generates without a cache here, and prompts with "
+                    "images need one. Use rollout.name=vllm."
+                )
+            every = torch.arange(len(prompts), device=self.device)
+            rows = [prompt.ids for prompt in prompts]
+            return self._recomputed(TokenCache(rows, every)), TokenCache(rows, owner)
+        logits, prefilled = self._prefill(prompts)
+        return logits, decode_cache(prefilled, owner, len(prompts[-1].ids), capacity)
 
     def _prefill(self, prompts: list[Prompt]) -> tuple[Tensor, list[Cache]]:
         """Read each prompt once. Returns the logits after it, (prompts, V), and the caches of the forwards."""
@@ -280,18 +303,99 @@ class HFRollout(RolloutEngine):
                 start = index
 
     def _forward(
-        self, ids: Tensor, mask: Tensor, positions: Tensor, cache: Cache, images: Mapping[str, Tensor] | None = None
+        self,
+        ids: Tensor,
+        mask: Tensor,
+        positions: Tensor,
+        cache: Cache | TokenCache,
+        images: Mapping[str, Tensor] | None = None,
     ) -> Tensor:
         """The logits after the last column, (B, V)."""
         self.watch.tick()
         if ids.shape[1] == 1:
             self.watch.gauge(running=len(ids))
-        last = {"logits_to_keep": 1} if self._keeps_logits else {}
-        last |= {name: tensor.to(self.device) for name, tensor in (images or {}).items()}
-        out = self.model(
-            input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True, **last
-        )
-        return out.logits[:, -1]
+        if isinstance(cache, TokenCache):
+            cache.append(ids[:, 0])
+            return self._recomputed(cache)
+        inputs = {"input_ids": ids, "attention_mask": mask, "use_cache": True}
+        if "past_key_values" in self._takes or "cache_params" not in self._takes:
+            inputs |= {"past_key_values": cache, "position_ids": positions}
+        else:
+            # Mamba: all of a row is in its state, and the mask is for padding on the prompt's left
+            inputs |= {"cache_params": cache, "attention_mask": mask if ids.shape[1] > 1 else None}
+        if "logits_to_keep" in self._takes:
+            inputs["logits_to_keep"] = 1
+        inputs |= {name: tensor.to(self.device) for name, tensor in (images or {}).items()}
+        return self.model(**inputs).logits[:, -1]
+
+    def _recomputed(self, cache: TokenCache) -> Tensor:
+        """The logits after the last token of each row, (B, V), from all of its tokens: as training scores them."""
+        last, places = (cache.lengths - 1).unique(return_inverse=True)
+        inputs = {"input_ids": cache.ids[:, : int(cache.lengths.max())], "use_cache": False}
+        if "logits_to_keep" in self._takes:
+            logits = self.model(**inputs, logits_to_keep=last).logits
+        else:
+            logits = self.model(**inputs).logits[:, last]
+        return logits[torch.arange(len(places), device=places.device), places]
+
+    # -- a trial before the first request ------------------------------------------------------------------------------
+
+    def _try_decoding(self) -> None:
+        """Once there are weights: generate a few tokens with the model's cache, and compare with whole forward passes.
+
+        Where they differ, rows are generated without a cache from then on.
+
+        Raises:
+            ValueError: that does not help either, or the model does not run at all.
+        """
+        if self._is_tried:
+            return
+        kind, name = self.model.config.model_type, type(self.model).__name__
+        rows = [row.to(self.device) for row in decode_trial.make_rows(self.model.config, self.never_drawn)]
+        try:
+            expected = [decode_trial.whole(self.model, row) for row in rows]
+        except Exception as error:
+            raise ValueError(
+                f"rollout.name=hf: model_type={kind!r} cannot generate here: a forward pass of {name} over a short row "
+                f"raised {type(error).__name__}: {_first_line(error)}. Check model.override_config and the packages "
+                "this model needs, or use rollout.name=vllm."
+            ) from error
+        if not all(bool(part.isfinite().all()) for part in expected):
+            return  # weights that are no numbers say nothing of the cache; sampling refuses them in its own words
+        why = self._why_apart(rows, expected)
+        if why is not None:
+            self._recomputes = True
+            still = self._why_apart(rows, expected)
+            if still is not None:
+                raise ValueError(
+                    f"rollout.name=hf: model_type={kind!r} cannot generate here: {name} {why} with its cache, and "
+                    f"{still} without. Use rollout.name=vllm or sglang, or a model of another family."
+                )
+            logger.warning(
+                "rollout.name=hf: %s (model_type=%r) %s with its cache, so every token reads its whole row once more: "
+                "long responses are slow. rollout.name=vllm has a cache of its own.",
+                name,
+                kind,
+                why,
+            )
+        self._is_tried = True
+
+    def _why_apart(self, rows: list[Tensor], expected: list[Tensor]) -> str | None:
+        """Why rows that are generated token by token are not as they should be; None where they are."""
+        prompts = [
+            Prompt(tuple(rows[decode_trial.OWNER.index(number)][:length].tolist()), None)
+            for number, length in enumerate(decode_trial.PROMPTS)
+        ]
+        owner = torch.tensor(decode_trial.OWNER, device=self.device)
+        try:
+            logits, cache = self._read(prompts, owner, max(decode_trial.PROMPTS) + decode_trial.STEPS)
+            found = decode_trial.step_by_step(rows, logits[owner], cache, self._forward)
+        except Exception as error:  # of the model's code, about a cache that is not its own
+            return f"raises {type(error).__name__} ({_first_line(error)})"
+        apart = decode_trial.difference(expected, found)
+        if apart <= decode_trial.tolerance(self.dtype):
+            return None
+        return f"gives other logits than over whole rows (by {apart:.2g} of their spread)"
 
     # -- requests that come and go one by one --------------------------------------------------------------------------
 
@@ -304,6 +408,7 @@ class HFRollout(RolloutEngine):
     @torch.inference_mode()
     def step(self) -> dict[int, Completion]:
         """One token for everything that runs; what waits is read first, as far as the cache has room."""
+        self._try_decoding()
         self._admit()
         ended: dict[int, Completion] = {}
         for wave in self._waves:
@@ -356,6 +461,10 @@ class HFRollout(RolloutEngine):
             _, total = getattr(torch, self.device.type).mem_get_info(self.device)
             return int(total * share)
         return cache_share(share)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).split("\n", 1)[0]
 
 
 def _left_padded(prompts: list[tuple[int, ...]], device: torch.device) -> tuple[Tensor, Tensor]:

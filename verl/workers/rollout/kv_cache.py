@@ -135,6 +135,28 @@ class GrowingLayer(DynamicLayer):
         self._resize(beam_idx, self.capacity)
 
 
+class TokenCache:
+    """The tokens of each row, where a model's cache does not do: every step reads all of them once more."""
+
+    def __init__(self, rows: Sequence[Sequence[int]], owner: Tensor):
+        self.lengths = torch.tensor([len(row) for row in rows], device=owner.device)[owner]
+        self.ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
+        self.ids = self.ids.to(owner.device)[owner]
+
+    def append(self, tokens: Tensor) -> None:
+        """Add one token to each row, (B,)."""
+        if int(self.lengths.max()) == self.ids.shape[1]:
+            self.ids = F.pad(self.ids, (0, _FEW_COLUMNS))
+        self.ids.scatter_(1, self.lengths[:, None], tokens[:, None])
+        self.lengths = self.lengths + 1
+
+    def reorder_cache(self, rows: Tensor) -> None:
+        self.ids, self.lengths = self.ids[rows], self.lengths[rows]
+
+
+_FEW_COLUMNS = 64
+
+
 def can_join(cache: Cache) -> bool:
     """Whether a prefilled cache consists of plain keys and values only, no recurrent state."""
     return all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in cache.layers)
@@ -163,7 +185,9 @@ def decode_cache(prefilled: list[Cache], owner: Tensor, length: int, capacity: i
 
 def can_be_joined(*caches: Cache) -> bool:
     """Whether these decode caches can be laid side by side."""
-    return all(type(layer) is GrowingLayer for cache in caches for layer in cache.layers)
+    return all(
+        isinstance(cache, Cache) and all(type(layer) is GrowingLayer for layer in cache.layers) for cache in caches
+    )
 
 
 def joined(caches: Sequence[Cache], skipped: Sequence[int]) -> Cache:

@@ -60,6 +60,8 @@ def stop_tokens(folder: str, model_config: Any) -> set[int]:
 def cached_bytes_per_token(model_config: Any, dtype: torch.dtype) -> int:
     """Bytes that keys and values of one token take in all layers."""
     text = model_config.get_text_config(decoder=True)
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    heads = getattr(text, "num_key_value_heads", None) or getattr(text, "num_attention_heads", None)
+    if not heads:  # a state of fixed size in place of keys and values: as much as the hidden states, not to be nothing
+        return 2 * text.num_hidden_layers * text.hidden_size * dtype.itemsize
     size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     return 2 * text.num_hidden_layers * heads * size * dtype.itemsize
