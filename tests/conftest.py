@@ -1,8 +1,11 @@
 """What holds for every test: one thread, no network, a GPU only where there is one."""
 
+import gc
 import importlib.util
 import os
 import signal
+import zlib
+from pathlib import Path
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background job; tests interrupt what they start
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -13,6 +16,25 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("WANDB_MODE", "offline")
 
 import pytest  # noqa: E402
+
+HERE = Path(__file__).parent
+NUMERIC = HERE / "workers" / "engine"
+"""Tests whose numbers depend on the kernels that a CPU gets; learning tests are the others."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--part", metavar="K/N", help="collect the K-th of N parts of the files, as scripts/test.sh does")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    if not (part := config.getoption("part")) or collection_path.suffix != ".py":
+        return None
+    number, count = map(int, part.split("/"))
+    return zlib.crc32(collection_path.relative_to(HERE).as_posix().encode()) % count != number - 1 or None
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # tests and modules stay: garbage collection need not look through a million objects each time
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -37,6 +59,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if hasattr(getattr(item, "module", None), "run_ranks"):
             item.add_marker(pytest.mark.ranks)
+        if NUMERIC in item.path.parents or item.get_closest_marker("learning"):
+            item.add_marker(pytest.mark.numerics)
         for name in missing:
             if item.get_closest_marker(name):
                 item.add_marker(pytest.mark.skip(reason=f"needs {name}: bash scripts/install_engines.sh {name}"))

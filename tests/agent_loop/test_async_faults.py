@@ -14,6 +14,8 @@ from tests.agent_loop.conftest import ACTOR, ROLLOUT
 from tests.support.runs import make_task, overrides
 from tests.trainer.test_faults import alive, descendants, is_worker, start, wait_for
 
+pytestmark = pytest.mark.ranks
+
 SLOW = {"data__max_response_length": 100, f"{ROLLOUT}__ignore_eos": True}
 
 

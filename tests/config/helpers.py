@@ -1,8 +1,10 @@
 """A small configuration that can run, and loading with a few words changed."""
 
+import warnings
 from functools import lru_cache
 
-from verl.config.load import load, load_ppo_config
+from tests.support.composing import load_over
+from verl.config.base import ConfigError, ConfigWarning
 
 RUNNABLE = (
     "actor_rollout_ref.rollout.name=hf",
@@ -18,13 +20,18 @@ RUNNABLE = (
 
 def typed(*words):
     """The typed tree; raises ConfigError."""
-    return load_ppo_config([*RUNNABLE, *words])
+    loaded = load_over(RUNNABLE, words)
+    if loaded.problems:
+        raise ConfigError([problem.text for problem in loaded.problems])
+    for notice in loaded.notices:
+        warnings.warn(notice, ConfigWarning, stacklevel=2)
+    return loaded.config
 
 
 @lru_cache
 def loaded_with(*words):
     """What ``RUNNABLE`` and ``words`` come to, problems included."""
-    return load([*RUNNABLE, *words])
+    return load_over(RUNNABLE, words)
 
 
 def problems(*words):

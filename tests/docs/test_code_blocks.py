@@ -1,15 +1,13 @@
 """What the documentation shows works: Python runs, main_ppo commands compose, links lead somewhere."""
 
-import os
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
+from tests.support.forked import run_file
 from verl.config.load import load_ppo_config
 
 ROOT = Path(__file__).parents[2]
@@ -61,8 +59,7 @@ def test_python_blocks_run_one_after_the_other(page, tmp_path):
                 program[block.line - 1 + i] = line
     script = tmp_path / f"{page.stem}.py"
     script.write_text("\n".join(program), encoding="utf-8")
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, str(script)], cwd=tmp_path, env=env, capture_output=True, text=True)
+    done = run_file(script, tmp_path)
     assert done.returncode == 0, f"{page.relative_to(ROOT)}\n{done.stderr}"
 
 

@@ -1,22 +1,17 @@
 """A folder with all a run needs, made without torch; tests run in it."""
 
-import copy
 import json
 import os
-from functools import lru_cache
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import OverrideParseException
-from omegaconf import OmegaConf, open_dict
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from tests.support.composing import load_over
 from verl.config.base import ConfigError
-from verl.config.compose import compose, search_folders
-from verl.config.load import Loaded, interpret
+from verl.config.load import Loaded
 from verl.config.overrides import check_overrides
 from verl.config.ppo import PPOConfig
 from verl.preflight.checks import examine_loaded
@@ -59,10 +54,7 @@ _SHAPE = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "
 
 
 def examined(*words: str) -> Report:
-    """The report about ``BASE`` and ``words``; hydra composes the former once, and reads the latter only.
-
-    ``test_the_shared_base_is_no_shortcut`` holds it against the whole way.
-    """
+    """The report about ``BASE`` and ``words``; ``test_the_shared_base_is_no_shortcut`` holds it against ``examine``."""
     try:
         return examine_loaded(loaded_with(*words), ELSEWHERE)
     except ConfigError as error:
@@ -74,23 +66,7 @@ def loaded_with(*words: str) -> Loaded:
     checked = check_overrides(words, PPOConfig, lambda name: False)
     if checked.problems:
         raise ConfigError([problem.text for problem in checked.problems])
-    try:
-        parsed = OverridesParser.create().parse_overrides(checked.overrides)
-    except OverrideParseException as error:
-        raise ConfigError([str(error)]) from error
-    composed, given = copy.deepcopy(_base()[0]), set(_base()[1])
-    for word in parsed:
-        with open_dict(composed):
-            OmegaConf.update(composed, word.key_or_group, word.value(), force_add=True)
-    tree = OmegaConf.to_container(composed, resolve=False)
-    given |= set(checked.given)
-    return interpret(tree, given, composed=composed, stripped_prefix=checked.stripped_prefix)
-
-
-@lru_cache
-def _base():
-    checked = check_overrides(BASE, PPOConfig, lambda name: False)
-    return compose(checked.overrides, search_folders(None, None), "ppo_trainer", PPOConfig)[0], set(checked.given)
+    return load_over(BASE, words)
 
 
 def make_model(folder: Path, vocab: int = 260, architecture: str = "Qwen2ForCausalLM", tokens: int = 0, **config):

@@ -1,11 +1,14 @@
 """setup_env.sh against a stand-in Python that only takes notes: what it installs, from where, and when not."""
 
 import os
+import runpy
 import shutil
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[2]
 STAND_IN = """#!/bin/bash
@@ -181,3 +184,57 @@ def test_an_unknown_option_is_refused(checkout):
 def test_the_test_script_knows_its_tiers(arguments):
     done = subprocess.run(["bash", "scripts/test.sh", *arguments], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2 and "unit ranks ray learning" in done.stderr
+
+
+@pytest.mark.parametrize("arguments", [["--isa", "AVX1024"], ["--isa"]])
+def test_the_test_script_knows_the_instruction_sets_it_can_lower_to(arguments):
+    done = subprocess.run(["bash", "scripts/test.sh", *arguments], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2 and "AVX512_CORE AVX2 COMPATIBLE" in done.stderr
+
+
+def test_the_processor_and_its_instruction_set_are_shown(monkeypatch):
+    describe = runpy.run_path(str(ROOT / "scripts" / "show_cpu.py"))["describe"]
+    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
+    assert f"uses {torch.backends.cpu.get_cpu_capability()}" in describe() and "AMX" in describe()
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
+    assert describe().startswith("CPU: ") and "ONEDNN_MAX_CPU_ISA=AVX2" in describe()
+
+
+def test_each_file_of_tests_is_in_one_part():
+    conftest = runpy.run_path(str(ROOT / "tests" / "conftest.py"))
+    for path in sorted((ROOT / "tests").rglob("test_*.py")):
+        asked = [SimpleNamespace(getoption=lambda name, part=part: part) for part in ("1/2", "2/2")]
+        assert sorted(str(conftest["pytest_ignore_collect"](path, config)) for config in asked) == ["None", "True"]
+
+
+def run_tiers(folder, *arguments):
+    """The pytest calls of scripts/test.sh, each with the level of oneDNN that it ran at; and the exit code."""
+    (folder / "scripts").mkdir()
+    (folder / ".venv" / "bin").mkdir(parents=True)
+    (folder / "scripts" / "test.sh").write_text((ROOT / "scripts" / "test.sh").read_text())
+    log = folder / "log"
+    stubs = {
+        "scripts/setup_env.sh": "",
+        "scripts/install_engines.sh": "",
+        ".venv/bin/ruff": "",
+        ".venv/bin/python": f'echo "${{ONEDNN_MAX_CPU_ISA:-all}} $*" >>{log}\n[[ "$*" != *"-m ray"* ]]\n',
+    }
+    for name, body in stubs.items():
+        (folder / name).write_text(f"#!/bin/bash\n{body}")
+        (folder / name).chmod(0o755)
+    done = subprocess.run(["bash", str(folder / "scripts/test.sh"), *arguments], capture_output=True, text=True)
+    return [line for line in log.read_text().splitlines() if "pytest" in line], done
+
+
+def test_ci_runs_every_tier_once_and_learning_with_the_lowest_instruction_set_too(tmp_path):
+    calls, done = run_tiers(tmp_path)
+    assert len(calls) == len(set(calls)) == 8
+    [lowered] = [call for call in calls if call.startswith("AVX2 ")]
+    assert "-m numerics" in lowered and all(call.startswith("all ") for call in calls if call != lowered)
+    assert sum("--part" in call for call in calls) == 2
+    assert done.returncode == 1 and done.stderr == "FAILED: ray\n"
+
+
+def test_the_levels_asked_for_are_all_that_runs(tmp_path):
+    calls, done = run_tiers(tmp_path, "--isa", "AVX512_CORE", "--isa", "COMPATIBLE")
+    assert sorted(call.split()[0] for call in calls) == ["AVX512_CORE", "SSE41"] and done.returncode == 0

@@ -12,6 +12,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from tests.support.learning import SEED
 from verl.utils.tiny_model import make_tiny_model
 
 REWARD = '''
@@ -38,7 +39,7 @@ def write_prompts(path: Path, rows: int = 64) -> Path:
     return path
 
 
-def make_task(folder: Path, size: str = "tiny", rows: int = 64, seed: int = 0) -> dict[str, str]:
+def make_task(folder: Path, size: str = "tiny", rows: int = 64, seed: int = SEED) -> dict[str, str]:
     """A model, data and reward under ``folder``, as the keys that name them."""
     folder.mkdir(parents=True, exist_ok=True)
     make_tiny_model(folder / "model", family="qwen2", size=size, seed=seed)
@@ -61,6 +62,7 @@ DEFAULTS: dict[str, Any] = {
     "trainer.val_before_train": False,
     "trainer.progress_bar": False,
     "trainer.total_epochs": 1000,
+    "trainer.seed": 1 + SEED,
     "data.max_prompt_length": 64,
     "data.max_response_length": 12,
     "data.train_batch_size": 4,

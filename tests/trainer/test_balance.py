@@ -9,6 +9,8 @@ from tests.support.runs import make_task, overrides, read_metrics, run_job
 from verl.trainer.ppo.balance import row_cost
 from verl.utils.shares import RowCost
 
+pytestmark = pytest.mark.ranks
+
 CRITIC = {
     "algorithm__adv_estimator": "gae",
     "critic__strategy": "fsdp2",

@@ -16,6 +16,8 @@ from verl.trainer.ppo import job as job_module
 from verl.trainer.ppo.utils import Role
 from verl.workers.disjoint import ActorWorker, RolloutWorker
 
+pytestmark = pytest.mark.ranks
+
 SECONDS = 120.0
 """A run must have ended within this, its start included; members of the link would wait for 600 seconds."""
 

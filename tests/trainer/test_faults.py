@@ -14,6 +14,8 @@ from safetensors.torch import load_file, save_file
 
 from tests.support.runs import main_ppo, make_task, overrides
 
+pytestmark = pytest.mark.ranks
+
 
 def start(arguments, log):
     command = [sys.executable, "-m", "verl.trainer.main_ppo", *arguments]

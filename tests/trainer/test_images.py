@@ -7,6 +7,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from tests.examples.test_data_preprocess import load
 from tests.support.images import image_row, make_tiny_vl_model, picture
+from tests.support.learning import SEED, check_learned
 from tests.support.runs import overrides, read_metrics, run_job
 
 ACTOR, ROLLOUT = "actor_rollout_ref__actor", "actor_rollout_ref__rollout"
@@ -37,7 +38,7 @@ def task(tmp_path, monkeypatch):
     return {
         "data.train_files": str(tmp_path / "train.parquet"),
         "data.val_files": str(tmp_path / "test.parquet"),
-        "actor_rollout_ref.model.path": make_tiny_vl_model(tmp_path / "model", initializer_range=0.1),
+        "actor_rollout_ref.model.path": make_tiny_vl_model(tmp_path / "model", seed=SEED, initializer_range=0.1),
     }
 
 
@@ -54,7 +55,7 @@ def run(task, tmp_path, metric="critic/score/mean", **settings):
 def test_grpo_learns_what_only_who_sees_can_know(name, task, tmp_path):
     """A response that is the same for all images scores one half at most."""
     rewards = run(task, tmp_path, **{f"{ROLLOUT}__name": name, "trainer__total_training_steps": 18})
-    assert sum(rewards[:3]) / 3 < 0.5 and sum(rewards[-3:]) / 3 > 0.85
+    check_learned(f"images, {name}", rewards)
 
 
 OTHER_WAYS = {

