@@ -55,9 +55,11 @@ def test_domains_become_sources_shares_and_rules(write):
 
 
 def test_a_domain_may_be_left_out_and_the_last_takes_the_rest(write):
-    path = write(shape({"actor_train.strategy_args.strategy_name": "fsdp2_train"}))
-    found = translate_file(path, ["rewards.llm_judge=null", "actor_train.strategy_args.strategy_config={}"])
-    assert found.refusals == []
+    changes = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+    path = write(shape({"actor_train.strategy_args.strategy_config": changes}))
+    found = translate_file(path, ["rewards.llm_judge=null", "actor_train.strategy_args.strategy_name=fsdp2_train"])
+    assert found.refusals == [], "Megatron's settings beside fsdp2_train are said, not refused"
+    assert any("fsdp2 shards the model" in note for note in found.notes)
     shares = load(found.words).config.data.mixture
     assert shares["ifeval/*"] == 0.2 and sum(shares.values()) == pytest.approx(1)
     assert any("ifeval gets 0.2" in note for note in found.notes)

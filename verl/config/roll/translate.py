@@ -69,10 +69,8 @@ def translate(tree: Mapping[str, Any], referred: Iterable[str] = (), words: Iter
         elif isinstance(outcome, Refuse) and not given.keys() & {outcome.key, *_keys_of(outcome)}:
             refused.append(outcome)
     if idle:
-        several = [
-            re.sub(r"^rewards\.[^.]+|^(actor_train|actor_infer|reference|critic|validation)(?=\.)", "*", key)
-            for key in idle
-        ]
+        roles = r"^(?:actor_train|actor_infer|reference|critic|validation)\."
+        several = [re.sub(roles, "*.", re.sub(r"^rewards\.[^.]+", "rewards.*", key)) for key in idle]
         notes.append(f"without effect here (docs/roll.md says why): {', '.join(dict.fromkeys(several))}")
     own = [word(key, value) for key, value in chosen.items() if key not in given]
     whole = unbuilt(tree)
