@@ -14,6 +14,7 @@ from tests.support.runs import main_ppo, make_task, overrides, run_job
 from verl.config.command_line import parse
 from verl.config.load import load
 from verl.trainer.main_ppo import run_ppo
+from verl.trainer.ppo.run_log import RunLog
 from verl.trainer.run_folder import gpu_options
 
 
@@ -91,6 +92,22 @@ def test_a_configuration_that_was_recorded_is_the_run_again(task, tmp_path):
     run_job(words)
     again = config_of(["--config-path", str(tmp_path / "run"), "--config-name", "config"])
     assert again == config_of(words)
+
+
+def test_a_trainer_that_a_script_drives_has_the_record_while_it_trains(task, tmp_path, capsys):
+    before = sys.stdout
+    for folder in ("left open", "run"):  # the first one's script died, and its process goes on
+        config = load(overrides(task, trainer__logger="[console]", trainer__default_local_dir=tmp_path / folder)).config
+        log = RunLog(config, tokenizer=None)
+        log.open(3)
+        log.log(1, {"critic/score/mean": 0.5})
+        print("in", folder)
+    log.close()
+    assert sys.stdout is before
+    for folder in ("left open", "run"):
+        text = (tmp_path / folder / "run.log").read_text()
+        assert text.count("step:1 - critic/score/mean:0.5\n") == 1 and text.endswith(f"in {folder}\n")
+        assert (tmp_path / folder / "config.yaml").exists() and (tmp_path / folder / "environment.json").exists()
 
 
 def test_the_first_word_comes_before_hydra_and_torch():

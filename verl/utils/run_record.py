@@ -108,6 +108,9 @@ class RunRecord:
     A resumed run goes on in the same log; files of an earlier start that say something else are kept with a number.
     """
 
+    is_scoped = True
+    """Whether `close` is called whatever happens. A record of which that is not sure gives way to the next one."""
+
     def __init__(self, folder: str | os.PathLike, words: Sequence[str] | None, config: Mapping[str, Any]) -> None:
         """Write command, configuration and environment, and begin to copy what is printed into the log.
 
@@ -174,11 +177,7 @@ def say_early(line: str) -> None:
 def open_record(
     folder: str | os.PathLike, words: Sequence[str] | None, config: Mapping[str, Any], is_scoped: bool = True
 ) -> RunRecord | None:
-    """The record of a run that begins, until its `close`; None where there is one already, or none can be kept.
-
-    Args:
-        is_scoped: whether it is closed whatever happens. One that is not gives way to the next run's.
-    """
+    """The record of a run that begins, until its `close`; None where there is one already, or none can be kept."""
     for record in [record for record in _open if not record.is_scoped]:
         record.close()
     if _open or "://" in str(folder):
