@@ -189,6 +189,7 @@ class TaskRunner:
     def __init__(self) -> None:
         self.role_worker_mapping: dict[Role, Any] = {}
         self.mapping: dict[Role, str] = {}
+        self._default_roles: dict[Role, type] = {}
 
     @classmethod
     def remote(cls, *args: Any, **kwargs: Any) -> Any:
@@ -205,7 +206,7 @@ class TaskRunner:
     def run(self, config: Any) -> None:
         """Train as ``config`` says, with the roles that the methods below add."""
         config = adopt_config(config)
-        roles = default_roles(config)
+        roles = self._defaults(config)
         actor_cls = None
         if Role.ActorRollout in roles:
             actor_cls, _ = self.add_actor_rollout_worker(config)
@@ -220,27 +221,31 @@ class TaskRunner:
 
     def add_actor_rollout_worker(self, config: Any) -> tuple[type, Any]:
         """The class of the policy and its rollout, and the class of its group; None: that of ``trainer.controller``."""
-        cls = default_roles(config)[Role.ActorRollout]
+        cls = self._defaults(config)[Role.ActorRollout]
         return self._add(Role.ActorRollout, cls), None
 
     def add_critic_worker(self, config: Any) -> None:
         """Add the critic, if one takes part."""
-        self._add(Role.Critic, default_roles(config).get(Role.Critic))
+        self._add(Role.Critic, self._defaults(config).get(Role.Critic))
 
     def add_reward_model_worker(self, config: Any) -> None:
         """Add the reward model, if one takes part."""
-        self._add(Role.RewardModel, default_roles(config).get(Role.RewardModel))
+        self._add(Role.RewardModel, self._defaults(config).get(Role.RewardModel))
 
     def add_ref_policy_worker(self, config: Any, ref_policy_cls: Any) -> None:
         """Add the reference, if one takes part and the actor does not stand for it."""
-        if Role.RefPolicy in default_roles(config):
-            self._add(Role.RefPolicy, ref_policy_cls or default_roles(config)[Role.RefPolicy])
+        if default := self._defaults(config).get(Role.RefPolicy):
+            self._add(Role.RefPolicy, ref_policy_cls or default)
 
     def init_resource_pool_mgr(self, config: Any) -> ResourcePoolManager:
         """The pools, and the pool of every role."""
-        pools = default_pools(config, default_roles(config))
+        pools = default_pools(config, self._defaults(config))
         pools.mapping.update(self.mapping)
         return pools
+
+    def _defaults(self, config: Any) -> dict[Role, type]:
+        self._default_roles = self._default_roles or default_roles(config)
+        return self._default_roles
 
     def _add(self, role: Role, cls: Any) -> Any:
         if cls is not None:
