@@ -30,6 +30,7 @@ FLOORS = {  # the longest prefix decides
     "verl.utils.config": 1,
     "verl.utils": 0,
     "verl.compat": 0,
+    "verl.config.features": 0,
     "verl.version": 0,
 }
 ADDRESSES = ("verl", "verl.base_config", "verl.workers.config")

@@ -10,25 +10,26 @@ from pathlib import Path
 import pytest
 
 from verl import compat
+from verl.config.features import FEATURES
 
 with open(Path(__file__).parent / "public_names.tsv", encoding="utf-8") as table:
     NAMES = {row["name"]: row for row in csv.DictReader(table, delimiter="\t")}
 """What recipes and examples of verl import: name -> its parameters and methods, "-" where none are known."""
 
 NOT_BUILT = {  # name, or the module it is in -> the words that say which feature it belongs to
-    "verl.experimental.agent_loop.tool_agent_loop": "ToolAgentLoop",
-    "verl.experimental.agent_loop.tool_parser": "parsers of tool calls",
-    "verl.interactions": "simulated users of a multi-turn rollout",
+    "verl.experimental.agent_loop.tool_agent_loop": "multi-turn rollouts with tools",
+    "verl.experimental.agent_loop.tool_parser": "multi-turn rollouts with tools",
+    "verl.interactions": "multi-turn rollouts with tools",
     "verl.models.mcore": "Megatron",
     "verl.models.transformers.monkey_patch": "patches of transformers models",
     "verl.third_party": "copies of engine internals",
-    "verl.tools": "tools that a multi-turn rollout calls",
+    "verl.tools": "multi-turn rollouts with tools",
     "verl.utils.megatron_utils": "Megatron",
     "verl.utils.vllm": "rollout engines",
     "verl.utils.vllm_utils": "rollout engines",
     "verl.workers.actor": "DataParallelPPOActor",
-    "verl.workers.rollout.async_server": "first form of the rollout servers",
-    "verl.workers.rollout.schemas": "multi-turn rollouts inside the SGLang engine",
+    "verl.workers.rollout.async_server": "multi-turn rollouts with tools",
+    "verl.workers.rollout.schemas": "multi-turn rollouts with tools",
     "verl.workers.rollout.vllm_rollout": "rollout engines",
     "verl.workers.sharding_manager": "sharding managers",
 }
@@ -120,7 +121,7 @@ def test_an_address_shows_the_names_of_the_module_it_stands_for(address):
 
 def test_no_file_of_ours_is_hidden_by_the_table():
     root = Path(compat.__file__).parents[1]
-    for name in {*compat.ADDRESSES, *compat.NOT_BUILT}:
+    for name in {*compat.ADDRESSES, *(module for feature in FEATURES for module in feature.modules)}:
         place = root.joinpath(*name.split("."))
         assert not place.with_suffix(".py").exists() and not (place / "__init__.py").exists(), name
 

@@ -4,7 +4,6 @@ Importing this package costs nothing: torch, ray and transformers are imported w
 """
 
 import os
-import sys
 from typing import TYPE_CHECKING
 
 from verl import compat
@@ -17,23 +16,6 @@ warn_of_other_distribution()
 
 if TYPE_CHECKING:
     from verl.protocol import DataProto
-
-
-class _ModulesNotBuilt:
-    """Asked last, for modules nobody has found: names the feature of those that verl's releases have."""
-
-    @staticmethod
-    def find_spec(name: str, path=None, target=None) -> None:
-        if name.startswith(("verl.", "recipe.")):
-            from verl.config.features import feature_of_module, not_built
-
-            feature = feature_of_module(name)
-            if feature is not None:
-                raise ModuleNotFoundError(not_built(name, feature), name=name)
-
-
-if not any(finder.__name__ == "_ModulesNotBuilt" for finder in sys.meta_path if isinstance(finder, type)):
-    sys.meta_path.append(_ModulesNotBuilt)
 
 __all__ = ["DataProto", "__version__"]
 

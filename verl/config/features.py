@@ -64,11 +64,12 @@ FEATURES: tuple[Feature, ...] = (
         ),
         modules=(
             *("verl.models.mcore", "verl.models.weight_loader_registry", "verl.utils.megatron", "verl.utils.mbridge"),
+            *("verl.models.llama", "verl.models.qwen2", "verl.models.registry"),
             *("verl.utils.megatron_utils", "verl.utils.megatron_peft_utils", "verl.utils.mcore_patch"),
             *("verl.workers.actor.megatron_actor", "verl.workers.critic.megatron_critic"),
             *("verl.workers.sharding_manager.megatron_vllm", "verl.workers.sharding_manager.megatron_sglang"),
             *("verl.workers.engine.megatron", "verl.utils.checkpoint.megatron_checkpoint_manager"),
-            *("verl.model_merger.megatron_model_merger", "verl.third_party.vllm"),
+            *("verl.model_merger.megatron_model_merger"),
         ),
         configs=("ppo_megatron_trainer", "fully_async_ppo_megatron_trainer", "dapo_megatron_trainer"),
         backends=("megatron", "mcore", "mindspeed"),
@@ -306,6 +307,7 @@ FEATURES: tuple[Feature, ...] = (
         modules=(
             *("verl.tools", "verl.interactions", "verl.experimental.agent_loop.tool_agent_loop"),
             *("verl.experimental.agent_loop.tool_parser", "verl.workers.rollout.chat_scheduler", "recipe.retool"),
+            *("verl.workers.rollout.async_server", "verl.workers.rollout.schemas"),
             *("recipe.langgraph_agent", "recipe.deepeyes", "recipe.collabllm", "recipe.swe_agent", "recipe.fapo"),
         ),
         configs=(
@@ -337,7 +339,6 @@ FEATURES: tuple[Feature, ...] = (
         "Set actor_rollout_ref.rollout.skip_rollout=true and skip_dump_dir, which keep and reuse every step.",
         keys=("skip", f"{_O}.skip"),
         switches=(".enable",),
-        modules=("verl.utils.rollout_skip",),
     ),
     Feature(
         "generation batches under way at the same time",
@@ -370,7 +371,10 @@ FEATURES: tuple[Feature, ...] = (
             *_below(("reward.reward_manager", "reward_manager"), "source", "module"),
             *(f"reward_model.reward_loop_{name}" for name in ("source", "module_path", "class_name")),
         ),
-        modules=("verl.experimental.reward_loop", "verl.workers.reward_manager.registry_loop"),
+        modules=(
+            *("verl.experimental.reward_loop", "verl.workers.reward_manager.registry_loop"),
+            "verl.workers.reward_manager.remote",
+        ),
     ),
     Feature(
         "changes to the configuration of the reward model",
@@ -448,7 +452,12 @@ FEATURES: tuple[Feature, ...] = (
     Feature(
         "Ascend NPUs",
         "Set trainer.device=cuda or cpu.",
-        modules=("verl.utils.npu", "verl.models.transformers.npu_patch", "verl.utils.kernel.npu"),
+        modules=(
+            "verl.utils.npu",
+            "verl.utils.npu_patch",
+            "verl.models.transformers.npu_patch",
+            "verl.utils.kernel.npu",
+        ),
     ),
     Feature(
         "training of vision-language-action models",
@@ -467,6 +476,12 @@ FEATURES: tuple[Feature, ...] = (
         configs=("sft_trainer", "sft_trainer_engine"),
     ),
     Feature(
+        "training of reward models",
+        "Train one with another tool (TRL's RewardTrainer, for example), and name its folder in "
+        "reward_model.model.path.",
+        modules=("verl.utils.dataset.rm_dataset",),
+    ),
+    Feature(
         "batch generation as a program of its own",
         "Run python -m verl.trainer.main_ppo with trainer.val_only=true and trainer.validation_data_dir=DIR, which "
         "writes prompts, responses and scores of data.val_files; val_kwargs.n sets how many.",
@@ -478,6 +493,44 @@ FEATURES: tuple[Feature, ...] = (
         "Run python -m verl.trainer.main_ppo with trainer.val_only=true, which generates and scores data.val_files.",
         modules=("verl.trainer.main_eval",),
         configs=("evaluation",),
+    ),
+    # ------------------------------------------------------------------------- insides of verl that files import
+    Feature(
+        "patches of transformers models by hand",
+        "model.use_remove_padding and actor.ulysses_sequence_parallel_size do what they did; the engine sees to the "
+        "model.",
+        modules=("verl.models.transformers",),
+    ),
+    Feature(
+        "verl's own copies of engine internals",
+        "Import vllm, sglang or torch themselves, at your own risk.",
+        modules=("verl.third_party",),
+    ),
+    Feature(
+        "verl's Triton kernels",
+        "Set actor_rollout_ref.model.use_fused_kernels=true for log-probs without logits.",
+        modules=("verl.utils.kernel",),
+    ),
+    Feature(
+        "the classes by which verl holds its rollout engines",
+        "Choose the engine with actor_rollout_ref.rollout.name=vllm, sglang or hf; "
+        "verl.workers.rollout.get_rollout_class gives its class.",
+        modules=(
+            *("verl.utils.vllm", "verl.utils.vllm_utils", "verl.workers.rollout.hf_rollout"),
+            *("verl.workers.rollout.naive", "verl.workers.rollout.sglang_rollout", "verl.workers.rollout.vllm_rollout"),
+        ),
+    ),
+    Feature(
+        "sharding managers",
+        "The workers switch between training and rollout themselves; "
+        "a worker of your own inherits from verl.workers.fsdp_workers.ActorRolloutRefWorker.",
+        modules=("verl.workers.sharding_manager",),
+    ),
+    Feature(
+        "the classes DataParallelPPOActor and DataParallelPPOCritic",
+        "Their work is done by the engine and the loss: register a loss with register_policy_loss, or override the "
+        "verbs of verl.workers.fsdp_workers.ActorRolloutRefWorker (docs/extend.md).",
+        modules=("verl.workers.actor", "verl.workers.critic"),
     ),
     Feature(
         "DAPO as a program of its own",
@@ -525,10 +578,14 @@ def feature_of_key(key: str) -> Asked | None:
 
 def feature_of_module(name: str) -> Feature | None:
     """The feature of a module of verl's, ``verl.tools.base_tool`` for example, that does not exist here."""
-    return next(
-        (item for item in FEATURES for module in item.modules if f"{name}.".startswith(f"{module}.")),
-        None,
-    )
+    parts = name.split(".")
+    prefixes = (".".join(parts[:length]) for length in range(len(parts), 1, -1))
+    return next((_by_module()[prefix] for prefix in prefixes if prefix in _by_module()), None)
+
+
+@lru_cache(maxsize=1)
+def _by_module() -> dict[str, Feature]:
+    return {module: feature for feature in FEATURES for module in feature.modules}
 
 
 def feature_of_config(name: str) -> Feature | None:
