@@ -229,3 +229,15 @@ def test_fsdp_is_fsdp1_where_devices_share_a_model(monkeypatch):
     assert not engines._runs_fsdp1({"fsdp_size": 1}, "cuda") and not engines._runs_fsdp1(None, "cpu")
     monkeypatch.setattr(engines, "get_world_size", lambda: 1)
     assert not engines._runs_fsdp1(None, "cuda")
+
+
+def _on_policy(folder):
+    engine = build_engine("fsdp2", ModelSpec(folder, compute_dtype="fp32"), None, optim_section(), total_steps=9)
+    data = make_batch(4, seed=engine.topology.rank)
+    data.put("old_log_probs", engine.infer(data, Want.LOG_PROBS).ragged("log_probs"))
+    return engine.train_step(data, ppo_loss(use_kl_loss=False), MicroBatching(size=2))["actor/ppo_kl"]
+
+
+def test_a_sharded_model_that_is_random_in_train_mode_is_mended_alike_on_all_ranks(tmp_path):
+    folder = make_tiny_model(tmp_path, "phimoe", num_local_experts=4, num_experts_per_tok=2, router_jitter_noise=0.5)
+    assert all(abs(kl) < 1e-6 for kl in run_ranks(2, _on_policy, folder))
