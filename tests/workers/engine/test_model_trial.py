@@ -6,10 +6,9 @@ from torch import nn
 
 from tests.support.families import FAMILIES, LONGEST, PROMPTS, RESPONSES, ROUNDING, alone, judge, make_family
 from tests.support.losses import optim_section, ppo_loss
-from tests.support.ranks import run_ranks
 from tests.support.tiny_models import join_batch, make_batch, make_tiny_model
 from verl.models.loader import ModelSpec, load_model
-from verl.workers.engine import MicroBatching, Want, build_engine
+from verl.workers.engine import Want, build_engine
 
 NO_CACHE = ("doge", "minimax", "recurrent_gemma", "xlstm")
 OWN_NAMES = ("gpt_bigcode", "starcoder2")
@@ -117,17 +116,6 @@ def test_the_trial_leaves_the_random_state_alone(folder_of):
     torch.manual_seed(5)
     engine_for(folder_of("phimoe"))
     assert torch.equal(torch.get_rng_state(), expected)
-
-
-def trained_on_ranks(rank, folder):
-    engine = engine_for(folder, "fsdp2")
-    data = make_batch(4, seed=rank)
-    data.put("old_log_probs", engine.infer(data, Want.LOG_PROBS).ragged("log_probs"))
-    return engine.train_step(data, ppo_loss(use_kl_loss=False), MicroBatching(size=2))["actor/ppo_kl"]
-
-
-def test_sharded_models_are_mended_alike_on_all_ranks(folder_of):
-    assert all(abs(kl) < 1e-6 for kl in run_ranks(2, trained_on_ranks, folder_of("phimoe")))
 
 
 # -- neighbours ----------------------------------------------------------------------------------------------------

@@ -226,3 +226,15 @@ def _backend_names(spec):
 
 def test_fsdp_is_fsdp2_and_fsdp1_is_named(folder):
     assert run_ranks(2, _backend_names, ModelSpec(folder)) == [["FSDPEngine", "FSDPEngine", "FSDP1Engine"]] * 2
+
+
+def _on_policy(folder):
+    engine = build_engine("fsdp2", ModelSpec(folder, compute_dtype="fp32"), None, optim_section(), total_steps=9)
+    data = make_batch(4, seed=engine.topology.rank)
+    data.put("old_log_probs", engine.infer(data, Want.LOG_PROBS).ragged("log_probs"))
+    return engine.train_step(data, ppo_loss(use_kl_loss=False), MicroBatching(size=2))["actor/ppo_kl"]
+
+
+def test_a_sharded_model_that_is_random_in_train_mode_is_mended_alike_on_all_ranks(tmp_path):
+    folder = make_tiny_model(tmp_path, "phimoe", num_local_experts=4, num_experts_per_tok=2, router_jitter_noise=0.5)
+    assert all(abs(kl) < 1e-6 for kl in run_ranks(2, _on_policy, folder))
