@@ -2,7 +2,7 @@
 
 From a model's folder to one prompt, to those of a table, to how long they are; rows that show something to a model
 with a processor need that processor, and with it transformers. Agrees with ``hf_tokenizer`` and
-``apply_chat_template`` (tests/data_check/test_prompts.py).
+``apply_chat_template`` (tests/preflight/test_prompts.py).
 """
 
 from __future__ import annotations
