@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import yaml
@@ -134,6 +135,7 @@ def test_words_that_only_look_like_secrets_stay():
     assert not [name for name in names if is_secret(name)]
     tree = {"tokenizer": "gpt2", "pad_token": "</s>", "n": [1, None, True], "token2text": True}
     assert mask(tree) == tree
+    assert mask({"path": Path("a"), "seen": {1: (2.5,)}}) == {"path": "a", "seen": {1: [2.5]}}
     assert run_record.mask_text("max_tokens=4096 token: Berlin step:3 - a/b:0.12345") == (
         "max_tokens=4096 token: Berlin step:3 - a/b:0.12345"
     )

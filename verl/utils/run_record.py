@@ -80,14 +80,17 @@ def _environment_secrets() -> list[str]:
 
 
 def mask(value: Any, name: str = "") -> Any:
-    """A tree of plain values with secrets masked, by the names of their keys and by how they look."""
+    """A tree as plain values, with secrets masked by the names of their keys and by how they look."""
     if isinstance(value, Mapping):
         return {key: mask(item, str(key)) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [mask(item, name) for item in value]
-    if isinstance(value, str) and value:
-        return MASK if is_secret(name) else mask_text(value)
-    return value
+    if value is None or isinstance(value, bool):
+        return value
+    for plain in (int, float):
+        if isinstance(value, plain):
+            return plain(value)
+    return MASK if value and is_secret(name) else mask_text(str(value))
 
 
 def _shell_word(word: str) -> str:
