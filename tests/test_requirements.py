@@ -58,7 +58,7 @@ def test_what_the_code_imports_is_in_the_requirements(folder):
     assert not missing_from(imported_packages(folder), names_in("requirements.in"))
 
 
-WRITTEN_BY_TESTS = {"helpers", "library_of_options", "my_recipe", "my_worker"}
+WRITTEN_BY_TESTS = {"helpers", "library_of_options", "my_fused", "my_loops", "my_recipe", "my_worker", "my_workflow"}
 """Modules that stand in for a user's own; a test writes or ships them."""
 
 

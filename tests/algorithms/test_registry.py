@@ -44,7 +44,7 @@ def test_a_users_function_takes_over_a_name_that_verl_has_come_to_use(monkeypatc
     def mine(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode="token-mean", config=None):
         return (log_prob * advantages).mean()
 
-    assert get_policy_loss_fn("cispo") is mine
+    assert get_policy_loss_fn("cispo") is mine and "not verl's own" in caplog.text
     with pytest.raises(ValueError, match="already taken"):
         register_policy_loss("cispo")(lambda log_prob: log_prob)
 

@@ -8,13 +8,14 @@ that. Knows nothing of what it holds.
 from __future__ import annotations
 
 import difflib
+import logging
 import re
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import TypeVar
 
-from verl.utils.logging_utils import warn_once
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -87,7 +88,7 @@ class Registry(MutableMapping[str, T]):
             for name in map(_plain, names):
                 known = self._entries.get(name, entry)
                 if _is_verls(known) and not _is_verls(entry):
-                    warn_once(f"{self.key}: {name!r} is {_place(entry)} from now on, not verl's own.")
+                    logger.warning("%s: %r is %s from now on, not verl's own.", self.key, name, _place(entry))
                     self._about.pop(name, None)
                 elif known is not entry:
                     raise ValueError(
