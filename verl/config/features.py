@@ -41,7 +41,7 @@ class Feature(NamedTuple):
     modules: tuple[str, ...] = ()
     """Modules and packages, with all below them."""
     configs: tuple[str, ...] = ()
-    """Names of YAML files of verl's, without suffix."""
+    """Names of YAML files of verl's, without suffix, or words between underscores of such."""
     backends: tuple[str, ...] = ()
     """Values of ``strategy`` and ``model_engine``, and the beginnings of YAML files of a group."""
 
@@ -311,7 +311,7 @@ FEATURES: tuple[Feature, ...] = (
             *("recipe.langgraph_agent", "recipe.deepeyes", "recipe.collabllm", "recipe.swe_agent", "recipe.fapo"),
         ),
         configs=(
-            *("gsm8k_multiturn_grpo", "gsm8k_multiturn_grpo_w_interaction", "gsm8k_multiturn_grpo_server"),
+            *("multiturn", "gsm8k_multiturn_grpo", "gsm8k_multiturn_grpo_w_interaction", "gsm8k_multiturn_grpo_server"),
             *("gsm8k_multiturn_megatron_grpo", "geo3k_multiturn_grpo", "geo3k_multiturn_megatron_grpo"),
             *("search_multiturn_grpo", "search_multiturn_grpo_one_step_off", "retool_multiturn_grpo"),
             *("deepeyes_multiturn_grpo", "gsm8k_multiturn_sf_grpo", "sandbox_fusion_tool_config"),
@@ -473,7 +473,7 @@ FEATURES: tuple[Feature, ...] = (
             *("verl.trainer.fsdp_sft_trainer", "verl.trainer.sft_trainer", "verl.trainer.sft_trainer_ray"),
             *("verl.utils.dataset.sft_dataset", "verl.utils.dataset.multiturn_sft_dataset"),
         ),
-        configs=("sft_trainer", "sft_trainer_engine"),
+        configs=("sft_trainer", "sft_trainer_engine", "sft"),
     ),
     Feature(
         "training of reward models",
@@ -591,7 +591,8 @@ def _by_module() -> dict[str, Feature]:
 def feature_of_config(name: str) -> Feature | None:
     """The feature of a configuration file of verl's, named as behind ``--config-name``."""
     name = name.removesuffix(".yaml").rpartition("/")[2]
-    return next((item for item in FEATURES if name in item.configs), None) or feature_of_backend(name, within=True)
+    backend = feature_of_backend(name, within=True)
+    return backend or next((item for item in FEATURES if {name, *name.split("_")} & set(item.configs)), None)
 
 
 def feature_of_backend(name: str, within: bool = False) -> Feature | None:

@@ -82,6 +82,10 @@ def _layers(value: Any) -> Any:
     return [name for layer in value for name in _MEGATRON_LAYERS.get(layer, (layer,))] or None
 
 
+def _lower(value: Any) -> Any:
+    return value.lower() if isinstance(value, str) else value
+
+
 def _unless(*defaults: Any) -> Callable[[Any], Any]:
     """Conversion that leaves the new key alone for an engine's own default."""
     return lambda value: None if value in defaults else value
@@ -98,7 +102,7 @@ LATER_MOVED: tuple[Moved, ...] = (
     # v0.6 and later: one engine of training, one of rollout
     *_OF_ENGINES,
     *(Moved(f"{place}.optim.clip_grad", (f"{place}.grad_clip",)) for place in (_A, "critic")),
-    *(Moved(f"{place}.optim.lr_decay_style", (f"{place}.optim.warmup_style",)) for place in (_A, "critic")),
+    *(Moved(f"{place}.optim.lr_decay_style", (f"{place}.optim.warmup_style",), _lower) for place in (_A, "critic")),
     *(
         Moved(f"{place}.optim.lr_decay_steps", (f"{place}.optim.total_training_steps",), _if_positive)
         for place in (_A, "critic")

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 from verl.config.base import Config, Problem
 from verl.config.build import types_of
-from verl.config.features import feature_of_backend, feature_of_config, not_built
+from verl.config.features import feature_of_backend, not_built
 from verl.config.legacy import ALIASES, is_legacy, strip_prefix, today
 
 _OVERRIDE = re.compile(r"(?P<mark>\+\+|\+|~)?(?P<key>[^=@\s]+)(?P<package>@[^=\s]*)?(?P<assign>=.*)?", re.DOTALL)
@@ -102,7 +102,7 @@ def _judge_group(
     text: str, group: str, choice: str, is_group: Callable[[str], bool]
 ) -> tuple[list[str], list[Problem]]:
     """The choice of a group of YAML files: as hydra is to get it, nothing for what verl chooses anyway; problems."""
-    feature = feature_of_backend(choice) or feature_of_config(choice)
+    feature = feature_of_backend(choice, within=True)
     if feature:
         return [], [Problem(group, not_built(text, feature))]
     if group == "model_engine" and choice not in _ENGINES:
