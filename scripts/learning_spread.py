@@ -30,7 +30,7 @@ def measure(seed: int, level: str, options: list[str]) -> list[dict]:
         environment = {**os.environ, "VERL_TEST_SEED": str(seed), "VERL_LEARNING_RECORD": str(record)}
         if level != "DEFAULT":
             environment["ONEDNN_MAX_CPU_ISA"] = level
-        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--tb=short", *options]
+        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--tb=short", "--timeout=3600", *options]
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
         if done.returncode not in (0, 5):
             print(done.stdout[-4000:], file=sys.stderr)

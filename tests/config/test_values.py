@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.support.composing import load_over
 from verl.config.base import ConfigError
 from verl.config.load import load
 
@@ -105,6 +106,20 @@ def test_a_word_of_the_command_line_gives_a_typed_value(word, key, value, monkey
 )  # fmt: skip
 def test_a_value_that_does_not_fit_is_told_with_key_value_and_rule(word, sentence):
     assert sentence in problems(word)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [f"{LR}=1e-5", "trainer.total_training_steps=null", f"{WORDS}={{a: 1, b: [2]}}", f"+{WORDS}.c='x'"],
+        ["data.train_files=[a,b]", "trainer.project_name=${data.shuffle}"],
+        ["actor_rollout_ref.actor.grad_clip=none", "actor_rollout_ref.actor.optim.warmup_style=cosine"],
+    ],
+)
+def test_words_over_a_shared_base_come_to_what_the_whole_command_line_comes_to(words):
+    """What most tests of this folder rely on to be quick."""
+    whole, over = load([*RUNNABLE, *words]), load_over(RUNNABLE, words)
+    assert over == whole
 
 
 def test_an_option_that_only_follows_a_wrong_one_is_not_blamed():

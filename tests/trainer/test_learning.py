@@ -106,11 +106,8 @@ def test_without_the_policy_loss_the_reward_stays_where_it_was(tmp_path, monkeyp
 @pytest.mark.learning
 @pytest.mark.ray
 def test_grpo_learns_on_ray_with_two_ranks(tmp_path, monkeypatch):
-    rewards = rewards_of(
-        tmp_path,
-        monkeypatch,
-        **TINY | {"trainer__controller": "ray", "trainer__n_gpus_per_node": 2, f"{ACTOR}__strategy": "fsdp2"},
-    )
+    two = {"trainer__n_gpus_per_node": 2, f"{ACTOR}__strategy": "fsdp2", f"{ACTOR}__ppo_micro_batch_size_per_gpu": 8}
+    rewards = rewards_of(tmp_path, monkeypatch, **TINY | {"trainer__controller": "ray"} | two)
     check_learned("two ranks on Ray", rewards)
 
 
