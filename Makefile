@@ -18,8 +18,9 @@ lint:
 format:
 	.venv/bin/ruff check --fix . && .venv/bin/ruff format .
 
-docs:  ## the tables of docs/algorithms.md, from the registries
+docs:  ## the tables of docs/algorithms.md from the registries, that of docs/models.md from its JSON
 	.venv/bin/python scripts/algorithm_tables.py
+	.venv/bin/python scripts/model_families.py --page
 
 COMPILE = uv pip compile --quiet --universal --python-version 3.10 --no-header --no-annotate
 # torch pins its own CUDA libraries exactly; leaving them out keeps the file right for CPU and CUDA builds alike.
