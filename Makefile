@@ -18,9 +18,10 @@ lint:
 format:
 	.venv/bin/ruff check --fix . && .venv/bin/ruff format .
 
-docs:  ## the tables of docs/algorithms.md and docs/moving.md, from the code
+docs:  ## the tables of docs/algorithms.md, moving.md and models.md, from the code and its JSON
 	.venv/bin/python scripts/algorithm_tables.py
 	.venv/bin/python scripts/release_keys.py
+	.venv/bin/python scripts/model_families.py --page
 
 COMPILE = uv pip compile --quiet --universal --python-version 3.10 --no-header --no-annotate
 # torch pins its own CUDA libraries exactly; leaving them out keeps the file right for CPU and CUDA builds alike.

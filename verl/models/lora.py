@@ -145,11 +145,24 @@ def _linear_layers(model: nn.Module, without: nn.Module | None) -> tuple[list[st
 
 def _why_unable(module: nn.Module, parent: nn.Module, name: str) -> str | None:
     """Why an adapter on the linear layer ``parent.name`` would do nothing, or harm; None where it does its work."""
-    if type(module).forward not in (nn.Linear.forward, Conv1D.forward):
+    if not _is_product(module):
         return f"is a {type(module).__name__}, which computes more than a product"
     if _reads_weight(type(parent), name):
         return f"is not called: {type(parent).__name__} hands its weight to a kernel"
     return None
+
+
+def _is_product(module: nn.Module) -> bool:
+    """Whether a linear layer, perhaps with a forward pass of its own, gives one tensor of its width."""
+    if type(module).forward in (nn.Linear.forward, Conv1D.forward):
+        return True
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            found = module(module.weight.new_zeros(2, module.weight.shape[1]))
+    except Exception as error:  # of the model's code, which may take more than one tensor
+        logger.debug("%s is not adapted: it raised %s on two vectors", type(module).__name__, error)
+        return False
+    return isinstance(found, Tensor) and found.shape == (2, module.weight.shape[0])
 
 
 @lru_cache(maxsize=1024)

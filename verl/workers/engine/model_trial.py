@@ -21,8 +21,8 @@ from verl.models.packing import Packing
 from verl.models.varlen_kernels import Scoring
 from verl.workers.engine.micro_batch import MicroBatch
 
-LENGTHS = (13, 20)
-PROMPT = 6
+LENGTHS = (7, 12)
+PROMPT = 4
 """Tokens that both rows begin with."""
 TOLERANCE = {torch.float32: 1e-3}
 """Median difference over the spread of the scores; a model whose rows see each other is far beyond."""

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-PROMPTS = (5, 11)
+PROMPTS = (3, 8)
 """Tokens of a short prompt and of a longer one."""
-STEPS = 3
+STEPS = 2
 OWNER = (0, 0, 1)
 """The prompt of each row: two of them share one."""
 TOLERANCE = {torch.float32: 1e-2}
