@@ -120,8 +120,8 @@ def test_an_adapter_is_not_sent_to_an_engine_that_takes_none(tmp_path, monkeypat
 LEARNS = {
     **LEARNING,
     **SHORT,
-    **{f"{MODEL}__lora_rank": 8, f"{MODEL}__lora_alpha": 16, "actor_rollout_ref__actor__optim__lr": "1e-2"},
-    "trainer__total_training_steps": 20,
+    **{f"{MODEL}__lora_rank": 8, f"{MODEL}__lora_alpha": 16, "actor_rollout_ref__actor__optim__lr": "5e-3"},
+    "trainer__total_training_steps": 24,
     "actor_rollout_ref__actor__use_kl_loss": False,
 }
 
