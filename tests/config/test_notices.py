@@ -126,6 +126,7 @@ def test_nothing_is_said_about_defaults():
             + [f"+reward_model.reward_kwargs.overlong_buffer_cfg.{word}" for word in ("enable=true", "len=4")],
             "overlong_buffer_cfg has no effect in training",
         ),
+        ([*BYPASS], "log_prob_micro_batch_size_per_gpu=2 has no effect: algorithm.rollout_correction.bypass_mode=true"),
         ([f"{ROLLOUT}.gpu_memory_utilization=0.8", CPU], "gpu_memory_utilization=0.8 has no effect on any GPU"),
         ([*ON_CPU, f"{ROLLOUT}.gpu_memory_utilization=0.8"], "1 GiB at most, bounds the key-value cache"),
         (

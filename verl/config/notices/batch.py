@@ -39,6 +39,14 @@ def micro_batches_are_cut_by_tokens(config: PPOConfig, is_given: IsGiven) -> Ite
 
 
 @notice
+def old_log_probs_are_the_samplers(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+    if config.algorithm.rollout_correction.bypass_mode:
+        names = ("micro_batch_size_per_gpu", "use_dynamic_bsz", "max_token_len_per_gpu")
+        why = "algorithm.rollout_correction.bypass_mode=true computes no old log-probs"
+        yield from unread(config, [f"{ROLLOUT}.log_prob_{name}" for name in names], is_given, why)
+
+
+@notice
 def no_prompt_is_shared(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
     """Of one response a prompt there is nothing to share, and in micro-batches of one row none meets another."""
     shared, critic = config.actor_rollout_ref, config.critic
