@@ -1,5 +1,6 @@
 """Sampling: how responses are drawn, and the engine that draws them."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -343,3 +344,20 @@ class RolloutConfig(Config):
         if self.log_prob_use_dynamic_bsz:
             return MicroBatching(None, self.log_prob_max_token_len_per_gpu)
         return MicroBatching(self.log_prob_micro_batch_size_per_gpu, None)
+
+
+SINGLE_TURN = "single_turn_agent"
+"""The agent loop that does what ``rollout.mode=sync`` does."""
+
+
+def needs_agent_loops(mode: str, names: Iterable[str]) -> str | None:
+    """Why rows with these values of ``agent_name`` cannot be trained on with a ``rollout.mode`` other than async."""
+    others = sorted({str(name) for name in names if name} - {SINGLE_TURN})
+    if not others:
+        return None
+    return (
+        f"actor_rollout_ref.rollout.mode={mode} with data whose column 'agent_name' asks for {', '.join(others)}: one "
+        "call samples one turn, and no agent loop would run. Set actor_rollout_ref.rollout.mode=async (and "
+        "agent.agent_loop_config_path for loops of your own), or take the column out of the data to train on single "
+        "turns."
+    )

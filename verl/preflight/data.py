@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from verl.config.base import did_you_mean, get_path
+from verl.config.rollout import SINGLE_TURN, needs_agent_loops
 from verl.preflight.models import ask_hub, can_be_had, close_names, endpoint, is_offline
 from verl.preflight.prompts import (
     Lengths,
@@ -417,9 +418,13 @@ def _count_usable(config: Any, found: Preview) -> None:
 def _agents(config: Any, found: Preview) -> None:
     """Names of agent loops that nobody makes known."""
     rollout, external = config.actor_rollout_ref.rollout, os.environ.get("VERL_USE_EXTERNAL_MODULES")
-    if rollout.mode != "async" or config.actor_rollout_ref.model.external_lib or external:
+    if rollout.mode != "async":
+        if text := needs_agent_loops(rollout.mode, found.rows.agents):
+            found.error(text, "data.train_files", "actor_rollout_ref.rollout.mode")
         return
-    known, key, path = {"single_turn_agent"}, "actor_rollout_ref.rollout.agent", rollout.agent.agent_loop_config_path
+    if config.actor_rollout_ref.model.external_lib or external:
+        return
+    known, key, path = {SINGLE_TURN}, "actor_rollout_ref.rollout.agent", rollout.agent.agent_loop_config_path
     if path:
         file = Path(path).expanduser()
         if not file.is_file() or file.suffix not in (".yaml", ".yml"):

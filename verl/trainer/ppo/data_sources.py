@@ -4,6 +4,7 @@ import logging
 from collections.abc import Iterable
 from typing import Any
 
+from verl.config.rollout import needs_agent_loops
 from verl.utils.dataset.table import RowTable
 from verl.utils.reward_functions.routing import BySource, is_built_in
 from verl.utils.reward_score import UnknownDataSource, built_in_options, has_scorer, rule_of
@@ -37,8 +38,6 @@ def check_data_sources(config: Any, reward_fn: Any, datasets: Iterable[Any]) -> 
 
 
 AGENT_COLUMN = "agent_name"
-SINGLE_TURN = "single_turn_agent"
-"""The agent loop that does what ``rollout.mode=sync`` does."""
 
 
 def check_agent_names(config: Any, datasets: Iterable[Any]) -> None:
@@ -60,15 +59,7 @@ def agent_name_problem(rollout: Any, names: Iterable[Any]) -> str | None:
     """
     names = sorted({str(name) for name in names if name})
     if rollout.mode != "async":
-        others = [name for name in names if name != SINGLE_TURN]
-        if not others:
-            return None
-        return (
-            f"actor_rollout_ref.rollout.mode={rollout.mode} with data whose column {AGENT_COLUMN!r} asks for "
-            f"{', '.join(others)}: one call samples one turn, and no agent loop would run. Set "
-            "actor_rollout_ref.rollout.mode=async (and agent.agent_loop_config_path for loops of your own), or take "
-            "the column out of the data to train on single turns."
-        )
+        return needs_agent_loops(rollout.mode, names)
     from verl.agent_loop import single_turn  # noqa: F401 - registers the built-in loop; brings the servers' client
     from verl.agent_loop.base import agent_loop, load_agent_loops
 
