@@ -10,6 +10,7 @@ from typing import Any
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import OverrideParseException
 from omegaconf import OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
 
 from verl.config.compose import compose, search_folders
 from verl.config.load import Loaded, interpret, load
@@ -27,12 +28,15 @@ def load_over(base: Sequence[str], words: Sequence[str]) -> Loaded:
         parsed = OverridesParser.create().parse_overrides(later.overrides)
     except OverrideParseException:
         return load([*base, *words])
-    if later.problems or any(word.is_delete() or word.is_sweep_override() for word in parsed):
+    if later.problems or any(word.is_delete() or word.is_sweep_override() or word.package for word in parsed):
         return load([*base, *words])
     composed, given = copy.deepcopy(_composed(tuple(base))), _checked(base).given | later.given
     for word in parsed:
-        with open_dict(composed):
-            OmegaConf.update(composed, word.key_or_group, word.value(), force_add=True)
+        try:
+            with open_dict(composed):
+                OmegaConf.update(composed, word.key_or_group, word.value(), force_add=True)
+        except OmegaConfBaseException:  # a value that does not fit: hydra says so in its own words
+            return load([*base, *words])
     tree = OmegaConf.to_container(composed, resolve=False)
     return interpret(tree, given, composed=composed, stripped_prefix=later.stripped_prefix)
 

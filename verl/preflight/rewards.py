@@ -21,6 +21,7 @@ from verl.utils.reward_functions.calling import (
 from verl.utils.reward_functions.routing import BySource, functions_of, is_built_in
 from verl.utils.reward_functions.sources import reward_function
 from verl.utils.reward_functions.trial import Trial, TrialRow, try_function
+from verl.utils.reward_score import built_in_options, rule_of
 from verl.utils.reward_score.registry import SOURCES, has_scorer, is_for_judge
 from verl.utils.sandbox.outcomes import Outcome
 from verl.utils.sandbox.pool import SlowStart
@@ -98,7 +99,8 @@ def scores_of_rows(config: Any, table: RowTable, found: Preview, limits: Limits)
 
 def _has_no_scorer(config: Any, function: RawRewardFn | None, source: str) -> bool:
     scores = function.function_for(source) if isinstance(function, BySource) else function
-    return is_built_in(scores) and not _is_judged(config, function, source) and not has_scorer(source)
+    rule, _ = rule_of(source, built_in_options(config.reward_model).get("score_as"))
+    return is_built_in(scores) and not _is_judged(config, function, source) and not has_scorer(rule)
 
 
 def _function(config: Any, reward_kwargs: Mapping[str, Any], found: Preview) -> RawRewardFn | None:
