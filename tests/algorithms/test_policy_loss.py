@@ -109,7 +109,7 @@ def test_results_of_older_losses_are_named_and_other_shapes_refused():
             loss_and_metrics(wrong)
 
 
-def test_a_loss_of_ones_own_is_found_by_name_and_unknown_names_list_it(monkeypatch):
+def test_a_loss_of_ones_own_is_found_by_name_and_unknown_names_list_it(monkeypatch, caplog):
     monkeypatch.setattr(POLICY_LOSS_REGISTRY, "_entries", dict(POLICY_LOSS_REGISTRY._entries))
 
     @register_policy_loss("my_loss")
@@ -119,5 +119,7 @@ def test_a_loss_of_ones_own_is_found_by_name_and_unknown_names_list_it(monkeypat
     assert get_policy_loss_fn("my_loss") is my_loss
     with pytest.raises(ValueError, match="loss_mode=my_los is not known; did you mean 'my_loss'.*Known: .*vanilla"):
         get_policy_loss_fn("my_los")
+    register_policy_loss("vanilla")(my_loss)
+    assert get_policy_loss_fn("vanilla") is my_loss and "from now on, not verl's own" in caplog.text
     with pytest.raises(ValueError, match="already taken"):
-        register_policy_loss("vanilla")(my_loss)
+        register_policy_loss("my_loss")(test_a_loss_of_ones_own_is_found_by_name_and_unknown_names_list_it)

@@ -45,7 +45,7 @@ def test_text_is_left_out_unless_asked_for_and_the_folder_may_lie_elsewhere(task
     run(task, tmp_path / "run", **{f"{TRACE}backend": "file", f"{TRACE}dir": tmp_path / "there"})
     record = read(tmp_path / "there" / "1.jsonl")[0]
     assert "response" not in record and record["response_ids"]
-    assert not (tmp_path / "run").exists()
+    assert not (tmp_path / "run" / "rollout_trace").exists()
 
 
 @pytest.mark.parametrize("backend", ["weave", "mlflow"])
