@@ -159,8 +159,9 @@ def test_prompt_ids_may_be_strings_a_list_or_a_tensor(index):
 # --------------------------------------------------------------------------------------------------------- registry
 
 
-def test_an_estimator_of_ones_own_is_found_by_name(monkeypatch):
-    monkeypatch.setattr(ADV_ESTIMATOR_REGISTRY, "_entries", dict(ADV_ESTIMATOR_REGISTRY._entries))
+def test_an_estimator_of_ones_own_is_found_by_name(monkeypatch, caplog):
+    for name in ("_entries", "_about"):
+        monkeypatch.setattr(ADV_ESTIMATOR_REGISTRY, name, dict(getattr(ADV_ESTIMATOR_REGISTRY, name)))
 
     @register_adv_est("score_itself")
     def score_itself(token_level_rewards, response_mask, config=None):
@@ -169,8 +170,10 @@ def test_an_estimator_of_ones_own_is_found_by_name(monkeypatch):
 
     assert get_adv_estimator_fn("score_itself") is score_itself
     assert get_adv_estimator_fn(AdvantageEstimator.GRPO) is compute_grpo_outcome_advantage
-    with pytest.raises(ValueError, match="'grpo' is already taken"):
-        register_adv_est(AdvantageEstimator.GRPO)(score_itself)
+    register_adv_est(AdvantageEstimator.GRPO)(score_itself)
+    assert get_adv_estimator_fn("grpo") is score_itself and "from now on, not verl's own" in caplog.text
+    with pytest.raises(ValueError, match="'score_itself' is already taken"):
+        register_adv_est("score_itself")(compute_grpo_outcome_advantage)
 
 
 def test_an_unknown_estimator_lists_the_known_and_the_nearest():

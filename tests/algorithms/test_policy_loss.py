@@ -110,7 +110,8 @@ def test_results_of_older_losses_are_named_and_other_shapes_refused():
 
 
 def test_a_loss_of_ones_own_is_found_by_name_and_unknown_names_list_it(monkeypatch, caplog):
-    monkeypatch.setattr(POLICY_LOSS_REGISTRY, "_entries", dict(POLICY_LOSS_REGISTRY._entries))
+    for name in ("_entries", "_about"):
+        monkeypatch.setattr(POLICY_LOSS_REGISTRY, name, dict(getattr(POLICY_LOSS_REGISTRY, name)))
 
     @register_policy_loss("my_loss")
     def my_loss(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config):

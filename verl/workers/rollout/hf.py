@@ -388,8 +388,9 @@ class HFRollout(RolloutEngine):
         ]
         owner = torch.tensor(decode_trial.OWNER, device=self.device)
         try:
-            logits, cache = self._read(prompts, owner, max(decode_trial.PROMPTS) + decode_trial.STEPS)
-            found = decode_trial.step_by_step(rows, logits[owner], cache, self._forward)
+            with self.watch.uncounted():
+                logits, cache = self._read(prompts, owner, max(decode_trial.PROMPTS) + decode_trial.STEPS)
+                found = decode_trial.step_by_step(rows, logits[owner], cache, self._forward)
         except Exception as error:  # of the model's code, about a cache that is not its own
             return f"raises {type(error).__name__} ({_first_line(error)})"
         apart = decode_trial.difference(expected, found)

@@ -151,6 +151,15 @@ class EngineWatch:
             mean_max[1] += value
             mean_max[2] = max(mean_max[2], value)
 
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """What the engine does meanwhile is no request's, and becomes no metric."""
+        sums, gauges = dict(self._sums), {name: list(values) for name, values in self._gauges.items()}
+        try:
+            yield
+        finally:
+            self._sums, self._gauges = sums, gauges
+
     def totals(self) -> dict[str, float]:
         """Sums since the engine was built."""
         return dict(self._sums)
