@@ -2,6 +2,7 @@
 
 import json
 import os
+from pathlib import Path
 
 import hydra
 import pytest
@@ -196,7 +197,7 @@ def test_a_task_runner_of_a_projects_own_trains_with_its_actor(task, capfd):
 
 
 @pytest.mark.ray
-def test_a_task_runner_in_an_actor_trains_with_its_actor(task, capfd, monkeypatch):
+def test_a_task_runner_in_an_actor_trains_with_its_actor(task, monkeypatch):
     import ray
     from my_workflow import MyTaskRunner
 
@@ -206,7 +207,8 @@ def test_a_task_runner_in_an_actor_trains_with_its_actor(task, capfd, monkeypatc
     config = compose(task, trainer__controller="ray", ray_init__num_cpus=4)
     run_ppo(config, task_runner_class=ray.remote(num_cpus=1)(MyTaskRunner))
     assert not ray.is_initialized()
-    assert "RAN 2 grpo" in capfd.readouterr().out
+    # what an actor prints last may be lost when Ray ends
+    assert Path(config.trainer.default_local_dir, "ran.txt").read_text().startswith("RAN 2 grpo")
 
 
 def test_an_agent_loop_prepares_its_class_once_and_reads_the_tree_of_the_script(task):

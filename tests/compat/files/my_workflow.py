@@ -1,5 +1,7 @@
 """A project's driver: a task runner with an actor of its own, a trainer that starts the workers itself."""
 
+from pathlib import Path
+
 from omegaconf import OmegaConf, open_dict
 from verl.utils.debug import GPUMemoryLogger, marked_timer
 from verl.utils.rollout_skip import RolloutSkip
@@ -105,7 +107,9 @@ class MyTaskRunner(TaskRunner):
         with open_dict(config):
             config.my_project.seen = OmegaConf.to_container(config.trainer, resolve=True)["total_training_steps"]
         super().run(config)
-        print("RAN", config.my_project.seen, core_algos.AdvantageEstimator.GRPO.value, reduce_metrics({"x": [1, 3]}))
+        said = ("RAN", config.my_project.seen, core_algos.AdvantageEstimator.GRPO.value, reduce_metrics({"x": [1, 3]}))
+        print(*said)
+        Path(config.trainer.default_local_dir, "ran.txt").write_text(" ".join(map(str, said)))
 
 
 def own_pools(config):
