@@ -106,8 +106,8 @@ def test_links_lead_somewhere(page):
 
 
 def test_keys_named_in_the_documentation_exist():
-    """A dotted name in backticks that starts with a section of the configuration is a key of it; but for a list of those
-    that are not."""
+    """A dotted name in backticks that starts with a section of the configuration is a key of it; but for a list of
+    those that are not."""
     config = load_ppo_config(
         ["actor_rollout_ref.rollout.name=hf", "algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=2"]
         + ["actor_rollout_ref.actor.use_dynamic_bsz=true"]
