@@ -88,7 +88,7 @@ FAULTS = {
     "os._exit": ("import os; os._exit(7)", "it left its process with exit code 7 [exit]"),
     "hangs": (
         "import time; time.sleep(60 if ground_truth == '9' else 0); return 0.5",
-        "TimeoutError",
+        "row 1 (data_source='mine', index=None): TimeoutError",
     ),
 }
 
