@@ -270,7 +270,7 @@ def doors(there, monkeypatch, capsys):
 
     monkeypatch.setattr(checks, "load", load)
     monkeypatch.setattr("verl.config.load.load", load)
-    monkeypatch.setattr(main_ppo, "run_ppo", lambda config, words: started.append(words))
+    monkeypatch.setattr(main_ppo, "run_ppo", lambda config, command_line: started.append(command_line))
 
     def job(*words):
         try:

@@ -89,24 +89,24 @@ def test_failing_reward_function_stops_the_run_and_names_the_sample(tmp_path):
 
 
 def mistakes(task, tmp_path):
-    """Settings -> the last line of what the user should see."""
+    """Settings -> the exit code and the last line of what the user should see; 2: known before anything started."""
     broken = tmp_path / "broken"
     shutil.copytree(task["actor_rollout_ref.model.path"], broken)
     weights = load_file(broken / "model.safetensors")
     weights.pop(next(name for name in weights if "q_proj" in name))
     save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
     return {
-        "trainer.device=cuda": "error: trainer.device=cuda: torch ",
-        f"actor_rollout_ref.model.path={tmp_path}": "holds no tokenizer",
-        f"actor_rollout_ref.model.path={broken}": "actor_rollout.init_model failed on rank 0 of 1: model.path=",
+        "trainer.device=cuda": (2, "error: trainer.device=cuda, and this machine shows no CUDA device."),
+        f"actor_rollout_ref.model.path={tmp_path}": (2, "holds no config.json"),
+        f"actor_rollout_ref.model.path={broken}": (1, "actor_rollout.init_model failed on rank 0 of 1: model.path="),
     }
 
 
 def test_a_mistake_of_the_users_ends_in_its_message_and_not_in_a_traceback(tmp_path):
     task = make_task(tmp_path / "task")
-    for setting, message in mistakes(task, tmp_path).items():
+    for setting, (code, message) in mistakes(task, tmp_path).items():
         result = main_ppo([*overrides(task, trainer__total_training_steps=1), setting], CUDA_VISIBLE_DEVICES="")
-        assert result.returncode == 1
+        assert result.returncode == code
         assert "Traceback" not in result.stderr and message in result.stderr.splitlines()[-1], result.stderr
 
 

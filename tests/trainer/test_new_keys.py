@@ -10,7 +10,7 @@ from verl.config.load import load
 from verl.config.unread import remember_given
 from verl.config.watch import READ
 from verl.preflight.checks import passed
-from verl.trainer.ppo.job import PPOJob, worker_environment
+from verl.trainer.ppo.job import PPOJob
 
 
 @pytest.fixture(scope="module")
@@ -73,4 +73,4 @@ def test_an_option_that_nothing_reads_stops_the_run_after_the_first_step(task, t
 
 def test_environment_variables_of_the_workers_come_from_both_places():
     config = load(["ray_init.runtime_env.env_vars={A: 1, B: 2}", "ray_init.env.B=3"]).config
-    assert worker_environment(config.ray_init) == {"A": 1, "B": 3}
+    assert config.ray_init.variables == {"A": 1, "B": 3}

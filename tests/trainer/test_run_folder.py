@@ -77,13 +77,15 @@ def test_the_options_for_a_gpu_leave_the_rest_of_a_command_line_as_it_is(task, t
 
 
 def test_a_run_that_dies_in_its_first_seconds_leaves_its_folder(task, tmp_path):
-    words = overrides(task, **settings(tmp_path, actor_rollout_ref__model__external_lib="not_there"))
-    done = main_ppo(words)
+    (tmp_path / "falls_over.py").write_text("raise OSError('the licence server is away')\n")  # known once imported
+    words = overrides(task, **settings(tmp_path, actor_rollout_ref__model__external_lib="falls_over"))
+    done = main_ppo(words, PYTHONPATH=os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")])))
     assert done.returncode == 1
     folder = tmp_path / "run"
     log = (folder / "run.log").read_text()
-    assert "note: " in log and log.rstrip().endswith(done.stderr.rstrip().splitlines()[-1])
-    assert "not_there" in (folder / "command.sh").read_text() and (folder / "config.yaml").exists()
+    told = [line for line in done.stderr.splitlines() if line.startswith(("verl ", "warning: ", "OSError: "))]
+    assert len(told) > 1 and all(line in log for line in told) and "OSError: the licence server is away" in log
+    assert "falls_over" in (folder / "command.sh").read_text() and (folder / "config.yaml").exists()
     assert json.loads((folder / "environment.json").read_text())["packages"]["torch"]
 
 

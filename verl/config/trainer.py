@@ -260,3 +260,8 @@ class RayInitConfig(Config):
 
     include_dashboard: bool = False
     """Start Ray's dashboard."""
+
+    @property
+    def variables(self) -> dict[str, Any]:
+        """Environment variables of the workers; ``env`` goes before ``runtime_env.env_vars``."""
+        return {**(self.runtime_env.get("env_vars") or {}), **self.env}

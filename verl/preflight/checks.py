@@ -5,7 +5,9 @@ Reads a composed configuration; starts nothing.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from verl.config.base import ConfigError, Problem
@@ -73,15 +75,18 @@ def examine_loaded(loaded: Loaded, machine: Machine = _THIS, limits: Limits | No
     report = Report(_findings("error", loaded.problems), config=loaded.config)
     report.findings += [Finding("warning", notice) for notice in loaded.notices]
     if loaded.problems:
-        report.findings += _findings("error", [*missing_files(loaded.config), *missing_models(loaded.config)])
+        with _environment(loaded.config):
+            report.findings += _findings("error", [*missing_files(loaded.config), *missing_models(loaded.config)])
         return report
     report.findings += _unread(loaded.config, loaded.given, loaded.notices)
-    return _add_all(report, loaded.config, machine, limits)
+    with _environment(loaded.config):
+        return _add_all(report, loaded.config, machine, limits)
 
 
 def examine_config(config: PPOConfig, machine: Machine = _THIS, limits: Limits | None = None) -> Report:
     """The report of a configuration that has passed its own checks."""
-    return _add_all(Report(_unread(config, given_to(config), ()), config=config), config, machine, limits)
+    with _environment(config):
+        return _add_all(Report(_unread(config, given_to(config), ()), config=config), config, machine, limits)
 
 
 def examine_data(config: PPOConfig, given: frozenset[str], limits: Limits | None = None) -> Report:
@@ -114,6 +119,22 @@ def refuse(config: PPOConfig) -> Report | None:
 def passed(config: PPOConfig) -> None:
     """Remember that a tree was examined, and can run."""
     object.__setattr__(config, _PASSED, True)
+
+
+@contextmanager
+def _environment(config: PPOConfig) -> Iterator[None]:
+    """Inside, the variables of a run's workers, which it sets before it loads anything: a reward function has them."""
+    given = {name: str(value) for name, value in config.ray_init.variables.items()}
+    before = {name: os.environ.get(name) for name in given}
+    os.environ.update(given)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 def _unread(config: PPOConfig, given: Iterable[str], notices: Iterable[str]) -> list[Finding]:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from verl.config.base import ConfigError
 from verl.config.command_line import parse
 from verl.utils.ending import plain_ending
+from verl.utils.run_record import say_early
 
 if TYPE_CHECKING:
     from verl.preflight.machine import Machine
@@ -180,7 +181,8 @@ def _before_the_run(loaded: Any, flags: dict[str, Any]) -> bool:
     report = examine_loaded(loaded, Machine(is_this=not flags.get("elsewhere")))
     if not loaded.problems and loaded.config.trainer.dry_run:
         raise SystemExit(_print(report))
-    tell(report, with_notes=bool(flags.get("check")))
+    starts = not report.errors and not flags.get("check")
+    tell(report, with_notes=bool(flags.get("check")), begins_log=starts)
     if report.errors:
         raise ConfigError([finding.text for finding in report.errors])
     if flags.get("check"):
@@ -193,10 +195,14 @@ def _before_the_run(loaded: Any, flags: dict[str, Any]) -> bool:
     return True
 
 
-def tell(report: Report, with_notes: bool = False) -> None:
-    """Print what is doubtful about a run."""
+def tell(report: Report, with_notes: bool = False, begins_log: bool = False) -> None:
+    """Print what is doubtful about a run, whose log may begin with it."""
     for finding in (*(report.notes if with_notes else ()), *report.warnings):
-        print(f"{finding.level}: {finding.text}", file=sys.stderr)
+        line = f"{finding.level}: {finding.text}"
+        if begins_log:
+            say_early(line)
+        else:
+            print(line, file=sys.stderr)
 
 
 # -- verl check ----------------------------------------------------------------------------------------------------

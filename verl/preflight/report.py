@@ -145,15 +145,22 @@ def _number(number: Number) -> str:
 
 
 def wrapped(start: str, text: str) -> str:
-    """Lines of a text behind ``start``, as wide as a terminal."""
-    return textwrap.fill(
-        text,
-        _WIDTH,
-        initial_indent=start,
-        subsequent_indent=" " * len(start),
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
+    """Lines of a text behind ``start``, as wide as a terminal; they keep their own indentation."""
+    lines = []
+    for number, line in enumerate(text.splitlines()):
+        own = " " * (len(line) - len(line.lstrip()))
+        indent = " " * len(start) + own
+        lines.append(
+            textwrap.fill(
+                line.strip(),
+                _WIDTH,
+                initial_indent=indent if number else start + own,
+                subsequent_indent=indent,
+                break_long_words=False,
+                break_on_hyphens=False,
+            )
+        )
+    return "\n".join(lines)
 
 
 def _memory_table(rows: list[PhaseMemory]) -> list[str]:

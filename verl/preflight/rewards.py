@@ -17,6 +17,7 @@ from verl.utils.reward_functions.calling import (
     PARAMETERS,
     RawRewardFn,
     check_signature,
+    way_out_of,
 )
 from verl.utils.reward_functions.routing import BySource, functions_of, is_built_in
 from verl.utils.reward_functions.sources import reward_function
@@ -80,7 +81,10 @@ def scores_of_rows(config: Any, table: RowTable, found: Preview, limits: Limits)
         )
         found.scores.append(scores)
         errors, warnings = scores.problems()
-        say = found.error if _would_stop(config, scores) else found.warn
+        would_stop = _would_stop(config, scores)
+        say = found.error if would_stop else found.warn
+        if scores.error and would_stop:
+            errors = [f"{text}\n{_way_out(config, function, scores)}" for text in errors]
         for text in errors:
             say(text, *_blamed(config), "data.train_files")
         for text in warnings:
@@ -89,10 +93,12 @@ def scores_of_rows(config: Any, table: RowTable, found: Preview, limits: Limits)
         shown = ", ".join(map(repr, unknown[:5])) + (", ..." if len(unknown) > 5 else "")
         is_sure = rm.on_error == "stop" and config.data.train_max_samples < 0  # of some rows, not all sources come
         hint = nearest_name(str(unknown[0]), SOURCES)
+        positions = found.rows.rows_of.get(unknown[0], ())
+        first = f" (first: {table.where(int(positions[0]))})" if len(positions) else ""
         (found.error if is_sure else found.warn)(
-            f"There is no built-in scorer for {config.data.reward_fn_key}={shown}.{hint} Name a function of "
-            "your own with custom_reward_function.path, for one source alone with reward_model.by_source, or correct "
-            "the column (data.reward_fn_key).",
+            f"There is no built-in scorer for {config.data.reward_fn_key}={shown}{first}.{hint} Name "
+            "a function of your own with custom_reward_function.path, for one source alone with "
+            "reward_model.by_source, or correct the column (data.reward_fn_key).",
             "data.reward_fn_key",
         )
 
@@ -135,6 +141,14 @@ def _would_stop(config: Any, scores: Trial) -> bool:
     if scores.error:
         return scores.kind is not Outcome.TIMEOUT and section.on_error == "stop" and not section.max_errors
     return section.self_test == "stop"
+
+
+def _way_out(config: Any, function: RawRewardFn, scores: Trial) -> str:
+    """Out of a failure that would stop a run."""
+    function = function.function_for(scores.data_source) if isinstance(function, BySource) else function
+    key = None if is_built_in(function) else "/".join(key for key in _blamed(config) if not key.endswith(".name"))
+    way_out = way_out_of(scores.kind, key)
+    return f"{way_out} A function that fails on such made-up responses alone: reward_model.self_test=off tries none."
 
 
 def _blamed(config: Any) -> tuple[str, ...]:

@@ -4,6 +4,7 @@ import asyncio
 import difflib
 import functools
 import os
+import re
 import signal
 import threading
 from collections.abc import Awaitable, Callable, Iterable, Mapping
@@ -93,9 +94,10 @@ def convert_to_regular_types(obj: Any) -> Any:
 
 
 def nearest_name(name: str, known: Iterable[str]) -> str:
-    """`` Did you mean 'x'?`` for a name close to one of ``known`` or part of it, else an empty string."""
+    """`` Did you mean 'x'?`` for a name close to one of ``known`` or whole words of it, else an empty string."""
     known = [str(item) for item in known]
-    close = difflib.get_close_matches(name, known, n=1) or [item for item in known if name and name in item]
+    words = re.compile(rf"(?<![^\W_]){re.escape(name)}(?![^\W_])")
+    close = difflib.get_close_matches(name, known, n=1) or [item for item in known if name and words.search(item)]
     return f" Did you mean {close[0]!r}?" if close else ""
 
 

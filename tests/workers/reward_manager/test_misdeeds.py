@@ -12,7 +12,7 @@ from verl.config.reward import RewardSandboxConfig
 from verl.utils.sandbox.function import SandboxedFunction, sandboxed
 from verl.utils.sandbox.keeper import descendants
 from verl.utils.sandbox.limits import Limits
-from verl.utils.sandbox.pool import Pool, Source
+from verl.utils.sandbox.pool import Pool, SlowStart, Source
 from verl.workers.reward_manager import BatchRewardManager, NaiveRewardManager, RewardError
 
 FILE = str(Path(__file__).parent / "files" / "misdeeds.py")
@@ -166,7 +166,7 @@ def test_a_batch_function_fails_as_a_whole_or_by_sample(deed, expected):
         ("import sys; sys.exit(3)\n", RuntimeError, "SystemExit: 3"),
         ("import os; os._exit(3)\n", RuntimeError, "exit code 3"),
         ("import ctypes; ctypes.string_at(0)\n", RuntimeError, "SIGSEGV"),
-        ("import time; time.sleep(60)\n", RuntimeError, "under way for 2 s"),
+        ("import time; time.sleep(60)\n", SlowStart, "was not loaded in time: it took more than 2 s.*start_timeout_s"),
         ("x = bytearray(10 << 30)\n", RuntimeError, "MemoryError"),
     ],
 )
@@ -175,7 +175,8 @@ def test_a_file_that_cannot_be_loaded_is_refused(tmp_path, text, error, said):
     pool = Pool(Source(str(tmp_path / "reward.py"), "compute_score"), LIMITS, start_timeout_s=2)
     with pytest.raises(error, match=said):
         SandboxedFunction(pool)
-    assert not pool.pids
+    assert bool(pool.pids) == (error is SlowStart)  # whoever has more patience may still have it
+    pool.close()
 
 
 def test_arguments_that_do_not_travel_are_the_samples_own_failure(pool):

@@ -43,7 +43,8 @@ def old_log_probs_are_the_samplers(config: PPOConfig, is_given: IsGiven) -> Iter
     if config.algorithm.rollout_correction.bypass_mode:
         names = ("micro_batch_size_per_gpu", "use_dynamic_bsz", "max_token_len_per_gpu")
         why = "algorithm.rollout_correction.bypass_mode=true computes no old log-probs"
-        yield from unread(config, [f"{ROLLOUT}.log_prob_{name}" for name in names], is_given, why)
+        keys = [key for key in (f"{ROLLOUT}.log_prob_{name}" for name in names) if get_path(config, key) is not None]
+        yield from unread(config, keys, is_given, why)
 
 
 @notice

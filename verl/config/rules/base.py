@@ -47,7 +47,8 @@ def scoring_roles(config: PPOConfig) -> Iterator[tuple[str, str, bool, int]]:
     yield f"{ACTOR}.ppo_micro_batch_size", f"{ACTOR}.ppo_max_token_len_per_gpu", shared.actor.use_dynamic_bsz, ranks
     log_probs = ("log_prob_micro_batch_size", "log_prob_max_token_len_per_gpu")
     dynamic = shared.rollout.log_prob_use_dynamic_bsz
-    yield f"{ROLLOUT}.{log_probs[0]}", f"{ROLLOUT}.{log_probs[1]}", dynamic, ranks
+    if not config.algorithm.rollout_correction.bypass_mode:
+        yield f"{ROLLOUT}.{log_probs[0]}", f"{ROLLOUT}.{log_probs[1]}", dynamic, ranks
     if config.scores_reference:
         dynamic = shared.ref.log_prob_use_dynamic_bsz
         yield f"{REF}.{log_probs[0]}", f"{REF}.{log_probs[1]}", dynamic, config.dp_size(shared.ref)

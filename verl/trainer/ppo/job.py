@@ -82,7 +82,7 @@ class PPOJob:
             logger.warning("The reward function %s looks wrong: %s.", report.function, alarm)
         try:
             with no_collection():
-                trainer.controller.start(self.config.ray_init, worker_environment(self.config.ray_init))
+                trainer.controller.start(self.config.ray_init, self.config.ray_init.variables)
                 signal.signal(signal.SIGTERM, _stop_on_signal)  # Ray puts a handler of its own there
                 trainer.init_workers()
             trainer.fit()
@@ -152,7 +152,7 @@ class PPOJob:
     def build_trainer(self) -> RayPPOTrainer:
         """Tokenizer, reward functions and roles, as the config names them; the trainer reads the data."""
         config = self.config
-        os.environ.update({name: str(value) for name, value in worker_environment(config.ray_init).items()})
+        os.environ.update({name: str(value) for name, value in config.ray_init.variables.items()})
         start_reward_functions(config)  # they load while tokenizer and data do, in the environment of the workers
         path = copy_to_local(config.actor_rollout_ref.model.path)
         trust = config.data.trust_remote_code or config.actor_rollout_ref.model.trust_remote_code
@@ -263,16 +263,11 @@ def run_task(task_runner_class: Any, config: Any) -> None:
 
     options = typed_config(adopt_config(config)).ray_init
     controller = get_controller("ray")
-    controller.start(options, worker_environment(options))
+    controller.start(options, options.variables)
     try:
         ray.get(task_runner_class.remote().run.remote(config))
     finally:
         controller.stop()
-
-
-def worker_environment(ray_init: Any) -> dict[str, Any]:
-    """Environment variables of the workers."""
-    return {**(ray_init.runtime_env.get("env_vars") or {}), **ray_init.env}
 
 
 def check_device(trainer: Any, rollout_beside: int = 0) -> None:

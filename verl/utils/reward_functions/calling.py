@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from verl.utils.py_functional import gather_awaitables
+from verl.utils.py_functional import excerpt, gather_awaitables
 from verl.utils.sandbox.describing import name_of
 from verl.utils.sandbox.function import SandboxedFunction
-from verl.utils.sandbox.outcomes import Failure, NotCalled, Scored, scored, scored_batch
+from verl.utils.sandbox.outcomes import Failure, NotCalled, Outcome, Scored, scored, scored_batch
 
 RawRewardFn = Callable[..., Any]
 """A user's reward function; how it is called depends on the manager."""
@@ -22,6 +22,14 @@ BATCH_PARAMETERS = tuple(f"{name}s" for name in PARAMETERS)
 
 MANAGERS_OWN = ("on_error", "max_errors", "max_concurrent", "num_processes", "max_resp_len", "overlong_buffer_cfg")
 """Entries of ``reward_model.reward_kwargs`` that managers keep; the others go to every call of the function."""
+
+_WAYS_OUT = {
+    Outcome.TIMEOUT: "raise reward_model.sandbox.timeout_s (of the batch manager batch_timeout_s)",
+    Outcome.CPU: "raise reward_model.sandbox.cpu_s",
+    Outcome.MEMORY: "raise reward_model.sandbox.memory_mb",
+    Outcome.OUTPUT: "raise reward_model.sandbox.output_mb",
+    Outcome.PROCESSES: "raise reward_model.sandbox.processes",
+}
 
 
 @dataclass(frozen=True)
@@ -75,6 +83,29 @@ def _call_batch(function: RawRewardFn, count: int, columns: dict[str, Any]) -> l
         return scored_batch(_awaited(function(**columns)), count)
     except (Exception, SystemExit) as error:
         return [Failure.of(error)] * count
+
+
+def story_of(function: RawRewardFn, sample: Sample, where: str, failure: Failure) -> str:
+    """What failed in one line, then the function's own frames, then the sample: the end is what is read first."""
+    place = f"data_source={sample.data_source!r}, index={sample.extra_info.get('index')}"
+    cause = failure.cause.splitlines()[0]
+    lines = [
+        f"The reward function {name_of(function)} failed on {where} ({place}): {cause} [{failure.kind.value}]",
+        (failure.trace or failure.cause).rstrip(),
+        f"  sample: {where.removeprefix('sample ')}, {place}",
+        f"  response: {excerpt(sample.solution_str)}",
+        f"  ground_truth: {excerpt(sample.ground_truth)}",
+    ]
+    return "\n".join(lines)
+
+
+def way_out_of(failure: Outcome, key: str | None) -> str:
+    """What to do about a function that fails and stops a run; ``key`` chose it, None: it is built in."""
+    hint = f" {_WAYS_OUT[failure]}," if failure in _WAYS_OUT else ""
+    return (
+        f"Correct the function{f' ({key})' if key else ''},{hint} or bear such samples: "
+        "reward_model.on_error=zero_and_count gives them 0, drop_sample leaves them out."
+    )
 
 
 def in_columns(samples: Sequence[Sample]) -> dict[str, list]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from verl.utils.py_functional import excerpt
 from verl.utils.reward_functions.answers import GARBAGE, UNRELATED, gold_responses
-from verl.utils.reward_functions.calling import RawRewardFn, Sample, call
+from verl.utils.reward_functions.calling import RawRewardFn, Sample, call, story_of
 from verl.utils.reward_functions.routing import BySource, is_built_in
 from verl.utils.sandbox.outcomes import Failure, NotCalled, Outcome
 
@@ -59,6 +59,8 @@ class Trial:
     """Row, cause and kind of the failure that ended the trial."""
     kind: Outcome | None = None
     """Of that failure."""
+    story: str = ""
+    """Of that failure, in lines: the function with its file, its frames, the row, the response, the goal."""
     has_no_scorer: bool = False
     """Whether the built-in rules do not know the data source."""
     tried: int = 0
@@ -79,7 +81,7 @@ class Trial:
         """What would spoil a training, and what should be looked at."""
         name, errors, warnings = f"data_source={self.data_source!r}", [], []
         if self.error:
-            errors.append(f"{name}: the reward function failed at {self.error}")
+            errors.append(self.story)
         elif self.gold and self.constant is not None:
             errors.append(
                 f"{name}: right and wrong answers all score {self.constant:g}, so nothing could be learned. Look at "
@@ -163,7 +165,10 @@ class _Trying:
     def run(self) -> None:
         if not self.rows:
             return
-        self.scores([(0, GARBAGE[-1])])  # by itself: it tells how long a call takes
+        begin = time.monotonic()
+        self.scores([(0, GARBAGE[-1])])  # by itself: it tells how long a call takes, and may import what it needs
+        if time.monotonic() - begin > self.seconds:
+            self.scores([(0, GARBAGE[0])])
         gold = [gold_responses(row.ground_truth, row.extra_info) for row in self.rows]
         form = self._best_form(gold[:_TRIED])
         last: tuple[str, str] | None = None
@@ -222,17 +227,18 @@ class _Trying:
         self.found.calls += sum(not isinstance(outcome, NotCalled) for outcome in outcomes)
         for one, outcome in zip(new, outcomes, strict=True):
             if isinstance(outcome, Failure):
-                self._fail(self.rows[one[0]], outcome)
+                self._fail(self.rows[one[0]], one[1], outcome)
         self.known |= {one: outcome.score for one, outcome in zip(new, outcomes, strict=True)}
         return [self.known[one] for one in asked]
 
     def _sample(self, row: TrialRow, text: str) -> Sample:
         return Sample(row.data_source, text, row.ground_truth, {"num_turns": None, **row.extra_info})
 
-    def _fail(self, row: TrialRow, failure: Failure) -> None:
+    def _fail(self, row: TrialRow, text: str, failure: Failure) -> None:
         cause = failure.cause.splitlines()[0]
         is_unknown = failure.kind is Outcome.RAISED and "UnknownDataSource" in cause.partition(":")[0]
         self.found.has_no_scorer = is_built_in(self.function) and is_unknown
         self.found.kind = failure.kind
         self.found.error = f"{row.where}: {cause} [{failure.kind.value}]"
+        self.found.story = story_of(self.function, self._sample(row, text), row.where, failure)
         raise _Over

@@ -265,8 +265,8 @@ class _Run:
         if not process.is_ready and failure is not None and failure.kind is Outcome.TIMEOUT:
             # it goes on: whoever has more patience may still have it
             raise SlowStart(
-                f"{self.pool.source.path} failed while it was loaded: it took more than {self.pool.start_timeout_s:g} "
-                "s. Raise reward_model.sandbox.start_timeout_s, or load less."
+                f"{self.pool.source.path} was not loaded in time: it took more than {self.pool.start_timeout_s:g} s. "
+                "Raise reward_model.sandbox.start_timeout_s, or load less."
             )
         calls, had_answered, was_ready = process.open_calls, process.answered, process.is_ready
         is_shared = process.is_awaiting and len(calls) > 1

@@ -12,11 +12,11 @@ from torch import Tensor
 from verl.protocol import DataProto
 from verl.utils.py_functional import excerpt
 from verl.utils.ragged import Ragged
-from verl.utils.reward_functions.calling import RawRewardFn, Sample, check_signature
+from verl.utils.reward_functions.calling import RawRewardFn, Sample, check_signature, story_of, way_out_of
 from verl.utils.reward_functions.routing import BySource, functions_of, is_built_in
 from verl.utils.reward_score import default_compute_score
 from verl.utils.sandbox.describing import name_of
-from verl.utils.sandbox.outcomes import Failure, NotCalled, Outcome, Scored, scored
+from verl.utils.sandbox.outcomes import Failure, NotCalled, Scored, scored
 from verl.workers.reward_manager.abstract import AbstractRewardManager, RewardError
 
 logger = logging.getLogger(__name__)
@@ -28,15 +28,6 @@ REWARD_ERROR_KEY = "reward_error"
 
 REWARD_ERROR_KIND_KEY = "reward_error_kind"
 """Column beside it: the `Outcome` of what failed, else None."""
-
-
-_WAYS_OUT = {
-    Outcome.TIMEOUT: "raise reward_model.sandbox.timeout_s (of the batch manager batch_timeout_s)",
-    Outcome.CPU: "raise reward_model.sandbox.cpu_s",
-    Outcome.MEMORY: "raise reward_model.sandbox.memory_mb",
-    Outcome.OUTPUT: "raise reward_model.sandbox.output_mb",
-    Outcome.PROCESSES: "raise reward_model.sandbox.processes",
-}
 
 
 class RuleRewardManager(AbstractRewardManager):
@@ -185,29 +176,15 @@ class RuleRewardManager(AbstractRewardManager):
         self._has_warned = True
 
     def _describe(self, i: int, sample: Sample, failure: Failure, batch: str, with_way_out: bool = False) -> str:
-        """What failed in one line, then the function's own frames, then the sample: the end is what is read first."""
-        place = f"data_source={sample.data_source!r}, index={sample.extra_info.get('index')}"
-        trace = failure.trace if failure.trace.endswith("\n") or not failure.trace else f"{failure.trace}\n"
         function = self.compute_score
         if isinstance(function, BySource):
             function = function.function_for(sample.data_source)
-        lines = [
-            f"The reward function {name_of(function)} failed on sample {i} of the {batch} ({place}): "
-            f"{failure.cause.splitlines()[0]} [{failure.kind.value}]",
-            f"{trace or failure.cause}".rstrip(),
-            f"  sample: {i} of the {batch}, {place}",
-            f"  response: {excerpt(sample.solution_str)}",
-            f"  ground_truth: {excerpt(sample.ground_truth)}",
-        ]
-        if with_way_out:
-            borne = f" It is failure {self.num_errors} of the run, reward_model.max_errors={self.max_errors}."
-            hint = f" {_WAYS_OUT[failure.kind]}," if failure.kind in _WAYS_OUT else ""
-            key = "" if is_built_in(function) else " (custom_reward_function.path)"
-            lines.append(
-                f"Correct the function{key},{hint} or bear such samples: reward_model.on_error=zero_and_count gives "
-                f"them 0, drop_sample leaves them out.{borne if self.max_errors else ''}"
-            )
-        return "\n".join(lines)
+        story = story_of(function, sample, f"sample {i} of the {batch}", failure)
+        if not with_way_out:
+            return story
+        way_out = way_out_of(failure.kind, None if is_built_in(function) else "custom_reward_function.path")
+        borne = f" It is failure {self.num_errors} of the run, reward_model.max_errors={self.max_errors}."
+        return f"{story}\n{way_out}{borne if self.max_errors else ''}"
 
     def _print(self, data: DataProto, samples: list[Sample], scores: list[float], columns: dict[str, list]) -> None:
         """Show the first samples of each data source. Only these prompts are decoded."""

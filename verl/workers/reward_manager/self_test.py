@@ -55,7 +55,7 @@ def self_test(
         function: a reward function, here or in a sandbox.
         rows: as a data file has them: a data source, ``reward_model`` with ``ground_truth``, perhaps ``extra_info``.
         is_batch: it takes lists (``reward_manager=batch``).
-        seconds: no call is begun later than that.
+        seconds: no call is begun later than that, but for the first, which does not count.
         timeout_s: a sandboxed call that takes longer is ended.
         reward_kwargs: for every call.
     """
