@@ -18,7 +18,13 @@ os.environ.setdefault("WANDB_MODE", "offline")
 import pytest  # noqa: E402
 
 HERE = Path(__file__).parent
-NUMERIC = HERE / "workers" / "engine"
+NUMERIC = {
+    HERE / "workers" / "engine" / f"test_{name}.py"
+    for name in (
+        *("deepspeed", "engine", "full_kl", "invariance", "lora", "optim", "packed_images", "parity"),
+        *("sequence_parallel", "shared_prompts"),
+    )
+}
 """Tests whose numbers depend on the kernels that a CPU gets; learning tests are the others."""
 
 
@@ -59,7 +65,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if hasattr(getattr(item, "module", None), "run_ranks"):
             item.add_marker(pytest.mark.ranks)
-        if NUMERIC in item.path.parents or item.get_closest_marker("learning"):
+        if item.path in NUMERIC or item.get_closest_marker("learning"):
             item.add_marker(pytest.mark.numerics)
         for name in missing:
             if item.get_closest_marker(name):
