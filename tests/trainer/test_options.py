@@ -127,12 +127,12 @@ def test_prompts_that_do_not_spread_over_the_ranks_are_all_validated_once(run, t
     assert len({row["input"] for row in dumped_validation(run, tmp_path, **settings)}) == 3
 
 
-@pytest.mark.parametrize("nothing", ["null", "[]", "''"])
-def test_without_validation_files_a_run_trains_without_validation(run, tmp_path, nothing):
+@pytest.mark.parametrize(("nothing", "is_asked"), [("null", True), ("[]", False), ("''", True)])
+def test_without_validation_files_a_run_trains_without_validation(run, tmp_path, nothing, is_asked):
     trainer, steps = run(
         data__val_files=nothing,
-        trainer__test_freq=1,
-        trainer__val_before_train=True,
+        trainer__test_freq=1 if is_asked else -1,
+        trainer__val_before_train=is_asked,
         trainer__validation_data_dir=str(tmp_path / "val"),
         trainer__total_training_steps=2,
     )

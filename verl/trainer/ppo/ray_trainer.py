@@ -590,7 +590,7 @@ class RayPPOTrainer(RecipeNames):
                 f"{self.total_training_steps}. Raise trainer.total_training_steps or trainer.total_epochs to go on."
             )
             return
-        if self.validates and (trainer.val_before_train or trainer.val_only):
+        if (trainer.val_before_train or trainer.val_only) and self.validates:
             metrics = self.validate()
             self.run_log.log(self.global_steps, metrics)
             self.run_log.progress.validated(self.global_steps, metrics)
@@ -608,7 +608,7 @@ class RayPPOTrainer(RecipeNames):
         if self.run_log.trace is not None:
             with self.timed("trace"):
                 self.run_log.record(step, batch, self.timing.get("generate_sequences", self.timing.get("gen", 0.0)))
-        is_test = self.validates and trainer.test_freq > 0 and (last or step % trainer.test_freq == 0)
+        is_test = trainer.test_freq > 0 and self.validates and (last or step % trainer.test_freq == 0)
         if is_test:
             with self.timed("testing"):
                 validation = self.validate()
