@@ -33,7 +33,7 @@ from verl.preflight.memory import checkpoint_bytes, memory_plan
 from verl.preflight.models import missing_models, missing_tokenizer
 from verl.preflight.report import Finding, Report, shown_bytes
 from verl.utils.process_memory import host_memory
-from verl.utils.py_functional import excerpt
+from verl.utils.py_functional import excerpt, unchanged_environment
 
 if TYPE_CHECKING:
     from verl.preflight.data import Limits, Preview
@@ -125,16 +125,9 @@ def passed(config: PPOConfig) -> None:
 def _environment(config: PPOConfig) -> Iterator[None]:
     """Inside, the variables of a run's workers, which it sets before it loads anything: a reward function has them."""
     given = {name: str(value) for name, value in config.ray_init.variables.items()}
-    before = {name: os.environ.get(name) for name in given}
-    os.environ.update(given)
-    try:
+    with unchanged_environment(*given):
+        os.environ.update(given)
         yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
 
 
 def _unread(config: PPOConfig, given: Iterable[str], notices: Iterable[str]) -> list[Finding]:

@@ -7,8 +7,9 @@ import os
 import re
 import signal
 import threading
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, wait
+from contextlib import contextmanager
 from typing import Any
 
 
@@ -137,3 +138,17 @@ def _background_loop(pid: int) -> asyncio.AbstractEventLoop:
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="verl-awaitables", daemon=True).start()
     return loop
+
+
+@contextmanager
+def unchanged_environment(*names: str) -> Iterator[None]:
+    """Inside, these environment variables may be set or removed; afterwards they are as they were."""
+    before = {name: os.environ.get(name) for name in names}
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

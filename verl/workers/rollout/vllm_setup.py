@@ -20,6 +20,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from verl.utils.py_functional import unchanged_environment
+
 _KEY = "actor_rollout_ref.rollout"
 
 LOAD_FORMATS = {"hf": "auto", "dtensor": "auto", "megatron": "auto"}
@@ -33,7 +35,7 @@ def import_vllm(device: str) -> ModuleType:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     if device == "cpu":
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # workers share cores with each other
-    with _unchanged_environment("LD_PRELOAD"):  # for vLLM's own children, of which there are none
+    with unchanged_environment("LD_PRELOAD"):  # for vLLM's own children, of which there are none
         import vllm
 
         if device == "cpu":
@@ -127,7 +129,7 @@ def undisturbed_process(device: str) -> Iterator[None]:
     python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
     cuda = torch.cuda.get_rng_state() if device == "cuda" else None
     set_num_threads = torch.set_num_threads
-    with _unchanged_environment("RANK", "WORLD_SIZE", "LOCAL_RANK", "LD_PRELOAD"):
+    with unchanged_environment("RANK", "WORLD_SIZE", "LOCAL_RANK", "LD_PRELOAD"):
         os.environ["RANK"], os.environ["WORLD_SIZE"] = str(dist.get_rank()), str(dist.get_world_size())
         if device == "cuda":
             os.environ["LOCAL_RANK"] = str(torch.cuda.current_device())
@@ -204,19 +206,6 @@ def give_pipeline_its_buffer(llm: Any) -> None:
         runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
             batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
         )
-
-
-@contextmanager
-def _unchanged_environment(*names: str) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in names}
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
 
 
 def engine_arguments(config: Any, device: str, model_path: str, **derived: Any) -> dict[str, Any]:
