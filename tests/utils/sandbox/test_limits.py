@@ -11,7 +11,7 @@ from verl.utils.sandbox.limits import Ending, Limits, can_cut_network, command, 
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the limits of Linux")
 TIGHT = Limits(wall_s=20, cpu_s=15, memory_mb=256, output_mb=1, processes=6)
-MARK = "verl-limits-test"
+MARK = f"verl-limits-test-{os.getpid()}"  # of this process: other tests may run the same programs at the same time
 
 
 def start(code: str, limits: Limits = TIGHT, mark: str = MARK, bare: bool = False) -> subprocess.Popen:
@@ -99,16 +99,24 @@ def test_end_kills_a_program_and_what_it_started():
 
 
 def test_a_program_dies_with_who_started_it():
+    seconds = f"61.{os.getpid()}"
     middle = (
-        "import subprocess, sys\n"
-        f"print(subprocess.Popen({command(TIGHT, ['sleep', '61'])!r}).pid, flush=True)\n"
-        "import time; time.sleep(1)"
+        "import subprocess, sys, time\n"
+        f"subprocess.Popen({command(TIGHT, ['sleep', seconds])!r})\n"
+        "print('started', flush=True); sys.stdin.readline()"
     )
-    subprocess.run([sys.executable, "-I", "-S", "-c", middle], check=True, stdout=subprocess.PIPE)
+    how = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-I", "-S", "-c", middle], **how) as starter:
+        starter.stdout.readline()
+        deadline = time.monotonic() + 20
+        while not any(line.startswith("sleep") for line in running(seconds)) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert running(seconds)
+        starter.kill()
     deadline = time.monotonic() + 5
-    while running("61") and time.monotonic() < deadline:
+    while running(seconds) and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert not running("61")
+    assert not running(seconds)
 
 
 @pytest.mark.skipif(not can_cut_network(), reason="this kernel grants no network namespace")
