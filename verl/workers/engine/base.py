@@ -534,32 +534,23 @@ class Engine(ABC):
     def _try(self, trains: bool) -> None:
         """Switch to packed rows where asked for, and make sure of what training takes for granted; mend or refuse."""
         self.module.eval()
-        config, name, dtype = self.model_config, type(self.module).__name__, self.spec.computed_in
+        config, never, is_packed = self.model_config, self.head.never, self.spec.remove_padding
+        must_repeat = trains and not self.spec.has_dropout
         with model_trial.runs_here(self.module):
-            parts = [self._tried(micro.to(self.device)) for micro in model_trial.alone(config, self.head.never)]
-        expected = torch.cat(parts)
-        if self.spec.remove_padding:
-            micro = model_trial.packed(config, self.head.never, self.spec.share_prompts)
+            expected = self._tried(model_trial.alone(config, never, is_packed).to(self.device))
+        if is_packed:
             use_packed_attention(self.module)
-            asked: list[Scoring] = []
-            micro = self._shared(micro)
-            found = self._tried(micro, note=asked.append)
-            model_trial.check_asked(config, asked, name)
-            model_trial.check_packed(model_trial.difference(expected, found), dtype, name)
+            micro = self._shared(model_trial.packed(config, never, self.spec.share_prompts))
         else:
-            micro = model_trial.beside(config, self.head.never).to(self.device)
-            with model_trial.runs_here(self.module):
-                found = self._tried(micro)
-            apart = self._reduce([model_trial.difference(expected, found)], "max")[0]
-            self._rows_alone = not apart <= model_trial.tolerance(dtype)
-            if self._rows_alone and self.topology.rank == 0:
-                logger.warning(
-                    "model_type=%r: a row beside a longer one does not score as it does alone (they differ by %.1e of "
-                    "the scores' spread), so every micro-batch has one row",
-                    config.model_type,
-                    apart,
-                )
-        if trains and not self.spec.has_dropout:
+            micro = model_trial.padded(config, never).to(self.device)
+        with nullcontext() if is_packed else model_trial.runs_here(self.module):
+            is_right = must_repeat and not self._train_mode_differs(micro, expected)
+            self.module.eval()
+            if is_right:
+                return
+            found = self._tried(micro)
+        self._check_rows_apart(expected, found)
+        if must_repeat:
             self._make_deterministic(micro, found)
         elif trains and self.topology.rank == 0:
             logger.warning(
@@ -567,8 +558,29 @@ class Engine(ABC):
                 "samples, so part of them is clipped"
             )
 
-    def _tried(self, micro: MicroBatch, **told: Any) -> Tensor:
+    def _check_rows_apart(self, expected: Tensor, found: Tensor) -> None:
+        """Refuse packed rows that score otherwise than alone; have padded rows that do so go one by one."""
+        dtype, name = self.spec.computed_in, type(self.module).__name__
+        apart = self._reduce([model_trial.difference(expected, found)], "max")[0]
+        if self.spec.remove_padding:
+            model_trial.check_packed(apart, dtype, name)
+            return
+        self._rows_alone = not apart <= model_trial.tolerance(dtype)
+        if self._rows_alone and self.topology.rank == 0:
+            logger.warning(
+                "model_type=%r: a row beside a longer one does not score as it does alone (they differ by %.1e of "
+                "the scores' spread), so every micro-batch has one row",
+                self.model_config.model_type,
+                apart,
+            )
+
+    def _tried(self, micro: MicroBatch) -> Tensor:
+        """Scores of a trial, (t,); of packed rows, layers must ask for the windows that the model's config speaks of."""
+        asked: list[Scoring] = []
+        told = {"note": asked.append} if micro.packing else {}
         scores = self._score(micro, 1.0, False, **told)
+        if micro.packing:
+            model_trial.check_asked(self.model_config, asked, type(self.module).__name__)
         return scores.log_probs if self.spec.head == "lm" else scores.values
 
     def _make_deterministic(self, micro: MicroBatch, expected: Tensor) -> None:

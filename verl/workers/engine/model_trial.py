@@ -1,10 +1,9 @@
 """A trial at the start, on the model itself: what training takes for granted must hold of this model.
 
-No list of families knows which code mixes rows, draws random numbers when it trains, or cannot run at all. A few short
-rows cost little (``Engine._try``):
-
-* a row beside a longer one, padded or packed, scores as alone;
-* in train mode the model scores as in inference, and draws no random number.
+No list of families knows which code mixes rows, draws random numbers when it trains, or cannot run at all. Two forward
+passes over short rows tell (``Engine._try``): a row alone in inference mode, and the same row together with another one,
+padded or packed, in train mode, must get the same scores without a random number. Where they do not, further passes
+find out which of the two is the cause.
 """
 
 from __future__ import annotations
@@ -32,18 +31,21 @@ MOST_CLASSES = 12
 """Classes of modules that are tried one by one for the one that is random."""
 
 
-def alone(config: Any, never: tuple[int, ...]) -> list[MicroBatch]:
-    """Random rows, each a micro-batch."""
-    return [_padded([row]) for row in _rows(config, never)]
+def alone(config: Any, never: tuple[int, ...], packed: bool) -> MicroBatch:
+    """The row that is looked at, by itself: of packed rows the longer one, which stands behind the other; of padded rows
+    the shorter one, whose row of tokens is filled up to the length of the other.
+    """
+    first, second = _rows(config, never)
+    return _padded([second if packed else first])
 
 
-def beside(config: Any, never: tuple[int, ...]) -> MicroBatch:
-    """The same rows side by side, the shorter one padded."""
-    return _padded(_rows(config, never))
+def padded(config: Any, never: tuple[int, ...]) -> MicroBatch:
+    """Two random rows side by side, the shorter one, which is looked at, last."""
+    return _padded(_rows(config, never)[::-1])
 
 
 def packed(config: Any, never: tuple[int, ...], share_prompts: bool) -> MicroBatch:
-    """The same rows one behind another; with ``share_prompts`` the second leaves its prompt to the first."""
+    """Two random rows one behind another; with ``share_prompts`` the second leaves its prompt to the first."""
     rows, length = _rows(config, never), LENGTHS[0]
     ids, positions = torch.cat(rows), torch.cat([torch.arange(len(row)) for row in rows])
     cells = torch.cat([torch.arange(length - 1), torch.arange(length, len(ids) - 1)])
@@ -81,12 +83,10 @@ def _micro_batch(
 
 
 def difference(expected: Tensor, found: Tensor) -> float:
-    """How far the scores of the rows of a trial, (t,), are from what they are alone: of the row that is farthest off
-    the median, over the spread of all.
-    """
+    """How far the scores of the last row of a trial, (t,), are from what they are alone: the median, over the spread."""
+    found = found[-len(expected) :]
     spread = expected.float().std().clamp_min(1e-6)
-    rows = ((found - expected).abs().float() / spread).split([length - 1 for length in LENGTHS])
-    return max(float(row.median().nan_to_num(math.inf)) for row in rows)
+    return float(((found - expected).abs().float() / spread).median().nan_to_num(math.inf))
 
 
 def tolerance(dtype: torch.dtype) -> float:

@@ -17,7 +17,7 @@ PROMPTS = (3, 8)
 """Tokens of a short prompt and of a longer one."""
 STEPS = 2
 OWNER = (0, 0, 1)
-"""The prompt of each row: two of them share one."""
+"""The prompt of each row: two of them share one, and the response too."""
 TOLERANCE = {torch.float32: 1e-2}
 """Median difference of logits over their spread; a model that forgets its prompt is far beyond."""
 COARSE = 0.1
@@ -32,7 +32,8 @@ def make_rows(config: Any, never: Sequence[int]) -> list[Tensor]:
     draw = torch.Generator().manual_seed(0)
     usable = torch.tensor([token for token in range(vocab // 4, vocab)[:4096] if token not in set(never)])
     prompts = [usable[torch.randint(len(usable), (length,), generator=draw)] for length in PROMPTS]
-    return [torch.cat([prompts[o], usable[torch.randint(len(usable), (STEPS,), generator=draw)]]) for o in OWNER]
+    responses = [usable[torch.randint(len(usable), (STEPS,), generator=draw)] for _ in prompts]
+    return [torch.cat([prompts[o], responses[o]]) for o in OWNER]
 
 
 def whole(model: Any, row: Tensor) -> Tensor:

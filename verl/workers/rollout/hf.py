@@ -353,7 +353,9 @@ class HFRollout(RolloutEngine):
         kind, name = self.model.config.model_type, type(self.model).__name__
         rows = [row.to(self.device) for row in decode_trial.make_rows(self.model.config, self.never_drawn)]
         try:
-            expected = [decode_trial.whole(self.model, row) for row in rows]
+            distinct = dict(zip(decode_trial.OWNER, rows, strict=True))
+            scored = {owner: decode_trial.whole(self.model, row) for owner, row in distinct.items()}
+            expected = [scored[owner] for owner in decode_trial.OWNER]
         except Exception as error:
             raise ValueError(
                 f"rollout.name=hf: model_type={kind!r} cannot generate here: a forward pass of {name} over a short row "
