@@ -1,19 +1,92 @@
 """What a user waits for before anything is learned: import, help, a misspelt key, the end of the first step.
 
-``python -m benchmarks.startup [--save] [--repeat N]``
+    python -m benchmarks.startup [--save] [--repeat N]
+    python -m benchmarks.startup --trial                 what the trial of the model costs beside the first step
 """
 
 from __future__ import annotations
 
+import json
 import sys
 import tempfile
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from benchmarks.measure import command_cost, report, spread
 from tests.support.runs import make_task, overrides
 
+SMOLLM2 = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "vocab_size": 49152,
+    "max_position_embeddings": 8192,
+    "rope_theta": 100000.0,
+    "tie_word_embeddings": True,
+}
+"""The shape of SmolLM2-135M; its weights are random here."""
+
+
+def trial_cost() -> None:
+    """Seconds, of the clock and of the processor, that the trials of engine and rollout add before a first GRPO step of
+    4 prompts x 4 responses x 64 tokens; both in one process, float32.
+    """
+    import verl.trainer.ppo.ray_trainer as trainer
+    from verl.trainer.main_ppo import main as run
+    from verl.workers.engine.base import Engine
+    from verl.workers.rollout.hf import HFRollout
+
+    spent: dict[str, list[float]] = {}
+
+    def measured(owner: Any, name: str) -> None:
+        wrapped: Callable[..., Any] = getattr(owner, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            wall, cpu = time.perf_counter(), time.process_time()
+            try:
+                return wrapped(*args, **kwargs)
+            finally:
+                first = spent.setdefault(name, [0.0, 0.0])
+                first[0] += time.perf_counter() - wall
+                first[1] += time.process_time() - cpu
+
+        setattr(owner, name, call)
+
+    steps = ("rollout", "score", "evaluate", "estimate_advantages", "improve")
+    for owner, names in ((Engine, ["_try"]), (HFRollout, ["_try_decoding"]), (trainer.RayPPOTrainer, steps)):
+        for name in names:
+            measured(owner, name)
+    with tempfile.TemporaryDirectory() as folder:
+        task = make_task(Path(folder) / "task")
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        shape = dict(SMOLLM2)
+        config = AutoConfig.for_model(shape.pop("model_type"), **shape)
+        AutoModelForCausalLM.from_config(config).save_pretrained(Path(folder) / "task" / "model")
+        once = {
+            "trainer__total_training_steps": 1,
+            "data__max_response_length": 64,
+            "actor_rollout_ref__rollout__ignore_eos": True,
+        }
+        run(overrides(task, **once))
+    trial = [sum(spent[name][kind] for name in ("_try", "_try_decoding")) for kind in (0, 1)]
+    inside = spent["_try_decoding"]  # the first request waits for it
+    step = [sum(spent[name][kind] for name in steps) - inside[kind] for kind in (0, 1)]
+    print(json.dumps({"seconds (wall, CPU)": spent}))
+    print(f"trial {trial[0]:.2f} s, CPU {trial[1]:.2f}; first step {step[0]:.2f} s, CPU {step[1]:.2f}", end="; ")
+    print(f"trial / first step: {trial[0] / step[0]:.1%} of the clock, {trial[1] / step[1]:.1%} of the processor")
+
 
 def main() -> None:
+    if "--trial" in sys.argv:
+        trial_cost()
+        return
     repeat = int(sys.argv[sys.argv.index("--repeat") + 1]) if "--repeat" in sys.argv else 3
     job = [sys.executable, "-m", "verl.trainer.main_ppo"]
     with tempfile.TemporaryDirectory() as folder:

@@ -35,7 +35,7 @@ while [ $# -gt 0 ]; do
     esac
 done
 if [ ${#tiers[@]} = 0 ] && [ ${#levels[@]} = 0 ]; then
-    tiers=(unit ray learning ranks)
+    tiers=(unit ranks ray learning)
     if [ ${#arguments[@]} = 0 ]; then tiers+=(engines) levels+=(AVX2); fi
 fi
 
@@ -72,8 +72,8 @@ run_tier() (
     echo "== $1"
     use_level "${1#isa-}"
     part=()
-    case $1 in *-[12]of2) part=(--part "${1: -4:1}/2") ;; esac
-    .venv/bin/python -m pytest -m "$(tests_of "${1%%-[12]of2}")" ${part[@]+"${part[@]}"} --durations=5 --durations-min=5 ${arguments[@]+"${arguments[@]}"}
+    case $1 in *-[1-4]of4) part=(--part "${1: -4:1}/4") ;; esac
+    .venv/bin/python -m pytest -m "$(tests_of "${1%%-[1-4]of4}")" ${part[@]+"${part[@]}"} --durations=5 --durations-min=5 ${arguments[@]+"${arguments[@]}"}
     code=$?
     echo "== $1 took $((SECONDS - start)) s"
     if [ $code != 0 ] && [ $code != 5 ]; then touch "$notes/$1.failed"; fi
@@ -87,7 +87,7 @@ trap 'rm -rf "$notes"' EXIT
 queue=()
 for tier in ${tiers[@]+"${tiers[@]}"}; do
     if [ "$tier" = unit ] && [ ${#arguments[@]} = 0 ]; then
-        queue+=(unit-1of2 unit-2of2)
+        queue+=(unit-{1..4}of4)
     elif [ "$tier" != engines ]; then
         queue+=("$tier")
     elif bash scripts/install_engines.sh vllm sglang; then
