@@ -43,13 +43,13 @@ def _if_positive(value: Any) -> Any:
     return value if isinstance(value, int | float) and value > 0 else None
 
 
-_A, _O, _M = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
+_ACTOR, _O, _M = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 _R = "actor_rollout_ref.ref"
 _CORRECTION = "algorithm.rollout_correction"
 
 _OF_ENGINES = tuple(
     move
-    for role, fsdp in ((_A, f"{_A}.fsdp_config"), (_R, f"{_R}.fsdp_config"), ("critic", "critic.model.fsdp_config"))
+    for role, fsdp in ((_ACTOR, f"{_ACTOR}.fsdp_config"), (_R, f"{_R}.fsdp_config"), ("critic", "critic.model.fsdp_config"))
     for move in (
         Moved(f"{fsdp}.dtype", (f"{fsdp}.mixed_precision.param_dtype",)),
         Moved(f"{fsdp}.ulysses_sequence_parallel_size", (f"{role}.ulysses_sequence_parallel_size",)),
@@ -98,26 +98,26 @@ LATER_MOVED: tuple[Moved, ...] = (
         Moved(f"ray_kwargs.ray_init.{name}", (f"ray_init.{name}",))
         for name in ("num_cpus", "runtime_env", "include_dashboard")
     ),
-    Moved(f"{_A}.use_rollout_log_probs", (f"{_CORRECTION}.bypass_mode",), _if_true),
+    Moved(f"{_ACTOR}.use_rollout_log_probs", (f"{_CORRECTION}.bypass_mode",), _if_true),
     # v0.6 and later: one engine of training, one of rollout
     *_OF_ENGINES,
-    *(Moved(f"{place}.optim.clip_grad", (f"{place}.grad_clip",)) for place in (_A, "critic")),
-    *(Moved(f"{place}.optim.lr_decay_style", (f"{place}.optim.warmup_style",), _lower) for place in (_A, "critic")),
+    *(Moved(f"{place}.optim.clip_grad", (f"{place}.grad_clip",)) for place in (_ACTOR, "critic")),
+    *(Moved(f"{place}.optim.lr_decay_style", (f"{place}.optim.warmup_style",), _lower) for place in (_ACTOR, "critic")),
     *(
         Moved(f"{place}.optim.lr_decay_steps", (f"{place}.optim.total_training_steps",), _if_positive)
-        for place in (_A, "critic")
+        for place in (_ACTOR, "critic")
     ),
     *(
         Moved(f"{role}.fsdp_config.{name}", (f"{role}.{name}",))
-        for role in (_A, _R)
+        for role in (_ACTOR, _R)
         for name in ("use_torch_compile", "entropy_checkpointing", "entropy_from_logits_with_chunking")
     ),
-    *(Moved(f"{_A}.policy_loss.{name}", (f"{_A}.{name}",)) for name in ("tau_pos", "tau_neg")),
-    *(Moved(f"{role}.rollout_n", (f"{_O}.n",)) for role in (_A, _R)),
+    *(Moved(f"{_ACTOR}.policy_loss.{name}", (f"{_ACTOR}.{name}",)) for name in ("tau_pos", "tau_neg")),
+    *(Moved(f"{role}.rollout_n", (f"{_O}.n",)) for role in (_ACTOR, _R)),
     Moved(f"{_O}.scheduling_policy", (f"{_O}.engine_kwargs.vllm.scheduling_policy",), _unless("fcfs")),
-    Moved(f"{_A}.ppo_infer_micro_batch_size_per_gpu", (f"{_O}.log_prob_micro_batch_size_per_gpu",), _if_positive),
-    Moved(f"{_A}.ppo_infer_max_token_len_per_gpu", (f"{_O}.log_prob_max_token_len_per_gpu",), _if_positive),
-    Moved(f"{_A}.use_prefix_grouper", (f"{_M}.use_prefix_sharing",), _if_true),
+    Moved(f"{_ACTOR}.ppo_infer_micro_batch_size_per_gpu", (f"{_O}.log_prob_micro_batch_size_per_gpu",), _if_positive),
+    Moved(f"{_ACTOR}.ppo_infer_max_token_len_per_gpu", (f"{_O}.log_prob_max_token_len_per_gpu",), _if_positive),
+    Moved(f"{_ACTOR}.use_prefix_grouper", (f"{_M}.use_prefix_sharing",), _if_true),
     Moved(f"{_O}.cudagraph_capture_sizes", (f"{_O}.engine_kwargs.vllm.cudagraph_capture_sizes",)),
     Moved(f"{_O}.enable_prefix_caching", (f"{_O}.engine_kwargs.vllm.enable_prefix_caching",)),
     *(Moved(f"{place}.enable", (f"{_O}.skip_rollout",)) for place in (f"{_O}.skip", "skip.rollout")),
