@@ -19,8 +19,8 @@ from functools import partial
 import numpy as np
 
 from benchmarks.measure import block_cost, report
-from verl.utils.seqlen_balancing import balanced_parts
-from verl.utils.shares import Pass, RowCost, Rows, SharePlan
+from verl.batch.balancing import balanced_parts
+from verl.batch.partition import Pass, RowCost, Rows, SharePlan
 
 COST = RowCost(32768)
 LONGEST = 32768

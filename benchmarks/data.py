@@ -108,8 +108,8 @@ class Memory:
 
 def opened(path: str, cache: str) -> dict[str, float]:
     """Open a file and look at every row's prompt once."""
-    from verl.utils.dataset.files import open_table
-    from verl.utils.dataset.prompt_rows import ROLES, bad_prompts
+    from verl.data.files import open_table
+    from verl.data.prompt_rows import ROLES, bad_prompts
 
     with Memory() as memory, Timer() as timer:
         table = open_table(path, cache_dir=cache)
@@ -132,7 +132,7 @@ def filtered(path: str, cache: str, tokenizer: str, workers: str) -> dict[str, f
     """A data set without the prompts over ``LIMIT`` tokens."""
     from transformers import AutoTokenizer
 
-    from verl.utils.dataset.rl_dataset import RLHFDataset
+    from verl.data.rl_dataset import RLHFDataset
 
     reader = AutoTokenizer.from_pretrained(tokenizer)
     config = {

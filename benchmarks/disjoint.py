@@ -22,12 +22,12 @@ from tests.support.ranks import run_ranks
 from tests.support.runs import make_task, overrides
 from verl.config.load import load_ppo_config
 from verl.config.rollout import RolloutConfig
+from verl.trainer.buffer.one_step_off import OneStepOffTrainer
 from verl.trainer.ppo.job import PPOJob
-from verl.trainer.ppo.one_step_off import OneStepOffTrainer
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl.utils.tiny_model import make_tiny_model
-from verl.workers.rollout.hf import HFRollout
-from verl.workers.rollout.weight_link import WeightLink, find_store, open_store
+from verl.workers.rollout.hf.rollout import HFRollout
+from verl.workers.rollout.weights.link import WeightLink, find_store, open_store
 
 WARM_UP = 3
 APART = {"actor_rollout_ref__hybrid_engine": False, "actor_rollout_ref__rollout__n_gpus_per_node": 1}

@@ -13,11 +13,11 @@ import numpy as np
 import torch
 
 from benchmarks.measure import report
+from verl.batch.ragged import Layout, Ragged
 from verl.protocol import DataProto
 from verl.single_controller import get_controller
 from verl.single_controller.base import Worker
 from verl.single_controller.base.decorator import Dispatch, register
-from verl.utils.ragged import Layout, Ragged
 
 READS = ("input_ids", "attention_mask", "position_ids", "responses", "response_mask", "old_log_probs", "advantages")
 

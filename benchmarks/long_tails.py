@@ -25,13 +25,13 @@ import torch
 from torch.utils.data import Dataset
 
 from benchmarks.measure import report
-from verl.trainer.ppo.long_tails import GroupSampler
-from verl.trainer.ppo.prompt_pool import PromptPool
-from verl.utils.dataset.loader import build_train_loader
+from verl.data.loader import build_train_loader
+from verl.trainer.buffer.long_tails import GroupSampler
+from verl.trainer.buffer.prompt_pool import PromptPool
 from verl.utils.tiny_model import make_tiny_model
 from verl.workers.rollout.base import Request, SamplingParams
-from verl.workers.rollout.client import RolloutClient
-from verl.workers.rollout.occupancy import occupancy
+from verl.workers.rollout.server.client import RolloutClient
+from verl.workers.rollout.server.load import occupancy
 
 PROMPTS, BATCH, N, SLOTS, LONGEST = 128, 32, 2, 16, 384
 STEPS = 12
@@ -55,8 +55,8 @@ def length(prompt: int, seed: int) -> int:
 
 def serve(folder: str, pipe: Any) -> None:
     """A replica: its process ends with the pipe."""
-    from verl.workers.rollout.hf import HFRollout
-    from verl.workers.rollout.server import RolloutServer
+    from verl.workers.rollout.hf.rollout import HFRollout
+    from verl.workers.rollout.server.server import RolloutServer
 
     torch.set_num_threads(1)
     names = ("dtype", "load_format", "max_num_seqs", "max_num_batched_tokens", "max_model_len")

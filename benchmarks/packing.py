@@ -23,9 +23,9 @@ import torch
 from benchmarks.measure import report
 from tests.support.losses import optim_section, ppo_loss
 from tests.support.tiny_models import join_batch, make_tiny_model
+from verl.batch.balancing import plan_micro_batches
 from verl.models.loader import ModelSpec
 from verl.protocol import DataProto
-from verl.utils.seqlen_balancing import plan_micro_batches
 from verl.workers.engine import Engine, MicroBatching, build_engine
 from verl.workers.engine.base import BEST_TOKENS
 from verl.workers.engine.micro_batch import row_lengths

@@ -16,10 +16,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.measure import report, spread
-from verl.utils.reward_score import default_compute_score
-from verl.utils.sandbox.function import SandboxedFunction
-from verl.utils.sandbox.limits import Limits
-from verl.utils.sandbox.pool import Pool, Source
+from verl.rewards.scorers import default_compute_score
+from verl.sandbox.function import SandboxedFunction
+from verl.sandbox.limits import Limits
+from verl.sandbox.pool import Pool, Source
 
 SAMPLES = 1024
 LIMITS = Limits(memory_mb=8192, output_mb=4, processes=64)
@@ -143,7 +143,7 @@ def main() -> None:
         (folder / "trivial.py").write_text(TRIVIAL)
         trivial = Source(str(folder / "trivial.py"), "compute_score")
         rows += overhead("nothing", lambda **kwargs: 1.0, trivial)
-        built_in = Source("pkg://verl.utils.reward_score", "default_compute_score")
+        built_in = Source("pkg://verl.rewards.scorers", "default_compute_score")
         rows += overhead("GSM8K", default_compute_score, built_in)
         rows += starting(trivial)
         in_turn, beside = (steps(folder / str(flag), flag) for flag in (False, True))

@@ -28,7 +28,7 @@ from verl.utils.tiny_model import make_tiny_model
 from verl.utils.torch_dtypes import PrecisionType
 from verl.workers.rollout import get_rollout_class
 from verl.workers.rollout.base import Request, RolloutEngine, SamplingParams
-from verl.workers.rollout.weight_sync import sync_weights
+from verl.workers.rollout.weights.sync import sync_weights
 
 ENGINES = ("hf", "vllm", "sglang")
 SEQUENCES = (1, 16, 64)

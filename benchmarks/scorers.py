@@ -19,7 +19,7 @@ from multiprocessing import get_context
 from typing import Any
 
 from benchmarks.measure import report
-from verl.utils.reward_score import default_compute_score
+from verl.rewards.scorers import default_compute_score
 
 Row = tuple[str, str, Any]
 CHUNK = 50

@@ -27,14 +27,14 @@ from verl.models.weight_names import checkpoint_tensors, tied_duplicates
 from verl.utils.tiny_model import make_tiny_model
 from verl.workers.rollout import get_rollout_class
 from verl.workers.rollout.base import Request, RolloutEngine, SamplingParams
-from verl.workers.rollout.weight_sync import sync_weights
+from verl.workers.rollout.weights.sync import sync_weights
 
 SEQUENCES, SMALL = 64, 512
 
 
 def measure_engine(name: str, model_path: str) -> dict[str, Any]:
     """All numbers of one engine, in this process."""
-    from verl.workers.rollout.server import RolloutServer
+    from verl.workers.rollout.server.server import RolloutServer
 
     engine = synced_engine(name, model_path)
     whole = [a_request(i, RESPONSE) for i in range(SEQUENCES)]
@@ -77,7 +77,7 @@ def a_request(number: int, length: int) -> Request:
 
 
 async def ask(address: str, requests: list[Request]) -> None:
-    from verl.workers.rollout.client import RolloutClient
+    from verl.workers.rollout.server.client import RolloutClient
 
     client = RolloutClient([address])
     await asyncio.gather(*(client.generate(request) for request in requests))

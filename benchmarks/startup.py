@@ -1,7 +1,7 @@
 """What a user waits for before anything is learned: import, help, a misspelt key, the end of the first step.
 
-    python -m benchmarks.startup [--save] [--repeat N]
-    python -m benchmarks.startup --trial                 what the trial of the model costs beside the first step
+python -m benchmarks.startup [--save] [--repeat N]
+python -m benchmarks.startup --trial                 what the trial of the model costs beside the first step
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def trial_cost() -> None:
     import verl.trainer.ppo.ray_trainer as trainer
     from verl.trainer.main_ppo import main as run
     from verl.workers.engine.base import Engine
-    from verl.workers.rollout.hf import HFRollout
+    from verl.workers.rollout.hf.rollout import HFRollout
 
     spent: dict[str, list[float]] = {}
 

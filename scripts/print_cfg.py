@@ -13,7 +13,7 @@ from pathlib import Path
 if __name__ == "__main__":  # works from a checkout that is not installed
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from verl.config.show import main
+from verl.config.describe import main
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

@@ -22,10 +22,17 @@ from verl.config.base import Problem
 from verl.config.build import fits, section_class, section_of, types_of
 from verl.config.compose import CONFIG_DIR, compose
 from verl.config.features import FEATURES, Feature
-from verl.config.legacy import entry_of, is_legacy, set_features_aside, today, translate, translate_values
-from verl.config.legacy_correction import translate_correction
-from verl.config.legacy_names import Moved
-from verl.config.normalise import drop_empty_requests
+from verl.config.legacy import (
+    Moved,
+    entry_of,
+    is_legacy,
+    set_features_aside,
+    today,
+    translate,
+    translate_correction,
+    translate_values,
+)
+from verl.config.load import drop_empty_requests
 from verl.config.overrides import locate
 from verl.config.ppo import PPOConfig
 from verl.config.releases import RELEASES, release_keys, same

@@ -12,7 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import verl.utils.columns as known_columns
+import verl.batch.ragged as known_columns
+from verl.batch.ragged import Layout, Ragged
 from verl.protocol import (
     DataProto,
     DataProtoConfig,
@@ -31,7 +32,6 @@ from verl.protocol import (
     union_tensor_dict,
     unpad_dataproto,
 )
-from verl.utils.ragged import Layout, Ragged
 
 P, R, PAD = 5, 6, 9
 quick = settings(deadline=None, max_examples=40)
@@ -196,7 +196,7 @@ def test_the_packed_path_never_imports_tensordict():
     code = """
 import pickle, sys, torch
 from verl.protocol import DataProto
-from verl.utils.ragged import Ragged
+from verl.batch.ragged import Ragged
 responses = Ragged.from_rows([[1, 2], [3]], 4)
 data = DataProto.from_ragged({"responses": responses}, {"x": torch.arange(2)}, {"u": ["a", "b"]})
 data = DataProto.concat(pickle.loads(pickle.dumps(data)).repeat(2).chunk(2)).union(data[[0, 0, 1, 1]]).to("cpu")

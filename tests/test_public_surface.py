@@ -114,9 +114,9 @@ def test_an_address_shows_the_names_of_the_module_it_stands_for(address):
     if "ray" in address:
         pytest.importorskip("ray")
     module, source = importlib.import_module(address), importlib.import_module(compat.ADDRESSES[address])
-    names = [name for name in module.__all__ if hasattr(source, name)]
+    names = [name for name in getattr(module, "__all__", dir(module)) if hasattr(source, name)]
     assert names and all(getattr(module, name) is getattr(source, name) for name in names)
-    assert module is not source and importlib.import_module(address) is module
+    assert importlib.import_module(address) is module
 
 
 def test_no_file_of_ours_is_hidden_by_the_table():

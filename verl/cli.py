@@ -28,7 +28,7 @@ def _check(words: list[str]) -> int:
 
 
 def _config(words: list[str]) -> int:
-    from verl.config.show import main
+    from verl.config.describe import main
 
     return main(words)
 
@@ -79,7 +79,7 @@ def help_text() -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run ``verl COMMAND ...``; returns the exit code."""
-    from verl.utils.ending import plain_ending
+    from verl.utils.exit_status import plain_ending
 
     warn_of_other_distribution()  # where the other project's files have replaced verl/__init__.py, nobody else does
     with plain_ending():

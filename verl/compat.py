@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import sys
 from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
@@ -19,32 +20,58 @@ class NotBuilt(ModuleNotFoundError, NotImplementedError):
 
 
 ADDRESSES: dict[str, str] = {
-    "verl.experimental.agent_loop": "verl.agent_loop",
-    "verl.experimental.agent_loop.agent_loop": "verl.agent_loop",
-    "verl.experimental.agent_loop.single_turn_agent_loop": "verl.agent_loop",
-    "verl.experimental.dataset.sampler": "verl.utils.dataset.sampler",
-    "verl.experimental.dynamic_dataset.dynamicgen_dataset": "verl.utils.dataset.dynamicgen_dataset",
+    "verl.agent_loop": "verl.agents",
+    "verl.experimental.agent_loop": "verl.agents",
+    "verl.experimental.agent_loop.agent_loop": "verl.agents",
+    "verl.experimental.agent_loop.single_turn_agent_loop": "verl.agents",
+    "verl.experimental.dataset.sampler": "verl.data.sampler",
+    "verl.experimental.dynamic_dataset.dynamicgen_dataset": "verl.data.dynamicgen_dataset",
     "verl.models.transformers.qwen2_vl": "verl.models.multimodal",
     "verl.single_controller.ray.megatron": "verl.single_controller.ray.base",
     "verl.trainer.constants_ppo": "verl.trainer.ppo.utils",
-    "verl.utils.dataset.dynamicgen_sampler": "verl.utils.dataset.sampler",
-    "verl.utils.debug": "verl.utils.profiler",
-    "verl.utils.debug.performance": "verl.utils.profiler",
-    "verl.utils.profiler.config": "verl.utils.profiler",
-    "verl.utils.profiler.performance": "verl.utils.profiler",
-    "verl.utils.profiler.profile": "verl.utils.profiler",
-    "verl.utils.reward_score.math_reward": "verl.utils.reward_score.math",
-    "verl.utils.reward_score.prime_code.testing_util": "verl.utils.reward_score.prime_code",
-    "verl.utils.rollout_skip": "verl.trainer.ppo.rollout_skip",
+    "verl.utils.activation_offload": "verl.models.activation_memory",
+    "verl.utils.checkpoint": "verl.checkpoint",
+    "verl.utils.checkpoint.checkpoint_manager": "verl.checkpoint.checkpoint_manager",
+    "verl.utils.checkpoint.fsdp_checkpoint_manager": "verl.checkpoint.fsdp_checkpoint_manager",
+    "verl.utils.dataset": "verl.data",
+    "verl.utils.dataset.dynamicgen_dataset": "verl.data.dynamicgen_dataset",
+    "verl.utils.dataset.dynamicgen_sampler": "verl.data.sampler",
+    "verl.utils.dataset.rl_dataset": "verl.data.rl_dataset",
+    "verl.utils.dataset.sampler": "verl.data.sampler",
+    "verl.utils.dataset.vision_utils": "verl.data.vision",
+    "verl.utils.debug": "verl.telemetry.profiler",
+    "verl.utils.debug.performance": "verl.telemetry.profiler",
+    "verl.utils.flops_counter": "verl.telemetry.flops_counter",
+    "verl.utils.metric": "verl.telemetry.metric",
+    "verl.utils.profiler": "verl.telemetry.profiler",
+    "verl.utils.profiler.config": "verl.telemetry.profiler",
+    "verl.utils.profiler.performance": "verl.telemetry.profiler",
+    "verl.utils.profiler.profile": "verl.telemetry.profiler",
+    "verl.utils.reward_score": "verl.rewards.scorers",
+    "verl.utils.reward_score.math_reward": "verl.rewards.scorers.math",
+    "verl.utils.reward_score.prime_code.testing_util": "verl.rewards.scorers.prime_code",
+    "verl.utils.rollout_skip": "verl.trainer.buffer.rollout_skip",
+    "verl.utils.rollout_trace": "verl.telemetry.rollout_trace",
+    "verl.utils.seqlen_balancing": "verl.batch.balancing",
+    "verl.utils.tracking": "verl.telemetry.tracking",
+    "verl.utils.ulysses": "verl.models.attention.sequence_parallel",
     "verl.workers.engine_workers": "verl.workers.fsdp_workers",
     "verl.workers.megatron_workers": "verl.workers.fsdp_workers",
+    "verl.workers.reward_manager": "verl.rewards.managers",
+    "verl.workers.reward_manager.abstract": "verl.rewards.managers.registry",
     "verl.workers.rollout.replica": "verl.workers.rollout.base",
 }
 """Address in one of verl's releases -> module whose names stand there."""
 
+FOLDERS: dict[str, str] = {
+    "verl.utils.reward_score.": "verl.rewards.scorers.",
+    "verl.workers.reward_manager.": "verl.rewards.managers.",
+}
+"""The same for all modules of a folder that keep their last name."""
+
 _SFT, _RM = "verl.utils.dataset.sft_dataset", "verl.utils.dataset.rm_dataset"
 NAMES_NOT_BUILT: dict[str, dict[str, str]] = {
-    "verl.utils.dataset": {"SFTDataset": _SFT, "MultiTurnSFTDataset": _SFT, "RMDataset": _RM},
+    "verl.data": {"SFTDataset": _SFT, "MultiTurnSFTDataset": _SFT, "RMDataset": _RM},
     "verl.workers.config": {
         **dict.fromkeys(
             ("McoreActorConfig", "McoreCriticConfig", "McoreEngineConfig", "McoreOptimizerConfig"), "verl.models.mcore"
@@ -73,18 +100,28 @@ def missing(module: str, name: str, offered: Any = ()) -> Exception:
     return not_built(f"{module}.{name}") or AttributeError(f"module {module!r} has no attribute {name!r}{offers}")
 
 
+def address(name: str) -> str | None:
+    """The module that stands at an address of another name; None for an address that is not known."""
+    if name in ADDRESSES:
+        return ADDRESSES[name]
+    for folder, now in FOLDERS.items():
+        last = name.removeprefix(folder)
+        if name.startswith(folder) and "." not in last and find_spec(now + last) is not None:
+            return now + last
+    return None
+
+
 class Finder:
-    """Python's import asks here after its own finders: for addresses in the table, and for what is not built."""
+    """Python's import asks here first for addresses in the tables: what stands there has a ``__path__`` of its own, by
+    which Python would load its modules a second time.
+    """
 
     @staticmethod
     def find_spec(name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        if not name.startswith(("verl.", "recipe.")):
+        if not name.startswith("verl."):
             return None
-        if name in ADDRESSES or any(address.startswith(f"{name}.") for address in ADDRESSES):
-            return ModuleSpec(name, Finder, origin=ADDRESSES.get(name), is_package=True)
-        if error := not_built(name):
-            raise error
-        return None
+        source = address(name)
+        return None if source is None else ModuleSpec(name, Finder, origin=source, is_package=True)
 
     @staticmethod
     def create_module(spec: ModuleSpec) -> None:
@@ -92,18 +129,39 @@ class Finder:
 
     @staticmethod
     def exec_module(module: ModuleType) -> None:
-        """Let every name of the module be that of the module it stands for."""
-        if (source := ADDRESSES.get(module.__name__)) is None:
+        """Put the module that the address stands for in place of this one, so that both names are one module; one with
+        addresses below it stays, and has the other's names.
+        """
+        name = module.__name__
+        if (source := address(name)) is None:
             module.__doc__ = "Public addresses of modules that stand elsewhere: verl/compat.py."
             return
         stands_for = importlib.import_module(source)
+        if not any(known.startswith(f"{name}.") for known in (*ADDRESSES, *FOLDERS)):
+            sys.modules[name] = stands_for
+            return
         module.__doc__ = stands_for.__doc__
         module.__all__ = getattr(stands_for, "__all__", [name for name in vars(stands_for) if name[0] != "_"])
         module.__getattr__ = lambda name: getattr(stands_for, name)
         module.__dir__ = lambda: dir(stands_for)
 
 
+class LastFinder:
+    """Python's import asks here last, for what no file holds: a folder of addresses, or a feature that is not built."""
+
+    @staticmethod
+    def find_spec(name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if not name.startswith(("verl.", "recipe.")):
+            return None
+        if any(known.startswith(f"{name}.") for known in ADDRESSES):
+            return ModuleSpec(name, Finder, is_package=True)
+        if error := not_built(name):
+            raise error
+        return None
+
+
 def install() -> None:
-    """Have Python ask the finder last. Called by ``import verl``."""
+    """Have Python ask both finders. Called by ``import verl``."""
     if Finder not in sys.meta_path:
-        sys.meta_path.append(Finder)
+        sys.meta_path.insert(0, Finder)
+        sys.meta_path.append(LastFinder)

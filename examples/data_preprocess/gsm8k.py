@@ -12,7 +12,7 @@ from collections.abc import Callable
 from loading import Hub, convert, make_parser
 from saving import MARKED, MARKED_CODE, row
 
-from verl.utils.dataset.table import DataError
+from verl.data.table import DataError
 
 DATA_SOURCE = "openai/gsm8k"
 HUB = Hub(

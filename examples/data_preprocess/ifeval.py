@@ -11,7 +11,7 @@ import json
 from loading import Hub, convert, make_parser
 from saving import row
 
-from verl.utils.dataset.table import DataError
+from verl.data.table import DataError
 
 HUB = Hub("google/IFEval", None, {"test": "train"}, ("key", "prompt", "instruction_id_list", "kwargs"))
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from saving import add_output_options, save_splits
 
-from verl.utils.dataset.table import DataError, RowTable
+from verl.data.table import DataError, RowTable
 
 _SUFFIXES = (".jsonl", ".json", ".parquet")
 

@@ -8,7 +8,7 @@
 
 from loading import Hub, convert, make_parser
 
-from verl.utils.dataset.table import DataError
+from verl.data.table import DataError
 
 HUB = Hub("PeterJinGo/nq_hotpotqa_train", columns=("data_source", "question", "golden_answers"))
 TOOL = "search"

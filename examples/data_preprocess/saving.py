@@ -7,7 +7,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from verl.utils.dataset.table import DataError
+from verl.data.table import DataError
 from verl.utils.hdfs_io import copy, makedirs
 
 BOXED = "Let's think step by step and output the final answer within \\boxed{}."

@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from verl.utils.debug import performance
 
 from tests.compat.support import FILES
 from tests.support.ranks import run_ranks
@@ -18,6 +17,7 @@ from verl.single_controller.base.decorator import Dispatch
 from verl.single_controller.local import LocalWorkerGroup
 from verl.utils import fsdp_utils, ulysses
 from verl.utils.dataset.rl_dataset import RLHFDataset
+from verl.utils.debug import performance
 from verl.utils.profiler import DistProfiler
 from verl.utils.py_functional import append_to_dict, timeout_limit
 from verl.utils.tokenizer import hf_tokenizer
@@ -213,6 +213,7 @@ def test_a_program_is_run_against_its_tests_with_verls_codes():
 
 def test_positions_for_a_data_set_are_those_the_model_makes(tmp_path):
     from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
+
     from verl.models.transformers.qwen2_vl import get_rope_index
 
     tokens = {"<|image_pad|>": 5, "<|video_pad|>": 6, "<|vision_start|>": 7}

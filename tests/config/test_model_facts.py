@@ -5,8 +5,7 @@ import json
 import pytest
 
 from tests.config.helpers import typed
-from verl.config.model_checks import model_problems
-from verl.config.model_facts import count_parameters, read_model, tokenizer_size
+from verl.config.model_info import count_parameters, model_problems, read_model, tokenizer_size
 
 
 def write(folder, **config):

@@ -213,7 +213,7 @@ actor_rollout_ref:
     mtp: ${oc.select:actor_rollout_ref.model.mtp, null}
     skip_tokenizer_init: ${actor_rollout_ref.rollout.nowhere}
 reward: {num_workers: 8, custom_reward_function: {path: null, name: compute_score}}
-global_profiler: {_target_: verl.utils.profiler.ProfilerConfig, tool: null, steps: null}
+global_profiler: {_target_: verl.telemetry.profiler.ProfilerConfig, tool: null, steps: null}
 """
 
 

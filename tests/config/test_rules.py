@@ -9,8 +9,8 @@ import pytest
 
 from verl.config.base import ConfigError, get_path
 from verl.config.batch import batch_plan
+from verl.config.checks import RULES
 from verl.config.load import check
-from verl.config.rules import RULES
 from verl.config.support import LIMITS, NAMES
 
 from .helpers import loaded_with, problems, typed

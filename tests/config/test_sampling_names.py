@@ -3,7 +3,7 @@
 import pytest
 
 from verl.config.sampling_names import BY_HF, DECIDED, HANDED_ON, OWN
-from verl.workers.rollout.sampling_config import sampling_params
+from verl.workers.rollout.assemble import sampling_params
 
 from .helpers import notes, problems, typed
 

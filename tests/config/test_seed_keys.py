@@ -4,11 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from verl.config.checks import notices
 from verl.config.features import feature_of_key
-from verl.config.legacy import GONE, MOVED, entry_of, is_legacy
-from verl.config.legacy_names import Gone
+from verl.config.legacy import GONE, MOVED, Gone, entry_of, is_legacy
 from verl.config.load import load
-from verl.config.notices import notices
 from verl.config.overrides import locate
 from verl.config.ppo import PPOConfig
 from verl.config.support import LIMITS, _expand

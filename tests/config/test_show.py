@@ -6,10 +6,9 @@ from pathlib import Path
 import pytest
 
 from verl.config.base import leaves
-from verl.config.describe import keys_page, papers, unit
+from verl.config.describe import keys_page, main, papers, unit
 from verl.config.ppo import PPOConfig
 from verl.config.rollout import RolloutConfig
-from verl.config.show import main
 from verl.config.sources import read_source, words_of_script
 from verl.config.trainer import TrainerConfig
 

@@ -17,7 +17,7 @@ from verl.algorithms.resample import RESAMPLE_METHODS
 from verl.config.actor import LossAggMode
 from verl.config.algorithm import AlgorithmConfig, KLKind
 from verl.config.base import get_path, leaves
-from verl.config.notices import notices
+from verl.config.checks import notices
 from verl.config.ppo import PPOConfig
 from verl.config.support import built_names
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from verl.utils.dataset.rl_dataset import RLHFDataset
-from verl.utils.reward_score import default_compute_score
+from verl.data.rl_dataset import RLHFDataset
+from verl.rewards.scorers import default_compute_score
 from verl.utils.tiny_model import make_tokenizer
 from verl.utils.tiny_vl_model import make_tiny_vl_model
 from verl.utils.tokenizer import hf_processor, hf_tokenizer

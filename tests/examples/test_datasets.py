@@ -11,9 +11,9 @@ import pytest
 
 from tests.examples.test_data_preprocess import FOLDER, load, rows
 from tests.support.images import picture, png
+from verl.data.rl_dataset import RLHFDataset
 from verl.preflight.command import read_options
 from verl.preflight.data import preview
-from verl.utils.dataset.rl_dataset import RLHFDataset
 from verl.utils.tiny_model import make_tokenizer
 from verl.utils.tiny_vl_model import make_tiny_vl_model
 from verl.utils.tokenizer import hf_processor, hf_tokenizer

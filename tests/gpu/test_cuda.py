@@ -10,16 +10,16 @@ from tests.support.losses import optim_section, ppo_loss, value_loss
 from tests.support.runs import main_ppo, make_task, overrides, read_metrics
 from tests.support.tiny_models import make_batch, make_tiny_model
 from tests.workers.rollout.conftest import rollout_config
+from verl.checkpoint.checkpoint_manager import CheckpointManager
+from verl.models.activation_memory import ActivationOffload
 from verl.models.loader import ModelSpec
 from verl.models.token_outputs import HeadMaths, chunked_log_probs, plain_log_probs
-from verl.utils.activation_offload import ActivationOffload
-from verl.utils.checkpoint.checkpoint_manager import CheckpointManager
+from verl.telemetry.memory import optimizer_tensors
 from verl.utils.distributed import destroy_global_process_group
 from verl.workers.engine import MicroBatching, Want, build_engine
-from verl.workers.memory_ledger import optimizer_tensors
 from verl.workers.rollout.base import Request, SamplingParams
-from verl.workers.rollout.hf import HFRollout
-from verl.workers.rollout.weight_sync import checksum, mixed_sum, sync_weights
+from verl.workers.rollout.hf.rollout import HFRollout
+from verl.workers.rollout.weights.sync import checksum, mixed_sum, sync_weights
 
 pytestmark = pytest.mark.gpu
 

@@ -5,9 +5,9 @@ import torch
 
 from tests.support.losses import optim_section, ppo_loss
 from tests.support.tiny_models import make_batch, make_tiny_model
+from verl.checkpoint.checkpoint_manager import CheckpointManager
 from verl.models.loader import ModelSpec, load_model
 from verl.models.token_outputs import HeadMaths, chunked_log_probs
-from verl.utils.checkpoint.checkpoint_manager import CheckpointManager
 from verl.utils.distributed import destroy_global_process_group
 from verl.workers.engine import MicroBatching, Want, build_engine
 from verl.workers.engine.optim import build_optimizer, load_optimizer_state, optimizer_state

@@ -52,8 +52,8 @@ def test_sglang_keeps_its_contract(options):
 
 TAKE = """
 import json, sys, torch
-from verl.workers.rollout.sglang_parcel import unpack
-from verl.workers.rollout.weight_sync import checksum
+from verl.workers.rollout.sglang.shared_memory import unpack
+from verl.workers.rollout.weights.sync import checksum
 for line in sys.stdin:
     with unpack(json.loads(line), torch.device("cuda", 0)) as bucket:
         print(json.dumps({name: checksum(tensor) for name, tensor in bucket}), flush=True)
@@ -61,8 +61,8 @@ for line in sys.stdin:
 
 
 def test_a_bucket_arrives_in_another_process_by_its_cuda_handle():
-    from verl.workers.rollout.sglang_parcel import DeviceParcels
-    from verl.workers.rollout.weight_sync import checksum
+    from verl.workers.rollout.sglang.shared_memory import DeviceParcels
+    from verl.workers.rollout.weights.sync import checksum
 
     parcels = DeviceParcels()
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
@@ -82,8 +82,8 @@ def test_a_bucket_arrives_in_another_process_by_its_cuda_handle():
 LINK = """
 import json, sys, time, torch
 from verl.workers.rollout.base import Receipt
-from verl.workers.rollout.weight_link import WeightLink, WeightLinkError, find_store, open_store
-from verl.workers.rollout.weight_sync import checksum
+from verl.workers.rollout.weights.link import WeightLink, WeightLinkError, find_store, open_store
+from verl.workers.rollout.weights.sync import checksum
 
 rank, port, behaviour = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 torch.cuda.set_device(rank)

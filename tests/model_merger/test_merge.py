@@ -14,9 +14,9 @@ from tests.support.losses import optim_section, ppo_loss, value_loss
 from tests.support.ranks import run_ranks
 from tests.support.tiny_models import make_batch, make_tiny_model, make_tokenizer
 from verl import cli
+from verl.checkpoint.checkpoint_manager import CheckpointManager
 from verl.model_merger.__main__ import find_checkpoint, main
 from verl.models.loader import LoRASpec, ModelSpec
-from verl.utils.checkpoint.checkpoint_manager import CheckpointManager
 from verl.workers.engine import Want, build_engine
 
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}

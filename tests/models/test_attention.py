@@ -3,7 +3,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.support.tiny_models import make_tiny_model
-from verl.models.attention import LONGEST, NAME, short_attention_forward, use_short_attention
+from verl.models.attention.short import LONGEST, NAME, short_attention_forward, use_short_attention
 from verl.models.loader import ModelSpec, load_model
 
 

@@ -6,11 +6,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.support.losses import optim_section, ppo_loss
 from tests.support.tiny_models import make_batch, make_tiny_model
+from verl.models.attention.packed import NAME, check_packable, use_packed_attention
+from verl.models.attention.packing import Packing
+from verl.models.attention.sequence_parallel import SequenceShare
 from verl.models.loader import ModelSpec, load_config, load_model
-from verl.models.packable import check_packable
-from verl.models.packed_attention import NAME, use_packed_attention
-from verl.models.packing import Packing
-from verl.models.sequence_share import SequenceShare
 from verl.workers.engine import MicroBatching, Want, build_engine
 
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
@@ -140,7 +139,7 @@ def test_a_model_of_no_known_name_is_found_out_by_trying(family, changes, why, t
     [("mistral", {"sliding_window": 64}, "sliding_window"), ("gemma2", {}, "attn_logit_softcapping")],
 )
 def test_a_window_or_cap_that_does_not_reach_the_attention_is_found_out(family, changes, lost, tmp_path, monkeypatch):
-    monkeypatch.setattr("verl.models.packed_attention.Scoring", lambda scale, window, softcap, sinks: _Plain(scale))
+    monkeypatch.setattr("verl.models.attention.packed.Scoring", lambda scale, window, softcap, sinks: _Plain(scale))
     monkeypatch.setattr("verl.workers.engine.model_trial.check_packed", lambda *args: None)
     with pytest.raises(ValueError, match=f"does not hand its {lost}="):
         engine_for(make_tiny_model(tmp_path, family, **changes))

@@ -1,7 +1,7 @@
 import torch
 
 from tests.support.tiny_models import make_tiny_model
-from verl.models import recompute
+from verl.models import activation_memory as recompute
 from verl.models.loader import ModelSpec, load_model
 
 

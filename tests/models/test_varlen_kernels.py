@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch.nn.attention import varlen
 
-from verl.models import varlen_kernels
-from verl.models.attention import LONGEST
-from verl.models.packing import Packing
-from verl.models.varlen_kernels import (
+from verl.models.attention import varlen_kernels
+from verl.models.attention.packing import Packing
+from verl.models.attention.short import LONGEST
+from verl.models.attention.varlen_kernels import (
     Scoring,
     attend,
     by_rows,

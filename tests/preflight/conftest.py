@@ -164,6 +164,6 @@ def there(workplace, monkeypatch):
     monkeypatch.chdir(workplace)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setattr("verl.utils.reward_functions.trial.FIRST_S", 1.0)
+    monkeypatch.setattr("verl.rewards.functions.trial.FIRST_S", 1.0)
     assert os.path.exists("model/config.json")
     return workplace

@@ -112,7 +112,7 @@ def full_disk(monkeypatch):
 
 def unreadable(monkeypatch):
     """As for a user who is not root."""
-    from verl.utils.dataset import files
+    from verl.data import files
 
     def refuse(path, *args):
         raise PermissionError(13, "Permission denied", path)
@@ -412,7 +412,7 @@ def test_a_hub_that_does_not_answer_costs_seconds(there, monkeypatch):
 
 
 def test_a_scorer_that_is_slow_to_start_is_not_at_fault(there, monkeypatch):
-    monkeypatch.setattr("verl.utils.reward_functions.trial.FIRST_S", 10.0)
+    monkeypatch.setattr("verl.rewards.functions.trial.FIRST_S", 10.0)
     (there / "slow.py").write_text(
         "import time\nready = []\n\n\ndef compute_score(solution_str, ground_truth, **sample):\n"
         "    if not ready:\n        time.sleep(2.5)\n        ready.append(1)\n"
@@ -428,7 +428,7 @@ def test_a_scorer_that_takes_long_to_load_is_left_to_the_run(there, monkeypatch)
     config = loaded_with(f"{FN}.path=heavy.py").config
     report = checks.examine_config(config)
     assert not report.errors and "it took more than 1 s" in report.warnings[0].text
-    from verl.utils.reward_functions.sources import reward_function
+    from verl.rewards.functions.sources import reward_function
 
     assert reward_function(config).__name__ == "compute_score"  # the same process goes on loading
 

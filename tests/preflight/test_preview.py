@@ -9,10 +9,10 @@ import pytest
 from tests.preflight.files import row, sums, write
 from tests.support.images import SHOWN, image_dataset, image_row, make_tiny_vl_model, picture, video_row
 from verl.config.ppo import PPOConfig
+from verl.data.rl_dataset import RLHFDataset
 from verl.preflight.checks import examine_data
 from verl.preflight.command import read_options
 from verl.preflight.data import Limits, preview
-from verl.utils.dataset.rl_dataset import RLHFDataset
 from verl.utils.tiny_model import make_tokenizer
 from verl.utils.tokenizer import hf_tokenizer
 

@@ -5,8 +5,8 @@ import json
 import pytest
 from transformers import AutoTokenizer
 
+from verl.data.table import DataError
 from verl.preflight.prompts import compiled, read_folder, template_marks
-from verl.utils.dataset.table import DataError
 from verl.utils.tiny_model import make_tokenizer
 from verl.utils.tokenizer import hf_tokenizer
 

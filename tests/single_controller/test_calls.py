@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from tests.single_controller.roles import Counter, MeshWorker, Splitter
+from verl.batch.partition import SHARE_PLAN, MiniBatches, Pass, RowCost, SharePlan
 from verl.protocol import DataProto, DataProtoFuture
 from verl.single_controller.base.decorator import Dispatch, register
-from verl.utils.shares import SHARE_PLAN, MiniBatches, Pass, RowCost, SharePlan
 
 
 def rows(count, **more):

@@ -3,8 +3,8 @@
 import os
 import sys
 
+from verl.single_controller.post_mortem import StderrTail
 from verl.single_controller.processes import Child
-from verl.single_controller.stderr_tail import StderrTail
 
 
 def written_by(action, tmp_path):

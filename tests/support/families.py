@@ -20,8 +20,8 @@ from tests.support.tiny_models import join_batch, make_tokenizer
 from verl.models.loader import LoRASpec, ModelSpec
 from verl.workers.engine import Engine, Want, build_engine
 from verl.workers.rollout.base import Request, SamplingParams
-from verl.workers.rollout.hf import HFRollout
-from verl.workers.rollout.weight_sync import sync_weights
+from verl.workers.rollout.hf.rollout import HFRollout
+from verl.workers.rollout.weights.sync import sync_weights
 
 SHAPE = {
     **{"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 16},

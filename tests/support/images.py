@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from PIL import Image
 
+from verl.data.rl_dataset import RLHFDataset, collate_fn
+from verl.data.vision import Video
 from verl.protocol import DataProto
-from verl.utils.dataset.rl_dataset import RLHFDataset, collate_fn
-from verl.utils.dataset.video_utils import Video
 from verl.utils.tiny_vl_model import make_tiny_vl_model
 from verl.utils.tokenizer import hf_processor, hf_tokenizer
 from verl.workers.rollout.assemble import assemble

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from verl.batch.ragged import Ragged
 from verl.protocol import DataProto
-from verl.utils.ragged import Ragged
 from verl.utils.tiny_model import make_tiny_model, make_tokenizer
 
 __all__ = ["make_batch", "make_siblings", "make_tiny_model", "make_tokenizer"]

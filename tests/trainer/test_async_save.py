@@ -4,8 +4,8 @@ import pytest
 
 from tests.support.runs import make_task, overrides, run_job
 from tests.trainer.test_resume import assert_same_checkpoint
+from verl.checkpoint import checkpoint_manager
 from verl.single_controller.errors import WorkerError
-from verl.utils.checkpoint import checkpoint_manager
 
 RUN = {
     "algorithm__adv_estimator": "gae",

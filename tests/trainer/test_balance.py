@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from tests.support.runs import make_task, overrides, read_metrics, run_job
+from verl.batch.partition import RowCost
 from verl.trainer.ppo.balance import row_cost
-from verl.utils.shares import RowCost
 
 pytestmark = pytest.mark.ranks
 

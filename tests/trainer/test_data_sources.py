@@ -7,13 +7,12 @@ import numpy as np
 import pytest
 
 from tests.config.helpers import typed
-from tests.workers.reward_manager.batches import TOKENIZER
+from tests.rewards.managers.batches import TOKENIZER
+from verl.data.table import RowTable
 from verl.protocol import DataProto
-from verl.trainer.ppo.data_sources import agent_name_problem, check_agent_names, check_data_sources
+from verl.rewards.scorers import UnknownDataSource
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
-from verl.trainer.ppo.reward import load_reward_manager
-from verl.utils.dataset.table import RowTable
-from verl.utils.reward_score import UnknownDataSource
+from verl.trainer.ppo.reward import agent_name_problem, check_agent_names, check_data_sources, load_reward_manager
 
 JUDGE = {"reward_model.judge.url": "http://127.0.0.1:9/v1", "reward_model.judge.model": "m"}
 
@@ -59,7 +58,7 @@ def test_a_judge_a_function_of_ones_own_or_patience_will_do(dataset, tmp_path, c
 # -- agent loops -------------------------------------------------------------------------------------------------------
 
 LOOP = """
-from verl.agent_loop.base import AgentLoopBase, register
+from verl.agents.base import AgentLoopBase, register
 
 
 @register("asks_twice")

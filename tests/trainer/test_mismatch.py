@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from tests.support.runs import make_task, overrides, run_job
+from verl.batch.ragged import Ragged
 from verl.config.load import load_ppo_config
 from verl.protocol import DataProto
-from verl.trainer.ppo.mismatch import FILE, MismatchMonitor, likely_causes, worst_tokens
-from verl.utils.ragged import Ragged
+from verl.trainer.ppo.rollout_correction import FILE, MismatchMonitor, likely_causes, worst_tokens
 
 ROLLOUT = "actor_rollout_ref.rollout"
 

@@ -12,8 +12,8 @@ from verl.algorithms.estimating import NonFiniteError
 from verl.algorithms.reward_shaping import centre_and_spread, clip_scores, right_or_short
 from verl.algorithms.value_loss import compute_value_loss
 from verl.config.algorithm import AlgorithmConfig
+from verl.trainer.buffer.group_filter import chosen_groups
 from verl.trainer.ppo.experience import attach_reward
-from verl.trainer.ppo.group_filter import chosen_groups
 from verl.trainer.ppo.shaping import Shaping
 
 

@@ -66,7 +66,7 @@ def test_an_option_that_nothing_reads_stops_the_run_after_the_first_step(task, t
     with pytest.raises(ConfigError, match="lora_adapter_path=/nowhere was read by nothing"):
         job().run()
     said = []
-    monkeypatch.setattr("verl.utils.progress.Progress.say", lambda self, text: said.append(text))
+    monkeypatch.setattr("verl.telemetry.progress.Progress.say", lambda self, text: said.append(text))
     assert job("trainer.unread_keys=warn").run().global_steps == 3
     assert sum("lora_adapter_path" in text for text in said) == 1
 

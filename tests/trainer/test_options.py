@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.support.runs import make_task, overrides, read_metrics, run_job, write_prompts
-from verl.trainer.ppo.plan import run_plan
+from verl.trainer.ppo.job import run_plan
 
 GAE = {
     "algorithm__adv_estimator": "gae",
@@ -235,7 +235,7 @@ def test_checkpoints_of_another_run_are_not_deleted(run, tmp_path):
 
 @pytest.mark.parametrize("moment", ["save_driver_state", "mark_complete"])
 def test_a_run_killed_while_saving_resumes_from_the_checkpoint_before(run, monkeypatch, moment):
-    from verl.trainer.ppo import checkpoint
+    from verl.checkpoint import run_state as checkpoint
 
     settings = {"trainer__save_freq": 1, "trainer__max_actor_ckpt_to_keep": 1, "trainer__resume_mode": "auto"}
     real = getattr(checkpoint, moment)
@@ -668,7 +668,7 @@ def test_gen_batch_size_is_what_a_step_draws(run, tmp_path):
 
 CUSTOM = '''
 import torch
-from verl.utils.dataset.rl_dataset import RLHFDataset
+from verl.data.rl_dataset import RLHFDataset
 
 class Mine(RLHFDataset):
     """Adds a tensor column that no worker knows."""
@@ -721,7 +721,7 @@ def test_reward_errors_are_counted_if_asked_for(run, tmp_path):
 
 LIBRARY = """
 from verl.algorithms.advantage import register_adv_est
-from verl.utils.tracking import Backend, register_backend
+from verl.telemetry.tracking import Backend, register_backend
 
 @register_adv_est("mine_of_options")
 def estimate(token_level_rewards, response_mask, config=None, **kwargs):
@@ -739,7 +739,7 @@ def test_an_external_library_brings_names_of_its_own(run, tmp_path, monkeypatch)
     import sys
 
     from verl.algorithms.advantage import ADV_ESTIMATOR_REGISTRY
-    from verl.utils import tracking
+    from verl.telemetry import tracking
 
     (tmp_path / "library_of_options.py").write_text(LIBRARY)
     monkeypatch.syspath_prepend(tmp_path)

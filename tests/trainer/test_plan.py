@@ -5,8 +5,7 @@ from safetensors.torch import save_file
 
 from tests.support.runs import make_task, overrides
 from verl.config.load import load_ppo_config
-from verl.trainer.ppo.job import PPOJob
-from verl.trainer.ppo.plan import run_plan, stored_parameters
+from verl.trainer.ppo.job import PPOJob, run_plan, stored_parameters
 from verl.utils.tiny_model import make_digit_judge
 
 

@@ -5,11 +5,11 @@ import pytest
 import torch
 
 from tests.config.helpers import typed
-from tests.workers.reward_manager.batches import RESPONSE_LENGTH, TOKENIZER, batch_of
+from tests.rewards.managers.batches import RESPONSE_LENGTH, TOKENIZER, batch_of
 from verl.protocol import DataProto
+from verl.rewards.managers import BatchRewardManager, NaiveRewardManager, RewardError, register
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl.trainer.ppo.reward import compute_reward, get_custom_reward_fn, load_reward_manager
-from verl.workers.reward_manager import BatchRewardManager, NaiveRewardManager, RewardError, register
 
 
 class Section(SimpleNamespace):
@@ -80,8 +80,8 @@ def test_a_batch_function_scores_with_the_batch_manager(tmp_path):
 
 IMPORTING = """
 {statement}
-from verl.utils.reward_score import default_compute_score
-from verl.utils.reward_score.gsm8k import compute_score as gsm8k_score
+from verl.rewards.scorers import default_compute_score
+from verl.rewards.scorers.gsm8k import compute_score as gsm8k_score
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     return BONUS + default_compute_score(data_source, solution_str, ground_truth)

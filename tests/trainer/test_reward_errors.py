@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 import torch
 
+from tests.rewards.managers.batches import batch_of
 from tests.support.runs import make_task, overrides, run_job
-from tests.workers.reward_manager.batches import batch_of
+from verl.rewards.managers import RewardError
 from verl.trainer.ppo import ray_trainer
 from verl.trainer.ppo.experience import compute_advantage, put_response_column
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl.trainer.ppo.reward import error_counts, without_failed
-from verl.workers.reward_manager import RewardError
 
 SOMETIMES = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):

@@ -15,9 +15,9 @@ from tests.support.runs import make_task, overrides, read_metrics, run_job, writ
 from tests.trainer.test_learning import LEARNING, TINY
 from verl.config.load import load_ppo_config
 from verl.protocol import DataProto
+from verl.rewards.managers.registry import RewardError
 from verl.trainer.ppo.reward_model import by_style, check_reward_model, check_texts, is_judged
 from verl.utils.tiny_model import make_digit_judge, make_tiny_model, make_tokenizer
-from verl.workers.reward_manager.abstract import RewardError
 
 RM = {
     "reward_model__enable": True,
@@ -92,8 +92,8 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     return 5.0
 """
 MANAGER = '''
-from verl.workers.reward_manager import register
-from verl.workers.reward_manager.naive import NaiveRewardManager
+from verl.rewards.managers import register
+from verl.rewards.managers.naive import NaiveRewardManager
 
 
 @register("sum_of_both")

@@ -5,10 +5,10 @@ import pytest
 import torch
 
 from tests.support.runs import make_task, overrides, read_metrics, run_job
+from verl.batch.ragged import Ragged
 from verl.protocol import DataProto
 from verl.trainer.ppo import rollout_correction
 from verl.trainer.ppo.rollout_correction import reject_tokens, weigh_tokens
-from verl.utils.ragged import Ragged
 
 CORRECTION, ROLLOUT = "algorithm__rollout_correction__", "actor_rollout_ref__rollout__"
 ACTOR = "actor_rollout_ref__actor__"

@@ -115,7 +115,7 @@ def test_a_trainer_that_a_script_drives_has_the_record_while_it_trains(task, tmp
 def test_the_first_word_comes_before_hydra_and_torch():
     """In seconds it depends on the machine's load: what is imported before it is what counts."""
     program = (
-        "import sys\nimport verl.utils.run_record as record\n"
+        "import sys\nimport verl.telemetry.run_record as record\n"
         "def stop(line):\n    print(line)\n"
         "    print(sorted({'torch', 'hydra', 'transformers', 'ray'} & set(sys.modules)))\n"
         "    raise SystemExit\n"

@@ -6,9 +6,9 @@ import sys
 import pytest
 import torch
 
+from verl.telemetry.flops_counter import get_device_flops
 from verl.utils import device as devices
 from verl.utils.distributed import is_node_leader
-from verl.utils.flops_counter import get_device_flops
 
 
 @pytest.fixture
@@ -148,7 +148,7 @@ torch.cuda._device_count_nvml = lambda: 8
 torch._C._cuda_getDeviceCount = torch.cuda._lazy_init = started
 import verl.trainer.ppo.job as job
 import verl.workers.roles
-from verl.utils.profiler import marked_timer
+from verl.telemetry.profiler import marked_timer
 
 job.check_device(SimpleNamespace(device="cuda", nnodes=1, n_gpus_per_node=8, controller="local"))
 torch.manual_seed(1)

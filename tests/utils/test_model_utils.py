@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from verl.telemetry.flops_counter import FlopsCounter, get_device_flops
 from verl.utils import device
-from verl.utils.flops_counter import FlopsCounter, get_device_flops
 from verl.utils.model import compute_position_id_with_mask, get_model_size, update_model_config
 from verl.utils.tiny_model import make_tiny_model, make_tokenizer
 from verl.utils.torch_dtypes import PrecisionType

@@ -49,5 +49,5 @@ def test_a_chat_template_is_given_as_text_or_as_a_file_and_saved(folder, tmp_pat
 
 
 def test_importing_the_helpers_of_utils_does_not_import_transformers():
-    code = "import sys, verl.utils, verl.utils.fs, verl.utils.dataset; print('transformers' in sys.modules)"
+    code = "import sys, verl.utils, verl.utils.fs, verl.data; print('transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "False"

@@ -8,7 +8,7 @@ from tests.support.tiny_models import make_tiny_model
 from verl.models.loader import ModelSpec
 from verl.workers.engine import build_engine
 from verl.workers.engine.local import LocalEngine
-from verl.workers.rollout.hf import HFRollout
+from verl.workers.rollout.hf.rollout import HFRollout
 
 
 @pytest.fixture

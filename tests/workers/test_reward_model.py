@@ -9,12 +9,12 @@ from transformers import AutoModelForSequenceClassification, AutoModelForTokenCl
 
 from tests.support.ranks import run_ranks
 from tests.support.tiny_models import make_batch, make_tiny_model
+from verl.batch.micro_batching import WHOLE
+from verl.batch.ragged import Ragged
 from verl.config.engine import MixedPrecisionConfig
 from verl.config.reward import RewardModelConfig
 from verl.models.loader import ModelSpec
 from verl.protocol import DataProto
-from verl.utils.micro_batching import WHOLE
-from verl.utils.ragged import Ragged
 from verl.utils.tiny_model import make_digit_judge, make_tokenizer
 from verl.workers.engine import MicroBatching, Want, build_engine
 from verl.workers.fsdp_workers import RewardModelWorker

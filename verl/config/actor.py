@@ -3,13 +3,12 @@
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from verl.batch.micro_batching import MicroBatching
 from verl.config.algorithm import KLKind
 from verl.config.base import Config, option, section
 from verl.config.correction import RolloutCorrectionConfig
-from verl.config.engine import DeepSpeedConfig, FSDPConfig, Strategy
-from verl.config.optim import OptimConfig
+from verl.config.engine import DeepSpeedConfig, FSDPConfig, OptimConfig, Strategy
 from verl.config.trainer import CheckpointConfig
-from verl.utils.micro_batching import MicroBatching
 
 LossAggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm", "token-sum"]
 """How token losses become one number: mean over all tokens (DAPO, Yu et al. 2025, arXiv:2503.14476); mean over

@@ -2,9 +2,9 @@
 
 from typing import Any
 
+from verl.batch.micro_batching import MicroBatching
+from verl.config.checks.base import trained_roles
 from verl.config.ppo import PPOConfig
-from verl.config.rules.base import trained_roles
-from verl.utils.micro_batching import MicroBatching
 
 
 def batch_plan(config: PPOConfig) -> str:

@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from verl.config.base import Config, ConfigError
-from verl.utils.ending import plain_ending
-from verl.utils.run_record import say_early
+from verl.telemetry.run_record import say_early
+from verl.utils.exit_status import plain_ending
 
 HELP = """\
 usage: python -m {module} [flags] key=value [key=value ...]

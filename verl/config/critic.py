@@ -3,12 +3,11 @@
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from verl.batch.micro_batching import MicroBatching
 from verl.config.actor import LossAggMode
 from verl.config.base import Config, option, section
-from verl.config.engine import DeepSpeedConfig, FSDPConfig, Strategy
-from verl.config.optim import OptimConfig
+from verl.config.engine import DeepSpeedConfig, FSDPConfig, OptimConfig, Strategy
 from verl.config.trainer import CheckpointConfig, ProfilerConfig
-from verl.utils.micro_batching import MicroBatching
 
 
 @dataclass

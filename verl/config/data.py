@@ -147,7 +147,7 @@ class DataConfig(Config):
 
     datagen: ClassFileConfig = section(ClassFileConfig)
     """Generator of new prompts during training: subclass of
-    ``verl.utils.dataset.dynamicgen_dataset.AbstractDataGenerator``."""
+    ``verl.data.dynamicgen_dataset.AbstractDataGenerator``."""
 
     seed: int | None = None
     """Seed of the shuffling. Null: ``trainer.seed``."""

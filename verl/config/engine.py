@@ -1,5 +1,8 @@
 """How a model is sharded and in which number formats it lives."""
 
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -141,3 +144,105 @@ class DeepSpeedConfig(Config):
     config: dict[str, Any] = option({})
     """Further entries of DeepSpeed's own configuration, for example ``{zero_optimization: {round_robin_gradients:
     true}}``. What an option of verl decides is an error here."""
+
+
+# -- Optimizer and learning-rate schedule of a trained role ----------------------------------------------------------
+
+
+@dataclass
+class OptimConfig(Config):
+    """Optimizer and learning-rate schedule. The schedule advances once per training step, however many mini-batches
+    that step has."""
+
+    _target_: ClassVar[str] = "verl.workers.config.FSDPOptimizerConfig"
+
+    optimizer: Literal["AdamW", "AdamW8bit"] = "AdamW"
+    """``AdamW`` (Loshchilov & Hutter 2019, arXiv:1711.05101): torch's, fused, two fp32 numbers of state a weight.
+    ``AdamW8bit``: two bytes a weight instead of eight, by torchao (``pip install -e '.[torchao]'``), compiled at its
+    first step. Source: Dettmers et al. 2021 (arXiv:2110.02861)."""
+
+    lr: float = option(1e-6, above=0)
+    """Peak learning rate. verl's default is 1e-6 for the actor and 1e-5 for the critic."""
+
+    lr_warmup_steps_ratio: float = option(0.0, at_least=0, at_most=1)
+    """Share of all training steps spent warming up; read only while ``lr_warmup_steps`` is negative."""
+
+    total_training_steps: int = -1
+    """Length of the schedule in training steps. -1: the trainer fills in the length of the run."""
+
+    weight_decay: float = option(0.01, at_least=0)
+    """Decoupled weight decay, multiplied by the learning rate at every optimizer step; of all trained weights, norms
+    and biases too, as in verl."""
+
+    lr_warmup_steps: int | None = -1
+    """Training steps over which the rate rises linearly. Negative or null: from ``lr_warmup_steps_ratio``."""
+
+    min_lr_ratio: float | None = option(0.0, at_least=0, at_most=1)
+    """With ``cosine``, ``linear`` and ``wsd``: the rate ends at this share of ``lr``, and warms up from it. Null: 0."""
+
+    num_cycles: float = option(0.5, above=0)
+    """With ``cosine``: waves over the run; 0.5 is one fall from peak to floor."""
+
+    warmup_style: Literal["constant", "cosine", "linear", "wsd"] = "constant"
+    """Course after the warm-up; ``lr_scheduler_type`` is a second name of this option. ``constant``; ``cosine`` decay
+    (Loshchilov & Hutter 2017, arXiv:1608.03983); ``linear`` decay; ``wsd``, warmup-stable-decay: constant, with a
+    decay at the end (Hu et al. 2024, arXiv:2404.06395)."""
+
+    lr_wsd_decay_steps: int | None = option(None, at_least=0)
+    """With ``wsd``: training steps of the decay. Null: a tenth of those after the warm-up."""
+
+    lr_wsd_decay_style: Literal["cosine", "linear", "exponential", "minus_sqrt"] = "cosine"
+    """With ``wsd``: shape of the decay. ``minus_sqrt``: 1 - sqrt(x) (Hagele et al. 2024, arXiv:2405.18392)."""
+
+    betas: list[float] = option([0.9, 0.999], at_least=0, below=1)
+    """Decay of AdamW's running means of gradient and squared gradient. Not in verl's YAML, read by it."""
+
+    eps: float = option(1e-8, above=0)
+    """Added to AdamW's denominator."""
+
+
+# -- Which entries of DeepSpeed's own configuration are decided by options of verl. Does not import the library ------
+
+
+_MICRO_BATCHES = "rows are cut by ppo_mini_batch_size, and by ppo_micro_batch_size_per_gpu or a token budget"
+_FORMATS = "set fsdp_config.mixed_precision.param_dtype"
+_OPTIONS = (
+    "offload_optimizer",
+    "offload_param",
+    "overlap_comm",
+    "contiguous_gradients",
+    "reduce_bucket_size",
+    "allgather_bucket_size",
+    "stage3_prefetch_bucket_size",
+    "stage3_param_persistence_threshold",
+    "stage3_max_live_parameters",
+    "stage3_max_reuse_distance",
+    "zero_hpz_partition_size",
+)
+OWN_KEYS = {
+    "train_batch_size": _MICRO_BATCHES,
+    "train_micro_batch_size_per_gpu": _MICRO_BATCHES,
+    "gradient_accumulation_steps": _MICRO_BATCHES,
+    "managed_gradient_accumulation": _MICRO_BATCHES,
+    "gradient_clipping": "set grad_clip",
+    "optimizer": "set optim.*",
+    "scheduler": "set optim.*",
+    "zero_allow_untested_optimizer": "AdamW is the optimizer of every engine",
+    "zero_force_ds_cpu_optimizer": "AdamW is the optimizer of every engine",
+    **dict.fromkeys(("bf16", "bfloat16", "fp16", "amp", "torch_autocast", "data_types"), _FORMATS),
+    "communication_data_type": "set fsdp_config.mixed_precision.reduce_dtype",
+    "zero_optimization.stage": "set deepspeed.zero_stage",
+    "zero_optimization.memory_efficient_linear": "it would replace torch's linear layer in the whole process",
+    **{f"zero_optimization.{name}": f"set deepspeed.{name}" for name in _OPTIONS},
+}
+"""Key -> what to do instead."""
+
+
+def conflicts(entries: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any, str]]:
+    """(key, value, way out) of every entry of ``deepspeed.config`` that is decided elsewhere."""
+    for name, value in entries.items():
+        key = f"{path}{name}"
+        if key in OWN_KEYS:
+            yield key, value, OWN_KEYS[key]
+        elif isinstance(value, Mapping):
+            yield from conflicts(value, f"{key}.")

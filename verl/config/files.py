@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from verl.config.base import Problem, get_path
-from verl.config.model_checks import model_problems
+from verl.config.model_info import model_problems
 from verl.config.ppo import PPOConfig
 from verl.utils.import_utils import split_file_name
 

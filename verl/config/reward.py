@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from verl.batch.micro_batching import MicroBatching
 from verl.config.base import Config, option, section
 from verl.config.engine import DeepSpeedConfig, FSDPConfig, Strategy
 from verl.config.trainer import ProfilerConfig
-from verl.utils.micro_batching import MicroBatching
 
 
 @dataclass

@@ -4,8 +4,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from verl.batch.micro_batching import MicroBatching
 from verl.config.base import Config, option, section
-from verl.utils.micro_batching import MicroBatching
 
 
 @dataclass
@@ -109,7 +109,7 @@ class AgentConfig(Config):
     ``_target_`` is a dotted class, or the name of one in the Python file that ``path`` names."""
 
     custom_async_server: AsyncServerConfig = section(AsyncServerConfig)
-    """A server class of yours, derived from ``verl.workers.rollout.server.RolloutServer``."""
+    """A server class of yours, derived from ``verl.workers.rollout.server.server.RolloutServer``."""
 
 
 @dataclass

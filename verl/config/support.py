@@ -152,7 +152,7 @@ NAMES: tuple[Names, ...] = (
         "reward manager",
         built=("naive", "batch", "prime", "dapo"),
         planned=(),
-        registry=("verl.workers.reward_manager.registry", "REWARD_MANAGER_REGISTRY"),
+        registry=("verl.rewards.managers.registry", "REWARD_MANAGER_REGISTRY"),
         may_be_in_file=True,
     ),
     Names(
@@ -160,7 +160,7 @@ NAMES: tuple[Names, ...] = (
         "logger",
         built=("console", "tensorboard", "wandb", "file"),
         planned=("mlflow", "swanlab", "vemlp_wandb", "clearml", "trackio"),
-        registry=("verl.utils.tracking", "_BACKENDS"),
+        registry=("verl.telemetry.tracking", "_BACKENDS"),
     ),
 )
 

@@ -17,7 +17,7 @@ _WAITING, _PATH = "_waiting", "_path"
 _TRANSPARENT = {"_collections_abc", "collections.abc", "functools", "verl.config.base", "verl.config.watch"}
 """Modules that read on behalf of whoever called them."""
 _COPIERS = ("dataclasses", "copy", "copyreg", "pickle", "pprint", "reprlib", "json", "yaml", "omegaconf", "ray",
-            "verl.config", "verl.utils.config", "verl.preflight", "verl.trainer.ppo.plan")  # fmt: skip
+            "verl.config", "verl.utils.config", "verl.preflight", "verl.trainer.ppo.job")  # fmt: skip
 """Modules, and those below them, that copy, print or check options without acting on them."""
 _SECTIONS: set[str] = set()
 """Modules that declare watched sections: a property there reads on behalf of whoever asked for it."""

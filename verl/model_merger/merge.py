@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from verl.checkpoint.hf_folder import Weights, is_weight_file, write_safetensors
 from verl.model_merger.merged import Source, merged_weights
-from verl.utils.checkpoint.hf_folder import Weights, is_weight_file, write_safetensors
 
 
 class Facts(NamedTuple):

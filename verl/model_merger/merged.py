@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from verl.checkpoint.rank_files import files_of_all_ranks, open_file
+from verl.checkpoint.shards import Joined, check_names, fill
 from verl.models.loader import LoRASpec, ModelSpec, empty_model, load_config, load_model
 from verl.models.weight_names import checkpoint_tensors, plain_name, tied_duplicates
-from verl.utils.checkpoint.pieces import Joined, check_names, fill
-from verl.utils.checkpoint.rank_files import files_of_all_ranks, open_file
 
 
 @dataclass(frozen=True)

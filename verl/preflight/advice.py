@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from verl.config.base import Problem, get_path
+from verl.config.checks.base import ACTOR, ROLLOUT, models, problem, trained_roles
 from verl.config.ppo import PPOConfig
-from verl.config.rules.base import ACTOR, ROLLOUT, models, problem, trained_roles
 from verl.preflight.arithmetic import longest_row, total_steps
 
 if TYPE_CHECKING:

@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from verl.batch.micro_batching import MicroBatching
 from verl.config.batch import counted, optimizer_steps
+from verl.config.checks.base import ACTOR, REF, RM, ROLLOUT, models, trained_roles
 from verl.config.ppo import PPOConfig
-from verl.config.rules.base import ACTOR, REF, RM, ROLLOUT, models, trained_roles
 from verl.preflight.report import Number
-from verl.utils.micro_batching import MicroBatching
 
 if TYPE_CHECKING:
     from verl.preflight.data import Preview

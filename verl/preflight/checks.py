@@ -11,11 +11,11 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from verl.config.base import ConfigError, Problem
+from verl.config.checks.base import ACTOR, ROLLOUT
 from verl.config.files import missing_files
 from verl.config.load import Loaded, load
-from verl.config.model_checks import MODEL, facts_of
+from verl.config.model_info import MODEL, facts_of
 from verl.config.ppo import PPOConfig
-from verl.config.rules.base import ACTOR, ROLLOUT
 from verl.config.unread import given_to, unread
 from verl.preflight.advice import all_advice
 from verl.preflight.arithmetic import derivation
@@ -32,12 +32,12 @@ from verl.preflight.machine import (
 from verl.preflight.memory import checkpoint_bytes, memory_plan
 from verl.preflight.models import missing_models, missing_tokenizer
 from verl.preflight.report import Finding, Report, shown_bytes
-from verl.utils.process_memory import host_memory
+from verl.telemetry.memory import host_memory
 from verl.utils.py_functional import excerpt, unchanged_environment
 
 if TYPE_CHECKING:
     from verl.preflight.data import Limits, Preview
-    from verl.utils.reward_functions.trial import Trial
+    from verl.rewards.functions.trial import Trial
 
 _THIS = Machine()
 _SURE = 1.25
@@ -201,7 +201,7 @@ def _lengths(data: Preview, limit: int) -> list[str]:
 
 
 def _reward(trial: Trial) -> str:
-    from verl.utils.reward_functions.trial import mean
+    from verl.rewards.functions.trial import mean
 
     if not trial.gold:
         return f"  reward  {trial.data_source}: {mean(trial.garbage):g} for garbage; the rows do not say what is right"

@@ -16,6 +16,10 @@ import numpy as np
 
 from verl.config.base import did_you_mean, get_path
 from verl.config.rollout import SINGLE_TURN, needs_agent_loops
+from verl.data.files import CACHE_DIR, hub_parts
+from verl.data.shown import Shown
+from verl.data.table import DataError, RowTable
+from verl.data.vision import placeholder_mismatch, uneven_image_rows
 from verl.preflight.models import ask_hub, can_be_had, close_names, endpoint, is_offline
 from verl.preflight.prompts import (
     Lengths,
@@ -40,11 +44,7 @@ from verl.preflight.rows import (
     read_prompt,
     settle,
 )
-from verl.utils.dataset.files import CACHE_DIR, hub_parts
-from verl.utils.dataset.shown import Shown
-from verl.utils.dataset.table import DataError, RowTable
-from verl.utils.dataset.vision_utils import placeholder_mismatch, uneven_image_rows
-from verl.utils.reward_functions.trial import Trial
+from verl.rewards.functions.trial import Trial
 
 __all__ = ["Limits", "Preview", "Prompt", "preview"]
 

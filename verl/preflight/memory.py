@@ -9,14 +9,13 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from verl.batch.micro_batching import MicroBatching
 from verl.config.base import get_path
-from verl.config.model_checks import MODEL, facts_of
-from verl.config.model_facts import ModelFacts
+from verl.config.checks.base import ACTOR, REF, RM, ROLLOUT, sharded
+from verl.config.model_info import MODEL, ModelFacts, facts_of
 from verl.config.ppo import PPOConfig
-from verl.config.rules.base import ACTOR, REF, RM, ROLLOUT, sharded
 from verl.preflight.arithmetic import longest_row, pipeline_stages, rows_of_a_forward
 from verl.preflight.report import PhaseMemory
-from verl.utils.micro_batching import MicroBatching
 
 PROCESS = {"cpu": 560 << 20, "cuda": 600 << 20}
 """What a process takes before any model: libraries in host memory, or the CUDA context on a device."""

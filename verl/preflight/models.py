@@ -1,7 +1,7 @@
 """The models a configuration names: that there is one, whole, with what it needs; adapters that fit it. None is opened.
 
 A hub id that was not downloaded is asked for once, briefly. What config.json says against the settings is
-``verl.config.model_checks``' matter.
+``verl.config.model_info``' matter.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from verl.config.base import Problem, get_path
-from verl.config.model_checks import MODEL
-from verl.config.model_facts import TOKENIZERS, find_folder, read_json, stored_shapes
+from verl.config.model_info import MODEL, TOKENIZERS, find_folder, read_json, stored_shapes
 from verl.config.ppo import PPOConfig
 from verl.utils.import_utils import is_package_available
 

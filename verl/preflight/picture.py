@@ -16,7 +16,7 @@ from rich.text import Text
 from verl.preflight.data import Preview
 from verl.preflight.prompts import Lengths
 from verl.preflight.report import Report
-from verl.utils.reward_functions.trial import Trial, mean
+from verl.rewards.functions.trial import Trial, mean
 
 
 class _Console(Console):

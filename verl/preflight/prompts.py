@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from verl.config.model_facts import TOKENIZERS, find_folder
+from verl.config.model_info import TOKENIZERS, find_folder
+from verl.data.table import DataError, RowTable
+from verl.data.vision import open_image, with_image_parts
 from verl.preflight.rows import prompt_column, read_prompt
-from verl.utils.dataset.table import DataError, RowTable
-from verl.utils.dataset.vision_utils import open_image, with_image_parts
 
 if TYPE_CHECKING:
-    from verl.utils.dataset.vision_utils import ImagePrompts
+    from verl.data.vision import ImagePrompts
 
 _CHAT_MARKS = ("<|im_start|>", "<|start_header_id|>", "<start_of_turn>", "[INST]", "<｜User｜>", "<|user|>")
 """How the templates of widespread models begin a turn."""
@@ -265,7 +265,7 @@ class Prompts:
         return found
 
     def _length(self, text: str, held: Mapping[str, Sequence[Any]]) -> int:
-        from verl.utils.dataset.video_utils import process_video
+        from verl.data.vision import process_video
 
         images = [open_image(image) for image in held.get("image", ())]
         return self.shown.num_tokens(text, images, [process_video(video) for video in held.get("video", ())])
@@ -285,7 +285,7 @@ def processor_of(folder: str, trust_remote_code: bool = False) -> ImagePrompts |
     """The processor of a model that sees; None for a model of text."""
     if not has_processor(folder):
         return None
-    from verl.utils.dataset.vision_utils import ImagePrompts
+    from verl.data.vision import ImagePrompts
     from verl.utils.tokenizer import hf_processor
 
     processor = hf_processor(folder, trust_remote_code=trust_remote_code)

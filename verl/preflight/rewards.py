@@ -9,23 +9,25 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from verl.utils.dataset.table import RowTable
-from verl.utils.py_functional import convert_to_regular_types, nearest_name
-from verl.utils.reward_functions.calling import (
+from verl.data.table import RowTable
+from verl.rewards.functions.calling import (
     BATCH_PARAMETERS,
     MANAGERS_OWN,
     PARAMETERS,
+    BySource,
     RawRewardFn,
     check_signature,
+    functions_of,
+    is_built_in,
     way_out_of,
 )
-from verl.utils.reward_functions.routing import BySource, functions_of, is_built_in
-from verl.utils.reward_functions.sources import reward_function
-from verl.utils.reward_functions.trial import Trial, TrialRow, try_function
-from verl.utils.reward_score import built_in_options, rule_of
-from verl.utils.reward_score.registry import SOURCES, has_scorer, is_for_judge
-from verl.utils.sandbox.outcomes import Outcome
-from verl.utils.sandbox.pool import SlowStart
+from verl.rewards.functions.sources import reward_function
+from verl.rewards.functions.trial import Trial, TrialRow, try_function
+from verl.rewards.scorers import built_in_options, rule_of
+from verl.rewards.scorers.registry import SOURCES, has_scorer, is_for_judge
+from verl.sandbox.outcomes import Outcome
+from verl.sandbox.pool import SlowStart
+from verl.utils.py_functional import convert_to_regular_types, nearest_name
 
 if TYPE_CHECKING:
     from verl.preflight.data import Limits, Preview

@@ -16,11 +16,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from verl.utils.dataset.domains import in_domains
-from verl.utils.dataset.files import open_table
-from verl.utils.dataset.prompt_rows import bad_golds, bad_ids, bad_prompts, known_roles, parse_messages
-from verl.utils.dataset.table import DataError, RowTable, is_json
-from verl.utils.dataset.vision_utils import open_image
+from verl.data.domains import in_domains
+from verl.data.files import open_table
+from verl.data.prompt_rows import bad_golds, bad_ids, bad_prompts, known_roles, parse_messages
+from verl.data.table import DataError, RowTable, is_json
+from verl.data.vision import open_image
 
 _SLICE = 10_000
 """Rows turned into Python objects at a time."""

@@ -6,7 +6,7 @@ raises `WorkerGroupStopped` with the first failure as its cause.
 
 import signal as signals
 
-from verl.utils.watchdog import STALLED
+from verl.telemetry.black_box import STALLED
 
 
 class WorkerGroupError(RuntimeError):

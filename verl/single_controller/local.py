@@ -30,9 +30,8 @@ from verl.single_controller.base.worker_group import (
 )
 from verl.single_controller.channel import Arena, Channel, Parcels
 from verl.single_controller.errors import WorkerDied, WorkerError, WorkerTimeout
-from verl.single_controller.post_mortem import PostMortem
+from verl.single_controller.post_mortem import PostMortem, StderrTail
 from verl.single_controller.processes import Child, is_readable
-from verl.single_controller.stderr_tail import StderrTail
 
 _LIVE: "weakref.WeakSet[ForkedHosts]" = weakref.WeakSet()
 """Groups of this process: a child forked for one of them closes its copies of the others' connections."""

@@ -1,17 +1,24 @@
 """What is known of a worker that died or does not answer: what it was doing, how large it was, what the kernel counted.
 
-Each worker notes what it does in its black box (`verl.utils.black_box`), which is the driver's. Of a worker on another
-machine nothing is known here.
+Each worker notes what it does in its black box (`verl.telemetry.black_box`), which is the driver's. Of a worker on
+another machine nothing is known here.
 """
 
 from __future__ import annotations
 
+import os
+import select
+import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
-from verl.utils.black_box import BOX_VARIABLE, OwnedBox, Reading
-from verl.utils.process_memory import host_memory, oom_kills, process_state, shown_GiB
+from verl.single_controller.processes import is_readable
+from verl.telemetry.black_box import BOX_VARIABLE, OwnedBox, Reading
+from verl.telemetry.memory import host_memory, oom_kills, process_state, shown_GiB
+from verl.telemetry.run_record import log_only
 
 
 class PostMortem:
@@ -79,3 +86,113 @@ def _memory(reading: Reading, now: float) -> Iterator[str]:
             f"Its memory when last seen, {now - reading.alive:.1f} s ago: {shown_GiB(reading.rss)} of the machine's "
             f"{shown_GiB(host_memory())}."
         )
+
+
+# -- What forked workers write to stderr: passed on as it comes, and its end kept for the error that may need it -----
+
+
+_KEPT_BYTES = 64 * 1024
+_LINES = 20
+_STACK_LINES = 100
+_STACKS = ("Fatal Python error:", "The stacks of all threads:", "Timeout (")
+"""How a dump of stacks begins: of a crash, of the watchdog's, of faulthandler's timer."""
+
+
+def last_words(text: str) -> str:
+    """The end of ``text``: twenty lines, or more if a dump of stacks ends it; empty ones are left out."""
+    lines = [line for line in text.splitlines() if line.strip()]
+    begin = max((i for i, line in enumerate(lines) if line.startswith(_STACKS)), default=None)
+    if begin is None:
+        return "\n".join(lines[-_LINES:])
+    shown = lines[max(0, min(begin - 2, len(lines) - _LINES)) :]
+    return "\n".join([*shown[:_STACK_LINES], *(["..."] if len(shown) > _STACK_LINES else [])])
+
+
+class StderrTail:
+    """The driver's end of one worker's stderr.
+
+    Args:
+        out: descriptor to pass it on to.
+    """
+
+    def __init__(self, out: int = 2):
+        self._out = out
+        self._kept = bytearray()
+        self._ours, self._theirs = os.pipe()
+        self._lock = threading.Lock()  # the reading thread and who asks for the end
+
+    def adopt(self) -> None:
+        """In the worker: make the pipe this process's stderr, for Python and for libraries alike."""
+        os.dup2(self._theirs, 2)
+        os.close(self._theirs)
+        os.close(self._ours)
+        sys.stderr = os.fdopen(2, "w", buffering=1, errors="backslashreplace", closefd=False)
+
+    def started(self) -> None:
+        """In the driver, after the fork: from now on the worker alone can write."""
+        os.close(self._theirs)
+        _reader().watch(self)
+
+    def fileno(self) -> int:
+        return self._ours
+
+    def last_words(self) -> str:
+        """The end of what was written until now."""
+        self.pass_on()
+        return last_words(self._kept.decode(errors="replace"))
+
+    def pass_on(self) -> bool:
+        """Take in and hand on what is there; False when nothing more will come."""
+        with self._lock:
+            while self._ours >= 0 and is_readable(self._ours):
+                piece = os.read(self._ours, 1 << 16)
+                if not piece:
+                    return False
+                self._kept += piece
+                del self._kept[:-_KEPT_BYTES]
+                with suppress(OSError):  # nobody listens to the driver any more
+                    os.write(self._out, piece)
+                log_only(piece.decode(errors="replace"))
+        return self._ours >= 0
+
+    def close(self) -> None:
+        with self._lock:
+            os.close(self._ours)
+            self._ours = -1
+
+
+class _Reader:
+    """The thread that reads for all."""
+
+    def __init__(self) -> None:
+        self.pid = os.getpid()
+        self._tails: dict[int, StderrTail] = {}
+        self._poll = select.poll()
+        self._bell, ring = os.pipe()
+        self._ring = ring
+        self._poll.register(self._bell, select.POLLIN)
+        threading.Thread(target=self._read, name="verl-stderr", daemon=True).start()
+
+    def watch(self, tail: StderrTail) -> None:
+        self._tails[tail.fileno()] = tail
+        self._poll.register(tail.fileno(), select.POLLIN)
+        os.write(self._ring, b".")
+
+    def _read(self) -> None:
+        while True:
+            for fd, _ in self._poll.poll():
+                if fd == self._bell:
+                    os.read(self._bell, 1 << 10)
+                elif not self._tails[fd].pass_on():
+                    self._poll.unregister(fd)
+                    self._tails.pop(fd).close()
+
+
+_READER: _Reader | None = None
+
+
+def _reader() -> _Reader:
+    global _READER
+    if _READER is None or _READER.pid != os.getpid():
+        _READER = _Reader()
+    return _READER

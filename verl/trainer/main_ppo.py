@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from verl.compat import missing
 from verl.preflight.command import asks_for_a_run, run_or_examine
+from verl.telemetry.run_record import say_early
 from verl.utils.garbage import no_collection
-from verl.utils.run_record import say_early
 from verl.version import __version__
 
 if TYPE_CHECKING:
@@ -68,14 +68,14 @@ def create_rl_dataset(
     """
     if not data_paths:
         return None
-    from verl.utils.dataset.loader import build_dataset
+    from verl.data.loader import build_dataset
 
     return build_dataset(data_config, data_paths, tokenizer, processor, is_train, max_samples)
 
 
 def create_rl_sampler(data_config: Any, dataset: Any) -> Any:
     """The training order the ``data`` section asks for."""
-    from verl.utils.dataset.loader import build_sampler
+    from verl.data.loader import build_sampler
 
     return build_sampler(data_config, dataset)
 

@@ -12,9 +12,9 @@ from typing import Any
 
 from verl.config.build import build
 from verl.config.load import check
+from verl.telemetry.run_record import RunRecord, open_record, recorded
 from verl.utils.config import typed_config
-from verl.utils.ending import explanation
-from verl.utils.run_record import RunRecord, open_record, recorded
+from verl.utils.exit_status import explanation
 
 _PLACES = (
     "trainer.rollout_data_dir",
@@ -29,7 +29,7 @@ _PLACES = (
 
 
 def recorded_run(config: Any, command_line: Sequence[str] | None) -> AbstractContextManager[RunRecord | None]:
-    """Keep the record of a run of ``config`` while the block runs; see `verl.utils.run_record.recorded`."""
+    """Keep the record of a run of ``config`` while the block runs; see `verl.telemetry.run_record.recorded`."""
     config = typed_config(config)
     return recorded(config.trainer.default_local_dir, command_line, config.to_dict(), explanation)
 

@@ -22,7 +22,7 @@ def wants_offload(config: Any, name: str, device: torch.device) -> bool:
     """Whether ``config`` asks for offload ``name`` and there is another memory to offload to."""
     asked = bool(read(config, name, False))
     if asked and device.type == "cpu":
-        logger.info("fsdp_config.%s has no effect on a CPU device", name)  # verl.config.notices tells the user, once
+        logger.info("fsdp_config.%s has no effect on a CPU device", name)  # verl.config.checks tells the user, once
         return False
     return asked
 

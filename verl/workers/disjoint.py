@@ -22,7 +22,7 @@ from verl.workers.model_worker import EngineWorker
 from verl.workers.roles import PROMPT_COLUMNS, PolicyRole, ReferenceRole, RolloutRole
 from verl.workers.rollout import get_rollout_class
 from verl.workers.rollout.base import RolloutEngine
-from verl.workers.rollout.weight_link import WeightLink, find_store, node_id, open_store
+from verl.workers.rollout.weights.link import WeightLink, find_store, node_id, open_store
 
 
 class LinkEndRole:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from verl.algorithms.losses import PPOLoss, ValueLoss
+from verl.batch.partition import STEP_ROWS, MiniBatches
 from verl.models.loader import LoRASpec, ModelSpec, load_config
 from verl.protocol import DataProto
 from verl.single_controller.base.decorator import Dispatch, register
@@ -23,17 +24,15 @@ from verl.utils.distributed import get_rank
 from verl.utils.fs import copy_to_local
 from verl.utils.garbage import no_collection
 from verl.utils.seeding import derive_seed
-from verl.utils.shares import STEP_ROWS, MiniBatches
 from verl.utils.tokenizer import hf_tokenizer
 from verl.workers.engine import Engine, Reference, Want
 from verl.workers.model_worker import EngineWorker, MetricBag, mfu_metrics
 from verl.workers.rollout import get_rollout_class
-from verl.workers.rollout.assemble import assemble
+from verl.workers.rollout.assemble import assemble, sampling_params
 from verl.workers.rollout.base import Request, RolloutEngine, SamplingParams
-from verl.workers.rollout.out_of_memory import memory_errors
-from verl.workers.rollout.sampling_config import sampling_params
+from verl.workers.rollout.memory import memory_errors
 from verl.workers.rollout.watch import engine_phase
-from verl.workers.rollout.weight_sync import sync_adapter, sync_weights
+from verl.workers.rollout.weights.sync import sync_adapter, sync_weights
 from verl.workers.serving import ServingRole
 
 TOKENS = (

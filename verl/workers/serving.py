@@ -34,8 +34,7 @@ class ServingRole:
         Args:
             token: what clients must send; None: nothing, which only a loopback address allows.
         """
-        from verl.workers.rollout.engine_loop import EngineLoop
-        from verl.workers.rollout.relay import make_relay
+        from verl.workers.rollout.server.engine_loop import EngineLoop, make_relay
 
         size, rank = self.rollout.tensor_parallel_size, get_rank()
         relay = make_relay(size)
@@ -98,7 +97,7 @@ def server_class(custom: Any) -> type:
     Raises:
         TypeError: the class is no RolloutServer.
     """
-    from verl.workers.rollout.server import RolloutServer
+    from verl.workers.rollout.server.server import RolloutServer
 
     if not custom.path:
         return RolloutServer
@@ -106,6 +105,6 @@ def server_class(custom: Any) -> type:
     if not (isinstance(found, type) and issubclass(found, RolloutServer)):
         raise TypeError(
             f"actor_rollout_ref.rollout.agent.custom_async_server.name={custom.name}: {found!r} of {custom.path} is no "
-            "subclass of verl.workers.rollout.server.RolloutServer. Derive it from that class."
+            "subclass of verl.workers.rollout.server.server.RolloutServer. Derive it from that class."
         )
     return found

@@ -4,9 +4,9 @@ from collections.abc import Sized
 
 import torch
 from omegaconf import DictConfig
-from verl.experimental.dataset.sampler import AbstractCurriculumSampler, AbstractSampler
 
 from verl import DataProto
+from verl.experimental.dataset.sampler import AbstractCurriculumSampler, AbstractSampler
 
 
 class LastFirst(AbstractSampler):

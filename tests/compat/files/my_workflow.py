@@ -3,14 +3,14 @@
 from pathlib import Path
 
 from omegaconf import OmegaConf, open_dict
-from verl.utils.debug import GPUMemoryLogger, marked_timer
-from verl.utils.rollout_skip import RolloutSkip
 
 from verl.trainer.main_ppo import TaskRunner
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer, ResourcePoolManager, Role, _timer, core_algos, reduce_metrics
 from verl.trainer.ppo.utils import need_critic, need_reference_policy, need_reward_model
 from verl.utils.checkpoint.checkpoint_manager import find_latest_ckpt_path, should_save_ckpt_esi
+from verl.utils.debug import GPUMemoryLogger, marked_timer
 from verl.utils.profiler import DistProfiler, DistProfilerExtension
+from verl.utils.rollout_skip import RolloutSkip
 from verl.workers.fsdp_workers import ActorRolloutRefWorker
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from verl.config.roll.devices import parse_devices
+from verl.config.roll.batch import parse_devices
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,7 @@ import pytest
 from tests.config.roll.shapes import SHAPES, shape
 from verl.config.overrides import locate
 from verl.config.ppo import PPOConfig
-from verl.config.roll.command import main
-from verl.config.roll.fields import fields
+from verl.config.roll.command import fields, main
 from verl.config.roll.read import read_roll
 from verl.config.roll.translate import translate
 from verl.config.tree import put_key

@@ -12,9 +12,9 @@ import torch
 from tests.support.losses import optim_section, ppo_loss, value_loss
 from tests.support.ranks import run_ranks
 from tests.support.tiny_models import make_batch, make_tiny_model
+from verl.config import engine as deepspeed_keys
 from verl.config.engine import DeepSpeedConfig
 from verl.models.loader import LoRASpec, ModelSpec
-from verl.utils import deepspeed_keys
 from verl.workers.engine import MicroBatching, Want, build_engine
 from verl.workers.engine import deepspeed as zero
 from verl.workers.engine.deepspeed_library import deepspeed_settings
@@ -101,7 +101,7 @@ def test_bf16_compute_keeps_fp32_weights_and_sums(folder, stage):
 
 
 def _recomputed(stage, spec):
-    from verl.models import recompute
+    from verl.models import activation_memory as recompute
 
     recompute.KEEP_BELOW_BYTES = 0
     return three_steps(stage, spec)

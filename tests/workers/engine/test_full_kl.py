@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-import verl.models.recompute
+import verl.models.activation_memory
 from tests.support.losses import optim_section, ppo_loss
 from tests.support.ranks import run_ranks
 from tests.support.tiny_models import make_siblings, make_tiny_model
@@ -124,7 +124,7 @@ def two_steps(folders, strategy, stage, sp_size, rank):
 
 
 def steps_of_all(folders):
-    verl.models.recompute.KEEP_BELOW_BYTES = 0  # recompute in earnest; this process ends with the measurements
+    verl.models.activation_memory.KEEP_BELOW_BYTES = 0  # recompute in earnest; this process ends with the measurements
     return [two_steps(folders, *case) for case in CASES]
 
 

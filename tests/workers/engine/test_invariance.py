@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-import verl.models.recompute
+import verl.models.activation_memory
 from tests.support.images import MIXED, image_dataset, image_row, make_tiny_vl_model
 from tests.support.images import make_batch as make_image_batch
 from tests.support.losses import Section, optim_section, ppo_loss, value_loss
@@ -135,7 +135,7 @@ def measure(case, folder, data):
 
 
 def measure_all(cases, folders, batches):
-    verl.models.recompute.KEEP_BELOW_BYTES = 0  # recompute in earnest; this process ends with the measurements
+    verl.models.activation_memory.KEEP_BELOW_BYTES = 0  # recompute in earnest; this process ends with the measurements
     return [measure(case, folders[case.model], batches[case.model]) for case in cases]
 
 

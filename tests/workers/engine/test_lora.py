@@ -12,8 +12,8 @@ from tests.support.images import make_batch as make_image_batch
 from tests.support.losses import optim_section, ppo_loss, value_loss
 from tests.support.ranks import run_ranks
 from tests.support.tiny_models import make_batch, make_tiny_model
+from verl.checkpoint.checkpoint_manager import CheckpointManager
 from verl.models.loader import LoRASpec, ModelSpec
-from verl.utils.checkpoint.checkpoint_manager import CheckpointManager
 from verl.workers.engine import MicroBatching, Want, build_engine
 
 SHARES = {1: [slice(0, 7)], 2: [slice(0, 2), slice(2, 7)]}
@@ -47,7 +47,7 @@ def three_steps(strategy, spec, loss, split):
 
 @pytest.mark.parametrize("head", ["lm", "value"])
 def test_fsdp2_matches_the_local_engine(folder, head, monkeypatch):
-    monkeypatch.setattr("verl.models.recompute.KEEP_BELOW_BYTES", 0)  # checkpoint in earnest
+    monkeypatch.setattr("verl.models.activation_memory.KEEP_BELOW_BYTES", 0)  # checkpoint in earnest
     spec = ModelSpec(folder, head, compute_dtype="fp32", gradient_checkpointing=head == "lm", lora=LORA)
     loss = value_loss() if head == "value" else ppo_loss()
     steps, tensors, sizes, states = three_steps("local", spec, loss, MicroBatching())

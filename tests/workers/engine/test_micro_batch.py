@@ -2,10 +2,10 @@ import pytest
 import torch
 
 from tests.support.tiny_models import make_batch, make_siblings
+from verl.batch.balancing import plan_micro_batches
+from verl.batch.micro_batching import WHOLE, MicroBatching
+from verl.batch.ragged import Ragged
 from verl.protocol import DataProto
-from verl.utils.micro_batching import WHOLE, MicroBatching
-from verl.utils.ragged import Ragged
-from verl.utils.seqlen_balancing import plan_micro_batches
 from verl.workers.engine.micro_batch import cut_batch, find_prompts, row_lengths
 
 

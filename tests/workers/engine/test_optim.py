@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from verl.workers.engine.optim import (
+    DECAYS,
     add_l2_gradient,
     build_optimizer,
     build_schedule,
@@ -14,7 +15,6 @@ from verl.workers.engine.optim import (
     optimizer_state,
     warn_of_endless_warmup,
 )
-from verl.workers.engine.schedule import DECAYS
 
 DEFAULTS = {
     "lr": 1.0, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01, "lr_warmup_steps": -1,

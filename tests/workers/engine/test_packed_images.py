@@ -9,8 +9,8 @@ from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor,
 from tests.support.images import MIXED, image_dataset, image_row, make_batch, make_tiny_vl_model
 from tests.support.losses import optim_section, ppo_loss
 from tests.support.ranks import run_ranks
+from verl.models.attention.packed import check_packable
 from verl.models.loader import ModelSpec
-from verl.models.packable import check_packable
 from verl.utils.tiny_vl_model import VISION_TOKENS
 from verl.workers.engine import MicroBatching, Want, build_engine
 

@@ -6,8 +6,8 @@ import torch
 from tests.support.losses import optim_section, ppo_loss
 from tests.support.ranks import run_ranks
 from tests.support.tiny_models import make_siblings, make_tiny_model
+from verl.models.attention.sequence_parallel import gather_uneven, heads_to_tokens, tokens_to_heads
 from verl.models.loader import LoRASpec, ModelSpec
-from verl.utils.ulysses import gather_uneven, heads_to_tokens, tokens_to_heads
 from verl.workers.engine import MicroBatching, Topology, Want, build_engine
 
 MODELS = {

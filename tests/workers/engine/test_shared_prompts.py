@@ -14,9 +14,9 @@ from tests.support.images import make_batch as make_images
 from tests.support.losses import optim_section, ppo_loss, value_loss
 from tests.support.ranks import run_ranks
 from tests.support.tiny_models import make_siblings, make_tiny_model
+from verl.batch.micro_batching import WHOLE
 from verl.models.loader import ModelSpec
 from verl.protocol import DataProto
-from verl.utils.micro_batching import WHOLE
 from verl.workers import model_worker
 from verl.workers.engine import MicroBatching, Want, build_engine
 from verl.workers.engine.micro_batch import cut_batch, find_prompts
@@ -119,7 +119,7 @@ def test_groups_that_do_not_fit_a_micro_batch_run_their_prompt_once_a_piece(fold
 
 
 def test_checkpointed_layers_are_recomputed_with_the_same_prompts(folder, monkeypatch):
-    monkeypatch.setattr("verl.models.recompute.KEEP_BELOW_BYTES", 0)
+    monkeypatch.setattr("verl.models.activation_memory.KEEP_BELOW_BYTES", 0)
     data = make_siblings(PROMPTS, seed=5)
     plain = one_step(folder, data, gradient_checkpointing=False, **SHARED)
     check_same(plain, one_step(folder, data, gradient_checkpointing=True, **SHARED), rounding(folder, data))

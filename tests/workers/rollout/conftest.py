@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM
 from verl.models.weight_names import checkpoint_tensors, tied_duplicates
 from verl.utils.tiny_model import make_tiny_model
 from verl.workers.rollout import get_rollout_class
-from verl.workers.rollout.hf import HFRollout
-from verl.workers.rollout.weight_sync import sync_weights
+from verl.workers.rollout.hf.rollout import HFRollout
+from verl.workers.rollout.weights.sync import sync_weights
 
 DEVICE = os.environ.get("VERL_TEST_DEVICE", "cpu")
 """Where the engines under test live; tests/gpu/test_rollout_engines.py sets ``cuda``. The oracle stays on the CPU."""

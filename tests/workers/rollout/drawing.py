@@ -9,8 +9,8 @@ from tests.workers.rollout.conftest import rollout_config
 from verl.single_controller.base import Worker
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.workers.rollout.base import Request, SamplingParams
-from verl.workers.rollout.hf import HFRollout
-from verl.workers.rollout.out_of_memory import memory_errors
+from verl.workers.rollout.hf.rollout import HFRollout
+from verl.workers.rollout.memory import memory_errors
 
 
 class Drawing(Worker):

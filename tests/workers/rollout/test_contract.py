@@ -9,7 +9,7 @@ import torch
 
 from tests.workers.rollout.conftest import weights_of
 from verl.workers.rollout.base import Request, SamplingParams, StaleWeightsError, WeightSyncError
-from verl.workers.rollout.weight_sync import sync_weights
+from verl.workers.rollout.weights.sync import sync_weights
 
 ENGINES = ["hf", *(pytest.param(name, marks=getattr(pytest.mark, name)) for name in ("vllm", "sglang"))]
 FUSED = "model.layers.1.mlp.up_proj.weight"  # one of two tensors that engines fuse into one

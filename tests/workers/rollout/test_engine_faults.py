@@ -13,7 +13,7 @@ import pytest
 from tests.workers.rollout.drawing import Drawing
 from verl.single_controller import get_controller
 from verl.single_controller.errors import WorkerDied, WorkerError, WorkerTimeout
-from verl.utils.watchdog import STALLED
+from verl.telemetry.black_box import STALLED
 
 
 def controlled(name):
@@ -91,7 +91,7 @@ def test_an_allocation_that_fails_names_the_keys_that_help(start_local):
     group = start_local()
     with pytest.raises(WorkerError) as caught:
         group.draw_with_little_memory(8 << 20)
-    assert caught.value.cause.startswith("verl.workers.rollout.out_of_memory.RolloutOutOfMemory")
+    assert caught.value.cause.startswith("verl.workers.rollout.memory.RolloutOutOfMemory")
     told = caught.value.explanation
     assert "rollout.name=hf: no memory left in phase generate" in told and "allocate memory" in told
     assert "Lower actor_rollout_ref.rollout.max_num_seqs=1024" in told

@@ -10,7 +10,7 @@ from verl.models.multimodal import modality_tokens, token_kinds
 from verl.utils.tokenizer import hf_processor
 from verl.workers.rollout import get_rollout_class
 from verl.workers.rollout.base import Request, SamplingParams
-from verl.workers.rollout.weight_sync import sync_weights
+from verl.workers.rollout.weights.sync import sync_weights
 
 ENGINES = ["hf", *(pytest.param(name, marks=getattr(pytest.mark, name)) for name in ("vllm", "sglang"))]
 GREEDY = SamplingParams(12, do_sample=False, ignore_eos=True, want_log_probs=True)

@@ -12,8 +12,8 @@ from verl.utils.tokenizer import hf_processor
 from verl.workers.engine import build_engine
 from verl.workers.rollout import get_rollout_class
 from verl.workers.rollout.base import StaleWeightsError, WeightSyncError
-from verl.workers.rollout.vllm_lora import adapter_obstacle
-from verl.workers.rollout.weight_sync import sync_adapter, sync_weights
+from verl.workers.rollout.vllm.lora import adapter_obstacle
+from verl.workers.rollout.weights.sync import sync_adapter, sync_weights
 
 ENGINES = ["hf", pytest.param("vllm", marks=pytest.mark.vllm)]
 LORA = LoRASpec(rank=6, alpha=9.0, exclude_modules=("layers.0.mlp.down_proj",))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.workers.rollout.conftest import rollout_config
-from verl.workers.rollout.out_of_memory import RolloutOutOfMemory, memory_errors
+from verl.workers.rollout.memory import RolloutOutOfMemory, memory_errors
 
 CONFIG = rollout_config(name="vllm", update_weights_bucket_megabytes=512)
 SMALL_CACHE = (

@@ -8,7 +8,7 @@ from tests.workers.rollout.test_contract import ENGINES, some_prompts, tokens_of
 from verl.utils.tokenizer import hf_tokenizer
 from verl.workers.rollout import get_rollout_class
 from verl.workers.rollout.base import Request, SamplingParams
-from verl.workers.rollout.weight_sync import sync_weights
+from verl.workers.rollout.weights.sync import sync_weights
 
 WITH_VLLMS_NAMES = [engine for engine in ENGINES if getattr(engine, "values", (engine,))[0] in ("hf", "vllm")]
 

@@ -1,7 +1,7 @@
 import pytest
 
 from verl.utils.tiny_model import make_tokenizer
-from verl.workers.rollout.stop_text import StopText
+from verl.workers.rollout.sampling import StopText
 
 
 def ended_at(text, stop, prompt="Say: ", kind="byte", **options):

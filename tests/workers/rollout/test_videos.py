@@ -12,7 +12,7 @@ from verl.utils.tokenizer import hf_processor
 from verl.workers.rollout import get_rollout_class
 from verl.workers.rollout.base import Request, SamplingParams
 from verl.workers.rollout.vision import check_media
-from verl.workers.rollout.weight_sync import sync_weights
+from verl.workers.rollout.weights.sync import sync_weights
 
 GREEDY = SamplingParams(8, do_sample=False, ignore_eos=True, want_log_probs=True)
 

@@ -3,10 +3,10 @@
 import pytest
 
 from tests.workers.rollout.conftest import rollout_config
-from verl.utils.black_box import black_box
+from verl.telemetry.black_box import black_box
 from verl.workers.rollout.base import Completion, Request, SamplingParams
-from verl.workers.rollout.hf import HFRollout
-from verl.workers.rollout.prometheus import prometheus_text, render
+from verl.workers.rollout.hf.rollout import HFRollout
+from verl.workers.rollout.server.server import prometheus_text, render
 from verl.workers.rollout.watch import EngineWatch
 
 SAMPLING = SamplingParams(max_tokens=4)

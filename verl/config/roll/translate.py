@@ -8,8 +8,7 @@ from verl.config.build import show
 from verl.config.overrides import locate
 from verl.config.ppo import PPOConfig
 from verl.config.roll.batch import Roll, batches, devices
-from verl.config.roll.pipelines import unbuilt
-from verl.config.roll.read import PRESETS
+from verl.config.roll.read import PRESETS, unbuilt
 from verl.config.roll.result import Idle, Note, Outcome, Refuse, Secret, Set, word
 from verl.config.roll.rewards import rewards
 from verl.config.roll.strategies import strategy

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from verl.utils.shares import Shares
+    from verl.batch.partition import Shares
 
 _MASKS = ("response_mask", "loss_mask")
 """Columns that say which tokens count; zero on padding rows, so that these train nothing."""
@@ -87,7 +87,7 @@ def plan_shares(args: tuple, kwargs: dict, verb: str, parts: int) -> Shares | No
 
     The rows of all of them are divided by the lengths (and, for siblings, ``uid``) of the one that carries it.
     """
-    from verl.utils.shares import SHARE_PLAN, batch_rows
+    from verl.batch.partition import SHARE_PLAN, batch_rows
 
     carriers: list[Any] = []
     map_batches(lambda data: carriers.append(data) if SHARE_PLAN in data.meta_info else None, args, kwargs)
@@ -103,7 +103,7 @@ def cut_rows(args: tuple, kwargs: dict, shares: Shares) -> tuple[tuple, dict]:
 
 
 def _cut(data, shares: Shares) -> Parts:
-    from verl.utils.shares import SHARE_PLAN, STEP_ROWS
+    from verl.batch.partition import SHARE_PLAN, STEP_ROWS
 
     parts = Parts()
     for rank, (rows, has_filler) in enumerate(zip(shares.rows, shares.has_filler, strict=True)):

@@ -15,9 +15,8 @@ from typing import Any
 from verl.single_controller.base.decorator import Dispatch, Execute, register
 from verl.single_controller.errors import WorkerError
 from verl.single_controller.post_mortem import describe
-from verl.utils.black_box import BOX_VARIABLE, black_box
-from verl.utils.ending import explanation
-from verl.utils.watchdog import watchdog
+from verl.telemetry.black_box import BOX_VARIABLE, black_box, watchdog
+from verl.utils.exit_status import explanation
 
 PLACES = "__places__"
 """Name that asks a `WorkerHost` for the meshes a role registered, in place of a method name."""
@@ -94,7 +93,7 @@ class DistProfilerExtension:
     """Base of workers whose driver switches their profiler on and off.
 
     Args:
-        profiler: a ``verl.utils.profiler.DistProfiler``.
+        profiler: a ``verl.telemetry.profiler.DistProfiler``.
     """
 
     def __init__(self, profiler: Any):

@@ -4,11 +4,16 @@ The group owns the meaning of a call: which arguments go where, what is padded, 
 ends. A `Hosts` subclass owns the transport: it starts processes, carries one call to one rank, and notices a death.
 """
 
+from __future__ import annotations
+
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
+from verl.protocol import DataProto, DataProtoFuture
 from verl.single_controller.base.decorator import (
     MAGIC_ATTR,
     ONLY_MESH,
@@ -80,7 +85,7 @@ class ClassWithInitArgs:
     def __call__(self) -> Any:
         return self.cls(*self.args, **self.kwargs)
 
-    def roles(self, name: str | None = None) -> dict[str, "ClassWithInitArgs"]:
+    def roles(self, name: str | None = None) -> dict[str, ClassWithInitArgs]:
         """Role name -> class to build in every process; a single class is named ``name`` or after itself."""
         return {name or self.cls.__name__: self}
 
@@ -201,9 +206,9 @@ class WorkerGroup(ABC):
     def __init__(
         self,
         resource_pool: ResourcePool | None = None,
-        ray_cls_with_init: "ClassWithInitArgs | ColocatedClasses | None" = None,
+        ray_cls_with_init: ClassWithInitArgs | ColocatedClasses | None = None,
         *,
-        cls_with_init: "ClassWithInitArgs | ColocatedClasses | None" = None,
+        cls_with_init: ClassWithInitArgs | ColocatedClasses | None = None,
         name_prefix: str | None = None,
         timeout: float | None = None,
         ray_wait_register_center_timeout: float = 300,
@@ -264,7 +269,7 @@ class WorkerGroup(ABC):
         """Process id of every rank."""
         return list(self._hosts.pids)
 
-    def spawn(self, prefix_set: Iterable[str]) -> dict[str, "WorkerGroup"]:
+    def spawn(self, prefix_set: Iterable[str]) -> dict[str, WorkerGroup]:
         """A view for each named role, on the same processes."""
         known = self._roles | self._fused_roles()
         if unknown := sorted(set(prefix_set) - set(known)):
@@ -282,7 +287,7 @@ class WorkerGroup(ABC):
         """End the processes of this group, and of every view of them."""
         self._hosts.stop()
 
-    def _view(self, role: str) -> "WorkerGroup":
+    def _view(self, role: str) -> WorkerGroup:
         view = object.__new__(type(self))
         view.resource_pool, view.name_prefix, view.device_name = self.resource_pool, self.name_prefix, self.device_name
         view._adopt(self._hosts, {role: (self._roles | self._fused_roles())[role]}, self.timeout)
@@ -445,7 +450,6 @@ def invoke(group, name: str, said: Registration, args: tuple, kwargs: dict) -> A
         return collect(group._hosts.wait(handles, group.timeout))
     if exposed:
         return mode.collect_fn(group, group._hosts.as_futures(handles))
-    from verl.single_controller.base.future import GroupFuture
 
     return GroupFuture(collect, handles, wait_fn=group.wait)
 
@@ -469,3 +473,27 @@ def _materialized(args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         return value.get() if isinstance(value, DataProtoFuture) else value
 
     return tuple(map(each, args)), {name: each(value) for name, value in kwargs.items()}
+
+
+# -- GroupFuture: the DataProtoFuture of a call on a worker group ----------------------------------------------------
+
+
+@dataclass
+class GroupFuture(DataProtoFuture):
+    """Waits through its group, so that a worker that fails or dies meanwhile is named."""
+
+    wait_fn: Callable[[list], list] = list
+    """Futures of the group -> their outputs."""
+
+    def chunk(self, chunks: int) -> list[GroupFuture]:
+        """Chunk i of what will come, for each i; nothing is waited for."""
+        return [replace(self, dispatch_fn=partial(_take_chunk, self.dispatch_fn, chunks, i)) for i in range(chunks)]
+
+    def get(self) -> DataProto:
+        """Wait for the outputs and join them."""
+        data = self.collect_fn(self.wait_fn(self.futures))
+        return data if self.dispatch_fn is None else self.dispatch_fn(data)
+
+
+def _take_chunk(whole: Callable | None, chunks: int, i: int, data: DataProto) -> DataProto:
+    return (data if whole is None else whole(data)).chunk(chunks)[i]

@@ -39,7 +39,7 @@ from verl.single_controller.base.worker_group import (
 )
 from verl.single_controller.channel import INLINE_BYTES, Arena, Envelope, Parcels, Peer
 from verl.single_controller.errors import WorkerDied, WorkerError, WorkerGroupError, WorkerTimeout
-from verl.single_controller.post_mortem import PostMortem
+from verl.single_controller.post_mortem import PostMortem, last_words
 from verl.single_controller.processes import is_readable, open_pidfd, outcome_by_pidfd
 from verl.single_controller.ray.pools import (  # noqa: F401  users import pools from here
     RayResourcePool,
@@ -47,7 +47,6 @@ from verl.single_controller.ray.pools import (  # noqa: F401  users import pools
     merge_resource_pool,
     sort_placement_group_by_node_ip,
 )
-from verl.single_controller.stderr_tail import last_words
 
 _STACK_DUMP_S = 0.5
 

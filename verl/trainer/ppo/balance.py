@@ -1,6 +1,6 @@
 """How the driver divides a batch among ranks: what a row costs, what makes an optimizer step, and how even it came out.
 
-What a plan does to the rows of a call is in ``verl.utils.shares``.
+What a plan does to the rows of a call is in ``verl.batch.partition``.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
+from verl.batch.balancing import log_seqlen_unbalance
+from verl.batch.partition import MiniBatches, Pass, RowCost, SharePlan, batch_rows
 from verl.protocol import DataProto
-from verl.utils.flops_counter import FlopsCounter
+from verl.telemetry.flops_counter import FlopsCounter
 from verl.utils.seeding import derive_seed
-from verl.utils.seqlen_balancing import log_seqlen_unbalance
-from verl.utils.shares import MiniBatches, Pass, RowCost, SharePlan, batch_rows
 
 _SHAPE = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 

@@ -19,9 +19,8 @@ from verl.algorithms.estimating import NonFiniteError
 from verl.algorithms.kl import kl_penalty as kl_estimate
 from verl.algorithms.reward_shaping import onto_sampled_tokens
 from verl.algorithms.turns import find_turns
+from verl.batch.ragged import WINDOWS, Layout, Ragged
 from verl.protocol import DataProto
-from verl.utils.columns import WINDOWS
-from verl.utils.ragged import Layout, Ragged
 from verl.utils.torch_functional import masked_mean
 
 

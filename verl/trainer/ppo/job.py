@@ -12,33 +12,88 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from math import prod
 from pathlib import Path
 from typing import Any
 
 from verl.algorithms.advantage import get_adv_estimator_fn
 from verl.algorithms.policy_loss import get_policy_loss_fn
 from verl.config.base import ConfigError
+from verl.config.batch import counted, optimizer_steps
+from verl.models.scalar_head import stored_shapes, stores_head
 from verl.preflight.checks import refuse
 from verl.single_controller import get_controller
-from verl.trainer.ppo.data_sources import check_data_sources
-from verl.trainer.ppo.one_step_off import OneStepOffTrainer
+from verl.telemetry.progress import RunSummary, print_summary, stop_notice
+from verl.telemetry.run_record import COMMAND, LOG
+from verl.trainer.buffer.one_step_off import OneStepOffTrainer
 from verl.trainer.ppo.placement import GLOBAL_POOL, ResourcePoolManager, default_pools, default_roles
-from verl.trainer.ppo.plan import run_plan
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
-from verl.trainer.ppo.reward import load_reward_manager, start_reward_functions, try_reward_function
+from verl.trainer.ppo.reward import check_data_sources, load_reward_manager, start_reward_functions, try_reward_function
 from verl.trainer.ppo.reward_model import check_reward_model
 from verl.trainer.ppo.utils import Role
 from verl.trainer.run_folder import gpu_options, recorded_run, words_of_config
 from verl.utils.config import adopt_config, typed_config
 from verl.utils.distributed import destroy_global_process_group
-from verl.utils.ending import Terminated
+from verl.utils.exit_status import Terminated
 from verl.utils.fs import copy_to_local
 from verl.utils.garbage import no_collection
 from verl.utils.import_utils import import_users_modules
-from verl.utils.progress import RunSummary, print_summary, stop_notice
-from verl.utils.run_record import COMMAND, LOG
 from verl.utils.tokenizer import hf_processor, hf_tokenizer
+
+# -- What a run is about to do, in a few plain lines: the first thing on the screen ----------------------------------
+
+
+def run_plan(trainer: Any) -> str:
+    """The lines for a built trainer whose workers have not started yet."""
+    return "\n".join(f"{label:<9}{text}" for label, text in _lines(trainer))
+
+
+def _lines(trainer: Any) -> Iterator[tuple[str, str]]:
+    config = trainer.config
+    shared, keys = config.actor_rollout_ref, config.trainer
+    yield "model", _model(shared.model.path)
+    if trainer.use_critic:
+        path, head = config.critic.model.path, {True: ", value head from there", False: ", new value head", None: ""}
+        yield "critic", _model(path) + head[stores_head(path)]
+    if trainer.use_rm:
+        yield "rewards", _model(config.reward_model.model.path)
+    prompts, held_out = counted(len(trainer.train_dataset), "prompt"), trainer.val_dataset
+    yield "data", f"{prompts} to train on, " + (f"{len(held_out):,} to validate" if held_out else "none to validate")
+    asked = f"{counted(config.prompts_per_update, 'prompt')} x {counted(shared.rollout.n, 'response')}"
+    length = counted(config.data.max_response_length, "token")
+    updates = counted(optimizer_steps(config, shared.actor), "optimizer step")
+    yield "step", f"{asked} of up to {length}; {config.algorithm.adv_estimator}; {updates}"
+    steps, epochs = trainer.total_training_steps, trainer.total_training_steps / trainer.steps_per_epoch
+    validation = _often("validation", keys.test_freq if held_out else -1)
+    checkpoint = _often("checkpoint", keys.save_freq)
+    yield "run", f"{counted(steps, 'step')} ({epochs:.2g} epochs); {validation}, {checkpoint}"
+    ranks = counted(keys.world_size, "rank")
+    apart = f" and {counted(config.rollout_beside, 'rank')} to sample" if config.rollout_beside else ""
+    sp = shared.actor.ulysses_sequence_parallel_size
+    ranks += f", {sp} to a sequence" if sp > 1 else ""
+    yield "on", f"{keys.device}, {ranks}{apart}, {shared.actor.strategy}, controller {keys.controller}"
+    yield "results", str(keys.default_local_dir)
+
+
+def _often(what: str, frequency: int) -> str:
+    return f"{what} every {counted(frequency, 'step')}" if frequency > 0 else f"no {what}"
+
+
+def _model(path: str) -> str:
+    number = stored_parameters(path)
+    return path if number is None else f"{path}, {_rounded(number)} parameters"
+
+
+def _rounded(number: int) -> str:
+    size, unit = next((size, unit) for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "K"), (1, "")) if number >= size)
+    return f"{number / size:.3g}{unit}"
+
+
+def stored_parameters(path: str) -> int | None:
+    """Numbers in the safetensors files of a folder, from their headers alone; None if it has none."""
+    return sum(map(prod, stored_shapes(path).values())) or None
+
 
 logger = logging.getLogger(__name__)
 

@@ -17,15 +17,25 @@ import torch
 from verl.algorithms.aggregate import agg_loss
 from verl.algorithms.kl import get_kl_controller
 from verl.algorithms.resample import resample_rows
+from verl.batch.partition import SHARE_PLAN
+from verl.checkpoint import remote as remote_checkpoints
+from verl.checkpoint import run_state as checkpoint
+from verl.checkpoint.remote import RunCheckpoints, saved_groups
 from verl.config.unread import check_unread
+from verl.data.loader import build_dataset, build_train_loader, build_val_loader
 from verl.protocol import DataProto
+from verl.rewards.managers.rule import RuleRewardManager
 from verl.single_controller import get_controller
-from verl.single_controller.together import Beside
-from verl.trainer.ppo import checkpoint, core_algos, remote_checkpoints
+from verl.single_controller.background import Beside
+from verl.telemetry.metric import reduce_metrics
+from verl.telemetry.profiler import marked_timer
+from verl.trainer.buffer.disjoint import DisjointRollout
+from verl.trainer.buffer.long_tails import draw_batch
+from verl.trainer.buffer.prompt_source import PromptSource
+from verl.trainer.buffer.rollout_skip import KeptRollouts
+from verl.trainer.ppo import core_algos
 from verl.trainer.ppo.balance import balance_metrics, row_cost, share_plan
 from verl.trainer.ppo.core_algos import AdvantageEstimator
-from verl.trainer.ppo.data_sources import AGENT_COLUMN, agent_name_problem, check_agent_names
-from verl.trainer.ppo.disjoint import DisjointRollout
 from verl.trainer.ppo.experience import (
     apply_kl_penalty,
     attach_reward,
@@ -37,26 +47,34 @@ from verl.trainer.ppo.experience import (
     response_column,
 )
 from verl.trainer.ppo.learning_watch import LearningWatch
-from verl.trainer.ppo.long_tails import draw_batch
-from verl.trainer.ppo.memory_report import MemoryReport
 from verl.trainer.ppo.metric_utils import (
+    MemoryReport,
     compute_data_metrics,
     compute_throughout_metrics,
     compute_timing_metrics,
 )
-from verl.trainer.ppo.mismatch import MismatchMonitor
 from verl.trainer.ppo.nonfinite import NonFiniteGuard
 from verl.trainer.ppo.placement import ResourcePoolManager, start_worker_groups
-from verl.trainer.ppo.prompt_source import PromptSource
 from verl.trainer.ppo.recipe_names import RecipeNames
-from verl.trainer.ppo.reward import compute_reward, error_counts, without_failed
+from verl.trainer.ppo.reward import (
+    AGENT_COLUMN,
+    agent_name_problem,
+    check_agent_names,
+    compute_reward,
+    error_counts,
+    without_failed,
+)
 from verl.trainer.ppo.reward_model import by_style, check_texts, is_judged, judge_metrics
-from verl.trainer.ppo.rollout_correction import bypass_old_log_probs, check_correction, reject_tokens, weigh_tokens
+from verl.trainer.ppo.rollout_correction import (
+    MismatchMonitor,
+    bypass_old_log_probs,
+    check_correction,
+    reject_tokens,
+    weigh_tokens,
+)
 from verl.trainer.ppo.rollout_requests import engine_metrics, join_generated, make_request, uids
-from verl.trainer.ppo.rollout_skip import KeptRollouts
 from verl.trainer.ppo.run_log import RunLog
 from verl.trainer.ppo.samples import texts
-from verl.trainer.ppo.saves import RunCheckpoints, saved_groups
 from verl.trainer.ppo.shaping import Shaping
 from verl.trainer.ppo.utils import (
     Role,
@@ -69,13 +87,8 @@ from verl.trainer.ppo.utils import (
 )
 from verl.trainer.ppo.validation import validate
 from verl.utils.config import adopt_config, typed_config
-from verl.utils.dataset.loader import build_dataset, build_train_loader, build_val_loader
 from verl.utils.import_utils import import_users_modules
-from verl.utils.metric import reduce_metrics
-from verl.utils.profiler import marked_timer
 from verl.utils.seeding import derive_seed
-from verl.utils.shares import SHARE_PLAN
-from verl.workers.reward_manager.rule import RuleRewardManager
 
 _timer = marked_timer
 """Its name until v0.4."""
@@ -143,7 +156,7 @@ class RayPPOTrainer(RecipeNames):
         if (ratio := config.actor_rollout_ref.rollout.async_ratio) and not self.draws_ahead:
             raise ValueError(
                 f"actor_rollout_ref.rollout.async_ratio={ratio}: {type(self).__name__} draws each batch when it is "
-                "needed. Let it inherit from verl.trainer.ppo.one_step_off.OneStepOffTrainer, or set 0."
+                "needed. Let it inherit from verl.trainer.buffer.one_step_off.OneStepOffTrainer, or set 0."
             )
         self.tokenizer = tokenizer
         self.processor = processor
@@ -566,7 +579,7 @@ class RayPPOTrainer(RecipeNames):
         """What answers `generate_sequences`: the workers or, with ``rollout.mode=async``, agent loops and servers."""
         sampler = group = self.rollout_wg or self.actor_wg
         if self.config.actor_rollout_ref.rollout.mode == "async":
-            from verl.agent_loop import AgentLoopManager
+            from verl.agents import AgentLoopManager
 
             sampler = AgentLoopManager(self.options, group, self.tokenizer, self.processor, trainer_config=self.config)
             self.async_rollout_mode, self.async_rollout_manager = True, sampler  # the names recipes know

@@ -7,13 +7,20 @@ and its reward. Reads and writes columns of a DataProto; knows nothing of worker
 from __future__ import annotations
 
 import inspect
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
+
+import torch
 
 from verl.algorithms.advantage import get_adv_estimator_fn
 from verl.algorithms.correction import importance_weights, kept_tokens
+from verl.algorithms.mismatch import mismatch_metrics
 from verl.algorithms.policy_loss import get_policy_loss_fn
 from verl.protocol import DataProto
 from verl.trainer.ppo.experience import move_to_sampled_tokens, put_response_column, response_column
+from verl.utils.torch_dtypes import PrecisionType
 
 _KEY = "algorithm.rollout_correction"
 
@@ -100,3 +107,204 @@ def _check_sampler_spoke(data: DataProto, asked: str) -> None:
             f"{', '.join(sorted(data.keys()))}. Have what samples return its log-probs (an agent loop: "
             "response_logprobs), or leave the option out."
         )
+
+
+# -- How far the rollout's log-probs are from training's: metrics, the worst tokens, one warning -----------------------
+
+
+_ROLLOUT = "actor_rollout_ref.rollout"
+_WEIGHS = "algorithm.rollout_correction.rollout_is=token"
+_WORST = 5
+"""Tokens written down of a step."""
+
+FILE = "rollout_mismatch.jsonl"
+
+
+class MismatchMonitor:
+    """Compares ``rollout_log_probs`` with ``old_log_probs`` at every step.
+
+    Args:
+        config: the whole tree.
+        decode: token ids -> text.
+    """
+
+    def __init__(self, config: Any, decode: Callable[[list[int]], str]):
+        self.config = config
+        self.decode = decode
+        self.has_warned = False
+        self.path = Path(config.trainer.default_local_dir).expanduser() / FILE
+
+    def __call__(self, batch: DataProto, step: int) -> tuple[dict[str, float], str | None]:
+        """The metrics of a batch, and the warning if it is due.
+
+        A step whose mean difference is over ``rollout.mismatch_threshold`` is a line in ``rollout_mismatch.jsonl``
+        beside the checkpoints; the first of them is the warning.
+        """
+        rollout, actor, mask = (batch.ragged(name) for name in ("rollout_log_probs", "old_log_probs", "response_mask"))
+        sampled = mask.values.bool()
+        metrics = mismatch_metrics(rollout.values[sampled], actor.values[sampled])
+        mean = metrics.get("training/rollout_probs_diff_mean", 0.0)
+        if mean <= self.config.actor_rollout_ref.rollout.mismatch_threshold:
+            return metrics, None
+        worst = worst_tokens(batch, step, self.decode)
+        self._write({"step": step, "mean_difference": mean, "worst": worst})
+        if self.has_warned:
+            return metrics, None
+        self.has_warned = True
+        return metrics, self._warning(step, mean, worst)
+
+    def _write(self, row: dict[str, Any]) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with open(self.path, "a", encoding="utf-8") as file:
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+
+    def _warning(self, step: int, mean: float, worst: list[dict[str, Any]]) -> str:
+        limit = self.config.actor_rollout_ref.rollout.mismatch_threshold
+        causes = [f"  {number}. {text}" for number, text in enumerate(likely_causes(self.config), 1)]
+        lines = [
+            f"WARNING: the rollout drew tokens with probabilities that differ from the actor's by {mean:.4f} on "
+            f"average in step {step}, more than {_ROLLOUT}.mismatch_threshold={limit:g}. The policy learns from text "
+            f"that another distribution wrote; training may collapse.",
+            "The worst tokens:",
+            *(
+                f"  {token['uid']}, response {token['row']}, token {token['position']} {token['text']!r}: the rollout "
+                f"gave it {token['rollout_prob']:.3f}, the actor {token['actor_prob']:.3f}"
+                for token in worst
+            ),
+            "Likely causes, the likeliest first:",
+            *causes,
+            "Not among them: weights that did not arrive. Every sync is confirmed by checksums read back from the "
+            "engine.",
+            f"This is said once; every such step is a line in {self.path}.",
+        ]
+        return "\n".join(lines)
+
+
+def worst_tokens(batch: DataProto, step: int, decode: Callable[[list[int]], str]) -> list[dict[str, Any]]:
+    """The tokens with the largest difference of probabilities, one object each.
+
+    Keys: step, uid (of the prompt), row (of the batch), position (in the response), token_id, text, rollout_prob,
+    actor_prob.
+    """
+    rollout, actor = batch.ragged("rollout_log_probs"), batch.ragged("old_log_probs")
+    mu, pi = rollout.values.float().exp(), actor.values.float().exp()
+    difference = (mu - pi).abs() * batch.ragged("response_mask").values
+    ids, offsets = batch.ragged("responses").values, rollout.layout.offsets
+    found = []
+    for cell in difference.topk(min(_WORST, len(difference))).indices.tolist():
+        row = int(torch.searchsorted(offsets, cell, right=True)) - 1
+        token = int(ids[cell])
+        found.append(
+            {
+                "step": step,
+                "uid": str(batch.non_tensor_batch["uid"][row]) if "uid" in batch.non_tensor_batch else None,
+                "row": row,
+                "position": cell - int(offsets[row]),
+                "token_id": token,
+                "text": decode([token]),
+                "rollout_prob": mu[cell].item(),
+                "actor_prob": pi[cell].item(),
+            }
+        )
+    return found
+
+
+def likely_causes(config: Any) -> list[str]:
+    """What in the settings can make sampler and trainer disagree, the likeliest first."""
+    return [text for check in _CAUSES for text in check(config.actor_rollout_ref)]
+
+
+def _batches_are_reused(shared: Any) -> Iterator[str]:
+    if shared.rollout.skip_rollout:
+        yield f"{_ROLLOUT}.skip_rollout=true reuses text that other weights may have drawn: the difference is meant."
+
+
+def _text_is_older(shared: Any) -> Iterator[str]:
+    for name in ("async_ratio", "partial_rollout"):
+        if shared.rollout[name]:
+            yield (
+                f"{_ROLLOUT}.{name}={shared.rollout[name]}: text is drawn by older weights than the actor's, and that "
+                f"is meant; {_WEIGHS} weighs it. Lower actor.optim.lr if the difference grows."
+            )
+
+
+def _weights_are_rounded_to_fewer_bits(shared: Any) -> Iterator[str]:
+    engine = dict(shared.rollout.engine_kwargs.get(shared.rollout.name) or {})
+    for name in ("quantization", "kv_cache_dtype"):
+        if engine.get(name) not in (None, "auto"):
+            yield (
+                f"{_ROLLOUT}.engine_kwargs.{shared.rollout.name}.{name}={engine[name]} computes with fewer bits than "
+                f"the actor. Leave it out."
+            )
+
+
+def _tokens_are_cut_off(shared: Any) -> Iterator[str]:
+    rollout = shared.rollout
+    cuts = {
+        "top_p": rollout.top_p < 1,
+        "top_k": rollout.top_k > 0,
+        "min_p": rollout.min_p > 0,
+        "repetition_penalty": rollout.repetition_penalty != 1,
+        "use_fire_sampling": rollout.use_fire_sampling,
+    }
+    if named := [f"{_ROLLOUT}.{name}={rollout[name]}" for name, changes in cuts.items() if changes]:
+        yield (
+            f"{', '.join(named)}: the rollout draws from a changed distribution and reports its probabilities, the "
+            f"actor's are of the whole one. Train without."
+        )
+
+
+def _number_formats_differ(shared: Any) -> Iterator[str]:
+    rollout = PrecisionType.to_dtype(shared.rollout.dtype)
+    actor = PrecisionType.to_dtype(shared.actor.fsdp_config.compute_dtype)
+    key = "actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype"
+    if rollout != actor:
+        yield (
+            f"{_ROLLOUT}.dtype={shared.rollout.dtype} but the actor computes in {_short(actor)} ({key}). Set both to "
+            f"one format."
+        )
+    elif rollout is torch.bfloat16:
+        yield (
+            f"both compute in bfloat16, with other kernels: 0.001 to 0.005 are usual, more with long responses. Set "
+            f"{_ROLLOUT}.dtype and {key} to float16 or float32 and look whether it goes away."
+        )
+
+
+def _temperature_is_not_applied(shared: Any) -> Iterator[str]:
+    mode = (shared.rollout.engine_kwargs.get("vllm") or {}).get("logprobs_mode")
+    if shared.rollout.name == "vllm" and mode not in (None, "processed_logprobs") and shared.rollout.temperature != 1:
+        yield (
+            f"{_ROLLOUT}.engine_kwargs.vllm.logprobs_mode={mode} leaves out {_ROLLOUT}.temperature="
+            f"{shared.rollout.temperature}, by which the actor divides. Leave it out."
+        )
+
+
+def _model_is_computed_otherwise(shared: Any) -> Iterator[str]:
+    if shared.rollout.name != "hf":
+        yield (
+            f"{shared.rollout.name} computes this model otherwise than transformers: attention kernels, capped scores, "
+            f"rotary scaling, expert routing. Compare a step with {_ROLLOUT}.name=hf."
+        )
+
+
+def _policy_is_at_its_limits(shared: Any) -> Iterator[str]:
+    yield (
+        "the policy itself became so sharp, or its numbers so large, that rounding shows: look at actor/grad_norm and "
+        f"actor/entropy of the last steps; {_WEIGHS} weighs the difference out."
+    )
+
+
+_CAUSES = (
+    _batches_are_reused,
+    _text_is_older,
+    _temperature_is_not_applied,
+    _weights_are_rounded_to_fewer_bits,
+    _tokens_are_cut_off,
+    _number_formats_differ,
+    _model_is_computed_otherwise,
+    _policy_is_at_its_limits,
+)
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

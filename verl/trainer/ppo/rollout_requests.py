@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from verl.protocol import DataProto
-from verl.utils.metric import reduce_metrics
+from verl.telemetry.metric import reduce_metrics
 
 PROMPT_COLUMNS = ("input_ids", "attention_mask", "position_ids")
 

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from verl.protocol import DataProto
+from verl.trainer.buffer.long_tails import PLACE
 from verl.trainer.ppo.experience import response_column
-from verl.trainer.ppo.long_tails import PLACE
 
 
 def texts(batch: DataProto, tokenizer: Any) -> tuple[list[str], list[str]]:

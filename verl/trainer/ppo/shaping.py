@@ -27,9 +27,9 @@ from verl.algorithms.reward_shaping import (
     whiten_tokens,
     within_difficulty,
 )
+from verl.batch.ragged import Ragged
 from verl.protocol import DataProto
 from verl.trainer.ppo.experience import put_response_column, response_column, whitens_by_itself
-from verl.utils.ragged import Ragged
 
 
 class Shaping:

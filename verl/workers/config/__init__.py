@@ -6,9 +6,8 @@ One class serves every FSDP variant, so the plain and the ``FSDP`` name of verl 
 from verl.compat import missing
 from verl.config.actor import ActorConfig, PolicyLossConfig, RefConfig, RefModelConfig
 from verl.config.critic import CriticConfig, CriticModelConfig
-from verl.config.engine import FSDPConfig, MixedPrecisionConfig, WrapPolicyConfig
+from verl.config.engine import FSDPConfig, MixedPrecisionConfig, OptimConfig, WrapPolicyConfig
 from verl.config.model import FusedKernelConfig, ModelConfig
-from verl.config.optim import OptimConfig
 from verl.config.reward import RewardModelConfig
 from verl.config.rollout import AgentConfig, MultiTurnConfig, RolloutConfig, SamplingConfig, TraceConfig
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
+from verl.batch.micro_batching import MicroBatching
 from verl.models.liger import check_liger
 from verl.models.loader import ModelSpec
-from verl.utils.micro_batching import MicroBatching
 from verl.utils.offload import read
 from verl.workers.engine.base import Engine, LossFn, Want
 from verl.workers.engine.reference import Reference
@@ -105,7 +105,7 @@ def _deepspeed_backend(config: Any, spec: ModelSpec, train: bool) -> type[Engine
     if stage not in (0, 1, 2, 3):
         raise ValueError(f"deepspeed.zero_stage={stage!r} is no stage of ZeRO: use 0, 1, 2 or 3")
     if stage == 0 or (stage < 3 and not train):
-        from verl.workers.engine.replica import ReplicaEngine as Backend
+        from verl.workers.engine.local import ReplicaEngine as Backend
     else:
         if train and spec.kept_in != torch.float32:
             raise ValueError(

@@ -20,7 +20,15 @@ import torch
 from torch import Tensor, nn
 
 from verl.algorithms.losses import TokenOutputs, nonfinite_columns
-from verl.models.attention import use_short_attention
+from verl.batch.balancing import plan_micro_batches
+from verl.batch.micro_batching import WHOLE, MicroBatching
+from verl.batch.ragged import Ragged
+from verl.checkpoint.random_state import random_state, set_random_state
+from verl.checkpoint.shards import FromRankZero
+from verl.models.activation_memory import ActivationOffload, Recompute
+from verl.models.attention.packed import check_packable, use_packed_attention
+from verl.models.attention.short import use_short_attention
+from verl.models.attention.varlen_kernels import Scoring
 from verl.models.loader import ModelSpec, load_model, source_dtype
 from verl.models.multimodal import (
     VISION_INPUTS,
@@ -32,21 +40,11 @@ from verl.models.multimodal import (
     smallest_shown,
     vision_positions,
 )
-from verl.models.packable import check_packable
-from verl.models.packed_attention import use_packed_attention
-from verl.models.recompute import Recompute
 from verl.models.scalar_head import check_reading, value_layer
 from verl.models.token_outputs import Head, ReferenceStates, TokenScores, probe_head
-from verl.models.varlen_kernels import Scoring
 from verl.models.weight_names import checkpoint_tensors, plain_name, tied_duplicates
 from verl.protocol import DataProto
-from verl.utils.activation_offload import ActivationOffload
-from verl.utils.checkpoint.from_rank_zero import FromRankZero
-from verl.utils.checkpoint.random_state import random_state, set_random_state
 from verl.utils.distributed import all_gather_objects, all_reduce_numbers
-from verl.utils.micro_batching import WHOLE, MicroBatching
-from verl.utils.ragged import Ragged
-from verl.utils.seqlen_balancing import plan_micro_batches
 from verl.workers.engine import model_trial
 from verl.workers.engine.means import WeightedMeans, numbers
 from verl.workers.engine.micro_batch import Cut, MicroBatch, cut_batch, find_prompts, row_lengths, vision_rows
@@ -575,7 +573,7 @@ class Engine(ABC):
             )
 
     def _tried(self, micro: MicroBatch) -> Tensor:
-        """Scores of a trial, (t,); of packed rows, layers must ask for the windows that the model's config speaks of."""
+        """Return a trial's scores, (t,); packed layers must ask for the windows that the model's config speaks of."""
         asked: list[Scoring] = []
         told = {"note": asked.append} if micro.packing else {}
         scores = self._score(micro, 1.0, False, **told)

@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import AdamW
 
+from verl.checkpoint.shards import check_names
 from verl.models.loader import ModelSpec, empty_model, load_model
 from verl.models.scalar_head import value_layer
 from verl.models.token_outputs import TokenScores, token_outputs
-from verl.utils.checkpoint.pieces import check_names
 from verl.utils.device import current_device, empty_cache
 from verl.utils.distributed import ensure_process_group
 from verl.utils.offload import read, wants_offload
@@ -27,8 +27,7 @@ from verl.utils.torch_dtypes import PrecisionType
 from verl.workers.engine.base import Engine
 from verl.workers.engine.deepspeed_library import deepspeed_settings, import_deepspeed, launch_variables
 from verl.workers.engine.topology import Topology
-from verl.workers.engine.zero_fragments import find_fragments, flat_optimizer_state, load_flat_optimizer_state
-from verl.workers.engine.zero_offload import Part, ZeroOffload
+from verl.workers.engine.zero import Part, ZeroOffload, find_fragments, flat_optimizer_state, load_flat_optimizer_state
 
 _PLACED_TOGETHER = 1 << 28
 """Numbers of weights that are whole on a rank at a time while a model is sliced."""

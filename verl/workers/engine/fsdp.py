@@ -13,9 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
+from verl.checkpoint.shards import check_names, fill
 from verl.models.loader import ModelSpec, cast_parameters, empty_model, load_model
 from verl.models.token_outputs import attach_token_outputs
-from verl.utils.checkpoint.pieces import check_names, fill
 from verl.utils.device import current_device, empty_cache
 from verl.utils.distributed import ensure_process_group
 from verl.utils.fsdp_utils import (

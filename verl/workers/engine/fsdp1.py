@@ -28,8 +28,8 @@ from torch.distributed.fsdp._runtime_utils import _lazy_init
 from torch.distributed.fsdp.wrap import CustomPolicy
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from verl.checkpoint.shards import check_names
 from verl.models.weight_names import plain_name
-from verl.utils.checkpoint.pieces import check_names
 from verl.utils.fsdp_utils import full_model_state, tied_parameters, wrapped_units
 from verl.utils.offload import read
 from verl.workers.engine.fsdp import FSDPEngine

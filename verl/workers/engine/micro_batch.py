@@ -14,14 +14,12 @@ from hashlib import blake2b
 import torch
 from torch import Tensor
 
+from verl.batch.balancing import Prompts, inverse_permutation
+from verl.batch.ragged import Layout, Ragged, select_columns, slice_columns
+from verl.models.attention.packing import Packing
+from verl.models.attention.sequence_parallel import Group, SequenceShare
 from verl.models.multimodal import collate_vision_inputs
-from verl.models.packing import Packing
-from verl.models.sequence_share import SequenceShare
 from verl.protocol import DataProto
-from verl.utils.bin_packing import Prompts
-from verl.utils.ragged import Layout, Ragged, select_columns, slice_columns
-from verl.utils.seqlen_balancing import inverse_permutation
-from verl.utils.ulysses import Group
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,9 @@
 """A trial at the start, on the model itself: what training takes for granted must hold of this model.
 
-No list of families knows which code mixes rows, draws random numbers when it trains, or cannot run at all. Two forward
-passes over short rows tell (``Engine._try``): a row alone in inference mode, and the same row together with another one,
-padded or packed, in train mode, must get the same scores without a random number. Where they do not, further passes
-find out which of the two is the cause.
+No list of families knows which code mixes rows, draws random numbers when it trains, or cannot run at all. Two
+forward passes over short rows tell (``Engine._try``): a row alone in inference mode, and the same row together with
+another one, padded or packed, in train mode, must get the same scores without a random number. Where they do not,
+further passes find out which of the two is the cause.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from verl.models.packing import Packing
-from verl.models.varlen_kernels import Scoring
+from verl.models.attention.packing import Packing
+from verl.models.attention.varlen_kernels import Scoring
 from verl.workers.engine.micro_batch import MicroBatch
 
 LENGTHS = (7, 12)
@@ -32,8 +32,8 @@ MOST_CLASSES = 12
 
 
 def alone(config: Any, never: tuple[int, ...], packed: bool) -> MicroBatch:
-    """The row that is looked at, by itself: of packed rows the longer one, which stands behind the other; of padded rows
-    the shorter one, whose row of tokens is filled up to the length of the other.
+    """Return the row that is compared, by itself: of packed rows the longer one, which stands behind the other; of
+    padded rows the shorter one, which has padding.
     """
     first, second = _rows(config, never)
     return _padded([second if packed else first])
@@ -83,7 +83,7 @@ def _micro_batch(
 
 
 def difference(expected: Tensor, found: Tensor) -> float:
-    """How far the scores of the last row of a trial, (t,), are from what they are alone: the median, over the spread."""
+    """Return the median difference of the last row's scores, (t,), from those it gets alone, over their spread."""
     found = found[-len(expected) :]
     spread = expected.float().std().clamp_min(1e-6)
     return float(((found - expected).abs().float() / spread).median().nan_to_num(math.inf))

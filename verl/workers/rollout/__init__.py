@@ -10,9 +10,9 @@ if TYPE_CHECKING:
     from verl.workers.rollout.base import RolloutEngine
 
 _ENGINES = {
-    "hf": "verl.workers.rollout.hf:HFRollout",
-    "sglang": "verl.workers.rollout.sglang:SGLangRollout",
-    "vllm": "verl.workers.rollout.vllm:VLLMRollout",
+    "hf": "verl.workers.rollout.hf.rollout:HFRollout",
+    "sglang": "verl.workers.rollout.sglang.rollout:SGLangRollout",
+    "vllm": "verl.workers.rollout.vllm.rollout:VLLMRollout",
 }
 _PACKAGES = {"sglang": "sglang", "vllm": "vllm"}
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from verl.data.vision import media_inputs
 from verl.models.multimodal import (
     VISION_INPUTS,
     collate_vision_inputs,
@@ -20,7 +21,6 @@ from verl.models.multimodal import (
     modality_tokens,
     vision_positions,
 )
-from verl.utils.dataset.video_utils import media_inputs
 from verl.utils.tokenizer import hf_processor
 from verl.workers.rollout.base import Request
 

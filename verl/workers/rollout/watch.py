@@ -12,8 +12,7 @@ from contextlib import AbstractContextManager, contextmanager
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from verl.utils.black_box import black_box
-from verl.utils.watchdog import watchdog
+from verl.telemetry.black_box import black_box, watchdog
 
 if TYPE_CHECKING:
     from verl.workers.rollout.base import Completion, Request

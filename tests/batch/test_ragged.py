@@ -1,0 +1,213 @@
+import pickle
+import warnings
+import weakref
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from verl.batch.ragged import (
+    Layout,
+    Ragged,
+    cat_columns,
+    select_columns,
+    slice_columns,
+    tensor_from_numpy,
+    tensor_to_numpy,
+)
+
+quick = settings(deadline=None, max_examples=60)
+
+
+@st.composite
+def layouts(draw, min_rows=0):
+    width = draw(st.integers(0, 9))
+    runs = draw(st.lists(st.tuples(st.integers(0, width), st.integers(0, width)), min_size=min_rows, max_size=7))
+    starts = torch.tensor([min(run) for run in runs], dtype=torch.int64)
+    ends = torch.tensor([max(run) for run in runs], dtype=torch.int64)
+    return Layout(starts, ends - starts, width)
+
+
+def column(layout: Layout, tail=(), dtype=torch.float32) -> Ragged:
+    values = torch.arange(1, 1 + layout.total * int(np.prod(tail)), dtype=torch.float32)
+    return Ragged(values.reshape(-1, *tail).to(dtype), layout)
+
+
+@quick
+@given(layouts())
+def test_a_mask_and_its_layout_say_the_same(layout):
+    assert Layout.from_mask(layout.mask()) == layout
+    assert layout.mask().sum(1).tolist() == layout.lengths.tolist()
+
+
+def test_a_row_with_holes_counts_from_its_first_to_its_last_real_cell():
+    layout = Layout.from_mask(torch.tensor([[0, 1, 0, 1, 0], [0, 0, 0, 0, 0], [1, 1, 1, 1, 1]]))
+    assert layout.lengths.tolist() == [3, 0, 5]
+    assert layout.starts[[0, 2]].tolist() == [1, 0]
+
+
+@quick
+@given(layouts(), st.sampled_from([(), (2,)]))
+def test_packing_a_padded_column_keeps_its_real_cells(layout, tail):
+    original = column(layout, tail)
+    padded = original.padded()
+    assert padded.shape == original.shape == (len(layout), layout.width, *tail)
+    assert torch.equal(Ragged.from_padded(padded, layout).values, original.values)
+    assert (padded[layout.mask() == 0] == 0).all()
+
+
+@quick
+@given(layouts(), st.data())
+def test_the_window_of_a_layout_is_the_layout_of_the_cut_mask(layout, data):
+    first, last = sorted(data.draw(st.tuples(*[st.integers(0, layout.width)] * 2)))
+    assert torch.equal(layout.window(first, last).mask(), layout.mask()[:, first:last])
+
+
+@quick
+@given(layouts(min_rows=1), st.data())
+def test_choosing_rows_packed_and_padded_gives_the_same(layout, data):
+    rows = torch.tensor(data.draw(st.lists(st.integers(0, len(layout) - 1))), dtype=torch.int64)
+    assert torch.equal(column(layout).select(rows).padded(), column(layout).padded()[rows])
+
+
+@quick
+@given(layouts(), st.integers(-8, 8), st.integers(-8, 8))
+def test_a_slice_is_the_slice_of_the_padded_form(layout, first, last):
+    assert torch.equal(column(layout).slice(first, last).padded(), column(layout).padded()[first:last])
+
+
+@quick
+@given(layouts(), st.integers(0, 7))
+def test_joining_the_parts_gives_the_whole(layout, cut):
+    whole = column(layout)
+    joined = Ragged.cat([whole.slice(0, cut), whole.slice(cut, len(layout))])
+    assert joined.layout == layout
+    assert torch.equal(joined.values, whole.values)
+
+
+def test_a_slice_shares_the_memory_of_the_whole():
+    whole = column(Layout(torch.tensor([0, 1]), torch.tensor([2, 3]), 4))
+    assert whole.slice(1, 2).values.data_ptr() == whole.values[2:].data_ptr()
+
+
+@quick
+@given(layouts(min_rows=1))
+def test_rows_are_the_real_cells_row_by_row(layout):
+    ragged = column(layout)
+    for i, row in enumerate(ragged.rows()):
+        expected = ragged.padded()[i][layout.mask()[i].bool()]
+        assert torch.equal(row, expected) and torch.equal(ragged.row(i), expected)
+    assert torch.equal(ragged.row(-1), ragged.rows()[-1])
+    with pytest.raises(IndexError):
+        ragged.row(len(layout))
+
+
+def test_tight_drops_the_padding_no_row_needs():
+    ragged = Ragged(torch.tensor([5, 6, 7]), Layout(torch.tensor([3, 90]), torch.tensor([1, 2]), 100), fill=-1)
+    assert ragged.tight().tolist() == [[5, -1], [6, 7]]
+
+
+def test_gradients_flow_through_the_padded_and_the_tight_form():
+    values = torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
+    ragged = Ragged(values, Layout(torch.tensor([1, 0]), torch.tensor([1, 2]), 4))
+    (ragged.padded().sum() + 2 * (ragged.tight() * torch.tensor([[1.0, 9.0], [2.0, 3.0]])).sum()).backward()
+    assert values.grad.tolist() == [3, 5, 7]
+
+
+def test_positions_are_zero_on_the_left_and_count_on_to_the_right():
+    mask = torch.tensor([[0, 0, 1, 1, 0], [1, 1, 1, 0, 0], [0, 0, 0, 0, 0], [0, 0, 0, 0, 1]])
+    positions = torch.tensor([[0, 0, 0, 1, 2], [0, 1, 2, 3, 4], [0, 0, 0, 0, 0], [0, 0, 0, 0, 0]])
+    packed = Ragged.from_padded(positions, Layout.from_mask(mask), "position")
+    assert packed.values.tolist() == [0, 1, 0, 1, 2, 0]
+    assert torch.equal(packed.padded(), positions)
+    assert packed.tight().tolist() == [[0, 1, 2], [0, 1, 2], [0, 0, 0], [0, 1, 2]]
+
+
+@pytest.mark.parametrize(("side", "expected"), [("left", [[0, 1, 2], [0, 0, 3]]), ("right", [[1, 2, 0], [3, 0, 0]])])
+def test_rows_are_packed_with_the_padding_on_the_named_side(side, expected):
+    for rows in ([[1, 2], [3]], [torch.tensor([1, 2]), torch.tensor([3])], [torch.tensor([1, 2]), [3]]):
+        ragged = Ragged.from_rows(rows, 3, side)
+        assert ragged.padded().tolist() == expected and ragged.values.dtype == torch.int64
+
+
+def test_no_rows_and_empty_rows_can_be_packed():
+    assert Ragged.from_rows([], 3).padded().shape == (0, 3)
+    assert Ragged.from_rows([[], []], 3).padded().tolist() == [[0, 0, 0], [0, 0, 0]]
+    assert Ragged.from_rows([[]], 0).tight().shape == (1, 0)
+
+
+def test_a_row_longer_than_the_window_is_named():
+    with pytest.raises(ValueError, match="row 1 has 3 cells, width=2"):
+        Ragged.from_rows([[1], [1, 2, 3]], 2)
+
+
+def test_runs_that_leave_the_window_are_refused():
+    ragged = Ragged(torch.zeros(3), Layout(torch.tensor([0, 3]), torch.tensor([1, 2]), 4))
+    with pytest.raises(ValueError, match=r"starts\[1\]=3, lengths\[1\]=2 leave the window of width=4"):
+        ragged.padded()
+
+
+def test_values_that_do_not_fill_the_layout_are_refused():
+    with pytest.raises(ValueError, match="do not fill a layout of 3 cells"):
+        column(Layout(torch.tensor([0]), torch.tensor([3]), 4)).like(torch.zeros(2))
+
+
+def test_widths_that_differ_do_not_join():
+    with pytest.raises(ValueError, match=r"widths \[2, 3\] differ"):
+        Ragged.cat([Ragged.from_rows([[1]], 2), Ragged.from_rows([[1]], 3)])
+
+
+def test_columns_that_share_a_layout_go_on_sharing_it():
+    layout = Layout(torch.tensor([0, 1, 0]), torch.tensor([2, 3, 0]), 4)
+    columns = {"a": column(layout), "b": column(layout)}
+    for result in (
+        select_columns(columns, torch.tensor([2, 0])),
+        slice_columns(columns, 0, 2),
+        cat_columns([columns, columns]),
+        pickle.loads(pickle.dumps(columns)),
+    ):
+        assert result["a"].layout is result["b"].layout
+
+
+def test_where_an_empty_row_would_start_makes_no_difference():
+    empty = torch.tensor([0])
+    assert Layout(torch.tensor([0]), empty, 4) == Layout(torch.tensor([4]), empty, 4)
+    assert Layout(torch.tensor([0]), empty, 4) != Layout(torch.tensor([0]), empty, 5)
+    assert Layout(torch.tensor([0]), empty + 1, 4) != Layout(torch.tensor([1]), empty + 1, 4)
+
+
+@quick
+@given(
+    layouts(),
+    st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool, torch.float8_e4m3fn]),
+)
+def test_a_column_survives_pickling(layout, dtype):
+    original = Ragged(torch.arange(layout.total).to(dtype), layout, fill=1)
+    copy = pickle.loads(pickle.dumps(original, protocol=5))
+    assert copy.values.dtype == dtype and copy.layout == layout and copy.fill == 1
+    assert torch.equal(copy.values.float(), original.values.float())
+
+
+def test_a_view_sends_only_its_own_rows():
+    rows = 64
+    whole = Ragged(torch.zeros(rows * 1000), Layout(torch.zeros(rows).long(), torch.full((rows,), 1000), 1000))
+    assert len(pickle.dumps(whole.slice(3, 5), protocol=5)) < 2 * 1000 * 4 + 2000
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_read_only_memory_is_wrapped_without_a_copy_or_a_warning(dtype):
+    array, tag = tensor_to_numpy(torch.arange(4).to(dtype))
+    memory = np.frombuffer(array.tobytes(), dtype=array.dtype)
+    assert not memory.flags.writeable
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        tensor = tensor_from_numpy(memory, tag)
+    assert tensor.data_ptr() == memory.ctypes.data
+    owner = weakref.ref(memory)
+    del memory
+    assert owner() is not None, "the tensor alone keeps the memory"
+    assert tensor.tolist() == [0, 1, 2, 3]
+    del tensor
+    assert owner() is None

@@ -1,0 +1,190 @@
+"""Whatever a reward function does, its sample gets a named outcome in time, and every other sample its score."""
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.rewards.managers.batches import TOKENIZER, batch_of
+from tests.sandbox.test_limits import running
+from verl.config.reward import RewardSandboxConfig
+from verl.rewards.managers import BatchRewardManager, NaiveRewardManager, RewardError
+from verl.sandbox.function import SandboxedFunction, sandboxed
+from verl.sandbox.limits import Limits
+from verl.sandbox.pool import Pool, SlowStart, Source
+from verl.sandbox.supervisor import descendants
+
+FILE = str(Path(__file__).parent / "files" / "misdeeds.py")
+LIMITS = Limits(cpu_s=30, memory_mb=400, output_mb=1, processes=8)
+TIMEOUT_S = 2.0
+
+OUTCOMES = {
+    "raise": "raised",
+    "raise_base": "raised",
+    "raise_group": "raised",
+    "recurse": "raised",
+    "sleep": "timeout",
+    "hang_deaf": "timeout",
+    "sys_exit": "exit",
+    "os_exit": "exit",
+    "os_exit_0": "exit",
+    "shut_everything": "exit",
+    "abort": "crash",
+    "segfault": "crash",
+    "kill_self": "crash",
+    "kill_group": "crash",
+    "write_channel": "crash",
+    "forge_answer": "crash",
+    "print_much": "output",
+    "none": "wrong_type",
+    "text": "wrong_type",
+    "list": "wrong_type",
+    "complex": "wrong_type",
+    "odd": "wrong_type",
+    "nested": "wrong_type",
+    "no_score": "wrong_type",
+    "score_none": "wrong_type",
+    "huge_dict": "wrong_type",
+    "huge_int": "not_finite",
+    "nan": "not_finite",
+    "inf": "not_finite",
+    "allocate": "memory",
+    "hog": "memory",
+    "hog_shared": "memory",
+    "bomb": "processes",
+    "print_protocol": None,
+    "odd_column": None,
+    "leave_thread": None,
+    "leave_child": None,
+    "die_later": None,
+    "move_away": None,
+    "kill_parent": None,
+    "take_stdout": None,
+}
+"""What each deed comes to; None: the score it returned."""
+
+
+@pytest.fixture(scope="module")
+def pool():
+    pool = Pool(Source(FILE, "compute_score"), LIMITS, workers=1)
+    yield pool
+    pool.close()
+
+
+def manager(pool: Pool, cls=NaiveRewardManager, timeout_s=TIMEOUT_S, **options):
+    function = SandboxedFunction(pool, timeout_s=timeout_s, batch_timeout_s=timeout_s)
+    return cls(TOKENIZER, 0, function, **{"on_error": "zero_and_count", **options})
+
+
+def outcomes(manager, deeds: list[str]) -> tuple[list[float], list[str | None]]:
+    result = manager(batch_of(deeds), return_dict=True)
+    return result["reward_tensor"].sum(-1).tolist(), result["reward_extra_info"]["reward_error_kind"]
+
+
+@pytest.mark.parametrize("deed", OUTCOMES)
+def test_a_misdeed_has_its_outcome_and_its_neighbours_their_scores(pool, deed, capfd):
+    start = time.monotonic()
+    timeout_s = TIMEOUT_S if OUTCOMES[deed] == "timeout" else 10 * TIMEOUT_S  # to fill memory takes its time
+    scores, kinds = outcomes(manager(pool, timeout_s=timeout_s), ["right", deed, "right"])
+    assert kinds == [None, OUTCOMES[deed], None]
+    assert scores == [1.0, float(OUTCOMES[deed] is None), 1.0]
+    assert time.monotonic() - start < timeout_s + 8
+    assert len(capfd.readouterr().out) < 2**20
+
+
+def test_all_misdeeds_in_one_batch_come_to_the_same(pool):
+    deeds = [deed for deed in OUTCOMES if deed not in ("hang_deaf", "hog", "hog_shared", "kill_group", "die_later")]
+    two = Pool(Source(FILE, "compute_score"), LIMITS, workers=2)
+    try:
+        assert outcomes(manager(two), deeds)[1] == [OUTCOMES[deed] for deed in deeds]
+    finally:
+        two.close()
+
+
+def test_a_call_finds_the_folder_it_started_in(pool):
+    result = manager(pool)(batch_of(["move_away", "where_am_i"]), return_dict=True)
+    assert result["reward_extra_info"]["moved"] == [None, False]
+
+
+def test_the_message_says_where_a_hanging_function_is_and_what_to_raise(pool):
+    with pytest.raises(RewardError) as error:
+        manager(pool, on_error="stop")(batch_of(["right", "sleep"]))
+    text = str(error.value)
+    assert "sample 1 of the batch" in text and "under way for 2 s [timeout]" in text
+    assert "misdeeds.py" in text and "in compute_score" in text and "reward_model.sandbox.timeout_s" in text
+
+
+def test_what_was_left_behind_ends_with_the_pool():
+    pool = Pool(Source(FILE, "compute_score"), LIMITS, workers=1)
+    outcomes(manager(pool), ["leave_child", "leave_thread"])
+    assert running("verl-left-behind")
+    processes = [*pool.pids, *descendants(pool.pids[0])]
+    pool.close()
+    deadline = time.monotonic() + 5
+    while any(os.path.exists(f"/proc/{pid}") for pid in processes) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not running("verl-left-behind")
+    assert not [pid for pid in processes if os.path.exists(f"/proc/{pid}")]
+
+
+@pytest.mark.parametrize(
+    ("deed", "outcome"),
+    [("sleep", "timeout"), ("raise", "raised"), ("os_exit", "exit"), ("none", "wrong_type"), ("segfault", "crash")],
+)
+def test_of_calls_under_way_together_the_guilty_one_fails(deed, outcome):
+    pool = sandboxed(Source(FILE, "compute_later"), LIMITS, 1, 60)
+    assert outcomes(manager(pool), ["right", deed, "right", "right"])[1] == [None, outcome, None, None]
+
+
+@pytest.mark.parametrize(
+    ("deed", "expected"),
+    [
+        ("too_few", ["wrong_count"] * 3),
+        ("too_many", ["wrong_count"] * 3),
+        ("one_bad", ["not_finite", None, None]),
+        ("dict", ["wrong_type"] * 3),
+        ("none", ["wrong_type"] * 3),
+        ("text", ["wrong_type"] * 3),
+        ("raise", ["raised"] * 3),
+        ("sleep", ["timeout"] * 3),
+        ("os_exit", ["exit"] * 3),
+        ("generator", [None] * 3),
+    ],
+)
+def test_a_batch_function_fails_as_a_whole_or_by_sample(deed, expected):
+    pool = sandboxed(Source(FILE, "in_batch"), LIMITS, 1, 60)
+    assert outcomes(manager(pool, BatchRewardManager), [deed, "right", "right"])[1] == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "error", "said"),
+    [
+        ("def compute_score(:\n", RuntimeError, "failed while it was loaded.*SyntaxError"),
+        ("import no_such_module_anywhere\n", RuntimeError, "ModuleNotFoundError"),
+        ("def other(): pass\n", AttributeError, "no function or class 'compute_score'; it has other"),
+        ("import sys; sys.exit(3)\n", RuntimeError, "SystemExit: 3"),
+        ("import os; os._exit(3)\n", RuntimeError, "exit code 3"),
+        ("import ctypes; ctypes.string_at(0)\n", RuntimeError, "SIGSEGV"),
+        ("import time; time.sleep(60)\n", SlowStart, "was not loaded in time: it took more than 2 s.*start_timeout_s"),
+        ("x = bytearray(10 << 30)\n", RuntimeError, "MemoryError"),
+    ],
+)
+def test_a_file_that_cannot_be_loaded_is_refused(tmp_path, text, error, said):
+    (tmp_path / "reward.py").write_text(text)
+    pool = Pool(Source(str(tmp_path / "reward.py"), "compute_score"), LIMITS, start_timeout_s=2)
+    with pytest.raises(error, match=said):
+        SandboxedFunction(pool)
+    assert bool(pool.pids) == (error is SlowStart)  # whoever has more patience may still have it
+    pool.close()
+
+
+def test_arguments_that_do_not_travel_are_the_samples_own_failure(pool):
+    odd = batch_of(["right", "right"])
+    odd.non_tensor_batch["extra_info"][1]["handle"] = open(os.devnull)  # noqa: SIM115
+    result = manager(pool)(odd, return_dict=True)
+    assert result["reward_extra_info"]["reward_error_kind"] == [None, "raised"]
+
+
+def test_the_defaults_end_an_allocation_of_10_gib():
+    assert RewardSandboxConfig().memory_mb < 10 * 1024

@@ -1,0 +1,33 @@
+"""The main job with rollout.mode=async whose requests enter the engine between two steps, in the driver's process.
+
+Which group is complete first is then the same in every run, so that whole runs can be compared bit for bit.
+
+    python -m tests.trainer.buffer.long_tails_job KEY=VALUE ...
+"""
+
+import sys
+
+from tests.support.engine_client import EngineClient
+from verl.config.load import load_ppo_config
+from verl.trainer.ppo.job import PPOJob
+from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+
+
+class InProcessTrainer(RayPPOTrainer):
+    def start_sampler(self):
+        manager = super().start_sampler()
+        [worker] = self.actor_wg._hosts._host._workers.values()
+        manager.client = EngineClient(worker.rollout, self.config.actor_rollout_ref.rollout.max_running_requests)
+        return manager
+
+
+class InProcessJob(PPOJob):
+    trainer_cls = InProcessTrainer
+
+
+def run(arguments):
+    return InProcessJob(load_ppo_config(arguments)).run()
+
+
+if __name__ == "__main__":
+    run(sys.argv[1:])

@@ -1,0 +1,217 @@
+"""A rank that dies, hangs or holds something else while weights cross over ends the run with its name, soon."""
+
+import os
+import re
+import signal
+import time
+
+import pytest
+
+from tests.support.runs import make_task, overrides, run_job
+from tests.trainer.buffer.test_disjoint import AHEAD, APART, ROLLOUT, SHARDED
+from verl.config.load import load_ppo_config
+from verl.single_controller.background import run_together
+from verl.single_controller.errors import WorkerDied, WorkerError, WorkerTimeout
+from verl.trainer.ppo import job as job_module
+from verl.trainer.ppo.utils import Role
+from verl.workers.disjoint import ActorWorker, RolloutWorker
+
+pytestmark = pytest.mark.ranks
+
+SECONDS = 120.0
+"""A run must have ended within this, its start included; members of the link would wait for 600 seconds."""
+
+TENSOR = "model.layers.1.mlp.up_proj.weight"
+
+
+def kill():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+class FaultyReceiver(RolloutWorker):
+    """On its last rank something happens after the first bucket of the second transfer."""
+
+    def happens(self):
+        raise NotImplementedError
+
+    def init_rollout(self):
+        super().init_rollout()
+        update, transfers = self.rollout.update_weights, []
+
+        def update_weights(version, buckets):
+            transfers.append(version)
+            return update(version, with_fault(buckets))
+
+        def with_fault(buckets):
+            for bucket in buckets:
+                yield bucket
+                if len(transfers) == 2 and self.rank == self.world_size - 1:
+                    self.happens()
+
+        self.rollout.update_weights = update_weights
+
+
+class DyingReceiver(FaultyReceiver):
+    def happens(self):
+        kill()
+
+
+class HangingReceiver(FaultyReceiver):
+    def happens(self):
+        time.sleep(1000)
+
+
+class ChangingReceiver(FaultyReceiver):
+    def happens(self):
+        self.rollout._places[TENSOR][5, 7] += 1
+
+
+class DyingSampler(RolloutWorker):
+    """Killed while it draws the third batch."""
+
+    def init_rollout(self):
+        super().init_rollout()
+        generate, batches = self.rollout.generate, []
+
+        def generate_or_die(requests, expect_version):
+            batches.append(len(requests))
+            return kill() if len(batches) == 3 else generate(requests, expect_version)
+
+        self.rollout.generate = generate_or_die
+
+
+class DyingSender(ActorWorker):
+    """Its last rank is killed in the second transfer, when it has gathered a tensor."""
+
+    def init_policy(self):
+        super().init_policy()
+        weights = self.actor.weights
+
+        def dying_weights(dtype):
+            for pair in weights(dtype):
+                yield pair
+                if self.actor.version and self.rank == self.world_size - 1:
+                    kill()
+
+        self.actor.weights = dying_weights
+
+
+class FailingSender(ActorWorker):
+    def init_policy(self):
+        super().init_policy()
+        weights = self.actor.weights
+
+        def failing_weights(dtype):
+            yield from weights(dtype)
+            raise MemoryError("no room for the next tensor")
+
+        self.actor.weights = failing_weights
+
+
+def failing(tmp_path, monkeypatch, actor=ActorWorker, rollout=RolloutWorker, **settings):
+    """The error that a run with these workers ends in."""
+    monkeypatch.setattr(job_module, "default_roles", lambda config: {Role.Actor: actor, Role.Rollout: rollout})
+    bucket = {f"{ROLLOUT}__update_weights_bucket_megabytes": 1, f"{ROLLOUT}__n_gpus_per_node": 2}
+    settings = {**APART, **bucket, "trainer__total_training_steps": 6, **settings}
+    arguments = overrides(make_task(tmp_path / "task"), **settings)
+    start = time.monotonic()
+    with pytest.raises((WorkerDied, WorkerError, WorkerTimeout)) as caught:
+        run_job(arguments)
+    assert time.monotonic() - start < SECONDS
+    return caught.value
+
+
+def place(error):
+    return error.role, error.method, error.rank
+
+
+@pytest.mark.parametrize("controller", ["local", pytest.param("ray", marks=pytest.mark.ray)])
+def test_a_receiver_killed_in_a_transfer_is_named(controller, tmp_path, monkeypatch):
+    settings = {"trainer__controller": controller} if controller == "ray" else SHARDED
+    error = failing(tmp_path, monkeypatch, rollout=DyingReceiver, **settings)
+    assert isinstance(error, WorkerDied) and place(error) == ("rollout", "receive_weights", 1)
+
+
+def test_a_sender_killed_in_a_transfer_is_named(tmp_path, monkeypatch):
+    error = failing(tmp_path, monkeypatch, actor=DyingSender, **SHARDED)
+    assert isinstance(error, WorkerDied) and place(error) == ("actor", "send_weights", 1)
+
+
+def test_a_sampler_killed_while_it_draws_ahead_is_named(tmp_path, monkeypatch):
+    error = failing(tmp_path, monkeypatch, rollout=DyingSampler, **AHEAD)
+    assert isinstance(error, WorkerDied) and place(error) == ("rollout", "start_generating", 0)
+
+
+class DyingServer(RolloutWorker):
+    """Killed while its server draws with the third version of the weights."""
+
+    def init_rollout(self):
+        super().init_rollout()
+        step, versions = self.rollout.step, set()
+
+        def step_or_die():
+            versions.add(self.rollout.version)
+            return kill() if len(versions) == 3 else step()
+
+        self.rollout.step = step_or_die
+
+
+def test_a_server_killed_while_it_draws_ahead_is_named(tmp_path, monkeypatch):
+    error = failing(tmp_path, monkeypatch, rollout=DyingServer, **AHEAD, actor_rollout_ref__rollout__mode="async")
+    assert isinstance(error, WorkerDied) and error.role == "rollout"
+
+
+def test_a_receiver_that_hangs_ends_the_run_at_the_timeout(tmp_path, monkeypatch):
+    error = failing(tmp_path, monkeypatch, rollout=HangingReceiver, trainer__worker_timeout=5)
+    assert isinstance(error, WorkerTimeout) and error.method in ("receive_weights", "send_weights")
+
+
+def test_a_sender_that_fails_is_the_failure_and_not_what_the_receivers_see(tmp_path, monkeypatch):
+    error = failing(tmp_path, monkeypatch, actor=FailingSender)
+    assert isinstance(error, WorkerError) and error.role == "actor" and "no room for the next tensor" in error.cause
+
+
+def test_weights_that_are_not_what_was_sent_are_named(tmp_path, monkeypatch):
+    error = failing(tmp_path, monkeypatch, rollout=ChangingReceiver)
+    assert place(error) == ("rollout", "receive_weights", 1)
+    assert re.search(f"WeightSyncError.*version 1.*not what was sent: .*{TENSOR}", error.cause)
+
+
+def test_drawing_with_weights_that_are_not_held_is_refused(tmp_path, monkeypatch):
+    settings = {**APART, "trainer__total_training_steps": 1}
+    trainer = job_module.PPOJob(load_ppo_config(overrides(make_task(tmp_path / "task"), **settings))).build_trainer()
+    trainer.controller.start({}, {})
+    try:
+        trainer.init_workers()
+        trainer.sampler.sync()
+        trainer.sampler.version += 1
+        monkeypatch.setattr(trainer.sampler, "sync", dict)
+        _, prompts = next(trainer.prompt_batches())
+        with pytest.raises(WorkerError, match="StaleWeightsError.*wants weights of version 1.*holds version 0"):
+            trainer.generate(prompts, 1)
+    finally:
+        trainer.controller.stop()
+
+
+def fails_with(error, after_s=0.0):
+    def call():
+        time.sleep(after_s)
+        raise error
+
+    return call
+
+
+def test_of_calls_that_fail_together_the_cause_is_raised():
+    died = WorkerDied("rollout", 0, 1, "receive_weights", 7, signal=9)
+    own = WorkerError("actor", 0, 1, "send_weights", "MemoryError: x", "Traceback ...")
+    echo = WorkerError("rollout", 0, 1, "receive_weights", "WeightLinkError: gone", "Traceback ...")
+
+    def cause(*calls):
+        with pytest.raises((WorkerDied, WorkerError)) as caught:
+            run_together(*calls, is_echo=lambda error: "WeightLinkError" in str(error))
+        return caught.value
+
+    assert cause(fails_with(own), fails_with(died, 0.1)) is died
+    assert cause(fails_with(echo), fails_with(own, 0.1)) is own
+    assert cause(fails_with(died), lambda: time.sleep(100)) is died
+    assert run_together(lambda: 1, lambda: time.sleep(0.1) or 2) == [1, 2]

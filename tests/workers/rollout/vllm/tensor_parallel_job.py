@@ -1,0 +1,137 @@
+"""Two ranks that share one vLLM engine; prints what each of them saw. A fresh process: vLLM's groups live in globals.
+
+python -m tests.workers.rollout.vllm.tensor_parallel_job MODEL_FOLDER tensor|pipeline
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM
+
+from tests.support.ranks import run_ranks
+from tests.workers.rollout.conftest import rollout_config, weights_of
+from tests.workers.rollout.test_contract import FUSED, a_noisy_line, flip_a_bit, mixed_requests, only
+from verl.workers.rollout import get_rollout_class
+from verl.workers.rollout.base import Request, SamplingParams, WeightSyncError
+from verl.workers.rollout.server.client import RolloutClient
+from verl.workers.rollout.server.engine_loop import EngineLoop, make_relay
+from verl.workers.rollout.server.server import RolloutServer
+from verl.workers.rollout.weights.sync import sync_weights
+
+SPREAD = {
+    "tensor": {"tensor_model_parallel_size": 2},
+    "pipeline": {"engine_kwargs": {"vllm": {"pipeline_parallel_size": 2}}},
+}
+
+
+def job(folder: str, spread: str) -> dict:
+    rollout = get_rollout_class("vllm")(folder, rollout_config(**SPREAD[spread], max_num_seqs=32))
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    rollout.wake()
+    sync_weights(weights_of(model), rollout, version=1)
+    drawn = [(c.token_ids, c.log_probs) for c in rollout.generate(mixed_requests(), 1)]
+    rollout.sleep(level=2)
+    rollout.wake()
+    sync_weights(weights_of(model), rollout, version=2)
+    again = [(c.token_ids, c.log_probs) for c in rollout.generate(mixed_requests(), 2)]
+    return {
+        "drawn": drawn,
+        "same after sleep": again == drawn,
+        "held": sum(parameter.numel() for parameter in rollout.model.parameters()),
+        "served": serve(rollout),
+        "caught": spoil_a_shard(rollout, model),
+        "lost": lose_a_tensor(rollout, model),
+        "shared memory": shared_memory_name() if spread == "tensor" else None,
+    }
+
+
+def serve(rollout) -> dict:
+    """Rank 0 behind a server, rank 1 in step with it: two turns, an abort, a quiet turn, and a clean end."""
+    relay = make_relay(2)
+    if dist.get_rank():
+        follower = EngineLoop(rollout, relay=relay, follows=True)
+        follower.start()
+        for _ in range(3):
+            follower.resume(2)
+            dist.barrier()
+            follower.pause()
+            dist.barrier()
+        follower.stop()
+        follower._thread.join(timeout=20)
+        return {"ended": not follower._thread.is_alive(), "left": rollout.num_running}
+    server = RolloutServer(rollout, relay=relay)
+    server.start()
+    found = []
+    for turn in (draw_all, draw_and_abort, None):
+        server.resume(2)
+        if turn is not None:
+            found.append(asyncio.run(turn(server.address)))
+        dist.barrier()
+        server.pause()
+        dist.barrier()
+    server.stop()
+    return {"drawn": found[0], "aborted": found[1], "left": rollout.num_running}
+
+
+async def draw_all(address: str) -> list:
+    client = RolloutClient([address])
+    drawn = await asyncio.gather(*(client.generate(request) for request in mixed_requests()))
+    await client.close()
+    return [(completion.token_ids, completion.log_probs) for completion in drawn]
+
+
+async def draw_and_abort(address: str) -> list:
+    client = RolloutClient([address])
+    long = Request((5, 6), SamplingParams(180, ignore_eos=True))
+    tasks = [asyncio.ensure_future(client.generate(long)) for _ in range(3)]
+    while (await client.health())[0]["running"] < 3:
+        await asyncio.sleep(0.001)
+    await client.abort()
+    drawn = await asyncio.gather(*tasks)
+    await client.close()
+    return [(completion.finish_reason, len(completion.token_ids)) for completion in drawn]
+
+
+def spoil_a_shard(rollout, model) -> str:
+    """Rank 1's memory changes after the load; both ranks must say so."""
+    load_weights = rollout.model.load_weights
+
+    def loads_and_spoils(weights):
+        load_weights(weights)
+        if dist.get_rank() == 1:
+            flip_a_bit("", rollout.model.model.layers[-1].mlp.down_proj.weight)
+
+    rollout.model.load_weights = loads_and_spoils
+    try:
+        sync_weights(weights_of(model), rollout, version=3)
+    except WeightSyncError as error:
+        return str(error)
+    finally:
+        del rollout.model.load_weights
+    return ""
+
+
+def lose_a_tensor(rollout, model) -> str:
+    """A tensor that reaches rank 0 only."""
+    with a_noisy_line(rollout, only(FUSED, lambda n, t: [(n, t)] if dist.get_rank() == 0 else [])):
+        try:
+            sync_weights(weights_of(model), rollout, version=4)
+        except WeightSyncError as error:
+            return str(error)
+    return ""
+
+
+def shared_memory_name() -> str:
+    from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
+    from vllm.distributed.parallel_state import get_tp_group
+
+    return _CPUSHMDistributed.make_group_name(get_tp_group().device_communicator)
+
+
+if __name__ == "__main__":
+    print("RESULT", json.dumps(run_ranks(2, job, *sys.argv[1:], timeout_s=200)))

@@ -1,0 +1,14 @@
+"""Agent loops: what turns the prompt of a row into a response, by asking the rollout servers as often as it likes."""
+
+from verl.agents.base import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput, SingleTurnAgentLoop, register
+from verl.agents.manager import AgentLoopManager, AsyncLLMServerManager
+
+__all__ = [
+    "AgentLoopBase",
+    "AgentLoopManager",
+    "AgentLoopMetrics",
+    "AgentLoopOutput",
+    "AsyncLLMServerManager",
+    "SingleTurnAgentLoop",
+    "register",
+]

@@ -1,0 +1,186 @@
+"""What an agent loop is, and the loops by name. Knows no server and no batch."""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from verl.utils.import_utils import load_class_from_fqn, load_extern_type, load_module_from_file
+from verl.utils.py_functional import nearest_name
+
+
+@dataclass
+class AgentLoopMetrics:
+    """Seconds of one row: an agent loop may also give a dict of them."""
+
+    generate_sequences: float = 0.0
+    tool_calls: float = 0.0
+
+
+@dataclass
+class AgentLoopOutput:
+    """One row's conversation as tokens: the prompt, and all that followed it."""
+
+    prompt_ids: list[int]
+    response_ids: list[int]
+    """Tokens of the policy and of whatever answered it, in order."""
+    response_mask: list[int]
+    """1 on tokens that the policy drew and that are trained on, 0 on those of tools or users."""
+    response_logprobs: list[float] | None = None
+    """Log-probability of each response token under the distribution it was drawn from; anything where masked."""
+    reward_score: float | None = None
+    """The row's reward, if the loop knows it; then no reward function is asked. It stands on the last token that the
+    policy sampled, though tool output may follow."""
+    num_turns: int = 2
+    """Messages of all sides, the prompt counting as one."""
+    metrics: Mapping[str, float] | AgentLoopMetrics = field(default_factory=dict)
+    """Seconds by name: ``generate_sequences``, ``tool_calls`` or any other, logged as their spread over the rows."""
+    extra_fields: Mapping[str, Any] = field(default_factory=dict)
+    """Further columns of the row, one value each."""
+    multi_modal_data: Mapping[str, Any] | None = None
+    """What the policy was shown: the row's own images. That more come in while a loop runs is not built."""
+
+    def __post_init__(self):
+        self.metrics = vars(self.metrics) if isinstance(self.metrics, AgentLoopMetrics) else self.metrics
+        for name in ("response_mask", "response_logprobs"):
+            values = getattr(self, name)
+            if values is not None and len(values) != len(self.response_ids):
+                raise ValueError(
+                    f"AgentLoopOutput: {name} has {len(values)} entries, response_ids {len(self.response_ids)}. "
+                    "There must be one for each response token."
+                )
+
+
+class TrainerConfig:
+    """The whole configuration as agent loops are given it: as it is, and as ``config``, where verl's loops look."""
+
+    def __init__(self, config: Any):
+        self.config = config
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self)["config"], name)
+
+
+class AgentLoopBase(ABC):
+    """Draws one row. A new object is made for every row, in the driver's event loop.
+
+    Args:
+        trainer_config: the whole configuration.
+        server_manager: `AsyncLLMServerManager`, whose `generate` draws tokens.
+        tokenizer, processor: the policy's.
+        kwargs: what the loop's entry in ``rollout.agent.agent_loop_config_path`` says besides name and class.
+    """
+
+    _class_initialized = False
+
+    def __init__(self, trainer_config: Any, server_manager: Any, tokenizer: Any, processor: Any = None, **kwargs: Any):
+        self.config = trainer_config.config if isinstance(trainer_config, TrainerConfig) else trainer_config
+        self.init_class(self.config, tokenizer, processor, **kwargs)
+        self.server_manager = server_manager
+        self.tokenizer = tokenizer
+        self.processor = processor
+        self.options = kwargs
+        self.loop = asyncio.get_running_loop()
+
+    @classmethod
+    def init_class(cls, config: Any, tokenizer: Any, processor: Any, **kwargs: Any) -> None:
+        """Prepare what all rows share. Called for every row: one that should act once minds ``_class_initialized``."""
+        if not cls._class_initialized:
+            cls._class_initialized = True
+
+    @abstractmethod
+    async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput:
+        """Turn a row into a conversation.
+
+        Blocking work belongs into ``self.loop.run_in_executor``: all rows share this event loop.
+
+        Args:
+            sampling_params: fields of `verl.workers.rollout.base.SamplingParams`, a dict of the row's own.
+            row: the row's columns, with ``raw_prompt_ids`` (the prompt's tokens) always among them.
+        """
+
+
+_LOOPS: dict[str, Callable[..., AgentLoopBase]] = {}
+
+
+def register(name: str) -> Callable[[type[AgentLoopBase]], type[AgentLoopBase]]:
+    """Class decorator: rows whose ``agent_name`` is ``name`` are drawn by this loop."""
+
+    def decorate(cls: type[AgentLoopBase]) -> type[AgentLoopBase]:
+        _LOOPS[name] = cls
+        return cls
+
+    return decorate
+
+
+def agent_loop(name: str) -> Callable[..., AgentLoopBase]:
+    """What makes the loop of this name.
+
+    Raises:
+        ValueError: no loop has this name; lists those that exist.
+    """
+    if name not in _LOOPS:
+        raise ValueError(
+            f"agent_name={name!r} is no known agent loop; known are {', '.join(sorted(_LOOPS))}."
+            f"{nearest_name(name, list(_LOOPS))} Register yours in the file of "
+            "actor_rollout_ref.rollout.agent.agent_loop_config_path."
+        )
+    return _LOOPS[name]
+
+
+def load_agent_loops(path: str) -> None:
+    """Make the user's loops known: a Python file registers them itself, a YAML file lists them.
+
+    Raises:
+        ValueError: an entry of the YAML lacks its name or class.
+        TypeError: an entry's class is no AgentLoopBase.
+    """
+    if path.endswith(".py"):
+        load_module_from_file(path)
+        return
+    from omegaconf import OmegaConf
+
+    entries = OmegaConf.to_container(OmegaConf.load(path))
+    for entry in entries if isinstance(entries, Sequence) else [entries]:
+        if not isinstance(entry, Mapping) or not entry.get("name") or not entry.get("_target_"):
+            raise ValueError(
+                f"actor_rollout_ref.rollout.agent.agent_loop_config_path={path}: the entry {entry!r} must have a name "
+                "and a _target_, the dotted class of the loop."
+            )
+        options = dict(entry)
+        name, target, file = options.pop("name"), options.pop("_target_"), options.pop("path", None)
+        cls = load_extern_type(file, target) if file else load_class_from_fqn(target, "_target_")
+        if not (isinstance(cls, type) and issubclass(cls, AgentLoopBase)):
+            raise TypeError(f"{path}: {target} of agent loop {name!r} is no subclass of verl.agents.AgentLoopBase.")
+        _LOOPS[name] = _with_options(cls, options)
+
+
+def _with_options(cls: type[AgentLoopBase], options: Mapping[str, Any]) -> Callable[..., AgentLoopBase]:
+    def make(**given: Any) -> AgentLoopBase:
+        return cls(**given, **options)
+
+    return make
+
+
+# -- One prompt, one response ----------------------------------------------------------------------------------------
+
+
+@register("single_turn_agent")
+class SingleTurnAgentLoop(AgentLoopBase):
+    """Draws what ``mode=sync`` draws: the same tokens from the same seeds."""
+
+    async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput:
+        prompt_ids = list(row["raw_prompt_ids"])
+        images = (row.get("multi_modal_data") or {}).get("image")
+        completion = await self.server_manager.generate(
+            prompt_ids=prompt_ids, sampling_params=sampling_params, image_data=images
+        )
+        return AgentLoopOutput(
+            prompt_ids=prompt_ids,
+            response_ids=completion.token_ids,
+            response_mask=[1] * len(completion.token_ids),
+            response_logprobs=completion.log_probs,
+        )

@@ -1,0 +1,323 @@
+"""Drives agent loops: one task a row in the driver's event loop, rollout servers in the workers, a batch in the end.
+
+Stands where the worker group stands in ``mode=sync``: `generate_sequences` takes the same rows and adds the same
+columns.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import os
+import secrets
+import threading
+import time
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import Future, wait
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from verl.agents.base import AgentLoopOutput, TrainerConfig, agent_loop, load_agent_loops
+from verl.agents.to_batch import assemble_outputs, check_images, spread
+from verl.protocol import DataProto
+from verl.single_controller.errors import WorkerGroupError
+from verl.utils.seeding import derive_seed
+from verl.utils.tokenizer import hf_tokenizer
+from verl.workers.rollout.base import Completion, Request, SamplingParams
+from verl.workers.rollout.server.client import RolloutClient, RolloutServerError
+from verl.workers.rollout.server.messages import is_loopback, sampling_from_json
+
+# -- The rollout servers as one row's agent loop sees them -----------------------------------------------------------
+
+
+_OTHER_NAMES = {"logprobs": "want_log_probs", "max_new_tokens": "max_tokens"}
+
+
+class AsyncLLMServerManager:
+    """Draws tokens for one row. The seed of its k-th call comes from the row's seed and k, whatever else runs.
+
+    Args:
+        client: to all servers.
+        seed: of the row; its first call takes it as it is.
+        name: of the row, for the sessions it opens.
+        priority: of the row's requests.
+    """
+
+    def __init__(self, client: RolloutClient, seed: int, name: str, priority: int = 0):
+        self.seconds = 0.0
+        """Time its calls took, waiting included."""
+        self.last: Completion | None = None
+        """What its last call drew."""
+        self._client, self._seed, self._name, self._priority = client, seed, name, priority
+        self._calls = 0
+
+    async def generate(
+        self,
+        request_id: str | None = None,
+        *,
+        prompt_ids: Sequence[int],
+        sampling_params: Mapping[str, Any],
+        image_data: Sequence[Any] | None = None,
+    ) -> Completion:
+        """Draw what follows ``prompt_ids``.
+
+        Args:
+            request_id: of the conversation: its later turns go to the server that has read its beginning.
+            sampling_params: fields of `SamplingParams`; an unknown one is refused by name.
+            image_data: images that stand for the placeholders among ``prompt_ids``, in order.
+        """
+        seed = self._seed if self._calls == 0 else derive_seed(self._seed, "turn", self._calls)
+        self._calls += 1
+        media = {"image": list(image_data)} if image_data else None
+        request = Request(tuple(prompt_ids), as_sampling(sampling_params), seed, media)
+        start = time.perf_counter()
+        try:
+            self.last = await self._client.generate(
+                request, session=f"{self._name}/{request_id}" if request_id else None, priority=self._priority
+            )
+            return self.last
+        finally:
+            self.seconds += time.perf_counter() - start
+
+
+def as_fields(sampling: SamplingParams) -> dict[str, Any]:
+    """Sampling parameters as a dict that may be changed."""
+    return {field.name: getattr(sampling, field.name) for field in dataclasses.fields(sampling)}
+
+
+def as_sampling(fields: Mapping[str, Any]) -> SamplingParams:
+    """The inverse; ``logprobs`` and ``max_new_tokens`` are understood too."""
+    return sampling_from_json({_OTHER_NAMES.get(name, name): value for name, value in fields.items()})
+
+
+SERVERS_FILE = "rollout_servers.json"
+Draw = Callable[[RolloutClient, int, Callable[[int, int, Any], Coroutine]], Coroutine]
+_LOOK_S = 1.0  # seconds between two looks at the workers while requests are under way
+
+
+class AgentLoopManager:
+    """Draws batches through agent loops.
+
+    Args:
+        config: the whole configuration.
+        worker_group: of the role with the rollout; its models are loaded.
+        tokenizer: the policy's; None: loaded.
+        processor: the policy's, if it has one.
+        trainer_config: what agent loops are given as the configuration, a script's tree; None: ``config``.
+    """
+
+    def __init__(
+        self, config: Any, worker_group: Any, tokenizer: Any = None, processor: Any = None, trainer_config: Any = None
+    ):
+        self.trainer_config = TrainerConfig(config if trainer_config is None else trainer_config)
+        self.config, self.worker_group, self.processor = config, worker_group, processor
+        self.rollout = rollout = config.actor_rollout_ref.rollout
+        model = config.actor_rollout_ref.model
+        self.tokenizer = tokenizer or hf_tokenizer(
+            config.data.tokenizer or model.path, chat_template=model.custom_chat_template
+        )
+        if rollout.agent.agent_loop_config_path:
+            load_agent_loops(rollout.agent.agent_loop_config_path)
+        agent_loop(rollout.agent.default_agent_loop)  # a wrong name is told before anything is drawn
+        token = None if is_loopback(rollout.server_host) else secrets.token_urlsafe(24)
+        started = worker_group.start_server(token)
+        self.addresses = [answer["address"] for answer in started if answer is not None]
+        self.servers_file = self._publish_addresses(token)
+        self.client = RolloutClient(self.addresses, token, rollout.max_running_requests)
+        self._unseeded_calls = self._batches = 0
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="verl-agent-loops", daemon=True)
+        self._thread.start()
+
+    def _publish_addresses(self, token: str | None) -> Path:
+        """Write where agents outside find the servers; only this user can read it."""
+        path = Path(self.config.trainer.default_local_dir).expanduser().absolute() / SERVERS_FILE
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_suffix(".part")
+        part.unlink(missing_ok=True)
+        content = {"base_urls": [f"{address}/v1" for address in self.addresses], "api_key": token, "model": "policy"}
+        with os.fdopen(os.open(part, os.O_CREAT | os.O_WRONLY, 0o600), "w") as file:
+            file.write(json.dumps(content) + "\n")
+        os.replace(part, path)
+        return path
+
+    def wake_up(self) -> None:
+        """Nothing: `generate_sequences` lets the servers serve, and stops them when it is done."""
+
+    sleep = wake_up
+
+    # -- a batch -------------------------------------------------------------------------------------------------------
+
+    def generate_sequences(self, prompts: DataProto) -> DataProto:
+        """One agent loop a row; adds the columns that ``RolloutRole.generate_sequences`` adds.
+
+        Reads ``raw_prompt_ids`` (or the real cells of ``input_ids``), ``seeds`` (B,) int64 and ``agent_name``; every
+        object column reaches the loops. The meta facts ``validate`` and ``do_sample`` choose the sampling parameters.
+
+        Raises:
+            WorkerGroupError: a worker died, or its engine failed.
+            RolloutServerError: a server does not answer.
+            RuntimeError: an agent loop raised; names the row.
+        """
+        rows, seeds, sampling = rows_of(prompts), self._seeds(prompts), self._sampling(prompts)
+        outputs, timing = self._serve(lambda: self._all_rows(rows, seeds, sampling))
+        return self.to_batch(prompts, outputs, timing)
+
+    def serve_rows(self, prompts: DataProto, draw: Draw) -> tuple[Any, dict[str, float]]:
+        """Serve while ``draw`` decides which rows are drawn, how often, and to what end; returns its result, seconds.
+
+        Args:
+            draw: (client, version of the weights, run) -> coroutine; ``run(row, seed, client)`` runs the agent loop of
+                a row with a client of the caller's.
+
+        Raises:
+            as `generate_sequences`.
+        """
+        rows, sampling = rows_of(prompts), self._sampling(prompts)
+
+        async def work() -> Any:
+            states = await self.client.health()
+            run = partial(self._sample, rows=rows, sampling=sampling)
+            return await draw(self.client, states[0]["version"], run)
+
+        return self._serve(work)
+
+    def to_batch(
+        self, prompts: DataProto, outputs: Sequence[AgentLoopOutput], timing: Mapping[str, float]
+    ) -> DataProto:
+        """The columns of outputs, one a row of ``prompts``; ``timing`` and the outputs' own go to the meta facts."""
+        batch = assemble_outputs(
+            prompts, outputs, self.rollout.prompt_length, self.rollout.response_length, self.tokenizer.pad_token_id
+        )
+        batch.meta_info["timing"] = {**timing, **spread(outputs)}
+        return batch
+
+    def _serve(self, work: Callable[[], Coroutine]) -> tuple[Any, dict[str, float]]:
+        """The result of ``work()``, run in the other thread while the servers serve, and the seconds it took."""
+        self._batches += 1
+        timings = self.worker_group.serve()
+        start = time.perf_counter()
+        result = self._run(work())
+        seconds = time.perf_counter() - start
+        self.worker_group.stop_serving()
+        return result, {"generate_sequences": seconds, "reshard": max(timing["reshard"] for timing in timings)}
+
+    def _sampling(self, prompts: DataProto) -> SamplingParams:
+        facts = prompts.meta_info
+        return self.worker_group.sampling_of(bool(facts.get("validate")), facts.get("do_sample", True))
+
+    def _seeds(self, prompts: DataProto) -> list[int]:
+        if "seeds" in prompts.keys():
+            return prompts.column("seeds").tolist()
+        self._unseeded_calls += 1
+        place = (self.config.trainer.seed, "unseeded", prompts.meta_info.get("global_steps", 0), self._unseeded_calls)
+        return [derive_seed(*place, i) for i in range(len(prompts))]
+
+    async def _all_rows(
+        self, rows: Sequence[dict[str, Any]], seeds: Sequence[int], sampling: SamplingParams
+    ) -> list[AgentLoopOutput]:
+        """Outputs in the order of the rows; the first failure ends the others."""
+        tasks = [
+            asyncio.ensure_future(self._row(i, row, seed, sampling))
+            for i, (row, seed) in enumerate(zip(rows, seeds, strict=True))
+        ]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _sample(
+        self, row: int, seed: int, client: Any, *, rows: Sequence[dict[str, Any]], sampling: SamplingParams
+    ) -> AgentLoopOutput:
+        return await self._row(row, rows[row], seed, sampling, client)
+
+    async def _row(
+        self, number: int, row: dict[str, Any], seed: int, sampling: SamplingParams, client: Any = None
+    ) -> AgentLoopOutput:
+        name = row.get("agent_name") or self.rollout.agent.default_agent_loop
+        servers = AsyncLLMServerManager(client or self.client, seed, name=f"{self._batches}.{number}")
+        try:
+            loop = agent_loop(name)(
+                trainer_config=self.trainer_config,
+                server_manager=servers,
+                tokenizer=self.tokenizer,
+                processor=self.processor,
+            )
+            output = await loop.run(as_fields(sampling), **row)
+            check_images(output, row)
+        except (RolloutServerError, asyncio.CancelledError):
+            raise
+        except Exception as error:
+            raise RuntimeError(
+                f"agent loop {name!r} failed on row {number}: {type(error).__name__}: {error}"
+            ) from error
+        facts = {
+            "finish_reason": servers.last and servers.last.finish_reason,
+            "rollout_version": servers.last and servers.last.version,
+            "rollout_seconds": servers.seconds,
+        }
+        output.extra_fields = {**facts, **output.extra_fields}
+        output.metrics = {"generate_sequences": servers.seconds, **output.metrics}
+        return output
+
+    # -- watching the workers ------------------------------------------------------------------------------------------
+
+    def _run(self, coroutine: Any) -> Any:
+        """Wait for a coroutine of the other thread, with an eye on the workers."""
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        try:
+            while not wait([future], _LOOK_S).done:
+                self._look()
+            return future.result()
+        except WorkerGroupError:
+            raise
+        except RolloutServerError:
+            self._look()  # the death of a worker is the cause, the broken connection its echo
+            raise
+        except Exception:
+            self._give_up(future)
+            raise
+        finally:
+            future.cancel()
+
+    def _look(self) -> None:
+        """Raise if a worker is dead, its engine failed, or it has not finished a step for too long."""
+        limit = self.worker_group.timeout
+        for rank, state in enumerate(self.worker_group.server_state()):
+            if limit is not None and state["running"] and state["idle_s"] > limit:
+                raise RolloutServerError(
+                    f"The rollout engine of rank {rank} has not finished a step for {state['idle_s']:.0f} s, longer "
+                    f"than trainer.worker_timeout={limit}, with {state['running']} requests running. Look at its "
+                    "stderr; raise the limit if a step is just slow."
+                )
+
+    def _give_up(self, future: Future) -> None:
+        """Leave the workers as they were before the call, if they still can be reached."""
+        wait([future], 5.0)
+        with suppress(WorkerGroupError):
+            self.worker_group.stop_serving()
+
+    def close(self) -> None:
+        """Stop the servers and the event loop. May be called twice, and with dead workers."""
+        if self._loop.is_closed():
+            return
+        self.servers_file.unlink(missing_ok=True)
+        asyncio.run_coroutine_threadsafe(self.client.close(), self._loop).result(timeout=10)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(timeout=10)
+        self._loop.close()
+        with suppress(WorkerGroupError):
+            self.worker_group.stop_server()
+
+
+def rows_of(prompts: DataProto) -> list[dict[str, Any]]:
+    """The object columns of each row, with ``raw_prompt_ids``."""
+    columns = dict(prompts.non_tensor_batch)
+    if "raw_prompt_ids" not in columns:
+        columns["raw_prompt_ids"] = [row.tolist() for row in prompts.ragged("input_ids").rows()]
+    return [{name: values[i] for name, values in columns.items()} for i in range(len(prompts))]

@@ -1,0 +1,411 @@
+"""Write an engine's state to a folder and read it back, in the layout that tools of verl know:
+
+    model_world_size_{W}_rank_{r}.pt         this rank's weights (DTensors where sharded)
+    optim_world_size_{W}_rank_{r}.pt         the optimizer's state by parameter name
+    extra_state_world_size_{W}_rank_{r}.pt   learning-rate schedule, random generators, version
+    fsdp_config.json                         {"FSDP_version": 2, "world_size": W, "layout": how tensors are cut}
+    huggingface/                             config and tokenizer; with "hf_model", weights in safetensors too
+    lora_adapter/                            of a LoRA run: what is trained, in peft's format
+
+A LoRA run's model file holds what is trained on top of ``model.path``; the weights of ``huggingface/`` are merged.
+
+A folder appears under its name only when all ranks have written all of it. It is read by any number of ranks, however
+these cut their tensors. Knows an engine by ``state``, ``load_state``, ``layout`` and ``weights``; knows no training
+loop.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import threading
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from verl.checkpoint import rank_files
+from verl.checkpoint.hf_folder import has_weights, write_config, write_safetensors
+from verl.checkpoint.random_state import new_random_state
+from verl.checkpoint.rank_files import on_host, write_file
+from verl.checkpoint.shards import Joined, join_optimizer
+from verl.utils.distributed import all_gather_objects, barrier, get_rank, get_world_size, is_node_leader
+
+# -- One piece of work at a time beside the main thread; its error is raised where it is waited for ------------------
+
+
+class Background:
+    """Runs work in a thread that does not keep a process alive which ends without waiting."""
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    def start(self, work: Callable[[], None]) -> None:
+        """Begin ``work``; that before is waited for."""
+        self.wait()
+
+        def run() -> None:
+            try:
+                work()
+            except BaseException as error:  # raised again by wait()
+                self._error = error
+
+        self._thread = threading.Thread(target=run, name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def is_done(self) -> bool:
+        """Whether ``wait`` would return, or raise, at once."""
+        return self._thread is None or not self._thread.is_alive()
+
+    def wait(self) -> None:
+        """Wait for the work, if any; raises what it raised."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+
+# -- A folder that appears under its name only when all ranks have written all of it ---------------------------------
+
+
+def begin(final: Path) -> tuple[Path, bool]:
+    """Make an empty folder to write to in place of ``final``; all ranks call it together.
+
+    Returns:
+        The folder, and whether this rank is the one to ``publish`` it.
+    """
+    if is_node_leader():
+        final.parent.mkdir(parents=True, exist_ok=True)
+    staged, leads = final.with_name(f"{final.name}.partial"), leads_its_disk(final.parent)
+    if leads:
+        shutil.rmtree(staged, ignore_errors=True)
+        staged.mkdir()
+    barrier()
+    return staged, leads
+
+
+def leads_its_disk(folder: Path, group: dist.ProcessGroup | None = None) -> bool:
+    """True on one of the ranks to which ``folder`` is the same place; all ranks call it together.
+
+    Each node's leader leaves a file there, and looks which of the others' it sees.
+    """
+    token = f".{uuid.uuid4().hex}"
+    tokens = all_gather_objects(token if is_node_leader() else None, group)
+    if sum(name is not None for name in tokens) == 1:
+        return is_node_leader()
+    if is_node_leader():
+        (folder / token).touch()
+    barrier()
+    # asked for by name: a listing of a network folder may be some seconds old
+    seen = [rank for rank, name in enumerate(tokens) if is_node_leader() and name and (folder / name).exists()]
+    barrier()
+    if is_node_leader():
+        (folder / token).unlink()
+    return bool(seen) and seen[0] == get_rank()
+
+
+def publish(staged: Path, final: Path) -> None:
+    """Give ``staged`` its name, once everything in it is on the disk; what had the name is deleted."""
+    for path in (*staged.rglob("*"), staged):
+        _flush(path)
+    replaced = _replaced(final)
+    if final.exists():
+        shutil.rmtree(replaced, ignore_errors=True)
+        final.rename(replaced)
+    staged.rename(final)
+    _flush(final.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def recover(final: Path) -> None:
+    """Bring back what had the name ``final``, if a save was cut off between taking the name away and giving it anew."""
+    if not final.exists() and _replaced(final).exists():
+        _replaced(final).rename(final)
+
+
+def _replaced(final: Path) -> Path:
+    return final.with_name(f"{final.name}.replaced")
+
+
+def _flush(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+logger = logging.getLogger(__name__)
+
+TRACKER = "latest_checkpointed_iteration.txt"
+_ENDS = [f"{name}_CURRENT_CAPACITY_BLOCK_EXPIRATION_TIMESTAMP" for name in ("MLP", "SAGEMAKER")]
+CONTENTS = ("model", "optimizer", "extra", "hf_model")
+_SLOWEST_DISK = timedelta(hours=2)
+"""How long ranks that save in the background wait for each other."""
+
+
+class CheckpointManager:
+    """Saves and loads one engine.
+
+    Args:
+        engine: whose state it is.
+        tokenizer: saved beside the weights, or None.
+        save_contents: which of ``model``, ``optimizer``, ``extra``, ``hf_model`` to write.
+        load_contents: which of them to read; ``hf_model`` counts only without ``model``, which is more exact.
+        in_background: ``save`` returns when model, optimizer and extra are copied to host memory; a thread writes them.
+
+    Raises:
+        ValueError: for unknown contents.
+    """
+
+    def __init__(
+        self,
+        engine: Any,
+        tokenizer: Any = None,
+        save_contents: Sequence[str] = ("model", "optimizer", "extra"),
+        load_contents: Sequence[str] | None = None,
+        in_background: bool = False,
+    ) -> None:
+        self.engine = engine
+        self.tokenizer = tokenizer
+        self.save_contents = _checked("save_contents", save_contents)
+        self.load_contents = _checked("load_contents", save_contents if load_contents is None else load_contents)
+        self._saved: list[Path] = []
+        self._background = Background() if in_background else None
+        # a group of its own: the main thread's collectives go on meanwhile
+        has_group = in_background and get_world_size() > 1
+        self._group = dist.new_group(backend="gloo", timeout=_SLOWEST_DISK) if has_group else None
+
+    # -- save -----------------------------------------------------------------------------------------------------
+
+    def save(self, local_path: str | os.PathLike, global_step: int = 0, max_to_keep: int | None = None) -> None:
+        """Write the folder ``local_path``; all ranks call it together.
+
+        Args:
+            global_step: of the trainer, for the log only.
+            max_to_keep: of the folders this manager has saved, delete all but the newest so many; None or 0: keep all.
+        """
+        self.finish_saving()
+        final = Path(local_path).expanduser()
+        staged, is_publisher = begin(final)
+        place = self.engine.topology
+        later: list[tuple[Any, Path]] = []
+        for part in (part for part in self.save_contents if part in rank_files.PARTS):
+            for name, content in self.engine.state([part]).items():
+                path = staged / rank_files.file_name(name, place.world_size, place.rank)
+                if self._background is not None:
+                    later.append((on_host(content), path))
+                else:
+                    self._together(partial(write_file, content, path))
+        self._save_huggingface(staged / "huggingface")
+        if getattr(self.engine, "has_adapter", False):
+            self.engine.save_adapter(staged / "lora_adapter", is_writer=place.rank == 0)
+
+        def finish() -> None:
+            self._together(lambda: [write_file(content, path) for content, path in later])
+            self._together(partial(self._publish, staged, final) if is_publisher else None)
+            logger.info("saved step %s to %s", global_step, final)
+            self._forget_old(final, max_to_keep)
+
+        if self._background is not None:
+            self._background.start(finish)
+        else:
+            finish()
+
+    def is_saving(self) -> bool:
+        """Whether the last save is still being written."""
+        return self._background is not None and not self._background.is_done()
+
+    def finish_saving(self) -> None:
+        """Wait until the last save is complete; raises what went wrong in it."""
+        if self._background is not None:
+            self._background.wait()
+
+    def _together(self, work: Callable[[], Any] | None) -> None:
+        """Do ``work`` and wait for all ranks to have done theirs; if one fails, all do."""
+        error: Exception | None = None
+        try:
+            if work is not None:
+                work()
+        except Exception as problem:
+            error = problem
+        said = all_gather_objects(None if error is None else str(error), self._group)
+        if error is not None:
+            raise error
+        failed = {rank: text for rank, text in enumerate(said) if text is not None}
+        if failed:
+            rank, text = next(iter(failed.items()))
+            raise RuntimeError(f"rank {rank} could not write its part of the checkpoint: {text}")
+
+    def _publish(self, staged: Path, final: Path) -> None:
+        rank_files.write_facts(staged, self.engine.topology.world_size, self.engine.layout)
+        publish(staged, final)
+
+    def _forget_old(self, newest: Path, max_to_keep: int | None) -> None:
+        self._saved = [path for path in self._saved if path != newest] + [newest]
+        if not max_to_keep or max_to_keep < 0:
+            return
+        old, self._saved = self._saved[:-max_to_keep], self._saved[-max_to_keep:]
+        self.delete(old)
+
+    def delete(self, folders: Sequence[str | os.PathLike]) -> None:
+        """Delete the checkpoints in ``folders``, on every node; those that are gone already are no error."""
+        if is_node_leader():
+            for folder in folders:
+                shutil.rmtree(folder, ignore_errors=True)
+
+    def _save_huggingface(self, folder: Path) -> None:
+        # ranks on other nodes write their shards; the model folder is written once
+        is_writer = self.engine.topology.rank == 0
+        if is_writer:
+            generates = self.engine.spec.head == "lm"
+            write_config(self.engine.module, folder, self.export_dtype(), self.tokenizer, generates)
+        if "hf_model" in self.save_contents:
+            write_safetensors(self.engine.weights(self.export_dtype()), folder, is_writer)
+
+    def export_dtype(self) -> torch.dtype:
+        """The precision the model came in, which its Hugging Face copy keeps."""
+        return self.engine.source_dtype or torch.float32
+
+    # -- load -----------------------------------------------------------------------------------------------------
+
+    def load(self, local_path: str | os.PathLike, del_after: bool = False) -> str:
+        """Continue from the folder ``local_path``; all ranks call it together.
+
+        Args:
+            del_after: delete the files once every rank has read them.
+
+        Returns:
+            A remark for the user where the files were cut for another set of ranks; empty where they were not.
+
+        Raises:
+            FileNotFoundError: if a file is missing, with what is there instead.
+            ValueError: if a file is damaged, or of another model.
+        """
+        self.finish_saving()
+        folder = Path(local_path).expanduser()
+        if is_node_leader():
+            recover(folder)
+        barrier()
+        parts = [part for part in self.load_contents if part in rank_files.PARTS]
+        state = {part: self._read(folder, part) for part in parts}
+        if self.reads_hf_model:
+            state["model"] = self._read_huggingface(folder)
+        self.engine.load_state(state)
+        remark = self._how_it_was_read(folder, parts)
+        barrier()
+        if del_after and is_node_leader():
+            shutil.rmtree(folder, ignore_errors=True)
+        return remark
+
+    def _read(self, folder: Path, part: str) -> Any:
+        place, size = self.engine.topology, rank_files.saved_world_size(folder, part)
+        own = folder / rank_files.file_name(part, size, place.rank)
+        if part == "extra":
+            return self._read_extra(folder, own, size)
+        if self._is_own_layout(folder, size):
+            return rank_files.open_file(own)
+        ranks = [rank_files.open_file(path, mmap=True) for path in rank_files.files_of_all_ranks(folder, part)]
+        return Joined(ranks) if part == "model" else join_optimizer(ranks)
+
+    @property
+    def reads_hf_model(self) -> bool:
+        """Whether weights come from ``huggingface/``, in the precision they were exported in."""
+        return "hf_model" in self.load_contents and "model" not in self.load_contents
+
+    def _read_huggingface(self, folder: Path) -> Any:
+        source = folder / "huggingface"
+        if self.engine.topology.rank == 0 and not has_weights(source):
+            raise FileNotFoundError(
+                f"checkpoint folder {folder} was saved without 'hf_model': {source} has no weights. Put model in place "
+                f"of hf_model in checkpoint.load_contents, or give a checkpoint whose save_contents had hf_model"
+            )
+        return self.engine.pretrained_state(source)
+
+    def _read_extra(self, folder: Path, own: Path, size: int) -> dict[str, Any]:
+        """Schedule and version are the same on all ranks; random generators are each rank's own."""
+        place = self.engine.topology
+        if place.rank < size:
+            return rank_files.open_file(own)
+        extra = rank_files.open_file(folder / rank_files.file_name("extra", size, 0))
+        rng = new_random_state(extra["rng"], place.rank, place.world_size, self.engine.device)
+        return {**extra, "rng": rng}
+
+    def _is_own_layout(self, folder: Path, size: int) -> bool:
+        layout, is_same_size = self.engine.layout, size == self.engine.topology.world_size
+        return is_same_size and layout is not None and layout == rank_files.saved_layout(folder)
+
+    def _how_it_was_read(self, folder: Path, parts: Sequence[str]) -> str:
+        if not parts:
+            return ""
+        size, here = rank_files.saved_world_size(folder, parts[0]), self.engine.topology.world_size
+        layout = rank_files.saved_layout(folder)
+        if size != here:
+            new = f", of which those after the first {size} begin new random numbers" if here > size else ""
+            return f"saved by {_ranks(size)}, read by {here}{new}"
+        return "" if layout in (None, self.engine.layout) else f"saved as {layout}, read as {self.engine.layout}"
+
+
+def get_checkpoint_tracker_filename(root_path: str | os.PathLike) -> str:
+    """The file that names the newest complete step of the checkpoints under ``root_path``."""
+    return os.path.join(os.path.expanduser(root_path), TRACKER)
+
+
+def find_latest_ckpt_path(path: str | os.PathLike | None, directory_format: str = "global_step_{}") -> str | None:
+    """The folder of the newest complete checkpoint under ``path``; None where there is none.
+
+    Raises:
+        ValueError: the tracker file holds no step number.
+        FileNotFoundError: it names a folder that is not there.
+    """
+    if path is None or not os.path.exists(tracker := get_checkpoint_tracker_filename(path)):
+        return None
+    text = Path(tracker).read_text().strip()
+    if not text.isdigit():
+        raise ValueError(
+            f"{tracker} holds {text!r}, not a step number. Correct it, or pass trainer.resume_mode=resume_path "
+            f"trainer.resume_from_path=<folder>."
+        )
+    folder = os.path.join(os.path.expanduser(path), directory_format.format(int(text)))
+    if not os.path.exists(folder):
+        raise FileNotFoundError(
+            f"{tracker} names step {text}, but {folder} does not exist. Pass trainer.resume_mode=resume_path with "
+            f"trainer.resume_from_path, or trainer.resume_mode=disable to start anew."
+        )
+    return folder
+
+
+def should_save_ckpt_esi(max_steps_duration: float, save_ckpt_duration: float = 60, redundant_time: float = 0) -> bool:
+    """Whether the machine is taken away before another step and a save would be done; False where no time is set.
+
+    The time stands in MLP_CURRENT_CAPACITY_BLOCK_EXPIRATION_TIMESTAMP or, for SageMaker,
+    SAGEMAKER_CURRENT_CAPACITY_BLOCK_EXPIRATION_TIMESTAMP, seconds since 1970.
+
+    Args:
+        max_steps_duration: seconds of the longest step so far.
+        save_ckpt_duration: seconds of a save.
+        redundant_time: seconds to be early.
+    """
+    end = next(filter(None, map(os.environ.get, _ENDS)), None)
+    return end is not None and float(end) - time.time() <= max_steps_duration + save_ckpt_duration + redundant_time
+
+
+def _checked(name: str, contents: Sequence[str]) -> list[str]:
+    unknown = [part for part in contents if part not in CONTENTS]
+    if unknown:
+        raise ValueError(f"checkpoint.{name} has {unknown[0]!r}, which is none of {', '.join(CONTENTS)}")
+    return list(contents)
+
+
+def _ranks(number: int) -> str:
+    return f"{number} rank{'s' if number != 1 else ''}"

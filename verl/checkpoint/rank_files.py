@@ -1,0 +1,214 @@
+"""The files of a save, one a rank and part: their names, which there are, and opening them.
+
+Every error says what is there instead and how to go on. Knows no engine.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import pickle
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.tensor  # noqa: F401 - registers DTensor with torch.load
+from safetensors import SafetensorError
+from torch import Tensor
+
+from verl.checkpoint.shards import local
+
+PARTS = {"model": "model", "optimizer": "optim", "extra": "extra_state"}
+"""Parts of a checkpoint that every rank writes -> how their files' names begin."""
+FACTS = "fsdp_config.json"
+
+
+def file_name(part: str, world_size: int, rank: int) -> str:
+    """What the file of ``part`` by ``rank`` of ``world_size`` is called."""
+    return f"{PARTS[part]}_world_size_{world_size}_rank_{rank}.pt"
+
+
+def write_facts(folder: Path, world_size: int, layout: str | None) -> None:
+    """Note how the files in ``folder`` are cut."""
+    facts = {"FSDP_version": 2, "world_size": world_size, "layout": layout}
+    (folder / FACTS).write_text(json.dumps(facts, indent=4))
+
+
+def saved_layout(folder: Path) -> str | None:
+    """The ``layout`` of the engine that wrote ``folder``; None where it is not said."""
+    path = folder / FACTS
+    return json.loads(path.read_text()).get("layout") if path.exists() else None
+
+
+def saved_world_size(folder: Path, part: str) -> int:
+    """The number of ranks that wrote ``part``.
+
+    Raises:
+        FileNotFoundError: if there is no such folder, or no such part in it.
+        ValueError: if there are files of several saves.
+    """
+    if not folder.is_dir():
+        raise FileNotFoundError(f"checkpoint folder {folder} does not exist. {way_back(folder)}")
+    pattern = re.compile(rf"{PARTS[part]}_world_size_(\d+)_rank_\d+\.pt")
+    sizes = sorted({int(match[1]) for path in folder.iterdir() if (match := pattern.fullmatch(path.name))})
+    if not sizes:
+        raise FileNotFoundError(
+            f"checkpoint folder {folder} was saved without {part!r}: it has {_shown(folder)}. Leave {part} out of "
+            f"checkpoint.load_contents, or give a checkpoint whose save_contents had it"
+        )
+    if len(sizes) > 1:
+        raise ValueError(
+            f"checkpoint folder {folder} has {part} files of {' and of '.join(map(str, sizes))} ranks, and one save "
+            f"writes those of one number: move the files of the other save away"
+        )
+    return sizes[0]
+
+
+def files_of_all_ranks(folder: Path, part: str) -> list[Path]:
+    """The files of ``part`` in rank order.
+
+    Raises:
+        FileNotFoundError, ValueError: as ``saved_world_size``, and if a rank's file is missing.
+    """
+    size = saved_world_size(folder, part)
+    paths = [folder / file_name(part, size, rank) for rank in range(size)]
+    missing = [rank for rank, path in enumerate(paths) if not path.exists()]
+    if missing:
+        raise FileNotFoundError(
+            f"checkpoint folder {folder} lacks {len(missing)} of the {size} files of {part!r}, first "
+            f"{paths[missing[0]].name}: all of them are needed to put the whole together. If nodes saved to disks of "
+            f"their own, bring their files into one folder. Otherwise: {way_back(folder)}"
+        )
+    return paths
+
+
+def open_file(path: Path, mmap: bool = False) -> Any:
+    """What ``torch.save`` wrote to ``path``, on the host.
+
+    Args:
+        mmap: leave tensors in the file until they are touched; the file must then stay as it is.
+
+    Raises:
+        FileNotFoundError: if it is not there.
+        ValueError: if it is damaged.
+    """
+    if not path.exists():
+        raise FileNotFoundError(
+            f"checkpoint file {path} does not exist, and its folder has {_shown(path.parent)}. {way_back(path.parent)}"
+        )
+    try:
+        with _quiet_meshes():
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+    except (RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
+        raise ValueError(
+            f"checkpoint file {path} cannot be read: it is damaged, or not of this program. {way_back(path.parent)} "
+            f"({str(error).splitlines()[0]})"
+        ) from error
+
+
+def way_back(folder: Path) -> str:
+    """What to do when the checkpoint of a role in ``folder`` is of no use: which older one to resume from."""
+    match = re.fullmatch(r"global_step_(\d+)", folder.parent.name)
+    if match:
+        others = {int(path.parent.name.removeprefix("global_step_")): path.parent for path in _siblings(folder)}
+        older = [step for step in others if step < int(match[1])]
+        if older:
+            return (
+                f"Resume from an older step: trainer.resume_mode=resume_path "
+                f"trainer.resume_from_path={others[max(older)]}"
+            )
+    return "No older checkpoint lies beside it: give another folder, or start anew with trainer.resume_mode=disable"
+
+
+def _siblings(folder: Path) -> Iterator[Path]:
+    """The same role's folders of other steps."""
+    for path in folder.parent.parent.glob(f"global_step_*/{folder.name}"):
+        if path.is_dir() and path.parent.name.removeprefix("global_step_").isdigit():
+            yield path
+
+
+def _shown(folder: Path, most: int = 8) -> str:
+    names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+    return f"{', '.join(names[:most])}{' ...' if len(names) > most else ''}" or "nothing"
+
+
+@contextmanager
+def _quiet_meshes() -> Iterator[None]:
+    """A saved DTensor brings its mesh along; that the mesh has no process group here is expected."""
+    noisy = logging.getLogger("torch.distributed.device_mesh")
+    level = noisy.level
+    noisy.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        noisy.setLevel(level)
+
+
+# -- Writing one file of a checkpoint, and saying what was missing where a disk is full ------------------------------
+
+
+_FULL = {errno.ENOSPC, errno.EDQUOT}
+
+
+def write_file(content: Any, path: Path) -> None:
+    """``torch.save`` to ``path``, and on to the disk.
+
+    Raises:
+        OSError: if the disk is full, with the bytes that were needed.
+    """
+    with full_disk_is_said(path, num_bytes(content)), open(path, "wb") as file:
+        torch.save(content, file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+@contextmanager
+def full_disk_is_said(path: Path, needed: int) -> Iterator[None]:
+    """Turn what a writer raises on a full disk into an error that says ``path`` and ``needed``, its bytes."""
+    try:
+        yield
+    except (OSError, RuntimeError, SafetensorError) as error:
+        free = shutil.disk_usage(path.parent).free
+        if not _says_full(error) and free >= needed:
+            raise
+        raise OSError(
+            errno.ENOSPC,
+            f"{path} needs {needed:,} bytes and its disk has {free:,} left. Free some, keep fewer checkpoints "
+            f"(trainer.max_actor_ckpt_to_keep, trainer.max_critic_ckpt_to_keep), leave optimizer or hf_model out of "
+            f"checkpoint.save_contents, or point trainer.default_local_dir to another disk. Checkpoints that were "
+            f"complete before still are",
+        ) from error
+
+
+def _says_full(error: BaseException | None) -> bool:
+    while error is not None:
+        if getattr(error, "errno", None) in _FULL or "(os error 28)" in str(error):
+            return True
+        error = error.__context__
+    return False
+
+
+def num_bytes(content: Any) -> int:
+    """Bytes of all tensors in nested dicts, lists and tuples; of a sharded one, those of this rank."""
+    if isinstance(content, Tensor):
+        tensor = local(content)
+        return tensor.numel() * tensor.element_size()
+    parts = content.values() if isinstance(content, dict) else content if isinstance(content, (list, tuple)) else ()
+    return sum(num_bytes(part) for part in parts)
+
+
+def on_host(content: Any) -> Any:
+    """A copy whose tensors lie in host memory of their own: what is trained on may change meanwhile."""
+    if isinstance(content, Tensor):
+        return content.detach().to("cpu", copy=True)
+    if isinstance(content, dict):
+        return {key: on_host(part) for key, part in content.items()}
+    if isinstance(content, (list, tuple)):
+        return type(content)(on_host(part) for part in content)
+    return content

@@ -1,0 +1,417 @@
+"""How models are sharded, stored and run."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from verl.config.base import Problem, get_path
+from verl.config.build import show
+from verl.config.checks.base import (
+    ACTOR,
+    REF,
+    RM,
+    ROLLOUT,
+    IsGiven,
+    given_below,
+    models,
+    notice,
+    problem,
+    rule,
+    sharded,
+    trained_roles,
+    unread,
+)
+from verl.config.engine import conflicts
+from verl.config.ppo import PPOConfig
+from verl.utils.distribution import install_command
+
+
+@rule
+def sequence_parallel_size_divides_the_workers(config: PPOConfig) -> Iterator[Problem]:
+    for key, role in models(config).items():
+        if config.trainer.world_size % role.ulysses_sequence_parallel_size:
+            yield problem(
+                config,
+                f"{key}.ulysses_sequence_parallel_size",
+                f"does not divide the "
+                f"{config.trainer.world_size} workers. Choose a divisor of {config.trainer.world_size}.",
+                "trainer.n_gpus_per_node",
+            )
+
+
+@rule
+def ranks_share_packed_rows_only(config: PPOConfig) -> Iterator[Problem]:
+    for key, role in models(config).items():
+        # the reference runs the actor's model, and runs it as the actor does
+        switch = f"{ACTOR}.use_remove_padding" if key in (ACTOR, REF) else f"{key}.model.use_remove_padding"
+        if role.ulysses_sequence_parallel_size > 1 and not get_path(config, switch):
+            yield problem(
+                config,
+                f"{key}.ulysses_sequence_parallel_size",
+                f"with {switch}=false: ranks can share one packed sequence, not padded rows. Set it to true"
+                f"{' (actor_rollout_ref.model.use_remove_padding)' if key in (ACTOR, REF) else ''}, or the size to 1.",
+                switch,
+            )
+
+
+@rule
+def sharding_group_divides_the_workers(config: PPOConfig) -> Iterator[Problem]:
+    world = config.trainer.world_size
+    for key in (f"{ACTOR}.fsdp_config", f"{REF}.fsdp_config", "critic.model.fsdp_config", f"{RM}.model.fsdp_config"):
+        size = get_path(config, key).fsdp_size
+        if size == 0 or size < -1 or (size > 0 and world % min(size, world)):
+            yield problem(
+                config,
+                f"{key}.fsdp_size",
+                f"must be -1 (all ranks) or a divisor of the {world} workers.",
+                "trainer.n_gpus_per_node",
+            )
+
+
+@rule
+def fp16_is_not_trained_in(config: PPOConfig) -> Iterator[Problem]:
+    for key, _, _ in trained_roles(config):
+        place = f"{key}.model.fsdp_config" if key == "critic" else f"{key}.fsdp_config"
+        sharding = get_path(config, place)
+        formats = {"mixed_precision.param_dtype": sharding.compute_dtype, "model_dtype": sharding.master_dtype}
+        for name, chosen in formats.items():
+            if chosen == "fp16":
+                text = f"{place}.{name}=fp16 loses small gradients, which no loss scaling keeps here. Use bf16 or fp32."
+                yield Problem(f"{place}.{name}", text)
+
+
+@rule
+def offload_policy_is_of_fsdp2(config: PPOConfig) -> Iterator[Problem]:
+    for role, place in sharded(config).items():
+        if get_path(config, place).offload_policy and get_path(config, role).strategy == "fsdp1":
+            yield problem(
+                config,
+                f"{place}.offload_policy",
+                f"needs fsdp2, and {role}.strategy=fsdp1. Use {role}.strategy=fsdp2, or param_offload and "
+                "optimizer_offload.",
+                f"{role}.strategy",
+            )
+
+
+@rule
+def l2_term_is_of_whole_weights(config: PPOConfig) -> Iterator[Problem]:
+    actor = config.actor_rollout_ref.actor
+    if actor.l2_coef and actor.strategy in ("deepspeed", "fsdp1"):
+        yield problem(
+            config,
+            f"{ACTOR}.l2_coef",
+            f"needs fsdp2 or local, and {ACTOR}.strategy={actor.strategy} keeps weights and gradients in flat pieces. "
+            f"Use {ACTOR}.optim.weight_decay, or {ACTOR}.strategy=fsdp2.",
+            f"{ACTOR}.strategy",
+        )
+
+
+@rule
+def local_strategy_has_one_worker(config: PPOConfig) -> Iterator[Problem]:
+    for key in models(config):
+        if get_path(config, key).strategy == "local" and config.trainer.world_size > 1:
+            yield problem(
+                config,
+                f"{key}.strategy",
+                f"runs in one process, but there are {config.trainer.world_size} "
+                f"workers (trainer.nnodes={config.trainer.nnodes} x trainer.n_gpus_per_node="
+                f"{config.trainer.n_gpus_per_node}). Use fsdp2, or one worker.",
+                "trainer.n_gpus_per_node",
+            )
+
+
+def zero_roles(config: PPOConfig) -> Iterator[tuple[str, Any, Any, bool]]:
+    """(key, section, sharding section, trained?) of the roles that run on DeepSpeed."""
+    shared = config.actor_rollout_ref
+    found = [(ACTOR, shared.actor, shared.actor.fsdp_config, True)]
+    if config.uses_reference:
+        found.append((REF, shared.ref, shared.ref.fsdp_config, False))
+    if config.uses_critic:
+        found.append(("critic", config.critic, config.critic.model.fsdp_config, True))
+    if config.reward_model.enable:
+        found.append((RM, config.reward_model, config.reward_model.model.fsdp_config, False))
+    return (entry for entry in found if entry[1].strategy == "deepspeed")
+
+
+@rule
+def zero_stage_has_what_is_offloaded(config: PPOConfig) -> Iterator[Problem]:
+    for key, role, _, is_trained in zero_roles(config):
+        zero, stage = role.deepspeed, f"{key}.deepspeed.zero_stage"
+        if zero.offload_param and zero.zero_stage != 3:
+            yield problem(
+                config,
+                f"{key}.deepspeed.offload_param",
+                f"with {stage}={zero.zero_stage}: weights that are whole on every rank cannot be kept in host memory "
+                f"during training. Set {stage}=3, or fsdp_config.param_offload, which moves them between phases.",
+                stage,
+            )
+        if zero.offload_optimizer and zero.zero_stage == 0 and is_trained:
+            yield problem(
+                config,
+                f"{key}.deepspeed.offload_optimizer",
+                f"with {stage}=0: without ZeRO the optimizer is not DeepSpeed's. Set {stage} to 1, 2 or 3, or "
+                "fsdp_config.optimizer_offload, which moves its state between updates.",
+                stage,
+            )
+
+
+@rule
+def zero_keeps_fp32_weights(config: PPOConfig) -> Iterator[Problem]:
+    for key, role, sharding, is_trained in zero_roles(config):
+        if is_trained and role.deepspeed.zero_stage and sharding.master_dtype != "fp32":
+            name = f"{'critic.model' if key == 'critic' else key}.fsdp_config.model_dtype"
+            yield problem(
+                config,
+                name,
+                f"with {key}.strategy=deepspeed: the sharded optimizer keeps the weights in fp32. Set it to fp32; "
+                "mixed_precision.param_dtype is the format of forward and backward.",
+                f"{key}.strategy",
+            )
+
+
+@rule
+def zero_optimizer_can_leave_the_device(config: PPOConfig) -> Iterator[Problem]:
+    for key, role, sharding, is_trained in zero_roles(config):
+        leaves = sharding.param_offload or sharding.optimizer_offload
+        zero = role.deepspeed
+        if config.trainer.device != "cuda" or not is_trained or not leaves or zero.offload_optimizer:
+            continue
+        if zero.zero_stage == 1 and sharding.compute_dtype == "bf16":
+            yield problem(
+                config,
+                f"{key}.deepspeed.zero_stage",
+                "in bf16 with fsdp_config.param_offload or optimizer_offload: DeepSpeed's optimizer of this stage "
+                "stays on the device. Use zero_stage=2, or deepspeed.offload_optimizer=true.",
+            )
+
+
+@rule
+def second_copies_of_slices_divide_the_workers(config: PPOConfig) -> Iterator[Problem]:
+    for key, role, _, _ in zero_roles(config):
+        size, world = role.deepspeed.zero_hpz_partition_size, config.trainer.world_size
+        if role.deepspeed.zero_stage == 3 and world % size:
+            yield problem(
+                config,
+                f"{key}.deepspeed.zero_hpz_partition_size",
+                f"does not divide the {world} workers. Choose a divisor of {world}, usually those of one machine.",
+                "trainer.n_gpus_per_node",
+            )
+
+
+@rule
+def deepspeed_config_leaves_alone_what_verl_decides(config: PPOConfig) -> Iterator[Problem]:
+    for key, role, _, _ in zero_roles(config):
+        for name, value, way_out in conflicts(role.deepspeed.config):
+            text = f"{key}.deepspeed.config.{name}={show(value)} is decided by verl: {way_out}."
+            yield Problem(f"{key}.deepspeed.config", text)
+
+
+@rule
+def an_adapter_alone_stays_within_its_process(config: PPOConfig) -> Iterator[Problem]:
+    shared, key = config.actor_rollout_ref, f"{ROLLOUT}.lora_sync"
+    if shared.model.lora_rank and shared.rollout.lora_sync == "adapter" and not shared.hybrid_engine:
+        yield problem(
+            config,
+            key,
+            "with actor_rollout_ref.hybrid_engine=false: weights travel to devices of the rollout's own merged. Use "
+            "merge or auto, which then means merge.",
+            "actor_rollout_ref.hybrid_engine",
+        )
+
+
+@rule
+def an_adapter_to_go_on_from_has_a_rank(config: PPOConfig) -> Iterator[Problem]:
+    for model in ("actor_rollout_ref.model", *(["critic.model"] if config.uses_critic else [])):
+        if get_path(config, model).lora_adapter_path and not get_path(config, model).lora_rank:
+            yield problem(
+                config,
+                f"{model}.lora_adapter_path",
+                f"with {model}.lora_rank=0, which trains all weights: set lora_rank and lora_alpha to those of its "
+                "adapter_config.json, or leave the path out.",
+                f"{model}.lora_rank",
+            )
+
+
+@rule
+def triton_kernels_have_a_cuda_device(config: PPOConfig) -> Iterator[Problem]:
+    model, place = config.actor_rollout_ref.model, "actor_rollout_ref.model"
+    wanted = {
+        f"{place}.use_liger": (model.use_liger, "Set it to false"),
+        f"{place}.fused_kernel_options.impl_backend": (
+            model.use_fused_kernels and model.fused_kernel_options.impl_backend == "triton",
+            "Use torch, which computes the same",
+        ),
+    }
+    for key, (is_wanted, way_out) in wanted.items():
+        if is_wanted and config.trainer.device != "cuda":
+            yield problem(
+                config,
+                key,
+                f"with trainer.device={config.trainer.device}: liger's Triton kernels (`{install_command('liger')}`) "
+                f"run on CUDA devices only. {way_out}, or set trainer.device=cuda.",
+                "trainer.device",
+            )
+
+
+# -- Settings of models, sharding and formats without effect ---------------------------------------------------------
+
+
+@notice
+def there_is_no_adapter(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+    models = ["actor_rollout_ref.model", *(["critic.model"] if config.uses_critic else [])]
+    for model in models:
+        if not get_path(config, model).lora_rank:
+            keys = [f"{model}.{name}" for name in ("lora_alpha", "target_modules", "exclude_modules")]
+            keys += [f"{ROLLOUT}.lora_sync"] * (model == models[0])
+            yield from unread(config, keys, is_given, f"{model}.lora_rank=0 trains all weights")
+
+
+@notice
+def reference_is_the_actor_without_its_adapter(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+    shared = config.actor_rollout_ref
+    if config.uses_reference and shared.model.lora_rank and not (shared.ref.model or {}).get("path"):
+        keys = [key for key in given_below(REF, config, is_given) if "log_prob" not in key]
+        yield from unread(config, keys, is_given, "the reference is the actor with its LoRA adapter switched off")
+
+
+@notice
+def always_chunked(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+    keys = [
+        f"{role}.{name}"
+        for role in (ACTOR, REF)
+        for name in ("entropy_from_logits_with_chunking", "entropy_checkpointing")
+    ]
+    yield from unread(
+        config, keys, is_given, "entropy and log-probs are always computed in chunks and recomputed in backward"
+    )
+
+
+@notice
+def always_from_hidden_states(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+    model, key = config.actor_rollout_ref.model, "actor_rollout_ref.model.use_fused_kernels"
+    why = "log-probs and entropy are computed from hidden states in chunks either way"
+    if not model.use_fused_kernels or model.fused_kernel_options.impl_backend == "torch":
+        yield from unread(config, [key], is_given, why)
+    decides = f"{key}={show(model.use_fused_kernels)} decides"
+    yield from unread(config, [f"{ACTOR}.use_fused_kernels"], is_given, decides)
+    if not model.use_fused_kernels:
+        backend = "actor_rollout_ref.model.fused_kernel_options.impl_backend"
+        yield from unread(config, [backend], is_given, f"{key}=false")
+
+
+@notice
+def entropy_is_not_the_kernels(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+    shared = config.actor_rollout_ref
+    model, entropy = shared.model, shared.actor.entropy_coeff
+    if model.use_fused_kernels and model.fused_kernel_options.impl_backend == "triton" and entropy:
+        yield (
+            f"actor_rollout_ref.model.fused_kernel_options.impl_backend=triton with {ACTOR}.entropy_coeff={entropy}: "
+            "the kernel gives no entropy, so updates of the actor run on torch"
+        )
+
+
+@notice
+def nothing_is_compiled_on_cpu(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+    if config.trainer.device == "cpu":
+        keys = [f"{role}.use_torch_compile" for role in (ACTOR, REF) if get_path(config, role).use_torch_compile]
+        yield from unread(config, keys, is_given, "the head is compiled on CUDA only")
+
+
+@notice
+def one_worker_implementation(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+    yield from unread(config, ["trainer.use_legacy_worker_impl"], is_given, "there is one implementation")
+
+
+@notice
+def fsdp_runs_on_fsdp2(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+    roles = [role for role in sharded(config) if is_given(f"{role}.strategy")]
+    named = [f"{role}.strategy=fsdp" for role in roles if get_path(config, role).strategy == "fsdp"]
+    if named:
+        yield f"{', '.join(named)} is FSDP2 (fully_shard), with the same results; fsdp1 names the older implementation"
+
+
+@notice
+def local_does_not_shard(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+    names = (
+        "reshard_after_forward",
+        "forward_prefetch",
+        "offload_policy",
+        "fsdp_size",
+        "wrap_policy.min_num_params",
+        "wrap_policy.transformer_layer_cls_to_wrap",
+        "mixed_precision.reduce_dtype",
+    )
+    for role, place in sharded(config).items():
+        if get_path(config, role).strategy == "local":
+            keys = [f"{place}.{name}" for name in names]
+            yield from unread(config, keys, is_given, f"{role}.strategy=local does not shard")
+
+
+@notice
+def deepspeed_is_not_fsdp(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+    names = (
+        "reshard_after_forward",
+        "fsdp_size",
+        "forward_prefetch",
+        "offload_policy",
+        "wrap_policy.min_num_params",
+        "wrap_policy.transformer_layer_cls_to_wrap",
+    )
+    for role, place in sharded(config).items():
+        if get_path(config, role).strategy == "deepspeed":
+            keys = [f"{place}.{name}" for name in names]
+            yield from unread(config, keys, is_given, f"{role}.strategy=deepspeed shards as {role}.deepspeed says")
+
+
+@notice
+def deepspeed_section_is_not_read(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+    stage3 = ("offload_param", "zero_hpz_partition_size")
+    for role in sharded(config):
+        section, keys = get_path(config, role), given_below(f"{role}.deepspeed", config, is_given)
+        stage = section.deepspeed.zero_stage
+        keys = [key for key in keys if not key.endswith(".zero_stage") or section.strategy != "deepspeed"]
+        if section.strategy != "deepspeed":
+            yield from unread(config, keys, is_given, f"{role}.strategy={section.strategy}")
+        elif role in (REF, RM) and stage < 3:
+            yield from unread(config, keys, is_given, "below zero_stage=3 what only scores is whole on every rank")
+        elif stage == 0:
+            keys = [key for key in keys if not key.endswith(".reduce_bucket_size")]
+            yield from unread(config, keys, is_given, f"{role}.deepspeed.zero_stage=0 shards nothing")
+        elif stage < 3:
+            names = [key for key in keys if key.rpartition(".")[2].startswith(("stage3_", *stage3))]
+            yield from unread(config, names, is_given, f"{role}.deepspeed.zero_stage={stage} keeps weights whole")
+
+
+@notice
+def buffers_keep_their_format(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+    keys = [f"{place}.mixed_precision.buffer_dtype" for place in sharded(config).values()]
+    yield from unread(config, keys, is_given, "buffers keep the format the model gives them")
+
+
+@notice
+def reference_is_kept_as_it_computes(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+    keys = [f"{REF}.fsdp_config.model_dtype"] if config.uses_reference else []
+    keys += [f"{RM}.model.fsdp_config.model_dtype"] if config.reward_model.enable else []
+    why = "weights that are not trained are kept in mixed_precision.param_dtype"
+    yield from unread(config, keys, is_given, why)
+
+
+@notice
+def nothing_to_offload(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+    if config.trainer.device == "cpu":
+        names = ("param_offload", "optimizer_offload", "offload_policy")
+        switches = [f"{place}.{name}" for place in sharded(config).values() for name in names]
+        switches += ["actor_rollout_ref.model.enable_activation_offload"]
+        switches += ["critic.model.enable_activation_offload"] * config.uses_critic
+        switches += [f"{role}.deepspeed.offload_{name}" for role in sharded(config) for name in ("param", "optimizer")]
+        keys = [key for key in switches if get_path(config, key)]
+        yield from unread(config, keys, is_given, "with trainer.device=cpu all is in host memory")
+        return
+    if config.uses_reference:
+        yield from unread(config, [f"{REF}.fsdp_config.optimizer_offload"], is_given, "the reference is not trained")
+    for role, place in sharded(config).items():
+        if get_path(config, place).offload_policy and get_path(config, role).strategy != "local":
+            keys = [key for key in (f"{place}.param_offload", f"{place}.optimizer_offload") if get_path(config, key)]
+            yield from unread(config, keys, is_given, f"{place}.offload_policy keeps both in host memory for good")
+    if config.reward_model.enable:
+        keys = [f"{RM}.model.fsdp_config.optimizer_offload"]
+        yield from unread(config, keys, is_given, "the reward model is not trained")

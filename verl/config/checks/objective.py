@@ -1,0 +1,613 @@
+"""What is optimised: estimators, losses, bounds, KL, corrections for the sampler."""
+
+from collections.abc import Iterator
+
+from verl.config.base import Problem, get_path
+from verl.config.build import show
+from verl.config.checks.base import (
+    ACTOR,
+    CORRECTION,
+    REF,
+    ROLLOUT,
+    TOKEN_BASELINES,
+    IsGiven,
+    given_below,
+    notice,
+    problem,
+    rule,
+    unread,
+)
+from verl.config.ppo import PPOConfig
+from verl.config.support import built_names
+
+_CORRECTIONS = ("rollout_is", "rollout_rs", "rollout_token_veto_threshold", "bypass_mode")
+"""Options that switch a part of the rollout correction on."""
+
+_CLIPS_RATIOS = ("vanilla", "gspo", "clip_cov", "bypass_mode")
+"""Losses that clip a ratio from below at 1 - clip_ratio_low. The others' lower bounds are of another kind."""
+
+
+@rule
+def gae_has_a_critic(config: PPOConfig) -> Iterator[Problem]:
+    if config.critic.enable is False and config.algorithm.adv_estimator == "gae":
+        yield problem(
+            config,
+            "critic.enable",
+            "with algorithm.adv_estimator=gae: GAE needs values. Leave "
+            "critic.enable null, or choose an estimator without critic, grpo for example.",
+            "algorithm.adv_estimator",
+        )
+
+
+@rule
+def responses_are_resampled_beside_a_critic(config: PPOConfig) -> Iterator[Problem]:
+    estimator = config.algorithm.adv_estimator
+    if config.algorithm.use_pf_ppo and estimator != "gae":
+        yield problem(
+            config,
+            "algorithm.use_pf_ppo",
+            f"with algorithm.adv_estimator={estimator}: policy filtration is defined for PPO with a critic. Set "
+            "adv_estimator=gae, or use_pf_ppo=false; algorithm.filter_groups chooses among groups.",
+            "algorithm.adv_estimator",
+        )
+
+
+@rule
+def critic_samples_agree(config: PPOConfig) -> Iterator[Problem]:
+    n = config.actor_rollout_ref.rollout.n
+    if config.uses_critic and config.critic.rollout_n != n:
+        yield problem(
+            config,
+            "critic.rollout_n",
+            f"differs from {ROLLOUT}.n={n}, which it follows. Set only the latter.",
+            f"{ROLLOUT}.n",
+        )
+
+
+@rule
+def groups_can_be_chosen(config: PPOConfig) -> Iterator[Problem]:
+    filtering, rollout = config.algorithm.filter_groups, config.actor_rollout_ref.rollout
+    if not filtering.enable:
+        return
+    key = "algorithm.filter_groups.enable"
+    if rollout.n < 2:
+        text = f"with {ROLLOUT}.n=1: one response cannot differ from others. Sample at least 2, or set it to false."
+        yield problem(config, key, text, f"{ROLLOUT}.n")
+    if rollout.async_ratio:
+        yield problem(
+            config,
+            key,
+            f"with {ROLLOUT}.async_ratio={rollout.async_ratio}: how many prompts a step draws is known at its end "
+            "only, and the next one's are drawn before. Set async_ratio=0, or enable=false.",
+            f"{ROLLOUT}.async_ratio",
+        )
+    if rollout.over_sample_rate:
+        yield problem(
+            config,
+            key,
+            f"with {ROLLOUT}.over_sample_rate={rollout.over_sample_rate}: a prompt would be put off several times in "
+            f"one step, which {ROLLOUT}.max_postponements counts once. Set over_sample_rate=0, or enable=false.",
+            f"{ROLLOUT}.over_sample_rate",
+        )
+    if filtering.metric == "seq_final_reward" and config.algorithm.use_kl_in_reward:
+        yield problem(
+            config,
+            "algorithm.filter_groups.metric",
+            "with algorithm.use_kl_in_reward=true: every response has a KL of its own, so every group would differ. "
+            "Use seq_reward, or put the KL into the loss (actor.use_kl_loss).",
+            "algorithm.use_kl_in_reward",
+        )
+
+
+@rule
+def clip_range_keeps_the_ratio_positive(config: PPOConfig) -> Iterator[Problem]:
+    actor = config.actor_rollout_ref.actor
+    name = "clip_ratio_low" if actor.clip_ratio_low is not None else "clip_ratio"
+    if actor.policy_loss.loss_mode in _CLIPS_RATIOS and actor[name] >= 1:
+        yield problem(config, f"{ACTOR}.{name}", "allows ratios down to 0 or less: it must be less than 1.")
+
+
+@rule
+def tis_knows_what_the_sampler_thought(config: PPOConfig) -> Iterator[Problem]:
+    shared = config.actor_rollout_ref
+    if shared.actor.policy_loss.loss_mode == "tis" and not shared.rollout.calculate_log_probs:
+        yield problem(
+            config,
+            f"{ACTOR}.policy_loss.loss_mode",
+            f"weighs by the probabilities the sampler used, and {ROLLOUT}.calculate_log_probs=false does not keep "
+            f"them. Set it to true.",
+            f"{ROLLOUT}.calculate_log_probs",
+        )
+
+
+@rule
+def correction_knows_what_the_sampler_thought(config: PPOConfig) -> Iterator[Problem]:
+    if config.actor_rollout_ref.rollout.calculate_log_probs:
+        return
+    for name in _CORRECTIONS:
+        if config.algorithm.rollout_correction[name]:
+            yield problem(
+                config,
+                f"{CORRECTION}.{name}",
+                f"with {ROLLOUT}.calculate_log_probs=false: it compares with the probabilities the sampler used, "
+                f"which are not kept. Set calculate_log_probs=true.",
+                f"{ROLLOUT}.calculate_log_probs",
+            )
+
+
+@rule
+def correction_has_old_log_probs_to_compare(config: PPOConfig) -> Iterator[Problem]:
+    options, actor = config.algorithm.rollout_correction, config.actor_rollout_ref.actor
+    for name in _CORRECTIONS:
+        if options[name] and actor.skip_old_log_probs:
+            why = "every ratio is then 1, not that to the sampler"
+            if name != "bypass_mode":
+                why = "the weights are needed before the update, which is what finds the old log-probs"
+            yield problem(
+                config,
+                f"{CORRECTION}.{name}",
+                f"with {ACTOR}.skip_old_log_probs=true: {why}. Set skip_old_log_probs=false.",
+                f"{ACTOR}.skip_old_log_probs",
+            )
+        elif options[name] and options.bypass_mode and name != "bypass_mode":
+            if actor.policy_loss.loss_mode == "bypass_mode":  # which makes r of the policy being trained
+                continue
+            yield problem(
+                config,
+                f"{CORRECTION}.{name}",
+                f"with {CORRECTION}.bypass_mode=true: the old log-probs are then the sampler's own, and every r would "
+                f"be 1. Set bypass_mode=false, or {ACTOR}.policy_loss.loss_mode=bypass_mode, whose r is that of the "
+                "policy being trained.",
+                f"{CORRECTION}.bypass_mode",
+                f"{ACTOR}.policy_loss.loss_mode",
+            )
+    if options.bypass_mode and actor.calculate_sum_pi_squared:
+        yield problem(
+            config,
+            f"{CORRECTION}.bypass_mode",
+            f"with {ACTOR}.calculate_sum_pi_squared=true: the sums come from the pass that is left out. Set one of "
+            "them to false.",
+            f"{ACTOR}.calculate_sum_pi_squared",
+        )
+
+
+@rule
+def bypassing_loss_has_the_samplers_log_probs(config: PPOConfig) -> Iterator[Problem]:
+    options, loss = config.algorithm.rollout_correction, config.actor_rollout_ref.actor.policy_loss
+    mode, bypasses = f"{ACTOR}.policy_loss.loss_mode", loss.loss_mode == "bypass_mode"
+    if bypasses and not options.bypass_mode:
+        yield problem(
+            config,
+            mode,
+            f"with {CORRECTION}.bypass_mode=false: the loss takes old log-probs for the sampler's, and they would be "
+            "the trainer's. Set bypass_mode=true, or loss_mode=vanilla.",
+            f"{CORRECTION}.bypass_mode",
+        )
+    if options.loss_type != "ppo_clip" and not bypasses:
+        yield problem(
+            config,
+            f"{CORRECTION}.loss_type",
+            f"with {mode}={loss.loss_mode}: only bypass_mode reads it. Set {mode}=bypass_mode and "
+            f"{CORRECTION}.bypass_mode=true, or {mode}=reinforce for a policy gradient from old log-probs.",
+            mode,
+        )
+    if bypasses and options.rollout_is_batch_normalize:
+        yield problem(
+            config,
+            f"{CORRECTION}.rollout_is_batch_normalize",
+            f"with {mode}=bypass_mode: weights are made in the loss, a micro-batch at a time, and their mean would "
+            "depend on how batches are cut. Set it to false.",
+            mode,
+        )
+    copy = loss.rollout_correction
+    for name in options if bypasses else ():
+        if copy[name] != options[name]:
+            yield problem(
+                config,
+                f"{ACTOR}.policy_loss.rollout_correction.{name}",
+                f"is not {CORRECTION}.{name}={show(options[name])}, which it follows. Set the latter only.",
+                f"{CORRECTION}.{name}",
+            )
+
+
+@rule
+def correction_leaves_room_between_its_bounds(config: PPOConfig) -> Iterator[Problem]:
+    options, bounds = config.algorithm.rollout_correction, []
+    try:
+        upper, lower, mode = options.weighting
+    except ValueError as error:
+        yield problem(config, f"{CORRECTION}.rollout_is_threshold", f"is no threshold: {error}.")
+        return
+    if options.rollout_is is not None:
+        bounds.append(("is", upper, (1 / upper if mode == "mask" else 0) if lower is None else lower))
+    try:
+        bounds += [("rs", upper, lower) for _, upper, lower in options.rejections if lower is not None]
+    except ValueError as error:
+        names = [f"{CORRECTION}.{name}" for name in ("rollout_rs", "rollout_rs_threshold")]
+        text = " with ".join(f"{key}={show(get_path(config, key))}" for key in names)
+        yield Problem(names[0], f"{text}: {error}.", (names[1],))
+    for kind, upper, lower in bounds:
+        if lower >= upper:
+            name = f"{CORRECTION}.rollout_{kind}_threshold"
+            text = (
+                f"{name}={upper:g} is not above the lower bound {lower:g} ({name}_lower; if null, 1 / upper): nothing "
+                "lies between them. Raise the first or lower the second."
+            )
+            yield Problem(name, text, (f"{name}_lower", f"{CORRECTION}.rollout_{kind}"))
+
+
+@rule
+def no_loss_is_corrected_twice(config: PPOConfig) -> Iterator[Problem]:
+    options, mode = config.algorithm.rollout_correction, config.actor_rollout_ref.actor.policy_loss.loss_mode
+    if options.rollout_is and mode == "tis":
+        yield problem(
+            config,
+            f"{CORRECTION}.rollout_is",
+            f"with {ACTOR}.policy_loss.loss_mode=tis: that loss weighs by the ratio to the sampler itself, and tokens "
+            "would be weighed twice. Set rollout_is=null, or take another loss, reinforce for example.",
+            f"{ACTOR}.policy_loss.loss_mode",
+        )
+    if mode == "topr" and any(kind.strip().startswith("token") for kind in (options.rollout_rs or "").split(",")):
+        yield problem(
+            config,
+            f"{CORRECTION}.rollout_rs",
+            f"with {ACTOR}.policy_loss.loss_mode=topr: a response whose last token is rejected would lose the score "
+            "by which that loss tells success from failure. Use sequence or geometric.",
+            f"{ACTOR}.policy_loss.loss_mode",
+        )
+
+
+@rule
+def bounds_of_a_policy_loss_leave_room(config: PPOConfig) -> Iterator[Problem]:
+    loss, key = config.actor_rollout_ref.actor.policy_loss, f"{ACTOR}.policy_loss"
+    for mode, low, high in (
+        ("tis", "tis_lower_bound", "tis_upper_bound"),
+        ("clip_cov", "clip_cov_lb", "clip_cov_ub"),
+    ):
+        if loss.loss_mode == mode and loss[low] >= loss[high]:
+            yield problem(
+                config,
+                f"{key}.{low}",
+                f"is not below {key}.{high}={loss[high]}: nothing lies between them. Lower the first or raise the "
+                f"second.",
+                f"{key}.{high}",
+            )
+
+
+@rule
+def optimal_token_baseline_has_its_column(config: PPOConfig) -> Iterator[Problem]:
+    key = f"{ACTOR}.calculate_sum_pi_squared"
+    estimator = config.algorithm.adv_estimator
+    if estimator in TOKEN_BASELINES and not get_path(config, key):
+        yield problem(
+            config,
+            key,
+            f"with algorithm.adv_estimator={estimator}: the estimator weighs tokens by the sum of squared "
+            "probabilities. Set it to true.",
+            "algorithm.adv_estimator",
+        )
+
+
+@rule
+def reward_charges_sampled_tokens_only(config: PPOConfig) -> Iterator[Problem]:
+    if config.algorithm.use_kl_in_reward and config.algorithm.kl_penalty == "full":
+        yield problem(
+            config,
+            "algorithm.kl_penalty",
+            "with algorithm.use_kl_in_reward=true: rewards are made from the log-probs of sampled tokens, and the full "
+            f"KL needs both distributions. Use kl, or put it into the loss: {ACTOR}.use_kl_loss=true "
+            f"{ACTOR}.kl_loss_type=full.",
+        )
+
+
+@rule
+def distributions_are_compared_where_they_are_made(config: PPOConfig) -> Iterator[Problem]:
+    shared, key = config.actor_rollout_ref, "ulysses_sequence_parallel_size"
+    borrows = shared.model.lora_rank and not (shared.ref.model or {}).get("path")
+    size = shared.actor.ulysses_sequence_parallel_size
+    if config.compares_distributions and not borrows and shared.ref.ulysses_sequence_parallel_size != size:
+        yield problem(
+            config,
+            f"{REF}.{key}",
+            f"differs from {ACTOR}.{key}={size} with {ACTOR}.kl_loss_type=full: actor and reference go through each "
+            "micro-batch together. Set them equal, or use low_var_kl.",
+            f"{ACTOR}.{key}",
+        )
+
+
+# -- Settings of estimators, losses, KL, correction and schedules that nothing reads ---------------------------------
+
+
+_CLIPPING = ("vanilla", "gspo", "geo_mean", "cispo", "clip_cov", "dppo_tv", "dppo_kl", "bypass_mode")
+
+_READ_BY_LOSS: dict[str, tuple[str, ...]] = {
+    "clip_ratio": _CLIPPING,
+    "clip_ratio_low": _CLIPPING,
+    "clip_ratio_high": _CLIPPING,
+    "clip_ratio_c": ("vanilla", "dppo_tv", "dppo_kl", "bypass_mode"),
+    "tau_pos": ("sapo",),
+    "tau_neg": ("sapo",),
+    **{f"policy_loss.{name}": ("clip_cov",) for name in ("clip_cov_ratio", "clip_cov_lb", "clip_cov_ub")},
+    **{f"policy_loss.{name}": ("kl_cov",) for name in ("kl_cov_ratio", "ppo_kl_coef")},
+    **{f"policy_loss.{name}": ("tis",) for name in ("tis_lower_bound", "tis_upper_bound")},
+    **{f"policy_loss.{name}": ("topr",) for name in ("topr_pos_weight", "topr_neg_weight", "topr_ratio")},
+    "policy_loss.kimi15_tau": ("kimi15",),
+    "policy_loss.dro_beta": ("dro",),
+}
+"""Options of the actor -> the built-in losses that read them."""
+
+_READ_BY_ESTIMATOR: dict[str, tuple[str, ...]] = {
+    "algorithm.lam": ("gae",),
+    "algorithm.gamma": ("gae", "reinforce_plus_plus", "reinforce", "step_reinforce", "agentic_reinforce"),
+    "algorithm.step_gamma": ("step_reinforce", "gigpo"),
+    **{f"algorithm.gigpo.{name}": ("gigpo",) for name in ("episode_weight", "step_weight", "mode")},
+    "algorithm.norm_adv_by_std_in_grpo": ("grpo", "grpo_passk"),
+    "algorithm.gdpo_reward_keys": ("gdpo",),
+    "algorithm.gdpo_reward_weights": ("gdpo",),
+    f"{ACTOR}.calculate_sum_pi_squared": ("optimal_token_baseline", "tir_optimal_token_baseline"),
+}
+"""Options -> the built-in estimators that read them."""
+
+_WHITENS = ("gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gdpo")
+"""Built-in estimators that whiten advantages unless told otherwise."""
+
+_PUBLISHED_WITH = {
+    "gspo": "seq-mean-token-mean",
+    "geo_mean": "seq-mean-token-mean",
+    "sapo": "seq-mean-token-mean",
+    "kimi15": "seq-mean-token-sum",
+}
+"""loss_mode -> the loss_agg_mode of its paper, where that matters."""
+
+
+@notice
+def nothing_is_compared(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+    if not config.actor_rollout_ref.rollout.calculate_log_probs:
+        why = f"{ROLLOUT}.calculate_log_probs=false keeps no probabilities to compare"
+        yield from unread(config, [f"{ROLLOUT}.mismatch_threshold"], is_given, why)
+    elif config.algorithm.rollout_correction.bypass_mode:
+        why = f"{CORRECTION}.bypass_mode=true computes no probabilities to compare with"
+        yield from unread(config, [f"{ROLLOUT}.mismatch_threshold"], is_given, why)
+
+
+@notice
+def nothing_is_corrected(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+    options = config.algorithm.rollout_correction
+    of_weights = ["rollout_is_threshold_lower", "rollout_is_mode", "rollout_is_batch_normalize"]
+    if options.rollout_rs is None or options.rollout_rs_threshold is not None:
+        of_weights.append("rollout_is_threshold")
+    options_of = {"rollout_is": of_weights, "rollout_rs": ["rollout_rs_threshold", "rollout_rs_threshold_lower"]}
+    for switch, names in options_of.items():
+        if options[switch] is None:
+            why = f"{CORRECTION}.{switch}=null"
+            yield from unread(config, [f"{CORRECTION}.{name}" for name in names], is_given, why)
+
+
+@notice
+def the_losss_copy_of_the_correction_is_not_read(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+    mode, place = config.actor_rollout_ref.actor.policy_loss.loss_mode, f"{ACTOR}.policy_loss.rollout_correction"
+    if mode != "bypass_mode":
+        keys = given_below(place, config, is_given)
+        yield from unread(config, keys, is_given, f"{ACTOR}.policy_loss.loss_mode={mode} reads {CORRECTION}")
+
+
+@notice
+def kl_in_reward_is_the_samplers(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+    if config.algorithm.rollout_correction.bypass_mode and config.algorithm.use_kl_in_reward:
+        yield (
+            f"{CORRECTION}.bypass_mode=true with algorithm.use_kl_in_reward=true: the reward is charged for the "
+            "sampler's distance from the reference, rounding of its kernels included; false measures the policy's"
+        )
+
+
+@notice
+def critic_is_not_there(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+    if not config.uses_critic:
+        read = ["critic.enable"]
+        if config.reward_model.enable:  # follows these
+            read += ["critic.use_dynamic_bsz", "critic.forward_max_token_len_per_gpu"]
+            read += ["critic.ppo_max_token_len_per_gpu"]
+        keys = [key for key in given_below("critic", config, is_given) if key not in read]
+        keys += ["trainer.critic_warmup"] if config.trainer.critic_warmup else []
+        why = f"there is no critic with algorithm.adv_estimator={config.algorithm.adv_estimator}"
+        yield from unread(config, [*keys, "trainer.max_critic_ckpt_to_keep"], is_given, why)
+
+
+@notice
+def reference_is_not_there(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+    if not config.uses_reference:
+        yield from unread(
+            config,
+            given_below(REF, config, is_given),
+            is_given,
+            "there is no reference policy without actor.use_kl_loss or algorithm.use_kl_in_reward",
+        )
+
+
+@notice
+def reference_is_not_scored(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+    if config.uses_reference and not config.scores_reference:
+        keys = [key for key in given_below(REF, config, is_given) if key.startswith(f"{REF}.log_prob_")]
+        why = f"with {ACTOR}.kl_loss_type=full the reference runs in the micro-batches of the actor's update"
+        yield from unread(config, keys, is_given, why)
+
+
+@notice
+def kl_in_reward_is_off(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+    control = [f"algorithm.kl_ctrl.{name}" for name in ("type", "kl_coef", "horizon", "target_kl")]
+    if not config.algorithm.use_kl_in_reward:
+        yield from unread(config, ["algorithm.kl_penalty", *control], is_given, "algorithm.use_kl_in_reward=false")
+    elif config.algorithm.kl_ctrl.type == "fixed":
+        yield from unread(config, control[2:], is_given, "algorithm.kl_ctrl.type=fixed")
+
+
+@notice
+def kl_loss_is_off(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+    if not config.actor_rollout_ref.actor.use_kl_loss:
+        keys = [f"{ACTOR}.kl_loss_coef", f"{ACTOR}.kl_loss_type"]
+        yield from unread(config, keys, is_given, f"{ACTOR}.use_kl_loss=false")
+
+
+@notice
+def kl_counts_twice(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+    if config.algorithm.use_kl_in_reward and config.actor_rollout_ref.actor.use_kl_loss:
+        yield f"algorithm.use_kl_in_reward and {ACTOR}.use_kl_loss are both on: the KL penalty counts twice"
+
+
+@notice
+def schedule_does_not_read_it(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+    for key in (f"{ACTOR}.optim", *(["critic.optim"] if config.uses_critic else [])):
+        optim = get_path(config, key)
+        readers = {
+            "min_lr_ratio": ("cosine", "linear", "wsd"),
+            "num_cycles": ("cosine",),
+            "lr_wsd_decay_steps": ("wsd",),
+            "lr_wsd_decay_style": ("wsd",),
+        }
+        others = [f"{key}.{name}" for name, styles in readers.items() if optim.warmup_style not in styles]
+        yield from unread(config, others, is_given, f"{key}.warmup_style={optim.warmup_style}")
+        if optim.lr_warmup_steps is not None and optim.lr_warmup_steps >= 0:
+            yield from unread(
+                config,
+                [f"{key}.lr_warmup_steps_ratio"],
+                is_given,
+                f"{key}.lr_warmup_steps={optim.lr_warmup_steps} decides",
+            )
+
+
+@notice
+def estimator_does_not_read_it(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+    estimator = config.algorithm.adv_estimator
+    if estimator in built_names("algorithm.adv_estimator"):
+        keys = [key for key, readers in _READ_BY_ESTIMATOR.items() if estimator not in readers]
+        yield from unread(config, keys, is_given, f"algorithm.adv_estimator={estimator} does not read it")
+
+
+@notice
+def loss_does_not_read_it(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+    mode = config.actor_rollout_ref.actor.policy_loss.loss_mode
+    if mode in built_names(f"{ACTOR}.policy_loss.loss_mode"):
+        keys = [f"{ACTOR}.{name}" for name, readers in _READ_BY_LOSS.items() if mode not in readers]
+        yield from unread(config, keys, is_given, f"{ACTOR}.policy_loss.loss_mode={mode} does not read it")
+
+
+@notice
+def one_step_never_meets_a_bound(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+    actor = config.actor_rollout_ref.actor
+    if actor.ppo_epochs > 1 or actor.ppo_mini_batch_size < config.prompts_per_update:
+        return
+    if config.algorithm.rollout_correction.bypass_mode:  # then the ratio is that to the sampler
+        return
+    names = ["clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c"]
+    names += [f"policy_loss.{name}" for name in ("ppo_kl_coef", "kimi15_tau", "dro_beta")]
+    keys = [f"{ACTOR}.{name}" for name in names if actor.policy_loss.loss_mode in _READ_BY_LOSS[name]]
+    why = "with one optimizer step per batch the policy is still the one that sampled, and its ratio is 1"
+    yield from unread(config, keys, is_given, why)
+
+
+@notice
+def loss_was_published_with_another_mean(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+    actor = config.actor_rollout_ref.actor
+    mode = _PUBLISHED_WITH.get(actor.policy_loss.loss_mode, actor.loss_agg_mode)
+    if actor.loss_agg_mode != mode:
+        yield (
+            f"{ACTOR}.policy_loss.loss_mode={actor.policy_loss.loss_mode} was published with "
+            f"{ACTOR}.loss_agg_mode={mode}, and runs with {actor.loss_agg_mode}"
+        )
+
+
+@notice
+def divisor_is_not_used(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+    mode = config.actor_rollout_ref.actor.loss_agg_mode
+    if mode != "seq-mean-token-sum-norm":
+        yield from unread(config, [f"{ACTOR}.loss_scale_factor"], is_given, f"{ACTOR}.loss_agg_mode={mode}")
+
+
+@notice
+def advantages_are_whitened_or_not_by_themselves(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+    estimator, whiten = config.algorithm.adv_estimator, config.algorithm.advantage.whiten
+    if estimator in built_names("algorithm.adv_estimator") and whiten is (estimator in _WHITENS):
+        habit = "does so" if whiten else "does not"
+        yield from unread(config, ["algorithm.advantage.whiten"], is_given, f"{estimator} {habit} by itself")
+
+
+@notice
+def a_reward_has_no_gradient(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+    kind = config.algorithm.kl_penalty
+    if config.algorithm.use_kl_in_reward and kind.endswith("+"):
+        yield f"algorithm.kl_penalty={kind} is {kind[:-1]}: the + changes a gradient, and a reward has none"
+
+
+@notice
+def no_response_is_resampled(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+    key, algorithm = "algorithm.pf_ppo", config.algorithm
+    if not algorithm.use_pf_ppo:
+        keys = [f"{key}.reweight_method", f"{key}.weight_pow"]
+        yield from unread(config, keys, is_given, "algorithm.use_pf_ppo=false takes every response once")
+    elif algorithm.pf_ppo.reweight_method != "pow":
+        why = f"{key}.reweight_method={algorithm.pf_ppo.reweight_method} does not read it"
+        yield from unread(config, [f"{key}.weight_pow"], is_given, why)
+
+
+@notice
+def gigpo_has_nothing_to_tell_apart(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+    gigpo = config.algorithm.gigpo
+    if config.algorithm.adv_estimator != "gigpo":
+        return
+    if config.actor_rollout_ref.rollout.mode == "sync":
+        yield (
+            f"algorithm.adv_estimator=gigpo with {ROLLOUT}.mode=sync: every response is one turn, so that its "
+            "advantages are those of grpo times algorithm.gigpo.episode_weight + step_weight"
+        )
+    if not gigpo.episode_weight + gigpo.step_weight:
+        yield "algorithm.gigpo.episode_weight=0 and step_weight=0 make every advantage 0: nothing is learned"
+
+
+@notice
+def no_turn_comes_after_the_first(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+    read = {
+        "step_reinforce": "algorithm.step_gamma",
+        "gigpo": "algorithm.step_gamma",
+        "agentic_reinforce": "algorithm.gamma",
+    }
+    key = read.get(config.algorithm.adv_estimator)
+    if key and config.actor_rollout_ref.rollout.mode == "sync":
+        why = f"with {ROLLOUT}.mode=sync every response is one turn, after which no other comes"
+        yield from unread(config, [key], is_given, why)
+
+
+@notice
+def one_step_never_moves_a_value(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+    critic = config.critic
+    if config.uses_critic and critic.ppo_epochs == 1 and critic.ppo_mini_batch_size >= config.prompts_per_update:
+        why = "with one optimizer step per batch the values are still those the advantages were made with"
+        keys = ["critic.cliprange_value"] if critic.cliprange_value is not None else []
+        yield from unread(config, keys, is_given, why)
+
+
+@notice
+def correction_bounds_itself(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+    correction = config.algorithm.rollout_correction
+    if correction.rollout_is and "_" in str(correction.rollout_is_threshold):
+        keys = [f"{CORRECTION}.rollout_is_threshold_lower", f"{CORRECTION}.rollout_is_mode"]
+        why = f"{CORRECTION}.rollout_is_threshold={correction.rollout_is_threshold} has both bounds, as IcePop wants"
+        yield from unread(config, keys, is_given, why)
+    if correction.rollout_rs and all(kind.endswith(("k2", "k3")) for kind in correction.rollout_rs.split(",")):
+        keys = [f"{CORRECTION}.rollout_rs_threshold_lower"]
+        why = f"{CORRECTION}.rollout_rs={correction.rollout_rs} has no lower bound"
+        yield from unread(config, keys, is_given, why)
+
+
+@notice
+def bypassing_loss_decides_what_is_bounded(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+    correction = config.algorithm.rollout_correction
+    if config.actor_rollout_ref.actor.policy_loss.loss_mode != "bypass_mode":
+        return
+    if correction.loss_type == "ppo_clip":
+        keys = [f"{CORRECTION}.rollout_is"] if correction.rollout_is else []
+        why = f"with {CORRECTION}.loss_type=ppo_clip the clipped ratio is already that to the sampler"
+        yield from unread(config, keys, is_given, why)
+    else:
+        names = ("clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c")
+        why = f"{CORRECTION}.loss_type=reinforce does not clip"
+        yield from unread(config, [f"{ACTOR}.{name}" for name in names], is_given, why)

@@ -1,0 +1,355 @@
+"""Where rewards come from and how they are shaped."""
+
+from collections.abc import Iterator, Mapping
+
+from verl.config.base import Problem, get_path
+from verl.config.checks.base import (
+    ACTOR,
+    RM,
+    ROLLOUT,
+    SHAPING,
+    IsGiven,
+    given_below,
+    notice,
+    problem,
+    rule,
+    shapes_scores,
+    unread,
+)
+from verl.config.ppo import PPOConfig
+from verl.config.support import built_names
+
+
+@rule
+def reward_model_reads_conversations(config: PPOConfig) -> Iterator[Problem]:
+    if config.rewrites_for_reward_model and not config.data.return_raw_chat:
+        yield problem(
+            config,
+            "data.return_raw_chat",
+            f"with {RM}.model.input_tokenizer={config.reward_model.model.input_tokenizer}: the reward model reads each "
+            f"conversation in its own chat template, and the messages are left out. Set data.return_raw_chat=true or, "
+            f"if the reward model has the policy's tokens and template, {RM}.model.input_tokenizer=null.",
+            f"{RM}.model.input_tokenizer",
+        )
+
+
+@rule
+def a_batch_is_scored_by_a_function_of_the_users(config: PPOConfig) -> Iterator[Problem]:
+    rm, path = config.reward_model, config.custom_reward_function.path
+    if rm.reward_manager != "batch" or rm.enable:
+        return
+    places = rm.by_source or {}
+    way_out = (
+        f"the built-in rules take one response at a time. Name a function of lists in custom_reward_function.path, or "
+        f"set {RM}.reward_manager=naive."
+    )
+    if not places and path is None:
+        yield problem(
+            config,
+            f"{RM}.reward_manager",
+            f"without custom_reward_function.path: {way_out}",
+            "custom_reward_function.path",
+        )
+    for pattern, place in places.items():
+        name = place.get("function") if isinstance(place, Mapping) else place
+        if str(name).partition(":")[0] == "builtin":
+            yield problem(
+                config,
+                f"{RM}.by_source",
+                f"sends {pattern} to the built-in rules, and with {RM}.reward_manager=batch {way_out}",
+                f"{RM}.reward_manager",
+            )
+
+
+@rule
+def reward_model_reads_whole_responses(config: PPOConfig) -> Iterator[Problem]:
+    rm, rollout = config.reward_model, config.actor_rollout_ref.rollout
+    longest = rollout.prompt_length + rollout.response_length
+    if not rm.enable or rm.max_length is None:
+        return
+    if not rm.model.input_tokenizer and rm.max_length < longest:
+        yield problem(
+            config,
+            f"{RM}.max_length",
+            f"is shorter than prompt and response together ({rollout.prompt_length} + {rollout.response_length} = "
+            f"{longest}), and token ids are passed on whole ({RM}.model.input_tokenizer=null). Leave it null, or "
+            f"shorten data.max_response_length.",
+            "data.max_response_length",
+        )
+    elif rm.model.input_tokenizer and rm.use_dynamic_bsz:
+        budget = rm.forward_max_token_len_per_gpu * rm.ulysses_sequence_parallel_size
+        if budget < rm.max_length:
+            yield problem(
+                config,
+                f"{RM}.forward_max_token_len_per_gpu",
+                f"cannot hold one conversation of {RM}.max_length={rm.max_length} tokens. Raise the first or lower "
+                f"the second.",
+                f"{RM}.max_length",
+            )
+
+
+@rule
+def gdpo_has_rewards_to_combine(config: PPOConfig) -> Iterator[Problem]:
+    algorithm = config.algorithm
+    if algorithm.adv_estimator != "gdpo":
+        return
+    keys, weights = algorithm.gdpo_reward_keys, algorithm.gdpo_reward_weights
+    if not keys:
+        yield problem(
+            config,
+            "algorithm.gdpo_reward_keys",
+            "with algorithm.adv_estimator=gdpo: it combines rewards it finds by name. List the names the reward "
+            "function returns beside score, [accuracy,format] for example.",
+            "algorithm.adv_estimator",
+        )
+    elif weights is not None and len(weights) != len(keys):
+        yield problem(
+            config,
+            "algorithm.gdpo_reward_weights",
+            f"has {len(weights)} numbers for the {len(keys)} algorithm.gdpo_reward_keys. Give one weight a key, or "
+            f"null for equal ones.",
+            "algorithm.gdpo_reward_keys",
+        )
+
+
+@rule
+def greedy_baseline_is_of_the_same_scale(config: PPOConfig) -> Iterator[Problem]:
+    if config.algorithm.adv_estimator == "remax":
+        for key in shapes_scores(config):
+            yield problem(
+                config,
+                key,
+                "changes the rewards of sampled responses, but not the score of the greedy one, with which "
+                "algorithm.adv_estimator=remax compares them. Leave it out, or use rloo or reinforce.",
+                "algorithm.adv_estimator",
+            )
+
+
+@rule
+def scores_of_a_group_are_several(config: PPOConfig) -> Iterator[Problem]:
+    if config.actor_rollout_ref.rollout.n == 1:
+        for name in ("mean", "std"):
+            if config.algorithm.reward_shaping.norm[name] == "group":
+                yield problem(
+                    config,
+                    f"{SHAPING}.norm.{name}",
+                    f"compares responses to the same prompt, and {ROLLOUT}.n=1 draws one. Raise n, or choose batch or "
+                    "running.",
+                    f"{ROLLOUT}.n",
+                )
+
+
+@rule
+def overlong_buffer_lies_in_the_response(config: PPOConfig) -> Iterator[Problem]:
+    buffer, window = config.algorithm.reward_shaping.overlong_buffer, config.actor_rollout_ref.rollout.response_length
+    if buffer.enable and not 0 < buffer.len <= window:
+        yield problem(
+            config,
+            f"{SHAPING}.overlong_buffer.len",
+            f"must be 1 to {ROLLOUT}.response_length={window}: the penalty grows over that many last tokens. Choose "
+            f"e.g. {max(1, window // 4)}, or set {SHAPING}.overlong_buffer.enable=false.",
+            f"{ROLLOUT}.response_length",
+        )
+
+
+@rule
+def difficulty_is_a_band(config: PPOConfig) -> Iterator[Problem]:
+    band = config.algorithm.sample_mask.difficulty
+    if band is not None and (len(band) != 2 or not band[0] <= band[1]):
+        yield problem(
+            config,
+            "algorithm.sample_mask.difficulty",
+            "is no [low, high]: two numbers, the first at most the second. Give e.g. [0.1,0.9], or null for no mask.",
+        )
+
+
+@rule
+def bands_have_two_ends(config: PPOConfig) -> Iterator[Problem]:
+    clip, filtering = config.algorithm.reward_shaping.clip_range, config.algorithm.filter_groups
+    if clip is not None and (len(clip) != 2 or not clip[0] < clip[1]):
+        yield problem(
+            config,
+            f"{SHAPING}.clip_range",
+            "is no [low, high]: two numbers, the first below the second. Give e.g. [-1,3], or null for no bounds.",
+        )
+    if filtering.low is not None and filtering.high is not None and not filtering.low < filtering.high:
+        yield problem(
+            config,
+            "algorithm.filter_groups.low",
+            f"is not below algorithm.filter_groups.high={filtering.high}: no group lies between them. Lower the first "
+            "or raise the second.",
+            "algorithm.filter_groups.high",
+        )
+
+
+@rule
+def some_responses_are_whole(config: PPOConfig) -> Iterator[Problem]:
+    if config.algorithm.sample_mask.drop_truncated and config.actor_rollout_ref.rollout.ignore_eos:
+        yield problem(
+            config,
+            "algorithm.sample_mask.drop_truncated",
+            f"with {ROLLOUT}.ignore_eos=true leaves nothing to learn from: every response runs into the length limit. "
+            "Set one of them to false.",
+            f"{ROLLOUT}.ignore_eos",
+        )
+
+
+@rule
+def a_judge_has_a_name_and_a_scale(config: PPOConfig) -> Iterator[Problem]:
+    judge, key = config.reward_model.judge, f"{RM}.judge"
+    if judge.url and not judge.model:
+        text = f"with {key}.url={judge.url}: name the model as the server knows it."
+        yield problem(config, f"{key}.model", text, f"{key}.url")
+    if judge.highest <= judge.lowest:
+        text = f"is not above {key}.lowest={judge.lowest:g}: raise the first or lower the second."
+        yield problem(config, f"{key}.highest", text, f"{key}.lowest")
+
+
+# -- Settings of rewards and their shaping without effect ------------------------------------------------------------
+
+
+_CENTRES_GROUPS = ("grpo", "grpo_passk", "rloo", "reinforce_plus_plus_baseline", "opo", "gpg")
+"""Built-in estimators that see only how a score differs from those of its siblings."""
+
+
+@notice
+def reward_model_is_not_there(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+    if config.reward_model.enable:
+        return
+    of_functions = (
+        "enable",
+        "reward_manager",
+        "reward_kwargs",
+        "by_source",
+        "sandbox",
+        "self_test",
+        "on_error",
+        "max_errors",
+        "launch_reward_fn_async",
+        "sandbox_fusion",
+        "judge",
+    )
+    keys = [key for key in given_below(RM, config, is_given) if key.split(".")[1] not in of_functions]
+    yield from unread(config, keys, is_given, "there is no reward model with reward_model.enable=false")
+
+
+@notice
+def sandbox_is_off(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+    rm = config.reward_model
+    if not rm.sandbox.enable:
+        keys = [key for key in given_below(f"{RM}.sandbox", config, is_given) if not key.endswith(".enable")]
+        yield from unread(config, keys, is_given, f"{RM}.sandbox.enable=false calls the function in the driver")
+    elif rm.reward_manager in built_names(f"{RM}.reward_manager"):
+        is_batch = rm.reward_manager == "batch"
+        name, other = ("timeout_s", "batch_timeout_s") if is_batch else ("batch_timeout_s", "timeout_s")
+        why = f"with {RM}.reward_manager={rm.reward_manager} {RM}.sandbox.{other} is the limit of a call"
+        yield from unread(config, [f"{RM}.sandbox.{name}"], is_given, why)
+
+
+@notice
+def built_in_scorers_are_not_asked(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+    places, path = (f"{RM}.sandbox_fusion", f"{RM}.judge"), config.custom_reward_function.path
+    given = [key for place in places for key in given_below(place, config, is_given)]
+    if path is not None and not config.reward_model.get("by_source", None):
+        why = f"custom_reward_function.path={path} scores in place of the built-in scorers"
+        yield from unread(config, given, is_given, why)
+    elif config.reward_model.judge.url is None:
+        of_judge = [key for key in given if key.startswith(places[1])]
+        yield from unread(config, of_judge, is_given, f"there is no judge without {RM}.judge.url")
+    if config.reward_model.sandbox_fusion.url is None:
+        key = f"{RM}.sandbox_fusion.max_concurrent"
+        yield from unread(config, [key], is_given, f"programs run on this machine without {places[0]}.url")
+
+
+@notice
+def reward_model_reads_ids_or_texts(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+    if not config.reward_model.enable:
+        return
+    yield from unread(config, [f"{RM}.model.use_fused_kernels"], is_given, "a score needs no logits over tokens")
+    if not config.reward_model.model.input_tokenizer:
+        why = f"{RM}.model.input_tokenizer=null passes token ids on whole"
+        yield from unread(config, [f"{RM}.max_length"], is_given, why)
+
+
+@notice
+def function_does_not_score_training(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+    rm = config.reward_model
+    if not rm.enable or rm.reward_manager not in built_names(f"{RM}.reward_manager"):
+        return
+    if config.custom_reward_function.path is not None:
+        yield (
+            f"custom_reward_function.path={config.custom_reward_function.path} scores validation only, rows whose "
+            f"reward_model.style is not model: with {RM}.enable=true the built-in manager {rm.reward_manager} gives "
+            f"out the reward model's scores in training. Register a manager of your own to combine both"
+        )
+    scorers = [f"{RM}.{name}" for name in ("by_source", "judge.url", "sandbox_fusion.url")]
+    given = [key for key in scorers if get_path(config, key)]
+    if given:
+        yield (
+            f"{', '.join(given)} {'is' if len(given) == 1 else 'are'} asked in validation only, of rows whose "
+            f"reward_model.style is not model: with {RM}.enable=true the reward model scores the training"
+        )
+    if (rm.reward_kwargs.get("overlong_buffer_cfg") or {}).get("enable"):
+        yield (
+            f"{RM}.reward_kwargs.overlong_buffer_cfg has no effect in training: with {RM}.enable=true the built-in "
+            f"manager {rm.reward_manager} gives out the reward model's scores as they are. {SHAPING}.overlong_buffer "
+            "charges those"
+        )
+    yield from unread(config, [f"{RM}.self_test"], is_given, "the reward model scores, and no function is tried")
+    why = f"the built-in manager {rm.reward_manager} gives out the reward model's scores, which are there by then"
+    yield from unread(config, [f"{RM}.launch_reward_fn_async"] * rm.launch_reward_fn_async, is_given, why)
+
+
+@notice
+def reward_function_is_built_in(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+    if config.custom_reward_function.path is None:
+        keys = ["custom_reward_function.name", "custom_reward_function.reward_kwargs"]
+        yield from unread(config, keys, is_given, "custom_reward_function.path=null")
+
+
+@notice
+def reward_of_gdpo_has_no_kl(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+    algorithm = config.algorithm
+    if algorithm.adv_estimator == "gdpo" and algorithm.use_kl_in_reward:
+        why = f"gdpo reads algorithm.gdpo_reward_keys, not the reward with the KL in it; {ACTOR}.use_kl_loss works"
+        yield from unread(config, ["algorithm.use_kl_in_reward"], is_given, why)
+
+
+@notice
+def reward_of_gdpo_is_not_shaped(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+    if config.algorithm.adv_estimator == "gdpo":
+        why = "gdpo reads algorithm.gdpo_reward_keys, and normalises each"
+        yield from unread(config, shapes_scores(config), is_given, why)
+
+
+@notice
+def overlong_responses_cost_nothing(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+    if not config.algorithm.reward_shaping.overlong_buffer.enable:
+        keys = [f"{SHAPING}.overlong_buffer.{name}" for name in ("len", "penalty_factor")]
+        yield from unread(config, keys, is_given, f"{SHAPING}.overlong_buffer.enable=false")
+
+
+@notice
+def estimator_centres_scores_again(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+    """A shift or factor common to a group, which the estimator takes out; a bound or a KL between them would show."""
+    algorithm, shaping = config.algorithm, config.algorithm.reward_shaping
+    compares = algorithm.adv_estimator in _CENTRES_GROUPS and config.actor_rollout_ref.rollout.n > 1
+    if not compares or shaping.clip is not None or shaping.clip_range is not None or shaping.whiten:
+        return
+    keys = [key for key in shapes_scores(config) if key in (f"{SHAPING}.norm.mean", f"{SHAPING}.shift")]
+    yield from unread(config, keys, is_given, f"{algorithm.adv_estimator} compares with siblings, shifted like it")
+    divides = algorithm.adv_estimator in ("grpo", "grpo_passk") and algorithm.norm_adv_by_std_in_grpo
+    if divides and not algorithm.use_kl_in_reward:
+        keys = [key for key in shapes_scores(config) if key in (f"{SHAPING}.norm.std", f"{SHAPING}.scale")]
+        why = f"{algorithm.adv_estimator} divides by the std of the group (algorithm.norm_adv_by_std_in_grpo)"
+        yield from unread(config, keys, is_given, why)
+
+
+@notice
+def long_responses_are_charged_twice(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+    buffer = config.reward_model.reward_kwargs.get("overlong_buffer_cfg") or {}
+    if buffer.get("enable") and config.algorithm.reward_shaping.overlong_buffer.enable:
+        yield (
+            f"{RM}.reward_kwargs.overlong_buffer_cfg and {SHAPING}.overlong_buffer are both on: a long response is "
+            "charged twice"
+        )

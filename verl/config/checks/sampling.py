@@ -1,0 +1,430 @@
+"""How responses are drawn: groups, lengths, engines' parameters, devices of the rollout."""
+
+from collections.abc import Iterator
+
+from verl.config.base import Problem, get_path
+from verl.config.build import show
+from verl.config.checks.base import ROLLOUT, TOKEN_BASELINES, IsGiven, given_below, notice, problem, rule, unread
+from verl.config.ppo import PPOConfig
+from verl.config.sampling_names import BY_HF, DECIDED, OF_WHOLE_RESPONSES, OWN, RESHAPE
+
+_NEED_SIBLINGS = ("grpo", "rloo", "grpo_passk", "opo", "gpg", "gdpo", "gigpo", *TOKEN_BASELINES)
+
+
+@rule
+def groups_have_siblings(config: PPOConfig) -> Iterator[Problem]:
+    estimator, rollout = config.algorithm.adv_estimator, config.actor_rollout_ref.rollout
+    if estimator in _NEED_SIBLINGS and rollout.n < 2:
+        yield problem(
+            config,
+            f"{ROLLOUT}.n",
+            f"with algorithm.adv_estimator={estimator}: a response is judged by its "
+            f"siblings, and there are none. Sample at least 2 responses per prompt, "
+            f"or choose another estimator.",
+            "algorithm.adv_estimator",
+        )
+
+
+@rule
+def siblings_differ(config: PPOConfig) -> Iterator[Problem]:
+    sampling, key = config.actor_rollout_ref.rollout, ROLLOUT
+    if sampling.n > 1 and (not sampling.do_sample or sampling.temperature == 0):
+        cause = "do_sample=false" if not sampling.do_sample else "temperature=0"
+        yield problem(
+            config,
+            f"{key}.n",
+            f"with {key}.{cause}: all responses of a prompt would be the same. Sample at random, or set {key}.n=1.",
+            f"{key}.do_sample",
+            f"{key}.temperature",
+        )
+
+
+@rule
+def further_sampling_is_the_engines(config: PPOConfig) -> Iterator[Problem]:
+    engine = config.actor_rollout_ref.rollout.name
+    for place in (ROLLOUT, f"{ROLLOUT}.val_kwargs"):
+        for name, value in get_path(config, place).sampling_kwargs.items():
+            key = f"{place}.sampling_kwargs.{name}"
+            if name in OWN:
+                way_out = f"set {ROLLOUT if name == 'ignore_eos' else place}.{name}, the key it has of its own"
+            elif name in DECIDED or name.startswith("_"):
+                way_out = DECIDED.get(name, "leave it out")
+            elif engine == "hf" and name not in BY_HF:
+                way_out = f"{ROLLOUT}.name=hf knows {', '.join(BY_HF)}; use another engine for others"
+            else:
+                continue
+            text = f"{key}={show(value)} cannot be handed to the engine: {way_out}."
+            yield Problem(key, text, (f"{place}.sampling_kwargs", f"{ROLLOUT}.name"))
+
+
+@rule
+def stop_texts_have_characters(config: PPOConfig) -> Iterator[Problem]:
+    for place in (ROLLOUT, f"{ROLLOUT}.val_kwargs"):
+        stop = get_path(config, place).stop
+        if "" in ([stop] if isinstance(stop, str) else stop or []):
+            yield problem(config, f"{place}.stop", "holds an empty text, which would end every response. Leave it out.")
+
+
+@rule
+def windows_agree(config: PPOConfig) -> Iterator[Problem]:
+    rollout, data = config.actor_rollout_ref.rollout, config.data
+    if rollout.prompt_length != data.max_prompt_length:
+        yield problem(
+            config,
+            f"{ROLLOUT}.prompt_length",
+            f"differs from data.max_prompt_length="
+            f"{data.max_prompt_length}, the length prompts are padded to. Set only the latter.",
+            "data.max_prompt_length",
+        )
+
+
+@rule
+def model_length_holds_prompt_and_response(config: PPOConfig) -> Iterator[Problem]:
+    rollout = config.actor_rollout_ref.rollout
+    longest = rollout.prompt_length + rollout.response_length
+    if rollout.max_model_len is not None and rollout.max_model_len < longest:
+        yield problem(
+            config,
+            f"{ROLLOUT}.max_model_len",
+            f"is shorter than prompt and response together "
+            f"({rollout.prompt_length} + {rollout.response_length} = {longest}). Raise it, leave it null, "
+            f"or shorten data.max_response_length.",
+            "data.max_response_length",
+        )
+
+
+@rule
+def a_prompt_is_read_in_one_piece_or_in_several(config: PPOConfig) -> Iterator[Problem]:
+    rollout = config.actor_rollout_ref.rollout
+    longest = rollout.max_model_len or rollout.prompt_length + rollout.response_length
+    if rollout.name == "vllm" and not rollout.enable_chunked_prefill and rollout.max_num_batched_tokens < longest:
+        yield problem(
+            config,
+            f"{ROLLOUT}.max_num_batched_tokens",
+            f"with {ROLLOUT}.enable_chunked_prefill=false: vLLM then reads a sequence in one forward, and it may have "
+            f"{longest} tokens. Raise it to {longest}, or set enable_chunked_prefill=true.",
+            f"{ROLLOUT}.enable_chunked_prefill",
+        )
+
+
+@rule
+def rollout_copies_fit_the_workers(config: PPOConfig) -> Iterator[Problem]:
+    rollout, workers = config.actor_rollout_ref.rollout, sum(config.rollout_processes)
+    place = "trainer" if config.actor_rollout_ref.hybrid_engine else ROLLOUT
+    stages = (rollout.engine_kwargs.get("vllm") or {}).get("pipeline_parallel_size") or 1
+    stages = stages if rollout.name == "vllm" else 1
+    if rollout.name != "hf" and workers % (rollout.tensor_model_parallel_size * stages):
+        times = f"times engine_kwargs.vllm.pipeline_parallel_size={stages} " if stages != 1 else ""
+        yield problem(
+            config,
+            f"{ROLLOUT}.tensor_model_parallel_size",
+            f"{times}does not divide the {workers} workers ({place}.nnodes x {place}.n_gpus_per_node). "
+            f"Choose a divisor of {workers}.",
+            f"{place}.n_gpus_per_node",
+            f"{ROLLOUT}.engine_kwargs",
+        )
+
+
+@rule
+def rollout_apart_has_devices(config: PPOConfig) -> Iterator[Problem]:
+    if not config.actor_rollout_ref.hybrid_engine and not config.actor_rollout_ref.rollout.nnodes:
+        yield problem(
+            config,
+            f"{ROLLOUT}.nnodes",
+            "with actor_rollout_ref.hybrid_engine=false: nothing would sample. Give the rollout at least one machine, "
+            "or leave hybrid_engine true.",
+            "actor_rollout_ref.hybrid_engine",
+        )
+
+
+@rule
+def drawing_ahead_has_devices_of_its_own(config: PPOConfig) -> Iterator[Problem]:
+    shared, key = config.actor_rollout_ref, f"{ROLLOUT}.async_ratio"
+    if shared.rollout.async_ratio and shared.hybrid_engine:
+        yield problem(
+            config,
+            key,
+            "with actor_rollout_ref.hybrid_engine=true: sampling and training take turns on the same devices, so "
+            f"nothing can be drawn ahead. Set hybrid_engine=false and give the rollout devices ({ROLLOUT}.nnodes, "
+            f"{ROLLOUT}.n_gpus_per_node), or set async_ratio=0.",
+            "actor_rollout_ref.hybrid_engine",
+        )
+    if shared.rollout.async_ratio and config.algorithm.adv_estimator == "remax":
+        yield problem(
+            config,
+            key,
+            "with algorithm.adv_estimator=remax: its greedy baseline would come from newer weights than the responses. "
+            "Set async_ratio=0, or take another estimator without critic, rloo for example.",
+            "algorithm.adv_estimator",
+        )
+
+
+@rule
+def requests_one_by_one_need_servers(config: PPOConfig) -> Iterator[Problem]:
+    rollout = config.actor_rollout_ref.rollout
+    if rollout.over_sample_rate and rollout.async_ratio:
+        yield problem(
+            config,
+            f"{ROLLOUT}.over_sample_rate",
+            f"with {ROLLOUT}.async_ratio={rollout.async_ratio}: which prompts a step trains on is known before it "
+            "begins. Set over_sample_rate=0, or async_ratio=0.",
+            f"{ROLLOUT}.async_ratio",
+        )
+    for name in ("over_sample_rate", "partial_rollout"):
+        if rollout[name] and rollout.mode != "async":
+            yield problem(
+                config,
+                f"{ROLLOUT}.{name}",
+                f"with {ROLLOUT}.mode={rollout.mode}: there, one call samples a whole batch, and no request can be "
+                f"ended early. Set {ROLLOUT}.mode=async.",
+                f"{ROLLOUT}.mode",
+            )
+
+
+@rule
+def tokens_of_several_versions_keep_their_log_probs(config: PPOConfig) -> Iterator[Problem]:
+    rollout = config.actor_rollout_ref.rollout
+    if rollout.partial_rollout and not rollout.calculate_log_probs:
+        yield problem(
+            config,
+            f"{ROLLOUT}.partial_rollout",
+            f"with {ROLLOUT}.calculate_log_probs=false: a response drawn by several versions of the weights can only "
+            f"be corrected by the log-probs it was drawn with. Set calculate_log_probs=true.",
+            f"{ROLLOUT}.calculate_log_probs",
+        )
+
+
+@rule
+def a_response_that_goes_on_is_drawn_as_if_never_cut(config: PPOConfig) -> Iterator[Problem]:
+    rollout = config.actor_rollout_ref.rollout
+    if not (rollout.partial_rollout and rollout.over_sample_rate):
+        return
+    for name in sorted(set(OF_WHOLE_RESPONSES).intersection(rollout.sampling_kwargs)):
+        key, value = f"{ROLLOUT}.sampling_kwargs.{name}", rollout.sampling_kwargs[name]
+        if value:
+            text = (
+                f"{key}={show(value)} with {ROLLOUT}.partial_rollout=true: it looks at the response from its start, "
+                "and an engine that goes on with one takes what was drawn before for prompt. Leave it out, or set "
+                "partial_rollout=false."
+            )
+            yield Problem(key, text, (f"{ROLLOUT}.sampling_kwargs", f"{ROLLOUT}.partial_rollout"))
+
+
+@rule
+def kept_batches_come_from_one_call(config: PPOConfig) -> Iterator[Problem]:
+    rollout = config.actor_rollout_ref.rollout
+    by_speed = "what such a batch holds depends on how fast responses came, so none can be found again"
+    for name, why in {
+        "over_sample_rate": by_speed,
+        "partial_rollout": by_speed,
+        "async_ratio": "such a batch is begun a step early, where none is kept or looked for",
+    }.items():
+        if rollout.skip_rollout and rollout[name]:
+            yield problem(
+                config,
+                f"{ROLLOUT}.skip_rollout",
+                f"with {ROLLOUT}.{name}={show(rollout[name])}: {why}. Set one of them only.",
+                f"{ROLLOUT}.{name}",
+            )
+
+
+@rule
+def engine_keeps_its_weights_between_syncs(config: PPOConfig) -> Iterator[Problem]:
+    key, shared = "trainer.weight_sync_freq", config.actor_rollout_ref
+    if config.trainer.weight_sync_freq == 1:
+        return
+    if not shared.hybrid_engine:
+        why = "a rollout on devices of its own is sent weights as it goes"
+        way_out = "actor_rollout_ref.hybrid_engine=true"
+    elif shared.rollout.mode == "async":
+        why, way_out = "servers are handed the newest weights at every step", f"{ROLLOUT}.mode=sync"
+    elif shared.rollout.free_cache_engine:
+        why, way_out = "the engine gives its weights back between steps", f"{ROLLOUT}.free_cache_engine=false"
+    else:
+        return
+    yield problem(config, key, f"does not work: {why}. Set {way_out}, or leave it 1.", way_out.partition("=")[0])
+
+
+# -- Settings of the rollout without effect, and those that make it sample from another policy -----------------------
+
+
+@notice
+def hf_has_no_engine_knobs(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+    rollout = config.actor_rollout_ref.rollout
+    if rollout.name != "hf":
+        return
+    knobs = [
+        "enforce_eager",
+        "disable_log_stats",
+        "enable_chunked_prefill",
+        "load_format",
+        "max_model_len",
+        "engine_kwargs",
+    ]
+    if rollout.tensor_model_parallel_size != 1:
+        knobs.append("tensor_model_parallel_size")
+    yield from unread(config, [f"{ROLLOUT}.{knob}" for knob in knobs], is_given, f"{ROLLOUT}.name=hf has no such knob")
+
+
+@notice
+def engines_do_not_read_each_others_arguments(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+    rollout, key = config.actor_rollout_ref.rollout, f"{ROLLOUT}.engine_kwargs"
+    if rollout.name == "hf":
+        return
+    for engine, arguments in rollout.engine_kwargs.items():
+        given = [f"{key}.{engine}.{name}={show(value)}" for name, value in (arguments or {}).items() if value]
+        if engine != rollout.name and given and is_given(f"{key}.{engine}"):
+            verb = "has" if len(given) == 1 else "have"
+            yield f"{', '.join(given)} {verb} no effect: {ROLLOUT}.name={rollout.name} reads {key}.{rollout.name}"
+
+
+@notice
+def host_memory_is_not_a_gpus(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+    key, rollout = f"{ROLLOUT}.gpu_memory_utilization", config.actor_rollout_ref.rollout
+    if config.trainer.device == "cpu" and is_given(key):
+        most = "" if rollout.name == "hf" else ", 1 GiB at most"
+        yield (
+            f"{key}={show(rollout.gpu_memory_utilization)} has no effect on any GPU with trainer.device=cpu: half of "
+            f"that share of the machine's memory, divided among its workers{most}, bounds the key-value cache, and so "
+            f"only how many responses are drawn at a time, as {ROLLOUT}.max_num_seqs does"
+        )
+
+
+@notice
+def nothing_is_traced(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+    backend = config.actor_rollout_ref.rollout.trace.backend
+    keys = [] if backend == "file" else [f"{ROLLOUT}.trace.dir"]
+    keys += [] if backend else [f"{ROLLOUT}.trace.token2text"]
+    yield from unread(config, keys, is_given, f"{ROLLOUT}.trace.backend={show(backend)} does not read it")
+
+
+@notice
+def nothing_is_reused(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+    if not config.actor_rollout_ref.rollout.skip_rollout:
+        yield from unread(config, [f"{ROLLOUT}.skip_dump_dir"], is_given, f"{ROLLOUT}.skip_rollout=false")
+
+
+@notice
+def always_woken_in_stages(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+    yield from unread(
+        config, [f"{ROLLOUT}.multi_stage_wake_up"], is_given, "weights are always brought back first, the cache later"
+    )
+
+
+@notice
+def one_call_has_no_agents(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+    if config.actor_rollout_ref.rollout.mode == "sync":
+        keys = [f"{ROLLOUT}.server_host", f"{ROLLOUT}.max_running_requests"]
+        keys += given_below(f"{ROLLOUT}.agent", config, is_given)
+        yield from unread(config, keys, is_given, f"{ROLLOUT}.mode=sync samples a batch in one call, without servers")
+
+
+@notice
+def engines_on_cpu_are_eager(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+    rollout = config.actor_rollout_ref.rollout
+    if rollout.name in ("vllm", "sglang") and config.trainer.device == "cpu" and not rollout.enforce_eager:
+        yield from unread(config, [f"{ROLLOUT}.enforce_eager"], is_given, "there are no CUDA graphs on a CPU")
+
+
+@notice
+def greedy_cuts_nothing(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+    for key in (ROLLOUT, f"{ROLLOUT}.val_kwargs"):
+        sampling = get_path(config, key)
+        if not sampling.do_sample:
+            names = ["top_k", "top_p", "min_p"]
+            names += ["temperature"] * (key != ROLLOUT)  # log-probs are divided by rollout's
+            yield from unread(config, [f"{key}.{name}" for name in names], is_given, f"{key}.do_sample=false")
+        elif sampling.temperature == 0:
+            names = ("top_k", "top_p", "min_p", "do_sample")
+            yield from unread(config, [f"{key}.{name}" for name in names], is_given, f"{key}.temperature=0 is greedy")
+
+
+@notice
+def greedy_answers_are_equal(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+    sampling, key = config.actor_rollout_ref.rollout.val_kwargs, f"{ROLLOUT}.val_kwargs"
+    greedy = [f"{key}.do_sample=false"] * (not sampling.do_sample) or [f"{key}.temperature=0"] * (
+        sampling.temperature == 0
+    )
+    if sampling.n > 1 and greedy:
+        yield (
+            f"{key}.n={sampling.n} with {greedy[0]} gives {sampling.n} equal answers to each prompt. Set "
+            f"{key}.do_sample=true and {key}.temperature=1.0, or {key}.n=1"
+        )
+
+
+@notice
+def fire_needs_chance(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+    rollout = config.actor_rollout_ref.rollout
+    fire = [f"{ROLLOUT}.fire_temperature", f"{ROLLOUT}.fire_top_k"]
+    if not rollout.use_fire_sampling:
+        yield from unread(config, fire, is_given, f"{ROLLOUT}.use_fire_sampling=false")
+    elif not rollout.do_sample:
+        yield from unread(config, [f"{ROLLOUT}.use_fire_sampling", *fire], is_given, f"{ROLLOUT}.do_sample=false")
+    elif rollout.top_k > 0:
+        why = f"{ROLLOUT}.top_k={rollout.top_k} holds for the first token too"
+        yield from unread(config, fire[1:], is_given, why)
+
+
+@notice
+def nothing_ends_a_response(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+    if config.actor_rollout_ref.rollout.ignore_eos:
+        keys = [f"{ROLLOUT}.stop_token_ids", f"{ROLLOUT}.val_kwargs.stop_token_ids"]
+        yield from unread(config, keys, is_given, f"{ROLLOUT}.ignore_eos=true goes on after any token")
+
+
+@notice
+def sampled_from_another_policy(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+    """Old log-probs are those of softmax(logits / temperature); tokens may be drawn from something else."""
+    rollout = config.actor_rollout_ref.rollout
+    shapes = {
+        "do_sample": not rollout.do_sample,
+        "top_p": rollout.do_sample and rollout.top_p < 1,
+        "top_k": rollout.do_sample and rollout.top_k > 0,
+        "min_p": rollout.do_sample and rollout.min_p > 0,
+        "repetition_penalty": rollout.repetition_penalty != 1,
+        "use_fire_sampling": rollout.do_sample and rollout.use_fire_sampling,
+        **{f"sampling_kwargs.{name}": name in RESHAPE for name, v in rollout.sampling_kwargs.items() if v is not None},
+    }
+    keys = [f"{ROLLOUT}.{name}" for name, holds in shapes.items() if holds]
+    given = [f"{key}={show(get_path(config, key))}" for key in keys]
+    if given:
+        yield (
+            f"{', '.join(given)} {'makes' if len(given) == 1 else 'make'} the policy that samples another one than the "
+            f"policy that is trained: log-probs are computed under softmax(logits / {ROLLOUT}.temperature), so ratios "
+            f"do not see the difference. {ROLLOUT}.calculate_log_probs=true measures it"
+        )
+
+
+@notice
+def weights_go_tensor_by_tensor(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+    yield from unread(
+        config, [f"{ROLLOUT}.layered_summon"], is_given, "weights are always handed over tensor by tensor"
+    )
+
+
+@notice
+def rollout_shares_devices(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+    if config.actor_rollout_ref.hybrid_engine:
+        keys = [key for key in (f"{ROLLOUT}.nnodes", f"{ROLLOUT}.n_gpus_per_node") if get_path(config, key)]
+        yield from unread(config, keys, is_given, "with actor_rollout_ref.hybrid_engine=true the actor's are used")
+    else:
+        why = "with actor_rollout_ref.hybrid_engine=false the rollout shares its devices with nobody and stays awake"
+        yield from unread(config, [f"{ROLLOUT}.free_cache_engine"], is_given, why)
+
+
+@notice
+def nothing_is_put_off(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+    rollout = config.actor_rollout_ref.rollout
+    names = [name for name in ("partial_rollout", "max_staleness", "max_postponements") if rollout[name]]
+    if rollout.over_sample_rate == 0:
+        why = f"with {ROLLOUT}.over_sample_rate=0 every response is drawn to its end in one step"
+        yield from unread(config, [f"{ROLLOUT}.{name}" for name in names], is_given, why)
+    elif not rollout.partial_rollout:
+        why = f"{ROLLOUT}.partial_rollout=false keeps no tokens for a later step"
+        yield from unread(config, [f"{ROLLOUT}.max_staleness"], is_given, why)
+    elif rollout.max_postponements is not None and rollout.max_postponements > rollout.max_staleness:
+        yield (
+            f"{ROLLOUT}.max_postponements={rollout.max_postponements} is more than "
+            f"{ROLLOUT}.max_staleness={rollout.max_staleness}: what a response drew before its last "
+            f"{rollout.max_staleness} weight updates is thrown away and drawn anew"
+        )

@@ -1,0 +1,336 @@
+"""From the ``data`` section of the config to datasets, samplers and loaders that can be resumed in mid-epoch."""
+
+import fnmatch
+import inspect
+import logging
+import os
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset, Sampler
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from verl.data.prompt_rows import refuse
+from verl.data.rl_dataset import DataError, RLHFDataset, collate_fn
+from verl.data.sampler import (
+    AbstractCurriculumSampler,
+    AbstractSampler,
+    FileOrderSampler,
+    MixtureSampler,
+    ShuffleSampler,
+    SkippingBatchSampler,
+)
+from verl.utils.import_utils import load_extern_type
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase, ProcessorMixin
+
+logger = logging.getLogger(__name__)
+
+_DEFAULT_SEED = 1
+
+
+def build_dataset(
+    config: Mapping[str, Any],
+    files: str | Sequence[str],
+    tokenizer: "PreTrainedTokenizerBase",
+    processor: "ProcessorMixin | None" = None,
+    is_train: bool = True,
+    max_samples: int = -1,
+) -> Dataset:
+    """The dataset over ``files``: :class:`RLHFDataset`, or the class of ``data.custom_cls.{path,name}``.
+
+    Args:
+        is_train: with ``data.datagen`` it grows as training goes on, and ``data.train_max_samples`` is its size; else
+            ``data.val_max_samples`` is.
+        max_samples: at most so many rows, in place of those options; -1: as they say.
+
+    Raises:
+        DataError: with ``truncation=error``, some prompts are too long; lists them now rather than when training
+            reaches them.
+        TypeError: the user's class is not a torch Dataset.
+    """
+    dataset_cls = _custom_class(config, "custom_cls", "path", "name") or RLHFDataset
+    if not (inspect.isclass(dataset_cls) and issubclass(dataset_cls, Dataset)):
+        raise TypeError(
+            f"data.custom_cls.name={config['custom_cls']['name']!r} of {config['custom_cls']['path']} is not a "
+            "subclass of torch.utils.data.Dataset; let it inherit from that or from "
+            "verl.data.rl_dataset.RLHFDataset."
+        )
+    if is_train and dataset_cls is RLHFDataset and (config.get("datagen", None) or {}).get("path", None):
+        from verl.data.dynamicgen_dataset import DynamicGenDataset
+
+        dataset_cls = DynamicGenDataset
+    key = "train_max_samples" if is_train else "val_max_samples"
+    most = config.get(key, -1) if max_samples == -1 else max_samples
+    cap = {"max_samples": most} if most != -1 else {}
+    if cap and not _takes(dataset_cls, "max_samples"):
+        raise TypeError(
+            f"data.{key}={most}: the class {dataset_cls.__name__} of data.custom_cls takes no max_samples. Let "
+            "its __init__ take that argument, or leave the option at -1."
+        )
+    dataset = dataset_cls(data_files=files, tokenizer=tokenizer, processor=processor, config=config, **cap)
+    if dataset_cls.__module__.startswith("verl.data."):
+        _check_columns(dataset, config)
+        _check_prompts(dataset)
+    return dataset
+
+
+def _takes(dataset_cls: type, name: str) -> bool:
+    parameters = inspect.signature(dataset_cls).parameters
+    return name in parameters or any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+
+
+def build_sampler(config: Mapping[str, Any], dataset: Dataset, seed: int | None = None) -> Sampler[int]:
+    """The training order: ``data.sampler`` or ``data.mixture`` if set, else shuffled with ``data.shuffle``, else as in
+    the files.
+
+    Args:
+        seed: used where ``data.seed`` is not set.
+    """
+    sampler_cls = _custom_class(config, "sampler", "class_path", "class_name")
+    if sampler_cls is not None:
+        if not (inspect.isclass(sampler_cls) and issubclass(sampler_cls, AbstractSampler)):
+            raise TypeError(
+                f"data.sampler.class_name={config['sampler']['class_name']!r} is not a subclass of "
+                "verl.experimental.dataset.sampler.AbstractSampler; let it inherit from it."
+            )
+        workers = config.get("dataloader_num_workers", 0)
+        if issubclass(sampler_cls, AbstractCurriculumSampler) and workers:
+            raise ValueError(
+                f"data.dataloader_num_workers={workers} with the curriculum sampler {sampler_cls.__name__}: workers "
+                "draw rows ahead, before the sampler has heard of the last batch. Set data.dataloader_num_workers=0."
+            )
+        return sampler_cls(data_source=dataset, data_config=config)
+    order_seed = _seed(config, seed) if config.get("shuffle", True) else None
+    if config.get("mixture", None):
+        return MixtureSampler(_rows_by_source(config, dataset), config["mixture"], order_seed)
+    return FileOrderSampler(dataset) if order_seed is None else ShuffleSampler(dataset, order_seed)
+
+
+def _rows_by_source(config: Mapping[str, Any], dataset: Dataset) -> dict[str, np.ndarray]:
+    """Source -> its rows, for the sources of ``data.mixture``, which must be those of the data."""
+    key, shares = config.get("reward_fn_key", "data_source"), config["mixture"]
+    table = getattr(dataset, "dataframe", None)
+    if not hasattr(table, "column"):
+        raise TypeError(
+            f"data.mixture={dict(shares)} needs the sources of the rows, and {type(dataset).__name__} has no dataframe "
+            "to tell them. Let the class inherit from RLHFDataset, or draw with data.sampler."
+        )
+    found: dict[str, list[int]] = {}
+    for row, source in enumerate(table.column(key)):
+        name = str(source)
+        if name not in shares:
+            name = next((pattern for pattern in shares if fnmatch.fnmatchcase(name, pattern)), name)
+        found.setdefault(name, []).append(row)
+    if missing := [name for name, share in shares.items() if share > 0 and name not in found]:
+        raise DataError(
+            f"data.mixture gives a share to {missing[0]!r}, and no row of data.train_files has that in {key!r} "
+            f"(data.reward_fn_key): there are {', '.join(map(repr, found))}. Correct the name or add rows."
+        )
+    if extra := [name for name in found if name not in shares]:
+        raise DataError(
+            f"data.mixture says nothing of {extra[0]!r}, the {key!r} (data.reward_fn_key) of {len(found[extra[0]])} "
+            "rows of data.train_files. Give it a share; 0 leaves it out."
+        )
+    return {name: np.array(rows) for name, rows in found.items()}
+
+
+def build_train_loader(
+    config: Mapping[str, Any],
+    dataset: Dataset,
+    collate_fn: Callable | None = None,
+    sampler: Sampler[int] | None = None,
+    seed: int | None = None,
+) -> "PromptLoader":
+    """Batches of ``data.gen_batch_size`` or else ``data.train_batch_size`` prompts; a short last batch is left out."""
+    key = "gen_batch_size" if config.get("gen_batch_size", None) else "train_batch_size"
+    batch_size = config[key]
+    if len(dataset) < batch_size:
+        raise ValueError(
+            f"data.{key}={batch_size} is larger than the {len(dataset)} prompts of data.train_files: no batch could be "
+            "filled. Lower it or add prompts."
+        )
+    sampler = build_sampler(config, dataset, seed) if sampler is None else sampler
+    return PromptLoader(config, dataset, sampler, batch_size, True, collate_fn, _seed(config, seed))
+
+
+def build_val_loader(
+    config: Mapping[str, Any], dataset: Dataset, collate_fn: Callable | None = None, seed: int | None = None
+) -> "PromptLoader":
+    """Batches of ``data.val_batch_size`` prompts, or all at once; every prompt comes up."""
+    if len(dataset) == 0:
+        raise ValueError("data.val_files holds no prompts (after filtering). Name a file that does.")
+    seed = _seed(config, seed)
+    sampler = ShuffleSampler(dataset, seed) if config.get("validation_shuffle", False) else FileOrderSampler(dataset)
+    batch_size = config.get("val_batch_size", None) or len(dataset)
+    return PromptLoader(config, dataset, sampler, batch_size, False, collate_fn, seed)
+
+
+class PromptLoader(StatefulDataLoader):
+    """A loader whose state is a position in the data: the same for any number of worker processes.
+
+    ``load_state_dict(state_dict())`` in a new process continues with exactly the batches that were not given out yet.
+    A state taken after the last batch of an epoch continues with the next epoch.
+    """
+
+    def __init__(
+        self,
+        config: Mapping[str, Any],
+        dataset: Dataset,
+        sampler: Sampler[int],
+        batch_size: int,
+        drop_last: bool,
+        collate: Callable | None,
+        seed: int,
+    ):
+        with warnings.catch_warnings():
+            warnings.filterwarnings(
+                "ignore", message=".*set_vital", category=UserWarning
+            )  # torchdata's, not the user's
+            super().__init__(
+                dataset,
+                batch_size=batch_size,
+                sampler=sampler,
+                num_workers=config.get("dataloader_num_workers", 8),
+                drop_last=drop_last,
+                collate_fn=collate or collate_fn,
+                worker_init_fn=_start_worker,
+                generator=torch.Generator().manual_seed(seed),  # else each epoch would move torch's global generator
+            )
+        self._batches = SkippingBatchSampler(sampler, batch_size, drop_last)
+        self._epoch_state, self._epoch_rows = _state_of(sampler), len(sampler)
+        self._rows_given = 0
+        self._resume_at = 0
+
+    def check_worker_number_rationality(self) -> None:
+        """The config says how many workers there are; torch would repeat its advice at every epoch."""
+
+    @property
+    def _index_sampler(self) -> SkippingBatchSampler:
+        """What torch's loaders ask for the rows of the next batch."""
+        return self._batches
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        start, self._resume_at = self._resume_at, 0
+        if start and start + (self.batch_size if self.drop_last else 1) > len(self.sampler):
+            for _ in self.sampler:  # no batch of that epoch is left: let the sampler move on to the next
+                pass
+            start = 0
+        self._rows_given = self._batches.skip_rows = start
+        self._epoch_state, self._epoch_rows = _state_of(self.sampler), len(self.sampler)
+        for batch in super().__iter__():
+            self._rows_given += self.batch_size
+            yield batch
+        self._rows_given = 0
+        self._epoch_state, self._epoch_rows = _state_of(self.sampler), len(self.sampler)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Rows given out of the current epoch, the sampler's state at its start, and the dataset's own."""
+        keeps_position = _keeps_position(self.sampler)
+        grown = {"dataset": self.dataset.state_dict()} if hasattr(self.dataset, "state_dict") else {}
+        return {
+            **grown,
+            "epoch_rows": self._epoch_rows,
+            "num_rows": len(self.sampler),
+            "rows_given": 0 if keeps_position else self._rows_given,
+            "sampler": _state_of(self.sampler) if keeps_position else self._epoch_state,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue where ``state`` was taken. The number of rows must not have changed since."""
+        if not state:
+            return
+        if "rows_given" not in state:
+            raise ValueError(
+                f"A loader state with the keys {', '.join(state)} was not written by this loader. Delete data.pt from "
+                "the checkpoint to resume the model and start the data from its beginning."
+            )
+        if "dataset" in state and hasattr(self.dataset, "load_state_dict"):
+            self.dataset.load_state_dict(state["dataset"])
+        if state["num_rows"] != len(self.sampler):
+            raise ValueError(
+                f"The checkpoint's loader had {state['num_rows']} rows and this one has {len(self.sampler)}: its "
+                "position has no meaning here. Use the data and filters of that run, or delete data.pt from the "
+                "checkpoint to start the data from its beginning."
+            )
+        if state["sampler"] is not None:
+            _load_state(self.sampler, state["sampler"])
+        elif isinstance(self.sampler, AbstractCurriculumSampler):
+            logger.warning(
+                "%s has no state_dict: its resumed order knows nothing of the batches before.",
+                type(self.sampler).__name__,
+            )
+        self._rows_given = self._resume_at = state["rows_given"]
+        self._epoch_state, self._epoch_rows = state["sampler"], state.get("epoch_rows", len(self.sampler))
+        if self._resume_at and isinstance(self.sampler, FileOrderSampler):
+            self.sampler.rows_of_epoch = self._epoch_rows  # those added since come up in the next
+
+
+def _keeps_position(sampler: Sampler[int]) -> bool:
+    return isinstance(sampler, AbstractCurriculumSampler) and hasattr(sampler, "state_dict")
+
+
+def _state_of(sampler: Sampler[int]) -> Any:
+    """A copy of the sampler's state; of torch's own random sampler, that of its generator; else ``None``."""
+    if hasattr(sampler, "state_dict"):
+        return dict(sampler.state_dict())
+    generator = getattr(sampler, "generator", None)
+    return {"generator": generator.get_state()} if isinstance(generator, torch.Generator) else None
+
+
+def _load_state(sampler: Sampler[int], state: Mapping[str, Any]) -> None:
+    if hasattr(sampler, "load_state_dict"):
+        sampler.load_state_dict(state)
+    else:
+        sampler.generator.set_state(state["generator"])
+
+
+def _start_worker(worker_id: int) -> None:
+    """A forked worker must not touch the tokenizer's thread pool: its threads stayed in the parent."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+
+def _seed(config: Mapping[str, Any], seed: int | None) -> int:
+    own = config.get("seed", None)
+    return own if own is not None else _DEFAULT_SEED if seed is None else seed
+
+
+def _custom_class(config: Mapping[str, Any], section: str, path_key: str, name_key: str) -> Any:
+    custom = config.get(section, None)
+    if not custom or not custom.get(path_key, None):
+        return None
+    return load_extern_type(custom[path_key], custom[name_key])
+
+
+def _check_columns(dataset: RLHFDataset, config: Mapping[str, Any]) -> None:
+    """Say at once what a rule-based reward would miss; a reward of the user's own may not need it."""
+    columns = dataset.dataframe.column_names
+    missing = [name for name in (config.get("reward_fn_key", "data_source"), "reward_model") if name not in columns]
+    if missing:
+        logger.warning(
+            "%s: no column %s (there are: %s). The built-in reward managers read a row's data source "
+            "(data.reward_fn_key) and reward_model.ground_truth, of CSV a column of that name: docs/data_format.md.",
+            ", ".join(map(str, dataset.data_files)),
+            " and no column ".join(map(repr, missing)),
+            ", ".join(columns),
+        )
+
+
+def _check_prompts(dataset: RLHFDataset) -> None:
+    """Every prompt is rendered once before training begins: what the chat template refuses is told now."""
+    was_rendered = dataset.filter_overlong_prompts or dataset.bad_rows == "skip"
+    if dataset.truncation != "error" and not was_rendered:
+        refuse(dataset.dataframe, dataset.find_unrenderable())
+    overlong = dataset.find_overlong() if dataset.truncation == "error" else []
+    if overlong:
+        shown = "; ".join(f"{where} has {length} tokens" for where, length in overlong[:5])
+        raise DataError(
+            f"{len(overlong)} of {len(dataset)} prompts are longer than data.max_prompt_length="
+            f"{dataset.max_prompt_length} ({shown}{'; ...' if len(overlong) > 5 else ''}). Raise it, or set "
+            "data.filter_overlong_prompts=True to leave them out, or data.truncation to left, right or middle to cut "
+            "them."
+        )

@@ -1,0 +1,1 @@
+"""All scoring: built-in scorers, the user's functions, and the managers that score a batch with them."""

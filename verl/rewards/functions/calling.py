@@ -1,0 +1,240 @@
+"""How a reward function is called: the names of its arguments, and a call that ends in an outcome. No torch."""
+
+import fnmatch
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from verl.rewards.scorers import default_compute_score
+from verl.sandbox.describing import name_of
+from verl.sandbox.function import SandboxedFunction
+from verl.sandbox.outcomes import Failure, NotCalled, Outcome, Scored, scored, scored_batch
+from verl.utils.py_functional import excerpt, gather_awaitables
+
+RawRewardFn = Callable[..., Any]
+"""A user's reward function; how it is called depends on the manager."""
+
+PARAMETERS = ("data_source", "solution_str", "ground_truth", "extra_info")
+"""Names under which a function receives what it is told of one response."""
+
+BATCH_PARAMETERS = tuple(f"{name}s" for name in PARAMETERS)
+"""The same of ``reward_model.reward_manager=batch``, each with a list."""
+
+MANAGERS_OWN = ("on_error", "max_errors", "max_concurrent", "num_processes", "max_resp_len", "overlong_buffer_cfg")
+"""Entries of ``reward_model.reward_kwargs`` that managers keep; the others go to every call of the function."""
+
+_WAYS_OUT = {
+    Outcome.TIMEOUT: "raise reward_model.sandbox.timeout_s (of the batch manager batch_timeout_s)",
+    Outcome.CPU: "raise reward_model.sandbox.cpu_s",
+    Outcome.MEMORY: "raise reward_model.sandbox.memory_mb",
+    Outcome.OUTPUT: "raise reward_model.sandbox.output_mb",
+    Outcome.PROCESSES: "raise reward_model.sandbox.processes",
+}
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What a reward function is told about one response."""
+
+    data_source: str
+    solution_str: str
+    ground_truth: Any
+    extra_info: dict[str, Any]
+
+
+def call(
+    function: RawRewardFn,
+    samples: Sequence[Sample],
+    *,
+    is_batch: bool = False,
+    timeout_s: float = 60.0,
+    reward_kwargs: Mapping[str, Any] | None = None,
+) -> list[Scored | Failure | NotCalled]:
+    """Outcomes of a function's calls about some samples, as a manager would make them; none after a first failure.
+
+    Args:
+        function: here, or in a sandbox.
+        is_batch: one call about all samples, with lists.
+        timeout_s: seconds after which a call in a sandbox is ended, if the function's own are not fewer.
+        reward_kwargs: for every call.
+    """
+    extra = dict(reward_kwargs or {})
+    if isinstance(function, SandboxedFunction):
+        seconds = [min(timeout_s, own) for own in (function.timeout_s, function.batch_timeout_s)]
+        function = SandboxedFunction(function.pool, *seconds)
+    if is_batch:
+        return _call_batch(function, len(samples), {**in_columns(samples), **extra})
+    arguments = [arguments_of(function, sample, extra) for sample in samples]
+    if isinstance(function, SandboxedFunction):
+        return function.rows(arguments, bear=0)
+    outcomes: list[Scored | Failure | NotCalled] = []
+    for args, kwargs in arguments:
+        try:
+            outcomes.append(scored(_awaited(function(*args, **kwargs))))
+        except (Exception, SystemExit) as error:
+            return [*outcomes, Failure.of(error), *[NotCalled()] * (len(samples) - len(outcomes) - 1)]
+    return outcomes
+
+
+def _call_batch(function: RawRewardFn, count: int, columns: dict[str, Any]) -> list[Scored | Failure]:
+    if isinstance(function, SandboxedFunction):
+        return function.batch(count, columns)
+    try:
+        return scored_batch(_awaited(function(**columns)), count)
+    except (Exception, SystemExit) as error:
+        return [Failure.of(error)] * count
+
+
+def story_of(function: RawRewardFn, sample: Sample, where: str, failure: Failure) -> str:
+    """What failed in one line, then the function's own frames, then the sample: the end is what is read first."""
+    place = f"data_source={sample.data_source!r}, index={sample.extra_info.get('index')}"
+    cause = failure.cause.splitlines()[0]
+    lines = [
+        f"The reward function {name_of(function)} failed on {where} ({place}): {cause} [{failure.kind.value}]",
+        (failure.trace or failure.cause).rstrip(),
+        f"  sample: {where.removeprefix('sample ')}, {place}",
+        f"  response: {excerpt(sample.solution_str)}",
+        f"  ground_truth: {excerpt(sample.ground_truth)}",
+    ]
+    return "\n".join(lines)
+
+
+def way_out_of(failure: Outcome, key: str | None) -> str:
+    """What to do about a function that fails and stops a run; ``key`` chose it, None: it is built in."""
+    hint = f" {_WAYS_OUT[failure]}," if failure in _WAYS_OUT else ""
+    return (
+        f"Correct the function{f' ({key})' if key else ''},{hint} or bear such samples: "
+        "reward_model.on_error=zero_and_count gives them 0, drop_sample leaves them out."
+    )
+
+
+def in_columns(samples: Sequence[Sample]) -> dict[str, list]:
+    """The samples as :data:`BATCH_PARAMETERS`."""
+    return {f"{name}s": [getattr(sample, name) for sample in samples] for name in PARAMETERS}
+
+
+def arguments_of(
+    function: RawRewardFn, sample: Sample, reward_kwargs: Mapping[str, Any]
+) -> tuple[tuple, dict[str, Any]]:
+    """Positional and named arguments of a call about a sample: by name, or by place where the names do not fit."""
+    if _binds(function, (), {**dict.fromkeys(PARAMETERS), **reward_kwargs}):
+        return (), {**vars(sample), **reward_kwargs}
+    if _binds(function, PARAMETERS, reward_kwargs):
+        return tuple(vars(sample).values()), dict(reward_kwargs)
+    return (), {**vars(sample), **reward_kwargs}
+
+
+def check_signature(
+    function: RawRewardFn, parameters: Sequence[str], reward_kwargs: Mapping[str, Any], by_place: bool = False
+) -> None:
+    """Find out now, not after the first rollout, that a function cannot be called.
+
+    Args:
+        parameters: the names of its arguments.
+        by_place: whether it may take them without their names, too.
+
+    Raises:
+        TypeError: it does not take what it will be given.
+    """
+    if by_place and _binds(function, parameters, reward_kwargs):
+        return
+    keywords = {**dict.fromkeys(parameters), **reward_kwargs, **getattr(function, "keywords", {})}
+    signature = signature_of_function(function)
+    try:
+        if signature is not None:
+            signature.bind(**keywords)
+    except TypeError as error:
+        hint = ""
+        for manager, sign in (("batch", "data_sources"), ("naive", "data_source")):
+            if sign in signature.parameters and sign not in parameters:
+                hint = f" Its parameters are those of reward_model.reward_manager={manager}: set that."
+        raise TypeError(
+            f"The reward function {name_of(function)} has the parameters {signature} and is called with the "
+            f"keywords {', '.join(keywords)}: {error}.{hint} Name its parameters so, or let it take **kwargs."
+        ) from None
+
+
+def signature_of_function(function: RawRewardFn) -> inspect.Signature | None:
+    while isinstance(function, functools.partial):
+        function = function.func
+    try:
+        return inspect.signature(function)
+    except (TypeError, ValueError):  # builtins may not tell
+        return None
+
+
+def _binds(function: RawRewardFn, args: Sequence[Any], keywords: Mapping[str, Any]) -> bool:
+    signature = signature_of_function(function)
+    try:
+        if signature is not None:
+            signature.bind(*args, **{**keywords, **getattr(function, "keywords", {})})
+    except TypeError:
+        return False
+    return True
+
+
+def _awaited(result: Any) -> Any:
+    if inspect.isawaitable(result):
+        [result] = gather_awaitables([result], 1)
+        if isinstance(result, Exception):
+            raise result
+    return result
+
+
+# -- Which function scores a row: by its data source -----------------------------------------------------------------
+
+
+BUILT_IN = "pkg://verl.rewards.scorers"
+
+
+class BySource:
+    """Reward functions by the data sources whose rows they score; called like one, it asks the one that fits.
+
+    Args:
+        functions: data source, or a pattern such as ``math/*``, -> function; the first that fits is taken.
+        default: for rows that fit none.
+    """
+
+    def __init__(self, functions: Mapping[str, RawRewardFn], default: RawRewardFn):
+        self.functions, self.default = dict(functions), default
+
+    def function_for(self, data_source: Any) -> RawRewardFn:
+        for pattern, function in self.functions.items():
+            if fnmatch.fnmatchcase(str(data_source), pattern):
+                return function
+        return self.default
+
+    def __call__(self, data_source: Any, *args: Any, **kwargs: Any) -> Any:
+        return self.function_for(data_source)(data_source, *args, **kwargs)
+
+    def share_out(self, samples: Sequence[Any], call: Callable[[RawRewardFn, list], list]) -> list[Any]:
+        """The results of ``call(function, its samples)`` of all functions, in the order of the samples."""
+        parts: dict[int, tuple[RawRewardFn, list[int]]] = {}
+        for i, sample in enumerate(samples):
+            function = self.function_for(sample.data_source)
+            parts.setdefault(id(function), (function, []))[1].append(i)
+        results: list[Any] = [None] * len(samples)
+        with ThreadPoolExecutor(max(1, len(parts))) as threads:
+            done = [
+                (rows, threads.submit(call, function, [samples[i] for i in rows])) for function, rows in parts.values()
+            ]
+        for rows, future in done:
+            for i, result in zip(rows, future.result(), strict=True):
+                results[i] = result
+        return results
+
+
+def functions_of(function: RawRewardFn) -> list[RawRewardFn]:
+    """The functions there are to call, each once."""
+    if isinstance(function, BySource):
+        return list({id(one): one for one in (*function.functions.values(), function.default)}.values())
+    return [function]
+
+
+def is_built_in(function: RawRewardFn) -> bool:
+    """Whether it is the built-in scorers, here or in a sandbox."""
+    source = getattr(getattr(function, "pool", None), "source", None)
+    return function is default_compute_score or source is not None and source.path == BUILT_IN

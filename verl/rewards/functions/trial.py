@@ -1,0 +1,325 @@
+"""A reward function on right and wrong answers: right ones must score high, wrong ones low.
+
+A scorer wants its answer marked somehow and does not say how. So the forms of ``answers`` are tried, and the one that
+scores best on the first rows of a data source is kept for the others. Knows rows and a function; no model, no manager.
+"""
+
+import json
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from verl.rewards.functions.calling import BySource, RawRewardFn, Sample, call, is_built_in, story_of
+from verl.sandbox.outcomes import Failure, NotCalled, Outcome
+from verl.utils.py_functional import excerpt
+
+# -- Texts to try a reward function on: a row's ground truth in each form that scorers read, and what answers nothing
+
+
+GARBAGE = ("", "I do not know.", "zqx vbn wfg")
+"""Responses that answer nothing."""
+
+UNRELATED = ("7", "yes", "A", "the quick brown fox\n" * 5)
+"""Tried where a row does not say what would be right: some text should earn another score than the rest."""
+
+_SOLUTIONS = ("solution", "answer", "one_solution", "reference", "canonical_solution", "response", "gold")
+"""Names under which ``extra_info`` holds a worked solution, an expression or a program."""
+
+_ANSWERS = ("solution_text_format", "answer", "target", "expected_answer")
+"""Names under which a ground truth that is a mapping holds its answer."""
+
+FORMS: dict[str, Callable[[str], str]] = {
+    "answer": "{}".format,
+    "#### answer": "So the answer is\n#### {}".format,
+    "\\boxed{answer}": lambda answer: f"The answer is $\\boxed{{{answer}}}$.",
+    "Answer: answer": "So we are done.\n\nAnswer: {}".format,
+    "<answer>answer</answer>": "<think>It follows.</think>\n<answer>{}</answer>".format,
+    "<answer>\\boxed{answer}</answer>": lambda answer: f"<answer>\\boxed{{{answer}}}</answer>",
+    "<think>...</think> \\boxed{answer}": lambda answer: f"<think>It follows.</think> \\boxed{{{answer}}}",
+    "```python answer```": "```python\n{}\n```".format,
+}
+"""Name -> an answer written that way."""
+
+
+def gold_responses(ground_truth: Any, extra_info: Any) -> dict[str, str]:
+    """Form -> response; empty where the row does not say what would be right."""
+    info = extra_info if isinstance(extra_info, Mapping) else {}
+    found: dict[str, str] = {}
+    for name in _SOLUTIONS:
+        text = info.get(name)
+        if isinstance(text, str) and text.strip():
+            found[f"extra_info.{name}"] = text
+            found |= {shown.format(name): FORMS[form](text) for form, shown in _WRAPPED.items()}
+            if name == "canonical_solution" and isinstance(info.get("prompt"), str):
+                found["prompt + canonical_solution"] = FORMS["```python answer```"](info["prompt"] + text)
+    for answer in filter(str.strip, _answers(ground_truth)):
+        for form, write in FORMS.items():
+            found.setdefault(form, write(answer))
+    return found
+
+
+_WRAPPED = {
+    "<answer>answer</answer>": "<answer>{}</answer>",
+    "\\boxed{answer}": "\\boxed{{{}}}",
+    "```python answer```": "```python {}```",
+}
+"""Forms that a worked solution may need, and what to call them of it."""
+
+
+def _answers(ground_truth: Any) -> Iterator[str]:
+    """Texts that a ground truth may mean, the likeliest first."""
+    if hasattr(ground_truth, "tolist"):
+        ground_truth = ground_truth.tolist()
+    if isinstance(ground_truth, str):
+        parsed = _parsed(ground_truth)
+        if isinstance(parsed, (Mapping, list)):
+            yield from _answers(parsed)
+        if not isinstance(parsed, Mapping):  # a mapping in JSON is a set of tests or rules, nothing to be said
+            yield ground_truth
+    elif isinstance(ground_truth, (bool, int, float)):
+        yield str(ground_truth)
+    elif isinstance(ground_truth, (list, tuple)) and ground_truth:
+        yield from _answers(ground_truth[0])
+    elif isinstance(ground_truth, Mapping):
+        for name in _ANSWERS:
+            if ground_truth.get(name) is not None:
+                yield from _answers(ground_truth[name])
+
+
+def _parsed(text: str) -> Any:
+    if not text.lstrip().startswith(("{", "[")):
+        return None
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None
+
+
+FIRST_S = 10.0
+"""Seconds the first call may take, if later ones have fewer: it imports what the function needs."""
+
+_TRIED = 4
+"""Rows on which all forms of a right answer are tried before one is chosen."""
+
+HIGH, LOW = 0.95, 0.05
+"""A right answer should score more than the first and a wrong one less than the second."""
+
+
+@dataclass(frozen=True)
+class TrialRow:
+    """What the reward function is told of a row."""
+
+    where: str
+    data_source: Any
+    ground_truth: Any
+    extra_info: Mapping[str, Any]
+
+
+@dataclass
+class Trial:
+    """Rewards of one data source."""
+
+    data_source: str
+    rows: int
+    """In the files."""
+    form: str | None = None
+    """How right answers were written; None: the rows do not say what would be right."""
+    gold: list[float] = field(default_factory=list)
+    """Of right answers."""
+    garbage: list[float] = field(default_factory=list)
+    """Of texts that answer nothing."""
+    other: list[float] = field(default_factory=list)
+    """Of the right answers of other rows."""
+    unrelated: list[float] = field(default_factory=list)
+    """Of texts of several kinds, where the rows do not say what would be right."""
+    low_gold: list[str] = field(default_factory=list)
+    """Rows whose right answer did not score high."""
+    error: str | None = None
+    """Row, cause and kind of the failure that ended the trial."""
+    kind: Outcome | None = None
+    """Of that failure."""
+    story: str = ""
+    """Of that failure, in lines: the function with its file, its frames, the row, the response, the goal."""
+    has_no_scorer: bool = False
+    """Whether the built-in rules do not know the data source."""
+    tried: int = 0
+    """Rows of which an answer was scored."""
+    calls: int = 0
+    seconds: float = 0.0
+    is_cut: bool = False
+    """Whether time was up before the last row."""
+
+    @property
+    def constant(self) -> float | None:
+        """The only score there is, of right and wrong answers alike; None if they differ."""
+        scores = {*self.gold, *self.garbage, *self.other, *self.unrelated}
+        is_enough = len(self.garbage) > 0 and bool(self.gold or self.unrelated)
+        return next(iter(scores)) if len(scores) == 1 and is_enough else None
+
+    def problems(self) -> tuple[list[str], list[str]]:
+        """What would spoil a training, and what should be looked at."""
+        name, errors, warnings = f"data_source={self.data_source!r}", [], []
+        if self.error:
+            errors.append(self.story)
+        elif self.gold and self.constant is not None:
+            errors.append(
+                f"{name}: right and wrong answers all score {self.constant:g}, so nothing could be learned. Look at "
+                "the scorer, and at the form of the answers it wants."
+            )
+        elif self.gold and mean(self.gold) < HIGH:
+            worst = f" The first that does not: {self.low_gold[0]}." if self.low_gold else ""
+            warnings.append(
+                f"{name}: right answers, written as {self.form!r}, score {mean(self.gold):.3f} on average.{worst}"
+            )
+        elif not self.gold and not self.is_cut and self.constant is not None:
+            warnings.append(
+                f"{name}: the rows do not say what would be right, and whatever the text, it scores {self.constant:g}."
+            )
+        wrong = {"an answer that says nothing": self.garbage, "the right answer of another row": self.other}
+        for kind, scores in wrong.items():
+            if self.gold and scores and mean(scores) > LOW and self.constant is None:
+                warnings.append(f"{name}: {kind} scores {mean(scores):.3f} on average.")
+        if self.is_cut:
+            warnings.append(f"{name}: {self.tried} rows took {self.seconds:.1f} s to score; the others were left out.")
+        return errors, warnings
+
+
+def mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else math.nan
+
+
+def try_function(
+    function: RawRewardFn,
+    source: Any,
+    rows: Sequence[TrialRow],
+    count: int | None = None,
+    *,
+    is_batch: bool = False,
+    timeout_s: float = 10.0,
+    seconds: float = 100.0,
+    reward_kwargs: Mapping[str, Any] | None = None,
+) -> Trial:
+    """Score right and wrong answers of some rows of a data source, up to the first failure.
+
+    Args:
+        function: in a sandbox, where one that hangs, exits or crashes costs the process; or here.
+        count: rows of that source in the files; None: ``rows`` are all.
+        is_batch: it takes lists (``reward_manager=batch``).
+        timeout_s: seconds one call may take, in a sandbox; the first has ``FIRST_S`` at least.
+        seconds: no call is begun later than that, but for the first, which does not count.
+        reward_kwargs: for every call.
+    """
+    if isinstance(function, BySource):
+        function = function.function_for(source)
+    found = Trial(str(source), len(rows) if count is None else count)
+    trying = _Trying(function, rows, found, is_batch, timeout_s, seconds, dict(reward_kwargs or {}))
+    try:
+        trying.run()
+    except _Over:
+        pass
+    found.seconds = time.monotonic() - trying.begin
+    return found
+
+
+class _Over(Exception):
+    """A call failed, or time is up."""
+
+
+@dataclass
+class _Trying:
+    """A trial under way. Texts are scored a second time only where they are asked of another row."""
+
+    function: RawRewardFn
+    rows: Sequence[TrialRow]
+    found: Trial
+    is_batch: bool
+    timeout_s: float
+    seconds: float
+    reward_kwargs: dict[str, Any]
+
+    def __post_init__(self):
+        self.begin = time.monotonic()
+        self.known: dict[tuple[int, str], float] = {}
+
+    def run(self) -> None:
+        if not self.rows:
+            return
+        begin = time.monotonic()
+        self.scores([(0, GARBAGE[-1])])  # by itself: it tells how long a call takes, and may import what it needs
+        if time.monotonic() - begin > self.seconds:
+            self.scores([(0, GARBAGE[0])])
+        gold = [gold_responses(row.ground_truth, row.extra_info) for row in self.rows]
+        form = self._best_form(gold[:_TRIED])
+        last: tuple[str, str] | None = None
+        for i, (row, responses) in enumerate(zip(self.rows, gold, strict=True)):
+            right, truth = responses.get(form) if form else None, repr(row.ground_truth)
+            texts = [*GARBAGE, *(UNRELATED if form is None else ()), *([right] if right is not None else [])]
+            swapped = last[1] if right is not None and last is not None and last[0] != truth else None
+            scores = self.scores([(i, text) for text in [*texts, *([swapped] if swapped is not None else [])]])
+            self._note(row, right, scores, swapped is not None)
+            self.found.form, self.found.tried = form, i + 1
+            last = (truth, right) if right is not None else last
+
+    def _note(self, row: TrialRow, right: str | None, scores: list[float], has_swapped: bool) -> None:
+        self.found.garbage += scores[: len(GARBAGE)]
+        rest = scores[len(GARBAGE) :]
+        if has_swapped:
+            self.found.other.append(rest.pop())
+        if right is None:
+            self.found.unrelated += rest
+            return
+        self.found.gold.append(rest[-1])
+        if rest[-1] < HIGH:
+            self.found.low_gold.append(f"{row.where}: {rest[-1]:g} for {excerpt(right, 120)}")
+
+    def _best_form(self, gold: Sequence[Mapping[str, str]]) -> str | None:
+        """The form in which the right answers of these rows score best; of equals the first."""
+        best, best_mean = None, -math.inf
+        for form in dict.fromkeys(form for responses in gold for form in responses):
+            scores = self.scores([(i, texts[form]) for i, texts in enumerate(gold) if form in texts])
+            if mean(scores) > best_mean:
+                best, best_mean = form, mean(scores)
+            if best_mean >= 1:
+                break
+        return best
+
+    def scores(self, asked: Sequence[tuple[int, str]]) -> list[float]:
+        """Scores of responses to rows.
+
+        Raises:
+            _Over: there is none of one of them.
+        """
+        new = [one for one in dict.fromkeys(asked) if one not in self.known]
+        if self.found.calls and new and time.monotonic() - self.begin > self.seconds:
+            self.found.is_cut = True
+            raise _Over
+        samples = [self._sample(self.rows[i], text) for i, text in new]
+        outcomes = call(
+            self.function,
+            samples,
+            is_batch=self.is_batch,
+            timeout_s=self.timeout_s if self.found.calls else max(self.timeout_s, FIRST_S),
+            reward_kwargs=self.reward_kwargs,
+        )
+        if not self.found.calls:
+            self.begin = time.monotonic()
+        self.found.calls += sum(not isinstance(outcome, NotCalled) for outcome in outcomes)
+        for one, outcome in zip(new, outcomes, strict=True):
+            if isinstance(outcome, Failure):
+                self._fail(self.rows[one[0]], one[1], outcome)
+        self.known |= {one: outcome.score for one, outcome in zip(new, outcomes, strict=True)}
+        return [self.known[one] for one in asked]
+
+    def _sample(self, row: TrialRow, text: str) -> Sample:
+        return Sample(row.data_source, text, row.ground_truth, {"num_turns": None, **row.extra_info})
+
+    def _fail(self, row: TrialRow, text: str, failure: Failure) -> None:
+        cause = failure.cause.splitlines()[0]
+        is_unknown = failure.kind is Outcome.RAISED and "UnknownDataSource" in cause.partition(":")[0]
+        self.found.has_no_scorer = is_built_in(self.function) and is_unknown
+        self.found.kind = failure.kind
+        self.found.error = f"{row.where}: {cause} [{failure.kind.value}]"
+        self.found.story = story_of(self.function, self._sample(row, text), row.where, failure)
+        raise _Over

@@ -1,0 +1,299 @@
+"""What the managers that call a Python function share: reading samples, checking results, placing rewards."""
+
+import logging
+import sys
+import threading
+import time
+import traceback
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from verl.batch.ragged import Ragged
+from verl.protocol import DataProto
+from verl.rewards.functions.calling import (
+    BySource,
+    RawRewardFn,
+    Sample,
+    check_signature,
+    functions_of,
+    is_built_in,
+    story_of,
+    way_out_of,
+)
+from verl.rewards.managers.registry import AbstractRewardManager, RewardError
+from verl.rewards.scorers import default_compute_score
+from verl.sandbox.describing import name_of
+from verl.sandbox.outcomes import Failure, NotCalled, Scored, scored
+from verl.utils.py_functional import excerpt
+
+logger = logging.getLogger(__name__)
+
+ON_ERROR = ("stop", "zero_and_count", "drop_sample")
+
+REWARD_ERROR_KEY = "reward_error"
+"""Column of ``reward_extra_info`` where failures are borne: 1.0 where scoring failed, else 0.0."""
+
+REWARD_ERROR_KIND_KEY = "reward_error_kind"
+"""Column beside it: the `Outcome` of what failed, else None."""
+
+
+class RuleRewardManager(AbstractRewardManager):
+    """A manager that scores decoded responses with a Python function. Subclasses say how the function is called.
+
+    Args:
+        on_error: when the function raises, is ended, or returns no finite number: ``stop`` the run with everything
+            named; ``zero_and_count``: reward 0 (and ``acc`` 0), marked in the extra columns ``reward_error`` and
+            ``reward_error_kind``; ``drop_sample``: marked, too, for the trainer to leave it out. Its reward is then the
+            mean of the batch, which moves no statistic of it.
+        max_errors: failed samples that are borne; None: none with ``stop``, any number otherwise.
+        max_concurrent: how many calls of an ``async def`` function run at once.
+        reward_kwargs: handed to every call of the function.
+    """
+
+    parameters: tuple[str, ...]
+    """Names under which the function receives its arguments."""
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        num_examine: int,
+        compute_score: RawRewardFn | None = None,
+        reward_fn_key: str = "data_source",
+        on_error: str = "stop",
+        max_concurrent: int = 64,
+        max_errors: int | None = None,
+        **reward_kwargs: Any,
+    ):
+        if on_error not in ON_ERROR:
+            raise ValueError(f"reward_model.on_error={on_error!r} is not known: use {', '.join(ON_ERROR)}.")
+        self.tokenizer = tokenizer
+        self.num_examine = num_examine
+        self.compute_score = compute_score or default_compute_score
+        self.reward_fn_key = reward_fn_key
+        self.on_error = on_error
+        self.max_errors = 0 if max_errors is None and on_error == "stop" else max_errors
+        self.num_errors = 0
+        self.max_concurrent = max_concurrent
+        self.reward_kwargs = reward_kwargs
+        self._has_warned = False
+        for function in functions_of(self.compute_score):
+            self.check_signature(function)
+
+    @abstractmethod
+    def call(self, function: RawRewardFn, samples: list[Sample]) -> list[Any]:
+        """A function's result for each sample, a `Failure`, or `NotCalled` after too many of them."""
+
+    def score(self, samples: list[Sample]) -> list[Any]:
+        """As `call`, of each sample with the function for its data source."""
+        if not isinstance(self.compute_score, BySource):
+            return self.call(self.compute_score, samples)
+        return self.compute_score.share_out(samples, self.call)
+
+    @property
+    def bears(self) -> int | None:
+        """Failures that may still come; None: any number."""
+        return None if self.max_errors is None else max(0, self.max_errors - self.num_errors)
+
+    def __call__(self, data: DataProto, return_dict: bool = False) -> Tensor | dict[str, Any]:
+        if "rm_scores" in data.keys():  # a reward model has scored the batch
+            rewards = data.column("rm_scores")
+            return {"reward_tensor": rewards, "reward_extra_info": {}} if return_dict else rewards
+        responses = data.ragged("responses")
+        samples = self.read(data, responses)
+        scores, columns = self._collect(samples, self.score(samples), data)
+        if self.num_examine:
+            self._print(data, samples, scores, columns)
+        rewards = place_on_last_token(scores, responses)
+        return {"reward_tensor": rewards, "reward_extra_info": columns} if return_dict else rewards
+
+    def check_columns(self, columns: Iterable[str]) -> None:
+        """What every row must have.
+
+        Raises:
+            RewardError: one of ``columns`` is missing.
+        """
+        for name, why in ((self.reward_fn_key, "data.reward_fn_key"), ("reward_model", "its ground_truth is the goal")):
+            if name not in columns:
+                raise RewardError(
+                    f"The data have no column {name!r} ({why}); there are {', '.join(columns)}. Write it into the "
+                    "files (of CSV: reward_model.ground_truth is a column of its own), or register a reward manager "
+                    "that does without."
+                )
+
+    def read(self, data: DataProto, responses: Ragged) -> list[Sample]:
+        """The samples of a batch; responses are decoded in one go, without special tokens."""
+        rows = data.non_tensor_batch
+        self.check_columns(rows)
+        ends = responses.layout.lengths.cumsum(0)[:-1].tolist()
+        ids = np.split(responses.values.cpu().numpy(), ends)  # the tokenizer takes arrays faster than lists
+        texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
+        nothing = [None] * len(data)
+        turns, infos = rows.get("__num_turns__", nothing), rows.get("extra_info", nothing)
+        samples = []
+        for i, (source, text, goal) in enumerate(
+            zip(rows[self.reward_fn_key], texts, rows["reward_model"], strict=True)
+        ):
+            if not isinstance(goal, Mapping) or "ground_truth" not in goal:
+                raise RewardError(
+                    f"Sample {i} (data_source={source!r}): reward_model={excerpt(goal)} holds no ground_truth. Write "
+                    '{"style": "rule", "ground_truth": ...} into the data file; it may be empty.'
+                )
+            info = infos[i] if isinstance(infos[i], Mapping) else {}
+            samples.append(Sample(source, text, goal["ground_truth"], {**info, "num_turns": turns[i]}))
+        return samples
+
+    def _collect(self, samples: list[Sample], results: Sequence[Any], data: DataProto) -> tuple[list[float], dict]:
+        """Numbers and extra columns of the results; failures are counted, or one too many ends the run here."""
+        scores: list[float] = []
+        columns: dict[str, list] = {}
+        failures: dict[int, Failure] = {}
+        for i, result in enumerate(results):
+            result = result if isinstance(result, (Scored, Failure, NotCalled)) else scored(result)
+            if isinstance(result, Failure):
+                failures[i] = result
+                self.num_errors += 1
+                if self.max_errors is not None and self.num_errors > self.max_errors:
+                    raise RewardError(self._describe(i, samples[i], result, _in_words(data), with_way_out=True))
+            scores.append(result.score if isinstance(result, Scored) else 0.0)
+            for name, value in (isinstance(result, Scored) and result.columns or {}).items():
+                columns.setdefault(name, [None] * len(samples))[i] = value
+        if self.on_error != "zero_and_count" and failures and not data.meta_info.get("validate"):
+            scores = _filled_in(scores, failures, self)
+        if "score" in columns:
+            columns["score"] = list(scores)
+        if self.max_errors != 0:
+            columns[REWARD_ERROR_KEY] = [float(i in failures) for i in range(len(samples))]
+            kinds = [failures[i].kind.value if i in failures else None for i in range(len(samples))]
+            columns[REWARD_ERROR_KIND_KEY] = kinds
+            if "acc" in columns:  # what validation reports: a column with gaps would drop out of it
+                columns["acc"] = [0.0 if i in failures else acc for i, acc in enumerate(columns["acc"])]
+        if failures:
+            self._warn(samples, failures, _in_words(data))
+        return scores, columns
+
+    def _warn(self, samples: list[Sample], failures: dict[int, Failure], batch: str) -> None:
+        i, failure = next(iter(failures.items()))
+        told = self._describe(i, samples[i], failure, batch)
+        logger.warning(
+            "The reward function failed on %d of %d samples; they %s (reward_model.on_error=%s). The first: %s",
+            *(len(failures), len(samples)),
+            "get 0" if self.on_error == "zero_and_count" else "are left out",
+            *(self.on_error, told.splitlines()[0] if self._has_warned else told),
+        )
+        self._has_warned = True
+
+    def _describe(self, i: int, sample: Sample, failure: Failure, batch: str, with_way_out: bool = False) -> str:
+        function = self.compute_score
+        if isinstance(function, BySource):
+            function = function.function_for(sample.data_source)
+        story = story_of(function, sample, f"sample {i} of the {batch}", failure)
+        if not with_way_out:
+            return story
+        way_out = way_out_of(failure.kind, None if is_built_in(function) else "custom_reward_function.path")
+        borne = f" It is failure {self.num_errors} of the run, reward_model.max_errors={self.max_errors}."
+        return f"{story}\n{way_out}{borne if self.max_errors else ''}"
+
+    def _print(self, data: DataProto, samples: list[Sample], scores: list[float], columns: dict[str, list]) -> None:
+        """Show the first samples of each data source. Only these prompts are decoded."""
+        shown: dict[str, int] = {}
+        for i, sample in enumerate(samples):
+            if shown.setdefault(sample.data_source, 0) >= self.num_examine:
+                continue
+            shown[sample.data_source] += 1
+            prompt = data[i : i + 1].ragged("prompts").values
+            print("[prompt]", self.tokenizer.decode(prompt, skip_special_tokens=True))
+            print("[response]", sample.solution_str)
+            print("[ground_truth]", sample.ground_truth)
+            for name, values in {"score": scores, **columns}.items():
+                print(f"[{name}]", values[i])
+
+    def check_signature(self, function: RawRewardFn) -> None:
+        """Find out now, not after the first rollout, that a function cannot be called.
+
+        Raises:
+            TypeError: it does not take what it will be given.
+        """
+        check_signature(function, self.parameters, self.reward_kwargs)
+
+
+def _filled_in(scores: list[float], failures: Mapping[int, Failure], manager: "RuleRewardManager") -> list[float]:
+    """Scores with the mean of the good ones where there is none."""
+    good = [score for i, score in enumerate(scores) if i not in failures]
+    if not good:
+        raise RewardError(
+            f"The reward function {name_of(manager.compute_score)} failed on all {len(scores)} samples of a batch, the "
+            f"first time with {next(iter(failures.values())).cause.splitlines()[0]}: nothing is left to learn from."
+        )
+    mean = sum(good) / len(good)
+    return [mean if i in failures else score for i, score in enumerate(scores)]
+
+
+def _in_words(data: DataProto) -> str:
+    """``validation batch at step 3``, as far as the batch says so."""
+    facts = data.meta_info
+    step = f" at step {facts['global_steps']}" if "global_steps" in facts else ""
+    return f"{'validation ' if facts.get('validate') else ''}batch{step}"
+
+
+def place_on_last_token(scores: Sequence[float], responses: Ragged) -> Tensor:
+    """(B, R) float32: the score on the last token of each response; of an empty response, on its first place."""
+    layout = responses.layout
+    rewards = torch.zeros(len(scores), layout.width, dtype=torch.float32)
+    last = (layout.starts + layout.lengths - 1).clamp(min=0)
+    rewards[torch.arange(len(scores)), last.cpu()] = torch.tensor(scores, dtype=torch.float32)
+    return rewards
+
+
+# -- Say which sample a reward function is stuck on, instead of waiting in silence -----------------------------------
+
+
+class SlowCallWatch:
+    """Logs calls that have been under way for ``every_s`` seconds, again and again, with the stack they stand in.
+
+    Used as a context around the calls; ``begin(key)`` and ``end(key)`` mark one call. Nothing is interrupted.
+
+    Args:
+        describe: key of a call -> words for the log.
+        every_s: seconds between looks.
+    """
+
+    def __init__(self, describe: Callable[[Any], str], every_s: float = 60.0):
+        self.describe = describe
+        self.every_s = every_s
+        self._since: dict[Any, float] = {}
+        self._over = threading.Event()
+        self._caller = threading.get_ident()
+
+    def begin(self, key: Any) -> None:
+        self._since[key] = time.monotonic()
+
+    def end(self, key: Any) -> None:
+        del self._since[key]
+
+    def __enter__(self) -> "SlowCallWatch":
+        threading.Thread(target=self._look, name="verl-reward-watch", daemon=True).start()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._over.set()
+
+    def _look(self) -> None:
+        while not self._over.wait(self.every_s):
+            now = time.monotonic()
+            late = sorted((since, key) for key, since in self._since.copy().items() if now - since >= self.every_s)
+            if late:
+                since, key = late[0]
+                frame = sys._current_frames().get(self._caller)
+                stack = "".join(traceback.format_stack(frame)[-4:]) if frame else ""
+                logger.warning(
+                    "The reward function has been at %s for %.0f s (%d calls that long). The calling thread is at:\n%s",
+                    self.describe(key),
+                    now - since,
+                    len(late),
+                    stack,
+                )

@@ -1,0 +1,113 @@
+"""A reward function tried before it is trusted: does it tell a gold answer from garbage?"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from verl.rewards.functions.calling import BySource, functions_of
+from verl.rewards.functions.trial import Trial, TrialRow, mean, try_function
+from verl.rewards.scorers import default_compute_score
+from verl.sandbox.describing import name_of
+from verl.sandbox.function import signature_text
+
+
+@dataclass(frozen=True)
+class Report:
+    """What came of trying a function.
+
+    ``gold`` and ``garbage`` are mean scores, of right answers in the form that scores best and of texts that answer
+    nothing; None: none was scored.
+    """
+
+    function: str
+    signature: str
+    rows: int
+    calls: int
+    seconds: float
+    gold: float | None
+    garbage: float | None
+    alarms: tuple[str, ...]
+
+    def __str__(self) -> str:
+        numbers = [
+            f"{name} {value:.3g}"
+            for name, value in (("gold", self.gold), ("garbage", self.garbage))
+            if value is not None
+        ]
+        tried = f"; {', '.join(numbers)} in {self.calls} calls, {self.seconds:.2f} s" if numbers else ""
+        is_built_in = self.function == name_of(default_compute_score)
+        return ("built-in rules" if is_built_in else f"{self.function}{self.signature}") + tried
+
+
+def self_test(
+    function: Callable,
+    rows: Sequence[Mapping[str, Any]],
+    *,
+    is_batch: bool = False,
+    reward_fn_key: str = "data_source",
+    seconds: float = 1.0,
+    timeout_s: float = 5.0,
+    **reward_kwargs: Any,
+) -> Report:
+    """Score gold answers and garbage of a few rows, and say what looks wrong.
+
+    Args:
+        function: a reward function, here or in a sandbox.
+        rows: as a data file has them: a data source, ``reward_model`` with ``ground_truth``, perhaps ``extra_info``.
+        is_batch: it takes lists (``reward_manager=batch``).
+        seconds: no call is begun later than that, but for the first, which does not count.
+        timeout_s: a sandboxed call that takes longer is ended.
+        reward_kwargs: for every call.
+    """
+    by_source: dict[Any, list[TrialRow]] = {}
+    for number, row in enumerate(rows):
+        by_source.setdefault(row.get(reward_fn_key), []).append(_row(number, row, reward_fn_key))
+    trials: list[Trial] = []
+    for source, part in by_source.items():
+        left = seconds - sum(trial.seconds for trial in trials)
+        if left <= 0:
+            break
+        trials.append(
+            try_function(
+                function,
+                source,
+                part,
+                is_batch=is_batch,
+                timeout_s=timeout_s,
+                seconds=left,
+                reward_kwargs=reward_kwargs,
+            )
+        )
+    names = ", ".join(map(name_of, functions_of(function)))
+    return Report(
+        names,
+        "" if isinstance(function, BySource) else signature_text(function),
+        sum(trial.tried for trial in trials),
+        sum(trial.calls for trial in trials),
+        sum(trial.seconds for trial in trials),
+        _mean([score for trial in trials for score in trial.gold]),
+        _mean([score for trial in trials for score in trial.garbage]),
+        tuple(alarm for trial in trials for alarm in [_alarm(trial)] if alarm),
+    )
+
+
+def _row(number: int, row: Mapping[str, Any], key: str) -> TrialRow:
+    goal, info = row.get("reward_model"), row.get("extra_info")
+    truth = goal.get("ground_truth") if isinstance(goal, Mapping) else None
+    return TrialRow(f"row {number}", row.get(key), truth, info if isinstance(info, Mapping) else {})
+
+
+def _mean(scores: list[float]) -> float | None:
+    return mean(scores) if scores else None
+
+
+def _alarm(trial: Trial) -> str | None:
+    if trial.error:
+        return f"it failed at {trial.error.rstrip('.')}"
+    if trial.constant is not None:
+        what = "gold answers and garbage alike" if trial.gold else "whatever the text"
+        return f"it scores {trial.constant:g} {what}: a constant reward teaches nothing"
+    if trial.gold and mean(trial.gold) <= mean(trial.garbage):
+        gold, garbage = mean(trial.gold), mean(trial.garbage)
+        return f"gold answers score {gold:.3g}, garbage {garbage:.3g}: right answers would not be reinforced"
+    return None

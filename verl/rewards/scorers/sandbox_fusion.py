@@ -1,0 +1,145 @@
+"""Programs run by a sandbox-fusion service: POST to its ``/run_code``, one request a test, several at a time."""
+
+import contextlib
+import json
+import secrets
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from verl.rewards.scorers.http_json import ServiceError, post, slot
+from verl.rewards.scorers.matching import code_block
+from verl.sandbox.code_runner import MEMORY_MB, Outcome, Result, Tests, arguments, judge, read_tests, text_of
+
+THREADS = 16
+"""Requests of one program at a time."""
+
+COMPILE_S = 10.0
+"""Seconds the service may take to compile a program."""
+
+MARGIN_S = 30.0
+"""How much later than its limits the service may answer: requests wait in its queue."""
+
+CODES = {Outcome.PASSED: True, Outcome.WRONG: False, Outcome.TIMEOUT: -3, Outcome.COMPILE: -4}
+"""Outcome -> result code of a test, as users know them; all others are -2, an error at run time."""
+
+_CALL = """
+
+if True:
+    import json as _json, sys as _sys
+    _give = _sys.stdout
+    _sys.stdout = _sys.stderr
+    _function = globals().get({name!r}) or getattr(Solution(), {name!r})
+    _value = _function(*_json.loads(_sys.stdin.read()))
+    _plain = lambda value: sorted(value) if isinstance(value, (set, frozenset)) else repr(value)
+    _give.write({token!r} + _json.dumps(_value, default=_plain))
+"""
+
+
+def compute_score(
+    sandbox_fusion_url: str,
+    concurrent_semaphore: Any,
+    memory_limit_mb: int | None,
+    completion: str,
+    test_cases: Any,
+    continuous: bool = False,
+    timeout: float = 10,
+) -> tuple[float, list[dict]]:
+    """The share of the first ten tests that a program passes; without ``continuous`` 1.0 if all pass.
+
+    Returns:
+        the score, and for each test ``{"result": True, False, -2, -3 or -4, "outcome", "detail"}``.
+
+    Raises:
+        ServiceError: the service gave no usable answer; that says nothing about the program.
+    """
+    tests = read_tests(test_cases)
+    tests = tests.first(10) if continuous else tests
+    memory_mb = memory_limit_mb or MEMORY_MB
+    results = run_remotely(sandbox_fusion_url, code_block(completion), tests, timeout, memory_mb, concurrent_semaphore)
+    passed = [one.outcome is Outcome.PASSED for one in results]
+    facts = [
+        {"result": CODES.get(one.outcome, -2), "outcome": one.outcome.value, "detail": one.detail} for one in results
+    ]
+    return (sum(passed) / len(passed) if continuous else float(all(passed))), facts
+
+
+def run_remotely(
+    url: str,
+    code: str,
+    tests: Tests,
+    test_s: float,
+    memory_mb: int,
+    semaphore: Any = None,
+    max_concurrent: int | None = None,
+    language: str = "python",
+) -> list[Result]:
+    """What became of a program in each of its tests, which the service at ``url`` ran.
+
+    Args:
+        semaphore: entered around each request.
+        max_concurrent: requests under way at a time, of all processes of this user on this machine.
+
+    Raises:
+        ServiceError: the service gave no usable answer.
+    """
+
+    def run(number: int) -> Result:
+        with (
+            semaphore or contextlib.nullcontext(),
+            slot(url, max_concurrent) if max_concurrent else contextlib.nullcontext(),
+        ):
+            return _run_one(url, code, tests, number, test_s, memory_mb, language)
+
+    with ThreadPoolExecutor(min(THREADS, len(tests))) as pool:
+        return list(pool.map(run, range(len(tests))))
+
+
+def _run_one(url: str, code: str, tests: Tests, number: int, test_s: float, memory_mb: int, language: str) -> Result:
+    token, is_check, stdin = f"{secrets.token_hex(8)}:", number >= len(tests.inputs), ""
+    if is_check:
+        code = f"{code}\n\n{tests.checks[number - len(tests.inputs)]}\nprint({token!r})\n"
+    elif tests.fn_name:
+        code += _CALL.format(name=tests.fn_name, token=token)
+        stdin = json.dumps(arguments(tests.inputs[number]))
+    else:
+        stdin = text_of(tests.inputs[number])
+    body = {
+        "compile_timeout": COMPILE_S,
+        "run_timeout": test_s,
+        "code": code,
+        "stdin": stdin,
+        "memory_limit_MB": memory_mb,
+        "language": language,
+        "files": {},
+        "fetch_files": [],
+    }
+    answer = post(url, body, timeout_s=COMPILE_S + test_s + MARGIN_S)
+    outcome, output, detail = _read(answer, url)
+    value = None
+    if outcome == "done" and (is_check or tests.fn_name):
+        _, told, reply = output.rpartition(token)
+        if not told:
+            outcome, detail = "crash", detail or "the program ended before its test did"
+        elif not is_check:
+            value = json.loads(reply)
+    found = {"outcome": outcome, "output": output, "value": value, "detail": detail, "seconds": 0.0}
+    return judge(found, None if is_check else tests.outputs[number], bool(tests.fn_name), is_check)
+
+
+def _read(answer: Any, url: str) -> tuple[str, str, str]:
+    """(outcome, stdout, the end of stderr) of the service's answer."""
+    status = answer.get("status") if isinstance(answer, dict) else None
+    if status not in ("Success", "Failed"):
+        told = answer.get("message") if isinstance(answer, dict) else answer
+        raise ServiceError("malformed", f"{url} could not run the program: status {status!r}, {str(told)[:300]}")
+    compiled, ran = answer.get("compile_result") or {}, answer.get("run_result") or {}
+    if compiled and (compiled.get("status") != "Finished" or compiled.get("return_code")):
+        return "compile", "", str(compiled.get("stderr") or compiled.get("status"))[-2000:]
+    errors = str(ran.get("stderr") or "")[-2000:]
+    if ran.get("status") == "TimeLimitExceeded":
+        return "timeout", "", errors
+    if ran.get("status") != "Finished" or ran.get("return_code"):
+        if "SyntaxError" in errors or "IndentationError" in errors:
+            return "compile", "", errors
+        return "memory" if "MemoryError" in errors else "crash", "", errors
+    return "done", str(ran.get("stdout") or ""), errors

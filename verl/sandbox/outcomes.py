@@ -1,0 +1,178 @@
+"""What can come of a call that is not trusted: a score, or a failure of a named kind. No torch."""
+
+import enum
+import math
+import traceback
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+from verl.utils.py_functional import excerpt
+
+_CALLERS = (
+    "verl.rewards.managers",
+    "verl.rewards.functions",
+    "verl.utils.py_functional",
+    "verl.sandbox",
+    "asyncio",
+    "concurrent",
+)
+
+
+class Outcome(str, enum.Enum):
+    """How a call failed; its value is the last part of the metric ``reward/errors/<kind>``."""
+
+    RAISED = "raised"
+    """It raised an exception."""
+
+    TIMEOUT = "timeout"
+    """It was under way for too long, and was ended."""
+
+    CPU = "cpu"
+    """It used too many CPU seconds."""
+
+    MEMORY = "memory"
+    """It asked for too much memory, or held too much."""
+
+    OUTPUT = "output"
+    """It printed too much."""
+
+    PROCESSES = "processes"
+    """It had too many processes at a time."""
+
+    EXIT = "exit"
+    """It ended its process: ``sys.exit``, ``os._exit``."""
+
+    CRASH = "crash"
+    """Its process was ended by a signal: a segmentation fault, an abort, a kill."""
+
+    WRONG_TYPE = "wrong_type"
+    """What it returned is no score."""
+
+    NOT_FINITE = "not_finite"
+    """It returned NaN or an infinity."""
+
+    WRONG_COUNT = "wrong_count"
+    """Called with a batch, it returned another number of scores."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a call has no score."""
+
+    kind: Outcome
+    cause: str
+    """What happened; its first line is enough to know."""
+
+    trace: str = ""
+    """Where in the user's code, if that is known."""
+
+    @classmethod
+    def of(cls, error: BaseException, kind: Outcome | None = None) -> "Failure":
+        """The failure that an exception is; its trace begins with the user's own frames."""
+        if kind is None:
+            kinds = {SystemExit: Outcome.EXIT, MemoryError: Outcome.MEMORY}
+            kind = next((kinds[type_] for type_ in kinds if isinstance(error, type_)), Outcome.RAISED)
+        cause = "".join(traceback.format_exception_only(type(error), error)).strip()
+        frames = _users_frames(error.__traceback__)
+        trace = "".join(traceback.format_exception(type(error), error, frames)) if frames else ""
+        return cls(kind, cause, _shortened(trace))
+
+
+@dataclass(frozen=True)
+class Scored:
+    """The number a call came to, and all that it returned under names."""
+
+    score: float
+    columns: Mapping[str, Any] | None = None
+
+
+class NotCalled:
+    """In the place of an outcome: the call was not made, after too many others had failed."""
+
+
+def scored(result: Any) -> Scored | Failure:
+    """What a reward function returned, as a number with its columns."""
+    try:
+        return Scored(to_number(result), result if isinstance(result, Mapping) else None)
+    except TypeError as error:
+        return Failure.of(error, Outcome.WRONG_TYPE)
+    except ValueError as error:
+        return Failure.of(error, Outcome.NOT_FINITE)
+
+
+def scored_batch(results: Any, count: int) -> list[Scored | Failure]:
+    """What a reward function returned for ``count`` responses at once."""
+    if hasattr(results, "tolist"):
+        results = results.tolist()
+    elif isinstance(results, Iterable) and not isinstance(results, (str, bytes, bytearray, Mapping)):
+        results = list(results)
+    if not isinstance(results, list):
+        said = f"the function returned {shown(results)} of type {type(results).__name__}; it must return a list"
+        return [Failure(Outcome.WRONG_TYPE, f"TypeError: {said} of {count} scores")] * count
+    if len(results) != count:
+        said = f"ValueError: the function returned {len(results)} scores for {count} responses"
+        return [Failure(Outcome.WRONG_COUNT, said)] * count
+    return [scored(result) for result in results]
+
+
+def to_number(result: Any) -> float:
+    """The score of a reward function's result.
+
+    Raises:
+        TypeError: it is neither a number nor a dict with one under ``score``.
+        ValueError: it is not finite.
+    """
+    score = result
+    if isinstance(result, Mapping):
+        if "score" not in result:
+            raise TypeError(f"the function returned a dict without 'score'; its keys are {_names(result)}")
+        score = result["score"]
+    score = plain_number(score)
+    if not isinstance(score, (float, int)):  # bool is an int
+        raise TypeError(
+            f"the function returned {shown(score)} of type {type(score).__name__}; a score is a float, an int, "
+            "a bool, or a dict that holds one under 'score'"
+        )
+    try:
+        number = float(score)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        raise ValueError(f"the function returned {number}; a score must be finite")
+    return number
+
+
+def shown(value: Any) -> str:
+    """An excerpt of a value's ``repr``; that, too, is code of the user's and may fail."""
+    try:
+        return excerpt(value)
+    except Exception as error:
+        return f"a {type(value).__name__} whose repr raises {type(error).__name__}"
+
+
+def plain_number(value: Any) -> Any:
+    """A number of numpy or torch, or an array with one element, as Python's own; anything else as it is."""
+    shape = getattr(value, "shape", None)
+    if isinstance(shape, tuple) and hasattr(value, "item") and math.prod(shape) == 1:
+        return value.item()
+    return value
+
+
+def _names(result: Mapping) -> str:
+    shown = ", ".join(map(str, list(result)[:20]))
+    return shown if len(result) <= 20 else f"{shown} and {len(result) - 20} more"
+
+
+def _shortened(text: str, limit: int = 8000) -> str:
+    """Both ends of a long text, such as the trace of an endless recursion."""
+    half = limit // 2
+    return text if len(text) <= limit else f"{text[:half]}\n ...\n{text[-half:]}"
+
+
+def _users_frames(frames: TracebackType | None) -> TracebackType | None:
+    """A traceback from the first frame outside the packages that call reward functions; None if there is none."""
+    while frames is not None and frames.tb_frame.f_globals.get("__name__", "").startswith(_CALLERS):
+        frames = frames.tb_next
+    return frames

@@ -1,0 +1,318 @@
+"""Processes that call one function: handing over, waiting, ending what runs away, starting anew."""
+
+import atexit
+import os
+import pickle
+import selectors
+import sys
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from verl.sandbox.frames import BadFrame
+from verl.sandbox.limits import Limits
+from verl.sandbox.outcomes import Failure, Outcome, Scored
+from verl.sandbox.process import Call, Process
+
+_GRACE_S = 2.0
+"""Seconds a process has to end its awaited calls by itself before it is ended."""
+
+_PASSED_ON = {error.__name__: error for error in (FileNotFoundError, AttributeError, ModuleNotFoundError, ImportError)}
+
+
+class SlowStart(RuntimeError):
+    """A file was not loaded in the time it had: whether something is wrong with it is not known."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a function comes from: a Python file or ``pkg://module``, its name, arguments of every call."""
+
+    path: str
+    name: str
+    reward_kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Pool:
+    """A function in processes of its own.
+
+    Args:
+        source: the function.
+        limits: of one call (``cpu_s``, ``output_mb``) and of a process (``memory_mb``, ``processes``, ``network``).
+        workers: processes, each with a copy of the function's module.
+        start_timeout_s: seconds in which a process must have loaded the function.
+        max_concurrent: how many calls of an ``async def`` function one process has under way.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        limits: Limits,
+        workers: int = 1,
+        start_timeout_s: float = 300.0,
+        max_concurrent: int = 64,
+    ):
+        self.source, self.limits, self.start_timeout_s = source, limits, start_timeout_s
+        self._owner, self._lock, self._description = os.getpid(), threading.RLock(), None
+        self._setup = {
+            "path": source.path,
+            "name": source.name,
+            "reward_kwargs": dict(source.reward_kwargs),
+            "limits": limits,
+            "max_concurrent": max_concurrent,
+        }
+        self.missing: tuple[str, ...] = ()
+        self.workers = workers
+        self._processes: list[Process] = []
+        self._open()
+
+    def _open(self) -> None:
+        """Have processes: at first, after a close, and in a forked child, where those of the parent are not ours."""
+        if os.getpid() != self._owner:
+            self._owner, self._lock, self._processes = os.getpid(), threading.RLock(), []
+        if not self._processes:
+            self._processes = [self._start() for _ in range(self.workers)]
+            _OPEN.add(self)
+
+    def _start(self) -> Process:
+        return Process({**self._setup, "sys_path": list(sys.path)}, self.limits)
+
+    @property
+    def pids(self) -> list[int]:
+        return [process.popen.pid for process in self._processes]
+
+    def description(self) -> dict[str, Any]:
+        """What the function is called and takes; waits until a process has loaded it.
+
+        Raises:
+            FileNotFoundError, AttributeError, RuntimeError: it cannot be loaded.
+        """
+        with self._lock:
+            if self._description is None:
+                self._open()
+                _Run(self, [], self.start_timeout_s, None).until(lambda: self._description is not None)
+        return self._description
+
+    def __call__(
+        self, calls: Sequence[tuple[int | None, tuple, dict]], timeout_s: float, bear: int | None = None
+    ) -> list[list[Scored | Failure] | None]:
+        """Make calls and wait for all of them.
+
+        Args:
+            calls: of each the number of responses it is about (None: one, whose result is the score itself), its
+                positional and its named arguments.
+            timeout_s: seconds of one call.
+            bear: failed calls after which no more are made; the rest stay None. None: however many.
+
+        Returns:
+            the outcomes of each call, one a response.
+        """
+        with self._lock:
+            self.description()
+            self._open()
+            run = _Run(self, _packed(calls), timeout_s, bear)
+            for number, failure in run.unpacked.items():
+                run.note(number, [failure])
+            run.until(run.is_over)
+            return run.results
+
+    def close(self) -> None:
+        """End all processes."""
+        if os.getpid() != self._owner:  # a copy of this object in a forked child
+            return
+        _OPEN.discard(self)
+        has_lock = self._lock.acquire(timeout=0.5)  # at the end of a run a thread may still wait for scores
+        try:
+            while self._processes:
+                self._processes.pop().end()
+        finally:
+            if has_lock:
+                self._lock.release()
+
+    def __del__(self):
+        with suppress(Exception):  # at the end of the interpreter
+            self.close()
+
+
+_OPEN: weakref.WeakSet[Pool] = weakref.WeakSet()
+
+
+@atexit.register
+def close_pools() -> None:
+    """End the processes of every pool."""
+    for pool in list(_OPEN):
+        pool.close()
+
+
+def _packed(calls: Sequence[tuple[int | None, tuple, dict]]) -> list[Call | Failure]:
+    packed: list[Call | Failure] = []
+    for number, (count, args, kwargs) in enumerate(calls):
+        try:
+            packed.append(Call(number, count, pickle.dumps((args, kwargs))))
+        except Exception as error:  # whatever an object's own __reduce__ raises
+            said = f"{type(error).__name__}: the arguments cannot be handed to the sandbox: {error}"
+            packed.append(Failure(Outcome.RAISED, said))
+    return packed
+
+
+class _Run:
+    """One list of calls on its way through a pool's processes."""
+
+    def __init__(self, pool: Pool, calls: list[Call | Failure], timeout_s: float, bear: int | None):
+        self.pool, self.timeout_s, self.bear = pool, timeout_s, bear
+        self.results: list[list[Scored | Failure] | None] = [None] * len(calls)
+        self.unpacked = {i: call for i, call in enumerate(calls) if isinstance(call, Failure)}
+        ready = [call for call in calls if isinstance(call, Call)]
+        self.waiting: deque[list[Call]] = deque(self._chunks(ready))
+        self.failed = 0
+        self.tried_again: set[int] = set()
+
+    def _chunks(self, calls: list[Call]) -> list[list[Call]]:
+        """Enough of them to keep every process busy to the end, few enough to cost little."""
+        workers = self.pool.workers
+        is_async = (self.pool._description or {}).get("is_async")
+        size = -(-len(calls) // workers) if is_async else min(64, -(-len(calls) // (4 * workers)))
+        return [calls[i : i + size] for i in range(0, len(calls), max(1, size))]
+
+    def is_over(self) -> bool:
+        if self.bear is not None and self.failed > self.bear:
+            self.waiting.clear()
+            for index, process in enumerate(self.pool._processes):
+                if process.open_calls:
+                    self._replace(index)
+        return not self.waiting and not any(process.open_calls for process in self.pool._processes)
+
+    def until(self, is_over: Callable[[], bool]) -> None:
+        while not is_over():
+            self._hand_out()
+            self._wait()
+            for index, process in enumerate(self.pool._processes):
+                self._look_at(index, process)
+
+    def _hand_out(self) -> None:
+        for index, process in enumerate(self.pool._processes):
+            if self.waiting and process.is_idle:
+                if not process.read()[1]:  # ended by what an earlier call had left behind
+                    self._replace(index)
+                    continue
+                process.give(self.waiting.popleft(), self.timeout_s)
+
+    def _wait(self) -> None:
+        """Until a process has something to say, or is late."""
+        with selectors.PollSelector() as selector:
+            for process in self.pool._processes:
+                events = selectors.EVENT_READ | (selectors.EVENT_WRITE if process.wants_to_write else 0)
+                for fd in process.filenos():
+                    with suppress(KeyError, ValueError):
+                        selector.register(fd, events if fd == process.channel.fileno() else selectors.EVENT_READ)
+            busy = [p for p in self.pool._processes if p.open_calls or not p.is_ready]
+            left = min((p.since + self._patience(p) - time.monotonic() for p in busy), default=0.1)
+            selector.select(max(0.0, min(left, 1.0)))
+
+    def _patience(self, process: Process) -> float:
+        if not process.is_ready:
+            return self.pool.start_timeout_s
+        return self.timeout_s + (_GRACE_S if process.is_awaiting else 0.0)
+
+    def _look_at(self, index: int, process: Process) -> None:
+        process.write()
+        try:
+            messages, is_there = process.read()
+            for message in messages:
+                self._take(process, message)
+        except BadFrame as error:
+            self._blame(index, Failure(Outcome.CRASH, f"ProcessError: it wrote into the sandbox's channel: {error}"))
+            return
+        if not is_there:
+            self._blame(index, None)
+        elif process.open_calls or not process.is_ready:
+            excess = process.excess(self._patience(process))
+            if excess is not None:
+                self._blame(index, excess)
+
+    def _take(self, process: Process, message: dict) -> None:
+        process.since, process.printed = time.monotonic(), 0
+        if "ready" in message:
+            process.is_ready = True
+            self.pool._description, self.pool.missing = message["ready"], tuple(message["missing"])
+        elif "failed" in message:
+            self._refuse(message)
+        elif "awaiting" in message:
+            process.is_awaiting = True
+        else:
+            call = next((call for call in process.open_calls if call.number == message.get("number")), None)
+            if call is None:
+                raise BadFrame("an answer to no question")
+            outcomes = [_read(outcome) for outcome in message.get("outcomes") or ()]
+            if len(outcomes) != (call.count or 1) and call.count != 0:
+                raise BadFrame("an answer of another length")
+            process.open_calls.remove(call)
+            process.answered += 1
+            self.note(call.number, outcomes)
+
+    def note(self, number: int, outcomes: list[Scored | Failure]) -> None:
+        self.results[number] = outcomes
+        self.failed += any(isinstance(outcome, Failure) for outcome in outcomes)
+
+    def _blame(self, index: int, failure: Failure | None) -> None:
+        """A process is to be ended, or has ended: whose fault was it, and what becomes of the other calls?"""
+        process = self.pool._processes[index]
+        if not process.is_ready and failure is not None and failure.kind is Outcome.TIMEOUT:
+            # it goes on: whoever has more patience may still have it
+            raise SlowStart(
+                f"{self.pool.source.path} was not loaded in time: it took more than {self.pool.start_timeout_s:g} s. "
+                "Raise reward_model.sandbox.start_timeout_s, or load less."
+            )
+        calls, had_answered, was_ready = process.open_calls, process.answered, process.is_ready
+        is_shared = process.is_awaiting and len(calls) > 1
+        ended = self._replace(index, start=was_ready)
+        if not was_ready:
+            self._refuse({"failed": "RuntimeError", "cause": (failure or ended).cause})
+        if not calls:
+            return
+        if is_shared:  # each by itself will tell
+            self.waiting.extendleft([call] for call in reversed(calls))
+            return
+        guilty, rest = calls[0], calls[1:]
+        if rest:
+            self.waiting.appendleft(rest)
+        may_be_another = failure is None and ended.kind in (Outcome.CRASH, Outcome.EXIT) and had_answered
+        if may_be_another and guilty.number not in self.tried_again:
+            self.tried_again.add(guilty.number)
+            self.waiting.appendleft([guilty])
+            return
+        self.note(guilty.number, [failure or ended] * (guilty.count or 1))
+
+    def _replace(self, index: int, start: bool = True) -> Failure:
+        ended = self.pool._processes[index].end()
+        if start:
+            self.pool._processes[index] = self.pool._start()
+        else:
+            del self.pool._processes[index]
+        return ended
+
+    def _refuse(self, message: dict) -> None:
+        self.pool.close()
+        kind = _PASSED_ON.get(message["failed"], RuntimeError)
+        is_told = kind is not RuntimeError or message["failed"] == "RuntimeError"
+        cause = message["cause"] if is_told else f"{message['failed']}: {message['cause']}"
+        if "failed while it was loaded" not in cause and kind is RuntimeError:
+            cause = f"{self.pool.source.path} failed while it was loaded: {cause}"
+        raise kind(cause)
+
+
+def _read(outcome: Any) -> Scored | Failure:
+    try:
+        if len(outcome) == 3:
+            return Failure(Outcome(outcome[0]), str(outcome[1]), str(outcome[2]))
+        score, columns = outcome
+        if isinstance(score, (float, int)) and (columns is None or isinstance(columns, dict)):
+            return Scored(float(score), columns)
+    except (TypeError, ValueError):
+        pass
+    raise BadFrame("an answer that is none")

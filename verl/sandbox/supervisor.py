@@ -1,0 +1,310 @@
+"""Who watches a program under limits from outside, and who buries the orphans inside."""
+
+import contextlib
+import ctypes
+import enum
+import os
+import resource
+import select
+import signal
+import struct
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+# -- How programs under limits come to their ends --------------------------------------------------------------------
+
+
+class Ending(str, enum.Enum):
+    """How a program under limits came to its end."""
+
+    DONE = "done"
+    EXIT = "exit"
+    CRASH = "crash"
+    WALL = "wall"
+    CPU = "cpu"
+    MEMORY = "memory"
+    PROCESSES = "processes"
+
+
+CODES = {Ending.WALL: 121, Ending.MEMORY: 122, Ending.PROCESSES: 123}
+
+
+def how_ended(returncode: int) -> Ending:
+    """The ending that a return code as of ``subprocess`` tells, of a process that called :func:`enter`."""
+    for ending, code in CODES.items():
+        if returncode == code:
+            return ending
+    if returncode >= 0:
+        return Ending.EXIT if returncode else Ending.DONE
+    return Ending.CPU if -returncode == signal.SIGXCPU else Ending.CRASH
+
+
+MIB = 1024 * 1024
+LOOK_EVERY_S = 0.02
+IDLE_LOOK_EVERY_S = 0.1
+"""While nothing inside uses the processor, as between two batches."""
+
+
+def can_see_descendants() -> bool:
+    """Whether this system tells whose child a process is."""
+    return os.path.exists(f"/proc/self/task/{os.getpid()}/children")
+
+
+def descendants(pid: int) -> Iterator[int]:
+    """Processes below ``pid``, parents before children; some may be gone by the time they are looked at."""
+    waiting = [pid]
+    while waiting:
+        try:
+            threads = os.listdir(f"/proc/{waiting[-1]}/task")
+        except OSError:
+            threads = []
+        parent, children = waiting.pop(), []
+        for thread in threads:
+            with contextlib.suppress(OSError):
+                with open(f"/proc/{parent}/task/{thread}/children") as file:
+                    children += map(int, file.read().split())
+        yield from children
+        waiting += children
+
+
+def kill_all(pids: Iterable[int]) -> None:
+    """Kill processes and their groups, but for this process's own group.
+
+    A group is killed at one stroke: what forks faster than one can look at the children does not get away.
+    """
+    own, groups = os.getpgid(0), set()
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            group = os.getpgid(pid)
+            if group not in groups and group != own:
+                groups.add(group)
+                os.killpg(group, signal.SIGKILL)
+            os.kill(pid, signal.SIGKILL)
+
+
+class Keeper:
+    """Stays outside, watches, and leaves with the program's status."""
+
+    def __init__(self, limits: Any, parent: int, child: int, status: int, child_is_init: bool):
+        self.limits, self.parent, self.child, self.status = limits, parent, child, status
+        self.child_is_init = child_is_init
+        self.deadline = time.monotonic() + limits.wall_s if limits.wall_s else None
+        self._ticks_seen = 0
+
+    def run(self) -> None:
+        code = 1
+        try:
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                signal.signal(number, signal.SIG_DFL)
+            code = self._watch()
+        finally:
+            self._sweep()
+            if code < 0:
+                resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+                if -code != signal.SIGKILL:
+                    signal.signal(-code, signal.SIG_DFL)
+                os.kill(os.getpid(), -code)
+            os._exit(code if code >= 0 else 128 - code)
+
+    def _watch(self) -> int:
+        while True:
+            code = self._ended()
+            if code is not None:
+                return code
+            if os.getppid() != self.parent:
+                return 1
+            if self.deadline and time.monotonic() >= self.deadline:
+                return CODES[Ending.WALL]
+            excess = self._excess()
+            if excess:
+                return CODES[excess]
+            _wait_for_child(LOOK_EVERY_S if self._is_at_work() else IDLE_LOOK_EVERY_S)
+
+    def _is_at_work(self) -> bool:
+        """Whether anything inside has used the processor since the last look."""
+        before, self._ticks_seen = self._ticks_seen, sum(map(_ticks, [self.child, *descendants(self.child)]))
+        return self._ticks_seen != before
+
+    def _ended(self) -> int | None:
+        """The return code of the program, if it has ended."""
+        code = None
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return code
+            if not pid:
+                return code
+            if pid == self.child:
+                told = _read_status(self.status)  # by init, of the program
+                code = os.waitstatus_to_exitcode(status if told is None else told)
+
+    def _excess(self) -> Ending | None:
+        if self.limits.processes is None and self.limits.memory_mb is None:
+            return None
+        below = list(descendants(self.child))
+        inside = len(below) + (not self.child_is_init)
+        if self.limits.processes is not None and inside > self.limits.processes:
+            return Ending.PROCESSES
+        if self.limits.memory_mb is not None:
+            for measure in (_resident, _proportional):  # the second is exact, and slow
+                if sum(map(measure, [self.child, *below])) <= self.limits.memory_mb * MIB:
+                    return None
+            return Ending.MEMORY
+        return None
+
+    def _sweep(self) -> None:
+        """Kill everything below; a process killed hands its children to this one, so look again until none is left."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.child, signal.SIGKILL)
+        for _ in range(1000):
+            kill_all(descendants(os.getpid()))
+            try:
+                while os.waitpid(-1, os.WNOHANG)[0]:
+                    pass
+            except ChildProcessError:
+                return
+            _wait_for_child(0.002)
+
+
+def _ticks(pid: int) -> int:
+    """Processor time of a process so far, in clock ticks."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            fields = file.read().rpartition(")")[2].split()
+        return int(fields[11]) + int(fields[12])
+    except (OSError, IndexError):
+        return 0
+
+
+def _resident(pid: int) -> int:
+    try:
+        with open(f"/proc/{pid}/statm") as file:
+            return int(file.read().split()[1]) * resource.getpagesize()
+    except (OSError, IndexError):
+        return 0
+
+
+def _proportional(pid: int) -> int:
+    """Resident memory with shared pages divided among those who share them."""
+    try:
+        with open(f"/proc/{pid}/smaps_rollup") as file:
+            return next((int(line.split()[1]) * 1024 for line in file if line.startswith("Pss:")), 0)
+    except OSError:
+        return _resident(pid)
+
+
+def _wait_for_child(seconds: float) -> None:
+    if hasattr(signal, "sigtimedwait"):
+        signal.sigtimedwait({signal.SIGCHLD}, seconds)
+    else:
+        time.sleep(seconds)
+
+
+def reap_until_end_of(program: int, status: int) -> None:
+    """The life of init: bury the orphans, and tell the keeper how the program ended."""
+    try:
+        while True:
+            pid, code = os.waitpid(-1, 0)
+            if pid == program:
+                os.write(status, struct.pack("=i", code))
+                break
+    finally:
+        os._exit(0)
+
+
+def _read_status(status: int) -> int | None:
+    data = os.read(status, 4) if _is_readable(status) else b""
+    return struct.unpack("=i", data)[0] if len(data) == 4 else None
+
+
+def _is_readable(fd: int) -> bool:
+    poll = select.poll()
+    poll.register(fd, select.POLLIN)
+    return bool(poll.poll(0))
+
+
+# -- What Linux lets a process leave: the sight of other processes, the network, its rights --------------------------
+
+
+_CLONE_NEWNS, _CLONE_NEWUSER, _CLONE_NEWPID, _CLONE_NEWNET = 0x00020000, 0x10000000, 0x20000000, 0x40000000
+NO_NETWORK = _CLONE_NEWUSER | _CLONE_NEWNET
+_MS_REC, _MS_SLAVE, _MS_NOSUID_NODEV_NOEXEC = 0x4000, 0x80000, 0xE
+_PR_SET_PDEATHSIG, _PR_CAPBSET_DROP, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 1, 24, 36, 38
+_CAP_SYS_ADMIN, _LAST_CAP = 21, 40
+
+
+def become_keeper() -> None:
+    """Gain no rights from here on, and inherit every process below that loses its parent."""
+    with contextlib.suppress(OSError):  # under memory pressure the kernel ends this before the trainer
+        _write("/proc/self/oom_score_adj", "1000")
+    _prctl(_PR_SET_NO_NEW_PRIVS, 1)
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def leave_namespaces(network: bool) -> tuple[bool, bool, bool]:
+    """Leave what the parent shares; whether there is a new namespace of (users, processes, network)."""
+    wanted = _CLONE_NEWPID | (0 if network else _CLONE_NEWNET)
+    if network and _has_capability(_CAP_SYS_ADMIN) and unshare(wanted):
+        return False, True, False  # root keeps its rights on files
+    ids = os.getuid(), os.getgid()
+    for flags in (wanted, _CLONE_NEWNET if not network else 0):
+        if flags and unshare(_CLONE_NEWUSER | flags):
+            _map_ids(*ids)
+            return True, bool(flags & _CLONE_NEWPID), bool(flags & _CLONE_NEWNET)
+    return False, False, False
+
+
+def _map_ids(uid: int, gid: int) -> None:
+    """In the new user namespace this user is the one it was."""
+    with contextlib.suppress(OSError):
+        _write("/proc/self/setgroups", "deny")
+    _write("/proc/self/uid_map", f"{uid} {uid} 1")
+    _write("/proc/self/gid_map", f"{gid} {gid} 1")
+
+
+def own_proc() -> None:
+    """A /proc that shows the processes of this namespace, where the system allows it."""
+    if not unshare(_CLONE_NEWNS):
+        return
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.mount(None, b"/", None, _MS_REC | _MS_SLAVE, None) == 0:
+        libc.mount(b"proc", b"/proc", b"proc", _MS_NOSUID_NODEV_NOEXEC, None)
+
+
+def die_with_parent() -> None:
+    """For a child whose parent has one thread: the signal goes by the thread that forked."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    if sys.platform == "linux":
+        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _has_capability(number: int) -> bool:
+    with open("/proc/self/status") as file:
+        mask = next((int(line.split()[1], 16) for line in file if line.startswith("CapEff:")), 0)
+    return bool(mask >> number & 1)
+
+
+def drop_capabilities() -> None:
+    """Give up what a new user namespace brings: now, and for every program started later."""
+    for capability in range(_LAST_CAP + 1):
+        _prctl(_PR_CAPBSET_DROP, capability)
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.capset(struct.pack("=Ii", 0x20080522, 0), struct.pack("=6I", *[0] * 6))
+
+
+def _prctl(option: int, value: int) -> None:
+    ctypes.CDLL(None, use_errno=True).prctl(option, ctypes.c_ulong(value), 0, 0, 0)
+
+
+def unshare(flags: int) -> bool:
+    return ctypes.CDLL(None, use_errno=True).unshare(flags) == 0
+
+
+def _write(path: str, text: str) -> None:
+    with open(path, "w") as file:
+        file.write(text)

@@ -1,0 +1,159 @@
+"""The process in which a user's function runs: loads it, calls it, and tells what came of it.
+
+Started as ``main()`` with the number of an inherited socket. Imports neither torch nor anything else that is slow.
+"""
+
+import asyncio
+import contextlib
+import faulthandler
+import inspect
+import math
+import os
+import pickle
+import random
+import resource
+import signal
+import socket
+import sys
+import zlib
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from verl.sandbox.describing import describe
+from verl.sandbox.frames import LONGEST, encode, framed, receive
+from verl.sandbox.limits import Limits, enter
+from verl.sandbox.outcomes import Failure, Outcome, Scored, scored, scored_batch
+from verl.utils.import_utils import load_extern_type
+
+
+def main() -> None:
+    channel = socket.socket(fileno=int(sys.argv[1]))
+    payload = receive(channel)
+    if payload is None:
+        return
+    setup = pickle.loads(payload)
+    limits: Limits = setup["limits"]
+    missing = enter(Limits(None, None, limits.memory_mb, None, limits.processes, limits.network))
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1)
+    sys.path[:] = setup["sys_path"]
+    worker = Worker(channel, limits, setup["max_concurrent"])
+    try:
+        worker.function = load_extern_type(setup["path"], setup["name"])
+    except BaseException as error:
+        failure = Failure.of(error)
+        worker.send({"failed": type(error).__name__, "cause": str(error), "trace": failure.trace})
+        return
+    worker.kwargs = setup["reward_kwargs"]
+    worker.send({"ready": describe(worker.function), "missing": missing})
+    worker.serve()
+
+
+class Worker:
+    """Calls one function, again and again, with what arrives on a channel."""
+
+    def __init__(self, channel: socket.socket, limits: Limits, max_concurrent: int):
+        self.channel, self.limits, self.max_concurrent = channel, limits, max_concurrent
+        self.function: Callable[..., Any]
+        self.kwargs: dict[str, Any] = {}
+        self.folder = os.getcwd()
+        self.loop: asyncio.AbstractEventLoop | None = None
+
+    def send(self, message: Any) -> None:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError, AttributeError):  # the function may have closed it
+                stream.flush()
+        self.channel.sendall(framed(encode(message)))
+
+    def serve(self) -> None:
+        while (payload := receive(self.channel)) is not None:
+            timeout_s, calls = pickle.loads(payload)
+            waiting = []
+            for number, count, call in calls:
+                result = self._call(number, count, call)
+                if inspect.isawaitable(result):
+                    waiting.append((number, count, result))
+                else:
+                    self._answer(number, result)
+            if waiting:
+                self.send({"awaiting": True})
+                self._await(waiting, timeout_s)
+
+    def _call(self, number: int, count: int | None, call: bytes) -> Any:
+        """Scores and failures, a list; or an awaitable of what the function returns."""
+        self._prepare(call)
+        try:
+            args, kwargs = pickle.loads(call)
+            result = self.function(*args, **{**self.kwargs, **kwargs})
+            return result if inspect.isawaitable(result) else _judged(result, count)
+        except BaseException as error:
+            return [Failure.of(error)] * (count or 1)
+
+    def _prepare(self, call: bytes) -> None:
+        """Have each call find the same process, whichever calls came before it."""
+        seed = zlib.crc32(call)
+        random.seed(seed)
+        if (numpy := sys.modules.get("numpy.random")) is not None:
+            numpy.seed(seed)
+        if self.limits.cpu_s is not None:
+            used = resource.getrusage(resource.RUSAGE_SELF)
+            seconds = math.ceil(used.ru_utime + used.ru_stime + self.limits.cpu_s)
+            resource.setrlimit(resource.RLIMIT_CPU, (seconds, resource.getrlimit(resource.RLIMIT_CPU)[1]))
+
+    def _answer(self, number: int, outcomes: list[Scored | Failure]) -> None:
+        with contextlib.suppress(OSError):
+            os.chdir(self.folder)
+        message = {"number": number, "outcomes": [_written(outcome) for outcome in outcomes]}
+        try:
+            size = len(encode(message))
+        except (ValueError, RecursionError, OverflowError) as error:
+            size, reason = None, f"TypeError: the function returned what cannot be written down: {error}"
+        else:
+            reason = f"TypeError: the function returned {size // 2**20} MiB; {LONGEST // 2**20} MiB are the most"
+        if size is None or size > LONGEST:
+            failure = _written(Failure(Outcome.WRONG_TYPE, reason))
+            message["outcomes"] = [failure] * len(outcomes)
+        self.send(message)
+
+    def _await(self, waiting: list[tuple[int, int | None, Any]], timeout_s: float) -> None:
+        if self.loop is None:  # one for all calls: a session or semaphore that the module keeps stays usable
+            self.loop = asyncio.new_event_loop()
+            asyncio.set_event_loop(self.loop)
+        gate = asyncio.Semaphore(self.max_concurrent)
+
+        async def watched(number: int, count: int | None, awaitable: Any) -> None:
+            async with gate:
+                task = asyncio.ensure_future(_guarded(awaitable))
+                done, _ = await asyncio.wait({task}, timeout=timeout_s)
+            if done:
+                result = task.result()
+                outcomes = [result] * (count or 1) if isinstance(result, Failure) else _judged(result, count)
+            else:
+                task.cancel()
+                failure = Failure(Outcome.TIMEOUT, f"TimeoutError: it was under way for {timeout_s:g} s")
+                outcomes = [failure] * (count or 1)
+            self._answer(number, outcomes)
+
+        async def all_of_them() -> None:
+            await asyncio.gather(*(watched(*one) for one in waiting))
+
+        self.loop.run_until_complete(all_of_them())
+
+
+async def _guarded(awaitable: Coroutine) -> Any:
+    try:
+        return await awaitable
+    except asyncio.CancelledError:
+        raise
+    except BaseException as error:  # a SystemExit would take the event loop down with it
+        return Failure.of(error)
+
+
+def _judged(result: Any, count: int | None) -> list[Scored | Failure]:
+    return [scored(result)] if count is None else scored_batch(result, count)
+
+
+def _written(outcome: Scored | Failure) -> list:
+    if isinstance(outcome, Failure):
+        return [outcome.kind.value, outcome.cause, outcome.trace]
+    return [outcome.score, outcome.columns]

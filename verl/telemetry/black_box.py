@@ -1,0 +1,266 @@
+"""What a process is doing, written where it outlives the process: a flight recorder.
+
+The driver makes a box for each worker and keeps it; the worker maps the same memory, so a note is a memory copy and is
+there however the worker ends. Boxes have no name in any file system: nothing is left behind. Knows bytes and facts, not
+what they mean.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import mmap
+import os
+import secrets
+import signal
+import struct
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from verl.telemetry.memory import rss_bytes
+
+BOX_VARIABLE = "VERL_BLACK_BOX"
+"""Environment variable that tells a worker where its box is: ``path:token``."""
+
+_TOKEN_BYTES = 16
+_HEADER = struct.Struct("=16sQddQ")  # token, number of notes, last sign of life, last progress, resident bytes
+_NOTES, _ALIVE, _PROGRESS, _RSS = 16, 24, 32, 40  # offsets in the header
+_SLOT = 4096
+_SIZE = 64 + 2 * _SLOT
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What a box says. Times are of ``time.monotonic``, which all processes of a machine share; 0 is never."""
+
+    facts: dict[str, Any] = field(default_factory=dict)
+    alive: float = 0.0
+    """Last sign of life."""
+    progress: float = 0.0
+    """Last progress of what the facts describe."""
+    rss: int = 0
+    """Resident memory at the last sign of life, bytes."""
+
+
+class BlackBox:
+    """Shared memory with the newest note; of two slots one is always whole, whenever the writer dies.
+
+    Args:
+        fd: a descriptor of the memory; None makes memory of this process alone.
+    """
+
+    def __init__(self, fd: int | None = None):
+        self._memory = mmap.mmap(-1 if fd is None else fd, _SIZE)
+        self._lock = threading.Lock()
+        self._facts: dict[str, Any] = {}
+
+    def note(self, **facts: Any) -> None:
+        """Add facts, JSON values, to those noted; None takes one away. What is too long is cut off."""
+        with self._lock:
+            merged = {name: value for name, value in {**self._facts, **facts}.items() if value is not None}
+            self._facts = merged
+            text = json.dumps(merged).encode()
+            if len(text) > _SLOT - 4:
+                text = json.dumps({name: _short(value) for name, value in merged.items()}).encode()[: _SLOT - 4]
+            (number,) = struct.unpack_from("=Q", self._memory, _NOTES)
+            start = 64 + (number + 1) % 2 * _SLOT
+            struct.pack_into("=I", self._memory, start, len(text))
+            self._memory[start + 4 : start + 4 + len(text)] = text
+            struct.pack_into("=Q", self._memory, _NOTES, number + 1)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What is noted now."""
+        return dict(self._facts)
+
+    def forget(self) -> None:
+        """Take all facts away."""
+        self._facts = {}
+        self.note()
+
+    def tick(self) -> None:
+        """Say that what the facts describe goes on; costs less than a microsecond."""
+        struct.pack_into("=d", self._memory, _PROGRESS, time.monotonic())
+
+    def beat(self) -> None:
+        """Say that this process lives, and how large it is."""
+        struct.pack_into("=d", self._memory, _ALIVE, time.monotonic())
+        struct.pack_into("=Q", self._memory, _RSS, rss_bytes())
+
+    def read(self) -> Reading:
+        """The newest whole note; an empty one if there is none."""
+        _, number, alive, progress, rss = _HEADER.unpack_from(self._memory, 0)
+        start = 64 + number % 2 * _SLOT
+        (length,) = struct.unpack_from("=I", self._memory, start)
+        try:
+            facts = json.loads(self._memory[start + 4 : start + 4 + length]) if number else {}
+        except ValueError:  # cut off, or overwritten while it was read
+            facts = {}
+        return Reading(facts, alive, progress, rss)
+
+    def close(self) -> None:
+        self._memory.close()
+
+
+class OwnedBox(BlackBox):
+    """The driver's end: makes the memory, and knows how a process of this machine and user finds it."""
+
+    def __init__(self) -> None:
+        self._fd = _anonymous_file()
+        os.ftruncate(self._fd, _SIZE)
+        super().__init__(self._fd)
+        token = secrets.token_bytes(_TOKEN_BYTES)
+        self._memory[:_TOKEN_BYTES] = token
+        self.address = f"/proc/{os.getpid()}/fd/{self._fd}:{token.hex()}"
+
+    def close(self) -> None:
+        super().close()
+        os.close(self._fd)
+
+
+def _open(address: str | None) -> BlackBox:
+    """The box at an address; one of its own where that is not to be had, on another machine for example.
+
+    The token is compared before anything is written: there the path may lead to a file of somebody else's.
+    """
+    path, _, token = (address or "").rpartition(":")
+    if not path:
+        return BlackBox()
+    try:
+        with open(path, "rb") as file:
+            if file.read(_TOKEN_BYTES).hex() != token:
+                return BlackBox()
+        fd = os.open(path, os.O_RDWR)
+    except OSError:
+        return BlackBox()
+    try:
+        return BlackBox(fd)
+    finally:
+        os.close(fd)
+
+
+_BOX: tuple[int, str | None, BlackBox] | None = None
+
+
+def black_box() -> BlackBox:
+    """The box of this process: the one that ``VERL_BLACK_BOX`` names, made at the first call."""
+    global _BOX
+    place = (os.getpid(), os.environ.get(BOX_VARIABLE))
+    if _BOX is None or _BOX[:2] != place:  # a fork has another one than its parent
+        _BOX = (*place, _open(place[1]))
+    return _BOX[2]
+
+
+def _short(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _short(item) for name, item in list(value.items())[:8]}
+    return [_short(item) for item in value[:4]] if isinstance(value, list) else str(value)[:80]
+
+
+def _anonymous_file() -> int:
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("verl-black-box", os.MFD_CLOEXEC)
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
+
+
+# -- A thread that shows that its process lives, and ends it when work that was announced makes no progress ----------
+
+
+STALLED = 75
+"""Exit code of a process that its watchdog has ended."""
+
+_BEAT_S = 1.0
+_LAST_GRACE_S = 10.0
+
+
+class Watchdog:
+    """Beats the black box every second; while armed, compares its last progress with the clock.
+
+    Args:
+        box: of this process.
+        is_driver: this process drives the run as well: it is asked to end (SIGTERM, which closes what is open), and
+            ended if it does not.
+    """
+
+    def __init__(self, box: BlackBox, is_driver: bool = False):
+        self._box = box
+        self._is_driver = is_driver
+        self._limit: float | None = None
+        self._tell: Callable[[float], str] = lambda waited: f"no progress for {waited:.0f} s"
+        self._wake = threading.Event()
+        self._lock = threading.Lock()  # no timer may be set once `disarm` has returned
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Begin to beat; calling it again does nothing."""
+        if self._thread is None:
+            self._box.beat()
+            self._thread = threading.Thread(target=self._watch, name="verl-watchdog", daemon=True)
+            self._thread.start()
+
+    def arm(self, limit_s: float, tell: Callable[[float], str]) -> None:
+        """From now on, `BlackBox.tick` must come within ``limit_s`` seconds; 0 sets no limit.
+
+        ``tell``: from the seconds waited to the sentence for the user.
+        """
+        if limit_s > 0:
+            self.start()
+            self._box.tick()
+            with self._lock:
+                self._tell, self._limit = tell, limit_s
+                self._set_timer()
+            self._wake.set()
+
+    def disarm(self) -> None:
+        with self._lock:
+            if self._limit is not None and not self._is_driver:
+                faulthandler.cancel_dump_traceback_later()
+            self._limit = None
+
+    def _watch(self) -> None:
+        while True:
+            limit = self._limit
+            self._wake.wait(_BEAT_S if limit is None else min(_BEAT_S, limit / 4))
+            self._wake.clear()
+            self._box.beat()
+            with self._lock:
+                if self._limit is None:
+                    continue
+                waited = time.monotonic() - self._box.read().progress
+                if waited > self._limit:
+                    self._end(waited)
+                self._set_timer()
+
+    def _set_timer(self) -> None:
+        """Code that hangs and keeps the interpreter lock stops the watching thread, but not the one started here."""
+        if not self._is_driver:
+            faulthandler.dump_traceback_later(2 * self._limit + _BEAT_S, exit=True, file=2)
+
+    def _end(self, waited: float) -> None:
+        message = self._tell(waited)
+        self._box.note(ended=message)
+        sys.stderr.flush()
+        os.write(2, f"\nerror: {message}\nThe stacks of all threads:\n".encode())
+        faulthandler.dump_traceback(file=2, all_threads=True)
+        if self._is_driver:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(_LAST_GRACE_S)
+        os._exit(STALLED)
+
+
+_WATCHDOG: tuple[BlackBox, Watchdog] | None = None
+
+
+def watchdog() -> Watchdog:
+    """The watchdog of this process, over its `black_box`; made at the first call."""
+    global _WATCHDOG
+    box = black_box()
+    if _WATCHDOG is None or _WATCHDOG[0] is not box:
+        _WATCHDOG = (box, Watchdog(box, is_driver=BOX_VARIABLE not in os.environ))
+    return _WATCHDOG[1]

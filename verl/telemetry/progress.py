@@ -1,0 +1,346 @@
+"""What a person watching a run sees: a bar with the numbers that matter, and a closing summary.
+
+Knows metric names and how to print them; training knows nothing of this file. On a terminal the bar is drawn by rich,
+elsewhere (a log file, CI) every step is one plain line.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TextIO
+
+from verl.telemetry.run_record import log_only, print_through, terminal
+
+# label, the metrics that can stand for it (the first one present), format
+NUMBERS: tuple[tuple[str, tuple[str, ...], str], ...] = (
+    ("reward", ("critic/score/mean", "critic/rewards/mean"), "{:.3f}"),
+    ("length", ("response_length/mean",), "{:.1f}"),
+    ("kl", ("actor/kl_loss", "actor/reward_kl_penalty"), "{:.4f}"),
+    ("entropy", ("actor/entropy",), "{:.2f}"),
+    ("grad", ("actor/grad_norm", "critic/grad_norm"), "{:.2f}"),
+    ("tok/s", ("perf/throughput",), "{:.0f}"),
+    ("s/step", ("perf/time_per_step",), "{:.1f}"),
+)
+CORE_METRIC = re.compile(
+    r"^val-core/(?P<source>.+)/(?P<variable>[^/]+)/(?P<kind>mean@\d+|(?:maj|best|worst)@\d+/mean)$"
+)
+STEPS_FOR_ETA = 10
+DISPENSABLE = ("tok/s", "grad", "s/step", "length", "entropy", "kl")
+"""Labels that go first where a terminal is narrow, in this order."""
+BAR_WIDTHS = {130: 20, 60: 8}
+"""Least columns of a terminal -> columns of its bar."""
+
+
+def format_duration(seconds: float) -> str:
+    """``42 s``, ``3 min 07 s`` or ``2 h 05 min``."""
+    seconds = max(0, round(seconds))
+    if seconds < 60:
+        return f"{seconds} s"
+    minutes, seconds = divmod(seconds, 60)
+    if minutes < 60:
+        return f"{minutes} min {seconds:02d} s"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02d} min"
+
+
+def format_numbers(metrics: Mapping[str, Any], width: int | None = None) -> str:
+    """The numbers that matter, of those present: ``reward 0.312  length 6.2  kl 0.0001 ...``.
+
+    Args:
+        width: characters there are; the dispensable numbers that do not fit are left out. None: all the room wanted.
+    """
+    parts = {}
+    for label, names, form in NUMBERS:
+        name = next((name for name in names if name in metrics), None)
+        if name is not None:
+            parts[label] = f"{label} {form.format(float(metrics[name]))}"
+    for label in DISPENSABLE:
+        if width is not None and len("  ".join(parts.values())) > width:
+            parts.pop(label, None)
+    return "  ".join(parts.values())
+
+
+def core_metrics(metrics: Mapping[str, Any]) -> dict[tuple[str, str], float]:
+    """The ``val-core`` metrics as (data source, name) -> value; a name is e.g. ``reward mean@1``."""
+    found = {}
+    for name, value in metrics.items():
+        match = CORE_METRIC.match(name)
+        if match:
+            found[match["source"], f"{match['variable']} {match['kind'].removesuffix('/mean')}"] = float(value)
+    return found
+
+
+class Progress:
+    """Shows how far a run is.
+
+    Args:
+        total: steps of the whole run.
+        enabled: False shows nothing (``say`` still prints).
+        stream: where to; default standard output.
+        is_terminal: draw a bar; default: whether ``stream`` is a terminal.
+    """
+
+    def __init__(
+        self, total: int, enabled: bool = True, stream: TextIO | None = None, is_terminal: bool | None = None
+    ) -> None:
+        self.total = total
+        self.enabled = enabled
+        self.stream = stream
+        self.bar: Any = None
+        self.last_time = time.monotonic()
+        self.step_times: deque[float] = deque(maxlen=STEPS_FOR_ETA)
+        if is_terminal is None:
+            is_terminal = (stream or sys.stdout).isatty()
+        if enabled and is_terminal:
+            self.bar, self.task, self.taken, self._restore_printing = _make_bar(total, stream)
+
+    def update(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Step ``step`` is done and has these metrics."""
+        now = time.monotonic()
+        self.step_times.append(float(metrics.get("perf/time_per_step", now - self.last_time)))
+        self.last_time = now
+        if not self.enabled:
+            return
+        left = self.seconds_left(step)
+        if self.bar is not None:
+            eta = f"  eta {format_duration(left)}"
+            numbers = format_numbers(metrics, self.bar.console.width - self.taken - len(eta))
+            self.bar.update(self.task, completed=step, numbers=numbers + eta)
+        width = len(str(self.total))
+        line = f"step {step:>{width}}/{self.total}  {format_numbers(metrics)}  eta {format_duration(left)}"
+        if self.bar is None:
+            self.say(line)
+        else:
+            log_only(f"{line}\n")  # the bar is drawn on the terminal alone
+
+    def seconds_left(self, step: int) -> float:
+        """Steps left times the mean of the latest step times."""
+        mean = sum(self.step_times) / len(self.step_times) if self.step_times else 0.0
+        return mean * max(0, self.total - step)
+
+    def validated(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Show a validation's core metrics."""
+        if not self.step_times:  # what came before the first step does not count for the estimate
+            self.last_time = time.monotonic()
+        if self.enabled:
+            for (source, name), value in core_metrics(metrics).items():
+                self.say(f"validation at step {step}: {source} {name} {value:.3f}")
+
+    def say(self, text: str) -> None:
+        """Print a line above the bar."""
+        if self.bar is not None:
+            self.bar.console.print(text, markup=False, highlight=False)
+            log_only(f"{text}\n")
+        else:
+            print(text, file=self.stream or sys.stdout, flush=True)
+
+    def finish(self) -> None:
+        """Take the bar down, leaving its last state on the screen; calling it again does nothing."""
+        if self.bar is not None:
+            self.bar.stop()
+            self._restore_printing()
+            self.bar = None
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.finish()
+
+
+def _make_bar(total: int, stream: TextIO | None) -> tuple[Any, Any, int, Callable[[], None]]:
+    """A started bar, its task, the columns that are not for numbers, and what to call when it is taken down.
+
+    Very narrow terminals get the numbers alone. What is printed meanwhile stands above the bar, and in the run's log.
+    """
+    from rich.console import Console
+    from rich.file_proxy import FileProxy
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
+    from rich.progress import Progress as RichProgress
+
+    below = terminal() if stream is None else None
+    console = Console(file=stream, force_terminal=True) if stream is not None else Console(file=below)
+    bar_width = next((bar for least, bar in BAR_WIDTHS.items() if console.width >= least), 0)
+    bar_column = [BarColumn(bar_width=bar_width)] if bar_width else []
+    numbers = TextColumn("{task.fields[numbers]}")
+    redirects = {"redirect_stdout": below is None, "redirect_stderr": below is None}
+    bar = RichProgress(TextColumn("step"), MofNCompleteColumn(), *bar_column, numbers, console=console, **redirects)
+    task = bar.add_task("train", total=total, numbers="starting")
+    bar.start()
+    restore = print_through(lambda stream: FileProxy(console, stream))
+    return bar, task, len(f"step {total}/{total} ") + (bar_width + 1) * len(bar_column), restore
+
+
+# -- the closing summary ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """What a finished run has to say for itself."""
+
+    steps: int
+    """Steps done, counted from the very first run."""
+    seconds: float
+    """Wall time of this run."""
+    validations: Sequence[tuple[int, Mapping[str, Any]]] = ()
+    """(step, metrics) of every validation, oldest first."""
+    places: Mapping[str, str | Path | None] = field(default_factory=dict)
+    """What lies where, e.g. ``{"checkpoint": "runs/add1/global_step_25"}``; None is left out."""
+    overrides: Sequence[str] = ()
+    """The command line after ``main_ppo``, from which the commands to go on are made."""
+    device: str = "cpu"
+    """``trainer.device`` of this run."""
+    can_resume: bool = True
+    """Whether a checkpoint was saved."""
+    again: Path | None = None
+    """The script that starts this run again, if there is one."""
+    gpu_options: Sequence[str] = ()
+    """What to add to the command for the same run on a GPU; empty if it cannot be."""
+    gpu_refusal: str = ""
+    """Why it cannot be."""
+
+
+def set_overrides(overrides: Sequence[str], new: Mapping[str, Any]) -> list[str]:
+    """``overrides`` with the keys of ``new`` set, in place where they are given, else at the end.
+
+    Of several settings of one key only the last, which is the one that holds, is kept.
+    """
+    result: dict[str, str] = {}
+    for override in overrides:
+        result[override.partition("=")[0].lstrip("+")] = override
+    result.update((name, f"{name}={value}") for name, value in new.items())
+    return list(result.values())
+
+
+def command_line(overrides: Sequence[str], width: int = 100) -> str:
+    """A main_ppo command as it can be pasted into a shell, broken into lines of about ``width`` characters."""
+    return _wrapped([f"{_this_python()} -m verl.trainer.main_ppo", *map(shlex.quote, overrides)], width)
+
+
+def _wrapped(words: Sequence[str], width: int = 100) -> str:
+    lines = [words[0]]
+    for word in words[1:]:
+        if len(lines[-1]) + 1 + len(word) > width:
+            lines.append("    " + word)
+        else:
+            lines[-1] += " " + word
+    return " \\\n".join(lines)
+
+
+def _this_python() -> str:
+    """The running Python as one would type it here."""
+    try:
+        path = Path(sys.executable).relative_to(Path.cwd())
+    except ValueError:
+        return shlex.quote(sys.executable or "python")
+    return shlex.quote(str(path))
+
+
+def format_summary(summary: RunSummary, script: Path | None = None) -> str:
+    """The closing text: validation before -> after, what lies where, and how to go on.
+
+    Args:
+        script: the file ``write_resume_script`` made; its short call stands for the whole command then.
+    """
+    lines = ["", f"Done: {summary.steps} steps in {format_duration(summary.seconds)}."]
+    lines += _validation_lines(summary.validations)
+    places = {label: path for label, path in summary.places.items() if path is not None}
+    if places:
+        width = max(map(len, places))
+        lines += ["", *(f"{label:<{width}}  {_shown(path)}" for label, path in places.items())]
+    if summary.can_resume and summary.overrides:
+        command = command_line(resume_overrides(summary)) if script is None else f"bash {shlex.quote(_shown(script))}"
+        lines += ["", f"To train on from the checkpoint, up to step {2 * summary.steps}:", f"  {command}"]
+    if summary.gpu_options:
+        if summary.again is None:
+            command = command_line([*summary.overrides, *summary.gpu_options])
+        else:
+            command = _wrapped(["bash", shlex.quote(_shown(summary.again)), *map(shlex.quote, summary.gpu_options)])
+        lines += ["", "The same on a GPU, from the start and in a folder of its own:", f"  {command}"]
+    elif summary.gpu_refusal:
+        lines += ["", f"On a GPU this configuration would be refused: {summary.gpu_refusal}"]
+    return "\n".join(lines)
+
+
+def print_summary(summary: RunSummary, stream: TextIO | None = None) -> None:
+    """Print the closing text, and leave the command to go on as ``resume.sh`` beside the checkpoint."""
+    checkpoint = summary.places.get("checkpoint")
+    script = None
+    if summary.can_resume and checkpoint is not None:
+        script = write_resume_script(Path(checkpoint).parent, resume_overrides(summary))
+    print(format_summary(summary, script), file=stream or sys.stdout, flush=True)
+
+
+def resume_overrides(summary: RunSummary) -> list[str]:
+    """The run's command line, changed so that it goes on from the newest checkpoint for as many steps again."""
+    return _resuming(summary.overrides, {"trainer.total_training_steps": 2 * summary.steps})
+
+
+def _resuming(overrides: Sequence[str], new: Mapping[str, Any]) -> list[str]:
+    """``overrides`` with ``new``, made to go on from the newest checkpoint."""
+    # a file named by --config-name may say it, too
+    if any(override.lstrip("+").startswith(("trainer.resume_mode=", "--config")) for override in overrides):
+        new = {**new, "trainer.resume_mode": "auto"}
+    return set_overrides(overrides, new)
+
+
+def stop_notice(step: int, total: int, checkpoint: Path | None, overrides: Sequence[str]) -> str:
+    """What a run says that ends early: how far it came and how it goes on. Leaves ``resume.sh`` as a finished one does.
+
+    Args:
+        step: the one it was in.
+        checkpoint: the newest complete one, if any.
+        overrides: the run's command line; empty if it was not started from one.
+    """
+    stopped = f"Stopped in step {step} of {total}."
+    if checkpoint is None:
+        return f"{stopped} No checkpoint is there to go on from; trainer.save_freq=N saves one every N steps."
+    if not overrides:
+        return f"{stopped} The newest checkpoint is {_shown(checkpoint)}."
+    resuming = _resuming(overrides, {})
+    try:
+        command = f"bash {shlex.quote(_shown(write_resume_script(checkpoint.parent, resuming)))}"
+    except OSError:  # a full disk may be what stopped the run
+        command = command_line(resuming)
+    return f"{stopped} To go on from {_shown(checkpoint)}:\n  {command}"
+
+
+def write_resume_script(folder: Path, overrides: Sequence[str]) -> Path:
+    """Write ``folder/resume.sh``: the command, run from this folder; its arguments are further options."""
+    path = folder / "resume.sh"
+    path.write_text(
+        "#!/usr/bin/env bash\n"
+        "# Trains on from the newest checkpoint in this folder. Further options may follow: trainer.device=cuda\n"
+        f'cd {shlex.quote(os.getcwd())} && exec {command_line(overrides)} "$@"\n',
+        encoding="utf-8",
+    )
+    return path
+
+
+def _validation_lines(validations: Sequence[tuple[int, Mapping[str, Any]]]) -> list[str]:
+    scored = [(step, core_metrics(metrics)) for step, metrics in validations]
+    scored = [(step, metrics) for step, metrics in scored if metrics]
+    if not scored:
+        return []
+    (first, before), (last, after) = scored[0], scored[-1]
+    lines = ["", f"Validation, step {first} -> step {last}" if first != last else f"Validation at step {first}"]
+    width = max(len(f"{source} {name}") for source, name in after)
+    for (source, name), value in after.items():
+        label = f"{source} {name}"
+        start = f"{before[source, name]:.3f} -> " if first != last and (source, name) in before else ""
+        lines.append(f"  {label:<{width}}  {start}{value:.3f}")
+    return lines
+
+
+def _shown(path: str | Path) -> str:
+    """A path relative to here if that is shorter."""
+    relative = os.path.relpath(path)
+    return relative if not relative.startswith("..") else str(path)

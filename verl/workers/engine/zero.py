@@ -1,0 +1,235 @@
+"""Where a rank's part of each trained weight lies in DeepSpeed's flat buffers, and checkpoints made of such parts.
+
+Pieces are those of ``verl.checkpoint``: ``{"flat": (n,), "start": i, "shape": (...)}``, the numbers from i on,
+laid out in a row. Knows the two layouts of DeepSpeed's sharded optimizers; needs no collective.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from verl.utils.offload import move_optimizer_state
+
+
+class Fragment(NamedTuple):
+    """This rank's part of one weight: ``count`` numbers from ``start`` on, at ``offset`` of the buffer ``flat``."""
+
+    flat: Tensor
+    offset: int
+    start: int
+    count: int
+    shape: torch.Size
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """The part in a tensor laid out as ``flat``: in the buffer of weights, or of one of the optimizer's moments."""
+        return tensor.narrow(0, self.offset, self.count)
+
+    def piece(self, tensor: Tensor) -> dict[str, Any]:
+        """The part in ``tensor`` as a checkpoint holds it."""
+        return {"flat": self.of(tensor.detach()).clone(), "start": self.start, "shape": tuple(self.shape)}
+
+    def own_part(self, name: str, saved: Any) -> Tensor:
+        """This rank's numbers of what was saved: the whole tensor, or the same piece.
+
+        Raises:
+            ValueError: if it is of another shape, or another piece.
+        """
+        shape = tuple(saved["shape"] if isinstance(saved, Mapping) else saved.shape)
+        if shape != tuple(self.shape):
+            raise ValueError(
+                f"{name} has shape {shape} in the checkpoint and {tuple(self.shape)} in this model: they are different "
+                "models. Set model.path to the one the run was started from"
+            )
+        if not isinstance(saved, Mapping):
+            return saved.reshape(-1).narrow(0, self.start, self.count)
+        if (saved["start"], saved["flat"].numel()) != (self.start, self.count):
+            raise ValueError(
+                f"the checkpoint holds the numbers from {saved['start']} of {name} for this rank, which needs those "
+                f"from {self.start}: its pieces are of another number of ranks or another ZeRO stage, and must be "
+                "joined first"
+            )
+        return saved["flat"]
+
+
+def find_fragments(module: nn.Module, zero_optimizer: Any, is_sliced: bool) -> dict[str, Fragment]:
+    """This rank's parts of the trained weights by name; those it has no part of are left out.
+
+    Args:
+        zero_optimizer: DeepSpeed's sharded optimizer.
+        is_sliced: whether every weight is cut (stage 3), not the row of all of them (stages 1 and 2).
+    """
+    find = _part_of_slices if is_sliced else _part_of_row
+    found = {name: find(p, zero_optimizer) for name, p in module.named_parameters() if p.requires_grad}
+    return {name: fragment for name, fragment in found.items() if fragment is not None}
+
+
+def _part_of_row(parameter: nn.Parameter, zero_optimizer: Any) -> Fragment | None:
+    mapping = parameter._hp_mapping
+    if mapping is None:
+        return None
+    [flat] = zero_optimizer.optimizer.param_groups[mapping.param_group_index]["params"]
+    here, there = mapping.hp_fragment_address, mapping.lp_fragment_address
+    return Fragment(flat, here.start, there.start, here.numel, parameter.shape)
+
+
+def _part_of_slices(parameter: nn.Parameter, zero_optimizer: Any) -> Fragment | None:
+    group, offset, size = zero_optimizer.grad_position[zero_optimizer.get_param_id(parameter)]
+    start = size * parameter.ds_zero_partition_rank
+    count = min(size, parameter.ds_numel - start)  # the last slices are padded, or nothing but padding
+    flat = zero_optimizer.fp32_partitioned_groups_flat[group]
+    return Fragment(flat, offset, start, count, parameter.ds_shape) if count > 0 else None
+
+
+# -- the state of an optimizer over flat buffers ------------------------------------------------------------------
+def flat_optimizer_state(
+    optimizer: Optimizer, fragments: Mapping[str, Fragment], groups: Sequence[list[str]]
+) -> dict[str, Any]:
+    """The optimizer's state by parameter name, as ``optimizer_state`` gives it, of this rank's parts.
+
+    Args:
+        groups: names of the parameters of each group of the optimizer.
+    """
+    by_name = {}
+    for name, fragment in fragments.items():
+        entry = optimizer.state.get(fragment.flat, {})
+        if entry:
+            # counts of steps are copied: one tensor under many names would be raised once for each after loading
+            by_name[name] = {
+                key: fragment.piece(value) if _is_laid_out(value, fragment) else value.clone()
+                for key, value in entry.items()
+            }
+    saved = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    return {
+        "state": by_name,
+        "param_groups": [{**group, "params": names} for group, names in zip(saved, groups, strict=True)],
+    }
+
+
+@torch.no_grad()
+def load_flat_optimizer_state(
+    optimizer: Optimizer, fragments: Mapping[str, Fragment], groups: Sequence[list[str]], state: Mapping[str, Any]
+) -> None:
+    """Take back what ``flat_optimizer_state`` gave, or whole tensors in its place.
+
+    Raises:
+        ValueError: if the parameters are others.
+    """
+    for group, names, saved in _paired(optimizer.param_groups, groups, state["param_groups"]):
+        if set(names) != set(saved["params"]):
+            odd = sorted(set(names) ^ set(saved["params"]))
+            raise ValueError(
+                f"the optimizer state is of {len(saved['params'])} parameters, this model has {len(names)}, and they "
+                f"differ in {odd[0]!r}: resume with the model it was saved from"
+            )
+        group.update({key: value for key, value in saved.items() if key != "params"})
+    optimizer.state.clear()
+    for name, fragment in fragments.items():
+        if name not in state["state"]:
+            continue
+        entry = optimizer.state[fragment.flat]
+        for key, value in state["state"][name].items():
+            if not isinstance(value, Mapping) and value.dim() == 0:
+                entry[key] = value.clone()
+                continue
+            if key not in entry:
+                entry[key] = torch.zeros_like(fragment.flat, requires_grad=False)
+            fragment.of(entry[key]).copy_(fragment.own_part(f"{name}.{key}", value))
+
+
+def _paired(own: list[dict], groups: Sequence[list[str]], saved: list[dict]) -> Iterator[tuple[dict, list[str], dict]]:
+    if len(own) != len(saved):
+        raise ValueError(
+            f"the optimizer state has {len(saved)} groups of parameters and this optimizer {len(own)}: resume with the "
+            "settings it was saved with"
+        )
+    yield from zip(own, groups, saved, strict=True)
+
+
+def _is_laid_out(value: Any, fragment: Fragment) -> bool:
+    return isinstance(value, Tensor) and value.shape == fragment.flat.shape
+
+
+# -- Taking to host memory, between phases, what DeepSpeed keeps on the device, and bringing it back -----------------
+
+
+Part = Literal["weights", "state"]
+"""``weights``: the module's. ``state``: fp32 weights, the optimizer's moments, and buffers of gradients."""
+
+
+class ZeroOffload:
+    """Where the parts of one engine are, and moving them.
+
+    Args:
+        library: DeepSpeed.
+        leaves: parts to take away.
+        zero_optimizer: DeepSpeed's sharded optimizer, or what gathers the weights of a model that is not trained.
+        optimizer: torch's, which the former steps; None for a model that is not trained.
+
+    Raises:
+        ValueError: if this optimizer of DeepSpeed cannot be moved.
+    """
+
+    def __init__(
+        self,
+        library: Any,
+        leaves: Collection[Part],
+        module: nn.Module,
+        zero_optimizer: Any,
+        optimizer: Optimizer | None,
+        device: torch.device,
+    ) -> None:
+        if leaves and optimizer is not None and not hasattr(zero_optimizer, "offload_states"):
+            raise ValueError(
+                "deepspeed.zero_stage=1 in bf16: DeepSpeed's optimizer for it stays on the device, so there can be no "
+                "param_offload and no optimizer_offload. Use zero_stage=2, or deepspeed.offload_optimizer=true"
+            )
+        self._kinds = library.runtime.zero.offload_config.OffloadStateTypeEnum
+        self._leaves = leaves
+        self._module, self._zero, self._optimizer, self._device = module, zero_optimizer, optimizer, device
+        self.away: set[Part] = set()
+
+    def leave(self, *parts: Part) -> bool:
+        """Take those of ``parts`` away that are to leave; returns whether there was one."""
+        leaving = [part for part in parts if part in self._leaves and part not in self.away]
+        for part in leaving:
+            self._move(part, torch.device("cpu"), away=True)
+            self.away.add(part)
+        return bool(leaving)
+
+    def come_back(self, *parts: Part) -> None:
+        """Bring back those of ``parts`` that are away."""
+        for part in self.away & set(parts):
+            self._move(part, self._device, away=False)
+            self.away.discard(part)
+
+    def _move(self, part: Part, device: torch.device, away: bool) -> None:
+        kinds, is_sliced = self._kinds, hasattr(self._zero, "empty_partition_cache")
+        if part == "weights" and self._optimizer is None:
+            for parameter in self._module.parameters():
+                parameter.ds_tensor.data = parameter.ds_tensor.data.to(device)
+        elif part == "weights":
+            self._move_by_library({kinds.lp_params}, away)
+        elif is_sliced:
+            # DeepSpeed would do these for its own fused AdamW only
+            for flat in self._zero.fp32_partitioned_groups_flat:
+                flat.data = flat.data.to(device)
+            move_optimizer_state(self._optimizer, device)
+            self._move_by_library({kinds.lp_grads, kinds.contiguous_grad_buffer}, away)
+        else:
+            self._move_by_library({kinds.hp_params, kinds.optim_states}, away)
+
+    def _move_by_library(self, kinds: set[Any], away: bool) -> None:
+        if away:
+            self._zero.offload_states(include=kinds, pin_memory=False)
+            return
+        # it would bring all back, so show it only what is wanted
+        held = self._zero.offloaded_states
+        others = set(held) - kinds
+        held -= others
+        self._zero.reload_states()
+        held |= others

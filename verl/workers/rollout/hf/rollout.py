@@ -1,0 +1,524 @@
+"""The rollout engine that needs nothing but transformers: runs on a CPU, and is the oracle for the others.
+
+Holds its own copy of the model in ``rollout.dtype``. A prompt shared by several responses is read once; responses are
+decoded together and leave the batch when they end.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, DynamicCache
+from transformers.cache_utils import Cache
+
+from verl.models.loader import LoRASpec, ModelSpec, language_model_class, load_config, load_model
+from verl.models.multimodal import is_vision_language
+from verl.models.rotary import fix_rotary
+from verl.utils.device import empty_cache
+from verl.utils.tokenizer import hf_tokenizer
+from verl.utils.torch_dtypes import PrecisionType
+from verl.workers.rollout.base import (
+    Bucket,
+    Completion,
+    Receipt,
+    Request,
+    RolloutEngine,
+    SamplingParams,
+    WeightSyncError,
+    cached_bytes_per_token,
+    check_prompt,
+    longest_sequence,
+    stop_tokens,
+)
+from verl.workers.rollout.hf import trial as decode_trial
+from verl.workers.rollout.hf.decode import Decode, check_extra
+from verl.workers.rollout.hf.kv_cache import DECODE_ATTENTION, TokenCache, can_join, decode_cache
+from verl.workers.rollout.hf.running_batch import Wave
+from verl.workers.rollout.hf.weight_map import add_unit_adapter, checkpoint_places, split_places
+from verl.workers.rollout.memory import cache_share, own_storages, return_free_memory
+from verl.workers.rollout.vision import ImageReader, Prompt, joined_prompts, prompt_of
+from verl.workers.rollout.weights.sync import checksum, listed
+
+logger = logging.getLogger(__name__)
+
+_FIRST_ROOM = 64  # columns reserved for responses at first
+
+
+class HFRollout(RolloutEngine):
+    """Generates with a transformers causal LM, one that sees images too.
+
+    Args:
+        model_path: Hugging Face folder; its config and generation config are read, its weights only if
+            ``config.load_format`` does not start with "dummy" (they are then version 0).
+        config: ``actor_rollout_ref.rollout`` or anything with its fields. Read: dtype, load_format, max_num_seqs,
+            max_num_batched_tokens, max_model_len, prompt_length, response_length, gpu_memory_utilization.
+        device: where the copy lives.
+        trust_remote_code: run model code that comes with the folder.
+        override_config: replaces entries of the model's config.
+        tokenizer_path: folder of the tokenizer, read when a request has stop texts. None: the model's.
+        lora: hold an adapter on these layers apart from the weights (``update_adapter``).
+    """
+
+    @classmethod
+    def why_no_adapter(cls, model_config: Any) -> str | None:
+        return None
+
+    def __init__(
+        self,
+        model_path: str,
+        config: Any,
+        device: str | torch.device = "cpu",
+        trust_remote_code: bool = False,
+        override_config: Mapping[str, Any] | None = None,
+        tokenizer_path: str | None = None,
+        lora: LoRASpec | None = None,
+    ):
+        super().__init__()
+        self.watch.sees_steps = True
+        self.config = config
+        self.tokenizer_path, self.trust_remote_code = tokenizer_path or model_path, trust_remote_code
+        self._waves: list[Wave] = []
+        self.device = torch.device(device)
+        self.dtype = PrecisionType.to_dtype(config.dtype)
+        spec = ModelSpec(
+            model_path,
+            override_config=override_config or {},
+            trust_remote_code=trust_remote_code,
+            gradient_checkpointing=False,
+        )
+        model_config = load_config(spec)
+        self.max_model_len = longest_sequence(config, model_config)
+        spec = replace(spec, longest=self.max_model_len)
+        self.stop_token_ids = stop_tokens(spec.folder, model_config)
+        has_weights = not config.load_format.startswith("dummy") and lora is None
+        if has_weights:
+            self.model = load_model(spec, dtype=self.dtype).to(self.device)
+            own_storages(self.model)
+        else:
+            self.model = _without_weights(model_config, self.dtype, self.device, trust_remote_code)
+            fix_rotary(self.model, self.max_model_len)
+        if lora is not None:
+            add_unit_adapter(self.model, lora, self.dtype)
+        self.model.eval().requires_grad_(False)
+        _choose_attention(self.model, spec.override_config.get("attn_implementation"))
+        # the head sees one column of many: a strided slice, which CPU matrix products would take row by row
+        self.model.get_output_embeddings().register_forward_pre_hook(lambda _, inputs: (inputs[0].contiguous(),))
+        self._takes = inspect.signature(self.model.forward).parameters.keys()
+        self._is_tried = self._recomputes = False
+        limit = getattr(config, "limit_images", None)
+        self._reader = ImageReader(
+            spec.folder, self.model.config, limit, trust_remote_code, self.model, kinds=("image", "video")
+        )
+        self.never_drawn = self._reader.never_drawn
+        self._places, self._adapter = split_places(checkpoint_places(self.model), has_adapter=lora is not None)
+        everything = self._places | self._adapter
+        self._identity = {name: (place.data_ptr(), place.shape) for name, place in everything.items()}
+        storages = {place.untyped_storage().data_ptr(): place.untyped_storage() for place in everything.values()}
+        self._storages = [(storage, storage.nbytes()) for storage in storages.values()]
+        self._has_memory = True
+        if has_weights:
+            self.version = 0
+        else:
+            self.sleep()
+
+    # -- weights -------------------------------------------------------------------------------------------------------
+
+    @property
+    def weights_dtype(self) -> torch.dtype:
+        return self.dtype
+
+    def update_weights(self, version: int, buckets: Iterable[Bucket]) -> Receipt:
+        self.check_nothing_runs("update_weights()")
+        self.holds_base = False
+        return self._take(version, buckets, self._places)
+
+    def update_adapter(self, version: int, buckets: Iterable[Bucket]) -> Receipt:
+        self.check_nothing_runs("update_adapter()")
+        return self._take(version, buckets, self._adapter)
+
+    @torch.no_grad()
+    def _take(self, version: int, buckets: Iterable[Bucket], places: dict[str, Tensor]) -> Receipt:
+        """Write the buckets to ``places``, all of them; returns what is held there afterwards."""
+        self.invalidate()
+        if not self._has_memory:
+            raise WeightSyncError(f"Weights of version {version} arrived while the rollout was asleep. Wake it first.")
+        received: set[str] = set()
+        for bucket in buckets:
+            self._load(bucket, received, places)
+            del bucket  # free it before the next one is made
+        covered = {self._identity[name] for name in received}  # a tied tensor may come under any of its names
+        if missing := [name for name in places if self._identity[name] not in covered]:
+            raise WeightSyncError(f"The sync of version {version} ended without {listed(missing)}.")
+        sums = {name: checksum(places[name]) for name in received}
+        self.version = version
+        return Receipt(version, sums, sum(places[name].nbytes for name in received))
+
+    def _load(self, bucket: Bucket, received: set[str], places: dict[str, Tensor]) -> None:
+        for name, tensor in bucket:
+            if name in received:
+                raise WeightSyncError(f"{name} was sent twice in one sync.")
+            self._place(name, tensor.shape, places).copy_(tensor)
+            received.add(name)
+
+    def _place(self, name: str, shape: torch.Size, places: dict[str, Tensor]) -> Tensor:
+        place = places.get(name)
+        if place is None:
+            raise WeightSyncError(
+                f"{name} was sent, but the rollout's {type(self.model).__name__} has no such tensor. "
+                f"It has {listed(places)}."
+            )
+        if shape != place.shape:
+            raise WeightSyncError(
+                f"{name} was sent with shape {tuple(shape)}, the rollout's has {tuple(place.shape)}. "
+                "Are model.path and model.override_config the same on both sides?"
+            )
+        return place
+
+    def sleep(self, level: int = 1) -> None:
+        """Free the weights; both levels forget them, but level 1 keeps what is below an adapter and frees nothing.
+
+        A KV cache lives no longer than the requests that fill it.
+        """
+        self.check_nothing_runs("sleep()")
+        self.invalidate()
+        if level == 1 and self.holds_base:
+            return
+        self.holds_base = False
+        for storage, _ in self._storages:
+            storage.resize_(0)
+        self._has_memory = False
+        empty_cache(self.device)
+        return_free_memory()
+
+    def wake(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
+        if "weights" in tags and not self._has_memory:
+            for storage, nbytes in self._storages:
+                storage.resize_(nbytes)
+            self._has_memory = True
+
+    @property
+    def is_asleep(self) -> bool:
+        return not self._has_memory
+
+    def memory_parts(self) -> dict[str, int]:
+        return {"rollout weights": sum(storage.nbytes() for storage, _ in self._storages)}
+
+    # -- generation ----------------------------------------------------------------------------------------------------
+
+    def check_sampling(self, sampling: SamplingParams) -> None:
+        check_extra(sampling)
+
+    @cached_property
+    def decode_text(self) -> Callable[[list[int]], str]:
+        """Token ids to text, special tokens included."""
+        tokenizer = hf_tokenizer(self.tokenizer_path, trust_remote_code=self.trust_remote_code)
+        return partial(tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    @torch.inference_mode()
+    def _generate(self, requests: list[Request]) -> list[Completion]:
+        self._try_decoding()
+        requests = self._reader.read(requests)
+        for request in requests:
+            check_prompt(len(request.prompt_ids), self.max_model_len)
+        completions: dict[int, Completion] = {}
+        for batch in self._batches(requests):
+            completions |= zip(batch, self._decode([requests[i] for i in batch]), strict=True)
+        return [completions[i] for i in range(len(requests))]
+
+    def _limit(self, request: Request) -> int:
+        return min(request.sampling.max_tokens, self.max_model_len - len(request.prompt_ids))
+
+    def _batches(self, requests: list[Request]) -> Iterator[list[int]]:
+        """Rows that are decoded together: sorted by prompt, so that equal ones meet and lengths differ little."""
+        order = sorted(range(len(requests)), key=lambda i: (len(requests[i].prompt_ids), requests[i].prompt_ids))
+        room = self._cache_room() // cached_bytes_per_token(self.model.config, self.dtype)
+        batch: list[int] = []
+        longest = 0
+        for index in order:
+            length = len(requests[index].prompt_ids) + self._limit(requests[index])
+            longest = max(longest, length)
+            if batch and (len(batch) >= self.config.max_num_seqs or (len(batch) + 1) * longest > room):
+                yield batch
+                batch, longest = [], length
+            batch.append(index)
+        yield batch
+
+    def _decode(self, requests: list[Request]) -> list[Completion]:
+        """All tokens of one batch of requests that is sorted by prompt length."""
+        wave, found = self._start(requests, range(len(requests))), {}
+        while wave.num_live:
+            found |= wave.advance(self._forward)
+        return [found[index] for index in range(len(requests))]
+
+    def _start(self, requests: list[Request], tickets: Sequence[int]) -> Wave:
+        """Read the prompts of requests that are sorted by their length."""
+        prompts = list(dict.fromkeys(map(prompt_of, requests)))
+        number = {prompt: index for index, prompt in enumerate(prompts)}
+        owner = torch.tensor([number[prompt_of(request)] for request in requests], device=self.device)
+        width, limits = len(prompts[-1].ids), [self._limit(request) for request in requests]
+        logits, cache = self._read(prompts, owner, width + min(max(limits), _FIRST_ROOM))
+        decode = self.decode_text if any(request.sampling.stop for request in requests) else None
+        rows = Decode(requests, limits, self.stop_token_ids, self.device, decode)
+        return Wave(cache, rows, tickets, logits[owner], width)
+
+    def _read(self, prompts: list[Prompt], owner: Tensor, capacity: int) -> tuple[Tensor, Cache | TokenCache]:
+        """Read each prompt once. Returns the logits after it, (prompts, V), and a cache for the rows of ``owner``."""
+        if self._recomputes:
+            if any(prompt.seen for prompt in prompts):
+                raise ValueError(
+                    f"rollout.name=hf: {type(self.model).__name__} generates without a cache here, and prompts with "
+                    "images need one. Use rollout.name=vllm."
+                )
+            every = torch.arange(len(prompts), device=self.device)
+            rows = [prompt.ids for prompt in prompts]
+            return self._recomputed(TokenCache(rows, every)), TokenCache(rows, owner)
+        logits, prefilled = self._prefill(prompts)
+        return logits, decode_cache(prefilled, owner, len(prompts[-1].ids), capacity)
+
+    def _prefill(self, prompts: list[Prompt]) -> tuple[Tensor, list[Cache]]:
+        """Read each prompt once. Returns the logits after it, (prompts, V), and the caches of the forwards."""
+        logits, caches = [], []
+        for chunk in self._chunks(prompts):
+            ids, mask = _left_padded([prompt.ids for prompt in chunk], self.device)
+            cache = DynamicCache(config=self.model.config)
+            images, positions = joined_prompts(chunk, ids.shape[1])
+            positions = (mask.cumsum(-1) - 1).clamp_(min=0) if positions is None else positions.to(self.device)
+            logits.append(self._forward(ids, mask, positions, cache, images))
+            caches.append(cache)
+        return torch.cat(logits), caches
+
+    def _chunks(self, prompts: list[Prompt]) -> Iterator[list[Prompt]]:
+        """Runs of prompts of at most ``max_num_batched_tokens`` cells; a cache that cannot be joined allows one run."""
+        limit = self.config.max_num_batched_tokens if can_join(DynamicCache(config=self.model.config)) else float("inf")
+        start = 0
+        for index in range(1, len(prompts) + 1):
+            if index == len(prompts) or (index + 1 - start) * len(prompts[index].ids) > limit:
+                yield prompts[start:index]
+                start = index
+
+    def _forward(
+        self,
+        ids: Tensor,
+        mask: Tensor,
+        positions: Tensor,
+        cache: Cache | TokenCache,
+        images: Mapping[str, Tensor] | None = None,
+    ) -> Tensor:
+        """The logits after the last column, (B, V)."""
+        self.watch.tick()
+        if ids.shape[1] == 1:
+            self.watch.gauge(running=len(ids))
+        if isinstance(cache, TokenCache):
+            cache.append(ids[:, 0])
+            return self._recomputed(cache)
+        inputs = {"input_ids": ids, "attention_mask": mask, "use_cache": True}
+        if "past_key_values" in self._takes or "cache_params" not in self._takes:
+            inputs |= {"past_key_values": cache, "position_ids": positions}
+        else:
+            # Mamba: all of a row is in its state, and the mask is for padding on the prompt's left
+            inputs |= {"cache_params": cache, "attention_mask": mask if ids.shape[1] > 1 else None}
+        if "logits_to_keep" in self._takes:
+            inputs["logits_to_keep"] = 1
+        inputs |= {name: tensor.to(self.device) for name, tensor in (images or {}).items()}
+        return self.model(**inputs).logits[:, -1]
+
+    def _recomputed(self, cache: TokenCache) -> Tensor:
+        """The logits after the last token of each row, (B, V), from all of its tokens: as training scores them."""
+        last, places = (cache.lengths - 1).unique(return_inverse=True)
+        inputs = {"input_ids": cache.ids[:, : int(cache.lengths.max())], "use_cache": False}
+        if "logits_to_keep" in self._takes:
+            logits = self.model(**inputs, logits_to_keep=last).logits
+        else:
+            logits = self.model(**inputs).logits[:, last]
+        return logits[torch.arange(len(places), device=places.device), places]
+
+    # -- a trial before the first request ------------------------------------------------------------------------------
+
+    def _try_decoding(self) -> None:
+        """Once there are weights: generate a few tokens with the model's cache, and compare with whole forward passes.
+
+        Where they differ, rows are generated without a cache from then on.
+
+        Raises:
+            ValueError: that does not help either, or the model does not run at all.
+        """
+        if self._is_tried:
+            return
+        kind, name = self.model.config.model_type, type(self.model).__name__
+        rows = [row.to(self.device) for row in decode_trial.make_rows(self.model.config, self.never_drawn)]
+        try:
+            distinct = dict(zip(decode_trial.OWNER, rows, strict=True))
+            scored = {owner: decode_trial.whole(self.model, row) for owner, row in distinct.items()}
+            expected = [scored[owner] for owner in decode_trial.OWNER]
+        except Exception as error:
+            raise ValueError(
+                f"rollout.name=hf: model_type={kind!r} cannot generate here: a forward pass of {name} over a short row "
+                f"raised {type(error).__name__}: {_first_line(error)}. Check model.override_config and the packages "
+                "this model needs, or use rollout.name=vllm."
+            ) from error
+        if not all(bool(part.isfinite().all()) for part in expected):
+            return  # weights that are no numbers say nothing of the cache; sampling refuses them in its own words
+        why = self._why_apart(rows, expected)
+        if why is not None:
+            self._recomputes = True
+            still = self._why_apart(rows, expected)
+            if still is not None:
+                raise ValueError(
+                    f"rollout.name=hf: model_type={kind!r} cannot generate here: {name} {why} with its cache, and "
+                    f"{still} without. Use rollout.name=vllm or sglang, or a model of another family."
+                )
+            logger.warning(
+                "rollout.name=hf: %s (model_type=%r) %s with its cache, so every token reads its whole row once more: "
+                "long responses are slow. rollout.name=vllm has a cache of its own.",
+                name,
+                kind,
+                why,
+            )
+        self._is_tried = True
+
+    def _why_apart(self, rows: list[Tensor], expected: list[Tensor]) -> str | None:
+        """Why rows that are generated token by token are not as they should be; None where they are."""
+        prompts = [
+            Prompt(tuple(rows[decode_trial.OWNER.index(number)][:length].tolist()), None)
+            for number, length in enumerate(decode_trial.PROMPTS)
+        ]
+        owner = torch.tensor(decode_trial.OWNER, device=self.device)
+        try:
+            with self.watch.uncounted():
+                logits, cache = self._read(prompts, owner, max(decode_trial.PROMPTS) + decode_trial.STEPS)
+                found = decode_trial.step_by_step(rows, logits[owner], cache, self._forward)
+        except Exception as error:  # of the model's code, about a cache that is not its own
+            return f"raises {type(error).__name__} ({_first_line(error)})"
+        apart = decode_trial.difference(expected, found)
+        if apart <= decode_trial.tolerance(self.dtype):
+            return None
+        return f"gives other logits than over whole rows (by {apart:.2g} of their spread)"
+
+    # -- requests that come and go one by one --------------------------------------------------------------------------
+
+    def submit(self, request: Request, expect_version: int) -> int:
+        self.check_sampling(request.sampling)
+        (request,) = self._reader.read([request])
+        check_prompt(len(request.prompt_ids), self.max_model_len)
+        return super().submit(request, expect_version)
+
+    @torch.inference_mode()
+    def step(self) -> dict[int, Completion]:
+        """One token for everything that runs; what waits is read first, as far as the cache has room."""
+        self._try_decoding()
+        self._admit()
+        ended: dict[int, Completion] = {}
+        for wave in self._waves:
+            ended |= wave.advance(self._forward)
+        self._waves = [wave for wave in self._waves if wave.num_live]
+        return ended
+
+    @torch.inference_mode()
+    def abort(self, tickets: Sequence[int]) -> dict[int, Completion]:
+        running = {ticket: wave.abort(ticket) for wave in self._waves for ticket in tickets}
+        self._waves = [wave for wave in self._waves if wave.num_live]
+        return super().abort(tickets) | {ticket: found for ticket, found in running.items() if found is not None}
+
+    def partial(self, ticket: int) -> Completion | None:
+        return next((found for wave in self._waves if (found := wave.partial(ticket)) is not None), None)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._waiting) + sum(wave.num_live for wave in self._waves)
+
+    def _admit(self) -> None:
+        """Let requests in, in the order of their coming; they join a wave that runs if its cache can be laid beside."""
+        admitted = self._next_in_line()
+        if not admitted:
+            return
+        order = sorted(admitted, key=lambda t: (len(self._waiting[t].prompt_ids), self._waiting[t].prompt_ids))
+        new = self._start([self._waiting.pop(ticket) for ticket in order], order)
+        if not any(wave.join(new) for wave in self._waves):
+            self._waves.append(new)
+
+    def _next_in_line(self) -> list[int]:
+        room = self._cache_room() // cached_bytes_per_token(self.model.config, self.dtype)
+        rows = sum(wave.num_rows for wave in self._waves)
+        longest = max((wave.longest for wave in self._waves), default=0)
+        admitted: list[int] = []
+        for ticket, request in self._waiting.items():
+            longest = max(longest, len(request.prompt_ids) + self._limit(request))
+            rows += 1
+            if rows > 1 and (rows > self.config.max_num_seqs or rows * longest > room):
+                break
+            admitted.append(ticket)
+        return admitted
+
+    # -- limits --------------------------------------------------------------------------------------------------------
+
+    def _cache_room(self) -> int:
+        """Bytes a KV cache may take. Depends on the machine, not on what is free now: batches are reproducible."""
+        share = self.config.gpu_memory_utilization
+        if self.device.type != "cpu":
+            _, total = getattr(torch, self.device.type).mem_get_info(self.device)
+            return int(total * share)
+        return cache_share(share)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).split("\n", 1)[0]
+
+
+def _left_padded(prompts: list[tuple[int, ...]], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Ids, padded with 0, and mask of prompts that end in the same column: both (B, longest)."""
+    width = max(map(len, prompts))
+    ids = torch.tensor([(0,) * (width - len(prompt)) + tuple(prompt) for prompt in prompts], device=device)
+    starts = torch.tensor([width - len(prompt) for prompt in prompts], device=device)
+    return ids, torch.arange(width, device=device) >= starts[:, None]
+
+
+def _choose_attention(model: nn.Module, wanted: str | None) -> None:
+    """Ours where torch's fused attention is right; eager code where scores are capped, which that leaves out."""
+    text = model.config.get_text_config(decoder=True)
+    if wanted is not None:
+        model.set_attn_implementation(wanted)
+    elif getattr(text, "attn_logit_softcapping", None):
+        model.set_attn_implementation("eager")
+    elif text._attn_implementation == "sdpa":
+        # a vision tower has no cache to read
+        model.set_attn_implementation(
+            {"text_config": DECODE_ATTENTION} if is_vision_language(model.config) else DECODE_ATTENTION
+        )
+
+
+def _without_weights(model_config: Any, dtype: torch.dtype, device: torch.device, trust_remote_code: bool) -> nn.Module:
+    """A model with real buffers (rotary frequencies) and parameters of the right size that hold nothing yet."""
+    with _parameters_on_meta():
+        auto_class = language_model_class(model_config) or AutoModelForCausalLM
+        model = auto_class.from_config(model_config, dtype=dtype, trust_remote_code=trust_remote_code)
+    buffers = {name: buffer.to(device) for name, buffer in model.named_buffers()}
+    model.to_empty(device=device)
+    model.tie_weights()
+    for name, buffer in model.named_buffers():
+        buffer.copy_(buffers[name])
+    return model
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Modules built inside hold their parameters on the meta device: no memory, no time spent on random numbers."""
+    register = nn.Module.register_parameter
+
+    def register_on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and not param.is_meta:
+            param = nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
+        register(module, name, param)
+
+    nn.Module.register_parameter = register_on_meta
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register

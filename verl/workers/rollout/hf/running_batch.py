@@ -1,0 +1,149 @@
+"""Responses that share a forward: a key-value cache, and the groups of rows that began to decode together.
+
+A group is what arrived at once; it has drawn one number of tokens. Groups join the wave that runs: their caches are
+laid side by side, right-aligned, so that one forward serves all. A token depends on its own row only, so what is drawn
+does not depend on who joined when. Knows transformers' caches and no model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache
+
+from verl.workers.rollout.base import Completion
+from verl.workers.rollout.hf.decode import Decode
+from verl.workers.rollout.hf.kv_cache import can_be_joined, joined
+
+Forward = Callable[[Tensor, Tensor, Tensor, Cache], Tensor]
+"""(ids (n, 1), mask (n, columns), positions (n, 1), cache) -> logits after the last column, (n, V)."""
+
+
+class Group:
+    """Rows that have drawn ``step`` tokens each."""
+
+    def __init__(self, rows: Decode, tickets: Sequence[int]):
+        self.rows, self.tickets, self.step = rows, list(tickets), 0
+        self.running = {ticket: index for index, ticket in enumerate(tickets)}
+
+    @property
+    def most_left(self) -> int:
+        """The most tokens one of its rows may still draw."""
+        return int(self.rows.limits.max()) - self.step
+
+    def take(self, logits: Tensor) -> dict[int, Completion]:
+        """Draw a token for every row; returns what ended, by ticket."""
+        self.rows.take(logits, self.step)
+        self.step += 1
+        if self.rows.num_live == len(self.running):
+            return {}
+        ended = {self.tickets[index]: index for index in self.rows.ended()}
+        return {
+            ticket: self.rows.completion(index) for ticket, index in ended.items() if self.running.pop(ticket, -1) >= 0
+        }
+
+
+class Wave:
+    """Groups in the order of their rows in ``cache``.
+
+    Args:
+        rows: the first group, whose prompts are in the cache.
+        tickets: a name for each of its requests.
+        logits: (n, V) after the prompts.
+        width: columns of the cache that are filled, with the prompts right-aligned.
+    """
+
+    def __init__(self, cache: Cache, rows: Decode, tickets: Sequence[int], logits: Tensor, width: int):
+        self.cache, self.logits, self.length = cache, logits, width
+        self.groups = [Group(rows, tickets)]
+        self.starts = width - rows.prompt_lengths  # first column of each row
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.starts)
+
+    @property
+    def num_live(self) -> int:
+        return sum(group.rows.num_live for group in self.groups)
+
+    @property
+    def longest(self) -> int:
+        """Columns the cache will have at most."""
+        return self.length + max((group.most_left for group in self.groups), default=0)
+
+    def advance(self, forward: Forward) -> dict[int, Completion]:
+        """Draw one token for every row and read it; returns what ended, by ticket."""
+        ended: dict[int, Completion] = {}
+        sizes = [len(group.rows.live) for group in self.groups]
+        for group, logits in zip(self.groups, self.logits.split(sizes), strict=True):
+            if group.rows.num_live:
+                ended |= group.take(logits)
+        if self.num_live:
+            self._read(forward)
+        return ended
+
+    def _read(self, forward: Forward) -> None:
+        ended = self.num_rows - self.num_live
+        if ended * 8 >= self.num_rows or any(not group.rows.num_live for group in self.groups):
+            self._drop_ended()
+        tokens = torch.cat([group.rows.tokens for group in self.groups])
+        positions = torch.cat([group.rows.positions for group in self.groups])
+        self.length += 1
+        mask = torch.arange(self.length, device=tokens.device) >= self.starts[:, None]
+        self.logits = forward(tokens[:, None], mask, positions[:, None], self.cache)
+
+    def _drop_ended(self) -> None:
+        """Go on with the rows that live."""
+        live = torch.cat([group.rows.live for group in self.groups])
+        survivors = live.nonzero()[:, 0]
+        if len(survivors) == len(live):
+            return
+        self.cache.reorder_cache(survivors)
+        self.starts = self.starts[survivors]
+        self.groups = [group for group in self.groups if group.rows.num_live]
+        for group in self.groups:
+            group.rows.keep(group.rows.live.nonzero()[:, 0])
+
+    # -- requests that come and go -------------------------------------------------------------------------------------
+
+    def partial(self, ticket: int) -> Completion | None:
+        """What a running request has drawn so far."""
+        for group in self.groups:
+            if ticket in group.running:
+                return group.rows.completion(group.running[ticket], group.step)
+        return None
+
+    def abort(self, ticket: int) -> Completion | None:
+        """End a running request; returns what it had drawn."""
+        completion = self.partial(ticket)
+        for group in self.groups:
+            if ticket in group.running:
+                group.rows.end(group.running.pop(ticket))
+        return completion
+
+    def join(self, other: Wave) -> bool:
+        """Take in another wave that has logits for each row; False if the caches cannot be laid side by side.
+
+        Both lose the columns before their first live row.
+        """
+        if not can_be_joined(self.cache, other.cache):
+            return False
+        for wave in (self, other):
+            live = torch.cat([group.rows.live for group in wave.groups])
+            wave.logits = wave.logits[live]
+            wave._drop_ended()
+        skipped = [int(wave.starts.min()) for wave in (self, other)]
+        self.cache = joined((self.cache, other.cache), skipped)
+        lengths = [wave.length - first for wave, first in zip((self, other), skipped, strict=True)]
+        self.length = max(lengths)
+        self.starts = torch.cat(
+            [
+                wave.starts - first + (self.length - length)
+                for wave, first, length in zip((self, other), skipped, lengths, strict=True)
+            ]
+        )
+        self.logits = torch.cat([self.logits, other.logits])
+        self.groups += other.groups
+        return True

@@ -1,0 +1,156 @@
+"""Really giving back CPU memory, for engines whose sleep mode exists on GPUs only.
+
+Storages are resized in place, so that every view an engine made of them lives on and finds its memory again.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from verl.telemetry.memory import host_memory
+
+_NAN_BYTE = 0xFF
+"""Repeated, it reads as NaN in every floating type: weights that were forgotten and not synced cannot pass for real."""
+
+
+class HostMemory:
+    """The storages behind some tensors, given back and taken again together.
+
+    Args:
+        tensors: may share storages.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor]):
+        found = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors if tensor.numel()}
+        self._storages = [(storage, storage.nbytes()) for storage in found.values()]
+
+    def release(self) -> None:
+        """Free the memory and forget what stood in it."""
+        for storage, _ in self._storages:
+            storage.resize_(0)
+        return_free_memory()
+
+    @property
+    def held(self) -> int:
+        """Bytes taken now."""
+        return sum(storage.nbytes() for storage, _ in self._storages)
+
+    def take(self, byte: int) -> None:
+        """Take the memory again, each byte of it set to ``byte``."""
+        for storage, size in self._storages:
+            storage.resize_(size)
+            torch.empty(0, dtype=torch.uint8).set_(storage).fill_(byte)
+
+    def take_as_nan(self) -> None:
+        """Take the memory again, full of NaN."""
+        self.take(_NAN_BYTE)
+
+
+def return_free_memory() -> None:
+    """Hand what this process freed back to the system: the C library keeps blocks below 32 MiB for itself."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
+def own_storages(model: nn.Module) -> None:
+    """Copy weights that live in mapped files into memory that can be freed and taken again; ties are kept."""
+    copies: dict[int, Tensor] = {}
+    for parameter in model.parameters():
+        storage = parameter.untyped_storage()
+        if not storage.resizable():
+            if parameter.data_ptr() not in copies:
+                copies[parameter.data_ptr()] = parameter.detach().clone()
+            parameter.data = copies[parameter.data_ptr()]
+
+
+def cache_share(share: float) -> int:
+    """Bytes a KV cache in host memory may take: ``share`` of this worker's part, half of which is the trainer's."""
+    return int(host_memory() * share / 2 / int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
+# -- A rollout engine that finds no memory: the error names what was asked and the keys that change it ---------------
+
+
+_KEY = "actor_rollout_ref.rollout"
+_ACTOR = "actor_rollout_ref.actor"
+_ALLOCATION = ("can't allocate memory", "Cannot allocate memory", "not enough memory", "out of memory")
+_CACHE = ("No available memory for the cache blocks", "KV cache is needed", "larger than the available KV cache memory")
+_TAKEN = ("less than desired GPU memory utilization",)
+
+
+class RolloutOutOfMemory(RuntimeError):
+    """The engine found no memory for its weights, its cache or a step; the cause is the engine's own error."""
+
+
+@contextmanager
+def memory_errors(config: Any, phase: str) -> Iterator[None]:
+    """Turn an engine's lack of memory in this block into a `RolloutOutOfMemory` that says what helps.
+
+    Args:
+        config: ``actor_rollout_ref.rollout``.
+        phase: ``start``, ``wake``, ``sync`` or ``generate``.
+    """
+    try:
+        yield
+    except Exception as error:
+        told = explained(error, config, phase)
+        if told is None:
+            raise
+        raise told from error
+
+
+def explained(error: BaseException, config: Any, phase: str) -> RolloutOutOfMemory | None:
+    """The error to raise in place of an engine's own; None if that is not about memory."""
+    helps = _what_helps(error, config, phase)
+    if helps is None:
+        return None
+    cause = str(error).strip().splitlines() or [type(error).__name__]
+    return RolloutOutOfMemory(f"{_KEY}.name={config.name}: no memory left in phase {phase}: {cause[0][:300]} {helps}")
+
+
+def _what_helps(error: BaseException, config: Any, phase: str) -> str | None:
+    """What to change, likeliest first; None if ``error`` is not about memory."""
+    text = str(error)
+    if not any(words in text for words in (*_CACHE, *_TAKEN)) and not _is_allocation(error, text):
+        return None
+    share = f"{_KEY}.gpu_memory_utilization={config.gpu_memory_utilization}"
+    length, seqs = f"{_KEY}.max_model_len", f"{_KEY}.max_num_seqs={config.max_num_seqs}"
+    if any(words in text for words in _CACHE):
+        return (
+            f"The cache does not hold one sequence of full length. Raise {share}, lower {length} (or "
+            f"data.max_prompt_length and data.max_response_length), or raise {_KEY}.tensor_model_parallel_size."
+        )
+    if any(words in text for words in _TAKEN):
+        return (
+            f"Others hold the device's memory already, the actor's weights for example. Lower {share}, or set "
+            f"{_ACTOR}.fsdp_config.param_offload and optimizer_offload."
+        )
+    if phase == "sync":
+        return (
+            f"Lower {_KEY}.update_weights_bucket_megabytes={config.update_weights_bucket_megabytes} or {share}, or set "
+            f"{_ACTOR}.fsdp_config.optimizer_offload."
+        )
+    offload = f", or set {_ACTOR}.fsdp_config.param_offload and optimizer_offload"
+    if phase == "generate":
+        return (
+            f"Lower {seqs}, {_KEY}.max_num_batched_tokens={config.max_num_batched_tokens} or {share}, shorten "
+            f"{length}{offload}."
+        )
+    return f"Lower {share}, {seqs} or {length}, raise {_KEY}.tensor_model_parallel_size{offload}."
+
+
+def _is_allocation(error: BaseException, text: str) -> bool:
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    return isinstance(error, RuntimeError) and any(words in text for words in _ALLOCATION)

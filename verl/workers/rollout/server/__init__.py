@@ -1,0 +1,1 @@
+"""Rollout servers: one engine behind HTTP, its client, and the OpenAI protocol."""

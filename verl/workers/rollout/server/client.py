@@ -1,0 +1,263 @@
+"""Requests to rollout servers: to the least loaded, or to the one that knows the conversation; the urgent ones first.
+
+One client for all servers of a run, used from one event loop. Knows no engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import logging
+import time
+import uuid
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+import aiohttp
+
+from verl.workers.rollout.base import Completion, Request
+from verl.workers.rollout.server.load import Span
+from verl.workers.rollout.server.messages import allow_many_connections, completion_from_json, request_to_json
+
+logger = logging.getLogger(__name__)
+
+_SESSIONS = 100_000  # conversations whose server is remembered
+_SPANS = 1_000_000  # requests whose times are kept for whoever measures
+_SHOWN = 4
+
+
+class RolloutServerError(RuntimeError):
+    """A rollout server died, did not answer, or its engine failed; names it and what it was last asked."""
+
+
+@dataclass
+class _Server:
+    address: str
+    load: int = 0
+    """Requests that have their turn."""
+    running: dict[str, Request] = field(default_factory=dict)
+    error: RolloutServerError | None = None
+
+
+@dataclass(order=True)
+class _Waiting:
+    urgency: int
+    arrival: int
+    request_id: str = field(compare=False)
+    session: str | None = field(compare=False)
+    turn: asyncio.Future = field(compare=False)
+
+
+class RolloutClient:
+    """Sends requests to the servers of a run.
+
+    Args:
+        addresses: URLs of the servers.
+        token: what they want in the header; None: nothing.
+        max_running: requests under way at one server at most; the others wait here. None: all go at once.
+        timeout_s: seconds one request may take; None: for ever.
+    """
+
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        token: str | None = None,
+        max_running: int | None = None,
+        timeout_s: float | None = None,
+    ):
+        if not addresses:
+            raise ValueError("RolloutClient(addresses=[]): there is no server to ask. Name at least one.")
+        self.max_running = max_running
+        self._servers = [_Server(address.rstrip("/")) for address in addresses]
+        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self._timeout = aiohttp.ClientTimeout(total=None, sock_read=timeout_s)
+        self._waiting: list[_Waiting] = []
+        self._arrivals = count()
+        self._home: OrderedDict[str, _Server] = OrderedDict()
+        self._http: aiohttp.ClientSession | None = None
+        self._spans: deque[Span] = deque(maxlen=_SPANS)
+
+    @property
+    def num_servers(self) -> int:
+        """Servers there are."""
+        return len(self._servers)
+
+    def take_spans(self) -> list[Span]:
+        """When the requests that ended since the last call were asked, sent and answered, and where."""
+        spans = list(self._spans)
+        self._spans.clear()
+        return spans
+
+    @property
+    def num_running(self) -> int:
+        """Requests under way."""
+        return sum(len(server.running) for server in self._servers)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait here for a server with room."""
+        return len(self._waiting)
+
+    async def generate(
+        self,
+        request: Request,
+        *,
+        request_id: str | None = None,
+        session: str | None = None,
+        priority: int = 0,
+    ) -> Completion:
+        """Draw one response. Cancelling the call aborts the request.
+
+        Args:
+            request_id: for `abort`; unlike that of any other running request. None: made up.
+            session: requests of one session go to one server, which has read their beginning before.
+            priority: among the requests that wait, higher ones go first.
+
+        Raises:
+            ValueError: the server cannot draw this request; says why.
+            RolloutServerError: the server is gone or its engine failed.
+        """
+        request_id, asked = request_id or uuid.uuid4().hex, time.monotonic()
+        server = await self._turn(request_id, session, priority)
+        if server is None:  # aborted while it waited
+            return Completion([], [] if request.sampling.want_log_probs else None, "abort")
+        started = time.monotonic()
+        try:
+            if any(request_id in other.running for other in self._servers):
+                raise ValueError(f"request_id={request_id!r} is in use by a running request. Give each its own.")
+            server.running[request_id] = request
+            try:
+                body = await self._post(server, "/generate", request_to_json(request, request_id, priority))
+            finally:
+                del server.running[request_id]
+        finally:
+            self._leave(server)
+            self._spans.append(Span(server.address, asked, started, time.monotonic()))
+        return completion_from_json(body)
+
+    async def abort(self, request_ids: Iterable[str] | None = None) -> None:
+        """End these requests, or all that are under way or wait: their `generate` returns what they had drawn."""
+        if request_ids is None:
+            waiting = [item.request_id for item in self._waiting]
+            request_ids = [*waiting, *(request_id for server in self._servers for request_id in server.running)]
+        wanted = set(request_ids)
+        for item in self._waiting:
+            if item.request_id in wanted and not item.turn.done():
+                item.turn.set_result(None)
+        self._waiting = [item for item in self._waiting if not item.turn.done()]
+        heapq.heapify(self._waiting)
+        by_server = [(server, sorted(wanted & server.running.keys())) for server in self._live()]
+        await asyncio.gather(*(self._post(s, "/abort", {"request_ids": ids}) for s, ids in by_server if ids))
+
+    async def health(self) -> list[dict[str, Any]]:
+        """What each server says of itself."""
+        return [await self._get(server, "/health") for server in self._servers]
+
+    async def close(self) -> None:
+        """Close the connections."""
+        if self._http is not None:
+            await self._http.close()
+            self._http = None
+
+    # -- whose turn it is ----------------------------------------------------------------------------------------------
+
+    async def _turn(self, request_id: str, session: str | None, priority: int) -> _Server | None:
+        """Wait for a place at a server; None if `abort` came first."""
+        turn: asyncio.Future[_Server | None] = asyncio.get_running_loop().create_future()
+        heapq.heappush(self._waiting, _Waiting(-priority, next(self._arrivals), request_id, session, turn))
+        self._release()
+        try:
+            return await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled() and turn.exception() is None and turn.result() is not None:
+                self._leave(turn.result())
+            raise
+
+    def _leave(self, server: _Server) -> None:
+        server.load -= 1
+        self._release()
+
+    def _release(self) -> None:
+        """Give every waiting request its turn that has a server with room, the most urgent first."""
+        kept: list[_Waiting] = []
+        while self._waiting and any(self._has_room(server) for server in self._servers):
+            item = heapq.heappop(self._waiting)
+            if item.turn.done():  # cancelled
+                continue
+            try:
+                server = self._choose(item.session)
+            except RolloutServerError as error:
+                item.turn.set_exception(error)
+                continue
+            if server is None:  # its own server is full
+                kept.append(item)
+                continue
+            server.load += 1
+            item.turn.set_result(server)
+        for item in kept:
+            heapq.heappush(self._waiting, item)
+
+    def _has_room(self, server: _Server) -> bool:
+        return server.error is not None or self.max_running is None or server.load < self.max_running
+
+    def _choose(self, session: str | None) -> _Server | None:
+        """The session's server, or the least loaded; None if it is full."""
+        if session is not None and session in self._home:
+            self._home.move_to_end(session)
+            server = self._home[session]
+        else:
+            server = min(self._live() or self._servers, key=lambda server: server.load)
+            if session is not None and self._has_room(server):
+                self._home[session] = server
+                if len(self._home) > _SESSIONS:
+                    self._home.popitem(last=False)
+        if server.error is not None:
+            raise RolloutServerError(str(server.error))
+        return server if self._has_room(server) else None
+
+    def _live(self) -> list[_Server]:
+        return [server for server in self._servers if server.error is None]
+
+    # -- HTTP ----------------------------------------------------------------------------------------------------------
+
+    async def _post(self, server: _Server, path: str, body: Any) -> Any:
+        return await self._call(server, "POST", path, json=body)
+
+    async def _get(self, server: _Server, path: str) -> Any:
+        return await self._call(server, "GET", path)
+
+    async def _call(self, server: _Server, method: str, path: str, **more: Any) -> Any:
+        try:
+            async with self._session().request(method, server.address + path, **more) as answer:
+                body = await answer.json(content_type=None)
+                status = answer.status
+        except (aiohttp.ClientError, OSError, asyncio.TimeoutError, ValueError) as error:
+            if server.error is None:
+                server.error = RolloutServerError(self._obituary(server, f"{type(error).__name__}: {error}"))
+            raise RolloutServerError(str(server.error)) from error
+        if status < 400 or path == "/health":
+            return body
+        message = body["error"]["message"]
+        if status < 500:
+            raise ValueError(f"The rollout server at {server.address} refused a request: {message}")
+        raise RolloutServerError(self._obituary(server, message))
+
+    def _session(self) -> aiohttp.ClientSession:
+        if self._http is None:
+            allow_many_connections()
+            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=60)
+            self._http = aiohttp.ClientSession(connector=connector, headers=self._headers, timeout=self._timeout)
+        return self._http
+
+    @staticmethod
+    def _obituary(server: _Server, cause: str) -> str:
+        last = list(server.running.items())[-_SHOWN:]
+        shown = ", ".join(
+            f"{request_id} (prompt of {len(request.prompt_ids)} tokens, at most {request.sampling.max_tokens} more)"
+            for request_id, request in last
+        )
+        asked = f"It had {len(server.running)} requests under way, the last of them: {shown}." if last else ""
+        return f"The rollout server at {server.address} failed: {cause}. {asked}".rstrip()

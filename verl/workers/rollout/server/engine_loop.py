@@ -1,0 +1,363 @@
+"""The one thread that steps a rollout engine while requests come and go.
+
+Requests may be handed over from any thread; the engine is touched by this thread alone while the loop serves, and by
+others only while it is paused. Ranks that share an engine run one loop each: the first rank's loop decides, the others
+follow its commands (`relay.py`). Knows no HTTP.
+"""
+
+from __future__ import annotations
+
+import pickle
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+
+from verl.workers.rollout.base import Completion, Request, RolloutEngine
+from verl.workers.rollout.memory import explained
+
+_HEARTBEAT_S = 5.0  # followers are told at least this often that nothing happens: their wait has a deadline
+
+
+class EngineDied(RuntimeError):
+    """The engine raised while it drew; nothing it was drawing can be had. The cause is the engine's own error."""
+
+
+class Event(NamedTuple):
+    """News of one request: more tokens (``ended`` is false), its end, or the error that ended it."""
+
+    number: int
+    completion: Completion | None
+    error: BaseException | None = None
+    ended: bool = True
+    is_paused: bool = False
+    """It ended because the loop was paused, and not because somebody wanted it to."""
+
+
+@dataclass
+class Commands:
+    """What happens before the next step, the same on every rank of an engine."""
+
+    version: int | None = None
+    submit: list[tuple[int, Request]] = field(default_factory=list)
+    abort: list[int] = field(default_factory=list)
+    pause: bool = False
+    stop: bool = False
+
+    def __bool__(self) -> bool:
+        return bool(self.submit or self.abort or self.pause or self.stop)
+
+
+class Relay(Protocol):
+    """Carries the commands of the first rank of an engine to the others; each `send` is met by one `receive`."""
+
+    def send(self, commands: Commands) -> None: ...
+
+    def receive(self) -> Commands: ...
+
+
+class _Waiting(NamedTuple):
+    priority: int
+    number: int
+    request: Request
+
+
+class EngineLoop:
+    """Steps ``engine`` while it has requests. Starts paused; `resume` lets it go.
+
+    Args:
+        engine: awake and synced whenever the loop is resumed.
+        deliver: gets the events of a step, in the loop's thread. Ranks that follow need none.
+        relay: to the other ranks of the engine; None: it has one rank.
+        follows: this rank takes its commands from the relay.
+    """
+
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        deliver: Callable[[list[Event]], None] | None = None,
+        relay: Relay | None = None,
+        follows: bool = False,
+    ):
+        self.engine = engine
+        self.version: int | None = None
+        self.error: BaseException | None = None
+        self.num_steps = 0
+        self.last_step = time.monotonic()
+        self._deliver, self._relay, self._follows = deliver, relay, follows
+        self._changed = threading.Condition()
+        self._serves = self._is_idle = False
+        self._turn_begins = (
+            False  # resumed, and the thread has not taken note: it must, or ranks that follow would wait
+        )
+        self._wants_stop = False
+        self._waiting: list[_Waiting] = []
+        self._to_abort: set[int] = set()
+        self._watched: set[int] = set()
+        self._ticket_of: dict[int, int] = {}  # number of a request -> the engine's ticket
+        self._number_of: dict[int, int] = {}
+        self._requests: dict[int, Request] = {}  # by number, of those the engine runs
+        self._thread = threading.Thread(target=self._run, name="verl-engine-loop", daemon=True)
+
+    # -- from any thread -----------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def submit(self, number: int, request: Request, priority: int = 0, watch: bool = False) -> None:
+        """Draw ``request``; what happens to it is delivered under ``number``.
+
+        Args:
+            number: unlike any given before.
+            priority: among requests that wait for the loop, higher ones go first.
+            watch: deliver its tokens as they come, if the engine tells.
+        """
+        with self._changed:
+            if self.error is None:
+                self._waiting.append(_Waiting(-priority, number, request))
+                if watch:
+                    self._watched.add(number)
+                self._changed.notify_all()
+                return
+        self._deliver([Event(number, None, self._epitaph())])
+
+    def abort(self, numbers: Iterable[int] | None = None) -> None:
+        """End these requests, or all; each is delivered with what it had drawn."""
+        with self._changed:
+            if numbers is None:
+                numbers = [*self._ticket_of, *(waiting.number for waiting in self._waiting)]
+            self._to_abort.update(numbers)
+            self._changed.notify_all()
+
+    def resume(self, version: int) -> None:
+        """Serve with the engine's weights, which are of this version."""
+        with self._changed:
+            self.version, self._serves, self._turn_begins = version, True, True
+            self.last_step = time.monotonic()
+            self._changed.notify_all()
+
+    def pause(self) -> None:
+        """Abort what runs, and return when the engine is nobody's. Requests that wait go on waiting."""
+        with self._changed:
+            self._serves = False
+            self._changed.notify_all()
+            while (self._turn_begins or not self._is_idle) and self.error is None and self._thread.is_alive():
+                self._changed.wait(0.1)
+
+    def stop(self) -> None:
+        """End the thread; what runs is aborted, what waits fails."""
+        with self._changed:
+            self._wants_stop, self._serves = True, False
+            self._changed.notify_all()
+        if self._thread.is_alive() and not self._follows:
+            self._thread.join(timeout=10)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._ticket_of)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def is_serving(self) -> bool:
+        return self._serves and self.error is None
+
+    def state(self) -> dict[str, Any]:
+        """Numbers for whoever watches the loop; ``idle_s`` is the time since the last step ended."""
+        return {
+            "running": self.num_running,
+            "waiting": self.num_waiting,
+            "steps": self.num_steps,
+            "idle_s": time.monotonic() - self.last_step,
+            "serving": self.is_serving,
+            "version": self.version,
+            "error": None if self.error is None else f"{type(self.error).__name__}: {self.error}",
+        }
+
+    # -- the thread ----------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            self._await_resume()
+            while not self._wants_stop:
+                commands = self._relay.receive() if self._follows else self._next_commands()
+                if self._relay is not None and not self._follows:
+                    self._relay.send(commands)
+                self._publish(self._advance(commands))
+                if commands.pause:
+                    self._await_resume()
+                if commands.stop:
+                    break
+        except BaseException as error:  # whatever it is, nobody may wait for this thread any more
+            self._fail(error)
+        else:
+            self._fail(RuntimeError("The rollout server was stopped."))
+
+    def _await_resume(self) -> None:
+        with self._changed:
+            self._is_idle = True
+            self.engine.watch.stop_serving()
+            self._changed.notify_all()
+            while not self._turn_begins and not self._wants_stop:
+                self._abort_waiting()
+                self._changed.wait()
+            self._turn_begins = self._is_idle = False
+
+    def _abort_waiting(self) -> None:
+        """Answer the requests that were aborted before the engine saw them."""
+        gone = [waiting for waiting in self._waiting if waiting.number in self._to_abort]
+        self._waiting = [waiting for waiting in self._waiting if waiting.number not in self._to_abort]
+        self._to_abort -= {waiting.number for waiting in gone}
+        if gone:
+            self._publish([Event(waiting.number, nothing_drawn(waiting.request)) for waiting in gone])
+
+    def _next_commands(self) -> Commands:
+        """Wait until there is something to do."""
+        with self._changed:
+            while True:
+                self._abort_waiting()
+                commands = Commands(self.version)
+                if self._wants_stop or not self._serves:
+                    commands.pause, commands.stop = not self._serves, self._wants_stop
+                    return commands
+                commands.abort = [number for number in self._to_abort if number in self._ticket_of]
+                self._to_abort.clear()
+                commands.submit = [(number, request) for _, number, request in sorted(self._waiting, key=_by_priority)]
+                self._waiting = []
+                if commands or self._ticket_of:
+                    return commands
+                if not self._changed.wait(_HEARTBEAT_S) and self._relay is not None:
+                    return commands
+
+    def _advance(self, commands: Commands) -> list[Event]:
+        """Carry out the commands and step once."""
+        events: list[Event] = []
+        aborted = list(self._ticket_of) if commands.pause or commands.stop else commands.abort
+        tickets = [self._ticket_of[number] for number in aborted]
+        events += self._ended(self.engine.abort(tickets) if tickets else {}, is_paused=commands.pause)
+        for number, request in commands.submit:
+            try:
+                ticket = self.engine.submit(request, commands.version)
+            except (
+                ValueError,
+                TypeError,
+                NotImplementedError,
+            ) as error:
+                # this request asks for what cannot be had; the others go on
+                events.append(Event(number, None, error))
+            else:
+                self._ticket_of[number], self._number_of[ticket] = ticket, number
+                self._requests[number] = request
+        self.engine.watch.serving(self._requests)
+        if self._ticket_of:
+            events += self._ended(self.engine.step())
+            self.num_steps += 1
+            events += self._news()
+        self.last_step = time.monotonic()
+        return events
+
+    def _ended(self, completions: dict[int, Completion], is_paused: bool = False) -> list[Event]:
+        events = []
+        for ticket, completion in completions.items():
+            number = self._number_of.pop(ticket)
+            del self._ticket_of[number]
+            self._watched.discard(number)
+            self.engine.watch.count([self._requests.pop(number)], [completion])
+            events.append(Event(number, completion, is_paused=is_paused))
+        return events
+
+    def _news(self) -> list[Event]:
+        """What watched requests have so far."""
+        watched = [number for number in self._watched if number in self._ticket_of]
+        found = [(number, self.engine.partial(self._ticket_of[number])) for number in watched]
+        return [Event(number, completion, ended=False) for number, completion in found if completion is not None]
+
+    def _publish(self, events: list[Event]) -> None:
+        if events and not self._follows:
+            self._deliver(events)
+
+    def _fail(self, error: BaseException) -> None:
+        self.engine.watch.stop_serving(failed=not self._wants_stop)
+        if told := explained(error, self.engine.config, "generate"):
+            told.__cause__ = error
+            error = told
+        with self._changed:
+            self.error = error
+            numbers = [*self._ticket_of, *(waiting.number for waiting in self._waiting)]
+            self._ticket_of, self._number_of, self._waiting = {}, {}, []
+            self._is_idle = True
+            self._changed.notify_all()
+        self._publish([Event(number, None, self._epitaph()) for number in numbers])
+
+    def _epitaph(self) -> EngineDied:
+        died = EngineDied(f"{type(self.error).__name__}: {self.error}")
+        died.__cause__ = self.error
+        return died
+
+
+def nothing_drawn(request: Request) -> Completion:
+    """The completion of a request that was aborted before its first token."""
+    return Completion([], [] if request.sampling.want_log_probs else None, "abort")
+
+
+def _by_priority(waiting: _Waiting) -> tuple[int, int]:
+    return waiting.priority, waiting.number
+
+
+# -- How the first rank of an engine tells the others what to do next, over a process group of their own -------------
+
+
+class GroupRelay:
+    """Carries commands from the first rank of ``ranks`` to the others.
+
+    Args:
+        ranks: global ranks that share an engine.
+        group: a gloo group of theirs that nothing else uses.
+    """
+
+    def __init__(self, ranks: list[int], group: dist.ProcessGroup):
+        self._source, self._group = ranks[0], group
+        self._version: int | None = None
+
+    def send(self, commands: Commands) -> None:
+        has_news = bool(commands) or commands.version != self._version
+        self._version = commands.version
+        content = pickle.dumps(commands) if has_news else b""
+        self._broadcast(torch.tensor([len(content)]))
+        if content:
+            self._broadcast(torch.frombuffer(bytearray(content), dtype=torch.uint8))
+
+    def receive(self) -> Commands:
+        size = self._broadcast(torch.zeros(1, dtype=torch.int64))
+        if not int(size):
+            return Commands(self._version)
+        content = self._broadcast(torch.empty(int(size), dtype=torch.uint8))
+        commands = pickle.loads(content.numpy().tobytes())
+        self._version = commands.version
+        return commands
+
+    def _broadcast(self, content: torch.Tensor) -> torch.Tensor:
+        dist.broadcast(content, src=self._source, group=self._group)
+        return content
+
+
+def make_relay(size: int) -> GroupRelay | None:
+    """The relay of this rank's engine, where ``size`` neighbouring ranks share one; None for engines of one rank.
+
+    Collective over all ranks of the process group.
+    """
+    if size == 1:
+        return None
+    relay = None
+    for first in range(0, dist.get_world_size(), size):
+        ranks = list(range(first, first + size))
+        group = dist.new_group(ranks, backend="gloo")
+        if dist.get_rank() in ranks:
+            relay = GroupRelay(ranks, group)
+    return relay

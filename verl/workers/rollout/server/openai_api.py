@@ -1,0 +1,398 @@
+"""OpenAI's routes over a rollout server: chat and plain completions, whole or as a stream.
+
+What a response had drawn when the weights changed is kept; it goes on under the new ones. ``system_fingerprint`` tells
+the version of the weights that ended it. ``return_token_ids`` adds the token ids that a trainer needs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+from aiohttp import web
+
+from verl.utils.seeding import derive_seed
+from verl.workers.rollout.base import Completion, Request, SamplingParams
+from verl.workers.rollout.server.engine_loop import EngineDied
+from verl.workers.rollout.server.messages import refuse_unknown, token_ids
+
+# -- Requests in OpenAI's words: which fields are understood, what they mean for an engine, and errors in their form -
+
+
+_WHOLE_CONTEXT = 1 << 20  # engines cut it to what their context leaves
+_IGNORED = ("user", "store", "metadata", "service_tier")
+"""Fields that say nothing about the answer."""
+_INERT = {
+    "best_of": (None, 1),
+    "echo": (None, False),
+    "function_call": (None, "none"),
+    "parallel_tool_calls": (None, True, False),
+    "response_format": (None, {"type": "text"}),
+    "suffix": (None, ""),
+    "tool_choice": (None, "none", "auto"),
+    "tools": (None, []),
+    "top_logprobs": (None, 0),
+}
+"""Fields that are accepted only where they ask for nothing."""
+_NUMBERS = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "ignore_eos": False}
+_EXTRA = ("frequency_penalty", "presence_penalty", "logit_bias")
+_COMMON = (
+    *("model", "max_tokens", "n", "seed", "stop", "stop_token_ids", "stream", "stream_options", "logprobs"),
+    *("return_token_ids", *_NUMBERS, *_EXTRA, *_IGNORED, *_INERT),
+)
+COMPLETION_FIELDS = ("prompt", *_COMMON)
+CHAT_FIELDS = ("messages", "max_completion_tokens", "chat_template_kwargs", *_COMMON)
+
+
+class UnknownModel(ValueError):
+    """The request names a model that is not served here."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A request, understood."""
+
+    prompts: list[list[int]]
+    sampling: SamplingParams
+    n: int
+    seed: int | None
+    stream: bool
+    include_usage: bool
+    logprobs: bool
+    return_token_ids: bool
+
+
+def understand(body: Any, is_chat: bool, model: str, tokenizer: Any) -> Wanted:
+    """Read the body of ``/v1/completions`` or ``/v1/chat/completions``.
+
+    Raises:
+        UnknownModel: it names another model.
+        ValueError: names the field that is unknown, missing or cannot be honoured.
+    """
+    if not isinstance(body, Mapping):
+        raise ValueError(f"The body is a JSON {type(body).__name__}; it must be an object.")
+    refuse_unknown(body, CHAT_FIELDS if is_chat else COMPLETION_FIELDS, "The request")
+    if body.get("model") not in (None, model):
+        raise UnknownModel(f"model={body['model']!r} is not served here; {model!r} is.")
+    for name, inert in _INERT.items():
+        if body.get(name) not in inert:
+            raise ValueError(f"{name}={body[name]!r} is not supported here. Leave it out.")
+    options = body.get("stream_options") or {}
+    refuse_unknown(options, ("include_usage",), "stream_options")
+    logprobs = body.get("logprobs")
+    if logprobs not in (None, False, True) and logprobs != 0:
+        raise ValueError(
+            f"logprobs={logprobs!r}: alternatives to the drawn tokens are not reported. Use {'true' if is_chat else 0}."
+        )
+    return Wanted(
+        prompts=[_chat_prompt(body, tokenizer)] if is_chat else _prompts(body.get("prompt"), tokenizer),
+        sampling=_sampling(body, tokenizer, default_max_tokens=_WHOLE_CONTEXT if is_chat else 16),
+        n=_integer(body, "n", 1, at_least=1),
+        seed=_integer(body, "seed", None),
+        stream=bool(body.get("stream")),
+        include_usage=bool(options.get("include_usage")),
+        logprobs=logprobs is True or (logprobs is not None and not is_chat),
+        return_token_ids=bool(body.get("return_token_ids")),
+    )
+
+
+def _sampling(body: Mapping[str, Any], tokenizer: Any, default_max_tokens: int) -> SamplingParams:
+    longest = _integer(body, "max_tokens", None, at_least=1)
+    longest = _integer(body, "max_completion_tokens", longest, at_least=1)
+    numbers = {name: default if body.get(name) is None else body[name] for name, default in _NUMBERS.items()}
+    for name, value in numbers.items():
+        if not isinstance(value, int | float):
+            raise ValueError(f"{name}={value!r} must be a number.")
+    stop = body.get("stop") or ()
+    stop = (stop,) if isinstance(stop, str) else tuple(stop)
+    if not all(isinstance(text, str) and text for text in stop):
+        raise ValueError(f"stop={body['stop']!r} must be a text or a list of texts, none of them empty.")
+    stop_ids = token_ids(body["stop_token_ids"], "stop_token_ids") if body.get("stop_token_ids") else []
+    return SamplingParams(
+        max_tokens=default_max_tokens if longest is None else longest,
+        stop_token_ids=tuple(dict.fromkeys([tokenizer.eos_token_id, *stop_ids])),
+        stop=stop,
+        extra={name: body[name] for name in _EXTRA if body.get(name)},
+        want_log_probs=True,
+        **numbers,
+    )
+
+
+def _integer(body: Mapping[str, Any], name: str, default: int | None, at_least: int | None = None) -> int | None:
+    value = body.get(name)
+    if value is None:
+        return default
+    if type(value) is not int or (at_least is not None and value < at_least):
+        raise ValueError(f"{name}={value!r} must be an integer{f' of at least {at_least}' if at_least else ''}.")
+    return value
+
+
+def _prompts(prompt: Any, tokenizer: Any) -> list[list[int]]:
+    """A text, a list of token ids, or a list of either."""
+    if isinstance(prompt, str):
+        prompt = [prompt]
+    if not isinstance(prompt, Sequence) or not prompt:
+        raise ValueError("prompt must be a text, a list of token ids, or a list of texts or of lists of token ids.")
+    if isinstance(prompt[0], int):
+        prompt = [prompt]
+    found = [tokenizer.encode(one) if isinstance(one, str) else token_ids(one, "prompt") for one in prompt]
+    if not all(found):
+        raise ValueError("prompt: a text of no tokens cannot be continued.")
+    return found
+
+
+def _chat_prompt(body: Mapping[str, Any], tokenizer: Any) -> list[int]:
+    messages = body.get("messages")
+    if not isinstance(messages, Sequence) or not messages or not all(isinstance(m, Mapping) for m in messages):
+        raise ValueError('messages must be a list of objects such as {"role": "user", "content": "..."}.')
+    plain = [{**message, "content": _text(message.get("content"))} for message in messages]
+    options = {"add_generation_prompt": True, "tokenize": True, "return_dict": False}
+    try:
+        return list(tokenizer.apply_chat_template(plain, **(body.get("chat_template_kwargs") or {}), **options))
+    except Exception as error:  # templates raise what they like
+        raise ValueError(f"messages: the chat template refused them ({type(error).__name__}: {error}).") from error
+
+
+def _text(content: Any) -> str:
+    """The content of a message: a text, or parts that are all text."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    if isinstance(content, Sequence) and all(isinstance(p, Mapping) and p.get("type") == "text" for p in content):
+        return "".join(str(part.get("text", "")) for part in content)
+    raise ValueError("messages: content must be a text or a list of parts of the type 'text'.")
+
+
+# -- Text of a response as its tokens come, cut at stop texts. Knows a decoding function, no tokenizer ---------------
+
+
+_UNFINISHED = "\ufffd"  # what an incomplete character decodes to
+
+
+class TextStream:
+    """One response.
+
+    Args:
+        decode: token ids -> text.
+        stop: texts at which the response ends; they are not part of it.
+    """
+
+    def __init__(self, decode: Callable[[list[int]], str], stop: Sequence[str] = ()):
+        self.is_stopped = False
+        self._decode, self._stop = decode, tuple(stop)
+        self._ids: list[int] = []
+        self._context = self._read = 0  # text of ids[:read] is taken; ids[context:read] tell how the next one reads
+        self._pending = ""  # may be the begin of a stop text
+
+    def add(self, token_ids: Sequence[int], is_last: bool = False) -> str:
+        """Take further tokens; returns the text that is sure to stand. Nothing comes after a stop text."""
+        if self.is_stopped:
+            return ""
+        self._ids += token_ids
+        text = self._pending + self._new_text(is_last)
+        ends = [found for stop in self._stop if (found := text.find(stop)) >= 0]
+        if ends:
+            self.is_stopped = True
+            return text[: min(ends)]
+        kept = 0 if is_last else self._begun(text)
+        self._pending = text[len(text) - kept :]
+        return text[: len(text) - kept]
+
+    def _new_text(self, is_last: bool) -> str:
+        before = self._decode(self._ids[self._context : self._read])
+        whole = self._decode(self._ids[self._context :])
+        if whole.endswith(_UNFINISHED) and not is_last:
+            return ""
+        self._context, self._read = self._read, len(self._ids)
+        return whole[len(before) :]
+
+    def _begun(self, text: str) -> int:
+        """Length of the longest end of ``text`` that begins a stop text."""
+        return max(
+            (size for stop in self._stop for size in range(1, len(stop)) if text.endswith(stop[:size])), default=0
+        )
+
+
+class OpenAIRoutes:
+    """``/v1/models``, ``/v1/completions`` and ``/v1/chat/completions`` of a `RolloutServer` that has a tokenizer."""
+
+    def __init__(self, server: Any):
+        self.server, self.tokenizer = server, server.tokenizer
+        self._drawn_without_seed = 0
+
+    def routes(self) -> list[web.RouteDef]:
+        return [
+            web.get("/v1/models", self.models),
+            web.post("/v1/completions", self.completions),
+            web.post("/v1/chat/completions", self.chat_completions),
+        ]
+
+    async def models(self, request: web.Request) -> web.Response:
+        model = {"id": self.server.name, "object": "model", "created": 0, "owned_by": "verl"}
+        return web.json_response({"object": "list", "data": [model]})
+
+    async def completions(self, request: web.Request) -> web.StreamResponse:
+        return await self._answer(request, is_chat=False)
+
+    async def chat_completions(self, request: web.Request) -> web.StreamResponse:
+        return await self._answer(request, is_chat=True)
+
+    async def _answer(self, request: web.Request, is_chat: bool) -> web.StreamResponse:
+        try:
+            wanted = understand(await request.json(), is_chat, self.server.name, self.tokenizer)
+            answer = _Answer(self, wanted, is_chat)
+            return await (answer.stream(request) if wanted.stream else answer.whole())
+        except UnknownModel as error:
+            return self.server.error_response(404, str(error))
+        except (ValueError, TypeError, NotImplementedError) as error:  # malformed JSON too
+            return self.server.error_response(400, str(error))
+        except EngineDied as error:
+            return self.server.error_response(500, str(error))
+
+    def seeds(self, wanted: Wanted, count: int) -> list[int]:
+        """One for each choice: from the request's seed, or new ones."""
+        if wanted.seed is not None:
+            return [wanted.seed if k == 0 else derive_seed(wanted.seed, "choice", k) for k in range(count)]
+        self._drawn_without_seed += count
+        first = self._drawn_without_seed
+        return [derive_seed(self.server.seed, "unseeded", first + k) for k in range(count)]
+
+    def decode(self, token_ids: list[int]) -> str:
+        return self.tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+class _Answer:
+    """One request: its choices, n to each prompt, and the JSON they are told in."""
+
+    def __init__(self, routes: OpenAIRoutes, wanted: Wanted, is_chat: bool):
+        self.routes, self.wanted, self.is_chat = routes, wanted, is_chat
+        prompts = [prompt for prompt in wanted.prompts for _ in range(wanted.n)]
+        seeds = routes.seeds(wanted, len(prompts))
+        self.requests = [Request(tuple(p), wanted.sampling, seed) for p, seed in zip(prompts, seeds, strict=True)]
+        self.id = f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid.uuid4().hex}"
+        self.num_drawn = 0
+
+    async def whole(self) -> web.Response:
+        tasks = [asyncio.ensure_future(self._choice(index)) for index in range(len(self.requests))]
+        try:
+            choices = await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+        kind = "chat.completion" if self.is_chat else "text_completion"
+        body = self._envelope(kind, choices) | {"usage": self._usage()}
+        if self.wanted.return_token_ids:
+            body["prompt_token_ids"] = self.wanted.prompts[0]
+        return web.json_response(body)
+
+    async def _choice(self, index: int) -> dict[str, Any]:
+        pieces = [piece async for piece in self._pieces(index)]
+        _, completion, reason = pieces[-1]
+        return self._told(index, "".join(text for text, _, _ in pieces), completion, reason)
+
+    async def stream(self, request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+        pieces: asyncio.Queue[Any] = asyncio.Queue()
+        tasks = [asyncio.ensure_future(self._feed(index, pieces)) for index in range(len(self.requests))]
+        try:
+            first = await pieces.get()
+            if isinstance(first, Exception):  # nothing was sent yet: it can be told as an error
+                raise first
+            await response.prepare(request)
+            await self._send_all(response, pieces, first)
+        finally:
+            for task in tasks:
+                task.cancel()
+        return response
+
+    async def _send_all(self, response: web.StreamResponse, pieces: asyncio.Queue[Any], item: Any) -> None:
+        kind, open_choices = "chat.completion.chunk" if self.is_chat else "text_completion", len(self.requests)
+        while True:
+            if isinstance(item, Exception):
+                await _send(response, {"error": {"message": str(item), "type": "server_error"}})
+                break
+            await _send(response, self._envelope(kind, [item]))
+            open_choices -= item["finish_reason"] is not None
+            if not open_choices:
+                break
+            item = await pieces.get()
+        if self.wanted.include_usage:
+            await _send(response, self._envelope(kind, []) | {"usage": self._usage()})
+        await response.write(b"data: [DONE]\n\n")
+        await response.write_eof()
+
+    async def _feed(self, index: int, pieces: asyncio.Queue[Any]) -> None:
+        told = 0
+        try:
+            async for text, completion, reason in self._pieces(index):
+                if text or reason or not told:
+                    news = _after(completion, told)
+                    pieces.put_nowait(self._told(index, text, news, reason, is_chunk=True))
+                    told = len(completion.token_ids)
+        except (ValueError, TypeError, NotImplementedError, EngineDied) as error:
+            pieces.put_nowait(error)
+
+    async def _pieces(self, index: int) -> AsyncIterator[tuple[str, Completion, str | None]]:
+        """(further text, all tokens so far, why it ended or None)."""
+        text, taken = TextStream(self.routes.decode, self.wanted.sampling.stop), 0
+        watch = self.wanted.stream or bool(self.wanted.sampling.stop)
+        async with aclosing(self.routes.server.follow(self.requests[index], watch=watch, survives=True)) as follow:
+            async for completion, ended in follow:
+                piece = text.add(completion.token_ids[taken:], is_last=ended)
+                taken = len(completion.token_ids)
+                reason = "stop" if text.is_stopped else completion.finish_reason if ended else None
+                self.num_drawn += taken if reason else 0
+                yield piece, completion, reason
+                if reason:
+                    return
+
+    # -- JSON ----------------------------------------------------------------------------------------------------------
+
+    def _envelope(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        server = self.routes.server
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": int(time.time()),
+            "model": server.name,
+            "system_fingerprint": f"version-{server.loop.version}",
+            "choices": choices,
+        }
+
+    def _usage(self) -> dict[str, int]:
+        read = sum(map(len, self.wanted.prompts))
+        return {"prompt_tokens": read, "completion_tokens": self.num_drawn, "total_tokens": read + self.num_drawn}
+
+    def _told(
+        self, index: int, text: str, drawn: Completion, reason: str | None, is_chunk: bool = False
+    ) -> dict[str, Any]:
+        choice: dict[str, Any] = {"index": index, "finish_reason": reason, "logprobs": self._logprobs(drawn)}
+        if not self.is_chat:
+            choice["text"] = text
+        else:
+            choice["delta" if is_chunk else "message"] = {"role": "assistant", "content": text}
+        if self.wanted.return_token_ids:
+            choice["token_ids"] = drawn.token_ids
+        return choice
+
+    def _logprobs(self, drawn: Completion) -> dict[str, Any] | None:
+        if not self.wanted.logprobs:
+            return None
+        tokens = [self.routes.tokenizer.decode([token]) for token in drawn.token_ids]
+        if not self.is_chat:
+            return {"tokens": tokens, "token_logprobs": drawn.log_probs, "top_logprobs": None, "text_offset": None}
+        told = zip(tokens, drawn.log_probs, strict=True)
+        return {"content": [{"token": t, "logprob": p, "bytes": list(t.encode()), "top_logprobs": []} for t, p in told]}
+
+
+def _after(completion: Completion, start: int) -> Completion:
+    return Completion(completion.token_ids[start:], completion.log_probs[start:], completion.finish_reason)
+
+
+async def _send(response: web.StreamResponse, content: dict[str, Any]) -> None:
+    await response.write(f"data: {json.dumps(content)}\n\n".encode())

@@ -1,0 +1,384 @@
+"""A rollout engine behind HTTP: requests come one by one, from the driver or agents outside, and are drawn together.
+
+The application runs in a thread with an event loop of its own, the engine in another (`engine_loop.py`): while the
+engine computes a step, requests are taken in and answered. Start it with the engine at rest, let it serve with
+`resume`, and take the engine back with `pause` before its weights or its memory change.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import re
+import socket
+import threading
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import aclosing, suppress
+from dataclasses import replace
+from itertools import count
+from typing import TYPE_CHECKING, Any
+
+from aiohttp import web
+
+from verl.utils.seeding import derive_seed
+from verl.workers.rollout.base import Completion, Request, RolloutEngine
+from verl.workers.rollout.server.engine_loop import EngineDied, EngineLoop, Event, Relay
+from verl.workers.rollout.server.messages import (
+    allow_many_connections,
+    completion_to_json,
+    is_loopback,
+    request_from_json,
+)
+from verl.workers.rollout.server.openai_api import OpenAIRoutes
+
+# -- A rollout engine's numbers as Prometheus reads them (text format 0.0.4). Renders only; serving is the server's --
+
+
+if TYPE_CHECKING:
+    from verl.workers.rollout.base import RolloutEngine
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_PREFIX = "verl_rollout_"
+_HELP = {
+    "requests": "Requests that ended.",
+    "generated_tokens": "Tokens drawn.",
+    "prompt_tokens": "Tokens of prompts.",
+    "steps": "Steps of the engine.",
+    "seconds": "Seconds spent generating.",
+    "running": "Requests submitted and not ended.",
+    "version": "Version of the weights held; -1 while there is none.",
+}
+
+
+def prometheus_text(engine: RolloutEngine) -> str:
+    """What ``GET /metrics`` of a server answers: verl's counters of the engine, then the engine's own metrics."""
+    labels = {"engine": engine.watch.engine}
+    version = -1 if engine.version is None else engine.version
+    own = render(engine.watch.totals() | engine.totals(), "counter", labels)
+    return own + render({"running": engine.num_running, "version": version}, "gauge", labels) + engine.prometheus()
+
+
+def render(values: Mapping[str, float], kind: str, labels: Mapping[str, str]) -> str:
+    """``values`` as metrics of one ``kind``, counter or gauge, under verl's prefix."""
+    quoted = ",".join(f'{name}="{_escaped(value)}"' for name, value in labels.items())
+    lines = []
+    for name, value in values.items():
+        full = _PREFIX + re.sub(r"[^a-zA-Z0-9_]", "_", name) + ("_total" if kind == "counter" else "")
+        lines += [f"# HELP {full} {_HELP.get(name, name)}", f"# TYPE {full} {kind}", f"{full}{{{quoted}}} {value:.17g}"]
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _escaped(value: str) -> str:
+    return value.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
+
+
+logger = logging.getLogger(__name__)
+
+_MOST_BYTES = 1 << 30
+
+
+class RolloutServer:
+    """Serves one rollout engine.
+
+    Args:
+        engine: anything with `submit`, `step` and `abort`.
+        version: of the weights it holds; None: the server starts paused, as it does anyway until `resume`.
+        host: address to listen on. Others than loopback need a ``token``.
+        port: 0 takes a free one.
+        token: requests must carry it as ``Authorization: Bearer TOKEN``; None asks for nothing.
+        name: the model's, as ``/v1/models`` gives it.
+        tokenizer: for the OpenAI routes, which speak text; None leaves them out.
+        seed: of responses whose request names none; the n-th takes seed + n.
+        relay: to the other ranks of the engine.
+
+    Raises:
+        ValueError: ``host`` is open to others and there is no token.
+    """
+
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        version: int | None = None,
+        host: str = "127.0.0.1",
+        *,
+        port: int = 0,
+        token: str | None = None,
+        name: str = "policy",
+        tokenizer: Any = None,
+        seed: int = 0,
+        relay: Relay | None = None,
+    ):
+        if not token and not is_loopback(host):
+            raise ValueError(
+                f"host={host!r} can be reached from other machines, and there is no token: everybody could use the "
+                "server. Give a token, or bind 127.0.0.1."
+            )
+        self.engine, self.name, self.tokenizer, self.seed = engine, name, tokenizer, seed
+        self.host, self.port = host, port
+        self.loop = EngineLoop(engine, self._deliver, relay)
+        self._token = token
+        self._numbers = count()
+        self._events: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+        self._open: dict[int, asyncio.Queue[Event]] = {}
+        self._ids: dict[str, int] = {}  # request id -> number
+        if version is not None:
+            self.loop.resume(version)
+
+    # -- life ----------------------------------------------------------------------------------------------------------
+
+    @property
+    def address(self) -> str:
+        """The URL of a started server."""
+        host = self.host if self.host not in ("0.0.0.0", "::") else _own_address()
+        return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
+
+    def start(self) -> str:
+        """Listen; returns the address.
+
+        Raises:
+            OSError: the port is taken, or the host is not this machine's.
+        """
+        allow_many_connections()
+        started: Any = _Outcome()
+        self._thread = threading.Thread(target=self._listen, args=(started,), name="verl-rollout-server", daemon=True)
+        self._thread.start()
+        started.wait()
+        self.loop.start()
+        return self.address
+
+    def stop(self) -> None:
+        """End both threads. Requests under way are answered with an error."""
+        self.loop.stop()
+        if self._events is not None and self._thread is not None and self._thread.is_alive():
+            self._events.call_soon_threadsafe(self._finished.set)
+            self._thread.join(timeout=10)
+
+    def pause(self) -> None:
+        """Take no further step, abort what runs, and return when the engine is free for others.
+
+        Requests that wait are kept for `resume`; what the OpenAI routes had begun goes on then from where it was.
+        """
+        self.loop.pause()
+
+    def resume(self, version: int) -> None:
+        """Serve with weights of this version."""
+        self.loop.resume(version)
+
+    def _listen(self, started: _Outcome) -> None:
+        """The application's thread."""
+        self._events = asyncio.new_event_loop()
+        asyncio.set_event_loop(self._events)
+        self._finished = asyncio.Event()
+        try:
+            self._events.run_until_complete(self._serve(started))
+        except BaseException as error:
+            started.fail(error)
+        finally:
+            self._events.close()
+
+    async def _serve(self, started: _Outcome) -> None:
+        runner = web.AppRunner(self.application(), access_log=None, handler_cancellation=True)
+        await runner.setup()
+        listener = socket.socket(socket.AF_INET6 if ":" in self.host else socket.AF_INET)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind((self.host, self.port))
+            self.port = listener.getsockname()[1]
+            await web.SockSite(runner, listener, backlog=4096, shutdown_timeout=0.5).start()
+            started.succeed()
+            await self._finished.wait()
+        finally:
+            await runner.cleanup()
+            listener.close()
+
+    def application(self) -> web.Application:
+        """The routes. A subclass may add its own."""
+        application = web.Application(client_max_size=_MOST_BYTES, middlewares=[self._guard])
+        application.add_routes(
+            [
+                web.post("/generate", self._generate),
+                web.post("/abort", self._abort),
+                web.get("/health", self._health),
+                web.get("/metrics", self._metrics),
+            ]
+        )
+        if self.tokenizer is not None:
+            application.add_routes(OpenAIRoutes(self).routes())
+        return application
+
+    @web.middleware
+    async def _guard(self, request: web.Request, handler: Callable) -> web.StreamResponse:
+        """Turn away whoever lacks the token."""
+        if self._token is not None:
+            given = request.headers.get("Authorization", "")
+            if not hmac.compare_digest(given.encode(), f"Bearer {self._token}".encode()):
+                return self.error_response(
+                    web.HTTPUnauthorized.status_code, "The header 'Authorization: Bearer TOKEN' is missing or wrong."
+                )
+        return await handler(request)
+
+    # -- requests ------------------------------------------------------------------------------------------------------
+
+    async def draw(self, request: Request, priority: int = 0, request_id: str | None = None) -> Completion:
+        """One completion; in the application's thread. Cancelling it aborts the request.
+
+        Raises:
+            ValueError: the request cannot be drawn, or its id is in use.
+            EngineDied: the engine failed; says how.
+        """
+        async with aclosing(self.follow(request, priority, request_id, watch=False)) as follow:
+            async for completion, ended in follow:
+                if ended:
+                    return completion
+        raise AssertionError("a request ended without an event")
+
+    async def follow(
+        self,
+        request: Request,
+        priority: int = 0,
+        request_id: str | None = None,
+        watch: bool = True,
+        survives: bool = False,
+    ) -> AsyncIterator[tuple[Completion, bool]]:
+        """As `draw`, but yields (completion so far, whether it is the end) as tokens come.
+
+        Args:
+            watch: yield before the end, if the engine tells how far it is.
+            survives: what a `pause` cut off waits for `resume` and goes on from there, with the weights there are then.
+        """
+        before, part = _nothing(request), request
+        while True:
+            async with aclosing(self._events_of(part, priority, request_id, watch)) as events:
+                async for event in events:
+                    completion = _continued(before, event.completion)
+                    is_end = event.ended and not (survives and event.is_paused)
+                    if is_end or not event.ended:
+                        yield completion, is_end
+            if is_end:
+                return
+            before, part = completion, _rest(request, completion)
+
+    async def _events_of(
+        self, request: Request, priority: int, request_id: str | None, watch: bool
+    ) -> AsyncIterator[Event]:
+        if request_id is not None and request_id in self._ids:
+            raise ValueError(f"request_id={request_id!r} is in use by a running request. Give each its own.")
+        number = next(self._numbers)
+        self._open[number] = events = asyncio.Queue()
+        if request_id is not None:
+            self._ids[request_id] = number
+        self.loop.submit(number, request, priority, watch)
+        ended = False
+        try:
+            while not ended:
+                event = await events.get()
+                ended = event.ended
+                if event.error is not None:
+                    raise event.error
+                yield event
+        finally:
+            self._open.pop(number, None)
+            self._ids.pop(request_id, None)
+            if not ended:
+                self.loop.abort([number])
+
+    def _deliver(self, events: list[Event]) -> None:
+        """From the engine's thread: hand news to those who wait for them."""
+        with suppress(RuntimeError):  # the application has ended
+            self._events.call_soon_threadsafe(self._hand_out, events)
+
+    def _hand_out(self, events: list[Event]) -> None:
+        for event in events:
+            if event.number in self._open:
+                self._open[event.number].put_nowait(event)
+
+    # -- routes --------------------------------------------------------------------------------------------------------
+
+    async def _generate(self, request: web.Request) -> web.Response:
+        try:
+            wanted, request_id, priority = request_from_json(await request.json())
+            completion = await self.draw(wanted, priority, request_id)
+        except (ValueError, TypeError, NotImplementedError) as error:  # malformed JSON too
+            return self.error_response(400, str(error))
+        except EngineDied as error:
+            return self.error_response(500, str(error))
+        return web.json_response(completion_to_json(completion, self.loop.version))
+
+    async def _abort(self, request: web.Request) -> web.Response:
+        try:
+            body = await request.json()
+            if body.get("all"):
+                self.loop.abort()
+            else:
+                self.loop.abort([self._ids[name] for name in body["request_ids"] if name in self._ids])
+        except (KeyError, AttributeError, TypeError, ValueError):
+            return self.error_response(400, 'The body must be {"request_ids": [...]} or {"all": true}.')
+        return web.json_response({})
+
+    async def _health(self, request: web.Request) -> web.Response:
+        state = {"name": self.name, "engine": type(self.engine).__name__, **self.loop.state()}
+        return web.json_response(state, status=200 if state["error"] is None else 503)
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        return web.Response(body=prometheus_text(self.engine).encode(), headers={"Content-Type": CONTENT_TYPE})
+
+    @staticmethod
+    def error_response(status: int, message: str, kind: str | None = None) -> web.Response:
+        """An error in the form OpenAI's clients read."""
+        kind = kind or ("invalid_request_error" if status < 500 else "server_error")
+        return web.json_response(
+            {"error": {"message": message, "type": kind, "param": None, "code": None}}, status=status
+        )
+
+
+class _Outcome:
+    """How a thread's start went."""
+
+    def __init__(self) -> None:
+        self._known = threading.Event()
+        self._error: BaseException | None = None
+
+    def succeed(self) -> None:
+        self._known.set()
+
+    def fail(self, error: BaseException) -> None:
+        if not self._known.is_set():
+            self._error = error
+            self._known.set()
+
+    def wait(self) -> None:
+        self._known.wait()
+        if self._error is not None:
+            raise self._error
+
+
+def _nothing(request: Request) -> Completion:
+    return Completion([], [] if request.sampling.want_log_probs else None, "abort")
+
+
+def _continued(before: Completion, more: Completion) -> Completion:
+    """A completion and what followed it."""
+    if not before.token_ids:
+        return more
+    log_probs = None if more.log_probs is None else before.log_probs + more.log_probs
+    return replace(more, token_ids=before.token_ids + more.token_ids, log_probs=log_probs)
+
+
+def _rest(request: Request, drawn: Completion) -> Request:
+    """What is left to draw of a request."""
+    sampling = replace(request.sampling, max_tokens=request.sampling.max_tokens - len(drawn.token_ids))
+    if not drawn.token_ids:
+        return request
+    seed = derive_seed(request.seed, "continued", len(drawn.token_ids))
+    return replace(request, prompt_ids=(*request.prompt_ids, *drawn.token_ids), sampling=sampling, seed=seed)
+
+
+def _own_address() -> str:
+    """The address by which other machines of the cluster know this one."""
+    with suppress(OSError):
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect(("8.8.8.8", 80))  # a datagram socket only looks up the route
+            return probe.getsockname()[0]
+    return "127.0.0.1"

@@ -1,0 +1,290 @@
+"""The main process of an SGLang engine: ``python -m verl.workers.rollout.sglang.host FD``, started by `EngineProcess`.
+
+Serves the worker's commands over one socket while requests run. Ends, with every process below it, when the worker is
+gone, however that came about.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import os
+import pickle
+import select
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from verl.workers.rollout.sglang.requests import Drawable
+from verl.workers.rollout.sglang.stubs import stand_in
+
+_ABORT_AGAIN_S = 0.01
+_SETTLE_S = 30.0  # longest wait for a scheduler to notice that it has nothing to do
+_CALLS = "verl_call"
+"""Name under which `sglang_scheduler.Inside` answers to SGLang's remote calls."""
+
+
+def main(descriptor: int) -> None:
+    connection = Connection(descriptor)
+    _, parent, arguments, given = pickle.loads(connection.recv_bytes())
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    try:
+        engine = start_engine(arguments, given)
+    except Exception as error:
+        traceback.print_exc()
+        unname_shared_memory()
+        known = isinstance(error, ValueError) and str(error).startswith("actor_rollout_ref")
+        _send(connection, "answer", None, False, error if known else RuntimeError(f"SGLang did not start: {error}"))
+        os._exit(1)
+    Host(engine, connection).serve()
+
+
+def _end_with(parent: int) -> None:
+    """Wait for the worker's process to end, and end all of this tree. A lost socket is no sign: forks share it."""
+    try:
+        watched = os.pidfd_open(parent)
+    except ProcessLookupError:
+        watched = None
+    if watched is not None and os.getppid() == parent:
+        select.select([watched], [], [])
+    shutil.rmtree(tempfile.gettempdir(), ignore_errors=True)
+    os.killpg(0, signal.SIGKILL)
+
+
+def start_engine(arguments: dict[str, Any], given: Sequence[str]) -> Any:
+    """SGLang's engine with our scheduler side in it.
+
+    Raises:
+        ValueError: the installed SGLang lacks an argument.
+    """
+    if arguments["device"] == "cpu":
+        stand_in()
+    import sglang
+    from sglang.srt.server_args import ServerArgs
+
+    known = inspect.signature(ServerArgs).parameters
+    for name in arguments:
+        if name not in known:
+            key = "actor_rollout_ref.rollout.engine_kwargs.sglang"
+            key = f"{key}.{name}" if name in given else f"actor_rollout_ref.rollout.name=sglang's argument {name}"
+            raise ValueError(
+                f"{key}={arguments[name]!r}: the installed SGLang {sglang.__version__} has no such argument. "
+                "Leave it out, or install a version that has it (docs/rollout.md names those tested)."
+            )
+    from verl.workers.rollout.sglang.scheduler import HostedEngine
+
+    return HostedEngine(**arguments)
+
+
+def _send(connection: Connection, *message: Any) -> None:
+    connection.send_bytes(pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL))
+
+
+class Host:
+    """Answers the worker from SGLang's event loop."""
+
+    def __init__(self, engine: Any, connection: Connection):
+        self.engine = engine
+        self.manager = engine.tokenizer_manager
+        self.connection = connection
+        self.replies = Path(tempfile.mkdtemp())
+        self.tasks: set[asyncio.Task] = set()
+        self.drawing: dict[int, tuple[list[int], list[float]]] = {}
+        """Ticket -> tokens and log-probs of the phases that ended."""
+        self.aborted: set[int] = set()
+        self.turn = asyncio.Lock()
+        self.outgoing = ThreadPoolExecutor(1)  # a worker that is busy training reads nothing
+
+    def serve(self) -> None:
+        import sglang
+        from sglang.srt.sampling.sampling_params import SamplingParams
+
+        unname_shared_memory()
+        self.engine.loop.run_until_complete(self.inside("greet", {}))
+        fields = list(inspect.signature(SamplingParams).parameters)
+        facts = {"version": sglang.__version__, "pids": process_tree(), "sampling": fields}
+        _send(self.connection, "answer", None, True, facts)
+        threading.Thread(target=self._read, daemon=True).start()
+        self.engine.loop.run_forever()
+
+    def _read(self) -> None:
+        """Pass messages on to the event loop; on a thread, since the loop would make the socket non-blocking."""
+        try:
+            while True:
+                message = pickle.loads(self.connection.recv_bytes())
+                self.engine.loop.call_soon_threadsafe(self._take, *message)
+        except (EOFError, OSError):
+            pass  # the worker has let go of this engine, and ends it
+
+    def _take(self, kind: str, *rest: Any) -> None:
+        if kind == "submit":
+            for ticket, request in rest[0]:
+                self.drawing[ticket] = [], []
+                self._start(self._draw(ticket, request))
+        elif kind == "abort":
+            for ticket in self.drawing.keys() & rest[0]:
+                self._start(self._abort(ticket))
+        else:
+            self._start(self._answer(*rest))
+
+    def _start(self, work: Any) -> None:
+        task = self.engine.loop.create_task(work)
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+
+    async def _draw(self, ticket: int, request: Drawable) -> None:
+        """Draw a response in phases, each going on where the one before ran into its length."""
+        tokens, log_probs = self.drawing[ticket]
+        reason = "length"
+        try:
+            for params in request.phases:
+                if ticket in self.aborted:
+                    reason = "abort"
+                if reason != "length":
+                    break
+                output = await self.engine.async_generate(
+                    input_ids=request.ids + tokens,
+                    image_data=request.image_data,
+                    sampling_params=params,
+                    return_logprob=True,
+                    rid=_name(ticket),
+                )
+                facts = output["meta_info"]
+                tokens += output["output_ids"]
+                log_probs += [log_prob for log_prob, *_ in facts["output_token_logprobs"]]
+                reason = facts["finish_reason"]["type"]
+                if reason == "abort" and facts["finish_reason"].get("status_code"):
+                    reason = f"{facts['finish_reason'].get('message')}"
+        except Exception as error:  # told to who asked
+            reason = f"{type(error).__name__}: {error}"
+        del self.drawing[ticket]
+        self.aborted.discard(ticket)
+        self.outgoing.submit(_send, self.connection, "ended", [(ticket, (tokens, log_probs, reason))])
+
+    async def _abort(self, ticket: int) -> None:
+        """Tell SGLang to end a request until it has: it does not hear of one that is still on its way in."""
+        self.aborted.add(ticket)
+        while ticket in self.drawing:
+            self.manager.abort_request(rid=_name(ticket))
+            await asyncio.sleep(_ABORT_AGAIN_S)
+        self.aborted.discard(ticket)
+
+    # -- commands ------------------------------------------------------------------------------------------------------
+
+    async def _answer(self, number: int, name: str, args: tuple) -> None:
+        try:
+            async with self.turn:
+                answer = (True, await getattr(self, name)(*args))
+        except Exception as error:
+            answer = (False, RuntimeError(f"SGLang's {name} failed: {type(error).__name__}: {error}"))
+        self.outgoing.submit(_send, self.connection, "answer", number, *answer)
+
+    async def inside(self, function: str, arguments: Mapping[str, Any]) -> list[Any]:
+        """Call a method of `sglang_scheduler.Inside`, or ``module:function``, in every scheduler; one result each."""
+        reply = self.replies / "reply"
+        parameters = {"function": function, "arguments": json.dumps(arguments), "reply": str(reply)}
+        call = self.engine.collective_rpc
+        await self.engine.loop.run_in_executor(None, lambda: call(_CALLS, **parameters))
+        found = []
+        for path in sorted(self.replies.iterdir()):
+            found.append(pickle.loads(path.read_bytes()))
+            path.unlink()
+        for good, value in found:
+            if not good:
+                raise RuntimeError(value)
+        return [value for _, value in found]
+
+    async def drawn(self, ticket: int) -> tuple[list[int], list[float]]:
+        """Tokens and log-probs of a running request so far; those of one that just ended are on their way."""
+        tokens, log_probs = self.drawing.get(ticket, ([], []))
+        known = len(tokens)
+        now = (await self.inside("drawn", {"name": _name(ticket)}))[0]
+        if len(tokens) > known:  # a phase ended meanwhile, and is there in full
+            now = [], []
+        return tokens + now[0], log_probs + now[1]
+
+    async def begin_weight_update(self) -> None:
+        """Open the session without which SGLang takes no weights, and says so in a return value only."""
+        if hasattr(self.manager, "begin_weight_update"):  # versions without sessions always take them
+            from sglang.srt.managers.io_struct import BeginWeightUpdateReqInput
+
+            _demand(await self.manager.begin_weight_update(BeginWeightUpdateReqInput(), None))
+
+    async def end_weight_update(self) -> None:
+        if hasattr(self.manager, "end_weight_update"):
+            from sglang.srt.managers.io_struct import EndWeightUpdateReqInput
+
+            _demand(await self.manager.end_weight_update(EndWeightUpdateReqInput(), None))
+
+    async def flush_cache(self) -> None:
+        """Forget cached prefixes; an error while requests run.
+
+        SGLang hands a response out before it has put the batch away, and refuses until then.
+        """
+        deadline = time.monotonic() + _SETTLE_S
+        while not (answer := await self.manager.flush_cache()).success:
+            if self.drawing or time.monotonic() > deadline:
+                raise RuntimeError(f"SGLang keeps its cache: {len(self.drawing)} requests run. {answer}")
+            await asyncio.sleep(0.005)
+
+    async def arguments(self) -> dict[str, Any]:
+        """SGLang's arguments as it settled them: those that are plain values."""
+        record = self.manager.server_args
+        settled = record.resolved_dict() if hasattr(record, "resolved_dict") else vars(record)
+        return {
+            name: value for name, value in settled.items() if isinstance(value, (bool, int, float, str, type(None)))
+        }
+
+    async def release(self, tags: list[str]) -> None:
+        """SGLang's own way of giving memory back, on CUDA."""
+        from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
+
+        await self.manager.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=tags), None)
+
+    async def resume(self, tags: list[str]) -> None:
+        from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqInput
+
+        await self.manager.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=tags), None)
+
+
+def process_tree() -> list[int]:
+    """This process and all below it."""
+    import psutil
+
+    return [os.getpid(), *(child.pid for child in psutil.Process().children(recursive=True))]
+
+
+def unname_shared_memory() -> None:
+    """Take away the names of shared memory that this tree has mapped: killed, nobody would remove it."""
+    for pid in process_tree():
+        with suppress(OSError):
+            for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+                if "/dev/shm/" in line and "(deleted)" not in line:
+                    Path(line[line.index("/dev/shm/") :]).unlink(missing_ok=True)
+
+
+def _name(ticket: int) -> str:
+    """A request's name in SGLang, which ends every request whose name begins with an aborted one's."""
+    return f"{ticket:020d}"
+
+
+def _demand(answer: Any) -> None:
+    """SGLang reports a refusal as a value; make it an error."""
+    success, message = answer if isinstance(answer, tuple) else (answer.success, getattr(answer, "message", ""))
+    if not success:
+        raise RuntimeError(f"SGLang refused: {message or answer}")
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -1,0 +1,231 @@
+"""The process tree an SGLang engine lives in, as the worker sees it: start it, call it, know when it is gone.
+
+SGLang starts processes of its own, sets signal handlers, an event loop policy and a start method, and on any error ends
+every process below the one it was started in. So it gets a process to itself (`sglang_host`), apart from the trainer's;
+what it prints is kept and told when it dies.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pickle
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from verl.workers.rollout.sglang.requests import Drawable
+
+_TAIL_LINES = 60
+_LONGEST_PARENT = 60  # bytes of the path that holds the folder of SGLang's sockets, whose own have 107 at most
+_YOUNG_S = 60.0  # seconds in which a folder's owner may not have locked it yet
+_GRACE_S = 5.0  # seconds a dying process tree has to say goodbye
+
+
+class EngineDiedError(RuntimeError):
+    """The rollout engine's process is gone; the message has its last words and the requests it held."""
+
+
+class EngineProcess:
+    """One SGLang engine with all its processes.
+
+    Args:
+        arguments: of ``sglang.Engine``.
+        given: names among them that the user gave under ``engine_kwargs.sglang``.
+        environment: variables set for it, or unset where None.
+
+    Raises:
+        ValueError: the installed SGLang lacks an argument; names it.
+        EngineDiedError: it did not come up; has what it printed.
+    """
+
+    def __init__(self, arguments: Mapping[str, Any], given: Sequence[str], environment: Mapping[str, str | None]):
+        self.folder = _own_folder()
+        self._log = self.folder / "log"
+        self._told = 0
+        self._next_call = 0
+        self._ended: dict[int, Any] = {}
+        self.running: dict[int, int] = {}
+        """Ticket -> number of prompt tokens, of all that was submitted and has not ended."""
+        ours, theirs = socket.socketpair()
+        with theirs, open(self._log, "wb") as log:
+            fcntl.flock(log, fcntl.LOCK_SH)  # held as long as one of the engine's processes lives
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "verl.workers.rollout.sglang.host", str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=_environment({**environment, "TMPDIR": str(self.folder)}),
+                start_new_session=True,
+            )
+        self._connection = Connection(ours.detach())
+        self._end = weakref.finalize(self, _end, os.getpid(), self._process, self._connection, self.folder)
+        self._send(("start", os.getpid(), dict(arguments), list(given)))
+        self.facts: dict[str, Any] = self._first_answer()
+        """``version`` of SGLang, ``pids`` of its processes, names of its ``sampling`` parameters."""
+
+    def call(self, name: str, *args: Any) -> Any:
+        """Run a command of `sglang_host.Host` and wait for its answer."""
+        self._next_call += 1
+        self._send(("call", self._next_call, name, args))
+        return self._answer(self._next_call)
+
+    def submit(self, drawn: Sequence[tuple[int, Drawable]]) -> None:
+        """Start these requests, each with its ticket."""
+        self._send(("submit", list(drawn)))
+        self.running |= {ticket: len(request.ids) for ticket, request in drawn}
+
+    def drawn(self, ticket: int) -> tuple[list[int], list[float]]:
+        """Tokens and log-probs of a request so far; all of one that `ended` has yet to return."""
+        found = self.call("drawn", ticket)
+        return self._ended[ticket][:2] if ticket in self._ended else found
+
+    def abort(self, tickets: Sequence[int]) -> None:
+        self._send(("abort", list(tickets)))
+
+    def ended(self, timeout_s: float | None) -> dict[int, Any]:
+        """What has ended since the last call, by ticket; waits for something to end, ``timeout_s`` at most."""
+        while not self._ended and self.running and self._poll(timeout_s):
+            self._receive()
+        while self._poll(0):
+            self._receive()
+        ended, self._ended = self._ended, {}
+        return ended
+
+    def keep(self, ended: Mapping[int, Any]) -> None:
+        """Have `ended` return these again."""
+        self._ended |= ended
+
+    def new_output(self) -> str:
+        """What the engine printed since the last call."""
+        with open(self._log, errors="replace") as log:
+            log.seek(self._told)
+            text = log.read()
+            self._told = log.tell()
+        return text
+
+    def close(self) -> None:
+        """End all its processes; again is harmless."""
+        self._end()
+
+    @property
+    def pids(self) -> list[int]:
+        return self.facts["pids"]
+
+    # -- messages ------------------------------------------------------------------------------------------------------
+
+    def _send(self, message: tuple) -> None:
+        if not self._end.alive:
+            raise EngineDiedError("This SGLang engine was closed.")
+        try:
+            self._connection.send_bytes(pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL))
+        except OSError as error:
+            raise self._died() from error
+
+    def _poll(self, timeout_s: float | None) -> bool:
+        try:
+            return self._connection.poll(timeout_s)
+        except OSError as error:
+            raise self._died() from error
+
+    def _receive(self) -> tuple[int | None, bool, Any] | None:
+        """Take one message; returns it if it answers a call."""
+        try:
+            kind, *rest = pickle.loads(self._connection.recv_bytes())
+        except (EOFError, OSError) as error:
+            raise self._died() from error
+        if kind == "ended":
+            for ticket, output in rest[0]:
+                self.running.pop(ticket, None)
+                self._ended[ticket] = output
+            return None
+        return tuple(rest)
+
+    def _answer(self, number: int | None) -> Any:
+        while True:
+            message = self._receive()
+            if message is None:
+                continue
+            answered, good, value = message
+            if answered != number:
+                continue  # of a call whose caller was interrupted
+            if good:
+                return value
+            raise value
+
+    def _first_answer(self) -> dict[str, Any]:
+        try:
+            return self._answer(None)
+        except RuntimeError as error:
+            raise error if isinstance(error, EngineDiedError) else self._died() from error
+        finally:
+            if sys.exc_info()[0] is not None:
+                self.close()
+
+    def _died(self) -> EngineDiedError:
+        deadline = time.monotonic() + _GRACE_S
+        while self._process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        code = self._process.poll()
+        how = "is not answering" if code is None else f"ended with {_exit(code)}"
+        lines = self._log.read_text(errors="replace").splitlines()[-_TAIL_LINES:]
+        held = ", ".join(f"{ticket} ({length} prompt tokens)" for ticket, length in list(self.running.items())[-5:])
+        self.close()
+        held = f"{len(self.running)}, the last of them {held}" if held else "none"
+        return EngineDiedError(
+            f"SGLang's process {self._process.pid} {how}. Requests it held: {held}. If nothing below says why, memory "
+            "may have run out: lower rollout.gpu_memory_utilization or rollout.max_num_seqs. Its last words:\n"
+            + "\n".join(lines)
+        )
+
+
+def _exit(code: int) -> str:
+    return f"signal {signal.Signals(-code).name} ({code})" if code < 0 else f"exit code {code}"
+
+
+def _own_folder() -> Path:
+    """A folder for an engine's log and sockets; clears away those of engines that were killed with their worker."""
+    parent = Path(tempfile.gettempdir())
+    if len(str(parent)) > _LONGEST_PARENT:
+        parent = Path("/tmp")
+    for folder in parent.glob("verl-sglang-*"):
+        if _is_left(folder):
+            shutil.rmtree(folder, ignore_errors=True)
+    return Path(tempfile.mkdtemp(prefix="verl-sglang-", dir=parent))
+
+
+def _is_left(folder: Path) -> bool:
+    try:
+        with open(folder / "log", "rb") as log:
+            fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return time.time() - folder.stat().st_mtime > _YOUNG_S
+    except OSError:
+        return False
+
+
+def _environment(changes: Mapping[str, str | None]) -> dict[str, str]:
+    """This process's environment and import path, with ``changes``."""
+    merged = {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path), **changes}
+    return {name: value for name, value in merged.items() if value is not None}
+
+
+def _end(owner: int, process: subprocess.Popen, connection: Connection, folder: Path) -> None:
+    if os.getpid() != owner:  # a fork of the worker inherits this promise, and must not keep it
+        return
+    connection.close()
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+    process.wait()
+    shutil.rmtree(folder, ignore_errors=True)

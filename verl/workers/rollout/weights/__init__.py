@@ -1,0 +1,1 @@
+"""How weights get from the training engine to a rollout engine."""
