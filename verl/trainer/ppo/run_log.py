@@ -65,13 +65,13 @@ def sample_records(
             columns[name] = batch.non_tensor_batch[column].tolist()
     if "rollout_versions" in batch:  # of each token, where weights changed under a response
         columns["versions"] = [row.tolist() for row in batch.ragged("rollout_versions").rows()]
-    columns |= {name: [_plain(value) for value in batch.non_tensor_batch[name]] for name in extra}
+    columns |= {name: [_json_value(value) for value in batch.non_tensor_batch[name]] for name in extra}
     rows = [dict(zip(columns, cells, strict=True)) for cells in zip(*columns.values(), strict=True)]
     number = {uid: i for i, uid in enumerate(dict.fromkeys(columns["uid"]))}
     return [{"step": step, **row} for row in sorted(rows, key=lambda row: number[row["uid"]])]
 
 
-def _plain(value: Any) -> Any:
+def _json_value(value: Any) -> Any:
     """JSON form of what numpy and torch hand out."""
     value = value.tolist() if hasattr(value, "tolist") else value
     return value if isinstance(value, str | int | float | bool | list | dict | None) else str(value)

@@ -102,13 +102,6 @@ def dump_samples(
         for i, (text, output, score, truth) in enumerate(zip(inputs, outputs, scores, gold, strict=True)):
             row = {"input": text, "output": output, "gts": truth, "score": score, "step": step}
             row.update((name, values[i]) for name, values in extra.items() if name not in row)
-            file.write(json.dumps(row, ensure_ascii=False, default=_plain) + "\n")
+            file.write(json.dumps(row, ensure_ascii=False, default=_json_value) + "\n")
     os.replace(part, path)
     return path
-
-
-def _plain(value: Any) -> Any:
-    """JSON form of what numpy and torch hand out."""
-    if hasattr(value, "tolist"):
-        return value.tolist()
-    return str(value)
