@@ -26,7 +26,7 @@ from torch.utils.data import Dataset
 
 from benchmarks.measure import report
 from verl.data.loader import build_train_loader
-from verl.trainer.buffer.long_tails import GroupSampler
+from verl.trainer.buffer.over_sampling import GroupSampler
 from verl.trainer.buffer.prompt_pool import PromptPool
 from verl.utils.tiny_model import make_tiny_model
 from verl.workers.rollout.base import Request, SamplingParams

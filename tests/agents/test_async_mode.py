@@ -11,7 +11,7 @@ from tests.agents.conftest import ACTOR, ROLLOUT, outputs
 from tests.support.learning import check_learned
 from tests.trainer.test_learning import TINY, rewards_of
 from verl.agents import AgentLoopOutput
-from verl.agents.to_batch import assemble_outputs, spread
+from verl.agents.manager import assemble_outputs, spread
 from verl.protocol import DataProto
 
 RANKS = {

@@ -14,7 +14,7 @@ from tests.trainer.test_resume import assert_same_checkpoint, numbers
 from tests.workers.rollout.conftest import COMMON
 from verl.config.base import ConfigError
 from verl.single_controller.errors import WorkerError
-from verl.trainer.ppo.utils import Role
+from verl.trainer.ppo.placement import Role
 from verl.utils.tiny_model import make_tiny_model
 from verl.workers.rollout.base import RolloutEngine
 

@@ -13,8 +13,7 @@ from verl.algorithms.reward_shaping import centre_and_spread, clip_scores, right
 from verl.algorithms.value_loss import compute_value_loss
 from verl.config.algorithm import AlgorithmConfig
 from verl.trainer.buffer.group_filter import chosen_groups
-from verl.trainer.ppo.experience import attach_reward
-from verl.trainer.ppo.shaping import Shaping
+from verl.trainer.ppo.experience import Shaping, attach_reward
 
 
 def shaped(scores, lengths, sources=None, **changed):

@@ -9,8 +9,7 @@ import torch
 from tests.support.runs import make_task, overrides, read_metrics, run_job
 from verl.config.algorithm import AlgorithmConfig
 from verl.protocol import DataProto
-from verl.trainer.ppo.experience import apply_kl_penalty, compute_advantage
-from verl.trainer.ppo.shaping import Shaping
+from verl.trainer.ppo.experience import Shaping, apply_kl_penalty, compute_advantage
 
 WIDTH = 4
 

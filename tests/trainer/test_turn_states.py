@@ -6,7 +6,7 @@ import torch
 
 from tests.trainer.test_experience import batch_of
 from verl.agents.base import AgentLoopOutput
-from verl.agents.to_batch import assemble_outputs
+from verl.agents.manager import assemble_outputs
 from verl.config.algorithm import AlgorithmConfig
 from verl.protocol import DataProto
 from verl.trainer.ppo.experience import attach_reward, compute_advantage, gigpo_metrics, turn_states

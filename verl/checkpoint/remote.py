@@ -16,7 +16,7 @@ from typing import Any
 from verl.checkpoint import run_state as checkpoint
 from verl.checkpoint.run_state import TRACKER, mark_complete, step_folder, step_of
 from verl.checkpoint.run_state import folder_to_resume as local_folder_to_resume
-from verl.trainer.ppo.utils import Role
+from verl.trainer.ppo.placement import Role
 from verl.utils import hdfs_io
 
 

@@ -98,7 +98,7 @@ def __getattr__(name: str) -> Any:
 
         return TaskRunner
     if name == "get_ppo_ray_runtime_env":
-        from verl.trainer.ppo.utils import get_ppo_ray_runtime_env
+        from verl.trainer.ppo.placement import get_ppo_ray_runtime_env
 
         return get_ppo_ray_runtime_env
     raise missing(__name__, name)

@@ -15,9 +15,8 @@ from tests.workers.rollout.conftest import COMMON
 from verl.config.load import load_ppo_config
 from verl.trainer.buffer.disjoint import DisjointRollout
 from verl.trainer.ppo.job import PPOJob
-from verl.trainer.ppo.placement import default_pools, default_roles
+from verl.trainer.ppo.placement import Role, default_pools, default_roles
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
-from verl.trainer.ppo.utils import Role
 from verl.utils.tiny_model import make_tiny_model
 
 pytestmark = pytest.mark.ranks

@@ -13,7 +13,7 @@ from verl.config.load import load_ppo_config
 from verl.single_controller.background import run_together
 from verl.single_controller.errors import WorkerDied, WorkerError, WorkerTimeout
 from verl.trainer.ppo import job as job_module
-from verl.trainer.ppo.utils import Role
+from verl.trainer.ppo.placement import Role
 from verl.workers.disjoint import ActorWorker, RolloutWorker
 
 pytestmark = pytest.mark.ranks

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.runs import make_task, overrides, read_metrics, run_job
-from tests.trainer.buffer import long_tails_job
+from tests.trainer.buffer import over_sampling_job as long_tails_job
 from tests.trainer.buffer.test_prompt_pool import loader, numbers
 from tests.trainer.test_resume import assert_same_checkpoint
 from tests.trainer.test_resume import numbers as of_metrics

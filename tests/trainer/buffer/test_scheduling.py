@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl.trainer.buffer.long_tails import first_groups
+from verl.trainer.buffer.over_sampling import first_groups
 from verl.trainer.buffer.partial_rollouts import LengthHistory, prompt_key
 
 

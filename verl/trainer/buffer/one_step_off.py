@@ -18,8 +18,8 @@ from verl.checkpoint import run_state as checkpoint
 from verl.data.sampler import AbstractCurriculumSampler
 from verl.protocol import DataProto
 from verl.trainer.buffer.disjoint import Drawing
+from verl.trainer.buffer.rollout_buffer import join_generated
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
-from verl.trainer.ppo.rollout_requests import join_generated
 
 
 @dataclass

@@ -30,13 +30,14 @@ from verl.single_controller.background import Beside
 from verl.telemetry.metric import reduce_metrics
 from verl.telemetry.profiler import marked_timer
 from verl.trainer.buffer.disjoint import DisjointRollout
-from verl.trainer.buffer.long_tails import draw_batch
-from verl.trainer.buffer.prompt_source import PromptSource
+from verl.trainer.buffer.over_sampling import draw_batch
+from verl.trainer.buffer.rollout_buffer import PromptSource, engine_metrics, join_generated, make_request, uids
 from verl.trainer.buffer.rollout_skip import KeptRollouts
 from verl.trainer.ppo import core_algos
 from verl.trainer.ppo.balance import balance_metrics, row_cost, share_plan
 from verl.trainer.ppo.core_algos import AdvantageEstimator
 from verl.trainer.ppo.experience import (
+    Shaping,
     apply_kl_penalty,
     attach_reward,
     check_estimator_waits,
@@ -46,37 +47,15 @@ from verl.trainer.ppo.experience import (
     gigpo_metrics,
     response_column,
 )
-from verl.trainer.ppo.learning_watch import LearningWatch
 from verl.trainer.ppo.metric_utils import (
     MemoryReport,
     compute_data_metrics,
     compute_throughout_metrics,
     compute_timing_metrics,
 )
-from verl.trainer.ppo.nonfinite import NonFiniteGuard
-from verl.trainer.ppo.placement import ResourcePoolManager, start_worker_groups
-from verl.trainer.ppo.recipe_names import RecipeNames
-from verl.trainer.ppo.reward import (
-    AGENT_COLUMN,
-    agent_name_problem,
-    check_agent_names,
-    compute_reward,
-    error_counts,
-    without_failed,
-)
-from verl.trainer.ppo.reward_model import by_style, check_texts, is_judged, judge_metrics
-from verl.trainer.ppo.rollout_correction import (
-    MismatchMonitor,
-    bypass_old_log_probs,
-    check_correction,
-    reject_tokens,
-    weigh_tokens,
-)
-from verl.trainer.ppo.rollout_requests import engine_metrics, join_generated, make_request, uids
-from verl.trainer.ppo.run_log import RunLog
-from verl.trainer.ppo.samples import texts
-from verl.trainer.ppo.shaping import Shaping
-from verl.trainer.ppo.utils import (
+from verl.trainer.ppo.monitors import LearningWatch, NonFiniteGuard
+from verl.trainer.ppo.placement import (
+    ResourcePoolManager,
     Role,
     WorkerType,
     need_critic,
@@ -84,7 +63,29 @@ from verl.trainer.ppo.utils import (
     need_reference_policy,
     need_reward_model,
     ref_in_actor,
+    start_worker_groups,
 )
+from verl.trainer.ppo.recipe_names import RecipeNames
+from verl.trainer.ppo.reward import (
+    AGENT_COLUMN,
+    agent_name_problem,
+    by_style,
+    check_agent_names,
+    check_texts,
+    compute_reward,
+    error_counts,
+    is_judged,
+    judge_metrics,
+    without_failed,
+)
+from verl.trainer.ppo.rollout_correction import (
+    MismatchMonitor,
+    bypass_old_log_probs,
+    check_correction,
+    reject_tokens,
+    weigh_tokens,
+)
+from verl.trainer.ppo.run_log import RunLog, texts
 from verl.trainer.ppo.validation import validate
 from verl.utils.config import adopt_config, typed_config
 from verl.utils.import_utils import import_users_modules

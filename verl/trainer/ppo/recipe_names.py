@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from verl.protocol import DataProto
+from verl.trainer.ppo.placement import Role
 from verl.trainer.ppo.rollout_correction import weigh_tokens
-from verl.trainer.ppo.samples import dump_samples
-from verl.trainer.ppo.utils import Role
+from verl.trainer.ppo.run_log import dump_samples
 
 RENAMED = {
     "_validate": "validate",

@@ -13,7 +13,7 @@ import numpy as np
 
 from verl.protocol import DataProto
 from verl.trainer.ppo.metric_utils import process_validation_metrics
-from verl.trainer.ppo.samples import describe, dump_samples, ground_truths
+from verl.trainer.ppo.run_log import describe, dump_samples, ground_truths
 
 CORE_NAMES = ("mean@", "maj@", "best@")
 

@@ -10,10 +10,16 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 LOOKS_BACK, MANY = 10, 5
+
+
 """A cause is said once it held in ``MANY`` of the last ``LOOKS_BACK`` steps."""
 
+
 LOW_ENTROPY = 0.01
+
+
 """Nats a token below which samples of one prompt are all but the same."""
+
 
 _ROLLOUT, _FILTER = "actor_rollout_ref.rollout", "algorithm.filter_groups.enable"
 
@@ -107,3 +113,33 @@ class LearningWatch:
                 f"prompts or a denser reward, or raise {_ROLLOUT}.n (now {self.config.actor_rollout_ref.rollout.n})"
             )
         return f"{seen}. {why}; {_FILTER}=true draws on until groups differ"
+
+
+# -- When to stop a run whose gradients are no numbers: ``trainer.nonfinite_tolerance`` ------------------------------
+
+
+class NonFiniteGuard:
+    """Counts the steps in a row whose gradient was not finite.
+
+    Args:
+        tolerance: ``trainer.nonfinite_tolerance``; that many end the run.
+    """
+
+    def __init__(self, tolerance: int) -> None:
+        self.tolerance = tolerance
+        self.in_a_row = 0
+
+    def check(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Count a finished step by its metrics.
+
+        Raises:
+            FloatingPointError: it is one too many.
+        """
+        skipped = [name for name in ("actor", "critic") if metrics.get(f"{name}/nonfinite_steps", 0) > 0]
+        self.in_a_row = self.in_a_row + 1 if skipped else 0
+        if self.in_a_row >= self.tolerance:
+            raise FloatingPointError(
+                f"{' and '.join(skipped)}: the gradient was not finite in {self.in_a_row} steps in a row, as many as "
+                f"trainer.nonfinite_tolerance={self.tolerance} allows (the last is step {step}; those optimizer steps "
+                f"were skipped). Lower optim.lr, look for extreme rewards, or raise the tolerance."
+            )

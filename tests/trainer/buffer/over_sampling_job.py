@@ -2,7 +2,7 @@
 
 Which group is complete first is then the same in every run, so that whole runs can be compared bit for bit.
 
-    python -m tests.trainer.buffer.long_tails_job KEY=VALUE ...
+    python -m tests.trainer.buffer.over_sampling_job KEY=VALUE ...
 """
 
 import sys

@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.learning import check_learned
 from tests.support.runs import make_task, overrides, read_metrics
-from tests.trainer.buffer import long_tails_job
+from tests.trainer.buffer import over_sampling_job as long_tails_job
 from tests.trainer.test_learning import TINY, rewards_of
 from tests.trainer.test_resume import assert_same_checkpoint
 from verl.checkpoint.rows_file import load_rows
@@ -75,7 +75,12 @@ def test_a_resumed_run_equals_the_run_never_stopped(tmp_path, monkeypatch, mode)
 
 def test_a_killed_run_goes_on_with_the_tokens_it_had(tmp_path, monkeypatch):
     whole = run(tmp_path, monkeypatch, "whole", **PARTIAL)
-    command = [sys.executable, "-m", "tests.trainer.buffer.long_tails_job", *arguments(tmp_path, "killed", **PARTIAL)]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.trainer.buffer.over_sampling_job",
+        *arguments(tmp_path, "killed", **PARTIAL),
+    ]
     env = {**os.environ, "VERL_FILE_LOGGER_PATH": str(tmp_path / "killed.jsonl")}
     driver = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     tracker = tmp_path / "killed" / "latest_checkpointed_iteration.txt"

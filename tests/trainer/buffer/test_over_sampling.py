@@ -15,7 +15,7 @@ from tests.workers.rollout.conftest import rollout_config, weights_of
 from verl.batch.ragged import Ragged
 from verl.data.loader import build_train_loader
 from verl.protocol import DataProto
-from verl.trainer.buffer.long_tails import GroupSampler, most_postponements, versions_column
+from verl.trainer.buffer.over_sampling import GroupSampler, most_postponements, versions_column
 from verl.trainer.buffer.partial_rollouts import prompt_key
 from verl.trainer.buffer.prompt_pool import PromptPool
 from verl.utils.tiny_model import make_tiny_model
