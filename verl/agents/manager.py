@@ -1,4 +1,8 @@
-"""Outputs of agent loops as columns, and the spread of what they measured."""
+"""Run agent loops: one task a row in the driver's event loop, rollout servers in the workers, one batch at the end.
+
+Takes the place of the worker group in ``mode=sync``: `generate_sequences` takes the same rows and adds the same
+columns.
+"""
 
 from __future__ import annotations
 
@@ -149,9 +153,6 @@ def _object_columns(outputs: Sequence[AgentLoopOutput]) -> dict[str, np.ndarray]
         columns[name] = np.empty(len(outputs), dtype=object)
         columns[name][:] = [output.extra_fields[name] for output in outputs]
     return columns
-
-
-# -- Drives agent loops: one task a row in the driver's event loop, rollout servers in the workers, a batch in the end
 
 
 # -- The rollout servers as one row's agent loop sees them -----------------------------------------------------------

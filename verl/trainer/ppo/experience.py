@@ -1,4 +1,4 @@
-"""From sampled responses to a batch one can learn from: masks, KL in the reward, advantages.
+"""From sampled responses to a training batch: masks, reward shaping, KL in the reward, advantages.
 
 Functions of the driver: they read and write columns of a DataProto and know nothing of workers or models.
 """
@@ -282,7 +282,7 @@ def attach_reward(data: DataProto, scores: Tensor, extra: Mapping[str, Any]) -> 
     return data
 
 
-# -- What ``algorithm.{reward_shaping,sample_mask,advantage}`` ask of a batch, between the scores and the update -----
+# -- reward shaping, sample masks, advantage whitening and clipping: ``algorithm.{reward_shaping,sample_mask,advantage}``
 
 
 class Shaping:

@@ -1,6 +1,6 @@
-"""Steps that teach nothing: counted by cause, and said once a cause, with what to change.
+"""Monitors of a step's metrics: steps without a learning signal, and gradients that are not finite.
 
-Knows metrics and options; no batches, no workers. The metrics themselves are of `metric_utils.compute_data_metrics`.
+Know metrics and options; no batches, no workers. The metrics themselves are of `metric_utils.compute_data_metrics`.
 """
 
 from __future__ import annotations
@@ -10,14 +10,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 LOOKS_BACK, MANY = 10, 5
-
-
 """A cause is said once it held in ``MANY`` of the last ``LOOKS_BACK`` steps."""
 
 
 LOW_ENTROPY = 0.01
-
-
 """Nats a token below which samples of one prompt are all but the same."""
 
 
@@ -113,9 +109,6 @@ class LearningWatch:
                 f"prompts or a denser reward, or raise {_ROLLOUT}.n (now {self.config.actor_rollout_ref.rollout.n})"
             )
         return f"{seen}. {why}; {_FILTER}=true draws on until groups differ"
-
-
-# -- When to stop a run whose gradients are no numbers: ``trainer.nonfinite_tolerance`` ------------------------------
 
 
 class NonFiniteGuard:

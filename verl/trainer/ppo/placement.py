@@ -1,4 +1,8 @@
-"""What a configuration needs: which roles take part in a run, and under which names."""
+"""Roles that take part in a run, their resource pools, and the worker groups that play them.
+
+Roles that share a resource pool share its processes: rank r of each lives in process r and they take turns on its
+device. Knows worker groups and pools, not what the roles do.
+"""
 
 from __future__ import annotations
 
@@ -104,7 +108,7 @@ def get_ppo_ray_runtime_env() -> dict[str, Any]:
     return {"env_vars": {name: value for name, value in quiet.items() if name not in os.environ}}
 
 
-# -- Which roles run, on which devices, in which processes -----------------------------------------------------------
+# -- resource pools and worker groups ------------------------------------------------------------------------------------
 
 
 GLOBAL_POOL = "global_pool"

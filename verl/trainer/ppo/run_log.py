@@ -1,7 +1,4 @@
-"""Samples a person can read: prompts and responses as text, in a file of the step and in the loggers.
-
-Knows batches, a tokenizer and files; not what made the samples.
-"""
+"""Output of a run: the terminal, the loggers, the trace, and samples as text in a file of the step."""
 
 from __future__ import annotations
 
@@ -112,13 +109,8 @@ def dump_samples(
     return path
 
 
-# -- Where a run tells what it does: the terminal, the loggers, and samples for a person to read ---------------------
-
-
 # -- One record a sample of a scored batch, for the trace (`verl.telemetry.rollout_trace`) -----------------------------
 _FACTS = {"finish_reason": "finish_reason", "version": "rollout_version", "seconds": "rollout_seconds"}
-
-
 """Names in a record -> columns that samplers add."""
 
 
