@@ -282,7 +282,7 @@ def attach_reward(data: DataProto, scores: Tensor, extra: Mapping[str, Any]) -> 
     return data
 
 
-# -- reward shaping, sample masks, advantage whitening and clipping: ``algorithm.{reward_shaping,sample_mask,advantage}``
+# -- ``algorithm.{reward_shaping,sample_mask,advantage}``: scores, masks and advantages of a batch ---------------------
 
 
 class Shaping:

@@ -108,7 +108,7 @@ def get_ppo_ray_runtime_env() -> dict[str, Any]:
     return {"env_vars": {name: value for name, value in quiet.items() if name not in os.environ}}
 
 
-# -- resource pools and worker groups ------------------------------------------------------------------------------------
+# -- resource pools and worker groups ---------------------------------------------------------------------------------
 
 
 GLOBAL_POOL = "global_pool"
