@@ -26,7 +26,7 @@ class EngineClient:
         self._waiting: list[tuple[int, int, str, Request]] = []
         self._arrivals = count()
         self._answers: dict[str, asyncio.Future[Completion]] = {}
-        self._tickets: dict[int, str] = {}
+        self._request_ids: dict[int, str] = {}
         self._pump: asyncio.Task | None = None
 
     async def generate(
@@ -46,8 +46,8 @@ class EngineClient:
             self._waiting.remove(item)
             self._answer(item[2], Completion([], [] if item[3].sampling.want_log_probs else None, "abort"))
         heapq.heapify(self._waiting)
-        tickets = [ticket for ticket, name in self._tickets.items() if name in wanted]
-        self._end(self.engine.abort(tickets))
+        request_ids = [request_id for request_id, name in self._request_ids.items() if name in wanted]
+        self._end(self.engine.abort(request_ids))
 
     async def health(self) -> list[dict[str, Any]]:
         return [{"version": self.engine.version}]
@@ -62,19 +62,19 @@ class EngineClient:
         return []
 
     async def _step_until_empty(self) -> None:
-        while self._waiting or self._tickets:
+        while self._waiting or self._request_ids:
             await asyncio.sleep(0)
-            while self._waiting and (self.max_running is None or len(self._tickets) < self.max_running):
+            while self._waiting and (self.max_running is None or len(self._request_ids) < self.max_running):
                 *_, name, request = heapq.heappop(self._waiting)
-                self._tickets[self.engine.submit(request, self.engine.version)] = name
+                self._request_ids[self.engine.submit(request, self.engine.version)] = name
             self._end(self.engine.step())
             self.num_steps += 1
             for _ in range(5):  # let those who were answered go on before the next step
                 await asyncio.sleep(0)
 
     def _end(self, completions: dict[int, Completion]) -> None:
-        for ticket, completion in completions.items():
-            self._answer(self._tickets.pop(ticket), completion)
+        for request_id, completion in completions.items():
+            self._answer(self._request_ids.pop(request_id), completion)
 
     def _answer(self, name: str, completion: Completion) -> None:
         self._answers.pop(name).set_result(completion)

@@ -123,10 +123,10 @@ def test_a_response_does_not_depend_on_the_images_beside_it(rollout, processor):
 def test_requests_with_images_may_come_one_by_one(rollout, processor):
     requests = requests_for(processor)
     expected = [completion.token_ids for completion in rollout.generate(requests, 1)]
-    tickets, ended = [rollout.submit(request, 1) for request in requests], {}
+    request_ids, ended = [rollout.submit(request, 1) for request in requests], {}
     while rollout.num_running:
         ended |= rollout.step()
-    assert [ended[ticket].token_ids for ticket in tickets] == expected
+    assert [ended[request_id].token_ids for request_id in request_ids] == expected
 
 
 def test_a_sync_reaches_the_vision_tower_and_what_was_seen_is_forgotten(rollout, model, processor):

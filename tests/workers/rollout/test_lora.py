@@ -114,11 +114,11 @@ def test_base_weights_travel_once_and_a_new_adapter_changes_the_output(ready, tr
 
 def test_requests_that_come_one_by_one_are_answered_with_the_adapter(ready):
     rollout, requests = ready(), mixed_requests()
-    tickets = [rollout.submit(request, 1) for request in requests]
+    request_ids = [rollout.submit(request, 1) for request in requests]
     done = {}
-    while len(done) < len(tickets):
+    while len(done) < len(request_ids):
         done |= rollout.step()
-    assert [done[ticket].token_ids for ticket in tickets] == tokens_of(rollout, requests)
+    assert [done[request_id].token_ids for request_id in request_ids] == tokens_of(rollout, requests)
 
 
 def test_an_adapter_that_was_not_sent_cannot_be_sampled_with(ready):

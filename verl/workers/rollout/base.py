@@ -179,7 +179,7 @@ class RolloutEngine(ABC):
         return "holds no adapter apart from its weights"
 
     def __init__(self) -> None:
-        self._tickets = count()
+        self._request_ids = count()
         self._waiting: dict[int, Request] = {}
         self.watch = EngineWatch()
 
@@ -228,7 +228,7 @@ class RolloutEngine(ABC):
     # -- requests that come and go one by one ------------------------------------------------------------------------
 
     def submit(self, request: Request, expect_version: int) -> int:
-        """Take a request in while others run; returns the ticket by which `step` and `abort` call it.
+        """Take a request in while others run; returns the request id by which `step` and `abort` call it.
 
         Ranks that share one engine make the same calls of `submit`, `step` and `abort` in the same order.
 
@@ -236,26 +236,28 @@ class RolloutEngine(ABC):
             StaleWeightsError: as `generate`.
         """
         self.check_version(expect_version)
-        ticket = next(self._tickets)
-        self._waiting[ticket] = request
-        return ticket
+        request_id = next(self._request_ids)
+        self._waiting[request_id] = request
+        return request_id
 
     def step(self) -> dict[int, Completion]:
-        """Go on with everything submitted, for a token or more each; returns what ended, by ticket.
+        """Go on with everything submitted, for a token or more each; returns what ended, by request id.
 
         This default, for an engine that cannot be interrupted, draws all that waits to its end.
         """
         waiting, self._waiting = self._waiting, {}
         return dict(zip(waiting, self._generate(list(waiting.values())), strict=True)) if waiting else {}
 
-    def abort(self, tickets: Sequence[int]) -> dict[int, Completion]:
-        """End these requests now; returns what they had drawn, by ticket. Unknown tickets are left out."""
-        found = [ticket for ticket in tickets if ticket in self._waiting]
-        log_probs = {ticket: [] if self._waiting[ticket].sampling.want_log_probs else None for ticket in found}
+    def abort(self, request_ids: Sequence[int]) -> dict[int, Completion]:
+        """End these requests now; returns what they had drawn, by request id. Unknown ids are left out."""
+        found = [request_id for request_id in request_ids if request_id in self._waiting]
+        log_probs = {
+            request_id: [] if self._waiting[request_id].sampling.want_log_probs else None for request_id in found
+        }
         return {t: Completion([], log_probs[t], "abort") for t in found if self._waiting.pop(t)}
 
-    def partial(self, ticket: int) -> Completion | None:
-        """What a running request has drawn so far; None from an engine that cannot tell, or for an unknown ticket."""
+    def partial(self, request_id: int) -> Completion | None:
+        """What a running request has drawn so far; None from an engine that cannot tell, or for an unknown id."""
         return None
 
     @property

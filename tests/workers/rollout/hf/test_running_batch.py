@@ -18,15 +18,15 @@ def test_every_family_draws_the_same_however_its_rows_meet(family, synced):
     rollout = synced(family, max_num_seqs=5)
     requests = [Request(prompt, SAMPLING[i % 3], seed=i) for i, prompt in enumerate(some_prompts(9))]
     expected = [completion.token_ids for completion in rollout.generate(requests, 1)]
-    tickets, ended = [], {}
+    request_ids, ended = [], {}
     for request in requests:
-        tickets.append(rollout.submit(request, 1))
+        request_ids.append(rollout.submit(request, 1))
         ended |= rollout.step()
         ended |= rollout.step()
         assert sum(wave.num_live for wave in rollout._waves) <= 5
     while rollout.num_running:
         ended |= rollout.step()
-    assert [ended[ticket].token_ids for ticket in tickets] == expected
+    assert [ended[request_id].token_ids for request_id in request_ids] == expected
 
 
 def test_rows_that_join_share_a_forward_and_columns_of_those_who_left_are_given_back(synced):
@@ -43,9 +43,9 @@ def test_rows_that_join_share_a_forward_and_columns_of_those_who_left_are_given_
 def test_the_cache_bounds_what_runs_and_the_rest_waits_its_turn(synced, monkeypatch):
     rollout = synced("qwen2")
     monkeypatch.setattr(rollout, "_cache_room", lambda: 0)
-    tickets = [rollout.submit(Request((5, 6), SamplingParams(3, ignore_eos=True), seed=i), 1) for i in range(3)]
+    request_ids = [rollout.submit(Request((5, 6), SamplingParams(3, ignore_eos=True), seed=i), 1) for i in range(3)]
     order = []
     while rollout.num_running:
         order += rollout.step()
         assert sum(wave.num_live for wave in rollout._waves) <= 1
-    assert order == tickets
+    assert order == request_ids

@@ -84,15 +84,15 @@ def drawn(completions):
 def test_requests_that_come_and_go_draw_what_one_call_draws(engine):
     requests = mixed_requests()
     expected = engine.generate(requests, 1)
-    ended, tickets = {}, []
+    ended, request_ids = {}, []
     for request in requests:  # one more at each step, and a stranger who leaves early
-        tickets.append(engine.submit(request, 1))
+        request_ids.append(engine.submit(request, 1))
         stranger = engine.submit(Request((5, 6, 7), LONG), 1)
         ended |= engine.step()
         engine.abort([stranger])
     while engine.num_running:
         ended |= engine.step()
-    found = [ended[ticket] for ticket in tickets]
+    found = [ended[request_id] for request_id in request_ids]
     assert drawn(found) == drawn(expected)
     for one, other in zip(found, expected, strict=True):
         assert one.log_probs == pytest.approx(other.log_probs, abs=1e-4)
@@ -101,23 +101,23 @@ def test_requests_that_come_and_go_draw_what_one_call_draws(engine):
 def test_an_abort_gives_the_beginning_of_what_would_have_been_drawn(engine):
     request = Request(some_prompts(1)[0], LONG, seed=4)
     (whole,) = engine.generate([request], 1)
-    tickets = [engine.submit(request, 1), engine.submit(Request((9, 9), LONG), 1)]
+    request_ids = [engine.submit(request, 1), engine.submit(Request((9, 9), LONG), 1)]
     for _ in range(7):
         assert engine.step() == {}
-    so_far = engine.partial(tickets[0])
-    part = engine.abort([tickets[0], 12345])
-    assert list(part) == [tickets[0]] and part[tickets[0]] == so_far
+    so_far = engine.partial(request_ids[0])
+    part = engine.abort([request_ids[0], 12345])
+    assert list(part) == [request_ids[0]] and part[request_ids[0]] == so_far
     assert so_far.finish_reason == "abort" and 0 < len(so_far.token_ids) < 20
     assert so_far.token_ids == whole.token_ids[: len(so_far.token_ids)]
     assert so_far.log_probs == pytest.approx(whole.log_probs[: len(so_far.token_ids)], abs=1e-4)
-    assert engine.num_running == 1 and engine.partial(tickets[0]) is None
-    engine.abort(tickets)
+    assert engine.num_running == 1 and engine.partial(request_ids[0]) is None
+    engine.abort(request_ids)
     assert engine.num_running == 0
     assert drawn(engine.generate([request], 1)) == drawn([whole])
 
 
 def test_weights_do_not_change_under_running_requests(engine, reference):
-    ticket = engine.submit(Request((5, 6), LONG), 1)
+    request_id = engine.submit(Request((5, 6), LONG), 1)
     engine.step()
     for call in (
         lambda: engine.generate([Request((5,), LONG)], 1),
@@ -126,7 +126,7 @@ def test_weights_do_not_change_under_running_requests(engine, reference):
     ):
         with pytest.raises(RequestsRunningError, match="1 submitted requests are running. End them first"):
             call()
-    engine.abort([ticket])
+    engine.abort([request_id])
     engine.sleep(2)
 
 

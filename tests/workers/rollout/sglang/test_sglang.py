@@ -95,21 +95,21 @@ def test_a_scheduler_that_hangs_shows_no_steps(ready, monkeypatch):
     monkeypatch.setattr("verl.workers.rollout.sglang.rollout._LOOK_S", 0.0)
     steps = []
     monkeypatch.setattr(ready.watch, "tick", lambda: steps.append(len(ready.engine.running)))
-    ticket = ready.submit(Request((5, 6, 7), SamplingParams(120, ignore_eos=True), 1), 1)
+    request_id = ready.submit(Request((5, 6, 7), SamplingParams(120, ignore_eos=True), 1), 1)
     while not steps:
         ready.step()
     scheduler = ready.pids[1]
     os.kill(scheduler, signal.SIGSTOP)
     stuck = threading.Thread(target=lambda: [ready.step() for _ in range(3)])
     try:
-        assert ticket in ready.engine.running, "it was seen while it grew"
+        assert request_id in ready.engine.running, "it was seen while it grew"
         stuck.start()
         stuck.join(timeout=1)
         assert stuck.is_alive() and len(steps) <= 2
     finally:
         os.kill(scheduler, signal.SIGCONT)
     stuck.join()
-    ready.abort([ticket])
+    ready.abort([request_id])
     assert len(steps) > 1
 
 
@@ -205,18 +205,18 @@ def test_a_running_request_tells_what_it_has_drawn_so_far(ready):
     hot = {"first_token_temperature": 30.0, "ignore_eos": True, "want_log_probs": True}
     request = Request(prompt, SamplingParams(160 - len(prompt), **hot), 1)
     (whole,) = ready.generate([request], 1)
-    ticket, *beside = [ready.submit(request, 1) for _ in range(16)]
+    request_id, *beside = [ready.submit(request, 1) for _ in range(16)]
     counts = []
     while not counts or counts[-1] < len(whole.token_ids):
-        part = ready.partial(ticket)
+        part = ready.partial(request_id)
         counts.append(len(part.token_ids))
         assert part.token_ids == whole.token_ids[: counts[-1]]
         assert part.log_probs == pytest.approx(whole.log_probs[: counts[-1]], abs=1e-4)
     assert counts == sorted(counts) and len(set(counts)) > 2, "it grew"
-    assert part == ready.partial(ticket), "until it is handed out"
+    assert part == ready.partial(request_id), "until it is handed out"
     while ready.num_running:
         ready.step()
-    assert not any(ready.partial(ended) for ended in (ticket, *beside))
+    assert not any(ready.partial(ended) for ended in (request_id, *beside))
 
 
 def test_a_stop_text_may_begin_in_a_hot_first_token(ready, model_folder):
@@ -334,7 +334,7 @@ def two_ranks(folder, model):
     rollout.sleep(level=2)
     rollout.wake()
     receipt = sync_weights(weights_of(model), rollout, version=2)
-    ticket = rollout.submit(mixed_requests()[0], 2)
+    request_id = rollout.submit(mixed_requests()[0], 2)
     streamed = {}
     while rollout.num_running:
         streamed |= rollout.step()
@@ -348,7 +348,7 @@ def two_ranks(folder, model):
         caught = str(error)
     return {
         "drawn": drawn,
-        "again": streamed[ticket].token_ids == drawn[0][0],
+        "again": streamed[request_id].token_ids == drawn[0][0],
         "bytes": receipt.num_bytes,
         "held": held,
         "caught": caught,

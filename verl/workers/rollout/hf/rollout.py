@@ -258,7 +258,7 @@ class HFRollout(RolloutEngine):
             found |= wave.advance(self._forward)
         return [found[index] for index in range(len(requests))]
 
-    def _start(self, requests: list[Request], tickets: Sequence[int]) -> Wave:
+    def _start(self, requests: list[Request], request_ids: Sequence[int]) -> Wave:
         """Read the prompts of requests that are sorted by their length."""
         prompts = list(dict.fromkeys(map(prompt_of, requests)))
         number = {prompt: index for index, prompt in enumerate(prompts)}
@@ -267,7 +267,7 @@ class HFRollout(RolloutEngine):
         logits, cache = self._read(prompts, owner, width + min(max(limits), _FIRST_ROOM))
         decode = self.decode_text if any(request.sampling.stop for request in requests) else None
         rows = Decode(requests, limits, self.stop_token_ids, self.device, decode)
-        return Wave(cache, rows, tickets, logits[owner], width)
+        return Wave(cache, rows, request_ids, logits[owner], width)
 
     def _read(self, prompts: list[Prompt], owner: Tensor, capacity: int) -> tuple[Tensor, Cache | TokenCache]:
         """Read each prompt once. Returns the logits after it, (prompts, V), and a cache for the rows of ``owner``."""
@@ -422,13 +422,15 @@ class HFRollout(RolloutEngine):
         return ended
 
     @torch.inference_mode()
-    def abort(self, tickets: Sequence[int]) -> dict[int, Completion]:
-        running = {ticket: wave.abort(ticket) for wave in self._waves for ticket in tickets}
+    def abort(self, request_ids: Sequence[int]) -> dict[int, Completion]:
+        running = {request_id: wave.abort(request_id) for wave in self._waves for request_id in request_ids}
         self._waves = [wave for wave in self._waves if wave.num_live]
-        return super().abort(tickets) | {ticket: found for ticket, found in running.items() if found is not None}
+        return super().abort(request_ids) | {
+            request_id: found for request_id, found in running.items() if found is not None
+        }
 
-    def partial(self, ticket: int) -> Completion | None:
-        return next((found for wave in self._waves if (found := wave.partial(ticket)) is not None), None)
+    def partial(self, request_id: int) -> Completion | None:
+        return next((found for wave in self._waves if (found := wave.partial(request_id)) is not None), None)
 
     @property
     def num_running(self) -> int:
@@ -440,7 +442,7 @@ class HFRollout(RolloutEngine):
         if not admitted:
             return
         order = sorted(admitted, key=lambda t: (len(self._waiting[t].prompt_ids), self._waiting[t].prompt_ids))
-        new = self._start([self._waiting.pop(ticket) for ticket in order], order)
+        new = self._start([self._waiting.pop(request_id) for request_id in order], order)
         if not any(wave.join(new) for wave in self._waves):
             self._waves.append(new)
 
@@ -449,12 +451,12 @@ class HFRollout(RolloutEngine):
         rows = sum(wave.num_rows for wave in self._waves)
         longest = max((wave.longest for wave in self._waves), default=0)
         admitted: list[int] = []
-        for ticket, request in self._waiting.items():
+        for request_id, request in self._waiting.items():
             longest = max(longest, len(request.prompt_ids) + self._limit(request))
             rows += 1
             if rows > 1 and (rows > self.config.max_num_seqs or rows * longest > room):
                 break
-            admitted.append(ticket)
+            admitted.append(request_id)
         return admitted
 
     # -- limits --------------------------------------------------------------------------------------------------------

@@ -24,9 +24,9 @@ Forward = Callable[[Tensor, Tensor, Tensor, Cache], Tensor]
 class Group:
     """Rows that have drawn ``step`` tokens each."""
 
-    def __init__(self, rows: Decode, tickets: Sequence[int]):
-        self.rows, self.tickets, self.step = rows, list(tickets), 0
-        self.running = {ticket: index for index, ticket in enumerate(tickets)}
+    def __init__(self, rows: Decode, request_ids: Sequence[int]):
+        self.rows, self.request_ids, self.step = rows, list(request_ids), 0
+        self.running = {request_id: index for index, request_id in enumerate(request_ids)}
 
     @property
     def most_left(self) -> int:
@@ -34,14 +34,16 @@ class Group:
         return int(self.rows.limits.max()) - self.step
 
     def take(self, logits: Tensor) -> dict[int, Completion]:
-        """Draw a token for every row; returns what ended, by ticket."""
+        """Draw a token for every row; returns what ended, by request id."""
         self.rows.take(logits, self.step)
         self.step += 1
         if self.rows.num_live == len(self.running):
             return {}
-        ended = {self.tickets[index]: index for index in self.rows.ended()}
+        ended = {self.request_ids[index]: index for index in self.rows.ended()}
         return {
-            ticket: self.rows.completion(index) for ticket, index in ended.items() if self.running.pop(ticket, -1) >= 0
+            request_id: self.rows.completion(index)
+            for request_id, index in ended.items()
+            if self.running.pop(request_id, -1) >= 0
         }
 
 
@@ -50,14 +52,14 @@ class Wave:
 
     Args:
         rows: the first group, whose prompts are in the cache.
-        tickets: a name for each of its requests.
+        request_ids: a name for each of its requests.
         logits: (n, V) after the prompts.
         width: columns of the cache that are filled, with the prompts right-aligned.
     """
 
-    def __init__(self, cache: Cache, rows: Decode, tickets: Sequence[int], logits: Tensor, width: int):
+    def __init__(self, cache: Cache, rows: Decode, request_ids: Sequence[int], logits: Tensor, width: int):
         self.cache, self.logits, self.length = cache, logits, width
-        self.groups = [Group(rows, tickets)]
+        self.groups = [Group(rows, request_ids)]
         self.starts = width - rows.prompt_lengths  # first column of each row
 
     @property
@@ -74,7 +76,7 @@ class Wave:
         return self.length + max((group.most_left for group in self.groups), default=0)
 
     def advance(self, forward: Forward) -> dict[int, Completion]:
-        """Draw one token for every row and read it; returns what ended, by ticket."""
+        """Draw one token for every row and read it; returns what ended, by request id."""
         ended: dict[int, Completion] = {}
         sizes = [len(group.rows.live) for group in self.groups]
         for group, logits in zip(self.groups, self.logits.split(sizes), strict=True):
@@ -108,19 +110,19 @@ class Wave:
 
     # -- requests that come and go -------------------------------------------------------------------------------------
 
-    def partial(self, ticket: int) -> Completion | None:
+    def partial(self, request_id: int) -> Completion | None:
         """What a running request has drawn so far."""
         for group in self.groups:
-            if ticket in group.running:
-                return group.rows.completion(group.running[ticket], group.step)
+            if request_id in group.running:
+                return group.rows.completion(group.running[request_id], group.step)
         return None
 
-    def abort(self, ticket: int) -> Completion | None:
+    def abort(self, request_id: int) -> Completion | None:
         """End a running request; returns what it had drawn."""
-        completion = self.partial(ticket)
+        completion = self.partial(request_id)
         for group in self.groups:
-            if ticket in group.running:
-                group.rows.end(group.running.pop(ticket))
+            if request_id in group.running:
+                group.rows.end(group.running.pop(request_id))
         return completion
 
     def join(self, other: Wave) -> bool:

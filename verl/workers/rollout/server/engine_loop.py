@@ -98,7 +98,7 @@ class EngineLoop:
         self._waiting: list[_Waiting] = []
         self._to_abort: set[int] = set()
         self._watched: set[int] = set()
-        self._ticket_of: dict[int, int] = {}  # number of a request -> the engine's ticket
+        self._request_id_of: dict[int, int] = {}  # number of a request -> the engine's request id
         self._number_of: dict[int, int] = {}
         self._requests: dict[int, Request] = {}  # by number, of those the engine runs
         self._thread = threading.Thread(target=self._run, name="verl-engine-loop", daemon=True)
@@ -129,7 +129,7 @@ class EngineLoop:
         """End these requests, or all; each is delivered with what it had drawn."""
         with self._changed:
             if numbers is None:
-                numbers = [*self._ticket_of, *(waiting.number for waiting in self._waiting)]
+                numbers = [*self._request_id_of, *(waiting.number for waiting in self._waiting)]
             self._to_abort.update(numbers)
             self._changed.notify_all()
 
@@ -158,7 +158,7 @@ class EngineLoop:
 
     @property
     def num_running(self) -> int:
-        return len(self._ticket_of)
+        return len(self._request_id_of)
 
     @property
     def num_waiting(self) -> int:
@@ -226,11 +226,11 @@ class EngineLoop:
                 if self._wants_stop or not self._serves:
                     commands.pause, commands.stop = not self._serves, self._wants_stop
                     return commands
-                commands.abort = [number for number in self._to_abort if number in self._ticket_of]
+                commands.abort = [number for number in self._to_abort if number in self._request_id_of]
                 self._to_abort.clear()
                 commands.submit = [(number, request) for _, number, request in sorted(self._waiting, key=_by_priority)]
                 self._waiting = []
-                if commands or self._ticket_of:
+                if commands or self._request_id_of:
                     return commands
                 if not self._changed.wait(_HEARTBEAT_S) and self._relay is not None:
                     return commands
@@ -238,12 +238,12 @@ class EngineLoop:
     def _advance(self, commands: Commands) -> list[Event]:
         """Carry out the commands and step once."""
         events: list[Event] = []
-        aborted = list(self._ticket_of) if commands.pause or commands.stop else commands.abort
-        tickets = [self._ticket_of[number] for number in aborted]
-        events += self._ended(self.engine.abort(tickets) if tickets else {}, is_paused=commands.pause)
+        aborted = list(self._request_id_of) if commands.pause or commands.stop else commands.abort
+        request_ids = [self._request_id_of[number] for number in aborted]
+        events += self._ended(self.engine.abort(request_ids) if request_ids else {}, is_paused=commands.pause)
         for number, request in commands.submit:
             try:
-                ticket = self.engine.submit(request, commands.version)
+                request_id = self.engine.submit(request, commands.version)
             except (
                 ValueError,
                 TypeError,
@@ -252,10 +252,10 @@ class EngineLoop:
                 # this request asks for what cannot be had; the others go on
                 events.append(Event(number, None, error))
             else:
-                self._ticket_of[number], self._number_of[ticket] = ticket, number
+                self._request_id_of[number], self._number_of[request_id] = request_id, number
                 self._requests[number] = request
         self.engine.watch.serving(self._requests)
-        if self._ticket_of:
+        if self._request_id_of:
             events += self._ended(self.engine.step())
             self.num_steps += 1
             events += self._news()
@@ -264,9 +264,9 @@ class EngineLoop:
 
     def _ended(self, completions: dict[int, Completion], is_paused: bool = False) -> list[Event]:
         events = []
-        for ticket, completion in completions.items():
-            number = self._number_of.pop(ticket)
-            del self._ticket_of[number]
+        for request_id, completion in completions.items():
+            number = self._number_of.pop(request_id)
+            del self._request_id_of[number]
             self._watched.discard(number)
             self.engine.watch.count([self._requests.pop(number)], [completion])
             events.append(Event(number, completion, is_paused=is_paused))
@@ -274,8 +274,8 @@ class EngineLoop:
 
     def _news(self) -> list[Event]:
         """What watched requests have so far."""
-        watched = [number for number in self._watched if number in self._ticket_of]
-        found = [(number, self.engine.partial(self._ticket_of[number])) for number in watched]
+        watched = [number for number in self._watched if number in self._request_id_of]
+        found = [(number, self.engine.partial(self._request_id_of[number])) for number in watched]
         return [Event(number, completion, ended=False) for number, completion in found if completion is not None]
 
     def _publish(self, events: list[Event]) -> None:
@@ -289,8 +289,8 @@ class EngineLoop:
             error = told
         with self._changed:
             self.error = error
-            numbers = [*self._ticket_of, *(waiting.number for waiting in self._waiting)]
-            self._ticket_of, self._number_of, self._waiting = {}, {}, []
+            numbers = [*self._request_id_of, *(waiting.number for waiting in self._waiting)]
+            self._request_id_of, self._number_of, self._waiting = {}, {}, []
             self._is_idle = True
             self._changed.notify_all()
         self._publish([Event(number, None, self._epitaph()) for number in numbers])

@@ -101,7 +101,7 @@ class Host:
         self.replies = Path(tempfile.mkdtemp())
         self.tasks: set[asyncio.Task] = set()
         self.drawing: dict[int, tuple[list[int], list[float]]] = {}
-        """Ticket -> tokens and log-probs of the phases that ended."""
+        """Request id -> tokens and log-probs of the phases that ended."""
         self.aborted: set[int] = set()
         self.turn = asyncio.Lock()
         self.outgoing = ThreadPoolExecutor(1)  # a worker that is busy training reads nothing
@@ -129,12 +129,12 @@ class Host:
 
     def _take(self, kind: str, *rest: Any) -> None:
         if kind == "submit":
-            for ticket, request in rest[0]:
-                self.drawing[ticket] = [], []
-                self._start(self._draw(ticket, request))
+            for request_id, request in rest[0]:
+                self.drawing[request_id] = [], []
+                self._start(self._draw(request_id, request))
         elif kind == "abort":
-            for ticket in self.drawing.keys() & rest[0]:
-                self._start(self._abort(ticket))
+            for request_id in self.drawing.keys() & rest[0]:
+                self._start(self._abort(request_id))
         else:
             self._start(self._answer(*rest))
 
@@ -143,13 +143,13 @@ class Host:
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
 
-    async def _draw(self, ticket: int, request: Drawable) -> None:
+    async def _draw(self, request_id: int, request: Drawable) -> None:
         """Draw a response in phases, each going on where the one before ran into its length."""
-        tokens, log_probs = self.drawing[ticket]
+        tokens, log_probs = self.drawing[request_id]
         reason = "length"
         try:
             for params in request.phases:
-                if ticket in self.aborted:
+                if request_id in self.aborted:
                     reason = "abort"
                 if reason != "length":
                     break
@@ -158,7 +158,7 @@ class Host:
                     image_data=request.image_data,
                     sampling_params=params,
                     return_logprob=True,
-                    rid=_name(ticket),
+                    rid=_name(request_id),
                 )
                 facts = output["meta_info"]
                 tokens += output["output_ids"]
@@ -168,17 +168,17 @@ class Host:
                     reason = f"{facts['finish_reason'].get('message')}"
         except Exception as error:  # told to who asked
             reason = f"{type(error).__name__}: {error}"
-        del self.drawing[ticket]
-        self.aborted.discard(ticket)
-        self.outgoing.submit(_send, self.connection, "ended", [(ticket, (tokens, log_probs, reason))])
+        del self.drawing[request_id]
+        self.aborted.discard(request_id)
+        self.outgoing.submit(_send, self.connection, "ended", [(request_id, (tokens, log_probs, reason))])
 
-    async def _abort(self, ticket: int) -> None:
+    async def _abort(self, request_id: int) -> None:
         """Tell SGLang to end a request until it has: it does not hear of one that is still on its way in."""
-        self.aborted.add(ticket)
-        while ticket in self.drawing:
-            self.manager.abort_request(rid=_name(ticket))
+        self.aborted.add(request_id)
+        while request_id in self.drawing:
+            self.manager.abort_request(rid=_name(request_id))
             await asyncio.sleep(_ABORT_AGAIN_S)
-        self.aborted.discard(ticket)
+        self.aborted.discard(request_id)
 
     # -- commands ------------------------------------------------------------------------------------------------------
 
@@ -205,11 +205,11 @@ class Host:
                 raise RuntimeError(value)
         return [value for _, value in found]
 
-    async def drawn(self, ticket: int) -> tuple[list[int], list[float]]:
+    async def drawn(self, request_id: int) -> tuple[list[int], list[float]]:
         """Tokens and log-probs of a running request so far; those of one that just ended are on their way."""
-        tokens, log_probs = self.drawing.get(ticket, ([], []))
+        tokens, log_probs = self.drawing.get(request_id, ([], []))
         known = len(tokens)
-        now = (await self.inside("drawn", {"name": _name(ticket)}))[0]
+        now = (await self.inside("drawn", {"name": _name(request_id)}))[0]
         if len(tokens) > known:  # a phase ended meanwhile, and is there in full
             now = [], []
         return tokens + now[0], log_probs + now[1]
@@ -274,9 +274,9 @@ def unname_shared_memory() -> None:
                     Path(line[line.index("/dev/shm/") :]).unlink(missing_ok=True)
 
 
-def _name(ticket: int) -> str:
+def _name(request_id: int) -> str:
     """A request's name in SGLang, which ends every request whose name begins with an aborted one's."""
-    return f"{ticket:020d}"
+    return f"{request_id:020d}"
 
 
 def _demand(answer: Any) -> None:

@@ -55,7 +55,7 @@ class EngineProcess:
         self._next_call = 0
         self._ended: dict[int, Any] = {}
         self.running: dict[int, int] = {}
-        """Ticket -> number of prompt tokens, of all that was submitted and has not ended."""
+        """Request id -> number of prompt tokens, of all that was submitted and has not ended."""
         ours, theirs = socket.socketpair()
         with theirs, open(self._log, "wb") as log:
             fcntl.flock(log, fcntl.LOCK_SH)  # held as long as one of the engine's processes lives
@@ -81,20 +81,20 @@ class EngineProcess:
         return self._answer(self._next_call)
 
     def submit(self, drawn: Sequence[tuple[int, Drawable]]) -> None:
-        """Start these requests, each with its ticket."""
+        """Start these requests, each with its id."""
         self._send(("submit", list(drawn)))
-        self.running |= {ticket: len(request.ids) for ticket, request in drawn}
+        self.running |= {request_id: len(request.ids) for request_id, request in drawn}
 
-    def drawn(self, ticket: int) -> tuple[list[int], list[float]]:
+    def drawn(self, request_id: int) -> tuple[list[int], list[float]]:
         """Tokens and log-probs of a request so far; all of one that `ended` has yet to return."""
-        found = self.call("drawn", ticket)
-        return self._ended[ticket][:2] if ticket in self._ended else found
+        found = self.call("drawn", request_id)
+        return self._ended[request_id][:2] if request_id in self._ended else found
 
-    def abort(self, tickets: Sequence[int]) -> None:
-        self._send(("abort", list(tickets)))
+    def abort(self, request_ids: Sequence[int]) -> None:
+        self._send(("abort", list(request_ids)))
 
     def ended(self, timeout_s: float | None) -> dict[int, Any]:
-        """What has ended since the last call, by ticket; waits for something to end, ``timeout_s`` at most."""
+        """What has ended since the last call, by request id; waits for something to end, ``timeout_s`` at most."""
         while not self._ended and self.running and self._poll(timeout_s):
             self._receive()
         while self._poll(0):
@@ -145,9 +145,9 @@ class EngineProcess:
         except (EOFError, OSError) as error:
             raise self._died() from error
         if kind == "ended":
-            for ticket, output in rest[0]:
-                self.running.pop(ticket, None)
-                self._ended[ticket] = output
+            for request_id, output in rest[0]:
+                self.running.pop(request_id, None)
+                self._ended[request_id] = output
             return None
         return tuple(rest)
 
@@ -179,7 +179,9 @@ class EngineProcess:
         code = self._process.poll()
         how = "is not answering" if code is None else f"ended with {_exit(code)}"
         lines = self._log.read_text(errors="replace").splitlines()[-_TAIL_LINES:]
-        held = ", ".join(f"{ticket} ({length} prompt tokens)" for ticket, length in list(self.running.items())[-5:])
+        held = ", ".join(
+            f"{request_id} ({length} prompt tokens)" for request_id, length in list(self.running.items())[-5:]
+        )
         self.close()
         held = f"{len(self.running)}, the last of them {held}" if held else "none"
         return EngineDiedError(

@@ -288,15 +288,15 @@ class SGLangRollout(RolloutEngine):
             self.watch.tick()  # the leader answered, and is watched by itself
         return self._finished(ended)
 
-    def abort(self, tickets: Sequence[int]) -> dict[int, Completion]:
-        wanted = {ticket for ticket in tickets if ticket in self._requests}
+    def abort(self, request_ids: Sequence[int]) -> dict[int, Completion]:
+        wanted = {request_id for request_id in request_ids if request_id in self._requests}
         ended = self._together(lambda: self._aborted(wanted))
         return self._finished(ended)
 
-    def partial(self, ticket: int) -> Completion | None:
-        if ticket not in self._requests or not self.leads:
+    def partial(self, request_id: int) -> Completion | None:
+        if request_id not in self._requests or not self.leads:
             return None
-        return completion(self._requests[ticket], *self.engine.drawn(ticket), "abort")
+        return completion(self._requests[request_id], *self.engine.drawn(request_id), "abort")
 
     @property
     def num_running(self) -> int:
@@ -307,14 +307,14 @@ class SGLangRollout(RolloutEngine):
         for request in requests:
             check_prompt(len(request.prompt_ids), self.max_model_len)
             self.check_sampling(request.sampling)
-        tickets = [next(self._tickets) for _ in requests]
+        request_ids = [next(self._request_ids) for _ in requests]
         drawn = [
-            (ticket, drawable(request, self.max_model_len, self.stop_token_ids, self._image_token))
-            for ticket, request in zip(tickets, requests, strict=True)
+            (request_id, drawable(request, self.max_model_len, self.stop_token_ids, self._image_token))
+            for request_id, request in zip(request_ids, requests, strict=True)
         ]
         self._together(lambda: self.engine.submit(drawn))
-        self._requests |= zip(tickets, requests, strict=True)
-        return tickets
+        self._requests |= zip(request_ids, requests, strict=True)
+        return request_ids
 
     def check_sampling(self, sampling: SamplingParams) -> None:
         if not self.has_tokenizer and (found := needs_tokenizer(sampling)):
@@ -328,22 +328,22 @@ class SGLangRollout(RolloutEngine):
                 f"It has {', '.join(sorted(self._fields))}."
             )
 
-    def _aborted(self, tickets: set[int]) -> dict[int, Any]:
+    def _aborted(self, request_ids: set[int]) -> dict[int, Any]:
         """Tell the engine to end these requests, and wait until it has."""
-        self.engine.abort(sorted(tickets))
-        return self._drawn(tickets)
+        self.engine.abort(sorted(request_ids))
+        return self._drawn(request_ids)
 
     def _finished(self, ended: Mapping[int, Any]) -> dict[int, Completion]:
         if not self.config.disable_log_stats and self.leads:
             sys.stderr.write(self.engine.new_output())
-        requests = {ticket: self._requests.pop(ticket) for ticket in ended}
-        return {ticket: completion(requests[ticket], *output) for ticket, output in ended.items()}
+        requests = {request_id: self._requests.pop(request_id) for request_id in ended}
+        return {request_id: completion(requests[request_id], *output) for request_id, output in ended.items()}
 
     def _generate(self, requests: list[Request]) -> list[Completion]:
-        tickets = self._submit(requests)
-        ended = self._together(lambda: self._drawn(set(tickets)))
+        request_ids = self._submit(requests)
+        ended = self._together(lambda: self._drawn(set(request_ids)))
         completions = self._finished(ended)
-        return [completions[ticket] for ticket in tickets]
+        return [completions[request_id] for request_id in request_ids]
 
     def _wait(self, seconds: float) -> dict[int, Any]:
         """What ended within ``seconds``. Requests that end or grow are the steps that the watch is told of."""
@@ -351,19 +351,19 @@ class SGLangRollout(RolloutEngine):
         if ended:
             self.watch.tick()
         elif self.engine.running and now > self._looks_at:
-            ticket = next(iter(self.engine.running))
-            seen = (ticket, len(self.engine.drawn(ticket)[0]))  # a scheduler that hangs does not answer
+            request_id = next(iter(self.engine.running))
+            seen = (request_id, len(self.engine.drawn(request_id)[0]))  # a scheduler that hangs does not answer
             if seen != self._seen:
                 self.watch.tick()
             self._seen, self._looks_at = seen, now + _LOOK_S
         return ended
 
-    def _drawn(self, tickets: set[int]) -> dict[int, Any]:
+    def _drawn(self, request_ids: set[int]) -> dict[int, Any]:
         """Wait for these requests; others that end meanwhile are kept for `step`."""
         ended: dict[int, Any] = {}
-        while tickets - ended.keys():
+        while request_ids - ended.keys():
             ended |= self._wait(_LOOK_S)
-        self.engine.keep({ticket: ended.pop(ticket) for ticket in ended.keys() - tickets})
+        self.engine.keep({request_id: ended.pop(request_id) for request_id in ended.keys() - request_ids})
         return ended
 
 

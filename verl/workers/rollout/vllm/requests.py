@@ -151,7 +151,7 @@ class Running:
 
 
 class VLLMStream:
-    """Requests in flight of one ``vllm.LLMEngine``, by ticket.
+    """Requests in flight of one ``vllm.LLMEngine``, by request id.
 
     Args:
         lora_request: of the adapter that answers them, a ``LoRARequest``; None: the model has none.
@@ -165,22 +165,22 @@ class VLLMStream:
     def num_running(self) -> int:
         return len(self._running)
 
-    def add(self, ticket: int, request: Request, prompt: Any, params: Any) -> None:
+    def add(self, request_id: int, request: Request, prompt: Any, params: Any) -> None:
         """Hand a request to vLLM. ``params``: a ``vllm.SamplingParams``; what it reports is changed to news only."""
         from vllm.sampling_params import RequestOutputKind
 
         params.output_kind = RequestOutputKind.DELTA
-        self._engine.add_request(str(ticket), prompt, params, lora_request=self._lora_request)
-        self._running[ticket] = Running(request)
+        self._engine.add_request(str(request_id), prompt, params, lora_request=self._lora_request)
+        self._running[request_id] = Running(request)
 
     def step(self) -> dict[int, Completion]:
         """One forward for all that run; returns what ended."""
         ended: dict[int, Completion] = {}
         for output in self._engine.step() if self._running else ():
-            ticket = int(output.request_id)
-            if ticket not in self._running:
+            request_id = int(output.request_id)
+            if request_id not in self._running:
                 continue  # aborted while its last token was on the way
-            running, (sample,) = self._running[ticket], output.outputs
+            running, (sample,) = self._running[request_id], output.outputs
             tokens = list(sample.token_ids)
             running.log_probs += drawn_log_probs(running.request, tokens, sample.logprobs) or []
             running.token_ids += tokens
@@ -189,15 +189,15 @@ class VLLMStream:
                     raise RuntimeError(
                         f"vLLM ended a request with finish_reason={sample.finish_reason!r}; see its log."
                     )
-                ended[ticket] = self._running.pop(ticket).completion(sample.finish_reason)
+                ended[request_id] = self._running.pop(request_id).completion(sample.finish_reason)
         return ended
 
-    def abort(self, tickets: Sequence[int]) -> dict[int, Completion]:
+    def abort(self, request_ids: Sequence[int]) -> dict[int, Completion]:
         """End these requests; returns what they had drawn."""
-        found = {ticket: self._running.pop(ticket) for ticket in tickets if ticket in self._running}
-        self._engine.abort_request([str(ticket) for ticket in found])
-        return {ticket: running.completion("abort") for ticket, running in found.items()}
+        found = {request_id: self._running.pop(request_id) for request_id in request_ids if request_id in self._running}
+        self._engine.abort_request([str(request_id) for request_id in found])
+        return {request_id: running.completion("abort") for request_id, running in found.items()}
 
-    def partial(self, ticket: int) -> Completion | None:
-        running = self._running.get(ticket)
+    def partial(self, request_id: int) -> Completion | None:
+        running = self._running.get(request_id)
         return running and running.completion("abort")

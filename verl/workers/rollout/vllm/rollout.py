@@ -296,19 +296,19 @@ class VLLMRollout(RolloutEngine):
 
     def submit(self, request: Request, expect_version: int) -> int:
         self.check_version(expect_version)
-        ticket = next(self._tickets)
-        self._stream.add(ticket, request, self._prompt(request), self._params(request))
-        return ticket
+        request_id = next(self._request_ids)
+        self._stream.add(request_id, request, self._prompt(request), self._params(request))
+        return request_id
 
     def step(self) -> dict[int, Completion]:
         with self._plainly():
             return self._stream.step()
 
-    def abort(self, tickets: Sequence[int]) -> dict[int, Completion]:
-        return self._stream.abort(tickets)
+    def abort(self, request_ids: Sequence[int]) -> dict[int, Completion]:
+        return self._stream.abort(request_ids)
 
-    def partial(self, ticket: int) -> Completion | None:
-        return self._stream.partial(ticket)
+    def partial(self, request_id: int) -> Completion | None:
+        return self._stream.partial(request_id)
 
     @property
     def num_running(self) -> int:
