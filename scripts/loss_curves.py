@@ -23,8 +23,10 @@ if __name__ == "__main__":
 
 ACTOR, ROLLOUT, CRITIC = "actor_rollout_ref__actor__", "actor_rollout_ref__rollout__", "critic__"
 LOSS = f"{ACTOR}policy_loss__loss_mode"
+REF = {"actor_rollout_ref__ref__log_prob_micro_batch_size_per_gpu": 8}
 FSDP = {f"{ACTOR}strategy": "fsdp2", "trainer__n_gpus_per_node": 2}
 TAILS = {f"{ROLLOUT}mode": "async", f"{ROLLOUT}partial_rollout": True, f"{ROLLOUT}max_staleness": 2}
+TAILS |= {f"{ROLLOUT}calculate_log_probs": True}
 RUNS: dict[str, dict] = {
     "grpo": {},
     "grpo packed, dynamic": {
@@ -33,6 +35,7 @@ RUNS: dict[str, dict] = {
         f"{ACTOR}ppo_max_token_len_per_gpu": 300,
     },
     "grpo with KL and entropy": {
+        **REF,
         f"{ACTOR}use_kl_loss": True,
         f"{ACTOR}kl_loss_type": "low_var_kl",
         f"{ACTOR}entropy_coeff": 0.01,
@@ -40,6 +43,7 @@ RUNS: dict[str, dict] = {
         f"{ACTOR}ppo_epochs": 2,
     },
     "ppo": {
+        **REF,
         "algorithm__adv_estimator": "gae",
         "algorithm__use_kl_in_reward": True,
         f"{CRITIC}strategy": "local",
