@@ -5,7 +5,7 @@ Knows files and rows; no tokenizer, no prompts, no formats (``files.py``). Files
 
 import copy
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -222,6 +222,16 @@ class RowTable:
                 if isinstance(row.get(name), str):
                     row[name] = json.loads(row[name])
         return rows
+
+
+def distinct_values(datasets: Iterable[Any], column: str) -> list[Any]:
+    """Return the values of a column over all datasets that are rows of files."""
+    found: dict[Any, None] = {}
+    for dataset in datasets:
+        rows = getattr(dataset, "dataframe", None)
+        if isinstance(rows, RowTable) and column in rows.column_names:
+            found |= dict.fromkeys(rows.distinct(column))
+    return list(found)
 
 
 def is_json(field: pa.Field) -> bool:

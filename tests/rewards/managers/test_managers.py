@@ -6,11 +6,11 @@ import time
 import pytest
 
 from tests.rewards.managers.batches import TOKENIZER, batch_of
-from tests.trainer.test_reward import config, write
+from tests.rewards.managers.test_scoring import config, write
 from verl.config.reward import RewardSandboxConfig
 from verl.rewards.functions.calling import BySource
 from verl.rewards.managers import DAPORewardManager, PrimeRewardManager, RewardError, get_reward_manager_cls
-from verl.trainer.ppo.reward import compute_reward, load_reward_manager
+from verl.rewards.managers.scoring import compute_reward, load_reward_manager
 
 
 def scores(tensor):

@@ -7,11 +7,11 @@ from types import SimpleNamespace
 import pytest
 
 from tests.rewards.managers.batches import TOKENIZER
-from tests.trainer.test_reward import config, write
+from tests.rewards.managers.test_scoring import config, write
 from verl.rewards.managers import NaiveRewardManager, RewardError
-from verl.rewards.managers.self_test import self_test
+from verl.rewards.managers.scoring import load_reward_manager
+from verl.rewards.managers.self_test import self_test, try_reward_function
 from verl.rewards.scorers import default_compute_score
-from verl.trainer.ppo.reward import load_reward_manager, try_reward_function
 
 ROWS = [
     {

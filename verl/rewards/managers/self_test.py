@@ -6,6 +6,9 @@ from typing import Any
 
 from verl.rewards.functions.calling import BySource, functions_of
 from verl.rewards.functions.trial import Trial, TrialRow, mean, try_function
+from verl.rewards.managers.batch import BatchRewardManager
+from verl.rewards.managers.registry import RewardError
+from verl.rewards.managers.rule import RuleRewardManager
 from verl.rewards.scorers import default_compute_score
 from verl.sandbox.describing import name_of
 from verl.sandbox.function import signature_text
@@ -111,3 +114,34 @@ def _alarm(trial: Trial) -> str | None:
         gold, garbage = mean(trial.gold), mean(trial.garbage)
         return f"gold answers score {gold:.3g}, garbage {garbage:.3g}: right answers would not be reinforced"
     return None
+
+
+SELF_TEST_ROWS = 3
+
+
+def try_reward_function(config: Any, reward_fn: Any, dataset: Any) -> Report | None:
+    """The report of `self_test` on a run's reward function and first rows; None where there is nothing to try.
+
+    Raises:
+        RewardError: something looks wrong, and ``reward_model.self_test=stop``; or, unless it is ``off``, rows lack
+            what the manager reads.
+    """
+    section = config.reward_model
+    if section.self_test == "off" or section.enable or not isinstance(reward_fn, RuleRewardManager):
+        return None
+    rows = [dataset[i] for i in range(min(SELF_TEST_ROWS, len(dataset)))]
+    if rows and isinstance(rows[0], Mapping) and type(reward_fn).read is RuleRewardManager.read:
+        reward_fn.check_columns(rows[0])
+    report = self_test(
+        reward_fn.compute_score,
+        [row for row in rows if isinstance(row, Mapping) and "reward_model" in row],
+        is_batch=isinstance(reward_fn, BatchRewardManager),
+        reward_fn_key=reward_fn.reward_fn_key,
+        **reward_fn.reward_kwargs,
+    )
+    if report.alarms and section.self_test == "stop":
+        raise RewardError(
+            f"The reward function {report.function} failed its self-test: {'; '.join(report.alarms)}. Correct it, or "
+            "go on all the same with reward_model.self_test=warn."
+        )
+    return report

@@ -5,13 +5,15 @@ Knows columns and worker groups; not which prompts a step takes, nor what respon
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from verl.config.rollout import needs_agent_loops
+from verl.data.table import distinct_values
 from verl.protocol import DataProto
 from verl.telemetry.metric import reduce_metrics
 from verl.trainer.buffer.group_filter import GroupFilter
@@ -134,3 +136,41 @@ def _group_sampler(config: Any, loader: Any, pool: PromptPool | None) -> GroupSa
         return None
     pool = PromptPool(loader) if pool is None else pool
     return GroupSampler(rollout, pool, config.data.prompts_per_step, config.trainer.seed)
+
+
+# -- Names of agent loops in the rows --------------------------------------------------------------------------------
+
+
+AGENT_COLUMN = "agent_name"
+
+
+def check_agent_names(config: Any, datasets: Iterable[Any]) -> None:
+    """Refuse rows whose ``agent_name`` no agent loop of this run has; datasets that are not rows of files are left out.
+
+    Raises:
+        ValueError: see `agent_name_problem`.
+    """
+    if problem := agent_name_problem(config.actor_rollout_ref.rollout, distinct_values(datasets, AGENT_COLUMN)):
+        raise ValueError(problem)
+
+
+def agent_name_problem(rollout: Any, names: Iterable[Any]) -> str | None:
+    """Why rows with these values of ``agent_name`` cannot be trained on, in words; None: they can.
+
+    Args:
+        rollout: the section ``actor_rollout_ref.rollout``. With ``mode=async`` the user's agent loops are imported.
+        names: values of the column; empty ones are of ``rollout.agent.default_agent_loop``.
+    """
+    names = sorted({str(name) for name in names if name})
+    if rollout.mode != "async":
+        return needs_agent_loops(rollout.mode, names)
+    from verl.agents.base import agent_loop, load_agent_loops
+
+    if path := rollout.agent.agent_loop_config_path:
+        load_agent_loops(path)
+    for name in [*names, rollout.agent.default_agent_loop]:
+        try:
+            agent_loop(name)
+        except ValueError as error:
+            return str(error)
+    return None

@@ -23,19 +23,15 @@ from verl.config.base import ConfigError
 from verl.config.batch import counted, optimizer_steps
 from verl.models.scalar_head import stored_shapes, stores_head
 from verl.preflight.checks import refuse
+from verl.rewards.managers.scoring import check_data_sources, load_reward_manager, start_reward_functions
+from verl.rewards.managers.self_test import try_reward_function
+from verl.rewards.reward_model import check_reward_model
 from verl.single_controller import get_controller
 from verl.telemetry.progress import RunSummary, print_summary, stop_notice
 from verl.telemetry.run_record import COMMAND, LOG
 from verl.trainer.buffer.one_step_off import OneStepOffTrainer
 from verl.trainer.ppo.placement import GLOBAL_POOL, ResourcePoolManager, Role, default_pools, default_roles
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
-from verl.trainer.ppo.reward import (
-    check_data_sources,
-    check_reward_model,
-    load_reward_manager,
-    start_reward_functions,
-    try_reward_function,
-)
 from verl.trainer.run_folder import gpu_options, recorded_run, words_of_config
 from verl.utils.config import adopt_config, typed_config
 from verl.utils.distributed import destroy_global_process_group

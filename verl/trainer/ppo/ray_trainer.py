@@ -25,13 +25,24 @@ from verl.config.unread import check_unread
 from verl.data.loader import build_dataset, build_train_loader, build_val_loader
 from verl.protocol import DataProto
 from verl.rewards.managers.rule import RuleRewardManager
+from verl.rewards.managers.scoring import compute_reward, error_counts, without_failed
+from verl.rewards.reward_model import by_style, check_texts, is_judged, judge_metrics
 from verl.single_controller import get_controller
 from verl.single_controller.background import Beside
 from verl.telemetry.metric import reduce_metrics
 from verl.telemetry.profiler import marked_timer
 from verl.trainer.buffer.disjoint import DisjointRollout
 from verl.trainer.buffer.over_sampling import draw_batch
-from verl.trainer.buffer.rollout_buffer import PromptSource, engine_metrics, join_generated, make_request, uids
+from verl.trainer.buffer.rollout_buffer import (
+    AGENT_COLUMN,
+    PromptSource,
+    agent_name_problem,
+    check_agent_names,
+    engine_metrics,
+    join_generated,
+    make_request,
+    uids,
+)
 from verl.trainer.buffer.rollout_skip import KeptRollouts
 from verl.trainer.ppo import core_algos
 from verl.trainer.ppo.balance import balance_metrics, row_cost, share_plan
@@ -66,18 +77,6 @@ from verl.trainer.ppo.placement import (
     start_worker_groups,
 )
 from verl.trainer.ppo.recipe_names import RecipeNames
-from verl.trainer.ppo.reward import (
-    AGENT_COLUMN,
-    agent_name_problem,
-    by_style,
-    check_agent_names,
-    check_texts,
-    compute_reward,
-    error_counts,
-    is_judged,
-    judge_metrics,
-    without_failed,
-)
 from verl.trainer.ppo.rollout_correction import (
     MismatchMonitor,
     bypass_old_log_probs,

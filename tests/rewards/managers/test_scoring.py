@@ -8,8 +8,8 @@ from tests.config.helpers import typed
 from tests.rewards.managers.batches import RESPONSE_LENGTH, TOKENIZER, batch_of
 from verl.protocol import DataProto
 from verl.rewards.managers import BatchRewardManager, NaiveRewardManager, RewardError, register
+from verl.rewards.managers.scoring import compute_reward, get_custom_reward_fn, load_reward_manager
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
-from verl.trainer.ppo.reward import compute_reward, get_custom_reward_fn, load_reward_manager
 
 
 class Section(SimpleNamespace):

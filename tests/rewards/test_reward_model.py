@@ -16,7 +16,7 @@ from tests.trainer.test_learning import LEARNING, TINY
 from verl.config.load import load_ppo_config
 from verl.protocol import DataProto
 from verl.rewards.managers.registry import RewardError
-from verl.trainer.ppo.reward import by_style, check_reward_model, check_texts, is_judged
+from verl.rewards.reward_model import by_style, check_reward_model, check_texts, is_judged
 from verl.utils.tiny_model import make_digit_judge, make_tiny_model, make_tokenizer
 
 RM = {

@@ -1,6 +1,4 @@
-"""From the config to a reward function and its manager, and from a batch to its rewards."""
-
-from __future__ import annotations
+"""Load the reward manager of a run from its config, and compute the rewards of a batch with it."""
 
 import functools
 import inspect
@@ -15,23 +13,18 @@ import torch
 from torch import Tensor
 
 from verl.batch.ragged import Ragged
-from verl.config.rollout import needs_agent_loops
-from verl.data.table import RowTable
-from verl.models.loader import ModelSpec, load_config
-from verl.models.scalar_head import reward_class, stored_shapes, stores_head
+from verl.data.table import distinct_values
 from verl.protocol import DataProto
 from verl.rewards.functions.calling import BySource, RawRewardFn, is_built_in
 from verl.rewards.functions.sources import reward_function, sandbox_options, start_sandboxes
-from verl.rewards.managers import BatchRewardManager, get_reward_manager_cls
-from verl.rewards.managers.registry import AbstractRewardManager, RewardError
+from verl.rewards.managers import get_reward_manager_cls
+from verl.rewards.managers.registry import AbstractRewardManager
 from verl.rewards.managers.rule import REWARD_ERROR_KEY, REWARD_ERROR_KIND_KEY, RuleRewardManager
-from verl.rewards.managers.self_test import Report, self_test
-from verl.rewards.scorers import UnknownDataSource, built_in_options, has_scorer, rule_of
+from verl.rewards.scorers import built_in_options, has_scorer, rule_of
 from verl.rewards.scorers.registry import is_for_judge, unknown
 from verl.utils.fs import copy_to_local
 from verl.utils.import_utils import import_users_modules, load_extern_type, split_file_name
 from verl.utils.py_functional import convert_to_regular_types
-from verl.utils.tokenizer import hf_tokenizer
 
 __all__ = [
     "compute_reward",
@@ -232,38 +225,9 @@ def _check(rewards: Any, data: DataProto, manager: str) -> None:
         raise ValueError(f"Reward manager {manager} returned rewards that are not finite, in rows {rows[:10]}.")
 
 
-SELF_TEST_ROWS = 3
+# -- Whether each data source has a scorer, checked before a model is loaded ----------------------------------------
 
 
-def try_reward_function(config: Any, reward_fn: Any, dataset: Any) -> Report | None:
-    """The report of `self_test` on a run's reward function and first rows; None where there is nothing to try.
-
-    Raises:
-        RewardError: something looks wrong, and ``reward_model.self_test=stop``; or, unless it is ``off``, rows lack
-            what the manager reads.
-    """
-    section = config.reward_model
-    if section.self_test == "off" or section.enable or not isinstance(reward_fn, RuleRewardManager):
-        return None
-    rows = [dataset[i] for i in range(min(SELF_TEST_ROWS, len(dataset)))]
-    if rows and isinstance(rows[0], Mapping) and type(reward_fn).read is RuleRewardManager.read:
-        reward_fn.check_columns(rows[0])
-    report = self_test(
-        reward_fn.compute_score,
-        [row for row in rows if isinstance(row, Mapping) and "reward_model" in row],
-        is_batch=isinstance(reward_fn, BatchRewardManager),
-        reward_fn_key=reward_fn.reward_fn_key,
-        **reward_fn.reward_kwargs,
-    )
-    if report.alarms and section.self_test == "stop":
-        raise RewardError(
-            f"The reward function {report.function} failed its self-test: {'; '.join(report.alarms)}. Correct it, or "
-            "go on all the same with reward_model.self_test=warn."
-        )
-    return report
-
-
-# -- Whether each data source has a scorer and each row an agent loop, checked before a model is loaded --------------
 def check_data_sources(config: Any, reward_fn: Any, datasets: Iterable[Any]) -> None:
     """Refuse rows that no scorer would score.
 
@@ -278,162 +242,14 @@ def check_data_sources(config: Any, reward_fn: Any, datasets: Iterable[Any]) -> 
         return
     options = built_in_options(section)
     judge, score_as = options.get("judge"), options.get("score_as")
-    for source in _sources(datasets, reward_fn.reward_fn_key):
+    for source in distinct_values(datasets, reward_fn.reward_fn_key):
+        if not isinstance(source, str):
+            continue
         function = reward_fn.compute_score
         if isinstance(function, BySource):
             function = function.function_for(source)
         is_judged = judge is not None and is_for_judge(source, judge["data_sources"])
         if is_built_in(function) and not is_judged and not has_scorer(rule_of(source, score_as)[0]):
-            _tell(unknown(source), section.on_error)
-
-
-AGENT_COLUMN = "agent_name"
-
-
-def check_agent_names(config: Any, datasets: Iterable[Any]) -> None:
-    """Refuse rows whose ``agent_name`` no agent loop of this run has; datasets as in `check_data_sources`.
-
-    Raises:
-        ValueError: see `agent_name_problem`.
-    """
-    if problem := agent_name_problem(config.actor_rollout_ref.rollout, _distinct(datasets, AGENT_COLUMN)):
-        raise ValueError(problem)
-
-
-def agent_name_problem(rollout: Any, names: Iterable[Any]) -> str | None:
-    """Why rows with these values of ``agent_name`` cannot be trained on, in words; None: they can.
-
-    Args:
-        rollout: the section ``actor_rollout_ref.rollout``. With ``mode=async`` the user's agent loops are imported.
-        names: values of the column; empty ones are of ``rollout.agent.default_agent_loop``.
-    """
-    names = sorted({str(name) for name in names if name})
-    if rollout.mode != "async":
-        return needs_agent_loops(rollout.mode, names)
-    from verl.agents.base import agent_loop, load_agent_loops
-
-    if path := rollout.agent.agent_loop_config_path:
-        load_agent_loops(path)
-    for name in [*names, rollout.agent.default_agent_loop]:
-        try:
-            agent_loop(name)
-        except ValueError as error:
-            return str(error)
-    return None
-
-
-def _tell(problem: UnknownDataSource, on_error: str) -> None:
-    if on_error == "stop":
-        raise problem
-    logger.warning("%s", problem)
-
-
-def _sources(datasets: Iterable[Any], key: str) -> list[str]:
-    return [source for source in _distinct(datasets, key) if isinstance(source, str)]
-
-
-def _distinct(datasets: Iterable[Any], column: str) -> list[Any]:
-    """The values of a column over all datasets that are rows of files."""
-    found: dict[Any, None] = {}
-    for dataset in datasets:
-        rows = getattr(dataset, "dataframe", None)
-        if isinstance(rows, RowTable) and column in rows.column_names:
-            found |= dict.fromkeys(rows.distinct(column))
-    return list(found)
-
-
-# -- The reward model as the driver sees it: whether it can judge this run, which rows it judges, and what it said ---
-
-
-def check_reward_model(config: Any, tokenizer: Any) -> None:
-    """Find out before any worker starts whether ``reward_model.model`` is one, and can read this policy's responses.
-
-    Args:
-        tokenizer: the policy's.
-
-    Raises:
-        ValueError: names the option to change.
-    """
-    model, rollout = config.reward_model.model, config.actor_rollout_ref.rollout
-    key = f"reward_model.model.path={model.path}"
-    spec = ModelSpec(model.path, "reward", trust_remote_code=model.trust_remote_code, external_lib=model.external_lib)
-    try:
-        facts = load_config(spec)
-        reward_class(model.path, facts)
-    except ValueError as error:
-        raise ValueError(f"reward_model.{error}") from None
-    if stores_head(spec.folder) is False:
-        raise ValueError(
-            f"{key} holds no weights of a head with one output among its {len(stored_shapes(spec.folder))} tensors: "
-            "its scores would be random. Name a checkpoint of a trained reward model."
-        )
-    if model.input_tokenizer:
-        judge = hf_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
-        if not judge.chat_template:
-            raise ValueError(
-                f"{key} has no chat template to write conversations in (reward_model.model.input_tokenizer="
-                f"{model.input_tokenizer}). Put one into its folder as chat_template.jinja, or set "
-                "input_tokenizer=null if it reads the policy's tokens."
-            )
-        return
-    text = facts.get_text_config()
-    if text.vocab_size < len(tokenizer):
-        raise ValueError(
-            f"{key} knows {text.vocab_size} tokens and the policy {len(tokenizer)}: with "
-            "reward_model.model.input_tokenizer=null it reads the policy's token ids. Set input_tokenizer to the "
-            "policy's tokenizer, so that texts are written in the reward model's own tokens."
-        )
-    longest = rollout.prompt_length + rollout.response_length
-    positions = getattr(text, "max_position_embeddings", None) or longest
-    if positions < longest:
-        raise ValueError(
-            f"{key} has positions for {positions} tokens, and prompt and response have up to {longest}. Shorten "
-            "data.max_prompt_length or data.max_response_length."
-        )
-
-
-def check_texts(batch: DataProto) -> None:
-    """Refuse rows with images, which the reward model would not see.
-
-    Raises:
-        ValueError: names a row.
-    """
-    rows = batch.non_tensor_batch.get("multi_modal_data", ())
-    with_images = [i for i, row in enumerate(rows) if row]
-    if with_images:
-        raise ValueError(
-            f"row {with_images[0]} of the batch has images, and reward_model.enable=true: reward models read texts "
-            "only. Score these rows with a reward function, or leave them out."
-        )
-
-
-def is_judged(batch: DataProto) -> bool:
-    """Whether the reward model scores these validation rows: ``reward_model.style`` of the first is ``model``."""
-    return bool(_styles(batch)[0])
-
-
-def by_style(batch: DataProto) -> list[DataProto]:
-    """The rows that a function scores, and those that the reward model does, in parts that are not empty."""
-    judged = _styles(batch)
-    return [batch.select_idxs(np.flatnonzero(judged == kind)) for kind in (False, True) if (judged == kind).any()]
-
-
-def _styles(batch: DataProto) -> np.ndarray:
-    rows = batch.non_tensor_batch.get("reward_model", [None] * len(batch))
-    return np.array([isinstance(row, dict) and row.get("style") == "model" for row in rows], dtype=bool)
-
-
-def judge_metrics(batch: DataProto) -> dict[str, float]:
-    """What the reward model said of a batch, as ``reward_model/*``; drops the columns it leaves for this."""
-    scores = batch.ragged("rm_scores").tight().sum(-1)
-    metrics = {
-        "reward_model/score/mean": scores.mean().item(),
-        "reward_model/score/std": scores.std(correction=0).item(),
-        "reward_model/score/max": scores.max().item(),
-        "reward_model/score/min": scores.min().item(),
-    }
-    if "rm_tokens" in batch.keys():
-        told = batch.pop(batch_keys=["rm_tokens", "rm_tokens_cut"])
-        metrics["reward_model/tokens/mean"] = told.column("rm_tokens").float().mean().item()
-        metrics["reward_model/cut_share"] = (told.column("rm_tokens_cut") > 0).float().mean().item()
-    return metrics
+            if section.on_error == "stop":
+                raise unknown(source)
+            logger.warning("%s", unknown(source))

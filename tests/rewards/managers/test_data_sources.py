@@ -10,9 +10,10 @@ from tests.config.helpers import typed
 from tests.rewards.managers.batches import TOKENIZER
 from verl.data.table import RowTable
 from verl.protocol import DataProto
+from verl.rewards.managers.scoring import check_data_sources, load_reward_manager
 from verl.rewards.scorers import UnknownDataSource
+from verl.trainer.buffer.rollout_buffer import agent_name_problem, check_agent_names
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
-from verl.trainer.ppo.reward import agent_name_problem, check_agent_names, check_data_sources, load_reward_manager
 
 JUDGE = {"reward_model.judge.url": "http://127.0.0.1:9/v1", "reward_model.judge.model": "m"}
 

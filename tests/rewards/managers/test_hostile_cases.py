@@ -15,7 +15,7 @@ from verl.sandbox.limits import Limits
 from verl.sandbox.pool import Pool, SlowStart, Source
 from verl.sandbox.supervisor import descendants
 
-FILE = str(Path(__file__).parent / "files" / "misdeeds.py")
+FILE = str(Path(__file__).parent / "files" / "hostile_cases.py")
 LIMITS = Limits(cpu_s=30, memory_mb=400, output_mb=1, processes=8)
 TIMEOUT_S = 2.0
 
@@ -112,7 +112,7 @@ def test_the_message_says_where_a_hanging_function_is_and_what_to_raise(pool):
         manager(pool, on_error="stop")(batch_of(["right", "sleep"]))
     text = str(error.value)
     assert "sample 1 of the batch" in text and "under way for 2 s [timeout]" in text
-    assert "misdeeds.py" in text and "in compute_score" in text and "reward_model.sandbox.timeout_s" in text
+    assert "hostile_cases.py" in text and "in compute_score" in text and "reward_model.sandbox.timeout_s" in text
 
 
 def test_what_was_left_behind_ends_with_the_pool():

@@ -10,10 +10,10 @@ import torch
 from tests.rewards.managers.batches import batch_of
 from tests.support.runs import make_task, overrides, run_job
 from verl.rewards.managers import RewardError
+from verl.rewards.managers.scoring import error_counts, without_failed
 from verl.trainer.ppo import ray_trainer
 from verl.trainer.ppo.experience import compute_advantage, put_response_column
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
-from verl.trainer.ppo.reward import error_counts, without_failed
 
 SOMETIMES = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):

@@ -1,0 +1,106 @@
+"""The reward model as the driver sees it: whether it can judge this run, which rows it judges, and what it said."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from verl.models.loader import ModelSpec, load_config
+from verl.models.scalar_head import reward_class, stored_shapes, stores_head
+from verl.protocol import DataProto
+from verl.utils.tokenizer import hf_tokenizer
+
+
+def check_reward_model(config: Any, tokenizer: Any) -> None:
+    """Find out before any worker starts whether ``reward_model.model`` is one, and can read this policy's responses.
+
+    Args:
+        tokenizer: the policy's.
+
+    Raises:
+        ValueError: names the option to change.
+    """
+    model, rollout = config.reward_model.model, config.actor_rollout_ref.rollout
+    key = f"reward_model.model.path={model.path}"
+    spec = ModelSpec(model.path, "reward", trust_remote_code=model.trust_remote_code, external_lib=model.external_lib)
+    try:
+        facts = load_config(spec)
+        reward_class(model.path, facts)
+    except ValueError as error:
+        raise ValueError(f"reward_model.{error}") from None
+    if stores_head(spec.folder) is False:
+        raise ValueError(
+            f"{key} holds no weights of a head with one output among its {len(stored_shapes(spec.folder))} tensors: "
+            "its scores would be random. Name a checkpoint of a trained reward model."
+        )
+    if model.input_tokenizer:
+        judge = hf_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
+        if not judge.chat_template:
+            raise ValueError(
+                f"{key} has no chat template to write conversations in (reward_model.model.input_tokenizer="
+                f"{model.input_tokenizer}). Put one into its folder as chat_template.jinja, or set "
+                "input_tokenizer=null if it reads the policy's tokens."
+            )
+        return
+    text = facts.get_text_config()
+    if text.vocab_size < len(tokenizer):
+        raise ValueError(
+            f"{key} knows {text.vocab_size} tokens and the policy {len(tokenizer)}: with "
+            "reward_model.model.input_tokenizer=null it reads the policy's token ids. Set input_tokenizer to the "
+            "policy's tokenizer, so that texts are written in the reward model's own tokens."
+        )
+    longest = rollout.prompt_length + rollout.response_length
+    positions = getattr(text, "max_position_embeddings", None) or longest
+    if positions < longest:
+        raise ValueError(
+            f"{key} has positions for {positions} tokens, and prompt and response have up to {longest}. Shorten "
+            "data.max_prompt_length or data.max_response_length."
+        )
+
+
+def check_texts(batch: DataProto) -> None:
+    """Refuse rows with images, which the reward model would not see.
+
+    Raises:
+        ValueError: names a row.
+    """
+    rows = batch.non_tensor_batch.get("multi_modal_data", ())
+    with_images = [i for i, row in enumerate(rows) if row]
+    if with_images:
+        raise ValueError(
+            f"row {with_images[0]} of the batch has images, and reward_model.enable=true: reward models read texts "
+            "only. Score these rows with a reward function, or leave them out."
+        )
+
+
+def is_judged(batch: DataProto) -> bool:
+    """Whether the reward model scores these validation rows: ``reward_model.style`` of the first is ``model``."""
+    return bool(_styles(batch)[0])
+
+
+def by_style(batch: DataProto) -> list[DataProto]:
+    """The rows that a function scores, and those that the reward model does, in parts that are not empty."""
+    judged = _styles(batch)
+    return [batch.select_idxs(np.flatnonzero(judged == kind)) for kind in (False, True) if (judged == kind).any()]
+
+
+def _styles(batch: DataProto) -> np.ndarray:
+    rows = batch.non_tensor_batch.get("reward_model", [None] * len(batch))
+    return np.array([isinstance(row, dict) and row.get("style") == "model" for row in rows], dtype=bool)
+
+
+def judge_metrics(batch: DataProto) -> dict[str, float]:
+    """What the reward model said of a batch, as ``reward_model/*``; drops the columns it leaves for this."""
+    scores = batch.ragged("rm_scores").tight().sum(-1)
+    metrics = {
+        "reward_model/score/mean": scores.mean().item(),
+        "reward_model/score/std": scores.std(correction=0).item(),
+        "reward_model/score/max": scores.max().item(),
+        "reward_model/score/min": scores.min().item(),
+    }
+    if "rm_tokens" in batch.keys():
+        told = batch.pop(batch_keys=["rm_tokens", "rm_tokens_cut"])
+        metrics["reward_model/tokens/mean"] = told.column("rm_tokens").float().mean().item()
+        metrics["reward_model/cut_share"] = (told.column("rm_tokens_cut") > 0).float().mean().item()
+    return metrics
