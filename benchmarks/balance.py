@@ -20,7 +20,7 @@ import numpy as np
 
 from benchmarks.measure import block_cost, report
 from verl.batch.balancing import balanced_parts
-from verl.batch.partition import Pass, RowCost, Rows, SharePlan
+from verl.batch.partition import CallPlan, PartitionPlan, RowCost, RowLengths
 
 COST = RowCost(32768)
 LONGEST = 32768
@@ -39,18 +39,18 @@ def max_over_mean(costs: np.ndarray, parts: list) -> float:
 def measure(rows: int, ranks: int, sigma: float, draws: int = 5) -> dict[str, float]:
     """Means over several draws of lengths."""
     found: dict[str, list[float]] = {}
-    plan = SharePlan({"update": Pass(by_tokens=True)}, COST)
+    plan = PartitionPlan({"update": CallPlan(by_tokens=True)}, COST)
     for seed in range(draws):
         lengths = lengths_of(rows, sigma, seed)
         costs = COST.of(lengths)
-        shares = plan.shares("update", Rows(lengths), ranks)
+        partition = plan.partition("update", RowLengths(lengths), ranks)
         numbers = {
             "in_order": max_over_mean(costs, np.array_split(np.arange(rows), ranks)),
             "equal_rows_by_tokens": max_over_mean(costs, balanced_parts(lengths, ranks, equal_size=True)),
             "equal_rows_by_cost": max_over_mean(costs, balanced_parts(costs, ranks, equal_size=True)),
-            "by_cost": max_over_mean(costs, shares.rows),
+            "by_cost": max_over_mean(costs, partition.rows),
             "least_possible": max(1.0, int(costs.max()) / (costs.sum() / ranks)),
-            "cpu_ms": block_cost(partial(plan.shares, "update", Rows(lengths), ranks), repeat=3, warm_up=0),
+            "cpu_ms": block_cost(partial(plan.partition, "update", RowLengths(lengths), ranks), repeat=3, warm_up=0),
         }
         for name, value in numbers.items():
             found.setdefault(name, []).append(value)

@@ -7,30 +7,30 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verl.batch.balancing import balanced_parts
-from verl.batch.partition import MiniBatches, Pass, RowCost, Rows, SharePlan
+from verl.batch.partition import CallPlan, MiniBatches, PartitionPlan, RowCost, RowLengths
 
 LENGTHS = st.lists(st.integers(1, 4096), min_size=1, max_size=60)
 COST = RowCost(1000)
 
 
 def plan_of(by_tokens=True, mini=None, cost=COST, together=False):
-    return SharePlan({"work": Pass(by_tokens, mini)}, cost, together)
+    return PartitionPlan({"work": CallPlan(by_tokens, mini)}, cost, together)
 
 
 def rows_of(lengths, groups=None, prompts=None):
-    return Rows(np.array(lengths), None if prompts is None else np.array(prompts), groups)
+    return RowLengths(np.array(lengths), None if prompts is None else np.array(prompts), groups)
 
 
 def long_tailed(rows, seed=0):
     return np.random.default_rng(seed).lognormal(6, 1.0, rows).astype(np.int64).clip(1, 16384)
 
 
-def global_steps(shares):
+def global_steps(partition):
     """Row numbers of each step, joined over the ranks; fillers left out."""
     found = []
-    for number in range(len(shares.steps[0])):
+    for number in range(len(partition.steps[0])):
         step = []
-        for rows, has_filler, steps in zip(shares.rows, shares.has_filler, shares.steps, strict=True):
+        for rows, has_filler, steps in zip(partition.rows, partition.has_filler, partition.steps, strict=True):
             own = len(rows) - has_filler
             step += [int(rows[place]) for place in steps[number] if place < own]
         found.append(sorted(step))
@@ -41,10 +41,10 @@ def global_steps(shares):
 @given(LENGTHS, st.integers(1, 9), st.integers(1, 30), st.booleans(), st.booleans(), st.sampled_from([None, COST]))
 def test_which_rows_make_a_step_does_not_depend_on_the_ranks(lengths, ranks, mini_rows, shuffle, by_tokens, cost):
     mini = MiniBatches(mini_rows, epochs=2, shuffle=shuffle, seed=7)
-    shares = plan_of(by_tokens, mini, cost).shares("work", rows_of(lengths), ranks)
+    partition = plan_of(by_tokens, mini, cost).partition("work", rows_of(lengths), ranks)
     wanted = [sorted(step.tolist()) for step in mini.steps(len(lengths))]
-    assert global_steps(shares) == wanted
-    for steps in shares.steps:  # every rank takes part in every step
+    assert global_steps(partition) == wanted
+    for steps in partition.steps:  # every rank takes part in every step
         assert len(steps) == len(wanted) and all(len(places) for places in steps)
 
 
@@ -53,9 +53,9 @@ def test_which_rows_make_a_step_does_not_depend_on_the_ranks(lengths, ranks, min
 def test_the_rows_of_all_ranks_lead_back_to_the_batch(lengths, ranks, by_tokens, together):
     groups = np.arange(len(lengths)) // 3 if together else None
     rows = rows_of(lengths, groups, np.ones(len(lengths), dtype=int))
-    shares = plan_of(by_tokens, together=together).shares("work", rows, ranks)
-    assert np.concatenate(shares.rows)[shares.places()].tolist() == list(range(len(lengths)))
-    assert all(len(share) for share in shares.rows)
+    partition = plan_of(by_tokens, together=together).partition("work", rows, ranks)
+    assert np.concatenate(partition.rows)[partition.output_positions()].tolist() == list(range(len(lengths)))
+    assert all(len(share) for share in partition.rows)
 
 
 def test_shuffled_mini_batches_are_drawn_from_the_whole_batch_anew_each_epoch():
@@ -71,13 +71,13 @@ def test_unequal_numbers_of_rows_balance_where_equal_ones_cannot():
     unequal, equal = (plan_of(by_tokens).loads("work", rows_of(lengths), 4, COST)[1][0] for by_tokens in (True, False))
     assert unequal.max() == COST.of(lengths).max()  # the longest row alone
     assert equal.max() > unequal.max()
-    counts = [len(rows) for rows in plan_of(True).shares("work", rows_of(lengths), 4).rows]
+    counts = [len(rows) for rows in plan_of(True).partition("work", rows_of(lengths), 4).rows]
     assert min(counts) == 1 and max(counts) == 21
 
 
 def test_forwards_of_a_fixed_size_get_equal_numbers_of_rows():
-    shares = plan_of(by_tokens=False).shares("work", rows_of(long_tailed(22)), 4)
-    assert sorted(len(rows) for rows in shares.rows) == [5, 5, 6, 6]
+    partition = plan_of(by_tokens=False).partition("work", rows_of(long_tailed(22)), 4)
+    assert sorted(len(rows) for rows in partition.rows) == [5, 5, 6, 6]
 
 
 @pytest.mark.parametrize("by_tokens", [True, False])
@@ -92,20 +92,20 @@ def test_the_slowest_rank_is_near_the_mean(by_tokens):
 def test_siblings_stay_on_one_rank_where_that_is_fastest():
     groups = np.repeat(np.arange(32), 4)
     rows = rows_of(np.full(128, 600), groups, np.full(128, 500))
-    shares = plan_of(together=True).shares("work", rows, 8)
-    assert all(len(set(groups[share])) == 4 and len(share) == 16 for share in shares.rows)
+    partition = plan_of(together=True).partition("work", rows, 8)
+    assert all(len(set(groups[share])) == 4 and len(share) == 16 for share in partition.rows)
     few = rows_of(np.full(16, 600), np.repeat(np.arange(2), 8), np.full(16, 100))  # two prompts, four ranks
-    shares = plan_of(together=True).shares("work", few, 4)
-    assert sorted(len(share) for share in shares.rows) == [4, 4, 4, 4]
-    assert all(len(set(few.groups[share])) == 1 for share in shares.rows)
+    partition = plan_of(together=True).partition("work", few, 4)
+    assert sorted(len(share) for share in partition.rows) == [4, 4, 4, 4]
+    assert all(len(set(few.groups[share])) == 1 for share in partition.rows)
 
 
 def test_few_epochs_need_no_row_twice_and_more_may():
     rows = rows_of(long_tailed(32))
-    once = plan_of(mini=MiniBatches(8, epochs=3)).shares("work", rows, 4)
-    assert once.places() is not None  # the same mini-batches again
-    again = plan_of(mini=MiniBatches(8, epochs=2, shuffle=True)).shares("work", rows, 4)
-    assert again.places() is None and len(again.steps[0]) == 8
+    once = plan_of(mini=MiniBatches(8, epochs=3)).partition("work", rows, 4)
+    assert once.output_positions() is not None  # the same mini-batches again
+    again = plan_of(mini=MiniBatches(8, epochs=2, shuffle=True)).partition("work", rows, 4)
+    assert again.output_positions() is None and len(again.steps[0]) == 8
 
 
 def test_a_row_costs_its_tokens_and_their_square():

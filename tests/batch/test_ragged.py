@@ -106,13 +106,13 @@ def test_rows_are_the_real_cells_row_by_row(layout):
 
 def test_tight_drops_the_padding_no_row_needs():
     ragged = Ragged(torch.tensor([5, 6, 7]), Layout(torch.tensor([3, 90]), torch.tensor([1, 2]), 100), fill=-1)
-    assert ragged.tight().tolist() == [[5, -1], [6, 7]]
+    assert ragged.trim_padding().tolist() == [[5, -1], [6, 7]]
 
 
 def test_gradients_flow_through_the_padded_and_the_tight_form():
     values = torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
     ragged = Ragged(values, Layout(torch.tensor([1, 0]), torch.tensor([1, 2]), 4))
-    (ragged.padded().sum() + 2 * (ragged.tight() * torch.tensor([[1.0, 9.0], [2.0, 3.0]])).sum()).backward()
+    (ragged.padded().sum() + 2 * (ragged.trim_padding() * torch.tensor([[1.0, 9.0], [2.0, 3.0]])).sum()).backward()
     assert values.grad.tolist() == [3, 5, 7]
 
 
@@ -122,7 +122,7 @@ def test_positions_are_zero_on_the_left_and_count_on_to_the_right():
     packed = Ragged.from_padded(positions, Layout.from_mask(mask), "position")
     assert packed.values.tolist() == [0, 1, 0, 1, 2, 0]
     assert torch.equal(packed.padded(), positions)
-    assert packed.tight().tolist() == [[0, 1, 2], [0, 1, 2], [0, 0, 0], [0, 1, 2]]
+    assert packed.trim_padding().tolist() == [[0, 1, 2], [0, 1, 2], [0, 0, 0], [0, 1, 2]]
 
 
 @pytest.mark.parametrize(("side", "expected"), [("left", [[0, 1, 2], [0, 0, 3]]), ("right", [[1, 2, 0], [3, 0, 0]])])
@@ -135,7 +135,7 @@ def test_rows_are_packed_with_the_padding_on_the_named_side(side, expected):
 def test_no_rows_and_empty_rows_can_be_packed():
     assert Ragged.from_rows([], 3).padded().shape == (0, 3)
     assert Ragged.from_rows([[], []], 3).padded().tolist() == [[0, 0, 0], [0, 0, 0]]
-    assert Ragged.from_rows([[]], 0).tight().shape == (1, 0)
+    assert Ragged.from_rows([[]], 0).trim_padding().shape == (1, 0)
 
 
 def test_a_row_longer_than_the_window_is_named():

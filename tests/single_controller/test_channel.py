@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from verl.protocol import DataProto
-from verl.single_controller.channel import Arena, Channel, Peer
+from verl.single_controller.channel import Channel, MessageEndpoint, SharedMemoryPool
 
 
 @pytest.fixture
@@ -63,39 +63,39 @@ def test_memory_is_not_used_again_while_the_receiver_looks_into_it(ends):
     assert np.array_equal(first, BIG) and np.array_equal(second, BIG + 1)
 
 
-def segments_of(arena: Arena) -> int:
-    return len(arena._segments)
+def segments_of(memory_pool: SharedMemoryPool) -> int:
+    return len(memory_pool._segments)
 
 
 def test_memory_is_used_again_once_the_receiver_let_go():
-    arena = Arena()
-    ours, theirs = (Channel(end, arena if i == 0 else None) for i, end in enumerate(socket.socketpair()))
+    memory_pool = SharedMemoryPool()
+    ours, theirs = (Channel(end, memory_pool if i == 0 else None) for i, end in enumerate(socket.socketpair()))
     for _ in range(5):
         through((ours, theirs), BIG)
         gc.collect()
         theirs.send("answer", "ok")  # takes the news along
         ours.receive()
-    assert segments_of(arena) == 1
+    assert segments_of(memory_pool) == 1
     held = [through((ours, theirs), BIG) for _ in range(3)]
-    assert segments_of(arena) == 3 and len(held) == 3
+    assert segments_of(memory_pool) == 3 and len(held) == 3
     held.clear()
     theirs.send("answer", "ok")
     ours.receive()
     through((ours, theirs), np.zeros(10_000_000))  # too large for the free ones: these go
-    assert segments_of(arena) == 1
+    assert segments_of(memory_pool) == 1
     ours.close()
     theirs.close()
 
 
 def test_one_parcel_can_go_to_several_receivers():
-    arena, pairs = Arena(), [socket.socketpair() for _ in range(2)]
-    parcel = arena.pack(BIG)
-    ours = [Channel(pair[0], arena) for pair in pairs]
+    memory_pool, pairs = SharedMemoryPool(), [socket.socketpair() for _ in range(2)]
+    packed = memory_pool.pack(BIG)
+    ours = [Channel(pair[0], memory_pool) for pair in pairs]
     theirs = [Channel(pair[1]) for pair in pairs]
     for sender in ours:
-        sender.send("head", parcel)
+        sender.send("head", packed)
     assert all(np.array_equal(receiver.receive()[1](), BIG) for receiver in theirs)
-    assert segments_of(arena) == 1
+    assert segments_of(memory_pool) == 1
     for channel in ours + theirs:
         channel.close()
 
@@ -119,10 +119,10 @@ def test_segments_have_no_name_in_the_file_system(ends):
     assert after == before and len(received)
 
 
-def test_a_peer_opens_a_segment_of_another_process_by_its_number():
-    arena = Arena()
-    envelope = Peer(arena).seal(arena.pack(BIG))
-    reader = Peer()
-    received = reader.open(envelope)()
-    assert envelope.number is not None and np.array_equal(received, BIG)
+def test_an_endpoint_opens_a_segment_of_another_process_by_its_number():
+    memory_pool = SharedMemoryPool()
+    wire_message = MessageEndpoint(memory_pool).address(memory_pool.pack(BIG))
+    reader = MessageEndpoint()
+    received = reader.open(wire_message)()
+    assert wire_message.number is not None and np.array_equal(received, BIG)
     reader.close()

@@ -1,7 +1,7 @@
 """Which rows of a batch each data-parallel rank works on, and which of them make each of its optimizer steps.
 
-The driver says it once, in a `SharePlan` that the batch carries in ``meta_info``; a call is cut by it when it is sent.
-Works on lengths and prompt ids; knows no columns, no ranks, no models.
+The driver makes one `PartitionPlan` a step, which the batch carries in ``meta_info``; a call is split by it when it is
+sent. Works on lengths and prompt ids; knows no columns, no ranks, no models.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ import torch
 from verl.batch.balancing import balanced_parts
 from verl.utils.seeding import derive_seed
 
-SHARE_PLAN = "share_plan"
-"""Fact of a batch: its `SharePlan`."""
+PARTITION_PLAN = "partition_plan"
+"""Key of ``meta_info``: the `PartitionPlan` of a batch."""
 
 STEP_ROWS = "step_rows"
-"""Fact of a rank's share: for each optimizer step its rows in the share."""
+"""Key of ``meta_info`` of a rank's part of the batch: for each optimizer step the row numbers in that part."""
 
 
 class RowCost(NamedTuple):
-    """What a row of l tokens costs, as an integer: ``l * (break_even + l)``.
+    """Cost of a row of l tokens, as an integer: ``l * (break_even + l)``.
 
     The first part is the work of the weight matrices, the second that of attention.
     """
@@ -37,20 +37,20 @@ class RowCost(NamedTuple):
 
 
 class MiniBatches(NamedTuple):
-    """How a batch is cut into optimizer steps. Says nothing of ranks: a step's rows are the same for any number."""
+    """Division of a batch into optimizer steps, whatever the number of ranks: a step's rows are the same for any number."""
 
     rows: int
     """Rows of one step, over all ranks; the last of an epoch has what is left."""
     epochs: int = 1
     shuffle: bool = False
-    """Draw the rows of the steps from the whole batch at random, anew each epoch; else they follow one another."""
+    """Shuffle the rows of the whole batch in each epoch; else the steps take them in their order."""
     seed: int = 0
 
     def epoch_orders(self, count: int) -> Iterator[np.ndarray]:
         for epoch in range(self.epochs):
             if self.shuffle:
-                draw = torch.Generator().manual_seed(derive_seed(self.seed, epoch))
-                yield torch.randperm(count, generator=draw).numpy()
+                generator = torch.Generator().manual_seed(derive_seed(self.seed, epoch))
+                yield torch.randperm(count, generator=generator).numpy()
             else:
                 yield np.arange(count)
 
@@ -63,30 +63,30 @@ class MiniBatches(NamedTuple):
         ]
 
 
-class Rows(NamedTuple):
-    """What of a batch decides who works on which row."""
+class RowLengths(NamedTuple):
+    """Lengths and groups of the rows of a batch: all that its partition depends on."""
 
     lengths: np.ndarray
-    """(B,) real tokens."""
+    """(B,) valid tokens."""
     prompt_lengths: np.ndarray | None = None
-    """(B,), where siblings stay together."""
+    """(B,), where responses to one prompt stay on one rank."""
     groups: np.ndarray | None = None
     """(B,) int: equal numbers are responses to one prompt."""
 
 
-def batch_rows(data: Any, with_groups: bool = False) -> Rows:
-    """What a DataProto says about its rows: ``input_ids`` and, ``with_groups``, ``responses`` and ``uid``."""
+def row_lengths(data: Any, with_groups: bool = False) -> RowLengths:
+    """Read the lengths of a DataProto's rows from ``input_ids`` and, ``with_groups``, ``responses`` and ``uid``."""
     lengths = data.ragged("input_ids").layout.lengths.numpy()
     uids = data.non_tensor_batch.get("uid")
     if not with_groups or uids is None:
-        return Rows(lengths)
+        return RowLengths(lengths)
     numbers: dict[Any, int] = {}
     groups = np.fromiter((numbers.setdefault(uid, len(numbers)) for uid in uids), np.int64, len(uids))
-    return Rows(lengths, lengths - data.ragged("responses").layout.lengths.numpy(), groups)
+    return RowLengths(lengths, lengths - data.ragged("responses").layout.lengths.numpy(), groups)
 
 
-class Shares(NamedTuple):
-    """A batch divided among ranks."""
+class Partition(NamedTuple):
+    """Rows of a batch by data-parallel rank."""
 
     count: int
     """Rows of the batch."""
@@ -95,68 +95,68 @@ class Shares(NamedTuple):
     has_filler: list[bool]
     """Whether the last of a rank's rows is there only because it has none of its own, in some step at least."""
     steps: list[list[np.ndarray]] | None
-    """Of each rank, for each optimizer step the places of its rows in its share; None where nothing is stepped."""
+    """Of each rank, for each optimizer step the row numbers within the rank's part; None for calls without steps."""
 
-    def places(self) -> np.ndarray | None:
-        """For each row of the batch its place among the rows of all ranks, one rank after the other.
+    def output_positions(self) -> np.ndarray | None:
+        """Return for each row of the batch its position among the joined outputs of all ranks.
 
         None if some row is worked on twice, as in two epochs of different mini-batches.
         """
-        places, first, found = np.empty(self.count, dtype=np.int64), 0, 0
+        positions, first, found = np.empty(self.count, dtype=np.int64), 0, 0
         for rows, has_filler in zip(self.rows, self.has_filler, strict=True):
             own = len(rows) - has_filler
-            places[rows[:own]] = first + np.arange(own)
+            positions[rows[:own]] = first + np.arange(own)
             first, found = first + len(rows), found + own
-        return places if found == self.count else None
+        return positions if found == self.count else None
 
 
-class Pass(NamedTuple):
-    """One kind of call on the batch."""
+class CallPlan(NamedTuple):
+    """Requirements of one worker method on the partition of its batch."""
 
     by_tokens: bool
-    """Whether its forwards are cut by a token budget. If they hold a fixed number of rows, ranks get equal numbers of
+    """Whether its forward passes are split by a token budget. If they hold a fixed number of rows, ranks get equal numbers of
     rows (but for one): all ranks run as many forwards as the one that has most."""
     mini_batches: MiniBatches | None = None
-    """Of an update, its optimizer steps."""
+    """Optimizer steps of an update; None for other calls."""
 
 
-class SharePlan(NamedTuple):
-    """How each call on a batch divides its rows among ranks."""
+class PartitionPlan(NamedTuple):
+    """Division of a batch's rows among data-parallel ranks, for each worker method that is called on it."""
 
-    passes: Mapping[str, Pass]
-    """Verb -> what is known of it. Other verbs get equal parts of the rows in their order."""
+    calls: Mapping[str, CallPlan]
+    """Method -> its `CallPlan`. Other methods get equal parts of the rows in their order."""
     cost: RowCost | None = None
-    """What a row costs; None: rows are not balanced but dealt in their order."""
-    siblings_together: bool = False
-    """Keep responses to one prompt on one rank: what they share is then computed once."""
+    """Cost of a row; None: rows are not balanced, each rank gets consecutive ones."""
+    groups_together: bool = False
+    """Keep responses to one prompt on one rank: their common prompt is then computed once."""
 
-    def shares(self, verb: str, rows: Rows, ranks: int) -> Shares:
-        """Divide ``rows`` among ``ranks`` for a call of ``verb``."""
-        work, count = self.passes[verb], len(rows.lengths)
-        if work.mini_batches is None:
-            divided = [self.divide(np.arange(count), rows, ranks, work.by_tokens)]
+    def partition(self, method: str, rows: RowLengths, ranks: int) -> Partition:
+        """Divide ``rows`` among ``ranks`` for a call of ``method``."""
+        call, count = self.calls[method], len(rows.lengths)
+        if call.mini_batches is None:
+            divided = [self.divide(np.arange(count), rows, ranks, call.by_tokens)]
         else:
-            divided = self._divided_steps(work.mini_batches, rows, ranks, work.by_tokens)
+            divided = self._divided_steps(call.mini_batches, rows, ranks, call.by_tokens)
         filler = int(np.argmin(rows.lengths))
-        mine = [_share_of([step[rank] for step in divided], filler) for rank in range(ranks)]
-        steps = None if work.mini_batches is None else [places for _, _, places in mine]
-        return Shares(count, [numbers for numbers, _, _ in mine], [lacks for _, lacks, _ in mine], steps)
+        parts = [_rank_part([step[rank] for step in divided], filler) for rank in range(ranks)]
+        steps = None if call.mini_batches is None else [rows_of_steps for _, _, rows_of_steps in parts]
+        return Partition(count, [numbers for numbers, _, _ in parts], [has_filler for _, has_filler, _ in parts], steps)
 
-    def _divided_steps(self, mini: MiniBatches, rows: Rows, ranks: int, by_tokens: bool) -> list[list[np.ndarray]]:
+    def _divided_steps(self, mini: MiniBatches, rows: RowLengths, ranks: int, by_tokens: bool) -> list[list[np.ndarray]]:
         repeats = 1 if mini.shuffle else mini.epochs  # every epoch the same
         once = mini if mini.shuffle else mini._replace(epochs=1)
         return [self.divide(step, rows, ranks, by_tokens) for step in once.steps(len(rows.lengths))] * repeats
 
-    def divide(self, step: np.ndarray, rows: Rows, ranks: int, by_tokens: bool) -> list[np.ndarray]:
+    def divide(self, step: np.ndarray, rows: RowLengths, ranks: int, by_tokens: bool) -> list[np.ndarray]:
         """The rows of each rank among the row numbers ``step``; empty where there are fewer rows than ranks."""
         if self.cost is None or ranks == 1:
             return np.array_split(step, ranks)
-        if self.siblings_together and rows.groups is not None:
+        if self.groups_together and rows.groups is not None:
             return self._divide_groups(step, rows, ranks, by_tokens)
         parts = balanced_parts(self.cost.of(rows.lengths[step]), ranks, equal_size=not by_tokens)
         return [step[sorted(part)] for part in parts]
 
-    def _divide_groups(self, step: np.ndarray, rows: Rows, ranks: int, by_tokens: bool) -> list[np.ndarray]:
+    def _divide_groups(self, step: np.ndarray, rows: RowLengths, ranks: int, by_tokens: bool) -> list[np.ndarray]:
         """Whole groups, or groups in so many pieces as make the rank with most work fastest."""
         ordered = step[np.argsort(rows.groups[step], kind="stable")]
         largest = int(np.bincount(rows.groups[step]).max())
@@ -173,8 +173,8 @@ class SharePlan(NamedTuple):
                 return best
             pieces *= 2
 
-    def _units(self, ordered: np.ndarray, rows: Rows, pieces: int) -> tuple[np.ndarray, np.ndarray]:
-        """Where each unit begins among rows ordered by group, with groups in ``pieces``; and its cost.
+    def _units(self, ordered: np.ndarray, rows: RowLengths, pieces: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return where each unit begins among rows ordered by group, with groups in ``pieces``; and its cost.
 
         A unit computes its prompt once.
         """
@@ -187,18 +187,18 @@ class SharePlan(NamedTuple):
         shared = (np.diff(starts, append=len(ordered)) - 1) * self.cost.of(rows.prompt_lengths[ordered[starts]])
         return starts, np.add.reduceat(self.cost.of(rows.lengths[ordered]), starts) - shared
 
-    def loads(self, verb: str, rows: Rows, ranks: int, cost: RowCost) -> tuple[list[list[int]], np.ndarray]:
-        """Rows of each rank in one epoch of ``verb``, and the ``cost`` of each rank in each step, (steps, ranks)."""
-        work, costs = self.passes[verb], cost.of(rows.lengths)
-        mini = work.mini_batches or MiniBatches(len(rows.lengths))
-        divided = self._divided_steps(mini._replace(epochs=1), rows, ranks, work.by_tokens)
+    def loads(self, method: str, rows: RowLengths, ranks: int, cost: RowCost) -> tuple[list[list[int]], np.ndarray]:
+        """Rows of each rank in one epoch of ``method``, and the ``cost`` of each rank in each step, (steps, ranks)."""
+        call, costs = self.calls[method], cost.of(rows.lengths)
+        mini = call.mini_batches or MiniBatches(len(rows.lengths))
+        divided = self._divided_steps(mini._replace(epochs=1), rows, ranks, call.by_tokens)
         parts = [np.concatenate([step[rank] for step in divided]).tolist() for rank in range(ranks)]
         return parts, np.array([[int(costs[part].sum()) for part in step] for step in divided])
 
 
-def _share_of(steps: list[np.ndarray], filler: int) -> tuple[np.ndarray, bool, list[np.ndarray]]:
-    """A rank's rows of each step -> all its rows, whether a filler stands behind them, each step's places in them."""
+def _rank_part(steps: list[np.ndarray], filler: int) -> tuple[np.ndarray, bool, list[np.ndarray]]:
+    """Join a rank's rows of each step: all its rows, whether a filler row follows, each step's row numbers in them."""
     rows = np.unique(np.concatenate(steps))
-    lacks = any(not len(step) for step in steps)
-    places = [np.searchsorted(rows, step) if len(step) else np.array([len(rows)]) for step in steps]
-    return np.append(rows, filler) if lacks else rows, lacks, places
+    has_filler = any(not len(step) for step in steps)
+    in_part = [np.searchsorted(rows, step) if len(step) else np.array([len(rows)]) for step in steps]
+    return np.append(rows, filler) if has_filler else rows, has_filler, in_part

@@ -101,7 +101,7 @@ class Layout:
         return int(self.offsets[-1])
 
     @cached_property
-    def cells(self) -> Tensor:
+    def valid_positions(self) -> Tensor:
         """(T,) int64: number of each real cell in the flattened (B * width) window."""
         outside = (self.starts < 0) | (self.lengths < 0) | (self.starts + self.lengths > self.width)
         if outside.any():  # an index too large would land in the next row, unseen
@@ -111,7 +111,7 @@ class Layout:
         return self._spread(torch.arange(len(self), device=self.starts.device) * self.width + self.starts)
 
     @cached_property
-    def tight(self) -> Layout:
+    def trimmed(self) -> Layout:
         """The same lengths in the narrowest window that holds them, padding on the right only."""
         longest = int(self.lengths.max()) if len(self) else 0
         return Layout(torch.zeros_like(self.starts), self.lengths, longest)
@@ -187,7 +187,7 @@ class Ragged:
             raise ValueError(
                 f"Ragged.from_padded: shape {tuple(tensor.shape)} does not begin with {want} of the layout."
             )
-        return Ragged(tensor.flatten(0, 1).index_select(0, layout.cells.to(tensor.device)), layout, fill)
+        return Ragged(tensor.flatten(0, 1).index_select(0, layout.valid_positions.to(tensor.device)), layout, fill)
 
     @staticmethod
     def from_rows(
@@ -225,11 +225,11 @@ class Ragged:
             flat = self._positions_right().flatten()
         else:
             flat = self.values.new_full((rows * width, *tail), self.fill)
-        return flat.index_copy_(0, self.layout.cells.to(flat.device), self.values).view(rows, width, *tail)
+        return flat.index_copy_(0, self.layout.valid_positions.to(flat.device), self.values).view(rows, width, *tail)
 
-    def tight(self) -> Tensor:
+    def trim_padding(self) -> Tensor:
         """(B, longest row, ...): padded on the right only, in the narrowest window that holds every row."""
-        return replace(self, layout=self.layout.tight).padded()
+        return replace(self, layout=self.layout.trimmed).padded()
 
     def row(self, i: int) -> Tensor:
         first, last = self.layout.offsets[range(len(self.layout))[i] :][:2].tolist()

@@ -92,7 +92,7 @@ def _styles(batch: DataProto) -> np.ndarray:
 
 def judge_metrics(batch: DataProto) -> dict[str, float]:
     """What the reward model said of a batch, as ``reward_model/*``; drops the columns it leaves for this."""
-    scores = batch.ragged("rm_scores").tight().sum(-1)
+    scores = batch.ragged("rm_scores").trim_padding().sum(-1)
     metrics = {
         "reward_model/score/mean": scores.mean().item(),
         "reward_model/score/std": scores.std(correction=0).item(),

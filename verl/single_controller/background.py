@@ -12,7 +12,7 @@ _GRACE_S = 3.0
 """Seconds to look for the cause in the other groups when one failed: the loss of a peer is told by its own group."""
 
 
-def run_together(*calls: Callable[[], Any], is_echo: Callable[[BaseException], bool] = lambda error: False) -> list:
+def run_concurrently(*calls: Callable[[], Any], is_echo: Callable[[BaseException], bool] = lambda error: False) -> list:
     """Run blocking calls, each on a group of its own, beside one another; returns their outputs in order.
 
     If one fails the others are not waited for, since they may wait for it: stop their groups.
@@ -41,7 +41,7 @@ def run_together(*calls: Callable[[], Any], is_echo: Callable[[BaseException], b
     return outputs
 
 
-class Beside:
+class BackgroundCall:
     """A call that runs in a thread of its own; ``get()`` waits for its output, or raises what it raised."""
 
     def __init__(self, call: Callable[[], Any]):

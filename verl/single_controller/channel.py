@@ -26,7 +26,7 @@ _ALIGNMENT = 64
 _LENGTH = struct.Struct("=Q")
 
 
-class Segment:
+class SharedMemorySegment:
     """Anonymous shared memory of one sender."""
 
     def __init__(self, number: int, capacity: int):
@@ -41,24 +41,24 @@ class Segment:
         os.close(self.fd)
 
 
-class Parcel(NamedTuple):
+class PackedMessage(NamedTuple):
     """A packed object, ready for any number of receivers."""
 
     sizes: list[int]
     """Bytes of the pickle stream and of each array."""
     inline: bytearray | None
-    segment: Segment | None
+    segment: SharedMemorySegment | None
 
 
-class Arena:
+class SharedMemoryPool:
     """The segments of one sender, free or in use."""
 
     def __init__(self, dumps: Callable[..., bytes] = pickle.dumps):
         self._dumps = dumps
-        self._segments: dict[int, Segment] = {}
+        self._segments: dict[int, SharedMemorySegment] = {}
         self._next = 0
 
-    def pack(self, content: Any) -> Parcel:
+    def pack(self, content: Any) -> PackedMessage:
         """Pickle ``content`` and copy its arrays once."""
         arrays: list[pickle.PickleBuffer] = []
         stream = self._dumps(content, protocol=5, buffer_callback=arrays.append)
@@ -70,7 +70,7 @@ class Arena:
         with memoryview(inline if segment is None else segment.memory) as memory:
             for part, (first, last) in zip(parts, _spans(sizes), strict=True):
                 memory[first:last] = part
-        return Parcel(sizes, inline, segment)
+        return PackedMessage(sizes, inline, segment)
 
     def release(self, number: int) -> None:
         """One receiver has let go of a segment."""
@@ -84,7 +84,7 @@ class Arena:
     def knows(self, number: int) -> bool:
         return number in self._segments
 
-    def _take(self, size: int) -> Segment:
+    def _take(self, size: int) -> SharedMemorySegment:
         """The smallest free segment that holds ``size`` bytes; or a new one, in place of the free ones too small."""
         free = [segment for segment in self._segments.values() if not segment.holders]
         fitting = [segment for segment in free if segment.capacity >= size]
@@ -94,22 +94,22 @@ class Arena:
             self._segments.pop(segment.number).close()
         self._next += 1
         capacity = max(_SMALLEST_SEGMENT, 1 << (size - 1).bit_length())  # pages not written cost nothing
-        self._segments[self._next] = segment = Segment(self._next, capacity)
+        self._segments[self._next] = segment = SharedMemorySegment(self._next, capacity)
         return segment
 
 
-class Parcels:
-    """Packs the arguments of one call for several ranks; those that get the same objects share one parcel."""
+class ArgumentMessages:
+    """Packs the arguments of one call for several ranks; those that get the same objects share one message."""
 
-    def __init__(self, arena: Arena, call: str):
-        self._arena, self._call = arena, call
-        self._packed: dict[tuple, Parcel] = {}
+    def __init__(self, memory_pool: SharedMemoryPool, call: str):
+        self._memory_pool, self._call = memory_pool, call
+        self._packed: dict[tuple, PackedMessage] = {}
 
-    def pack(self, args: tuple, kwargs: dict) -> Parcel:
+    def pack(self, args: tuple, kwargs: dict) -> PackedMessage:
         same = (*map(id, args), *((name, id(value)) for name, value in kwargs.items()))
         if same not in self._packed:
             try:
-                self._packed[same] = self._arena.pack((args, kwargs))
+                self._packed[same] = self._memory_pool.pack((args, kwargs))
             except Exception as error:
                 raise TypeError(
                     f"{self._call}: its arguments cannot be sent to another process: {error}. Functions and classes "
@@ -118,8 +118,8 @@ class Parcels:
         return self._packed[same]
 
 
-class Envelope(NamedTuple):
-    """A parcel on its way to one receiver, small enough for any message, and the news on earlier ones."""
+class WireMessage(NamedTuple):
+    """A packed message for one receiver, small enough for any transport, with what became of earlier segments."""
 
     sizes: list[int]
     inline: bytearray | None
@@ -129,50 +129,50 @@ class Envelope(NamedTuple):
     """Descriptor of that segment in the sender."""
     pid: int
     """The sender."""
-    let_go: list[int]
-    """Segments of the receiver in which the sender holds no array any more (one entry for each parcel)."""
-    gone: list[int]
+    released: list[int]
+    """Segments of the receiver in which the sender holds no array any more (one entry for each message)."""
+    closed: list[int]
     """Segments of the sender that are no more."""
 
 
-class Peer:
+class MessageEndpoint:
     """What this process and one other have of each other's segments."""
 
-    def __init__(self, arena: Arena | None = None):
-        self.arena = arena or Arena()
+    def __init__(self, memory_pool: SharedMemoryPool | None = None):
+        self.memory_pool = memory_pool or SharedMemoryPool()
         self._sent: set[int] = set()  # segments of ours the other end knows
         self._theirs: dict[int, int] = {}  # segments of the other end -> our descriptor
-        self._let_go: deque[int] = deque()  # segments of the other end no array here looks into any more
+        self._released: deque[int] = deque()  # segments of the other end no array here looks into any more
 
-    def seal(self, parcel: Parcel) -> Envelope:
-        """Address a parcel to the other end."""
-        gone = [number for number in self._sent if not self.arena.knows(number)]
-        let_go = [self._let_go.popleft() for _ in range(len(self._let_go))]
-        self._sent.difference_update(gone)
+    def address(self, packed: PackedMessage) -> WireMessage:
+        """Make the message for the other end."""
+        closed = [number for number in self._sent if not self.memory_pool.knows(number)]
+        released = [self._released.popleft() for _ in range(len(self._released))]
+        self._sent.difference_update(closed)
         number = fd = None
-        if parcel.segment is not None:
-            parcel.segment.holders += 1
-            number, fd = parcel.segment.number, parcel.segment.fd
+        if packed.segment is not None:
+            packed.segment.holders += 1
+            number, fd = packed.segment.number, packed.segment.fd
             self._sent.add(number)
-        return Envelope(parcel.sizes, parcel.inline, number, fd, os.getpid(), let_go, gone)
+        return WireMessage(packed.sizes, packed.inline, number, fd, os.getpid(), released, closed)
 
-    def open(self, envelope: Envelope, fd: int | None = None) -> Callable[[], Any]:
+    def open(self, wire_message: WireMessage, fd: int | None = None) -> Callable[[], Any]:
         """Take in the news; returns a function that unpickles the content, to be called once.
 
         ``fd``: a descriptor of the segment that came along, now ours. Without it a segment not seen before is opened
         through /proc, which the same user may on Linux.
         """
-        for mine in envelope.let_go:
-            self.arena.release(mine)
-        for old in envelope.gone:
+        for mine in wire_message.released:
+            self.memory_pool.release(mine)
+        for old in wire_message.closed:
             os.close(self._theirs.pop(old))
-        if envelope.number is None:
-            return partial(_unpack, envelope.sizes, envelope.inline)
-        if envelope.number not in self._theirs:
-            self._theirs[envelope.number] = (
-                os.open(f"/proc/{envelope.pid}/fd/{envelope.fd}", os.O_RDONLY) if fd is None else fd
+        if wire_message.number is None:
+            return partial(_unpack, wire_message.sizes, wire_message.inline)
+        if wire_message.number not in self._theirs:
+            self._theirs[wire_message.number] = (
+                os.open(f"/proc/{wire_message.pid}/fd/{wire_message.fd}", os.O_RDONLY) if fd is None else fd
             )
-        return partial(self._map, envelope.number, envelope.sizes)
+        return partial(self._map, wire_message.number, wire_message.sizes)
 
     def close(self) -> None:
         for fd in self._theirs.values():
@@ -183,16 +183,16 @@ class Peer:
         """Unpickle over a private mapping of a segment; the last array to go away lets go of the segment."""
         flags, access = mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE
         memory = mmap.mmap(self._theirs[number], _spans(sizes)[-1][1], flags=flags, prot=access)
-        weakref.finalize(memory, self._let_go.append, number).atexit = False
+        weakref.finalize(memory, self._released.append, number).atexit = False
         return _unpack(sizes, memory)
 
 
 class Channel:
     """One end of a socket between two processes. Not for use by several threads at once."""
 
-    def __init__(self, connection: socket.socket, arena: Arena | None = None):
+    def __init__(self, connection: socket.socket, memory_pool: SharedMemoryPool | None = None):
         self._socket = connection
-        self._peer = Peer(arena)
+        self._endpoint = MessageEndpoint(memory_pool)
         self._passed: set[int] = set()  # segments whose descriptor went over the socket
 
     def fileno(self) -> int:
@@ -200,24 +200,24 @@ class Channel:
 
     def close(self) -> None:
         self._socket.close()
-        self._peer.close()
+        self._endpoint.close()
 
     def send(self, head: Any, content: Any) -> None:
-        """Send a small ``head`` and a ``content`` of any size, an object or a `Parcel`.
+        """Send a small ``head`` and a ``content`` of any size, an object or a `PackedMessage`.
 
         Raises:
             OSError: the other end is gone.
             pickle.PicklingError, TypeError, AttributeError: the content cannot be pickled; nothing was sent.
         """
-        parcel = content if isinstance(content, Parcel) else self._peer.arena.pack(content)
-        envelope = self._peer.seal(parcel)
-        message = pickle.dumps((head, tuple(envelope)), protocol=5)
-        self._passed.difference_update(envelope.gone)
-        is_new = envelope.number is not None and envelope.number not in self._passed
-        socket.send_fds(self._socket, [_LENGTH.pack(len(message))], [envelope.fd] if is_new else [])
+        packed = content if isinstance(content, PackedMessage) else self._endpoint.memory_pool.pack(content)
+        wire_message = self._endpoint.address(packed)
+        message = pickle.dumps((head, tuple(wire_message)), protocol=5)
+        self._passed.difference_update(wire_message.closed)
+        is_new = wire_message.number is not None and wire_message.number not in self._passed
+        socket.send_fds(self._socket, [_LENGTH.pack(len(message))], [wire_message.fd] if is_new else [])
         self._socket.sendall(message)
         if is_new:
-            self._passed.add(envelope.number)
+            self._passed.add(wire_message.number)
 
     def receive(self) -> tuple[Any, Callable[[], Any]]:
         """Wait for a message and return its head, and a function that unpickles its content, to be called once.
@@ -232,8 +232,8 @@ class Channel:
             message = b""
         if not message:
             raise EOFError("the other end of the channel is gone")
-        head, envelope = pickle.loads(message)
-        return head, self._peer.open(Envelope(*envelope), fds[0] if fds else None)
+        head, wire_message = pickle.loads(message)
+        return head, self._endpoint.open(WireMessage(*wire_message), fds[0] if fds else None)
 
     def _read(self, size: int) -> bytes:
         message = bytearray()

@@ -28,9 +28,9 @@ from verl.single_controller.base.worker_group import (
     WorkerGroup,
     create_colocated_worker_cls,
 )
-from verl.single_controller.channel import Arena, Channel, Parcels
+from verl.single_controller.channel import ArgumentMessages, Channel, SharedMemoryPool
 from verl.single_controller.errors import WorkerDied, WorkerError, WorkerTimeout
-from verl.single_controller.post_mortem import PostMortem, StderrTail
+from verl.single_controller.post_mortem import StderrTail, WorkerDiagnostics
 from verl.single_controller.processes import Child, is_readable
 
 _LIVE: "weakref.WeakSet[ForkedHosts]" = weakref.WeakSet()
@@ -124,11 +124,11 @@ class ForkedHosts(Hosts):
         super().__init__()
         self.world_size = world_size
         self._first_device, self._beside = first_device, beside
-        self._arena = Arena()
+        self._memory_pool = SharedMemoryPool()
         self._channels: list[Channel] = []
         self._children: list[Child] = []
         self._tails: list[StderrTail] = []
-        self._post_mortem = PostMortem(world_size)
+        self._diagnostics = WorkerDiagnostics(world_size)
         self._calls: dict[int, Call] = {}  # sent and not answered, oldest first
         self._next_call = 0
         self._poll = select.poll()
@@ -154,7 +154,7 @@ class ForkedHosts(Hosts):
         calls = []
         for rank in range(self.world_size):
             place = rank_environment(rank, self.world_size, prefix, port, self._first_device)
-            place |= self._post_mortem.place(rank)
+            place |= self._diagnostics.place(rank)
             self._fork(rank, place, roles)
             calls.append(self._note_call(rank, "+".join(roles), "__init__"))
         self.wait(calls, timeout)
@@ -178,7 +178,7 @@ class ForkedHosts(Hosts):
         tail.started()
         self._tails.append(tail)
         self._children.append(child)
-        self._channels.append(Channel(ours, self._arena))
+        self._channels.append(Channel(ours, self._memory_pool))
         for watched in (ours.fileno(), child.pidfd):
             if watched is not None:
                 self._poll.register(watched, select.POLLIN)
@@ -188,7 +188,7 @@ class ForkedHosts(Hosts):
         """Close this process's copies of the connections; in a child, where they belong to the driver."""
         for channel in self._channels:
             channel.close()
-        self._arena.close()
+        self._memory_pool.close()
 
     def _note_call(self, rank: int, role: str, method: str) -> Call:
         self._calls[self._next_call] = call = Call(self, rank, role, method)
@@ -196,13 +196,13 @@ class ForkedHosts(Hosts):
         return call
 
     def _submit(self, role: str, method: str, requests: Sequence[Request], exposed: bool) -> list:
-        parcels = Parcels(self._arena, f"{role}.{method}")
+        messages = ArgumentMessages(self._memory_pool, f"{role}.{method}")
         calls = []
         for rank, args, kwargs, keep in requests:
-            parcel, number = parcels.pack(args, kwargs), self._next_call
+            packed, number = messages.pack(args, kwargs), self._next_call
             calls.append(self._note_call(rank, role, method))
             try:
-                self._channels[rank].send((number, role, method, keep), parcel)
+                self._channels[rank].send((number, role, method, keep), packed)
             except OSError:  # its end is closed: read what it still said, up to its death
                 while True:
                     self._receive_from(rank)
@@ -261,12 +261,12 @@ class ForkedHosts(Hosts):
         if not child.await_end(2.0):  # it closed the connection, and lives on
             child.end()
         how, words = child.outcome(), self._tails[rank].last_words()
-        report = self._post_mortem.report(rank)
+        report = self._diagnostics.report(rank)
         return WorkerDied(role, rank, self.world_size, method, child.pid, *how, words, report)
 
     def _report(self, rank: int) -> str:
         """What a rank that lives is doing."""
-        text = self._post_mortem.report(rank, self._children[rank].pid)
+        text = self._diagnostics.report(rank, self._children[rank].pid)
         return f"Rank {rank}:\n{text}" if text else ""
 
     def _dump_stacks(self, ranks: set[int]) -> None:
@@ -277,8 +277,8 @@ class ForkedHosts(Hosts):
 
     def _stop(self, at_once: bool) -> None:
         _end_all(self._children, self._channels, self._tails, 0 if at_once else _LEAVE_GRACE_S)
-        self._post_mortem.close()
-        self._arena.close()
+        self._diagnostics.close()
+        self._memory_pool.close()
 
 
 class _Rank:

@@ -21,7 +21,7 @@ from verl.telemetry.memory import host_memory, oom_kills, process_state, shown_G
 from verl.telemetry.run_record import log_only
 
 
-class PostMortem:
+class WorkerDiagnostics:
     """The black boxes of a group, by rank."""
 
     def __init__(self, world_size: int):

@@ -10,7 +10,7 @@ import pytest
 from tests.support.runs import make_task, overrides, run_job
 from tests.trainer.buffer.test_disjoint import AHEAD, APART, ROLLOUT, SHARDED
 from verl.config.load import load_ppo_config
-from verl.single_controller.background import run_together
+from verl.single_controller.background import run_concurrently
 from verl.single_controller.errors import WorkerDied, WorkerError, WorkerTimeout
 from verl.trainer.ppo import job as job_module
 from verl.trainer.ppo.placement import Role
@@ -208,10 +208,10 @@ def test_of_calls_that_fail_together_the_cause_is_raised():
 
     def cause(*calls):
         with pytest.raises((WorkerDied, WorkerError)) as caught:
-            run_together(*calls, is_echo=lambda error: "WeightLinkError" in str(error))
+            run_concurrently(*calls, is_echo=lambda error: "WeightLinkError" in str(error))
         return caught.value
 
     assert cause(fails_with(own), fails_with(died, 0.1)) is died
     assert cause(fails_with(echo), fails_with(own, 0.1)) is own
     assert cause(fails_with(died), lambda: time.sleep(100)) is died
-    assert run_together(lambda: 1, lambda: time.sleep(0.1) or 2) == [1, 2]
+    assert run_concurrently(lambda: 1, lambda: time.sleep(0.1) or 2) == [1, 2]

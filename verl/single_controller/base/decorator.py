@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from verl.single_controller.base.rows import Parts
+from verl.single_controller.base.rows import SplitBatch
 
 MAGIC_ATTR = "attrs_3141562937"
 """Attribute of a registered method that holds what was said about it."""
@@ -184,7 +184,7 @@ def dispatch_rows(group, *args, mesh_name: str | None = None, **kwargs):
     mesh = group.mesh(mesh_name)
 
     def each(value):
-        if isinstance(value, Parts):
+        if isinstance(value, SplitBatch):
             return [value[dp_rank] for dp_rank in mesh.dp_ranks]
         if not isinstance(value, DataProto) or not len(value):
             return [value] * group.world_size
@@ -371,8 +371,8 @@ def register(
         mesh: name of the mesh a batch is split over; None is the whole world, one part per rank.
         reads: tensor and object columns the method looks at; only these, where present, are sent. None sends all.
             ``meta_info`` always travels.
-        balanced: cut a batch as the ``SharePlan`` it carries says for this method, if it does: into parts of unequal
-            length, each with the fact ``step_rows`` in an update. Joined rows come back in the order of the batch.
+        balanced: split a batch by the ``PartitionPlan`` that it carries, if that names this method: into parts of
+            unequal length, each with ``step_rows`` in its ``meta_info`` in an update. Joined rows come back in the order of the batch.
     """
     if isinstance(reads, str):
         raise ValueError(f"register(reads={reads!r}): a string is not a list of column names. Write ({reads!r},).")

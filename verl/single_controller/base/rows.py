@@ -1,7 +1,7 @@
-"""What happens to a batch between the caller and the split over ranks, and back: columns left behind, rows padded.
+"""Select columns, pad and split the rows of a call's batches over ranks, and restore the order of the outputs.
 
-The one place where an uneven batch is made even, or cut as the plan it carries says. Works on the arguments of a call;
-knows no ranks.
+The one place where an uneven batch is padded, or split by the `PartitionPlan` that it carries. Works on the arguments of
+a call; knows no ranks.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from verl.batch.partition import Shares
+    from verl.batch.partition import Partition
 
 _MASKS = ("response_mask", "loss_mask")
-"""Columns that say which tokens count; zero on padding rows, so that these train nothing."""
+"""Columns that mark the tokens of the loss; zero on padding rows, so that these do not train."""
 
 
 class Padding(NamedTuple):
@@ -43,7 +43,7 @@ def keep_columns(data, reads: tuple[str, ...] | None):
 
 
 def pad_rows(args: tuple, kwargs: dict, parts: int) -> tuple[tuple, dict, Padding | None]:
-    """Make every DataProto of a call divisible by ``parts``, with copies of its first rows that train nothing.
+    """Make every DataProto of a call divisible by ``parts``, with copies of its first rows that do not train.
 
     Returns the arguments and the row counts, None if nothing was added.
 
@@ -73,60 +73,60 @@ def _common_length(args: tuple, kwargs: dict) -> int:
     lengths.discard(0)
     if len(lengths) > 1:
         raise ValueError(
-            f"the batches of one call have {sorted(lengths)} rows: all must have as many, to be cut alike."
+            f"the batches of one call have {sorted(lengths)} rows: give all the same number of rows."
         )
     return lengths.pop() if lengths else 0
 
 
-class Parts(list):
-    """A batch that is cut already: a DataProto for each part."""
+class SplitBatch(list):
+    """A batch already split: one DataProto for each data-parallel rank."""
 
 
-def plan_shares(args: tuple, kwargs: dict, verb: str, parts: int) -> Shares | None:
-    """How the batches of a call are cut, if one carries a `SharePlan` that knows the verb; else None.
+def plan_partition(args: tuple, kwargs: dict, method: str, parts: int) -> Partition | None:
+    """Return the partition of a call's batches if one carries a `PartitionPlan` that names the method; else None.
 
-    The rows of all of them are divided by the lengths (and, for siblings, ``uid``) of the one that carries it.
+    The rows of all batches are divided by the lengths (and, to keep groups together, ``uid``) of the one that carries it.
     """
-    from verl.batch.partition import SHARE_PLAN, batch_rows
+    from verl.batch.partition import PARTITION_PLAN, row_lengths
 
     carriers: list[Any] = []
-    map_batches(lambda data: carriers.append(data) if SHARE_PLAN in data.meta_info else None, args, kwargs)
-    plan = carriers[0].meta_info[SHARE_PLAN] if carriers else None
-    if plan is None or verb not in plan.passes or not _common_length(args, kwargs):
+    map_batches(lambda data: carriers.append(data) if PARTITION_PLAN in data.meta_info else None, args, kwargs)
+    plan = carriers[0].meta_info[PARTITION_PLAN] if carriers else None
+    if plan is None or method not in plan.calls or not _common_length(args, kwargs):
         return None
-    return plan.shares(verb, batch_rows(carriers[0], plan.siblings_together), parts)
+    return plan.partition(method, row_lengths(carriers[0], plan.groups_together), parts)
 
 
-def cut_rows(args: tuple, kwargs: dict, shares: Shares) -> tuple[tuple, dict]:
-    """Cut every DataProto that has rows into `Parts`."""
-    return map_batches(lambda data: _cut(data, shares) if len(data) else data, args, kwargs)
+def split_rows(args: tuple, kwargs: dict, partition: Partition) -> tuple[tuple, dict]:
+    """Replace every DataProto that has rows by a `SplitBatch`."""
+    return map_batches(lambda data: _split(data, partition) if len(data) else data, args, kwargs)
 
 
-def _cut(data, shares: Shares) -> Parts:
-    from verl.batch.partition import SHARE_PLAN, STEP_ROWS
+def _split(data, partition: Partition) -> SplitBatch:
+    from verl.batch.partition import PARTITION_PLAN, STEP_ROWS
 
-    parts = Parts()
-    for rank, (rows, has_filler) in enumerate(zip(shares.rows, shares.has_filler, strict=True)):
-        is_whole = len(shares.rows) == 1 and not has_filler
+    parts = SplitBatch()
+    for rank, (rows, has_filler) in enumerate(zip(partition.rows, partition.has_filler, strict=True)):
+        is_whole = len(partition.rows) == 1 and not has_filler
         part = data.select() if is_whole else data.select_idxs(rows)
         for name in _MASKS if has_filler else ():
             if name in part:
-                part.put(name, _silenced(part, name, len(part) - 1))
-        part.meta_info = {name: fact for name, fact in part.meta_info.items() if name != SHARE_PLAN}
-        if shares.steps is not None:
-            part.meta_info[STEP_ROWS] = shares.steps[rank]
+                part.put(name, _zeroed_from(part, name, len(part) - 1))
+        part.meta_info = {key: value for key, value in part.meta_info.items() if key != PARTITION_PLAN}
+        if partition.steps is not None:
+            part.meta_info[STEP_ROWS] = partition.steps[rank]
         parts.append(part)
     return parts
 
 
-def restore_rows(result: Any, shares: Shares | None) -> Any:
+def restore_rows(result: Any, partition: Partition | None) -> Any:
     """Bring the rows of a joined result into the order of the batch; anything else is returned as it is."""
     from verl.protocol import DataProto
 
-    if shares is None or not isinstance(result, DataProto) or len(result) != sum(map(len, shares.rows)):
+    if partition is None or not isinstance(result, DataProto) or len(result) != sum(map(len, partition.rows)):
         return result
-    places = shares.places()
-    return result if places is None or len(shares.rows) == 1 else result.select_idxs(places)
+    positions = partition.output_positions()
+    return result if positions is None or len(partition.rows) == 1 else result.select_idxs(positions)
 
 
 def _pad(data, parts: int):
@@ -135,17 +135,17 @@ def _pad(data, parts: int):
     padded, _ = pad_dataproto_to_divisor(data, parts)
     for name in _MASKS:
         if name in padded:
-            padded.put(name, _silenced(padded, name, len(data)))
+            padded.put(name, _zeroed_from(padded, name, len(data)))
     return padded
 
 
-def _silenced(data, name: str, first: int):
+def _zeroed_from(data, name: str, first: int):
     """Column ``name`` with zeros from row ``first`` on, packed if it can be."""
     from verl.protocol import DataProtoError
 
     try:
         column = data.ragged(name)
-    except DataProtoError:  # nothing sent along says where its real cells are
+    except DataProtoError:  # the columns sent along do not tell its valid tokens
         column = data.column(name).clone()
         column[first:] = 0
         return column

@@ -23,13 +23,13 @@ from verl.single_controller.base.decorator import (
     dispatch_all_to_all,
 )
 from verl.single_controller.base.rows import (
-    cut_rows,
     drop_padding,
     keep_columns,
     map_batches,
     pad_rows,
-    plan_shares,
+    plan_partition,
     restore_rows,
+    split_rows,
 )
 from verl.single_controller.base.worker import PLACES, FusedWorker
 from verl.single_controller.errors import WorkerGroupError, WorkerGroupStopped
@@ -423,16 +423,16 @@ def registered_methods(cls: type) -> dict[str, Registration]:
 
 
 def invoke(group, name: str, said: Registration, args: tuple, kwargs: dict) -> Any:
-    """One call of a registered method: futures -> columns -> padding or shares -> spread -> run -> collect -> undo."""
+    """One call of a registered method: futures -> columns -> padding or partition -> spread -> run -> collect -> undo."""
     mode = said.mode
     if said.materialize_futures:
         args, kwargs = _materialized(args, kwargs)
-    padding, shares = None, None
+    padding, partition = None, None
     if said.balanced and mode.parts is not None:
-        shares = plan_shares(args, kwargs, name, mode.parts(group))
+        partition = plan_partition(args, kwargs, name, mode.parts(group))
     args, kwargs = map_batches(lambda data: keep_columns(data, said.reads), args, kwargs)
-    if shares is not None:
-        args, kwargs = cut_rows(args, kwargs, shares)
+    if partition is not None:
+        args, kwargs = split_rows(args, kwargs, partition)
     elif mode.parts is not None:
         args, kwargs, padding = pad_rows(args, kwargs, mode.parts(group))
     args, kwargs = mode.dispatch_fn(group, *args, **kwargs)
@@ -444,7 +444,7 @@ def invoke(group, name: str, said: Registration, args: tuple, kwargs: dict) -> A
         group.forget_places()
 
     def collect(outputs: list) -> Any:
-        return restore_rows(drop_padding(mode.collect_fn(group, outputs), padding), shares)
+        return restore_rows(drop_padding(mode.collect_fn(group, outputs), padding), partition)
 
     if said.blocking:
         return collect(group._hosts.wait(handles, group.timeout))

@@ -37,9 +37,15 @@ from verl.single_controller.base.worker_group import (
     create_colocated_worker_cls,
     create_colocated_worker_raw_cls,  # noqa: F401  its public address
 )
-from verl.single_controller.channel import INLINE_BYTES, Arena, Envelope, Parcels, Peer
+from verl.single_controller.channel import (
+    INLINE_BYTES,
+    ArgumentMessages,
+    MessageEndpoint,
+    SharedMemoryPool,
+    WireMessage,
+)
 from verl.single_controller.errors import WorkerDied, WorkerError, WorkerGroupError, WorkerTimeout
-from verl.single_controller.post_mortem import PostMortem, last_words
+from verl.single_controller.post_mortem import WorkerDiagnostics, last_words
 from verl.single_controller.processes import is_readable, open_pidfd, outcome_by_pidfd
 from verl.single_controller.ray.pools import (  # noqa: F401  users import pools from here
     RayResourcePool,
@@ -186,7 +192,7 @@ class RayWorkerHost(WorkerHost):
         self._label = label
         faulthandler.register(signal.SIGUSR1, file=2)
         self._address = (ray.util.get_node_ip_address(), free_port())
-        self._driver = Peer(Arena(_dumps))
+        self._driver = MessageEndpoint(SharedMemoryPool(_dumps))
 
     def __repr__(self) -> str:
         return self._label
@@ -198,17 +204,17 @@ class RayWorkerHost(WorkerHost):
         """Process id, id of the node it runs on, and the address at which it can be rank 0 of a process group."""
         return os.getpid(), ray.get_runtime_context().get_node_id(), self._address
 
-    def can_open(self, envelope: Envelope, expected: bytes) -> bool:
+    def can_open(self, wire_message: WireMessage, expected: bytes) -> bool:
         """Whether this process can read the driver's shared memory: same node, same user, same view of /proc."""
         try:
-            return bytes(self._driver.open(envelope)()) == expected
+            return bytes(self._driver.open(wire_message)()) == expected
         except OSError:
             return False
 
-    def call_shared(self, role: str, method: str, keep: bool, envelope: Envelope) -> Envelope:
+    def call_shared(self, role: str, method: str, keep: bool, wire_message: WireMessage) -> WireMessage:
         """`call` with arguments and output in shared memory."""
-        output = self._call_opened(role, method, keep, self._driver.open(envelope))
-        return self._driver.seal(self._driver.arena.pack(output))
+        output = self._call_opened(role, method, keep, self._driver.open(wire_message))
+        return self._driver.address(self._driver.memory_pool.pack(output))
 
     def _call_opened(self, role: str, method: str, keep: bool, open_content: Callable[[], tuple]) -> Any:
         args, kwargs = open_content()  # they die with this frame: the answer then tells that their memory is free
@@ -234,19 +240,19 @@ def _host_actor() -> Any:
 
 
 class _RayCall:
-    """One call on one rank. ``peer``: opens the output, if it is in shared memory."""
+    """One call on one rank. ``endpoint``: opens the output, if it is in shared memory."""
 
-    def __init__(self, ref: ray.ObjectRef, rank: int, role: str, method: str, peer: Peer | None = None):
+    def __init__(self, ref: ray.ObjectRef, rank: int, role: str, method: str, endpoint: MessageEndpoint | None = None):
         self.ref, self.rank, self.role, self.method = ref, rank, role, method
-        self._peer = peer
+        self._endpoint = endpoint
         self._output: list = []
 
     def output(self, answer: Any) -> Any:
-        """What the method returned, from what Ray got as the answer. An envelope is opened once."""
-        if self._peer is None:
+        """What the method returned, from what Ray got as the answer. A message is opened once."""
+        if self._endpoint is None:
             return answer
         if not self._output:
-            self._output.append(self._peer.open(answer)())
+            self._output.append(self._endpoint.open(answer)())
         return self._output[0]
 
 
@@ -260,10 +266,10 @@ class RayHosts(Hosts):
         self.world_size = len(self.actors)
         self.pids: list[int | None] = [None] * self.world_size
         self.master: tuple[str, int] = ("", 0)
-        self._arena = Arena(_dumps)
-        self._peers: dict[int, Peer] = {}  # ranks that share memory with this process
+        self._memory_pool = SharedMemoryPool(_dumps)
+        self._endpoints: dict[int, MessageEndpoint] = {}  # ranks that share memory with this process
         self._watched: dict[int, int] = {}  # rank -> pidfd, of those on this node
-        self._post_mortem = PostMortem(self.world_size if owned else 0)
+        self._diagnostics = WorkerDiagnostics(self.world_size if owned else 0)
 
     def setup(self, roles: Mapping, pool: ResourcePool, prefix: str, timeout: float) -> None:
         """Give every actor its place and have it build the roles, within ``timeout`` seconds."""
@@ -291,14 +297,14 @@ class RayHosts(Hosts):
     def _share_memory(self, role: str, timeout: float | None) -> None:
         """Find out which ranks can open our shared memory; to the others batches go through the object store."""
         expected = os.urandom(INLINE_BYTES + 1)
-        parcel = self._arena.pack(pickle.PickleBuffer(expected))
-        peers = {rank: Peer(self._arena) for rank in self._watched}
+        packed = self._memory_pool.pack(pickle.PickleBuffer(expected))
+        endpoints = {rank: MessageEndpoint(self._memory_pool) for rank in self._watched}
         calls = [
-            _RayCall(self.actors[rank].can_open.remote(peer.seal(parcel), expected), rank, role, "__init__")
-            for rank, peer in peers.items()
+            _RayCall(self.actors[rank].can_open.remote(endpoint.address(packed), expected), rank, role, "__init__")
+            for rank, endpoint in endpoints.items()
         ]
         able = self.wait(calls, timeout)
-        self._peers = {rank: peer for (rank, peer), can in zip(peers.items(), able, strict=True) if can}
+        self._endpoints = {rank: endpoint for (rank, endpoint), can in zip(endpoints.items(), able, strict=True) if can}
 
     def as_futures(self, handles: Sequence) -> list:
         """Plain ObjectRefs: `ray.get` takes them."""
@@ -313,20 +319,20 @@ class RayHosts(Hosts):
             "WG_PREFIX": prefix,
             "WG_BACKEND": "ray",
         }
-        place |= self._post_mortem.place(rank) if self._owned else {}
+        place |= self._diagnostics.place(rank) if self._owned else {}
         return {name: str(value) for name, value in place.items()}
 
     def _submit(self, role: str, method: str, requests: Sequence[Request], exposed: bool) -> list[_RayCall]:
-        stored, parcels = _Stored(requests), Parcels(self._arena, f"{role}.{method}")
+        stored, messages = _Stored(requests), ArgumentMessages(self._memory_pool, f"{role}.{method}")
         calls = []
         for rank, args, kwargs, keep in requests:
-            actor, peer = self.actors[rank], None if exposed else self._peers.get(rank)
-            if peer is not None:
-                ref = actor.call_shared.remote(role, method, keep, peer.seal(parcels.pack(args, kwargs)))
+            actor, endpoint = self.actors[rank], None if exposed else self._endpoints.get(rank)
+            if endpoint is not None:
+                ref = actor.call_shared.remote(role, method, keep, endpoint.address(messages.pack(args, kwargs)))
             else:
                 kwargs = {name: stored(value) for name, value in kwargs.items()}
                 ref = actor.call.remote(role, method, keep, *map(stored, args), **kwargs)
-            calls.append(_RayCall(ref, rank, role, method, peer))
+            calls.append(_RayCall(ref, rank, role, method, endpoint))
         return calls
 
     def _wait(self, handles: Sequence, timeout: float | None) -> list:
@@ -346,7 +352,7 @@ class RayHosts(Hosts):
         late_calls = [call for call in calls if call.ref in late]
         self._dump_stacks([call.rank for call in late_calls])
         first, ranks = late_calls[0], [call.rank for call in late_calls]
-        known = {rank: self._post_mortem.report(rank, self.pids[rank]) for rank in ranks if rank in self._watched}
+        known = {rank: self._diagnostics.report(rank, self.pids[rank]) for rank in ranks if rank in self._watched}
         report = "\n".join(f"Rank {rank}:\n{text}" for rank, text in known.items() if text)
         return WorkerTimeout(first.role, first.method, ranks, self.world_size, timeout, report)
 
@@ -371,7 +377,7 @@ class RayHosts(Hosts):
         pid = self.pids[call.rank] if call.rank >= 0 else None
         how = self._outcome(call.rank)
         last_words = _last_words(pid) or (str(error) if how == (None, None) else "")
-        report = self._post_mortem.report(call.rank) if call.rank in self._watched else ""
+        report = self._diagnostics.report(call.rank) if call.rank in self._watched else ""
         return WorkerDied(call.role, call.rank, self.world_size, call.method, pid, *how, last_words, report)
 
     def _outcome(self, rank: int) -> tuple[int | None, int | None]:
@@ -397,11 +403,11 @@ class RayHosts(Hosts):
                 ray.kill(actor)
         for fd in self._watched.values():
             os.close(fd)
-        for peer in self._peers.values():
-            peer.close()
-        self._arena.close()
-        self._post_mortem.close()
-        self._watched, self._peers = {}, {}
+        for endpoint in self._endpoints.values():
+            endpoint.close()
+        self._memory_pool.close()
+        self._diagnostics.close()
+        self._watched, self._endpoints = {}, {}
 
 
 def _dumps(content: Any, protocol: int, buffer_callback: Callable) -> bytes:

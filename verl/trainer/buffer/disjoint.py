@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from verl.protocol import DataProto, DataProtoFuture
-from verl.single_controller.background import Beside, run_together
+from verl.single_controller.background import BackgroundCall, run_concurrently
 from verl.single_controller.errors import WorkerError, WorkerGroupError
 
 Timing = dict[str, float]
@@ -24,7 +24,7 @@ class Drawing:
     """Version of the weights they are drawn with."""
     steps_done: int
     """Training steps that these weights had taken."""
-    future: DataProtoFuture | Beside | None = None
+    future: DataProtoFuture | BackgroundCall | None = None
     timing: Timing = field(default_factory=dict)
     """Seconds it took to begin."""
     finished: DataProto | None = None
@@ -96,7 +96,7 @@ class DisjointRollout:
         if self.sampler is self.rollout_wg:
             future = self.rollout_wg.start_generating(request)
         else:
-            future = Beside(lambda: self.sampler.generate_sequences(request))
+            future = BackgroundCall(lambda: self.sampler.generate_sequences(request))
         self._begun = Drawing(self.version, steps_done, future, seconds)
         return self._begun
 
@@ -131,7 +131,7 @@ class DisjointRollout:
     def _on_both(self, on_actor: Any, on_rollout: Any) -> list:
         """Run a call on each group at the same time; whatever fails ends both, since each may wait for the other."""
         try:
-            return run_together(on_actor, on_rollout, is_echo=_is_echo)
+            return run_concurrently(on_actor, on_rollout, is_echo=_is_echo)
         except WorkerGroupError:
             self.actor_wg.stop()
             self.rollout_wg.stop()

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from verl.batch.balancing import log_seqlen_unbalance
-from verl.batch.partition import MiniBatches, Pass, RowCost, SharePlan, batch_rows
+from verl.batch.partition import CallPlan, MiniBatches, PartitionPlan, RowCost, row_lengths
 from verl.protocol import DataProto
 from verl.telemetry.flops_counter import FlopsCounter
 from verl.utils.seeding import derive_seed
@@ -31,7 +31,7 @@ def row_cost(model_path: str) -> RowCost:
     return RowCost(FlopsCounter(SimpleNamespace(**shape)).break_even())
 
 
-def share_plan(config: Any, cost: RowCost, step: int) -> SharePlan:
+def partition_plan(config: Any, cost: RowCost, step: int) -> PartitionPlan:
     """How the calls of training step ``step`` divide their rows among ranks.
 
     Args:
@@ -40,30 +40,30 @@ def share_plan(config: Any, cost: RowCost, step: int) -> SharePlan:
     shared, critic = config.actor_rollout_ref, config.critic
     seed = derive_seed(config.trainer.seed, "shuffle", step)
 
-    def update(role: Any, n: int) -> Pass:
-        return Pass(
+    def update(role: Any, n: int) -> CallPlan:
+        return CallPlan(
             role.use_dynamic_bsz, MiniBatches(role.ppo_mini_batch_size * n, role.ppo_epochs, role.shuffle, seed)
         )
 
-    passes = {
-        "compute_log_prob": Pass(shared.rollout.log_prob_use_dynamic_bsz),
-        "compute_ref_log_prob": Pass(shared.ref.log_prob_use_dynamic_bsz),
-        "compute_values": Pass(critic.use_dynamic_bsz),
+    calls = {
+        "compute_log_prob": CallPlan(shared.rollout.log_prob_use_dynamic_bsz),
+        "compute_ref_log_prob": CallPlan(shared.ref.log_prob_use_dynamic_bsz),
+        "compute_values": CallPlan(critic.use_dynamic_bsz),
         "update_actor": update(shared.actor, shared.rollout.n),
         "update_critic": update(critic, critic.rollout_n),
     }
     together = shared.model.use_prefix_sharing or critic.model.use_prefix_sharing
-    return SharePlan(passes, cost if config.trainer.balance_batch else None, together)
+    return PartitionPlan(calls, cost if config.trainer.balance_batch else None, together)
 
 
-def balance_metrics(batch: DataProto, plan: SharePlan, cost: RowCost, ranks: int, prefix: str) -> dict[str, float]:
+def balance_metrics(batch: DataProto, plan: PartitionPlan, cost: RowCost, ranks: int, prefix: str) -> dict[str, float]:
     """How tokens and cost spread over ``ranks`` in the policy's update, before and after balancing.
 
     Tokens as ``{prefix}/{min,max,minmax_diff,balanced_min,balanced_max,mean}``. Cost as the sum over optimizer steps of
     the slowest rank's, over that of the mean: ``{prefix}/balanced_cost_max_over_mean`` and, with the rows dealt in
     their order, ``{prefix}/cost_max_over_mean``; 1 is best.
     """
-    rows = batch_rows(batch, plan.siblings_together)
+    rows = row_lengths(batch, plan.groups_together)
     parts, after = plan.loads("update_actor", rows, ranks, cost)
     _, before = plan._replace(cost=None).loads("update_actor", rows, ranks, cost)
     return {

@@ -45,7 +45,7 @@ def compute_response_mask(data: DataProto) -> Tensor:
 
 def response_column(data: DataProto, name: str) -> Tensor:
     """A column of the responses in the narrowest window that holds them all, (B, longest response)."""
-    return data.ragged(name).tight()
+    return data.ragged(name).trim_padding()
 
 
 def put_response_column(data: DataProto, name: str, column: Tensor) -> None:

@@ -17,7 +17,7 @@ import torch
 from verl.algorithms.aggregate import agg_loss
 from verl.algorithms.kl import get_kl_controller
 from verl.algorithms.resample import resample_rows
-from verl.batch.partition import SHARE_PLAN
+from verl.batch.partition import PARTITION_PLAN
 from verl.checkpoint import remote as remote_checkpoints
 from verl.checkpoint import run_state as checkpoint
 from verl.checkpoint.remote import RunCheckpoints, saved_groups
@@ -28,7 +28,7 @@ from verl.rewards.managers.rule import RuleRewardManager
 from verl.rewards.managers.scoring import compute_reward, error_counts, without_failed
 from verl.rewards.reward_model import by_style, check_texts, is_judged, judge_metrics
 from verl.single_controller import get_controller
-from verl.single_controller.background import Beside
+from verl.single_controller.background import BackgroundCall
 from verl.telemetry.metric import reduce_metrics
 from verl.telemetry.profiler import marked_timer
 from verl.trainer.buffer.disjoint import DisjointRollout
@@ -45,7 +45,7 @@ from verl.trainer.buffer.rollout_buffer import (
 )
 from verl.trainer.buffer.rollout_skip import KeptRollouts
 from verl.trainer.ppo import core_algos
-from verl.trainer.ppo.balance import balance_metrics, row_cost, share_plan
+from verl.trainer.ppo.balance import balance_metrics, partition_plan, row_cost
 from verl.trainer.ppo.core_algos import AdvantageEstimator
 from verl.trainer.ppo.experience import (
     Shaping,
@@ -201,7 +201,7 @@ class RayPPOTrainer(RecipeNames):
         self.metrics: dict[str, float] = {}
         self.timing: dict[str, float] = {}
         self.has_checked_keys = False
-        self.pending_reward: Beside | None = None
+        self.pending_reward: BackgroundCall | None = None
         self.sampler: Any = None
         self.worker_groups: dict[Role, Any] = {}
 
@@ -292,7 +292,7 @@ class RayPPOTrainer(RecipeNames):
 
     def balance_batch(self, batch: DataProto, metrics: dict, logging_prefix: str = "global_seqlen") -> None:
         """Say which rows make each optimizer step, and have each divided evenly among ranks; the rows stay in order."""
-        plan = batch.meta_info[SHARE_PLAN] = share_plan(self.options, self.row_cost, self.global_steps)
+        plan = batch.meta_info[PARTITION_PLAN] = partition_plan(self.options, self.row_cost, self.global_steps)
         if self.config.trainer.balance_batch:
             ranks = len(self.actor_wg.mesh("actor").sources)
             metrics.update(balance_metrics(batch, plan, self.row_cost, ranks, logging_prefix))
@@ -310,7 +310,7 @@ class RayPPOTrainer(RecipeNames):
                 self.metrics.update(judge_metrics(batch))
             if self.config.reward_model.launch_reward_fn_async and self.group_filter is None:
                 seen = batch.select(deepcopy=False)  # later stages add columns meanwhile
-                self.pending_reward = Beside(lambda: compute_reward(seen, self.reward_fn))
+                self.pending_reward = BackgroundCall(lambda: compute_reward(seen, self.reward_fn))
                 return batch
             return self.rewarded(batch, *compute_reward(batch, self.reward_fn))
 

@@ -709,7 +709,7 @@ class Engine(ABC):
     def _with_response_weights(self, data: DataProto, loss: LossFn) -> DataProto:
         """Let ``loss`` weigh the responses of all ranks against one another; adds ``response_weights``."""
         mask = data.ragged("response_mask")
-        facts = {"lengths": mask.tight().sum(-1)}
+        facts = {"lengths": mask.trim_padding().sum(-1)}
         if "difficulty" in loss.response_facts:
             if "difficulty" not in data:
                 raise ValueError(

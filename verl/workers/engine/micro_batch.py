@@ -229,16 +229,16 @@ def cut_batch(
 
 
 def _micro_batch(part: Mapping[str, Ragged], before: Tensor, columns: Mapping[str, Tensor]) -> MicroBatch:
-    input_ids, responses = part["input_ids"].tight(), part["responses"]
-    response = responses.layout.tight
+    input_ids, responses = part["input_ids"].trim_padding(), part["responses"]
+    response = responses.layout.trimmed
     # the same runs in the window of the rows, moved to the token before each response token
     predicting = Layout(before - 1, response.lengths, input_ids.shape[1])
     return MicroBatch(
         input_ids=input_ids,
-        position_ids=part["position_ids"].tight() if "position_ids" in part else None,
+        position_ids=part["position_ids"].trim_padding() if "position_ids" in part else None,
         cells=predicting.cells,
         targets=responses.values,
-        slots=response.cells,
+        slots=response.valid_positions,
         shape=(len(response), max(response.width, 1)),
         columns=columns,
     )
@@ -254,7 +254,7 @@ def _packed_micro_batch(
         leaders: (b,) of each row, the row that runs its prompt, itself or an earlier one; None: each its own.
     """
     ids, responses = part["input_ids"], part["responses"]
-    lengths, offsets, response = ids.layout.lengths, ids.layout.offsets[:-1], responses.layout.tight
+    lengths, offsets, response = ids.layout.lengths, ids.layout.offsets[:-1], responses.layout.trimmed
     positions = part["position_ids"].values if "position_ids" in part else _runs(torch.zeros_like(lengths), lengths)
     input_ids, cells = ids.values, _runs(offsets + before - 1, response.lengths)
     packing = None
@@ -268,7 +268,7 @@ def _packed_micro_batch(
         position_ids=positions[None],
         cells=cells,
         targets=responses.values,
-        slots=response.cells,
+        slots=response.valid_positions,
         shape=(len(response), max(response.width, 1)),
         columns=columns,
         packing=packing or Packing.of_lengths(lengths.tolist()),
@@ -302,7 +302,7 @@ def _runs(firsts: Tensor, lengths: Tensor) -> Tensor:
 
 
 def _tight(column: Ragged) -> Tensor:
-    tensor = column.tight()
+    tensor = column.trim_padding()
     return tensor if tensor.shape[1] else tensor.new_zeros(tensor.shape[0], 1, *tensor.shape[2:])
 
 
