@@ -37,7 +37,7 @@ class RowCost(NamedTuple):
 
 
 class MiniBatches(NamedTuple):
-    """Division of a batch into optimizer steps, whatever the number of ranks: a step's rows are the same for any number."""
+    """Division of a batch into optimizer steps, the same rows a step for any number of ranks."""
 
     rows: int
     """Rows of one step, over all ranks; the last of an epoch has what is left."""
@@ -114,8 +114,8 @@ class CallPlan(NamedTuple):
     """Requirements of one worker method on the partition of its batch."""
 
     by_tokens: bool
-    """Whether its forward passes are split by a token budget. If they hold a fixed number of rows, ranks get equal numbers of
-    rows (but for one): all ranks run as many forwards as the one that has most."""
+    """Whether its forward passes are split by a token budget. If they hold a fixed number of rows, ranks get equal
+    numbers of rows (but for one): all ranks run as many forward passes as the one that has most."""
     mini_batches: MiniBatches | None = None
     """Optimizer steps of an update; None for other calls."""
 
@@ -142,7 +142,9 @@ class PartitionPlan(NamedTuple):
         steps = None if call.mini_batches is None else [rows_of_steps for _, _, rows_of_steps in parts]
         return Partition(count, [numbers for numbers, _, _ in parts], [has_filler for _, has_filler, _ in parts], steps)
 
-    def _divided_steps(self, mini: MiniBatches, rows: RowLengths, ranks: int, by_tokens: bool) -> list[list[np.ndarray]]:
+    def _divided_steps(
+        self, mini: MiniBatches, rows: RowLengths, ranks: int, by_tokens: bool
+    ) -> list[list[np.ndarray]]:
         repeats = 1 if mini.shuffle else mini.epochs  # every epoch the same
         once = mini if mini.shuffle else mini._replace(epochs=1)
         return [self.divide(step, rows, ranks, by_tokens) for step in once.steps(len(rows.lengths))] * repeats

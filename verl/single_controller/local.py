@@ -29,8 +29,8 @@ from verl.single_controller.base.worker_group import (
     create_colocated_worker_cls,
 )
 from verl.single_controller.channel import ArgumentMessages, Channel, SharedMemoryPool
+from verl.single_controller.diagnostics import StderrTail, WorkerDiagnostics
 from verl.single_controller.errors import WorkerDied, WorkerError, WorkerTimeout
-from verl.single_controller.post_mortem import StderrTail, WorkerDiagnostics
 from verl.single_controller.processes import Child, is_readable
 
 _LIVE: "weakref.WeakSet[ForkedHosts]" = weakref.WeakSet()

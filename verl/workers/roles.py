@@ -22,7 +22,7 @@ from verl.single_controller.base.decorator import Dispatch, register
 from verl.utils.device import empty_cache
 from verl.utils.distributed import get_rank
 from verl.utils.fs import copy_to_local
-from verl.utils.garbage import no_collection
+from verl.utils.gc_control import no_collection
 from verl.utils.seeding import derive_seed
 from verl.utils.tokenizer import hf_tokenizer
 from verl.workers.engine import Engine, Reference, Want

@@ -372,7 +372,8 @@ def register(
         reads: tensor and object columns the method looks at; only these, where present, are sent. None sends all.
             ``meta_info`` always travels.
         balanced: split a batch by the ``PartitionPlan`` that it carries, if that names this method: into parts of
-            unequal length, each with ``step_rows`` in its ``meta_info`` in an update. Joined rows come back in the order of the batch.
+            unequal length, each with ``step_rows`` in its ``meta_info`` in an update. Joined rows come back in the
+            order of the batch.
     """
     if isinstance(reads, str):
         raise ValueError(f"register(reads={reads!r}): a string is not a list of column names. Write ({reads!r},).")

@@ -1,7 +1,7 @@
 """Select columns, pad and split the rows of a call's batches over ranks, and restore the order of the outputs.
 
-The one place where an uneven batch is padded, or split by the `PartitionPlan` that it carries. Works on the arguments of
-a call; knows no ranks.
+The one place where an uneven batch is padded, or split by the `PartitionPlan` that it carries. Works on the arguments
+of a call; knows no ranks.
 """
 
 from __future__ import annotations
@@ -72,9 +72,7 @@ def _common_length(args: tuple, kwargs: dict) -> int:
     map_batches(lambda data: lengths.add(len(data)), args, kwargs)
     lengths.discard(0)
     if len(lengths) > 1:
-        raise ValueError(
-            f"the batches of one call have {sorted(lengths)} rows: give all the same number of rows."
-        )
+        raise ValueError(f"the batches of one call have {sorted(lengths)} rows: give all the same number of rows.")
     return lengths.pop() if lengths else 0
 
 
@@ -85,7 +83,7 @@ class SplitBatch(list):
 def plan_partition(args: tuple, kwargs: dict, method: str, parts: int) -> Partition | None:
     """Return the partition of a call's batches if one carries a `PartitionPlan` that names the method; else None.
 
-    The rows of all batches are divided by the lengths (and, to keep groups together, ``uid``) of the one that carries it.
+    All batches are divided by the lengths (and, to keep groups together, ``uid``) of the one that carries the plan.
     """
     from verl.batch.partition import PARTITION_PLAN, row_lengths
 

@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from verl.single_controller.base.decorator import Dispatch, Execute, register
+from verl.single_controller.diagnostics import describe
 from verl.single_controller.errors import WorkerError
-from verl.single_controller.post_mortem import describe
 from verl.telemetry.black_box import BOX_VARIABLE, black_box, watchdog
 from verl.utils.exit_status import explanation
 

@@ -423,7 +423,7 @@ def registered_methods(cls: type) -> dict[str, Registration]:
 
 
 def invoke(group, name: str, said: Registration, args: tuple, kwargs: dict) -> Any:
-    """One call of a registered method: futures -> columns -> padding or partition -> spread -> run -> collect -> undo."""
+    """Run a registered method: wait for futures, select columns, pad or split rows, dispatch, run, collect, restore."""
     mode = said.mode
     if said.materialize_futures:
         args, kwargs = _materialized(args, kwargs)

@@ -44,8 +44,8 @@ from verl.single_controller.channel import (
     SharedMemoryPool,
     WireMessage,
 )
+from verl.single_controller.diagnostics import WorkerDiagnostics, last_words
 from verl.single_controller.errors import WorkerDied, WorkerError, WorkerGroupError, WorkerTimeout
-from verl.single_controller.post_mortem import WorkerDiagnostics, last_words
 from verl.single_controller.processes import is_readable, open_pidfd, outcome_by_pidfd
 from verl.single_controller.ray.pools import (  # noqa: F401  users import pools from here
     RayResourcePool,

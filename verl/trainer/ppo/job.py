@@ -37,7 +37,7 @@ from verl.utils.config import adopt_config, typed_config
 from verl.utils.distributed import destroy_global_process_group
 from verl.utils.exit_status import Terminated
 from verl.utils.fs import copy_to_local
-from verl.utils.garbage import no_collection
+from verl.utils.gc_control import no_collection
 from verl.utils.import_utils import import_users_modules
 from verl.utils.tokenizer import hf_processor, hf_tokenizer
 

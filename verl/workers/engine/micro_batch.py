@@ -236,7 +236,7 @@ def _micro_batch(part: Mapping[str, Ragged], before: Tensor, columns: Mapping[st
     return MicroBatch(
         input_ids=input_ids,
         position_ids=part["position_ids"].trim_padding() if "position_ids" in part else None,
-        cells=predicting.cells,
+        cells=predicting.valid_positions,
         targets=responses.values,
         slots=response.valid_positions,
         shape=(len(response), max(response.width, 1)),
