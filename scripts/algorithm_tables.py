@@ -15,7 +15,7 @@ if __name__ == "__main__":  # works from a checkout that is not installed
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from verl.algorithms import correction, losses, resample, reward_shaping  # noqa: F401 - importing registers theirs
-from verl.algorithms.advantage import ADV_ESTIMATOR_REGISTRY
+from verl.algorithms.advantages import ADV_ESTIMATOR_REGISTRY
 from verl.algorithms.aggregate import AGG_MODES
 from verl.algorithms.controls import CONTROLS, STEPS
 from verl.algorithms.kl import KL_PENALTIES

@@ -1,6 +1,7 @@
 """Random batches of unequal rows, and the slow definitions to compare with."""
 
 import torch
+from torch.testing import assert_close
 
 
 def ragged_mask(rows: int, width: int, seed: int, holes: bool = False) -> torch.Tensor:
@@ -42,3 +43,20 @@ def slow_gae(rewards, values, mask, gamma, lam):
             next_value = values[i, t].item()
             advantages[i, t] = next_advantage
     return advantages
+
+
+def close(got, expected):
+    assert_close(got, torch.tensor(expected), rtol=0, atol=1e-6)
+
+
+def outcome(scores, lengths, width=5):
+    """Rewards on the last token of each row, as managers give them, and the mask."""
+    mask = (torch.arange(width) < torch.tensor(lengths)[:, None]).long()
+    rewards = torch.zeros(len(scores), width)
+    for i, (score, length) in enumerate(zip(scores, lengths, strict=True)):
+        rewards[i, length - 1] = score
+    return rewards, mask
+
+
+def per_response(advantages, mask, expected):
+    assert_close(advantages, torch.tensor(expected)[:, None] * mask, rtol=0, atol=1e-6)

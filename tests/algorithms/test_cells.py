@@ -4,7 +4,7 @@ from torch.testing import assert_close
 
 from tests.algorithms.batches import normal, ragged_mask, slow_suffix_sum
 from verl.algorithms import cells as cells_module
-from verl.algorithms.cells import BLOCK, DenseCells, PackedCells, discounted_suffix_sum, real_cells
+from verl.algorithms.valid_tokens import BLOCK, DenseCells, PackedCells, discounted_suffix_sum, real_cells
 
 SHAPES = [(1, 1), (3, 7), (5, BLOCK), (4, BLOCK + 1), (6, 3 * BLOCK), (7, 200)]
 

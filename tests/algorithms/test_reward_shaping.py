@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from tests.algorithms.batches import normal, ragged_mask
-from verl.algorithms.advantage import (
+from verl.algorithms.advantages import (
+    NonFiniteError,
     compute_gae_advantage_return,
     compute_reinforce_plus_plus_baseline_outcome_advantage,
     compute_reinforce_plus_plus_outcome_advantage,
 )
-from verl.algorithms.estimating import NonFiniteError
 from verl.algorithms.reward_shaping import (
     Moments,
     centre_and_spread,

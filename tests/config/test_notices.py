@@ -284,7 +284,7 @@ def test_the_cache_of_hf_is_bounded_by_gpu_memory_utilization():
 
 
 def test_an_estimator_of_the_users_may_read_anything(monkeypatch):
-    from verl.algorithms.advantage import ADV_ESTIMATOR_REGISTRY
+    from verl.algorithms.advantages import ADV_ESTIMATOR_REGISTRY
 
     monkeypatch.setitem(ADV_ESTIMATOR_REGISTRY._entries, "of_mine", lambda token_level_rewards, lam: None)
     assert "algorithm.lam" not in notes("algorithm.adv_estimator=of_mine", "algorithm.lam=0.9")

@@ -7,7 +7,7 @@ from typing import get_args
 import pytest
 
 from scripts.algorithm_tables import PAGE, TABLES, filled, main, proof_of
-from verl.algorithms.advantage import ADV_ESTIMATOR_REGISTRY, AdvantageEstimator
+from verl.algorithms.advantages import ADV_ESTIMATOR_REGISTRY, AdvantageEstimator
 from verl.algorithms.aggregate import AGG_MODES
 from verl.algorithms.controls import CONTROLS, STEPS
 from verl.algorithms.correction import LEVELS

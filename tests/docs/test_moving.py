@@ -10,12 +10,12 @@ import torch
 from torch.testing import assert_close
 
 from tests.algorithms.batches import normal, ragged_mask
-from verl.algorithms.advantage import (
+from verl.algorithms.advantages import (
     compute_gae_advantage_return,
+    compute_gpg_outcome_advantage,
     compute_grpo_outcome_advantage,
     compute_reinforce_plus_plus_outcome_advantage,
 )
-from verl.algorithms.advantage_groups import compute_gpg_outcome_advantage
 from verl.algorithms.aggregate import agg_loss
 from verl.algorithms.correction import importance_weights
 from verl.algorithms.kl import kl_penalty

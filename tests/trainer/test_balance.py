@@ -109,7 +109,7 @@ def test_while_only_the_critic_learns_the_pass_is_made_for_its_numbers(job):
 
 
 def test_an_estimator_that_reads_old_log_probs_is_refused_at_the_start(job):
-    from verl.algorithms.advantage import register_adv_est
+    from verl.algorithms.advantages import register_adv_est
 
     @register_adv_est("test_reads_old_log_probs")
     def estimator(token_level_rewards, response_mask, old_log_probs):

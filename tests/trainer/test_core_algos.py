@@ -30,7 +30,7 @@ def test_entropy_loss_of_equal_logits_is_the_log_of_their_number():
 def test_the_algorithms_import_nothing_but_torch_and_numpy():
     heavy = {"transformers", "ray", "tensordict", "hydra", "omegaconf", "verl.protocol", "verl.config"}
     code = (
-        "import sys, verl; before = set(sys.modules); from verl.algorithms import advantage, losses; "
+        "import sys, verl; before = set(sys.modules); from verl.algorithms import advantages, losses; "
         f"new = set(sys.modules) - before; print([m for m in sorted(new) if m in {heavy!r} or 'verl.utils' in m])"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -6,8 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.algorithms.estimators import BASELINE_FREE, CREDIT, NAMES, num_turns
-from verl.algorithms.advantage import NonFiniteError, register_adv_est
+from tests.algorithms.advantages.estimators import BASELINE_FREE, CREDIT, NAMES, num_turns
+from verl.algorithms.advantages import NonFiniteError, register_adv_est
 from verl.algorithms.losses import imitation_loss
 from verl.algorithms.reward_shaping import onto_sampled_tokens
 from verl.config.algorithm import AlgorithmConfig

@@ -8,7 +8,7 @@ import torch
 
 from tests.config.helpers import loaded_with
 from tests.trainer.test_experience import batch_of
-from verl.algorithms.estimating import NonFiniteError
+from verl.algorithms.advantages import NonFiniteError
 from verl.algorithms.reward_shaping import centre_and_spread, clip_scores, right_or_short
 from verl.algorithms.value_loss import compute_value_loss
 from verl.config.algorithm import AlgorithmConfig

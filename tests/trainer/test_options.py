@@ -720,7 +720,7 @@ def test_reward_errors_are_counted_if_asked_for(run, tmp_path):
 
 
 LIBRARY = """
-from verl.algorithms.advantage import register_adv_est
+from verl.algorithms.advantages import register_adv_est
 from verl.telemetry.tracking import Backend, register_backend
 
 @register_adv_est("mine_of_options")
@@ -738,7 +738,7 @@ class ListBackend(Backend):
 def test_an_external_library_brings_names_of_its_own(run, tmp_path, monkeypatch):
     import sys
 
-    from verl.algorithms.advantage import ADV_ESTIMATOR_REGISTRY
+    from verl.algorithms.advantages import ADV_ESTIMATOR_REGISTRY
     from verl.telemetry import tracking
 
     (tmp_path / "library_of_options.py").write_text(LIBRARY)

@@ -99,7 +99,7 @@ def test_a_bypass_measures_the_distance_to_the_sampler_in_the_loss(job):
 
 
 def test_functions_that_cannot_do_it_are_refused_at_the_start(job):
-    from verl.algorithms.advantage import register_adv_est
+    from verl.algorithms.advantages import register_adv_est
     from verl.algorithms.policy_loss import register_policy_loss
 
     @register_policy_loss("test_takes_no_weights")

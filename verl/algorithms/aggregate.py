@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from verl.algorithms.cells import real_cells
+from verl.algorithms.valid_tokens import real_cells
 from verl.algorithms.registry import About, Registry
 
 

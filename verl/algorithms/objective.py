@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from verl.algorithms.aggregate import agg_rows
-from verl.algorithms.cells import DenseCells, PackedCells, real_cells
+from verl.algorithms.valid_tokens import DenseCells, PackedCells, real_cells
 from verl.algorithms.registry import Registry
 
 PolicyLossFn = Callable[..., tuple]

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from verl.algorithms import policy_cov, policy_ratio, policy_reinforce  # noqa: F401 - importing them registers theirs
 from verl.algorithms.aggregate import agg_rows
-from verl.algorithms.cells import real_cells
+from verl.algorithms.valid_tokens import real_cells
 from verl.algorithms.objective import (
     POLICY_LOSS_REGISTRY,
     PolicyLossFn,

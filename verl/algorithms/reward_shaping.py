@@ -17,9 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from verl.algorithms.cells import PackedCells
+from verl.algorithms.advantages.common import Groups, require_finite, whiten
+from verl.algorithms.valid_tokens import PackedCells
 from verl.algorithms.controls import CONTROLS
-from verl.algorithms.estimating import Groups, require_finite, whiten
 from verl.algorithms.registry import About
 
 SMALLEST_STD = 1e-6

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from verl.algorithms.aggregate import agg_rows
-from verl.algorithms.cells import real_cells
+from verl.algorithms.valid_tokens import real_cells
 
 
 def compute_value_loss(

@@ -119,7 +119,7 @@ NAMES: tuple[Names, ...] = (
             "rloo_vectorized",
         ),  # fmt: skip
         planned=(),
-        registry=("verl.algorithms.advantage", "ADV_ESTIMATOR_REGISTRY"),
+        registry=("verl.algorithms.advantages", "ADV_ESTIMATOR_REGISTRY"),
         may_be_in_file=True,
     ),
     Names(

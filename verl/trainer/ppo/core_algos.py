@@ -5,34 +5,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verl.algorithms.advantage import (
+from verl.algorithms.advantages import (
     ADV_ESTIMATOR_REGISTRY,
     AdvantageEstimator,
+    compute_agentic_reinforce_advantage,
     compute_gae_advantage_return,
+    compute_gdpo_outcome_advantage,
+    compute_gpg_outcome_advantage,
     compute_grpo_outcome_advantage,
+    compute_grpo_passk_outcome_advantage,
+    compute_multi_turn_optimal_token_baseline_advantage,
+    compute_opo_outcome_advantage,
+    compute_optimal_token_baseline_advantage,
+    compute_reinforce_advantage,
     compute_reinforce_plus_plus_baseline_outcome_advantage,
     compute_reinforce_plus_plus_outcome_advantage,
     compute_remax_outcome_advantage,
     compute_rloo_outcome_advantage,
+    compute_step_reinforce_advantage,
     get_adv_estimator_fn,
     register_adv_est,
 )
-from verl.algorithms.advantage_anchors import compute_gigpo_outcome_advantage
-from verl.algorithms.advantage_baselines import (
-    compute_multi_turn_optimal_token_baseline_advantage,
-    compute_optimal_token_baseline_advantage,
-)
-from verl.algorithms.advantage_groups import (
-    compute_gdpo_outcome_advantage,
-    compute_gpg_outcome_advantage,
-    compute_grpo_passk_outcome_advantage,
-    compute_opo_outcome_advantage,
-)
-from verl.algorithms.advantage_turns import (
-    compute_agentic_reinforce_advantage,
-    compute_reinforce_advantage,
-    compute_step_reinforce_advantage,
-)
+from verl.algorithms.advantages.gigpo import compute_gigpo_outcome_advantage
 from verl.algorithms.aggregate import agg_loss as aggregated
 from verl.algorithms.aggregate import agg_weight
 from verl.algorithms.correction import importance_ratio, importance_weights, kept_tokens

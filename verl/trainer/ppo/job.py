@@ -17,7 +17,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from verl.algorithms.advantage import get_adv_estimator_fn
+from verl.algorithms.advantages import get_adv_estimator_fn
 from verl.algorithms.policy_loss import get_policy_loss_fn
 from verl.config.base import ConfigError
 from verl.config.batch import counted, optimizer_steps

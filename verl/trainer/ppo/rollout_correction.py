@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from verl.algorithms.advantage import get_adv_estimator_fn
+from verl.algorithms.advantages import get_adv_estimator_fn
 from verl.algorithms.correction import importance_weights, kept_tokens
 from verl.algorithms.mismatch import mismatch_metrics
 from verl.algorithms.policy_loss import get_policy_loss_fn

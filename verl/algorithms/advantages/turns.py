@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from verl.algorithms.advantages.common import pack_finite
 from verl.algorithms.cells import BLOCK, PackedCells, discounted_suffix_sum
-from verl.algorithms.estimating import pack_finite
 
 
 class Turns(NamedTuple):

@@ -13,9 +13,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from verl.algorithms.estimating import Groups, outcome_scores, register_adv_est
+from verl.algorithms.advantages.common import (
+    Groups,
+    outcome_scores,
+    register_adv_est,
+)
+from verl.algorithms.advantages.turns import Turns, find_turns
 from verl.algorithms.registry import About
-from verl.algorithms.turns import Turns, find_turns
 
 STATE_COLUMN = "turn_state_ids"
 """Column with the states of each row's turns, a list a row."""
@@ -27,7 +31,7 @@ STATE_COLUMN = "turn_state_ids"
         "w_e norm_G(s_i) + w_s norm_S(G_k) for all tokens of turn k; S: siblings' turns that began in the same state",
         "several turns in an environment that comes back to the same states, see [below](#which-state-a-turn-began-in)",
         "arXiv:2505.10978",
-        "test_advantage_anchors.py::test_gigpo_by_hand_compares_episodes_and_turns_of_the_same_state",
+        "algorithms/advantages/test_gigpo.py::test_gigpo_by_hand_compares_episodes_and_turns_of_the_same_state",
         options="algorithm.gigpo.{episode_weight,step_weight,mode} algorithm.step_gamma",
     ),
 )

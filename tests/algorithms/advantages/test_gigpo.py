@@ -7,17 +7,14 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from tests.algorithms.batches import normal, ragged_mask
-from tests.algorithms.estimators import num_turns
-from tests.algorithms.test_advantage import close, outcome
-from verl.algorithms.advantage import compute_grpo_outcome_advantage, compute_rloo_outcome_advantage
-from verl.algorithms.advantage import get_adv_estimator_fn as estimator
-from verl.algorithms.advantage_anchors import anchor_groups, anchor_metrics, compute_gigpo_outcome_advantage, state_key
-from verl.algorithms.advantage_baselines import (
-    compute_multi_turn_optimal_token_baseline_advantage,
-    compute_optimal_token_baseline_advantage,
+from tests.algorithms.advantages.estimators import num_turns
+from tests.algorithms.batches import close, normal, outcome, ragged_mask
+from verl.algorithms.advantages import (
+    compute_gigpo_outcome_advantage,
+    compute_grpo_outcome_advantage,
 )
-from verl.algorithms.turns import find_turns
+from verl.algorithms.advantages.gigpo import anchor_groups, anchor_metrics, state_key
+from verl.algorithms.advantages.turns import find_turns
 
 # two responses to one prompt, of three and two turns, rewarded at the ends of turns
 MASK = torch.tensor([[1, 1, 0, 1, 0, 1, 1, 0], [1, 0, 1, 1, 0, 0, 0, 0]])
@@ -120,19 +117,3 @@ def test_states_are_compared_by_value():
 def test_metrics_tell_how_much_there_is_to_compare():
     groups = anchor_groups(find_turns(REWARDS, MASK), INDEX, STATES)
     assert anchor_metrics(groups, 2) == {"gigpo/turns_per_response": 2.5, "gigpo/shared_state_fraction": 0.6}
-
-
-def test_the_vectorised_names_of_verl_are_the_functions():
-    assert estimator("grpo_vectorized") is compute_grpo_outcome_advantage
-    assert estimator("rloo_vectorized") is compute_rloo_outcome_advantage
-
-
-def test_tir_optimal_token_baseline_by_hand_meets_tokens_by_their_number_not_their_column():
-    # probability 1/2 each and sum of squares 1/2: each token adds 1/2 to W, so W = 1/2, 1, ... as tokens come
-    mask = torch.tensor([[1, 0, 0, 1], [1, 1, 0, 0]])
-    rewards = torch.tensor([[0.0, 0.0, 0.0, 1.0], [0.0, 0.0, 0.0, 0.0]])
-    log_prob, squares = torch.full((2, 4), 0.5).log(), torch.full((2, 4), 0.5)
-    advantages, returns = compute_multi_turn_optimal_token_baseline_advantage(rewards, mask, [0, 0], log_prob, squares)
-    close(advantages, [[0.5, 0, 0, 0.5], [-0.5, -0.5, 0, 0]])
-    close(returns, [[1.0, 0, 0, 1.0], [0.0, 0, 0, 0]])
-    assert_close(advantages, compute_optimal_token_baseline_advantage(rewards, mask, [0, 0], log_prob, squares)[0])

@@ -1,7 +1,4 @@
-"""Estimators with a baseline of its own for every token: siblings weighted by the variance of their gradients.
-
-Letters as in ``advantage``.
-"""
+"""Optimal token baseline: the group's returns at each token, weighted by gradient variance."""
 
 from __future__ import annotations
 
@@ -9,12 +6,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from verl.algorithms.cells import BLOCK, PackedCells
-from verl.algorithms.estimating import (
+from verl.algorithms.advantages.common import (
     Groups,
     pack_finite,
     register_adv_est,
 )
+from verl.algorithms.cells import BLOCK, PackedCells
 from verl.algorithms.registry import About
 
 
@@ -24,7 +21,7 @@ from verl.algorithms.registry import About
         "G_t - (sum_G W_jt G_jt) / (sum_G W_jt), W the squared length of the logit gradients so far",
         "long responses",
         "arXiv:2602.07078",
-        "test_advantage_groups.py::test_optimal_token_baseline_by_hand_weighs_siblings_by_their_gradients_so_far",
+        "algorithms/advantages/test_optimal_token_baseline.py::test_optimal_token_baseline_by_hand_weighs_siblings_by_their_gradients_so_far",
         options="actor.calculate_sum_pi_squared",
     ),
 )
@@ -97,7 +94,7 @@ def compute_optimal_token_baseline_advantage(
         "that of `optimal_token_baseline`",
         "the same, with tools: verl's name for passing tool output over, which both do here",
         "arXiv:2602.07078",
-        "test_advantage_anchors.py::"
+        "algorithms/advantages/test_optimal_token_baseline.py::"
         "test_tir_optimal_token_baseline_by_hand_meets_tokens_by_their_number_not_their_column",
         options="actor.calculate_sum_pi_squared",
     ),

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-from verl.algorithms.advantage import ADV_ESTIMATOR_REGISTRY, get_adv_estimator_fn
+from verl.algorithms.advantages import ADV_ESTIMATOR_REGISTRY, get_adv_estimator_fn
 
 MASK = torch.tensor([[1, 1, 0, 1, 1, 0], [1, 1, 1, 1, 1, 1], [1, 1, 1, 0, 0, 0], [0, 1, 1, 0, 0, 0]])
 INDEX = np.array(["a", "b", "a", "a"], dtype=object)

@@ -2,9 +2,8 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from tests.algorithms.batches import normal, ragged_mask, slow_suffix_sum
-from tests.algorithms.test_advantage import close
-from verl.algorithms.advantage_turns import (
+from tests.algorithms.batches import close, normal, ragged_mask, slow_suffix_sum
+from verl.algorithms.advantages import (
     compute_agentic_reinforce_advantage,
     compute_reinforce_advantage,
     compute_step_reinforce_advantage,

@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 from torch.nn.functional import pad
 from torch.testing import assert_close
 
-from tests.algorithms.batches import normal, ragged_mask
-from tests.algorithms.estimators import (
+from tests.algorithms.advantages.estimators import (
     BASELINE_FREE,
     BY_HAND,
     COLUMNS,
@@ -22,7 +21,8 @@ from tests.algorithms.estimators import (
     call,
     whiten_off,
 )
-from verl.algorithms.advantage import AdvantageEstimator, NonFiniteError
+from tests.algorithms.batches import normal, ragged_mask
+from verl.algorithms.advantages import AdvantageEstimator, NonFiniteError
 from verl.config.support import built_names
 
 pytestmark = pytest.mark.parametrize("name", NAMES)

@@ -1,7 +1,7 @@
-"""Estimators without a baseline: what follows a token, counted by tokens or by turns.
+"""REINFORCE without a baseline: discounted returns by token, or by turn.
 
-A turn is a run of ones in ``response_mask``: what the policy said between two tool outputs. A response of one turn is
-the ordinary case.
+A turn is a run of ones in ``response_mask``: the policy's own tokens between two tool outputs. A response of one turn
+is the ordinary case.
 """
 
 from __future__ import annotations
@@ -9,10 +9,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from verl.algorithms.advantages.common import (
+    pack_finite,
+    register_adv_est,
+)
+from verl.algorithms.advantages.turns import find_turns
 from verl.algorithms.cells import PackedCells
-from verl.algorithms.estimating import pack_finite, register_adv_est
 from verl.algorithms.registry import About
-from verl.algorithms.turns import find_turns
 
 
 @register_adv_est(
@@ -21,7 +24,7 @@ from verl.algorithms.turns import find_turns
         "sum_k gamma^k r_(t+k)",
         "rewards that are centred already, or one answer to a prompt and nothing to compare it with",
         "[Williams 1992](https://doi.org/10.1007/BF00992696)",
-        "test_advantage_turns.py::test_reinforce_by_hand",
+        "algorithms/advantages/test_reinforce.py::test_reinforce_by_hand",
         options="algorithm.gamma",
     ),
 )
@@ -61,7 +64,7 @@ def compute_reinforce_advantage(
         "G_k = sum_(j >= k) gamma^(j-k) r_j for all tokens of turn k",
         "several turns: each turn is one action, time passes with turns",
         "arXiv:2512.24873",
-        "test_advantage_turns.py::test_agentic_reinforce_by_hand_discounts_by_turns_not_by_tokens",
+        "algorithms/advantages/test_reinforce.py::test_agentic_reinforce_by_hand_discounts_by_turns_not_by_tokens",
         options="algorithm.gamma",
     ),
 )
@@ -103,7 +106,7 @@ def compute_agentic_reinforce_advantage(
         "gamma^(tokens to the end of turn k) G_k, step_gamma from turn to turn",
         "several turns with a reward each",
         "arXiv:2505.10978",
-        "test_advantage_turns.py::test_step_reinforce_by_hand_sets_each_turns_return_on_its_last_token",
+        "algorithms/advantages/test_reinforce.py::test_step_reinforce_by_hand_sets_each_turns_return_on_its_last_token",
         options="algorithm.gamma algorithm.step_gamma",
     ),
 )

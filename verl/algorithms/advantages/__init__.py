@@ -1,0 +1,91 @@
+"""Advantage estimators, one module a method, chosen by ``algorithm.adv_estimator``.
+
+Every estimator takes (B, R) tensors and a mask and gives ``advantages, returns``, both (B, R) and zero where masked.
+It is called with those arguments it names; a new one is a function with ``@register_adv_est("name")`` on it, in a
+module of this folder or in a file of your own. Nothing here is differentiated, and padding costs nothing (see
+``cells``).
+
+Letters: B responses, R response width, s_i = sum_t r_it the score of response i, G_i the responses to its prompt.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from verl.algorithms.advantages.common import (
+    ADV_ESTIMATOR_REGISTRY,
+    AdvantageFn,
+    NonFiniteError,
+    get_adv_estimator_fn,
+    register_adv_est,
+)
+from verl.algorithms.advantages.gae import compute_gae_advantage_return
+from verl.algorithms.advantages.gdpo import compute_gdpo_outcome_advantage
+from verl.algorithms.advantages.gigpo import compute_gigpo_outcome_advantage
+from verl.algorithms.advantages.gpg import compute_gpg_outcome_advantage
+from verl.algorithms.advantages.grpo import compute_grpo_outcome_advantage
+from verl.algorithms.advantages.opo import compute_opo_outcome_advantage
+from verl.algorithms.advantages.optimal_token_baseline import (
+    compute_multi_turn_optimal_token_baseline_advantage,
+    compute_optimal_token_baseline_advantage,
+)
+from verl.algorithms.advantages.passk import compute_grpo_passk_outcome_advantage
+from verl.algorithms.advantages.reinforce import (
+    compute_agentic_reinforce_advantage,
+    compute_reinforce_advantage,
+    compute_step_reinforce_advantage,
+)
+from verl.algorithms.advantages.reinforce_plus_plus import (
+    compute_reinforce_plus_plus_baseline_outcome_advantage,
+    compute_reinforce_plus_plus_outcome_advantage,
+)
+from verl.algorithms.advantages.remax import compute_remax_outcome_advantage
+from verl.algorithms.advantages.rloo import compute_rloo_outcome_advantage
+
+__all__ = [
+    "ADV_ESTIMATOR_REGISTRY",
+    "AdvantageEstimator",
+    "AdvantageFn",
+    "NonFiniteError",
+    "compute_agentic_reinforce_advantage",
+    "compute_gae_advantage_return",
+    "compute_gdpo_outcome_advantage",
+    "compute_gigpo_outcome_advantage",
+    "compute_gpg_outcome_advantage",
+    "compute_grpo_outcome_advantage",
+    "compute_grpo_passk_outcome_advantage",
+    "compute_multi_turn_optimal_token_baseline_advantage",
+    "compute_opo_outcome_advantage",
+    "compute_optimal_token_baseline_advantage",
+    "compute_reinforce_advantage",
+    "compute_reinforce_plus_plus_baseline_outcome_advantage",
+    "compute_reinforce_plus_plus_outcome_advantage",
+    "compute_remax_outcome_advantage",
+    "compute_rloo_outcome_advantage",
+    "compute_step_reinforce_advantage",
+    "get_adv_estimator_fn",
+    "register_adv_est",
+]
+
+
+class AdvantageEstimator(str, Enum):
+    """The built-in names. Your own needs no entry here: any registered string will do."""
+
+    GAE = "gae"
+    GRPO = "grpo"
+    RLOO = "rloo"
+    REMAX = "remax"
+    REINFORCE_PLUS_PLUS = "reinforce_plus_plus"
+    REINFORCE_PLUS_PLUS_BASELINE = "reinforce_plus_plus_baseline"
+    REINFORCE = "reinforce"
+    STEP_REINFORCE = "step_reinforce"
+    AGENTIC_REINFORCE = "agentic_reinforce"
+    GIGPO = "gigpo"
+    GRPO_PASSK = "grpo_passk"
+    OPO = "opo"
+    GPG = "gpg"
+    GDPO = "gdpo"
+    OPTIMAL_TOKEN_BASELINE = "optimal_token_baseline"
+    TIR_OPTIMAL_TOKEN_BASELINE = "tir_optimal_token_baseline"
+    GRPO_VECTORIZED = "grpo_vectorized"
+    RLOO_VECTORIZED = "rloo_vectorized"

@@ -1,0 +1,68 @@
+"""GAE: generalized advantage estimation, with a critic."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from verl.algorithms.advantages.common import (
+    pack_finite,
+    register_adv_est,
+    whiten,
+)
+from verl.algorithms.cells import PackedCells
+from verl.algorithms.registry import About
+
+
+@register_adv_est(
+    "gae",
+    about=About(
+        "whiten(sum_k (gamma lam)^k delta_(t+k)), delta_t = r_t + gamma V_(t+1) - V_t",
+        "PPO proper: dense rewards, long responses; trains a critic beside the policy",
+        "arXiv:1506.02438",
+        "algorithms/advantages/test_gae.py::test_gae_of_a_batch_with_a_hole_by_hand",
+        options="algorithm.gamma algorithm.lam algorithm.advantage.whiten",
+    ),
+)
+@torch.no_grad()
+def compute_gae_advantage_return(
+    token_level_rewards: Tensor,
+    values: Tensor,
+    response_mask: Tensor,
+    gamma: float,
+    lam: float,
+    whiten_advantages: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """Judge a token by the discounted sum of the surprises that follow it.
+
+    With V the critic's value before each token and delta_t = r_t + gamma V_(t+1) - V_t the surprise at token t,
+
+        A_t = sum_k (gamma lam)^k delta_(t+k),      return_t = A_t + V_t,      V = 0 after the last token.
+
+    lam = 0 trusts the critic, lam = 1 only what happened. Masked tokens are skipped, not waited for: the token before
+    a tool's output is followed by the token after it. Advantages are then whitened over all tokens of the batch.
+
+    Args:
+        token_level_rewards: (B, R) float; only unmasked cells are read.
+        values: (B, R) float.
+        response_mask: (B, R); 1 on tokens the policy sampled; holes allowed.
+        gamma, lam: discount and trace decay, both in [0, 1].
+        whiten_advantages: False leaves the advantages as the sum gave them.
+
+    Returns:
+        advantages, returns: (B, R), zero where masked. Advantages have mean 0 and variance 1 over the tokens; returns
+        are left as they are, since the critic learns them.
+
+    Raises:
+        NonFiniteError: a reward or value of an unmasked token is NaN or infinite.
+
+    Source: Schulman et al. 2016, section 3 (arXiv:1506.02438).
+    """
+    cells = PackedCells(response_mask)
+    r = pack_finite("token_level_rewards", token_level_rewards, cells)
+    v = pack_finite("values", values, cells)
+    delta = r + gamma * cells.next(v) - v
+    advantages = cells.suffix_sum(delta, gamma * lam)
+    returns = advantages + v
+    advantages = whiten(advantages, cells) if whiten_advantages else advantages
+    return cells.unpack(advantages), cells.unpack(returns)

@@ -1,0 +1,69 @@
+"""GPG: the group's mean as the baseline, scaled by the share of responses that teach."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from verl.algorithms.advantages.common import (
+    Groups,
+    outcome_scores,
+    register_adv_est,
+)
+from verl.algorithms.cells import PackedCells
+from verl.algorithms.registry import About
+
+
+@register_adv_est(
+    "gpg",
+    about=About(
+        "(s_i - mean_G s) B / (responses where that is not 0)",
+        "many groups all right or all wrong; goes with `loss_mode=gpg`",
+        "arXiv:2504.02546",
+        "algorithms/advantages/test_gpg.py::test_gpg_by_hand_scales_by_the_share_of_responses_that_teach",
+    ),
+)
+@torch.no_grad()
+def compute_gpg_outcome_advantage(
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    index: np.ndarray,
+    epsilon: float = 1e-6,
+    f_norm: float = 1.0,
+    config: Any = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor]:
+    """Judge a response against its siblings' mean, scaled up by how few responses of the batch teach anything.
+
+        A_i = alpha (s_i - mean_g s) / f_norm,      alpha = B / (responses whose s_i - mean_g s is not 0)
+
+    Groups all right or all wrong have no gradient; alpha keeps the size of the step as if they had been left out.
+    A response without siblings is compared with zero. Goes with ``policy_loss.loss_mode=gpg``.
+
+    verl counts non-zero *scores* instead, so that its alpha depends on where zero lies on the reward's scale.
+
+    Args:
+        token_level_rewards: (B, R) float; zero where ``response_mask`` is.
+        response_mask: (B, R); 1 on tokens the policy sampled.
+        index: (B,) prompt ids; equal ids are siblings. Order is free.
+        f_norm: a constant divisor.
+        epsilon, config: unused; estimators of verl take them.
+
+    Returns:
+        advantages, returns: both (B, R) and equal; zero where masked.
+
+    Raises:
+        NonFiniteError: a score is NaN or infinite.
+
+    Source: Chu et al. 2025, Group Policy Gradient, equation 7 (arXiv:2504.02546).
+    """
+    scores, groups = outcome_scores(token_level_rewards), Groups(index, token_level_rewards.device)
+    cells = PackedCells(response_mask)
+    centred = scores - torch.where(groups.is_alone, 0, groups.mean(scores))
+    has_tokens = cells.lengths > 0
+    alpha = has_tokens.sum() / (has_tokens & (centred != 0)).sum().clamp(min=1)
+    advantages = cells.spread((alpha * centred / f_norm).to(token_level_rewards.dtype))
+    return advantages, advantages

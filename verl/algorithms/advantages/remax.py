@@ -1,0 +1,58 @@
+"""ReMax: the score of the greedy response as the baseline."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from verl.algorithms.advantages.common import (
+    pack_finite,
+    register_adv_est,
+    require_finite,
+)
+from verl.algorithms.cells import PackedCells
+from verl.algorithms.registry import About
+
+
+@register_adv_est(
+    "remax",
+    about=About(
+        "sum_(k>=t) r_k - score of the greedy response",
+        "one response to a prompt; costs one greedy response more",
+        "arXiv:2310.10505",
+        "algorithms/advantages/test_remax.py::test_remax_by_hand",
+    ),
+)
+@torch.no_grad()
+def compute_remax_outcome_advantage(
+    token_level_rewards: Tensor,
+    reward_baselines: Tensor,
+    response_mask: Tensor,
+    config: Any = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor]:
+    """Judge a response by the score of the greedy response to the same prompt.
+
+        return_t = sum_(k >= t) r_k,      A_t = return_t - b_i
+
+    Args:
+        token_level_rewards: (B, R) float; only unmasked cells are read.
+        reward_baselines: (B,) float; b_i, the score of the greedy response to row i's prompt.
+        response_mask: (B, R); 1 on tokens the policy sampled.
+        config: unused; estimators of verl take it.
+
+    Returns:
+        advantages, returns: (B, R), zero where masked.
+
+    Raises:
+        NonFiniteError: a reward or baseline is NaN or infinite.
+
+    Source: Li et al. 2024, section 4 (arXiv:2310.10505).
+    """
+    cells = PackedCells(response_mask)
+    r = pack_finite("token_level_rewards", token_level_rewards, cells)
+    require_finite("reward_baselines", reward_baselines)
+    returns = cells.suffix_sum(r, 1.0)
+    return cells.unpack(returns - cells.repeat(reward_baselines.to(returns))), cells.unpack(returns)
