@@ -140,7 +140,7 @@ def main() -> None:
         for name, num_tensors, call in calls(mask, columns):
             cost = block_cost(call, repeat=15)
             # float32 columns and the int64 mask
-            padded, real = (copy_ms(cells * (4 * num_tensors + 8)) for cells in (mask.numel(), tokens))
+            padded, real = (copy_ms(positions * (4 * num_tensors + 8)) for positions in (mask.numel(), tokens))
             ratios = {"ratio_to_padded_copy": cost / padded, "ratio_to_real_copy": cost / real}
             rows.append({"name": name, "rows": count, "width": width, "tokens": tokens, "cpu_ms": cost, **ratios})
     report("algorithms", rows)

@@ -3,7 +3,7 @@ import torch
 from torch.testing import assert_close
 
 from tests.algorithms.batches import normal, ragged_mask
-from verl.algorithms import cells as cells_module
+from verl.algorithms import valid_tokens as valid_tokens_module
 from verl.algorithms.aggregate import AGG_MODES, AggMode, agg_loss, agg_weight
 
 MODES = list(AGG_MODES)
@@ -14,7 +14,7 @@ MASK = torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0], [0, 0, 0, 0]])
 @pytest.fixture(params=["dense", "packed"])
 def both_layouts(request, monkeypatch):
     if request.param == "packed":
-        monkeypatch.setattr(cells_module, "DENSE_BELOW", 0)
+        monkeypatch.setattr(valid_tokens_module, "PADDED_BELOW", 0)
 
 
 BY_HAND = {  # loss and weight of the batch, loss of the first row alone
@@ -47,7 +47,7 @@ def test_a_batch_without_tokens_costs_nothing(mode):
 
 @pytest.mark.usefixtures("both_layouts")
 @pytest.mark.parametrize("mode", MODES)
-def test_masked_cells_have_no_influence_and_no_gradient_even_if_nan(mode):
+def test_masked_positions_have_no_influence_and_no_gradient_even_if_nan(mode):
     loss = torch.where(MASK.bool(), LOSS, torch.nan).requires_grad_(True)
     value = agg_loss(loss, MASK, mode)
     value.backward()

@@ -116,7 +116,7 @@ def test_a_sampler_that_is_the_trainer_changes_nothing(level):
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_padding_order_and_what_stands_in_masked_cells_change_nothing(level):
+def test_padding_order_and_values_at_masked_positions_change_nothing(level):
     mask = ragged_mask(5, 7, seed=2)
     old, rollout = normal(mask, 3), normal(mask, 4)
     flip = lambda x, fill: torch.nn.functional.pad(x.flip(0), (0, 3), value=fill)  # noqa: E731

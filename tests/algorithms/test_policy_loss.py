@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from verl.algorithms import cells as cells_module
+from verl.algorithms import valid_tokens as valid_tokens_module
 from verl.algorithms.policy_loss import (
     POLICY_LOSS_REGISTRY,
     compute_policy_loss,
@@ -28,7 +28,7 @@ TOKEN_GRADIENTS = torch.tensor([[-1.105171, 0.0, 0.0, 0.0], [1.637462, -0.552585
 @pytest.fixture(params=["dense", "packed"], autouse=True)
 def both_layouts(request, monkeypatch):
     if request.param == "packed":
-        monkeypatch.setattr(cells_module, "DENSE_BELOW", 0)
+        monkeypatch.setattr(valid_tokens_module, "PADDED_BELOW", 0)
 
 
 @pytest.mark.parametrize(

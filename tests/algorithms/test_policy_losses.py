@@ -9,7 +9,7 @@ from torch.testing import assert_close
 
 from tests.algorithms.batches import normal, ragged_mask
 from tests.algorithms.test_aggregate import MODES
-from verl.algorithms import cells as cells_module
+from verl.algorithms import valid_tokens as valid_tokens_module
 from verl.algorithms.losses import PPOLoss, TokenOutputs
 from verl.algorithms.policy_cov import TOKEN_CHOICES, choose_clip_cov, choose_kl_cov
 from verl.algorithms.policy_loss import POLICY_LOSS_REGISTRY, get_policy_loss_fn
@@ -58,7 +58,7 @@ def run(name, config, new, old=OLD, adv=ADV, mask=MASK, mode="token-mean", mu=MU
 @pytest.fixture(params=["dense", "packed"])
 def both_layouts(request, monkeypatch):
     if request.param == "packed":
-        monkeypatch.setattr(cells_module, "DENSE_BELOW", 0)
+        monkeypatch.setattr(valid_tokens_module, "PADDED_BELOW", 0)
 
 
 def test_the_config_offers_what_is_registered_and_every_name_has_its_literals():
@@ -284,7 +284,7 @@ def test_on_fresh_samples_every_loss_follows_the_policy_gradient(name):
 
 @pytest.mark.usefixtures("both_layouts")
 @pytest.mark.parametrize("name", NAMES)
-def test_masked_cells_have_no_influence_and_no_gradient_even_if_nan(name):
+def test_masked_positions_have_no_influence_and_no_gradient_even_if_nan(name):
     b, config = random_batch(seed=7), actor(name)
     clean = b["new"].clone().requires_grad_(True)
     loss, metrics = call(name, config, b, clean)

@@ -3,7 +3,7 @@ import torch
 from torch.testing import assert_close
 
 from tests.algorithms.batches import normal, ragged_mask
-from verl.algorithms import cells as cells_module
+from verl.algorithms import valid_tokens as valid_tokens_module
 from verl.algorithms.value_loss import compute_value_loss
 
 PREDICTED = torch.tensor([[0.9, 1.5, 0.0, 3.0], [1.0, 9.0, 9.0, 9.0]])
@@ -16,7 +16,7 @@ MASK = torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0]])
 @pytest.fixture(params=["dense", "packed"], autouse=True)
 def both_layouts(request, monkeypatch):
     if request.param == "packed":
-        monkeypatch.setattr(cells_module, "DENSE_BELOW", 0)
+        monkeypatch.setattr(valid_tokens_module, "PADDED_BELOW", 0)
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_gradients_agree_with_finite_differences(mode):
     )
 
 
-def test_masked_cells_have_no_influence_and_no_gradient_even_if_nan():
+def test_masked_positions_have_no_influence_and_no_gradient_even_if_nan():
     spoil = lambda x: torch.where(MASK.bool(), x, torch.nan)  # noqa: E731
     v = spoil(PREDICTED).requires_grad_(True)
     loss, clipfrac = compute_value_loss(v, spoil(RETURNS), spoil(OLD), MASK, 0.2)

@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from verl.algorithms.valid_tokens import real_cells
 from verl.algorithms.registry import About, Registry
+from verl.algorithms.valid_tokens import valid_tokens
 
 
 class AggMode(NamedTuple):
@@ -111,7 +111,7 @@ def agg_loss(loss_mat: Tensor, loss_mask: Tensor, loss_agg_mode: str, loss_scale
     A response without a token is not a response: it is in no sum and no count. A batch without tokens costs zero.
 
     Args:
-        loss_mat: (B, R) float; what stands in masked cells is ignored.
+        loss_mat: (B, R) float; what stands in masked positions is ignored.
         loss_mask: (B, R); 1 on tokens that count.
         loss_scale_factor: tokens; the divisor of ``seq-mean-token-sum-norm``. Default R, the width of ``loss_mat``:
             pass the configured response length where that width varies.
@@ -122,9 +122,9 @@ def agg_loss(loss_mat: Tensor, loss_mask: Tensor, loss_agg_mode: str, loss_scale
     Source: token-mean: Yu et al. 2025, DAPO (arXiv:2503.14476); seq-mean-token-mean: Shao et al. 2024
     (arXiv:2402.03300); constant divisor: Liu et al. 2025, Dr. GRPO (arXiv:2503.20783).
     """
-    cells = real_cells(loss_mask)
-    row_sums = cells.row_sum(cells.pack(loss_mat))
-    return agg_rows(row_sums, cells.lengths, loss_agg_mode, loss_scale_factor or loss_mat.shape[-1])
+    tokens = valid_tokens(loss_mask)
+    row_sums = tokens.row_sum(tokens.pack(loss_mat))
+    return agg_rows(row_sums, tokens.lengths, loss_agg_mode, loss_scale_factor or loss_mat.shape[-1])
 
 
 def agg_rows(row_sums: Tensor, counts: Tensor, loss_agg_mode: str, loss_scale_factor: float) -> Tensor:

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from verl.algorithms.aggregate import agg_rows
-from verl.algorithms.valid_tokens import DenseCells, PackedCells, real_cells
 from verl.algorithms.registry import Registry
+from verl.algorithms.valid_tokens import PaddedTokens, ValidTokens, valid_tokens
 
 PolicyLossFn = Callable[..., tuple]
 
@@ -63,7 +63,7 @@ class Tokens:
     """
 
     def __init__(self, old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, response_mask: Tensor):
-        self.cells: PackedCells | DenseCells = real_cells(response_mask)
+        self.cells: ValidTokens | PaddedTokens = valid_tokens(response_mask)
         self.width = response_mask.shape[-1]
         self.tracked = self.cells.pack(log_prob)
         self.log_prob = self.tracked.detach()

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from verl.algorithms import policy_cov, policy_ratio, policy_reinforce  # noqa: F401 - importing them registers theirs
 from verl.algorithms.aggregate import agg_rows
-from verl.algorithms.valid_tokens import real_cells
 from verl.algorithms.objective import (
     POLICY_LOSS_REGISTRY,
     PolicyLossFn,
@@ -32,6 +31,7 @@ from verl.algorithms.objective import (
 )
 from verl.algorithms.packed_correction import packed_kept, packed_weights
 from verl.algorithms.registry import About
+from verl.algorithms.valid_tokens import valid_tokens
 
 __all__ = [
     "POLICY_LOSS_REGISTRY",
@@ -113,7 +113,7 @@ def compute_policy_loss(
 
     Args:
         old_log_prob, log_prob, advantages: (B, R) float; differentiable in ``log_prob``.
-        response_mask: (B, R); 1 on tokens that count. Masked cells have no influence and get no gradient.
+        response_mask: (B, R); 1 on tokens that count. Masked positions have no influence and get no gradient.
         cliprange: epsilon; used on each side where ``cliprange_low`` or ``cliprange_high`` is None.
         clip_ratio_c: dual-clip bound on the ratio, above 1; None: no such bound.
         loss_agg_mode: see ``agg_loss``.
@@ -138,7 +138,7 @@ def compute_policy_loss(
             f"clip_ratio_c={clip_ratio_c} must exceed 1: at or below, it would cut tokens the policy has not moved. "
             f"Use 3.0 (the default), or null to switch the bound off."
         )
-    cells = real_cells(response_mask)
+    cells = valid_tokens(response_mask)
     token = clipped_objective(
         cells.pack(old_log_prob), cells.pack(log_prob), cells.pack(advantages), low, high, clip_ratio_c
     )

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from verl.algorithms.advantages.common import Groups, require_finite, whiten
-from verl.algorithms.valid_tokens import PackedCells
 from verl.algorithms.controls import CONTROLS
 from verl.algorithms.registry import About
+from verl.algorithms.valid_tokens import ValidTokens
 
 SMALLEST_STD = 1e-6
 """Scores that differ by less count as equal: they are not divided by their spread."""
@@ -328,9 +328,9 @@ def whiten_tokens(x: Tensor, response_mask: Tensor) -> Tensor:
 
     Source: of advantages: Andrychowicz et al. 2020 (arXiv:2006.05990).
     """
-    cells = PackedCells(response_mask)
-    flat = cells.pack(x)
-    return cells.unpack(whiten(flat if flat.dtype == torch.float64 else flat.float(), cells)).to(x.dtype)
+    tokens = ValidTokens(response_mask)
+    flat = tokens.pack(x)
+    return tokens.unpack(whiten(flat if flat.dtype == torch.float64 else flat.float(), tokens)).to(x.dtype)
 
 
 @CONTROLS.register(

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from verl.algorithms.aggregate import agg_rows
-from verl.algorithms.valid_tokens import real_cells
+from verl.algorithms.valid_tokens import valid_tokens
 
 
 def compute_value_loss(
@@ -26,7 +26,7 @@ def compute_value_loss(
     Args:
         vpreds: (B, R) float; V, the critic's present prediction; differentiable.
         returns, values: (B, R) float; the target, and V_old.
-        response_mask: (B, R); 1 on tokens that count. Masked cells have no influence and get no gradient.
+        response_mask: (B, R); 1 on tokens that count. Masked positions have no influence and get no gradient.
         cliprange_value: c, in units of the return; None: the first square alone.
         loss_agg_mode: see ``agg_loss``.
 
@@ -36,8 +36,8 @@ def compute_value_loss(
     Source: the PPO implementation of Schulman et al. 2017; see Huang et al. 2022, detail 9 of
     https://iclr-blog-track.github.io/2022/03/25/ppo-implementation-details/
     """
-    cells = real_cells(response_mask)
-    v, target, old = cells.pack(vpreds), cells.pack(returns), cells.pack(values)
+    tokens = valid_tokens(response_mask)
+    v, target, old = tokens.pack(vpreds), tokens.pack(returns), tokens.pack(values)
     with torch.no_grad():
         error = v - target
         bounded = v if cliprange_value is None else torch.clamp(v, old - cliprange_value, old + cliprange_value)
@@ -46,5 +46,5 @@ def compute_value_loss(
         losses = 0.5 * torch.maximum(error.square(), clipped_error.square())
         slope = error * ~is_clipped
     losses = losses + slope * (v - v.detach())
-    loss = agg_rows(cells.row_sum(losses), cells.lengths, loss_agg_mode, response_mask.shape[-1])
-    return loss, cells.mean(is_clipped)
+    loss = agg_rows(tokens.row_sum(losses), tokens.lengths, loss_agg_mode, response_mask.shape[-1])
+    return loss, tokens.mean(is_clipped)

@@ -61,7 +61,7 @@ def test_by_hand_in_a_batch_and_alone(name):
     assert_close(got, torch.tensor(alone, dtype=torch.float32) * MASK[first], rtol=0, atol=2e-6)
 
 
-def test_shape_dtype_and_masked_cells(name):
+def test_shape_dtype_and_masked_positions(name):
     mask = ragged_mask(8, 70, seed=0, holes=True)
     columns, extras = made_up(mask)
     columns = {k: v.float() for k, v in columns.items()}

@@ -3,7 +3,7 @@
 Every estimator takes (B, R) tensors and a mask and gives ``advantages, returns``, both (B, R) and zero where masked.
 It is called with those arguments it names; a new one is a function with ``@register_adv_est("name")`` on it, in a
 module of this folder or in a file of your own. Nothing here is differentiated, and padding costs nothing (see
-``cells``).
+``valid_tokens``).
 
 Letters: B responses, R response width, s_i = sum_t r_it the score of response i, G_i the responses to its prompt.
 """

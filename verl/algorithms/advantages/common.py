@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from verl.algorithms.cells import BLOCK, PackedCells
 from verl.algorithms.registry import Registry
+from verl.algorithms.valid_tokens import BLOCK, ValidTokens
 
 AdvantageFn = Callable[..., tuple[Tensor, Tensor]]
 
@@ -43,7 +43,7 @@ get_adv_estimator_fn = ADV_ESTIMATOR_REGISTRY.__getitem__
 
 
 class NonFiniteError(ValueError):
-    """An estimator was given NaN or infinity: one such cell would silently spoil the whole batch."""
+    """An estimator was given NaN or infinity: one such number would silently spoil the whole batch."""
 
 
 class Groups:
@@ -77,22 +77,22 @@ def outcome_scores(token_level_rewards: Tensor) -> Tensor:
     return scores
 
 
-def pack_finite(name: str, x: Tensor, cells: PackedCells) -> Tensor:
+def pack_finite(name: str, x: Tensor, tokens: ValidTokens) -> Tensor:
     """(B, R) to the packed (M,), in float32 or better, and finite."""
-    flat = cells.pack(x)
+    flat = tokens.pack(x)
     flat = flat if flat.dtype == torch.float64 else flat.float()
-    require_finite(name, flat, cells.row)
+    require_finite(name, flat, tokens.row)
     return flat
 
 
-def whiten(flat: Tensor, cells: PackedCells) -> Tensor:
+def whiten(flat: Tensor, tokens: ValidTokens) -> Tensor:
     """Shift and scale packed numbers to mean 0 and unbiased variance 1 over the tokens of the batch.
 
     One token alone, or equal ones, become zero: there is nothing to tell them apart.
     """
-    mean = flat.sum(dtype=torch.float64) / max(cells.total, 1)
-    centred = cells.clear_gaps(flat - mean)
-    variance = centred.square().sum() / max(cells.total - 1, 1)
+    mean = flat.sum(dtype=torch.float64) / max(tokens.total, 1)
+    centred = tokens.clear_gaps(flat - mean)
+    variance = centred.square().sum() / max(tokens.total - 1, 1)
     return centred * torch.rsqrt(variance + 1e-8)
 
 
@@ -107,6 +107,6 @@ def require_finite(name: str, x: Tensor, block_rows: Tensor | None = None) -> No
     rows = rows.unique().tolist()
     raise NonFiniteError(
         f"{name} holds {x[bad[0]].item()} in {len(rows)} of the batch's rows (first: {rows[:5]}), and must be finite: "
-        f"one such cell spoils the advantages of all. Find out what produced it: the reward function or its KL "
+        f"one such number spoils the advantages of all. Find out what produced it: the reward function or its KL "
         f"penalty for rewards, the critic's loss or learning rate for values."
     )

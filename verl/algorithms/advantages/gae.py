@@ -10,8 +10,8 @@ from verl.algorithms.advantages.common import (
     register_adv_est,
     whiten,
 )
-from verl.algorithms.cells import PackedCells
 from verl.algorithms.registry import About
+from verl.algorithms.valid_tokens import ValidTokens
 
 
 @register_adv_est(
@@ -43,7 +43,7 @@ def compute_gae_advantage_return(
     a tool's output is followed by the token after it. Advantages are then whitened over all tokens of the batch.
 
     Args:
-        token_level_rewards: (B, R) float; only unmasked cells are read.
+        token_level_rewards: (B, R) float; only unmasked tokens are read.
         values: (B, R) float.
         response_mask: (B, R); 1 on tokens the policy sampled; holes allowed.
         gamma, lam: discount and trace decay, both in [0, 1].
@@ -58,11 +58,11 @@ def compute_gae_advantage_return(
 
     Source: Schulman et al. 2016, section 3 (arXiv:1506.02438).
     """
-    cells = PackedCells(response_mask)
-    r = pack_finite("token_level_rewards", token_level_rewards, cells)
-    v = pack_finite("values", values, cells)
-    delta = r + gamma * cells.next(v) - v
-    advantages = cells.suffix_sum(delta, gamma * lam)
+    tokens = ValidTokens(response_mask)
+    r = pack_finite("token_level_rewards", token_level_rewards, tokens)
+    v = pack_finite("values", values, tokens)
+    delta = r + gamma * tokens.next(v) - v
+    advantages = tokens.suffix_sum(delta, gamma * lam)
     returns = advantages + v
-    advantages = whiten(advantages, cells) if whiten_advantages else advantages
-    return cells.unpack(advantages), cells.unpack(returns)
+    advantages = whiten(advantages, tokens) if whiten_advantages else advantages
+    return tokens.unpack(advantages), tokens.unpack(returns)

@@ -16,8 +16,8 @@ from verl.algorithms.advantages.common import (
     require_finite,
     whiten,
 )
-from verl.algorithms.cells import PackedCells
 from verl.algorithms.registry import About
+from verl.algorithms.valid_tokens import ValidTokens
 
 
 @register_adv_est(
@@ -68,7 +68,7 @@ def compute_gdpo_outcome_advantage(
     """
     outcome_scores(token_level_rewards)
     keys, weights = _rewards_to_combine(config)
-    groups, cells = Groups(index, token_level_rewards.device), PackedCells(response_mask)
+    groups, tokens = Groups(index, token_level_rewards.device), ValidTokens(response_mask)
     combined = torch.zeros(len(response_mask), dtype=torch.float64, device=token_level_rewards.device)
     for key, weight in zip(keys, weights, strict=True):
         if key not in non_tensor_batch:
@@ -82,8 +82,8 @@ def compute_gdpo_outcome_advantage(
         mean = groups.mean(scores)
         std = torch.where(groups.is_alone, 1, groups.std(scores, mean))
         combined += weight * (scores - torch.where(groups.is_alone, 0, mean)) / (std + epsilon)
-    advantages = cells.repeat(combined.to(token_level_rewards.dtype))
-    advantages = cells.unpack(whiten(advantages, cells) if whiten_advantages else advantages)
+    advantages = tokens.repeat(combined.to(token_level_rewards.dtype))
+    advantages = tokens.unpack(whiten(advantages, tokens) if whiten_advantages else advantages)
     return advantages, advantages
 
 

@@ -63,7 +63,7 @@ def compute_gigpo_outcome_advantage(
     A = (episode_weight + step_weight) times the advantage of ``grpo``.
 
     Args:
-        token_level_rewards: (B, R) float; of turns, only unmasked cells are read.
+        token_level_rewards: (B, R) float; of turns, only unmasked tokens are read.
         response_mask: (B, R); each run of ones is a turn. A row of zeros counts as an episode, not as turns.
         index: (B,) prompt ids; equal ids are siblings. Order is free.
         turn_state_ids: (B,) sequences, one entry for each of the row's turns: text, numbers, arrays, or lists of them.

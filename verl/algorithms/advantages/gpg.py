@@ -13,8 +13,8 @@ from verl.algorithms.advantages.common import (
     outcome_scores,
     register_adv_est,
 )
-from verl.algorithms.cells import PackedCells
 from verl.algorithms.registry import About
+from verl.algorithms.valid_tokens import ValidTokens
 
 
 @register_adv_est(
@@ -61,9 +61,9 @@ def compute_gpg_outcome_advantage(
     Source: Chu et al. 2025, Group Policy Gradient, equation 7 (arXiv:2504.02546).
     """
     scores, groups = outcome_scores(token_level_rewards), Groups(index, token_level_rewards.device)
-    cells = PackedCells(response_mask)
+    tokens = ValidTokens(response_mask)
     centred = scores - torch.where(groups.is_alone, 0, groups.mean(scores))
-    has_tokens = cells.lengths > 0
+    has_tokens = tokens.lengths > 0
     alpha = has_tokens.sum() / (has_tokens & (centred != 0)).sum().clamp(min=1)
-    advantages = cells.spread((alpha * centred / f_norm).to(token_level_rewards.dtype))
+    advantages = tokens.spread((alpha * centred / f_norm).to(token_level_rewards.dtype))
     return advantages, advantages

@@ -13,8 +13,8 @@ from verl.algorithms.advantages.common import (
     outcome_scores,
     register_adv_est,
 )
-from verl.algorithms.cells import PackedCells
 from verl.algorithms.registry import About
+from verl.algorithms.valid_tokens import ValidTokens
 
 
 @register_adv_est(
@@ -75,7 +75,7 @@ def compute_grpo_outcome_advantage(
     advantages = scores - torch.where(groups.is_alone, 0, mean)
     if norm_adv_by_std_in_grpo:
         advantages /= torch.where(groups.is_alone, 1, groups.std(scores, mean)) + epsilon
-    advantages = PackedCells(response_mask).spread(advantages.to(token_level_rewards.dtype))
+    advantages = ValidTokens(response_mask).spread(advantages.to(token_level_rewards.dtype))
     return advantages, advantages
 
 

@@ -13,8 +13,8 @@ from verl.algorithms.advantages.common import (
     outcome_scores,
     register_adv_est,
 )
-from verl.algorithms.cells import PackedCells
 from verl.algorithms.registry import About
+from verl.algorithms.valid_tokens import ValidTokens
 
 
 @register_adv_est(
@@ -58,9 +58,9 @@ def compute_opo_outcome_advantage(
     Source: Hao et al. 2025, On-Policy RL with Optimal reward baseline, equation 8 (arXiv:2505.23585).
     """
     scores, groups = outcome_scores(token_level_rewards), Groups(index, token_level_rewards.device)
-    cells = PackedCells(response_mask)
-    lengths = cells.lengths.to(scores)
+    tokens = ValidTokens(response_mask)
+    lengths = tokens.lengths.to(scores)
     baseline = groups.sum(lengths * scores) / groups.sum(lengths).clamp(min=1)
     advantages = scores - torch.where(groups.is_alone, 0, baseline)
-    advantages = cells.spread(advantages.to(token_level_rewards.dtype))
+    advantages = tokens.spread(advantages.to(token_level_rewards.dtype))
     return advantages, advantages

@@ -11,8 +11,8 @@ from verl.algorithms.advantages.common import (
     pack_finite,
     register_adv_est,
 )
-from verl.algorithms.cells import BLOCK, PackedCells
 from verl.algorithms.registry import About
+from verl.algorithms.valid_tokens import BLOCK, ValidTokens
 
 
 @register_adv_est(
@@ -64,28 +64,28 @@ def compute_optimal_token_baseline_advantage(
 
     Source: The Optimal Token Baseline, 2026 (arXiv:2602.07078).
     """
-    cells, groups = PackedCells(response_mask), Groups(index, response_mask.device)
-    returns = cells.suffix_sum(pack_finite("token_level_rewards", token_level_rewards, cells), 1.0)
-    energy = 1 - 2 * pack_finite("old_log_probs", old_log_probs, cells).exp()
-    energy = energy + pack_finite("sum_pi_squared", sum_pi_squared, cells)
+    tokens, groups = ValidTokens(response_mask), Groups(index, response_mask.device)
+    returns = tokens.suffix_sum(pack_finite("token_level_rewards", token_level_rewards, tokens), 1.0)
+    energy = 1 - 2 * pack_finite("old_log_probs", old_log_probs, tokens).exp()
+    energy = energy + pack_finite("sum_pi_squared", sum_pi_squared, tokens)
     if rollout_is_weights is not None:
-        energy = energy * pack_finite("rollout_is_weights", rollout_is_weights, cells).square()
+        energy = energy * pack_finite("rollout_is_weights", rollout_is_weights, tokens).square()
 
     # the k-th block of every row holds the same places, so siblings meet block by block
-    block = groups.group[cells.row] * cells.blocks_per_row + cells.place
+    block = groups.group[tokens.row] * tokens.blocks_per_row + tokens.block_in_row
 
     def over_siblings(flat: Tensor) -> Tensor:
         """Sum at the same place of all siblings, at each of their tokens."""
-        sums = flat.new_zeros(groups.num_groups * cells.blocks_per_row, BLOCK)
+        sums = flat.new_zeros(groups.num_groups * tokens.blocks_per_row, BLOCK)
         return sums.index_add_(0, block, flat.view(-1, BLOCK)).index_select(0, block).view(-1)
 
-    weight = cells.prefix_sum(cells.clear_gaps(energy))
+    weight = tokens.prefix_sum(tokens.clear_gaps(energy))
     baseline = over_siblings(weight * returns) / (over_siblings(weight) + epsilon)
-    has_baseline = ~cells.repeat(groups.is_alone)
+    has_baseline = ~tokens.repeat(groups.is_alone)
     if handle_zero_tail:
-        has_baseline &= over_siblings(cells.repeat(torch.ones_like(groups.group))) > 1
+        has_baseline &= over_siblings(tokens.repeat(torch.ones_like(groups.group))) > 1
     advantages = (returns - baseline * has_baseline).to(returns.dtype)
-    return cells.unpack(advantages), cells.unpack(returns)
+    return tokens.unpack(advantages), tokens.unpack(returns)
 
 
 @register_adv_est(

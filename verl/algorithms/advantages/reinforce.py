@@ -14,8 +14,8 @@ from verl.algorithms.advantages.common import (
     register_adv_est,
 )
 from verl.algorithms.advantages.turns import find_turns
-from verl.algorithms.cells import PackedCells
 from verl.algorithms.registry import About
+from verl.algorithms.valid_tokens import ValidTokens
 
 
 @register_adv_est(
@@ -41,7 +41,7 @@ def compute_reinforce_advantage(
     Masked tokens are skipped as in GAE. Nothing is subtracted or scaled: rewards must be centred by themselves.
 
     Args:
-        token_level_rewards: (B, R) float; only unmasked cells are read.
+        token_level_rewards: (B, R) float; only unmasked tokens are read.
         response_mask: (B, R); 1 on tokens the policy sampled; holes allowed.
         gamma: discount per token, in [0, 1].
 
@@ -53,8 +53,8 @@ def compute_reinforce_advantage(
 
     Source: Williams 1992, https://doi.org/10.1007/BF00992696
     """
-    cells = PackedCells(response_mask)
-    returns = cells.unpack(cells.suffix_sum(pack_finite("token_level_rewards", token_level_rewards, cells), gamma))
+    tokens = ValidTokens(response_mask)
+    returns = tokens.unpack(tokens.suffix_sum(pack_finite("token_level_rewards", token_level_rewards, tokens), gamma))
     return returns, returns
 
 
@@ -83,7 +83,7 @@ def compute_agentic_reinforce_advantage(
     So time passes with turns, not with tokens: a long answer is not discounted more than a short one.
 
     Args:
-        token_level_rewards: (B, R) float; only unmasked cells are read.
+        token_level_rewards: (B, R) float; only unmasked tokens are read.
         response_mask: (B, R); each run of ones is a turn.
         gamma: discount per turn, in [0, 1].
 
@@ -126,7 +126,7 @@ def compute_step_reinforce_advantage(
     So each turn is a step with a return of its own, set on its last token.
 
     Args:
-        token_level_rewards: (B, R) float; only unmasked cells are read.
+        token_level_rewards: (B, R) float; only unmasked tokens are read.
         response_mask: (B, R); each run of ones is a turn.
         gamma: discount per token within a turn, in [0, 1].
         step_gamma: discount from turn to turn, in [0, 1]; ``algorithm.step_gamma``.
@@ -144,5 +144,5 @@ def compute_step_reinforce_advantage(
     distance = torch.arange(response_mask.shape[-1], device=response_mask.device)
     nearness = torch.full_like(distance, gamma, dtype=torch.float64) ** distance
     to_go = turns.to_go(step_gamma)
-    returns = turns.cells.unpack(to_go[turns.number] * nearness.to(to_go.dtype)[turns.tokens_left])
+    returns = turns.tokens.unpack(to_go[turns.number] * nearness.to(to_go.dtype)[turns.tokens_left])
     return returns, returns

@@ -15,8 +15,8 @@ from verl.algorithms.advantages.common import (
     register_adv_est,
     whiten,
 )
-from verl.algorithms.cells import PackedCells
 from verl.algorithms.registry import About
+from verl.algorithms.valid_tokens import ValidTokens
 
 
 @register_adv_est(
@@ -46,7 +46,7 @@ def compute_reinforce_plus_plus_outcome_advantage(
     (``algorithm.use_kl_in_reward``).
 
     Args:
-        token_level_rewards: (B, R) float; only unmasked cells are read.
+        token_level_rewards: (B, R) float; only unmasked tokens are read.
         response_mask: (B, R); 1 on tokens the policy sampled.
         config: the ``algorithm`` section; read for ``gamma`` where that argument is left out.
         gamma: discount in [0, 1].
@@ -63,10 +63,10 @@ def compute_reinforce_plus_plus_outcome_advantage(
     """
     if gamma is None and config is None:
         raise ValueError("reinforce_plus_plus: gamma is missing. Pass gamma=, or config= with a gamma.")
-    cells = PackedCells(response_mask)
-    r = pack_finite("token_level_rewards", token_level_rewards, cells)
-    returns = cells.suffix_sum(r, config.gamma if gamma is None else gamma)
-    return cells.unpack(whiten(returns, cells) if whiten_advantages else returns), cells.unpack(returns)
+    tokens = ValidTokens(response_mask)
+    r = pack_finite("token_level_rewards", token_level_rewards, tokens)
+    returns = tokens.suffix_sum(r, config.gamma if gamma is None else gamma)
+    return tokens.unpack(whiten(returns, tokens) if whiten_advantages else returns), tokens.unpack(returns)
 
 
 @register_adv_est(
@@ -112,8 +112,8 @@ def compute_reinforce_plus_plus_baseline_outcome_advantage(
     Source: Hu et al. 2025, REINFORCE++ (arXiv:2501.03262).
     """
     scores, groups = outcome_scores(token_level_rewards), Groups(index, token_level_rewards.device)
-    cells = PackedCells(response_mask)
+    tokens = ValidTokens(response_mask)
     centred = scores - torch.where(groups.is_alone, 0, groups.mean(scores))
-    advantages = cells.repeat(centred.to(token_level_rewards.dtype))
-    advantages = cells.unpack(whiten(advantages, cells) if whiten_advantages else advantages)
+    advantages = tokens.repeat(centred.to(token_level_rewards.dtype))
+    advantages = tokens.unpack(whiten(advantages, tokens) if whiten_advantages else advantages)
     return advantages, advantages

@@ -12,8 +12,8 @@ from verl.algorithms.advantages.common import (
     register_adv_est,
     require_finite,
 )
-from verl.algorithms.cells import PackedCells
 from verl.algorithms.registry import About
+from verl.algorithms.valid_tokens import ValidTokens
 
 
 @register_adv_est(
@@ -38,7 +38,7 @@ def compute_remax_outcome_advantage(
         return_t = sum_(k >= t) r_k,      A_t = return_t - b_i
 
     Args:
-        token_level_rewards: (B, R) float; only unmasked cells are read.
+        token_level_rewards: (B, R) float; only unmasked tokens are read.
         reward_baselines: (B,) float; b_i, the score of the greedy response to row i's prompt.
         response_mask: (B, R); 1 on tokens the policy sampled.
         config: unused; estimators of verl take it.
@@ -51,8 +51,8 @@ def compute_remax_outcome_advantage(
 
     Source: Li et al. 2024, section 4 (arXiv:2310.10505).
     """
-    cells = PackedCells(response_mask)
-    r = pack_finite("token_level_rewards", token_level_rewards, cells)
+    tokens = ValidTokens(response_mask)
+    r = pack_finite("token_level_rewards", token_level_rewards, tokens)
     require_finite("reward_baselines", reward_baselines)
-    returns = cells.suffix_sum(r, 1.0)
-    return cells.unpack(returns - cells.repeat(reward_baselines.to(returns))), cells.unpack(returns)
+    returns = tokens.suffix_sum(r, 1.0)
+    return tokens.unpack(returns - tokens.repeat(reward_baselines.to(returns))), tokens.unpack(returns)

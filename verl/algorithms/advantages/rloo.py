@@ -13,8 +13,8 @@ from verl.algorithms.advantages.common import (
     outcome_scores,
     register_adv_est,
 )
-from verl.algorithms.cells import PackedCells
 from verl.algorithms.registry import About
+from verl.algorithms.valid_tokens import ValidTokens
 
 
 @register_adv_est(
@@ -61,7 +61,7 @@ def compute_rloo_outcome_advantage(
     n = groups.sizes
     advantages = (scores - groups.mean(scores)) * n / (n - 1).clamp(min=1)
     advantages = torch.where(groups.is_alone, scores, advantages)
-    advantages = PackedCells(response_mask).spread(advantages.to(token_level_rewards.dtype))
+    advantages = ValidTokens(response_mask).spread(advantages.to(token_level_rewards.dtype))
     return advantages, advantages
 
 

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from verl.algorithms.advantages.common import pack_finite
-from verl.algorithms.cells import BLOCK, PackedCells, discounted_suffix_sum
+from verl.algorithms.valid_tokens import BLOCK, ValidTokens, discounted_suffix_sum
 
 
 class Turns(NamedTuple):
-    """The K turns of a batch, one row's after another's; M as in ``PackedCells``."""
+    """The K turns of a batch, one row's after another's; M as in ``ValidTokens``."""
 
-    cells: PackedCells
+    tokens: ValidTokens
     number: Tensor
     """(M,): which of the turns a token belongs to."""
     tokens_left: Tensor
@@ -30,7 +30,7 @@ class Turns(NamedTuple):
     @property
     def counts(self) -> Tensor:
         """(B,): how many turns each row has; 0 of a row without tokens."""
-        return torch.bincount(self.row, minlength=self.cells.shape[0])
+        return torch.bincount(self.row, minlength=self.tokens.shape[0])
 
     def to_go(self, decay: float) -> Tensor:
         """(K,): rewards of a turn and of those after it in its row, ``decay`` less with each turn."""
@@ -42,7 +42,7 @@ class Turns(NamedTuple):
 
     def to_tokens(self, per_turn: Tensor) -> Tensor:
         """Give every token its turn's number: (K,) to (B, R), zero where masked."""
-        return self.cells.unpack(per_turn[self.number])
+        return self.tokens.unpack(per_turn[self.number])
 
 
 def find_turns(token_level_rewards: Tensor, response_mask: Tensor) -> Turns:
@@ -51,16 +51,16 @@ def find_turns(token_level_rewards: Tensor, response_mask: Tensor) -> Turns:
     Raises:
         NonFiniteError: a reward of an unmasked token is NaN or infinite.
     """
-    cells, is_own = PackedCells(response_mask), response_mask != 0
-    rewards = pack_finite("token_level_rewards", token_level_rewards, cells)
+    tokens, is_own = ValidTokens(response_mask), response_mask != 0
+    rewards = pack_finite("token_level_rewards", token_level_rewards, tokens)
     begins = is_own.clone()
     begins[:, 1:] &= ~is_own[:, :-1]
-    begins = cells.pack(begins)
+    begins = tokens.pack(begins)
     starts = begins.nonzero().squeeze(-1)
     number = (begins.cumsum(0) - 1).clamp(min=0)  # a gap counts to the turn before it
-    is_token = cells.repeat(torch.ones_like(cells.lengths))
-    lengths = torch.zeros_like(starts).index_add(0, number, is_token)
+    is_valid = tokens.repeat(torch.ones_like(tokens.lengths))
+    lengths = torch.zeros_like(starts).index_add(0, number, is_valid)
     here = torch.arange(len(number), device=number.device)
     tokens_left = ((starts + lengths)[number] - 1 - here).clamp(min=0)
     summed = rewards.new_zeros(len(starts)).index_add(0, number, rewards)
-    return Turns(cells, number, tokens_left, cells.row[starts // BLOCK], summed)
+    return Turns(tokens, number, tokens_left, tokens.row[starts // BLOCK], summed)

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from verl.algorithms.advantages import get_adv_estimator_fn
+from verl.algorithms.advantages import NonFiniteError, get_adv_estimator_fn, require_finite
 from verl.algorithms.advantages.gigpo import STATE_COLUMN, anchor_groups, anchor_metrics
-from verl.algorithms.advantages import NonFiniteError, require_finite
+from verl.algorithms.advantages.turns import find_turns
 from verl.algorithms.kl import kl_penalty as kl_estimate
 from verl.algorithms.reward_shaping import (
     Moments,
@@ -31,7 +31,6 @@ from verl.algorithms.reward_shaping import (
     whiten_tokens,
     within_difficulty,
 )
-from verl.algorithms.advantages.turns import find_turns
 from verl.batch.ragged import WINDOWS, Layout, Ragged
 from verl.protocol import DataProto
 from verl.utils.torch_functional import masked_mean

@@ -1,9 +1,9 @@
-"""Work on the real cells of a masked (B, R) tensor, so that padding costs nothing.
+"""Arithmetic on the valid tokens of a masked (B, R) tensor, so that padding costs nothing.
 
-A batch of 1024 x 4096 holds perhaps 300,000 sampled tokens; everything else is padding. ``PackedCells`` lays the
+A batch of 1024 x 4096 holds perhaps 300,000 sampled tokens; everything else is padding. ``ValidTokens`` lays the
 tokens of each row side by side (holes left by tool output close up) and the rows one after another, each starting at
 a multiple of ``BLOCK``; the gaps this leaves hold zeros. Elementwise formulas then run on the flat vector as they are
-written in a paper, and "the next token" is the next cell.
+written in a paper, and "the next token" is the next position.
 
 Knows masks and arithmetic; knows no algorithm.
 """
@@ -15,14 +15,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 BLOCK = 64
-"""Cells per block: long enough for matrix products to pay, short enough to waste little on the ends of rows."""
+"""Tokens per block: long enough for matrix products to pay, short enough to waste little on the ends of rows."""
 
-DENSE_BELOW = 1 << 16
-"""Masks with fewer cells than this are handled as they stand: packing would cost more than it saves."""
+PADDED_BELOW = 1 << 16
+"""Masks with fewer positions than this stay padded: packing would cost more than it saves."""
 
 
-class PackedCells:
-    """Where the ones of a (B, R) mask stand, and how to visit only them.
+class ValidTokens:
+    """The positions of the ones of a (B, R) mask, laid out flat.
 
     ``lengths`` (B,) counts the ones of each row, ``total`` all of them. Packed vectors have shape (M,), where M is
     a multiple of ``BLOCK``.
@@ -37,31 +37,31 @@ class PackedCells:
         num_blocks = (self.lengths + BLOCK - 1) // BLOCK
         end_block = num_blocks.cumsum(0)
         self.row = torch.repeat_interleave(num_blocks)
-        self.place = torch.arange(len(self.row), device=mask.device) - (end_block - num_blocks)[self.row]
+        self.block_in_row = torch.arange(len(self.row), device=mask.device) - (end_block - num_blocks)[self.row]
         is_used = num_blocks > 0
         self.last = end_block[is_used] - 1
         ones_in_last = (self.lengths - (num_blocks - 1) * BLOCK)[is_used]
         self.gap = torch.arange(BLOCK, device=mask.device) >= ones_in_last.unsqueeze(-1)
 
         self.blocks_per_row = -(-mask.shape[-1] // BLOCK)
-        self.source = self.row * self.blocks_per_row + self.place
-        self.cells_in = self.cells_out = None
+        self.source = self.row * self.blocks_per_row + self.block_in_row
+        self.valid_positions = self.packed_positions = None
         if int(self._clear_gaps(_blocks(mask).index_select(0, self.source)).sum()) != self.total:
             # A row has a hole or starts late: its tokens are moved one by one, in order.
-            self.cells_in = mask.reshape(-1).nonzero().squeeze(-1)
-            is_cell = self._clear_gaps(torch.ones(len(self.row), BLOCK, dtype=torch.bool, device=mask.device))
-            self.cells_out = is_cell.view(-1).nonzero().squeeze(-1)
+            self.valid_positions = mask.reshape(-1).nonzero().squeeze(-1)
+            is_valid = self._clear_gaps(torch.ones(len(self.row), BLOCK, dtype=torch.bool, device=mask.device))
+            self.packed_positions = is_valid.view(-1).nonzero().squeeze(-1)
 
     def pack(self, x: Tensor) -> Tensor:
-        """(B, R) to (M,); differentiable. What stands in masked cells never enters a result, be it NaN."""
+        """(B, R) to (M,); differentiable. Values at masked positions never enter a result, even NaN."""
         return _Pack.apply(x, self)
 
     def unpack(self, flat: Tensor) -> Tensor:
         """(M,) to (B, R), zero where masked, whatever the gaps hold."""
         num_rows, width = self.shape
-        if self.cells_in is not None:
+        if self.valid_positions is not None:
             out = flat.new_zeros(num_rows * width)
-            out[self.cells_in] = flat[self.cells_out]
+            out[self.valid_positions] = flat[self.packed_positions]
             return out.view(num_rows, width)
         out = flat.new_zeros(num_rows * self.blocks_per_row, BLOCK)
         out.index_copy_(0, self.source, flat.view(-1, BLOCK))
@@ -101,7 +101,7 @@ class PackedCells:
         """
         blocks = flat.view(-1, BLOCK) @ _decays(BLOCK, decay, flat)
         heads = flat.new_zeros(self.shape[0] * (self.blocks_per_row + 1))
-        here = self.row * (self.blocks_per_row + 1) + self.place
+        here = self.row * (self.blocks_per_row + 1) + self.block_in_row
         heads[here] = blocks[:, 0]
         from_right = discounted_suffix_sum(heads.view(self.shape[0], -1), decay**BLOCK).reshape(-1)[here + 1]
         return blocks.addr_(from_right, _powers(BLOCK, decay, flat)).view(-1)
@@ -110,7 +110,7 @@ class PackedCells:
         """y_t = x_t + y_(t-1) along each row, in float64; gaps are zero. Gaps must hold zeros."""
         sums = flat.double().cumsum(0)
         before = torch.cat([sums.new_zeros(1), sums[BLOCK - 1 :: BLOCK][:-1]])  # each block
-        starts = (torch.arange(len(self.row), device=flat.device) - self.place).unsqueeze(-1)
+        starts = (torch.arange(len(self.row), device=flat.device) - self.block_in_row).unsqueeze(-1)
         return self.clear_gaps((sums.view(-1, BLOCK) - before[starts]).view(-1))
 
     def clear_gaps(self, flat: Tensor) -> Tensor:
@@ -119,9 +119,9 @@ class PackedCells:
         return flat
 
     def _gather(self, x: Tensor) -> Tensor:
-        if self.cells_in is not None:
+        if self.valid_positions is not None:
             flat = x.new_zeros(len(self.row) * BLOCK)
-            flat[self.cells_out] = x.reshape(-1)[self.cells_in]
+            flat[self.packed_positions] = x.reshape(-1)[self.valid_positions]
             return flat
         return self._clear_gaps(_blocks(x).index_select(0, self.source)).view(-1)
 
@@ -131,38 +131,38 @@ class PackedCells:
         return blocks
 
 
-class DenseCells:
-    """The same for small masks, and on accelerators, where asking for a count would stall the queue: (B, R) stays."""
+class PaddedTokens:
+    """The same interface for small masks, and on accelerators, where reading a count would synchronise: (B, R) stays."""
 
     def __init__(self, mask: Tensor):
-        self.is_cell = mask.bool()
+        self.is_valid = mask.bool()
         self.lengths = mask.sum(-1)
         self.total = self.lengths.sum()
 
     def pack(self, x: Tensor) -> Tensor:
-        """Zero the masked cells; their gradient is zero too, be they NaN."""
-        return torch.where(self.is_cell, x, 0)
+        """Zero the masked positions; their gradient is zero too, even if they are NaN."""
+        return torch.where(self.is_valid, x, 0)
 
     def repeat(self, per_row: Tensor) -> Tensor:
         """Give every token its row's number: (B,) to (B, R), zero where masked."""
-        return torch.where(self.is_cell, per_row.unsqueeze(-1), 0)
+        return torch.where(self.is_valid, per_row.unsqueeze(-1), 0)
 
     def row_sum(self, x: Tensor) -> Tensor:
         """Sum each row: (B, R) to (B,)."""
         return x.sum(-1)
 
     def row_max(self, x: Tensor) -> Tensor:
-        """The largest of each row, (B, R) to (B,), or zero if none is above it. Masked cells must hold zeros."""
+        """The largest of each row, (B, R) to (B,), or zero if none is above it. Masked positions must hold zeros."""
         return x.amax(-1).clamp(min=0) if x.shape[-1] else x.new_zeros(len(x))
 
     def mean(self, x: Tensor) -> Tensor:
-        """Mean over all ones of the mask; zero if there are none. Masked cells must hold zeros."""
+        """Mean over all ones of the mask; zero if there are none. Masked positions must hold zeros."""
         return x.sum() / self.total.clamp(min=1)
 
 
-def real_cells(mask: Tensor) -> PackedCells | DenseCells:
+def valid_tokens(mask: Tensor) -> ValidTokens | PaddedTokens:
     """Choose the cheaper way to visit the ones of a (B, R) mask."""
-    return PackedCells(mask) if mask.device.type == "cpu" and mask.numel() >= DENSE_BELOW else DenseCells(mask)
+    return ValidTokens(mask) if mask.device.type == "cpu" and mask.numel() >= PADDED_BELOW else PaddedTokens(mask)
 
 
 def discounted_suffix_sum(x: Tensor, decay: float) -> Tensor:
@@ -179,13 +179,13 @@ def discounted_suffix_sum(x: Tensor, decay: float) -> Tensor:
 
 class _Pack(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, cells: PackedCells) -> Tensor:
-        ctx.cells = cells
-        return cells._gather(x)
+    def forward(ctx, x: Tensor, tokens: ValidTokens) -> Tensor:
+        ctx.tokens = tokens
+        return tokens._gather(x)
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.cells.unpack(grad), None
+        return ctx.tokens.unpack(grad), None
 
 
 def _blocks(x: Tensor) -> Tensor:
@@ -202,7 +202,7 @@ def _decays(n: int, decay: float, like: Tensor) -> Tensor:
 
 
 def _powers(n: int, decay: float, like: Tensor) -> Tensor:
-    """(n,) decay^n ... decay^1: how far each cell of a block is from the next block's head."""
+    """(n,) decay^n ... decay^1: the distance of each token of a block to the next block's head."""
     return _power(decay, torch.arange(n, 0, -1, device=like.device)).to(like.dtype)
 
 
