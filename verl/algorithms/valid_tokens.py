@@ -132,7 +132,7 @@ class ValidTokens:
 
 
 class PaddedTokens:
-    """The same interface for small masks, and on accelerators, where reading a count would synchronise: (B, R) stays."""
+    """The same interface for small masks, and on accelerators, where a count would synchronise: (B, R) stays."""
 
     def __init__(self, mask: Tensor):
         self.is_valid = mask.bool()
