@@ -22,9 +22,8 @@ from tests.support.ranks import run_ranks
 from tests.support.runs import make_task, overrides
 from verl.config.load import load_ppo_config
 from verl.config.rollout import RolloutConfig
-from verl.trainer.buffer.one_step_off import OneStepOffTrainer
 from verl.trainer.ppo.job import PPOJob
-from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+from verl.trainer.ppo.ray_trainer import OneStepOffTrainer, RayPPOTrainer
 from verl.utils.tiny_model import make_tiny_model
 from verl.workers.rollout.hf.rollout import HFRollout
 from verl.workers.rollout.weights.link import WeightLink, find_store, open_store

@@ -26,7 +26,7 @@ from torch.utils.data import Dataset
 
 from benchmarks.measure import report
 from verl.data.loader import build_train_loader
-from verl.trainer.buffer.over_sampling import GroupSampler
+from verl.trainer.buffer.over_sampling import GroupScheduler
 from verl.trainer.buffer.prompt_pool import PromptPool
 from verl.utils.tiny_model import make_tiny_model
 from verl.workers.rollout.base import Request, SamplingParams
@@ -73,11 +73,11 @@ def serve(folder: str, pipe: Any) -> None:
     server.stop()
 
 
-def sampler(**settings: Any) -> GroupSampler:
+def sampler(**settings: Any) -> GroupScheduler:
     config = {"n": N, "response_length": LONGEST, "over_sample_rate": 0.0, "max_postponements": None}
     config |= {"partial_rollout": False, "max_staleness": 1}
     loader = build_train_loader({"train_batch_size": BATCH, "dataloader_num_workers": 0}, Prompts())
-    return GroupSampler(SimpleNamespace(**config | settings), PromptPool(loader), BATCH, seed=1)
+    return GroupScheduler(SimpleNamespace(**config | settings), PromptPool(loader), BATCH, seed=1)
 
 
 async def draw(client: Any, prompts: Any, row: int, seed: int) -> int:
@@ -104,7 +104,9 @@ class Variant:
         homes = list(itertools.islice(itertools.cycle(self.clients), len(prompts)))
         router = Router(homes, prompts.non_tensor_batch["uid"])
         before, start = await self.engine_steps(), time.perf_counter()
-        drawn = await self.sampler.draw(prompts, router, version, lambda row, seed, own: draw(own, prompts, row, seed))
+        drawn = await self.sampler.sample(
+            prompts, router, version, lambda row, seed, own: draw(own, prompts, row, seed)
+        )
         took = time.perf_counter() - start
         forwards = max(b - a for a, b in zip(before, await self.engine_steps(), strict=True))
         spans = [span for client in self.clients for span in client.take_spans()]

@@ -29,6 +29,7 @@ ADDRESSES: dict[str, str] = {
     "verl.models.transformers.qwen2_vl": "verl.models.multimodal",
     "verl.single_controller.ray.megatron": "verl.single_controller.ray.base",
     "verl.trainer.constants_ppo": "verl.trainer.ppo.placement",
+    "verl.trainer.ppo.one_step_off": "verl.trainer.ppo.ray_trainer",
     "verl.trainer.ppo.reward": "verl.rewards.managers.scoring",
     "verl.trainer.ppo.utils": "verl.trainer.ppo.placement",
     "verl.utils.activation_offload": "verl.models.activation_memory",

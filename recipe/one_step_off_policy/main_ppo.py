@@ -23,8 +23,8 @@ def run_ppo(config: Any) -> None:
     words = [*start_from, *sys.argv[1:]]  # as main_ppo takes them: a run is resumed by it
     with recorded_run(config, words):
         with no_collection():
-            from verl.trainer.buffer.one_step_off import OneStepOffTrainer
             from verl.trainer.ppo.job import PPOJob
+            from verl.trainer.ppo.ray_trainer import OneStepOffTrainer
 
         class OneStepOffJob(PPOJob):
             trainer_cls = OneStepOffTrainer

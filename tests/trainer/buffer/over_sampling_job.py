@@ -14,11 +14,11 @@ from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 
 
 class InProcessTrainer(RayPPOTrainer):
-    def start_sampler(self):
-        manager = super().start_sampler()
+    def use_worker_groups(self, groups):
+        super().use_worker_groups(groups)
         [worker] = self.actor_wg._hosts._host._workers.values()
-        manager.client = EngineClient(worker.rollout, self.config.actor_rollout_ref.rollout.max_running_requests)
-        return manager
+        limit = self.config.actor_rollout_ref.rollout.max_running_requests
+        self.buffer.engine.client = EngineClient(worker.rollout, limit)
 
 
 class InProcessJob(PPOJob):

@@ -221,7 +221,9 @@ def test_a_trainer_that_cannot_draw_ahead_says_so(tmp_path):
     class OwnJob(PPOJob):
         trainer_cls = Own
 
-    with pytest.raises(ValueError, match="async_ratio=1: Own draws each batch when it is needed.*OneStepOffTrainer"):
+    with pytest.raises(
+        ValueError, match="async_ratio=1: Own generates each batch when it is needed.*OneStepOffTrainer"
+    ):
         OwnJob(job(tmp_path, **AHEAD).config).build_trainer()
 
 

@@ -183,9 +183,9 @@ def test_drawing_with_weights_that_are_not_held_is_refused(tmp_path, monkeypatch
     trainer.controller.start({}, {})
     try:
         trainer.init_workers()
-        trainer.sampler.sync()
-        trainer.sampler.version += 1
-        monkeypatch.setattr(trainer.sampler, "sync", dict)
+        trainer.buffer.engine.sync()
+        trainer.buffer.engine.version += 1
+        monkeypatch.setattr(trainer.buffer.engine, "sync", dict)
         _, prompts = next(trainer.prompt_batches())
         with pytest.raises(WorkerError, match="StaleWeightsError.*wants weights of version 1.*holds version 0"):
             trainer.generate(prompts, 1)

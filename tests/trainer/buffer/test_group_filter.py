@@ -10,14 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.runs import make_task, overrides, read_metrics, run_job
-from tests.trainer.buffer import over_sampling_job as long_tails_job
+from tests.trainer.buffer import over_sampling_job
 from tests.trainer.buffer.test_prompt_pool import loader, numbers
 from tests.trainer.test_resume import assert_same_checkpoint
 from tests.trainer.test_resume import numbers as of_metrics
 from verl.config.algorithm import FilterGroupsConfig
 from verl.protocol import DataProto
 from verl.trainer.buffer.group_filter import GroupFilter, metric_values, varying_groups
-from verl.trainer.buffer.prompt_pool import PromptPool, Ticket
+from verl.trainer.buffer.prompt_pool import PoolEntry, PromptPool
 
 # -- which groups vary ------------------------------------------------------------------------------------------------
 
@@ -67,9 +67,9 @@ def test_a_metric_that_is_no_number_is_named(extra, metric, said):
 # -- prompts ----------------------------------------------------------------------------------------------------------
 
 
-def chooser(pool, batch_size, draw_size, bound=0, say=print):
+def chooser(pool, batch_size, gen_batch_size, bound=0, say=print):
     config = FilterGroupsConfig(metric="seq_reward", max_num_gen_batches=bound)
-    return GroupFilter(config, pool, batch_size, draw_size, say)
+    return GroupFilter(config, pool, batch_size, gen_batch_size, say)
 
 
 def answered(prompts, is_good):
@@ -84,26 +84,26 @@ def answered(prompts, is_good):
 @settings(deadline=None, max_examples=40)
 @given(st.data())
 def test_no_prompt_is_lost_or_trained_on_twice_in_an_epoch(data):
-    draw_size, batch_size = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 4))
-    rows = draw_size * data.draw(st.integers(1, 4))
+    gen_batch_size, batch_size = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 4))
+    rows = gen_batch_size * data.draw(st.integers(1, 4))
     good = data.draw(st.sets(st.integers(0, rows - 1), min_size=1))
-    pool, trained = PromptPool(loader(rows, draw_size)), []
+    pool, trained = PromptPool(loader(rows, gen_batch_size)), []
     for step in range(1, 7):
-        chosen = chooser(pool, batch_size, draw_size)
+        chosen = chooser(pool, batch_size, gen_batch_size)
         while not chosen.add(answered(chosen.take(step), good.__contains__), step):
             pass
         batch, metrics = chosen.finish()
         assert len(batch) == 2 * batch_size and metrics["filter_groups/kept"] == batch_size
-        assert metrics["filter_groups/surplus"] == pool.num_postponed == len(pool.tickets)
+        assert metrics["filter_groups/surplus"] == pool.num_deferred == len(pool.entries)
         seen = metrics["filter_groups/kept"] + metrics["filter_groups/dropped"] + metrics["filter_groups/surplus"]
-        assert seen == draw_size * metrics["train/num_gen_batches"]
+        assert seen == gen_batch_size * metrics["train/num_gen_batches"]
         trained += numbers(batch)[::2]
         if data.draw(st.booleans()):  # a restart
             state = pickle.loads(pickle.dumps((pool.state(), pool.loader.state_dict())))
-            pool = PromptPool(loader(rows, draw_size))
+            pool = PromptPool(loader(rows, gen_batch_size))
             pool.load_state(*state[0])
             pool.loader.load_state_dict(state[1])
-    left = numbers(pool.take(pool.num_postponed, 99)) if pool.num_postponed else []
+    left = numbers(pool.take(pool.num_deferred, 99)) if pool.num_deferred else []
     assert set(trained + left) <= good
     times = np.bincount(trained + left, minlength=rows)[sorted(good)]
     assert times.max() - times.min() <= 1
@@ -118,7 +118,7 @@ def test_surplus_prompts_come_first_with_their_names_and_places():
     assert list(batch.non_tensor_batch["uid"]) == ["step1-0", "step1-0", "step1-1", "step1-1"]
     again = chosen.take(2)
     assert list(again.non_tensor_batch["uid"]) == ["step1-2", "step1-3", "step2-0", "step2-1"]
-    assert numbers(again)[:2] == numbers(prompts)[2:] and pool.tickets["step1-2"] == Ticket(1, 2, postponed=0)
+    assert numbers(again)[:2] == numbers(prompts)[2:] and pool.entries["step1-2"] == PoolEntry(1, 2, deferrals=0)
     chosen.add(answered(again, lambda index: False), 2)
     assert list(chosen.take(2).non_tensor_batch["uid"]) == [f"step2-{i}" for i in range(2, 6)]
 
@@ -192,7 +192,7 @@ def deterministic(metrics):
 
 @pytest.mark.parametrize("mode", [{}, ASYNC], ids=["sync", "async"])
 def test_a_resumed_run_equals_the_run_never_stopped(tmp_path, monkeypatch, mode):
-    job = long_tails_job.run if mode else run_job
+    job = over_sampling_job.run if mode else run_job
     whole = run(tmp_path, monkeypatch, "whole", job, **mode)
     rows = dumped(tmp_path, "whole", 1)
     assert len(rows) == 16 and all(0 < sum(acc for *_, acc in rows[i : i + 4]) < 4 for i in range(0, 16, 4))

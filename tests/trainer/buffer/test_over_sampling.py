@@ -1,4 +1,4 @@
-"""Batches out of more prompts than they need, on a real engine: what is put off, kept, discarded and remembered."""
+"""Over-sampling on a real engine: prompts deferred, tokens kept and discarded, state restored."""
 
 import asyncio
 from types import SimpleNamespace
@@ -15,7 +15,7 @@ from tests.workers.rollout.conftest import rollout_config, weights_of
 from verl.batch.ragged import Ragged
 from verl.data.loader import build_train_loader
 from verl.protocol import DataProto
-from verl.trainer.buffer.over_sampling import GroupSampler, most_postponements, versions_column
+from verl.trainer.buffer.over_sampling import GroupScheduler, max_deferrals, versions_column
 from verl.trainer.buffer.partial_rollouts import prompt_key
 from verl.trainer.buffer.prompt_pool import PromptPool
 from verl.utils.tiny_model import make_tiny_model
@@ -64,21 +64,21 @@ class Run:
         defaults |= {"partial_rollout": False, "max_staleness": 1}
         self.engine, self.max_running, self.rows, self.batch = engine, max_running, rows, batch
         self.config = SimpleNamespace(**defaults | config)
-        self.sampler, self.step = self.fresh_sampler(), 0
-        self.trained, self.uids, self.drawn, self.prompts, self.postponed = [], [], [], [], []
+        self.scheduler, self.step = self.fresh_scheduler(), 0
+        self.trained, self.uids, self.sampled, self.prompts, self.deferrals = [], [], [], [], []
 
-    def fresh_sampler(self):
+    def fresh_scheduler(self):
         data = {"train_batch_size": self.batch, "dataloader_num_workers": 0}
         pool = PromptPool(build_train_loader(data, Prompts(self.rows)))
-        return GroupSampler(self.config, pool, self.batch, seed=3)
+        return GroupScheduler(self.config, pool, self.batch, seed=3)
 
     def restart(self, folder):
         """Save, forget everything, read it back."""
-        self.sampler.save(folder)
-        position = self.sampler.pool.loader.state_dict()
-        self.sampler = self.fresh_sampler()
-        self.sampler.pool.loader.load_state_dict(position)
-        self.sampler.load(folder)
+        self.scheduler.save(folder)
+        position = self.scheduler.pool.loader.state_dict()
+        self.scheduler = self.fresh_scheduler()
+        self.scheduler.pool.loader.load_state_dict(position)
+        self.scheduler.load(folder)
 
     def go(self, steps=1, new_weights=1):
         """Steps, each after ``new_weights`` weight updates."""
@@ -86,14 +86,14 @@ class Run:
             self.step += 1
             for _ in range(new_weights):
                 self.engine.update(1 + (self.engine.version or 0))
-            prompts = self.sampler.take(self.step)
-            self.postponed.append([self.sampler.pool.tickets[u].postponed for u in prompts.non_tensor_batch["uid"]])
+            prompts = self.scheduler.take(self.step)
+            self.deferrals.append([self.scheduler.pool.entries[u].deferrals for u in prompts.non_tensor_batch["uid"]])
             client = EngineClient(self.engine, self.max_running)
-            drawn = asyncio.run(self.sampler.draw(prompts, client, self.engine.version, self.one_turn(prompts)))
-            self.drawn.append(drawn)
+            sampled = asyncio.run(self.scheduler.sample(prompts, client, self.engine.version, self.one_turn(prompts)))
+            self.sampled.append(sampled)
             self.prompts.append(prompts)
-            self.trained += [int(i) for i in prompts.non_tensor_batch["index"][drawn.rows]]
-            self.uids += list(prompts.non_tensor_batch["uid"][drawn.rows])
+            self.trained += [int(i) for i in prompts.non_tensor_batch["index"][sampled.rows]]
+            self.uids += list(prompts.non_tensor_batch["uid"][sampled.rows])
         return self
 
     @staticmethod
@@ -107,14 +107,14 @@ class Run:
         return run
 
     def metric(self, name):
-        return [drawn.metrics[f"rollout/{name}"] for drawn in self.drawn]
+        return [sampled.metrics[f"rollout/{name}"] for sampled in self.sampled]
 
 
 def test_without_over_sampling_the_batch_is_all_prompts_however_many_run_at_a_time(engine):
     def tokens(max_running, new_weights=0):
         run = Run(engine, over_sample_rate=0.0, max_running=max_running).go(new_weights=new_weights)
-        assert run.sampler.num_prompts == 2 and run.drawn[0].rows == [0, 1]
-        return [completion.token_ids for completion in run.drawn[0].outcomes]
+        assert run.scheduler.num_prompts == 2 and run.sampled[0].rows == [0, 1]
+        return [completion.token_ids for completion in run.sampled[0].outcomes]
 
     together = tokens(None, new_weights=1)
     assert len(together) == 4 and tokens(1) == tokens(3) == together
@@ -122,12 +122,12 @@ def test_without_over_sampling_the_batch_is_all_prompts_however_many_run_at_a_ti
 
 def test_the_first_groups_that_are_complete_make_the_batch(engine):
     run = Run(engine, over_sample_rate=1.5).go()
-    [drawn] = run.drawn
-    assert run.sampler.num_prompts == 5 and len(drawn.outcomes) == 4 and sorted(drawn.places) == [0, 1]
-    longest = max(len(c.token_ids) for c in drawn.outcomes)
+    [sampled] = run.sampled
+    assert run.scheduler.num_prompts == 5 and len(sampled.outcomes) == 4 and sorted(sampled.finish_places) == [0, 1]
+    longest = max(len(c.token_ids) for c in sampled.outcomes)
     assert run.metric("prompts_put_off") == [3]
     assert max(run.metric("tokens_drawn/max")) <= longest + 1
-    assert run.sampler.pool.num_postponed == 3
+    assert run.scheduler.pool.num_deferred == 3
 
 
 @settings(deadline=None, max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -145,31 +145,31 @@ def test_no_prompt_is_lost_or_doubled_and_no_token_is_older_than_the_bound(engin
         run.go(new_weights=data.draw(st.integers(0, 2)))
         if data.draw(st.booleans()):
             run.restart(tmp_path)
-    held = [int(i) for i in run.sampler.take(99).non_tensor_batch["index"][: run.sampler.num_prompts - 2]]
+    held = [int(i) for i in run.scheduler.take(99).non_tensor_batch["index"][: run.scheduler.num_prompts - 2]]
     assert len(run.uids) == len(set(run.uids)) == 16
     times = torch.bincount(torch.tensor(run.trained + held), minlength=8)
     assert times.max() - times.min() <= 1
-    for drawn in run.drawn:
-        for versions, completion in zip(drawn.versions, drawn.outcomes, strict=True):
+    for sampled in run.sampled:
+        for versions, completion in zip(sampled.versions, sampled.outcomes, strict=True):
             assert len(versions) == len(completion.token_ids) == len(completion.log_probs) and versions == sorted(
                 versions
             )
             assert len(set(versions)) <= run.config.max_staleness + 1
     if run.config.partial_rollout:
         assert max(run.metric("staleness/max")) <= run.config.max_staleness
-    if run.config.over_sample_rate <= 1:  # else more may be put off than one batch holds
-        assert max(max(times) for times in run.postponed) <= most_postponements(run.config)
+    if run.config.over_sample_rate <= 1:  # else more may be deferred than one batch holds
+        assert max(max(times) for times in run.deferrals) <= max_deferrals(run.config)
 
 
 def test_kept_tokens_are_the_beginning_of_what_is_trained_on(engine):
     run = Run(engine, partial_rollout=True).go()
-    kept = {sample: journal.state() for sample, journal in run.sampler.journals.items()}
+    kept = {sample: log.state() for sample, log in run.scheduler.logs.items()}
     assert kept and run.metric("tokens_kept") == [sum(len(d["token_ids"]) for j in kept.values() for d in j)]
     run.go()
-    uids = run.prompts[1].non_tensor_batch["uid"][run.drawn[1].rows]
+    uids = run.prompts[1].non_tensor_batch["uid"][run.sampled[1].rows]
     samples = [f"{uid}/{k}" for uid in uids for k in range(2)]
-    continued = [(kept[s], c) for s, c in zip(samples, run.drawn[1].outcomes, strict=True) if s in kept]
-    assert len(continued) == 4  # both prompts put off were waited for
+    continued = [(kept[s], c) for s, c in zip(samples, run.sampled[1].outcomes, strict=True) if s in kept]
+    assert len(continued) == 4  # both deferred prompts were waited for
     for [before], completion in continued:
         length = len(before["token_ids"])
         assert completion.token_ids[:length] == before["token_ids"]
@@ -179,33 +179,33 @@ def test_kept_tokens_are_the_beginning_of_what_is_trained_on(engine):
 
 def test_without_partial_rollout_every_token_of_the_batch_is_of_the_newest_weights(engine):
     run = Run(engine, rows=12).go(steps=5)
-    versions = [{v for versions in drawn.versions for v in versions} for drawn in run.drawn]
+    versions = [{v for versions in sampled.versions for v in versions} for sampled in run.sampled]
     assert all(len(found) == 1 for found in versions) and len(set.union(*versions)) == 5
-    assert sum(run.metric("tokens_discarded")) > 0 and not run.sampler.journals
+    assert sum(run.metric("tokens_discarded")) > 0 and not run.scheduler.logs
 
 
-def test_after_as_many_postponements_as_allowed_everybody_is_waited_for(engine):
+def test_after_the_most_deferrals_all_deferred_prompts_are_waited_for(engine):
     run = Run(engine, max_postponements=2, rows=12).go(steps=6)
-    for drawn, times, waited in zip(run.drawn, run.postponed, run.metric("prompts_waited_for"), strict=True):
-        put_off = {row for row, count in enumerate(times) if count}
-        assert max(times) <= 2 and waited == (len(put_off) if max(times) == 2 else 0)
-        assert max(times) < 2 or put_off <= set(drawn.rows)
-    assert {max(times) for times in run.postponed} == {0, 1, 2}
+    for sampled, times, waited in zip(run.sampled, run.deferrals, run.metric("prompts_waited_for"), strict=True):
+        deferred = {row for row, count in enumerate(times) if count}
+        assert max(times) <= 2 and waited == (len(deferred) if max(times) == 2 else 0)
+        assert max(times) < 2 or deferred <= set(sampled.rows)
+    assert {max(times) for times in run.deferrals} == {0, 1, 2}
 
 
-def test_tokens_beyond_the_bound_are_drawn_anew(engine):
+def test_tokens_beyond_the_bound_are_generated_again(engine):
     run = Run(engine, partial_rollout=True, max_postponements=5, over_sample_rate=2.0).go(steps=2)
-    held = sum(journal.num_tokens for journal in run.sampler.journals.values())
-    run.go(new_weights=2)  # two updates at once, as many as nobody foresaw: all that was kept is too old by one
+    held = sum(log.num_tokens for log in run.scheduler.logs.values())
+    run.go(new_weights=2)  # two updates at once, so that all kept tokens are too old by one
     assert held and run.metric("tokens_discarded")[-1] > 0
-    assert all(run.sampler.staleness(v) <= 1 for drawn in run.drawn[-1:] for vs in drawn.versions for v in vs)
+    assert all(run.scheduler.staleness(v) <= 1 for sampled in run.sampled[-1:] for vs in sampled.versions for v in vs)
 
 
 @pytest.mark.parametrize("partial", [False, True])
-def test_a_run_that_was_stopped_goes_on_as_the_one_that_never_was(engine, tmp_path, partial):
+def test_a_resumed_run_equals_the_uninterrupted_one(engine, tmp_path, partial):
     def results(run):
-        drawn = [(d.rows, d.outcomes, d.versions, d.places, d.metrics) for d in run.drawn]
-        return drawn, run.uids, run.sampler.history.state_dict(), run.sampler.journals, run.sampler.weights
+        sampled = [(d.rows, d.outcomes, d.versions, d.finish_places, d.metrics) for d in run.sampled]
+        return sampled, run.uids, run.scheduler.history.state_dict(), run.scheduler.logs, run.scheduler.weights
 
     def go(restarts):
         engine.version = 1
@@ -223,21 +223,21 @@ def test_a_run_that_was_stopped_goes_on_as_the_one_that_never_was(engine, tmp_pa
 def test_long_prompts_of_the_past_start_first(engine):
     run = Run(engine, over_sample_rate=0.0, rows=4, max_running=1)
     for key, length in ((4, 3), (5, 9), (6, 1), (7, 5)):
-        run.sampler.history.observe(prompt_key([key, 5, 6]), [length])
+        run.scheduler.history.observe(prompt_key([key, 5, 6]), [length])
     run.config.n = 1
-    prompts, started = run.sampler.take(1), []
+    prompts, started = run.scheduler.take(1), []
 
     async def note(row, seed, client):
         await client.generate(Request(tuple(prompts.non_tensor_batch["raw_prompt_ids"][row]), SamplingParams(2), seed))
         started.append(int(prompts.non_tensor_batch["index"][row]))
 
     engine.update(engine.version + 1)
-    asyncio.run(run.sampler.draw(prompts, EngineClient(engine, 1), engine.version, note))
+    asyncio.run(run.scheduler.sample(prompts, EngineClient(engine, 1), engine.version, note))
     lengths = {0: 3, 1: 9, 2: 1, 3: 5}
     assert started == sorted(started, key=lambda i: -lengths[i]) and len(started) == 2
 
 
-def test_versions_stand_on_the_tokens_the_policy_drew():
+def test_versions_stand_on_the_tokens_the_policy_generated():
     batch = DataProto.from_ragged(
         {"response_mask": Ragged.from_rows([[1, 1, 0, 1], [1], [0, 1]], 5, "right", 0, torch.int64)}
     )

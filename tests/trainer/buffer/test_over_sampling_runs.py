@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.learning import check_learned
 from tests.support.runs import make_task, overrides, read_metrics
-from tests.trainer.buffer import over_sampling_job as long_tails_job
+from tests.trainer.buffer import over_sampling_job
 from tests.trainer.test_learning import TINY, rewards_of
 from tests.trainer.test_resume import assert_same_checkpoint
 from verl.checkpoint.rows_file import load_rows
@@ -40,7 +40,7 @@ def arguments(tmp_path, name, **settings):
 
 def run(tmp_path, monkeypatch, name, **settings):
     monkeypatch.setenv("VERL_FILE_LOGGER_PATH", str(tmp_path / f"{name}.jsonl"))
-    long_tails_job.run(arguments(tmp_path, name, **settings))
+    over_sampling_job.run(arguments(tmp_path, name, **settings))
     return {row["step"]: row["data"] for row in read_metrics(tmp_path / f"{name}.jsonl")}
 
 
@@ -100,7 +100,7 @@ def test_a_killed_run_goes_on_with_the_tokens_it_had(tmp_path, monkeypatch):
 def test_remax_compares_with_the_greedy_responses_of_the_prompts_of_the_batch(tmp_path, monkeypatch):
     seen = []
 
-    class Watching(long_tails_job.InProcessTrainer):
+    class Watching(over_sampling_job.InProcessTrainer):
         def rollout(self, prompts):
             batch = super().rollout(prompts)
             seen.append((len(prompts), batch))
@@ -111,7 +111,7 @@ def test_remax_compares_with_the_greedy_responses_of_the_prompts_of_the_batch(tm
             seen.append(dict(zip(prompts.non_tensor_batch["uid"], rewards.tolist(), strict=True)))
             return rewards
 
-    monkeypatch.setattr(long_tails_job.InProcessJob, "trainer_cls", Watching)
+    monkeypatch.setattr(over_sampling_job.InProcessJob, "trainer_cls", Watching)
     run(tmp_path, monkeypatch, "remax", algorithm__adv_estimator="remax", trainer__total_training_steps=2)
     for rewards, (started, batch) in zip(seen[::2], seen[1::2], strict=True):
         uids, baselines = batch.non_tensor_batch["uid"], batch.column("reward_baselines").tolist()

@@ -11,7 +11,7 @@ import torch
 
 from tests.support.engine_client import EngineClient
 from tests.workers.rollout.conftest import rollout_config, weights_of
-from verl.trainer.buffer.partial_rollouts import Draft, Journal, SampleClient, stop_samples
+from verl.trainer.buffer.partial_rollouts import PartialRollout, ProgressLog, SampleClient, stop_samples
 from verl.utils.tokenizer import hf_tokenizer
 from verl.workers.rollout import get_rollout_class
 from verl.workers.rollout.base import Request, SamplingParams
@@ -51,10 +51,10 @@ def requests(count=6, sampling=SAMPLING):
     return [Request(tuple(range(5 + i, 12 + i)), sampling, seed=100 + i) for i in range(count)]
 
 
-async def draw(engine, journals, asked, stop_after=None, max_running=None):
-    """Draw samples with these journals; stop them all once the engine has made that many steps."""
+async def draw(engine, logs, asked, stop_after=None, max_running=None):
+    """Draw samples with these logs; stop them all once the engine has made that many steps."""
     client = EngineClient(engine, max_running)
-    samples = [SampleClient(client, f"s{i}", journal, engine.version) for i, journal in enumerate(journals)]
+    samples = [SampleClient(client, f"s{i}", log, engine.version) for i, log in enumerate(logs)]
     tasks = [asyncio.ensure_future(s.generate(r)) for s, r in zip(samples, asked, strict=True)]
     while stop_after is not None and client.num_steps < stop_after:
         await asyncio.sleep(0)
@@ -65,13 +65,13 @@ async def draw(engine, journals, asked, stop_after=None, max_running=None):
 
 def two_versions(engine, asked, stop_after=8, **options):
     """Journals after a part under version 1 and the rest under version 2, and those of the first part."""
-    journals = [Journal() for _ in asked]
+    logs = [ProgressLog() for _ in asked]
     engine.use(1)
-    ended, _ = asyncio.run(draw(engine, journals, asked, stop_after, **options))
-    first = copy.deepcopy(journals)
+    ended, _ = asyncio.run(draw(engine, logs, asked, stop_after, **options))
+    first = copy.deepcopy(logs)
     engine.use(2)
-    completions, _ = asyncio.run(draw(engine, journals, asked))
-    return ended, first, journals, completions
+    completions, _ = asyncio.run(draw(engine, logs, asked))
+    return ended, first, logs, completions
 
 
 def log_probs_under(model, prompt, tokens):
@@ -81,24 +81,24 @@ def log_probs_under(model, prompt, tokens):
 
 
 def test_what_was_drawn_is_a_prefix_of_the_response_and_every_token_names_its_weights(engine):
-    ended, first, journals, completions = two_versions(engine, requests())
+    ended, first, logs, completions = two_versions(engine, requests())
     assert all(isinstance(error, asyncio.CancelledError) for error in ended)
-    for before, after, completion in zip(first, journals, completions, strict=True):
-        drawn, [draft] = before.num_tokens, after.drafts
-        assert 0 < drawn < 24 and draft.token_ids[:drawn] == before.drafts[0].token_ids
-        assert draft.log_probs[:drawn] == before.drafts[0].log_probs
-        assert draft.versions == [1] * drawn + [2] * (24 - drawn) == after.versions
-        assert completion.token_ids == draft.token_ids and completion.finish_reason == "length"
+    for before, after, completion in zip(first, logs, completions, strict=True):
+        drawn, [turn] = before.num_tokens, after.turns
+        assert 0 < drawn < 24 and turn.token_ids[:drawn] == before.turns[0].token_ids
+        assert turn.log_probs[:drawn] == before.turns[0].log_probs
+        assert turn.versions == [1] * drawn + [2] * (24 - drawn) == after.versions
+        assert completion.token_ids == turn.token_ids and completion.finish_reason == "length"
 
 
 def test_log_probs_are_those_of_the_weights_that_drew_each_token(engine, versions):
     asked = requests()
-    *_, journals, _ = two_versions(engine, asked)
-    for request, journal in zip(asked, journals, strict=True):
-        [draft] = journal.drafts
-        of = {v: log_probs_under(model, request.prompt_ids, draft.token_ids) for v, model in versions.items()}
-        expected = torch.stack([of[version][i] for i, version in enumerate(draft.versions)])
-        torch.testing.assert_close(torch.tensor(draft.log_probs).double(), expected, atol=1e-4, rtol=0)
+    *_, logs, _ = two_versions(engine, asked)
+    for request, log in zip(asked, logs, strict=True):
+        [turn] = log.turns
+        of = {v: log_probs_under(model, request.prompt_ids, turn.token_ids) for v, model in versions.items()}
+        expected = torch.stack([of[version][i] for i, version in enumerate(turn.versions)])
+        torch.testing.assert_close(torch.tensor(turn.log_probs).double(), expected, atol=1e-4, rtol=0)
         assert (of[1] - of[2]).abs().max() > 0.01  # or the promise would be empty
 
 
@@ -109,24 +109,24 @@ def test_a_stop_text_is_seen_where_the_response_was_cut(engine, model_folder):
     text_of = partial(hf_tokenizer(model_folder("tied")).decode, clean_up_tokenization_spaces=False)
     [whole] = engine.generate(requests(1, greedy), expect_version=1)
     for stop_after in range(5, 9):
-        journals = [Journal()]
-        asyncio.run(draw(engine, journals, requests(1, greedy), stop_after))
-        cut = journals[0].num_tokens
+        logs = [ProgressLog()]
+        asyncio.run(draw(engine, logs, requests(1, greedy), stop_after))
+        cut = logs[0].num_tokens
         across = text_of(whole.token_ids[cut - 2 : cut + 2])
-        stopping, journals = replace(greedy, stop=(across,)), [Journal()]
+        stopping, logs = replace(greedy, stop=(across,)), [ProgressLog()]
         [uncut] = engine.generate(requests(1, stopping), expect_version=1)
-        asyncio.run(draw(engine, journals, requests(1, stopping), stop_after))
-        [completion], _ = asyncio.run(draw(engine, journals, requests(1, stopping)))
-        assert completion.token_ids == uncut.token_ids == journals[0].drafts[0].token_ids
+        asyncio.run(draw(engine, logs, requests(1, stopping), stop_after))
+        [completion], _ = asyncio.run(draw(engine, logs, requests(1, stopping)))
+        assert completion.token_ids == uncut.token_ids == logs[0].turns[0].token_ids
         assert completion.finish_reason == uncut.finish_reason == "stop"
-        assert len(completion.log_probs) == len(completion.token_ids) == len(journals[0].versions)
+        assert len(completion.log_probs) == len(completion.token_ids) == len(logs[0].versions)
 
 
 def test_what_goes_on_asks_for_what_is_left():
-    draft = Draft("", [7, 8, 9], None, [1, 1, 1])
+    turn = PartialRollout("", [7, 8, 9], None, [1, 1, 1])
     for least, left in ((8, 5), (2, 0)):
         sampling = SamplingParams(10, first_token_temperature=9.0, extra={"min_tokens": least, "logit_bias": {3: 1.0}})
-        rest = draft.rest(Request((5, 6), sampling, seed=4))
+        rest = turn.continuation(Request((5, 6), sampling, seed=4))
         expected = SamplingParams(7, extra={"min_tokens": left, "logit_bias": {3: 1.0}})
         assert rest.sampling == expected and rest.prompt_ids == (5, 6, 7, 8, 9) and rest.seed != 4
 
@@ -134,27 +134,27 @@ def test_what_goes_on_asks_for_what_is_left():
 def test_two_runs_stopped_at_the_same_step_are_equal_and_a_journal_survives_as_json(engine):
     *_, once, _ = two_versions(engine, requests())
     engine.use(1)
-    journals = [Journal() for _ in range(6)]
-    asyncio.run(draw(engine, journals, requests(), stop_after=8))
-    restarted = [Journal.from_state(json.loads(json.dumps(journal.state()))) for journal in journals]
+    logs = [ProgressLog() for _ in range(6)]
+    asyncio.run(draw(engine, logs, requests(), stop_after=8))
+    restarted = [ProgressLog.from_state(json.loads(json.dumps(log.state()))) for log in logs]
     engine.use(2)
     asyncio.run(draw(engine, restarted, requests()))
     assert restarted == once
 
 
 def test_a_sample_that_never_got_its_turn_begins_later_as_if_for_the_first_time(engine):
-    ended, first, journals, _ = two_versions(engine, requests(), max_running=2)
-    assert [journal.num_tokens > 0 for journal in first] == [True, True] + [False] * 4
-    assert journals[5].versions == [2] * 24
+    ended, first, logs, _ = two_versions(engine, requests(), max_running=2)
+    assert [log.num_tokens > 0 for log in first] == [True, True] + [False] * 4
+    assert logs[5].versions == [2] * 24
     alone = engine.generate([requests()[5]], expect_version=2)[0]
-    assert journals[5].drafts[0].token_ids == alone.token_ids
+    assert logs[5].turns[0].token_ids == alone.token_ids
 
 
 def test_a_complete_answer_is_given_again_without_drawing(engine):
     engine.use(1)
-    journals = [Journal()]
-    [completion], _ = asyncio.run(draw(engine, journals, requests(1)))
-    [again], client = asyncio.run(draw(engine, journals, requests(1)))
+    logs = [ProgressLog()]
+    [completion], _ = asyncio.run(draw(engine, logs, requests(1)))
+    [again], client = asyncio.run(draw(engine, logs, requests(1)))
     assert again == completion and client.num_steps == 0
 
 
@@ -162,8 +162,8 @@ def test_a_conversation_goes_on_where_it_was_and_forgets_what_no_longer_fits(eng
     """Three turns, each asking with all tokens before it; another second question drops the turns after it."""
     engine.use(1)
 
-    async def talk(journal, second=(50, 51)):
-        sample = SampleClient(EngineClient(engine), "talk", journal, 1)
+    async def talk(log, second=(50, 51)):
+        sample = SampleClient(EngineClient(engine), "talk", log, 1)
         prompt = (5, 6, 7)
         for turn, asked in enumerate([(), second, (60,)]):
             prompt += asked
@@ -171,24 +171,24 @@ def test_a_conversation_goes_on_where_it_was_and_forgets_what_no_longer_fits(eng
             prompt += tuple(answer.token_ids)
         return prompt
 
-    journal = Journal()
-    whole = asyncio.run(talk(journal))
-    assert asyncio.run(talk(copy.deepcopy(journal))) == whole
-    begun = copy.deepcopy(journal.drafts[1])
+    log = ProgressLog()
+    whole = asyncio.run(talk(log))
+    assert asyncio.run(talk(copy.deepcopy(log))) == whole
+    begun = copy.deepcopy(log.turns[1])
     begun.token_ids, begun.versions, begun.finish_reason = begun.token_ids[:2], [1, 1], None
-    cut = Journal([copy.deepcopy(journal.drafts[0]), begun])
+    cut = ProgressLog([copy.deepcopy(log.turns[0]), begun])
     assert asyncio.run(talk(cut))[:12] == whole[:12] and cut.num_tokens == 15
-    other = asyncio.run(talk(journal, second=(70,)))
-    assert other[:8] == whole[:8] and other[8] == 70 and len(journal.drafts) == 3
+    other = asyncio.run(talk(log, second=(70,)))
+    assert other[:8] == whole[:8] and other[8] == 70 and len(log.turns) == 3
 
 
 def test_a_draft_longer_than_what_is_asked_now_is_drawn_anew(engine):
     engine.use(1)
-    journals = [Journal()]
-    asyncio.run(draw(engine, journals, requests(1), stop_after=8))
+    logs = [ProgressLog()]
+    asyncio.run(draw(engine, logs, requests(1), stop_after=8))
     shorter = SamplingParams(3, ignore_eos=True, want_log_probs=True)
-    [completion], _ = asyncio.run(draw(engine, journals, requests(1, shorter)))
-    assert len(completion.token_ids) == 3 == journals[0].num_tokens
+    [completion], _ = asyncio.run(draw(engine, logs, requests(1, shorter)))
+    assert len(completion.token_ids) == 3 == logs[0].num_tokens
 
 
 def test_samples_of_a_real_server_stop_at_once_those_that_run_and_those_that_wait(engine):
@@ -199,8 +199,8 @@ def test_samples_of_a_real_server_stop_at_once_those_that_run_and_those_that_wai
 
     async def main():
         client = RolloutClient([server.address], max_running=2)
-        journals = [Journal() for _ in range(6)]
-        samples = [SampleClient(client, f"s{i}", journal, 1) for i, journal in enumerate(journals)]
+        logs = [ProgressLog() for _ in range(6)]
+        samples = [SampleClient(client, f"s{i}", log, 1) for i, log in enumerate(logs)]
         asked = zip(samples, requests(6, endless), strict=True)
         tasks = [asyncio.ensure_future(sample.generate(request)) for sample, request in asked]
         while not (await client.health())[0]["steps"]:
@@ -209,11 +209,11 @@ def test_samples_of_a_real_server_stop_at_once_those_that_run_and_those_that_wai
         ended = await asyncio.gather(*tasks, return_exceptions=True)
         spans = client.take_spans()
         await client.close()
-        return ended, journals, spans
+        return ended, logs, spans
 
-    ended, journals, spans = asyncio.run(main())
+    ended, logs, spans = asyncio.run(main())
     server.stop()
     assert all(isinstance(error, asyncio.CancelledError) for error in ended)
-    assert [journal.num_tokens > 0 for journal in journals] == [True] * 2 + [False] * 4
-    assert max(journal.num_tokens for journal in journals) < 100
+    assert [log.num_tokens > 0 for log in logs] == [True] * 2 + [False] * 4
+    assert max(log.num_tokens for log in logs) < 100
     assert len(spans) == 2 and all(span.asked <= span.started < span.ended for span in spans)

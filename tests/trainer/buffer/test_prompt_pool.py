@@ -34,7 +34,7 @@ def numbers(prompts):
 
 @settings(deadline=None, max_examples=50)
 @given(st.data())
-def test_no_prompt_is_lost_or_doubled_whatever_is_put_off(data):
+def test_no_prompt_is_lost_or_doubled_whatever_is_deferred(data):
     batch = data.draw(st.integers(1, 4))
     extra = data.draw(st.integers(0, 4))
     rows = batch * data.draw(st.integers(1, 4))
@@ -46,28 +46,28 @@ def test_no_prompt_is_lost_or_doubled_whatever_is_put_off(data):
         trained += numbers(prompts[taken])
         uids += list(prompts.non_tensor_batch["uid"][taken])
         pool.finish(prompts.non_tensor_batch["uid"][taken])
-        pool.put_back(prompts[rest])
+        pool.defer(prompts[rest])
         if data.draw(st.booleans()):  # a restart
             state = pickle.loads(pickle.dumps((pool.state(), pool.loader.state_dict())))
             pool = PromptPool(loader(rows, batch))
             pool.load_state(*state[0])
             pool.loader.load_state_dict(state[1])
-    left = numbers(pool.take(pool.num_postponed, 99)) if pool.num_postponed else []
+    left = numbers(pool.take(pool.num_deferred, 99)) if pool.num_deferred else []
     assert len(uids) == len(set(uids)) and len(trained) == 3 * rows and len(left) == extra
     times = np.bincount(trained + left, minlength=rows)
     assert times.max() - times.min() <= 1  # whole epochs, and a part of one
 
 
-def test_prompts_put_back_come_first_and_keep_their_name():
+def test_deferred_prompts_come_first_and_keep_their_name():
     pool = PromptPool(loader(8, 2))
     first = pool.take(4, 1)
-    pool.put_back(first[[3, 1]])
+    pool.defer(first[[3, 1]])
     pool.finish(first.non_tensor_batch["uid"][[0, 2]])
     second = pool.take(4, 2)
     assert list(second.non_tensor_batch["uid"]) == ["step1-3", "step1-1", "step2-0", "step2-1"]
     assert numbers(second)[:2] == [numbers(first)[3], numbers(first)[1]]
     assert torch.equal(second.column("input_ids")[:, 0], torch.tensor(numbers(second)))
-    assert [pool.tickets[uid].postponed for uid in second.non_tensor_batch["uid"]] == [1, 1, 0, 0]
+    assert [pool.entries[uid].deferrals for uid in second.non_tensor_batch["uid"]] == [1, 1, 0, 0]
 
 
 def test_a_loader_without_batches_is_an_error():

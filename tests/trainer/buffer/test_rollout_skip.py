@@ -45,19 +45,19 @@ def kept(tmp_path):
 
 def test_the_next_run_learns_the_same_without_the_engine(run, tmp_path):
     _, first, out = run("first")
-    assert "batches are taken" not in out and len(kept(tmp_path)) == 2
+    assert "batches are read" not in out and len(kept(tmp_path)) == 2
     times = [path.stat().st_mtime_ns for path in kept(tmp_path)]
     _, second, out = run("second")
     assert learned(second) == learned(first)
     assert not [name for name in second[0] if name.startswith("rollout/engine/")]  # it was not asked
-    assert out.count("batches are taken from") == 1
+    assert out.count("batches are read from") == 1
     assert times == [path.stat().st_mtime_ns for path in kept(tmp_path)]
 
 
-def test_batches_made_with_other_settings_are_refused_by_name_and_kept_beside(run, tmp_path):
+def test_batches_made_with_other_settings_are_refused_by_name_and_saved_too(run, tmp_path):
     run("first")
     _, rows, out = run("second", actor_rollout_ref__rollout__temperature=0.5)
-    assert out.count("is not used, it was made otherwise: sampling.temperature was 1.0, is 0.5") == 1
+    assert out.count("is not used, its key differs: sampling.temperature was 1.0, is 0.5") == 1
     assert len(kept(tmp_path)) == 4 and rows[0]["rollout/engine/requests"] == 16
     run("third", data__train_batch_size=8, actor_rollout_ref__actor__ppo_mini_batch_size=8)
     assert len(kept(tmp_path)) == 6
@@ -73,6 +73,6 @@ def test_validation_is_always_sampled(run):
 def test_the_greedy_responses_of_remax_are_kept_apart(run, tmp_path):
     settings = {"algorithm__adv_estimator": "remax"}
     _, first, out = run("first", **settings)
-    assert len(kept(tmp_path)) == 4 and "made otherwise" not in out
+    assert len(kept(tmp_path)) == 4 and "its key differs" not in out
     _, second, _ = run("second", **settings)
     assert learned(second) == learned(first)

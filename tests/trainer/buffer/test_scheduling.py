@@ -1,4 +1,4 @@
-"""Groups that race for a batch, and the memory of how long responses were."""
+"""First-complete scheduling of groups, and the history of response lengths."""
 
 import asyncio
 import json
@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl.trainer.buffer.over_sampling import first_groups
+from verl.trainer.buffer.over_sampling import first_complete_groups
 from verl.trainer.buffer.partial_rollouts import LengthHistory, prompt_key
 
 
@@ -39,64 +39,64 @@ class Scripted:
         self.stopped.update(numbers)
 
 
-def race(durations, count, **options):
+def run_groups(durations, count, **options):
     script = Scripted(durations)
-    result = asyncio.run(first_groups(script.groups, count, script.stop, **options))
+    result = asyncio.run(first_complete_groups(script.groups, count, script.stop, **options))
     return result, script
 
 
 def test_the_batch_is_the_groups_that_are_complete_first():
-    result, script = race([[50, 2], [3, 4], [90], [1, 1]], 2)
-    assert result.taken == [3, 1] and result.spare == []
+    result, script = run_groups([[50, 2], [3, 4], [90], [1, 1]], 2)
+    assert result.batch == [3, 1] and result.surplus == []
     assert script.stopped == {0, 2}
 
 
 def test_required_groups_are_waited_for_and_the_others_stopped_meanwhile():
-    result, script = race([[60], [3], [5], [30]], 2, required={0})
-    assert result.taken == [1, 0] and script.stopped == {2, 3}
+    result, script = run_groups([[60], [3], [5], [30]], 2, required={0})
+    assert result.batch == [1, 0] and script.stopped == {2, 3}
 
 
 def test_keep_going_lets_the_others_run_until_the_required_are_complete():
-    result, script = race([[60], [3], [5], [90]], 2, required={0}, keep_going=True)
-    assert result.taken == [1, 0] and result.spare == [2] and script.stopped == {3}
+    result, script = run_groups([[60], [3], [5], [90]], 2, required={0}, keep_going=True)
+    assert result.batch == [1, 0] and result.surplus == [2] and script.stopped == {3}
 
 
 def test_groups_complete_at_the_same_moment_come_in_the_order_of_their_numbers():
-    assert race([[4], [4], [4]], 2)[0].taken == [0, 1]
+    assert run_groups([[4], [4], [4]], 2)[0].batch == [0, 1]
 
 
-def test_an_error_of_one_sample_ends_the_race_and_leaves_no_task():
+def test_an_error_of_one_sample_ends_all_and_leaves_no_task():
     async def fails():
         raise ValueError("the engine died")
 
     async def main():
         script = Scripted([[50], [50, 60]])
         with pytest.raises(ValueError, match="the engine died"):
-            await first_groups([*script.groups, [fails]], 2, script.stop)
+            await first_complete_groups([*script.groups, [fails]], 2, script.stop)
         return [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
 
     assert asyncio.run(main()) == []
 
 
-def test_asking_for_more_groups_than_there_are_is_refused():
-    with pytest.raises(ValueError, match="3 of 2 groups are asked for and 0 are required"):
-        race([[1], [1]], 3)
+def test_requesting_more_groups_than_there_are_is_refused():
+    with pytest.raises(ValueError, match="3 of 2 groups are requested and 0 are required"):
+        run_groups([[1], [1]], 3)
 
 
 @settings(deadline=None, max_examples=60)
 @given(st.data())
-def test_every_group_is_taken_spare_or_stopped(data):
+def test_every_group_is_in_the_batch_surplus_or_stopped(data):
     turns = st.integers(0, 6).map(lambda t: 10 * t)  # far enough apart for the event loop to tell them apart
     durations = data.draw(st.lists(st.lists(turns, min_size=1, max_size=3), min_size=1, max_size=8))
     count = data.draw(st.integers(0, len(durations)))
     required = data.draw(st.sets(st.integers(0, len(durations) - 1), max_size=count))
-    result, script = race(durations, count, required=required, keep_going=data.draw(st.booleans()))
-    assert len(result.taken) == count and required <= set(result.taken)
-    ended = [*result.taken, *result.spare]
+    result, script = run_groups(durations, count, required=required, keep_going=data.draw(st.booleans()))
+    assert len(result.batch) == count and required <= set(result.batch)
+    ended = [*result.batch, *result.surplus]
     assert len(ended) == len(set(ended))
     assert set(range(len(durations))) - set(ended) <= script.stopped
-    latest = max((max(durations[g]) for g in set(result.taken) - required), default=0)
-    assert all(max(durations[g]) >= latest for g in result.spare)
+    latest = max((max(durations[g]) for g in set(result.batch) - required), default=0)
+    assert all(max(durations[g]) >= latest for g in result.surplus)
 
 
 # -- length history ---------------------------------------------------------------------------------------------------
@@ -110,12 +110,12 @@ def test_the_mean_moves_half_way_to_what_was_seen():
     assert history.expected("a") == 100
 
 
-def test_a_response_cut_off_counts_as_no_shorter_than_expected():
+def test_an_aborted_response_counts_as_no_shorter_than_expected():
     history = LengthHistory()
     history.observe("a", [100])
-    history.observe("a", [], cut=[10])
+    history.observe("a", [], aborted=[10])
     assert history.expected("a") == 100
-    history.observe("a", [], cut=[300])
+    history.observe("a", [], aborted=[300])
     assert history.expected("a") == 200
 
 

@@ -1,8 +1,8 @@
-"""Dynamic sampling: of the groups that a step draws, keep those whose responses differ in reward.
+"""Dynamic sampling (DAPO): keep the groups of a step whose responses differ in reward.
 
 Responses to one prompt that all score alike have the advantage zero and teach nothing. Such groups are dropped, and
-batches of prompts are drawn until enough groups are left (DAPO: Yu et al. 2025, section 3.2, arXiv:2503.14476). Groups
-too many are drawn again in the next step, by its own weights. Described in docs/algorithms.md.
+batches of prompts are sampled until enough groups are left (DAPO: Yu et al. 2025, section 3.2, arXiv:2503.14476).
+Prompts of surplus groups are sampled again in the next step, with its weights. Described in docs/algorithms.md.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ import numpy as np
 from verl.checkpoint.rows_file import check_savable
 from verl.protocol import DataProto
 from verl.rewards.managers.rule import REWARD_ERROR_KEY, REWARD_ERROR_KIND_KEY
-from verl.trainer.buffer.prompt_pool import PromptPool, Ticket
+from verl.trainer.buffer.prompt_pool import PoolEntry, PromptPool
 
 REWARD_SUMS = ("seq_reward", "seq_final_reward")
 """Metrics that are the sum of a response's rewards."""
 _EITHER = ("acc", "score")
 """The same, if the reward function returns nothing but a number."""
 _REMIND_AFTER = 10
-"""Batches of one step after which the user is told, again and again."""
+"""Batches of one step after which a message is printed, again and again."""
 
 
 def metric_values(batch: DataProto, metric: str) -> np.ndarray:
-    """The metric of each response, (B,) float64: a value the reward function returned, or the sum of its rewards.
+    """Return the metric of each response, (B,) float64: a value of the reward function, or the sum of its rewards.
 
     Raises:
         ValueError: there is no such value, or it is no finite number.
@@ -42,15 +42,15 @@ def metric_values(batch: DataProto, metric: str) -> np.ndarray:
     try:
         values = np.array([float(value) for value in batch.non_tensor_batch[metric]])
     except (TypeError, ValueError) as problem:
-        raise ValueError(_no_number(metric, str(problem))) from None
+        raise ValueError(_not_a_number(metric, str(problem))) from None
     if not np.isfinite(values).all():
         row = int(np.flatnonzero(~np.isfinite(values))[0])
-        raise ValueError(_no_number(metric, f"row {row} of the batch has {values[row]}"))
+        raise ValueError(_not_a_number(metric, f"row {row} of the batch has {values[row]}"))
     return values
 
 
 def varying_groups(uids: Sequence[str], values: np.ndarray) -> dict[str, bool]:
-    """For each prompt, in the order of their first rows: is there a response whose value is not that of the others?
+    """Return by prompt, in the order of their first rows, whether any response has another value than the rest.
 
     Values are compared as they are: the standard deviation of three times 0.1 is not zero in floating point.
     """
@@ -62,7 +62,7 @@ def varying_groups(uids: Sequence[str], values: np.ndarray) -> dict[str, bool]:
 
 
 def chosen_groups(uids: Sequence[str], values: np.ndarray, config: Any) -> dict[str, bool]:
-    """For each prompt: do its responses differ, by as much and around such a mean as ``filter_groups`` asks for?"""
+    """Return by prompt whether its responses differ, and their mean and std are in the range of ``filter_groups``."""
     chosen = varying_groups(uids, values)
     if config.low is None and config.high is None and not config.min_std:
         return chosen
@@ -77,31 +77,31 @@ def chosen_groups(uids: Sequence[str], values: np.ndarray, config: Any) -> dict[
 
 
 class GroupFilter:
-    """Collects the batch of every training step from as many batches of prompts as it takes.
+    """Collect the batch of every training step from as many batches of prompts as it takes.
 
     Args:
         config: ``algorithm.filter_groups``.
-        pool: gives the prompts and takes back those whose groups were too many.
+        pool: gives the prompts and takes back those of surplus groups.
         batch_size: groups a step trains on.
-        draw_size: prompts drawn at a time.
-        say: tells the user a sentence.
+        gen_batch_size: prompts sampled at a time.
+        say: prints a message to the user.
     """
 
     def __init__(
-        self, config: Any, pool: PromptPool, batch_size: int, draw_size: int, say: Callable[[str], None]
+        self, config: Any, pool: PromptPool, batch_size: int, gen_batch_size: int, say: Callable[[str], None]
     ) -> None:
         self.config = config
         self.pool = pool
         self.batch_size = batch_size
-        self.draw_size = draw_size
+        self.gen_batch_size = gen_batch_size
         self.say = say
-        self.tickets: dict[str, Ticket] = {}
-        """Of the prompts that this step has drawn."""
+        self.entries: dict[str, PoolEntry] = {}
+        """Of the prompts that this step has taken."""
         self._is_savable = False
         self._begin()
 
     def _begin(self) -> None:
-        self.tickets.clear()
+        self.entries.clear()
         self._prompts: list[DataProto] = []
         self._kept: list[DataProto] = []
         self._uids: list[str] = []
@@ -110,27 +110,27 @@ class GroupFilter:
         self._dropped: list[np.ndarray] = []
 
     def take(self, step: int) -> DataProto:
-        """The next prompts to draw responses to."""
-        return self.note(self.pool.take(self.draw_size, step))
+        """Return the next prompts to sample."""
+        return self.register(self.pool.take(self.gen_batch_size, step))
 
-    def note(self, prompts: DataProto) -> DataProto:
-        """Remember prompts that the pool gave out."""
+    def register(self, prompts: DataProto) -> DataProto:
+        """Record prompts that the pool has handed out."""
         if not self._is_savable:
             try:
                 check_savable(prompts)
             except ValueError as problem:
                 raise ValueError(
-                    "algorithm.filter_groups.enable=true has prompts come again, and a checkpoint could not hold "
+                    "algorithm.filter_groups.enable=true samples prompts again, and a checkpoint could not hold "
                     f"these: {problem} Leave that column out of the data set, or set enable=false."
                 ) from None
             self._is_savable = True
         uids = prompts.non_tensor_batch["uid"]
-        self.tickets.update((uid, self.pool.tickets[uid]) for uid in uids)
+        self.entries.update((uid, self.pool.entries[uid]) for uid in uids)
         self._prompts.append(prompts.select(deepcopy=True))
         return prompts
 
     def add(self, batch: DataProto, step: int) -> bool:
-        """Keep the groups of ``batch``, responses with their rewards, that vary; True once they are enough.
+        """Keep the groups of ``batch``, responses with their rewards, that vary; return True once they are enough.
 
         Raises:
             ValueError: they are too few, and no more batches may be drawn.
@@ -138,32 +138,32 @@ class GroupFilter:
         values = metric_values(batch, self.config.metric)
         uids = batch.non_tensor_batch["uid"]
         varies = chosen_groups(uids, values, self.config)
-        stays = np.array([varies[uid] for uid in uids], dtype=bool)
+        keeps = np.array([varies[uid] for uid in uids], dtype=bool)
         self._num_batches += 1
         self._values.append(values)
-        self._dropped.append(values[~stays])
-        self._uids += [uid for uid, keeps in varies.items() if keeps]
-        if stays.any():
-            self._kept.append(batch.select_idxs(np.flatnonzero(stays)))
+        self._dropped.append(values[~keeps])
+        self._uids += [uid for uid, does_vary in varies.items() if does_vary]
+        if keeps.any():
+            self._kept.append(batch.select_idxs(np.flatnonzero(keeps)))
         if len(self._uids) >= self.batch_size:
             return True
         bound = self.config.max_num_gen_batches
         if bound and self._num_batches >= bound:
             raise ValueError(self._too_few(step))
         if self._num_batches % _REMIND_AFTER == 0:
-            self.say(f"step {step}: {self._in_words()}; drawing goes on.")
+            self.say(f"step {step}: {self._summary()}; sampling continues.")
         return False
 
     def finish(self) -> tuple[DataProto, dict[str, float]]:
-        """The groups of the step, in the order they were drawn, and what became of all; hands the rest back."""
-        taken, surplus = self._uids[: self.batch_size], self._uids[self.batch_size :]
+        """Return the groups of the step in the order they were sampled, and metrics; give surplus prompts back."""
+        chosen, surplus = self._uids[: self.batch_size], self._uids[self.batch_size :]
         batch = _joined(self._kept)
-        batch = batch.select_idxs(np.flatnonzero(np.isin(batch.non_tensor_batch["uid"].astype(str), taken)))
-        self.pool.finish(uid for uid in self.tickets if uid in self.pool.tickets)
+        batch = batch.select_idxs(np.flatnonzero(np.isin(batch.non_tensor_batch["uid"].astype(str), chosen)))
+        self.pool.finish(uid for uid in self.entries if uid in self.pool.entries)
         if surplus:
             rows = [prompts.select_idxs(_rows_of(prompts, surplus)) for prompts in self._prompts]
             back = DataProto.concat([part for part in rows if len(part)])
-            self.pool.take_back(back, {uid: self.tickets[uid] for uid in surplus})
+            self.pool.return_unused(back, {uid: self.entries[uid] for uid in surplus})
         metrics = self._metrics(len(surplus))
         self._begin()
         return batch, metrics
@@ -173,29 +173,29 @@ class GroupFilter:
         metrics = {
             "train/num_gen_batches": self._num_batches,
             "filter_groups/kept": len(self._uids) - surplus,
-            "filter_groups/dropped": len(self.tickets) - len(self._uids),
+            "filter_groups/dropped": len(self.entries) - len(self._uids),
             "filter_groups/surplus": surplus,
             "filter_groups/metric/mean": float(np.concatenate(self._values).mean()),
         }
         return metrics | ({"filter_groups/metric/dropped_mean": float(dropped.mean())} if len(dropped) else {})
 
-    def _in_words(self) -> str:
+    def _summary(self) -> str:
         mean = np.concatenate(self._values).mean()
         return (
-            f"in {self._num_batches} batches of {self.draw_size} prompts the responses to {len(self._uids)} differ in "
-            f"{self.config.metric}, whose mean is {mean:.3g}; the step needs {self.batch_size}"
+            f"in {self._num_batches} batches of {self.gen_batch_size} prompts the responses to {len(self._uids)} "
+            f"differ in {self.config.metric}, whose mean is {mean:.3g}; the step needs {self.batch_size}"
         )
 
     def _too_few(self, step: int) -> str:
         return (
-            f"algorithm.filter_groups.max_num_gen_batches={self.config.max_num_gen_batches}: no more may be drawn for "
-            f"step {step}, but {self._in_words()} (data.train_batch_size). Raise it (0: no bound) or "
+            f"algorithm.filter_groups.max_num_gen_batches={self.config.max_num_gen_batches}: no more may be sampled "
+            f"for step {step}, but {self._summary()} (data.train_batch_size). Raise it (0: no bound) or "
             "data.gen_batch_size, sample more responses (actor_rollout_ref.rollout.n), or leave out prompts that are "
             "too easy or too hard."
         )
 
 
-def _no_number(metric: str, why: str) -> str:
+def _not_a_number(metric: str, why: str) -> str:
     return (
         f"algorithm.filter_groups.metric={metric}: its values must be finite numbers, but {why}. Return a number from "
         "the reward function, or use seq_reward."
@@ -207,7 +207,7 @@ def _rows_of(prompts: DataProto, uids: Sequence[str]) -> np.ndarray:
 
 
 def _joined(parts: Sequence[DataProto]) -> DataProto:
-    """The rows of all; a value that the reward function returned for some parts only is None in the others."""
+    """Return the rows of all; a value that the reward function returned for some parts only is None in the others."""
     names = list(dict.fromkeys(name for part in parts for name in part.meta_info.get("reward_extra_keys", ())))
     for part in parts:
         for name in names:

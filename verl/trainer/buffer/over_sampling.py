@@ -1,8 +1,8 @@
-"""A batch out of more prompts than it needs: over-sampling, prompts put off, responses that go on in later steps.
+"""Over-sampling: a step starts more prompts than it trains on, and takes the groups that are complete first.
 
-The prompts of a step are drawn together, request by request. The batch is the first groups that are complete; the
-prompts of the others are put off and come first in the next step. What their responses had drawn is thrown away or,
-with ``partial_rollout``, kept and continued under the next weights. Described in docs/long_tails.md.
+Responses are generated request by request. The prompts of incomplete groups are deferred and come first in the next
+step. The tokens of their responses are discarded or, with ``partial_rollout``, kept and continued under the next
+weights. Described in docs/long_tails.md.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from verl.checkpoint.rows_file import check_savable
 from verl.protocol import DataProto
 from verl.trainer.buffer.partial_rollouts import (
     GenerationClient,
-    Journal,
     LengthHistory,
+    ProgressLog,
     SampleClient,
     prompt_key,
     stop_samples,
@@ -33,40 +33,40 @@ from verl.trainer.buffer.prompt_pool import PromptPool, load_pool, save_pool
 from verl.utils.seeding import derive_seed
 from verl.workers.rollout.server.load import occupancy
 
-# -- Groups of samples that are drawn together, and when there are enough of them ------------------------------------
+# -- first-complete scheduler: run groups until enough are complete ---------------------------------------------------
 
 
 Group = Sequence[Callable[[], Coroutine[Any, Any, bool]]]
-"""The samples of one prompt; each says at its end whether it is complete (True) or was stopped (False)."""
+"""The samples of one prompt; each returns whether it is complete (True) or was stopped (False)."""
 
 
 @dataclass
-class Race:
-    """Who came in, and when."""
+class CompletedGroups:
+    """Numbers of the groups that are complete."""
 
-    taken: list[int] = field(default_factory=list)
-    """Numbers of the groups of the batch, in the order in which they were complete."""
-    spare: list[int] = field(default_factory=list)
+    batch: list[int] = field(default_factory=list)
+    """Groups of the batch, in the order in which they were complete."""
+    surplus: list[int] = field(default_factory=list)
     """Complete too, but the batch was full."""
 
-    def place(self, number: int, count: int, required: Collection[int]) -> None:
-        """Put a complete group into the batch of ``count``, where room is kept for the required ones."""
+    def add(self, number: int, count: int, required: Collection[int]) -> None:
+        """Add a complete group to the batch of ``count``, which keeps room for the required ones."""
         is_needed = number in required or not self.is_full_but_for(required, count)
-        (self.taken if is_needed else self.spare).append(number)
+        (self.batch if is_needed else self.surplus).append(number)
 
     def is_full_but_for(self, required: Collection[int], count: int) -> bool:
         """Whether only required groups are still missing."""
-        return sum(number not in required for number in self.taken) == count - len(required)
+        return sum(number not in required for number in self.batch) == count - len(required)
 
 
-async def first_groups(
+async def first_complete_groups(
     groups: Sequence[Group],
     count: int,
     stop: Callable[[Sequence[int]], Awaitable[None]],
     *,
     required: Collection[int] = (),
     keep_going: bool = False,
-) -> Race:
+) -> CompletedGroups:
     """Run all groups at once until ``count`` are complete, the required ones among them, and stop the others.
 
     The batch is the required groups and those of the others that were complete first. Of groups that are complete at
@@ -75,7 +75,7 @@ async def first_groups(
     Args:
         groups: the samples of each, started in this order.
         count: groups of the batch; at most as many are required.
-        stop: told numbers of groups, makes their samples end soon.
+        stop: called with numbers of groups; makes their samples end soon.
         required: groups to wait for.
         keep_going: when only required groups are missing, let the others run on until those are complete.
 
@@ -85,26 +85,26 @@ async def first_groups(
     required = frozenset(required)
     if not len(required) <= count <= len(groups):
         raise ValueError(
-            f"first_groups: {count} of {len(groups)} groups are asked for and {len(required)} are required. "
-            "Ask for as many as there are or fewer, and require no more than you ask for."
+            f"first_complete_groups: {count} of {len(groups)} groups are requested and {len(required)} are required. "
+            "Request no more than there are, and require no more than are requested."
         )
     samples = [[asyncio.ensure_future(start()) for start in group] for group in groups]
     running = {asyncio.gather(*group): number for number, group in enumerate(samples)}
-    race, stopped = Race(), frozenset()
+    completed, stopped = CompletedGroups(), frozenset()
     try:
-        while len(race.taken) < count:
+        while len(completed.batch) < count:
             done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
             for future in sorted(done, key=running.__getitem__):
                 number = running.pop(future)
                 if all(future.result()):
-                    race.place(number, count, required)
-            if not keep_going and not stopped and race.is_full_but_for(required, count):
+                    completed.add(number, count, required)
+            if not keep_going and not stopped and completed.is_full_but_for(required, count):
                 stopped = frozenset(running.values()) - required
                 await stop(sorted(stopped))
         await stop(sorted(set(running.values()) - stopped))
         late = [(number, all(await future)) for future, number in running.items()]
-        race.spare.extend(number for number, is_complete in sorted(late) if is_complete)
-        return race
+        completed.surplus.extend(number for number, is_complete in sorted(late) if is_complete)
+        return completed
     except BaseException:
         left = [sample for group in samples for sample in group]
         for sample in left:
@@ -113,68 +113,68 @@ async def first_groups(
         raise
 
 
-PLACE = "finish_place"
-"""Column: a group's place in the order in which the groups of the batch were complete, from 0."""
+FINISH_PLACE = "finish_place"
+"""Column: rank of a group in the order in which the groups of the batch were complete, from 0."""
 RunSample = Callable[[int, int, SampleClient], Awaitable[Any]]
-"""(row of the prompt, seed, client) -> what came of one sample; it draws through the client."""
+"""(row of the prompt, seed, client) -> output of one sample, generated through the client."""
 
 
 @dataclass(eq=False)
 class Sample:
-    """One response of a step."""
+    """One response that a step generates."""
 
     row: int
-    """Its prompt's."""
+    """Row of its prompt."""
     seed: int
     client: SampleClient
     tokens_before: int
-    """Drawn in earlier steps."""
+    """SampledGroups in earlier steps."""
     outcome: Any = None
     is_complete: bool = False
 
     async def run(self, run: RunSample) -> bool:
-        """Draw it to its end; False if it was stopped."""
+        """Generate it to its end; False if it was stopped."""
         try:
             self.outcome = await run(self.row, self.seed, self.client)
         except asyncio.CancelledError:
             if not self.client.is_stopped:
                 raise
             return False
-        self.is_complete = self.journal.is_complete  # a loop may live on when an answer is cut off under it
+        self.is_complete = self.log.is_complete  # an agent loop may return although one of its requests was aborted
         return self.is_complete
 
     @property
-    def journal(self) -> Journal:
-        return self.client.journal
+    def log(self) -> ProgressLog:
+        return self.client.log
 
     @property
-    def tokens_drawn(self) -> int:
-        """In this step, and kept."""
-        return max(0, self.journal.num_tokens - self.tokens_before)
+    def new_tokens(self) -> int:
+        """Tokens that this step generated and kept."""
+        return max(0, self.log.num_tokens - self.tokens_before)
 
 
 @dataclass
-class Drawn:
-    """The batch of a step."""
+class SampledGroups:
+    """The batch of a step: complete groups of n responses to a prompt."""
 
     rows: list[int]
-    """Of the prompts given, those in the batch, ascending."""
+    """Rows of the prompts in the batch, ascending."""
     outcomes: list[Any]
-    """Of their samples, n a prompt."""
+    """Outputs of their samples, n a prompt."""
     versions: list[list[int]]
-    """Of each sample: the weights that drew each of its tokens."""
-    places: list[int]
-    """Of each prompt in the batch: its place in the order in which groups were complete, from 0."""
+    """Of each sample, the version of the weights that generated each of its tokens."""
+    finish_places: list[int]
+    """Of each prompt in the batch, its rank in the order in which groups were complete, from 0."""
     metrics: dict[str, float] = field(default_factory=dict)
 
 
-class GroupSampler:
-    """Draws the batch of every training step, and remembers what was begun and not finished.
+class GroupScheduler:
+    """Generate the batch of every training step, and keep the partial rollouts of deferred prompts.
 
     Args:
         config: ``actor_rollout_ref.rollout``. Read: n, response_length, over_sample_rate, max_postponements,
             partial_rollout, max_staleness.
-        pool: gives the prompts and takes back those put off.
+        pool: gives the prompts and takes back the deferred ones.
         batch_size: prompts of a batch.
         seed: of the run.
     """
@@ -185,38 +185,38 @@ class GroupSampler:
         self.batch_size = batch_size
         self.seed = seed
         self.history = LengthHistory()
-        self.journals: dict[str, Journal] = {}
+        self.logs: dict[str, ProgressLog] = {}
         self.weights: list[int] = []
-        """Versions the rollout drew with, the newest last."""
+        """Versions of the weights that the rollout has had, the newest last."""
         self._is_savable = False
 
     @property
     def num_prompts(self) -> int:
-        """Prompts a step starts."""
+        """Number of prompts a step starts."""
         return self.batch_size + math.ceil(round(self.batch_size * self.config.over_sample_rate, 6))
 
     def take(self, step: int) -> DataProto:
-        """The prompts that this step starts."""
+        """Return the prompts that this step starts."""
         prompts = self.pool.take(self.num_prompts, step)
         if not self._is_savable:
             try:
                 check_savable(prompts)
             except ValueError as problem:
                 raise ValueError(
-                    "actor_rollout_ref.rollout.over_sample_rate puts prompts off, and a checkpoint could not hold "
+                    "actor_rollout_ref.rollout.over_sample_rate defers prompts, and a checkpoint could not hold "
                     f"these: {problem} Set over_sample_rate=0, or leave that column out of the data set."
                 ) from None
             self._is_savable = True
         return prompts
 
-    async def draw(self, prompts: DataProto, client: GenerationClient, version: int, run: RunSample) -> Drawn:
-        """Sample n responses to each of ``prompts`` until a batch of groups is complete; puts the others off.
+    async def sample(self, prompts: DataProto, client: GenerationClient, version: int, run: RunSample) -> SampledGroups:
+        """Sample n responses to each of ``prompts`` until a batch of groups is complete; defer the others.
 
         Args:
-            prompts: what the pool gave, `num_prompts` of them or fewer.
+            prompts: of the pool, `num_prompts` of them or fewer.
             version: of the weights the servers behind ``client`` hold.
         """
-        self._note(version)
+        self._record_version(version)
         uids, keys = prompts.non_tensor_batch["uid"], prompt_keys(prompts)
         discarded = self._discard_stale(uids)
         groups = [self._group(row, uid, keys[row], client, version) for row, uid in enumerate(uids)]
@@ -226,22 +226,22 @@ class GroupSampler:
         async def stop(numbers: Sequence[int]) -> None:
             await stop_samples([sample.client for number in numbers for sample in groups[order[number]]], client)
 
-        race = await first_groups(
+        completed = await first_complete_groups(
             [[lambda sample=sample: sample.run(run) for sample in groups[row]] for row in order],
             min(self.batch_size, len(groups)),
             stop,
             required=[order.index(row) for row in required],
             keep_going=self.config.partial_rollout,
         )
-        drawn = self._collect(groups, order, race)
-        self._put_off(prompts, groups, drawn)
-        self._learn(groups, keys)
-        drawn.metrics = self._metrics(groups, drawn, required, discarded)
-        return drawn
+        sampled = self._collect(groups, order, completed)
+        self._defer(prompts, groups, sampled)
+        self._observe_lengths(groups, keys)
+        sampled.metrics = self._metrics(groups, sampled, required, discarded)
+        return sampled
 
     # -- before ------------------------------------------------------------------------------------------------------
 
-    def _note(self, version: int) -> None:
+    def _record_version(self, version: int) -> None:
         if not self.weights or self.weights[-1] != version:
             self.weights = [*self.weights[-self.config.max_staleness :], version]
 
@@ -251,71 +251,71 @@ class GroupSampler:
         return len(newer) - 1
 
     def _discard_stale(self, uids: Sequence[str]) -> int:
-        """Let samples begin anew that hold a token older than the bound; returns their tokens."""
-        mine = [f"{uid}/{k}" for uid in uids for k in range(self.config.n)]
-        journals = [self.journals[sample] for sample in mine if sample in self.journals]
+        """Restart samples that hold a token older than ``max_staleness``; return the number of their tokens."""
+        ids = [f"{uid}/{k}" for uid in uids for k in range(self.config.n)]
+        logs = [self.logs[sample] for sample in ids if sample in self.logs]
         bound = self.config.max_staleness
-        return sum(j.clear() for j in journals if any(self.staleness(v) > bound for v in set(j.versions)))
+        return sum(j.clear() for j in logs if any(self.staleness(v) > bound for v in set(j.versions)))
 
     def _group(self, row: int, uid: str, key: str, client: GenerationClient, version: int) -> list[Sample]:
-        ticket, samples = self.pool.tickets[uid], []
+        entry, samples = self.pool.entries[uid], []
         for k in range(self.config.n):
-            journal = self.journals.pop(f"{uid}/{k}", None) or Journal()
-            priority = max(0, int(self.history.expected(key)) - journal.num_tokens)
-            if ticket.postponed:  # before all others
+            log = self.logs.pop(f"{uid}/{k}", None) or ProgressLog()
+            priority = max(0, int(self.history.expected(key)) - log.num_tokens)
+            if entry.deferrals:  # deferred prompts go before all others
                 priority += self.config.response_length
-            seed = derive_seed(self.seed, "train", ticket.step, ticket.number, k)
-            own = SampleClient(client, f"{uid}/{k}", journal, version, priority)
-            samples.append(Sample(row, seed, own, journal.num_tokens))
+            seed = derive_seed(self.seed, "train", entry.step, entry.number, k)
+            sample_client = SampleClient(client, f"{uid}/{k}", log, version, priority)
+            samples.append(Sample(row, seed, sample_client, log.num_tokens))
         return samples
 
     def _required(self, uids: Sequence[str]) -> list[int]:
-        """Rows to wait for: all that were put off, once one of them was put off as often as is allowed."""
-        postponed = [self.pool.tickets[uid].postponed for uid in uids]
-        if max(postponed, default=0) < most_postponements(self.config):
+        """Return the rows to wait for: all deferred ones, once one of them was deferred as often as is allowed."""
+        deferrals = [self.pool.entries[uid].deferrals for uid in uids]
+        if max(deferrals, default=0) < max_deferrals(self.config):
             return []
-        oldest_first = sorted((row for row, times in enumerate(postponed) if times), key=lambda row: -postponed[row])
+        oldest_first = sorted((row for row, times in enumerate(deferrals) if times), key=lambda row: -deferrals[row])
         return oldest_first[: self.batch_size]
 
     # -- after -------------------------------------------------------------------------------------------------------
 
-    def _collect(self, groups: list[list[Sample]], order: list[int], race: Race) -> Drawn:
-        place = {order[number]: place for place, number in enumerate(race.taken)}
+    def _collect(self, groups: list[list[Sample]], order: list[int], completed: CompletedGroups) -> SampledGroups:
+        place = {order[number]: place for place, number in enumerate(completed.batch)}
         rows = sorted(place)
         samples = [sample for row in rows for sample in groups[row]]
-        return Drawn(
+        return SampledGroups(
             rows,
             [sample.outcome for sample in samples],
-            [sample.journal.versions for sample in samples],
+            [sample.log.versions for sample in samples],
             [place[row] for row in rows],
         )
 
-    def _put_off(self, prompts: DataProto, groups: list[list[Sample]], drawn: Drawn) -> None:
-        rest = [row for row in range(len(groups)) if row not in set(drawn.rows)]
+    def _defer(self, prompts: DataProto, groups: list[list[Sample]], sampled: SampledGroups) -> None:
+        rest = [row for row in range(len(groups)) if row not in set(sampled.rows)]
         if self.config.partial_rollout:
             for sample in (sample for row in rest for sample in groups[row]):
-                if sample.journal.num_tokens:
-                    self.journals[sample.client.sample_id] = sample.journal
-        self.pool.finish(prompts.non_tensor_batch["uid"][drawn.rows])
-        self.pool.put_back(prompts.select_idxs(rest))
+                if sample.log.num_tokens:
+                    self.logs[sample.client.sample_id] = sample.log
+        self.pool.finish(prompts.non_tensor_batch["uid"][sampled.rows])
+        self.pool.defer(prompts.select_idxs(rest))
 
-    def _learn(self, groups: list[list[Sample]], keys: Sequence[str]) -> None:
+    def _observe_lengths(self, groups: list[list[Sample]], keys: Sequence[str]) -> None:
         for key, group in zip(keys, groups, strict=True):
-            drew = [sample for sample in group if sample.tokens_drawn]
-            ended = [sample.journal.num_tokens for sample in drew if sample.is_complete]
-            self.history.observe(key, ended, [s.journal.num_tokens for s in drew if not s.is_complete])
+            running = [sample for sample in group if sample.new_tokens]
+            complete = [sample.log.num_tokens for sample in running if sample.is_complete]
+            self.history.observe(key, complete, [s.log.num_tokens for s in running if not s.is_complete])
 
     def _metrics(
-        self, groups: list[list[Sample]], drawn: Drawn, required: Sequence[int], discarded: int
+        self, groups: list[list[Sample]], sampled: SampledGroups, required: Sequence[int], discarded: int
     ) -> dict[str, float]:
         samples = [sample for group in groups for sample in group]
-        rest = [sample for sample in samples if sample.row not in set(drawn.rows)]
-        lengths = [sample.tokens_drawn for sample in samples]
-        left = sum(sample.journal.num_tokens for sample in rest)
+        rest = [sample for sample in samples if sample.row not in set(sampled.rows)]
+        lengths = [sample.new_tokens for sample in samples]
+        left = sum(sample.log.num_tokens for sample in rest)
         kept = left if self.config.partial_rollout else 0
         metrics = {
             "rollout/prompts_started": len(groups),
-            "rollout/prompts_put_off": len(groups) - len(drawn.rows),
+            "rollout/prompts_put_off": len(groups) - len(sampled.rows),
             "rollout/prompts_waited_for": len(required),
             "rollout/samples_aborted": sum(not sample.is_complete for sample in samples),
             "rollout/tokens_drawn/min": min(lengths),
@@ -324,10 +324,10 @@ class GroupSampler:
             "rollout/tokens_kept": kept,
             "rollout/tokens_discarded": discarded + left - kept,
         }
-        return metrics | (self._staleness_metrics(drawn) if self.config.partial_rollout else {})
+        return metrics | (self._staleness_metrics(sampled) if self.config.partial_rollout else {})
 
-    def _staleness_metrics(self, drawn: Drawn) -> dict[str, float]:
-        ages = np.array([self.staleness(version) for versions in drawn.versions for version in versions] or [0])
+    def _staleness_metrics(self, sampled: SampledGroups) -> dict[str, float]:
+        ages = np.array([self.staleness(version) for versions in sampled.versions for version in versions] or [0])
         return {
             "rollout/staleness/mean": float(ages.mean()),
             "rollout/staleness/max": float(ages.max()),
@@ -337,62 +337,64 @@ class GroupSampler:
     # -- checkpoint --------------------------------------------------------------------------------------------------
 
     def save(self, folder: Path) -> None:
-        """Write into a step's folder what a resumed run needs to go on with the same prompts and tokens."""
-        journals = {sample: journal.state() for sample, journal in self.journals.items()}
-        save_pool(folder, self.pool, history=self.history.state_dict(), journals=journals, weights=self.weights)
+        """Write into a step's folder what a resumed run needs to continue with the same prompts and tokens."""
+        logs = {sample: log.state() for sample, log in self.logs.items()}
+        save_pool(folder, self.pool, history=self.history.state_dict(), journals=logs, weights=self.weights)
 
     def load(self, folder: Path) -> None:
         """Read what `save` wrote, if it is there."""
         state = load_pool(folder, self.pool)
-        if "history" not in state:  # of a run that samples whole batches, or of none
+        if "history" not in state:  # saved by a run with mode=sync
             return
         self.history.load_state_dict(state["history"])
-        self.journals = {sample: Journal.from_state(drafts) for sample, drafts in state["journals"].items()}
+        self.logs = {sample: ProgressLog.from_state(turns) for sample, turns in state["journals"].items()}
         self.weights = list(state["weights"])
 
 
-def draw_batch(manager: Any, sampler: GroupSampler, prompts: DataProto) -> tuple[DataProto, DataProto, Drawn]:
-    """Draw a step's batch with agent loops.
+def sample_batch(
+    manager: Any, scheduler: GroupScheduler, prompts: DataProto
+) -> tuple[DataProto, DataProto, SampledGroups]:
+    """Generate a step's batch with agent loops.
 
     Args:
         manager: AgentLoopManager.
 
     Returns:
         the prompts of the batch, in the order given; their responses, n a prompt, with the columns of a rollout,
-        `PLACE`, and with ``partial_rollout`` ``rollout_versions`` (B, R) int64, the weights that drew each token, -1
-        on those of others; and what was drawn, with its metrics.
+        `FINISH_PLACE`, and with ``partial_rollout`` ``rollout_versions`` (B, R) int64, the version of the weights that
+        generated each token, -1 on tokens of others; and the groups, with their metrics.
     """
     manager.client.take_spans()
-    drawn, timing = manager.serve_rows(prompts, partial(sampler.draw, prompts))
-    drawn.metrics |= occupancy(manager.client.take_spans(), manager.client.num_servers)
-    n = sampler.config.n
-    taken = prompts.select_idxs(drawn.rows)
-    batch = manager.to_batch(taken.repeat(n, interleave=True), drawn.outcomes, timing)
-    batch.non_tensor_batch[PLACE] = np.repeat(drawn.places, n)
-    if sampler.config.partial_rollout:
-        batch.put("rollout_versions", versions_column(batch, drawn.versions))
-    return taken, batch, drawn
+    sampled, timing = manager.serve_rows(prompts, partial(scheduler.sample, prompts))
+    sampled.metrics |= occupancy(manager.client.take_spans(), manager.client.num_servers)
+    n = scheduler.config.n
+    chosen = prompts.select_idxs(sampled.rows)
+    batch = manager.to_batch(chosen.repeat(n, interleave=True), sampled.outcomes, timing)
+    batch.non_tensor_batch[FINISH_PLACE] = np.repeat(sampled.finish_places, n)
+    if scheduler.config.partial_rollout:
+        batch.put("rollout_versions", versions_column(batch, sampled.versions))
+    return chosen, batch, sampled
 
 
 def versions_column(batch: DataProto, versions: Sequence[Sequence[int]]) -> Ragged:
-    """(B, R): the version of each token of ``response_mask`` in turn, -1 elsewhere."""
+    """Return (B, R) int64: the version of each token in ``response_mask``, -1 elsewhere."""
     mask = batch.ragged("response_mask")
     column = torch.full_like(mask.values, -1)
     for first, last, row in zip(mask.layout.offsets, mask.layout.offsets[1:], versions, strict=False):
-        own = mask.values[first:last].nonzero()[:, 0]
-        column[first:last][own] = torch.tensor(row[: len(own)], dtype=torch.int64)
+        sampled = mask.values[first:last].nonzero()[:, 0]
+        column[first:last][sampled] = torch.tensor(row[: len(sampled)], dtype=torch.int64)
     return mask.like(column)
 
 
-def most_postponements(config: Any) -> int:
-    """Steps that may put a prompt off before all that were put off are waited for."""
+def max_deferrals(config: Any) -> int:
+    """Return how many steps may defer a prompt before all deferred ones are waited for."""
     if config.max_postponements is not None:
         return config.max_postponements
     return config.max_staleness if config.partial_rollout else 4
 
 
 def prompt_keys(prompts: DataProto) -> list[str]:
-    """The name of each prompt in the length history."""
+    """Return the key of each prompt in the length history."""
     rows = prompts.non_tensor_batch.get("raw_prompt_ids")
     if rows is None:
         rows = [row.tolist() for row in prompts.ragged("input_ids").rows()]

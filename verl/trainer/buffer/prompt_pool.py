@@ -1,4 +1,4 @@
-"""The prompts of a run one by one, in the loader's order; those that were put off come first."""
+"""Pool of prompts: rows of the training data in the loader's order, deferred ones first."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from verl.checkpoint.run_state import write_atomic
 from verl.protocol import DataProto
 
 STATE_FILE = "rollout.json"
-"""In a step's folder: prompts that were handed out and come again, and what is known of their samples."""
+"""In a step's folder: the entries of the pool, and the partial rollouts of deferred prompts."""
 
 
 @dataclass
-class Ticket:
+class PoolEntry:
     """A prompt that was handed out and not trained on yet."""
 
     step: int
-    """Step that drew it from the loader; with ``number``, where its samples' seeds come from."""
+    """Step that read it from the loader; with ``number``, the source of its samples' seeds."""
     number: int
-    """Its place among the prompts that step drew."""
-    postponed: int = 0
-    """How many steps have put it off."""
+    """Its place among the prompts that this step read."""
+    deferrals: int = 0
+    """Number of steps that have deferred it."""
 
 
 class PromptPool:
     """Rows of the training data, each handed out until it is trained on.
 
-    Every row of the loader comes once an epoch; one that is put back comes again before any new one.
+    Every row of the loader comes once an epoch; one that is deferred comes again before any new one.
 
     Args:
         loader: gives batches, again and again; its own state says which.
@@ -41,23 +41,23 @@ class PromptPool:
 
     def __init__(self, loader: Any) -> None:
         self.loader = loader
-        self.tickets: dict[str, Ticket] = {}
-        """By uid, of every prompt that is out or was put back."""
+        self.entries: dict[str, PoolEntry] = {}
+        """By uid, of every prompt that was handed out or deferred, and not trained on yet."""
         self.batches_read = 0
-        """Batches the loader gave, in all epochs."""
+        """Batches read from the loader, in all epochs."""
         self._numbered = (0, 0)
-        """A step, and how many prompts it drew from the loader."""
+        """A step, and how many prompts it has read from the loader."""
         self._batches: Iterator[dict[str, Any]] = iter(())
         self._back = DataProto()
         self._fresh = DataProto()
 
     @property
-    def num_postponed(self) -> int:
-        """Prompts put back and not handed out again."""
+    def num_deferred(self) -> int:
+        """Number of deferred prompts that were not handed out again."""
         return len(self._back)
 
     def take(self, count: int, step: int) -> DataProto:
-        """The next ``count`` prompts, each with a ``uid`` that it keeps; new ones are named after ``step``.
+        """Return the next ``count`` prompts, each with a ``uid`` that it keeps; new ones are named after ``step``.
 
         A step may take several times: its new prompts are numbered on.
         """
@@ -68,36 +68,36 @@ class PromptPool:
         fresh, self._fresh = self._fresh[:missing], self._fresh[missing:]
         first = self._numbered[1] if self._numbered[0] == step else 0
         self._numbered = (step, first + missing)
-        tickets = {f"step{step}-{number}": Ticket(step, number) for number in range(first, first + missing)}
-        fresh.non_tensor_batch["uid"] = np.array(list(tickets), dtype=object)
-        self.tickets.update(tickets)
+        entries = {f"step{step}-{number}": PoolEntry(step, number) for number in range(first, first + missing)}
+        fresh.non_tensor_batch["uid"] = np.array(list(entries), dtype=object)
+        self.entries.update(entries)
         return joined(back, fresh).select(deepcopy=True)
 
-    def put_back(self, prompts: DataProto) -> None:
-        """Hand these prompts out again before any other, in this order, and count that they were put off."""
+    def defer(self, prompts: DataProto) -> None:
+        """Hand these prompts out again before any other, in this order, and count the deferral."""
         for uid in prompts.non_tensor_batch.get("uid", ()):
-            self.tickets[uid].postponed += 1
+            self.entries[uid].deferrals += 1
         self._back = joined(prompts.select(deepcopy=True), self._back)
 
-    def take_back(self, prompts: DataProto, tickets: Mapping[str, Ticket]) -> None:
-        """As `put_back`, of prompts that were finished and are not trained on after all; they count as not put off."""
-        self.tickets.update(tickets)
+    def return_unused(self, prompts: DataProto, entries: Mapping[str, PoolEntry]) -> None:
+        """Hand these finished prompts out again before any other; they do not count as deferred."""
+        self.entries.update(entries)
         self._back = joined(prompts.select(deepcopy=True), self._back)
 
     def finish(self, uids: Iterable[str]) -> None:
         """Forget these prompts: they are being trained on."""
         for uid in uids:
-            del self.tickets[uid]
+            del self.entries[uid]
 
     def state(self) -> tuple[dict[str, DataProto], dict[str, tuple[int, int, int]]]:
-        """All but the loader's own position: the prompts ``back`` and ``fresh``, and the tickets as JSON values."""
-        tickets = {uid: (ticket.step, ticket.number, ticket.postponed) for uid, ticket in self.tickets.items()}
-        return {"back": self._back, "fresh": self._fresh}, tickets
+        """Return all but the loader's position: the prompts ``back`` and ``fresh``, and the entries as JSON values."""
+        entries = {uid: (entry.step, entry.number, entry.deferrals) for uid, entry in self.entries.items()}
+        return {"back": self._back, "fresh": self._fresh}, entries
 
-    def load_state(self, prompts: Mapping[str, DataProto], tickets: Mapping[str, Sequence[int]]) -> None:
-        """Take over what `state` gave; prompts that are not given are none."""
+    def load_state(self, prompts: Mapping[str, DataProto], entries: Mapping[str, Sequence[int]]) -> None:
+        """Restore what `state` returned; missing prompts are none."""
         self._back, self._fresh = (prompts.get(name, DataProto()) for name in ("back", "fresh"))
-        self.tickets = {uid: Ticket(*numbers) for uid, numbers in tickets.items()}
+        self.entries = {uid: PoolEntry(*numbers) for uid, numbers in entries.items()}
 
     def _next_batch(self) -> DataProto:
         for _ in range(2):
@@ -109,23 +109,23 @@ class PromptPool:
 
 
 def joined(first: DataProto, second: DataProto) -> DataProto:
-    """The rows of both; either may be empty."""
+    """Return the rows of both; either may be empty."""
     return DataProto.concat([first, second]) if len(first) and len(second) else first if len(first) else second
 
 
 def save_pool(folder: Path, pool: PromptPool, **more: Any) -> None:
-    """Write into a step's folder what a resumed run needs to go on with the same prompts, and ``more`` JSON values."""
-    prompts, tickets = pool.state()
+    """Write into a step's folder what a resumed run needs to continue, and ``more`` JSON values."""
+    prompts, entries = pool.state()
     for name, rows in prompts.items():
         (folder / f"rollout_{name}.safetensors").unlink(missing_ok=True)
         if len(rows):
             save_rows(folder / f"rollout_{name}.safetensors", rows, {})
-    state = {"tickets": tickets, "batches_read": pool.batches_read, **more}
+    state = {"tickets": entries, "batches_read": pool.batches_read, **more}
     write_atomic(folder / STATE_FILE, lambda path: path.write_text(json.dumps(state)))
 
 
 def load_pool(folder: Path, pool: PromptPool) -> dict[str, Any]:
-    """Take over what `save_pool` wrote, if it is there; returns all of its JSON values."""
+    """Restore what `save_pool` wrote, if it is there; return all of its JSON values."""
     if not (folder / STATE_FILE).exists():
         return {}
     state = json.loads((folder / STATE_FILE).read_text())

@@ -1,53 +1,342 @@
-"""What a rollout is asked, what comes back of it, and what its engines counted.
+"""Rollout buffer: the prompts and rollouts of a run's training steps, behind one object.
 
-Knows columns and worker groups; not which prompts a step takes, nor what responses are for.
+The trainer takes prompts and rollouts from here, and gives back which of them it trains on. Policies of the buffer:
+group filtering (`group_filter`), over-sampling with partial rollouts (`over_sampling`), reuse of cached batches
+(`rollout_skip`), and a rollout engine on devices of its own (`disjoint`), which may generate one step ahead. Knows
+columns and worker groups; no rewards, and not how batches are trained on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
+from verl.checkpoint import run_state
 from verl.config.rollout import needs_agent_loops
+from verl.data.sampler import AbstractCurriculumSampler
 from verl.data.table import distinct_values
 from verl.protocol import DataProto
 from verl.telemetry.metric import reduce_metrics
+from verl.telemetry.profiler import marked_timer
+from verl.trainer.buffer.disjoint import DisjointRollout, PendingRollout
 from verl.trainer.buffer.group_filter import GroupFilter
-from verl.trainer.buffer.over_sampling import GroupSampler
+from verl.trainer.buffer.over_sampling import GroupScheduler, sample_batch
 from verl.trainer.buffer.prompt_pool import STATE_FILE, PromptPool, load_pool, save_pool
+from verl.trainer.buffer.rollout_skip import RolloutCache
+from verl.utils.seeding import derive_seed
+
+if TYPE_CHECKING:
+    from verl.config.ppo import PPOConfig
 
 PROMPT_COLUMNS = ("input_ids", "attention_mask", "position_ids")
 
 
+@dataclass
+class NextBatch:
+    """A batch of a step that has not begun, whose responses are being generated."""
+
+    step: int
+    prompts: DataProto
+    rows: DataProto
+    """The prompts, n times each."""
+    rollout: PendingRollout
+
+
+@dataclass
+class Rollouts:
+    """Prompts of a step with their responses, and the measurements of generating them."""
+
+    prompts: DataProto
+    batch: DataProto
+    """Rows of responses, n to each of ``prompts``."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    timing: dict[str, float] = field(default_factory=dict)
+    """Seconds by name."""
+
+
+class RolloutBuffer:
+    """Prompts and rollouts of a run.
+
+    Args:
+        config: the whole tree.
+        loader: of the training prompts.
+        say: prints a message to the user.
+
+    Attributes:
+        group_filter: chooses the groups of a step; None where all are trained on.
+        scheduler: generates batches request by request; None where one call generates a whole batch.
+        engine: has ``generate_sequences``: the workers, agent loops, or one of the policies around them. None before
+            `connect`.
+
+    Raises:
+        ValueError: prompts are read a step ahead, and a curriculum sampler chooses them.
+    """
+
+    def __init__(self, config: PPOConfig, loader: Any, say: Callable[[str], None]) -> None:
+        self.config, self.loader, self.say = config, loader, say
+        if self.generates_ahead and isinstance(loader.sampler, AbstractCurriculumSampler):
+            raise ValueError(
+                f"actor_rollout_ref.rollout.async_ratio=1 with the curriculum sampler {type(loader.sampler).__name__}: "
+                "prompts are read before the sampler is updated with the last batch. Set async_ratio=0, or leave "
+                "data.sampler alone."
+            )
+        data, rollout, filtering = config.data, config.actor_rollout_ref.rollout, config.algorithm.filter_groups
+        self.group_filter: GroupFilter | None = None
+        self.scheduler: GroupScheduler | None = None
+        self.pool: PromptPool | None = None
+        is_scheduled = rollout.mode == "async" and not rollout.async_ratio and not rollout.skip_rollout
+        if filtering.enable or is_scheduled:
+            self.pool = PromptPool(loader)
+        if filtering.enable:
+            self.group_filter = GroupFilter(filtering, self.pool, data.train_batch_size, data.prompts_per_step, say)
+        if is_scheduled:
+            self.scheduler = GroupScheduler(rollout, self.pool, data.prompts_per_step, config.trainer.seed)
+        self.engine: Any = None
+        self.agent_loops: Any = None
+        """The manager of agent loops, with ``rollout.mode=async``."""
+        self._next: NextBatch | None = None
+        self._position: dict[str, Any] | None = None
+        """The loader's, before the prompts that were read ahead."""
+        self._saved: tuple[DataProto, dict[str, int]] | None = None
+        """Responses of a checkpoint that were generated ahead."""
+
+    @property
+    def generates_ahead(self) -> bool:
+        """Whether the next batch is generated while one is trained on."""
+        return self.config.actor_rollout_ref.rollout.async_ratio > 0
+
+    @property
+    def max_staleness(self) -> int:
+        """Weight updates by which a token may be older than the policy that is trained: 0 is synchronous.
+
+        With ``rollout.async_ratio`` 1, a batch ahead; with ``rollout.partial_rollout`` as many as it allows.
+        """
+        rollout = self.config.actor_rollout_ref.rollout
+        return rollout.async_ratio or (rollout.max_staleness if rollout.partial_rollout else 0)
+
+    # -- rollout engine ----------------------------------------------------------------------------------------------
+
+    def connect(
+        self,
+        config: PPOConfig,
+        actor_wg: Any,
+        rollout_wg: Any = None,
+        tokenizer: Any = None,
+        processor: Any = None,
+        trainer_config: Any = None,
+    ) -> None:
+        """Generate with these worker groups, whose models are loaded.
+
+        Args:
+            config: the whole tree, which a script may have changed.
+            rollout_wg: of a rollout on devices of its own; None: ``actor_wg`` generates.
+            trainer_config: the configuration that agent loops get.
+        """
+        self.config = config
+        rollout, self.engine = config.actor_rollout_ref.rollout, rollout_wg or actor_wg
+        if rollout.mode == "async":
+            from verl.agents import AgentLoopManager
+
+            self.engine = self.agent_loops = AgentLoopManager(
+                config, self.engine, tokenizer, processor, trainer_config=trainer_config
+            )
+        if rollout_wg:
+            self.engine = DisjointRollout(actor_wg, rollout_wg, self.engine)
+        if rollout.skip_rollout:
+            self.engine = RolloutCache(self.engine, config, self.say)
+
+    def close(self) -> None:
+        """Stop the rollout's servers, if it has any; also after a failure."""
+        if hasattr(self.engine, "close"):
+            self.engine.close()
+
+    # -- prompts -----------------------------------------------------------------------------------------------------
+
+    def prompt_batches(self, step: int, total_steps: int) -> Iterator[tuple[int, DataProto]]:
+        """Yield batches of prompts for the steps after ``step``; each prompt has a ``uid`` of its own.
+
+        With ``rollout.over_sample_rate`` they are more than a batch; `rollouts` chooses among them. With
+        ``rollout.async_ratio`` each batch was read, and its responses started, a step before.
+        """
+        self._coming = self._read_prompts(step, total_steps)
+        if not self.generates_ahead:
+            yield from self._coming
+            return
+        self._start_next(steps_done=step)
+        while self._next is not None:
+            yield self._next.step, self._next.prompts
+
+    def _read_prompts(self, step: int, total_steps: int) -> Iterator[tuple[int, DataProto]]:
+        while step < total_steps:
+            for rows in self.loader if self.pool is None else [None]:
+                step += 1
+                if self.pool is not None:
+                    prompts = self.more_prompts(step)
+                else:
+                    prompts = DataProto.from_single_dict(rows)
+                    prompts.non_tensor_batch["uid"] = uids(f"step{step}", len(prompts))
+                yield step, prompts
+                if step >= total_steps:
+                    return
+
+    def more_prompts(self, step: int) -> DataProto:
+        """Return the next prompts of the pool; a step may ask several times."""
+        if self.scheduler is None:
+            return self.group_filter.take(step)
+        prompts = self.scheduler.take(step)
+        return prompts if self.group_filter is None else self.group_filter.register(prompts)
+
+    def batches_read(self, step: int) -> int:
+        """Return how many batches of the loader ``step`` steps took."""
+        return step if self.group_filter is None else self.pool.batches_read
+
+    # -- rollouts ----------------------------------------------------------------------------------------------------
+
+    def rollouts(self, prompts: DataProto, n: int, step: int) -> Rollouts:
+        """Return n responses to each prompt of the batch; with ``rollout.over_sample_rate`` not to all prompts."""
+        if self._next is not None:
+            return self._collect_next(step)
+        if self.scheduler is None:
+            return Rollouts(prompts, self.generate(prompts.repeat(n, interleave=True), n, step))
+        prompts.meta_info.update(validate=False, global_steps=step)
+        prompts, generated, groups = sample_batch(self.engine, self.scheduler, prompts)
+        return Rollouts(prompts, join_generated(prompts.repeat(n, interleave=True), generated), groups.metrics)
+
+    def generate(
+        self,
+        prompts: DataProto,
+        n: int,
+        step: int,
+        *,
+        do_sample: bool | None = None,
+        validate: bool = False,
+        first: int = 0,
+    ) -> DataProto:
+        """Return responses to ``prompts``, whose n repeats follow one another; keeps every column of the prompts.
+
+        The seed of each sample comes from (run seed, step, prompt, k) alone; the prompts count from ``first``. With
+        ``algorithm.filter_groups`` step and prompt are those when the prompt was first handed out.
+        """
+        rollout, names = self.config.actor_rollout_ref.rollout, prompts.non_tensor_batch.get(AGENT_COLUMN)
+        if names is not None and rollout.mode != "async" and (problem := agent_name_problem(rollout, names)):
+            raise ValueError(problem)  # rows of a user's dataset, which no check at the start could read
+        request = self._request(prompts, n, step, validate=validate, first=first)
+        if do_sample is not None:
+            request.meta_info["do_sample"] = do_sample
+        return join_generated(prompts, self.engine.generate_sequences(request))
+
+    def _request(self, prompts: DataProto, n: int, step: int, *, validate: bool = False, first: int = 0) -> DataProto:
+        """Return the columns a rollout reads of ``prompts`` (which keep all), with one seed a sample."""
+        purpose = "validate" if validate else "train"
+        origins = [(step, first + i // n) for i in range(len(prompts))]
+        if self.group_filter is not None and not validate:
+            entries = [self.group_filter.entries[uid] for uid in prompts.non_tensor_batch["uid"]]
+            origins = [(entry.step, entry.number) for entry in entries]
+        trainer = self.config.trainer
+        seeds = [derive_seed(trainer.seed, purpose, *origin, i % n) for i, origin in enumerate(origins)]
+        request = prompts.select(batch_keys=list(PROMPT_COLUMNS))
+        request.meta_info = {"validate": validate, "global_steps": step}
+        prompts.meta_info.update(request.meta_info)
+        if trainer.weight_sync_freq > 1:
+            request.meta_info["weight_sync_freq"] = trainer.weight_sync_freq
+        request.put("seeds", torch.tensor(seeds))
+        return request
+
+    # -- one step ahead ----------------------------------------------------------------------------------------------
+    # Step k trains on responses of the weights after step k - 2, from the weights after step k - 1; the first batch,
+    # which nothing precedes, is generated with the newest. Noukhovitch et al. 2024 (arXiv:2410.18252).
+
+    def _collect_next(self, step: int) -> Rollouts:
+        """Wait for the responses started a step ago, and start those of the next step with the newest weights."""
+        batch = self._next
+        timing: dict[str, float] = {}
+        with marked_timer("gen_wait", timing):
+            generated = batch.rollout.result()
+        metrics = {"rollout/staleness": step - 1 - batch.rollout.steps_done}
+        if seconds := generated.meta_info.get("timing", {}).get("generate_sequences"):
+            metrics["perf/rollout_overlap"] = max(0.0, 1 - timing["gen_wait"] / seconds)
+        timing |= self._start_next(steps_done=step - 1)
+        return Rollouts(batch.prompts, join_generated(batch.rows, generated), metrics, timing)
+
+    def _start_next(self, steps_done: int) -> dict[str, float]:
+        """Read the next prompts and start their responses, if a step is left; return the seconds that took."""
+        self._position = self.loader.state_dict()
+        step, prompts = next(self._coming, (None, None))
+        if step is None:
+            self._next = None
+            return {}
+        n = self.config.actor_rollout_ref.rollout.n
+        rows = prompts.repeat(n, interleave=True)
+        request = self._request(rows, n, step)
+        rollout = self._restored(step, len(rows)) or self.engine.start(request, steps_done)
+        self._next = NextBatch(step, prompts, rows, rollout)
+        return rollout.timing
+
+    def _restored(self, step: int, rows: int) -> PendingRollout | None:
+        """Return the responses of the checkpoint, once, if they are those of ``step``."""
+        saved, self._saved = self._saved, None
+        if saved is None:
+            return None
+        responses, metadata = saved
+        if metadata["step"] != step or len(responses) != rows:
+            self.say(f"step {step} needs other responses than were saved: they are generated again.")
+            return None
+        return PendingRollout(metadata["version"], metadata["steps_done"], finished=responses)
+
+    # -- checkpoint --------------------------------------------------------------------------------------------------
+
+    def position(self) -> dict[str, Any]:
+        """Return the loader's position for a checkpoint: before prompts that were read ahead, which are read again."""
+        return self._position if self.generates_ahead else self.loader.state_dict()
+
+    def responses_ahead(self) -> tuple[DataProto, dict[str, int]] | None:
+        """Return the responses for the next step, which it waits for, and their metadata; None if there are none.
+
+        The weights that generated them are gone when a run resumes.
+        """
+        if self._next is None:
+            return None
+        rollout = self._next.rollout
+        metadata = {"step": self._next.step, "version": rollout.version, "steps_done": rollout.steps_done}
+        return rollout.result(), metadata
+
+    def save(self, folder: Path) -> None:
+        """Write the pool and the partial rollouts into a step's folder."""
+        if self.scheduler is not None:
+            self.scheduler.save(folder)
+        elif self.pool is not None:
+            save_pool(folder, self.pool)
+        else:
+            (folder / STATE_FILE).unlink(missing_ok=True)  # of an earlier run through this step
+
+    def load(self, folder: Path, step: int) -> str:
+        """Restore what `save` wrote, and responses generated ahead; return a remark for the user, mostly empty."""
+        remark = ""
+        if self.scheduler is not None:
+            self.scheduler.load(folder)
+        elif self.pool is not None:
+            load_pool(folder, self.pool)
+        elif (folder / STATE_FILE).exists():
+            remark = "; prompts that rollout.mode=async or filter_groups had put back are left out"
+        if self.group_filter is not None and not self.pool.batches_read:  # saved by a run without it
+            self.pool.batches_read = step
+        if self.generates_ahead:
+            self._saved = run_state.load_ahead(folder)
+        return remark
+
+
 def uids(prefix: str, count: int, first: int = 0) -> np.ndarray:
-    """Names for the prompts of a batch, which count from ``first``."""
+    """Return names for the prompts of a batch, which count from ``first``."""
     return np.array([f"{prefix}-{first + i}" for i in range(count)], dtype=object)
 
 
-def make_request(
-    prompts: DataProto, seeds: Sequence[int], step: int, validate: bool, weight_sync_freq: int
-) -> DataProto:
-    """The columns a rollout reads of ``prompts`` (which keep all), with one seed a sample.
-
-    Args:
-        step: of training, at which is asked.
-        weight_sync_freq: ``trainer.weight_sync_freq``.
-    """
-    request = prompts.select(batch_keys=list(PROMPT_COLUMNS))
-    request.meta_info = {"validate": validate, "global_steps": step}
-    prompts.meta_info.update(request.meta_info)
-    if weight_sync_freq > 1:
-        request.meta_info["weight_sync_freq"] = weight_sync_freq
-    request.put("seeds", torch.tensor(seeds))
-    return request
-
-
 def join_generated(prompts: DataProto, generated: DataProto) -> DataProto:
-    """What was generated, with the columns of its prompts; where both have one of a name, the prompts' stays."""
+    """Return generated rows with the columns of their prompts; of two columns of one name the prompts' stays."""
     prompts.pop(batch_keys=list(PROMPT_COLUMNS))
     known = prompts.non_tensor_batch
     generated.non_tensor_batch = {k: v for k, v in generated.non_tensor_batch.items() if k not in known}
@@ -55,87 +344,13 @@ def join_generated(prompts: DataProto, generated: DataProto) -> DataProto:
 
 
 def engine_metrics(group: Any) -> dict[str, float]:
-    """What the rollout engines counted since the last call, as ``rollout/engine/*``: averaged over the ranks."""
+    """Return what the rollout engines counted since the last call, as ``rollout/engine/*``, averaged over ranks."""
     if not hasattr(group, "rollout_metrics"):  # workers of a user's own
         return {}
     by_rank = [numbers for numbers in group.rollout_metrics() if numbers.get("requests")]
     names = dict.fromkeys(name for numbers in by_rank for name in numbers)
     lists = {f"rollout/engine/{name}": [n[name] for n in by_rank if name in n] for name in names}
     return reduce_metrics(lists)
-
-
-# -- Where the prompts of a step come from: batches of the loader, or a pool that takes prompts back -----------------
-
-
-class PromptSource:
-    """The pool of a run, if it needs one, and who uses it.
-
-    Args:
-        config: the whole tree.
-        loader: of the training prompts.
-        say: tells the user a sentence.
-
-    Attributes:
-        group_filter: what chooses the groups of a step; None where all are trained on.
-        group_sampler: what draws training batches request by request; None where one call samples a whole batch.
-    """
-
-    def __init__(self, config: Any, loader: Any, say: Callable[[str], None]) -> None:
-        self.group_filter = _group_filter(config, loader, say)
-        pool = self.group_filter and self.group_filter.pool
-        self.group_sampler = _group_sampler(config, loader, pool)
-
-    @property
-    def has_pool(self) -> bool:
-        return self.group_sampler is not None or self.group_filter is not None
-
-    def take(self, step: int) -> DataProto:
-        """The next prompts out of the pool; a step may ask several times."""
-        if self.group_sampler is None:
-            return self.group_filter.take(step)
-        prompts = self.group_sampler.take(step)
-        return prompts if self.group_filter is None else self.group_filter.note(prompts)
-
-    def batches_read(self, step: int) -> int:
-        """Batches of the loader that ``step`` steps took."""
-        return step if self.group_filter is None else self.group_filter.pool.batches_read
-
-    def save(self, folder: Path) -> None:
-        """Write what the pool holds into a step's folder."""
-        if self.group_sampler is not None:
-            self.group_sampler.save(folder)
-        elif self.group_filter is not None:
-            save_pool(folder, self.group_filter.pool)
-        else:
-            (folder / STATE_FILE).unlink(missing_ok=True)  # of an earlier run through this step
-
-    def load(self, folder: Path, step: int) -> str:
-        """Take over what the run of a checkpoint had in its pool; returns a remark for the user, mostly empty."""
-        remark = ""
-        if self.group_sampler is not None:
-            self.group_sampler.load(folder)
-        elif self.group_filter is not None:
-            load_pool(folder, self.group_filter.pool)
-        elif (folder / STATE_FILE).exists():
-            remark = "; prompts that rollout.mode=async or filter_groups had put back are left out"
-        if self.group_filter is not None and not self.group_filter.pool.batches_read:  # saved by a run without it
-            self.group_filter.pool.batches_read = step
-        return remark
-
-
-def _group_filter(config: Any, loader: Any, say: Callable[[str], None]) -> GroupFilter | None:
-    filtering, data = config.algorithm.filter_groups, config.data
-    if not filtering.enable:
-        return None
-    return GroupFilter(filtering, PromptPool(loader), data.train_batch_size, data.prompts_per_step, say)
-
-
-def _group_sampler(config: Any, loader: Any, pool: PromptPool | None) -> GroupSampler | None:
-    rollout = config.actor_rollout_ref.rollout
-    if rollout.mode != "async" or rollout.async_ratio or rollout.skip_rollout:  # asked for as a whole
-        return None
-    pool = PromptPool(loader) if pool is None else pool
-    return GroupSampler(rollout, pool, config.data.prompts_per_step, config.trainer.seed)
 
 
 # -- Names of agent loops in the rows --------------------------------------------------------------------------------
@@ -155,7 +370,7 @@ def check_agent_names(config: Any, datasets: Iterable[Any]) -> None:
 
 
 def agent_name_problem(rollout: Any, names: Iterable[Any]) -> str | None:
-    """Why rows with these values of ``agent_name`` cannot be trained on, in words; None: they can.
+    """Return why rows with these values of ``agent_name`` cannot be trained on; None: they can.
 
     Args:
         rollout: the section ``actor_rollout_ref.rollout``. With ``mode=async`` the user's agent loops are imported.

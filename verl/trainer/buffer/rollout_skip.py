@@ -1,7 +1,7 @@
-"""Sampled batches kept on disk and taken from there in the next run: the trainer can be debugged without the sampler.
+"""Rollout cache: generated batches on disk, reused by the next run, so that a trainer is debugged without generation.
 
-A batch is found by what made it: step, prompts, seeds and sampling. A batch made otherwise is never used; what differs
-is said, and the batch is sampled.
+The key of a batch is what made it: step, prompts, seeds and sampling parameters. A batch with another key is never
+used; a message names the difference, and the batch is generated.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ _SAMPLING = (
 ).split()
 
 _READ_OBJECTS = ("multi_modal_data", "agent_name")
-"""Columns without tensors that decide what is drawn."""
+"""Columns without tensors that are part of the key."""
 
 
-class KeptRollouts:
-    """A sampler that keeps what another sampler drew, and gives it back when it is asked for the same again.
+class RolloutCache:
+    """Cache of the batches that ``generate_sequences`` of another object returns.
 
     Args:
-        sampler: has ``generate_sequences``: the worker group, or the manager of agent loops.
+        engine: has ``generate_sequences``: the worker group, or the manager of agent loops.
         config: the whole tree.
-        say: tells the user a sentence.
+        say: prints a message to the user.
     """
 
-    def __init__(self, sampler: Any, config: Any, say: Callable[[str], None]):
-        self.sampler = sampler
+    def __init__(self, engine: Any, config: Any, say: Callable[[str], None]):
+        self.engine = engine
         self.config = config
         self.say = say
         trainer, rollout = config.trainer, config.actor_rollout_ref.rollout
@@ -47,50 +47,52 @@ class KeptRollouts:
         self.has_said: set[str] = set()
 
     def generate_sequences(self, request: DataProto) -> DataProto:
-        """As the sampler's; validation always goes to the sampler."""
+        """Return the cached batch, or generate it; validation is always generated."""
         if request.meta_info.get("validate"):
-            return self.sampler.generate_sequences(request)
-        if (kept := self.try_load(request)) is not None:
-            return kept
-        self._say_what_differs(self.facts(request))
-        batch = self.sampler.generate_sequences(request)
+            return self.engine.generate_sequences(request)
+        if (cached := self.try_load(request)) is not None:
+            return cached
+        self._say_what_differs(self.key(request))
+        batch = self.engine.generate_sequences(request)
         self.dump(request, batch)
         return batch
 
     def path_of(self, request: DataProto) -> Path:
-        """The file of the batch that answers a request."""
-        facts = self.facts(request)
-        return self.folder / f"step{facts['step']}-{_digest(facts)}.safetensors"
+        """Return the file of the batch for a request."""
+        key = self.key(request)
+        return self.folder / f"step{key['step']}-{_digest(key)}.safetensors"
 
     def try_load(self, request: DataProto) -> DataProto | None:
-        """The batch kept for a request; None where there is none."""
+        """Return the cached batch for a request; None where there is none."""
         path = self.path_of(request)
         if not path.exists():
             return None
         self._say_reuse(path)
-        return self._kept(path)
+        batch, _ = load_rows(path)
+        batch.meta_info["timing"] = {}
+        return batch
 
     def dump(self, request: DataProto, batch: DataProto) -> None:
-        """Keep the batch that answers a request.
+        """Write the batch for a request.
 
         Raises:
             ValueError: it holds what cannot be written.
         """
-        path, facts = self.path_of(request), self.facts(request)
+        path, key = self.path_of(request), self.key(request)
         try:
-            save_rows(path, batch, facts)
+            save_rows(path, batch, key)
         except ValueError as problem:
             raise ValueError(
-                f"actor_rollout_ref.rollout.skip_rollout=true: the batch cannot be kept: {problem} "
+                f"actor_rollout_ref.rollout.skip_rollout=true: the batch cannot be saved: {problem} "
                 "Set skip_rollout=false."
             ) from None
 
     def __getattr__(self, name: str) -> Any:
-        """Whatever else the sampler can do."""
-        return getattr(vars(self)["sampler"], name)
+        """Return any other attribute of the engine."""
+        return getattr(vars(self)["engine"], name)
 
-    def facts(self, request: DataProto) -> dict[str, Any]:
-        """What decides which batch it is, as JSON values."""
+    def key(self, request: DataProto) -> dict[str, Any]:
+        """Return what identifies the batch for a request, as JSON values."""
         shared = self.config.actor_rollout_ref
         sampling = {name: plain(shared.rollout[name]) for name in _SAMPLING}
         objects = {name: request.non_tensor_batch[name] for name in _READ_OBJECTS if name in request.non_tensor_batch}
@@ -105,39 +107,33 @@ class KeptRollouts:
             **{name: _hash_objects(column) for name, column in objects.items()},
         }
 
-    @staticmethod
-    def _kept(path: Path) -> DataProto:
-        batch, _ = load_rows(path)
-        batch.meta_info["timing"] = {}
-        return batch
-
     def _say_reuse(self, path: Path) -> None:
         if "reuse" not in self.has_said:
             self.has_said.add("reuse")
             self.say(
-                f"actor_rollout_ref.rollout.skip_rollout=true: batches are taken from {path.parent} where they are "
-                f"there. What this run learns is not what its own policy wrote."
+                f"actor_rollout_ref.rollout.skip_rollout=true: batches are read from {path.parent} where they "
+                f"exist. This run learns from text that its own policy did not write."
             )
 
-    def _say_what_differs(self, facts: Mapping[str, Any]) -> None:
-        """A batch of this step that was made otherwise is a surprise to who wants to reuse it; said once."""
+    def _say_what_differs(self, key: Mapping[str, Any]) -> None:
+        """Print once how a cached batch of this step differs from the requested one."""
         if "other" in self.has_said:
             return
-        for path in sorted(self.folder.glob(f"step{facts['step']}-*.safetensors")):
+        for path in sorted(self.folder.glob(f"step{key['step']}-*.safetensors")):
             other = read_facts(path)
-            changed = list(_differences(other, facts))
+            changed = list(_differences(other, key))
             if any(text.startswith("sampling.do_sample ") for text in changed):
-                continue  # the greedy responses of ReMax beside the sampled ones
+                continue  # the greedy responses of ReMax next to the sampled ones
             self.has_said.add("other")
             self.say(
-                f"actor_rollout_ref.rollout.skip_rollout=true: {path} is not used, it was made otherwise: "
-                f"{'; '.join(changed)}. Batches of which no equal one is kept are sampled, and kept beside it."
+                f"actor_rollout_ref.rollout.skip_rollout=true: {path} is not used, its key differs: "
+                f"{'; '.join(changed)}. Batches without a cached one are generated and saved next to it."
             )
             return
 
 
-class RolloutSkip(KeptRollouts):
-    """The same for scripts with a loop of their own: over a worker group, whose own method then skips.
+class RolloutSkip(RolloutCache):
+    """Rollout cache for scripts with a loop of their own, around a worker group.
 
     Args:
         config: the whole tree.
@@ -149,12 +145,12 @@ class RolloutSkip(KeptRollouts):
         self.rollout_wg = rollout_wg
 
     def wrap_generate_sequences(self) -> None:
-        """From now on ``rollout_wg.generate_sequences`` takes batches from disk where they are there."""
+        """Have ``rollout_wg.generate_sequences`` read batches from disk where they exist."""
         self.rollout_wg.generate_sequences = self.generate_sequences
 
     @property
     def curr_path_dump(self) -> Path:
-        """The folder of the batches."""
+        """Folder of the batches."""
         return self.folder
 
 
@@ -166,7 +162,7 @@ def _hash(*tensors: torch.Tensor) -> str:
 
 
 def _flat(value: Any) -> Iterator[Any]:
-    """The items of nested lists: the frames of videos, too."""
+    """Yield the items of nested lists, such as frames of videos."""
     if isinstance(value, list | tuple):
         for item in value:
             yield from _flat(item)
@@ -175,7 +171,7 @@ def _flat(value: Any) -> Iterator[Any]:
 
 
 def _hash_objects(values: Any) -> str:
-    """Of names and of images, whose pixels count."""
+    """Hash names, and images by their pixels."""
     digest = hashlib.sha256()
     for value in values:
         for part in [*value.items()] if isinstance(value, Mapping) else [("", value)]:
@@ -185,8 +181,8 @@ def _hash_objects(values: Any) -> str:
     return digest.hexdigest()[:16]
 
 
-def _digest(facts: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:12]
+def _digest(key: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(key, sort_keys=True, default=str).encode()).hexdigest()[:12]
 
 
 def _differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> Any:

@@ -29,9 +29,8 @@ from verl.rewards.reward_model import check_reward_model
 from verl.single_controller import get_controller
 from verl.telemetry.progress import RunSummary, print_summary, stop_notice
 from verl.telemetry.run_record import COMMAND, LOG
-from verl.trainer.buffer.one_step_off import OneStepOffTrainer
 from verl.trainer.ppo.placement import GLOBAL_POOL, ResourcePoolManager, Role, default_pools, default_roles
-from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+from verl.trainer.ppo.ray_trainer import OneStepOffTrainer, RayPPOTrainer
 from verl.trainer.run_folder import gpu_options, recorded_run, words_of_config
 from verl.utils.config import adopt_config, typed_config
 from verl.utils.distributed import destroy_global_process_group
@@ -148,7 +147,7 @@ class PPOJob:
                 trainer.run_log.progress.say(stop_notice(step, total, newest, self.command_line))
             raise
         finally:
-            trainer.close_sampler()
+            trainer.buffer.close()
             trainer.controller.stop()
             destroy_global_process_group()  # a single rank lives in this process
             gc.unfreeze()

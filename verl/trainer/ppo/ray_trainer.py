@@ -31,19 +31,7 @@ from verl.single_controller import get_controller
 from verl.single_controller.background import BackgroundCall
 from verl.telemetry.metric import reduce_metrics
 from verl.telemetry.profiler import marked_timer
-from verl.trainer.buffer.disjoint import DisjointRollout
-from verl.trainer.buffer.over_sampling import draw_batch
-from verl.trainer.buffer.rollout_buffer import (
-    AGENT_COLUMN,
-    PromptSource,
-    agent_name_problem,
-    check_agent_names,
-    engine_metrics,
-    join_generated,
-    make_request,
-    uids,
-)
-from verl.trainer.buffer.rollout_skip import KeptRollouts
+from verl.trainer.buffer.rollout_buffer import RolloutBuffer, check_agent_names, engine_metrics, uids
 from verl.trainer.ppo import core_algos
 from verl.trainer.ppo.balance import balance_metrics, partition_plan, row_cost
 from verl.trainer.ppo.core_algos import AdvantageEstimator
@@ -131,8 +119,8 @@ class RayPPOTrainer(RecipeNames):
     options: Any = None
     """``config`` as typed sections: what verl itself reads. A script may change ``config`` before `init_workers`."""
 
-    draws_ahead = False
-    """Whether this class does what ``rollout.async_ratio`` above 0 asks for."""
+    generates_ahead = False
+    """Whether the stages of this class may run while the next batch is generated: ``rollout.async_ratio``."""
 
     def __init__(
         self,
@@ -153,10 +141,10 @@ class RayPPOTrainer(RecipeNames):
         self.config = adopt_config(config)
         self.options = config = typed_config(self.config)
         import_users_modules(config.actor_rollout_ref.model.external_lib)
-        if (ratio := config.actor_rollout_ref.rollout.async_ratio) and not self.draws_ahead:
+        if (ratio := config.actor_rollout_ref.rollout.async_ratio) and not self.generates_ahead:
             raise ValueError(
-                f"actor_rollout_ref.rollout.async_ratio={ratio}: {type(self).__name__} draws each batch when it is "
-                "needed. Let it inherit from verl.trainer.buffer.one_step_off.OneStepOffTrainer, or set 0."
+                f"actor_rollout_ref.rollout.async_ratio={ratio}: {type(self).__name__} generates each batch when it "
+                "is needed. Let it inherit from verl.trainer.ppo.ray_trainer.OneStepOffTrainer, or set 0."
             )
         self.tokenizer = tokenizer
         self.processor = processor
@@ -187,8 +175,7 @@ class RayPPOTrainer(RecipeNames):
         self._create_dataloader(train_dataset, val_dataset, collate_fn, train_sampler)
         check_agent_names(config, [self.train_dataset, self.val_dataset])
         self.steps_per_epoch = len(self.train_dataloader)
-        self.prompt_source = PromptSource(config, self.train_dataloader, self.say)
-        self.group_filter, self.group_sampler = self.prompt_source.group_filter, self.prompt_source.group_sampler
+        self.buffer = RolloutBuffer(config, self.train_dataloader, self.say)
         self.checkpoints = RunCheckpoints(config, self.say, self.timed)
         self.nonfinite_guard = NonFiniteGuard(config.trainer.nonfinite_tolerance)
         self.learning_watch = LearningWatch(config)
@@ -202,7 +189,6 @@ class RayPPOTrainer(RecipeNames):
         self.timing: dict[str, float] = {}
         self.has_checked_keys = False
         self.pending_reward: BackgroundCall | None = None
-        self.sampler: Any = None
         self.worker_groups: dict[Role, Any] = {}
 
     def _create_dataloader(self, train_dataset: Any, val_dataset: Any, collate_fn: Any, train_sampler: Any) -> None:
@@ -259,8 +245,10 @@ class RayPPOTrainer(RecipeNames):
         """Sample n responses a prompt from the newest policy; adds row 1 of the data flow."""
         n = self.config.actor_rollout_ref.rollout.n
         with self.timed("gen"):
-            prompts, batch = self.sample_groups(prompts, n)
-            self.timing.update(batch.meta_info.pop("timing", {}))
+            rollouts = self.buffer.rollouts(prompts, n, self.global_steps)
+            prompts, batch = rollouts.prompts, rollouts.batch
+            self.metrics.update(rollouts.metrics)
+            self.timing.update(rollouts.timing | batch.meta_info.pop("timing", {}))
         self.metrics.update(self.engine_metrics())
         if self.config.algorithm.adv_estimator == "remax":
             with self.timed("gen_max"):
@@ -277,18 +265,15 @@ class RayPPOTrainer(RecipeNames):
 
     def choose_groups(self, batch: DataProto) -> DataProto:
         """With ``algorithm.filter_groups``, ``data.train_batch_size`` groups whose rewards differ; draws what lacks."""
-        if self.group_filter is None:
+        group_filter = self.buffer.group_filter
+        if group_filter is None:
             return batch
-        while not self.group_filter.add(batch, self.global_steps):
-            batch = self.score(self.rollout(self.prompt_source.take(self.global_steps)))
-        batch, metrics = self.group_filter.finish()
+        while not group_filter.add(batch, self.global_steps):
+            batch = self.score(self.rollout(self.buffer.more_prompts(self.global_steps)))
+        batch, metrics = group_filter.finish()
         self.metrics.update(metrics)
         self.divide_batch(batch)
         return batch
-
-    def sample(self, prompts: DataProto, n: int) -> DataProto:
-        """n responses to each of the step's prompts."""
-        return self.generate(prompts.repeat(n, interleave=True), n)
 
     def balance_batch(self, batch: DataProto, metrics: dict, logging_prefix: str = "global_seqlen") -> None:
         """Say which rows make each optimizer step, and have each divided evenly among ranks; the rows stay in order."""
@@ -308,7 +293,7 @@ class RayPPOTrainer(RecipeNames):
             if self.use_rm:
                 batch = self.judged(batch)
                 self.metrics.update(judge_metrics(batch))
-            if self.config.reward_model.launch_reward_fn_async and self.group_filter is None:
+            if self.config.reward_model.launch_reward_fn_async and self.buffer.group_filter is None:
                 seen = batch.select(deepcopy=False)  # later stages add columns meanwhile
                 self.pending_reward = BackgroundCall(lambda: compute_reward(seen, self.reward_fn))
                 return batch
@@ -467,77 +452,27 @@ class RayPPOTrainer(RecipeNames):
 
     def prompt_batches(self) -> Iterator[tuple[int, DataProto]]:
         """Batches of prompts until ``total_training_steps``; each begins a step."""
-        for step, prompts in self.read_prompts():
+        for step, prompts in self.buffer.prompt_batches(self.global_steps, self.total_training_steps):
             self.begin_step(step)
             yield step, prompts
-
-    def read_prompts(self) -> Iterator[tuple[int, DataProto]]:
-        """Batches of prompts for the steps to come; each prompt has a ``uid`` of its own.
-
-        With ``rollout.over_sample_rate`` they are more than a batch; `rollout` chooses among them.
-        """
-        step = self.global_steps
-        while step < self.total_training_steps:
-            has_pool = self.prompt_source.has_pool
-            for rows in [None] if has_pool else self.train_dataloader:
-                step += 1
-                if has_pool:
-                    prompts = self.prompt_source.take(step)
-                else:
-                    prompts = DataProto.from_single_dict(rows)
-                    prompts.non_tensor_batch["uid"] = uids(f"step{step}", len(prompts))
-                yield step, prompts
-                if step >= self.total_training_steps:
-                    return
 
     def begin_step(self, step: int) -> None:
         """From here on numbers and times are those of ``step``."""
         self.global_steps = step
         self.metrics, self.timing = {}, {}
 
-    def generate(
-        self, prompts: DataProto, n: int, *, do_sample: bool | None = None, validate: bool = False, first: int = 0
-    ) -> DataProto:
-        """Responses to ``prompts``, whose n repeats follow one another; keeps every column of the prompts.
-
-        The seed of each sample comes from (run seed, step, prompt, k) alone; the prompts count from ``first``. With
-        ``algorithm.filter_groups`` step and prompt are those of the prompt's first drawing.
-        """
-        rollout, names = self.config.actor_rollout_ref.rollout, prompts.non_tensor_batch.get(AGENT_COLUMN)
-        if names is not None and rollout.mode != "async" and (problem := agent_name_problem(rollout, names)):
-            raise ValueError(problem)  # a dataset of the user's, whose rows nobody saw before
-        request = self.rollout_request(prompts, n, self.global_steps, validate=validate, first=first)
-        if do_sample is not None:
-            request.meta_info["do_sample"] = do_sample
-        return join_generated(prompts, (self.sampler or self.actor_wg).generate_sequences(request))
-
-    def rollout_request(
-        self, prompts: DataProto, n: int, step: int, *, validate: bool = False, first: int = 0
-    ) -> DataProto:
-        """What a rollout is asked in training step ``step``; arguments as in `generate`."""
-        purpose = "validate" if validate else "train"
-        places = [(step, first + i // n) for i in range(len(prompts))]
-        if self.group_filter is not None and not validate:
-            tickets = [self.group_filter.tickets[uid] for uid in prompts.non_tensor_batch["uid"]]
-            places = [(ticket.step, ticket.number) for ticket in tickets]
-        seeds = [derive_seed(self.seed, purpose, *place, i % n) for i, place in enumerate(places)]
-        return make_request(prompts, seeds, step, validate, self.config.trainer.weight_sync_freq)
-
-    def sample_groups(self, prompts: DataProto, n: int) -> tuple[DataProto, DataProto]:
-        """The prompts of the batch, and n responses to each; with ``rollout.over_sample_rate`` not to all prompts."""
-        if self.group_sampler is None:
-            return prompts, self.sample(prompts, n)
-        prompts.meta_info.update(validate=False, global_steps=self.global_steps)
-        prompts, generated, drawn = draw_batch(self.sampler, self.group_sampler, prompts)
-        self.metrics.update(drawn.metrics)
-        return prompts, join_generated(prompts.repeat(n, interleave=True), generated)
+    def generate(self, prompts: DataProto, n: int, **options: Any) -> DataProto:
+        """Return responses to ``prompts`` in this step; see `RolloutBuffer.generate`."""
+        if self.buffer.engine is None:  # a recipe's own init_workers
+            self.buffer.engine = self.actor_wg
+        return self.buffer.generate(prompts, n, self.global_steps, **options)
 
     def engine_metrics(self) -> dict[str, float]:
         """What the rollout engines counted since the last call, as ``rollout/engine/*``.
 
         Nothing while they draw ahead: the question would wait for the answers.
         """
-        return {} if self.draws_ahead else engine_metrics(self.rollout_wg or self.actor_rollout_wg)
+        return {} if self.buffer.generates_ahead else engine_metrics(self.rollout_wg or self.actor_rollout_wg)
 
     def greedy_rewards(self, prompts: DataProto) -> torch.Tensor:
         """The reward of each prompt's greedy response, (b,): ReMax's baseline (Li et al. 2023, arXiv:2310.10505)."""
@@ -571,24 +506,11 @@ class RayPPOTrainer(RecipeNames):
         self.critic_wg = groups.get(Role.Critic)
         self.rm_wg = groups.get(Role.RewardModel)
         self.ref_wg = self.ref_policy_wg = groups.get(Role.RefPolicy, self.actor_wg if self.ref_in_actor else None)
-        self.sampler = self.start_sampler()
-        if self.config.actor_rollout_ref.rollout.skip_rollout:
-            self.sampler = KeptRollouts(self.sampler, self.options, self.say)
-
-    def start_sampler(self) -> Any:
-        """What answers `generate_sequences`: the workers or, with ``rollout.mode=async``, agent loops and servers."""
-        sampler = group = self.rollout_wg or self.actor_wg
-        if self.config.actor_rollout_ref.rollout.mode == "async":
-            from verl.agents import AgentLoopManager
-
-            sampler = AgentLoopManager(self.options, group, self.tokenizer, self.processor, trainer_config=self.config)
-            self.async_rollout_mode, self.async_rollout_manager = True, sampler  # the names recipes know
-        return DisjointRollout(self.actor_wg, self.rollout_wg, sampler) if self.rollout_wg else sampler
-
-    def close_sampler(self) -> None:
-        """Stop the rollout's servers, if it has any; also after a failure."""
-        if hasattr(self.sampler, "close"):
-            self.sampler.close()
+        self.buffer.connect(
+            self.options, self.actor_wg, self.rollout_wg, self.tokenizer, self.processor, trainer_config=self.config
+        )
+        if self.buffer.agent_loops is not None:
+            self.async_rollout_mode, self.async_rollout_manager = True, self.buffer.agent_loops  # names recipes know
 
     def start(self) -> None:
         """Open the loggers, resume, and validate once before training."""
@@ -635,7 +557,7 @@ class RayPPOTrainer(RecipeNames):
         n_gpus = self.resource_pool_manager.get_n_gpus()
         if trainer.memory_ledger:
             self.metrics.update(self.memory_metrics())
-        epoch = (self.prompt_source.batches_read(step) - 1) // self.steps_per_epoch
+        epoch = (self.buffer.batches_read(step) - 1) // self.steps_per_epoch
         self.metrics.update({"training/global_step": step, "training/epoch": epoch})
         self.metrics.update(compute_data_metrics(batch=batch, use_critic=self.use_critic))
         self.metrics.update(compute_timing_metrics(batch=batch, timing_raw=self.timing))
@@ -698,7 +620,7 @@ class RayPPOTrainer(RecipeNames):
 
     def memory_metrics(self) -> dict[str, float]:
         """What the phases of this step took, and after the first step a table of it."""
-        busy = self.rollout_wg if self.draws_ahead else None
+        busy = self.rollout_wg if self.buffer.generates_ahead else None
         return self.memory_report.metrics(group for group in self.worker_groups.values() if group is not busy)
 
     def save_checkpoint(self) -> None:
@@ -709,9 +631,9 @@ class RayPPOTrainer(RecipeNames):
         self.finish_saving()
         groups = saved_groups(self.worker_groups)
         folder = self.checkpoints.begin(self.global_steps, groups)
-        checkpoint.save_driver_state(folder, self.prompts_position(), self.driver_state(), self.responses_ahead())
+        checkpoint.save_driver_state(folder, self.buffer.position(), self.driver_state(), self.buffer.responses_ahead())
         checkpoint.save_options(folder, self.options.to_dict())
-        self.prompt_source.save(folder)
+        self.buffer.save(folder)
         self.checkpoints.unfinished = self.global_steps
         if not self.checkpoints.in_background(groups) or self.global_steps >= self.total_training_steps:
             self.finish_saving()
@@ -730,7 +652,7 @@ class RayPPOTrainer(RecipeNames):
         groups = saved_groups(self.worker_groups)
         remarks = self.checkpoints.load_groups(folder, groups)
         state = checkpoint.load_driver_state(folder, self.train_dataloader)
-        remarks.append(self.prompt_source.load(folder, self.global_steps))
+        remarks.append(self.buffer.load(folder, self.global_steps))
         if "kl_ctrl_in_reward" in state:
             self.kl_ctrl_in_reward.load_state_dict(state["kl_ctrl_in_reward"])
         self.shaping.load_state_dict(state.get("running_scores", {}))
@@ -738,14 +660,6 @@ class RayPPOTrainer(RecipeNames):
         self.checkpoints.loaded(folder, state.get("saved_steps", []), groups)
         done = f"{self.global_steps} of {self.total_training_steps} steps are done"
         self.say(f"resumed from {folder}: {done}{''.join(remarks)}")
-
-    def prompts_position(self) -> dict[str, Any]:
-        """Where a run that resumes goes on reading prompts."""
-        return self.train_dataloader.state_dict()
-
-    def responses_ahead(self) -> tuple[DataProto, dict[str, int]] | None:
-        """Responses drawn for a step that has not begun, and facts about them; here there are none."""
-        return None
 
     def driver_state(self) -> dict[str, Any]:
         """What the driver must remember across a restart, as JSON values."""
@@ -769,3 +683,15 @@ class RayPPOTrainer(RecipeNames):
     def timed(self, name: str) -> Any:
         """Count the seconds of a block as ``timing_s/{name}``."""
         return marked_timer(name, self.timing)
+
+
+class OneStepOffTrainer(RayPPOTrainer):
+    """One-step-off-policy training (``rollout.async_ratio=1``): the next batch is generated while one is trained on.
+
+    Step k trains on responses of the weights after step k - 2. ``old_log_probs`` are computed at step k, so that the
+    ratio a loss clips is that of the update; the rollout's own are in ``rollout_log_probs``.
+
+    Source: Noukhovitch et al. 2024, Asynchronous RLHF (arXiv:2410.18252).
+    """
+
+    generates_ahead = True

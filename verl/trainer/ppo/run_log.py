@@ -14,7 +14,7 @@ from verl.protocol import DataProto
 from verl.telemetry.progress import Progress
 from verl.telemetry.rollout_trace import Trace, open_trace
 from verl.telemetry.tracking import Tracking, ValidationGenerationsLogger, check_backends
-from verl.trainer.buffer.over_sampling import PLACE
+from verl.trainer.buffer.over_sampling import FINISH_PLACE
 from verl.trainer.ppo.experience import response_column
 from verl.trainer.run_folder import open_run_record
 from verl.utils.config import typed_config
@@ -47,7 +47,7 @@ def dump_batch(folder: str, step: int, batch: DataProto, tokenizer: Any, source_
     if "advantages" in batch.keys():
         advantages, mask = response_column(batch, "advantages"), response_column(batch, "response_mask")
         columns["advantage"] = ((advantages * mask).sum(-1) / mask.sum(-1).clamp(min=1)).tolist()
-    names = [*reward_columns(batch), *([PLACE] if PLACE in batch.non_tensor_batch else [])]
+    names = [*reward_columns(batch), *([FINISH_PLACE] if FINISH_PLACE in batch.non_tensor_batch else [])]
     columns |= {name: batch.non_tensor_batch[name].tolist() for name in names}
     return dump_samples(folder, step, inputs, outputs, scores, ground_truths(batch), columns)
 
