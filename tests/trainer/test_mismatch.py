@@ -105,6 +105,6 @@ def test_a_run_that_draws_from_a_cut_distribution_is_warned(task, tmp_path, caps
         )
     )
     out = capsys.readouterr().out
-    assert out.count("WARNING: the rollout drew tokens") == 1
-    assert f"1. {ROLLOUT}.top_k=2: the rollout draws from a changed distribution" in out
+    assert out.count("WARNING: the rollout sampled tokens") == 1
+    assert f"1. {ROLLOUT}.top_k=2: the rollout samples from a changed distribution" in out
     assert len((tmp_path / "run" / FILE).read_text().splitlines()) == 2

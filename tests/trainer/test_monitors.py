@@ -4,7 +4,7 @@ import pytest
 
 from tests.config.helpers import typed
 from tests.support.runs import make_task, overrides, read_metrics, run_job
-from verl.trainer.ppo.monitors import LearningWatch
+from verl.trainer.ppo.monitors import LearningSignalMonitor
 
 GOOD = {"batch/zero_advantage_ratio": 0.25, "batch/zero_std_ratio": 0.25, "actor/grad_norm": 1.0}
 EQUAL = {"batch/zero_advantage_ratio": 1.0, "batch/zero_std_ratio": 1.0, "actor/grad_norm": 0.0}
@@ -13,7 +13,7 @@ SOLVED = {**EQUAL, "batch/solve_none": 0.0, "batch/solve_all": 4.0, "critic/scor
 
 
 def said(metrics, steps=5, entropy=1.0, **changes):
-    watch = LearningWatch(typed().with_values(changes))
+    watch = LearningSignalMonitor(typed().with_values(changes))
     return [sentence for _ in range(steps) for sentence in watch.note(metrics, entropy)]
 
 
@@ -42,7 +42,7 @@ def test_a_run_that_learns_is_left_alone():
 
 
 def test_steps_need_not_follow_one_another():
-    watch = LearningWatch(typed())
+    watch = LearningSignalMonitor(typed())
     found = [watch.note(metrics) for metrics in [SOLVED, GOOD] * 5]
     assert [step for step, sentences in enumerate(found, 1) if sentences] == [9]
     assert found[8][0].startswith("in 5 of the last 9 steps ")

@@ -68,24 +68,24 @@ def assemble_outputs(
     masks = [value for output in outputs for value in output.response_mask]
     batch.put("response_mask", responses.like(torch.tensor(masks, dtype=torch.int64)))
     if _all_or_none(outputs, "reward_score"):
-        batch.put("rm_scores", responses.like(_on_last_tokens(outputs)))
+        batch.put("rm_scores", responses.like(_rewards_on_last_tokens(outputs)))
     batch.non_tensor_batch = _object_columns(outputs)
     return batch
 
 
 def check_images(output: AgentLoopOutput, row: Mapping[str, Any]) -> None:
-    """See that a loop has shown the policy no images but those of its row, which the update will see.
+    """Refuse images in an output other than those of its row, which are the only ones the update reads.
 
     Raises:
         NotImplementedError: it has.
     """
-    shown, own = (dict(held or {}) for held in (output.multi_modal_data, row.get("multi_modal_data")))
-    for kind, things in shown.items():
-        known = len(own.get(kind) or ())
-        if len(things or ()) > known:
+    in_output, in_row = (dict(data or {}) for data in (output.multi_modal_data, row.get("multi_modal_data")))
+    for kind, items in in_output.items():
+        known = len(in_row.get(kind) or ())
+        if len(items or ()) > known:
             raise NotImplementedError(
-                f"AgentLoopOutput.multi_modal_data has {len(things)} of kind {kind!r}, the row {known}: "
-                "what comes in while a loop runs is not built in this release, the update would not see it. Show the "
+                f"AgentLoopOutput.multi_modal_data has {len(items)} of kind {kind!r}, the row {known}: "
+                "images that are added while a loop runs are not supported, the update would not read them. Use the "
                 "row's own images only."
             )
 
@@ -93,40 +93,41 @@ def check_images(output: AgentLoopOutput, row: Mapping[str, Any]) -> None:
 def spread(outputs: Sequence[AgentLoopOutput]) -> dict[str, float]:
     """Seconds by name over the rows: ``agent_loop/{name}/{min,max,mean}``."""
     names = dict.fromkeys(name for output in outputs for name in output.metrics)
-    found: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     for name in names:
         seconds = [float(output.metrics.get(name, 0.0)) for output in outputs]
         for kind, number in (("min", min(seconds)), ("max", max(seconds)), ("mean", sum(seconds) / len(seconds))):
-            found[f"agent_loop/{name}/{kind}"] = number
-    return found
+            metrics[f"agent_loop/{name}/{kind}"] = number
+    return metrics
 
 
 def _all_or_none(outputs: Sequence[AgentLoopOutput], name: str) -> bool:
-    given = [i for i, output in enumerate(outputs) if getattr(output, name) is not None]
-    if given and len(given) < len(outputs):
+    present = [i for i, output in enumerate(outputs) if getattr(output, name) is not None]
+    if present and len(present) < len(outputs):
         missing = next(i for i, output in enumerate(outputs) if getattr(output, name) is None)
         raise ValueError(
-            f"AgentLoopOutput.{name} is given in row {given[0]} and missing in row {missing}: a batch has it for every "
-            "row or for none. Let every agent loop of the data set it, or none."
+            f"AgentLoopOutput.{name} is given in row {present[0]} and missing in row {missing}: a batch has it for "
+            "every row or for none. Let every agent loop of the data set it, or none."
         )
-    return bool(given)
+    return bool(present)
 
 
 def _with_prompts_of(prompts: DataProto, outputs: Sequence[AgentLoopOutput]) -> DataProto:
-    """The rows with the prompts that the loops say they read.
+    """Return the rows with the prompts of the outputs.
 
-    A prompt that a loop left as it was given keeps the ids that the model reads: an image has one token in
+    A prompt that a loop did not change keeps the ids that the model reads: an image has one token in
     ``raw_prompt_ids``, and in ``input_ids`` as many as it has features.
     """
-    said = [list(output.prompt_ids) for output in outputs]
+    prompt_ids = [list(output.prompt_ids) for output in outputs]
     if "input_ids" in prompts.keys():
         read = [row.tolist() for row in prompts.ragged("input_ids").rows()]
-        given = prompts.non_tensor_batch.get("raw_prompt_ids", read)
-        said = [ids if mine == list(raw) else mine for mine, raw, ids in zip(said, given, read, strict=True)]
-        if said == read:
+        raw_ids = prompts.non_tensor_batch.get("raw_prompt_ids", read)
+        rows = zip(prompt_ids, raw_ids, read, strict=True)
+        prompt_ids = [ids if own == list(raw) else own for own, raw, ids in rows]
+        if prompt_ids == read:
             return prompts
     ids = np.empty(len(outputs), dtype=object)
-    ids[:] = said
+    ids[:] = prompt_ids
     return DataProto(non_tensor_batch={"raw_prompt_ids": ids})
 
 
@@ -135,7 +136,7 @@ def _with_a_token(output: AgentLoopOutput, pad_token_id: int) -> AgentLoopOutput
     return replace(output, response_ids=[pad_token_id], response_mask=[0], response_logprobs=log_probs)
 
 
-def _on_last_tokens(outputs: Sequence[AgentLoopOutput]) -> torch.Tensor:
+def _rewards_on_last_tokens(outputs: Sequence[AgentLoopOutput]) -> torch.Tensor:
     rewards = []
     for output in outputs:
         row = [0.0] * len(output.response_ids)
@@ -160,7 +161,7 @@ _OTHER_NAMES = {"logprobs": "want_log_probs", "max_new_tokens": "max_tokens"}
 
 
 class AsyncLLMServerManager:
-    """Draws tokens for one row. The seed of its k-th call comes from the row's seed and k, whatever else runs.
+    """Generate tokens for one row. The seed of its k-th call comes from the row's seed and k, whatever else runs.
 
     Args:
         client: to all servers.
@@ -173,7 +174,7 @@ class AsyncLLMServerManager:
         self.seconds = 0.0
         """Time its calls took, waiting included."""
         self.last: Completion | None = None
-        """What its last call drew."""
+        """Completion of its last call."""
         self._client, self._seed, self._name, self._priority = client, seed, name, priority
         self._calls = 0
 
@@ -185,7 +186,7 @@ class AsyncLLMServerManager:
         sampling_params: Mapping[str, Any],
         image_data: Sequence[Any] | None = None,
     ) -> Completion:
-        """Draw what follows ``prompt_ids``.
+        """Generate the continuation of ``prompt_ids``.
 
         Args:
             request_id: of the conversation: its later turns go to the server that has read its beginning.
@@ -219,21 +220,21 @@ def as_sampling(fields: Mapping[str, Any]) -> SamplingParams:
 SERVERS_FILE = "rollout_servers.json"
 
 
-Draw = Callable[[RolloutClient, int, Callable[[int, int, Any], Coroutine]], Coroutine]
+Generate = Callable[[RolloutClient, int, Callable[[int, int, Any], Coroutine]], Coroutine]
 
 
-_LOOK_S = 1.0  # seconds between two looks at the workers while requests are under way
+_CHECK_INTERVAL_S = 1.0  # between two checks of the workers while requests run
 
 
 class AgentLoopManager:
-    """Draws batches through agent loops.
+    """Generate batches through agent loops.
 
     Args:
         config: the whole configuration.
         worker_group: of the role with the rollout; its models are loaded.
         tokenizer: the policy's; None: loaded.
         processor: the policy's, if it has one.
-        trainer_config: what agent loops are given as the configuration, a script's tree; None: ``config``.
+        trainer_config: configuration of agent loops, such as a script's tree; None: ``config``.
     """
 
     def __init__(
@@ -248,7 +249,7 @@ class AgentLoopManager:
         )
         if rollout.agent.agent_loop_config_path:
             load_agent_loops(rollout.agent.agent_loop_config_path)
-        agent_loop(rollout.agent.default_agent_loop)  # a wrong name is told before anything is drawn
+        agent_loop(rollout.agent.default_agent_loop)  # a wrong name fails before anything is generated
         token = None if is_loopback(rollout.server_host) else secrets.token_urlsafe(24)
         started = worker_group.start_server(token)
         self.addresses = [answer["address"] for answer in started if answer is not None]
@@ -272,7 +273,7 @@ class AgentLoopManager:
         return path
 
     def wake_up(self) -> None:
-        """Nothing: `generate_sequences` lets the servers serve, and stops them when it is done."""
+        """Do nothing: `generate_sequences` starts and stops serving itself."""
 
     sleep = wake_up
 
@@ -281,8 +282,8 @@ class AgentLoopManager:
     def generate_sequences(self, prompts: DataProto) -> DataProto:
         """One agent loop a row; adds the columns that ``RolloutRole.generate_sequences`` adds.
 
-        Reads ``raw_prompt_ids`` (or the real cells of ``input_ids``), ``seeds`` (B,) int64 and ``agent_name``; every
-        object column reaches the loops. The meta facts ``validate`` and ``do_sample`` choose the sampling parameters.
+        Reads ``raw_prompt_ids`` (or the valid tokens of ``input_ids``), ``seeds`` (B,) int64 and ``agent_name``; every
+        object column reaches the loops. The metadata ``validate`` and ``do_sample`` choose the sampling parameters.
 
         Raises:
             WorkerGroupError: a worker died, or its engine failed.
@@ -293,12 +294,12 @@ class AgentLoopManager:
         outputs, timing = self._serve(lambda: self._all_rows(rows, seeds, sampling))
         return self.to_batch(prompts, outputs, timing)
 
-    def serve_rows(self, prompts: DataProto, draw: Draw) -> tuple[Any, dict[str, float]]:
-        """Serve while ``draw`` decides which rows are drawn, how often, and to what end; returns its result, seconds.
+    def serve_rows(self, prompts: DataProto, generate: Generate) -> tuple[Any, dict[str, float]]:
+        """Serve while ``generate`` decides which rows are generated, and when they stop; return its result, seconds.
 
         Args:
-            draw: (client, version of the weights, run) -> coroutine; ``run(row, seed, client)`` runs the agent loop of
-                a row with a client of the caller's.
+            generate: (client, version of the weights, run) -> coroutine; ``run(row, seed, client)`` runs the agent loop
+                of a row with a client of the caller's.
 
         Raises:
             as `generate_sequences`.
@@ -308,14 +309,14 @@ class AgentLoopManager:
         async def work() -> Any:
             states = await self.client.health()
             run = partial(self._sample, rows=rows, sampling=sampling)
-            return await draw(self.client, states[0]["version"], run)
+            return await generate(self.client, states[0]["version"], run)
 
         return self._serve(work)
 
     def to_batch(
         self, prompts: DataProto, outputs: Sequence[AgentLoopOutput], timing: Mapping[str, float]
     ) -> DataProto:
-        """The columns of outputs, one a row of ``prompts``; ``timing`` and the outputs' own go to the meta facts."""
+        """The columns of outputs, one a row of ``prompts``; ``timing`` and the outputs' own go to the metadata."""
         batch = assemble_outputs(
             prompts, outputs, self.rollout.prompt_length, self.rollout.response_length, self.tokenizer.pad_token_id
         )
@@ -333,8 +334,8 @@ class AgentLoopManager:
         return result, {"generate_sequences": seconds, "reshard": max(timing["reshard"] for timing in timings)}
 
     def _sampling(self, prompts: DataProto) -> SamplingParams:
-        facts = prompts.meta_info
-        return self.worker_group.sampling_of(bool(facts.get("validate")), facts.get("do_sample", True))
+        metadata = prompts.meta_info
+        return self.worker_group.sampling_of(bool(metadata.get("validate")), metadata.get("do_sample", True))
 
     def _seeds(self, prompts: DataProto) -> list[int]:
         if "seeds" in prompts.keys():
@@ -383,36 +384,36 @@ class AgentLoopManager:
             raise RuntimeError(
                 f"agent loop {name!r} failed on row {number}: {type(error).__name__}: {error}"
             ) from error
-        facts = {
+        measured = {
             "finish_reason": servers.last and servers.last.finish_reason,
             "rollout_version": servers.last and servers.last.version,
             "rollout_seconds": servers.seconds,
         }
-        output.extra_fields = {**facts, **output.extra_fields}
+        output.extra_fields = {**measured, **output.extra_fields}
         output.metrics = {"generate_sequences": servers.seconds, **output.metrics}
         return output
 
     # -- watching the workers ------------------------------------------------------------------------------------------
 
     def _run(self, coroutine: Any) -> Any:
-        """Wait for a coroutine of the other thread, with an eye on the workers."""
+        """Wait for a coroutine of the other thread, and check the workers meanwhile."""
         future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         try:
-            while not wait([future], _LOOK_S).done:
-                self._look()
+            while not wait([future], _CHECK_INTERVAL_S).done:
+                self._check_workers()
             return future.result()
         except WorkerGroupError:
             raise
         except RolloutServerError:
-            self._look()  # the death of a worker is the cause, the broken connection its echo
+            self._check_workers()  # a dead worker is the cause of a broken connection
             raise
         except Exception:
-            self._give_up(future)
+            self._stop_serving(future)
             raise
         finally:
             future.cancel()
 
-    def _look(self) -> None:
+    def _check_workers(self) -> None:
         """Raise if a worker is dead, its engine failed, or it has not finished a step for too long."""
         limit = self.worker_group.timeout
         for rank, state in enumerate(self.worker_group.server_state()):
@@ -423,8 +424,8 @@ class AgentLoopManager:
                     "stderr; raise the limit if a step is just slow."
                 )
 
-    def _give_up(self, future: Future) -> None:
-        """Leave the workers as they were before the call, if they still can be reached."""
+    def _stop_serving(self, future: Future) -> None:
+        """Stop serving after a failure, if the workers can still be reached."""
         wait([future], 5.0)
         with suppress(WorkerGroupError):
             self.worker_group.stop_serving()

@@ -1,6 +1,6 @@
 """The main job: ``python -m verl.trainer.main_ppo key=value ...``
 
-This file is the door and nothing more. The command line is checked before anything heavy is imported, so a misspelt
+The entry point only. The command line is checked before anything heavy is imported, so a misspelt
 key costs a fraction of a second.
 """
 
@@ -74,7 +74,7 @@ def create_rl_dataset(
 
 
 def create_rl_sampler(data_config: Any, dataset: Any) -> Any:
-    """The training order the ``data`` section asks for."""
+    """Return the sampler of the ``data`` section."""
     from verl.data.loader import build_sampler
 
     return build_sampler(data_config, dataset)

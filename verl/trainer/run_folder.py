@@ -41,7 +41,7 @@ def open_run_record(config: Any) -> RunRecord | None:
 
 
 def words_of_config(config: Any) -> list[str]:
-    """What follows ``main_ppo`` to start the run of a configuration made in Python: the recorded configuration."""
+    """Return the arguments of ``main_ppo`` that start the run of a configuration made in Python."""
     folder = Path(config.trainer.default_local_dir).expanduser().absolute()
     return ["--config-path", str(folder), "--config-name", "config"]
 

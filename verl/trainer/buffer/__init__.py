@@ -1,1 +1,1 @@
-"""Where the loop's rollouts come from: prompts, group filtering, over-sampling, partial and asynchronous rollouts."""
+"""Rollout buffer: prompts and rollouts of training steps, and the policies that choose them."""

@@ -133,7 +133,7 @@ class GroupFilter:
         """Keep the groups of ``batch``, responses with their rewards, that vary; return True once they are enough.
 
         Raises:
-            ValueError: they are too few, and no more batches may be drawn.
+            ValueError: they are too few, and no more batches may be sampled.
         """
         values = metric_values(batch, self.config.metric)
         uids = batch.non_tensor_batch["uid"]

@@ -246,7 +246,7 @@ class GroupScheduler:
             self.weights = [*self.weights[-self.config.max_staleness :], version]
 
     def staleness(self, version: int) -> int:
-        """How many times the rollout's weights have changed since it held ``version``."""
+        """Return how many times the rollout's weights have changed since it held ``version``."""
         newer = self.weights[self.weights.index(version) :] if version in self.weights else [None, *self.weights]
         return len(newer) - 1
 
@@ -360,7 +360,7 @@ def sample_batch(
         manager: AgentLoopManager.
 
     Returns:
-        the prompts of the batch, in the order given; their responses, n a prompt, with the columns of a rollout,
+        the prompts of the batch, in their order; their responses, n a prompt, with the columns of a rollout,
         `FINISH_PLACE`, and with ``partial_rollout`` ``rollout_versions`` (B, R) int64, the version of the weights that
         generated each token, -1 on tokens of others; and the groups, with their metrics.
     """

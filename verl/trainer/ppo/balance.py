@@ -1,6 +1,6 @@
-"""How the driver divides a batch among ranks: what a row costs, what makes an optimizer step, and how even it came out.
+"""Plan of the data-parallel partition of a batch, made once on the driver: row cost, optimizer steps, balance metrics.
 
-What a plan does to the rows of a call is in ``verl.batch.partition``.
+The partition itself is in ``verl.batch.partition``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _SHAPE = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size
 
 
 def row_cost(model_path: str) -> RowCost:
-    """What a row costs the model in this folder, by its ``config.json``; a usual cost where that does not say."""
+    """Return the cost of a row for the model in this folder, by its ``config.json``; a default where that lacks it."""
     file = Path(model_path).expanduser() / "config.json"
     shape = json.loads(file.read_text()) if file.is_file() else {}
     shape = shape.get("text_config") or shape
@@ -32,7 +32,7 @@ def row_cost(model_path: str) -> RowCost:
 
 
 def partition_plan(config: Any, cost: RowCost, step: int) -> PartitionPlan:
-    """How the calls of training step ``step`` divide their rows among ranks.
+    """Return the plan by which the calls of training step ``step`` divide their rows among ranks.
 
     Args:
         config: the whole tree.
@@ -57,7 +57,7 @@ def partition_plan(config: Any, cost: RowCost, step: int) -> PartitionPlan:
 
 
 def balance_metrics(batch: DataProto, plan: PartitionPlan, cost: RowCost, ranks: int, prefix: str) -> dict[str, float]:
-    """How tokens and cost spread over ``ranks`` in the policy's update, before and after balancing.
+    """Return how tokens and cost spread over ``ranks`` in the policy's update, before and after balancing.
 
     Tokens as ``{prefix}/{min,max,minmax_diff,balanced_min,balanced_max,mean}``. Cost as the sum over optimizer steps of
     the slowest rank's, over that of the mean: ``{prefix}/balanced_cost_max_over_mean`` and, with the rows dealt in

@@ -44,7 +44,7 @@ def compute_response_mask(data: DataProto) -> Tensor:
 
 
 def response_column(data: DataProto, name: str) -> Tensor:
-    """A column of the responses in the narrowest window that holds them all, (B, longest response)."""
+    """Return a column of the responses with padding trimmed, (B, longest response)."""
     return data.ragged(name).trim_padding()
 
 
@@ -58,7 +58,7 @@ def put_response_column(data: DataProto, name: str, column: Tensor) -> None:
 def apply_kl_penalty(
     data: DataProto, kl_ctrl: Any, kl_penalty: str = "kl", scores: str = "token_level_scores"
 ) -> tuple[DataProto, dict[str, float]]:
-    """Charge the policy for leaving the reference: r_t = score_t - beta * KL_t, and let the controller see the KL.
+    """Subtract the KL to the reference from the scores: r_t = score_t - beta * KL_t, and let the controller see the KL.
 
     Reads the column named ``scores``, ``old_log_probs``, ``ref_log_prob``, ``response_mask``, each (B, R); sets
     ``token_level_rewards`` (B, R). ``beta`` is the controller's coefficient before this batch moves it.
@@ -75,7 +75,7 @@ def apply_kl_penalty(
 
 
 def difficulty_of(data: DataProto) -> Tensor:
-    """How hard each row's prompt is, (B,): its ``difficulty``, or that in its ``extra_info``.
+    """Return the difficulty of each row's prompt, (B,): its ``difficulty``, or that in its ``extra_info``.
 
     Raises:
         ValueError: a row has none, or none that is a finite number.
@@ -96,7 +96,7 @@ def difficulty_of(data: DataProto) -> Tensor:
 
 
 def turn_states(data: DataProto) -> list[Any] | None:
-    """The states in which each row's turns began: the column ``turn_state_ids``, or that in ``extra_info``.
+    """Return the states in which each row's turns began: the column ``turn_state_ids``, or that in ``extra_info``.
 
     None where no row has any; a row without has None.
     """
@@ -108,7 +108,7 @@ def turn_states(data: DataProto) -> list[Any] | None:
 
 
 def gigpo_metrics(data: DataProto) -> dict[str, float]:
-    """How many turns responses have, and how many of them ``gigpo`` can compare."""
+    """Return metrics of the turns of responses, and of those that ``gigpo`` can compare."""
     turns = find_turns(response_column(data, "token_level_rewards"), response_column(data, "response_mask"))
     return anchor_metrics(anchor_groups(turns, data.non_tensor_batch["uid"], turn_states(data)), len(data))
 
@@ -160,7 +160,7 @@ def compute_advantage(
 
 
 def refuse_nonfinite(what: str, values: Tensor, is_own: Tensor) -> None:
-    """Raise NonFiniteError if a cell of ``values`` (B, R) on a token the policy sampled is NaN or infinite."""
+    """Raise NonFiniteError if a value of ``values`` (B, R) on a token the policy sampled is NaN or infinite."""
     if values.shape != is_own.shape or torch.where(is_own, values, 0).sum().isfinite():
         return
     bad = (is_own & ~values.isfinite()).any(-1).nonzero().squeeze(-1).tolist()
@@ -178,7 +178,7 @@ def whitens_by_itself(estimator: Callable) -> bool:
 
 
 def check_estimator_waits(adv_estimator: str) -> None:
-    """Refuse ``actor.skip_old_log_probs`` beside an estimator that reads what it leaves out.
+    """Refuse ``actor.skip_old_log_probs`` with an estimator that reads what it leaves out.
 
     Raises:
         ValueError: it names such a column.
@@ -234,23 +234,23 @@ def _checked(result: Any, rows: int, name: str) -> tuple[Tensor, Tensor]:
 
 
 def _trimmed(data: DataProto, name: str) -> Tensor:
-    """A response column in its narrowest window, any other as it is."""
+    """Return a response column with padding trimmed, any other as it is."""
     return response_column(data, name) if WINDOWS.get(name) == "response" else data.column(name)
 
 
 def move_to_sampled_tokens(data: DataProto, name: str) -> None:
-    """Have the reward column ``name`` (B, R) stand on tokens of ``response_mask``; see `onto_sampled_tokens`."""
-    given, mask = (response_column(data, column) for column in (name, "response_mask"))
-    moved = onto_sampled_tokens(given, mask)
-    if moved is not given:
+    """Move the rewards in column ``name`` (B, R) to tokens of ``response_mask``; see `onto_sampled_tokens`."""
+    rewards, mask = (response_column(data, column) for column in (name, "response_mask"))
+    moved = onto_sampled_tokens(rewards, mask)
+    if moved is not rewards:
         put_response_column(data, name, moved)
 
 
 def attach_reward(data: DataProto, scores: Tensor, extra: Mapping[str, Any]) -> DataProto:
     """Put a reward manager's result into the batch: ``token_level_scores`` (B, R) and its extra columns.
 
-    What a manager put on tool output, or on padding, is moved to the token of the policy before it; where the policy
-    sampled none, to the response. The names of the extra columns stand in ``meta_info["reward_extra_keys"]``. ``uid``
+    Rewards on tool output or on padding are moved to the sampled token before; where the policy sampled none, to the
+    response. The names of the extra columns are in ``meta_info["reward_extra_keys"]``. ``uid``
     is the trainer's own.
 
     Raises:
@@ -263,7 +263,7 @@ def attach_reward(data: DataProto, scores: Tensor, extra: Mapping[str, Any]) -> 
     if empty:
         raise ValueError(
             f"row {empty[0]} of the batch has a response without any token, and the reward "
-            f"{scores[empty[0]].sum().item():g}, which has no token to stand on. Let what samples return at least one "
+            f"{scores[empty[0]].sum().item():g}, which has no token to belong to. Have rollouts return at least one "
             "token, masked if the policy did not sample it, or give such responses a reward of 0."
         )
     if "response_mask" in data.keys():
@@ -290,7 +290,7 @@ class Shaping:
 
     Args:
         algorithm: the ``algorithm`` section.
-        response_length: tokens at which responses are cut.
+        response_length: tokens at which responses are truncated.
         source_key: column that holds the data source of each row.
     """
 
@@ -304,7 +304,7 @@ class Shaping:
 
     @property
     def whitens_after(self) -> bool:
-        """Whether advantages are whitened here: asked for, and not done by the estimator."""
+        """Whether advantages are whitened here: configured, and not done by the estimator."""
         return self.advantage.whiten is True and not whitens_by_itself(get_adv_estimator_fn(self.estimator))
 
     def shape_scores(self, batch: DataProto) -> dict[str, float]:
@@ -343,7 +343,7 @@ class Shaping:
         return overlong_penalty(lengths, self.response_length, buffer.len, buffer.penalty_factor)
 
     def _centre_and_spread(self, batch: DataProto, scores: Tensor, metrics: dict) -> tuple[Tensor, Tensor]:
-        """What normalises the scores; lets the running moments see them, and notes those in ``metrics``."""
+        """Return mean and spread that normalise the scores; update the running moments, and add them to ``metrics``."""
         norm, sources = self.rewards.norm, None
         if {"running", "source"} & {norm.mean, norm.std}:
             sources = batch.non_tensor_batch.get(self.source_key, np.full(len(batch), "all", dtype=object))
@@ -358,7 +358,7 @@ class Shaping:
     def finish_rewards(self, batch: DataProto) -> dict[str, float]:
         """Bound and whiten ``token_level_rewards``, and take responses out of the loss; returns metrics.
 
-        A response is taken out by zeros in its ``response_mask``. Its score still counts among its siblings.
+        A response is taken out by zeros in its ``response_mask``. Its score still counts in its group.
         """
         metrics: dict[str, float] = {}
         if self.rewards.clip is not None:
@@ -368,7 +368,7 @@ class Shaping:
         if self.rewards.whiten:
             rewards, mask = (response_column(batch, name) for name in ("token_level_rewards", "response_mask"))
             put_response_column(batch, "token_level_rewards", whiten_tokens(rewards, mask))
-        return metrics | self._mask_samples(batch)  # last: a masked response still has its reward among its siblings
+        return metrics | self._mask_samples(batch)  # last: a masked response still counts in its group
 
     def _mask_samples(self, batch: DataProto) -> dict[str, float]:
         dropped: dict[str, Tensor] = {}
@@ -386,8 +386,8 @@ class Shaping:
             return {}
         keep = ~torch.stack(list(dropped.values())).any(0)
         mask = batch.ragged("response_mask")
-        keep_cell = keep.to(mask.values.device).repeat_interleave(mask.layout.lengths)
-        batch.put("response_mask", Ragged(mask.values * keep_cell.to(mask.values.dtype), mask.layout))
+        keep_token = keep.to(mask.values.device).repeat_interleave(mask.layout.lengths)
+        batch.put("response_mask", Ragged(mask.values * keep_token.to(mask.values.dtype), mask.layout))
         metrics = {f"sample_mask/{why}_fraction": rows.double().mean().item() for why, rows in dropped.items()}
         return {**metrics, "sample_mask/kept_fraction": keep.double().mean().item()}
 
@@ -406,7 +406,7 @@ class Shaping:
         return metrics
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps, as JSON values: the moments of each data source."""
+        """Return the moments of each data source, as JSON values for a checkpoint."""
         return {source: list(moments) for source, moments in self.running.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -415,9 +415,9 @@ class Shaping:
 
 
 def is_truncated(batch: DataProto, response_length: int) -> Tensor:
-    """Whether each response was cut at a length limit, (B,) bool.
+    """Return whether each response was truncated at a length limit, (B,) bool.
 
-    By ``finish_reason``; without that column, a response that fills the window counts as cut.
+    By ``finish_reason``; without that column, a response that fills the window counts as truncated.
     """
     lengths = batch.ragged("responses").layout.lengths
     return cut_at_limit(lengths, response_length, batch.non_tensor_batch.get("finish_reason"))

@@ -1,7 +1,6 @@
 """PPOJob: one run from a checked config to its closing summary.
 
-Everything that can be found out cheaply is found out first (``verl.preflight``). Only then do worker processes start
-and models load.
+All cheap checks run first (``verl.preflight``). Only then do worker processes start and models load.
 """
 
 from __future__ import annotations
@@ -40,11 +39,11 @@ from verl.utils.gc_control import no_collection
 from verl.utils.import_utils import import_users_modules
 from verl.utils.tokenizer import hf_processor, hf_tokenizer
 
-# -- What a run is about to do, in a few plain lines: the first thing on the screen ----------------------------------
+# -- plan of a run: its first lines on the screen ---------------------------------------------------------------------
 
 
 def run_plan(trainer: Any) -> str:
-    """The lines for a built trainer whose workers have not started yet."""
+    """Return the lines for a trainer whose workers have not started yet."""
     return "\n".join(f"{label:<9}{text}" for label, text in _lines(trainer))
 
 
@@ -59,13 +58,13 @@ def _lines(trainer: Any) -> Iterator[tuple[str, str]]:
         yield "rewards", _model(config.reward_model.model.path)
     prompts, held_out = counted(len(trainer.train_dataset), "prompt"), trainer.val_dataset
     yield "data", f"{prompts} to train on, " + (f"{len(held_out):,} to validate" if held_out else "none to validate")
-    asked = f"{counted(config.prompts_per_update, 'prompt')} x {counted(shared.rollout.n, 'response')}"
+    samples = f"{counted(config.prompts_per_update, 'prompt')} x {counted(shared.rollout.n, 'response')}"
     length = counted(config.data.max_response_length, "token")
     updates = counted(optimizer_steps(config, shared.actor), "optimizer step")
-    yield "step", f"{asked} of up to {length}; {config.algorithm.adv_estimator}; {updates}"
+    yield "step", f"{samples} of up to {length}; {config.algorithm.adv_estimator}; {updates}"
     steps, epochs = trainer.total_training_steps, trainer.total_training_steps / trainer.steps_per_epoch
-    validation = _often("validation", keys.test_freq if held_out else -1)
-    checkpoint = _often("checkpoint", keys.save_freq)
+    validation = _every("validation", keys.test_freq if held_out else -1)
+    checkpoint = _every("checkpoint", keys.save_freq)
     yield "run", f"{counted(steps, 'step')} ({epochs:.2g} epochs); {validation}, {checkpoint}"
     ranks = counted(keys.world_size, "rank")
     apart = f" and {counted(config.rollout_beside, 'rank')} to sample" if config.rollout_beside else ""
@@ -75,7 +74,7 @@ def _lines(trainer: Any) -> Iterator[tuple[str, str]]:
     yield "results", str(keys.default_local_dir)
 
 
-def _often(what: str, frequency: int) -> str:
+def _every(what: str, frequency: int) -> str:
     return f"{what} every {counted(frequency, 'step')}" if frequency > 0 else f"no {what}"
 
 
@@ -111,12 +110,12 @@ class PPOJob:
         """The tree of a script, which may hold keys of its own; None: there is none."""
         self.roles: dict[Role, Any] | None = None
         self.pools: ResourcePoolManager | None = None
-        """Who runs where; None: as ``config`` says."""
+        """Roles, and the pool of each; None: as ``config`` says."""
         if command_line is None:  # main_ppo knows nothing of a subclass
             self.command_line = words_of_config(config) if type(self) is PPOJob else []
 
     def run(self) -> RayPPOTrainer:
-        """Prepare, train, and say what came of it; worker processes never outlive this call."""
+        """Prepare, train, and print a summary; worker processes never outlive this call."""
         with recorded_run(self.config, self.given_words):
             return self._run()
 
@@ -155,23 +154,23 @@ class PPOJob:
         return trainer
 
     def check(self) -> None:
-        """Find out what can be known before Ray starts and a model loads, unless the command line's door has.
+        """Run the checks that need neither Ray nor a model, unless the command line has run them.
 
         Raises:
-            ConfigError: the run could not go on; with every reason.
+            ConfigError: the run cannot succeed; lists every reason.
         """
         report = refuse(self.config)
         for finding in report.warnings if report else ():
             logger.warning("%s", finding.text)
 
     def import_users_modules(self) -> None:
-        """Import what the user named, here as in every worker, and see that the names it registers are known."""
+        """Import the user's modules, here as in every worker, and check that the configured names are registered."""
         import_users_modules(self.config.actor_rollout_ref.model.external_lib)
         get_adv_estimator_fn(self.config.algorithm.adv_estimator)
         get_policy_loss_fn(self.config.actor_rollout_ref.actor.policy_loss.loss_mode)
 
     def summary(self, trainer: RayPPOTrainer, seconds: float) -> RunSummary:
-        """What to tell at the end."""
+        """Return the summary of the finished run."""
         keys = self.config.trainer
         script = Path(keys.default_local_dir).expanduser() / COMMAND
         options, refusal = self.gpu_options()
@@ -195,7 +194,7 @@ class PPOJob:
         )
 
     def gpu_options(self) -> tuple[list[str], str]:
-        """What makes this run, on a CPU, the same on a GPU; else why that is refused."""
+        """Return the options that run this CPU run on a GPU; else why that is refused."""
         if self.config.trainer.device != "cpu" or not self.command_line:
             return [], ""
         try:
@@ -231,7 +230,7 @@ class PPOJob:
 
 
 class TaskRunner:
-    """The driver of a run as applications of verl know it, to be changed by overriding ``run`` or what it calls.
+    """Driver of a run under the name that applications of verl use; override ``run`` or the methods it calls.
 
     ``run(config)`` runs here; ``TaskRunner.remote()``, or a subclass wrapped by ``ray.remote``, is an actor that does.
 
@@ -325,7 +324,7 @@ def run_task(task_runner_class: Any, config: Any) -> None:
 
 
 def check_device(trainer: Any, rollout_beside: int = 0) -> None:
-    """Refuse devices this machine does not have, before anything is loaded; the rollout may want some of its own."""
+    """Refuse devices this machine does not have, before anything is loaded; a disjoint rollout needs its own."""
     from verl.utils.device import count_cuda_devices, cuda_problem
 
     here = trainer.nnodes == 1 and not (trainer.controller == "ray" and "RAY_ADDRESS" in os.environ)

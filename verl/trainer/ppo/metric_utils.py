@@ -1,7 +1,7 @@
-"""The numbers of a step and of a validation, under the names users of verl know.
+"""Metrics of a step and of a validation, under verl's names.
 
-Reads batches column by column in their packed form (``data.ragged``), so the cost follows real tokens and not padding.
-Letters: B responses, R response width, P prompt width, Q prompts, N samples of a prompt, D bootstrap draws.
+Reads batches column by column in their packed form (``data.ragged``), so the cost follows valid tokens and not padding.
+Letters: B responses, R response width, P prompt width, Q prompts, N samples of a prompt, D bootstrap resamples.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ __all__ = [
 # What a stage's time is divided by for timing_per_token_ms.
 STAGES_OVER_RESPONSE_TOKENS = ("gen",)
 STAGES_OVER_ALL_TOKENS = ("ref", "values", "adv", "update_critic", "update_actor")
-BOOTSTRAP_CELLS = 4_000_000  # numbers gathered at a time
-EXACT_BITS_OF_FLOAT32, EXACT_BITS = 16, 46  # samples in a draw whose places and count fit into 24 and 53 bits
+BOOTSTRAP_VALUES = 4_000_000  # numbers gathered at a time
+EXACT_BITS_OF_FLOAT32, EXACT_BITS = 16, 46  # samples in a resample whose places and count fit into 24 and 53 bits
 
 
 # -- a training batch -------------------------------------------------------------------------------------------------
@@ -75,14 +75,14 @@ def compute_data_metrics(batch: DataProto, use_critic: bool = True) -> dict[str,
 
 
 def signal_metrics(batch: DataProto) -> dict[str, float]:
-    """How much of a training batch there is to learn from; columns as in `compute_data_metrics`.
+    """Return metrics of the learning signal in a training batch; columns as in `compute_data_metrics`.
 
     Returns:
         ``batch/zero_advantage_ratio``: share of the responses with an advantage of 0 on every token;
         ``batch/token_ratio``: share of the response tokens that are in the loss; ``batch/truncated_ratio``: share of
-        the responses cut at a length limit. Where rows have a ``uid``, also ``batch/zero_std_ratio``, of the groups of
-        two or more those whose scores are all equal, and ``batch/solve_{all,none}``, the number of groups with all
-        scores at 1 or more, and with all at 0 or less.
+        the responses truncated at a length limit. Where rows have a ``uid``, also ``batch/zero_std_ratio``, of the
+        groups of two or more those whose scores are all equal, and ``batch/solve_{all,none}``, the number of groups
+        with all scores at 1 or more, and with all at 0 or less.
     """
     response = batch.ragged("responses").layout
     if not len(response):
@@ -156,7 +156,7 @@ def _spread(name: str, values: Tensor) -> dict[str, float]:
 
 
 def _row_sums(column: Ragged) -> Tensor:
-    """(B,) float64 sums over each row's real cells."""
+    """Return (B,) float64 sums over each row's valid tokens."""
     values = column.values.detach().double()
     return torch.segment_reduce(values, "sum", lengths=column.layout.lengths, unsafe=True)
 
@@ -185,25 +185,25 @@ def bootstrap_metric(
     n_bootstrap: int = 1000,
     seed: int = 42,
 ) -> list[tuple[float, float]]:
-    """Mean and standard deviation of each reduction over random subsets of ``data``, drawn with replacement.
+    """Mean and standard deviation of each reduction over random subsets of ``data``, sampled with replacement.
 
     Args:
         data: one prompt's samples: numbers, or anything ``reduce_fns`` take a list of.
-        subset_size: samples in a draw.
+        subset_size: samples in a resample.
         reduce_fns: list -> number, e.g. ``np.max``.
-        n_bootstrap: draws.
-        seed: the same draws for every prompt with as many samples.
+        n_bootstrap: resamples.
+        seed: the same resamples for every prompt with as many samples.
 
     Returns:
         (mean, std) for each of ``reduce_fns``.
     """
-    draws = _draws(len(data), subset_size, n_bootstrap, seed)
+    resamples = _resamples(len(data), subset_size, n_bootstrap, seed)
     results = []
     for reduce in reduce_fns:
         if reduce in (np.max, np.min, np.mean) and not isinstance(data[0], Mapping):
-            reduced = reduce(np.asarray(data, dtype=np.float64)[draws], axis=1)
+            reduced = reduce(np.asarray(data, dtype=np.float64)[resamples], axis=1)
         else:
-            reduced = np.array([reduce([data[i] for i in draw]) for draw in draws], dtype=np.float64)
+            reduced = np.array([reduce([data[i] for i in rows]) for rows in resamples], dtype=np.float64)
         results.append((float(reduced.mean()), float(reduced.std())))
     return results
 
@@ -293,27 +293,27 @@ def _subset_sizes(n: int) -> list[int]:
 
 
 @lru_cache(maxsize=32)
-def _draws(n: int, k: int, n_bootstrap: int = 1000, seed: int = 42) -> np.ndarray:
-    """(D, k) sample numbers, drawn with replacement; the stream is that of repeated ``np.random.choice`` calls."""
-    draws = np.random.RandomState(seed).randint(0, n, size=(n_bootstrap, k))
-    draws.flags.writeable = False
-    return draws
+def _resamples(n: int, k: int, n_bootstrap: int = 1000, seed: int = 42) -> np.ndarray:
+    """Return (D, k) sample numbers, sampled with replacement; the same stream as repeated ``np.random.choice``."""
+    resamples = np.random.RandomState(seed).randint(0, n, size=(n_bootstrap, k))
+    resamples.flags.writeable = False
+    return resamples
 
 
 def _bootstrap_extreme(
     values: np.ndarray, k: int, extreme: Callable[..., np.ndarray], seed: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Mean and std over draws of the largest or least of k, each (Q,)."""
-    draws = _draws(values.shape[1], k, seed=seed)
-    weights = np.ones(len(draws))
+    """Mean and std over resamples of the largest or least of k, each (Q,)."""
+    resamples = _resamples(values.shape[1], k, seed=seed)
+    weights = np.ones(len(resamples))
     if values.shape[1] <= 62:
-        # The extreme depends on the set of samples drawn only, and of few samples there are few sets.
-        sets = np.bitwise_or.reduce(np.int64(1) << draws, axis=1)
+        # The extreme depends on the set of samples only, and of few samples there are few sets.
+        sets = np.bitwise_or.reduce(np.int64(1) << resamples, axis=1)
         _, first, weights = np.unique(sets, return_index=True, return_counts=True)
-        draws = draws[first]
+        resamples = resamples[first]
     means, stds = [], []
-    for part in _parts(values, draws.size):
-        reduced = extreme(part[:, draws], axis=2)
+    for part in _parts(values, resamples.size):
+        reduced = extreme(part[:, resamples], axis=2)
         mean = np.average(reduced, axis=1, weights=weights)
         means.append(mean)
         stds.append(np.sqrt(np.average((reduced - mean[:, None]) ** 2, axis=1, weights=weights)))
@@ -321,7 +321,7 @@ def _bootstrap_extreme(
 
 
 def _majority_shares(votes: np.ndarray, seed: int) -> dict[int, np.ndarray]:
-    """k -> (Q, N): how often, over the draws of k, a sample is the one that stands for the majority (`calc_maj_val`).
+    """k -> (Q, N): how often, over the resamples of k, a sample stands for the majority (`calc_maj_val`).
 
     Shares depend on the votes only, so all variables use the same. Prompts whose samples agree and differ alike have
     the same shares, and are looked at once.
@@ -333,38 +333,38 @@ def _majority_shares(votes: np.ndarray, seed: int) -> dict[int, np.ndarray]:
     winners = {k: _winners if k <= EXACT_BITS else _winners_by_counting for k in _subset_sizes(n)}
     shares = {}
     for k, winners_of in winners.items():
-        draws = _draws(n, k, seed=seed)
-        parts = [winners_of(part, draws) for part in _parts(patterns, draws.size)]
+        resamples = _resamples(n, k, seed=seed)
+        parts = [winners_of(part, resamples) for part in _parts(patterns, resamples.size)]
         samples = np.concatenate(parts) + n * np.arange(len(patterns))[:, None]
         counts = np.bincount(samples.reshape(-1), minlength=patterns.size).reshape(patterns.shape)
-        shares[k] = (counts / len(draws))[which.reshape(-1)]
+        shares[k] = (counts / len(resamples))[which.reshape(-1)]
     return shares
 
 
-def _winners(votes: np.ndarray, draws: np.ndarray) -> np.ndarray:
-    """(Q, D): the first drawn of the samples that gave the majority's answer; of a tie, the answer drawn first wins.
+def _winners(votes: np.ndarray, resamples: np.ndarray) -> np.ndarray:
+    """Return (Q, D): the first sample with the majority's answer; of a tie, the answer that comes first wins.
 
-    The sample drawn at place p = 0, 1, ... counts 1 + 2^-(p+1) for its answer. The whole part of an answer's sum is
-    then its number of votes, and its fraction is the larger the earlier the answer was drawn: its first bit is that
+    The sample at place p = 0, 1, ... counts 1 + 2^-(p+1) for its answer. The whole part of an answer's sum is
+    then its number of votes, and its fraction is the larger the earlier the answer comes: its first bit is that
     place.
     """
-    n, k = votes.shape[1], draws.shape[1]
-    counts = np.zeros((len(draws), n), dtype=np.float32 if k <= EXACT_BITS_OF_FLOAT32 else np.float64)
-    np.add.at(counts, (np.arange(len(draws))[:, None], draws), 1 + 0.5 ** np.arange(1, k + 1))
-    best = np.zeros((len(votes), len(draws)), dtype=counts.dtype)
+    n, k = votes.shape[1], resamples.shape[1]
+    counts = np.zeros((len(resamples), n), dtype=np.float32 if k <= EXACT_BITS_OF_FLOAT32 else np.float64)
+    np.add.at(counts, (np.arange(len(resamples))[:, None], resamples), 1 + 0.5 ** np.arange(1, k + 1))
+    best = np.zeros((len(votes), len(resamples)), dtype=counts.dtype)
     for code in range(votes.max() + 1):
         np.maximum(best, (votes == code).astype(counts.dtype) @ counts.T, out=best)
     place = -np.frexp(best - np.floor(best))[1]
-    return draws[np.arange(len(draws))[None, :], place]
+    return resamples[np.arange(len(resamples))[None, :], place]
 
 
-def _winners_by_counting(votes: np.ndarray, draws: np.ndarray) -> np.ndarray:
-    """The same for draws of more than fits into the bits of a number."""
-    drawn = votes[:, draws]  # (Q, D, k)
-    counts = np.zeros(drawn.shape, dtype=np.int32)
-    for j in range(draws.shape[1]):
-        counts += drawn == drawn[..., j : j + 1]
-    return draws[np.arange(len(draws))[None, :], counts.argmax(axis=2)]
+def _winners_by_counting(votes: np.ndarray, resamples: np.ndarray) -> np.ndarray:
+    """Return the same as `_winners` for resamples whose counts do not fit into the bits of a number."""
+    sampled = votes[:, resamples]  # (Q, D, k)
+    counts = np.zeros(sampled.shape, dtype=np.int32)
+    for j in range(resamples.shape[1]):
+        counts += sampled == sampled[..., j : j + 1]
+    return resamples[np.arange(len(resamples))[None, :], counts.argmax(axis=2)]
 
 
 def _weighted(values: np.ndarray, weights: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -373,9 +373,9 @@ def _weighted(values: np.ndarray, weights: np.ndarray) -> tuple[np.ndarray, np.n
     return mean, np.sqrt(((values - mean[:, None]) ** 2 * weights).sum(axis=1))
 
 
-def _parts(array: np.ndarray, cells_per_row: int) -> list[np.ndarray]:
-    """``array`` in runs of rows that gather at most ``BOOTSTRAP_CELLS`` numbers."""
-    step = max(1, BOOTSTRAP_CELLS // cells_per_row)
+def _parts(array: np.ndarray, values_per_row: int) -> list[np.ndarray]:
+    """``array`` in runs of rows that gather at most ``BOOTSTRAP_VALUES`` numbers."""
+    step = max(1, BOOTSTRAP_VALUES // values_per_row)
     return [array[i : i + step] for i in range(0, len(array), step)]
 
 
@@ -415,10 +415,10 @@ _GiB = 2**30
 
 
 class MemoryReport:
-    """What each phase of a step took, and a table of the first step.
+    """Memory of each phase of a step as metrics, and as a table for the first step.
 
     Args:
-        say: tells the user a sentence.
+        say: prints a message to the user.
     """
 
     def __init__(self, say: Callable[[str], None]) -> None:

@@ -9,8 +9,8 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-LOOKS_BACK, MANY = 10, 5
-"""A cause is said once it held in ``MANY`` of the last ``LOOKS_BACK`` steps."""
+WINDOW, MIN_COUNT = 10, 5
+"""A cause is reported once it held in ``MIN_COUNT`` of the last ``WINDOW`` steps."""
 
 
 LOW_ENTROPY = 0.01
@@ -20,8 +20,8 @@ LOW_ENTROPY = 0.01
 _ROLLOUT, _FILTER = "actor_rollout_ref.rollout", "algorithm.filter_groups.enable"
 
 
-class LearningWatch:
-    """Sees the metrics of every step of a run.
+class LearningSignalMonitor:
+    """Report, once a cause, why steps teach nothing, and what to change.
 
     Args:
         config: the whole tree.
@@ -32,10 +32,10 @@ class LearningWatch:
         self.steps = 0
         self.without_signal = 0
         self._recent: dict[str, deque[bool]] = {}
-        self._said: set[str] = set()
+        self._reported: set[str] = set()
 
     def note(self, metrics: Mapping[str, float], token_entropy: float | None = None) -> list[str]:
-        """Count a step; returns what is to be said after it.
+        """Count a step; return the messages about it.
 
         Args:
             metrics: of the step.
@@ -46,21 +46,21 @@ class LearningWatch:
         self.without_signal += metrics.get("batch/zero_advantage_ratio", 0) == 1
         sentences = []
         for cause in dict.fromkeys((*self._recent, *causes)):
-            recent = self._recent.setdefault(cause, deque(maxlen=LOOKS_BACK))
+            recent = self._recent.setdefault(cause, deque(maxlen=WINDOW))
             recent.append(cause in causes)
-            if sum(recent) >= MANY and cause in causes and cause not in self._said:
-                self._said.add(cause)
+            if sum(recent) >= MIN_COUNT and cause in causes and cause not in self._reported:
+                self._reported.add(cause)
                 sentences.append(f"in {sum(recent)} of the last {len(recent)} steps {causes[cause]}")
         return sentences
 
     def summary(self) -> str | None:
-        """What to say at the end of a run a quarter of whose steps or more had no advantage but zero."""
-        if self.without_signal < MANY or 4 * self.without_signal < self.steps:
+        """Return a message if a quarter of the steps or more had advantages of zero only."""
+        if self.without_signal < MIN_COUNT or 4 * self.without_signal < self.steps:
             return None
         return f"{self.without_signal} of {self.steps} steps had advantages of 0 only and taught nothing"
 
     def _causes(self, metrics: Mapping[str, float], token_entropy: float | None) -> Iterator[tuple[str, str]]:
-        """Name -> what was seen and what to change, of every reason for which this step taught nothing or will."""
+        """Yield name and description of every cause for which this step taught nothing, or the next will."""
         rollout, is_idle = self.config.actor_rollout_ref.rollout, metrics.get("batch/zero_advantage_ratio", 0) == 1
         if metrics.get("batch/token_ratio", 1) == 0:
             yield (
@@ -85,7 +85,7 @@ class LearningWatch:
         if metrics.get("batch/truncated_ratio") == 1 and not rollout.ignore_eos:
             yield (
                 "all truncated",
-                f"every response was cut at the length limit, so none was seen to its end: raise "
+                f"every response was cut at the length limit, so none is complete: raise "
                 f"data.max_response_length (now {rollout.response_length}), look whether the model ends its answers "
                 f"(chat template, {_ROLLOUT}.stop), or set {_ROLLOUT}.ignore_eos=true if they need no end",
             )
@@ -108,7 +108,7 @@ class LearningWatch:
                 "Look at samples (trainer.rollout_data_dir) and at what the reward function makes of them, take easier "
                 f"prompts or a denser reward, or raise {_ROLLOUT}.n (now {self.config.actor_rollout_ref.rollout.n})"
             )
-        return f"{seen}. {why}; {_FILTER}=true draws on until groups differ"
+        return f"{seen}. {why}; {_FILTER}=true samples more prompts until groups differ"
 
 
 class NonFiniteGuard:

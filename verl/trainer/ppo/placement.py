@@ -103,7 +103,7 @@ def need_reward_model(role_worker_mapping: Any) -> bool:
 
 
 def get_ppo_ray_runtime_env() -> dict[str, Any]:
-    """What a script may give ``ray.init`` as ``runtime_env``: variables that this process does not set."""
+    """Return a ``runtime_env`` for a script's ``ray.init``: variables that this process does not set."""
     quiet = {"TOKENIZERS_PARALLELISM": "true", "NCCL_DEBUG": "WARN", "VLLM_LOGGING_LEVEL": "WARN"}
     return {"env_vars": {name: value for name, value in quiet.items() if name not in os.environ}}
 
@@ -130,7 +130,7 @@ class ResourcePoolManager:
     mapping: dict[Role, str]
     resource_pool_dict: dict[str, Any] = field(default_factory=dict)
     controller: Any = None
-    """What makes the pools; the trainer sets its own. None: Ray."""
+    """Controller that creates the pools; the trainer sets its own. None: Ray."""
 
     def create_resource_pool(self, controller: Any = None) -> None:
         """Make the pools with ``controller``'s class; a role mapped to an unknown pool is an error."""

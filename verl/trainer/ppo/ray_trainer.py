@@ -52,7 +52,7 @@ from verl.trainer.ppo.metric_utils import (
     compute_throughout_metrics,
     compute_timing_metrics,
 )
-from verl.trainer.ppo.monitors import LearningWatch, NonFiniteGuard
+from verl.trainer.ppo.monitors import LearningSignalMonitor, NonFiniteGuard
 from verl.trainer.ppo.placement import (
     ResourcePoolManager,
     Role,
@@ -178,7 +178,7 @@ class RayPPOTrainer(RecipeNames):
         self.buffer = RolloutBuffer(config, self.train_dataloader, self.say)
         self.checkpoints = RunCheckpoints(config, self.say, self.timed)
         self.nonfinite_guard = NonFiniteGuard(config.trainer.nonfinite_tolerance)
-        self.learning_watch = LearningWatch(config)
+        self.learning_monitor = LearningSignalMonitor(config)
         self.token_entropy: float | None = None
         self.has_said_whose_rewards = False
         self.memory_report = MemoryReport(self.say)
@@ -562,7 +562,7 @@ class RayPPOTrainer(RecipeNames):
         self.metrics.update(compute_data_metrics(batch=batch, use_critic=self.use_critic))
         self.metrics.update(compute_timing_metrics(batch=batch, timing_raw=self.timing))
         self.metrics.update(compute_throughout_metrics(batch=batch, timing_raw=self.timing, n_gpus=n_gpus))
-        for sentence in self.learning_watch.note(self.metrics, self.token_entropy):
+        for sentence in self.learning_monitor.note(self.metrics, self.token_entropy):
             self.say(f"step {step}: {sentence}")
         if last or is_test or step % trainer.log_freq == 0:
             self.run_log.log(step, self.metrics)
@@ -581,7 +581,7 @@ class RayPPOTrainer(RecipeNames):
     def stop(self) -> None:
         """Close the loggers and say where everything lies."""
         self.finish_saving()
-        if remark := self.learning_watch.summary():
+        if remark := self.learning_monitor.summary():
             self.say(remark)
         self.run_log.close()
 

@@ -1,4 +1,4 @@
-"""The names recipes written for verl use on a trainer, beside ours.
+"""Names that recipes written for verl use on a trainer.
 
 A recipe that overrides ``fit`` calls the older names; one that overrides ``_validate`` expects the loop to call it.
 Nothing of verl itself uses this.
@@ -59,7 +59,7 @@ class RecipeNames:
         self.run_log.show(self.global_steps, list(zip(inputs, outputs, scores, strict=True)))
 
     def own_worker_groups(self) -> dict[Role, Any]:
-        """The groups that a recipe's own ``init_workers`` has started, under the names it gives them."""
+        """Return the groups that a recipe's own ``init_workers`` has started, under the names it gives them."""
         names = {
             Role.ActorRollout: "actor_rollout_wg",
             Role.Critic: "critic_wg",
@@ -91,6 +91,6 @@ class RecipeNames:
                 group.stop_profile()
 
     def _get_gen_batch(self, batch: DataProto) -> DataProto:
-        """Take the prompts' columns out of a batch, as what ``generate_sequences`` is given."""
+        """Take the prompts' columns out of a batch, as the input of ``generate_sequences``."""
         names = [name for name in ("raw_prompt_ids", "raw_prompt") if name in batch.non_tensor_batch]
         return batch.pop(["input_ids", "attention_mask", "position_ids"], names)

@@ -1,4 +1,4 @@
-"""The driver's side of ``algorithm.rollout_correction``: which columns are read, and which are changed.
+"""Rollout correction on the driver (``algorithm.rollout_correction``): importance weights, rejection, mismatch.
 
 Weights are known once the old log-probs are; tokens are rejected only after the advantages, which see every response
 and its reward. Reads and writes columns of a DataProto; knows nothing of workers.
@@ -26,7 +26,7 @@ _KEY = "algorithm.rollout_correction"
 
 
 def check_correction(config: Any) -> None:
-    """Refuse functions that cannot do what ``algorithm.rollout_correction`` asks; built-in ones all can.
+    """Refuse functions that do not support the configured correction; built-in ones all do.
 
     Raises:
         ValueError: the policy loss takes no weights, or the estimator reads what ``bypass_mode`` leaves out.
@@ -51,19 +51,19 @@ def check_correction(config: Any) -> None:
 
 
 def bypass_old_log_probs(data: DataProto) -> None:
-    """Take the sampler's log-probs for those of the policy that sampled: adds ``old_log_probs`` (B, R)."""
-    _check_sampler_spoke(data, "bypass_mode=true")
+    """Use the rollout's log-probs as ``old_log_probs`` (B, R)."""
+    _require_rollout_log_probs(data, "bypass_mode=true")
     data.put("old_log_probs", data.ragged("rollout_log_probs"))
 
 
 def weigh_tokens(data: DataProto, options: Any) -> dict[str, float]:
-    """Add ``rollout_is_weights`` (B, R), if ``options.rollout_is`` asks for them; returns metrics.
+    """Add ``rollout_is_weights`` (B, R), if ``options.rollout_is`` is set; return metrics.
 
     Reads ``old_log_probs``, ``rollout_log_probs`` and ``response_mask``, each (B, R).
     """
     if not options.rollout_is or options.bypass_mode:  # then the loss weighs by the ratio of the policy being trained
         return {}
-    _check_sampler_spoke(data, f"rollout_is={options.rollout_is}")
+    _require_rollout_log_probs(data, f"rollout_is={options.rollout_is}")
     weights, metrics = importance_weights(
         *_compared(data), options.rollout_is, *options.weighting, options.rollout_is_batch_normalize
     )
@@ -72,22 +72,22 @@ def weigh_tokens(data: DataProto, options: Any) -> dict[str, float]:
 
 
 def reject_tokens(data: DataProto, options: Any) -> dict[str, float]:
-    """Take tokens out of ``response_mask`` (B, R), as ``rollout_rs`` and the veto say; returns metrics.
+    """Remove tokens from ``response_mask`` (B, R) by ``rollout_rs`` and the veto; return metrics.
 
     Call it after the advantages: they are estimated from all responses, rewards of rejected tokens included. The
-    scores of rejected tokens move to those before them: losses that ask which response succeeded read them.
+    scores of rejected tokens move to the tokens before them: losses that depend on success read them.
     """
     if not options.rejects or options.bypass_mode:
         return {}
     veto, metrics = options.rollout_token_veto_threshold, {}
-    asked = f"rollout_rs={options.rollout_rs}" if options.rollout_rs else f"rollout_token_veto_threshold={veto}"
-    _check_sampler_spoke(data, asked)
+    option = f"rollout_rs={options.rollout_rs}" if options.rollout_rs else f"rollout_token_veto_threshold={veto}"
+    _require_rollout_log_probs(data, option)
     old, rollout, mask = _compared(data)
     kept, several = mask, len(options.rejections) > 1
     for kind, upper, lower in options.rejections or [(None, 0.0, None)]:
-        by_this, found = kept_tokens(old, rollout, mask, kind, upper, lower, veto)
-        kept = kept * by_this
-        metrics |= {f"{name}/{kind}" if several else name: value for name, value in found.items()}
+        kept_by_one, values = kept_tokens(old, rollout, mask, kind, upper, lower, veto)
+        kept = kept * kept_by_one
+        metrics |= {f"{name}/{kind}" if several else name: value for name, value in values.items()}
     if several:
         metrics["rollout_corr/rollout_rs_masked_fraction"] = 1 - (kept.sum() / mask.sum().clamp(min=1)).item()
     put_response_column(data, "response_mask", kept)
@@ -100,11 +100,11 @@ def _compared(data: DataProto) -> list[Any]:
     return [response_column(data, name) for name in ("old_log_probs", "rollout_log_probs", "response_mask")]
 
 
-def _check_sampler_spoke(data: DataProto, asked: str) -> None:
+def _require_rollout_log_probs(data: DataProto, option: str) -> None:
     if "rollout_log_probs" not in data.keys():
         raise ValueError(
-            f"{_KEY}.{asked} needs the column 'rollout_log_probs', which this batch does not have; it has "
-            f"{', '.join(sorted(data.keys()))}. Have what samples return its log-probs (an agent loop: "
+            f"{_KEY}.{option} needs the column 'rollout_log_probs', which this batch does not have; it has "
+            f"{', '.join(sorted(data.keys()))}. Have rollouts return log-probs (an agent loop: "
             "response_logprobs), or leave the option out."
         )
 
@@ -138,7 +138,7 @@ class MismatchMonitor:
         """The metrics of a batch, and the warning if it is due.
 
         A step whose mean difference is over ``rollout.mismatch_threshold`` is a line in ``rollout_mismatch.jsonl``
-        beside the checkpoints; the first of them is the warning.
+        next to the checkpoints; the first of them is the warning.
         """
         rollout, actor, mask = (batch.ragged(name) for name in ("rollout_log_probs", "old_log_probs", "response_mask"))
         sampled = mask.values.bool()
@@ -162,7 +162,7 @@ class MismatchMonitor:
         limit = self.config.actor_rollout_ref.rollout.mismatch_threshold
         causes = [f"  {number}. {text}" for number, text in enumerate(likely_causes(self.config), 1)]
         lines = [
-            f"WARNING: the rollout drew tokens with probabilities that differ from the actor's by {mean:.4f} on "
+            f"WARNING: the rollout sampled tokens with probabilities that differ from the actor's by {mean:.4f} on "
             f"average in step {step}, more than {_ROLLOUT}.mismatch_threshold={limit:g}. The policy learns from text "
             f"that another distribution wrote; training may collapse.",
             "The worst tokens:",
@@ -175,7 +175,7 @@ class MismatchMonitor:
             *causes,
             "Not among them: weights that did not arrive. Every sync is confirmed by checksums read back from the "
             "engine.",
-            f"This is said once; every such step is a line in {self.path}.",
+            f"This is printed once; every such step is a line in {self.path}.",
         ]
         return "\n".join(lines)
 
@@ -190,41 +190,41 @@ def worst_tokens(batch: DataProto, step: int, decode: Callable[[list[int]], str]
     mu, pi = rollout.values.float().exp(), actor.values.float().exp()
     difference = (mu - pi).abs() * batch.ragged("response_mask").values
     ids, offsets = batch.ragged("responses").values, rollout.layout.offsets
-    found = []
-    for cell in difference.topk(min(_WORST, len(difference))).indices.tolist():
-        row = int(torch.searchsorted(offsets, cell, right=True)) - 1
-        token = int(ids[cell])
-        found.append(
+    worst = []
+    for position in difference.topk(min(_WORST, len(difference))).indices.tolist():
+        row = int(torch.searchsorted(offsets, position, right=True)) - 1
+        token = int(ids[position])
+        worst.append(
             {
                 "step": step,
                 "uid": str(batch.non_tensor_batch["uid"][row]) if "uid" in batch.non_tensor_batch else None,
                 "row": row,
-                "position": cell - int(offsets[row]),
+                "position": position - int(offsets[row]),
                 "token_id": token,
                 "text": decode([token]),
-                "rollout_prob": mu[cell].item(),
-                "actor_prob": pi[cell].item(),
+                "rollout_prob": mu[position].item(),
+                "actor_prob": pi[position].item(),
             }
         )
-    return found
+    return worst
 
 
 def likely_causes(config: Any) -> list[str]:
-    """What in the settings can make sampler and trainer disagree, the likeliest first."""
+    """Return causes in the settings of a mismatch between rollout and trainer, the likeliest first."""
     return [text for check in _CAUSES for text in check(config.actor_rollout_ref)]
 
 
 def _batches_are_reused(shared: Any) -> Iterator[str]:
     if shared.rollout.skip_rollout:
-        yield f"{_ROLLOUT}.skip_rollout=true reuses text that other weights may have drawn: the difference is meant."
+        yield f"{_ROLLOUT}.skip_rollout=true reuses text that other weights may have generated: differences are normal."
 
 
 def _text_is_older(shared: Any) -> Iterator[str]:
     for name in ("async_ratio", "partial_rollout"):
         if shared.rollout[name]:
             yield (
-                f"{_ROLLOUT}.{name}={shared.rollout[name]}: text is drawn by older weights than the actor's, and that "
-                f"is meant; {_WEIGHS} weighs it. Lower actor.optim.lr if the difference grows."
+                f"{_ROLLOUT}.{name}={shared.rollout[name]}: text is generated by older weights than the actor's, "
+                f"as configured; {_WEIGHS} weighs it. Lower actor.optim.lr if the difference grows."
             )
 
 
@@ -249,7 +249,7 @@ def _tokens_are_cut_off(shared: Any) -> Iterator[str]:
     }
     if named := [f"{_ROLLOUT}.{name}={rollout[name]}" for name, changes in cuts.items() if changes]:
         yield (
-            f"{', '.join(named)}: the rollout draws from a changed distribution and reports its probabilities, the "
+            f"{', '.join(named)}: the rollout samples from a changed distribution and reports its probabilities, the "
             f"actor's are of the whole one. Train without."
         )
 

@@ -21,7 +21,7 @@ from verl.utils.config import typed_config
 
 
 def texts(batch: DataProto, tokenizer: Any) -> tuple[list[str], list[str]]:
-    """Prompts and responses as text, special tokens left out."""
+    """Return prompts and responses as text, without special tokens."""
     columns = (batch.ragged(name).rows() for name in ("prompts", "responses"))
     decode = tokenizer.batch_decode
     inputs, outputs = (decode([row.tolist() for row in rows], skip_special_tokens=True) for rows in columns)
@@ -36,8 +36,8 @@ def reward_columns(batch: DataProto) -> list[str]:
 def dump_batch(folder: str, step: int, batch: DataProto, tokenizer: Any, source_key: str = "data_source") -> Path:
     """Write the samples of a scored batch to ``{folder}/{step}.jsonl``.
 
-    Beside what `describe` gives, ``reward`` is what the advantages were estimated from (scores, shaped, less the KL
-    penalty) and ``advantage`` their mean over the tokens the policy sampled.
+    Besides the columns of `describe`, ``reward`` is what the advantages were estimated from (scores, shaped, less the
+    KL penalty) and ``advantage`` their mean over the tokens the policy sampled.
     """
     inputs, outputs = texts(batch, tokenizer)
     scores = response_column(batch, "token_level_scores").sum(-1).tolist()
@@ -53,10 +53,10 @@ def dump_batch(folder: str, step: int, batch: DataProto, tokenizer: Any, source_
 
 
 def describe(batch: DataProto, source_key: str = "data_source") -> dict[str, list]:
-    """What a sample is, but for its text and score, one value a row.
+    """Return the columns of a sample other than its text and score, one value a row.
 
     ``uid`` is that of the prompt, and so of its group; lengths are tokens; ``finish_reason`` is the engine's: ``stop``,
-    ``length`` or ``abort``. Where an agent loop says none, a response that fills its window ended by ``length``.
+    ``length`` or ``abort``. Where an agent loop returns none, a response that fills its window ended by ``length``.
     """
     rows, response = batch.non_tensor_batch, batch.ragged("responses").layout
     columns = {"uid": [str(uid) for uid in rows["uid"]]} if "uid" in rows else {}
@@ -110,8 +110,8 @@ def dump_samples(
 
 
 # -- One record a sample of a scored batch, for the trace (`verl.telemetry.rollout_trace`) -----------------------------
-_FACTS = {"finish_reason": "finish_reason", "version": "rollout_version", "seconds": "rollout_seconds"}
-"""Names in a record -> columns that samplers add."""
+_RECORD_COLUMNS = {"finish_reason": "finish_reason", "version": "rollout_version", "seconds": "rollout_seconds"}
+"""Names in a record -> columns that rollouts add."""
 
 
 def open_rollout_trace(config: Any) -> Trace | None:
@@ -136,8 +136,8 @@ def sample_records(
 ) -> list[dict[str, Any]]:
     """One record a row: step, uid, prompt_ids, response_ids, score, finish_reason, version, seconds.
 
-    ``version`` is that of the weights that drew the row, ``seconds`` what its sampling took; where one call draws the
-    whole batch, what that took. The rows of one uid follow one another.
+    ``version`` is that of the weights that generated the row, ``seconds`` its generation time; where one call generates
+    the whole batch, the time of that. The rows of one uid follow one another.
 
     Args:
         seconds: of the batch.
@@ -153,13 +153,13 @@ def sample_records(
     if decode is not None:
         columns |= {"prompt": decode(columns["prompt_ids"]), "response": decode(columns["response_ids"])}
     columns["seconds"] = [seconds] * len(batch)
-    for name, column in _FACTS.items():
+    for name, column in _RECORD_COLUMNS.items():
         if column in batch.non_tensor_batch:
             columns[name] = batch.non_tensor_batch[column].tolist()
     if "rollout_versions" in batch:  # of each token, where weights changed under a response
         columns["versions"] = [row.tolist() for row in batch.ragged("rollout_versions").rows()]
     columns |= {name: [_json_value(value) for value in batch.non_tensor_batch[name]] for name in extra}
-    rows = [dict(zip(columns, cells, strict=True)) for cells in zip(*columns.values(), strict=True)]
+    rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
     number = {uid: i for i, uid in enumerate(dict.fromkeys(columns["uid"]))}
     return [{"step": step, **row} for row in sorted(rows, key=lambda row: number[row["uid"]])]
 
@@ -171,7 +171,7 @@ def _json_value(value: Any) -> Any:
 
 
 class RunLog:
-    """What ``trainer.logger``, ``rollout.trace`` and the keys of samples ask for.
+    """Loggers, trace and samples of a run: ``trainer.logger``, ``rollout.trace`` and the keys of samples.
 
     Args:
         config: the whole tree.
@@ -208,7 +208,7 @@ class RunLog:
         self.places = _places(self._tracking)
 
     def say(self, sentence: str) -> None:
-        """Tell the user, above the line of progress."""
+        """Print a message above the line of progress."""
         self.progress.say(sentence)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
