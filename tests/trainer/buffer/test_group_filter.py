@@ -209,7 +209,7 @@ def test_a_resumed_run_equals_the_run_never_stopped(tmp_path, monkeypatch, mode)
 
 
 def test_a_run_that_cannot_fill_its_batch_stops_with_a_way_out(tmp_path, monkeypatch):
-    with pytest.raises(ValueError, match="max_num_gen_batches=1: no more may be drawn for step 1"):
+    with pytest.raises(ValueError, match="max_num_gen_batches=1: no more may be sampled for step 1"):
         run(tmp_path, monkeypatch, "bounded", algorithm__filter_groups__max_num_gen_batches=1)
 
 
