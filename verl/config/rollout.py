@@ -339,6 +339,11 @@ class RolloutConfig(Config):
     ``engine_kwargs.vllm.limit_mm_per_prompt``)."""
 
     @property
+    def longest_sequence(self) -> int:
+        """Tokens of prompt and response at most."""
+        return self.prompt_length + self.response_length
+
+    @property
     def log_prob_split(self) -> MicroBatching:
         """How the batch is cut into forwards when old log-probs are computed."""
         if self.log_prob_use_dynamic_bsz:

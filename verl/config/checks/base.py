@@ -77,7 +77,7 @@ def sharded(config: PPOConfig) -> dict[str, str]:
     return {key: f"{key}.fsdp_config" if key in (ACTOR, REF) else f"{key}.model.fsdp_config" for key in models(config)}
 
 
-def shapes_scores(config: PPOConfig) -> list[str]:
+def reward_shaping_keys(config: PPOConfig) -> list[str]:
     """Keys under ``algorithm.reward_shaping`` that change a reward."""
     shaping = config.algorithm.reward_shaping
     asked = {
@@ -109,7 +109,7 @@ def notice(function: Check) -> Check:
     return function
 
 
-def unread(config: PPOConfig, keys: list[str], is_given: IsGiven, why: str) -> Iterator[str]:
+def unused(config: PPOConfig, keys: list[str], is_given: IsGiven, why: str) -> Iterator[str]:
     """One sentence about those of ``keys`` the user gave."""
     given = [f"{key}={show(get_path(config, key))}" for key in keys if is_given(key)]
     if given:

@@ -9,18 +9,16 @@ from verl.config.checks.base import (
     RM,
     ROLLOUT,
     IsGiven,
-    notice,
     problem,
-    rule,
     scoring_roles,
     trained_roles,
-    unread,
+    unused,
 )
 from verl.config.ppo import PPOConfig
 
 
-@rule
-def mini_batch_fits_into_the_train_batch(config: PPOConfig) -> Iterator[Problem]:
+@validator("error")
+def mini_batch_size_divides_train_batch_size(config: PPOConfig) -> Iterator[Problem]:
     prompts = config.prompts_per_update
     has_other = config.data.gen_batch_size and not config.algorithm.filter_groups.enable
     source = "data.gen_batch_size" if has_other else "data.train_batch_size"
@@ -44,8 +42,8 @@ def mini_batch_fits_into_the_train_batch(config: PPOConfig) -> Iterator[Problem]
             )
 
 
-@rule
-def micro_batch_fits_into_the_mini_batch_of_a_rank(config: PPOConfig) -> Iterator[Problem]:
+@validator("error")
+def micro_batch_size_within_mini_batch_of_a_rank(config: PPOConfig) -> Iterator[Problem]:
     for key, role, n in trained_roles(config):
         micro, ranks = role.ppo_micro_batch_size_per_gpu, config.dp_size(role)
         rows = -(-role.ppo_mini_batch_size * n // ranks)
@@ -61,8 +59,8 @@ def micro_batch_fits_into_the_mini_batch_of_a_rank(config: PPOConfig) -> Iterato
             )
 
 
-@rule
-def micro_batch_is_given_exactly_once(config: PPOConfig) -> Iterator[Problem]:
+@validator("error")
+def micro_batch_size_given_once(config: PPOConfig) -> Iterator[Problem]:
     for name, budget, dynamic, ranks in scoring_roles(config):
         local = f"{name}_per_gpu"
         total, per_gpu = get_path(config, name), get_path(config, local)
@@ -87,10 +85,10 @@ def _switch(name: str) -> str:
     return f"{section}.log_prob_use_dynamic_bsz" if section == REF else f"{section}.use_dynamic_bsz"
 
 
-@rule
-def token_budget_holds_the_longest_row(config: PPOConfig) -> Iterator[Problem]:
+@validator("error")
+def token_budget_holds_longest_sequence(config: PPOConfig) -> Iterator[Problem]:
     rollout = config.actor_rollout_ref.rollout
-    longest = rollout.prompt_length + rollout.response_length
+    longest = rollout.longest_sequence
     for name, budget, dynamic, _ in scoring_roles(config):
         section = name.rpartition(".")[0]
         # old log-probs are the actor's to compute
@@ -108,8 +106,8 @@ def token_budget_holds_the_longest_row(config: PPOConfig) -> Iterator[Problem]:
             )
 
 
-@rule
-def old_log_probs_are_not_needed_before_the_update(config: PPOConfig) -> Iterator[Problem]:
+@validator("error")
+def skip_old_log_probs_requires_one_optimizer_step(config: PPOConfig) -> Iterator[Problem]:
     actor, key = config.actor_rollout_ref.actor, f"{ACTOR}.skip_old_log_probs"
     if not actor.skip_old_log_probs:
         return
@@ -133,8 +131,8 @@ def old_log_probs_are_not_needed_before_the_update(config: PPOConfig) -> Iterato
             yield problem(config, key, f"with {early}=true: {why}. Set one of them to false.", early)
 
 
-@rule
-def shared_prompts_are_packed(config: PPOConfig) -> Iterator[Problem]:
+@validator("error")
+def prefix_sharing_requires_remove_padding(config: PPOConfig) -> Iterator[Problem]:
     switches = {"actor_rollout_ref.model": f"{ACTOR}.use_remove_padding"}
     if config.uses_critic:
         switches["critic.model"] = "critic.model.use_remove_padding"
@@ -152,8 +150,8 @@ def shared_prompts_are_packed(config: PPOConfig) -> Iterator[Problem]:
 # -- Batch sizes and budgets that nothing reads ----------------------------------------------------------------------
 
 
-@notice
-def micro_batches_are_cut_by_tokens(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+@validator("warning")
+def micro_batch_size_or_token_budget_unused(config: PPOConfig, is_given: IsGiven) -> Iterator[Problem]:
     shared, critic = config.actor_rollout_ref, config.critic
     cuts = [
         (shared.actor.use_dynamic_bsz, f"{ACTOR}.ppo_micro_batch_size_per_gpu", f"{ACTOR}.ppo_max_token_len_per_gpu"),
@@ -178,21 +176,21 @@ def micro_batches_are_cut_by_tokens(config: PPOConfig, is_given: IsGiven) -> Ite
     by_count = [budget for dynamic, _, budget in cuts if not dynamic and budget != leader]
     if not any(dynamic for dynamic, _, _ in cuts):
         by_count.append(leader)
-    yield from unread(config, by_tokens, is_given, "micro-batches are cut by tokens (use_dynamic_bsz)")
-    yield from unread(config, by_count, is_given, "micro-batches are cut by count (use_dynamic_bsz=false)")
+    yield from unused(config, by_tokens, is_given, "micro-batches are cut by tokens (use_dynamic_bsz)")
+    yield from unused(config, by_count, is_given, "micro-batches are cut by count (use_dynamic_bsz=false)")
 
 
-@notice
-def old_log_probs_are_the_samplers(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+@validator("warning")
+def log_prob_batching_unused_with_bypass_mode(config: PPOConfig, is_given: IsGiven) -> Iterator[Problem]:
     if config.algorithm.rollout_correction.bypass_mode:
         names = ("micro_batch_size_per_gpu", "use_dynamic_bsz", "max_token_len_per_gpu")
         why = "algorithm.rollout_correction.bypass_mode=true computes no old log-probs"
         keys = [key for key in (f"{ROLLOUT}.log_prob_{name}" for name in names) if get_path(config, key) is not None]
-        yield from unread(config, keys, is_given, why)
+        yield from unused(config, keys, is_given, why)
 
 
-@notice
-def no_prompt_is_shared(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+@validator("warning")
+def prefix_sharing_without_shared_prompts(config: PPOConfig, is_given: IsGiven) -> Iterator[Problem]:
     """Of one response a prompt there is nothing to share, and in micro-batches of one row none meets another."""
     shared, critic = config.actor_rollout_ref, config.critic
     passes = {
@@ -204,35 +202,36 @@ def no_prompt_is_shared(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
     for model, splits in passes.items():
         key = [f"{model}.use_prefix_sharing"] if get_path(config, model).use_prefix_sharing else []
         if shared.rollout.n == 1:
-            yield from unread(config, key, is_given, f"{ROLLOUT}.n=1 response a prompt has nothing to share with")
+            yield from unused(config, key, is_given, f"{ROLLOUT}.n=1 response a prompt has nothing to share with")
         elif splits and all(split.size == 1 for split in splits):
-            yield from unread(config, key, is_given, "micro-batches of one row have nothing to share with")
+            yield from unused(config, key, is_given, "micro-batches of one row have nothing to share with")
 
 
-@notice
-def some_ranks_have_no_rows(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+@validator("warning")
+def mini_batch_smaller_than_dp_size(config: PPOConfig) -> Iterator[Problem]:
     for key, role, n in trained_roles(config):
         rows, ranks = role.ppo_mini_batch_size * n, config.dp_size(role)
         if rows < ranks:
-            yield (
+            text = (
                 f"{key}.ppo_mini_batch_size={role.ppo_mini_batch_size} x {ROLLOUT}.n={n} = {rows} responses a "
                 f"mini-batch on {ranks} data-parallel ranks: {ranks - rows} of them have nothing to do at each step"
             )
+            yield Problem(f"{key}.ppo_mini_batch_size", text)
 
 
-@notice
-def response_window_is_the_rollouts(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+@validator("warning")
+def max_response_length_unused(config: PPOConfig, is_given: IsGiven) -> Iterator[Problem]:
     length = config.actor_rollout_ref.rollout.response_length
     if length != config.data.max_response_length:
-        yield from unread(config, ["data.max_response_length"], is_given, f"{ROLLOUT}.response_length={length} decides")
+        yield from unused(config, ["data.max_response_length"], is_given, f"{ROLLOUT}.response_length={length} decides")
 
 
-@notice
-def all_groups_are_trained_on(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+@validator("warning")
+def filter_groups_options_unused(config: PPOConfig, is_given: IsGiven) -> Iterator[Problem]:
     if not config.algorithm.filter_groups.enable:
         names = ("metric", "low", "high", "min_std", "max_num_gen_batches")
         keys = [f"algorithm.filter_groups.{name}" for name in names]
-        yield from unread(config, keys, is_given, "algorithm.filter_groups.enable=false trains on every group")
+        yield from unused(config, keys, is_given, "algorithm.filter_groups.enable=false trains on every group")
     elif config.reward_model.launch_reward_fn_async:
         why = "algorithm.filter_groups chooses groups by their rewards before anything else is computed"
-        yield from unread(config, [f"{RM}.launch_reward_fn_async"], is_given, why)
+        yield from unused(config, [f"{RM}.launch_reward_fn_async"], is_given, why)

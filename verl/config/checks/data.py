@@ -8,8 +8,8 @@ from verl.config.checks.base import problem, rule
 from verl.config.ppo import PPOConfig
 
 
-@rule
-def prompts_come_from_one_column(config: PPOConfig) -> Iterator[Problem]:
+@validator("error")
+def messages_key_or_prompt_key(config: PPOConfig) -> Iterator[Problem]:
     data = config.data
     if data.messages_key is not None and data.prompt_key not in ("prompt", data.messages_key):
         yield problem(
@@ -20,15 +20,15 @@ def prompts_come_from_one_column(config: PPOConfig) -> Iterator[Problem]:
         )
 
 
-@rule
-def a_cap_on_samples_leaves_some(config: PPOConfig) -> Iterator[Problem]:
+@validator("error")
+def max_samples_is_not_zero(config: PPOConfig) -> Iterator[Problem]:
     for key in ("data.train_max_samples", "data.val_max_samples"):
         if get_path(config, key) == 0:
             yield problem(config, key, "leaves no prompts. Give the number to use, or -1 for all.")
 
 
-@rule
-def shares_of_a_mixture_add_up(config: PPOConfig) -> Iterator[Problem]:
+@validator("error")
+def mixture_ratios_sum_to_one(config: PPOConfig) -> Iterator[Problem]:
     mixture = config.data.mixture
     if not mixture:
         return
@@ -42,8 +42,8 @@ def shares_of_a_mixture_add_up(config: PPOConfig) -> Iterator[Problem]:
         )
 
 
-@rule
-def one_thing_decides_what_is_drawn(config: PPOConfig) -> Iterator[Problem]:
+@validator("error")
+def one_source_of_training_prompts(config: PPOConfig) -> Iterator[Problem]:
     others = [key for key in ("data.sampler.class_path", "data.datagen.path") if get_path(config, key)]
     if config.data.mixture and others:
         yield problem(

@@ -13,20 +13,18 @@ from verl.config.checks.base import (
     IsGiven,
     given_below,
     models,
-    notice,
     problem,
-    rule,
     sharded,
     trained_roles,
-    unread,
+    unused,
 )
 from verl.config.engine import conflicts
 from verl.config.ppo import PPOConfig
 from verl.utils.distribution import install_command
 
 
-@rule
-def sequence_parallel_size_divides_the_workers(config: PPOConfig) -> Iterator[Problem]:
+@validator("error")
+def sequence_parallel_size_divides_world_size(config: PPOConfig) -> Iterator[Problem]:
     for key, role in models(config).items():
         if config.trainer.world_size % role.ulysses_sequence_parallel_size:
             yield problem(
@@ -38,8 +36,8 @@ def sequence_parallel_size_divides_the_workers(config: PPOConfig) -> Iterator[Pr
             )
 
 
-@rule
-def ranks_share_packed_rows_only(config: PPOConfig) -> Iterator[Problem]:
+@validator("error")
+def sequence_parallel_requires_remove_padding(config: PPOConfig) -> Iterator[Problem]:
     for key, role in models(config).items():
         # the reference runs the actor's model, and runs it as the actor does
         switch = f"{ACTOR}.use_remove_padding" if key in (ACTOR, REF) else f"{key}.model.use_remove_padding"
@@ -53,8 +51,8 @@ def ranks_share_packed_rows_only(config: PPOConfig) -> Iterator[Problem]:
             )
 
 
-@rule
-def sharding_group_divides_the_workers(config: PPOConfig) -> Iterator[Problem]:
+@validator("error")
+def fsdp_size_divides_world_size(config: PPOConfig) -> Iterator[Problem]:
     world = config.trainer.world_size
     for key in (f"{ACTOR}.fsdp_config", f"{REF}.fsdp_config", "critic.model.fsdp_config", f"{RM}.model.fsdp_config"):
         size = get_path(config, key).fsdp_size
@@ -67,8 +65,8 @@ def sharding_group_divides_the_workers(config: PPOConfig) -> Iterator[Problem]:
             )
 
 
-@rule
-def fp16_is_not_trained_in(config: PPOConfig) -> Iterator[Problem]:
+@validator("error")
+def fp16_training_unsupported(config: PPOConfig) -> Iterator[Problem]:
     for key, _, _ in trained_roles(config):
         place = f"{key}.model.fsdp_config" if key == "critic" else f"{key}.fsdp_config"
         sharding = get_path(config, place)
@@ -79,8 +77,8 @@ def fp16_is_not_trained_in(config: PPOConfig) -> Iterator[Problem]:
                 yield Problem(f"{place}.{name}", text)
 
 
-@rule
-def offload_policy_is_of_fsdp2(config: PPOConfig) -> Iterator[Problem]:
+@validator("error")
+def offload_policy_requires_fsdp2(config: PPOConfig) -> Iterator[Problem]:
     for role, place in sharded(config).items():
         if get_path(config, place).offload_policy and get_path(config, role).strategy == "fsdp1":
             yield problem(
@@ -92,8 +90,8 @@ def offload_policy_is_of_fsdp2(config: PPOConfig) -> Iterator[Problem]:
             )
 
 
-@rule
-def l2_term_is_of_whole_weights(config: PPOConfig) -> Iterator[Problem]:
+@validator("error")
+def l2_coef_requires_fsdp2_or_local(config: PPOConfig) -> Iterator[Problem]:
     actor = config.actor_rollout_ref.actor
     if actor.l2_coef and actor.strategy in ("deepspeed", "fsdp1"):
         yield problem(
@@ -105,8 +103,8 @@ def l2_term_is_of_whole_weights(config: PPOConfig) -> Iterator[Problem]:
         )
 
 
-@rule
-def local_strategy_has_one_worker(config: PPOConfig) -> Iterator[Problem]:
+@validator("error")
+def local_strategy_requires_one_worker(config: PPOConfig) -> Iterator[Problem]:
     for key in models(config):
         if get_path(config, key).strategy == "local" and config.trainer.world_size > 1:
             yield problem(
@@ -119,7 +117,7 @@ def local_strategy_has_one_worker(config: PPOConfig) -> Iterator[Problem]:
             )
 
 
-def zero_roles(config: PPOConfig) -> Iterator[tuple[str, Any, Any, bool]]:
+def deepspeed_roles(config: PPOConfig) -> Iterator[tuple[str, Any, Any, bool]]:
     """(key, section, sharding section, trained?) of the roles that run on DeepSpeed."""
     shared = config.actor_rollout_ref
     found = [(ACTOR, shared.actor, shared.actor.fsdp_config, True)]
@@ -132,9 +130,9 @@ def zero_roles(config: PPOConfig) -> Iterator[tuple[str, Any, Any, bool]]:
     return (entry for entry in found if entry[1].strategy == "deepspeed")
 
 
-@rule
-def zero_stage_has_what_is_offloaded(config: PPOConfig) -> Iterator[Problem]:
-    for key, role, _, is_trained in zero_roles(config):
+@validator("error")
+def zero_offload_requires_stage(config: PPOConfig) -> Iterator[Problem]:
+    for key, role, _, is_trained in deepspeed_roles(config):
         zero, stage = role.deepspeed, f"{key}.deepspeed.zero_stage"
         if zero.offload_param and zero.zero_stage != 3:
             yield problem(
@@ -154,9 +152,9 @@ def zero_stage_has_what_is_offloaded(config: PPOConfig) -> Iterator[Problem]:
             )
 
 
-@rule
-def zero_keeps_fp32_weights(config: PPOConfig) -> Iterator[Problem]:
-    for key, role, sharding, is_trained in zero_roles(config):
+@validator("error")
+def zero_optimizer_requires_fp32_weights(config: PPOConfig) -> Iterator[Problem]:
+    for key, role, sharding, is_trained in deepspeed_roles(config):
         if is_trained and role.deepspeed.zero_stage and sharding.master_dtype != "fp32":
             name = f"{'critic.model' if key == 'critic' else key}.fsdp_config.model_dtype"
             yield problem(
@@ -168,9 +166,9 @@ def zero_keeps_fp32_weights(config: PPOConfig) -> Iterator[Problem]:
             )
 
 
-@rule
-def zero_optimizer_can_leave_the_device(config: PPOConfig) -> Iterator[Problem]:
-    for key, role, sharding, is_trained in zero_roles(config):
+@validator("error")
+def zero_stage_1_bf16_cannot_offload(config: PPOConfig) -> Iterator[Problem]:
+    for key, role, sharding, is_trained in deepspeed_roles(config):
         leaves = sharding.param_offload or sharding.optimizer_offload
         zero = role.deepspeed
         if config.trainer.device != "cuda" or not is_trained or not leaves or zero.offload_optimizer:
@@ -184,9 +182,9 @@ def zero_optimizer_can_leave_the_device(config: PPOConfig) -> Iterator[Problem]:
             )
 
 
-@rule
-def second_copies_of_slices_divide_the_workers(config: PPOConfig) -> Iterator[Problem]:
-    for key, role, _, _ in zero_roles(config):
+@validator("error")
+def hpz_partition_size_divides_world_size(config: PPOConfig) -> Iterator[Problem]:
+    for key, role, _, _ in deepspeed_roles(config):
         size, world = role.deepspeed.zero_hpz_partition_size, config.trainer.world_size
         if role.deepspeed.zero_stage == 3 and world % size:
             yield problem(
@@ -197,16 +195,16 @@ def second_copies_of_slices_divide_the_workers(config: PPOConfig) -> Iterator[Pr
             )
 
 
-@rule
-def deepspeed_config_leaves_alone_what_verl_decides(config: PPOConfig) -> Iterator[Problem]:
-    for key, role, _, _ in zero_roles(config):
+@validator("error")
+def deepspeed_config_conflicts(config: PPOConfig) -> Iterator[Problem]:
+    for key, role, _, _ in deepspeed_roles(config):
         for name, value, way_out in conflicts(role.deepspeed.config):
             text = f"{key}.deepspeed.config.{name}={show(value)} is decided by verl: {way_out}."
             yield Problem(f"{key}.deepspeed.config", text)
 
 
-@rule
-def an_adapter_alone_stays_within_its_process(config: PPOConfig) -> Iterator[Problem]:
+@validator("error")
+def lora_adapter_sync_requires_hybrid_engine(config: PPOConfig) -> Iterator[Problem]:
     shared, key = config.actor_rollout_ref, f"{ROLLOUT}.lora_sync"
     if shared.model.lora_rank and shared.rollout.lora_sync == "adapter" and not shared.hybrid_engine:
         yield problem(
@@ -218,8 +216,8 @@ def an_adapter_alone_stays_within_its_process(config: PPOConfig) -> Iterator[Pro
         )
 
 
-@rule
-def an_adapter_to_go_on_from_has_a_rank(config: PPOConfig) -> Iterator[Problem]:
+@validator("error")
+def lora_adapter_path_requires_lora_rank(config: PPOConfig) -> Iterator[Problem]:
     for model in ("actor_rollout_ref.model", *(["critic.model"] if config.uses_critic else [])):
         if get_path(config, model).lora_adapter_path and not get_path(config, model).lora_rank:
             yield problem(
@@ -231,8 +229,8 @@ def an_adapter_to_go_on_from_has_a_rank(config: PPOConfig) -> Iterator[Problem]:
             )
 
 
-@rule
-def triton_kernels_have_a_cuda_device(config: PPOConfig) -> Iterator[Problem]:
+@validator("error")
+def triton_kernels_require_cuda(config: PPOConfig) -> Iterator[Problem]:
     model, place = config.actor_rollout_ref.model, "actor_rollout_ref.model"
     wanted = {
         f"{place}.use_liger": (model.use_liger, "Set it to false"),
@@ -255,82 +253,86 @@ def triton_kernels_have_a_cuda_device(config: PPOConfig) -> Iterator[Problem]:
 # -- Settings of models, sharding and formats without effect ---------------------------------------------------------
 
 
-@notice
-def there_is_no_adapter(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+@validator("warning")
+def lora_options_without_lora_rank(config: PPOConfig, is_given: IsGiven) -> Iterator[Problem]:
     models = ["actor_rollout_ref.model", *(["critic.model"] if config.uses_critic else [])]
     for model in models:
         if not get_path(config, model).lora_rank:
             keys = [f"{model}.{name}" for name in ("lora_alpha", "target_modules", "exclude_modules")]
             keys += [f"{ROLLOUT}.lora_sync"] * (model == models[0])
-            yield from unread(config, keys, is_given, f"{model}.lora_rank=0 trains all weights")
+            yield from unused(config, keys, is_given, f"{model}.lora_rank=0 trains all weights")
 
 
-@notice
-def reference_is_the_actor_without_its_adapter(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+@validator("warning")
+def ref_options_unused_with_lora(config: PPOConfig, is_given: IsGiven) -> Iterator[Problem]:
     shared = config.actor_rollout_ref
     if config.uses_reference and shared.model.lora_rank and not (shared.ref.model or {}).get("path"):
         keys = [key for key in given_below(REF, config, is_given) if "log_prob" not in key]
-        yield from unread(config, keys, is_given, "the reference is the actor with its LoRA adapter switched off")
+        yield from unused(config, keys, is_given, "the reference is the actor with its LoRA adapter switched off")
 
 
-@notice
-def always_chunked(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+@validator("warning")
+def entropy_chunking_always_on(config: PPOConfig, is_given: IsGiven) -> Iterator[Problem]:
     keys = [
         f"{role}.{name}"
         for role in (ACTOR, REF)
         for name in ("entropy_from_logits_with_chunking", "entropy_checkpointing")
     ]
-    yield from unread(
+    yield from unused(
         config, keys, is_given, "entropy and log-probs are always computed in chunks and recomputed in backward"
     )
 
 
-@notice
-def always_from_hidden_states(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+@validator("warning")
+def fused_kernels_options_unused(config: PPOConfig, is_given: IsGiven) -> Iterator[Problem]:
     model, key = config.actor_rollout_ref.model, "actor_rollout_ref.model.use_fused_kernels"
     why = "log-probs and entropy are computed from hidden states in chunks either way"
     if not model.use_fused_kernels or model.fused_kernel_options.impl_backend == "torch":
-        yield from unread(config, [key], is_given, why)
+        yield from unused(config, [key], is_given, why)
     decides = f"{key}={show(model.use_fused_kernels)} decides"
-    yield from unread(config, [f"{ACTOR}.use_fused_kernels"], is_given, decides)
+    yield from unused(config, [f"{ACTOR}.use_fused_kernels"], is_given, decides)
     if not model.use_fused_kernels:
         backend = "actor_rollout_ref.model.fused_kernel_options.impl_backend"
-        yield from unread(config, [backend], is_given, f"{key}=false")
+        yield from unused(config, [backend], is_given, f"{key}=false")
 
 
-@notice
-def entropy_is_not_the_kernels(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+@validator("warning")
+def triton_kernel_without_entropy(config: PPOConfig) -> Iterator[Problem]:
     shared = config.actor_rollout_ref
     model, entropy = shared.model, shared.actor.entropy_coeff
     if model.use_fused_kernels and model.fused_kernel_options.impl_backend == "triton" and entropy:
-        yield (
+        text = (
             f"actor_rollout_ref.model.fused_kernel_options.impl_backend=triton with {ACTOR}.entropy_coeff={entropy}: "
             "the kernel gives no entropy, so updates of the actor run on torch"
         )
+        yield Problem("actor_rollout_ref.model.fused_kernel_options.impl_backend", text)
 
 
-@notice
-def nothing_is_compiled_on_cpu(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+@validator("warning")
+def torch_compile_unused_on_cpu(config: PPOConfig, is_given: IsGiven) -> Iterator[Problem]:
     if config.trainer.device == "cpu":
         keys = [f"{role}.use_torch_compile" for role in (ACTOR, REF) if get_path(config, role).use_torch_compile]
-        yield from unread(config, keys, is_given, "the head is compiled on CUDA only")
+        yield from unused(config, keys, is_given, "the head is compiled on CUDA only")
 
 
-@notice
-def one_worker_implementation(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
-    yield from unread(config, ["trainer.use_legacy_worker_impl"], is_given, "there is one implementation")
+@validator("warning")
+def legacy_worker_impl_unused(config: PPOConfig, is_given: IsGiven) -> Iterator[Problem]:
+    yield from unused(config, ["trainer.use_legacy_worker_impl"], is_given, "there is one implementation")
 
 
-@notice
-def fsdp_runs_on_fsdp2(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+@validator("warning")
+def fsdp_means_fsdp2(config: PPOConfig, is_given: IsGiven) -> Iterator[Problem]:
     roles = [role for role in sharded(config) if is_given(f"{role}.strategy")]
     named = [f"{role}.strategy=fsdp" for role in roles if get_path(config, role).strategy == "fsdp"]
     if named:
-        yield f"{', '.join(named)} is FSDP2 (fully_shard), with the same results; fsdp1 names the older implementation"
+        text = (
+            f"{', '.join(named)} is FSDP2 (fully_shard), with the same results; fsdp1 names the older implementation"
+        )
+        yield Problem(named[0].partition("=")[0], text)
 
 
-@notice
-def local_does_not_shard(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+@validator("warning")
+def sharding_options_unused_with_local_strategy(config: PPOConfig, is_given: IsGiven) -> Iterator[Problem]:
     names = (
         "reshard_after_forward",
         "forward_prefetch",
@@ -343,11 +345,11 @@ def local_does_not_shard(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
     for role, place in sharded(config).items():
         if get_path(config, role).strategy == "local":
             keys = [f"{place}.{name}" for name in names]
-            yield from unread(config, keys, is_given, f"{role}.strategy=local does not shard")
+            yield from unused(config, keys, is_given, f"{role}.strategy=local does not shard")
 
 
-@notice
-def deepspeed_is_not_fsdp(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+@validator("warning")
+def fsdp_options_unused_with_deepspeed(config: PPOConfig, is_given: IsGiven) -> Iterator[Problem]:
     names = (
         "reshard_after_forward",
         "fsdp_size",
@@ -359,44 +361,44 @@ def deepspeed_is_not_fsdp(config: PPOConfig, is_given: IsGiven) -> Iterator[str]
     for role, place in sharded(config).items():
         if get_path(config, role).strategy == "deepspeed":
             keys = [f"{place}.{name}" for name in names]
-            yield from unread(config, keys, is_given, f"{role}.strategy=deepspeed shards as {role}.deepspeed says")
+            yield from unused(config, keys, is_given, f"{role}.strategy=deepspeed shards as {role}.deepspeed says")
 
 
-@notice
-def deepspeed_section_is_not_read(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+@validator("warning")
+def deepspeed_options_unused(config: PPOConfig, is_given: IsGiven) -> Iterator[Problem]:
     stage3 = ("offload_param", "zero_hpz_partition_size")
     for role in sharded(config):
         section, keys = get_path(config, role), given_below(f"{role}.deepspeed", config, is_given)
         stage = section.deepspeed.zero_stage
         keys = [key for key in keys if not key.endswith(".zero_stage") or section.strategy != "deepspeed"]
         if section.strategy != "deepspeed":
-            yield from unread(config, keys, is_given, f"{role}.strategy={section.strategy}")
+            yield from unused(config, keys, is_given, f"{role}.strategy={section.strategy}")
         elif role in (REF, RM) and stage < 3:
-            yield from unread(config, keys, is_given, "below zero_stage=3 what only scores is whole on every rank")
+            yield from unused(config, keys, is_given, "below zero_stage=3 what only scores is whole on every rank")
         elif stage == 0:
             keys = [key for key in keys if not key.endswith(".reduce_bucket_size")]
-            yield from unread(config, keys, is_given, f"{role}.deepspeed.zero_stage=0 shards nothing")
+            yield from unused(config, keys, is_given, f"{role}.deepspeed.zero_stage=0 shards nothing")
         elif stage < 3:
             names = [key for key in keys if key.rpartition(".")[2].startswith(("stage3_", *stage3))]
-            yield from unread(config, names, is_given, f"{role}.deepspeed.zero_stage={stage} keeps weights whole")
+            yield from unused(config, names, is_given, f"{role}.deepspeed.zero_stage={stage} keeps weights whole")
 
 
-@notice
-def buffers_keep_their_format(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+@validator("warning")
+def buffer_dtype_unused(config: PPOConfig, is_given: IsGiven) -> Iterator[Problem]:
     keys = [f"{place}.mixed_precision.buffer_dtype" for place in sharded(config).values()]
-    yield from unread(config, keys, is_given, "buffers keep the format the model gives them")
+    yield from unused(config, keys, is_given, "buffers keep the format the model gives them")
 
 
-@notice
-def reference_is_kept_as_it_computes(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+@validator("warning")
+def model_dtype_unused_without_training(config: PPOConfig, is_given: IsGiven) -> Iterator[Problem]:
     keys = [f"{REF}.fsdp_config.model_dtype"] if config.uses_reference else []
     keys += [f"{RM}.model.fsdp_config.model_dtype"] if config.reward_model.enable else []
     why = "weights that are not trained are kept in mixed_precision.param_dtype"
-    yield from unread(config, keys, is_given, why)
+    yield from unused(config, keys, is_given, why)
 
 
-@notice
-def nothing_to_offload(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+@validator("warning")
+def offload_options_unused(config: PPOConfig, is_given: IsGiven) -> Iterator[Problem]:
     if config.trainer.device == "cpu":
         names = ("param_offload", "optimizer_offload", "offload_policy")
         switches = [f"{place}.{name}" for place in sharded(config).values() for name in names]
@@ -404,14 +406,14 @@ def nothing_to_offload(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
         switches += ["critic.model.enable_activation_offload"] * config.uses_critic
         switches += [f"{role}.deepspeed.offload_{name}" for role in sharded(config) for name in ("param", "optimizer")]
         keys = [key for key in switches if get_path(config, key)]
-        yield from unread(config, keys, is_given, "with trainer.device=cpu all is in host memory")
+        yield from unused(config, keys, is_given, "with trainer.device=cpu all is in host memory")
         return
     if config.uses_reference:
-        yield from unread(config, [f"{REF}.fsdp_config.optimizer_offload"], is_given, "the reference is not trained")
+        yield from unused(config, [f"{REF}.fsdp_config.optimizer_offload"], is_given, "the reference is not trained")
     for role, place in sharded(config).items():
         if get_path(config, place).offload_policy and get_path(config, role).strategy != "local":
             keys = [key for key in (f"{place}.param_offload", f"{place}.optimizer_offload") if get_path(config, key)]
-            yield from unread(config, keys, is_given, f"{place}.offload_policy keeps both in host memory for good")
+            yield from unused(config, keys, is_given, f"{place}.offload_policy keeps both in host memory for good")
     if config.reward_model.enable:
         keys = [f"{RM}.model.fsdp_config.optimizer_offload"]
-        yield from unread(config, keys, is_given, "the reward model is not trained")
+        yield from unused(config, keys, is_given, "the reward model is not trained")

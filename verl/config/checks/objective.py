@@ -12,10 +12,8 @@ from verl.config.checks.base import (
     TOKEN_BASELINES,
     IsGiven,
     given_below,
-    notice,
     problem,
-    rule,
-    unread,
+    unused,
 )
 from verl.config.ppo import PPOConfig
 from verl.config.support import built_names
@@ -23,12 +21,12 @@ from verl.config.support import built_names
 _CORRECTIONS = ("rollout_is", "rollout_rs", "rollout_token_veto_threshold", "bypass_mode")
 """Options that switch a part of the rollout correction on."""
 
-_CLIPS_RATIOS = ("vanilla", "gspo", "clip_cov", "bypass_mode")
+_LOSSES_WITH_CLIP_RATIO_LOW = ("vanilla", "gspo", "clip_cov", "bypass_mode")
 """Losses that clip a ratio from below at 1 - clip_ratio_low. The others' lower bounds are of another kind."""
 
 
-@rule
-def gae_has_a_critic(config: PPOConfig) -> Iterator[Problem]:
+@validator("error")
+def gae_requires_critic(config: PPOConfig) -> Iterator[Problem]:
     if config.critic.enable is False and config.algorithm.adv_estimator == "gae":
         yield problem(
             config,
@@ -39,8 +37,8 @@ def gae_has_a_critic(config: PPOConfig) -> Iterator[Problem]:
         )
 
 
-@rule
-def responses_are_resampled_beside_a_critic(config: PPOConfig) -> Iterator[Problem]:
+@validator("error")
+def pf_ppo_requires_critic(config: PPOConfig) -> Iterator[Problem]:
     estimator = config.algorithm.adv_estimator
     if config.algorithm.use_pf_ppo and estimator != "gae":
         yield problem(
@@ -52,8 +50,8 @@ def responses_are_resampled_beside_a_critic(config: PPOConfig) -> Iterator[Probl
         )
 
 
-@rule
-def critic_samples_agree(config: PPOConfig) -> Iterator[Problem]:
+@validator("error")
+def critic_rollout_n_equals_rollout_n(config: PPOConfig) -> Iterator[Problem]:
     n = config.actor_rollout_ref.rollout.n
     if config.uses_critic and config.critic.rollout_n != n:
         yield problem(
@@ -64,8 +62,8 @@ def critic_samples_agree(config: PPOConfig) -> Iterator[Problem]:
         )
 
 
-@rule
-def groups_can_be_chosen(config: PPOConfig) -> Iterator[Problem]:
+@validator("error")
+def filter_groups_requirements(config: PPOConfig) -> Iterator[Problem]:
     filtering, rollout = config.algorithm.filter_groups, config.actor_rollout_ref.rollout
     if not filtering.enable:
         return
@@ -99,16 +97,16 @@ def groups_can_be_chosen(config: PPOConfig) -> Iterator[Problem]:
         )
 
 
-@rule
-def clip_range_keeps_the_ratio_positive(config: PPOConfig) -> Iterator[Problem]:
+@validator("error")
+def clip_ratio_low_below_one(config: PPOConfig) -> Iterator[Problem]:
     actor = config.actor_rollout_ref.actor
     name = "clip_ratio_low" if actor.clip_ratio_low is not None else "clip_ratio"
-    if actor.policy_loss.loss_mode in _CLIPS_RATIOS and actor[name] >= 1:
+    if actor.policy_loss.loss_mode in _LOSSES_WITH_CLIP_RATIO_LOW and actor[name] >= 1:
         yield problem(config, f"{ACTOR}.{name}", "allows ratios down to 0 or less: it must be less than 1.")
 
 
-@rule
-def tis_knows_what_the_sampler_thought(config: PPOConfig) -> Iterator[Problem]:
+@validator("error")
+def tis_requires_rollout_log_probs(config: PPOConfig) -> Iterator[Problem]:
     shared = config.actor_rollout_ref
     if shared.actor.policy_loss.loss_mode == "tis" and not shared.rollout.calculate_log_probs:
         yield problem(
@@ -120,8 +118,8 @@ def tis_knows_what_the_sampler_thought(config: PPOConfig) -> Iterator[Problem]:
         )
 
 
-@rule
-def correction_knows_what_the_sampler_thought(config: PPOConfig) -> Iterator[Problem]:
+@validator("error")
+def rollout_correction_requires_rollout_log_probs(config: PPOConfig) -> Iterator[Problem]:
     if config.actor_rollout_ref.rollout.calculate_log_probs:
         return
     for name in _CORRECTIONS:
@@ -135,8 +133,8 @@ def correction_knows_what_the_sampler_thought(config: PPOConfig) -> Iterator[Pro
             )
 
 
-@rule
-def correction_has_old_log_probs_to_compare(config: PPOConfig) -> Iterator[Problem]:
+@validator("error")
+def rollout_correction_requires_old_log_probs(config: PPOConfig) -> Iterator[Problem]:
     options, actor = config.algorithm.rollout_correction, config.actor_rollout_ref.actor
     for name in _CORRECTIONS:
         if options[name] and actor.skip_old_log_probs:
@@ -171,8 +169,8 @@ def correction_has_old_log_probs_to_compare(config: PPOConfig) -> Iterator[Probl
         )
 
 
-@rule
-def bypassing_loss_has_the_samplers_log_probs(config: PPOConfig) -> Iterator[Problem]:
+@validator("error")
+def bypass_mode_loss_requirements(config: PPOConfig) -> Iterator[Problem]:
     options, loss = config.algorithm.rollout_correction, config.actor_rollout_ref.actor.policy_loss
     mode, bypasses = f"{ACTOR}.policy_loss.loss_mode", loss.loss_mode == "bypass_mode"
     if bypasses and not options.bypass_mode:
@@ -210,8 +208,8 @@ def bypassing_loss_has_the_samplers_log_probs(config: PPOConfig) -> Iterator[Pro
             )
 
 
-@rule
-def correction_leaves_room_between_its_bounds(config: PPOConfig) -> Iterator[Problem]:
+@validator("error")
+def rollout_correction_thresholds_ordered(config: PPOConfig) -> Iterator[Problem]:
     options, bounds = config.algorithm.rollout_correction, []
     try:
         upper, lower, mode = options.weighting
@@ -236,8 +234,8 @@ def correction_leaves_room_between_its_bounds(config: PPOConfig) -> Iterator[Pro
             yield Problem(name, text, (f"{name}_lower", f"{CORRECTION}.rollout_{kind}"))
 
 
-@rule
-def no_loss_is_corrected_twice(config: PPOConfig) -> Iterator[Problem]:
+@validator("error")
+def loss_corrected_twice(config: PPOConfig) -> Iterator[Problem]:
     options, mode = config.algorithm.rollout_correction, config.actor_rollout_ref.actor.policy_loss.loss_mode
     if options.rollout_is and mode == "tis":
         yield problem(
@@ -257,8 +255,8 @@ def no_loss_is_corrected_twice(config: PPOConfig) -> Iterator[Problem]:
         )
 
 
-@rule
-def bounds_of_a_policy_loss_leave_room(config: PPOConfig) -> Iterator[Problem]:
+@validator("error")
+def policy_loss_bounds_ordered(config: PPOConfig) -> Iterator[Problem]:
     loss, key = config.actor_rollout_ref.actor.policy_loss, f"{ACTOR}.policy_loss"
     for mode, low, high in (
         ("tis", "tis_lower_bound", "tis_upper_bound"),
@@ -274,8 +272,8 @@ def bounds_of_a_policy_loss_leave_room(config: PPOConfig) -> Iterator[Problem]:
             )
 
 
-@rule
-def optimal_token_baseline_has_its_column(config: PPOConfig) -> Iterator[Problem]:
+@validator("error")
+def optimal_token_baseline_requires_sum_pi_squared(config: PPOConfig) -> Iterator[Problem]:
     key = f"{ACTOR}.calculate_sum_pi_squared"
     estimator = config.algorithm.adv_estimator
     if estimator in TOKEN_BASELINES and not get_path(config, key):
@@ -288,8 +286,8 @@ def optimal_token_baseline_has_its_column(config: PPOConfig) -> Iterator[Problem
         )
 
 
-@rule
-def reward_charges_sampled_tokens_only(config: PPOConfig) -> Iterator[Problem]:
+@validator("error")
+def full_kl_in_reward_unsupported(config: PPOConfig) -> Iterator[Problem]:
     if config.algorithm.use_kl_in_reward and config.algorithm.kl_penalty == "full":
         yield problem(
             config,
@@ -300,8 +298,8 @@ def reward_charges_sampled_tokens_only(config: PPOConfig) -> Iterator[Problem]:
         )
 
 
-@rule
-def distributions_are_compared_where_they_are_made(config: PPOConfig) -> Iterator[Problem]:
+@validator("error")
+def full_kl_loss_requires_equal_sequence_parallel_size(config: PPOConfig) -> Iterator[Problem]:
     shared, key = config.actor_rollout_ref, "ulysses_sequence_parallel_size"
     borrows = shared.model.lora_rank and not (shared.ref.model or {}).get("path")
     size = shared.actor.ulysses_sequence_parallel_size
@@ -348,7 +346,7 @@ _READ_BY_ESTIMATOR: dict[str, tuple[str, ...]] = {
 }
 """Options -> the built-in estimators that read them."""
 
-_WHITENS = ("gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gdpo")
+_WHITENING_ESTIMATORS = ("gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gdpo")
 """Built-in estimators that whiten advantages unless told otherwise."""
 
 _PUBLISHED_WITH = {
@@ -360,18 +358,18 @@ _PUBLISHED_WITH = {
 """loss_mode -> the loss_agg_mode of its paper, where that matters."""
 
 
-@notice
-def nothing_is_compared(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+@validator("warning")
+def mismatch_threshold_unused(config: PPOConfig, is_given: IsGiven) -> Iterator[Problem]:
     if not config.actor_rollout_ref.rollout.calculate_log_probs:
         why = f"{ROLLOUT}.calculate_log_probs=false keeps no probabilities to compare"
-        yield from unread(config, [f"{ROLLOUT}.mismatch_threshold"], is_given, why)
+        yield from unused(config, [f"{ROLLOUT}.mismatch_threshold"], is_given, why)
     elif config.algorithm.rollout_correction.bypass_mode:
         why = f"{CORRECTION}.bypass_mode=true computes no probabilities to compare with"
-        yield from unread(config, [f"{ROLLOUT}.mismatch_threshold"], is_given, why)
+        yield from unused(config, [f"{ROLLOUT}.mismatch_threshold"], is_given, why)
 
 
-@notice
-def nothing_is_corrected(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+@validator("warning")
+def rollout_correction_options_unused(config: PPOConfig, is_given: IsGiven) -> Iterator[Problem]:
     options = config.algorithm.rollout_correction
     of_weights = ["rollout_is_threshold_lower", "rollout_is_mode", "rollout_is_batch_normalize"]
     if options.rollout_rs is None or options.rollout_rs_threshold is not None:
@@ -380,28 +378,29 @@ def nothing_is_corrected(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
     for switch, names in options_of.items():
         if options[switch] is None:
             why = f"{CORRECTION}.{switch}=null"
-            yield from unread(config, [f"{CORRECTION}.{name}" for name in names], is_given, why)
+            yield from unused(config, [f"{CORRECTION}.{name}" for name in names], is_given, why)
 
 
-@notice
-def the_losss_copy_of_the_correction_is_not_read(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+@validator("warning")
+def policy_loss_rollout_correction_unused(config: PPOConfig, is_given: IsGiven) -> Iterator[Problem]:
     mode, place = config.actor_rollout_ref.actor.policy_loss.loss_mode, f"{ACTOR}.policy_loss.rollout_correction"
     if mode != "bypass_mode":
         keys = given_below(place, config, is_given)
-        yield from unread(config, keys, is_given, f"{ACTOR}.policy_loss.loss_mode={mode} reads {CORRECTION}")
+        yield from unused(config, keys, is_given, f"{ACTOR}.policy_loss.loss_mode={mode} reads {CORRECTION}")
 
 
-@notice
-def kl_in_reward_is_the_samplers(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+@validator("warning")
+def kl_in_reward_with_bypass_mode(config: PPOConfig) -> Iterator[Problem]:
     if config.algorithm.rollout_correction.bypass_mode and config.algorithm.use_kl_in_reward:
-        yield (
+        text = (
             f"{CORRECTION}.bypass_mode=true with algorithm.use_kl_in_reward=true: the reward is charged for the "
             "sampler's distance from the reference, rounding of its kernels included; false measures the policy's"
         )
+        yield Problem(f"{CORRECTION}.bypass_mode", text)
 
 
-@notice
-def critic_is_not_there(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+@validator("warning")
+def critic_options_without_critic(config: PPOConfig, is_given: IsGiven) -> Iterator[Problem]:
     if not config.uses_critic:
         read = ["critic.enable"]
         if config.reward_model.enable:  # follows these
@@ -410,13 +409,13 @@ def critic_is_not_there(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
         keys = [key for key in given_below("critic", config, is_given) if key not in read]
         keys += ["trainer.critic_warmup"] if config.trainer.critic_warmup else []
         why = f"there is no critic with algorithm.adv_estimator={config.algorithm.adv_estimator}"
-        yield from unread(config, [*keys, "trainer.max_critic_ckpt_to_keep"], is_given, why)
+        yield from unused(config, [*keys, "trainer.max_critic_ckpt_to_keep"], is_given, why)
 
 
-@notice
-def reference_is_not_there(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+@validator("warning")
+def ref_options_without_reference(config: PPOConfig, is_given: IsGiven) -> Iterator[Problem]:
     if not config.uses_reference:
-        yield from unread(
+        yield from unused(
             config,
             given_below(REF, config, is_given),
             is_given,
@@ -424,38 +423,41 @@ def reference_is_not_there(config: PPOConfig, is_given: IsGiven) -> Iterator[str
         )
 
 
-@notice
-def reference_is_not_scored(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+@validator("warning")
+def ref_log_prob_options_unused_with_full_kl(config: PPOConfig, is_given: IsGiven) -> Iterator[Problem]:
     if config.uses_reference and not config.scores_reference:
         keys = [key for key in given_below(REF, config, is_given) if key.startswith(f"{REF}.log_prob_")]
         why = f"with {ACTOR}.kl_loss_type=full the reference runs in the micro-batches of the actor's update"
-        yield from unread(config, keys, is_given, why)
+        yield from unused(config, keys, is_given, why)
 
 
-@notice
-def kl_in_reward_is_off(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+@validator("warning")
+def kl_ctrl_options_unused(config: PPOConfig, is_given: IsGiven) -> Iterator[Problem]:
     control = [f"algorithm.kl_ctrl.{name}" for name in ("type", "kl_coef", "horizon", "target_kl")]
     if not config.algorithm.use_kl_in_reward:
-        yield from unread(config, ["algorithm.kl_penalty", *control], is_given, "algorithm.use_kl_in_reward=false")
+        yield from unused(config, ["algorithm.kl_penalty", *control], is_given, "algorithm.use_kl_in_reward=false")
     elif config.algorithm.kl_ctrl.type == "fixed":
-        yield from unread(config, control[2:], is_given, "algorithm.kl_ctrl.type=fixed")
+        yield from unused(config, control[2:], is_given, "algorithm.kl_ctrl.type=fixed")
 
 
-@notice
-def kl_loss_is_off(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+@validator("warning")
+def kl_loss_options_unused(config: PPOConfig, is_given: IsGiven) -> Iterator[Problem]:
     if not config.actor_rollout_ref.actor.use_kl_loss:
         keys = [f"{ACTOR}.kl_loss_coef", f"{ACTOR}.kl_loss_type"]
-        yield from unread(config, keys, is_given, f"{ACTOR}.use_kl_loss=false")
+        yield from unused(config, keys, is_given, f"{ACTOR}.use_kl_loss=false")
 
 
-@notice
-def kl_counts_twice(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+@validator("warning")
+def kl_in_reward_and_kl_loss(config: PPOConfig) -> Iterator[Problem]:
     if config.algorithm.use_kl_in_reward and config.actor_rollout_ref.actor.use_kl_loss:
-        yield f"algorithm.use_kl_in_reward and {ACTOR}.use_kl_loss are both on: the KL penalty counts twice"
+        text = (
+            f"algorithm.use_kl_in_reward and {ACTOR}.use_kl_loss are both on: the KL penalty counts twice"
+        )
+        yield Problem("algorithm.use_kl_in_reward", text)
 
 
-@notice
-def schedule_does_not_read_it(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+@validator("warning")
+def lr_schedule_options_unused(config: PPOConfig, is_given: IsGiven) -> Iterator[Problem]:
     for key in (f"{ACTOR}.optim", *(["critic.optim"] if config.uses_critic else [])):
         optim = get_path(config, key)
         readers = {
@@ -465,9 +467,9 @@ def schedule_does_not_read_it(config: PPOConfig, is_given: IsGiven) -> Iterator[
             "lr_wsd_decay_style": ("wsd",),
         }
         others = [f"{key}.{name}" for name, styles in readers.items() if optim.warmup_style not in styles]
-        yield from unread(config, others, is_given, f"{key}.warmup_style={optim.warmup_style}")
+        yield from unused(config, others, is_given, f"{key}.warmup_style={optim.warmup_style}")
         if optim.lr_warmup_steps is not None and optim.lr_warmup_steps >= 0:
-            yield from unread(
+            yield from unused(
                 config,
                 [f"{key}.lr_warmup_steps_ratio"],
                 is_given,
@@ -475,24 +477,24 @@ def schedule_does_not_read_it(config: PPOConfig, is_given: IsGiven) -> Iterator[
             )
 
 
-@notice
-def estimator_does_not_read_it(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+@validator("warning")
+def estimator_options_unused(config: PPOConfig, is_given: IsGiven) -> Iterator[Problem]:
     estimator = config.algorithm.adv_estimator
     if estimator in built_names("algorithm.adv_estimator"):
         keys = [key for key, readers in _READ_BY_ESTIMATOR.items() if estimator not in readers]
-        yield from unread(config, keys, is_given, f"algorithm.adv_estimator={estimator} does not read it")
+        yield from unused(config, keys, is_given, f"algorithm.adv_estimator={estimator} does not read it")
 
 
-@notice
-def loss_does_not_read_it(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+@validator("warning")
+def policy_loss_options_unused(config: PPOConfig, is_given: IsGiven) -> Iterator[Problem]:
     mode = config.actor_rollout_ref.actor.policy_loss.loss_mode
     if mode in built_names(f"{ACTOR}.policy_loss.loss_mode"):
         keys = [f"{ACTOR}.{name}" for name, readers in _READ_BY_LOSS.items() if mode not in readers]
-        yield from unread(config, keys, is_given, f"{ACTOR}.policy_loss.loss_mode={mode} does not read it")
+        yield from unused(config, keys, is_given, f"{ACTOR}.policy_loss.loss_mode={mode} does not read it")
 
 
-@notice
-def one_step_never_meets_a_bound(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+@validator("warning")
+def clip_ratio_unused_with_one_optimizer_step(config: PPOConfig, is_given: IsGiven) -> Iterator[Problem]:
     actor = config.actor_rollout_ref.actor
     if actor.ppo_epochs > 1 or actor.ppo_mini_batch_size < config.prompts_per_update:
         return
@@ -502,69 +504,77 @@ def one_step_never_meets_a_bound(config: PPOConfig, is_given: IsGiven) -> Iterat
     names += [f"policy_loss.{name}" for name in ("ppo_kl_coef", "kimi15_tau", "dro_beta")]
     keys = [f"{ACTOR}.{name}" for name in names if actor.policy_loss.loss_mode in _READ_BY_LOSS[name]]
     why = "with one optimizer step per batch the policy is still the one that sampled, and its ratio is 1"
-    yield from unread(config, keys, is_given, why)
+    yield from unused(config, keys, is_given, why)
 
 
-@notice
-def loss_was_published_with_another_mean(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+@validator("warning")
+def loss_agg_mode_differs_from_paper(config: PPOConfig) -> Iterator[Problem]:
     actor = config.actor_rollout_ref.actor
     mode = _PUBLISHED_WITH.get(actor.policy_loss.loss_mode, actor.loss_agg_mode)
     if actor.loss_agg_mode != mode:
-        yield (
+        text = (
             f"{ACTOR}.policy_loss.loss_mode={actor.policy_loss.loss_mode} was published with "
             f"{ACTOR}.loss_agg_mode={mode}, and runs with {actor.loss_agg_mode}"
         )
+        yield Problem(f"{ACTOR}.loss_agg_mode", text)
 
 
-@notice
-def divisor_is_not_used(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+@validator("warning")
+def loss_scale_factor_unused(config: PPOConfig, is_given: IsGiven) -> Iterator[Problem]:
     mode = config.actor_rollout_ref.actor.loss_agg_mode
     if mode != "seq-mean-token-sum-norm":
-        yield from unread(config, [f"{ACTOR}.loss_scale_factor"], is_given, f"{ACTOR}.loss_agg_mode={mode}")
+        yield from unused(config, [f"{ACTOR}.loss_scale_factor"], is_given, f"{ACTOR}.loss_agg_mode={mode}")
 
 
-@notice
-def advantages_are_whitened_or_not_by_themselves(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+@validator("warning")
+def advantage_whiten_is_estimator_default(config: PPOConfig, is_given: IsGiven) -> Iterator[Problem]:
     estimator, whiten = config.algorithm.adv_estimator, config.algorithm.advantage.whiten
-    if estimator in built_names("algorithm.adv_estimator") and whiten is (estimator in _WHITENS):
+    if estimator in built_names("algorithm.adv_estimator") and whiten is (estimator in _WHITENING_ESTIMATORS):
         habit = "does so" if whiten else "does not"
-        yield from unread(config, ["algorithm.advantage.whiten"], is_given, f"{estimator} {habit} by itself")
+        yield from unused(config, ["algorithm.advantage.whiten"], is_given, f"{estimator} {habit} by itself")
 
 
-@notice
-def a_reward_has_no_gradient(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+@validator("warning")
+def straight_through_kl_in_reward(config: PPOConfig) -> Iterator[Problem]:
     kind = config.algorithm.kl_penalty
     if config.algorithm.use_kl_in_reward and kind.endswith("+"):
-        yield f"algorithm.kl_penalty={kind} is {kind[:-1]}: the + changes a gradient, and a reward has none"
+        text = (
+            f"algorithm.kl_penalty={kind} is {kind[:-1]}: the + changes a gradient, and a reward has none"
+        )
+        yield Problem("algorithm.kl_penalty", text)
 
 
-@notice
-def no_response_is_resampled(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+@validator("warning")
+def pf_ppo_options_unused(config: PPOConfig, is_given: IsGiven) -> Iterator[Problem]:
     key, algorithm = "algorithm.pf_ppo", config.algorithm
     if not algorithm.use_pf_ppo:
         keys = [f"{key}.reweight_method", f"{key}.weight_pow"]
-        yield from unread(config, keys, is_given, "algorithm.use_pf_ppo=false takes every response once")
+        yield from unused(config, keys, is_given, "algorithm.use_pf_ppo=false takes every response once")
     elif algorithm.pf_ppo.reweight_method != "pow":
         why = f"{key}.reweight_method={algorithm.pf_ppo.reweight_method} does not read it"
-        yield from unread(config, [f"{key}.weight_pow"], is_given, why)
+        yield from unused(config, [f"{key}.weight_pow"], is_given, why)
 
 
-@notice
-def gigpo_has_nothing_to_tell_apart(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+@validator("warning")
+def gigpo_with_single_turn_or_zero_weights(config: PPOConfig) -> Iterator[Problem]:
     gigpo = config.algorithm.gigpo
     if config.algorithm.adv_estimator != "gigpo":
         return
     if config.actor_rollout_ref.rollout.mode == "sync":
-        yield (
+        text = (
             f"algorithm.adv_estimator=gigpo with {ROLLOUT}.mode=sync: every response is one turn, so that its "
             "advantages are those of grpo times algorithm.gigpo.episode_weight + step_weight"
         )
+        yield Problem("algorithm.adv_estimator", text)
     if not gigpo.episode_weight + gigpo.step_weight:
-        yield "algorithm.gigpo.episode_weight=0 and step_weight=0 make every advantage 0: nothing is learned"
+        text = (
+            "algorithm.gigpo.episode_weight=0 and step_weight=0 make every advantage 0: nothing is learned"
+        )
+        yield Problem("algorithm.gigpo.episode_weight", text)
 
 
-@notice
-def no_turn_comes_after_the_first(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+@validator("warning")
+def turn_discount_unused_with_single_turn(config: PPOConfig, is_given: IsGiven) -> Iterator[Problem]:
     read = {
         "step_reinforce": "algorithm.step_gamma",
         "gigpo": "algorithm.step_gamma",
@@ -573,41 +583,41 @@ def no_turn_comes_after_the_first(config: PPOConfig, is_given: IsGiven) -> Itera
     key = read.get(config.algorithm.adv_estimator)
     if key and config.actor_rollout_ref.rollout.mode == "sync":
         why = f"with {ROLLOUT}.mode=sync every response is one turn, after which no other comes"
-        yield from unread(config, [key], is_given, why)
+        yield from unused(config, [key], is_given, why)
 
 
-@notice
-def one_step_never_moves_a_value(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+@validator("warning")
+def cliprange_value_unused_with_one_optimizer_step(config: PPOConfig, is_given: IsGiven) -> Iterator[Problem]:
     critic = config.critic
     if config.uses_critic and critic.ppo_epochs == 1 and critic.ppo_mini_batch_size >= config.prompts_per_update:
         why = "with one optimizer step per batch the values are still those the advantages were made with"
         keys = ["critic.cliprange_value"] if critic.cliprange_value is not None else []
-        yield from unread(config, keys, is_given, why)
+        yield from unused(config, keys, is_given, why)
 
 
-@notice
-def correction_bounds_itself(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+@validator("warning")
+def rollout_correction_lower_bounds_unused(config: PPOConfig, is_given: IsGiven) -> Iterator[Problem]:
     correction = config.algorithm.rollout_correction
     if correction.rollout_is and "_" in str(correction.rollout_is_threshold):
         keys = [f"{CORRECTION}.rollout_is_threshold_lower", f"{CORRECTION}.rollout_is_mode"]
         why = f"{CORRECTION}.rollout_is_threshold={correction.rollout_is_threshold} has both bounds, as IcePop wants"
-        yield from unread(config, keys, is_given, why)
+        yield from unused(config, keys, is_given, why)
     if correction.rollout_rs and all(kind.endswith(("k2", "k3")) for kind in correction.rollout_rs.split(",")):
         keys = [f"{CORRECTION}.rollout_rs_threshold_lower"]
         why = f"{CORRECTION}.rollout_rs={correction.rollout_rs} has no lower bound"
-        yield from unread(config, keys, is_given, why)
+        yield from unused(config, keys, is_given, why)
 
 
-@notice
-def bypassing_loss_decides_what_is_bounded(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+@validator("warning")
+def bypass_mode_loss_options_unused(config: PPOConfig, is_given: IsGiven) -> Iterator[Problem]:
     correction = config.algorithm.rollout_correction
     if config.actor_rollout_ref.actor.policy_loss.loss_mode != "bypass_mode":
         return
     if correction.loss_type == "ppo_clip":
         keys = [f"{CORRECTION}.rollout_is"] if correction.rollout_is else []
         why = f"with {CORRECTION}.loss_type=ppo_clip the clipped ratio is already that to the sampler"
-        yield from unread(config, keys, is_given, why)
+        yield from unused(config, keys, is_given, why)
     else:
         names = ("clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c")
         why = f"{CORRECTION}.loss_type=reinforce does not clip"
-        yield from unread(config, [f"{ACTOR}.{name}" for name in names], is_given, why)
+        yield from unused(config, [f"{ACTOR}.{name}" for name in names], is_given, why)

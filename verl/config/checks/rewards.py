@@ -10,18 +10,16 @@ from verl.config.checks.base import (
     SHAPING,
     IsGiven,
     given_below,
-    notice,
     problem,
-    rule,
-    shapes_scores,
-    unread,
+    reward_shaping_keys,
+    unused,
 )
 from verl.config.ppo import PPOConfig
 from verl.config.support import built_names
 
 
-@rule
-def reward_model_reads_conversations(config: PPOConfig) -> Iterator[Problem]:
+@validator("error")
+def reward_model_requires_raw_chat(config: PPOConfig) -> Iterator[Problem]:
     if config.rewrites_for_reward_model and not config.data.return_raw_chat:
         yield problem(
             config,
@@ -33,8 +31,8 @@ def reward_model_reads_conversations(config: PPOConfig) -> Iterator[Problem]:
         )
 
 
-@rule
-def a_batch_is_scored_by_a_function_of_the_users(config: PPOConfig) -> Iterator[Problem]:
+@validator("error")
+def batch_reward_manager_requires_custom_function(config: PPOConfig) -> Iterator[Problem]:
     rm, path = config.reward_model, config.custom_reward_function.path
     if rm.reward_manager != "batch" or rm.enable:
         return
@@ -61,10 +59,10 @@ def a_batch_is_scored_by_a_function_of_the_users(config: PPOConfig) -> Iterator[
             )
 
 
-@rule
-def reward_model_reads_whole_responses(config: PPOConfig) -> Iterator[Problem]:
+@validator("error")
+def reward_model_max_length_holds_sequence(config: PPOConfig) -> Iterator[Problem]:
     rm, rollout = config.reward_model, config.actor_rollout_ref.rollout
-    longest = rollout.prompt_length + rollout.response_length
+    longest = rollout.longest_sequence
     if not rm.enable or rm.max_length is None:
         return
     if not rm.model.input_tokenizer and rm.max_length < longest:
@@ -88,8 +86,8 @@ def reward_model_reads_whole_responses(config: PPOConfig) -> Iterator[Problem]:
             )
 
 
-@rule
-def gdpo_has_rewards_to_combine(config: PPOConfig) -> Iterator[Problem]:
+@validator("error")
+def gdpo_requires_reward_keys(config: PPOConfig) -> Iterator[Problem]:
     algorithm = config.algorithm
     if algorithm.adv_estimator != "gdpo":
         return
@@ -112,10 +110,10 @@ def gdpo_has_rewards_to_combine(config: PPOConfig) -> Iterator[Problem]:
         )
 
 
-@rule
-def greedy_baseline_is_of_the_same_scale(config: PPOConfig) -> Iterator[Problem]:
+@validator("error")
+def remax_excludes_reward_shaping(config: PPOConfig) -> Iterator[Problem]:
     if config.algorithm.adv_estimator == "remax":
-        for key in shapes_scores(config):
+        for key in reward_shaping_keys(config):
             yield problem(
                 config,
                 key,
@@ -125,8 +123,8 @@ def greedy_baseline_is_of_the_same_scale(config: PPOConfig) -> Iterator[Problem]
             )
 
 
-@rule
-def scores_of_a_group_are_several(config: PPOConfig) -> Iterator[Problem]:
+@validator("error")
+def group_norm_requires_several_responses(config: PPOConfig) -> Iterator[Problem]:
     if config.actor_rollout_ref.rollout.n == 1:
         for name in ("mean", "std"):
             if config.algorithm.reward_shaping.norm[name] == "group":
@@ -139,8 +137,8 @@ def scores_of_a_group_are_several(config: PPOConfig) -> Iterator[Problem]:
                 )
 
 
-@rule
-def overlong_buffer_lies_in_the_response(config: PPOConfig) -> Iterator[Problem]:
+@validator("error")
+def overlong_buffer_within_response_length(config: PPOConfig) -> Iterator[Problem]:
     buffer, window = config.algorithm.reward_shaping.overlong_buffer, config.actor_rollout_ref.rollout.response_length
     if buffer.enable and not 0 < buffer.len <= window:
         yield problem(
@@ -152,8 +150,8 @@ def overlong_buffer_lies_in_the_response(config: PPOConfig) -> Iterator[Problem]
         )
 
 
-@rule
-def difficulty_is_a_band(config: PPOConfig) -> Iterator[Problem]:
+@validator("error")
+def difficulty_range_ordered(config: PPOConfig) -> Iterator[Problem]:
     band = config.algorithm.sample_mask.difficulty
     if band is not None and (len(band) != 2 or not band[0] <= band[1]):
         yield problem(
@@ -163,8 +161,8 @@ def difficulty_is_a_band(config: PPOConfig) -> Iterator[Problem]:
         )
 
 
-@rule
-def bands_have_two_ends(config: PPOConfig) -> Iterator[Problem]:
+@validator("error")
+def clip_range_and_filter_range_ordered(config: PPOConfig) -> Iterator[Problem]:
     clip, filtering = config.algorithm.reward_shaping.clip_range, config.algorithm.filter_groups
     if clip is not None and (len(clip) != 2 or not clip[0] < clip[1]):
         yield problem(
@@ -182,8 +180,8 @@ def bands_have_two_ends(config: PPOConfig) -> Iterator[Problem]:
         )
 
 
-@rule
-def some_responses_are_whole(config: PPOConfig) -> Iterator[Problem]:
+@validator("error")
+def drop_truncated_excludes_ignore_eos(config: PPOConfig) -> Iterator[Problem]:
     if config.algorithm.sample_mask.drop_truncated and config.actor_rollout_ref.rollout.ignore_eos:
         yield problem(
             config,
@@ -194,8 +192,8 @@ def some_responses_are_whole(config: PPOConfig) -> Iterator[Problem]:
         )
 
 
-@rule
-def a_judge_has_a_name_and_a_scale(config: PPOConfig) -> Iterator[Problem]:
+@validator("error")
+def judge_requires_model_and_score_range(config: PPOConfig) -> Iterator[Problem]:
     judge, key = config.reward_model.judge, f"{RM}.judge"
     if judge.url and not judge.model:
         text = f"with {key}.url={judge.url}: name the model as the server knows it."
@@ -208,12 +206,12 @@ def a_judge_has_a_name_and_a_scale(config: PPOConfig) -> Iterator[Problem]:
 # -- Settings of rewards and their shaping without effect ------------------------------------------------------------
 
 
-_CENTRES_GROUPS = ("grpo", "grpo_passk", "rloo", "reinforce_plus_plus_baseline", "opo", "gpg")
+_SUBTRACT_GROUP_MEAN = ("grpo", "grpo_passk", "rloo", "reinforce_plus_plus_baseline", "opo", "gpg")
 """Built-in estimators that see only how a score differs from those of its siblings."""
 
 
-@notice
-def reward_model_is_not_there(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+@validator("warning")
+def reward_model_options_without_reward_model(config: PPOConfig, is_given: IsGiven) -> Iterator[Problem]:
     if config.reward_model.enable:
         return
     of_functions = (
@@ -230,126 +228,130 @@ def reward_model_is_not_there(config: PPOConfig, is_given: IsGiven) -> Iterator[
         "judge",
     )
     keys = [key for key in given_below(RM, config, is_given) if key.split(".")[1] not in of_functions]
-    yield from unread(config, keys, is_given, "there is no reward model with reward_model.enable=false")
+    yield from unused(config, keys, is_given, "there is no reward model with reward_model.enable=false")
 
 
-@notice
-def sandbox_is_off(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+@validator("warning")
+def sandbox_options_unused(config: PPOConfig, is_given: IsGiven) -> Iterator[Problem]:
     rm = config.reward_model
     if not rm.sandbox.enable:
         keys = [key for key in given_below(f"{RM}.sandbox", config, is_given) if not key.endswith(".enable")]
-        yield from unread(config, keys, is_given, f"{RM}.sandbox.enable=false calls the function in the driver")
+        yield from unused(config, keys, is_given, f"{RM}.sandbox.enable=false calls the function in the driver")
     elif rm.reward_manager in built_names(f"{RM}.reward_manager"):
         is_batch = rm.reward_manager == "batch"
         name, other = ("timeout_s", "batch_timeout_s") if is_batch else ("batch_timeout_s", "timeout_s")
         why = f"with {RM}.reward_manager={rm.reward_manager} {RM}.sandbox.{other} is the limit of a call"
-        yield from unread(config, [f"{RM}.sandbox.{name}"], is_given, why)
+        yield from unused(config, [f"{RM}.sandbox.{name}"], is_given, why)
 
 
-@notice
-def built_in_scorers_are_not_asked(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+@validator("warning")
+def builtin_scorer_options_unused(config: PPOConfig, is_given: IsGiven) -> Iterator[Problem]:
     places, path = (f"{RM}.sandbox_fusion", f"{RM}.judge"), config.custom_reward_function.path
     given = [key for place in places for key in given_below(place, config, is_given)]
     if path is not None and not config.reward_model.get("by_source", None):
         why = f"custom_reward_function.path={path} scores in place of the built-in scorers"
-        yield from unread(config, given, is_given, why)
+        yield from unused(config, given, is_given, why)
     elif config.reward_model.judge.url is None:
         of_judge = [key for key in given if key.startswith(places[1])]
-        yield from unread(config, of_judge, is_given, f"there is no judge without {RM}.judge.url")
+        yield from unused(config, of_judge, is_given, f"there is no judge without {RM}.judge.url")
     if config.reward_model.sandbox_fusion.url is None:
         key = f"{RM}.sandbox_fusion.max_concurrent"
-        yield from unread(config, [key], is_given, f"programs run on this machine without {places[0]}.url")
+        yield from unused(config, [key], is_given, f"programs run on this machine without {places[0]}.url")
 
 
-@notice
-def reward_model_reads_ids_or_texts(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+@validator("warning")
+def reward_model_input_options_unused(config: PPOConfig, is_given: IsGiven) -> Iterator[Problem]:
     if not config.reward_model.enable:
         return
-    yield from unread(config, [f"{RM}.model.use_fused_kernels"], is_given, "a score needs no logits over tokens")
+    yield from unused(config, [f"{RM}.model.use_fused_kernels"], is_given, "a score needs no logits over tokens")
     if not config.reward_model.model.input_tokenizer:
         why = f"{RM}.model.input_tokenizer=null passes token ids on whole"
-        yield from unread(config, [f"{RM}.max_length"], is_given, why)
+        yield from unused(config, [f"{RM}.max_length"], is_given, why)
 
 
-@notice
-def function_does_not_score_training(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+@validator("warning")
+def reward_function_unused_in_training(config: PPOConfig, is_given: IsGiven) -> Iterator[Problem]:
     rm = config.reward_model
     if not rm.enable or rm.reward_manager not in built_names(f"{RM}.reward_manager"):
         return
     if config.custom_reward_function.path is not None:
-        yield (
+        text = (
             f"custom_reward_function.path={config.custom_reward_function.path} scores validation only, rows whose "
             f"reward_model.style is not model: with {RM}.enable=true the built-in manager {rm.reward_manager} gives "
             f"out the reward model's scores in training. Register a manager of your own to combine both"
         )
+        yield Problem("custom_reward_function.path", text)
     scorers = [f"{RM}.{name}" for name in ("by_source", "judge.url", "sandbox_fusion.url")]
     given = [key for key in scorers if get_path(config, key)]
     if given:
-        yield (
+        text = (
             f"{', '.join(given)} {'is' if len(given) == 1 else 'are'} asked in validation only, of rows whose "
             f"reward_model.style is not model: with {RM}.enable=true the reward model scores the training"
         )
+        yield Problem(given[0], text)
     if (rm.reward_kwargs.get("overlong_buffer_cfg") or {}).get("enable"):
-        yield (
+        text = (
             f"{RM}.reward_kwargs.overlong_buffer_cfg has no effect in training: with {RM}.enable=true the built-in "
             f"manager {rm.reward_manager} gives out the reward model's scores as they are. {SHAPING}.overlong_buffer "
             "charges those"
         )
-    yield from unread(config, [f"{RM}.self_test"], is_given, "the reward model scores, and no function is tried")
+        yield Problem(f"{RM}.reward_kwargs", text)
+    yield from unused(config, [f"{RM}.self_test"], is_given, "the reward model scores, and no function is tried")
     why = f"the built-in manager {rm.reward_manager} gives out the reward model's scores, which are there by then"
-    yield from unread(config, [f"{RM}.launch_reward_fn_async"] * rm.launch_reward_fn_async, is_given, why)
+    yield from unused(config, [f"{RM}.launch_reward_fn_async"] * rm.launch_reward_fn_async, is_given, why)
 
 
-@notice
-def reward_function_is_built_in(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+@validator("warning")
+def custom_reward_function_options_without_path(config: PPOConfig, is_given: IsGiven) -> Iterator[Problem]:
     if config.custom_reward_function.path is None:
         keys = ["custom_reward_function.name", "custom_reward_function.reward_kwargs"]
-        yield from unread(config, keys, is_given, "custom_reward_function.path=null")
+        yield from unused(config, keys, is_given, "custom_reward_function.path=null")
 
 
-@notice
-def reward_of_gdpo_has_no_kl(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+@validator("warning")
+def kl_in_reward_unused_with_gdpo(config: PPOConfig, is_given: IsGiven) -> Iterator[Problem]:
     algorithm = config.algorithm
     if algorithm.adv_estimator == "gdpo" and algorithm.use_kl_in_reward:
         why = f"gdpo reads algorithm.gdpo_reward_keys, not the reward with the KL in it; {ACTOR}.use_kl_loss works"
-        yield from unread(config, ["algorithm.use_kl_in_reward"], is_given, why)
+        yield from unused(config, ["algorithm.use_kl_in_reward"], is_given, why)
 
 
-@notice
-def reward_of_gdpo_is_not_shaped(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+@validator("warning")
+def reward_shaping_unused_with_gdpo(config: PPOConfig, is_given: IsGiven) -> Iterator[Problem]:
     if config.algorithm.adv_estimator == "gdpo":
         why = "gdpo reads algorithm.gdpo_reward_keys, and normalises each"
-        yield from unread(config, shapes_scores(config), is_given, why)
+        yield from unused(config, reward_shaping_keys(config), is_given, why)
 
 
-@notice
-def overlong_responses_cost_nothing(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+@validator("warning")
+def overlong_buffer_options_unused(config: PPOConfig, is_given: IsGiven) -> Iterator[Problem]:
     if not config.algorithm.reward_shaping.overlong_buffer.enable:
         keys = [f"{SHAPING}.overlong_buffer.{name}" for name in ("len", "penalty_factor")]
-        yield from unread(config, keys, is_given, f"{SHAPING}.overlong_buffer.enable=false")
+        yield from unused(config, keys, is_given, f"{SHAPING}.overlong_buffer.enable=false")
 
 
-@notice
-def estimator_centres_scores_again(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+@validator("warning")
+def reward_norm_cancelled_by_estimator(config: PPOConfig, is_given: IsGiven) -> Iterator[Problem]:
     """A shift or factor common to a group, which the estimator takes out; a bound or a KL between them would show."""
     algorithm, shaping = config.algorithm, config.algorithm.reward_shaping
-    compares = algorithm.adv_estimator in _CENTRES_GROUPS and config.actor_rollout_ref.rollout.n > 1
+    compares = algorithm.adv_estimator in _SUBTRACT_GROUP_MEAN and config.actor_rollout_ref.rollout.n > 1
     if not compares or shaping.clip is not None or shaping.clip_range is not None or shaping.whiten:
         return
-    keys = [key for key in shapes_scores(config) if key in (f"{SHAPING}.norm.mean", f"{SHAPING}.shift")]
-    yield from unread(config, keys, is_given, f"{algorithm.adv_estimator} compares with siblings, shifted like it")
+    keys = [key for key in reward_shaping_keys(config) if key in (f"{SHAPING}.norm.mean", f"{SHAPING}.shift")]
+    yield from unused(config, keys, is_given, f"{algorithm.adv_estimator} compares with siblings, shifted like it")
     divides = algorithm.adv_estimator in ("grpo", "grpo_passk") and algorithm.norm_adv_by_std_in_grpo
     if divides and not algorithm.use_kl_in_reward:
-        keys = [key for key in shapes_scores(config) if key in (f"{SHAPING}.norm.std", f"{SHAPING}.scale")]
+        keys = [key for key in reward_shaping_keys(config) if key in (f"{SHAPING}.norm.std", f"{SHAPING}.scale")]
         why = f"{algorithm.adv_estimator} divides by the std of the group (algorithm.norm_adv_by_std_in_grpo)"
-        yield from unread(config, keys, is_given, why)
+        yield from unused(config, keys, is_given, why)
 
 
-@notice
-def long_responses_are_charged_twice(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+@validator("warning")
+def overlong_penalty_twice(config: PPOConfig) -> Iterator[Problem]:
     buffer = config.reward_model.reward_kwargs.get("overlong_buffer_cfg") or {}
     if buffer.get("enable") and config.algorithm.reward_shaping.overlong_buffer.enable:
-        yield (
+        text = (
             f"{RM}.reward_kwargs.overlong_buffer_cfg and {SHAPING}.overlong_buffer are both on: a long response is "
             "charged twice"
         )
+        yield Problem(f"{SHAPING}.overlong_buffer", text)

@@ -4,13 +4,13 @@ from collections.abc import Iterator
 
 from verl.config.base import Problem, get_path
 from verl.config.build import show
-from verl.config.checks.base import ACTOR, ROLLOUT, IsGiven, given_below, notice, problem, rule, trained_roles, unread
+from verl.config.checks.base import ACTOR, ROLLOUT, IsGiven, given_below, notice, problem, rule, trained_roles, unused
 from verl.config.ppo import PPOConfig
 from verl.config.support import asked_of_nobody
 
 
-@rule
-def local_controller_has_one_node(config: PPOConfig) -> Iterator[Problem]:
+@validator("error")
+def local_controller_requires_one_node(config: PPOConfig) -> Iterator[Problem]:
     if config.trainer.controller != "local":
         return
     keys = ["trainer.nnodes"] + ([] if config.actor_rollout_ref.hybrid_engine else [f"{ROLLOUT}.nnodes"])
@@ -24,8 +24,8 @@ def local_controller_has_one_node(config: PPOConfig) -> Iterator[Problem]:
             )
 
 
-@rule
-def servers_of_several_nodes_can_be_reached(config: PPOConfig) -> Iterator[Problem]:
+@validator("error")
+def server_host_reachable_from_other_nodes(config: PPOConfig) -> Iterator[Problem]:
     rollout = config.actor_rollout_ref.rollout
     is_local = rollout.server_host in ("localhost", "::1") or rollout.server_host.startswith("127.")
     place = "trainer" if config.actor_rollout_ref.hybrid_engine else ROLLOUT
@@ -40,16 +40,16 @@ def servers_of_several_nodes_can_be_reached(config: PPOConfig) -> Iterator[Probl
         )
 
 
-@rule
-def something_is_there_to_validate(config: PPOConfig) -> Iterator[Problem]:
+@validator("error")
+def val_only_requires_val_files(config: PPOConfig) -> Iterator[Problem]:
     if config.trainer.val_only and not config.data.has_validation:
         files = show(config.data.val_files)
         text = f"with data.val_files={files}: nothing is there to validate. Name validation files."
         yield problem(config, "trainer.val_only", text, "data.val_files")
 
 
-@rule
-def resume_path_is_a_step_folder(config: PPOConfig) -> Iterator[Problem]:
+@validator("error")
+def resume_from_path_is_checkpoint_folder(config: PPOConfig) -> Iterator[Problem]:
     trainer = config.trainer
     if trainer.resume_mode == "resume_path" and "global_step_" not in (trainer.resume_from_path or ""):
         yield problem(
@@ -60,8 +60,8 @@ def resume_path_is_a_step_folder(config: PPOConfig) -> Iterator[Problem]:
         )
 
 
-@rule
-def checkpoints_are_copied_from_one_node(config: PPOConfig) -> Iterator[Problem]:
+@validator("error")
+def hdfs_dir_requires_one_node(config: PPOConfig) -> Iterator[Problem]:
     trainer = config.trainer
     if trainer.default_hdfs_dir and trainer.nnodes > 1:
         yield problem(
@@ -73,8 +73,8 @@ def checkpoints_are_copied_from_one_node(config: PPOConfig) -> Iterator[Problem]
         )
 
 
-@rule
-def resumable_checkpoints_hold_what_is_loaded(config: PPOConfig) -> Iterator[Problem]:
+@validator("error")
+def checkpoint_load_contents_are_saved(config: PPOConfig) -> Iterator[Problem]:
     for key, role, _ in trained_roles(config):
         extra = [part for part in role.checkpoint.load_contents if part not in role.checkpoint.save_contents]
         if extra and config.trainer.save_freq > 0:
@@ -88,8 +88,8 @@ def resumable_checkpoints_hold_what_is_loaded(config: PPOConfig) -> Iterator[Pro
             )
 
 
-@rule
-def custom_class_has_a_name(config: PPOConfig) -> Iterator[Problem]:
+@validator("error")
+def custom_class_requires_name(config: PPOConfig) -> Iterator[Problem]:
     for path, name in (
         ("data.custom_cls.path", "data.custom_cls.name"),
         ("data.sampler.class_path", "data.sampler.class_name"),
@@ -105,45 +105,45 @@ def custom_class_has_a_name(config: PPOConfig) -> Iterator[Problem]:
 # -- Settings of data, checkpoints, validation and the controller without effect -------------------------------------
 
 
-@notice
-def nothing_is_profiled(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+@validator("warning")
+def profiler_options_without_profile_steps(config: PPOConfig, is_given: IsGiven) -> Iterator[Problem]:
     for key, needed in asked_of_nobody(config):
-        yield from unread(config, [key], is_given, f"{needed}=null profiles no step, and profilers are not built")
+        yield from unused(config, [key], is_given, f"{needed}=null profiles no step, and profilers are not built")
 
 
-@notice
-def resume_path_is_not_read(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+@validator("warning")
+def resume_from_path_unused(config: PPOConfig, is_given: IsGiven) -> Iterator[Problem]:
     if config.trainer.resume_mode != "resume_path" and config.trainer.resume_from_path is not None:
-        yield from unread(
+        yield from unused(
             config, ["trainer.resume_from_path"], is_given, f"trainer.resume_mode={config.trainer.resume_mode}"
         )
 
 
-@notice
-def no_checkpoint_is_written(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+@validator("warning")
+def checkpoint_options_without_save_freq(config: PPOConfig, is_given: IsGiven) -> Iterator[Problem]:
     if config.trainer.save_freq <= 0:
         keys = ["trainer.max_actor_ckpt_to_keep"]
         keys += [f"{ACTOR}.checkpoint.{name}" for name in ("save_contents", "async_save")]
         if config.uses_critic:
             keys += ["trainer.max_critic_ckpt_to_keep"]
             keys += [f"critic.checkpoint.{name}" for name in ("save_contents", "async_save")]
-        yield from unread(config, keys, is_given, f"trainer.save_freq={config.trainer.save_freq} writes no checkpoint")
+        yield from unused(config, keys, is_given, f"trainer.save_freq={config.trainer.save_freq} writes no checkpoint")
 
 
-@notice
-def nothing_comes_from_or_goes_to_a_store(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+@validator("warning")
+def remote_checkpoint_options_unused(config: PPOConfig, is_given: IsGiven) -> Iterator[Problem]:
     trainer = config.trainer
     if trainer.resume_mode != "disable":
         return
     if trainer.save_freq <= 0:
         why = "trainer.save_freq writes no checkpoint, and trainer.resume_mode=disable reads none"
-        yield from unread(config, ["trainer.default_hdfs_dir"] * bool(trainer.default_hdfs_dir), is_given, why)
+        yield from unused(config, ["trainer.default_hdfs_dir"] * bool(trainer.default_hdfs_dir), is_given, why)
     keys = ["trainer.del_local_ckpt_after_load"] * trainer.del_local_ckpt_after_load
-    yield from unread(config, keys, is_given, "trainer.resume_mode=disable loads no checkpoint")
+    yield from unused(config, keys, is_given, "trainer.resume_mode=disable loads no checkpoint")
 
 
-@notice
-def classes_need_a_file(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+@validator("warning")
+def class_name_without_path(config: PPOConfig, is_given: IsGiven) -> Iterator[Problem]:
     server = f"{ROLLOUT}.agent.custom_async_server"
     for section, file, name in (
         ("data.custom_cls", "path", "name"),
@@ -153,11 +153,11 @@ def classes_need_a_file(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
     ):
         if get_path(config, f"{section}.{file}") is None:
             keys = [f"{section}.{name}"] if get_path(config, f"{section}.{name}") else []
-            yield from unread(config, keys, is_given, f"{section}.{file}=null names no file")
+            yield from unused(config, keys, is_given, f"{section}.{file}=null names no file")
 
 
-@notice
-def nothing_is_validated(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+@validator("warning")
+def validation_options_unused(config: PPOConfig, is_given: IsGiven) -> Iterator[Problem]:
     trainer = config.trainer
     keys = [
         *given_below(f"{ROLLOUT}.val_kwargs", config, is_given),
@@ -170,51 +170,51 @@ def nothing_is_validated(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
         why = f"data.val_files={show(config.data.val_files)}, so nothing is validated"
         asked = {"trainer.test_freq": trainer.test_freq > 0, "trainer.val_before_train": trainer.val_before_train}
         keys = [*(key for key, is_wanted in asked.items() if is_wanted), *keys]
-        yield from list(unread(config, keys, is_given, why)) or [why]
+        yield from list(unused(config, keys, is_given, why)) or [why]
     elif trainer.test_freq <= 0 and not trainer.val_before_train and not trainer.val_only:
         why = "nothing is validated with trainer.test_freq and trainer.val_before_train off"
-        yield from unread(config, keys, is_given, why)
+        yield from unused(config, keys, is_given, why)
 
 
-@notice
-def steps_go_before_epochs(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+@validator("warning")
+def total_epochs_unused(config: PPOConfig, is_given: IsGiven) -> Iterator[Problem]:
     steps = config.trainer.total_training_steps
     if steps is not None:
         why = f"trainer.total_training_steps={steps} decides, over as many epochs as that takes"
-        yield from unread(config, ["trainer.total_epochs"], is_given, why)
+        yield from unused(config, ["trainer.total_epochs"], is_given, why)
 
 
-@notice
-def users_sampler_decides_the_order(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+@validator("warning")
+def shuffle_unused_with_custom_sampler(config: PPOConfig, is_given: IsGiven) -> Iterator[Problem]:
     if config.data.sampler.class_path is not None:
-        yield from unread(config, ["data.shuffle"], is_given, "data.sampler decides the order")
+        yield from unused(config, ["data.shuffle"], is_given, "data.sampler decides the order")
 
 
-@notice
-def prompts_have_no_ids(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+@validator("warning")
+def max_prompt_id_length_unused(config: PPOConfig, is_given: IsGiven) -> Iterator[Problem]:
     if config.data.prompt_id_key is None:
-        yield from unread(config, ["data.max_prompt_id_length"], is_given, "data.prompt_id_key=null")
+        yield from unused(config, ["data.max_prompt_id_length"], is_given, "data.prompt_id_key=null")
 
 
-@notice
-def nothing_is_filtered(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+@validator("warning")
+def filter_overlong_prompts_workers_unused(config: PPOConfig, is_given: IsGiven) -> Iterator[Problem]:
     if not config.data.filter_overlong_prompts:
         keys = ["data.filter_overlong_prompts_workers"]
-        yield from unread(config, keys, is_given, "data.filter_overlong_prompts=false")
+        yield from unused(config, keys, is_given, "data.filter_overlong_prompts=false")
 
 
-@notice
-def one_local_worker_cannot_be_interrupted(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+@validator("warning")
+def worker_timeout_unused_with_one_local_worker(config: PPOConfig, is_given: IsGiven) -> Iterator[Problem]:
     if not config.actor_rollout_ref.hybrid_engine:
         return
     if config.trainer.controller == "local" and config.trainer.world_size == 1:
-        yield from unread(config, ["trainer.worker_timeout"], is_given, "the one worker runs in the driver's process")
+        yield from unused(config, ["trainer.worker_timeout"], is_given, "the one worker runs in the driver's process")
 
 
-@notice
-def ray_is_not_started(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+@validator("warning")
+def ray_init_unused_with_local_controller(config: PPOConfig, is_given: IsGiven) -> Iterator[Problem]:
     if config.trainer.controller == "local":
         keys = [key for key in given_below("ray_init", config, is_given) if key != "ray_init.env"]
         if config.trainer.world_size == 1 and config.actor_rollout_ref.hybrid_engine:
             keys.append("trainer.ray_wait_register_center_timeout")  # forked workers are waited for, too
-        yield from unread(config, keys, is_given, "trainer.controller=local starts no Ray")
+        yield from unused(config, keys, is_given, "trainer.controller=local starts no Ray")

@@ -4,17 +4,17 @@ from collections.abc import Iterator
 
 from verl.config.base import Problem, get_path
 from verl.config.build import show
-from verl.config.checks.base import ROLLOUT, TOKEN_BASELINES, IsGiven, given_below, notice, problem, rule, unread
+from verl.config.checks.base import ROLLOUT, TOKEN_BASELINES, IsGiven, given_below, notice, problem, rule, unused
 from verl.config.ppo import PPOConfig
 from verl.config.sampling_names import BY_HF, DECIDED, OF_WHOLE_RESPONSES, OWN, RESHAPE
 
-_NEED_SIBLINGS = ("grpo", "rloo", "grpo_passk", "opo", "gpg", "gdpo", "gigpo", *TOKEN_BASELINES)
+_GROUP_ESTIMATORS = ("grpo", "rloo", "grpo_passk", "opo", "gpg", "gdpo", "gigpo", *TOKEN_BASELINES)
 
 
-@rule
-def groups_have_siblings(config: PPOConfig) -> Iterator[Problem]:
+@validator("error")
+def group_estimator_requires_several_responses(config: PPOConfig) -> Iterator[Problem]:
     estimator, rollout = config.algorithm.adv_estimator, config.actor_rollout_ref.rollout
-    if estimator in _NEED_SIBLINGS and rollout.n < 2:
+    if estimator in _GROUP_ESTIMATORS and rollout.n < 2:
         yield problem(
             config,
             f"{ROLLOUT}.n",
@@ -25,8 +25,8 @@ def groups_have_siblings(config: PPOConfig) -> Iterator[Problem]:
         )
 
 
-@rule
-def siblings_differ(config: PPOConfig) -> Iterator[Problem]:
+@validator("error")
+def several_responses_require_sampling(config: PPOConfig) -> Iterator[Problem]:
     sampling, key = config.actor_rollout_ref.rollout, ROLLOUT
     if sampling.n > 1 and (not sampling.do_sample or sampling.temperature == 0):
         cause = "do_sample=false" if not sampling.do_sample else "temperature=0"
@@ -39,8 +39,8 @@ def siblings_differ(config: PPOConfig) -> Iterator[Problem]:
         )
 
 
-@rule
-def further_sampling_is_the_engines(config: PPOConfig) -> Iterator[Problem]:
+@validator("error")
+def sampling_kwargs_allowed(config: PPOConfig) -> Iterator[Problem]:
     engine = config.actor_rollout_ref.rollout.name
     for place in (ROLLOUT, f"{ROLLOUT}.val_kwargs"):
         for name, value in get_path(config, place).sampling_kwargs.items():
@@ -57,16 +57,16 @@ def further_sampling_is_the_engines(config: PPOConfig) -> Iterator[Problem]:
             yield Problem(key, text, (f"{place}.sampling_kwargs", f"{ROLLOUT}.name"))
 
 
-@rule
-def stop_texts_have_characters(config: PPOConfig) -> Iterator[Problem]:
+@validator("error")
+def stop_strings_not_empty(config: PPOConfig) -> Iterator[Problem]:
     for place in (ROLLOUT, f"{ROLLOUT}.val_kwargs"):
         stop = get_path(config, place).stop
         if "" in ([stop] if isinstance(stop, str) else stop or []):
             yield problem(config, f"{place}.stop", "holds an empty text, which would end every response. Leave it out.")
 
 
-@rule
-def windows_agree(config: PPOConfig) -> Iterator[Problem]:
+@validator("error")
+def prompt_length_equals_max_prompt_length(config: PPOConfig) -> Iterator[Problem]:
     rollout, data = config.actor_rollout_ref.rollout, config.data
     if rollout.prompt_length != data.max_prompt_length:
         yield problem(
@@ -78,10 +78,10 @@ def windows_agree(config: PPOConfig) -> Iterator[Problem]:
         )
 
 
-@rule
-def model_length_holds_prompt_and_response(config: PPOConfig) -> Iterator[Problem]:
+@validator("error")
+def max_model_len_holds_prompt_and_response(config: PPOConfig) -> Iterator[Problem]:
     rollout = config.actor_rollout_ref.rollout
-    longest = rollout.prompt_length + rollout.response_length
+    longest = rollout.longest_sequence
     if rollout.max_model_len is not None and rollout.max_model_len < longest:
         yield problem(
             config,
@@ -93,10 +93,10 @@ def model_length_holds_prompt_and_response(config: PPOConfig) -> Iterator[Proble
         )
 
 
-@rule
-def a_prompt_is_read_in_one_piece_or_in_several(config: PPOConfig) -> Iterator[Problem]:
+@validator("error")
+def chunked_prefill_vs_max_batched_tokens(config: PPOConfig) -> Iterator[Problem]:
     rollout = config.actor_rollout_ref.rollout
-    longest = rollout.max_model_len or rollout.prompt_length + rollout.response_length
+    longest = rollout.max_model_len or rollout.longest_sequence
     if rollout.name == "vllm" and not rollout.enable_chunked_prefill and rollout.max_num_batched_tokens < longest:
         yield problem(
             config,
@@ -107,8 +107,8 @@ def a_prompt_is_read_in_one_piece_or_in_several(config: PPOConfig) -> Iterator[P
         )
 
 
-@rule
-def rollout_copies_fit_the_workers(config: PPOConfig) -> Iterator[Problem]:
+@validator("error")
+def tensor_parallel_size_divides_workers(config: PPOConfig) -> Iterator[Problem]:
     rollout, workers = config.actor_rollout_ref.rollout, sum(config.rollout_processes)
     place = "trainer" if config.actor_rollout_ref.hybrid_engine else ROLLOUT
     stages = (rollout.engine_kwargs.get("vllm") or {}).get("pipeline_parallel_size") or 1
@@ -125,8 +125,8 @@ def rollout_copies_fit_the_workers(config: PPOConfig) -> Iterator[Problem]:
         )
 
 
-@rule
-def rollout_apart_has_devices(config: PPOConfig) -> Iterator[Problem]:
+@validator("error")
+def separate_rollout_requires_nodes(config: PPOConfig) -> Iterator[Problem]:
     if not config.actor_rollout_ref.hybrid_engine and not config.actor_rollout_ref.rollout.nnodes:
         yield problem(
             config,
@@ -137,8 +137,8 @@ def rollout_apart_has_devices(config: PPOConfig) -> Iterator[Problem]:
         )
 
 
-@rule
-def drawing_ahead_has_devices_of_its_own(config: PPOConfig) -> Iterator[Problem]:
+@validator("error")
+def async_ratio_requires_separate_rollout(config: PPOConfig) -> Iterator[Problem]:
     shared, key = config.actor_rollout_ref, f"{ROLLOUT}.async_ratio"
     if shared.rollout.async_ratio and shared.hybrid_engine:
         yield problem(
@@ -159,8 +159,8 @@ def drawing_ahead_has_devices_of_its_own(config: PPOConfig) -> Iterator[Problem]
         )
 
 
-@rule
-def requests_one_by_one_need_servers(config: PPOConfig) -> Iterator[Problem]:
+@validator("error")
+def over_sampling_requires_async_mode(config: PPOConfig) -> Iterator[Problem]:
     rollout = config.actor_rollout_ref.rollout
     if rollout.over_sample_rate and rollout.async_ratio:
         yield problem(
@@ -181,8 +181,8 @@ def requests_one_by_one_need_servers(config: PPOConfig) -> Iterator[Problem]:
             )
 
 
-@rule
-def tokens_of_several_versions_keep_their_log_probs(config: PPOConfig) -> Iterator[Problem]:
+@validator("error")
+def partial_rollout_requires_log_probs(config: PPOConfig) -> Iterator[Problem]:
     rollout = config.actor_rollout_ref.rollout
     if rollout.partial_rollout and not rollout.calculate_log_probs:
         yield problem(
@@ -194,8 +194,8 @@ def tokens_of_several_versions_keep_their_log_probs(config: PPOConfig) -> Iterat
         )
 
 
-@rule
-def a_response_that_goes_on_is_drawn_as_if_never_cut(config: PPOConfig) -> Iterator[Problem]:
+@validator("error")
+def partial_rollout_sampling_kwargs(config: PPOConfig) -> Iterator[Problem]:
     rollout = config.actor_rollout_ref.rollout
     if not (rollout.partial_rollout and rollout.over_sample_rate):
         return
@@ -210,8 +210,8 @@ def a_response_that_goes_on_is_drawn_as_if_never_cut(config: PPOConfig) -> Itera
             yield Problem(key, text, (f"{ROLLOUT}.sampling_kwargs", f"{ROLLOUT}.partial_rollout"))
 
 
-@rule
-def kept_batches_come_from_one_call(config: PPOConfig) -> Iterator[Problem]:
+@validator("error")
+def skip_rollout_requires_sync_generation(config: PPOConfig) -> Iterator[Problem]:
     rollout = config.actor_rollout_ref.rollout
     by_speed = "what such a batch holds depends on how fast responses came, so none can be found again"
     for name, why in {
@@ -228,8 +228,8 @@ def kept_batches_come_from_one_call(config: PPOConfig) -> Iterator[Problem]:
             )
 
 
-@rule
-def engine_keeps_its_weights_between_syncs(config: PPOConfig) -> Iterator[Problem]:
+@validator("error")
+def weight_sync_freq_requirements(config: PPOConfig) -> Iterator[Problem]:
     key, shared = "trainer.weight_sync_freq", config.actor_rollout_ref
     if config.trainer.weight_sync_freq == 1:
         return
@@ -248,8 +248,8 @@ def engine_keeps_its_weights_between_syncs(config: PPOConfig) -> Iterator[Proble
 # -- Settings of the rollout without effect, and those that make it sample from another policy -----------------------
 
 
-@notice
-def hf_has_no_engine_knobs(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+@validator("warning")
+def engine_options_unused_with_hf(config: PPOConfig, is_given: IsGiven) -> Iterator[Problem]:
     rollout = config.actor_rollout_ref.rollout
     if rollout.name != "hf":
         return
@@ -263,11 +263,11 @@ def hf_has_no_engine_knobs(config: PPOConfig, is_given: IsGiven) -> Iterator[str
     ]
     if rollout.tensor_model_parallel_size != 1:
         knobs.append("tensor_model_parallel_size")
-    yield from unread(config, [f"{ROLLOUT}.{knob}" for knob in knobs], is_given, f"{ROLLOUT}.name=hf has no such knob")
+    yield from unused(config, [f"{ROLLOUT}.{knob}" for knob in knobs], is_given, f"{ROLLOUT}.name=hf has no such knob")
 
 
-@notice
-def engines_do_not_read_each_others_arguments(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+@validator("warning")
+def engine_kwargs_of_other_engine(config: PPOConfig, is_given: IsGiven) -> Iterator[Problem]:
     rollout, key = config.actor_rollout_ref.rollout, f"{ROLLOUT}.engine_kwargs"
     if rollout.name == "hf":
         return
@@ -275,105 +275,110 @@ def engines_do_not_read_each_others_arguments(config: PPOConfig, is_given: IsGiv
         given = [f"{key}.{engine}.{name}={show(value)}" for name, value in (arguments or {}).items() if value]
         if engine != rollout.name and given and is_given(f"{key}.{engine}"):
             verb = "has" if len(given) == 1 else "have"
-            yield f"{', '.join(given)} {verb} no effect: {ROLLOUT}.name={rollout.name} reads {key}.{rollout.name}"
+            text = (
+                f"{', '.join(given)} {verb} no effect: {ROLLOUT}.name={rollout.name} reads {key}.{rollout.name}"
+            )
+            yield Problem(f"{key}.{engine}", text)
 
 
-@notice
-def host_memory_is_not_a_gpus(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+@validator("warning")
+def gpu_memory_utilization_on_cpu(config: PPOConfig, is_given: IsGiven) -> Iterator[Problem]:
     key, rollout = f"{ROLLOUT}.gpu_memory_utilization", config.actor_rollout_ref.rollout
     if config.trainer.device == "cpu" and is_given(key):
         most = "" if rollout.name == "hf" else ", 1 GiB at most"
-        yield (
+        text = (
             f"{key}={show(rollout.gpu_memory_utilization)} has no effect on any GPU with trainer.device=cpu: half of "
             f"that share of the machine's memory, divided among its workers{most}, bounds the key-value cache, and so "
             f"only how many responses are drawn at a time, as {ROLLOUT}.max_num_seqs does"
         )
+        yield Problem(key, text)
 
 
-@notice
-def nothing_is_traced(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+@validator("warning")
+def trace_options_unused(config: PPOConfig, is_given: IsGiven) -> Iterator[Problem]:
     backend = config.actor_rollout_ref.rollout.trace.backend
     keys = [] if backend == "file" else [f"{ROLLOUT}.trace.dir"]
     keys += [] if backend else [f"{ROLLOUT}.trace.token2text"]
-    yield from unread(config, keys, is_given, f"{ROLLOUT}.trace.backend={show(backend)} does not read it")
+    yield from unused(config, keys, is_given, f"{ROLLOUT}.trace.backend={show(backend)} does not read it")
 
 
-@notice
-def nothing_is_reused(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+@validator("warning")
+def skip_dump_dir_unused(config: PPOConfig, is_given: IsGiven) -> Iterator[Problem]:
     if not config.actor_rollout_ref.rollout.skip_rollout:
-        yield from unread(config, [f"{ROLLOUT}.skip_dump_dir"], is_given, f"{ROLLOUT}.skip_rollout=false")
+        yield from unused(config, [f"{ROLLOUT}.skip_dump_dir"], is_given, f"{ROLLOUT}.skip_rollout=false")
 
 
-@notice
-def always_woken_in_stages(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
-    yield from unread(
+@validator("warning")
+def multi_stage_wake_up_always_on(config: PPOConfig, is_given: IsGiven) -> Iterator[Problem]:
+    yield from unused(
         config, [f"{ROLLOUT}.multi_stage_wake_up"], is_given, "weights are always brought back first, the cache later"
     )
 
 
-@notice
-def one_call_has_no_agents(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+@validator("warning")
+def server_options_unused_with_sync_mode(config: PPOConfig, is_given: IsGiven) -> Iterator[Problem]:
     if config.actor_rollout_ref.rollout.mode == "sync":
         keys = [f"{ROLLOUT}.server_host", f"{ROLLOUT}.max_running_requests"]
         keys += given_below(f"{ROLLOUT}.agent", config, is_given)
-        yield from unread(config, keys, is_given, f"{ROLLOUT}.mode=sync samples a batch in one call, without servers")
+        yield from unused(config, keys, is_given, f"{ROLLOUT}.mode=sync samples a batch in one call, without servers")
 
 
-@notice
-def engines_on_cpu_are_eager(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+@validator("warning")
+def enforce_eager_on_cpu(config: PPOConfig, is_given: IsGiven) -> Iterator[Problem]:
     rollout = config.actor_rollout_ref.rollout
     if rollout.name in ("vllm", "sglang") and config.trainer.device == "cpu" and not rollout.enforce_eager:
-        yield from unread(config, [f"{ROLLOUT}.enforce_eager"], is_given, "there are no CUDA graphs on a CPU")
+        yield from unused(config, [f"{ROLLOUT}.enforce_eager"], is_given, "there are no CUDA graphs on a CPU")
 
 
-@notice
-def greedy_cuts_nothing(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+@validator("warning")
+def sampling_options_unused_when_greedy(config: PPOConfig, is_given: IsGiven) -> Iterator[Problem]:
     for key in (ROLLOUT, f"{ROLLOUT}.val_kwargs"):
         sampling = get_path(config, key)
         if not sampling.do_sample:
             names = ["top_k", "top_p", "min_p"]
             names += ["temperature"] * (key != ROLLOUT)  # log-probs are divided by rollout's
-            yield from unread(config, [f"{key}.{name}" for name in names], is_given, f"{key}.do_sample=false")
+            yield from unused(config, [f"{key}.{name}" for name in names], is_given, f"{key}.do_sample=false")
         elif sampling.temperature == 0:
             names = ("top_k", "top_p", "min_p", "do_sample")
-            yield from unread(config, [f"{key}.{name}" for name in names], is_given, f"{key}.temperature=0 is greedy")
+            yield from unused(config, [f"{key}.{name}" for name in names], is_given, f"{key}.temperature=0 is greedy")
 
 
-@notice
-def greedy_answers_are_equal(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+@validator("warning")
+def greedy_validation_with_several_responses(config: PPOConfig) -> Iterator[Problem]:
     sampling, key = config.actor_rollout_ref.rollout.val_kwargs, f"{ROLLOUT}.val_kwargs"
     greedy = [f"{key}.do_sample=false"] * (not sampling.do_sample) or [f"{key}.temperature=0"] * (
         sampling.temperature == 0
     )
     if sampling.n > 1 and greedy:
-        yield (
+        text = (
             f"{key}.n={sampling.n} with {greedy[0]} gives {sampling.n} equal answers to each prompt. Set "
             f"{key}.do_sample=true and {key}.temperature=1.0, or {key}.n=1"
         )
+        yield Problem(f"{key}.n", text)
 
 
-@notice
-def fire_needs_chance(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+@validator("warning")
+def fire_sampling_options_unused(config: PPOConfig, is_given: IsGiven) -> Iterator[Problem]:
     rollout = config.actor_rollout_ref.rollout
     fire = [f"{ROLLOUT}.fire_temperature", f"{ROLLOUT}.fire_top_k"]
     if not rollout.use_fire_sampling:
-        yield from unread(config, fire, is_given, f"{ROLLOUT}.use_fire_sampling=false")
+        yield from unused(config, fire, is_given, f"{ROLLOUT}.use_fire_sampling=false")
     elif not rollout.do_sample:
-        yield from unread(config, [f"{ROLLOUT}.use_fire_sampling", *fire], is_given, f"{ROLLOUT}.do_sample=false")
+        yield from unused(config, [f"{ROLLOUT}.use_fire_sampling", *fire], is_given, f"{ROLLOUT}.do_sample=false")
     elif rollout.top_k > 0:
         why = f"{ROLLOUT}.top_k={rollout.top_k} holds for the first token too"
-        yield from unread(config, fire[1:], is_given, why)
+        yield from unused(config, fire[1:], is_given, why)
 
 
-@notice
-def nothing_ends_a_response(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+@validator("warning")
+def stop_token_ids_unused_with_ignore_eos(config: PPOConfig, is_given: IsGiven) -> Iterator[Problem]:
     if config.actor_rollout_ref.rollout.ignore_eos:
         keys = [f"{ROLLOUT}.stop_token_ids", f"{ROLLOUT}.val_kwargs.stop_token_ids"]
-        yield from unread(config, keys, is_given, f"{ROLLOUT}.ignore_eos=true goes on after any token")
+        yield from unused(config, keys, is_given, f"{ROLLOUT}.ignore_eos=true goes on after any token")
 
 
-@notice
-def sampled_from_another_policy(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+@validator("warning")
+def sampling_differs_from_trained_policy(config: PPOConfig) -> Iterator[Problem]:
     """Old log-probs are those of softmax(logits / temperature); tokens may be drawn from something else."""
     rollout = config.actor_rollout_ref.rollout
     shapes = {
@@ -388,43 +393,45 @@ def sampled_from_another_policy(config: PPOConfig, is_given: IsGiven) -> Iterato
     keys = [f"{ROLLOUT}.{name}" for name, holds in shapes.items() if holds]
     given = [f"{key}={show(get_path(config, key))}" for key in keys]
     if given:
-        yield (
+        text = (
             f"{', '.join(given)} {'makes' if len(given) == 1 else 'make'} the policy that samples another one than the "
             f"policy that is trained: log-probs are computed under softmax(logits / {ROLLOUT}.temperature), so ratios "
             f"do not see the difference. {ROLLOUT}.calculate_log_probs=true measures it"
         )
+        yield Problem(keys[0], text)
 
 
-@notice
-def weights_go_tensor_by_tensor(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
-    yield from unread(
+@validator("warning")
+def layered_summon_unused(config: PPOConfig, is_given: IsGiven) -> Iterator[Problem]:
+    yield from unused(
         config, [f"{ROLLOUT}.layered_summon"], is_given, "weights are always handed over tensor by tensor"
     )
 
 
-@notice
-def rollout_shares_devices(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+@validator("warning")
+def rollout_device_options_unused(config: PPOConfig, is_given: IsGiven) -> Iterator[Problem]:
     if config.actor_rollout_ref.hybrid_engine:
         keys = [key for key in (f"{ROLLOUT}.nnodes", f"{ROLLOUT}.n_gpus_per_node") if get_path(config, key)]
-        yield from unread(config, keys, is_given, "with actor_rollout_ref.hybrid_engine=true the actor's are used")
+        yield from unused(config, keys, is_given, "with actor_rollout_ref.hybrid_engine=true the actor's are used")
     else:
         why = "with actor_rollout_ref.hybrid_engine=false the rollout shares its devices with nobody and stays awake"
-        yield from unread(config, [f"{ROLLOUT}.free_cache_engine"], is_given, why)
+        yield from unused(config, [f"{ROLLOUT}.free_cache_engine"], is_given, why)
 
 
-@notice
-def nothing_is_put_off(config: PPOConfig, is_given: IsGiven) -> Iterator[str]:
+@validator("warning")
+def partial_rollout_options_unused(config: PPOConfig, is_given: IsGiven) -> Iterator[Problem]:
     rollout = config.actor_rollout_ref.rollout
     names = [name for name in ("partial_rollout", "max_staleness", "max_postponements") if rollout[name]]
     if rollout.over_sample_rate == 0:
         why = f"with {ROLLOUT}.over_sample_rate=0 every response is drawn to its end in one step"
-        yield from unread(config, [f"{ROLLOUT}.{name}" for name in names], is_given, why)
+        yield from unused(config, [f"{ROLLOUT}.{name}" for name in names], is_given, why)
     elif not rollout.partial_rollout:
         why = f"{ROLLOUT}.partial_rollout=false keeps no tokens for a later step"
-        yield from unread(config, [f"{ROLLOUT}.max_staleness"], is_given, why)
+        yield from unused(config, [f"{ROLLOUT}.max_staleness"], is_given, why)
     elif rollout.max_postponements is not None and rollout.max_postponements > rollout.max_staleness:
-        yield (
+        text = (
             f"{ROLLOUT}.max_postponements={rollout.max_postponements} is more than "
             f"{ROLLOUT}.max_staleness={rollout.max_staleness}: what a response drew before its last "
             f"{rollout.max_staleness} weight updates is thrown away and drawn anew"
         )
+        yield Problem(f"{ROLLOUT}.max_postponements", text)

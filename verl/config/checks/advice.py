@@ -1,89 +1,67 @@
-"""What would run and is probably not meant: risky, wasteful, or useless. Said by the doctor only.
+"""Settings with which a run would work and which are probably not meant: risky, wasteful or useless.
 
-To add advice, write a function that yields ``Problem``s and decorate it with ``@advice``. It must be silent about every
-recipe in ``examples/``; settings that nothing reads are no advice but notices (``verl/config/notices``).
+Reported by ``verl doctor`` and before a start, not by ``load_ppo_config``. Silent about every recipe in ``examples/``.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 from verl.config.base import Problem, get_path
-from verl.config.checks.base import ACTOR, ROLLOUT, models, problem, trained_roles
+from verl.config.checks.base import ACTOR, ROLLOUT, models, problem, trained_roles, validator
 from verl.config.ppo import PPOConfig
-from verl.preflight.arithmetic import longest_row, total_steps
-
-if TYPE_CHECKING:
-    from verl.preflight.data import Preview
-
-Advice = Callable[[PPOConfig, "Preview"], Iterator[Problem]]
-ADVICE: list[Advice] = []
 
 _HIGHEST_LR = 1e-2
 
 
-def advice(function: Advice) -> Advice:
-    """Collect a piece of advice."""
-    ADVICE.append(function)
-    return function
-
-
-def all_advice(config: PPOConfig, data: Preview) -> list[Problem]:
-    """Everything there is to say about a configuration that can run."""
-    return [found for check in ADVICE for found in check(config, data)]
-
-
-@advice
-def results_are_kept(config: PPOConfig, data: Preview) -> Iterator[Problem]:
+@validator("advice")
+def too_few_or_too_many_checkpoints(config: PPOConfig, total_steps: int | None) -> Iterator[Problem]:
     trainer = config.trainer
     if trainer.val_only:
         return
-    total = total_steps(config, data)
     if trainer.save_freq <= 0:
         text = (
             "writes no checkpoint: nothing of the run is left at its end, and nothing if it stops. Set it to a "
             "number of steps."
         )
         yield problem(config, "trainer.save_freq", text)
-    elif trainer.save_freq == 1 and total is not None and total > 50 and trainer.max_actor_ckpt_to_keep is None:
+    elif trainer.save_freq == 1 and (total_steps or 0) > 50 and trainer.max_actor_ckpt_to_keep is None:
         text = (
-            f"with trainer.max_actor_ckpt_to_keep=null keeps all of the {total} checkpoints of the run. Keep some, or "
-            f"save less often."
+            f"with trainer.max_actor_ckpt_to_keep=null keeps all of the {total_steps} checkpoints of the run. "
+            "Keep some, or save less often."
         )
         yield problem(config, "trainer.save_freq", text, "trainer.max_actor_ckpt_to_keep")
 
 
-@advice
-def a_run_takes_some_steps(config: PPOConfig, data: Preview) -> Iterator[Problem]:
-    total = total_steps(config, data)
+@validator("advice")
+def warmup_and_frequencies_within_total_steps(config: PPOConfig, total_steps: int | None) -> Iterator[Problem]:
     for key, role, _ in trained_roles(config):
         warmup = role.optim.lr_warmup_steps
-        if total is not None and warmup is not None and warmup >= total > 0:
+        if total_steps is not None and warmup is not None and warmup >= total_steps > 0:
             yield problem(
                 config,
                 f"{key}.optim.lr_warmup_steps",
-                f"is not less than the {total} steps of the run: the learning rate never reaches {key}.optim.lr="
-                f"{role.optim.lr:g}. Lower it, or train longer.",
+                f"is not less than the {total_steps} steps of the run: the learning rate never reaches "
+                f"{key}.optim.lr={role.optim.lr:g}. Lower it, or train longer.",
                 "trainer.total_training_steps",
             )
         elif role.optim.lr_warmup_steps_ratio == 1 and (warmup is None or warmup < 0):
             text = f"warms up during the whole run: the learning rate reaches {key}.optim.lr at its end only. Lower it."
             yield problem(config, f"{key}.optim.lr_warmup_steps_ratio", text)
-        if key == "critic" and total is not None and config.trainer.critic_warmup >= total > 0:
+        if key == "critic" and total_steps is not None and config.trainer.critic_warmup >= total_steps > 0:
             text = (
-                f"is not less than the {total} steps of the run: the policy is never trained. Lower it, or train "
+                f"is not less than the {total_steps} steps of the run: the policy is never trained. Lower it, or train "
                 "longer."
             )
             yield problem(config, "trainer.critic_warmup", text)
     for key in ["trainer.save_freq", *(["trainer.test_freq"] if config.data.has_validation else [])]:
-        if total is not None and get_path(config, key) > total:
-            text = f"is more than the {total} steps of the run: only the last one counts. Lower it, or train longer."
+        if total_steps is not None and get_path(config, key) > total_steps:
+            text = (
+                f"is more than the {total_steps} steps of the run: only the last one counts. Lower it, or train longer."
+            )
             yield problem(config, key, text, "trainer.total_training_steps")
 
 
-@advice
-def rates_are_of_a_usual_size(config: PPOConfig, data: Preview) -> Iterator[Problem]:
+@validator("advice")
+def unusual_learning_rates_and_coefficients(config: PPOConfig) -> Iterator[Problem]:
     for key, role, _ in trained_roles(config):
         if role.optim.lr > _HIGHEST_LR:
             text = (
@@ -101,8 +79,8 @@ def rates_are_of_a_usual_size(config: PPOConfig, data: Preview) -> Iterator[Prob
         yield problem(config, f"{ACTOR}.kl_loss_coef", "holds the policy where it is. Common are 1e-4 to 0.1.")
 
 
-@advice
-def penalties_weigh_something(config: PPOConfig, data: Preview) -> Iterator[Problem]:
+@validator("advice")
+def zero_loss_coefficients(config: PPOConfig) -> Iterator[Problem]:
     actor, algorithm = config.actor_rollout_ref.actor, config.algorithm
     if actor.use_kl_loss and actor.kl_loss_coef == 0:
         text = (
@@ -121,8 +99,8 @@ def penalties_weigh_something(config: PPOConfig, data: Preview) -> Iterator[Prob
         yield problem(config, f"{ACTOR}.rl_loss_coef", text, f"{ACTOR}.sft_loss_coef")
 
 
-@advice
-def forwards_are_full(config: PPOConfig, data: Preview) -> Iterator[Problem]:
+@validator("advice")
+def low_token_budget(config: PPOConfig) -> Iterator[Problem]:
     for key, role, n in trained_roles(config):
         micro, rows = role.ppo_micro_batch_size_per_gpu, role.ppo_mini_batch_size * n // config.dp_size(role)
         if not role.use_dynamic_bsz and micro and rows > micro and rows % micro:
@@ -134,38 +112,36 @@ def forwards_are_full(config: PPOConfig, data: Preview) -> Iterator[Problem]:
                 f"Choose a divisor of {rows}, or {key}.use_dynamic_bsz=true.",
                 f"{key}.ppo_mini_batch_size",
             )
-    shared = config.actor_rollout_ref
+    shared, longest = config.actor_rollout_ref, config.actor_rollout_ref.rollout.longest_sequence
     if shared.actor.use_dynamic_bsz:
         rows = -(-shared.actor.ppo_mini_batch_size * shared.rollout.n // config.dp_size(shared.actor))
         sp = shared.actor.ulysses_sequence_parallel_size
-        if (
-            rows > 1
-            and shared.actor.ppo_max_token_len_per_gpu * sp < 2 * longest_row(config)
-            and config.trainer.device == "cuda"
-        ):
+        is_low = shared.actor.ppo_max_token_len_per_gpu * sp < 2 * longest
+        if rows > 1 and is_low and config.trainer.device == "cuda":
             yield problem(
                 config,
                 f"{ACTOR}.ppo_max_token_len_per_gpu",
-                f"holds one sample of {longest_row(config)} tokens at a time, if they are long. Raise it as far as "
-                "memory goes: twice to four times the longest is common.",
+                f"holds one sample of {longest} tokens at a time, if they are long. Raise it as far as memory goes: "
+                "twice to four times the longest is common.",
             )
 
 
-@advice
-def long_sequences_are_packed(config: PPOConfig, data: Preview) -> Iterator[Problem]:
+@validator("advice")
+def sequence_parallel_for_short_sequences(config: PPOConfig) -> Iterator[Problem]:
+    longest = config.actor_rollout_ref.rollout.longest_sequence
     for key, section in models(config).items():
         size = section.ulysses_sequence_parallel_size
-        if size > 1 and longest_row(config) < 4096:
+        if size > 1 and longest < 4096:
             yield problem(
                 config,
                 f"{key}.ulysses_sequence_parallel_size",
-                f"shares samples of at most {longest_row(config)} tokens among {size} ranks, which exchange tokens "
-                "in every layer. Of so few tokens a device holds many: set it to 1.",
+                f"shares samples of at most {longest} tokens among {size} ranks, which exchange tokens in every layer. "
+                "Of so few tokens a device holds many: set it to 1.",
             )
 
 
-@advice
-def validation_is_apart(config: PPOConfig, data: Preview) -> Iterator[Problem]:
+@validator("advice")
+def validation_files_in_training_files(config: PPOConfig) -> Iterator[Problem]:
     both = sorted(set(config.data.files["data.train_files"]) & set(config.data.files["data.val_files"]))
     validates = config.trainer.test_freq > 0 or config.trainer.val_before_train
     if both and validates:
@@ -176,8 +152,8 @@ def validation_is_apart(config: PPOConfig, data: Preview) -> Iterator[Problem]:
         yield Problem("data.val_files", text, ("data.train_files",))
 
 
-@advice
-def the_engine_has_room(config: PPOConfig, data: Preview) -> Iterator[Problem]:
+@validator("advice")
+def high_gpu_memory_utilization(config: PPOConfig) -> Iterator[Problem]:
     rollout, is_shared = config.actor_rollout_ref.rollout, config.actor_rollout_ref.hybrid_engine
     key = f"{ROLLOUT}.gpu_memory_utilization"
     if config.trainer.device != "cuda":
@@ -196,8 +172,8 @@ def the_engine_has_room(config: PPOConfig, data: Preview) -> Iterator[Problem]:
         yield problem(config, f"{ROLLOUT}.free_cache_engine", text, key)
 
 
-@advice
-def small_steps_are_not_rounded_away(config: PPOConfig, data: Preview) -> Iterator[Problem]:
+@validator("advice")
+def bf16_weights_with_small_learning_rate(config: PPOConfig) -> Iterator[Problem]:
     for key, role, _ in trained_roles(config):
         place = f"{key}.model.fsdp_config" if key == "critic" else f"{key}.fsdp_config"
         if get_path(config, place).master_dtype == "bf16" and role.optim.lr < 1e-4:
@@ -208,8 +184,8 @@ def small_steps_are_not_rounded_away(config: PPOConfig, data: Preview) -> Iterat
             yield problem(config, f"{place}.model_dtype", text, f"{key}.optim.lr")
 
 
-@advice
-def workers_have_samples(config: PPOConfig, data: Preview) -> Iterator[Problem]:
+@validator("advice")
+def fewer_samples_than_workers(config: PPOConfig) -> Iterator[Problem]:
     samples, workers = config.data.prompts_per_step * config.actor_rollout_ref.rollout.n, sum(config.rollout_processes)
     if samples < workers:
         text = (
