@@ -21,7 +21,7 @@ from verl.algorithms.controls import CONTROLS, STEPS
 from verl.algorithms.kl import KL_PENALTIES
 from verl.algorithms.policy_loss import POLICY_LOSS_REGISTRY
 from verl.algorithms.registry import About, Registry
-from verl.config.support import built_names
+from verl.config.checks.support import built_names
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "algorithms.md"

@@ -20,6 +20,7 @@ if __name__ == "__main__":  # works from a checkout that is not installed
 
 from verl.config.base import Problem
 from verl.config.build import fits, section_class, section_of, types_of
+from verl.config.checks.support import NAMES, unknown_names, unsupported_values
 from verl.config.compose import CONFIG_DIR, compose
 from verl.config.features import FEATURES, Feature
 from verl.config.legacy import (
@@ -36,7 +37,6 @@ from verl.config.load import drop_empty_requests
 from verl.config.overrides import locate
 from verl.config.ppo import PPOConfig
 from verl.config.releases import RELEASES, release_keys, same
-from verl.config.support import NAMES, unsupported
 from verl.config.tree import flatten, is_interpolation, put_key
 
 ROOT = Path(__file__).parents[1]
@@ -71,7 +71,8 @@ def verdict(key: str, value: Any) -> Verdict:
         if locate(PPOConfig, name).kind == "unknown" or fits(PPOConfig, name, item) is False:
             problems.append(Problem(name, f"{name}={item} does not fit"))
         elif locate(PPOConfig, name).kind == "option" and not same(item, "???"):
-            problems += unsupported(PPOConfig().with_values({name: item}))
+            config = PPOConfig().with_values({name: item})
+            problems += [*unsupported_values(config), *unknown_names(config)]
     for problem in problems:
         named = "not built" in problem.text or "not supported yet" in problem.text
         return Verdict("named feature" if named else "other", problem.text)

@@ -14,7 +14,7 @@ from verl.algorithms.losses import PPOLoss, TokenOutputs
 from verl.algorithms.policy_cov import TOKEN_CHOICES, choose_clip_cov, choose_kl_cov
 from verl.algorithms.policy_loss import POLICY_LOSS_REGISTRY, get_policy_loss_fn
 from verl.config.actor import ActorConfig
-from verl.config.support import built_names
+from verl.config.checks.support import built_names
 
 OLD = torch.tensor([[-1.0, -2.0, -0.5, -1.5], [-0.3, -0.7, 0.0, 0.0]])
 NEW = torch.tensor([[-0.9, -1.5, -1.2, -0.2], [-0.5, -0.6, 5.0, -7.0]])

@@ -4,19 +4,19 @@ from pathlib import Path
 
 import pytest
 
-from verl.config.checks import notices
+from verl.config.checks import find
+from verl.config.checks.support import LIMITS
 from verl.config.features import feature_of_key
 from verl.config.legacy import GONE, MOVED, Gone, entry_of, is_legacy
 from verl.config.load import load
 from verl.config.overrides import locate
 from verl.config.ppo import PPOConfig
-from verl.config.support import LIMITS, _expand
 from verl.config.unread import readers
 
 from .helpers import RUNNABLE, notes, problems
 
 SEEDS = [line for line in (Path(__file__).parent / "seed_keys.txt").read_text().split("\n") if line and line[0] != "#"]
-REFUSED = {key for limit in LIMITS for key in _expand(limit.key, PPOConfig())}
+REFUSED = {key for limit in LIMITS for key in limit.options(PPOConfig())}
 REWRITTEN = {
     f"{place}.{name}"
     for place, name in (
@@ -29,7 +29,7 @@ REWRITTEN = {
     )
 }
 """Sizes over all ranks, which become sizes per rank while the tree is read."""
-ALL_TOLD = notices(load(list(RUNNABLE)).config, lambda key: True)
+ALL_WARNINGS = find(load(list(RUNNABLE)).config, "warning", is_given=lambda key: True)
 
 
 def test_there_are_210_keys_in_the_guides():
@@ -56,8 +56,8 @@ def test_a_key_of_the_guides_has_a_reader_or_a_word_on_why_not(key):
     for name in entry.new if entry else [key]:
         if name in REFUSED or name in REWRITTEN or locate(PPOConfig, name).kind in ("section", "free"):
             continue
-        told = any(name in notice for notice in ALL_TOLD)
-        assert readers(name) or told, f"nothing reads {name}, and nothing says so"
+        is_named = any(name in warning.text for warning in ALL_WARNINGS)
+        assert readers(name) or is_named, f"nothing reads {name}, and nothing says so"
 
 
 def test_new_names_of_old_options_exist():

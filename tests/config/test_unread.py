@@ -7,10 +7,10 @@ import pickle
 import pytest
 
 from verl.config.base import ConfigError, leaves
+from verl.config.checks.support import LIMITS
 from verl.config.legacy import GONE
 from verl.config.load import load
 from verl.config.ppo import PPOConfig
-from verl.config.support import LIMITS, _expand
 from verl.config.unread import check_unread, readers, remember_given, unread, unread_so_far
 from verl.config.watch import READ, watch
 
@@ -135,7 +135,7 @@ NOBODY = {
 
 
 def test_every_option_has_a_reader_outside_the_configuration():
-    refused = {key for limit in LIMITS for key in _expand(limit.key, PPOConfig())}
+    refused = {key for limit in LIMITS for key in limit.options(PPOConfig())}
     for key, _ in leaves(PPOConfig()):
         if key.rpartition(".")[2] not in NOBODY and key not in refused:
             assert readers(key), f"nothing in verl/ reads {key}"

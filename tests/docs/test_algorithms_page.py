@@ -17,9 +17,9 @@ from verl.algorithms.resample import RESAMPLE_METHODS
 from verl.config.actor import LossAggMode
 from verl.config.algorithm import AlgorithmConfig, KLKind
 from verl.config.base import get_path, leaves
-from verl.config.checks import notices
+from verl.config.checks import find
+from verl.config.checks.support import built_names
 from verl.config.ppo import PPOConfig
-from verl.config.support import built_names
 
 TEXT = PAGE.read_text(encoding="utf-8")
 REGISTRIES = {
@@ -123,8 +123,8 @@ def test_what_a_notice_says_a_name_does_not_read_is_what_its_row_leaves_out(key,
     }
     every = set().union(*reads.values())
     for name, read in reads.items():
-        said = notices(PPOConfig().with_values({key: name}), lambda option: True)
-        (sentence,) = [sentence for sentence in said if sentence.endswith(f"{key}={name} does not read it")]
+        warnings = find(PPOConfig().with_values({key: name}), "warning", is_given=lambda option: True)
+        (sentence,) = [found.text for found in warnings if found.text.endswith(f"{key}={name} does not read it")]
         assert set(re.findall(r"([\w.]+)=", sentence.partition(" no effect: ")[0])) == every - read, name
 
 

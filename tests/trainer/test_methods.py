@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.runs import make_task, overrides, read_metrics, run_job
-from verl.config.support import built_names
+from verl.config.checks.support import built_names
 
 REWARD = '''
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):

@@ -236,7 +236,7 @@ def _type_name(kind: Any) -> str:
 
 
 def _limits(key: str) -> str:
-    from verl.config.support import LIMITS, NAMES
+    from verl.config.checks.support import LIMITS, NAMES
 
     for names in NAMES:
         if names.key == key:

@@ -279,11 +279,11 @@ def interpret(
 
     problems = _without_echoes(problems, tree)
     if isinstance(config, PPOConfig):
-        problems = _without_echoes(problems + _check(config, is_given, problems), tree)
+        problems = _without_echoes(problems + _errors(config, problems), tree)
         if not problems:
-            from verl.config.checks import notices as settings_without_effect
+            from verl.config.checks import find
 
-            notices += settings_without_effect(config, is_given)
+            notices += [warning.text for warning in find(config, "warning", is_given=is_given)]
     return Loaded(config, tree, notices, problems, frozenset(given))
 
 
@@ -331,18 +331,17 @@ def run_from_command_line(
 
 def check(config: PPOConfig) -> None:
     """Run every check on a tree made by hand. Raises ConfigError with all problems."""
-    problems = _check(config, None, [])
+    problems = _errors(config, [])
     if problems:
         raise ConfigError([problem.text for problem in problems])
 
 
-def _check(config: PPOConfig, is_given: Callable[[str], bool] | None, earlier: list[Problem]) -> list[Problem]:
-    from verl.config.checks import broken_rules
-    from verl.config.support import unsupported
+def _errors(config: PPOConfig, earlier: list[Problem]) -> list[Problem]:
+    """Errors of the validators, but for those about options that have a problem already."""
+    from verl.config.checks import find
 
-    suspect = {problem.key for problem in earlier}
-    found = [*unsupported(config, is_given), *broken_rules(config)]
-    return [problem for problem in found if not problem.keys & suspect]
+    blamed = {problem.key for problem in earlier}
+    return [problem for problem in find(config, "error") if not problem.keys & blamed]
 
 
 # ------------------------------------------------------------------------------------------------ composing

@@ -11,14 +11,14 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from verl.config.base import ConfigError, Problem
+from verl.config.checks import find
 from verl.config.checks.base import ACTOR, ROLLOUT
 from verl.config.files import missing_files
 from verl.config.load import Loaded, load
 from verl.config.model_info import MODEL, facts_of
 from verl.config.ppo import PPOConfig
 from verl.config.unread import given_to, unread
-from verl.preflight.advice import all_advice
-from verl.preflight.arithmetic import derivation
+from verl.preflight.arithmetic import derivation, total_steps
 from verl.preflight.machine import (
     Machine,
     gpu_memory_here,
@@ -152,7 +152,7 @@ def _add_all(report: Report, config: PPOConfig, machine: Machine, limits: Limits
         report.findings += _findings(level, [found])
     data = _add_data(report, config, limits)
     report.findings += _findings("error", _unfilled_batch(config, data))
-    report.findings += _findings("warning", all_advice(config, data))
+    report.findings += _findings("warning", find(config, "advice", total_steps=total_steps(config, data)))
     report.derivation = derivation(config, data)
     _add_memory(report, config, machine)
     return report

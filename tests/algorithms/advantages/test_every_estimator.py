@@ -23,7 +23,7 @@ from tests.algorithms.advantages.estimators import (
 )
 from tests.algorithms.batches import normal, ragged_mask
 from verl.algorithms.advantages import AdvantageEstimator, NonFiniteError
-from verl.config.support import built_names
+from verl.config.checks.support import built_names
 
 pytestmark = pytest.mark.parametrize("name", NAMES)
 

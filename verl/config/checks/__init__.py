@@ -1,28 +1,34 @@
-"""Checks that span options, by subject: a ``rule`` finds what must not start, a ``notice`` what has no effect.
+"""Checks of a configuration that span options: one registry of validators, in a module a subject.
 
-A rule reads the typed tree and yields ``Problem``s; all rules run, and all problems are reported together. A notice is
-no error: it yields a sentence for each setting that nothing reads. To add one, write a function in the module of its
-subject and decorate it. Range and choice of a single option stand with the option.
+A validator reads the typed tree and yields a ``Problem`` for each thing it finds; its severity says whether that is an
+error, a warning or advice. All validators run, and everything found is reported together. To add one, write a function
+in the module of its subject and decorate it with ``@validator("error")`` or ``@validator("warning")``. Range and choice
+of a single option stand with the option.
 """
 
+from typing import Any
+
 from verl.config.base import Problem
-from verl.config.checks import batch, data, engine, objective, rewards, run, sampling
-from verl.config.checks.base import CHECKS, RULES, IsGiven, notice, rule
+from verl.config.checks import advice, batch, data, engine, objective, rewards, run, sampling, support
+from verl.config.checks.base import VALIDATORS, Severity, Validator, validator
 from verl.config.ppo import PPOConfig
 
-__all__ = ["CHECKS", "RULES", "broken_rules", "notice", "notices", "rule"]
+__all__ = ["VALIDATORS", "Validator", "find", "validator"]
 
-_ORDER = [subject.__name__ for subject in (data, batch, sampling, objective, rewards, engine, run)]
-RULES.sort(key=lambda check: _ORDER.index(check.__module__))
-CHECKS.sort(key=lambda check: _ORDER.index(check.__module__))
-
-
-def broken_rules(config: PPOConfig) -> list[Problem]:
-    """Every problem every rule finds, in the order of the subjects."""
-    return [problem for check in RULES for problem in check(config)]
+_ORDER = [subject.__name__ for subject in (support, data, batch, sampling, objective, rewards, engine, run, advice)]
+VALIDATORS.sort(key=lambda check: _ORDER.index(check.function.__module__))
 
 
-def notices(config: PPOConfig, is_given: IsGiven) -> list[str]:
-    """One sentence per setting without effect."""
-    found = [sentence for check in CHECKS for sentence in check(config, is_given)]
-    return list(dict.fromkeys(found))
+def find(config: PPOConfig, severity: Severity, **arguments: Any) -> list[Problem]:
+    """Everything the validators of one severity find, in the order of the subjects, equal sentences once.
+
+    Args:
+        arguments: ``is_given`` for warnings, ``total_steps`` (None if unknown) for advice.
+    """
+    found = [
+        problem
+        for check in VALIDATORS
+        if check.severity == severity
+        for problem in check.function(config, *(arguments[name] for name in check.arguments))
+    ]
+    return list({problem.text: problem for problem in found}.values())

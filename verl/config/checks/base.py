@@ -1,15 +1,30 @@
-"""What every rule may use: the registry, the roles there are, the form of a problem."""
+"""The registry of validators, and what they share: the roles there are, and the form of a message."""
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
+from verl.config.actor import ActorConfig, RefConfig
 from verl.config.base import Problem, get_path, leaves
 from verl.config.build import show
+from verl.config.critic import CriticConfig
 from verl.config.ppo import PPOConfig
+from verl.config.reward import RewardModelConfig
 
-Rule = Callable[[PPOConfig], Iterator[Problem]]
+Severity = Literal["error", "warning", "advice"]
+IsGiven = Callable[[str], bool]
+"""Whether the user set the option at a dotted key."""
 
-RULES: list[Rule] = []
+
+class Validator(NamedTuple):
+    """A registered check: a generator of ``Problem``s, and how grave they are."""
+
+    function: Callable[..., Iterator[Problem]]
+    severity: Severity
+    arguments: tuple[str, ...]
+    """Names of the function's arguments after ``config``: none, ``is_given`` or ``total_steps``."""
+
+
+VALIDATORS: list[Validator] = []
 
 ACTOR, REF, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.ref", "actor_rollout_ref.rollout"
 
@@ -22,10 +37,23 @@ TOKEN_BASELINES = ("optimal_token_baseline", "tir_optimal_token_baseline")
 CORRECTION = "algorithm.rollout_correction"
 
 
-def rule(function: Rule) -> Rule:
-    """Collect a rule."""
-    RULES.append(function)
-    return function
+def validator(severity: Severity) -> Callable:
+    """Register a check of a configuration.
+
+    The function takes ``config`` and, if it names them, ``is_given`` (warnings) or ``total_steps`` (advice).
+
+    Args:
+        severity: ``error``: the run must not start. ``warning``: a setting has no effect, or another than its name
+            says; warnings may assume that no error was found. ``advice``: the run would work and is probably not
+            meant; reported by ``verl doctor`` only.
+    """
+
+    def register(function: Callable[..., Iterator[Problem]]) -> Callable[..., Iterator[Problem]]:
+        arguments = function.__code__.co_varnames[1 : function.__code__.co_argcount]
+        VALIDATORS.append(Validator(function, severity, arguments))
+        return function
+
+    return register
 
 
 def problem(config: PPOConfig, key: str, text: str, *also: str) -> Problem:
@@ -33,7 +61,7 @@ def problem(config: PPOConfig, key: str, text: str, *also: str) -> Problem:
     return Problem(key, f"{key}={show(get_path(config, key))} {text}", also)
 
 
-def trained_roles(config: PPOConfig) -> Iterator[tuple[str, Any, int]]:
+def trained_roles(config: PPOConfig) -> Iterator[tuple[str, ActorConfig | CriticConfig, int]]:
     """(key, section, responses per prompt) of the roles that take gradient steps."""
     yield ACTOR, config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout.n
     if config.uses_critic:
@@ -41,7 +69,7 @@ def trained_roles(config: PPOConfig) -> Iterator[tuple[str, Any, int]]:
 
 
 def scoring_roles(config: PPOConfig) -> Iterator[tuple[str, str, bool, int]]:
-    """(key of the global micro-batch size, key of the token budget, cut by tokens?, ranks) of every kind of forward."""
+    """(key of the global micro-batch size, key of the token budget, by tokens?, ranks) of every kind of forward."""
     shared = config.actor_rollout_ref
     ranks = config.dp_size(shared.actor)
     yield f"{ACTOR}.ppo_micro_batch_size", f"{ACTOR}.ppo_max_token_len_per_gpu", shared.actor.use_dynamic_bsz, ranks
@@ -62,7 +90,7 @@ def scoring_roles(config: PPOConfig) -> Iterator[tuple[str, str, bool, int]]:
         yield f"{RM}.micro_batch_size", f"{RM}.forward_max_token_len_per_gpu", dynamic, ranks
 
 
-def models(config: PPOConfig) -> dict[str, Any]:
+def models(config: PPOConfig) -> dict[str, ActorConfig | RefConfig | CriticConfig | RewardModelConfig]:
     """Key -> section of every role that runs a model of its own."""
     shared = config.actor_rollout_ref
     sections: dict[str, Any] = {ACTOR: shared.actor}
@@ -80,7 +108,7 @@ def sharded(config: PPOConfig) -> dict[str, str]:
 def reward_shaping_keys(config: PPOConfig) -> list[str]:
     """Keys under ``algorithm.reward_shaping`` that change a reward."""
     shaping = config.algorithm.reward_shaping
-    asked = {
+    switches = {
         "overlong_buffer.enable": shaping.overlong_buffer.enable,
         "norm.mean": shaping.norm.mean,
         "norm.std": shaping.norm.std,
@@ -90,30 +118,15 @@ def reward_shaping_keys(config: PPOConfig) -> list[str]:
         "clip": shaping.clip is not None,
         "whiten": shaping.whiten,
     }
-    return [f"{SHAPING}.{name}" for name, is_asked in asked.items() if is_asked]
+    return [f"{SHAPING}.{name}" for name, is_on in switches.items() if is_on]
 
 
-# -- What every notice may use: the registry, and the form of a setting that nothing reads ---------------------------
-
-
-IsGiven = Callable[[str], bool]
-
-Check = Callable[[PPOConfig, IsGiven], Iterator[str]]
-
-CHECKS: list[Check] = []
-
-
-def notice(function: Check) -> Check:
-    """Collect a check."""
-    CHECKS.append(function)
-    return function
-
-
-def unused(config: PPOConfig, keys: list[str], is_given: IsGiven, why: str) -> Iterator[str]:
-    """One sentence about those of ``keys`` the user gave."""
-    given = [f"{key}={show(get_path(config, key))}" for key in keys if is_given(key)]
+def unused(config: PPOConfig, keys: list[str], is_given: IsGiven, why: str) -> Iterator[Problem]:
+    """One sentence about those of ``keys`` that the user set and nothing reads."""
+    given = [key for key in keys if is_given(key)]
     if given:
-        yield f"{', '.join(given)} {'has' if len(given) == 1 else 'have'} no effect: {why}"
+        values = ", ".join(f"{key}={show(get_path(config, key))}" for key in given)
+        yield Problem(given[0], f"{values} {'has' if len(given) == 1 else 'have'} no effect: {why}", tuple(given[1:]))
 
 
 def given_below(key: str, config: PPOConfig, is_given: IsGiven) -> list[str]:

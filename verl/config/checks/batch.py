@@ -13,6 +13,7 @@ from verl.config.checks.base import (
     scoring_roles,
     trained_roles,
     unused,
+    validator,
 )
 from verl.config.ppo import PPOConfig
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from verl.config.base import Problem, get_path
 from verl.config.build import show
-from verl.config.checks.base import problem, rule
+from verl.config.checks.base import problem, validator
 from verl.config.ppo import PPOConfig
 
 

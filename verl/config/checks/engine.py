@@ -17,6 +17,7 @@ from verl.config.checks.base import (
     sharded,
     trained_roles,
     unused,
+    validator,
 )
 from verl.config.engine import conflicts
 from verl.config.ppo import PPOConfig
@@ -325,9 +326,7 @@ def fsdp_means_fsdp2(config: PPOConfig, is_given: IsGiven) -> Iterator[Problem]:
     roles = [role for role in sharded(config) if is_given(f"{role}.strategy")]
     named = [f"{role}.strategy=fsdp" for role in roles if get_path(config, role).strategy == "fsdp"]
     if named:
-        text = (
-            f"{', '.join(named)} is FSDP2 (fully_shard), with the same results; fsdp1 names the older implementation"
-        )
+        text = f"{', '.join(named)} is FSDP2 (fully_shard), with the same results; fsdp1 names the older implementation"
         yield Problem(named[0].partition("=")[0], text)
 
 

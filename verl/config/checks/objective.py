@@ -14,9 +14,10 @@ from verl.config.checks.base import (
     given_below,
     problem,
     unused,
+    validator,
 )
+from verl.config.checks.support import built_names
 from verl.config.ppo import PPOConfig
-from verl.config.support import built_names
 
 _CORRECTIONS = ("rollout_is", "rollout_rs", "rollout_token_veto_threshold", "bypass_mode")
 """Options that switch a part of the rollout correction on."""
@@ -450,9 +451,7 @@ def kl_loss_options_unused(config: PPOConfig, is_given: IsGiven) -> Iterator[Pro
 @validator("warning")
 def kl_in_reward_and_kl_loss(config: PPOConfig) -> Iterator[Problem]:
     if config.algorithm.use_kl_in_reward and config.actor_rollout_ref.actor.use_kl_loss:
-        text = (
-            f"algorithm.use_kl_in_reward and {ACTOR}.use_kl_loss are both on: the KL penalty counts twice"
-        )
+        text = f"algorithm.use_kl_in_reward and {ACTOR}.use_kl_loss are both on: the KL penalty counts twice"
         yield Problem("algorithm.use_kl_in_reward", text)
 
 
@@ -538,9 +537,7 @@ def advantage_whiten_is_estimator_default(config: PPOConfig, is_given: IsGiven) 
 def straight_through_kl_in_reward(config: PPOConfig) -> Iterator[Problem]:
     kind = config.algorithm.kl_penalty
     if config.algorithm.use_kl_in_reward and kind.endswith("+"):
-        text = (
-            f"algorithm.kl_penalty={kind} is {kind[:-1]}: the + changes a gradient, and a reward has none"
-        )
+        text = f"algorithm.kl_penalty={kind} is {kind[:-1]}: the + changes a gradient, and a reward has none"
         yield Problem("algorithm.kl_penalty", text)
 
 
@@ -567,9 +564,7 @@ def gigpo_with_single_turn_or_zero_weights(config: PPOConfig) -> Iterator[Proble
         )
         yield Problem("algorithm.adv_estimator", text)
     if not gigpo.episode_weight + gigpo.step_weight:
-        text = (
-            "algorithm.gigpo.episode_weight=0 and step_weight=0 make every advantage 0: nothing is learned"
-        )
+        text = "algorithm.gigpo.episode_weight=0 and step_weight=0 make every advantage 0: nothing is learned"
         yield Problem("algorithm.gigpo.episode_weight", text)
 
 

@@ -13,9 +13,10 @@ from verl.config.checks.base import (
     problem,
     reward_shaping_keys,
     unused,
+    validator,
 )
+from verl.config.checks.support import built_names
 from verl.config.ppo import PPOConfig
-from verl.config.support import built_names
 
 
 @validator("error")

@@ -4,9 +4,9 @@ from collections.abc import Iterator
 
 from verl.config.base import Problem, get_path
 from verl.config.build import show
-from verl.config.checks.base import ACTOR, ROLLOUT, IsGiven, given_below, notice, problem, rule, trained_roles, unused
+from verl.config.checks.base import ACTOR, ROLLOUT, IsGiven, given_below, problem, trained_roles, unused, validator
+from verl.config.checks.support import unsupported_but_off
 from verl.config.ppo import PPOConfig
-from verl.config.support import asked_of_nobody
 
 
 @validator("error")
@@ -107,7 +107,7 @@ def custom_class_requires_name(config: PPOConfig) -> Iterator[Problem]:
 
 @validator("warning")
 def profiler_options_without_profile_steps(config: PPOConfig, is_given: IsGiven) -> Iterator[Problem]:
-    for key, needed in asked_of_nobody(config):
+    for key, needed in unsupported_but_off(config):
         yield from unused(config, [key], is_given, f"{needed}=null profiles no step, and profilers are not built")
 
 
@@ -168,9 +168,9 @@ def validation_options_unused(config: PPOConfig, is_given: IsGiven) -> Iterator[
     ]
     if not config.data.has_validation:
         why = f"data.val_files={show(config.data.val_files)}, so nothing is validated"
-        asked = {"trainer.test_freq": trainer.test_freq > 0, "trainer.val_before_train": trainer.val_before_train}
-        keys = [*(key for key, is_wanted in asked.items() if is_wanted), *keys]
-        yield from list(unused(config, keys, is_given, why)) or [why]
+        switches = {"trainer.test_freq": trainer.test_freq > 0, "trainer.val_before_train": trainer.val_before_train}
+        keys = [*(key for key, is_on in switches.items() if is_on), *keys]
+        yield from list(unused(config, keys, is_given, why)) or [Problem("data.val_files", why)]
     elif trainer.test_freq <= 0 and not trainer.val_before_train and not trainer.val_only:
         why = "nothing is validated with trainer.test_freq and trainer.val_before_train off"
         yield from unused(config, keys, is_given, why)

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from verl.config.base import Problem, get_path
 from verl.config.build import show
-from verl.config.checks.base import ROLLOUT, TOKEN_BASELINES, IsGiven, given_below, notice, problem, rule, unused
+from verl.config.checks.base import ROLLOUT, TOKEN_BASELINES, IsGiven, given_below, problem, unused, validator
 from verl.config.ppo import PPOConfig
 from verl.config.sampling_names import BY_HF, DECIDED, OF_WHOLE_RESPONSES, OWN, RESHAPE
 
@@ -275,9 +275,7 @@ def engine_kwargs_of_other_engine(config: PPOConfig, is_given: IsGiven) -> Itera
         given = [f"{key}.{engine}.{name}={show(value)}" for name, value in (arguments or {}).items() if value]
         if engine != rollout.name and given and is_given(f"{key}.{engine}"):
             verb = "has" if len(given) == 1 else "have"
-            text = (
-                f"{', '.join(given)} {verb} no effect: {ROLLOUT}.name={rollout.name} reads {key}.{rollout.name}"
-            )
+            text = f"{', '.join(given)} {verb} no effect: {ROLLOUT}.name={rollout.name} reads {key}.{rollout.name}"
             yield Problem(f"{key}.{engine}", text)
 
 

@@ -1,16 +1,18 @@
-"""What this release does not do yet: the one table of it.
+"""Values and names that this release does not support: the one table of them, and the validators that read it.
 
-A known option set away from its default is refused when nothing would read it ("not supported yet"), so that no
-setting is silently ignored. Whoever builds a feature deletes its row here; nothing else has to change.
+A known option set to another value than its default is refused when nothing would read it ("not supported yet"), so
+that no setting is silently ignored. To build a feature, delete its row.
 """
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from verl.config.base import Config, FreeDict, Problem, did_you_mean, get_path, leaves
 from verl.config.build import show
+from verl.config.checks.base import validator
+from verl.config.ppo import PPOConfig
 from verl.utils.import_utils import split_file_name
 
 
@@ -25,10 +27,13 @@ class Limit(NamedTuple):
     """The way out."""
     works: tuple = ()
     """Values that work beside the default."""
-    follows: bool = False
-    """The default follows another option, so only a value the user gave counts."""
-    when: str = ""
-    """Dotted key without which (null) the option asks for nothing."""
+    requires: str = ""
+    """Dotted key without which (null) the option does nothing."""
+
+    def options(self, config: Config) -> list[str]:
+        """Dotted keys of the options meant."""
+        place, star, _ = self.key.partition(".*")
+        return [name for name, _ in leaves(get_path(config, place), f"{place}.")] if star else [self.key]
 
 
 class Names(NamedTuple):
@@ -77,7 +82,7 @@ LIMITS: tuple[Limit, ...] = (
     Limit("trainer.esi_redundant_time", "saving before an elastic instance ends", "lower trainer.save_freq"),
     Limit("trainer.profile_steps", "profiling of steps", _NO_PROFILER),
     *(
-        Limit(key, what, _NO_PROFILER, when="trainer.profile_steps")
+        Limit(key, what, _NO_PROFILER, requires="trainer.profile_steps")
         for key, what in (
             ("trainer.profile_continuous_steps", "profiling of steps"),
             ("trainer.npu_profile.*", "the Ascend profiler"),
@@ -170,25 +175,23 @@ def built_names(key: str) -> tuple[str, ...]:
     return next(names.built for names in NAMES if names.key == key)
 
 
-def unsupported(config: Config, is_given: Callable[[str], bool] | None = None) -> Iterator[Problem]:
-    """Every option of ``config`` that asks for something not built yet, or names something unknown.
-
-    Args:
-        is_given: whether the user set a key. None: assume so for each key that differs from its default.
-    """
+@validator("error")
+def unsupported_values(config: PPOConfig) -> Iterator[Problem]:
+    """Options set to a value that is not implemented."""
     defaults = type(config)()
     for limit in LIMITS:
-        for key in _expand(limit.key, defaults):
+        if limit.requires and get_path(config, limit.requires) is None:
+            continue  # ``unsupported_but_off`` gives these
+        for key in limit.options(defaults):
             value, default = get_path(config, key), get_path(defaults, key)
-            if value == default or value in limit.works:
-                continue
-            if limit.follows and not (is_given and is_given(key)):
-                continue
-            if limit.when and get_path(config, limit.when) is None:
-                continue  # ``asked_of_nobody`` says so
-            yield Problem(
-                key, f"{key}={_shown(value, default)} is not supported yet: {limit.what}. Way out: {limit.instead}."
-            )
+            if value != default and value not in limit.works:
+                text = f"is not supported yet: {limit.what}. Way out: {limit.instead}."
+                yield Problem(key, f"{key}={_shown(value, default)} {text}")
+
+
+@validator("error")
+def unknown_names(config: PPOConfig) -> Iterator[Problem]:
+    """Names of implementations that neither this release nor a module of the user's has."""
     for names in NAMES:
         chosen = get_path(config, names.key)
         for value in chosen if isinstance(chosen, list) else [chosen]:
@@ -197,21 +200,14 @@ def unsupported(config: Config, is_given: Callable[[str], bool] | None = None) -
                 yield Problem(names.key, text)
 
 
-def asked_of_nobody(config: Config) -> Iterator[tuple[str, str]]:
-    """(key, key it needs) of options with another value than their default that ask for nothing without another."""
+def unsupported_but_off(config: PPOConfig) -> Iterator[tuple[str, str]]:
+    """(key, key it requires) of unsupported options that differ from their default and do nothing without another."""
     defaults = type(config)()
     for limit in LIMITS:
-        if limit.when and get_path(config, limit.when) is None:
-            for key in _expand(limit.key, defaults):
+        if limit.requires and get_path(config, limit.requires) is None:
+            for key in limit.options(defaults):
                 if get_path(config, key) != get_path(defaults, key):
-                    yield key, limit.when
-
-
-def _expand(key: str, defaults: Config) -> list[str]:
-    if not key.endswith(".*"):
-        return [key]
-    place = key[:-2]
-    return [name for name, _ in leaves(get_path(defaults, place), f"{place}.")]
+                    yield key, limit.requires
 
 
 def _shown(value: Any, default: Any) -> str:
@@ -220,7 +216,7 @@ def _shown(value: Any, default: Any) -> str:
     return show(value)
 
 
-def _judge_name(names: Names, value: str, config: Config) -> str | None:
+def _judge_name(names: Names, value: str, config: PPOConfig) -> str | None:
     if value in names.built or value in _registered(names):
         return None
     if names.may_be_in_file and split_file_name(value):
