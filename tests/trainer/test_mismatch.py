@@ -71,7 +71,7 @@ def test_the_warning_comes_once_and_every_step_over_the_threshold_is_written_dow
         ({"dtype": "float16"}, "float16 but the actor computes in float32", 2),
         (
             {"top_p": 0.8, "top_k": 5, "dtype": "float32"},
-            f"{ROLLOUT}.top_p=0.8, {ROLLOUT}.top_k=5: the rollout draws",
+            f"{ROLLOUT}.top_p=0.8, {ROLLOUT}.top_k=5: the rollout samples",
             2,
         ),
         ({"skip_rollout": True}, "skip_rollout=true reuses text", 2),
