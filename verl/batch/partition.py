@@ -46,6 +46,15 @@ class MiniBatches(NamedTuple):
     """Shuffle the rows of the whole batch in each epoch; else the steps take them in their order."""
     seed: int = 0
 
+    @classmethod
+    def of(cls, role: Any, n: int, seed: int = 0) -> MiniBatches:
+        """Return those of a section ``actor`` or ``critic``, whose ``ppo_mini_batch_size`` counts prompts.
+
+        Args:
+            n: responses to a prompt.
+        """
+        return cls(role.ppo_mini_batch_size * n, role.ppo_epochs, role.shuffle, seed)
+
     def epoch_orders(self, count: int) -> Iterator[np.ndarray]:
         for epoch in range(self.epochs):
             if self.shuffle:

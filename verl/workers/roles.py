@@ -186,12 +186,11 @@ class PolicyRole:
         """
         config, temperature = self.config.actor, self.config.rollout.temperature
         want = Want.LOG_PROBS | Want.ENTROPY if config.skip_old_log_probs else Want(0)
-        rows, scored = config.ppo_mini_batch_size * self.config.rollout.n, DataProto()
-        data, metrics = self.image_inputs.filled(data), MetricBag()
+        data, metrics, scored = self.image_inputs.filled(data), MetricBag(), DataProto()
         timed = mfu_metrics("actor", self.actor, data, config.ppo_epochs, metrics)
         compared = self.comparison() if self.ppo_loss.want_full_kl else nullcontext()
         with self.ledger.phase("update_actor"), self.actor.on_device(optimizer=True), compared as reference, timed:
-            for mini in self.mini_batches(data, self.actor, MiniBatches(rows, config.ppo_epochs, config.shuffle)):
+            for mini in self.mini_batches(data, self.actor, MiniBatches.of(config, self.config.rollout.n)):
                 step, scored = self.actor.train_and_score(
                     mini, self.ppo_loss, want, config.update_split, temperature, reference
                 )
@@ -484,11 +483,10 @@ class ValueRole:
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, mesh="critic", reads=UPDATE_COLUMNS, balanced=True)
     def update_critic(self, data: DataProto) -> DataProto:
         """Run ``ppo_epochs`` over the batch in mini-batches, one optimizer step each; returns metrics only."""
-        config = self.config
-        rows, metrics = config.ppo_mini_batch_size * config.rollout_n, MetricBag()
+        config, metrics = self.config, MetricBag()
         timed = mfu_metrics("critic", self.critic, data, config.ppo_epochs, metrics)
         with self.ledger.phase("update_critic"), self.critic.on_device(optimizer=True), timed:
-            for mini in self.mini_batches(data, self.critic, MiniBatches(rows, config.ppo_epochs, config.shuffle)):
+            for mini in self.mini_batches(data, self.critic, MiniBatches.of(config, config.rollout_n)):
                 step = self.critic.train_step(mini, self.value_loss, config.update_split)
                 metrics.add(step, prefix="critic")
             metrics.add({"critic/lr": self.critic.learning_rate()})

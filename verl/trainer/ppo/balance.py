@@ -41,9 +41,7 @@ def partition_plan(config: Any, cost: RowCost, step: int) -> PartitionPlan:
     seed = derive_seed(config.trainer.seed, "shuffle", step)
 
     def update(role: Any, n: int) -> CallPlan:
-        return CallPlan(
-            role.use_dynamic_bsz, MiniBatches(role.ppo_mini_batch_size * n, role.ppo_epochs, role.shuffle, seed)
-        )
+        return CallPlan(role.use_dynamic_bsz, MiniBatches.of(role, n, seed))
 
     calls = {
         "compute_log_prob": CallPlan(shared.rollout.log_prob_use_dynamic_bsz),
