@@ -1,7 +1,7 @@
 """DataProto, the batch that flows between driver and workers, and the operations on its rows and columns.
 
 Tensor columns are held padded or packed (``Ragged``). The trainer and the workers stay on the packed side: cost follows
-the real tokens, not the window, and tensordict is never imported. ``data.batch`` is the padded side, a real TensorDict
+the valid tokens, not the window, and tensordict is never imported. ``data.batch`` is the padded side, a real TensorDict
 that may be changed in place; touching it pads every packed column in, once.
 
 Which columns are ragged is known to ``verl.batch.ragged``. Knows no model and no process.
@@ -53,7 +53,7 @@ class DataProtoError(ValueError, AssertionError):
 
 
 class MissingColumn(KeyError, DataProtoError):
-    """A column was asked for that the batch does not have."""
+    """A requested column that the batch does not have."""
 
     __str__ = Exception.__str__  # KeyError would show the repr of the sentence
 
@@ -63,7 +63,7 @@ class _AutoPadding(type):
 
     @property
     def auto_padding(cls) -> bool:
-        """Whether any batch may be padded to fit a split; set here or by env VERL_AUTO_PADDING=1."""
+        """True if any batch may be padded to fit a split; set here or by env VERL_AUTO_PADDING=1."""
         return cls._enabled or os.getenv("VERL_AUTO_PADDING", "").lower() in ("1", "true")
 
     @auto_padding.setter
@@ -80,7 +80,7 @@ class DataProtoConfig(metaclass=_AutoPadding):
 
 @dataclass
 class DataProtoItem:
-    """One row of a DataProto: its tensors (a TensorDict without batch dim), its objects, the facts of its batch."""
+    """One row of a DataProto: its tensors (a TensorDict without batch dim), its objects, the metadata of its batch."""
 
     batch: TensorDict | None = None
     non_tensor_batch: dict[str, Any] = field(default_factory=dict)
@@ -88,12 +88,12 @@ class DataProtoItem:
 
 
 class DataProto:
-    """B rows of tensor columns and object columns, and facts that hold for all of them.
+    """B rows of tensor columns and object columns, and metadata of the whole batch.
 
     Attributes:
         batch: TensorDict of the padded tensor columns, batch size (B,), or None. Made when touched; may be changed.
         non_tensor_batch: name -> numpy array, dim 0 = B.
-        meta_info: facts about the data (temperature, global_steps, metrics), never instructions to workers.
+        meta_info: metadata of the batch (temperature, global_steps, metrics), never instructions to workers.
 
     Rows taken by slice are views, by index copies. Received columns may lie in shared memory: what ``column`` and
     ``ragged`` return is read-only by rule; ``batch`` gives tensors that are yours.
@@ -125,7 +125,7 @@ class DataProto:
         """
         shapes = {name: tuple(tensor.shape[:num_batch_dims]) for name, tensor in (tensors or {}).items()}
         if len(set(shapes.values())) > 1:
-            raise DataProtoError(f"DataProto.from_dict: batch dims differ: {shapes}. Cut or repeat rows to one size.")
+            raise DataProtoError(f"DataProto.from_dict: batch dims differ: {shapes}. Drop or repeat rows to one size.")
         arrays = {name: _nested_array(value) for name, value in (non_tensors or {}).items()}
         meta_info = dict(meta_info or {})
         if auto_padding:
@@ -165,7 +165,7 @@ class DataProto:
 
     @classmethod
     def from_ragged(cls, columns: Mapping[str, Ragged], tensors=None, non_tensors=None, meta_info=None) -> DataProto:
-        """Build from packed columns, beside which padded tensors and arrays may stand as in ``from_dict``."""
+        """Build from packed columns, with padded tensors and arrays as in ``from_dict``."""
         return cls.from_dict({**columns, **(tensors or {})}, non_tensors, meta_info)
 
     # The padded side ------------------------------------------------------------------------------------------------
@@ -215,7 +215,7 @@ class DataProto:
         """Set one tensor column, padded or packed; returns self."""
         rows = column.shape[0]
         if len(self) != rows and self._has_columns():
-            raise DataProtoError(f"put: column {name!r} has {rows} rows, the batch {len(self)}. Cut or pad the column.")
+            raise DataProtoError(f"put: column {name!r} has {rows} rows, the batch {len(self)}. Drop or pad its rows.")
         self._rows = rows
         self._drop(name)
         if isinstance(column, Ragged):
@@ -234,7 +234,7 @@ class DataProto:
         if (packed := pack_column(name, column, layouts, self.meta_info.get("pad_token_id"))) is None:
             known = {window: (len(layout), layout.width) for window, layout in layouts.items()}
             raise DataProtoError(
-                f"ragged: cannot tell the real cells of column {name!r}, shape {tuple(column.shape)}: its window is "
+                f"ragged: cannot tell the valid tokens of column {name!r}, shape {tuple(column.shape)}: its window is "
                 f"{WINDOWS.get(name)!r}, the windows known here are {known}. Keep attention_mask with prompts and "
                 f"responses in the batch, register_ragged_column({name!r}, window), or use column({name!r})."
             )
@@ -304,7 +304,7 @@ class DataProto:
         self._become(self.select_idxs([*range(len(self)), *[row] * padding_size]))
 
     def chunk(self, chunks: int) -> list[DataProto]:
-        """Cut into ``chunks`` equal parts, as views; with padding enabled, longer parts first may have one row more."""
+        """Split into ``chunks`` equal parts, as views; with padding enabled the first ones may have one row more."""
         rows = len(self)
         if rows % chunks and not self.is_padding_enabled():
             raise DataProtoError(
@@ -315,7 +315,7 @@ class DataProto:
         return [self[bounds[i] : bounds[i + 1]] for i in range(chunks)]
 
     def split(self, split_size: int) -> list[DataProto]:
-        """Cut into parts of ``split_size`` rows, as views; the last may be short."""
+        """Split into parts of ``split_size`` rows, as views; the last may be short."""
         return [self[first : first + split_size] for first in range(0, len(self), split_size)]
 
     @staticmethod
@@ -365,7 +365,7 @@ class DataProto:
     def select(
         self, batch_keys=None, non_tensor_batch_keys=None, meta_info_keys=None, deepcopy: bool = False
     ) -> DataProto:
-        """The columns and facts of these names, None = all. Tensors are shared unless ``deepcopy``."""
+        """The columns and metadata of these names, None = all. Tensors are shared unless ``deepcopy``."""
         names = self.keys() if batch_keys is None else list(batch_keys)
         columns = {name: self._column(name) for name in names}
         ragged = {name: column for name, column in columns.items() if isinstance(column, Ragged)}
@@ -378,16 +378,16 @@ class DataProto:
         return self._new(dense, ragged, arrays, self._rows, meta)
 
     def pop(self, batch_keys=None, non_tensor_batch_keys=None, meta_info_keys=None) -> DataProto:
-        """Take these columns and facts out, into a new DataProto; None = nothing of that kind."""
-        wanted = [list(keys or ()) for keys in (batch_keys, non_tensor_batch_keys, meta_info_keys)]
+        """Take these columns and metadata out, into a new DataProto; None = nothing of that kind."""
+        requested = [list(keys or ()) for keys in (batch_keys, non_tensor_batch_keys, meta_info_keys)]
         present = (self.keys(), self.non_tensor_batch, self.meta_info)
-        for where, names, known in zip(("batch", "non_tensor_batch", "meta_info"), wanted, present, strict=True):
+        for where, names, known in zip(("batch", "non_tensor_batch", "meta_info"), requested, present, strict=True):
             if absent := [name for name in names if name not in known]:
                 raise MissingColumn(f"pop: {absent} not in {where}, which holds {sorted(known)}. Pop only those.")
-        taken = self.select(*wanted)
-        if not wanted[0]:
+        taken = self.select(*requested)
+        if not requested[0]:
             taken._rows = None
-        for names, drop in zip(wanted, (self._drop, self.non_tensor_batch.pop, self.meta_info.pop), strict=True):
+        for names, drop in zip(requested, (self._drop, self.non_tensor_batch.pop, self.meta_info.pop), strict=True):
             for name in names:
                 drop(name)
         return taken
@@ -409,9 +409,9 @@ class DataProto:
         return self
 
     def union(self, other: DataProto) -> DataProto:
-        """Add the columns and facts of ``other`` in place; what both have must be equal in value. Returns self.
+        """Add the columns and metadata of ``other`` in place; what both have must be equal in value. Returns self.
 
-        A packed column is compared on its real cells.
+        A packed column is compared on its valid tokens.
         """
         if len(self) != len(other) and self._has_columns() and other._has_columns():
             raise DataProtoError(f"union: {len(self)} and {len(other)} rows. Both must hold the same rows, in order.")
@@ -426,9 +426,9 @@ class DataProto:
         return self
 
     def unfold_column_chunks(self, n_split: int, split_keys: Iterable[str] | None = None) -> DataProto:
-        """Make ``n_split`` rows of each: ``split_keys`` are cut, (B, n * k) -> (B * n, k); the others repeat.
+        """Make ``n_split`` rows of each: ``split_keys`` are split, (B, n * k) -> (B * n, k); the others repeat.
 
-        A column of lists is cut list by list. Names of ``split_keys`` that the batch has not are passed over.
+        A column of lists is split list by list. Names of ``split_keys`` that the batch does not have are ignored.
         """
         data = self.repeat(n_split)
         for name in split_keys or ():
@@ -436,7 +436,9 @@ class DataProto:
                 continue
             column = self.column(name) if name in self else self.non_tensor_batch[name]
             if column.ndim == 1:
-                data.non_tensor_batch[name] = _as_array([piece for row in column for piece in _cut(name, row, n_split)])
+                data.non_tensor_batch[name] = _as_array(
+                    [piece for row in column for piece in _split(name, row, n_split)]
+                )
                 continue
             if column.shape[1] % n_split:
                 raise DataProtoError(
@@ -453,7 +455,9 @@ class DataProto:
     def unshared(self) -> DataProto:
         """The same rows and columns, whose ``batch`` may be changed without this one noticing."""
         data = self.select()
-        data._dense = {name: column.clone() for name, column in data._dense.items()}  # the packed ones it pads anew
+        data._dense = {
+            name: column.clone() for name, column in data._dense.items()
+        }  # padded() makes new tensors of the others
         return data
 
     # The whole ------------------------------------------------------------------------------------------------------
@@ -490,18 +494,18 @@ class DataProto:
         rows = {name: column.shape[0] for name, column in self._columns().items()}
         rows |= {name: array.shape[0] if array.ndim else 0 for name, array in self.non_tensor_batch.items()}
         if odd := {name: count for name, count in rows.items() if count != len(self)}:
-            raise DataProtoError(f"DataProto: {len(self)} rows, but columns {odd}. Cut or repeat their rows.")
+            raise DataProtoError(f"DataProto: {len(self)} rows, but columns {odd}. Drop or repeat their rows.")
 
     def is_padding_enabled(self) -> bool:
-        """Whether a split that does not come out even may pad this batch."""
+        """True if an uneven split may pad this batch."""
         return DataProtoConfig.auto_padding or bool(self.meta_info.get(DataProtoConfig.auto_padding_key, False))
 
     def __repr__(self) -> str:
-        def shown(name, column):
-            kind = f"ragged, {column.layout.total} cells" if isinstance(column, Ragged) else "padded"
+        def described(name, column):
+            kind = f"ragged, {column.layout.total} tokens" if isinstance(column, Ragged) else "padded"
             return f"  {name}: {tuple(column.shape)} {kind}"
 
-        lines = [shown(name, column) for name, column in self._columns().items()]
+        lines = [described(name, column) for name, column in self._columns().items()]
         lines += [f"  {name}: {array.shape} {array.dtype}" for name, array in self.non_tensor_batch.items()]
         return "\n".join([f"DataProto of {len(self)} rows", *lines, f"  meta_info: {list(self.meta_info)}"])
 
@@ -586,8 +590,8 @@ def _is_plain(column) -> bool:
 
 
 def _pick(mapping: Mapping, keys: Iterable | None) -> dict:
-    wanted = mapping.keys() if keys is None else set(keys)
-    return {name: value for name, value in mapping.items() if name in wanted}
+    names = mapping.keys() if keys is None else set(keys)
+    return {name: value for name, value in mapping.items() if name in names}
 
 
 def _as_array(value) -> np.ndarray:
@@ -622,7 +626,7 @@ def _stacked(values: list) -> np.ndarray:
     return _as_array(values)
 
 
-def _cut(name: str, row, pieces: int) -> list:
+def _split(name: str, row, pieces: int) -> list:
     if not hasattr(row, "__len__") or len(row) % pieces:
         raise DataProtoError(
             f"unfold_column_chunks: {row!r} of column {name!r} does not make {pieces} equal chunks. Leave the column "
@@ -737,7 +741,7 @@ def all_gather_data_proto(data: DataProto, process_group) -> None:
 
 @dataclass
 class DataProtoFuture:
-    """What workers are still computing for a call that does not block. Hand it to the next call, or ``get`` it.
+    """Future output of a call that does not block. Hand it to the next call, or ``get`` it.
 
     ``futures``, one per worker: concurrent.futures.Future, Ray ObjectRefs, or objects with ``get()``. ``collect_fn``
     joins their results, ``dispatch_fn`` then takes a part of the whole.

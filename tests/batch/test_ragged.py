@@ -139,7 +139,7 @@ def test_no_rows_and_empty_rows_can_be_packed():
 
 
 def test_a_row_longer_than_the_window_is_named():
-    with pytest.raises(ValueError, match="row 1 has 3 cells, width=2"):
+    with pytest.raises(ValueError, match="row 1 has 3 tokens, width=2"):
         Ragged.from_rows([[1], [1, 2, 3]], 2)
 
 
@@ -150,7 +150,7 @@ def test_runs_that_leave_the_window_are_refused():
 
 
 def test_values_that_do_not_fill_the_layout_are_refused():
-    with pytest.raises(ValueError, match="do not fill a layout of 3 cells"):
+    with pytest.raises(ValueError, match="do not fill a layout of 3 tokens"):
         column(Layout(torch.tensor([0]), torch.tensor([3]), 4)).like(torch.zeros(2))
 
 

@@ -125,17 +125,17 @@ def test_a_wrong_registration_is_refused_where_it_is_written(wrong, message):
 
 
 @pytest.mark.parametrize(
-    "places, message",
+    "positions, message",
     [
-        ([(0, True), None], r"ranks \[1\] registered no place"),
+        ([(0, True), None], r"ranks \[1\] registered no position"),
         ([(0, True), (0, True)], "exactly one collecting rank"),
         ([(0, True), (1, False)], "exactly one collecting rank"),
         ([(0, True), (2, True)], "0, 1, ..."),
     ],
 )
-def test_a_mesh_with_gaps_is_refused(places, message):
+def test_a_mesh_with_gaps_is_refused(positions, message):
     with pytest.raises(ValueError, match=message):
-        Mesh.from_places("actor", places)
+        Mesh.from_positions("actor", positions)
 
 
 def test_auto_padding_of_verl_does_not_make_uneven_parts(monkeypatch):

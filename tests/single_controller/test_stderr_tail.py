@@ -19,7 +19,7 @@ def written_by(action, tmp_path):
         child = Child(live)
         tail.started()
         child.outcome()
-        lines = tail.last_words()
+        lines = tail.end()
         return lines, (tmp_path / "out").read_bytes()
 
 

@@ -1,4 +1,4 @@
-"""Cut rows of unequal length into parts of equal load: over ranks, and into micro-batches.
+"""Split rows of unequal length into parts of equal load: over ranks, and into micro-batches.
 
 Works on lengths, plain integers; the driver balances 64 thousand rows over 512 ranks in a fraction of a second.
 """
@@ -22,7 +22,7 @@ from verl.batch.micro_batching import MicroBatching
 
 
 class Prompts(NamedTuple):
-    """Which rows begin with the same tokens."""
+    """Groups of rows that begin with the same prompt."""
 
     numbers: Sequence[int]
     """Of each row, the number of its prompt; equal numbers mean equal prompts."""
@@ -30,7 +30,7 @@ class Prompts(NamedTuple):
     """Tokens of each row's prompt."""
 
     def tokens_of(self, rows: Sequence[int], lengths: Sequence[int]) -> int:
-        """Tokens that run if ``rows`` share a forward pass: each prompt's once, and everything behind the prompts."""
+        """Tokens that run if ``rows`` share a forward pass: each prompt's once, and all tokens after the prompts."""
         prompts = {self.numbers[row]: self.lengths[row] for row in rows}
         return sum(prompts.values()) + sum(lengths[row] - self.lengths[row] for row in rows)
 
@@ -98,14 +98,14 @@ def check_row_fits(longest: int, split: MicroBatching) -> None:
 
 
 def _pieces(lengths: Sequence[int], limits: _Limits, prompts: Prompts | None) -> Iterator[_Piece]:
-    """What stays together: the rows of a prompt, or as many of them as the limits take; else single rows."""
+    """Yield units that stay together: the rows of a prompt, or as many as the limits allow; else single rows."""
     if prompts is None:
         yield from (_Piece(length, [row]) for row, length in enumerate(lengths))
         return
-    families: dict[int, list[int]] = {}
+    groups: dict[int, list[int]] = {}
     for row, number in enumerate(prompts.numbers):
-        families.setdefault(number, []).append(row)
-    for rows in families.values():
+        groups.setdefault(number, []).append(row)
+    for rows in groups.values():
         prompt = prompts.lengths[rows[0]]
         behind = [_Piece(lengths[row] - prompt, [row]) for row in rows]
         room = _Limits(limits.tokens - prompt, limits.rows)
@@ -275,8 +275,8 @@ def _trade_rows(lengths: np.ndarray, dealt: np.ndarray, loads: np.ndarray) -> No
 def _best_trade(heavy: np.ndarray, light: np.ndarray, gap: int) -> tuple[int, int]:
     """Places of a row of each set whose difference is nearest to half the gap."""
     order = np.argsort(light, kind="stable")
-    wanted = heavy - gap // 2
-    above = np.searchsorted(light[order], wanted).clip(max=len(light) - 1)
+    target = heavy - gap // 2
+    above = np.searchsorted(light[order], target).clip(max=len(light) - 1)
     partners = np.stack([above, (above - 1).clip(min=0)])
     badness = np.abs(2 * (heavy - light[order[partners]]) - gap)
     side, one = divmod(int(badness.argmin()), len(heavy))
@@ -288,7 +288,7 @@ def log_seqlen_unbalance(
 ) -> dict[str, float]:
     """Tokens of a rank before and after balancing: ``{prefix}/{min,max,minmax_diff,balanced_min,balanced_max,mean}``.
 
-    Before means cut in the order given, as many rows a rank as ``partitions`` has on average.
+    Before means split in the order given, as many rows a rank as ``partitions`` has on average.
     """
     lengths = np.asarray(seqlen_list, dtype=np.int64)
     before = [int(part.sum()) for part in np.array_split(lengths, len(partitions))]
@@ -314,13 +314,13 @@ def plan_micro_batches(
 ) -> list[list[int]]:
     """Group rows into micro-batches, the longest first, so that memory runs out at the start or not at all.
 
-    Padded rows of a micro-batch stand side by side as wide as the longest, so like lengths waste least. Packed rows
-    stand one behind another, and ``plan_packed`` groups them.
+    Padded rows of a micro-batch are as wide as the longest, so similar lengths waste least. Packed rows are
+    concatenated, and ``plan_packed`` groups them.
 
     Args:
-        lengths: real tokens of each row.
+        lengths: valid tokens of each row.
         at_least: split further until there are so many, as far as rows suffice.
-        best_tokens: cells beyond which a larger micro-batch is no faster; a single row may be longer.
+        best_tokens: tokens beyond which a larger micro-batch is no faster; a single row may be longer.
         packed: count real tokens; else rows times the longest of them.
         prompts: with ``packed``, which rows run their prompt once.
 
@@ -368,11 +368,11 @@ def rearrange_micro_batches(
     min_num_micro_batch: int | None = None,
     use_dynamic_bsz_balance: bool = True,
 ) -> tuple[list[Any], list[list[int]]]:
-    """Cut a padded batch into micro-batches of about equal real tokens, each under ``max_token_len``.
+    """Split a padded batch into micro-batches of about equal numbers of valid tokens, each under ``max_token_len``.
 
     Args:
         batch: a TensorDict (or anything indexed by rows) with ``attention_mask`` (B, L).
-        max_token_len: real tokens in a micro-batch.
+        max_token_len: valid tokens in a micro-batch.
         dp_group: with ``same_micro_num_in_dp``, every rank of it makes the same number of micro-batches.
         num_batches_divided_by: make the number a multiple of this.
         min_num_micro_batch: make at least so many.

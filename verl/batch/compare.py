@@ -1,4 +1,4 @@
-"""Whether two columns or facts of a batch are equal in value, and if not, where they first differ."""
+"""Equality in value of two columns or entries of ``meta_info``, and their first difference."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from verl.batch.ragged import Ragged
 
 
 def first_difference(a, b) -> str | None:
-    """How ``a`` and ``b`` differ, in words that name the first row; None if they are equal.
+    """Return a text on how ``a`` and ``b`` differ, with the first row; None if they are equal.
 
-    A packed and a padded column are compared on the real cells of the packed one.
+    A packed and a padded column are compared on the valid tokens of the packed one.
     """
     if isinstance(a, Ragged) != isinstance(b, Ragged) and a.shape == b.shape:
         layout = a.layout if isinstance(a, Ragged) else b.layout
@@ -27,7 +27,7 @@ def first_difference(a, b) -> str | None:
     for i, (x, y) in enumerate(zip(*rows, strict=True)):
         if not is_same(x, y):
             return f"first at row {i}, {_short(x)} and {_short(y)}"
-    return "equal rows, but at other places of the window"
+    return "equal rows, but at other positions of the window"
 
 
 def is_same(a, b) -> bool:

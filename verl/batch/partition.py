@@ -1,4 +1,4 @@
-"""Which rows of a batch each data-parallel rank works on, and which of them make each of its optimizer steps.
+"""Partition of a batch: the rows of each data-parallel rank, and of each of its optimizer steps.
 
 The driver makes one `PartitionPlan` a step, which the batch carries in ``meta_info``; a call is split by it when it is
 sent. Works on lengths and prompt ids; knows no columns, no ranks, no models.
@@ -102,7 +102,7 @@ class Partition(NamedTuple):
     rows: list[np.ndarray]
     """Of each rank, the numbers of its rows."""
     has_filler: list[bool]
-    """Whether the last of a rank's rows is there only because it has none of its own, in some step at least."""
+    """True if the last of a rank's rows is a filler: in some step at least the rank has no row of its own."""
     steps: list[list[np.ndarray]] | None
     """Of each rank, for each optimizer step the row numbers within the rank's part; None for calls without steps."""
 
@@ -123,7 +123,7 @@ class CallPlan(NamedTuple):
     """Requirements of one worker method on the partition of its batch."""
 
     by_tokens: bool
-    """Whether its forward passes are split by a token budget. If they hold a fixed number of rows, ranks get equal
+    """True if its forward passes are split by a token budget. If they hold a fixed number of rows, ranks get equal
     numbers of rows (but for one): all ranks run as many forward passes as the one that has most."""
     mini_batches: MiniBatches | None = None
     """Optimizer steps of an update; None for other calls."""

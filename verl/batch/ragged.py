@@ -1,10 +1,10 @@
-"""Columns without padding: the real cells of rows of unequal length, and where they stand in the padded window.
+"""Columns without padding: the valid tokens of rows of unequal length, and their positions in the padded window.
 
-A padded column is (B, width); its rows are one run of real cells each, with padding left and right. ``Layout`` says
-where the runs stand, ``Ragged`` holds their values one after the other: T = sum of lengths cells instead of B * width.
-Columns of one batch share their Layout object, so what is derived from it (offsets, cell numbers) is derived once.
+A padded column is (B, width); each row is one run of valid tokens, with padding left and right. ``Layout`` holds the
+positions of the runs, ``Ragged`` their values one after the other: T = sum of lengths values instead of B * width.
+Columns of one batch share their Layout object, so what is derived from it (offsets, valid positions) is derived once.
 
-Knows torch and numpy only. Which columns of a batch are ragged, and by which mask, is known to ``verl.protocol``.
+Knows torch and numpy only. Which columns of a batch are ragged, and by which mask, is in `WINDOWS`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def tensor_to_numpy(tensor: Tensor) -> tuple[np.ndarray, torch.dtype | None]:
 
 
 def tensor_from_numpy(array: np.ndarray, dtype: torch.dtype | None = None) -> Tensor:
-    """A tensor over the memory of ``array``. Where that is read-only, nobody may write to the tensor either."""
+    """A tensor over the memory of ``array``. Where that is read-only, the tensor must not be written to either."""
     if not array.flags.writeable:
         array = np.asarray(_WritableAlias(array)) if array.size else array.copy()
     tensor = torch.from_numpy(array)
@@ -52,17 +52,17 @@ class _WritableAlias:
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """Where the real cells of B rows stand inside a padded (B, width) window; one run per row."""
+    """Positions of the valid tokens of B rows in a padded (B, width) window; one run per row."""
 
     starts: Tensor
-    """(B,) int64: column of each row's first real cell."""
+    """(B,) int64: column of each row's first valid token."""
     lengths: Tensor
-    """(B,) int64: number of real cells of each row; may be zero."""
+    """(B,) int64: number of valid tokens of each row; may be zero."""
     width: int
 
     @staticmethod
     def from_mask(mask: Tensor) -> Layout:
-        """Read the runs off a (B, width) mask. A row with holes counts from its first to its last nonzero cell."""
+        """Read the runs off a (B, width) mask. A row with holes counts from its first to its last nonzero entry."""
         if mask.ndim != 2:
             raise ValueError(f"Layout.from_mask: a mask of shape {tuple(mask.shape)} is not (B, width).")
         real = (mask != 0).cpu().numpy()  # numpy's argmax of booleans stops at the first hit, torch's does not
@@ -97,17 +97,17 @@ class Layout:
 
     @cached_property
     def total(self) -> int:
-        """T, the number of real cells."""
+        """T, the number of valid tokens."""
         return int(self.offsets[-1])
 
     @cached_property
     def valid_positions(self) -> Tensor:
-        """(T,) int64: number of each real cell in the flattened (B * width) window."""
+        """(T,) int64: position of each valid token in the flattened (B * width) window."""
         outside = (self.starts < 0) | (self.lengths < 0) | (self.starts + self.lengths > self.width)
         if outside.any():  # an index too large would land in the next row, unseen
             i = int(outside.nonzero()[0])
             run = f"starts[{i}]={int(self.starts[i])}, lengths[{i}]={int(self.lengths[i])}"
-            raise ValueError(f"Layout: {run} leave the window of width={self.width}. Cut the row or widen the window.")
+            raise ValueError(f"Layout: {run} leave the window of width={self.width}. Shorten the row or widen it.")
         return self._spread(torch.arange(len(self), device=self.starts.device) * self.width + self.starts)
 
     @cached_property
@@ -117,7 +117,7 @@ class Layout:
         return Layout(torch.zeros_like(self.starts), self.lengths, longest)
 
     def mask(self) -> Tensor:
-        """(B, width) int64: 1 on real cells."""
+        """(B, width) int64: 1 on valid tokens."""
         column = torch.arange(self.width, device=self.starts.device)
         starts = self.starts[:, None]
         return ((column >= starts) & (column < starts + self.lengths[:, None])).long()
@@ -153,7 +153,7 @@ class Layout:
         return Layout(starts, lengths, widths[0])
 
     def _spread(self, firsts: Tensor) -> Tensor:
-        """(T,): count on from ``firsts[i]`` (B,) over the cells of row i."""
+        """(T,): count on from ``firsts[i]`` (B,) over the tokens of row i."""
         shift = (firsts - self.offsets[:-1]).repeat_interleave(self.lengths, output_size=self.total)
         return shift + torch.arange(self.total, device=shift.device)
 
@@ -163,25 +163,25 @@ class Layout:
 
 @dataclass(frozen=True, eq=False)
 class Ragged:
-    """A column of rows of unequal length: their values, where they stand, and what its padding looks like.
+    """A column of rows of unequal length: their values, their layout, and the value of its padding.
 
     Treat ``values`` as read-only: other batches, or shared memory, may own them. ``like`` makes a changed column.
     """
 
     values: Tensor
-    """(T, ...): the real cells, row after row."""
+    """(T, ...): the valid tokens, row after row."""
     layout: Layout
     fill: float | int | Literal["position"] = 0
-    """Value of padding cells. "position": 0 on the left, on the right counting on from the last cell."""
+    """Value of padding. "position": 0 on the left, on the right counting on from the last valid token."""
 
     def __post_init__(self):
         if self.values.shape[:1] != (self.layout.total,):
             shape = tuple(self.values.shape)
-            raise ValueError(f"Ragged: values of shape {shape} do not fill a layout of {self.layout.total} cells.")
+            raise ValueError(f"Ragged: values of shape {shape} do not fill a layout of {self.layout.total} tokens.")
 
     @staticmethod
     def from_padded(tensor: Tensor, layout: Layout, fill=0) -> Ragged:
-        """Keep the cells of ``tensor`` (B, width, ...) that ``layout`` calls real. Costs T, not B * width."""
+        """Keep the tokens of ``tensor`` (B, width, ...) that are valid in ``layout``. Costs T, not B * width."""
         if tensor.shape[:2] != (len(layout), layout.width):
             want = (len(layout), layout.width)
             raise ValueError(
@@ -199,7 +199,7 @@ class Ragged:
         lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
         if len(rows) and int(lengths.max()) > width:
             i = int(lengths.argmax())
-            raise ValueError(f"Ragged.from_rows: row {i} has {len(rows[i])} cells, width={width}. Cut it or widen.")
+            raise ValueError(f"Ragged.from_rows: row {i} has {len(rows[i])} tokens, width={width}. Shorten it.")
         if rows and all(isinstance(row, Tensor) for row in rows):
             values = torch.cat(list(rows)).to(dtype)
         else:
@@ -248,14 +248,14 @@ class Ragged:
         return slice_columns({"": self}, first, last)[""]
 
     def like(self, values: Tensor) -> Ragged:
-        """Other values (T, ...) in the same cells; padding 0."""
+        """Other values (T, ...) at the same positions; padding 0."""
         return Ragged(values, self.layout)
 
     def to(self, device: torch.device | str) -> Ragged:
         return move_columns({"": self}, device)[""]
 
     def _positions_right(self) -> Tensor:
-        """(B, width): 0 up to each row's last real cell, then counting on from its value."""
+        """(B, width): 0 up to each row's last valid token, then counting on from its value."""
         layout = self.layout
         behind = torch.arange(layout.width, device=self.values.device) - (layout.starts + layout.lengths - 1)[:, None]
         last = self.values.new_zeros(len(layout))
@@ -279,8 +279,8 @@ def select_columns(columns: Mapping[str, Ragged], idx: Tensor) -> dict[str, Ragg
         return chosen, chosen._spread(layout.offsets[local])
 
     def chosen(column: Ragged) -> Ragged:
-        layout, cells = plan(column.layout)
-        return Ragged(column.values.index_select(0, cells.to(column.values.device)), layout, column.fill)
+        layout, positions = plan(column.layout)
+        return Ragged(column.values.index_select(0, positions.to(column.values.device)), layout, column.fill)
 
     return {name: chosen(column) for name, column in columns.items()}
 
@@ -294,11 +294,11 @@ def slice_columns(columns: Mapping[str, Ragged], first: int, last: int) -> dict[
         end = max(begin, end)
         return layout.slice(begin, end), int(layout.offsets[begin]), int(layout.offsets[end])
 
-    def cut(column: Ragged) -> Ragged:
+    def sliced(column: Ragged) -> Ragged:
         layout, begin, end = plan(column.layout)
         return Ragged(column.values[begin:end], layout, column.fill)
 
-    return {name: cut(column) for name, column in columns.items()}
+    return {name: sliced(column) for name, column in columns.items()}
 
 
 def cat_columns(parts: Sequence[Mapping[str, Ragged]]) -> dict[str, Ragged]:
@@ -326,7 +326,7 @@ def _ragged_from_wire(array: np.ndarray, dtype: torch.dtype | None, layout: Layo
     return Ragged(tensor_from_numpy(array, dtype), layout, fill)
 
 
-# -- Which tensor columns of an RL batch are ragged, and where their real cells stand --------------------------------
+# -- Which tensor columns of an RL batch are ragged, and in which window ---------------------------------------------
 
 
 WINDOWS = {"prompts": "prompt", "input_ids": "all", "attention_mask": "all", "position_ids": "all"} | dict.fromkeys(
@@ -339,7 +339,7 @@ _TOKEN_IDS = ("input_ids", "prompts", "responses")
 
 
 def register_ragged_column(name: str, window: str) -> None:
-    """Say that column ``name`` (B, width, ...) means something only on real tokens of ``window``.
+    """Declare that column ``name`` (B, width, ...) has values on valid tokens of ``window`` only.
 
     Such a column travels without its padding and comes back with zeros there. ``window``: "all", "prompt" or
     "response". Register where the column is made, before it is sent.
@@ -350,7 +350,7 @@ def register_ragged_column(name: str, window: str) -> None:
 
 
 def window_layouts(columns: Mapping[str, Tensor | Ragged]) -> dict[str, Layout]:
-    """Window -> where its real cells stand: by the attention mask, else as in a packed column of that window."""
+    """Return the layout of each window: by the attention mask, else of a packed column of that window."""
     packed = {name: column.layout for name, column in columns.items() if isinstance(column, Ragged)}
     layouts = {WINDOWS[name]: layout for name, layout in packed.items() if name in WINDOWS}
     mask = columns.get("attention_mask")
@@ -360,7 +360,7 @@ def window_layouts(columns: Mapping[str, Tensor | Ragged]) -> dict[str, Layout]:
     shapes = {name: columns[name].shape for name in ("prompts", "responses") if name in columns}
     widths = {name: shape[1] for name, shape in shapes.items() if len(shape) > 1}
     if sum(widths.values()) > whole.width or (len(widths) == 2 and sum(widths.values()) != whole.width):
-        return layouts  # a mask of prompts alone says nothing about responses
+        return layouts  # a mask of prompts alone holds no responses
     if "prompts" in widths:
         layouts["prompt"] = whole.window(0, widths["prompts"])
     if "responses" in widths:
@@ -383,7 +383,7 @@ def pack_column(name: str, column: Tensor, layouts: Mapping[str, Layout], pad_to
 
 
 def _padding_value(column: Tensor, layout: Layout, default: int) -> int:
-    """What stands in the padding of ``column`` now."""
+    """Return the current padding value of ``column``."""
     padded_rows = (layout.lengths < layout.width).nonzero()[:1]
     if not len(padded_rows):
         return default

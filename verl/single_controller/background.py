@@ -9,19 +9,19 @@ from typing import Any
 from verl.single_controller.errors import WorkerDied
 
 _GRACE_S = 3.0
-"""Seconds to look for the cause in the other groups when one failed: the loss of a peer is told by its own group."""
+"""Seconds to look for the cause in the other groups when one failed: a lost process is reported by its own group."""
 
 
 def run_concurrently(*calls: Callable[[], Any], is_echo: Callable[[BaseException], bool] = lambda error: False) -> list:
-    """Run blocking calls, each on a group of its own, beside one another; returns their outputs in order.
+    """Run blocking calls, each on a group of its own, concurrently; returns their outputs in order.
 
     If one fails the others are not waited for, since they may wait for it: stop their groups.
 
     Args:
-        is_echo: whether an error only says that another group's process is gone or gave up.
+        is_echo: whether an error only says that another group's process has ended or gave up.
 
     Raises:
-        the first failure; rather than an echo, the failure that it echoes; and rather than either, a WorkerDied.
+        the first failure; an error that is no echo takes precedence, and a WorkerDied over all.
     """
     done: queue.SimpleQueue = queue.SimpleQueue()
 
@@ -52,7 +52,7 @@ class BackgroundCall:
     def _run(self) -> None:
         try:
             self._output = self._call()
-        except BaseException as error:  # it is raised in the thread that asks
+        except BaseException as error:  # it is raised in the thread that calls ``get``
             self._error = error
 
     def get(self) -> Any:

@@ -2,9 +2,9 @@
 
 A message is pickled with protocol 5, which leaves the bytes of its arrays out. If stream and arrays are large together,
 they go into a segment of shared memory, of which the receiver gets a descriptor once. A segment is used again when the
-receiver has let go of all arrays in it. Segments have no name: nothing is left behind, whoever dies.
+receiver has released all arrays in it. Segments have no name, so that none outlives its processes.
 
-The receiver maps a segment privately: its arrays start as the shared pages and may be written without anyone noticing.
+The receiver maps a segment privately: its arrays start as the shared pages, and writes to them stay private.
 """
 
 import mmap
@@ -73,7 +73,7 @@ class SharedMemoryPool:
         return PackedMessage(sizes, inline, segment)
 
     def release(self, number: int) -> None:
-        """One receiver has let go of a segment."""
+        """Count one receiver less that holds a segment."""
         self._segments[number].holders -= 1
 
     def close(self) -> None:
@@ -130,19 +130,19 @@ class WireMessage(NamedTuple):
     pid: int
     """The sender."""
     released: list[int]
-    """Segments of the receiver in which the sender holds no array any more (one entry for each message)."""
+    """Segments of the receiver in which the sender holds no array any longer (one entry for each message)."""
     closed: list[int]
-    """Segments of the sender that are no more."""
+    """Segments that the sender has closed."""
 
 
 class MessageEndpoint:
-    """What this process and one other have of each other's segments."""
+    """One of two processes that exchange messages, with the segments that each has opened."""
 
     def __init__(self, memory_pool: SharedMemoryPool | None = None):
         self.memory_pool = memory_pool or SharedMemoryPool()
         self._sent: set[int] = set()  # segments of ours the other end knows
         self._theirs: dict[int, int] = {}  # segments of the other end -> our descriptor
-        self._released: deque[int] = deque()  # segments of the other end no array here looks into any more
+        self._released: deque[int] = deque()  # segments of the other end without an array here
 
     def address(self, packed: PackedMessage) -> WireMessage:
         """Make the message for the other end."""
@@ -157,9 +157,9 @@ class MessageEndpoint:
         return WireMessage(packed.sizes, packed.inline, number, fd, os.getpid(), released, closed)
 
     def open(self, wire_message: WireMessage, fd: int | None = None) -> Callable[[], Any]:
-        """Take in the news; returns a function that unpickles the content, to be called once.
+        """Record released and closed segments; returns a function that unpickles the content, to be called once.
 
-        ``fd``: a descriptor of the segment that came along, now ours. Without it a segment not seen before is opened
+        ``fd``: a descriptor of the segment, received with the message. Without it a new segment is opened
         through /proc, which the same user may on Linux.
         """
         for mine in wire_message.released:
@@ -180,7 +180,7 @@ class MessageEndpoint:
         self._theirs.clear()
 
     def _map(self, number: int, sizes: list[int]) -> Any:
-        """Unpickle over a private mapping of a segment; the last array to go away lets go of the segment."""
+        """Unpickle over a private mapping of a segment; the last array to be freed releases the segment."""
         flags, access = mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE
         memory = mmap.mmap(self._theirs[number], _spans(sizes)[-1][1], flags=flags, prot=access)
         weakref.finalize(memory, self._released.append, number).atexit = False
@@ -252,7 +252,7 @@ def _unpack(sizes: list[int], memory: "bytearray | mmap.mmap") -> Any:
 
 
 def _spans(sizes: list[int]) -> list[tuple[int, int]]:
-    """Where the parts stand in memory: each begins at a multiple of the alignment, as fast code wants its arrays."""
+    """Return (first, last) of each part in memory, aligned for vectorised code."""
     spans, first = [], 0
     for size in sizes:
         spans.append((first, first + size))

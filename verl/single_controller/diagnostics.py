@@ -1,7 +1,7 @@
-"""What is known of a worker that died or does not answer: what it was doing, how large it was, what the kernel counted.
+"""Reports on a worker that died or does not answer: its activity, its memory, the kernel's out-of-memory count.
 
-Each worker notes what it does in its black box (`verl.telemetry.black_box`), which is the driver's. Of a worker on
-another machine nothing is known here.
+Each worker writes its activity to its black box (`verl.telemetry.black_box`), memory that the driver reads. Workers on
+other machines have none.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ class WorkerDiagnostics:
         self._boxes = [OwnedBox() for _ in range(world_size)]
         self._kills = oom_kills()
 
-    def place(self, rank: int) -> dict[str, str]:
-        """What to add to the environment of a rank."""
+    def environment(self, rank: int) -> dict[str, str]:
+        """Environment variables to add for a rank."""
         return {BOX_VARIABLE: self._boxes[rank].address}
 
     def report(self, rank: int, pid: int | None = None) -> str:
-        """Lines on one rank; empty if nothing is known.
+        """Lines on one rank; empty without any.
 
         Args:
-            pid: of a process of this machine that lives, for the state the kernel knows.
+            pid: of a process of this machine still running, for its process state.
         """
         if not 0 <= rank < len(self._boxes):
             return ""
@@ -45,7 +45,7 @@ class WorkerDiagnostics:
         if (new := oom_kills() - self._kills) > 0:
             lines.append(f"The kernel killed {new} processes for lack of memory since this group started.")
         if pid is not None and process_state(pid) == "T":
-            lines.append(f"Process {pid} is stopped by a signal (SIGSTOP); `kill -CONT {pid}` lets it go on.")
+            lines.append(f"Process {pid} is stopped by a signal (SIGSTOP); `kill -CONT {pid}` resumes it.")
         return "\n".join(lines)
 
     def close(self) -> None:
@@ -54,28 +54,28 @@ class WorkerDiagnostics:
         self._boxes = []
 
 
-def describe(facts: Mapping[str, Any]) -> str:
+def describe(note: Mapping[str, Any]) -> str:
     """The engine, the phase and the requests of a note, in one line; empty if it names no engine."""
-    if "engine" not in facts:
+    if "engine" not in note:
         return ""
-    text = f"rollout engine {facts['engine']}"
-    if facts.get("phase"):
-        text += f", phase {facts['phase']}"
-    if facts.get("requests"):
-        text += f", {facts['requests']} requests"
-    if facts.get("longest_prompts"):
-        text += f", longest prompts of {', '.join(map(str, facts['longest_prompts']))} tokens"
-    if facts.get("first_requests"):
-        text += f", the first of them {', '.join(map(str, facts['first_requests']))}"
+    text = f"rollout engine {note['engine']}"
+    if note.get("phase"):
+        text += f", phase {note['phase']}"
+    if note.get("requests"):
+        text += f", {note['requests']} requests"
+    if note.get("longest_prompts"):
+        text += f", longest prompts of {', '.join(map(str, note['longest_prompts']))} tokens"
+    if note.get("first_requests"):
+        text += f", the first of them {', '.join(map(str, note['first_requests']))}"
     return text
 
 
 def _doing(reading: Reading, now: float) -> Iterator[str]:
-    facts = reading.facts
-    if facts.get("ended"):
-        yield f"It was ended by its watchdog: {facts['ended']}"
-    if text := describe(facts):
-        since = f", since {now - facts['since']:.1f} s" if "since" in facts else ""
+    note = reading.facts
+    if note.get("ended"):
+        yield f"It was ended by its watchdog: {note['ended']}"
+    if text := describe(note):
+        since = f", since {now - note['since']:.1f} s" if "since" in note else ""
         step = f", the last step finished {now - reading.progress:.1f} s ago" if reading.progress else ""
         yield f"What it was doing: {text}{since}{step}."
 
@@ -88,24 +88,24 @@ def _memory(reading: Reading, now: float) -> Iterator[str]:
         )
 
 
-# -- What forked workers write to stderr: passed on as it comes, and its end kept for the error that may need it -----
+# -- Stderr of forked workers: passed on at once, its end kept for error messages ----------------------------------
 
 
 _KEPT_BYTES = 64 * 1024
 _LINES = 20
 _STACK_LINES = 100
 _STACKS = ("Fatal Python error:", "The stacks of all threads:", "Timeout (")
-"""How a dump of stacks begins: of a crash, of the watchdog's, of faulthandler's timer."""
+"""First words of a stack dump: of a crash, of the watchdog, of faulthandler's timer."""
 
 
-def last_words(text: str) -> str:
+def end_of_stderr(text: str) -> str:
     """The end of ``text``: twenty lines, or more if a dump of stacks ends it; empty ones are left out."""
     lines = [line for line in text.splitlines() if line.strip()]
     begin = max((i for i, line in enumerate(lines) if line.startswith(_STACKS)), default=None)
     if begin is None:
         return "\n".join(lines[-_LINES:])
-    shown = lines[max(0, min(begin - 2, len(lines) - _LINES)) :]
-    return "\n".join([*shown[:_STACK_LINES], *(["..."] if len(shown) > _STACK_LINES else [])])
+    kept = lines[max(0, min(begin - 2, len(lines) - _LINES)) :]
+    return "\n".join([*kept[:_STACK_LINES], *(["..."] if len(kept) > _STACK_LINES else [])])
 
 
 class StderrTail:
@@ -119,7 +119,7 @@ class StderrTail:
         self._out = out
         self._kept = bytearray()
         self._ours, self._theirs = os.pipe()
-        self._lock = threading.Lock()  # the reading thread and who asks for the end
+        self._lock = threading.Lock()  # the reading thread and callers of `end`
 
     def adopt(self) -> None:
         """In the worker: make the pipe this process's stderr, for Python and for libraries alike."""
@@ -136,13 +136,13 @@ class StderrTail:
     def fileno(self) -> int:
         return self._ours
 
-    def last_words(self) -> str:
+    def end(self) -> str:
         """The end of what was written until now."""
         self.pass_on()
-        return last_words(self._kept.decode(errors="replace"))
+        return end_of_stderr(self._kept.decode(errors="replace"))
 
     def pass_on(self) -> bool:
-        """Take in and hand on what is there; False when nothing more will come."""
+        """Read and pass on what was written; False at the end of the stream."""
         with self._lock:
             while self._ours >= 0 and is_readable(self._ours):
                 piece = os.read(self._ours, 1 << 16)
@@ -150,7 +150,7 @@ class StderrTail:
                     return False
                 self._kept += piece
                 del self._kept[:-_KEPT_BYTES]
-                with suppress(OSError):  # nobody listens to the driver any more
+                with suppress(OSError):  # the driver's own stderr is closed
                     os.write(self._out, piece)
                 log_only(piece.decode(errors="replace"))
         return self._ours >= 0
@@ -162,7 +162,7 @@ class StderrTail:
 
 
 class _Reader:
-    """The thread that reads for all."""
+    """The one thread that reads all pipes."""
 
     def __init__(self) -> None:
         self.pid = os.getpid()

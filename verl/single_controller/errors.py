@@ -1,4 +1,4 @@
-"""What the driver is told when a worker fails: which role, which rank, in which method, and why.
+"""Errors of worker groups in the driver: the role, rank and method that failed, and the cause.
 
 All are raised in the driver, all end the worker group they come from: its processes are stopped, and every later call
 raises `WorkerGroupStopped` with the first failure as its cause.
@@ -20,8 +20,8 @@ class WorkerError(WorkerGroupError):
         role, rank, world_size, method: where.
         cause: the remote exception in one line, ``ValueError: no rows``.
         traceback: text of the remote traceback.
-        doing: what its rollout engine was doing; empty if it was not.
-        explanation: what to tell a user in place of a traceback; None if only the traceback tells anything.
+        doing: activity of its rollout engine; empty if it was idle.
+        explanation: text for a user in place of a traceback; None if only the traceback helps.
     """
 
     def __init__(
@@ -32,20 +32,20 @@ class WorkerError(WorkerGroupError):
         method: str,
         cause: str,
         traceback: str,
-        told: str | None = None,
+        explanation: str | None = None,
         doing: str = "",
     ):
-        """``told``: the explanation of the remote exception, if it has one; ``doing``: what the engine was at."""
+        """``explanation``: of the remote exception, if it has one; ``doing``: the state of its rollout engine."""
         self.role, self.rank, self.world_size, self.method = role, rank, world_size, method
-        self.cause, self.traceback, self._told, self.doing = cause, traceback, told, doing
+        self.cause, self.traceback, self._explanation, self.doing = cause, traceback, explanation, doing
         where = f"{role}.{method} failed on rank {rank} of {world_size}"
         at = f"\nWhat it was doing: {doing}." if doing else ""
-        self.explanation = None if told is None else f"{where}: {told}{at}"
+        self.explanation = None if explanation is None else f"{where}: {explanation}{at}"
         super().__init__(f"{where}: {cause}{at}\nThe traceback of that worker:\n{traceback.rstrip()}")
 
     def __reduce__(self):
         where = (self.role, self.rank, self.world_size, self.method)
-        return type(self), (*where, self.cause, self.traceback, self._told, self.doing)
+        return type(self), (*where, self.cause, self.traceback, self._explanation, self.doing)
 
 
 class WorkerDied(WorkerGroupError):
@@ -56,8 +56,8 @@ class WorkerDied(WorkerGroupError):
         pid: its process id, None if unknown.
         signal: number of the signal that killed it, or None.
         exit_code: its exit status, or None if killed or unknown.
-        last_words: the end of its stderr where the controller can read it, else "".
-        report: what it was doing and how large it was, where that is known, else "".
+        stderr_end: the end of its stderr where the controller can read it, else "".
+        report: its activity and memory, where known, else "".
     """
 
     def __init__(
@@ -69,20 +69,20 @@ class WorkerDied(WorkerGroupError):
         pid: int | None,
         signal: int | None = None,
         exit_code: int | None = None,
-        last_words: str = "",
+        stderr_end: str = "",
         report: str = "",
     ):
         self.role, self.rank, self.world_size, self.method = role, rank, world_size, method
-        self.pid, self.signal, self.exit_code, self.last_words = pid, signal, exit_code, last_words
+        self.pid, self.signal, self.exit_code, self.stderr_end = pid, signal, exit_code, stderr_end
         self.report = report
         doing = f"while running {role}.{method}" if method else f"between calls of {role}"
         message = f"Rank {rank} of {world_size} died {doing} (pid {pid}): {self._how()}"
         message += f"\n{report}" if report else ""
-        super().__init__(message + (f"\nThe end of its stderr:\n{last_words.rstrip()}" if last_words else ""))
+        super().__init__(message + (f"\nThe end of its stderr:\n{stderr_end.rstrip()}" if stderr_end else ""))
 
     def _how(self) -> str:
         if self.signal == signals.SIGKILL:
-            return "killed by SIGKILL (9); nobody sent it? then it was likely out of memory (see `dmesg`)"
+            return "killed by SIGKILL (9); if nobody sent it, it was likely out of memory (see `dmesg`)"
         if self.signal is not None:
             return f"killed by {_signal_name(self.signal)} ({self.signal})"
         if self.exit_code == STALLED:
@@ -93,17 +93,17 @@ class WorkerDied(WorkerGroupError):
 
     def __reduce__(self):
         where = (self.role, self.rank, self.world_size, self.method)
-        return type(self), (*where, self.pid, self.signal, self.exit_code, self.last_words, self.report)
+        return type(self), (*where, self.pid, self.signal, self.exit_code, self.stderr_end, self.report)
 
 
 class WorkerTimeout(WorkerGroupError, TimeoutError):
     """Some ranks did not answer before the deadline of the group.
 
     Attributes:
-        role, method: what they were asked.
+        role, method: of the call.
         ranks: those that have not answered.
         waited: seconds.
-        report: what those ranks were doing, where that is known.
+        report: activity of those ranks, where known.
     """
 
     def __init__(self, role: str, method: str, ranks: list[int], world_size: int, waited: float, report: str = ""):
@@ -122,7 +122,7 @@ class WorkerTimeout(WorkerGroupError, TimeoutError):
 
 
 class WorkerGroupStopped(WorkerGroupError):
-    """A call to a group whose processes are gone: stopped on purpose, or after the failure that is the cause."""
+    """A call to a group whose processes have ended: stopped on purpose, or after the failure that is the cause."""
 
 
 def _signal_name(number: int) -> str:

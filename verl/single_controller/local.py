@@ -53,8 +53,8 @@ class LocalWorkerGroup(WorkerGroup):
         if unknown := sorted(set(options) - known):
             raise TypeError(f"LocalWorkerGroup does not know the options {unknown}.")
         size = resource_pool.world_size
-        alone = size == 1 and not resource_pool.beside
-        hosts = InProcessHosts() if alone else ForkedHosts(size, resource_pool.first_device, resource_pool.beside)
+        alone = size == 1 and not resource_pool.concurrent
+        hosts = InProcessHosts() if alone else ForkedHosts(size, resource_pool.first_device, resource_pool.concurrent)
         hosts.setup(roles, self.name_prefix or "", timeout)
         return hosts
 
@@ -70,8 +70,8 @@ class InProcessHosts(Hosts):
         self.pids = [os.getpid()]
 
     def setup(self, roles: Mapping[str, ClassWithInitArgs], prefix: str, timeout: float) -> None:
-        place = rank_environment(0, 1, prefix, os.environ.get("MASTER_PORT") or free_port())
-        self._ending_on_failure(lambda: self._host.setup(place, roles))
+        rank_env = rank_environment(0, 1, prefix, os.environ.get("MASTER_PORT") or free_port())
+        self._stopping_on_failure(lambda: self._host.setup(rank_env, roles))
 
     def _submit(self, role: str, method: str, requests: Sequence[Request], exposed: bool) -> list:
         return [self._call(role, method, request) for request in requests]
@@ -117,13 +117,13 @@ class Call:
 
 
 class ForkedHosts(Hosts):
-    """n ranks in n forked processes. Outputs are read when somebody waits; whoever waits reads for all."""
+    """n ranks in n forked processes. Outputs are read when a caller waits, for all calls at once."""
 
-    def __init__(self, world_size: int, first_device: int = 0, beside: int = 0):
-        """``beside``: processes of other groups that compute at the same time, for a fair share of the cores."""
+    def __init__(self, world_size: int, first_device: int = 0, concurrent: int = 0):
+        """``concurrent``: processes of other groups that compute at the same time, for a fair share of the cores."""
         super().__init__()
         self.world_size = world_size
-        self._first_device, self._beside = first_device, beside
+        self._first_device, self._concurrent = first_device, concurrent
         self._memory_pool = SharedMemoryPool()
         self._channels: list[Channel] = []
         self._children: list[Child] = []
@@ -153,27 +153,27 @@ class ForkedHosts(Hosts):
         port = free_port()
         calls = []
         for rank in range(self.world_size):
-            place = rank_environment(rank, self.world_size, prefix, port, self._first_device)
-            place |= self._diagnostics.place(rank)
-            self._fork(rank, place, roles)
+            rank_env = rank_environment(rank, self.world_size, prefix, port, self._first_device)
+            rank_env |= self._diagnostics.environment(rank)
+            self._fork(rank, rank_env, roles)
             calls.append(self._note_call(rank, "+".join(roles), "__init__"))
         self.wait(calls, timeout)
 
     # Transport --------------------------------------------------------------------------------------------------------
 
-    def _fork(self, rank: int, place: dict[str, str], roles: Mapping[str, ClassWithInitArgs]) -> None:
+    def _fork(self, rank: int, rank_env: dict[str, str], roles: Mapping[str, ClassWithInitArgs]) -> None:
         ours, theirs = socket.socketpair()
         tail = StderrTail()
-        processes = self.world_size + self._beside
+        processes = self.world_size + self._concurrent
 
-        def live() -> None:
+        def run_rank() -> None:
             tail.adopt()
             for hosts in list(_LIVE):
-                hosts.forget()
+                hosts.close_inherited()
             ours.close()
-            _Rank(Channel(theirs), place, roles, first_call=self._next_call, processes=processes).serve()
+            _Rank(Channel(theirs), rank_env, roles, first_call=self._next_call, processes=processes).serve()
 
-        child = Child(live)
+        child = Child(run_rank)
         theirs.close()
         tail.started()
         self._tails.append(tail)
@@ -184,7 +184,7 @@ class ForkedHosts(Hosts):
                 self._poll.register(watched, select.POLLIN)
                 self._rank_of[watched] = rank
 
-    def forget(self) -> None:
+    def close_inherited(self) -> None:
         """Close this process's copies of the connections; in a child, where they belong to the driver."""
         for channel in self._channels:
             channel.close()
@@ -203,7 +203,7 @@ class ForkedHosts(Hosts):
             calls.append(self._note_call(rank, role, method))
             try:
                 self._channels[rank].send((number, role, method, keep), packed)
-            except OSError:  # its end is closed: read what it still said, up to its death
+            except OSError:  # its end is closed: read its remaining messages, up to its end
                 while True:
                     self._receive_from(rank)
         return calls
@@ -221,13 +221,13 @@ class ForkedHosts(Hosts):
         return [call.outcome() for call in handles]
 
     def _read(self, timeout: float | None) -> None:
-        """Wait for news, ``timeout`` seconds at most, and take it in. Deaths come before answers: they explain them."""
+        """Handle messages within ``timeout`` seconds. Ended ranks come first: they explain the errors of others."""
         ready = {self._rank_of[fd] for fd, _ in self._poll.poll(None if timeout is None else timeout * 1000)}
         for rank in sorted(ready, key=lambda rank: not self._children[rank].has_ended()):
             self._receive_from(rank)
 
     def _receive_from(self, rank: int) -> None:
-        """Take in one message of a rank that has something to say; raise if it failed or will say nothing more."""
+        """Handle one message of a readable rank; raise if its call failed or the rank has ended."""
         try:
             number, error, output = self._next_message(rank)
         except EOFError:
@@ -237,7 +237,7 @@ class ForkedHosts(Hosts):
             raise self._cause(error)
 
     def _cause(self, error: WorkerError) -> WorkerError | WorkerDied:
-        """The death of another rank, if that is why this one failed: a lost connection is news before the end is."""
+        """Return the end of another rank, if one caused this failure: a lost connection is seen before the exit."""
         deadline = time.monotonic() + (_DEATH_GRACE_S if self.world_size > 1 else 0)
         while True:
             for rank, child in enumerate(self._children):
@@ -258,19 +258,19 @@ class ForkedHosts(Hosts):
         call = next((call for call in self._calls.values() if call.rank == rank), None)
         role, method = (call.role, call.method) if call else ("the group", None)
         child = self._children[rank]
-        if not child.await_end(2.0):  # it closed the connection, and lives on
+        if not child.await_end(2.0):  # it closed the connection, and still runs
             child.end()
-        how, words = child.outcome(), self._tails[rank].last_words()
+        how, stderr_end = child.outcome(), self._tails[rank].end()
         report = self._diagnostics.report(rank)
-        return WorkerDied(role, rank, self.world_size, method, child.pid, *how, words, report)
+        return WorkerDied(role, rank, self.world_size, method, child.pid, *how, stderr_end, report)
 
     def _report(self, rank: int) -> str:
-        """What a rank that lives is doing."""
+        """Return the activity of a running rank."""
         text = self._diagnostics.report(rank, self._children[rank].pid)
         return f"Rank {rank}:\n{text}" if text else ""
 
     def _dump_stacks(self, ranks: set[int]) -> None:
-        """Have these ranks print where they are to stderr."""
+        """Have these ranks print their stacks to stderr."""
         for rank in ranks:
             os.kill(self._children[rank].pid, signal.SIGUSR1)
         time.sleep(0.2)
@@ -282,24 +282,24 @@ class ForkedHosts(Hosts):
 
 
 class _Rank:
-    """The child's side: answers the driver until it goes away."""
+    """The child's side: runs calls until the driver closes the connection."""
 
     def __init__(
         self,
         channel: Channel,
-        place: dict[str, str],
+        rank_env: dict[str, str],
         roles: Mapping[str, ClassWithInitArgs],
         first_call: int,
         processes: int,
     ):
-        self._channel, self._place, self._roles, self._first_call = channel, place, roles, first_call
+        self._channel, self._rank_env, self._roles, self._first_call = channel, rank_env, roles, first_call
         self._processes = processes
         self._host = WorkerHost()
 
     def serve(self) -> None:
         faulthandler.enable(file=2)
         faulthandler.register(signal.SIGUSR1, file=2)
-        os.environ.update(self._place)
+        os.environ.update(self._rank_env)
         _share_cores(self._processes)
         self._answer(self._first_call, "+".join(self._roles), "__init__", self._setup)
         while True:
@@ -310,14 +310,14 @@ class _Rank:
             self._answer(number, role, method, partial(self._call, role, method, keep, open_content))
 
     def _setup(self) -> int:
-        return self._host.setup(self._place, self._roles)
+        return self._host.setup(self._rank_env, self._roles)
 
     def _call(self, role: str, method: str, keep: bool, open_content: Callable[[], tuple]) -> Any:
         args, kwargs = open_content()
         return self._host.call(role, method, keep, *args, **kwargs)
 
     def _answer(self, number: int, role: str, method: str, action: Callable[[], Any]) -> None:
-        """Run and report. Arguments die before the answer is sent, which then tells that their memory is free."""
+        """Run and send the outcome. Arguments are freed first, so that the answer reports their memory as released."""
         try:
             failed, content = False, action()
         except WorkerError as error:
@@ -331,17 +331,17 @@ class _Rank:
             self._send(number, True, self._cannot(role, method, what, error))
 
     def _send(self, number: int, failed: bool, content: Any) -> None:
-        with suppress(OSError):  # the driver is gone: the next read says so
+        with suppress(OSError):  # the driver has ended: the next read raises EOFError
             self._channel.send((number, failed), content)
 
     def _cannot(self, role: str, method: str, what: str, error: Exception) -> WorkerError:
-        rank, world_size = int(self._place["RANK"]), int(self._place["WORLD_SIZE"])
+        rank, world_size = int(self._rank_env["RANK"]), int(self._rank_env["WORLD_SIZE"])
         text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
         return WorkerError(role, rank, world_size, method, f"cannot {what}: {type(error).__name__}: {error}", text)
 
 
 class LocalController:
-    """What a trainer needs of a controller; the Ray one has the same names."""
+    """The controller of forked processes; the Ray one has the same names."""
 
     name = "local"
     ResourcePool = ResourcePool
@@ -350,7 +350,7 @@ class LocalController:
     create_colocated_worker_cls = staticmethod(create_colocated_worker_cls)
 
     def start(self, ray_init: Mapping | None = None, env: Mapping[str, str] | None = None) -> None:
-        """Put ``env`` into the environment, from where every worker has it. ``ray_init`` has no effect here."""
+        """Put ``env`` into the environment, which every worker inherits. ``ray_init`` has no effect here."""
         os.environ.update({name: str(value) for name, value in (env or {}).items()})
 
     def stop(self) -> None:
@@ -360,13 +360,13 @@ class LocalController:
 
 
 def rank_environment(rank: int, world_size: int, prefix: str, port: int | str, first_device: int = 0) -> dict[str, str]:
-    """The place of a rank on a single node, in the variables torch reads; its device is ``first_device + rank``."""
-    place = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": first_device + rank}
-    place |= {"LOCAL_WORLD_SIZE": world_size}
-    place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WG_PREFIX": prefix, "WG_BACKEND": "local"}
+    """Environment variables of a rank on a single node, as torch reads them; its device is ``first_device + rank``."""
+    rank_env = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": first_device + rank}
+    rank_env |= {"LOCAL_WORLD_SIZE": world_size}
+    rank_env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WG_PREFIX": prefix, "WG_BACKEND": "local"}
     if sys.platform == "linux" and world_size > 1:
-        place["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
-    return {name: str(value) for name, value in place.items()}
+        rank_env["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
+    return {name: str(value) for name, value in rank_env.items()}
 
 
 def _share_cores(processes: int) -> None:

@@ -1,4 +1,4 @@
-"""Child processes of the driver: started by fork, watched, told how they ended, never left behind.
+"""Child processes of the driver: started by fork, watched, reaped with their exit status.
 
 Linux gives every guarantee: a child dies with the driver however that ends, and its death is seen at once. Elsewhere a
 child notices the end of the driver when it next reads from it, and its death is seen when its connection closes.
@@ -34,7 +34,7 @@ class Child:
         self._status: int | None = None
 
     def has_ended(self) -> bool:
-        """Whether it is dead, reaped or not."""
+        """True once the process has ended, reaped or not."""
         if self._status is not None:
             return True
         if self.pidfd is not None:
@@ -43,7 +43,7 @@ class Child:
 
     def end(self, grace: float = 0.0) -> None:
         """Wait ``grace`` seconds for it to leave by itself, then kill it and what it started."""
-        if os.getpid() != self._parent:  # a copy of this object in a sibling
+        if os.getpid() != self._parent:  # a copy of this object in another child
             return
         self.await_end(grace)
         if self._status is None:
@@ -51,7 +51,7 @@ class Child:
         self.outcome()
 
     def await_end(self, seconds: float) -> bool:
-        """Wait until it has ended, ``seconds`` at most."""
+        """Wait until it has ended, at most ``seconds``; returns whether it has."""
         deadline = time.monotonic() + seconds
         while not self.has_ended():
             if time.monotonic() >= deadline:
@@ -68,7 +68,7 @@ class Child:
         if self._status is None:
             try:
                 pid, status = os.waitpid(self.pid, flags)
-            except ChildProcessError:  # somebody else's waitpid took it
+            except ChildProcessError:  # another waitpid reaped it
                 pid, status = self.pid, -1
             if not pid:
                 return False
@@ -116,15 +116,15 @@ def outcome_by_pidfd(pidfd: int) -> tuple[int | None, int | None]:
     return split_status(status) if mask & _PIDFD_INFO_EXIT else (None, None)
 
 
-def _forget_sharded_calls() -> None:
-    """Empty this thread's memory of how torch's sharded tensors were computed with.
+def _clear_dtensor_cache() -> None:
+    """Clear this thread's cache of DTensor operations.
 
-    It can be the last to hold a process group. A forked child ends the memories of all threads but its own, and a group
-    cannot end there: it waits for threads that only the parent has.
+    It can hold the last reference to a process group. A forked child frees the caches of all threads but its own, and a
+    group cannot be destroyed there: it waits for threads that only the parent has.
     """
-    forget = getattr(sys.modules.get("torch._C"), "_clear_DTensor_sharding_propagator_cache", None)
-    if forget is not None:
-        forget()
+    clear = getattr(sys.modules.get("torch._C"), "_clear_DTensor_sharding_propagator_cache", None)
+    if clear is not None:
+        clear()
 
 
 class _Forker:
@@ -143,7 +143,7 @@ class _Forker:
     def fork(self, target: Callable[[], None]) -> int:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()  # or the child would print it again
-        _forget_sharded_calls()
+        _clear_dtensor_cache()
         pid: Future[int] = Future()
         self._wanted.put((target, pid))
         return pid.result()
@@ -159,11 +159,11 @@ class _Forker:
                 answer.set_exception(error)
                 continue
             if not pid:
-                self._live(target)
+                self._run_child(target)
             answer.set_result(pid)
 
-    def _live(self, target: Callable[[], None]) -> None:
-        """The whole life of a child."""
+    def _run_child(self, target: Callable[[], None]) -> None:
+        """Run the target in the child, then exit."""
         code = 1
         try:
             self._prepare()

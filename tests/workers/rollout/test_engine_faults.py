@@ -84,7 +84,7 @@ def test_a_hang_that_stops_all_of_python_is_ended_with_its_stack_too(start_local
     with pytest.raises(WorkerDied) as caught:
         start_local(stall_timeout_s=1).draw_and_hang(1, 5, keep_lock=True)
     assert "rollout engine hf, phase generate, 6 requests" in str(caught.value)
-    assert "in hang" in caught.value.last_words
+    assert "in hang" in caught.value.stderr_end
 
 
 def test_an_allocation_that_fails_names_the_keys_that_help(start_local):
@@ -108,7 +108,7 @@ def test_a_killed_engine_is_named_with_its_requests_its_memory_and_its_stderr(st
     assert "rollout engine hf, phase generate, 6 requests, longest prompts of 10, 9, 8, 7 tokens" in text
     assert "the first of them step1-0, step1-1, step1-2, step1-3, since" in text and "the last step finished" in text
     assert "GiB of the machine's" in text
-    assert "drawing now" in caught.value.last_words
+    assert "drawing now" in caught.value.stderr_end
 
 
 def test_an_engine_that_finishes_no_step_is_ended_with_its_stacks(start):
@@ -119,4 +119,4 @@ def test_an_engine_that_finishes_no_step_is_ended_with_its_stacks(start):
     assert caught.value.exit_code in (STALLED, None)  # None: before Linux 6.15 under Ray
     assert "It was ended by its watchdog: the rollout engine hf has finished no step for 2 s" in text
     assert "rollout.stall_timeout_s=2 allows" in text and "the first step1-0, step1-1" in text
-    assert "rollout engine hf, phase generate, 6 requests" in text and "in hang" in caught.value.last_words
+    assert "rollout engine hf, phase generate, 6 requests" in text and "in hang" in caught.value.stderr_end

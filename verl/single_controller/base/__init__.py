@@ -1,4 +1,4 @@
-"""What is common to all controllers."""
+"""Common parts of all controllers."""
 
 from verl.single_controller.base.worker import Worker
 from verl.single_controller.base.worker_group import ClassWithInitArgs, ResourcePool, WorkerGroup

@@ -1,11 +1,11 @@
-"""How a worker method says what becomes of one call: who gets which arguments, and what is made of the answers.
+"""Dispatch modes of worker methods: the arguments of each rank, and the value returned to the caller.
 
 `register` marks a method with a dispatch mode: a pair of functions, one that spreads the arguments over the ranks and
-one that collects the outputs. Modes that split a batch split it over a *mesh*: the data parallel place of every rank,
+one that collects the outputs. Modes that split a batch split it over a *mesh*: the data-parallel position of each rank,
 which the worker registers under a name (`Worker._register_dispatch_collect_info`). Tensor, pipeline and sequence
-parallel ranks of one place get the same rows.
+parallel ranks of one position get the same rows.
 
-Knows no process and no transport; a group is asked for ``world_size`` and ``mesh(name)`` only.
+Knows no process and no transport; of a group it uses ``world_size`` and ``mesh(name)`` only.
 """
 
 import functools
@@ -16,7 +16,7 @@ from typing import Any
 from verl.single_controller.base.rows import SplitBatch
 
 MAGIC_ATTR = "attrs_3141562937"
-"""Attribute of a registered method that holds what was said about it."""
+"""Attribute of a registered method that holds its `Registration`."""
 
 ONLY_MESH = "*"
 """Mesh name that stands for the one mesh a worker registered (the MEGATRON names, which predate mesh names)."""
@@ -89,11 +89,11 @@ def _member(cls: type[DynamicEnum], name: str) -> DynamicEnum:
 
 
 class Dispatch(DynamicEnum):
-    """Names of the dispatch modes; the table in the folder's README says what each does."""
+    """Names of the dispatch modes; see the table in the folder's README."""
 
 
 class Execute(DynamicEnum):
-    """Which ranks run the method."""
+    """Ranks that run the method."""
 
 
 for _name in ("ALL", "RANK_ZERO"):
@@ -102,7 +102,7 @@ for _name in ("ALL", "RANK_ZERO"):
 
 @dataclass(frozen=True)
 class Mode:
-    """What a dispatch mode does with a call on a group of n ranks.
+    """Functions of a dispatch mode, for a call on a group of n ranks.
 
     ``mode["dispatch_fn"]`` works too, for code that expects the dict of older releases.
     """
@@ -112,8 +112,8 @@ class Mode:
     collect_fn: Callable[[Any, list], Any]
     """(group, outputs by rank) -> what the caller gets."""
     parts: Callable[[Any], int] | None = None
-    """group -> number of parts a batch is cut into, None if it is not. Uneven ones are padded to a multiple, unless the
-    batch says how it is to be cut."""
+    """group -> number of parts that a batch is split into, None if it is not. Uneven ones are padded to a multiple,
+    unless the batch carries a partition plan."""
     sources: Callable[[Any], Sequence[int]] | None = None
     """group -> ranks whose outputs are collected; the others send nothing back (their output is None). None = all."""
 
@@ -123,7 +123,7 @@ class Mode:
 
 @dataclass(frozen=True)
 class Mesh:
-    """Where the ranks of a group stand along data parallelism."""
+    """Data-parallel positions of the ranks of a group."""
 
     dp_ranks: tuple[int, ...]
     """For each rank the part of the batch it works on."""
@@ -135,22 +135,22 @@ class Mesh:
         return Mesh(tuple(range(world_size)), tuple(range(world_size)))
 
     @staticmethod
-    def from_places(name: str, places: Sequence[tuple[int, bool] | None]) -> "Mesh":
+    def from_positions(name: str, positions: Sequence[tuple[int, bool] | None]) -> "Mesh":
         """Build from what each rank registered: (dp_rank, is_collect), None where it registered nothing."""
-        silent = [rank for rank, place in enumerate(places) if place is None]
+        silent = [rank for rank, place in enumerate(positions) if place is None]
         if silent:
             raise ValueError(
-                f"mesh {name!r}: ranks {silent} registered no place in it. Every rank must call "
+                f"mesh {name!r}: ranks {silent} registered no position in it. Every rank must call "
                 f"_register_dispatch_collect_info({name!r}, dp_rank=, is_collect=)."
             )
-        dp_ranks = tuple(dp_rank for dp_rank, _ in places)
+        dp_ranks = tuple(dp_rank for dp_rank, _ in positions)
         answers = {
-            dp_rank: [r for r, p in enumerate(places) if p == (dp_rank, True)] for dp_rank in sorted(set(dp_ranks))
+            dp_rank: [r for r, p in enumerate(positions) if p == (dp_rank, True)] for dp_rank in sorted(set(dp_ranks))
         }
         if list(answers) != list(range(len(answers))) or any(len(ranks) != 1 for ranks in answers.values()):
             raise ValueError(
                 f"mesh {name!r}: dp ranks must be 0, 1, ... with exactly one collecting rank each; the "
-                f"registered (dp_rank, is_collect) by rank are {list(places)}."
+                f"registered (dp_rank, is_collect) by rank are {list(positions)}."
             )
         return Mesh(dp_ranks, tuple(ranks[0] for ranks in answers.values()))
 
@@ -178,7 +178,7 @@ def collect_all_to_all(group, outputs):
 
 
 def dispatch_rows(group, *args, mesh_name: str | None = None, **kwargs):
-    """Cut every DataProto along its rows, part i for dp rank i; anything else goes to every rank."""
+    """Split every DataProto along its rows, part i for dp rank i; anything else goes to every rank."""
     from verl.protocol import DataProto
 
     mesh = group.mesh(mesh_name)
@@ -203,7 +203,7 @@ def dispatch_lists(group, *args, mesh_name: str | None = None, **kwargs):
             what = f"a list of {len(value)}" if isinstance(value, list | tuple) else f"a {type(value).__name__}"
             raise ValueError(
                 f"an argument is {what}: this method takes lists of {len(mesh.sources)} elements, one per "
-                "data parallel rank. Use Dispatch.DP_COMPUTE_PROTO to have a DataProto cut."
+                "data parallel rank. Use Dispatch.DP_COMPUTE_PROTO to have a DataProto split."
             )
         return [value[dp_rank] for dp_rank in mesh.dp_ranks]
 
@@ -313,7 +313,7 @@ def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> Mode:
 
 
 def resolve_mode(dispatch_mode: "Dispatch | Mode | dict", mesh_name: str | None) -> Mode:
-    """What `register` was given -> the functions to run."""
+    """Return the functions of a dispatch mode as `register` takes it."""
     if isinstance(dispatch_mode, Mode):
         return dispatch_mode
     if isinstance(dispatch_mode, dict):
@@ -337,7 +337,7 @@ def resolve_mode(dispatch_mode: "Dispatch | Mode | dict", mesh_name: str | None)
 
 @dataclass(frozen=True)
 class Registration:
-    """What `register` was told about a method; a group reads it to bind the method."""
+    """Arguments of `register` for one method; a group reads them to bind the method."""
 
     mode: Mode
     dispatch_mode: Any
@@ -379,7 +379,7 @@ def register(
         raise ValueError(f"register(reads={reads!r}): a string is not a list of column names. Write ({reads!r},).")
     if execute_mode not in Execute:
         raise ValueError(f"register(execute_mode={execute_mode!r}): use one of {list(Execute)}.")
-    said = Registration(
+    registration = Registration(
         mode=resolve_mode(dispatch_mode, mesh),
         dispatch_mode=dispatch_mode,
         execute_mode=execute_mode,
@@ -391,7 +391,7 @@ def register(
     )
 
     def decorate(method: Callable) -> Callable:
-        setattr(method, MAGIC_ATTR, said)
+        setattr(method, MAGIC_ATTR, registration)
         return method
 
     return decorate

@@ -18,7 +18,7 @@ from verl.single_controller.errors import WorkerError
 from verl.telemetry.black_box import BOX_VARIABLE, black_box, watchdog
 from verl.utils.exit_status import explanation
 
-PLACES = "__places__"
+MESH_POSITIONS = "__mesh_positions__"
 """Name that asks a `WorkerHost` for the meshes a role registered, in place of a method name."""
 
 
@@ -56,31 +56,31 @@ class Worker:
     def get_cuda_visible_devices(self) -> str:
         return os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
 
-    # Meshes: what the dispatcher needs to know to cut a batch ---------------------------------------------------------
+    # Meshes: what the dispatcher needs to split a batch -----------------------------------------------------------
 
     def _register_dispatch_collect_info(self, mesh_name: str, dp_rank: int, is_collect: bool) -> None:
         """Say where this rank stands on a mesh: which part of a batch it works on, and whether it answers for it.
 
         Exactly one rank of each dp rank collects. Call it on every rank, before the first call that uses the mesh.
         """
-        places = self.__dict__.setdefault("_mesh_places", {})
-        if mesh_name in places:
-            raise ValueError(f"mesh {mesh_name!r} is already registered by this worker, as {places[mesh_name]}.")
-        places[mesh_name] = (int(dp_rank), bool(is_collect))
+        positions = self.__dict__.setdefault("_mesh_positions", {})
+        if mesh_name in positions:
+            raise ValueError(f"mesh {mesh_name!r} is already registered by this worker, as {positions[mesh_name]}.")
+        positions[mesh_name] = (int(dp_rank), bool(is_collect))
 
     def _query_dispatch_info(self, mesh_name: str) -> int:
         """The dp rank registered for a mesh."""
-        return self.__dict__.get("_mesh_places", {})[mesh_name][0]
+        return self.__dict__.get("_mesh_positions", {})[mesh_name][0]
 
     def _query_collect_info(self, mesh_name: str) -> bool:
-        """Whether this rank answers for its part of a mesh."""
-        return self.__dict__.get("_mesh_places", {})[mesh_name][1]
+        """True if this rank's output is collected for its part of a mesh."""
+        return self.__dict__.get("_mesh_positions", {})[mesh_name][1]
 
     # Functions sent to the workers ------------------------------------------------------------------------------------
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO_WITH_FUNC)
     def execute_with_func_generator(self, func: Callable, *args, **kwargs):
-        """Run ``func(worker, ...)`` on every rank, DataProtos cut over the ranks."""
+        """Run ``func(worker, ...)`` on every rank, DataProtos split over the ranks."""
         return func(self, *args, **kwargs)
 
     @register(dispatch_mode=Dispatch.ALL_TO_ALL, execute_mode=Execute.RANK_ZERO)
@@ -158,8 +158,8 @@ class WorkerHost:
             WorkerError: whatever the method raised, as text.
         """
         worker = self._workers[role]
-        if method == PLACES:
-            return dict(vars(worker).get("_mesh_places", {}))
+        if method == MESH_POSITIONS:
+            return dict(vars(worker).get("_mesh_positions", {}))
         output = self._guarded(role, method, getattr(worker, method), args, kwargs)
         return output if keep else None
 
@@ -172,9 +172,9 @@ class WorkerHost:
         except BaseException as error:  # also SystemExit and torch's CheckpointException: the driver must hear of it
             lines = traceback.format_exception(type(error), error, _beyond_this_file(error.__traceback__))
             cause = "".join(traceback.format_exception_only(type(error), error)).strip().splitlines()
-            told = explanation(error)
+            explained = explanation(error)
             doing = describe(black_box().facts)
-            raise WorkerError(role, *self._place, method, cause[0], "".join(lines), told, doing) from error
+            raise WorkerError(role, *self._place, method, cause[0], "".join(lines), explained, doing) from error
 
     def _finish(self, coroutine) -> Any:
         """Wait for an async method. One event loop for all of them, so that what they share stays usable."""

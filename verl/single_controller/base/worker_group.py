@@ -31,12 +31,12 @@ from verl.single_controller.base.rows import (
     restore_rows,
     split_rows,
 )
-from verl.single_controller.base.worker import PLACES, FusedWorker
+from verl.single_controller.base.worker import MESH_POSITIONS, FusedWorker
 from verl.single_controller.errors import WorkerGroupError, WorkerGroupStopped
 
 
 class ResourcePool:
-    """How many processes run on each node."""
+    """Number of processes on each node."""
 
     def __init__(
         self, process_on_nodes: Sequence[int] | None = None, max_colocate_count: int = 10, n_gpus_per_node: int = 8
@@ -47,11 +47,11 @@ class ResourcePool:
             raise ValueError(f"process_on_nodes={self._store}: every node needs a number of processes of at least 1.")
         self.max_colocate_count = max_colocate_count
         self.n_gpus_per_node = n_gpus_per_node
-        self.beside = 0
+        self.concurrent = 0
         """Processes of the run's other pools. Their roles work at the same time as those of this pool, so even a single
         process is one of its own and never the driver."""
         self.first_device = 0
-        """Number of the device of each node's first process, where nobody else deals them out."""
+        """Number of the device of each node's first process, where nothing else assigns them."""
 
     def add_node(self, process_count: int) -> None:
         self._store.append(process_count)
@@ -126,7 +126,7 @@ class Request(NamedTuple):
     args: tuple
     kwargs: dict
     keep: bool
-    """Whether the output is sent back."""
+    """True: the output is sent back."""
 
 
 class Hosts(ABC):
@@ -150,7 +150,7 @@ class Hosts(ABC):
             raise WorkerGroupStopped(
                 f"{role}.{method}: the {self.world_size} processes of this group were stopped{why}. Start a new group."
             ) from self.failure
-        return self._ending_on_failure(lambda: self._submit(role, method, requests, exposed))
+        return self._stopping_on_failure(lambda: self._submit(role, method, requests, exposed))
 
     def wait(self, handles: Sequence, timeout: float | None = None) -> list:
         """Outputs of the handles, in order.
@@ -158,7 +158,7 @@ class Hosts(ABC):
         Raises:
             WorkerError, WorkerDied, WorkerTimeout: the first failure, also while other ranks hang.
         """
-        return self._ending_on_failure(lambda: self._wait(handles, timeout))
+        return self._stopping_on_failure(lambda: self._wait(handles, timeout))
 
     def run(self, role: str, method: str, requests: Sequence[Request], timeout: float | None = None) -> list:
         return self.wait(self.submit(role, method, requests), timeout)
@@ -169,7 +169,7 @@ class Hosts(ABC):
             self.stopped = True
             self._stop(at_once=self.failure is not None)
 
-    def _ending_on_failure(self, action: Callable[[], list]) -> list:
+    def _stopping_on_failure(self, action: Callable[[], list]) -> list:
         with self._lock:
             try:
                 return action()
@@ -182,9 +182,11 @@ class Hosts(ABC):
         """Handles in the form handed to users: an object with ``get()`` for each rank."""
         return list(handles)
 
-    def places(self, role: str, timeout: float | None) -> list[dict[str, tuple[int, bool]]]:
+    def positions(self, role: str, timeout: float | None) -> list[dict[str, tuple[int, bool]]]:
         """For every rank the meshes its worker registered: name -> (dp_rank, is_collect)."""
-        return self.run(role, PLACES, [Request(rank, (), {}, keep=True) for rank in range(self.world_size)], timeout)
+        return self.run(
+            role, MESH_POSITIONS, [Request(rank, (), {}, keep=True) for rank in range(self.world_size)], timeout
+        )
 
     @abstractmethod
     def _submit(self, role: str, method: str, requests: Sequence[Request], exposed: bool) -> list: ...
@@ -247,16 +249,16 @@ class WorkerGroup(ABC):
         """Become a view of these roles on running processes."""
         self._hosts, self._roles, self.timeout = hosts, dict(roles), timeout
         self._meshes: dict[str, Mesh] = {}
-        self._places: list[dict] | None = None
+        self._positions: list[dict] | None = None
         self.role = next(iter(roles)) if len(roles) == 1 else None
         for role, classes in roles.items():
-            for name, said in registered_methods(classes.cls).items():
+            for name, registration in registered_methods(classes.cls).items():
                 shown = f"{role}_{name}" if self.role is None else name
                 if hasattr(type(self), shown):
                     raise ValueError(
                         f"{classes.cls.__name__}.{name}: a group has a {name} of its own. Rename the method."
                     )
-                setattr(self, shown, self._bound(role, name, said))
+                setattr(self, shown, self._bound(role, name, registration))
 
     # What a group is --------------------------------------------------------------------------------------------------
 
@@ -348,38 +350,38 @@ class WorkerGroup(ABC):
     # Meshes -----------------------------------------------------------------------------------------------------------
 
     def mesh(self, name: str | None = None) -> Mesh:
-        """Where the ranks stand on a mesh the workers registered; one part per rank if none did, or for None."""
+        """Return the mesh of this name that the workers registered; one part per rank if none did, or for None."""
         if name == ONLY_MESH:
-            known = sorted({mesh for places in self._asked_places() for mesh in places})
+            known = sorted({mesh for positions in self._mesh_positions() for mesh in positions})
             if len(known) > 1:
                 raise ValueError(f"role {self.role} registered the meshes {known}: name one with register(..., mesh=).")
             name = known[0] if known else None
         if name is None:
             return Mesh.over_world(self.world_size)
         if name not in self._meshes:
-            places = [places.get(name) for places in self._asked_places()]
-            if not any(places):
+            positions = [positions.get(name) for positions in self._mesh_positions()]
+            if not any(positions):
                 return Mesh.over_world(self.world_size)
-            self._meshes[name] = Mesh.from_places(name, places)
+            self._meshes[name] = Mesh.from_positions(name, positions)
         return self._meshes[name]
 
-    def _asked_places(self) -> list[dict]:
-        """For every rank the meshes it registered, asked once between two `forget_places`."""
-        if self._places is None:
-            self._places = self._hosts.places(self._only_role("mesh"), self.timeout)
-        return self._places
+    def _mesh_positions(self) -> list[dict]:
+        """Return the meshes that each rank registered, fetched once between two `clear_mesh_positions`."""
+        if self._positions is None:
+            self._positions = self._hosts.positions(self._only_role("mesh"), self.timeout)
+        return self._positions
 
-    def forget_places(self) -> None:
-        """Ask the workers again for a mesh not seen so far: the call just made may have registered it."""
-        self._places = None
+    def clear_mesh_positions(self) -> None:
+        """Fetch mesh positions again at the next use: the call just made may have registered new ones."""
+        self._positions = None
 
     # A registered method ----------------------------------------------------------------------------------------------
 
-    def _bound(self, role: str, name: str, said: Registration) -> Callable:
-        group = self if self.role == role else _RoleOfGroup(self, role)
+    def _bound(self, role: str, name: str, registration: Registration) -> Callable:
+        group = self if self.role == role else _RoleView(self, role)
 
         def call(*args, **kwargs):
-            return invoke(group, name, said, args, kwargs)
+            return invoke(group, name, registration, args, kwargs)
 
         call.__name__, call.__doc__ = name, getattr(self._roles[role].cls, name).__doc__
         return call
@@ -404,7 +406,7 @@ class WorkerGroup(ABC):
         return self._hosts.submit(role, method, requests, exposed)
 
 
-class _RoleOfGroup:
+class _RoleView:
     """One role of a group that holds several, for its ``<role>_<method>`` names."""
 
     def __init__(self, group: WorkerGroup, role: str):
@@ -419,34 +421,34 @@ class _RoleOfGroup:
 def registered_methods(cls: type) -> dict[str, Registration]:
     """Methods of a worker class marked with `register`."""
     found = {name: getattr(getattr(cls, name, None), MAGIC_ATTR, None) for name in dir(cls)}
-    return {name: said for name, said in found.items() if isinstance(said, Registration)}
+    return {name: registration for name, registration in found.items() if isinstance(registration, Registration)}
 
 
-def invoke(group, name: str, said: Registration, args: tuple, kwargs: dict) -> Any:
+def invoke(group, name: str, registration: Registration, args: tuple, kwargs: dict) -> Any:
     """Run a registered method: wait for futures, select columns, pad or split rows, dispatch, run, collect, restore."""
-    mode = said.mode
-    if said.materialize_futures:
+    mode = registration.mode
+    if registration.materialize_futures:
         args, kwargs = _materialized(args, kwargs)
     padding, partition = None, None
-    if said.balanced and mode.parts is not None:
+    if registration.balanced and mode.parts is not None:
         partition = plan_partition(args, kwargs, name, mode.parts(group))
-    args, kwargs = map_batches(lambda data: keep_columns(data, said.reads), args, kwargs)
+    args, kwargs = map_batches(lambda data: keep_columns(data, registration.reads), args, kwargs)
     if partition is not None:
         args, kwargs = split_rows(args, kwargs, partition)
     elif mode.parts is not None:
         args, kwargs, padding = pad_rows(args, kwargs, mode.parts(group))
     args, kwargs = mode.dispatch_fn(group, *args, **kwargs)
-    if said.execute_mode is Execute.RANK_ZERO or _is_rank_zero(said):
-        return _run_rank_zero(group, name, said, args, kwargs)
-    exposed = not said.blocking and mode.parts is None
+    if registration.execute_mode is Execute.RANK_ZERO or _is_rank_zero(registration):
+        return _run_rank_zero(group, name, registration, args, kwargs)
+    exposed = not registration.blocking and mode.parts is None
     handles = group._submit_all(group.role, name, args, kwargs, mode.sources and mode.sources(group), exposed)
     if mode.parts is None:
-        group.forget_places()
+        group.clear_mesh_positions()
 
     def collect(outputs: list) -> Any:
         return restore_rows(drop_padding(mode.collect_fn(group, outputs), padding), partition)
 
-    if said.blocking:
+    if registration.blocking:
         return collect(group._hosts.wait(handles, group.timeout))
     if exposed:
         return mode.collect_fn(group, group._hosts.as_futures(handles))
@@ -454,15 +456,15 @@ def invoke(group, name: str, said: Registration, args: tuple, kwargs: dict) -> A
     return GroupFuture(collect, handles, wait_fn=group.wait)
 
 
-def _is_rank_zero(said: Registration) -> bool:
-    return getattr(said.dispatch_mode, "name", None) == "RANK_ZERO"
+def _is_rank_zero(registration: Registration) -> bool:
+    return getattr(registration.dispatch_mode, "name", None) == "RANK_ZERO"
 
 
-def _run_rank_zero(group, name: str, said: Registration, args: tuple, kwargs: dict) -> Any:
+def _run_rank_zero(group, name: str, registration: Registration, args: tuple, kwargs: dict) -> Any:
     """Run on rank 0: with the arguments as given, or, if the mode spread them, with those of rank 0."""
-    if said.mode.dispatch_fn is not dispatch_all_to_all:
+    if registration.mode.dispatch_fn is not dispatch_all_to_all:
         args, kwargs = tuple(arg[0] for arg in args), {key: value[0] for key, value in kwargs.items()}
-    run = group.execute_rank_zero_sync if said.blocking else group.execute_rank_zero_async
+    run = group.execute_rank_zero_sync if registration.blocking else group.execute_rank_zero_async
     return run(name, *args, **kwargs)
 
 

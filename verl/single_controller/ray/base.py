@@ -1,6 +1,6 @@
 """The controller on Ray: pools are placement groups (`pools.py`), ranks are actors.
 
-Only this folder knows Ray. Every actor is a `WorkerHost`: it starts without torch, takes its place from environment
+Only this folder knows Ray. Every actor is a `WorkerHost`: it starts without torch, takes its rank from environment
 variables, and builds its roles there. Batches go to actors of this node through shared memory, to others through the
 object store.
 """
@@ -44,7 +44,7 @@ from verl.single_controller.channel import (
     SharedMemoryPool,
     WireMessage,
 )
-from verl.single_controller.diagnostics import WorkerDiagnostics, last_words
+from verl.single_controller.diagnostics import WorkerDiagnostics, end_of_stderr
 from verl.single_controller.errors import WorkerDied, WorkerError, WorkerGroupError, WorkerTimeout
 from verl.single_controller.processes import is_readable, open_pidfd, outcome_by_pidfd
 from verl.single_controller.ray.pools import (  # noqa: F401  users import pools from here
@@ -205,7 +205,7 @@ class RayWorkerHost(WorkerHost):
         return os.getpid(), ray.get_runtime_context().get_node_id(), self._address
 
     def can_open(self, wire_message: WireMessage, expected: bytes) -> bool:
-        """Whether this process can read the driver's shared memory: same node, same user, same view of /proc."""
+        """True if this process can read the driver's shared memory: same node, same user, same view of /proc."""
         try:
             return bytes(self._driver.open(wire_message)()) == expected
         except OSError:
@@ -217,7 +217,7 @@ class RayWorkerHost(WorkerHost):
         return self._driver.address(self._driver.memory_pool.pack(output))
 
     def _call_opened(self, role: str, method: str, keep: bool, open_content: Callable[[], tuple]) -> Any:
-        args, kwargs = open_content()  # they die with this frame: the answer then tells that their memory is free
+        args, kwargs = open_content()  # freed with this frame: the answer then reports their memory as released
         return self.call(role, method, keep, *args, **kwargs)
 
     def _device(self, local_rank: str) -> str:
@@ -248,7 +248,7 @@ class _RayCall:
         self._output: list = []
 
     def output(self, answer: Any) -> Any:
-        """What the method returned, from what Ray got as the answer. A message is opened once."""
+        """Return the method's output from Ray's answer. A message is opened once."""
         if self._endpoint is None:
             return answer
         if not self._output:
@@ -272,14 +272,14 @@ class RayHosts(Hosts):
         self._diagnostics = WorkerDiagnostics(self.world_size if owned else 0)
 
     def setup(self, roles: Mapping, pool: ResourcePool, prefix: str, timeout: float) -> None:
-        """Give every actor its place and have it build the roles, within ``timeout`` seconds."""
+        """Send every actor its rank and have it build the roles, within ``timeout`` seconds."""
         begin = time.monotonic()
         role = "+".join(roles)
         self.meet(role, timeout)
         roles_ref = ray.put(dict(roles))
         sizes, locals_ = pool.local_world_size_list(), pool.local_rank_list()
-        places = [self._place(rank, locals_[rank], sizes[rank], prefix) for rank in range(self.world_size)]
-        refs = [actor.setup.remote(place, roles_ref) for actor, place in zip(self.actors, places, strict=True)]
+        rank_envs = [self._rank_env(rank, locals_[rank], sizes[rank], prefix) for rank in range(self.world_size)]
+        refs = [actor.setup.remote(rank_env, roles_ref) for actor, rank_env in zip(self.actors, rank_envs, strict=True)]
         left = max(1.0, timeout - (time.monotonic() - begin))
         self.wait([_RayCall(ref, rank, role, "__init__") for rank, ref in enumerate(refs)], left)
 
@@ -310,17 +310,17 @@ class RayHosts(Hosts):
         """Plain ObjectRefs: `ray.get` takes them."""
         return [handle.ref for handle in handles]
 
-    def _place(self, rank: int, local_rank: int, local_world_size: int, prefix: str) -> dict[str, str]:
-        place = {"RANK": rank, "WORLD_SIZE": self.world_size, "LOCAL_RANK": local_rank, "RAY_LOCAL_RANK": local_rank}
-        place |= {"LOCAL_WORLD_SIZE": local_world_size, "RAY_LOCAL_WORLD_SIZE": local_world_size}
-        place |= {
+    def _rank_env(self, rank: int, local_rank: int, local_world_size: int, prefix: str) -> dict[str, str]:
+        rank_env = {"RANK": rank, "WORLD_SIZE": self.world_size, "LOCAL_RANK": local_rank, "RAY_LOCAL_RANK": local_rank}
+        rank_env |= {"LOCAL_WORLD_SIZE": local_world_size, "RAY_LOCAL_WORLD_SIZE": local_world_size}
+        rank_env |= {
             "MASTER_ADDR": self.master[0],
             "MASTER_PORT": self.master[1],
             "WG_PREFIX": prefix,
             "WG_BACKEND": "ray",
         }
-        place |= self._diagnostics.place(rank) if self._owned else {}
-        return {name: str(value) for name, value in place.items()}
+        rank_env |= self._diagnostics.environment(rank) if self._owned else {}
+        return {name: str(value) for name, value in rank_env.items()}
 
     def _submit(self, role: str, method: str, requests: Sequence[Request], exposed: bool) -> list[_RayCall]:
         stored, messages = _Stored(requests), ArgumentMessages(self._memory_pool, f"{role}.{method}")
@@ -376,9 +376,9 @@ class RayHosts(Hosts):
         call = next((call for call in calls if isinstance(_problem(call), RayActorError)), calls[0])
         pid = self.pids[call.rank] if call.rank >= 0 else None
         how = self._outcome(call.rank)
-        last_words = _last_words(pid) or (str(error) if how == (None, None) else "")
+        stderr_end = _stderr_of_worker(pid) or (str(error) if how == (None, None) else "")
         report = self._diagnostics.report(call.rank) if call.rank in self._watched else ""
-        return WorkerDied(call.role, call.rank, self.world_size, call.method, pid, *how, last_words, report)
+        return WorkerDied(call.role, call.rank, self.world_size, call.method, pid, *how, stderr_end, report)
 
     def _outcome(self, rank: int) -> tuple[int | None, int | None]:
         """(signal, exit code) of a dead rank on this node, known once Ray has collected the process."""
@@ -445,7 +445,7 @@ def _is_done(call: _RayCall) -> bool:
 
 
 def _problem(call: _RayCall) -> Exception | None:
-    """What a call that is done raised."""
+    """Return the exception of a finished call."""
     if not _is_done(call):
         return None
     try:
@@ -455,21 +455,21 @@ def _problem(call: _RayCall) -> Exception | None:
     return None
 
 
-def _last_words(pid: int | None) -> str:
+def _stderr_of_worker(pid: int | None) -> str:
     """The end of what a process of this node wrote to stderr."""
     node = getattr(ray._private.worker, "_global_node", None)  # None in a driver that joined a running cluster
     if node is None or pid is None:
         return ""
     files = sorted(Path(node.get_logs_dir_path()).glob(f"worker-*-{pid}.err"))
     text = files[-1].read_text(errors="replace") if files else ""
-    return last_words("\n".join(line for line in text.splitlines() if not line.startswith(":")))
+    return end_of_stderr("\n".join(line for line in text.splitlines() if not line.startswith(":")))
 
 
 # The controller -------------------------------------------------------------------------------------------------------
 
 
 class RayController:
-    """What a trainer needs of a controller; the local one has the same names."""
+    """The controller on Ray; the local one has the same names."""
 
     name = "ray"
     ResourcePool = RayResourcePool
@@ -511,7 +511,7 @@ class RayController:
         )
 
     def stop(self) -> None:
-        """Write the timeline if one was asked for; end Ray if this controller started it."""
+        """Write the timeline if one was requested; end Ray if this controller started it."""
         if self._timeline and ray.is_initialized():
             ray.timeline(filename=self._timeline)
         if self._started:
@@ -536,7 +536,7 @@ def _unfrozen(value: Any) -> Any:
 
 
 def _object_store_bytes(size_MiB: float | None) -> int:
-    """Size of the object store: as asked for, else 1 GiB, or half of the shared memory if that is less."""
+    """Size of the object store: as requested, else 1 GiB, or half of the shared memory if that is less."""
     if size_MiB:
         return int(size_MiB * 1024**2)
     free = shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else 1 << 31

@@ -67,7 +67,7 @@ class RayResourcePool(ResourcePool):
         return ("NPU" if device_name == "npu" else "GPU") if uses_it else None
 
     def bundle(self, device_name: str | None) -> dict[str, float]:
-        """What one process reserves."""
+        """Resources of one process."""
         accelerator = self.accelerator(device_name)
         return (
             {"CPU": 1.0}
@@ -91,15 +91,15 @@ def _wait_for_placement(pool: RayResourcePool, pgs: Sequence[PlacementGroup], de
     deadline = time.monotonic() + patience
     if all(pg.wait(0.5) for pg in pgs):
         return
-    gc.collect()  # pools nobody holds any more give their seats back
+    gc.collect()  # unreferenced pools return their resources
     if all(pg.wait(max(0.1, deadline - time.monotonic())) for pg in pgs):
         return
     _give_back(pgs)
-    wanted = Counter({name: amount * pool.world_size for name, amount in pool.bundle(device_name).items()})
+    needed = Counter({name: amount * pool.world_size for name, amount in pool.bundle(device_name).items()})
     has, free = ray.cluster_resources(), ray.available_resources()
-    seen = ", ".join(f"{name}: {free.get(name, 0):g} free of {has.get(name, 0):g}" for name in wanted)
+    available = ", ".join(f"{name}: {free.get(name, 0):g} free of {has.get(name, 0):g}" for name in needed)
     raise ValueError(
-        f"resource pool {pool.store} (processes by node) wants {dict(wanted)}, and Ray has {seen}. Ask for fewer "
+        f"resource pool {pool.store} (processes by node) needs {dict(needed)}, and Ray has {available}. Ask for fewer "
         "processes (trainer.n_gpus_per_node, trainer.nnodes), add nodes, or on CPU raise ray_init.num_cpus."
     )
 

@@ -144,7 +144,7 @@ class ResourcePoolManager:
         first_device = 0
         for name, processes in self.resource_pool_spec.items():
             pool = controller.ResourcePool(process_on_nodes=processes, max_colocate_count=1)
-            pool.beside, pool.first_device = self.get_n_gpus() - pool.world_size, first_device
+            pool.concurrent, pool.first_device = self.get_n_gpus() - pool.world_size, first_device
             first_device += max(processes)
             self.resource_pool_dict[name] = pool
 
