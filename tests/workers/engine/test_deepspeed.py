@@ -12,9 +12,9 @@ import torch
 from tests.support.losses import optim_section, ppo_loss, value_loss
 from tests.support.ranks import run_ranks
 from tests.support.tiny_models import make_batch, make_tiny_model
-from verl.config import engine as deepspeed_keys
 from verl.config.engine import DeepSpeedConfig
 from verl.models.loader import LoRASpec, ModelSpec
+from verl.utils import deepspeed_keys
 from verl.workers.engine import MicroBatching, Want, build_engine
 from verl.workers.engine import deepspeed as zero
 from verl.workers.engine.deepspeed_library import deepspeed_settings

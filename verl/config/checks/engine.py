@@ -19,8 +19,8 @@ from verl.config.checks.base import (
     unused,
     validator,
 )
-from verl.config.engine import conflicts
 from verl.config.ppo import PPOConfig
+from verl.utils.deepspeed_keys import conflicts
 from verl.utils.distribution import install_command
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from verl.algorithms.reward_shaping import cut_at_limit
 from verl.batch.ragged import Ragged
 from verl.protocol import DataProto
-from verl.telemetry.memory import Entry
+from verl.telemetry.memory_ledger import Entry
 from verl.telemetry.metric import reduce_metrics
 
 __all__ = [

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from verl.config.engine import conflicts
+from verl.utils.deepspeed_keys import conflicts
 from verl.utils.distribution import install_command
 from verl.utils.offload import read
 
