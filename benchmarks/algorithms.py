@@ -20,8 +20,7 @@ from torch import Tensor
 
 from benchmarks.measure import block_cost, median_cost, peak_extra_mb, report
 from verl.algorithms.advantages import ADV_ESTIMATOR_REGISTRY, get_adv_estimator_fn
-from verl.algorithms.policy_loss import POLICY_LOSS_REGISTRY, compute_policy_loss, get_policy_loss_fn
-from verl.algorithms.value_loss import compute_value_loss
+from verl.algorithms.losses import POLICY_LOSS_REGISTRY, compute_policy_loss, compute_value_loss, get_policy_loss_fn
 from verl.config.actor import ActorConfig
 
 GROUP = 8

@@ -19,7 +19,7 @@ from verl.algorithms.advantages import ADV_ESTIMATOR_REGISTRY
 from verl.algorithms.aggregate import AGG_MODES
 from verl.algorithms.controls import CONTROLS, STEPS
 from verl.algorithms.kl import KL_PENALTIES
-from verl.algorithms.policy_loss import POLICY_LOSS_REGISTRY
+from verl.algorithms.losses import POLICY_LOSS_REGISTRY
 from verl.algorithms.registry import About, Registry
 from verl.config.checks.support import built_names
 

@@ -7,8 +7,15 @@ from torch.testing import assert_close
 from tests.algorithms.batches import normal, ragged_mask
 from tests.algorithms.test_aggregate import MODES, partitions
 from verl.algorithms.aggregate import agg_loss
-from verl.algorithms.losses import PPOLoss, TokenOutputs, ValueLoss, imitation_loss
-from verl.algorithms.policy_loss import POLICY_LOSS_REGISTRY, compute_policy_loss, register_policy_loss
+from verl.algorithms.losses import (
+    POLICY_LOSS_REGISTRY,
+    PPOLoss,
+    TokenOutputs,
+    ValueLoss,
+    compute_policy_loss,
+    imitation_loss,
+    register_policy_loss,
+)
 
 WIDTH = 7
 

@@ -7,7 +7,7 @@ import torch
 from torch.testing import assert_close
 
 from verl.algorithms import valid_tokens as valid_tokens_module
-from verl.algorithms.policy_loss import (
+from verl.algorithms.losses import (
     POLICY_LOSS_REGISTRY,
     compute_policy_loss,
     compute_policy_loss_vanilla,

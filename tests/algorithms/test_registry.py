@@ -35,7 +35,7 @@ def test_a_registry_has_the_methods_of_a_dict(registry):
 
 
 def test_a_users_function_takes_over_a_name_that_verl_has_come_to_use(monkeypatch, caplog):
-    from verl.algorithms.policy_loss import POLICY_LOSS_REGISTRY, get_policy_loss_fn, register_policy_loss
+    from verl.algorithms.losses import POLICY_LOSS_REGISTRY, get_policy_loss_fn, register_policy_loss
 
     monkeypatch.setattr(POLICY_LOSS_REGISTRY, "_entries", dict(POLICY_LOSS_REGISTRY._entries))
     monkeypatch.setattr(POLICY_LOSS_REGISTRY, "_about", dict(POLICY_LOSS_REGISTRY._about))

@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from verl.algorithms.response_weights import response_weights
+from verl.algorithms.losses import response_weights
 
 LENGTHS, DIFFICULTY = torch.tensor([2, 4, 3, 0]), torch.tensor([-7.0, 1.0, 0.5, 9.0])
 

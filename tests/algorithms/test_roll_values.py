@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from verl.algorithms.advantages import compute_reinforce_advantage
-from verl.algorithms.policy_loss import compute_policy_loss, get_policy_loss_fn
+from verl.algorithms.losses import compute_policy_loss, get_policy_loss_fn
 from verl.algorithms.reward_shaping import centre_and_spread, merge_moments
 from verl.config.actor import ActorConfig
 

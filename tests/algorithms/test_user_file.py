@@ -7,8 +7,7 @@ import torch
 
 from tests.algorithms.test_losses import actor
 from verl.algorithms.advantages import ADV_ESTIMATOR_REGISTRY, get_adv_estimator_fn
-from verl.algorithms.losses import PPOLoss, TokenOutputs
-from verl.algorithms.policy_loss import POLICY_LOSS_REGISTRY, get_policy_loss_fn
+from verl.algorithms.losses import POLICY_LOSS_REGISTRY, PPOLoss, TokenOutputs, get_policy_loss_fn
 
 MINE = """
 import torch

@@ -4,7 +4,7 @@ from torch.testing import assert_close
 
 from tests.algorithms.batches import normal, ragged_mask
 from verl.algorithms import valid_tokens as valid_tokens_module
-from verl.algorithms.value_loss import compute_value_loss
+from verl.algorithms.losses import compute_value_loss
 
 PREDICTED = torch.tensor([[0.9, 1.5, 0.0, 3.0], [1.0, 9.0, 9.0, 9.0]])
 OLD = torch.tensor([[0.4, 0.5, 0.6, 0.0], [1.0, 9.0, 9.0, 9.0]])

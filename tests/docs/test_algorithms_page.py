@@ -12,7 +12,7 @@ from verl.algorithms.aggregate import AGG_MODES
 from verl.algorithms.controls import CONTROLS, STEPS
 from verl.algorithms.correction import LEVELS
 from verl.algorithms.kl import KL_PENALTIES
-from verl.algorithms.policy_loss import POLICY_LOSS_REGISTRY
+from verl.algorithms.losses import POLICY_LOSS_REGISTRY
 from verl.algorithms.resample import RESAMPLE_METHODS
 from verl.config.actor import LossAggMode
 from verl.config.algorithm import AlgorithmConfig, KLKind

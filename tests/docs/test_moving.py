@@ -19,8 +19,7 @@ from verl.algorithms.advantages import (
 from verl.algorithms.aggregate import agg_loss
 from verl.algorithms.correction import importance_weights
 from verl.algorithms.kl import kl_penalty
-from verl.algorithms.losses import PPOLoss, TokenOutputs
-from verl.algorithms.policy_loss import compute_policy_loss, get_policy_loss_fn
+from verl.algorithms.losses import PPOLoss, TokenOutputs, compute_policy_loss, get_policy_loss_fn
 from verl.algorithms.reward_shaping import centre_and_spread
 from verl.config.actor import ActorConfig
 from verl.config.base import get_path

@@ -9,8 +9,8 @@ import torch
 from tests.config.helpers import loaded_with
 from tests.trainer.test_experience import batch_of
 from verl.algorithms.advantages import NonFiniteError
+from verl.algorithms.losses import compute_value_loss
 from verl.algorithms.reward_shaping import centre_and_spread, clip_scores, right_or_short
-from verl.algorithms.value_loss import compute_value_loss
 from verl.config.algorithm import AlgorithmConfig
 from verl.trainer.buffer.group_filter import chosen_groups
 from verl.trainer.ppo.experience import Shaping, attach_reward

@@ -100,7 +100,7 @@ def test_a_bypass_measures_the_distance_to_the_sampler_in_the_loss(job):
 
 def test_functions_that_cannot_do_it_are_refused_at_the_start(job):
     from verl.algorithms.advantages import register_adv_est
-    from verl.algorithms.policy_loss import register_policy_loss
+    from verl.algorithms.losses import register_policy_loss
 
     @register_policy_loss("test_takes_no_weights")
     def loss(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config):

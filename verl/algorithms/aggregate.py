@@ -141,3 +141,38 @@ def agg_weight(loss_mask: Tensor, loss_agg_mode: str) -> Tensor:
     the sum of the parts' weights, or 1 for ``seq-mean-token-sum-norm`` and ``token-sum``, whose parts simply add up.
     """
     return AGG_MODES[loss_agg_mode].weight(loss_mask.sum(-1))
+
+
+class Aggregation:
+    """A ``loss_agg_mode`` made into a mean with a weight, for micro-batches of any width."""
+
+    def __init__(self, loss_agg_mode: str, response_length: int | None, loss_scale_factor: int | None = None):
+        self.mode = loss_agg_mode
+        self.has_constant_divisor = AGG_MODES[loss_agg_mode].divides_by_width
+        self.is_sum = loss_agg_mode == "token-sum"
+        self.mode_of_mean = "token-mean" if self.is_sum else self.mode
+        self.divisor = loss_scale_factor or response_length
+        if self.has_constant_divisor and not self.divisor:
+            raise ValueError(
+                f"loss_agg_mode={loss_agg_mode} divides by the response length, and response_length="
+                f"{response_length} was given: micro-batches are trimmed, so their width will not do. "
+                f"Pass response_length (data.max_response_length), or choose another mode."
+            )
+
+    def weight(self, mask: Tensor) -> Tensor:
+        """Tokens or responses; responses too where parts are divided by a constant, to make a mean of that sum."""
+        return agg_weight(mask, "seq-mean-token-sum" if self.has_constant_divisor else self.mode_of_mean)
+
+    def mean(self, loss: Tensor, mask: Tensor) -> Tensor:
+        """Turn what ``agg_loss`` gave in ``mode_of_mean`` into the mean that ``weight`` belongs to.
+
+        Only ``seq-mean-token-sum-norm`` changes: from a sum over this micro-batch's width to a mean over responses of
+        the token sum over the configured divisor, as Dr. GRPO has it.
+        """
+        if not self.has_constant_divisor:
+            return loss
+        return loss * (mask.shape[-1] / self.divisor) / self.weight(mask).clamp(min=1)
+
+    def scale(self, total: float) -> float:
+        """What makes the mean over a mini-batch of weight ``total`` the loss: ``total`` itself for a sum."""
+        return total if self.is_sum else 1.0

@@ -149,7 +149,7 @@ NAMES: tuple[Names, ...] = (
             "bypass_mode",
         ),  # fmt: skip
         planned=(),
-        registry=("verl.algorithms.policy_loss", "POLICY_LOSS_REGISTRY"),
+        registry=("verl.algorithms.losses", "POLICY_LOSS_REGISTRY"),
         may_be_in_file=True,
     ),
     Names(

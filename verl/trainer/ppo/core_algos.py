@@ -38,31 +38,29 @@ from verl.algorithms.kl import (
     kl_penalty,
 )
 from verl.algorithms.kl import kl_penalty as _kl_penalty
-from verl.algorithms.policy_cov import compute_policy_loss_clip_cov, compute_policy_loss_kl_cov
-from verl.algorithms.policy_loss import (
+from verl.algorithms.losses import (
     POLICY_LOSS_REGISTRY,
     PolicyLossFn,
     compute_policy_loss,
     compute_policy_loss_bypass_mode,
-    compute_policy_loss_reinforce,
-    compute_policy_loss_vanilla,
-    get_policy_loss_fn,
-    register_policy_loss,
-)
-from verl.algorithms.policy_ratio import (
     compute_policy_loss_cispo,
+    compute_policy_loss_clip_cov,
     compute_policy_loss_dppo_kl,
     compute_policy_loss_dppo_tv,
-    compute_policy_loss_geo_mean,
-    compute_policy_loss_gspo,
-    compute_policy_loss_sapo,
-)
-from verl.algorithms.policy_reinforce import (
     compute_policy_loss_dro,
+    compute_policy_loss_geo_mean,
     compute_policy_loss_gpg,
+    compute_policy_loss_gspo,
     compute_policy_loss_kimi15,
+    compute_policy_loss_kl_cov,
+    compute_policy_loss_reinforce,
+    compute_policy_loss_sapo,
     compute_policy_loss_tis,
     compute_policy_loss_topr,
+    compute_policy_loss_vanilla,
+    compute_value_loss,
+    get_policy_loss_fn,
+    register_policy_loss,
 )
 from verl.algorithms.resample import resample_probabilities
 from verl.algorithms.reward_shaping import (
@@ -75,7 +73,6 @@ from verl.algorithms.reward_shaping import (
     whiten_tokens,
     within_difficulty,
 )
-from verl.algorithms.value_loss import compute_value_loss
 from verl.utils.torch_functional import entropy_from_logits
 
 __all__ = [

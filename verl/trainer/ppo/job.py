@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from verl.algorithms.advantages import get_adv_estimator_fn
-from verl.algorithms.policy_loss import get_policy_loss_fn
+from verl.algorithms.losses import get_policy_loss_fn
 from verl.config.base import ConfigError
 from verl.config.batch import counted, optimizer_steps
 from verl.models.scalar_head import stored_shapes, stores_head

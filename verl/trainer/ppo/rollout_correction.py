@@ -16,8 +16,8 @@ import torch
 
 from verl.algorithms.advantages import get_adv_estimator_fn
 from verl.algorithms.correction import importance_weights, kept_tokens
+from verl.algorithms.losses import get_policy_loss_fn
 from verl.algorithms.mismatch import mismatch_metrics
-from verl.algorithms.policy_loss import get_policy_loss_fn
 from verl.protocol import DataProto
 from verl.trainer.ppo.experience import move_to_sampled_tokens, put_response_column, response_column
 from verl.utils.torch_dtypes import PrecisionType

@@ -1,7 +1,7 @@
-"""What a training engine is given: from a forward pass's outputs to the mean loss of a micro-batch, and its weight.
+"""The actor's loss as a training engine calls it: from a forward pass's outputs to the mean loss of a micro-batch.
 
 An engine calls ``loss(outputs, micro)``, multiplies by ``weight(micro) / sum of weights`` over the micro-batches of all
-ranks, and adds up: the result, and so the gradient, does not depend on how the mini-batch was cut. The metrics of
+ranks, and adds up: the result, and so the gradient, does not depend on how the mini-batch was split. The metrics of
 ``averaged_as_loss`` are means of the same kind, all others (clip fractions, ``ppo_kl``, a user's own) means over
 tokens. Knows columns and config sections; knows no model and no engine.
 """
@@ -15,62 +15,29 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from verl.algorithms.aggregate import AGG_MODES, agg_loss, agg_weight
+from verl.algorithms.aggregate import Aggregation, agg_loss
 from verl.algorithms.controls import CONTROLS
 from verl.algorithms.kl import KL_PENALTIES
-from verl.algorithms.objective import LOSS_ARGUMENTS, loss_arguments_of
-from verl.algorithms.policy_cov import TOKEN_CHOICES
-from verl.algorithms.policy_loss import get_policy_loss_fn, loss_and_metrics
+from verl.algorithms.losses.common import (
+    LOSS_ARGUMENTS,
+    TOKEN_CHOICES,
+    get_policy_loss_fn,
+    loss_and_metrics,
+    loss_arguments_of,
+)
 from verl.algorithms.registry import About
-from verl.algorithms.response_weights import response_weights
-from verl.algorithms.value_loss import compute_value_loss
 
 Metrics = dict[str, "Tensor | float"]
 
 
 class TokenOutputs(NamedTuple):
-    """What a forward pass says about each response token: (b, r) each, zero where masked; None if not asked for."""
+    """Outputs of a forward pass for each response token: (b, r) each, zero where masked; None if not requested."""
 
     log_probs: Tensor | None = None
     entropy: Tensor | None = None
     values: Tensor | None = None
     full_kl: Tensor | None = None
     """KL(policy || reference) over the vocabulary."""
-
-
-class _Aggregation:
-    """A ``loss_agg_mode`` made into a mean with a weight, for micro-batches of any width."""
-
-    def __init__(self, loss_agg_mode: str, response_length: int | None, loss_scale_factor: int | None = None):
-        self.mode = loss_agg_mode
-        self.has_constant_divisor = AGG_MODES[loss_agg_mode].divides_by_width
-        self.is_sum = loss_agg_mode == "token-sum"
-        self.mode_of_mean = "token-mean" if self.is_sum else self.mode
-        self.divisor = loss_scale_factor or response_length
-        if self.has_constant_divisor and not self.divisor:
-            raise ValueError(
-                f"loss_agg_mode={loss_agg_mode} divides by the response length, and response_length="
-                f"{response_length} was given: micro-batches are trimmed, so their width will not do. "
-                f"Pass response_length (data.max_response_length), or choose another mode."
-            )
-
-    def weight(self, mask: Tensor) -> Tensor:
-        """Tokens or responses; responses too where parts are divided by a constant, to make a mean of that sum."""
-        return agg_weight(mask, "seq-mean-token-sum" if self.has_constant_divisor else self.mode_of_mean)
-
-    def mean(self, loss: Tensor, mask: Tensor) -> Tensor:
-        """Turn what ``agg_loss`` gave in ``mode_of_mean`` into the mean that ``weight`` belongs to.
-
-        Only ``seq-mean-token-sum-norm`` changes: from a sum over this micro-batch's width to a mean over responses of
-        the token sum over the configured divisor, as Dr. GRPO has it.
-        """
-        if not self.has_constant_divisor:
-            return loss
-        return loss * (mask.shape[-1] / self.divisor) / self.weight(mask).clamp(min=1)
-
-    def scale(self, total: float) -> float:
-        """What makes the mean over a mini-batch of weight ``total`` the loss: ``total`` itself for a sum."""
-        return total if self.is_sum else 1.0
 
 
 class PPOLoss:
@@ -102,7 +69,7 @@ class PPOLoss:
 
     def __init__(self, config: Any, response_length: int | None = None):
         self.config = config
-        self.aggregation = _Aggregation(
+        self.aggregation = Aggregation(
             config.loss_agg_mode, response_length, getattr(config, "loss_scale_factor", None)
         )
         self.policy_loss = get_policy_loss_fn(config.policy_loss.loss_mode)
@@ -228,8 +195,58 @@ def imitation_loss(log_prob: Tensor, token_level_scores: Tensor, response_mask: 
     return torch.where(is_own & (scores > 0), -log_prob, 0)
 
 
+@CONTROLS.register(
+    "actor.length_loss_weight",
+    about=About(
+        "w_i = 3/2 - (T_i - T_min) / (T_max - T_min), over the mean of w",
+        "shorter responses",
+        "[ROLL](https://github.com/alibaba/ROLL)",
+        "test_response_weights.py::test_weights_by_hand",
+        options="actor.length_loss_weight",
+    ),
+)
+@CONTROLS.register(
+    "actor.difficulty_loss_weight",
+    about=About(
+        "w_i = 1/2 + 3/2 clip(d_i, 0, 1), over the mean of w",
+        "data with a difficulty a row: the hard ones count more",
+        "[ROLL](https://github.com/alibaba/ROLL)",
+        "test_response_weights.py::test_weights_by_hand",
+        options="actor.difficulty_loss_weight",
+    ),
+)
+def response_weights(lengths: Tensor, difficulty: Tensor | None = None, by_length: bool = False) -> Tensor:
+    """Weigh hard prompts and short responses up, the mean over a mini-batch staying 1:
+
+        w_i = (1/2 + 3/2 clip(d_i, 0, 1)) (3/2 - (T_i - T_min) / (T_max - T_min)),      divided by the mean of w
+
+    The first factor needs ``difficulty``, the second ``by_length``; it is the same for all where lengths are equal.
+    A response without a token is none: it is in no minimum, maximum or mean, and weighs 0.
+
+    Args:
+        lengths: (B,) tokens of each response of the whole mini-batch.
+        difficulty: (B,) float; 0 is easy, 1 is hard.
+
+    Returns:
+        (B,) float32.
+
+    Source: ``difficulty_loss_weight`` and ``length_loss_weight`` of ROLL, which compares within a micro-batch.
+    """
+    is_response = lengths > 0
+    weights = is_response.float()
+    if not is_response.any():
+        return weights
+    if difficulty is not None:
+        weights = weights * (0.5 + 1.5 * difficulty.float().clamp(0, 1))
+    if by_length:
+        own = lengths[is_response].float()
+        span = (own.max() - own.min()).clamp(min=1)
+        weights = weights * (1.5 - (lengths.float() - own.min()) / span)
+    return torch.where(is_response, weights / weights[is_response].mean(), 0)
+
+
 def nonfinite_columns(data: Any, columns: Sequence[str]) -> str:
-    """Which of the columns of a mini-batch spoiled its loss, in words: those with NaN or infinity on a real token.
+    """Describe which columns of a mini-batch spoiled its loss: those with NaN or infinity on a valid token.
 
     Args:
         data: has ``column(name)``, (B, R) or (B,), with ``response_mask`` among them.
@@ -243,46 +260,3 @@ def nonfinite_columns(data: Any, columns: Sequence[str]) -> str:
     if found:
         return f"NaN or infinite: {', '.join(found)}"
     return "all columns are finite: what the model computes is not, or its gradient overflows"
-
-
-class ValueLoss:
-    """The critic's loss: clipped squared error to the returns.
-
-    Args:
-        config: the ``critic`` section.
-        response_length: tokens; needed for ``seq-mean-token-sum-norm`` only.
-    """
-
-    want_entropy = False
-    columns = ("values", "returns", "response_mask")
-    averaged_as_loss = frozenset({"critic/vf_loss"})
-
-    def __init__(self, config: Any, response_length: int | None = None):
-        self.config = config
-        self.aggregation = _Aggregation(config.loss_agg_mode, response_length)
-
-    def weight(self, micro: Mapping[str, Tensor]) -> Tensor:
-        """How much this micro-batch's mean counts, as a scalar."""
-        return self.aggregation.weight(micro["response_mask"])
-
-    def scale(self, total: float) -> float:
-        """Factor from the mean over a mini-batch to its loss: its tokens ``total`` with ``token-sum``, else 1."""
-        return self.aggregation.scale(total)
-
-    def __call__(self, out: TokenOutputs, micro: Mapping[str, Tensor]) -> tuple[Tensor, Metrics]:
-        """The mean loss of a micro-batch and its metrics; ``out.values`` and each of ``columns`` are (b, r)."""
-        mask = micro["response_mask"]
-        loss, clipfrac = compute_value_loss(
-            out.values,
-            micro["returns"],
-            micro["values"],
-            mask,
-            self.config.cliprange_value,
-            self.aggregation.mode_of_mean,
-        )
-        loss = self.aggregation.mean(loss, mask)
-        return loss, {
-            "critic/vf_loss": loss.detach(),
-            "critic/vf_clipfrac": clipfrac,
-            "critic/vpred_mean": agg_loss(out.values.detach(), mask, "token-mean"),
-        }

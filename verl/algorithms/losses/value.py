@@ -1,11 +1,15 @@
-"""What the critic minimises."""
+"""The critic's loss: clipped squared error to the returns."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from verl.algorithms.aggregate import agg_rows
+from verl.algorithms.aggregate import Aggregation, agg_loss, agg_rows
+from verl.algorithms.losses.actor import Metrics, TokenOutputs
 from verl.algorithms.valid_tokens import valid_tokens
 
 
@@ -48,3 +52,46 @@ def compute_value_loss(
     losses = losses + slope * (v - v.detach())
     loss = agg_rows(tokens.row_sum(losses), tokens.lengths, loss_agg_mode, response_mask.shape[-1])
     return loss, tokens.mean(is_clipped)
+
+
+class ValueLoss:
+    """The critic's loss: clipped squared error to the returns.
+
+    Args:
+        config: the ``critic`` section.
+        response_length: tokens; needed for ``seq-mean-token-sum-norm`` only.
+    """
+
+    want_entropy = False
+    columns = ("values", "returns", "response_mask")
+    averaged_as_loss = frozenset({"critic/vf_loss"})
+
+    def __init__(self, config: Any, response_length: int | None = None):
+        self.config = config
+        self.aggregation = Aggregation(config.loss_agg_mode, response_length)
+
+    def weight(self, micro: Mapping[str, Tensor]) -> Tensor:
+        """How much this micro-batch's mean counts, as a scalar."""
+        return self.aggregation.weight(micro["response_mask"])
+
+    def scale(self, total: float) -> float:
+        """Factor from the mean over a mini-batch to its loss: its tokens ``total`` with ``token-sum``, else 1."""
+        return self.aggregation.scale(total)
+
+    def __call__(self, out: TokenOutputs, micro: Mapping[str, Tensor]) -> tuple[Tensor, Metrics]:
+        """The mean loss of a micro-batch and its metrics; ``out.values`` and each of ``columns`` are (b, r)."""
+        mask = micro["response_mask"]
+        loss, clipfrac = compute_value_loss(
+            out.values,
+            micro["returns"],
+            micro["values"],
+            mask,
+            self.config.cliprange_value,
+            self.aggregation.mode_of_mean,
+        )
+        loss = self.aggregation.mean(loss, mask)
+        return loss, {
+            "critic/vf_loss": loss.detach(),
+            "critic/vf_clipfrac": clipfrac,
+            "critic/vpred_mean": agg_loss(out.values.detach(), mask, "token-mean"),
+        }

@@ -1,0 +1,30 @@
+"""CISPO: a clipped importance weight, held constant, so that every token keeps its gradient."""
+
+from __future__ import annotations
+
+from verl.algorithms.losses.common import LossInputs, TokenLoss, builtin_policy_loss
+from verl.algorithms.registry import About
+
+
+@builtin_policy_loss(
+    "cispo",
+    about=About(
+        "-sg[clip(w, 1 - low, 1 + high)] A log pi",
+        "rare tokens must go on teaching; `clip_ratio_low=1`: no lower bound, as published",
+        "arXiv:2506.13585",
+        "test_policy_losses.py::test_loss_by_hand_in_a_batch_and_alone",
+        options="actor.{clip_ratio,clip_ratio_low,clip_ratio_high}",
+    ),
+)
+def compute_policy_loss_cispo(x: LossInputs) -> TokenLoss:
+    """Cap the importance weight, but let every token teach: PPO's clip silences rare tokens that matter.
+
+        l_t = -sg[clip(w, 1 - clip_low, 1 + clip_high)] A log pi
+
+    The paper bounds only above: ``clip_ratio_low=1`` does that.
+
+    Source: MiniMax-M1, 2025, equations 4 and 5 (arXiv:2506.13585).
+    """
+    low, high = x.clip_range
+    weight = x.ratio.clamp(1 - low, 1 + high)
+    return TokenLoss(-weight * x.advantages * x.log_prob, x.ratio > 1 + high, x.ratio < 1 - low)
