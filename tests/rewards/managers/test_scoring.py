@@ -226,7 +226,7 @@ def test_default_manager_is_naive():
 @pytest.mark.parametrize(
     ("words", "unasked"),
     [
-        ({"custom_reward_function.path": "mine.py"}, "custom_reward_function.path=mine.py is not asked in training"),
+        ({"custom_reward_function.path": "mine.py"}, "custom_reward_function.path=mine.py is not called in training"),
         ({"reward_model.enable": True}, "reward_model.enable=true"),
         ({}, None),
     ],
@@ -240,11 +240,11 @@ def test_rewards_of_agent_loops_are_said_once_to_keep_a_function_or_model_from_b
         reward_fn=NaiveRewardManager(None, 0),
         global_steps=1,
         say=said.append,
-        has_said_whose_rewards=False,
+        has_warned_unused_reward=False,
     )
     for _ in range(2):
-        RayPPOTrainer.say_whose_rewards(trainer, batch)
+        RayPPOTrainer.warn_unused_reward(trainer, batch)
     assert len(said) == (unasked is not None) and (not said or unasked in said[0])
-    trainer.has_said_whose_rewards = False
-    RayPPOTrainer.say_whose_rewards(trainer, DataProto.from_dict(tensors={"responses": torch.zeros(1, 1)}))
-    assert not trainer.has_said_whose_rewards
+    trainer.has_warned_unused_reward = False
+    RayPPOTrainer.warn_unused_reward(trainer, DataProto.from_dict(tensors={"responses": torch.zeros(1, 1)}))
+    assert not trainer.has_warned_unused_reward

@@ -1,8 +1,7 @@
-"""RayPPOTrainer: the algorithm, one stage after the other, driven from a single process.
+"""RayPPOTrainer: the training loop of PPO and its relatives, driven from a single process.
 
-The driver holds prompts, rewards and advantages; models live in worker groups and are called by their verbs. Every
-stage is a method, and the place to override; another estimator needs only a registered function. The name is
-historical: the same loop runs on the local controller.
+The driver holds prompts, rewards and advantages; models live in worker groups. Every stage is a method to override;
+another estimator needs only a registered function. The same loop runs on Ray and on the local controller.
 """
 
 from __future__ import annotations
@@ -111,13 +110,13 @@ class RayPPOTrainer(RecipeNames):
         resource_pool_manager: role -> pool of devices.
         ray_worker_group_cls: a worker-group class; it decides the controller. None: that of ``trainer.controller``.
         reward_fn, val_reward_fn: reward managers for training and validation.
-        train_dataset, val_dataset, collate_fn, train_sampler: where prompts come from. None: what ``data`` says;
+        train_dataset, val_dataset, collate_fn, train_sampler: sources of prompts. None: as ``data`` says;
             without ``data.val_files`` nothing is validated.
         device_name: overrides ``trainer.device``.
     """
 
     options: Any = None
-    """``config`` as typed sections: what verl itself reads. A script may change ``config`` before `init_workers`."""
+    """``config`` as typed sections, which verl itself reads. A script may change ``config`` before `init_workers`."""
 
     generates_ahead = False
     """Whether the stages of this class may run while the next batch is generated: ``rollout.async_ratio``."""
@@ -180,10 +179,10 @@ class RayPPOTrainer(RecipeNames):
         self.nonfinite_guard = NonFiniteGuard(config.trainer.nonfinite_tolerance)
         self.learning_monitor = LearningSignalMonitor(config)
         self.token_entropy: float | None = None
-        self.has_said_whose_rewards = False
+        self.has_warned_unused_reward = False
         self.memory_report = MemoryReport(self.say)
         self.global_steps = 0
-        self.has_seen_one_turn_each = False
+        self.has_warned_single_turns = False
         self.validations: list[tuple[int, dict[str, float]]] = []
         self.metrics: dict[str, float] = {}
         self.timing: dict[str, float] = {}
@@ -259,12 +258,12 @@ class RayPPOTrainer(RecipeNames):
         return batch
 
     def divide_batch(self, batch: DataProto) -> None:
-        """Say how the rows make optimizer steps and ranks' shares, and how many tokens they have."""
+        """Add the partition plan and the number of tokens of each row to the batch's metadata."""
         self.balance_batch(batch, self.metrics)
         batch.meta_info["global_token_num"] = batch.ragged("attention_mask").layout.lengths.tolist()
 
     def choose_groups(self, batch: DataProto) -> DataProto:
-        """With ``algorithm.filter_groups``, ``data.train_batch_size`` groups whose rewards differ; draws what lacks."""
+        """With ``algorithm.filter_groups``, sample until ``data.train_batch_size`` groups differ in reward."""
         group_filter = self.buffer.group_filter
         if group_filter is None:
             return batch
@@ -276,7 +275,7 @@ class RayPPOTrainer(RecipeNames):
         return batch
 
     def balance_batch(self, batch: DataProto, metrics: dict, logging_prefix: str = "global_seqlen") -> None:
-        """Say which rows make each optimizer step, and have each divided evenly among ranks; the rows stay in order."""
+        """Plan which rows make each optimizer step, and their partition among ranks; the rows stay in order."""
         plan = batch.meta_info[PARTITION_PLAN] = partition_plan(self.options, self.row_cost, self.global_steps)
         if self.config.trainer.balance_batch:
             ranks = len(self.actor_wg.mesh("actor").sources)
@@ -289,49 +288,51 @@ class RayPPOTrainer(RecipeNames):
         for it.
         """
         with self.timed("reward"):
-            self.say_whose_rewards(batch)
+            self.warn_unused_reward(batch)
             if self.use_rm:
                 batch = self.judged(batch)
                 self.metrics.update(judge_metrics(batch))
             if self.config.reward_model.launch_reward_fn_async and self.buffer.group_filter is None:
-                seen = batch.select(deepcopy=False)  # later stages add columns meanwhile
-                self.pending_reward = BackgroundCall(lambda: compute_reward(seen, self.reward_fn))
+                snapshot = batch.select(deepcopy=False)  # later stages add columns meanwhile
+                self.pending_reward = BackgroundCall(lambda: compute_reward(snapshot, self.reward_fn))
                 return batch
             return self.rewarded(batch, *compute_reward(batch, self.reward_fn))
 
-    def say_whose_rewards(self, batch: DataProto) -> None:
-        """Say once if agent loops bring rewards, and a reward model or function of the user's is then not asked."""
-        if self.has_said_whose_rewards or "rm_scores" not in batch.keys():
+    def warn_unused_reward(self, batch: DataProto) -> None:
+        """Warn once if agent loops return rewards, so that the user's reward model or function is not called."""
+        if self.has_warned_unused_reward or "rm_scores" not in batch.keys():
             return
-        self.has_said_whose_rewards = True
+        self.has_warned_unused_reward = True
         path, model = self.config.custom_reward_function.path, self.config.reward_model
-        unasked = [f"custom_reward_function.path={path}"] * (path is not None and not self.use_rm)
-        unasked += [f"reward_model.enable=true ({model.model.path})"] * self.use_rm
-        if unasked and isinstance(self.reward_fn, RuleRewardManager):
+        unused = [f"custom_reward_function.path={path}"] * (path is not None and not self.use_rm)
+        unused += [f"reward_model.enable=true ({model.model.path})"] * self.use_rm
+        if unused and isinstance(self.reward_fn, RuleRewardManager):
             self.say(
-                f"step {self.global_steps}: the agent loops bring rewards (AgentLoopOutput.reward_score), so "
-                f"{unasked[0]} is not asked in training. Take one of them out"
+                f"step {self.global_steps}: the agent loops return rewards (AgentLoopOutput.reward_score), so "
+                f"{unused[0]} is not called in training. Take one of them out"
             )
 
     def rewarded(self, batch: DataProto, scores: torch.Tensor, extra: dict[str, list]) -> DataProto:
-        """The batch with what the reward manager made of it."""
+        """Return the batch with the reward manager's scores and extra columns."""
         for name, count in error_counts(extra).items():
             self.metrics[name] = self.metrics.get(name, 0) + count
         return attach_reward(batch, scores, extra)
 
     def judged(self, batch: DataProto) -> DataProto:
-        """The batch with the reward model's ``rm_scores``, unless an agent loop brought its own."""
+        """Return the batch with the reward model's ``rm_scores``, unless agent loops returned rewards."""
         if "rm_scores" in batch.keys():
             return batch
         check_texts(batch)
         return batch.union(self.rm_wg.compute_rm_score(batch))
 
     def evaluate(self, batch: DataProto) -> DataProto:
-        """Log-probabilities under the policy that sampled and under the reference, and the critic's values.
+        """Add log-probabilities under the policy that sampled and under the reference, and the critic's values.
 
         With ``algorithm.rollout_correction.rollout_is`` also ``rollout_is_weights`` (B, R), factors of the policy loss.
         """
-        if "multi_modal_inputs" in batch.non_tensor_batch:  # what the models read; the images themselves stay here
+        if (
+            "multi_modal_inputs" in batch.non_tensor_batch
+        ):  # which the models read; the images themselves stay on the driver
             batch.non_tensor_batch.pop("multi_modal_data", None)
         if self.correction.bypass_mode:
             bypass_old_log_probs(batch)
@@ -348,7 +349,7 @@ class RayPPOTrainer(RecipeNames):
         return batch
 
     def with_log_probs(self, batch: DataProto, scored: DataProto) -> DataProto:
-        """Add ``old_log_probs`` (B, R) as the actor has ``scored`` them, and note entropy and mismatch."""
+        """Add ``old_log_probs`` (B, R) as the actor has ``scored`` them, and record entropy and mismatch."""
         entropys, mask = response_column(scored, "entropys"), response_column(batch, "response_mask")
         shared = self.config.actor_rollout_ref
         entropy = agg_loss(entropys, mask, shared.actor.loss_agg_mode, shared.rollout.response_length)
@@ -364,7 +365,7 @@ class RayPPOTrainer(RecipeNames):
         return batch
 
     def estimate_advantages(self, batch: DataProto) -> DataProto:
-        """From scores to ``token_level_rewards``, ``advantages`` and ``returns``, each (B, R).
+        """Add ``token_level_rewards``, ``advantages`` and ``returns``, each (B, R).
 
         The order: scores are shaped, KL is charged, responses are masked, advantages are estimated and shaped.
         """
@@ -395,11 +396,11 @@ class RayPPOTrainer(RecipeNames):
         return batch
 
     def note_turns(self, metrics: dict[str, float]) -> None:
-        """Log how much ``gigpo`` had to compare; say once if agents came in and took no second turn."""
+        """Record metrics of ``gigpo``; warn once if no agent took a second turn."""
         self.metrics.update(metrics)
         one_each = metrics["gigpo/turns_per_response"] <= 1
-        if one_each and self.config.actor_rollout_ref.rollout.mode == "async" and not self.has_seen_one_turn_each:
-            self.has_seen_one_turn_each = True
+        if one_each and self.config.actor_rollout_ref.rollout.mode == "async" and not self.has_warned_single_turns:
+            self.has_warned_single_turns = True
             self.say(
                 f"algorithm.adv_estimator=gigpo: no response of step {self.global_steps} has a second turn, so that "
                 "advantages are those of grpo times episode_weight + step_weight"
@@ -427,20 +428,20 @@ class RayPPOTrainer(RecipeNames):
                 self.with_log_probs(batch, updated.pop(batch_keys=["old_log_probs", "entropys"]))
 
     def resampled(self, batch: DataProto) -> DataProto:
-        """As many rows of the batch, drawn with replacement by their scores, as ``algorithm.pf_ppo`` says."""
+        """Return as many rows, sampled with replacement by their scores as ``algorithm.pf_ppo`` says."""
         scores, options = response_column(batch, "token_level_scores").sum(-1), self.config.algorithm.pf_ppo
         seed = derive_seed(self.seed, "pf_ppo", self.global_steps)
         rows = resample_rows(scores, options.reweight_method, options.weight_pow, seed)
         self.metrics["pf_ppo/unique_share"] = len(rows.unique()) / len(rows)
         self.metrics["pf_ppo/score/mean"] = scores[rows].mean().item()
-        drawn = batch.select_idxs(rows)
-        tokens = drawn.ragged("attention_mask").layout.lengths.tolist()
-        drawn.meta_info = {**batch.meta_info, "global_token_num": tokens}
-        return drawn
+        resampled = batch.select_idxs(rows)
+        tokens = resampled.ragged("attention_mask").layout.lengths.tolist()
+        resampled.meta_info = {**batch.meta_info, "global_token_num": tokens}
+        return resampled
 
     @property
     def updates_actor(self) -> bool:
-        """Whether this step moves the policy: not while only the critic learns."""
+        """Whether this step updates the policy: not while only the critic learns."""
         return self.global_steps > self.config.trainer.critic_warmup or not self.use_critic
 
     @property
@@ -451,13 +452,13 @@ class RayPPOTrainer(RecipeNames):
     # -- prompts and samples ------------------------------------------------------------------------------------------
 
     def prompt_batches(self) -> Iterator[tuple[int, DataProto]]:
-        """Batches of prompts until ``total_training_steps``; each begins a step."""
+        """Yield batches of prompts until ``total_training_steps``; each begins a step."""
         for step, prompts in self.buffer.prompt_batches(self.global_steps, self.total_training_steps):
             self.begin_step(step)
             yield step, prompts
 
     def begin_step(self, step: int) -> None:
-        """From here on numbers and times are those of ``step``."""
+        """Reset metrics and times for ``step``."""
         self.global_steps = step
         self.metrics, self.timing = {}, {}
 
@@ -468,14 +469,14 @@ class RayPPOTrainer(RecipeNames):
         return self.buffer.generate(prompts, n, self.global_steps, **options)
 
     def engine_metrics(self) -> dict[str, float]:
-        """What the rollout engines counted since the last call, as ``rollout/engine/*``.
+        """Return what the rollout engines counted since the last call, as ``rollout/engine/*``.
 
-        Nothing while they draw ahead: the question would wait for the answers.
+        Nothing while they generate ahead: the call would wait for their responses.
         """
         return {} if self.buffer.generates_ahead else engine_metrics(self.rollout_wg or self.actor_rollout_wg)
 
     def greedy_rewards(self, prompts: DataProto) -> torch.Tensor:
-        """The reward of each prompt's greedy response, (b,): ReMax's baseline (Li et al. 2023, arXiv:2310.10505)."""
+        """Return the reward of each prompt's greedy response, (b,), for ReMax (Li et al. 2023, arXiv:2310.10505)."""
         baseline = self.generate(prompts.select(deepcopy=True), 1, do_sample=False)
         scores, _ = compute_reward(self.judged(baseline) if self.use_rm else baseline, self.reward_fn)
         return scores.sum(-1)
@@ -499,7 +500,7 @@ class RayPPOTrainer(RecipeNames):
         self.use_worker_groups(groups)
 
     def use_worker_groups(self, groups: dict[Role, Any]) -> None:
-        """Call these groups, whose models are loaded, from now on."""
+        """Use these worker groups, whose models are loaded."""
         self.worker_groups = groups
         self.actor_wg = self.actor_rollout_wg = groups.get(Role.ActorRollout) or groups[Role.Actor]
         self.rollout_wg = groups.get(Role.Rollout)
@@ -550,7 +551,7 @@ class RayPPOTrainer(RecipeNames):
             self.metrics.update(validation)
             self.run_log.progress.validated(step, validation)
         self.finish_saving(wait=False)
-        self.notify_sampler_and_dataset(batch)  # before saving: what they learn of this step is part of its checkpoint
+        self.notify_data(batch)  # before saving: their state is part of the checkpoint
         if trainer.save_freq > 0 and (last or step % trainer.save_freq == 0):
             with self.timed("save_checkpoint"):
                 self.save_checkpoint()
@@ -572,17 +573,17 @@ class RayPPOTrainer(RecipeNames):
             self.check_unread_keys()
 
     def check_unread_keys(self) -> None:
-        """See that what the user set was read by the driver or a worker; else act as ``trainer.unread_keys`` says."""
+        """Check that each key the user set was read by the driver or a worker (``trainer.unread_keys``)."""
         groups = self.worker_groups.values()
-        if all(hasattr(group, "options_read") for group in groups):  # workers of a user's own may not tell
+        if all(hasattr(group, "options_read") for group in groups):  # workers of a user's own may lack it
             read = {key for group in groups for keys in group.options_read() for key in keys}
             check_unread(self.options, read, self.say)
 
     def stop(self) -> None:
-        """Close the loggers and say where everything lies."""
+        """Finish saving, and close the loggers."""
         self.finish_saving()
-        if remark := self.learning_monitor.summary():
-            self.say(remark)
+        if message := self.learning_monitor.summary():
+            self.say(message)
         self.run_log.close()
 
     def validate(self) -> dict[str, float]:
@@ -603,7 +604,7 @@ class RayPPOTrainer(RecipeNames):
         return metrics
 
     def validation_responses(self, n: int) -> Iterator[DataProto]:
-        """n responses to each validation prompt, a batch at a time; the same however the prompts are cut."""
+        """Yield n responses to each validation prompt, a batch at a time; independent of the batch size."""
         first = 0
         for rows in self.val_dataloader:
             prompts = DataProto.from_single_dict(rows)
@@ -613,18 +614,18 @@ class RayPPOTrainer(RecipeNames):
             first += len(prompts)
 
     def validation_rewards(self, batch: DataProto) -> tuple[torch.Tensor, dict[str, list]]:
-        """As `compute_reward`; the reward model scores rows whose ``reward_model.style`` is ``model``."""
+        """Call `compute_reward`; the reward model scores rows whose ``reward_model.style`` is ``model``."""
         if self.use_rm and is_judged(batch):
             batch = self.judged(batch)
         return compute_reward(batch, self.val_reward_fn)
 
     def memory_metrics(self) -> dict[str, float]:
-        """What the phases of this step took, and after the first step a table of it."""
+        """Return the memory of the phases of this step, and print a table after the first."""
         busy = self.rollout_wg if self.buffer.generates_ahead else None
         return self.memory_report.metrics(group for group in self.worker_groups.values() if group is not busy)
 
     def save_checkpoint(self) -> None:
-        """Write models, optimizers, the loader's position and the driver's state; named complete when all is there.
+        """Write models, optimizers, the loader's position and the driver's state; marked complete once all is written.
 
         With ``checkpoint.async_save`` that is later, but for the last step.
         """
@@ -639,7 +640,7 @@ class RayPPOTrainer(RecipeNames):
             self.finish_saving()
 
     def finish_saving(self, wait: bool = True) -> None:
-        """See the last saved step named complete; without ``wait`` only if it is written already."""
+        """Mark the last saved step complete; without ``wait`` only if it is written already."""
         self.checkpoints.finish(saved_groups(self.worker_groups), wait)
 
     def load_checkpoint(self) -> None:
@@ -662,22 +663,22 @@ class RayPPOTrainer(RecipeNames):
         self.say(f"resumed from {folder}: {done}{''.join(remarks)}")
 
     def driver_state(self) -> dict[str, Any]:
-        """What the driver must remember across a restart, as JSON values."""
+        """Return the driver's state for a checkpoint, as JSON values."""
         return {
             "kl_ctrl_in_reward": self.kl_ctrl_in_reward.state_dict(),
             "running_scores": self.shaping.state_dict(),
-            "validations": self.validations[:1] + self.validations[1:][-1:],  # what the closing summary compares
+            "validations": self.validations[:1] + self.validations[1:][-1:],  # which the closing summary compares
             "saved_steps": self.checkpoints.steps,
         }
 
-    def notify_sampler_and_dataset(self, batch: DataProto) -> None:
-        """Let a curriculum sampler or a dataset that wants to know see the finished batch."""
+    def notify_data(self, batch: DataProto) -> None:
+        """Pass the finished batch to a curriculum sampler and to a dataset that has ``on_batch_end``."""
         for listener, method in ((self.train_dataloader.sampler, "update"), (self.train_dataset, "on_batch_end")):
             if hasattr(listener, method):
                 getattr(listener, method)(batch=batch)
 
     def record(self, result: DataProto) -> None:
-        """Average the metrics an update returns over its optimizer steps."""
+        """Record the metrics of an update, averaged over its optimizer steps."""
         self.metrics.update(reduce_metrics(result.meta_info["metrics"]))
 
     def timed(self, name: str) -> Any:
