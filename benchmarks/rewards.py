@@ -17,9 +17,8 @@ from pathlib import Path
 
 from benchmarks.measure import report, spread
 from verl.rewards.scorers import default_compute_score
-from verl.sandbox.function import SandboxedFunction
-from verl.sandbox.limits import Limits
-from verl.sandbox.pool import Pool, Source
+from verl.sandbox.pool import Pool, SandboxedFunction, Source
+from verl.sandbox.supervisor import Limits
 
 SAMPLES = 1024
 LIMITS = Limits(memory_mb=8192, output_mb=4, processes=64)

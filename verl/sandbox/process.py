@@ -14,10 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from verl.sandbox.frames import BadFrame, FrameReader, framed
-from verl.sandbox.limits import MIB, Ending, Limits, end, how_ended
+from verl.sandbox.messages import BadFrame, FrameReader, framed
 from verl.sandbox.outcomes import Failure, Outcome
-from verl.sandbox.supervisor import descendants
+from verl.sandbox.supervisor import MIB, Ending, Limits, descendants, end, how_ended
 
 _START = "import sys; sys.path.insert(0, sys.argv.pop(1)); from verl.sandbox.worker import main; main()"
 _FORWARD_UP_TO = 256 * 1024

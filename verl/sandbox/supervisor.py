@@ -3,19 +3,25 @@
 import contextlib
 import ctypes
 import enum
+import functools
+import json
 import os
 import resource
 import select
 import signal
 import struct
+import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
+__all__ = ["Ending", "Limits", "can_cut_network", "command", "end", "enter", "how_ended"]
+
+
 # -- How programs under limits come to their ends --------------------------------------------------------------------
-
-
 class Ending(str, enum.Enum):
     """How a program under limits came to its end."""
 
@@ -42,8 +48,14 @@ def how_ended(returncode: int) -> Ending:
 
 
 MIB = 1024 * 1024
+
+
 LOOK_EVERY_S = 0.02
+
+
 IDLE_LOOK_EVERY_S = 0.1
+
+
 """While nothing inside uses the processor, as between two batches."""
 
 
@@ -228,12 +240,18 @@ def _is_readable(fd: int) -> bool:
 
 
 # -- What Linux lets a process leave: the sight of other processes, the network, its rights --------------------------
-
-
 _CLONE_NEWNS, _CLONE_NEWUSER, _CLONE_NEWPID, _CLONE_NEWNET = 0x00020000, 0x10000000, 0x20000000, 0x40000000
+
+
 NO_NETWORK = _CLONE_NEWUSER | _CLONE_NEWNET
+
+
 _MS_REC, _MS_SLAVE, _MS_NOSUID_NODEV_NOEXEC = 0x4000, 0x80000, 0xE
+
+
 _PR_SET_PDEATHSIG, _PR_CAPBSET_DROP, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 1, 24, 36, 38
+
+
 _CAP_SYS_ADMIN, _LAST_CAP = 21, 40
 
 
@@ -308,3 +326,136 @@ def unshare(flags: int) -> bool:
 def _write(path: str, text: str) -> None:
     with open(path, "w") as file:
         file.write(text)
+
+
+# -- Limits of a child process and of all it starts, and its end with everything below it ----------------------------
+
+
+_LAUNCH = "import sys; sys.path.insert(0, sys.argv.pop(1)); from verl.sandbox.supervisor import launch; launch()"
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a program and everything it starts may use; null: no limit."""
+
+    wall_s: float | None = None
+    """Seconds from start to end."""
+
+    cpu_s: float | None = None
+    """CPU seconds of one process, rounded up to whole ones."""
+
+    memory_mb: int | None = None
+    """MiB of private memory of one process, and of memory in use by all of them together."""
+
+    output_mb: int | None = None
+    """MiB of any file it writes. What it writes into a pipe is for the reader of the pipe to count."""
+
+    processes: int | None = None
+    """Processes at a time, the program included."""
+
+    network: bool = True
+    """Whether it may reach anything, the machine's own servers included."""
+
+
+def command(limits: Limits, program: Sequence[str]) -> list[str]:
+    """The command line that runs ``program`` under ``limits``; its start takes some 20 ms.
+
+    For ``subprocess.Popen``, with its pipes, folder and environment; then :func:`how_ended` or :func:`end`.
+    """
+    root = str(Path(__file__).parents[2])
+    return [sys.executable, "-I", "-S", "-c", _LAUNCH, root, json.dumps(asdict(limits)), *program]
+
+
+def launch() -> None:
+    """What :func:`command` starts: the limits, then the program in place of this one."""
+    for words in enter(Limits(**json.loads(sys.argv[1]))):
+        print(f"verl sandbox: this system does not grant {words}", file=sys.stderr)
+    os.execvp(sys.argv[2], sys.argv[2:])
+
+
+def enter(limits: Limits) -> tuple[str, ...]:
+    """Put this process, a fresh single-threaded child, and all it starts under ``limits``.
+
+    It leads a session of its own, dies with its parent, and can gain no rights. Only the program comes back from this
+    call; the process the parent knows stays in it as keeper.
+
+    Returns:
+        in words, what this system does not grant; empty on a usual Linux.
+    """
+    parent = os.getppid()
+    if os.getpid() != os.getsid(0):
+        os.setsid()
+    missing, has_user, has_pids, has_no_network = [], False, False, False
+    if sys.platform == "linux":
+        become_keeper()
+        has_user, has_pids, has_no_network = leave_namespaces(limits.network)
+        if not has_pids:
+            missing.append("a process namespace: what moves to a session of its own is found by its parents only")
+        if not can_see_descendants():
+            missing.append("a list of a process's children: processes and their memory are not counted")
+    else:
+        missing.append(f"limits of {sys.platform}: processes and their memory are not watched as on Linux")
+    if not limits.network and not has_no_network:
+        missing.append("a network namespace: the network is not cut")
+    status = os.pipe()
+    child = os.fork()
+    if child:
+        os.close(status[1])
+        Keeper(limits, parent, child, status[0], has_pids).run()
+    os.close(status[0])
+    die_with_parent()
+    if has_pids:
+        own_proc()
+        program = os.fork()
+        if program:
+            reap_until_end_of(program, status[1])
+        die_with_parent()
+    os.close(status[1])
+    os.setsid()  # a signal to its own group stays below the keeper
+    _set_limits(limits, has_user)
+    if has_user:
+        drop_capabilities()
+    return tuple(missing)
+
+
+@functools.cache
+def can_cut_network() -> bool:
+    """Whether this system lets a child have no network; tried once, in a child."""
+    if sys.platform != "linux":
+        return False
+    code = f"import ctypes; raise SystemExit(ctypes.CDLL(None).unshare({NO_NETWORK}) != 0)"
+    return subprocess.run([sys.executable, "-I", "-S", "-c", code], stderr=subprocess.DEVNULL).returncode == 0
+
+
+def end(process: subprocess.Popen, patience_s: float = 5.0) -> int:
+    """Kill a child that called :func:`enter`, and all below it; wait for it. Returns its return code.
+
+    Raises:
+        subprocess.TimeoutExpired: the kernel has not let go of it within ``patience_s``.
+    """
+    if process.poll() is None:
+        kill_all([process.pid, *descendants(process.pid)])
+    return process.wait(patience_s)
+
+
+def _set_limits(limits: Limits, has_user: bool) -> None:
+    _lower(resource.RLIMIT_CORE, 0)
+    if limits.cpu_s is not None:
+        seconds = max(1, int(-(-limits.cpu_s // 1)))
+        _lower(resource.RLIMIT_CPU, seconds, above=2)
+    if limits.memory_mb is not None:  # of mappings, DATA counts what can be written to: a reservation costs nothing
+        kind = resource.RLIMIT_DATA if sys.platform == "linux" else resource.RLIMIT_AS
+        _lower(kind, limits.memory_mb * MIB)
+    if limits.output_mb is not None:
+        _lower(resource.RLIMIT_FSIZE, limits.output_mb * MIB)
+    if limits.processes is not None and has_user and os.getuid():
+        # counted per user: only in a namespace of its own it counts these alone, each thread as one
+        _lower(resource.RLIMIT_NPROC, limits.processes + 64)
+
+
+def _lower(kind: int, value: int, above: int = 0) -> None:
+    """Lower a soft limit to ``value`` and the hard one to just above it; one that is lower already stays."""
+    soft, hard = resource.getrlimit(kind)
+    cap = value + above if hard == resource.RLIM_INFINITY else min(hard, value + above)
+    soft = value if soft == resource.RLIM_INFINITY else min(soft, value)
+    resource.setrlimit(kind, (min(soft, cap), cap))

@@ -19,10 +19,9 @@ import zlib
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from verl.sandbox.describing import describe
-from verl.sandbox.frames import LONGEST, encode, framed, receive
-from verl.sandbox.limits import Limits, enter
+from verl.sandbox.messages import LONGEST, describe, encode, framed, receive
 from verl.sandbox.outcomes import Failure, Outcome, Scored, scored, scored_batch
+from verl.sandbox.supervisor import Limits, enter
 from verl.utils.import_utils import load_extern_type
 
 

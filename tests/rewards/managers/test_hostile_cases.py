@@ -7,13 +7,11 @@ from pathlib import Path
 import pytest
 
 from tests.rewards.managers.batches import TOKENIZER, batch_of
-from tests.sandbox.test_limits import running
+from tests.sandbox.test_supervisor import running
 from verl.config.reward import RewardSandboxConfig
 from verl.rewards.managers import BatchRewardManager, NaiveRewardManager, RewardError
-from verl.sandbox.function import SandboxedFunction, sandboxed
-from verl.sandbox.limits import Limits
-from verl.sandbox.pool import Pool, SlowStart, Source
-from verl.sandbox.supervisor import descendants
+from verl.sandbox.pool import Pool, SandboxedFunction, SlowStart, Source, sandboxed
+from verl.sandbox.supervisor import Limits, descendants
 
 FILE = str(Path(__file__).parent / "files" / "hostile_cases.py")
 LIMITS = Limits(cpu_s=30, memory_mb=400, output_mb=1, processes=8)

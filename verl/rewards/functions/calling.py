@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl.rewards.scorers import default_compute_score
-from verl.sandbox.describing import name_of
-from verl.sandbox.function import SandboxedFunction
+from verl.sandbox.messages import name_of
 from verl.sandbox.outcomes import Failure, NotCalled, Outcome, Scored, scored, scored_batch
+from verl.sandbox.pool import SandboxedFunction
 from verl.utils.py_functional import excerpt, gather_awaitables
 
 RawRewardFn = Callable[..., Any]

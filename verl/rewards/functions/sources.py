@@ -7,9 +7,8 @@ from typing import Any
 from verl.config.reward import RewardSandboxConfig
 from verl.rewards.functions.calling import BUILT_IN, BySource, RawRewardFn
 from verl.rewards.scorers import built_in_options, built_in_rule, default_compute_score
-from verl.sandbox.function import SandboxedFunction, sandboxed
-from verl.sandbox.limits import Limits
-from verl.sandbox.pool import Pool, Source
+from verl.sandbox.pool import Pool, SandboxedFunction, Source, sandboxed
+from verl.sandbox.supervisor import Limits
 from verl.utils.fs import copy_to_local
 from verl.utils.import_utils import load_extern_type, split_file_name
 from verl.utils.py_functional import convert_to_regular_types

@@ -6,8 +6,8 @@ from typing import Any
 from verl.rewards.functions.calling import PARAMETERS, RawRewardFn, Sample
 from verl.rewards.managers.registry import register
 from verl.rewards.managers.rule import RuleRewardManager, SlowCallWatch
-from verl.sandbox.function import SandboxedFunction
 from verl.sandbox.outcomes import Failure, NotCalled
+from verl.sandbox.pool import SandboxedFunction
 from verl.utils.py_functional import gather_awaitables
 
 

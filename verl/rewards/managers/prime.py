@@ -6,7 +6,7 @@ from typing import Any
 from verl.rewards.functions.calling import RawRewardFn, Sample, arguments_of, check_signature
 from verl.rewards.managers.naive import NaiveRewardManager
 from verl.rewards.managers.registry import register
-from verl.sandbox.function import SandboxedFunction
+from verl.sandbox.pool import SandboxedFunction
 
 
 @register("prime")

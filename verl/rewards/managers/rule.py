@@ -27,7 +27,7 @@ from verl.rewards.functions.calling import (
 )
 from verl.rewards.managers.registry import AbstractRewardManager, RewardError
 from verl.rewards.scorers import default_compute_score
-from verl.sandbox.describing import name_of
+from verl.sandbox.messages import name_of
 from verl.sandbox.outcomes import Failure, NotCalled, Scored, scored
 from verl.utils.py_functional import excerpt
 

@@ -10,8 +10,8 @@ from verl.rewards.managers.batch import BatchRewardManager
 from verl.rewards.managers.registry import RewardError
 from verl.rewards.managers.rule import RuleRewardManager
 from verl.rewards.scorers import default_compute_score
-from verl.sandbox.describing import name_of
-from verl.sandbox.function import signature_text
+from verl.sandbox.messages import name_of
+from verl.sandbox.pool import signature_text
 
 
 @dataclass(frozen=True)

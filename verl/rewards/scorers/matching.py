@@ -5,7 +5,7 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import NamedTuple
 
-from verl.sandbox.killable import Killed, killable
+from verl.sandbox.fork_server import Killed, killable
 
 _OPENED = re.compile("<answer>", re.IGNORECASE)
 _CLOSED = re.compile("</answer>", re.IGNORECASE)

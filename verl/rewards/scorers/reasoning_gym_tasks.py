@@ -10,7 +10,7 @@ from functools import lru_cache
 from typing import Any
 
 from verl.rewards.scorers.matching import after_thinking, last_tagged
-from verl.sandbox.killable import Killed, killable
+from verl.sandbox.fork_server import Killed, killable
 from verl.utils.distribution import install_command
 
 SECONDS = 5.0

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from verl.sandbox.killable import Killable, Killed
+from verl.sandbox.fork_server import Killable, Killed
 
 BAD = """
 import os, sys, time

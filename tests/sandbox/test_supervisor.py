@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from verl.sandbox.limits import Ending, Limits, can_cut_network, command, end, how_ended
+from verl.sandbox.supervisor import Ending, Limits, can_cut_network, command, end, how_ended
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the limits of Linux")
 TIGHT = Limits(wall_s=20, cpu_s=15, memory_mb=256, output_mb=1, processes=6)
@@ -19,7 +19,7 @@ def start(code: str, limits: Limits = TIGHT, mark: str = MARK, bare: bool = Fals
     line = command(limits, [sys.executable, "-I", "-S", "-c", code, mark])
     if bare:
         line[4] = line[4].replace("launch()", "limits.leave_namespaces = lambda network: (False,) * 3; limits.launch()")
-        line[4] = line[4].replace("verl.sandbox.limits import launch", "verl.sandbox import limits")
+        line[4] = line[4].replace("verl.sandbox.supervisor import launch", "verl.sandbox import limits")
     return subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 

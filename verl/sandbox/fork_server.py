@@ -94,7 +94,7 @@ class Killable:
 
     def _start(self) -> None:
         self.close()
-        command = [sys.executable, "-m", "verl.sandbox.killable", self.function, str(self.memory_mb)]
+        command = [sys.executable, "-m", "verl.sandbox.fork_server", self.function, str(self.memory_mb)]
         env = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
         env |= {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path), "OMP_NUM_THREADS": "1"}
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
