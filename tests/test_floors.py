@@ -22,7 +22,6 @@ FLOORS = {  # the longest prefix decides
     "verl.workers.rollout": 3,
     "verl.algorithms": 2,
     "verl.checkpoint": 2,
-    "verl.checkpoint.remote": 6,
     "verl.data": 2,
     "verl.models": 2,
     "verl.rewards": 2,

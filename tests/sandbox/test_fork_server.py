@@ -1,4 +1,4 @@
-"""Calls that can be ended: what a call does to itself is told by name, and the next call works."""
+"""Calls that can be killed: what a call does to itself has a name, and the next call works."""
 
 import os
 import sys
@@ -7,7 +7,8 @@ import time
 
 import pytest
 
-from verl.sandbox.fork_server import Killable, Killed
+from verl.sandbox.fork_server import ForkServer
+from verl.sandbox.outcomes import SandboxError
 
 BAD = """
 import os, sys, time
@@ -45,7 +46,7 @@ def act(tmp_path_factory):
     (folder / "helpers.py").write_text(BAD)
     sys.path.insert(0, str(folder))
     os.environ["A_SECRET"] = "key"
-    served = Killable("helpers:act", timeout_s=1.0, memory_mb=512)
+    served = ForkServer("helpers:act", timeout_s=1.0, memory_mb=512)
     yield served
     served.close()
     sys.path.remove(str(folder))
@@ -53,22 +54,22 @@ def act(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "what, reason",
+    "what, outcome",
     [
         ("hang", "timeout"),
         ("sleep", "timeout"),
         ("memory", "memory"),
         ("exit", "crash"),
-        ("sys.exit", "error"),
-        ("raise", "error"),
-        ("network", "error"),
+        ("sys.exit", "raised"),
+        ("raise", "raised"),
+        ("network", "raised"),
     ],
 )
-def test_an_ending_has_a_name_and_the_next_call_works_without_a_new_import(act, what, reason):
+def test_an_outcome_has_a_name_and_the_next_call_works_without_a_new_import(act, what, outcome):
     started = act("ok")[1]
-    with pytest.raises(Killed) as killed:
+    with pytest.raises(SandboxError) as error:
         act(what)
-    assert killed.value.reason == reason
+    assert error.value.failure.kind == outcome
     assert act("ok") == ["ok", started]
 
 
@@ -82,14 +83,14 @@ def test_a_child_sees_no_secrets(act):
 
 def test_a_killed_child_is_replaced(act):
     act("ok")
-    act._keeper.kill()
-    act._keeper.wait()
+    act._popen.kill()
+    act._popen.wait()
     assert act("ok")[0] == "ok"
 
 
 def test_a_call_may_have_a_limit_of_its_own(act):
     start = time.monotonic()
-    with pytest.raises(Killed):
+    with pytest.raises(SandboxError):
         act("sleep", timeout_s=0.2)
     assert time.monotonic() - start < 5
 
@@ -106,6 +107,6 @@ def test_threads_come_and_go_and_share_a_child(act):
     assert found == [["ok", started]] * 12
 
 
-def test_a_module_that_cannot_be_imported_is_told():
+def test_a_module_that_cannot_be_imported_is_an_error():
     with pytest.raises(RuntimeError, match="no_such_module"):
-        Killable("no_such_module:act", 1.0)(1)
+        ForkServer("no_such_module:act", 1.0)(1)

@@ -7,26 +7,32 @@ import time
 
 import pytest
 
-from verl.sandbox.supervisor import Ending, Limits, can_cut_network, command, end, how_ended
+from verl.sandbox.outcomes import Outcome
+from verl.sandbox.supervisor import Limits, can_cut_network, command, end, outcome_of
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the limits of Linux")
 TIGHT = Limits(wall_s=20, cpu_s=15, memory_mb=256, output_mb=1, processes=6)
 MARK = f"verl-limits-test-{os.getpid()}"  # of this process: other tests may run the same programs at the same time
+
+IN_OWN_NAMESPACE = f"import os; assert os.readlink('/proc/self/ns/pid') != {os.readlink('/proc/self/ns/pid')!r}"
+"""Before a signal to more than one process."""
 
 
 def start(code: str, limits: Limits = TIGHT, mark: str = MARK, bare: bool = False) -> subprocess.Popen:
     """``bare``: as on a kernel that grants no namespaces."""
     line = command(limits, [sys.executable, "-I", "-S", "-c", code, mark])
     if bare:
-        line[4] = line[4].replace("launch()", "limits.leave_namespaces = lambda network: (False,) * 3; limits.launch()")
-        line[4] = line[4].replace("verl.sandbox.supervisor import launch", "verl.sandbox import limits")
+        line[4] = line[4].replace(
+            "launch()", "supervisor.leave_namespaces = lambda *_: (False,) * 3; supervisor.launch()"
+        )
+        line[4] = line[4].replace("verl.sandbox.supervisor import launch", "verl.sandbox import supervisor")
     return subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
-def run(code: str, limits: Limits = TIGHT, bare: bool = False) -> tuple[Ending, str]:
+def run(code: str, limits: Limits = TIGHT, bare: bool = False) -> tuple[Outcome, str]:
     process = start(code, limits, bare=bare)
     output, _ = process.communicate(timeout=30)
-    return how_ended(process.returncode), output
+    return outcome_of(process.returncode), output
 
 
 def running(mark: str) -> list[str]:
@@ -43,46 +49,46 @@ def running(mark: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("code", "ending", "told"),
+    ("code", "outcome", "message"),
     [
-        ("print(1)", Ending.DONE, "1"),
-        ("raise SystemExit(3)", Ending.EXIT, ""),
-        ("import ctypes; ctypes.string_at(0)", Ending.CRASH, ""),
-        ("import os; os.abort()", Ending.CRASH, ""),
-        ("import os; os.kill(os.getpid(), 9)", Ending.CRASH, ""),
-        ("import os; os.killpg(0, 9)", Ending.CRASH, ""),
-        ("x = bytearray(1 << 30)", Ending.EXIT, "MemoryError"),
-        ("import mmap; m = mmap.mmap(-1, 1 << 29)\nfor i in range(0, 1 << 29, 4096): m[i] = 1", Ending.MEMORY, ""),
-        ("open('/tmp/verl-limits-test', 'wb').write(b'x' * (3 << 20))", Ending.EXIT, "File too large"),
+        ("print(1)", Outcome.DONE, "1"),
+        ("raise SystemExit(3)", Outcome.EXIT, ""),
+        ("import ctypes; ctypes.string_at(0)", Outcome.CRASH, ""),
+        ("import os; os.abort()", Outcome.CRASH, ""),
+        ("import os; os.kill(os.getpid(), 9)", Outcome.CRASH, ""),
+        (f"{IN_OWN_NAMESPACE}; os.killpg(0, 9)", Outcome.CRASH, ""),
+        ("x = bytearray(1 << 30)", Outcome.EXIT, "MemoryError"),
+        ("import mmap; m = mmap.mmap(-1, 1 << 29)\nfor i in range(0, 1 << 29, 4096): m[i] = 1", Outcome.MEMORY, ""),
+        ("open('/tmp/verl-limits-test', 'wb').write(b'x' * (3 << 20))", Outcome.EXIT, "File too large"),
     ],
 )
-def test_a_program_ends_as_its_deed_says(code, ending, told):
+def test_a_program_has_the_outcome_of_what_it_does(code, outcome, message):
     try:
         how, output = run(code)
     finally:
         if os.path.exists("/tmp/verl-limits-test"):
             os.remove("/tmp/verl-limits-test")
-    assert (how, told in output) == (ending, True), output
+    assert (how, message in output) == (outcome, True), output
     assert not running(MARK)
 
 
 def test_time_is_up_by_the_clock_or_by_the_processor():
-    assert run("import time; time.sleep(60)", Limits(wall_s=0.5))[0] is Ending.WALL
-    assert run("while True: pass", Limits(wall_s=25, cpu_s=1))[0] is Ending.CPU
+    assert run("import time; time.sleep(60)", Limits(wall_s=0.5))[0] is Outcome.TIMEOUT
+    assert run("while True: pass", Limits(wall_s=25, cpu_s=1))[0] is Outcome.CPU
 
 
 @pytest.mark.parametrize("bare", [False, True])
 def test_what_was_started_ends_with_the_program_wherever_it_hides(bare):
     hide = "import os, time\nif not os.fork():\n os.setsid()\n if not os.fork(): time.sleep(60)\n os._exit(0)\n"
-    ending, output = run(hide + "os.wait()", bare=bare)
-    assert ending is Ending.DONE
+    outcome, output = run(hide + "os.wait()", bare=bare)
+    assert outcome is Outcome.DONE
     assert ("not grant a process namespace" in output) >= bare
     assert not running(MARK)
 
 
 @pytest.mark.parametrize("bare", [False, True])
 def test_a_fork_bomb_is_put_out(bare):
-    assert run("import os\nwhile True: os.fork()", bare=bare)[0] is Ending.PROCESSES
+    assert run("import os\nwhile True: os.fork()", bare=bare)[0] is Outcome.PROCESSES
     assert not running(MARK)
 
 
@@ -125,5 +131,5 @@ def test_without_network_not_even_the_machine_itself_is_reached():
         "c = socket.create_connection(s.getsockname(), 2); print('reached')"
     )
     assert run(code)[1] == "reached\n"
-    ending, output = run(code, Limits(wall_s=20, network=False))
-    assert ending is Ending.EXIT and "unreachable" in output
+    outcome, output = run(code, Limits(wall_s=20, network=False))
+    assert outcome is Outcome.EXIT and "unreachable" in output

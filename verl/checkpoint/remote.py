@@ -1,4 +1,4 @@
-"""Checkpoints in a remote store beside those on disk: ``trainer.default_hdfs_dir``.
+"""Checkpoints in a remote store next to those on disk (``trainer.default_hdfs_dir``), and the checkpoints of a run.
 
 A step's folder is copied when it is complete, and the tracker file after it: what the tracker names is there whole.
 Knows folders and stores; not what is in them.
@@ -16,7 +16,6 @@ from typing import Any
 from verl.checkpoint import run_state as checkpoint
 from verl.checkpoint.run_state import TRACKER, mark_complete, step_folder, step_of
 from verl.checkpoint.run_state import folder_to_resume as local_folder_to_resume
-from verl.trainer.ppo.placement import Role
 from verl.utils import hdfs_io
 
 
@@ -38,7 +37,7 @@ def forget(root: str, step: int) -> None:
 
 
 def newest_step(root: str) -> int | None:
-    """The step whose copy was completed last; None if there is none."""
+    """Return the step whose copy was completed last; None if there is none."""
     tracker = f"{root.rstrip('/')}/{TRACKER}"
     if not hdfs_io.exists(tracker):
         return None
@@ -48,7 +47,7 @@ def newest_step(root: str) -> int | None:
     if not text.isdigit():
         raise ValueError(
             f"{tracker} holds {text!r}, not a step number (trainer.default_hdfs_dir). Correct it, or pass "
-            "trainer.resume_mode=disable to start anew."
+            "trainer.resume_mode=disable to start from the beginning."
         )
     return int(text)
 
@@ -66,7 +65,7 @@ def download(source: str, local_root: str, step: int) -> Path:
 
 
 def folder_to_resume(config: Any) -> Path | None:
-    """:func:`checkpoint.folder_to_resume`, the store included: what is newest there, or named there, is brought here.
+    """:func:`checkpoint.folder_to_resume`, the store included: the newest or named folder there is downloaded.
 
     Args:
         config: the ``trainer`` section.
@@ -77,7 +76,7 @@ def folder_to_resume(config: Any) -> Path | None:
     local = local_folder_to_resume(config)
     if not root:
         return local
-    hdfs_io.makedirs(root)  # a store that cannot be written is known now, and not at the first checkpoint
+    hdfs_io.makedirs(root)  # a store that cannot be written fails now, and not at the first checkpoint
     step = newest_step(root) if config.resume_mode == "auto" else None
     if step is None or local is not None and step <= step_of(local):
         return local
@@ -90,16 +89,21 @@ def _remote_folder(root: str, step: int) -> str:
     return f"{root.rstrip('/')}/global_step_{step}"
 
 
-# -- The checkpoints of a run: written beside training if asked, named complete, copied, dropped, and read again -----
+# -- The checkpoints of a run: written, marked complete, copied, deleted, and read ------------------------------------
 
 
-SAVED_ROLES = {Role.ActorRollout: "actor", Role.Actor: "actor", Role.Critic: "critic"}
-"""Roles with a checkpoint, and its folder under that of the step."""
+SAVED_ROLES = {"actor_rollout": "actor", "actor": "actor", "critic": "critic"}
+"""Names of roles with a checkpoint, and its folder under that of the step."""
 
 
-def saved_groups(worker_groups: Mapping[Role, Any]) -> dict[str, Any]:
-    """Folder under that of a step -> worker group whose checkpoint it is."""
-    return {name: worker_groups[role] for role, name in SAVED_ROLES.items() if role in worker_groups}
+def saved_groups(worker_groups: Mapping[Any, Any]) -> dict[str, Any]:
+    """Folder under that of a step -> worker group whose checkpoint it is.
+
+    Args:
+        worker_groups: by role; ``str(role)`` is the role's name.
+    """
+    by_name = {str(role): group for role, group in worker_groups.items()}
+    return {folder: by_name[name] for name, folder in SAVED_ROLES.items() if name in by_name}
 
 
 class RunCheckpoints:
@@ -107,7 +111,7 @@ class RunCheckpoints:
 
     Args:
         config: the whole tree.
-        say: tells the user a sentence.
+        say: prints a sentence for the user.
         timed: name -> a context that counts the seconds of a block.
 
     Attributes:
@@ -126,7 +130,7 @@ class RunCheckpoints:
         return checkpoint.step_folder(self.config.trainer.default_local_dir, step).absolute()
 
     def begin(self, step: int, groups: Mapping[str, Any]) -> Path:
-        """Have the models and optimizers of a step written; the returned folder is complete after `finish`."""
+        """Write the models and optimizers of a step; the returned folder is complete after `finish`."""
         folder = self.folder(step)
         for name, group in groups.items():
             group.save_checkpoint(str(folder / name), None, step)
@@ -139,7 +143,7 @@ class RunCheckpoints:
         return [group for name, group in groups.items() if sections[name].checkpoint.async_save]
 
     def finish(self, groups: Mapping[str, Any], wait: bool = True) -> None:
-        """Name the last saved step complete, when it is; the run stops here if it could not be written.
+        """Mark the last saved step complete when it is; raises if it could not be written.
 
         Args:
             wait: False to leave a save alone that is still being written.
@@ -159,7 +163,7 @@ class RunCheckpoints:
             self.copy_to_store(folder, step, [old for old in before if old not in self.steps])
 
     def copy_to_store(self, folder: Path, step: int, dropped: list[int]) -> None:
-        """Bring a complete checkpoint to ``trainer.default_hdfs_dir``; a store that fails does not end the run."""
+        """Copy a complete checkpoint to ``trainer.default_hdfs_dir``; a store that fails does not end the run."""
         root = self.config.trainer.default_hdfs_dir
         try:
             with self.timed("upload_checkpoint"):
@@ -182,7 +186,7 @@ class RunCheckpoints:
         self.steps = checkpoint.drop_emptied(self.folder(0).parent, self.steps)
 
     def load_groups(self, folder: Path, groups: Mapping[str, Any]) -> list[str]:
-        """Have the worker groups read their parts; returns remarks for the user."""
+        """Load a checkpoint into the worker groups; returns remarks for the user."""
         policy, critic = self.config.actor_rollout_ref, self.config.critic
         sections = {"actor": (policy.actor, policy.model), "critic": (critic, critic.model)}
         remarks = []
@@ -191,8 +195,8 @@ class RunCheckpoints:
             has_adapter = model.lora_rank > 0
             remarks.append(checkpoint.not_loaded(name, section.checkpoint.load_contents, has_adapter))
         for name, group in groups.items():
-            said = dict.fromkeys(filter(None, group.load_checkpoint(str(folder / name))))
-            remarks += [f"; {name}: {remark}" for remark in said]
+            notes = dict.fromkeys(filter(None, group.load_checkpoint(str(folder / name))))
+            remarks += [f"; {name}: {remark}" for remark in notes]
         return remarks
 
     def loaded(self, folder: Path, steps: list[int], groups: Mapping[str, Any]) -> None:

@@ -1,6 +1,10 @@
-"""Programs against their tests, on this machine: each test in a process of its own with limits, outcomes with names."""
+"""Programs run against their tests on this machine: each test in a process of its own under limits.
 
-import enum
+The second half of this file lives in a child process (`fork_server`), and runs one program on many inputs, each in a
+fork. Expected outputs never come there: a program cannot read them off its harness. Tests that are assertions bring
+their own.
+"""
+
 import json
 import math
 import os
@@ -16,50 +20,37 @@ from dataclasses import asdict, dataclass
 from functools import lru_cache
 from typing import Any
 
-from verl.sandbox.fork_server import Killed, killable
-from verl.sandbox.supervisor import Ending, Limits, enter, how_ended
+from verl.sandbox.fork_server import fork_server
+from verl.sandbox.outcomes import Outcome, SandboxError
+from verl.sandbox.supervisor import Limits, enter, outcome_of
 
 TEST_S = 10.0
-
-
 """Wall seconds of one test."""
 
 
 TOTAL_S = 40.0
-
-
 """Wall seconds of all tests of a program."""
 
 
 MEMORY_MB = 1024
-
-
 """MiB of one program."""
 
 
 OUTPUT_KB = 8192
-
-
 """KiB a program may write."""
 
 
 PROCESSES = 16
-
-
 """Processes of one program at a time."""
 
 
-class Outcome(str, enum.Enum):
-    """What became of a program in one test."""
-
-    PASSED = "passed"
-    WRONG = "wrong"
-    TIMEOUT = "timeout"
-    MEMORY = "memory"
-    PROCESSES = "processes"
-    CRASH = "crash"
-    OUTPUT = "output"
-    COMPILE = "compile"
+PROGRAM_OUTCOMES = frozenset(
+    {
+        *(Outcome.PASSED, Outcome.WRONG, Outcome.TIMEOUT, Outcome.MEMORY),
+        *(Outcome.PROCESSES, Outcome.CRASH, Outcome.OUTPUT, Outcome.COMPILE),
+    }
+)
+"""Outcomes of a program in one test; of a crash and an exit with a code other than 0 a user sees ``crash``."""
 
 
 @dataclass(frozen=True)
@@ -150,12 +141,12 @@ def run_tests(
     else:
         tasks = [{"stdin": text_of(given)} for given in tests.inputs]
     tasks += [{"check": source} for source in tests.checks]
-    call = killable("verl.sandbox.code_runner:run", TOTAL_S, memory_mb=8 * 1024)
+    call = fork_server("verl.sandbox.code_runner:run", TOTAL_S, memory_mb=8 * 1024)
     try:
         found = call(code, tasks, asdict(limits), output_kb, total_s, timeout_s=total_s + 10)
-    except Killed as killed:
-        outcome = Outcome.TIMEOUT if killed.reason == "timeout" else Outcome.CRASH
-        return [Result(outcome, str(killed))] * len(tasks)
+    except SandboxError as error:
+        outcome = Outcome.TIMEOUT if error.failure.kind is Outcome.TIMEOUT else Outcome.CRASH
+        return [Result(outcome, str(error))] * len(tasks)
     expected = [*tests.outputs, *[None] * len(tests.checks)]
     return [
         judge(one, wanted, bool(tests.fn_name), "check" in task)
@@ -166,7 +157,7 @@ def run_tests(
 def judge(found: dict[str, Any], wanted: Any, is_call: bool, is_check: bool) -> Result:
     """The result of a test, from what a program did and what was wanted of it."""
     seconds = found["seconds"]
-    if found["outcome"] != "done":
+    if found["outcome"] != Outcome.DONE:
         outcome = Outcome(found["outcome"])
         if is_check and outcome is Outcome.CRASH and "AssertionError" in found["detail"]:
             outcome = Outcome.WRONG
@@ -256,23 +247,14 @@ def _is_json(text: str) -> bool:
 # -- Runs one program on many inputs, each in a fork under limits. Lives in a child process (``code_runner.py``) -----
 
 
-_OUTCOMES = {
-    Ending.WALL: "timeout",
-    Ending.CPU: "timeout",
-    Ending.MEMORY: "memory",
-    Ending.PROCESSES: "processes",
-}
+_SHOWN_AS = {Outcome.CPU: Outcome.TIMEOUT, Outcome.EXIT: Outcome.CRASH}
 
 
 _ERROR_TAIL = 2000
-
-
 """Bytes of the end of what a program writes to stderr that are kept."""
 
 
 _OUT_OF_MEMORY = 99
-
-
 """Exit status of a program that raised MemoryError."""
 
 
@@ -329,15 +311,14 @@ def _run_one(program: Any, check: Any, test: dict[str, Any], limits: Limits, out
         os.close(fd)
     texts, is_too_much = _read({out: output_bytes, error: output_bytes, answer: output_bytes}, limits.wall_s + 2)
     if is_too_much:
-        os.kill(pid, signal.SIGTERM)  # the keeper ends what it watches when it ends
+        os.kill(pid, signal.SIGTERM)  # the supervisor ends what it watches when it ends
     code = _wait(pid, limits.wall_s + 2)
     shutil.rmtree(folder, ignore_errors=True)
     seconds, detail = time.monotonic() - start, texts[error][-_ERROR_TAIL:].decode(errors="replace")
     if is_too_much:
         return _result("output", detail=f"wrote more than {output_bytes >> 10} KiB", seconds=seconds)
-    ending = how_ended(code)
-    outcome = _OUTCOMES.get(ending, "done" if ending is Ending.DONE else "crash")
-    outcome = "memory" if code == _OUT_OF_MEMORY else outcome
+    outcome = Outcome.MEMORY if code == _OUT_OF_MEMORY else outcome_of(code)
+    outcome = _SHOWN_AS.get(outcome, outcome).value
     value, output = None, texts[out].decode(errors="replace")
     if outcome == "done" and "stdin" not in test:
         told, _, reply = texts[answer].decode(errors="replace").partition("\n")

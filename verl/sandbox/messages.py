@@ -8,6 +8,7 @@ import functools
 import inspect
 import socket
 import struct
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -16,8 +17,6 @@ import msgpack
 from verl.sandbox.outcomes import plain_number, shown
 
 LONGEST = 32 * 1024 * 1024
-
-
 """Bytes of one message from the sandbox."""
 
 
@@ -32,16 +31,23 @@ def framed(payload: bytes) -> bytes:
     return _HEAD.pack(len(payload)) + payload
 
 
-def receive(channel: socket.socket) -> bytes | None:
-    """The next message, waiting for it; None: the other side has closed."""
-    head = _receive_exactly(channel, _HEAD.size)
-    return None if head is None else _receive_exactly(channel, _HEAD.unpack(head)[0])
+def receive(channel: socket.socket, seconds: float | None = None) -> bytes | None:
+    """Return the next message; None: the other side has closed.
+
+    Raises:
+        TimeoutError: it was not there after ``seconds``.
+    """
+    deadline = None if seconds is None else time.monotonic() + seconds
+    head = _receive_exactly(channel, _HEAD.size, deadline)
+    return None if head is None else _receive_exactly(channel, _HEAD.unpack(head)[0], deadline)
 
 
-def _receive_exactly(channel: socket.socket, size: int) -> bytes | None:
+def _receive_exactly(channel: socket.socket, size: int, deadline: float | None) -> bytes | None:
     buffer = bytearray(size)
     view, filled = memoryview(buffer), 0
     while filled < size:
+        if deadline is not None:
+            channel.settimeout(max(1e-3, deadline - time.monotonic()))
         got = channel.recv_into(view[filled:])
         if not got:
             return None

@@ -1,4 +1,4 @@
-"""What can come of a call that is not trusted: a score, or a failure of a named kind. No torch."""
+"""Outcomes of untrusted code: a score, or a failure of a named kind. Standard library only, and quick to import."""
 
 import enum
 import math
@@ -7,8 +7,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
-
-from verl.utils.py_functional import excerpt
 
 _CALLERS = (
     "verl.rewards.managers",
@@ -21,13 +19,28 @@ _CALLERS = (
 
 
 class Outcome(str, enum.Enum):
-    """How a call failed; its value is the last part of the metric ``reward/errors/<kind>``."""
+    """Outcome of a call, or of a program in a test.
+
+    The value is the last part of the metric ``reward/errors/<kind>``, and the column ``outcome`` of code scorers.
+    """
+
+    DONE = "done"
+    """It ended by itself, with exit code 0."""
+
+    PASSED = "passed"
+    """A program passed its test."""
+
+    WRONG = "wrong"
+    """A program ran, and its output or value is not the expected one."""
+
+    COMPILE = "compile"
+    """A program is no Python."""
 
     RAISED = "raised"
     """It raised an exception."""
 
     TIMEOUT = "timeout"
-    """It was under way for too long, and was ended."""
+    """It took too long by the clock, and was ended."""
 
     CPU = "cpu"
     """It used too many CPU seconds."""
@@ -88,6 +101,14 @@ class Scored:
     columns: Mapping[str, Any] | None = None
 
 
+class SandboxError(RuntimeError):
+    """A call in a sandbox failed."""
+
+    def __init__(self, failure: Failure):
+        super().__init__(f"{failure.cause}\n{failure.trace}".strip())
+        self.failure = failure
+
+
 class NotCalled:
     """In the place of an outcome: the call was not made, after too many others had failed."""
 
@@ -146,6 +167,8 @@ def to_number(result: Any) -> float:
 
 def shown(value: Any) -> str:
     """An excerpt of a value's ``repr``; that, too, is code of the user's and may fail."""
+    from verl.utils.py_functional import excerpt  # imports asyncio, which a supervisor's start has no time for
+
     try:
         return excerpt(value)
     except Exception as error:

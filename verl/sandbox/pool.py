@@ -17,13 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from verl.sandbox.messages import BadFrame, signature_of
-from verl.sandbox.outcomes import Failure, NotCalled, Outcome, Scored
+from verl.sandbox.outcomes import Failure, NotCalled, Outcome, SandboxError, Scored
 from verl.sandbox.process import Call, Process
 from verl.sandbox.supervisor import Limits
 
 _GRACE_S = 2.0
-
-
 """Seconds a process has to end its awaited calls by itself before it is ended."""
 
 
@@ -333,14 +331,6 @@ _POOLS: OrderedDict[Any, Pool] = OrderedDict()
 
 
 """The last pools asked for. Training and validation share one, as they would share the module in one process."""
-
-
-class SandboxError(RuntimeError):
-    """A call in a sandbox failed."""
-
-    def __init__(self, failure: Failure):
-        super().__init__(f"{failure.cause}\n{failure.trace}".strip())
-        self.failure = failure
 
 
 class SandboxedFunction:

@@ -16,13 +16,29 @@ from typing import Any
 
 from verl.sandbox.messages import BadFrame, FrameReader, framed
 from verl.sandbox.outcomes import Failure, Outcome
-from verl.sandbox.supervisor import MIB, Ending, Limits, descendants, end, how_ended
+from verl.sandbox.supervisor import MIB, Limits, descendants, end, outcome_of
 
-_START = "import sys; sys.path.insert(0, sys.argv.pop(1)); from verl.sandbox.worker import main; main()"
+_START = "import sys; sys.path.insert(0, sys.argv.pop(1)); from {} import main; main()"
 _FORWARD_UP_TO = 256 * 1024
 """Bytes of a hand-over's output that are shown."""
 
 _FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)')
+
+
+def start_child(module: str, env: dict[str, str], **pipes: Any) -> tuple[subprocess.Popen, socket.socket]:
+    """Start ``main()`` of a module in a new interpreter, with the number of its socket as the argument.
+
+    Args:
+        pipes: ``stdout`` and ``stderr`` of the child.
+
+    Returns:
+        the process, and the other end of its socket.
+    """
+    channel, theirs = socket.socketpair()
+    root = str(Path(__file__).parents[2])
+    line = [sys.executable, "-c", _START.format(module), root, str(theirs.fileno())]
+    with theirs:
+        return subprocess.Popen(line, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], env=env, **pipes), channel
 
 
 @dataclass(frozen=True)
@@ -52,19 +68,11 @@ class Process:
     _forwarded: int = 0
 
     def __post_init__(self):
-        self.channel, theirs = socket.socketpair()
+        env = {"PYTHONHASHSEED": "0", **os.environ}
+        pipe = subprocess.PIPE
+        self.popen, self.channel = start_child("verl.sandbox.worker", env, stdout=pipe, stderr=pipe)
         self.channel.setblocking(False)
         self._reader, self._unsent = FrameReader(), bytearray()
-        root = str(Path(__file__).parents[2])
-        with theirs:
-            self.popen = subprocess.Popen(
-                [sys.executable, "-c", _START, root, str(theirs.fileno())],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                pass_fds=[theirs.fileno()],
-                env={"PYTHONHASHSEED": "0", **os.environ},
-            )
         for pipe in (self.popen.stdout, self.popen.stderr):
             os.set_blocking(pipe.fileno(), False)
         self._send(pickle.dumps(self.setup))
@@ -184,18 +192,17 @@ class Process:
 
 
 def _failure(code: int, limits: Limits, trace: str) -> Failure:
-    ending = how_ended(code)
-    if ending is Ending.MEMORY:
-        said = f"MemoryError: it and what it started held more than {limits.memory_mb} MiB"
-        return Failure(Outcome.MEMORY, said, trace)
-    if ending is Ending.PROCESSES:
-        said = f"ProcessError: it had more than {limits.processes} processes at a time"
-        return Failure(Outcome.PROCESSES, said, trace)
-    if ending is Ending.CPU:
-        return Failure(Outcome.CPU, f"TimeoutError: it used more than {limits.cpu_s:g} CPU seconds", trace)
-    if ending is Ending.CRASH:
+    outcome = outcome_of(code)
+    if outcome is Outcome.CRASH:
         name = signal.Signals(-code).name if -code in signal.valid_signals() else str(-code)
-        return Failure(Outcome.CRASH, f"ProcessError: its process was ended by {name}", trace)
+        return Failure(outcome, f"ProcessError: its process was ended by {name}", trace)
+    causes = {
+        Outcome.MEMORY: f"MemoryError: it and what it started held more than {limits.memory_mb} MiB",
+        Outcome.PROCESSES: f"ProcessError: it had more than {limits.processes} processes at a time",
+        Outcome.CPU: f"TimeoutError: it used more than {limits.cpu_s or 0:g} CPU seconds",
+    }
+    if outcome in causes:
+        return Failure(outcome, causes[outcome], trace)
     return Failure(Outcome.EXIT, f"ProcessError: it left its process with exit code {code}", trace)
 
 

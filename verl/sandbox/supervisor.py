@@ -1,8 +1,18 @@
-"""Who watches a program under limits from outside, and who buries the orphans inside."""
+"""Limits of a child process and of all it starts: the supervisor that watches them, and the namespaces they live in.
+
+A fresh child calls :func:`enter` before anything else. It becomes three processes:
+
+    supervisor  the child as its parent knows it; watches the two others, and exits with the program's status
+    init        pid 1 of a pid namespace: when it ends, the kernel ends every process in there
+    program     goes on after ``enter``
+
+The supervisor ends everything when the parent dies, when the wall clock is up, or when the processes below it are too
+many or hold too much memory. Where the kernel grants no pid namespace, init is left out and the supervisor goes by the
+process tree. `enter` returns what could not be had. Standard library only: a child is there in some 20 ms.
+"""
 
 import contextlib
 import ctypes
-import enum
 import functools
 import json
 import os
@@ -18,45 +28,25 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Ending", "Limits", "can_cut_network", "command", "end", "enter", "how_ended"]
-
-
-# -- How programs under limits come to their ends --------------------------------------------------------------------
-class Ending(str, enum.Enum):
-    """How a program under limits came to its end."""
-
-    DONE = "done"
-    EXIT = "exit"
-    CRASH = "crash"
-    WALL = "wall"
-    CPU = "cpu"
-    MEMORY = "memory"
-    PROCESSES = "processes"
-
-
-CODES = {Ending.WALL: 121, Ending.MEMORY: 122, Ending.PROCESSES: 123}
-
-
-def how_ended(returncode: int) -> Ending:
-    """The ending that a return code as of ``subprocess`` tells, of a process that called :func:`enter`."""
-    for ending, code in CODES.items():
-        if returncode == code:
-            return ending
-    if returncode >= 0:
-        return Ending.EXIT if returncode else Ending.DONE
-    return Ending.CPU if -returncode == signal.SIGXCPU else Ending.CRASH
-
+from verl.sandbox.outcomes import Outcome
 
 MIB = 1024 * 1024
-
-
 LOOK_EVERY_S = 0.02
-
-
 IDLE_LOOK_EVERY_S = 0.1
-
-
 """While nothing inside uses the processor, as between two batches."""
+
+CODES = {Outcome.TIMEOUT: 121, Outcome.MEMORY: 122, Outcome.PROCESSES: 123}
+"""Exit codes of a supervisor that ended its program."""
+
+
+def outcome_of(returncode: int) -> Outcome:
+    """Return the outcome behind a return code as of ``subprocess``, of a process that called :func:`enter`."""
+    for outcome, code in CODES.items():
+        if returncode == code:
+            return outcome
+    if returncode >= 0:
+        return Outcome.EXIT if returncode else Outcome.DONE
+    return Outcome.CPU if -returncode == signal.SIGXCPU else Outcome.CRASH
 
 
 def can_see_descendants() -> bool:
@@ -96,8 +86,8 @@ def kill_all(pids: Iterable[int]) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
-class Keeper:
-    """Stays outside, watches, and leaves with the program's status."""
+class Supervisor:
+    """Watches a program from outside its namespace, and exits with the program's status."""
 
     def __init__(self, limits: Any, parent: int, child: int, status: int, child_is_init: bool):
         self.limits, self.parent, self.child, self.status = limits, parent, child, status
@@ -129,7 +119,7 @@ class Keeper:
             if os.getppid() != self.parent:
                 return 1
             if self.deadline and time.monotonic() >= self.deadline:
-                return CODES[Ending.WALL]
+                return CODES[Outcome.TIMEOUT]
             excess = self._excess()
             if excess:
                 return CODES[excess]
@@ -154,18 +144,18 @@ class Keeper:
                 told = _read_status(self.status)  # by init, of the program
                 code = os.waitstatus_to_exitcode(status if told is None else told)
 
-    def _excess(self) -> Ending | None:
+    def _excess(self) -> Outcome | None:
         if self.limits.processes is None and self.limits.memory_mb is None:
             return None
         below = list(descendants(self.child))
         inside = len(below) + (not self.child_is_init)
         if self.limits.processes is not None and inside > self.limits.processes:
-            return Ending.PROCESSES
+            return Outcome.PROCESSES
         if self.limits.memory_mb is not None:
             for measure in (_resident, _proportional):  # the second is exact, and slow
                 if sum(map(measure, [self.child, *below])) <= self.limits.memory_mb * MIB:
                     return None
-            return Ending.MEMORY
+            return Outcome.MEMORY
         return None
 
     def _sweep(self) -> None:
@@ -217,7 +207,7 @@ def _wait_for_child(seconds: float) -> None:
 
 
 def reap_until_end_of(program: int, status: int) -> None:
-    """The life of init: bury the orphans, and tell the keeper how the program ended."""
+    """The life of init: reap the orphans, and tell the supervisor how the program ended."""
     try:
         while True:
             pid, code = os.waitpid(-1, 0)
@@ -247,15 +237,11 @@ NO_NETWORK = _CLONE_NEWUSER | _CLONE_NEWNET
 
 
 _MS_REC, _MS_SLAVE, _MS_NOSUID_NODEV_NOEXEC = 0x4000, 0x80000, 0xE
-
-
 _PR_SET_PDEATHSIG, _PR_CAPBSET_DROP, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 1, 24, 36, 38
-
-
 _CAP_SYS_ADMIN, _LAST_CAP = 21, 40
 
 
-def become_keeper() -> None:
+def become_supervisor() -> None:
     """Gain no rights from here on, and inherit every process below that loses its parent."""
     with contextlib.suppress(OSError):  # under memory pressure the kernel ends this before the trainer
         _write("/proc/self/oom_score_adj", "1000")
@@ -263,8 +249,10 @@ def become_keeper() -> None:
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
-def leave_namespaces(network: bool) -> tuple[bool, bool, bool]:
+def leave_namespaces(network: bool, processes: bool = True) -> tuple[bool, bool, bool]:
     """Leave what the parent shares; whether there is a new namespace of (users, processes, network)."""
+    if not processes:
+        return False, False, not network and unshare(NO_NETWORK)
     wanted = _CLONE_NEWPID | (0 if network else _CLONE_NEWNET)
     if network and _has_capability(_CAP_SYS_ADMIN) and unshare(wanted):
         return False, True, False  # root keeps its rights on files
@@ -360,7 +348,7 @@ class Limits:
 def command(limits: Limits, program: Sequence[str]) -> list[str]:
     """The command line that runs ``program`` under ``limits``; its start takes some 20 ms.
 
-    For ``subprocess.Popen``, with its pipes, folder and environment; then :func:`how_ended` or :func:`end`.
+    For ``subprocess.Popen``, with its pipes, folder and environment; then :func:`outcome_of` or :func:`end`.
     """
     root = str(Path(__file__).parents[2])
     return [sys.executable, "-I", "-S", "-c", _LAUNCH, root, json.dumps(asdict(limits)), *program]
@@ -373,11 +361,14 @@ def launch() -> None:
     os.execvp(sys.argv[2], sys.argv[2:])
 
 
-def enter(limits: Limits) -> tuple[str, ...]:
+def enter(limits: Limits, processes: bool = True) -> tuple[str, ...]:
     """Put this process, a fresh single-threaded child, and all it starts under ``limits``.
 
     It leads a session of its own, dies with its parent, and can gain no rights. Only the program comes back from this
-    call; the process the parent knows stays in it as keeper.
+    call; the process the parent knows stays in it as supervisor.
+
+    Args:
+        processes: with a process namespace of its own; without one, programs below may still have theirs.
 
     Returns:
         in words, what this system does not grant; empty on a usual Linux.
@@ -387,8 +378,8 @@ def enter(limits: Limits) -> tuple[str, ...]:
         os.setsid()
     missing, has_user, has_pids, has_no_network = [], False, False, False
     if sys.platform == "linux":
-        become_keeper()
-        has_user, has_pids, has_no_network = leave_namespaces(limits.network)
+        become_supervisor()
+        has_user, has_pids, has_no_network = leave_namespaces(limits.network, processes)
         if not has_pids:
             missing.append("a process namespace: what moves to a session of its own is found by its parents only")
         if not can_see_descendants():
@@ -401,7 +392,7 @@ def enter(limits: Limits) -> tuple[str, ...]:
     child = os.fork()
     if child:
         os.close(status[1])
-        Keeper(limits, parent, child, status[0], has_pids).run()
+        Supervisor(limits, parent, child, status[0], has_pids).run()
     os.close(status[0])
     die_with_parent()
     if has_pids:
@@ -411,7 +402,7 @@ def enter(limits: Limits) -> tuple[str, ...]:
             reap_until_end_of(program, status[1])
         die_with_parent()
     os.close(status[1])
-    os.setsid()  # a signal to its own group stays below the keeper
+    os.setsid()  # a signal to its own group stays below the supervisor
     _set_limits(limits, has_user)
     if has_user:
         drop_capabilities()
@@ -436,6 +427,15 @@ def end(process: subprocess.Popen, patience_s: float = 5.0) -> int:
     if process.poll() is None:
         kill_all([process.pid, *descendants(process.pid)])
     return process.wait(patience_s)
+
+
+def kill_tree(pid: int) -> int:
+    """Kill a forked child and everything below it; wait for it. Returns its return code, as of ``subprocess``."""
+    done, status = os.waitpid(pid, os.WNOHANG)
+    if not done:
+        kill_all([pid, *descendants(pid)])
+        status = os.waitpid(pid, 0)[1]
+    return os.waitstatus_to_exitcode(status)
 
 
 def _set_limits(limits: Limits, has_user: bool) -> None:

@@ -1,4 +1,4 @@
-"""Whatever a reward function does, its sample gets a named outcome in time, and every other sample its score."""
+"""A hostile reward function costs its sample a named outcome, in time; every other sample gets its score."""
 
 import os
 import time
@@ -60,7 +60,10 @@ OUTCOMES = {
     "kill_parent": None,
     "take_stdout": None,
 }
-"""What each deed comes to; None: the score it returned."""
+"""Outcome of each case; None: the score it returned."""
+
+
+os.environ["VERL_TEST_PID_NAMESPACE"] = os.readlink("/proc/self/ns/pid")  # hostile cases compare it with theirs
 
 
 @pytest.fixture(scope="module")
@@ -75,27 +78,27 @@ def manager(pool: Pool, cls=NaiveRewardManager, timeout_s=TIMEOUT_S, **options):
     return cls(TOKENIZER, 0, function, **{"on_error": "zero_and_count", **options})
 
 
-def outcomes(manager, deeds: list[str]) -> tuple[list[float], list[str | None]]:
-    result = manager(batch_of(deeds), return_dict=True)
+def outcomes(manager, cases: list[str]) -> tuple[list[float], list[str | None]]:
+    result = manager(batch_of(cases), return_dict=True)
     return result["reward_tensor"].sum(-1).tolist(), result["reward_extra_info"]["reward_error_kind"]
 
 
-@pytest.mark.parametrize("deed", OUTCOMES)
-def test_a_misdeed_has_its_outcome_and_its_neighbours_their_scores(pool, deed, capfd):
+@pytest.mark.parametrize("case", OUTCOMES)
+def test_a_hostile_case_has_its_outcome_and_the_other_samples_their_scores(pool, case, capfd):
     start = time.monotonic()
-    timeout_s = TIMEOUT_S if OUTCOMES[deed] == "timeout" else 10 * TIMEOUT_S  # to fill memory takes its time
-    scores, kinds = outcomes(manager(pool, timeout_s=timeout_s), ["right", deed, "right"])
-    assert kinds == [None, OUTCOMES[deed], None]
-    assert scores == [1.0, float(OUTCOMES[deed] is None), 1.0]
+    timeout_s = TIMEOUT_S if OUTCOMES[case] == "timeout" else 10 * TIMEOUT_S  # to fill memory takes its time
+    scores, kinds = outcomes(manager(pool, timeout_s=timeout_s), ["right", case, "right"])
+    assert kinds == [None, OUTCOMES[case], None]
+    assert scores == [1.0, float(OUTCOMES[case] is None), 1.0]
     assert time.monotonic() - start < timeout_s + 8
     assert len(capfd.readouterr().out) < 2**20
 
 
-def test_all_misdeeds_in_one_batch_come_to_the_same(pool):
-    deeds = [deed for deed in OUTCOMES if deed not in ("hang_deaf", "hog", "hog_shared", "kill_group", "die_later")]
+def test_all_hostile_cases_in_one_batch_have_the_same_outcomes(pool):
+    cases = [case for case in OUTCOMES if case not in ("hang_deaf", "hog", "hog_shared", "kill_group", "die_later")]
     two = Pool(Source(FILE, "compute_score"), LIMITS, workers=2)
     try:
-        assert outcomes(manager(two), deeds)[1] == [OUTCOMES[deed] for deed in deeds]
+        assert outcomes(manager(two), cases)[1] == [OUTCOMES[case] for case in cases]
     finally:
         two.close()
 
@@ -127,16 +130,16 @@ def test_what_was_left_behind_ends_with_the_pool():
 
 
 @pytest.mark.parametrize(
-    ("deed", "outcome"),
+    ("case", "outcome"),
     [("sleep", "timeout"), ("raise", "raised"), ("os_exit", "exit"), ("none", "wrong_type"), ("segfault", "crash")],
 )
-def test_of_calls_under_way_together_the_guilty_one_fails(deed, outcome):
+def test_of_calls_under_way_together_the_guilty_one_fails(case, outcome):
     pool = sandboxed(Source(FILE, "compute_later"), LIMITS, 1, 60)
-    assert outcomes(manager(pool), ["right", deed, "right", "right"])[1] == [None, outcome, None, None]
+    assert outcomes(manager(pool), ["right", case, "right", "right"])[1] == [None, outcome, None, None]
 
 
 @pytest.mark.parametrize(
-    ("deed", "expected"),
+    ("case", "expected"),
     [
         ("too_few", ["wrong_count"] * 3),
         ("too_many", ["wrong_count"] * 3),
@@ -150,13 +153,13 @@ def test_of_calls_under_way_together_the_guilty_one_fails(deed, outcome):
         ("generator", [None] * 3),
     ],
 )
-def test_a_batch_function_fails_as_a_whole_or_by_sample(deed, expected):
+def test_a_batch_function_fails_as_a_whole_or_by_sample(case, expected):
     pool = sandboxed(Source(FILE, "in_batch"), LIMITS, 1, 60)
-    assert outcomes(manager(pool, BatchRewardManager), [deed, "right", "right"])[1] == expected
+    assert outcomes(manager(pool, BatchRewardManager), [case, "right", "right"])[1] == expected
 
 
 @pytest.mark.parametrize(
-    ("text", "error", "said"),
+    ("text", "error", "message"),
     [
         ("def compute_score(:\n", RuntimeError, "failed while it was loaded.*SyntaxError"),
         ("import no_such_module_anywhere\n", RuntimeError, "ModuleNotFoundError"),
@@ -168,10 +171,10 @@ def test_a_batch_function_fails_as_a_whole_or_by_sample(deed, expected):
         ("x = bytearray(10 << 30)\n", RuntimeError, "MemoryError"),
     ],
 )
-def test_a_file_that_cannot_be_loaded_is_refused(tmp_path, text, error, said):
+def test_a_file_that_cannot_be_loaded_is_refused(tmp_path, text, error, message):
     (tmp_path / "reward.py").write_text(text)
     pool = Pool(Source(str(tmp_path / "reward.py"), "compute_score"), LIMITS, start_timeout_s=2)
-    with pytest.raises(error, match=said):
+    with pytest.raises(error, match=message):
         SandboxedFunction(pool)
     assert bool(pool.pids) == (error is SlowStart)  # whoever has more patience may still have it
     pool.close()

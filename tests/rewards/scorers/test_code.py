@@ -7,7 +7,7 @@ import pytest
 
 from verl.rewards.scorers import default_compute_score, prime_code
 from verl.rewards.scorers.matching import code_block
-from verl.sandbox.code_runner import Outcome, Tests, read_tests, run_tests, same_output, same_value
+from verl.sandbox.code_runner import PROGRAM_OUTCOMES, Tests, read_tests, run_tests, same_output, same_value
 
 SUM = "a, b = map(int, input().split())\nprint(a + b)"
 IO = Tests(("1 2\n", "3 4\n"), ("3\n", "7\n"))
@@ -211,6 +211,6 @@ def test_tests_that_are_none_are_an_error_and_no_score(gold):
 
 
 def test_outcomes_have_the_names_users_see():
-    assert {one.value for one in Outcome} == {
+    assert {one.value for one in PROGRAM_OUTCOMES} == {
         *("passed", "wrong", "timeout", "memory", "processes", "crash", "output", "compile")
     }

@@ -7,7 +7,8 @@ from typing import Any
 
 from verl.rewards.scorers.matching import after_thinking, code_block
 from verl.rewards.scorers.sandbox_fusion import run_remotely
-from verl.sandbox.code_runner import MEMORY_MB, TEST_S, Outcome, Result, Tests, read_tests, run_tests
+from verl.sandbox.code_runner import MEMORY_MB, TEST_S, Result, Tests, read_tests, run_tests
+from verl.sandbox.outcomes import Outcome
 
 FIRST = 10
 """Tests that count where the score is a share."""

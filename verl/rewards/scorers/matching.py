@@ -5,7 +5,8 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import NamedTuple
 
-from verl.sandbox.fork_server import Killed, killable
+from verl.sandbox.fork_server import fork_server
+from verl.sandbox.outcomes import SandboxError
 
 _OPENED = re.compile("<answer>", re.IGNORECASE)
 _CLOSED = re.compile("</answer>", re.IGNORECASE)
@@ -313,8 +314,8 @@ def _same_by_algebra(one: str, other: str) -> bool:
         if len(text) > MAX_LENGTH or depth > MAX_DEPTH or _TOWER.search(text) or re.search(r"\d{100}", text):
             return False
     try:
-        return bool(killable("verl.rewards.scorers.algebra:is_same", SECONDS)(one, other))
-    except Killed:
+        return bool(fork_server("verl.rewards.scorers.algebra:is_same", SECONDS)(one, other))
+    except SandboxError:
         return False
 
 

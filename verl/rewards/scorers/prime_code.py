@@ -4,7 +4,8 @@ from typing import Any
 
 from verl.rewards.scorers.code import FIRST
 from verl.rewards.scorers.matching import code_block
-from verl.sandbox.code_runner import Outcome, read_tests, run_tests
+from verl.sandbox.code_runner import read_tests, run_tests
+from verl.sandbox.outcomes import Outcome
 
 __path__: list[str] = []  # of older releases' modules below this name: verl/compat.py
 

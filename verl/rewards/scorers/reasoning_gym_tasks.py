@@ -10,7 +10,8 @@ from functools import lru_cache
 from typing import Any
 
 from verl.rewards.scorers.matching import after_thinking, last_tagged
-from verl.sandbox.fork_server import Killed, killable
+from verl.sandbox.fork_server import fork_server
+from verl.sandbox.outcomes import SandboxError
 from verl.utils.distribution import install_command
 
 SECONDS = 5.0
@@ -45,8 +46,8 @@ def compute_score(
         return 0.0
     entry = json.dumps(dict(entry)) if isinstance(entry, Mapping) else str(entry)
     try:
-        score = killable("verl.rewards.scorers.reasoning_gym_rules:score", SECONDS)(task, answer, entry)
-    except Killed:
+        score = fork_server("verl.rewards.scorers.reasoning_gym_rules:score", SECONDS)(task, answer, entry)
+    except SandboxError:
         return 0.0
     if score is None:
         raise ValueError(f"data_source={data_source!r}: reasoning-gym knows no task {task!r}.")

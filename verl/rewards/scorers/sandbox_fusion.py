@@ -8,7 +8,8 @@ from typing import Any
 
 from verl.rewards.scorers.http_json import ServiceError, post, slot
 from verl.rewards.scorers.matching import code_block
-from verl.sandbox.code_runner import MEMORY_MB, Outcome, Result, Tests, arguments, judge, read_tests, text_of
+from verl.sandbox.code_runner import MEMORY_MB, Result, Tests, arguments, judge, read_tests, text_of
+from verl.sandbox.outcomes import Outcome
 
 THREADS = 16
 """Requests of one program at a time."""

@@ -1,4 +1,4 @@
-"""What a reward function can do wrong; the response says which. The right thing to do is to return 1."""
+"""Hostile reward functions, one a case; the response names the case. The right thing to do is to return 1."""
 
 import asyncio
 import ctypes
@@ -84,7 +84,7 @@ def print_protocol():
 def write_channel():
     for fd in range(3, 4096):
         try:
-            os.write(fd, b"\xff\xff\xff\xff garbage")
+            os.write(fd, b"\xff\xff\xff\xff not a frame")
         except OSError:
             continue
     return 1.0
@@ -116,12 +116,19 @@ def shut_everything():
     return 1.0
 
 
+def assert_own_pid_namespace():
+    """Signals to groups and parents are sent from inside a sandbox only."""
+    assert os.readlink("/proc/self/ns/pid") != os.environ["VERL_TEST_PID_NAMESPACE"], "no pid namespace of its own"
+
+
 def kill_the_group():
+    assert_own_pid_namespace()
     os.killpg(0, signal.SIGKILL)
     return 1.0
 
 
 def kill_the_parent():
+    assert_own_pid_namespace()
     os.kill(os.getppid(), signal.SIGKILL)
     time.sleep(0.05)
     return 1.0
@@ -132,7 +139,7 @@ def take_stdout():
     return 1.0
 
 
-DEEDS = {
+CASES = {
     "right": lambda: 1.0,
     "raise": lambda: 1 / 0,
     "raise_base": lambda: (_ for _ in ()).throw(KeyboardInterrupt),
@@ -180,24 +187,24 @@ DEEDS = {
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-    return DEEDS[solution_str]()
+    return CASES[solution_str]()
 
 
 async def compute_later(data_source, solution_str, ground_truth, extra_info=None):
     await asyncio.sleep(60 if solution_str == "sleep" else 0.01)
-    return 1.0 if solution_str == "sleep" else DEEDS[solution_str]()
+    return 1.0 if solution_str == "sleep" else CASES[solution_str]()
 
 
 def in_batch(data_sources, solution_strs, ground_truths, extra_infos):
-    deed = solution_strs[0]
-    if deed == "too_few":
+    case = solution_strs[0]
+    if case == "too_few":
         return [1.0] * (len(solution_strs) - 1)
-    if deed == "too_many":
+    if case == "too_many":
         return [1.0] * (len(solution_strs) + 1)
-    if deed == "one_bad":
+    if case == "one_bad":
         return [float("nan"), *[1.0] * (len(solution_strs) - 1)]
-    if deed == "dict":
+    if case == "dict":
         return {"score": [1.0] * len(solution_strs)}
-    if deed == "generator":
+    if case == "generator":
         return (1.0 for _ in solution_strs)
-    return DEEDS[deed]()
+    return CASES[case]()
