@@ -419,7 +419,7 @@ def test_a_scorer_that_is_slow_to_start_is_not_at_fault(there, monkeypatch):
         "    return float(solution_str.strip() == ground_truth)\n"
     )
     report = checks.examine_loaded(loaded_with(f"{FN}.path=slow.py"))
-    assert not report.findings and len(report.data.scores[0].gold) == 4, report.to_text()
+    assert not report.findings and len(report.data.scores[0].known_good) == 4, report.to_text()
 
 
 def test_a_scorer_that_takes_long_to_load_is_left_to_the_run(there, monkeypatch):

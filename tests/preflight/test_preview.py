@@ -44,7 +44,7 @@ def test_good_data_has_no_findings_and_its_prompts_are_shown(model, tmp_path):
         assert prompt.text == tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
         assert prompt.where.endswith(f"train.parquet, row {number}")
     [scores] = found.scores
-    assert (scores.form, set(scores.gold), set(scores.garbage), set(scores.other)) == (
+    assert (scores.form, set(scores.known_good), set(scores.known_bad), set(scores.other)) == (
         "#### answer",
         {1.0},
         {0.0},
@@ -141,7 +141,7 @@ def test_each_data_source_goes_to_its_function(model, tmp_path):
     (tmp_path / "reward.py").write_text("def compute_score(ground_truth, **sample):\n    return 0.5\n")
     path = write(tmp_path, [*sums(2), *sums(2, "mine/a")])
     found = look(model, path, f"+reward_model.by_source={{'mine/*': '{tmp_path}/reward.py'}}")
-    assert [set(trial.gold) for trial in found.scores] == [{1.0}, {0.5}]
+    assert [set(trial.known_good) for trial in found.scores] == [{1.0}, {0.5}]
 
 
 def test_a_prompt_that_the_template_refuses_is_a_bad_row(model, tmp_path):
@@ -285,4 +285,4 @@ def test_rows_of_rolls_shape_are_looked_at_as_a_run_reads_them(model, tmp_path):
     found = look(model, str(path), *words)
     assert texts(found, "error") == [] and found.num_rows == 2
     [scores] = found.scores
-    assert scores.data_source == "math_rule/aime" and set(scores.gold) == {1.0} and set(scores.garbage) == {0.0}
+    assert scores.data_source == "math_rule/aime" and set(scores.known_good) == {1.0} and set(scores.known_bad) == {0.0}

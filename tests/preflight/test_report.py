@@ -111,7 +111,7 @@ def test_what_nothing_reads_is_told_with_the_nearest_that_is_read(there, monkeyp
 
 def test_the_users_function_is_called_and_its_scores_shown(there):
     shown = "\n".join(examined("custom_reward_function.path=reward.py").preview)
-    assert "reward  digits: 1 for right answers, written as 'answer'; 0 for garbage" in shown
+    assert "reward  digits: 1 for known-good answers, written as 'answer'; 0 for known-bad answers" in shown
 
 
 def test_a_dry_run_of_the_main_job_is_the_doctor(there, capsys):

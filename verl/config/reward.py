@@ -206,7 +206,8 @@ class RewardModelConfig(Config):
     """Limits of the scoring function."""
 
     self_test: Literal["warn", "stop", "off"] = "warn"
-    """Before the first step, score a few gold answers and garbage: what then looks wrong is told, or stops the run."""
+    """Before the first step, score a few known-good and known-bad answers: what then looks wrong is reported, or stops
+    the run."""
 
     launch_reward_fn_async: bool = False
     """Call the scoring function in a thread of the driver while log-probs and values are computed."""

@@ -203,10 +203,11 @@ def _lengths(data: Preview, limit: int) -> list[str]:
 def _reward(trial: Trial) -> str:
     from verl.rewards.functions.trial import mean
 
-    if not trial.gold:
-        return f"  reward  {trial.data_source}: {mean(trial.garbage):g} for garbage; the rows do not say what is right"
-    right = f"{mean(trial.gold):g} for right answers, written as {trial.form!r}"
-    return f"  reward  {trial.data_source}: {right}; {mean(trial.garbage):g} for garbage"
+    if not trial.known_good:
+        known_bad = f"{mean(trial.known_bad):g} for known-bad answers"
+        return f"  reward  {trial.data_source}: {known_bad}; the rows do not say what is right"
+    right = f"{mean(trial.known_good):g} for known-good answers, written as {trial.form!r}"
+    return f"  reward  {trial.data_source}: {right}; {mean(trial.known_bad):g} for known-bad answers"
 
 
 def _add_memory(report: Report, config: PPOConfig, machine: Machine) -> None:

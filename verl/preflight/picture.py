@@ -53,7 +53,7 @@ def to_json(found: Preview, report: Report) -> dict[str, Any]:
 
 
 def _scores_json(scores: Trial) -> dict[str, Any]:
-    means = {name: mean(getattr(scores, name)) for name in ("gold", "garbage", "other")}
+    means = {"gold": mean(scores.known_good), "garbage": mean(scores.known_bad), "other": mean(scores.other)}
     return {
         "data_source": scores.data_source,
         "rows": scores.rows,
@@ -142,14 +142,14 @@ def _rewards(found: Preview) -> Group:
         "data source",
         "rows",
         "scored",
-        "right",
-        "garbage",
+        "known-good",
+        "known-bad",
         "other rows'",
-        "right answers written as",
+        "known-good answers written as",
     )
     table = Table(*heads, box=None, header_style="bold", pad_edge=False)
     for scores in found.scores:
-        means = [_number(part) for part in (scores.gold, scores.garbage, scores.other)]
+        means = [_number(part) for part in (scores.known_good, scores.known_bad, scores.other)]
         counts = (str(scores.rows), str(scores.tried))
         table.add_row(escape(scores.data_source), *counts, *means, escape(scores.form or "-"))
     return Group(Text(f"rewards ({found.reward})"), table)

@@ -10,7 +10,7 @@ import pytest
 from verl.preflight.command import read_options
 from verl.rewards.functions.calling import MANAGERS_OWN, check_signature
 from verl.rewards.functions.sources import reward_function
-from verl.rewards.functions.trial import TrialRow, gold_responses, try_function
+from verl.rewards.functions.trial import TrialRow, known_good_responses, try_function
 from verl.rewards.managers.registry import REWARD_MANAGER_REGISTRY
 from verl.rewards.managers.rule import RuleRewardManager
 
@@ -27,7 +27,7 @@ def exact(data_source, solution_str, ground_truth, extra_info):
 
 def test_the_form_that_the_scorer_wants_is_found():
     found = scored(exact)
-    assert found.form == "<answer>answer</answer>" and found.gold == [1.0] * 3 and found.garbage == [0.0] * 9
+    assert found.form == "<answer>answer</answer>" and found.known_good == [1.0] * 3 and found.known_bad == [0.0] * 9
     assert found.other == [0.0] * 2 and found.constant is None and found.problems() == ([], [])
     assert (found.rows, found.tried) == (30, 3)
 
@@ -140,7 +140,7 @@ GOLD = {
 @pytest.mark.parametrize("case", GOLD)
 def test_right_answers_are_read_off_the_row(case):
     truth, info, form, text = GOLD[case]
-    assert text in gold_responses(truth, info)[form]
+    assert text in known_good_responses(truth, info)[form]
 
 
 def test_tests_and_rules_are_no_answers():
@@ -151,7 +151,7 @@ def test_tests_and_rules_are_no_answers():
         {},
         [],
     ):
-        assert gold_responses(truth, {}) == {}
+        assert known_good_responses(truth, {}) == {}
     found = scored(lambda **sample: 0.0, [json.dumps({"test_list": []})])
     errors, [warning] = found.problems()
     assert not errors and "do not say what would be right" in warning
@@ -175,5 +175,5 @@ def test_functions_are_called_as_their_manager_calls(tmp_path, kind):
     words += ["custom_reward_function.reward_kwargs.bonus=1"] if kind == "kwargs" else []
     function = reward_function(read_options(words)[0])
     found = scored(function, is_batch=kind == "batch")
-    assert found.gold == [1.0] * 3 and not found.error
+    assert found.known_good == [1.0] * 3 and not found.error
     function.pool.close()

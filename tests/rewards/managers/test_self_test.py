@@ -42,15 +42,15 @@ def contains_in_batch(data_sources, solution_strs, ground_truths, extra_infos):
 )
 def test_a_right_function_raises_no_alarm(function, is_batch):
     report = self_test(function, ROWS, is_batch=is_batch)
-    assert (report.gold, report.garbage, report.alarms, report.rows) == (1.0, 0.0, (), 3)
+    assert (report.known_good, report.known_bad, report.alarms, report.rows) == (1.0, 0.0, (), 3)
     assert function.__name__ in report.function and "extra_info" in report.signature and report.seconds < 1
-    assert "gold 1, garbage 0" in str(report)
+    assert "known-good answers 1, known-bad answers 0" in str(report)
 
 
 @pytest.mark.parametrize(
     ("function", "rows", "said"),
     [
-        (lambda **kwargs: 1.0, ROWS, "it scores 1 gold answers and garbage alike"),
+        (lambda **kwargs: 1.0, ROWS, "it scores 1 known-good and known-bad answers alike"),
         (lambda **kwargs: 0, NO_GOLD, "it scores 0 whatever the text"),
         (lambda solution_str, **kwargs: "know" in solution_str, ROWS, "right answers would not be reinforced"),
         (lambda **kwargs: None, ROWS, "it failed at row 0: TypeError: the function returned None .*wrong_type"),
@@ -63,14 +63,14 @@ def test_what_looks_wrong_is_an_alarm(function, rows, said):
 
 def test_a_function_that_is_not_about_gold_is_not_suspected():
     report = self_test(lambda solution_str, **kwargs: sum(c.isdigit() for c in solution_str), NO_GOLD)
-    assert report.gold is None and report.alarms == ()
+    assert report.known_good is None and report.alarms == ()
 
 
 @pytest.mark.parametrize("truth", [{"target": ["Paris"]}, ["Paris", "paris"], "Paris"])
 def test_gold_is_found_where_datasets_have_it(truth):
     rows = [{"data_source": "s", "reward_model": {"ground_truth": truth}}]
     report = self_test(lambda solution_str, **kwargs: float("Paris" in solution_str), rows)
-    assert (report.gold, report.garbage) == (1.0, 0.0)
+    assert (report.known_good, report.known_bad) == (1.0, 0.0)
 
 
 def test_a_slow_function_is_asked_little():
@@ -94,7 +94,7 @@ def test_a_function_that_is_slow_only_at_first_is_asked_all():
         return float(ground_truth in solution_str)
 
     report = self_test(slow_at_first, ROWS, seconds=0.25)
-    assert (report.rows, report.gold, report.alarms) == (3, 1.0, ())
+    assert (report.rows, report.known_good, report.alarms) == (3, 1.0, ())
 
 
 def trained(tmp_path, text, self_test):

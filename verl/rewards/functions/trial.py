@@ -18,7 +18,7 @@ from verl.utils.py_functional import excerpt
 # -- Texts to try a reward function on: a row's ground truth in each form that scorers read, and what answers nothing
 
 
-GARBAGE = ("", "I do not know.", "zqx vbn wfg")
+KNOWN_BAD = ("", "I do not know.", "zqx vbn wfg")
 """Responses that answer nothing."""
 
 UNRELATED = ("7", "yes", "A", "the quick brown fox\n" * 5)
@@ -43,7 +43,7 @@ FORMS: dict[str, Callable[[str], str]] = {
 """Name -> an answer written that way."""
 
 
-def gold_responses(ground_truth: Any, extra_info: Any) -> dict[str, str]:
+def known_good_responses(ground_truth: Any, extra_info: Any) -> dict[str, str]:
     """Form -> response; empty where the row does not say what would be right."""
     info = extra_info if isinstance(extra_info, Mapping) else {}
     found: dict[str, str] = {}
@@ -126,15 +126,15 @@ class Trial:
     """In the files."""
     form: str | None = None
     """How right answers were written; None: the rows do not say what would be right."""
-    gold: list[float] = field(default_factory=list)
+    known_good: list[float] = field(default_factory=list)
     """Of right answers."""
-    garbage: list[float] = field(default_factory=list)
+    known_bad: list[float] = field(default_factory=list)
     """Of texts that answer nothing."""
     other: list[float] = field(default_factory=list)
     """Of the right answers of other rows."""
     unrelated: list[float] = field(default_factory=list)
     """Of texts of several kinds, where the rows do not say what would be right."""
-    low_gold: list[str] = field(default_factory=list)
+    low_known_good: list[str] = field(default_factory=list)
     """Rows whose right answer did not score high."""
     error: str | None = None
     """Row, cause and kind of the failure that ended the trial."""
@@ -154,8 +154,8 @@ class Trial:
     @property
     def constant(self) -> float | None:
         """The only score there is, of right and wrong answers alike; None if they differ."""
-        scores = {*self.gold, *self.garbage, *self.other, *self.unrelated}
-        is_enough = len(self.garbage) > 0 and bool(self.gold or self.unrelated)
+        scores = {*self.known_good, *self.known_bad, *self.other, *self.unrelated}
+        is_enough = len(self.known_bad) > 0 and bool(self.known_good or self.unrelated)
         return next(iter(scores)) if len(scores) == 1 and is_enough else None
 
     def problems(self) -> tuple[list[str], list[str]]:
@@ -163,23 +163,23 @@ class Trial:
         name, errors, warnings = f"data_source={self.data_source!r}", [], []
         if self.error:
             errors.append(self.story)
-        elif self.gold and self.constant is not None:
+        elif self.known_good and self.constant is not None:
             errors.append(
                 f"{name}: right and wrong answers all score {self.constant:g}, so nothing could be learned. Look at "
                 "the scorer, and at the form of the answers it wants."
             )
-        elif self.gold and mean(self.gold) < HIGH:
-            worst = f" The first that does not: {self.low_gold[0]}." if self.low_gold else ""
+        elif self.known_good and mean(self.known_good) < HIGH:
+            worst = f" The first that does not: {self.low_known_good[0]}." if self.low_known_good else ""
             warnings.append(
-                f"{name}: right answers, written as {self.form!r}, score {mean(self.gold):.3f} on average.{worst}"
+                f"{name}: right answers, written as {self.form!r}, score {mean(self.known_good):.3f} on average.{worst}"
             )
-        elif not self.gold and not self.is_cut and self.constant is not None:
+        elif not self.known_good and not self.is_cut and self.constant is not None:
             warnings.append(
                 f"{name}: the rows do not say what would be right, and whatever the text, it scores {self.constant:g}."
             )
-        wrong = {"an answer that says nothing": self.garbage, "the right answer of another row": self.other}
+        wrong = {"an answer that says nothing": self.known_bad, "the right answer of another row": self.other}
         for kind, scores in wrong.items():
-            if self.gold and scores and mean(scores) > LOW and self.constant is None:
+            if self.known_good and scores and mean(scores) > LOW and self.constant is None:
                 warnings.append(f"{name}: {kind} scores {mean(scores):.3f} on average.")
         if self.is_cut:
             warnings.append(f"{name}: {self.tried} rows took {self.seconds:.1f} s to score; the others were left out.")
@@ -247,15 +247,15 @@ class _Trying:
         if not self.rows:
             return
         begin = time.monotonic()
-        self.scores([(0, GARBAGE[-1])])  # by itself: it tells how long a call takes, and may import what it needs
+        self.scores([(0, KNOWN_BAD[-1])])  # by itself: it tells how long a call takes, and may import what it needs
         if time.monotonic() - begin > self.seconds:
-            self.scores([(0, GARBAGE[0])])
-        gold = [gold_responses(row.ground_truth, row.extra_info) for row in self.rows]
-        form = self._best_form(gold[:_TRIED])
+            self.scores([(0, KNOWN_BAD[0])])
+        known_good = [known_good_responses(row.ground_truth, row.extra_info) for row in self.rows]
+        form = self._best_form(known_good[:_TRIED])
         last: tuple[str, str] | None = None
-        for i, (row, responses) in enumerate(zip(self.rows, gold, strict=True)):
+        for i, (row, responses) in enumerate(zip(self.rows, known_good, strict=True)):
             right, truth = responses.get(form) if form else None, repr(row.ground_truth)
-            texts = [*GARBAGE, *(UNRELATED if form is None else ()), *([right] if right is not None else [])]
+            texts = [*KNOWN_BAD, *(UNRELATED if form is None else ()), *([right] if right is not None else [])]
             swapped = last[1] if right is not None and last is not None and last[0] != truth else None
             scores = self.scores([(i, text) for text in [*texts, *([swapped] if swapped is not None else [])]])
             self._note(row, right, scores, swapped is not None)
@@ -263,22 +263,22 @@ class _Trying:
             last = (truth, right) if right is not None else last
 
     def _note(self, row: TrialRow, right: str | None, scores: list[float], has_swapped: bool) -> None:
-        self.found.garbage += scores[: len(GARBAGE)]
-        rest = scores[len(GARBAGE) :]
+        self.found.known_bad += scores[: len(KNOWN_BAD)]
+        rest = scores[len(KNOWN_BAD) :]
         if has_swapped:
             self.found.other.append(rest.pop())
         if right is None:
             self.found.unrelated += rest
             return
-        self.found.gold.append(rest[-1])
+        self.found.known_good.append(rest[-1])
         if rest[-1] < HIGH:
-            self.found.low_gold.append(f"{row.where}: {rest[-1]:g} for {excerpt(right, 120)}")
+            self.found.low_known_good.append(f"{row.where}: {rest[-1]:g} for {excerpt(right, 120)}")
 
-    def _best_form(self, gold: Sequence[Mapping[str, str]]) -> str | None:
+    def _best_form(self, known_good: Sequence[Mapping[str, str]]) -> str | None:
         """The form in which the right answers of these rows score best; of equals the first."""
         best, best_mean = None, -math.inf
-        for form in dict.fromkeys(form for responses in gold for form in responses):
-            scores = self.scores([(i, texts[form]) for i, texts in enumerate(gold) if form in texts])
+        for form in dict.fromkeys(form for responses in known_good for form in responses):
+            scores = self.scores([(i, texts[form]) for i, texts in enumerate(known_good) if form in texts])
             if mean(scores) > best_mean:
                 best, best_mean = form, mean(scores)
             if best_mean >= 1:

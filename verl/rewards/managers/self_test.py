@@ -1,4 +1,4 @@
-"""A reward function tried before it is trusted: does it tell a gold answer from garbage?"""
+"""Self-test of a reward function before the first step: known-good answers must score more than known-bad ones."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,10 +16,10 @@ from verl.sandbox.pool import signature_text
 
 @dataclass(frozen=True)
 class Report:
-    """What came of trying a function.
+    """Result of the self-test of a function.
 
-    ``gold`` and ``garbage`` are mean scores, of right answers in the form that scores best and of texts that answer
-    nothing; None: none was scored.
+    ``known_good`` and ``known_bad`` are mean scores, of right answers in the form that scores best and of texts that
+    answer nothing; None: none was scored.
     """
 
     function: str
@@ -27,14 +27,14 @@ class Report:
     rows: int
     calls: int
     seconds: float
-    gold: float | None
-    garbage: float | None
+    known_good: float | None
+    known_bad: float | None
     alarms: tuple[str, ...]
 
     def __str__(self) -> str:
         numbers = [
             f"{name} {value:.3g}"
-            for name, value in (("gold", self.gold), ("garbage", self.garbage))
+            for name, value in (("known-good answers", self.known_good), ("known-bad answers", self.known_bad))
             if value is not None
         ]
         tried = f"; {', '.join(numbers)} in {self.calls} calls, {self.seconds:.2f} s" if numbers else ""
@@ -52,7 +52,7 @@ def self_test(
     timeout_s: float = 5.0,
     **reward_kwargs: Any,
 ) -> Report:
-    """Score gold answers and garbage of a few rows, and say what looks wrong.
+    """Score known-good and known-bad answers of a few rows, and report what looks wrong.
 
     Args:
         function: a reward function, here or in a sandbox.
@@ -88,8 +88,8 @@ def self_test(
         sum(trial.tried for trial in trials),
         sum(trial.calls for trial in trials),
         sum(trial.seconds for trial in trials),
-        _mean([score for trial in trials for score in trial.gold]),
-        _mean([score for trial in trials for score in trial.garbage]),
+        _mean([score for trial in trials for score in trial.known_good]),
+        _mean([score for trial in trials for score in trial.known_bad]),
         tuple(alarm for trial in trials for alarm in [_alarm(trial)] if alarm),
     )
 
@@ -108,11 +108,11 @@ def _alarm(trial: Trial) -> str | None:
     if trial.error:
         return f"it failed at {trial.error.rstrip('.')}"
     if trial.constant is not None:
-        what = "gold answers and garbage alike" if trial.gold else "whatever the text"
+        what = "known-good and known-bad answers alike" if trial.known_good else "whatever the text"
         return f"it scores {trial.constant:g} {what}: a constant reward teaches nothing"
-    if trial.gold and mean(trial.gold) <= mean(trial.garbage):
-        gold, garbage = mean(trial.gold), mean(trial.garbage)
-        return f"gold answers score {gold:.3g}, garbage {garbage:.3g}: right answers would not be reinforced"
+    if trial.known_good and mean(trial.known_good) <= mean(trial.known_bad):
+        good, bad = mean(trial.known_good), mean(trial.known_bad)
+        return f"known-good answers score {good:.3g}, known-bad ones {bad:.3g}: right answers would not be reinforced"
     return None
 
 
