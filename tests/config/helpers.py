@@ -23,8 +23,8 @@ def typed(*words):
     loaded = load_over(RUNNABLE, words)
     if loaded.problems:
         raise ConfigError([problem.text for problem in loaded.problems])
-    for notice in loaded.notices:
-        warnings.warn(notice, ConfigWarning, stacklevel=2)
+    for warning in loaded.warnings:
+        warnings.warn(warning, ConfigWarning, stacklevel=2)
     return loaded.config
 
 
@@ -43,4 +43,4 @@ def notes(*words):
     """Sentences about what has no effect, as one text."""
     loaded = loaded_with(*words)
     assert not loaded.problems, loaded.problems
-    return "\n".join(loaded.notices)
+    return "\n".join(loaded.warnings)

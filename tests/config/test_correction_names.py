@@ -43,7 +43,7 @@ KEPT, BYPASS = f"{ROLLOUT}.calculate_log_probs=true", f"{CORRECTION}.bypass_mode
 def test_what_older_releases_asked_for_is_understood_and_said(words, meant, said):
     loaded = loaded_with(KEPT, *words)
     assert not loaded.problems, loaded.problems
-    assert said in "\n".join(loaded.notices)
+    assert said in "\n".join(loaded.warnings)
     expected = RolloutCorrectionConfig().with_values(meant)
     assert loaded.config.algorithm.rollout_correction == expected
     assert loaded.config.actor_rollout_ref.actor.policy_loss.rollout_correction == expected, "it follows"

@@ -36,8 +36,8 @@ def test_a_moved_key_sets_the_new_one(word, key, value):
     assert found == value
     alias = word.lstrip("+").startswith("trainer.")
     section = key.rpartition(".")[0]
-    told = [notice for notice in loaded.notices if "old names were understood" in notice]
-    assert alias or any(key in notice or section in notice for notice in told)
+    told = [warning for warning in loaded.warnings if "old names were understood" in warning]
+    assert alias or any(key in warning or section in warning for warning in told)
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_a_feature_that_is_not_built_and_off_is_left_out_with_a_word(word):
     loaded = load([*RUNNABLE, word])
     assert not loaded.problems
     key = word.partition("=")[0]
-    assert any("not built, and not asked for" in notice and key in notice for notice in loaded.notices)
+    assert any("not built, and not asked for" in warning and key in warning for warning in loaded.warnings)
 
 
 @pytest.mark.parametrize(

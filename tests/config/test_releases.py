@@ -9,7 +9,7 @@ import pytest
 from scripts.release_keys import KINDS, PAGE, another_value, filled, verdict
 from verl.config.base import ConfigError, get_path
 from verl.config.features import FEATURES, feature_of_config, feature_of_module
-from verl.config.legacy import GONE, MOVED
+from verl.config.legacy import MOVED, REMOVED
 from verl.config.load import load
 from verl.config.overrides import locate
 from verl.config.ppo import PPOConfig
@@ -89,7 +89,7 @@ def test_a_whole_release_is_accepted_as_one_command_line(column):
 def test_no_feature_is_named_twice_and_no_key_has_two():
     keys = [key for feature in FEATURES for key in feature.keys]
     assert len(keys) == len(set(keys)) and len({feature.name for feature in FEATURES}) == len(FEATURES)
-    assert not set(keys) & {entry.old for entry in (*MOVED, *GONE)}
+    assert not set(keys) & {entry.old for entry in (*MOVED, *REMOVED)}
 
 
 def test_the_page_lists_what_is_not_built():

@@ -7,11 +7,11 @@ import pytest
 from verl.config.checks import find
 from verl.config.checks.support import LIMITS
 from verl.config.features import feature_of_key
-from verl.config.legacy import GONE, MOVED, Gone, entry_of, is_legacy
+from verl.config.legacy import MOVED, REMOVED, RemovedOption, entry_of, is_legacy
 from verl.config.load import load
 from verl.config.overrides import locate
 from verl.config.ppo import PPOConfig
-from verl.config.unread import readers
+from verl.config.unused_options import readers
 
 from .helpers import RUNNABLE, notes, problems
 
@@ -50,7 +50,7 @@ def test_a_key_of_the_guides_has_a_reader_or_a_word_on_why_not(key):
     if entry is None and locate(PPOConfig, key).kind == "unknown":
         assert feature_of_key(key).feature.instead
         return
-    if isinstance(entry, Gone):
+    if isinstance(entry, RemovedOption):
         assert entry.why
         return
     for name in entry.new if entry else [key]:
@@ -65,7 +65,7 @@ def test_new_names_of_old_options_exist():
         assert locate(PPOConfig, entry.old).kind == "unknown", f"{entry.old} is not old"
         for new in entry.new:
             assert locate(PPOConfig, new).kind != "unknown", new
-    for entry in GONE:
+    for entry in REMOVED:
         assert locate(PPOConfig, entry.old).kind == "unknown", f"{entry.old} is not gone"
 
 
@@ -92,7 +92,7 @@ def test_an_old_name_sets_the_new_option_and_is_told_once(word, key, value):
     for name in key.split("."):
         found = found[name]
     assert found == value
-    assert sum("old names were understood" in notice for notice in loaded.notices) == 1
+    assert sum("old names were understood" in warning for warning in loaded.warnings) == 1
 
 
 def test_old_contents_also_decide_what_is_loaded():

@@ -80,7 +80,7 @@ def test_a_tree_under_backend_config_and_old_names_in_yaml_are_understood(tmp_pa
 
 def test_what_yaml_sets_counts_as_given(tmp_path):
     folder = _yaml(tmp_path, "defaults: [ppo_trainer, _self_]\nalgorithm: {kl_ctrl: {kl_coef: 0.5}}\n")
-    assert any("kl_coef=0.5 has no effect" in notice for notice in load(RUNNABLE, folder, "mine").notices)
+    assert any("kl_coef=0.5 has no effect" in warning for warning in load(RUNNABLE, folder, "mine").warnings)
 
 
 def test_an_interpolation_of_the_user_does_not_hide_an_unbuilt_feature(tmp_path):

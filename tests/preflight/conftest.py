@@ -11,7 +11,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from tests.support.composing import load_over
 from verl.config.base import ConfigError
-from verl.config.load import Loaded
+from verl.config.load import LoadedConfig
 from verl.config.overrides import check_overrides
 from verl.config.ppo import PPOConfig
 from verl.preflight.checks import examine_loaded
@@ -61,7 +61,7 @@ def examined(*words: str) -> Report:
         return Report([Finding("error", text) for text in error.problems])
 
 
-def loaded_with(*words: str) -> Loaded:
+def loaded_with(*words: str) -> LoadedConfig:
     """What ``BASE`` and ``words`` come to."""
     checked = check_overrides(words, PPOConfig, lambda name: False)
     if checked.problems:

@@ -97,11 +97,11 @@ def test_the_preview_shows_prompts_lengths_and_rewards(there):
 
 
 def test_what_nothing_reads_is_told_with_the_nearest_that_is_read(there, monkeypatch):
-    from verl.config import unread
+    from verl.config import unused_options
 
     key = "trainer.project_name"
-    readers = unread.readers
-    monkeypatch.setattr(unread, "readers", lambda name: [] if name == key else readers(name))
+    readers = unused_options.readers
+    monkeypatch.setattr(unused_options, "readers", lambda name: [] if name == key else readers(name))
     (found,) = examined(f"{key}=mine").errors
     assert found.keys[0] == key and "is read by nothing" in found.text
     assert "the nearest option that is read is trainer.experiment_name" in found.text

@@ -13,12 +13,12 @@ from omegaconf import OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from verl.config.compose import compose, search_folders
-from verl.config.load import Loaded, interpret, load
-from verl.config.overrides import Checked, check_overrides
+from verl.config.load import LoadedConfig, interpret, load
+from verl.config.overrides import CheckedOverrides, check_overrides
 from verl.config.ppo import PPOConfig
 
 
-def load_over(base: Sequence[str], words: Sequence[str]) -> Loaded:
+def load_over(base: Sequence[str], words: Sequence[str]) -> LoadedConfig:
     """As ``load([*base, *words])``; hydra composes the former once, and reads the latter only.
 
     ``tests/config/test_values.py`` and ``tests/preflight/test_corpus.py`` hold it against the whole way.
@@ -41,7 +41,7 @@ def load_over(base: Sequence[str], words: Sequence[str]) -> Loaded:
     return interpret(tree, given, composed=composed, stripped_prefix=later.stripped_prefix)
 
 
-def _checked(words: Sequence[str]) -> Checked:
+def _checked(words: Sequence[str]) -> CheckedOverrides:
     return check_overrides(words, PPOConfig, lambda name: any((folder / name).is_dir() for folder in _folders()))
 
 

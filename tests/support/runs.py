@@ -91,13 +91,13 @@ def run_job(arguments: list[str]) -> Any:
     """Run the main job in this process, checked as the command is; returns the trainer, its loop complete."""
     from verl.config.base import ConfigError
     from verl.config.load import load
-    from verl.config.unread import remember_given
+    from verl.config.unused_options import remember_given
     from verl.trainer.ppo.job import PPOJob
 
     loaded = load(arguments)
     if loaded.problems:
         raise ConfigError([problem.text for problem in loaded.problems])
-    return PPOJob(remember_given(loaded.config, loaded.tree, loaded.given, loaded.notices)).run()
+    return PPOJob(remember_given(loaded.config, loaded.tree, loaded.given, loaded.warnings)).run()
 
 
 def main_ppo(arguments: list[str], timeout_s: float = 300, **env: str) -> subprocess.CompletedProcess:

@@ -87,6 +87,6 @@ def test_other_homes_of_the_overlong_buffer_are_understood():
     loaded = loaded_with(*words, "reward_model.overlong_buffer.log=true", "reward_model.len_reward.coef=0.5")
     buffer = loaded.config.algorithm.reward_shaping.overlong_buffer
     assert not loaded.problems and (buffer.enable, buffer.len, buffer.penalty_factor) == (True, 128, 0.5)
-    assert "reward_model.overlong_buffer.len is now called" in loaded.notices[0]
+    assert "reward_model.overlong_buffer.len is now called" in loaded.warnings[0]
     twice = "+reward_model.reward_kwargs.overlong_buffer_cfg={enable: true, len: 4}"
-    assert any("charged twice" in notice for notice in loaded_with(*words, twice).notices)
+    assert any("charged twice" in warning for warning in loaded_with(*words, twice).warnings)

@@ -7,7 +7,7 @@ import pytest
 from tests.support.runs import make_task, overrides, run_job
 from verl.config.base import ConfigError
 from verl.config.load import load
-from verl.config.unread import remember_given
+from verl.config.unused_options import remember_given
 from verl.config.watch import READ
 from verl.preflight.checks import passed
 from verl.trainer.ppo.job import PPOJob
@@ -58,8 +58,8 @@ def test_an_option_that_nothing_reads_stops_the_run_after_the_first_step(task, t
     def job(*more):
         loaded = load([*words, *more])
         passed(loaded.config)  # as if no check had seen it
-        notices = [sentence for sentence in loaded.notices if "lora" not in sentence]
-        return PPOJob(remember_given(loaded.config, loaded.tree, loaded.given, notices))
+        warnings = [sentence for sentence in loaded.warnings if "lora" not in sentence]
+        return PPOJob(remember_given(loaded.config, loaded.tree, loaded.given, warnings))
 
     for key in list(READ):  # other runs of this process may have read it
         monkeypatch.delitem(READ, key)

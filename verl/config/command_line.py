@@ -146,17 +146,21 @@ def _config_to_run(
     if "cfg" in flags:
         _print_tree(loaded, flags)
         return None
-    if not examine(loaded, flags) if examine is not None else _is_told(loaded, bool(flags.get("check"))):
+    if not examine(loaded, flags) if examine is not None else _report_and_stop(loaded, bool(flags.get("check"))):
         return None
     if "trainer" in loaded.config:
-        from verl.config.unread import remember_given
+        from verl.config.unused_options import remember_given
 
-        remember_given(loaded.config, loaded.tree, loaded.given, loaded.notices)
+        remember_given(loaded.config, loaded.tree, loaded.given, loaded.warnings)
     return loaded.config
 
 
-def _is_told(loaded: Any, is_check: bool) -> bool:
-    """Whether the command line only asked; its own contradictions and missing files end it."""
+def _report_and_stop(loaded: Any, is_check: bool) -> bool:
+    """Print the warnings and, with ``--check``, the batch arithmetic; return whether to stop there.
+
+    Raises:
+        ConfigError: with every problem, missing files included.
+    """
     problems = [problem.text for problem in loaded.problems]
     if isinstance(loaded.config, Config) and "trainer" in loaded.config:
         from verl.config.files import missing_files
@@ -164,8 +168,8 @@ def _is_told(loaded: Any, is_check: bool) -> bool:
         problems += [problem.text for problem in missing_files(loaded.config)]
     if problems:
         raise ConfigError(problems)
-    for notice in loaded.notices:
-        say_early(f"note: {notice}")
+    for message in loaded.warnings:
+        say_early(f"note: {message}")
     if is_check:
         from verl.config.batch import batch_plan
 

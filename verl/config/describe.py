@@ -113,7 +113,7 @@ def explain(root: type[Config], key: str, tree: Mapping) -> Iterator[str]:
         tree: the composed tree, interpolations unresolved.
     """
     from verl.config.legacy import MOVED
-    from verl.config.unread import readers
+    from verl.config.unused_options import readers
 
     parent, _, name = key.rpartition(".")
     cls = _class_at(root, parent) if parent else root

@@ -556,7 +556,7 @@ FEATURES: tuple[Feature, ...] = (
 )
 
 
-class Asked(NamedTuple):
+class FeatureKey(NamedTuple):
     """The feature that a key belongs to."""
 
     feature: Feature
@@ -569,11 +569,11 @@ def _by_key() -> dict[str, Feature]:
     return {key: feature for feature in FEATURES for key in feature.keys}
 
 
-def feature_of_key(key: str) -> Asked | None:
+def feature_of_key(key: str) -> FeatureKey | None:
     """The feature that a dotted key, or a section it stands in, asks for."""
     parts = key.split(".")
     names = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
-    return next((Asked(_by_key()[name], name) for name in names if name in _by_key()), None)
+    return next((FeatureKey(_by_key()[name], name) for name in names if name in _by_key()), None)
 
 
 def feature_of_module(name: str) -> Feature | None:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from verl.config.base import Problem
 from verl.config.build import show
-from verl.config.features import Asked, Feature, feature_of_backend, feature_of_key, not_built
+from verl.config.features import Feature, FeatureKey, feature_of_backend, feature_of_key, not_built
 from verl.config.sampling_names import DECIDED, HANDED_ON
 from verl.config.tree import at_key, flatten, is_interpolation, overlay, pop_key, put_key, section_at
 
@@ -26,7 +26,7 @@ class Moved(NamedTuple):
     """Not old: a second way to write the key, of which nothing is said."""
 
 
-class Gone(NamedTuple):
+class RemovedOption(NamedTuple):
     """An option without successor. Values that ask for nothing are dropped with a warning, any other is an error."""
 
     old: str
@@ -181,15 +181,15 @@ def translate_correction(tree: dict, given: set[str], problems: list[Problem]) -
         One sentence per old name found. Clashes with a new name the user also gave go to ``problems``.
     """
     meant: dict[str, Any] = {}
-    notices = []
+    messages = []
     is_there, cap = pop_key(tree, _CAP)
     if is_there:
         given.discard(_CAP)
         if _is_positive(cap):
             meant |= {"rollout_is": "token", "rollout_is_threshold": cap}
-            notices.append(f"{_CAP} is now {_NEW}.rollout_is=token with rollout_is_threshold={show(cap)}")
+            messages.append(f"{_CAP} is now {_NEW}.rollout_is=token with rollout_is_threshold={show(cap)}")
         else:
-            notices.append(f"{_CAP}={show(cap)} is off, and no longer exists")
+            messages.append(f"{_CAP}={show(cap)} is off, and no longer exists")
     old = {}
     for name in _OLD:
         is_there, value = pop_key(tree, f"algorithm.{name}")
@@ -200,12 +200,12 @@ def translate_correction(tree: dict, given: set[str], problems: list[Problem]) -
         now = _of_release_060(old)
         meant |= now
         said = ", ".join(f"{name}={show(value)}" for name, value in now.items()) or "the defaults: nothing is corrected"
-        notices.append(f"{', '.join(f'algorithm.{name}' for name in old)} became {_NEW}: {said}")
+        messages.append(f"{', '.join(f'algorithm.{name}' for name in old)} became {_NEW}: {said}")
     is_there, value = pop_key(tree, f"{_NEW}.use_policy_gradient")
     if is_there:
         given.discard(f"{_NEW}.use_policy_gradient")
         meant["loss_type"] = "reinforce" if _is_true(value) else "ppo_clip"
-        notices.append(f"{_NEW}.use_policy_gradient={show(value)} is now {_NEW}.loss_type={meant['loss_type']}")
+        messages.append(f"{_NEW}.use_policy_gradient={show(value)} is now {_NEW}.loss_type={meant['loss_type']}")
     for name, value in meant.items():
         key = f"{_NEW}.{name}"
         if key in given and at_key(tree, key) != value:
@@ -214,7 +214,7 @@ def translate_correction(tree: dict, given: set[str], problems: list[Problem]) -
             continue
         put_key(tree, key, value)
         given.add(key)
-    return notices
+    return messages
 
 
 def _of_release_060(old: dict[str, Any]) -> dict[str, Any]:
@@ -326,9 +326,9 @@ MOVED: tuple[Moved, ...] = (
     ),
 )
 
-GONE: tuple[Gone, ...] = (
+REMOVED: tuple[RemovedOption, ...] = (
     *(
-        Gone(
+        RemovedOption(
             f"{place}.grad_offload",
             "gradients are freed after each update and follow the parameters otherwise; "
             "set param_offload and optimizer_offload",
@@ -336,19 +336,21 @@ GONE: tuple[Gone, ...] = (
         )
         for place in _FSDP
     ),
-    *(Gone(f"{place}.use_orig_params", "parameters always keep their own shape", (True,)) for place in _FSDP),
-    Gone("reward_model.overlong_buffer.log", "reward_shaping/* is always logged", (True,)),
-    Gone("data.chat_template_func", "set actor_rollout_ref.model.custom_chat_template, or use data.custom_cls"),
-    Gone("data.filter_prompts", "set data.filter_overlong_prompts", (True,)),
-    Gone(
+    *(RemovedOption(f"{place}.use_orig_params", "parameters always keep their own shape", (True,)) for place in _FSDP),
+    RemovedOption("reward_model.overlong_buffer.log", "reward_shaping/* is always logged", (True,)),
+    RemovedOption(
+        "data.chat_template_func", "set actor_rollout_ref.model.custom_chat_template, or use data.custom_cls"
+    ),
+    RemovedOption("data.filter_prompts", "set data.filter_overlong_prompts", (True,)),
+    RemovedOption(
         f"{_A}.actor.recompute_old_log_prob",
         f"old log-probs are recomputed, unless {_A}.actor.skip_old_log_probs=true",
         (True,),
     ),
-    Gone("trainer.wandb_proxy", "set the environment variables HTTP_PROXY and HTTPS_PROXY"),
+    RemovedOption("trainer.wandb_proxy", "set the environment variables HTTP_PROXY and HTTPS_PROXY"),
 )
 
-_BY_NAME: dict[str, Moved | Gone] = {entry.old: entry for entry in (*MOVED, *GONE)}
+_BY_NAME: dict[str, Moved | RemovedOption] = {entry.old: entry for entry in (*MOVED, *REMOVED)}
 
 
 ALIASES = tuple(entry.old for entry in MOVED if entry.is_alias)
@@ -368,7 +370,7 @@ def today(key: str) -> str:
     return key
 
 
-def entry_of(key: str) -> Moved | Gone | None:
+def entry_of(key: str) -> Moved | RemovedOption | None:
     """The row of an old name: its own, or that of the section it stands in."""
     key = today(key)
     parts = key.split(".")
@@ -386,8 +388,8 @@ def replacement(key: str) -> str | None:
         return f"{key} no longer exists: {entry.why}."
     if today(key) != key:
         return f"{key} is now called {today(key)}."
-    asked = feature_of_key(key)
-    return not_built(key, asked.feature) if asked else None
+    found = feature_of_key(key)
+    return not_built(key, found.feature) if found else None
 
 
 def strip_prefix(key: str) -> str:
@@ -406,17 +408,17 @@ def translate(
     Returns:
         One sentence per old name found. Clashes with a new name the user also gave go to ``problems``.
     """
-    notices = []
+    messages = []
     if isinstance(tree.get(PREFIX), dict):
         nested = tree.pop(PREFIX)
         overlay(tree, nested)
         given.update(key for key, _ in flatten(nested))
-        notices.append(f"{PREFIX}.* is read as the tree itself: leave the prefix out")
+        messages.append(f"{PREFIX}.* is read as the tree itself: leave the prefix out")
     for old, new in SECTIONS.items():
         present, values = pop_key(tree, old)
         if not present:
             continue
-        notices.append(f"{old} is now called {new}")
+        messages.append(f"{old} is now called {new}")
         leaves = flatten(values, f"{old}.") if isinstance(values, dict) else ()
         given -= {key for key in given if key == old or key.startswith(f"{old}.")}
         for key, value in leaves:
@@ -430,19 +432,19 @@ def translate(
             continue
         value = (resolved(old) if is_interpolation(value) else value) if not entry.is_alias else value
         given -= {key for key in given if key == old or key.startswith(f"{old}.")}
-        if isinstance(entry, Gone):
+        if isinstance(entry, RemovedOption):
             if entry.is_harmless(value):
-                notices.append(f"{old} no longer exists and is ignored: {entry.why}")
+                messages.append(f"{old} no longer exists and is ignored: {entry.why}")
             else:
                 problems.append(Problem(old, f"{old}={show(value)} no longer exists: {entry.why}."))
             continue
         if not entry.is_alias:
-            notices.append(f"{old} is now called {' and '.join(entry.new)}")
+            messages.append(f"{old} is now called {' and '.join(entry.new)}")
         converted = None if value == {} else entry.convert(value)
         for new in entry.new:
             if converted is not None or entry.is_alias:
                 _rename(tree, given, problems, old, converted, new, value)
-    return notices
+    return messages
 
 
 def _rename(
@@ -488,27 +490,27 @@ def set_features_aside(
             problems.append(Problem(f"{role}.strategy", not_built(f"{role}.strategy={name}", feature)))
             del section_at(tree, role)["strategy"]
     quiet: dict[str, list[str]] = {}
-    notices = []
+    messages = []
     before = dict(flatten(tree))
     for key, value in before.items():
-        asked = None if is_known(key) else feature_of_key(key)
-        if asked is None:
+        found = None if is_known(key) else feature_of_key(key)
+        if found is None:
             continue
         pop_key(tree, key)
         given -= {name for name in given if name == key or key.startswith(f"{name}.")}
-        if key.endswith("._target_") or _asks_for_nothing(key, value, asked.feature):
-            quiet.setdefault(asked.feature.name, []).append(key)
-        elif asked.feature.is_free or _is_off(asked, key, before):
-            off = "off, and not built" if asked.feature.switches else "not built"
-            notices.append(
-                f"{key}={show(value)} has no effect: it is for {asked.feature.name} ({off}). "
-                f"{asked.feature.instead.rstrip('.')}"
+        if key.endswith("._target_") or _asks_for_nothing(key, value, found.feature):
+            quiet.setdefault(found.feature.name, []).append(key)
+        elif found.feature.is_free or _is_off(found, key, before):
+            off = "off, and not built" if found.feature.switches else "not built"
+            messages.append(
+                f"{key}={show(value)} has no effect: it is for {found.feature.name} ({off}). "
+                f"{found.feature.instead.rstrip('.')}"
             )
         else:
-            problems.append(Problem(key, not_built(f"{key}={show(value)}", asked.feature)))
+            problems.append(Problem(key, not_built(f"{key}={show(value)}", found.feature)))
     if quiet:
-        notices.insert(0, "not built, and not asked for: " + "; ".join(_counted(quiet)))
-    return notices
+        messages.insert(0, "not built, and not asked for: " + "; ".join(_counted(quiet)))
+    return messages
 
 
 def _counted(quiet: dict[str, list[str]]) -> Iterator[str]:
@@ -533,21 +535,21 @@ def _asks_for_nothing(key: str, value: Any, feature: Feature) -> bool:
     return any(is_release_default(name, item) for name in names for item in (said, value))
 
 
-def _is_off(asked: Asked, key: str, values: dict[str, Any]) -> bool:
+def _is_off(found: FeatureKey, key: str, values: dict[str, Any]) -> bool:
     """Has the feature switches, all of them off, of which ``key`` is none?"""
     parent = key.rpartition(".")[0]
-    places = [parent if key == asked.section else asked.section]
-    while parent.startswith(f"{asked.section}."):
+    places = [parent if key == found.section else found.section]
+    while parent.startswith(f"{found.section}."):
         places.append(parent)
         parent = parent.rpartition(".")[0]
     switches = [
         name
-        for switch in asked.feature.switches
+        for switch in found.feature.switches
         for name in ([f"{place}{switch}" for place in places] if switch.startswith(".") else [switch])
     ]
     if not switches or key in switches:
         return False
-    return all(_asks_for_nothing(name, values.get(name), asked.feature) for name in switches)
+    return all(_asks_for_nothing(name, values.get(name), found.feature) for name in switches)
 
 
 def translate_logger(tree: dict) -> list[str]:
@@ -570,10 +572,10 @@ _SAME = {
 
 def translate_values(tree: dict) -> list[str]:
     """Other names of what a value chooses, in the unresolved ``tree``, in place."""
-    notices = []
+    messages = []
     for key, names in _SAME.items():
         value = at_key(tree, key)
         if isinstance(value, str) and value in names:
             put_key(tree, key, names[value])
-            notices.append(f"{key}: {value} is called {names[value]}")
-    return notices
+            messages.append(f"{key}: {value} is called {names[value]}")
+    return messages

@@ -37,7 +37,7 @@ _GLOBAL_SIZES = (
 
 def spread_global_sizes(tree: dict, composed: Any, problems: list[Problem]) -> list[str]:
     """Turn micro-batch sizes that count all ranks into sizes per rank, in place, before others follow them."""
-    notices = []
+    messages = []
     for place, name, ranks_of in _GLOBAL_SIZES:
         section = section_at(tree, place)
         total, local = section.get(name), section.get(f"{name}_per_gpu")
@@ -60,8 +60,8 @@ def spread_global_sizes(tree: dict, composed: Any, problems: list[Problem]) -> l
             )
             continue
         section[f"{name}_per_gpu"], section[name] = total // ranks, None
-        notices.append(f"{key}={total} counts all {ranks} ranks and became {key}_per_gpu={total // ranks}")
-    return notices
+        messages.append(f"{key}={total} counts all {ranks} ranks and became {key}_per_gpu={total // ranks}")
+    return messages
 
 
 def spread_clip_ratio(tree: dict, given: set[str]) -> None:
@@ -104,7 +104,7 @@ def drop_empty_requests(tree: dict, given: set[str], root: type[Config], default
 
 def adopt_adapter(tree: dict, given: set[str], composed: Any) -> list[str]:
     """Let ``lora_adapter_path`` bring rank, scale and layers of its adapter, in place, where the user gave none."""
-    notices = []
+    messages = []
     for place in ("actor_rollout_ref.model", "critic.model"):
         section = section_at(tree, place)
         path = _peek(tree, composed, f"{place}.lora_adapter_path")
@@ -118,11 +118,11 @@ def adopt_adapter(tree: dict, given: set[str], composed: Any) -> list[str]:
         found["target_modules"] = adapter.get("target_modules")
         brought = {name: value for name, value in found.items() if value and f"{place}.{name}" not in given}
         section.update(brought)
-        notices.append(
+        messages.append(
             f"{place}.lora_adapter_path={path} brings "
             + ", ".join(f"{name}={show(value)}" for name, value in brought.items())
         )
-    return notices
+    return messages
 
 
 def open_servers(tree: dict, given: set[str], composed: Any) -> None:
@@ -162,14 +162,14 @@ def _ranks(tree: dict, composed: Any, place: str) -> int | None:
 Root = TypeVar("Root", bound=Config)
 
 
-class Loaded(NamedTuple):
+class LoadedConfig(NamedTuple):
     """What a command line came to."""
 
     config: Any
     """The typed tree."""
     tree: dict
     """The composed tree before interpolations were resolved, plain."""
-    notices: list[str]
+    warnings: list[str]
     """What the user should know: old names, settings without effect."""
     problems: list[Problem]
     """What is wrong; empty if the configuration can run."""
@@ -201,8 +201,8 @@ def load_ppo_config(
     loaded = load(overrides, config_path, config_name, root=root)
     if loaded.problems:
         raise ConfigError([problem.text for problem in loaded.problems])
-    for notice in loaded.notices:
-        warnings.warn(notice, ConfigWarning, stacklevel=2)
+    for message in loaded.warnings:
+        warnings.warn(message, ConfigWarning, stacklevel=2)
     return loaded.config
 
 
@@ -213,8 +213,8 @@ def load(
     *,
     config_dir: str | None = None,
     root: type[Root] = PPOConfig,
-) -> Loaded:
-    """As ``load_ppo_config``, but hands problems and notices back instead of raising and warning.
+) -> LoadedConfig:
+    """As ``load_ppo_config``, but hands problems and messages back instead of raising and warning.
 
     Raises:
         ConfigError: if hydra could not compose a tree at all.
@@ -232,7 +232,7 @@ def load(
 
 def interpret(
     tree: dict, given: set[str], root: type[Root] = PPOConfig, *, composed: Any = None, stripped_prefix: bool = False
-) -> Loaded:
+) -> LoadedConfig:
     """Type and check a composed tree whose interpolations are not resolved yet.
 
     Args:
@@ -247,24 +247,24 @@ def interpret(
     composed = OmegaConf.create(tree) if composed is None else composed
     before = copy_tree(tree)
     problems: list[Problem] = []
-    notices = ["backend_config.* is read as the tree itself: leave the prefix out"] if stripped_prefix else []
+    messages = ["backend_config.* is read as the tree itself: leave the prefix out"] if stripped_prefix else []
 
     def defaults() -> dict:
         return compose([], [CONFIG_DIR], "ppo_trainer", root)[1]
 
     empty = drop_empty_requests(tree, given, root, defaults)
-    notices += translate(tree, given, problems, partial(_resolved, composed))
-    notices += translate_logger(tree) + translate_values(tree)
-    notices += translate_correction(tree, given, problems)
+    messages += translate(tree, given, problems, partial(_resolved, composed))
+    messages += translate_logger(tree) + translate_values(tree)
+    messages += translate_correction(tree, given, problems)
     empty += drop_empty_requests(tree, given, root, defaults)  # which stood at another name
-    notices += adopt_adapter(tree, given, composed)
+    messages += adopt_adapter(tree, given, composed)
     open_servers(tree, given, composed)
     features = empty + set_features_aside(tree, given, problems, lambda key: locate(root, key).kind != "unknown")
-    notices += spread_global_sizes(tree, composed, problems)
+    messages += spread_global_sizes(tree, composed, problems)
     spread_clip_ratio(tree, given)
-    if notices:
-        notices = ["old names were understood: " + "; ".join(dict.fromkeys(notices))]
-    notices += features
+    if messages:
+        messages = ["old names were understood: " + "; ".join(dict.fromkeys(messages))]
+    messages += features
     for key in differing(tree, before):
         with open_dict(composed):
             OmegaConf.update(composed, key, at_key(tree, key), force_add=True)
@@ -283,8 +283,8 @@ def interpret(
         if not problems:
             from verl.config.checks import find
 
-            notices += [warning.text for warning in find(config, "warning", is_given=is_given)]
-    return Loaded(config, tree, notices, problems, frozenset(given))
+            messages += [warning.text for warning in find(config, "warning", is_given=is_given)]
+    return LoadedConfig(config, tree, messages, problems, frozenset(given))
 
 
 def _resolved(composed: Any, key: str) -> Any:
@@ -306,7 +306,7 @@ def run_from_command_line(
     config_name: str = "ppo_trainer",
     config_path: str | None = None,
     root: type[Config] = PPOConfig,
-    examine: Callable[[Loaded, dict[str, Any]], bool] | None = None,
+    examine: Callable[[LoadedConfig, dict[str, Any]], bool] | None = None,
 ) -> Any:
     """Call ``run(config)`` with what the command line says; what ``@hydra.main`` is to hydra.
 

@@ -32,7 +32,7 @@ class Place(NamedTuple):
     """For an unknown key: the names that stand where it went astray."""
 
 
-class Checked(NamedTuple):
+class CheckedOverrides(NamedTuple):
     """Overrides as hydra is to get them, the keys they set, and what is wrong with them."""
 
     overrides: list[str]
@@ -41,7 +41,7 @@ class Checked(NamedTuple):
     stripped_prefix: bool
 
 
-def check_overrides(arguments: Iterable[str], root: type[Config], is_group: Callable[[str], bool]) -> Checked:
+def check_overrides(arguments: Iterable[str], root: type[Config], is_group: Callable[[str], bool]) -> CheckedOverrides:
     """Refuse unknown keys; turn ``key=``, ``+key=`` and ``++key=`` on known and free-form keys into one form.
 
     Args:
@@ -86,7 +86,7 @@ def check_overrides(arguments: Iterable[str], root: type[Config], is_group: Call
         given.add(bare)
         assign = _HOME_PATH.sub(r"'\g<0>'", match["assign"] or "")
         overrides.append(f"{mark if mark == '~' else '++'}{bare}{assign}")
-    return Checked(overrides, given, problems, stripped)
+    return CheckedOverrides(overrides, given, problems, stripped)
 
 
 _ENGINES = ("dp", "fsdp", "fsdp2")

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from verl.config.base import Config, ConfigError, leaves
 from verl.config.compose import CONFIG_DIR, compose
-from verl.config.load import Loaded, interpret, load
+from verl.config.load import LoadedConfig, interpret, load
 from verl.config.ppo import PPOConfig
 from verl.config.tree import overlay
 
@@ -75,13 +75,13 @@ def _of_yaml(file: Path) -> Source:
     return _typed(_of_tree(tree), [])
 
 
-def _of_tree(values: dict) -> Loaded:
+def _of_tree(values: dict) -> LoadedConfig:
     tree = compose([], [CONFIG_DIR], "ppo_trainer", PPOConfig)[1]
     overlay(tree, values)
     return interpret(tree, set())
 
 
-def _typed(loaded: Loaded, notes: list[str]) -> Source:
+def _typed(loaded: LoadedConfig, notes: list[str]) -> Source:
     if not isinstance(loaded.config, Config):
         raise ConfigError([problem.text for problem in loaded.problems])
     told = [f"cannot run: {problem.text}" for problem in loaded.problems]

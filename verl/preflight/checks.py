@@ -14,10 +14,10 @@ from verl.config.base import ConfigError, Problem
 from verl.config.checks import find
 from verl.config.checks.base import ACTOR, ROLLOUT
 from verl.config.files import missing_files
-from verl.config.load import Loaded, load
+from verl.config.load import LoadedConfig, load
 from verl.config.model_info import MODEL, facts_of
 from verl.config.ppo import PPOConfig
-from verl.config.unread import given_to, unread
+from verl.config.unused_options import given_to, unused_in_source
 from verl.preflight.arithmetic import derivation, total_steps
 from verl.preflight.machine import (
     Machine,
@@ -70,15 +70,15 @@ def examine(
     return examine_loaded(loaded, machine, limits)
 
 
-def examine_loaded(loaded: Loaded, machine: Machine = _THIS, limits: Limits | None = None) -> Report:
+def examine_loaded(loaded: LoadedConfig, machine: Machine = _THIS, limits: Limits | None = None) -> Report:
     """The report of a configuration that is composed already."""
     report = Report(_findings("error", loaded.problems), config=loaded.config)
-    report.findings += [Finding("warning", notice) for notice in loaded.notices]
+    report.findings += [Finding("warning", warning) for warning in loaded.warnings]
     if loaded.problems:
         with _environment(loaded.config):
             report.findings += _findings("error", [*missing_files(loaded.config), *missing_models(loaded.config)])
         return report
-    report.findings += _unread(loaded.config, loaded.given, loaded.notices)
+    report.findings += _unused_options(loaded.config, loaded.given, loaded.warnings)
     with _environment(loaded.config):
         return _add_all(report, loaded.config, machine, limits)
 
@@ -86,7 +86,7 @@ def examine_loaded(loaded: Loaded, machine: Machine = _THIS, limits: Limits | No
 def examine_config(config: PPOConfig, machine: Machine = _THIS, limits: Limits | None = None) -> Report:
     """The report of a configuration that has passed its own checks."""
     with _environment(config):
-        return _add_all(Report(_unread(config, given_to(config), ()), config=config), config, machine, limits)
+        return _add_all(Report(_unused_options(config, given_to(config), ()), config=config), config, machine, limits)
 
 
 def examine_data(config: PPOConfig, given: frozenset[str], limits: Limits | None = None) -> Report:
@@ -130,11 +130,11 @@ def _environment(config: PPOConfig) -> Iterator[None]:
         yield
 
 
-def _unread(config: PPOConfig, given: Iterable[str], notices: Iterable[str]) -> list[Finding]:
+def _unused_options(config: PPOConfig, given: Iterable[str], warnings: Iterable[str]) -> list[Finding]:
     """What the user set and nothing reads: a run would say so after its first update, or stop there."""
     levels = {"error": "error", "warn": "warning"}
     level = levels.get(config.trainer.unread_keys)
-    return _findings(level, unread(config, given, notices)) if level else []
+    return _findings(level, unused_in_source(config, given, warnings)) if level else []
 
 
 def _add_all(report: Report, config: PPOConfig, machine: Machine, limits: Limits | None) -> Report:

@@ -6,7 +6,7 @@ from typing import Any
 
 from verl.config.base import Config, ConfigError, ConfigWarning, Problem, leaves, plain
 from verl.config.build import build
-from verl.config.load import Loaded, check, interpret
+from verl.config.load import LoadedConfig, check, interpret
 from verl.config.overrides import locate
 from verl.config.ppo import PPOConfig
 
@@ -69,7 +69,7 @@ def to_ppo_config(config: Any) -> PPOConfig:
     return loaded.config
 
 
-_ADOPTED = "adopted_by_verl"  # flag of a tree whose notices were told
+_ADOPTED = "adopted_by_verl"  # flag of a tree whose warnings were given
 
 
 def adopt_config(config: Any) -> Any:
@@ -89,11 +89,11 @@ def adopt_config(config: Any) -> Any:
     has_warned = OmegaConf.is_config(config) and config._get_flag(_ADOPTED)
     adopted = OmegaConf.create(tree)
     loaded, unknown = _interpret(tree)
-    notices = list(loaded.notices)
+    messages = list(loaded.warnings)
     if unknown:
-        notices.append(f"left to the script that set them: {' '.join(problem.text for problem in unknown)}")
-    for notice in () if has_warned else notices:
-        warnings.warn(notice, ConfigWarning, stacklevel=3)
+        messages.append(f"left to the script that set them: {' '.join(problem.text for problem in unknown)}")
+    for message in () if has_warned else messages:
+        warnings.warn(message, ConfigWarning, stacklevel=3)
     with open_dict(adopted):
         for key, value in leaves(loaded.config):
             OmegaConf.update(adopted, key, plain(value), merge=False, force_add=True)
@@ -133,7 +133,7 @@ def typed_section(config: Any, cls: type[Config]) -> Any:
     return typed
 
 
-def _interpret(tree: dict) -> tuple[Loaded, list[Problem]]:
+def _interpret(tree: dict) -> tuple[LoadedConfig, list[Problem]]:
     """The typed tree, and the problems that are only unknown keys. Raises ConfigError for all others."""
     loaded = interpret(tree, set())
     unknown = [problem for problem in loaded.problems if locate(PPOConfig, problem.key).kind == "unknown"]

@@ -8,7 +8,7 @@ from verl.config.ppo import PPOConfig
 from verl.config.roll.result import word
 from verl.config.roll.translate import translate
 from verl.config.tree import at_key, overlay, put_key
-from verl.config.unread import readers
+from verl.config.unused_options import readers
 
 A, E, R, M = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.ref", "actor_rollout_ref.model"
 SHAPING = "algorithm.reward_shaping"

@@ -108,7 +108,7 @@ def tables_page() -> str:
     engines = {"vLLM": strategies.VLLM, "SGLang": strategies.SGLANG, "Megatron": strategies.MEGATRON}
     for engine, rows in engines.items():
         lines += ["", f"**`strategy_config` of {engine}**", "", "| key | here |", "|---|---|"]
-        lines += [f"| `{key}` | {told(row)} |" for key, row in rows.items()]
+        lines += [f"| `{key}` | {described(row)} |" for key, row in rows.items()]
     return "\n".join(lines[1:])
 
 
@@ -194,10 +194,10 @@ def _verdict(section: str, name: str) -> tuple[str, str]:
     key = f"{before}{name}"
     if key not in table and any(other.startswith(f"{key}.") for other in table):
         return "translated", "a section: its fields are in a list of their own"
-    return table[key].kind, told(table[key])
+    return table[key].kind, described(table[key])
 
 
-def told(row: Row) -> str:
+def described(row: Row) -> str:
     """A row in words: its options, then its note."""
     options = [row.to] if isinstance(row.to, str) else list(row.to) if isinstance(row.to, tuple) else []
     text = "; ".join(filter(None, [", ".join(f"`{option}`" for option in options), row.note]))

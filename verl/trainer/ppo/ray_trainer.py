@@ -20,7 +20,7 @@ from verl.batch.partition import PARTITION_PLAN
 from verl.checkpoint import remote as remote_checkpoints
 from verl.checkpoint import run_state as checkpoint
 from verl.checkpoint.remote import RunCheckpoints, saved_groups
-from verl.config.unread import check_unread
+from verl.config.unused_options import check_unused_options
 from verl.data.loader import build_dataset, build_train_loader, build_val_loader
 from verl.protocol import DataProto
 from verl.rewards.managers.rule import RuleRewardManager
@@ -577,7 +577,7 @@ class RayPPOTrainer(RecipeNames):
         groups = self.worker_groups.values()
         if all(hasattr(group, "options_read") for group in groups):  # workers of a user's own may lack it
             read = {key for group in groups for keys in group.options_read() for key in keys}
-            check_unread(self.options, read, self.say)
+            check_unused_options(self.options, read, self.say)
 
     def stop(self) -> None:
         """Finish saving, and close the loggers."""

@@ -8,10 +8,10 @@ import pytest
 
 from verl.config.base import ConfigError, leaves
 from verl.config.checks.support import LIMITS
-from verl.config.legacy import GONE
+from verl.config.legacy import REMOVED
 from verl.config.load import load
 from verl.config.ppo import PPOConfig
-from verl.config.unread import check_unread, readers, remember_given, unread, unread_so_far
+from verl.config.unused_options import check_unused_options, readers, remember_given, unused_in_run, unused_in_source
 from verl.config.watch import READ, watch
 
 from .helpers import RUNNABLE
@@ -33,7 +33,7 @@ def given(*words):
     """The configuration as the command keeps it."""
     loaded = load([*RUNNABLE, *words])
     assert not loaded.problems, loaded.problems
-    return remember_given(loaded.config, loaded.tree, loaded.given, loaded.notices)
+    return remember_given(loaded.config, loaded.tree, loaded.given, loaded.warnings)
 
 
 def test_the_first_reader_of_an_option_is_recorded(nothing_read_yet):
@@ -41,13 +41,13 @@ def test_the_first_reader_of_an_option_is_recorded(nothing_read_yet):
     assert nothing_read_yet == {}
     assert config.trainer.save_freq == -1 and config.data.get("shuffle") is True and config.trainer["seed"] == 1
     assert {"trainer.save_freq", "data.shuffle", "trainer.seed"} <= set(nothing_read_yet)
-    assert nothing_read_yet["trainer.save_freq"].startswith("tests.config.test_unread:")
+    assert nothing_read_yet["trainer.save_freq"].startswith("tests.config.test_unused_options:")
 
 
 def test_a_property_reads_on_behalf_of_who_asks(nothing_read_yet):
     config = watch(PPOConfig())
     assert config.uses_critic and config.actor_rollout_ref.actor.update_split
-    assert nothing_read_yet["critic.enable"].startswith("tests.config.test_unread:")
+    assert nothing_read_yet["critic.enable"].startswith("tests.config.test_unused_options:")
     assert f"{ACTOR}.use_dynamic_bsz" in nothing_read_yet
 
 
@@ -81,19 +81,19 @@ def test_a_watched_section_is_as_read_only_as_any():
 def test_what_the_user_set_and_nobody_read_is_named_with_the_nearest_that_was():
     config = given(f"{ROLLOUT}.max_num_batched_tokens=4096", "trainer.experiment_name=x")
     key, everything = f"{ROLLOUT}.max_num_batched_tokens", {name for name, _ in leaves(PPOConfig())}
-    (problem,) = unread_so_far(config, everything - {key})
+    (problem,) = unused_in_run(config, everything - {key})
     assert problem.key == key and f"{key}=4096 was read by nothing" in problem.text
     assert f"the nearest option that is read is {ROLLOUT}.max_num" in problem.text
     assert "trainer.unread_keys=warn" in problem.text
-    assert unread_so_far(config, everything) == []
+    assert unused_in_run(config, everything) == []
 
 
 def test_an_option_that_others_follow_is_read_with_them():
     config = given("actor_rollout_ref.model.use_remove_padding=true", f"{ACTOR}.clip_ratio=0.3")
-    names = {problem.key for problem in unread_so_far(config, set())}
+    names = {problem.key for problem in unused_in_run(config, set())}
     assert {"actor_rollout_ref.model.use_remove_padding", f"{ACTOR}.clip_ratio"} <= names
     read = {f"{ACTOR}.use_remove_padding", f"{ACTOR}.clip_ratio_low"}
-    names = {problem.key for problem in unread_so_far(config, read)}
+    names = {problem.key for problem in unused_in_run(config, read)}
     assert not {"actor_rollout_ref.model.use_remove_padding", f"{ACTOR}.clip_ratio"} & names
 
 
@@ -109,8 +109,8 @@ def test_an_option_that_others_follow_is_read_with_them():
 )
 def test_what_is_read_later_told_or_default_is_not_named(word):
     config, plain = given(word), given()
-    names = {problem.key for problem in unread_so_far(config, set())}
-    assert names <= {problem.key for problem in unread_so_far(plain, set())} | {f"{ACTOR}.ppo_micro_batch_size_per_gpu"}
+    names = {problem.key for problem in unused_in_run(config, set())}
+    assert names <= {problem.key for problem in unused_in_run(plain, set())} | {f"{ACTOR}.ppo_micro_batch_size_per_gpu"}
 
 
 def test_unread_keys_stop_warn_or_pass():
@@ -118,10 +118,10 @@ def test_unread_keys_stop_warn_or_pass():
     key = f"{ROLLOUT}.max_num_batched_tokens"
     everything = {name for name, _ in leaves(PPOConfig())} - {key}
     for mode in ("warn", "off"):
-        check_unread(given(f"{key}=9", f"trainer.unread_keys={mode}"), everything, said.append)
+        check_unused_options(given(f"{key}=9", f"trainer.unread_keys={mode}"), everything, said.append)
     assert len(said) == 1 and said[0].startswith(f"warning: {key}=9")
     with pytest.raises(ConfigError, match="max_num_batched_tokens=9 was read by nothing"):
-        check_unread(given(f"{key}=9"), everything, said.append)
+        check_unused_options(given(f"{key}=9"), everything, said.append)
 
 
 # ------------------------------------------------------------------------------------------------- in the source
@@ -144,11 +144,11 @@ def test_every_option_has_a_reader_outside_the_configuration():
 def test_options_nobody_reads_are_told():
     """Each of ``NOBODY`` is a setting without effect that a notice or a rewriting speaks of."""
     for name in ("multi_stage_wake_up", "layered_summon"):
-        assert f"{ROLLOUT}.{name}" in "\n".join(load([*RUNNABLE, f"{ROLLOUT}.{name}=true"]).notices)
+        assert f"{ROLLOUT}.{name}" in "\n".join(load([*RUNNABLE, f"{ROLLOUT}.{name}=true"]).warnings)
 
 
 def test_the_doctor_can_ask_before_a_run():
     config = load([*RUNNABLE, f"{ROLLOUT}.layered_summon=true", "trainer.seed=3"]).config
-    (problem,) = unread(config, ["trainer.seed", f"{ROLLOUT}.layered_summon"])
+    (problem,) = unused_in_source(config, ["trainer.seed", f"{ROLLOUT}.layered_summon"])
     assert problem.key == f"{ROLLOUT}.layered_summon"
-    assert all(entry.why for entry in GONE)
+    assert all(entry.why for entry in REMOVED)

@@ -1,7 +1,6 @@
 """Options the user set and nothing reads: found in a run after its first update, and in the source before it.
 
-What is told already, as a setting without effect (``notices``), is not told twice; nor is an option with its default
-value, which costs nobody anything.
+An option that a warning names already is left out, as is one with its default value.
 """
 
 import re
@@ -15,7 +14,7 @@ from verl.config.base import Config, ConfigError, Problem, get_path, leaves
 from verl.config.build import show
 from verl.config.watch import READ, watch
 
-_ASKED = "_asked"
+_GIVEN = "_given_options"
 _PACKAGE = Path(__file__).parents[1]
 
 _READ_LATER = (
@@ -41,30 +40,30 @@ _FOLLOWED = {
 """Options that ``normalise`` copies to others: reading those is reading these."""
 
 
-def remember_given(config: Config, tree: Mapping, given: Iterable[str], notices: Iterable[str]) -> Config:
+def remember_given(config: Config, tree: Mapping, given: Iterable[str], warnings: Iterable[str]) -> Config:
     """Watch ``config``, and keep with it what the user set; returns it.
 
     Args:
         config: the typed tree.
         tree: the composed tree, interpolations unresolved.
         given: dotted keys, of options or sections.
-        notices: sentences the user is told anyway.
+        warnings: sentences the user gets anyway.
     """
     from verl.config.load import sources  # which imports this floor's heavier half only when called
 
-    asked = set_by_user(config, given, notices)
-    followers: dict[str, set[str]] = {key: {key, *_FOLLOWED.get(key, ())} for key in asked}
+    options = set_by_user(config, given, warnings)
+    followers: dict[str, set[str]] = {key: {key, *_FOLLOWED.get(key, ())} for key in options}
     for key, _ in leaves(config):
-        for source in sources(tree, key) & set(asked):
+        for source in sources(tree, key) & set(options):
             followers[source].add(key)
     watch(config)
-    vars(config)[_ASKED] = {key: sorted(names) for key, names in followers.items()}
+    vars(config)[_GIVEN] = {key: sorted(names) for key, names in followers.items()}
     return config
 
 
-def set_by_user(config: Config, given: Iterable[str], notices: Iterable[str] = ()) -> dict[str, Any]:
-    """Options with a value other than the default which the user gave and no notice speaks of: key -> value."""
-    given, told, defaults = set(given), " ".join(notices), dict(leaves(type(config)()))
+def set_by_user(config: Config, given: Iterable[str], warnings: Iterable[str] = ()) -> dict[str, Any]:
+    """Options with a value other than the default which the user gave and no warning names: key -> value."""
+    given, text, defaults = set(given), " ".join(warnings), dict(leaves(type(config)()))
 
     def is_given(key: str) -> bool:
         return any(key == other or key.startswith(f"{other}.") or other.startswith(f"{key}.") for other in given)
@@ -72,11 +71,11 @@ def set_by_user(config: Config, given: Iterable[str], notices: Iterable[str] = (
     return {
         key: value
         for key, value in leaves(config)
-        if value != defaults.get(key) and is_given(key) and not re.search(rf"(?<![\w.]){re.escape(key)}(?![\w])", told)
+        if value != defaults.get(key) and is_given(key) and not re.search(rf"(?<![\w.]){re.escape(key)}(?![\w])", text)
     }
 
 
-def unread_so_far(config: Config, read: Iterable[str]) -> list[Problem]:
+def unused_in_run(config: Config, read: Iterable[str]) -> list[Problem]:
     """What the user set and is not among the keys that driver and workers have ``read``; for after the first update.
 
     Options read only at a later event count as read. Empty for a configuration that was not loaded from a command line.
@@ -84,43 +83,43 @@ def unread_so_far(config: Config, read: Iterable[str]) -> list[Problem]:
     read = set(read) | set(READ)
     missed = [
         key
-        for key, names in vars(config).get(_ASKED, {}).items()
+        for key, names in vars(config).get(_GIVEN, {}).items()
         if not read.intersection(names) and not any(fnmatchcase(key, pattern) for pattern in _READ_LATER)
     ]
     return [_problem(config, key, read, "was read by nothing in this run") for key in missed]
 
 
-def check_unread(config: Config, read: Iterable[str], say: Callable[[str], None]) -> None:
-    """As ``trainer.unread_keys`` says, stop or warn about what `unread_so_far` finds.
+def check_unused_options(config: Config, read: Iterable[str], say: Callable[[str], None]) -> None:
+    """As ``trainer.unread_keys`` says, stop or warn about what `unused_in_run` finds.
 
     Raises:
         ConfigError: with one sentence an option.
     """
-    found = [problem.text for problem in unread_so_far(config, read)] if config.trainer.unread_keys != "off" else []
+    found = [problem.text for problem in unused_in_run(config, read)] if config.trainer.unread_keys != "off" else []
     if found and config.trainer.unread_keys == "error":
         raise ConfigError(found)
     for sentence in found:
         say(f"warning: {sentence}")
 
 
-def unread(config: Config, given: Iterable[str] | None = None, notices: Iterable[str] = ()) -> list[Problem]:
+def unused_in_source(config: Config, given: Iterable[str] | None = None, warnings: Iterable[str] = ()) -> list[Problem]:
     """What the user set that no line of verl reads, before anything runs.
 
     Args:
         config: the typed tree.
         given: dotted keys the user set. None: all that differ from the defaults.
-        notices: sentences the user is told anyway.
+        warnings: sentences the user gets anyway.
     """
     given = [key for key, _ in leaves(config)] if given is None else given
-    asked = set_by_user(config, given, notices)
-    missed = [key for key in asked if not readers(key)]
+    options = set_by_user(config, given, warnings)
+    missed = [key for key in options if not readers(key)]
     read = [key for key, _ in leaves(config) if readers(key)] if missed else []
     return [_problem(config, key, read, "is read by nothing") for key in missed]
 
 
 def given_to(config: Config) -> list[str]:
     """What the user set of a configuration that was loaded from a command line; empty for another."""
-    return list(vars(config).get(_ASKED, {}))
+    return list(vars(config).get(_GIVEN, {}))
 
 
 def _problem(config: Config, key: str, read: Iterable[str], what: str) -> Problem:
