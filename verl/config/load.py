@@ -163,18 +163,23 @@ Root = TypeVar("Root", bound=Config)
 
 
 class LoadedConfig(NamedTuple):
-    """What a command line came to."""
+    """A configuration composed from a command line: the typed tree, with problems and warnings."""
 
     config: Any
     """The typed tree."""
     tree: dict
     """The composed tree before interpolations were resolved, plain."""
     warnings: list[str]
-    """What the user should know: old names, settings without effect."""
+    """Old names, and settings without effect."""
     problems: list[Problem]
-    """What is wrong; empty if the configuration can run."""
+    """Errors; empty if the configuration can run."""
     given: frozenset[str] = frozenset()
     """Dotted keys the user set."""
+
+    @property
+    def notices(self) -> list[str]:
+        """The warnings, by their earlier name."""
+        return self.warnings
 
 
 def load_ppo_config(
@@ -214,7 +219,7 @@ def load(
     config_dir: str | None = None,
     root: type[Root] = PPOConfig,
 ) -> LoadedConfig:
-    """As ``load_ppo_config``, but hands problems and messages back instead of raising and warning.
+    """As ``load_ppo_config``, but returns problems and warnings instead of raising and warning.
 
     Raises:
         ConfigError: if hydra could not compose a tree at all.
