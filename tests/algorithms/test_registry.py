@@ -3,6 +3,7 @@ from enum import Enum
 import pytest
 
 from verl.algorithms.registry import About, Registry
+from verl.config.checks.registered import full_keys
 
 
 class Colour(str, Enum):
@@ -81,7 +82,7 @@ def test_what_is_said_of_a_thing_is_kept_for_all_its_names_together():
     registry.register("green")(2)
     assert list(registry.documented()) == [("red", "rot")] and registry.about("rot")[0] is plain
     assert registry.about("green") == registry.about("blue") == ()
-    assert plain.keys == ("paint.hue", "paint.depth", "actor_rollout_ref.actor.brush")
+    assert full_keys(plain.options) == ("paint.hue", "paint.depth", "actor_rollout_ref.actor.brush")
 
 
 def test_users_register_without_saying_anything():

@@ -18,6 +18,7 @@ from verl.config.actor import LossAggMode
 from verl.config.algorithm import AlgorithmConfig, KLKind
 from verl.config.base import get_path, leaves
 from verl.config.checks import find
+from verl.config.checks.registered import full_keys
 from verl.config.checks.support import built_names
 from verl.config.ppo import PPOConfig
 
@@ -89,7 +90,7 @@ def test_values_that_are_no_names_of_a_registry_stand_on_the_page_too():
 
 def test_every_option_of_the_algorithm_is_read_by_a_row_or_named_in_the_text():
     read = {key for registry in REGISTRIES.values() for rows in registry.documented().values() for about in rows
-            for key in about.keys}  # fmt: skip
+            for key in full_keys(about.options)}  # fmt: skip
     for key, _ in leaves(AlgorithmConfig(), "algorithm."):
         section, _, name = key.rpartition(".")
         assert key in read or key in TEXT or f"`{section.rpartition('.')[2]}.{name}" in TEXT or f"`{name}" in TEXT, key
@@ -104,7 +105,7 @@ def test_a_row_names_a_source_options_that_exist_and_a_test_that_exists(about):
     assert re.fullmatch(r"arXiv:\d{4}\.\d{5}|\[[^\]]+\]\(https?://\S+\)", about.source)
     assert about.equation and about.use
     config = PPOConfig()
-    for key in about.keys:
+    for key in full_keys(about.options):
         get_path(config, key)
     path, name = proof_of(about)
     assert re.search(rf"^def {name}\(", path.read_text(encoding="utf-8"), re.MULTILINE), about.test
@@ -114,10 +115,9 @@ def test_a_row_names_a_source_options_that_exist_and_a_test_that_exists(about):
     ("key", "table"), [("algorithm.adv_estimator", "estimators"), (LOSS_MODE, "losses")], ids=["estimators", "losses"]
 )
 def test_what_a_notice_says_a_name_does_not_read_is_what_its_row_leaves_out(key, table):
-    """The config must not import the algorithms, so it keeps the same fact in a table of its own."""
     whiten = "algorithm.advantage.whiten"  # has a notice of its own
     reads = {
-        name: {option for about in rows for option in about.keys} - {whiten}
+        name: {option for about in rows for option in full_keys(about.options)} - {whiten}
         for names, rows in REGISTRIES[table].documented().items()
         for name in names
     }

@@ -8,9 +8,11 @@ that. Knows nothing of what it holds.
 from __future__ import annotations
 
 import difflib
+import importlib
 import logging
+import pkgutil
 import re
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import TypeVar
@@ -38,14 +40,11 @@ class About:
     setting: str = ""
     """Of a further row: the options that make the same name something else."""
 
-    @property
-    def keys(self) -> tuple[str, ...]:
-        """``options`` as full keys."""
-        found = []
-        for word in self.options.split():
-            section, _, names = word.partition("{")
-            found += [section + name for name in names.rstrip("}").split(",")]
-        return tuple(re.sub(r"^actor\.", "actor_rollout_ref.actor.", key) for key in found)
+
+def import_modules(package: str, path: Iterable[str]) -> None:
+    """Import every module of a package, so that each registers its methods: a new method is a new file."""
+    for module in pkgutil.iter_modules(path):
+        importlib.import_module(f"{package}.{module.name}")
 
 
 class UnknownName(ValueError, KeyError):

@@ -41,6 +41,7 @@ from verl.algorithms.advantages.reinforce_plus_plus import (
 )
 from verl.algorithms.advantages.remax import compute_remax_outcome_advantage
 from verl.algorithms.advantages.rloo import compute_rloo_outcome_advantage
+from verl.algorithms.registry import import_modules
 
 __all__ = [
     "ADV_ESTIMATOR_REGISTRY",
@@ -67,25 +68,9 @@ __all__ = [
     "register_adv_est",
 ]
 
+import_modules(__name__, __path__)
 
-class AdvantageEstimator(str, Enum):
-    """The built-in names. Your own needs no entry here: any registered string will do."""
-
-    GAE = "gae"
-    GRPO = "grpo"
-    RLOO = "rloo"
-    REMAX = "remax"
-    REINFORCE_PLUS_PLUS = "reinforce_plus_plus"
-    REINFORCE_PLUS_PLUS_BASELINE = "reinforce_plus_plus_baseline"
-    REINFORCE = "reinforce"
-    STEP_REINFORCE = "step_reinforce"
-    AGENTIC_REINFORCE = "agentic_reinforce"
-    GIGPO = "gigpo"
-    GRPO_PASSK = "grpo_passk"
-    OPO = "opo"
-    GPG = "gpg"
-    GDPO = "gdpo"
-    OPTIMAL_TOKEN_BASELINE = "optimal_token_baseline"
-    TIR_OPTIMAL_TOKEN_BASELINE = "tir_optimal_token_baseline"
-    GRPO_VECTORIZED = "grpo_vectorized"
-    RLOO_VECTORIZED = "rloo_vectorized"
+AdvantageEstimator = Enum(
+    "AdvantageEstimator", {name.upper(): name for name in ADV_ESTIMATOR_REGISTRY}, type=str, module=__name__
+)
+AdvantageEstimator.__doc__ = """Built-in names: ``GAE``, ``GRPO``, ... Any other registered string will do as well."""

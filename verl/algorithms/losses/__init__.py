@@ -37,6 +37,7 @@ from verl.algorithms.losses.sapo import compute_policy_loss_sapo
 from verl.algorithms.losses.tis import compute_policy_loss_tis
 from verl.algorithms.losses.topr import compute_policy_loss_topr
 from verl.algorithms.losses.value import ValueLoss, compute_value_loss
+from verl.algorithms.registry import import_modules
 
 __all__ = [
     "LossInputs",
@@ -71,3 +72,5 @@ __all__ = [
     "register_policy_loss",
     "response_weights",
 ]
+
+import_modules(__name__, __path__)

@@ -16,7 +16,7 @@ from verl.config.checks.base import (
     unused,
     validator,
 )
-from verl.config.checks.support import built_names
+from verl.config.checks.registered import all_options, options_read
 from verl.config.ppo import PPOConfig
 
 _CORRECTIONS = ("rollout_is", "rollout_rs", "rollout_token_veto_threshold", "bypass_mode")
@@ -317,38 +317,7 @@ def full_kl_loss_requires_equal_sequence_parallel_size(config: PPOConfig) -> Ite
 # -- Settings of estimators, losses, KL, correction and schedules that nothing reads ---------------------------------
 
 
-_CLIPPING = ("vanilla", "gspo", "geo_mean", "cispo", "clip_cov", "dppo_tv", "dppo_kl", "bypass_mode")
-
-_READ_BY_LOSS: dict[str, tuple[str, ...]] = {
-    "clip_ratio": _CLIPPING,
-    "clip_ratio_low": _CLIPPING,
-    "clip_ratio_high": _CLIPPING,
-    "clip_ratio_c": ("vanilla", "dppo_tv", "dppo_kl", "bypass_mode"),
-    "tau_pos": ("sapo",),
-    "tau_neg": ("sapo",),
-    **{f"policy_loss.{name}": ("clip_cov",) for name in ("clip_cov_ratio", "clip_cov_lb", "clip_cov_ub")},
-    **{f"policy_loss.{name}": ("kl_cov",) for name in ("kl_cov_ratio", "ppo_kl_coef")},
-    **{f"policy_loss.{name}": ("tis",) for name in ("tis_lower_bound", "tis_upper_bound")},
-    **{f"policy_loss.{name}": ("topr",) for name in ("topr_pos_weight", "topr_neg_weight", "topr_ratio")},
-    "policy_loss.kimi15_tau": ("kimi15",),
-    "policy_loss.dro_beta": ("dro",),
-}
-"""Options of the actor -> the built-in losses that read them."""
-
-_READ_BY_ESTIMATOR: dict[str, tuple[str, ...]] = {
-    "algorithm.lam": ("gae",),
-    "algorithm.gamma": ("gae", "reinforce_plus_plus", "reinforce", "step_reinforce", "agentic_reinforce"),
-    "algorithm.step_gamma": ("step_reinforce", "gigpo"),
-    **{f"algorithm.gigpo.{name}": ("gigpo",) for name in ("episode_weight", "step_weight", "mode")},
-    "algorithm.norm_adv_by_std_in_grpo": ("grpo", "grpo_passk"),
-    "algorithm.gdpo_reward_keys": ("gdpo",),
-    "algorithm.gdpo_reward_weights": ("gdpo",),
-    f"{ACTOR}.calculate_sum_pi_squared": ("optimal_token_baseline", "tir_optimal_token_baseline"),
-}
-"""Options -> the built-in estimators that read them."""
-
-_WHITENING_ESTIMATORS = ("gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gdpo")
-"""Built-in estimators that whiten advantages unless told otherwise."""
+_WHITEN = "algorithm.advantage.whiten"
 
 _PUBLISHED_WITH = {
     "gspo": "seq-mean-token-mean",
@@ -479,16 +448,18 @@ def lr_schedule_options_unused(config: PPOConfig, is_given: IsGiven) -> Iterator
 @validator("warning")
 def estimator_options_unused(config: PPOConfig, is_given: IsGiven) -> Iterator[Problem]:
     estimator = config.algorithm.adv_estimator
-    if estimator in built_names("algorithm.adv_estimator"):
-        keys = [key for key, readers in _READ_BY_ESTIMATOR.items() if estimator not in readers]
+    read = options_read("advantages").get(estimator)
+    if read is not None:
+        keys = [key for key in all_options("advantages") if key not in (*read, _WHITEN)]
         yield from unused(config, keys, is_given, f"algorithm.adv_estimator={estimator} does not read it")
 
 
 @validator("warning")
 def policy_loss_options_unused(config: PPOConfig, is_given: IsGiven) -> Iterator[Problem]:
     mode = config.actor_rollout_ref.actor.policy_loss.loss_mode
-    if mode in built_names(f"{ACTOR}.policy_loss.loss_mode"):
-        keys = [f"{ACTOR}.{name}" for name, readers in _READ_BY_LOSS.items() if mode not in readers]
+    read = options_read("losses").get(mode)
+    if read is not None:
+        keys = [key for key in all_options("losses") if key not in read]
         yield from unused(config, keys, is_given, f"{ACTOR}.policy_loss.loss_mode={mode} does not read it")
 
 
@@ -501,7 +472,8 @@ def clip_ratio_unused_with_one_optimizer_step(config: PPOConfig, is_given: IsGiv
         return
     names = ["clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c"]
     names += [f"policy_loss.{name}" for name in ("ppo_kl_coef", "kimi15_tau", "dro_beta")]
-    keys = [f"{ACTOR}.{name}" for name in names if actor.policy_loss.loss_mode in _READ_BY_LOSS[name]]
+    read = options_read("losses").get(actor.policy_loss.loss_mode, ())
+    keys = [f"{ACTOR}.{name}" for name in names if f"{ACTOR}.{name}" in read]
     why = "with one optimizer step per batch the policy is still the one that sampled, and its ratio is 1"
     yield from unused(config, keys, is_given, why)
 
@@ -528,7 +500,8 @@ def loss_scale_factor_unused(config: PPOConfig, is_given: IsGiven) -> Iterator[P
 @validator("warning")
 def advantage_whiten_is_estimator_default(config: PPOConfig, is_given: IsGiven) -> Iterator[Problem]:
     estimator, whiten = config.algorithm.adv_estimator, config.algorithm.advantage.whiten
-    if estimator in built_names("algorithm.adv_estimator") and whiten is (estimator in _WHITENING_ESTIMATORS):
+    read = options_read("advantages").get(estimator)
+    if read is not None and whiten is (_WHITEN in read):
         habit = "does so" if whiten else "does not"
         yield from unused(config, ["algorithm.advantage.whiten"], is_given, f"{estimator} {habit} by itself")
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from verl.config.base import Config, FreeDict, Problem, did_you_mean, get_path, leaves
 from verl.config.build import show
 from verl.config.checks.base import validator
+from verl.config.checks.registered import options_read
 from verl.config.ppo import PPOConfig
 from verl.utils.import_utils import split_file_name
 
@@ -103,26 +104,7 @@ NAMES: tuple[Names, ...] = (
     Names(
         "algorithm.adv_estimator",
         "advantage estimator",
-        built=(
-            "gae",
-            "grpo",
-            "grpo_passk",
-            "rloo",
-            "remax",
-            "reinforce",
-            "step_reinforce",
-            "agentic_reinforce",
-            "gigpo",
-            "reinforce_plus_plus",
-            "reinforce_plus_plus_baseline",
-            "opo",
-            "gpg",
-            "gdpo",
-            "optimal_token_baseline",
-            "tir_optimal_token_baseline",
-            "grpo_vectorized",
-            "rloo_vectorized",
-        ),  # fmt: skip
+        built=tuple(options_read("advantages")),
         planned=(),
         registry=("verl.algorithms.advantages", "ADV_ESTIMATOR_REGISTRY"),
         may_be_in_file=True,
@@ -130,24 +112,7 @@ NAMES: tuple[Names, ...] = (
     Names(
         f"{_ACTOR}.policy_loss.loss_mode",
         "policy loss",
-        built=(
-            "vanilla",
-            "gspo",
-            "geo_mean",
-            "cispo",
-            "sapo",
-            "clip_cov",
-            "kl_cov",
-            "dppo_tv",
-            "dppo_kl",
-            "gpg",
-            "reinforce",
-            "tis",
-            "topr",
-            "kimi15",
-            "dro",
-            "bypass_mode",
-        ),  # fmt: skip
+        built=tuple(options_read("losses")),
         planned=(),
         registry=("verl.algorithms.losses", "POLICY_LOSS_REGISTRY"),
         may_be_in_file=True,
