@@ -12,6 +12,7 @@ from typing import Any
 
 from verl.config.build import build
 from verl.config.load import check
+from verl.config.ppo import PPOConfig
 from verl.telemetry.run_record import RunRecord, open_record, recorded
 from verl.utils.config import typed_config
 from verl.utils.exit_status import explanation
@@ -46,7 +47,7 @@ def words_of_config(config: Any) -> list[str]:
     return ["--config-path", str(folder), "--config-name", "config"]
 
 
-def gpu_options(config: Any) -> list[str]:
+def gpu_options(config: PPOConfig) -> list[str]:
     """Options that make a run of ``config`` the same run on a GPU, to stand behind its command line.
 
     The device changes, and every place the run writes to: in the old folder it would go on from the old checkpoint.

@@ -109,7 +109,7 @@ def test_step_k_trains_on_what_the_weights_after_step_k_minus_2_drew(tmp_path, m
     assert frozen[2]["critic/score/mean"] == ahead[2]["critic/score/mean"]
 
 
-def test_servers_draw_ahead_what_batches_do(tmp_path, monkeypatch):
+def test_servers_generate_ahead_what_batches_do(tmp_path, monkeypatch):
     two = {f"{ROLLOUT}__n_gpus_per_node": 2}
     batches = run(tmp_path, "batches", monkeypatch, **{**AHEAD, **two})
     resumable = {"trainer__save_freq": 1, "trainer__default_local_dir": tmp_path / "run"}
@@ -150,9 +150,9 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 """
 
 
-def test_drawing_overlaps_with_training(tmp_path, monkeypatch):
+def test_generation_overlaps_with_training(tmp_path, monkeypatch):
     make_task(tmp_path / "task")
-    (tmp_path / "slow.py").write_text(SLOW_REWARD)  # 16 rows: half a second in which the next batch is drawn
+    (tmp_path / "slow.py").write_text(SLOW_REWARD)  # 16 rows: half a second in which the next batch is generated
     reward = {"custom_reward_function__path": tmp_path / "slow.py"}
     steps = run(tmp_path, "ahead", monkeypatch, **AHEAD, **reward)
     for step in (2, 3, 4):
@@ -184,7 +184,7 @@ def test_a_resumed_run_equals_the_run_that_never_stopped(step, once, saved, tmp_
     ends = saved / "global_step_5", tmp_path / "resumed" / "global_step_5"
     for name in checkpoint_files(ends[0]):
         assert_equal_trees(*(torch.load(end / name, weights_only=True) for end in ends), str(name))
-    assert not (ends[0] / "ahead.safetensors").exists()  # nothing was left to draw
+    assert not (ends[0] / "ahead.safetensors").exists()  # nothing was left to generate
 
 
 def test_going_on_with_the_newest_weights_leaves_no_prompt_out(tmp_path, monkeypatch):
@@ -214,7 +214,7 @@ def test_roles_and_pools_of_a_rollout_apart(tmp_path):
     assert pools.mapping[Role.Rollout] == "rollout_pool" and pools.mapping[Role.RefPolicy] == "global_pool"
 
 
-def test_a_trainer_that_cannot_draw_ahead_says_so(tmp_path):
+def test_a_trainer_that_cannot_generate_ahead_is_refused(tmp_path):
     class Own(RayPPOTrainer):
         pass
 

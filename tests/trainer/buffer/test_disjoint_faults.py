@@ -137,7 +137,7 @@ def test_a_sender_killed_in_a_transfer_is_named(tmp_path, monkeypatch):
     assert isinstance(error, WorkerDied) and place(error) == ("actor", "send_weights", 1)
 
 
-def test_a_sampler_killed_while_it_draws_ahead_is_named(tmp_path, monkeypatch):
+def test_a_rollout_killed_while_it_generates_ahead_is_named(tmp_path, monkeypatch):
     error = failing(tmp_path, monkeypatch, rollout=DyingSampler, **AHEAD)
     assert isinstance(error, WorkerDied) and place(error) == ("rollout", "start_generating", 0)
 
@@ -156,7 +156,7 @@ class DyingServer(RolloutWorker):
         self.rollout.step = step_or_die
 
 
-def test_a_server_killed_while_it_draws_ahead_is_named(tmp_path, monkeypatch):
+def test_a_server_killed_while_it_generates_ahead_is_named(tmp_path, monkeypatch):
     error = failing(tmp_path, monkeypatch, rollout=DyingServer, **AHEAD, actor_rollout_ref__rollout__mode="async")
     assert isinstance(error, WorkerDied) and error.role == "rollout"
 
@@ -177,7 +177,7 @@ def test_weights_that_are_not_what_was_sent_are_named(tmp_path, monkeypatch):
     assert re.search(f"WeightSyncError.*version 1.*not what was sent: .*{TENSOR}", error.cause)
 
 
-def test_drawing_with_weights_that_are_not_held_is_refused(tmp_path, monkeypatch):
+def test_generation_with_weights_that_are_not_held_is_refused(tmp_path, monkeypatch):
     settings = {**APART, "trainer__total_training_steps": 1}
     trainer = job_module.PPOJob(load_ppo_config(overrides(make_task(tmp_path / "task"), **settings))).build_trainer()
     trainer.controller.start({}, {})

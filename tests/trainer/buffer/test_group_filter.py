@@ -1,4 +1,4 @@
-"""Dynamic sampling: a step trains on groups that differ in reward, and every prompt is drawn until it was judged."""
+"""Dynamic sampling: a step trains on groups that differ in reward, and every prompt is sampled until it was judged."""
 
 import json
 import pickle

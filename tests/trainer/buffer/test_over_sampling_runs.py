@@ -1,4 +1,4 @@
-"""Whole runs that put prompts off: they learn, and a run stopped or killed goes on as the one that never was."""
+"""Whole runs that defer prompts: they learn, and a resumed or killed run equals the uninterrupted one."""
 
 import json
 import os
@@ -33,7 +33,7 @@ CLOCKS = ("timing", "perf/", "rollout/bubble", "rollout/idle", "rollout/waiting"
 
 
 def arguments(tmp_path, name, **settings):
-    """Of a run over twelve prompts: an epoch is three steps, and prompts are put off from one into the next."""
+    """Of a run over twelve prompts: an epoch is three steps, and prompts are deferred from one into the next."""
     task = make_task(tmp_path / "task", rows=12)
     return overrides(task, **{**OVER_SAMPLED, "trainer__default_local_dir": str(tmp_path / name), **settings})
 
@@ -49,7 +49,7 @@ def numbers(metrics):
 
 
 def buffers(folder):
-    """What was put off, as plain values."""
+    """The deferred prompts, as plain values."""
     state = json.loads((folder / "rollout.json").read_text())
     files = [folder / f"rollout_{name}.safetensors" for name in ("back", "fresh")]
     rows = [load_rows(path)[0].non_tensor_batch if path.exists() else {} for path in files]

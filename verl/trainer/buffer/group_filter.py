@@ -8,11 +8,11 @@ Prompts of surplus groups are sampled again in the next step, with its weights. 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 
 from verl.checkpoint.rows_file import check_savable
+from verl.config.algorithm import FilterGroupsConfig
 from verl.protocol import DataProto
 from verl.rewards.managers.rule import REWARD_ERROR_KEY, REWARD_ERROR_KIND_KEY
 from verl.trainer.buffer.prompt_pool import PoolEntry, PromptPool
@@ -61,7 +61,7 @@ def varying_groups(uids: Sequence[str], values: np.ndarray) -> dict[str, bool]:
     return varies
 
 
-def chosen_groups(uids: Sequence[str], values: np.ndarray, config: Any) -> dict[str, bool]:
+def chosen_groups(uids: Sequence[str], values: np.ndarray, config: FilterGroupsConfig) -> dict[str, bool]:
     """Return by prompt whether its responses differ, and their mean and std are in the range of ``filter_groups``."""
     chosen = varying_groups(uids, values)
     if config.low is None and config.high is None and not config.min_std:
@@ -88,7 +88,12 @@ class GroupFilter:
     """
 
     def __init__(
-        self, config: Any, pool: PromptPool, batch_size: int, gen_batch_size: int, say: Callable[[str], None]
+        self,
+        config: FilterGroupsConfig,
+        pool: PromptPool,
+        batch_size: int,
+        gen_batch_size: int,
+        say: Callable[[str], None],
     ) -> None:
         self.config = config
         self.pool = pool

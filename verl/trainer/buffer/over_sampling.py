@@ -20,6 +20,7 @@ import torch
 
 from verl.batch.ragged import Ragged
 from verl.checkpoint.rows_file import check_savable
+from verl.config.rollout import RolloutConfig
 from verl.protocol import DataProto
 from verl.trainer.buffer.partial_rollouts import (
     GenerationClient,
@@ -179,7 +180,7 @@ class GroupScheduler:
         seed: of the run.
     """
 
-    def __init__(self, config: Any, pool: PromptPool, batch_size: int, seed: int) -> None:
+    def __init__(self, config: RolloutConfig, pool: PromptPool, batch_size: int, seed: int) -> None:
         self.config = config
         self.pool = pool
         self.batch_size = batch_size
@@ -386,7 +387,7 @@ def versions_column(batch: DataProto, versions: Sequence[Sequence[int]]) -> Ragg
     return mask.like(column)
 
 
-def max_deferrals(config: Any) -> int:
+def max_deferrals(config: RolloutConfig) -> int:
     """Return how many steps may defer a prompt before all deferred ones are waited for."""
     if config.max_postponements is not None:
         return config.max_postponements

@@ -11,13 +11,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
 from verl.checkpoint import run_state
-from verl.config.rollout import needs_agent_loops
+from verl.config.ppo import PPOConfig
+from verl.config.rollout import RolloutConfig, needs_agent_loops
 from verl.data.sampler import AbstractCurriculumSampler
 from verl.data.table import distinct_values
 from verl.protocol import DataProto
@@ -29,9 +30,6 @@ from verl.trainer.buffer.over_sampling import GroupScheduler, sample_batch
 from verl.trainer.buffer.prompt_pool import STATE_FILE, PromptPool, load_pool, save_pool
 from verl.trainer.buffer.rollout_skip import RolloutCache
 from verl.utils.seeding import derive_seed
-
-if TYPE_CHECKING:
-    from verl.config.ppo import PPOConfig
 
 PROMPT_COLUMNS = ("input_ids", "attention_mask", "position_ids")
 
@@ -359,7 +357,7 @@ def engine_metrics(group: Any) -> dict[str, float]:
 AGENT_COLUMN = "agent_name"
 
 
-def check_agent_names(config: Any, datasets: Iterable[Any]) -> None:
+def check_agent_names(config: PPOConfig, datasets: Iterable[Any]) -> None:
     """Refuse rows whose ``agent_name`` no agent loop of this run has; datasets that are not rows of files are left out.
 
     Raises:
@@ -369,7 +367,7 @@ def check_agent_names(config: Any, datasets: Iterable[Any]) -> None:
         raise ValueError(problem)
 
 
-def agent_name_problem(rollout: Any, names: Iterable[Any]) -> str | None:
+def agent_name_problem(rollout: RolloutConfig, names: Iterable[Any]) -> str | None:
     """Return why rows with these values of ``agent_name`` cannot be trained on; None: they can.
 
     Args:

@@ -17,6 +17,7 @@ import torch
 
 from verl.checkpoint.rows_file import load_rows, read_facts, save_rows
 from verl.config.base import plain
+from verl.config.ppo import PPOConfig
 from verl.protocol import DataProto
 from verl.utils.config import typed_config
 
@@ -38,7 +39,7 @@ class RolloutCache:
         say: prints a message to the user.
     """
 
-    def __init__(self, engine: Any, config: Any, say: Callable[[str], None]):
+    def __init__(self, engine: Any, config: PPOConfig, say: Callable[[str], None]):
         self.engine = engine
         self.config = config
         self.say = say

@@ -8,12 +8,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 
 from verl.batch.balancing import log_seqlen_unbalance
 from verl.batch.partition import CallPlan, MiniBatches, PartitionPlan, RowCost, row_lengths
+from verl.config.actor import ActorConfig
+from verl.config.critic import CriticConfig
+from verl.config.ppo import PPOConfig
 from verl.protocol import DataProto
 from verl.telemetry.flops_counter import FlopsCounter
 from verl.utils.seeding import derive_seed
@@ -31,7 +33,7 @@ def row_cost(model_path: str) -> RowCost:
     return RowCost(FlopsCounter(SimpleNamespace(**shape)).break_even())
 
 
-def partition_plan(config: Any, cost: RowCost, step: int) -> PartitionPlan:
+def partition_plan(config: PPOConfig, cost: RowCost, step: int) -> PartitionPlan:
     """Return the plan by which the calls of training step ``step`` divide their rows among ranks.
 
     Args:
@@ -40,7 +42,7 @@ def partition_plan(config: Any, cost: RowCost, step: int) -> PartitionPlan:
     shared, critic = config.actor_rollout_ref, config.critic
     seed = derive_seed(config.trainer.seed, "shuffle", step)
 
-    def update(role: Any, n: int) -> CallPlan:
+    def update(role: ActorConfig | CriticConfig, n: int) -> CallPlan:
         return CallPlan(role.use_dynamic_bsz, MiniBatches.of(role, n, seed))
 
     calls = {

@@ -33,6 +33,7 @@ from verl.algorithms.reward_shaping import (
     within_difficulty,
 )
 from verl.batch.ragged import WINDOWS, Layout, Ragged
+from verl.config.algorithm import AlgorithmConfig
 from verl.protocol import DataProto
 from verl.utils.torch_functional import masked_mean
 
@@ -294,7 +295,7 @@ class Shaping:
         source_key: column that holds the data source of each row.
     """
 
-    def __init__(self, algorithm: Any, response_length: int, source_key: str = "data_source"):
+    def __init__(self, algorithm: AlgorithmConfig, response_length: int, source_key: str = "data_source"):
         self.rewards, self.advantage = algorithm.reward_shaping, algorithm.advantage
         self.sample_mask = algorithm.sample_mask
         self.estimator = algorithm.adv_estimator

@@ -20,6 +20,7 @@ from verl.algorithms.advantages import get_adv_estimator_fn
 from verl.algorithms.losses import get_policy_loss_fn
 from verl.config.base import ConfigError
 from verl.config.batch import counted, optimizer_steps
+from verl.config.trainer import TrainerConfig
 from verl.models.scalar_head import stored_shapes, stores_head
 from verl.preflight.checks import refuse
 from verl.rewards.managers.scoring import check_data_sources, load_reward_manager, start_reward_functions
@@ -42,12 +43,12 @@ from verl.utils.tokenizer import hf_processor, hf_tokenizer
 # -- plan of a run: its first lines on the screen ---------------------------------------------------------------------
 
 
-def run_plan(trainer: Any) -> str:
+def run_plan(trainer: RayPPOTrainer) -> str:
     """Return the lines for a trainer whose workers have not started yet."""
     return "\n".join(f"{label:<9}{text}" for label, text in _lines(trainer))
 
 
-def _lines(trainer: Any) -> Iterator[tuple[str, str]]:
+def _lines(trainer: RayPPOTrainer) -> Iterator[tuple[str, str]]:
     config = trainer.config
     shared, keys = config.actor_rollout_ref, config.trainer
     yield "model", _model(shared.model.path)
@@ -323,7 +324,7 @@ def run_task(task_runner_class: Any, config: Any) -> None:
         controller.stop()
 
 
-def check_device(trainer: Any, rollout_beside: int = 0) -> None:
+def check_device(trainer: TrainerConfig, rollout_beside: int = 0) -> None:
     """Refuse devices this machine does not have, before anything is loaded; a disjoint rollout needs its own."""
     from verl.utils.device import count_cuda_devices, cuda_problem
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping
-from typing import Any
+
+from verl.config.ppo import PPOConfig
 
 WINDOW, MIN_COUNT = 10, 5
 """A cause is reported once it held in ``MIN_COUNT`` of the last ``WINDOW`` steps."""
@@ -27,7 +28,7 @@ class LearningSignalMonitor:
         config: the whole tree.
     """
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: PPOConfig) -> None:
         self.config = config
         self.steps = 0
         self.without_signal = 0

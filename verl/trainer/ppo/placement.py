@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+from verl.config.ppo import PPOConfig
 from verl.single_controller import get_controller
 from verl.utils.config import typed_config
 
@@ -78,7 +79,7 @@ def _are_roles(mapping: Any) -> bool:
     return isinstance(mapping, Mapping) and all(isinstance(role, Role) for role in mapping)
 
 
-def need_ref_log_prob(config: Any) -> bool:
+def need_ref_log_prob(config: PPOConfig) -> bool:
     """The reference scores the sampled tokens, unless only the full KL is wanted, which the update computes itself."""
     actor = config.actor_rollout_ref.actor
     in_loss = actor.use_kl_loss and actor.kl_loss_type != "full"
@@ -188,7 +189,7 @@ def default_pools(config: Any, roles: Mapping[Role, type]) -> ResourcePoolManage
 
 
 def start_worker_groups(
-    config: Any,
+    config: PPOConfig,
     roles: Mapping[Role, type],
     pools: ResourcePoolManager,
     controller: Any,

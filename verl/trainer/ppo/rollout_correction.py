@@ -18,6 +18,8 @@ from verl.algorithms.advantages import get_adv_estimator_fn
 from verl.algorithms.correction import importance_weights, kept_tokens
 from verl.algorithms.losses import get_policy_loss_fn
 from verl.algorithms.mismatch import mismatch_metrics
+from verl.config.correction import RolloutCorrectionConfig
+from verl.config.ppo import ActorRolloutRefConfig, PPOConfig
 from verl.protocol import DataProto
 from verl.trainer.ppo.experience import move_to_sampled_tokens, put_response_column, response_column
 from verl.utils.torch_dtypes import PrecisionType
@@ -25,7 +27,7 @@ from verl.utils.torch_dtypes import PrecisionType
 _KEY = "algorithm.rollout_correction"
 
 
-def check_correction(config: Any) -> None:
+def check_correction(config: PPOConfig) -> None:
     """Refuse functions that do not support the configured correction; built-in ones all do.
 
     Raises:
@@ -56,7 +58,7 @@ def bypass_old_log_probs(data: DataProto) -> None:
     data.put("old_log_probs", data.ragged("rollout_log_probs"))
 
 
-def weigh_tokens(data: DataProto, options: Any) -> dict[str, float]:
+def weigh_tokens(data: DataProto, options: RolloutCorrectionConfig) -> dict[str, float]:
     """Add ``rollout_is_weights`` (B, R), if ``options.rollout_is`` is set; return metrics.
 
     Reads ``old_log_probs``, ``rollout_log_probs`` and ``response_mask``, each (B, R).
@@ -71,7 +73,7 @@ def weigh_tokens(data: DataProto, options: Any) -> dict[str, float]:
     return metrics
 
 
-def reject_tokens(data: DataProto, options: Any) -> dict[str, float]:
+def reject_tokens(data: DataProto, options: RolloutCorrectionConfig) -> dict[str, float]:
     """Remove tokens from ``response_mask`` (B, R) by ``rollout_rs`` and the veto; return metrics.
 
     Call it after the advantages: they are estimated from all responses, rewards of rejected tokens included. The
@@ -128,7 +130,7 @@ class MismatchMonitor:
         decode: token ids -> text.
     """
 
-    def __init__(self, config: Any, decode: Callable[[list[int]], str]):
+    def __init__(self, config: PPOConfig, decode: Callable[[list[int]], str]):
         self.config = config
         self.decode = decode
         self.has_warned = False
@@ -209,17 +211,17 @@ def worst_tokens(batch: DataProto, step: int, decode: Callable[[list[int]], str]
     return worst
 
 
-def likely_causes(config: Any) -> list[str]:
+def likely_causes(config: PPOConfig) -> list[str]:
     """Return causes in the settings of a mismatch between rollout and trainer, the likeliest first."""
     return [text for check in _CAUSES for text in check(config.actor_rollout_ref)]
 
 
-def _batches_are_reused(shared: Any) -> Iterator[str]:
+def _batches_are_reused(shared: ActorRolloutRefConfig) -> Iterator[str]:
     if shared.rollout.skip_rollout:
         yield f"{_ROLLOUT}.skip_rollout=true reuses text that other weights may have generated: differences are normal."
 
 
-def _text_is_older(shared: Any) -> Iterator[str]:
+def _text_is_older(shared: ActorRolloutRefConfig) -> Iterator[str]:
     for name in ("async_ratio", "partial_rollout"):
         if shared.rollout[name]:
             yield (
@@ -228,7 +230,7 @@ def _text_is_older(shared: Any) -> Iterator[str]:
             )
 
 
-def _weights_are_rounded_to_fewer_bits(shared: Any) -> Iterator[str]:
+def _weights_are_rounded_to_fewer_bits(shared: ActorRolloutRefConfig) -> Iterator[str]:
     engine = dict(shared.rollout.engine_kwargs.get(shared.rollout.name) or {})
     for name in ("quantization", "kv_cache_dtype"):
         if engine.get(name) not in (None, "auto"):
@@ -238,7 +240,7 @@ def _weights_are_rounded_to_fewer_bits(shared: Any) -> Iterator[str]:
             )
 
 
-def _tokens_are_cut_off(shared: Any) -> Iterator[str]:
+def _tokens_are_cut_off(shared: ActorRolloutRefConfig) -> Iterator[str]:
     rollout = shared.rollout
     cuts = {
         "top_p": rollout.top_p < 1,
@@ -254,7 +256,7 @@ def _tokens_are_cut_off(shared: Any) -> Iterator[str]:
         )
 
 
-def _number_formats_differ(shared: Any) -> Iterator[str]:
+def _number_formats_differ(shared: ActorRolloutRefConfig) -> Iterator[str]:
     rollout = PrecisionType.to_dtype(shared.rollout.dtype)
     actor = PrecisionType.to_dtype(shared.actor.fsdp_config.compute_dtype)
     key = "actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype"
@@ -270,7 +272,7 @@ def _number_formats_differ(shared: Any) -> Iterator[str]:
         )
 
 
-def _temperature_is_not_applied(shared: Any) -> Iterator[str]:
+def _temperature_is_not_applied(shared: ActorRolloutRefConfig) -> Iterator[str]:
     mode = (shared.rollout.engine_kwargs.get("vllm") or {}).get("logprobs_mode")
     if shared.rollout.name == "vllm" and mode not in (None, "processed_logprobs") and shared.rollout.temperature != 1:
         yield (
@@ -279,7 +281,7 @@ def _temperature_is_not_applied(shared: Any) -> Iterator[str]:
         )
 
 
-def _model_is_computed_otherwise(shared: Any) -> Iterator[str]:
+def _model_is_computed_otherwise(shared: ActorRolloutRefConfig) -> Iterator[str]:
     if shared.rollout.name != "hf":
         yield (
             f"{shared.rollout.name} computes this model otherwise than transformers: attention kernels, capped scores, "
@@ -287,7 +289,7 @@ def _model_is_computed_otherwise(shared: Any) -> Iterator[str]:
         )
 
 
-def _policy_is_at_its_limits(shared: Any) -> Iterator[str]:
+def _policy_is_at_its_limits(shared: ActorRolloutRefConfig) -> Iterator[str]:
     yield (
         "the policy itself became so sharp, or its numbers so large, that rounding shows: look at actor/grad_norm and "
         f"actor/entropy of the last steps; {_WEIGHS} weighs the difference out."

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from verl.config.ppo import PPOConfig
 from verl.protocol import DataProto
 from verl.telemetry.progress import Progress
 from verl.telemetry.rollout_trace import Trace, open_trace
@@ -114,7 +115,7 @@ _RECORD_COLUMNS = {"finish_reason": "finish_reason", "version": "rollout_version
 """Names in a record -> columns that rollouts add."""
 
 
-def open_rollout_trace(config: Any) -> Trace | None:
+def open_rollout_trace(config: PPOConfig) -> Trace | None:
     """The trace that ``rollout.trace`` asks for, or None.
 
     Raises:
@@ -185,7 +186,7 @@ class RunLog:
         ImportError: a package that a logger or the trace needs is missing.
     """
 
-    def __init__(self, config: Any, tokenizer: Any) -> None:
+    def __init__(self, config: PPOConfig, tokenizer: Any) -> None:
         check_backends(config.trainer.logger)
         self.config, self.tokenizer = config, tokenizer
         self.trace = open_rollout_trace(config)
