@@ -59,7 +59,7 @@ def trial_cost() -> None:
         setattr(owner, name, call)
 
     steps = ("rollout", "score", "evaluate", "estimate_advantages", "improve")
-    for owner, names in ((Engine, ["_try"]), (HFRollout, ["_try_decoding"]), (trainer.RayPPOTrainer, steps)):
+    for owner, names in ((Engine, ["_try"]), (HFRollout, ["_check_cache"]), (trainer.RayPPOTrainer, steps)):
         for name in names:
             measured(owner, name)
     with tempfile.TemporaryDirectory() as folder:
@@ -75,8 +75,8 @@ def trial_cost() -> None:
             "actor_rollout_ref__rollout__ignore_eos": True,
         }
         run(overrides(task, **once))
-    trial = [sum(spent[name][kind] for name in ("_try", "_try_decoding")) for kind in (0, 1)]
-    inside = spent["_try_decoding"]  # the first request waits for it
+    trial = [sum(spent[name][kind] for name in ("_try", "_check_cache")) for kind in (0, 1)]
+    inside = spent["_check_cache"]  # the first request waits for it
     step = [sum(spent[name][kind] for name in steps) - inside[kind] for kind in (0, 1)]
     print(json.dumps({"seconds (wall, CPU)": spent}))
     print(f"trial {trial[0]:.2f} s, CPU {trial[1]:.2f}; first step {step[0]:.2f} s, CPU {step[1]:.2f}", end="; ")

@@ -61,10 +61,10 @@ for line in sys.stdin:
 
 
 def test_a_bucket_arrives_in_another_process_by_its_cuda_handle():
-    from verl.workers.rollout.sglang.shared_memory import DeviceParcels
+    from verl.workers.rollout.sglang.shared_memory import CudaIpcBuffer
     from verl.workers.rollout.weights.sync import checksum
 
-    parcels = DeviceParcels()
+    parcels = CudaIpcBuffer()
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen([sys.executable, "-c", TAKE], **pipes) as taker:
         for step in range(3):  # the buffer is used again, and grows once

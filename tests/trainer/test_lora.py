@@ -112,7 +112,9 @@ def test_layers_that_do_not_exist_stop_the_run_with_the_names_there_are(tmp_path
 
 
 def test_an_adapter_is_not_sent_to_an_engine_that_takes_none(tmp_path, monkeypatch):
-    monkeypatch.setattr("verl.workers.rollout.hf.rollout.HFRollout.why_no_adapter", RolloutEngine.why_no_adapter)
+    monkeypatch.setattr(
+        "verl.workers.rollout.hf.rollout.HFRollout.adapter_unsupported_reason", RolloutEngine.adapter_unsupported_reason
+    )
     with pytest.raises(WorkerError, match="lora_sync=adapter: rollout.name=hf holds no adapter .*Use lora_sync=merge"):
         run(tmp_path, monkeypatch, **{f"{ROLLOUT}__lora_sync": "adapter"})
 

@@ -31,7 +31,7 @@ from verl.workers.rollout import get_rollout_class
 from verl.workers.rollout.assemble import assemble, sampling_params
 from verl.workers.rollout.base import Request, RolloutEngine, SamplingParams
 from verl.workers.rollout.memory import memory_errors
-from verl.workers.rollout.watch import engine_phase
+from verl.workers.rollout.monitor import engine_phase
 from verl.workers.rollout.weights.sync import sync_adapter, sync_weights
 from verl.workers.serving import ServingRole
 
@@ -126,7 +126,7 @@ def sends_adapter(config: Any, device: str) -> bool:
         trust_remote_code=model.trust_remote_code,
         external_lib=model.external_lib,
     )
-    why = get_rollout_class(rollout.name).why_no_adapter(load_config(spec))
+    why = get_rollout_class(rollout.name).adapter_unsupported_reason(load_config(spec))
     if why and rollout.lora_sync == "adapter":
         raise ValueError(
             f"actor_rollout_ref.rollout.lora_sync=adapter: rollout.name={rollout.name} {why}. "
@@ -276,7 +276,7 @@ class RolloutRole(ServingRole):
                 tokenizer_path=self.tokenizer_path or model.path,
                 **({"lora": lora} if self.sends_adapter else {}),
             )
-        self.rollout.watch.engine, self.rollout.watch.stall_timeout_s = config.name, config.stall_timeout_s
+        self.rollout.monitor.engine, self.rollout.monitor.stall_timeout_s = config.name, config.stall_timeout_s
         for validate in (False, True):
             self.rollout.check_sampling(self.sampling(validate, do_sample=True))
         self.unseeded_calls = 0
@@ -290,7 +290,7 @@ class RolloutRole(ServingRole):
         if phase == "wake":
             # memory that the last update left cached is free to this process alone, and SGLang wakes in another
             empty_cache(torch.device(self.device))
-        with self.ledger.phase(f"rollout_{phase}"), self.rollout.watch.phase(phase):
+        with self.ledger.phase(f"rollout_{phase}"), self.rollout.monitor.phase(phase):
             with memory_errors(self.config.rollout, phase):
                 yield
 
@@ -352,7 +352,7 @@ class RolloutRole(ServingRole):
         requests = [Request(tuple(i), sampling, s, m or None) for i, s, m in zip(rows, seeds, media, strict=True)]
         with self.rollout_mode(timing) as engine:
             start = time.perf_counter()
-            engine.watch.names = prompts.non_tensor_batch.get("uid", ())
+            engine.monitor.names = prompts.non_tensor_batch.get("uid", ())
             with self.rollout_phase("generate"):
                 completions = engine.generate(requests, expect_version=self.newest_version(facts))
             version = engine.version
@@ -371,7 +371,7 @@ class RolloutRole(ServingRole):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def rollout_metrics(self) -> dict[str, float]:
         """The engine's numbers since the last call, by their names below ``rollout/engine``."""
-        return self.rollout.watch.take(self.rollout.totals())
+        return self.rollout.monitor.take_metrics(self.rollout.totals())
 
     def newest_version(self, facts: Mapping[str, Any]) -> int:
         """Version of the weights that responses are to be drawn with."""

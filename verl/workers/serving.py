@@ -34,12 +34,12 @@ class ServingRole:
         Args:
             token: what clients must send; None: nothing, which only a loopback address allows.
         """
-        from verl.workers.rollout.server.engine_loop import EngineLoop, make_relay
+        from verl.workers.rollout.server.engine_loop import EngineLoop, make_tensor_parallel_broadcast
 
         size, rank = self.rollout.tensor_parallel_size, get_rank()
-        relay = make_relay(size)
+        broadcast = make_tensor_parallel_broadcast(size)
         if rank % size:
-            self.server = EngineLoop(self.rollout, relay=relay, follows=True)
+            self.server = EngineLoop(self.rollout, broadcast=broadcast, follows=True)
             self.server.start()
             return None
         config = self.config.rollout
@@ -49,7 +49,7 @@ class ServingRole:
             token=token,
             tokenizer=self.tokenizer,
             seed=derive_seed(self.seed, "served", rank),
-            relay=relay,
+            broadcast=broadcast,
         )
         return {"address": self.server.start(), "rank": rank}
 

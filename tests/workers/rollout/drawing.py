@@ -22,12 +22,12 @@ class Drawing(Worker):
             name="hf", load_format="auto", response_length=100000, max_model_len=100000, gpu_memory_utilization=0.9
         )
         self.engine = HFRollout(folder, self.config, override_config={"max_position_embeddings": 100000})
-        self.engine.watch.engine, self.engine.watch.stall_timeout_s = "hf", stall_timeout_s
+        self.engine.monitor.engine, self.engine.monitor.stall_timeout_s = "hf", stall_timeout_s
 
     def _draw(self, count, tokens, length=5):
         sampling = SamplingParams(max_tokens=tokens, ignore_eos=True)
         requests = [Request((7,) * (length + i), sampling, seed=i) for i in range(count)]
-        self.engine.watch.names = [f"step1-{i}" for i in range(count)]
+        self.engine.monitor.names = [f"step1-{i}" for i in range(count)]
         with memory_errors(self.config, "generate"):
             return [len(c.token_ids) for c in self.engine.generate(requests, 0)]
 

@@ -12,7 +12,7 @@ from verl.utils.tokenizer import hf_processor
 from verl.workers.engine import build_engine
 from verl.workers.rollout import get_rollout_class
 from verl.workers.rollout.base import StaleWeightsError, WeightSyncError
-from verl.workers.rollout.vllm.lora import adapter_obstacle
+from verl.workers.rollout.vllm.lora import lora_unsupported_reason
 from verl.workers.rollout.weights.sync import sync_adapter, sync_weights
 
 ENGINES = ["hf", pytest.param("vllm", marks=pytest.mark.vllm)]
@@ -201,7 +201,7 @@ def test_vllm_is_not_asked_to_hold_an_adapter_it_could_not_compute_with(model_fo
         (model_folder("qwen3_moe"), "experts"),
         (make_tiny_vl_model(tmp_path), "sees"),
     ):
-        found = adapter_obstacle(load_config(ModelSpec(folder)))
+        found = lora_unsupported_reason(load_config(ModelSpec(folder)))
         assert found == why or why in found
 
 

@@ -33,14 +33,15 @@ def assemble(
         input_ids, attention_mask, position_ids (B, P + R) int64
         rollout_log_probs (B, R) float32, if the completions carry log-probabilities
 
-    and, not tensors: ``finish_reason``, and ``rollout_version``, that of the weights that drew the row's last token.
+    and, not tensors: ``finish_reason``, and ``rollout_version``, that of the weights that generated the row's last
+    token.
 
     Args:
         prompts: one row per completion, in the same order.
         prompt_length: P, columns of the prompt window.
         response_length: R, columns of the response window.
-        pad_token_id: what padding cells of the id columns show.
-        version: of completions that do not say theirs.
+        pad_token_id: value of padding in the id columns.
+        version: of completions without a version of their own.
 
     Raises:
         ValueError: rows and completions differ in number, or a prompt or response does not fit its window.
@@ -67,13 +68,13 @@ def assemble(
     if completions and completions[0].log_probs is not None:
         log_probs = [log_prob for completion in completions for log_prob in completion.log_probs]
         columns["rollout_log_probs"] = response.like(torch.tensor(log_probs, dtype=torch.float32))
-    facts = {
+    metadata = {
         "finish_reason": [completion.finish_reason for completion in completions],
         "rollout_version": [
             version if completion.version is None else completion.version for completion in completions
         ],
     }
-    return DataProto.from_ragged(columns, non_tensors=facts, meta_info={"pad_token_id": pad_token_id})
+    return DataProto.from_ragged(columns, non_tensors=metadata, meta_info={"pad_token_id": pad_token_id})
 
 
 def _packed_prompts(prompts: DataProto, prompt_length: int, pad_token_id: int) -> Ragged:
@@ -91,25 +92,26 @@ def _packed_prompts(prompts: DataProto, prompt_length: int, pad_token_id: int) -
     return Ragged(packed.values, Layout(prompt_length - lengths, lengths, prompt_length), pad_token_id)
 
 
-# -- From the rollout section to the sampling of one response: what training and validation ask every engine for -----
+# -- Sampling parameters of training and validation from the rollout section -------------------------------------------
 
 
 def sampling_params(config: Any, eos_token_id: int, validate: bool = False, do_sample: bool = True) -> SamplingParams:
     """The sampling of a training or validation response.
 
-    Validation draws by ``val_kwargs``; where that is null it follows training. Its first token is never hot.
+    Validation samples by ``val_kwargs``; where that is null it follows training. FIRE's hot first token is for
+    training.
 
     Args:
         config: ``actor_rollout_ref.rollout``.
         eos_token_id: the tokenizer's, which ends responses besides the tokens that the model's folder names.
-        do_sample: False makes it greedy, whatever the section says.
+        do_sample: False makes it greedy, whatever the section's value.
     """
     source = config.val_kwargs if validate else config
 
-    def followed(name: str) -> Any:
+    def value_of(name: str) -> Any:
         return getattr(config, name) if getattr(source, name) is None else getattr(source, name)
 
-    stop, hot = followed("stop"), config.use_fire_sampling and not validate
+    stop, hot = value_of("stop"), config.use_fire_sampling and not validate
     extra = {**config.sampling_kwargs, **source.sampling_kwargs}
     return SamplingParams(
         max_tokens=config.response_length,
@@ -117,11 +119,11 @@ def sampling_params(config: Any, eos_token_id: int, validate: bool = False, do_s
         top_p=source.top_p,
         top_k=source.top_k,
         min_p=source.min_p,
-        repetition_penalty=followed("repetition_penalty"),
+        repetition_penalty=value_of("repetition_penalty"),
         ignore_eos=config.ignore_eos,
         do_sample=source.do_sample and do_sample,
         stop=(stop,) if isinstance(stop, str) else tuple(stop),
-        stop_token_ids=(eos_token_id, *followed("stop_token_ids")),
+        stop_token_ids=(eos_token_id, *value_of("stop_token_ids")),
         first_token_temperature=config.fire_temperature if hot else None,
         first_token_top_k=config.fire_top_k if hot and config.top_k <= 0 else -1,
         extra={name: plain(value) for name, value in extra.items() if value is not None},

@@ -1,6 +1,7 @@
-"""What a rollout engine is: token ids in, token ids out.
+"""The interface of a rollout engine: token ids in, token ids out.
 
-It knows no tokenizer, no DataProto, no reward and no training engine; it knows which version of the weights it holds.
+An engine knows no tokenizer, no DataProto, no reward and no training engine; it knows the version of the weights it
+holds.
 """
 
 from __future__ import annotations
@@ -16,18 +17,18 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from transformers import GenerationConfig
 
-from verl.workers.rollout.watch import EngineWatch
+from verl.workers.rollout.monitor import EngineMonitor
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
 Bucket = list[tuple[str, "Tensor"]]
-"""Some (checkpoint name, full tensor) pairs that travel together."""
+"""Some (checkpoint name, full tensor) pairs sent together."""
 
 
 class StaleWeightsError(RuntimeError):
-    """The rollout was asked for text under weights it does not hold."""
+    """A generation was requested under weights that the rollout does not hold."""
 
 
 class WeightSyncError(RuntimeError):
@@ -35,12 +36,12 @@ class WeightSyncError(RuntimeError):
 
 
 class RequestsRunningError(RuntimeError):
-    """Weights or memory were to change under requests that are being drawn."""
+    """Weights or memory were to change while requests are running."""
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How the tokens of one response are drawn.
+    """Sampling parameters of one response.
 
     Bans, biases and penalties change the logits. The distribution is softmax(logits / temperature), cut first by
     ``min_p``, then to the ``top_k`` likeliest tokens, and then to the smallest set of likeliest tokens that holds
@@ -67,7 +68,7 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     """Texts that end a response as soon as it holds one of them; the tokens that complete the text are kept."""
     banned_token_ids: tuple[int, ...] = ()
-    """Tokens that are never drawn, such as the placeholders of images."""
+    """Tokens that are never generated, such as the placeholders of images."""
     first_token_temperature: float | None = None
     """Temperature of the first token; None: ``temperature``. Source: FIRE, Chen et al. 2024 (arXiv:2410.21236)."""
     first_token_top_k: int = -1
@@ -75,7 +76,7 @@ class SamplingParams:
     extra: Mapping[str, Any] = field(default_factory=dict, hash=False)
     """Sampling parameters by the engine's own names, handed to it untouched; an engine refuses one it lacks."""
     want_log_probs: bool = False
-    """Return the log-probability of every token under the distribution it was drawn from (greedy: under softmax)."""
+    """Return the log-probability of every token under the distribution it was sampled from (greedy: under softmax)."""
 
     def __post_init__(self):
         if self.max_tokens < 1:
@@ -104,14 +105,14 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class Request:
-    """One response to draw. Equal requests with equal weights give equal responses, whatever stands beside them."""
+    """One response to generate. Equal requests and weights give equal responses, whatever else runs with them."""
 
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams
     seed: int = 0
     """Any int. Give every response of a run its own."""
     media: Mapping[str, Sequence[Any]] | None = field(default=None, hash=False)
-    """What the prompt shows besides text, in the order of its placeholders: ``{"image": [PIL images]}``, and under
+    """Images and videos of the prompt, in the order of its placeholders: ``{"image": [PIL images]}``, and under
     ``video`` the ``Video`` objects of ``verl.data.vision``."""
 
 
@@ -119,14 +120,14 @@ class Request:
 class Completion:
     """One response: its tokens, the end-of-sequence token included, and why it ended there.
 
-    ``abort`` means it was told to end; the tokens drawn until then are a beginning that can be continued.
+    ``abort`` means the request was ended early; its tokens are a partial response that can be continued.
     """
 
     token_ids: list[int]
     log_probs: list[float] | None
     finish_reason: Literal["stop", "length", "abort"]
     version: int | None = None
-    """Version of the weights that drew the tokens; None: the version that was asked for."""
+    """Version of the weights that generated the tokens; None: the version that was requested."""
 
 
 TokenOutput = Completion
@@ -135,7 +136,7 @@ TokenOutput = Completion
 
 @dataclass(frozen=True)
 class Receipt:
-    """What an engine says it holds after a sync: read back from its own memory, not copied from the sender."""
+    """The weights an engine holds after a sync: read back from its own memory, not copied from the sender."""
 
     version: int
     checksums: dict[str, int] = field(repr=False)
@@ -144,7 +145,7 @@ class Receipt:
 
 
 class RolloutEngine(ABC):
-    """Draws responses with the weights of one known version.
+    """Generates responses with the weights of one known version.
 
     Life of a step: ``wake(("weights",))`` -> ``update_weights`` (through `weight_sync.sync_weights`) ->
     ``wake(("kv_cache",))`` -> ``generate`` -> ``sleep``. Any other order is legal too, except generating with weights
@@ -161,17 +162,17 @@ class RolloutEngine(ABC):
     """Neighbouring ranks that share one copy of the engine, stages of its pipeline included: they make every call
     together, with equal arguments."""
 
-    never_drawn: tuple[int, ...] = ()
+    never_generated: tuple[int, ...] = ()
     """Tokens no response may hold, whatever its sampling says: a model's placeholders of images."""
 
     holds_base: bool = False
     """Whether the weights below the adapter are here, so that a sync need bring the adapter only."""
 
     @classmethod
-    def why_no_adapter(cls, model_config: Any) -> str | None:
-        """What keeps this engine from holding an adapter apart from the weights of a model.
+    def adapter_unsupported_reason(cls, model_config: Any) -> str | None:
+        """Reason why this engine cannot hold an adapter apart from the weights of a model.
 
-        None: nothing, and the constructor takes ``lora``, a LoRASpec.
+        None: it can, and the constructor takes ``lora``, a LoRASpec.
 
         Args:
             model_config: the model's Hugging Face config.
@@ -181,7 +182,7 @@ class RolloutEngine(ABC):
     def __init__(self) -> None:
         self._request_ids = count()
         self._waiting: dict[int, Request] = {}
-        self.watch = EngineWatch()
+        self.monitor = EngineMonitor()
 
     def generate(self, requests: Sequence[Request], expect_version: int) -> list[Completion]:
         """One completion per request, in the order of the requests.
@@ -198,9 +199,9 @@ class RolloutEngine(ABC):
         self.check_nothing_runs("generate()")
         if not requests:
             return []
-        with self.watch.generating(requests):
+        with self.monitor.generating(requests):
             completions = self._generate(list(requests))
-        self.watch.count(requests, completions)
+        self.monitor.count(requests, completions)
         return completions
 
     def check_version(self, expect_version: int) -> None:
@@ -218,14 +219,14 @@ class RolloutEngine(ABC):
             )
 
     def check_nothing_runs(self, what: str) -> None:
-        """Raise RequestsRunningError if submitted requests have not ended; ``what`` cannot go on beside them."""
+        """Raise RequestsRunningError if submitted requests have not ended; ``what`` must not happen while they run."""
         if self.num_running:
             raise RequestsRunningError(
                 f"{what} was called while {self.num_running} submitted requests are running. "
-                "End them first: step() until num_running is 0, or abort() them and keep what they had drawn."
+                "End them first: step() until num_running is 0, or abort() them and keep what they had generated."
             )
 
-    # -- requests that come and go one by one ------------------------------------------------------------------------
+    # -- requests that come and go one by one --------------------------------------------------------------------------
 
     def submit(self, request: Request, expect_version: int) -> int:
         """Take a request in while others run; returns the request id by which `step` and `abort` call it.
@@ -243,21 +244,21 @@ class RolloutEngine(ABC):
     def step(self) -> dict[int, Completion]:
         """Go on with everything submitted, for a token or more each; returns what ended, by request id.
 
-        This default, for an engine that cannot be interrupted, draws all that waits to its end.
+        This default, for an engine that cannot be interrupted, generates all waiting requests to their end.
         """
         waiting, self._waiting = self._waiting, {}
         return dict(zip(waiting, self._generate(list(waiting.values())), strict=True)) if waiting else {}
 
     def abort(self, request_ids: Sequence[int]) -> dict[int, Completion]:
-        """End these requests now; returns what they had drawn, by request id. Unknown ids are left out."""
-        found = [request_id for request_id in request_ids if request_id in self._waiting]
+        """End these requests now; returns their tokens so far, by request id. Unknown ids are left out."""
+        known = [request_id for request_id in request_ids if request_id in self._waiting]
         log_probs = {
-            request_id: [] if self._waiting[request_id].sampling.want_log_probs else None for request_id in found
+            request_id: [] if self._waiting[request_id].sampling.want_log_probs else None for request_id in known
         }
-        return {t: Completion([], log_probs[t], "abort") for t in found if self._waiting.pop(t)}
+        return {t: Completion([], log_probs[t], "abort") for t in known if self._waiting.pop(t)}
 
     def partial(self, request_id: int) -> Completion | None:
-        """What a running request has drawn so far; None from an engine that cannot tell, or for an unknown id."""
+        """The tokens so far of a running request; None if the engine does not report them or the id is unknown."""
         return None
 
     @property
@@ -277,7 +278,7 @@ class RolloutEngine(ABC):
         """Declare the weights untrusted: `generate` refuses until the next good sync."""
         self.version = None
 
-    # -- what it says of itself --------------------------------------------------------------------------------------
+    # -- metrics and memory --------------------------------------------------------------------------------------------
 
     def totals(self) -> dict[str, float]:
         """Counters of the engine's own since it was built, by the names of the metrics below ``rollout/engine``."""
@@ -297,7 +298,7 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     def update_weights(self, version: int, buckets: Iterable[Bucket]) -> Receipt:
-        """Take a full set of weights and say what is held afterwards.
+        """Take a full set of weights; returns checksums of what is held afterwards.
 
         Raises:
             WeightSyncError: an unknown name, a wrong shape, a name given twice or a name missing at the end.
@@ -318,7 +319,7 @@ class RolloutEngine(ABC):
     @property
     @abstractmethod
     def weights_dtype(self) -> torch.dtype:
-        """The type weights are held in; senders cast to it before they compute checksums."""
+        """The type of the weights held; senders cast to it before they compute checksums."""
 
     @abstractmethod
     def sleep(self, level: int = 1) -> None:
@@ -331,7 +332,7 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     def wake(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
-        """Take the memory of the named parts again. Woken weights are worth nothing before a sync."""
+        """Take the memory of the named parts again. Woken weights are not usable before a sync."""
 
     @property
     @abstractmethod
@@ -339,7 +340,7 @@ class RolloutEngine(ABC):
         """Whether weights or KV cache have no memory."""
 
 
-# -- What a model's folder says about generation: how long a sequence may be, what ends it, what a cached token costs
+# -- Generation limits from a model's folder: longest sequence, end-of-sequence tokens, size of a cached token ---------
 
 
 logger = logging.getLogger(__name__)
@@ -353,18 +354,18 @@ def longest_sequence(config: Any, model_config: Any) -> int:
         model_config: the model's Hugging Face config.
 
     Raises:
-        ValueError: more than the model's context was asked for.
+        ValueError: more than the model's context was requested.
     """
     context = getattr(model_config.get_text_config(decoder=True), "max_position_embeddings", None)
     named = config.max_model_len
-    wanted = named or config.prompt_length + config.response_length
-    if context is not None and wanted > context:
+    longest = named or config.prompt_length + config.response_length
+    if context is not None and longest > context:
         key = "rollout.max_model_len" if named else "data.max_prompt_length + data.max_response_length"
         raise ValueError(
-            f"{key}={wanted} is more than the model's context of {context} tokens. Lower it, or raise "
+            f"{key}={longest} is more than the model's context of {context} tokens. Lower it, or raise "
             "model.override_config.max_position_embeddings if the model can do more."
         )
-    return wanted
+    return longest
 
 
 def check_prompt(length: int, max_model_len: int) -> None:
@@ -395,7 +396,9 @@ def cached_bytes_per_token(model_config: Any, dtype: torch.dtype) -> int:
     """Bytes that keys and values of one token take in all layers."""
     text = model_config.get_text_config(decoder=True)
     heads = getattr(text, "num_key_value_heads", None) or getattr(text, "num_attention_heads", None)
-    if not heads:  # a state of fixed size in place of keys and values: as much as the hidden states, not to be nothing
+    if (
+        not heads
+    ):  # a state of fixed size in place of keys and values: counted as the hidden states, so that it is not zero
         return 2 * text.num_hidden_layers * text.hidden_size * dtype.itemsize
     size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     return 2 * text.num_hidden_layers * heads * size * dtype.itemsize

@@ -1,6 +1,6 @@
-"""Really giving back CPU memory, for engines whose sleep mode exists on GPUs only.
+"""Release of CPU memory to the system, for engines whose sleep mode exists on GPUs only.
 
-Storages are resized in place, so that every view an engine made of them lives on and finds its memory again.
+Storages are resized in place, so that every view an engine made of them stays valid.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _NAN_BYTE = 0xFF
 
 
 class HostMemory:
-    """The storages behind some tensors, given back and taken again together.
+    """The storages behind some tensors, released and restored together.
 
     Args:
         tensors: may share storages.
@@ -33,36 +33,36 @@ class HostMemory:
         self._storages = [(storage, storage.nbytes()) for storage in found.values()]
 
     def release(self) -> None:
-        """Free the memory and forget what stood in it."""
+        """Free the memory; its values are lost."""
         for storage, _ in self._storages:
             storage.resize_(0)
         return_free_memory()
 
     @property
     def held(self) -> int:
-        """Bytes taken now."""
+        """Bytes allocated now."""
         return sum(storage.nbytes() for storage, _ in self._storages)
 
-    def take(self, byte: int) -> None:
-        """Take the memory again, each byte of it set to ``byte``."""
+    def restore(self, byte: int) -> None:
+        """Allocate the memory again, each byte of it set to ``byte``."""
         for storage, size in self._storages:
             storage.resize_(size)
             torch.empty(0, dtype=torch.uint8).set_(storage).fill_(byte)
 
-    def take_as_nan(self) -> None:
-        """Take the memory again, full of NaN."""
-        self.take(_NAN_BYTE)
+    def restore_as_nan(self) -> None:
+        """Allocate the memory again, full of NaN."""
+        self.restore(_NAN_BYTE)
 
 
 def return_free_memory() -> None:
-    """Hand what this process freed back to the system: the C library keeps blocks below 32 MiB for itself."""
+    """Return memory that this process freed to the system: the C library keeps blocks below 32 MiB for itself."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
 
 
 def own_storages(model: nn.Module) -> None:
-    """Copy weights that live in mapped files into memory that can be freed and taken again; ties are kept."""
+    """Copy weights that live in mapped files into memory that can be freed and allocated again; ties are kept."""
     copies: dict[int, Tensor] = {}
     for parameter in model.parameters():
         storage = parameter.untyped_storage()
@@ -77,7 +77,7 @@ def cache_share(share: float) -> int:
     return int(host_memory() * share / 2 / int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
-# -- A rollout engine that finds no memory: the error names what was asked and the keys that change it ---------------
+# -- Out of memory in a rollout engine: an error with the keys that change its use of memory ---------------------------
 
 
 _KEY = "actor_rollout_ref.rollout"
@@ -93,7 +93,7 @@ class RolloutOutOfMemory(RuntimeError):
 
 @contextmanager
 def memory_errors(config: Any, phase: str) -> Iterator[None]:
-    """Turn an engine's lack of memory in this block into a `RolloutOutOfMemory` that says what helps.
+    """Turn an engine's lack of memory in this block into a `RolloutOutOfMemory` that names the keys that help.
 
     Args:
         config: ``actor_rollout_ref.rollout``.
@@ -102,23 +102,23 @@ def memory_errors(config: Any, phase: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        told = explained(error, config, phase)
-        if told is None:
+        memory_error = out_of_memory_error(error, config, phase)
+        if memory_error is None:
             raise
-        raise told from error
+        raise memory_error from error
 
 
-def explained(error: BaseException, config: Any, phase: str) -> RolloutOutOfMemory | None:
-    """The error to raise in place of an engine's own; None if that is not about memory."""
-    helps = _what_helps(error, config, phase)
-    if helps is None:
+def out_of_memory_error(error: BaseException, config: Any, phase: str) -> RolloutOutOfMemory | None:
+    """A `RolloutOutOfMemory` for an engine's error; None if that is not about memory."""
+    hint = _hint(error, config, phase)
+    if hint is None:
         return None
     cause = str(error).strip().splitlines() or [type(error).__name__]
-    return RolloutOutOfMemory(f"{_KEY}.name={config.name}: no memory left in phase {phase}: {cause[0][:300]} {helps}")
+    return RolloutOutOfMemory(f"{_KEY}.name={config.name}: no memory left in phase {phase}: {cause[0][:300]} {hint}")
 
 
-def _what_helps(error: BaseException, config: Any, phase: str) -> str | None:
-    """What to change, likeliest first; None if ``error`` is not about memory."""
+def _hint(error: BaseException, config: Any, phase: str) -> str | None:
+    """Keys to change, likeliest first; None if ``error`` is not about memory."""
     text = str(error)
     if not any(words in text for words in (*_CACHE, *_TAKEN)) and not _is_allocation(error, text):
         return None

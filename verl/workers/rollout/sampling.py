@@ -15,13 +15,13 @@ from torch import Tensor
 
 from verl.workers.rollout.base import Request, SamplingParams
 
-_CELLS = 1 << 19  # logits handled at once: small enough for a core's cache, large enough to hide call overhead
-_DEVICE_CELLS = 1 << 27
+_LOGITS_AT_ONCE = 1 << 19  # logits handled at once: small enough for a core's cache, large enough to hide call overhead
+_DEVICE_LOGITS_AT_ONCE = 1 << 27
 _BLOCK = 256
 
 
 class Sampler:
-    """Draws one token a step for each of n rows, every row by the sampling parameters of its own request."""
+    """Samples one token a step for each of n rows, every row by the sampling parameters of its own request."""
 
     def __init__(self, requests: Sequence[Request], device: torch.device):
         sampling = [request.sampling for request in requests]
@@ -38,9 +38,9 @@ class Sampler:
         self.first_top_k = column([_top_k(s, is_first=True) for s in sampling], torch.int64)
         self.top_p = column([1.0 if s.is_greedy else s.top_p for s in sampling])
         self.min_p = column([0.0 if s.is_greedy else s.min_p for s in sampling])
-        self._note_what_is_needed()
+        self._find_active_settings()
 
-    def _note_what_is_needed(self) -> None:
+    def _find_active_settings(self) -> None:
         self.any_greedy, self.all_greedy = bool(self.greedy.any()), bool(self.greedy.all())
         self.any_tempered = bool((self.inverse_temperature != 1).any())
         self.any_top_k, self.any_top_p = bool((self.top_k > 0).any()), bool((self.top_p < 1).any())
@@ -52,14 +52,14 @@ class Sampler:
         for name, values in vars(self).items():
             if torch.is_tensor(values):
                 setattr(self, name, values[rows])
-        self._note_what_is_needed()
+        self._find_active_settings()
 
-    def draw(self, logits: Tensor, step: int) -> tuple[Tensor, Tensor | None]:
+    def sample(self, logits: Tensor, step: int) -> tuple[Tensor, Tensor | None]:
         """The next token of every row.
 
         Args:
             logits: (n, V), any float type; may be overwritten.
-            step: how many tokens each row has drawn before.
+            step: number of tokens each row has generated before.
 
         Returns:
             tokens (n,) int64, and their log-probabilities (n,) float32 if any request wants them.
@@ -68,20 +68,20 @@ class Sampler:
             FloatingPointError: a row's logits are not finite.
         """
         uniform = torch.from_numpy(uniforms(self.seeds, step)[:, None]).to(logits.device)
-        cells = _CELLS if logits.device.type == "cpu" else _DEVICE_CELLS
+        num_logits = _LOGITS_AT_ONCE if logits.device.type == "cpu" else _DEVICE_LOGITS_AT_ONCE
         parts = [
-            self._draw(logits[rows], uniform[rows], rows, is_first=step == 0)
-            for rows in _slices(len(logits), max(1, cells // logits.shape[1]))
+            self._sample(logits[rows], uniform[rows], rows, is_first=step == 0)
+            for rows in _slices(len(logits), max(1, num_logits // logits.shape[1]))
         ]
         if len(parts) == 1:
             return parts[0]
         tokens, log_probs = zip(*parts, strict=True)
         return torch.cat(tokens), torch.cat(log_probs) if self.want_log_probs else None
 
-    def _draw(self, logits: Tensor, uniform: Tensor, rows: slice, is_first: bool) -> tuple[Tensor, Tensor | None]:
+    def _sample(self, logits: Tensor, uniform: Tensor, rows: slice, is_first: bool) -> tuple[Tensor, Tensor | None]:
         logits = logits.float()
         largest = logits.amax(-1, keepdim=True)
-        _refuse_non_finite(largest)
+        _check_finite(largest)
         if self.all_greedy and not self.want_log_probs:
             return logits.argmax(-1), None
         scaled = logits - largest
@@ -121,7 +121,7 @@ def _top_k(sampling: SamplingParams, is_first: bool = False) -> int:
 def uniforms(seeds: np.ndarray, step: int) -> np.ndarray:
     """The ``step``-th number of each seed's stream: (n,) uint64 -> (n,) float64 in [0, 1).
 
-    Counter-based (splitmix64), so no state to carry and nothing to draw in order.
+    Counter-based (splitmix64), so there is no state and no order of sampling.
     Source: Steele et al. 2014, Fast splittable pseudorandom number generators.
     """
     mixed = _mix(_mix(seeds) + np.uint64((step + 1) * 0x9E3779B97F4A7C15 & (1 << 64) - 1))
@@ -137,8 +137,8 @@ def _mix(words: np.ndarray) -> np.ndarray:
 def pick(weights: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
     """Invert the cumulative distribution: the first token whose running sum exceeds ``uniform`` of the total.
 
-    In two stages, over blocks of the vocabulary and inside one block, so only one pass reads all weights. A token of
-    weight zero is never picked.
+    In two stages, over blocks of the vocabulary and inside one block, so that one pass over all weights is enough. A
+    token of weight zero is never picked.
 
     Args:
         weights: (n, V) float32, finite, not normalised.
@@ -191,7 +191,7 @@ def cut_to_top_p(weights: Tensor, top_p: Tensor) -> None:
     weights.masked_fill_((weights < threshold) & (top_p < 1), 0.0)
 
 
-def _refuse_non_finite(values: Tensor) -> None:
+def _check_finite(values: Tensor) -> None:
     if not bool(torch.isfinite(values).all()):
         raise FloatingPointError(
             "The model's logits are not finite: its weights or activations hold NaN or infinity. Look at "
@@ -203,7 +203,7 @@ def _slices(length: int, size: int) -> list[slice]:
     return [slice(start, min(start + size, length)) for start in range(0, length, size)]
 
 
-# -- Ends a response at a text: tokens become text as they come, and every new piece is searched for the stop texts --
+# -- Stop texts: tokens are decoded as they come, and every new piece of text is searched for them ---------------------
 
 
 Decode = Callable[[list[int]], str]
@@ -219,7 +219,7 @@ class StopText:
     Args:
         decode: token ids -> text.
         stop: the texts; the response ends with the token that completes one of them.
-        prompt_ids: what the response follows.
+        prompt_ids: tokens before the response.
         min_tokens: texts completed within so many tokens do not count.
     """
 
@@ -234,7 +234,7 @@ class StopText:
         self._read = len(self._ids)  # tokens of _ids whose text was taken
 
     def ends_with(self, token: int) -> bool:
-        """Take the next token; whether a stop text is complete now."""
+        """Append the next token; returns whether a stop text is complete now."""
         self._ids.append(token)
         self.num_tokens += 1
         new = self._new_text()
@@ -255,7 +255,7 @@ class StopText:
         return whole[len(before) :]
 
 
-def watch(request: Request, decode: Decode) -> StopText:
-    """The watcher of a request with stop texts."""
+def stop_text_watcher(request: Request, decode: Decode) -> StopText:
+    """The `StopText` of a request with stop texts."""
     sampling = request.sampling
     return StopText(decode, sampling.stop, request.prompt_ids, sampling.extra.get("min_tokens") or 0)

@@ -1,6 +1,6 @@
-"""Prompts with images and videos in transformers: read by the model's processor, made as long as the model reads them.
+"""Prompts with images and videos: processed by the model's processor and expanded to one placeholder per feature.
 
-SGLang is given what was read; an engine with its own processing (vLLM) gets ``Request.media`` as it is.
+Used by ``hf`` and SGLang; an engine with its own processing (vLLM) gets ``Request.media`` as it is.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ from verl.utils.tokenizer import hf_processor
 from verl.workers.rollout.base import Request
 
 _RECENT = 64
-"""Prompts whose images are kept as they were read: the responses to one prompt are asked for one after the other."""
+"""Prompts whose processed images are kept: the responses to one prompt are requested one after the other."""
 
 
 @dataclass(frozen=True, eq=False)
-class Seen:
-    """The images of one prompt as the model takes them. Two prompts show the same only if they share this object."""
+class VisionInputs:
+    """The images of one prompt as the model takes them. Two prompts are equal only if they share this object."""
 
     inputs: dict[str, Tensor]
     positions: Tensor | None = field(repr=False)
     """(3, l) of the prompt's tokens; None where the model counts them."""
-    ahead: int
-    """How far positions after the prompt are ahead of the count of its tokens."""
+    position_offset: int
+    """Position after the prompt minus its number of tokens."""
     sizes: tuple[int, ...] = ()
     """Placeholder tokens of each image."""
 
 
 class Prompt(NamedTuple):
-    """What one prefill reads."""
+    """Input of one prefill: token ids and processed images."""
 
     ids: tuple[int, ...]
-    seen: Seen | None
+    media: VisionInputs | None
 
 
 def prompt_of(request: Request) -> Prompt:
@@ -53,9 +53,9 @@ def prompt_of(request: Request) -> Prompt:
     return Prompt(request.prompt_ids, request.media)
 
 
-def positions_ahead(requests: Sequence[Request]) -> list[int]:
-    """Of each request, how far its response's positions are ahead of its tokens."""
-    return [request.media.ahead if isinstance(request.media, Seen) else 0 for request in requests]
+def position_offsets(requests: Sequence[Request]) -> list[int]:
+    """`VisionInputs.position_offset` of each request; 0 without images."""
+    return [request.media.position_offset if isinstance(request.media, VisionInputs) else 0 for request in requests]
 
 
 class ImageReader:
@@ -66,7 +66,7 @@ class ImageReader:
         config: the model's Hugging Face config.
         limit: images a prompt may have (``rollout.limit_images``); None: any number.
         model: the transformers model, whose ``get_rope_index`` gives positions; None where the engine finds them.
-        kinds: ``image``, ``video``: what the engine can be shown.
+        kinds: ``image``, ``video``: media the engine supports.
     """
 
     def __init__(
@@ -80,35 +80,36 @@ class ImageReader:
     ):
         self.folder, self.config, self.model, self.limit, self.kinds = folder, config, model, limit, kinds
         self.trust_remote_code = trust_remote_code
-        self.never_drawn = modality_tokens(config)
+        self.never_generated = modality_tokens(config)
         self._processor: Any = None
-        # with the images themselves, by whose identity they are found: siblings share a prompt and read it once
+        # with the images themselves, by whose identity they are found: the responses to one prompt process it once
         self._recent: dict[tuple, tuple[Request, Mapping[str, Sequence[Any]]]] = {}
 
     def read(self, requests: Sequence[Request]) -> list[Request]:
-        """The same requests with a placeholder token for every feature of an image, and ``Seen`` images as media.
+        """The same requests with a placeholder token for every feature of an image, and ``VisionInputs`` images as
+        media.
 
-        None of them may draw such a token.
+        Such tokens are banned from their responses.
 
         Raises:
-            ValueError: the model sees no images, or placeholders and images of a prompt differ in number.
+            ValueError: the model takes no images, or placeholders and images of a prompt differ in number.
         """
-        requests = [without_modality_tokens(request, self.never_drawn) for request in requests]
+        requests = [ban_modality_tokens(request, self.never_generated) for request in requests]
         for request in requests:
-            check_shown(request, self.config)
+            check_placeholders(request, self.config)
         return [self._read(request) if request.media else request for request in requests]
 
     def _read(self, request: Request) -> Request:
         media = check_media(request, self.config, self.limit, self.kinds)
-        key = (request.prompt_ids, *(id(one) for shown in media.values() for one in shown))
+        key = (request.prompt_ids, *(id(one) for items in media.values() for one in items))
         if key not in self._recent:
             while len(self._recent) >= _RECENT:
                 del self._recent[next(iter(self._recent))]
-            self._recent[key] = self._expanded(request, media), media
+            self._recent[key] = self._process(request, media), media
         known = self._recent[key][0]
         return replace(request, prompt_ids=known.prompt_ids, media=known.media)
 
-    def _expanded(self, request: Request, media: Mapping[str, Sequence[Any]]) -> Request:
+    def _process(self, request: Request, media: Mapping[str, Sequence[Any]]) -> Request:
         config = self.config
         inputs = {name: torch.as_tensor(value) for name, value in self._inputs(media).items()}
         merge = config.vision_config.spatial_merge_size
@@ -118,15 +119,15 @@ class ImageReader:
             features[image_token(config, kind)] = iter(sizes[kind])
         ids = [
             i
-            for given in request.prompt_ids
-            for i in ([given] * next(features[given]) if given in features else [given])
+            for token in request.prompt_ids
+            for i in ([token] * next(features[token]) if token in features else [token])
         ]
-        positions = ahead = None
+        positions = offset = None
         if self.model is not None:
-            positions, ahead = vision_positions(self.model, torch.tensor([ids]), inputs)
+            positions, offset = vision_positions(self.model, torch.tensor([ids]), inputs)
         first = None if positions is None else positions[:, 0]
-        seen = Seen(inputs, first, 0 if ahead is None else int(ahead[0]), tuple(sizes.get("image", ())))
-        return replace(request, prompt_ids=tuple(ids), media=seen)
+        processed = VisionInputs(inputs, first, 0 if offset is None else int(offset[0]), tuple(sizes.get("image", ())))
+        return replace(request, prompt_ids=tuple(ids), media=processed)
 
     def _inputs(self, media: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
         if self._processor is None:
@@ -135,26 +136,26 @@ class ImageReader:
                 raise ValueError(
                     f"{self.folder} has no processor of images: bring preprocessor_config.json with the model"
                 )
-        found = media_inputs(self._processor, media)
-        known = all(VISION_INPUTS[kind][1] in found for kind in media)
+        inputs = media_inputs(self._processor, media)
+        known = all(VISION_INPUTS[kind][1] in inputs for kind in media)
         if not known or not hasattr(self.config.vision_config, "spatial_merge_size"):
             raise ValueError(
-                f"rollout.name=hf and sglang cannot show images to a model of type {self.config.model_type!r}: they "
+                f"rollout.name=hf and sglang cannot process images for model type {self.config.model_type!r}: they "
                 "know the Qwen-VL families, whose image processors give image_grid_thw. Use rollout.name=vllm."
             )
-        return found
+        return inputs
 
 
-def without_modality_tokens(request: Request, never_drawn: Sequence[int]) -> Request:
-    """The same request, with ``never_drawn`` among the tokens its sampling bans."""
-    if not never_drawn:
+def ban_modality_tokens(request: Request, never_generated: Sequence[int]) -> Request:
+    """The same request, with ``never_generated`` among the tokens its sampling bans."""
+    if not never_generated:
         return request
-    banned = tuple(dict.fromkeys((*request.sampling.banned_token_ids, *never_drawn)))
+    banned = tuple(dict.fromkeys((*request.sampling.banned_token_ids, *never_generated)))
     return replace(request, sampling=replace(request.sampling, banned_token_ids=banned))
 
 
-def check_shown(request: Request, config: Any) -> None:
-    """Refuse a prompt whose images were lost on the way: a model would read its placeholder tokens as text.
+def check_placeholders(request: Request, config: Any) -> None:
+    """Refuse a prompt with placeholders but without its images: a model would read its placeholder tokens as text.
 
     Raises:
         ValueError: it has placeholder tokens and no images.
@@ -163,10 +164,10 @@ def check_shown(request: Request, config: Any) -> None:
         return
     for kind in VISION_INPUTS:
         token = image_token(config, kind)
-        if token is not None and (shown := request.prompt_ids.count(token)):
+        if token is not None and (count := request.prompt_ids.count(token)):
             how = ", image_data of an agent loop's generate" if kind == "image" else "; with rollout.mode=sync"
             raise ValueError(
-                f"a prompt has {shown} placeholder tokens {token} and 0 {kind}s. Give its {kind}s along (column "
+                f"a prompt has {count} placeholder tokens {token} and 0 {kind}s. Give its {kind}s along (column "
                 f"multi_modal_data of the dataset{how})."
             )
 
@@ -179,10 +180,10 @@ def check_media(
     Args:
         config: the model's Hugging Face config.
         limit: images a prompt may have; None: any number.
-        kinds: what the engine can be shown.
+        kinds: media the engine supports.
 
     Raises:
-        ValueError: the model sees no images, the request has other media, more images than allowed, or not one
+        ValueError: the model takes no images, the request has other media, more images than allowed, or not one
             placeholder token each.
     """
     if odd := request.media.keys() - set(kinds):
@@ -204,23 +205,23 @@ def check_media(
         )
     for kind in VISION_INPUTS:
         token, held = image_token(config, kind), len(request.media.get(kind, ()))
-        if token is not None and (shown := request.prompt_ids.count(token)) != held:
+        if token is not None and (count := request.prompt_ids.count(token)) != held:
             raise ValueError(
-                f"a prompt has {shown} placeholder tokens and {held} {kind}s. Its prompt_ids must hold one token "
+                f"a prompt has {count} placeholder tokens and {held} {kind}s. Its prompt_ids must hold one token "
                 f"{token} for each {kind}, not one for each feature of it (raw_prompt_ids of the dataset)."
             )
-    return {kind: shown for kind, shown in request.media.items() if shown}
+    return {kind: items for kind, items in request.media.items() if items}
 
 
-def joined_prompts(prompts: Sequence[Prompt], width: int) -> tuple[dict[str, Tensor], Tensor | None]:
-    """Of prompts read in one forward: their image tensors, and positions (3, B, width) left padded with 0.
+def batch_vision_inputs(prompts: Sequence[Prompt], width: int) -> tuple[dict[str, Tensor], Tensor | None]:
+    """Image tensors of the prompts of one forward pass, and their positions (3, B, width) left padded with 0.
 
     Empty and None where none has an image.
     """
-    inputs = collate_vision_inputs([prompt.seen.inputs if prompt.seen else None for prompt in prompts])
-    if not any(prompt.seen is not None and prompt.seen.positions is not None for prompt in prompts):
+    inputs = collate_vision_inputs([prompt.media.inputs if prompt.media else None for prompt in prompts])
+    if not any(prompt.media is not None and prompt.media.positions is not None for prompt in prompts):
         return inputs, None
     positions = torch.zeros(3, len(prompts), width, dtype=torch.int64)
-    for row, (ids, seen) in enumerate(prompts):
-        positions[:, row, width - len(ids) :] = torch.arange(len(ids)) if seen is None else seen.positions
+    for row, (ids, media) in enumerate(prompts):
+        positions[:, row, width - len(ids) :] = torch.arange(len(ids)) if media is None else media.positions
     return inputs, positions

@@ -23,7 +23,7 @@ def test_every_family_draws_the_same_however_its_rows_meet(family, synced):
         request_ids.append(rollout.submit(request, 1))
         ended |= rollout.step()
         ended |= rollout.step()
-        assert sum(wave.num_live for wave in rollout._waves) <= 5
+        assert sum(batch.num_live for batch in rollout._running) <= 5
     while rollout.num_running:
         ended |= rollout.step()
     assert [ended[request_id].token_ids for request_id in request_ids] == expected
@@ -34,10 +34,10 @@ def test_rows_that_join_share_a_forward_and_columns_of_those_who_left_are_given_
     for i in range(40):
         rollout.submit(Request((5, 6, 7), SamplingParams(20, ignore_eos=True), seed=i), 1)
         rollout.step()
-    (wave,) = rollout._waves
-    assert wave.num_live == 19 and wave.length < 50
+    (batch,) = rollout._running
+    assert batch.num_live == 19 and batch.length < 50
     rollout.abort(range(40))
-    assert rollout.num_running == 0 and not rollout._waves
+    assert rollout.num_running == 0 and not rollout._running
 
 
 def test_the_cache_bounds_what_runs_and_the_rest_waits_its_turn(synced, monkeypatch):
@@ -47,5 +47,5 @@ def test_the_cache_bounds_what_runs_and_the_rest_waits_its_turn(synced, monkeypa
     order = []
     while rollout.num_running:
         order += rollout.step()
-        assert sum(wave.num_live for wave in rollout._waves) <= 1
+        assert sum(batch.num_live for batch in rollout._running) <= 1
     assert order == request_ids

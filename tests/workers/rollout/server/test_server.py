@@ -277,7 +277,7 @@ def test_an_engine_that_fails_fails_all_that_wait_with_its_own_words(engines, se
     assert server.address in str(errors[0]) and "r0 (prompt of 1 tokens" in str(errors[0])
     assert health["error"] == "FloatingPointError: logits are not finite"
     assert httpx.get(server.address + "/health").status_code == 503
-    engine._waves, engine._waiting = [], {}
+    engine._running, engine._waiting = [], {}
 
 
 def test_a_server_that_goes_away_is_named_with_its_last_requests(engines, serve):
@@ -332,7 +332,7 @@ def test_the_client_spreads_by_load_keeps_sessions_and_lets_the_urgent_go_first(
 def _another(engine):
     """A second engine with the weights of the first."""
     other = copy(engine)
-    other._waves, other._waiting = [], {}
+    other._running, other._waiting = [], {}
     return other
 
 

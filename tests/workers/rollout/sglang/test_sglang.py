@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from tests.support.ranks import run_ranks
 from tests.support.runs import main_ppo, make_task, overrides
 from tests.workers.rollout.conftest import rollout_config, weights_of
-from tests.workers.rollout.sglang.inside_sglang import HERE
+from tests.workers.rollout.sglang.scheduler_functions import HERE
 from tests.workers.rollout.test_contract import mixed_requests, processed_log_probs, some_prompts, tokens_of
 from verl.utils.tiny_model import make_tiny_model
 from verl.utils.tokenizer import hf_tokenizer
@@ -47,7 +47,7 @@ def ready(awake, reference):
 
 
 def inside(rollout, name):
-    return rollout.inside(f"{HERE}:{name}")
+    return rollout.call_schedulers(f"{HERE}:{name}")
 
 
 # -- options -----------------------------------------------------------------------------------------------------------
@@ -94,7 +94,7 @@ def test_every_option_reaches_the_engine_and_a_dead_engine_tells_its_last_words(
 def test_a_scheduler_that_hangs_shows_no_steps(ready, monkeypatch):
     monkeypatch.setattr("verl.workers.rollout.sglang.rollout._LOOK_S", 0.0)
     steps = []
-    monkeypatch.setattr(ready.watch, "tick", lambda: steps.append(len(ready.engine.running)))
+    monkeypatch.setattr(ready.monitor, "tick", lambda: steps.append(len(ready.engine.running)))
     request_id = ready.submit(Request((5, 6, 7), SamplingParams(120, ignore_eos=True), 1), 1)
     while not steps:
         ready.step()
@@ -338,10 +338,10 @@ def two_ranks(folder, model):
     streamed = {}
     while rollout.num_running:
         streamed |= rollout.step()
-    held = rollout.inside(f"{HERE}:held") if rollout.leads else None
+    held = rollout.call_schedulers(f"{HERE}:held") if rollout.is_leader else None
     caught = ""
-    if rollout.leads:
-        rollout.inside(f"{HERE}:spoil_loads")
+    if rollout.is_leader:
+        rollout.call_schedulers(f"{HERE}:spoil_loads")
     try:
         sync_weights(weights_of(model), rollout, version=3)
     except WeightSyncError as error:

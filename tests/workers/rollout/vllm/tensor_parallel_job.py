@@ -19,7 +19,7 @@ from tests.workers.rollout.test_contract import FUSED, a_noisy_line, flip_a_bit,
 from verl.workers.rollout import get_rollout_class
 from verl.workers.rollout.base import Request, SamplingParams, WeightSyncError
 from verl.workers.rollout.server.client import RolloutClient
-from verl.workers.rollout.server.engine_loop import EngineLoop, make_relay
+from verl.workers.rollout.server.engine_loop import EngineLoop, make_tensor_parallel_broadcast
 from verl.workers.rollout.server.server import RolloutServer
 from verl.workers.rollout.weights.sync import sync_weights
 
@@ -52,9 +52,9 @@ def job(folder: str, spread: str) -> dict:
 
 def serve(rollout) -> dict:
     """Rank 0 behind a server, rank 1 in step with it: two turns, an abort, a quiet turn, and a clean end."""
-    relay = make_relay(2)
+    broadcast = make_tensor_parallel_broadcast(2)
     if dist.get_rank():
-        follower = EngineLoop(rollout, relay=relay, follows=True)
+        follower = EngineLoop(rollout, broadcast=broadcast, follows=True)
         follower.start()
         for _ in range(3):
             follower.resume(2)
@@ -64,7 +64,7 @@ def serve(rollout) -> dict:
         follower.stop()
         follower._thread.join(timeout=20)
         return {"ended": not follower._thread.is_alive(), "left": rollout.num_running}
-    server = RolloutServer(rollout, relay=relay)
+    server = RolloutServer(rollout, broadcast=broadcast)
     server.start()
     found = []
     for turn in (draw_all, draw_and_abort, None):

@@ -17,7 +17,7 @@ PROMPT = tuple(range(3, 60)) * 5  # over two blocks, so that the second reading 
 def engine(model_folder, reference):
     config = rollout_config(name="vllm", max_num_seqs=4, disable_log_stats=False, prompt_length=300)
     engine = get_rollout_class("vllm")(model_folder("tied"), config)
-    engine.watch.engine = "vllm"
+    engine.monitor.engine = "vllm"
     engine.wake()
     sync_weights(weights_of(reference("tied")), engine, version=1)
     return engine
@@ -26,7 +26,7 @@ def engine(model_folder, reference):
 def draw(engine, count, tokens=8):
     sampling = SamplingParams(max_tokens=tokens, ignore_eos=True)
     engine.generate([Request(PROMPT, sampling, seed=i) for i in range(count)], 1)
-    return engine.watch.take(engine.totals())
+    return engine.monitor.take_metrics(engine.totals())
 
 
 def test_levels_rates_and_counters_of_each_call(engine):

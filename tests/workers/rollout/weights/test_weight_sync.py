@@ -134,7 +134,7 @@ def test_floats_are_cast_to_what_the_rollout_holds(synced, reference):
 def test_a_sync_keeps_at_most_one_bucket_alive(bucket_bytes, synced, reference):
     alive, peak = weakref.WeakSet(), 0
 
-    class Sent:
+    class LiveTensors:
         def __iter__(self):
             nonlocal peak
             for name, tensor in reference().state_dict().items():
@@ -145,7 +145,7 @@ def test_a_sync_keeps_at_most_one_bucket_alive(bucket_bytes, synced, reference):
                     yield name, tensor
                     del tensor
 
-    sync_weights(Sent(), synced(), version=2, bucket_bytes=bucket_bytes)
+    sync_weights(LiveTensors(), synced(), version=2, bucket_bytes=bucket_bytes)
     largest = max(tensor.nbytes for tensor in reference().state_dict().values())
     total = sum(t.nbytes for name, t in reference().state_dict().items() if name != "lm_head.weight")
     assert peak <= min(total, max(bucket_bytes, largest) + largest)

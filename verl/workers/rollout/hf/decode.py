@@ -1,4 +1,4 @@
-"""The rows of one decode: what they have drawn, which of them go on, and what the next forward reads."""
+"""Rows that decode together: sampled tokens, stop conditions, and the inputs of the next forward pass."""
 
 from __future__ import annotations
 
@@ -12,17 +12,19 @@ from verl.config.sampling_names import BY_HF
 from verl.workers.rollout import sampling as stop_text
 from verl.workers.rollout.base import Completion, Request, SamplingParams
 from verl.workers.rollout.sampling import Sampler
-from verl.workers.rollout.vision import positions_ahead
+from verl.workers.rollout.vision import position_offsets
 
-# -- What changes a row's logits before they become a distribution: bans, biases and penalties of its request --------
+# -- Logits processor of a batch: bans, biases and penalties of its requests -------------------------------------------
 
 
-class LogitRules:
-    """The rules of n requests, and the tokens of their rows so far.
+class BatchLogitsProcessor:
+    """Bans, biases and penalties of n requests, with the tokens of their rows so far.
+
+    One object for all rows: transformers' own logits processors take one value for the whole batch.
 
     Args:
         requests: one a row.
-        limit: the most tokens any row draws.
+        limit: the most tokens any row generates.
         stops: (n, most stop tokens of a row), filled up with negative numbers: they end a row, so ``min_tokens`` bans
             them until it is reached.
         device: of the logits.
@@ -32,42 +34,42 @@ class LogitRules:
     """
 
     def __init__(self, requests: Sequence[Request], limit: int, stops: Tensor, device: torch.device):
-        rules = [request.sampling for request in requests]
-        for sampling in rules:
-            check_extra(sampling)
+        sampling = [request.sampling for request in requests]
+        for one in sampling:
+            check_extra(one)
         longest = max(len(request.prompt_ids) for request in requests)
-        # a cell that holds no token repeats the row's first one, which is penalised anyway
+        # padding repeats the row's first token, which is penalised anyway
         prompts = [list(r.prompt_ids) + [r.prompt_ids[0]] * (longest - len(r.prompt_ids)) for r in requests]
         self.stops = stops
         self.tokens = torch.tensor([prompt + prompt[:1] * limit for prompt in prompts], device=device)
         self.is_new = torch.zeros(len(requests), limit, device=device)  # 1: the first of its kind in the response
-        self.drawn = torch.zeros(len(requests), limit, device=device)  # 1: a token of the response
-        self.repetition = _column(rules, lambda s: s.repetition_penalty, device)
-        self.frequency = _column(rules, lambda s: s.extra.get("frequency_penalty") or 0.0, device)
-        self.presence = _column(rules, lambda s: s.extra.get("presence_penalty") or 0.0, device)
-        self.min_tokens = _column(rules, lambda s: s.extra.get("min_tokens") or 0, device)
-        self.rules = rules
-        self._lay_out_biases()
+        self.is_generated = torch.zeros(len(requests), limit, device=device)  # 1: a token of the response
+        self.repetition = _column(sampling, lambda s: s.repetition_penalty, device)
+        self.frequency = _column(sampling, lambda s: s.extra.get("frequency_penalty") or 0.0, device)
+        self.presence = _column(sampling, lambda s: s.extra.get("presence_penalty") or 0.0, device)
+        self.min_tokens = _column(sampling, lambda s: s.extra.get("min_tokens") or 0, device)
+        self.sampling = sampling
+        self._index_biases()
 
     def keep(self, rows: Tensor) -> None:
-        """Go on with these rows only."""
+        """Keep these rows only."""
         for name, values in vars(self).items():
             if torch.is_tensor(values):
                 setattr(self, name, values[rows])
-        self.rules = [self.rules[row] for row in rows.tolist()]
-        self._lay_out_biases()
+        self.sampling = [self.sampling[row] for row in rows.tolist()]
+        self._index_biases()
 
-    def _lay_out_biases(self) -> None:
-        found = [(row, *bias) for row, sampling in enumerate(self.rules) for bias in _biases(sampling).items()]
-        self.biases = list(zip(*found, strict=True))  # rows, tokens, values
-        allowed = (sampling.extra.get("allowed_token_ids") for sampling in self.rules)
+    def _index_biases(self) -> None:
+        biases = [(row, *bias) for row, sampling in enumerate(self.sampling) for bias in _biases(sampling).items()]
+        self.biases = list(zip(*biases, strict=True))  # rows, tokens, values
+        allowed = (sampling.extra.get("allowed_token_ids") for sampling in self.sampling)
         self.allowed = {row: list(tokens) for row, tokens in enumerate(allowed) if tokens is not None}
 
     def apply(self, logits: Tensor, step: int) -> Tensor:
-        """The logits (n, V), in float32, that the rules make of these.
+        """The processed logits, (n, V) in float32.
 
         Args:
-            step: how many tokens each row has drawn before.
+            step: number of tokens each row has generated before.
         """
         logits = logits.to(torch.float32, copy=True)
         for row, tokens in self.allowed.items():
@@ -82,21 +84,21 @@ class LogitRules:
             rows, tokens, values = self.biases
             logits[list(rows), list(tokens)] += torch.tensor(values, device=logits.device)
         if bool((self.repetition != 1).any()):
-            seen = logits.gather(-1, self.tokens)
-            logits.scatter_(-1, self.tokens, torch.where(seen > 0, seen / self.repetition, seen * self.repetition))
-        drawn = self.tokens[:, -self.drawn.shape[1] :]
-        return logits.scatter_add_(-1, drawn, -(self.frequency * self.drawn + self.presence * self.is_new))
+            old = logits.gather(-1, self.tokens)
+            logits.scatter_(-1, self.tokens, torch.where(old > 0, old / self.repetition, old * self.repetition))
+        generated = self.tokens[:, -self.is_generated.shape[1] :]
+        return logits.scatter_add_(-1, generated, -(self.frequency * self.is_generated + self.presence * self.is_new))
 
-    def note(self, tokens: Tensor, step: int) -> None:
-        """Every row drew one of ``tokens`` (n,) as its ``step``-th."""
-        first = self.tokens.shape[1] - self.drawn.shape[1]
+    def append(self, tokens: Tensor, step: int) -> None:
+        """Append ``tokens`` (n,), the ``step``-th of every row."""
+        first = self.tokens.shape[1] - self.is_generated.shape[1]
         before = self.tokens[:, first : first + step]
         self.is_new[:, step] = (before != tokens[:, None]).all(-1).float()
-        self.drawn[:, step] = 1.0
+        self.is_generated[:, step] = 1.0
         self.tokens[:, first + step] = tokens
 
 
-def are_needed(requests: Sequence[Request]) -> bool:
+def needs_logits_processor(requests: Sequence[Request]) -> bool:
     """Whether any of these requests changes logits."""
     return any(
         request.sampling.repetition_penalty != 1 or request.sampling.banned_token_ids or request.sampling.extra
@@ -118,28 +120,28 @@ def check_extra(sampling: SamplingParams) -> None:
 
 
 def _biases(sampling: SamplingParams) -> Mapping[int, float]:
-    given = {int(token): float(bias) for token, bias in (sampling.extra.get("logit_bias") or {}).items()}
-    return given | dict.fromkeys(sampling.banned_token_ids, -torch.inf)
+    biases = {int(token): float(bias) for token, bias in (sampling.extra.get("logit_bias") or {}).items()}
+    return biases | dict.fromkeys(sampling.banned_token_ids, -torch.inf)
 
 
-def _column(rules: Sequence[SamplingParams], read: Callable[[SamplingParams], Any], device: torch.device) -> Tensor:
-    return torch.tensor([float(read(sampling)) for sampling in rules], device=device)[:, None]
+def _column(params: Sequence[SamplingParams], read: Callable[[SamplingParams], Any], device: torch.device) -> Tensor:
+    return torch.tensor([float(read(sampling)) for sampling in params], device=device)[:, None]
 
 
 _NO_TOKEN = -1
 
 
-class Decode:
+class DecodeRows:
     """Rows that are decoded together, one token a step each, until all have ended.
 
     Args:
         requests: one a row.
-        limits: the most tokens each row may draw.
+        limits: the most tokens each row may generate.
         stop_token_ids: end every row, besides its request's own, unless its request ignores them.
         device: of the model.
         decode: token ids to text, for requests with stop texts.
 
-    What the next forward reads: ``tokens`` (n,) and ``positions`` (n,), n being the rows left.
+    Inputs of the next forward pass: ``tokens`` (n,) and ``positions`` (n,), n being the rows left.
     """
 
     def __init__(
@@ -154,33 +156,35 @@ class Decode:
         self.sampler = Sampler(requests, device)
         self.tokens: Tensor | None = None
         self.stops = _stop_table(requests, set(stop_token_ids), device)
-        self.rules = None
-        if are_needed(requests):
-            self.rules = LogitRules(requests, max(limits), self.stops, device)
+        self.logits_processor = None
+        if needs_logits_processor(requests):
+            self.logits_processor = BatchLogitsProcessor(requests, max(limits), self.stops, device)
         self.texts = {
-            i: stop_text.watch(request, decode) for i, request in enumerate(requests) if request.sampling.stop
+            i: stop_text.stop_text_watcher(request, decode)
+            for i, request in enumerate(requests)
+            if request.sampling.stop
         }
         self.limits = torch.tensor(limits, device=device)
         self.prompt_lengths = torch.tensor([len(request.prompt_ids) for request in requests], device=device)
         # a prompt with images may end at a lower position than its count of tokens
-        self.positions = self.prompt_lengths + torch.tensor(positions_ahead(requests), device=device)
+        self.positions = self.prompt_lengths + torch.tensor(position_offsets(requests), device=device)
         self.rows = torch.arange(len(requests), device=device)  # row of the batch -> request
         self.live = torch.ones(len(requests), dtype=torch.bool, device=device)
         self.num_live = len(requests)
         # results, by request
-        self.drawn = torch.zeros(len(requests), max(limits), dtype=torch.int64, device=device)
-        self.log_probs = torch.zeros_like(self.drawn, dtype=torch.float32) if self.sampler.want_log_probs else None
+        self.generated = torch.zeros(len(requests), max(limits), dtype=torch.int64, device=device)
+        self.log_probs = torch.zeros_like(self.generated, dtype=torch.float32) if self.sampler.want_log_probs else None
         self.lengths = self.limits.clone()
         self.stopped = torch.zeros(len(requests), dtype=torch.bool, device=device)
 
-    def take(self, logits: Tensor, step: int) -> bool:
-        """Draw the ``step``-th token of every row from ``logits`` (n, V); False when no row goes on."""
-        if self.rules is not None:
-            logits = self.rules.apply(logits, step)
-        self.tokens, log_probs = self.sampler.draw(logits, step)
-        if self.rules is not None:
-            self.rules.note(self.tokens, step)
-        self.drawn[self.rows, step] = self.tokens
+    def sample(self, logits: Tensor, step: int) -> bool:
+        """Sample the ``step``-th token of every row from ``logits`` (n, V); False when all rows have ended."""
+        if self.logits_processor is not None:
+            logits = self.logits_processor.apply(logits, step)
+        self.tokens, log_probs = self.sampler.sample(logits, step)
+        if self.logits_processor is not None:
+            self.logits_processor.append(self.tokens, step)
+        self.generated[self.rows, step] = self.tokens
         if log_probs is not None:
             self.log_probs[self.rows, step] = log_probs
         if step:
@@ -211,26 +215,27 @@ class Decode:
         self.num_live = int(self.live.sum())
 
     def keep(self, rows: Tensor) -> None:
-        """Go on with these rows only."""
+        """Keep these rows only."""
         for name in ("rows", "live", "limits", "stops", "positions", "tokens"):
             setattr(self, name, getattr(self, name)[rows])
         self.sampler.keep(rows)
-        if self.rules is not None:
-            self.rules.keep(rows)
+        if self.logits_processor is not None:
+            self.logits_processor.keep(rows)
 
-    def completion(self, index: int, drawn: int | None = None) -> Completion:
-        """That of request ``index``, which has ended, or of its first ``drawn`` tokens."""
-        length = int(self.lengths[index]) if drawn is None else drawn
+    def completion(self, index: int, length: int | None = None) -> Completion:
+        """The completion of request ``index``, which has ended, or a partial one of its first ``length`` tokens."""
+        is_partial = length is not None
+        length = length if is_partial else int(self.lengths[index])
         wants = self.requests[index].sampling.want_log_probs
         return Completion(
-            token_ids=self.drawn[index, :length].tolist(),
+            token_ids=self.generated[index, :length].tolist(),
             log_probs=self.log_probs[index, :length].tolist() if wants else None,
-            finish_reason="abort" if drawn is not None else "stop" if bool(self.stopped[index]) else "length",
+            finish_reason="abort" if is_partial else "stop" if bool(self.stopped[index]) else "length",
         )
 
 
 def _stop_table(requests: Sequence[Request], stop_token_ids: set[int], device: torch.device) -> Tensor:
-    """(n, most stop tokens of a row): the tokens that end each row, filled up with one that is never drawn."""
+    """(n, most stop tokens of a row): the tokens that end each row, filled up with a number that is no token."""
     rows = [
         [] if request.sampling.ignore_eos else sorted(stop_token_ids.union(request.sampling.stop_token_ids))
         for request in requests

@@ -1,4 +1,4 @@
-"""The memory of a decode: keys and values in buffers with room to grow, and attention that reads them as they lie.
+"""Key-value cache with room to grow, and decode attention that reads it in place.
 
 transformers' own cache concatenates every layer at every step, and its attention copies keys and values once per query
 head of a group; at 32 rows of a small model these two cost more than the matrix products. Knows transformers' cache and
@@ -76,30 +76,30 @@ class GrowingLayer(DynamicLayer):
         self.keys = self.values = None
         for part in parts:
             rows, heads, columns, _ = part.keys.shape
-            mine = (owner >= first) & (owner < first + rows)
-            source = owner[mine] - first
+            rows_of_part = (owner >= first) & (owner < first + rows)
+            source = owner[rows_of_part] - first
             for name in ("keys", "values"):
                 prompt = getattr(part, name)
                 if getattr(self, name) is None:
                     setattr(self, name, prompt.new_empty(len(owner), heads, self.capacity, prompt.shape[-1]))
                 buffer = getattr(self, name)
-                buffer[mine, :, self.length - columns : self.length] = prompt[source]
+                buffer[rows_of_part, :, self.length - columns : self.length] = prompt[source]
                 # never filled, yet attention multiplies them by zero: they must not hold NaN
-                buffer[mine, :, : self.length - columns] = 0
+                buffer[rows_of_part, :, : self.length - columns] = 0
             part.keys = part.values = None  # reset() of some releases keeps the memory
             part.is_initialized = False
             first += rows
         self.is_initialized = True
 
-    def lay_beside(self, name: str, parts: list[Tensor]) -> None:
+    def place_side_by_side(self, name: str, parts: list[Tensor]) -> None:
         """Start from the filled columns of other caches, (rows, H_kv, columns, D) each, right-aligned to ``length``."""
         rows, (_, heads, _, size) = sum(map(len, parts)), parts[0].shape
         buffer = parts[0].new_empty(rows, heads, self.capacity, size)
         first = 0
         for part in parts:
-            mine = buffer[first : first + len(part)]
-            mine[:, :, self.length - part.shape[2] : self.length] = part
-            mine[:, :, : self.length - part.shape[2]] = 0  # never filled: attention multiplies it by zero
+            target = buffer[first : first + len(part)]
+            target[:, :, self.length - part.shape[2] : self.length] = part
+            target[:, :, : self.length - part.shape[2]] = 0  # never filled: attention multiplies it by zero
             first += len(part)
         setattr(self, name, buffer)
 
@@ -109,11 +109,11 @@ class GrowingLayer(DynamicLayer):
             self._resize(torch.arange(len(self.keys), device=self.keys.device), max(end, self.capacity * 3 // 2))
         self.keys[:, :, self.length : end] = key_states
         self.values[:, :, self.length : end] = value_states
-        start = self._first_seen()
+        start = self._first_visible()
         self.length = end
         return self.keys[:, :, start:end], self.values[:, :, start:end]
 
-    def _first_seen(self) -> int:
+    def _first_visible(self) -> int:
         return max(0, self.length - self.window + 1) if self.is_sliding else 0
 
     def _resize(self, rows: Tensor, capacity: int) -> None:
@@ -125,7 +125,7 @@ class GrowingLayer(DynamicLayer):
         self.capacity = capacity
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        start = self._first_seen()
+        start = self._first_visible()
         return self.length - start + query_length, start
 
     def get_seq_length(self) -> int:
@@ -136,7 +136,7 @@ class GrowingLayer(DynamicLayer):
 
 
 class TokenCache:
-    """The tokens of each row, where a model's cache does not do: every step reads all of them once more."""
+    """The tokens of each row, for models without a usable cache: every step reads all of them again."""
 
     def __init__(self, rows: Sequence[Sequence[int]], owner: Tensor):
         self.lengths = torch.tensor([len(row) for row in rows], device=owner.device)[owner]
@@ -199,7 +199,7 @@ def joined(caches: Sequence[Cache], skipped: Sequence[int]) -> Cache:
         room = max(part.capacity - part.length for part in parts)
         layer = GrowingLayer(parts[0].window, length, length + room)
         for name in ("keys", "values"):
-            layer.lay_beside(
+            layer.place_side_by_side(
                 name,
                 [getattr(part, name)[:, :, first : part.length] for part, first in zip(parts, skipped, strict=True)],
             )

@@ -1,4 +1,4 @@
-"""The rollout engine that needs nothing but transformers: runs on a CPU, and is the oracle for the others.
+"""The rollout engine on transformers alone, CPU or one GPU: the reference for the other engines.
 
 Holds its own copy of the model in ``rollout.dtype``. A prompt shared by several responses is read once; responses are
 decoded together and leave the batch when they end.
@@ -38,13 +38,13 @@ from verl.workers.rollout.base import (
     longest_sequence,
     stop_tokens,
 )
-from verl.workers.rollout.hf import trial as decode_trial
-from verl.workers.rollout.hf.decode import Decode, check_extra
+from verl.workers.rollout.hf import trial as cache_check
+from verl.workers.rollout.hf.decode import DecodeRows, check_extra
 from verl.workers.rollout.hf.kv_cache import DECODE_ATTENTION, TokenCache, can_join, decode_cache
-from verl.workers.rollout.hf.running_batch import Wave
-from verl.workers.rollout.hf.weight_map import add_unit_adapter, checkpoint_places, split_places
+from verl.workers.rollout.hf.running_batch import RunningBatch
+from verl.workers.rollout.hf.weight_map import add_unscaled_adapter, split_weight_map, weight_map
 from verl.workers.rollout.memory import cache_share, own_storages, return_free_memory
-from verl.workers.rollout.vision import ImageReader, Prompt, joined_prompts, prompt_of
+from verl.workers.rollout.vision import ImageReader, Prompt, batch_vision_inputs, prompt_of
 from verl.workers.rollout.weights.sync import checksum, listed
 
 logger = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ _FIRST_ROOM = 64  # columns reserved for responses at first
 
 
 class HFRollout(RolloutEngine):
-    """Generates with a transformers causal LM, one that sees images too.
+    """Generates with a transformers causal LM, with or without images.
 
     Args:
         model_path: Hugging Face folder; its config and generation config are read, its weights only if
@@ -68,7 +68,7 @@ class HFRollout(RolloutEngine):
     """
 
     @classmethod
-    def why_no_adapter(cls, model_config: Any) -> str | None:
+    def adapter_unsupported_reason(cls, model_config: Any) -> str | None:
         return None
 
     def __init__(
@@ -82,10 +82,10 @@ class HFRollout(RolloutEngine):
         lora: LoRASpec | None = None,
     ):
         super().__init__()
-        self.watch.sees_steps = True
+        self.monitor.reports_steps = True
         self.config = config
         self.tokenizer_path, self.trust_remote_code = tokenizer_path or model_path, trust_remote_code
-        self._waves: list[Wave] = []
+        self._running: list[RunningBatch] = []
         self.device = torch.device(device)
         self.dtype = PrecisionType.to_dtype(config.dtype)
         spec = ModelSpec(
@@ -103,25 +103,25 @@ class HFRollout(RolloutEngine):
             self.model = load_model(spec, dtype=self.dtype).to(self.device)
             own_storages(self.model)
         else:
-            self.model = _without_weights(model_config, self.dtype, self.device, trust_remote_code)
+            self.model = _uninitialized_model(model_config, self.dtype, self.device, trust_remote_code)
             fix_rotary(self.model, self.max_model_len)
         if lora is not None:
-            add_unit_adapter(self.model, lora, self.dtype)
+            add_unscaled_adapter(self.model, lora, self.dtype)
         self.model.eval().requires_grad_(False)
         _choose_attention(self.model, spec.override_config.get("attn_implementation"))
-        # the head sees one column of many: a strided slice, which CPU matrix products would take row by row
+        # the head gets one column of many: a strided slice, which CPU matrix products would take row by row
         self.model.get_output_embeddings().register_forward_pre_hook(lambda _, inputs: (inputs[0].contiguous(),))
-        self._takes = inspect.signature(self.model.forward).parameters.keys()
-        self._is_tried = self._recomputes = False
+        self._forward_args = inspect.signature(self.model.forward).parameters.keys()
+        self._is_cache_checked = self._without_cache = False
         limit = getattr(config, "limit_images", None)
         self._reader = ImageReader(
             spec.folder, self.model.config, limit, trust_remote_code, self.model, kinds=("image", "video")
         )
-        self.never_drawn = self._reader.never_drawn
-        self._places, self._adapter = split_places(checkpoint_places(self.model), has_adapter=lora is not None)
-        everything = self._places | self._adapter
-        self._identity = {name: (place.data_ptr(), place.shape) for name, place in everything.items()}
-        storages = {place.untyped_storage().data_ptr(): place.untyped_storage() for place in everything.values()}
+        self.never_generated = self._reader.never_generated
+        self._weights, self._adapter = split_weight_map(weight_map(self.model), has_adapter=lora is not None)
+        everything = self._weights | self._adapter
+        self._identity = {name: (view.data_ptr(), view.shape) for name, view in everything.items()}
+        storages = {view.untyped_storage().data_ptr(): view.untyped_storage() for view in everything.values()}
         self._storages = [(storage, storage.nbytes()) for storage in storages.values()]
         self._has_memory = True
         if has_weights:
@@ -138,49 +138,49 @@ class HFRollout(RolloutEngine):
     def update_weights(self, version: int, buckets: Iterable[Bucket]) -> Receipt:
         self.check_nothing_runs("update_weights()")
         self.holds_base = False
-        return self._take(version, buckets, self._places)
+        return self._receive_weights(version, buckets, self._weights)
 
     def update_adapter(self, version: int, buckets: Iterable[Bucket]) -> Receipt:
         self.check_nothing_runs("update_adapter()")
-        return self._take(version, buckets, self._adapter)
+        return self._receive_weights(version, buckets, self._adapter)
 
     @torch.no_grad()
-    def _take(self, version: int, buckets: Iterable[Bucket], places: dict[str, Tensor]) -> Receipt:
-        """Write the buckets to ``places``, all of them; returns what is held there afterwards."""
+    def _receive_weights(self, version: int, buckets: Iterable[Bucket], views: dict[str, Tensor]) -> Receipt:
+        """Write the buckets to ``views``, all of them; returns what is held there afterwards."""
         self.invalidate()
         if not self._has_memory:
             raise WeightSyncError(f"Weights of version {version} arrived while the rollout was asleep. Wake it first.")
         received: set[str] = set()
         for bucket in buckets:
-            self._load(bucket, received, places)
+            self._load(bucket, received, views)
             del bucket  # free it before the next one is made
         covered = {self._identity[name] for name in received}  # a tied tensor may come under any of its names
-        if missing := [name for name in places if self._identity[name] not in covered]:
+        if missing := [name for name in views if self._identity[name] not in covered]:
             raise WeightSyncError(f"The sync of version {version} ended without {listed(missing)}.")
-        sums = {name: checksum(places[name]) for name in received}
+        sums = {name: checksum(views[name]) for name in received}
         self.version = version
-        return Receipt(version, sums, sum(places[name].nbytes for name in received))
+        return Receipt(version, sums, sum(views[name].nbytes for name in received))
 
-    def _load(self, bucket: Bucket, received: set[str], places: dict[str, Tensor]) -> None:
+    def _load(self, bucket: Bucket, received: set[str], views: dict[str, Tensor]) -> None:
         for name, tensor in bucket:
             if name in received:
                 raise WeightSyncError(f"{name} was sent twice in one sync.")
-            self._place(name, tensor.shape, places).copy_(tensor)
+            self._view(name, tensor.shape, views).copy_(tensor)
             received.add(name)
 
-    def _place(self, name: str, shape: torch.Size, places: dict[str, Tensor]) -> Tensor:
-        place = places.get(name)
-        if place is None:
+    def _view(self, name: str, shape: torch.Size, views: dict[str, Tensor]) -> Tensor:
+        view = views.get(name)
+        if view is None:
             raise WeightSyncError(
                 f"{name} was sent, but the rollout's {type(self.model).__name__} has no such tensor. "
-                f"It has {listed(places)}."
+                f"It has {listed(views)}."
             )
-        if shape != place.shape:
+        if shape != view.shape:
             raise WeightSyncError(
-                f"{name} was sent with shape {tuple(shape)}, the rollout's has {tuple(place.shape)}. "
+                f"{name} was sent with shape {tuple(shape)}, the rollout's has {tuple(view.shape)}. "
                 "Are model.path and model.override_config the same on both sides?"
             )
-        return place
+        return view
 
     def sleep(self, level: int = 1) -> None:
         """Free the weights; both levels forget them, but level 1 keeps what is below an adapter and frees nothing.
@@ -224,7 +224,7 @@ class HFRollout(RolloutEngine):
 
     @torch.inference_mode()
     def _generate(self, requests: list[Request]) -> list[Completion]:
-        self._try_decoding()
+        self._check_cache()
         requests = self._reader.read(requests)
         for request in requests:
             check_prompt(len(request.prompt_ids), self.max_model_len)
@@ -237,7 +237,7 @@ class HFRollout(RolloutEngine):
         return min(request.sampling.max_tokens, self.max_model_len - len(request.prompt_ids))
 
     def _batches(self, requests: list[Request]) -> Iterator[list[int]]:
-        """Rows that are decoded together: sorted by prompt, so that equal ones meet and lengths differ little."""
+        """Batches of rows to decode: sorted by prompt, so that equal prompts are adjacent and lengths similar."""
         order = sorted(range(len(requests)), key=lambda i: (len(requests[i].prompt_ids), requests[i].prompt_ids))
         room = self._cache_room() // cached_bytes_per_token(self.model.config, self.dtype)
         batch: list[int] = []
@@ -253,12 +253,12 @@ class HFRollout(RolloutEngine):
 
     def _decode(self, requests: list[Request]) -> list[Completion]:
         """All tokens of one batch of requests that is sorted by prompt length."""
-        wave, found = self._start(requests, range(len(requests))), {}
-        while wave.num_live:
-            found |= wave.advance(self._forward)
+        batch, found = self._start(requests, range(len(requests))), {}
+        while batch.num_live:
+            found |= batch.advance(self._forward)
         return [found[index] for index in range(len(requests))]
 
-    def _start(self, requests: list[Request], request_ids: Sequence[int]) -> Wave:
+    def _start(self, requests: list[Request], request_ids: Sequence[int]) -> RunningBatch:
         """Read the prompts of requests that are sorted by their length."""
         prompts = list(dict.fromkeys(map(prompt_of, requests)))
         number = {prompt: index for index, prompt in enumerate(prompts)}
@@ -266,20 +266,20 @@ class HFRollout(RolloutEngine):
         width, limits = len(prompts[-1].ids), [self._limit(request) for request in requests]
         logits, cache = self._read(prompts, owner, width + min(max(limits), _FIRST_ROOM))
         decode = self.decode_text if any(request.sampling.stop for request in requests) else None
-        rows = Decode(requests, limits, self.stop_token_ids, self.device, decode)
-        return Wave(cache, rows, request_ids, logits[owner], width)
+        rows = DecodeRows(requests, limits, self.stop_token_ids, self.device, decode)
+        return RunningBatch(cache, rows, request_ids, logits[owner], width)
 
     def _read(self, prompts: list[Prompt], owner: Tensor, capacity: int) -> tuple[Tensor, Cache | TokenCache]:
         """Read each prompt once. Returns the logits after it, (prompts, V), and a cache for the rows of ``owner``."""
-        if self._recomputes:
-            if any(prompt.seen for prompt in prompts):
+        if self._without_cache:
+            if any(prompt.media for prompt in prompts):
                 raise ValueError(
                     f"rollout.name=hf: {type(self.model).__name__} generates without a cache here, and prompts with "
                     "images need one. Use rollout.name=vllm."
                 )
             every = torch.arange(len(prompts), device=self.device)
             rows = [prompt.ids for prompt in prompts]
-            return self._recomputed(TokenCache(rows, every)), TokenCache(rows, owner)
+            return self._forward_whole_rows(TokenCache(rows, every)), TokenCache(rows, owner)
         logits, prefilled = self._prefill(prompts)
         return logits, decode_cache(prefilled, owner, len(prompts[-1].ids), capacity)
 
@@ -289,14 +289,14 @@ class HFRollout(RolloutEngine):
         for chunk in self._chunks(prompts):
             ids, mask = _left_padded([prompt.ids for prompt in chunk], self.device)
             cache = DynamicCache(config=self.model.config)
-            images, positions = joined_prompts(chunk, ids.shape[1])
+            images, positions = batch_vision_inputs(chunk, ids.shape[1])
             positions = (mask.cumsum(-1) - 1).clamp_(min=0) if positions is None else positions.to(self.device)
             logits.append(self._forward(ids, mask, positions, cache, images))
             caches.append(cache)
         return torch.cat(logits), caches
 
     def _chunks(self, prompts: list[Prompt]) -> Iterator[list[Prompt]]:
-        """Runs of prompts of at most ``max_num_batched_tokens`` cells; a cache that cannot be joined allows one run."""
+        """Runs of prompts of at most ``max_num_batched_tokens`` padded tokens; one run if caches cannot be joined."""
         limit = self.config.max_num_batched_tokens if can_join(DynamicCache(config=self.model.config)) else float("inf")
         start = 0
         for index in range(1, len(prompts) + 1):
@@ -313,51 +313,52 @@ class HFRollout(RolloutEngine):
         images: Mapping[str, Tensor] | None = None,
     ) -> Tensor:
         """The logits after the last column, (B, V)."""
-        self.watch.tick()
+        self.monitor.tick()
         if ids.shape[1] == 1:
-            self.watch.gauge(running=len(ids))
+            self.monitor.gauge(running=len(ids))
         if isinstance(cache, TokenCache):
             cache.append(ids[:, 0])
-            return self._recomputed(cache)
+            return self._forward_whole_rows(cache)
         inputs = {"input_ids": ids, "attention_mask": mask, "use_cache": True}
-        if "past_key_values" in self._takes or "cache_params" not in self._takes:
+        if "past_key_values" in self._forward_args or "cache_params" not in self._forward_args:
             inputs |= {"past_key_values": cache, "position_ids": positions}
         else:
             # Mamba: all of a row is in its state, and the mask is for padding on the prompt's left
             inputs |= {"cache_params": cache, "attention_mask": mask if ids.shape[1] > 1 else None}
-        if "logits_to_keep" in self._takes:
+        if "logits_to_keep" in self._forward_args:
             inputs["logits_to_keep"] = 1
         inputs |= {name: tensor.to(self.device) for name, tensor in (images or {}).items()}
         return self.model(**inputs).logits[:, -1]
 
-    def _recomputed(self, cache: TokenCache) -> Tensor:
-        """The logits after the last token of each row, (B, V), from all of its tokens: as training scores them."""
-        last, places = (cache.lengths - 1).unique(return_inverse=True)
+    def _forward_whole_rows(self, cache: TokenCache) -> Tensor:
+        """The logits after the last token of each row, (B, V), from a forward pass over whole rows, as in training."""
+        last, column = (cache.lengths - 1).unique(return_inverse=True)
         inputs = {"input_ids": cache.ids[:, : int(cache.lengths.max())], "use_cache": False}
-        if "logits_to_keep" in self._takes:
+        if "logits_to_keep" in self._forward_args:
             logits = self.model(**inputs, logits_to_keep=last).logits
         else:
             logits = self.model(**inputs).logits[:, last]
-        return logits[torch.arange(len(places), device=places.device), places]
+        return logits[torch.arange(len(column), device=column.device), column]
 
-    # -- a trial before the first request ------------------------------------------------------------------------------
+    # -- cache check before the first request --------------------------------------------------------------------------
 
-    def _try_decoding(self) -> None:
-        """Once there are weights: generate a few tokens with the model's cache, and compare with whole forward passes.
+    def _check_cache(self) -> None:
+        """Once, with weights: generate a few tokens with the model's cache and compare with forward passes over whole
+        rows.
 
         Where they differ, rows are generated without a cache from then on.
 
         Raises:
-            ValueError: that does not help either, or the model does not run at all.
+            ValueError: they differ without a cache too, or the model does not run at all.
         """
-        if self._is_tried:
+        if self._is_cache_checked:
             return
         kind, name = self.model.config.model_type, type(self.model).__name__
-        rows = [row.to(self.device) for row in decode_trial.make_rows(self.model.config, self.never_drawn)]
+        rows = [row.to(self.device) for row in cache_check.make_rows(self.model.config, self.never_generated)]
         try:
-            distinct = dict(zip(decode_trial.OWNER, rows, strict=True))
-            scored = {owner: decode_trial.whole(self.model, row) for owner, row in distinct.items()}
-            expected = [scored[owner] for owner in decode_trial.OWNER]
+            distinct = dict(zip(cache_check.OWNER, rows, strict=True))
+            scored = {owner: cache_check.whole_row_logits(self.model, row) for owner, row in distinct.items()}
+            expected = [scored[owner] for owner in cache_check.OWNER]
         except Exception as error:
             raise ValueError(
                 f"rollout.name=hf: model_type={kind!r} cannot generate here: a forward pass of {name} over a short row "
@@ -365,14 +366,14 @@ class HFRollout(RolloutEngine):
                 "this model needs, or use rollout.name=vllm."
             ) from error
         if not all(bool(part.isfinite().all()) for part in expected):
-            return  # weights that are no numbers say nothing of the cache; sampling refuses them in its own words
-        why = self._why_apart(rows, expected)
-        if why is not None:
-            self._recomputes = True
-            still = self._why_apart(rows, expected)
+            return  # NaN weights cannot test the cache; sampling refuses them with its own error
+        mismatch = self._cache_mismatch(rows, expected)
+        if mismatch is not None:
+            self._without_cache = True
+            still = self._cache_mismatch(rows, expected)
             if still is not None:
                 raise ValueError(
-                    f"rollout.name=hf: model_type={kind!r} cannot generate here: {name} {why} with its cache, and "
+                    f"rollout.name=hf: model_type={kind!r} cannot generate here: {name} {mismatch} with its cache, and "
                     f"{still} without. Use rollout.name=vllm or sglang, or a model of another family."
                 )
             logger.warning(
@@ -380,27 +381,27 @@ class HFRollout(RolloutEngine):
                 "long responses are slow. rollout.name=vllm has a cache of its own.",
                 name,
                 kind,
-                why,
+                mismatch,
             )
-        self._is_tried = True
+        self._is_cache_checked = True
 
-    def _why_apart(self, rows: list[Tensor], expected: list[Tensor]) -> str | None:
-        """Why rows that are generated token by token are not as they should be; None where they are."""
+    def _cache_mismatch(self, rows: list[Tensor], expected: list[Tensor]) -> str | None:
+        """The difference of rows generated token by token from ``expected``, in words; None where they agree."""
         prompts = [
-            Prompt(tuple(rows[decode_trial.OWNER.index(number)][:length].tolist()), None)
-            for number, length in enumerate(decode_trial.PROMPTS)
+            Prompt(tuple(rows[cache_check.OWNER.index(number)][:length].tolist()), None)
+            for number, length in enumerate(cache_check.PROMPTS)
         ]
-        owner = torch.tensor(decode_trial.OWNER, device=self.device)
+        owner = torch.tensor(cache_check.OWNER, device=self.device)
         try:
-            with self.watch.uncounted():
-                logits, cache = self._read(prompts, owner, max(decode_trial.PROMPTS) + decode_trial.STEPS)
-                found = decode_trial.step_by_step(rows, logits[owner], cache, self._forward)
-        except Exception as error:  # of the model's code, about a cache that is not its own
+            with self.monitor.uncounted():
+                logits, cache = self._read(prompts, owner, max(cache_check.PROMPTS) + cache_check.STEPS)
+                decoded = cache_check.decode_logits(rows, logits[owner], cache, self._forward)
+        except Exception as error:  # from the model's code, which may not support this cache
             return f"raises {type(error).__name__} ({_first_line(error)})"
-        apart = decode_trial.difference(expected, found)
-        if apart <= decode_trial.tolerance(self.dtype):
+        difference = cache_check.logit_difference(expected, decoded)
+        if difference <= cache_check.tolerance(self.dtype):
             return None
-        return f"gives other logits than over whole rows (by {apart:.2g} of their spread)"
+        return f"gives other logits than over whole rows (by {difference:.2g} of their spread)"
 
     # -- requests that come and go one by one --------------------------------------------------------------------------
 
@@ -412,44 +413,44 @@ class HFRollout(RolloutEngine):
 
     @torch.inference_mode()
     def step(self) -> dict[int, Completion]:
-        """One token for everything that runs; what waits is read first, as far as the cache has room."""
-        self._try_decoding()
+        """One token for every running request; waiting ones are prefilled first, as far as the cache has room."""
+        self._check_cache()
         self._admit()
         ended: dict[int, Completion] = {}
-        for wave in self._waves:
-            ended |= wave.advance(self._forward)
-        self._waves = [wave for wave in self._waves if wave.num_live]
+        for batch in self._running:
+            ended |= batch.advance(self._forward)
+        self._running = [batch for batch in self._running if batch.num_live]
         return ended
 
     @torch.inference_mode()
     def abort(self, request_ids: Sequence[int]) -> dict[int, Completion]:
-        running = {request_id: wave.abort(request_id) for wave in self._waves for request_id in request_ids}
-        self._waves = [wave for wave in self._waves if wave.num_live]
+        running = {request_id: batch.abort(request_id) for batch in self._running for request_id in request_ids}
+        self._running = [batch for batch in self._running if batch.num_live]
         return super().abort(request_ids) | {
             request_id: found for request_id, found in running.items() if found is not None
         }
 
     def partial(self, request_id: int) -> Completion | None:
-        return next((found for wave in self._waves if (found := wave.partial(request_id)) is not None), None)
+        return next((found for batch in self._running if (found := batch.partial(request_id)) is not None), None)
 
     @property
     def num_running(self) -> int:
-        return len(self._waiting) + sum(wave.num_live for wave in self._waves)
+        return len(self._waiting) + sum(batch.num_live for batch in self._running)
 
     def _admit(self) -> None:
-        """Let requests in, in the order of their coming; they join a wave that runs if its cache can be laid beside."""
-        admitted = self._next_in_line()
+        """Prefill waiting requests in the order of arrival; they join a running batch if its cache can be joined."""
+        admitted = self._requests_that_fit()
         if not admitted:
             return
         order = sorted(admitted, key=lambda t: (len(self._waiting[t].prompt_ids), self._waiting[t].prompt_ids))
         new = self._start([self._waiting.pop(request_id) for request_id in order], order)
-        if not any(wave.join(new) for wave in self._waves):
-            self._waves.append(new)
+        if not any(batch.join(new) for batch in self._running):
+            self._running.append(new)
 
-    def _next_in_line(self) -> list[int]:
+    def _requests_that_fit(self) -> list[int]:
         room = self._cache_room() // cached_bytes_per_token(self.model.config, self.dtype)
-        rows = sum(wave.num_rows for wave in self._waves)
-        longest = max((wave.longest for wave in self._waves), default=0)
+        rows = sum(batch.num_rows for batch in self._running)
+        longest = max((batch.longest for batch in self._running), default=0)
         admitted: list[int] = []
         for request_id, request in self._waiting.items():
             longest = max(longest, len(request.prompt_ids) + self._limit(request))
@@ -482,11 +483,11 @@ def _left_padded(prompts: list[tuple[int, ...]], device: torch.device) -> tuple[
     return ids, torch.arange(width, device=device) >= starts[:, None]
 
 
-def _choose_attention(model: nn.Module, wanted: str | None) -> None:
-    """Ours where torch's fused attention is right; eager code where scores are capped, which that leaves out."""
+def _choose_attention(model: nn.Module, requested: str | None) -> None:
+    """Use `decode_attention` where torch's fused attention is right; eager code where scores are capped."""
     text = model.config.get_text_config(decoder=True)
-    if wanted is not None:
-        model.set_attn_implementation(wanted)
+    if requested is not None:
+        model.set_attn_implementation(requested)
     elif getattr(text, "attn_logit_softcapping", None):
         model.set_attn_implementation("eager")
     elif text._attn_implementation == "sdpa":
@@ -496,7 +497,9 @@ def _choose_attention(model: nn.Module, wanted: str | None) -> None:
         )
 
 
-def _without_weights(model_config: Any, dtype: torch.dtype, device: torch.device, trust_remote_code: bool) -> nn.Module:
+def _uninitialized_model(
+    model_config: Any, dtype: torch.dtype, device: torch.device, trust_remote_code: bool
+) -> nn.Module:
     """A model with real buffers (rotary frequencies) and parameters of the right size that hold nothing yet."""
     with _parameters_on_meta():
         auto_class = language_model_class(model_config) or AutoModelForCausalLM

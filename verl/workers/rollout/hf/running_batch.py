@@ -1,8 +1,8 @@
-"""Responses that share a forward: a key-value cache, and the groups of rows that began to decode together.
+"""Continuous batching: a running batch that shares a key-value cache, to which new requests are added.
 
-A group is what arrived at once; it has drawn one number of tokens. Groups join the wave that runs: their caches are
-laid side by side, right-aligned, so that one forward serves all. A token depends on its own row only, so what is drawn
-does not depend on who joined when. Knows transformers' caches and no model.
+Requests that arrive at once form a group of rows with an equal number of tokens. Groups join the running batch: their
+caches are laid side by side, right-aligned, so that one forward pass serves all. A token depends on its own row only,
+so the tokens do not depend on which requests joined when. Knows transformers' caches and no model.
 """
 
 from __future__ import annotations
@@ -14,28 +14,28 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from verl.workers.rollout.base import Completion
-from verl.workers.rollout.hf.decode import Decode
+from verl.workers.rollout.hf.decode import DecodeRows
 from verl.workers.rollout.hf.kv_cache import can_be_joined, joined
 
 Forward = Callable[[Tensor, Tensor, Tensor, Cache], Tensor]
 """(ids (n, 1), mask (n, columns), positions (n, 1), cache) -> logits after the last column, (n, V)."""
 
 
-class Group:
-    """Rows that have drawn ``step`` tokens each."""
+class RowGroup:
+    """Rows that have generated ``step`` tokens each."""
 
-    def __init__(self, rows: Decode, request_ids: Sequence[int]):
+    def __init__(self, rows: DecodeRows, request_ids: Sequence[int]):
         self.rows, self.request_ids, self.step = rows, list(request_ids), 0
         self.running = {request_id: index for index, request_id in enumerate(request_ids)}
 
     @property
-    def most_left(self) -> int:
-        """The most tokens one of its rows may still draw."""
+    def max_remaining(self) -> int:
+        """The most tokens one of its rows may still generate."""
         return int(self.rows.limits.max()) - self.step
 
-    def take(self, logits: Tensor) -> dict[int, Completion]:
-        """Draw a token for every row; returns what ended, by request id."""
-        self.rows.take(logits, self.step)
+    def sample(self, logits: Tensor) -> dict[int, Completion]:
+        """Sample a token for every row; returns completions of ended rows, by request id."""
+        self.rows.sample(logits, self.step)
         self.step += 1
         if self.rows.num_live == len(self.running):
             return {}
@@ -47,7 +47,7 @@ class Group:
         }
 
 
-class Wave:
+class RunningBatch:
     """Groups in the order of their rows in ``cache``.
 
     Args:
@@ -57,9 +57,9 @@ class Wave:
         width: columns of the cache that are filled, with the prompts right-aligned.
     """
 
-    def __init__(self, cache: Cache, rows: Decode, request_ids: Sequence[int], logits: Tensor, width: int):
+    def __init__(self, cache: Cache, rows: DecodeRows, request_ids: Sequence[int], logits: Tensor, width: int):
         self.cache, self.logits, self.length = cache, logits, width
-        self.groups = [Group(rows, request_ids)]
+        self.groups = [RowGroup(rows, request_ids)]
         self.starts = width - rows.prompt_lengths  # first column of each row
 
     @property
@@ -73,15 +73,15 @@ class Wave:
     @property
     def longest(self) -> int:
         """Columns the cache will have at most."""
-        return self.length + max((group.most_left for group in self.groups), default=0)
+        return self.length + max((group.max_remaining for group in self.groups), default=0)
 
     def advance(self, forward: Forward) -> dict[int, Completion]:
-        """Draw one token for every row and read it; returns what ended, by request id."""
+        """Sample one token for every row and run the forward pass on it; returns the ended ones, by request id."""
         ended: dict[int, Completion] = {}
         sizes = [len(group.rows.live) for group in self.groups]
         for group, logits in zip(self.groups, self.logits.split(sizes), strict=True):
             if group.rows.num_live:
-                ended |= group.take(logits)
+                ended |= group.sample(logits)
         if self.num_live:
             self._read(forward)
         return ended
@@ -97,7 +97,7 @@ class Wave:
         self.logits = forward(tokens[:, None], mask, positions[:, None], self.cache)
 
     def _drop_ended(self) -> None:
-        """Go on with the rows that live."""
+        """Remove the rows that have ended."""
         live = torch.cat([group.rows.live for group in self.groups])
         survivors = live.nonzero()[:, 0]
         if len(survivors) == len(live):
@@ -111,39 +111,39 @@ class Wave:
     # -- requests that come and go -------------------------------------------------------------------------------------
 
     def partial(self, request_id: int) -> Completion | None:
-        """What a running request has drawn so far."""
+        """The tokens so far of a running request."""
         for group in self.groups:
             if request_id in group.running:
                 return group.rows.completion(group.running[request_id], group.step)
         return None
 
     def abort(self, request_id: int) -> Completion | None:
-        """End a running request; returns what it had drawn."""
+        """End a running request; returns its tokens so far."""
         completion = self.partial(request_id)
         for group in self.groups:
             if request_id in group.running:
                 group.rows.end(group.running.pop(request_id))
         return completion
 
-    def join(self, other: Wave) -> bool:
-        """Take in another wave that has logits for each row; False if the caches cannot be laid side by side.
+    def join(self, other: RunningBatch) -> bool:
+        """Add another batch that has logits for each row; False if the caches cannot be laid side by side.
 
         Both lose the columns before their first live row.
         """
         if not can_be_joined(self.cache, other.cache):
             return False
-        for wave in (self, other):
-            live = torch.cat([group.rows.live for group in wave.groups])
-            wave.logits = wave.logits[live]
-            wave._drop_ended()
-        skipped = [int(wave.starts.min()) for wave in (self, other)]
+        for batch in (self, other):
+            live = torch.cat([group.rows.live for group in batch.groups])
+            batch.logits = batch.logits[live]
+            batch._drop_ended()
+        skipped = [int(batch.starts.min()) for batch in (self, other)]
         self.cache = joined((self.cache, other.cache), skipped)
-        lengths = [wave.length - first for wave, first in zip((self, other), skipped, strict=True)]
+        lengths = [batch.length - first for batch, first in zip((self, other), skipped, strict=True)]
         self.length = max(lengths)
         self.starts = torch.cat(
             [
-                wave.starts - first + (self.length - length)
-                for wave, first, length in zip((self, other), skipped, lengths, strict=True)
+                batch.starts - first + (self.length - length)
+                for batch, first, length in zip((self, other), skipped, lengths, strict=True)
             ]
         )
         self.logits = torch.cat([self.logits, other.logits])

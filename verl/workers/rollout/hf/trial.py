@@ -1,5 +1,5 @@
-"""A trial of the rollout in transformers before its first request: tokens generated one by one must get the
-probabilities that a forward pass over the whole row gives them.
+"""Cache check before the first request: tokens generated one by one must get the probabilities of a forward pass over
+the whole row.
 
 A model may keep its state elsewhere than in the cache it is handed, or leave the padding of shorter prompts in it; no
 list of families says which.
@@ -26,23 +26,23 @@ COARSE = 0.1
 Forward = Callable[[Tensor, Tensor, Tensor, Any], Tensor]
 
 
-def make_rows(config: Any, never: Sequence[int]) -> list[Tensor]:
+def make_rows(config: Any, excluded: Sequence[int]) -> list[Tensor]:
     """Random rows, prompt and response: (PROMPTS[OWNER[i]] + STEPS,) each."""
     vocab = config.get_text_config(decoder=True).vocab_size
-    draw = torch.Generator().manual_seed(0)
-    usable = torch.tensor([token for token in range(vocab // 4, vocab)[:4096] if token not in set(never)])
-    prompts = [usable[torch.randint(len(usable), (length,), generator=draw)] for length in PROMPTS]
-    responses = [usable[torch.randint(len(usable), (STEPS,), generator=draw)] for _ in prompts]
+    generator = torch.Generator().manual_seed(0)
+    usable = torch.tensor([token for token in range(vocab // 4, vocab)[:4096] if token not in set(excluded)])
+    prompts = [usable[torch.randint(len(usable), (length,), generator=generator)] for length in PROMPTS]
+    responses = [usable[torch.randint(len(usable), (STEPS,), generator=generator)] for _ in prompts]
     return [torch.cat([prompts[o], responses[o]]) for o in OWNER]
 
 
-def whole(model: Any, row: Tensor) -> Tensor:
+def whole_row_logits(model: Any, row: Tensor) -> Tensor:
     """Logits of a row alone after its prompt and each later token, (STEPS + 1, V)."""
     return model(input_ids=row[None], use_cache=False).logits[0, -STEPS - 1 :].float()
 
 
-def step_by_step(rows: Sequence[Tensor], logits: Tensor, cache: Any, forward: Forward) -> list[Tensor]:
-    """The same of rows that are generated together, one of which ends early: its last ones are missing.
+def decode_logits(rows: Sequence[Tensor], logits: Tensor, cache: Any, forward: Forward) -> list[Tensor]:
+    """The same for rows generated together, one of which ends early: its last logits are missing.
 
     Args:
         logits: (rows, V) after the prompts, which are in ``cache``, right-aligned.
@@ -50,7 +50,7 @@ def step_by_step(rows: Sequence[Tensor], logits: Tensor, cache: Any, forward: Fo
     device, width = logits.device, max(PROMPTS)
     lengths = torch.tensor([PROMPTS[o] for o in OWNER], device=device)
     tokens = torch.stack([row[-STEPS:] for row in rows]).to(device)
-    live, found = list(range(len(rows))), [[logits[i]] for i in range(len(rows))]
+    live, decoded = list(range(len(rows))), [[logits[i]] for i in range(len(rows))]
     for step in range(STEPS):
         if step == 1:
             live.pop(1)
@@ -58,18 +58,18 @@ def step_by_step(rows: Sequence[Tensor], logits: Tensor, cache: Any, forward: Fo
         mask = torch.arange(width + step + 1, device=device) >= (width - lengths[live])[:, None]
         logits = forward(tokens[live, step][:, None], mask, (lengths[live] + step)[:, None], cache)
         for i, row in zip(live, logits, strict=True):
-            found[i].append(row)
-    return [torch.stack(row).float() for row in found]
+            decoded[i].append(row)
+    return [torch.stack(row).float() for row in decoded]
 
 
-def difference(expected: Sequence[Tensor], found: Sequence[Tensor]) -> float:
-    """Of the row that is farthest off: the median over its tokens of the mean difference, over the logits' spread."""
-    apart = []
-    for one, other in zip(expected, found, strict=True):
+def logit_difference(expected: Sequence[Tensor], decoded: Sequence[Tensor]) -> float:
+    """The largest difference of a row: the median over its tokens of the mean difference, over the logits' spread."""
+    differences = []
+    for one, other in zip(expected, decoded, strict=True):
         one = one[: len(other)]
         off = (one - other).abs().mean(-1) / one.std(-1).clamp_min(1e-6)
-        apart.append(float(off.nan_to_num(torch.inf).median()))
-    return max(apart)
+        differences.append(float(off.nan_to_num(torch.inf).median()))
+    return max(differences)
 
 
 def tolerance(dtype: torch.dtype) -> float:

@@ -1,4 +1,4 @@
-"""Where in a transformers module each tensor of its checkpoint lives: what a weight sync writes to and reads back.
+"""Weight map of a transformers model: the view that holds each checkpoint tensor, written and read back by a sync.
 
 Mostly a module's own names and tensors, or other names (vision-language models); the experts of a mixture are slices
 of fused tensors.
@@ -16,7 +16,7 @@ from verl.models.loader import LoRASpec, cast_parameters
 from verl.models.weight_names import checkpoint_tensors
 
 
-def checkpoint_places(model: nn.Module) -> dict[str, Tensor]:
+def weight_map(model: nn.Module) -> dict[str, Tensor]:
     """Checkpoint name -> view into the module's memory, for all parameters and saved buffers.
 
     Tied tensors appear under each of their names.
@@ -26,21 +26,21 @@ def checkpoint_places(model: nn.Module) -> dict[str, Tensor]:
     name_of = {id(shape): name for name, shape in shapes.items()}
     renamed = {name: name_of.get(id(shape)) for name, shape in checkpoint_tensors(model, shapes.items())}
     if None in renamed.values():
-        return _sliced_places(model, own)
+        return _fused_weight_map(model, own)
     return {name: own[old] for name, old in renamed.items()}
 
 
-def split_places(places: dict[str, Tensor], has_adapter: bool) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The places of a model's weights, and those of its adapter, by the names in a sync."""
+def split_weight_map(views: dict[str, Tensor], has_adapter: bool) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The weight map of a model, and that of its adapter, by the names in a sync."""
     if not has_adapter:
-        return places, {}
+        return views, {}
     from verl.models.lora import is_adapter, plain_adapter_name, without_wrapper
 
-    base = {without_wrapper(name): place for name, place in places.items() if not is_adapter(name)}
-    return base, {plain_adapter_name(name): place for name, place in places.items() if is_adapter(name)}
+    base = {without_wrapper(name): view for name, view in views.items() if not is_adapter(name)}
+    return base, {plain_adapter_name(name): view for name, view in views.items() if is_adapter(name)}
 
 
-def add_unit_adapter(model: nn.Module, spec: LoRASpec, dtype: torch.dtype) -> None:
+def add_unscaled_adapter(model: nn.Module, spec: LoRASpec, dtype: torch.dtype) -> None:
     """Put an adapter of scale 1 on the layers of ``spec``; its values come by a sync."""
     from verl.models.lora import add_adapter
 
@@ -48,8 +48,8 @@ def add_unit_adapter(model: nn.Module, spec: LoRASpec, dtype: torch.dtype) -> No
     cast_parameters(model, dtype)
 
 
-def _sliced_places(model: nn.Module, own: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Let transformers cut tensors that hold their own cell numbers, and read from the pieces which cells they are."""
+def _fused_weight_map(model: nn.Module, own: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Weight map by element indices: transformers splits tensors of indices; the pieces tell their elements."""
     names, starts, total = list(own), [], 0
     for tensor in own.values():
         starts.append(total)
@@ -57,29 +57,29 @@ def _sliced_places(model: nn.Module, own: dict[str, Tensor]) -> dict[str, Tensor
 
     def numbered():
         for name, start in zip(names, starts, strict=True):
-            cells = torch.arange(start, start + own[name].numel())
-            yield name, cells.view(own[name].shape)
+            indices = torch.arange(start, start + own[name].numel())
+            yield name, indices.view(own[name].shape)
 
-    places = {}
-    for name, cells in checkpoint_tensors(model, numbered()):
-        owner = bisect_right(starts, int(cells.flatten()[0])) - 1
-        places[name] = _view_of_cells(name, own[names[owner]], cells - starts[owner])
-    return places
+    views = {}
+    for name, indices in checkpoint_tensors(model, numbered()):
+        owner = bisect_right(starts, int(indices.flatten()[0])) - 1
+        views[name] = _view_of_elements(name, own[names[owner]], indices - starts[owner])
+    return views
 
 
-def _view_of_cells(name: str, tensor: Tensor, cells: Tensor) -> Tensor:
-    """The view of a contiguous ``tensor`` whose elements have the flat numbers ``cells``."""
-    first = int(cells.flatten()[0])
+def _view_of_elements(name: str, tensor: Tensor, indices: Tensor) -> Tensor:
+    """The view of a contiguous ``tensor`` whose elements have the flat ``indices``."""
+    first = int(indices.flatten()[0])
     strides = [
-        int(cells.select(axis, 1).flatten()[0]) - first if size > 1 else 0 for axis, size in enumerate(cells.shape)
+        int(indices.select(axis, 1).flatten()[0]) - first if size > 1 else 0 for axis, size in enumerate(indices.shape)
     ]
     expected = first + sum(
-        torch.arange(size).mul(stride).view([-1 if i == axis else 1 for i in range(cells.ndim)])
-        for axis, (size, stride) in enumerate(zip(cells.shape, strides, strict=True))
+        torch.arange(size).mul(stride).view([-1 if i == axis else 1 for i in range(indices.ndim)])
+        for axis, (size, stride) in enumerate(zip(indices.shape, strides, strict=True))
     )
-    if not tensor.is_contiguous() or not torch.equal(cells, expected.expand(cells.shape)):
+    if not tensor.is_contiguous() or not torch.equal(indices, expected.expand(indices.shape)):
         raise NotImplementedError(
-            f"{name} is not a slice of one of the model's own tensors, so a weight sync cannot place it. "
+            f"{name} is not a slice of one of the model's own tensors, so a weight sync cannot write to it. "
             "This family is not supported by rollout.name=hf."
         )
-    return tensor.as_strided(cells.shape, strides, tensor.storage_offset() + first)
+    return tensor.as_strided(indices.shape, strides, tensor.storage_offset() + first)

@@ -1,4 +1,4 @@
-"""Requests to rollout servers: to the least loaded, or to the one that knows the conversation; the urgent ones first.
+"""Requests to rollout servers: to the least loaded, or to the one that holds the conversation; the urgent ones first.
 
 One client for all servers of a run, used from one event loop. Knows no engine.
 """
@@ -25,12 +25,12 @@ from verl.workers.rollout.server.messages import allow_many_connections, complet
 logger = logging.getLogger(__name__)
 
 _SESSIONS = 100_000  # conversations whose server is remembered
-_SPANS = 1_000_000  # requests whose times are kept for whoever measures
-_SHOWN = 4
+_SPANS = 1_000_000  # requests whose times are kept until `take_spans`
+_MAX_NAMED = 4
 
 
 class RolloutServerError(RuntimeError):
-    """A rollout server died, did not answer, or its engine failed; names it and what it was last asked."""
+    """A rollout server died, did not answer, or its engine failed; names it and its last requests."""
 
 
 @dataclass
@@ -76,7 +76,7 @@ class RolloutClient:
         self._timeout = aiohttp.ClientTimeout(total=None, sock_read=timeout_s)
         self._waiting: list[_Waiting] = []
         self._arrivals = count()
-        self._home: OrderedDict[str, _Server] = OrderedDict()
+        self._server_of_session: OrderedDict[str, _Server] = OrderedDict()
         self._http: aiohttp.ClientSession | None = None
         self._spans: deque[Span] = deque(maxlen=_SPANS)
 
@@ -86,7 +86,7 @@ class RolloutClient:
         return len(self._servers)
 
     def take_spans(self) -> list[Span]:
-        """When the requests that ended since the last call were asked, sent and answered, and where."""
+        """Times and servers of the requests that ended since the last call."""
         spans = list(self._spans)
         self._spans.clear()
         return spans
@@ -109,7 +109,7 @@ class RolloutClient:
         session: str | None = None,
         priority: int = 0,
     ) -> Completion:
-        """Draw one response. Cancelling the call aborts the request.
+        """Generate one response. Cancelling the call aborts the request.
 
         Args:
             request_id: for `abort`; unlike that of any other running request. None: made up.
@@ -117,11 +117,11 @@ class RolloutClient:
             priority: among the requests that wait, higher ones go first.
 
         Raises:
-            ValueError: the server cannot draw this request; says why.
+            ValueError: the server cannot serve this request; says why.
             RolloutServerError: the server is gone or its engine failed.
         """
-        request_id, asked = request_id or uuid.uuid4().hex, time.monotonic()
-        server = await self._turn(request_id, session, priority)
+        request_id, submitted = request_id or uuid.uuid4().hex, time.monotonic()
+        server = await self._acquire_server(request_id, session, priority)
         if server is None:  # aborted while it waited
             return Completion([], [] if request.sampling.want_log_probs else None, "abort")
         started = time.monotonic()
@@ -134,22 +134,22 @@ class RolloutClient:
             finally:
                 del server.running[request_id]
         finally:
-            self._leave(server)
-            self._spans.append(Span(server.address, asked, started, time.monotonic()))
+            self._release_server(server)
+            self._spans.append(Span(server.address, submitted, started, time.monotonic()))
         return completion_from_json(body)
 
     async def abort(self, request_ids: Iterable[str] | None = None) -> None:
-        """End these requests, or all that are under way or wait: their `generate` returns what they had drawn."""
+        """End these requests, or all that are under way or wait: their `generate` returns the tokens so far."""
         if request_ids is None:
             waiting = [item.request_id for item in self._waiting]
             request_ids = [*waiting, *(request_id for server in self._servers for request_id in server.running)]
-        wanted = set(request_ids)
+        aborted = set(request_ids)
         for item in self._waiting:
-            if item.request_id in wanted and not item.turn.done():
+            if item.request_id in aborted and not item.turn.done():
                 item.turn.set_result(None)
         self._waiting = [item for item in self._waiting if not item.turn.done()]
         heapq.heapify(self._waiting)
-        by_server = [(server, sorted(wanted & server.running.keys())) for server in self._live()]
+        by_server = [(server, sorted(aborted & server.running.keys())) for server in self._live()]
         await asyncio.gather(*(self._post(s, "/abort", {"request_ids": ids}) for s, ids in by_server if ids))
 
     async def health(self) -> list[dict[str, Any]]:
@@ -162,26 +162,26 @@ class RolloutClient:
             await self._http.close()
             self._http = None
 
-    # -- whose turn it is ----------------------------------------------------------------------------------------------
+    # -- queue and choice of server ------------------------------------------------------------------------------------
 
-    async def _turn(self, request_id: str, session: str | None, priority: int) -> _Server | None:
-        """Wait for a place at a server; None if `abort` came first."""
+    async def _acquire_server(self, request_id: str, session: str | None, priority: int) -> _Server | None:
+        """Wait for a free slot at a server; None if `abort` came first."""
         turn: asyncio.Future[_Server | None] = asyncio.get_running_loop().create_future()
         heapq.heappush(self._waiting, _Waiting(-priority, next(self._arrivals), request_id, session, turn))
-        self._release()
+        self._dispatch_waiting()
         try:
             return await turn
         except asyncio.CancelledError:
             if turn.done() and not turn.cancelled() and turn.exception() is None and turn.result() is not None:
-                self._leave(turn.result())
+                self._release_server(turn.result())
             raise
 
-    def _leave(self, server: _Server) -> None:
+    def _release_server(self, server: _Server) -> None:
         server.load -= 1
-        self._release()
+        self._dispatch_waiting()
 
-    def _release(self) -> None:
-        """Give every waiting request its turn that has a server with room, the most urgent first."""
+    def _dispatch_waiting(self) -> None:
+        """Send waiting requests for which a server has room, the most urgent first."""
         kept: list[_Waiting] = []
         while self._waiting and any(self._has_room(server) for server in self._servers):
             item = heapq.heappop(self._waiting)
@@ -205,15 +205,15 @@ class RolloutClient:
 
     def _choose(self, session: str | None) -> _Server | None:
         """The session's server, or the least loaded; None if it is full."""
-        if session is not None and session in self._home:
-            self._home.move_to_end(session)
-            server = self._home[session]
+        if session is not None and session in self._server_of_session:
+            self._server_of_session.move_to_end(session)
+            server = self._server_of_session[session]
         else:
             server = min(self._live() or self._servers, key=lambda server: server.load)
             if session is not None and self._has_room(server):
-                self._home[session] = server
-                if len(self._home) > _SESSIONS:
-                    self._home.popitem(last=False)
+                self._server_of_session[session] = server
+                if len(self._server_of_session) > _SESSIONS:
+                    self._server_of_session.popitem(last=False)
         if server.error is not None:
             raise RolloutServerError(str(server.error))
         return server if self._has_room(server) else None
@@ -236,14 +236,14 @@ class RolloutClient:
                 status = answer.status
         except (aiohttp.ClientError, OSError, asyncio.TimeoutError, ValueError) as error:
             if server.error is None:
-                server.error = RolloutServerError(self._obituary(server, f"{type(error).__name__}: {error}"))
+                server.error = RolloutServerError(self._failure_message(server, f"{type(error).__name__}: {error}"))
             raise RolloutServerError(str(server.error)) from error
         if status < 400 or path == "/health":
             return body
         message = body["error"]["message"]
         if status < 500:
             raise ValueError(f"The rollout server at {server.address} refused a request: {message}")
-        raise RolloutServerError(self._obituary(server, message))
+        raise RolloutServerError(self._failure_message(server, message))
 
     def _session(self) -> aiohttp.ClientSession:
         if self._http is None:
@@ -253,11 +253,11 @@ class RolloutClient:
         return self._http
 
     @staticmethod
-    def _obituary(server: _Server, cause: str) -> str:
-        last = list(server.running.items())[-_SHOWN:]
-        shown = ", ".join(
+    def _failure_message(server: _Server, cause: str) -> str:
+        last = list(server.running.items())[-_MAX_NAMED:]
+        listed = ", ".join(
             f"{request_id} (prompt of {len(request.prompt_ids)} tokens, at most {request.sampling.max_tokens} more)"
             for request_id, request in last
         )
-        asked = f"It had {len(server.running)} requests under way, the last of them: {shown}." if last else ""
-        return f"The rollout server at {server.address} failed: {cause}. {asked}".rstrip()
+        load = f"It had {len(server.running)} requests under way, the last of them: {listed}." if last else ""
+        return f"The rollout server at {server.address} failed: {cause}. {load}".rstrip()

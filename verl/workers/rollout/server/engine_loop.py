@@ -2,7 +2,7 @@
 
 Requests may be handed over from any thread; the engine is touched by this thread alone while the loop serves, and by
 others only while it is paused. Ranks that share an engine run one loop each: the first rank's loop decides, the others
-follow its commands (`relay.py`). Knows no HTTP.
+follow its commands (`TensorParallelBroadcast`). Knows no HTTP.
 """
 
 from __future__ import annotations
@@ -12,35 +12,35 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from verl.workers.rollout.base import Completion, Request, RolloutEngine
-from verl.workers.rollout.memory import explained
+from verl.workers.rollout.memory import out_of_memory_error
 
-_HEARTBEAT_S = 5.0  # followers are told at least this often that nothing happens: their wait has a deadline
+_HEARTBEAT_S = 5.0  # longest time without a message to the following ranks, whose wait has a deadline
 
 
 class EngineDied(RuntimeError):
-    """The engine raised while it drew; nothing it was drawing can be had. The cause is the engine's own error."""
+    """The engine raised while it generated; its running requests are lost. The cause is the engine's own error."""
 
 
 class Event(NamedTuple):
-    """News of one request: more tokens (``ended`` is false), its end, or the error that ended it."""
+    """An update of one request: more tokens (``ended`` is false), its end, or the error that ended it."""
 
     number: int
     completion: Completion | None
     error: BaseException | None = None
     ended: bool = True
     is_paused: bool = False
-    """It ended because the loop was paused, and not because somebody wanted it to."""
+    """It ended because the loop was paused, not because a caller aborted it."""
 
 
 @dataclass
 class Commands:
-    """What happens before the next step, the same on every rank of an engine."""
+    """Changes before the next step, the same on every rank of an engine."""
 
     version: int | None = None
     submit: list[tuple[int, Request]] = field(default_factory=list)
@@ -50,14 +50,6 @@ class Commands:
 
     def __bool__(self) -> bool:
         return bool(self.submit or self.abort or self.pause or self.stop)
-
-
-class Relay(Protocol):
-    """Carries the commands of the first rank of an engine to the others; each `send` is met by one `receive`."""
-
-    def send(self, commands: Commands) -> None: ...
-
-    def receive(self) -> Commands: ...
 
 
 class _Waiting(NamedTuple):
@@ -72,15 +64,15 @@ class EngineLoop:
     Args:
         engine: awake and synced whenever the loop is resumed.
         deliver: gets the events of a step, in the loop's thread. Ranks that follow need none.
-        relay: to the other ranks of the engine; None: it has one rank.
-        follows: this rank takes its commands from the relay.
+        broadcast: to the other tensor-parallel ranks of the engine; None: it has one rank.
+        follows: this rank receives its commands from the first one.
     """
 
     def __init__(
         self,
         engine: RolloutEngine,
         deliver: Callable[[list[Event]], None] | None = None,
-        relay: Relay | None = None,
+        broadcast: TensorParallelBroadcast | None = None,
         follows: bool = False,
     ):
         self.engine = engine
@@ -88,12 +80,11 @@ class EngineLoop:
         self.error: BaseException | None = None
         self.num_steps = 0
         self.last_step = time.monotonic()
-        self._deliver, self._relay, self._follows = deliver, relay, follows
+        self._deliver, self._broadcast, self._follows = deliver, broadcast, follows
         self._changed = threading.Condition()
         self._serves = self._is_idle = False
-        self._turn_begins = (
-            False  # resumed, and the thread has not taken note: it must, or ranks that follow would wait
-        )
+        # resumed, but the thread has not noticed yet: it must, or ranks that follow would wait
+        self._is_resuming = False
         self._wants_stop = False
         self._waiting: list[_Waiting] = []
         self._to_abort: set[int] = set()
@@ -114,7 +105,7 @@ class EngineLoop:
         Args:
             number: unlike any given before.
             priority: among requests that wait for the loop, higher ones go first.
-            watch: deliver its tokens as they come, if the engine tells.
+            watch: deliver its tokens as they come, if the engine reports them.
         """
         with self._changed:
             if self.error is None:
@@ -123,10 +114,10 @@ class EngineLoop:
                     self._watched.add(number)
                 self._changed.notify_all()
                 return
-        self._deliver([Event(number, None, self._epitaph())])
+        self._deliver([Event(number, None, self._engine_died())])
 
     def abort(self, numbers: Iterable[int] | None = None) -> None:
-        """End these requests, or all; each is delivered with what it had drawn."""
+        """End these requests, or all; each is delivered with the tokens generated so far."""
         with self._changed:
             if numbers is None:
                 numbers = [*self._request_id_of, *(waiting.number for waiting in self._waiting)]
@@ -136,16 +127,16 @@ class EngineLoop:
     def resume(self, version: int) -> None:
         """Serve with the engine's weights, which are of this version."""
         with self._changed:
-            self.version, self._serves, self._turn_begins = version, True, True
+            self.version, self._serves, self._is_resuming = version, True, True
             self.last_step = time.monotonic()
             self._changed.notify_all()
 
     def pause(self) -> None:
-        """Abort what runs, and return when the engine is nobody's. Requests that wait go on waiting."""
+        """Abort what runs, and return when the loop no longer uses the engine. Waiting requests stay queued."""
         with self._changed:
             self._serves = False
             self._changed.notify_all()
-            while (self._turn_begins or not self._is_idle) and self.error is None and self._thread.is_alive():
+            while (self._is_resuming or not self._is_idle) and self.error is None and self._thread.is_alive():
                 self._changed.wait(0.1)
 
     def stop(self) -> None:
@@ -169,7 +160,7 @@ class EngineLoop:
         return self._serves and self.error is None
 
     def state(self) -> dict[str, Any]:
-        """Numbers for whoever watches the loop; ``idle_s`` is the time since the last step ended."""
+        """State for health checks; ``idle_s`` is the time since the last step ended."""
         return {
             "running": self.num_running,
             "waiting": self.num_waiting,
@@ -186,15 +177,15 @@ class EngineLoop:
         try:
             self._await_resume()
             while not self._wants_stop:
-                commands = self._relay.receive() if self._follows else self._next_commands()
-                if self._relay is not None and not self._follows:
-                    self._relay.send(commands)
+                commands = self._broadcast.receive() if self._follows else self._next_commands()
+                if self._broadcast is not None and not self._follows:
+                    self._broadcast.send(commands)
                 self._publish(self._advance(commands))
                 if commands.pause:
                     self._await_resume()
                 if commands.stop:
                     break
-        except BaseException as error:  # whatever it is, nobody may wait for this thread any more
+        except BaseException as error:  # of any kind: callers must not wait for a thread that has ended
             self._fail(error)
         else:
             self._fail(RuntimeError("The rollout server was stopped."))
@@ -202,20 +193,20 @@ class EngineLoop:
     def _await_resume(self) -> None:
         with self._changed:
             self._is_idle = True
-            self.engine.watch.stop_serving()
+            self.engine.monitor.stop_serving()
             self._changed.notify_all()
-            while not self._turn_begins and not self._wants_stop:
+            while not self._is_resuming and not self._wants_stop:
                 self._abort_waiting()
                 self._changed.wait()
-            self._turn_begins = self._is_idle = False
+            self._is_resuming = self._is_idle = False
 
     def _abort_waiting(self) -> None:
         """Answer the requests that were aborted before the engine saw them."""
-        gone = [waiting for waiting in self._waiting if waiting.number in self._to_abort]
+        aborted = [waiting for waiting in self._waiting if waiting.number in self._to_abort]
         self._waiting = [waiting for waiting in self._waiting if waiting.number not in self._to_abort]
-        self._to_abort -= {waiting.number for waiting in gone}
-        if gone:
-            self._publish([Event(waiting.number, nothing_drawn(waiting.request)) for waiting in gone])
+        self._to_abort -= {waiting.number for waiting in aborted}
+        if aborted:
+            self._publish([Event(waiting.number, empty_completion(waiting.request)) for waiting in aborted])
 
     def _next_commands(self) -> Commands:
         """Wait until there is something to do."""
@@ -232,7 +223,7 @@ class EngineLoop:
                 self._waiting = []
                 if commands or self._request_id_of:
                     return commands
-                if not self._changed.wait(_HEARTBEAT_S) and self._relay is not None:
+                if not self._changed.wait(_HEARTBEAT_S) and self._broadcast is not None:
                     return commands
 
     def _advance(self, commands: Commands) -> list[Event]:
@@ -249,16 +240,16 @@ class EngineLoop:
                 TypeError,
                 NotImplementedError,
             ) as error:
-                # this request asks for what cannot be had; the others go on
+                # this request cannot be served; the others continue
                 events.append(Event(number, None, error))
             else:
                 self._request_id_of[number], self._number_of[request_id] = request_id, number
                 self._requests[number] = request
-        self.engine.watch.serving(self._requests)
+        self.engine.monitor.serving(self._requests)
         if self._request_id_of:
             events += self._ended(self.engine.step())
             self.num_steps += 1
-            events += self._news()
+            events += self._progress()
         self.last_step = time.monotonic()
         return events
 
@@ -268,12 +259,12 @@ class EngineLoop:
             number = self._number_of.pop(request_id)
             del self._request_id_of[number]
             self._watched.discard(number)
-            self.engine.watch.count([self._requests.pop(number)], [completion])
+            self.engine.monitor.count([self._requests.pop(number)], [completion])
             events.append(Event(number, completion, is_paused=is_paused))
         return events
 
-    def _news(self) -> list[Event]:
-        """What watched requests have so far."""
+    def _progress(self) -> list[Event]:
+        """The tokens so far of watched requests."""
         watched = [number for number in self._watched if number in self._request_id_of]
         found = [(number, self.engine.partial(self._request_id_of[number])) for number in watched]
         return [Event(number, completion, ended=False) for number, completion in found if completion is not None]
@@ -283,25 +274,25 @@ class EngineLoop:
             self._deliver(events)
 
     def _fail(self, error: BaseException) -> None:
-        self.engine.watch.stop_serving(failed=not self._wants_stop)
-        if told := explained(error, self.engine.config, "generate"):
-            told.__cause__ = error
-            error = told
+        self.engine.monitor.stop_serving(failed=not self._wants_stop)
+        if memory_error := out_of_memory_error(error, self.engine.config, "generate"):
+            memory_error.__cause__ = error
+            error = memory_error
         with self._changed:
             self.error = error
             numbers = [*self._request_id_of, *(waiting.number for waiting in self._waiting)]
             self._request_id_of, self._number_of, self._waiting = {}, {}, []
             self._is_idle = True
             self._changed.notify_all()
-        self._publish([Event(number, None, self._epitaph()) for number in numbers])
+        self._publish([Event(number, None, self._engine_died()) for number in numbers])
 
-    def _epitaph(self) -> EngineDied:
+    def _engine_died(self) -> EngineDied:
         died = EngineDied(f"{type(self.error).__name__}: {self.error}")
         died.__cause__ = self.error
         return died
 
 
-def nothing_drawn(request: Request) -> Completion:
+def empty_completion(request: Request) -> Completion:
     """The completion of a request that was aborted before its first token."""
     return Completion([], [] if request.sampling.want_log_probs else None, "abort")
 
@@ -310,11 +301,11 @@ def _by_priority(waiting: _Waiting) -> tuple[int, int]:
     return waiting.priority, waiting.number
 
 
-# -- How the first rank of an engine tells the others what to do next, over a process group of their own -------------
+# -- Commands of an engine's first rank for its other tensor-parallel ranks, over a process group of their own ---------
 
 
-class GroupRelay:
-    """Carries commands from the first rank of ``ranks`` to the others.
+class TensorParallelBroadcast:
+    """Broadcast of commands from the first rank of ``ranks`` to the others; each `send` is met by one `receive`.
 
     Args:
         ranks: global ranks that share an engine.
@@ -326,38 +317,39 @@ class GroupRelay:
         self._version: int | None = None
 
     def send(self, commands: Commands) -> None:
-        has_news = bool(commands) or commands.version != self._version
+        has_changed = bool(commands) or commands.version != self._version
         self._version = commands.version
-        content = pickle.dumps(commands) if has_news else b""
-        self._broadcast(torch.tensor([len(content)]))
+        content = pickle.dumps(commands) if has_changed else b""
+        self._send_tensor(torch.tensor([len(content)]))
         if content:
-            self._broadcast(torch.frombuffer(bytearray(content), dtype=torch.uint8))
+            self._send_tensor(torch.frombuffer(bytearray(content), dtype=torch.uint8))
 
     def receive(self) -> Commands:
-        size = self._broadcast(torch.zeros(1, dtype=torch.int64))
+        size = self._send_tensor(torch.zeros(1, dtype=torch.int64))
         if not int(size):
             return Commands(self._version)
-        content = self._broadcast(torch.empty(int(size), dtype=torch.uint8))
+        content = self._send_tensor(torch.empty(int(size), dtype=torch.uint8))
         commands = pickle.loads(content.numpy().tobytes())
         self._version = commands.version
         return commands
 
-    def _broadcast(self, content: torch.Tensor) -> torch.Tensor:
+    def _send_tensor(self, content: torch.Tensor) -> torch.Tensor:
         dist.broadcast(content, src=self._source, group=self._group)
         return content
 
 
-def make_relay(size: int) -> GroupRelay | None:
-    """The relay of this rank's engine, where ``size`` neighbouring ranks share one; None for engines of one rank.
+def make_tensor_parallel_broadcast(size: int) -> TensorParallelBroadcast | None:
+    """The broadcast group of this rank's engine, where ``size`` neighbouring ranks share one; None for engines of one
+    rank.
 
     Collective over all ranks of the process group.
     """
     if size == 1:
         return None
-    relay = None
+    broadcast = None
     for first in range(0, dist.get_world_size(), size):
         ranks = list(range(first, first + size))
         group = dist.new_group(ranks, backend="gloo")
         if dist.get_rank() in ranks:
-            relay = GroupRelay(ranks, group)
-    return relay
+            broadcast = TensorParallelBroadcast(ranks, group)
+    return broadcast

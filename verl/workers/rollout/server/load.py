@@ -1,4 +1,4 @@
-"""How busy the replicas were while a batch was drawn: the bubble at the end of a step, in numbers."""
+"""Load of the replicas while a batch was generated: metrics of the bubble at the end of a step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class Span:
     """One request on one replica; times in seconds on one clock."""
 
     replica: str
-    asked: float
+    submitted: float
     """When the request was made."""
     started: float
     """When it was sent to its replica."""
@@ -29,14 +29,14 @@ def occupancy(spans: Sequence[Span], num_replicas: int) -> dict[str, float]:
     """
     if not spans:
         return {}
-    total = max(span.ended for span in spans) - min(span.asked for span in spans)
+    total = max(span.ended for span in spans) - min(span.submitted for span in spans)
     by_replica: dict[str, list[Span]] = {}
     for span in spans:
         by_replica.setdefault(span.replica, []).append(span)
     busy = sum(_covered(own) for own in by_replica.values())
     slots = sum(_most_at_once(own) for own in by_replica.values())
     running = sum(span.ended - span.started for span in spans)
-    waiting = [span.started - span.asked for span in spans]
+    waiting = [span.started - span.submitted for span in spans]
     return {
         "rollout/bubble_share": 1 - busy / (total * num_replicas) if total else 0.0,
         "rollout/idle_slot_share": 1 - running / (total * slots) if total and slots else 0.0,
@@ -55,7 +55,7 @@ def _covered(spans: Iterable[Span]) -> float:
 
 
 def _most_at_once(spans: Iterable[Span]) -> int:
-    """The largest number that ran at one time; one that ends as another starts does not run beside it."""
+    """The largest number that ran at one time; one that ends as another starts does not overlap it."""
     changes = sorted(change for span in spans for change in ((span.started, 1), (span.ended, -1)))
     running = most = 0
     for _, change in changes:

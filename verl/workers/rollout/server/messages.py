@@ -137,7 +137,7 @@ def _default(field: dataclasses.Field) -> Any:
     return {} if field.default is dataclasses.MISSING else field.default
 
 
-# -- How many connections a process may hold open --------------------------------------------------------------------
+# -- How many connections a process may hold open ----------------------------------------------------------------------
 
 
 def allow_many_connections() -> None:

@@ -1,7 +1,8 @@
 """OpenAI's routes over a rollout server: chat and plain completions, whole or as a stream.
 
-What a response had drawn when the weights changed is kept; it goes on under the new ones. ``system_fingerprint`` tells
-the version of the weights that ended it. ``return_token_ids`` adds the token ids that a trainer needs.
+A response that a change of weights interrupts keeps its tokens and continues under the new weights.
+``system_fingerprint`` tells the version of the weights that ended it. ``return_token_ids`` adds the token ids that a
+trainer needs.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ from verl.workers.rollout.base import Completion, Request, SamplingParams
 from verl.workers.rollout.server.engine_loop import EngineDied
 from verl.workers.rollout.server.messages import refuse_unknown, token_ids
 
-# -- Requests in OpenAI's words: which fields are understood, what they mean for an engine, and errors in their form -
+# -- Requests of OpenAI's protocol: supported fields and the sampling parameters they stand for ------------------------
 
 
 _WHOLE_CONTEXT = 1 << 20  # engines cut it to what their context leaves
 _IGNORED = ("user", "store", "metadata", "service_tier")
 """Fields that say nothing about the answer."""
-_INERT = {
+_DEFAULT_ONLY = {
     "best_of": (None, 1),
     "echo": (None, False),
     "function_call": (None, "none"),
@@ -44,7 +45,7 @@ _NUMBERS = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repeti
 _EXTRA = ("frequency_penalty", "presence_penalty", "logit_bias")
 _COMMON = (
     *("model", "max_tokens", "n", "seed", "stop", "stop_token_ids", "stream", "stream_options", "logprobs"),
-    *("return_token_ids", *_NUMBERS, *_EXTRA, *_IGNORED, *_INERT),
+    *("return_token_ids", *_NUMBERS, *_EXTRA, *_IGNORED, *_DEFAULT_ONLY),
 )
 COMPLETION_FIELDS = ("prompt", *_COMMON)
 CHAT_FIELDS = ("messages", "max_completion_tokens", "chat_template_kwargs", *_COMMON)
@@ -55,8 +56,8 @@ class UnknownModel(ValueError):
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """A request, understood."""
+class ParsedRequest:
+    """A parsed request of one of the two routes."""
 
     prompts: list[list[int]]
     sampling: SamplingParams
@@ -68,7 +69,7 @@ class Wanted:
     return_token_ids: bool
 
 
-def understand(body: Any, is_chat: bool, model: str, tokenizer: Any) -> Wanted:
+def parse_request(body: Any, is_chat: bool, model: str, tokenizer: Any) -> ParsedRequest:
     """Read the body of ``/v1/completions`` or ``/v1/chat/completions``.
 
     Raises:
@@ -80,7 +81,7 @@ def understand(body: Any, is_chat: bool, model: str, tokenizer: Any) -> Wanted:
     refuse_unknown(body, CHAT_FIELDS if is_chat else COMPLETION_FIELDS, "The request")
     if body.get("model") not in (None, model):
         raise UnknownModel(f"model={body['model']!r} is not served here; {model!r} is.")
-    for name, inert in _INERT.items():
+    for name, inert in _DEFAULT_ONLY.items():
         if body.get(name) not in inert:
             raise ValueError(f"{name}={body[name]!r} is not supported here. Leave it out.")
     options = body.get("stream_options") or {}
@@ -88,9 +89,9 @@ def understand(body: Any, is_chat: bool, model: str, tokenizer: Any) -> Wanted:
     logprobs = body.get("logprobs")
     if logprobs not in (None, False, True) and logprobs != 0:
         raise ValueError(
-            f"logprobs={logprobs!r}: alternatives to the drawn tokens are not reported. Use {'true' if is_chat else 0}."
+            f"logprobs={logprobs!r}: alternatives to sampled tokens are not reported. Use {'true' if is_chat else 0}."
         )
-    return Wanted(
+    return ParsedRequest(
         prompts=[_chat_prompt(body, tokenizer)] if is_chat else _prompts(body.get("prompt"), tokenizer),
         sampling=_sampling(body, tokenizer, default_max_tokens=_WHOLE_CONTEXT if is_chat else 16),
         n=_integer(body, "n", 1, at_least=1),
@@ -168,7 +169,7 @@ def _text(content: Any) -> str:
     raise ValueError("messages: content must be a text or a list of parts of the type 'text'.")
 
 
-# -- Text of a response as its tokens come, cut at stop texts. Knows a decoding function, no tokenizer ---------------
+# -- Text of a response as its tokens come, cut at stop texts. Knows a decoding function, no tokenizer -----------------
 
 
 _UNFINISHED = "\ufffd"  # what an incomplete character decodes to
@@ -199,7 +200,7 @@ class TextStream:
         if ends:
             self.is_stopped = True
             return text[: min(ends)]
-        kept = 0 if is_last else self._begun(text)
+        kept = 0 if is_last else self._stop_prefix_length(text)
         self._pending = text[len(text) - kept :]
         return text[: len(text) - kept]
 
@@ -211,7 +212,7 @@ class TextStream:
         self._context, self._read = self._read, len(self._ids)
         return whole[len(before) :]
 
-    def _begun(self, text: str) -> int:
+    def _stop_prefix_length(self, text: str) -> int:
         """Length of the longest end of ``text`` that begins a stop text."""
         return max(
             (size for stop in self._stop for size in range(1, len(stop)) if text.endswith(stop[:size])), default=0
@@ -223,7 +224,7 @@ class OpenAIRoutes:
 
     def __init__(self, server: Any):
         self.server, self.tokenizer = server, server.tokenizer
-        self._drawn_without_seed = 0
+        self._num_unseeded = 0
 
     def routes(self) -> list[web.RouteDef]:
         return [
@@ -244,9 +245,9 @@ class OpenAIRoutes:
 
     async def _answer(self, request: web.Request, is_chat: bool) -> web.StreamResponse:
         try:
-            wanted = understand(await request.json(), is_chat, self.server.name, self.tokenizer)
-            answer = _Answer(self, wanted, is_chat)
-            return await (answer.stream(request) if wanted.stream else answer.whole())
+            parsed = parse_request(await request.json(), is_chat, self.server.name, self.tokenizer)
+            answer = _OpenAIResponse(self, parsed, is_chat)
+            return await (answer.stream(request) if parsed.stream else answer.whole())
         except UnknownModel as error:
             return self.server.error_response(404, str(error))
         except (ValueError, TypeError, NotImplementedError) as error:  # malformed JSON too
@@ -254,28 +255,28 @@ class OpenAIRoutes:
         except EngineDied as error:
             return self.server.error_response(500, str(error))
 
-    def seeds(self, wanted: Wanted, count: int) -> list[int]:
+    def seeds(self, parsed: ParsedRequest, count: int) -> list[int]:
         """One for each choice: from the request's seed, or new ones."""
-        if wanted.seed is not None:
-            return [wanted.seed if k == 0 else derive_seed(wanted.seed, "choice", k) for k in range(count)]
-        self._drawn_without_seed += count
-        first = self._drawn_without_seed
+        if parsed.seed is not None:
+            return [parsed.seed if k == 0 else derive_seed(parsed.seed, "choice", k) for k in range(count)]
+        self._num_unseeded += count
+        first = self._num_unseeded
         return [derive_seed(self.server.seed, "unseeded", first + k) for k in range(count)]
 
     def decode(self, token_ids: list[int]) -> str:
         return self.tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
-class _Answer:
-    """One request: its choices, n to each prompt, and the JSON they are told in."""
+class _OpenAIResponse:
+    """One request: its choices, n to each prompt, and their JSON."""
 
-    def __init__(self, routes: OpenAIRoutes, wanted: Wanted, is_chat: bool):
-        self.routes, self.wanted, self.is_chat = routes, wanted, is_chat
-        prompts = [prompt for prompt in wanted.prompts for _ in range(wanted.n)]
-        seeds = routes.seeds(wanted, len(prompts))
-        self.requests = [Request(tuple(p), wanted.sampling, seed) for p, seed in zip(prompts, seeds, strict=True)]
+    def __init__(self, routes: OpenAIRoutes, parsed: ParsedRequest, is_chat: bool):
+        self.routes, self.parsed, self.is_chat = routes, parsed, is_chat
+        prompts = [prompt for prompt in parsed.prompts for _ in range(parsed.n)]
+        seeds = routes.seeds(parsed, len(prompts))
+        self.requests = [Request(tuple(p), parsed.sampling, seed) for p, seed in zip(prompts, seeds, strict=True)]
         self.id = f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid.uuid4().hex}"
-        self.num_drawn = 0
+        self.num_generated = 0
 
     async def whole(self) -> web.Response:
         tasks = [asyncio.ensure_future(self._choice(index)) for index in range(len(self.requests))]
@@ -285,15 +286,15 @@ class _Answer:
             for task in tasks:
                 task.cancel()
         kind = "chat.completion" if self.is_chat else "text_completion"
-        body = self._envelope(kind, choices) | {"usage": self._usage()}
-        if self.wanted.return_token_ids:
-            body["prompt_token_ids"] = self.wanted.prompts[0]
+        body = self._response_json(kind, choices) | {"usage": self._usage()}
+        if self.parsed.return_token_ids:
+            body["prompt_token_ids"] = self.parsed.prompts[0]
         return web.json_response(body)
 
     async def _choice(self, index: int) -> dict[str, Any]:
         pieces = [piece async for piece in self._pieces(index)]
         _, completion, reason = pieces[-1]
-        return self._told(index, "".join(text for text, _, _ in pieces), completion, reason)
+        return self._choice_json(index, "".join(text for text, _, _ in pieces), completion, reason)
 
     async def stream(self, request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
@@ -301,7 +302,7 @@ class _Answer:
         tasks = [asyncio.ensure_future(self._feed(index, pieces)) for index in range(len(self.requests))]
         try:
             first = await pieces.get()
-            if isinstance(first, Exception):  # nothing was sent yet: it can be told as an error
+            if isinstance(first, Exception):  # nothing was sent yet: an error response is still possible
                 raise first
             await response.prepare(request)
             await self._send_all(response, pieces, first)
@@ -316,44 +317,46 @@ class _Answer:
             if isinstance(item, Exception):
                 await _send(response, {"error": {"message": str(item), "type": "server_error"}})
                 break
-            await _send(response, self._envelope(kind, [item]))
+            await _send(response, self._response_json(kind, [item]))
             open_choices -= item["finish_reason"] is not None
             if not open_choices:
                 break
             item = await pieces.get()
-        if self.wanted.include_usage:
-            await _send(response, self._envelope(kind, []) | {"usage": self._usage()})
+        if self.parsed.include_usage:
+            await _send(response, self._response_json(kind, []) | {"usage": self._usage()})
         await response.write(b"data: [DONE]\n\n")
         await response.write_eof()
 
     async def _feed(self, index: int, pieces: asyncio.Queue[Any]) -> None:
-        told = 0
+        num_sent = 0
         try:
             async for text, completion, reason in self._pieces(index):
-                if text or reason or not told:
-                    news = _after(completion, told)
-                    pieces.put_nowait(self._told(index, text, news, reason, is_chunk=True))
-                    told = len(completion.token_ids)
+                if text or reason or not num_sent:
+                    new = _completion_tail(completion, num_sent)
+                    pieces.put_nowait(self._choice_json(index, text, new, reason, is_chunk=True))
+                    num_sent = len(completion.token_ids)
         except (ValueError, TypeError, NotImplementedError, EngineDied) as error:
             pieces.put_nowait(error)
 
     async def _pieces(self, index: int) -> AsyncIterator[tuple[str, Completion, str | None]]:
         """(further text, all tokens so far, why it ended or None)."""
-        text, taken = TextStream(self.routes.decode, self.wanted.sampling.stop), 0
-        watch = self.wanted.stream or bool(self.wanted.sampling.stop)
-        async with aclosing(self.routes.server.follow(self.requests[index], watch=watch, survives=True)) as follow:
-            async for completion, ended in follow:
+        text, taken = TextStream(self.routes.decode, self.parsed.sampling.stop), 0
+        watch = self.parsed.stream or bool(self.parsed.sampling.stop)
+        async with aclosing(
+            self.routes.server.stream_completion(self.requests[index], watch=watch, continue_after_pause=True)
+        ) as completions:
+            async for completion, ended in completions:
                 piece = text.add(completion.token_ids[taken:], is_last=ended)
                 taken = len(completion.token_ids)
                 reason = "stop" if text.is_stopped else completion.finish_reason if ended else None
-                self.num_drawn += taken if reason else 0
+                self.num_generated += taken if reason else 0
                 yield piece, completion, reason
                 if reason:
                     return
 
     # -- JSON ----------------------------------------------------------------------------------------------------------
 
-    def _envelope(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+    def _response_json(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         server = self.routes.server
         return {
             "id": self.id,
@@ -365,32 +368,38 @@ class _Answer:
         }
 
     def _usage(self) -> dict[str, int]:
-        read = sum(map(len, self.wanted.prompts))
-        return {"prompt_tokens": read, "completion_tokens": self.num_drawn, "total_tokens": read + self.num_drawn}
+        read = sum(map(len, self.parsed.prompts))
+        return {
+            "prompt_tokens": read,
+            "completion_tokens": self.num_generated,
+            "total_tokens": read + self.num_generated,
+        }
 
-    def _told(
-        self, index: int, text: str, drawn: Completion, reason: str | None, is_chunk: bool = False
+    def _choice_json(
+        self, index: int, text: str, part: Completion, reason: str | None, is_chunk: bool = False
     ) -> dict[str, Any]:
-        choice: dict[str, Any] = {"index": index, "finish_reason": reason, "logprobs": self._logprobs(drawn)}
+        choice: dict[str, Any] = {"index": index, "finish_reason": reason, "logprobs": self._logprobs(part)}
         if not self.is_chat:
             choice["text"] = text
         else:
             choice["delta" if is_chunk else "message"] = {"role": "assistant", "content": text}
-        if self.wanted.return_token_ids:
-            choice["token_ids"] = drawn.token_ids
+        if self.parsed.return_token_ids:
+            choice["token_ids"] = part.token_ids
         return choice
 
-    def _logprobs(self, drawn: Completion) -> dict[str, Any] | None:
-        if not self.wanted.logprobs:
+    def _logprobs(self, part: Completion) -> dict[str, Any] | None:
+        if not self.parsed.logprobs:
             return None
-        tokens = [self.routes.tokenizer.decode([token]) for token in drawn.token_ids]
+        tokens = [self.routes.tokenizer.decode([token]) for token in part.token_ids]
         if not self.is_chat:
-            return {"tokens": tokens, "token_logprobs": drawn.log_probs, "top_logprobs": None, "text_offset": None}
-        told = zip(tokens, drawn.log_probs, strict=True)
-        return {"content": [{"token": t, "logprob": p, "bytes": list(t.encode()), "top_logprobs": []} for t, p in told]}
+            return {"tokens": tokens, "token_logprobs": part.log_probs, "top_logprobs": None, "text_offset": None}
+        pairs = zip(tokens, part.log_probs, strict=True)
+        return {
+            "content": [{"token": t, "logprob": p, "bytes": list(t.encode()), "top_logprobs": []} for t, p in pairs]
+        }
 
 
-def _after(completion: Completion, start: int) -> Completion:
+def _completion_tail(completion: Completion, start: int) -> Completion:
     return Completion(completion.token_ids[start:], completion.log_probs[start:], completion.finish_reason)
 
 

@@ -1,4 +1,5 @@
-"""A rollout engine behind HTTP: requests come one by one, from the driver or agents outside, and are drawn together.
+"""A rollout engine behind HTTP: requests come one by one, from the driver or agents outside, and are generated
+together.
 
 The application runs in a thread with an event loop of its own, the engine in another (`engine_loop.py`): while the
 engine computes a step, requests are taken in and answered. Start it with the engine at rest, let it serve with
@@ -23,7 +24,13 @@ from aiohttp import web
 
 from verl.utils.seeding import derive_seed
 from verl.workers.rollout.base import Completion, Request, RolloutEngine
-from verl.workers.rollout.server.engine_loop import EngineDied, EngineLoop, Event, Relay
+from verl.workers.rollout.server.engine_loop import (
+    EngineDied,
+    EngineLoop,
+    Event,
+    TensorParallelBroadcast,
+    empty_completion,
+)
 from verl.workers.rollout.server.messages import (
     allow_many_connections,
     completion_to_json,
@@ -32,7 +39,7 @@ from verl.workers.rollout.server.messages import (
 )
 from verl.workers.rollout.server.openai_api import OpenAIRoutes
 
-# -- A rollout engine's numbers as Prometheus reads them (text format 0.0.4). Renders only; serving is the server's --
+# -- A rollout engine's numbers as Prometheus reads them (text format 0.0.4). Renders only; serving is the server's ----
 
 
 if TYPE_CHECKING:
@@ -42,7 +49,7 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _PREFIX = "verl_rollout_"
 _HELP = {
     "requests": "Requests that ended.",
-    "generated_tokens": "Tokens drawn.",
+    "generated_tokens": "Tokens generated.",
     "prompt_tokens": "Tokens of prompts.",
     "steps": "Steps of the engine.",
     "seconds": "Seconds spent generating.",
@@ -53,9 +60,9 @@ _HELP = {
 
 def prometheus_text(engine: RolloutEngine) -> str:
     """What ``GET /metrics`` of a server answers: verl's counters of the engine, then the engine's own metrics."""
-    labels = {"engine": engine.watch.engine}
+    labels = {"engine": engine.monitor.engine}
     version = -1 if engine.version is None else engine.version
-    own = render(engine.watch.totals() | engine.totals(), "counter", labels)
+    own = render(engine.monitor.totals() | engine.totals(), "counter", labels)
     return own + render({"running": engine.num_running, "version": version}, "gauge", labels) + engine.prometheus()
 
 
@@ -90,7 +97,7 @@ class RolloutServer:
         name: the model's, as ``/v1/models`` gives it.
         tokenizer: for the OpenAI routes, which speak text; None leaves them out.
         seed: of responses whose request names none; the n-th takes seed + n.
-        relay: to the other ranks of the engine.
+        broadcast: to the other tensor-parallel ranks of the engine.
 
     Raises:
         ValueError: ``host`` is open to others and there is no token.
@@ -107,7 +114,7 @@ class RolloutServer:
         name: str = "policy",
         tokenizer: Any = None,
         seed: int = 0,
-        relay: Relay | None = None,
+        broadcast: TensorParallelBroadcast | None = None,
     ):
         if not token and not is_loopback(host):
             raise ValueError(
@@ -116,7 +123,7 @@ class RolloutServer:
             )
         self.engine, self.name, self.tokenizer, self.seed = engine, name, tokenizer, seed
         self.host, self.port = host, port
-        self.loop = EngineLoop(engine, self._deliver, relay)
+        self.loop = EngineLoop(engine, self._deliver, broadcast)
         self._token = token
         self._numbers = count()
         self._events: asyncio.AbstractEventLoop | None = None
@@ -126,7 +133,7 @@ class RolloutServer:
         if version is not None:
             self.loop.resume(version)
 
-    # -- life ----------------------------------------------------------------------------------------------------------
+    # -- start and stop ------------------------------------------------------------------------------------------------
 
     @property
     def address(self) -> str:
@@ -158,7 +165,7 @@ class RolloutServer:
     def pause(self) -> None:
         """Take no further step, abort what runs, and return when the engine is free for others.
 
-        Requests that wait are kept for `resume`; what the OpenAI routes had begun goes on then from where it was.
+        Requests that wait are kept for `resume`; responses of the OpenAI routes continue then from where they were.
         """
         self.loop.pause()
 
@@ -210,7 +217,7 @@ class RolloutServer:
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Callable) -> web.StreamResponse:
-        """Turn away whoever lacks the token."""
+        """Refuse requests without the token."""
         if self._token is not None:
             given = request.headers.get("Authorization", "")
             if not hmac.compare_digest(given.encode(), f"Bearer {self._token}".encode()):
@@ -221,39 +228,40 @@ class RolloutServer:
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
-    async def draw(self, request: Request, priority: int = 0, request_id: str | None = None) -> Completion:
+    async def generate(self, request: Request, priority: int = 0, request_id: str | None = None) -> Completion:
         """One completion; in the application's thread. Cancelling it aborts the request.
 
         Raises:
-            ValueError: the request cannot be drawn, or its id is in use.
+            ValueError: the request cannot be served, or its id is in use.
             EngineDied: the engine failed; says how.
         """
-        async with aclosing(self.follow(request, priority, request_id, watch=False)) as follow:
-            async for completion, ended in follow:
+        async with aclosing(self.stream_completion(request, priority, request_id, watch=False)) as completions:
+            async for completion, ended in completions:
                 if ended:
                     return completion
         raise AssertionError("a request ended without an event")
 
-    async def follow(
+    async def stream_completion(
         self,
         request: Request,
         priority: int = 0,
         request_id: str | None = None,
         watch: bool = True,
-        survives: bool = False,
+        continue_after_pause: bool = False,
     ) -> AsyncIterator[tuple[Completion, bool]]:
-        """As `draw`, but yields (completion so far, whether it is the end) as tokens come.
+        """As `generate`, but yields (completion so far, whether it is the end) as tokens come.
 
         Args:
-            watch: yield before the end, if the engine tells how far it is.
-            survives: what a `pause` cut off waits for `resume` and goes on from there, with the weights there are then.
+            watch: yield before the end, if the engine reports its tokens so far.
+            continue_after_pause: a response that `pause` interrupted waits for `resume` and continues with the weights
+                held then.
         """
-        before, part = _nothing(request), request
+        before, part = empty_completion(request), request
         while True:
             async with aclosing(self._events_of(part, priority, request_id, watch)) as events:
                 async for event in events:
-                    completion = _continued(before, event.completion)
-                    is_end = event.ended and not (survives and event.is_paused)
+                    completion = _concatenated(before, event.completion)
+                    is_end = event.ended and not (continue_after_pause and event.is_paused)
                     if is_end or not event.ended:
                         yield completion, is_end
             if is_end:
@@ -285,11 +293,11 @@ class RolloutServer:
                 self.loop.abort([number])
 
     def _deliver(self, events: list[Event]) -> None:
-        """From the engine's thread: hand news to those who wait for them."""
+        """From the engine's thread: pass events to the requests that wait for them."""
         with suppress(RuntimeError):  # the application has ended
-            self._events.call_soon_threadsafe(self._hand_out, events)
+            self._events.call_soon_threadsafe(self._route_events, events)
 
-    def _hand_out(self, events: list[Event]) -> None:
+    def _route_events(self, events: list[Event]) -> None:
         for event in events:
             if event.number in self._open:
                 self._open[event.number].put_nowait(event)
@@ -298,8 +306,8 @@ class RolloutServer:
 
     async def _generate(self, request: web.Request) -> web.Response:
         try:
-            wanted, request_id, priority = request_from_json(await request.json())
-            completion = await self.draw(wanted, priority, request_id)
+            rollout_request, request_id, priority = request_from_json(await request.json())
+            completion = await self.generate(rollout_request, priority, request_id)
         except (ValueError, TypeError, NotImplementedError) as error:  # malformed JSON too
             return self.error_response(400, str(error))
         except EngineDied as error:
@@ -334,7 +342,7 @@ class RolloutServer:
 
 
 class _Outcome:
-    """How a thread's start went."""
+    """Success or error of a thread's start."""
 
     def __init__(self) -> None:
         self._known = threading.Event()
@@ -358,21 +366,21 @@ def _nothing(request: Request) -> Completion:
     return Completion([], [] if request.sampling.want_log_probs else None, "abort")
 
 
-def _continued(before: Completion, more: Completion) -> Completion:
-    """A completion and what followed it."""
+def _concatenated(before: Completion, more: Completion) -> Completion:
+    """A completion and the one that continued it, as one."""
     if not before.token_ids:
         return more
     log_probs = None if more.log_probs is None else before.log_probs + more.log_probs
     return replace(more, token_ids=before.token_ids + more.token_ids, log_probs=log_probs)
 
 
-def _rest(request: Request, drawn: Completion) -> Request:
-    """What is left to draw of a request."""
-    sampling = replace(request.sampling, max_tokens=request.sampling.max_tokens - len(drawn.token_ids))
-    if not drawn.token_ids:
+def _rest(request: Request, done: Completion) -> Request:
+    """The request for the remaining tokens of a partial response."""
+    sampling = replace(request.sampling, max_tokens=request.sampling.max_tokens - len(done.token_ids))
+    if not done.token_ids:
         return request
-    seed = derive_seed(request.seed, "continued", len(drawn.token_ids))
-    return replace(request, prompt_ids=(*request.prompt_ids, *drawn.token_ids), sampling=sampling, seed=seed)
+    seed = derive_seed(request.seed, "continued", len(done.token_ids))
+    return replace(request, prompt_ids=(*request.prompt_ids, *done.token_ids), sampling=sampling, seed=seed)
 
 
 def _own_address() -> str:

@@ -26,13 +26,13 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from verl.workers.rollout.sglang.requests import Drawable
-from verl.workers.rollout.sglang.stubs import stand_in
+from verl.workers.rollout.sglang.requests import EngineRequest
+from verl.workers.rollout.sglang.stubs import install_stubs
 
 _ABORT_AGAIN_S = 0.01
 _SETTLE_S = 30.0  # longest wait for a scheduler to notice that it has nothing to do
 _CALLS = "verl_call"
-"""Name under which `sglang_scheduler.Inside` answers to SGLang's remote calls."""
+"""Name under which `scheduler.SchedulerExtension` answers to SGLang's remote calls."""
 
 
 def main(descriptor: int) -> None:
@@ -69,7 +69,7 @@ def start_engine(arguments: dict[str, Any], given: Sequence[str]) -> Any:
         ValueError: the installed SGLang lacks an argument.
     """
     if arguments["device"] == "cpu":
-        stand_in()
+        install_stubs()
     import sglang
     from sglang.srt.server_args import ServerArgs
 
@@ -100,7 +100,7 @@ class Host:
         self.connection = connection
         self.replies = Path(tempfile.mkdtemp())
         self.tasks: set[asyncio.Task] = set()
-        self.drawing: dict[int, tuple[list[int], list[float]]] = {}
+        self.generating: dict[int, tuple[list[int], list[float]]] = {}
         """Request id -> tokens and log-probs of the phases that ended."""
         self.aborted: set[int] = set()
         self.turn = asyncio.Lock()
@@ -111,10 +111,10 @@ class Host:
         from sglang.srt.sampling.sampling_params import SamplingParams
 
         unname_shared_memory()
-        self.engine.loop.run_until_complete(self.inside("greet", {}))
+        self.engine.loop.run_until_complete(self.call_schedulers("ping", {}))
         fields = list(inspect.signature(SamplingParams).parameters)
-        facts = {"version": sglang.__version__, "pids": process_tree(), "sampling": fields}
-        _send(self.connection, "answer", None, True, facts)
+        info = {"version": sglang.__version__, "pids": process_tree(), "sampling": fields}
+        _send(self.connection, "answer", None, True, info)
         threading.Thread(target=self._read, daemon=True).start()
         self.engine.loop.run_forever()
 
@@ -130,10 +130,10 @@ class Host:
     def _take(self, kind: str, *rest: Any) -> None:
         if kind == "submit":
             for request_id, request in rest[0]:
-                self.drawing[request_id] = [], []
-                self._start(self._draw(request_id, request))
+                self.generating[request_id] = [], []
+                self._start(self._generate(request_id, request))
         elif kind == "abort":
-            for request_id in self.drawing.keys() & rest[0]:
+            for request_id in self.generating.keys() & rest[0]:
                 self._start(self._abort(request_id))
         else:
             self._start(self._answer(*rest))
@@ -143,9 +143,9 @@ class Host:
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
 
-    async def _draw(self, request_id: int, request: Drawable) -> None:
-        """Draw a response in phases, each going on where the one before ran into its length."""
-        tokens, log_probs = self.drawing[request_id]
+    async def _generate(self, request_id: int, request: EngineRequest) -> None:
+        """Generate a response in phases; each continues where the one before reached its length."""
+        tokens, log_probs = self.generating[request_id]
         reason = "length"
         try:
             for params in request.phases:
@@ -160,22 +160,22 @@ class Host:
                     return_logprob=True,
                     rid=_name(request_id),
                 )
-                facts = output["meta_info"]
+                info = output["meta_info"]
                 tokens += output["output_ids"]
-                log_probs += [log_prob for log_prob, *_ in facts["output_token_logprobs"]]
-                reason = facts["finish_reason"]["type"]
-                if reason == "abort" and facts["finish_reason"].get("status_code"):
-                    reason = f"{facts['finish_reason'].get('message')}"
-        except Exception as error:  # told to who asked
+                log_probs += [log_prob for log_prob, *_ in info["output_token_logprobs"]]
+                reason = info["finish_reason"]["type"]
+                if reason == "abort" and info["finish_reason"].get("status_code"):
+                    reason = f"{info['finish_reason'].get('message')}"
+        except Exception as error:  # delivered with the request
             reason = f"{type(error).__name__}: {error}"
-        del self.drawing[request_id]
+        del self.generating[request_id]
         self.aborted.discard(request_id)
         self.outgoing.submit(_send, self.connection, "ended", [(request_id, (tokens, log_probs, reason))])
 
     async def _abort(self, request_id: int) -> None:
-        """Tell SGLang to end a request until it has: it does not hear of one that is still on its way in."""
+        """Abort a request until it has ended: SGLang ignores an abort of a request it has not received yet."""
         self.aborted.add(request_id)
-        while request_id in self.drawing:
+        while request_id in self.generating:
             self.manager.abort_request(rid=_name(request_id))
             await asyncio.sleep(_ABORT_AGAIN_S)
         self.aborted.discard(request_id)
@@ -190,8 +190,8 @@ class Host:
             answer = (False, RuntimeError(f"SGLang's {name} failed: {type(error).__name__}: {error}"))
         self.outgoing.submit(_send, self.connection, "answer", number, *answer)
 
-    async def inside(self, function: str, arguments: Mapping[str, Any]) -> list[Any]:
-        """Call a method of `sglang_scheduler.Inside`, or ``module:function``, in every scheduler; one result each."""
+    async def call_schedulers(self, function: str, arguments: Mapping[str, Any]) -> list[Any]:
+        """Call a method of `scheduler.SchedulerExtension`, or ``module:function``, in every scheduler."""
         reply = self.replies / "reply"
         parameters = {"function": function, "arguments": json.dumps(arguments), "reply": str(reply)}
         call = self.engine.collective_rpc
@@ -205,11 +205,11 @@ class Host:
                 raise RuntimeError(value)
         return [value for _, value in found]
 
-    async def drawn(self, request_id: int) -> tuple[list[int], list[float]]:
-        """Tokens and log-probs of a running request so far; those of one that just ended are on their way."""
-        tokens, log_probs = self.drawing.get(request_id, ([], []))
+    async def partial_output(self, request_id: int) -> tuple[list[int], list[float]]:
+        """Tokens and log-probs of a running request so far; the rest of one that just ended is being sent."""
+        tokens, log_probs = self.generating.get(request_id, ([], []))
         known = len(tokens)
-        now = (await self.inside("drawn", {"name": _name(request_id)}))[0]
+        now = (await self.call_schedulers("partial_output", {"name": _name(request_id)}))[0]
         if len(tokens) > known:  # a phase ended meanwhile, and is there in full
             now = [], []
         return tokens + now[0], log_probs + now[1]
@@ -219,13 +219,13 @@ class Host:
         if hasattr(self.manager, "begin_weight_update"):  # versions without sessions always take them
             from sglang.srt.managers.io_struct import BeginWeightUpdateReqInput
 
-            _demand(await self.manager.begin_weight_update(BeginWeightUpdateReqInput(), None))
+            _check_success(await self.manager.begin_weight_update(BeginWeightUpdateReqInput(), None))
 
     async def end_weight_update(self) -> None:
         if hasattr(self.manager, "end_weight_update"):
             from sglang.srt.managers.io_struct import EndWeightUpdateReqInput
 
-            _demand(await self.manager.end_weight_update(EndWeightUpdateReqInput(), None))
+            _check_success(await self.manager.end_weight_update(EndWeightUpdateReqInput(), None))
 
     async def flush_cache(self) -> None:
         """Forget cached prefixes; an error while requests run.
@@ -234,12 +234,12 @@ class Host:
         """
         deadline = time.monotonic() + _SETTLE_S
         while not (answer := await self.manager.flush_cache()).success:
-            if self.drawing or time.monotonic() > deadline:
-                raise RuntimeError(f"SGLang keeps its cache: {len(self.drawing)} requests run. {answer}")
+            if self.generating or time.monotonic() > deadline:
+                raise RuntimeError(f"SGLang keeps its cache: {len(self.generating)} requests run. {answer}")
             await asyncio.sleep(0.005)
 
     async def arguments(self) -> dict[str, Any]:
-        """SGLang's arguments as it settled them: those that are plain values."""
+        """SGLang's resolved arguments, as far as they are plain values."""
         record = self.manager.server_args
         settled = record.resolved_dict() if hasattr(record, "resolved_dict") else vars(record)
         return {
@@ -247,7 +247,7 @@ class Host:
         }
 
     async def release(self, tags: list[str]) -> None:
-        """SGLang's own way of giving memory back, on CUDA."""
+        """Release memory by SGLang's own means, on CUDA."""
         from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
 
         await self.manager.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=tags), None)
@@ -266,7 +266,7 @@ def process_tree() -> list[int]:
 
 
 def unname_shared_memory() -> None:
-    """Take away the names of shared memory that this tree has mapped: killed, nobody would remove it."""
+    """Unlink the shared memory that this tree has mapped: after a kill nothing else would remove it."""
     for pid in process_tree():
         with suppress(OSError):
             for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
@@ -279,7 +279,7 @@ def _name(request_id: int) -> str:
     return f"{request_id:020d}"
 
 
-def _demand(answer: Any) -> None:
+def _check_success(answer: Any) -> None:
     """SGLang reports a refusal as a value; make it an error."""
     success, message = answer if isinstance(answer, tuple) else (answer.success, getattr(answer, "message", ""))
     if not success:

@@ -1,8 +1,8 @@
-"""The process tree an SGLang engine lives in, as the worker sees it: start it, call it, know when it is gone.
+"""The process tree of an SGLang engine, seen from the worker: start, calls, and errors when it has died.
 
 SGLang starts processes of its own, sets signal handlers, an event loop policy and a start method, and on any error ends
 every process below the one it was started in. So it gets a process to itself (`sglang_host`), apart from the trainer's;
-what it prints is kept and told when it dies.
+its output is kept for the error when it dies.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from verl.workers.rollout.sglang.requests import Drawable
+from verl.workers.rollout.sglang.requests import EngineRequest
 
 _TAIL_LINES = 60
 _LONGEST_PARENT = 60  # bytes of the path that holds the folder of SGLang's sockets, whose own have 107 at most
 _YOUNG_S = 60.0  # seconds in which a folder's owner may not have locked it yet
-_GRACE_S = 5.0  # seconds a dying process tree has to say goodbye
+_GRACE_S = 5.0  # seconds a dying process tree has to end
 
 
 class EngineDiedError(RuntimeError):
-    """The rollout engine's process is gone; the message has its last words and the requests it held."""
+    """The rollout engine's process is gone; the message has the end of its output and the requests it held."""
 
 
 class EngineProcess:
@@ -45,13 +45,13 @@ class EngineProcess:
 
     Raises:
         ValueError: the installed SGLang lacks an argument; names it.
-        EngineDiedError: it did not come up; has what it printed.
+        EngineDiedError: it did not come up; has its output.
     """
 
     def __init__(self, arguments: Mapping[str, Any], given: Sequence[str], environment: Mapping[str, str | None]):
         self.folder = _own_folder()
         self._log = self.folder / "log"
-        self._told = 0
+        self._output_read = 0
         self._next_call = 0
         self._ended: dict[int, Any] = {}
         self.running: dict[int, int] = {}
@@ -71,7 +71,7 @@ class EngineProcess:
         self._connection = Connection(ours.detach())
         self._end = weakref.finalize(self, _end, os.getpid(), self._process, self._connection, self.folder)
         self._send(("start", os.getpid(), dict(arguments), list(given)))
-        self.facts: dict[str, Any] = self._first_answer()
+        self.info: dict[str, Any] = self._first_answer()
         """``version`` of SGLang, ``pids`` of its processes, names of its ``sampling`` parameters."""
 
     def call(self, name: str, *args: Any) -> Any:
@@ -80,14 +80,14 @@ class EngineProcess:
         self._send(("call", self._next_call, name, args))
         return self._answer(self._next_call)
 
-    def submit(self, drawn: Sequence[tuple[int, Drawable]]) -> None:
+    def submit(self, requests: Sequence[tuple[int, EngineRequest]]) -> None:
         """Start these requests, each with its id."""
-        self._send(("submit", list(drawn)))
-        self.running |= {request_id: len(request.ids) for request_id, request in drawn}
+        self._send(("submit", list(requests)))
+        self.running |= {request_id: len(request.ids) for request_id, request in requests}
 
-    def drawn(self, request_id: int) -> tuple[list[int], list[float]]:
+    def partial_output(self, request_id: int) -> tuple[list[int], list[float]]:
         """Tokens and log-probs of a request so far; all of one that `ended` has yet to return."""
-        found = self.call("drawn", request_id)
+        found = self.call("partial_output", request_id)
         return self._ended[request_id][:2] if request_id in self._ended else found
 
     def abort(self, request_ids: Sequence[int]) -> None:
@@ -109,9 +109,9 @@ class EngineProcess:
     def new_output(self) -> str:
         """What the engine printed since the last call."""
         with open(self._log, errors="replace") as log:
-            log.seek(self._told)
+            log.seek(self._output_read)
             text = log.read()
-            self._told = log.tell()
+            self._output_read = log.tell()
         return text
 
     def close(self) -> None:
@@ -120,7 +120,7 @@ class EngineProcess:
 
     @property
     def pids(self) -> list[int]:
-        return self.facts["pids"]
+        return self.info["pids"]
 
     # -- messages ------------------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""Requests and completions in SGLang's words."""
+"""Requests and completions as SGLang takes and returns them."""
 
 from __future__ import annotations
 
@@ -22,18 +22,20 @@ _TEXT_FIELDS = ("stop", "stop_regex", "min_new_tokens")
 
 
 @dataclass(frozen=True)
-class Drawable:
-    """What SGLang draws one response from."""
+class EngineRequest:
+    """One request as SGLang takes it."""
 
     ids: list[int]
     phases: list[dict[str, Any]]
-    """``sampling_params`` of each part the response is drawn in."""
+    """``sampling_params`` of each part the response is generated in."""
     image_data: list[dict[str, Any]] | None
     """All images of the prompt, as the model's processor gave them."""
 
 
-def drawable(request: Request, max_model_len: int, stop_token_ids: set[int], image_token: int | None) -> Drawable:
-    """A request that went through `vision.ImageReader.read`, in SGLang's words.
+def engine_request(
+    request: Request, max_model_len: int, stop_token_ids: set[int], image_token: int | None
+) -> EngineRequest:
+    """A request that went through `vision.ImageReader.read`, as SGLang takes it.
 
     Args:
         stop_token_ids: the model's own end tokens.
@@ -43,7 +45,7 @@ def drawable(request: Request, max_model_len: int, stop_token_ids: set[int], ima
     if request.media:
         images = [{"format": "processor_output", "modality": "IMAGE", **request.media.inputs}]
         images[0]["offsets"] = _spans(request, image_token)
-    return Drawable(list(request.prompt_ids), phases(request, max_model_len, stop_token_ids), images)
+    return EngineRequest(list(request.prompt_ids), phases(request, max_model_len, stop_token_ids), images)
 
 
 def needs_tokenizer(sampling: SamplingParams) -> str | None:
@@ -52,7 +54,7 @@ def needs_tokenizer(sampling: SamplingParams) -> str | None:
 
 
 def stream_key(seed: int, prompt_length: int) -> int:
-    """The int64 whose stream, counted by positions in the sequence, is that of ``seed`` counted by drawn tokens."""
+    """The int64 whose stream, counted by positions in the sequence, is that of ``seed`` counted by generated tokens."""
     mixed = int(_mix(np.array([seed & _WORD], dtype=np.uint64))[0])
     key = (mixed + (2 - prompt_length) * _GOLDEN) & _WORD
     return key - (1 << 64) if key >> 63 else key
@@ -82,7 +84,8 @@ def sampling_arguments(request: Request, max_model_len: int, stop_token_ids: set
 
 
 def phases(request: Request, max_model_len: int, stop_token_ids: set[int]) -> list[dict[str, Any]]:
-    """``sampling_params`` for the parts a response is drawn in: its first token alone if that has its own temperature.
+    """``sampling_params`` for the parts a response is generated in: its first token alone if that has its own
+    temperature.
 
     The parts continue one stream of random numbers, which counts positions.
     """
@@ -117,10 +120,10 @@ def _top_k(top_k: int, min_p: float) -> dict[str, Any]:
 
 
 def completion(request: Request, token_ids: list[int], log_probs: list[float], reason: str) -> Completion:
-    """SGLang's output as ours.
+    """A `Completion` from SGLang's output.
 
     Raises:
-        FloatingPointError: a token was drawn from logits that are not finite.
+        FloatingPointError: a token was sampled from logits that are not finite.
     """
     if reason not in ("stop", "length", "abort"):
         raise RuntimeError(f"SGLang ended a request with finish_reason={reason!r}; see its log.")
@@ -133,10 +136,10 @@ def completion(request: Request, token_ids: list[int], log_probs: list[float], r
 
 
 def _spans(request: Request, image_token: int) -> list[tuple[int, int]]:
-    """First and last place of each image in the prompt; images may stand side by side."""
-    places = [place for place, token in enumerate(request.prompt_ids) if token == image_token]
+    """First and last position of each image in the prompt; images may stand side by side."""
+    positions = [position for position, token in enumerate(request.prompt_ids) if token == image_token]
     spans, start = [], 0
     for size in request.media.sizes:
-        spans.append((places[start], places[start + size - 1]))
+        spans.append((positions[start], positions[start + size - 1]))
         start += size
     return spans

@@ -1,4 +1,4 @@
-"""The SGLang rollout engine, in processes of its own beside the worker: token ids in and out, weights read back there.
+"""The SGLang rollout engine, in processes of its own: token ids in and out, weights read back there.
 
 One engine per replica of ``tensor_model_parallel_size`` ranks: the first of them owns it, with SGLang's own processes
 for tensor parallelism; the others make every call together with it and get what it gets. Runs on CUDA and on CPU.
@@ -33,7 +33,7 @@ from verl.workers.rollout.base import (
     stop_tokens,
 )
 from verl.workers.rollout.sglang.process import EngineProcess
-from verl.workers.rollout.sglang.requests import completion, drawable, needs_tokenizer
+from verl.workers.rollout.sglang.requests import completion, engine_request, needs_tokenizer
 from verl.workers.rollout.sglang.setup import (
     CONTEXT_KEPT,
     check_model,
@@ -42,14 +42,14 @@ from verl.workers.rollout.sglang.setup import (
     given_arguments,
     model_overrides,
 )
-from verl.workers.rollout.sglang.shared_memory import DeviceParcels, HostParcels
+from verl.workers.rollout.sglang.shared_memory import CudaIpcBuffer, SharedMemoryBuffer
 from verl.workers.rollout.vision import ImageReader
 from verl.workers.rollout.vllm.memory import host_cache_bytes
 
 logger = logging.getLogger(__name__)
 
 _TAGS = ("weights", "kv_cache")
-_LOOK_S = 5.0  # between two looks whether SGLang still draws
+_CHECK_S = 5.0  # between two checks whether SGLang still generates
 _STEP_S = 0.02  # longest wait of a step, so that new requests need not wait for the running ones
 
 
@@ -102,15 +102,15 @@ class SGLangRollout(RolloutEngine):
         self.has_tokenizer = not arguments["skip_tokenizer_init"]
         self._reader = ImageReader(spec.folder, model_config, config.limit_images, trust_remote_code)
         self._image_token = image_token(model_config) if is_vision_language(model_config) else None
-        self.never_drawn = self._reader.never_drawn
+        self.never_generated = self._reader.never_generated
         self.tensor_parallel_size = config.tensor_model_parallel_size
         self._group, self._leader = _replica(self.tensor_parallel_size)
-        self.watch.sees_steps = self.leads
-        self._seen, self._looks_at = None, 0.0
+        self.monitor.reports_steps = self.is_leader
+        self._last_progress, self._next_check = None, 0.0
         self.engine: EngineProcess | None = None
         devices = self._visible_devices()
-        self._together(lambda: self._start(arguments, devices))
-        self._fields: list[str] = self._together(lambda: self.engine.facts["sampling"])
+        self._on_leader(lambda: self._start(arguments, devices))
+        self._fields: list[str] = self._on_leader(lambda: self.engine.info["sampling"])
         self._requests: dict[int, Request] = {}
         self._asleep: set[str] = set()
         if not config.load_format.startswith("dummy"):
@@ -134,14 +134,14 @@ class SGLangRollout(RolloutEngine):
     # -- the replica's ranks -------------------------------------------------------------------------------------------
 
     @property
-    def leads(self) -> bool:
+    def is_leader(self) -> bool:
         """Whether this rank owns the engine."""
         return self._group is None or dist.get_rank() == self._leader
 
-    def _together(self, act: Callable[[], Any]) -> Any:
+    def _on_leader(self, act: Callable[[], Any]) -> Any:
         """Let the leader act; every rank of the replica gets its result, or its error. Collective."""
         outcome: list[Any] = [None, None]
-        if self.leads:
+        if self.is_leader:
             try:
                 outcome[0] = act()
             except Exception as error:
@@ -160,21 +160,22 @@ class SGLangRollout(RolloutEngine):
         dist.all_gather_object(found, what, group=self._group)
         return found
 
-    def inside(self, function: str, **arguments: Any) -> list[Any]:
-        """Call a method of `sglang_scheduler.Inside`, or ``module:function`` with it, in every scheduler process.
+    def call_schedulers(self, function: str, **arguments: Any) -> list[Any]:
+        """Call a method of `sglang_scheduler.SchedulerExtension`, or ``module:function`` with it, in every scheduler
+        process.
 
-        Returns one result a process. Only where `leads`.
+        Returns one result a process. Only where `is_leader`.
         """
-        return self.engine.call("inside", function, arguments)
+        return self.engine.call("call_schedulers", function, arguments)
 
     @property
     def pids(self) -> list[int]:
         """The engine's processes, which hold its memory."""
-        return self._together(lambda: self.engine.pids)
+        return self._on_leader(lambda: self.engine.pids)
 
     def engine_arguments(self) -> dict[str, Any]:
-        """SGLang's arguments as it settled them."""
-        return self._together(lambda: self.engine.call("arguments"))
+        """SGLang's resolved arguments."""
+        return self._on_leader(lambda: self.engine.call("arguments"))
 
     def close(self) -> None:
         """End the engine's processes; they also end with this process."""
@@ -197,17 +198,17 @@ class SGLangRollout(RolloutEngine):
         self.invalidate()
         if "weights" in self._asleep:
             raise WeightSyncError(f"Weights of version {version} arrived while the rollout was asleep. Wake it first.")
-        parcels = HostParcels() if self.device.type == "cpu" else DeviceParcels()
+        shared = SharedMemoryBuffer() if self.device.type == "cpu" else CudaIpcBuffer()
         try:
-            self._together(self._begin_load)
-            problem = self._send(parcels, iter(buckets))
+            self._on_leader(self._begin_load)
+            problem = self._send(shared, iter(buckets))
         except BaseException:
-            if self.leads:
+            if self.is_leader:
                 self._end_session()
             raise
         finally:
-            parcels.close()
-        results = self._together(self._end_load)
+            shared.close()
+        results = self._on_leader(self._end_load)
         problem = problem or results[0][0]
         if problem:
             raise WeightSyncError(f"The sync of version {version} failed: {problem}")
@@ -217,26 +218,26 @@ class SGLangRollout(RolloutEngine):
 
     def _begin_load(self) -> None:
         self.engine.call("begin_weight_update")
-        self.inside("begin_load")
+        self.call_schedulers("begin_load")
 
-    def _send(self, parcels: HostParcels | DeviceParcels, buckets: Iterable[Bucket]) -> str | None:
-        """Hand all buckets over; returns the first thing that went wrong, after which the rest is let pass."""
+    def _send(self, shared: SharedMemoryBuffer | CudaIpcBuffer, buckets: Iterable[Bucket]) -> str | None:
+        """Hand all buckets over; returns the first thing that went wrong, after which the rest is only consumed."""
         problem = None
         for bucket in buckets:
             if problem is None:
                 everyone = self.device.type == "cuda"  # each rank's buffer is on the device of one scheduler
-                parcel = parcels.pack(bucket) if everyone or self.leads else None
-                packed = self._gather(parcel) if everyone else [parcel]
+                message = shared.pack(bucket) if everyone or self.is_leader else None
+                messages = self._gather(message) if everyone else [message]
                 del bucket  # free it before the next one is made
-                problem = self._together(lambda packed=packed: self._hand_over(packed))
+                problem = self._on_leader(lambda messages=messages: self._load_bucket(messages))
         return problem
 
-    def _hand_over(self, parcels: list[dict[str, Any]]) -> str | None:
-        return next((problem for problem in self.inside("load", parcels=parcels) if problem), None)
+    def _load_bucket(self, messages: list[dict[str, Any]]) -> str | None:
+        return next((problem for problem in self.call_schedulers("load", messages=messages) if problem), None)
 
     def _end_load(self) -> list[tuple[str | None, dict[str, int], int]]:
         try:
-            return self.inside("end_load")
+            return self.call_schedulers("end_load")
         finally:
             self._end_session()
 
@@ -251,24 +252,24 @@ class SGLangRollout(RolloutEngine):
         self.check_nothing_runs("sleep()")
         self.invalidate()
         if awake := [tag for tag in _TAGS if tag not in self._asleep]:
-            self._together(lambda: self._release(awake))
+            self._on_leader(lambda: self._release(awake))
         self._asleep = set(_TAGS)
 
     def _release(self, tags: list[str]) -> None:
         self.engine.call("flush_cache")
         if self.device.type == "cpu":
-            self.inside("release", tags=tags)
+            self.call_schedulers("release", tags=tags)
         else:
             self.engine.call("release", tags)
 
     def wake(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
-        if wanted := [tag for tag in _TAGS if tag in tags and tag in self._asleep]:
-            self._together(lambda: self._take(wanted))
-            self._asleep -= set(wanted)
+        if asleep := [tag for tag in _TAGS if tag in tags and tag in self._asleep]:
+            self._on_leader(lambda: self._restore(asleep))
+            self._asleep -= set(asleep)
 
-    def _take(self, tags: list[str]) -> None:
+    def _restore(self, tags: list[str]) -> None:
         if self.device.type == "cpu":
-            self.inside("take", tags=tags)
+            self.call_schedulers("restore", tags=tags)
         else:
             self.engine.call("resume", tags)
 
@@ -283,20 +284,20 @@ class SGLangRollout(RolloutEngine):
         return self._submit([request])[0]
 
     def step(self) -> dict[int, Completion]:
-        ended = self._together(lambda: self._wait(_STEP_S))
-        if not self.leads:
-            self.watch.tick()  # the leader answered, and is watched by itself
+        ended = self._on_leader(lambda: self._wait(_STEP_S))
+        if not self.is_leader:
+            self.monitor.tick()  # the leader has answered; its own monitor watches the engine
         return self._finished(ended)
 
     def abort(self, request_ids: Sequence[int]) -> dict[int, Completion]:
-        wanted = {request_id for request_id in request_ids if request_id in self._requests}
-        ended = self._together(lambda: self._aborted(wanted))
+        running = {request_id for request_id in request_ids if request_id in self._requests}
+        ended = self._on_leader(lambda: self._aborted(running))
         return self._finished(ended)
 
     def partial(self, request_id: int) -> Completion | None:
-        if request_id not in self._requests or not self.leads:
+        if request_id not in self._requests or not self.is_leader:
             return None
-        return completion(self._requests[request_id], *self.engine.drawn(request_id), "abort")
+        return completion(self._requests[request_id], *self.engine.partial_output(request_id), "abort")
 
     @property
     def num_running(self) -> int:
@@ -308,18 +309,18 @@ class SGLangRollout(RolloutEngine):
             check_prompt(len(request.prompt_ids), self.max_model_len)
             self.check_sampling(request.sampling)
         request_ids = [next(self._request_ids) for _ in requests]
-        drawn = [
-            (request_id, drawable(request, self.max_model_len, self.stop_token_ids, self._image_token))
+        submitted = [
+            (request_id, engine_request(request, self.max_model_len, self.stop_token_ids, self._image_token))
             for request_id, request in zip(request_ids, requests, strict=True)
         ]
-        self._together(lambda: self.engine.submit(drawn))
+        self._on_leader(lambda: self.engine.submit(submitted))
         self._requests |= zip(request_ids, requests, strict=True)
         return request_ids
 
     def check_sampling(self, sampling: SamplingParams) -> None:
-        if not self.has_tokenizer and (found := needs_tokenizer(sampling)):
+        if not self.has_tokenizer and (name := needs_tokenizer(sampling)):
             raise ValueError(
-                f"rollout.sampling_kwargs.{found}={sampling.extra[found]!r} needs SGLang's tokenizer. "
+                f"rollout.sampling_kwargs.{name}={sampling.extra[name]!r} needs SGLang's tokenizer. "
                 "Set rollout.engine_kwargs.sglang.skip_tokenizer_init=false, or leave it out."
             )
         if unknown := [f"{name}={value!r}" for name, value in sampling.extra.items() if name not in self._fields]:
@@ -329,40 +330,43 @@ class SGLangRollout(RolloutEngine):
             )
 
     def _aborted(self, request_ids: set[int]) -> dict[int, Any]:
-        """Tell the engine to end these requests, and wait until it has."""
+        """Abort these requests in the engine, and wait until they have ended."""
         self.engine.abort(sorted(request_ids))
-        return self._drawn(request_ids)
+        return self._wait_for(request_ids)
 
     def _finished(self, ended: Mapping[int, Any]) -> dict[int, Completion]:
-        if not self.config.disable_log_stats and self.leads:
+        if not self.config.disable_log_stats and self.is_leader:
             sys.stderr.write(self.engine.new_output())
         requests = {request_id: self._requests.pop(request_id) for request_id in ended}
         return {request_id: completion(requests[request_id], *output) for request_id, output in ended.items()}
 
     def _generate(self, requests: list[Request]) -> list[Completion]:
         request_ids = self._submit(requests)
-        ended = self._together(lambda: self._drawn(set(request_ids)))
+        ended = self._on_leader(lambda: self._wait_for(set(request_ids)))
         completions = self._finished(ended)
         return [completions[request_id] for request_id in request_ids]
 
     def _wait(self, seconds: float) -> dict[int, Any]:
-        """What ended within ``seconds``. Requests that end or grow are the steps that the watch is told of."""
+        """What ended within ``seconds``. Requests that end or grow count as steps for the monitor."""
         ended, now = self.engine.ended(seconds), time.monotonic()
         if ended:
-            self.watch.tick()
-        elif self.engine.running and now > self._looks_at:
+            self.monitor.tick()
+        elif self.engine.running and now > self._next_check:
             request_id = next(iter(self.engine.running))
-            seen = (request_id, len(self.engine.drawn(request_id)[0]))  # a scheduler that hangs does not answer
-            if seen != self._seen:
-                self.watch.tick()
-            self._seen, self._looks_at = seen, now + _LOOK_S
+            progress = (
+                request_id,
+                len(self.engine.partial_output(request_id)[0]),
+            )  # a scheduler that hangs does not answer
+            if progress != self._last_progress:
+                self.monitor.tick()
+            self._last_progress, self._next_check = progress, now + _CHECK_S
         return ended
 
-    def _drawn(self, request_ids: set[int]) -> dict[int, Any]:
+    def _wait_for(self, request_ids: set[int]) -> dict[int, Any]:
         """Wait for these requests; others that end meanwhile are kept for `step`."""
         ended: dict[int, Any] = {}
         while request_ids - ended.keys():
-            ended |= self._wait(_LOOK_S)
+            ended |= self._wait(_CHECK_S)
         self.engine.keep({request_id: ended.pop(request_id) for request_id in ended.keys() - request_ids})
         return ended
 

@@ -1,8 +1,8 @@
-"""How SGLang draws tokens under us: every response from a stream of its own, the same stream `hf` draws from.
+"""Token sampler inside SGLang: one random stream per response, the same one as in `hf`.
 
 SGLang's own seeds exist for a few attention kernels only, and its random state depends on all that ran before. This
 sampler replaces it inside the scheduler: a token depends on its row's logits, parameters and seed, on nothing else, and
-its log-probability is that under the distribution it was drawn from. Imported in SGLang's processes only.
+its log-probability is that under the distribution it was sampled from. Imported in SGLang's processes only.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ NAME = "pytorch"
 
 
 def install() -> None:
-    """Teach this process's SGLang the sampler, the seeds of requests, and penalties for tokens of the prompt."""
+    """Register in this process's SGLang the sampler, the seeds of requests, and penalties for tokens of the prompt."""
     register_sampler_backend(NAME, StreamSampler)
-    _carry_seeds()
-    _penalise_prompts()
+    _keep_seeds_in_batches()
+    _penalize_prompt_tokens()
 
 
-def _carry_seeds() -> None:
+def _keep_seeds_in_batches() -> None:
     """Batches carry ``sampling_seed``, which SGLang does for its deterministic mode alone."""
     plain = SamplingBatchInfo.from_schedule_batch.__func__
 
@@ -42,7 +42,7 @@ def _carry_seeds() -> None:
     SamplingBatchInfo.from_schedule_batch = classmethod(from_schedule_batch)
 
 
-def _penalise_prompts() -> None:
+def _penalize_prompt_tokens() -> None:
     """``repetition_penalty`` counts what stands in the prompt, as elsewhere; SGLang's starts at the response."""
     prepare = BatchedRepetitionPenalizer._prepare
 
@@ -76,14 +76,14 @@ class StreamSampler(Sampler):
         logits = logits_output.next_token_logits
         if sampling_info.has_custom_logit_processor:
             apply_custom_logit_processor(logits, sampling_info)
-        tokens, log_probs = draw(logits, sampling_info, positions)
+        tokens, log_probs = sample(logits, sampling_info, positions)
         if return_logprob:
             logits_output.next_token_logprobs = log_probs
         self._sync_token_ids_across_tp(tokens, sampling_info)
         return tokens
 
 
-def draw(logits: Tensor, info: SamplingBatchInfo, positions: Tensor) -> tuple[Tensor, Tensor]:
+def sample(logits: Tensor, info: SamplingBatchInfo, positions: Tensor) -> tuple[Tensor, Tensor]:
     """Tokens (n,) and their log-probabilities (n,) float32 for logits (n, V); NaN where a row's are not finite.
 
     A request is greedy by ``top_k=1``, which is how SGLang notes ``temperature=0``.

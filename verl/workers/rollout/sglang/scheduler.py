@@ -1,6 +1,6 @@
-"""Our side of SGLang's scheduler processes: how they start, and what a worker can have done inside them.
+"""verl's part of SGLang's scheduler processes: their start, and `SchedulerExtension`, which the worker calls in them.
 
-Runs where the model lives, so weights are loaded, read back, freed and taken again at their place. Imported in SGLang's
+Runs where the model lives, so weights are loaded, read back, freed and restored in place. Imported in SGLang's
 processes only.
 """
 
@@ -26,12 +26,12 @@ from verl.workers.rollout.base import WeightSyncError
 from verl.workers.rollout.memory import HostMemory
 from verl.workers.rollout.sglang import sampler as sglang_sampler
 from verl.workers.rollout.sglang import stop as sglang_stop
-from verl.workers.rollout.sglang.shared_memory import unpack
+from verl.workers.rollout.sglang.shared_memory import open_bucket
 from verl.workers.rollout.vllm.weights import WeightLoad
 
 
 def run_scheduler(server_args: Any, *args: Any, **kwargs: Any) -> None:
-    """SGLang's scheduler process with our sampler, our stop texts and `Inside`."""
+    """SGLang's scheduler process with our sampler, our stop texts and `SchedulerExtension`."""
     sglang_sampler.install()
     sglang_stop.install(server_args.tokenizer_path, server_args.trust_remote_code)
     sglang_scheduler.Scheduler.verl_call = verl_call
@@ -51,26 +51,26 @@ class HostedEngine(Engine):
 
 
 def verl_call(scheduler: Any, function: str, arguments: str, reply: str) -> None:
-    """Call a method of `Inside`, or ``module:function`` with it, and leave the result in a file of this rank."""
-    if not hasattr(scheduler, "verl_inside"):
-        scheduler.verl_inside = Inside(scheduler)
+    """Call a method of `SchedulerExtension`, or ``module:function`` with it; write the result to this rank's file."""
+    if not hasattr(scheduler, "verl_extension"):
+        scheduler.verl_extension = SchedulerExtension(scheduler)
     try:
         module, _, name = function.rpartition(":")
         if module:
-            value = getattr(importlib.import_module(module), name)(scheduler.verl_inside, **json.loads(arguments))
+            value = getattr(importlib.import_module(module), name)(scheduler.verl_extension, **json.loads(arguments))
         else:
-            value = getattr(scheduler.verl_inside, name)(**json.loads(arguments))
+            value = getattr(scheduler.verl_extension, name)(**json.loads(arguments))
         answer = (True, value)
     except Exception as error:
         traceback.print_exc()
         answer = (False, f"{type(error).__name__}: {error}")
-    Path(f"{reply}.{scheduler.verl_inside.rank:05d}").write_bytes(
+    Path(f"{reply}.{scheduler.verl_extension.rank:05d}").write_bytes(
         pickle.dumps(answer)
     )  # SGLang answers after all ranks
 
 
-class Inside:
-    """What a worker can have done in a scheduler process; every rank of a tensor parallel group does the same."""
+class SchedulerExtension:
+    """Methods that the worker calls in a scheduler process; every rank of the group runs the same ones."""
 
     def __init__(self, scheduler: Any):
         self.scheduler = scheduler
@@ -90,10 +90,10 @@ class Inside:
                 "kv_cache": HostMemory(_cache_tensors(self.runner)),
             }
 
-    def greet(self) -> None:
-        """Be there from the first request on."""
+    def ping(self) -> None:
+        """Create this extension before the first request."""
 
-    def drawn(self, name: str) -> tuple[list[int], list[float]]:
+    def partial_output(self, name: str) -> tuple[list[int], list[float]]:
         """Tokens and log-probs of the running request of this name; none of one that does not run."""
         found = next((request for request in self._requests() if request.rid == name), None)
         if found is None:
@@ -105,25 +105,25 @@ class Inside:
     def _requests(self) -> Iterator[Any]:
         for batch in (self.scheduler.running_batch, self.scheduler.last_batch):
             yield from batch.reqs if batch is not None else ()
-        yield from self.scheduler.waiting_queue  # those that gave their place away, too
+        yield from self.scheduler.waiting_queue  # preempted requests, too
 
     # -- weights -------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def begin_load(self) -> None:
         self._load, self._problem = WeightLoad(self.model, self.device, is_shared=self.ranks > 1, engine="SGLang"), None
-        _forget_images()
+        _clear_image_cache()
 
     @torch.no_grad()
-    def load(self, parcels: Sequence[dict[str, Any]]) -> str | None:
+    def load(self, messages: Sequence[dict[str, Any]]) -> str | None:
         """Hand a bucket to the model's own loader; returns what is wrong with it.
 
         Args:
-            parcels: one that all ranks share, or one for each rank.
+            messages: one that all ranks share, or one for each rank.
         """
-        parcel = parcels[self.rank if len(parcels) > 1 else 0]
+        message = messages[self.rank if len(messages) > 1 else 0]
         try:
-            with unpack(parcel, self.device) as bucket:
+            with open_bucket(message, self.device) as bucket:
                 self._load.load(bucket)
         except WeightSyncError as error:
             self._problem = self._problem or str(error)
@@ -131,7 +131,7 @@ class Inside:
 
     @torch.no_grad()
     def end_load(self) -> tuple[str | None, dict[str, int], int]:
-        """What is wrong, else checksums of what this rank's memory holds, by the names as sent; and bytes held."""
+        """Problem found, else checksums of this rank's memory by the names as sent; and bytes held."""
         load, self._load = self._load, None
         problem = self._problem
         if problem is None:
@@ -140,10 +140,10 @@ class Inside:
             except WeightSyncError as error:
                 problem = str(error)
         # every rank joins every collective, whatever went wrong on it, and all of them fail together
-        found = self._gather((problem, load.places()))
+        found = self._gather((problem, load.held_regions()))
         problem = next((problem for problem, _ in found if problem), None)
         if problem is None:
-            problem = load.problem([places for _, places in found])
+            problem = load.find_problem([regions for _, regions in found])
             problem = next((problem for problem in self._gather(problem) if problem), None)
         return (problem, {}, 0) if problem else (None, load.checksums(), load.num_bytes)
 
@@ -161,16 +161,16 @@ class Inside:
             self._memory[tag].release()
 
     @torch.no_grad()
-    def take(self, tags: Sequence[str]) -> None:
-        """Take the memory of these parts again: weights full of NaN, the cache of zeros."""
+    def restore(self, tags: Sequence[str]) -> None:
+        """Allocate the memory of these parts again: weights full of NaN, the cache of zeros."""
         if "weights" in tags:
-            self._memory["weights"].take_as_nan()
+            self._memory["weights"].restore_as_nan()
         if "kv_cache" in tags:
-            self._memory["kv_cache"].take(0)
+            self._memory["kv_cache"].restore(0)
 
 
-def _forget_images() -> None:
-    """What the vision tower made of images, which SGLang keeps by the images alone and does not flush."""
+def _clear_image_cache() -> None:
+    """Clear the cached outputs of the vision tower: SGLang keys them by the images alone and does not flush them."""
     holder = sys.modules[mm_utils.init_mm_embedding_cache.__module__]
     if holder.embedding_cache is not None:
         holder.embedding_cache.clear()

@@ -1,4 +1,4 @@
-"""How SGLang is started for a worker: its arguments from the rollout section, its environment, what it cannot hold."""
+"""Start of SGLang: its arguments from the rollout section, its environment, unsupported models."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from verl.workers.rollout.vllm.setup import LOAD_FORMATS
 _KEY = "actor_rollout_ref.rollout"
 
 CONTEXT_KEPT = 8
-"""Positions of its context, and some to spare, that SGLang keeps from prompts and responses; they are asked for too."""
+"""Positions of its context, and some to spare, that SGLang keeps from prompts and responses; they are requested too."""
 
 _DISTRIBUTED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""The trainer's place in its process group, which SGLang's own processes must not take for theirs."""
+"""The trainer's place in its process group, which SGLang's own processes must not use."""
 
 _FIXED = {
     "base_gpu_id": "the engine runs on the GPUs of its workers",
@@ -26,7 +26,7 @@ _FIXED = {
     "dp_size": "workers are the replicas",
     "pp_size": "a weight sync does not reach every stage",
     "quantization": "quantized weights cannot be updated in place",
-    "sampling_backend": "every response draws from a stream of its own, which SGLang's samplers do not",
+    "sampling_backend": "every response has a random stream of its own, which SGLang's samplers do not",
     "speculative_algorithm": "a weight sync does not reach a draft model",
     "tp_size": f"{_KEY}.tensor_model_parallel_size says it",
 }
@@ -38,7 +38,7 @@ def engine_arguments(config: Any, device: str, model_path: str, **derived: Any) 
 
     Args:
         config: ``actor_rollout_ref.rollout``.
-        derived: what the caller worked out: dtype, lengths, cache size.
+        derived: values computed by the caller: dtype, lengths, cache size.
 
     Raises:
         ValueError: an argument that cannot be chosen.
@@ -73,7 +73,7 @@ def engine_arguments(config: Any, device: str, model_path: str, **derived: Any) 
 
 
 def given_arguments(config: Any) -> dict[str, Any]:
-    """What of ``engine_kwargs.sglang`` was set: null hands nothing over."""
+    """The entries of ``engine_kwargs.sglang`` that are set: null is left out."""
     return {name: value for name, value in (config.engine_kwargs.get("sglang") or {}).items() if value is not None}
 
 
@@ -94,7 +94,9 @@ def environment(device: str, ranks: int, visible_devices: str | None) -> dict[st
         visible_devices: CUDA devices of the workers that share the engine, one each; None: as they are.
     """
     changes: dict[str, str | None] = dict.fromkeys(_DISTRIBUTED)
-    changes["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"  # by CONTEXT_KEPT, and no sequence is longer than asked
+    changes["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = (
+        "1"  # by CONTEXT_KEPT, and no sequence is longer than requested
+    )
     if device == "cuda":
         return changes | ({"CUDA_VISIBLE_DEVICES": visible_devices} if visible_devices else {})
     changes |= {"TORCH_COMPILE_DISABLE": "1", "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "passive")}
@@ -118,7 +120,7 @@ def check_model(model_config: Any) -> None:
     """Refuse at the start a model whose weights could not be updated in place.
 
     Raises:
-        ValueError: names what is in the way.
+        ValueError: names the entry of its config.
     """
     text = model_config.get_text_config(decoder=True)
     for name, what in _RESHAPED.items():

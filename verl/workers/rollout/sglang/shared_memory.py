@@ -1,4 +1,4 @@
-"""A bucket of weights on its way from the worker to SGLang's scheduler processes, without a copy through a socket.
+"""Buckets of weights from the worker to SGLang's scheduler processes by shared memory, without a copy through a socket.
 
 On CPU the bucket lies in anonymous shared memory, which has no name that a killed process could leave behind; on CUDA
 in one device buffer whose IPC handle is sent.
@@ -22,7 +22,7 @@ from verl.workers.rollout.base import Bucket
 _ALIGNMENT = 64
 
 
-class HostParcels:
+class SharedMemoryBuffer:
     """Shared memory for one bucket after the other; as large as the largest of them."""
 
     def __init__(self) -> None:
@@ -30,21 +30,21 @@ class HostParcels:
         self._mapped: mmap.mmap | None = None
 
     def pack(self, bucket: Bucket) -> dict[str, Any]:
-        """Copy a bucket in; returns what `unpack` needs. The last bucket must have been taken."""
-        places, size = _places(bucket)
+        """Copy a bucket in; returns a message for `open_bucket`. The previous bucket must have been loaded."""
+        layout, size = _layout_of(bucket)
         if self._mapped is None or len(self._mapped) < size:
             os.ftruncate(self._descriptor, size)
             self._mapped = mmap.mmap(self._descriptor, size)
         buffer = torch.frombuffer(self._mapped, dtype=torch.uint8)
-        _fill(buffer, bucket, places)
-        return {"places": places, "path": f"/proc/{os.getpid()}/fd/{self._descriptor}"}
+        _fill(buffer, bucket, layout)
+        return {"layout": layout, "path": f"/proc/{os.getpid()}/fd/{self._descriptor}"}
 
     def close(self) -> None:
         self._mapped = None  # unmapped when no tensor looks into it any more
         os.close(self._descriptor)
 
 
-class DeviceParcels:
+class CudaIpcBuffer:
     """The same in CUDA memory, which the schedulers open by handle."""
 
     def __init__(self) -> None:
@@ -53,41 +53,41 @@ class DeviceParcels:
     def pack(self, bucket: Bucket) -> dict[str, Any]:
         from torch.multiprocessing.reductions import reduce_tensor
 
-        places, size = _places(bucket)
+        layout, size = _layout_of(bucket)
         if self._buffer is None or self._buffer.numel() < size:
             self._buffer = None
             self._buffer = torch.empty(size, dtype=torch.uint8, device=bucket[0][1].device)
-        _fill(self._buffer, bucket, places)
+        _fill(self._buffer, bucket, layout)
         torch.cuda.synchronize(self._buffer.device)
         handle = pickle.dumps(reduce_tensor(self._buffer))
         uuid = str(torch.cuda.get_device_properties(self._buffer.device).uuid)
-        return {"places": places, "handle": base64.b64encode(handle).decode(), "uuid": uuid}
+        return {"layout": layout, "handle": base64.b64encode(handle).decode(), "uuid": uuid}
 
     def close(self) -> None:
         self._buffer = None
 
 
 @contextmanager
-def unpack(parcel: dict[str, Any], device: torch.device) -> Iterator[Bucket]:
+def open_bucket(message: dict[str, Any], device: torch.device) -> Iterator[Bucket]:
     """The bucket as tensors that look into the shared memory; they must not outlive the block."""
-    buffer = _mapped(parcel["path"]) if "path" in parcel else _opened(parcel["handle"], parcel["uuid"])
+    buffer = _mapped(message["path"]) if "path" in message else _opened(message["handle"], message["uuid"])
     yield [
         (name, buffer[offset : offset + size].view(getattr(torch, dtype)).view(shape))
-        for name, offset, size, dtype, shape in parcel["places"]
+        for name, offset, size, dtype, shape in message["layout"]
     ]
 
 
-def _places(bucket: Bucket) -> tuple[list[tuple[str, int, int, str, list[int]]], int]:
+def _layout_of(bucket: Bucket) -> tuple[list[tuple[str, int, int, str, list[int]]], int]:
     """(name, offset, bytes, dtype, shape) of every tensor in a buffer, and the buffer's size."""
-    places, end = [], 0
+    layout, end = [], 0
     for name, tensor in bucket:
-        places.append((name, end, tensor.nbytes, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)))
+        layout.append((name, end, tensor.nbytes, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)))
         end += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
-    return places, max(end, _ALIGNMENT)
+    return layout, max(end, _ALIGNMENT)
 
 
-def _fill(buffer: Tensor, bucket: Bucket, places: list[tuple[str, int, int, str, list[int]]]) -> None:
-    for (_, tensor), (_, offset, size, _, _) in zip(bucket, places, strict=True):
+def _fill(buffer: Tensor, bucket: Bucket, layout: list[tuple[str, int, int, str, list[int]]]) -> None:
+    for (_, tensor), (_, offset, size, _, _) in zip(bucket, layout, strict=True):
         buffer[offset : offset + size].view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
 
 

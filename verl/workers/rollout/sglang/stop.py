@@ -1,4 +1,4 @@
-"""Stop texts inside SGLang's scheduler: watched as `hf` watches them, so that all engines keep the same tokens.
+"""Stop texts inside SGLang's scheduler: checked as `hf` checks them, so that all engines keep the same tokens.
 
 SGLang's own need its tokenizer from the start on, look at the text of a few last tokens at once and count a text that
 was there before the first of them. Imported in SGLang's processes only.
@@ -17,7 +17,7 @@ from verl.workers.rollout.sglang.requests import STOP
 
 
 def install(tokenizer_path: str, trust_remote_code: bool) -> None:
-    """Teach this process's SGLang to end requests at the texts that stand under `STOP` in their ``custom_params``.
+    """Make this process's SGLang end requests at the texts that stand under `STOP` in their ``custom_params``.
 
     The tokenizer is read when the first of them comes.
     """
@@ -29,20 +29,20 @@ def install(tokenizer_path: str, trust_remote_code: bool) -> None:
         return partial(tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def ends(request: Any, *args: Any, **kwargs: Any) -> bool:
-        asked = (request.sampling_params.custom_params or {}).get(STOP)
-        if asked is not None and _completes(request, asked, decode):
+        stops = (request.sampling_params.custom_params or {}).get(STOP)
+        if stops is not None and _ends_at_stop_text(request, stops, decode):
             return True
         return theirs(request, *args, **kwargs)
 
     Req._check_str_based_finish = ends
 
 
-def _completes(request: Any, asked: list[Any], decode: Any) -> bool:
+def _ends_at_stop_text(request: Any, stops: list[Any], decode: Any) -> bool:
     """Read the request's new tokens; end it at the one that completes a stop text."""
     if not hasattr(request, "verl_watcher"):
-        request.verl_watcher = _watcher(request, asked, decode())
-    watcher, ahead = request.verl_watcher, asked[0]
-    for count in range(watcher.num_tokens - ahead, len(request.output_ids)):
+        request.verl_watcher = _stop_watcher(request, stops, decode())
+    watcher, num_before = request.verl_watcher, stops[0]
+    for count in range(watcher.num_tokens - num_before, len(request.output_ids)):
         if watcher.ends_with(request.output_ids[count]):
             request.finished_reason = FINISH_MATCHED_STR(matched="")
             request.finished_len = count + 1
@@ -50,12 +50,12 @@ def _completes(request: Any, asked: list[Any], decode: Any) -> bool:
     return False
 
 
-def _watcher(request: Any, asked: list[Any], decode: Decode) -> StopText:
+def _stop_watcher(request: Any, stops: list[Any], decode: Decode) -> StopText:
     """The watcher of a request, which has read what of its prompt belongs to the response."""
-    ahead, *texts = asked
+    num_before, *texts = stops
     prompt = list(request.origin_input_ids_unpadded)
-    split = len(prompt) - ahead
-    watcher = StopText(decode, texts, prompt[:split], request.sampling_params.min_new_tokens + ahead)
+    split = len(prompt) - num_before
+    watcher = StopText(decode, texts, prompt[:split], request.sampling_params.min_new_tokens + num_before)
     for token in prompt[split:]:
         watcher.ends_with(token)
     return watcher

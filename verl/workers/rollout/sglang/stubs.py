@@ -1,6 +1,6 @@
-"""Stand-ins for packages that SGLang imports on every machine and does not use on a CPU.
+"""Stubs of packages that SGLang imports on every machine and does not use on a CPU.
 
-Triton's compiler takes 1 GB; of vLLM, SGLang imports a CUDA kernel, and importing it takes seconds. The stand-ins exist
+Triton's compiler takes 1 GB; of vLLM, SGLang imports a CUDA kernel, and importing it takes seconds. The stubs exist
 in SGLang's own processes only.
 """
 
@@ -20,14 +20,14 @@ IF_MISSING = ("triton", "IPython")
 ALWAYS = ("vllm", "vllm._custom_ops")
 
 
-def stand_in(if_missing: Sequence[str] = IF_MISSING, always: Sequence[str] = ALWAYS) -> list[str]:
+def install_stubs(if_missing: Sequence[str] = IF_MISSING, always: Sequence[str] = ALWAYS) -> list[str]:
     """Make ``import`` of missing packages, and of everything below them, and of the modules ``always`` work.
 
     Returns the packages that were missing.
     """
     missing = [name for name in if_missing if name not in sys.modules and importlib.util.find_spec(name) is None]
     if "triton" in missing:
-        # torch asks for Triton too, and must go on knowing that there is none
+        # torch asks for Triton too, and must still find that there is none
         import torch._inductor.runtime.triton_compat  # noqa: F401
         import torch.utils._triton
 
@@ -61,17 +61,17 @@ class _Module(types.ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return _Anything(name, (_StandIn,), {}) if name[0].isupper() else _StandIn()
+        return _StubMeta(name, (_Stub,), {}) if name[0].isupper() else _Stub()
 
 
-class _Anything(type):
+class _StubMeta(type):
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return _Anything(name, (_StandIn,), {})
+        return _StubMeta(name, (_Stub,), {})
 
 
-class _StandIn(metaclass=_Anything):
+class _Stub(metaclass=_StubMeta):
     """A class to inherit from, or a decorator that leaves what it decorates as it was; never a kernel."""
 
     def __init__(self, *args: Any, **kwargs: Any):

@@ -1,6 +1,6 @@
 """The first token at a temperature and ``top_k`` of its own, inside vLLM's sampler. Imports vLLM.
 
-Given to the engine by name (``engine_arguments``), told what to do by each request's ``extra_args``.
+Named in the engine's arguments (``use_first_token_processors``); each request's ``extra_args`` hold the values.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 
 
 class _FirstToken(LogitsProcessor):
-    """Changes the logits of rows that have not drawn a token yet and whose request has an entry for it."""
+    """Changes the logits of rows without a token yet whose request has an entry for it."""
 
     entry: str
     """Name in ``extra_args``."""
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool):
         self.waiting: dict[int, tuple[float, Sequence[int]]] = {}
-        """Row -> its value and the tokens it has drawn, which vLLM goes on filling."""
+        """Row -> its value and the list of its tokens, which vLLM appends to."""
 
     def update_state(self, batch_update: Any) -> None:
         process_dict_updates(self.waiting, batch_update, self._state)
-        for row in [row for row, (_, drawn) in self.waiting.items() if len(drawn)]:
+        for row in [row for row, (_, tokens) in self.waiting.items() if len(tokens)]:
             del self.waiting[row]
 
-    def _state(self, params: Any, prompt: Any, drawn: Sequence[int]) -> tuple[float, Sequence[int]] | None:
+    def _state(self, params: Any, prompt: Any, tokens: Sequence[int]) -> tuple[float, Sequence[int]] | None:
         value = (params.extra_args or {}).get(self.entry)
-        return None if value is None or len(drawn) else (value, drawn)
+        return None if value is None or len(tokens) else (value, tokens)
 
     def apply(self, logits: Tensor) -> Tensor:
         for row, (value, _) in self.waiting.items():

@@ -1,8 +1,8 @@
 """A LoRA adapter inside vLLM: the engine's options for it, its way in without files, and its read-back.
 
-vLLM wraps every layer that may be adapted and keeps adapters in slots, tensors beside the wrapped weights. The policy's
-adapter has the only slot and always the same id. Its scale is 1: the sender multiplies B by alpha / rank. vLLM is
-imported only by functions here.
+vLLM wraps every layer that may be adapted and keeps adapters in slots, tensors next to the wrapped weights. The
+policy's adapter has the only slot and always the same id. Its scale is 1: the sender multiplies B by alpha / rank. vLLM
+is imported only by functions here.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 _KEY = "actor_rollout_ref.rollout.lora_sync"
 
 
-def adapter_obstacle(model_config: Any) -> str | None:
-    """What of a model vLLM cannot compute with an adapter apart from the weights; None: nothing."""
+def lora_unsupported_reason(model_config: Any) -> str | None:
+    """Part of a model that vLLM cannot compute with an adapter apart from the weights; None: it can compute all."""
     text = model_config.get_text_config(decoder=True)
     if is_vision_language(model_config):
-        return "adapts the language model only, and this one sees"
+        return "adapts the language model only, and this one takes images"
     if has_experts(model_config):
         return "keeps experts in a packed form, which takes no adapter that comes by a sync"
     if getattr(text, "kv_lora_rank", None):
@@ -49,7 +49,7 @@ def lora_arguments(spec: LoRASpec, model_config: Any) -> dict[str, Any]:
     """
     from vllm.config import lora
 
-    if why := adapter_obstacle(model_config):
+    if why := lora_unsupported_reason(model_config):
         raise ValueError(f"rollout.name=vllm {why}. Set {_KEY}=merge.")
     sizes = typing.get_args(getattr(lora, "MaxLoRARanks", None)) or _RANKS
     if spec.rank > max(sizes):
@@ -61,8 +61,8 @@ def lora_arguments(spec: LoRASpec, model_config: Any) -> dict[str, Any]:
     return {"enable_lora": True, "max_lora_rank": size, "max_loras": 1, "max_cpu_loras": 1}
 
 
-def policy_request() -> Any:
-    """What a request says to be answered with the policy's adapter; an engine that lost the adapter then fails."""
+def adapter_request() -> Any:
+    """The ``LoRARequest`` of the policy's adapter; an engine without the adapter then fails."""
     from vllm.lora.request import LoRARequest
 
     return LoRARequest(_NAME, _ID, "/the adapter comes by a weight sync and lies in no folder")
@@ -100,7 +100,7 @@ class AdapterLoad(WeightLoad):
     """One adapter on its way into vLLM's slot; takes effect as a whole, when all of it is there.
 
     Args:
-        below: the load of the weights below it, if they have to be summed up again.
+        base: the load of the base weights, if they have to be checked again.
         is_shared: as of ``WeightLoad``.
     """
 
@@ -110,11 +110,11 @@ class AdapterLoad(WeightLoad):
         model: nn.Module,
         device: torch.device,
         rank: int,
-        below: WeightLoad | None,
+        base: WeightLoad | None,
         is_shared: bool = False,
     ):
         super().__init__(model, device, is_shared=is_shared)
-        self.below = below
+        self.base = base
         self.slots = {
             f"{name}.{part}": tensor
             for name, module in model.named_modules()
@@ -136,20 +136,20 @@ class AdapterLoad(WeightLoad):
             self._tensors[name] = tensor.to(self.device, copy=True).contiguous()
 
     def check_all_written(self) -> None:
-        """Put the adapter into the slot; beside it the slot holds zeros, and below it is what was there."""
-        if changed := self.below.changed() if self.below else []:
-            raise WeightSyncError(f"the weights below the adapter changed while the engine slept: {listed(changed)}.")
+        """Put the adapter into the slot, all zeros besides it, over unchanged base weights."""
+        if changed := self.base.changed() if self.base else []:
+            raise WeightSyncError(f"the base weights of the adapter changed while the engine slept: {listed(changed)}.")
         try:
             with self.watcher:
                 self._activate(dict(self.watcher.announce(list(self._tensors.items()))))
         except Exception as error:
             raise WeightSyncError(f"vLLM refused the adapter ({type(error).__name__}: {error}).") from error
-        self.note_arrived(list(self._tensors.items()))
+        self.record_sent(list(self._tensors.items()))
         self._tensors = {}
         held = sum(int(part.held.count_nonzero()) for parts in self.watcher.parts.values() for part in set(parts))
-        found = sum(int(slot.count_nonzero()) for slot in self.slots.values())
-        if held != found:
-            raise WeightSyncError(f"vLLM's slot has {found} numbers that are not zero, the adapter {held}.")
+        in_slot = sum(int(slot.count_nonzero()) for slot in self.slots.values())
+        if held != in_slot:
+            raise WeightSyncError(f"vLLM's slot has {in_slot} numbers that are not zero, the adapter {held}.")
 
     def _activate(self, tensors: dict[str, Tensor]) -> None:
         from vllm.lora.lora_model import LoRAModel
@@ -158,11 +158,11 @@ class AdapterLoad(WeightLoad):
         mapper = getattr(self.model, "hf_to_vllm_mapper", None)
         if hasattr(mapper, "get_rename_mapper"):
             mapper = mapper.get_rename_mapper()
-        facts = {"r": self.rank, "lora_alpha": self.rank, "target_modules": [], "peft_type": "LORA"}
+        peft_config = {"r": self.rank, "lora_alpha": self.rank, "target_modules": [], "peft_type": "LORA"}
         adapter = LoRAModel.from_lora_tensors(
             lora_model_id=_ID,
             tensors=tensors,
-            peft_helper=PEFTHelper.from_dict(facts),
+            peft_helper=PEFTHelper.from_dict(peft_config),
             device=str(self.device),
             weights_mapper=mapper,
         )
@@ -170,6 +170,6 @@ class AdapterLoad(WeightLoad):
         self.manager.add_adapter(adapter)
         self.manager.activate_adapter(_ID)
 
-    def problem(self, places: list[dict[str, list]]) -> str | None:
-        found = super().problem(places)
-        return found and f"{found} {_KEY}=merge needs no place for an adapter."
+    def find_problem(self, regions: list[dict[str, list]]) -> str | None:
+        problem = super().find_problem(regions)
+        return problem and f"{problem} {_KEY}=merge needs no place for an adapter."

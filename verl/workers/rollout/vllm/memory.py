@@ -1,4 +1,4 @@
-"""The memory of an engine of vLLM inside this process: given back while the actor trains, taken again after."""
+"""The memory of an engine of vLLM inside this process: released while the actor trains, restored afterwards."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class DeviceMemory:
         self.llm.wake_up(tags=list(tags))
 
     def parts(self) -> dict[str, int]:
-        """Not known: the device's memory in use says it."""
+        """Not known per part: see the device's memory in use."""
         return {}
 
 
@@ -58,10 +58,10 @@ class CPUMemory:
     @torch.no_grad()
     def wake(self, tags: Sequence[str]) -> None:
         if "weights" in tags and "weights" in self._released:
-            self.memory["weights"].take_as_nan()
+            self.memory["weights"].restore_as_nan()
         self._released -= set(tags)
         if "kv_cache" in tags:
-            self.memory["kv_cache"].take(0)
+            self.memory["kv_cache"].restore(0)
 
     def parts(self) -> dict[str, int]:
         """Bytes held now."""
@@ -93,5 +93,5 @@ def host_cache_bytes(config: Any, model_config: Any, dtype: torch.dtype, max_mod
     """
     per_token = cached_bytes_per_token(model_config, dtype)
     sequence = (math.ceil(max_model_len / _BLOCK) + 1) * _BLOCK * per_token
-    wanted = min(config.max_num_seqs * sequence, cache_share(config.gpu_memory_utilization), _HOST_CACHE)
-    return max(wanted, 2 * sequence)
+    size = min(config.max_num_seqs * sequence, cache_share(config.gpu_memory_utilization), _HOST_CACHE)
+    return max(size, 2 * sequence)

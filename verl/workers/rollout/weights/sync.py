@@ -1,8 +1,8 @@
-"""The one way weights reach a rollout: buckets out, checksums back, a version that both sides agree on.
+"""Weight sync to a rollout: buckets out, checksums back, a version that both sides agree on.
 
-A training engine yields ``(checkpoint name, full tensor)``; a rollout takes buckets of them. The sender sums up what it
-sent, the rollout sums up what it holds afterwards, and only if every sum agrees does the rollout carry the new version.
-Knows neither training nor rollout engines, only `RolloutEngine`'s interface.
+A training engine yields ``(checkpoint name, full tensor)``; a rollout takes buckets of them. The sender computes
+checksums of what it sent, the rollout of what it holds afterwards, and only if all agree does the rollout carry the new
+version. Knows neither training nor rollout engines, only `RolloutEngine`'s interface.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def sync_weights(
     Args:
         named_tensors: checkpoint names and full tensors, tied duplicates left out.
         rollout: must be awake.
-        version: what the sender calls these weights.
+        version: the sender's version of these weights.
         bucket_bytes: bytes handed over at once.
         dtype: floating tensors are cast to it on the way; None means what the rollout holds.
 
@@ -50,7 +50,7 @@ def sync_weights(
         WeightSyncError: names the tensors that are missing, unknown, misshapen or differ. The rollout then refuses to
             generate until a sync succeeds.
     """
-    return _hand_over(rollout.update_weights, named_tensors, rollout, version, bucket_bytes, dtype)
+    return _send_checked(rollout.update_weights, named_tensors, rollout, version, bucket_bytes, dtype)
 
 
 def sync_adapter(
@@ -74,11 +74,11 @@ def sync_adapter(
     if not rollout.holds_base:
         num_bytes = sync_weights(base(), rollout, version, bucket_bytes, dtype).num_bytes
         rollout.holds_base = True
-    receipt = _hand_over(rollout.update_adapter, adapter, rollout, version, bucket_bytes, dtype)
+    receipt = _send_checked(rollout.update_adapter, adapter, rollout, version, bucket_bytes, dtype)
     return receipt, num_bytes + receipt.num_bytes
 
 
-def _hand_over(
+def _send_checked(
     update: Callable[[int, Iterator[Bucket]], Receipt],
     named_tensors: Iterable[tuple[str, Tensor]],
     rollout: RolloutEngine,
@@ -86,12 +86,12 @@ def _hand_over(
     bucket_bytes: int,
     dtype: torch.dtype | None,
 ) -> Receipt:
-    """Send buckets through ``update`` and compare what was sent with what the rollout says it holds."""
+    """Send buckets through ``update`` and compare what was sent with the rollout's receipt."""
     dtype = dtype or rollout.weights_dtype
     sent: dict[str, int] = {}
     rollout.invalidate()
     try:
-        receipt = update(version, buckets(summed(named_tensors, dtype, sent), bucket_bytes))
+        receipt = update(version, buckets(with_checksums(named_tensors, dtype, sent), bucket_bytes))
         compare(sent, receipt, version)
     except BaseException:
         rollout.invalidate()
@@ -100,7 +100,7 @@ def _hand_over(
 
 
 def buckets(named_tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Iterator[Bucket]:
-    """Cut a stream of tensors into lists of at most ``bucket_bytes``; a larger tensor travels alone."""
+    """Split a stream of tensors into lists of at most ``bucket_bytes``; a larger tensor travels alone."""
     bucket: Bucket = []
     filled = 0
     for name, tensor in named_tensors:
@@ -163,10 +163,10 @@ def _line_sums(lines: Tensor) -> list[int]:
     return sums
 
 
-def summed(
+def with_checksums(
     named_tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype, sent: dict[str, int]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Cast floating tensors and note in ``sent`` the checksum of everything that passes."""
+    """Cast floating tensors and store in ``sent`` the checksum of each."""
     for name, tensor in named_tensors:
         if tensor.is_floating_point():
             tensor = tensor.to(dtype)

@@ -1,4 +1,4 @@
-"""Watching a rollout engine at work: what it is doing, for who asks after its death, and its numbers.
+"""Monitor of a rollout engine: its current phase and requests, for errors and the watchdog, and its metrics.
 
 Notes go to the black box of the process, progress to its watchdog. Knows requests and completions, no engine.
 """
@@ -32,21 +32,21 @@ def engine_phase(engine: str, phase: str) -> Iterator[None]:
     box.note(engine=None, phase=None, since=None)
 
 
-class EngineWatch:
-    """The record of one engine.
+class EngineMonitor:
+    """Progress and metrics of one engine.
 
     Attributes:
         engine: its name, as errors say it.
         stall_timeout_s: seconds a generation may go on without a finished step; 0: no limit.
         names: of the requests of the next generation, in their order; uids for example.
-        sees_steps: the engine calls `tick` at each of its steps: a whole generation without one is a stall.
+        reports_steps: the engine calls `tick` at each of its steps: a whole generation without one is a stall.
     """
 
     def __init__(self) -> None:
         self.engine = "?"
         self.stall_timeout_s = 0.0
         self.names: Sequence[Any] = ()
-        self.sees_steps = False
+        self.reports_steps = False
         self._serves_since: float | None = None
         self._noted_at = 0.0
         self._sums = dict.fromkeys(("requests", "generated_tokens", "prompt_tokens", "steps", "seconds"), 0.0)
@@ -54,7 +54,7 @@ class EngineWatch:
         self._before: dict[str, float] = {}
         self._totals_before: dict[str, float] = {}
 
-    # -- what it is doing ----------------------------------------------------------------------------------------------
+    # -- progress ------------------------------------------------------------------------------------------------------
 
     def phase(self, name: str) -> AbstractContextManager:
         """Note that the engine is at ``name``."""
@@ -65,14 +65,14 @@ class EngineWatch:
         """Note the requests, and have the watchdog end this process if no `tick` comes for ``stall_timeout_s``."""
         box, dog, start = black_box(), watchdog(), time.monotonic()
         lengths = sorted((len(request.prompt_ids) for request in requests), reverse=True)
-        facts = {
+        details = {
             "requests": len(requests),
             "longest_prompts": lengths[:_NAMED],
             "first_requests": self._named(requests),
         }
         box.tick()
-        box.note(engine=self.engine, phase="generate", since=start, **facts)
-        if self.sees_steps:
+        box.note(engine=self.engine, phase="generate", since=start, **details)
+        if self.reports_steps:
             dog.arm(self.stall_timeout_s, self._stalled)
         try:
             yield
@@ -80,10 +80,10 @@ class EngineWatch:
             dog.disarm()
             self._sums["seconds"] += time.monotonic() - start
             self.names = ()
-        box.note(engine=None, phase=None, since=None, **dict.fromkeys(facts))
+        box.note(engine=None, phase=None, since=None, **dict.fromkeys(details))
 
     def serving(self, requests: Mapping[Any, Request]) -> None:
-        """Note what runs before a step of an engine whose requests come and go; the watchdog watches while any do.
+        """Note the running requests before a step of an engine that serves; the watchdog is armed while there are any.
 
         Args:
             requests: by name.
@@ -102,11 +102,15 @@ class EngineWatch:
         self._noted_at = now
         longest = heapq.nlargest(_NAMED, (len(request.prompt_ids) for request in requests.values()))
         first = [str(name) for name in islice(requests, _NAMED)]
-        facts = {"requests": len(requests) or None, "longest_prompts": longest or None, "first_requests": first or None}
-        black_box().note(engine=self.engine, phase="serve", since=now, **facts)
+        details = {
+            "requests": len(requests) or None,
+            "longest_prompts": longest or None,
+            "first_requests": first or None,
+        }
+        black_box().note(engine=self.engine, phase="serve", since=now, **details)
 
     def stop_serving(self, failed: bool = False) -> None:
-        """No step comes any more; of an engine that failed, the note stays for the error to quote."""
+        """Disarm the watchdog after the last step; the notes of an engine that failed stay for the error to quote."""
         watchdog().disarm()
         self._serves_since = None
         if not failed:
@@ -119,25 +123,25 @@ class EngineWatch:
         black_box().tick()
 
     def _named(self, requests: Sequence[Request]) -> list[str]:
-        """The first few: by name, or by seed, which no two requests of a run share."""
+        """The first few requests by name, or by seed, which no two requests of a run share."""
         if len(self.names) == len(requests):
             return [str(name) for name in self.names[:_NAMED]]
         return [f"seed {request.seed}" for request in requests[:_NAMED]]
 
     def _stalled(self, waited: float) -> str:
-        facts = black_box().facts
+        last = black_box().facts
         return (
             f"the rollout engine {self.engine} has finished no step for {waited:.0f} s while generating "
-            f"{facts.get('requests', 0)} requests (longest prompts {facts.get('longest_prompts')}, the first "
-            f"{', '.join(facts.get('first_requests', []))}), longer than "
+            f"{last.get('requests', 0)} requests (longest prompts {last.get('longest_prompts')}, the first "
+            f"{', '.join(last.get('first_requests', []))}), longer than "
             f"actor_rollout_ref.rollout.stall_timeout_s={self.stall_timeout_s:g} allows. Raise it if steps are just "
             f"slow; 0 waits for ever."
         )
 
-    # -- its numbers ---------------------------------------------------------------------------------------------------
+    # -- metrics -------------------------------------------------------------------------------------------------------
 
     def count(self, requests: Sequence[Request], completions: Sequence[Completion]) -> None:
-        """Add what was asked and what came of it."""
+        """Add the requests and completions of a generation to the sums."""
         self._sums["requests"] += len(requests)
         self._sums["prompt_tokens"] += sum(len(request.prompt_ids) for request in requests)
         self._sums["generated_tokens"] += sum(len(completion.token_ids) for completion in completions)
@@ -152,7 +156,7 @@ class EngineWatch:
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:
-        """What the engine does meanwhile is no request's, and becomes no metric."""
+        """Leave out of the metrics whatever the engine does inside the block."""
         sums, gauges = dict(self._sums), {name: list(values) for name, values in self._gauges.items()}
         try:
             yield
@@ -163,7 +167,7 @@ class EngineWatch:
         """Sums since the engine was built."""
         return dict(self._sums)
 
-    def take(self, engine_totals: Mapping[str, float]) -> dict[str, float]:
+    def take_metrics(self, engine_totals: Mapping[str, float]) -> dict[str, float]:
         """The numbers since the last call, by the names of the metrics without their prefix.
 
         Args:

@@ -6,8 +6,8 @@ from tests.workers.rollout.conftest import rollout_config
 from verl.telemetry.black_box import black_box
 from verl.workers.rollout.base import Completion, Request, SamplingParams
 from verl.workers.rollout.hf.rollout import HFRollout
+from verl.workers.rollout.monitor import EngineMonitor
 from verl.workers.rollout.server.server import prometheus_text, render
-from verl.workers.rollout.watch import EngineWatch
 
 SAMPLING = SamplingParams(max_tokens=4)
 REQUESTS = [Request((1,) * length, SAMPLING, seed=length) for length in (3, 9, 5)]
@@ -21,35 +21,35 @@ def forget():
 
 
 def test_a_generation_is_noted_while_it_runs_and_forgotten_when_it_ends():
-    watch = EngineWatch()
-    watch.engine, watch.names = "hf", ["a", "b", "c"]
-    with watch.generating(REQUESTS):
+    monitor = EngineMonitor()
+    monitor.engine, monitor.names = "hf", ["a", "b", "c"]
+    with monitor.generating(REQUESTS):
         facts = black_box().read().facts
     assert (facts["engine"], facts["phase"], facts["requests"]) == ("hf", "generate", 3)
     assert facts["longest_prompts"] == [9, 5, 3] and facts["first_requests"] == ["a", "b", "c"]
     assert black_box().read().facts == {}
-    with watch.generating(REQUESTS[:2]):  # names are of one generation
+    with monitor.generating(REQUESTS[:2]):  # names are of one generation
         assert black_box().read().facts["first_requests"] == ["seed 3", "seed 9"]
 
 
 def test_what_failed_stays_noted_for_the_error():
-    watch = EngineWatch()
-    with pytest.raises(ValueError), watch.phase("sync"):
+    monitor = EngineMonitor()
+    with pytest.raises(ValueError), monitor.phase("sync"):
         raise ValueError
     assert black_box().read().facts["phase"] == "sync"
 
 
 def test_numbers_are_those_since_the_last_call():
-    watch = EngineWatch()
+    monitor = EngineMonitor()
     completions = [Completion([1, 2], None, "stop")] * 3
-    with watch.generating(REQUESTS):
-        watch.tick()
-        watch.gauge(running=3)
-        watch.tick()
-        watch.gauge(running=1)
-    watch.count(REQUESTS, completions)
+    with monitor.generating(REQUESTS):
+        monitor.tick()
+        monitor.gauge(running=3)
+        monitor.tick()
+        monitor.gauge(running=1)
+    monitor.count(REQUESTS, completions)
     own = {"prefix_cache_queries": 10, "prefix_cache_hits": 4, "preemptions": 1}
-    metrics = watch.take(own)
+    metrics = monitor.take_metrics(own)
     assert metrics.pop("generated_tokens_per_s") > 0 and metrics.pop("prompt_tokens_per_s") > 0
     assert metrics == {
         "requests": 3,
@@ -61,15 +61,15 @@ def test_numbers_are_those_since_the_last_call():
         "prefix_hit_rate": 0.4,
         "preemptions": 1,
     }
-    again = watch.take({**own, "preemptions": 3})
+    again = monitor.take_metrics({**own, "preemptions": 3})
     assert again["requests"] == 0 and again["preemptions"] == 2 and "prefix_hit_rate" not in again
-    assert watch.totals()["generated_tokens"] == 6
+    assert monitor.totals()["generated_tokens"] == 6
 
 
 def test_hf_counts_what_it_draws(synced):
     rollout = synced()
     rollout.generate([Request((5, 6, 7), SamplingParams(max_tokens=6, ignore_eos=True), seed=i) for i in range(4)], 1)
-    metrics = rollout.watch.take(rollout.totals())
+    metrics = rollout.monitor.take_metrics(rollout.totals())
     assert (metrics["requests"], metrics["generated_tokens"], metrics["prompt_tokens"]) == (4, 24, 12)
     assert metrics["steps"] == 6 and metrics["running_max"] == 4  # the first step reads the prompt
     assert rollout.memory_parts()["rollout weights"] > 0
@@ -80,7 +80,7 @@ def test_hf_counts_what_it_draws(synced):
 def test_prometheus_reads_what_is_rendered(model_folder):
     parser = pytest.importorskip("prometheus_client.parser")
     rollout = HFRollout(model_folder("qwen2"), rollout_config(load_format="auto"))
-    rollout.watch.engine = 'h"f'
+    rollout.monitor.engine = 'h"f'
     rollout.generate([Request((5, 6, 7), SAMPLING)], 0)
     families = {family.name: family for family in parser.text_string_to_metric_families(prometheus_text(rollout))}
     (sample,) = families["verl_rollout_prompt_tokens"].samples
