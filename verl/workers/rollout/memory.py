@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import math
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from verl.telemetry.memory import host_memory
+from verl.workers.rollout.base import cached_bytes_per_token
 
 _NAN_BYTE = 0xFF
 """Repeated, it reads as NaN in every floating type: weights that were forgotten and not synced cannot pass for real."""
@@ -75,6 +77,21 @@ def own_storages(model: nn.Module) -> None:
 def cache_share(share: float) -> int:
     """Bytes a KV cache in host memory may take: ``share`` of this worker's part, half of which is the trainer's."""
     return int(host_memory() * share / 2 / int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
+_BLOCK = 128  # tokens in a block of vLLM's KV cache on CPU, the largest of its block sizes
+_HOST_CACHE = 1 << 30  # bytes of KV cache in host memory unless engine_kwargs.vllm.kv_cache_memory_bytes says otherwise
+
+
+def host_cache_bytes(config: Any, model_config: Any, dtype: torch.dtype, max_model_len: int) -> int:
+    """KV cache in host memory: for all sequences that may run at once, within this worker's share and 1 GiB.
+
+    vLLM itself would take ``gpu_memory_utilization`` of all memory. One sequence of full length always fits.
+    """
+    per_token = cached_bytes_per_token(model_config, dtype)
+    sequence = (math.ceil(max_model_len / _BLOCK) + 1) * _BLOCK * per_token
+    size = min(config.max_num_seqs * sequence, cache_share(config.gpu_memory_utilization), _HOST_CACHE)
+    return max(size, 2 * sequence)
 
 
 # -- Out of memory in a rollout engine: an error with the keys that change its use of memory ---------------------------

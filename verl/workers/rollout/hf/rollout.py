@@ -9,18 +9,16 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, DynamicCache
+from torch import Tensor
+from transformers import DynamicCache
 from transformers.cache_utils import Cache
 
-from verl.models.loader import LoRASpec, ModelSpec, language_model_class, load_config, load_model
-from verl.models.multimodal import is_vision_language
+from verl.models.loader import LoRASpec, ModelSpec, load_config, load_model
 from verl.models.rotary import fix_rotary
 from verl.utils.device import empty_cache
 from verl.utils.tokenizer import hf_tokenizer
@@ -40,9 +38,15 @@ from verl.workers.rollout.base import (
 )
 from verl.workers.rollout.hf import trial as cache_check
 from verl.workers.rollout.hf.decode import DecodeRows, check_extra
-from verl.workers.rollout.hf.kv_cache import DECODE_ATTENTION, TokenCache, can_join, decode_cache
+from verl.workers.rollout.hf.kv_cache import TokenCache, can_join, decode_cache
 from verl.workers.rollout.hf.running_batch import RunningBatch
-from verl.workers.rollout.hf.weight_map import add_unscaled_adapter, split_weight_map, weight_map
+from verl.workers.rollout.hf.weight_map import (
+    add_unscaled_adapter,
+    choose_attention,
+    split_weight_map,
+    uninitialized_model,
+    weight_map,
+)
 from verl.workers.rollout.memory import cache_share, own_storages, return_free_memory
 from verl.workers.rollout.vision import ImageReader, Prompt, batch_vision_inputs, prompt_of
 from verl.workers.rollout.weights.sync import checksum, listed
@@ -103,12 +107,12 @@ class HFRollout(RolloutEngine):
             self.model = load_model(spec, dtype=self.dtype).to(self.device)
             own_storages(self.model)
         else:
-            self.model = _uninitialized_model(model_config, self.dtype, self.device, trust_remote_code)
+            self.model = uninitialized_model(model_config, self.dtype, self.device, trust_remote_code)
             fix_rotary(self.model, self.max_model_len)
         if lora is not None:
             add_unscaled_adapter(self.model, lora, self.dtype)
         self.model.eval().requires_grad_(False)
-        _choose_attention(self.model, spec.override_config.get("attn_implementation"))
+        choose_attention(self.model, spec.override_config.get("attn_implementation"))
         # the head gets one column of many: a strided slice, which CPU matrix products would take row by row
         self.model.get_output_embeddings().register_forward_pre_hook(lambda _, inputs: (inputs[0].contiguous(),))
         self._forward_args = inspect.signature(self.model.forward).parameters.keys()
@@ -481,49 +485,3 @@ def _left_padded(prompts: list[tuple[int, ...]], device: torch.device) -> tuple[
     ids = torch.tensor([(0,) * (width - len(prompt)) + tuple(prompt) for prompt in prompts], device=device)
     starts = torch.tensor([width - len(prompt) for prompt in prompts], device=device)
     return ids, torch.arange(width, device=device) >= starts[:, None]
-
-
-def _choose_attention(model: nn.Module, requested: str | None) -> None:
-    """Use `decode_attention` where torch's fused attention is right; eager code where scores are capped."""
-    text = model.config.get_text_config(decoder=True)
-    if requested is not None:
-        model.set_attn_implementation(requested)
-    elif getattr(text, "attn_logit_softcapping", None):
-        model.set_attn_implementation("eager")
-    elif text._attn_implementation == "sdpa":
-        # a vision tower has no cache to read
-        model.set_attn_implementation(
-            {"text_config": DECODE_ATTENTION} if is_vision_language(model.config) else DECODE_ATTENTION
-        )
-
-
-def _uninitialized_model(
-    model_config: Any, dtype: torch.dtype, device: torch.device, trust_remote_code: bool
-) -> nn.Module:
-    """A model with real buffers (rotary frequencies) and parameters of the right size that hold nothing yet."""
-    with _parameters_on_meta():
-        auto_class = language_model_class(model_config) or AutoModelForCausalLM
-        model = auto_class.from_config(model_config, dtype=dtype, trust_remote_code=trust_remote_code)
-    buffers = {name: buffer.to(device) for name, buffer in model.named_buffers()}
-    model.to_empty(device=device)
-    model.tie_weights()
-    for name, buffer in model.named_buffers():
-        buffer.copy_(buffers[name])
-    return model
-
-
-@contextmanager
-def _parameters_on_meta() -> Iterator[None]:
-    """Modules built inside hold their parameters on the meta device: no memory, no time spent on random numbers."""
-    register = nn.Module.register_parameter
-
-    def register_on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        if param is not None and not param.is_meta:
-            param = nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
-        register(module, name, param)
-
-    nn.Module.register_parameter = register_on_meta
-    try:
-        yield
-    finally:
-        nn.Module.register_parameter = register

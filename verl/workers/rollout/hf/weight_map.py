@@ -1,4 +1,5 @@
-"""Weight map of a transformers model: the view that holds each checkpoint tensor, written and read back by a sync.
+"""The transformers model of the engine: built without values, its attention, and its weight map: the view that holds
+each checkpoint tensor, written and read back by a sync.
 
 Mostly a module's own names and tensors, or other names (vision-language models); the experts of a mixture are slices
 of fused tensors.
@@ -7,13 +8,19 @@ of fused tensors.
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
 
-from verl.models.loader import LoRASpec, cast_parameters
+from verl.models.loader import LoRASpec, cast_parameters, language_model_class
+from verl.models.multimodal import is_vision_language
 from verl.models.weight_names import checkpoint_tensors
+from verl.workers.rollout.hf.kv_cache import DECODE_ATTENTION
 
 
 def weight_map(model: nn.Module) -> dict[str, Tensor]:
@@ -83,3 +90,52 @@ def _view_of_elements(name: str, tensor: Tensor, indices: Tensor) -> Tensor:
             "This family is not supported by rollout.name=hf."
         )
     return tensor.as_strided(indices.shape, strides, tensor.storage_offset() + first)
+
+
+# -- The model itself: attention, and parameters without values -------------------------------------------------------
+
+
+def choose_attention(model: nn.Module, requested: str | None) -> None:
+    """Use `decode_attention` where torch's fused attention is right; eager code where scores are capped."""
+    text = model.config.get_text_config(decoder=True)
+    if requested is not None:
+        model.set_attn_implementation(requested)
+    elif getattr(text, "attn_logit_softcapping", None):
+        model.set_attn_implementation("eager")
+    elif text._attn_implementation == "sdpa":
+        # a vision tower has no cache to read
+        model.set_attn_implementation(
+            {"text_config": DECODE_ATTENTION} if is_vision_language(model.config) else DECODE_ATTENTION
+        )
+
+
+def uninitialized_model(
+    model_config: Any, dtype: torch.dtype, device: torch.device, trust_remote_code: bool
+) -> nn.Module:
+    """A model with real buffers (rotary frequencies) and parameters of the right size that hold nothing yet."""
+    with _parameters_on_meta():
+        auto_class = language_model_class(model_config) or AutoModelForCausalLM
+        model = auto_class.from_config(model_config, dtype=dtype, trust_remote_code=trust_remote_code)
+    buffers = {name: buffer.to(device) for name, buffer in model.named_buffers()}
+    model.to_empty(device=device)
+    model.tie_weights()
+    for name, buffer in model.named_buffers():
+        buffer.copy_(buffers[name])
+    return model
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Modules built inside hold their parameters on the meta device: no memory, no time spent on random numbers."""
+    register = nn.Module.register_parameter
+
+    def register_on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and not param.is_meta:
+            param = nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
+        register(module, name, param)
+
+    nn.Module.register_parameter = register_on_meta
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register

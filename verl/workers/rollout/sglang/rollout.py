@@ -32,6 +32,7 @@ from verl.workers.rollout.base import (
     longest_sequence,
     stop_tokens,
 )
+from verl.workers.rollout.memory import host_cache_bytes
 from verl.workers.rollout.sglang.process import EngineProcess
 from verl.workers.rollout.sglang.requests import completion, engine_request, needs_tokenizer
 from verl.workers.rollout.sglang.setup import (
@@ -44,7 +45,6 @@ from verl.workers.rollout.sglang.setup import (
 )
 from verl.workers.rollout.sglang.shared_memory import CudaIpcBuffer, SharedMemoryBuffer
 from verl.workers.rollout.vision import ImageReader
-from verl.workers.rollout.vllm.memory import host_cache_bytes
 
 logger = logging.getLogger(__name__)
 

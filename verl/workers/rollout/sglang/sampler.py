@@ -21,7 +21,7 @@ NAME = "pytorch"
 """The ``sampling_backend`` whose place this sampler takes: the one that SGLang settles on where there is no GPU."""
 
 
-def install() -> None:
+def install_sampler() -> None:
     """Register in this process's SGLang the sampler, the seeds of requests, and penalties for tokens of the prompt."""
     register_sampler_backend(NAME, StreamSampler)
     _keep_seeds_in_batches()

@@ -24,16 +24,16 @@ from sglang.srt.managers import scheduler as sglang_scheduler
 
 from verl.workers.rollout.base import WeightSyncError
 from verl.workers.rollout.memory import HostMemory
-from verl.workers.rollout.sglang import sampler as sglang_sampler
-from verl.workers.rollout.sglang import stop as sglang_stop
+from verl.workers.rollout.sglang.sampler import install_sampler
 from verl.workers.rollout.sglang.shared_memory import open_bucket
-from verl.workers.rollout.vllm.weights import WeightLoad
+from verl.workers.rollout.sglang.stop import install_stop_texts
+from verl.workers.rollout.weights.placement import WeightLoad
 
 
 def run_scheduler(server_args: Any, *args: Any, **kwargs: Any) -> None:
     """SGLang's scheduler process with our sampler, our stop texts and `SchedulerExtension`."""
-    sglang_sampler.install()
-    sglang_stop.install(server_args.tokenizer_path, server_args.trust_remote_code)
+    install_sampler()
+    install_stop_texts(server_args.tokenizer_path, server_args.trust_remote_code)
     sglang_scheduler.Scheduler.verl_call = verl_call
     sglang_scheduler.run_scheduler_process(server_args, *args, **kwargs)
 

@@ -16,7 +16,7 @@ from verl.workers.rollout.sampling import Decode, StopText
 from verl.workers.rollout.sglang.requests import STOP
 
 
-def install(tokenizer_path: str, trust_remote_code: bool) -> None:
+def install_stop_texts(tokenizer_path: str, trust_remote_code: bool) -> None:
     """Make this process's SGLang end requests at the texts that stand under `STOP` in their ``custom_params``.
 
     The tokenizer is read when the first of them comes.

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from verl.workers.rollout.base import cached_bytes_per_token
-from verl.workers.rollout.memory import HostMemory, cache_share
-
-_BLOCK = 128  # tokens in a block of vLLM's KV cache on CPU, the largest of its block sizes
-_HOST_CACHE = 1 << 30  # bytes of KV cache in host memory unless engine_kwargs.vllm.kv_cache_memory_bytes says otherwise
+from verl.workers.rollout.memory import HostMemory
 
 
 class DeviceMemory:
@@ -84,14 +79,3 @@ def _cache_tensors(llm: Any) -> Iterator[Tensor]:
     layers = worker.vllm_config.compilation_config.static_forward_context.values()
     for cache in (*worker.model_runner.kv_caches, *(getattr(layer, "kv_cache", None) for layer in layers)):
         yield from (part for part in (cache if isinstance(cache, (list, tuple)) else [cache]) if torch.is_tensor(part))
-
-
-def host_cache_bytes(config: Any, model_config: Any, dtype: torch.dtype, max_model_len: int) -> int:
-    """KV cache in host memory: for all sequences that may run at once, within this worker's share and 1 GiB.
-
-    vLLM itself would take ``gpu_memory_utilization`` of all memory. One sequence of full length always fits.
-    """
-    per_token = cached_bytes_per_token(model_config, dtype)
-    sequence = (math.ceil(max_model_len / _BLOCK) + 1) * _BLOCK * per_token
-    size = min(config.max_num_seqs * sequence, cache_share(config.gpu_memory_utilization), _HOST_CACHE)
-    return max(size, 2 * sequence)

