@@ -52,19 +52,19 @@ def test_sglang_keeps_its_contract(options):
 
 TAKE = """
 import json, sys, torch
-from verl.workers.rollout.sglang.shared_memory import unpack
+from verl.workers.rollout.sglang.process import open_bucket
 from verl.workers.rollout.weights.sync import checksum
 for line in sys.stdin:
-    with unpack(json.loads(line), torch.device("cuda", 0)) as bucket:
+    with open_bucket(json.loads(line), torch.device("cuda", 0)) as bucket:
         print(json.dumps({name: checksum(tensor) for name, tensor in bucket}), flush=True)
 """
 
 
 def test_a_bucket_arrives_in_another_process_by_its_cuda_handle():
-    from verl.workers.rollout.sglang.shared_memory import CudaIpcBuffer
+    from verl.workers.rollout.sglang.process import CudaIpcBuffer
     from verl.workers.rollout.weights.sync import checksum
 
-    parcels = CudaIpcBuffer()
+    shared = CudaIpcBuffer()
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen([sys.executable, "-c", TAKE], **pipes) as taker:
         for step in range(3):  # the buffer is used again, and grows once
@@ -72,11 +72,11 @@ def test_a_bucket_arrives_in_another_process_by_its_cuda_handle():
                 (f"a{step}", torch.randn(100, 33 * (step + 1), device="cuda")),
                 (f"b{step}", torch.randn(7, device="cuda").bfloat16()),
             ]
-            taker.stdin.write(json.dumps(parcels.pack(bucket)) + "\n")
+            taker.stdin.write(json.dumps(shared.pack(bucket)) + "\n")
             taker.stdin.flush()
             assert json.loads(taker.stdout.readline()) == {name: checksum(tensor) for name, tensor in bucket}
         taker.stdin.close()
-    parcels.close()
+    shared.close()
 
 
 LINK = """

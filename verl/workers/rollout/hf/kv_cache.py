@@ -7,7 +7,8 @@ attention interfaces, no sampling.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -48,6 +49,8 @@ def decode_attention(
 
 
 AttentionInterface.register(DECODE_ATTENTION, decode_attention)
+
+
 AttentionMaskInterface.register(DECODE_ATTENTION, sdpa_mask)
 
 
@@ -206,3 +209,69 @@ def joined(caches: Sequence[Cache], skipped: Sequence[int]) -> Cache:
         layer.is_initialized = True
         layers.append(layer)
     return Cache(layers=layers)
+
+
+# -- Cache check before the first request: decode with the cache against forward passes over whole rows ----------------
+
+
+CHECK_PROMPTS = (3, 8)
+"""Tokens of a short prompt and of a longer one."""
+CHECK_STEPS = 2
+CHECK_OWNER = (0, 0, 1)
+"""The prompt of each row: two of them share one, and the response too."""
+LOGIT_TOLERANCE = {torch.float32: 1e-2}
+"""Median difference of logits over their spread; a model that forgets its prompt is far beyond."""
+HALF_PRECISION_TOLERANCE = 0.1
+"""The same for half precision."""
+Forward = Callable[[Tensor, Tensor, Tensor, Any], Tensor]
+
+
+def cache_check_rows(config: Any, excluded: Sequence[int]) -> list[Tensor]:
+    """Random rows, prompt and response: (CHECK_PROMPTS[CHECK_OWNER[i]] + CHECK_STEPS,) each."""
+    vocab = config.get_text_config(decoder=True).vocab_size
+    generator = torch.Generator().manual_seed(0)
+    usable = torch.tensor([token for token in range(vocab // 4, vocab)[:4096] if token not in set(excluded)])
+    prompts = [usable[torch.randint(len(usable), (length,), generator=generator)] for length in CHECK_PROMPTS]
+    responses = [usable[torch.randint(len(usable), (CHECK_STEPS,), generator=generator)] for _ in prompts]
+    return [torch.cat([prompts[o], responses[o]]) for o in CHECK_OWNER]
+
+
+def whole_row_logits(model: Any, row: Tensor) -> Tensor:
+    """Logits of a row alone after its prompt and each later token, (CHECK_STEPS + 1, V)."""
+    return model(input_ids=row[None], use_cache=False).logits[0, -CHECK_STEPS - 1 :].float()
+
+
+def decode_logits(rows: Sequence[Tensor], logits: Tensor, cache: Any, forward: Forward) -> list[Tensor]:
+    """The same for rows generated together, one of which ends early: its last logits are missing.
+
+    Args:
+        logits: (rows, V) after the prompts, which are in ``cache``, right-aligned.
+    """
+    device, width = logits.device, max(CHECK_PROMPTS)
+    lengths = torch.tensor([CHECK_PROMPTS[o] for o in CHECK_OWNER], device=device)
+    tokens = torch.stack([row[-CHECK_STEPS:] for row in rows]).to(device)
+    live, decoded = list(range(len(rows))), [[logits[i]] for i in range(len(rows))]
+    for step in range(CHECK_STEPS):
+        if step == 1:
+            live.pop(1)
+            cache.reorder_cache(torch.tensor(live, device=device))
+        mask = torch.arange(width + step + 1, device=device) >= (width - lengths[live])[:, None]
+        logits = forward(tokens[live, step][:, None], mask, (lengths[live] + step)[:, None], cache)
+        for i, row in zip(live, logits, strict=True):
+            decoded[i].append(row)
+    return [torch.stack(row).float() for row in decoded]
+
+
+def logit_difference(expected: Sequence[Tensor], decoded: Sequence[Tensor]) -> float:
+    """The largest difference of a row: the median over its tokens of the mean difference, over the logits' spread."""
+    differences = []
+    for one, other in zip(expected, decoded, strict=True):
+        one = one[: len(other)]
+        off = (one - other).abs().mean(-1) / one.std(-1).clamp_min(1e-6)
+        differences.append(float(off.nan_to_num(torch.inf).median()))
+    return max(differences)
+
+
+def logit_tolerance(dtype: torch.dtype) -> float:
+    """The largest difference that rounding explains."""
+    return LOGIT_TOLERANCE.get(dtype, HALF_PRECISION_TOLERANCE)

@@ -36,17 +36,16 @@ from verl.workers.rollout.base import (
     longest_sequence,
     stop_tokens,
 )
-from verl.workers.rollout.hf import trial as cache_check
-from verl.workers.rollout.hf.decode import DecodeRows, check_extra
+from verl.workers.rollout.hf import kv_cache
 from verl.workers.rollout.hf.kv_cache import TokenCache, can_join, decode_cache
-from verl.workers.rollout.hf.running_batch import RunningBatch
-from verl.workers.rollout.hf.weight_map import (
+from verl.workers.rollout.hf.model import (
     add_unscaled_adapter,
     choose_attention,
     split_weight_map,
     uninitialized_model,
     weight_map,
 )
+from verl.workers.rollout.hf.running_batch import DecodeRows, RunningBatch, check_extra
 from verl.workers.rollout.memory import cache_share, own_storages, return_free_memory
 from verl.workers.rollout.vision import ImageReader, Prompt, batch_vision_inputs, prompt_of
 from verl.workers.rollout.weights.sync import checksum, listed
@@ -358,11 +357,11 @@ class HFRollout(RolloutEngine):
         if self._is_cache_checked:
             return
         kind, name = self.model.config.model_type, type(self.model).__name__
-        rows = [row.to(self.device) for row in cache_check.make_rows(self.model.config, self.never_generated)]
+        rows = [row.to(self.device) for row in kv_cache.cache_check_rows(self.model.config, self.never_generated)]
         try:
-            distinct = dict(zip(cache_check.OWNER, rows, strict=True))
-            scored = {owner: cache_check.whole_row_logits(self.model, row) for owner, row in distinct.items()}
-            expected = [scored[owner] for owner in cache_check.OWNER]
+            distinct = dict(zip(kv_cache.CHECK_OWNER, rows, strict=True))
+            scored = {owner: kv_cache.whole_row_logits(self.model, row) for owner, row in distinct.items()}
+            expected = [scored[owner] for owner in kv_cache.CHECK_OWNER]
         except Exception as error:
             raise ValueError(
                 f"rollout.name=hf: model_type={kind!r} cannot generate here: a forward pass of {name} over a short row "
@@ -392,18 +391,18 @@ class HFRollout(RolloutEngine):
     def _cache_mismatch(self, rows: list[Tensor], expected: list[Tensor]) -> str | None:
         """The difference of rows generated token by token from ``expected``, in words; None where they agree."""
         prompts = [
-            Prompt(tuple(rows[cache_check.OWNER.index(number)][:length].tolist()), None)
-            for number, length in enumerate(cache_check.PROMPTS)
+            Prompt(tuple(rows[kv_cache.CHECK_OWNER.index(number)][:length].tolist()), None)
+            for number, length in enumerate(kv_cache.CHECK_PROMPTS)
         ]
-        owner = torch.tensor(cache_check.OWNER, device=self.device)
+        owner = torch.tensor(kv_cache.CHECK_OWNER, device=self.device)
         try:
             with self.monitor.uncounted():
-                logits, cache = self._read(prompts, owner, max(cache_check.PROMPTS) + cache_check.STEPS)
-                decoded = cache_check.decode_logits(rows, logits[owner], cache, self._forward)
+                logits, cache = self._read(prompts, owner, max(kv_cache.CHECK_PROMPTS) + kv_cache.CHECK_STEPS)
+                decoded = kv_cache.decode_logits(rows, logits[owner], cache, self._forward)
         except Exception as error:  # from the model's code, which may not support this cache
             return f"raises {type(error).__name__} ({_first_line(error)})"
-        difference = cache_check.logit_difference(expected, decoded)
-        if difference <= cache_check.tolerance(self.dtype):
+        difference = kv_cache.logit_difference(expected, decoded)
+        if difference <= kv_cache.logit_tolerance(self.dtype):
             return None
         return f"gives other logits than over whole rows (by {difference:.2g} of their spread)"
 

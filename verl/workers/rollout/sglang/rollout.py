@@ -33,7 +33,7 @@ from verl.workers.rollout.base import (
     stop_tokens,
 )
 from verl.workers.rollout.memory import host_cache_bytes
-from verl.workers.rollout.sglang.process import EngineProcess
+from verl.workers.rollout.sglang.process import CudaIpcBuffer, EngineProcess, SharedMemoryBuffer
 from verl.workers.rollout.sglang.requests import completion, engine_request, needs_tokenizer
 from verl.workers.rollout.sglang.setup import (
     CONTEXT_KEPT,
@@ -43,7 +43,6 @@ from verl.workers.rollout.sglang.setup import (
     given_arguments,
     model_overrides,
 )
-from verl.workers.rollout.sglang.shared_memory import CudaIpcBuffer, SharedMemoryBuffer
 from verl.workers.rollout.vision import ImageReader
 
 logger = logging.getLogger(__name__)

@@ -24,10 +24,9 @@ from sglang.srt.managers import scheduler as sglang_scheduler
 
 from verl.workers.rollout.base import WeightSyncError
 from verl.workers.rollout.memory import HostMemory
-from verl.workers.rollout.sglang.sampler import install_sampler
-from verl.workers.rollout.sglang.shared_memory import open_bucket
-from verl.workers.rollout.sglang.stop import install_stop_texts
-from verl.workers.rollout.weights.placement import WeightLoad
+from verl.workers.rollout.sglang.process import open_bucket
+from verl.workers.rollout.sglang.sampler import install_sampler, install_stop_texts
+from verl.workers.rollout.weights.load import WeightLoad
 
 
 def run_scheduler(server_args: Any, *args: Any, **kwargs: Any) -> None:

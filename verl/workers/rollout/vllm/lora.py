@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from verl.models.loader import LoRASpec
 from verl.models.multimodal import is_vision_language
 from verl.workers.rollout.base import Bucket, WeightSyncError
-from verl.workers.rollout.vllm.memory import worker_of
 from verl.workers.rollout.vllm.setup import has_experts
-from verl.workers.rollout.weights.placement import LoadWatcher, WeightLoad
+from verl.workers.rollout.vllm.weights import worker_of
+from verl.workers.rollout.weights.load import LoadWatcher, WeightLoad
 from verl.workers.rollout.weights.sync import listed
 
 _ID, _NAME = 1, "policy"

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from verl.workers.rollout.base import Completion, Request, SamplingParams
+from verl.workers.rollout.monitor import EngineMonitor
 
 _COLDEST = 0.01
 _SEEDS = 2**63 - 1  # vLLM's seeds are int64, and -1 means none
@@ -135,8 +136,6 @@ def sampled_log_probs(request: Request, tokens: list[int], steps: Any) -> list[f
 
 
 # -- Requests submitted one by one: their tokens so far are kept here, so that an abort returns them -------------------
-
-
 @dataclass
 class Running:
     """A request and the tokens vLLM has reported for it."""
@@ -201,3 +200,52 @@ class RunningRequests:
     def partial(self, request_id: int) -> Completion | None:
         running = self._running.get(request_id)
         return running and running.completion("abort")
+
+
+# -- vLLM's metrics: levels of its scheduler after each step, and its Prometheus counters ------------------------------
+
+
+_COUNTERS = {
+    "vllm:num_preemptions": "preemptions",
+    "vllm:prefix_cache_queries": "prefix_cache_queries",
+    "vllm:prefix_cache_hits": "prefix_cache_hits",
+}
+
+
+def watch_steps(llm: Any, monitor: EngineMonitor) -> None:
+    """Have every step of vLLM tell ``watch`` that it finished, and how full the engine is."""
+    monitor.reports_steps = True
+    engine = llm.llm_engine
+    core = getattr(engine.engine_core, "engine_core", None)  # None where the engine lives in a process of its own
+    scheduler = getattr(core, "scheduler", None)
+    step = engine.step
+
+    def watched_step() -> Any:
+        outputs = step()
+        monitor.tick()
+        if scheduler is not None:
+            cache = scheduler.kv_cache_manager.usage
+            monitor.gauge(running=len(scheduler.running), waiting=len(scheduler.waiting), cache_usage=cache)
+        return outputs
+
+    engine.step = watched_step
+
+
+def counters(llm: Any) -> dict[str, float]:
+    """vLLM's counters since it was built; none with ``disable_log_stats=true``."""
+    if not llm.llm_engine.log_stats:
+        return {}
+    found: dict[str, float] = {}
+    for metric in llm.get_metrics():
+        if name := _COUNTERS.get(metric.name):
+            found[name] = found.get(name, 0.0) + metric.value
+    return found
+
+
+def prometheus_text(llm: Any) -> str:
+    """All of vLLM's metrics in Prometheus' text format; empty with ``disable_log_stats=true``."""
+    if not llm.llm_engine.log_stats:
+        return ""
+    from prometheus_client import REGISTRY, generate_latest
+
+    return generate_latest(REGISTRY).decode()

@@ -39,7 +39,6 @@ from verl.workers.rollout.vllm.lora import (
     lora_unsupported_reason,
     unwrapped,
 )
-from verl.workers.rollout.vllm.memory import CPUMemory, DeviceMemory, model_of, worker_of
 from verl.workers.rollout.vllm.patches import (
     allocate_pipeline_receive_buffer,
     detach_group_finalizer,
@@ -49,7 +48,15 @@ from verl.workers.rollout.vllm.patches import (
     preserve_process_state,
     unlink_message_queue,
 )
-from verl.workers.rollout.vllm.requests import RunningRequests, check_arguments, completion, sampling_arguments
+from verl.workers.rollout.vllm.requests import (
+    RunningRequests,
+    check_arguments,
+    completion,
+    counters,
+    prometheus_text,
+    sampling_arguments,
+    watch_steps,
+)
 from verl.workers.rollout.vllm.setup import (
     check_model,
     engine_arguments,
@@ -58,9 +65,15 @@ from verl.workers.rollout.vllm.setup import (
     latent_attention_arguments,
     use_first_token_processors,
 )
-from verl.workers.rollout.vllm.statistics import counters, prometheus_text, watch_steps
-from verl.workers.rollout.vllm.weights import DerivedWeights, check_no_random_buffers
-from verl.workers.rollout.weights.placement import WeightLoad
+from verl.workers.rollout.vllm.weights import (
+    CPUMemory,
+    DerivedWeights,
+    DeviceMemory,
+    check_no_random_buffers,
+    model_of,
+    worker_of,
+)
+from verl.workers.rollout.weights.load import WeightLoad
 
 logger = logging.getLogger(__name__)
 

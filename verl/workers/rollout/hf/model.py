@@ -92,7 +92,7 @@ def _view_of_elements(name: str, tensor: Tensor, indices: Tensor) -> Tensor:
     return tensor.as_strided(indices.shape, strides, tensor.storage_offset() + first)
 
 
-# -- The model itself: attention, and parameters without values -------------------------------------------------------
+# -- The model itself: attention, and parameters without values --------------------------------------------------------
 
 
 def choose_attention(model: nn.Module, requested: str | None) -> None:
