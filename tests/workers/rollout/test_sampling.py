@@ -72,9 +72,9 @@ def test_rows_are_drawn_alike_in_one_piece_and_in_many(monkeypatch):
     sampling = [SamplingParams(9, temperature=0.5 + i / 8, top_k=i % 5, want_log_probs=True) for i in range(20)]
     sampler = Sampler([Request((1,), s, i) for i, s in enumerate(sampling)], torch.device("cpu"))
     logits = torch.randn(20, 130, generator=torch.Generator().manual_seed(0))
-    tokens, log_probs = sampler.draw(logits.clone(), step=4)
-    monkeypatch.setattr("verl.workers.rollout.sampling._CELLS", 400)
-    again, log_probs_again = sampler.draw(logits.clone(), step=4)
+    tokens, log_probs = sampler.sample(logits.clone(), step=4)
+    monkeypatch.setattr("verl.workers.rollout.sampling._LOGITS_AT_ONCE", 400)
+    again, log_probs_again = sampler.sample(logits.clone(), step=4)
     assert torch.equal(tokens, again) and torch.equal(log_probs, log_probs_again)
     sampler.keep(torch.tensor([3, 11]))
-    assert torch.equal(sampler.draw(logits[[3, 11]], step=4)[0], tokens[[3, 11]])
+    assert torch.equal(sampler.sample(logits[[3, 11]], step=4)[0], tokens[[3, 11]])

@@ -55,7 +55,7 @@ def engine_draws(server, prompt, seed=3, **sampling):
     sampling = SamplingParams(12, stop_token_ids=(server.tokenizer.eos_token_id,), want_log_probs=True, **sampling)
 
     async def draw():
-        return await server.draw(Request(tuple(prompt), sampling, seed))
+        return await server.generate(Request(tuple(prompt), sampling, seed))
 
     return asyncio.run_coroutine_threadsafe(draw(), server._events).result(30)
 

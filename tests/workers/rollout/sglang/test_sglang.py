@@ -92,7 +92,7 @@ def test_every_option_reaches_the_engine_and_a_dead_engine_tells_its_last_words(
 
 
 def test_a_scheduler_that_hangs_shows_no_steps(ready, monkeypatch):
-    monkeypatch.setattr("verl.workers.rollout.sglang.rollout._LOOK_S", 0.0)
+    monkeypatch.setattr("verl.workers.rollout.sglang.rollout._CHECK_S", 0.0)
     steps = []
     monkeypatch.setattr(ready.monitor, "tick", lambda: steps.append(len(ready.engine.running)))
     request_id = ready.submit(Request((5, 6, 7), SamplingParams(120, ignore_eos=True), 1), 1)
