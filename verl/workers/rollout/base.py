@@ -17,11 +17,14 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from transformers import GenerationConfig
 
+from verl.utils.torch_dtypes import PrecisionType
 from verl.workers.rollout.monitor import EngineMonitor
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
+    from transformers import PretrainedConfig
+
+    from verl.models.loader import ModelSpec
 
 Bucket = list[tuple[str, "Tensor"]]
 """Some (checkpoint name, full tensor) pairs sent together."""
@@ -183,6 +186,33 @@ class RolloutEngine(ABC):
         self._request_ids = count()
         self._waiting: dict[int, Request] = {}
         self.monitor = EngineMonitor()
+
+    def _read_model_folder(
+        self,
+        model_path: str,
+        config: Any,
+        device: str | torch.device,
+        trust_remote_code: bool,
+        override_config: Mapping[str, Any] | None,
+    ) -> tuple[ModelSpec, PretrainedConfig]:
+        """Set ``config``, ``device``, ``dtype``, ``max_model_len`` and ``stop_token_ids``; for constructors of engines.
+
+        Returns:
+            The model's spec and its Hugging Face config.
+        """
+        from verl.models.loader import ModelSpec, load_config
+
+        self.config, self.device, self.dtype = config, torch.device(device), PrecisionType.to_dtype(config.dtype)
+        spec = ModelSpec(
+            model_path,
+            override_config=override_config or {},
+            trust_remote_code=trust_remote_code,
+            gradient_checkpointing=False,
+        )
+        model_config = load_config(spec)
+        self.max_model_len = longest_sequence(config, model_config)
+        self.stop_token_ids = stop_tokens(spec.folder, model_config)
+        return spec, model_config
 
     def generate(self, requests: Sequence[Request], expect_version: int) -> list[Completion]:
         """One completion per request, in the order of the requests.
@@ -366,6 +396,20 @@ def longest_sequence(config: Any, model_config: Any) -> int:
             "model.override_config.max_position_embeddings if the model can do more."
         )
     return longest
+
+
+def longest_response(request: Request, max_model_len: int) -> int:
+    """Tokens a response may have: its ``max_tokens``, or what the prompt leaves of ``max_model_len``."""
+    return min(request.sampling.max_tokens, max_model_len - len(request.prompt_ids))
+
+
+def check_log_probs(log_probs: Sequence[float]) -> None:
+    """Raise FloatingPointError if a log-probability is NaN."""
+    if any(math.isnan(log_prob) for log_prob in log_probs):
+        raise FloatingPointError(
+            "The rollout's log-probs are not finite: its weights are not, or overflow in rollout.dtype. "
+            "Look at actor/grad_norm of the last steps and lower actor.optim.lr, or use rollout.dtype=float32."
+        )
 
 
 def check_prompt(length: int, max_model_len: int) -> None:

@@ -18,11 +18,10 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import Cache
 
-from verl.models.loader import LoRASpec, ModelSpec, load_config, load_model
+from verl.models.loader import LoRASpec, load_model
 from verl.models.rotary import fix_rotary
 from verl.utils.device import empty_cache
 from verl.utils.tokenizer import hf_tokenizer
-from verl.utils.torch_dtypes import PrecisionType
 from verl.workers.rollout.base import (
     Bucket,
     Completion,
@@ -33,8 +32,7 @@ from verl.workers.rollout.base import (
     WeightSyncError,
     cached_bytes_per_token,
     check_prompt,
-    longest_sequence,
-    stop_tokens,
+    longest_response,
 )
 from verl.workers.rollout.hf import kv_cache
 from verl.workers.rollout.hf.kv_cache import TokenCache, can_join, decode_cache
@@ -86,21 +84,10 @@ class HFRollout(RolloutEngine):
     ):
         super().__init__()
         self.monitor.reports_steps = True
-        self.config = config
         self.tokenizer_path, self.trust_remote_code = tokenizer_path or model_path, trust_remote_code
         self._running: list[RunningBatch] = []
-        self.device = torch.device(device)
-        self.dtype = PrecisionType.to_dtype(config.dtype)
-        spec = ModelSpec(
-            model_path,
-            override_config=override_config or {},
-            trust_remote_code=trust_remote_code,
-            gradient_checkpointing=False,
-        )
-        model_config = load_config(spec)
-        self.max_model_len = longest_sequence(config, model_config)
+        spec, model_config = self._read_model_folder(model_path, config, device, trust_remote_code, override_config)
         spec = replace(spec, longest=self.max_model_len)
-        self.stop_token_ids = stop_tokens(spec.folder, model_config)
         has_weights = not config.load_format.startswith("dummy") and lora is None
         if has_weights:
             self.model = load_model(spec, dtype=self.dtype).to(self.device)
@@ -236,9 +223,6 @@ class HFRollout(RolloutEngine):
             completions |= zip(batch, self._decode([requests[i] for i in batch]), strict=True)
         return [completions[i] for i in range(len(requests))]
 
-    def _limit(self, request: Request) -> int:
-        return min(request.sampling.max_tokens, self.max_model_len - len(request.prompt_ids))
-
     def _batches(self, requests: list[Request]) -> Iterator[list[int]]:
         """Batches of rows to decode: sorted by prompt, so that equal prompts are adjacent and lengths similar."""
         order = sorted(range(len(requests)), key=lambda i: (len(requests[i].prompt_ids), requests[i].prompt_ids))
@@ -246,7 +230,7 @@ class HFRollout(RolloutEngine):
         batch: list[int] = []
         longest = 0
         for index in order:
-            length = len(requests[index].prompt_ids) + self._limit(requests[index])
+            length = len(requests[index].prompt_ids) + longest_response(requests[index], self.max_model_len)
             longest = max(longest, length)
             if batch and (len(batch) >= self.config.max_num_seqs or (len(batch) + 1) * longest > room):
                 yield batch
@@ -266,7 +250,7 @@ class HFRollout(RolloutEngine):
         prompts = list(dict.fromkeys(map(prompt_of, requests)))
         number = {prompt: index for index, prompt in enumerate(prompts)}
         owner = torch.tensor([number[prompt_of(request)] for request in requests], device=self.device)
-        width, limits = len(prompts[-1].ids), [self._limit(request) for request in requests]
+        width, limits = len(prompts[-1].ids), [longest_response(request, self.max_model_len) for request in requests]
         logits, cache = self._read(prompts, owner, width + min(max(limits), _FIRST_ROOM))
         decode = self.decode_text if any(request.sampling.stop for request in requests) else None
         rows = DecodeRows(requests, limits, self.stop_token_ids, self.device, decode)
@@ -456,7 +440,7 @@ class HFRollout(RolloutEngine):
         longest = max((batch.longest for batch in self._running), default=0)
         admitted: list[int] = []
         for request_id, request in self._waiting.items():
-            longest = max(longest, len(request.prompt_ids) + self._limit(request))
+            longest = max(longest, len(request.prompt_ids) + longest_response(request, self.max_model_len))
             rows += 1
             if rows > 1 and (rows > self.config.max_num_seqs or rows * longest > room):
                 break

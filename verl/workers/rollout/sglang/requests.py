@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from verl.workers.rollout.base import Completion, Request, SamplingParams
+from verl.workers.rollout.base import Completion, Request, SamplingParams, check_log_probs, longest_response
 from verl.workers.rollout.sampling import _mix
 
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -68,7 +68,7 @@ def sampling_arguments(request: Request, max_model_len: int, stop_token_ids: set
     """
     sampling = request.sampling
     params = {
-        "max_new_tokens": min(sampling.max_tokens, max_model_len - len(request.prompt_ids)),
+        "max_new_tokens": longest_response(request, max_model_len),
         "sampling_seed": stream_key(request.seed, len(request.prompt_ids)),
         "ignore_eos": sampling.ignore_eos,
         "stop_token_ids": sorted(stop_token_ids | set(sampling.stop_token_ids)),
@@ -127,11 +127,7 @@ def completion(request: Request, token_ids: list[int], log_probs: list[float], r
     """
     if reason not in ("stop", "length", "abort"):
         raise RuntimeError(f"SGLang ended a request with finish_reason={reason!r}; see its log.")
-    if any(math.isnan(log_prob) for log_prob in log_probs):
-        raise FloatingPointError(
-            "The rollout's log-probs are not finite: its weights are not, or overflow in rollout.dtype. "
-            "Look at actor/grad_norm of the last steps and lower actor.optim.lr, or use rollout.dtype=float32."
-        )
+    check_log_probs(log_probs)
     return Completion(token_ids, log_probs if request.sampling.want_log_probs else None, reason)
 
 

@@ -16,9 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from verl.models.loader import ModelSpec, load_config
 from verl.models.multimodal import image_token, is_vision_language
-from verl.utils.torch_dtypes import PrecisionType
 from verl.workers.rollout.base import (
     Bucket,
     Completion,
@@ -29,8 +27,6 @@ from verl.workers.rollout.base import (
     WeightSyncError,
     cached_bytes_per_token,
     check_prompt,
-    longest_sequence,
-    stop_tokens,
 )
 from verl.workers.rollout.memory import host_cache_bytes
 from verl.workers.rollout.sglang.process import CudaIpcBuffer, EngineProcess, SharedMemoryBuffer
@@ -79,14 +75,8 @@ class SGLangRollout(RolloutEngine):
         tokenizer_path: str | None = None,
     ):
         super().__init__()
-        self.device = torch.device(device)
-        self.config = config
-        self.dtype = PrecisionType.to_dtype(config.dtype)
-        spec = ModelSpec(model_path, override_config=override_config or {}, trust_remote_code=trust_remote_code)
-        model_config = load_config(spec)
+        spec, model_config = self._read_model_folder(model_path, config, device, trust_remote_code, override_config)
         check_model(model_config)
-        self.max_model_len = longest_sequence(config, model_config)
-        self.stop_token_ids = stop_tokens(spec.folder, model_config)
         derived = {
             "dtype": str(self.dtype).removeprefix("torch."),
             "context_length": self.max_model_len + CONTEXT_KEPT,

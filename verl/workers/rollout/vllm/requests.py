@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from verl.workers.rollout.base import Completion, Request, SamplingParams
+from verl.workers.rollout.base import Completion, Request, SamplingParams, check_log_probs, longest_response
 from verl.workers.rollout.monitor import EngineMonitor
 
 _COLDEST = 0.01
@@ -23,7 +23,7 @@ def sampling_arguments(request: Request, max_model_len: int, stop_token_ids: set
     sampling = request.sampling
     params = {
         "n": 1,
-        "max_tokens": min(sampling.max_tokens, max_model_len - len(request.prompt_ids)),
+        "max_tokens": longest_response(request, max_model_len),
         "seed": request.seed % _SEEDS,
         "ignore_eos": True,  # the model's end tokens are among ours; vLLM may know fewer or more
         "detokenize": False,
@@ -112,10 +112,14 @@ def _first_token_settings(sampling: SamplingParams) -> dict[str, float]:
 def completion(request: Request, output: Any) -> Completion:
     """A `Completion` from vLLM's output."""
     (sample,) = output.outputs
-    if sample.finish_reason not in ("stop", "length"):
-        raise RuntimeError(f"vLLM ended a request with finish_reason={sample.finish_reason!r}; see its log.")
+    _check_finish_reason(sample.finish_reason)
     tokens = list(sample.token_ids)
     return Completion(tokens, sampled_log_probs(request, tokens, sample.logprobs), sample.finish_reason)
+
+
+def _check_finish_reason(reason: str | None) -> None:
+    if reason not in ("stop", "length"):
+        raise RuntimeError(f"vLLM ended a request with finish_reason={reason!r}; see its log.")
 
 
 def sampled_log_probs(request: Request, tokens: list[int], steps: Any) -> list[float] | None:
@@ -127,11 +131,7 @@ def sampled_log_probs(request: Request, tokens: list[int], steps: Any) -> list[f
     if not request.sampling.want_log_probs:
         return None
     log_probs = [step[token].logprob for token, step in zip(tokens, steps, strict=True)]
-    if any(math.isnan(log_prob) for log_prob in log_probs):
-        raise FloatingPointError(
-            "The rollout's log-probs are not finite: its weights are not, or overflow in rollout.dtype. "
-            "Look at actor/grad_norm of the last steps and lower actor.optim.lr, or use rollout.dtype=float32."
-        )
+    check_log_probs(log_probs)
     return log_probs
 
 
@@ -184,10 +184,7 @@ class RunningRequests:
             running.log_probs += sampled_log_probs(running.request, tokens, sample.logprobs) or []
             running.token_ids += tokens
             if output.finished:
-                if sample.finish_reason not in ("stop", "length"):
-                    raise RuntimeError(
-                        f"vLLM ended a request with finish_reason={sample.finish_reason!r}; see its log."
-                    )
+                _check_finish_reason(sample.finish_reason)
                 ended[request_id] = self._running.pop(request_id).completion(sample.finish_reason)
         return ended
 

@@ -14,10 +14,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from verl.models.loader import LoRASpec, ModelSpec, load_config
+from verl.models.loader import LoRASpec
 from verl.models.multimodal import is_vision_language, modality_tokens
 from verl.utils.distributed import ensure_process_group
-from verl.utils.torch_dtypes import PrecisionType
 from verl.workers.rollout.base import (
     Bucket,
     Completion,
@@ -27,8 +26,6 @@ from verl.workers.rollout.base import (
     SamplingParams,
     WeightSyncError,
     check_prompt,
-    longest_sequence,
-    stop_tokens,
 )
 from verl.workers.rollout.memory import host_cache_bytes
 from verl.workers.rollout.vision import ban_modality_tokens, check_media, check_placeholders
@@ -114,15 +111,10 @@ class VLLMRollout(RolloutEngine):
     ):
         super().__init__()
         self.lora = lora
-        self.device = torch.device(device)
-        self.config = config
-        self.dtype = PrecisionType.to_dtype(config.dtype)
-        vllm = import_vllm(self.device.type)
-        spec = ModelSpec(model_path, override_config=override_config or {}, trust_remote_code=trust_remote_code)
-        self._model_config = model_config = load_config(spec)
+        vllm = import_vllm(torch.device(device).type)
+        spec, model_config = self._read_model_folder(model_path, config, device, trust_remote_code, override_config)
         check_model(model_config, self.device.type)
-        self.max_model_len = longest_sequence(config, model_config)
-        self.stop_token_ids = stop_tokens(spec.folder, model_config)
+        self._model_config = model_config
         derived = {
             "dtype": str(self.dtype).removeprefix("torch."),
             "max_model_len": self.max_model_len,
