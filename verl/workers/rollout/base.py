@@ -150,7 +150,7 @@ class Receipt:
 class RolloutEngine(ABC):
     """Generates responses with the weights of one known version.
 
-    Life of a step: ``wake(("weights",))`` -> ``update_weights`` (through `weight_sync.sync_weights`) ->
+    Life of a step: ``wake(("weights",))`` -> ``update_weights`` (through `weights.sync.sync_weights`) ->
     ``wake(("kv_cache",))`` -> ``generate`` -> ``sleep``. Any other order is legal too, except generating with weights
     that are asleep, unconfirmed or of another version, which is a StaleWeightsError.
     """

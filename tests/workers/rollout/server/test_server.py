@@ -319,7 +319,7 @@ def test_the_client_spreads_by_load_keeps_sessions_and_lets_the_urgent_go_first(
         tasks += [asyncio.ensure_future(one("calm")), asyncio.ensure_future(one("urgent", priority=5))]
         await asyncio.sleep(0)
         assert client.num_waiting == 2
-        homes = {session: server.address for session, server in client._home.items()}
+        homes = {session: server.address for session, server in client._server_of_session.items()}
         await asyncio.gather(*tasks)
         await client.close()
         return homes

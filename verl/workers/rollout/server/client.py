@@ -153,7 +153,7 @@ class RolloutClient:
         await asyncio.gather(*(self._post(s, "/abort", {"request_ids": ids}) for s, ids in by_server if ids))
 
     async def health(self) -> list[dict[str, Any]]:
-        """What each server says of itself."""
+        """The health report of each server."""
         return [await self._get(server, "/health") for server in self._servers]
 
     async def close(self) -> None:

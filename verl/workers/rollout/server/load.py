@@ -12,9 +12,9 @@ class Span:
 
     replica: str
     submitted: float
-    """When the request was made."""
+    """Time the request was made."""
     started: float
-    """When it was sent to its replica."""
+    """Time it was sent to its replica."""
     ended: float
 
 

@@ -1,7 +1,7 @@
 """OpenAI's routes over a rollout server: chat and plain completions, whole or as a stream.
 
 A response that a change of weights interrupts keeps its tokens and continues under the new weights.
-``system_fingerprint`` tells the version of the weights that ended it. ``return_token_ids`` adds the token ids that a
+``system_fingerprint`` has the version of the weights that ended it. ``return_token_ids`` adds the token ids that a
 trainer needs.
 """
 

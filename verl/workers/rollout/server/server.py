@@ -59,7 +59,7 @@ _HELP = {
 
 
 def prometheus_text(engine: RolloutEngine) -> str:
-    """What ``GET /metrics`` of a server answers: verl's counters of the engine, then the engine's own metrics."""
+    """The answer to ``GET /metrics``: verl's counters of the engine, then the engine's own metrics."""
     labels = {"engine": engine.monitor.engine}
     version = -1 if engine.version is None else engine.version
     own = render(engine.monitor.totals() | engine.totals(), "counter", labels)

@@ -1,7 +1,7 @@
 """The process tree of an SGLang engine, seen from the worker: start, calls, and errors when it has died.
 
 SGLang starts processes of its own, sets signal handlers, an event loop policy and a start method, and on any error ends
-every process below the one it was started in. So it gets a process to itself (`sglang_host`), apart from the trainer's;
+every process below the one it was started in. So it gets a process to itself (`host.py`), apart from the trainer's;
 its output is kept for the error when it dies.
 """
 
@@ -82,7 +82,7 @@ class EngineProcess:
         """``version`` of SGLang, ``pids`` of its processes, names of its ``sampling`` parameters."""
 
     def call(self, name: str, *args: Any) -> Any:
-        """Run a command of `sglang_host.Host` and wait for its answer."""
+        """Run a command of `host.Host` and wait for its answer."""
         self._next_call += 1
         self._send(("call", self._next_call, name, args))
         return self._answer(self._next_call)
@@ -101,7 +101,7 @@ class EngineProcess:
         self._send(("abort", list(request_ids)))
 
     def ended(self, timeout_s: float | None) -> dict[int, Any]:
-        """What has ended since the last call, by request id; waits for something to end, ``timeout_s`` at most."""
+        """Requests that have ended since the last call, by id; waits for something to end, ``timeout_s`` at most."""
         while not self._ended and self.running and self._poll(timeout_s):
             self._receive()
         while self._poll(0):
@@ -114,7 +114,7 @@ class EngineProcess:
         self._ended |= ended
 
     def new_output(self) -> str:
-        """What the engine printed since the last call."""
+        """Output of the engine since the last call."""
         with open(self._log, errors="replace") as log:
             log.seek(self._output_read)
             text = log.read()

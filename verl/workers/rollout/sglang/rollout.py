@@ -150,7 +150,7 @@ class SGLangRollout(RolloutEngine):
         return found
 
     def call_schedulers(self, function: str, **arguments: Any) -> list[Any]:
-        """Call a method of `sglang_scheduler.SchedulerExtension`, or ``module:function`` with it, in every scheduler
+        """Call a method of `scheduler.SchedulerExtension`, or ``module:function`` with it, in every scheduler
         process.
 
         Returns one result a process. Only where `is_leader`.
@@ -336,7 +336,7 @@ class SGLangRollout(RolloutEngine):
         return [completions[request_id] for request_id in request_ids]
 
     def _wait(self, seconds: float) -> dict[int, Any]:
-        """What ended within ``seconds``. Requests that end or grow count as steps for the monitor."""
+        """Requests that ended within ``seconds``. Requests that end or grow count as steps for the monitor."""
         ended, now = self.engine.ended(seconds), time.monotonic()
         if ended:
             self.monitor.tick()

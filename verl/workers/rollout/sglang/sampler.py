@@ -22,7 +22,7 @@ from verl.workers.rollout.sampling import Decode, StopText, cut_to_top_k, cut_to
 from verl.workers.rollout.sglang.requests import STOP
 
 NAME = "pytorch"
-"""The ``sampling_backend`` whose place this sampler takes: the one that SGLang settles on where there is no GPU."""
+"""The ``sampling_backend`` that this sampler replaces: the one that SGLang settles on where there is no GPU."""
 
 
 def install_sampler() -> None:
@@ -121,7 +121,7 @@ def _cut(weights: Tensor, info: SamplingBatchInfo, greedy: Tensor) -> None:
 def uniforms(keys: Tensor, counters: Tensor) -> Tensor:
     """Number ``counter`` of each key's stream: two (n,) int64 -> (n,) float64 in [0, 1), on any device.
 
-    With the keys of `sglang_requests.stream_key` these are the numbers of `verl.workers.rollout.sampling.uniforms`.
+    With the keys of `requests.stream_key` these are the numbers of `verl.workers.rollout.sampling.uniforms`.
     """
     mixed = _mix(keys + counters * _GOLDEN)
     return _shifted(mixed, 12).double() * 2.0**-52

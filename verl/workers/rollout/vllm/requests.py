@@ -54,7 +54,7 @@ def check_arguments(sampling: SamplingParams, known: Any, has_first_token: bool,
 
     Args:
         known: names of the parameters it has.
-        has_first_token: whether the engine can treat the first token apart.
+        has_first_token: whether the engine has the logits processors of the first token.
         has_tokenizer: whether it knows text.
 
     Raises:

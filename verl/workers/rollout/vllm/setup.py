@@ -18,7 +18,7 @@ def engine_arguments(config: Any, device: str, model_path: str, **derived: Any) 
 
     Args:
         config: ``actor_rollout_ref.rollout``.
-        derived: what the caller worked out: dtype, lengths, cache size.
+        derived: values computed by the caller: dtype, lengths, cache size.
 
     Raises:
         ValueError: the installed vLLM lacks an argument; names it.
@@ -66,7 +66,7 @@ def engine_arguments(config: Any, device: str, model_path: str, **derived: Any) 
 
 
 def use_first_token_processors(config: Any, arguments: dict[str, Any]) -> bool:
-    """Add what treats the first token apart to the engine's arguments, if ``config`` asks for it; whether it did.
+    """Add the logits processors of the first token to the engine's arguments for FIRE sampling; returns whether it did.
 
     It is written for vLLM's first model runner, which is then chosen where there are two.
     """
@@ -93,7 +93,7 @@ def image_arguments(limit_images: int | None) -> dict[str, Any]:
 
 
 def _given(extra: Mapping[str, Any]) -> dict[str, Any]:
-    """What of ``engine_kwargs.vllm`` was set: null hands nothing over, and neither does verl's default false."""
+    """The entries of ``engine_kwargs.vllm`` that are set: null is left out, and so is verl's default false."""
     unset = {"disable_mm_preprocessor_cache": False}
     return {
         name: value for name, value in extra.items() if value is not None and unset.get(name, _NOTHING) is not value

@@ -1,1 +1,1 @@
-"""How weights get from the training engine to a rollout engine."""
+"""Weight transfer from a training engine to a rollout engine."""

@@ -201,7 +201,7 @@ class WeightLink:
 def packed(named_tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Iterator[tuple[dict[str, Any], Tensor]]:
     """Lay tensors of one type side by side until the next does not fit; yields what lies where, and the values.
 
-    The values are good until the next bucket is asked for: there is one buffer for all of them.
+    The values are good until the next bucket is requested: there is one buffer for all of them.
     """
     room, names, filled = torch.empty(0), [], 0
 
