@@ -1,4 +1,4 @@
-"""An engine that dies, hangs or finds no memory names itself, what it was drawing and what it wrote: real faults.
+"""An engine that dies, hangs or finds no memory names itself, what it was generating and what it wrote: real faults.
 
 Tests without Ray come first: a driver in which Ray runs is not to be forked.
 """
@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from tests.workers.rollout.drawing import Drawing
+from tests.workers.rollout.generating_worker import GeneratingWorker
 from verl.single_controller import get_controller
 from verl.single_controller.errors import WorkerDied, WorkerError, WorkerTimeout
 from verl.telemetry.black_box import STALLED
@@ -37,7 +37,7 @@ def starter(controller, folder):
     groups = []
 
     def build(**options):
-        classes = controller.ClassWithInitArgs(Drawing, folder, **options)
+        classes = controller.ClassWithInitArgs(GeneratingWorker, folder, **options)
         groups.append(controller.WorkerGroup(controller.ResourcePool([2]), classes))
         return groups[-1]
 
@@ -56,7 +56,7 @@ def start_local(local_controller, model_folder):
     yield from starter(local_controller, model_folder("qwen2"))
 
 
-def signal_while_drawing(group, number, rank=1):
+def signal_while_generating(group, number, rank=1):
     """Send a signal to one rank as soon as it draws."""
 
     def send():
@@ -70,19 +70,19 @@ def signal_while_drawing(group, number, rank=1):
     threading.Thread(target=send, daemon=True).start()
 
 
-def test_a_stopped_process_is_told_from_a_slow_one_when_the_deadline_passes(start_local):
+def test_a_stopped_process_is_distinguished_from_a_slow_one_when_the_deadline_passes(start_local):
     group = start_local()
-    signal_while_drawing(group, signal.SIGSTOP)
+    signal_while_generating(group, signal.SIGSTOP)
     group.timeout = 3
     with pytest.raises(WorkerTimeout) as caught:
-        group.draw(6, 50000)
+        group.generate(6, 50000)
     text = str(caught.value)
     assert "is stopped by a signal (SIGSTOP)" in text and "Rank 1:\nWhat it was doing: rollout engine hf" in text
 
 
 def test_a_hang_that_stops_all_of_python_is_ended_with_its_stack_too(start_local):
     with pytest.raises(WorkerDied) as caught:
-        start_local(stall_timeout_s=1).draw_and_hang(1, 5, keep_lock=True)
+        start_local(stall_timeout_s=1).generate_and_hang(1, 5, keep_lock=True)
     assert "rollout engine hf, phase generate, 6 requests" in str(caught.value)
     assert "in hang" in caught.value.stderr_end
 
@@ -90,7 +90,7 @@ def test_a_hang_that_stops_all_of_python_is_ended_with_its_stack_too(start_local
 def test_an_allocation_that_fails_names_the_keys_that_help(start_local):
     group = start_local()
     with pytest.raises(WorkerError) as caught:
-        group.draw_with_little_memory(8 << 20)
+        group.generate_with_little_memory(8 << 20)
     assert caught.value.cause.startswith("verl.workers.rollout.memory.RolloutOutOfMemory")
     told = caught.value.explanation
     assert "rollout.name=hf: no memory left in phase generate" in told and "allocate memory" in told
@@ -100,21 +100,21 @@ def test_an_allocation_that_fails_names_the_keys_that_help(start_local):
 
 def test_a_killed_engine_is_named_with_its_requests_its_memory_and_its_stderr(start):
     group = start()
-    signal_while_drawing(group, signal.SIGKILL)
+    signal_while_generating(group, signal.SIGKILL)
     with pytest.raises(WorkerDied) as caught:
-        group.draw(6, 50000)
+        group.generate(6, 50000)
     text = str(caught.value)
-    assert "Rank 1 of 2 died while running Drawing.draw" in text and "likely out of memory" in text
+    assert "Rank 1 of 2 died while running GeneratingWorker.generate" in text and "likely out of memory" in text
     assert "rollout engine hf, phase generate, 6 requests, longest prompts of 10, 9, 8, 7 tokens" in text
     assert "the first of them step1-0, step1-1, step1-2, step1-3, since" in text and "the last step finished" in text
     assert "GiB of the machine's" in text
-    assert "drawing now" in caught.value.stderr_end
+    assert "generating now" in caught.value.stderr_end
 
 
 def test_an_engine_that_finishes_no_step_is_ended_with_its_stacks(start):
     group = start(stall_timeout_s=2)
     with pytest.raises(WorkerDied) as caught:
-        group.draw_and_hang(1, 5)
+        group.generate_and_hang(1, 5)
     text = str(caught.value)
     assert caught.value.exit_code in (STALLED, None)  # None: before Linux 6.15 under Ray
     assert "It was ended by its watchdog: the rollout engine hf has finished no step for 2 s" in text

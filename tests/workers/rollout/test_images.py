@@ -113,7 +113,7 @@ def test_log_probs_are_those_of_the_model_that_sees_the_images(rollout, model, p
         assert completion.log_probs == pytest.approx(expected, abs=1e-4)
 
 
-def test_a_response_does_not_depend_on_the_images_beside_it(rollout, processor):
+def test_a_response_does_not_depend_on_the_images_with_it(rollout, processor):
     sampling = SamplingParams(10, temperature=1.5, ignore_eos=True)
     requests = requests_for(processor, sampling)
     together = [completion.token_ids for completion in rollout.generate(requests[::-1], 1)][::-1]
@@ -141,7 +141,7 @@ def test_a_sync_reaches_the_vision_tower_and_what_was_seen_is_forgotten(rollout,
     assert changed == [bool(images) for _, images in MIXED]
 
 
-def test_placeholders_of_images_are_never_drawn(rollout, model, processor):
+def test_placeholders_of_images_are_never_generated(rollout, model, processor):
     """In every state the model prefers one of two such tokens, by far."""
     config = model.config
     with torch.no_grad():

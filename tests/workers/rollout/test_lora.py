@@ -228,7 +228,7 @@ def test_vllm_notices_weights_that_changed_below_the_adapter_while_it_slept(buil
 
 
 @pytest.mark.vllm
-def test_vllms_slot_holds_nothing_beside_the_adapter(built, trainer, monkeypatch):
+def test_vllms_slot_holds_nothing_besides_the_adapter(built, trainer, monkeypatch):
     rollout = built("vllm")
     rollout.wake()
     send_adapter(trainer(), rollout, 1)

@@ -66,7 +66,7 @@ def test_numbers_are_those_since_the_last_call():
     assert monitor.totals()["generated_tokens"] == 6
 
 
-def test_hf_counts_what_it_draws(synced):
+def test_hf_counts_what_it_generates(synced):
     rollout = synced()
     rollout.generate([Request((5, 6, 7), SamplingParams(max_tokens=6, ignore_eos=True), seed=i) for i in range(4)], 1)
     metrics = rollout.monitor.take_metrics(rollout.totals())

@@ -68,7 +68,7 @@ def test_top_k_keeps_k_and_ties():
     assert (weights > 0).sum(-1).tolist() == [1, 3, 5, 5]
 
 
-def test_rows_are_drawn_alike_in_one_piece_and_in_many(monkeypatch):
+def test_rows_are_generated_alike_in_one_piece_and_in_many(monkeypatch):
     sampling = [SamplingParams(9, temperature=0.5 + i / 8, top_k=i % 5, want_log_probs=True) for i in range(20)]
     sampler = Sampler([Request((1,), s, i) for i, s in enumerate(sampling)], torch.device("cpu"))
     logits = torch.randn(20, 130, generator=torch.Generator().manual_seed(0))

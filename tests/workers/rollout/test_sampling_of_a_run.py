@@ -5,7 +5,7 @@ import json
 from tests.support.runs import make_task, overrides, run_job
 
 
-def test_a_run_stops_penalises_and_bans_as_told(tmp_path, monkeypatch):
+def test_a_run_stops_penalises_and_bans_as_configured(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     settings = {
         "data__max_response_length": 40,

@@ -90,8 +90,8 @@ def test_sampled_tokens_do_not_depend_on_how_requests_are_batched(changes, synce
 def test_another_seed_gives_another_response_and_the_same_seed_the_same(synced):
     prompt, sampling = some_prompts(1)[0], SamplingParams(16, ignore_eos=True, temperature=2.0)
     requests = [Request(prompt, sampling, seed) for seed in (5, 6, 5, -1, 2**63)]
-    drawn = [tuple(c.token_ids) for c in synced().generate(requests, expect_version=1)]
-    assert drawn[0] == drawn[2] and len(set(drawn)) == 4
+    generated = [tuple(c.token_ids) for c in synced().generate(requests, expect_version=1)]
+    assert generated[0] == generated[2] and len(set(generated)) == 4
 
 
 @pytest.mark.parametrize(
@@ -103,9 +103,9 @@ def test_first_tokens_follow_the_softmax(sampling, synced, reference):
     draws = 20_000
     prompt, params = some_prompts(1, seed=3)[0], SamplingParams(1, **sampling)
     requests = [Request(prompt, params, seed) for seed in range(draws)]
-    drawn = torch.tensor([c.token_ids[0] for c in synced().generate(requests, expect_version=1)])
+    generated = torch.tensor([c.token_ids[0] for c in synced().generate(requests, expect_version=1)])
     probs = processed_log_probs(teacher_forced(reference(), prompt, [0]), params)[0].exp()
-    counts = torch.bincount(drawn, minlength=len(probs)).double()
+    counts = torch.bincount(generated, minlength=len(probs)).double()
     assert counts[probs == 0].sum() == 0
     common = probs * draws >= 5
     observed = torch.cat([counts[common], counts[~common].sum()[None]])
@@ -144,7 +144,7 @@ def test_log_probs_are_those_of_the_distribution_that_was_sampled(family, synced
         assert completion.log_probs == pytest.approx(expected.tolist(), abs=1e-4)
 
 
-def test_log_probs_are_returned_only_to_who_asked(synced):
+def test_log_probs_are_returned_only_on_request(synced):
     prompt = some_prompts(1)[0]
     requests = [Request(prompt, SamplingParams(2, want_log_probs=wanted)) for wanted in (True, False)]
     asked, silent = synced().generate(requests, expect_version=1)
@@ -198,8 +198,8 @@ def test_memory_that_was_never_filled_is_never_read(synced, monkeypatch):
     monkeypatch.setattr(
         torch.Tensor, "new_empty", lambda *args, **kwargs: new_empty(*args, **kwargs).fill_(float("nan"))
     )
-    drawn = synced(max_num_batched_tokens=25).generate(requests, 1)
-    assert [c.token_ids for c in drawn] == [c.token_ids for c in expected]
+    generated = synced(max_num_batched_tokens=25).generate(requests, 1)
+    assert [c.token_ids for c in generated] == [c.token_ids for c in expected]
 
 
 def test_rows_stop_at_their_own_max_tokens(synced):

@@ -14,7 +14,7 @@ SAMPLING = [
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_draws_the_same_however_its_rows_meet(family, synced):
+def test_every_family_generates_the_same_however_its_rows_meet(family, synced):
     rollout = synced(family, max_num_seqs=5)
     requests = [Request(prompt, SAMPLING[i % 3], seed=i) for i, prompt in enumerate(some_prompts(9))]
     expected = [completion.token_ids for completion in rollout.generate(requests, 1)]

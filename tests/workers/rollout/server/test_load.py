@@ -22,5 +22,5 @@ def test_requests_one_after_the_other_leave_no_bubble():
     assert metrics["rollout/bubble_share"] == metrics["rollout/idle_slot_share"] == 0
 
 
-def test_nothing_drawn_measures_nothing():
+def test_nothing_generated_measures_nothing():
     assert occupancy([], 3) == {}

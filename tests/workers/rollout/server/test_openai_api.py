@@ -51,7 +51,7 @@ def chunks(server, path, body):
     return [json.loads(line) for line in lines[:-1]]
 
 
-def engine_draws(server, prompt, seed=3, **sampling):
+def engine_generates(server, prompt, seed=3, **sampling):
     sampling = SamplingParams(12, stop_token_ids=(server.tokenizer.eos_token_id,), want_log_probs=True, **sampling)
 
     async def draw():
@@ -60,9 +60,9 @@ def engine_draws(server, prompt, seed=3, **sampling):
     return asyncio.run_coroutine_threadsafe(draw(), server._events).result(30)
 
 
-def test_chat_applies_the_template_and_draws_what_the_engine_draws(server, post, tokenizer):
+def test_chat_applies_the_template_and_generates_what_the_engine_generates(server, post, tokenizer):
     prompt = tokenizer.apply_chat_template(HELLO, add_generation_prompt=True, tokenize=True, return_dict=False)
-    expected = engine_draws(server, prompt)
+    expected = engine_generates(server, prompt)
     answer = post("chat/completions", {"messages": HELLO, "logprobs": True, "return_token_ids": True, **FEW}).json()
     (choice,) = answer["choices"]
     assert choice["token_ids"] == expected.token_ids and answer["prompt_token_ids"] == prompt
@@ -85,11 +85,11 @@ def test_completions_take_texts_and_token_ids_and_n(server, post, tokenizer):
     body = {"prompt": [ids, ids], "n": 2, "temperature": 0.8, "logprobs": 0, "return_token_ids": True, **FEW}
     answer = post("completions", body).json()
     assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
-    drawn = [tuple(choice["token_ids"]) for choice in answer["choices"]]
-    assert len(set(drawn)) == 4 and list(drawn[0]) == engine_draws(server, ids, temperature=0.8).token_ids
-    assert len(answer["choices"][0]["logprobs"]["token_logprobs"]) == len(drawn[0])
+    generated = [tuple(choice["token_ids"]) for choice in answer["choices"]]
+    assert len(set(generated)) == 4 and list(generated[0]) == engine_generates(server, ids, temperature=0.8).token_ids
+    assert len(answer["choices"][0]["logprobs"]["token_logprobs"]) == len(generated[0])
     one = post("completions", {"prompt": text, "temperature": 0.8, **FEW}).json()["choices"][0]
-    assert one["text"] == tokenizer.decode(drawn[0], skip_special_tokens=True) and one["logprobs"] is None
+    assert one["text"] == tokenizer.decode(generated[0], skip_special_tokens=True) and one["logprobs"] is None
 
 
 def test_no_seed_gives_another_answer_each_time_and_a_seed_the_same(post):
@@ -205,14 +205,14 @@ def test_an_answer_begun_under_old_weights_goes_on_under_the_new(server, post, r
     assert len(tokens) == 150 and answer["system_fingerprint"] == "version-8"
     kept = next(i for i, (old, new) in enumerate(zip(before, tokens, strict=True)) if old != new)
     assert kept >= 15
-    (rest,) = (c.token_ids for c in draw_directly(server, [*server.tokenizer.encode("Some"), *tokens[:-20]], 20))
+    (rest,) = (c.token_ids for c in generate_directly(server, [*server.tokenizer.encode("Some"), *tokens[:-20]], 20))
     assert rest == tokens[-20:], "the end is what the new weights draw"
     server.pause()
     sync_weights(iter(named), engine, version=7)
     server.resume(7)
 
 
-def draw_directly(server, prompt, count):
+def generate_directly(server, prompt, count):
     server.pause()
     found = server.engine.generate([Request(tuple(prompt), SamplingParams(count, temperature=0, ignore_eos=True))], 8)
     server.resume(8)

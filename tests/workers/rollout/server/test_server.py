@@ -1,4 +1,4 @@
-"""A rollout server over real engines: what is drawn, aborted, streamed and refused, and what its failures say."""
+"""A rollout server over real engines: what is generated, aborted, streamed and refused, and what its failures say."""
 
 import asyncio
 import json
@@ -74,14 +74,14 @@ def ask(server, work, **options):
     return asyncio.run(run())
 
 
-def drawn(completions):
+def generated(completions):
     return [(c.token_ids, c.finish_reason) for c in completions]
 
 
 # -- engines, request by request ---------------------------------------------------------------------------------------
 
 
-def test_requests_that_come_and_go_draw_what_one_call_draws(engine):
+def test_requests_that_come_and_go_generate_what_one_call_generates(engine):
     requests = mixed_requests()
     expected = engine.generate(requests, 1)
     ended, request_ids = {}, []
@@ -93,12 +93,12 @@ def test_requests_that_come_and_go_draw_what_one_call_draws(engine):
     while engine.num_running:
         ended |= engine.step()
     found = [ended[request_id] for request_id in request_ids]
-    assert drawn(found) == drawn(expected)
+    assert generated(found) == generated(expected)
     for one, other in zip(found, expected, strict=True):
         assert one.log_probs == pytest.approx(other.log_probs, abs=1e-4)
 
 
-def test_an_abort_gives_the_beginning_of_what_would_have_been_drawn(engine):
+def test_an_abort_gives_the_beginning_of_what_would_have_been_generated(engine):
     request = Request(some_prompts(1)[0], LONG, seed=4)
     (whole,) = engine.generate([request], 1)
     request_ids = [engine.submit(request, 1), engine.submit(Request((9, 9), LONG), 1)]
@@ -113,7 +113,7 @@ def test_an_abort_gives_the_beginning_of_what_would_have_been_drawn(engine):
     assert engine.num_running == 1 and engine.partial(request_ids[0]) is None
     engine.abort(request_ids)
     assert engine.num_running == 0
-    assert drawn(engine.generate([request], 1)) == drawn([whole])
+    assert generated(engine.generate([request], 1)) == generated([whole])
 
 
 def test_weights_do_not_change_under_running_requests(engine, reference):
@@ -133,12 +133,12 @@ def test_weights_do_not_change_under_running_requests(engine, reference):
 # -- server and client -------------------------------------------------------------------------------------------------
 
 
-def test_the_server_draws_what_the_engine_draws_with_the_same_bits_of_log_probs(engine, serve):
+def test_the_server_generates_what_the_engine_generates_with_the_same_bits_of_log_probs(engine, serve):
     requests = [*mixed_requests(), *mixed_requests()]
     expected = engine.generate(requests, 1)
     server = serve(engine)
     found = ask(server, lambda client: asyncio.gather(*(client.generate(request) for request in requests)))
-    assert drawn(found) == drawn(expected) and {c.version for c in found} == {1}
+    assert generated(found) == generated(expected) and {c.version for c in found} == {1}
     assert all(a.log_probs == pytest.approx(b.log_probs, abs=1e-4) for a, b in zip(found, expected, strict=True))
 
 
@@ -177,7 +177,7 @@ def test_abort_by_name_ends_one_and_abort_ends_all_with_their_beginnings(engine,
     assert all(c.finish_reason == "abort" and len(c.log_probs) == len(c.token_ids) < 100 for c in all_of_them)
 
 
-def test_pause_frees_the_engine_and_what_waits_is_drawn_under_the_new_version(engine, serve, reference):
+def test_pause_frees_the_engine_and_what_waits_is_generated_under_the_new_version(engine, serve, reference):
     server = serve(engine)
 
     async def work(client):
@@ -200,7 +200,7 @@ def test_pause_frees_the_engine_and_what_waits_is_drawn_under_the_new_version(en
     assert late.version == 2 and late.finish_reason != "abort"
 
 
-def test_a_request_that_cannot_be_drawn_is_refused_and_the_others_go_on(engines, serve):
+def test_a_request_that_cannot_be_generated_is_refused_and_the_others_go_on(engines, serve):
     server = serve(engines("hf"))
 
     async def work(client):
@@ -230,7 +230,7 @@ def test_a_request_that_cannot_be_drawn_is_refused_and_the_others_go_on(engines,
         ('{"prompt_ids": [1], "sampling": {"max_tokens": 1}, "seed": "x"}', "seed='x' must be an integer"),
     ],
 )
-def test_a_wrong_body_is_told_field_by_field(body, message, engines, serve):
+def test_a_wrong_body_is_named_field_by_field(body, message, engines, serve):
     answer = httpx.post(serve(engines("hf")).address + "/generate", content=body)
     assert answer.status_code == 400 and message in answer.json()["error"]["message"]
 

@@ -132,8 +132,8 @@ def test_responses_are_those_of_hf_with_the_same_seeds(ready, synced):
     requests = mixed_requests() + [
         Request(prompt, SamplingParams(20, temperature=1.5), 2**60 + i) for i, prompt in enumerate(some_prompts(9))
     ]
-    drawn = [completion.token_ids for completion in ready.generate(requests, 1)]
-    assert drawn == [completion.token_ids for completion in synced("tied").generate(requests, 1)]
+    generated = [completion.token_ids for completion in ready.generate(requests, 1)]
+    assert generated == [completion.token_ids for completion in synced("tied").generate(requests, 1)]
 
 
 def log_probs_of(ready, reference, change, **sampling):
@@ -200,7 +200,7 @@ def test_requests_come_and_go_one_by_one_and_an_aborted_one_keeps_its_beginning(
     assert set(done) == {second} and done[second].token_ids == whole.token_ids
 
 
-def test_a_running_request_tells_what_it_has_drawn_so_far(ready):
+def test_a_running_request_reports_the_tokens_generated_so_far(ready):
     prompt = some_prompts(1)[0]
     hot = {"first_token_temperature": 30.0, "ignore_eos": True, "want_log_probs": True}
     request = Request(prompt, SamplingParams(160 - len(prompt), **hot), 1)
@@ -330,7 +330,7 @@ def two_ranks(folder, model):
     rollout = start(folder, tensor_model_parallel_size=2, max_num_batched_tokens=512)
     rollout.wake()
     sync_weights(weights_of(model), rollout, version=1)
-    drawn = [(c.token_ids, c.log_probs) for c in rollout.generate(mixed_requests(), 1)]
+    generated = [(c.token_ids, c.log_probs) for c in rollout.generate(mixed_requests(), 1)]
     rollout.sleep(level=2)
     rollout.wake()
     receipt = sync_weights(weights_of(model), rollout, version=2)
@@ -347,8 +347,8 @@ def two_ranks(folder, model):
     except WeightSyncError as error:
         caught = str(error)
     return {
-        "drawn": drawn,
-        "again": streamed[request_id].token_ids == drawn[0][0],
+        "generated": generated,
+        "again": streamed[request_id].token_ids == generated[0][0],
         "bytes": receipt.num_bytes,
         "held": held,
         "caught": caught,
@@ -360,8 +360,8 @@ def test_two_ranks_share_one_engine_over_two_processes(model_folder, reference):
     model = reference("tied")
     before = set(Path("/dev/shm").iterdir())
     ranks = run_ranks(2, two_ranks, model_folder("tied"), model, timeout_s=250)
-    assert ranks[0]["drawn"] == ranks[1]["drawn"] and all(rank["again"] for rank in ranks)
-    for request, (tokens, log_probs) in zip(mixed_requests(), ranks[0]["drawn"], strict=True):
+    assert ranks[0]["generated"] == ranks[1]["generated"] and all(rank["again"] for rank in ranks)
+    for request, (tokens, log_probs) in zip(mixed_requests(), ranks[0]["generated"], strict=True):
         assert log_probs == pytest.approx(processed_log_probs(model, request, tokens).tolist(), abs=1e-4)
     whole = sum(parameter.numel() for parameter in model.parameters())
     assert all(0.45 * whole < held < 0.6 * whole for held in ranks[0]["held"])

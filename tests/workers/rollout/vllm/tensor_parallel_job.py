@@ -34,14 +34,14 @@ def job(folder: str, spread: str) -> dict:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     rollout.wake()
     sync_weights(weights_of(model), rollout, version=1)
-    drawn = [(c.token_ids, c.log_probs) for c in rollout.generate(mixed_requests(), 1)]
+    generated = [(c.token_ids, c.log_probs) for c in rollout.generate(mixed_requests(), 1)]
     rollout.sleep(level=2)
     rollout.wake()
     sync_weights(weights_of(model), rollout, version=2)
     again = [(c.token_ids, c.log_probs) for c in rollout.generate(mixed_requests(), 2)]
     return {
-        "drawn": drawn,
-        "same after sleep": again == drawn,
+        "generated": generated,
+        "same after sleep": again == generated,
         "held": sum(parameter.numel() for parameter in rollout.model.parameters()),
         "served": serve(rollout),
         "caught": spoil_a_shard(rollout, model),
@@ -67,7 +67,7 @@ def serve(rollout) -> dict:
     server = RolloutServer(rollout, broadcast=broadcast)
     server.start()
     found = []
-    for turn in (draw_all, draw_and_abort, None):
+    for turn in (generate_all, generate_and_abort, None):
         server.resume(2)
         if turn is not None:
             found.append(asyncio.run(turn(server.address)))
@@ -75,26 +75,26 @@ def serve(rollout) -> dict:
         server.pause()
         dist.barrier()
     server.stop()
-    return {"drawn": found[0], "aborted": found[1], "left": rollout.num_running}
+    return {"generated": found[0], "aborted": found[1], "left": rollout.num_running}
 
 
-async def draw_all(address: str) -> list:
+async def generate_all(address: str) -> list:
     client = RolloutClient([address])
-    drawn = await asyncio.gather(*(client.generate(request) for request in mixed_requests()))
+    generated = await asyncio.gather(*(client.generate(request) for request in mixed_requests()))
     await client.close()
-    return [(completion.token_ids, completion.log_probs) for completion in drawn]
+    return [(completion.token_ids, completion.log_probs) for completion in generated]
 
 
-async def draw_and_abort(address: str) -> list:
+async def generate_and_abort(address: str) -> list:
     client = RolloutClient([address])
     long = Request((5, 6), SamplingParams(180, ignore_eos=True))
     tasks = [asyncio.ensure_future(client.generate(long)) for _ in range(3)]
     while (await client.health())[0]["running"] < 3:
         await asyncio.sleep(0.001)
     await client.abort()
-    drawn = await asyncio.gather(*tasks)
+    generated = await asyncio.gather(*tasks)
     await client.close()
-    return [(completion.finish_reason, len(completion.token_ids)) for completion in drawn]
+    return [(completion.finish_reason, len(completion.token_ids)) for completion in generated]
 
 
 def spoil_a_shard(rollout, model) -> str:

@@ -39,12 +39,12 @@ def ranks(model_folder):
     return ranks
 
 
-def test_all_ranks_draw_the_same_and_log_probs_are_the_models(ranks, reference):
-    *tensor, pipeline, same_pipeline = [rank["drawn"] for rank in ranks]
+def test_all_ranks_generate_the_same_and_log_probs_are_the_models(ranks, reference):
+    *tensor, pipeline, same_pipeline = [rank["generated"] for rank in ranks]
     assert tensor == tensor[:1] * 4 and pipeline == same_pipeline
     assert [tokens for tokens, _ in pipeline] == [tokens for tokens, _ in tensor[0]]
-    for drawn in (tensor[0], pipeline):
-        for request, (tokens, log_probs) in zip(mixed_requests(), drawn, strict=True):
+    for generated in (tensor[0], pipeline):
+        for request, (tokens, log_probs) in zip(mixed_requests(), generated, strict=True):
             expected = processed_log_probs(reference("tied"), request, tokens)
             assert log_probs == pytest.approx(expected.tolist(), abs=1e-4)
 
@@ -55,9 +55,11 @@ def test_each_rank_holds_its_share_and_survives_a_nap(ranks, reference):
     assert all(rank["same after sleep"] for rank in ranks)
 
 
-def test_a_server_over_two_ranks_draws_what_one_call_draws_and_ends_cleanly(ranks):
+def test_a_server_over_two_ranks_generates_what_one_call_generates_and_ends_cleanly(ranks):
     leader, follower = (rank["served"] for rank in ranks[:2])
-    for (tokens, log_probs), (expected, expected_log_probs) in zip(leader["drawn"], ranks[0]["drawn"], strict=True):
+    for (tokens, log_probs), (expected, expected_log_probs) in zip(
+        leader["generated"], ranks[0]["generated"], strict=True
+    ):
         assert tokens == expected and log_probs == pytest.approx(expected_log_probs, abs=1e-4)
     assert all(reason == "abort" and 0 <= count < 180 for reason, count in leader["aborted"])
     assert follower == {"ended": True, "left": 0} and leader["left"] == 0

@@ -58,7 +58,9 @@ REQUEST = [Request((5, 6, 7), SamplingParams(8, do_sample=False))]
         ("qwen3_moe", "float32", 1),
     ],
 )
-def test_every_receiver_confirms_what_was_sent_and_draws_with_it(family, dtype, bucket_bytes, model_folder, reference):
+def test_every_receiver_confirms_what_was_sent_and_generates_with_it(
+    family, dtype, bucket_bytes, model_folder, reference
+):
     sent = {name: tensor.clone() for name, tensor in weights_of(reference(family), getattr(torch, dtype))}
     sender, *receivers = run_ranks(3, transfer, model_folder(family), reference(family), dtype, bucket_bytes)
     for receipt, num_bytes, version, _ in receivers:
@@ -219,7 +221,7 @@ def test_a_receiver_lost_in_a_broadcast_over_nccl_ends_the_transfer_in_time(monk
     start = time.monotonic()
     with pytest.raises(WeightLinkError, match="did not end within 0.2 s.*nccl_timeout"):
         link.send([("weight", torch.ones(4))], 1, 1 << 20, torch.float32)
-    assert time.monotonic() - start < 5 and link._tensors.aborted
-    assert link._tensors.options._timeout.total_seconds() > 0.2, "or torch's watchdog would end the process first"
+    assert time.monotonic() - start < 5 and link._data_group.aborted
+    assert link._data_group.options._timeout.total_seconds() > 0.2, "or torch's watchdog would end the process first"
     with pytest.raises(WeightLinkError, match="is closed: a broadcast of weights did not end"):
         link.send([("weight", torch.ones(4))], 2, 1 << 20, torch.float32)

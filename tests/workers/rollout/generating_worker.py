@@ -1,4 +1,4 @@
-"""A role with a real engine that can be made to fail while it draws; importable by name in any process."""
+"""A role with a real engine that can be made to fail while it generates; importable by name in any process."""
 
 import ctypes
 import resource
@@ -13,8 +13,8 @@ from verl.workers.rollout.hf.rollout import HFRollout
 from verl.workers.rollout.memory import memory_errors
 
 
-class Drawing(Worker):
-    """Draws with transformers."""
+class GeneratingWorker(Worker):
+    """Generates with transformers."""
 
     def __init__(self, folder, stall_timeout_s=0):
         super().__init__()
@@ -24,7 +24,7 @@ class Drawing(Worker):
         self.engine = HFRollout(folder, self.config, override_config={"max_position_embeddings": 100000})
         self.engine.monitor.engine, self.engine.monitor.stall_timeout_s = "hf", stall_timeout_s
 
-    def _draw(self, count, tokens, length=5):
+    def _generate(self, count, tokens, length=5):
         sampling = SamplingParams(max_tokens=tokens, ignore_eos=True)
         requests = [Request((7,) * (length + i), sampling, seed=i) for i in range(count)]
         self.engine.monitor.names = [f"step1-{i}" for i in range(count)]
@@ -32,12 +32,12 @@ class Drawing(Worker):
             return [len(c.token_ids) for c in self.engine.generate(requests, 0)]
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def draw(self, count, tokens):
-        print("drawing now", file=sys.stderr, flush=True)
-        return self._draw(count, tokens)
+    def generate(self, count, tokens):
+        print("generating now", file=sys.stderr, flush=True)
+        return self._generate(count, tokens)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def draw_and_hang(self, rank, at_forward, keep_lock=False):
+    def generate_and_hang(self, rank, at_forward, keep_lock=False):
         """One rank never returns from a forward of the model; with ``keep_lock`` no Python thread of it runs on."""
         calls = []
 
@@ -47,14 +47,14 @@ class Drawing(Worker):
                 ctypes.PyDLL(None).sleep(1000) if keep_lock else time.sleep(1000)
 
         self.engine.model.register_forward_pre_hook(hang)
-        return self._draw(6, 50)
+        return self._generate(6, 50)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def draw_with_little_memory(self, spare_bytes):
+    def generate_with_little_memory(self, spare_bytes):
         with open("/proc/self/statm") as file:
             used = int(file.read().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (used + spare_bytes, resource.RLIM_INFINITY))
         try:
-            return self._draw(256, 4096)
+            return self._generate(256, 4096)
         finally:
             resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
