@@ -7,7 +7,7 @@ import torch
 from torch.testing import assert_close
 
 from tests.algorithms.batches import normal, ragged_mask
-from tests.algorithms.test_policy_losses import NAMES, actor, random_batch
+from tests.algorithms.losses.test_every_loss import NAMES, actor, random_batch
 from verl.algorithms.correction import LEVELS, importance_ratio, importance_weights, kept_tokens
 from verl.algorithms.losses import PPOLoss, TokenOutputs
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.algorithms.test_losses import actor
+from tests.algorithms.losses.test_actor import actor
 from verl.algorithms.advantages import ADV_ESTIMATOR_REGISTRY, get_adv_estimator_fn
 from verl.algorithms.losses import POLICY_LOSS_REGISTRY, PPOLoss, TokenOutputs, get_policy_loss_fn
 

@@ -107,7 +107,7 @@ def centre_and_spread(
 
     Args:
         scores: (B,) float.
-        index: (B,) prompt ids; equal ids are siblings. Order is free.
+        index: (B,) prompt ids; equal ids are one group. Order is free.
         mean, std: batch, group, source, running, or None for neither.
         running: data source -> moments that hold this batch already. Read for ``running`` only.
         sources: (B,) the data source of each response. Read for ``source`` and ``running`` only.
@@ -371,7 +371,7 @@ def within_difficulty(scores: Tensor, index: np.ndarray | Sequence, low: float, 
 
     Args:
         scores: (B,) float, as the reward function gave them.
-        index: (B,) prompt ids; equal ids are siblings. Order is free.
+        index: (B,) prompt ids; equal ids are one group. Order is free.
     """
     scores = scores.double()
     require_finite("token_level_scores", scores)

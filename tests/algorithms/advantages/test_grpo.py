@@ -17,7 +17,7 @@ SCORES, LENGTHS, INDEX = [1.0, 0.0, 2.0, 0.25], [3, 1, 5, 2], np.array(["a", "a"
     ("by_std", "expected"),
     [(True, [1.120895, -0.800639, 1.999998, -0.320256]), (False, [0.583333, -0.416667, 2.0, -0.166667])],
 )
-def test_grpo_by_hand_and_a_response_without_siblings_keeps_its_score(by_std, expected):
+def test_grpo_by_hand_and_a_response_alone_keeps_its_score(by_std, expected):
     rewards, mask = outcome(SCORES, LENGTHS)
     advantages, returns = compute_grpo_outcome_advantage(rewards, mask, INDEX, norm_adv_by_std_in_grpo=by_std)
     assert_close(advantages, torch.tensor(expected)[:, None] * mask, rtol=0, atol=1e-6)

@@ -14,7 +14,7 @@ LOG_PROBS = torch.tensor([[-1.0, -0.5, -0.2], [-2.0, -0.1, 9.0]])
 SQUARES = torch.tensor([[0.3, 0.5, 0.7], [0.2, 0.85, 9.0]])
 
 
-def test_optimal_token_baseline_by_hand_weighs_siblings_by_their_gradients_so_far():
+def test_optimal_token_baseline_by_hand_weighs_the_group_by_its_gradients_so_far():
     same = np.zeros(2)
     advantages, returns = compute_optimal_token_baseline_advantage(REWARDS, MASK, same, LOG_PROBS, SQUARES)
     close(advantages, [[0.311110, 0.266267, 1.0], [-0.188890, -0.233733, 0.0]])

@@ -1,4 +1,4 @@
-"""What estimators share: their registry, groups of siblings, scores, whitening, and the refusal of NaN.
+"""Shared by estimators: their registry, groups of responses, scores, whitening, and the refusal of NaN.
 
 Knows (B, R) tensors and prompt ids; knows no estimator.
 """

@@ -40,19 +40,19 @@ def compute_gdpo_outcome_advantage(
     config: Any = None,
     whiten_advantages: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Judge a response by each of several rewards against its siblings, then add up: no reward drowns the others.
+    """Judge a response by each of several rewards against its group, then add up: no reward drowns the others.
 
     With rewards k of weight w_k, each normalised within its group before the sum,
 
         A = whiten( sum_k w_k (s_ik - mean_g s_k) / (std_g s_k + epsilon) ) over all tokens of the batch
 
-    A response without siblings is compared with zero, at a std of 1.
+    A response alone in its group is compared with zero, at a std of 1.
 
     Args:
         token_level_rewards: (B, R) float; not read beyond its dtype and that it is finite: the rewards are the columns
             named below, so a KL penalty in the reward has no effect here.
         response_mask: (B, R); 1 on tokens the policy sampled.
-        index: (B,) prompt ids; equal ids are siblings. Order is free.
+        index: (B,) prompt ids; equal ids are one group. Order is free.
         non_tensor_batch: holds (B,) numbers under each of the keys, as a reward function's dict of extras leaves them.
         config: the ``algorithm`` section, read for ``gdpo_reward_keys`` and ``gdpo_reward_weights`` (null: all 1).
         whiten_advantages: False leaves the sum as it is.

@@ -28,7 +28,7 @@ STATE_COLUMN = "turn_state_ids"
 @register_adv_est(
     "gigpo",
     about=About(
-        "w_e norm_G(s_i) + w_s norm_S(G_k) for all tokens of turn k; S: siblings' turns that began in the same state",
+        "w_e norm_G(s_i) + w_s norm_S(G_k) for all tokens of turn k; S: turns of the group that began in the same state",
         "several turns in an environment that comes back to the same states, see [below](#which-state-a-turn-began-in)",
         "arXiv:2505.10978",
         "algorithms/advantages/test_gigpo.py::test_gigpo_by_hand_compares_episodes_and_turns_of_the_same_state",
@@ -48,16 +48,16 @@ def compute_gigpo_outcome_advantage(
     epsilon: float = 1e-6,
     config: Any = None,
 ) -> tuple[Tensor, Tensor]:
-    """Judge an episode against its siblings, and each of its turns against the other turns begun in the same state.
+    """Judge an episode against its group, and each of its turns against the other turns begun in the same state.
 
     With r_k the sum of the rewards in turn k of response i, s_i the sum of all of them, and S(i, k) the turns of the
-    siblings, and of i itself, that began in the state of turn k,
+    group, those of i included, that began in the state of turn k,
 
         G_ik = sum_(j >= k) step_gamma^(j - k) r_ij
         A_t  = episode_weight norm_g(s_i) + step_weight norm_S(i,k)(G_ik)      for every token t of turn k
 
     norm subtracts the mean of the group and divides by its unbiased std + epsilon; with ``mode="mean_norm"`` it does
-    not divide. A turn whose state nobody else saw adds nothing, and a response without siblings is compared with zero.
+    not divide. A turn whose state nobody else saw adds nothing, and a response alone in its group is compared with zero.
 
     A batch whose responses have one turn each needs no states: all turns then began with their prompt, and
     A = (episode_weight + step_weight) times the advantage of ``grpo``.
@@ -65,7 +65,7 @@ def compute_gigpo_outcome_advantage(
     Args:
         token_level_rewards: (B, R) float; of turns, only unmasked tokens are read.
         response_mask: (B, R); each run of ones is a turn. A row of zeros counts as an episode, not as turns.
-        index: (B,) prompt ids; equal ids are siblings. Order is free.
+        index: (B,) prompt ids; equal ids are one group. Order is free.
         turn_state_ids: (B,) sequences, one entry for each of the row's turns: text, numbers, arrays, or lists of them.
             States are compared within a group only.
         step_gamma: discount from turn to turn, in [0, 1]; ``algorithm.step_gamma``.
@@ -86,15 +86,15 @@ def compute_gigpo_outcome_advantage(
         episode_weight, step_weight, mode = options.episode_weight, options.step_weight, options.mode
     if mode not in ("mean_std_norm", "mean_norm"):
         raise ValueError(f"algorithm.gigpo.mode={mode} is not known. Known: mean_std_norm, mean_norm.")
-    scores, siblings = outcome_scores(token_level_rewards), Groups(index, token_level_rewards.device)
+    scores, groups = outcome_scores(token_level_rewards), Groups(index, token_level_rewards.device)
     turns = find_turns(token_level_rewards, response_mask)
     to_go, same_state = turns.to_go(step_gamma).double(), anchor_groups(turns, index, turn_state_ids)
-    mean = siblings.mean(scores)
-    episode = scores - torch.where(siblings.is_alone, 0, mean)
+    mean = groups.mean(scores)
+    episode = scores - torch.where(groups.is_alone, 0, mean)
     step_mean = same_state.mean(to_go)
     step = to_go - step_mean
     if mode == "mean_std_norm":
-        episode = episode / (torch.where(siblings.is_alone, 1, siblings.std(scores, mean)) + epsilon)
+        episode = episode / (torch.where(groups.is_alone, 1, groups.std(scores, mean)) + epsilon)
         step = step / (same_state.std(to_go, step_mean) + epsilon)
     combined = episode_weight * episode[turns.row] + step_weight * step
     advantages = turns.to_tokens(combined.to(token_level_rewards.dtype))

@@ -36,19 +36,19 @@ def compute_gpg_outcome_advantage(
     config: Any = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Judge a response against its siblings' mean, scaled up by how few responses of the batch teach anything.
+    """Judge a response against its group's mean, scaled up by how few responses of the batch teach anything.
 
         A_i = alpha (s_i - mean_g s) / f_norm,      alpha = B / (responses whose s_i - mean_g s is not 0)
 
     Groups all right or all wrong have no gradient; alpha keeps the size of the step as if they had been left out.
-    A response without siblings is compared with zero. Goes with ``policy_loss.loss_mode=gpg``.
+    A response alone in its group is compared with zero. Goes with ``policy_loss.loss_mode=gpg``.
 
     verl counts non-zero *scores* instead, so that its alpha depends on where zero lies on the reward's scale.
 
     Args:
         token_level_rewards: (B, R) float; zero where ``response_mask`` is.
         response_mask: (B, R); 1 on tokens the policy sampled.
-        index: (B,) prompt ids; equal ids are siblings. Order is free.
+        index: (B,) prompt ids; equal ids are one group. Order is free.
         f_norm: a constant divisor.
         epsilon, config: unused; estimators of verl take them.
 

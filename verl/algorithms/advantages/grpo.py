@@ -24,7 +24,7 @@ from verl.algorithms.valid_tokens import ValidTokens
             "(s_i - mean_G s) / (std_G s + 1e-6)",
             "the default for verifiable rewards; n >= 4 responses to a prompt, no critic",
             "arXiv:2402.03300",
-            "algorithms/advantages/test_grpo.py::test_grpo_by_hand_and_a_response_without_siblings_keeps_its_score",
+            "algorithms/advantages/test_grpo.py::test_grpo_by_hand_and_a_response_alone_keeps_its_score",
             options="algorithm.norm_adv_by_std_in_grpo",
         ),
         About(
@@ -32,7 +32,7 @@ from verl.algorithms.valid_tokens import ValidTokens
             '"Dr. GRPO": does not favour prompts whose responses hardly differ; goes with '
             "`loss_agg_mode=seq-mean-token-sum-norm`",
             "arXiv:2503.20783",
-            "algorithms/advantages/test_grpo.py::test_grpo_by_hand_and_a_response_without_siblings_keeps_its_score",
+            "algorithms/advantages/test_grpo.py::test_grpo_by_hand_and_a_response_alone_keeps_its_score",
             options="algorithm.norm_adv_by_std_in_grpo",
             setting="algorithm.norm_adv_by_std_in_grpo=False",
         ),
@@ -47,19 +47,19 @@ def compute_grpo_outcome_advantage(
     norm_adv_by_std_in_grpo: bool = True,
     config: Any = None,
 ) -> tuple[Tensor, Tensor]:
-    """Judge a response by how far it beats its siblings.
+    """Judge a response by how far it beats the mean of its group.
 
     Response i to prompt g scores s_i = sum_t r_it, and all its tokens share
 
         A_i = (s_i - mean_g s) / (std_g s + epsilon)
 
     with the unbiased std. Without ``norm_adv_by_std_in_grpo`` the division is left out (Dr. GRPO, arXiv:2503.20783).
-    A response without siblings is compared with zero: A_i = s_i. Equal scores give exactly zero.
+    A response alone in its group is compared with zero: A_i = s_i. Equal scores give exactly zero.
 
     Args:
         token_level_rewards: (B, R) float; zero where ``response_mask`` is.
         response_mask: (B, R); 1 on tokens the policy sampled.
-        index: (B,) prompt ids; equal ids are siblings. Order is free.
+        index: (B,) prompt ids; equal ids are one group. Order is free.
         config: unused; estimators of verl take it.
 
     Returns:

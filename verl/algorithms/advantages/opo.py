@@ -35,18 +35,18 @@ def compute_opo_outcome_advantage(
     config: Any = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Judge a response against its siblings' mean weighted by length, the baseline of least variance on-policy.
+    """Judge a response against its group's mean weighted by length, the baseline of least variance on-policy.
 
     A longer response has a larger gradient (about |y_j| times that of a token), and so more say in the baseline:
 
         A_i = s_i - (sum_(j in G_i) |y_j| s_j) / (sum_(j in G_i) |y_j|)
 
-    A response without siblings is compared with zero: A_i = s_i. Assumes one exactly on-policy step per batch.
+    A response alone in its group is compared with zero: A_i = s_i. Assumes one exactly on-policy step per batch.
 
     Args:
         token_level_rewards: (B, R) float; zero where ``response_mask`` is.
         response_mask: (B, R); 1 on tokens the policy sampled; |y_j| counts them.
-        index: (B,) prompt ids; equal ids are siblings. Order is free.
+        index: (B,) prompt ids; equal ids are one group. Order is free.
         epsilon, config: unused; estimators of verl take them.
 
     Returns:

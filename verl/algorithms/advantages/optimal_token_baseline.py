@@ -21,7 +21,7 @@ from verl.algorithms.valid_tokens import BLOCK, ValidTokens
         "G_t - (sum_G W_jt G_jt) / (sum_G W_jt), W the squared length of the logit gradients so far",
         "long responses",
         "arXiv:2602.07078",
-        "algorithms/advantages/test_optimal_token_baseline.py::test_optimal_token_baseline_by_hand_weighs_siblings_by_their_gradients_so_far",
+        "algorithms/advantages/test_optimal_token_baseline.py::test_optimal_token_baseline_by_hand_weighs_the_group_by_its_gradients_so_far",
         options="actor.calculate_sum_pi_squared",
     ),
 )
@@ -36,7 +36,7 @@ def compute_optimal_token_baseline_advantage(
     handle_zero_tail: bool = True,
     epsilon: float = 1e-8,
 ) -> tuple[Tensor, Tensor]:
-    """Judge what follows a token by what follows the same place in its siblings, large gradients counting more.
+    """Judge what follows a token by what follows the same place in its group, large gradients counting more.
 
     A token's gradient by the logits is onehot(y) - pi, of squared length 1 - 2 pi(y) + sum_v pi(v)^2. Summed from the
     start, W_it = sum_(k <= t) (1 - 2 pi_ik + sum_v pi_ik(v)^2) is how much variance response i carries at its t-th
@@ -44,17 +44,17 @@ def compute_optimal_token_baseline_advantage(
 
         G_it = sum_(k >= t) r_ik,      A_it = G_it - (sum_(j in G) W_jt G_jt) / (sum_(j in G) W_jt)
 
-    over the siblings j that have a t-th token. Places count the policy's own tokens: tool output is passed over.
+    over the responses j that have a t-th token. Places count the policy's own tokens: tool output is passed over.
     With ``rollout_is_weights`` rho, each term of W is multiplied by rho^2.
 
     Where only one response of a group is left it would be its own baseline, and learn nothing: with
-    ``handle_zero_tail`` its baseline is zero there. A response without siblings has none.
+    ``handle_zero_tail`` its baseline is zero there. A response alone in its group has none.
 
     Args:
         token_level_rewards, old_log_probs: (B, R) float.
         sum_pi_squared: (B, R) float in (0, 1]; needs ``actor.calculate_sum_pi_squared``.
         response_mask: (B, R); 1 on tokens the policy sampled; holes allowed.
-        index: (B,) prompt ids; equal ids are siblings. Order is free.
+        index: (B,) prompt ids; equal ids are one group. Order is free.
 
     Returns:
         advantages, returns: (B, R), zero where masked; returns are G.
@@ -71,19 +71,19 @@ def compute_optimal_token_baseline_advantage(
     if rollout_is_weights is not None:
         energy = energy * pack_finite("rollout_is_weights", rollout_is_weights, tokens).square()
 
-    # the k-th block of every row holds the same places, so siblings meet block by block
+    # the k-th block of every row holds the same places, so a group meets block by block
     block = groups.group[tokens.row] * tokens.blocks_per_row + tokens.block_in_row
 
-    def over_siblings(flat: Tensor) -> Tensor:
-        """Sum at the same place of all siblings, at each of their tokens."""
+    def over_group(flat: Tensor) -> Tensor:
+        """Sum at the same place over the group, at each of their tokens."""
         sums = flat.new_zeros(groups.num_groups * tokens.blocks_per_row, BLOCK)
         return sums.index_add_(0, block, flat.view(-1, BLOCK)).index_select(0, block).view(-1)
 
     weight = tokens.prefix_sum(tokens.clear_gaps(energy))
-    baseline = over_siblings(weight * returns) / (over_siblings(weight) + epsilon)
+    baseline = over_group(weight * returns) / (over_group(weight) + epsilon)
     has_baseline = ~tokens.repeat(groups.is_alone)
     if handle_zero_tail:
-        has_baseline &= over_siblings(tokens.repeat(torch.ones_like(groups.group))) > 1
+        has_baseline &= over_group(tokens.repeat(torch.ones_like(groups.group))) > 1
     advantages = (returns - baseline * has_baseline).to(returns.dtype)
     return tokens.unpack(advantages), tokens.unpack(returns)
 

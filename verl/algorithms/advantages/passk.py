@@ -42,12 +42,12 @@ def compute_grpo_passk_outcome_advantage(
         A_i = (s_i - second best of G) / (std_g s + epsilon)   for the best response i of G, and 0 for all others
 
     Without ``norm_adv_by_std_in_grpo`` the division is left out. A tie for the best gives zero to all. A response
-    without siblings is compared with zero: A_i = s_i / (1 + epsilon).
+    alone in its group is compared with zero: A_i = s_i / (1 + epsilon).
 
     Args:
         token_level_rewards: (B, R) float; zero where ``response_mask`` is.
         response_mask: (B, R); 1 on tokens the policy sampled.
-        index: (B,) prompt ids; equal ids are siblings. Order is free.
+        index: (B,) prompt ids; equal ids are one group. Order is free.
         config: unused; estimators of verl take it.
 
     Returns:

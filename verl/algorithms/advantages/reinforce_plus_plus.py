@@ -89,17 +89,17 @@ def compute_reinforce_plus_plus_baseline_outcome_advantage(
     whiten_advantages: bool = True,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Judge a response against its siblings' mean, then relative to the whole batch.
+    """Judge a response against its group's mean, then relative to the whole batch.
 
         A = whiten(s_i - mean_g s) over all tokens of the batch
 
     Unlike GRPO a prompt whose responses hardly differ keeps small advantages: the scale is the batch's, not the
-    group's. A response without siblings is compared with zero.
+    group's. A response alone in its group is compared with zero.
 
     Args:
         token_level_rewards: (B, R) float; zero where ``response_mask`` is.
         response_mask: (B, R); 1 on tokens the policy sampled.
-        index: (B,) prompt ids; equal ids are siblings. Order is free.
+        index: (B,) prompt ids; equal ids are one group. Order is free.
         epsilon, config: unused; estimators of verl take them.
         whiten_advantages: False leaves A = s_i - mean_g s.
 

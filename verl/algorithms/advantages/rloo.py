@@ -41,12 +41,12 @@ def compute_rloo_outcome_advantage(
 
         A_i = s_i - (sum_(j in G_i, j != i) s_j) / (n - 1) = (s_i - mean_g s) * n / (n - 1)
 
-    A response without siblings is compared with zero: A_i = s_i.
+    A response alone in its group is compared with zero: A_i = s_i.
 
     Args:
         token_level_rewards: (B, R) float; zero where ``response_mask`` is.
         response_mask: (B, R); 1 on tokens the policy sampled.
-        index: (B,) prompt ids; equal ids are siblings. Order is free.
+        index: (B,) prompt ids; equal ids are one group. Order is free.
         epsilon, config: unused; estimators of verl take them.
 
     Returns:

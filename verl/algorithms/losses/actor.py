@@ -175,7 +175,7 @@ class PPOLoss:
         "- log pi on tokens of responses with a positive score, 0 on others",
         "learning from one's own successes, beside the policy loss or, with `rl_loss_coef=0`, alone",
         "[ROLL](https://github.com/alibaba/ROLL)",
-        "test_losses.py::test_imitation_by_hand",
+        "algorithms/losses/test_actor.py::test_imitation_by_hand",
         options="actor.sft_loss_coef actor.rl_loss_coef",
     ),
 )
@@ -201,7 +201,7 @@ def imitation_loss(log_prob: Tensor, token_level_scores: Tensor, response_mask: 
         "w_i = 3/2 - (T_i - T_min) / (T_max - T_min), over the mean of w",
         "shorter responses",
         "[ROLL](https://github.com/alibaba/ROLL)",
-        "test_response_weights.py::test_weights_by_hand",
+        "algorithms/losses/test_response_weights.py::test_weights_by_hand",
         options="actor.length_loss_weight",
     ),
 )
@@ -211,7 +211,7 @@ def imitation_loss(log_prob: Tensor, token_level_scores: Tensor, response_mask: 
         "w_i = 1/2 + 3/2 clip(d_i, 0, 1), over the mean of w",
         "data with a difficulty a row: the hard ones count more",
         "[ROLL](https://github.com/alibaba/ROLL)",
-        "test_response_weights.py::test_weights_by_hand",
+        "algorithms/losses/test_response_weights.py::test_weights_by_hand",
         options="actor.difficulty_loss_weight",
     ),
 )

@@ -49,7 +49,7 @@ def choose_clip_cov(old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, 
         "as `vanilla` without dual clip, and 0 for a random few of high covariance of log pi and A",
         "entropy falls too fast",
         "arXiv:2505.22617",
-        "test_policy_losses.py::test_loss_by_hand_in_a_batch_and_alone",
+        "algorithms/losses/test_every_loss.py::test_loss_by_hand_in_a_batch_and_alone",
         options="actor.{clip_ratio,clip_ratio_low,clip_ratio_high} actor.policy_loss.clip_cov_ratio "
         "actor.policy_loss.clip_cov_lb actor.policy_loss.clip_cov_ub",
     ),

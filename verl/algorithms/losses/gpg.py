@@ -17,7 +17,7 @@ from verl.algorithms.registry import About
         "-A log pi",
         "one step on fresh samples",
         "arXiv:2504.02546",
-        "test_policy_losses.py::test_loss_by_hand_in_a_batch_and_alone",
+        "algorithms/losses/test_every_loss.py::test_loss_by_hand_in_a_batch_and_alone",
     ),
 )
 def compute_policy_loss_gpg(x: LossInputs) -> TokenLoss:

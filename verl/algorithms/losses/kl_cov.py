@@ -23,7 +23,7 @@ def choose_kl_cov(old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, co
         "-w A, and + coef |log w| for those of highest covariance",
         "the same, more gently",
         "arXiv:2505.22617",
-        "test_policy_losses.py::test_loss_by_hand_in_a_batch_and_alone",
+        "algorithms/losses/test_every_loss.py::test_loss_by_hand_in_a_batch_and_alone",
         options="actor.policy_loss.kl_cov_ratio actor.policy_loss.ppo_kl_coef",
     ),
     choose=choose_kl_cov,

@@ -96,14 +96,14 @@ def compute_policy_loss(
             "-min(w A, clip(w, 1 - low, 1 + high) A)",
             "PPO; the default",
             "arXiv:1707.06347",
-            "test_policy_loss.py::test_loss_and_shares_by_hand_in_every_mode",
+            "algorithms/losses/test_ppo.py::test_loss_and_shares_by_hand_in_every_mode",
             options="actor.{clip_ratio,clip_ratio_low,clip_ratio_high,clip_ratio_c}",
         ),
         About(
             "the same",
             '"clip-higher": leaves room for rare tokens to grow, e.g. 0.28 and 0.2',
             "arXiv:2503.14476",
-            "test_policy_loss.py::test_loss_and_shares_by_hand_in_every_mode",
+            "algorithms/losses/test_ppo.py::test_loss_and_shares_by_hand_in_every_mode",
             setting="clip_ratio_high > clip_ratio_low",
         ),
         About(

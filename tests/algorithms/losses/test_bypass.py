@@ -5,7 +5,7 @@ import torch
 from torch.testing import assert_close
 
 from tests.algorithms.batches import normal, ragged_mask
-from tests.algorithms.test_policy_losses import ADV, MASK, NEW, OLD, actor, run
+from tests.algorithms.losses.test_every_loss import ADV, MASK, NEW, OLD, actor, run
 from verl.algorithms.correction import DIVERGENCES, divergence, kept_tokens
 from verl.algorithms.losses import PPOLoss, TokenOutputs
 

@@ -1,4 +1,4 @@
-"""The clipped objective by hand; what it shares with every other loss is in test_policy_losses.py."""
+"""The clipped objective by hand; what it shares with every other loss is in losses/test_every_loss.py."""
 
 from types import SimpleNamespace
 
