@@ -28,7 +28,7 @@ STATE_COLUMN = "turn_state_ids"
 @register_adv_est(
     "gigpo",
     about=About(
-        "w_e norm_G(s_i) + w_s norm_S(G_k) for all tokens of turn k; S: turns of the group that began in the same state",
+        "w_e norm_G(s_i) + w_s norm_S(G_k) for all tokens of turn k; S: the group's turns that began in the same state",
         "several turns in an environment that comes back to the same states, see [below](#which-state-a-turn-began-in)",
         "arXiv:2505.10978",
         "algorithms/advantages/test_gigpo.py::test_gigpo_by_hand_compares_episodes_and_turns_of_the_same_state",
@@ -57,7 +57,7 @@ def compute_gigpo_outcome_advantage(
         A_t  = episode_weight norm_g(s_i) + step_weight norm_S(i,k)(G_ik)      for every token t of turn k
 
     norm subtracts the mean of the group and divides by its unbiased std + epsilon; with ``mode="mean_norm"`` it does
-    not divide. A turn whose state nobody else saw adds nothing, and a response alone in its group is compared with zero.
+    not divide. A turn whose state no other turn has adds nothing. A response alone in its group is compared with zero.
 
     A batch whose responses have one turn each needs no states: all turns then began with their prompt, and
     A = (episode_weight + step_weight) times the advantage of ``grpo``.
