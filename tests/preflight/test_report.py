@@ -93,7 +93,7 @@ def test_exit_codes(words, code, there, capsys):
 def test_the_preview_shows_prompts_lengths_and_rewards(there):
     shown = "\n".join(examined().preview)
     assert shown.count("prompt  ") == 3 and "<|im_start|>assistant" in shown
-    assert "tokens of 72 prompts" in shown and "reward  digits: 1 for right" in shown
+    assert "tokens of 72 prompts" in shown and "reward  digits: 1 for known-good" in shown
 
 
 def test_what_nothing_reads_is_told_with_the_nearest_that_is_read(there, monkeypatch):

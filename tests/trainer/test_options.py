@@ -333,7 +333,7 @@ def test_the_hugging_face_copy_alone_can_be_resumed_from_and_is_said(run, capsys
     # no optimizer step has been taken since, so the responses are those of the weights that were saved
     assert list(steps) == [3] and steps[3]["critic/score/mean"] == whole[3]["critic/score/mean"]
     said = capsys.readouterr().out
-    assert "actor: weights of huggingface/" in said and "actor: optimizer, extra not loaded, begun anew" in said
+    assert "actor: weights of huggingface/" in said and "actor: optimizer, extra not loaded, initialized again" in said
     with pytest.raises(ValueError, match="hf_model holds the adapter merged into the model"):
         run(**further, actor_rollout_ref__model__lora_rank=4)
 

@@ -38,7 +38,7 @@ from verl.checkpoint.rank_files import on_host, write_file
 from verl.checkpoint.shards import Joined, join_optimizer
 from verl.utils.distributed import all_gather_objects, barrier, get_rank, get_world_size, is_node_leader
 
-# -- One piece of work at a time beside the main thread; its error is raised where it is waited for ------------------
+# -- One background call at a time; its error is raised where it is waited for ----------------------------------------
 
 
 class Background:
@@ -128,7 +128,7 @@ def publish(staged: Path, final: Path) -> None:
 
 
 def recover(final: Path) -> None:
-    """Bring back what had the name ``final``, if a save was cut off between taking the name away and giving it anew."""
+    """Bring back what had the name ``final``, if a save was cut off between its two renames."""
     if not final.exists() and _replaced(final).exists():
         _replaced(final).rename(final)
 
@@ -151,7 +151,7 @@ TRACKER = "latest_checkpointed_iteration.txt"
 _ENDS = [f"{name}_CURRENT_CAPACITY_BLOCK_EXPIRATION_TIMESTAMP" for name in ("MLP", "SAGEMAKER")]
 CONTENTS = ("model", "optimizer", "extra", "hf_model")
 _SLOWEST_DISK = timedelta(hours=2)
-"""How long ranks that save in the background wait for each other."""
+"""Time limit of ranks that save in the background and wait for each other."""
 
 
 class CheckpointManager:
@@ -159,7 +159,7 @@ class CheckpointManager:
 
     Args:
         engine: whose state it is.
-        tokenizer: saved beside the weights, or None.
+        tokenizer: saved next to the weights, or None.
         save_contents: which of ``model``, ``optimizer``, ``extra``, ``hf_model`` to write.
         load_contents: which of them to read; ``hf_model`` counts only without ``model``, which is more exact.
         in_background: ``save`` returns when model, optimizer and extra are copied to host memory; a thread writes them.
@@ -239,10 +239,10 @@ class CheckpointManager:
                 work()
         except Exception as problem:
             error = problem
-        said = all_gather_objects(None if error is None else str(error), self._group)
+        errors = all_gather_objects(None if error is None else str(error), self._group)
         if error is not None:
             raise error
-        failed = {rank: text for rank, text in enumerate(said) if text is not None}
+        failed = {rank: text for rank, text in enumerate(errors) if text is not None}
         if failed:
             rank, text = next(iter(failed.items()))
             raise RuntimeError(f"rank {rank} could not write its part of the checkpoint: {text}")
@@ -380,7 +380,7 @@ def find_latest_ckpt_path(path: str | os.PathLike | None, directory_format: str 
     if not os.path.exists(folder):
         raise FileNotFoundError(
             f"{tracker} names step {text}, but {folder} does not exist. Pass trainer.resume_mode=resume_path with "
-            f"trainer.resume_from_path, or trainer.resume_mode=disable to start anew."
+            f"trainer.resume_from_path, or trainer.resume_mode=disable to start from the beginning."
         )
     return folder
 

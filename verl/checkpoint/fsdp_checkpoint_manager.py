@@ -28,7 +28,7 @@ class FSDPCheckpointManager(CheckpointManager):
     Args:
         model: a Hugging Face model.
         optimizer, lr_scheduler: what trains it, if anything does.
-        processing_class: saved beside the weights: a tokenizer or processor.
+        processing_class: saved next to the weights: a tokenizer or processor.
         checkpoint_config: has ``save_contents`` and ``load_contents``; None: the defaults of `CheckpointManager`.
     """
 
@@ -63,7 +63,7 @@ class FSDPCheckpointManager(CheckpointManager):
 
 
 class _HeldModel:
-    """What `CheckpointManager` asks an engine, of a model that a user's worker holds."""
+    """Engine interface of `CheckpointManager`, for a model that a user's worker holds."""
 
     has_adapter = False
     source_dtype = None

@@ -20,7 +20,7 @@ _INDEX, _WHOLE = "model.safetensors.index.json", "model.safetensors"
 
 
 def write_config(module: Any, folder: Path, dtype: torch.dtype, tokenizer: Any = None, generates: bool = True) -> None:
-    """Write what stands beside the weights: config, generation config, and the tokenizer or processor.
+    """Write the files next to the weights: config, generation config, and the tokenizer or processor.
 
     Args:
         dtype: of the weights, as the config will say.
@@ -89,7 +89,7 @@ def is_weight_file(path: Path) -> bool:
 
 
 class Weights:
-    """The tensors in a Hugging Face folder, each read when asked for.
+    """The tensors in a Hugging Face folder, each read on first use.
 
     Raises:
         FileNotFoundError: if the folder has no weights, or lacks a file that its index names.

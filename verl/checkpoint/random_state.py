@@ -38,7 +38,7 @@ def set_random_state(state: dict[str, Any], device: torch.device) -> None:
 
 
 def new_random_state(saved: dict[str, Any], rank: int, world_size: int, device: torch.device) -> dict[str, Any]:
-    """Generators of a rank that the run had not before: begun anew, from the ``saved`` state of another and its place.
+    """Generators of a rank that the run had not before: seeded from the ``saved`` state of another and its place.
 
     The same for the same three, so resuming twice gives the same numbers.
     """

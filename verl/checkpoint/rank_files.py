@@ -1,6 +1,6 @@
 """The files of a save, one a rank and part: their names, which there are, and opening them.
 
-Every error says what is there instead and how to go on. Knows no engine.
+Every error names what is there instead and how to continue. Knows no engine.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from verl.checkpoint.shards import local
 
 PARTS = {"model": "model", "optimizer": "optim", "extra": "extra_state"}
 """Parts of a checkpoint that every rank writes -> how their files' names begin."""
-FACTS = "fsdp_config.json"
+METADATA_FILE = "fsdp_config.json"
 
 
 def file_name(part: str, world_size: int, rank: int) -> str:
-    """What the file of ``part`` by ``rank`` of ``world_size`` is called."""
+    """Return the name of the file of ``part`` by ``rank`` of ``world_size``."""
     return f"{PARTS[part]}_world_size_{world_size}_rank_{rank}.pt"
 
 
 def write_facts(folder: Path, world_size: int, layout: str | None) -> None:
     """Note how the files in ``folder`` are cut."""
-    facts = {"FSDP_version": 2, "world_size": world_size, "layout": layout}
-    (folder / FACTS).write_text(json.dumps(facts, indent=4))
+    metadata = {"FSDP_version": 2, "world_size": world_size, "layout": layout}
+    (folder / METADATA_FILE).write_text(json.dumps(metadata, indent=4))
 
 
 def saved_layout(folder: Path) -> str | None:
-    """The ``layout`` of the engine that wrote ``folder``; None where it is not said."""
-    path = folder / FACTS
+    """The ``layout`` of the engine that wrote ``folder``; None where it is not recorded."""
+    path = folder / METADATA_FILE
     return json.loads(path.read_text()).get("layout") if path.exists() else None
 
 
@@ -89,7 +89,7 @@ def files_of_all_ranks(folder: Path, part: str) -> list[Path]:
 
 
 def open_file(path: Path, mmap: bool = False) -> Any:
-    """What ``torch.save`` wrote to ``path``, on the host.
+    """Return what ``torch.save`` wrote to ``path``, on the host.
 
     Args:
         mmap: leave tensors in the file until they are touched; the file must then stay as it is.
@@ -113,7 +113,7 @@ def open_file(path: Path, mmap: bool = False) -> Any:
 
 
 def way_back(folder: Path) -> str:
-    """What to do when the checkpoint of a role in ``folder`` is of no use: which older one to resume from."""
+    """Return advice for a checkpoint of a role in ``folder`` that cannot be used: the older one to resume from."""
     match = re.fullmatch(r"global_step_(\d+)", folder.parent.name)
     if match:
         others = {int(path.parent.name.removeprefix("global_step_")): path.parent for path in _siblings(folder)}
@@ -123,7 +123,10 @@ def way_back(folder: Path) -> str:
                 f"Resume from an older step: trainer.resume_mode=resume_path "
                 f"trainer.resume_from_path={others[max(older)]}"
             )
-    return "No older checkpoint lies beside it: give another folder, or start anew with trainer.resume_mode=disable"
+    return (
+        "No older checkpoint lies next to it: give another folder, or start from the beginning with "
+        "trainer.resume_mode=disable"
+    )
 
 
 def _siblings(folder: Path) -> Iterator[Path]:
@@ -170,7 +173,7 @@ def write_file(content: Any, path: Path) -> None:
 
 @contextmanager
 def full_disk_is_said(path: Path, needed: int) -> Iterator[None]:
-    """Turn what a writer raises on a full disk into an error that says ``path`` and ``needed``, its bytes."""
+    """Turn the error of a writer on a full disk into one that names ``path`` and ``needed``, its bytes."""
     try:
         yield
     except (OSError, RuntimeError, SafetensorError) as error:

@@ -23,8 +23,8 @@ _TENSOR, _IMAGE, _TUPLE = "\0tensor", "\0png", "\0tuple"
 """The one key of a dict that stands for something JSON lacks."""
 
 
-def save_rows(path: Path, rows: DataProto, facts: Mapping[str, Any]) -> None:
-    """Write all columns, packed where they are ragged, the padding token, and ``facts`` (JSON values) about the rows.
+def save_rows(path: Path, rows: DataProto, metadata: Mapping[str, Any]) -> None:
+    """Write all columns, packed where they are ragged, the padding token, and ``metadata`` (JSON values) of the rows.
 
     The file is there whole or not at all.
 
@@ -38,7 +38,7 @@ def save_rows(path: Path, rows: DataProto, facts: Mapping[str, Any]) -> None:
         for name, array in rows.non_tensor_batch.items()
     }
     pad = rows.meta_info.get("pad_token_id")
-    about = {"facts": facts, "columns": columns, "objects": objects, "pad_token_id": pad}
+    about = {"facts": metadata, "columns": columns, "objects": objects, "pad_token_id": pad}
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(f".part{os.getpid()}")
     # a clone of each: columns may share memory, which the format does not allow
@@ -48,7 +48,7 @@ def save_rows(path: Path, rows: DataProto, facts: Mapping[str, Any]) -> None:
 
 
 def load_rows(path: Path) -> tuple[DataProto, dict[str, Any]]:
-    """The rows and facts that `save_rows` wrote.
+    """Return the rows and metadata that `save_rows` wrote.
 
     Raises:
         ValueError: the file is not one of these, or is damaged.
@@ -73,7 +73,7 @@ def load_rows(path: Path) -> tuple[DataProto, dict[str, Any]]:
 
 
 def read_facts(path: Path) -> dict[str, Any]:
-    """The facts in a file, without its rows."""
+    """Return the metadata in a file, without its rows."""
     return _read(path, with_tensors=False)[0]["facts"]
 
 

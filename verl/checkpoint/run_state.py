@@ -1,8 +1,8 @@
-"""What of a run is on disk: where a step's checkpoint lies, the driver's own part of it, and which one to resume from.
+"""State of a run on disk: the folder of a step's checkpoint, the driver's own part of it, and the one to resume from.
 
 The folder of a step holds ``actor/`` and ``critic/`` (written by the workers), ``data.pt`` (the loader's position),
 ``trainer.json`` (the driver's state), ``config.json`` (the options of the run), and ``ahead.safetensors`` (responses
-drawn ahead, in a run that does).
+generated ahead, in a run that does).
 ``latest_checkpointed_iteration.txt`` names the newest complete step and is written last, so a run killed while saving
 resumes from the one before.
 """
@@ -72,7 +72,7 @@ def folder_to_resume(config: Any) -> Path | None:
 
 
 def not_loaded(name: str, load_contents: list[str], has_adapter: bool = False) -> str:
-    """What of the checkpoint of role ``name`` is not read, as a remark for the user; empty if all of it is.
+    """Return a remark on the parts of the checkpoint of role ``name`` that are not read; empty if all are.
 
     Args:
         has_adapter: whether the role trains an adapter, which ``hf_model`` holds merged into the weights below it.
@@ -88,11 +88,11 @@ def not_loaded(name: str, load_contents: list[str], has_adapter: bool = False) -
         )
         raise ValueError(
             f"{name}.checkpoint.load_contents={load_contents} leaves out the model: {why}. Add model (a checkpoint has "
-            f"it if save_contents had), or start anew with trainer.resume_mode=disable."
+            f"it if save_contents had), or start from the beginning with trainer.resume_mode=disable."
         )
     from_export = "" if "model" in load_contents else f"; {name}: weights of huggingface/, in the precision saved there"
     left_out = [part for part in ("optimizer", "extra") if part not in load_contents]
-    return from_export + (f"; {name}: {', '.join(left_out)} not loaded, begun anew" if left_out else "")
+    return from_export + (f"; {name}: {', '.join(left_out)} not loaded, initialized again" if left_out else "")
 
 
 def save_driver_state(
@@ -100,7 +100,7 @@ def save_driver_state(
 ) -> None:
     """Write the loader's ``position`` and the driver's ``state`` (JSON values) into a step's folder.
 
-    ``ahead``: responses that no step has trained on yet, and facts about them.
+    ``ahead``: responses that no step has trained on yet, and metadata of them.
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / AHEAD).unlink(missing_ok=True)  # of an earlier run through this step
@@ -108,7 +108,7 @@ def save_driver_state(
         try:
             save_rows(folder / AHEAD, *ahead)
         except ValueError as problem:
-            print(f"{folder / AHEAD} is not written: {problem} A run that resumes here draws them anew.")
+            print(f"{folder / AHEAD} is not written: {problem} A run that resumes here generates them again.")
     write_atomic(folder / "data.pt", lambda path: torch.save(position, path))
     write_atomic(folder / "trainer.json", lambda path: path.write_text(json.dumps(state, indent=1)))
 
@@ -144,7 +144,7 @@ def _damage_is_said(path: Path) -> Iterator[None]:
 
 
 def load_ahead(folder: Path) -> tuple[DataProto, dict[str, int]] | None:
-    """Responses that the run had drawn for the step after, and facts about them; None if there are none."""
+    """Responses that the run had generated for the next step, and metadata of them; None if there are none."""
     return load_rows(folder / AHEAD) if (folder / AHEAD).exists() else None
 
 
@@ -166,7 +166,7 @@ def drop_emptied(root: str | Path, steps: list[int]) -> list[int]:
 
 
 def write_atomic(target: Path, write: Any) -> None:
-    """Let ``write(path)`` fill a file beside ``target`` and put it in place whole."""
+    """Let ``write(path)`` fill a file next to ``target`` and put it in place whole."""
     part = target.with_name(target.name + ".part")
     write(part)
     with open(part, "rb") as file:

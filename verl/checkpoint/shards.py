@@ -1,4 +1,4 @@
-"""What ranks' files hold of a tensor, and how the whole of it is put together from all of them.
+"""Shards of a tensor in the files of ranks, and the whole tensor from all of them.
 
 For each tensor a rank's file holds one of
 
@@ -97,7 +97,7 @@ def _join_slices(held: list[tuple[int, Piece]], name: str) -> Tensor:
 
 
 def slice_of_rank(tensor: DTensor, rank: int) -> tuple[slice, ...]:
-    """Which part of the whole ``rank`` holds, if the whole is laid out as ``tensor`` says."""
+    """Return the shard of the whole that ``rank`` holds, with the layout of ``tensor``."""
     mesh = tensor.device_mesh.mesh
     found = (mesh == rank).nonzero()
     if len(found) != 1:
@@ -136,7 +136,7 @@ def _check_covered(name: str, found: int, wanted: int) -> None:
 
 
 class Joined(Mapping[str, Any]):
-    """Name -> whole tensor, each joined when asked for and then forgotten.
+    """Name -> whole tensor, each joined on first use and then dropped.
 
     Args:
         ranks: what each rank's file holds by name, in rank order.
@@ -232,13 +232,13 @@ class FromRankZero(Mapping[str, Tensor]):
 
     def __init__(self, tensors: Mapping[str, Tensor] | None) -> None:
         self._tensors = dict(tensors or {}) if get_rank() == 0 else {}
-        facts = [{name: (tensor.shape, tensor.dtype) for name, tensor in self._tensors.items()}]
+        metadata = [{name: (tensor.shape, tensor.dtype) for name, tensor in self._tensors.items()}]
         if get_world_size() > 1:
-            dist.broadcast_object_list(facts, src=0)
-        self._facts = facts[0]
+            dist.broadcast_object_list(metadata, src=0)
+        self._metadata = metadata[0]
 
     def __getitem__(self, name: str) -> Tensor:
-        shape, dtype = self._facts[name]
+        shape, dtype = self._metadata[name]
         mine = self._tensors.get(name)
         tensor = torch.empty(shape, dtype=dtype) if mine is None else mine.detach().cpu().contiguous()
         if get_world_size() > 1:
@@ -246,7 +246,7 @@ class FromRankZero(Mapping[str, Tensor]):
         return tensor
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._facts)
+        return iter(self._metadata)
 
     def __len__(self) -> int:
-        return len(self._facts)
+        return len(self._metadata)

@@ -1,4 +1,4 @@
-"""The reward model as the driver sees it: whether it can judge this run, which rows it judges, and what it said."""
+"""Reward model, on the driver: checks before the run, the rows it scores, and its metrics."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from verl.utils.tokenizer import hf_tokenizer
 
 
 def check_reward_model(config: Any, tokenizer: Any) -> None:
-    """Find out before any worker starts whether ``reward_model.model`` is one, and can read this policy's responses.
+    """Check before any worker starts whether ``reward_model.model`` is one, and can read this policy's responses.
 
     Args:
         tokenizer: the policy's.
@@ -25,8 +25,8 @@ def check_reward_model(config: Any, tokenizer: Any) -> None:
     key = f"reward_model.model.path={model.path}"
     spec = ModelSpec(model.path, "reward", trust_remote_code=model.trust_remote_code, external_lib=model.external_lib)
     try:
-        facts = load_config(spec)
-        reward_class(model.path, facts)
+        model_config = load_config(spec)
+        reward_class(model.path, model_config)
     except ValueError as error:
         raise ValueError(f"reward_model.{error}") from None
     if stores_head(spec.folder) is False:
@@ -43,7 +43,7 @@ def check_reward_model(config: Any, tokenizer: Any) -> None:
                 "input_tokenizer=null if it reads the policy's tokens."
             )
         return
-    text = facts.get_text_config()
+    text = model_config.get_text_config()
     if text.vocab_size < len(tokenizer):
         raise ValueError(
             f"{key} knows {text.vocab_size} tokens and the policy {len(tokenizer)}: with "
@@ -91,7 +91,7 @@ def _styles(batch: DataProto) -> np.ndarray:
 
 
 def judge_metrics(batch: DataProto) -> dict[str, float]:
-    """What the reward model said of a batch, as ``reward_model/*``; drops the columns it leaves for this."""
+    """Return the reward model's scores of a batch as ``reward_model/*``; drops the columns it leaves for this."""
     scores = batch.ragged("rm_scores").trim_padding().sum(-1)
     metrics = {
         "reward_model/score/mean": scores.mean().item(),
@@ -100,7 +100,7 @@ def judge_metrics(batch: DataProto) -> dict[str, float]:
         "reward_model/score/min": scores.min().item(),
     }
     if "rm_tokens" in batch.keys():
-        told = batch.pop(batch_keys=["rm_tokens", "rm_tokens_cut"])
-        metrics["reward_model/tokens/mean"] = told.column("rm_tokens").float().mean().item()
-        metrics["reward_model/cut_share"] = (told.column("rm_tokens_cut") > 0).float().mean().item()
+        tokens = batch.pop(batch_keys=["rm_tokens", "rm_tokens_cut"])
+        metrics["reward_model/tokens/mean"] = tokens.column("rm_tokens").float().mean().item()
+        metrics["reward_model/cut_share"] = (tokens.column("rm_tokens_cut") > 0).float().mean().item()
     return metrics

@@ -59,13 +59,13 @@ class Result:
 
     outcome: Outcome
     detail: str = ""
-    """What it wrote to stderr last, or what was expected and found."""
+    """The end of stderr, or the expected and the actual output."""
     seconds: float = 0.0
 
 
 @dataclass(frozen=True)
 class Tests:
-    """What a program is tested with: either input and output (or calls and values), or assertions."""
+    """Tests of a program: either input and output (or calls and values), or assertions."""
 
     __test__ = False  # no test of pytest's
 
@@ -155,7 +155,7 @@ def run_tests(
 
 
 def judge(found: dict[str, Any], wanted: Any, is_call: bool, is_check: bool) -> Result:
-    """The result of a test, from what a program did and what was wanted of it."""
+    """Return the result of a test, from the output of the program and the expected one."""
     seconds = found["seconds"]
     if found["outcome"] != Outcome.DONE:
         outcome = Outcome(found["outcome"])
@@ -259,7 +259,7 @@ _OUT_OF_MEMORY = 99
 
 
 def run(code: str, tests: list[dict[str, Any]], limits: dict[str, Any], output_kb: int, total_s: float) -> list[dict]:
-    """What became of a program in each test.
+    """Return the result of a program in each test.
 
     Args:
         code: Python source; compiled once.
@@ -321,8 +321,8 @@ def _run_one(program: Any, check: Any, test: dict[str, Any], limits: Limits, out
     outcome = _SHOWN_AS.get(outcome, outcome).value
     value, output = None, texts[out].decode(errors="replace")
     if outcome == "done" and "stdin" not in test:
-        told, _, reply = texts[answer].decode(errors="replace").partition("\n")
-        if told != token or not reply.endswith("\n"):
+        head, _, reply = texts[answer].decode(errors="replace").partition("\n")
+        if head != token or not reply.endswith("\n"):
             outcome, detail = "crash", detail or "the program ended before its test did"
         else:
             value = json.loads(reply)

@@ -1,4 +1,6 @@
-"""Messages between a process and its sandbox: a length, then as many bytes.
+"""Messages between a process and its sandbox, and the description of a function that they carry.
+
+A message is a length, then as many bytes.
 
 To the sandbox goes pickle, from it comes msgpack: what runs there is not trusted, and unpickling would run its code
 here.
@@ -119,7 +121,7 @@ def _key(key: Any) -> Any:
     return key if isinstance(key, (str, int, float, bool)) else str(key)
 
 
-# -- What a function is called and which arguments it takes, in a form that travels ----------------------------------
+# -- Name and signature of a function, as values of msgpack -----------------------------------------------------------
 
 
 class _Shown:

@@ -61,7 +61,7 @@ class Outcome(str, enum.Enum):
     """Its process was ended by a signal: a segmentation fault, an abort, a kill."""
 
     WRONG_TYPE = "wrong_type"
-    """What it returned is no score."""
+    """The returned value is no score."""
 
     NOT_FINITE = "not_finite"
     """It returned NaN or an infinity."""
@@ -76,10 +76,10 @@ class Failure:
 
     kind: Outcome
     cause: str
-    """What happened; its first line is enough to know."""
+    """The cause; its first line names it."""
 
     trace: str = ""
-    """Where in the user's code, if that is known."""
+    """Stack of the user's code, if it is known."""
 
     @classmethod
     def of(cls, error: BaseException, kind: Outcome | None = None) -> "Failure":
@@ -114,7 +114,7 @@ class NotCalled:
 
 
 def scored(result: Any) -> Scored | Failure:
-    """What a reward function returned, as a number with its columns."""
+    """Return the result of a reward function as a number with its columns, or a failure."""
     try:
         return Scored(to_number(result), result if isinstance(result, Mapping) else None)
     except TypeError as error:
@@ -124,17 +124,17 @@ def scored(result: Any) -> Scored | Failure:
 
 
 def scored_batch(results: Any, count: int) -> list[Scored | Failure]:
-    """What a reward function returned for ``count`` responses at once."""
+    """Return the results of a reward function for ``count`` responses at once."""
     if hasattr(results, "tolist"):
         results = results.tolist()
     elif isinstance(results, Iterable) and not isinstance(results, (str, bytes, bytearray, Mapping)):
         results = list(results)
     if not isinstance(results, list):
-        said = f"the function returned {shown(results)} of type {type(results).__name__}; it must return a list"
-        return [Failure(Outcome.WRONG_TYPE, f"TypeError: {said} of {count} scores")] * count
+        problem = f"the function returned {shown(results)} of type {type(results).__name__}; it must return a list"
+        return [Failure(Outcome.WRONG_TYPE, f"TypeError: {problem} of {count} scores")] * count
     if len(results) != count:
-        said = f"ValueError: the function returned {len(results)} scores for {count} responses"
-        return [Failure(Outcome.WRONG_COUNT, said)] * count
+        cause = f"ValueError: the function returned {len(results)} scores for {count} responses"
+        return [Failure(Outcome.WRONG_COUNT, cause)] * count
     return [scored(result) for result in results]
 
 

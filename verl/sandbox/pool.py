@@ -1,4 +1,4 @@
-"""Processes that call one function: handing over, waiting, ending what runs away, starting anew."""
+"""A pool of processes that call one function: hands over calls, waits, kills and restarts processes."""
 
 import atexit
 import inspect
@@ -34,7 +34,7 @@ class SlowStart(RuntimeError):
 
 @dataclass(frozen=True)
 class Source:
-    """Where a function comes from: a Python file or ``pkg://module``, its name, arguments of every call."""
+    """Source of a function: a Python file or ``pkg://module``, its name, arguments of every call."""
 
     path: str
     name: str
@@ -90,7 +90,7 @@ class Pool:
         return [process.popen.pid for process in self._processes]
 
     def description(self) -> dict[str, Any]:
-        """What the function is called and takes; waits until a process has loaded it.
+        """Return the function's name and signature; waits until a process has loaded it.
 
         Raises:
             FileNotFoundError, AttributeError, RuntimeError: it cannot be loaded.
@@ -158,8 +158,8 @@ def _packed(calls: Sequence[tuple[int | None, tuple, dict]]) -> list[Call | Fail
         try:
             packed.append(Call(number, count, pickle.dumps((args, kwargs))))
         except Exception as error:  # whatever an object's own __reduce__ raises
-            said = f"{type(error).__name__}: the arguments cannot be handed to the sandbox: {error}"
-            packed.append(Failure(Outcome.RAISED, said))
+            cause = f"{type(error).__name__}: the arguments cannot be handed to the sandbox: {error}"
+            packed.append(Failure(Outcome.RAISED, cause))
     return packed
 
 
@@ -250,7 +250,7 @@ class _Run:
         else:
             call = next((call for call in process.open_calls if call.number == message.get("number")), None)
             if call is None:
-                raise BadFrame("an answer to no question")
+                raise BadFrame("an answer to no call")
             outcomes = [_read(outcome) for outcome in message.get("outcomes") or ()]
             if len(outcomes) != (call.count or 1) and call.count != 0:
                 raise BadFrame("an answer of another length")
@@ -263,7 +263,7 @@ class _Run:
         self.failed += any(isinstance(outcome, Failure) for outcome in outcomes)
 
     def _blame(self, index: int, failure: Failure | None) -> None:
-        """A process is to be ended, or has ended: whose fault was it, and what becomes of the other calls?"""
+        """End a process, or note that it has ended: fail the call that caused it, and queue the others again."""
         process = self.pool._processes[index]
         if not process.is_ready and failure is not None and failure.kind is Outcome.TIMEOUT:
             # it goes on: whoever has more patience may still have it
@@ -318,7 +318,7 @@ def _read(outcome: Any) -> Scored | Failure:
             return Scored(float(score), columns)
     except (TypeError, ValueError):
         pass
-    raise BadFrame("an answer that is none")
+    raise BadFrame("an answer without a score")
 
 
 # -- A function that stands for one in a sandbox: called like it, or with many calls at once -------------------------
@@ -330,7 +330,7 @@ _KEPT = 4
 _POOLS: OrderedDict[Any, Pool] = OrderedDict()
 
 
-"""The last pools asked for. Training and validation share one, as they would share the module in one process."""
+"""The last pools used. Training and validation share one, as they would share the module in one process."""
 
 
 class SandboxedFunction:

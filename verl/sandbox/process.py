@@ -1,4 +1,4 @@
-"""One sandbox process as its user sees it: what was handed over, what has come back, how it ended."""
+"""One sandbox process, seen from outside: its start, its calls and messages, its outcome."""
 
 import contextlib
 import os
@@ -106,7 +106,7 @@ class Process:
                 del self._unsent[: self.channel.send(self._unsent)]
 
     def read(self) -> tuple[list[dict], bool]:
-        """What has been told since the last look, and whether the process is still there."""
+        """Return the messages since the last call, and whether the process is still there."""
         self.forward_output()
         messages: list[dict] = []
         try:
@@ -142,7 +142,7 @@ class Process:
         return self.limits.output_mb is not None and self.printed > self.limits.output_mb * MIB
 
     def excess(self, timeout_s: float) -> Failure | None:
-        """What an open call does too much of, if it does."""
+        """Return the failure of an open call that is over a limit, or None."""
         if self._prints_too_much():
             return Failure(Outcome.OUTPUT, f"OutputError: it printed more than {self.limits.output_mb} MiB in one call")
         if time.monotonic() - self.since > timeout_s:
@@ -150,7 +150,7 @@ class Process:
         return None
 
     def _stack(self) -> str:
-        """Where the process is, as it tells itself when asked by a signal."""
+        """Return the stack of the process, which it writes on a signal."""
         below = list(descendants(self.popen.pid))
         program = below[1] if len(below) > 1 else None  # after init
         if program is None or not self.is_ready:

@@ -50,7 +50,7 @@ def outcome_of(returncode: int) -> Outcome:
 
 
 def can_see_descendants() -> bool:
-    """Whether this system tells whose child a process is."""
+    """Whether this system lists the children of a process."""
     return os.path.exists(f"/proc/self/task/{os.getpid()}/children")
 
 
@@ -141,8 +141,8 @@ class Supervisor:
             if not pid:
                 return code
             if pid == self.child:
-                told = _read_status(self.status)  # by init, of the program
-                code = os.waitstatus_to_exitcode(status if told is None else told)
+                reported = _read_status(self.status)  # by init, of the program
+                code = os.waitstatus_to_exitcode(status if reported is None else reported)
 
     def _excess(self) -> Outcome | None:
         if self.limits.processes is None and self.limits.memory_mb is None:
@@ -229,7 +229,7 @@ def _is_readable(fd: int) -> bool:
     return bool(poll.poll(0))
 
 
-# -- What Linux lets a process leave: the sight of other processes, the network, its rights --------------------------
+# -- Linux namespaces (processes, users, network, mounts) and capabilities ---------------------------------------------
 _CLONE_NEWNS, _CLONE_NEWUSER, _CLONE_NEWPID, _CLONE_NEWNET = 0x00020000, 0x10000000, 0x20000000, 0x40000000
 
 
@@ -316,7 +316,7 @@ def _write(path: str, text: str) -> None:
         file.write(text)
 
 
-# -- Limits of a child process and of all it starts, and its end with everything below it ----------------------------
+# -- Limits: put a child under them, run a program under them, kill it ------------------------------------------------
 
 
 _LAUNCH = "import sys; sys.path.insert(0, sys.argv.pop(1)); from verl.sandbox.supervisor import launch; launch()"
@@ -324,7 +324,7 @@ _LAUNCH = "import sys; sys.path.insert(0, sys.argv.pop(1)); from verl.sandbox.su
 
 @dataclass(frozen=True)
 class Limits:
-    """What a program and everything it starts may use; null: no limit."""
+    """Limits of a program and everything it starts; null: no limit."""
 
     wall_s: float | None = None
     """Seconds from start to end."""
@@ -355,7 +355,7 @@ def command(limits: Limits, program: Sequence[str]) -> list[str]:
 
 
 def launch() -> None:
-    """What :func:`command` starts: the limits, then the program in place of this one."""
+    """Entry point of :func:`command`: set the limits, then run the program in place of this one."""
     for words in enter(Limits(**json.loads(sys.argv[1]))):
         print(f"verl sandbox: this system does not grant {words}", file=sys.stderr)
     os.execvp(sys.argv[2], sys.argv[2:])

@@ -1,4 +1,4 @@
-"""The process in which a user's function runs: loads it, calls it, and tells what came of it.
+"""The process in which a user's function runs: loads it, calls it, and reports outcomes.
 
 Started as ``main()`` with the number of an inherited socket. Imports neither torch nor anything else that is slow.
 """

@@ -1,1 +1,1 @@
-"""What a run reports: trackers, traces, progress, profiles, memory, and the record of its start."""
+"""Telemetry of a run: trackers, traces, progress, profiles, memory, and the record of its start."""

@@ -1,7 +1,7 @@
-"""What a process is doing, written where it outlives the process: a flight recorder.
+"""Flight recorder: the current activity of a process, in memory that outlives the process; and the watchdog on it.
 
 The driver makes a box for each worker and keeps it; the worker maps the same memory, so a note is a memory copy and is
-there however the worker ends. Boxes have no name in any file system: nothing is left behind. Knows bytes and facts, not
+there however the worker ends. Boxes have no name in any file system: nothing is left behind. Knows bytes and notes, not
 what they mean.
 """
 
@@ -25,7 +25,7 @@ from typing import Any
 from verl.telemetry.memory import rss_bytes
 
 BOX_VARIABLE = "VERL_BLACK_BOX"
-"""Environment variable that tells a worker where its box is: ``path:token``."""
+"""Environment variable with the address of a worker's box: ``path:token``."""
 
 _TOKEN_BYTES = 16
 _HEADER = struct.Struct("=16sQddQ")  # token, number of notes, last sign of life, last progress, resident bytes
@@ -36,13 +36,13 @@ _SIZE = 64 + 2 * _SLOT
 
 @dataclass(frozen=True)
 class Reading:
-    """What a box says. Times are of ``time.monotonic``, which all processes of a machine share; 0 is never."""
+    """Contents of a box. Times are of ``time.monotonic``, which all processes of a machine share; 0 is never."""
 
     facts: dict[str, Any] = field(default_factory=dict)
     alive: float = 0.0
     """Last sign of life."""
     progress: float = 0.0
-    """Last progress of what the facts describe."""
+    """Last progress of the noted activity."""
     rss: int = 0
     """Resident memory at the last sign of life, bytes."""
 
@@ -60,7 +60,7 @@ class BlackBox:
         self._facts: dict[str, Any] = {}
 
     def note(self, **facts: Any) -> None:
-        """Add facts, JSON values, to those noted; None takes one away. What is too long is cut off."""
+        """Add notes, JSON values; None removes one. What is too long is cut off."""
         with self._lock:
             merged = {name: value for name, value in {**self._facts, **facts}.items() if value is not None}
             self._facts = merged
@@ -75,16 +75,16 @@ class BlackBox:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What is noted now."""
+        """Return the current notes."""
         return dict(self._facts)
 
     def forget(self) -> None:
-        """Take all facts away."""
+        """Remove all notes."""
         self._facts = {}
         self.note()
 
     def tick(self) -> None:
-        """Say that what the facts describe goes on; costs less than a microsecond."""
+        """Record progress of the noted activity; costs less than a microsecond."""
         struct.pack_into("=d", self._memory, _PROGRESS, time.monotonic())
 
     def beat(self) -> None:

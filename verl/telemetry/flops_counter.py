@@ -1,4 +1,4 @@
-"""How much arithmetic a training step is, and how much the device could do: the two sides of MFU.
+"""FLOPs of a training step, and the peak of the device: the two sides of MFU.
 
 Counts matrix products only, forward and backward (a multiply and an add are two operations).
 """

@@ -31,7 +31,7 @@ def host_memory() -> int:
 
 
 def oom_kills() -> int:
-    """How often the kernel has killed a process for lack of memory: in this container, else on this machine."""
+    """Return how often the kernel has killed a process for lack of memory: in this container, else on this machine."""
     for path in ("/sys/fs/cgroup/memory.events", "/proc/vmstat"):
         try:
             lines = Path(path).read_text().splitlines()

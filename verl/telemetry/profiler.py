@@ -1,4 +1,4 @@
-"""Where time and device memory go: timers for the driver's stages, memory lines for the workers.
+"""Timers and memory logs: timers for the driver's stages, memory lines for the workers.
 
 Knows clocks and counters, not stages: the names are the caller's.
 """

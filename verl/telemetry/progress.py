@@ -1,6 +1,6 @@
-"""What a person watching a run sees: a bar with the numbers that matter, and a closing summary.
+"""Progress bar of a run with its most important metrics, and a closing summary.
 
-Knows metric names and how to print them; training knows nothing of this file. On a terminal the bar is drawn by rich,
+Knows metric names and how to print them; the trainer does not import this module. On a terminal rich draws the bar,
 elsewhere (a log file, CI) every step is one plain line.
 """
 
@@ -184,7 +184,7 @@ def _make_bar(total: int, stream: TextIO | None) -> tuple[Any, Any, int, Callabl
 
 @dataclass(frozen=True)
 class RunSummary:
-    """What a finished run has to say for itself."""
+    """Numbers and paths of a finished run."""
 
     steps: int
     """Steps done, counted from the very first run."""
@@ -193,7 +193,7 @@ class RunSummary:
     validations: Sequence[tuple[int, Mapping[str, Any]]] = ()
     """(step, metrics) of every validation, oldest first."""
     places: Mapping[str, str | Path | None] = field(default_factory=dict)
-    """What lies where, e.g. ``{"checkpoint": "runs/add1/global_step_25"}``; None is left out."""
+    """Paths by what they hold, e.g. ``{"checkpoint": "runs/add1/global_step_25"}``; None is left out."""
     overrides: Sequence[str] = ()
     """The command line after ``main_ppo``, from which the commands to go on are made."""
     device: str = "cpu"
@@ -203,7 +203,7 @@ class RunSummary:
     again: Path | None = None
     """The script that starts this run again, if there is one."""
     gpu_options: Sequence[str] = ()
-    """What to add to the command for the same run on a GPU; empty if it cannot be."""
+    """Arguments to add to the command for the same run on a GPU; empty if it cannot be."""
     gpu_refusal: str = ""
     """Why it cannot be."""
 
@@ -271,7 +271,7 @@ def format_summary(summary: RunSummary, script: Path | None = None) -> str:
 
 
 def print_summary(summary: RunSummary, stream: TextIO | None = None) -> None:
-    """Print the closing text, and leave the command to go on as ``resume.sh`` beside the checkpoint."""
+    """Print the closing text, and leave the command to go on as ``resume.sh`` next to the checkpoint."""
     checkpoint = summary.places.get("checkpoint")
     script = None
     if summary.can_resume and checkpoint is not None:
@@ -293,7 +293,9 @@ def _resuming(overrides: Sequence[str], new: Mapping[str, Any]) -> list[str]:
 
 
 def stop_notice(step: int, total: int, checkpoint: Path | None, overrides: Sequence[str]) -> str:
-    """What a run says that ends early: how far it came and how it goes on. Leaves ``resume.sh`` as a finished one does.
+    """Return the closing text of a run that ends early: its last step, and the command to resume it.
+
+    Leaves ``resume.sh`` as a finished one does.
 
     Args:
         step: the one it was in.

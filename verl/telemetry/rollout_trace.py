@@ -1,4 +1,4 @@
-"""Where the samples of a run are recorded one by one: ``rollout.trace.backend``.
+"""Traces of the samples of a run, one record a sample: ``rollout.trace.backend``.
 
 A record is a mapping of JSON values: ``step``, ``uid``, ``prompt_ids``, ``response_ids``, ``score``, ... Knows records
 and places, not where records come from. A backend's package is imported when the backend is chosen and not before.
@@ -33,7 +33,7 @@ _IS_OPEN: list[bool] = []  # not empty once this process has opened a trace
 
 
 class Trace:
-    """One place records go. A subclass says ``log``."""
+    """One backend of records. A subclass defines ``log``."""
 
     def __init__(self, project_name: str, experiment_name: str, folder: str | Path) -> None:
         """Open it. ``folder`` is for backends that write files of our own."""
@@ -85,7 +85,7 @@ def open_trace(backend: str, project_name: str, experiment_name: str, folder: st
 def rollout_trace_op(func: Callable) -> Callable:
     """Decorator of verl's, for functions and methods of agent loops; calls go through as they are.
 
-    What ``rollout.trace.backend`` records are whole samples (`open_trace`). Of a single call nothing is recorded; the
+    ``rollout.trace.backend`` records whole samples (`open_trace`). Of a single call nothing is recorded; the
     first such call in a process that has a trace open says so.
     """
 

@@ -1,4 +1,4 @@
-"""What a run leaves of itself from its first second: command, configuration, environment, and all it printed.
+"""Record of a run in its folder, from its first second: command, configuration, environment, and all it printed.
 
 Knows files, words and streams; not what a run does. Nothing heavy is imported, so that a run which dies while torch is
 imported has left them. Values of secrets are masked in every file.
@@ -207,7 +207,7 @@ def recorded(
     """Keep the record of a run in ``folder`` while the block runs, and in its log what ends it.
 
     Args:
-        explain: error -> what a user is told of it, or None.
+        explain: error -> message for the user, or None.
     """
     record = open_record(folder, words, config)
     try:
@@ -264,7 +264,7 @@ class _Copy:
             self.write(line)
 
     def flush_line(self) -> None:
-        """What stands on a line that is not ended."""
+        """Text of a line that is not complete."""
         if self.line and not self.log.closed:
             self.log.write(mask_text(self.line) + "\n")
         self.line = ""
@@ -311,7 +311,7 @@ def environment() -> dict[str, Any]:
 
 @lru_cache(maxsize=1)
 def _installed() -> dict[str, Any]:
-    """What does not change while a process lives."""
+    """Properties of the machine that do not change while a process lives."""
     here = Path(__file__).parents[2]
     return {
         "verl": {"version": __version__, "path": str(here), **_commit(here)},
@@ -342,15 +342,15 @@ def _commit(root: Path) -> dict[str, Any]:
 
 def _cpu() -> dict[str, Any]:
     """Model, cores this process may use, and the instruction sets that decide which kernels run."""
-    facts: dict[str, str] = {}
+    fields: dict[str, str] = {}
     cpuinfo = Path("/proc/cpuinfo")
     for line in cpuinfo.read_text().split("\n\n")[0].splitlines() if cpuinfo.exists() else ():
         name, _, value = line.partition(":")
-        facts[name.strip()] = value.strip()
-    flags = set(facts.get("flags", facts.get("Features", "")).split())
+        fields[name.strip()] = value.strip()
+    flags = set(fields.get("flags", fields.get("Features", "")).split())
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return {
-        "model": facts.get("model name", platform.processor()),
+        "model": fields.get("model name", platform.processor()),
         "cores": cores,
         "isa": [name for name in _ISA if name in flags],
         "max_isa": os.environ.get("ONEDNN_MAX_CPU_ISA") or os.environ.get("ATEN_CPU_CAPABILITY"),

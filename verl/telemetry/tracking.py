@@ -1,4 +1,4 @@
-"""Where metrics go: console, TensorBoard, Weights & Biases, a JSONL file, or a backend of your own.
+"""Metric trackers: console, TensorBoard, Weights & Biases, a JSONL file, or a backend of your own.
 
 Names are ``trainer.logger``. Knows numbers and steps, not what they mean. A backend's package is imported when the
 backend is chosen and not before.
@@ -25,14 +25,14 @@ logger = get_logger(__name__)
 
 
 class Backend:
-    """One place metrics go. A subclass says ``log``; the rest is optional."""
+    """One backend of metrics. A subclass defines ``log``; the rest is optional."""
 
     def __init__(self, project_name: str, experiment_name: str, config: Mapping[str, Any], **kwargs: Any) -> None:
         """Open it. ``kwargs`` are ``trainer.tracker_kwargs.<name>``."""
 
     @classmethod
     def check(cls) -> None:
-        """Raise ImportError if a package it needs is missing; asked before anything slow is started."""
+        """Raise ImportError if a package it needs is missing; called before anything slow is started."""
 
     def log(self, data: Mapping[str, Any], step: int) -> None:
         raise NotImplementedError(f"{type(self).__name__} must define log(data, step)")
@@ -88,7 +88,7 @@ def _get_backend(name: str) -> BackendFactory:
 
 
 def _import_for(option: str, module: str, package: str) -> Any:
-    """Import what ``option`` needs; if it is missing, say who asked and how to install it."""
+    """Import what ``option`` needs; if it is missing, raise with the option and the install command."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -390,7 +390,7 @@ class WandbBackend(Backend):
 
 
 def metrics_file(project_name: str, experiment_name: str, config: Mapping[str, Any] | None = None) -> Path:
-    """Where the ``file`` logger writes.
+    """Return the path that the ``file`` logger writes to.
 
     ``VERL_FILE_LOGGER_PATH`` if set; else ``VERL_FILE_LOGGER_ROOT/{project}/{experiment}.jsonl`` if set; else
     ``metrics.jsonl`` in ``trainer.log_dir`` or ``trainer.default_local_dir``; without a config
@@ -407,7 +407,7 @@ def metrics_file(project_name: str, experiment_name: str, config: Mapping[str, A
 
 
 def tensorboard_folder(project_name: str, experiment_name: str) -> str:
-    """Where the ``tensorboard`` logger writes: ``TENSORBOARD_DIR``, else a folder of the run's own."""
+    """Return the folder that the ``tensorboard`` logger writes to: ``TENSORBOARD_DIR``, else a folder of the run."""
     return os.environ.get("TENSORBOARD_DIR") or f"tensorboard_log/{project_name}/{experiment_name}"
 
 

@@ -1,6 +1,6 @@
 """The reward model's worker: prompts and responses in, one score each out, at the response's last token.
 
-The model reads either the policy's token ids or, where it speaks another dialect, the conversation written anew in its
+The model reads either the policy's token ids or, where its tokenizer is another, the conversation written in its
 own chat template. A score is read off the last token of what it read.
 """
 
@@ -75,7 +75,7 @@ class RewardRole:
     """Verbs of the reward model. Needs the section ``reward_model`` as ``self.config``."""
 
     def init_reward_model(self) -> None:
-        """Load the model, and the tokenizers if conversations are to be rewritten."""
+        """Load the model, and the tokenizers if conversations are rewritten."""
         model = self.config.model
         spec = model_spec(model, model.fsdp_config, "reward", remove_padding=model.use_remove_padding)
         self.reward_model = self.model_engine(spec, self.config, model.fsdp_config, mesh="rm", train=False)

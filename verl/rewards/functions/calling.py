@@ -1,4 +1,4 @@
-"""How a reward function is called: the names of its arguments, and a call that ends in an outcome. No torch."""
+"""Calls of a reward function: the names of its arguments, and a call that ends in an outcome. No torch."""
 
 import fnmatch
 import functools
@@ -18,7 +18,7 @@ RawRewardFn = Callable[..., Any]
 """A user's reward function; how it is called depends on the manager."""
 
 PARAMETERS = ("data_source", "solution_str", "ground_truth", "extra_info")
-"""Names under which a function receives what it is told of one response."""
+"""Names of the arguments of a function that scores one response."""
 
 BATCH_PARAMETERS = tuple(f"{name}s" for name in PARAMETERS)
 """The same of ``reward_model.reward_manager=batch``, each with a list."""
@@ -37,7 +37,7 @@ _WAYS_OUT = {
 
 @dataclass(frozen=True)
 class Sample:
-    """What a reward function is told about one response."""
+    """One response, as a reward function gets it."""
 
     data_source: str
     solution_str: str
@@ -89,7 +89,7 @@ def _call_batch(function: RawRewardFn, count: int, columns: dict[str, Any]) -> l
 
 
 def story_of(function: RawRewardFn, sample: Sample, where: str, failure: Failure) -> str:
-    """What failed in one line, then the function's own frames, then the sample: the end is what is read first."""
+    """Return the failure in one line, then the function's own frames, then the sample."""
     place = f"data_source={sample.data_source!r}, index={sample.extra_info.get('index')}"
     cause = failure.cause.splitlines()[0]
     lines = [
@@ -103,7 +103,7 @@ def story_of(function: RawRewardFn, sample: Sample, where: str, failure: Failure
 
 
 def way_out_of(failure: Outcome, key: str | None) -> str:
-    """What to do about a function that fails and stops a run; ``key`` chose it, None: it is built in."""
+    """Return advice on a function that fails and stops a run; ``key`` chose it, None: it is built in."""
     hint = f" {_WAYS_OUT[failure]}," if failure in _WAYS_OUT else ""
     return (
         f"Correct the function{f' ({key})' if key else ''},{hint} or bear such samples: "
@@ -130,7 +130,7 @@ def arguments_of(
 def check_signature(
     function: RawRewardFn, parameters: Sequence[str], reward_kwargs: Mapping[str, Any], by_place: bool = False
 ) -> None:
-    """Find out now, not after the first rollout, that a function cannot be called.
+    """Check before the first rollout that a function can be called.
 
     Args:
         parameters: the names of its arguments.
@@ -184,14 +184,14 @@ def _awaited(result: Any) -> Any:
     return result
 
 
-# -- Which function scores a row: by its data source -----------------------------------------------------------------
+# -- Reward functions by data source ---------------------------------------------------------------------------------
 
 
 BUILT_IN = "pkg://verl.rewards.scorers"
 
 
 class BySource:
-    """Reward functions by the data sources whose rows they score; called like one, it asks the one that fits.
+    """Reward functions by the data sources whose rows they score; called like one, it calls the one that fits.
 
     Args:
         functions: data source, or a pattern such as ``math/*``, -> function; the first that fits is taken.

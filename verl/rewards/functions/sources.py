@@ -1,4 +1,4 @@
-"""Which functions a run's rewards come from, and the sandboxes they run in."""
+"""Reward functions of a run by its config, and the sandboxes they run in."""
 
 import functools
 import os
@@ -23,12 +23,12 @@ def start_sandboxes(config: Any) -> None:
 def reward_function(
     config: Any, in_sandbox: bool = True, workers: int | None = None, start_timeout_s: float | None = None
 ) -> RawRewardFn | None:
-    """What scores the responses of a run: None for the built-in scorers in this process.
+    """Return the reward function of a run: None for the built-in scorers in this process.
 
     Args:
         config: the tree; read are ``custom_reward_function`` and ``reward_model``.
         in_sandbox: call it in processes of its own, or else in this one.
-        workers: how many; None: as ``reward_model.sandbox.workers`` says.
+        workers: processes; None: ``reward_model.sandbox.workers``.
         start_timeout_s: seconds in which each must have loaded the function, if the options do not give fewer.
 
     Raises:
@@ -56,7 +56,7 @@ def reward_function(
 
 
 def _sources(config: Any) -> dict[str | None, Source]:
-    """Where the functions are, by the pattern of the data sources they score; under None that of all others."""
+    """Return the files and names of the functions, by pattern of data sources; under None that of all others."""
     section = config.get("custom_reward_function", None) or {}
     reward_kwargs = convert_to_regular_types(section.get("reward_kwargs", None) or {})
     sources: dict[str | None, Source] = {}

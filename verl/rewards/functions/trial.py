@@ -109,7 +109,7 @@ HIGH, LOW = 0.95, 0.05
 
 @dataclass(frozen=True)
 class TrialRow:
-    """What the reward function is told of a row."""
+    """One row, as the reward function gets it."""
 
     where: str
     data_source: Any
@@ -125,7 +125,7 @@ class Trial:
     rows: int
     """In the files."""
     form: str | None = None
-    """How right answers were written; None: the rows do not say what would be right."""
+    """Form of the right answers; None: the rows do not say what would be right."""
     known_good: list[float] = field(default_factory=list)
     """Of right answers."""
     known_bad: list[float] = field(default_factory=list)
@@ -159,7 +159,7 @@ class Trial:
         return next(iter(scores)) if len(scores) == 1 and is_enough else None
 
     def problems(self) -> tuple[list[str], list[str]]:
-        """What would spoil a training, and what should be looked at."""
+        """Return errors, which would spoil a training, and warnings."""
         name, errors, warnings = f"data_source={self.data_source!r}", [], []
         if self.error:
             errors.append(self.story)
@@ -229,7 +229,7 @@ class _Over(Exception):
 
 @dataclass
 class _Trying:
-    """A trial under way. Texts are scored a second time only where they are asked of another row."""
+    """A trial under way. A text is scored a second time only for another row."""
 
     function: RawRewardFn
     rows: Sequence[TrialRow]
@@ -285,13 +285,13 @@ class _Trying:
                 break
         return best
 
-    def scores(self, asked: Sequence[tuple[int, str]]) -> list[float]:
+    def scores(self, requests: Sequence[tuple[int, str]]) -> list[float]:
         """Scores of responses to rows.
 
         Raises:
             _Over: there is none of one of them.
         """
-        new = [one for one in dict.fromkeys(asked) if one not in self.known]
+        new = [one for one in dict.fromkeys(requests) if one not in self.known]
         if self.found.calls and new and time.monotonic() - self.begin > self.seconds:
             self.found.is_cut = True
             raise _Over
@@ -310,7 +310,7 @@ class _Trying:
             if isinstance(outcome, Failure):
                 self._fail(self.rows[one[0]], one[1], outcome)
         self.known |= {one: outcome.score for one, outcome in zip(new, outcomes, strict=True)}
-        return [self.known[one] for one in asked]
+        return [self.known[one] for one in requests]
 
     def _sample(self, row: TrialRow, text: str) -> Sample:
         return Sample(row.data_source, text, row.ground_truth, {"num_turns": None, **row.extra_info})

@@ -1,4 +1,4 @@
-"""Calls of the reward function side by side."""
+"""Concurrent calls of the reward function."""
 
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -11,7 +11,7 @@ from verl.sandbox.pool import SandboxedFunction
 
 @register("prime")
 class PrimeRewardManager(NaiveRewardManager):
-    """As ``naive``, with as many samples at a time as ``reward_model.sandbox.workers`` says, by default one a core.
+    """As ``naive``, with as many samples at a time as ``reward_model.sandbox.workers``, by default one a core.
 
     A function that does not take the names of ``naive`` gets its arguments by their place: data source, response,
     ground truth, extra info. Without sandbox the calls run in threads.

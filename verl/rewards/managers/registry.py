@@ -1,4 +1,4 @@
-"""What every reward manager is: a batch of responses in, a number per response out."""
+"""Interface of reward managers, a batch of responses in and a number per response out; and the managers by name."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""What the managers that call a Python function share: reading samples, checking results, placing rewards."""
+"""Base of the managers that call a Python function: reads samples, checks results, places rewards."""
 
 import logging
 import sys
@@ -39,11 +39,11 @@ REWARD_ERROR_KEY = "reward_error"
 """Column of ``reward_extra_info`` where failures are borne: 1.0 where scoring failed, else 0.0."""
 
 REWARD_ERROR_KIND_KEY = "reward_error_kind"
-"""Column beside it: the `Outcome` of what failed, else None."""
+"""Column next to it: the `Outcome` of what failed, else None."""
 
 
 class RuleRewardManager(AbstractRewardManager):
-    """A manager that scores decoded responses with a Python function. Subclasses say how the function is called.
+    """A manager that scores decoded responses with a Python function. Subclasses call the function.
 
     Args:
         on_error: when the function raises, is ended, or returns no finite number: ``stop`` the run with everything
@@ -112,7 +112,7 @@ class RuleRewardManager(AbstractRewardManager):
         return {"reward_tensor": rewards, "reward_extra_info": columns} if return_dict else rewards
 
     def check_columns(self, columns: Iterable[str]) -> None:
-        """What every row must have.
+        """Check the columns that every row must have.
 
         Raises:
             RewardError: one of ``columns`` is missing.
@@ -178,12 +178,12 @@ class RuleRewardManager(AbstractRewardManager):
 
     def _warn(self, samples: list[Sample], failures: dict[int, Failure], batch: str) -> None:
         i, failure = next(iter(failures.items()))
-        told = self._describe(i, samples[i], failure, batch)
+        description = self._describe(i, samples[i], failure, batch)
         logger.warning(
             "The reward function failed on %d of %d samples; they %s (reward_model.on_error=%s). The first: %s",
             *(len(failures), len(samples)),
             "get 0" if self.on_error == "zero_and_count" else "are left out",
-            *(self.on_error, told.splitlines()[0] if self._has_warned else told),
+            *(self.on_error, description.splitlines()[0] if self._has_warned else description),
         )
         self._has_warned = True
 
@@ -213,7 +213,7 @@ class RuleRewardManager(AbstractRewardManager):
                 print(f"[{name}]", values[i])
 
     def check_signature(self, function: RawRewardFn) -> None:
-        """Find out now, not after the first rollout, that a function cannot be called.
+        """Check before the first rollout that a function can be called.
 
         Raises:
             TypeError: it does not take what it will be given.
@@ -234,10 +234,10 @@ def _filled_in(scores: list[float], failures: Mapping[int, Failure], manager: "R
 
 
 def _in_words(data: DataProto) -> str:
-    """``validation batch at step 3``, as far as the batch says so."""
-    facts = data.meta_info
-    step = f" at step {facts['global_steps']}" if "global_steps" in facts else ""
-    return f"{'validation ' if facts.get('validate') else ''}batch{step}"
+    """``validation batch at step 3``, as far as the batch knows."""
+    meta = data.meta_info
+    step = f" at step {meta['global_steps']}" if "global_steps" in meta else ""
+    return f"{'validation ' if meta.get('validate') else ''}batch{step}"
 
 
 def place_on_last_token(scores: Sequence[float], responses: Ragged) -> Tensor:

@@ -231,10 +231,10 @@ def _check(rewards: Any, data: DataProto, manager: str) -> None:
 def check_data_sources(config: Any, reward_fn: Any, datasets: Iterable[Any]) -> None:
     """Refuse rows that no scorer would score.
 
-    Datasets that are not rows of files, and managers that score by themselves, tell when their rows come.
+    Datasets that are not rows of files, and managers that score by themselves, raise when their rows come.
 
     Raises:
-        UnknownDataSource: the built-in rules would be asked about a data source they do not know. With
+        UnknownDataSource: the built-in rules would get a data source they do not know. With
             ``reward_model.on_error`` other than ``stop`` it is a warning.
     """
     section = config.reward_model

@@ -104,7 +104,7 @@ def rule_of(data_source: str, score_as: Mapping[str, Mapping[str, Any]] | None =
 
 
 def built_in_rule(place: Any) -> dict[str, Any] | None:
-    """What an entry of ``reward_model.by_source`` says of the built-in scorers: ``builtin``, ``builtin:NAME``, or a
+    """Return the built-in rule that an entry of ``reward_model.by_source`` names: ``builtin``, ``builtin:NAME``, or a
     mapping of ``function`` (one of these) and keyword arguments; None: it names another function.
 
     Raises:

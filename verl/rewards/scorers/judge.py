@@ -183,9 +183,9 @@ def _template(prompt: str | None) -> str:
         text = Path(text).expanduser().read_text(encoding="utf-8")
     unknown = _placeholders(text) - set(PLACEHOLDERS)
     if unknown or "response" not in _placeholders(text):
-        told = f"has the placeholder {{{sorted(unknown)[0]}}}" if unknown else "lacks {response}"
+        problem = f"has the placeholder {{{sorted(unknown)[0]}}}" if unknown else "lacks {response}"
         raise ValueError(
-            f"reward_model.judge.prompt={excerpt(prompt)} {told}: known are "
+            f"reward_model.judge.prompt={excerpt(prompt)} {problem}: known are "
             f"{', '.join(f'{{{name}}}' for name in PLACEHOLDERS)}; write other braces twice."
         )
     return text

@@ -13,10 +13,10 @@ _IDENTITY = re.compile(
 
 def identities(text: str) -> dict[str, str]:
     """Name -> ``knight`` or ``knave``; a name that is called both has none."""
-    said: dict[str, set[str]] = {}
+    roles: dict[str, set[str]] = {}
     for name, kind in _IDENTITY.findall(text):
-        said.setdefault(name.lower(), set()).add(kind.lower())
-    return {name: kinds.pop() if len(kinds) == 1 else "both" for name, kinds in said.items()}
+        roles.setdefault(name.lower(), set()).add(kind.lower())
+    return {name: kinds.pop() if len(kinds) == 1 else "both" for name, kinds in roles.items()}
 
 
 def compute_score(
@@ -29,7 +29,7 @@ def compute_score(
     """
     gold = ground_truth["solution_text_format"] if isinstance(ground_truth, Mapping) else ground_truth
     wanted, answer = identities(str(gold)), last_tagged(after_thinking(solution_str))
-    said = identities(answer) if answer else {}
-    if said == wanted:
+    roles = identities(answer) if answer else {}
+    if roles == wanted:
         return score
-    return format_score if said.keys() == wanted.keys() else 0.0
+    return format_score if roles.keys() == wanted.keys() else 0.0

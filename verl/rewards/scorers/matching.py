@@ -1,4 +1,4 @@
-"""Where in a response its answer stands: the last ``\\boxed{}``, the last ``<answer>``, the last block of code."""
+"""Find the answer in a response: the last ``\\boxed{}``, the last ``<answer>``, the last block of code."""
 
 import re
 from fractions import Fraction
@@ -15,7 +15,7 @@ _BOXES = ("\\boxed", "\\fbox")
 
 
 def last_boxed(text: str) -> str | None:
-    """What stands in the last ``\\boxed{...}`` (or ``\\boxed 7``), braces balanced; None without one, or one left open.
+    """Return the text in the last ``\\boxed{...}`` (or ``\\boxed 7``), braces balanced; None without a closed one.
 
     >>> last_boxed(r"\\boxed{1} no, \\boxed{\\frac{1}{2}}")
     '\\\\frac{1}{2}'
@@ -36,7 +36,7 @@ def last_boxed(text: str) -> str | None:
 
 
 def last_tagged(text: str) -> str | None:
-    """What stands in the last ``<answer>...</answer>``, stripped; None without one."""
+    """Return the text in the last ``<answer>...</answer>``, stripped; None without one."""
     ends = [found.start() for found in _CLOSED.finditer(text)]  # one search for both would try every opening to the end
     starts = [found.end() for found in _OPENED.finditer(text, 0, ends[-1])] if ends else []
     return text[starts[-1] : ends[-1]].strip() if starts else None

@@ -29,7 +29,7 @@ def last_boxed_only_string(string: str) -> str | None:
 
 
 def remove_boxed(s: str) -> str:
-    """What stands in ``\\boxed{...}``.
+    """Return the text in ``\\boxed{...}``.
 
     Raises:
         ValueError: the text is not one box.

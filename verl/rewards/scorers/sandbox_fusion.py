@@ -18,7 +18,7 @@ COMPILE_S = 10.0
 """Seconds the service may take to compile a program."""
 
 MARGIN_S = 30.0
-"""How much later than its limits the service may answer: requests wait in its queue."""
+"""Seconds after its limits in which the service must have answered: requests wait in its queue."""
 
 CODES = {Outcome.PASSED: True, Outcome.WRONG: False, Outcome.TIMEOUT: -3, Outcome.COMPILE: -4}
 """Outcome -> result code of a test, as users know them; all others are -2, an error at run time."""
@@ -51,7 +51,7 @@ def compute_score(
         the score, and for each test ``{"result": True, False, -2, -3 or -4, "outcome", "detail"}``.
 
     Raises:
-        ServiceError: the service gave no usable answer; that says nothing about the program.
+        ServiceError: the service gave no usable answer; the program may be right or wrong.
     """
     tests = read_tests(test_cases)
     tests = tests.first(10) if continuous else tests
@@ -74,7 +74,7 @@ def run_remotely(
     max_concurrent: int | None = None,
     language: str = "python",
 ) -> list[Result]:
-    """What became of a program in each of its tests, which the service at ``url`` ran.
+    """Return the result of a program in each of its tests, which the service at ``url`` ran.
 
     Args:
         semaphore: entered around each request.

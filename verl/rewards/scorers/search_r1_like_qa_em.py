@@ -30,14 +30,14 @@ def golden_answers(ground_truth: Any) -> list[str]:
 
 def em_check(prediction: str, answers: Any) -> bool:
     """Whether the prediction equals one of the golden answers."""
-    said = normalize_answer(prediction)
-    return any(said == normalize_answer(answer) for answer in golden_answers(answers))
+    given = normalize_answer(prediction)
+    return any(given == normalize_answer(answer) for answer in golden_answers(answers))
 
 
 def subem_check(prediction: str, answers: Any) -> bool:
     """Whether one of the golden answers stands in the prediction."""
-    said = normalize_answer(prediction)
-    return any(wanted and wanted in said for wanted in map(normalize_answer, golden_answers(answers)))
+    given = normalize_answer(prediction)
+    return any(wanted and wanted in given for wanted in map(normalize_answer, golden_answers(answers)))
 
 
 def compute_score(

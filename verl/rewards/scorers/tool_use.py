@@ -29,26 +29,26 @@ def tool_calls(text: str) -> list[dict[str, Any]] | None:
 
 
 def compute_score(solution_str: str, ground_truth: str) -> dict[str, float | bool]:
-    """How much of the gold response's tool use a response has, between 0 and 1.
+    """Share of the reference response's tool use that a response has, between 0 and 1.
 
     Names, parameter names and values count alike: with the calls paired as they fit best,
 
         score = (names in common / all names + parameter names in common / all of each pair + equal values)
-                / (1 + pairs + values of the gold calls)
+                / (1 + pairs + values of the reference calls)
 
-    Where the gold response calls nothing, the score is 1.0 for a ``<response>`` without a call. It is 0 for another
-    layout, for calls that are no JSON, and for calls where none are wanted or none where some are.
+    Where the reference response calls nothing, the score is 1.0 for a ``<response>`` without a call. It is 0 for
+    another layout, for calls that are no JSON, and for calls where none are wanted or none where some are.
 
     Returns:
         ``score``, ``acc`` (whether the score is 1) and ``format`` (whether the layout is right).
     """
     is_laid_out = _is_laid_out(solution_str)
-    gold, said = tool_calls(ground_truth) or [], tool_calls(solution_str)
+    gold, answer = tool_calls(ground_truth) or [], tool_calls(solution_str)
     share = 0.0
-    if is_laid_out and said is not None:
-        if gold and said:
-            share = _share(gold, said)
-        elif not gold and not said:
+    if is_laid_out and answer is not None:
+        if gold and answer:
+            share = _share(gold, answer)
+        elif not gold and not answer:
             share = float(bool((_between(solution_str, "<response>", "</response>") or "").strip()))
     return {"score": share, "acc": share == 1.0, "format": is_laid_out}
 
@@ -69,18 +69,19 @@ def _is_laid_out(text: str) -> bool:
 
 
 def _between(text: str, opening: str, closing: str) -> str | None:
-    """What stands between the first opening and the next closing; None if one is missing."""
+    """Return the text between the first opening and the next closing; None if one is missing."""
     _, is_open, rest = text.partition(opening)
     inner, is_closed, _ = rest.partition(closing)
     return inner if is_open and is_closed else None
 
 
-def _share(gold: list[dict[str, Any]], said: list[dict[str, Any]]) -> float:
-    names, other_names = (Counter(call["name"] for call in calls) for calls in (gold, said))
+def _share(gold: list[dict[str, Any]], answer: list[dict[str, Any]]) -> float:
+    names, other_names = (Counter(call["name"] for call in calls) for calls in (gold, answer))
     reached = (names & other_names).total() / (names | other_names).total()
     best = 1.0 + len(gold) + sum(len(call["parameters"]) for call in gold)
     pairs = sorted(
-        ((_fit(wanted, call), -i, -j) for i, wanted in enumerate(gold) for j, call in enumerate(said)), reverse=True
+        ((_fit(wanted, call), -i, -j) for i, wanted in enumerate(gold) for j, call in enumerate(answer)),
+        reverse=True,
     )
     taken: tuple[set[int], set[int]] = set(), set()
     for fit, i, j in pairs:
