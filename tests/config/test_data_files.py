@@ -23,7 +23,7 @@ def test_what_is_there_or_may_be_elsewhere_is_let_through(named, tmp_path):
 @pytest.mark.parametrize(
     ("named", "said"),
     [
-        ("{}/*.parquet", "no file fits"),
+        ("{}/*.parquet", "no file matches"),
         ("{}/no", "does not exist. Give a file"),
         ("here/train.parquet", "does not exist. Give a file"),
         ("[{}/no.csv,s3://a/b]", "no.csv does not exist"),

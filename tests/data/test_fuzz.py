@@ -34,7 +34,7 @@ def same(read, written) -> bool:
 @example(rows=[{"b": ""}, {"b": [False, 0]}], cut=1)  # text in one chunk, several types in the next
 @given(rows=st.lists(objects, max_size=6), cut=st.integers(1, 4))
 def test_json_rows_of_any_types_come_back_as_they_were(tmp_path, monkeypatch, rows, cut):
-    monkeypatch.setattr("verl.data.files._CHUNK", cut)
+    monkeypatch.setattr("verl.data.readers._CHUNK", cut)
     for name, written in (("x.jsonl", "\n".join(map(json.dumps, rows))), ("x.json", json.dumps(rows))):
         (tmp_path / name).write_text(written or "\n")
         assert all(map(same, list(open_table(str(tmp_path / name))), rows))

@@ -130,7 +130,7 @@ def test_kept_lists_are_those_that_were_written(tmp_path):
     lists = [[1, 2], [], [3], [2**30]]
     parts = [token_ids.TokenIds.of(lists[:2]), token_ids.TokenIds.of(lists[2:])]
     for _ in range(2):  # written, then found
-        kept = token_ids.TokenIds.kept(iter(parts), str(tmp_path / "tokens"))
+        kept = token_ids.TokenIds.cached(iter(parts), str(tmp_path / "tokens"))
         assert [kept[i] for i in range(4)] == lists
         chosen = kept.select([3, 0])
         assert [chosen[0], chosen[1]] == [[2**30], [1, 2]] and chosen.lengths.tolist() == [1, 2]

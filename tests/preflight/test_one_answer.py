@@ -210,7 +210,7 @@ BAD = {
     # data
     "no such file": (["data.train_files=data/trian.parquet"], "data/trian.parquet does not exist"),
     "no such validation file": (["data.val_files=data/tset.parquet"], "data/tset.parquet does not exist"),
-    "a Python file": (["data.train_files=data/train.py"], "is of no known format"),
+    "a Python file": (["data.train_files=data/train.py"], "has no known format"),
     "an empty file": (["data.train_files=data/zero.parquet"], "is empty (0 bytes)"),
     "a file without rows": (["data.train_files=data/no_rows.parquet"], "holds no rows"),
     "an empty folder": (["data.train_files=data/nothing"], "holds no file ending in"),

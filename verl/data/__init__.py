@@ -1,4 +1,4 @@
-"""Datasets of prompts and the loaders over them. Imported when asked for: torch comes with them."""
+"""Datasets of prompts and the loaders over them. Imported lazily, because they import torch."""
 
 from typing import TYPE_CHECKING
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from verl.data.files import table_in_memory
+from verl.data.readers import table_in_memory
 from verl.data.table import DataError, RowTable
 
 logger = logging.getLogger(__name__)
@@ -23,7 +23,7 @@ _IMPORT = re.compile(r"^\s*(?:from\s+solution\s+import\b|import\s+solution\b).*$
 
 
 def in_domains(table: RowTable, domains: Mapping[str, Sequence[str]], key: str) -> RowTable:
-    """The rows that belong to a domain, in the standard columns; the others are left out and counted in the log.
+    """Return the rows that belong to a domain, in the standard columns; the others are left out and counted in the log.
 
     The column ``key`` becomes ``domain/value``. A row belongs to the domain its column ``domain`` names, else to the
     first that lists its value of ``key``, by name before by pattern. Where a file lacks them, ``reward_model`` is made
@@ -53,8 +53,10 @@ def in_domains(table: RowTable, domains: Mapping[str, Sequence[str]], key: str) 
         tables.append(kept.take(pa.array(keep)) if len(keep) < file.num_rows else kept)
         numbers.append(keep if known is None else known[keep])
     if left_out:
-        named = ", ".join(f"{count} of {tag!r}" for tag, count in left_out.most_common(5))
-        text = f"{sum(left_out.values())} of {start} rows belong to no domain of data.domains={dict(domains)}: {named}"
+        examples = ", ".join(f"{count} of {tag!r}" for tag, count in left_out.most_common(5))
+        text = (
+            f"{sum(left_out.values())} of {start} rows belong to no domain of data.domains={dict(domains)}: {examples}"
+        )
         if not any(len(keep) for keep in numbers):
             raise DataError(f"{text}. List their {key} (data.reward_fn_key) below a domain; '*' takes all.")
         logger.warning("%s. They are left out.", text)
@@ -64,7 +66,7 @@ def in_domains(table: RowTable, domains: Mapping[str, Sequence[str]], key: str) 
 def _sources(
     table: RowTable, block: range, key: str, domains: Mapping[str, Sequence[str]], left_out: Counter
 ) -> list[str | None]:
-    """``domain/tag`` of each row; None: it belongs to no domain."""
+    """Return ``domain/tag`` of each row, or None if it belongs to no domain."""
     by_name = {name: domain for domain, names in domains.items() for name in names if "*" not in name}
     patterns = [(name, domain) for domain, names in domains.items() for name in names if "*" in name]
     sources: list[str | None] = []
@@ -83,12 +85,12 @@ def _sources(
 def _standard(
     table: RowTable, block: range, sources: Sequence[str | None], key: str, columns: Sequence[str]
 ) -> Iterator[dict[str, Any]]:
-    """The columns that are made anew, row by row."""
+    """Yield the columns made from those of ROLL, row by row."""
     for part in _parts(block):
         for row, source in zip(table.rows(part, _READ), sources[part.start - block.start :], strict=False):
             made: dict[str, Any] = {key: source}
             if "reward_model" not in columns:
-                made["reward_model"] = {"style": "rule", "ground_truth": _goal(row)}
+                made["reward_model"] = {"style": "rule", "ground_truth": _ground_truth(row)}
             if "extra_info" not in columns:
                 made["extra_info"] = {
                     "id": _text(row.get("id")),
@@ -104,37 +106,36 @@ def _parts(block: range, size: int = 1000) -> list[range]:
     return [range(begin, min(begin + size, block.stop)) for begin in range(block.start, block.stop, size)]
 
 
-def _goal(row: Mapping[str, Any]) -> str:
-    """The ground truth as text; of a programming task its tests as JSON."""
+def _ground_truth(row: Mapping[str, Any]) -> str:
+    """Return the ground truth as text; for a programming task, its tests as JSON."""
     cases = _json(row.get("test_cases"))
     if not isinstance(cases, list) or not cases:
         truth = row.get("ground_truth")
         return "" if truth is None else truth if isinstance(truth, str) else json.dumps(truth)
     if checks := [case["assert_code"] for case in cases if isinstance(case, Mapping) and case.get("assert_code")]:
-        return json.dumps({"test_list": [_called(check) for check in checks]})
+        return json.dumps({"test_list": [_with_calls(check) for check in checks]})
     pairs = [(case.get("stdin", case.get("input")), case.get("expected_stdout", case.get("output"))) for case in cases]
-    tests: dict[str, Any] = {"inputs": [given for given, _ in pairs], "outputs": [wanted for _, wanted in pairs]}
+    tests: dict[str, Any] = {"inputs": [stdin for stdin, _ in pairs], "outputs": [stdout for _, stdout in pairs]}
     name = row.get("test_case_function")
     return json.dumps(tests | ({"fn_name": name} if name and name != "None" else {}))
 
 
-def _called(check: str) -> str:
-    """Assertions that stand in functions of pytest's, with the calls that run them."""
+def _with_calls(check: str) -> str:
+    """Return pytest functions together with the calls that run them."""
     check = _IMPORT.sub("", check)
     return "\n".join([check, *(f"{name}()" for name in _TEST.findall(check))])
 
 
 def _question(row: Mapping[str, Any]) -> str | None:
-    """What a judge is told was asked: the question, or the text of the last message of a user."""
+    """Return the question a judge reads: the column ``question``, or the text of the last user message."""
     if isinstance(row.get("question"), str):
         return row["question"]
     for name in ("messages", "prompt"):
         messages = _json(row.get(name))
-        said = [one.get("content") for one in messages if isinstance(one, Mapping) and one.get("role") == "user"] if (
-            isinstance(messages, list)
-        ) else []  # fmt: skip
-        if said and isinstance(said[-1], str):
-            return said[-1]
+        messages = messages if isinstance(messages, list) else []
+        contents = [one.get("content") for one in messages if isinstance(one, Mapping) and one.get("role") == "user"]
+        if contents and isinstance(contents[-1], str):
+            return contents[-1]
     return row["prompt"] if isinstance(row.get("prompt"), str) else None
 
 

@@ -1,6 +1,6 @@
-"""A data set that grows while a run trains on it: after each batch a generator of the user's may add prompts.
+"""A dataset that grows during training: after each batch a user-defined generator may add prompts.
 
-``data.datagen.{path,name}`` name the generator. What it adds is drawn from the next epoch on, and is part of a
+``data.datagen.{path,name}`` name the generator. Rows it adds are used from the next epoch on, and are part of a
 checkpoint.
 """
 
@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from verl.data.files import table_in_memory
+from verl.data.readers import table_in_memory
 from verl.data.rl_dataset import RLHFDataset
 from verl.data.table import RowTable
 from verl.utils.import_utils import load_extern_type
@@ -32,7 +32,7 @@ class AbstractDataGenerator(ABC):
 
     @abstractmethod
     def generate(self, dataset: DynamicGenDataset) -> Any:
-        """New rows: a list of dicts, a ``pyarrow.Table`` or a ``datasets.Dataset``; none is an empty list.
+        """Return new rows: a list of dicts, a ``pyarrow.Table`` or a ``datasets.Dataset``; an empty list adds none.
 
         ``dataset.last_batch`` is the batch that was just trained on (a DataProto with rewards), ``dataset.dataframe``
         holds all rows so far.
@@ -56,12 +56,12 @@ class DynamicGenDataset(RLHFDataset):
         self._added: list[pa.Table] = []
 
     def on_batch_end(self, batch: Any) -> None:
-        """Let the generator see a finished batch and add its rows."""
+        """Call the generator with a finished batch and add the rows it returns."""
         self.last_batch = batch
         self.append_dataframe(self.generator.generate(self))
 
     def append_dataframe(self, rows: Any) -> None:
-        """Add rows, checked and filtered as those of the files are."""
+        """Add rows; they are checked and filtered like those of the files."""
         table = _as_table(rows)
         if table.num_rows:
             self._add(table)
@@ -77,22 +77,22 @@ class DynamicGenDataset(RLHFDataset):
         self._added.append(table)
 
     def state_dict(self) -> dict[str, Any]:
-        """The rows added so far, and the generator's own state if it has any."""
-        sinks = [_written(table) for table in self._added]
+        """Return the rows added so far, and the state of the generator if it has any."""
+        added = [_to_bytes(table) for table in self._added]
         own = self.generator.state_dict() if hasattr(self.generator, "state_dict") else None
-        return {"added": sinks, "generator": own}
+        return {"added": added, "generator": own}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Add the rows that ``state`` holds to those of the files."""
-        for written in state["added"][len(self._added) :]:
-            with pa.ipc.open_stream(pa.py_buffer(written.numpy().tobytes())) as reader:
+        """Add the rows of ``state`` to those of the files."""
+        for table_bytes in state["added"][len(self._added) :]:
+            with pa.ipc.open_stream(pa.py_buffer(table_bytes.numpy().tobytes())) as reader:
                 self._add(reader.read_all())
         if state["generator"] is not None and hasattr(self.generator, "load_state_dict"):
             self.generator.load_state_dict(state["generator"])
 
 
-def _written(table: pa.Table) -> torch.Tensor:
-    """A table as bytes, in a tensor: what a checkpoint is read back from without pickles."""
+def _to_bytes(table: pa.Table) -> torch.Tensor:
+    """Serialize a table to a byte tensor, which a checkpoint restores without pickle."""
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, table.schema) as writer:
         writer.write_table(table)

@@ -1,4 +1,4 @@
-"""From the ``data`` section of the config to datasets, samplers and loaders that can be resumed in mid-epoch."""
+"""Datasets, samplers and resumable loaders built from the ``data`` section of the configuration."""
 
 import fnmatch
 import inspect
@@ -41,15 +41,14 @@ def build_dataset(
     is_train: bool = True,
     max_samples: int = -1,
 ) -> Dataset:
-    """The dataset over ``files``: :class:`RLHFDataset`, or the class of ``data.custom_cls.{path,name}``.
+    """Build the dataset over ``files``: :class:`RLHFDataset`, or the class of ``data.custom_cls.{path,name}``.
 
     Args:
-        is_train: with ``data.datagen`` it grows as training goes on, and ``data.train_max_samples`` is its size; else
-            ``data.val_max_samples`` is.
-        max_samples: at most so many rows, in place of those options; -1: as they say.
+        is_train: use ``data.train_max_samples`` and ``data.datagen``; else ``data.val_max_samples``.
+        max_samples: at most this many rows, instead of those options; -1: use the options.
 
     Raises:
-        DataError: with ``truncation=error``, some prompts are too long; lists them now rather than when training
+        DataError: with ``truncation=error``, some prompts are too long; lists them now instead of when training
             reaches them.
         TypeError: the user's class is not a torch Dataset.
     """
@@ -85,8 +84,8 @@ def _takes(dataset_cls: type, name: str) -> bool:
 
 
 def build_sampler(config: Mapping[str, Any], dataset: Dataset, seed: int | None = None) -> Sampler[int]:
-    """The training order: ``data.sampler`` or ``data.mixture`` if set, else shuffled with ``data.shuffle``, else as in
-    the files.
+    """Build the training order: ``data.sampler`` or ``data.mixture`` if set, else shuffled with ``data.shuffle``, else
+    file order.
 
     Args:
         seed: used where ``data.seed`` is not set.
@@ -102,7 +101,7 @@ def build_sampler(config: Mapping[str, Any], dataset: Dataset, seed: int | None 
         if issubclass(sampler_cls, AbstractCurriculumSampler) and workers:
             raise ValueError(
                 f"data.dataloader_num_workers={workers} with the curriculum sampler {sampler_cls.__name__}: workers "
-                "draw rows ahead, before the sampler has heard of the last batch. Set data.dataloader_num_workers=0."
+                "prefetch rows before the sampler is updated with the last batch. Set data.dataloader_num_workers=0."
             )
         return sampler_cls(data_source=dataset, data_config=config)
     order_seed = _seed(config, seed) if config.get("shuffle", True) else None
@@ -112,13 +111,13 @@ def build_sampler(config: Mapping[str, Any], dataset: Dataset, seed: int | None 
 
 
 def _rows_by_source(config: Mapping[str, Any], dataset: Dataset) -> dict[str, np.ndarray]:
-    """Source -> its rows, for the sources of ``data.mixture``, which must be those of the data."""
+    """Return source -> its rows for the sources of ``data.mixture``, which must match those of the data."""
     key, shares = config.get("reward_fn_key", "data_source"), config["mixture"]
     table = getattr(dataset, "dataframe", None)
     if not hasattr(table, "column"):
         raise TypeError(
-            f"data.mixture={dict(shares)} needs the sources of the rows, and {type(dataset).__name__} has no dataframe "
-            "to tell them. Let the class inherit from RLHFDataset, or draw with data.sampler."
+            f"data.mixture={dict(shares)} needs the sources of the rows, and {type(dataset).__name__} has no "
+            "dataframe. Let the class inherit from RLHFDataset, or define the order with data.sampler."
         )
     found: dict[str, list[int]] = {}
     for row, source in enumerate(table.column(key)):
@@ -133,7 +132,7 @@ def _rows_by_source(config: Mapping[str, Any], dataset: Dataset) -> dict[str, np
         )
     if extra := [name for name in found if name not in shares]:
         raise DataError(
-            f"data.mixture says nothing of {extra[0]!r}, the {key!r} (data.reward_fn_key) of {len(found[extra[0]])} "
+            f"data.mixture does not list {extra[0]!r}, the {key!r} (data.reward_fn_key) of {len(found[extra[0]])} "
             "rows of data.train_files. Give it a share; 0 leaves it out."
         )
     return {name: np.array(rows) for name, rows in found.items()}
@@ -146,7 +145,7 @@ def build_train_loader(
     sampler: Sampler[int] | None = None,
     seed: int | None = None,
 ) -> "PromptLoader":
-    """Batches of ``data.gen_batch_size`` or else ``data.train_batch_size`` prompts; a short last batch is left out."""
+    """Build a loader of ``data.gen_batch_size`` or else ``data.train_batch_size`` prompts; drops a short last batch."""
     key = "gen_batch_size" if config.get("gen_batch_size", None) else "train_batch_size"
     batch_size = config[key]
     if len(dataset) < batch_size:
@@ -161,7 +160,7 @@ def build_train_loader(
 def build_val_loader(
     config: Mapping[str, Any], dataset: Dataset, collate_fn: Callable | None = None, seed: int | None = None
 ) -> "PromptLoader":
-    """Batches of ``data.val_batch_size`` prompts, or all at once; every prompt comes up."""
+    """Build a loader of ``data.val_batch_size`` prompts, or all at once; no prompt is dropped."""
     if len(dataset) == 0:
         raise ValueError("data.val_files holds no prompts (after filtering). Name a file that does.")
     seed = _seed(config, seed)
@@ -171,9 +170,9 @@ def build_val_loader(
 
 
 class PromptLoader(StatefulDataLoader):
-    """A loader whose state is a position in the data: the same for any number of worker processes.
+    """A loader whose state is a position in the data, independent of the number of worker processes.
 
-    ``load_state_dict(state_dict())`` in a new process continues with exactly the batches that were not given out yet.
+    ``load_state_dict(state_dict())`` in a new process continues with exactly the batches that were not returned yet.
     A state taken after the last batch of an epoch continues with the next epoch.
     """
 
@@ -207,17 +206,17 @@ class PromptLoader(StatefulDataLoader):
         self._resume_at = 0
 
     def check_worker_number_rationality(self) -> None:
-        """The config says how many workers there are; torch would repeat its advice at every epoch."""
+        """Silence torch's warning, which it would repeat every epoch: the number of workers is configured."""
 
     @property
     def _index_sampler(self) -> SkippingBatchSampler:
-        """What torch's loaders ask for the rows of the next batch."""
+        """Batch sampler that torch's iterators read."""
         return self._batches
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         start, self._resume_at = self._resume_at, 0
         if start and start + (self.batch_size if self.drop_last else 1) > len(self.sampler):
-            for _ in self.sampler:  # no batch of that epoch is left: let the sampler move on to the next
+            for _ in self.sampler:  # no batch of that epoch is left: advance the sampler to the next epoch
                 pass
             start = 0
         self._rows_given = self._batches.skip_rows = start
@@ -229,7 +228,7 @@ class PromptLoader(StatefulDataLoader):
         self._epoch_state, self._epoch_rows = _state_of(self.sampler), len(self.sampler)
 
     def state_dict(self) -> dict[str, Any]:
-        """Rows given out of the current epoch, the sampler's state at its start, and the dataset's own."""
+        """Return the rows given out of this epoch, the sampler's state at its start, and the dataset's state."""
         keeps_position = _keeps_position(self.sampler)
         grown = {"dataset": self.dataset.state_dict()} if hasattr(self.dataset, "state_dict") else {}
         return {
@@ -241,7 +240,7 @@ class PromptLoader(StatefulDataLoader):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where ``state`` was taken. The number of rows must not have changed since."""
+        """Continue where ``state`` was saved. The number of rows must not have changed since."""
         if not state:
             return
         if "rows_given" not in state:
@@ -261,13 +260,13 @@ class PromptLoader(StatefulDataLoader):
             _load_state(self.sampler, state["sampler"])
         elif isinstance(self.sampler, AbstractCurriculumSampler):
             logger.warning(
-                "%s has no state_dict: its resumed order knows nothing of the batches before.",
+                "%s has no state_dict: its order after resuming ignores the batches before.",
                 type(self.sampler).__name__,
             )
         self._rows_given = self._resume_at = state["rows_given"]
         self._epoch_state, self._epoch_rows = state["sampler"], state.get("epoch_rows", len(self.sampler))
         if self._resume_at and isinstance(self.sampler, FileOrderSampler):
-            self.sampler.rows_of_epoch = self._epoch_rows  # those added since come up in the next
+            self.sampler.rows_of_epoch = self._epoch_rows  # rows added since are used from the next epoch on
 
 
 def _keeps_position(sampler: Sampler[int]) -> bool:
@@ -275,7 +274,7 @@ def _keeps_position(sampler: Sampler[int]) -> bool:
 
 
 def _state_of(sampler: Sampler[int]) -> Any:
-    """A copy of the sampler's state; of torch's own random sampler, that of its generator; else ``None``."""
+    """Return a copy of the sampler's state, of torch's random sampler that of its generator, else ``None``."""
     if hasattr(sampler, "state_dict"):
         return dict(sampler.state_dict())
     generator = getattr(sampler, "generator", None)
@@ -290,7 +289,7 @@ def _load_state(sampler: Sampler[int], state: Mapping[str, Any]) -> None:
 
 
 def _start_worker(worker_id: int) -> None:
-    """A forked worker must not touch the tokenizer's thread pool: its threads stayed in the parent."""
+    """Keep a forked worker from using the tokenizer's thread pool: its threads exist only in the parent."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 
@@ -307,7 +306,7 @@ def _custom_class(config: Mapping[str, Any], section: str, path_key: str, name_k
 
 
 def _check_columns(dataset: RLHFDataset, config: Mapping[str, Any]) -> None:
-    """Say at once what a rule-based reward would miss; a reward of the user's own may not need it."""
+    """Warn about columns that rule-based rewards read; a user-defined reward may not need them."""
     columns = dataset.dataframe.column_names
     missing = [name for name in (config.get("reward_fn_key", "data_source"), "reward_model") if name not in columns]
     if missing:
@@ -321,16 +320,16 @@ def _check_columns(dataset: RLHFDataset, config: Mapping[str, Any]) -> None:
 
 
 def _check_prompts(dataset: RLHFDataset) -> None:
-    """Every prompt is rendered once before training begins: what the chat template refuses is told now."""
+    """Render every prompt once before training, so that prompts the chat template refuses are reported now."""
     was_rendered = dataset.filter_overlong_prompts or dataset.bad_rows == "skip"
     if dataset.truncation != "error" and not was_rendered:
         refuse(dataset.dataframe, dataset.find_unrenderable())
     overlong = dataset.find_overlong() if dataset.truncation == "error" else []
     if overlong:
-        shown = "; ".join(f"{where} has {length} tokens" for where, length in overlong[:5])
+        examples = "; ".join(f"{where} has {length} tokens" for where, length in overlong[:5])
         raise DataError(
             f"{len(overlong)} of {len(dataset)} prompts are longer than data.max_prompt_length="
-            f"{dataset.max_prompt_length} ({shown}{'; ...' if len(overlong) > 5 else ''}). Raise it, or set "
-            "data.filter_overlong_prompts=True to leave them out, or data.truncation to left, right or middle to cut "
-            "them."
+            f"{dataset.max_prompt_length} ({examples}{'; ...' if len(overlong) > 5 else ''}). Raise it, or set "
+            "data.filter_overlong_prompts=True to leave them out, or data.truncation to left, right or middle to "
+            "truncate them."
         )

@@ -1,6 +1,6 @@
-"""Rows whose prompt no run can use, found when files are read: which, and why.
+"""Checks of rows when files are read: rows that training cannot use, each with its reason.
 
-Columns are looked at with Arrow; only rows that look odd become Python objects. Knows messages; no templates, no files.
+Columns are checked with Arrow; only suspicious rows become Python objects. No templates or files here.
 """
 
 import json
@@ -16,40 +16,40 @@ import pyarrow.compute as pc
 from verl.data.table import BadRow, DataError, RowTable, is_json
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-"""Roles every conversation may have; others must stand in the chat template."""
+"""Roles accepted in any conversation; others must appear in the chat template."""
 
 _QUOTED = re.compile(r"""['"]([\w-]+)['"]""")
 
 
 def known_roles(chat_template: Any) -> set[str]:
-    """The usual roles, and the words in quotes in a chat template: one of its own is asked for by name there."""
+    """Return the usual roles and the quoted words of a chat template, which compares its own roles by name."""
     templates = chat_template.values() if isinstance(chat_template, dict) else [chat_template]
     return {*ROLES, *(word for text in templates if isinstance(text, str) for word in _QUOTED.findall(text))}
 
 
 def parse_messages(prompt: Any) -> Any:
-    """The messages that a JSON text stands for; anything else as it is.
+    """Parse messages from JSON text; anything else is returned as it is.
 
     Raises:
-        ValueError: the text is no JSON.
+        ValueError: the text is not JSON.
     """
     return json.loads(prompt) if isinstance(prompt, str) else prompt
 
 
 def why_unusable(prompt: Any, roles: Collection[str], is_messages: bool = False) -> str | None:
-    """What is wrong with a prompt, or None.
+    """Return what is wrong with a prompt, or None.
 
     Args:
-        roles: those a message may have.
-        is_messages: the prompt must be messages, or the JSON text of them; else a plain text is one, too.
+        roles: allowed roles of a message.
+        is_messages: the prompt must be messages, or their JSON text; else plain text is allowed too.
     """
     if is_messages and isinstance(prompt, str):
         try:
             prompt = json.loads(prompt)
         except ValueError as error:
-            return f"is text, and not the JSON of messages: {error}"
+            return f"is text that is not the JSON of messages: {error}"
         if isinstance(prompt, str):
-            return "is a text where messages should be"
+            return "is a text where messages are expected"
     if prompt is None or isinstance(prompt, float) and math.isnan(prompt):
         return "is null" if prompt is None else "is NaN"
     if isinstance(prompt, str):
@@ -75,7 +75,7 @@ def _why_no_text(text: str) -> str | None:
 
 def _why_no_message(message: Any, number: int, roles: Collection[str]) -> str | None:
     if not isinstance(message, dict):
-        return f"has {type(message).__name__} as message {number} where {{role, content}} should be"
+        return f"has {type(message).__name__} as message {number} where {{role, content}} is expected"
     role, content = message.get("role"), message.get("content")
     if role is None:
         return f"has no role in message {number}"
@@ -97,16 +97,16 @@ def _is_blank(content: Any) -> bool:
 
 
 def _is_unicode(text: str) -> bool:
-    """Whether a text can be written as UTF-8: half of a surrogate pair, which JSON may hold, cannot."""
+    """Whether a text can be encoded as UTF-8; a lone surrogate, which JSON allows, cannot."""
     return text.isascii() or not any("\ud800" <= char <= "\udfff" for char in text)
 
 
 def bad_prompts(table: RowTable, key: str, roles: set[str], option: str, is_messages: bool) -> dict[int, str]:
-    """Position in a table as it was read -> what is wrong with the prompt there.
+    """Return position in a table as it was read -> what is wrong with the prompt there.
 
     Args:
         key: the column of prompts.
-        option: the config key that named it.
+        option: the config key that names it.
 
     Raises:
         DataError: the column of a file is of a type that no prompt has.
@@ -137,7 +137,7 @@ def _check_type(kind: pa.DataType, path: str, key: str, option: str) -> None:
     ):
         raise DataError(
             f"{path}: column {key!r} is of type {kind}; a prompt is a text or a list of {{role, content}} messages. "
-            f"Name the right column with {option} or write the file anew."
+            f"Name the right column with {option} or write the file again."
         )
     if pa.types.is_null(kind.value_type):
         return
@@ -147,12 +147,12 @@ def _check_type(kind: pa.DataType, path: str, key: str, option: str) -> None:
         raise DataError(
             f"{path}: the messages of column {key!r} have no {' and no '.join(missing)}; their fields are "
             f"{', '.join(fields) or 'none'}. A message is {{role, content}}: name the right column with {option} or "
-            "write the file anew."
+            "write the file again."
         )
 
 
 def _suspects(column: pa.Array, roles: set[str]) -> np.ndarray:
-    """Rows of a column of texts or messages that need a closer look; all that are bad are among them."""
+    """Return the rows of a column of texts or messages that may be bad; every bad row is among them."""
     if pa.types.is_null(column.type) or pa.types.is_null(getattr(column.type, "value_type", pa.int8())):
         return np.arange(len(column))
     if not (pa.types.is_list(column.type) or pa.types.is_large_list(column.type)):
@@ -176,7 +176,7 @@ def _is_text(kind: pa.DataType) -> bool:
 
 
 def _blank(texts: pa.Array) -> np.ndarray:
-    """Where a text is null, empty, or nothing but space."""
+    """Return a mask of texts that are null, empty or only space."""
     empty = pc.equal(pc.binary_length(texts), 0)
     return ~_mask(pc.invert(pc.or_(empty, pc.utf8_is_space(texts))))
 
@@ -185,16 +185,16 @@ def _mask(values: pa.Array) -> np.ndarray:
     return pc.fill_null(values, False).to_numpy(zero_copy_only=False).copy()
 
 
-def bad_golds(table: RowTable) -> dict[int, str]:
-    """Position in a table as it was read -> rows whose ``reward_model.ground_truth`` is NaN."""
+def bad_ground_truths(table: RowTable) -> dict[int, str]:
+    """Return position in a table as it was read -> the reason, of rows whose ``ground_truth`` is NaN."""
     bad: dict[int, str] = {}
-    for item, gold in _golds(table):
-        if isinstance(gold, float) and math.isnan(gold):
+    for item, truth in _ground_truths(table):
+        if isinstance(truth, float) and math.isnan(truth):
             bad[item] = "'reward_model' has the ground_truth NaN"
     return bad
 
 
-def _golds(table: RowTable) -> Iterator[tuple[int, Any]]:
+def _ground_truths(table: RowTable) -> Iterator[tuple[int, Any]]:
     start = 0
     for file in table.tables:
         if "reward_model" in file.column_names:
@@ -204,14 +204,14 @@ def _golds(table: RowTable) -> Iterator[tuple[int, Any]]:
                     value = json.loads(cell) if cell is not None else None
                     yield start + row, value.get("ground_truth") if isinstance(value, dict) else None
             elif pa.types.is_struct(field.type) and field.type.get_field_index("ground_truth") >= 0:
-                golds = pc.struct_field(file["reward_model"], "ground_truth")
-                if pa.types.is_floating(golds.type):
-                    yield from ((start + row, math.nan) for row in np.flatnonzero(_mask(pc.is_nan(golds))).tolist())
+                truths = pc.struct_field(file["reward_model"], "ground_truth")
+                if pa.types.is_floating(truths.type):
+                    yield from ((start + row, math.nan) for row in np.flatnonzero(_mask(pc.is_nan(truths))).tolist())
         start += file.num_rows
 
 
 def bad_ids(table: RowTable, key: str) -> dict[int, str]:
-    """Position -> what is wrong with the prompt id there: null, or that of an earlier row."""
+    """Return position -> what is wrong with the prompt id there: empty, or repeated."""
     bad: dict[int, str] = {}
     first: dict[str, int] = {}
     for item, value in enumerate(table.column(key)):
@@ -223,40 +223,40 @@ def bad_ids(table: RowTable, key: str) -> dict[int, str]:
 
 
 def long_ids(table: RowTable, key: str, limit: int, encode: Callable[[list[str]], list[list[int]]]) -> dict[int, str]:
-    """Position -> what is wrong with the prompt id there: it has more than ``limit`` tokens."""
+    """Return position -> the reason, of prompt ids with more than ``limit`` tokens."""
     lengths = (len(encode([str(value)])[0]) for value in table.column(key))
     rule = f"tokens, more than data.max_prompt_id_length={limit}"
     return {item: f"{key!r} has {length} {rule}" for item, length in enumerate(lengths) if length > limit}
 
 
-def told(bad: Sequence[BadRow], count: int = 5) -> str:
-    """The first of some bad rows, for a message."""
-    shown = "; ".join(f"{row.where}: {row.why}" for row in bad[:count])
-    return f"{shown}{'; ...' if len(bad) > count else ''}"
+def first_bad_rows(bad: Sequence[BadRow], count: int = 5) -> str:
+    """Return the first bad rows with their reasons, for a message."""
+    first = "; ".join(f"{row.where}: {row.why}" for row in bad[:count])
+    return f"{first}{'; ...' if len(bad) > count else ''}"
 
 
 def refuse(table: RowTable, bad: Mapping[int, str]) -> RowTable:
-    """The table itself, if none of its rows is bad.
+    """Return the table if none of its rows is bad.
 
     Raises:
-        DataError: some are; names the first.
+        DataError: some rows are bad; lists the first.
     """
     if not bad:
         return table
-    shown = told([BadRow(table.where(item), why) for item, why in sorted(bad.items())])
+    first = first_bad_rows([BadRow(table.where(item), why) for item, why in sorted(bad.items())])
     raise DataError(
-        f"{len(bad)} of {len(table)} rows cannot be used ({shown}). Rows count from 0. Correct or remove them, or set "
+        f"{len(bad)} of {len(table)} rows cannot be used ({first}). Rows count from 0. Correct or remove them, or set "
         "data.bad_rows=skip to leave them out."
     )
 
 
 def leave_out(table: RowTable, bad: Mapping[int, str]) -> RowTable:
-    """The rows that are not bad; the others are added to ``skipped``.
+    """Return the rows that are not bad; the others are added to ``skipped``.
 
     Raises:
         DataError: none is left.
     """
     if bad and len(bad) == len(table):
-        shown = told([BadRow(table.where(item), why) for item, why in sorted(bad.items())])
-        raise DataError(f"data.bad_rows=skip leaves none of {len(table)} rows ({shown}). Correct the files.")
+        first = first_bad_rows([BadRow(table.where(item), why) for item, why in sorted(bad.items())])
+        raise DataError(f"data.bad_rows=skip leaves none of {len(table)} rows ({first}). Correct the files.")
     return table.without(dict(bad)) if bad else table

@@ -1,6 +1,6 @@
-"""All prompts of a data set at once: tokenized, measured, or searched for those no run can use; in several processes.
+"""Rendering and tokenizing of prompts: one prompt, or all prompts of a dataset in several processes, cached on disk.
 
-Knows rows by number; what a row's prompt is, and how it is rendered, is the data set's to say.
+The dataset defines what a row's prompt is (``rl_dataset.py``).
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from verl.data.table import DataError, RowTable
 from verl.data.vision import EncodedPrompt, ImagePrompts, with_image_parts
 from verl.utils.fs import written_once
 
-# -- Token ids of all prompts of a data set: in one flat array, made in several processes, kept on disk --------------
+# -- Token ids of all prompts of a dataset: one flat array, computed in several processes, cached on disk --------------
 
 
 logger = logging.getLogger(__name__)
 
 _FORMAT = "1"
-"""Changes when what is kept on disk, or how prompts are rendered, does."""
+"""Version of the cache; changes when its content, or the rendering of prompts, does."""
 
 CACHED_FROM = 5000
-"""Rows from which on token ids are kept on disk; fewer are made again as quickly."""
+"""Fewest rows whose token ids are cached on disk; fewer are tokenized again as quickly."""
 
 
 class TokenIds:
@@ -41,7 +41,7 @@ class TokenIds:
     Args:
         flat: all ids, one list after the other; may be memory-mapped.
         lengths: of each list.
-        starts: where each begins in ``flat``; None: they follow one another.
+        starts: offset of each list in ``flat``; None: they are contiguous.
     """
 
     def __init__(self, flat: np.ndarray, lengths: np.ndarray, starts: np.ndarray | None = None):
@@ -56,23 +56,23 @@ class TokenIds:
 
     @classmethod
     def join(cls, parts: Sequence[TokenIds]) -> TokenIds:
-        """The lists of several, each as it came from :meth:`of`."""
+        """Concatenate several, each made by :meth:`of`."""
         if not parts:
             return cls.of([])
         return cls(np.concatenate([part.flat for part in parts]), np.concatenate([part.lengths for part in parts]))
 
     @classmethod
-    def kept(cls, parts: Iterator[TokenIds], folder: str) -> TokenIds:
-        """:meth:`join`, written to a folder as the parts come, or found there; memory-mapped."""
+    def cached(cls, parts: Iterator[TokenIds], folder: str) -> TokenIds:
+        """:meth:`join`, memory-mapped from a folder, which is written first if it does not exist."""
 
-        def write(place: str) -> None:
-            os.makedirs(place)
+        def write(target: str) -> None:
+            os.makedirs(target)
             lengths = []
-            with open(os.path.join(place, "ids"), "wb") as file:
+            with open(os.path.join(target, "ids"), "wb") as file:
                 for part in parts:
                     part.flat.astype(np.int32).tofile(file)
                     lengths.append(part.lengths)
-            np.save(os.path.join(place, "lengths.npy"), np.concatenate(lengths))
+            np.save(os.path.join(target, "lengths.npy"), np.concatenate(lengths))
 
         written_once(folder, write)
         lengths = np.load(os.path.join(folder, "lengths.npy"))
@@ -86,21 +86,21 @@ class TokenIds:
         return self.flat[start : start + int(self.lengths[item])].tolist()
 
     def select(self, index: np.ndarray) -> TokenIds:
-        """The lists at these places."""
+        """Return the lists at these positions."""
         return TokenIds(self.flat, self.lengths[index], self.starts[index])
 
 
 def cache_key(
     files: Sequence[str], rows: np.ndarray, tokenizer: Any, template_kwargs: Mapping[str, Any], column: str
 ) -> str | None:
-    """What token ids depend on, as one short name; None: they cannot be known again.
+    """Return a hash of everything token ids depend on, or None if they must not be cached.
 
-    A tokenizer with code of its own, one that is slow, and a template that writes the date give None.
+    None for a tokenizer with custom code, a slow tokenizer, and a template that prints the date.
 
     Args:
-        files: local files, which are read to their end.
+        files: local files; their whole content is hashed.
         rows: numbers of the rows among all rows of the files.
-        column: that of the prompts.
+        column: of the prompts.
     """
     import xxhash
 
@@ -127,7 +127,7 @@ def _content(path: str) -> str:
 
 
 class BlockWorker:
-    """The dataset that a forked process works for."""
+    """Dataset of a forked process, and the method it runs on blocks of rows."""
 
     dataset: Any
 
@@ -141,19 +141,19 @@ class BlockWorker:
 
 
 def for_all_blocks(dataset: Any, method: str, blocks: Sequence[range], workers: int) -> Iterator[Any]:
-    """What a method of the dataset makes of each block of rows, in order, in some processes."""
+    """Yield the result of a dataset's method for each block of rows, in order, computed in several processes."""
     workers = min(workers, len(blocks))
     if workers <= 1:
         yield from (getattr(dataset, method)(block) for block in blocks)
         return
-    # With fork the rows reach the children without being copied or pickled.
+    # fork shares the rows with the children: nothing is copied or pickled
     fork = multiprocessing.get_context("fork")
     with ProcessPoolExecutor(workers, fork, BlockWorker.adopt, (dataset,)) as pool:
         yield from pool.map(BlockWorker.run, [method] * len(blocks), blocks)
 
 
-class one_thread_per_process:
-    """Keep the tokenizer's thread pool asleep: loader workers are forked later, and a forked pool would hang."""
+class no_tokenizer_threads:
+    """Disable the tokenizer's thread pool: loader workers are forked later, and a forked pool would hang."""
 
     def __enter__(self) -> None:
         self.before = os.environ.get("TOKENIZERS_PARALLELISM")
@@ -167,19 +167,19 @@ class one_thread_per_process:
 
 
 _BLOCK = 1000
-"""Prompts handed to the tokenizer at once while a whole file is tokenized."""
+"""Prompts tokenized at once while a whole file is tokenized."""
 
 Row = dict[str, Any]
 
 
 class AllPrompts:
-    """The prompts of some rows.
+    """All prompts of a dataset: tokenized, measured, or checked.
 
     Args:
         rows: has ``len`` and ``[i] -> dict``.
-        column: the only one that prompts are made of; None: any.
+        column: the only column that prompts are built from; None: any.
         text: (row, number) -> the rendered prompt; raises `DataError` where there is none.
-        num_tokens: (row, number) -> its tokens, those of images included.
+        num_tokens: (row, number) -> number of its tokens, including those of images.
         encode: texts -> token ids.
         workers: processes.
     """
@@ -197,35 +197,35 @@ class AllPrompts:
         self.encode, self.workers = encode, workers
 
     def token_ids(self, folder: str | None = None) -> TokenIds:
-        """Token ids of every prompt; with a folder kept there, or found there.
+        """Return the token ids of every prompt; with a folder, cached there.
 
         Raises:
             OSError: the folder cannot be written.
         """
         if folder is not None:
-            return TokenIds.kept(self._for_all("_tokenize_block"), folder)
+            return TokenIds.cached(self._for_all("_tokenize_block"), folder)
         return TokenIds.join(list(self._for_all("_tokenize_block")))
 
     def lengths(self) -> np.ndarray:
-        """Tokens of every prompt, those of its images included."""
+        """Return the number of tokens of every prompt, including those of images."""
         return np.concatenate([np.zeros(0, np.int64), *self._for_all("_measure_block")])
 
     def unrenderable(self) -> dict[int, str]:
-        """Number -> why, of each prompt that has no text."""
+        """Return number -> reason of each prompt that cannot be rendered."""
         found: dict[int, str] = {}
         for part in self._for_all("_unrenderable_block"):
             found |= part
         return found
 
     def longer_than(self, limit: int) -> list[tuple[int, int]]:
-        """(number, tokens) of each prompt of text that is longer.
+        """Return (number, tokens) of each text prompt that is longer than ``limit``.
 
         A token is at least one byte of text, so only prompts with more bytes are tokenized.
         """
         margin = 8  # the few special tokens a tokenizer without a chat template adds
         texts = ((i, text) for block in self._blocks() for i, text in zip(block, self._texts(block), strict=True))
         doubtful = [(i, text) for i, text in texts if len(text.encode()) > limit - margin]
-        with one_thread_per_process():
+        with no_tokenizer_threads():
             lengths = [len(ids) for ids in self.encode([text for _, text in doubtful])]
         return [(i, length) for (i, _), length in zip(doubtful, lengths, strict=True) if length > limit]
 
@@ -236,11 +236,11 @@ class AllPrompts:
         return [range(a, min(a + _BLOCK, len(self.rows))) for a in range(0, len(self.rows), _BLOCK)]
 
     def _tokenize_block(self, block: range) -> TokenIds:
-        with one_thread_per_process():
+        with no_tokenizer_threads():
             return TokenIds.of(self.encode(self._texts(block)))
 
     def _measure_block(self, block: range) -> np.ndarray:
-        with one_thread_per_process():
+        with no_tokenizer_threads():
             return np.array([self.num_tokens(dict(self.rows[i]), i) for i in block], dtype=np.int64)
 
     def _unrenderable_block(self, block: range) -> dict[int, str]:
@@ -256,13 +256,13 @@ class AllPrompts:
         return [self.text(row, i) for row, i in zip(self._prompt_rows(block), block, strict=True)]
 
     def _prompt_rows(self, block: range) -> list[Row]:
-        """Some rows with what their prompt is made of: only that column is read if it alone is."""
+        """Return rows for rendering; only the prompt column is read if prompts depend on it alone."""
         if self.column is not None and isinstance(self.rows, RowTable):
             return self.rows.rows(block, [self.column])
         return [dict(self.rows[i]) for i in block]
 
 
-# -- One prompt on its way from the messages of a row to token ids: rendered, tokenized, cut, padded -----------------
+# -- One prompt: rendered, tokenized, truncated, padded ----------------------------------------------------------------
 
 
 if TYPE_CHECKING:
@@ -272,13 +272,13 @@ Prompt = list[dict[str, Any]] | str
 
 
 def as_messages(prompt: Any, tokenizer: PreTrainedTokenizerBase, kinds: Sequence[str]) -> Prompt | None:
-    """A prompt ready for the chat template: a text becomes a user message, unless there is no template.
+    """Return a prompt ready for the chat template: a text becomes a user message, unless there is no template.
 
     Args:
-        kinds: ``image``, ``video``: of what placeholders become parts of their own.
+        kinds: ``image``, ``video``: kinds whose placeholders become separate parts.
 
     Returns:
-        None where it is neither a text nor a non-empty list.
+        None if it is neither a text nor a non-empty list.
     """
     if isinstance(prompt, str):
         if not tokenizer.chat_template:
@@ -286,17 +286,17 @@ def as_messages(prompt: Any, tokenizer: PreTrainedTokenizerBase, kinds: Sequence
         prompt = [{"role": "user", "content": prompt}]
     if not isinstance(prompt, (list, tuple, np.ndarray)) or not len(prompt):
         return None
-    # Parquet gives every message of a column the same fields: those a message does not use are null.
+    # Parquet gives every message of a column the same fields; unused ones are null.
     messages = [{key: value for key, value in message.items() if value is not None} for message in prompt]
     return with_image_parts(messages, kinds) if kinds else messages
 
 
 def render(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, prompt_key: str, arguments: Mapping[str, Any]) -> str:
-    """The text that the chat template makes of messages; a text is one already.
+    """Apply the chat template to messages; a text is returned as it is.
 
     Args:
         prompt_key: the column of the prompts, for a message.
-        arguments: of the template.
+        arguments: further arguments of the template.
 
     Raises:
         DataError: the tokenizer has no template.
@@ -313,8 +313,8 @@ def render(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, prompt_key: str, 
     return tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False, **arguments)
 
 
-def refusal(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, error: jinja2.TemplateError) -> str:
-    """What to say of messages that the chat template refuses."""
+def template_error(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, error: jinja2.TemplateError) -> str:
+    """Return the error text for messages that the chat template refuses."""
     return (
         f"the chat template of {tokenizer.name_or_path!r} refuses the messages with the roles "
         f"{', '.join(str(message.get('role')) for message in prompt)}: {error}"
@@ -322,16 +322,16 @@ def refusal(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, error: jinja2.Te
 
 
 def encode(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    """Token ids. A chat template writes its own special tokens; for plain text the tokenizer adds them."""
+    """Tokenize texts. A chat template writes its own special tokens; for plain text the tokenizer adds them."""
     special = not tokenizer.chat_template
     return tokenizer(texts, add_special_tokens=special, return_attention_mask=False, verbose=False)["input_ids"]
 
 
 def encode_many(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    """:func:`encode` for many texts, past the wrapper's bookkeeping where that provably gives the same ids."""
+    """:func:`encode` for many texts, with the fast tokenizer backend directly if it gives the same ids."""
     if not texts:
         return []
-    first = encode(texts[:1], tokenizer)  # also resets truncation and padding left behind by earlier calls
+    first = encode(texts[:1], tokenizer)  # also resets truncation and padding set by earlier calls
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if not hasattr(backend, "encode_batch_fast"):
         return first + (encode(texts[1:], tokenizer) if len(texts) > 1 else [])
@@ -340,8 +340,8 @@ def encode_many(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[li
     return ids if ids[0] == first[0] else encode(texts, tokenizer)
 
 
-def said(prompt: Prompt) -> str:
-    """What the messages of a prompt say, without who says it."""
+def message_texts(prompt: Prompt) -> str:
+    """Join the contents of the messages of a prompt, without roles."""
     if isinstance(prompt, str):
         return prompt
     contents = (message.get("content") or "" for message in prompt)
@@ -350,7 +350,7 @@ def said(prompt: Prompt) -> str:
 
 
 def truncate(ids: list[int], max_length: int, side: str) -> list[int]:
-    """Cut token ids to ``max_length``: ``left`` keeps the end, ``right`` the start, ``middle`` half of each."""
+    """Truncate token ids to ``max_length``: ``left`` keeps the end, ``right`` the start, ``middle`` half of each."""
     if len(ids) <= max_length:
         return ids
     if side == "left":
@@ -360,19 +360,19 @@ def truncate(ids: list[int], max_length: int, side: str) -> list[int]:
     if side == "middle":
         head = max_length // 2
         return ids[:head] + ids[len(ids) - (max_length - head) :]
-    raise ValueError(f"data.truncation={side!r} is not a way to truncate: use 'error', 'left', 'right' or 'middle'.")
+    raise ValueError(f"data.truncation={side!r} is not supported; use 'error', 'left', 'right' or 'middle'.")
 
 
-def fitted(
+def truncate_prompt(
     prompt: EncodedPrompt, limit: int, truncation: str, shown: ImagePrompts | None, where: Callable[[], str]
 ) -> EncodedPrompt:
-    """The prompt, cut to ``limit`` tokens as ``data.truncation`` says; an image is never cut.
+    """Truncate a prompt to ``limit`` tokens as ``data.truncation`` says; an image is never cut.
 
     Args:
-        where: names the row, for a message.
+        where: returns the location of the row, for a message.
 
     Raises:
-        DataError: it is longer, and may or can not be cut.
+        DataError: it is longer, and must not or cannot be truncated.
     """
     length = len(prompt.ids)
     if length <= limit:
@@ -381,7 +381,7 @@ def fitted(
         raise DataError(
             f"{where()}: the prompt has {length} tokens, more than data.max_prompt_length={limit}. Raise it, or set "
             "data.filter_overlong_prompts=True to leave such rows out, or data.truncation to left, right or middle to "
-            "cut them."
+            "truncate them."
         )
     if not prompt.inputs:
         ids = truncate(prompt.ids, limit, truncation)
@@ -397,7 +397,7 @@ def fitted(
 
 
 def left_padded(ids: list[int], width: int, tokenizer: PreTrainedTokenizerBase) -> dict[str, torch.Tensor]:
-    """``input_ids``, ``attention_mask`` and ``position_ids`` of one prompt, (width,) int64 each."""
+    """Return ``input_ids``, ``attention_mask`` and ``position_ids`` of one prompt, (width,) int64 each."""
     start = width - len(ids)
     pad = tokenizer.pad_token_id
     columns = torch.zeros(3, width, dtype=torch.int64)

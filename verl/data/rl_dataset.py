@@ -1,6 +1,6 @@
-"""Prompts for reinforcement learning: rows of a data file to left-padded token ids (row 0 of a step's data flow).
+"""Datasets of prompts for reinforcement learning: rows of data files to left-padded token ids.
 
-Knows tokenizers and rows; nothing of rewards or batches. Images are ``vision_utils``' matter, videos ``video_utils``'.
+No rewards here. Images and videos are read in ``vision.py``.
 """
 
 import inspect
@@ -18,15 +18,15 @@ from torch.utils.data import Dataset
 from verl.data.domains import in_domains
 from verl.data.files import CACHE_DIR, localized, read_files, resolve
 from verl.data.prompt_rows import (
-    bad_golds,
+    bad_ground_truths,
     bad_ids,
     bad_prompts,
+    first_bad_rows,
     known_roles,
     leave_out,
     long_ids,
     parse_messages,
     refuse,
-    told,
 )
 from verl.data.prompt_tokens import (
     CACHED_FROM,
@@ -36,26 +36,24 @@ from verl.data.prompt_tokens import (
     cache_key,
     encode,
     encode_many,
-    fitted,
     left_padded,
-    refusal,
+    message_texts,
     render,
-    said,
+    template_error,
     truncate,
+    truncate_prompt,
 )
-from verl.data.shown import Shown
+from verl.data.shown import MediaColumns
 from verl.data.table import BadRow, DataError, RowTable
 from verl.data.vision import EncodedPrompt, ImagePrompts, with_image_parts
 
 __all__ = ["DataError", "RLHFDataset", "collate_fn", "truncate"]
 
-# -- Rows of a data set to the columns of one batch. Knows neither prompts nor files ---------------------------------
-
 
 def collate_fn(data_list: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor | np.ndarray]:
-    """Rows to one batch: tensors are stacked, everything else becomes a one-dimensional object array.
+    """Collate rows to one batch: tensors are stacked, everything else becomes a one-dimensional object array.
 
-    A non-tensor that some rows lack is ``None`` there (files of one dataset need not agree on their columns).
+    A non-tensor missing in some rows is ``None`` there (files of one dataset need not agree on their columns).
     """
     names = dict.fromkeys(name for row in data_list for name in row)
     batch: dict[str, torch.Tensor | np.ndarray] = {}
@@ -75,7 +73,7 @@ logger = logging.getLogger(__name__)
 
 
 class RLHFDataset(Dataset):
-    """Prompts of data files, one row each, with all that a reward function needs of the row.
+    """Prompts of data files, one row each, with the columns that a reward function needs.
 
     ``dataset[i]`` is a dict with, P = ``config.max_prompt_length``:
 
@@ -83,43 +81,44 @@ class RLHFDataset(Dataset):
     - ``raw_prompt_ids``: the same ids as a list without padding;
     - ``index`` (``extra_info.index``, else 0), ``tools_kwargs``, ``interaction_kwargs``: from ``extra_info``;
     - ``raw_prompt`` (the messages) with ``return_raw_chat``, ``full_prompts`` (the text) with ``return_full_prompt``;
-    - ``raw_input_ids`` with ``return_raw_input_ids``: token ids of what the messages say, line by line, no template;
+    - ``raw_input_ids`` with ``return_raw_input_ids``: token ids of the contents of the messages, line by line, without
+      template;
     - ``prompt_id`` with ``prompt_id_key``, and with ``max_prompt_id_length`` its token ids, ``prompt_id_ids``;
     - every other column of the row. The prompt, image and video columns are consumed.
 
-    A row whose ``image_key`` column holds images shows them where its messages say ``<image>``, in order. For the rows
-    of files with that column there are, beside the above:
+    The images of a row's ``image_key`` column take the places of ``<image>`` in its messages, in order. Rows of files
+    with that column have in addition:
 
-    - ``input_ids``, ``attention_mask``, ``position_ids`` with as many placeholder tokens an image as it has features;
-      positions count tokens (a model's own positions in two or three dimensions are made where it runs);
-      ``raw_prompt_ids`` with one placeholder token an image, as rollout engines want it;
+    - ``input_ids``, ``attention_mask``, ``position_ids`` with one placeholder token per feature of an image;
+      positions count tokens (a model's own 2D or 3D positions are computed by the model worker);
+      ``raw_prompt_ids`` with one placeholder token per image, as rollout engines expect;
     - ``multi_modal_data``: ``{"image": [PIL images]}``, empty for a row without;
     - ``multi_modal_inputs``, with ``return_multi_modal_inputs``: the processor's tensors (``pixel_values``,
       ``image_grid_thw``, ...), empty for a row without.
 
-    Videos of ``video_key`` are shown where messages say ``<video>``: ``{"video": [Video]}`` of ``multi_modal_data``.
+    Videos of ``video_key`` take the places of ``<video>``: ``{"video": [Video]}`` of ``multi_modal_data``.
 
     A prompt is a list of ``{role, content}`` messages, or a plain string: then it is one user message, or, if the
     tokenizer has no chat template, the text itself. In the column of ``messages_key`` it is messages or their JSON.
 
-    Rows that no run can use are refused when the files are read, or with ``bad_rows=skip`` left out and named in
+    Rows that training cannot use are refused when the files are read, or with ``bad_rows=skip`` left out and listed in
     ``skipped_rows``.
 
-    For subclasses: ``_build_messages(row)`` makes the messages of a row and may be overridden; ``dataframe`` holds the
-    rows and may be replaced by anything with ``len`` and ``[i] -> dict`` in ``_read_files_and_tokenize``.
+    For subclasses: ``_build_messages(row)`` returns the messages of a row and may be overridden; ``dataframe`` holds
+    the rows and may be replaced by anything with ``len`` and ``[i] -> dict`` in ``_read_files_and_tokenize``.
 
     Args:
-        data_files: what :func:`verl.data.files.open_table` takes.
+        data_files: as for :func:`verl.data.files.open_table`.
         tokenizer: a Hugging Face tokenizer.
         config: the ``data`` section, or any mapping with some of its keys.
         processor: of a vision-language model; rows with images need it.
-        max_samples: keep at most that many rows, drawn with ``config.seed`` if ``config.shuffle``, else the first;
-            -1: all.
+        max_samples: keep at most that many rows, a random sample with ``config.seed`` if ``config.shuffle``, else the
+            first; -1: all.
 
     Raises:
         FileNotFoundError: a data file is missing.
         DataError: a column is missing or a row cannot be used; names file and row.
-        NotImplementedError: a row has videos, and the model's processor takes none.
+        NotImplementedError: a row has videos, and the model's processor does not support them.
     """
 
     def __init__(
@@ -171,10 +170,10 @@ class RLHFDataset(Dataset):
         self._read_files_and_tokenize()
 
     def _download(self, use_origin_parquet: bool = False) -> None:
-        """Bring the files to this machine: ``data_files`` are local paths, ``file_names`` what the user calls them.
+        """Copy remote files to this machine: ``data_files`` are local paths, ``file_names`` the original ones.
 
         Args:
-            use_origin_parquet: accepted for subclasses that pass it: the original files are always the source.
+            use_origin_parquet: ignored; accepted for subclasses that pass it.
         """
         use_shm = self.config.get("use_shm", False)
         self.file_names = [found for path in self.original_data_files for found in resolve(str(path))]
@@ -191,26 +190,26 @@ class RLHFDataset(Dataset):
         table = self._leave_out(table, self._unusable_rows(table))
         if self.max_samples >= 0:
             seed = self.config.get("seed", None)
-            draw_seed = abs(1 if seed is None else seed) if self.config.get("shuffle", True) else None
-            table = table.at_most(self.max_samples, draw_seed)
+            sample_seed = abs(1 if seed is None else seed) if self.config.get("shuffle", True) else None
+            table = table.at_most(self.max_samples, sample_seed)
         self.dataframe = table
         if self.bad_rows == "skip":
             self.dataframe = self._leave_out(table, self.find_unrenderable())
         if self.skipped_rows:
-            logger.warning("%d rows are left out: %s", len(self.skipped_rows), told(self.skipped_rows))
+            logger.warning("%d rows are left out: %s", len(self.skipped_rows), first_bad_rows(self.skipped_rows))
         self.dataframe = self.maybe_filter_out_long_prompts(self.dataframe)
 
     @property
     def skipped_rows(self) -> list[BadRow]:
-        """Rows of the files that are left out with ``bad_rows=skip``, and why."""
+        """Rows of the files left out by ``bad_rows=skip``, with reasons."""
         return getattr(self.dataframe, "skipped", [])
 
     def _unusable_rows(self, table: RowTable) -> dict[int, str]:
-        """Find the rows that cannot be used now, column by column, and not in the middle of a training."""
-        bad = bad_golds(table)
-        self._shown.refuse_unseen(table)
+        """Return position -> reason of rows that cannot be used, so that training does not stop at one later."""
+        bad = bad_ground_truths(table)
+        self._media.check_supported(table)
         if self._reads_prompt_column():
-            bad |= dict(self._shown.uneven_rows(table, self.prompt_key))
+            bad |= dict(self._media.placeholder_mismatches(table, self.prompt_key))
             roles = known_roles(getattr(self.tokenizer, "chat_template", None))
             bad |= bad_prompts(table, self.prompt_key, roles, self._prompt_option(), self.messages_key is not None)
         if self.prompt_id_key:
@@ -221,23 +220,23 @@ class RLHFDataset(Dataset):
         return bad
 
     def _leave_out(self, table: RowTable, bad: Mapping[int, str]) -> RowTable:
-        """The rows but for the bad ones, which ``bad_rows`` may also refuse."""
+        """Return the rows without the bad ones, or raise, as ``bad_rows`` says."""
         return leave_out(table, bad) if self.bad_rows == "skip" else refuse(table, bad)
 
     def _prompt_option(self) -> str:
         return "data.messages_key" if self.messages_key else "data.prompt_key"
 
     def maybe_filter_out_long_prompts(self, dataframe: Any = None) -> Any:
-        """Without ``filter_overlong_prompts`` the rows as they are, else those of at most ``max_prompt_length`` tokens.
+        """With ``filter_overlong_prompts`` return the rows of at most ``max_prompt_length`` tokens, else all rows.
 
-        The token ids are kept, so that no prompt is tokenized twice; those of prompts with images are made anew with
-        their images.
+        The token ids are stored, so that no prompt is tokenized twice; prompts with images are encoded again together
+        with their images.
         """
         dataframe = self.dataframe if dataframe is None else dataframe
         if not self.filter_overlong_prompts:
             return dataframe
         self.dataframe = dataframe
-        tokens = None if self._shows_something() else self._tokenize_all()
+        tokens = None if self._has_media() else self._tokenize_all()
         lengths = self._all_prompts().lengths() if tokens is None else tokens.lengths
         keep = np.flatnonzero(lengths <= self.max_prompt_length)
         logger.info("%d of %d prompts have at most %d tokens", len(keep), len(dataframe), self.max_prompt_length)
@@ -250,7 +249,7 @@ class RLHFDataset(Dataset):
         return dataframe if len(keep) == len(dataframe) else dataframe.select(keep)
 
     def lengths_of(self, dataframe: Any) -> np.ndarray:
-        """Tokens of the prompt of every row."""
+        """Return the number of tokens of the prompt of every row."""
         whole, self.dataframe = getattr(self, "dataframe", None), dataframe
         try:
             return self._all_prompts().lengths()
@@ -258,15 +257,15 @@ class RLHFDataset(Dataset):
             self.dataframe = whole
 
     def find_unrenderable(self) -> dict[int, str]:
-        """Position -> why, of each prompt that the chat template refuses."""
+        """Return position -> reason of each prompt that the chat template refuses."""
         found = self._all_prompts().unrenderable()
         return {item: why.removeprefix(f"{self._where(item)}: ") for item, why in found.items()}
 
     def find_overlong(self) -> list[tuple[str, int]]:
-        """(``file, row k``, tokens) of each prompt that ``truncation=error`` would refuse."""
+        """Return (``file, row k``, tokens) of each prompt that ``truncation=error`` would refuse."""
         if self._token_ids is not None:
             return []
-        if self._shows_something():
+        if self._has_media():
             found = [] if self.filter_overlong_prompts else enumerate(self._all_prompts().lengths().tolist())
         else:
             found = self._all_prompts().longer_than(self.max_prompt_length)
@@ -280,25 +279,25 @@ class RLHFDataset(Dataset):
     def __getitem__(self, item: int) -> dict[str, Any]:
         row = dict(self.dataframe[item])
         where = partial(self._where, item)
-        prompt, shown = self._messages(row, item), self._shown.read(row, where)
-        self._shown.check(prompt, shown, where)
+        prompt, media = self._messages(row, item), self._media.read(row, where)
+        self._media.check(prompt, media, where)
         for key in (self.prompt_key, self.image_key, self.video_key):
             row.pop(key, None)
 
         text = None
         if self._token_ids is None or self.return_full_prompt:
             text = self._prompt_text(prompt, item)
-        if any(shown.values()):
-            encoded = self._shown.encode(text, shown, where)
+        if any(media.values()):
+            encoded = self._media.encode(text, media, where)
         else:
             ids = self._encode([text])[0] if self._token_ids is None else self._token_ids[item]
             encoded = EncodedPrompt(ids, ids, {})
-        encoded = fitted(encoded, self.max_prompt_length, self.truncation, self.image_prompts, where)
+        encoded = truncate_prompt(encoded, self.max_prompt_length, self.truncation, self.image_prompts, where)
 
         row.update(left_padded(encoded.ids, self.max_prompt_length, self.tokenizer))
         row["raw_prompt_ids"] = encoded.engine_ids
-        if shown:
-            row["multi_modal_data"] = {kind: held for kind, held in shown.items() if held}
+        if media:
+            row["multi_modal_data"] = {kind: items for kind, items in media.items() if items}
             if self.return_multi_modal_inputs:
                 row["multi_modal_inputs"] = encoded.inputs
         if self.return_raw_chat:
@@ -306,7 +305,9 @@ class RLHFDataset(Dataset):
         if self.return_full_prompt:
             row["full_prompts"] = text
         if self.return_raw_input_ids:
-            row["raw_input_ids"] = self.tokenizer(said(prompt), add_special_tokens=False, verbose=False)["input_ids"]
+            row["raw_input_ids"] = self.tokenizer(message_texts(prompt), add_special_tokens=False, verbose=False)[
+                "input_ids"
+            ]
         if self.prompt_id_key:
             row["prompt_id"] = str(row[self.prompt_id_key])
             if self.max_prompt_id_length is not None:
@@ -323,36 +324,36 @@ class RLHFDataset(Dataset):
     # images and videos -----------------------------------------------------------------------------------------
 
     @property
-    def _shown(self) -> Shown:
-        return Shown(self.image_prompts, {"image": self.image_key, "video": self.video_key})
+    def _media(self) -> MediaColumns:
+        return MediaColumns(self.image_prompts, {"image": self.image_key, "video": self.video_key})
 
-    def _shows_something(self) -> bool:
-        """Whether some file has a column of images or videos, and the model takes such."""
-        return bool(self._shown.kinds(getattr(self.dataframe, "column_names", ())))
+    def _has_media(self) -> bool:
+        """Whether some file has a column of images or videos that the model supports."""
+        return bool(self._media.kinds(getattr(self.dataframe, "column_names", ())))
 
     # texts -----------------------------------------------------------------------------------------------------
 
     def _build_messages(self, example: dict[str, Any], key: str | None = None) -> list[dict[str, Any]] | str:
-        """The prompt of a row: messages, or a plain text.
+        """Return the prompt of a row: messages, or a plain text.
 
-        Of a row with images or videos, every placeholder in messages is a part of its own, as processors want it.
+        In messages of a row with images or videos every placeholder becomes a separate part, as processors expect.
 
         Args:
-            key: the column; None: that of the prompts.
+            key: the column; None: the prompt column.
         """
         prompt = example[key or self.prompt_key]
-        kinds = [kind for kind, _ in self._shown.kinds(example)]
+        kinds = [kind for kind, _ in self._media.kinds(example)]
         return with_image_parts(prompt, kinds) if kinds and isinstance(prompt, list) else prompt
 
     def _messages(self, row: dict[str, Any], item: int) -> list[dict[str, Any]] | str:
-        """The prompt of a row, ready for the chat template; a plain string is turned into a user message."""
+        """Return the prompt of a row, ready for the chat template; a plain string becomes a user message."""
         try:
             prompt = self._build_messages(row, **self._own_key)
         except KeyError as error:
             raise DataError(f"{self._where(item)} has no {error}; its columns are {', '.join(row)}.") from error
         if self.messages_key:
             prompt = parse_messages(prompt)
-        messages = as_messages(prompt, self.tokenizer, [kind for kind, _ in self._shown.kinds(row)])
+        messages = as_messages(prompt, self.tokenizer, [kind for kind, _ in self._media.kinds(row)])
         if messages is not None:
             return messages
         raise DataError(
@@ -362,14 +363,14 @@ class RLHFDataset(Dataset):
 
     @cached_property
     def _own_key(self) -> dict[str, str]:
-        """What a subclass's `_build_messages` wants beside the row: some releases of verl give it the column."""
+        """Keyword arguments of a subclass's `_build_messages`: some releases of verl pass it the column."""
         return {"key": self.prompt_key} if "key" in inspect.signature(self._build_messages).parameters else {}
 
     def _prompt_text(self, prompt: list[dict[str, Any]] | str, item: int) -> str:
         try:
             return render(prompt, self.tokenizer, self.prompt_key, self.chat_template_kwargs)
         except jinja2.TemplateError as error:
-            raise DataError(f"{self._where(item)}: {refusal(prompt, self.tokenizer, error)}") from error
+            raise DataError(f"{self._where(item)}: {template_error(prompt, self.tokenizer, error)}") from error
 
     def _text(self, row: dict[str, Any], item: int) -> str:
         return self._prompt_text(self._messages(row, item), item)
@@ -389,24 +390,24 @@ class RLHFDataset(Dataset):
 
     def _num_tokens(self, row: dict[str, Any], item: int) -> int:
         where = partial(self._where, item)
-        prompt, shown = self._messages(row, item), self._shown.read(row, where, pixels=False)
-        self._shown.check(prompt, shown, where)
+        prompt, media = self._messages(row, item), self._media.read(row, where, pixels=False)
+        self._media.check(prompt, media, where)
         text = self._prompt_text(prompt, item)
-        return self._shown.num_tokens(text, shown) if any(shown.values()) else len(self._encode([text])[0])
+        return self._media.num_tokens(text, media) if any(media.values()) else len(self._encode([text])[0])
 
     def _tokenize_all(self) -> TokenIds:
-        """Token ids of every prompt, made in ``filter_overlong_prompts_workers`` processes or found in the cache."""
+        """Return token ids of every prompt: from the cache, or from ``filter_overlong_prompts_workers`` processes."""
         try:
             return self._all_prompts().token_ids(self._cache_folder())
         except OSError as error:
-            logger.warning("Token ids are not kept in data.cache_dir=%s: %s", self.cache_dir, error)
+            logger.warning("Token ids are not cached in data.cache_dir=%s: %s", self.cache_dir, error)
             return self._all_prompts().token_ids()
 
     def _cache_folder(self) -> str | None:
-        """Where the token ids of all prompts are kept; None: nowhere, as they are few or could not be known again."""
-        is_own = type(self)._build_messages is not RLHFDataset._build_messages
-        is_own |= type(self)._prompt_text is not RLHFDataset._prompt_text
-        if is_own or not isinstance(self.dataframe, RowTable) or len(self.dataframe) < CACHED_FROM:
+        """Return the folder of the cached token ids, or None for few rows and prompts that must not be cached."""
+        is_overridden = type(self)._build_messages is not RLHFDataset._build_messages
+        is_overridden |= type(self)._prompt_text is not RLHFDataset._prompt_text
+        if is_overridden or not isinstance(self.dataframe, RowTable) or len(self.dataframe) < CACHED_FROM:
             return None
         rows = self.dataframe.positions()
         column = f"{self._prompt_option()}={self.prompt_key}"

@@ -1,6 +1,6 @@
-"""The order in which a loader draws rows: as in the files, shuffled anew each epoch, mixed by shares, the user's own.
+"""Orders of data: file order, shuffled each epoch, mixed by shares, or user-defined.
 
-Knows indices only. A sampler states its position so that a resumed run draws what an uninterrupted one would have.
+Row indices only. A sampler saves its position so that a resumed run gets the same rows as an uninterrupted one.
 """
 
 from abc import abstractmethod
@@ -16,8 +16,8 @@ from torch.utils.data import BatchSampler, Sampler
 class AbstractSampler(Sampler[int]):
     """Base of samplers named by ``data.sampler.{class_path,class_name}``.
 
-    A sampler whose order changes from epoch to epoch should offer ``state_dict``/``load_state_dict``: they are asked
-    at the start of an epoch, and on resume the epoch is drawn again from that state up to the saved position.
+    A sampler whose order changes from epoch to epoch should have ``state_dict``/``load_state_dict``: the state is
+    saved at the start of an epoch, and a resumed run iterates again from that state up to the saved position.
 
     Args:
         data_source: the dataset.
@@ -30,10 +30,10 @@ class AbstractSampler(Sampler[int]):
 
 
 class AbstractCurriculumSampler(AbstractSampler):
-    """A sampler that hears about every finished batch and may change its order. Needs ``dataloader_num_workers=0``.
+    """A sampler that is updated with every finished batch and may change its order. Needs ``dataloader_num_workers=0``.
 
-    Its ``state_dict``, if it has one, is asked when a checkpoint is written and must hold the position inside the
-    epoch too: iterating after ``load_state_dict`` continues from there.
+    Its ``state_dict``, if it has one, is called when a checkpoint is written and must include the position inside the
+    epoch: iterating after ``load_state_dict`` continues from there.
     """
 
     @abstractmethod
@@ -44,8 +44,8 @@ class AbstractCurriculumSampler(AbstractSampler):
 class FileOrderSampler(Sampler[int]):
     """Every row once per epoch, in the order of the files.
 
-    ``rows_of_epoch``: how many rows the next epoch has, if not all; it is that epoch's only. A data set that grows in
-    the middle of an epoch is drawn whole from the next on.
+    ``rows_of_epoch`` limits the next epoch only. A dataset that grows in the middle of an epoch is used as a whole
+    from the next epoch on.
     """
 
     def __init__(self, data_source: Sized):
@@ -60,12 +60,12 @@ class FileOrderSampler(Sampler[int]):
         return iter(self.order(rows))
 
     def order(self, rows: int) -> Sequence[int]:
-        """The rows of one epoch."""
+        """Return the rows of one epoch."""
         return range(rows)
 
 
 class ShuffleSampler(FileOrderSampler):
-    """Every row once per epoch in an order that depends on (seed, epoch) alone, not on how many draws came before."""
+    """Every row once per epoch, in an order that depends on (seed, epoch) alone."""
 
     def __init__(self, data_source: Sized, seed: int):
         super().__init__(data_source)
@@ -85,11 +85,11 @@ class ShuffleSampler(FileOrderSampler):
 
 
 class MixtureSampler(Sampler[int]):
-    """Rows of several sources, each source with its share.
+    """Rows of several sources, mixed by shares.
 
-    Among the first k draws there are k * share of each source, to within one a source: the source that lags farthest
-    behind its share is drawn next. Within a source every row comes up once before any comes again, in a new order each
-    time. An epoch has as many draws as the sources have rows together.
+    Among the first k rows there are k * share of each source, to within one per source: the source farthest behind
+    its share comes next. Within a source every row is used once before any is repeated, in a new order each time. The
+    length of an epoch is the total number of rows of all sources.
 
     Args:
         rows: source -> its rows.
@@ -102,28 +102,28 @@ class MixtureSampler(Sampler[int]):
         self.rows = [np.asarray(rows[name], dtype=np.int64) for name in self.names]
         self.shares = [float(shares[name]) for name in self.names]
         self.seed = seed
-        self.drawn = [0] * len(self.names)
-        self.owed = [0.0] * len(self.names)
+        self.taken = [0] * len(self.names)
+        self.deficit = [0.0] * len(self.names)
 
     def __len__(self) -> int:
         return sum(map(len, self.rows))
 
     def __iter__(self) -> Iterator[int]:
         order = []
-        queues = [self._rows_from(source, drawn) for source, drawn in enumerate(self.drawn)]
+        queues = [self._rows_from(source, taken) for source, taken in enumerate(self.taken)]
         for _ in range(len(self)):
             for source, share in enumerate(self.shares):
-                self.owed[source] += share
-            source = max(range(len(self.owed)), key=self.owed.__getitem__)
+                self.deficit[source] += share
+            source = max(range(len(self.deficit)), key=self.deficit.__getitem__)
             order.append(next(queues[source]))
-            self.owed[source] -= 1
-            self.drawn[source] += 1
+            self.deficit[source] -= 1
+            self.taken[source] += 1
         return iter(order)
 
-    def _rows_from(self, source: int, drawn: int) -> Iterator[int]:
-        """The rows of a source from the one after ``drawn`` on, over and over."""
+    def _rows_from(self, source: int, taken: int) -> Iterator[int]:
+        """Yield the rows of a source endlessly, skipping the first ``taken``."""
         rows = self.rows[source]
-        turn, start = divmod(drawn, len(rows))
+        turn, start = divmod(taken, len(rows))
         while True:
             order = range(len(rows)) if self.seed is None else _permutation(len(rows), self.seed, turn, source)
             for place in islice(order, start, None):
@@ -131,17 +131,18 @@ class MixtureSampler(Sampler[int]):
             turn, start = turn + 1, 0
 
     def state_dict(self) -> dict[str, Any]:
-        return {"sources": self.names, "drawn": list(self.drawn), "owed": list(self.owed), "seed": self.seed}
+        # the keys "drawn" and "owed" are those of saved checkpoints
+        return {"sources": self.names, "drawn": list(self.taken), "owed": list(self.deficit), "seed": self.seed}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where ``state`` was taken; the shares may be others, the sources may not."""
+        """Continue where ``state`` was saved; the shares may have changed, the sources may not."""
         if state["sources"] != self.names:
             raise ValueError(
-                f"The checkpoint's data.mixture drew from {', '.join(state['sources'])} and this one draws from "
+                f"The checkpoint's data.mixture had the sources {', '.join(state['sources'])} and this one has "
                 f"{', '.join(self.names)}: its position has no meaning here. Use those sources, or delete data.pt from "
                 "the checkpoint to start the data from its beginning."
             )
-        self.drawn, self.owed, self.seed = list(state["drawn"]), list(state["owed"]), state["seed"]
+        self.taken, self.deficit, self.seed = list(state["drawn"]), list(state["owed"]), state["seed"]
 
 
 def _permutation(rows: int, seed: int, *turn: int) -> list[int]:
@@ -150,7 +151,7 @@ def _permutation(rows: int, seed: int, *turn: int) -> list[int]:
 
 
 class SkippingBatchSampler(BatchSampler):
-    """Groups a sampler's rows into batches, and leaves out the first ``skip_rows`` of the next epoch, once."""
+    """Batches of a sampler's rows, without the first ``skip_rows`` of the next epoch."""
 
     def __init__(self, sampler: Sampler[int], batch_size: int, drop_last: bool):
         super().__init__(sampler, batch_size, drop_last)

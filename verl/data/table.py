@@ -1,6 +1,6 @@
-"""Rows of one or more data files, kept in Arrow's columns and turned into Python objects a few rows at a time.
+"""Rows of one or more data files, kept as Arrow columns and converted to Python objects a few rows at a time.
 
-Knows files and rows; no tokenizer, no prompts, no formats (``files.py``). Files need not agree on their columns.
+No tokenizer, prompts or file formats here (``files.py``). Files need not agree on their columns.
 """
 
 import copy
@@ -15,10 +15,10 @@ import pyarrow.compute as pc
 from verl.utils.py_functional import nearest_name
 
 JSON_COLUMN = {b"verl": b"json"}
-"""Metadata of a text column whose cells are JSON: what it holds has no one type (a number here, a list there)."""
+"""Metadata of a text column whose cells are JSON because its values have no common type (a number, a list)."""
 
 _BLOCK = 1000
-"""Rows that are Python objects at a time while many are read."""
+"""Rows held as Python objects at a time while many are read."""
 
 
 class DataError(ValueError):
@@ -26,16 +26,16 @@ class DataError(ValueError):
 
 
 class BadRow(NamedTuple):
-    """A row that was left out: where it stands, and why."""
+    """A row that was left out: its location (``file, row k``) and the reason."""
 
     where: str
     why: str
 
 
 class FileTable(NamedTuple):
-    """What was read of one file.
+    """Rows of one file.
 
-    ``row_numbers`` are those in the file (from 0) where some were left out, else None; ``skipped`` are these.
+    ``row_numbers`` are positions in the file (from 0) if some rows were left out, else None; ``skipped`` lists those.
     """
 
     table: pa.Table
@@ -45,15 +45,15 @@ class FileTable(NamedTuple):
 
 
 class RowTable:
-    """The rows of several tables in a row; ``table[i]`` is a fresh dict of Python objects.
+    """Rows of several tables, one after the other; ``table[i]`` is a new dict of Python objects.
 
-    Only the rows asked for become Python objects. Tables of memory-mapped files stay on disk.
+    Only the requested rows become Python objects. Tables of memory-mapped files stay on disk.
 
     Args:
         tables: one per file.
-        names: how messages call each of them: the paths.
+        names: of each table for messages: the paths.
         row_numbers: of each file, the number in the file of each row; None: they count from 0.
-        skipped: rows of the files that are not here, and why.
+        skipped: rows of the files that were left out, and why.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class RowTable:
         self._row_numbers = list(row_numbers) if row_numbers else [None] * len(self.tables)
         self._starts = np.cumsum([0, *(table.num_rows for table in self.tables)])
         self._index = np.arange(self._starts[-1])
-        # Rows are read from batches: slicing a table looks at every chunk of every column.
+        # Rows are read from batches: slicing a table visits every chunk of every column.
         batches = [[batch for batch in table.to_batches() if batch.num_rows] for table in self.tables]
         self._batches = [batch for of_table in batches for batch in of_table]
         self._batch_starts = np.cumsum([0, *(batch.num_rows for batch in self._batches)])
@@ -82,14 +82,14 @@ class RowTable:
 
     @classmethod
     def from_files(cls, paths: Sequence[str]) -> "RowTable":
-        """The rows of local files (:func:`verl.data.files.open_table` takes more than these)."""
+        """Read local files (:func:`verl.data.files.open_table` takes globs, folders and remote paths too)."""
         from verl.data.files import read_file
 
         return cls.of([read_file(path) for path in paths])
 
     @classmethod
     def of(cls, files: Sequence[FileTable]) -> "RowTable":
-        """The rows of files that were read."""
+        """Join the rows of files."""
         skipped = [row for file in files for row in file.skipped]
         numbers = [file.row_numbers for file in files]
         return cls([file.table for file in files], [file.name for file in files], numbers, skipped)
@@ -110,7 +110,7 @@ class RowTable:
 
     @property
     def column_names(self) -> list[str]:
-        """Columns of any of the files, in the order they are met."""
+        """Columns of all files, in order of first appearance."""
         return list(dict.fromkeys(name for table in self.tables for name in table.column_names))
 
     @property
@@ -119,14 +119,14 @@ class RowTable:
         return self._row_numbers
 
     def blocks(self, size: int = _BLOCK) -> list[range]:
-        """All positions, cut into ranges of at most ``size``: what to hand to :meth:`rows` one after the other."""
+        """Return all positions, split into ranges of at most ``size``, for :meth:`rows`."""
         return [range(start, min(start + size, len(self))) for start in range(0, len(self), size)]
 
     def rows(self, block: range, names: Sequence[str] | None = None) -> list[dict[str, Any]]:
-        """The rows at a range of positions as dicts.
+        """Return the rows at a range of positions as dicts.
 
         Args:
-            names: the columns wanted; a row of a file without one has no such key. None: all.
+            names: the columns to read; a row of a file without one has no such key. None: all.
         """
         index = self._index[block.start : block.stop]
         numbers = np.searchsorted(self._batch_starts, index, side="right") - 1
@@ -146,32 +146,35 @@ class RowTable:
         return rows
 
     def column(self, name: str) -> list[Any]:
-        """One column as Python objects; ``None`` where a file has no such column."""
+        """Return one column as Python objects; ``None`` where a file has no such column."""
         return [row.get(name) for block in self.blocks() for row in self.rows(block, [name])]
 
     def distinct(self, name: str) -> list[Any]:
-        """The different values of a column that holds texts or numbers, in the order they are met."""
+        """Return the distinct values of a column of texts or numbers, in order of first appearance."""
         if len(self) < self._starts[-1]:  # some rows of the files are left out
             return list(dict.fromkeys(self.column(name)))
         columns = [table[name] for table in self.tables if name in table.column_names]
         return list(dict.fromkeys(value for column in columns for value in pc.unique(column).to_pylist()))
 
     def require(self, name: str, option: str) -> None:
-        """Every file must have this column, or the error lists what it has.
+        """Check that every file has a column.
 
         Args:
-            option: the config key that named the column.
+            option: the config key that names the column.
+
+        Raises:
+            DataError: a file does not have it; lists the columns it has.
         """
         for table, path in zip(self.tables, self.names, strict=True):
             if name not in table.column_names:
                 raise DataError(
                     f"{path} has no column {name!r} ({option}); its columns are "
                     f"{', '.join(table.column_names) or 'none'}.{nearest_name(name, table.column_names)} Set {option} "
-                    "to the right one or write the file anew."
+                    "to the right one or write the file again."
                 )
 
     def at_most(self, count: int, seed: int | None) -> "RowTable":
-        """That many rows: the first, or with a seed those it draws, in their order."""
+        """Return at most ``count`` rows: the first, or with a seed a random sample in file order."""
         if count >= len(self):
             return self
         if seed is None:
@@ -179,13 +182,13 @@ class RowTable:
         return self.select(np.sort(np.random.default_rng(seed).choice(len(self), count, replace=False)))
 
     def select(self, indices: Sequence[int] | np.ndarray) -> "RowTable":
-        """The rows at these positions, in this order."""
+        """Return the rows at these positions, in this order."""
         chosen = copy.copy(self)
         chosen._index = self._index[np.asarray(indices, dtype=np.int64)]
         return chosen
 
     def followed_by(self, other: "RowTable") -> "RowTable":
-        """The rows of both."""
+        """Return the rows of this table, then those of ``other``."""
         numbers = [*self._row_numbers, *other._row_numbers]
         skipped = [*self.skipped, *other.skipped]
         both = RowTable([*self.tables, *other.tables], [*self.names, *other.names], numbers, skipped)
@@ -193,7 +196,7 @@ class RowTable:
         return both
 
     def without(self, bad: dict[int, str]) -> "RowTable":
-        """The rows but for those at the positions of ``bad``, which says why; they are added to ``skipped``."""
+        """Return the rows without those at the positions in ``bad`` (position -> reason); they go to ``skipped``."""
         keep = np.ones(len(self), dtype=bool)
         keep[list(bad)] = False
         chosen = self.select(np.flatnonzero(keep))
@@ -201,11 +204,11 @@ class RowTable:
         return chosen
 
     def filter(self, keep: Callable[[dict[str, Any]], bool]) -> "RowTable":
-        """The rows for which ``keep(row)`` is true."""
+        """Return the rows for which ``keep(row)`` is true."""
         return self.select(np.flatnonzero([bool(keep(row)) for row in self]))
 
     def where(self, item: int) -> str:
-        """``path, row k`` (from 0) of the row at a position: for messages."""
+        """Return ``path, row k`` (from 0) of the row at a position, for messages."""
         row = int(self._index[item])
         number = int(np.searchsorted(self._starts, row, side="right")) - 1
         row -= int(self._starts[number])
@@ -213,7 +216,7 @@ class RowTable:
         return f"{self.names[number]}, row {row if numbers is None else numbers[row]}"
 
     def positions(self) -> np.ndarray:
-        """Of each row here, its number among all rows of the files as they were opened."""
+        """Return the number of each row among all rows of the files as they were opened."""
         return self._index
 
     def _decoded(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -235,16 +238,16 @@ def distinct_values(datasets: Iterable[Any], column: str) -> list[Any]:
 
 
 def is_json(field: pa.Field) -> bool:
-    """Whether the cells of a column are JSON text that stands for what it says."""
+    """Whether the cells of a column are JSON text to be parsed (``JSON_COLUMN``)."""
     return field.metadata is not None and field.metadata.get(b"verl") == b"json"
 
 
 def read_table(path: str) -> pa.Table:
-    """The rows of one local file as an Arrow table.
+    """Read one local file as an Arrow table.
 
     Raises:
         FileNotFoundError: there is no such file; names the working directory of a relative path.
-        DataError: the file is not what its name says.
+        DataError: the file is not in the format of its extension.
     """
     from verl.data.files import read_file
 

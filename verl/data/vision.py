@@ -1,7 +1,4 @@
-"""Images of a row: opened, put where the prompt says ``<image>``, and counted in tokens; videos with them.
-
-Knows one row and the model's processor; no files of rows, no batches. Nothing of it is needed for text.
-"""
+"""Images and videos of prompts: read, matched with placeholders, counted in tokens, encoded by the processor."""
 
 from __future__ import annotations
 
@@ -35,20 +32,20 @@ if TYPE_CHECKING:
 
 PLACEHOLDER = "<image>"
 PLACEHOLDERS = {"image": PLACEHOLDER, "video": "<video>"}
-"""Kind of what is shown -> where a text shows it."""
+"""Kind of media -> its placeholder in a text."""
 
 _TEXT_INPUTS = ("input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids", "video_metadata")
 
 
 def open_image(image: Any) -> Image:
-    """An image of a data file, its pixels not read yet.
+    """Open an image of a data file without reading its pixels.
 
     Args:
         image: ``{"bytes": ...}`` or ``{"path": ...}`` as ``datasets`` writes them, a path, the bytes of an image file,
             or a PIL image.
 
     Raises:
-        ValueError: it is none of these, or no image can be read there.
+        ValueError: it is none of these, or not a readable image.
     """
     from PIL import Image, UnidentifiedImageError
 
@@ -70,18 +67,18 @@ def open_image(image: Any) -> Image:
 
 
 def process_image(image: Any) -> Image:
-    """:func:`open_image` with its pixels read, as RGB."""
+    """Read an image (:func:`open_image`) with its pixels, as RGB."""
     try:
         return open_image(image).convert("RGB")
-    except OSError as error:  # a file cut short
+    except OSError as error:  # a truncated file
         raise ValueError(f"an image cannot be read: {error}") from error
 
 
 def with_image_parts(messages: Sequence[Mapping[str, Any]], kinds: Sequence[str] = ("image",)) -> list[dict[str, Any]]:
-    """Messages whose contents are lists of parts: each ``<image>`` an image part, what stands between them text.
+    """Split the contents of messages into parts: each ``<image>`` becomes an image part, the text between them text.
 
     Args:
-        kinds: ``image``, ``video``: of what the placeholders count.
+        kinds: ``image``, ``video``: the kinds whose placeholders are split off.
     """
     return [{**message, "content": _parts(message.get("content"), kinds)} for message in messages]
 
@@ -99,20 +96,20 @@ def _parts(content: Any, kinds: Sequence[str]) -> Any:
         ]
     if content is None:
         return None
-    # Parquet gives every part of a column the same fields: those a part does not use are null.
+    # Parquet gives every part of a column the same fields; unused ones are null.
     return [{name: value for name, value in part.items() if value is not None} for part in content]
 
 
 def count_image_parts(messages: Sequence[Mapping[str, Any]], kind: str = "image") -> int:
-    """Images (or videos) that messages made by :func:`with_image_parts` show."""
+    """Count the images (or videos) in messages made by :func:`with_image_parts`."""
     contents = (message["content"] for message in messages if isinstance(message.get("content"), list))
     return sum(part.get("type") == kind for content in contents for part in content)
 
 
-def uneven_image_rows(
+def mismatched_image_rows(
     prompts: pa.ChunkedArray, images: pa.ChunkedArray, kind: str = "image"
 ) -> Iterator[tuple[int, int, int]]:
-    """(row, ``<image>`` placeholders, images) of rows where the two differ; contents that are no texts are left out."""
+    """Yield (row, placeholders, images) where the numbers differ; contents that are not text are skipped."""
     prompts, images = (column.combine_chunks() for column in (prompts, images))
     if not pa.types.is_list(images.type) and not pa.types.is_large_list(images.type):
         return
@@ -124,17 +121,17 @@ def uneven_image_rows(
     if not pa.types.is_string(contents.type) and not pa.types.is_large_string(contents.type):
         return
     counts = pc.fill_null(pc.count_substring(contents, PLACEHOLDERS[kind]), 0).to_numpy(zero_copy_only=False)
-    shown = np.bincount(parents, counts, len(prompts)).astype(np.int64)
-    held = pc.fill_null(pc.list_value_length(images), 0).to_numpy(zero_copy_only=False)
-    for row in np.flatnonzero(shown != held):
-        yield int(row), int(shown[row]), int(held[row])
+    placeholders = np.bincount(parents, counts, len(prompts)).astype(np.int64)
+    items = pc.fill_null(pc.list_value_length(images), 0).to_numpy(zero_copy_only=False)
+    for row in np.flatnonzero(placeholders != items):
+        yield int(row), int(placeholders[row]), int(items[row])
 
 
-def placeholder_mismatch(where: str, shown: int, held: int, key: str, kind: str = "image") -> str:
-    """What to say of a row whose placeholders and images differ in number."""
+def placeholder_mismatch(where: str, placeholders: int, items: int, key: str, kind: str = "image") -> str:
+    """Return the error text for a row whose placeholders and images differ in number."""
     return (
-        f"{where}: the prompt has {shown} {PLACEHOLDERS[kind]} placeholders and the row {held} {kind}s in {key!r} "
-        f"(data.{kind}_key). Each placeholder stands for one {kind}, in order: correct or remove the row."
+        f"{where}: the prompt has {placeholders} {PLACEHOLDERS[kind]} placeholders and the row {items} {kind}s in "
+        f"{key!r} (data.{kind}_key). Each placeholder stands for one {kind}, in order: correct or remove the row."
     )
 
 
@@ -142,15 +139,15 @@ class EncodedPrompt(NamedTuple):
     """A prompt with images or videos, as token ids."""
 
     engine_ids: list[int]
-    """One placeholder token an image: what a rollout engine is given, beside the images."""
+    """One placeholder token per image, as rollout engines expect together with the images."""
     ids: list[int]
-    """As many placeholder tokens an image as it has features: what the model reads."""
+    """One placeholder token per image feature, as the model reads them."""
     inputs: dict[str, Any]
-    """The processor's tensors of what is shown: ``pixel_values``, ``image_grid_thw``."""
+    """The processor's tensors of the images and videos: ``pixel_values``, ``image_grid_thw``."""
 
 
 class ImagePrompts:
-    """Prompts with images and videos under one model's processor."""
+    """Encoder of prompts with images and videos, with a model's processor."""
 
     def __init__(self, processor: ProcessorMixin):
         self.processor = processor
@@ -165,19 +162,18 @@ class ImagePrompts:
 
     @property
     def takes_videos(self) -> bool:
-        """Whether the model is one that is shown videos."""
+        """Whether the model supports videos."""
         return getattr(self.processor, "video_processor", None) is not None and self.video_token_id is not None
 
     def encode(self, text: str, images: Sequence[Image], videos: Sequence[Video] = ()) -> EncodedPrompt:
-        """Token ids and image tensors of a prompt that went through the chat template.
+        """Return token ids and image tensors of a prompt to which the chat template was applied.
 
         Raises:
-            ValueError: the template or the processor did not make one placeholder an image or video.
+            ValueError: the template or the processor did not write one placeholder per image or video.
         """
-
-        shown = {"images": list(images)} if images else {}
-        shown |= video_arguments(videos) if videos else {}
-        outputs = dict(self.processor(text=[text], return_tensors="pt", **shown))
+        media = {"images": list(images)} if images else {}
+        media |= video_arguments(videos) if videos else {}
+        outputs = dict(self.processor(text=[text], return_tensors="pt", **media))
         ids = outputs["input_ids"][0].tolist()
         engine_ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         self._check_placeholders(engine_ids, "image", self.token, self.token_id, len(images))
@@ -187,44 +183,44 @@ class ImagePrompts:
             self._check_videos(engine_ids, ids, inputs["video_grid_thw"])
         return EncodedPrompt(engine_ids, ids, inputs)
 
-    def _check_placeholders(self, ids: Sequence[int], kind: str, token: Any, token_id: Any, held: int) -> None:
-        if token_id is not None and (shown := ids.count(token_id)) != held:
+    def _check_placeholders(self, ids: Sequence[int], kind: str, token: Any, token_id: Any, items: int) -> None:
+        if token_id is not None and (placeholders := ids.count(token_id)) != items:
             raise ValueError(
-                f"the chat template made {shown} {token} of {held} {kind}s. Use the template of the model, and write "
-                "no such token into a prompt"
+                f"the chat template wrote {placeholders} {token} for {items} {kind}s. Use the template of the model, "
+                "and do not write this token into prompts"
             )
 
     def _check_videos(self, engine_ids: Sequence[int], ids: Sequence[int], grid: Any) -> None:
-        """A rollout engine makes each placeholder as long as its video: nothing else may have been written."""
+        """Check that only placeholders were expanded: rollout engines expand them too, and write nothing else."""
         lengths = iter((grid.prod(-1) // self.processor.video_processor.merge_size**2).tolist())
         token = self.video_token_id
-        made = [i for given in engine_ids for i in ([given] * next(lengths) if given == token else [given])]
-        if [i for i in made if i != self.token_id] != [i for i in ids if i != self.token_id]:
+        expanded = [i for given in engine_ids for i in ([given] * next(lengths) if given == token else [given])]
+        if [i for i in expanded if i != self.token_id] != [i for i in ids if i != self.token_id]:
             raise ValueError(
-                f"{type(self.processor).__name__} writes more than {self.video_token} where a video is shown (times of "
-                "its frames, say), which is not supported. For videos use a Qwen2-VL or Qwen2.5-VL model"
+                f"{type(self.processor).__name__} writes more than {self.video_token} for a video (timestamps of "
+                "its frames, for example), which is not supported. For videos use a Qwen2-VL or Qwen2.5-VL model"
             )
 
     def num_tokens(self, text: str, images: Sequence[Image], videos: Sequence[Video] = ()) -> int:
-        """Length of ``encode(text, images, videos).ids``; from the images' sizes alone where the processor can."""
+        """Return the length of ``encode(text, images, videos).ids``, from image sizes alone if the processor can."""
         measure = getattr(self.processor, "_get_num_multimodal_tokens", None)
         if measure is None or videos:
             return len(self.encode(text, [image.convert("RGB") for image in images], videos).ids)
-        found = measure(image_sizes=[(image.height, image.width) for image in images])
+        counts = measure(image_sizes=[(image.height, image.width) for image in images])
         text_ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-        return len(text_ids) - len(images) + sum(found.num_image_tokens)
+        return len(text_ids) - len(images) + sum(counts.num_image_tokens)
 
     def truncate(self, prompt: EncodedPrompt, keep: Sequence[int]) -> EncodedPrompt:
-        """The tokens at the positions ``keep`` of ``prompt.ids``, with all of its images.
+        """Keep the tokens at the positions ``keep`` of ``prompt.ids``, with all images.
 
         Raises:
-            ValueError: a token of an image is not among them.
+            ValueError: a token of an image would be removed.
         """
         kept = set(keep)
         first = [i for i, token in enumerate(prompt.ids) if token not in self.tokens or self._starts(prompt.ids, i)]
         cut = any(token in self.tokens and i not in kept for i, token in enumerate(prompt.ids))
         if cut or [prompt.ids[i] for i in first] != prompt.engine_ids:
-            raise ValueError("the cut would go through an image")
+            raise ValueError("part of an image would be cut off")
         ids = [prompt.ids[i] for i in keep]
         return EncodedPrompt([prompt.ids[i] for i in first if i in kept], ids, prompt.inputs)
 
@@ -232,7 +228,7 @@ class ImagePrompts:
         return i == 0 or ids[i - 1] != ids[i]
 
 
-# -- Videos of a row: frames of images, an array, or a video file, to RGB frames and what a processor makes of them --
+# -- Videos: image frames, an array, or a video file, read as RGB frames -----------------------------------------------
 
 
 if TYPE_CHECKING:
@@ -241,46 +237,46 @@ if TYPE_CHECKING:
 
 
 FPS = 2.0
-"""Frames a second of videos that do not say, and frames taken of a second of a video file."""
+"""Default frames per second, of given frames and of frames sampled from a video file."""
 
 MAX_FRAMES = 768
-"""Frames taken of a video file at most; a longer one is shown at a lower rate."""
+"""Most frames sampled from a video file; longer ones get a lower rate."""
 
 VIDEO_PLACEHOLDER = "<video>"
 
 
 class Video(NamedTuple):
-    """A video as a model is shown it: every frame counts, none are left out."""
+    """A video as the model reads it: all frames are used."""
 
     frames: tuple[Image, ...]
     """RGB, all of one size."""
     fps: float = FPS
-    """Frames a second."""
+    """Frames per second."""
 
 
 def process_video(video: Any) -> Video:
-    """A video of a data file with its pixels read.
+    """Read a video of a data file with its pixels.
 
     Args:
         video: a list of images, each as :func:`verl.data.vision.open_image` takes it; an array
             (frames, height, width, 3) of bytes; the path of a video file or its bytes; or a mapping with one of these
-            under ``frames``, ``video``, ``path`` or ``bytes``. A mapping may say ``fps``, of frames how many make a
-            second, of a file how many to take of a second; and of a file ``max_frames``.
+            under ``frames``, ``video``, ``path`` or ``bytes``. A mapping may have ``fps``, the rate of the frames
+            or of sampling from a file, and for a file ``max_frames``.
 
     Raises:
         ValueError: it is none of these, cannot be read, or has no frames.
     """
-    fps, most = None, None
+    fps, max_frames = None, None
     if isinstance(video, Video):
         return video
     if isinstance(video, Mapping):
-        fps, most = video.get("fps"), video.get("max_frames")
+        fps, max_frames = video.get("fps"), video.get("max_frames")
         found = [video[name] for name in ("frames", "video", "bytes", "path") if video.get(name) is not None]
         if not found:
             raise ValueError(f"a video with the fields {', '.join(video)} has no frames, bytes, path or video")
         video = found[0]
     if isinstance(video, (str, os.PathLike, bytes, bytearray, memoryview)):
-        return _from_file(video, float(fps or FPS), int(most or MAX_FRAMES))
+        return _from_file(video, float(fps or FPS), int(max_frames or MAX_FRAMES))
     if isinstance(video, np.ndarray) and video.ndim == 4:
         from PIL import Image
 
@@ -294,12 +290,12 @@ def process_video(video: Any) -> Video:
     except ValueError as error:
         raise ValueError(f"a frame of a video: {error}") from error
     if len(sizes := {frame.size for frame in frames}) > 1:
-        raise ValueError(f"the frames of a video are of {len(sizes)} sizes, {min(sizes)} and {max(sizes)} among them")
+        raise ValueError(f"the frames of a video have {len(sizes)} sizes, including {min(sizes)} and {max(sizes)}")
     return Video(frames, float(fps or FPS))
 
 
-def _from_file(source: Any, fps: float, most: int) -> Video:
-    """Evenly spread frames of a video file: ``fps`` of each second, ``most`` at the most."""
+def _from_file(source: Any, fps: float, max_frames: int) -> Video:
+    """Sample evenly spaced frames of a video file: ``fps`` per second, at most ``max_frames``."""
     try:
         import av
     except ImportError as error:
@@ -319,13 +315,13 @@ def _from_file(source: Any, fps: float, most: int) -> Video:
         raise ValueError(f"a video file cannot be read: {error}") from error
     if not frames:
         raise ValueError("a video file holds no frames")
-    wanted = max(1, min(len(frames), most, round(len(frames) / rate * fps)))
-    chosen = np.linspace(0, len(frames) - 1, wanted).round().astype(int)
-    return Video(tuple(frames[number].convert("RGB") for number in chosen), wanted / (len(frames) / rate))
+    count = max(1, min(len(frames), max_frames, round(len(frames) / rate * fps)))
+    sampled = np.linspace(0, len(frames) - 1, count).round().astype(int)
+    return Video(tuple(frames[number].convert("RGB") for number in sampled), count / (len(frames) / rate))
 
 
 def video_arguments(videos: Sequence[Video]) -> dict[str, Any]:
-    """How a whole processor is given videos: all frames, at their rate."""
+    """Return the arguments of a processor for videos: all frames, with their rate."""
     metadata = [
         {"fps": video.fps, "total_num_frames": len(video.frames), "frames_indices": list(range(len(video.frames)))}
         for video in videos
@@ -335,29 +331,29 @@ def video_arguments(videos: Sequence[Video]) -> dict[str, Any]:
 
 
 def video_inputs(processor: ProcessorMixin, videos: Sequence[Video]) -> dict[str, Any]:
-    """What a model's processor makes of the videos of one prompt: ``pixel_values_videos``, ``video_grid_thw``, and
-    the seconds between two of its steps in time, ``second_per_grid_ts``, where the model wants them.
+    """Return the processor's tensors of the videos of one prompt: ``pixel_values_videos``, ``video_grid_thw``, and
+    ``second_per_grid_ts`` (seconds per temporal patch) if the model uses it.
     """
     import torch
 
     arguments = video_arguments(videos)
-    made = dict(processor.video_processor(return_tensors="pt", **arguments))
-    made.pop("video_metadata", None)
+    tensors = dict(processor.video_processor(return_tensors="pt", **arguments))
+    tensors.pop("video_metadata", None)
     if "second_per_grid_ts" in processor.model_input_names:
         step = processor.video_processor.temporal_patch_size
-        made["second_per_grid_ts"] = torch.tensor([step / video.fps for video in videos])
-    return made
+        tensors["second_per_grid_ts"] = torch.tensor([step / video.fps for video in videos])
+    return tensors
 
 
 def media_inputs(processor: ProcessorMixin, media: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
-    """The tensors of what one prompt shows.
+    """Return the processor's tensors of the images and videos of one prompt.
 
     Args:
         media: ``{"image": [PIL images], "video": [Video]}``, either of which may be missing.
     """
-    made: dict[str, Any] = {}
+    tensors: dict[str, Any] = {}
     if media.get("image"):
-        made |= dict(processor.image_processor(images=list(media["image"]), return_tensors="pt"))
+        tensors |= dict(processor.image_processor(images=list(media["image"]), return_tensors="pt"))
     if media.get("video"):
-        made |= video_inputs(processor, [Video(*video) for video in media["video"]])
-    return made
+        tensors |= video_inputs(processor, [Video(*video) for video in media["video"]])
+    return tensors

@@ -17,9 +17,9 @@ import numpy as np
 from verl.config.base import did_you_mean, get_path
 from verl.config.rollout import SINGLE_TURN, needs_agent_loops
 from verl.data.files import CACHE_DIR, hub_parts
-from verl.data.shown import Shown
+from verl.data.shown import MediaColumns
 from verl.data.table import DataError, RowTable
-from verl.data.vision import placeholder_mismatch, uneven_image_rows
+from verl.data.vision import mismatched_image_rows, placeholder_mismatch
 from verl.preflight.models import ask_hub, can_be_had, close_names, endpoint, is_offline
 from verl.preflight.prompts import (
     Lengths,
@@ -271,9 +271,9 @@ def _rows(config: Any, table: RowTable, reader: PromptReader | None, found: Prev
     is_ours = not config.custom_reward_function.path and not rm.by_source and not rm.judge.url
     look_at_goals(table, data, found.rows, needs_goal, is_ours)
     try:
-        shown = Shown(_processor(config, found), {"image": data.image_key, "video": data.video_key})
+        shown = MediaColumns(_processor(config, found), {"image": data.image_key, "video": data.video_key})
         if reader is not None:
-            shown.refuse_unseen(table)
+            shown.check_supported(table)
     except (DataError, NotImplementedError) as error:
         found.error(str(error), "data.image_key" if "image_key" in str(error) else "data.video_key")
     found.rows.odd |= {**_uneven(table, data), **found.rows.odd}
@@ -286,7 +286,7 @@ def _uneven(table: RowTable, data: Any) -> dict[int, str]:
     for part in table.tables:
         for kind, key in (("image", data.image_key), ("video", data.video_key)):
             if key in part.column_names:
-                for row, places, held in uneven_image_rows(part[prompt_column(data)], part[key], kind):
+                for row, places, held in mismatched_image_rows(part[prompt_column(data)], part[key], kind):
                     found[start + row] = placeholder_mismatch("", places, held, key, kind).removeprefix(": ")
         start += part.num_rows
     return found

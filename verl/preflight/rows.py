@@ -18,7 +18,7 @@ import pyarrow.compute as pc
 
 from verl.data.domains import in_domains
 from verl.data.files import open_table
-from verl.data.prompt_rows import bad_golds, bad_ids, bad_prompts, known_roles, parse_messages
+from verl.data.prompt_rows import bad_ground_truths, bad_ids, bad_prompts, known_roles, parse_messages
 from verl.data.table import DataError, RowTable, is_json
 from verl.data.vision import open_image
 
@@ -172,7 +172,7 @@ def look(
     """
     key, odd = prompt_column(config), facts.odd
     odd |= bad_prompts(table, key, known_roles(template), prompt_option(config), bool(config.get("messages_key", None)))
-    odd |= {i: why for i, why in bad_golds(table).items() if i not in odd}
+    odd |= {i: why for i, why in bad_ground_truths(table).items() if i not in odd}
     if config.get("prompt_id_key", None) in table.column_names:
         odd |= {i: why for i, why in bad_ids(table, config["prompt_id_key"]).items() if i not in odd}
     for position, row in _first_rows(table, config, limit):
