@@ -6,10 +6,10 @@ import logging
 import pytest
 
 from tests.data.files import prompt_row, write, write_numbered
-from verl.data import prompt_tokens as token_ids
+from verl.data import tokenization as token_ids
 from verl.data.loader import build_dataset
-from verl.data.prompt_tokens import AllPrompts
 from verl.data.rl_dataset import DataError, RLHFDataset
+from verl.data.tokenization import AllPrompts
 from verl.utils.tiny_model import make_tokenizer
 
 CONFIG = {"max_prompt_length": 64}

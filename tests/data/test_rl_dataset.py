@@ -115,7 +115,7 @@ def test_unknown_truncation_is_refused_at_once(tmp_path, tokenizer):
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_overlong_filter_keeps_exactly_the_rows_that_fit(tmp_path, tokenizer, monkeypatch, workers):
-    monkeypatch.setattr("verl.data.prompt_tokens._BLOCK", 4)
+    monkeypatch.setattr("verl.data.tokenization._BLOCK", 4)
     texts = ["x" * (1 + i * 7 % 50) for i in range(15)]
     path = write(tmp_path / "a.parquet", [prompt_row(text, i) for i, text in enumerate(texts)])
     config = {**CONFIG, "filter_overlong_prompts": True, "filter_overlong_prompts_workers": workers}

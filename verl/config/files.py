@@ -66,7 +66,9 @@ def _data_files(config: PPOConfig) -> Iterator[Problem]:
                 continue
             if glob.has_magic(path):
                 if not glob.glob(os.path.expanduser(path), recursive=True):
-                    yield Problem(key, f"{key}={path}: no file matches (looked from {Path.cwd()}). Correct the pattern.")
+                    yield Problem(
+                        key, f"{key}={path}: no file matches (looked from {Path.cwd()}). Correct the pattern."
+                    )
                 continue
             yield Problem(
                 key,

@@ -13,8 +13,8 @@ import torch
 from torch.utils.data import Dataset, Sampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from verl.data.prompt_rows import refuse
 from verl.data.rl_dataset import DataError, RLHFDataset, collate_fn
+from verl.data.row_checks import refuse
 from verl.data.sampler import (
     AbstractCurriculumSampler,
     AbstractSampler,

@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 
 from verl.data.domains import in_domains
 from verl.data.files import CACHE_DIR, localized, read_files, resolve
-from verl.data.prompt_rows import (
+from verl.data.row_checks import (
     bad_ground_truths,
     bad_ids,
     bad_prompts,
@@ -28,7 +28,8 @@ from verl.data.prompt_rows import (
     parse_messages,
     refuse,
 )
-from verl.data.prompt_tokens import (
+from verl.data.table import BadRow, DataError, RowTable
+from verl.data.tokenization import (
     CACHED_FROM,
     AllPrompts,
     TokenIds,
@@ -43,9 +44,7 @@ from verl.data.prompt_tokens import (
     truncate,
     truncate_prompt,
 )
-from verl.data.shown import MediaColumns
-from verl.data.table import BadRow, DataError, RowTable
-from verl.data.vision import EncodedPrompt, ImagePrompts, with_image_parts
+from verl.data.vision import EncodedPrompt, ImagePrompts, MediaColumns, with_image_parts
 
 __all__ = ["DataError", "RLHFDataset", "collate_fn", "truncate"]
 

@@ -17,9 +17,8 @@ import numpy as np
 from verl.config.base import did_you_mean, get_path
 from verl.config.rollout import SINGLE_TURN, needs_agent_loops
 from verl.data.files import CACHE_DIR, hub_parts
-from verl.data.shown import MediaColumns
 from verl.data.table import DataError, RowTable
-from verl.data.vision import mismatched_image_rows, placeholder_mismatch
+from verl.data.vision import MediaColumns, mismatched_image_rows, placeholder_mismatch
 from verl.preflight.models import ask_hub, can_be_had, close_names, endpoint, is_offline
 from verl.preflight.prompts import (
     Lengths,

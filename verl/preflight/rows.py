@@ -18,7 +18,7 @@ import pyarrow.compute as pc
 
 from verl.data.domains import in_domains
 from verl.data.files import open_table
-from verl.data.prompt_rows import bad_ground_truths, bad_ids, bad_prompts, known_roles, parse_messages
+from verl.data.row_checks import bad_ground_truths, bad_ids, bad_prompts, known_roles, parse_messages
 from verl.data.table import DataError, RowTable, is_json
 from verl.data.vision import open_image
 
