@@ -149,11 +149,11 @@ def _rewards(found: Preview) -> Group:
     )
     table = Table(*heads, box=None, header_style="bold", pad_edge=False)
     for scores in found.scores:
-        means = [_number(part) for part in (scores.known_good, scores.known_bad, scores.other)]
+        means = [_mean_text(part) for part in (scores.known_good, scores.known_bad, scores.other)]
         counts = (str(scores.rows), str(scores.tried))
         table.add_row(escape(scores.data_source), *counts, *means, escape(scores.form or "-"))
     return Group(Text(f"rewards ({found.reward})"), table)
 
 
-def _number(values: list[float]) -> str:
+def _mean_text(values: list[float]) -> str:
     return f"{mean(values):.3f}" if values else "-"
