@@ -119,7 +119,10 @@ FILES = {  # what makes the path, and what is said of it
     "a file of 0 bytes": (text("x.parquet", ""), r"x.parquet is empty \(0 bytes\) where parquet was expected"),
     "an unreadable file": (unreadable, "permission denied. Make it readable"),
     "no extension": (text("prompts", GOOD), "prompts has no known format: its extension is 'none'"),
-    "an extension of another kind": (text("x.txt", GOOD), r"ends in '.txt'. Name it by what it is, .parquet"),
+    "an extension of another kind": (
+        text("x.txt", GOOD),
+        r"its extension is '.txt'. Rename it to match its content, .parquet",
+    ),
     "a compressed file": (text("x.jsonl.gz", b"\x1f\x8b123"), r"by its content it is compressed with gzip"),
     "text named parquet": (text("x.parquet", GOOD), "x.parquet cannot be read as parquet"),
     "parquet named jsonl": (text("x.jsonl", b"PAR1\x00\x00"), "cannot be read as JSON lines: line 1"),
@@ -168,7 +171,7 @@ FILES = {  # what makes the path, and what is said of it
     "a saved data set without files": (saved_without_description, "does not describe a saved dataset"),
     "a data set the hub does not give": (
         lambda folder: "some/where:train",
-        "data set of the Hugging Face hub it cannot be",
+        "cannot be loaded as a dataset of the Hugging Face hub",
     ),
     "a store of an unknown kind": (lambda folder: "nowhere://x/y.parquet", "no kind of store that fsspec knows"),
     "a store without its package": (lambda folder: "gs://bucket/y.parquet", "pip install gcsfs"),

@@ -73,7 +73,7 @@ def test_truncation_cuts_text_and_never_an_image(folder, written, side, text):
     cut = len(real_ids(whole)) - 64
     raw = whole["raw_prompt_ids"]
     assert item["raw_prompt_ids"] == (raw[cut:] if side == "left" else raw[:-cut])
-    with pytest.raises(DataError, match=f"row 1: data.truncation={side} cannot cut .* through an image"):
+    with pytest.raises(DataError, match=f"row 1: data.truncation={side} cannot cut .* part of an image"):
         image_dataset(folder, path, truncation=side, max_prompt_length=24)[1]
 
 

@@ -27,7 +27,9 @@ def test_messages_may_be_a_list_or_its_json(tmp_path, tokenizer, cell):
 
 def test_text_where_messages_should_be_is_refused(tmp_path, tokenizer):
     path = write(tmp_path / "a.parquet", [{"talk": "hello"}])
-    with pytest.raises(DataError, match=r"row 0: 'talk' \(data.messages_key\) is text, and not the JSON of messages"):
+    with pytest.raises(
+        DataError, match=r"row 0: 'talk' \(data.messages_key\) is text that is not the JSON of messages"
+    ):
         RLHFDataset(path, tokenizer, CONFIG | {"messages_key": "talk"})
 
 
@@ -123,7 +125,7 @@ def test_token_ids_are_not_kept_where_they_could_not_be_known_again(tmp_path, ke
     (tmp_path / "file").write_text("")
     with caplog.at_level(logging.WARNING):
         assert len(RLHFDataset(path, make_tokenizer("byte"), config | {"cache_dir": str(tmp_path / "file")})) == 4
-    assert "Token ids are not kept in data.cache_dir=" in caplog.text
+    assert "Token ids are not cached in data.cache_dir=" in caplog.text
 
 
 def test_kept_lists_are_those_that_were_written(tmp_path):

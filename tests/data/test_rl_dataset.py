@@ -173,7 +173,10 @@ def test_a_chat_template_that_refuses_a_conversation_is_reported_with_its_row(tm
 
 
 def test_videos_are_refused_by_name_and_images_without_a_processor(tmp_path, tokenizer):
-    for key, error, text in (("videos", NotImplementedError, "takes no videos"), ("images", DataError, "no image")):
+    for key, error, text in (
+        ("videos", NotImplementedError, "does not support videos"),
+        ("images", DataError, "no image"),
+    ):
         rows = [prompt_row("x", **{key: [{"path": "a.png"}] if i else []}) for i in range(2)]
         with pytest.raises(error, match=rf"a.parquet, row 1 has '{key}'.*{text}"):
             RLHFDataset(write(tmp_path / "a.parquet", rows), tokenizer, CONFIG)

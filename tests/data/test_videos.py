@@ -58,7 +58,7 @@ def test_lengths_count_the_tokens_of_videos(folder, written):
 
 def test_a_video_is_not_cut(folder, written):
     path = written([video_row(*SHOWN[0])])
-    with pytest.raises(DataError, match="row 0: .*the cut would go through an image"):
+    with pytest.raises(DataError, match="row 0: .*part of an image would be cut off"):
         image_dataset(folder, path, max_prompt_length=20, truncation="left")[0]
 
 
@@ -94,7 +94,7 @@ def test_videos_come_as_frames_of_many_kinds(form):
 
 WRONG = {
     "no frames": ([], "has no frames"),
-    "sizes": ([picture(28), picture(56)], "of 2 sizes"),
+    "sizes": ([picture(28), picture(56)], "have 2 sizes"),
     "number": (3, "a video is a int"),
     "fields": ({"url": "x"}, "with the fields url has no frames"),
     "frame": ([b"nothing"], "a frame of a video: an image cannot be read"),
@@ -151,7 +151,7 @@ def test_bad_rows_are_named(folder, written):
 
 def test_a_model_of_text_refuses_videos(written):
     path = written([video_row("<video>", [], [(2, 28, 28, 2.0, 1)]) | {"images": []}])
-    with pytest.raises(NotImplementedError, match="row 0 has 'videos' .data.video_key.*takes no videos"):
+    with pytest.raises(NotImplementedError, match="row 0 has 'videos' .data.video_key.*does not support videos"):
         RLHFDataset(path, make_tokenizer(), {"max_prompt_length": 64})
 
 

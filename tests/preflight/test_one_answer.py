@@ -127,7 +127,7 @@ def tensorboard(monkeypatch):
 def hub(answer):
     def patch(monkeypatch):
         monkeypatch.delenv("HF_HUB_OFFLINE")
-        monkeypatch.setattr(models, "ask_hub", lambda *args: answer)
+        monkeypatch.setattr(models, "query_hub", lambda *args: answer)
 
     return patch
 
@@ -217,8 +217,8 @@ BAD = {
     "a file nobody may read": (["data.train_files=data/train.parquet"], "permission denied", unreadable),
     "a broken file": (["data.train_files=broken.parquet"], "cannot be read as parquet"),
     "half a line": (["data.train_files=data/half.jsonl"], "1 of 73 rows cannot be used"),
-    "a wrong prompt_key": (["data.prompt_key=question"], "data.prompt_key=question is no column"),
-    "a wrong source column": (["data.reward_fn_key=source"], "data.reward_fn_key=source is no column"),
+    "a wrong prompt_key": (["data.prompt_key=question"], "data.prompt_key=question is not a column"),
+    "a wrong source column": (["data.reward_fn_key=source"], "data.reward_fn_key=source is not a column"),
     "no column of goals": (["data.train_files=data/without_truth.parquet"], "has no column 'reward_model'"),
     "a row without a goal": (["data.train_files=data/no_goal.parquet"], "row 40: reward_model has no ground_truth"),
     "a role of nobody": (["data.train_files=data/role.parquet"], "has the role 'usr' in message 0"),
@@ -236,7 +236,7 @@ BAD = {
     "an agent nobody knows": (
         ["data.train_files=data/agent.parquet", "actor_rollout_ref.rollout.mode=async",
          "actor_rollout_ref.rollout.agent.agent_loop_config_path=loops.yaml"],
-        "'my_agnt' of 64 rows is no known agent loop",
+        "'my_agnt' of 64 rows is not a known agent loop",
     ),
     "no file of agents": (
         ["actor_rollout_ref.rollout.mode=async", "actor_rollout_ref.rollout.agent.agent_loop_config_path=loop.yaml"],
@@ -245,12 +245,12 @@ BAD = {
     "no class of data": (["data.custom_cls.path=reward.py", "data.custom_cls.name=Mine"], "not defined in reward.py"),
     "a service nobody offers": (
         ["trainer.tracker_kwargs.wandb.base_url=http://127.0.0.1:9"],
-        "nobody answers at 127.0.0.1 port 9",
+        "no service answers at 127.0.0.1 port 9",
     ),
 }  # fmt: skip
 
 DOUBTFUL = {
-    "no message of a user": (["data.train_files=data/system.parquet"], "64 prompts have no message of a user"),
+    "no message of a user": (["data.train_files=data/system.parquet"], "64 prompts have no user message"),
     "no checkpoint": (["trainer.save_freq=-1"], "writes no checkpoint"),
     "long prompts that are cut": (
         ["data.train_files=data/long.parquet", "data.truncation=left"],
@@ -329,7 +329,7 @@ def test_nothing_is_said_of_a_good_input_at_any_door(doors):
 
 def test_a_tree_made_by_hand_is_refused_where_its_run_would_start(there):
     config = loaded_with("data.prompt_key=question").config
-    with pytest.raises(ConfigError, match="data.prompt_key=question is no column of data/train.parquet"):
+    with pytest.raises(ConfigError, match="data.prompt_key=question is not a column of data/train.parquet"):
         main_ppo.run_ppo(config)
 
 
@@ -379,19 +379,19 @@ def hub_here(there, monkeypatch):
     threading.Thread(target=server.serve_forever, daemon=True).start()
     monkeypatch.delenv("HF_HUB_OFFLINE")
     monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
-    models.ask_hub.cache_clear()
+    models.query_hub.cache_clear()
     Hub.asked.clear()
     yield server
     server.shutdown()
     server.server_close()
-    models.ask_hub.cache_clear()
+    models.query_hub.cache_clear()
 
 
 def test_the_hub_is_asked_once_for_a_name(hub_here):
     for name, answer in (("Some/Good-Model", None), ("Some/Bad-Model", "has no such model")):
         Hub.asked.clear()
         texts = [problem.text for problem in models.missing_models(loaded_with(f"{MODEL}.path={name}").config)]
-        assert models.can_be_had(name) is (answer is None)
+        assert models.is_available(name) is (answer is None)
         assert (not texts and answer is None) or answer in texts[0]
         assert Hub.asked == [f"/api/models/{name}"]
 
@@ -403,12 +403,12 @@ def test_a_hub_that_does_not_answer_costs_seconds(there, monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as silent:
         monkeypatch.delenv("HF_HUB_OFFLINE")
         monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
-        models.ask_hub.cache_clear()
+        models.query_hub.cache_clear()
         loaded = loaded_with(f"{MODEL}.path=models/nothere")
         begin = time.monotonic()
         report = checks.examine_loaded(loaded)
         assert time.monotonic() - begin < 3 and "models holds tiny-qwen2" in report.errors[0].text
-        models.ask_hub.cache_clear()
+        models.query_hub.cache_clear()
 
 
 def test_a_scorer_that_is_slow_to_start_is_not_at_fault(there, monkeypatch):

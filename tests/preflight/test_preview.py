@@ -83,7 +83,10 @@ def test_too_long_prompts_are_all_found_though_few_are_counted(model, tmp_path):
     )
     found = look(model, path, "data.max_prompt_length=100", tokens=2)
     assert found.lengths.overlong == 2 and not found.lengths.is_overlong_exact
-    for option, word in (("data.truncation=left", "will be cut"), ("data.filter_overlong_prompts=true", "left out")):
+    for option, word in (
+        ("data.truncation=left", "will be truncated"),
+        ("data.filter_overlong_prompts=true", "left out"),
+    ):
         found = look(model, path, "data.max_prompt_length=100", option)
         assert not found.has_errors and word in texts(found, "warning")[0]
 
@@ -121,7 +124,7 @@ def test_what_is_doubtful_is_looked_for_in_the_first_rows_of_each_file(model, tm
     lines.write_text("\n".join(json.dumps(one) for one in sums(9)))
     found = look(model, [write(tmp_path, [*sums(20), *sums(3), row(prompt=[])]), str(lines)], rows=4)
     assert [file.rows for file in found.rows.files] == [24, 9] and found.lengths.counted == 32
-    assert "4 prompts of the first 4 of each file stood before" in texts(found, "note")[0]
+    assert "4 prompts of the first 4 of each file are repeated" in texts(found, "note")[0]
     assert [bad.row for bad in found.rows.bad] == [23]  # every row is looked at for whether it can be used
 
 
@@ -134,7 +137,7 @@ def test_a_folder_without_a_tokenizer_is_an_error_and_prompts_are_counted_in_byt
 def test_managers_with_ways_of_their_own_are_not_tried(model, tmp_path):
     (tmp_path / "mine.py").write_text("class Mine:\n    pass\n")
     found = look(model, write(tmp_path, sums(3)), f"reward_model.reward_manager={tmp_path}/mine.py:Mine")
-    assert "in a way of its own" in texts(found, "note")[0] and not found.scores
+    assert "user-defined manager" in texts(found, "note")[0] and not found.scores
 
 
 def test_each_data_source_goes_to_its_function(model, tmp_path):
@@ -166,11 +169,11 @@ def test_columns_that_are_missing_are_said_with_what_there_is(model, tmp_path):
     rows = [{"question": "What?", "answer": "8"}]
     found = look(model, write(tmp_path, rows))
     assert any(
-        "data.prompt_key=prompt is no column of" in t and "has question, answer" in t for t in texts(found, "error")
+        "data.prompt_key=prompt is not a column of" in t and "has question, answer" in t for t in texts(found, "error")
     )
     found = look(model, write(tmp_path, rows), "data.prompt_key=question")
     assert found.prompts[0].tokens == found.lengths.longest
-    for text in ("data.reward_fn_key=data_source is no column", "has no column 'reward_model'"):
+    for text in ("data.reward_fn_key=data_source is not a column", "has no column 'reward_model'"):
         assert any(text in error for error in texts(found, "error"))
     both = [write(tmp_path, rows, "other.parquet"), write(tmp_path, sums(2))]
     assert look(model, both).columns["prompt"] == "some"
@@ -180,12 +183,12 @@ def test_prompts_that_come_up_twice_are_counted_over_all_files(model, tmp_path):
     train, test = write(tmp_path, sums(6)), write(tmp_path, sums(2), "test.parquet")
     found = look(model, [train, test])
     assert found.rows.num_duplicates == 2 and found.rows.first_duplicate == (f"{test}, row 0", f"{train}, row 0")
-    assert "2 prompts stood before" in texts(found, "note")[0] and not found.has_errors
+    assert "2 prompts are repeated" in texts(found, "note")[0] and not found.has_errors
 
 
 def test_prompts_that_went_through_a_template_are_noticed(model, tmp_path):
     found = look(model, write(tmp_path, [row("<|im_start|>user\nWhat?<|im_end|>"), *sums(3)]))
-    assert "1 prompts have '<|im_start|>' written out" in texts(found, "warning")[0]
+    assert "1 prompts contain '<|im_start|>'" in texts(found, "warning")[0]
 
 
 def test_images_are_opened_and_counted_against_their_placeholders(model, tmp_path):

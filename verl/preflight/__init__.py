@@ -1,5 +1,5 @@
-"""What can be known about a run before it starts: configuration, machine, models, data, rewards; one check for all.
+"""Checks before a run starts: configuration, machine, models, data, rewards.
 
-``verl doctor``, ``verl check``, ``main_ppo --check``, ``trainer.dry_run=true`` and the start of a run ask it, and
-show the same findings. No Ray, no weights; no torch and no transformers where tokenizer.json and texts are enough.
+``verl doctor``, ``verl check``, ``main_ppo --check``, ``trainer.dry_run=true`` and the start of a run share them and
+report the same findings. No Ray, no weights; torch and transformers only if there is no tokenizer.json, or images.
 """

@@ -1,6 +1,7 @@
-"""The arithmetic of a run: prompts -> samples -> mini-batches -> micro-batches -> optimizer steps -> steps of the run.
+"""Batch arithmetic of a run, from prompts to optimizer steps, and the batch that cannot be filled.
 
-Every number comes with the options it is made of. Assumes that the rules hold.
+Prompts -> samples -> mini-batches -> micro-batches -> optimizer steps -> steps of the run. Every number comes with the
+options it depends on. Needs a configuration that has passed its validators.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from verl.batch.micro_batching import MicroBatching
+from verl.config.base import Problem
 from verl.config.batch import counted, optimizer_steps
 from verl.config.checks.base import ACTOR, REF, RM, ROLLOUT, models, trained_roles
 from verl.config.ppo import PPOConfig
@@ -17,24 +19,28 @@ from verl.preflight.report import Number
 if TYPE_CHECKING:
     from verl.preflight.data import Preview
 
+
 CPU_TOKENS = 1024
-"""Tokens beyond which no forward pass on a CPU is cut larger, but for a single row."""
+
+
+"""Most tokens of a forward pass on a CPU, except for a single longer row."""
+
 
 _WORLD = ("trainer.nnodes", "trainer.n_gpus_per_node")
 
 
 def derivation(config: PPOConfig, data: Preview) -> list[Number]:
-    """All numbers, from a prompt to the end of the run."""
-    return [*_batch(config), *_places(config), *_updates(config), *_scoring(config), *_run(config, data)]
+    """Return all numbers, from a prompt to the end of the run."""
+    return [*_batch(config), *_workers(config), *_updates(config), *_scoring(config), *_run(config, data)]
 
 
 def prompts_key(config: PPOConfig) -> str:
-    """The option that says how many prompts a step draws."""
+    """Return the option that sets the number of prompts of a step."""
     return "data.gen_batch_size" if config.data.gen_batch_size else "data.train_batch_size"
 
 
 def longest_row(config: PPOConfig) -> int:
-    """Tokens of prompt and response at most."""
+    """Return the most tokens of prompt and response together."""
     rollout = config.actor_rollout_ref.rollout
     return rollout.prompt_length + rollout.response_length
 
@@ -44,9 +50,10 @@ def _batch(config: PPOConfig) -> Iterator[Number]:
     key = "data.train_batch_size" if config.algorithm.filter_groups.enable else prompts_key(config)
     yield Number("prompts", prompts, f"{counted(prompts, 'prompt')} a step", (key,))
     if config.algorithm.filter_groups.enable:
-        drawn = config.data.prompts_per_step
-        text = f"drawn {drawn} at a time, until {prompts} groups differ in {config.algorithm.filter_groups.metric}"
-        yield Number("drawn", drawn, text, (prompts_key(config), "algorithm.filter_groups.enable"))
+        generated = config.data.prompts_per_step
+        metric = config.algorithm.filter_groups.metric
+        text = f"generated {generated} at a time, until {prompts} groups differ in {metric}"
+        yield Number("generated", generated, text, (prompts_key(config), "algorithm.filter_groups.enable"))
     text = f"{prompts} prompts x {counted(n, 'response')} = {prompts * n:,} samples"
     yield Number("samples", prompts * n, text, (key, f"{ROLLOUT}.n"))
     longest = longest_row(config)
@@ -57,7 +64,7 @@ def _batch(config: PPOConfig) -> Iterator[Number]:
     yield Number("tokens", longest, text, ("data.max_prompt_length", "data.max_response_length"))
 
 
-def _places(config: PPOConfig) -> Iterator[Number]:
+def _workers(config: PPOConfig) -> Iterator[Number]:
     trainer, rollout = config.trainer, config.actor_rollout_ref.rollout
     text = f"{trainer.nnodes} x {trainer.n_gpus_per_node} = {counted(trainer.world_size, 'worker')} on {trainer.device}"
     yield Number("workers", trainer.world_size, text, _WORLD)
@@ -117,11 +124,11 @@ def _update_keys(key: str, role: Any) -> tuple[str, ...]:
 
 
 def rows_of_a_forward(config: PPOConfig, split: MicroBatching, rows: int, sp: int) -> int:
-    """Of ``rows`` rows as long as can be, those that one forward pass holds; ``sp`` devices share it."""
-    most = split.size if split.size is not None else (split.max_tokens or 0) * sp // longest_row(config)
+    """Return how many of ``rows`` rows of maximum length one forward pass holds; ``sp`` devices share it."""
+    size = split.size if split.size is not None else (split.max_tokens or 0) * sp // longest_row(config)
     if config.trainer.device == "cpu":
-        most = min(most, CPU_TOKENS // longest_row(config))
-    return max(1, min(most, rows))
+        size = min(size, CPU_TOKENS // longest_row(config))
+    return max(1, min(size, rows))
 
 
 def _micro(
@@ -145,9 +152,7 @@ def _scoring(config: PPOConfig) -> Iterator[Number]:
     if shared.actor.skip_old_log_probs:
         yield Number("old log-probs", 0, "those of the update's own forwards", (f"{ACTOR}.skip_old_log_probs",))
     elif config.algorithm.rollout_correction.bypass_mode:
-        yield Number(
-            "old log-probs", 0, "those the samples were drawn with", ("algorithm.rollout_correction.bypass_mode",)
-        )
+        yield Number("old log-probs", 0, "those of the rollout engine", ("algorithm.rollout_correction.bypass_mode",))
     else:
         passes.append(("old log-probs", ROLLOUT, shared.rollout.log_prob_split, shared.actor, "log_prob"))
     if config.scores_reference:
@@ -157,10 +162,10 @@ def _scoring(config: PPOConfig) -> Iterator[Number]:
     if config.reward_model.enable:
         passes.append(("reward model", RM, config.reward_model.forward_split, config.reward_model, "forward"))
     for name, key, split, section, prefix in passes:
-        mine = -(-rows // config.dp_size(section))
+        rank_rows = -(-rows // config.dp_size(section))
         size = f"{key}.micro_batch_size_per_gpu" if key == RM else f"{key}.{prefix}_micro_batch_size_per_gpu"
         keys = (size,) if split.size is not None else (f"{key}.{prefix}_max_token_len_per_gpu",)
-        yield _micro(config, name, mine, split, section.ulysses_sequence_parallel_size, keys, "scored in")
+        yield _micro(config, name, rank_rows, split, section.ulysses_sequence_parallel_size, keys, "scored in")
 
 
 def _run(config: PPOConfig, data: Preview) -> Iterator[Number]:
@@ -191,7 +196,7 @@ def _run(config: PPOConfig, data: Preview) -> Iterator[Number]:
 
 
 def total_steps(config: PPOConfig, data: Preview) -> int | None:
-    """Training steps of the run; None where the rows cannot be counted."""
+    """Return the training steps of the run; None if the rows cannot be counted."""
     if config.trainer.total_training_steps:
         return config.trainer.total_training_steps
     if data.train_rows is None:
@@ -205,3 +210,15 @@ def _many(number: int, one: str, several: str) -> str:
 
 def _short(key: str) -> str:
     return {ACTOR: "actor", REF: "reference", RM: "reward model"}.get(key, key)
+
+
+def unfilled_batch(config: PPOConfig, data: Preview) -> Iterator[Problem]:
+    """Find a batch that is larger than the data; a run would stop."""
+    batch, count, prompts = prompts_key(config), data.train_rows, config.data.prompts_per_step
+    if count is not None and 0 < count < prompts:
+        yield Problem(
+            batch,
+            f"{batch}={prompts} is larger than the {count} rows of data.train_files: no batch could be filled. Lower "
+            "it or add prompts.",
+            ("data.train_files",),
+        )

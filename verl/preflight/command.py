@@ -1,7 +1,7 @@
-"""The doors to the check: ``verl doctor``, ``verl check``, ``main_ppo --check``, ``trainer.dry_run=true``, a run.
+"""Entry points of the checks: ``verl doctor``, ``verl check``, ``main_ppo --check``, ``trainer.dry_run=true``, a run.
 
-What they find, and their exit codes, are the same; each shows it in its own way. 0: it can run; 1: it can, and
-``--strict`` has warnings; 2: it cannot.
+Findings and exit codes are the same; the output differs. Exit codes: 0: it can run; 1: it can, and ``--strict`` has
+warnings; 2: it cannot.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 def doctor(
     argv: Sequence[str] | None = None, *, config_name: str = "ppo_trainer", config_path: str | None = None
 ) -> int:
-    """Examine a command line, print the report, and return the exit code.
+    """Check a command line, print the report, and return the exit code.
 
     Args:
         argv: words and flags. None: this process's.
@@ -104,20 +104,20 @@ def _print(report: Report, as_json: bool = False, strict: bool = False) -> int:
 
 
 def _own_flags(arguments: list[str]) -> tuple[dict[str, str], list[str]]:
-    """The doctor's flags with their values, and everything else."""
+    """Return the doctor's own flags with their values, and all other words."""
     own: dict[str, str] = {}
     rest: list[str] = []
-    waiting = iter(arguments)
-    for word in waiting:
+    words = iter(arguments)
+    for word in words:
         name, has_value, value = word.partition("=")
         if word in ("--json", "--strict", "--elsewhere"):
             own[word] = "true"
         elif name in ("--gpu-mem", "--gpus"):
-            own[name] = value if has_value else next(waiting, "")
-        elif word != "--check":  # of the main job, and what happens here anyway
+            own[name] = value if has_value else next(words, "")
+        elif word != "--check":  # a flag of the main job, implied here
             rest.append(word)
     if "--gpus" in own and not own["--gpus"].isdigit():
-        raise ValueError(f"--gpus {own['--gpus']} is no number of GPUs. Say --gpus 8.")
+        raise ValueError(f"--gpus {own['--gpus']} is not a number of GPUs. Use --gpus 8.")
     return own, rest
 
 
@@ -130,10 +130,10 @@ def _machine(own: dict[str, str]) -> Machine:
 
 
 def _bytes(text: str) -> int:
-    """``80GB``, ``80G``, ``81559MiB`` or a number of bytes."""
+    """Parse ``80GB``, ``80G``, ``81559MiB`` or a number of bytes."""
     match = re.fullmatch(r"([\d.]+)\s*([KMGT]?)(?:i?B)?", text.strip(), re.IGNORECASE)
     if match is None:
-        raise ValueError(f"--gpu-mem {text} is no size. Say --gpu-mem 80GB.")
+        raise ValueError(f"--gpu-mem {text} is not a size. Use --gpu-mem 80GB.")
     return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
@@ -141,7 +141,7 @@ def _bytes(text: str) -> int:
 
 
 def asks_for_a_run(arguments: Sequence[str]) -> bool:
-    """Whether these words train, rather than ask for a text."""
+    """Whether these words start a training run, rather than print help or a report."""
     flags = [word for word in arguments if word.startswith("-") and not word.startswith(("--config", "-c"))]
     return not flags and not any(map(_DRY.match, arguments))
 
@@ -153,7 +153,7 @@ def run_or_examine(
     config_name: str = "ppo_trainer",
     config_path: str | None = None,
 ) -> Any:
-    """Call ``run`` with the checked tree; with ``--check`` or ``trainer.dry_run=true`` say what is found instead.
+    """Call ``run`` with the checked configuration; with ``--check`` or ``trainer.dry_run=true`` print a report instead.
 
     Raises:
         SystemExit: after a dry run with its exit code, and as ``run_from_command_line``.
@@ -169,7 +169,7 @@ def run_or_examine(
 
 
 def _before_the_run(loaded: Any, flags: dict[str, Any]) -> bool:
-    """Examine a composed command line; whether the run is to start.
+    """Check a composed command line and return whether the run is to start.
 
     Raises:
         SystemExit: after a dry run, with its exit code.
@@ -182,7 +182,7 @@ def _before_the_run(loaded: Any, flags: dict[str, Any]) -> bool:
     if not loaded.problems and loaded.config.trainer.dry_run:
         raise SystemExit(_print(report))
     starts = not report.errors and not flags.get("check")
-    tell(report, with_notes=bool(flags.get("check")), begins_log=starts)
+    print_warnings(report, with_notes=bool(flags.get("check")), begins_log=starts)
     if report.errors:
         raise ConfigError([finding.text for finding in report.errors])
     if flags.get("check"):
@@ -195,8 +195,8 @@ def _before_the_run(loaded: Any, flags: dict[str, Any]) -> bool:
     return True
 
 
-def tell(report: Report, with_notes: bool = False, begins_log: bool = False) -> None:
-    """Print what is doubtful about a run, whose log may begin with it."""
+def print_warnings(report: Report, with_notes: bool = False, begins_log: bool = False) -> None:
+    """Print the warnings about a run, or write them to the beginning of its log."""
     for finding in (*(report.notes if with_notes else ()), *report.warnings):
         line = f"{finding.level}: {finding.text}"
         if begins_log:
@@ -210,7 +210,7 @@ def tell(report: Report, with_notes: bool = False, begins_log: bool = False) -> 
 
 @plain_ending()
 def check(argv: Sequence[str] | None = None) -> int:
-    """Check data files, or all that a command line names; returns the exit code."""
+    """Check data files, or everything a command line names; returns the exit code."""
     parser = _parser()
     options, words = parser.parse_known_args(list(sys.argv[1:] if argv is None else argv))
     files = [word for word in words if _is_file(word)]
@@ -243,7 +243,7 @@ def check(argv: Sequence[str] | None = None) -> int:
 def _show(report: Report, as_json: bool) -> int:
     if report.data is None:
         return _print(report, as_json)
-    from verl.preflight.picture import show, to_json
+    from verl.preflight.report import show, to_json
 
     if as_json:
         print(json.dumps(to_json(report.data, report), ensure_ascii=False, indent=1, default=str))
@@ -255,7 +255,7 @@ def _show(report: Report, as_json: bool) -> int:
 def _unread(key: str) -> Any:
     from verl.preflight.report import Finding
 
-    return Finding("note", f"{key} has no effect on data: it was not looked at.", (key,))
+    return Finding("note", f"{key} has no effect on data: it was not checked.", (key,))
 
 
 def _is_file(word: str) -> bool:
@@ -268,10 +268,10 @@ def _in_full(word: str) -> str:
 
 
 def read_options(words: Sequence[str], files: Sequence[str] = ()) -> tuple[Any, set[str]]:
-    """The typed tree of ``key=value`` words about data, and the keys they set.
+    """Return the configuration of ``key=value`` words about data, and the keys they set.
 
     Args:
-        files: in place of ``data.train_files``.
+        files: instead of ``data.train_files``.
 
     Raises:
         ConfigError: an unknown key or a value that does not fit; names the nearest key.
@@ -309,15 +309,15 @@ def read_options(words: Sequence[str], files: Sequence[str] = ()) -> tuple[Any, 
 def _limits(options: argparse.Namespace) -> Any:
     from verl.preflight.data import Limits
 
-    usual = Limits()
-    tokens = None if options.all else usual.tokens if options.tokens is None else options.tokens
-    rows = sys.maxsize if options.all else usual.rows
+    default = Limits()
+    tokens = None if options.all else default.tokens if options.tokens is None else options.tokens
+    rows = sys.maxsize if options.all else default.rows
     scored, patience = options.score, options.patience
     return Limits(
-        usual.prompts if options.prompts is None else options.prompts,
+        default.prompts if options.prompts is None else options.prompts,
         tokens,
-        usual.scored if scored is None else scored,
-        usual.patience if patience is None else patience,
+        default.scored if scored is None else scored,
+        default.patience if patience is None else patience,
         rows,
         asks_judge=scored is not None,
     )

@@ -1,6 +1,6 @@
-"""What a run needs of this machine and its network: devices, packages, room on disks, services, functions in files.
+"""Checks of this machine and its network: devices, packages, disk space, services, functions in files.
 
-Knows no torch: devices are those the driver's own tool shows.
+No torch: devices are listed by ``nvidia-smi``.
 """
 
 import ast
@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 from verl.config.base import Problem, did_you_mean, get_path, leaves
 from verl.config.checks.base import ACTOR, ROLLOUT, models, trained_roles
 from verl.config.ppo import PPOConfig
-from verl.preflight.report import shown_bytes
+from verl.preflight.report import format_bytes
 from verl.utils.distribution import install_command
 from verl.utils.import_utils import is_package_available, split_file_name
 
@@ -33,21 +33,22 @@ _LOGGER_PACKAGES = {
 
 
 def missing_services(config: PPOConfig) -> Iterator[Problem]:
-    """Addresses the configuration names that nobody answers at."""
-    asked: dict[tuple[str, int], bool] = {}
+    """Find services of the configuration that do not answer."""
+    answers: dict[tuple[str, int], bool] = {}
     for key, url in _urls(config):
         parts = urlsplit(url)
         try:
-            place = (parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80))
+            address = (parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80))
         except ValueError:
-            yield Problem(key, f"{key}={url} is no address: its port is no number. Write http://HOST:PORT.")
+            yield Problem(key, f"{key}={url} is not an address: its port is not a number. Write http://HOST:PORT.")
             continue
-        if place not in asked:
-            asked[place] = _answers(*place)
-        if not asked[place]:
+        if address not in answers:
+            answers[address] = _answers(*address)
+        if not answers[address]:
+            host, port = address
             yield Problem(
                 key,
-                f"{key}={url} cannot be reached: nobody answers at {place[0]} port {place[1]} within {_CONNECT_S:g} s. "
+                f"{key}={url} cannot be reached: no service answers at {host} port {port} within {_CONNECT_S:g} s. "
                 "Start the service, or correct the address.",
             )
 
@@ -74,37 +75,37 @@ def _answers(host: str, port: int) -> bool:
 
 
 class Machine(NamedTuple):
-    """The machine a run is examined for."""
+    """The machine that a run is checked for."""
 
     gpu_bytes: int | None = None
-    """Memory of one GPU; None: not known, and nothing is compared."""
+    """Memory of one GPU; None: unknown, and not compared."""
     gpus: int | None = None
-    """GPUs in place of ``trainer.n_gpus_per_node``."""
+    """GPUs instead of ``trainer.n_gpus_per_node``."""
     is_this: bool = True
-    """False: devices and packages of this one tell nothing."""
+    """False: the devices and packages of this machine are not checked."""
     is_gpu_given: bool = False
-    """Whether somebody asked whether a model fits ``gpu_bytes``."""
+    """Whether the user gave ``gpu_bytes``, so that exceeding it is an error."""
 
 
 def runs_here(config: PPOConfig, machine: Machine) -> bool:
-    """Whether the workers would be on this machine, where its devices and packages can be seen."""
+    """Whether the workers would run on this machine, so that its devices and packages matter."""
     trainer = config.trainer
     is_cluster = trainer.nnodes > 1 or trainer.controller == "ray" and "RAY_ADDRESS" in os.environ
     return machine.is_this and not is_cluster
 
 
 def missing_devices(config: PPOConfig, machine: Machine) -> Iterator[Problem]:
-    """Devices the configuration asks for beyond those of this machine."""
-    trainer, beside = config.trainer, config.rollout_beside
+    """Find devices that the configuration needs and this machine does not have."""
+    trainer, rollout_gpus = config.trainer, config.rollout_beside
     count = cuda_devices() if trainer.device == "cuda" and runs_here(config, machine) else None
     if count is None:
         return
-    elsewhere = "to examine a run on another machine, say --elsewhere"
+    elsewhere = "to check a run on another machine, add --elsewhere"
     if count == 0:
         yield Problem(
             "trainer.device",
-            "trainer.device=cuda, and this machine shows no CUDA device. Pass trainer.device=cpu to run here, or look "
-            f"at the driver with `nvidia-smi` and at CUDA_VISIBLE_DEVICES; {elsewhere}.",
+            "trainer.device=cuda, and this machine has no CUDA device. Pass trainer.device=cpu to run here, or check "
+            f"the driver with `nvidia-smi`, and CUDA_VISIBLE_DEVICES; {elsewhere}.",
         )
     elif trainer.n_gpus_per_node > count:
         yield Problem(
@@ -112,10 +113,10 @@ def missing_devices(config: PPOConfig, machine: Machine) -> Iterator[Problem]:
             f"trainer.n_gpus_per_node={trainer.n_gpus_per_node}, and this machine has {count} CUDA devices. Lower it "
             f"to that number; {elsewhere}.",
         )
-    elif trainer.n_gpus_per_node + beside > count:
+    elif trainer.n_gpus_per_node + rollout_gpus > count:
         yield Problem(
             "trainer.n_gpus_per_node",
-            f"trainer.n_gpus_per_node={trainer.n_gpus_per_node} and the rollout's {beside} ({ROLLOUT}.nnodes x "
+            f"trainer.n_gpus_per_node={trainer.n_gpus_per_node} and the rollout's {rollout_gpus} ({ROLLOUT}.nnodes x "
             f"n_gpus_per_node) are more than the {count} CUDA devices of this machine. Lower one of them, or share "
             f"devices with actor_rollout_ref.hybrid_engine=true; {elsewhere}.",
         )
@@ -123,21 +124,21 @@ def missing_devices(config: PPOConfig, machine: Machine) -> Iterator[Problem]:
 
 @lru_cache(maxsize=1)
 def _gpus() -> list[int] | None:
-    """Bytes of each GPU the driver shows; None where there may be some and nobody tells."""
+    """Return the bytes of each GPU the driver lists, or None if that cannot be determined."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         may_be = glob("/dev/nvidia[0-9]*") or any(map(os.path.exists, ("/dev/kfd", "/dev/dxg", "/dev/nvhost-gpu")))
         return None if may_be else []
     command = [tool, "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     try:
-        shown = subprocess.run(command, capture_output=True, text=True, timeout=5, check=False).stdout.split()
+        sizes = subprocess.run(command, capture_output=True, text=True, timeout=5, check=False).stdout.split()
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return [int(size) << 20 if size.isdigit() else 0 for size in shown]
+    return [int(size) << 20 if size.isdigit() else 0 for size in sizes]
 
 
 def cuda_devices() -> int | None:
-    """CUDA devices this process may use; None where that cannot be told."""
+    """Return the number of CUDA devices this process may use, or None if that cannot be determined."""
     gpus, visible = _gpus(), os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None or gpus is None:
         return None if gpus is None else len(gpus)
@@ -149,12 +150,12 @@ def cuda_devices() -> int | None:
 
 
 def gpu_memory_here() -> int | None:
-    """Memory of this machine's first GPU, bytes; None without one."""
+    """Return the bytes of this machine's first GPU, or None without one."""
     return (_gpus() or [None])[0] or None if os.environ.get("CUDA_VISIBLE_DEVICES") != "" else None
 
 
 def missing_packages(config: PPOConfig, machine: Machine) -> Iterator[Problem]:
-    """Optional packages the configuration asks for that are not installed here."""
+    """Find optional packages that the configuration needs and that are not installed here."""
     loggers = config.trainer.logger
     for name in [loggers] if isinstance(loggers, str) else loggers:
         package = _LOGGER_PACKAGES.get(name)
@@ -162,7 +163,7 @@ def missing_packages(config: PPOConfig, machine: Machine) -> Iterator[Problem]:
             yield Problem(
                 "trainer.logger",
                 f"trainer.logger={name} needs the package {package}, which is not installed. Install it with `pip "
-                f"install {package}`, or take {name} out.",
+                f"install {package}`, or remove {name}.",
             )
     backend = config.actor_rollout_ref.rollout.trace.backend
     if backend in ("weave", "mlflow") and not is_package_available(backend):
@@ -174,19 +175,19 @@ def missing_packages(config: PPOConfig, machine: Machine) -> Iterator[Problem]:
         )
     if not runs_here(config, machine):
         return
-    wanted: dict[str, str] = {}
+    required: dict[str, str] = {}
     for key, role in models(config).items():
         if role.strategy == "deepspeed":
-            wanted[f"{key}.strategy"] = "deepspeed"
+            required[f"{key}.strategy"] = "deepspeed"
     for key, role, _ in trained_roles(config):
         if role.optim.optimizer == "AdamW8bit":
-            wanted[f"{key}.optim.optimizer"] = "torchao"
+            required[f"{key}.optim.optimizer"] = "torchao"
     for place in ("actor_rollout_ref.model", *(["critic.model"] if config.uses_critic else [])):
         if get_path(config, place).lora_rank:
-            wanted[f"{place}.lora_rank"] = "peft"
+            required[f"{place}.lora_rank"] = "peft"
     if config.actor_rollout_ref.model.use_liger:
-        wanted["actor_rollout_ref.model.use_liger"] = "liger_kernel"
-    for key, package in wanted.items():
+        required["actor_rollout_ref.model.use_liger"] = "liger_kernel"
+    for key, package in required.items():
         if not is_package_available(package):
             extra = package.partition("_")[0]
             yield Problem(
@@ -199,26 +200,26 @@ def missing_packages(config: PPOConfig, machine: Machine) -> Iterator[Problem]:
         yield Problem(
             f"{ROLLOUT}.name",
             f"{ROLLOUT}.name={name} is not installed on this machine. Install it with bash scripts/install_engines.sh "
-            f"{name}, or set {ROLLOUT}.name=hf; to examine a run on another machine, say --elsewhere.",
+            f"{name}, or set {ROLLOUT}.name=hf; to check a run on another machine, add --elsewhere.",
         )
 
 
 def room_for_checkpoints(config: PPOConfig, size: int | None) -> Iterator[tuple[str, Problem]]:
-    """(level, problem) where checkpoints of ``size`` bytes each do not fit where they would be written."""
+    """Yield (level, problem) if checkpoints of ``size`` bytes each do not fit on their disk."""
     trainer = config.trainer
     if size is None or trainer.save_freq <= 0 or "://" in trainer.default_local_dir:
         return
     folder = Path(trainer.default_local_dir).expanduser().absolute()
-    there = next((place for place in (folder, *folder.parents) if place.is_dir()), None)
-    if there is None:
+    existing = next((parent for parent in (folder, *folder.parents) if parent.is_dir()), None)
+    if existing is None:
         return
-    free, kept = shutil.disk_usage(there).free, trainer.max_actor_ckpt_to_keep
+    free, kept = shutil.disk_usage(existing).free, trainer.max_actor_ckpt_to_keep
     at_a_time = 2 if kept is None else kept + 1  # the newest is written before the oldest goes
-    key, place = "trainer.default_local_dir", f"trainer.default_local_dir={trainer.default_local_dir}"
+    key, setting = "trainer.default_local_dir", f"trainer.default_local_dir={trainer.default_local_dir}"
     if size > free:
         text = (
-            f"{place} has room for {shown_bytes(free)}, and one checkpoint takes about {shown_bytes(size)}. Name a "
-            "larger place"
+            f"{setting} has room for {format_bytes(free)}, and one checkpoint takes about {format_bytes(size)}. Name a "
+            "folder on a larger disk"
         )
         yield (
             "error",
@@ -228,27 +229,27 @@ def room_for_checkpoints(config: PPOConfig, size: int | None) -> Iterator[tuple[
         )
     elif size * at_a_time > free:
         text = (
-            f"{place} has room for {shown_bytes(free)}, and {at_a_time} checkpoints take about "
-            f"{shown_bytes(size * at_a_time)}"
+            f"{setting} has room for {format_bytes(free)}, and {at_a_time} checkpoints take about "
+            f"{format_bytes(size * at_a_time)}"
         )
         yield (
             "warning",
             Problem(
                 key,
-                f"{text} (trainer.max_actor_ckpt_to_keep). Keep fewer, or name a larger place.",
+                f"{text} (trainer.max_actor_ckpt_to_keep). Keep fewer, or name a folder on a larger disk.",
                 ("trainer.max_actor_ckpt_to_keep",),
             ),
         )
 
 
 def names_in_files(config: PPOConfig) -> Iterator[Problem]:
-    """Functions and classes that the Python files the configuration names do not define."""
-    asked = [
+    """Find functions and classes that the configured Python files do not define."""
+    names = [
         ("data.custom_cls.path", "data.custom_cls.name", config.data.custom_cls.name),
         ("data.sampler.class_path", "data.sampler.class_name", config.data.sampler.class_name),
         ("data.datagen.path", "data.datagen.name", config.data.datagen.name),
     ]
-    for path_key, key, name in asked:
+    for path_key, key, name in names:
         path = get_path(config, path_key)
         if path and name:
             yield from _missing_name(key, f"{key}={name}", path, name)
@@ -259,7 +260,7 @@ def names_in_files(config: PPOConfig) -> Iterator[Problem]:
 
 
 def missing_modules(config: PPOConfig) -> Iterator[Problem]:
-    """Modules to be imported that Python does not find, and templates that are none."""
+    """Find modules that cannot be imported, and chat templates that are neither Jinja nor a file."""
     key, name = "actor_rollout_ref.model.external_lib", config.actor_rollout_ref.model.external_lib
     for one in filter(None, (part.strip() for part in (name or "").split(","))):
         if not is_package_available(one.partition(".")[0]):
@@ -277,23 +278,23 @@ def missing_modules(config: PPOConfig) -> Iterator[Problem]:
         )
 
 
-def _missing_name(key: str, shown: str, path: str, name: str) -> Iterator[Problem]:
+def _missing_name(key: str, setting: str, path: str, name: str) -> Iterator[Problem]:
     file = Path(path).expanduser()
     if not file.is_file():
         return
     try:
         tree = ast.parse(file.read_text(encoding="utf-8"))
     except (SyntaxError, UnicodeDecodeError, ValueError) as error:
-        yield Problem(key, f"{shown} cannot be loaded: {path} is no Python ({error}). Correct it.")
+        yield Problem(key, f"{setting} cannot be loaded: {path} is not valid Python ({error}). Correct it.")
         return
     defined, is_open = _defined(tree.body)
     if name not in defined and not is_open:
         hint = did_you_mean(name, sorted(defined)).rstrip("?")
-        yield Problem(key, f"{shown} is not defined in {path}{hint}. Define it there, or give the name of what is.")
+        yield Problem(key, f"{setting} is not defined in {path}{hint}. Define it there, or correct the name.")
 
 
 def _defined(body: list[ast.stmt]) -> tuple[set[str], bool]:
-    """Names that statements bind, and whether they may bind others that cannot be seen."""
+    """Return the names that statements bind, and whether they may bind further, unknown ones."""
     names: set[str] = set()
     is_open = False
     for node in body:

@@ -1,8 +1,8 @@
-"""How many bytes each phase of a step takes on one device, part by part.
+"""Estimate of the memory of each phase of a step on one device, part by part.
 
-What is counted: weights as they are kept and as layers compute with them, gradients, optimizer state, what a forward
-pass keeps for its backward pass, chunks of logits, the engine's weights and cache; on a CPU also what the C library
-does not give back. ``benchmarks/memory_estimate.py`` holds it against what processes really take.
+Counted are stored and gathered weights, gradients, optimizer state, activations, chunks of logits, the rollout
+engine's weights and cache; on a CPU also freed memory that the C library keeps. ``benchmarks/memory_estimate.py``
+compares it with measurements.
 """
 
 from __future__ import annotations
@@ -15,25 +15,29 @@ from verl.config.checks.base import ACTOR, REF, RM, ROLLOUT, sharded
 from verl.config.model_info import MODEL, ModelFacts, facts_of
 from verl.config.ppo import PPOConfig
 from verl.preflight.arithmetic import longest_row, pipeline_stages, rows_of_a_forward
-from verl.preflight.report import PhaseMemory
+from verl.preflight.machine import Machine, gpu_memory_here
+from verl.preflight.report import Finding, PhaseMemory, Report, format_bytes
+from verl.telemetry.memory import host_memory
 
 PROCESS = {"cpu": 560 << 20, "cuda": 600 << 20}
-"""What a process takes before any model: libraries in host memory, or the CUDA context on a device."""
+"""Bytes of a process before any model: libraries in host memory, or the CUDA context on a device."""
 _KEEP_ON_CPU = 1 << 30
-"""Activations up to this size are kept on a CPU even with gradient checkpointing."""
+"""Largest activations that are stored on a CPU even with gradient checkpointing."""
 _SMALL_BLOCK = 32 << 20
-"""Smaller blocks that are freed stay with the C library until it is asked for them, before the rollout sleeps."""
+"""Smaller freed blocks stay with the C library until malloc_trim, before the rollout engine sleeps."""
+_CERTAIN = 1.25
+"""Ratio of estimate to memory above which it is an error; estimates were within 0.8 to 1.2 of measurements."""
 _STAYS = {"checkpoint": 0.9, "rollout": 0.6}
-"""Phase after an update -> share of such blocks that is still there, as measured."""
+"""Phase after an update -> measured share of such blocks that is still allocated."""
 
 
-def cells(config: PPOConfig, split: MicroBatching, rows: int, sp: int) -> int:
-    """Tokens of the largest forward on one device, padding included."""
+def tokens_of_forward(config: PPOConfig, split: MicroBatching, rows: int, sp: int) -> int:
+    """Return the tokens of the largest forward pass on one device, padding included."""
     return rows_of_a_forward(config, split, rows, sp) * longest_row(config) // sp
 
 
 def memory_plan(config: PPOConfig, gpu_bytes: int | None = None) -> list[PhaseMemory]:
-    """Bytes on one device (with ``trainer.device=cpu``: of one process) in each phase; empty if no model is at hand."""
+    """Return the bytes on one device (on a CPU: of one process) in each phase; empty without a local config.json."""
     roles = {role.key: role for role in roles_memory(config)}
     actor = roles.get(ACTOR)
     if actor is None:
@@ -48,7 +52,7 @@ def memory_plan(config: PPOConfig, gpu_bytes: int | None = None) -> list[PhaseMe
     loading = sum(_small(role.facts, role.weights) for role in roles.values()) if device == "cpu" else 0
     phases = [PhaseMemory("start", process | _resident(roles, ACTOR, started=False) | {"freed": loading})]
     if shared.hybrid_engine:
-        # the engine takes its memory of what was freed
+        # the engine reuses freed blocks
         left = max(0, int(_STAYS["rollout"] * freed) - sum(rollout.values()))
         phases.append(PhaseMemory("rollout", process | _resident(roles, None) | rollout | {"freed": left}))
     passes = [("log-probs", ACTOR, shared.rollout.log_prob_split), ("ref log-probs", REF, shared.ref.log_prob_split)]
@@ -76,10 +80,54 @@ def memory_plan(config: PPOConfig, gpu_bytes: int | None = None) -> list[PhaseMe
     return [phase._replace(way_out=_way_out(config, phase)) for phase in phases]
 
 
+def add_memory(report: Report, config: PPOConfig, machine: Machine) -> None:
+    """Add the memory plan to a report, and a finding if it exceeds the memory there is."""
+    gpu_bytes = machine.gpu_bytes or (
+        gpu_memory_here() if machine.is_this and config.trainer.device == "cuda" else None
+    )
+    report.memory = memory_plan(config, gpu_bytes)
+    if not report.memory:
+        path = config.actor_rollout_ref.model.path
+        report.memory_notes = [f"  not estimated: no local config.json of {MODEL}.path={path}"]
+        return
+    facts = facts_of(config, "actor")
+    counted = "counted from the weights' headers" if facts.is_stored else "counted from config.json"
+    report.memory_notes.append(f"  {facts.parameters / 1e6:,.1f}M parameters, {counted}")
+    worst = max(report.memory, key=lambda phase: phase.total)
+    if config.trainer.device == "cpu":
+        workers = config.trainer.n_gpus_per_node * (1 if config.actor_rollout_ref.hybrid_engine else 2)
+        needed, available = worst.total * workers, host_memory()
+        report.memory_notes.append(f"  {workers} on this machine: {format_bytes(needed)} of {format_bytes(available)}")
+        limit, key = f"{format_bytes(available)} of this machine", "trainer.n_gpus_per_node"
+    elif gpu_bytes:
+        needed, available = worst.total, gpu_bytes
+        report.memory_notes.append(
+            f"  at most {needed / available:.0%} of a GPU with {format_bytes(available)}, in phase {worst.phase}"
+        )
+        limit, key = f"{format_bytes(available)} of a GPU (--gpu-mem)", f"{ACTOR}.fsdp_config.param_offload"
+    else:
+        report.memory_notes.append("  add --gpu-mem 80GB (and --gpus 8) to compare this with a GPU")
+        return
+    if needed > available:
+        level = "error" if machine.is_gpu_given or needed > _CERTAIN * available else "warning"
+        text = (
+            f"{MODEL}.path={config.actor_rollout_ref.model.path} needs about {format_bytes(needed)} in phase "
+            f"{worst.phase}, "
+            f"more than the {limit}. Most of it is {worst.largest}: {worst.way_out}."
+        )
+        report.findings.append(Finding(level, text, (f"{MODEL}.path", key, f"{ROLLOUT}.gpu_memory_utilization")))
+    elif needed > 0.92 * available:
+        text = (
+            f"phase {worst.phase} needs about {format_bytes(needed)} of the {limit}: fragmentation may exceed it. "
+            f"{worst.largest}: {worst.way_out}."
+        )
+        report.findings.append(Finding("warning", text, (f"{MODEL}.path", key)))
+
+
 def _resident(
     roles: dict[str, RoleMemory], busy: str | None, updates: bool = False, started: bool = True
 ) -> dict[str, int]:
-    """Weights, gradients and optimizer states on the device while ``busy`` runs."""
+    """Return weights, gradients and optimizer states on the device while the role ``busy`` runs."""
     parts = {
         f"{role.name} weights": role.weights for key, role in roles.items() if key == busy or not role.leaves_weights
     }
@@ -93,7 +141,7 @@ def _resident(
 
 def _forward(config: PPOConfig, role: RoleMemory, split: MicroBatching, rows: int, device: str) -> dict[str, int]:
     sp = get_path(config, role.key).ulysses_sequence_parallel_size
-    tokens = cells(config, split, rows, sp)
+    tokens = tokens_of_forward(config, split, rows, sp)
     parts = {"copies of weights": role.gathered, "activations": passing(role.facts, role.compute, tokens)}
     return parts | (
         {"logits": logits(role.facts, role.compute, _responses(config, tokens), device, False)}
@@ -103,18 +151,18 @@ def _forward(config: PPOConfig, role: RoleMemory, split: MicroBatching, rows: in
 
 
 def _freed(config: PPOConfig, roles: dict[str, RoleMemory]) -> int:
-    """Bytes of small blocks that the updates free."""
-    found = 0
+    """Return the bytes of small blocks that the updates free."""
+    largest = 0
     for key in (ACTOR, "critic"):
         if key in roles:
             role, parts = roles[key], _update(config, roles[key], "cpu")
-            gone = 0 if role.keeps_gradients else role.gradients
-            found = max(found, _small(role.facts, gone + parts.get("sums of gradients", 0)) + parts["activations"])
-    return found
+            freed = 0 if role.keeps_gradients else role.gradients
+            largest = max(largest, _small(role.facts, freed + parts.get("sums of gradients", 0)) + parts["activations"])
+    return largest
 
 
 def _small(facts: ModelFacts, size: int) -> int:
-    """Of ``size`` bytes over all weights, those in matrices below ``_SMALL_BLOCK``."""
+    """Return the share of ``size`` bytes over all weights that lies in matrices below ``_SMALL_BLOCK``."""
     per_number = size / max(1, facts.parameters)
     outside = facts.embedding * (1 if facts.is_tied else 2)
     found = outside if facts.embedding * per_number < _SMALL_BLOCK else 0
@@ -123,7 +171,7 @@ def _small(facts: ModelFacts, size: int) -> int:
 
 
 def _responses(config: PPOConfig, tokens: int) -> int:
-    """Those of ``tokens`` tokens of whole rows that are scored."""
+    """Return how many of ``tokens`` tokens of whole rows are response tokens."""
     return tokens * config.actor_rollout_ref.rollout.response_length // longest_row(config)
 
 
@@ -132,7 +180,7 @@ def _update(config: PPOConfig, role: RoleMemory, device: str) -> dict[str, int]:
     model = config.actor_rollout_ref.model if role.key == ACTOR else config.critic.model
     sp = section.ulysses_sequence_parallel_size
     rows = -(-section.ppo_mini_batch_size * config.actor_rollout_ref.rollout.n // config.dp_size(section))
-    tokens = cells(config, section.update_split, rows, sp)
+    tokens = tokens_of_forward(config, section.update_split, rows, sp)
     recomputes = model.enable_gradient_checkpointing
     if device == "cpu" and activations(role.facts, role.compute, tokens, False) <= _KEEP_ON_CPU:
         recomputes = False
@@ -141,8 +189,8 @@ def _update(config: PPOConfig, role: RoleMemory, device: str) -> dict[str, int]:
         kept = kept_bytes_per_token(role.facts, role.compute) * tokens
     parts = {"copies of weights": role.gathered, "activations": kept}
     if device == "cpu" and section.strategy.startswith("fsdp") and rows * longest_row(config) > tokens * sp:
-        # several micro-batches are summed whole, and reduced with the last
-        parts["sums of gradients"] = trained_numbers(config, role.key, role.facts) * BYTES["fp32"]
+        # gradients of several micro-batches are summed unsharded, and reduced with the last
+        parts["sums of gradients"] = trained_parameters(config, role.key, role.facts) * BYTES["fp32"]
     if role.key == ACTOR:
         parts["logits"] = logits(role.facts, role.compute, _responses(config, tokens), device, True)
     return parts
@@ -157,7 +205,7 @@ def _rollout(config: PPOConfig, facts: ModelFacts, gpu_bytes: int | None) -> dic
     rows = -(-config.data.prompts_per_step * rollout.n // replicas)
     cache = min(rows, rollout.max_num_seqs) * longest_row(config) * facts.cached_numbers_per_token * size // parts_of
     if config.trainer.device != "cpu" and rollout.name != "hf" and gpu_bytes:
-        # the engine takes its share of the device, whatever the samples need
+        # the engine allocates its share of the device, however little the samples need
         cache = max(0, int(gpu_bytes * rollout.gpu_memory_utilization) - weights)
     elif config.trainer.device != "cpu" and gpu_bytes:
         cache = min(cache, int(gpu_bytes * rollout.gpu_memory_utilization))
@@ -165,22 +213,22 @@ def _rollout(config: PPOConfig, facts: ModelFacts, gpu_bytes: int | None) -> dic
 
 
 def checkpoint_bytes(config: PPOConfig) -> int | None:
-    """Bytes that one checkpoint of all trained roles takes on disk; None if the actor's model is not at hand."""
+    """Return the bytes of one checkpoint of all trained roles on disk; None without a local config.json."""
     total = 0
     for role in roles_memory(config):
         if role.key not in (ACTOR, "critic"):
             continue
         section, facts = get_path(config, role.key), role.facts
-        contents, trained = section.checkpoint.save_contents, trained_numbers(config, role.key, facts)
-        place = section.model.fsdp_config if role.key == "critic" else section.fsdp_config
-        kept = BYTES[place.master_dtype]
+        contents, trained = section.checkpoint.save_contents, trained_parameters(config, role.key, facts)
+        sharding = section.model.fsdp_config if role.key == "critic" else section.fsdp_config
+        kept = BYTES[sharding.master_dtype]
         total += trained * kept * ("model" in contents) + facts.parameters * kept * ("hf_model" in contents)
         total += 2 * trained * kept * ("optimizer" in contents)
     return total or None
 
 
 def _way_out(config: PPOConfig, phase: PhaseMemory) -> str:
-    """Options that make the largest part of a phase smaller."""
+    """Return the options that reduce the largest part of a phase."""
     critic_is_busy = phase.phase in ("values", "update critic") or phase.largest.startswith("critic")
     key, model = ("critic", "critic.model") if critic_is_busy else (ACTOR, MODEL)
     section, place = get_path(config, key), "critic.model.fsdp_config" if critic_is_busy else f"{ACTOR}.fsdp_config"
@@ -226,23 +274,23 @@ class RoleMemory(NamedTuple):
     name: str
     key: str
     weights: int
-    """As they are kept."""
+    """As they are stored."""
     gathered: int
-    """Further copies of weights while layers compute."""
+    """Temporary copies of weights while layers compute."""
     gradients: int
     optimizer: int
     facts: ModelFacts
     compute: int
     """Bytes of a number in forward and backward."""
     leaves_weights: bool
-    """Weights are on the host while the role is idle."""
+    """Whether weights are offloaded to the host while the role is idle."""
     leaves_optimizer: bool
     keeps_gradients: bool
-    """Their memory stays taken between updates."""
+    """Whether their memory stays allocated between updates."""
 
 
 def roles_memory(config: PPOConfig) -> list[RoleMemory]:
-    """Every role with a model of its own whose config.json is at hand."""
+    """Return every role with its own model and a local config.json."""
     names = {ACTOR: "actor", REF: "ref", "critic": "critic", RM: "reward_model"}
     found = []
     for key, place in sharded(config).items():
@@ -257,8 +305,8 @@ def roles_memory(config: PPOConfig) -> list[RoleMemory]:
     return found
 
 
-def trained_numbers(config: PPOConfig, key: str, facts: ModelFacts) -> int:
-    """Numbers of a role's model that the optimizer changes."""
+def trained_parameters(config: PPOConfig, key: str, facts: ModelFacts) -> int:
+    """Return the number of trained parameters of a role."""
     if key not in (ACTOR, "critic"):
         return 0
     rank = get_path(config, MODEL if key == ACTOR else "critic.model").lora_rank
@@ -271,7 +319,7 @@ def trained_numbers(config: PPOConfig, key: str, facts: ModelFacts) -> int:
 
 def _role(config: PPOConfig, key: str, place: str, facts: ModelFacts) -> RoleMemory:
     section, sharding = get_path(config, key), get_path(config, place)
-    trained, numbers = trained_numbers(config, key, facts), facts.parameters
+    trained, numbers = trained_parameters(config, key, facts), facts.parameters
     compute = BYTES[sharding.compute_dtype]
     kept = BYTES[sharding.master_dtype] if trained else compute
     frozen_bytes = (numbers - trained) * compute if 0 < trained < numbers else 0
@@ -288,7 +336,7 @@ def _role(config: PPOConfig, key: str, place: str, facts: ModelFacts) -> RoleMem
         )
         ranks = 1
     else:
-        # the outermost unit stays gathered through a pass, and two layers are at a time
+        # the outermost unit stays gathered during a pass, and two layers are gathered at a time
         outside = facts.embedding * (1 if facts.is_tied else 2)
         needs_copy = ranks > 1 or compute != kept
         gathered = (outside + (2 if ranks > 1 else 1) * facts.layer) * compute if needs_copy else 0
@@ -321,7 +369,7 @@ def _shards(config: PPOConfig, section: Any, sharding: Any) -> int:
 def _zero(
     zero: Any, numbers: int, trained: int, compute: int, kept: int, ranks: int, trains: bool
 ) -> tuple[int, int, int, int]:
-    """(weights, gathered, gradients, optimizer with fp32 weights) of DeepSpeed on one rank."""
+    """Return the bytes of (weights, gathered, gradients, optimizer with fp32 weights) of DeepSpeed on one rank."""
     stage = zero.zero_stage
     weights = numbers * compute // (ranks if stage == 3 else 1)
     if not trains:
@@ -343,10 +391,10 @@ def _zero(
 
 
 def kept_bytes_per_token(facts: ModelFacts, compute: int) -> int:
-    """Bytes one layer keeps of a token for its backward pass.
+    """Return the activation bytes of one layer per token.
 
-    Norms keep their input, twice in fp32; attention its input, queries, keys, values and output; the MLP its input and
-    four vectors of its own width.
+    Norms store their input, twice in fp32; attention its input, queries, keys, values and output; the MLP its input
+    and four vectors of its own width.
     """
     h, wide, narrow = facts.hidden, facts.heads * facts.head_size, facts.kv_heads * facts.head_size
     norms = 2 * h * (2 * compute + 4)
@@ -358,7 +406,7 @@ def kept_bytes_per_token(facts: ModelFacts, compute: int) -> int:
 
 
 def activations(facts: ModelFacts, compute: int, tokens: int, recomputes: bool) -> int:
-    """Bytes kept between forward and backward of ``tokens`` tokens."""
+    """Return the activation bytes of ``tokens`` tokens stored between forward and backward."""
     layer = kept_bytes_per_token(facts, compute) * tokens
     if recomputes:
         return facts.layers * facts.hidden * compute * tokens + layer
@@ -366,19 +414,19 @@ def activations(facts: ModelFacts, compute: int, tokens: int, recomputes: bool) 
 
 
 def passing(facts: ModelFacts, compute: int, tokens: int) -> int:
-    """Bytes of a forward pass that keeps nothing: one layer's widest moment."""
+    """Return the peak bytes of a forward pass without gradients: the widest point of one layer."""
     wide = max(3 * facts.inner * (facts.active_experts if facts.experts else 1), 4 * facts.heads * facts.head_size)
     return (wide + 4 * facts.hidden) * compute * tokens
 
 
 def logits(facts: ModelFacts, compute: int, tokens: int, device: str, trains: bool) -> int:
-    """Bytes of the chunks that logits of ``tokens`` tokens are made in; in training also gradients of embeddings."""
+    """Return the bytes of the chunks of logits of ``tokens`` tokens; in training also gradients of embeddings."""
     size = 4 if device == "cuda" else compute
     whole = tokens * facts.vocab * size
     chunk = min(_LOGITS_CHUNK[device], whole)
     copies = (4 if trains else 3) if device == "cuda" else 1
     if not trains:
         return copies * chunk
-    # the head's is summed over chunks in fp32; the input embedding has one of its own, also where the two are tied
+    # the head's gradient is summed over chunks in fp32; the input embedding has its own, even if the two are tied
     head = facts.embedding * (compute + (4 if whole > chunk else 0))
     return copies * chunk + head + facts.embedding * compute

@@ -1,8 +1,7 @@
-"""Prompts as the trainer writes and counts them, without transformers where a folder holds ``tokenizer.json``.
+"""Rendering and token counts of prompts without transformers, if the model folder has ``tokenizer.json``.
 
-From a model's folder to one prompt, to those of a table, to how long they are; rows that show something to a model
-with a processor need that processor, and with it transformers. Agrees with ``hf_tokenizer`` and
-``apply_chat_template`` (tests/preflight/test_prompts.py).
+``import transformers`` would take a second of every check. Rows with images or videos need the model's processor and
+with it transformers. Agrees with ``hf_tokenizer`` and ``apply_chat_template`` (tests/preflight/test_prompts.py).
 """
 
 from __future__ import annotations
@@ -22,31 +21,31 @@ import numpy as np
 from verl.config.model_info import TOKENIZERS, find_folder
 from verl.data.table import DataError, RowTable
 from verl.data.vision import open_image, with_image_parts
-from verl.preflight.rows import prompt_column, read_prompt
+from verl.preflight.rows import evenly_spaced, prompt_column, read_prompt
 
 if TYPE_CHECKING:
     from verl.data.vision import ImagePrompts
 
 _CHAT_MARKS = ("<|im_start|>", "<|start_header_id|>", "<start_of_turn>", "[INST]", "<｜User｜>", "<|user|>")
-"""How the templates of widespread models begin a turn."""
+"""Beginnings of turns in the templates of common models."""
 
 _CONFIG, _TOKENIZER, _TEMPLATE = "tokenizer_config.json", "tokenizer.json", "chat_template.jinja"
 
 
 class PromptReader(NamedTuple):
-    """How a model's tokenizer reads prompts."""
+    """Tokenizer and chat template of a model."""
 
     encode: Callable[[list[str]], list[list[int]]]
-    """Token ids of texts that are ready."""
+    """Rendered texts -> token ids."""
     template: str | None
     """The chat template; None: prompts must be plain text."""
     variables: Mapping[str, Any]
-    """What the template may name beside the messages: special tokens and ``data.apply_chat_template_kwargs``."""
+    """Further variables of the template: special tokens and ``data.apply_chat_template_kwargs``."""
     special_tokens: tuple[str, ...]
-    """Texts that become one special token each."""
+    """Texts of the special tokens."""
 
     def text(self, prompt: str | Sequence[Mapping[str, Any]]) -> str:
-        """A prompt ready for :attr:`encode`: messages through the template, a plain string as one user message.
+        """Render a prompt: the template is applied to messages; a plain string is one user message.
 
         Raises:
             DataError: there is no template for messages, or it refuses them.
@@ -71,7 +70,7 @@ class PromptReader(NamedTuple):
 
 
 def template_marks(reader: PromptReader | None) -> re.Pattern[str]:
-    """Finds in a text what a chat template writes: special tokens, and marks of well-known templates."""
+    """Return a pattern of what chat templates write: special tokens, and markers of common templates."""
     special = reader.special_tokens if reader else ()
     names = {*_CHAT_MARKS, *(name for name in special if len(name) > 2 and not name.isalnum())}
     return re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True))))
@@ -83,7 +82,7 @@ def read_folder(
     template_kwargs: Mapping[str, Any] | None = None,
     trust_remote_code: bool = False,
 ) -> PromptReader:
-    """The reader of a model folder, or of a hub id that was downloaded before or can be reached.
+    """Load tokenizer and template of a model folder, or of a hub id that was downloaded or can be reached.
 
     Raises:
         ValueError: there is no tokenizer.
@@ -132,7 +131,7 @@ def has_processor(name_or_path: str) -> bool:
 def _through_transformers(
     path: str, custom_template: str | None, kwargs: dict[str, Any], trust_remote_code: bool
 ) -> PromptReader:
-    """For folders without ``tokenizer.json``: slower to load, and any kind of tokenizer."""
+    """Load any kind of tokenizer, for folders without ``tokenizer.json``; slower."""
     from verl.utils.tokenizer import hf_tokenizer
 
     tokenizer = hf_tokenizer(path, chat_template=custom_template, trust_remote_code=trust_remote_code)
@@ -148,7 +147,7 @@ def _through_transformers(
 
 
 def _find(path: str, name: str) -> str | None:
-    """A file of a model folder or of a hub id; None where there is none."""
+    """Return the path of a file of a model folder or hub id, or None if there is none."""
     if os.path.isdir(path):
         file = os.path.join(path, name)
         return file if os.path.isfile(file) else None
@@ -158,7 +157,7 @@ def _find(path: str, name: str) -> str | None:
 
     try:
         return hf_hub_download(path, name)
-    except (OSError, ValueError):  # what it raises for a file that is not there, and without network
+    except (OSError, ValueError):  # raised for a missing file, and without network
         return None
 
 
@@ -191,13 +190,13 @@ def _template(path: str, settings: Mapping[str, Any]) -> str | None:
 
 @functools.lru_cache(maxsize=8)
 def compiled(template: str) -> Any:
-    """A chat template as transformers compiles it: sandboxed, with its filters, globals and ``{% generation %}``."""
+    """Compile a chat template as transformers does: sandboxed, with its filters, globals and ``{% generation %}``."""
     import jinja2
     from jinja2.ext import Extension, loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        """Marks what the assistant says; nothing is made of it here."""
+        """The block around assistant messages, which is rendered without its marks."""
 
         tags = {"generation"}
 
@@ -224,51 +223,51 @@ def compiled(template: str) -> Any:
 
 
 class Prompts:
-    """Prompts by position.
+    """Prompts of a table by position.
 
     Args:
         config: the ``data`` section.
-        reader: of the model's folder.
-        shown: the model's processor; None: images and videos are not counted.
+        reader: tokenizer and template.
+        processor: of the model; None: images and videos are not counted.
     """
 
     def __init__(
-        self, table: RowTable, config: Mapping[str, Any], reader: PromptReader, shown: ImagePrompts | None = None
+        self, table: RowTable, config: Mapping[str, Any], reader: PromptReader, processor: ImagePrompts | None = None
     ):
-        self.table, self.reader, self.shown = table, reader, shown
+        self.table, self.reader, self.processor = table, reader, processor
         self.config = config
         keys = {"image": config["image_key"], "video": config["video_key"]}
-        kinds = ["image", *(["video"] if shown is not None and shown.takes_videos else [])]
-        self.keys = {kind: keys[kind] for kind in kinds if keys[kind] in table.column_names} if shown else {}
+        kinds = ["image", *(["video"] if processor is not None and processor.takes_videos else [])]
+        self.keys = {kind: keys[kind] for kind in kinds if keys[kind] in table.column_names} if processor else {}
 
     def texts(self, positions: Sequence[int]) -> list[str | DataError]:
-        """The prompts through the chat template; what it refuses is an error in its place."""
+        """Render prompts; one that the template refuses is returned as an error."""
         prompts = self.table.select(positions).column(prompt_column(self.config))
         return [self._text(read_prompt(prompt, self.config)) for prompt in prompts]
 
     def lengths(self, positions: Sequence[int], texts: Sequence[str]) -> list[int]:
-        """Tokens of rendered prompts.
+        """Return the number of tokens of rendered prompts.
 
         Raises:
             DataError: an image or video cannot be counted; names the row.
         """
         if not self.keys:
             return [len(ids) for ids in self.reader.encode(list(texts))]
-        chosen = self.table.select(positions)
-        held = {kind: chosen.column(key) for kind, key in self.keys.items()}
-        found = []
+        rows = self.table.select(positions)
+        media = {kind: rows.column(key) for kind, key in self.keys.items()}
+        lengths = []
         for number, (position, text) in enumerate(zip(positions, texts, strict=True)):
             try:
-                found.append(self._length(text, {kind: column[number] or [] for kind, column in held.items()}))
+                lengths.append(self._length(text, {kind: column[number] or [] for kind, column in media.items()}))
             except ValueError as error:
                 raise DataError(f"{self.table.where(position)}: {error}") from error
-        return found
+        return lengths
 
-    def _length(self, text: str, held: Mapping[str, Sequence[Any]]) -> int:
+    def _length(self, text: str, media: Mapping[str, Sequence[Any]]) -> int:
         from verl.data.vision import process_video
 
-        images = [open_image(image) for image in held.get("image", ())]
-        return self.shown.num_tokens(text, images, [process_video(video) for video in held.get("video", ())])
+        images = [open_image(image) for image in media.get("image", ())]
+        return self.processor.num_tokens(text, images, [process_video(video) for video in media.get("video", ())])
 
     def _text(self, prompt: Any) -> str | DataError:
         if self.keys and isinstance(prompt, str) and self.reader.template is not None:
@@ -282,7 +281,7 @@ class Prompts:
 
 
 def processor_of(folder: str, trust_remote_code: bool = False) -> ImagePrompts | None:
-    """The processor of a model that sees; None for a model of text."""
+    """Return the processor of a vision-language model, or None for a text model."""
     if not has_processor(folder):
         return None
     from verl.data.vision import ImagePrompts
@@ -304,19 +303,19 @@ class Lengths:
 
     unit: str
     counted: int
-    """Prompts the statistics are of."""
+    """Number of prompts in the statistics."""
     shortest: int
     median: float
     mean: float
     p95: float
     longest: int
-    """Of all that were looked at, those that may be too long included."""
+    """Longest of all counted prompts, including those counted because they may be too long."""
     histogram: list[tuple[int, int, int]]
     """(from, to, prompts): a length lies in ``[from, to)``."""
     overlong: int
     """Prompts over ``data.max_prompt_length``."""
     is_overlong_exact: bool
-    """Whether every prompt that may be too long was counted."""
+    """Whether all prompts that may be too long were counted."""
 
 
 def measure(
@@ -324,66 +323,68 @@ def measure(
     limit: int,
     positions: np.ndarray,
     sizes: np.ndarray,
-    wanted: int | None,
+    num_counted: int | None,
     also: Sequence[int] = (),
 ) -> tuple[Lengths | None, dict[int, int], list[tuple[int, str]]]:
-    """Lengths of the prompts at ``positions``; tokens by position; positions that the chat template refuses, and why.
+    """Return lengths of the prompts at ``positions``, tokens by position, and (position, reason) of refused prompts.
 
     Args:
         limit: ``data.max_prompt_length``.
         sizes: bytes of each prompt's text, in the order of ``positions``.
-        wanted: prompts to count, evenly spread, and how many that may be too long beside these; None: all.
-        also: positions to render whatever is drawn.
+        num_counted: prompts to count, evenly spaced, and most further ones that may be too long; None: all.
+        also: positions to count in any case.
     """
     count = len(positions)
     is_chosen = np.zeros(count, bool)
-    is_chosen[np.arange(count) if wanted is None or count <= wanted else np.arange(wanted) * count // wanted] = True
+    is_chosen[list(evenly_spaced(count, num_counted))] = True
     is_chosen[np.flatnonzero(np.isin(positions, list(also)))] = True
     known, overhead, refused = _count(prompts, positions[is_chosen], sizes[is_chosen])
     lengths = np.array(list(known.values()), np.int64)
-    is_doubtful = ~is_chosen
+    may_be_overlong = ~is_chosen
     if not prompts.keys:
         # A token is at least one byte of text, so only prompts of more bytes than tokens allowed can be too long.
-        is_doubtful &= sizes + overhead > limit
-    doubtful = np.flatnonzero(is_doubtful)
-    doubtful = doubtful[np.argsort(-sizes[doubtful], kind="stable")]
-    looked_at = doubtful if wanted is None else doubtful[:wanted]
-    more, _, refused_more = _count(prompts, positions[looked_at], sizes[looked_at])
+        may_be_overlong &= sizes + overhead > limit
+    candidates = np.flatnonzero(may_be_overlong)
+    candidates = candidates[np.argsort(-sizes[candidates], kind="stable")]
+    counted = candidates if num_counted is None else candidates[:num_counted]
+    more, _, refused_more = _count(prompts, positions[counted], sizes[counted])
     known |= more
     refused += refused_more
     if not len(lengths):
         return None, known, refused
     overlong = sum(length > limit for length in known.values())
-    is_exact = len(looked_at) == len(doubtful)
+    is_exact = len(counted) == len(candidates)
     return _summary("tokens", lengths, max(known.values()), overlong, is_exact), known, refused
 
 
 def none_fits(
-    prompts: Prompts, limit: int, positions: np.ndarray, sizes: np.ndarray, known: Mapping[int, int], wanted: int
+    prompts: Prompts, limit: int, positions: np.ndarray, sizes: np.ndarray, known: Mapping[int, int], num_counted: int
 ) -> bool:
-    """Whether all of some prompts are too long, as far as the ``wanted`` smallest of them tell."""
+    """Whether all of some prompts are too long, judged by the ``num_counted`` smallest."""
     if any(known.get(position, limit + 1) <= limit for position in positions.tolist()):
         return False
-    smallest = [i for i in np.argsort(sizes, kind="stable").tolist() if int(positions[i]) not in known][:wanted]
+    smallest = [i for i in np.argsort(sizes, kind="stable").tolist() if int(positions[i]) not in known][:num_counted]
     more, _, _ = _count(prompts, positions[smallest], sizes[smallest])
     return all(length > limit for length in more.values()) and bool(len(positions))
 
 
 def in_bytes(sizes: np.ndarray) -> Lengths:
-    """Lengths where there is no tokenizer."""
+    """Return lengths in bytes, for want of a tokenizer."""
     return _summary("bytes", sizes, int(sizes.max()), 0, True)
 
 
 def _count(
     prompts: Prompts, positions: np.ndarray, sizes: np.ndarray
 ) -> tuple[dict[int, int], int, list[tuple[int, str]]]:
-    """Tokens of the prompts that can be rendered, the most bytes a template adds to one, and the others with why."""
+    """Return token counts of the prompts that can be rendered, the most bytes a template adds, and refused prompts."""
     lengths: dict[int, int] = {}
     overhead, refused = 0, []
     for begin in range(0, len(positions), _BLOCK):
         part = positions[begin : begin + _BLOCK].tolist()
         texts = prompts.texts(part)
-        refused += [(place, str(text)) for place, text in zip(part, texts, strict=True) if isinstance(text, DataError)]
+        refused += [
+            (position, str(text)) for position, text in zip(part, texts, strict=True) if isinstance(text, DataError)
+        ]
         good = [i for i, text in enumerate(texts) if isinstance(text, str)]
         overhead = max([overhead, *(len(texts[i].encode()) - int(sizes[begin + i]) for i in good)])
         counted = prompts.lengths([part[i] for i in good], [texts[i] for i in good])
@@ -409,7 +410,7 @@ def _summary(unit: str, lengths: np.ndarray, longest: int, overlong: int, is_exa
 
 
 def _edges(low: int, high: int, bins: int = 12) -> np.ndarray:
-    """At most about ``bins`` round edges around lengths from ``low`` to ``high``."""
+    """Return about ``bins`` round bin edges for lengths from ``low`` to ``high``."""
     width = max(1, -(-(high - low + 1) // bins))
     scale = 10 ** (len(str(width)) - 1)
     width = next(step * scale for step in (1, 2, 5, 10) if step * scale >= width)

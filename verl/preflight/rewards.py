@@ -1,30 +1,33 @@
-"""The run's reward function on rows of each data source: whether right and wrong answers earn what they should.
+"""Trial of the run's reward function on rows of each data source, with right and wrong answers.
 
-The function runs in the sandbox of a run: one that hangs, exits or crashes costs a process, and its row is named.
+The function runs in the sandbox of a run: if it hangs, exits or crashes, a process is lost and the row is named.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from verl.data.table import RowTable
+from verl.preflight.rows import evenly_spaced
 from verl.rewards.functions.calling import (
     BATCH_PARAMETERS,
     MANAGERS_OWN,
     PARAMETERS,
-    BySource,
     RawRewardFn,
     check_signature,
+    function_for,
     functions_of,
     is_built_in,
+    is_judged,
+    lacks_scorer,
     way_out_of,
 )
 from verl.rewards.functions.sources import reward_function
 from verl.rewards.functions.trial import Trial, TrialRow, try_function
-from verl.rewards.scorers import built_in_options, rule_of
-from verl.rewards.scorers.registry import SOURCES, has_scorer, is_for_judge
+from verl.rewards.scorers import built_in_options
+from verl.rewards.scorers.registry import SOURCES
 from verl.sandbox.outcomes import Outcome
 from verl.sandbox.pool import SlowStart
 from verl.utils.py_functional import convert_to_regular_types, nearest_name
@@ -33,22 +36,20 @@ if TYPE_CHECKING:
     from verl.preflight.data import Limits, Preview
 
 MANAGERS = ("naive", "prime", "dapo", "batch")
-"""Managers whose way of calling a function is known here."""
+"""Reward managers whose calls of a function are reproduced here."""
 
 _FUNCTION = ("custom_reward_function.path", "custom_reward_function.name")
 _START_S = 30.0
-"""Seconds a file has to be loaded; one that is slower is not tried."""
+"""Timeout in seconds of loading the file; a slower one is not tried."""
 _LONGEST_S = 30.0
-"""Seconds after which no other data source is tried."""
+"""Seconds after which no further data source is tried."""
 
 
 def scores_of_rows(config: Any, table: RowTable, found: Preview, limits: Limits) -> None:
     """Try the function on some rows of each data source."""
     rm, begin = config.reward_model, time.monotonic()
     if rm.reward_manager not in MANAGERS:
-        found.note(
-            f"reward_model.reward_manager={rm.reward_manager} is not tried: it calls functions in a way of its own."
-        )
+        found.note(f"reward_model.reward_manager={rm.reward_manager} is not tried: it is a user-defined manager.")
         return
     if rm.enable:
         found.note("Scores of a reward model (reward_model.enable=true) are not tried here; those of functions are.")
@@ -59,14 +60,15 @@ def scores_of_rows(config: Any, table: RowTable, found: Preview, limits: Limits)
     function = _function(config, reward_kwargs, found)
     if function is None:
         return
-    unknown = [] if rm.enable else [source for source in found.rows.sources if _has_no_scorer(config, function, source)]
+    options = built_in_options(rm)
+    unknown = [] if rm.enable else [source for source in found.rows.sources if lacks_scorer(function, source, options)]
     if rm.self_test == "off" and not limits.asks_judge:
         found.note("The reward function is not tried (reward_model.self_test=off).")
     for source, positions in found.rows.rows_of.items():
         if source in unknown or rm.self_test == "off" and not limits.asks_judge:
             continue
-        if not limits.asks_judge and _is_judged(config, function, source):
-            found.note(f"data_source={source!r} is scored by the judge, which is not asked here.")
+        if not limits.asks_judge and is_judged(function, source, options):
+            found.note(f"data_source={source!r} is scored by the judge, which is not called here.")
             continue
         if time.monotonic() - begin > _LONGEST_S:
             found.note(f"data_source={source!r} and those after it are not tried: scoring takes too long.")
@@ -74,7 +76,7 @@ def scores_of_rows(config: Any, table: RowTable, found: Preview, limits: Limits)
         scores = try_function(
             function,
             source,
-            [_row(table, int(positions[i]), source) for i in spread(len(positions), limits.scored)],
+            [_row(table, int(positions[i]), source) for i in evenly_spaced(len(positions), limits.scored)],
             found.rows.sources[source],
             is_batch=rm.reward_manager == "batch",
             timeout_s=limits.patience,
@@ -84,35 +86,30 @@ def scores_of_rows(config: Any, table: RowTable, found: Preview, limits: Limits)
         found.scores.append(scores)
         errors, warnings = scores.problems()
         would_stop = _would_stop(config, scores)
-        say = found.error if would_stop else found.warn
+        add = found.error if would_stop else found.warn
         if scores.error and would_stop:
             errors = [f"{text}\n{_way_out(config, function, scores)}" for text in errors]
         for text in errors:
-            say(text, *_blamed(config), "data.train_files")
+            add(text, *_function_options(config), "data.train_files")
         for text in warnings:
             found.note(text)
     if unknown:
-        shown = ", ".join(map(repr, unknown[:5])) + (", ..." if len(unknown) > 5 else "")
-        is_sure = rm.on_error == "stop" and config.data.train_max_samples < 0  # of some rows, not all sources come
+        names = ", ".join(map(repr, unknown[:5])) + (", ..." if len(unknown) > 5 else "")
+        # a sample of the rows may not have this source
+        is_certain = rm.on_error == "stop" and config.data.train_max_samples < 0
         hint = nearest_name(str(unknown[0]), SOURCES)
         positions = found.rows.rows_of.get(unknown[0], ())
         first = f" (first: {table.where(int(positions[0]))})" if len(positions) else ""
-        (found.error if is_sure else found.warn)(
-            f"There is no built-in scorer for {config.data.reward_fn_key}={shown}{first}.{hint} Name "
+        (found.error if is_certain else found.warn)(
+            f"There is no built-in scorer for {config.data.reward_fn_key}={names}{first}.{hint} Name "
             "a function of your own with custom_reward_function.path, for one source alone with "
             "reward_model.by_source, or correct the column (data.reward_fn_key).",
             "data.reward_fn_key",
         )
 
 
-def _has_no_scorer(config: Any, function: RawRewardFn | None, source: str) -> bool:
-    scores = function.function_for(source) if isinstance(function, BySource) else function
-    rule, _ = rule_of(source, built_in_options(config.reward_model).get("score_as"))
-    return is_built_in(scores) and not _is_judged(config, function, source) and not has_scorer(rule)
-
-
 def _function(config: Any, reward_kwargs: Mapping[str, Any], found: Preview) -> RawRewardFn | None:
-    """The run's function, in processes of its own; a finding where it cannot be loaded or called."""
+    """Load the run's function in processes of its own; add a finding if it cannot be loaded or called."""
     section, is_batch = config.custom_reward_function, config.reward_model.reward_manager == "batch"
     found.reward = f"{section.path}:{section.name}" if section.path else "built in, by data source"
     try:
@@ -138,7 +135,7 @@ def _function(config: Any, reward_kwargs: Mapping[str, Any], found: Preview) -> 
 
 
 def _would_stop(config: Any, scores: Trial) -> bool:
-    """Whether a run would stop at what was found; it waits longer for a score than one does here."""
+    """Whether a run would stop at these problems; a timeout here is no proof, as a run waits longer."""
     section = config.reward_model
     if scores.error:
         return scores.kind is not Outcome.TIMEOUT and section.on_error == "stop" and not section.max_errors
@@ -146,27 +143,24 @@ def _would_stop(config: Any, scores: Trial) -> bool:
 
 
 def _way_out(config: Any, function: RawRewardFn, scores: Trial) -> str:
-    """Out of a failure that would stop a run."""
-    function = function.function_for(scores.data_source) if isinstance(function, BySource) else function
-    key = None if is_built_in(function) else "/".join(key for key in _blamed(config) if not key.endswith(".name"))
+    """Return what to do about a failure that would stop a run."""
+    function = function_for(function, scores.data_source)
+    key = (
+        None
+        if is_built_in(function)
+        else "/".join(key for key in _function_options(config) if not key.endswith(".name"))
+    )
     way_out = way_out_of(scores.kind, key)
-    return f"{way_out} A function that fails on such made-up responses alone: reward_model.self_test=off tries none."
+    return f"{way_out} If a function fails only on these made-up responses, set reward_model.self_test=off."
 
 
-def _blamed(config: Any) -> tuple[str, ...]:
-    """Options that choose the function."""
+def _function_options(config: Any) -> tuple[str, ...]:
+    """Return the options that choose the function."""
     return (*(_FUNCTION if config.custom_reward_function.path else ()), *_by_source(config))
 
 
 def _by_source(config: Any) -> tuple[str, ...]:
     return ("reward_model.by_source",) if config.reward_model.by_source else ()
-
-
-def _is_judged(config: Any, function: RawRewardFn, source: str) -> bool:
-    """Whether the language model of ``reward_model.judge`` scores a data source."""
-    judge = config.reward_model.judge
-    scores = function.function_for(source) if isinstance(function, BySource) else function
-    return bool(judge.url) and is_built_in(scores) and is_for_judge(source, judge.data_sources)
 
 
 def _row(table: RowTable, position: int, source: str) -> TrialRow:
@@ -175,10 +169,3 @@ def _row(table: RowTable, position: int, source: str) -> TrialRow:
     return TrialRow(
         table.where(position), source, row["reward_model"]["ground_truth"], info if isinstance(info, dict) else {}
     )
-
-
-def spread(count: int, wanted: int | None) -> Sequence[int]:
-    """At most ``wanted`` of ``count`` positions, evenly spread, the first among them."""
-    if wanted is None or count <= wanted:
-        return range(count)
-    return [i * count // wanted for i in range(wanted)]

@@ -1,7 +1,7 @@
-"""The rows of some files: those no run can use and why, their data sources, the size of their prompts, duplicates.
+"""Row checks of data files: unusable rows with reasons, data sources, prompt sizes, duplicates.
 
-Every row is looked at with Arrow, by the data set's own rules; the first rows of each file once more as Python objects.
-Knows columns and values; no tokenizer, no rewards.
+Every row is checked with Arrow, by the same functions as in the dataset; the first rows of each file also as Python
+objects. No tokenizer or rewards here.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ _SLICE = 10_000
 """Rows turned into Python objects at a time."""
 
 _BYTES = 64 << 20
-"""Bytes of columns turned into Python objects at a time: rows with images are heavy."""
+"""Bytes of columns turned into Python objects at a time: rows with images are large."""
 
 _NAMED = 1000
-"""Bad rows that are kept with their reasons; the others are counted."""
+"""Most bad rows listed with their reasons; further ones are only counted."""
 
 
 @dataclass(frozen=True)
-class FileFacts:
+class FileInfo:
     """One data file."""
 
     path: str
     rows: int
-    """Lines that are no record included."""
+    """Including lines that are not records."""
     columns: dict[str, str]
     """Name -> Arrow's type."""
 
 
 @dataclass(frozen=True)
 class RowProblem:
-    """A row that a run could not use."""
+    """A row that a run cannot use."""
 
     file: str
     row: int
@@ -57,45 +57,45 @@ class RowProblem:
 
 
 @dataclass
-class RowFacts:
-    """What was found in the rows of all files."""
+class RowStatistics:
+    """Statistics and problems of the rows of all files."""
 
-    files: list[FileFacts] = field(default_factory=list)
+    files: list[FileInfo] == field(default_factory=list)
     unreadable: dict[str, str] = field(default_factory=dict)
     """Path -> why it cannot be read."""
     keys: dict[str, list[str]] = field(default_factory=dict)
-    """Path as it was given -> names of the files it stands for."""
+    """Path as it was given -> names of its files."""
     bad: list[RowProblem] = field(default_factory=list)
     num_bad: int = 0
     bad_of: Counter = field(default_factory=Counter)
-    """File -> bad rows."""
+    """File -> number of bad rows."""
     good: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
     """Positions, over all files, of rows whose prompt can be rendered."""
     sizes: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
     """Bytes of text in each prompt of ``good``."""
     kinds: dict[tuple[str, ...], int] = field(default_factory=dict)
-    """Roles of a prompt's messages -> the first position with them, among the rows looked at closely."""
+    """Roles of a prompt's messages -> the first position with these, among the rows checked closely."""
     sources: Counter = field(default_factory=Counter)
     """Data source -> rows."""
     rows_of: dict[str, np.ndarray] = field(default_factory=dict)
     """Data source -> positions of its rows that have a ground truth."""
     num_duplicates: int = 0
-    """Rows whose prompt (and images) stood before, in this file or another."""
+    """Rows whose prompt (and images) repeat an earlier row of any file."""
     first_duplicate: tuple[str, str] | None = None
-    """Where a prompt comes up again, and where it stood before."""
+    """Location of the first repeated prompt, and of the row it repeats."""
     without_user: list[str] = field(default_factory=list)
-    """Rows none of whose messages is of a user."""
+    """Rows without a user message."""
     marks: Counter = field(default_factory=Counter)
-    """What a chat template writes -> prompts that have it written out."""
+    """Chat template marker -> prompts that contain it."""
     agents: Counter = field(default_factory=Counter)
     """``agent_name`` -> rows."""
-    odd: dict[int, str] = field(default_factory=dict)
-    """Position -> why the row cannot be used, of those not noted yet."""
-    seen: dict[Any, int] = field(default_factory=dict, repr=False)
-    """Prompt and images -> where they stood first."""
+    bad_positions: dict[int, str] = field(default_factory=dict)
+    """Position -> why the row cannot be used; `finish_checks` adds these to ``bad``."""
+    first_positions: dict[Any, int] = field(default_factory=dict, repr=False)
+    """Prompt and images -> position of their first row."""
 
     def refuse(self, where: str, why: str) -> None:
-        """Note a row that cannot be used; ``where`` is as ``RowTable.where`` says it."""
+        """Add a row that cannot be used; ``where`` is in the format of ``RowTable.where``."""
         path, row = where.rsplit(", row ", 1)
         self.num_bad += 1
         self.bad_of[path] += 1
@@ -103,8 +103,8 @@ class RowFacts:
             self.bad.append(RowProblem(path, int(row), why))
 
 
-def open_files(paths: Sequence[str], config: Mapping[str, Any], facts: RowFacts) -> RowTable:
-    """All files that can be read, as one table; the others, and lines that are no record, are noted in ``facts``."""
+def open_files(paths: Sequence[str], config: Mapping[str, Any], stats: RowStatistics) -> RowTable:
+    """Open all readable files as one table; unreadable files and bad lines are added to ``stats``."""
     table = RowTable([], [])
     for path in dict.fromkeys(map(str, paths)):
         try:
@@ -114,142 +114,154 @@ def open_files(paths: Sequence[str], config: Mapping[str, Any], facts: RowFacts)
             if domains := config.get("domains"):
                 opened = in_domains(opened, domains, config["reward_fn_key"])
         except (OSError, ImportError, DataError) as error:
-            facts.unreadable[path] = str(error)
+            stats.unreadable[path] = str(error)
             continue
-        facts.keys[path] = list(opened.names)
-        known = {file.path for file in facts.files}  # two globs may share files
+        stats.keys[path] = list(opened.names)
+        known = {file.path for file in stats.files}  # two globs may share files
         opened = _only(opened, [i for i, name in enumerate(opened.names) if name not in known])
-        held = [i for i, part in enumerate(opened.tables) if part.num_rows]
-        table = table.followed_by(opened if len(held) == len(opened.tables) else _only(opened, held))
-        lost = Counter(row.where.rsplit(", row ", 1)[0] for row in opened.skipped)
+        filled = [i for i, part in enumerate(opened.tables) if part.num_rows]
+        table = table.followed_by(opened if len(filled) == len(opened.tables) else _only(opened, filled))
+        num_skipped = Counter(row.where.rsplit(", row ", 1)[0] for row in opened.skipped)
         for part, name in zip(opened.tables, opened.names, strict=True):
             kinds = {field.name: str(field.type) for field in part.schema}
-            facts.files.append(FileFacts(name, part.num_rows + lost[name], kinds))
+            stats.files.append(FileInfo(name, part.num_rows + num_skipped[name], kinds))
         for row in opened.skipped:
-            facts.refuse(row.where, row.why)
+            stats.refuse(row.where, row.why)
     return table
 
 
 def _only(table: RowTable, files: Sequence[int]) -> RowTable:
-    """Some files of a table that is as it was read."""
+    """Return some files of a table from which no rows were selected yet."""
     names = [table.names[i] for i in files]
     skipped = [row for row in table.skipped if row.where.rsplit(", row ", 1)[0] in names]
     return RowTable([table.tables[i] for i in files], names, [table._row_numbers[i] for i in files], skipped)
 
 
 def prompt_column(config: Mapping[str, Any]) -> str:
-    """The column of prompts."""
+    """Return the column of prompts."""
     return config.get("messages_key", None) or config["prompt_key"]
 
 
 def prompt_option(config: Mapping[str, Any]) -> str:
-    """The option that names it."""
+    """Return the option that names the column of prompts."""
     return "data.messages_key" if config.get("messages_key", None) else "data.prompt_key"
 
 
 def read_prompt(prompt: Any, config: Mapping[str, Any]) -> Any:
-    """A cell of :func:`prompt_column` as a prompt: of ``data.messages_key``, JSON is read.
+    """Return a cell of :func:`prompt_column` as a prompt; the JSON of ``data.messages_key`` is parsed.
 
     Raises:
-        ValueError: it is no JSON.
+        ValueError: it is not JSON.
     """
     return parse_messages(prompt) if config.get("messages_key", None) else prompt
 
 
-def look(
-    table: RowTable, config: Mapping[str, Any], facts: RowFacts, template: str | None, marks: re.Pattern, limit: int
+def check_prompts(
+    table: RowTable,
+    config: Mapping[str, Any],
+    stats: RowStatistics,
+    template: str | None,
+    marks: re.Pattern,
+    limit: int,
 ) -> None:
-    """Look at the prompt of every row.
+    """Check the prompt of every row.
 
     Args:
         config: the ``data`` section.
-        template: the chat template, whose roles are known beside the usual ones.
-        marks: finds what a chat template writes.
-        limit: rows of each file that are looked at closely.
+        template: the chat template, whose own roles are allowed in addition to the usual ones.
+        marks: pattern of chat template markers.
+        limit: rows of each file that are checked closely.
 
     Raises:
-        DataError: the column of prompts of a file holds something else.
+        DataError: the prompt column of a file has another type.
     """
-    key, odd = prompt_column(config), facts.odd
-    odd |= bad_prompts(table, key, known_roles(template), prompt_option(config), bool(config.get("messages_key", None)))
-    odd |= {i: why for i, why in bad_ground_truths(table).items() if i not in odd}
+    key, bad = prompt_column(config), stats.bad_positions
+    bad |= bad_prompts(table, key, known_roles(template), prompt_option(config), bool(config.get("messages_key", None)))
+    bad |= {i: why for i, why in bad_ground_truths(table).items() if i not in bad}
     if config.get("prompt_id_key", None) in table.column_names:
-        odd |= {i: why for i, why in bad_ids(table, config["prompt_id_key"]).items() if i not in odd}
+        bad |= {i: why for i, why in bad_ids(table, config["prompt_id_key"]).items() if i not in bad}
     for position, row in _first_rows(table, config, limit):
-        if position not in odd and (why := _closely(table, position, row, config, facts, marks)):
-            odd[position] = why
+        if position not in bad and (why := _check_closely(table, position, row, config, stats, marks)):
+            bad[position] = why
 
 
-def _closely(
-    table: RowTable, position: int, row: dict[str, Any], config: Mapping[str, Any], facts: RowFacts, marks: re.Pattern
+def _check_closely(
+    table: RowTable,
+    position: int,
+    row: dict[str, Any],
+    config: Mapping[str, Any],
+    stats: RowStatistics,
+    marks: re.Pattern,
 ) -> str | None:
-    """What is wrong with a row that has passed the rules of columns; notes what is doubtful."""
+    """Return what is wrong with a row that passed the column checks; updates the statistics."""
     prompt, image_key = read_prompt(row[prompt_column(config)], config), config["image_key"]
     if image_key in row and (why := _bad_image(row[image_key])):
         return why
     text = prompt_text(prompt)
     if not isinstance(prompt, str):
         roles = tuple(message["role"] for message in prompt)
-        facts.kinds.setdefault(roles, position)
+        stats.kinds.setdefault(roles, position)
         if "user" not in roles:
-            facts.without_user.append(table.where(position))
-    facts.marks.update(dict.fromkeys(marks.findall(text)).keys())
-    before = facts.seen.setdefault((text, _image_key(row.get(image_key))), position)
-    if before != position:
-        facts.num_duplicates += 1
-        facts.first_duplicate = facts.first_duplicate or (table.where(position), table.where(before))
+            stats.without_user.append(table.where(position))
+    stats.marks.update(dict.fromkeys(marks.findall(text)).keys())
+    first = stats.first_positions.setdefault((text, _image_key(row.get(image_key))), position)
+    if first != position:
+        stats.num_duplicates += 1
+        stats.first_duplicate = stats.first_duplicate or (table.where(position), table.where(first))
     return None
 
 
-def look_at_goals(table: RowTable, config: Mapping[str, Any], facts: RowFacts, needs_goal: bool, is_ours: bool) -> None:
-    """Look at what the reward of every row is made from.
+def check_ground_truths(
+    table: RowTable, config: Mapping[str, Any], stats: RowStatistics, needs_truth: bool, is_built_in: bool
+) -> None:
+    """Check the data source and ground truth of every row.
 
     Args:
         config: the ``data`` section.
-        needs_goal: whether a function is called with the ground truth.
-        is_ours: whether the built-in rules score, which want one that is not null.
+        needs_truth: whether a function is called with the ground truth.
+        is_built_in: whether the built-in rules score, which need a ground truth that is not null.
     """
-    start, key, found = 0, config["reward_fn_key"], {}
+    start, key, rows_of = 0, config["reward_fn_key"], {}
     for part in table.tables:
-        sources, (goals, is_model) = _texts(part, key), _goals(part)
-        facts.sources.update(map(str, sources))
-        facts.agents.update(name for name in _texts(part, "agent_name") if name is not None)
+        sources, (truths, is_model) = _texts(part, key), _ground_truth_states(part)
+        stats.sources.update(map(str, sources))
+        stats.agents.update(name for name in _texts(part, "agent_name") if name is not None)
         for row, source in enumerate(sources):
-            if goals[row] == 2 and source != "":
-                found.setdefault(str(source), []).append(start + row)
-        if needs_goal and "reward_model" in part.column_names:
-            lacking = (goals == 0) | ((goals == 1) & ~is_model if is_ours else False)
-            _add(facts.odd, start + np.flatnonzero(lacking), "reward_model has no ground_truth")
-        if needs_goal and is_ours and key in part.column_names:
+            if truths[row] == 2 and source != "":
+                rows_of.setdefault(str(source), []).append(start + row)
+        if needs_truth and "reward_model" in part.column_names:
+            lacking = (truths == 0) | ((truths == 1) & ~is_model if is_built_in else False)
+            _add(stats.bad_positions, start + np.flatnonzero(lacking), "reward_model has no ground_truth")
+        if needs_truth and is_built_in and key in part.column_names:
             empty = np.array([start + row for row, source in enumerate(sources) if source in (None, "")], np.int64)
-            _add(facts.odd, empty, f"{key!r} is empty, so no scorer is chosen (data.reward_fn_key)")
+            _add(stats.bad_positions, empty, f"{key!r} is empty, so no scorer is chosen (data.reward_fn_key)")
         start += part.num_rows
-    facts.rows_of = {source: np.array(rows, np.int64) for source, rows in found.items()}
+    stats.rows_of = {source: np.array(rows, np.int64) for source, rows in rows_of.items()}
 
 
-def _add(odd: dict[int, str], positions: np.ndarray, why: str) -> None:
+def _add(bad: dict[int, str], positions: np.ndarray, why: str) -> None:
     for position in positions.tolist():
-        odd[position] = f"{odd[position]}; {why}" if position in odd else why
+        bad[position] = f"{bad[position]}; {why}" if position in bad else why
 
 
-def settle(table: RowTable, config: Mapping[str, Any], facts: RowFacts) -> None:
-    """Note the bad rows, and the size of the others' prompts."""
-    for position, why in sorted(facts.odd.items()):
-        facts.refuse(table.where(position), why)
+def finish_checks(table: RowTable, config: Mapping[str, Any], stats: RowStatistics) -> None:
+    """Record the bad rows, and the prompt sizes of the good ones."""
+    for position, why in sorted(stats.bad_positions.items()):
+        stats.refuse(table.where(position), why)
     is_good = np.ones(len(table), bool)
-    is_good[list(facts.odd)] = False
+    is_good[list(stats.bad_positions)] = False
     sizes = [_sizes(part, prompt_column(config)) for part in table.tables]
-    facts.good = np.flatnonzero(is_good)
-    facts.sizes = np.concatenate([np.zeros(0, np.int64), *sizes])[facts.good]
+    stats.good = np.flatnonzero(is_good)
+    stats.sizes = np.concatenate([np.zeros(0, np.int64), *sizes])[stats.good]
 
 
 def _texts(part: pa.Table, key: str) -> list[Any]:
-    """Values of a column; Nones where the file has none."""
+    """Return the values of a column; Nones if the file does not have it."""
     return part[key].to_pylist() if key in part.column_names else [None] * part.num_rows
 
 
-def _goals(part: pa.Table) -> tuple[np.ndarray, np.ndarray]:
-    """Of each row: 2 it has a ground truth, 1 that is null, 0 it has no such field; and whether a model is to judge."""
+def _ground_truth_states(part: pa.Table) -> tuple[np.ndarray, np.ndarray]:
+    """Return of each row 2 (has a ground truth), 1 (null) or 0 (no such field); and whether its style is model."""
     nothing = np.zeros(part.num_rows, np.int8), np.zeros(part.num_rows, bool)
     if "reward_model" not in part.column_names:
         return nothing
@@ -273,7 +285,7 @@ def _goals(part: pa.Table) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _first_rows(table: RowTable, config: Mapping[str, Any], limit: int) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Position and columns of the first rows of each file, few at a time."""
+    """Yield position and columns of the first rows of each file, read in small slices."""
     names = [prompt_column(config), config["image_key"]]
     start = 0
     for part in table.tables:
@@ -286,7 +298,7 @@ def _first_rows(table: RowTable, config: Mapping[str, Any], limit: int) -> Itera
 
 
 def _sizes(part: pa.Table, key: str) -> np.ndarray:
-    """Bytes of text of each prompt, exactly where they are texts or messages of text, else at most."""
+    """Return the bytes of text of each prompt: exact for texts and messages of text, else an upper bound."""
     column = part[key].combine_chunks() if part[key].num_chunks != 1 else part[key].chunk(0)
     if pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
         return pc.fill_null(pc.binary_length(column), 0).to_numpy(zero_copy_only=False).astype(np.int64)
@@ -302,7 +314,7 @@ def _sizes(part: pa.Table, key: str) -> np.ndarray:
 
 
 def prompt_text(prompt: str | Sequence[Mapping[str, Any]]) -> str:
-    """All that a prompt says, in one text."""
+    """Return the contents of a prompt as one text."""
     if isinstance(prompt, str):
         return prompt
     contents = [message.get("content") for message in prompt]
@@ -310,7 +322,7 @@ def prompt_text(prompt: str | Sequence[Mapping[str, Any]]) -> str:
 
 
 def _bad_image(images: Any) -> str | None:
-    """Why the first image of a row that cannot be opened cannot."""
+    """Return the error of the first image of a row that cannot be opened."""
     for number, image in enumerate(_listed(images)):
         try:
             open_image(image)
@@ -320,10 +332,17 @@ def _bad_image(images: Any) -> str | None:
 
 
 def _image_key(images: Any) -> tuple:
-    """Equal for equal images."""
-    held = (image if isinstance(image, Mapping) else {"path": image} for image in _listed(images))
-    return tuple(image.get("bytes") or str(image.get("path")) for image in held)
+    """Return a key that is equal for equal images."""
+    images = (image if isinstance(image, Mapping) else {"path": image} for image in _listed(images))
+    return tuple(image.get("bytes") or str(image.get("path")) for image in images)
 
 
 def _listed(value: Any) -> list[Any]:
     return [] if value is None else value if isinstance(value, list) else [value]
+
+
+def evenly_spaced(count: int, limit: int | None) -> Sequence[int]:
+    """Return at most ``limit`` of ``count`` positions, evenly spaced, including the first."""
+    if limit is None or count <= limit:
+        return range(count)
+    return [i * count // limit for i in range(limit)]

@@ -8,7 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from verl.rewards.scorers import default_compute_score
+from verl.rewards.scorers import default_compute_score, has_scorer, rule_of
+from verl.rewards.scorers.registry import is_for_judge
 from verl.sandbox.messages import name_of
 from verl.sandbox.outcomes import Failure, NotCalled, Outcome, Scored, scored, scored_batch
 from verl.sandbox.pool import SandboxedFunction
@@ -234,7 +235,29 @@ def functions_of(function: RawRewardFn) -> list[RawRewardFn]:
     return [function]
 
 
+def function_for(function: RawRewardFn, data_source: Any) -> RawRewardFn:
+    """Return the function that scores a data source."""
+    return function.function_for(data_source) if isinstance(function, BySource) else function
+
+
 def is_built_in(function: RawRewardFn) -> bool:
     """Whether it is the built-in scorers, here or in a sandbox."""
     source = getattr(getattr(function, "pool", None), "source", None)
     return function is default_compute_score or source is not None and source.path == BUILT_IN
+
+
+def is_judged(function: RawRewardFn, data_source: str, options: Mapping[str, Any]) -> bool:
+    """Whether the language model of ``reward_model.judge`` scores a data source.
+
+    Args:
+        options: of the built-in scorers (`verl.rewards.scorers.built_in_options`).
+    """
+    function, judge = function_for(function, data_source), options.get("judge")
+    return judge is not None and is_built_in(function) and is_for_judge(data_source, judge["data_sources"])
+
+
+def lacks_scorer(function: RawRewardFn, data_source: str, options: Mapping[str, Any]) -> bool:
+    """Whether rows of a data source go to the built-in scorers and none of these knows it; arguments as `is_judged`."""
+    if is_judged(function, data_source, options) or not is_built_in(function_for(function, data_source)):
+        return False
+    return not has_scorer(rule_of(data_source, options.get("score_as"))[0])

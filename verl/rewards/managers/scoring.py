@@ -15,13 +15,13 @@ from torch import Tensor
 from verl.batch.ragged import Ragged
 from verl.data.table import distinct_values
 from verl.protocol import DataProto
-from verl.rewards.functions.calling import BySource, RawRewardFn, is_built_in
+from verl.rewards.functions.calling import RawRewardFn, lacks_scorer
 from verl.rewards.functions.sources import reward_function, sandbox_options, start_sandboxes
 from verl.rewards.managers import get_reward_manager_cls
 from verl.rewards.managers.registry import AbstractRewardManager
 from verl.rewards.managers.rule import REWARD_ERROR_KEY, REWARD_ERROR_KIND_KEY, RuleRewardManager
-from verl.rewards.scorers import built_in_options, has_scorer, rule_of
-from verl.rewards.scorers.registry import is_for_judge, unknown
+from verl.rewards.scorers import built_in_options
+from verl.rewards.scorers.registry import unknown
 from verl.utils.fs import copy_to_local
 from verl.utils.import_utils import import_users_modules, load_extern_type, split_file_name
 from verl.utils.py_functional import convert_to_regular_types
@@ -241,15 +241,8 @@ def check_data_sources(config: Any, reward_fn: Any, datasets: Iterable[Any]) -> 
     if section.enable or not isinstance(reward_fn, RuleRewardManager):
         return
     options = built_in_options(section)
-    judge, score_as = options.get("judge"), options.get("score_as")
     for source in distinct_values(datasets, reward_fn.reward_fn_key):
-        if not isinstance(source, str):
-            continue
-        function = reward_fn.compute_score
-        if isinstance(function, BySource):
-            function = function.function_for(source)
-        is_judged = judge is not None and is_for_judge(source, judge["data_sources"])
-        if is_built_in(function) and not is_judged and not has_scorer(rule_of(source, score_as)[0]):
+        if isinstance(source, str) and lacks_scorer(reward_fn.compute_score, source, options):
             if section.on_error == "stop":
                 raise unknown(source)
             logger.warning("%s", unknown(source))
