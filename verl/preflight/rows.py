@@ -60,7 +60,7 @@ class RowProblem:
 class RowStatistics:
     """Statistics and problems of the rows of all files."""
 
-    files: list[FileInfo] == field(default_factory=list)
+    files: list[FileInfo] = field(default_factory=list)
     unreadable: dict[str, str] = field(default_factory=dict)
     """Path -> why it cannot be read."""
     keys: dict[str, list[str]] = field(default_factory=dict)
