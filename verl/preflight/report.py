@@ -235,7 +235,7 @@ def _scores_json(scores: Trial) -> dict[str, Any]:
         "form": scores.form,
         **{name: None if math.isnan(value) else value for name, value in means.items()},
         "constant": scores.constant,
-        "low_gold": scores.low_gold,
+        "low_gold": scores.low_known_good,
         "error": scores.error,
     }
 
