@@ -60,7 +60,7 @@ BAD = {
         "does not divide the 3 workers (actor_rollout_ref.rollout.nnodes"),
     "a rollout apart on two machines without Ray": (
         [APART, f"{ROLLOUT}.nnodes=2", "trainer.controller=local"], "rollout.nnodes=2 with trainer.controller=local"),
-    "drawing ahead on shared devices": ([f"{ROLLOUT}.async_ratio=1"], "nothing can be drawn ahead"),
+    "drawing ahead on shared devices": ([f"{ROLLOUT}.async_ratio=1"], "nothing can be generated ahead"),
     "drawing further ahead": ([APART, f"{ROLLOUT}.async_ratio=2"], "async_ratio=2 must be at most 1"),
     "drawing ahead beside a greedy baseline": (
         [APART, f"{ROLLOUT}.async_ratio=1", "algorithm.adv_estimator=remax"], "with algorithm.adv_estimator=remax"),
@@ -111,7 +111,7 @@ BAD = {
     "a score that may be rejected": (
         [KEPT, f"{CORRECTION}.rollout_rs=token", f"{ACTOR}.policy_loss.loss_mode=topr"], "would lose the score"),
     "a veto of everything": ([KEPT, f"{CORRECTION}.rollout_token_veto_threshold=1"], "must be less than 1"),
-    "rloo of one": (["algorithm.adv_estimator=rloo"], "judged by its siblings"),
+    "rloo of one": (["algorithm.adv_estimator=rloo"], "compared with others of its group"),
     "equal siblings": ([f"{ROLLOUT}.n=8", f"{ROLLOUT}.do_sample=false"], "would be the same"),
     "temperature zero": ([f"{ROLLOUT}.n=8", f"{ROLLOUT}.temperature=0"], "temperature=0 must be greater than 0"),
     "model length below a row": ([f"{ROLLOUT}.max_model_len=1000"], "=1000 is shorter than prompt and response"),
@@ -175,7 +175,7 @@ BAD = {
          "algorithm.gdpo_reward_weights=[1,2]"], "has 2 numbers for the 1"),
     "optimal baseline without its column": (
         ["algorithm.adv_estimator=optimal_token_baseline", f"{ROLLOUT}.n=4"], "calculate_sum_pi_squared=false with"),
-    "best of one": (["algorithm.adv_estimator=grpo_passk"], "judged by its siblings"),
+    "best of one": (["algorithm.adv_estimator=grpo_passk"], "compared with others of its group"),
     "sharding group": ([f"{ACTOR}.fsdp_config.fsdp_size=0"], "must be -1"),
     "training in fp16": (
         [f"+{ACTOR}.fsdp_config.mixed_precision.param_dtype=fp16"], "param_dtype=fp16 loses small gradients"),
@@ -206,7 +206,7 @@ BAD = {
         "is known before it begins"),
     "one call for a whole batch": ([f"{ROLLOUT}.over_sample_rate=0.5"], "no request can be ended early"),
     "partial responses without log-probs": (
-        [f"{ROLLOUT}.partial_rollout=true"], "corrected by the log-probs it was drawn with"),
+        [f"{ROLLOUT}.partial_rollout=true"], "corrected by the log-probs it was sampled with"),
     "a penalty that a response which goes on would forget": (
         [f"{ROLLOUT}.mode=async", f"{ROLLOUT}.over_sample_rate=0.5", f"{ROLLOUT}.partial_rollout=true",
          f"{ROLLOUT}.calculate_log_probs=true", f"+{ROLLOUT}.frequency_penalty=0.5"],
@@ -264,7 +264,7 @@ BAD = {
     "a share that is no number": (["data.mixture={a:much}"], "a=much is no number"),
     "a mixture and a sampler": (
         ["data.mixture={a:1}", "data.sampler.class_path=s.py", "data.sampler.class_name=S"],
-        "both decide which prompts are drawn"),
+        "both decide which prompts are sampled"),
     "two classes of data": (
         ["data.custom_cls.path=c.py", "data.custom_cls.name=C", "data.datagen.path=d.py", "data.datagen.name=D"],
         "both name what the training prompts are"),
@@ -311,7 +311,7 @@ def test_a_reference_follows_the_actor_into_sequence_parallelism():
 def test_a_tree_made_by_hand_is_checked_too():
     config = typed()
     check(config)
-    with pytest.raises(ConfigError, match="siblings"):
+    with pytest.raises(ConfigError, match="others of its group"):
         check(config.with_values({"algorithm.adv_estimator": "grpo"}))
     with pytest.raises(ConfigError, match="not supported yet"):
         check(config.with_values({"trainer.profile_steps": [0]}))

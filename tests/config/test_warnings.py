@@ -118,8 +118,8 @@ def test_nothing_is_said_about_defaults():
         ),
         ([*RM, "reward_model.launch_reward_fn_async=true"], "the built-in manager naive gives out the reward model's"),
         ([*RM, "custom_reward_function.path=f.py"], "scores validation only"),
-        ([*RM, "reward_model.by_source.math=f.py"], "by_source is asked in validation only"),
-        ([*RM, "reward_model.judge.url=http://h/v1", "reward_model.judge.model=m"], "judge.url is asked in validation"),
+        ([*RM, "reward_model.by_source.math=f.py"], "by_source is used in validation only"),
+        ([*RM, "reward_model.judge.url=http://h/v1", "reward_model.judge.model=m"], "judge.url is used in validation"),
         ([*RM, "reward_model.self_test=stop"], "self_test=stop has no effect: the reward model scores"),
         (
             [*RM, "reward_model.reward_manager=dapo", "+reward_model.reward_kwargs.max_resp_len=9"]
@@ -166,7 +166,7 @@ def test_nothing_is_said_about_defaults():
             "launch_reward_fn_async=true has no effect: algorithm.filter_groups chooses",
         ),
         (["actor_rollout_ref.ref.fsdp_config.param_offload=true"], "there is no reference policy"),
-        ([f"{ACTOR}.ppo_max_token_len_per_gpu=8192"], "cut by count"),
+        ([f"{ACTOR}.ppo_max_token_len_per_gpu=8192"], "split by count"),
         ([f"{ACTOR}.optim.min_lr_ratio=0.1"], "warmup_style=constant"),
         (["trainer.resume_from_path=/x/global_step_3"], "trainer.resume_mode=auto"),
         (["trainer.controller=local", "ray_init.num_cpus=8"], "starts no Ray"),
@@ -198,7 +198,7 @@ def test_nothing_is_said_about_defaults():
         ),
         (["algorithm.use_kl_in_reward=true", "algorithm.kl_penalty=k3+", REF], "k3+ is k3"),
         (["algorithm.reward_shaping.overlong_buffer.len=64"], "reward_shaping.overlong_buffer.enable=false"),
-        ([*GRPO, f"{SHAPING}.shift=1", f"{SHAPING}.norm.mean=batch"], "grpo compares with siblings, shifted like it"),
+        ([*GRPO, f"{SHAPING}.shift=1", f"{SHAPING}.norm.mean=batch"], "grpo compares with its group, shifted like it"),
         (
             [*GRPO, f"{SHAPING}.norm.std=running"],
             "norm.std=running has no effect: grpo divides by the std",
@@ -216,7 +216,7 @@ def test_nothing_is_said_about_defaults():
             ["actor_rollout_ref.model.lora_rank=8", f"{ACTOR}.use_kl_loss=true", REF, f"{REF_DTYPE}=bf16"],
             "the reference is the actor with its LoRA adapter switched off",
         ),
-        ([*ASYNC, f"{ROLLOUT}.partial_rollout=true", f"{ROLLOUT}.max_staleness=2"], "drawn to its end in one step"),
+        ([*ASYNC, f"{ROLLOUT}.partial_rollout=true", f"{ROLLOUT}.max_staleness=2"], "generated to its end in one step"),
         ([*ASYNC, f"{ROLLOUT}.over_sample_rate=1", f"{ROLLOUT}.max_staleness=2"], "keeps no tokens for a later step"),
         ([*KEPT, f"{ROLLOUT}.max_postponements=2"], "max_postponements=2 is more than"),
         ([f"{ROLLOUT}.layered_summon=true"], "handed over tensor by tensor"),
@@ -290,8 +290,8 @@ def test_an_estimator_of_the_users_may_read_anything(monkeypatch):
     assert "algorithm.lam" not in notes("algorithm.adv_estimator=of_mine", "algorithm.lam=0.9")
 
 
-def test_dynamic_batches_leave_sizes_unread():
-    assert "are cut by tokens" in notes(f"{ACTOR}.use_dynamic_bsz=true")
+def test_micro_batch_sizes_are_unused_with_dynamic_batches():
+    assert "are split by tokens" in notes(f"{ACTOR}.use_dynamic_bsz=true")
 
 
 def test_notices_are_warnings_of_the_library_call():

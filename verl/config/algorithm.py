@@ -52,8 +52,8 @@ class FilterGroupsConfig(Config):
     """Dynamic sampling (DAPO: Yu et al. 2025, arXiv:2503.14476): train on groups whose responses differ in reward."""
 
     enable: bool = False
-    """Drop groups whose responses all score alike, and draw further prompts until ``data.train_batch_size`` are left.
-    ``data.gen_batch_size`` prompts are drawn at a time. Needs ``rollout.n`` of 2 or more."""
+    """Drop groups whose responses all score alike, and use further prompts until ``data.train_batch_size`` are left.
+    ``data.gen_batch_size`` prompts are used at a time. Needs ``rollout.n`` of 2 or more."""
 
     metric: str = "seq_reward"
     """What must differ: ``seq_reward`` or ``seq_final_reward``, the sum of a response's rewards; or the name of a value
@@ -70,7 +70,7 @@ class FilterGroupsConfig(Config):
     """Drop groups whose std of ``metric`` is not above this as well. 0: all that differ at all are kept."""
 
     max_num_gen_batches: int = option(0, at_least=0)
-    """Batches of prompts that one step may draw; if groups still lack then, the run stops. 0: no bound."""
+    """Batches of prompts that one step may use; if groups still lack then, the run stops. 0: no bound."""
 
 
 ScoreGroup = Literal["batch", "group", "source", "running"]
@@ -148,13 +148,13 @@ class AdvantageConfig(Config):
 
 @dataclass
 class GiGPOConfig(Config):
-    """Parameters of ``adv_estimator=gigpo`` (Feng et al. 2025, arXiv:2505.10978), beside ``step_gamma``."""
+    """Parameters of ``adv_estimator=gigpo`` (Feng et al. 2025, arXiv:2505.10978), in addition to ``step_gamma``."""
 
     episode_weight: float = option(1.0, at_least=0)
-    """Weight of how an episode compares with its siblings."""
+    """Weight of how an episode compares with its group."""
 
     step_weight: float = option(1.0, at_least=0)
-    """Weight of how a turn compares with the turns of siblings that began in the same state."""
+    """Weight of how a turn compares with the turns of its group that began in the same state."""
 
     mode: Literal["mean_std_norm", "mean_norm"] = "mean_std_norm"
     """Both comparisons subtract the mean, and ``mean_std_norm`` divides by the std too. ``mean_norm`` leaves it out,
@@ -164,7 +164,7 @@ class GiGPOConfig(Config):
 @dataclass
 class SampleMaskConfig(Config):
     """Responses that neither policy nor critic learns from: their loss mask is zero. They are sampled, scored, and
-    count among their siblings all the same."""
+    count in their group all the same."""
 
     drop_truncated: bool = False
     """Those cut at the length limit (DAPO's overlong filtering)."""
@@ -207,7 +207,7 @@ class AlgorithmConfig(Config):
     """gigpo: how episodes and turns are compared, and weighed."""
 
     gdpo_reward_keys: list[str] | None = None
-    """gdpo: names of the rewards to combine, which the reward function returns beside ``score``. Source: Liu et al.
+    """gdpo: names of the rewards to combine, which the reward function returns next to ``score``. Source: Liu et al.
     2026 (arXiv:2601.05242)."""
 
     gdpo_reward_weights: list[float] | None = None
@@ -239,7 +239,7 @@ class AlgorithmConfig(Config):
     """Parameters of ``use_pf_ppo``."""
 
     filter_groups: FilterGroupsConfig = section(FilterGroupsConfig)
-    """Dynamic sampling: which of the groups drawn are trained on."""
+    """Dynamic sampling: which of the generated groups are trained on."""
 
     rollout_correction: RolloutCorrectionConfig = section(RolloutCorrectionConfig)
     """What is done about a sampler that is not quite the policy."""

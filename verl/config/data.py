@@ -47,7 +47,7 @@ class DataConfig(Config):
     """Validation prompts, named in the same ways. Null, ``''`` or ``[]``: nothing is validated."""
 
     train_max_samples: int = option(-1, at_least=-1)
-    """Use at most that many rows of ``train_files``: drawn with ``seed`` if ``shuffle``, else the first. -1: all."""
+    """Use at most that many rows of ``train_files``: sampled with ``seed`` if ``shuffle``, else the first. -1: all."""
 
     val_max_samples: int = option(-1, at_least=-1)
     """The same for ``val_files``."""
@@ -153,7 +153,7 @@ class DataConfig(Config):
     """Seed of the shuffling. Null: ``trainer.seed``."""
 
     gen_batch_size: int | None = option(None, above=0)
-    """Prompts drawn per step if not ``train_batch_size``; with ``algorithm.filter_groups``, drawn at a time. Null: the
+    """Prompts used per step if not ``train_batch_size``; with ``algorithm.filter_groups``, at a time. Null: the
     same."""
 
     cache_dir: str = "~/.cache/verl/rlhf"
@@ -164,7 +164,7 @@ class DataConfig(Config):
 
     @property
     def prompts_per_step(self) -> int:
-        """Prompts one training step draws from the loader; with ``algorithm.filter_groups``, at a time."""
+        """Prompts one training step takes from the loader; with ``algorithm.filter_groups``, at a time."""
         return self.gen_batch_size or self.train_batch_size
 
     @property

@@ -105,9 +105,13 @@ def _written_folders(config: PPOConfig) -> Iterator[Problem]:
     loggers = [config.trainer.logger] if isinstance(config.trainer.logger, str) else config.trainer.logger
     if "tensorboard" in loggers:
         options = (config.trainer.tracker_kwargs or {}).get("tensorboard") or {}
-        named, told = options.get("log_dir"), os.environ.get("TENSORBOARD_DIR")
-        folder = named or told or f"tensorboard_log/{config.trainer.project_name}/{config.trainer.experiment_name}"
-        whence = "" if named else "TENSORBOARD_DIR=" if told else "its folder "
+        named, from_environment = options.get("log_dir"), os.environ.get("TENSORBOARD_DIR")
+        folder = (
+            named
+            or from_environment
+            or f"tensorboard_log/{config.trainer.project_name}/{config.trainer.experiment_name}"
+        )
+        whence = "" if named else "TENSORBOARD_DIR=" if from_environment else "its folder "
         key = "trainer.tracker_kwargs.tensorboard.log_dir" if named else "trainer.logger"
         found.append((key, f"{key}={folder}" if named else f"{key}=tensorboard: {whence}{folder}", folder))
     for key, shown, path in found:

@@ -1,4 +1,4 @@
-"""From a command line to the typed tree: hydra composes, the dataclasses decide, every problem is told at once.
+"""From a command line to the typed tree: hydra composes, the dataclasses decide, every problem is reported at once.
 
 Nothing heavy is imported until the keys of the command line are known to exist: ``--help`` and a misspelt key do not
 pay for hydra.
@@ -386,7 +386,7 @@ def _unknown(values: dict, root: type[Config], prefix: str = "") -> list[Problem
 
 
 def _known(values: dict, root: type[Config], prefix: str = "") -> dict:
-    """``values`` without unknown keys, which were told, and without mandatory options still open, which were too."""
+    """``values`` without unknown keys and mandatory options still open, which are problems already."""
     kept = {}
     for name, value in values.items():
         place = locate(root, f"{prefix}{name}")

@@ -29,7 +29,7 @@ class ActorRolloutRefConfig(Config):
 
     hybrid_engine: bool = True
     """Training and sampling share the same devices and take turns. False: sampling has devices and processes of its
-    own (``rollout.nnodes``, ``rollout.n_gpus_per_node``) beside those of ``trainer``, and weights are sent to them."""
+    own (``rollout.nnodes``, ``rollout.n_gpus_per_node``) apart from those of ``trainer``, and weights are sent to them."""
 
     nccl_timeout: int = option(600, above=0)
     """Seconds a collective between workers may take before they give up (gloo's timeout too)."""
@@ -94,7 +94,7 @@ class PPOConfig(Config):
 
     @property
     def scores_reference(self) -> bool:
-        """Does a pass of its own tell the log-probs of the reference?"""
+        """Does the reference score log-probs in a pass of its own?"""
         return self.algorithm.use_kl_in_reward or self.uses_reference and not self.compares_distributions
 
     @property
@@ -109,7 +109,7 @@ class PPOConfig(Config):
 
     @property
     def rollout_processes(self) -> list[int]:
-        """Processes that sample, by node: those of training, or with ``hybrid_engine=false`` those beside them."""
+        """Processes that sample, by node: those of training, or with ``hybrid_engine=false`` those apart from them."""
         rollout, trainer = self.actor_rollout_ref.rollout, self.trainer
         if self.actor_rollout_ref.hybrid_engine:
             return [trainer.n_gpus_per_node] * trainer.nnodes
@@ -117,7 +117,7 @@ class PPOConfig(Config):
 
     @property
     def rollout_beside(self) -> int:
-        """Processes that only sample, beside those of ``trainer``."""
+        """Processes that only sample, in addition to those of ``trainer``."""
         return 0 if self.actor_rollout_ref.hybrid_engine else sum(self.rollout_processes)
 
     def dp_size(self, role: Any) -> int:

@@ -122,7 +122,7 @@ class JudgeConfig(Config):
     """Requests for one answer: one more after each that was refused for now, was too slow, or found nobody."""
 
     cache_dir: str | None = None
-    """Folder that keeps answers, by everything that went into the request. Null: every response is judged anew."""
+    """Folder that keeps answers, by everything that went into the request. Null: every response is judged again."""
 
 
 @dataclass
@@ -131,7 +131,7 @@ class RewardModelModelConfig(Config):
 
     input_tokenizer: str | None = "~/models/deepseek-llm-7b-chat"
     """Tokenizer of the policy if its tokens or chat template differ from the reward model's: each conversation is then
-    written anew in the reward model's, which needs ``data.return_raw_chat``. Follows ``actor_rollout_ref.model.path``.
+    rewritten in the reward model's, which needs ``data.return_raw_chat``. Follows ``actor_rollout_ref.model.path``.
     Null: the reward model reads the policy's token ids as they are."""
 
     path: str = "~/models/FsfairX-LLaMA3-RM-v0.1"
@@ -182,7 +182,7 @@ class RewardModelConfig(Config):
     """Responses of one forward on one device."""
 
     max_length: int | None = option(None, above=0)
-    """Tokens at which a conversation that was written anew (``model.input_tokenizer``) is cut; what comes first is
+    """Tokens at which a conversation that was rewritten (``model.input_tokenizer``) is cut; what comes first is
     kept, and the score is that of the text up to there. Null: as many as the reward model has positions for."""
 
     use_dynamic_bsz: bool = False

@@ -1,4 +1,4 @@
-"""Sampling: how responses are drawn, and the engine that draws them."""
+"""Options of generation: sampling parameters, and the rollout engine."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -120,7 +120,7 @@ class TraceConfig(Config):
     """Where to record: ``file`` (JSON lines), ``mlflow`` or ``weave`` (both to be installed). Null: nowhere."""
 
     token2text: bool = False
-    """Record text beside token ids."""
+    """Record text next to token ids."""
 
     dir: str | None = None
     """Folder of the ``file`` backend, one file a step. Null: ``rollout_trace`` in ``trainer.default_local_dir``."""
@@ -147,12 +147,12 @@ class RolloutConfig(Config):
     """Machines of the rollout. Read only with ``hybrid_engine=false``."""
 
     n_gpus_per_node: int | None = option(None, above=0)
-    """Worker processes of the rollout on each of its machines, one per GPU, beside those of ``trainer``. Null: as many
-    as ``trainer.n_gpus_per_node``. Read only with ``hybrid_engine=false``."""
+    """Worker processes of the rollout on each of its machines, one per GPU, apart from those of ``trainer``. Null: as
+    many as ``trainer.n_gpus_per_node``. Read only with ``hybrid_engine=false``."""
 
     async_ratio: int = option(0, at_least=0, at_most=1)
-    """Batches that are drawn ahead of training. 0: each batch is drawn with the newest weights. 1: the next batch is
-    drawn while one is trained on, with weights one training step old (one-step-off-policy). Source: Noukhovitch et
+    """Batches generated ahead of training. 0: each batch is generated with the newest weights. 1: the next batch is
+    generated while one is trained on, with weights one training step old (one-step-off-policy). Source: Noukhovitch et
     al. 2024 (arXiv:2410.18252)."""
 
     temperature: float = option(1.0, above=0)
@@ -194,8 +194,8 @@ class RolloutConfig(Config):
 
     gpu_memory_utilization: float = option(0.5, above=0, at_most=1)
     """Share of GPU memory for the engine's weights and cache. With ``hf``: for the cache alone, which bounds how many
-    responses are drawn at a time. On CPU: half of this share of the machine's memory, divided among its workers, for
-    the cache."""
+    responses are generated at a time. On CPU: half of this share of the machine's memory, divided among its workers,
+    for the cache."""
 
     ignore_eos: bool = False
     """Sample to the full length, past end-of-sequence tokens."""
@@ -216,7 +216,7 @@ class RolloutConfig(Config):
     """Tokens of prompt and response together at most. Null: their sum. No effect with ``hf``, which needs no more."""
 
     max_num_seqs: int = option(1024, above=0)
-    """Responses the engine draws at a time."""
+    """Responses the engine generates at a time (running batch)."""
 
     log_prob_micro_batch_size: int | None = option(None, above=0)
     """Deprecated: responses of one forward of the old log-probs, summed over all ranks. Becomes the option below and
@@ -313,7 +313,7 @@ class RolloutConfig(Config):
 
     fire_top_k: int = option(16, at_least=-1)
     """``top_k`` of the first token with ``use_fire_sampling``, where ``top_k`` is off: at a high temperature every
-    token of the vocabulary is about as likely. -1 or 0: draw from all."""
+    token of the vocabulary is about as likely. -1 or 0: sample from all."""
 
     max_running_requests: int | None = option(None, above=0)
     """Requests that run on one replica at a time; the others wait in the driver, and those with the most expected
@@ -324,15 +324,15 @@ class RolloutConfig(Config):
     off: they come first in the next step. Needs ``mode=async``. See docs/long_tails.md."""
 
     max_postponements: int | None = option(None, above=0)
-    """Once a prompt was put off in this many steps, the next step waits for all prompts that were put off. Null:
+    """Once a prompt was deferred in this many steps, the next step waits for all deferred prompts. Null:
     ``max_staleness`` with ``partial_rollout``, else 4. Source: tail batching, Gao et al. 2025 (arXiv:2509.21009)."""
 
     partial_rollout: bool = False
-    """Keep what the responses of postponed prompts have drawn, and go on from there under the newer weights. Source:
-    Kimi Team 2025 (arXiv:2501.12599)."""
+    """Partial rollouts: keep the tokens of deferred prompts' responses, and continue them under the newer weights.
+    Source: Kimi Team 2025 (arXiv:2501.12599)."""
 
     max_staleness: int = option(1, above=0)
-    """Weight updates a kept token may be old when its response is trained on; older ones are drawn anew."""
+    """Weight updates a kept token may be old when its response is trained on; older ones are generated again."""
 
     limit_images: int | None = option(None, above=0)
     """Images per prompt at most; a prompt with more is refused. Null: as many as the engine takes (vLLM bounds them by

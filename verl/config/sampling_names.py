@@ -71,7 +71,7 @@ RESHAPE = (
     "structured_outputs",
     "thinking_token_budget",
 )
-"""Parameters after which tokens are drawn from something else than softmax(logits / temperature)."""
+"""Parameters after which tokens are sampled from another distribution than softmax(logits / temperature)."""
 
 AT_LEAST = ("min_tokens", "min_new_tokens")
 """Parameters that count a response's tokens down: a response that goes on asks for what is left."""

@@ -84,8 +84,8 @@ def _of_tree(values: dict) -> LoadedConfig:
 def _typed(loaded: LoadedConfig, notes: list[str]) -> Source:
     if not isinstance(loaded.config, Config):
         raise ConfigError([problem.text for problem in loaded.problems])
-    told = [f"cannot run: {problem.text}" for problem in loaded.problems]
-    return Source(dict(leaves(loaded.config)), notes + told)
+    errors = [f"cannot run: {problem.text}" for problem in loaded.problems]
+    return Source(dict(leaves(loaded.config)), notes + errors)
 
 
 # --------------------------------------------------------------------------------------------------------- scripts

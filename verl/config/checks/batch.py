@@ -1,4 +1,4 @@
-"""Batch arithmetic: prompts, mini-batches, micro-batches and token budgets."""
+"""Validators of batch arithmetic: prompts, mini-batches, micro-batches and token budgets."""
 
 from collections.abc import Iterator
 
@@ -77,7 +77,7 @@ def micro_batch_size_given_once(config: PPOConfig) -> Iterator[Problem]:
             yield Problem(
                 local,
                 f"{local}=null leaves open how many responses one forward holds. Give it a number, 1 if in "
-                f"doubt, or set {switch}=true and cut by tokens ({budget}).",
+                f"doubt, or set {switch}=true and split by tokens ({budget}).",
             )
 
 
@@ -142,7 +142,7 @@ def prefix_sharing_requires_remove_padding(config: PPOConfig) -> Iterator[Proble
             yield problem(
                 config,
                 f"{model}.use_prefix_sharing",
-                f"with {switch}=false: padded rows stand side by side and each runs its own prompt. "
+                f"with {switch}=false: padded rows do not share tokens, and each runs its own prompt. "
                 f"Set {model}.use_remove_padding=true too.",
                 switch,
             )
@@ -177,8 +177,8 @@ def micro_batch_size_or_token_budget_unused(config: PPOConfig, is_given: IsGiven
     by_count = [budget for dynamic, _, budget in cuts if not dynamic and budget != leader]
     if not any(dynamic for dynamic, _, _ in cuts):
         by_count.append(leader)
-    yield from unused(config, by_tokens, is_given, "micro-batches are cut by tokens (use_dynamic_bsz)")
-    yield from unused(config, by_count, is_given, "micro-batches are cut by count (use_dynamic_bsz=false)")
+    yield from unused(config, by_tokens, is_given, "micro-batches are split by tokens (use_dynamic_bsz)")
+    yield from unused(config, by_count, is_given, "micro-batches are split by count (use_dynamic_bsz=false)")
 
 
 @validator("warning")

@@ -1,4 +1,4 @@
-"""Which prompts are drawn, and from where."""
+"""Validators of prompts: their source, column and number."""
 
 from collections.abc import Iterator
 
@@ -47,7 +47,7 @@ def one_source_of_training_prompts(config: PPOConfig) -> Iterator[Problem]:
     others = [key for key in ("data.sampler.class_path", "data.datagen.path") if get_path(config, key)]
     if config.data.mixture and others:
         yield problem(
-            config, "data.mixture", f"and {others[0]} both decide which prompts are drawn. Set one of them.", *others
+            config, "data.mixture", f"and {others[0]} both decide which prompts are sampled. Set one of them.", *others
         )
     if config.data.custom_cls.path and config.data.datagen.path:
         yield problem(

@@ -1,4 +1,4 @@
-"""How models are sharded, stored and run."""
+"""Validators of training engines: sharding, formats, offload, adapters, kernels."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -76,15 +76,15 @@ def filter_groups_requirements(config: PPOConfig) -> Iterator[Problem]:
         yield problem(
             config,
             key,
-            f"with {ROLLOUT}.async_ratio={rollout.async_ratio}: how many prompts a step draws is known at its end "
-            "only, and the next one's are drawn before. Set async_ratio=0, or enable=false.",
+            f"with {ROLLOUT}.async_ratio={rollout.async_ratio}: how many prompts a step uses is known at its end only, "
+            "and the next one's are generated before. Set async_ratio=0, or enable=false.",
             f"{ROLLOUT}.async_ratio",
         )
     if rollout.over_sample_rate:
         yield problem(
             config,
             key,
-            f"with {ROLLOUT}.over_sample_rate={rollout.over_sample_rate}: a prompt would be put off several times in "
+            f"with {ROLLOUT}.over_sample_rate={rollout.over_sample_rate}: a prompt would be deferred several times in "
             f"one step, which {ROLLOUT}.max_postponements counts once. Set over_sample_rate=0, or enable=false.",
             f"{ROLLOUT}.over_sample_rate",
         )

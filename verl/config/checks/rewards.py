@@ -1,4 +1,4 @@
-"""Where rewards come from and how they are shaped."""
+"""Validators of rewards and their shaping."""
 
 from collections.abc import Iterator, Mapping
 
@@ -98,7 +98,7 @@ def gdpo_requires_reward_keys(config: PPOConfig) -> Iterator[Problem]:
             config,
             "algorithm.gdpo_reward_keys",
             "with algorithm.adv_estimator=gdpo: it combines rewards it finds by name. List the names the reward "
-            "function returns beside score, [accuracy,format] for example.",
+            "function returns next to score, [accuracy,format] for example.",
             "algorithm.adv_estimator",
         )
     elif weights is not None and len(weights) != len(keys):
@@ -132,7 +132,7 @@ def group_norm_requires_several_responses(config: PPOConfig) -> Iterator[Problem
                 yield problem(
                     config,
                     f"{SHAPING}.norm.{name}",
-                    f"compares responses to the same prompt, and {ROLLOUT}.n=1 draws one. Raise n, or choose batch or "
+                    f"compares responses to the same prompt, and {ROLLOUT}.n=1 samples one. Raise n, or use batch or "
                     "running.",
                     f"{ROLLOUT}.n",
                 )
@@ -208,7 +208,7 @@ def judge_requires_model_and_score_range(config: PPOConfig) -> Iterator[Problem]
 
 
 _SUBTRACT_GROUP_MEAN = ("grpo", "grpo_passk", "rloo", "reinforce_plus_plus_baseline", "opo", "gpg")
-"""Built-in estimators that see only how a score differs from those of its siblings."""
+"""Built-in estimators that see only how a score differs from those of its group."""
 
 
 @validator("warning")
@@ -286,7 +286,7 @@ def reward_function_unused_in_training(config: PPOConfig, is_given: IsGiven) -> 
     given = [key for key in scorers if get_path(config, key)]
     if given:
         text = (
-            f"{', '.join(given)} {'is' if len(given) == 1 else 'are'} asked in validation only, of rows whose "
+            f"{', '.join(given)} {'is' if len(given) == 1 else 'are'} used in validation only, of rows whose "
             f"reward_model.style is not model: with {RM}.enable=true the reward model scores the training"
         )
         yield Problem(given[0], text)
@@ -339,7 +339,7 @@ def reward_norm_cancelled_by_estimator(config: PPOConfig, is_given: IsGiven) -> 
     if not compares or shaping.clip is not None or shaping.clip_range is not None or shaping.whiten:
         return
     keys = [key for key in reward_shaping_keys(config) if key in (f"{SHAPING}.norm.mean", f"{SHAPING}.shift")]
-    yield from unused(config, keys, is_given, f"{algorithm.adv_estimator} compares with siblings, shifted like it")
+    yield from unused(config, keys, is_given, f"{algorithm.adv_estimator} compares with its group, shifted like it")
     divides = algorithm.adv_estimator in ("grpo", "grpo_passk") and algorithm.norm_adv_by_std_in_grpo
     if divides and not algorithm.use_kl_in_reward:
         keys = [key for key in reward_shaping_keys(config) if key in (f"{SHAPING}.norm.std", f"{SHAPING}.scale")]

@@ -1,4 +1,4 @@
-"""The run around the steps: controller, servers, checkpoints, classes of the user's."""
+"""Validators of the run around the steps: controller, servers, checkpoints, classes of the user's."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""How responses are drawn: groups, lengths, engines' parameters, devices of the rollout."""
+"""Validators of generation: groups, lengths, engines' parameters, devices of the rollout."""
 
 from collections.abc import Iterator
 
@@ -18,8 +18,8 @@ def group_estimator_requires_several_responses(config: PPOConfig) -> Iterator[Pr
         yield problem(
             config,
             f"{ROLLOUT}.n",
-            f"with algorithm.adv_estimator={estimator}: a response is judged by its "
-            f"siblings, and there are none. Sample at least 2 responses per prompt, "
+            f"with algorithm.adv_estimator={estimator}: a response is compared with "
+            f"others of its group, and there are none. Sample at least 2 responses per prompt, "
             f"or choose another estimator.",
             "algorithm.adv_estimator",
         )
@@ -145,7 +145,7 @@ def async_ratio_requires_separate_rollout(config: PPOConfig) -> Iterator[Problem
             config,
             key,
             "with actor_rollout_ref.hybrid_engine=true: sampling and training take turns on the same devices, so "
-            f"nothing can be drawn ahead. Set hybrid_engine=false and give the rollout devices ({ROLLOUT}.nnodes, "
+            f"nothing can be generated ahead. Set hybrid_engine=false and give the rollout devices ({ROLLOUT}.nnodes, "
             f"{ROLLOUT}.n_gpus_per_node), or set async_ratio=0.",
             "actor_rollout_ref.hybrid_engine",
         )
@@ -188,8 +188,8 @@ def partial_rollout_requires_log_probs(config: PPOConfig) -> Iterator[Problem]:
         yield problem(
             config,
             f"{ROLLOUT}.partial_rollout",
-            f"with {ROLLOUT}.calculate_log_probs=false: a response drawn by several versions of the weights can only "
-            f"be corrected by the log-probs it was drawn with. Set calculate_log_probs=true.",
+            f"with {ROLLOUT}.calculate_log_probs=false: a response of several versions of the weights can only be "
+            f"corrected by the log-probs it was sampled with. Set calculate_log_probs=true.",
             f"{ROLLOUT}.calculate_log_probs",
         )
 
@@ -204,7 +204,7 @@ def partial_rollout_sampling_kwargs(config: PPOConfig) -> Iterator[Problem]:
         if value:
             text = (
                 f"{key}={show(value)} with {ROLLOUT}.partial_rollout=true: it looks at the response from its start, "
-                "and an engine that goes on with one takes what was drawn before for prompt. Leave it out, or set "
+                "and an engine that continues one takes the tokens generated before for prompt. Leave it out, or set "
                 "partial_rollout=false."
             )
             yield Problem(key, text, (f"{ROLLOUT}.sampling_kwargs", f"{ROLLOUT}.partial_rollout"))
@@ -287,7 +287,7 @@ def gpu_memory_utilization_on_cpu(config: PPOConfig, is_given: IsGiven) -> Itera
         text = (
             f"{key}={show(rollout.gpu_memory_utilization)} has no effect on any GPU with trainer.device=cpu: half of "
             f"that share of the machine's memory, divided among its workers{most}, bounds the key-value cache, and so "
-            f"only how many responses are drawn at a time, as {ROLLOUT}.max_num_seqs does"
+            f"only how many responses are generated at a time, as {ROLLOUT}.max_num_seqs does"
         )
         yield Problem(key, text)
 
@@ -377,7 +377,7 @@ def stop_token_ids_unused_with_ignore_eos(config: PPOConfig, is_given: IsGiven) 
 
 @validator("warning")
 def sampling_differs_from_trained_policy(config: PPOConfig) -> Iterator[Problem]:
-    """Old log-probs are those of softmax(logits / temperature); tokens may be drawn from something else."""
+    """Old log-probs are those of softmax(logits / temperature); tokens may be sampled from another distribution."""
     rollout = config.actor_rollout_ref.rollout
     shapes = {
         "do_sample": not rollout.do_sample,
@@ -421,7 +421,7 @@ def partial_rollout_options_unused(config: PPOConfig, is_given: IsGiven) -> Iter
     rollout = config.actor_rollout_ref.rollout
     names = [name for name in ("partial_rollout", "max_staleness", "max_postponements") if rollout[name]]
     if rollout.over_sample_rate == 0:
-        why = f"with {ROLLOUT}.over_sample_rate=0 every response is drawn to its end in one step"
+        why = f"with {ROLLOUT}.over_sample_rate=0 every response is generated to its end in one step"
         yield from unused(config, [f"{ROLLOUT}.{name}" for name in names], is_given, why)
     elif not rollout.partial_rollout:
         why = f"{ROLLOUT}.partial_rollout=false keeps no tokens for a later step"
@@ -430,6 +430,6 @@ def partial_rollout_options_unused(config: PPOConfig, is_given: IsGiven) -> Iter
         text = (
             f"{ROLLOUT}.max_postponements={rollout.max_postponements} is more than "
             f"{ROLLOUT}.max_staleness={rollout.max_staleness}: what a response drew before its last "
-            f"{rollout.max_staleness} weight updates is thrown away and drawn anew"
+            f"{rollout.max_staleness} weight updates is discarded and generated again"
         )
         yield Problem(f"{ROLLOUT}.max_postponements", text)

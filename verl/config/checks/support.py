@@ -27,7 +27,7 @@ class Limit(NamedTuple):
     instead: str
     """The way out."""
     works: tuple = ()
-    """Values that work beside the default."""
+    """Values that work other than the default."""
     requires: str = ""
     """Dotted key without which (null) the option does nothing."""
 

@@ -1,4 +1,4 @@
-"""What a row of the tables may come to."""
+"""Outcomes of a row of the tables."""
 
 import json
 import re
@@ -13,7 +13,7 @@ class Set(NamedTuple):
 
 
 class Refuse(NamedTuple):
-    """A key that is not done, why, and what to add to the command instead."""
+    """A key that is refused, the reason, and words to add to the command instead."""
 
     key: str
     value: Any

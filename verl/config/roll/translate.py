@@ -21,7 +21,7 @@ _AGENTIC = ("train_env_manager", "val_env_manager", "custom_envs")
 
 
 class Translation(NamedTuple):
-    """A ROLL configuration, told in other words."""
+    """A ROLL configuration, translated."""
 
     words: list[str]
     """``key=value``, those of the command line last."""
