@@ -29,7 +29,7 @@ class ActorRolloutRefConfig(Config):
 
     hybrid_engine: bool = True
     """Training and sampling share the same devices and take turns. False: sampling has devices and processes of its
-    own (``rollout.nnodes``, ``rollout.n_gpus_per_node``) apart from those of ``trainer``, and weights are sent to them."""
+    own (``rollout.nnodes``, ``rollout.n_gpus_per_node``) apart from those of ``trainer``, and gets their weights."""
 
     nccl_timeout: int = option(600, above=0)
     """Seconds a collective between workers may take before they give up (gloo's timeout too)."""
