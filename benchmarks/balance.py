@@ -1,4 +1,4 @@
-"""How evenly the driver divides rows of log-normal length among ranks, and how long that takes it.
+"""Balance of rows of log-normal length over ranks, and the time to divide them.
 
 ``python -m benchmarks.balance [--save]``. Work is ``l * (break_even + l)`` summed over a rank; a step takes as long as
 the rank with most of it. For each number of ranks the most over the mean, of rows

@@ -1,4 +1,4 @@
-"""What a rollout on devices of its own costs and brings: seconds of a transfer, and steps a second, drawn ahead or not.
+"""Cost and gain of a rollout on devices of its own: seconds of a transfer, and steps a second, one step ahead or not.
 
 ``python -m benchmarks.disjoint [--save]``: bf16 weights of a random model through a `WeightLink` between two processes,
 beside a plain copy of as many bytes in the same run; and GRPO of the 2.5M-parameter model colocated, apart, and apart

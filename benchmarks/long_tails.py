@@ -1,4 +1,4 @@
-"""What the tail of long responses costs: a batch in one call, request by request, over-sampled, and partial rollouts.
+"""Cost of the tail of long responses: a batch in one call, request by request, over-sampled, and partial rollouts.
 
 ``python -m benchmarks.long_tails [--save]``: two replicas (processes with a real rollout server and the hf engine) of
 sixteen slots each; 32 prompts x 2 responses a step. Lengths are forced: log-normal around a median of the prompt's own,

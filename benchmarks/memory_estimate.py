@@ -1,4 +1,4 @@
-"""What the doctor says a run will take, against what its process does take: peak resident memory by phase.
+"""Memory estimated by the doctor, against the memory that the process takes: peak resident memory by phase.
 
 ``python -m benchmarks.memory_estimate [--model "llama 50M"] [--save]``: two GRPO steps of random models, one CPU
 process each, with the kernel's own peak (``VmHWM``), set back at the start of each phase. ``ratio`` is estimate over

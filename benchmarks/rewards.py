@@ -1,4 +1,4 @@
-"""What the sandbox of reward functions costs, and what asynchronous rewards hide.
+"""Cost of the sandbox of reward functions, and the time that asynchronous rewards hide.
 
 ``python -m benchmarks.rewards [--save]``. Scoring 1024 responses of 300 characters with a function that does nothing
 and with the built-in GSM8K rule: called in the driver, in a sandbox of one process, of two. Milliseconds a sample, the

@@ -63,7 +63,7 @@ def score(rows: list[Row]) -> float:
 
 
 def bare_math_verify(rows: list[Row]) -> float:
-    """What a scorer costs that calls math-verify for every row, without limits."""
+    """Cost of a scorer that calls math-verify for every row, without limits."""
     from math_verify import parse, verify
 
     logging.disable(logging.WARNING)

@@ -1,4 +1,4 @@
-"""What asking one by one over HTTP costs over one call: tokens a second, CPU, requests a second, and whole steps.
+"""Cost of single requests over HTTP against one call: tokens a second, CPU, requests a second, and whole steps.
 
 ``python -m benchmarks.serving [--model FOLDER] [--engines hf,vllm] [--steps 8] [--save]``. Every engine runs in a
 process of its own; client and server share it, as with one local worker. The steps are those of the main job, sync and

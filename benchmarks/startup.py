@@ -1,4 +1,4 @@
-"""What a user waits for before anything is learned: import, help, a misspelt key, the end of the first step.
+"""Waiting time before anything is learned: import, help, a misspelt key, the end of the first step.
 
 python -m benchmarks.startup [--save] [--repeat N]
 python -m benchmarks.startup --trial                 what the trial of the model costs beside the first step

@@ -1,4 +1,4 @@
-"""What a whole GRPO step costs, in one process and one thread: sample, score, evaluate, improve.
+"""Cost of a whole GRPO step, in one process and one thread: sample, score, evaluate, improve.
 
 ``python -m benchmarks.step [--save]`` measures a random 2.5M-parameter model; with ``--smollm2 FOLDER`` (made by
 scripts/prepare_smollm2.py) SmolLM2-135M on one-digit additions too. CPU seconds a step, CPU milliseconds a token

@@ -1,4 +1,4 @@
-"""What a training step costs on each engine: tokens a second, share of the device's peak, memory.
+"""Cost of a training step on each engine: tokens a second, share of the device's peak, memory.
 
 ``python -m benchmarks.training [--size 0.5B] [--variants fsdp2,prefetch] [--save]``; several ranks under
 ``torchrun --nproc_per_node N -m benchmarks.training``. Weights are random, in the shape of ``--size`` or of the config

@@ -47,7 +47,7 @@ def wanted_arguments() -> set[str]:
 
 
 def missing_from(wheel: Path, arguments: set[str]) -> list[str]:
-    """What a release lacks."""
+    """Names that a release lacks."""
     with zipfile.ZipFile(wheel) as archive:
         tree = ast.parse(archive.read("vllm/engine/arg_utils.py"))
         classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name == "EngineArgs"]

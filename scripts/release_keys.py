@@ -1,4 +1,4 @@
-"""What becomes of every key of verl's releases, and the list of docs/moving.md of what is not built.
+"""Fate of every key of verl's releases, and the list of docs/moving.md of what is not built.
 
 python scripts/release_keys.py            write the list into docs/moving.md; print the counts of each release
 python scripts/release_keys.py --check    write nothing, fail if the page says something else

@@ -98,7 +98,7 @@ def not_built(name: str) -> NotBuilt | None:
 
 
 def missing(module: str, name: str, offered: Any = ()) -> Exception:
-    """What the ``__getattr__`` of ``module`` raises for a name it does not have."""
+    """Return the error that the ``__getattr__`` of ``module`` raises for a name it does not have."""
     offers = f"; it offers {', '.join(offered)}" if offered else ""
     return not_built(f"{module}.{name}") or AttributeError(f"module {module!r} has no attribute {name!r}{offers}")
 
@@ -115,7 +115,7 @@ def address(name: str) -> str | None:
 
 
 class Finder:
-    """Python's import asks here first for addresses in the tables: what stands there has a ``__path__`` of its own, by
+    """First finder of Python's import, for addresses in the tables: what stands there has a ``__path__`` of its own, by
     which Python would load its modules a second time.
     """
 
@@ -150,7 +150,7 @@ class Finder:
 
 
 class LastFinder:
-    """Python's import asks here last, for what no file holds: a folder of addresses, or a feature that is not built."""
+    """Last finder of Python's import, for names without a file: a folder of addresses, or a feature not built."""
 
     @staticmethod
     def find_spec(name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:

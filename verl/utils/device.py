@@ -1,4 +1,4 @@
-"""Which accelerator this process computes on. The only module that spells "cuda".
+"""The accelerator of this process. The only module that spells "cuda".
 
 Knows no process groups; those are in ``distributed.py``.
 """
@@ -83,7 +83,7 @@ def driver_cuda_version() -> tuple[int, int] | None:
 
 
 def cuda_problem() -> str | None:
-    """Why this process cannot compute on CUDA, with what to do, as a sentence; None where it can."""
+    """Return why this process cannot compute on CUDA and what to do, as a sentence; None where it can."""
     built = torch.version.cuda
     if built is None and torch.version.hip is None:
         return (

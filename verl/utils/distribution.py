@@ -66,7 +66,7 @@ def warn_of_other_distribution() -> None:
     if os.path.realpath(folder) != os.path.realpath(os.path.dirname(_PACKAGE)):
         here = f"this is {_PACKAGE}, the other is in {folder}, and which one is imported depends on the current folder"
     print(
-        f"warning: the distribution {OTHER!r}, another project, is installed beside {NAME!r}, and both bring the "
+        f"warning: the distribution {OTHER!r}, another project, is installed next to {NAME!r}, and both bring the "
         f"package verl: {here}. Run `pip uninstall {OTHER}` and install {NAME} again.",
         file=sys.stderr,
     )

@@ -1,4 +1,4 @@
-"""How a run ends that cannot go on: with the sentence a user can act on, and a traceback only where that helps."""
+"""Exit of a run that cannot continue: one sentence a user can act on, and a traceback only where that helps."""
 
 import opcode
 import os
@@ -21,7 +21,7 @@ class Terminated(KeyboardInterrupt):
 def plain_ending() -> Iterator[None]:
     """Wraps a whole program: an error it foresaw ends it with the message alone, as the last thing on the screen.
 
-    Exit code 1, after a signal 128 and its number as shells have it; so too where nobody reads the output any more
+    Exit code 1, after a signal 128 and its number as shells have it; so too where the reader of the output has closed
     (``| head``). All other errors, and with VERL_LOGGING_LEVEL=DEBUG these too, leave with their traceback.
     """
     try:
@@ -53,7 +53,7 @@ def _has_readers() -> bool:
 
 
 def _has_hung_up(file: int) -> bool:
-    """Whether the other end of a pipe is closed."""
+    """True if the other end of a pipe is closed."""
     poll = select.poll()
     poll.register(file, 0)
     return any(event & select.POLLERR for _, event in poll.poll(0))
@@ -77,7 +77,7 @@ def _told_ending() -> Iterator[None]:
 
 
 def explanation(error: BaseException) -> str | None:
-    """What ``error`` tells a user, or None if only its traceback tells anything.
+    """Return the text of ``error`` for a user, or None if only its traceback helps.
 
     Errors that verl raises on purpose say what is wrong and the way out. Those are the ones whose innermost frame is a
     ``raise`` in this package; what Python or a library raises beneath it, and a broken ``assert``, were not foreseen.

@@ -21,7 +21,7 @@ SHM_ROOT = "/dev/shm/verl-cache"
 
 
 def is_non_local(path: str) -> bool:
-    """Whether a path names a remote store: ``hdfs://``, ``s3://``, ``gs://`` and what else fsspec knows."""
+    """True if a path names a remote store: ``hdfs://``, ``s3://``, ``gs://`` and what else fsspec knows."""
     return hdfs_io.is_remote(path)
 
 
@@ -38,7 +38,7 @@ def local_mkdir_safe(path: str) -> str:
 
 
 def get_local_temp_path(hdfs_path: str, cache_dir: str) -> str:
-    """Where the local copy of a remote path lies: its own name in a folder named by a hash of the whole path."""
+    """Return the path of the local copy: its own name in a folder named by a hash of the whole path."""
     hdfs_path = hdfs_path.rstrip("/")
     return os.path.join(cache_dir, hashlib.md5(hdfs_path.encode()).hexdigest(), os.path.basename(hdfs_path))
 
@@ -93,7 +93,7 @@ def copy_local_path_from_hdfs(
 
 
 def _stamp_of(src: str, target: str) -> str:
-    """What the store says of the state of ``src``; of an unreachable one, what it said when the copy was made."""
+    """Return the store's stamp of ``src``; of an unreachable store, the stamp of the copy."""
     try:
         return hdfs_io.stamp(src)
     except (OSError, ImportError) as error:

@@ -22,12 +22,12 @@ def is_hdfs(path: str) -> bool:
 
 
 def is_remote(path: str) -> bool:
-    """Whether a path is a URL; ``pkg://``, which names a Python module, is none."""
+    """True if a path is a URL; ``pkg://``, which names a Python module, is none."""
     return _URL.match(str(path)) is not None
 
 
 def exists(path: str, **kwargs) -> bool:
-    """Whether a file or folder is there."""
+    """True if a file or folder exists."""
     if not is_remote(path):
         return os.path.exists(os.path.expanduser(path))
     if _by_command(path):

@@ -17,7 +17,7 @@ _PACKAGE_PREFIX = "verl_user_files"
 
 
 def is_package_available(name: str) -> bool:
-    """Whether ``import name`` would find something; nothing is imported."""
+    """True if ``import name`` would find a module; nothing is imported."""
     try:
         return importlib.util.find_spec(name) is not None
     except (ModuleNotFoundError, ValueError):

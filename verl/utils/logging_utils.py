@@ -1,4 +1,4 @@
-"""Loggers with one level for the whole package, and warnings that are said once.
+"""Loggers with one level for the whole package, and warnings that are given once.
 
 The level comes from the environment variable ``VERL_LOGGING_LEVEL`` (default WARN), as users of verl set it.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import os
 
-_said: set[str] = set()
+_given: set[str] = set()
 
 
 def get_logger(name: str) -> logging.Logger:
@@ -28,23 +28,23 @@ def get_logger(name: str) -> logging.Logger:
 
 
 def warn_once(message: str, key: str | None = None) -> bool:
-    """Log a warning unless this process has said it already; returns whether it was said now.
+    """Log a warning unless this process has given it already; returns whether it was given now.
 
     Args:
         message: what the user should know.
         key: what counts as the same warning; default: the message itself.
     """
     key = message if key is None else key
-    if key in _said:
+    if key in _given:
         return False
-    _said.add(key)
+    _given.add(key)
     get_logger("verl").warning(message)
     return True
 
 
 def forget_warnings() -> None:
-    """Let every warning be said again; for tests."""
-    _said.clear()
+    """Let every warning be given again; for tests."""
+    _given.clear()
 
 
 def set_basic_config(level: int) -> None:

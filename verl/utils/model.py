@@ -1,4 +1,4 @@
-"""Small facts and edits of Hugging Face models and their configs."""
+"""Metadata and edits of Hugging Face models and their configs."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def _nearest_entry(config: Any, name: str, prefix: str) -> str:
 
 
 def _asks_nothing_of_megatron(name: str, value: Any) -> bool:
-    """Whether this is one of verl's Megatron sections of ``override_config`` with nothing switched on in it."""
+    """True for one of verl's Megatron sections of ``override_config`` with nothing switched on in it."""
     if name not in ("model_config", "moe_config"):
         return False
     return value is None or isinstance(value, Mapping) and not any(value.values())
@@ -134,12 +134,12 @@ def without_progress_bars() -> Iterator[None]:
     """transformers loads and saves in silence here."""
     from transformers.utils import logging as hf_logging
 
-    shown = hf_logging.is_progress_bar_enabled()
+    enabled = hf_logging.is_progress_bar_enabled()
     hf_logging.disable_progress_bar()
     try:
         yield
     finally:
-        if shown:
+        if enabled:
             hf_logging.enable_progress_bar()
 
 

@@ -1,4 +1,4 @@
-"""What can leave the device while it is not needed, and moving it. Needs no sharding library."""
+"""Offloading to host memory: the options, and moving optimizer state. Needs no sharding library."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def read(config: Any, name: str, default: Any) -> Any:
 
 
 def wants_offload(config: Any, name: str, device: torch.device) -> bool:
-    """Whether ``config`` asks for offload ``name`` and there is another memory to offload to."""
-    asked = bool(read(config, name, False))
-    if asked and device.type == "cpu":
+    """True if ``config`` enables offload ``name`` and the device has a memory of its own."""
+    enabled = bool(read(config, name, False))
+    if enabled and device.type == "cpu":
         logger.info("fsdp_config.%s has no effect on a CPU device", name)  # verl.config.checks tells the user, once
         return False
-    return asked
+    return enabled
 
 
 def move_optimizer_state(optimizer: torch.optim.Optimizer, device: torch.device) -> None:

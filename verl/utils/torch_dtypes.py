@@ -40,7 +40,7 @@ class PrecisionType:
 
     @staticmethod
     def supported_type(precision: str | int | torch.dtype) -> bool:
-        """Whether ``to_dtype`` understands it."""
+        """True if ``to_dtype`` understands it."""
         return precision in _NAMES or str(precision).removeprefix("torch.").lower() in PrecisionType.supported_types()
 
     @staticmethod

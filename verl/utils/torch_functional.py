@@ -202,7 +202,7 @@ def remove_pad_token(input_ids: Tensor, attention_mask: Tensor) -> list[list[int
 
 
 def get_unpad_data(attention_mask: Tensor) -> tuple[Tensor, Tensor, int]:
-    """Where the ones of a (B, L) mask stand: flat indices (T,), offsets of the rows (B + 1,) int32, longest row."""
+    """Return flat indices (T,) of the ones of a (B, L) mask, offsets of rows (B + 1,) int32, and the longest row."""
     lengths = attention_mask.sum(-1, dtype=torch.int32)
     indices = attention_mask.flatten().nonzero().flatten()
     return indices, F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0)), int(lengths.max())
