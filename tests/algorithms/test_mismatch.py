@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from verl.algorithms.mismatch import mismatch_metrics
+from verl.algorithms.correction import mismatch_metrics
 
 
 def test_equal_probabilities_differ_by_nothing():

@@ -135,7 +135,7 @@ def agg_rows(row_sums: Tensor, counts: Tensor, loss_agg_mode: str, loss_scale_fa
 
 
 def agg_weight(loss_mask: Tensor, loss_agg_mode: str) -> Tensor:
-    """What ``agg_loss`` divides by, as a scalar: tokens, responses with a token, or 1.
+    """Return the divisor of ``agg_loss`` as a scalar: tokens, responses with a token, or 1.
 
     Over the parts of a batch, sum(weight * loss) / W is the loss of the whole, where W is the weight of the whole:
     the sum of the parts' weights, or 1 for ``seq-mean-token-sum-norm`` and ``token-sum``, whose parts simply add up.

@@ -1,4 +1,4 @@
-"""What options switch on around an estimator and a loss: option -> function, as names choose an estimator.
+"""Options around an estimator and a loss: option -> function, as names choose an estimator.
 
 Nothing is looked up here when a run starts: callers know their functions. It is kept so that each such option has its
 equation, its source and its test in one record, and docs/algorithms.md its rows. Keys are options of the config;

@@ -1,4 +1,4 @@
-"""What to do about tokens that another distribution drew: weigh them, or leave them out.
+"""Rollout correction: mismatch of rollout engine and trainer, importance weights, rejection of tokens.
 
 A sampler's mu and the trainer's pi_old are meant to be one policy. Other kernels, fewer bits or older weights make them
 two. Pure functions on (B, R) tensors; know no config and no loss. Results are constants: no gradient runs through.
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from verl.algorithms.controls import CONTROLS
+from verl.algorithms.kl import kl_penalty
 from verl.algorithms.registry import About
 
 LEVELS = ("token", "sequence", "geometric")
@@ -23,7 +24,7 @@ DIVERGENCES = tuple(f"{over}_{kind}" for over in ("token", "seq_sum", "seq_mean"
 
 @torch.no_grad()
 def importance_ratio(old_log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Tensor, level: str) -> Tensor:
-    """How many times likelier the trainer would have drawn this than the sampler did.
+    """Importance ratio: how many times likelier a token is under the trainer's policy than under the rollout engine's.
 
         token      r_it = exp(d_it)
         sequence   r_it = exp(sum_t d_it)               the same for all tokens of response i: unbiased, wild
@@ -69,7 +70,7 @@ def importance_ratio(old_log_prob: Tensor, rollout_log_prob: Tensor, response_ma
 )
 @torch.no_grad()
 def divergence(old_log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Tensor, kind: str) -> Tensor:
-    """How far the two are apart, never negative:
+    """Divergence of the two policies, never negative:
 
         k2  d_it^2 / 2          k3  exp(d_it) - 1 - d_it
 
@@ -113,7 +114,7 @@ def importance_weights(
     mode: str = "truncate",
     normalise: bool = False,
 ) -> tuple[Tensor, dict[str, float]]:
-    """Factors of the policy loss that make tokens of mu count as if pi_old had drawn them, within bounds.
+    """Factors of the policy loss that make tokens of mu count as if sampled from pi_old, within bounds.
 
     With r of ``importance_ratio``:
 
@@ -245,3 +246,41 @@ def _units(x: Tensor, is_real: Tensor, level: str) -> Tensor:
 
 def _named(metrics: dict[str, Tensor]) -> dict[str, float]:
     return {f"rollout_corr/{name}": value.item() for name, value in metrics.items()}
+
+
+def mismatch_metrics(rollout_log_probs: Tensor, actor_log_probs: Tensor) -> dict[str, float]:
+    """Compare mu, the rollout engine's probabilities, and pi, the trainer's policy, on the sampled tokens.
+
+        training/rollout_probs_diff_{mean,max,std}      of |mu(y_t) - pi(y_t)|
+        training/rollout_actor_probs_pearson_corr       of mu(y_t) and pi(y_t); left out where one of them is constant
+        rollout_corr/kl                                 k1: mean of log mu - log pi, an estimate of KL(mu || pi)
+        rollout_corr/k3_kl                              k3: mean of r - 1 - log r with r = pi / mu; never negative
+        rollout_corr/rollout_is_eff_sample_size         (sum w)^2 / (T sum w^2) with w = r: the share of the tokens
+                                                        that would count as much, were they sampled from pi
+
+    ``training/rollout_probs_diff_valid`` is 1; with no token it is 0, and the only metric.
+
+    Args:
+        rollout_log_probs, actor_log_probs: (T,) log mu and log pi of the sampled tokens.
+
+    Source: k1, k3: Schulman 2020, http://joschu.net/blog/kl-approx.html; effective sample size: Kong 1992.
+    """
+    if not rollout_log_probs.numel():
+        return {"training/rollout_probs_diff_valid": 0.0}
+    rollout, actor = rollout_log_probs.double(), actor_log_probs.double()
+    mu, pi = rollout.exp(), actor.exp()
+    difference = (mu - pi).abs()
+    weights = (actor - rollout).clamp(-20, 20).exp()
+    metrics = {
+        "training/rollout_probs_diff_valid": 1.0,
+        "training/rollout_probs_diff_max": difference.max().item(),
+        "training/rollout_probs_diff_mean": difference.mean().item(),
+        "training/rollout_probs_diff_std": difference.std(unbiased=False).item(),
+        "rollout_corr/kl": kl_penalty(rollout, actor, "k1").mean().item(),
+        "rollout_corr/k3_kl": kl_penalty(rollout, actor, "k3").mean().item(),
+        "rollout_corr/rollout_is_eff_sample_size": (weights.mean() ** 2 / (weights**2).mean()).item(),
+    }
+    correlation = torch.corrcoef(torch.stack([mu, pi]))[0, 1].item() if len(mu) > 1 else float("nan")
+    if correlation == correlation:
+        metrics["training/rollout_actor_probs_pearson_corr"] = correlation
+    return metrics

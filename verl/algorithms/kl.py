@@ -1,4 +1,4 @@
-"""How far the policy is from the reference, per token, and how much that is charged.
+"""KL divergence of the policy from the reference, per token, and its coefficient.
 
 KL(policy || reference), estimated from the log-probs of the sampled tokens or summed over the vocabulary, and the
 controllers of the coefficient. Where the penalty goes (reward or loss) is not decided here.

@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class About:
-    """What the documentation says of a name: one row of a table of docs/algorithms.md."""
+    """One row of a table of docs/algorithms.md, about a name."""
 
     equation: str
     """As one reads it aloud, in the letters of that page."""
@@ -48,7 +48,7 @@ def import_modules(package: str, path: Iterable[str]) -> None:
 
 
 class UnknownName(ValueError, KeyError):
-    """Nobody registered the name that was asked for."""
+    """The requested name is not registered."""
 
     __str__ = Exception.__str__  # KeyError would show the repr of the sentence
 

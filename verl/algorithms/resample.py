@@ -1,4 +1,4 @@
-"""Which responses an update learns from, and how often: rows drawn again by their scores.
+"""Policy filtration (PF-PPO): rows resampled by their scores.
 
 Works on scores alone; knows no prompts, no tokens.
 """
@@ -15,7 +15,7 @@ RESAMPLE_METHODS = ("pow", "max_min", "max_random")
 
 
 def resample_probabilities(scores: Tensor, method: str = "pow", weight_pow: float = 2.0) -> Tensor:
-    """How likely each draw takes a response: the more extreme its score, the more its reward is to be trusted.
+    """Return each response's probability in a resample: the more extreme its score, the more its reward is trusted.
 
     p_i = w_i / sum_j w_j, with w_i of one response among those of the batch
 

@@ -1,4 +1,4 @@
-"""What happens to scores before an estimator reads them and to advantages after: norm, penalty, bounds, masks.
+"""Reward shaping: norm, penalty, bounds, masks of scores before an estimator, and of advantages after.
 
 Pure functions on scores (B,) and token rewards (B, R), in the order a step applies them:
 
@@ -94,7 +94,7 @@ def centre_and_spread(
     sources: Sequence[str] | None = None,
     epsilon: float = 1e-6,
 ) -> tuple[Tensor, Tensor]:
-    """What to subtract from each score, and what to divide by: s' = (s - centre) / spread.
+    """Return the centre and spread that normalise each score: s' = (s - centre) / spread.
 
     centre is 0 or a mean, spread is 1 or an unbiased std + epsilon, each on its own taken over
 

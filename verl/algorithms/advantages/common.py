@@ -22,7 +22,7 @@ REWARD_COLUMNS = ("token_level_rewards", "token_level_scores")
 
 
 def check_estimator(estimator: Callable) -> str | None:
-    """What is wrong with the parameters of an estimator; None: it can be called with what it names."""
+    """Return the fault in the parameters of an estimator, or None if it can be called with what it names."""
     parameters = inspect.signature(estimator).parameters
     by_name = [p.name for p in parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())

@@ -136,14 +136,14 @@ def anchor_groups(turns: Turns, index: np.ndarray | Sequence, turn_state_ids: Se
 
 
 def anchor_metrics(groups: Groups, num_rows: int) -> dict[str, float]:
-    """How much there is to compare: turns a response, and the share of turns that others began in the same state."""
+    """Metrics of the comparison: turns a response, and the share of turns that others began in the same state."""
     total = len(groups.group)
     shared = int((~groups.is_alone).sum())
     return {"gigpo/turns_per_response": total / max(num_rows, 1), "gigpo/shared_state_fraction": shared / max(total, 1)}
 
 
 def state_key(state: Any) -> Hashable:
-    """What stands for a state in comparisons: equal for equal text, numbers, arrays, and lists or mappings of them.
+    """Return a hashable key of a state: equal for equal text, numbers, arrays, and lists or mappings of them.
 
     Raises:
         ValueError: something that cannot be compared by value.

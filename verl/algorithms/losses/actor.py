@@ -113,7 +113,7 @@ class PPOLoss:
         self.columns = tuple(names)
 
     def weight(self, micro: Mapping[str, Tensor]) -> Tensor:
-        """How much this micro-batch's mean counts, as a scalar."""
+        """Return the weight of this micro-batch's mean, as a scalar."""
         return self.aggregation.weight(micro["response_mask"])
 
     def scale(self, total: float) -> float:
@@ -121,7 +121,7 @@ class PPOLoss:
         return self.aggregation.scale(total)
 
     def choose(self, old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor) -> Tensor:
-        """Which of all unmasked tokens of a mini-batch, (T,) each in any order, are singled out: (T,) bool."""
+        """Select tokens among all unmasked ones of a mini-batch, (T,) each in any order: (T,) bool."""
         return self._choice(old_log_prob, log_prob, advantages, self.config)
 
     def weigh(self, lengths: Tensor, difficulty: Tensor | None = None) -> Tensor:

@@ -71,7 +71,7 @@ class ValueLoss:
         self.aggregation = Aggregation(config.loss_agg_mode, response_length)
 
     def weight(self, micro: Mapping[str, Tensor]) -> Tensor:
-        """How much this micro-batch's mean counts, as a scalar."""
+        """Return the weight of this micro-batch's mean, as a scalar."""
         return self.aggregation.weight(micro["response_mask"])
 
     def scale(self, total: float) -> float:

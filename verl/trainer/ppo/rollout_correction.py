@@ -15,9 +15,8 @@ from typing import Any
 import torch
 
 from verl.algorithms.advantages import get_adv_estimator_fn
-from verl.algorithms.correction import importance_weights, kept_tokens
+from verl.algorithms.correction import importance_weights, kept_tokens, mismatch_metrics
 from verl.algorithms.losses import get_policy_loss_fn
-from verl.algorithms.mismatch import mismatch_metrics
 from verl.config.correction import RolloutCorrectionConfig
 from verl.config.ppo import ActorRolloutRefConfig, PPOConfig
 from verl.protocol import DataProto
