@@ -97,7 +97,7 @@ def test_packed_and_padded_batches_look_alike(sizes):
 
 @quick
 @given(st.lists(lengths, min_size=1, max_size=6))
-def test_packing_a_padded_batch_finds_the_cells_the_rollout_packed(sizes):
+def test_packing_a_padded_batch_finds_the_tokens_the_rollout_packed(sizes):
     packed, repacked = rollout(sizes), rollout(sizes, packed=False).packed()
     for name in packed.keys():
         if name != "row":
@@ -122,7 +122,7 @@ def test_padding_in_a_batch_copies_what_a_column_shares():
     assert data.ragged("responses").row(0).tolist() == [100, 101, 102]
 
 
-def test_a_padded_column_beside_packed_ones_is_packed_like_its_neighbours_without_a_mask():
+def test_a_padded_column_next_to_packed_ones_is_packed_like_its_neighbours_without_a_mask():
     data = rollout([(2, 3), (1, 2)]).select(["responses", "row"])
     data.put("advantages", torch.arange(12.0).view(2, R))
     assert data.ragged("advantages").values.tolist() == [0, 1, 2, 6, 7]
@@ -164,7 +164,7 @@ def test_token_ids_are_padded_with_what_their_padding_held():
     assert full.ragged("input_ids").fill == PAD, "without a padding cell meta_info says it"
 
 
-def test_a_column_of_unknown_cells_says_what_to_do():
+def test_a_column_of_unknown_layout_names_the_remedy():
     data = rollout([(2, 3)])
     with pytest.raises(DataProtoError, match=r"column 'row', shape \(1,\): its window is None.*register_ragged_column"):
         data.ragged("row")
@@ -181,7 +181,7 @@ def test_a_registered_column_travels_packed(monkeypatch):
         register_ragged_column("x", "tail")
 
 
-def test_a_missing_column_is_named_beside_those_present():
+def test_a_missing_column_is_named_with_those_present():
     for call in (lambda d: d.column("c"), lambda d: d.ragged("c"), lambda d: d.select(["c"])):
         with pytest.raises(KeyError, match=r"no column 'c' among the tensor columns \['a', 'b'\]"):
             call(plain())
@@ -242,14 +242,14 @@ def test_every_way_to_take_rows_agrees_with_the_padded_tensors(sizes, draws):
 @given(st.lists(lengths, min_size=1, max_size=4), st.integers(1, 3))
 def test_repeat_sets_copies_side_by_side_or_block_by_block(sizes, times):
     data, rows = rollout(sizes), list(range(len(sizes)))
-    beside, blocks = data.repeat(times), data.repeat(times, interleave=False)
-    assert beside.column("row").tolist() == [i for i in rows for _ in range(times)]
+    interleaved, blocks = data.repeat(times), data.repeat(times, interleave=False)
+    assert interleaved.column("row").tolist() == [i for i in rows for _ in range(times)]
     assert blocks.column("row").tolist() == rows * times
     assert same(blocks, DataProto.concat([data] * times))
-    assert same(beside, data.sample_level_repeat([times] * len(rows)))
+    assert same(interleaved, data.sample_level_repeat([times] * len(rows)))
 
 
-def test_rows_repeat_as_often_as_each_is_told():
+def test_rows_repeat_as_often_as_requested():
     data = rollout([(1, 1), (2, 2), (3, 3)]).sample_level_repeat(torch.tensor([2, 0, 1]))
     assert data.column("row").tolist() == [0, 0, 2] and data.ragged("prompts").layout.lengths.tolist() == [1, 1, 3]
     with pytest.raises(DataProtoError, match="2 counts for 3 rows"):
@@ -618,7 +618,7 @@ def test_a_batch_arrives_as_it_left(sizes, packed, touched):
             assert received.column("old_log_probs").dtype == torch.bfloat16
 
 
-def test_what_travels_is_the_real_cells_whatever_the_window():
+def test_what_travels_is_the_valid_tokens_whatever_the_window():
     def travelled(width, packed):
         columns = {"responses": Ragged.from_rows([[1] * 50] * 20, width)}
         columns["attention_mask"] = columns["responses"].like(torch.ones(1000, dtype=torch.int64))

@@ -50,7 +50,7 @@ def test_a_row_with_holes_counts_from_its_first_to_its_last_real_cell():
 
 @quick
 @given(layouts(), st.sampled_from([(), (2,)]))
-def test_packing_a_padded_column_keeps_its_real_cells(layout, tail):
+def test_packing_a_padded_column_keeps_its_valid_tokens(layout, tail):
     original = column(layout, tail)
     padded = original.padded()
     assert padded.shape == original.shape == (len(layout), layout.width, *tail)
@@ -94,7 +94,7 @@ def test_a_slice_shares_the_memory_of_the_whole():
 
 @quick
 @given(layouts(min_rows=1))
-def test_rows_are_the_real_cells_row_by_row(layout):
+def test_rows_are_the_valid_tokens_row_by_row(layout):
     ragged = column(layout)
     for i, row in enumerate(ragged.rows()):
         expected = ragged.padded()[i][layout.mask()[i].bool()]

@@ -85,7 +85,7 @@ def test_reordering_back_restores_the_order():
     assert inverse_permutation(torch.tensor(order)).tolist() == get_reverse_idx(order)
 
 
-def test_unbalance_before_and_after_is_told():
+def test_unbalance_is_measured_before_and_after():
     assert log_seqlen_unbalance([1, 2, 3, 10], [[3], [0, 1, 2]], "global_seqlen") == {
         "global_seqlen/min": 3,
         "global_seqlen/max": 13,

@@ -49,15 +49,15 @@ def test_execute_modes_name_the_method_that_runs_them():
     assert get_predefined_execute_fn(Execute.RANK_ZERO) == {"execute_fn_name": "execute_rank_zero"}
 
 
-def test_a_registered_method_is_the_method_and_carries_what_was_said():
+def test_a_registered_method_is_the_method_and_carries_its_registration():
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False, mesh="actor", reads=["x"])
     def method(self):
         return "ran"
 
-    said = getattr(method, MAGIC_ATTR)
+    registration = getattr(method, MAGIC_ATTR)
     assert method(None) == "ran"
-    assert (said["dispatch_mode"], said["execute_mode"]) == (Dispatch.DP_COMPUTE_PROTO, Execute.ALL)
-    assert (said["blocking"], said["mesh"], said["reads"]) == (False, "actor", ("x",))
+    assert (registration["dispatch_mode"], registration["execute_mode"]) == (Dispatch.DP_COMPUTE_PROTO, Execute.ALL)
+    assert (registration["blocking"], registration["mesh"], registration["reads"]) == (False, "actor", ("x",))
 
 
 def test_rows_go_to_the_ranks_of_their_part_and_come_back_from_those_that_answer():

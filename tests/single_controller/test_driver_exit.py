@@ -49,15 +49,15 @@ def start_driver(controller: str, ending: str) -> tuple[subprocess.Popen, set[in
         stderr=subprocess.STDOUT,
         text=True,
     )
-    driver.said = []
+    driver.output = []
     for line in driver.stdout:
-        driver.said.append(line)
+        driver.output.append(line)
         if line.startswith("READY"):
             started = descendants_of(driver.pid), {int(pid) for pid in line.split()[1:]}
             driver.stdin.write("end\n")
             driver.stdin.flush()
             return driver, *started
-    raise AssertionError("".join(driver.said))
+    raise AssertionError("".join(driver.output))
 
 
 def descendants_of(pid: int) -> set[int]:
@@ -92,7 +92,7 @@ def shared_memory() -> set[str]:
 
 def end_of(driver: subprocess.Popen) -> str:
     text, _ = driver.communicate(timeout=60)
-    return "".join(driver.said) + text
+    return "".join(driver.output) + text
 
 
 @pytest.mark.parametrize("ending", ["normally", "by_exception", "by_worker_exception", "by_worker_death"])

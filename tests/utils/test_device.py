@@ -40,7 +40,7 @@ def test_more_ranks_than_devices_are_refused(gpus, monkeypatch):
         devices.current_device("cuda")
 
 
-def test_a_fork_of_a_process_that_used_cuda_is_told_so(gpus, monkeypatch):
+def test_a_fork_of_a_process_that_used_cuda_is_refused(gpus, monkeypatch):
     gpus(1)
     monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
     with pytest.raises(RuntimeError, match="forked from one that had started CUDA.*trainer.controller=ray"):
@@ -71,7 +71,7 @@ def test_a_run_on_cpu_promises_no_gpu_speed(monkeypatch):
     ],
     ids=["a CPU build", "a driver too old", "a driver older still", "no device", "no NVML"],
 )
-def test_what_keeps_a_run_from_the_gpu_is_said_before_it_starts(built, driver, words, monkeypatch):
+def test_what_keeps_a_run_from_the_gpu_is_reported_before_it_starts(built, driver, words, monkeypatch):
     from types import SimpleNamespace
 
     from verl.trainer.ppo.job import check_device

@@ -47,7 +47,7 @@ def test_no_text_sends_a_user_to_the_other_project():
 
 
 @pytest.mark.parametrize("ours", ["verl_trainer", None])
-def test_the_other_project_is_found_beside_ours_and_elsewhere_on_the_path(tmp_path, ours):
+def test_the_other_project_is_found_next_to_ours_and_elsewhere_on_the_path(tmp_path, ours):
     folder = install(tmp_path / "site-packages", "verl")
     if ours:
         install(folder, ours)
@@ -60,7 +60,7 @@ def test_our_own_installs_are_not_taken_for_the_other_project(tmp_path):
     assert distribution.other_distribution([str(stale), str(ours), str(tmp_path / "missing")]) is None
 
 
-def test_two_distributions_are_said_at_import_once_for_a_run_and_its_workers(tmp_path):
+def test_two_distributions_are_reported_at_import_once_for_a_run_and_its_workers(tmp_path):
     install(tmp_path, "verl")
     child = "import subprocess, sys, verl; subprocess.run([sys.executable, '-c', 'import verl'], check=True)"
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}

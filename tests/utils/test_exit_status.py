@@ -47,7 +47,7 @@ def test_what_verl_did_not_foresee_has_no_explanation(error):
     assert explanation(error) is None
 
 
-def test_an_error_of_a_worker_tells_what_the_worker_would_have_told():
+def test_an_error_of_a_worker_gives_the_explanation_of_the_worker():
     where = ("critic", 1, 2, "init_model", "ValueError: bad", "Traceback ...")
     assert explanation(caught(failing, WorkerError(*where))) is None
     error = pickle.loads(pickle.dumps(WorkerError(*where, "model.path=x is bad: give another")))

@@ -111,7 +111,7 @@ def test_shared_memory_holds_a_copy_that_follows_its_source(tmp_path, monkeypatc
     assert open(fs.copy_to_local(str(source), use_shm=True)).read() == "other"
 
 
-def test_shared_memory_that_cannot_be_used_is_said_and_the_source_taken(tmp_path, monkeypatch, caplog):
+def test_shared_memory_that_cannot_be_used_is_reported_and_the_source_used(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(fs, "SHM_ROOT", "/proc/nowhere")
     source = tmp_path / "data.txt"
     source.write_text("one")
@@ -119,7 +119,7 @@ def test_shared_memory_that_cannot_be_used_is_said_and_the_source_taken(tmp_path
     assert "use_shm=True has no effect" in caplog.text
 
 
-def test_shared_memory_too_small_is_said_with_the_way_out(tmp_path, monkeypatch, caplog):
+def test_shared_memory_too_small_is_reported_with_the_remedy(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(fs, "SHM_ROOT", str(tmp_path / "shm"))
     monkeypatch.setattr(fs.shutil, "disk_usage", lambda path: SimpleNamespace(free=1 << 29))
     monkeypatch.setattr(fs, "_size", lambda path: 3 << 29)
