@@ -96,7 +96,7 @@ def mistakes(task, tmp_path):
     weights.pop(next(name for name in weights if "q_proj" in name))
     save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
     return {
-        "trainer.device=cuda": (2, "error: trainer.device=cuda, and this machine shows no CUDA device."),
+        "trainer.device=cuda": (2, "error: trainer.device=cuda, and this machine has no CUDA device."),
         f"actor_rollout_ref.model.path={tmp_path}": (2, "holds no config.json"),
         f"actor_rollout_ref.model.path={broken}": (1, "actor_rollout.init_model failed on rank 0 of 1: model.path="),
     }
