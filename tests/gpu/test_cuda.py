@@ -13,7 +13,7 @@ from tests.workers.rollout.conftest import rollout_config
 from verl.checkpoint.checkpoint_manager import CheckpointManager
 from verl.models.activation_memory import ActivationOffload
 from verl.models.loader import ModelSpec
-from verl.models.token_outputs import HeadMaths, chunked_log_probs, plain_log_probs
+from verl.models.token_outputs import LogitTransform, chunked_log_probs, full_log_probs
 from verl.telemetry.memory_ledger import optimizer_tensors
 from verl.utils.distributed import destroy_global_process_group
 from verl.workers.engine import MicroBatching, Want, build_engine
@@ -175,7 +175,7 @@ def test_activations_on_the_host_leave_room_on_the_device(larger, strategy, chec
         spec = {"gradient_checkpointing": checkpointing, "activation_offload": is_offloaded}
         engine = engine_on("cuda", larger, strategy, "bf16", **spec)
         if is_offloaded:
-            window = {"min_bytes": 1 << 18, "ahead_bytes": 32 << 20, "leaving_bytes": 64 << 20}
+            window = {"min_bytes": 1 << 18, "prefetch_bytes": 32 << 20, "pending_bytes": 64 << 20}
             engine._activations = lambda device=engine.device, window=window: ActivationOffload(device, **window)
         engine.train_step(data, ppo_loss())
         torch.cuda.synchronize()
@@ -219,8 +219,8 @@ def test_log_probs_of_the_chunked_head_are_exact(compiled, dtype, tolerance, row
         grads = torch.autograd.grad((torch.stack(outputs) * pull).sum(), (hidden, weight))
         return torch.stack(outputs).detach(), *grads
 
-    found = with_grads(chunked_log_probs(hidden, weight, targets, HeadMaths(temperature), True, compiled))
-    exact = with_grads(plain_log_probs(hidden.float() @ weight.float().t(), targets, temperature, True))
+    found = with_grads(chunked_log_probs(hidden, weight, targets, LogitTransform(temperature), True, compiled))
+    exact = with_grads(full_log_probs(hidden.float() @ weight.float().t(), targets, temperature, True))
     torch.testing.assert_close(found[0], exact[0], rtol=1e-4, atol=1e-3)
     for grad, expected in zip(found[1:], exact[1:], strict=True):
         assert (grad - expected).norm() <= tolerance * expected.norm()

@@ -7,7 +7,7 @@ from tests.support.losses import optim_section, ppo_loss
 from tests.support.tiny_models import make_batch, make_tiny_model
 from verl.checkpoint.checkpoint_manager import CheckpointManager
 from verl.models.loader import ModelSpec, load_model
-from verl.models.token_outputs import HeadMaths, chunked_log_probs
+from verl.models.token_outputs import LogitTransform, chunked_log_probs
 from verl.utils.distributed import destroy_global_process_group
 from verl.workers.engine import MicroBatching, Want, build_engine
 from verl.workers.engine.optim import build_optimizer, load_optimizer_state, optimizer_state
@@ -42,7 +42,7 @@ def take_steps(engine, count, **loss):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("maths", [HeadMaths(), HeadMaths(0.7, scale=0.5), HeadMaths(0.9, softcap=5.0)])
+@pytest.mark.parametrize("maths", [LogitTransform(), LogitTransform(0.7, scale=0.5), LogitTransform(0.9, softcap=5.0)])
 def test_log_probs_of_the_triton_head_are_those_of_the_torch_head(dtype, maths):
     pytest.importorskip("liger_kernel")
     torch.manual_seed(0)

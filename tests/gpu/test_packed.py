@@ -11,9 +11,9 @@ from tests.support.runs import main_ppo, make_task, overrides, read_metrics
 from tests.support.tiny_models import make_siblings, make_tiny_model
 from verl.models.attention.packing import Packing
 from verl.models.attention.varlen_kernels import (
-    Scoring,
+    AttentionOptions,
     attend,
-    by_rows,
+    attend_row_by_row,
     choose_kernel,
     flash_attn,
     flash_attn_kernel,
@@ -50,7 +50,7 @@ def shared_prompts():
     """A row of 300 tokens, two that see its first 200 before their own, and a row on its own."""
     own = [torch.arange(300), torch.arange(300, 340), torch.arange(340, 500), torch.arange(500, 577)]
     keys = [own[0], *(torch.cat([torch.arange(200), tokens]) for tokens in own[1:3]), own[3]]
-    return Packing.sharing([len(tokens) for tokens in own], keys)
+    return Packing.with_shared_keys([len(tokens) for tokens in own], keys)
 
 
 PACKINGS = {
@@ -72,14 +72,16 @@ def run(kernel, parts, packing, scoring):
 
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("packing", PACKINGS.values(), ids=PACKINGS)
-@pytest.mark.parametrize("scoring", [Scoring(0.125), Scoring(0.2, window=50)], ids=["plain", "window"])
+@pytest.mark.parametrize(
+    "scoring", [AttentionOptions(0.125), AttentionOptions(0.2, window=50)], ids=["plain", "window"]
+)
 @pytest.mark.parametrize("widths", [(64, 64), (96, 64), (40, 40), (128, 128)], ids=str)
 def test_a_kernel_for_packed_rows_gives_what_each_row_gives_alone(kernel, packing, scoring, widths):
     packing, (width, value_width) = packing.to("cuda"), widths
     parts = layer(packing.tokens, width=width, value_width=value_width)
     wide = [part.detach().float().requires_grad_() for part in parts]
-    truth = run(by_rows, wide, packing, scoring)
-    coarse = run(by_rows, parts, packing, scoring)
+    truth = run(attend_row_by_row, wide, packing, scoring)
+    coarse = run(attend_row_by_row, parts, packing, scoring)
     for found, dense, exact in zip(run(kernel, parts, packing, scoring), coarse, truth, strict=True):
         assert found.shape == exact.shape
         # as near to the truth as dense attention in the same precision
@@ -88,9 +90,9 @@ def test_a_kernel_for_packed_rows_gives_what_each_row_gives_alone(kernel, packin
 
 @pytest.mark.skipif(flash_attn_kernel() is None, reason="needs the flash-attn package")
 def test_flash_attn_caps_scores():
-    packing, scoring = PACKINGS["rows"].to("cuda"), Scoring(0.5, softcap=3.0)
+    packing, scoring = PACKINGS["rows"].to("cuda"), AttentionOptions(0.5, softcap=3.0)
     parts = layer(packing.tokens)
-    truth = run(by_rows, [part.detach().float().requires_grad_() for part in parts], packing, scoring)
+    truth = run(attend_row_by_row, [part.detach().float().requires_grad_() for part in parts], packing, scoring)
     for found, exact in zip(run(flash_attn, parts, packing, scoring), truth, strict=True):
         assert (found - exact).norm() <= 2e-2 * exact.norm()
 
@@ -98,8 +100,8 @@ def test_flash_attn_caps_scores():
 def test_fp32_and_sinks_go_row_by_row_on_the_gpu():
     packing = PACKINGS["shared prompts"].to("cuda")
     for dtype, sinks in ((torch.float32, None), (torch.bfloat16, torch.randn(8, device="cuda"))):
-        parts, scoring = layer(packing.tokens, dtype=dtype), Scoring(0.125, window=100, sinks=sinks)
-        assert choose_kernel(parts[0], parts[2], scoring) is by_rows
+        parts, scoring = layer(packing.tokens, dtype=dtype), AttentionOptions(0.125, window=100, sinks=sinks)
+        assert choose_kernel(parts[0], parts[2], scoring) is attend_row_by_row
         found = attend(*parts, packing, scoring)
         here = [part.detach().cpu().float() for part in parts]
         there = scoring._replace(sinks=None if sinks is None else sinks.cpu())
@@ -112,7 +114,7 @@ def test_bf16_on_a_recent_gpu_has_a_kernel_of_its_own():
     if torch.cuda.get_device_capability() < (8, 0):
         pytest.skip("needs a GPU of compute capability 8.0")
     q, _, v = layer(8)
-    assert choose_kernel(q, v, Scoring(0.125)) is (flash_attn if flash_attn_kernel() else torch_varlen)
+    assert choose_kernel(q, v, AttentionOptions(0.125)) is (flash_attn if flash_attn_kernel() else torch_varlen)
 
 
 @pytest.mark.parametrize("strategy", ["local", "fsdp2"])

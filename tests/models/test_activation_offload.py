@@ -42,7 +42,7 @@ def test_gradients_are_the_same_to_the_bit(ahead):
     torch.manual_seed(0)
     layers = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 4), nn.Tanh())
     x = torch.randn(5, 8, requires_grad=True)
-    offload = small(ahead_bytes=ahead)
+    offload = small(prefetch_bytes=ahead)
     for one, other in zip(gradients(Around(), x, layers), gradients(offload, x, layers), strict=True):
         assert torch.equal(one, other)
     assert offload.kept_bytes > 0

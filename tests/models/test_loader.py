@@ -23,7 +23,7 @@ def test_weights_come_in_the_precision_asked_for(folder):
     assert load_model(ModelSpec(folder, param_dtype="bf16")).dtype is torch.bfloat16
     assert load_model(ModelSpec(folder), dtype=torch.float16).dtype is torch.float16
     assert source_dtype(ModelSpec(folder)) is torch.float32
-    assert ModelSpec(folder, param_dtype="float32", compute_dtype=None).computed_in is torch.float32
+    assert ModelSpec(folder, param_dtype="float32", compute_dtype=None).compute_torch_dtype is torch.float32
 
 
 def test_a_new_value_head_depends_on_the_seed_alone(folder):

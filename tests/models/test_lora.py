@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 from tests.support.families import make_family
 from tests.support.tiny_models import make_tiny_model
 from verl.models.loader import LoRASpec, ModelSpec, load_model
-from verl.models.lora import adapter_layers, adapter_off, merged, scaled_adapter, write_adapter
+from verl.models.lora import adapter_layers, adapter_off, merge_adapter, scaled_adapter, write_adapter
 
 IDS = torch.arange(4, 20).view(2, 8)
 FAMILIES = {
@@ -65,7 +65,7 @@ def test_merged_weights_compute_what_the_adapter_computes(family, folder_of):
     model = shifted(adapted(folder_of(family)))
     plain = AutoModelForCausalLM.from_pretrained(folder_of(family), dtype=torch.float32).eval()
     before = logits(plain)
-    weights = dict(merged(model, model.state_dict().items()))
+    weights = dict(merge_adapter(model, model.state_dict().items()))
     assert weights.keys() == plain.state_dict().keys()
     plain.load_state_dict(weights)
     assert (logits(model) - logits(plain)).abs().max() < 1e-5
@@ -75,7 +75,7 @@ def test_merged_weights_compute_what_the_adapter_computes(family, folder_of):
 def test_an_adapter_sent_with_its_scale_in_b_makes_the_same_sum(folder_of):
     model = shifted(adapted(folder_of()))
     parts = dict(scaled_adapter(model, trained(model)))
-    whole = dict(merged(model, model.state_dict().items()))
+    whole = dict(merge_adapter(model, model.state_dict().items()))
     for name, layer in adapter_layers(model).items():
         delta = parts[f"{name}.lora_B.weight"] @ parts[f"{name}.lora_A.weight"]
         torch.testing.assert_close(layer.base_layer.weight + delta, whole[f"{name}.weight"])

@@ -12,7 +12,7 @@ from tests.support.losses import optim_section, ppo_loss
 from tests.support.ranks import run_ranks
 from verl.models.loader import ModelSpec
 from verl.models.multimodal import image_token, modality_tokens, token_kinds
-from verl.models.token_outputs import HeadMaths, chunked_log_probs, plain_log_probs
+from verl.models.token_outputs import LogitTransform, chunked_log_probs, full_log_probs
 from verl.workers.engine import MicroBatching, Want, build_engine
 
 SPLITS = [MicroBatching(size=6), MicroBatching(size=1), MicroBatching(size=4), MicroBatching(max_tokens=110)]
@@ -114,13 +114,13 @@ def test_features_without_their_tokens_are_refused_by_row(folder, batch):
     engine = build_engine("local", spec(folder))
     lost = batch.select()
     lost.non_tensor_batch = {}
-    with pytest.raises(ValueError, match="row 0 has 4 image tokens and its images make 0 features"):
+    with pytest.raises(ValueError, match="row 0 has 4 image tokens and its images have 0 features"):
         engine.infer(lost, Want.LOG_PROBS)
     swapped = batch.select()
     inputs = swapped.non_tensor_batch["multi_modal_inputs"].copy()
     inputs[[0, 3]] = inputs[[3, 0]]
     swapped.non_tensor_batch["multi_modal_inputs"] = inputs
-    with pytest.raises(ValueError, match="row 0 has 4 image tokens and its images make 16 features"):
+    with pytest.raises(ValueError, match="row 0 has 4 image tokens and its images have 16 features"):
         engine.infer(swapped, Want.LOG_PROBS)
 
 
@@ -129,7 +129,9 @@ def test_a_model_of_text_has_no_modality_tokens(model):
     assert image_token(model.config) in modality_tokens(model.config) and len(modality_tokens(model.config)) == 4
 
 
-@pytest.mark.parametrize("maths", [HeadMaths(0.7, never=(3, 5)), HeadMaths(1.0, 0.5, 8.0, never=(0,))], ids=str)
+@pytest.mark.parametrize(
+    "maths", [LogitTransform(0.7, excluded_tokens=(3, 5)), LogitTransform(1.0, 0.5, 8.0, excluded_tokens=(0,))], ids=str
+)
 def test_tokens_never_drawn_have_no_probability_and_no_gradient(maths):
     draw = torch.Generator().manual_seed(0)
     hidden = torch.randn(9, 6, generator=draw, requires_grad=True)
@@ -139,9 +141,9 @@ def test_tokens_never_drawn_have_no_probability_and_no_gradient(maths):
     grads = torch.autograd.grad(found[0].sum() + 0.3 * found[1].sum(), (hidden, weight))
     logits = hidden @ weight.t() * maths.scale
     logits = maths.softcap * torch.tanh(logits / maths.softcap) if maths.softcap else logits
-    keep = torch.tensor([token for token in range(11) if token not in maths.never])
-    plain = plain_log_probs(logits[:, keep], torch.searchsorted(keep, targets), maths.temperature, want_entropy=True)
+    keep = torch.tensor([token for token in range(11) if token not in maths.excluded_tokens])
+    plain = full_log_probs(logits[:, keep], torch.searchsorted(keep, targets), maths.temperature, want_entropy=True)
     expected = torch.autograd.grad(plain[0].sum() + 0.3 * plain[1].sum(), (hidden, weight))
     for one, other in zip((*found, *grads), (*plain, *expected), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
-    assert not grads[1][list(maths.never)].any()
+    assert not grads[1][list(maths.excluded_tokens)].any()

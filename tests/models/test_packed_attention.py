@@ -8,7 +8,7 @@ from tests.support.losses import optim_section, ppo_loss
 from tests.support.tiny_models import make_batch, make_tiny_model
 from verl.models.attention.packed import NAME, check_packable, use_packed_attention
 from verl.models.attention.packing import Packing
-from verl.models.attention.sequence_parallel import SequenceShare
+from verl.models.attention.sequence_parallel import SequenceShard
 from verl.models.loader import ModelSpec, load_config, load_model
 from verl.workers.engine import MicroBatching, Want, build_engine
 
@@ -125,7 +125,7 @@ def engine_for(folder, **spec):
     [
         ("minimax", {"num_local_experts": 2, "block_size": 8}, "does not score rows packed together as it scores each"),
         ("bloom", {}, "does not hand its rows' lengths"),
-        ("stablelm", {}, "was not told how the rows lie"),
+        ("stablelm", {}, "did not receive the packing of the rows"),
     ],
 )
 def test_a_model_of_no_known_name_is_found_out_by_trying(family, changes, why, tmp_path, monkeypatch):
@@ -139,8 +139,10 @@ def test_a_model_of_no_known_name_is_found_out_by_trying(family, changes, why, t
     [("mistral", {"sliding_window": 64}, "sliding_window"), ("gemma2", {}, "attn_logit_softcapping")],
 )
 def test_a_window_or_cap_that_does_not_reach_the_attention_is_found_out(family, changes, lost, tmp_path, monkeypatch):
-    monkeypatch.setattr("verl.models.attention.packed.Scoring", lambda scale, window, softcap, sinks: _Plain(scale))
-    monkeypatch.setattr("verl.workers.engine.model_trial.check_packed", lambda *args: None)
+    monkeypatch.setattr(
+        "verl.models.attention.packed.AttentionOptions", lambda scale, window, softcap, sinks: _Plain(scale)
+    )
+    monkeypatch.setattr("verl.workers.engine.model_check.check_packed", lambda *args: None)
     with pytest.raises(ValueError, match=f"does not hand its {lost}="):
         engine_for(make_tiny_model(tmp_path, family, **changes))
 
@@ -171,9 +173,9 @@ def test_router_logits_that_no_loss_would_read_are_refused(tmp_path):
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_shares_hold_every_cell_once_and_join_in_order(size):
     cells = torch.tensor([3, 4, 5, 5, 5, 11, 7, 0])  # of shared prompts: some repeat, out of order
-    shares = [SequenceShare.of(cells, 12, None, rank, size) for rank in range(size)]
+    shares = [SequenceShard.of(cells, 12, None, rank, size) for rank in range(size)]
     tokens = torch.arange(12)
-    seen = [share.part(tokens)[share.cells] for share in shares]
+    seen = [shard.slice_of(tokens)[shard.positions] for shard in shares]
     assert [len(part) for part in seen] == list(shares[0].counts)
-    assert all(torch.equal(part, cells[share.picked]) for part, share in zip(seen, shares, strict=True))
-    assert all(torch.equal(torch.cat(seen)[share.place], cells) for share in shares)
+    assert all(torch.equal(part, cells[shard.local_index]) for part, shard in zip(seen, shares, strict=True))
+    assert all(torch.equal(torch.cat(seen)[shard.gather_index], cells) for shard in shares)

@@ -11,7 +11,7 @@ from tests.support.ranks import run_ranks
 from tests.support.tiny_models import make_batch, make_tiny_model
 from verl.checkpoint.checkpoint_manager import CheckpointManager
 from verl.models.loader import ModelSpec, load_model
-from verl.models.scalar_head import stores_head, value_class, value_layer
+from verl.models.scalar_head import score_layer, stores_head, value_class
 from verl.workers.engine import Want, build_engine
 
 GPT2 = {"n_embd": 64, "n_head": 4, "n_layer": 2, "n_positions": 512}
@@ -63,7 +63,7 @@ def test_a_critic_starts_from_the_head_of_a_reward_model(family, head, tmp_path)
     saved = load_file(tmp_path / "model.safetensors")
     [head] = [tensor for name, tensor in saved.items() if name in ("score.weight", "classifier.weight")]
     model = load_model(ModelSpec(str(tmp_path), head="value"), seed=7)
-    assert torch.equal(value_layer(model).weight, head)
+    assert torch.equal(score_layer(model).weight, head)
     assert stores_head(tmp_path)
 
 

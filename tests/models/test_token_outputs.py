@@ -10,18 +10,24 @@ from verl.algorithms.kl import kl_full
 from verl.models import liger
 from verl.models import token_outputs as module
 from verl.models.loader import ModelSpec, load_model
-from verl.models.scalar_head import value_layer
+from verl.models.scalar_head import score_layer
 from verl.models.token_outputs import (
-    HeadMaths,
+    LogitTransform,
     ReferenceStates,
     chunked_full_kl,
     chunked_log_probs,
-    plain_log_probs,
-    probe_head,
+    detect_output_head,
+    full_log_probs,
     token_outputs,
 )
 
-MATHS = [HeadMaths(), HeadMaths(0.7), HeadMaths(1.3, scale=0.2), HeadMaths(0.9, softcap=5.0), HeadMaths(1.1, 0.5, 3.0)]
+MATHS = [
+    LogitTransform(),
+    LogitTransform(0.7),
+    LogitTransform(1.3, scale=0.2),
+    LogitTransform(0.9, softcap=5.0),
+    LogitTransform(1.1, 0.5, 3.0),
+]
 
 
 def reference(hidden, weight, targets, maths):
@@ -79,7 +85,7 @@ def test_bf16_weights_get_gradients_summed_in_fp32(monkeypatch):
     wide = weight.detach().double().requires_grad_()
     torch.manual_seed(0)
     torch.randn(rows, size, dtype=torch.bfloat16), torch.randn(vocab, size)
-    reference(hidden.double(), wide, torch.randint(0, vocab, (rows,)), HeadMaths())[0].sum().backward()
+    reference(hidden.double(), wide, torch.randint(0, vocab, (rows,)), LogitTransform())[0].sum().backward()
     assert (weight.grad - wide.grad).norm() < 0.01 * wide.grad.norm()
 
 
@@ -125,7 +131,7 @@ def test_whole_logits_are_never_held_forward_or_backward(monkeypatch, tmp_path, 
     ids, cells = torch.randint(4, 100, (2, 400)), torch.arange(799)
     limit = 130 * vocab  # two chunks of 64 rows, of 799
     assert model.get_output_embeddings().weight.numel() < limit < 799 * vocab / 5
-    head = module.Head("fused")
+    head = module.OutputHead("fused")
     with Largest() as largest, kept_for_backward() as kept:
         read = (model, ids, None, cells, ids.flatten()[1:], head, 1.0, want_entropy)
         reference = None
@@ -142,7 +148,7 @@ def test_whole_logits_are_never_held_forward_or_backward(monkeypatch, tmp_path, 
 
 
 @pytest.mark.parametrize("maths", MATHS)
-@pytest.mark.parametrize("ref_maths", [HeadMaths(0.7), HeadMaths(1.1, 0.5, 3.0)])
+@pytest.mark.parametrize("ref_maths", [LogitTransform(0.7), LogitTransform(1.1, 0.5, 3.0)])
 @pytest.mark.parametrize("chunk_rows", [64, 1000])
 def test_chunks_give_the_full_kl_of_whole_logits_and_its_gradient(monkeypatch, maths, ref_maths, chunk_rows):
     rows, vocab, size, ref_size = 150, 211, 24, 16
@@ -153,14 +159,14 @@ def test_chunks_give_the_full_kl_of_whole_logits_and_its_gradient(monkeypatch, m
     ref_hidden, ref_weight = torch.randn(rows, ref_size), torch.randn(vocab, ref_size)
     pull = torch.randn(rows)
     pull[::3] = 0.0  # masked tokens
-    maths, ref_maths = maths._replace(never=(5, 9)), ref_maths._replace(never=(5, 9))
+    maths, ref_maths = maths._replace(excluded_tokens=(5, 9)), ref_maths._replace(excluded_tokens=(5, 9))
     kl = chunked_full_kl(hidden, weight, ref_hidden, ref_weight, maths, ref_maths)
     (kl * pull).sum().backward()
 
     def logits(hidden, weight, maths):
         made = (hidden @ weight.t()) * maths.scale
         made = torch.tanh(made / maths.softcap) * maths.softcap if maths.softcap else made
-        return (made / maths.temperature).index_fill(1, torch.tensor(maths.never), -torch.inf)[None]
+        return (made / maths.temperature).index_fill(1, torch.tensor(maths.excluded_tokens), -torch.inf)[None]
 
     hidden_64, weight_64 = (x.detach().double().requires_grad_() for x in (hidden, weight))
     ref_logits = logits(ref_hidden.double(), ref_weight.double(), ref_maths)
@@ -229,7 +235,7 @@ HEADS = {"gemma2": ("fused", 1.0, 2.0), "granite": ("fused", 0.125, 0.0), "coher
 def test_log_probs_of_right_padded_rows_are_those_of_the_models_own_logits(tmp_path, family):
     make_tiny_model(tmp_path, family, **FAMILIES[family])
     model = load_model(ModelSpec(str(tmp_path))).eval()
-    head = probe_head(model, torch.device("cpu"))
+    head = detect_output_head(model, torch.device("cpu"))
     assert (head.kind, head.scale, head.softcap) == HEADS.get(family, ("fused", 1.0, 0.0))
     ids = torch.randint(4, 100, (3, 20))
     lengths = [20, 11, 5]
@@ -239,7 +245,7 @@ def test_log_probs_of_right_padded_rows_are_those_of_the_models_own_logits(tmp_p
         scores = token_outputs(model, ids, None, cells, targets, head, 0.8, True)
         for row, length in enumerate(lengths):
             logits = model(input_ids=ids[row : row + 1, :length]).logits[0, 1:-1]
-            expected, entropy = plain_log_probs(logits, ids[row, 2:length], 0.8, True)
+            expected, entropy = full_log_probs(logits, ids[row, 2:length], 0.8, True)
             here = cells // 20 == row
             torch.testing.assert_close(scores.log_probs[here], expected, rtol=1e-4, atol=2e-5)
             torch.testing.assert_close(scores.entropy[here], entropy, rtol=1e-4, atol=2e-5)
@@ -251,20 +257,20 @@ def test_values_are_the_token_classifiers_own(tmp_path):
     ids = torch.randint(4, 100, (2, 9))
     cells = torch.tensor([0, 3, 8, 12])
     with torch.no_grad():
-        values = token_outputs(model, ids, None, cells, None, module.Head("value"), 1.0, False).values
+        values = token_outputs(model, ids, None, cells, None, module.OutputHead("value"), 1.0, False).values
         torch.testing.assert_close(values, model(input_ids=ids).logits.flatten()[cells])
 
 
 def test_a_model_without_a_value_layer_is_refused(tmp_path):
     make_tiny_model(tmp_path)
     with pytest.raises(ValueError, match="no linear layer 'score' or 'classifier'"):
-        value_layer(load_model(ModelSpec(str(tmp_path))))
+        score_layer(load_model(ModelSpec(str(tmp_path))))
 
 
 def test_probing_leaves_the_model_as_it_was(tmp_path):
     make_tiny_model(tmp_path)
     model = load_model(ModelSpec(str(tmp_path))).train()
-    probe_head(model, torch.device("cpu"))
+    detect_output_head(model, torch.device("cpu"))
     assert model.training
     for module_ in (model.base_model, model.lm_head):
         assert not module_._forward_hooks and not module_._forward_pre_hooks
@@ -292,5 +298,5 @@ def test_a_machine_that_cannot_compile_does_without(monkeypatch, caplog):
     finally:
         module._compiled_blocks.cache_clear()
     assert [record.getMessage() for record in caplog.records] == [
-        "torch.compile does not work here, so it is left out: no C compiler"
+        "torch.compile does not work here, so the eager functions are used: no C compiler"
     ] * 2  # one for the forward pass, one for the backward

@@ -10,11 +10,11 @@ from torch.nn.attention import varlen
 
 from verl.models.attention import varlen_kernels
 from verl.models.attention.packing import Packing
-from verl.models.attention.short import LONGEST
+from verl.models.attention.short_sequence import LONGEST
 from verl.models.attention.varlen_kernels import (
-    Scoring,
+    AttentionOptions,
     attend,
-    by_rows,
+    attend_row_by_row,
     choose_kernel,
     flash_attn,
     flash_attn_kernel,
@@ -27,12 +27,12 @@ LENGTHS = {
     "unequal rows": (3, 17, 1, 30, 16),
     "long and short rows": (LONGEST + 5, 4, LONGEST + 40, 1),
 }
-SCORINGS = {
-    "plain": Scoring(0.3),
-    "window": Scoring(0.3, window=5),
-    "window of itself": Scoring(0.3, window=1),
-    "cap": Scoring(0.3, softcap=2.0),
-    "sinks": Scoring(0.3, window=7, sinks=torch.tensor([0.5, -1.0, 2.0, 0.0])),
+ATTENTION_OPTIONS = {
+    "plain": AttentionOptions(0.3),
+    "window": AttentionOptions(0.3, window=5),
+    "window of itself": AttentionOptions(0.3, window=1),
+    "cap": AttentionOptions(0.3, softcap=2.0),
+    "sinks": AttentionOptions(0.3, window=7, sinks=torch.tensor([0.5, -1.0, 2.0, 0.0])),
 }
 
 
@@ -46,7 +46,7 @@ def shared_prompts():
     """A row of 12 tokens, two rows that see its first 5 before their own, and a row on its own."""
     own = [torch.arange(12), torch.arange(12, 16), torch.arange(16, 26), torch.arange(26, 29)]
     keys = [own[0], *(torch.cat([torch.arange(5), tokens]) for tokens in own[1:3]), own[3]]
-    return Packing.sharing([len(tokens) for tokens in own], keys)
+    return Packing.with_shared_keys([len(tokens) for tokens in own], keys)
 
 
 def formula(q, k, v, packing, scoring):
@@ -75,7 +75,7 @@ def assert_same(found, expected, parts, tolerance):
         torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("scoring", SCORINGS.values(), ids=SCORINGS)
+@pytest.mark.parametrize("scoring", ATTENTION_OPTIONS.values(), ids=ATTENTION_OPTIONS)
 @pytest.mark.parametrize("lengths", [*LENGTHS.values(), None], ids=[*LENGTHS, "shared prompts"])
 def test_every_token_sees_its_own_row_up_to_itself(lengths, scoring):
     packing = shared_prompts() if lengths is None else Packing.of_lengths(lengths)
@@ -84,7 +84,7 @@ def test_every_token_sees_its_own_row_up_to_itself(lengths, scoring):
     assert_same(attend(*parts, packing, scoring), formula(*parts, packing, scoring), parts, 1e-5)
 
 
-@pytest.mark.parametrize("scoring", SCORINGS.values(), ids=SCORINGS)
+@pytest.mark.parametrize("scoring", ATTENTION_OPTIONS.values(), ids=ATTENTION_OPTIONS)
 @pytest.mark.parametrize("value_width", [5, 12])
 def test_values_may_be_of_another_width(value_width, scoring):
     packing = Packing.of_lengths((LONGEST + 1, 7))
@@ -95,12 +95,12 @@ def test_values_may_be_of_another_width(value_width, scoring):
 def test_a_row_is_the_same_bit_by_bit_whatever_other_rows_hold():
     packing = Packing.of_lengths((7, 20, 11))
     q, k, v = layer(packing.tokens, dtype=torch.float32)
-    before = attend(q, k, v, packing, Scoring(0.3))
+    before = attend(q, k, v, packing, AttentionOptions(0.3))
     with torch.no_grad():
         for x in (q, k, v):
             x[:7] += 1
             x[27:] -= 1
-    assert torch.equal(attend(q, k, v, packing, Scoring(0.3))[7:27], before[7:27])
+    assert torch.equal(attend(q, k, v, packing, AttentionOptions(0.3))[7:27], before[7:27])
 
 
 # -- what the CUDA kernels are called with ------------------------------------------------------------------------
@@ -112,11 +112,11 @@ def stand_in(q, k, v, cu_q, cu_k, longest_q, longest_k, scale, window, softcap=0
     assert cu_q.dtype == cu_k.dtype == torch.int32
     lengths, k_lengths = (tuple(cu.diff().tolist()) for cu in (cu_q, cu_k))
     assert (max(lengths), max(k_lengths)) == (longest_q, longest_k) and window[1] == 0
-    scoring = Scoring(scale, None if window[0] < 0 else window[0] + 1, softcap or None)
-    return by_rows(q, k, v, Packing(cu_q, cu_k, lengths, k_lengths), scoring)
+    scoring = AttentionOptions(scale, None if window[0] < 0 else window[0] + 1, softcap or None)
+    return attend_row_by_row(q, k, v, Packing(cu_q, cu_k, lengths, k_lengths), scoring)
 
 
-@pytest.mark.parametrize("scoring", [Scoring(0.3), Scoring(0.3, window=5)], ids=["plain", "window"])
+@pytest.mark.parametrize("scoring", [AttentionOptions(0.3), AttentionOptions(0.3, window=5)], ids=["plain", "window"])
 @pytest.mark.parametrize("takes_groups", [True, False])
 @pytest.mark.parametrize("packing", [Packing.of_lengths((3, 17, 1)), shared_prompts()], ids=["rows", "shared prompts"])
 def test_torchs_kernel_is_asked_for_what_by_rows_computes(packing, takes_groups, scoring, monkeypatch):
@@ -137,9 +137,11 @@ def test_torchs_kernel_is_asked_for_what_by_rows_computes(packing, takes_groups,
 
 
 @pytest.mark.parametrize(
-    "scoring", [SCORINGS["plain"], SCORINGS["window"], SCORINGS["cap"]], ids=["plain", "window", "cap"]
+    "scoring",
+    [ATTENTION_OPTIONS["plain"], ATTENTION_OPTIONS["window"], ATTENTION_OPTIONS["cap"]],
+    ids=["plain", "window", "cap"],
 )
-def test_flash_attn_is_asked_for_what_by_rows_computes(scoring, monkeypatch):
+def test_flash_attn_gets_the_options_of_the_row_by_row_kernel(scoring, monkeypatch):
     def kernel(*args, softmax_scale, causal, window_size, softcap):
         assert causal
         return stand_in(*args, softmax_scale, window_size, softcap)
@@ -158,14 +160,14 @@ def on_cuda(dtype=torch.bfloat16, width=64):
 @pytest.mark.parametrize(
     "query, scoring, has_flash, has_varlen, kernel",
     [
-        (on_cuda(), Scoring(1.0), True, True, flash_attn),
-        (on_cuda(), Scoring(1.0), False, True, torch_varlen),
-        (on_cuda(), Scoring(1.0, softcap=3.0), True, True, flash_attn),
-        (on_cuda(), Scoring(1.0, softcap=3.0), False, True, by_rows),
-        (on_cuda(), SCORINGS["sinks"], True, True, by_rows),
-        (on_cuda(), Scoring(1.0), False, False, by_rows),
-        (on_cuda(torch.float32), Scoring(1.0), True, True, by_rows),
-        (on_cuda(width=512), Scoring(1.0), True, True, by_rows),
+        (on_cuda(), AttentionOptions(1.0), True, True, flash_attn),
+        (on_cuda(), AttentionOptions(1.0), False, True, torch_varlen),
+        (on_cuda(), AttentionOptions(1.0, softcap=3.0), True, True, flash_attn),
+        (on_cuda(), AttentionOptions(1.0, softcap=3.0), False, True, attend_row_by_row),
+        (on_cuda(), ATTENTION_OPTIONS["sinks"], True, True, attend_row_by_row),
+        (on_cuda(), AttentionOptions(1.0), False, False, attend_row_by_row),
+        (on_cuda(torch.float32), AttentionOptions(1.0), True, True, attend_row_by_row),
+        (on_cuda(width=512), AttentionOptions(1.0), True, True, attend_row_by_row),
     ],
 )
 def test_the_fastest_kernel_that_can_is_chosen(query, scoring, has_flash, has_varlen, kernel, monkeypatch):
@@ -178,7 +180,7 @@ def test_a_slow_way_is_said_once(monkeypatch, caplog):
     monkeypatch.setattr(varlen_kernels, "flash_attn_kernel", lambda: None)
     varlen_kernels._say_slow.cache_clear()
     for _ in range(2):
-        choose_kernel(on_cuda(), on_cuda(), Scoring(1.0, softcap=3.0))
+        choose_kernel(on_cuda(), on_cuda(), AttentionOptions(1.0, softcap=3.0))
     assert caplog.text.count("pip install flash-attn") == 1
 
 
@@ -198,7 +200,7 @@ def test_a_flash_attn_that_cannot_be_used_gives_way_to_torch(text, tmp_path, mon
     flash_attn_kernel.cache_clear()
     monkeypatch.setattr(varlen_kernels, "_can_use_varlen", lambda device, window: True)
     try:
-        assert choose_kernel(on_cuda(), on_cuda(), Scoring(1.0)) is torch_varlen
+        assert choose_kernel(on_cuda(), on_cuda(), AttentionOptions(1.0)) is torch_varlen
         assert "no usable flash_attn_varlen_func" in caplog.text
     finally:
         flash_attn_kernel.cache_clear()
@@ -213,6 +215,6 @@ def test_keys_are_repeated_for_heads_that_share_them_on_a_gpu(monkeypatch):
         varlen_kernels.F, "scaled_dot_product_attention", lambda q, k, v, **options: asked.append((k, options)) or q
     )
     q, k, v = (part.unsqueeze(0).transpose(1, 2) for part in layer(9))
-    varlen_kernels._dense(q, k, v, Scoring(1.0))
+    varlen_kernels._dense(q, k, v, AttentionOptions(1.0))
     ((keys, options),) = asked
     assert keys.shape[1] == q.shape[1] and not options["enable_gqa"]

@@ -57,5 +57,5 @@ def test_ranks_may_hold_images_videos_or_none(folder, batch, rows):
 def test_placeholders_and_videos_must_agree(folder, batch):
     other = batch[torch.arange(len(batch))]
     other.non_tensor_batch["multi_modal_inputs"] = batch.non_tensor_batch["multi_modal_inputs"][::-1].copy()
-    with pytest.raises(ValueError, match="row 0 has 0 image tokens and its images make 4 features"):
+    with pytest.raises(ValueError, match="row 0 has 0 image tokens and its images have 4 features"):
         build_engine("local", spec(folder)).infer(other, Want.LOG_PROBS, MicroBatching())

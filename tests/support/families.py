@@ -215,7 +215,7 @@ def judge(folder: str, how: str) -> str:
 
 
 def _engine(folder: str, **spec: Any) -> Engine:
-    spec = ModelSpec(folder, compute_dtype="fp32", gradient_checkpointing=False, longest=LONGEST, **spec)
+    spec = ModelSpec(folder, compute_dtype="fp32", gradient_checkpointing=False, max_sequence_length=LONGEST, **spec)
     return build_engine("local", spec, None, optim_section(), total_steps=9, grad_clip=1.0)
 
 

@@ -18,7 +18,7 @@ from verl.protocol import DataProto
 from verl.utils.tiny_model import make_digit_judge, make_tokenizer
 from verl.workers.engine import MicroBatching, Want, build_engine
 from verl.workers.fsdp_workers import RewardModelWorker
-from verl.workers.reward_model import Rewriter, at_last_token, most_tokens, up_to_last_token
+from verl.workers.reward_model import ChatRetokenizer, last_token_batch, max_input_tokens, scores_at_last_token
 
 SPLITS = [MicroBatching(size=1), MicroBatching(size=3), MicroBatching(max_tokens=60)]
 
@@ -37,7 +37,7 @@ def scores(strategy, folder, rows, split=WHOLE):
     engine = build_engine(strategy, ModelSpec(folder, "reward", compute_dtype="fp32"))
     place = engine.topology
     mine = rows[place.dp_rank :: place.dp_size]
-    return engine.infer(up_to_last_token(mine), Want.VALUES, split).ragged("values").values
+    return engine.infer(last_token_batch(mine), Want.VALUES, split).ragged("values").values
 
 
 @pytest.mark.parametrize("family, head", [("qwen2", "sequence"), ("llama", "token"), ("gpt2", "sequence")])
@@ -107,7 +107,7 @@ def test_the_score_stands_at_the_last_response_token_and_nowhere_else(folder):
 
 def test_an_empty_response_has_no_place_for_a_score():
     responses = Ragged.from_rows([torch.arange(3), torch.arange(0), torch.arange(1)], 4)
-    assert at_last_token(torch.tensor([1.0, 2.0, 3.0]), responses).padded().tolist() == [
+    assert scores_at_last_token(torch.tensor([1.0, 2.0, 3.0]), responses).padded().tolist() == [
         [0, 0, 1, 0],
         [0, 0, 0, 0],
         [3, 0, 0, 0],
@@ -140,7 +140,7 @@ def test_a_conversation_is_written_anew_in_the_judges_template():
     policy, data = conversations()
     judge = make_tokenizer("byte")
     judge.chat_template = JUDGES_TEMPLATE
-    texts = Rewriter(policy, judge).texts(data.non_tensor_batch["raw_prompt"], data.ragged("responses").rows())
+    texts = ChatRetokenizer(policy, judge).texts(data.non_tensor_batch["raw_prompt"], data.ragged("responses").rows())
     assert texts == [
         "[system: Be brief.][user: Say it.][assistant: hello]",
         "[user: Say it.][assistant: 2 + 2 = 4]",
@@ -151,7 +151,7 @@ def test_a_template_that_takes_no_system_message_is_named():
     policy, data = conversations()
     judge = make_tokenizer()
     judge.chat_template = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
-    rewriter = Rewriter(policy, judge)
+    rewriter = ChatRetokenizer(policy, judge)
     with pytest.raises(ValueError, match=r"roles system, user, assistant \(no system role\). Leave out or rename"):
         rewriter.texts(data.non_tensor_batch["raw_prompt"], data.ragged("responses").rows())
 
@@ -183,4 +183,4 @@ def test_the_judge_reads_its_own_tokens_of_that_text(tmp_path):
 
 def test_without_a_limit_a_judge_reads_as_much_as_it_has_positions_for(folder):
     config = worker(folder).reward_model.model_config
-    assert most_tokens(None, config) == 2048 and most_tokens(100, config) == 100
+    assert max_input_tokens(None, config) == 2048 and max_input_tokens(100, config) == 100

@@ -1,4 +1,4 @@
-"""Write the merged weights as a Hugging Face folder, read it back, compare it with another, hand it to the hub."""
+"""Write merged weights as a Hugging Face folder and verify it; compare folders; upload to the hub."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ from verl.checkpoint.hf_folder import Weights, is_weight_file, write_safetensors
 from verl.model_merger.merged import Source, merged_weights
 
 
-class Facts(NamedTuple):
-    """What must be read back of a tensor."""
+class TensorInfo(NamedTuple):
+    """Shape, dtype and checksum of a tensor, to verify what was written."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     sum: int
 
 
-def facts_of(tensor: Tensor) -> Facts:
-    """Shape, dtype and a checksum of the numbers."""
+def tensor_info(tensor: Tensor) -> TensorInfo:
+    """Return shape, dtype and CRC-32 of a tensor."""
     raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    return Facts(tuple(tensor.shape), tensor.dtype, zlib.crc32(raw.numpy()))
+    return TensorInfo(tuple(tensor.shape), tensor.dtype, zlib.crc32(raw.numpy()))
 
 
-def merge(source: Source, target_dir: str | os.PathLike, dtype: torch.dtype | None = None) -> dict[str, Facts]:
-    """Write ``source``'s model to ``target_dir``, and see that what can be read there is what was written.
+def merge(source: Source, target_dir: str | os.PathLike, dtype: torch.dtype | None = None) -> dict[str, TensorInfo]:
+    """Write ``source``'s model to ``target_dir`` and verify it by reading it back.
 
     Args:
         dtype: of the weights; None: what the model came in.
 
     Returns:
-        What was written, by name.
+        The written tensors by name.
 
     Raises:
         RuntimeError: if the folder does not read back as it was written.
@@ -48,8 +48,8 @@ def merge(source: Source, target_dir: str | os.PathLike, dtype: torch.dtype | No
     shutil.rmtree(staged, ignore_errors=True)
     staged.mkdir(parents=True)
     _copy_config(Path(source.model_dir), staged, dtype)
-    written: dict[str, Facts] = {}
-    write_safetensors(_noted(merged_weights(source, dtype), written), staged)
+    written: dict[str, TensorInfo] = {}
+    write_safetensors(_recorded(merged_weights(source, dtype), written), staged)
     _check(staged, written)
     adapter = source.local_dir / "lora_adapter"
     if adapter.is_dir():
@@ -59,7 +59,7 @@ def merge(source: Source, target_dir: str | os.PathLike, dtype: torch.dtype | No
 
 
 def _copy_config(model_dir: Path, folder: Path, dtype: torch.dtype) -> None:
-    """All that stands beside the weights, the config with the ``dtype`` they will have."""
+    """Copy all files but the weights, with the new ``dtype`` in the config."""
     for path in sorted(model_dir.iterdir()):
         if path.is_file() and not is_weight_file(path):
             shutil.copy(path, folder / path.name)
@@ -69,21 +69,21 @@ def _copy_config(model_dir: Path, folder: Path, dtype: torch.dtype) -> None:
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
-def _noted(named: Iterable[tuple[str, Tensor]], written: dict[str, Facts]) -> Iterator[tuple[str, Tensor]]:
+def _recorded(named: Iterable[tuple[str, Tensor]], written: dict[str, TensorInfo]) -> Iterator[tuple[str, Tensor]]:
     for name, tensor in named:
         assert name not in written, f"{name} comes twice"
-        written[name] = facts_of(tensor)
+        written[name] = tensor_info(tensor)
         yield name, tensor
 
 
-def _check(folder: Path, written: dict[str, Facts]) -> None:
+def _check(folder: Path, written: dict[str, TensorInfo]) -> None:
     weights = Weights(folder)
-    odd = sorted(written.keys() ^ set(weights.names()))
-    odd += [name for name in written if name not in odd and facts_of(weights[name]) != written[name]]
-    if odd:
+    wrong = sorted(written.keys() ^ set(weights.names()))
+    wrong += [name for name in written if name not in wrong and tensor_info(weights[name]) != written[name]]
+    if wrong:
         raise RuntimeError(
-            f"{folder} does not read back as it was written: {len(odd)} of {len(written)} tensors differ, first "
-            f"{odd[0]}. The disk may be failing: merge to another one with --target_dir"
+            f"{folder} does not read back as it was written: {len(wrong)} of {len(written)} tensors differ, first "
+            f"{wrong[0]}. The disk may be failing: merge to another one with --target_dir"
         )
 
 
@@ -91,7 +91,7 @@ def _put_in_place(staged: Path, target: Path) -> None:
     if not target.exists():
         staged.rename(target)
         return
-    for path in target.iterdir():  # weights of another merge would be read along with these
+    for path in target.iterdir():  # weights of an earlier merge would be read together with these
         if is_weight_file(path):
             path.unlink()
     shutil.copytree(staged, target, dirs_exist_ok=True, copy_function=os.replace)
@@ -99,7 +99,7 @@ def _put_in_place(staged: Path, target: Path) -> None:
 
 
 def compare(source: Source, test_hf_dir: str | os.PathLike) -> list[str]:
-    """Where ``source``'s merged weights differ from those in a Hugging Face folder; empty if they do not.
+    """Return the differences between ``source``'s merged weights and a Hugging Face folder; empty if none.
 
     Numbers may differ by one rounding in the precision of ``test_hf_dir``.
     """
@@ -128,7 +128,7 @@ def _difference(name: str, ours: Tensor, theirs: Tensor) -> list[str]:
 
 
 def upload(folder: str | os.PathLike, repository: str, private: bool) -> str:
-    """Bring ``folder`` to the Hugging Face hub; returns its address there."""
+    """Upload ``folder`` to the Hugging Face hub; return its URL."""
     from huggingface_hub import HfApi
 
     hub = HfApi()

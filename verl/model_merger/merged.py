@@ -1,6 +1,6 @@
-"""The weights that the ranks' files of a checkpoint hold together, under the names other programs call them.
+"""Weights of a sharded checkpoint, joined over ranks, under their Hugging Face names.
 
-Reads the files of every backend alike: each piece says itself how it was cut. Starts no process group and no engine.
+Reads the files of every backend: each piece carries its own sharding. Starts no process group and no engine.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from verl.models.weight_names import checkpoint_tensors, plain_name, tied_duplic
 
 @dataclass(frozen=True)
 class Source:
-    """A role's checkpoint, and where what its model is called by is found."""
+    """A role's checkpoint, and the folder with its config and tokenizer."""
 
     local_dir: Path
     """``.../global_step_N/actor`` or ``critic``."""
@@ -36,10 +36,10 @@ class Source:
 
     @classmethod
     def find(cls, local_dir: str, hf_model_path: str | None = None, **options: bool) -> Source:
-        """See that the folders are what they should be.
+        """Check the folders of a checkpoint and its model.
 
         Raises:
-            ValueError: if they are not.
+            ValueError: if one is missing or of another kind.
         """
         folder = Path(local_dir).expanduser()
         if not folder.is_dir():
@@ -66,7 +66,7 @@ class Source:
         return cls(folder, model_dir, has_own_base=bool(hf_model_path), **options)
 
     def spec(self, path: str | None = None, lora: LoRASpec | None = None) -> ModelSpec:
-        """How the checkpoint's model is built."""
+        """Return the spec of the checkpoint's model."""
         return ModelSpec(
             path or self.model_dir,
             "value" if self._has_value_head() else "lm",
@@ -81,13 +81,13 @@ class Source:
         return self.is_value_model or architectures[0].endswith("ForTokenClassification")
 
     def source_dtype(self) -> torch.dtype:
-        """The precision the config says the weights have."""
+        """Return the precision in the config."""
         config = load_config(ModelSpec(self.model_dir, trust_remote_code=self.trust_remote_code))
         return getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None) or torch.float32
 
 
 def merged_weights(source: Source, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Every weight whole, once, under its checkpoint name; one at a time is held, and of an adapter's run the base.
+    """Yield every whole weight once under its checkpoint name; only one is held, and with an adapter its base model.
 
     Raises:
         FileNotFoundError, ValueError: if the files are not those of all ranks of one save, or of another model.
@@ -106,7 +106,7 @@ def _without_adapter(source: Source, saved: Mapping[str, Tensor]) -> tuple[nn.Mo
     model = empty_model(source.spec())
     duplicates = tied_duplicates(model)
     own = {plain_name(name): tensor for name, tensor in model.state_dict().items() if name not in duplicates}
-    # names alone: joining a tensor reads it
+    # names only: joining a tensor reads it
     check_names(own, {name: None for name in saved if name not in duplicates})
 
     def joined() -> Iterator[tuple[str, Tensor]]:
@@ -123,8 +123,8 @@ def _without_adapter(source: Source, saved: Mapping[str, Tensor]) -> tuple[nn.Mo
 
 
 def _with_adapter(source: Source, saved: Mapping[str, Tensor]) -> tuple[nn.Module, Iterator[tuple[str, Tensor]]]:
-    """The base model with the saved adapter put in: the checkpoint holds what was trained on top of it only."""
-    from verl.models.lora import merged
+    """Load the base model and the saved adapter into it: the checkpoint holds only trained weights."""
+    from verl.models.lora import merge_adapter
 
     adapter = _adapter_config(source)
     lora = LoRASpec(adapter["r"], adapter["lora_alpha"], tuple(adapter["target_modules"]))
@@ -136,7 +136,7 @@ def _with_adapter(source: Source, saved: Mapping[str, Tensor]) -> tuple[nn.Modul
         fill(parameter, saved[name], name)
     duplicates = tied_duplicates(model)
     state = ((name, tensor) for name, tensor in model.state_dict().items() if name not in duplicates)
-    return model, merged(model, state)
+    return model, merge_adapter(model, state)
 
 
 def _adapter_config(source: Source) -> dict[str, Any]:

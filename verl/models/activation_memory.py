@@ -1,8 +1,8 @@
-"""Activations kept in host memory between forward and backward pass: less device memory, for traffic over the bus.
+"""Activations saved in host memory between forward and backward pass: less device memory, for traffic over the bus.
 
-Whatever autograd saves goes, but weights and what is small: with gradient checkpointing the inputs of layers, without
-it all of their insides. Copies run beside the computation; going back, those of the layers next in line are fetched
-ahead. Knows tensors; knows no model. Gradients are the same to the bit.
+All tensors that autograd saves are copied except weights and small ones: with gradient checkpointing the inputs of
+layers, without it all of their activations. Copies run on streams of their own; the backward pass prefetches the next
+layers. Knows tensors; knows no model. Gradients are bit-identical.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 MIN_BYTES = 1 << 20
-"""Smaller tensors stay: a copy costs more than its memory is worth."""
-AHEAD_BYTES = 256 << 20
-"""How much is fetched before it is asked for."""
-LEAVING_BYTES = 512 << 20
-"""How much may be on its way out; more would fill the device with what has been computed and not yet copied."""
+"""Smaller tensors stay on the device."""
+PREFETCH_BYTES = 256 << 20
+"""Prefetched bytes in the backward pass."""
+PENDING_BYTES = 512 << 20
+"""Limit of unfinished copies to the host, whose source memory is still taken on the device."""
 
 
 class ActivationOffload:
@@ -32,21 +32,21 @@ class ActivationOffload:
         self,
         device: torch.device,
         min_bytes: int = MIN_BYTES,
-        ahead_bytes: int = AHEAD_BYTES,
-        leaving_bytes: int = LEAVING_BYTES,
+        prefetch_bytes: int = PREFETCH_BYTES,
+        pending_bytes: int = PENDING_BYTES,
     ) -> None:
         self._device, self._min_bytes = device, min_bytes
-        self._bus = _Bus(device, leaving_bytes)
-        self._ahead_bytes = ahead_bytes
-        self._known: dict[tuple, _Kept] = {}
+        self._copies = _CopyEngine(device, pending_bytes)
+        self._prefetch_bytes = prefetch_bytes
+        self._saved_by_identity: dict[tuple, _SavedTensor] = {}
         self._storages: dict[int, StorageWeakRef] = {}
-        self._order: list[_Kept] = []
+        self._order: list[_SavedTensor] = []
         self._hooks: AbstractContextManager | None = None
 
     @property
     def kept_bytes(self) -> int:
-        """Host memory taken."""
-        return sum(kept.parcel.nbytes for kept in self._order)
+        """Host memory in use."""
+        return sum(saved.host_copy.nbytes for saved in self._order)
 
     def __enter__(self) -> ActivationOffload:
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
@@ -55,164 +55,164 @@ class ActivationOffload:
 
     def __exit__(self, *raised: object) -> None:
         self._hooks.__exit__(*raised)
-        # what is saved twice was saved within the block
-        self._known, self._storages, self._hooks = {}, {}, None
+        # a tensor is saved twice only within one forward pass
+        self._saved_by_identity, self._storages, self._hooks = {}, {}, None
 
-    def _pack(self, tensor: Tensor) -> Tensor | _Kept:
-        if not self._leaves(tensor):
+    def _pack(self, tensor: Tensor) -> Tensor | _SavedTensor:
+        if not self._should_offload(tensor):
             return tensor
         key = self._identity(tensor)
-        kept = self._known.get(key)
-        if kept is None:
-            kept = self._known[key] = _Kept(self._bus.send(tensor), len(self._order))
-            self._order.append(kept)
-        return kept
+        saved = self._saved_by_identity.get(key)
+        if saved is None:
+            saved = self._saved_by_identity[key] = _SavedTensor(self._copies.send(tensor), len(self._order))
+            self._order.append(saved)
+        return saved
 
-    def _leaves(self, tensor: Tensor) -> bool:
+    def _should_offload(self, tensor: Tensor) -> bool:
         nbytes = tensor.numel() * tensor.element_size()
-        is_dense = nbytes <= tensor.untyped_storage().nbytes()  # an expanded tensor would grow by the copy
+        is_dense = nbytes <= tensor.untyped_storage().nbytes()  # copying an expanded tensor would enlarge it
         return tensor.device == self._device and nbytes >= self._min_bytes and is_dense and not _is_weight(tensor)
 
     def _identity(self, tensor: Tensor) -> tuple:
-        """Equal for what is saved twice. The weak reference keeps the storage's number from being given again."""
+        """Return one key for a tensor saved twice. The weak reference keeps the storage's id from being reused."""
         storage = StorageWeakRef(tensor.untyped_storage())
         number = self._storages.setdefault(storage.cdata, storage).cdata
-        place = (tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
-        return number, *place, tensor._version
+        view = (tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
+        return number, *view, tensor._version
 
-    def _unpack(self, kept: Tensor | _Kept) -> Tensor:
-        if isinstance(kept, Tensor):
-            return kept
-        tensor = None if kept.back is None else kept.back()
+    def _unpack(self, saved: Tensor | _SavedTensor) -> Tensor:
+        if isinstance(saved, Tensor):
+            return saved
+        tensor = None if saved.restored is None else saved.restored()
         if tensor is None:
-            tensor = self._bus.receive(kept.parcel)
-            kept.back = weakref.ref(tensor)
-        self._fetch_before(kept.number)
+            tensor = self._copies.receive(saved.host_copy)
+            saved.restored = weakref.ref(tensor)
+        self._prefetch_before(saved.number)
         return tensor
 
-    def _fetch_before(self, number: int) -> None:
-        """Start to bring back what a backward pass will ask for after tensor ``number``: what was saved before it."""
-        budget = self._ahead_bytes
+    def _prefetch_before(self, number: int) -> None:
+        """Prefetch the tensors saved before ``number``, which the backward pass needs next."""
+        budget = self._prefetch_bytes
         while number > 0 and budget > 0:
             number -= 1
-            kept = self._order[number]
-            budget -= kept.parcel.nbytes
-            if kept.back is None:
-                self._bus.fetch(kept.parcel)
+            saved = self._order[number]
+            budget -= saved.host_copy.nbytes
+            if saved.restored is None:
+                self._copies.fetch(saved.host_copy)
 
 
-class _Kept:
-    """What autograd holds in the place of a tensor."""
+class _SavedTensor:
+    """Placeholder that autograd holds for an offloaded tensor."""
 
-    def __init__(self, parcel: _Parcel, number: int) -> None:
-        self.parcel, self.number = parcel, number
-        self.back: weakref.ref[Tensor] | None = None
-        """The tensor given back, while somebody holds it."""
+    def __init__(self, host_copy: _HostCopy, number: int) -> None:
+        self.host_copy, self.number = host_copy, number
+        self.restored: weakref.ref[Tensor] | None = None
+        """The restored tensor, while it is referenced."""
 
 
-class _Parcel:
-    """A tensor on the host, and perhaps on its way to or from the device."""
+class _HostCopy:
+    """A tensor in host memory, with its unfinished copies to or from the device."""
 
     def __init__(self, host: Tensor) -> None:
         self.host, self.nbytes = host, host.numel() * host.element_size()
-        self.left: torch.cuda.Event | None = None
-        self.coming: Tensor | None = None
-        self.came: torch.cuda.Event | None = None
+        self.copy_event: torch.cuda.Event | None = None
+        self.device_tensor: Tensor | None = None
+        self.arrival_event: torch.cuda.Event | None = None
 
 
-class _Bus:
-    """Copies between a device and the host, in order, beside the computation; on a CPU plain copies."""
+class _CopyEngine:
+    """Asynchronous copies between a device and the host, in order; plain copies on a CPU."""
 
-    def __init__(self, device: torch.device, leaving_bytes: int) -> None:
-        self._device, self._limit = device, leaving_bytes
-        self._leaving: deque[_Parcel] = deque()
+    def __init__(self, device: torch.device, pending_bytes: int) -> None:
+        self._device, self._limit = device, pending_bytes
+        self._pending: deque[_HostCopy] = deque()
 
-    def send(self, tensor: Tensor) -> _Parcel:
+    def send(self, tensor: Tensor) -> _HostCopy:
         is_cuda = self._device.type == "cuda"
-        parcel = _Parcel(torch.empty_like(tensor, device="cpu", pin_memory=is_cuda))
+        host_copy = _HostCopy(torch.empty_like(tensor, device="cpu", pin_memory=is_cuda))
         if not is_cuda:
-            parcel.host.copy_(tensor)
-            return parcel
+            host_copy.host.copy_(tensor)
+            return host_copy
         out, _ = _streams(self._device)
         out.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(out):
-            parcel.host.copy_(tensor, non_blocking=True)
-            parcel.left = out.record_event()
-        tensor.record_stream(out)  # its memory is not given away before it has been read
-        self._leaving.append(parcel)
-        while sum(one.nbytes for one in self._leaving) > self._limit:
-            self._leaving.popleft().left.synchronize()
-        return parcel
+            host_copy.host.copy_(tensor, non_blocking=True)
+            host_copy.copy_event = out.record_event()
+        tensor.record_stream(out)  # its memory is not reused before it has been read
+        self._pending.append(host_copy)
+        while sum(one.nbytes for one in self._pending) > self._limit:
+            self._pending.popleft().copy_event.synchronize()
+        return host_copy
 
-    def fetch(self, parcel: _Parcel) -> None:
-        """Start to bring a tensor back, unless it is coming."""
-        if parcel.coming is not None:
+    def fetch(self, host_copy: _HostCopy) -> None:
+        """Start the copy of a tensor to the device, unless one is running."""
+        if host_copy.device_tensor is not None:
             return
         if self._device.type != "cuda":
-            parcel.coming = parcel.host.clone()
+            host_copy.device_tensor = host_copy.host.clone()
             return
         _, into = _streams(self._device)
-        # memory of the computing stream, which may still use it for what it held before
-        parcel.coming = torch.empty_like(parcel.host, device=self._device)
+        # allocated on the computing stream, which may still use its previous content
+        host_copy.device_tensor = torch.empty_like(host_copy.host, device=self._device)
         into.wait_stream(torch.cuda.current_stream(self._device))
-        into.wait_event(parcel.left)
+        into.wait_event(host_copy.copy_event)
         with torch.cuda.stream(into):
-            parcel.coming.copy_(parcel.host, non_blocking=True)
-            parcel.came = into.record_event()
-        parcel.coming.record_stream(into)
+            host_copy.device_tensor.copy_(host_copy.host, non_blocking=True)
+            host_copy.arrival_event = into.record_event()
+        host_copy.device_tensor.record_stream(into)
 
-    def receive(self, parcel: _Parcel) -> Tensor:
-        """The tensor, there for what is computed from now on."""
-        self.fetch(parcel)
-        if parcel.came is not None:
-            torch.cuda.current_stream(self._device).wait_event(parcel.came)
-        tensor, parcel.coming, parcel.came = parcel.coming, None, None
+    def receive(self, host_copy: _HostCopy) -> Tensor:
+        """Return the tensor; later work on the current stream waits for its copy."""
+        self.fetch(host_copy)
+        if host_copy.arrival_event is not None:
+            torch.cuda.current_stream(self._device).wait_event(host_copy.arrival_event)
+        tensor, host_copy.device_tensor, host_copy.arrival_event = host_copy.device_tensor, None, None
         return tensor
 
 
 @lru_cache
 def _streams(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
-    """One stream out and one back."""
+    """One stream to the host and one to the device."""
     return torch.cuda.Stream(device), torch.cuda.Stream(device)
 
 
 def _is_weight(tensor: Tensor) -> bool:
-    """Whether it is a parameter or a view of one: of a layer that is sharded, what was gathered for this pass."""
+    """Whether it is a parameter or a view of one, such as the gathered weights of a sharded layer."""
     return isinstance(tensor if tensor._base is None else tensor._base, nn.Parameter)
 
 
-# -- Gradient checkpointing where it pays: activations that fit are kept, not computed a second time -----------------
+# -- gradient checkpointing only for micro-batches whose activations are large ----------------------------------------
 
 
 KEEP_BELOW_BYTES = 1 << 30
-"""Activations of a micro-batch up to this size are kept, on devices whose memory is the host's."""
+"""Activations of a micro-batch up to this size are saved, on devices whose memory is the host's."""
 
 
 class Recompute:
-    """Switches checkpointing of ``model``'s layers on and off by the size of a micro-batch.
+    """Switch the gradient checkpointing of ``model``'s layers by the size of a micro-batch.
 
     Args:
-        always: checkpoint whatever the size, as accelerators need it: there the setting buys memory for larger batches.
+        always: checkpoint every micro-batch, as on accelerators, where memory allows larger batches.
     """
 
     def __init__(self, model: nn.Module, always: bool) -> None:
         self._layers = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
-        self._per_cell = 0 if always else activation_bytes(model)
+        self._bytes_per_token = 0 if always else activation_bytes(model)
         self._always = always
-        self._is_on = True
+        self._enabled = True
 
-    def choose(self, cells: int) -> None:
-        """Set every layer for a micro-batch of ``cells`` tokens, padding included."""
-        is_on = self._always or cells * self._per_cell > KEEP_BELOW_BYTES
-        if is_on == self._is_on:
+    def choose(self, tokens: int) -> None:
+        """Set every layer for a micro-batch of ``tokens`` tokens, padding included."""
+        is_on = self._always or tokens * self._bytes_per_token > KEEP_BELOW_BYTES
+        if is_on == self._enabled:
             return
-        self._is_on = is_on
+        self._enabled = is_on
         for layer in self._layers:
             layer.gradient_checkpointing = is_on
 
 
 def activation_bytes(model: Any) -> int:
-    """About how much a token's forward pass keeps for the backward pass, without checkpointing.
+    """Estimate the bytes a token's forward pass keeps for the backward pass, without checkpointing.
 
     Per layer some 12 vectors as wide as the hidden state and 4 as wide as the MLP; measured on a 135M Llama.
     """

@@ -1,4 +1,4 @@
-"""Triton kernels of liger-kernel (Hsu et al. 2024, arXiv:2410.10989): a model's layers, and the maths on its logits.
+"""Triton kernels of liger-kernel (Hsu et al. 2024, arXiv:2410.10989) for a model's layers and for its logits.
 
 The one module that imports liger_kernel, and only when a function here is called. Its losses are not used: policy
 losses need the log-probability of each token.
@@ -19,7 +19,7 @@ from verl.utils.distribution import install_command
 
 
 def check_liger(option: str, device: str, instead: str) -> None:
-    """See that what ``option`` asks for can run on ``device``.
+    """Check that the kernels of ``option`` can run on ``device``.
 
     Raises:
         ValueError: it is no CUDA device.
@@ -40,13 +40,13 @@ def check_liger(option: str, device: str, instead: str) -> None:
 
 
 def use_liger_layers(model: nn.Module) -> None:
-    """Let liger compute the norms, gated MLPs and rotary embedding of ``model``; weights and their names stay.
+    """Replace the norms, gated MLPs and rotary embedding of ``model`` by liger's; weights keep their names.
 
     Norms and MLPs are those of this model alone; the rotary embedding is a function that all models of its family in
     this process share.
 
     Raises:
-        ValueError: liger does not know the family.
+        ValueError: liger does not support the family.
     """
     from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN, _apply_liger_kernel_to_instance
 
@@ -62,7 +62,7 @@ def use_liger_layers(model: nn.Module) -> None:
 
 @contextmanager
 def _classes_stay(module: ModuleType) -> Iterator[None]:
-    """Undo what the block does to a module's classes: models built later are not to be changed."""
+    """Restore a module's classes after the block, so that models built later are not changed."""
     before = {name: value for name, value in vars(module).items() if isinstance(value, type)}
     try:
         yield
@@ -81,7 +81,7 @@ def target_log_probs(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def target_log_probs_gradient(logits: Tensor, targets: Tensor, grad: Tensor) -> Tensor:
-    """Gradient by the logits (t, V), which are written over, where that by ``target_log_probs`` is ``grad`` (t,)."""
+    """Gradient of ``target_log_probs`` by the logits (t, V), which are overwritten, for an incoming ``grad`` (t,)."""
     logits = logits.detach().requires_grad_()
     with torch.enable_grad():
         log_probs = target_log_probs(logits, targets)

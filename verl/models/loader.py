@@ -1,5 +1,4 @@
-"""From a model folder to a module: a language model (one that sees images, too), or such a body with a head of one
-number.
+"""Load a model folder as a module: a (vision-)language model, or its body with a scalar head.
 
 Knows transformers; knows no sharding, no optimizer and no batch.
 """
@@ -18,7 +17,7 @@ from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from verl.models.multimodal import is_vision_language, vision_tower
-from verl.models.rotary import fix_rotary
+from verl.models.rotary import fix_rotary_frequencies
 from verl.models.scalar_head import is_head, reward_class, value_class
 from verl.models.weight_names import remember_conversions
 from verl.utils.fs import copy_to_local
@@ -30,24 +29,24 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class LoRASpec:
-    """Which layers get a low-rank adapter, and of which size. Source: Hu et al. 2021 (arXiv:2106.09685)."""
+    """Layers and size of a low-rank adapter. Source: Hu et al. 2021 (arXiv:2106.09685)."""
 
     rank: int
     alpha: float = 16
-    """The adapter's product is multiplied by alpha / rank."""
+    """Scale of the adapter is alpha / rank."""
     target_modules: str | tuple[str, ...] = "all-linear"
     """``all-linear``, a regular expression, or names or ends of names of linear layers."""
     exclude_modules: str | tuple[str, ...] | None = None
-    """Layers that get none, named in the same ways."""
+    """Layers without an adapter, given in the same ways."""
     adapter_path: str | None = None
-    """Folder of an adapter to go on from."""
+    """Folder of an adapter to continue from."""
     leaves_vision_tower: bool = False
-    """Layers of a vision-language model's tower get none."""
+    """Exclude the layers of a vision-language model's tower."""
 
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """Which model to build and in which precision."""
+    """Path, head, precision and training options of a model."""
 
     path: str
     """Folder or hub name of a Hugging Face model."""
@@ -55,7 +54,7 @@ class ModelSpec:
     """``lm``: next-token logits. ``value``: one number per token, the critic's. ``reward``: one number per text, the
     reward model's; its head must come with the weights."""
     param_dtype: str = "fp32"
-    """Precision in which weights are kept and updated. Keep fp32 for training: a step of 1e-5 is lost in bf16."""
+    """Precision in which weights are stored and updated. Keep fp32 for training: a step of 1e-5 is lost in bf16."""
     compute_dtype: str | None = "bf16"
     """Precision of matrix products; None means ``param_dtype``."""
     override_config: Mapping[str, Any] = field(default_factory=dict)
@@ -74,39 +73,39 @@ class ModelSpec:
     load: bool = True
     """False: random weights in the shape the config gives."""
     use_torch_compile: bool = False
-    """Fuse the maths on logits with torch.compile; on CUDA only."""
+    """Fuse the operations on logits with torch.compile; on CUDA only."""
     head_backend: Literal["torch", "triton"] = "torch"
-    """What does the maths on logits where no entropy is asked for; ``triton``: liger's kernel, on CUDA only."""
+    """Kernel for logits where no entropy is requested; ``triton``: liger's, on CUDA only."""
     use_liger: bool = False
-    """Let liger's kernels compute norms, gated MLPs and the rotary embedding; on CUDA only."""
+    """Compute norms, gated MLPs and the rotary embedding with liger's kernels; on CUDA only."""
     lora: LoRASpec | None = None
     """Train an adapter and freeze the rest; None trains everything."""
     freeze_vision_tower: bool = False
     """Train the rest of a vision-language model only."""
     remove_padding: bool = False
-    """Rows run packed, one behind another, without padding."""
+    """Rows run packed into one sequence, without padding."""
     share_prompts: bool = False
-    """With ``remove_padding``: a prompt that several rows of a micro-batch begin with runs once."""
-    longest: int | None = None
+    """With ``remove_padding``: a prompt shared by several rows of a micro-batch runs once."""
+    max_sequence_length: int | None = None
     """Tokens of the run's longest sequence, by which ``longrope`` and ``dynamic`` frequencies are picked; None: the
     model's whole context."""
 
     @property
     def folder(self) -> str:
-        """Where it is read from: ``path``, or the node's own copy of it, made when first asked for."""
+        """Local folder of the model: ``path``, or the node's copy in shared memory, made at first use."""
         return copy_to_local(self.path, use_shm=self.use_shm)
 
     @property
     def has_dropout(self) -> bool:
-        """Whether the user asked for dropout, which makes two passes over the same tokens differ."""
-        return any(_rates(self.override_config))
+        """Whether the user enabled dropout, which makes two passes over the same tokens differ."""
+        return any(_dropout_rates(self.override_config))
 
     @property
-    def kept_in(self) -> torch.dtype:
+    def param_torch_dtype(self) -> torch.dtype:
         return PrecisionType.to_dtype(self.param_dtype)
 
     @property
-    def computed_in(self) -> torch.dtype:
+    def compute_torch_dtype(self) -> torch.dtype:
         return PrecisionType.to_dtype(self.compute_dtype or self.param_dtype)
 
 
@@ -137,7 +136,7 @@ def load_config(spec: ModelSpec) -> Any:
         if unknown:
             raise ValueError(f"{' '.join(unknown)} (model.path={spec.path!r})")
     update_model_config(config, overrides)
-    _no_dropout(config, spec.override_config)
+    _zero_dropout_rates(config, spec.override_config)
     if spec.head != "lm":
         if spec.head == "value":
             config.num_labels = 1
@@ -146,34 +145,34 @@ def load_config(spec: ModelSpec) -> Any:
     return config
 
 
-def _no_dropout(config: Any, chosen: Mapping[str, Any]) -> None:
-    """Set every rate of ``config`` and its nested configs to 0 that ``chosen`` does not name."""
+def _zero_dropout_rates(config: Any, chosen: Mapping[str, Any]) -> None:
+    """Set every dropout rate of ``config`` and its nested configs to 0, except those in ``chosen``."""
     from transformers import PretrainedConfig
 
     for name, value in list(vars(config).items()):
         if isinstance(value, PretrainedConfig):
             inner = chosen.get(name)
-            _no_dropout(value, inner if isinstance(inner, Mapping) else {})
-        elif _is_rate(name, value) and name not in chosen:
+            _zero_dropout_rates(value, inner if isinstance(inner, Mapping) else {})
+        elif _is_dropout_rate(name, value) and name not in chosen:
             setattr(config, name, 0.0)
 
 
-def _rates(entries: Mapping[str, Any]) -> Iterator[float]:
+def _dropout_rates(entries: Mapping[str, Any]) -> Iterator[float]:
     """The dropout rates among the entries of a config, nested ones included."""
     for name, value in entries.items():
         if isinstance(value, Mapping):
-            yield from _rates(value)
-        elif _is_rate(name, value):
+            yield from _dropout_rates(value)
+        elif _is_dropout_rate(name, value):
             yield value
 
 
-def _is_rate(name: str, value: Any) -> bool:
-    """Whether an entry is the rate of something left out at random: dropout, ``attn_pdrop``, ``layerdrop``."""
+def _is_dropout_rate(name: str, value: Any) -> bool:
+    """Whether an entry is a dropout rate: ``dropout``, ``attn_pdrop``, ``layerdrop``."""
     return "drop" in name and isinstance(value, int | float) and not isinstance(value, bool) and value > 0
 
 
 def source_dtype(spec: ModelSpec) -> torch.dtype | None:
-    """The precision the model's config says it was saved in."""
+    """Return the precision in the model's config."""
     config = load_config(spec)
     return getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
 
@@ -182,13 +181,13 @@ def load_model(spec: ModelSpec, seed: int = 0, dtype: torch.dtype | None = None)
     """Build the model on CPU with its weights, in ``dtype`` (default ``spec.param_dtype``), ready for training.
 
     Args:
-        seed: of weights that the checkpoint does not hold: a new value head, an adapter, or all with
+        seed: of weights missing from the checkpoint: a new value head, an adapter, or all with
             ``spec.load=False``.
 
     Raises:
-        ValueError: if weights are missing from the checkpoint, which would leave them random unseen.
+        ValueError: if weights are missing from the checkpoint, which would silently stay random.
     """
-    config, dtype = load_config(spec), dtype or spec.kept_in
+    config, dtype = load_config(spec), dtype or spec.param_torch_dtype
     with torch.random.fork_rng(devices=[]), _quiet_transformers():
         torch.manual_seed(seed)
         if spec.load:
@@ -199,7 +198,7 @@ def load_model(spec: ModelSpec, seed: int = 0, dtype: torch.dtype | None = None)
                 trust_remote_code=spec.trust_remote_code,
                 attn_implementation=_attention(spec, config),
                 output_loading_info=True,
-                ignore_mismatched_sizes=True,  # reported below, in our words
+                ignore_mismatched_sizes=True,  # reported below
             )
             _check_complete(spec, report)
         else:
@@ -213,7 +212,7 @@ def empty_model(spec: ModelSpec, dtype: torch.dtype | None = None) -> nn.Module:
     Args:
         dtype: of the weights (default ``spec.param_dtype``); buffers, as rotary frequencies, keep the model's own.
     """
-    dtype = dtype or spec.kept_in
+    dtype = dtype or spec.param_torch_dtype
     with torch.device("meta"):
         return _prepare(spec, _from_config(spec, load_config(spec), dtype), dtype=dtype)
 
@@ -227,9 +226,9 @@ def _auto_class(spec: ModelSpec, config: Any) -> Any:
 
 
 def language_model_class(config: Any) -> Any:
-    """The auto class of vision-language models for a config that the one of language models does not take, else None.
+    """Return the auto class of vision-language models for the configs that need it, else None.
 
-    The latter would give such a family's text part alone, or nothing.
+    ``AutoModelForCausalLM`` would load only the text part of such a family, or nothing.
     """
     from transformers import AutoModelForImageTextToText
 
@@ -248,7 +247,7 @@ def _from_config(spec: ModelSpec, config: Any, dtype: torch.dtype) -> nn.Module:
 
 def _attention(spec: ModelSpec, config: Any) -> str | None:
     chosen = spec.override_config.get("attn_implementation")
-    # torch's fused attention has no softcap and transformers drops it there without a word (Gemma 2)
+    # torch's fused attention has no softcap and transformers silently ignores it there (Gemma 2)
     capped = getattr(config.get_text_config(), "attn_logit_softcapping", None)
     return chosen or ("eager" if capped else None)
 
@@ -271,22 +270,22 @@ def _check_complete(spec: ModelSpec, report: Mapping[str, Any]) -> None:
 
 
 def _prepare(spec: ModelSpec, model: nn.Module, seed: int = 0, dtype: torch.dtype | None = None) -> nn.Module:
-    """Switch on what training needs; switch off what makes two passes over the same tokens differ."""
+    """Enable what training needs; disable what makes two passes over the same tokens differ."""
     remember_conversions(model)
     if spec.use_liger:
         from verl.models.liger import use_liger_layers
 
         use_liger_layers(model)  # before an adapter wraps layers of MLPs
     if not spec.has_dropout:
-        without_dropout(model)
-    fix_rotary(model, spec.longest)
+        disable_dropout(model)
+    fix_rotary_frequencies(model, spec.max_sequence_length)
     if spec.freeze_vision_tower:
         vision_tower(model).requires_grad_(False)
     if spec.lora is not None:
         from verl.models.lora import add_adapter
 
         add_adapter(model, spec.lora, seed, is_value=spec.head != "lm")
-        cast_parameters(model, dtype or spec.kept_in)
+        cast_parameters(model, dtype or spec.param_torch_dtype)
     if spec.gradient_checkpointing and not getattr(model, "supports_gradient_checkpointing", True):
         logger.warning(
             "model.enable_gradient_checkpointing=true has no effect: %s cannot recompute its layers. If activations do "
@@ -299,27 +298,27 @@ def _prepare(spec: ModelSpec, model: nn.Module, seed: int = 0, dtype: torch.dtyp
 
 
 def cast_parameters(model: nn.Module, dtype: torch.dtype, frozen_only: bool = False) -> None:
-    """Bring the parameters, or those that are not trained, to ``dtype``; ties are kept."""
+    """Cast the parameters, or only the frozen ones, to ``dtype``; ties are kept."""
     for parameter in model.parameters():
         if not (frozen_only and parameter.requires_grad):
             parameter.data = parameter.data.to(dtype)
 
 
-def without_dropout(model: nn.Module) -> None:
-    """Set every dropout rate to 0: a policy ratio compares two passes, which dropout would make differ at random.
+def disable_dropout(model: nn.Module) -> None:
+    """Set every dropout rate to 0: importance ratios compare two passes, which dropout would make differ.
 
-    The config has none by then; this is for rates written into a model's code.
+    The config has none by then; this catches rates hard-coded in a model's code.
     """
     for module in model.modules():
         if isinstance(module, _DropoutNd):
             module.p = 0.0
         for name, value in vars(module).items():
-            if _is_rate(name, value):
+            if _is_dropout_rate(name, value):
                 setattr(module, name, 0.0)
 
 
 def layer_class_names(model: nn.Module) -> list[str]:
-    """Names of the classes that transformers says must not be cut: the layers, the natural unit to shard."""
+    """Return the class names in transformers' ``_no_split_modules``: the layers, the natural unit to shard."""
     names: list[str] = []
     for module in model.modules():
         declared = getattr(module, "_no_split_modules", None) or ()
@@ -329,7 +328,7 @@ def layer_class_names(model: nn.Module) -> list[str]:
 
 @contextmanager
 def _quiet_transformers() -> Iterator[None]:
-    """No progress bars, and no note that a new value head is new: ``_check_complete`` says what matters."""
+    """Hide progress bars and the warning about a new value head; ``_check_complete`` reports missing weights."""
     from transformers.utils import logging as hf_logging
 
     level = hf_logging.get_verbosity()

@@ -1,4 +1,4 @@
-"""Low-rank adapters on the linear layers of a model: put in, switched off, merged, written for peft.
+"""Low-rank adapters on the linear layers of a model: added, switched off, merged, written for peft.
 
 A layer y = W x gets y = W x + s B A x with W frozen, A (r, in) and B (out, r) trained and s = alpha / r. B starts at
 zero, so a fresh adapter changes nothing. The one module that imports peft, and imported only by a run with adapters.
@@ -38,17 +38,17 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _ADAPTER = "default"  # peft's name of a model's only adapter
-_INSIDE = "model"  # name of the model in what peft is shown
+_WRAPPED_NAME = "model"  # name of the model below the wrapper that peft injects into
 _HEADS = ("score", "classifier")
-_SHOWN = 12
+_MAX_LISTED = 12
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-_PREFIX = "base_model.model."  # what stands before a module's name in peft's files
+_PREFIX = "base_model.model."  # prefix of module names in peft's files
 
 
 def add_adapter(model: nn.Module, spec: LoRASpec, seed: int, is_value: bool = False) -> None:
-    """Put an adapter on every chosen layer of ``model``, in place, and freeze the rest but for a value head.
+    """Add an adapter to every target layer of ``model``, in place, and freeze the rest except a value head.
 
-    The first A is uniform in +-1/sqrt(in), drawn from ``seed`` and the layer's name alone; with
+    The first A is uniform in +-1/sqrt(in), generated from ``seed`` and the layer's name only; with
     ``spec.adapter_path`` A and B come from there. A model on the meta device gets the shapes only.
 
     Raises:
@@ -58,18 +58,18 @@ def add_adapter(model: nn.Module, spec: LoRASpec, seed: int, is_value: bool = Fa
     config = LoraConfig(
         r=spec.rank,
         lora_alpha=spec.alpha,
-        target_modules=[f"{_INSIDE}.{name}" for name in chosen],
+        target_modules=[f"{_WRAPPED_NAME}.{name}" for name in chosen],
         lora_dropout=0.0,
         bias="none",
         task_type=TaskType.TOKEN_CLS if is_value else TaskType.CAUSAL_LM,
         base_model_name_or_path=getattr(model, "name_or_path", None),
     )
-    # by itself peft takes ``gate_proj`` of a mixture of experts for the fused experts, wherever it stands
-    around = nn.Module()
-    around.add_module(_INSIDE, model)
+    # without a wrapper peft mistakes ``gate_proj`` of a mixture of experts for the fused experts
+    wrapper = nn.Module()
+    wrapper.add_module(_WRAPPED_NAME, model)
     with warnings.catch_warnings():  # of Conv1D layers, which it then handles
         warnings.simplefilter("ignore")
-        inject_adapter_in_model(config, around, _ADAPTER)
+        inject_adapter_in_model(config, wrapper, _ADAPTER)
     config.target_modules = set(chosen)
     model.peft_config = {_ADAPTER: config}
     for name in _HEADS if is_value else ():
@@ -82,78 +82,80 @@ def add_adapter(model: nn.Module, spec: LoRASpec, seed: int, is_value: bool = Fa
     with torch.no_grad():
         for name, layer in layers.items():
             first = layer.lora_A[_ADAPTER].weight
-            draw = torch.Generator().manual_seed(derive_seed(seed, "lora", name))
+            generator = torch.Generator().manual_seed(derive_seed(seed, "lora", name))
             bound = first.shape[1] ** -0.5
-            first.copy_(torch.empty(first.shape).uniform_(-bound, bound, generator=draw))
+            first.copy_(torch.empty(first.shape).uniform_(-bound, bound, generator=generator))
             layer.lora_B[_ADAPTER].weight.zero_()
         if spec.adapter_path:
             _load_adapter(model, spec)
 
 
 def target_layers(model: nn.Module, spec: LoRASpec) -> list[str]:
-    """Names of the layers that get an adapter.
+    """Return the names of the layers that get an adapter.
 
-    ``all-linear`` means every linear layer that can be adapted, but the last. A string is a regular expression for the
-    whole name or, as every entry of a list, the name itself or its end. ``spec.leaves_vision_tower`` leaves the tower
-    out.
+    ``all-linear`` means every adaptable linear layer except the last. A string is a regular expression for the
+    whole name or, as every entry of a list, the name itself or its end. ``spec.leaves_vision_tower`` excludes the
+    tower.
 
     Raises:
-        ValueError: names the entry that chooses nothing, and what there is to choose.
+        ValueError: an entry matches nothing; names it and the layers there are.
     """
-    able, unable = _linear_layers(model, vision_tower(model) if spec.leaves_vision_tower else None)
+    adaptable, not_adaptable = _linear_layers(model, vision_tower(model) if spec.leaves_vision_tower else None)
     if spec.target_modules == "all-linear":
-        chosen = set(able)
-        _note_left_out(model, unable)
+        chosen = set(adaptable)
+        _warn_left_out(model, not_adaptable)
     else:
-        chosen = _named(spec.target_modules, able, unable, "target_modules")
-    chosen -= _named(spec.exclude_modules or [], [*able, *unable], {}, "exclude_modules")
+        chosen = _matching_layers(spec.target_modules, adaptable, not_adaptable, "target_modules")
+    chosen -= _matching_layers(spec.exclude_modules or [], [*adaptable, *not_adaptable], {}, "exclude_modules")
     if not chosen:
         raise ValueError(
             f"model.target_modules={spec.target_modules!r} without model.exclude_modules={spec.exclude_modules!r} "
-            f"leaves no layer to train: the model's linear layers are {_shown(able)}. Exclude less."
+            f"leaves no layer to train: the model's linear layers are {_list_layers(adaptable)}. Exclude less."
         )
-    return [name for name in able if name in chosen]
+    return [name for name in adaptable if name in chosen]
 
 
 def _linear_layers(model: nn.Module, without: nn.Module | None) -> tuple[list[str], dict[str, str]]:
-    """Linear layers that an adapter can change, and those that it cannot with the reason.
+    """Return the adaptable linear layers, and those that are not with the reason.
 
-    The last one is in neither, since it is read chunk by chunk, nor is a value head, which is trained whole.
+    The output layer is in neither, since its logits are chunked, nor is a value head, which is trained whole.
 
     Args:
-        without: a part of the model whose layers do not count.
+        without: a part of the model to leave out.
     """
     output = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     left_out = set() if without is None else set(without.modules())
-    able: list[str] = []
-    unable: dict[str, str] = {}
+    adaptable: list[str] = []
+    not_adaptable: dict[str, str] = {}
     for name, module in model.named_modules():
         if module is output or module in left_out or name in _HEADS:
             continue
         if isinstance(module, nn.Linear | Conv1D):
-            parent, _, own = name.rpartition(".")
-            why = _why_unable(module, model.get_submodule(parent), own)
-            if why:
-                unable[name] = why
+            parent, _, child = name.rpartition(".")
+            reason = _not_adaptable_reason(module, model.get_submodule(parent), child)
+            if reason:
+                not_adaptable[name] = reason
             else:
-                able.append(name)
+                adaptable.append(name)
         elif not type(module).__module__.startswith("torch.nn"):  # a convolution's weight has three dimensions too
-            stacked = [own for own, p in module.named_parameters(recurse=False) if p.ndim == 3]
-            unable |= {f"{name}.{own}": "is many matrices in one tensor, as fused experts are" for own in stacked}
-    return able, unable
+            stacked = [child for child, p in module.named_parameters(recurse=False) if p.ndim == 3]
+            not_adaptable |= {
+                f"{name}.{child}": "is many matrices in one tensor, as fused experts are" for child in stacked
+            }
+    return adaptable, not_adaptable
 
 
-def _why_unable(module: nn.Module, parent: nn.Module, name: str) -> str | None:
-    """Why an adapter on the linear layer ``parent.name`` would do nothing, or harm; None where it does its work."""
-    if not _is_product(module):
-        return f"is a {type(module).__name__}, which computes more than a product"
+def _not_adaptable_reason(module: nn.Module, parent: nn.Module, name: str) -> str | None:
+    """Return why an adapter on the linear layer ``parent.name`` would have no effect, or None."""
+    if not _is_linear_map(module):
+        return f"is a {type(module).__name__}, which computes more than a matrix product"
     if _reads_weight(type(parent), name):
-        return f"is not called: {type(parent).__name__} hands its weight to a kernel"
+        return f"is not called: {type(parent).__name__} passes its weight to a kernel"
     return None
 
 
-def _is_product(module: nn.Module) -> bool:
-    """Whether a linear layer, perhaps with a forward pass of its own, gives one tensor of its width."""
+def _is_linear_map(module: nn.Module) -> bool:
+    """Whether a linear layer, perhaps with a custom forward, returns one tensor of its width."""
     if type(module).forward in (nn.Linear.forward, Conv1D.forward):
         return True
     try:
@@ -167,62 +169,66 @@ def _is_product(module: nn.Module) -> bool:
 
 @lru_cache(maxsize=1024)
 def _reads_weight(owner: type, name: str) -> bool:
-    """Whether the code of ``owner`` hands the tensors of its layer ``name`` on instead of calling the layer.
+    """Whether the code of ``owner`` reads the weight or bias of its layer ``name`` instead of calling it.
 
-    Their type and shape may be read, and slices of them, which Megatron's way of splitting a product takes.
+    Reading their type and shape, or slices of them as Megatron's split products do, is allowed.
     """
     use = re.compile(rf"self\.{name}\.(weight|bias)\b(?!\.(dtype|device|shape|size)|\[)")
     for cls in owner.__mro__[: owner.__mro__.index(nn.Module)]:
         try:
             source = inspect.getsource(cls)
-        except (OSError, TypeError):  # written at run time: nothing to read
+        except (OSError, TypeError):  # defined at run time, without source
             continue
         if use.search(source):
             return True
     return False
 
 
-def _note_left_out(model: nn.Module, unable: dict[str, str]) -> None:
-    """Say once, where the weights are, which layers ``all-linear`` does not adapt."""
-    if unable and not next(model.parameters()).is_meta:
-        reasons = {".".join(name.split(".")[-2:]): why for name, why in unable.items()}
-        told = "; ".join(f"{name} ({why})" for name, why in reasons.items())
-        logger.warning("model.target_modules=all-linear leaves out layers that no adapter can be put on: %s", told)
+def _warn_left_out(model: nn.Module, not_adaptable: dict[str, str]) -> None:
+    """Warn once, where weights are loaded, of layers that ``all-linear`` does not adapt."""
+    if not_adaptable and not next(model.parameters()).is_meta:
+        reasons = {".".join(name.split(".")[-2:]): reason for name, reason in not_adaptable.items()}
+        layers = "; ".join(f"{name} ({reason})" for name, reason in reasons.items())
+        logger.warning("model.target_modules=all-linear leaves out layers that cannot get an adapter: %s", layers)
 
 
-def _named(entries: str | Iterable[str], able: list[str], unable: dict[str, str], option: str) -> set[str]:
-    """The layers that ``entries`` of ``option`` name; an entry that names none is an error."""
+def _matching_layers(
+    entries: str | Iterable[str], adaptable: list[str], not_adaptable: dict[str, str], option: str
+) -> set[str]:
+    """Return the layers matching ``entries`` of ``option``; an entry without a match is an error."""
     found: set[str] = set()
     for entry in [entries] if isinstance(entries, str) else entries:
-        hits = {name for name in able if _is_named(entry, name)}
-        if not hits:
-            refused = next((f" ({name} {why})" for name, why in unable.items() if _is_named(entry, name)), "")
+        matches = {name for name in adaptable if _matches(entry, name)}
+        if not matches:
+            refused = next(
+                (f" ({name} {reason})" for name, reason in not_adaptable.items() if _matches(entry, name)), ""
+            )
             raise ValueError(
                 f"model.{option}: {entry!r} names no linear layer of this model that can be adapted{refused}. "
-                f"There are {_shown(able)}. Use their names, the ends of their names, or a regular expression."
+                f"There are {_list_layers(adaptable)}. Use names, ends of names, or a regular expression."
             )
-        found |= hits
+        found |= matches
     return found
 
 
-def _is_named(entry: str, name: str) -> bool:
-    return name == entry or name.endswith(f".{entry}") or _is_match(entry, name)
+def _matches(entry: str, name: str) -> bool:
+    return name == entry or name.endswith(f".{entry}") or _full_match(entry, name)
 
 
-def _is_match(pattern: str, name: str) -> bool:
+def _full_match(pattern: str, name: str) -> bool:
     try:
         return bool(re.fullmatch(pattern, name))
     except re.error:
         return False
 
 
-def _shown(able: list[str]) -> str:
-    ends = list(dict.fromkeys(name.rpartition(".")[2] for name in able))
-    more = f" and {len(ends) - _SHOWN} more" if len(ends) > _SHOWN else ""
-    return f"{', '.join(ends[:_SHOWN])}{more} (as in {able[0]})" if able else "none"
+def _list_layers(adaptable: list[str]) -> str:
+    ends = list(dict.fromkeys(name.rpartition(".")[2] for name in adaptable))
+    more = f" and {len(ends) - _MAX_LISTED} more" if len(ends) > _MAX_LISTED else ""
+    return f"{', '.join(ends[:_MAX_LISTED])}{more} (as in {adaptable[0]})" if adaptable else "none"
 
 
-# -- in use -------------------------------------------------------------------------------------------------------
+# -- switching off ------------------------------------------------------------------------------------------------
 
 
 def adapter_layers(model: nn.Module) -> dict[str, LoraLayer]:
@@ -232,7 +238,7 @@ def adapter_layers(model: nn.Module) -> dict[str, LoraLayer]:
 
 @contextmanager
 def adapter_off(model: nn.Module) -> Iterator[None]:
-    """Within the block the model computes what it did before it got its adapter, bit for bit."""
+    """Disable the adapter within the block; outputs are then bit-identical to the base model's."""
     layers = list(adapter_layers(model).values())
     # peft's own switch also flips requires_grad, which a sharded model must not see change
     before = [layer._disable_adapters for layer in layers]
@@ -255,10 +261,10 @@ def is_adapter(name: str) -> bool:
     return f".lora_A.{_ADAPTER}." in name or f".lora_B.{_ADAPTER}." in name
 
 
-def merged(model: nn.Module, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Full tensors of an adapted model -> those of the plain model that computes the same: W + s B A.
+def merge_adapter(model: nn.Module, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Merge full tensors of an adapted model into those of a plain model: W + s B A.
 
-    Sum and product are made in fp32 and left in it; one layer at a time is held.
+    Computed and returned in fp32; one layer at a time is held.
     """
     layers = adapter_layers(model)
     held: dict[str, dict[str, Tensor]] = {}
@@ -275,7 +281,7 @@ def merged(model: nn.Module, named: Iterable[tuple[str, Tensor]]) -> Iterator[tu
 
 
 def _split(name: str) -> tuple[str, str]:
-    """(layer, the rest) of the name of a part of an adapted layer."""
+    """Split the name of an adapted layer's tensor into (layer, rest)."""
     for part in (".base_layer.", ".lora_A.", ".lora_B."):
         layer, found, rest = name.partition(part)
         if found:
@@ -289,12 +295,12 @@ def _merge(layer: LoraLayer, weight: Tensor, first: Tensor, second: Tensor) -> T
 
 
 def without_wrapper(name: str) -> str:
-    """The name a layer's own tensor had before the layer was wrapped."""
+    """Return the tensor's name before its layer was wrapped."""
     return name.replace(".base_layer.", ".")
 
 
 def scaled_adapter(model: nn.Module, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """An adapter as engines take it: ``P.lora_A.weight`` holds A and ``P.lora_B.weight`` s B, so its scale is 1."""
+    """Yield an adapter for rollout engines: ``P.lora_A.weight`` is A and ``P.lora_B.weight`` s B, so its scale is 1."""
     layers = adapter_layers(model)
     for name, tensor in named:
         layer, part = _split(name)
@@ -304,7 +310,7 @@ def scaled_adapter(model: nn.Module, named: Iterable[tuple[str, Tensor]]) -> Ite
 
 
 def plain_adapter_name(name: str) -> str:
-    """The name of an adapter's tensor without peft's name of the adapter."""
+    """Return an adapter tensor's name without peft's adapter name."""
     return name.replace(f".{_ADAPTER}.", ".")
 
 
@@ -312,18 +318,18 @@ def plain_adapter_name(name: str) -> str:
 
 
 def write_adapter(model: nn.Module, named: Iterable[tuple[str, Tensor]], folder: Path, base: str) -> None:
-    """Write what is trained as ``peft.PeftModel.from_pretrained`` reads it.
+    """Write the trained tensors in the format of ``peft.PeftModel.from_pretrained``.
 
     Args:
         named: full tensors of the adapter and of a trained head, by module name.
-        base: folder or hub name of the model below it.
+        base: folder or hub name of the base model.
     """
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {f"{_PREFIX}{plain_adapter_name(name)}": tensor.to("cpu").contiguous() for name, tensor in named}
     save_file(tensors, folder / _WEIGHTS, metadata={"format": "pt"})
     config = copy.copy(model.peft_config[_ADAPTER])
     config.base_model_name_or_path, config.inference_mode = base, True
-    config.target_modules = sorted(config.target_modules)  # peft makes a set of it, written in any order
+    config.target_modules = sorted(config.target_modules)  # peft makes it a set, whose order varies
     config.save_pretrained(folder)
 
 
@@ -340,12 +346,12 @@ def _load_adapter(model: nn.Module, spec: LoRASpec) -> None:
                 f"trained with {saved.get(key)}. Set model.{option}={saved.get(key)}."
             )
     tensors = {name.removeprefix(_PREFIX): tensor for name, tensor in load_file(folder / _WEIGHTS).items()}
-    own = {plain_adapter_name(name): p for name, p in model.named_parameters() if p.requires_grad}
-    if odd := sorted(own.keys() ^ tensors.keys()):
+    parameters = {plain_adapter_name(name): p for name, p in model.named_parameters() if p.requires_grad}
+    if odd := sorted(parameters.keys() ^ tensors.keys()):
         raise ValueError(
             f"model.lora_adapter_path={spec.adapter_path!r} and model.target_modules={spec.target_modules!r} differ in "
             f"{len(odd)} tensors, first {odd[0]!r}. Set target_modules and exclude_modules to what it was trained "
             f"with: {saved.get('target_modules')}."
         )
-    for name, parameter in own.items():
+    for name, parameter in parameters.items():
         parameter.copy_(tensors[name])

@@ -1,7 +1,7 @@
-"""What a vision-language model needs beside token ids: image tensors, positions in time, height and width, dummies.
+"""Inputs of vision-language models: image tensors, 3D position ids, dummy images.
 
-Models are known by what they offer: a ``vision_config``, and ``get_rope_index`` where positions have three dimensions
-(Qwen2-VL and its successors, arXiv:2409.12191). Knows rows of tensors, no batches and no config tree.
+Models are recognised by their attributes: a ``vision_config``, and ``get_rope_index`` where positions have three
+dimensions (Qwen2-VL and its successors, arXiv:2409.12191). Knows rows of tensors, no batches and no config tree.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from verl.models.attention.packing import Packing
 
 _MODALITY_TOKEN = re.compile(r"(image|video|audio|vision|boi|eoi)_?(start|end|begin)?_token_(id|index)")
 VISION_INPUTS = {"image": ("pixel_values", "image_grid_thw"), "video": ("pixel_values_videos", "video_grid_thw")}
-"""Kind of what is shown -> names of its pixels and of their grid."""
-_OF_VIDEOS = {*VISION_INPUTS["video"], "second_per_grid_ts"}
+"""Modality -> names of its pixel and grid tensors."""
+_VIDEO_INPUTS = {*VISION_INPUTS["video"], "second_per_grid_ts"}
 _KIND_OF = {1: ("image_token_id", "image_token_index"), 2: ("video_token_id", "video_token_index")}
 
 
 def is_vision_language(config: Any) -> bool:
-    """Whether a Hugging Face config is that of a language model that sees."""
+    """Whether a Hugging Face config is that of a vision-language model."""
     return getattr(config, "vision_config", None) is not None and hasattr(config, "text_config")
 
 
 def vision_tower(model: Any) -> Any:
-    """The part of a model that turns pixels into features.
+    """Return the vision encoder of a model.
 
     Raises:
         ValueError: it has none.
@@ -45,8 +45,8 @@ def vision_tower(model: Any) -> Any:
 
 
 def modality_tokens(config: Any) -> tuple[int, ...]:
-    """Tokens that mean an image, video or sound, or its begin or end. A response must hold none: a policy that drew
-    one would make a row whose placeholders and features differ in number.
+    """Return the tokens that stand for an image, video or sound, or its begin or end. A response must not contain any:
+    the numbers of placeholders and features of its row would differ.
     """
     if not is_vision_language(config):
         return ()
@@ -56,10 +56,10 @@ def modality_tokens(config: Any) -> tuple[int, ...]:
 
 
 def collate_vision_inputs(rows: Sequence[Mapping[str, Tensor] | None]) -> dict[str, Tensor]:
-    """The image tensors of some rows as one forward pass takes them: joined along their first dimension, in order.
+    """Concatenate the image tensors of some rows for one forward pass, in order.
 
     Args:
-        rows: of each row what the processor made of its images; empty or None for a row without.
+        rows: processor outputs of each row's images; empty or None for a row without images.
     """
     filled = [row for row in rows if row]
     names = dict.fromkeys(name for row in filled for name in row)
@@ -83,32 +83,32 @@ def vision_positions(
     mask: Tensor | None = None,
     packing: Packing | None = None,
 ) -> Any:
-    """Position ids (3, b, l) of rows with images, and how far each row's text then is ahead of its count, (b,).
+    """Return position ids (3, b, l) of rows with images, and the RoPE delta of each row, (b,).
 
-    None and None for a model that counts tokens whatever they show.
+    None and None for a model with one-dimensional positions.
 
     Args:
         model: a transformers model with a head.
         input_ids: (b, l).
         inputs: from ``collate_vision_inputs``.
         mask: (b, l), 1 on real tokens; None: rows begin in their first column.
-        packing: of packed rows (1, T), each of which then counts on its own; how far they are ahead is left out.
+        packing: of packed rows (1, T), each with positions from 0; the RoPE delta is then None.
     """
     base = model.base_model
     if not hasattr(base, "get_rope_index"):
         return None, None
     if packing is not None:
-        return _packed_positions(model, input_ids, inputs, packing), None
-    offered = {
+        return _packed_position_ids(model, input_ids, inputs, packing), None
+    arguments = {
         "mm_token_type_ids": token_kinds(model.config, input_ids),
         "image_grid_thw": inputs.get("image_grid_thw"),
         "video_grid_thw": inputs.get("video_grid_thw"),
         "second_per_grid_ts": inputs.get("second_per_grid_ts"),
         "attention_mask": mask,
     }
-    known = _arguments(type(base))
-    positions, ahead = base.get_rope_index(input_ids, **{k: v for k, v in offered.items() if k in known})
-    return positions, ahead.flatten()
+    parameters = _arguments(type(base))
+    positions, rope_delta = base.get_rope_index(input_ids, **{k: v for k, v in arguments.items() if k in parameters})
+    return positions, rope_delta.flatten()
 
 
 def get_rope_index(
@@ -121,10 +121,10 @@ def get_rope_index(
 ) -> Tensor:
     """Positions (3, L) in time, height and width of one row of a Qwen2-VL or Qwen2.5-VL: for data sets of users.
 
-    The trainer makes such positions itself where the model runs.
+    The trainer computes such positions itself, next to the model.
 
     Args:
-        processor: of the model; read are its merge size and its placeholder tokens.
+        processor: of the model; its merge size and placeholder tokens are used.
         input_ids: (L,), with as many placeholders an image as it has features.
         image_grid_thw, video_grid_thw: (images, 3), patches in time, height and width.
         second_per_grid_ts: (videos,), seconds between two frames in time; None: frames count.
@@ -162,8 +162,8 @@ def get_rope_index(
     return positions
 
 
-def _packed_positions(model: Any, input_ids: Tensor, inputs: Mapping[str, Tensor], packing: Packing) -> Tensor:
-    """(3, 1, T): whole rows by the model's rule; text whose prompt another row runs counts on behind that prompt."""
+def _packed_position_ids(model: Any, input_ids: Tensor, inputs: Mapping[str, Tensor], packing: Packing) -> Tensor:
+    """(3, 1, T): whole rows by the model's rule; responses with a shared prompt continue that prompt's positions."""
     device, lengths = input_ids.device, torch.tensor(packing.q_lengths)
     is_whole = lengths == torch.tensor(packing.k_lengths)
     rows = [row for row, whole in zip(input_ids[0].split(packing.q_lengths), is_whole, strict=True) if whole]
@@ -173,9 +173,9 @@ def _packed_positions(model: Any, input_ids: Tensor, inputs: Mapping[str, Tensor
         return positions[:, real][:, None]
     packed = positions.new_empty(len(positions), packing.tokens)
     packed[:, is_whole.repeat_interleave(lengths).to(device)] = positions[:, real]
-    for length, seen in zip(packing.q_lengths, packing.kv_index.split(packing.k_lengths), strict=True):
-        if length < len(seen):
-            own, prompt = seen[len(seen) - length :], seen[: len(seen) - length]
+    for length, visible in zip(packing.q_lengths, packing.kv_index.split(packing.k_lengths), strict=True):
+        if length < len(visible):
+            own, prompt = visible[len(visible) - length :], visible[: len(visible) - length]
             packed[:, own] = packed[:, prompt].max() + 1 + torch.arange(length, device=device)
     return packed[:, None]
 
@@ -185,21 +185,21 @@ def _arguments(model_class: type) -> frozenset[str]:
     return frozenset(inspect.signature(model_class.get_rope_index).parameters)
 
 
-def smallest_shown(config: Any, kind: str) -> dict[str, Tensor]:
-    """The tensors of a black image (or video) of one token, to walk through the vision tower where no row has one.
+def dummy_vision_inputs(config: Any, kind: str) -> dict[str, Tensor]:
+    """Return the tensors of a black one-token image (or video), to run the vision tower where no row has one.
 
     Args:
         kind: ``image`` or ``video``.
 
     Raises:
-        ValueError: the family's image tensors are not known here.
+        ValueError: the family's image tensors are not supported.
     """
     vision = config.vision_config
     sizes = [getattr(vision, name, None) for name in ("spatial_merge_size", "temporal_patch_size", "patch_size")]
     if not all(isinstance(size, int) for size in sizes):
         raise ValueError(
-            f"a model of type {config.model_type!r} cannot be sharded with images: a rank without images would have to "
-            "show its vision tower a dummy, and its form is not known here. Use strategy=local, or a model of the "
+            f"a model of type {config.model_type!r} cannot be sharded with images: a rank without images would "
+            "need a dummy image, whose shape is not known for this family. Use strategy=local, or a model of the "
             "Qwen-VL families"
         )
     merge, time, patch = sizes
@@ -212,20 +212,20 @@ def smallest_shown(config: Any, kind: str) -> dict[str, Tensor]:
 
 
 def image_token(config: Any, kind: str = "image") -> int | None:
-    """The token that stands for a piece of an image (or of a video); None if the model knows no such kind."""
+    """Return the placeholder token of images (or videos); None if the model has none."""
     names = _KIND_OF[1 if kind == "image" else 2]
     return next((getattr(config, name) for name in names if getattr(config, name, None) is not None), None)
 
 
-def kinds_shown(rows: Sequence[Mapping[str, Tensor] | None]) -> tuple[bool, bool]:
-    """Whether some row has images, and whether some has videos; inputs of an unknown form count as images."""
+def has_images_and_videos(rows: Sequence[Mapping[str, Tensor] | None]) -> tuple[bool, bool]:
+    """Whether any row has images, and whether any has videos; unknown inputs count as images."""
     filled = [row for row in rows if row]
     videos = any(VISION_INPUTS["video"][0] in row for row in filled)
-    return any(not row.keys() <= _OF_VIDEOS for row in filled), videos
+    return any(not row.keys() <= _VIDEO_INPUTS for row in filled), videos
 
 
 def check_placeholders(config: Any, ids: Sequence[Tensor], rows: Sequence[Mapping[str, Tensor] | None]) -> None:
-    """Every row has as many placeholder tokens as its images have features: a row more or less would shift all others.
+    """Check that each row has as many placeholder tokens as its images have features; a mismatch would shift all rows.
 
     Raises:
         ValueError: names the row.
@@ -235,15 +235,15 @@ def check_placeholders(config: Any, ids: Sequence[Tensor], rows: Sequence[Mappin
     for number, (row_ids, inputs) in enumerate(zip(ids, rows, strict=True)):
         has_grid = merge and any(grid in (inputs or ()) for _, grid in VISION_INPUTS.values())
         for kind, token in tokens.items():
-            shown = int((row_ids == token).sum())
+            placeholders = int((row_ids == token).sum())
             grid = (inputs or {}).get(VISION_INPUTS[kind][1])
             if has_grid:
-                held = 0 if grid is None else int(torch.as_tensor(grid).prod(-1).sum()) // merge**2
+                features = 0 if grid is None else int(torch.as_tensor(grid).prod(-1).sum()) // merge**2
             else:
-                held = shown if inputs else 0
-            if shown != held:
+                features = placeholders if inputs else 0
+            if placeholders != features:
                 raise ValueError(
-                    f"row {number} has {shown} {kind} tokens and its {kind}s make {held} features. A response must not "
-                    f"hold the model's {kind} tokens, and the column multi_modal_inputs must travel with its rows "
-                    "(data.return_multi_modal_inputs)."
+                    f"row {number} has {placeholders} {kind} tokens and its {kind}s have {features} features. A "
+                    f"response must not contain the model's {kind} tokens, and the column multi_modal_inputs must "
+                    "travel with its rows (data.return_multi_modal_inputs)."
                 )

@@ -1,4 +1,4 @@
-"""Models that end in one number: the critic's value of each token, the reward model's score of a text.
+"""Models with a scalar head: critics (a value per token) and reward models (a score per text).
 
 Both are a language model's body with a linear layer of one output, which the engine applies itself: to the state before
 each response token (value) or of a text's last token (reward). Knows transformers' classes and the names of stored
@@ -22,7 +22,7 @@ HEADS = ("score", "classifier")
 
 
 def value_class(path: str, config: Any) -> Any:
-    """The class of a critic: transformers' token classifier of the family or, where it has none, one made alike.
+    """Return the class of a critic: transformers' token classifier of the family or, without one, an equivalent.
 
     A critic that starts from a reward model is of the reward model's class, so that its head is found.
 
@@ -31,7 +31,7 @@ def value_class(path: str, config: Any) -> Any:
     """
     from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
-    scores_texts = "ForSequenceClassification" in _made_as(config)
+    scores_texts = "ForSequenceClassification" in _architecture(config)
     for known in (AutoModelForSequenceClassification,) * scores_texts + (AutoModelForTokenClassification,):
         if type(config) in known._model_mapping or known.__name__ in (getattr(config, "auto_map", None) or {}):
             return known
@@ -39,15 +39,15 @@ def value_class(path: str, config: Any) -> Any:
 
 
 def reward_class(path: str, config: Any) -> Any:
-    """The class of a reward model, as its checkpoint names it: a sequence or a token classifier with one label.
+    """Return the class of a reward model by its checkpoint's architecture: a sequence or token classifier of one label.
 
     Raises:
         ValueError: for a checkpoint that is neither.
     """
-    made_as = _made_as(config)
-    if "ForSequenceClassification" not in made_as and "ForTokenClassification" not in made_as:
+    architecture = _architecture(config)
+    if "ForSequenceClassification" not in architecture and "ForTokenClassification" not in architecture:
         raise ValueError(
-            f"model.path={path!r} holds {made_as}, not a reward model: its scores would be random numbers. Name a "
+            f"model.path={path!r} holds {architecture}, not a reward model: its scores would be random numbers. Name a "
             "model trained to score texts, a sequence or token classifier with one label (num_labels=1)."
         )
     if config.num_labels != 1:
@@ -58,18 +58,18 @@ def reward_class(path: str, config: Any) -> Any:
     return value_class(path, config)
 
 
-def _made_as(config: Any) -> str:
-    return next(iter(getattr(config, "architectures", None) or ()), "a model that names no architecture")
+def _architecture(config: Any) -> str:
+    return next(iter(getattr(config, "architectures", None) or ()), "no architecture")
 
 
 def _body_with_a_head(path: str, config: Any) -> type:
-    """A token classifier for a family that transformers has none for, with the names that it gives to others."""
+    """Return a token classifier for a family without one in transformers, with transformers' naming."""
     from transformers import AutoModel
 
     if is_vision_language(config):
         raise ValueError(
-            f"model.path={path!r} is a vision-language model of type {config.model_type!r}, whose body gets no head: "
-            "choose an advantage estimator without a critic (grpo, rloo), or a critic that reads text"
+            f"model.path={path!r} is a vision-language model of type {config.model_type!r}, which cannot get a value "
+            "head: choose an advantage estimator without a critic (grpo, rloo), or a critic that reads text"
         )
     body = AutoModel._model_mapping[type(config)] if type(config) in AutoModel._model_mapping else None
     body = body[0] if isinstance(body, tuple) else body
@@ -84,7 +84,7 @@ def _body_with_a_head(path: str, config: Any) -> type:
 
 
 class _ScalarHead:
-    """Comes before a family's ``PreTrainedModel``: the body under the family's own name for it, then ``score``."""
+    """Mixin before a family's ``PreTrainedModel``: the body under its usual attribute name, then ``score``."""
 
     def __init__(self, config: Any) -> None:
         from transformers import AutoModel
@@ -106,7 +106,7 @@ def is_head(name: str) -> bool:
 
 
 def stored_shapes(folder: str | Path) -> dict[str, list[int]]:
-    """Name -> shape of the weights in a folder's safetensors files, read from their headers; empty if it has none."""
+    """Name -> shape of the weights in a folder's safetensors files, read from their headers."""
     shapes: dict[str, list[int]] = {}
     for file in sorted(Path(folder).expanduser().glob("*.safetensors")):
         with open(file, "rb") as stream:
@@ -116,15 +116,15 @@ def stored_shapes(folder: str | Path) -> dict[str, list[int]]:
 
 
 def stores_head(folder: str | Path) -> bool | None:
-    """Whether a folder's weights include a last layer with one output; None where they cannot be seen."""
+    """Whether a folder's weights include a last layer with one output; None without safetensors files."""
     shapes = stored_shapes(folder)
     if not shapes:
         return None
     return any(is_head(name) and name.endswith(".weight") and shape[0] == 1 for name, shape in shapes.items())
 
 
-def value_layer(model: nn.Module) -> nn.Linear:
-    """The linear layer with one output that a value or a score is read from."""
+def score_layer(model: nn.Module) -> nn.Linear:
+    """Return the linear layer with one output that computes values or scores."""
     for name in HEADS:
         layer = getattr(model, name, None)
         if isinstance(layer, nn.Linear) and layer.out_features == 1:
@@ -136,27 +136,28 @@ def value_layer(model: nn.Module) -> nn.Linear:
 
 
 @torch.no_grad()
-def check_reading(model: Any, device: torch.device, head: Any) -> None:
-    """See by two short forward passes that a number read off a token is the one the model itself gives to the text
-    that ends there.
+def check_score_head(model: Any, device: torch.device, head: Any) -> None:
+    """Check by two short forward passes that the score at a token equals the model's own score of the text that ends
+    there.
 
     Raises:
-        ValueError: the model does more than a linear layer on the last token's state, or lets tokens see later ones.
+        ValueError: the head is more than a linear layer on the last token's state, or attention is not causal.
     """
     config = model.config.get_text_config()
-    # a classifier looks for the last token that is no padding: let there be none
+    # a classifier looks for the last token that is not padding, so leave padding tokens out
     ids = [i for i in range(16) if i != getattr(config, "pad_token_id", None)][:8]
     ids = torch.tensor([ids], device=device) % config.vocab_size
     training = model.training
     try:
         model.eval()
-        own = model(input_ids=ids[:, :6], use_cache=False).logits.flatten()[-1].item()
-        read = model.token_outputs(ids, None, torch.arange(8, device=device), None, head, 1.0, False).values.tolist()
+        expected = model(input_ids=ids[:, :6], use_cache=False).logits.flatten()[-1].item()
+        scores = model.token_outputs(ids, None, torch.arange(8, device=device), None, head, 1.0, False).values.tolist()
     finally:
         model.train(training)
-    size = max(map(abs, read))
-    if not math.isclose(read[5], own, rel_tol=0.05, abs_tol=0.05 * size + 1e-6):
+    size = max(map(abs, scores))
+    if not math.isclose(scores[5], expected, rel_tol=0.05, abs_tol=0.05 * size + 1e-6):
         raise ValueError(
-            f"{type(model).__name__} scores a text of 6 tokens {own:.4f} itself, and {read[5]:.4f} is read off its 6th "
-            "token when more tokens follow: it is no causal model with a linear head. Use a model that is."
+            f"{type(model).__name__} scores a text of 6 tokens {expected:.4f} itself, and its head gives "
+            f"{scores[5]:.4f} at the 6th token when more tokens follow: it is not a causal model with a linear "
+            "head. Use a model that is."
         )

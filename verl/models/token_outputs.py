@@ -1,6 +1,6 @@
-"""From hidden states to what a loss needs of each token: log-probability, entropy, KL to a reference, value.
+"""Log-probability, entropy, KL to a reference, and value of each token, computed from hidden states.
 
-The (T, V) logits are never whole in memory: they are made, used and dropped in chunks, forward and backward. Knows
+The (T, V) logits are never in memory as a whole: they are computed and freed in chunks, forward and backward. Knows
 modules and tensors, not batches or losses.
 """
 
@@ -17,62 +17,66 @@ import torch
 from torch import Tensor, nn
 
 from verl.models.multimodal import is_vision_language
-from verl.models.scalar_head import value_layer
+from verl.models.scalar_head import score_layer
 
 logger = logging.getLogger(__name__)
 
 _CHUNK_BYTES = {"cpu": 64 << 20, "cuda": 512 << 20}
-"""Size of the logits made by one matrix product; large enough to run it at full speed."""
+"""Size of the logits of one matrix product; large enough to run it at full speed."""
 
 _BLOCK_BYTES = 3 << 20
-"""Size of fp32 logits that one pass of element-wise maths works on, on CPU: they stay in its cache."""
+"""Size of the fp32 logits of one element-wise pass on CPU: they stay in its cache."""
 
 
-class HeadMaths(NamedTuple):
-    """What turns the output of the last linear layer into log-probabilities.
+class LogitTransform(NamedTuple):
+    """Scale, softcap, temperature and excluded tokens between the last linear layer and the softmax.
 
     A raw output x becomes the logit ``scale * x``, or ``softcap * tanh(scale * x / softcap)`` where there is a cap
-    (Gemma 2, arXiv:2408.00118), and is divided by ``temperature``. Tokens in ``never`` get no probability.
+    (Gemma 2, arXiv:2408.00118), and is divided by ``temperature``. ``excluded_tokens`` get no probability.
     """
 
     temperature: float = 1.0
     scale: float = 1.0
     softcap: float = 0.0
-    never: tuple[int, ...] = ()
+    excluded_tokens: tuple[int, ...] = ()
 
 
 _NO_LOGIT = -1e30
 """Its exp is 0; finite, so that it times a probability of 0 is 0."""
 
 
-# -- maths of one block of logits ---------------------------------------------------------------------------------
+# -- one block of logits ------------------------------------------------------------------------------------------
 
 
-def _scaled(raw: Tensor, maths: HeadMaths) -> tuple[Tensor, Tensor | float]:
+def _scaled(raw: Tensor, transform: LogitTransform) -> tuple[Tensor, Tensor | float]:
     """fp32 logits over temperature, and their derivative by ``raw``."""
     # scaled in place below: fp32 input is copied, since the caller may keep it for the backward pass
     x = raw.to(torch.float32, copy=True)
-    if maths.softcap:
-        x = torch.tanh(x.mul_(maths.scale / maths.softcap))
-        logits = x * (maths.softcap / maths.temperature)
-        return _without(logits, maths.never), (1 - x * x).mul_(maths.scale / maths.temperature)
-    gain = maths.scale / maths.temperature
-    return _without(x if gain == 1.0 else x.mul_(gain), maths.never), gain
+    if transform.softcap:
+        x = torch.tanh(x.mul_(transform.scale / transform.softcap))
+        logits = x * (transform.softcap / transform.temperature)
+        return _mask_tokens(logits, transform.excluded_tokens), (1 - x * x).mul_(
+            transform.scale / transform.temperature
+        )
+    gain = transform.scale / transform.temperature
+    return _mask_tokens(x if gain == 1.0 else x.mul_(gain), transform.excluded_tokens), gain
 
 
-def _without(logits: Tensor, never: tuple[int, ...]) -> Tensor:
-    """Take all probability from some tokens, in place."""
-    for token in never:
+def _mask_tokens(logits: Tensor, excluded_tokens: tuple[int, ...]) -> Tensor:
+    """Set the logits of some tokens to -1e30, in place."""
+    for token in excluded_tokens:
         logits[:, token] = _NO_LOGIT
     return logits
 
 
-def _score_block(raw: Tensor, targets: Tensor, maths: HeadMaths, want_entropy: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _score_block(
+    raw: Tensor, targets: Tensor, transform: LogitTransform, want_entropy: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probability of ``targets``, log of the normaliser, and entropy (or zeros) of each row of raw logits."""
-    x, _ = _scaled(raw, maths)
+    x, _ = _scaled(raw, transform)
     top = x.amax(-1, keepdim=True)
     x = x.sub_(top)
-    picked = x.gather(1, targets[:, None]).squeeze(1)
+    target_logits = x.gather(1, targets[:, None]).squeeze(1)
     if want_entropy:
         p = torch.exp(x)
         total = p.sum(-1)
@@ -85,7 +89,7 @@ def _score_block(raw: Tensor, targets: Tensor, maths: HeadMaths, want_entropy: b
         mean = torch.zeros_like(total)
     log_total = torch.log(total)
     entropy = log_total - mean if want_entropy else mean
-    return picked - log_total, log_total + top.squeeze(1), entropy
+    return target_logits - log_total, log_total + top.squeeze(1), entropy
 
 
 def _grad_block(
@@ -95,22 +99,22 @@ def _grad_block(
     entropy: Tensor | None,
     grad: Tensor,
     grad_entropy: Tensor | None,
-    maths: HeadMaths,
+    transform: LogitTransform,
 ) -> Tensor:
     """Gradient by raw logits: dlogp_y/dx_j = [j = y] - p_j and dH/dx_j = -p_j (log p_j + H)."""
-    x, slope = _scaled(raw, maths)
+    x, derivative = _scaled(raw, transform)
     x = x.sub_(normaliser[:, None])
     if grad_entropy is None:
         x = x.exp_().mul_(-grad[:, None])
     else:
-        pull = (x + entropy[:, None]).mul_(grad_entropy[:, None]).add_(grad[:, None])
-        x = x.exp_().mul_(pull).neg_()
+        coefficient = (x + entropy[:, None]).mul_(grad_entropy[:, None]).add_(grad[:, None])
+        x = x.exp_().mul_(coefficient).neg_()
     x = x.scatter_add_(1, targets[:, None], grad[:, None])
-    return x if isinstance(slope, float) and slope == 1.0 else x.mul_(slope)
+    return x if isinstance(derivative, float) and derivative == 1.0 else x.mul_(derivative)
 
 
-class _Compiled:
-    """A function on blocks, compiled when first called; as it is where this machine cannot compile."""
+class _CompiledOrEager:
+    """A function on blocks, compiled at its first call; eager where torch.compile fails."""
 
     def __init__(self, plain: Callable) -> None:
         self._plain = plain
@@ -125,21 +129,23 @@ class _Compiled:
             raise
         except Exception as error:  # no C compiler, no Triton, ...: each has its own type
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            logger.warning("torch.compile does not work here, so it is left out: %s", reason)
+            logger.warning("torch.compile does not work here, so the eager functions are used: %s", reason)
             self._function = self._plain
             return self._plain(*args)
 
 
 @lru_cache(maxsize=1)
 def _compiled_blocks() -> tuple[Callable, Callable]:
-    return _Compiled(_score_block), _Compiled(_grad_block)
+    return _CompiledOrEager(_score_block), _CompiledOrEager(_grad_block)
 
 
-def _triton_score(raw: Tensor, targets: Tensor, maths: HeadMaths, want_entropy: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """``_score_block`` by liger's kernel, which gives log-probabilities only."""
+def _triton_score(
+    raw: Tensor, targets: Tensor, transform: LogitTransform, want_entropy: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``_score_block`` by liger's kernel, which computes log-probabilities only."""
     from verl.models.liger import target_log_probs
 
-    log_probs = target_log_probs(_scaled(raw, maths)[0], targets)
+    log_probs = target_log_probs(_scaled(raw, transform)[0], targets)
     nothing = torch.zeros_like(log_probs)
     return log_probs, nothing, nothing
 
@@ -151,17 +157,17 @@ def _triton_grad(
     entropy: Tensor | None,
     grad: Tensor,
     grad_entropy: Tensor | None,
-    maths: HeadMaths,
+    transform: LogitTransform,
 ) -> Tensor:
     """``_grad_block`` by liger's kernel."""
     from verl.models.liger import target_log_probs_gradient
 
-    x, slope = _scaled(raw, maths)
-    return target_log_probs_gradient(x, targets, grad).mul_(slope)
+    x, derivative = _scaled(raw, transform)
+    return target_log_probs_gradient(x, targets, grad).mul_(derivative)
 
 
-def _blocks(want_entropy: bool, compiled: bool, triton: bool) -> tuple[Callable, Callable]:
-    """What works on a block of logits: (forward, backward)."""
+def _block_functions(want_entropy: bool, compiled: bool, triton: bool) -> tuple[Callable, Callable]:
+    """Return the functions on a block of logits: (forward, backward)."""
     if triton and not want_entropy:
         return _triton_score, _triton_grad
     return _compiled_blocks() if compiled else (_score_block, _grad_block)
@@ -171,7 +177,7 @@ def _blocks(want_entropy: bool, compiled: bool, triton: bool) -> tuple[Callable,
 
 
 def _raw_logits(hidden: Tensor, weight: Tensor) -> Tensor:
-    """hidden (t, H) times weight (V, H) transposed; kept in the fp32 it was summed in where the device offers that."""
+    """hidden (t, H) times weight (V, H) transposed; in the fp32 of its sums where the device supports that."""
     if hidden.is_cuda and hidden.dtype in (torch.bfloat16, torch.float16) and torch.version.hip is None:
         return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
     return hidden @ weight.t()
@@ -191,7 +197,7 @@ class _ChunkedLogProb(torch.autograd.Function):
     """hidden (T, H), weight (V, H), targets (T,) -> log-probabilities and entropies (T,), fp32."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, targets, maths, want_entropy, blocks):
+    def forward(ctx, hidden, weight, targets, transform, want_entropy, blocks):
         rows, vocab = hidden.shape[0], weight.shape[0]
         score = blocks[0]
         chunk = _chunk_rows(hidden, vocab)
@@ -204,11 +210,11 @@ class _ChunkedLogProb(torch.autograd.Function):
             for at in range(0, len(raw), step):
                 block = slice(start + at, start + min(at + step, len(raw)))
                 log_probs[block], normaliser[block], entropy[block] = score(
-                    raw[at : at + step], targets[block], maths, want_entropy
+                    raw[at : at + step], targets[block], transform, want_entropy
                 )
         ctx.save_for_backward(hidden, weight, targets, normaliser, entropy)
-        ctx.maths, ctx.grad_block, ctx.chunk = maths, blocks[1], chunk
-        # with a single chunk the logits at hand save the backward pass one product of four, in memory it needs anyway
+        ctx.transform, ctx.grad_block, ctx.chunk = transform, blocks[1], chunk
+        # with a single chunk, kept logits save the backward pass one product of four, in memory it needs anyway
         ctx.raw = raw if rows <= chunk and (ctx.needs_input_grad[0] or ctx.needs_input_grad[1]) else None
         ctx.set_materialize_grads(False)
         return log_probs, entropy
@@ -224,10 +230,10 @@ class _ChunkedLogProb(torch.autograd.Function):
         rows, vocab = hidden.shape[0], weight.shape[0]
         grad_hidden = torch.empty_like(hidden) if wants_hidden else None
         grad_weight = None
-        kept, ctx.raw = ctx.raw, None
+        saved_logits, ctx.raw = ctx.raw, None
         for start in range(0, rows, ctx.chunk):
             h = hidden[start : start + ctx.chunk]
-            raw = _raw_logits(h, weight) if kept is None else kept
+            raw = _raw_logits(h, weight) if saved_logits is None else saved_logits
             d_raw = raw if raw.dtype == hidden.dtype else torch.empty_like(raw, dtype=hidden.dtype)
             step = _block_rows(hidden, vocab, len(raw))
             for at in range(0, len(raw), step):
@@ -239,7 +245,7 @@ class _ChunkedLogProb(torch.autograd.Function):
                     entropy[block],
                     grad[block],
                     None if grad_entropy is None else grad_entropy[block],
-                    ctx.maths,
+                    ctx.transform,
                 )
             if wants_hidden:
                 torch.mm(d_raw, weight, out=grad_hidden[start : start + ctx.chunk])
@@ -259,7 +265,7 @@ def chunked_log_probs(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
-    maths: HeadMaths = HeadMaths(),  # noqa: B008
+    transform: LogitTransform = LogitTransform(),  # noqa: B008
     want_entropy: bool = False,
     compiled: bool = False,
     triton: bool = False,
@@ -272,33 +278,33 @@ def chunked_log_probs(
         hidden: (T, H), the states that predict ``targets``.
         weight: (V, H) of the last linear layer.
         targets: (T,) int64 token ids.
-        compiled: fuse the element-wise maths with torch.compile.
-        triton: let liger's kernel do it; with ``want_entropy`` this code does.
+        compiled: fuse the element-wise operations with torch.compile.
+        triton: use liger's kernel, unless ``want_entropy``.
 
     Returns:
         log_probs (T,) and entropy (T,) or None; both fp32 and differentiable.
     """
     log_probs, entropy = _ChunkedLogProb.apply(
-        hidden, weight, targets, maths, want_entropy, _blocks(want_entropy, compiled, triton)
+        hidden, weight, targets, transform, want_entropy, _block_functions(want_entropy, compiled, triton)
     )
     return log_probs, entropy if want_entropy else None
 
 
-def plain_log_probs(
+def full_log_probs(
     logits: Tensor,
     targets: Tensor,
     temperature: float = 1.0,
     want_entropy: bool = False,
-    never: tuple[int, ...] = (),
+    excluded_tokens: tuple[int, ...] = (),
 ) -> tuple[Tensor, Tensor | None]:
-    """The same from finished logits (T, V): for models whose head is more than a linear layer."""
-    log_p = torch.log_softmax(_without(logits.float() / temperature, never), dim=-1)
+    """Log-probabilities and entropies from whole logits (T, V), for models whose head is more than a linear layer."""
+    log_p = torch.log_softmax(_mask_tokens(logits.float() / temperature, excluded_tokens), dim=-1)
     entropy = -(log_p.exp() * log_p).sum(-1) if want_entropy else None
     return log_p.gather(1, targets[:, None]).squeeze(1), entropy
 
 
 @torch.no_grad()
-def chunked_sum_pi_squared(hidden: Tensor, weight: Tensor, maths: HeadMaths = HeadMaths()) -> Tensor:  # noqa: B008
+def chunked_sum_pi_squared(hidden: Tensor, weight: Tensor, transform: LogitTransform = LogitTransform()) -> Tensor:  # noqa: B008
     """sum_v pi(v)^2 of softmax(logits) at each of the states ``hidden`` (T, H): (T,) fp32, by the same chunks."""
     squares = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
     chunk = _chunk_rows(hidden, weight.shape[0])
@@ -306,36 +312,36 @@ def chunked_sum_pi_squared(hidden: Tensor, weight: Tensor, maths: HeadMaths = He
         raw = _raw_logits(hidden[start : start + chunk], weight)
         step = _block_rows(hidden, weight.shape[0], len(raw))
         for at in range(0, len(raw), step):
-            p = torch.softmax(_scaled(raw[at : at + step], maths)[0], dim=-1)
+            p = torch.softmax(_scaled(raw[at : at + step], transform)[0], dim=-1)
             squares[start + at : start + at + len(p)] = torch.linalg.vecdot(p, p)
     return squares
 
 
-def _log_softmax(raw: Tensor, maths: HeadMaths) -> tuple[Tensor, Tensor | float]:
+def _log_softmax(raw: Tensor, transform: LogitTransform) -> tuple[Tensor, Tensor | float]:
     """Log-probabilities of all tokens, fp32, and the derivative of the logits by ``raw``."""
-    x, slope = _scaled(raw, maths)
-    return x.sub_(torch.logsumexp(x, -1, keepdim=True)), slope
+    x, derivative = _scaled(raw, transform)
+    return x.sub_(torch.logsumexp(x, -1, keepdim=True)), derivative
 
 
 class _ChunkedFullKL(torch.autograd.Function):
     """hidden (T, H), weight (V, H), and those of a reference -> KL(softmax || reference's softmax) (T,), fp32.
 
-    With log-ratios d_v = log p_v - log q_v: KL = sum_v p_v d_v, and dKL/dx_j = p_j (d_j - KL). Nothing flows into the
-    reference.
+    With log-ratios d_v = log p_v - log q_v: KL = sum_v p_v d_v, and dKL/dx_j = p_j (d_j - KL). The reference gets no
+    gradient.
     """
 
     @staticmethod
-    def forward(ctx, hidden, weight, ref_hidden, ref_weight, maths, ref_maths):
+    def forward(ctx, hidden, weight, ref_hidden, ref_weight, transform, ref_transform):
         kl = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
         for chunk, raw, ref_raw in _ChunkedFullKL._chunks(hidden, weight, ref_hidden, ref_weight):
             step = _block_rows(hidden, weight.shape[0], len(raw))
             for at in range(0, len(raw), step):
-                log_p, _ = _log_softmax(raw[at : at + step], maths)
-                log_q, _ = _log_softmax(ref_raw[at : at + step], ref_maths)
+                log_p, _ = _log_softmax(raw[at : at + step], transform)
+                log_q, _ = _log_softmax(ref_raw[at : at + step], ref_transform)
                 ratio = log_q.neg_().add_(log_p)
                 kl[chunk][at : at + step] = log_p.exp_().mul_(ratio).sum(-1)
         ctx.save_for_backward(hidden, weight, ref_hidden, ref_weight, kl)
-        ctx.maths, ctx.ref_maths = maths, ref_maths
+        ctx.transform, ctx.ref_transform = transform, ref_transform
         return kl
 
     @staticmethod
@@ -349,11 +355,11 @@ class _ChunkedFullKL(torch.autograd.Function):
             d_raw = raw if raw.dtype == hidden.dtype else torch.empty_like(raw, dtype=hidden.dtype)
             step = _block_rows(hidden, weight.shape[0], len(raw))
             for at in range(0, len(raw), step):
-                log_p, slope = _log_softmax(raw[at : at + step], ctx.maths)
-                log_q, _ = _log_softmax(ref_raw[at : at + step], ctx.ref_maths)
-                pull = log_q.neg_().add_(log_p).sub_(kl[chunk][at : at + step, None])
-                pull.mul_(log_p.exp_()).mul_(grad[chunk][at : at + step, None])
-                d_raw[at : at + step] = pull.mul_(slope)
+                log_p, derivative = _log_softmax(raw[at : at + step], ctx.transform)
+                log_q, _ = _log_softmax(ref_raw[at : at + step], ctx.ref_transform)
+                coefficient = log_q.neg_().add_(log_p).sub_(kl[chunk][at : at + step, None])
+                coefficient.mul_(log_p.exp_()).mul_(grad[chunk][at : at + step, None])
+                d_raw[at : at + step] = coefficient.mul_(derivative)
             if wants_hidden:
                 torch.mm(d_raw, weight, out=grad_hidden[chunk])
             if wants_weight:
@@ -362,7 +368,7 @@ class _ChunkedFullKL(torch.autograd.Function):
 
     @staticmethod
     def _chunks(hidden, weight, ref_hidden, ref_weight):
-        """Rows, and both models' raw logits of them: together as many as one model's elsewhere."""
+        """Yield row slices with the raw logits of both models; half as many rows as with one model."""
         rows = _chunk_rows(hidden, 2 * weight.shape[0])
         for start in range(0, hidden.shape[0], rows):
             chunk = slice(start, start + rows)
@@ -374,8 +380,8 @@ def chunked_full_kl(
     weight: Tensor,
     ref_hidden: Tensor,
     ref_weight: Tensor,
-    maths: HeadMaths = HeadMaths(),  # noqa: B008
-    ref_maths: HeadMaths = HeadMaths(),  # noqa: B008
+    transform: LogitTransform = LogitTransform(),  # noqa: B008
+    ref_transform: LogitTransform = LogitTransform(),  # noqa: B008
 ) -> Tensor:
     """KL(softmax(logits) || softmax(reference's logits)) at each position, summed over the vocabulary.
 
@@ -389,27 +395,29 @@ def chunked_full_kl(
         (T,) fp32, differentiable in ``hidden`` and ``weight``.
     """
     ref_weight = ref_weight.detach()
-    return _ChunkedFullKL.apply(hidden, weight, ref_hidden.detach().to(ref_weight.dtype), ref_weight, maths, ref_maths)
+    return _ChunkedFullKL.apply(
+        hidden, weight, ref_hidden.detach().to(ref_weight.dtype), ref_weight, transform, ref_transform
+    )
 
 
 # -- on a model ---------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Head:
-    """How to read a model's outputs; found by ``probe_head``."""
+class OutputHead:
+    """Kind and constants of a model's output head, from ``detect_output_head``."""
 
     kind: Literal["fused", "logits", "value"]
     scale: float = 1.0
     softcap: float = 0.0
     compiled: bool = False
     triton: bool = False
-    never: tuple[int, ...] = ()
-    """Tokens the policy never draws, such as the placeholders of images: they get no probability."""
+    excluded_tokens: tuple[int, ...] = ()
+    """Tokens that get no probability because the policy must not generate them, such as image placeholders."""
 
 
 class TokenScores(NamedTuple):
-    """Outputs at the chosen positions, (t,) each, fp32; None where not asked for."""
+    """Outputs at the valid positions, (t,) each, fp32; None where not requested."""
 
     log_probs: Tensor | None = None
     entropy: Tensor | None = None
@@ -418,22 +426,22 @@ class TokenScores(NamedTuple):
     """Has no gradient."""
     full_kl: Tensor | None = None
     states: Tensor | None = None
-    """(t', H), what the last layer reads at those t' positions that this rank runs. Has nothing beside it."""
+    """(t', H), inputs of the last layer at the t' positions of this rank; then all other fields are None."""
 
 
 @dataclass(frozen=True)
 class ReferenceStates:
-    """A reference's distributions at the chosen positions, before they are multiplied out."""
+    """Hidden states of a reference model at the valid positions, and its head."""
 
     hidden: Tensor
     """(t', H'), ``TokenScores.states`` of the reference."""
     weight: Tensor | None
     """(V, H') of its last linear layer; None: the policy's own."""
-    head: Head
+    head: OutputHead
 
 
 def attach_token_outputs(model: nn.Module) -> None:
-    """Give ``model`` the method ``token_outputs``, so that a sharding wrapper can gather weights around it."""
+    """Add ``token_outputs`` to ``model`` as a method, so that a sharding wrapper can gather weights around it."""
     model.token_outputs = MethodType(token_outputs, model)
 
 
@@ -441,114 +449,134 @@ def token_outputs(
     model: Any,
     input_ids: Tensor,
     position_ids: Tensor | None,
-    cells: Tensor,
+    positions: Tensor,
     targets: Tensor,
-    head: Head,
+    head: OutputHead,
     temperature: float,
     want_entropy: bool,
-    want_squares: bool = False,
+    want_sum_pi_squared: bool = False,
     vision_inputs: Mapping[str, Tensor] | None = None,
-    told: Mapping[str, Any] | None = None,
+    attention_kwargs: Mapping[str, Any] | None = None,
     reference: ReferenceStates | None = None,
     want_states: bool = False,
 ) -> TokenScores:
-    """Run the model and read its outputs at some positions.
+    """Run the model and compute its outputs at the valid positions.
 
     Args:
-        input_ids: (b, l), right padded, or (1, T) packed. No attention mask: a causal model's real tokens cannot see
-            padding on their right, and nobody reads what stands at the padding.
+        input_ids: (b, l), right padded, or (1, T) packed. No attention mask: a causal model's real tokens do not attend
+            to padding on their right, and outputs at the padding are not read.
         position_ids: like ``input_ids``, or (3, ...) of them, or None for counting from 0.
-        cells: (t,) positions in the flattened ``input_ids`` that predict a token.
+        positions: (t,) positions in the flattened ``input_ids`` that predict a token.
         targets: (t,) the tokens predicted.
-        want_squares: also sum the squared probabilities of all tokens.
-        vision_inputs: what the model takes beside tokens: ``pixel_values``, ``image_grid_thw``.
-        told: what each layer's attention is told: the ``packing`` of packed rows, and where ranks share the sequence
-            this one's ``share`` of it. All ranks give whole inputs, and get the outputs of all cells.
-        reference: also tell how far the policy's distribution is from this one.
-        want_states: return ``states`` and nothing else, of this rank's cells.
+        want_sum_pi_squared: also return the sum of squared probabilities over the vocabulary.
+        vision_inputs: image tensors of the model: ``pixel_values``, ``image_grid_thw``.
+        attention_kwargs: keyword arguments of each layer's attention: the ``packing`` of packed rows and, with sequence
+            parallelism, this rank's ``shard``. All ranks pass whole inputs and get the outputs of all positions.
+        reference: also return the KL of the policy's distribution to this one.
+        want_states: return only ``states``, of this rank's positions.
     """
-    inputs = {"input_ids": input_ids, "use_cache": False, **(vision_inputs or {}), **(told or {})}
+    inputs = {"input_ids": input_ids, "use_cache": False, **(vision_inputs or {}), **(attention_kwargs or {})}
     if position_ids is not None:
         inputs["position_ids"] = position_ids
-    share = inputs.get("share")
-    if share is None:
-        return _outputs(
-            model, inputs, cells, targets, head, temperature, want_entropy, want_squares, reference, want_states
+    shard = inputs.get("shard")
+    if shard is None:
+        return _compute_scores(
+            model,
+            inputs,
+            positions,
+            targets,
+            head,
+            temperature,
+            want_entropy,
+            want_sum_pi_squared,
+            reference,
+            want_states,
         )
     if not is_vision_language(model.config):
-        inputs.update({name: share.part(inputs[name]) for name in ("input_ids", "position_ids")})
-    own = targets.index_select(0, share.picked)
-    scores = _outputs(
-        model, inputs, share.cells, own, head, temperature, want_entropy, want_squares, reference, want_states
+        inputs.update({name: shard.slice_of(inputs[name]) for name in ("input_ids", "position_ids")})
+    local_targets = targets.index_select(0, shard.local_index)
+    scores = _compute_scores(
+        model,
+        inputs,
+        shard.positions,
+        local_targets,
+        head,
+        temperature,
+        want_entropy,
+        want_sum_pi_squared,
+        reference,
+        want_states,
     )
     if want_states:
         return scores
-    return TokenScores(*(part if part is None else share.gather(part) for part in scores))
+    return TokenScores(*(part if part is None else shard.gather(part) for part in scores))
 
 
-def _outputs(
+def _compute_scores(
     model: Any,
     inputs: Mapping[str, Any],
-    cells: Tensor,
+    positions: Tensor,
     targets: Tensor,
-    head: Head,
+    head: OutputHead,
     temperature: float,
     want_entropy: bool,
-    want_squares: bool,
+    want_sum_pi_squared: bool,
     reference: ReferenceStates | None,
     want_states: bool,
 ) -> TokenScores:
     if head.kind == "logits":
-        logits = model(**inputs).logits.flatten(0, 1).index_select(0, cells)
-        scores = TokenScores(*plain_log_probs(logits, targets, temperature, want_entropy, head.never))
-        if not want_squares:
+        logits = model(**inputs).logits.flatten(0, 1).index_select(0, positions)
+        scores = TokenScores(*full_log_probs(logits, targets, temperature, want_entropy, head.excluded_tokens))
+        if not want_sum_pi_squared:
             return scores
-        p = torch.softmax(_without(logits.detach().float() / temperature, head.never), dim=-1)
+        p = torch.softmax(_mask_tokens(logits.detach().float() / temperature, head.excluded_tokens), dim=-1)
         return scores._replace(sum_pi_squared=p.square().sum(-1))
-    hidden = model.base_model(**inputs)[0].flatten(0, 1).index_select(0, cells)
+    hidden = model.base_model(**inputs)[0].flatten(0, 1).index_select(0, positions)
     if head.kind == "value":
-        layer = value_layer(model)
+        layer = score_layer(model)
         bias = None if layer.bias is None else layer.bias.float()
         # the head in fp32: a bf16 value has three digits, too few for a TD error
         values = nn.functional.linear(hidden.float(), layer.weight.float(), bias)
         return TokenScores(values=values.sum(-1))  # over the one label: FSDP warns of outputs that are views
     if want_states:
         return TokenScores(states=hidden)
-    maths = HeadMaths(temperature, head.scale, head.softcap, head.never)
+    transform = LogitTransform(temperature, head.scale, head.softcap, head.excluded_tokens)
     weight = model.get_output_embeddings().weight
-    scores = TokenScores(*chunked_log_probs(hidden, weight, targets, maths, want_entropy, head.compiled, head.triton))
-    if want_squares:
-        scores = scores._replace(sum_pi_squared=chunked_sum_pi_squared(hidden, weight, maths))
+    scores = TokenScores(
+        *chunked_log_probs(hidden, weight, targets, transform, want_entropy, head.compiled, head.triton)
+    )
+    if want_sum_pi_squared:
+        scores = scores._replace(sum_pi_squared=chunked_sum_pi_squared(hidden, weight, transform))
     if reference is not None:
         ref_weight = weight if reference.weight is None else reference.weight
-        # what the policy never draws is left out of both distributions
-        ref_maths = maths._replace(scale=reference.head.scale, softcap=reference.head.softcap)
-        full_kl = chunked_full_kl(hidden, weight, reference.hidden, ref_weight, maths, ref_maths)
+        # excluded tokens are left out of both distributions
+        ref_transform = transform._replace(scale=reference.head.scale, softcap=reference.head.softcap)
+        full_kl = chunked_full_kl(hidden, weight, reference.hidden, ref_weight, transform, ref_transform)
         scores = scores._replace(full_kl=full_kl)
     return scores
 
 
 @torch.no_grad()
-def probe_head(model: Any, device: torch.device, compiled: bool = False) -> Head:
-    """Find out by one short forward pass what stands between hidden states and logits.
+def detect_output_head(model: Any, device: torch.device, compiled: bool = False) -> OutputHead:
+    """Detect by one short forward pass what the model computes between hidden states and logits.
 
-    The input of the last linear layer is blown up so that its outputs reach 30: a softcap or a scale then shows, which
-    the small logits of a fresh model would hide. Anything that is not a linear layer, a constant from the config or a
-    tanh cap is handled by taking the logits whole, with a warning.
+    The input of the last linear layer is amplified so that its outputs reach 30, where a softcap or a scale shows even
+    in an untrained model. Anything but a linear layer, a constant from the config or a tanh cap falls back to whole
+    logits, with a warning.
     """
     layer = model.get_output_embeddings()
     if not isinstance(layer, nn.Linear) or layer.bias is not None:
-        return _whole_logits(model, "its last layer is not a linear layer without bias")
-    seen: dict[str, Tensor] = {}
+        return _full_logits_head(model, "its last layer is not a linear layer without bias")
+    captured: dict[str, Tensor] = {}
 
     def amplify(module: nn.Linear, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        seen["input"] = args[0]
+        captured["input"] = args[0]
         return (args[0] * (30 / (args[0] @ module.weight.t()).abs().amax().clamp_min(1e-6)),)
 
     hooks = [
-        model.base_model.register_forward_hook(lambda _module, _args, out: seen.update(hidden=out[0])),
+        model.base_model.register_forward_hook(lambda _module, _args, out: captured.update(hidden=out[0])),
         layer.register_forward_pre_hook(amplify),
-        layer.register_forward_hook(lambda _module, _args, out: seen.update(raw=out)),
+        layer.register_forward_hook(lambda _module, _args, out: captured.update(raw=out)),
     ]
     training = model.training
     try:
@@ -559,19 +587,19 @@ def probe_head(model: Any, device: torch.device, compiled: bool = False) -> Head
         model.train(training)
         for hook in hooks:
             hook.remove()
-    if "raw" not in seen or "hidden" not in seen or not torch.equal(seen["hidden"], seen["input"]):
-        return _whole_logits(model, "its hidden states are changed before the last layer")
-    raw = seen["raw"].float()
-    for scale, softcap in _known_heads(model.config.get_text_config()):
+    if "raw" not in captured or "hidden" not in captured or not torch.equal(captured["hidden"], captured["input"]):
+        return _full_logits_head(model, "its hidden states are changed before the last layer")
+    raw = captured["raw"].float()
+    for scale, softcap in _heads_by_config(model.config.get_text_config()):
         made = raw * scale
         made = torch.tanh(made / softcap) * softcap if softcap else made
         if torch.allclose(made, final, rtol=0.02, atol=0.02 * float(made.abs().amax())):
-            return Head("fused", scale, softcap, compiled)
-    return _whole_logits(model, "its logits are changed after the last layer")
+            return OutputHead("fused", scale, softcap, compiled)
+    return _full_logits_head(model, "its logits are changed after the last layer")
 
 
-def _known_heads(config: Any) -> list[tuple[float, float]]:
-    """Scales and softcaps the config names, the plain head first."""
+def _heads_by_config(config: Any) -> list[tuple[float, float]]:
+    """Return the (scale, softcap) pairs the config names, the plain head first."""
     softcap = float(getattr(config, "final_logit_softcapping", None) or 0.0)
     scales = [1.0]
     if getattr(config, "logit_scale", None):
@@ -581,8 +609,10 @@ def _known_heads(config: Any) -> list[tuple[float, float]]:
     return [(scale, cap) for cap in dict.fromkeys((0.0, softcap)) for scale in scales]
 
 
-def _whole_logits(model: nn.Module, why: str) -> Head:
+def _full_logits_head(model: nn.Module, reason: str) -> OutputHead:
     logger.warning(
-        "%s: %s, so the logits of a micro-batch are held whole; use small micro-batches", type(model).__name__, why
+        "%s: %s, so all logits of a micro-batch are held in memory; use small micro-batches",
+        type(model).__name__,
+        reason,
     )
-    return Head("logits")
+    return OutputHead("logits")

@@ -1,4 +1,4 @@
-"""Module names to checkpoint names: what other programs call a weight.
+"""Mapping of module names to checkpoint names.
 
 A module's own names differ from its checkpoint's where transformers fuses weights (the experts of a mixture), where
 two names mean one tied tensor, and where a wrapper puts its prefix in front. The one module that touches
@@ -16,7 +16,7 @@ _WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.
 
 
 def plain_name(name: str) -> str:
-    """``name`` without the prefixes of sharding, checkpointing and compiling wrappers."""
+    """Return ``name`` without the prefixes of sharding, checkpointing and compiling wrappers."""
     for prefix in _WRAPPERS:
         name = name.replace(prefix, "")
     return name
@@ -28,13 +28,13 @@ def tied_duplicates(model: Any) -> frozenset[str]:
 
 
 def checkpoint_tensors(model: Any, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Rename full tensors of ``model`` to what its checkpoint calls them, splitting fused ones.
+    """Rename full tensors of ``model`` to their checkpoint names, splitting fused ones.
 
     Args:
-        named: (module name, full tensor), neighbours in the module next to each other.
+        named: (module name, full tensor), in the order of the module.
 
     Yields:
-        (checkpoint name, tensor). At most the tensors of one submodule are held back, to be split together.
+        (checkpoint name, tensor). At most the tensors of one submodule are held, to be split together.
     """
     named = ((plain_name(name), tensor) for name, tensor in named)
     if not _has_conversions(model):
@@ -55,14 +55,14 @@ def checkpoint_tensors(model: Any, named: Iterable[tuple[str, Tensor]]) -> Itera
 
 
 def convert_weight_keys(state_dict: Mapping[str, Tensor], model: Any) -> dict[str, Tensor]:
-    """The full tensors of a model's state dict under the names that checkpoints of its family have on disk."""
+    """Return the full tensors of a model's state dict under their checkpoint names."""
     return dict(checkpoint_tensors(model, state_dict.items()))
 
 
 def remember_conversions(model: Any) -> None:
-    """Note on ``model`` how its names become those of its checkpoint, before a wrapper changes its class.
+    """Store the name conversions of ``model`` on it, before a wrapper changes its class.
 
-    transformers finds them by the class of the model, which sharding replaces by a class of its own.
+    transformers looks them up by the model's class, which sharding wrappers replace.
     """
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping

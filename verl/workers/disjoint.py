@@ -122,8 +122,8 @@ class ActorWorker(WeightSourceRole, PolicyRole, ReferenceRole, EngineWorker):
         with no_collection():
             self.start_process()
             self.init_policy()
-            if self.can_borrow_reference:
-                self.borrow_reference()
+            if self.base_model_is_reference:
+                self.use_base_model_as_reference()
 
 
 class RolloutWorker(ReceivingRolloutRole, EngineWorker):

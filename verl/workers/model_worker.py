@@ -165,7 +165,7 @@ class EngineWorker(Worker):
         steps = section.optim.total_training_steps if train else 0
         engine = build_engine(
             section.strategy,
-            replace(spec, longest=self.sequence_length),
+            replace(spec, max_sequence_length=self.sequence_length),
             fsdp_config,
             section.optim if train else None,
             total_steps=steps if steps > 0 else self.total_training_steps,
@@ -178,7 +178,7 @@ class EngineWorker(Worker):
         )
         self.report_mesh(mesh, engine)
         if train and engine.has_adapter and engine.topology.rank == 0:
-            trained, total = engine.trained_share()
+            trained, total = engine.parameter_counts()
             print(f"{mesh}: LoRA trains {trained:,} of {total:,} parameters ({trained / total:.2%})", flush=True)
         return engine
 

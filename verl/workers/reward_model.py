@@ -27,7 +27,7 @@ REWARD_COLUMNS = ("input_ids", "attention_mask", "prompts", "responses", "raw_pr
 """Columns scoring reads, those of them that there are."""
 
 
-class Rewriter:
+class ChatRetokenizer:
     """Conversations of the policy as the reward model's own tokens.
 
     Args:
@@ -85,7 +85,9 @@ class RewardRole:
                 hf_tokenizer(path, trust_remote_code=model.trust_remote_code)
                 for path in (self.tokenizer_path or model.input_tokenizer, model.path)
             )
-            self.rewriter = Rewriter(policy, judge, most_tokens(self.config.max_length, self.reward_model.model_config))
+            self.rewriter = ChatRetokenizer(
+                policy, judge, max_input_tokens(self.config.max_length, self.reward_model.model_config)
+            )
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, mesh="rm", reads=REWARD_COLUMNS)
     def compute_rm_score(self, data: DataProto) -> DataProto:
@@ -101,8 +103,8 @@ class RewardRole:
         else:
             rows, lengths = self.rewriter(data.non_tensor_batch["raw_prompt"], responses.rows())
         with self.ledger.phase("rm_score"), self.reward_model.on_device():
-            scores = self.reward_model.infer(up_to_last_token(rows), Want.VALUES, self.config.forward_split)
-        scored = DataProto.from_ragged({"rm_scores": at_last_token(scores.ragged("values").values, responses)})
+            scores = self.reward_model.infer(last_token_batch(rows), Want.VALUES, self.config.forward_split)
+        scored = DataProto.from_ragged({"rm_scores": scores_at_last_token(scores.ragged("values").values, responses)})
         read = torch.tensor([len(row) for row in rows])
         scored.put("rm_tokens", read)
         scored.put("rm_tokens_cut", lengths - read)
@@ -123,12 +125,12 @@ class RewardModelWorker(RewardRole, EngineWorker):
             self.init_reward_model()
 
 
-def most_tokens(max_length: int | None, model_config: Any) -> int | None:
+def max_input_tokens(max_length: int | None, model_config: Any) -> int | None:
     """Tokens a reward model may read: ``max_length``, or as many as it has positions for."""
     return max_length or getattr(model_config.get_text_config(), "max_position_embeddings", None)
 
 
-def up_to_last_token(rows: Sequence[Tensor]) -> DataProto:
+def last_token_batch(rows: Sequence[Tensor]) -> DataProto:
     """A batch of whole texts whose responses are the last token of each: where a score is read."""
     width = max(len(row) for row in rows)
     whole = Ragged.from_rows(list(rows), width, side="left")
@@ -141,7 +143,7 @@ def up_to_last_token(rows: Sequence[Tensor]) -> DataProto:
     )
 
 
-def at_last_token(scores: Tensor, responses: Ragged) -> Ragged:
+def scores_at_last_token(scores: Tensor, responses: Ragged) -> Ragged:
     """A column of the responses with one of ``scores`` (B,) at the last token of each."""
     layout = responses.layout
     has_tokens = layout.lengths > 0

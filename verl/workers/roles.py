@@ -416,11 +416,11 @@ class ReferenceRole:
         )
 
     @property
-    def can_borrow_reference(self) -> bool:
+    def base_model_is_reference(self) -> bool:
         """Whether the actor below its adapter is the reference."""
         return self.actor.has_adapter and not (self.config.ref.model or {}).get("path")
 
-    def borrow_reference(self) -> None:
+    def use_base_model_as_reference(self) -> None:
         """The actor below its adapter is the reference: no second copy of the model."""
         self.reference = None
         self.report_mesh("ref", self.actor)
@@ -432,8 +432,8 @@ class ReferenceRole:
         Raises:
             ValueError: no role of this process holds the reference.
         """
-        if self.can_borrow_reference:
-            yield Reference.below_adapter(self.actor)
+        if self.base_model_is_reference:
+            yield Reference.of_base_model(self.actor)
             return
         engine = getattr(self.fused_worker_dict.get("ref"), "reference", None)
         if engine is None:
@@ -517,8 +517,8 @@ class ActorRolloutRefWorker(PolicyRole, RolloutRole, ReferenceRole, EngineWorker
                 self.init_policy()
             if "rollout" in self.role:
                 self.init_rollout()
-            if "actor" in self.role and self.can_borrow_reference:
-                self.borrow_reference()
+            if "actor" in self.role and self.base_model_is_reference:
+                self.use_base_model_as_reference()
             elif "ref" in self.role:
                 self.init_reference()
 

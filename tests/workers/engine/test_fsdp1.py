@@ -46,7 +46,7 @@ def trained(backend, spec, config=None):
     want = Want.VALUES if spec.head == "value" else Want.LOG_PROBS | Want.ENTROPY
     scores = engine.infer(share(engine), want, SPLIT)
     weights = {name: tensor.clone() for name, tensor in engine.weights()}
-    return metrics, [scores.ragged(name).values for name in scores.keys()], weights, engine.trained_share()
+    return metrics, [scores.ragged(name).values for name in scores.keys()], weights, engine.parameter_counts()
 
 
 def local_run(spec):
@@ -58,7 +58,7 @@ def local_run(spec):
         metrics,
         [scores.ragged(name).values for name in scores.keys()],
         dict(engine.weights()),
-        engine.trained_share(),
+        engine.parameter_counts(),
     )
 
 

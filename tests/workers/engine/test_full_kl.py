@@ -89,7 +89,7 @@ def test_the_base_of_an_adapter_is_the_reference_that_a_second_copy_would_be(fol
     for borrows in (True, False):
         policy = engine_of(spec, seed=1)
         copy = build_engine("local", replace(spec, lora=None))
-        reference = Reference.below_adapter(policy) if borrows else Reference.of(copy, policy)
+        reference = Reference.of_base_model(policy) if borrows else Reference.of(copy, policy)
         found.append([policy.train_step(data, WITH_ALL, MicroBatching(size=3), 1.0, reference) for _ in range(3)])
     for ours, theirs in zip(*found, strict=True):
         assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-7)
@@ -114,7 +114,7 @@ def two_steps(folders, strategy, stage, sp_size, rank):
     options = {"sp_size": sp_size} | ({} if stage is None else {"deepspeed_config": {"zero_stage": stage}})
     policy = engine_of(spec_of(folders[0], lora=lora, **rows), strategy, seed=1, **options)
     if rank:
-        reference = Reference.below_adapter(policy)
+        reference = Reference.of_base_model(policy)
     else:
         frozen = engine_of(spec_of(folders[1], **rows), strategy, train=False, **options)
         reference = Reference.of(frozen, policy)

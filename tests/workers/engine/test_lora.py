@@ -42,7 +42,7 @@ def three_steps(strategy, spec, loss, split):
         return {name: tensor.clone() for name, tensor in named}
 
     tensors = copied(engine.weights(torch.float32)), copied(engine.base_weights()), copied(engine.adapter_weights())
-    return steps, tensors, engine.trained_share(), len(engine.optimizer.state)
+    return steps, tensors, engine.parameter_counts(), len(engine.optimizer.state)
 
 
 @pytest.mark.parametrize("head", ["lm", "value"])

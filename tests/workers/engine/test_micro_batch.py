@@ -6,13 +6,13 @@ from verl.batch.balancing import plan_micro_batches
 from verl.batch.micro_batching import WHOLE, MicroBatching
 from verl.batch.ragged import Ragged
 from verl.protocol import DataProto
-from verl.workers.engine.micro_batch import cut_batch, find_prompts, row_lengths
+from verl.workers.engine.micro_batch import find_shared_prompts, row_lengths, split_batch
 
 
 def cut(data, split=WHOLE, reads=(), packed=False, sharing=False):
-    prompts = find_prompts(data) if sharing else None
+    prompts = find_shared_prompts(data) if sharing else None
     groups = plan_micro_batches(row_lengths(data), split, packed=packed, prompts=prompts)
-    return cut_batch(data, groups, reads, packed=packed, prompts=prompts)
+    return split_batch(data, groups, reads, packed=packed, prompts=prompts)
 
 
 LAYOUTS = {"padded": {}, "packed": {"packed": True}, "shared": {"packed": True, "sharing": True}}
@@ -29,8 +29,8 @@ def test_every_response_token_is_predicted_once_from_the_token_before_it(split, 
     tokens = parts.restore([micro.targets for micro in parts.micro_batches])
     assert torch.equal(tokens.values, data.ragged("responses").values)
     for micro in parts.micro_batches:
-        assert torch.equal(micro.input_ids.flatten()[micro.cells + 1], micro.targets)
-        assert torch.equal(micro.tight(micro.targets).flatten()[micro.slots], micro.targets)
+        assert torch.equal(micro.input_ids.flatten()[micro.valid_positions + 1], micro.targets)
+        assert torch.equal(micro.to_rows(micro.targets).flatten()[micro.slots], micro.targets)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -42,7 +42,7 @@ def test_columns_stand_beside_their_rows(split, layout):
     assert torch.equal(column.values, data.ragged("advantages").values)
     for micro in parts.micro_batches:
         assert micro.columns["response_mask"].shape == micro.shape
-        assert torch.equal(micro.columns["responses"], micro.tight(micro.targets))
+        assert torch.equal(micro.columns["responses"], micro.to_rows(micro.targets))
         assert micro.columns["response_mask"].sum() == len(micro.targets)
 
 
@@ -56,7 +56,7 @@ def test_a_padded_batch_gives_the_same_micro_batches():
         strict=True,
     ):
         assert torch.equal(one.input_ids * 1, other.input_ids)
-        assert torch.equal(one.cells, other.cells)
+        assert torch.equal(one.valid_positions, other.valid_positions)
         assert torch.equal(one.columns["advantages"], other.columns["advantages"])
 
 
@@ -74,7 +74,7 @@ def test_rows_without_a_response_are_read_nowhere(layout):
         {"prompts": prompts, "responses": Ragged.from_rows(rows, 16), "input_ids": ids,
          "attention_mask": ids.like(torch.ones_like(ids.values))}
     )  # fmt: skip
-    assert find_prompts(short).numbers == [0, 1, 2, 3]
+    assert find_shared_prompts(short).numbers == [0, 1, 2, 3]
     parts = cut(short, MicroBatching(size=1), **LAYOUTS[layout])
     assert sorted(len(micro.targets) for micro in parts.micro_batches)[0] == 0
     assert all(micro.shape[1] >= 1 for micro in parts.micro_batches)
@@ -105,15 +105,15 @@ def test_packed_rows_see_what_they_see_alone(layout, split):
 @pytest.mark.parametrize("split", SPLITS)
 def test_a_shared_prompt_runs_once_in_a_micro_batch_and_predicts_every_first_token(split):
     data = make_siblings(seed=5)
-    parts, prompts = cut(data, split, **LAYOUTS["shared"]), find_prompts(data)
+    parts, prompts = cut(data, split, **LAYOUTS["shared"]), find_shared_prompts(data)
     groups = parts.order.split([micro.shape[0] for micro in parts.micro_batches])
     lengths, ids = row_lengths(data), data.ragged("input_ids").rows()
     for micro, group in zip(parts.micro_batches, groups, strict=True):
         assert micro.packing.tokens == prompts.tokens_of(group.tolist(), lengths)
         before = [torch.arange(len(ids[row]))[prompts.lengths[row] - 1 : -1] for row in group.tolist()]
-        assert torch.equal(micro.position_ids[0, micro.cells], torch.cat(before))
+        assert torch.equal(micro.position_ids[0, micro.valid_positions], torch.cat(before))
         assert torch.equal(
-            micro.input_ids[0, micro.cells],
+            micro.input_ids[0, micro.valid_positions],
             torch.cat([ids[row][cells] for row, cells in zip(group.tolist(), before, strict=True)]),
         )
     tokens = parts.restore([micro.targets for micro in parts.micro_batches])
@@ -124,12 +124,12 @@ def test_a_shared_prompt_runs_once_in_a_micro_batch_and_predicts_every_first_tok
 
 def test_equal_prompts_are_those_of_equal_tokens_and_positions():
     data = make_siblings(seed=1)
-    assert find_prompts(data).numbers == [0, 0, 0, 1, 1, 1, 1, 2]
-    assert find_prompts(data).lengths == [5, 5, 5, 9, 9, 9, 9, 1]
+    assert find_shared_prompts(data).numbers == [0, 0, 0, 1, 1, 1, 1, 2]
+    assert find_shared_prompts(data).lengths == [5, 5, 5, 9, 9, 9, 9, 1]
     positions = data.ragged("position_ids")
     later = torch.repeat_interleave(torch.tensor([0, 1, 0, 0, 0, 0, 0, 0]), positions.layout.lengths)
     data.put("position_ids", Ragged(positions.values + later, positions.layout, "position"))
-    assert find_prompts(data).numbers == [0, 1, 0, 2, 2, 2, 2, 3]
+    assert find_shared_prompts(data).numbers == [0, 1, 0, 2, 2, 2, 2, 3]
 
 
 def test_a_dummy_row_of_packed_rows_stands_behind_them_and_is_seen_by_none():
@@ -168,9 +168,9 @@ def test_a_column_of_one_value_a_row_stays_one_value_a_row():
 def test_laying_out_reads_nothing_back_from_the_device():
     data = make_batch(7, seed=3)
     groups = plan_micro_batches(row_lengths(data), MicroBatching(size=3))
-    here = cut_batch(data, groups, reads=("advantages",)).micro_batches
+    here = split_batch(data, groups, reads=("advantages",)).micro_batches
     # the meta device has shapes and no values: whoever asks for one fails
-    there = cut_batch(data, groups, reads=("advantages",), device="meta").micro_batches
+    there = split_batch(data, groups, reads=("advantages",), device="meta").micro_batches
     for micro, moved in zip(here, there, strict=True):
         assert moved.shape == micro.shape
         for name in ("input_ids", "cells", "targets", "slots"):

@@ -1,4 +1,4 @@
-"""Ranks that share sequences compute what one rank alone computes."""
+"""Sequence parallelism gives the results of one rank."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ import torch
 from tests.support.losses import optim_section, ppo_loss
 from tests.support.ranks import run_ranks
 from tests.support.tiny_models import make_siblings, make_tiny_model
-from verl.models.attention.sequence_parallel import gather_uneven, heads_to_tokens, tokens_to_heads
+from verl.models.attention.sequence_parallel import all_gather_uneven, heads_to_tokens, tokens_to_heads
 from verl.models.loader import LoRASpec, ModelSpec
 from verl.workers.engine import MicroBatching, Topology, Want, build_engine
 
@@ -75,7 +75,7 @@ def exchange():
     back = heads_to_tokens(heads, group)
     (heads * (rank + 1)).sum().backward()
     part = torch.full((rank * 2,), float(rank), requires_grad=True)
-    joined = gather_uneven(part, [0, 2], group)
+    joined = all_gather_uneven(part, [0, 2], group)
     (joined * torch.tensor([5.0, 7.0])).sum().backward()
     same = torch.equal(heads, whole[:, rank * 2 : rank * 2 + 2]) and torch.equal(back, mine)
     return same, mine.grad[0, :, 0].tolist(), joined.tolist(), part.grad.tolist()
@@ -102,7 +102,7 @@ def test_sizes_that_cannot_be_are_refused(folders):
     for uneven, padded in run_ranks(2, refusals, folders["qwen2"]):
         assert uneven == "ulysses_sequence_parallel_size=3 does not divide the 2 ranks: use a divisor"
         assert "Set model.use_remove_padding=true, or the size to 1" in padded
-    with pytest.raises(ValueError, match="nobody to share a sequence with"):
+    with pytest.raises(ValueError, match="cannot be sharded over one process"):
         build_engine("local", ModelSpec(folders["qwen2"], remove_padding=True), sp_size=2)
 
 

@@ -19,7 +19,7 @@ from verl.models.loader import ModelSpec
 from verl.protocol import DataProto
 from verl.workers import model_worker
 from verl.workers.engine import MicroBatching, Want, build_engine
-from verl.workers.engine.micro_batch import cut_batch, find_prompts
+from verl.workers.engine.micro_batch import find_shared_prompts, split_batch
 
 PROMPTS = ((5, 3), (9, 4), (1, 1), (30, 2))
 SAVED = 5 * 2 + 9 * 3 + 30
@@ -161,13 +161,13 @@ def pictures(tmp_path_factory):
 @pytest.mark.parametrize("split", [WHOLE, MicroBatching(size=3)])
 def test_images_of_a_shared_prompt_are_looked_at_once(pictures, split):
     folder, data = pictures
-    assert find_prompts(data).numbers == [0, 1, 2, 1, 0, 3, 1, 2]
+    assert find_shared_prompts(data).numbers == [0, 1, 2, 1, 0, 3, 1, 2]
     shared = one_step(folder, data, split, **SHARED)
     plain = one_step(folder, data)
     check_same(plain, shared, rounding(folder, data, plain=plain))
     if split == WHOLE:
         groups = [list(range(len(data)))]
-        [micro] = cut_batch(data, groups, packed=True, prompts=find_prompts(data)).micro_batches
+        [micro] = split_batch(data, groups, packed=True, prompts=find_shared_prompts(data)).micro_batches
         assert len(micro.vision_inputs["image_grid_thw"]) == 1 + 2 + 1
 
 

@@ -53,7 +53,7 @@ def _start(backend, spec):
 
     engine = Watched(spec)
     PreTrainedModel.from_pretrained = classmethod(load)
-    expected = load_model(spec, dtype=spec.computed_in)
+    expected = load_model(spec, dtype=spec.compute_torch_dtype)
     whole = dict(expected.named_parameters())
     names = set(whole)
     odd = []

@@ -1,6 +1,6 @@
-"""The part of a packed sequence that one of several ranks computes, and how the parts become whole again.
+"""Ulysses sequence parallelism: shards of a packed sequence, and the collectives that join them.
 
-Knows tokens, cells and groups of ranks; no kernels.
+Knows tokens, positions and groups of ranks; no kernels.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-# -- Exchanges between ranks that share one sequence: every rank has a slice of its tokens, or of its heads ----------
+# -- collectives between ranks that share one sequence: each has some of its tokens, or some of its heads -----------
 
 
 Group = Any
@@ -50,7 +50,7 @@ def heads_to_tokens(x: Tensor, group: Group) -> Tensor:
 
 
 class _GatherUneven(torch.autograd.Function):
-    """x (n_r,) of each rank r -> (sum of n_r,) on all. Backward: the own part of the gradient, no sum over ranks."""
+    """x (n_r,) of each rank r -> (sum of n_r,) on all. Backward: this rank's part of the gradient, unsummed."""
 
     @staticmethod
     def forward(ctx, x, counts, group):
@@ -67,11 +67,11 @@ class _GatherUneven(torch.autograd.Function):
         return grad[ctx.first : ctx.first + ctx.count], None, None
 
 
-def gather_uneven(x: Tensor, counts: Sequence[int], group: Group) -> Tensor:
+def all_gather_uneven(x: Tensor, counts: Sequence[int], group: Group) -> Tensor:
     """The vectors of all ranks, in rank order, on every rank; differentiable.
 
-    Each rank then computes one and the same loss: a parameter's gradient is the *sum* of what the ranks find, since a
-    rank's part of it comes through the rank's own tokens alone.
+    Each rank then computes one and the same loss: a parameter's gradient is the *sum* over ranks, since each rank's
+    part of it comes from its own tokens only.
 
     Args:
         x: (counts[rank],).
@@ -80,18 +80,18 @@ def gather_uneven(x: Tensor, counts: Sequence[int], group: Group) -> Tensor:
     return _GatherUneven.apply(x, counts, group)
 
 
-# -- as user code calls them: the group is set once, and there may be a batch dim in front ----------------------------
+# -- public functions for user code: the group is set once, and there may be a leading batch dim ---------------------
 _group: Group = None
 
 
 def set_ulysses_sequence_parallel_group(group: Group) -> None:
-    """The group the functions below work in; None: sequences are not shared."""
+    """Set the group of the functions below; None: sequences are not shared."""
     global _group
     _group = group
 
 
 def get_ulysses_sequence_parallel_group() -> Group:
-    """What was set last, or None."""
+    """Return the group that was set last, or None."""
     return _group
 
 
@@ -176,75 +176,77 @@ def gather_outputs_and_unpad(
 
 
 @dataclass(frozen=True)
-class SequenceShare:
-    """Tokens [``start``, ``start + length``) of a sequence of ``size * length``, and the cells read among them."""
+class SequenceShard:
+    """Tokens [``start``, ``start + length``) of a sequence of ``size * length``, and the valid positions among them."""
 
     group: Group
     rank: int
     size: int
     length: int
     """Tokens of each rank."""
-    cells: Tensor
+    positions: Tensor
     """(n,): positions in this rank's tokens that predict a token."""
-    picked: Tensor
-    """(n,): which of the micro-batch's t cells these are."""
+    local_index: Tensor
+    """(n,): their indices among the micro-batch's t valid positions."""
     counts: tuple[int, ...]
     """n of each rank."""
-    place: Tensor
-    """(t,): where each of the t cells comes in the ranks' results one after the other."""
+    gather_index: Tensor
+    """(t,): index of each of the t positions in the concatenated results of all ranks."""
 
     @classmethod
-    def of(cls, cells: Tensor, tokens: int, group: Group, rank: int, size: int) -> SequenceShare:
-        """Cut a sequence of ``tokens``, a multiple of ``size``; ``cells`` (t,) are positions in it, in host memory."""
+    def of(cls, positions: Tensor, tokens: int, group: Group, rank: int, size: int) -> SequenceShard:
+        """Shard a sequence of ``tokens``, a multiple of ``size``, with valid ``positions`` (t,) in host memory."""
         length = tokens // size
-        owner = cells // length
+        owner = positions // length
         order = torch.argsort(owner, stable=True)
-        place = torch.empty_like(order)
-        place[order] = torch.arange(len(order))
+        gather_index = torch.empty_like(order)
+        gather_index[order] = torch.arange(len(order))
         counts = torch.bincount(owner, minlength=size).tolist()
-        picked = (owner == rank).nonzero().flatten()
-        return cls(group, rank, size, length, cells[picked] - rank * length, picked, tuple(counts), place)
+        local_index = (owner == rank).nonzero().flatten()
+        return cls(
+            group, rank, size, length, positions[local_index] - rank * length, local_index, tuple(counts), gather_index
+        )
 
-    def to(self, device: torch.device | str) -> SequenceShare:
-        """The same on another device."""
-        moved = {name: getattr(self, name).to(device) for name in ("cells", "picked", "place")}
+    def to(self, device: torch.device | str) -> SequenceShard:
+        """Return a copy on another device."""
+        moved = {name: getattr(self, name).to(device) for name in ("positions", "local_index", "gather_index")}
         return replace(self, **moved)
 
     @property
     def start(self) -> int:
         return self.rank * self.length
 
-    def part(self, whole: Tensor, dim: int = -1) -> Tensor:
-        """This rank's tokens of something that all ranks have, along ``dim``."""
+    def slice_of(self, whole: Tensor, dim: int = -1) -> Tensor:
+        """Return this rank's tokens of ``whole`` along ``dim``."""
         return whole.narrow(dim, self.start, self.length)
 
     def gather(self, results: Tensor) -> Tensor:
-        """Results (n,) at this rank's cells to those at all t cells, on every rank; differentiable."""
-        return gather_uneven(results, self.counts, self.group).index_select(0, self.place)
+        """All-gather results (n,) at this rank's positions into those at all t positions; differentiable."""
+        return all_gather_uneven(results, self.counts, self.group).index_select(0, self.gather_index)
 
 
 def slice_language_model(model: Any) -> None:
     """Let the text part of a vision-language model take this rank's tokens of embeddings made from the whole sequence.
 
-    Images are seen whole on every rank, since their features are laid into the embeddings by counting placeholders.
+    Every rank runs whole images, since their features are scattered into the embeddings by counting placeholders.
     """
     language_model: nn.Module = model.base_model.language_model
     language_model.register_forward_pre_hook(_slice_inputs, with_kwargs=True)
 
 
 def _slice_inputs(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
-    share: SequenceShare | None = kwargs.get("share")
-    if share is None:
+    shard: SequenceShard | None = kwargs.get("shard")
+    if shard is None:
         return None
     sliced = dict(kwargs)
-    sliced["inputs_embeds"] = share.part(kwargs["inputs_embeds"], 1)
+    sliced["inputs_embeds"] = shard.slice_of(kwargs["inputs_embeds"], 1)
     if kwargs.get("position_ids") is not None:
-        sliced["position_ids"] = share.part(kwargs["position_ids"])
+        sliced["position_ids"] = shard.slice_of(kwargs["position_ids"])
     # Qwen3-VL adds features of several depths of the tower to the states at placeholders
-    seen, features = kwargs.get("visual_pos_masks"), kwargs.get("deepstack_visual_embeds")
-    if seen is not None and features is not None:
-        sliced["visual_pos_masks"] = share.part(seen, 1)
-        first = int(seen[:, : share.start].sum())
+    is_visual, features = kwargs.get("visual_pos_masks"), kwargs.get("deepstack_visual_embeds")
+    if is_visual is not None and features is not None:
+        sliced["visual_pos_masks"] = shard.slice_of(is_visual, 1)
+        first = int(is_visual[:, : shard.start].sum())
         count = int(sliced["visual_pos_masks"].sum())
         sliced["deepstack_visual_embeds"] = [layer[first : first + count] for layer in features]
     return args, sliced

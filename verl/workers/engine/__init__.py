@@ -107,7 +107,7 @@ def _deepspeed_backend(config: Any, spec: ModelSpec, train: bool) -> type[Engine
     if stage == 0 or (stage < 3 and not train):
         from verl.workers.engine.local import ReplicaEngine as Backend
     else:
-        if train and spec.kept_in != torch.float32:
+        if train and spec.param_torch_dtype != torch.float32:
             raise ValueError(
                 f"model_dtype={spec.param_dtype} with strategy=deepspeed: the sharded optimizer keeps the weights in "
                 "fp32. Set model_dtype=fp32; mixed_precision.param_dtype is the format of forward and backward"
@@ -117,10 +117,10 @@ def _deepspeed_backend(config: Any, spec: ModelSpec, train: bool) -> type[Engine
 
 
 def _check_precision(spec: ModelSpec) -> None:
-    if torch.float16 in (spec.computed_in, spec.kept_in):
+    if torch.float16 in (spec.compute_torch_dtype, spec.param_torch_dtype):
         raise ValueError(
             f"model_dtype={spec.param_dtype}, mixed_precision.param_dtype={spec.compute_dtype}: fp16 gradients vanish "
             "without loss scaling, which is not built: train in bf16 or fp32"
         )
-    if spec.kept_in is torch.bfloat16:
+    if spec.param_torch_dtype is torch.bfloat16:
         logger.warning("model_dtype=bf16: updates smaller than 1/256 of a weight are rounded away; fp32 keeps them")

@@ -27,27 +27,34 @@ from verl.checkpoint.random_state import random_state, set_random_state
 from verl.checkpoint.shards import FromRankZero
 from verl.models.activation_memory import ActivationOffload, Recompute
 from verl.models.attention.packed import check_packable, use_packed_attention
-from verl.models.attention.short import use_short_attention
-from verl.models.attention.varlen_kernels import Scoring
+from verl.models.attention.short_sequence import use_short_sequence_attention
+from verl.models.attention.varlen_kernels import AttentionOptions
 from verl.models.loader import ModelSpec, load_model, source_dtype
 from verl.models.multimodal import (
     VISION_INPUTS,
     check_placeholders,
+    dummy_vision_inputs,
+    has_images_and_videos,
     image_token,
     is_vision_language,
-    kinds_shown,
     modality_tokens,
-    smallest_shown,
     vision_positions,
 )
-from verl.models.scalar_head import check_reading, value_layer
-from verl.models.token_outputs import Head, ReferenceStates, TokenScores, probe_head
+from verl.models.scalar_head import check_score_head, score_layer
+from verl.models.token_outputs import OutputHead, ReferenceStates, TokenScores, detect_output_head
 from verl.models.weight_names import checkpoint_tensors, plain_name, tied_duplicates
 from verl.protocol import DataProto
 from verl.utils.distributed import all_gather_objects, all_reduce_numbers
-from verl.workers.engine import model_trial
+from verl.workers.engine import model_check
 from verl.workers.engine.means import WeightedMeans, numbers
-from verl.workers.engine.micro_batch import Cut, MicroBatch, cut_batch, find_prompts, row_lengths, vision_rows
+from verl.workers.engine.micro_batch import (
+    MicroBatch,
+    MicroBatches,
+    find_shared_prompts,
+    row_lengths,
+    split_batch,
+    vision_rows,
+)
 from verl.workers.engine.optim import (
     build_optimizer,
     build_schedule,
@@ -115,7 +122,7 @@ class Engine(ABC):
         self.version = 0
         self.optimizer: torch.optim.Optimizer | None = None
         self.schedule: torch.optim.lr_scheduler.LambdaLR | None = None
-        self.head: Head | None = None
+        self.head: OutputHead | None = None
         self._there = {"model": False, "optimizer": False}
         self._inferring: list[nn.Module] = []
         self._rows_alone = False
@@ -163,7 +170,7 @@ class Engine(ABC):
         return self._restored(cut, results, want)
 
     @staticmethod
-    def _restored(cut: Cut, results: list[TokenScores], want: Want) -> DataProto:
+    def _restored(cut: MicroBatches, results: list[TokenScores], want: Want) -> DataProto:
         """What was found of each micro-batch, as columns in the order of the batch."""
         names = [name for flag, name in _COLUMN_OF.items() if flag in want]
         return DataProto.from_ragged({name: cut.restore([getattr(s, name) for s in results]) for name in names})
@@ -216,7 +223,7 @@ class Engine(ABC):
         if missing:
             raise ValueError(f"the loss reads column {missing[0]!r}, which the batch has not: it has {data.keys()}")
         if not self.module.training:
-            model_trial.train_mode(self.module, self._inferring)
+            model_check.train_mode(self.module, self._inferring)
         cut, own = self._cut(data, split, (*loss.columns, *getattr(loss, "extra_columns", ())))
         own_columns = [micro.columns for micro in cut.micro_batches[:own]]
         counted = own_columns if hasattr(loss, "averaged_as_loss") else []
@@ -258,7 +265,7 @@ class Engine(ABC):
         with torch.no_grad():
             hidden = self._score(micro, 1.0, False, want_states=True).states
         if trains:
-            model_trial.train_mode(self.module, self._inferring)
+            model_check.train_mode(self.module, self._inferring)
         return hidden
 
     @property
@@ -272,7 +279,9 @@ class Engine(ABC):
         named = self.module.named_parameters(remove_duplicate=False)
         names = {name for name, parameter in named if parameter is weight}
         names |= set(map(plain_name, names))
-        found = [tensor for _, tensor in self.full_tensors(self.spec.computed_in, set(self.tensor_names()) - names)]
+        found = [
+            tensor for _, tensor in self.full_tensors(self.spec.compute_torch_dtype, set(self.tensor_names()) - names)
+        ]
         return found[0]
 
     def step_schedule(self) -> None:
@@ -294,10 +303,10 @@ class Engine(ABC):
         if not self.has_adapter:
             yield from checkpoint_tensors(self.module, self.full_tensors(dtype, tied_duplicates(self.module)))
             return
-        from verl.models.lora import merged
+        from verl.models.lora import merge_adapter
 
         # weights travel as they are kept, and are cast once the adapter is in
-        named = merged(self.module, self.full_tensors(None, tied_duplicates(self.module)))
+        named = merge_adapter(self.module, self.full_tensors(None, tied_duplicates(self.module)))
         yield from checkpoint_tensors(self.module, cast(named, dtype))
 
     # -- adapters -------------------------------------------------------------------------------------------------
@@ -345,7 +354,7 @@ class Engine(ABC):
         if is_writer:
             write_adapter(self.module, named, folder, self.spec.path)
 
-    def trained_share(self) -> tuple[int, int]:
+    def parameter_counts(self) -> tuple[int, int]:
         """(numbers that are trained, numbers of the model), over all ranks."""
         parameters = list(self.module.parameters())
         return sum(p.numel() for p in parameters if p.requires_grad), sum(p.numel() for p in parameters)
@@ -510,20 +519,20 @@ class Engine(ABC):
         if self.spec.remove_padding:
             check_packable(self.module, self.topology.sp_size)
         if self.device.type == "cpu":
-            use_short_attention(self.module)
+            use_short_sequence_attention(self.module)
         self._recompute = Recompute(self.module, always=self.device.type != "cpu")
         compiled = self.spec.use_torch_compile and self.device.type == "cuda"
         if self.spec.use_torch_compile and not compiled:
             logger.debug("use_torch_compile has no effect on %s: plain torch is used", self.device.type)
         if self.spec.head != "lm":
-            value_layer(self.module)
-            self.head = Head("value")
-            check_reading(self.module, self.device, self.head)
+            score_layer(self.module)
+            self.head = OutputHead("value")
+            check_score_head(self.module, self.device, self.head)
         else:
-            with model_trial.runs_here(self.module):
-                head = probe_head(self.module, self.device, compiled)
+            with model_check.runs_here(self.module):
+                head = detect_output_head(self.module, self.device, compiled)
             triton, never = self.spec.head_backend == "triton", modality_tokens(self.model_config)
-            self.head = replace(head, triton=triton, never=never)
+            self.head = replace(head, triton=triton, excluded_tokens=never)
         state = random_state(self.device)
         self._try(trains)
         set_random_state(state, self.device)
@@ -532,16 +541,16 @@ class Engine(ABC):
     def _try(self, trains: bool) -> None:
         """Switch to packed rows where asked for, and make sure of what training takes for granted; mend or refuse."""
         self.module.eval()
-        config, never, is_packed = self.model_config, self.head.never, self.spec.remove_padding
+        config, never, is_packed = self.model_config, self.head.excluded_tokens, self.spec.remove_padding
         must_repeat = trains and not self.spec.has_dropout
-        with model_trial.runs_here(self.module):
-            expected = self._tried(model_trial.alone(config, never, is_packed).to(self.device))
+        with model_check.runs_here(self.module):
+            expected = self._tried(model_check.alone(config, never, is_packed).to(self.device))
         if is_packed:
             use_packed_attention(self.module)
-            micro = self._shared(model_trial.packed(config, never, self.spec.share_prompts))
+            micro = self._shared(model_check.packed(config, never, self.spec.share_prompts))
         else:
-            micro = model_trial.padded(config, never).to(self.device)
-        with nullcontext() if is_packed else model_trial.runs_here(self.module):
+            micro = model_check.padded(config, never).to(self.device)
+        with nullcontext() if is_packed else model_check.runs_here(self.module):
             is_right = must_repeat and not self._train_mode_differs(micro, expected)
             self.module.eval()
             if is_right:
@@ -558,12 +567,12 @@ class Engine(ABC):
 
     def _check_rows_apart(self, expected: Tensor, found: Tensor) -> None:
         """Refuse packed rows that score otherwise than alone; have padded rows that do so go one by one."""
-        dtype, name = self.spec.computed_in, type(self.module).__name__
-        apart = self._reduce([model_trial.difference(expected, found)], "max")[0]
+        dtype, name = self.spec.compute_torch_dtype, type(self.module).__name__
+        apart = self._reduce([model_check.difference(expected, found)], "max")[0]
         if self.spec.remove_padding:
-            model_trial.check_packed(apart, dtype, name)
+            model_check.check_packed(apart, dtype, name)
             return
-        self._rows_alone = not apart <= model_trial.tolerance(dtype)
+        self._rows_alone = not apart <= model_check.tolerance(dtype)
         if self._rows_alone and self.topology.rank == 0:
             logger.warning(
                 "model_type=%r: a row beside a longer one does not score as it does alone (they differ by %.1e of "
@@ -574,11 +583,11 @@ class Engine(ABC):
 
     def _tried(self, micro: MicroBatch) -> Tensor:
         """Return a trial's scores, (t,); packed layers must ask for the windows that the model's config speaks of."""
-        asked: list[Scoring] = []
-        told = {"note": asked.append} if micro.packing else {}
+        asked: list[AttentionOptions] = []
+        told = {"record": asked.append} if micro.packing else {}
         scores = self._score(micro, 1.0, False, **told)
         if micro.packing:
-            model_trial.check_asked(self.model_config, asked, type(self.module).__name__)
+            model_check.check_attention_options(self.model_config, asked, type(self.module).__name__)
         return scores.log_probs if self.spec.head == "lm" else scores.values
 
     def _make_deterministic(self, micro: MicroBatch, expected: Tensor) -> None:
@@ -587,35 +596,35 @@ class Engine(ABC):
             self.module.eval()
             name, kind = type(self.module).__name__, self.model_config.model_type
             if self._differs(micro, expected):
-                model_trial.refuse_random(name, kind, in_training=False)
-            for modules in model_trial.candidates(self.module):
+                model_check.refuse_random(name, kind, in_training=False)
+            for modules in model_check.candidates(self.module):
                 self._inferring = modules
                 if not self._train_mode_differs(micro, expected):
                     break
             else:
-                model_trial.refuse_random(name, kind, in_training=True)
+                model_check.refuse_random(name, kind, in_training=True)
             if self.topology.rank == 0:
                 what = "%s: train mode is random in modules of the class %s; they are trained in inference mode"
-                logger.warning(what, name, model_trial.classes_of(self._inferring))
+                logger.warning(what, name, model_check.classes_of(self._inferring))
         self.module.eval()
 
     def _train_mode_differs(self, micro: MicroBatch, expected: Tensor) -> bool:
-        model_trial.train_mode(self.module, self._inferring)
+        model_check.train_mode(self.module, self._inferring)
         return self._differs(micro, expected)
 
     def _differs(self, micro: MicroBatch, expected: Tensor) -> bool:
         """Whether a forward pass draws random numbers, or finds something else than ``expected``; on any rank."""
         before = random_state(self.device)
-        apart = model_trial.difference(expected, self._tried(micro))
-        is_random = model_trial.drew(before, random_state(self.device))
-        strict = min(1e-2, model_trial.tolerance(self.spec.computed_in))
+        apart = model_check.difference(expected, self._tried(micro))
+        is_random = model_check.drew(before, random_state(self.device))
+        strict = min(1e-2, model_check.tolerance(self.spec.compute_torch_dtype))
         return bool(self._reduce([float(is_random or not apart <= strict)], "max")[0])
 
     def _shared(self, micro: MicroBatch) -> MicroBatch:
         """``micro`` on the device, with this rank's share of its sequence."""
         place = self.topology
         if place.sp_size > 1:
-            micro = micro.shared_by(place.sp_group, place.sp_rank, place.sp_size)
+            micro = micro.sharded_over(place.sp_group, place.sp_rank, place.sp_size)
         return micro.to(self.device)
 
     def _check_want(self, want: Want) -> None:
@@ -623,8 +632,8 @@ class Engine(ABC):
         if want & ~able or not want:
             raise ValueError(f"a model with head={self.spec.head!r} gives {able}, not {want}")
 
-    def _cut(self, data: DataProto, split: MicroBatching, reads: Collection[str]) -> tuple[Cut, int]:
-        """Cut the rows, with as many micro-batches on every rank; returns the number that are this rank's own.
+    def _cut(self, data: DataProto, split: MicroBatching, reads: Collection[str]) -> tuple[MicroBatches, int]:
+        """MicroBatches the rows, with as many micro-batches on every rank; returns the number that are this rank's own.
 
         A rank whose rows do not suffice goes along with the least there can be, which counts for nothing: sharded
         weights are gathered by all ranks together.
@@ -635,7 +644,7 @@ class Engine(ABC):
         if split.max_tokens is not None:
             # a budget is one device's, and so many share a sequence
             split = split._replace(max_tokens=split.max_tokens * sp_size)
-        packed, prompts = self.spec.remove_padding, find_prompts(data) if self.spec.share_prompts else None
+        packed, prompts = self.spec.remove_padding, find_shared_prompts(data) if self.spec.share_prompts else None
         plan = partial(
             plan_micro_batches,
             row_lengths(data),
@@ -649,14 +658,16 @@ class Engine(ABC):
         if agreed > len(groups):
             groups = plan(at_least=agreed)
         # shared sequences are cut in host memory
-        cut = cut_batch(data, groups, reads, self.device if sp_size == 1 else "cpu", packed, prompts)
+        cut = split_batch(data, groups, reads, self.device if sp_size == 1 else "cpu", packed, prompts)
         if agreed > len(groups):
             cut.micro_batches.extend(self._idle_micro_batches() * (agreed - len(groups)))
         if any(shown) and self.topology.world_size > 1:
             self._show_to_all(cut, [kind for kind, is_shown in zip(VISION_INPUTS, shown, strict=True) if is_shown])
         if self.spec.head == "reward":
             # a score is read off a token itself, all else off the one before it
-            cut.micro_batches[:] = [replace(micro, cells=micro.cells + 1) for micro in cut.micro_batches]
+            cut.micro_batches[:] = [
+                replace(micro, valid_positions=micro.valid_positions + 1) for micro in cut.micro_batches
+            ]
         if sp_size > 1:
             cut.micro_batches[:] = map(self._shared, cut.micro_batches)
         return cut, len(groups)
@@ -666,7 +677,7 @@ class Engine(ABC):
         tokens = torch.zeros(2, dtype=torch.long)
         row = {"input_ids": Ragged.from_rows([tokens], 2), "responses": Ragged.from_rows([tokens[:1]], 1)}
         device = self.device if self.topology.sp_size == 1 else "cpu"
-        return cut_batch(DataProto.from_ragged(row), [[0]], (), device, self.spec.remove_padding).micro_batches
+        return split_batch(DataProto.from_ragged(row), [[0]], (), device, self.spec.remove_padding).micro_batches
 
     def _kinds_shown(self, data: DataProto) -> tuple[bool, bool]:
         """Whether some row has images, and whether some has videos; for a model that sees, also checks that each row's
@@ -677,9 +688,9 @@ class Engine(ABC):
             check_placeholders(self.model_config, data.ragged("input_ids").rows(), rows)
         elif any(rows):
             raise ValueError(f"the batch has images, and {type(self.module).__name__} is a model of text only")
-        return kinds_shown(rows)
+        return has_images_and_videos(rows)
 
-    def _show_to_all(self, cut: Cut, kinds: Sequence[str]) -> None:
+    def _show_to_all(self, cut: MicroBatches, kinds: Sequence[str]) -> None:
         """Give micro-batches without images (or videos) a dummy of each kind that some rank has: all ranks gather the
         vision tower's weights together, once for images and once for videos.
         """
@@ -687,7 +698,7 @@ class Engine(ABC):
         for number, micro in enumerate(cut.micro_batches):
             for kind in kinds:
                 if VISION_INPUTS[kind][0] not in micro.vision_inputs:
-                    micro = micro.with_dummy_row(image_token(config, kind), smallest_shown(config, kind))
+                    micro = micro.with_dummy_row(image_token(config, kind), dummy_vision_inputs(config, kind))
             cut.micro_batches[number] = micro
 
     def _with_selected_tokens(
@@ -745,11 +756,11 @@ class Engine(ABC):
         if micro.vision_inputs:
             seen, _ = vision_positions(self.module, micro.input_ids, micro.vision_inputs, packing=micro.packing)
             positions = positions if seen is None else seen
-        told |= {name: value for name in ("packing", "share") if (value := getattr(micro, name)) is not None}
+        told |= {name: value for name in ("packing", "shard") if (value := getattr(micro, name)) is not None}
         return self.module.token_outputs(
             micro.input_ids,
             positions,
-            micro.cells,
+            micro.valid_positions,
             micro.targets,
             self.head,
             temperature,
@@ -788,7 +799,7 @@ class Engine(ABC):
             self._run_backward(sum(part.sum() for part in scores if part is not None).mul(0.0))
             return found
         read = scores.log_probs, scores.entropy, scores.values, scores.full_kl
-        outputs = TokenOutputs(*map(micro.tight, read))
+        outputs = TokenOutputs(*map(micro.to_rows, read))
         value, found_metrics = loss(outputs, micro.columns)
         # ranks' gradients are averaged, so each multiplies by their number to have them summed; ranks that share a
         # sequence have the same loss and find parts of its gradient

@@ -18,7 +18,7 @@ from torch.optim import AdamW
 
 from verl.checkpoint.shards import check_names
 from verl.models.loader import ModelSpec, empty_model, load_model
-from verl.models.scalar_head import value_layer
+from verl.models.scalar_head import score_layer
 from verl.models.token_outputs import TokenScores, token_outputs
 from verl.utils.device import current_device, empty_cache
 from verl.utils.distributed import ensure_process_group
@@ -65,7 +65,7 @@ class DeepSpeedEngine(Engine):
             settings = deepspeed_settings(
                 deepspeed_config,
                 self.device,
-                spec.computed_in,
+                spec.compute_torch_dtype,
                 PrecisionType.to_dtype(reduce_dtype),
                 grad_clip,
                 sum(parameter.numel() for parameter in self.module.parameters()),
@@ -95,9 +95,9 @@ class DeepSpeedEngine(Engine):
             On rank 0 the weights as they came, where the module's will be rounded to the compute precision.
         """
         spec, is_source = self.spec, self.topology.rank == 0
-        kept_in = spec.kept_in if train else spec.computed_in
-        self.module = load_model(spec, seed, kept_in) if is_source else empty_model(spec)
-        if kept_in == spec.computed_in:
+        param_torch_dtype = spec.param_torch_dtype if train else spec.compute_torch_dtype
+        self.module = load_model(spec, seed, param_torch_dtype) if is_source else empty_model(spec)
+        if param_torch_dtype == spec.compute_torch_dtype:
             return None
         return {name: p.detach() for name, p in self.module.named_parameters() if p.requires_grad} if is_source else {}
 
@@ -119,7 +119,9 @@ class DeepSpeedEngine(Engine):
         self._sliced(whole, settings)
 
     def _placed(self, parameter: nn.Parameter) -> nn.Parameter:
-        return nn.Parameter(self._from_source(parameter.detach(), self.spec.computed_in), parameter.requires_grad)
+        return nn.Parameter(
+            self._from_source(parameter.detach(), self.spec.compute_torch_dtype), parameter.requires_grad
+        )
 
     def _from_source(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         """Rank 0's ``tensor``, on the device of every rank."""
@@ -148,7 +150,7 @@ class DeepSpeedEngine(Engine):
     def _start(self, settings: Mapping[str, Any]) -> None:
         scorer = _Scorer(self.module)
         if self._is_sliced:
-            layer = value_layer(self.module) if self.spec.head != "lm" else self.module.get_output_embeddings()
+            layer = score_layer(self.module) if self.spec.head != "lm" else self.module.get_output_embeddings()
             for weight in () if layer is None else layer.parameters():
                 self._library.zero.register_external_parameter(scorer, weight)
         self._zero, *_ = self._library.initialize(model=scorer, optimizer=self.optimizer, config=dict(settings))
@@ -195,7 +197,7 @@ class DeepSpeedEngine(Engine):
     def parameter_names(self) -> list[str]:
         return [name for name, parameter in self.module.named_parameters() if parameter.requires_grad]
 
-    def trained_share(self) -> tuple[int, int]:
+    def parameter_counts(self) -> tuple[int, int]:
         sizes = [(_shape(parameter).numel(), parameter.requires_grad) for parameter in self.module.parameters()]
         return sum(size for size, is_trained in sizes if is_trained), sum(size for size, _ in sizes)
 
@@ -236,7 +238,7 @@ class DeepSpeedEngine(Engine):
 
     @property
     def layout(self) -> str:
-        return f"zero{self._stage} {self.spec.computed_in}"
+        return f"zero{self._stage} {self.spec.compute_torch_dtype}"
 
     def model_state(self) -> dict[str, Any]:
         parameters = dict(self.module.named_parameters(remove_duplicate=False))

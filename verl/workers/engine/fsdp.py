@@ -74,7 +74,7 @@ class FSDPEngine(Engine):
 
     def _sharded_model(self, config: Any, seed: int, train: bool) -> nn.Module:
         spec, is_alone = self.spec, self.topology.world_size == 1
-        dtype = spec.kept_in if train else spec.computed_in
+        dtype = spec.param_torch_dtype if train else spec.compute_torch_dtype
         # the others never hold more of the model than their slices
         full = self._frozen_as_computed(load_model(spec, seed, dtype)) if self.topology.rank == 0 else None
         module = full.to(self._home) if is_alone else self._frozen_as_computed(empty_model(spec, dtype))
@@ -106,7 +106,7 @@ class FSDPEngine(Engine):
 
     def _precision(self, config: Any, dtype: torch.dtype) -> dict[str, torch.dtype | None]:
         """In what layers compute, if not in the ``dtype`` they are kept in, and gradients are summed."""
-        computed = self.spec.computed_in
+        computed = self.spec.compute_torch_dtype
         reduced = read(read(config, "mixed_precision", None), "reduce_dtype", "fp32") or "fp32"
         return {
             "param_dtype": computed if computed != dtype else None,
@@ -127,7 +127,7 @@ class FSDPEngine(Engine):
     def _frozen_as_computed(self, module: nn.Module) -> nn.Module:
         """Weights below an adapter never change: the precision they are used in is all that need be kept."""
         if self.has_adapter:
-            cast_parameters(module, self.spec.computed_in, frozen_only=True)
+            cast_parameters(module, self.spec.compute_torch_dtype, frozen_only=True)
         return module
 
     # -- what the base asks for -----------------------------------------------------------------------------------

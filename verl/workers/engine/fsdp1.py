@@ -88,7 +88,7 @@ class FSDP1Engine(FSDPEngine):
         names = [name for name, _ in self.module.named_parameters(remove_duplicate=False)]
         return [*map(plain_name, names), *(name for name, _ in _buffers(self.module, persistent=True))]
 
-    def trained_share(self) -> tuple[int, int]:
+    def parameter_counts(self) -> tuple[int, int]:
         flat = [handle.flat_param for handle in self._handles()]
         sizes = [
             (shape.numel(), p.requires_grad) for one in flat for shape, p in zip(one._shapes, one._params, strict=True)

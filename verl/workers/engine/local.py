@@ -47,12 +47,12 @@ class LocalEngine(Engine):
         self._offload_params = wants_offload(engine_config, "param_offload", self.device)
         self._offload_optimizer = wants_offload(engine_config, "optimizer_offload", self.device)
         train = optim_config is not None
-        self.module = load_model(spec, seed, dtype=None if train else spec.computed_in).to(self.device)
+        self.module = load_model(spec, seed, dtype=None if train else spec.compute_torch_dtype).to(self.device)
         attach_token_outputs(self.module)
         self._masters: dict[torch.nn.Parameter, Tensor] = {}
         self._stale: set[torch.nn.Parameter] = set()
-        if train and spec.computed_in != spec.kept_in:
-            self._split_masters(spec.computed_in)
+        if train and spec.compute_torch_dtype != spec.param_torch_dtype:
+            self._split_masters(spec.compute_torch_dtype)
         self._prepare(train)
         trained = [self._masters.get(p, p) for p in self.module.parameters()]
         self._build_optimizer(trained, optim_config, total_steps)
@@ -61,8 +61,8 @@ class LocalEngine(Engine):
     def _place(self, sp_size: int, device: str) -> Topology:
         if sp_size > 1:
             raise ValueError(
-                f"ulysses_sequence_parallel_size={sp_size} with strategy=local: one process has nobody to share a "
-                "sequence with. Use strategy=fsdp2 on several ranks, or size 1."
+                f"ulysses_sequence_parallel_size={sp_size} with strategy=local: a sequence "
+                "cannot be sharded over one process. Use strategy=fsdp2 on several ranks, or size 1."
             )
         if get_world_size() > 1:
             raise ValueError(

@@ -1,8 +1,8 @@
-"""Rows of a batch laid out for one forward pass: side by side, right padded, or packed one behind another.
+"""Micro-batches: rows of a batch laid out for one forward pass, right padded or packed into one sequence.
 
-Only the positions that predict response tokens are read. Packed rows that begin with one prompt can run it once: the
-first of them runs whole, the others their responses alone, which see the prompt's keys in the first row. Knows columns
-and lengths, and passes image tensors on; not models.
+Only the positions that predict response tokens are scored. Packed rows with the same prompt can run it once: the first
+of them runs whole, the others only their responses, which attend to the prompt in the first row. Knows columns and
+lengths, and passes image tensors on; not models.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from verl.batch.balancing import Prompts, inverse_permutation
 from verl.batch.ragged import Layout, Ragged, select_columns, slice_columns
 from verl.models.attention.packing import Packing
-from verl.models.attention.sequence_parallel import Group, SequenceShare
+from verl.models.attention.sequence_parallel import Group, SequenceShard
 from verl.models.multimodal import collate_vision_inputs
 from verl.protocol import DataProto
 
@@ -32,73 +32,73 @@ class MicroBatch:
     input_ids: Tensor
     """(b, l), right padded; packed: (1, T)."""
     position_ids: Tensor | None
-    """(b, l), or None where every row counts from 0; packed: (1, T), each row counting anew."""
-    cells: Tensor
+    """(b, l), or None where every row counts from 0; packed: (1, T), from 0 in each row."""
+    valid_positions: Tensor
     """(t,): positions in the flattened ``input_ids`` that predict a response token: the one before each. With shared
     prompts some repeat: the last token of a prompt predicts the first of several responses."""
     targets: Tensor
     """(t,): the response tokens."""
     slots: Tensor
-    """(t,): their places in the flattened (b * r,)."""
+    """(t,): their indices in the flattened (b * r,)."""
     shape: tuple[int, int]
     """(b, r); r is at least 1."""
     columns: Mapping[str, Tensor]
-    """What the loss reads, each (b, r) or, for columns of one value a row, (b, ...)."""
+    """Columns of the loss, each (b, r) or, with one value a row, (b, ...)."""
     vision_inputs: Mapping[str, Tensor] = field(default_factory=dict)
-    """Image tensors of all rows, of shared prompts once, joined in their order; empty where no row has an image."""
+    """Image tensors of all rows in order, those of shared prompts once; empty without images."""
     packing: Packing | None = None
-    """How packed rows lie in the sequence and which tokens each sees; None for padded rows."""
-    share: SequenceShare | None = None
-    """Which part of the sequence this rank runs; None: all of it."""
+    """Boundaries of packed rows and the tokens they attend to; None for padded rows."""
+    shard: SequenceShard | None = None
+    """Part of the sequence that this rank runs; None: all of it."""
 
     def to(self, device: torch.device | str) -> MicroBatch:
-        """The same on another device."""
+        """Return a copy on another device."""
         position_ids = None if self.position_ids is None else self.position_ids.to(device)
         return MicroBatch(
             input_ids=self.input_ids.to(device),
             position_ids=position_ids,
-            cells=self.cells.to(device),
+            valid_positions=self.valid_positions.to(device),
             targets=self.targets.to(device),
             slots=self.slots.to(device),
             shape=self.shape,
             columns={name: column.to(device) for name, column in self.columns.items()},
             vision_inputs={name: tensor.to(device) for name, tensor in self.vision_inputs.items()},
             packing=None if self.packing is None else self.packing.to(device),
-            share=None if self.share is None else self.share.to(device),
+            shard=None if self.shard is None else self.shard.to(device),
         )
 
-    def shared_by(self, group: Group, rank: int, size: int) -> MicroBatch:
-        """Packed rows cut over the ranks of ``group``, whatever tokens the cut goes through; in host memory."""
+    def sharded_over(self, group: Group, rank: int, size: int) -> MicroBatch:
+        """Shard packed rows over the ranks of ``group``, at any token; in host memory."""
         extra = -self.input_ids.shape[1] % size
-        counted = torch.arange(extra)[None]
-        share = SequenceShare.of(self.cells, self.input_ids.shape[1] + extra, group, rank, size)
+        padding = torch.arange(extra)[None]
+        shard = SequenceShard.of(self.valid_positions, self.input_ids.shape[1] + extra, group, rank, size)
         return replace(
             self,
-            input_ids=torch.cat([self.input_ids, torch.zeros_like(counted)], 1),
-            position_ids=torch.cat([self.position_ids, counted], 1),
+            input_ids=torch.cat([self.input_ids, torch.zeros_like(padding)], 1),
+            position_ids=torch.cat([self.position_ids, padding], 1),
             packing=self.packing.padded_to(size),
-            share=share,
+            shard=shard,
         )
 
     def with_dummy_row(self, token: int, vision_inputs: Mapping[str, Tensor]) -> MicroBatch:
-        """One row more, of an image (or video) of one ``token``, which no cell reads."""
-        behind = self.packing is not None
-        row = self.input_ids.new_zeros(1, 1 if behind else self.input_ids.shape[1])
+        """Append a row with an image (or video) of one ``token``, outside the valid positions."""
+        is_packed = self.packing is not None
+        row = self.input_ids.new_zeros(1, 1 if is_packed else self.input_ids.shape[1])
         row[0, 0] = token
         positions = self.position_ids
         if positions is not None:
-            positions = torch.cat([positions, positions.new_zeros(1, row.shape[1])], dim=int(behind))
+            positions = torch.cat([positions, positions.new_zeros(1, row.shape[1])], dim=int(is_packed))
         return replace(
             self,
-            input_ids=torch.cat([self.input_ids, row], dim=int(behind)),
+            input_ids=torch.cat([self.input_ids, row], dim=int(is_packed)),
             position_ids=positions,
             vision_inputs={name: tensor.to(row.device) for name, tensor in vision_inputs.items()}
             | dict(self.vision_inputs),
-            packing=self.packing.followed_by(1) if behind else None,
+            packing=self.packing.append_segment(1) if is_packed else None,
         )
 
-    def tight(self, flat: Tensor | None) -> Tensor | None:
-        """(t,) to (b, r), zero at the padding; differentiable."""
+    def to_rows(self, flat: Tensor | None) -> Tensor | None:
+        """Scatter (t,) into (b, r), zero at the padding; differentiable."""
         if flat is None:
             return None
         rows, width = self.shape
@@ -106,8 +106,8 @@ class MicroBatch:
 
 
 @dataclass(frozen=True)
-class Cut:
-    """A batch cut into micro-batches."""
+class MicroBatches:
+    """Micro-batches of a batch, and the row order that joins their results."""
 
     micro_batches: list[MicroBatch]
     order: Tensor
@@ -116,30 +116,30 @@ class Cut:
     """Layout of the batch's response columns."""
 
     def restore(self, parts: Sequence[Tensor]) -> Ragged:
-        """Join flat results (t,) of the micro-batches into a response column in the batch's row order."""
+        """Join results (t,) of the micro-batches into a response column in the batch's row order."""
         joined = Ragged(torch.cat(list(parts)).cpu(), self.response.select(self.order))
         return Ragged(joined.select(inverse_permutation(self.order)).values, self.response)
 
 
 VISION_COLUMN = "multi_modal_inputs"
-"""Object column: of each row what the model's processor made of its images, a dict of tensors, or nothing."""
+"""Object column: the processor's image tensors of each row, a dict, or nothing."""
 
 
 def vision_rows(data: DataProto) -> list[Mapping[str, Tensor] | None]:
-    """The image tensors of each row; None for a row without images."""
+    """Return the image tensors of each row; None for a row without images."""
     rows = data.non_tensor_batch.get(VISION_COLUMN)
     return [None] * len(data) if rows is None else [row or None for row in rows]
 
 
 def row_lengths(data: DataProto) -> list[int]:
-    """Real tokens of each row, prompt and response."""
+    """Return the tokens of each row, prompt and response, without padding."""
     return data.ragged("input_ids").layout.lengths.tolist()
 
 
-def find_prompts(data: DataProto) -> Prompts:
-    """Which rows begin with the same prompt: equal tokens, positions and images before their first response token.
+def find_shared_prompts(data: DataProto) -> Prompts:
+    """Find the rows with the same prompt: equal tokens, positions and images before their first response token.
 
-    A row without a response shares with none.
+    A row without a response shares its prompt with none.
     """
     images = _image_keys(vision_rows(data))
     data = data.packed()
@@ -158,7 +158,7 @@ def find_prompts(data: DataProto) -> Prompts:
 
 
 def _image_keys(rows: Sequence[Mapping[str, Tensor] | None]) -> list[object]:
-    """Equal for equal images. Siblings mostly hold one and the same object, which is looked through once."""
+    """Return equal keys for equal images. Rows of a group mostly hold one object, which is hashed once."""
     known: dict[int, object] = {}
     for row in rows:
         if row and id(row) not in known:
@@ -168,29 +168,29 @@ def _image_keys(rows: Sequence[Mapping[str, Tensor] | None]) -> list[object]:
     return [known[id(row)] if row else None for row in rows]
 
 
-def cut_batch(
+def split_batch(
     data: DataProto,
     groups: list[list[int]],
-    reads: Sequence[str] = (),
+    columns: Sequence[str] = (),
     device: torch.device | str = "cpu",
     packed: bool = False,
     prompts: Prompts | None = None,
-) -> Cut:
-    """Lay out the micro-batches that ``groups`` of row numbers name.
+) -> MicroBatches:
+    """Split a batch into the micro-batches given as ``groups`` of row numbers.
 
     Args:
         data: ``input_ids`` and ``responses``, packed or padded; ``position_ids`` if they do not count from 0;
             ``multi_modal_inputs`` if rows have images.
         groups: row numbers of each micro-batch, from ``plan_micro_batches``; every row once.
-        reads: columns to hand to the loss; those that ``data`` has not are left out.
-        packed: rows one behind another in one sequence, without padding.
-        prompts: with ``packed``, from ``find_prompts``: a prompt that several rows of a micro-batch begin with runs
-            once. None: every row runs whole.
+        columns: names to pass to the loss; those missing in ``data`` are left out.
+        packed: rows packed into one sequence, without padding.
+        prompts: with ``packed``, from ``find_shared_prompts``: a prompt shared by rows of a micro-batch runs once.
+            None: every row runs whole.
 
     Raises:
-        ValueError: if a response begins a row, so that nothing stands before it to predict it from.
+        ValueError: a row has no prompt token, from which its first response token is predicted.
     """
-    names = [name for name in dict.fromkeys(reads) if name in data]
+    names = [name for name in dict.fromkeys(columns) if name in data]
     vision = vision_rows(data)
     data = data.packed()
     ids, responses = data.ragged("input_ids"), data.ragged("responses")
@@ -207,36 +207,36 @@ def cut_batch(
             ragged[name] = column
         else:
             dense[name] = data.column(name)[order]
-    # laid out in host memory: every length read back from a device would wait for the device
+    # in host memory: every length read back from a device would synchronise with it
     ragged = select_columns(ragged, order)
 
     micro_batches, first = [], 0
     for last in torch.tensor([len(group) for group in groups]).cumsum(0).tolist():
         part = slice_columns(ragged, first, last)
-        columns = {name: _tight(part[name]) if name in part else dense[name][first:last] for name in names}
-        rows = seeing = order[first:last].tolist()
+        values = {name: _trim_padding(part[name]) if name in part else dense[name][first:last] for name in names}
+        rows = owner_rows = order[first:last].tolist()
         if packed:
-            leaders = None if prompts is None else _leaders([prompts.numbers[row] for row in rows])
-            micro = _packed_micro_batch(part, before[first:last], leaders, columns)
-            if leaders is not None:
-                seeing = [row for place, row in enumerate(rows) if leaders[place] == place]
+            owners = None if prompts is None else _prompt_owners([prompts.numbers[row] for row in rows])
+            micro = _packed_micro_batch(part, before[first:last], owners, values)
+            if owners is not None:
+                owner_rows = [row for index, row in enumerate(rows) if owners[index] == index]
         else:
-            micro = _micro_batch(part, before[first:last], columns)
-        images = collate_vision_inputs([vision[row] for row in seeing])
+            micro = _micro_batch(part, before[first:last], values)
+        images = collate_vision_inputs([vision[row] for row in owner_rows])
         micro_batches.append(replace(micro, vision_inputs=images).to(device))
         first = last
-    return Cut(micro_batches, order, responses.layout)
+    return MicroBatches(micro_batches, order, responses.layout)
 
 
 def _micro_batch(part: Mapping[str, Ragged], before: Tensor, columns: Mapping[str, Tensor]) -> MicroBatch:
     input_ids, responses = part["input_ids"].trim_padding(), part["responses"]
     response = responses.layout.trimmed
-    # the same runs in the window of the rows, moved to the token before each response token
+    # the responses' ranges in the whole rows, shifted by one to the predicting tokens
     predicting = Layout(before - 1, response.lengths, input_ids.shape[1])
     return MicroBatch(
         input_ids=input_ids,
         position_ids=part["position_ids"].trim_padding() if "position_ids" in part else None,
-        cells=predicting.valid_positions,
+        valid_positions=predicting.valid_positions,
         targets=responses.values,
         slots=response.valid_positions,
         shape=(len(response), max(response.width, 1)),
@@ -245,28 +245,28 @@ def _micro_batch(part: Mapping[str, Ragged], before: Tensor, columns: Mapping[st
 
 
 def _packed_micro_batch(
-    part: Mapping[str, Ragged], before: Tensor, leaders: Tensor | None, columns: Mapping[str, Tensor]
+    part: Mapping[str, Ragged], before: Tensor, owners: Tensor | None, columns: Mapping[str, Tensor]
 ) -> MicroBatch:
-    """Rows one behind another; those that another row leads leave their prompt to it.
+    """Pack rows into one sequence; a prompt shared by several rows runs once, in the row that owns it.
 
     Args:
         before: (b,) tokens of each row before its response.
-        leaders: (b,) of each row, the row that runs its prompt, itself or an earlier one; None: each its own.
+        owners: (b,) row that runs each row's prompt, itself or an earlier one; None: each its own.
     """
     ids, responses = part["input_ids"], part["responses"]
     lengths, offsets, response = ids.layout.lengths, ids.layout.offsets[:-1], responses.layout.trimmed
-    positions = part["position_ids"].values if "position_ids" in part else _runs(torch.zeros_like(lengths), lengths)
-    input_ids, cells = ids.values, _runs(offsets + before - 1, response.lengths)
+    positions = part["position_ids"].values if "position_ids" in part else _ranges(torch.zeros_like(lengths), lengths)
+    input_ids, valid_positions = ids.values, _ranges(offsets + before - 1, response.lengths)
     packing = None
-    if leaders is not None:
-        runs, place = _run_once(lengths, before, leaders)
-        input_ids, positions, cells = input_ids[runs], positions[runs], place[cells]
-        kept = torch.where(leaders == torch.arange(len(leaders)), lengths, lengths - before)
-        packing = Packing.sharing(kept.tolist(), place.split(lengths.tolist()))
+    if owners is not None:
+        kept_tokens, index = _deduplicate_prompts(lengths, before, owners)
+        input_ids, positions, valid_positions = input_ids[kept_tokens], positions[kept_tokens], index[valid_positions]
+        q_lengths = torch.where(owners == torch.arange(len(owners)), lengths, lengths - before)
+        packing = Packing.with_shared_keys(q_lengths.tolist(), index.split(lengths.tolist()))
     return MicroBatch(
         input_ids=input_ids[None],
         position_ids=positions[None],
-        cells=cells,
+        valid_positions=valid_positions,
         targets=responses.values,
         slots=response.valid_positions,
         shape=(len(response), max(response.width, 1)),
@@ -275,33 +275,33 @@ def _packed_micro_batch(
     )
 
 
-def _leaders(prompts: Sequence[int]) -> Tensor | None:
-    """(b,): the first row with each row's prompt; None where no two rows have one prompt."""
+def _prompt_owners(prompts: Sequence[int]) -> Tensor | None:
+    """(b,): the first row with each row's prompt; None where all prompts differ."""
     first: dict[int, int] = {}
-    leaders = [first.setdefault(prompt, row) for row, prompt in enumerate(prompts)]
-    return None if len(first) == len(leaders) else torch.tensor(leaders)
+    owners = [first.setdefault(prompt, row) for row, prompt in enumerate(prompts)]
+    return None if len(first) == len(owners) else torch.tensor(owners)
 
 
-def _run_once(lengths: Tensor, before: Tensor, leaders: Tensor) -> tuple[Tensor, Tensor]:
-    """Of whole rows one behind another, which tokens run, and at which place among these every token is found."""
+def _deduplicate_prompts(lengths: Tensor, before: Tensor, owners: Tensor) -> tuple[Tensor, Tensor]:
+    """Return which tokens of packed rows run when each prompt runs once, and the index of every token among them."""
     offsets = lengths.cumsum(0) - lengths
-    is_led = leaders != torch.arange(len(leaders))
-    skipped = torch.where(is_led, before, 0)
-    runs = _runs(offsets + skipped, lengths - skipped)
-    place = torch.empty(int(lengths.sum()), dtype=torch.int64)
-    place[runs] = torch.arange(len(runs))
-    # a leader is led by none, so its prompt has places already
-    place[_runs(offsets, skipped)] = place[_runs(offsets[leaders], skipped)]
-    return runs, place
+    is_duplicate = owners != torch.arange(len(owners))
+    skipped = torch.where(is_duplicate, before, 0)
+    kept_tokens = _ranges(offsets + skipped, lengths - skipped)
+    index = torch.empty(int(lengths.sum()), dtype=torch.int64)
+    index[kept_tokens] = torch.arange(len(kept_tokens))
+    # a owner runs its own prompt, so those tokens have indices already
+    index[_ranges(offsets, skipped)] = index[_ranges(offsets[owners], skipped)]
+    return kept_tokens, index
 
 
-def _runs(firsts: Tensor, lengths: Tensor) -> Tensor:
-    """Count on from each of ``firsts`` (n,) for ``lengths`` (n,) steps, one run after the other."""
+def _ranges(firsts: Tensor, lengths: Tensor) -> Tensor:
+    """Concatenate the ranges of ``lengths`` (n,) that begin at ``firsts`` (n,)."""
     shift = (firsts - (lengths.cumsum(0) - lengths)).repeat_interleave(lengths)
     return shift + torch.arange(len(shift))
 
 
-def _tight(column: Ragged) -> Tensor:
+def _trim_padding(column: Ragged) -> Tensor:
     tensor = column.trim_padding()
     return tensor if tensor.shape[1] else tensor.new_zeros(tensor.shape[0], 1, *tensor.shape[2:])
 
@@ -309,13 +309,13 @@ def _tight(column: Ragged) -> Tensor:
 def _is_packed(data: DataProto, name: str) -> bool:
     try:
         data.ragged(name)
-    except ValueError:  # of no known window: one value a row
+    except ValueError:  # one value a row
         return False
     return True
 
 
 def _tokens_before_response(whole: Layout, response: Layout) -> Tensor:
-    """(B,): real tokens of each row that stand before its first response token; 1 for rows without a response."""
+    """(B,): tokens of each row before its first response token; 1 for rows without a response."""
     before = whole.width - response.width + response.starts - whole.starts
     missing = (before < 1) & (response.lengths > 0)
     if missing.any():
@@ -327,7 +327,7 @@ def _tokens_before_response(whole: Layout, response: Layout) -> Tensor:
 
 
 def _uneven_positions(data: DataProto, ids: Ragged) -> Ragged | None:
-    """``position_ids`` if they do anything but count each row from 0, which every model does by itself."""
+    """Return ``position_ids`` unless they count each row from 0, which is every model's default."""
     if "position_ids" not in data:
         return None
     positions = data.ragged("position_ids")

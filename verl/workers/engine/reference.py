@@ -52,7 +52,7 @@ class Reference:
         return cls(engine, weight)
 
     @classmethod
-    def below_adapter(cls, policy: Engine) -> Reference:
+    def of_base_model(cls, policy: Engine) -> Reference:
         """The policy without its adapter: no second model, and no second last layer."""
         check_linear_head(policy)
         return cls(policy, None)

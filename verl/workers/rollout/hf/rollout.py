@@ -19,7 +19,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import Cache
 
 from verl.models.loader import LoRASpec, load_model
-from verl.models.rotary import fix_rotary
+from verl.models.rotary import fix_rotary_frequencies
 from verl.utils.device import empty_cache
 from verl.utils.tokenizer import hf_tokenizer
 from verl.workers.rollout.base import (
@@ -87,14 +87,14 @@ class HFRollout(RolloutEngine):
         self.tokenizer_path, self.trust_remote_code = tokenizer_path or model_path, trust_remote_code
         self._running: list[RunningBatch] = []
         spec, model_config = self._read_model_folder(model_path, config, device, trust_remote_code, override_config)
-        spec = replace(spec, longest=self.max_model_len)
+        spec = replace(spec, max_sequence_length=self.max_model_len)
         has_weights = not config.load_format.startswith("dummy") and lora is None
         if has_weights:
             self.model = load_model(spec, dtype=self.dtype).to(self.device)
             own_storages(self.model)
         else:
             self.model = uninitialized_model(model_config, self.dtype, self.device, trust_remote_code)
-            fix_rotary(self.model, self.max_model_len)
+            fix_rotary_frequencies(self.model, self.max_model_len)
         if lora is not None:
             add_unscaled_adapter(self.model, lora, self.dtype)
         self.model.eval().requires_grad_(False)

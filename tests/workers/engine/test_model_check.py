@@ -154,7 +154,7 @@ def test_long_rope_is_that_of_the_longest_sequence_of_the_run_for_every_row(how,
 
 def test_short_runs_keep_the_short_factors_of_long_rope(folder_of):
     short, long = (
-        load_model(ModelSpec(folder_of("phi3 longrope"), longest=length)).model.rotary_emb.inv_freq
+        load_model(ModelSpec(folder_of("phi3 longrope"), max_sequence_length=length)).model.rotary_emb.inv_freq
         for length in (16, 17)
     )
     torch.testing.assert_close(short, 4 * long)
@@ -166,7 +166,7 @@ def test_dynamic_rope_scores_a_row_alike_whatever_stands_beside_it(tmp_path):
     folder = make_tiny_model(tmp_path, "llama", rope_parameters=rope, **sizes)
     draw = torch.Generator().manual_seed(0)
     rows = [[torch.randint(4, 100, (n,), generator=draw) for n in lengths] for lengths in (PROMPTS, RESPONSES)]
-    engine = engine_for(folder, longest=LONGEST)
+    engine = engine_for(folder, max_sequence_length=LONGEST)
     data = join_batch(*rows, max(PROMPTS), max(RESPONSES), draw)
     found = engine.infer(data, Want.LOG_PROBS).ragged("log_probs").rows()
     # the frequencies of a sequence of LONGEST tokens, by the formula of dynamic NTK scaling

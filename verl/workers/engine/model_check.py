@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from verl.models.attention.packing import Packing
-from verl.models.attention.varlen_kernels import Scoring
+from verl.models.attention.varlen_kernels import AttentionOptions
 from verl.workers.engine.micro_batch import MicroBatch
 
 LENGTHS = (7, 12)
@@ -53,7 +53,7 @@ def packed(config: Any, never: tuple[int, ...], share_prompts: bool) -> MicroBat
         return _micro_batch(rows, ids[None], positions[None], cells, Packing.of_lengths(LENGTHS))
     runs = torch.cat([torch.arange(length), torch.arange(length + PROMPT, len(ids))])
     place = torch.cat([torch.arange(length), torch.arange(PROMPT), torch.arange(length, len(runs))])
-    packing = Packing.sharing((length, LENGTHS[1] - PROMPT), place.split(LENGTHS))
+    packing = Packing.with_shared_keys((length, LENGTHS[1] - PROMPT), place.split(LENGTHS))
     return _micro_batch(rows, ids[runs][None], positions[runs][None], place[cells], packing)
 
 
@@ -108,7 +108,7 @@ def check_packed(apart: float, dtype: torch.dtype, name: str) -> None:
         )
 
 
-def check_asked(config: Any, asked: list[Scoring], name: str) -> None:
+def check_attention_options(config: Any, asked: list[AttentionOptions], name: str) -> None:
     """Layers must ask for the windows and caps that the config speaks of: short rows would not show a missing one.
 
     Raises:

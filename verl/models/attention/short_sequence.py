@@ -16,13 +16,13 @@ NAME = "verl_short"
 """What the model's ``attn_implementation`` is set to."""
 
 LONGEST = 160
-"""Tokens of a row up to which matrices of scores are made whole; beyond, their size costs more than they save."""
+"""Longest row whose score matrix is materialised; beyond, its size costs more than it saves."""
 
 
-class ShortAttention(torch.autograd.Function):
+class ShortSequenceAttention(torch.autograd.Function):
     """q (b, H, l, D), k (b, Hkv, m, D), v (b, Hkv, m, Dv), mask (l, m) -> (b, H, l, Dv); scores and softmax in fp32.
 
-    ``mask`` is added to the scores: -inf where a query must not look. Queries that share a key head are stacked, so
+    ``mask`` is added to the scores: -inf where a query must not attend. Queries that share a key head are stacked, so
     that keys are not repeated.
     """
 
@@ -30,8 +30,8 @@ class ShortAttention(torch.autograd.Function):
     def forward(ctx, q, k, v, scale, mask):
         batch, heads, length, size = q.shape
         groups, keys = batch * k.shape[1], k.shape[2]
-        q_wide = _dense_fp32(q).view(groups, -1, size)
-        k_wide = _dense_fp32(k).view(groups, keys, size)
+        q_wide = _contiguous_fp32(q).view(groups, -1, size)
+        k_wide = _contiguous_fp32(k).view(groups, keys, size)
         v = v.contiguous().view(groups, keys, -1)
         scores = torch.bmm(q_wide, k_wide.transpose(1, 2)).mul_(scale)
         scores.view(groups, -1, length, keys).add_(mask)
@@ -58,25 +58,25 @@ class ShortAttention(torch.autograd.Function):
         return grad_q, grad_k, grad_v, None, None
 
 
-def _dense_fp32(x: Tensor) -> Tensor:
-    """Cast and lay out in one pass over memory."""
+def _contiguous_fp32(x: Tensor) -> Tensor:
+    """Cast and make contiguous in one pass over memory."""
     return torch.empty(x.shape, dtype=torch.float32, device=x.device).copy_(x)
 
 
-def seen_keys(queries: int, keys: int, window: int | None = None, device: torch.device | None = None) -> Tensor:
-    """(queries, keys) booleans: causal, aligned at the end; with ``window``, only so many keys back, itself counted."""
+def causal_mask(queries: int, keys: int, window: int | None = None, device: torch.device | None = None) -> Tensor:
+    """(queries, keys) booleans: causal, aligned at the end; with ``window``, the last ``window`` keys only."""
     ahead = torch.arange(keys, device=device) - torch.arange(keys - queries, keys, device=device)[:, None]
-    seen = ahead <= 0
-    return seen if window is None else seen & (ahead > -window)
+    visible = ahead <= 0
+    return visible if window is None else visible & (ahead > -window)
 
 
 @lru_cache(maxsize=32)
-def short_mask(queries: int, keys: int, window: int | None = None) -> Tensor:
-    """The same as what is added to scores."""
-    return torch.zeros(queries, keys).masked_fill_(~seen_keys(queries, keys, window), float("-inf"))
+def causal_bias(queries: int, keys: int, window: int | None = None) -> Tensor:
+    """``causal_mask`` as a bias that is added to scores: 0 or -inf."""
+    return torch.zeros(queries, keys).masked_fill_(~causal_mask(queries, keys, window), float("-inf"))
 
 
-def short_attention_forward(
+def short_sequence_attention_forward(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -91,24 +91,24 @@ def short_attention_forward(
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    fits = query.device.type == "cpu" and query.shape[2] == key.shape[2] <= LONGEST
-    if not fits or not causal or attention_mask is not None or dropout or kwargs.get("position_bias") is not None:
+    is_short = query.device.type == "cpu" and query.shape[2] == key.shape[2] <= LONGEST
+    if not is_short or not causal or attention_mask is not None or dropout or kwargs.get("position_bias") is not None:
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    mask = short_mask(query.shape[2], key.shape[2])
-    return ShortAttention.apply(query, key, value, scale, mask).transpose(1, 2).contiguous(), None
+    mask = causal_bias(query.shape[2], key.shape[2])
+    return ShortSequenceAttention.apply(query, key, value, scale, mask).transpose(1, 2).contiguous(), None
 
 
-def use_short_attention(model: Any) -> bool:
+def use_short_sequence_attention(model: Any) -> bool:
     """Switch ``model`` to this attention where it would use torch's fused one; returns whether it did."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
     if model.config._attn_implementation != "sdpa":
         return False
-    AttentionInterface.register(NAME, short_attention_forward)
+    AttentionInterface.register(NAME, short_sequence_attention_forward)
     AttentionMaskInterface.register(NAME, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
     model.set_attn_implementation(NAME)
     return True
