@@ -27,7 +27,7 @@ from verl.batch.balancing import plan_micro_batches
 from verl.models.loader import ModelSpec
 from verl.protocol import DataProto
 from verl.workers.engine import Engine, MicroBatching, build_engine
-from verl.workers.engine.base import BEST_TOKENS
+from verl.workers.engine.engine import BEST_TOKENS
 from verl.workers.engine.micro_batch import row_lengths
 
 REPEAT = 3

@@ -39,7 +39,7 @@ def trial_cost() -> None:
     """
     import verl.trainer.ppo.ray_trainer as trainer
     from verl.trainer.main_ppo import main as run
-    from verl.workers.engine.base import Engine
+    from verl.workers.engine.engine import Engine
     from verl.workers.rollout.hf.rollout import HFRollout
 
     spent: dict[str, list[float]] = {}

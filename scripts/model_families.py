@@ -23,12 +23,18 @@ PAGE = ROOT / "docs" / "models.md"
 RESULTS = ROOT / "benchmarks" / "results" / "families.json"
 BEGIN, END = "<!-- families: begin -->", "<!-- families: end -->"
 SHORT = (
-    (r"refused: .*has layers of the kind ([\w, ]+), through.*", r"refused: layers of the kind \1"),
-    (r"refused: .*has layers that carry a state.*", "refused: carries a state from token to token"),
-    (r"refused: .*has an attention of its own.*", "refused: attention of its own"),
+    (r"refused: .*has layers of (?:the kind|type) ([\w, ]+), (?:through|which).*", r"refused: layers of type \1"),
+    (
+        r"refused: .*(?:has layers that|recurrent layers, which) carry a state.*",
+        "refused: carries a state from token to token",
+    ),
+    (r"refused: .*has (?:an attention of its own|its own attention code).*", "refused: attention of its own"),
     (r"refused: .*has a mask, a position bias or a cache of its own.*", "refused: a mask of its own"),
     (r"refused: .*does not score rows packed together.*", "refused: rows mix"),
-    (r"refused: .*attends to chosen parts.*", "refused: attends to chosen parts of a row"),
+    (
+        r"refused: .*(?:attends to chosen parts|chunked or sparse attention).*",
+        "refused: attends to chosen parts of a row",
+    ),
     (r"right: .*random in modules of the class (.+?); they.*", r"right; inference mode for \1"),
     (r"right: .*with its cache, so every token.*", "right; without a cache, slow"),
     (r"right: .*every micro-batch has one row.*", "right; one row a micro-batch"),

@@ -146,7 +146,7 @@ def test_zero_trains_on_the_gpu_as_on_the_cpu(tmp_path, stage, offload):
     here = engine_on("cpu", folder)
     config = {"zero_stage": stage, "stage3_param_persistence_threshold": 0}
     sharding = {"param_offload": offload, "optimizer_offload": offload}
-    options = {"total_steps": 10, "grad_clip": 1.0, "seed": 1, "device": "cuda", "deepspeed_config": config}
+    options = {"total_steps": 10, "grad_clip": 1.0, "seed": 1, "device": "cuda", "backend_config": config}
     engine = build_engine("deepspeed", ModelSpec(folder, compute_dtype="fp32"), sharding, optim_section(), **options)
     for one, other in zip(train(engine, 3), train(here, 3), strict=True):
         assert one == pytest.approx(other, rel=FP32, abs=FP32)

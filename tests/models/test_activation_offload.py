@@ -101,7 +101,7 @@ def _steps(backend, spec, forced):
     data = make_batch(8, seed=5)[8 * place // size : 8 * (place + 1) // size]
     loss = value_loss() if spec.head == "value" else ppo_loss()
     metrics = [engine.train_step(data, loss, MicroBatching(size=2)) for _ in range(2)]
-    shapes = {tuple(kept.parcel.host.shape) for offload in offloads for kept in offload._order}
+    shapes = {tuple(kept.host_copy.host.shape) for offload in offloads for kept in offload._order}
     weights = {tuple(parameter.shape) for parameter in engine.module.parameters() if parameter.ndim == 2}
     return metrics, sum(offload.kept_bytes for offload in offloads), len(shapes & weights)
 

@@ -179,9 +179,9 @@ def test_a_written_adapter_is_the_same_file_every_time(folder_of, tmp_path):
 @pytest.mark.parametrize(
     "family, target, why",
     [
-        ("mamba", "out_proj", r"'out_proj' names no .*\(.*mixer.out_proj is not called: MambaMixer hands its weight"),
+        ("mamba", "out_proj", r"'out_proj' names no .*\(.*mixer.out_proj is not called: MambaMixer passes its weight"),
         ("deepseek_v3", "experts.down_proj", r"is many matrices in one tensor, as fused experts are\)\. There are q_"),
-        ("phimoe", "router", r"is a PhimoeTopKRouter, which computes more than a product\)\. There are q_proj"),
+        ("phimoe", "router", r"is a PhimoeTopKRouter, which computes more than a matrix product\)\. There are q_proj"),
     ],
 )
 def test_a_layer_that_an_adapter_cannot_change_is_refused_with_what_there_is_instead(family, target, why, tmp_path):

@@ -79,21 +79,21 @@ def test_the_name_does_not_reach_saved_configs(family, tmp_path):
 SMALL = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 50}
 REFUSED = {
     "bamba": ({"mamba_n_heads": 8, "mamba_d_head": 16, "attn_layer_indices": [1]}, "linear_attention"),
-    "bloom": ({}, "an attention of its own"),
-    "falcon_h1": ({"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16}, "layers of the kind hybrid"),
+    "bloom": ({}, "its own attention code"),
+    "falcon_h1": ({"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16}, "layers of type hybrid"),
     "granitemoehybrid": (
         {"num_local_experts": 2, "layer_types": ["mamba", "attention"], "mamba_n_heads": 8, "mamba_d_head": 16},
         "linear_attention",
     ),
     "jamba": ({"num_experts": 2, "attn_layer_period": 2, "attn_layer_offset": 1}, "linear_attention"),
-    "lfm2": ({"layer_types": ["conv", "full_attention"]}, "layers of the kind conv"),
+    "lfm2": ({"layer_types": ["conv", "full_attention"]}, "layers of type conv"),
     "llama4_text": ({"num_local_experts": 2}, "chunked_attention"),
     "mamba": ({}, "linear_attention"),
     "minimax": ({"num_local_experts": 2}, "linear_attention"),
-    "nemotron": ({"num_key_value_heads": 2}, "an attention of its own"),
+    "nemotron": ({"num_key_value_heads": 2}, "its own attention code"),
     "qwen3_5_text": ({"layer_types": ["linear_attention", "full_attention"]}, "linear_attention"),
     "qwen3_next": ({"num_experts": 4, "layer_types": ["linear_attention", "full_attention"]}, "linear_attention"),
-    "stablelm": ({}, "an attention of its own"),
+    "stablelm": ({}, "its own attention code"),
 }
 
 
@@ -124,12 +124,12 @@ def engine_for(folder, **spec):
     "family, changes, why",
     [
         ("minimax", {"num_local_experts": 2, "block_size": 8}, "does not score rows packed together as it scores each"),
-        ("bloom", {}, "does not hand its rows' lengths"),
+        ("bloom", {}, "does not pass its rows' lengths"),
         ("stablelm", {}, "did not receive the packing of the rows"),
     ],
 )
 def test_a_model_of_no_known_name_is_found_out_by_trying(family, changes, why, tmp_path, monkeypatch):
-    monkeypatch.setattr("verl.workers.engine.base.check_packable", lambda model, ranks: None)
+    monkeypatch.setattr("verl.workers.engine.engine.check_packable", lambda model, ranks: None)
     with pytest.raises(ValueError, match=f"(?s){why}.*model.use_remove_padding=false"):
         engine_for(make_tiny_model(tmp_path, family, **changes))
 
@@ -143,7 +143,7 @@ def test_a_window_or_cap_that_does_not_reach_the_attention_is_found_out(family, 
         "verl.models.attention.packed.AttentionOptions", lambda scale, window, softcap, sinks: _Plain(scale)
     )
     monkeypatch.setattr("verl.workers.engine.model_check.check_packed", lambda *args: None)
-    with pytest.raises(ValueError, match=f"does not hand its {lost}="):
+    with pytest.raises(ValueError, match=f"does not pass its {lost}="):
         engine_for(make_tiny_model(tmp_path, family, **changes))
 
 

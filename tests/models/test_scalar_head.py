@@ -91,7 +91,7 @@ def test_a_model_that_sees_later_tokens_is_no_critic(tmp_path):
         for parameter in model.bert.encoder.parameters():
             parameter.data *= 20  # attention that matters
     model.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="is read off its 6th token when more tokens follow"):
+    with pytest.raises(ValueError, match="at the 6th token when more tokens follow"):
         build_engine("local", ModelSpec(str(tmp_path), "value", compute_dtype="fp32"))
 
 

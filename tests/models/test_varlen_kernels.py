@@ -178,7 +178,7 @@ def test_the_fastest_kernel_that_can_is_chosen(query, scoring, has_flash, has_va
 
 def test_a_slow_way_is_said_once(monkeypatch, caplog):
     monkeypatch.setattr(varlen_kernels, "flash_attn_kernel", lambda: None)
-    varlen_kernels._say_slow.cache_clear()
+    varlen_kernels._warn_slow_attention.cache_clear()
     for _ in range(2):
         choose_kernel(on_cuda(), on_cuda(), AttentionOptions(1.0, softcap=3.0))
     assert caplog.text.count("pip install flash-attn") == 1

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from tests.support.losses import optim_section
 from tests.support.tiny_models import join_batch, make_tokenizer
+from verl.algorithms.aggregate import PreparedBatch
 from verl.models.loader import LoRASpec, ModelSpec
 from verl.workers.engine import Engine, Want, build_engine
 from verl.workers.rollout.base import Request, SamplingParams
@@ -244,10 +245,14 @@ def alone(folder: str, prompt: Tensor, response: Tensor, model: Any = None) -> T
 class _SameAsBefore:
     """A loss that notes how far log-probs of the training pass are from those of inference before it."""
 
-    columns = ("old_log_probs",)
+    columns, extra_columns = ("old_log_probs",), ()
+    want_entropy, averaged_as_loss = False, None
 
     def __init__(self) -> None:
         self.apart = 0.0
+
+    def prepare(self, batch: Any, gather: Any) -> PreparedBatch:
+        return PreparedBatch(batch)
 
     def weight(self, columns: Any) -> float:
         return 1.0

@@ -6,7 +6,7 @@ Knows the five ``loss_agg_mode``s; knows no loss.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -173,6 +173,11 @@ class Aggregation:
             return loss
         return loss * (mask.shape[-1] / self.divisor) / self.weight(mask).clamp(min=1)
 
-    def scale(self, total: float) -> float:
-        """What makes the mean over a mini-batch of weight ``total`` the loss: ``total`` itself for a sum."""
-        return total if self.is_sum else 1.0
+
+class PreparedBatch(NamedTuple):
+    """A mini-batch with the columns that a loss adds before its micro-batches run."""
+
+    data: Any
+    """The ``DataProto`` of this rank's rows."""
+    is_sum: bool = False
+    """The loss is the sum over the mini-batch: the engine multiplies the mean by the sum of all weights."""

@@ -174,7 +174,7 @@ class EngineWorker(Worker):
             device=self.device,
             seed=self.seed,
             sp_size=section.ulysses_sequence_parallel_size,
-            deepspeed_config=section.deepspeed,
+            backend_config=getattr(section, section.strategy, None),  # a section is named after its backend
         )
         self.report_mesh(mesh, engine)
         if train and engine.has_adapter and engine.topology.rank == 0:

@@ -292,7 +292,7 @@ def test_response_weights_scale_the_policy_loss_only_and_multiply_rollout_weight
     weights = torch.tensor([0.5, 1.5, 1.0, 0.0, 2.0])[:, None].expand(5, WIDTH).double()
     parts = {"use_kl_loss": True, "kl_loss_coef": 0.1, "entropy_coeff": 0.01}
     weighed = PPOLoss(actor(length_loss_weight=True, **parts))
-    assert "response_weights" in weighed.columns and weighed.response_facts == ("lengths",)
+    assert "response_weights" in weighed.columns and weighed.by_length and not weighed.by_difficulty
     expected = PPOLoss(actor(**parts))(outputs, plain | {"rollout_is_weights": weights})
     assert_close(weighed(outputs, plain | {"response_weights": weights}), expected)
     both = PPOLoss(actor(**parts))(outputs, plain | {"rollout_is_weights": weights * batch["rollout_is_weights"]})

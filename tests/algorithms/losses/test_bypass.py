@@ -95,7 +95,8 @@ def test_loss_and_gradient_do_not_depend_on_how_the_batch_is_cut(mode, loss_type
         weights = [loss.weight(micro) for micro in micros]
         whole = sum(weights)
         results = [loss(TokenOutputs(log_probs=new[part]), micro)[0] for part, micro in zip(parts, micros, strict=True)]
-        value = sum(w / whole * result for w, result in zip(weights, results, strict=True)) * loss.scale(whole)
+        value = sum(w / whole * result for w, result in zip(weights, results, strict=True))
+        value = value * (whole if loss.aggregation.is_sum else 1.0)
         return value, *torch.autograd.grad(value, new)
 
     expected = total([slice(0, 8)])

@@ -39,7 +39,7 @@ def build(stage, spec, seed=1, sharding=None, **options):
     if stage is None:
         return build_engine("local", spec, sharding, optim_section(), **common)
     config = {"zero_stage": stage, "stage3_param_persistence_threshold": 0, **options}
-    return build_engine("deepspeed", spec, sharding, optim_section(), deepspeed_config=config, **common)
+    return build_engine("deepspeed", spec, sharding, optim_section(), backend_config=config, **common)
 
 
 def share(engine):
@@ -209,7 +209,7 @@ def test_a_run_goes_on_where_it_was_saved(folder, stage, other):
 
 
 def _reference(stage, spec):
-    engine = build_engine("deepspeed", spec, deepspeed_config={"zero_stage": stage})
+    engine = build_engine("deepspeed", spec, backend_config={"zero_stage": stage})
     return type(engine).__name__, engine.infer(share(engine), Want.LOG_PROBS).ragged("log_probs").values
 
 
@@ -240,7 +240,7 @@ def test_without_the_library_the_error_says_how_to_get_it(folder):
     code = (
         "import sys; sys.modules['deepspeed'] = None\n"
         "from verl.workers.engine import ModelSpec, build_engine\n"
-        f"build_engine('deepspeed', ModelSpec({folder!r}), deepspeed_config={{'zero_stage': 3}})"
+        f"build_engine('deepspeed', ModelSpec({folder!r}), backend_config={{'zero_stage': 3}})"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert "strategy=deepspeed needs the package deepspeed" in done.stderr
@@ -248,7 +248,7 @@ def test_without_the_library_the_error_says_how_to_get_it(folder):
 
 
 def test_settings_that_cannot_be_had_are_refused(folder):
-    with pytest.raises(ValueError, match="deepspeed.zero_stage=4 is no stage of ZeRO"):
-        build_engine("deepspeed", ModelSpec(folder), deepspeed_config={"zero_stage": 4})
+    with pytest.raises(ValueError, match="deepspeed.zero_stage=4 is not a stage of ZeRO"):
+        build_engine("deepspeed", ModelSpec(folder), backend_config={"zero_stage": 4})
     with pytest.raises(ValueError, match="the sharded optimizer keeps the weights in fp32"):
         build(2, ModelSpec(folder, param_dtype="bf16"))

@@ -111,7 +111,7 @@ CASES = [
 def two_steps(folders, strategy, stage, sp_size, rank):
     lora = LoRASpec(rank=rank) if rank else None
     rows = PACKED if sp_size > 1 else {"gradient_checkpointing": strategy != "local"}
-    options = {"sp_size": sp_size} | ({} if stage is None else {"deepspeed_config": {"zero_stage": stage}})
+    options = {"sp_size": sp_size} | ({} if stage is None else {"backend_config": {"zero_stage": stage}})
     policy = engine_of(spec_of(folders[0], lora=lora, **rows), strategy, seed=1, **options)
     if rank:
         reference = Reference.of_base_model(policy)

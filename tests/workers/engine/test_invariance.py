@@ -120,7 +120,7 @@ def measure(case, folder, data):
     options = {"total_steps": 9, "grad_clip": 1.0, "sp_size": case.sp}
     strategy = case.strategy
     if strategy.startswith("zero"):
-        strategy, options["deepspeed_config"] = "deepspeed", {"zero_stage": int(case.strategy[-1])}
+        strategy, options["backend_config"] = "deepspeed", {"zero_stage": int(case.strategy[-1])}
     engine = build_engine(strategy, spec, None, optim_section(), **options)
     place = engine.topology
     rows = slice(0, 2) if place.dp_rank == 0 else slice(2, None)

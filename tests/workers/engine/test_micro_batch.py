@@ -9,10 +9,10 @@ from verl.protocol import DataProto
 from verl.workers.engine.micro_batch import find_shared_prompts, row_lengths, split_batch
 
 
-def cut(data, split=WHOLE, reads=(), packed=False, sharing=False):
+def cut(data, split=WHOLE, columns=(), packed=False, sharing=False):
     prompts = find_shared_prompts(data) if sharing else None
     groups = plan_micro_batches(row_lengths(data), split, packed=packed, prompts=prompts)
-    return split_batch(data, groups, reads, packed=packed, prompts=prompts)
+    return split_batch(data, groups, columns, packed=packed, prompts=prompts)
 
 
 LAYOUTS = {"padded": {}, "packed": {"packed": True}, "shared": {"packed": True, "sharing": True}}
@@ -37,7 +37,7 @@ def test_every_response_token_is_predicted_once_from_the_token_before_it(split, 
 @pytest.mark.parametrize("split", SPLITS)
 def test_columns_stand_beside_their_rows(split, layout):
     data = make_siblings(seed=3)
-    parts = cut(data, split, reads=("advantages", "response_mask", "responses"), **LAYOUTS[layout])
+    parts = cut(data, split, columns=("advantages", "response_mask", "responses"), **LAYOUTS[layout])
     column = parts.restore([micro.columns["advantages"].flatten()[micro.slots] for micro in parts.micro_batches])
     assert torch.equal(column.values, data.ragged("advantages").values)
     for micro in parts.micro_batches:
@@ -51,8 +51,8 @@ def test_a_padded_batch_gives_the_same_micro_batches():
     padded = DataProto.from_dict({name: packed.column(name) for name in packed.keys()})
     split, reads = MicroBatching(size=2), ("advantages", "response_mask")
     for one, other in zip(
-        cut(packed, split, reads=reads).micro_batches,
-        cut(padded, split, reads=reads).micro_batches,
+        cut(packed, split, columns=reads).micro_batches,
+        cut(padded, split, columns=reads).micro_batches,
         strict=True,
     ):
         assert torch.equal(one.input_ids * 1, other.input_ids)
@@ -161,18 +161,18 @@ def test_positions_are_handed_over_only_if_they_do_not_count_from_zero():
 def test_a_column_of_one_value_a_row_stays_one_value_a_row():
     data = make_batch(5, seed=4)
     data.put("difficulty", torch.arange(5.0))
-    parts = cut(data, MicroBatching(size=2), reads=("difficulty",))
+    parts = cut(data, MicroBatching(size=2), columns=("difficulty",))
     assert torch.cat([micro.columns["difficulty"] for micro in parts.micro_batches]).tolist() == parts.order.tolist()
 
 
 def test_laying_out_reads_nothing_back_from_the_device():
     data = make_batch(7, seed=3)
     groups = plan_micro_batches(row_lengths(data), MicroBatching(size=3))
-    here = split_batch(data, groups, reads=("advantages",)).micro_batches
+    here = split_batch(data, groups, columns=("advantages",)).micro_batches
     # the meta device has shapes and no values: whoever asks for one fails
-    there = split_batch(data, groups, reads=("advantages",), device="meta").micro_batches
+    there = split_batch(data, groups, columns=("advantages",), device="meta").micro_batches
     for micro, moved in zip(here, there, strict=True):
         assert moved.shape == micro.shape
-        for name in ("input_ids", "cells", "targets", "slots"):
+        for name in ("input_ids", "valid_positions", "targets", "slots"):
             assert getattr(moved, name).is_meta and getattr(moved, name).shape == getattr(micro, name).shape
         assert moved.columns["advantages"].is_meta

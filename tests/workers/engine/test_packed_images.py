@@ -70,5 +70,5 @@ def test_a_family_whose_images_see_each_others_tokens_is_refused():
         config.text_config.num_hidden_layers = config.vision_config.num_hidden_layers = 1
         config.text_config.layer_types = ["full_attention"]
         model = AutoModelForImageTextToText.from_config(config)
-    with pytest.raises(ValueError, match="model_type='gemma3'.*tokens of an image see each other"):
+    with pytest.raises(ValueError, match="model_type='gemma3'.*tokens of an image attend to each other"):
         check_packable(model)

@@ -155,18 +155,18 @@ def test_a_rank_of_masked_tokens_only_adds_nothing(folder):
         assert metrics == pytest.approx(expected, rel=1e-5, abs=1e-6)
 
 
-def _cells_of_forwards(spec):
+def _tokens_of_forwards(spec):
     engine = build_engine("fsdp2", spec, None, optim_section(), total_steps=10, grad_clip=1.0)
-    data, cells, score = make_batch(7, seed=5), [], engine._score
+    data, tokens, score = make_batch(7, seed=5), [], engine._score
     share = data[:1] if engine.topology.rank == 0 else data[1:]
-    engine._score = lambda micro, *rest: cells.append(micro.input_ids.numel()) or score(micro, *rest)
+    engine._score = lambda micro, *rest: tokens.append(micro.input_ids.numel()) or score(micro, *rest)
     engine.infer(share, Want.LOG_PROBS, MicroBatching(size=2))
     engine.train_step(share, ppo_loss(), MicroBatching(size=2))
-    return cells, int(share.ragged("input_ids").layout.lengths[0])
+    return tokens, int(share.ragged("input_ids").layout.lengths[0])
 
 
 def test_a_rank_of_one_long_row_does_not_run_it_again_while_others_go_on(folder):
-    (cells, longest), (others, _) = run_ranks(2, _cells_of_forwards, ModelSpec(folder))
+    (cells, longest), (others, _) = run_ranks(2, _tokens_of_forwards, ModelSpec(folder))
     assert len(others) == len(cells) == 6 and min(others) > 2
     assert cells == [longest, 2, 2] * 2
 

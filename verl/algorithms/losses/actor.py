@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from verl.algorithms.aggregate import Aggregation, agg_loss
+from verl.algorithms.aggregate import Aggregation, PreparedBatch, agg_loss
 from verl.algorithms.controls import CONTROLS
 from verl.algorithms.kl import KL_PENALTIES
 from verl.algorithms.losses.common import (
@@ -56,10 +56,8 @@ class PPOLoss:
     ``want_entropy`` tells the engine to compute entropies, ``want_full_kl`` to compare whole distributions with the
     reference's (``kl_loss_type=full``), ``columns`` which columns to put into the micro-batch.
     ``averaged_as_loss`` names the metrics that are aggregated as the loss is.
-    ``chooses_tokens`` says that the loss singles out tokens by comparing all of a mini-batch: then the engine scores
-    the mini-batch first, lets ``choose`` decide, and hands over the column ``selected_tokens``. ``response_facts`` says
-    by which columns responses are weighed against all of a mini-batch: then the engine lets ``weigh`` decide, and hands
-    over the column ``response_weights``.
+    The engine calls ``prepare`` with each mini-batch before it is split: a loss that compares tokens or responses of
+    the whole mini-batch adds a column there.
 
     Raises:
         ValueError: unknown names; or responses are to be weighed and the policy loss takes no weights.
@@ -94,14 +92,11 @@ class PPOLoss:
             if parameter.default is parameter.empty and parameter.name not in names:
                 names.append(parameter.name)
         self._choice = TOKEN_CHOICES.get(config.policy_loss.loss_mode)
-        self.chooses_tokens = self._choice is not None
-        if self.chooses_tokens:
+        if self._choice is not None:
             names.append("selected_tokens")
         self.by_length = getattr(config, "length_loss_weight", False)
         self.by_difficulty = getattr(config, "difficulty_loss_weight", False)
-        self.response_facts = ("lengths",) * self.by_length + ("lengths", "difficulty") * self.by_difficulty
-        self.response_facts = tuple(dict.fromkeys(self.response_facts))
-        if self.response_facts:
+        if self.by_length or self.by_difficulty:
             if "rollout_is_weights" not in self.extra_columns:
                 key = "difficulty_loss_weight" if self.by_difficulty else "length_loss_weight"
                 raise ValueError(
@@ -116,9 +111,52 @@ class PPOLoss:
         """Return the weight of this micro-batch's mean, as a scalar."""
         return self.aggregation.weight(micro["response_mask"])
 
-    def scale(self, total: float) -> float:
-        """Factor from the mean over a mini-batch to its loss: its tokens ``total`` with ``token-sum``, else 1."""
-        return self.aggregation.scale(total)
+    def prepare(self, batch: Any, gather: Any) -> PreparedBatch:
+        """Add the columns that compare tokens or responses of the whole mini-batch.
+
+        Args:
+            batch: this rank's rows, a ``DataProto``.
+            gather: has ``log_probs()``, this rank's under the current weights; ``apply(function, values)``, which
+                applies ``function`` to ``values`` (k, N) of all ranks; and ``has_reference``.
+        """
+        if self.want_full_kl != gather.has_reference:
+            raise RuntimeError("a loss with want_full_kl needs a reference, and no other loss reads one")
+        if self._choice is not None:
+            batch = self._with_selected_tokens(batch, gather)
+        if self.by_length or self.by_difficulty:
+            batch = self._with_response_weights(batch, gather)
+        return PreparedBatch(batch, self.aggregation.is_sum)
+
+    def _with_selected_tokens(self, batch: Any, gather: Any) -> Any:
+        """Add ``selected_tokens``, chosen among the valid tokens of all ranks by one more forward pass."""
+        log_probs = gather.log_probs()
+        # without old log-probs the policy is still the one that sampled
+        old = batch.ragged("old_log_probs") if "old_log_probs" in batch else log_probs
+        columns = [old.values, log_probs.values, batch.ragged("advantages").values]
+        is_valid = batch.ragged("response_mask").values.bool()
+        values = torch.stack([column[is_valid].cpu().float() for column in columns])
+        selected = torch.zeros(len(is_valid))
+        selected[is_valid.cpu()] = gather.apply(self.choose, values).float()
+        batch = batch.select(deepcopy=False)
+        batch.put("selected_tokens", log_probs.like(selected))
+        return batch
+
+    def _with_response_weights(self, batch: Any, gather: Any) -> Any:
+        """Add ``response_weights``, from lengths and difficulties of the responses of all ranks."""
+        mask = batch.ragged("response_mask")
+        values = [mask.trim_padding().sum(-1)]
+        if self.by_difficulty:
+            if "difficulty" not in batch:
+                raise ValueError(
+                    "actor_rollout_ref.actor.difficulty_loss_weight=true: the batch has no column 'difficulty', one "
+                    f"number a response; it has {batch.keys()}. Put it there, or set the option to false."
+                )
+            values.append(batch.column("difficulty"))
+        weights = gather.apply(self.weigh, torch.stack([value.cpu().float() for value in values]))
+        weights = weights.to(mask.values.device)
+        batch = batch.select(deepcopy=False)
+        batch.put("response_weights", mask.like(weights.repeat_interleave(mask.layout.lengths)))
+        return batch
 
     def choose(self, old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor) -> Tensor:
         """Select tokens among all unmasked ones of a mini-batch, (T,) each in any order: (T,) bool."""
@@ -142,7 +180,7 @@ class PPOLoss:
             named = dict(zip(LOSS_ARGUMENTS, values, strict=True))
             arguments = {name: named[name] for name in self.arguments}
             arguments |= {name: micro[name] for name in self.extra_columns if name in micro}
-            if self.response_facts:
+            if self.by_length or self.by_difficulty:
                 arguments["rollout_is_weights"] = arguments.get("rollout_is_weights", 1) * micro["response_weights"]
             result = self.policy_loss(**arguments)
         else:

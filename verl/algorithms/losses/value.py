@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verl.algorithms.aggregate import Aggregation, agg_loss, agg_rows
+from verl.algorithms.aggregate import Aggregation, PreparedBatch, agg_loss, agg_rows
 from verl.algorithms.losses.actor import Metrics, TokenOutputs
 from verl.algorithms.valid_tokens import valid_tokens
 
@@ -64,6 +64,7 @@ class ValueLoss:
 
     want_entropy = False
     columns = ("values", "returns", "response_mask")
+    extra_columns = ()
     averaged_as_loss = frozenset({"critic/vf_loss"})
 
     def __init__(self, config: Any, response_length: int | None = None):
@@ -74,9 +75,9 @@ class ValueLoss:
         """Return the weight of this micro-batch's mean, as a scalar."""
         return self.aggregation.weight(micro["response_mask"])
 
-    def scale(self, total: float) -> float:
-        """Factor from the mean over a mini-batch to its loss: its tokens ``total`` with ``token-sum``, else 1."""
-        return self.aggregation.scale(total)
+    def prepare(self, batch: Any, gather: Any) -> PreparedBatch:
+        """Return the mini-batch as it is."""
+        return PreparedBatch(batch, self.aggregation.is_sum)
 
     def __call__(self, out: TokenOutputs, micro: Mapping[str, Tensor]) -> tuple[Tensor, Metrics]:
         """The mean loss of a micro-batch and its metrics; ``out.values`` and each of ``columns`` are (b, r)."""

@@ -1,7 +1,7 @@
-"""The engine of ZeRO, by the library DeepSpeed: optimizer state, gradients and weights sharded, as the stage says.
+"""Engine on DeepSpeed's ZeRO: optimizer state, gradients and weights sharded, by the stage.
 
-Micro-batches, weights of means, schedules and checkpoints are the base's. Used of DeepSpeed's engine are its
-collectives, its sharded optimizer, and the hooks that gather weights.
+Micro-batches, weights of means, schedules and checkpoints are those of ``Engine``. Only DeepSpeed's collectives, its
+sharded optimizer, and the hooks that gather weights are used.
 
 Source: Rajbhandari et al. 2020, ZeRO (arXiv:1910.02054); Ren et al. 2021, ZeRO-Offload (arXiv:2101.06840).
 """
@@ -24,54 +24,59 @@ from verl.utils.device import current_device, empty_cache
 from verl.utils.distributed import ensure_process_group
 from verl.utils.offload import read, wants_offload
 from verl.utils.torch_dtypes import PrecisionType
-from verl.workers.engine.base import Engine
 from verl.workers.engine.deepspeed_library import deepspeed_settings, import_deepspeed, launch_variables
+from verl.workers.engine.engine import Engine
+from verl.workers.engine.local import ReplicaEngine
+from verl.workers.engine.registry import register_engine
 from verl.workers.engine.topology import Topology
 from verl.workers.engine.zero import Part, ZeroOffload, find_fragments, flat_optimizer_state, load_flat_optimizer_state
 
-_PLACED_TOGETHER = 1 << 28
-"""Numbers of weights that are whole on a rank at a time while a model is sliced."""
+_MAX_WHOLE_NUMBERS = 1 << 28
+"""Parameters that are whole on a rank at a time while a model is sharded."""
 
 
+@register_engine("deepspeed")
 class DeepSpeedEngine(Engine):
     """ZeRO stages 1 (optimizer state sharded), 2 (and gradients) and 3 (and weights; also for a model only scored).
 
     The module holds weights in the compute precision, the sharded optimizer in fp32.
     """
 
-    def __init__(
-        self,
-        spec: ModelSpec,
-        engine_config: Any = None,
-        optim_config: Any = None,
-        *,
-        deepspeed_config: Any = None,
-        total_steps: int = -1,
-        grad_clip: float | None = None,
-        device: str = "cpu",
-        seed: int = 0,
-        sp_size: int = 1,
-    ) -> None:
-        super().__init__(spec, grad_clip)
+    @classmethod
+    def choose(cls, spec: ModelSpec, backend_config: Any, is_trained: bool) -> type[Engine]:
+        """Return this class, or that of whole models where the stage leaves nothing to shard."""
+        stage = read(backend_config, "zero_stage", 2)
+        if stage not in (0, 1, 2, 3):
+            raise ValueError(f"deepspeed.zero_stage={stage!r} is not a stage of ZeRO: use 0, 1, 2 or 3")
+        if stage == 0 or (stage < 3 and not is_trained):
+            return ReplicaEngine
+        if is_trained and spec.param_torch_dtype != torch.float32:
+            raise ValueError(
+                f"model_dtype={spec.param_dtype} with strategy=deepspeed: the sharded optimizer keeps the weights in "
+                "fp32. Set model_dtype=fp32; mixed_precision.param_dtype is the format of forward and backward"
+            )
+        return cls
+
+    def _load_and_place(self, engine_config: Any, backend_config: Any, device: str, seed: int, sp_size: int) -> None:
         ensure_process_group(device)
         self.device = current_device(device)
         self.topology = Topology.of_ranks(sp_size, device)
-        self._stage = read(deepspeed_config, "zero_stage", 2)
+        self._stage = read(backend_config, "zero_stage", 2)
         self._is_sliced = self._stage == 3
         self._library = import_deepspeed(self.device)
         reduce_dtype = read(read(engine_config, "mixed_precision", None), "reduce_dtype", "fp32") or "fp32"
         with launch_variables(self.device):
-            kept = self._load(seed, train=optim_config is not None)
+            kept = self._load(seed, train=self.is_trained)
             settings = deepspeed_settings(
-                deepspeed_config,
+                backend_config,
                 self.device,
-                spec.compute_torch_dtype,
+                self.spec.compute_torch_dtype,
                 PrecisionType.to_dtype(reduce_dtype),
-                grad_clip,
+                self.grad_clip,
                 sum(parameter.numel() for parameter in self.module.parameters()),
             )
             self._place(settings)
-            self._build_optimizer(list(self.module.parameters()), optim_config, total_steps)
+            self._build_optimizer(list(self.module.parameters()))
             self._check_optimizer()
             self._names = {parameter: name for name, parameter in self.module.named_parameters()}
             groups = self.optimizer.param_groups if self.optimizer is not None else ()
@@ -79,12 +84,11 @@ class DeepSpeedEngine(Engine):
             self._start(settings)
         if kept is not None:
             self._set_masters(self._from_rank_0(kept))
-        leaves = self._leaving(engine_config, deepspeed_config)
+        parts = self._offloaded_parts(engine_config, backend_config)
         self._offload = ZeroOffload(
-            self._library, leaves, self.module, self._zero.optimizer, self.optimizer, self.device
+            self._library, parts, self.module, self._zero.optimizer, self.optimizer, self.device
         )
-        self._prepare(optim_config is not None)
-        self.offload(model=True, optimizer=True)
+        self._prepare()
 
     # -- loading: rank 0 reads the model, every rank takes its part ------------------------------------------------
 
@@ -114,7 +118,7 @@ class DeepSpeedEngine(Engine):
             for name, buffer in owner._buffers.items():
                 if buffer is not None:
                     owner._buffers[name] = self._from_source(buffer, buffer.dtype)
-            if sum(parameter.numel() for parameter in whole) > _PLACED_TOGETHER:
+            if sum(parameter.numel() for parameter in whole) > _MAX_WHOLE_NUMBERS:
                 whole = self._sliced(whole, settings)
         self._sliced(whole, settings)
 
@@ -158,8 +162,8 @@ class DeepSpeedEngine(Engine):
         trains = self.optimizer is not None
         self._fragments = find_fragments(self.module, self._zero.optimizer, self._is_sliced) if trains else {}
 
-    def _leaving(self, engine_config: Any, config: Any) -> list[Part]:
-        """What is to leave the device between phases, and does not lie in host memory anyway."""
+    def _offloaded_parts(self, engine_config: Any, config: Any) -> list[Part]:
+        """Return the parts to offload between phases that are not in host memory anyway."""
         parts: list[Part] = []
         if wants_offload(engine_config, "param_offload", self.device):
             parts += [] if self._is_sliced and read(config, "offload_param", False) else ["weights"]
@@ -202,7 +206,7 @@ class DeepSpeedEngine(Engine):
         return sum(size for size, is_trained in sizes if is_trained), sum(size for size, _ in sizes)
 
     def full_tensors(self, dtype: torch.dtype | None, leave_out: Collection[str]) -> Iterator[tuple[str, Tensor]]:
-        if "weights" not in self._offload.away:
+        if "weights" not in self._offload.offloaded:
             yield from self._full_tensors(dtype, leave_out)
             return
         with self.on_device():
@@ -218,7 +222,7 @@ class DeepSpeedEngine(Engine):
             yield name, tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
 
     def _whole(self, parameter: nn.Parameter, dtype: torch.dtype | None = None) -> Tensor:
-        """A weight of all ranks: as the optimizer has it, or the module's copy where that is as good."""
+        """Gather a weight: the optimizer's fp32 copy, or the module's where it is equal."""
         is_rounded = self.optimizer is not None and parameter.dtype != torch.float32
         if is_rounded and parameter.requires_grad and parameter.dtype != dtype:
             return self._joined(parameter)
@@ -226,11 +230,11 @@ class DeepSpeedEngine(Engine):
             return parameter.detach()
 
     def _joined(self, parameter: nn.Parameter) -> Tensor:
-        """The optimizer's fp32 copy of a weight, from the parts all ranks have of it."""
+        """Join the optimizer's fp32 copy of a weight from the parts of all ranks."""
         whole = torch.zeros(_shape(parameter).numel(), device=self.device)
         fragment = self._fragments.get(self._names[parameter])
         if fragment is not None:
-            whole[fragment.start : fragment.start + fragment.count] = fragment.of(fragment.flat.detach())
+            whole[fragment.start : fragment.start + fragment.count] = fragment.view(fragment.flat.detach())
         dist.all_reduce(whole)
         return whole.view(_shape(parameter))
 
@@ -274,11 +278,11 @@ class DeepSpeedEngine(Engine):
 
     @torch.no_grad()
     def _set_masters(self, values: Iterable[tuple[str, Any]]) -> None:
-        """Take over trained weights, each whole or this rank's piece of it, and round the module's from them."""
+        """Set trained weights, whole or this rank's piece, and round the module's copy from them."""
         for name, value in values:
             fragment = self._fragments.get(name)
             if fragment is not None:
-                fragment.of(fragment.flat.data).copy_(fragment.own_part(name, value))
+                fragment.view(fragment.flat.data).copy_(fragment.local_part(name, value))
         zero_optimizer = self._zero.optimizer
         if not self._is_sliced:
             zero_optimizer.update_lp_params()
@@ -296,11 +300,11 @@ class DeepSpeedEngine(Engine):
     # -- between host and device ----------------------------------------------------------------------------------
 
     def load(self, *, model: bool, optimizer: bool) -> None:
-        self._offload.come_back(*_parts(model, optimizer))
+        self._offload.reload(*_parts(model, optimizer))
 
     def offload(self, *, model: bool, optimizer: bool) -> None:
         self._after_infer()
-        if self._offload.leave(*_parts(model, optimizer)):
+        if self._offload.offload(*_parts(model, optimizer)):
             empty_cache(self.device)
 
 

@@ -1,4 +1,4 @@
-"""The engine of many processes: weights, gradients and optimizer state sharded by torch's fully_shard (FSDP2)."""
+"""Engine on torch's fully_shard (FSDP2): weights, gradients and optimizer state sharded over processes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
 from verl.checkpoint.shards import check_names, fill
-from verl.models.loader import ModelSpec, cast_parameters, empty_model, load_model
+from verl.models.loader import cast_parameters, empty_model, load_model
 from verl.models.token_outputs import attach_token_outputs
 from verl.utils.device import current_device, empty_cache
 from verl.utils.distributed import ensure_process_group
@@ -30,34 +30,26 @@ from verl.utils.fsdp_utils import (
 )
 from verl.utils.offload import move_optimizer_state, read, wants_offload
 from verl.utils.torch_dtypes import PrecisionType
-from verl.workers.engine.base import Engine
+from verl.workers.engine.engine import Engine
 from verl.workers.engine.optim import add_l2_gradient, clip_gradients
+from verl.workers.engine.registry import register_engine
 from verl.workers.engine.topology import Topology
 
 logger = logging.getLogger(__name__)
 
 
+@register_engine("fsdp", "fsdp2")
 class FSDPEngine(Engine):
-    """Each rank holds a slice of every weight and trains on its share of the rows.
+    """Each rank holds a slice of every weight and trains on its part of the rows.
 
     Layers are gathered for their forward and backward pass in the compute precision; slices, gradients and optimizer
     state are kept in ``param_dtype``. With ``fsdp_size`` less than the number of ranks, groups of ranks
-    hold replicas. With ``offload_policy`` slices, gradients and optimizer state stay in host memory for good.
+    hold replicas. With ``offload_policy`` slices, gradients and optimizer state always stay in host memory.
     """
 
-    def __init__(
-        self,
-        spec: ModelSpec,
-        engine_config: Any = None,
-        optim_config: Any = None,
-        *,
-        total_steps: int = -1,
-        grad_clip: float | None = None,
-        device: str = "cpu",
-        seed: int = 0,
-        sp_size: int = 1,
-    ) -> None:
-        super().__init__(spec, grad_clip)
+    supports_l2_coef = True
+
+    def _load_and_place(self, engine_config: Any, backend_config: Any, device: str, seed: int, sp_size: int) -> None:
         ensure_process_group(device)
         self.device = current_device(device)
         self.topology = Topology.of_ranks(sp_size, device)
@@ -66,18 +58,17 @@ class FSDPEngine(Engine):
         self._offload_optimizer = not self._on_host and wants_offload(engine_config, "optimizer_offload", self.device)
         # Gradients kept whole over micro-batches save slow gloo traffic; on a device they would not fit.
         self._reduce_once = self.device.type == "cpu"
-        self.module = self._sharded_model(engine_config, seed, train=optim_config is not None)
-        self._prepare(optim_config is not None)
+        self.module = self._sharded_model(engine_config, seed)
+        self._prepare()
         self._after_infer()
-        self._build_optimizer(list(self.module.parameters()), optim_config, total_steps)
-        self.offload(model=True, optimizer=True)
+        self._build_optimizer(list(self.module.parameters()))
 
-    def _sharded_model(self, config: Any, seed: int, train: bool) -> nn.Module:
+    def _sharded_model(self, config: Any, seed: int) -> nn.Module:
         spec, is_alone = self.spec, self.topology.world_size == 1
-        dtype = spec.param_torch_dtype if train else spec.compute_torch_dtype
-        # the others never hold more of the model than their slices
-        full = self._frozen_as_computed(load_model(spec, seed, dtype)) if self.topology.rank == 0 else None
-        module = full.to(self._home) if is_alone else self._frozen_as_computed(empty_model(spec, dtype))
+        dtype = spec.param_torch_dtype if self.is_trained else spec.compute_torch_dtype
+        # the other ranks never hold more of the model than their slices
+        full = self._cast_frozen(load_model(spec, seed, dtype)) if self.topology.rank == 0 else None
+        module = full.to(self._home) if is_alone else self._cast_frozen(empty_model(spec, dtype))
         attach_token_outputs(module)
         module = self._shard(module, config, dtype)
         if not is_alone:
@@ -87,7 +78,7 @@ class FSDPEngine(Engine):
         return module
 
     def _shard(self, module: nn.Module, config: Any, dtype: torch.dtype) -> nn.Module:
-        """Cut ``module``, whose weights are of ``dtype`` and perhaps on the meta device, into slices."""
+        """Shard ``module``, whose weights are of ``dtype`` and perhaps on the meta device."""
         options = {
             "mesh": self._mesh(config),
             "mp_policy": MixedPrecisionPolicy(**self._precision(config, dtype)),
@@ -105,7 +96,7 @@ class FSDPEngine(Engine):
         return create_device_mesh(self.topology.world_size, read(config, "fsdp_size", -1), self.device.type)
 
     def _precision(self, config: Any, dtype: torch.dtype) -> dict[str, torch.dtype | None]:
-        """In what layers compute, if not in the ``dtype`` they are kept in, and gradients are summed."""
+        """Return the precision of layers, if not the ``dtype`` of their weights, and of gradient reduction."""
         computed = self.spec.compute_torch_dtype
         reduced = read(read(config, "mixed_precision", None), "reduce_dtype", "fp32") or "fp32"
         return {
@@ -114,23 +105,23 @@ class FSDPEngine(Engine):
         }
 
     def _fill(self, module: nn.Module, full: nn.Module | None) -> None:
-        """Give every rank its slices of ``full``, which rank 0 alone has."""
+        """Load every rank's slices of ``full``, which only rank 0 has."""
         module.to_empty(device=self._home)
         module.tie_weights()
         fsdp2_load_full_state_dict(module, full_model_state(full) if full is not None else {})
 
     @property
     def _home(self) -> torch.device:
-        """Where slices lie during training."""
+        """Device of the slices during training."""
         return torch.device("cpu") if self._on_host else self.device
 
-    def _frozen_as_computed(self, module: nn.Module) -> nn.Module:
-        """Weights below an adapter never change: the precision they are used in is all that need be kept."""
+    def _cast_frozen(self, module: nn.Module) -> nn.Module:
+        """Cast frozen weights, which never change, to the precision they are used in."""
         if self.has_adapter:
             cast_parameters(module, self.spec.compute_torch_dtype, frozen_only=True)
         return module
 
-    # -- what the base asks for -----------------------------------------------------------------------------------
+    # -- the engine contract --------------------------------------------------------------------------------------
 
     def parameter_names(self) -> list[str]:
         return [name for name, parameter in self.module.named_parameters() if parameter.requires_grad]

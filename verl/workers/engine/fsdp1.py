@@ -1,6 +1,6 @@
-"""The engine on torch's older sharding, FullyShardedDataParallel (FSDP1): numbers, names and files are FSDP2's.
+"""Engine on torch's FullyShardedDataParallel (FSDP1), with the numbers, names and files of FSDP2.
 
-Weights of a unit lie in one flat tensor, of which each rank holds a range; a range need not begin where a weight does.
+Weights of a unit are one flat tensor, of which each rank holds a range; a range may begin within a weight.
 """
 
 from __future__ import annotations
@@ -33,13 +33,17 @@ from verl.models.weight_names import plain_name
 from verl.utils.fsdp_utils import full_model_state, tied_parameters, wrapped_units
 from verl.utils.offload import read
 from verl.workers.engine.fsdp import FSDPEngine
+from verl.workers.engine.registry import register_engine
 
 
+@register_engine("fsdp1")
 class FSDP1Engine(FSDPEngine):
-    """As ``FSDPEngine``, with another hand on the weights: gathered, changed and saved unit by unit."""
+    """``FSDPEngine`` on FSDP1: weights are gathered, changed and saved unit by unit."""
+
+    supports_l2_coef = False
 
     def _shard(self, module: nn.Module, config: Any, dtype: torch.dtype) -> nn.Module:
-        # every micro-batch reduces its gradient into the slices, which a step then sums up
+        # every micro-batch reduces its gradient into the slices, where a step sums them
         self._reduce_once = False
         mesh, units = self._mesh(config), set(wrapped_units(module, config))
         self._is_whole = mesh.shape[-1] == 1
@@ -49,7 +53,7 @@ class FSDP1Engine(FSDPEngine):
         strategy = replicated if mesh.ndim == 2 else sharded
         if self._is_whole:
             mesh, strategy = self._mesh(None), ShardingStrategy.NO_SHARD
-        module.forward = partial(_forward_or_scores, module, module.forward)
+        module.forward = partial(_forward_or_token_outputs, module, module.forward)
         with _quiet():
             wrapper = _named_after(module)(
                 module,
@@ -57,7 +61,7 @@ class FSDP1Engine(FSDPEngine):
                 sharding_strategy=strategy,
                 mixed_precision=MixedPrecision(**self._precision(config, dtype)),
                 auto_wrap_policy=CustomPolicy(lambda child: child in units),
-                param_init_fn=_Memory(module, self.device).give,
+                param_init_fn=_MetaInitializer(module, self.device).materialize,
                 device_id=self.device,
                 use_orig_params=True,
                 forward_prefetch=bool(read(config, "forward_prefetch", False)),
@@ -67,7 +71,7 @@ class FSDP1Engine(FSDPEngine):
         _lazy_init(wrapper, wrapper)
         return wrapper
 
-    def _frozen_as_computed(self, module: nn.Module) -> nn.Module:
+    def _cast_frozen(self, module: nn.Module) -> nn.Module:
         # one flat tensor has one precision
         return module
 
@@ -79,7 +83,7 @@ class FSDP1Engine(FSDPEngine):
                 tensor.copy_(known[name])
             dist.broadcast(tensor, src=0)
 
-    # -- what the base asks for -----------------------------------------------------------------------------------
+    # -- the engine contract --------------------------------------------------------------------------------------
 
     def parameter_names(self) -> list[str]:
         return list(map(plain_name, super().parameter_names()))
@@ -136,8 +140,8 @@ class FSDP1Engine(FSDPEngine):
                 tensor.copy_(piece.full_tensor() if isinstance(piece, DTensor) else piece)
 
     def optimizer_state(self) -> dict[str, Any]:
-        # torch would make a first state by a step, which then counts
-        [has_state] = self._reduce([len(self.optimizer.state)], "max")
+        # torch would create the first state by a step, which then counts
+        [has_state] = self.reduce([len(self.optimizer.state)], "max")
         if not has_state:
             return super().optimizer_state()
         with self.on_device(optimizer=True), _quiet():
@@ -162,7 +166,7 @@ class FSDP1Engine(FSDPEngine):
 
     @property
     def layout(self) -> str:
-        """As FSDP2 cuts weights: along their first axis."""
+        """As FSDP2 shards weights: along their first axis."""
         return "whole" if self._is_whole else f"fsdp2 {'x'.join(map(str, self.module._device_mesh.shape))}"
 
     @property
@@ -170,7 +174,7 @@ class FSDP1Engine(FSDPEngine):
         return StateDictOptions(full_state_dict=self._is_whole)
 
     def _handles(self) -> list[Any]:
-        """torch's keepers of the flat tensors."""
+        """torch's handles of the flat tensors."""
         return [unit._handle for unit in FSDP.fsdp_modules(self.module) if unit._handle is not None]
 
     def _move(self, device: torch.device) -> None:
@@ -183,24 +187,26 @@ class FSDP1Engine(FSDPEngine):
             buffer.data = buffer.data.to(device)
 
 
-def _forward_or_scores(model: nn.Module, own: Callable, *args: Any, as_scores: bool = False, **inputs: Any) -> Any:
-    """The model's ``own`` forward pass, or with ``as_scores`` its ``token_outputs``."""
-    return model.token_outputs(*args, **inputs) if as_scores else own(*args, **inputs)
+def _forward_or_token_outputs(
+    model: nn.Module, forward: Callable, *args: Any, as_scores: bool = False, **inputs: Any
+) -> Any:
+    """The model's ``forward`` pass, or with ``as_scores`` its ``token_outputs``."""
+    return model.token_outputs(*args, **inputs) if as_scores else forward(*args, **inputs)
 
 
 def _named_after(module: nn.Module) -> type[FSDP]:
-    """The wrapper under the name ``fully_shard`` would give: checkpoints note what model they are of."""
+    """Return the wrapper class under the name ``fully_shard`` would give it, which checkpoints record."""
     return type(f"FSDP{type(module).__name__}", (FSDP,), {})
 
 
-class _Memory:
-    """Gives modules of a model on the meta device memory, one by one, and keeps ties."""
+class _MetaInitializer:
+    """Allocates the modules of a model on the meta device, one by one, and keeps ties."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self._device = device
         self._tied: dict[nn.Parameter, nn.Parameter | None] = dict.fromkeys(tied_parameters(model))
 
-    def give(self, module: nn.Module) -> None:
+    def materialize(self, module: nn.Module) -> None:
         for name, parameter in module.named_parameters(recurse=False):
             made = self._tied.get(parameter)
             if made is None and parameter.is_meta:
@@ -224,7 +230,7 @@ def _whole_parameters(module: FSDP, writeback: bool = False) -> Iterator[tuple[s
 
 
 def _own_parameters(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Parameters that are in no unit below ``module``."""
+    """Yield the parameters that are in no unit below ``module``."""
     for name, parameter in module._parameters.items():
         if parameter is not None:
             yield prefix + name, parameter
@@ -234,7 +240,7 @@ def _own_parameters(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, 
 
 
 def _buffers(module: nn.Module, persistent: bool = False) -> Iterator[tuple[str, Tensor]]:
-    """Yield (plain name, buffer); with ``persistent`` of those alone that checkpoints hold."""
+    """Yield (plain name, buffer); with ``persistent`` only those in checkpoints."""
     for place, part in module.named_modules():
         for name, buffer in part.named_buffers(recurse=False):
             if not (persistent and name in part._non_persistent_buffers_set):
@@ -242,7 +248,7 @@ def _buffers(module: nn.Module, persistent: bool = False) -> Iterator[tuple[str,
 
 
 def _as_piece(tensor: Any, like: Tensor) -> Any:
-    """A whole tensor, or the piece of a saved one, cut and placed as ``like`` is; a number stays as it is."""
+    """Shard a whole tensor, or place the piece of a saved one, as ``like``; scalars stay as they are."""
     if not isinstance(like, DTensor) or not isinstance(tensor, Tensor) or tensor.ndim == 0:
         return tensor
     mesh, placements = like.device_mesh, like.placements
@@ -254,7 +260,7 @@ def _as_piece(tensor: Any, like: Tensor) -> Any:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """torch announces what replaces parts of FSDP1, also those that it calls itself."""
+    """Hide torch's deprecation warnings of FSDP1, also for its own calls."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
         warnings.filterwarnings("ignore", message=".*NO_SHARD.*")

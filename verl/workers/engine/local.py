@@ -1,4 +1,4 @@
-"""The engine of one process: a plain module, no sharding. The laptop's engine, and the oracle of the others."""
+"""Engines that hold whole weights: of one process, the reference of the others; and replicated over processes."""
 
 from __future__ import annotations
 
@@ -11,54 +11,44 @@ import torch.distributed as dist
 from torch import Tensor
 
 from verl.checkpoint.shards import check_names, fill
-from verl.models.loader import ModelSpec, load_model
+from verl.models.loader import load_model
 from verl.models.token_outputs import attach_token_outputs
 from verl.utils.device import current_device, empty_cache
 from verl.utils.distributed import ensure_process_group, get_world_size
 from verl.utils.offload import move_optimizer_state, read, wants_offload
-from verl.workers.engine.base import Engine
+from verl.workers.engine.engine import Engine
 from verl.workers.engine.optim import add_l2_gradient, clip_gradients
+from verl.workers.engine.registry import register_engine
 from verl.workers.engine.topology import Topology
 
 
+@register_engine("local")
 class LocalEngine(Engine):
     """All weights in one process.
 
-    Where the model computes in another precision than it is kept in, the module holds the compute copy, made anew after
+    Where the compute precision differs from the storage precision, the module holds the compute copy, refreshed after
     each step, and the optimizer the master weights: no cast in any forward pass, and gradients of micro-batches are
     summed in the master's precision.
     """
 
-    def __init__(
-        self,
-        spec: ModelSpec,
-        engine_config: Any = None,
-        optim_config: Any = None,
-        *,
-        total_steps: int = -1,
-        grad_clip: float | None = None,
-        device: str = "cpu",
-        seed: int = 0,
-        sp_size: int = 1,
-    ) -> None:
-        super().__init__(spec, grad_clip)
-        self.topology = self._place(sp_size, device)
+    supports_l2_coef = True
+
+    def _load_and_place(self, engine_config: Any, backend_config: Any, device: str, seed: int, sp_size: int) -> None:
+        self.topology = self._topology(sp_size, device)
         self.device = current_device(device)
         self._offload_params = wants_offload(engine_config, "param_offload", self.device)
         self._offload_optimizer = wants_offload(engine_config, "optimizer_offload", self.device)
-        train = optim_config is not None
+        spec, train = self.spec, self.is_trained
         self.module = load_model(spec, seed, dtype=None if train else spec.compute_torch_dtype).to(self.device)
         attach_token_outputs(self.module)
         self._masters: dict[torch.nn.Parameter, Tensor] = {}
-        self._stale: set[torch.nn.Parameter] = set()
+        self._stale_gradients: set[torch.nn.Parameter] = set()
         if train and spec.compute_torch_dtype != spec.param_torch_dtype:
             self._split_masters(spec.compute_torch_dtype)
-        self._prepare(train)
-        trained = [self._masters.get(p, p) for p in self.module.parameters()]
-        self._build_optimizer(trained, optim_config, total_steps)
-        self.offload(model=True, optimizer=True)
+        self._prepare()
+        self._build_optimizer([self._masters.get(p, p) for p in self.module.parameters()])
 
-    def _place(self, sp_size: int, device: str) -> Topology:
+    def _topology(self, sp_size: int, device: str) -> Topology:
         if sp_size > 1:
             raise ValueError(
                 f"ulysses_sequence_parallel_size={sp_size} with strategy=local: a sequence "
@@ -80,32 +70,32 @@ class LocalEngine(Engine):
             if parameter.requires_grad:
                 self._masters[parameter] = master.requires_grad_()
                 master.grad = None
-                parameter.register_post_accumulate_grad_hook(self._collect)
+                parameter.register_post_accumulate_grad_hook(self._accumulate)
 
-    def _collect(self, parameter: torch.nn.Parameter) -> None:
-        """Add a finished gradient to the master's and free it, while it is still in the cache."""
+    def _accumulate(self, parameter: torch.nn.Parameter) -> None:
+        """Add a finished gradient to the master's and free it, while it is still in the CPU cache."""
         master = self._masters[parameter]
         if master.grad is None:
             master.grad = parameter.grad.to(master.dtype)
-        elif parameter in self._stale:
+        elif parameter in self._stale_gradients:
             master.grad.copy_(parameter.grad)
         else:
             master.grad.add_(parameter.grad)
-        self._stale.discard(parameter)
+        self._stale_gradients.discard(parameter)
         parameter.grad = None
 
     def _start_gradients(self) -> None:
-        # memory of the last step's gradients is written over rather than allocated anew
-        self._stale = {parameter for parameter, master in self._masters.items() if master.grad is not None}
+        # memory of the last step's gradients is overwritten, not allocated again
+        self._stale_gradients = {parameter for parameter, master in self._masters.items() if master.grad is not None}
 
-    # -- what the base asks for -----------------------------------------------------------------------------------
+    # -- the engine contract --------------------------------------------------------------------------------------
 
     def parameter_names(self) -> list[str]:
         return [name for name, parameter in self.module.named_parameters() if parameter.requires_grad]
 
     def _finish_gradients(self) -> None:
         """Called after the last backward pass of a step."""
-        for parameter in self._stale:
+        for parameter in self._stale_gradients:
             self._masters[parameter].grad.zero_()
 
     def optimizer_step(self) -> float:
@@ -173,27 +163,20 @@ class LocalEngine(Engine):
             move_optimizer_state(self.optimizer, device)
 
 
-# -- The engine of many processes that hold the whole model each: gradients are averaged, nothing is sharded ---------
+# -- replicated over processes: gradients are averaged, nothing is sharded -------------------------------------------
 
 
 class ReplicaEngine(LocalEngine):
-    """All weights in every process, which trains on its share of the rows."""
+    """All weights in every process, which trains on its part of the rows."""
 
-    def __init__(
-        self,
-        spec: ModelSpec,
-        engine_config: Any = None,
-        optim_config: Any = None,
-        *,
-        deepspeed_config: Any = None,
-        device: str = "cpu",
-        **options: Any,
-    ) -> None:
+    supports_l2_coef = False
+
+    def _load_and_place(self, engine_config: Any, backend_config: Any, device: str, seed: int, sp_size: int) -> None:
         ensure_process_group(device)
-        self._bucket = int(read(deepspeed_config, "reduce_bucket_size", 500_000_000))
-        super().__init__(spec, engine_config, optim_config, device=device, **options)
+        self._bucket = int(read(backend_config, "reduce_bucket_size", 500_000_000))
+        super()._load_and_place(engine_config, backend_config, device, seed, sp_size)
 
-    def _place(self, sp_size: int, device: str) -> Topology:
+    def _topology(self, sp_size: int, device: str) -> Topology:
         return Topology.of_ranks(sp_size, device)
 
     @torch.no_grad()
@@ -214,14 +197,14 @@ class ReplicaEngine(LocalEngine):
 
 
 def _buckets(tensors: list[Tensor], numbers: int) -> Iterator[list[Tensor]]:
-    """Neighbours of one type together, up to ``numbers`` of their elements."""
+    """Group tensors of one dtype, up to ``numbers`` elements."""
     bucket: list[Tensor] = []
-    held = 0
+    size = 0
     for tensor in tensors:
-        if bucket and (held + tensor.numel() > numbers or tensor.dtype != bucket[0].dtype):
+        if bucket and (size + tensor.numel() > numbers or tensor.dtype != bucket[0].dtype):
             yield bucket
-            bucket, held = [], 0
+            bucket, size = [], 0
         bucket.append(tensor)
-        held += tensor.numel()
+        size += tensor.numel()
     if bucket:
         yield bucket

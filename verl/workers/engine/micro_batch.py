@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from hashlib import blake2b
 
 import torch
 from torch import Tensor
@@ -20,6 +19,7 @@ from verl.models.attention.packing import Packing
 from verl.models.attention.sequence_parallel import Group, SequenceShard
 from verl.models.multimodal import collate_vision_inputs
 from verl.protocol import DataProto
+from verl.workers.engine.vision_rows import image_keys, vision_rows
 
 
 @dataclass(frozen=True)
@@ -121,16 +121,6 @@ class MicroBatches:
         return Ragged(joined.select(inverse_permutation(self.order)).values, self.response)
 
 
-VISION_COLUMN = "multi_modal_inputs"
-"""Object column: the processor's image tensors of each row, a dict, or nothing."""
-
-
-def vision_rows(data: DataProto) -> list[Mapping[str, Tensor] | None]:
-    """Return the image tensors of each row; None for a row without images."""
-    rows = data.non_tensor_batch.get(VISION_COLUMN)
-    return [None] * len(data) if rows is None else [row or None for row in rows]
-
-
 def row_lengths(data: DataProto) -> list[int]:
     """Return the tokens of each row, prompt and response, without padding."""
     return data.ragged("input_ids").layout.lengths.tolist()
@@ -141,7 +131,7 @@ def find_shared_prompts(data: DataProto) -> Prompts:
 
     A row without a response shares its prompt with none.
     """
-    images = _image_keys(vision_rows(data))
+    images = image_keys(vision_rows(data))
     data = data.packed()
     ids = data.ragged("input_ids")
     lengths = _tokens_before_response(ids.layout, data.ragged("responses").layout).tolist()
@@ -155,17 +145,6 @@ def find_shared_prompts(data: DataProto) -> Prompts:
         known.setdefault(key, len(known))
         numbers.append(known[key])
     return Prompts(numbers, lengths)
-
-
-def _image_keys(rows: Sequence[Mapping[str, Tensor] | None]) -> list[object]:
-    """Return equal keys for equal images. Rows of a group mostly hold one object, which is hashed once."""
-    known: dict[int, object] = {}
-    for row in rows:
-        if row and id(row) not in known:
-            tensors = [torch.as_tensor(row[name]) for name in sorted(row)]
-            digests = [blake2b(tensor.reshape(-1).view(torch.uint8).numpy()).digest() for tensor in tensors]
-            known[id(row)] = *sorted(row), *(tensor.shape for tensor in tensors), *digests
-    return [known[id(row)] if row else None for row in rows]
 
 
 def split_batch(

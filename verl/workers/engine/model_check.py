@@ -1,115 +1,215 @@
-"""A trial at the start, on the model itself: what training takes for granted must hold of this model.
+"""Check of a model at the start: forward passes must be deterministic, and rows must not influence each other.
 
-No list of families knows which code mixes rows, draws random numbers when it trains, or cannot run at all. Two
-forward passes over short rows tell (``Engine._try``): a row alone in inference mode, and the same row together with
-another one, padded or packed, in train mode, must get the same scores without a random number. Where they do not,
-further passes find out which of the two is the cause.
+No list of families knows which code mixes rows, uses random numbers in train mode, or cannot run at all. Two forward
+passes over short rows tell: a single row in inference mode, and the same row together with another one, padded or
+packed, in train mode, must get the same scores without random numbers. Where they do not, further passes find out
+which of the two is the cause.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from verl.checkpoint.random_state import random_state
+from verl.models.attention.packed import use_packed_attention
 from verl.models.attention.packing import Packing
 from verl.models.attention.varlen_kernels import AttentionOptions
 from verl.workers.engine.micro_batch import MicroBatch
 
+if TYPE_CHECKING:
+    from verl.workers.engine.engine import Engine
+
+logger = logging.getLogger(__name__)
+
 LENGTHS = (7, 12)
 PROMPT = 4
-"""Tokens that both rows begin with."""
+"""Tokens of the prompt of both rows."""
 TOLERANCE = {torch.float32: 1e-3}
-"""Median difference over the spread of the scores; a model whose rows see each other is far beyond."""
+"""Median difference over the spread of the scores; a model that mixes rows is far beyond."""
 COARSE = 0.1
 """The same for half precision."""
 MOST_CLASSES = 12
-"""Classes of modules that are tried one by one for the one that is random."""
+"""Classes of modules that are tested one by one for random numbers."""
 
 
-def alone(config: Any, never: tuple[int, ...], packed: bool) -> MicroBatch:
-    """Return the row that is compared, by itself: of packed rows the longer one, which stands behind the other; of
-    padded rows the shorter one, which has padding.
+@torch.no_grad()
+def check_forward_passes(engine: Engine) -> None:
+    """Switch to packed rows where configured, and check the engine's forward passes; adapt the engine, or refuse.
+
+    Sets ``engine.one_row_per_micro_batch`` and ``engine.modules_in_eval_mode`` where the model needs it.
     """
-    first, second = _rows(config, never)
-    return _padded([second if packed else first])
+    engine.module.eval()
+    spec, config, excluded = engine.spec, engine.model_config, engine.head.excluded_tokens
+    must_repeat = engine.is_trained and not spec.has_dropout
+    with raises_model_error(engine.module):
+        expected = _scores(engine, single_row(config, excluded, spec.remove_padding).to(engine.device))
+    if spec.remove_padding:
+        use_packed_attention(engine.module)
+        micro = engine.shard_sequence(packed_rows(config, excluded, spec.share_prompts))
+    else:
+        micro = padded_rows(config, excluded).to(engine.device)
+    with nullcontext() if spec.remove_padding else raises_model_error(engine.module):
+        is_right = must_repeat and not _train_mode_differs(engine, micro, expected)
+        engine.module.eval()
+        if is_right:
+            return
+        scores = _scores(engine, micro)
+    _check_rows_independent(engine, expected, scores)
+    if must_repeat:
+        _find_random_modules(engine, micro, scores)
+    elif engine.is_trained and engine.topology.rank == 0:
+        logger.warning(
+            "model.override_config switches dropout on: importance ratios are random even on the policy's own "
+            "samples, so part of them is clipped"
+        )
 
 
-def padded(config: Any, never: tuple[int, ...]) -> MicroBatch:
-    """Two random rows side by side, the shorter one, which is looked at, last."""
-    return _padded(_rows(config, never)[::-1])
+def _check_rows_independent(engine: Engine, expected: Tensor, scores: Tensor) -> None:
+    """Refuse packed rows that influence each other; run padded rows that do one by one."""
+    dtype, name = engine.spec.compute_torch_dtype, type(engine.module).__name__
+    deviation = engine.reduce([difference(expected, scores)], "max")[0]
+    if engine.spec.remove_padding:
+        check_packed(deviation, dtype, name)
+        return
+    engine.one_row_per_micro_batch = not deviation <= tolerance(dtype)
+    if engine.one_row_per_micro_batch and engine.topology.rank == 0:
+        logger.warning(
+            "model_type=%r: a row next to a longer one does not score as it does alone (they differ by %.1e of the "
+            "scores' spread), so every micro-batch has one row",
+            engine.model_config.model_type,
+            deviation,
+        )
 
 
-def packed(config: Any, never: tuple[int, ...], share_prompts: bool) -> MicroBatch:
-    """Two random rows one behind another; with ``share_prompts`` the second leaves its prompt to the first."""
-    rows, length = _rows(config, never), LENGTHS[0]
+def _scores(engine: Engine, micro: MicroBatch) -> Tensor:
+    """Run ``micro`` and return its scores, (t,); of packed rows also check the layers' attention options."""
+    options: list[AttentionOptions] = []
+    scores = engine._score(micro, **({"record": options.append} if micro.packing else {}))
+    if micro.packing:
+        check_attention_options(engine.model_config, options, type(engine.module).__name__)
+    return scores.log_probs if engine.spec.head == "lm" else scores.values
+
+
+def _find_random_modules(engine: Engine, micro: MicroBatch, expected: Tensor) -> None:
+    """Find the modules, if any, that must stay in inference mode for train mode to score as inference does."""
+    if _train_mode_differs(engine, micro, expected):
+        engine.module.eval()
+        name, model_type = type(engine.module).__name__, engine.model_config.model_type
+        if _differs(engine, micro, expected):
+            refuse_random(name, model_type, in_training=False)
+        for modules in candidates(engine.module):
+            engine.modules_in_eval_mode = modules
+            if not _train_mode_differs(engine, micro, expected):
+                break
+        else:
+            refuse_random(name, model_type, in_training=True)
+        if engine.topology.rank == 0:
+            message = "%s: train mode is random in modules of the class %s; they are trained in inference mode"
+            logger.warning(message, name, class_names(engine.modules_in_eval_mode))
+    engine.module.eval()
+
+
+def _train_mode_differs(engine: Engine, micro: MicroBatch, expected: Tensor) -> bool:
+    train_mode(engine.module, engine.modules_in_eval_mode)
+    return _differs(engine, micro, expected)
+
+
+def _differs(engine: Engine, micro: MicroBatch, expected: Tensor) -> bool:
+    """Whether a forward pass uses random numbers or deviates from ``expected``, on any rank."""
+    before = random_state(engine.device)
+    deviation = difference(expected, _scores(engine, micro))
+    is_random = used_generator(before, random_state(engine.device))
+    strict = min(1e-2, tolerance(engine.spec.compute_torch_dtype))
+    return bool(engine.reduce([float(is_random or not deviation <= strict)], "max")[0])
+
+
+# -- rows ----------------------------------------------------------------------------------------------------------
+
+
+def single_row(config: Any, excluded: tuple[int, ...], is_packed: bool) -> MicroBatch:
+    """One of the two rows alone: of packed rows the second; of padded rows the shorter one, which has padding."""
+    first, second = _random_rows(config, excluded)
+    return _padded_micro_batch([second if is_packed else first])
+
+
+def padded_rows(config: Any, excluded: tuple[int, ...]) -> MicroBatch:
+    """Two random rows, right padded; the shorter one, which is compared, is last."""
+    return _padded_micro_batch(_random_rows(config, excluded)[::-1])
+
+
+def packed_rows(config: Any, excluded: tuple[int, ...], share_prompts: bool) -> MicroBatch:
+    """Two random rows in one sequence; with ``share_prompts`` their prompt runs once."""
+    rows, length = _random_rows(config, excluded), LENGTHS[0]
     ids, positions = torch.cat(rows), torch.cat([torch.arange(len(row)) for row in rows])
-    cells = torch.cat([torch.arange(length - 1), torch.arange(length, len(ids) - 1)])
+    valid_positions = torch.cat([torch.arange(length - 1), torch.arange(length, len(ids) - 1)])
     if not share_prompts:
-        return _micro_batch(rows, ids[None], positions[None], cells, Packing.of_lengths(LENGTHS))
-    runs = torch.cat([torch.arange(length), torch.arange(length + PROMPT, len(ids))])
-    place = torch.cat([torch.arange(length), torch.arange(PROMPT), torch.arange(length, len(runs))])
-    packing = Packing.with_shared_keys((length, LENGTHS[1] - PROMPT), place.split(LENGTHS))
-    return _micro_batch(rows, ids[runs][None], positions[runs][None], place[cells], packing)
+        return _micro_batch(rows, ids[None], positions[None], valid_positions, Packing.of_lengths(LENGTHS))
+    kept_tokens = torch.cat([torch.arange(length), torch.arange(length + PROMPT, len(ids))])
+    index = torch.cat([torch.arange(length), torch.arange(PROMPT), torch.arange(length, len(kept_tokens))])
+    packing = Packing.with_shared_keys((length, LENGTHS[1] - PROMPT), index.split(LENGTHS))
+    return _micro_batch(rows, ids[kept_tokens][None], positions[kept_tokens][None], index[valid_positions], packing)
 
 
-def _rows(config: Any, never: tuple[int, ...]) -> list[Tensor]:
+def _random_rows(config: Any, excluded: tuple[int, ...]) -> list[Tensor]:
     vocab = config.get_text_config().vocab_size
-    draw = torch.Generator().manual_seed(0)
-    usable = torch.tensor([token for token in range(vocab // 4, vocab)[:4096] if token not in never])
-    first, second = (usable[torch.randint(len(usable), (length,), generator=draw)] for length in LENGTHS)
+    generator = torch.Generator().manual_seed(0)
+    usable = torch.tensor([token for token in range(vocab // 4, vocab)[:4096] if token not in excluded])
+    first, second = (usable[torch.randint(len(usable), (length,), generator=generator)] for length in LENGTHS)
     return [first, torch.cat([first[:PROMPT], second[PROMPT:]])]
 
 
-def _padded(rows: list[Tensor]) -> MicroBatch:
+def _padded_micro_batch(rows: list[Tensor]) -> MicroBatch:
     ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
-    cells = torch.cat([number * ids.shape[1] + torch.arange(len(row) - 1) for number, row in enumerate(rows)])
-    return _micro_batch(rows, ids, None, cells, None)
+    valid_positions = torch.cat([number * ids.shape[1] + torch.arange(len(row) - 1) for number, row in enumerate(rows)])
+    return _micro_batch(rows, ids, None, valid_positions, None)
 
 
 def _micro_batch(
-    rows: list[Tensor], ids: Tensor, positions: Tensor | None, cells: Tensor, packing: Packing | None
+    rows: list[Tensor], ids: Tensor, positions: Tensor | None, valid_positions: Tensor, packing: Packing | None
 ) -> MicroBatch:
     targets = torch.cat([row[1:] for row in rows])
     shape = len(rows), max(map(len, rows)) - 1
-    return MicroBatch(ids, positions, cells, targets, torch.arange(len(targets)), shape, {}, packing=packing)
+    return MicroBatch(ids, positions, valid_positions, targets, torch.arange(len(targets)), shape, {}, packing=packing)
 
 
-# -- verdicts ------------------------------------------------------------------------------------------------------
+# -- comparisons ----------------------------------------------------------------------------------------------------
 
 
-def difference(expected: Tensor, found: Tensor) -> float:
-    """Return the median difference of the last row's scores, (t,), from those it gets alone, over their spread."""
-    found = found[-len(expected) :]
+def difference(expected: Tensor, scores: Tensor) -> float:
+    """Return the median difference of the last row's scores, (t,), from ``expected``, over their spread."""
+    scores = scores[-len(expected) :]
     spread = expected.float().std().clamp_min(1e-6)
-    return float(((found - expected).abs().float() / spread).median().nan_to_num(math.inf))
+    return float(((scores - expected).abs().float() / spread).median().nan_to_num(math.inf))
 
 
 def tolerance(dtype: torch.dtype) -> float:
-    """The largest difference that rounding explains."""
+    """Return the largest difference that rounding explains."""
     return TOLERANCE.get(dtype, COARSE)
 
 
-def check_packed(apart: float, dtype: torch.dtype, name: str) -> None:
-    """Judge the difference between rows alone and packed.
+def check_packed(deviation: float, dtype: torch.dtype, name: str) -> None:
+    """Check the difference between scores of single and packed rows.
 
     Raises:
         ValueError: it is more than rounding.
     """
-    if not apart <= tolerance(dtype):
+    if not deviation <= tolerance(dtype):
         raise ValueError(
             f"model.use_remove_padding=true: {name} does not score rows packed together as it scores each alone (they "
-            f"differ by {apart:.1e} of the scores' spread): some layer mixes tokens of different rows. Set "
+            f"differ by {deviation:.1e} of the scores' spread): some layer mixes tokens of different rows. Set "
             "model.use_remove_padding=false."
         )
 
 
-def check_attention_options(config: Any, asked: list[AttentionOptions], name: str) -> None:
-    """Layers must ask for the windows and caps that the config speaks of: short rows would not show a missing one.
+def check_attention_options(config: Any, options: list[AttentionOptions], name: str) -> None:
+    """Check that layers pass the config's window and softcap to attention: short rows would not show a missing one.
 
     Raises:
         ValueError: they do not.
@@ -119,19 +219,19 @@ def check_attention_options(config: Any, asked: list[AttentionOptions], name: st
     cuts = bool(window) and window < (getattr(text, "max_position_embeddings", None) or math.inf)
     has_windows = cuts and getattr(text, "use_sliding_window", True) and (not kinds or "sliding_attention" in kinds)
     has_caps = bool(getattr(text, "attn_logit_softcapping", None))
-    lost = "sliding_window" if has_windows and not any(a.window for a in asked) else None
-    lost = "attn_logit_softcapping" if has_caps and not any(a.softcap for a in asked) else lost
-    if lost or not asked:
-        what = f"its {lost}={getattr(text, lost)}" if lost else "its rows' lengths"
+    missing = "sliding_window" if has_windows and not any(a.window for a in options) else None
+    missing = "attn_logit_softcapping" if has_caps and not any(a.softcap for a in options) else missing
+    if missing or not options:
+        argument = f"its {missing}={getattr(text, missing)}" if missing else "its rows' lengths"
         raise ValueError(
-            f"model.use_remove_padding=true: {name} does not hand {what} to its attention function, so that packed "
-            "rows would see what they must not. Set model.use_remove_padding=false."
+            f"model.use_remove_padding=true: {name} does not pass {argument} to its attention function, so packed "
+            "rows would attend to tokens they must not. Set model.use_remove_padding=false."
         )
 
 
 @contextmanager
-def runs_here(model: Any) -> Iterator[None]:
-    """Around forward passes of transformers' code: what it raises names the model.
+def raises_model_error(model: Any) -> Iterator[None]:
+    """Turn errors of the model's code within the block into one that names the model.
 
     Raises:
         ValueError: with the reason and what to use.
@@ -151,15 +251,16 @@ def runs_here(model: Any) -> Iterator[None]:
 
 
 def candidates(model: nn.Module) -> Iterator[list[nn.Module]]:
-    """Modules that may be what is random in train mode, to be left in inference mode: those of one class, then all but
-    the layers that are recomputed, which go by their train mode, then all.
+    """Yield sets of modules to leave in inference mode, in search of the ones that are random in train mode.
+
+    First those of each class, then all but the layers that are recomputed, which depend on their train mode, then all.
     """
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     others = [module for module in model.modules() if not isinstance(module, GradientCheckpointingLayer)]
     by_class: dict[type, list[nn.Module]] = {}
     for module in others:
-        # torch's own know nothing random but dropout, which is off
+        # of torch's own modules only dropout is random, and it is off
         if not type(module).__module__.startswith("torch.nn"):
             by_class.setdefault(type(module), []).append(module)
     yield from list(by_class.values())[:MOST_CLASSES]
@@ -168,20 +269,20 @@ def candidates(model: nn.Module) -> Iterator[list[nn.Module]]:
 
 
 def train_mode(model: nn.Module, but: Iterable[nn.Module] = ()) -> None:
-    """Switch ``model`` to train mode, ``but`` for some of its modules."""
+    """Switch ``model`` to train mode, except the modules ``but``."""
     model.train()
     for module in but:
         module.training = False
 
 
-def classes_of(modules: Iterable[nn.Module]) -> str:
-    """Their classes' names, for people."""
+def class_names(modules: Iterable[nn.Module]) -> str:
+    """Return the classes' names for a message."""
     names = list(dict.fromkeys(type(module).__name__.removeprefix("FSDP") for module in modules))
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
-def drew(before: Mapping[str, Any], after: Mapping[str, Any]) -> bool:
-    """Whether any generator moved between two ``random_state``s."""
+def used_generator(before: Mapping[str, Any], after: Mapping[str, Any]) -> bool:
+    """Whether any generator was used between two ``random_state``s."""
 
     def plain(state: Mapping[str, Any]) -> list[Any]:
         flat = [part for name in sorted(state) for part in (state[name] if name == "numpy" else [state[name]])]
@@ -191,13 +292,13 @@ def drew(before: Mapping[str, Any], after: Mapping[str, Any]) -> bool:
 
 
 def refuse_random(name: str, model_type: str, in_training: bool) -> None:
-    """Raise for a model that cannot be made to compute the same twice.
+    """Raise for a model whose forward pass cannot be made deterministic.
 
     Raises:
         ValueError: always.
     """
-    when = "in train mode scores tokens otherwise than in inference" if in_training else "draws random numbers"
+    when = "scores tokens differently in train mode and in inference" if in_training else "draws random numbers"
     raise ValueError(
-        f"model_type={model_type!r}: {name} {when}, by something that is no dropout and cannot be switched off, so "
+        f"model_type={model_type!r}: {name} {when}, by code that is not dropout and cannot be switched off, so "
         "that importance ratios would be random on the policy's own samples. Use a model of another family."
     )

@@ -15,7 +15,7 @@ from verl.models.token_outputs import ReferenceStates
 from verl.workers.engine.micro_batch import MicroBatch
 
 if TYPE_CHECKING:
-    from verl.workers.engine.base import Engine
+    from verl.workers.engine.engine import Engine
 
 
 @dataclass(frozen=True)

@@ -25,15 +25,15 @@ class Fragment(NamedTuple):
     count: int
     shape: torch.Size
 
-    def of(self, tensor: Tensor) -> Tensor:
+    def view(self, tensor: Tensor) -> Tensor:
         """The part in a tensor laid out as ``flat``: in the buffer of weights, or of one of the optimizer's moments."""
         return tensor.narrow(0, self.offset, self.count)
 
     def piece(self, tensor: Tensor) -> dict[str, Any]:
         """The part in ``tensor`` as a checkpoint holds it."""
-        return {"flat": self.of(tensor.detach()).clone(), "start": self.start, "shape": tuple(self.shape)}
+        return {"flat": self.view(tensor.detach()).clone(), "start": self.start, "shape": tuple(self.shape)}
 
-    def own_part(self, name: str, saved: Any) -> Tensor:
+    def local_part(self, name: str, saved: Any) -> Tensor:
         """This rank's numbers of what was saved: the whole tensor, or the same piece.
 
         Raises:
@@ -138,7 +138,7 @@ def load_flat_optimizer_state(
                 continue
             if key not in entry:
                 entry[key] = torch.zeros_like(fragment.flat, requires_grad=False)
-            fragment.of(entry[key]).copy_(fragment.own_part(f"{name}.{key}", value))
+            fragment.view(entry[key]).copy_(fragment.local_part(f"{name}.{key}", value))
 
 
 def _paired(own: list[dict], groups: Sequence[list[str]], saved: list[dict]) -> Iterator[tuple[dict, list[str], dict]]:
@@ -166,7 +166,7 @@ class ZeroOffload:
 
     Args:
         library: DeepSpeed.
-        leaves: parts to take away.
+        parts: to offload.
         zero_optimizer: DeepSpeed's sharded optimizer, or what gathers the weights of a model that is not trained.
         optimizer: torch's, which the former steps; None for a model that is not trained.
 
@@ -177,35 +177,35 @@ class ZeroOffload:
     def __init__(
         self,
         library: Any,
-        leaves: Collection[Part],
+        parts: Collection[Part],
         module: nn.Module,
         zero_optimizer: Any,
         optimizer: Optimizer | None,
         device: torch.device,
     ) -> None:
-        if leaves and optimizer is not None and not hasattr(zero_optimizer, "offload_states"):
+        if parts and optimizer is not None and not hasattr(zero_optimizer, "offload_states"):
             raise ValueError(
                 "deepspeed.zero_stage=1 in bf16: DeepSpeed's optimizer for it stays on the device, so there can be no "
                 "param_offload and no optimizer_offload. Use zero_stage=2, or deepspeed.offload_optimizer=true"
             )
         self._kinds = library.runtime.zero.offload_config.OffloadStateTypeEnum
-        self._leaves = leaves
+        self._parts = parts
         self._module, self._zero, self._optimizer, self._device = module, zero_optimizer, optimizer, device
-        self.away: set[Part] = set()
+        self.offloaded: set[Part] = set()
 
-    def leave(self, *parts: Part) -> bool:
+    def offload(self, *parts: Part) -> bool:
         """Take those of ``parts`` away that are to leave; returns whether there was one."""
-        leaving = [part for part in parts if part in self._leaves and part not in self.away]
-        for part in leaving:
+        to_offload = [part for part in parts if part in self._parts and part not in self.offloaded]
+        for part in to_offload:
             self._move(part, torch.device("cpu"), away=True)
-            self.away.add(part)
-        return bool(leaving)
+            self.offloaded.add(part)
+        return bool(to_offload)
 
-    def come_back(self, *parts: Part) -> None:
+    def reload(self, *parts: Part) -> None:
         """Bring back those of ``parts`` that are away."""
-        for part in self.away & set(parts):
+        for part in self.offloaded & set(parts):
             self._move(part, self._device, away=False)
-            self.away.discard(part)
+            self.offloaded.discard(part)
 
     def _move(self, part: Part, device: torch.device, away: bool) -> None:
         kinds, is_sliced = self._kinds, hasattr(self._zero, "empty_partition_cache")

@@ -1,4 +1,4 @@
-"""Means of what a loss tells of each micro-batch, over micro-batches and ranks."""
+"""Weighted means of a loss's metrics over micro-batches and ranks."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class WeightedMeans:
             self._parts.append((share, kept))
 
     def reduce(self, topology: Topology) -> dict[str, float]:
-        """The means over all ranks; a rank of nothing but masked tokens brings no names and no weight."""
-        fetched = iter(numbers([value for _, kept in self._parts for value in kept.values()]))
+        """Return the means over all ranks; a rank without valid tokens contributes nothing."""
+        fetched = iter(to_floats([value for _, kept in self._parts for value in kept.values()]))
         parts = [(share, {name: next(fetched) for name in kept}) for share, kept in self._parts]
         if topology.dp_size > 1:
             parts = [part for rank in all_gather_objects(parts, topology.dp_group) for part in rank]
@@ -38,8 +38,8 @@ class WeightedMeans:
         return {name: sums[name] / shares[name] for name in sums}
 
 
-def numbers(values: list[Any]) -> list[float]:
-    """Python floats of numbers and scalar tensors; those on a device are fetched together, since each wait costs."""
+def to_floats(values: list[Any]) -> list[float]:
+    """Convert numbers and scalar tensors to floats; those on a device are fetched in one transfer."""
     away = [isinstance(value, Tensor) and value.device.type != "cpu" for value in values]
     scalars = [value.detach().double().reshape(()) for value, is_away in zip(values, away, strict=True) if is_away]
     fetched = iter(torch.stack(scalars).tolist() if scalars else ())

@@ -1,0 +1,194 @@
+"""Weights, adapter and checkpoint state of an engine, as rollout engines, references and checkpoints read them."""
+
+from __future__ import annotations
+
+from abc import ABC
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from verl.checkpoint.random_state import random_state, set_random_state
+from verl.checkpoint.shards import FromRankZero
+from verl.models.loader import load_model
+from verl.models.weight_names import checkpoint_tensors, plain_name, tied_duplicates
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from verl.models.loader import ModelSpec
+    from verl.workers.engine.topology import Topology
+
+
+class EngineState(ABC):
+    """The part of ``Engine`` that exports weights and saves and restores its state."""
+
+    module: nn.Module
+    spec: ModelSpec
+    device: torch.device
+    topology: Topology
+    optimizer: torch.optim.Optimizer | None
+    schedule: torch.optim.lr_scheduler.LambdaLR | None
+    version: int
+
+    @property
+    def vocab_size(self) -> int:
+        """Size of the vocabulary, the outputs of the last layer."""
+        return self.module.get_output_embeddings().out_features
+
+    def head_weight(self) -> Tensor:
+        """The last layer's weight, (V, H) whole, in the compute precision; all ranks call it together."""
+        weight = self.module.get_output_embeddings().weight
+        named = self.module.named_parameters(remove_duplicate=False)
+        names = {name for name, parameter in named if parameter is weight}
+        names |= set(map(plain_name, names))
+        others = set(self.tensor_names()) - names
+        tensors = [tensor for _, tensor in self.full_tensors(self.spec.compute_torch_dtype, others)]
+        return tensors[0]
+
+    def weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Yield every weight whole, one at a time, under its checkpoint name; all ranks iterate together.
+
+        Tied weights come once. A tensor may be the model's own memory: copy what should outlive the next step.
+
+        Args:
+            dtype: cast floating point weights to it.
+        """
+        if not self.has_adapter:
+            yield from checkpoint_tensors(self.module, self.full_tensors(dtype, tied_duplicates(self.module)))
+            return
+        from verl.models.lora import merge_adapter
+
+        # merged in the precision of the weights, then cast
+        named = merge_adapter(self.module, self.full_tensors(None, tied_duplicates(self.module)))
+        yield from checkpoint_tensors(self.module, cast(named, dtype))
+
+    # -- adapters -------------------------------------------------------------------------------------------------
+
+    @property
+    def has_adapter(self) -> bool:
+        """Whether only a low-rank adapter (and a value head) is trained."""
+        return self.spec.lora is not None
+
+    def without_adapter(self) -> AbstractContextManager[None]:
+        """Disable the adapter within the block: the engine scores as the base model, without a second copy."""
+        if not self.has_adapter:
+            raise RuntimeError("this engine trains all of its weights: there is no adapter to switch off")
+        from verl.models.lora import adapter_off
+
+        return adapter_off(self.module)
+
+    def base_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+        """``weights`` of the base model, without its adapter."""
+        from verl.models.lora import is_adapter, without_wrapper
+
+        leave_out = tied_duplicates(self.module) | set(filter(is_adapter, self.tensor_names()))
+        named = ((without_wrapper(name), tensor) for name, tensor in self.full_tensors(dtype, leave_out))
+        yield from checkpoint_tensors(self.module, named)
+
+    def adapter_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Yield A and alpha / r times B of every adapted layer P, whole, as ``P.lora_A.weight``, ``P.lora_B.weight``.
+
+        P is its checkpoint name. All ranks iterate together; nothing else is gathered.
+        """
+        from verl.models.lora import scaled_adapter
+
+        named = scaled_adapter(self.module, self._trained_tensors(with_head=False))
+        yield from checkpoint_tensors(self.module, cast(named, dtype))
+
+    def save_adapter(self, folder: Path, is_writer: bool) -> None:
+        """Write the trained tensors in peft's format; all ranks call it together.
+
+        Args:
+            is_writer: whether this rank writes.
+        """
+        from verl.models.lora import write_adapter
+
+        named = list(self._trained_tensors(with_head=True))
+        if is_writer:
+            write_adapter(self.module, named, folder, self.spec.path)
+
+    def parameter_counts(self) -> tuple[int, int]:
+        """Return (trained parameters, all parameters), over all ranks."""
+        parameters = list(self.module.parameters())
+        return sum(p.numel() for p in parameters if p.requires_grad), sum(p.numel() for p in parameters)
+
+    def _trained_tensors(self, with_head: bool) -> Iterator[tuple[str, Tensor]]:
+        from verl.models.lora import is_adapter
+
+        names = {name for name in self.parameter_names() if with_head or is_adapter(name)}
+        return self.full_tensors(None, set(self.tensor_names()) - names)
+
+    def _saved(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return the tensors of a checkpoint: all, or with an adapter only the trained ones."""
+        if not self.has_adapter:
+            return state
+        trained = set(self.parameter_names())
+        return {name: tensor for name, tensor in state.items() if name in trained}
+
+    def state(self, parts: Collection[str] = ("model", "optimizer", "extra")) -> dict[str, Any]:
+        """Return this rank's part of a checkpoint.
+
+        Args:
+            parts: of ``model``, ``optimizer`` and ``extra``: schedule, random generators, version.
+        """
+        state: dict[str, Any] = {}
+        if "model" in parts:
+            state["model"] = self.model_state()
+        if "optimizer" in parts and self.optimizer is not None:
+            state["optimizer"] = self.optimizer_state()
+        if "extra" in parts:
+            state["extra"] = {
+                "lr_scheduler": None if self.schedule is None else self.schedule.state_dict(),
+                "rng": random_state(self.device),
+                "version": self.version,
+            }
+        return state
+
+    @property
+    def layout(self) -> str | None:
+        """Sharding of ``state`` over ranks: with equal layout and number of ranks, each reads its own file.
+
+        None: every tensor is joined from all ranks' files.
+        """
+        return None
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Restore ``state``; parts that are not in it stay as they are.
+
+        A tensor of the model or the optimizer may be this rank's piece, as ``state()`` gave it, or the whole.
+        """
+        # on the device, because an optimizer takes its state to where its parameters are
+        with self.on_device(optimizer=True):
+            if "model" in state:
+                self.load_model_state(state["model"])
+            if "optimizer" in state and self.optimizer is not None:
+                self.load_optimizer_state(state["optimizer"])
+        if "extra" in state:
+            extra = state["extra"]
+            if self.schedule is not None and extra.get("lr_scheduler"):
+                self.schedule.load_state_dict(extra["lr_scheduler"])
+            set_random_state(extra["rng"], self.device)
+        # never a version that was already given out: a rollout engine takes equal versions for equal weights
+        saved = state.get("extra", {}).get("version", 0)
+        self.version = saved if saved > self.version else self.version + 1
+
+    def pretrained_state(self, folder: Path) -> Mapping[str, Tensor]:
+        """Read the weights of a Hugging Face folder for ``load_state``; all ranks call it together.
+
+        Rank 0 reads the folder, in ``param_dtype``.
+        """
+        module = None
+        if self.topology.rank == 0:
+            module = load_model(replace(self.spec, path=str(folder), load=True, lora=None))
+        return FromRankZero(None if module is None else module.state_dict())
+
+
+def cast(named: Iterator[tuple[str, Tensor]], dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
+    """Cast floating point tensors to ``dtype``; None leaves them."""
+    for name, tensor in named:
+        yield name, tensor if dtype is None or not tensor.is_floating_point() else tensor.to(dtype)
