@@ -320,7 +320,7 @@ def test_a_precision_that_cannot_train_is_refused_and_a_poor_one_pointed_out(fol
 
 
 def test_an_unknown_strategy_names_the_known_ones(folder):
-    with pytest.raises(ValueError, match="'local', 'fsdp2', 'fsdp1' or 'deepspeed'"):
+    with pytest.raises(ValueError, match="supported training backends: local, fsdp2, fsdp, fsdp1, deepspeed"):
         build_engine("megatron", ModelSpec(folder))
 
 

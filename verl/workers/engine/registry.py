@@ -51,7 +51,7 @@ def get_engine_class(strategy: str) -> type[Engine]:
         importlib.import_module(MODULES[strategy])
     if strategy not in _ENGINES:
         names = ", ".join(dict.fromkeys([*MODULES, *_ENGINES]))
-        raise ValueError(f"strategy={strategy!r} is not a training backend: use one of {names}")
+        raise ValueError(f"strategy={strategy!r} is not supported; supported training backends: {names}")
     return _ENGINES[strategy]
 
 
