@@ -141,7 +141,7 @@ def test_a_loop_that_raises_names_itself_the_row_and_the_cause(run, loop_file):
 
 
 def test_an_unknown_loop_is_told_before_the_first_step(run):
-    with pytest.raises(ValueError, match="default_agent_loop=single_turn_agnt is no known .*'single_turn_agent'"):
+    with pytest.raises(ValueError, match="default_agent_loop=single_turn_agnt is not a known .*'single_turn_agent'"):
         run(**{f"{ROLLOUT}__agent__default_agent_loop": "single_turn_agnt"})
 
 

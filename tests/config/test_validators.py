@@ -135,8 +135,8 @@ BAD = {
          f"{ACTOR}.ulysses_sequence_parallel_size=2", "actor_rollout_ref.ref.ulysses_sequence_parallel_size=1",
          "trainer.n_gpus_per_node=2"], "ref.ulysses_sequence_parallel_size=1 differs from"),
     "negative rate": ([f"{ACTOR}.optim.lr=-1"], "must be greater than 0"),
-    "unknown estimator": (["algorithm.adv_estimator=grp0"], "is no known advantage estimator; did you mean 'grpo'"),
-    "unknown loss": ([f"{ACTOR}.policy_loss.loss_mode=vanila"], "is no known policy loss; did you mean 'vanilla'"),
+    "unknown estimator": (["algorithm.adv_estimator=grp0"], "is not a known advantage estimator; did you mean 'grpo'"),
+    "unknown loss": ([f"{ACTOR}.policy_loss.loss_mode=vanila"], "is not a known policy loss; did you mean 'vanilla'"),
     "unknown KL": ([f"{ACTOR}.kl_loss_type=banana"], "kl_loss_type=banana must be one of kl"),
     "unknown aggregation": ([f"{ACTOR}.loss_agg_mode=token_mean"], "did you mean 'token-mean'"),
     "unknown schedule": ([f"{ACTOR}.optim.warmup_style=cosin"], "did you mean 'cosine'"),
@@ -147,7 +147,7 @@ BAD = {
         "impl_backend=triton with trainer.device=cpu: liger's Triton kernels (`pip install -e '.[liger]'`) run on"),
     "validation alone, of nothing": (
         ["trainer.val_only=true", "data.val_files=null"], "with data.val_files=null: nothing is there to validate"),
-    "unknown logger": (["trainer.logger=[consol]"], "is no known logger; did you mean 'console'"),
+    "unknown logger": (["trainer.logger=[consol]"], "is not a known logger; did you mean 'console'"),
     "unknown device": (["trainer.device=gpu"], "must be one of cuda, cpu, npu"),
     "built-in rules for a whole batch": (
         ["reward_model.reward_manager=batch"], "without custom_reward_function.path: the built-in rules take one"),
@@ -155,7 +155,7 @@ BAD = {
         ["reward_model.reward_manager=batch", "custom_reward_function.path=a.py", "reward_model.by_source={x:builtin}"],
         "by_source={'x': 'builtin'} sends x to the built-in rules"),
     "unknown reward manager": (["reward_model.reward_manager=niave"], "did you mean 'naive'"),
-    "unknown engine": ([f"{ROLLOUT}.name=hff"], "is no known rollout engine; did you mean 'hf'"),
+    "unknown engine": ([f"{ROLLOUT}.name=hff"], "is not a known rollout engine; did you mean 'hf'"),
     "gae without critic": (["critic.enable=false"], "GAE needs values"),
     "critic counts other samples": (["critic.rollout_n=2"], "differs from"),
     "clip range": ([f"{ACTOR}.clip_ratio_low=1.5"], "must be less than 1"),

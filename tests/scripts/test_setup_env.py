@@ -228,10 +228,10 @@ def run_tiers(folder, *arguments):
 
 def test_ci_runs_every_tier_once_and_learning_with_the_lowest_instruction_set_too(tmp_path):
     calls, done = run_tiers(tmp_path)
-    assert len(calls) == len(set(calls)) == 8
+    assert len(calls) == len(set(calls)) == 10
     [lowered] = [call for call in calls if call.startswith("AVX2 ")]
     assert "-m numerics" in lowered and all(call.startswith("all ") for call in calls if call != lowered)
-    assert sum("--part" in call for call in calls) == 2
+    assert sum("--part" in call for call in calls) == 4
     assert done.returncode == 1 and done.stderr == "FAILED: ray\n"
 
 

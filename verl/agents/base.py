@@ -124,7 +124,7 @@ def agent_loop(name: str) -> Callable[..., AgentLoopBase]:
     """
     if name not in _LOOPS:
         raise ValueError(
-            f"agent_name={name!r} is no known agent loop; known are {', '.join(sorted(_LOOPS))}."
+            f"agent_name={name!r} is not a known agent loop; known are {', '.join(sorted(_LOOPS))}."
             f"{nearest_name(name, list(_LOOPS))} Register yours in the file of "
             "actor_rollout_ref.rollout.agent.agent_loop_config_path."
         )

@@ -1,7 +1,5 @@
 """How a model is sharded and in which number formats it lives."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 

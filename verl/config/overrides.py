@@ -108,7 +108,7 @@ def _judge_group(
     if group == "model_engine" and choice not in _ENGINES:
         return [], [
             Problem(
-                group, f"{text} is no known training backend; known are {', '.join(_ENGINES)}. Use model_engine=dp."
+                group, f"{text} is not a known training backend; known are {', '.join(_ENGINES)}. Use model_engine=dp."
             )
         ]
     if group == "model_engine" or (group in _GROUPS and choice in ("", _GROUPS[group])):

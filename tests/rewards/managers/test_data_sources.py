@@ -97,17 +97,17 @@ def test_rows_of_a_dataset_of_the_users_are_looked_at_when_they_come():
 
 
 def test_an_unknown_agent_loop_is_told_before_a_model_is_loaded(agents, tmp_path):
-    with pytest.raises(ValueError, match="agent_name='asks_twise' is no known agent loop"):
+    with pytest.raises(ValueError, match="agent_name='asks_twise' is not a known agent loop"):
         check_agent_names(rollout(mode="async"), [agents("asks_twise")])
     (tmp_path / "loops.py").write_text(LOOP)
     config = rollout(mode="async", **{"agent.agent_loop_config_path": str(tmp_path / "loops.py")})
     check_agent_names(config, [agents("asks_twice", "single_turn_agent", None)])
-    with pytest.raises(ValueError, match="'asks_twise' is no known agent loop; .* Did you mean 'asks_twice'"):
+    with pytest.raises(ValueError, match="'asks_twise' is not a known agent loop; .* Did you mean 'asks_twice'"):
         check_agent_names(config, [agents("asks_twise")])
 
 
 def test_a_wrong_default_agent_loop_is_told_with_the_data():
     config = rollout(mode="async", **{"agent.default_agent_loop": "nobody"})
-    assert "'nobody' is no known agent loop" in agent_name_problem(config.actor_rollout_ref.rollout, [])
-    with pytest.raises(ValueError, match="'nobody' is no known agent loop"):
+    assert "'nobody' is not a known agent loop" in agent_name_problem(config.actor_rollout_ref.rollout, [])
+    with pytest.raises(ValueError, match="'nobody' is not a known agent loop"):
         check_agent_names(config, [None])

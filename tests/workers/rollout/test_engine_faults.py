@@ -57,10 +57,10 @@ def start_local(local_controller, model_folder):
 
 
 def signal_while_generating(group, number, rank=1):
-    """Send a signal to one rank as soon as it draws."""
+    """Send a signal to one rank as soon as it generates."""
 
     def send():
-        box = group._hosts._post_mortem._boxes[rank]
+        box = group._hosts._diagnostics._boxes[rank]
         deadline = time.monotonic() + 60
         while box.read().facts.get("phase") != "generate" and time.monotonic() < deadline:
             time.sleep(0.02)

@@ -199,7 +199,7 @@ def test_vllm_is_not_asked_to_hold_an_adapter_it_could_not_compute_with(model_fo
     for folder, why in (
         (model_folder("tied"), None),
         (model_folder("qwen3_moe"), "experts"),
-        (make_tiny_vl_model(tmp_path), "sees"),
+        (make_tiny_vl_model(tmp_path), "takes images"),
     ):
         found = lora_unsupported_reason(load_config(ModelSpec(folder)))
         assert found == why or why in found

@@ -192,7 +192,7 @@ def _judge_name(names: Names, value: str, config: PPOConfig) -> str | None:
     if config.actor_rollout_ref.model.external_lib or os.environ.get("VERL_USE_EXTERNAL_MODULES"):
         return None  # the module may register the name when it is imported; the registry judges then
     hint = did_you_mean(value, (*names.built, *_registered(names))).rstrip("?")
-    return f"{names.key}={show(value)} is no known {names.what}{hint}; known are {known}."
+    return f"{names.key}={show(value)} is not a known {names.what}{hint}; known are {known}."
 
 
 def _registered(names: Names) -> tuple[str, ...]:

@@ -309,11 +309,12 @@ def test_the_client_spreads_by_load_keeps_sessions_and_lets_the_urgent_go_first(
     async def run():
         client = RolloutClient([first.address, second.address], max_running=2)
 
-        async def one(name, **options):
-            await client.generate(Request((5,), SamplingParams(30, ignore_eos=True)), request_id=name, **options)
+        async def one(name, tokens=30, **options):
+            await client.generate(Request((5,), SamplingParams(tokens, ignore_eos=True)), request_id=name, **options)
             order.append(name)
 
-        tasks = [asyncio.ensure_future(one(f"{i}", session=f"s{i % 2}")) for i in range(4)]
+        # of different lengths: places become free one after another
+        tasks = [asyncio.ensure_future(one(f"{i}", 30 + 40 * i, session=f"s{i % 2}")) for i in range(4)]
         await asyncio.sleep(0)
         assert [len(server.running) or server.load for server in client._servers] == [2, 2]
         tasks += [asyncio.ensure_future(one("calm")), asyncio.ensure_future(one("urgent", priority=5))]
