@@ -216,4 +216,4 @@ def test_samples_of_a_real_server_stop_at_once_those_that_run_and_those_that_wai
     assert all(isinstance(error, asyncio.CancelledError) for error in ended)
     assert [log.num_tokens > 0 for log in logs] == [True] * 2 + [False] * 4
     assert max(log.num_tokens for log in logs) < 100
-    assert len(spans) == 2 and all(span.asked <= span.started < span.ended for span in spans)
+    assert len(spans) == 2 and all(span.submitted <= span.started < span.ended for span in spans)
