@@ -414,7 +414,7 @@ def test_the_collections_of_registered_names_are_where_they_are_looked_for():
 
 def test_a_name_may_come_from_an_external_module():
     word = "algorithm.adv_estimator=theirs"
-    assert "no known advantage estimator" in problems(word)
+    assert "not a known advantage estimator" in problems(word)
     assert problems(word, "actor_rollout_ref.model.external_lib=my_module") == ""
 
 

@@ -14,7 +14,7 @@ def test_memory_cached_by_the_update_is_given_back_before_the_engine_wakes(monke
     monkeypatch.setattr(roles, "empty_cache", lambda device: events.append(f"empty {device}"))
     quiet = SimpleNamespace(phase=lambda name: nullcontext())
     role = SimpleNamespace(
-        device="cuda", ledger=quiet, rollout=SimpleNamespace(watch=quiet), config=SimpleNamespace(rollout=None)
+        device="cuda", ledger=quiet, rollout=SimpleNamespace(monitor=quiet), config=SimpleNamespace(rollout=None)
     )
     for phase in ("wake", "sync", "wake_cache"):
         with RolloutRole.rollout_phase(role, phase):

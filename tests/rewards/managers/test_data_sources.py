@@ -12,8 +12,7 @@ from verl.data.table import RowTable
 from verl.protocol import DataProto
 from verl.rewards.managers.scoring import check_data_sources, load_reward_manager
 from verl.rewards.scorers import UnknownDataSource
-from verl.trainer.buffer.rollout_buffer import agent_name_problem, check_agent_names
-from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+from verl.trainer.buffer.rollout_buffer import RolloutBuffer, agent_name_problem, check_agent_names
 
 JUDGE = {"reward_model.judge.url": "http://127.0.0.1:9/v1", "reward_model.judge.model": "m"}
 
@@ -93,7 +92,7 @@ def test_rows_of_an_agent_are_not_trained_on_in_one_turn_without_a_word(agents):
 def test_rows_of_a_dataset_of_the_users_are_looked_at_when_they_come():
     rows = DataProto(non_tensor_batch={"agent_name": np.array(["tool_agent"], dtype=object)})
     with pytest.raises(ValueError, match="asks for tool_agent"):
-        RayPPOTrainer.generate(SimpleNamespace(config=rollout(mode="sync")), rows, 1)
+        RolloutBuffer.generate(SimpleNamespace(config=rollout(mode="sync")), rows, 1, 1)
 
 
 def test_an_unknown_agent_loop_is_told_before_a_model_is_loaded(agents, tmp_path):

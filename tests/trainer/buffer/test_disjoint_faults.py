@@ -63,11 +63,11 @@ class HangingReceiver(FaultyReceiver):
 
 class ChangingReceiver(FaultyReceiver):
     def happens(self):
-        self.rollout._places[TENSOR][5, 7] += 1
+        self.rollout._weights[TENSOR][5, 7] += 1
 
 
 class DyingSampler(RolloutWorker):
-    """Killed while it draws the third batch."""
+    """Killed while it generates the third batch."""
 
     def init_rollout(self):
         super().init_rollout()

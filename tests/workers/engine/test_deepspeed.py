@@ -123,7 +123,7 @@ def _moved_between_phases(stage, spec):
         with engine.on_device(optimizer=True):
             taken += steps(engine, ppo_loss(), times=1)
         before = weights(engine)
-    assert engine._offload.away == {"weights", "state"}
+    assert engine._offload.offloaded == {"weights", "state"}
     return taken, before
 
 
