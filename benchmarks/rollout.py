@@ -25,7 +25,7 @@ from verl.config.rollout import RolloutConfig
 from verl.models.loader import ModelSpec, load_model
 from verl.models.weight_names import checkpoint_tensors, tied_duplicates
 from verl.utils.tiny_model import make_tiny_model
-from verl.utils.torch_dtypes import PrecisionType
+from verl.utils.torch_functional import PrecisionType
 from verl.workers.rollout import get_rollout_class
 from verl.workers.rollout.base import Request, RolloutEngine, SamplingParams
 from verl.workers.rollout.weights.sync import sync_weights

@@ -7,7 +7,7 @@ if __name__ == "__main__":  # works from a checkout that is not installed
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from verl.model_merger.__main__ import main
-from verl.utils.exit_status import plain_ending
+from verl.utils.process import plain_ending
 
 if __name__ == "__main__":
     with plain_ending():

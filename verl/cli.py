@@ -79,7 +79,7 @@ def help_text() -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run ``verl COMMAND ...``; returns the exit code."""
-    from verl.utils.exit_status import plain_ending
+    from verl.utils.process import plain_ending
 
     warn_of_other_distribution()  # where the other project's files have replaced verl/__init__.py, nobody else does
     with plain_ending():

@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from verl.data.table import DataError
-from verl.utils.hdfs_io import copy, makedirs
+from verl.utils.fs import copy, makedirs
 
 BOXED = "Let's think step by step and output the final answer within \\boxed{}."
 MARKED = 'Let\'s think step by step and output the final answer after "####".'

@@ -11,7 +11,7 @@ from typing import Any
 
 from verl.preflight.command import run_or_examine
 from verl.trainer.run_folder import recorded_run
-from verl.utils.gc_control import no_collection
+from verl.utils.process import no_collection
 
 CONFIG_DIR = Path(__file__).parent / "config"
 CONFIG_NAME = "one_step_off_ppo_trainer"

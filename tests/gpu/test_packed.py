@@ -9,9 +9,9 @@ import torch
 from tests.gpu.test_cuda import engine_on, train
 from tests.support.runs import main_ppo, make_task, overrides, read_metrics
 from tests.support.tiny_models import make_siblings, make_tiny_model
-from verl.models.attention.packing import Packing
-from verl.models.attention.varlen_kernels import (
+from verl.models.attention.kernels import (
     AttentionOptions,
+    Packing,
     attend,
     attend_row_by_row,
     choose_kernel,

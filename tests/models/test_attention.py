@@ -3,7 +3,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.support.tiny_models import make_tiny_model
-from verl.models.attention.short_sequence import (
+from verl.models.attention.kernels import (
     LONGEST,
     NAME,
     short_sequence_attention_forward,

@@ -6,8 +6,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.support.losses import optim_section, ppo_loss
 from tests.support.tiny_models import make_batch, make_tiny_model
+from verl.models.attention.kernels import Packing
 from verl.models.attention.packed import NAME, check_packable, use_packed_attention
-from verl.models.attention.packing import Packing
 from verl.models.attention.sequence_parallel import SequenceShard
 from verl.models.loader import ModelSpec, load_config, load_model
 from verl.workers.engine import MicroBatching, Want, build_engine

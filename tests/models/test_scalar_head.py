@@ -10,8 +10,8 @@ from tests.support.losses import optim_section, value_loss
 from tests.support.ranks import run_ranks
 from tests.support.tiny_models import make_batch, make_tiny_model
 from verl.checkpoint.checkpoint_manager import CheckpointManager
+from verl.models.heads import score_layer, stores_head, value_class
 from verl.models.loader import ModelSpec, load_model
-from verl.models.scalar_head import score_layer, stores_head, value_class
 from verl.workers.engine import Want, build_engine
 
 GPT2 = {"n_embd": 64, "n_head": 4, "n_layer": 2, "n_positions": 512}

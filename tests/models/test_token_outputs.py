@@ -9,14 +9,13 @@ from tests.support.tiny_models import make_tiny_model
 from verl.algorithms.kl import kl_full
 from verl.models import liger
 from verl.models import token_outputs as module
+from verl.models.heads import OutputHead, detect_output_head, score_layer
 from verl.models.loader import ModelSpec, load_model
-from verl.models.scalar_head import score_layer
 from verl.models.token_outputs import (
     LogitTransform,
     ReferenceStates,
     chunked_full_kl,
     chunked_log_probs,
-    detect_output_head,
     full_log_probs,
     token_outputs,
 )
@@ -131,7 +130,7 @@ def test_whole_logits_are_never_held_forward_or_backward(monkeypatch, tmp_path, 
     ids, cells = torch.randint(4, 100, (2, 400)), torch.arange(799)
     limit = 130 * vocab  # two chunks of 64 rows, of 799
     assert model.get_output_embeddings().weight.numel() < limit < 799 * vocab / 5
-    head = module.OutputHead("fused")
+    head = OutputHead("fused")
     with Largest() as largest, kept_for_backward() as kept:
         read = (model, ids, None, cells, ids.flatten()[1:], head, 1.0, want_entropy)
         reference = None
@@ -257,7 +256,7 @@ def test_values_are_the_token_classifiers_own(tmp_path):
     ids = torch.randint(4, 100, (2, 9))
     cells = torch.tensor([0, 3, 8, 12])
     with torch.no_grad():
-        values = token_outputs(model, ids, None, cells, None, module.OutputHead("value"), 1.0, False).values
+        values = token_outputs(model, ids, None, cells, None, OutputHead("value"), 1.0, False).values
         torch.testing.assert_close(values, model(input_ids=ids).logits.flatten()[cells])
 
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch.nn.attention import varlen
 
-from verl.models.attention import varlen_kernels
-from verl.models.attention.packing import Packing
-from verl.models.attention.short_sequence import LONGEST
-from verl.models.attention.varlen_kernels import (
+from verl.models.attention import kernels
+from verl.models.attention.kernels import (
+    LONGEST,
     AttentionOptions,
+    Packing,
     attend,
     attend_row_by_row,
     choose_kernel,
@@ -130,8 +130,8 @@ def test_torchs_kernel_is_asked_for_what_by_rows_computes(packing, takes_groups,
         return stand_in(*args, options["scale"], options["window_size"])
 
     names = frozenset(signature.parameters) - (set() if takes_groups else {"enable_gqa"})
-    monkeypatch.setattr(varlen_kernels, "_varlen", lambda: (kernel, names))
-    monkeypatch.setattr(varlen_kernels, "choose_kernel", lambda q, v, scoring: torch_varlen)
+    monkeypatch.setattr(kernels, "_varlen", lambda: (kernel, names))
+    monkeypatch.setattr(kernels, "choose_kernel", lambda q, v, scoring: torch_varlen)
     parts = layer(packing.tokens, width=12, value_width=10)
     assert_same(attend(*parts, packing, scoring), formula(*parts, packing, scoring), parts, 1e-5)
 
@@ -146,8 +146,8 @@ def test_flash_attn_gets_the_options_of_the_row_by_row_kernel(scoring, monkeypat
         assert causal
         return stand_in(*args, softmax_scale, window_size, softcap)
 
-    monkeypatch.setattr(varlen_kernels, "flash_attn_kernel", lambda: kernel)
-    monkeypatch.setattr(varlen_kernels, "choose_kernel", lambda q, v, scoring: flash_attn)
+    monkeypatch.setattr(kernels, "flash_attn_kernel", lambda: kernel)
+    monkeypatch.setattr(kernels, "choose_kernel", lambda q, v, scoring: flash_attn)
     packing = shared_prompts()
     parts = layer(packing.tokens, width=12, value_width=10)
     assert_same(attend(*parts, packing, scoring), formula(*parts, packing, scoring), parts, 1e-5)
@@ -171,14 +171,14 @@ def on_cuda(dtype=torch.bfloat16, width=64):
     ],
 )
 def test_the_fastest_kernel_that_can_is_chosen(query, scoring, has_flash, has_varlen, kernel, monkeypatch):
-    monkeypatch.setattr(varlen_kernels, "flash_attn_kernel", lambda: flash_attn if has_flash else None)
-    monkeypatch.setattr(varlen_kernels, "_can_use_varlen", lambda device, window: has_varlen)
+    monkeypatch.setattr(kernels, "flash_attn_kernel", lambda: flash_attn if has_flash else None)
+    monkeypatch.setattr(kernels, "_can_use_varlen", lambda device, window: has_varlen)
     assert choose_kernel(query, query, scoring) is kernel
 
 
 def test_a_slow_way_is_said_once(monkeypatch, caplog):
-    monkeypatch.setattr(varlen_kernels, "flash_attn_kernel", lambda: None)
-    varlen_kernels._warn_slow_attention.cache_clear()
+    monkeypatch.setattr(kernels, "flash_attn_kernel", lambda: None)
+    kernels._warn_slow_attention.cache_clear()
     for _ in range(2):
         choose_kernel(on_cuda(), on_cuda(), AttentionOptions(1.0, softcap=3.0))
     assert caplog.text.count("pip install flash-attn") == 1
@@ -198,7 +198,7 @@ def test_a_flash_attn_that_cannot_be_used_gives_way_to_torch(text, tmp_path, mon
     for name in [name for name in sys.modules if name.partition(".")[0] == "flash_attn"]:
         monkeypatch.delitem(sys.modules, name)
     flash_attn_kernel.cache_clear()
-    monkeypatch.setattr(varlen_kernels, "_can_use_varlen", lambda device, window: True)
+    monkeypatch.setattr(kernels, "_can_use_varlen", lambda device, window: True)
     try:
         assert choose_kernel(on_cuda(), on_cuda(), AttentionOptions(1.0)) is torch_varlen
         assert "no usable flash_attn_varlen_func" in caplog.text
@@ -210,11 +210,11 @@ def test_a_flash_attn_that_cannot_be_used_gives_way_to_torch(text, tmp_path, mon
 def test_keys_are_repeated_for_heads_that_share_them_on_a_gpu(monkeypatch):
     # torch's memory-efficient kernel takes no shared keys; the one that does builds whole matrices of scores
     asked = []
-    monkeypatch.setattr(varlen_kernels, "_is_cuda", lambda q: True)
+    monkeypatch.setattr(kernels, "_is_cuda", lambda q: True)
     monkeypatch.setattr(
-        varlen_kernels.F, "scaled_dot_product_attention", lambda q, k, v, **options: asked.append((k, options)) or q
+        kernels.F, "scaled_dot_product_attention", lambda q, k, v, **options: asked.append((k, options)) or q
     )
     q, k, v = (part.unsqueeze(0).transpose(1, 2) for part in layer(9))
-    varlen_kernels._dense(q, k, v, AttentionOptions(1.0))
+    kernels._dense(q, k, v, AttentionOptions(1.0))
     ((keys, options),) = asked
     assert keys.shape[1] == q.shape[1] and not options["enable_gqa"]

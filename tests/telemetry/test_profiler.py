@@ -7,7 +7,7 @@ import pytest
 
 from verl.telemetry import profiler
 from verl.telemetry.profiler import GPUMemoryLogger, log_gpu_memory_usage, marked_timer, simple_timer
-from verl.utils import debug, logging_utils
+from verl.utils import debug, process
 
 
 @pytest.mark.parametrize("timer", [simple_timer, marked_timer])
@@ -55,16 +55,16 @@ def test_the_timers_need_no_torch():
 
 
 def test_a_warning_is_said_once(caplog):
-    logging_utils.forget_warnings()
-    assert logging_utils.warn_once("same")
-    assert not logging_utils.warn_once("same")
-    assert logging_utils.warn_once("other", key="k") and not logging_utils.warn_once("third", key="k")
+    process.forget_warnings()
+    assert process.warn_once("same")
+    assert not process.warn_once("same")
+    assert process.warn_once("other", key="k") and not process.warn_once("third", key="k")
     assert [record.message for record in caplog.records] == ["same", "other"]
 
 
 def test_the_level_of_loggers_comes_from_the_environment(monkeypatch):
     monkeypatch.setenv("VERL_LOGGING_LEVEL", "debug")
-    assert logging_utils.get_logger("verl.test.level").level == logging.DEBUG
+    assert process.get_logger("verl.test.level").level == logging.DEBUG
     monkeypatch.setenv("VERL_LOGGING_LEVEL", "loud")
     with pytest.raises(ValueError, match="VERL_LOGGING_LEVEL=LOUD"):
-        logging_utils.get_logger("verl.test.level")
+        process.get_logger("verl.test.level")

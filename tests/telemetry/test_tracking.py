@@ -17,7 +17,7 @@ from verl.telemetry.tracking import (
     tensorboard_folder,
     wandb_has_key,
 )
-from verl.utils import logging_utils
+from verl.utils import process
 
 SAMPLES = [("1+1=", "2", 1.0), ("2+2=", "5", 0.0)]
 
@@ -28,7 +28,7 @@ def clean_environment(monkeypatch, tmp_path):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "no-netrc"))
     monkeypatch.chdir(tmp_path)
-    logging_utils.forget_warnings()
+    process.forget_warnings()
 
 
 def read_lines(path):

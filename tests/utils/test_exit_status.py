@@ -9,8 +9,8 @@ from verl.config.compose import compose
 from verl.config.ppo import PPOConfig
 from verl.protocol import DataProto
 from verl.single_controller.errors import WorkerError
-from verl.utils.exit_status import Terminated, explanation, plain_ending
 from verl.utils.import_utils import load_class_from_fqn, load_extern_type
+from verl.utils.process import Terminated, explanation, plain_ending
 
 
 def caught(function, *arguments):

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import fsspec
 import pytest
 
-from verl.utils import fs, hdfs_io
+from verl.utils import fs
 
 FAKE_HDFS = """#!{python}
 # A file system under $FAKE_HDFS_ROOT that understands the few commands verl uses.
@@ -81,23 +81,23 @@ def test_a_download_that_was_cut_off_is_not_taken_for_the_file(tmp_path, hdfs):
 def test_hdfs_and_local_paths_exist_are_made_and_are_copied(tmp_path, hdfs):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "train.parquet").write_text("x")
-    assert not hdfs_io.exists("hdfs://a/b")
-    hdfs_io.makedirs("hdfs://a")
-    assert hdfs_io.copy(str(tmp_path / "out"), "hdfs://a/b") and hdfs_io.exists("hdfs://a/b/train.parquet")
-    hdfs_io.makedirs(str(tmp_path / "here" / "now"))
-    assert hdfs_io.copy(str(tmp_path / "out"), str(tmp_path / "here" / "now"))
-    assert hdfs_io.exists(str(tmp_path / "here" / "now" / "train.parquet"))
+    assert not fs.exists("hdfs://a/b")
+    fs.makedirs("hdfs://a")
+    assert fs.copy(str(tmp_path / "out"), "hdfs://a/b") and fs.exists("hdfs://a/b/train.parquet")
+    fs.makedirs(str(tmp_path / "here" / "now"))
+    assert fs.copy(str(tmp_path / "out"), str(tmp_path / "here" / "now"))
+    assert fs.exists(str(tmp_path / "here" / "now" / "train.parquet"))
 
 
 def test_a_failing_hdfs_command_is_quoted(hdfs):
     with pytest.raises(OSError, match=r"`hdfs dfs -get -f hdfs://nothing /tmp/x` ended with code 1: no such file"):
-        hdfs_io.copy("hdfs://nothing", "/tmp/x")
+        fs.copy("hdfs://nothing", "/tmp/x")
 
 
 def test_without_the_hdfs_command_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setenv("PATH", "")
     with pytest.raises(FileNotFoundError, match="'hdfs://a' needs the `hdfs` or `hadoop` command"):
-        hdfs_io.exists("hdfs://a")
+        fs.exists("hdfs://a")
 
 
 def test_shared_memory_holds_a_copy_that_follows_its_source(tmp_path, monkeypatch):
@@ -143,7 +143,7 @@ def test_a_copy_that_was_cut_off_is_made_anew(tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(hdfs_io, "copy", half)
+        patch.setattr(fs, "copy", half)
         fs.copy_to_local(str(source), use_shm=True)
     copy = Path(fs.copy_to_local(str(source), use_shm=True))
     assert sorted(path.name for path in copy.iterdir()) == ["a", "b"]
@@ -162,15 +162,15 @@ def test_any_store_of_fsspec_exists_is_copied_and_listed(tmp_path, memory):
     (tmp_path / "out" / "deep").mkdir(parents=True)
     (tmp_path / "out" / "deep" / "a.txt").write_text("a")
     (tmp_path / "out" / "b.txt").write_text("b")
-    hdfs_io.makedirs("memory://top")
-    assert hdfs_io.copy(str(tmp_path / "out"), "memory://top/out") and hdfs_io.exists("memory://top/out/deep/a.txt")
-    assert hdfs_io.find("memory://top/out/*.txt") == ["memory:///top/out/b.txt"]
-    assert hdfs_io.copy("memory://top/out", "memory://top/again")
-    assert hdfs_io.copy("memory://top/again", str(tmp_path / "back"))
+    fs.makedirs("memory://top")
+    assert fs.copy(str(tmp_path / "out"), "memory://top/out") and fs.exists("memory://top/out/deep/a.txt")
+    assert fs.find("memory://top/out/*.txt") == ["memory:///top/out/b.txt"]
+    assert fs.copy("memory://top/out", "memory://top/again")
+    assert fs.copy("memory://top/again", str(tmp_path / "back"))
     assert (tmp_path / "back" / "deep" / "a.txt").read_text() == "a" and (tmp_path / "back" / "b.txt").exists()
-    hdfs_io.remove("memory://top/again")
-    hdfs_io.remove("memory://top/again")
-    assert not hdfs_io.exists("memory://top/again")
+    fs.remove("memory://top/again")
+    fs.remove("memory://top/again")
+    assert not fs.exists("memory://top/again")
 
 
 def test_a_copy_follows_its_store_and_serves_while_that_is_away(tmp_path, memory, monkeypatch, caplog):
@@ -184,7 +184,7 @@ def test_a_copy_follows_its_store_and_serves_while_that_is_away(tmp_path, memory
     def away(path):
         raise OSError("no route")
 
-    monkeypatch.setattr(hdfs_io, "stamp", away)
+    monkeypatch.setattr(fs, "stamp", away)
     assert fs.copy_to_local("memory://x/data.txt", cache_dir=str(tmp_path)) == local
     assert "cannot be reached (no route)" in caplog.text
     with pytest.raises(OSError, match="no route"):

@@ -10,7 +10,7 @@ from verl.telemetry.flops_counter import FlopsCounter, get_device_flops
 from verl.utils import device
 from verl.utils.model import compute_position_id_with_mask, get_model_size, update_model_config
 from verl.utils.tiny_model import make_tiny_model, make_tokenizer
-from verl.utils.torch_dtypes import PrecisionType
+from verl.utils.torch_functional import PrecisionType
 
 
 def test_positions_count_real_tokens():

@@ -3,7 +3,7 @@
 import subprocess
 import sys
 
-from verl.utils.seeding import derive_seed
+from verl.utils.py_functional import derive_seed
 
 
 def test_seeds_differ_by_every_part():
@@ -14,6 +14,6 @@ def test_seeds_differ_by_every_part():
 
 
 def test_a_seed_is_the_same_in_another_process():
-    code = "from verl.utils.seeding import derive_seed; print(derive_seed(1, 'train', 2, 3))"
+    code = "from verl.utils.py_functional import derive_seed; print(derive_seed(1, 'train', 2, 3))"
     other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert int(other) == derive_seed(1, "train", 2, 3)

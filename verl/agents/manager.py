@@ -27,7 +27,7 @@ import torch
 from verl.agents.base import AgentLoopOutput, TrainerConfig, agent_loop, load_agent_loops
 from verl.protocol import DataProto
 from verl.single_controller.errors import WorkerGroupError
-from verl.utils.seeding import derive_seed
+from verl.utils.py_functional import derive_seed
 from verl.utils.tokenizer import hf_tokenizer
 from verl.workers.rollout.assemble import assemble
 from verl.workers.rollout.base import Completion, Request, SamplingParams

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from verl.batch.balancing import balanced_parts
-from verl.utils.seeding import derive_seed
+from verl.utils.py_functional import derive_seed
 
 PARTITION_PLAN = "partition_plan"
 """Key of ``meta_info``: the `PartitionPlan` of a batch."""

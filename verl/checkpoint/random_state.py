@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from verl.utils.seeding import derive_seed
+from verl.utils.py_functional import derive_seed
 
 
 def random_state(device: torch.device) -> dict[str, Any]:

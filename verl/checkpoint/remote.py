@@ -16,33 +16,33 @@ from typing import Any
 from verl.checkpoint import run_state as checkpoint
 from verl.checkpoint.run_state import TRACKER, mark_complete, step_folder, step_of
 from verl.checkpoint.run_state import folder_to_resume as local_folder_to_resume
-from verl.utils import hdfs_io
+from verl.utils import fs
 
 
 def upload(root: str, folder: Path, step: int) -> None:
     """Copy the complete folder of a step to the store, and name it the newest there."""
     target = _remote_folder(root, step)
-    hdfs_io.makedirs(root)
-    hdfs_io.remove(target)  # of an earlier run through this step; the command would copy into it
-    hdfs_io.copy(str(folder), target)
+    fs.makedirs(root)
+    fs.remove(target)  # of an earlier run through this step; the command would copy into it
+    fs.copy(str(folder), target)
     with tempfile.TemporaryDirectory() as place:
         tracker = Path(place) / TRACKER
         tracker.write_text(str(step))
-        hdfs_io.copy(str(tracker), f"{root.rstrip('/')}/{TRACKER}")
+        fs.copy(str(tracker), f"{root.rstrip('/')}/{TRACKER}")
 
 
 def forget(root: str, step: int) -> None:
     """Delete the copy of a step."""
-    hdfs_io.remove(_remote_folder(root, step))
+    fs.remove(_remote_folder(root, step))
 
 
 def newest_step(root: str) -> int | None:
     """Return the step whose copy was completed last; None if there is none."""
     tracker = f"{root.rstrip('/')}/{TRACKER}"
-    if not hdfs_io.exists(tracker):
+    if not fs.exists(tracker):
         return None
     with tempfile.TemporaryDirectory() as place:
-        hdfs_io.copy(tracker, f"{place}/{TRACKER}")
+        fs.copy(tracker, f"{place}/{TRACKER}")
         text = (Path(place) / TRACKER).read_text().strip()
     if not text.isdigit():
         raise ValueError(
@@ -59,7 +59,7 @@ def download(source: str, local_root: str, step: int) -> Path:
         partial = folder.with_name(folder.name + ".partial")
         shutil.rmtree(partial, ignore_errors=True)
         partial.parent.mkdir(parents=True, exist_ok=True)
-        hdfs_io.copy(source, str(partial))
+        fs.copy(source, str(partial))
         partial.rename(folder)
     return folder
 
@@ -71,12 +71,12 @@ def folder_to_resume(config: Any) -> Path | None:
         config: the ``trainer`` section.
     """
     root, path = config.default_hdfs_dir, config.resume_from_path
-    if config.resume_mode == "resume_path" and path and hdfs_io.is_remote(path):
+    if config.resume_mode == "resume_path" and path and fs.is_remote(path):
         return download(path.rstrip("/"), config.default_local_dir, step_of(path.rstrip("/")))
     local = local_folder_to_resume(config)
     if not root:
         return local
-    hdfs_io.makedirs(root)  # a store that cannot be written fails now, and not at the first checkpoint
+    fs.makedirs(root)  # a store that cannot be written fails now, and not at the first checkpoint
     step = newest_step(root) if config.resume_mode == "auto" else None
     if step is None or local is not None and step <= step_of(local):
         return local

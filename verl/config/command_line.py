@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from verl.config.base import Config, ConfigError
 from verl.telemetry.run_record import say_early
-from verl.utils.exit_status import plain_ending
+from verl.utils.process import plain_ending
 
 HELP = """\
 usage: python -m {module} [flags] key=value [key=value ...]

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from verl.utils.exit_status import plain_ending
+from verl.utils.process import plain_ending
 
 if TYPE_CHECKING:
     from verl.model_merger.merged import Source

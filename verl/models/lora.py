@@ -30,7 +30,7 @@ from transformers.pytorch_utils import Conv1D
 
 from verl.models.multimodal import vision_tower
 from verl.models.weight_names import plain_name
-from verl.utils.seeding import derive_seed
+from verl.utils.py_functional import derive_seed
 
 if TYPE_CHECKING:
     from verl.models.loader import LoRASpec

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from verl.models.attention.packing import Packing
+from verl.models.attention.kernels import Packing
 
 _MODALITY_TOKEN = re.compile(r"(image|video|audio|vision|boi|eoi)_?(start|end|begin)?_token_(id|index)")
 VISION_INPUTS = {"image": ("pixel_values", "image_grid_thw"), "video": ("pixel_values_videos", "video_grid_thw")}

@@ -11,13 +11,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from types import MethodType
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from verl.models.heads import OutputHead, score_layer
 from verl.models.multimodal import is_vision_language
-from verl.models.scalar_head import score_layer
 
 logger = logging.getLogger(__name__)
 
@@ -403,19 +403,6 @@ def chunked_full_kl(
 # -- on a model ---------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class OutputHead:
-    """Kind and constants of a model's output head, from ``detect_output_head``."""
-
-    kind: Literal["fused", "logits", "value"]
-    scale: float = 1.0
-    softcap: float = 0.0
-    compiled: bool = False
-    triton: bool = False
-    excluded_tokens: tuple[int, ...] = ()
-    """Tokens that get no probability because the policy must not generate them, such as image placeholders."""
-
-
 class TokenScores(NamedTuple):
     """Outputs at the valid positions, (t,) each, fp32; None where not requested."""
 
@@ -554,65 +541,3 @@ def _compute_scores(
         full_kl = chunked_full_kl(hidden, weight, reference.hidden, ref_weight, transform, ref_transform)
         scores = scores._replace(full_kl=full_kl)
     return scores
-
-
-@torch.no_grad()
-def detect_output_head(model: Any, device: torch.device, compiled: bool = False) -> OutputHead:
-    """Detect by one short forward pass what the model computes between hidden states and logits.
-
-    The input of the last linear layer is amplified so that its outputs reach 30, where a softcap or a scale shows even
-    in an untrained model. Anything but a linear layer, a constant from the config or a tanh cap falls back to whole
-    logits, with a warning.
-    """
-    layer = model.get_output_embeddings()
-    if not isinstance(layer, nn.Linear) or layer.bias is not None:
-        return _full_logits_head(model, "its last layer is not a linear layer without bias")
-    captured: dict[str, Tensor] = {}
-
-    def amplify(module: nn.Linear, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        captured["input"] = args[0]
-        return (args[0] * (30 / (args[0] @ module.weight.t()).abs().amax().clamp_min(1e-6)),)
-
-    hooks = [
-        model.base_model.register_forward_hook(lambda _module, _args, out: captured.update(hidden=out[0])),
-        layer.register_forward_pre_hook(amplify),
-        layer.register_forward_hook(lambda _module, _args, out: captured.update(raw=out)),
-    ]
-    training = model.training
-    try:
-        model.eval()
-        ids = torch.arange(16, device=device).view(2, 8) % model.config.get_text_config().vocab_size
-        final = model(input_ids=ids, use_cache=False).logits.float()
-    finally:
-        model.train(training)
-        for hook in hooks:
-            hook.remove()
-    if "raw" not in captured or "hidden" not in captured or not torch.equal(captured["hidden"], captured["input"]):
-        return _full_logits_head(model, "its hidden states are changed before the last layer")
-    raw = captured["raw"].float()
-    for scale, softcap in _heads_by_config(model.config.get_text_config()):
-        made = raw * scale
-        made = torch.tanh(made / softcap) * softcap if softcap else made
-        if torch.allclose(made, final, rtol=0.02, atol=0.02 * float(made.abs().amax())):
-            return OutputHead("fused", scale, softcap, compiled)
-    return _full_logits_head(model, "its logits are changed after the last layer")
-
-
-def _heads_by_config(config: Any) -> list[tuple[float, float]]:
-    """Return the (scale, softcap) pairs the config names, the plain head first."""
-    softcap = float(getattr(config, "final_logit_softcapping", None) or 0.0)
-    scales = [1.0]
-    if getattr(config, "logit_scale", None):
-        scales.append(float(config.logit_scale))
-    if getattr(config, "logits_scaling", None):
-        scales.append(1.0 / float(config.logits_scaling))
-    return [(scale, cap) for cap in dict.fromkeys((0.0, softcap)) for scale in scales]
-
-
-def _full_logits_head(model: nn.Module, reason: str) -> OutputHead:
-    logger.warning(
-        "%s: %s, so all logits of a micro-batch are held in memory; use small micro-batches",
-        type(model).__name__,
-        reason,
-    )
-    return OutputHead("logits")

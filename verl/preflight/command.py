@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from verl.config.base import ConfigError
 from verl.config.command_line import parse
 from verl.telemetry.run_record import say_early
-from verl.utils.exit_status import plain_ending
+from verl.utils.process import plain_ending
 
 if TYPE_CHECKING:
     from verl.preflight.machine import Machine

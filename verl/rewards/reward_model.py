@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from verl.models.heads import reward_class, stored_shapes, stores_head
 from verl.models.loader import ModelSpec, load_config
-from verl.models.scalar_head import reward_class, stored_shapes, stores_head
 from verl.protocol import DataProto
 from verl.utils.tokenizer import hf_tokenizer
 

@@ -15,7 +15,7 @@ from typing import Any
 from codetiming import Timer
 
 from verl.compat import missing
-from verl.utils.logging_utils import get_logger
+from verl.utils.process import get_logger
 
 logger = get_logger(__name__)
 

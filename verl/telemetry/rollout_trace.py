@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from verl.utils.distribution import install_command
-from verl.utils.logging_utils import warn_once
+from verl.utils.process import warn_once
 
 Record = Mapping[str, Any]
 

@@ -19,7 +19,7 @@ from typing import Any, TextIO
 from urllib.parse import urlparse
 
 from verl.compat import NotBuilt
-from verl.utils.logging_utils import get_logger, warn_once
+from verl.utils.process import get_logger, warn_once
 
 logger = get_logger(__name__)
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from verl.compat import missing
 from verl.preflight.command import asks_for_a_run, run_or_examine
 from verl.telemetry.run_record import say_early
-from verl.utils.gc_control import no_collection
+from verl.utils.process import no_collection
 from verl.version import __version__
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from verl.config.load import check
 from verl.config.ppo import PPOConfig
 from verl.telemetry.run_record import RunRecord, open_record, recorded
 from verl.utils.config import typed_config
-from verl.utils.exit_status import explanation
+from verl.utils.process import explanation
 
 _PLACES = (
     "trainer.rollout_data_dir",

@@ -21,9 +21,15 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from verl.utils.device import get_device_id, get_device_name, get_torch_device
+from verl.utils.device import (
+    get_device_id,
+    get_device_name,
+    get_torch_device,
+    move_optimizer_state,
+    read,
+    wants_offload,
+)
 from verl.utils.distributed import get_rank, get_world_size
-from verl.utils.offload import move_optimizer_state, read, wants_offload
 
 __all__ = [
     "CPUOffloadPolicy",

@@ -22,11 +22,12 @@ from torch.optim.lr_scheduler import LambdaLR
 from verl.utils.device import get_device_name, get_torch_device
 
 ROWS_PER_CHUNK = 1024
+
+
 """Rows of logits turned to float32 at a time: bounds the extra memory to 1024 x V x 4 bytes."""
 
+
 # ---------------------------------------------------------------------------------------------- masked statistics
-
-
 def masked_sum(values: Tensor, mask: Tensor, axis: int | tuple[int, ...] | None = None) -> Tensor:
     """Sum ``values`` where ``mask`` is 1, over ``axis`` (None: all). Masked values are not read, be they NaN."""
     return torch.where(mask.bool(), values, 0).sum(axis)
@@ -71,8 +72,6 @@ def clip_by_value(x: Tensor, tensor_min: Tensor, tensor_max: Tensor) -> Tensor:
 
 
 # ------------------------------------------------------------------------------------------------ from logits
-
-
 def gather_from_labels(data: Tensor, label: Tensor) -> Tensor:
     """Pick one entry of the last dim per label: (..., V) and (...) to (...)."""
     return data.gather(-1, label.unsqueeze(-1)).squeeze(-1)
@@ -122,8 +121,6 @@ def _at_least_float32(x: Tensor) -> Tensor:
 
 
 # ------------------------------------------------------------------------------------------- padding and cutting
-
-
 def get_response_mask(response_id: Tensor, eos_token: int | Sequence[int] = 2, dtype=torch.int64) -> Tensor:
     """Mark each response up to and including its first end token: (B, R) ids to (B, R); all ones if there is none."""
     is_end = torch.isin(response_id, torch.tensor(eos_token, device=response_id.device)).long()
@@ -223,16 +220,12 @@ def split_dict_tensor_into_batches(tensors: Any, batch_size: int) -> list:
 
 
 # ----------------------------------------------------------------------------------------------------- gradients
-
-
 def compute_grad_norm(model: torch.nn.Module) -> float:
     """*Square* of the gradients' L2 norm over all parameters of this process."""
     return sum(p.grad.detach().float().square().sum().item() for p in model.parameters() if p.grad is not None)
 
 
 # --------------------------------------------------------------------------------------------------- collectives
-
-
 def broadcast_dict_tensor(tensors: Mapping[str, Tensor], src: int, group: Any) -> None:
     """Overwrite every tensor with rank ``src``'s."""
     for key in sorted(tensors.keys()):
@@ -269,8 +262,6 @@ def check_device_is_available() -> Iterator[None]:
 
 
 # ------------------------------------------------------------------------------------------ learning-rate schedules
-
-
 def get_constant_schedule_with_warmup(optimizer: Optimizer, num_warmup_steps: int, last_epoch: int = -1) -> LambdaLR:
     """Rise from zero over ``num_warmup_steps``, then stay at the optimizer's rate."""
     return LambdaLR(optimizer, lambda step: _warmup(step, num_warmup_steps), last_epoch)
@@ -308,3 +299,63 @@ def get_cosine_schedule_with_warmup(
 
 def _warmup(step: int, num_warmup_steps: int) -> float:
     return min(1.0, step / num_warmup_steps) if num_warmup_steps > 0 else 1.0
+
+
+# -- Names of floating point types: what a user may write, and the torch dtype it means ------------------------------
+
+
+_NAMES: dict[torch.dtype, tuple[str, ...]] = {
+    torch.float32: ("fp32", "float32", "float", "32", "32-true"),
+    torch.bfloat16: ("bf16", "bfloat16", "bf16-mixed", "bf16-true"),
+    torch.float16: ("fp16", "float16", "half", "16", "16-mixed", "16-true"),
+    torch.float64: ("fp64", "float64", "double", "64"),
+}
+
+
+class PrecisionType:
+    """Translate between names of precisions and torch dtypes."""
+
+    @staticmethod
+    def to_dtype(precision: str | int | torch.dtype) -> torch.dtype:
+        """The dtype of a name such as ``"bf16"``; a dtype is returned as it is.
+
+        Raises:
+            ValueError: for an unknown name.
+        """
+        if isinstance(precision, torch.dtype):
+            return precision
+        name = str(precision).removeprefix("torch.").lower()
+        for dtype, names in _NAMES.items():
+            if name in names:
+                return dtype
+        known = ", ".join(names[0] for names in _NAMES.values())
+        raise ValueError(f"precision {precision!r} is unknown: use one of {known}")
+
+    @staticmethod
+    def to_str(dtype: torch.dtype) -> str:
+        """The short name of a dtype, as ``"bf16"``."""
+        if dtype not in _NAMES:
+            raise ValueError(f"dtype {dtype} has no name here: use one of {', '.join(map(str, _NAMES))}")
+        return _NAMES[dtype][0]
+
+    @staticmethod
+    def supported_type(precision: str | int | torch.dtype) -> bool:
+        """True if ``to_dtype`` understands it."""
+        return precision in _NAMES or str(precision).removeprefix("torch.").lower() in PrecisionType.supported_types()
+
+    @staticmethod
+    def supported_types() -> list[str]:
+        """Every name ``to_dtype`` understands."""
+        return [name for names in _NAMES.values() for name in names]
+
+    @staticmethod
+    def is_fp16(precision: str | int | torch.dtype) -> bool:
+        return PrecisionType.to_dtype(precision) is torch.float16
+
+    @staticmethod
+    def is_fp32(precision: str | int | torch.dtype) -> bool:
+        return PrecisionType.to_dtype(precision) is torch.float32
+
+    @staticmethod
+    def is_bf16(precision: str | int | torch.dtype) -> bool:
+        return PrecisionType.to_dtype(precision) is torch.bfloat16

@@ -17,7 +17,7 @@ from verl.protocol import DataProto
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.utils.device import current_device
 from verl.utils.distributed import get_rank
-from verl.utils.gc_control import no_collection
+from verl.utils.process import no_collection
 from verl.workers.model_worker import EngineWorker
 from verl.workers.roles import PROMPT_COLUMNS, PolicyRole, ReferenceRole, RolloutRole
 from verl.workers.rollout import get_rollout_class

@@ -16,8 +16,8 @@ from torch import Tensor
 from verl.batch.ragged import Ragged
 from verl.protocol import DataProto
 from verl.single_controller.base.decorator import Dispatch, register
-from verl.utils.gc_control import no_collection
 from verl.utils.import_utils import import_users_modules
+from verl.utils.process import no_collection
 from verl.utils.tokenizer import hf_tokenizer
 from verl.workers.engine import Want
 from verl.workers.model_worker import EngineWorker

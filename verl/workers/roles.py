@@ -22,8 +22,8 @@ from verl.single_controller.base.decorator import Dispatch, register
 from verl.utils.device import empty_cache
 from verl.utils.distributed import get_rank
 from verl.utils.fs import copy_to_local
-from verl.utils.gc_control import no_collection
-from verl.utils.seeding import derive_seed
+from verl.utils.process import no_collection
+from verl.utils.py_functional import derive_seed
 from verl.utils.tokenizer import hf_tokenizer
 from verl.workers.engine import Engine, Reference, Want
 from verl.workers.model_worker import EngineWorker, MetricBag, mfu_metrics

@@ -13,7 +13,7 @@ from typing import Any
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.utils.distributed import get_rank
 from verl.utils.import_utils import load_extern_type
-from verl.utils.seeding import derive_seed
+from verl.utils.py_functional import derive_seed
 from verl.workers.rollout.base import RolloutEngine, SamplingParams
 
 logger = logging.getLogger(__name__)

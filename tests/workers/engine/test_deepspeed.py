@@ -12,12 +12,11 @@ import torch
 from tests.support.losses import optim_section, ppo_loss, value_loss
 from tests.support.ranks import run_ranks
 from tests.support.tiny_models import make_batch, make_tiny_model
-from verl.config.engine import DeepSpeedConfig
+from verl.config.engine import DEEPSPEED_KEYS, DeepSpeedConfig
 from verl.models.loader import LoRASpec, ModelSpec
-from verl.utils import deepspeed_keys
 from verl.workers.engine import MicroBatching, Want, build_engine
 from verl.workers.engine import deepspeed as zero
-from verl.workers.engine.deepspeed_library import deepspeed_settings
+from verl.workers.engine.deepspeed import deepspeed_settings
 
 SHARES = {1: [slice(0, 7)], 2: [slice(0, 2), slice(2, 7)]}
 
@@ -233,7 +232,7 @@ def test_what_verl_decides_is_not_taken_from_free_entries():
 
 def test_every_option_of_ours_is_known_as_decided():
     options = set(DeepSpeedConfig()) - {"zero_stage", "config"}
-    assert {f"zero_optimization.{name}" for name in options} <= set(deepspeed_keys.OWN_KEYS)
+    assert {f"zero_optimization.{name}" for name in options} <= set(DEEPSPEED_KEYS)
 
 
 def test_without_the_library_the_error_says_how_to_get_it(folder):

@@ -19,8 +19,8 @@ from verl.config.checks.base import (
     unused,
     validator,
 )
+from verl.config.engine import deepspeed_conflicts
 from verl.config.ppo import PPOConfig
-from verl.utils.deepspeed_keys import conflicts
 from verl.utils.distribution import install_command
 
 
@@ -199,7 +199,7 @@ def hpz_partition_size_divides_world_size(config: PPOConfig) -> Iterator[Problem
 @validator("error")
 def deepspeed_config_conflicts(config: PPOConfig) -> Iterator[Problem]:
     for key, role, _, _ in deepspeed_roles(config):
-        for name, value, way_out in conflicts(role.deepspeed.config):
+        for name, value, way_out in deepspeed_conflicts(role.deepspeed.config):
             text = f"{key}.deepspeed.config.{name}={show(value)} is decided by verl: {way_out}."
             yield Problem(f"{key}.deepspeed.config", text)
 

@@ -13,14 +13,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from verl.models.attention.packing import Packing
+from verl.models.attention.kernels import AttentionOptions, Packing, attend
 from verl.models.attention.sequence_parallel import (
     SequenceShard,
     heads_to_tokens,
     slice_language_model,
     tokens_to_heads,
 )
-from verl.models.attention.varlen_kernels import AttentionOptions, attend
 from verl.models.multimodal import is_vision_language
 
 NAME = "verl_packed"

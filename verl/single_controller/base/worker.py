@@ -16,7 +16,7 @@ from verl.single_controller.base.decorator import Dispatch, Execute, register
 from verl.single_controller.diagnostics import describe
 from verl.single_controller.errors import WorkerError
 from verl.telemetry.black_box import BOX_VARIABLE, black_box, watchdog
-from verl.utils.exit_status import explanation
+from verl.utils.process import explanation
 
 MESH_POSITIONS = "__mesh_positions__"
 """Name that asks a `WorkerHost` for the meshes a role registered, in place of a method name."""

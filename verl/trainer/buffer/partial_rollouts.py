@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from verl.config.sampling_names import AT_LEAST
-from verl.utils.seeding import derive_seed
+from verl.utils.py_functional import derive_seed
 from verl.workers.rollout.base import Completion, Request
 
 # -- length history: the response lengths that longest-first scheduling expects ---------------------------------------

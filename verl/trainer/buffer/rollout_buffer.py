@@ -29,7 +29,7 @@ from verl.trainer.buffer.group_filter import GroupFilter
 from verl.trainer.buffer.over_sampling import GroupScheduler, sample_batch
 from verl.trainer.buffer.prompt_pool import STATE_FILE, PromptPool, load_pool, save_pool
 from verl.trainer.buffer.rollout_skip import RolloutCache
-from verl.utils.seeding import derive_seed
+from verl.utils.py_functional import derive_seed
 
 PROMPT_COLUMNS = ("input_ids", "attention_mask", "position_ids")
 

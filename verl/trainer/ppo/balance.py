@@ -18,7 +18,7 @@ from verl.config.critic import CriticConfig
 from verl.config.ppo import PPOConfig
 from verl.protocol import DataProto
 from verl.telemetry.flops_counter import FlopsCounter
-from verl.utils.seeding import derive_seed
+from verl.utils.py_functional import derive_seed
 
 _SHAPE = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 

@@ -21,7 +21,7 @@ from verl.algorithms.losses import get_policy_loss_fn
 from verl.config.base import ConfigError
 from verl.config.batch import counted, optimizer_steps
 from verl.config.trainer import TrainerConfig
-from verl.models.scalar_head import stored_shapes, stores_head
+from verl.models.heads import stored_shapes, stores_head
 from verl.preflight.checks import refuse
 from verl.rewards.managers.scoring import check_data_sources, load_reward_manager, start_reward_functions
 from verl.rewards.managers.self_test import try_reward_function
@@ -34,10 +34,9 @@ from verl.trainer.ppo.ray_trainer import OneStepOffTrainer, RayPPOTrainer
 from verl.trainer.run_folder import gpu_options, recorded_run, words_of_config
 from verl.utils.config import adopt_config, typed_config
 from verl.utils.distributed import destroy_global_process_group
-from verl.utils.exit_status import Terminated
 from verl.utils.fs import copy_to_local
-from verl.utils.gc_control import no_collection
 from verl.utils.import_utils import import_users_modules
+from verl.utils.process import Terminated, no_collection
 from verl.utils.tokenizer import hf_processor, hf_tokenizer
 
 # -- plan of a run: its first lines on the screen ---------------------------------------------------------------------

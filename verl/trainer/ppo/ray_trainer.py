@@ -75,7 +75,7 @@ from verl.trainer.ppo.run_log import RunLog, texts
 from verl.trainer.ppo.validation import validate
 from verl.utils.config import adopt_config, typed_config
 from verl.utils.import_utils import import_users_modules
-from verl.utils.seeding import derive_seed
+from verl.utils.py_functional import derive_seed
 
 _timer = marked_timer
 """Its name until v0.4."""

@@ -21,7 +21,7 @@ from verl.config.correction import RolloutCorrectionConfig
 from verl.config.ppo import ActorRolloutRefConfig, PPOConfig
 from verl.protocol import DataProto
 from verl.trainer.ppo.experience import move_to_sampled_tokens, put_response_column, response_column
-from verl.utils.torch_dtypes import PrecisionType
+from verl.utils.torch_functional import PrecisionType
 
 _KEY = "algorithm.rollout_correction"
 

@@ -2,10 +2,10 @@
 
 from verl.batch.micro_batching import MicroBatching
 from verl.models.loader import ModelSpec
+from verl.utils.distributed import Topology
 from verl.workers.engine.engine import Engine, Gather, LossFn, Outputs, TrainStep, Want
-from verl.workers.engine.reference import Reference
 from verl.workers.engine.registry import build_engine, register_engine
-from verl.workers.engine.topology import Topology
+from verl.workers.engine.train_step import Reference
 
 __all__ = [
     "Engine",

@@ -25,17 +25,19 @@ from verl.batch.micro_batching import WHOLE, MicroBatching
 from verl.batch.ragged import Ragged
 from verl.checkpoint.random_state import random_state, set_random_state
 from verl.models.activation_memory import ActivationOffload, Recompute
+from verl.models.attention.kernels import use_short_sequence_attention
 from verl.models.attention.packed import check_packable
-from verl.models.attention.short_sequence import use_short_sequence_attention
+from verl.models.heads import OutputHead, check_score_head, detect_output_head, score_layer
 from verl.models.loader import ModelSpec, source_dtype
 from verl.models.multimodal import VISION_INPUTS, modality_tokens, vision_positions
-from verl.models.scalar_head import check_score_head, score_layer
-from verl.models.token_outputs import OutputHead, ReferenceStates, TokenScores, detect_output_head
+from verl.models.token_outputs import ReferenceStates, TokenScores
 from verl.protocol import DataProto
-from verl.utils.distributed import all_reduce_numbers
+from verl.utils.distributed import Topology, all_reduce_numbers
 from verl.workers.engine.micro_batch import (
     MicroBatch,
     MicroBatches,
+    add_dummy_images,
+    check_vision_rows,
     find_shared_prompts,
     row_lengths,
     split_batch,
@@ -48,11 +50,8 @@ from verl.workers.engine.optim import (
     optimizer_state,
     warn_of_endless_warmup,
 )
-from verl.workers.engine.reference import Reference
 from verl.workers.engine.state import EngineState
-from verl.workers.engine.topology import Topology
-from verl.workers.engine.train_step import Gather, LossFn, TrainStep, plan_step
-from verl.workers.engine.vision_rows import add_dummy_images, check_vision_rows
+from verl.workers.engine.train_step import Gather, LossFn, Reference, TrainStep, plan_step
 
 logger = logging.getLogger(__name__)
 

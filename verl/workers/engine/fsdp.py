@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor
 from verl.checkpoint.shards import check_names, fill
 from verl.models.loader import cast_parameters, empty_model, load_model
 from verl.models.token_outputs import attach_token_outputs
-from verl.utils.device import current_device, empty_cache
-from verl.utils.distributed import ensure_process_group
+from verl.utils.device import current_device, empty_cache, move_optimizer_state, read, wants_offload
+from verl.utils.distributed import Topology, ensure_process_group
 from verl.utils.fsdp_utils import (
     CPUOffloadPolicy,
     MixedPrecisionPolicy,
@@ -28,12 +28,10 @@ from verl.utils.fsdp_utils import (
     full_model_state,
     prefetch_forward,
 )
-from verl.utils.offload import move_optimizer_state, read, wants_offload
-from verl.utils.torch_dtypes import PrecisionType
+from verl.utils.torch_functional import PrecisionType
 from verl.workers.engine.engine import Engine
 from verl.workers.engine.optim import add_l2_gradient, clip_gradients
 from verl.workers.engine.registry import register_engine
-from verl.workers.engine.topology import Topology
 
 logger = logging.getLogger(__name__)
 

@@ -30,8 +30,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from verl.checkpoint.shards import check_names
 from verl.models.weight_names import plain_name
+from verl.utils.device import read
 from verl.utils.fsdp_utils import full_model_state, tied_parameters, wrapped_units
-from verl.utils.offload import read
 from verl.workers.engine.fsdp import FSDPEngine
 from verl.workers.engine.registry import register_engine
 

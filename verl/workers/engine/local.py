@@ -13,13 +13,11 @@ from torch import Tensor
 from verl.checkpoint.shards import check_names, fill
 from verl.models.loader import load_model
 from verl.models.token_outputs import attach_token_outputs
-from verl.utils.device import current_device, empty_cache
-from verl.utils.distributed import ensure_process_group, get_world_size
-from verl.utils.offload import move_optimizer_state, read, wants_offload
+from verl.utils.device import current_device, empty_cache, move_optimizer_state, read, wants_offload
+from verl.utils.distributed import Topology, ensure_process_group, get_world_size
 from verl.workers.engine.engine import Engine
 from verl.workers.engine.optim import add_l2_gradient, clip_gradients
 from verl.workers.engine.registry import register_engine
-from verl.workers.engine.topology import Topology
 
 
 @register_engine("local")

@@ -18,9 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from verl.checkpoint.random_state import random_state
+from verl.models.attention.kernels import AttentionOptions, Packing
 from verl.models.attention.packed import use_packed_attention
-from verl.models.attention.packing import Packing
-from verl.models.attention.varlen_kernels import AttentionOptions
 from verl.workers.engine.micro_batch import MicroBatch
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from verl.models.loader import ModelSpec
-    from verl.workers.engine.topology import Topology
+    from verl.utils.distributed import Topology
 
 
 class EngineState(ABC):

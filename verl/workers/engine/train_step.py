@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
@@ -11,13 +12,113 @@ from torch import Tensor
 from verl.algorithms.aggregate import PreparedBatch
 from verl.algorithms.losses import TokenOutputs
 from verl.batch.ragged import Ragged
-from verl.models.token_outputs import TokenScores
+from verl.models.token_outputs import ReferenceStates, TokenScores
 from verl.protocol import DataProto
-from verl.utils.distributed import all_gather_objects
-from verl.workers.engine.metrics import WeightedMeans, to_floats
+from verl.utils.distributed import Topology, all_gather_objects
 from verl.workers.engine.micro_batch import MicroBatch
-from verl.workers.engine.reference import Reference
-from verl.workers.engine.topology import Topology
+
+# -- Weighted means of a loss's metrics over micro-batches and ranks -------------------------------------------------
+
+
+class WeightedMeans:
+    """Means over micro-batches and ranks, fetched from the device once, after the step."""
+
+    def __init__(self) -> None:
+        self._parts: list[tuple[float, dict[str, Any]]] = []
+
+    def add(self, metrics: dict[str, Any], share: float) -> None:
+        """Count ``metrics`` with weight ``share``; weights are compared among equal names only."""
+        kept = {name: value.detach() if isinstance(value, Tensor) else value for name, value in metrics.items()}
+        if kept:
+            self._parts.append((share, kept))
+
+    def reduce(self, topology: Topology) -> dict[str, float]:
+        """Return the means over all ranks; a rank without valid tokens contributes nothing."""
+        fetched = iter(to_floats([value for _, kept in self._parts for value in kept.values()]))
+        parts = [(share, {name: next(fetched) for name in kept}) for share, kept in self._parts]
+        if topology.dp_size > 1:
+            parts = [part for rank in all_gather_objects(parts, topology.dp_group) for part in rank]
+        sums: dict[str, float] = {}
+        shares: dict[str, float] = {}
+        for share, metrics in parts:
+            for name, value in metrics.items():
+                sums[name] = sums.get(name, 0.0) + share * value
+                shares[name] = shares.get(name, 0.0) + share
+        return {name: sums[name] / shares[name] for name in sums}
+
+
+def to_floats(values: list[Any]) -> list[float]:
+    """Convert numbers and scalar tensors to floats; those on a device are fetched in one transfer."""
+    away = [isinstance(value, Tensor) and value.device.type != "cpu" for value in values]
+    scalars = [value.detach().double().reshape(()) for value, is_away in zip(values, away, strict=True) if is_away]
+    fetched = iter(torch.stack(scalars).tolist() if scalars else ())
+    return [next(fetched) if is_away else float(value) for value, is_away in zip(values, away, strict=True)]
+
+
+# -- The reference of a loss that compares whole distributions: its hidden states, micro-batch by micro-batch --------
+
+
+if TYPE_CHECKING:
+    from verl.workers.engine.engine import Engine
+
+
+@dataclass(frozen=True)
+class Reference:
+    """An engine that holds the reference, in the same processes as the policy's and on the device."""
+
+    engine: Engine
+    weight: Tensor | None
+    """(V, H) of its last layer, whole; None: the engine is the policy's own, below its adapter."""
+
+    @classmethod
+    def of(cls, engine: Engine, policy: Engine) -> Reference:
+        """The model of another engine; its ranks call it together, which gathers the last layer.
+
+        Raises:
+            ValueError: distributions of the two cannot be compared.
+        """
+        ours, theirs = policy.topology, engine.topology
+        if (ours.world_size, ours.sp_size) != (theirs.world_size, theirs.sp_size):
+            raise ValueError(
+                f"actor.kl_loss_type=full: the actor has {ours.world_size} ranks, {ours.sp_size} to a sequence, and "
+                f"the reference {theirs.world_size}, {theirs.sp_size} to a sequence. They go through each micro-batch "
+                "together: give both the same ranks and ulysses_sequence_parallel_size, or use low_var_kl."
+            )
+        check_linear_head(engine)
+        check_linear_head(policy)
+        weight, vocab = engine.head_weight(), policy.vocab_size
+        if len(weight) != vocab:
+            raise ValueError(
+                f"actor.kl_loss_type=full: the actor has a vocabulary of {vocab} and the reference "
+                f"({engine.spec.path}) one of {len(weight)}, and the KL compares them token by token. Use a reference "
+                "with the same vocabulary, or low_var_kl."
+            )
+        return cls(engine, weight)
+
+    @classmethod
+    def of_base_model(cls, policy: Engine) -> Reference:
+        """The policy without its adapter: no second model, and no second last layer."""
+        check_linear_head(policy)
+        return cls(policy, None)
+
+    def states(self, micro: MicroBatch) -> ReferenceStates:
+        """What the reference would predict each response token of ``micro`` from."""
+        if self.weight is None:
+            with self.engine.without_adapter():
+                hidden = self.engine.states(micro)
+        else:
+            hidden = self.engine.states(micro)
+        return ReferenceStates(hidden, self.weight, self.engine.head)
+
+
+def check_linear_head(engine: Engine) -> None:
+    """Refuse a model whose logits are more than its hidden states times a weight."""
+    if engine.head.kind != "fused":
+        raise ValueError(
+            f"actor.kl_loss_type=full with {engine.spec.path}: its logits are not the product of hidden states and a "
+            "weight, so they would have to be held whole for two models. Use low_var_kl."
+        )
+
 
 if TYPE_CHECKING:
     from verl.workers.engine.engine import Engine

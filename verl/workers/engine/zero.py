@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from verl.utils.offload import move_optimizer_state
+from verl.utils.device import move_optimizer_state
 
 
 class Fragment(NamedTuple):

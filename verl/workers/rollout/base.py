@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from transformers import GenerationConfig
 
-from verl.utils.torch_dtypes import PrecisionType
+from verl.utils.torch_functional import PrecisionType
 from verl.workers.rollout.monitor import EngineMonitor
 
 if TYPE_CHECKING:

@@ -18,8 +18,7 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import Cache
 
-from verl.models.loader import LoRASpec, load_model
-from verl.models.rotary import fix_rotary_frequencies
+from verl.models.loader import LoRASpec, fix_rotary_frequencies, load_model
 from verl.utils.device import empty_cache
 from verl.utils.tokenizer import hf_tokenizer
 from verl.workers.rollout.base import (

@@ -18,7 +18,7 @@ from typing import Any
 
 from aiohttp import web
 
-from verl.utils.seeding import derive_seed
+from verl.utils.py_functional import derive_seed
 from verl.workers.rollout.base import Completion, Request, SamplingParams
 from verl.workers.rollout.server.engine_loop import EngineDied
 from verl.workers.rollout.server.messages import refuse_unknown, token_ids

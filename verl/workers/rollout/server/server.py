@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
-from verl.utils.seeding import derive_seed
+from verl.utils.py_functional import derive_seed
 from verl.workers.rollout.base import Completion, Request, RolloutEngine
 from verl.workers.rollout.server.engine_loop import (
     EngineDied,

@@ -13,19 +13,200 @@ import importlib.util
 import inspect
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from verl.models.attention.packing import Packing
-from verl.models.attention.short_sequence import LONGEST, ShortSequenceAttention, causal_bias, causal_mask
+# -- Boundaries of rows packed into one sequence, and the keys each of them attends to -------------------------------
+
+
+@dataclass(frozen=True)
+class Packing:
+    """S segments of queries in one sequence of T tokens, and the keys of each.
+
+    Attention is causal and aligned at the end: the last query of a segment attends to all of its keys, the one before
+    to all but the last, as in variable-length kernels.
+    """
+
+    cu_q: Tensor
+    """(S + 1,) int32: start of each segment of queries; the last entry is T."""
+    cu_k: Tensor
+    """(S + 1,) int32: the same of the keys; ``cu_q`` itself where every segment attends to its own tokens only."""
+    q_lengths: tuple[int, ...]
+    """Tokens of each segment, in host memory."""
+    k_lengths: tuple[int, ...]
+    """Keys of each segment, in host memory."""
+    kv_index: Tensor | None = None
+    """(sum of ``k_lengths``,) int64: tokens of the sequence that the segments attend to, segment after segment;
+    None: their own, in order."""
+
+    @classmethod
+    def of_lengths(cls, lengths: Sequence[int]) -> Packing:
+        """Segments that attend to themselves only."""
+        cu = _cumulative(lengths)
+        return cls(cu, cu, tuple(lengths), tuple(lengths))
+
+    @classmethod
+    def with_shared_keys(cls, q_lengths: Sequence[int], keys: Sequence[Tensor]) -> Packing:
+        """Segments that attend to the tokens in ``keys``, of which a segment's own come last."""
+        k_lengths = tuple(len(index) for index in keys)
+        return cls(_cumulative(q_lengths), _cumulative(k_lengths), tuple(q_lengths), k_lengths, torch.cat(list(keys)))
+
+    @property
+    def tokens(self) -> int:
+        """T, the tokens of the sequence."""
+        return sum(self.q_lengths)
+
+    @property
+    def tokens_saved(self) -> int:
+        """Tokens that shared prompts save: keys attended to minus tokens run."""
+        return sum(self.k_lengths) - sum(self.q_lengths)
+
+    def to(self, device: torch.device | str) -> Packing:
+        """Return a copy on another device."""
+        cu_q = self.cu_q.to(device)
+        cu_k = cu_q if self.cu_k is self.cu_q else self.cu_k.to(device)
+        index = None if self.kv_index is None else self.kv_index.to(device)
+        return Packing(cu_q, cu_k, self.q_lengths, self.k_lengths, index)
+
+    def padded_to(self, multiple: int) -> Packing:
+        """Append a padding segment where T is no multiple of ``multiple``."""
+        extra = -self.tokens % multiple
+        return self.append_segment(extra) if extra else self
+
+    def append_segment(self, length: int) -> Packing:
+        """Append a segment of ``length`` tokens that attend to themselves only."""
+        if self.kv_index is None:
+            return Packing.of_lengths((*self.q_lengths, length)).to(self.cu_q.device)
+        own = torch.arange(self.tokens, self.tokens + length, device=self.kv_index.device)
+        keys = [*self.kv_index.split(list(self.k_lengths)), own]
+        return Packing.with_shared_keys((*self.q_lengths, length), keys).to(self.cu_q.device)
+
+
+def _cumulative(lengths: Sequence[int]) -> Tensor:
+    return torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0).to(torch.int32)
+
+
+# -- Causal attention for short rows on CPU, where torch's fused kernel is slow: registered with transformers by name
+
+
+NAME = "verl_short"
+
+
+"""What the model's ``attn_implementation`` is set to."""
+
+
+LONGEST = 160
+
+
+"""Longest row whose score matrix is materialised; beyond, its size costs more than it saves."""
+
+
+class ShortSequenceAttention(torch.autograd.Function):
+    """q (b, H, l, D), k (b, Hkv, m, D), v (b, Hkv, m, Dv), mask (l, m) -> (b, H, l, Dv); scores and softmax in fp32.
+
+    ``mask`` is added to the scores: -inf where a query must not attend. Queries that share a key head are stacked, so
+    that keys are not repeated.
+    """
+
+    @staticmethod
+    def forward(ctx, q, k, v, scale, mask):
+        batch, heads, length, size = q.shape
+        groups, keys = batch * k.shape[1], k.shape[2]
+        q_wide = _contiguous_fp32(q).view(groups, -1, size)
+        k_wide = _contiguous_fp32(k).view(groups, keys, size)
+        v = v.contiguous().view(groups, keys, -1)
+        scores = torch.bmm(q_wide, k_wide.transpose(1, 2)).mul_(scale)
+        scores.view(groups, -1, length, keys).add_(mask)
+        p = torch.softmax(scores, -1).to(v.dtype)
+        ctx.save_for_backward(q_wide, k_wide, v, p)
+        ctx.scale = scale
+        ctx.shapes = q.shape, k.shape
+        ctx.dtype = q.dtype
+        return torch.bmm(p, v).view(batch, heads, length, -1)
+
+    @staticmethod
+    def backward(ctx, grad):
+        q, k, v, p = ctx.saved_tensors
+        q_shape, k_shape = ctx.shapes
+        grad = grad.contiguous().view(p.shape[0], p.shape[1], -1)
+        grad_v = torch.bmm(p.transpose(1, 2), grad).view(*k_shape[:3], -1)
+        grad_p = torch.bmm(grad, v.transpose(1, 2)).float()
+        p = p.float()
+        # d softmax: p * (dp - sum_j p_j dp_j)
+        inner = torch.bmm(p.view(-1, 1, p.shape[2]), grad_p.view(-1, p.shape[2], 1)).view(*p.shape[:2], 1)
+        grad_scores = grad_p.sub_(inner).mul_(p).mul_(ctx.scale).to(ctx.dtype)
+        grad_q = torch.bmm(grad_scores, k.to(ctx.dtype)).view(q_shape)
+        grad_k = torch.bmm(grad_scores.transpose(1, 2), q.to(ctx.dtype)).view(k_shape)
+        return grad_q, grad_k, grad_v, None, None
+
+
+def _contiguous_fp32(x: Tensor) -> Tensor:
+    """Cast and make contiguous in one pass over memory."""
+    return torch.empty(x.shape, dtype=torch.float32, device=x.device).copy_(x)
+
+
+def causal_mask(queries: int, keys: int, window: int | None = None, device: torch.device | None = None) -> Tensor:
+    """(queries, keys) booleans: causal, aligned at the end; with ``window``, the last ``window`` keys only."""
+    ahead = torch.arange(keys, device=device) - torch.arange(keys - queries, keys, device=device)[:, None]
+    visible = ahead <= 0
+    return visible if window is None else visible & (ahead > -window)
+
+
+@lru_cache(maxsize=32)
+def causal_bias(queries: int, keys: int, window: int | None = None) -> Tensor:
+    """``causal_mask`` as a bias that is added to scores: 0 or -inf."""
+    return torch.zeros(queries, keys).masked_fill_(~causal_mask(queries, keys, window), float("-inf"))
+
+
+def short_sequence_attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The attention of one layer, as transformers calls it; returns (b, l, H, Dv)."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    is_short = query.device.type == "cpu" and query.shape[2] == key.shape[2] <= LONGEST
+    if not is_short or not causal or attention_mask is not None or dropout or kwargs.get("position_bias") is not None:
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
+        )
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    mask = causal_bias(query.shape[2], key.shape[2])
+    return ShortSequenceAttention.apply(query, key, value, scale, mask).transpose(1, 2).contiguous(), None
+
+
+def use_short_sequence_attention(model: Any) -> bool:
+    """Switch ``model`` to this attention where it would use torch's fused one; returns whether it did."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+    if model.config._attn_implementation != "sdpa":
+        return False
+    AttentionInterface.register(NAME, short_sequence_attention_forward)
+    AttentionMaskInterface.register(NAME, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+    model.set_attn_implementation(NAME)
+    return True
+
 
 logger = logging.getLogger(__name__)
 
+
 ROUND_TO = 16
+
+
 """Short rows are padded to the next multiple of this, so that rows of similar length form one batch."""
 
 
@@ -42,6 +223,8 @@ class AttentionOptions(NamedTuple):
 
 
 Kernel = Callable[[Tensor, Tensor, Tensor, Packing, AttentionOptions], Tensor]
+
+
 """q (T, H, D), k (Tk, Hkv, D), v (Tk, Hkv, Dv), keys in the order of ``packing`` -> (T, H, Dv)."""
 
 
@@ -77,8 +260,6 @@ def _warn_slow_attention(has_sinks: bool, has_softcap: bool) -> None:
 
 
 # -- CUDA kernels -------------------------------------------------------------------------------------------------
-
-
 @cache
 def flash_attn_kernel() -> Callable | None:
     """``flash_attn_varlen_func``, or None where the package is missing or does not fit this torch.
@@ -164,8 +345,6 @@ def _pad_head_size(*parts: Tensor) -> list[Tensor]:
 
 
 # -- row by row ---------------------------------------------------------------------------------------------------
-
-
 def attend_row_by_row(q: Tensor, k: Tensor, v: Tensor, packing: Packing, options: AttentionOptions) -> Tensor:
     """torch's dense attention; rows of one shape form a batch."""
     blocks, queries, keys = _plan_blocks(packing.q_lengths, packing.k_lengths, q.device)
