@@ -44,9 +44,9 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # Other tests see no GPU: they fork ranks after a backward pass, which torch forbids beside one.
-    wanted = config.getoption("markexpr") or ""
-    on_gpu = "gpu" in wanted and "not gpu" not in wanted
+    # Other tests see no GPU: they fork ranks after a backward pass, which torch forbids with one.
+    expression = config.getoption("markexpr") or ""
+    on_gpu = "gpu" in expression and "not gpu" not in expression
     if not on_gpu and os.environ.get("VERL_TEST_DEVICE", "cpu") == "cpu":  # tests/gpu/test_rollout_engines.py sets it
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 

@@ -95,4 +95,4 @@ def test_every_option_and_every_choice_can_be_completed():
 def test_every_flag_of_a_help_text_can_be_completed(command):
     line = next(line for line in bash_script({}).splitlines() if line.strip().startswith(f"{command}) choices="))
     shown = set(re.findall(r"(?<![\w-])--[a-z-]+(?=[ \],\n|]|$)", verl(command, "--help").stdout))
-    assert shown and shown - {"--explain"} <= {*line.split("'")[1].split()}  # of verl config, told by verl ppo
+    assert shown and shown - {"--explain"} <= {*line.split("'")[1].split()}  # of verl config, named by verl ppo

@@ -221,12 +221,10 @@ def test_concat_undoes_chunk_and_split(sizes, chunks, packed):
 
 @quick
 @given(st.lists(lengths, min_size=1, max_size=5), st.data())
-def test_every_way_to_take_rows_agrees_with_the_padded_tensors(sizes, draws):
-    rows = draws.draw(st.lists(st.integers(-len(sizes), len(sizes) - 1)))
-    bounds = slice(
-        *draws.draw(st.tuples(*[st.none() | st.integers(-6, 6)] * 2)), draws.draw(st.sampled_from([None, 2]))
-    )
-    flags = draws.draw(st.lists(st.booleans(), min_size=len(sizes), max_size=len(sizes)))
+def test_every_way_to_take_rows_agrees_with_the_padded_tensors(sizes, data):
+    rows = data.draw(st.lists(st.integers(-len(sizes), len(sizes) - 1)))
+    bounds = slice(*data.draw(st.tuples(*[st.none() | st.integers(-6, 6)] * 2)), data.draw(st.sampled_from([None, 2])))
+    flags = data.draw(st.lists(st.booleans(), min_size=len(sizes), max_size=len(sizes)))
     for packed in (True, False):
         data = rollout(sizes, packed)
         for index in (rows, np.array(rows, dtype=np.int32), torch.tensor(rows).long(), bounds, flags, np.array(flags)):
@@ -281,7 +279,7 @@ def test_rows_out_of_range_and_other_indices_are_refused():
         data[[True, False]]
 
 
-def test_one_row_is_an_item_with_its_tensors_objects_and_facts():
+def test_one_row_is_an_item_with_its_tensors_objects_and_metadata():
     item = rollout([(2, 3), (1, 2)])[-1]
     assert isinstance(item, DataProtoItem)
     assert item.batch["responses"].tolist() == [200, 201, PAD, PAD, PAD, PAD]
@@ -368,13 +366,13 @@ def test_a_packed_and_a_padded_part_join():
     )
 
 
-def test_joined_batches_keep_the_facts_of_the_first():
+def test_joined_batches_keep_the_metadata_of_the_first():
     a, b = plain(1), plain(1)
     a.meta_info, b.meta_info = {"metrics": 1}, {"metrics": 2}
     assert DataProto.concat([a, b]).meta_info == {"metrics": 1}
 
 
-def test_facts_noted_on_a_part_stay_there():
+def test_metadata_set_on_a_part_stays_there():
     data = plain()
     for part in (data[:2], data[[0]], data.select(), data.chunk(2)[0], next(data.make_iterator(3, 1))):
         part.meta_info["mine"] = 1

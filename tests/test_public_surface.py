@@ -70,8 +70,8 @@ def test_a_name_that_recipes_import_is_here_and_takes_their_arguments(name):
         return
     parameters = inspect.signature(thing).parameters
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    wanted = row["parameters"].split()
-    named = [parameter for parameter in wanted if not parameter.startswith("*")]
+    expected = row["parameters"].split()
+    named = [parameter for parameter in expected if not parameter.startswith("*")]
     assert [parameter for parameter in parameters if parameter in named] == named
     assert takes_all or all(p.default is not p.empty for name, p in parameters.items() if name not in named)
 
@@ -126,7 +126,7 @@ def test_no_file_of_ours_is_hidden_by_the_table():
         assert not place.with_suffix(".py").exists() and not (place / "__init__.py").exists(), name
 
 
-# -- names beside those of the table ----------------------------------------------------------------------------------
+# -- names other than those of the table ------------------------------------------------------------------------------
 
 SURFACE = {
     "verl": "DataProto __version__",

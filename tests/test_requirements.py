@@ -44,10 +44,10 @@ def names_in(file: str) -> set[str]:
     return {re.split(r"[=<>\[; ]", line)[0].lower() for line in lines if re.match(r"[A-Za-z]", line)}
 
 
-def missing_from(wanted: dict[str, str], named: set[str]) -> dict[str, str]:
-    distributions = {package: DISTRIBUTION.get(package, package) for package in wanted}
+def missing_from(packages: dict[str, str], named: set[str]) -> dict[str, str]:
+    distributions = {package: DISTRIBUTION.get(package, package) for package in packages}
     return {
-        package: wanted[package]
+        package: packages[package]
         for package, name in distributions.items()
         if name not in named and package not in OPTIONAL
     }

@@ -50,7 +50,7 @@ class Run:
         return json.loads(self.file.read_text())
 
     def wait_until_generating(self):
-        """Return while requests of the second step are being drawn."""
+        """Return while requests of the second step are being generated."""
         self.wait_for(lambda: "step:1" in self.text(), "the first step")
         health = [url.replace("/v1", "/health") for url in self.servers()["base_urls"]]
         self.wait_for(lambda: all(httpx.get(url).json()["running"] > 1 for url in health), "requests")
@@ -105,12 +105,12 @@ def test_a_worker_that_hangs_while_it_generates_ends_the_run_at_its_deadline(sta
 
 def test_agents_outside_talk_to_the_newest_weights_while_the_run_goes_on(start_run):
     run = start_run()
-    told = run.servers()
-    assert told["api_key"] is None and oct(run.file.stat().st_mode)[-3:] == "600" and len(told["base_urls"]) == 2
+    served = run.servers()
+    assert served["api_key"] is None and oct(run.file.stat().st_mode)[-3:] == "600" and len(served["base_urls"]) == 2
     seen = []
     for turn in range(6):
-        body = {"model": told["model"], "messages": [{"role": "user", "content": f"Hello {turn}"}], "max_tokens": 30}
-        answer = httpx.post(told["base_urls"][turn % 2] + "/chat/completions", json=body, timeout=60)
+        body = {"model": served["model"], "messages": [{"role": "user", "content": f"Hello {turn}"}], "max_tokens": 30}
+        answer = httpx.post(served["base_urls"][turn % 2] + "/chat/completions", json=body, timeout=60)
         assert answer.status_code == 200, answer.text
         (choice,) = answer.json()["choices"]
         assert choice["finish_reason"] in ("stop", "length")

@@ -1,4 +1,4 @@
-"""rollout.mode=async in a run: what it draws, measures, lets users bring, and leaves behind."""
+"""rollout.mode=async in a run: what it generates, measures, lets users bring, and leaves behind."""
 
 import json
 import sys
@@ -26,7 +26,7 @@ RANKS = {
 
 
 def samples(steps):
-    """What was drawn and how it was scored; two ranks dump their rows in another order than one."""
+    """Responses and their scores; two ranks dump their rows in another order than one."""
     return [sorted((row["input"], row["output"], row["score"]) for row in rows) for rows in steps]
 
 
@@ -73,7 +73,7 @@ from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopOutp
 
 @register("two_halves")
 class TwoHalves(AgentLoopBase):
-    """Draws four tokens, has a word of its own, and draws four more; rewards itself."""
+    """Generates four tokens, adds a word of its own, and generates four more; rewards itself."""
 
     async def run(self, sampling_params, **row):
         assert row["data_source"] == "digits" and row["raw_prompt_ids"]
@@ -81,8 +81,8 @@ class TwoHalves(AgentLoopBase):
         word = self.tokenizer.encode(self.options.get("word", "!"))
         sampling_params |= {"max_tokens": 4, "ignore_eos": True}
         first = await self.server_manager.generate("talk", prompt_ids=prompt, sampling_params=sampling_params)
-        told = prompt + first.token_ids + word
-        second = await self.server_manager.generate("talk", prompt_ids=told, sampling_params=sampling_params)
+        context = prompt + first.token_ids + word
+        second = await self.server_manager.generate("talk", prompt_ids=context, sampling_params=sampling_params)
         return AgentLoopOutput(
             prompt_ids=prompt,
             response_ids=first.token_ids + word + second.token_ids,
@@ -140,7 +140,7 @@ def test_a_loop_that_raises_names_itself_the_row_and_the_cause(run, loop_file):
         )
 
 
-def test_an_unknown_loop_is_told_before_the_first_step(run):
+def test_an_unknown_loop_is_refused_before_the_first_step(run):
     with pytest.raises(ValueError, match="default_agent_loop=single_turn_agnt is not a known .*'single_turn_agent'"):
         run(**{f"{ROLLOUT}__agent__default_agent_loop": "single_turn_agnt"})
 
@@ -215,7 +215,7 @@ def test_what_only_some_rows_have_is_refused():
         an_output(response_mask=[1])
 
 
-def test_seconds_are_told_as_their_spread():
+def test_seconds_are_reported_as_their_spread():
     rows = [an_output(metrics={"tool_calls": 1.0}), an_output(metrics={"tool_calls": 3.0}), an_output()]
     assert spread(rows) == {
         "agent_loop/tool_calls/min": 0.0,

@@ -18,8 +18,8 @@ MASK = torch.tensor([[1, 1, 1], [1, 0, 1]])
 OLD, ROLLOUT = PI.log(), MU.log()
 
 
-def near(wanted):
-    return lambda found: assert_close(found, torch.tensor(wanted, dtype=found.dtype), rtol=1e-12, atol=1e-12)
+def near(expected):
+    return lambda found: assert_close(found, torch.tensor(expected, dtype=found.dtype), rtol=1e-12, atol=1e-12)
 
 
 def numbers(metrics):
@@ -64,7 +64,7 @@ def test_weights_by_hand(options, weights):
 def test_metrics_of_weights_by_hand():
     found = numbers(importance_weights(OLD, ROLLOUT, MASK, upper=2.0, lower=0.25)[1])
     # weights 2, 1/2, 1, 1/4, 2: mean 1.15, squares 4, 1/4, 1, 1/16, 4
-    wanted = {
+    expected = {
         "rollout_is_mean": 1.15,
         "rollout_is_std": (9.3125 / 5 - 1.15**2) ** 0.5,
         "rollout_is_min": 0.25,
@@ -73,7 +73,7 @@ def test_metrics_of_weights_by_hand():
         "rollout_is_ratio_fraction_high": 0.2,
         "rollout_is_ratio_fraction_low": 0.2,
     }
-    assert found == pytest.approx(wanted, rel=1e-12)
+    assert found == pytest.approx(expected, rel=1e-12)
     found = numbers(importance_weights(OLD, ROLLOUT, MASK, "sequence", upper=1.5)[1])  # 1.5 and 0.25
     assert found["rollout_is_mean"] == 0.875 and found["rollout_is_ratio_fraction_high"] == 0.5
     assert "rollout_is_ratio_fraction_low" not in found
@@ -174,7 +174,7 @@ def test_every_loss_is_weighed_exactly_once_and_other_terms_are_not(name):
         new = b["new"].clone().requires_grad_(True)
         weights = torch.full_like(new, factor).requires_grad_(True)
         out = TokenOutputs(new, torch.ones_like(new))
-        value, told = loss(out, columns | {"rollout_is_weights": weights})
+        value, metrics = loss(out, columns | {"rollout_is_weights": weights})
         value.backward()
         assert weights.grad is None
         gradients.append(new.grad)

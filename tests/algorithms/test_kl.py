@@ -184,7 +184,7 @@ def test_the_sampled_estimators_have_the_full_kl_as_mean():
         assert_close((log_p.exp() * kl_penalty(log_p, log_q, name)).sum(-1), kl_penalty(log_p, log_q, "full"))
 
 
-def test_a_token_the_policy_never_draws_counts_nothing_in_full():
+def test_a_token_with_probability_zero_counts_nothing_in_full():
     log_p = torch.tensor([[[0.0, 0.0, -torch.inf]]], requires_grad=True)
     kl = kl_penalty(log_p, torch.tensor([[[0.0, 0.0, 0.0]]]), "full")
     assert_close(kl, torch.tensor([[1.5]]).log())

@@ -1,4 +1,4 @@
-"""Rows drawn again by their scores: probabilities by hand, frequencies, seeds."""
+"""Rows resampled by their scores: probabilities by hand, frequencies, seeds."""
 
 import pytest
 import torch

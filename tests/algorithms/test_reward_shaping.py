@@ -188,7 +188,7 @@ def test_difficulty_is_that_of_the_group_and_its_ends_are_inside():
     assert within_difficulty(scores, index, 0.0, 1.0).all()
 
 
-def test_estimators_that_whiten_can_be_told_not_to():
+def test_whitening_can_be_switched_off():
     mask = torch.tensor([[1, 1], [1, 0]])
     rewards, values = torch.tensor([[0.0, 1.0], [3.0, 0.0]]), torch.tensor([[0.5, 0.25], [1.0, 0.0]])
     raw, _ = compute_gae_advantage_return(rewards, values, mask, 1.0, 1.0, whiten_advantages=False)

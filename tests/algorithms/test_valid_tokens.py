@@ -65,7 +65,7 @@ def test_next_is_the_following_token_of_the_same_row(holes):
 
 @pytest.mark.parametrize("holes", [False, True])
 @pytest.mark.parametrize("kind", [ValidTokens, PaddedTokens])
-def test_sums_means_and_gradients_touch_only_tokens_even_beside_nan(kind, holes):
+def test_sums_means_and_gradients_touch_only_valid_tokens_even_next_to_nan(kind, holes):
     mask = ragged_mask(5, 150, seed=7, holes=holes)
     x = torch.where(mask.bool(), normal(mask, seed=8), torch.nan).requires_grad_(True)
     clean = torch.where(mask.bool(), x.detach(), 0)

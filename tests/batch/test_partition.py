@@ -42,10 +42,10 @@ def global_steps(partition):
 def test_which_rows_make_a_step_does_not_depend_on_the_ranks(lengths, ranks, mini_rows, shuffle, by_tokens, cost):
     mini = MiniBatches(mini_rows, epochs=2, shuffle=shuffle, seed=7)
     partition = plan_of(by_tokens, mini, cost).partition("work", rows_of(lengths), ranks)
-    wanted = [sorted(step.tolist()) for step in mini.steps(len(lengths))]
-    assert global_steps(partition) == wanted
+    expected = [sorted(step.tolist()) for step in mini.steps(len(lengths))]
+    assert global_steps(partition) == expected
     for steps in partition.steps:  # every rank takes part in every step
-        assert len(steps) == len(wanted) and all(len(places) for places in steps)
+        assert len(steps) == len(expected) and all(len(places) for places in steps)
 
 
 @settings(max_examples=60, deadline=None)
@@ -58,7 +58,7 @@ def test_the_rows_of_all_ranks_lead_back_to_the_batch(lengths, ranks, by_tokens,
     assert all(len(share) for share in partition.rows)
 
 
-def test_shuffled_mini_batches_are_drawn_from_the_whole_batch_anew_each_epoch():
+def test_shuffled_mini_batches_are_taken_from_the_whole_batch_again_each_epoch():
     steps = MiniBatches(8, epochs=2, shuffle=True, seed=1).steps(32)
     assert len(steps) == 8 and all(sorted(np.concatenate(steps[i : i + 4])) == list(range(32)) for i in (0, 4))
     assert [sorted(a) for a in steps[:4]] != [sorted(a) for a in steps[4:]]

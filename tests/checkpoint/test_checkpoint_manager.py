@@ -39,10 +39,10 @@ def test_training_goes_on_as_if_it_had_not_stopped(folder, tmp_path):
     engine = engine_for(folder)
     train(engine, 2)
     CheckpointManager(engine).save(tmp_path / "global_step_2" / "actor", 2)
-    drawn = torch.rand(2)
+    expected = torch.rand(2)
     fresh = engine_for(folder)
     CheckpointManager(fresh).load(tmp_path / "global_step_2" / "actor")
-    assert torch.equal(torch.rand(2), drawn)
+    assert torch.equal(torch.rand(2), expected)
     assert train(fresh, 2) == train(engine, 2)
 
 
@@ -195,11 +195,11 @@ def test_large_models_are_cut_into_shards_with_an_index(tmp_path, monkeypatch):
 def test_a_checkpoint_is_read_to_host_memory_whatever_the_device(folder, tmp_path):
     engine = engine_for(folder)
     CheckpointManager(engine).save(tmp_path / "actor")
-    drawn = torch.rand(2)
+    expected = torch.rand(2)
     fresh = engine_for(folder)
     fresh.device = torch.device("meta")  # generator states that went there would be lost
     CheckpointManager(fresh).load(tmp_path / "actor")
-    assert torch.equal(torch.rand(2), drawn)
+    assert torch.equal(torch.rand(2), expected)
 
 
 def test_state_is_loaded_while_the_weights_are_on_the_device(folder, tmp_path, monkeypatch):

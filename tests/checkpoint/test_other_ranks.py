@@ -48,8 +48,8 @@ def save(folder, path, strategy, options):
 def resume(folder, path, strategy, options):
     engine = engine_for(folder, strategy, **options)
     remark = CheckpointManager(engine).load(path)
-    rate, drawn = engine.learning_rate(), torch.rand(1).item()
-    return train(engine, 2), engine.version, remark, rate, drawn
+    rate, numbers = engine.learning_rate(), torch.rand(1).item()
+    return train(engine, 2), engine.version, remark, rate, numbers
 
 
 def on(ranks, fn, *args):
@@ -103,8 +103,8 @@ def test_the_next_steps_are_those_of_the_run_that_was_not_stopped(folder, saved,
 def test_every_rank_has_random_numbers_of_its_own_and_the_same_after_every_resume(folder, saved):
     path, _ = saved("local")
     first, second = (run_ranks(2, resume, folder, path, "fsdp2", {}) for _ in range(2))
-    drawn = [result[-1] for result in first]
-    assert drawn == [result[-1] for result in second] and len(set(drawn)) == 2
+    numbers = [result[-1] for result in first]
+    assert numbers == [result[-1] for result in second] and len(set(numbers)) == 2
 
 
 def _weights_after(folder, path, head, lora, loads):

@@ -35,8 +35,8 @@ def rows():
 def test_rows_come_back_as_they_were(rows, tmp_path):
     path = tmp_path / "new" / "rows.safetensors"
     save_rows(path, rows, {"step": 4, "why": ["x"]})
-    again, facts = load_rows(path)
-    assert facts == read_facts(path) == {"step": 4, "why": ["x"]}
+    again, metadata = load_rows(path)
+    assert metadata == read_facts(path) == {"step": 4, "why": ["x"]}
     assert again.meta_info == {"pad_token_id": 9}
     for name in rows.keys():
         assert (

@@ -1,4 +1,4 @@
-"""What the names that recipes import do, beside being there (``tests/test_public_surface.py``)."""
+"""What the names that recipes import do, other than being there (``tests/test_public_surface.py``)."""
 
 import time
 from dataclasses import FrozenInstanceError, dataclass, field
@@ -161,8 +161,8 @@ def _share_sequence():
     is_meta = layer.weight.is_meta
     fsdp_utils.init_fn(layer)
     strategy = fsdp_utils.get_sharding_strategy(mesh).name
-    facts = (mine.tolist(), whole.tolist(), pad, gathered.tolist(), x.grad.tolist(), times, spread)
-    return (*facts, is_meta, layer.weight.is_meta, strategy)
+    results = (mine.tolist(), whole.tolist(), pad, gathered.tolist(), x.grad.tolist(), times, spread)
+    return (*results, is_meta, layer.weight.is_meta, strategy)
 
 
 def test_two_ranks_share_a_sequence_times_and_the_reading_of_weights():
@@ -206,8 +206,8 @@ def test_a_program_is_run_against_its_tests_with_verls_codes():
     from verl.utils.reward_score.prime_code.testing_util import run_test
 
     tests = {"inputs": ["1\n", "2\n", "x\n"], "outputs": ["2", "5", "0"]}
-    codes, facts = run_test(tests, "print(int(input()) * 2)", timeout=5)
-    assert codes == [True, False, -2] and facts["error_message"] == "wrong"
+    codes, details = run_test(tests, "print(int(input()) * 2)", timeout=5)
+    assert codes == [True, False, -2] and details["error_message"] == "wrong"
     assert run_test(tests) == ([], {})
 
 

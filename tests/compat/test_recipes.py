@@ -85,7 +85,7 @@ def test_a_loop_of_its_own_trains_dumps_validates_saves_and_resumes(task, tmp_pa
     assert len(resumed.history) == 1 and resumed.global_steps == 3
 
 
-def test_every_call_and_every_rank_samples_anew(task):
+def test_every_call_and_every_rank_samples_with_new_seeds(task):
     from my_recipe import OwnLoop
 
     trainer = run(
@@ -234,9 +234,9 @@ def test_run_ppo_takes_a_tree_with_keys_of_its_own_and_tells_of_them_once(task, 
 
     config = compose(task, trainer__total_training_steps=1)
     validate_config(config)
-    with pytest.warns(ConfigWarning) as told:
+    with pytest.warns(ConfigWarning) as warned:
         run_ppo(config)
-    assert len([warning for warning in told if "left to the script" in str(warning.message)]) == 1
+    assert len([warning for warning in warned if "left to the script" in str(warning.message)]) == 1
     assert "step:1" in capfd.readouterr().out
 
 

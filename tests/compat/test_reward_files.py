@@ -60,7 +60,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_is_told_before_anything_is_loaded_and_the_message_says_where(task, name):
+def test_a_mistake_is_refused_before_anything_is_loaded_and_the_message_says_where(task, name):
     with pytest.raises(ConfigError) as error:
         train(task, files=function(BROKEN, name))
     lines = str(error.value).splitlines()
@@ -100,7 +100,7 @@ def test_a_mistake_can_be_counted_instead(task, name, caplog):
     assert trainer.metrics["reward/errors"] == 16 and trainer.metrics["critic/score/max"] == 0
     assert trainer.metrics["val-aux/digits/reward_error/mean@1"] == 1
     in_training = [r.getMessage() for r in caplog.records if "failed on 16 of 16" in r.getMessage()]
-    assert len(in_training) == 2 and len(in_training[1].splitlines()) == 1  # told once in full
+    assert len(in_training) == 2 and len(in_training[1].splitlines()) == 1  # shown once in full
 
 
 @pytest.fixture

@@ -41,7 +41,7 @@ def test_problems_go_to_stderr_with_exit_code_two(capsys):
     assert "error: trainer.sav_freq is not an option; did you mean 'trainer.save_freq'?" in capsys.readouterr().err
 
 
-def test_files_that_are_not_there_are_told_before_anything_runs(capsys, files):
+def test_missing_files_are_refused_before_anything_runs(capsys, files):
     words = ["data.val_files=/no/such.parquet", "custom_reward_function.path=nope.py"]
     words += ["algorithm.adv_estimator=my/nope.py:f", "actor_rollout_ref.actor.policy_loss.loss_mode=~/nope.py:f"]
     assert _exit(*RUNNABLE, *files, *words) == 2
@@ -52,7 +52,7 @@ def test_files_that_are_not_there_are_told_before_anything_runs(capsys, files):
     assert "policy_loss.loss_mode=~/nope.py:f does not exist" in text
 
 
-def test_folders_that_cannot_be_written_are_told_before_anything_runs(capsys, files, tmp_path, monkeypatch):
+def test_unwritable_folders_are_refused_before_anything_runs(capsys, files, tmp_path, monkeypatch):
     monkeypatch.setattr("os.access", lambda path, mode: path != tmp_path)  # root may write anywhere
     (tmp_path / "file").touch()
     words = [f"trainer.default_local_dir={tmp_path}/run/a", f"trainer.rollout_data_dir={tmp_path}/file/samples"]

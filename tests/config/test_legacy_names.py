@@ -1,4 +1,4 @@
-"""Command lines and YAML of verl v0.6 to v0.9, and of its Megatron trainer, are followed or told what replaces them."""
+"""Command lines and YAML of verl v0.6 to v0.9 and its Megatron trainer followed or refused with what replaces them."""
 
 import pytest
 
@@ -36,8 +36,8 @@ def test_a_moved_key_sets_the_new_one(word, key, value):
     assert found == value
     alias = word.lstrip("+").startswith("trainer.")
     section = key.rpartition(".")[0]
-    told = [warning for warning in loaded.warnings if "old names were understood" in warning]
-    assert alias or any(key in warning or section in warning for warning in told)
+    warned = [warning for warning in loaded.warnings if "old names were understood" in warning]
+    assert alias or any(key in warning or section in warning for warning in warned)
 
 
 @pytest.mark.parametrize(

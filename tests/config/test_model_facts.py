@@ -52,7 +52,7 @@ def test_an_override_counts_as_if_it_stood_in_the_file(tmp_path):
     assert read_model(write(tmp_path, **LLAMA), {"max_position_embeddings": 4096}).context == 4096
 
 
-def test_an_override_that_is_no_entry_is_told_before_anything_is_loaded(tmp_path):
+def test_an_override_that_is_no_entry_is_refused_before_anything_is_loaded(tmp_path):
     path = write(tmp_path, **{**LLAMA, "max_position_embeddings": 4096})
     config = typed().with_values({"actor_rollout_ref.model.path": path, "critic.model.path": "x/y"})
     for name, words in (("hidden_sise", "mean 'hidden_size'"), ("resid_pdrop", "no entry of LlamaConfig")):

@@ -1,4 +1,4 @@
-"""Every key of every release of verl is followed, or told by the name of what is not built; never guessed at."""
+"""Every key of every release of verl is followed, or refused by the name of what is not built; never guessed at."""
 
 import subprocess
 import sys
@@ -57,7 +57,7 @@ def test_every_key_is_accepted_with_every_default_of_a_release():
             assert found.kind == "accepted", f"{key}={default}: {found.text}"
 
 
-def test_every_key_with_another_value_is_followed_or_told_by_the_name_of_a_feature():
+def test_every_key_with_another_value_is_followed_or_refused_by_the_name_of_a_feature():
     for key, row in release_keys().items():
         default = next(item for item in row if item is not None).value
         value = another_value(key, default)
@@ -307,12 +307,12 @@ def test_choices_that_verl_makes_anyway_are_accepted(word):
         ([], "fully_async_ppo_trainer", "fully asynchronous training"),
     ],
 )
-def test_a_backend_or_configuration_of_verl_is_told_by_its_feature(words, name, feature):
+def test_a_backend_or_configuration_of_verl_is_refused_by_its_feature(words, name, feature):
     with pytest.raises(ConfigError, match=f"asks for {feature}.*is not built"):
         load([*RUNNABLE, *words], config_name=name)
 
 
-def test_a_configuration_nobody_knows_says_where_it_was_looked_for():
+def test_an_unknown_configuration_says_where_it_was_looked_for():
     with pytest.raises(ConfigError, match="nothere is not in .*there are ppo_trainer.*--config-path"):
         load(list(RUNNABLE), config_name="nothere")
 
@@ -329,7 +329,7 @@ def test_a_configuration_nobody_knows_says_where_it_was_looked_for():
         ("recipe.prime.main_prime", "a recipe of verl's"),
     ],
 )
-def test_a_module_that_is_not_here_is_told_by_its_feature(module, feature):
+def test_a_missing_module_is_refused_by_its_feature(module, feature):
     assert feature in feature_of_module(module).name
     with pytest.raises(ModuleNotFoundError, match=f"asks for {feature}.*is not built"):
         __import__(module)

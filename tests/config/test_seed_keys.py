@@ -44,7 +44,7 @@ def test_a_key_of_the_guides_is_understood(key):
 
 @pytest.mark.parametrize("key", SEEDS)
 def test_a_key_of_the_guides_has_a_reader_or_a_word_on_why_not(key):
-    """The option it is, or has become, is read somewhere in verl/, refused by name, told to have no effect, or gone."""
+    """The option it is, or has become, is read in verl/, refused by name, reported to have no effect, or removed."""
     key = key.removesuffix(".*")
     entry = entry_of(key) if locate(PPOConfig, key).kind == "unknown" else None
     if entry is None and locate(PPOConfig, key).kind == "unknown":
@@ -66,7 +66,7 @@ def test_new_names_of_old_options_exist():
         for new in entry.new:
             assert locate(PPOConfig, new).kind != "unknown", new
     for entry in REMOVED:
-        assert locate(PPOConfig, entry.old).kind == "unknown", f"{entry.old} is not gone"
+        assert locate(PPOConfig, entry.old).kind == "unknown", f"{entry.old} still exists"
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_new_names_of_old_options_exist():
         ("backend_config.trainer.total_epochs=5", "trainer.total_epochs", 5),
     ],
 )  # fmt: skip
-def test_an_old_name_sets_the_new_option_and_is_told_once(word, key, value):
+def test_an_old_name_sets_the_new_option_and_warns_once(word, key, value):
     loaded = load([*RUNNABLE, word])
     assert not loaded.problems
     found = loaded.config

@@ -42,7 +42,7 @@ def test_a_misspelt_key_is_refused_and_the_right_one_named(key, plus):
     assert f"{key} is not an option; did you mean {MISSPELT[key]!r}?" in str(error.value)
 
 
-def test_all_misspelt_keys_are_told_at_once():
+def test_all_misspelt_keys_are_reported_at_once():
     with pytest.raises(ValueError) as error:
         load_ppo_config(["trainer.sav_freq=1", "+data.trian_batch_size=2", "algorithm.gama=1"])
     assert len(error.value.problems) == 3

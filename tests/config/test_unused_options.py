@@ -1,4 +1,4 @@
-"""Who reads an option is recorded, and what nobody reads is told; copying and printing are no reading."""
+"""Reads of an option are recorded and unread ones reported; copying and printing are no reads."""
 
 import copy
 import dataclasses
@@ -78,7 +78,7 @@ def test_a_watched_section_is_as_read_only_as_any():
         assert config.trainer.seed == 1
 
 
-def test_what_the_user_set_and_nobody_read_is_named_with_the_nearest_that_was():
+def test_an_option_that_was_set_and_never_read_is_named_with_the_nearest_that_was():
     config = given(f"{ROLLOUT}.max_num_batched_tokens=4096", "trainer.experiment_name=x")
     key, everything = f"{ROLLOUT}.max_num_batched_tokens", {name for name, _ in leaves(PPOConfig())}
     (problem,) = unused_in_run(config, everything - {key})
@@ -103,11 +103,11 @@ def test_an_option_that_others_follow_is_read_with_them():
         "trainer.save_freq=5",  # its reader waits for a save
         f"{ROLLOUT}.val_kwargs.top_k=5",  # for a validation
         "trainer.seed=1",  # the default
-        f"{ACTOR}.ppo_micro_batch_size_per_gpu=2",  # not beside those of RUNNABLE
-        f"{ROLLOUT}.enforce_eager=false",  # told already: hf has no such knob
+        f"{ACTOR}.ppo_micro_batch_size_per_gpu=2",  # not with those of RUNNABLE
+        f"{ROLLOUT}.enforce_eager=false",  # reported already: hf has no such knob
     ],
 )
-def test_what_is_read_later_told_or_default_is_not_named(word):
+def test_an_option_read_later_already_reported_or_default_is_not_named(word):
     config, plain = given(word), given()
     names = {problem.key for problem in unused_in_run(config, set())}
     assert names <= {problem.key for problem in unused_in_run(plain, set())} | {f"{ACTOR}.ppo_micro_batch_size_per_gpu"}
@@ -141,7 +141,7 @@ def test_every_option_has_a_reader_outside_the_configuration():
             assert readers(key), f"nothing in verl/ reads {key}"
 
 
-def test_options_nobody_reads_are_told():
+def test_options_that_are_never_read_are_reported():
     """Each of ``NOBODY`` is a setting without effect that a notice or a rewriting speaks of."""
     for name in ("multi_stage_wake_up", "layered_summon"):
         assert f"{ROLLOUT}.{name}" in "\n".join(load([*RUNNABLE, f"{ROLLOUT}.{name}=true"]).warnings)

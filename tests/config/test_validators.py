@@ -26,7 +26,7 @@ RM_IDS = [*RM, "reward_model.model.input_tokenizer=null"]
 
 BAD = {
     "judge without a name": (["reward_model.judge.url=http://h/v1"], "name the model as the server knows it"),
-    "weights that are gone between two syncs": (
+    "weights that are freed between two syncs": (
         ["trainer.weight_sync_freq=2"], "the engine gives its weights back between steps"),
     "l2 term with ZeRO": (
         [f"{ACTOR}.l2_coef=0.1", f"{ACTOR}.strategy=deepspeed"],
@@ -60,13 +60,13 @@ BAD = {
         "does not divide the 3 workers (actor_rollout_ref.rollout.nnodes"),
     "a rollout apart on two machines without Ray": (
         [APART, f"{ROLLOUT}.nnodes=2", "trainer.controller=local"], "rollout.nnodes=2 with trainer.controller=local"),
-    "drawing ahead on shared devices": ([f"{ROLLOUT}.async_ratio=1"], "nothing can be generated ahead"),
-    "drawing further ahead": ([APART, f"{ROLLOUT}.async_ratio=2"], "async_ratio=2 must be at most 1"),
-    "drawing ahead beside a greedy baseline": (
+    "generating ahead on shared devices": ([f"{ROLLOUT}.async_ratio=1"], "nothing can be generated ahead"),
+    "generating further ahead": ([APART, f"{ROLLOUT}.async_ratio=2"], "async_ratio=2 must be at most 1"),
+    "generating ahead with a greedy baseline": (
         [APART, f"{ROLLOUT}.async_ratio=1", "algorithm.adv_estimator=remax"], "with algorithm.adv_estimator=remax"),
     "choosing among groups of one": (
         ["algorithm.filter_groups.enable=true"], "filter_groups.enable=true with actor_rollout_ref.rollout.n=1"),
-    "choosing groups and drawing ahead": (
+    "choosing groups and generating ahead": (
         ["algorithm.filter_groups.enable=true", APART, f"{ROLLOUT}.async_ratio=1", f"{ROLLOUT}.n=2"],
         "filter_groups.enable=true with actor_rollout_ref.rollout.async_ratio=1"),
     "choosing groups and putting prompts off": (
@@ -75,7 +75,7 @@ BAD = {
     "choosing groups by a reward with its KL": (
         ["algorithm.filter_groups.enable=true", "algorithm.filter_groups.metric=seq_final_reward", f"{ROLLOUT}.n=2",
          "algorithm.use_kl_in_reward=true", REF], "metric=seq_final_reward with algorithm.use_kl_in_reward=true"),
-    "resampling beside another estimator": (
+    "resampling with another estimator": (
         ["algorithm.use_pf_ppo=true", "algorithm.adv_estimator=reinforce"], "use_pf_ppo=true with algorithm.adv_est"),
     "resampling rows whose log-probs come with the update": (
         ["algorithm.use_pf_ppo=true", f"{ACTOR}.skip_old_log_probs=true"], "with algorithm.use_pf_ppo=true"),
@@ -112,7 +112,7 @@ BAD = {
         [KEPT, f"{CORRECTION}.rollout_rs=token", f"{ACTOR}.policy_loss.loss_mode=topr"], "would lose the score"),
     "a veto of everything": ([KEPT, f"{CORRECTION}.rollout_token_veto_threshold=1"], "must be less than 1"),
     "rloo of one": (["algorithm.adv_estimator=rloo"], "compared with others of its group"),
-    "equal siblings": ([f"{ROLLOUT}.n=8", f"{ROLLOUT}.do_sample=false"], "would be the same"),
+    "equal responses of a group": ([f"{ROLLOUT}.n=8", f"{ROLLOUT}.do_sample=false"], "would be the same"),
     "temperature zero": ([f"{ROLLOUT}.n=8", f"{ROLLOUT}.temperature=0"], "temperature=0 must be greater than 0"),
     "model length below a row": ([f"{ROLLOUT}.max_model_len=1000"], "=1000 is shorter than prompt and response"),
     "prompt window": ([f"{ROLLOUT}.prompt_length=100"], "differs from data.max_prompt_length=512"),
@@ -399,9 +399,9 @@ def test_a_registered_name_is_known(monkeypatch):
     for names in NAMES:
         if names.registry is not None:
             module, collection = names.registry
-            stand_in = types.ModuleType(module)
-            setattr(stand_in, collection, {"mine": object()})
-            monkeypatch.setitem(sys.modules, module, stand_in)
+            stub = types.ModuleType(module)
+            setattr(stub, collection, {"mine": object()})
+            monkeypatch.setitem(sys.modules, module, stub)
             assert problems(f"{names.key}=mine") == ""
 
 

@@ -104,7 +104,7 @@ def test_a_word_of_the_command_line_gives_a_typed_value(word, key, value, monkey
         ("trainer.project_name=${trainer.nmae}", "trainer.project_name=${trainer.nmae} cannot be resolved"),
     ],
 )  # fmt: skip
-def test_a_value_that_does_not_fit_is_told_with_key_value_and_rule(word, sentence):
+def test_a_value_that_does_not_fit_is_refused_with_key_value_and_rule(word, sentence):
     assert sentence in problems(word)
 
 

@@ -254,7 +254,7 @@ def test_a_row_that_cannot_be_used_is_refused_with_its_place_and_the_reason(case
 
 
 @pytest.mark.parametrize("case", ROWS)
-def test_a_row_that_cannot_be_used_is_left_out_when_told_and_counted(case, tmp_path, strict_tokenizer, caplog):
+def test_a_row_that_cannot_be_used_is_left_out_on_request_and_counted(case, tmp_path, strict_tokenizer, caplog):
     make, said = ROWS[case]
     path = make(tmp_path)
     dataset = build_dataset(CONFIG | {"bad_rows": "skip"}, path, strict_tokenizer)

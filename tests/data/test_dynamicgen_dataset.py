@@ -60,7 +60,7 @@ def train(loader, dataset, steps: int) -> list[list[int]]:
     return seen
 
 
-def test_generated_prompts_are_drawn_from_the_next_epoch_on(path, tokenizer):
+def test_generated_prompts_are_used_from_the_next_epoch_on(path, tokenizer):
     dataset = build_dataset(CONFIG, path, tokenizer)
     seen = train(build_train_loader(CONFIG, dataset), dataset, 5)
     assert all(row < 100 for row in sum(seen[:2], [])) and any(row > 100 for row in sum(seen[2:], []))

@@ -72,7 +72,7 @@ def test_a_large_file_is_mapped_from_a_copy_that_follows_it(kind, tmp_path, monk
     assert list(open_table(path, cache_dir=cache)) == ROWS[:3]
 
 
-def test_lines_left_out_of_a_mapped_copy_are_told_each_time_and_refused_when_told(tmp_path, monkeypatch):
+def test_lines_left_out_of_a_mapped_copy_are_reported_each_time_and_refused_on_request(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "IN_MEMORY", 0)
     (tmp_path / "x.jsonl").write_text('{"a": 1}\nbad\n{"a": 2}\n')
     for _ in range(2):
@@ -82,7 +82,7 @@ def test_lines_left_out_of_a_mapped_copy_are_told_each_time_and_refused_when_tol
         open_table(str(tmp_path / "x.jsonl"), cache_dir=str(tmp_path / "cache"))
 
 
-def test_a_cell_keeps_its_type_beside_cells_of_other_types(tmp_path):
+def test_a_cell_keeps_its_type_next_to_cells_of_other_types(tmp_path):
     golds = ["5", 5, 5.5, ["5", "five"], {"inputs": ["1"]}, None, True]
     (tmp_path / "x.jsonl").write_text("\n".join(json.dumps({"gold": gold}) for gold in golds))
     table = open_table(str(tmp_path / "x.jsonl"))

@@ -17,7 +17,7 @@ def dataset(tmp_path, tokenizer):
 
 
 def order(loader, batches: int | None = None) -> list[list[int]]:
-    """Row numbers of the next batches; over the end of an epoch if that many are wanted."""
+    """Row numbers of the next batches; over the end of an epoch if that many are asked for."""
     if batches is None:
         return [batch["index"].tolist() for batch in loader]
     epochs = itertools.chain.from_iterable(iter(loader) for _ in itertools.count())
@@ -30,7 +30,7 @@ def test_an_epoch_gives_every_row_at_most_once_in_full_batches(dataset):
     assert len(set(sum(batches, []))) == 16
 
 
-def test_epochs_are_shuffled_anew_and_the_seed_decides(dataset):
+def test_each_epoch_is_shuffled_again_and_the_seed_decides(dataset):
     loader = build_train_loader(CONFIG, dataset)
     first, second = order(loader), order(loader)
     assert first != second
@@ -180,7 +180,7 @@ class Backwards(AbstractSampler):
 
 
 class Curriculum(AbstractCurriculumSampler, Backwards):
-    """Draws the rows it was told about last; its state holds its position."""
+    """Yields the rows of its last update; its state holds its position."""
 
     def __init__(self, data_source, data_config):
         super().__init__(data_source, data_config)

@@ -65,9 +65,9 @@ def test_a_cap_takes_the_first_rows_or_a_draw_of_the_seed(tmp_path, tokenizer):
     first = build_dataset(CONFIG | {"train_max_samples": 5, "shuffle": False}, path, tokenizer)
     assert indices(first) == [0, 1, 2, 3, 4]
     config = CONFIG | {"val_max_samples": 5, "shuffle": True, "seed": 1}
-    drawn = indices(build_dataset(config, path, tokenizer, is_train=False))
-    assert len(set(drawn)) == 5 and drawn == indices(build_dataset(config, path, tokenizer, is_train=False))
-    assert drawn != indices(build_dataset(config | {"seed": 2}, path, tokenizer, is_train=False))
+    chosen = indices(build_dataset(config, path, tokenizer, is_train=False))
+    assert len(set(chosen)) == 5 and chosen == indices(build_dataset(config, path, tokenizer, is_train=False))
+    assert chosen != indices(build_dataset(config | {"seed": 2}, path, tokenizer, is_train=False))
     assert len(build_dataset(config, path, tokenizer, is_train=True)) == 20
     assert len(build_dataset(config | {"val_max_samples": 99}, path, tokenizer, is_train=False)) == 20
 

@@ -39,9 +39,9 @@ def test_prompts_with_videos_are_what_transformers_makes_of_them(folder, written
         row, (rendered, oracle) = dataset[number], asked(processor, text, images, videos)
         assert row["input_ids"][row["attention_mask"].bool()].tolist() == oracle["input_ids"][0].tolist()
         assert row["raw_prompt_ids"] == processor.tokenizer(rendered)["input_ids"]
-        wanted = {k: v for k, v in oracle.items() if k not in ("input_ids", "attention_mask", "mm_token_type_ids")}
-        assert row["multi_modal_inputs"].keys() == wanted.keys()
-        assert all(torch.equal(row["multi_modal_inputs"][name], wanted[name]) for name in wanted)
+        expected = {k: v for k, v in oracle.items() if k not in ("input_ids", "attention_mask", "mm_token_type_ids")}
+        assert row["multi_modal_inputs"].keys() == expected.keys()
+        assert all(torch.equal(row["multi_modal_inputs"][name], expected[name]) for name in expected)
         held = row["multi_modal_data"]
         assert len(held.get("video", ())) == len(videos) and len(held.get("image", ())) == len(images)
     seconds = dataset[3]["multi_modal_inputs"]["second_per_grid_ts"]
@@ -103,8 +103,8 @@ WRONG = {
 
 @pytest.mark.parametrize("case", WRONG)
 def test_what_is_no_video_is_said(case):
-    value, told = WRONG[case]
-    with pytest.raises(ValueError, match=told):
+    value, message = WRONG[case]
+    with pytest.raises(ValueError, match=message):
         process_video(value)
 
 

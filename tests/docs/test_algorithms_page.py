@@ -50,7 +50,7 @@ def test_the_tables_are_those_of_the_registries():
     assert filled(TEXT) == TEXT, "make docs"
 
 
-def test_a_page_that_drifted_is_told_and_written_anew(tmp_path, monkeypatch, capsys):
+def test_a_page_that_drifted_is_reported_and_written_again(tmp_path, monkeypatch, capsys):
     page = tmp_path / "docs" / "algorithms.md"
     page.parent.mkdir()
     page.write_text(TEXT.replace("| `rloo` |", "| `rloo, of old` |"))

@@ -173,8 +173,8 @@ def test_tools_and_interactions_get_what_they_are_made_with(tmp_path, monkeypatc
     assert row["agent_name"] == "tool_agent" and info["need_tools_kwargs"] is True
     assert info["tools_kwargs"] == {"calc_gsm8k_reward": {"create_kwargs": {"ground_truth": "1000"}}}
     row = run("gsm8k_multiturn_w_interaction", tmp_path / "b", monkeypatch)["train"][0]
-    told = row["extra_info"]["interaction_kwargs"]
-    assert told == {"name": "gsm8k", "query": row["prompt"][-1]["content"], "ground_truth": "1000"}
+    kwargs = row["extra_info"]["interaction_kwargs"]
+    assert kwargs == {"name": "gsm8k", "query": row["prompt"][-1]["content"], "ground_truth": "1000"}
     row = run("preprocess_search_r1_dataset", tmp_path / "c", monkeypatch)["train"][0]
     create = row["extra_info"]["tools_kwargs"]["search"]["create_kwargs"]
     assert create == {"ground_truth": {"target": ["A", "B"]}, "question": "who wrote it?", "data_source": "searchR1_nq"}
@@ -262,9 +262,9 @@ def test_without_network_the_way_out_is_said(tmp_path, monkeypatch):
     monkeypatch.setattr(datasets, "load_dataset", refuse)
     with pytest.raises(SystemExit) as end:
         script.main(["--local_save_dir", str(tmp_path)])
-    told = str(end.value)
-    assert "DigitalLearningGmbH/MATH-lighteval cannot be loaded" in told and "no route to host" in told
-    assert "--local_dataset_path: train.jsonl, test.jsonl or .parquet, with the columns problem, solution" in told
+    message = str(end.value)
+    assert "DigitalLearningGmbH/MATH-lighteval cannot be loaded" in message and "no route to host" in message
+    assert "--local_dataset_path: train.jsonl, test.jsonl or .parquet, with the columns problem, solution" in message
 
 
 def test_what_the_hub_gives_is_what_a_folder_gives(tmp_path, monkeypatch):
@@ -282,10 +282,10 @@ def test_what_the_hub_gives_is_what_a_folder_gives(tmp_path, monkeypatch):
     assert [row["images"] for row in found] == [[png(picture())]] * 2
 
 
-def test_a_source_with_other_columns_is_told_what_it_should_have(tmp_path, monkeypatch):
+def test_a_source_with_other_columns_is_refused_with_what_it_should_have(tmp_path, monkeypatch):
     write_source(tmp_path, "train test", [{"task": "x", "solution": "\\boxed{1}"}])
-    told = r"train.jsonl, row 0: no column 'problem'; there are task, solution; a row is \{problem, solution"
-    with pytest.raises(ValueError, match=told):
+    message = r"train.jsonl, row 0: no column 'problem'; there are task, solution; a row is \{problem, solution"
+    with pytest.raises(ValueError, match=message):
         load("math_dataset", monkeypatch).main(
             ["--local_dataset_path", str(tmp_path), "--local_save_dir", str(tmp_path)]
         )
@@ -303,8 +303,8 @@ def test_the_last_box_is_the_answer(monkeypatch):
     load("arithmetic", monkeypatch)
     boxed_answer = sys.modules["saving"].boxed_answer
     assert {text: boxed_answer(text) for text in BOXES} == BOXES
-    for text, told in (("no box", "has no"), ("\\boxed{1", "not closed")):
-        with pytest.raises(ValueError, match=told):
+    for text, message in (("no box", "has no"), ("\\boxed{1", "not closed")):
+        with pytest.raises(ValueError, match=message):
             boxed_answer(text)
 
 

@@ -34,7 +34,7 @@ def test_options_of_the_recipe_compose_and_pass_the_checks(recipe, tmp_path):
 
 
 @pytest.mark.parametrize("folder", sorted({recipe.parent for recipe in RECIPES}), ids=name_of)
-def test_the_readme_beside_the_recipes_lists_each_of_them(folder):
+def test_the_readme_of_the_recipes_lists_each_of_them(folder):
     text = (folder / "README.md").read_text()
     assert all(recipe.name in text for recipe in folder.glob("run_*.sh"))
 

@@ -1,6 +1,6 @@
 """What runs on a CPU runs on a CUDA device, with the same numbers: ``pytest -m gpu`` on a machine that has one.
 
-Runs of several ranks are processes of their own: a process that has run a backward pass beside a GPU cannot be forked.
+Runs of several ranks are processes of their own: a process that has run a backward pass with a GPU cannot be forked.
 """
 
 import pytest
@@ -108,11 +108,11 @@ def test_a_resumed_engine_goes_on_with_the_same_numbers(folder, tmp_path, strate
     engine = engine_on("cuda", folder, strategy, "bf16", config=config)
     train(engine, 2)
     CheckpointManager(engine, save_contents=("model", "optimizer", "extra", "hf_model")).save(tmp_path / "actor", 2)
-    drawn = torch.rand(4, device="cuda").cpu()
+    expected = torch.rand(4, device="cuda").cpu()
     fresh = engine_on("cuda", folder, strategy, "bf16", config=config)
     train(fresh, 1)
     CheckpointManager(fresh).load(tmp_path / "actor")
-    assert torch.equal(torch.rand(4, device="cuda").cpu(), drawn)
+    assert torch.equal(torch.rand(4, device="cuda").cpu(), expected)
     assert_close_steps(train(fresh, 1, seed=6), train(engine, 1, seed=6), 1e-5)
     fresh_from_folder = engine_on("cuda", str(tmp_path / "actor" / "huggingface"), strategy)
     assert fresh_from_folder.module.config.vocab_size == engine.module.config.vocab_size
@@ -192,7 +192,7 @@ def test_activations_on_the_host_leave_room_on_the_device(larger, strategy, chec
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_activation_offload_as_a_user_sets_it(larger, checkpointing):
-    """With the sizes a run has: copies go beside the computation, and no gradient sees one that is not there yet."""
+    """With the sizes a run has: copies overlap the computation, and no gradient sees one that is not there yet."""
     data = make_batch(64, 128, 512, seed=5)
     steps = []
     for is_offloaded in (False, True):

@@ -130,9 +130,9 @@ def test_weights_cross_over_nccl_and_a_lost_receiver_is_an_error_in_time(behavio
     sender = subprocess.Popen([sys.executable, "-c", LINK, "0", "0", behaviour], **pipes)
     port = sender.stdout.readline().strip()
     receiver = subprocess.Popen([sys.executable, "-c", LINK, "1", port, behaviour], **pipes)
-    told, _ = sender.communicate(timeout=120)
+    output, _ = sender.communicate(timeout=120)
     receiver.wait(timeout=60)
-    assert sender.returncode == 0 and expected in told
+    assert sender.returncode == 0 and expected in output
 
 
 # -- DeepSpeed -----------------------------------------------------------------------------------------------------

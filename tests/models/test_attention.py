@@ -27,9 +27,9 @@ def test_outputs_and_gradients_are_those_of_causal_attention(length):
     expected = F.scaled_dot_product_attention(*wide, is_causal=True, scale=0.3, enable_gqa=True).transpose(1, 2)
     pull = torch.randn(out.shape)
     found = torch.autograd.grad(out, (q, k, v), pull)
-    wanted = torch.autograd.grad(expected, wide, pull.double())
+    expected_grads = torch.autograd.grad(expected, wide, pull.double())
     torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
-    for one, other in zip(found, wanted, strict=True):
+    for one, other in zip(found, expected_grads, strict=True):
         assert (one - other).abs().max() <= 1e-5 * other.abs().max().clamp_min(1.0)
 
 

@@ -132,7 +132,7 @@ def test_a_model_of_text_has_no_modality_tokens(model):
 @pytest.mark.parametrize(
     "maths", [LogitTransform(0.7, excluded_tokens=(3, 5)), LogitTransform(1.0, 0.5, 8.0, excluded_tokens=(0,))], ids=str
 )
-def test_tokens_never_drawn_have_no_probability_and_no_gradient(maths):
+def test_tokens_never_sampled_have_no_probability_and_no_gradient(maths):
     draw = torch.Generator().manual_seed(0)
     hidden = torch.randn(9, 6, generator=draw, requires_grad=True)
     weight = torch.randn(11, 6, generator=draw, requires_grad=True)

@@ -172,10 +172,10 @@ def test_router_logits_that_no_loss_would_read_are_refused(tmp_path):
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_shares_hold_every_cell_once_and_join_in_order(size):
-    cells = torch.tensor([3, 4, 5, 5, 5, 11, 7, 0])  # of shared prompts: some repeat, out of order
-    shares = [SequenceShard.of(cells, 12, None, rank, size) for rank in range(size)]
+    positions = torch.tensor([3, 4, 5, 5, 5, 11, 7, 0])  # of shared prompts: some repeat, out of order
+    shares = [SequenceShard.of(positions, 12, None, rank, size) for rank in range(size)]
     tokens = torch.arange(12)
     seen = [shard.slice_of(tokens)[shard.positions] for shard in shares]
     assert [len(part) for part in seen] == list(shares[0].counts)
-    assert all(torch.equal(part, cells[shard.local_index]) for part, shard in zip(seen, shares, strict=True))
-    assert all(torch.equal(torch.cat(seen)[shard.gather_index], cells) for shard in shares)
+    assert all(torch.equal(part, positions[shard.local_index]) for part, shard in zip(seen, shares, strict=True))
+    assert all(torch.equal(torch.cat(seen)[shard.gather_index], positions) for shard in shares)

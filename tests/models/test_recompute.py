@@ -16,8 +16,8 @@ def test_small_micro_batches_keep_their_activations(tmp_path, monkeypatch):
     per_cell = recompute.activation_bytes(model)
     assert per_cell == 2 * (12 * 64 + 4 * 128) * 4
     monkeypatch.setattr(recompute, "KEEP_BELOW_BYTES", 100 * per_cell)
-    for cells, expected in ((101, True), (100, False), (101, True)):
-        choice.choose(cells)
+    for num_tokens, expected in ((101, True), (100, False), (101, True)):
+        choice.choose(num_tokens)
         assert expected in checkpointed(model)
 
 

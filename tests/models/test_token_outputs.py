@@ -127,12 +127,12 @@ def test_whole_logits_are_never_held_forward_or_backward(monkeypatch, tmp_path, 
     make_tiny_model(tmp_path, vocab_size=vocab)
     model = load_model(ModelSpec(str(tmp_path)))
     monkeypatch.setitem(module._CHUNK_BYTES, "cpu", 64 * 4 * vocab)
-    ids, cells = torch.randint(4, 100, (2, 400)), torch.arange(799)
+    ids, positions = torch.randint(4, 100, (2, 400)), torch.arange(799)
     limit = 130 * vocab  # two chunks of 64 rows, of 799
     assert model.get_output_embeddings().weight.numel() < limit < 799 * vocab / 5
     head = OutputHead("fused")
     with Largest() as largest, kept_for_backward() as kept:
-        read = (model, ids, None, cells, ids.flatten()[1:], head, 1.0, want_entropy)
+        read = (model, ids, None, positions, ids.flatten()[1:], head, 1.0, want_entropy)
         reference = None
         if want_full_kl:
             with torch.no_grad():
@@ -238,14 +238,14 @@ def test_log_probs_of_right_padded_rows_are_those_of_the_models_own_logits(tmp_p
     assert (head.kind, head.scale, head.softcap) == HEADS.get(family, ("fused", 1.0, 0.0))
     ids = torch.randint(4, 100, (3, 20))
     lengths = [20, 11, 5]
-    cells = torch.cat([torch.arange(row * 20 + 1, row * 20 + length - 1) for row, length in enumerate(lengths)])
-    targets = ids.flatten()[cells + 1]
+    positions = torch.cat([torch.arange(row * 20 + 1, row * 20 + length - 1) for row, length in enumerate(lengths)])
+    targets = ids.flatten()[positions + 1]
     with torch.no_grad():
-        scores = token_outputs(model, ids, None, cells, targets, head, 0.8, True)
+        scores = token_outputs(model, ids, None, positions, targets, head, 0.8, True)
         for row, length in enumerate(lengths):
             logits = model(input_ids=ids[row : row + 1, :length]).logits[0, 1:-1]
             expected, entropy = full_log_probs(logits, ids[row, 2:length], 0.8, True)
-            here = cells // 20 == row
+            here = positions // 20 == row
             torch.testing.assert_close(scores.log_probs[here], expected, rtol=1e-4, atol=2e-5)
             torch.testing.assert_close(scores.entropy[here], entropy, rtol=1e-4, atol=2e-5)
 
@@ -254,10 +254,10 @@ def test_values_are_the_token_classifiers_own(tmp_path):
     make_tiny_model(tmp_path, "llama")
     model = load_model(ModelSpec(str(tmp_path), head="value")).eval()
     ids = torch.randint(4, 100, (2, 9))
-    cells = torch.tensor([0, 3, 8, 12])
+    positions = torch.tensor([0, 3, 8, 12])
     with torch.no_grad():
-        values = token_outputs(model, ids, None, cells, None, OutputHead("value"), 1.0, False).values
-        torch.testing.assert_close(values, model(input_ids=ids).logits.flatten()[cells])
+        values = token_outputs(model, ids, None, positions, None, OutputHead("value"), 1.0, False).values
+        torch.testing.assert_close(values, model(input_ids=ids).logits.flatten()[positions])
 
 
 def test_a_model_without_a_value_layer_is_refused(tmp_path):

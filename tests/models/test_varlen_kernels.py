@@ -106,7 +106,7 @@ def test_a_row_is_the_same_bit_by_bit_whatever_other_rows_hold():
 # -- what the CUDA kernels are called with ------------------------------------------------------------------------
 
 
-def stand_in(q, k, v, cu_q, cu_k, longest_q, longest_k, scale, window, softcap=0.0):
+def reference_kernel(q, k, v, cu_q, cu_k, longest_q, longest_k, scale, window, softcap=0.0):
     """What the CUDA kernels compute, and the shapes they ask for."""
     assert q.shape[-1] == k.shape[-1] == v.shape[-1] and q.shape[-1] % 8 == 0
     assert cu_q.dtype == cu_k.dtype == torch.int32
@@ -127,7 +127,7 @@ def test_torchs_kernel_is_asked_for_what_by_rows_computes(packing, takes_groups,
             assert args[0].shape[1] == args[1].shape[1] == args[2].shape[1]
         else:
             assert signature.bind(*args, **options).arguments["enable_gqa"]
-        return stand_in(*args, options["scale"], options["window_size"])
+        return reference_kernel(*args, options["scale"], options["window_size"])
 
     names = frozenset(signature.parameters) - (set() if takes_groups else {"enable_gqa"})
     monkeypatch.setattr(kernels, "_varlen", lambda: (kernel, names))
@@ -144,7 +144,7 @@ def test_torchs_kernel_is_asked_for_what_by_rows_computes(packing, takes_groups,
 def test_flash_attn_gets_the_options_of_the_row_by_row_kernel(scoring, monkeypatch):
     def kernel(*args, softmax_scale, causal, window_size, softcap):
         assert causal
-        return stand_in(*args, softmax_scale, window_size, softcap)
+        return reference_kernel(*args, softmax_scale, window_size, softcap)
 
     monkeypatch.setattr(kernels, "flash_attn_kernel", lambda: kernel)
     monkeypatch.setattr(kernels, "choose_kernel", lambda q, v, scoring: flash_attn)

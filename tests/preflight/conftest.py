@@ -122,7 +122,7 @@ def make_rows(number: int, source: str = "digits", start: int = 0) -> list[dict]
 
 @pytest.fixture(scope="session")
 def workplace(tmp_path_factory):
-    """Model, data and reward function of ``BASE``, and faulty ones beside them."""
+    """Model, data and reward function of ``BASE``, and faulty ones next to them."""
     folder = tmp_path_factory.mktemp("doctor")
     make_model(folder / "model", tokens=260)
     make_model(folder / "judge", architecture="Qwen2ForSequenceClassification", tokens=260)

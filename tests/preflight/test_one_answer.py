@@ -142,7 +142,7 @@ BAD = {
     "a folder of three parts": ([f"{MODEL}.path=data/models/nothere"], "a hub id such as Qwen/"),
     "a folder at home": ([f"{MODEL}.path=~/no/such/model"], "does not exist (looked from"),
     "a hub id, offline": ([f"{MODEL}.path=Nobody/No-Such-Model"], "HF_HUB_OFFLINE is set"),
-    "a hub id of nobody": ([f"{MODEL}.path=Nobody/No-Such-Model"], "has no such model, or shows it only", hub("no")),
+    "an unknown hub id": ([f"{MODEL}.path=Nobody/No-Such-Model"], "has no such model, or shows it only", hub("no")),
     "a file for a model": ([f"{MODEL}.path=model/config.json"], "is a file. Name the folder"),
     "no config.json": ([f"{MODEL}.path=no_config"], "holds no config.json"),
     "a broken config.json": ([f"{MODEL}.path=broken_config"], "cannot be read as JSON"),
@@ -206,7 +206,7 @@ BAD = {
     "a reward file that imports too much": ([f"{FN}.path=imports.py"], "no_such_package"),
     "a reward of other arguments": ([f"{FN}.path=reward.py", f"{FN}.name=scores_of"], "data_sources"),
     "a reward that fails": ([f"{FN}.path=reward.py", f"{FN}.name=fails_on_nothing"], "IndexError"),
-    "a source nobody scores": (["data.train_files=data/other_source.parquet"], "no built-in scorer for data_source"),
+    "a source without a scorer": (["data.train_files=data/other_source.parquet"], "no built-in scorer for data_source"),
     # data
     "no such file": (["data.train_files=data/trian.parquet"], "data/trian.parquet does not exist"),
     "no such validation file": (["data.val_files=data/tset.parquet"], "data/tset.parquet does not exist"),
@@ -214,14 +214,14 @@ BAD = {
     "an empty file": (["data.train_files=data/zero.parquet"], "is empty (0 bytes)"),
     "a file without rows": (["data.train_files=data/no_rows.parquet"], "holds no rows"),
     "an empty folder": (["data.train_files=data/nothing"], "holds no file ending in"),
-    "a file nobody may read": (["data.train_files=data/train.parquet"], "permission denied", unreadable),
+    "an unreadable file": (["data.train_files=data/train.parquet"], "permission denied", unreadable),
     "a broken file": (["data.train_files=broken.parquet"], "cannot be read as parquet"),
     "half a line": (["data.train_files=data/half.jsonl"], "1 of 73 rows cannot be used"),
     "a wrong prompt_key": (["data.prompt_key=question"], "data.prompt_key=question is not a column"),
     "a wrong source column": (["data.reward_fn_key=source"], "data.reward_fn_key=source is not a column"),
     "no column of goals": (["data.train_files=data/without_truth.parquet"], "has no column 'reward_model'"),
     "a row without a goal": (["data.train_files=data/no_goal.parquet"], "row 40: reward_model has no ground_truth"),
-    "a role of nobody": (["data.train_files=data/role.parquet"], "has the role 'usr' in message 0"),
+    "an unknown role": (["data.train_files=data/role.parquet"], "has the role 'usr' in message 0"),
     "an empty prompt": (["data.train_files=data/empty_prompt.parquet"], "1 of 72 rows cannot be used"),
     "prompts that are all too long": (
         ["data.train_files=data/long.parquet", "data.filter_overlong_prompts=true"],
@@ -233,7 +233,7 @@ BAD = {
         ["data.train_batch_size=128", "actor_rollout_ref.actor.ppo_mini_batch_size=128"],
         "is larger than the 64 rows",
     ),
-    "an agent nobody knows": (
+    "an unknown agent loop": (
         ["data.train_files=data/agent.parquet", "actor_rollout_ref.rollout.mode=async",
          "actor_rollout_ref.rollout.agent.agent_loop_config_path=loops.yaml"],
         "'my_agnt' of 64 rows is not a known agent loop",
@@ -243,7 +243,7 @@ BAD = {
         "agent_loop_config_path=loop.yaml does not exist",
     ),
     "no class of data": (["data.custom_cls.path=reward.py", "data.custom_cls.name=Mine"], "not defined in reward.py"),
-    "a service nobody offers": (
+    "an unknown service": (
         ["trainer.tracker_kwargs.wandb.base_url=http://127.0.0.1:9"],
         "no service answers at 127.0.0.1 port 9",
     ),
@@ -294,8 +294,8 @@ def doors(there, monkeypatch, capsys):
         for door, word in (("--check", "--check"), ("dry run", "trainer.dry_run=true"), ("run", None)):
             code, shown = job(*words, *filter(None, [word])), capsys.readouterr()
             shown = " ".join(f"{shown.out} {shown.err}".split())
-            told = [[text for text in texts if " ".join(text.split()) in shown] for texts in found["doctor"][1:]]
-            found[door] = (code, *told)
+            texts_shown = [[text for text in texts if " ".join(text.split()) in shown] for texts in found["doctor"][1:]]
+            found[door] = (code, *texts_shown)
         return found
 
     return read

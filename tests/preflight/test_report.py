@@ -96,7 +96,7 @@ def test_the_preview_shows_prompts_lengths_and_rewards(there):
     assert "tokens of 72 prompts" in shown and "reward  digits: 1 for known-good" in shown
 
 
-def test_what_nothing_reads_is_told_with_the_nearest_that_is_read(there, monkeypatch):
+def test_an_unread_option_is_reported_with_the_nearest_that_is_read(there, monkeypatch):
     from verl.config import unused_options
 
     key = "trainer.project_name"

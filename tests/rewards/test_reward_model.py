@@ -108,26 +108,26 @@ class SumOfBoth(NaiveRewardManager):
 '''
 
 
-@pytest.mark.parametrize("beside", [False, True])
-def test_a_manager_may_add_a_rule_to_the_model_also_beside_the_log_probs(beside, run, tmp_path, monkeypatch):
+@pytest.mark.parametrize("background", [False, True])
+def test_a_manager_may_add_a_rule_to_the_model_also_during_the_log_probs(background, run, tmp_path, monkeypatch):
     (tmp_path / "mix.py").write_text(MIX)
-    (tmp_path / f"managers_{beside}.py").write_text(MANAGER.replace("sum_of_both", f"sum_of_both_{beside}"))
+    (tmp_path / f"managers_{background}.py").write_text(MANAGER.replace("sum_of_both", f"sum_of_both_{background}"))
     monkeypatch.syspath_prepend(tmp_path)
     settings = {
         "custom_reward_function__path": str(tmp_path / "mix.py"),
-        "actor_rollout_ref__model__external_lib": f"managers_{beside}",
-        "reward_model__reward_manager": f"sum_of_both_{beside}",
-        "reward_model__launch_reward_fn_async": beside,
+        "actor_rollout_ref__model__external_lib": f"managers_{background}",
+        "reward_model__reward_manager": f"sum_of_both_{background}",
+        "reward_model__launch_reward_fn_async": background,
     }
     _, steps = run(**FEW, **settings)
     for step in steps:
         assert step["critic/score/mean"] == pytest.approx(5 + step["reward_model/score/mean"], rel=1e-4)
 
 
-def test_an_error_of_a_function_that_runs_beside_stops_the_run(run, tmp_path):
+def test_an_error_of_a_function_in_the_background_stops_the_run(run, tmp_path):
     (tmp_path / "bad.py").write_text(MIX.replace("return 5.0", "raise OSError('the judge is away')"))
     settings = {"custom_reward_function__path": str(tmp_path / "bad.py"), "reward_model__launch_reward_fn_async": True}
-    settings["reward_model__self_test"] = "off"  # or it would be told before the run
+    settings["reward_model__self_test"] = "off"  # or it would be refused before the run
     with pytest.raises(RewardError, match="the judge is away"):
         run(**FEW, **{**settings, "reward_model__enable": False})
 

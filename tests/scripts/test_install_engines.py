@@ -73,7 +73,7 @@ def test_with_a_gpu_the_cuda_build_is_held_to_our_versions(checkout):
     assert set(pins) == {line for line in (ROOT / "requirements.txt").read_text().splitlines() if "==" in line}
 
 
-def test_vllm_for_cuda_is_not_put_beside_a_cpu_torch(checkout):
+def test_vllm_for_cuda_is_not_installed_with_a_cpu_torch(checkout):
     (checkout / "bin" / "nvidia-smi").symlink_to(shutil.which("true"))
     done, calls = install(checkout, "vllm", STUB_BUILD="cpu")
     assert done.returncode == 1 and not calls

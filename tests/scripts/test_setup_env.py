@@ -11,7 +11,7 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parents[2]
-STAND_IN = """#!/bin/bash
+STUB = """#!/bin/bash
 if [ "$1" = --version ]; then echo "Python $STUB_VERSION"; exit 0; fi
 if [ "$1" = -c ]; then
     case $2 in
@@ -44,9 +44,9 @@ def checkout(tmp_path):
     (tmp_path / "bin").mkdir()
     for tool in ("bash", "cat", "cksum", "cp", "dirname", "grep", "mkdir", "rm", "sed", "uname"):
         (tmp_path / "bin" / tool).symlink_to(shutil.which(tool))
-    stand_in = tmp_path / "bin" / "python3"
-    stand_in.write_text(STAND_IN)
-    stand_in.chmod(0o755)
+    stub = tmp_path / "bin" / "python3"
+    stub.write_text(STUB)
+    stub.chmod(0o755)
     return tmp_path
 
 
@@ -136,7 +136,7 @@ def test_an_index_that_has_the_cpu_build_only_is_said_on_a_gpu_machine(checkout)
     assert done.returncode == 0 and "VERL_TORCH_INDEX=https://download.pytorch.org/whl/cu130" in done.stderr
 
 
-def test_a_driver_too_old_for_the_pinned_torch_is_told_before_anything_is_downloaded(checkout):
+def test_a_driver_too_old_for_the_pinned_torch_is_refused_before_anything_is_downloaded(checkout):
     gpu_machine(checkout, cuda="12.4")
     done, calls = set_up(checkout)
     assert done.returncode == 1 and not calls

@@ -144,7 +144,7 @@ def test_padding_rows_have_no_mask(start):
     assert masks == [{"response_mask": [4, 4], "loss_mask": [4, 4]}, {"response_mask": [4, 0], "loss_mask": [4, 0]}]
 
 
-def test_a_result_without_rows_keeps_its_facts(start):
+def test_a_result_without_rows_keeps_its_metadata(start):
     assert start(Splitter).metrics_only(rows(3)).meta_info["metrics"]["rows"] == [2]
 
 

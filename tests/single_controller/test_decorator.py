@@ -81,9 +81,9 @@ def test_mesh_functions_can_be_given_as_the_mode():
 
 
 def test_a_batch_without_rows_goes_to_every_rank():
-    facts = DataProto(meta_info={"step": 3})
-    (parts,), _ = resolve_mode(Dispatch.DP_COMPUTE_PROTO, None).dispatch_fn(Group(), facts)
-    assert parts == [facts] * 4
+    metadata = DataProto(meta_info={"step": 3})
+    (parts,), _ = resolve_mode(Dispatch.DP_COMPUTE_PROTO, None).dispatch_fn(Group(), metadata)
+    assert parts == [metadata] * 4
 
 
 def test_lists_of_the_wrong_length_say_how_long_they_must_be():

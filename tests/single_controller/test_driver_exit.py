@@ -138,5 +138,5 @@ def test_a_ray_driver_that_is_killed_takes_its_workers_along(sent):
     driver.send_signal(sent)
     end_of(driver)
     assert driver.returncode != 0
-    # Ray's agents see that their raylet is gone, but after a minute only
+    # Ray's agents see that their raylet has exited, but after a minute only
     assert_nothing_left(workers if sent == signal.SIGKILL else processes, before)

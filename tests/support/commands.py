@@ -21,9 +21,9 @@ def calls_of(script: Path, folder: Path, *arguments: str, environment: dict[str,
     calls = folder / "calls"
     calls.write_text("")
     for name in ("python", "python3"):
-        stand_in = folder / name
-        stand_in.write_text(NOTE_TAKER)
-        stand_in.chmod(0o755)
+        stub = folder / name
+        stub.write_text(NOTE_TAKER)
+        stub.chmod(0o755)
     env = {**os.environ, **(environment or {}), "PATH": f"{folder}:{os.environ['PATH']}", "CALLS": str(calls)}
     subprocess.run(["bash", str(script), *arguments], check=True, env=env, cwd=ROOT, capture_output=True, text=True)
     return [call.splitlines() for call in calls.read_text().split("== call\n")[1:]]

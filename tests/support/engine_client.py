@@ -41,12 +41,12 @@ class EngineClient:
         return await answer
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:
-        wanted = set(self._answers if request_ids is None else request_ids)
-        for item in [item for item in self._waiting if item[2] in wanted]:
+        names = set(self._answers if request_ids is None else request_ids)
+        for item in [item for item in self._waiting if item[2] in names]:
             self._waiting.remove(item)
             self._answer(item[2], Completion([], [] if item[3].sampling.want_log_probs else None, "abort"))
         heapq.heapify(self._waiting)
-        request_ids = [request_id for request_id, name in self._request_ids.items() if name in wanted]
+        request_ids = [request_id for request_id, name in self._request_ids.items() if name in names]
         self._end(self.engine.abort(request_ids))
 
     async def health(self) -> list[dict[str, Any]]:

@@ -73,7 +73,7 @@ def film(count: int, width: int, height: int, fps: float, seed: int) -> Video:
 
 def video_row(text: str, images: list[Image.Image], videos: list[tuple], index: int = 0) -> dict[str, Any]:
     """A row whose videos are stored as frames."""
-    held = [film(*facts) for facts in videos]
+    held = [film(*video) for video in videos]
     stored = [{"frames": [png(frame) for frame in video.frames], "fps": video.fps} for video in held]
     return image_row(text, images, index, videos=stored)
 
@@ -105,10 +105,10 @@ def asked(
     rendered = processor.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
     shown: dict[str, Any] = {"images": images or None}
     if videos:
-        films = [film(*facts) for facts in videos]
-        facts = [{"fps": one.fps, "total_num_frames": len(one.frames)} for one in films]
+        films = [film(*video) for video in videos]
+        metadata = [{"fps": one.fps, "total_num_frames": len(one.frames)} for one in films]
         shown |= {"videos": [list(one.frames) for one in films], "do_sample_frames": False}
-        shown["video_metadata"] = [{**fact, "frames_indices": list(range(fact["total_num_frames"]))} for fact in facts]
+        shown["video_metadata"] = [{**one, "frames_indices": list(range(one["total_num_frames"]))} for one in metadata]
     return rendered, dict(processor(text=[rendered], return_tensors="pt", **shown))
 
 

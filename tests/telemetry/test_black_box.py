@@ -16,7 +16,7 @@ def box():
     box.close()
 
 
-def test_facts_are_added_taken_away_and_forgotten():
+def test_notes_are_added_removed_and_cleared():
     box = BlackBox()
     assert box.read().facts == {}
     box.note(engine="hf", requests=3)

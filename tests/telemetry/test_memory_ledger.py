@@ -21,7 +21,7 @@ def test_a_phase_that_holds_more_is_seen():
     assert after.host - before.host > 0.9 * kept.nbytes and after.parts == {"weights": 7}
     with ledger.phase("later"):
         pass
-    assert ledger.take()[0].parts == {}  # parts are told once
+    assert ledger.take()[0].parts == {}  # parts are reported once
     assert ledger.take() == []
 
 

@@ -139,7 +139,7 @@ def test_the_summary_says_before_and_after_where_things_lie_and_how_to_go_on(mon
     assert words[3:] == [*finished_run(tmp_path).overrides, *GPU], "of two settings of a key the last one holds"
 
 
-def test_the_command_to_go_on_is_left_as_a_script_beside_the_checkpoint(monkeypatch, tmp_path):
+def test_the_command_to_resume_is_left_as_a_script_next_to_the_checkpoint(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run").mkdir()
     stream = io.StringIO()
@@ -149,11 +149,11 @@ def test_the_command_to_go_on_is_left_as_a_script_beside_the_checkpoint(monkeypa
         "The same on a GPU, from the start and in a folder of its own:\n"
         "  bash run/command.sh trainer.device=cuda trainer.default_local_dir=run-gpu\n"
     )
-    stand_in = tmp_path / "python"
-    stand_in.write_text('#!/bin/sh\npwd\necho "$@"\n')
-    stand_in.chmod(0o755)
+    stub = tmp_path / "python"
+    stub.write_text('#!/bin/sh\npwd\necho "$@"\n')
+    stub.chmod(0o755)
     script = tmp_path / "run" / "resume.sh"
-    script.write_text(script.read_text().replace(sys.executable, str(stand_in)))
+    script.write_text(script.read_text().replace(sys.executable, str(stub)))
     done = subprocess.run(["bash", str(script), "a=1"], cwd="/", capture_output=True, text=True, check=True)
     assert done.stdout.splitlines() == [
         str(tmp_path),

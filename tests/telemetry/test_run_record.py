@@ -55,11 +55,11 @@ def test_the_command_starts_the_run_again_and_takes_further_options(run, tmp_pat
     context, folder = run
     with context():
         pass
-    stand_in = tmp_path / "python"
-    stand_in.write_text('#!/bin/sh\nfor word in "$@"; do echo "$word"; done\n')
-    stand_in.chmod(0o755)
+    stub = tmp_path / "python"
+    stub.write_text('#!/bin/sh\nfor word in "$@"; do echo "$word"; done\n')
+    stub.chmod(0o755)
     script = folder / "command.sh"
-    script.write_text(script.read_text().replace(sys.executable, str(stand_in)))
+    script.write_text(script.read_text().replace(sys.executable, str(stub)))
     done = subprocess.run(["bash", str(script), "a=1"], cwd="/", capture_output=True, text=True, check=True)
     assert done.stdout.splitlines() == ["-m", "verl.trainer.main_ppo", *WORDS, "a=1"]
 

@@ -58,12 +58,12 @@ def one_rank(job):
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_drawn_mini_batches_and_their_order_do_not_depend_on_the_ranks(ranks, one_rank, job):
+def test_shuffled_mini_batches_and_their_order_do_not_depend_on_the_ranks(ranks, one_rank, job):
     _, steps = job(**DRAWN, trainer__n_gpus_per_node=ranks)
     names = {"critic/score/mean": 0, "actor/pg_loss": 1e-3, "actor/grad_norm": 1e-3, "critic/vf_loss": 1e-3}
     for name, tolerance in {**names, "critic/grad_norm": 1e-3, "actor/entropy": 1e-4}.items():
-        wanted = [step[name] for step in one_rank]
-        assert [step[name] for step in steps] == pytest.approx(wanted, rel=tolerance, abs=2e-6), name
+        expected = [step[name] for step in one_rank]
+        assert [step[name] for step in steps] == pytest.approx(expected, rel=tolerance, abs=2e-6), name
     assert steps[0]["global_seqlen/cost_max_over_mean"] >= 1
     if ranks == 3:  # two rows at a time
         assert steps[0]["global_seqlen/balanced_cost_max_over_mean"] >= 1.5

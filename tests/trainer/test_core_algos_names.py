@@ -80,11 +80,11 @@ def test_parts_of_a_sum_add_up_over_ranks_whose_gradients_are_averaged(mode):
     assert sum(parts) / 4 == core_algos.agg_loss(loss, mask, mode) == (36 if mode == "token-sum" else 18)
 
 
-def test_the_constant_divisor_is_of_the_mean_over_all_responses_where_their_number_is_told():
+def test_the_constant_divisor_is_of_the_mean_over_all_responses_where_their_number_is_given():
     loss, mask = torch.ones(2, 4), torch.ones(2, 4)
     mode = "seq-mean-token-sum-norm"
-    told = core_algos.agg_loss(loss, mask, mode, dp_size=2, global_batch_size=4, loss_scale_factor=8)
-    assert told == 2 * (8 / 8) / 4
+    scaled = core_algos.agg_loss(loss, mask, mode, dp_size=2, global_batch_size=4, loss_scale_factor=8)
+    assert scaled == 2 * (8 / 8) / 4
 
 
 @pytest.mark.parametrize(
@@ -110,12 +110,12 @@ def test_kl_without_its_straight_through_gradient():
     assert (own.item(), followed.item()) == (1.0, 0.5)
 
 
-def test_pf_ppo_draws_rows_by_their_scores():
+def test_pf_ppo_samples_rows_by_their_scores():
     data = batch_of([1, 1, 1, 1], [1, 1, 1, 1], 1, 2)
     data.put("token_level_scores", torch.tensor([[0.0, 0], [2.0, 0], [0.0, 0], [-2.0, 0]]))
     torch.manual_seed(0)
-    drawn = core_algos.compute_pf_ppo_reweight_data(data, "pow", 2.0)
-    assert len(drawn) == 4 and set(drawn.column("row").tolist()) <= {1, 3}
+    resampled = core_algos.compute_pf_ppo_reweight_data(data, "pow", 2.0)
+    assert len(resampled) == 4 and set(resampled.column("row").tolist()) <= {1, 3}
     with pytest.raises(ValueError, match="reweight_method=top is not known"):
         core_algos.compute_pf_ppo_reweight_data(data, "top")
 

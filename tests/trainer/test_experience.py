@@ -102,7 +102,7 @@ def test_an_estimator_that_gives_nan_or_infinity_is_named_with_the_row(bad):
 
 
 def with_masks(masks, padding=0):
-    """Rows of a prompt of one token, under response masks given as text; all siblings, with what estimators read."""
+    """Rows of a prompt of one token, under response masks given as text; one group, with what estimators read."""
     width = max(map(len, masks)) + padding
     data = batch_of([1] * len(masks), list(map(len, masks)), 1, width)
     mask = torch.zeros(len(masks), width, dtype=torch.long)
@@ -160,7 +160,7 @@ def test_no_reward_is_lost_or_moved_by_any_mask(name, masks, seed):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_reward_on_a_tools_last_token_teaches_whoever_calls_the_estimators_alone(name):
+def test_a_reward_on_a_tools_last_token_counts_where_the_estimators_are_called_alone(name):
     masks, scores = ["110", "1100", "10"], [1.0, 0.0, -1.0]
     on_last, on_own = with_masks(masks), with_masks(masks)
     for data, places in ((on_last, (2, 3, 1)), (on_own, (1, 1, 0))):

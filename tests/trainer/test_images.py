@@ -83,7 +83,7 @@ def test_two_steps_go_the_same_way_however_the_rows_are_dealt(way, task, tmp_pat
     assert run(task, tmp_path, **settings, **OTHER_WAYS[way]) == pytest.approx(plain)
 
 
-def test_a_batch_drawn_ahead_saw_the_images(task, tmp_path):
+def test_a_batch_generated_ahead_saw_the_images(task, tmp_path):
     """The first batch, which nothing precedes: its log-probs are those of the trainer."""
     settings = {"actor_rollout_ref__hybrid_engine": False, f"{ROLLOUT}__n_gpus_per_node": 1}
     run(task, tmp_path, **settings, **{f"{ROLLOUT}__async_ratio": 1, "trainer__total_training_steps": 1})

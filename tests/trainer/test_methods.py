@@ -9,7 +9,7 @@ from verl.config.checks.support import built_names
 
 REWARD = '''
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-    """Two rewards beside the score, for estimators that combine several."""
+    """Two rewards other than the score, for estimators that combine several."""
     digits, length = sum(c.isdigit() for c in solution_str), len(solution_str)
     return {"score": digits / 8, "digits": float(digits), "brevity": -float(length)}
 '''

@@ -128,9 +128,9 @@ def test_throughput_is_tokens_per_second_and_device():
     assert metrics == {"perf/total_num_tokens": 11, "perf/time_per_step": 2.0, "perf/throughput": 2.75}
 
 
-def bootstrap_by_definition(data, k, reduce, draws=1000, seed=42):
+def bootstrap_by_definition(data, k, reduce, resamples=1000, seed=42):
     random = np.random.RandomState(seed)
-    results = [reduce([data[i] for i in random.choice(len(data), k, replace=True)]) for _ in range(draws)]
+    results = [reduce([data[i] for i in random.choice(len(data), k, replace=True)]) for _ in range(resamples)]
     return np.mean(results), np.std(results)
 
 

@@ -1,4 +1,4 @@
-"""A rollout that draws with other probabilities than the actor's is found, with its worst tokens and its causes."""
+"""A rollout that samples with other probabilities than the actor's is found, with its worst tokens and its causes."""
 
 import json
 
@@ -94,7 +94,7 @@ def test_causes_of_another_engine(config):
     assert "vllm computes this model otherwise" in causes[2]
 
 
-def test_a_run_that_draws_from_a_cut_distribution_is_warned(task, tmp_path, capsys):
+def test_a_run_that_samples_from_a_truncated_distribution_is_warned(task, tmp_path, capsys):
     keys = {"calculate_log_probs": True, "top_k": 2}
     run_job(
         overrides(

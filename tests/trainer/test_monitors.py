@@ -60,10 +60,10 @@ def test_a_run_says_that_its_reward_is_the_same_for_all(tmp_path, monkeypatch, c
         custom_reward_function__path=str(reward),
     )
     run_job(words)
-    told = capfd.readouterr()
+    output = capfd.readouterr()
     assert "step 5: in 5 of the last 5 steps all responses to each prompt had the same reward (mean 0.5)" in (
-        told.out + told.err
+        output.out + output.err
     )
-    assert "5 of 5 steps had advantages of 0 only and taught nothing" in told.out + told.err
+    assert "5 of 5 steps had advantages of 0 only and taught nothing" in output.out + output.err
     rows = [row["data"] for row in read_metrics(tmp_path / "metrics.jsonl")]
     assert all(row["batch/zero_std_ratio"] == 1 and row["batch/zero_advantage_ratio"] == 1 for row in rows[-5:])

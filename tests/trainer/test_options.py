@@ -349,7 +349,7 @@ def test_a_resumed_run_says_what_was_not_loaded(run, capsys):
 # -- algorithms -------------------------------------------------------------------------------------------------------
 
 
-def test_a_critic_may_be_trained_beside_any_estimator(run):
+def test_a_critic_may_be_trained_with_any_estimator(run):
     _, steps = run(**{**GAE, "algorithm__adv_estimator": "grpo", "critic__enable": True})
     assert {"critic/vf_loss", "critic/values/mean", "critic/vf_explained_var"} <= steps[2].keys()
 
@@ -365,19 +365,19 @@ def test_during_the_warm_up_only_the_critic_learns(run):
     assert all("critic/grad_norm" in steps[step] for step in (1, 2))
 
 
-def test_policy_filtration_updates_on_rows_drawn_by_score(run, monkeypatch, tmp_path):
+def test_policy_filtration_updates_on_rows_sampled_by_score(run, monkeypatch, tmp_path):
     from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 
     seen = {}
 
     def resampled(self, batch, original=RayPPOTrainer.resampled):
-        drawn = original(self, batch)
+        filtered = original(self, batch)
         for name in ("before", "after"):
-            rows = {"before": batch, "after": drawn}[name]
+            rows = {"before": batch, "after": filtered}[name]
             seen.setdefault(name, []).append(rows.column("token_level_scores").sum(-1).tolist())
-        assert drawn.meta_info["global_token_num"] == drawn.column("attention_mask").sum(-1).tolist()
-        assert len(batch.meta_info["global_token_num"]) == len(batch) == len(drawn) == 16
-        return drawn
+        assert filtered.meta_info["global_token_num"] == filtered.column("attention_mask").sum(-1).tolist()
+        assert len(batch.meta_info["global_token_num"]) == len(batch) == len(filtered) == 16
+        return filtered
 
     monkeypatch.setattr(RayPPOTrainer, "resampled", resampled)
     settings = {**GAE, "algorithm__use_pf_ppo": True, "algorithm__pf_ppo__reweight_method": "max_min"}
@@ -661,7 +661,7 @@ def test_long_prompts_stop_the_run_or_are_left_out(run, tmp_path):
     assert 0 < len(trainer.train_dataset) < 64
 
 
-def test_gen_batch_size_is_what_a_step_draws(run, tmp_path):
+def test_gen_batch_size_is_what_a_step_generates(run, tmp_path):
     run(data__gen_batch_size=8, trainer__rollout_data_dir=str(tmp_path / "dump"))
     assert len(rows(tmp_path / "dump" / "1.jsonl")) == 32
 
@@ -757,7 +757,7 @@ def test_an_external_library_brings_names_of_its_own(run, tmp_path, monkeypatch)
     assert library_of_options.ListBackend.lines[0][1]["critic/advantages/mean"] == 5
 
 
-def test_a_logger_whose_package_is_missing_is_told_before_models_load(run, monkeypatch):
+def test_a_logger_whose_package_is_missing_is_refused_before_models_load(run, monkeypatch):
     import sys
 
     from verl.trainer.ppo.ray_trainer import RayPPOTrainer

@@ -66,7 +66,7 @@ def test_weights_reach_the_policy_loss_exactly_once(plain, job, monkeypatch):
     assert step["actor/grad_norm"] == pytest.approx(2 * plain[1][0]["actor/grad_norm"], rel=1e-4)
 
 
-def test_a_sampler_that_draws_otherwise_is_weighed_and_the_cut_of_the_batch_does_not_matter(job):
+def test_rollout_mismatch_is_weighted_and_the_split_of_the_batch_does_not_matter(job):
     settings = {**ANOTHER_SAMPLER, f"{CORRECTION}rollout_is": "token", f"{CORRECTION}rollout_rs": "token"}
     settings[f"{CORRECTION}rollout_rs_threshold_lower"] = 0.0725
     runs = [job(**settings, **{f"{ACTOR}ppo_micro_batch_size_per_gpu": size})[1] for size in (1, 8)]

@@ -83,8 +83,8 @@ def test_a_run_that_dies_in_its_first_seconds_leaves_its_folder(task, tmp_path):
     assert done.returncode == 1
     folder = tmp_path / "run"
     log = (folder / "run.log").read_text()
-    told = [line for line in done.stderr.splitlines() if line.startswith(("verl ", "warning: ", "OSError: "))]
-    assert len(told) > 1 and all(line in log for line in told) and "OSError: the licence server is away" in log
+    shown = [line for line in done.stderr.splitlines() if line.startswith(("verl ", "warning: ", "OSError: "))]
+    assert len(shown) > 1 and all(line in log for line in shown) and "OSError: the licence server is away" in log
     assert "falls_over" in (folder / "command.sh").read_text() and (folder / "config.yaml").exists()
     assert json.loads((folder / "environment.json").read_text())["packages"]["torch"]
 

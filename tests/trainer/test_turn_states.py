@@ -59,7 +59,7 @@ def test_states_come_from_the_reward_function_the_data_or_a_column(add):
     assert gigpo_metrics(data) == {"gigpo/turns_per_response": 2, "gigpo/shared_state_fraction": 1}
 
 
-def test_an_agent_loop_hands_them_over_beside_its_tokens():
+def test_an_agent_loop_returns_them_with_its_tokens():
     prompts = DataProto(non_tensor_batch={"raw_prompt_ids": column([[1, 2], [1, 2]])})
     outputs = [
         AgentLoopOutput([1, 2], [3, 4, 5], [1, 0, 1], extra_fields={"turn_state_ids": states}) for states in STATES

@@ -130,7 +130,7 @@ def test_shared_memory_too_small_is_reported_with_the_remedy(tmp_path, monkeypat
     assert not list((tmp_path / "shm").rglob("model*"))
 
 
-def test_a_copy_that_was_cut_off_is_made_anew(tmp_path, monkeypatch):
+def test_a_copy_that_was_cut_off_is_made_again(tmp_path, monkeypatch):
     monkeypatch.setattr(fs, "SHM_ROOT", str(tmp_path / "shm"))
     source = tmp_path / "model"
     source.mkdir()

@@ -1,4 +1,4 @@
-"""Small leaves: model facts, precisions, devices, operation counts, the tiny model."""
+"""Small leaves: model sizes, precisions, devices, operation counts, the tiny model."""
 
 from types import SimpleNamespace
 

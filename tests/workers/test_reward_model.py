@@ -136,7 +136,7 @@ def conversations(answers=("hello", "2 + 2 = 4")):
     return policy, data
 
 
-def test_a_conversation_is_written_anew_in_the_judges_template():
+def test_a_conversation_is_rendered_again_in_the_judges_template():
     policy, data = conversations()
     judge = make_tokenizer("byte")
     judge.chat_template = JUDGES_TEMPLATE

@@ -306,7 +306,7 @@ def clip_tokens(x: Tensor, response_mask: Tensor, bound: float) -> tuple[Tensor,
         "A to mean 0 and variance 1 over the tokens of the step; null: as the estimator does, false: not even that",
         "steps of one size whatever the rewards",
         "arXiv:2006.05990",
-        "test_reward_shaping.py::test_estimators_that_whiten_can_be_told_not_to",
+        "test_reward_shaping.py::test_whitening_can_be_switched_off",
         options="algorithm.advantage.whiten",
     ),
 )

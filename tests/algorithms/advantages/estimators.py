@@ -111,7 +111,7 @@ BY_HAND = {
 }
 
 BY_HAND["tir_optimal_token_baseline"] = BY_HAND["optimal_token_baseline"]
-# "a" scores 1.5, -0.5, 0.25; its first turns are worth 1.4, -0.5, 0.25; nobody else met the state of row 0's second
+# "a" scores 1.5, -0.5, 0.25; its first turns are worth 1.4, -0.5, 0.25; no other row met the state of row 0's second
 BY_HAND["gigpo"] = (
     [
         [2.134577, 2.134577, 0, 1.072221, 1.072221, 0],

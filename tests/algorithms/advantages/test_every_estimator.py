@@ -112,9 +112,9 @@ def test_what_stands_on_observation_tokens_has_no_influence(name):
 
 @pytest.mark.parametrize("length", [0, 2, 9])
 def test_how_long_an_observation_is_does_not_matter_nor_if_it_is_there_but_to_turns(name, length):
-    wanted = [0, 1, *[2] * length, 3, 4, 5]  # the column between the turns of row 0, again or not at all
+    order = [0, 1, *[2] * length, 3, 4, 5]  # the column between the turns of row 0, again or not at all
     if length == 0 and "turn" in CREDIT[name]:
-        wanted.insert(2, 2)  # turns are what observations make them
+        order.insert(2, 2)  # turns are what observations make them
     rows = torch.tensor([0, 2])
     (mask, rewards), index = (x[rows] for x in (MASK, REWARDS)), INDEX[rows.numpy()]
     mask, rewards = mask.clone(), rewards.clone()
@@ -122,9 +122,9 @@ def test_how_long_an_observation_is_does_not_matter_nor_if_it_is_there_but_to_tu
     columns = {k: v[rows] for k, v in COLUMNS.items()}
     extras = {k: v[rows.numpy()] for k, v in EXTRAS.items()}
     before = call(name, rewards, mask, index, columns, extras)
-    wide = reshaped(lambda x: x[:, wanted], mask, rewards, mask, columns)
+    wide = reshaped(lambda x: x[:, order], mask, rewards, mask, columns)
     for a, b in zip(before, call(name, wide[0], wide[1], index, wide[2], extras), strict=True):
-        assert_close(a[:, wanted], b)
+        assert_close(a[:, order], b)
 
 
 def test_returns_cross_an_observation_backwards_only_and_never_get_lost_there(name):
@@ -164,7 +164,7 @@ def test_groups_of_one_are_judged_as_each_row_alone(name):
 
 
 @pytest.mark.parametrize("reward", [0.0, 1.0, 0.1, -3.7])
-def test_equal_rewards_teach_nothing_to_whoever_compares(name, reward):
+def test_equal_rewards_give_zero_to_estimators_that_compare(name, reward):
     lengths = [3] * 21 if CREDIT[name] != "response" else [2, 5, 3, 5, 1, 4, 5] * 3
     mask = (torch.arange(5) < torch.tensor(lengths)[:, None]).long()
     rewards = torch.zeros(21, 5)

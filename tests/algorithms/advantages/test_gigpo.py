@@ -66,7 +66,7 @@ def test_responses_of_one_turn_need_no_states_and_get_both_weights_times_grpo():
     grpo = compute_grpo_outcome_advantage(rewards, mask, index)[0]
     ours = compute_gigpo_outcome_advantage(rewards, mask, index, episode_weight=0.5, step_weight=2.0)[0]
     assert_close(ours[[0, 1, 3]], 2.5 * grpo[[0, 1, 3]])
-    assert_close(ours[2], 0.5 * grpo[2])  # alone: nobody else begins with its prompt
+    assert_close(ours[2], 0.5 * grpo[2])  # alone: no other row begins with its prompt
     assert_close(compute_gigpo_outcome_advantage(rewards, mask, index, [["here"]] * 4, 0.9, 0.5, 2.0)[0], ours)
 
 

@@ -18,6 +18,6 @@ def test_grpo_passk_by_hand_pays_only_the_lead_of_the_best(by_std, expected):
     assert torch.equal(advantages, returns)
 
 
-def test_grpo_passk_pays_nobody_for_a_tie():
+def test_grpo_passk_gives_zero_for_a_tie():
     rewards, mask = outcome([1.0, 1.0, 0.0], [1, 2, 3])
     assert (compute_grpo_passk_outcome_advantage(rewards, mask, np.zeros(3))[0] == 0).all()

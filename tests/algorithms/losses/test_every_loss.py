@@ -429,7 +429,7 @@ def test_a_missing_config_is_said(name):
 # ------------------------------------------------------------------------------------------------- choice of tokens
 
 
-def test_clip_cov_chooses_the_asked_share_among_candidates_and_anew_with_every_batch():
+def test_clip_cov_chooses_the_requested_share_of_candidates_and_others_with_every_batch():
     g = torch.Generator().manual_seed(0)
     log_prob, adv = -torch.rand(4000, generator=g), torch.randn(4000, generator=g)
     config = actor("clip_cov", policy_loss__clip_cov_ratio=0.01, policy_loss__clip_cov_ub=9.0)

@@ -1,4 +1,4 @@
-"""Stands beside a reward file."""
+"""A module next to a reward file."""
 
 
 def count_digits(text):

@@ -22,7 +22,7 @@ def config_of(translation, *words):
     return loaded.config
 
 
-def test_an_rlvr_file_is_told_in_full():
+def test_an_rlvr_file_is_reported_in_full():
     translation = translate(*read_roll(RLVR))
     assert translation.refusals == []
     config = config_of(translation)

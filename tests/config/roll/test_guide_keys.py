@@ -180,21 +180,21 @@ KEYS = [
 ]  # fmt: skip
 
 
-def translation(key, value, beside):
+def translation(key, value, others):
     """What a file says that has ``key`` and little else."""
     role = key.partition(".")[0]
     tree = {"actor_infer": {}, "adv_estimator": "reinforce", "rollout_batch_size": 128,
             "actor_train": {"training_args": {"gradient_accumulation_steps": 16}}}  # fmt: skip
     if role.endswith("_env_manager"):
         put_key(tree, "actor_train.training_args.gradient_accumulation_steps", 1)
-    if "strategy_name" in beside:
-        put_key(tree, f"{role}.strategy_args", dict(beside))
+    if "strategy_name" in others:
+        put_key(tree, f"{role}.strategy_args", dict(others))
     else:
-        overlay(tree, {name: dict(item) if isinstance(item, dict) else item for name, item in beside.items()})
+        overlay(tree, {name: dict(item) if isinstance(item, dict) else item for name, item in others.items()})
     if at_key(tree, key) is None:
         put_key(tree, key, value)
     put_key(tree, key, value)
-    return translate(tree, words=[f"{A}.strategy=fsdp2"] if beside is MEGATRON else [])
+    return translate(tree, words=[f"{A}.strategy=fsdp2"] if others is MEGATRON else [])
 
 
 def role_of(key):
@@ -202,17 +202,17 @@ def role_of(key):
     return key.partition(".")[0] if "env_manager" in key else key
 
 
-@pytest.mark.parametrize(("key", "value", "beside", "wanted"), KEYS, ids=lambda item: str(item)[:40])
-def test_a_key_of_the_guides_does_what_it_says_or_says_why_not(key, value, beside, wanted):
-    found = translation(key, value, beside)
-    if isinstance(wanted, str):
+@pytest.mark.parametrize(("key", "value", "others", "expected"), KEYS, ids=lambda item: str(item)[:40])
+def test_a_key_of_the_guides_does_what_it_says_or_says_why_not(key, value, others, expected):
+    found = translation(key, value, others)
+    if isinstance(expected, str):
         place = role_of(key)
-        assert any(text.startswith(place) and wanted in text for text in found.refusals), found.refusals
+        assert any(text.startswith(place) and expected in text for text in found.refusals), found.refusals
         return
     of_this_key = [text for text in found.refusals if text.startswith(f"{key}=") or "no key of" in text]
     assert not of_this_key, found.refusals
     words = dict(text.split("=", 1) for text in found.words)
-    for option, becomes in wanted.items():
+    for option, becomes in expected.items():
         if becomes is None and option not in words:
             continue
         assert words.get(option) == word(option, becomes).partition("=")[2], (option, words.get(option))
@@ -221,8 +221,8 @@ def test_a_key_of_the_guides_does_what_it_says_or_says_why_not(key, value, besid
 
 
 def test_every_word_that_any_key_becomes_is_an_option():
-    for key, value, beside, _ in KEYS:
-        for text in translation(key, value, beside).words:
+    for key, value, others, _ in KEYS:
+        for text in translation(key, value, others).words:
             assert locate(PPOConfig, text.partition("=")[0]).kind != "unknown", text
 
 

@@ -23,10 +23,10 @@ def write(tmp_path):
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_a_file_starts_with_the_words_its_refusal_asks_for(write, name):
-    changes, wanted = SHAPES[name]
+    changes, expected = SHAPES[name]
     path = write(shape(changes))
     found = translate_file(path)
-    assert found.added == wanted, found.refusals
+    assert found.added == expected, found.refusals
     for word in found.added:
         assert any(word in refusal for refusal in found.refusals)
     found = translate_file(path, found.added)
@@ -38,7 +38,7 @@ def test_a_file_starts_with_the_words_its_refusal_asks_for(write, name):
 def test_domains_become_sources_shares_and_rules(write):
     path = write(shape({}))
     config = load(translate_file(path, SHAPES["five domains"][1]).words).config
-    assert config.data.domains["math_rule"] == ["deepmath_103k", "aime", "*"], "tags that nobody lists are its own"
+    assert config.data.domains["math_rule"] == ["deepmath_103k", "aime", "*"], "tags listed by no worker are its own"
     assert config.data.domains["code_sandbox"] == ["KodCode"] and config.data.reward_fn_key == "tag"
     assert config.data.mixture == {"crossthinkqa/*": 0.1, "ifeval/*": 0.1, "math_rule/*": 0.4, "code_sandbox/*": 0.3,
                                    "llm_judge/*": 0.1}  # fmt: skip
@@ -58,14 +58,14 @@ def test_a_domain_may_be_left_out_and_the_last_takes_the_rest(write):
     changes = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
     path = write(shape({"actor_train.strategy_args.strategy_config": changes}))
     found = translate_file(path, ["rewards.llm_judge=null", "actor_train.strategy_args.strategy_name=fsdp2_train"])
-    assert found.refusals == [], "Megatron's settings beside fsdp2_train are said, not refused"
+    assert found.refusals == [], "Megatron's settings with fsdp2_train are reported, not refused"
     assert any("fsdp2 shards the model" in note for note in found.notes)
     shares = load(found.words).config.data.mixture
     assert shares["ifeval/*"] == 0.2 and sum(shares.values()) == pytest.approx(1)
     assert any("ifeval gets 0.2" in note for note in found.notes)
 
 
-def test_megatrons_settings_are_one_sentence_beside_fsdp2(write):
+def test_megatrons_settings_are_one_sentence_with_fsdp2(write):
     changes, words = SHAPES["mixture of experts"]
     path = write(shape(changes))
     (refusal,) = translate_file(path).refusals

@@ -94,12 +94,12 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_faulty_function_is_an_error_with_its_row(fault, tmp_path):
-    body, told = FAULTS[fault]
+    body, message = FAULTS[fault]
     (tmp_path / "reward.py").write_text(f"def compute_score(ground_truth, **sample):\n    {body}\n")
     function = reward_function(read_options([f"reward={tmp_path}/reward.py"])[0])
     begin = time.monotonic()
     [error, *_], _ = scored(function, timeout_s=0.3 if fault == "hangs" else 10.0).problems()
-    assert told in error and time.monotonic() - begin < 5
+    assert message in error and time.monotonic() - begin < 5
     function.pool.close()
 
 

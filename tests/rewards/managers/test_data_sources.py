@@ -1,4 +1,4 @@
-"""A data source that nobody scores stops a run before it loads a model."""
+"""A data source without a scorer stops a run before it loads a model."""
 
 import json
 from types import SimpleNamespace
@@ -95,7 +95,7 @@ def test_rows_of_a_dataset_of_the_users_are_looked_at_when_they_come():
         RolloutBuffer.generate(SimpleNamespace(config=rollout(mode="sync")), rows, 1, 1)
 
 
-def test_an_unknown_agent_loop_is_told_before_a_model_is_loaded(agents, tmp_path):
+def test_an_unknown_agent_loop_is_refused_before_a_model_is_loaded(agents, tmp_path):
     with pytest.raises(ValueError, match="agent_name='asks_twise' is not a known agent loop"):
         check_agent_names(rollout(mode="async"), [agents("asks_twise")])
     (tmp_path / "loops.py").write_text(LOOP)
@@ -105,7 +105,7 @@ def test_an_unknown_agent_loop_is_told_before_a_model_is_loaded(agents, tmp_path
         check_agent_names(config, [agents("asks_twise")])
 
 
-def test_a_wrong_default_agent_loop_is_told_with_the_data():
+def test_a_wrong_default_agent_loop_is_refused_with_the_data():
     config = rollout(mode="async", **{"agent.default_agent_loop": "nobody"})
     assert "'nobody' is not a known agent loop" in agent_name_problem(config.actor_rollout_ref.rollout, [])
     with pytest.raises(ValueError, match="'nobody' is not a known agent loop"):

@@ -1,4 +1,4 @@
-"""The managers beside naive and batch, and functions chosen by data source."""
+"""The managers other than naive and batch, and functions chosen by data source."""
 
 import threading
 import time

@@ -110,9 +110,9 @@ def compute_scores(data_sources, solution_strs, ground_truths, extra_infos, log)
 """
 
 
-@pytest.mark.parametrize("beside", [False, True])
-def test_async_rewards_are_computed_while_log_probs_are(task, tmp_path, monkeypatch, beside):
-    """On the timeline: in turn the call ends before the models are asked; beside them, it is under way meanwhile."""
+@pytest.mark.parametrize("background", [False, True])
+def test_async_rewards_are_computed_while_log_probs_are(task, tmp_path, monkeypatch, background):
+    """On the timeline: in turn the call ends before the models are asked; in the background it runs meanwhile."""
     spans = []
 
     def timed(self, batch, evaluate=RayPPOTrainer.evaluate):
@@ -128,16 +128,16 @@ def test_async_rewards_are_computed_while_log_probs_are(task, tmp_path, monkeypa
         SLOW,
         custom_reward_function__name="compute_scores",
         reward_model__reward_manager="batch",
-        reward_model__launch_reward_fn_async=beside,
+        reward_model__launch_reward_fn_async=background,
         reward_model__self_test="off",
         **{"+custom_reward_function__reward_kwargs__log": tmp_path / "log"},
     )
     calls = [tuple(map(float, line.split())) for line in (tmp_path / "log").read_text().splitlines()]
     assert len(calls) == len(spans) == 2
     for (begin, end), (asked, answered) in zip(calls, spans, strict=True):
-        if beside:
+        if background:
             assert begin < answered and asked < end
         else:
             assert end <= asked
     waited = trainer.timing["reward"]
-    assert waited < 0.6 if beside else waited >= 0.6
+    assert waited < 0.6 if background else waited >= 0.6

@@ -121,7 +121,7 @@ def test_a_hanging_function_is_found_out_in_time(tmp_path):
 
 
 @pytest.mark.parametrize("column", ["data_source", "reward_model"])
-def test_data_that_no_manager_can_score_are_told_before_the_first_step(column):
+def test_data_that_no_manager_can_score_are_refused_before_the_first_step(column):
     rows = [{name: value for name, value in row.items() if name != column} for row in ROWS]
     settings = SimpleNamespace(reward_model=SimpleNamespace(self_test="warn", enable=False))
     with pytest.raises(RewardError, match=f"no column '{column}'.*there are .*reward_model.ground_truth"):

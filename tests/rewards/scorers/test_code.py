@@ -96,7 +96,7 @@ def test_functions_are_called_with_their_arguments(code, results):
 
 
 @pytest.mark.parametrize(
-    "found, wanted, same",
+    "found, expected, same",
     [
         ([1, 2], [1, 2], True),
         ([1, 2], [[1, 2]], True),
@@ -113,12 +113,12 @@ def test_functions_are_called_with_their_arguments(code, results):
         ([[]], [], False),
     ],
 )
-def test_values_are_compared_as_data_sets_write_them(found, wanted, same):
-    assert same_value(found, wanted) is same
+def test_values_are_compared_as_data_sets_write_them(found, expected, same):
+    assert same_value(found, expected) is same
 
 
 @pytest.mark.parametrize(
-    "found, wanted, same",
+    "found, expected, same",
     [
         ("1 2\n3", "1 2\n3\n", True),
         ("1  2 \n3\n\n", "1 2\n3", True),
@@ -134,8 +134,8 @@ def test_values_are_compared_as_data_sets_write_them(found, wanted, same):
         ("b 0.5", "a 0.5", False),
     ],
 )
-def test_outputs_are_compared_line_by_line(found, wanted, same):
-    assert same_output(found, wanted) is same
+def test_outputs_are_compared_line_by_line(found, expected, same):
+    assert same_output(found, expected) is same
 
 
 @pytest.mark.parametrize(
@@ -165,8 +165,8 @@ def test_the_score_is_the_share_of_tests_or_all():
     assert default_compute_score("taco", HALF, CASES, continuous=False)["score"] == 0.0
     assert default_compute_score("apps", f"<think>{HALF}</think>\n{SUM}", CASES)["acc"]
     assert prime_code.compute_score(HALF, CASES)[0] is False
-    share, facts = prime_code.compute_score(HALF, CASES, continuous=True)
-    assert share == 0.5 and [fact["outcome"] for fact in facts] == ["passed", "wrong"]
+    share, details = prime_code.compute_score(HALF, CASES, continuous=True)
+    assert share == 0.5 and [detail["outcome"] for detail in details] == ["passed", "wrong"]
 
 
 def test_ten_tests_count_for_a_share():

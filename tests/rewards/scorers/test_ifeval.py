@@ -95,7 +95,7 @@ GOLD = {
 }
 
 
-def test_all_instructions_or_none_and_the_share_beside_it():
+def test_all_instructions_or_none_and_the_share_next_to_it():
     assert compute_score("one two three", json.dumps(GOLD)) == {"score": 1.0, "acc": True, "instruction_acc": 1.0}
     assert compute_score("one two", GOLD) == {"score": 0.0, "acc": False, "instruction_acc": 0.5}
     assert compute_score("one two", GOLD, continuous=True)["score"] == 0.5

@@ -92,13 +92,13 @@ def test_the_prompt_is_the_users_text_or_file(server, judge, tmp_path):
     assert server.requests[-1][1]["messages"][0]["content"] == "Is 7 = ['7', 'seven']?"
 
 
-@pytest.mark.parametrize("prompt, told", [("{respond}", "has the placeholder {respond}"), ("x {question}", "lacks")])
-def test_a_prompt_that_cannot_be_filled_is_refused_at_once(judge, prompt, told):
-    with pytest.raises(ValueError, match=told):
+@pytest.mark.parametrize("prompt, message", [("{respond}", "has the placeholder {respond}"), ("x {question}", "lacks")])
+def test_a_prompt_that_cannot_be_filled_is_refused_at_once(judge, prompt, message):
+    with pytest.raises(ValueError, match=message):
         judge(prompt=prompt)
 
 
-def test_a_prompt_that_asks_for_a_question_nobody_wrote_down_is_an_error(judge):
+def test_a_judge_prompt_that_needs_a_missing_question_is_an_error(judge):
     with pytest.raises(JudgeError, match="extra_info has none of question") as error:
         judge().ask("essays", "7", "7", {"index": 3})
     assert error.value.reason == "prompt"
@@ -180,7 +180,7 @@ def test_requests_keep_to_a_rate(server, judge):
     assert time.monotonic() - start > 0.14
 
 
-def test_the_judge_scores_what_it_is_named_for_or_what_nobody_else_does(judge):
+def test_the_judge_scores_the_sources_it_is_given_or_those_without_a_scorer(judge):
     named = judge(data_sources=["essays/*", "openai/gsm8k"])
     assert named.judges("essays/en") and named.judges("openai/gsm8k") and not named.judges("poems")
     rest = judge()

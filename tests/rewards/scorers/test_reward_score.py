@@ -113,8 +113,8 @@ def test_options_reach_the_rule_that_has_them():
 def test_importing_the_scorers_imports_none_of_their_libraries():
     heavy = "sympy", "math_verify", "latex2sympy2_extended", "reasoning_gym", "torch", "numpy", "asyncio"
     program = f"import sys, verl.rewards.scorers; print([name for name in {heavy!r} if name in sys.modules])"
-    told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
-    assert told.strip() in ("[]", "['asyncio']")
+    output = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    assert output.strip() in ("[]", "['asyncio']")
 
 
 RUNAWAY = [

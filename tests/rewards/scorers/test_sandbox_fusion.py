@@ -73,8 +73,8 @@ def service(monkeypatch):
 
 
 def results(service, code, cases, **options):
-    score, facts = sandbox_fusion.compute_score(service.url, None, 256, code, cases, **options)
-    return score, [fact["result"] for fact in facts]
+    score, details = sandbox_fusion.compute_score(service.url, None, 256, code, cases, **options)
+    return score, [detail["result"] for detail in details]
 
 
 def test_the_share_of_tests_that_pass(service):
@@ -138,7 +138,7 @@ def test_a_service_that_fails_is_an_error_and_no_score(service, answers, reason)
     assert not service.answers
 
 
-def test_nobody_there_and_nobody_answering_are_errors(service):
+def test_a_service_that_is_down_or_does_not_answer_is_an_error(service):
     with pytest.raises(ServiceError) as error:
         sandbox_fusion.compute_score("http://127.0.0.1:9/run_code", None, 256, "", CASES)
     assert error.value.reason == "unreachable"

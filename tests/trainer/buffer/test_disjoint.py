@@ -67,7 +67,7 @@ def run(folder, name, monkeypatch, **settings):
 
 
 def compared(row):
-    """What must be equal; the rollout's log-probs may round otherwise where a rank draws other rows together."""
+    """What must be equal; the rollout's log-probs may round otherwise where a rank generates other rows together."""
     rounded = ("training/rollout_", "rollout_corr/")
     return {name: number for name, number in numbers(row).items() if not name.startswith(rounded)}
 
@@ -91,9 +91,9 @@ def test_step_k_trains_on_what_the_weights_after_step_k_minus_2_drew(tmp_path, m
     begun, start = [], DisjointRollout.start
 
     def noting(self, request, steps_done):
-        drawing = start(self, request, steps_done)
-        begun.append((request.meta_info["global_steps"], steps_done, drawing.version))
-        return drawing
+        call = start(self, request, steps_done)
+        begun.append((request.meta_info["global_steps"], steps_done, call.version))
+        return call
 
     monkeypatch.setattr(DisjointRollout, "start", noting)
     ahead = run(tmp_path, "ahead", monkeypatch, **AHEAD)
@@ -103,8 +103,8 @@ def test_step_k_trains_on_what_the_weights_after_step_k_minus_2_drew(tmp_path, m
     assert drift[0] < 1e-5 < drift[1]
     frozen = run(tmp_path, "frozen", monkeypatch, actor_rollout_ref__actor__optim__lr="1e-30")
     newest = run(tmp_path, "newest", monkeypatch)
-    drawn = {name: [samples(tmp_path / name, step) for step in (1, 2)] for name in ("ahead", "frozen", "newest")}
-    assert drawn["ahead"] == drawn["frozen"] and drawn["ahead"][1] != drawn["newest"][1]
+    generated = {name: [samples(tmp_path / name, step) for step in (1, 2)] for name in ("ahead", "frozen", "newest")}
+    assert generated["ahead"] == generated["frozen"] and generated["ahead"][1] != generated["newest"][1]
     assert numbers(newest[1])["actor/pg_loss"] == ahead[1]["actor/pg_loss"]
     assert frozen[2]["critic/score/mean"] == ahead[2]["critic/score/mean"]
 

@@ -143,7 +143,7 @@ def test_a_rollout_killed_while_it_generates_ahead_is_named(tmp_path, monkeypatc
 
 
 class DyingServer(RolloutWorker):
-    """Killed while its server draws with the third version of the weights."""
+    """Killed while its server generates with the third version of the weights."""
 
     def init_rollout(self):
         super().init_rollout()

@@ -84,10 +84,10 @@ def test_a_partial_rollout_is_a_prefix_of_the_response_and_every_token_names_its
     ended, first, logs, completions = two_versions(engine, requests())
     assert all(isinstance(error, asyncio.CancelledError) for error in ended)
     for before, after, completion in zip(first, logs, completions, strict=True):
-        drawn, [turn] = before.num_tokens, after.turns
-        assert 0 < drawn < 24 and turn.token_ids[:drawn] == before.turns[0].token_ids
-        assert turn.log_probs[:drawn] == before.turns[0].log_probs
-        assert turn.versions == [1] * drawn + [2] * (24 - drawn) == after.versions
+        generated, [turn] = before.num_tokens, after.turns
+        assert 0 < generated < 24 and turn.token_ids[:generated] == before.turns[0].token_ids
+        assert turn.log_probs[:generated] == before.turns[0].log_probs
+        assert turn.versions == [1] * generated + [2] * (24 - generated) == after.versions
         assert completion.token_ids == turn.token_ids and completion.finish_reason == "length"
 
 

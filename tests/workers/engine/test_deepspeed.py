@@ -188,7 +188,7 @@ def _joined(states):
 
 def _resume(stage, spec, files, join):
     engine = build(stage, spec, seed=7)
-    steps(engine, ppo_loss(), MicroBatching(), times=1)  # what it was before is gone
+    steps(engine, ppo_loss(), MicroBatching(), times=1)  # overwrites what it was before
     states = [torch.load(io.BytesIO(file), weights_only=True) for file in files]
     engine.load_state(_joined(states) if join else states[engine.topology.rank])
     return steps(engine, ppo_loss(), times=2), weights(engine)

@@ -224,7 +224,7 @@ def test_gradient_checkpointing_changes_no_number(folder):
     assert one == pytest.approx(other, rel=1e-6)
 
 
-def test_the_schedule_steps_when_told_not_with_the_optimizer(folder):
+def test_the_schedule_steps_on_call_not_with_the_optimizer(folder):
     engine = engine_for(folder, optim={"lr": 1.0, "lr_warmup_steps": 2})
     rates = []
     for _ in range(3):

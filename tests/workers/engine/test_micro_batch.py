@@ -35,7 +35,7 @@ def test_every_response_token_is_predicted_once_from_the_token_before_it(split, 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("split", SPLITS)
-def test_columns_stand_beside_their_rows(split, layout):
+def test_columns_stay_with_their_rows(split, layout):
     data = make_siblings(seed=3)
     parts = cut(data, split, columns=("advantages", "response_mask", "responses"), **LAYOUTS[layout])
     column = parts.restore([micro.columns["advantages"].flatten()[micro.slots] for micro in parts.micro_batches])
@@ -114,7 +114,7 @@ def test_a_shared_prompt_runs_once_in_a_micro_batch_and_predicts_every_first_tok
         assert torch.equal(micro.position_ids[0, micro.valid_positions], torch.cat(before))
         assert torch.equal(
             micro.input_ids[0, micro.valid_positions],
-            torch.cat([ids[row][cells] for row, cells in zip(group.tolist(), before, strict=True)]),
+            torch.cat([ids[row][positions] for row, positions in zip(group.tolist(), before, strict=True)]),
         )
     tokens = parts.restore([micro.targets for micro in parts.micro_batches])
     assert torch.equal(tokens.values, data.ragged("responses").values)

@@ -160,7 +160,7 @@ def test_short_runs_keep_the_short_factors_of_long_rope(folder_of):
     torch.testing.assert_close(short, 4 * long)
 
 
-def test_dynamic_rope_scores_a_row_alike_whatever_stands_beside_it(tmp_path):
+def test_dynamic_rope_scores_a_row_alike_whatever_its_micro_batch(tmp_path):
     rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
     sizes = {"max_position_embeddings": 16, "initializer_range": 0.15}
     folder = make_tiny_model(tmp_path, "llama", rope_parameters=rope, **sizes)

@@ -166,9 +166,9 @@ def _tokens_of_forwards(spec):
 
 
 def test_a_rank_of_one_long_row_does_not_run_it_again_while_others_go_on(folder):
-    (cells, longest), (others, _) = run_ranks(2, _tokens_of_forwards, ModelSpec(folder))
-    assert len(others) == len(cells) == 6 and min(others) > 2
-    assert cells == [longest, 2, 2] * 2
+    (tokens, longest), (others, _) = run_ranks(2, _tokens_of_forwards, ModelSpec(folder))
+    assert len(others) == len(tokens) == 6 and min(others) > 2
+    assert tokens == [longest, 2, 2] * 2
 
 
 def _moe_weights(spec):

@@ -148,7 +148,7 @@ def test_two_sharded_ranks_share_what_they_have(folder, split):
 
 @pytest.fixture(scope="module")
 def pictures(tmp_path_factory):
-    """A model that sees, and rows in which siblings stand apart, with images and without."""
+    """A vision model, and rows in which responses of a group are not neighbours, with images and without."""
     folder = make_tiny_vl_model(tmp_path_factory.mktemp("vl"), **CLEAR)
     path = str(tmp_path_factory.mktemp("data") / "rows.parquet")
     repeated = [MIXED[i] for i in (0, 2, 1, 2, 0, 0, 2, 1)]

@@ -83,7 +83,7 @@ def test_rank_0_reads_the_model_and_all_have_it(tmp_path, backend, family, dtype
     ):
         assert read == ([folder] if rank == 0 else [])
         assert not odd and not missing
-        if rank:  # nobody else holds more at once than a tensor, or in FSDP1 a unit
+        if rank:  # no other rank holds more at once than a tensor, or in FSDP1 a unit
             assert made <= (largest if backend is FSDPEngine else total / 2)
 
 

@@ -98,7 +98,7 @@ def test_greedy_text_equals_transformers_generate(family, ready, reference):
         assert completion.finish_reason == "length"
 
 
-def test_completions_come_in_order_and_do_not_depend_on_what_runs_beside_them(ready):
+def test_completions_come_in_order_and_do_not_depend_on_other_requests(ready):
     rollout, requests = ready(), mixed_requests()
     alone = [tokens_of(rollout, [request])[0] for request in requests]
     order = random.Random(1).sample(range(12), 12)
@@ -109,8 +109,8 @@ def test_completions_come_in_order_and_do_not_depend_on_what_runs_beside_them(re
 
 def test_another_seed_gives_another_response_and_the_same_seed_the_same(ready):
     sampling = SamplingParams(16, ignore_eos=True, temperature=2.0)
-    drawn = tokens_of(ready(), [Request(some_prompts(1)[0], sampling, seed) for seed in (5, 6, 5, -1, 2**63)])
-    assert drawn[0] == drawn[2] and len(set(map(tuple, drawn))) == 4
+    sampled = tokens_of(ready(), [Request(some_prompts(1)[0], sampling, seed) for seed in (5, 6, 5, -1, 2**63)])
+    assert sampled[0] == sampled[2] and len(set(map(tuple, sampled))) == 4
 
 
 @pytest.mark.parametrize("family", ["tied", "untied"])
@@ -122,12 +122,12 @@ def test_log_probs_are_those_of_the_distribution_that_was_sampled(family, ready,
 
 
 def test_first_tokens_follow_the_softmax(ready, reference):
-    draws, request = 3000, Request(some_prompts(1, seed=3)[0], SamplingParams(1, temperature=2.0))
-    requests = [Request(request.prompt_ids, request.sampling, seed) for seed in range(draws)]
+    num_samples, request = 3000, Request(some_prompts(1, seed=3)[0], SamplingParams(1, temperature=2.0))
+    requests = [Request(request.prompt_ids, request.sampling, seed) for seed in range(num_samples)]
     counts = torch.bincount(torch.tensor(tokens_of(ready(), requests))[:, 0], minlength=100).double()
     with torch.no_grad():
         logits = reference("tied")(torch.tensor([request.prompt_ids])).logits[0, -1].double()
-    expected = (logits / 2).softmax(-1) * draws
+    expected = (logits / 2).softmax(-1) * num_samples
     common = expected >= 5
     observed = torch.cat([counts[: len(expected)][common], counts[: len(expected)][~common].sum()[None]])
     expected = torch.cat([expected[common], expected[~common].sum()[None]])
@@ -278,7 +278,7 @@ def test_sleep_and_wake_are_legal_in_any_order_and_change_nothing_after_a_sync(o
 def test_sleep_gives_memory_back(ready, reference):
     rollout = ready("wide")
     tokens_of(rollout, [Request(prompt, SamplingParams(4)) for prompt in some_prompts(4)])
-    processes = [psutil.Process(pid) for pid in getattr(rollout, "pids", [None])]  # engines may live beside us
+    processes = [psutil.Process(pid) for pid in getattr(rollout, "pids", [None])]  # engines may be other processes
     weights = sum(parameter.nbytes for parameter in reference("wide").parameters())
     assert weights > 40 << 20
     awake = sum(process.memory_info().rss for process in processes)

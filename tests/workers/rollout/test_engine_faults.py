@@ -92,10 +92,10 @@ def test_an_allocation_that_fails_names_the_keys_that_help(start_local):
     with pytest.raises(WorkerError) as caught:
         group.generate_with_little_memory(8 << 20)
     assert caught.value.cause.startswith("verl.workers.rollout.memory.RolloutOutOfMemory")
-    told = caught.value.explanation
-    assert "rollout.name=hf: no memory left in phase generate" in told and "allocate memory" in told
-    assert "Lower actor_rollout_ref.rollout.max_num_seqs=1024" in told
-    assert "rollout engine hf, phase generate, 256 requests, longest prompts of 260" in told
+    message = caught.value.explanation
+    assert "rollout.name=hf: no memory left in phase generate" in message and "allocate memory" in message
+    assert "Lower actor_rollout_ref.rollout.max_num_seqs=1024" in message
+    assert "rollout engine hf, phase generate, 256 requests, longest prompts of 260" in message
 
 
 def test_a_killed_engine_is_named_with_its_requests_its_memory_and_its_stderr(start):

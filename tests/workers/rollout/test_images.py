@@ -150,7 +150,7 @@ def test_placeholders_of_images_are_never_generated(rollout, model, processor):
     sync_weights(weights_of(model), rollout, version=1)
     prompts, never = MIXED * 4, set(modality_tokens(config))
     free = model.generate(**asked(processor, *MIXED[1])[1], max_new_tokens=3, do_sample=False)[0, -3:]
-    assert set(free.tolist()) <= never, "left alone it draws nothing else"
+    assert set(free.tolist()) <= never, "without the bias it samples nothing else"
     sampling = SamplingParams(16, ignore_eos=True, want_log_probs=True)
     completions = rollout.generate(requests_for(processor, sampling, prompts), 1)
     completions += rollout.generate(requests_for(processor), 1)

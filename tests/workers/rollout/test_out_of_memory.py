@@ -1,4 +1,4 @@
-"""Lack of memory is told by what helps; anything else is left as it is."""
+"""An out-of-memory error says what helps; other errors are left as they are."""
 
 import errno
 

@@ -42,25 +42,25 @@ def text_of(model_folder):
 
 
 def distributions(model, request, tokens):
-    """Log-probs (T, V) that each of ``tokens`` was to be drawn by, computed the plain way, a token at a time."""
+    """Log-probs (T, V) that each of ``tokens`` was to be sampled with, computed the plain way, a token at a time."""
     with torch.no_grad():
         rows = model(torch.tensor([[*request.prompt_ids, *tokens]])).logits[0, len(request.prompt_ids) - 1 : -1]
     return torch.stack([_distribution(row, request, tokens[:t]) for t, row in enumerate(rows.double())])
 
 
-def _distribution(logits, request, drawn):
+def _distribution(logits, request, sampled):
     sampling, extra = request.sampling, request.sampling.extra
     for token, bias in {**extra.get("logit_bias", {}), **dict.fromkeys(sampling.banned_token_ids, -torch.inf)}.items():
         logits[token] += bias
-    if len(drawn) < extra.get("min_tokens", 0):
+    if len(sampled) < extra.get("min_tokens", 0):
         logits[list(sampling.stop_token_ids)] = -torch.inf
-    for token in {*request.prompt_ids, *drawn}:
+    for token in {*request.prompt_ids, *sampled}:
         logits[token] *= sampling.repetition_penalty ** (-1 if logits[token] > 0 else 1)
-    for token in set(drawn):
-        logits[token] -= extra.get("frequency_penalty", 0) * drawn.count(token) + extra.get("presence_penalty", 0)
+    for token in set(sampled):
+        logits[token] -= extra.get("frequency_penalty", 0) * sampled.count(token) + extra.get("presence_penalty", 0)
     if sampling.is_greedy:
         return logits.log_softmax(-1)
-    hot = not drawn and sampling.first_token_temperature is not None
+    hot = not sampled and sampling.first_token_temperature is not None
     logits /= sampling.first_token_temperature if hot else sampling.temperature
     probs = logits.softmax(-1)
     logits[probs < sampling.min_p * probs.max()] = -torch.inf
@@ -94,20 +94,20 @@ def requests_of(settings, length=12, count=6):
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_tokens_are_drawn_from_the_distribution_that_was_asked_for(setting, rollout, reference):
+def test_tokens_are_sampled_from_the_requested_distribution(setting, rollout, reference):
     requests = requests_of(SETTINGS[setting])
     for request, completion in zip(requests, rollout.generate(requests, 1), strict=True):
         expected = distributions(reference("tied"), request, completion.token_ids)
-        drawn = expected.gather(-1, torch.tensor(completion.token_ids)[:, None])[:, 0]
-        assert completion.log_probs == pytest.approx(drawn.tolist(), abs=1e-4)
+        sampled = expected.gather(-1, torch.tensor(completion.token_ids)[:, None])[:, 0]
+        assert completion.log_probs == pytest.approx(sampled.tolist(), abs=1e-4)
 
 
 @pytest.mark.parametrize("setting", ["min_p", "a hot first token of few"])
 def test_first_tokens_are_as_frequent_as_they_are_likely(setting, rollout, reference):
-    draws, request = 2000, requests_of(SETTINGS[setting], length=1)[3]
-    drawn = tokens_of(rollout, [Request(request.prompt_ids, request.sampling, seed) for seed in range(draws)])
-    counts = torch.bincount(torch.tensor(drawn)[:, 0], minlength=100).double()
-    expected = distributions(reference("tied"), request, drawn[0])[0].exp() * draws
+    num_samples, request = 2000, requests_of(SETTINGS[setting], length=1)[3]
+    sampled = tokens_of(rollout, [Request(request.prompt_ids, request.sampling, seed) for seed in range(num_samples)])
+    counts = torch.bincount(torch.tensor(sampled)[:, 0], minlength=100).double()
+    expected = distributions(reference("tied"), request, sampled[0])[0].exp() * num_samples
     kept = expected > 0
     assert 2 <= kept.sum() <= 20 and not counts[: len(expected)][~kept].any()
     deviations = (counts[: len(expected)][kept] - expected[kept]) ** 2 / expected[kept]
@@ -126,7 +126,7 @@ def test_greedy_text_with_a_repetition_penalty_equals_transformers(penalty, roll
         assert tokens == expected[0, len(prompt) :].tolist()
 
 
-def test_responses_do_not_depend_on_what_other_settings_run_beside_them(rollout, text_of):
+def test_responses_do_not_depend_on_requests_with_other_settings_in_the_same_batch(rollout, text_of):
     settings = [*SETTINGS.values(), {"stop": tuple("abcdefgh"), "ignore_eos": True, "temperature": 2.0}]
     requests = [request for each in settings for request in requests_of(each, count=2)]
     alone = [tokens_of(rollout, [request])[0] for request in requests]
@@ -139,7 +139,7 @@ def test_greedy_ignores_what_only_shapes_chance(rollout):
     assert tokens_of(rollout, requests_of(plain)) == tokens_of(rollout, requests_of(shaped))
 
 
-def test_a_banned_token_is_never_drawn_even_if_it_is_the_likeliest(rollout):
+def test_a_banned_token_is_never_sampled_even_if_it_is_the_likeliest(rollout):
     (free,) = tokens_of(rollout, requests_of({"do_sample": False}, count=1))
     (bound,) = tokens_of(rollout, requests_of({"do_sample": False, "banned_token_ids": tuple(free)}, count=1))
     assert not set(free) & set(bound)
@@ -189,12 +189,12 @@ def test_parameters_with_vllms_names_mean_what_they_mean_there(setting, rollout,
         bias = {int(token): value for token, value in request.sampling.extra.get("logit_bias", {}).items()}
         asked = SamplingParams(**{**vars(request.sampling), "extra": {**request.sampling.extra, "logit_bias": bias}})
         expected = distributions(reference("tied"), Request(request.prompt_ids, asked), completion.token_ids)
-        drawn = expected.gather(-1, torch.tensor(completion.token_ids)[:, None])[:, 0]
-        assert completion.log_probs == pytest.approx(drawn.tolist(), abs=1e-4)
+        sampled = expected.gather(-1, torch.tensor(completion.token_ids)[:, None])[:, 0]
+        assert completion.log_probs == pytest.approx(sampled.tolist(), abs=1e-4)
         assert len(completion.token_ids) > request.sampling.extra.get("min_tokens", 0)
 
 
 @pytest.mark.parametrize("rollout", WITH_VLLMS_NAMES, indirect=True)
-def test_only_allowed_tokens_are_drawn(rollout):
-    drawn = tokens_of(rollout, requests_of({"extra": {"allowed_token_ids": [30, 31, 32]}, "temperature": 2.0}))
-    assert {token for tokens in drawn for token in tokens} == {30, 31, 32}
+def test_only_allowed_tokens_are_sampled(rollout):
+    sampled = tokens_of(rollout, requests_of({"extra": {"allowed_token_ids": [30, 31, 32]}, "temperature": 2.0}))
+    assert {token for tokens in sampled for token in tokens} == {30, 31, 32}

@@ -45,7 +45,7 @@ def requests(processor, sampling=GREEDY):
     found = []
     for number, (text, images, videos) in enumerate(SHOWN):
         ids = processor.tokenizer(asked(processor, text, images, videos)[0])["input_ids"]
-        shown = {"image": images, "video": [film(*facts) for facts in videos]}
+        shown = {"image": images, "video": [film(*video) for video in videos]}
         media = {kind: held for kind, held in shown.items() if held}
         found.append(Request(tuple(ids), sampling, number, media or None))
     return found
@@ -76,12 +76,12 @@ def test_log_probs_are_those_of_the_model_that_sees_the_videos(rollout, model, f
 
 def test_videos_that_do_not_fit_their_prompt_are_refused(rollout, folder):
     request = requests(hf_processor(folder))[0]
-    for media, told in (
+    for media, message in (
         ({"video": list(request.media["video"]) * 2}, "1 placeholder tokens and 2 videos"),
         ({"image": [], "video": []}, "1 placeholder tokens and 0 videos"),
         (None, "1 placeholder tokens 103 and 0 videos. Give its videos along .*rollout.mode=sync"),
     ):
-        with pytest.raises(ValueError, match=told):
+        with pytest.raises(ValueError, match=message):
             rollout.generate([Request(request.prompt_ids, GREEDY, media=media)], 1)
 
 

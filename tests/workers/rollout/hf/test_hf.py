@@ -100,16 +100,16 @@ def test_another_seed_gives_another_response_and_the_same_seed_the_same(synced):
     ids=str,
 )
 def test_first_tokens_follow_the_softmax(sampling, synced, reference):
-    draws = 20_000
+    num_samples = 20_000
     prompt, params = some_prompts(1, seed=3)[0], SamplingParams(1, **sampling)
-    requests = [Request(prompt, params, seed) for seed in range(draws)]
+    requests = [Request(prompt, params, seed) for seed in range(num_samples)]
     generated = torch.tensor([c.token_ids[0] for c in synced().generate(requests, expect_version=1)])
     probs = processed_log_probs(teacher_forced(reference(), prompt, [0]), params)[0].exp()
     counts = torch.bincount(generated, minlength=len(probs)).double()
     assert counts[probs == 0].sum() == 0
-    common = probs * draws >= 5
+    common = probs * num_samples >= 5
     observed = torch.cat([counts[common], counts[~common].sum()[None]])
-    expected = torch.cat([probs[common], probs[~common].sum()[None]]) * draws
+    expected = torch.cat([probs[common], probs[~common].sum()[None]]) * num_samples
     observed, expected = observed[expected > 0], expected[expected > 0]
     degrees = len(expected) - 1
     assert degrees >= 3

@@ -166,7 +166,7 @@ def test_abort_by_name_ends_one_and_abort_ends_all_with_their_beginnings(engine,
         named = [asyncio.ensure_future(client.generate(Request((5,), LONG, i), request_id=f"r{i}")) for i in range(4)]
         while client.num_running < 2 or (await client.health())[0]["steps"] < 3:
             await asyncio.sleep(0.001)
-        await client.abort(["r1", "nobody"])
+        await client.abort(["r1", "unknown"])
         first = await named[1]
         others_run = [not named[i].done() for i in (0, 2, 3)]
         await client.abort()

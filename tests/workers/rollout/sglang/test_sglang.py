@@ -205,7 +205,7 @@ def test_a_running_request_reports_the_tokens_generated_so_far(ready):
     hot = {"first_token_temperature": 30.0, "ignore_eos": True, "want_log_probs": True}
     request = Request(prompt, SamplingParams(160 - len(prompt), **hot), 1)
     (whole,) = ready.generate([request], 1)
-    request_id, *beside = [ready.submit(request, 1) for _ in range(16)]
+    request_id, *others = [ready.submit(request, 1) for _ in range(16)]
     counts = []
     while not counts or counts[-1] < len(whole.token_ids):
         part = ready.partial(request_id)
@@ -216,7 +216,7 @@ def test_a_running_request_reports_the_tokens_generated_so_far(ready):
     assert part == ready.partial(request_id), "until it is handed out"
     while ready.num_running:
         ready.step()
-    assert not any(ready.partial(ended) for ended in (request_id, *beside))
+    assert not any(ready.partial(ended) for ended in (request_id, *others))
 
 
 def test_a_stop_text_may_begin_in_a_hot_first_token(ready, model_folder):

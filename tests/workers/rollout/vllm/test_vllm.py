@@ -192,7 +192,7 @@ def test_a_tied_head_that_computes_with_a_packed_copy_is_caught(awake, reference
 
 
 def test_a_head_that_vllm_itself_packed_is_caught(awake, reference, monkeypatch):
-    """What vLLM does on load if nobody forbids it: a sync would say all is well, and the head would be stale."""
+    """What vLLM does on load by default: a sync would say all is well, and the head would be stale."""
     from vllm import _custom_ops
     from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 

@@ -1,4 +1,4 @@
-"""One vLLM engine over two ranks, by tensors or by layers, draws what an engine of one rank draws."""
+"""One vLLM engine over two ranks, by tensors or by layers, generates what an engine of one rank generates."""
 
 import json
 import subprocess

@@ -67,8 +67,8 @@ def test_every_receiver_confirms_what_was_sent_and_generates_with_it(
         assert version == receipt.version == sender.version == 3
         assert receipt.checksums == {name: checksum(tensor) for name, tensor in sent.items()}
         assert num_bytes == sender.num_bytes >= sum(tensor.nbytes for tensor in sent.values())
-    drawn = [completions[0].token_ids for *_, completions in receivers]
-    assert drawn[0] == drawn[1] and len(drawn[0]) == 8
+    generated = [completions[0].token_ids for *_, completions in receivers]
+    assert generated[0] == generated[1] and len(generated[0]) == 8
 
 
 def all_faults(folder, model):
