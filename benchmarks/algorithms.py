@@ -1,4 +1,4 @@
-"""Advantages and losses of one batch: CPU milliseconds of one thread, beside a copy of the same bytes.
+"""Advantages and losses of one batch: CPU milliseconds of one thread, next to a copy of the same bytes.
 
 ``python -m benchmarks.algorithms [--save]``; ``--every`` measures every registered name at 1024 x 4096 instead: the
 median of its time, and how far memory rises. The functions read and write padded (B, R) tensors:
@@ -117,7 +117,7 @@ def _trained(loss: Callable[[], object], new: Tensor) -> Callable[[], None]:
 
 
 def measure_every() -> list[dict[str, object]]:
-    """Each beside a copy of the floats it must read and write at least: two (B, R) tensors, four for a loss."""
+    """Each next to a copy of the floats it must read and write at least: two (B, R) tensors, four for a loss."""
     mask, columns = make_batch(1024, 4096, mean_length=200)
     rows = []
     for kind, name, call in every_call(mask, columns):

@@ -28,19 +28,19 @@ LONGEST = 32768
 
 def lengths_of(rows: int, sigma: float, seed: int) -> np.ndarray:
     """Log-normal with a median of 1024 tokens, cut at the longest a response may be."""
-    drawn = np.random.default_rng(seed).lognormal(np.log(1024), sigma, rows)
-    return drawn.astype(np.int64).clip(1, LONGEST)
+    lengths = np.random.default_rng(seed).lognormal(np.log(1024), sigma, rows)
+    return lengths.astype(np.int64).clip(1, LONGEST)
 
 
 def max_over_mean(costs: np.ndarray, parts: list) -> float:
     return max(int(costs[part].sum()) for part in parts) / (costs.sum() / len(parts))
 
 
-def measure(rows: int, ranks: int, sigma: float, draws: int = 5) -> dict[str, float]:
-    """Means over several draws of lengths."""
+def measure(rows: int, ranks: int, sigma: float, repeats: int = 5) -> dict[str, float]:
+    """Means over several samples of lengths."""
     found: dict[str, list[float]] = {}
     plan = PartitionPlan({"update": CallPlan(by_tokens=True)}, COST)
-    for seed in range(draws):
+    for seed in range(repeats):
         lengths = lengths_of(rows, sigma, seed)
         costs = COST.of(lengths)
         partition = plan.partition("update", RowLengths(lengths), ranks)

@@ -2,7 +2,7 @@
 
 ``python -m benchmarks.data [--save]``. Each row is a process of its own, so that peaks are its own. ``filter``: from
 the path to a data set without the prompts that are too long, every prompt rendered and tokenized, with a tokenizer of a
-thousand merges; ``cached`` is the same once more, by another process. ``random`` draws 20,000 rows in random order.
+thousand merges; ``cached`` is the same once more, by another process. ``random`` reads 20,000 rows in random order.
 ``million`` reads a million rows of parquet: ``anonymous_MB`` is memory that belongs to no file and cannot go to disk,
 ``resident_MB`` also counts pages of the mapped file. ``whole_MB`` is the peak of a process that makes Python objects of
 all rows, which is what is avoided.
@@ -114,7 +114,7 @@ def opened(path: str, cache: str) -> dict[str, float]:
     with Memory() as memory, Timer() as timer:
         table = open_table(path, cache_dir=cache)
         assert not bad_prompts(table, "prompt", set(ROLES), "data.prompt_key", False)
-    with Timer() as drawing:
+    with Timer() as reading:
         order = (i * 7919 % len(table) for i in range(20_000))
         for item in order:
             table[item]
@@ -122,7 +122,7 @@ def opened(path: str, cache: str) -> dict[str, float]:
         "rows": len(table),
         **timer.seconds(),
         "rows_a_cpu_s": len(table) / timer.cpu,
-        "random_rows_a_cpu_s": 20_000 / drawing.cpu,
+        "random_rows_a_cpu_s": 20_000 / reading.cpu,
         "anonymous_MB": memory.anonymous,
         "resident_MB": memory.resident,
     }

@@ -1,7 +1,7 @@
 """Cost and gain of a rollout on devices of its own: seconds of a transfer, and steps a second, one step ahead or not.
 
 ``python -m benchmarks.disjoint [--save]``: bf16 weights of a random model through a `WeightLink` between two processes,
-beside a plain copy of as many bytes in the same run; and GRPO of the 2.5M-parameter model colocated, apart, and apart
+next to a plain copy of as many bytes in the same run; and GRPO of the 2.5M-parameter model colocated, apart, and apart
 with one batch ahead. Wall seconds: run it on an idle machine.
 """
 
@@ -79,7 +79,7 @@ class TimedTrainer(RayPPOTrainer):
 
 
 def steps(task: dict[str, str], **settings: Any) -> dict[str, Any]:
-    """Steps a second of a job, its first steps left out, and the share of drawing that training hid."""
+    """Steps a second of a job, its first steps left out, and the share of generation that training hid."""
     is_ahead = "actor_rollout_ref__rollout__async_ratio" in settings
     base = OneStepOffTrainer if is_ahead else RayPPOTrainer
 

@@ -1,7 +1,7 @@
 """Sending a batch to two workers and back: its cost follows the real tokens, not the maximum length.
 
 ``python -m benchmarks.dispatch [--save]``; CPU milliseconds of the driver and wall milliseconds of the round trip, with
-a plain copy of the same real bytes beside them.
+a plain copy of the same real bytes next to them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Log-probs, entropy and their gradients from hidden states: peak memory and time of chunks beside whole logits.
+"""Log-probs, entropy and their gradients from hidden states: peak memory and time of chunks next to whole logits.
 
 ``python -m benchmarks.log_probs [--tokens 4096] [--vocab 151936] [--hidden 256] [--save]``. Every way runs in a process
 of its own, forward and backward. On CUDA the same by ``torch.cuda`` (bf16, ``triton`` where liger-kernel is installed).

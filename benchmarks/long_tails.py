@@ -2,7 +2,7 @@
 
 ``python -m benchmarks.long_tails [--save]``: two replicas (processes with a real rollout server and the hf engine) of
 sixteen slots each; 32 prompts x 2 responses a step. Lengths are forced: log-normal around a median of the prompt's own,
-cut at 384 tokens. No training: the weights change in name only, and seconds are those of drawing. A "batch" is what
+cut at 384 tokens. No training: the weights change in name only, and seconds are those of generation. A "batch" is what
 ``mode=sync`` does: each replica is given its half of the rows, and goes through them in their order.
 
 The variants take turns, step by step, so that whatever else the machine does falls on all of them; ratios are to the
@@ -104,14 +104,14 @@ class Variant:
         homes = list(itertools.islice(itertools.cycle(self.clients), len(prompts)))
         router = Router(homes, prompts.non_tensor_batch["uid"])
         before, start = await self.engine_steps(), time.perf_counter()
-        drawn = await self.sampler.sample(
+        sampled = await self.sampler.sample(
             prompts, router, version, lambda row, seed, own: draw(own, prompts, row, seed)
         )
         took = time.perf_counter() - start
         forwards = max(b - a for a, b in zip(before, await self.engine_steps(), strict=True))
         spans = [span for client in self.clients for span in client.take_spans()]
-        row = {**drawn.metrics, **occupancy(spans, REPLICAS), "s": took, "forwards": forwards}
-        self.rows.append(row | {"tokens": sum(drawn.outcomes)})
+        row = {**sampled.metrics, **occupancy(spans, REPLICAS), "s": took, "forwards": forwards}
+        self.rows.append(row | {"tokens": sum(sampled.outcomes)})
 
     async def engine_steps(self) -> list[int]:
         return [state["steps"] for client in self.clients for state in await client.health()]

@@ -1,7 +1,7 @@
 """Measuring whole commands and blocks in CPU seconds, and printing rows as JSON.
 
 CPU seconds are user plus system time of a command and everything it started. Descendants are watched while they run,
-since what Ray's helpers used is reported to nobody when they are killed.
+since what Ray's helpers used is lost when they are killed.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def _watch(process: psutil.Popen) -> float:
     """CPU seconds of the process and all its descendants, once it has ended.
 
     Two counts, each too small in its way: what was seen while they ran lacks the last moments of each, what the kernel
-    reports lacks those nobody waited for. The larger is nearer.
+    reports lacks those that were never waited for. The larger is nearer.
     """
     seen: dict[int, float] = {}
     before = _children_seconds()

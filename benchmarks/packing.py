@@ -68,13 +68,13 @@ def seconds(engines: Sequence[Engine], data: DataProto, split: MicroBatching) ->
     return [min(column) for column in zip(*rounds, strict=True)], statistics.median(t[0] / t[-1] for t in rounds)
 
 
-def row(name: str, engines: Sequence[Engine], data: DataProto, split: MicroBatching, **facts: Any) -> dict[str, Any]:
+def row(name: str, engines: Sequence[Engine], data: DataProto, split: MicroBatching, **details: Any) -> dict[str, Any]:
     tokens = int(data.ragged("input_ids").layout.lengths.sum())
     took, ratio = seconds(engines, data, split)
     without, having = (tokens / one for one in took)
     limits = {name: value for name, value in split._asdict().items() if value is not None}
     speeds = {"tokens_per_s_without": without, "tokens_per_s": having, "speed_up": ratio}
-    return {"name": name, **limits, **facts, "tokens": tokens, **speeds}
+    return {"name": name, **limits, **details, "tokens": tokens, **speeds}
 
 
 def padded_cells(data: DataProto, split: MicroBatching) -> int:
@@ -90,8 +90,8 @@ def packed_rows(folder: str) -> Iterator[dict[str, Any]]:
     for kept_small in (True, False):
         with patch.dict(BEST_TOKENS, clear=not kept_small):
             for split in (MicroBatching(size=8), MicroBatching(max_tokens=4096)):
-                facts = {"kept_small": kept_small, "tokens_ratio": padded_cells(data, split) / tokens}
-                yield row("packed", engines, data, split, **facts)
+                details = {"kept_small": kept_small, "tokens_ratio": padded_cells(data, split) / tokens}
+                yield row("packed", engines, data, split, **details)
 
 
 def shared_rows(folder: str) -> Iterator[dict[str, Any]]:
@@ -99,9 +99,9 @@ def shared_rows(folder: str) -> Iterator[dict[str, Any]]:
     shared = engine(folder, remove_padding=True, share_prompts=True)
     for prompt, response in ((512, 64), (512, 128), (128, 128), (64, 256)):
         data = batch([prompt] * 2, [[response] * N] * 2)
-        facts = {"prompt": prompt, "response": response, "n": N}
-        facts["tokens_ratio"] = N * (prompt + response) / (prompt + N * response)
-        yield row("shared", (packed, shared), data, MicroBatching(max_tokens=8192), **facts)
+        details = {"prompt": prompt, "response": response, "n": N}
+        details["tokens_ratio"] = N * (prompt + response) / (prompt + N * response)
+        yield row("shared", (packed, shared), data, MicroBatching(max_tokens=8192), **details)
 
 
 def main() -> None:

@@ -4,7 +4,7 @@
 and with the built-in GSM8K rule: called in the driver, in a sandbox of one process, of two. Milliseconds a sample, the
 least of several batches, and what a sandbox adds. Then how long a sandbox takes to start and to get over a crash.
 Last, GRPO steps of a tiny model whose reward waits for a judge that takes 0.3 s: with the reward after the rollout,
-and beside the log-probs of policy and reference.
+and during the log-probs of policy and reference.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def starting(source: Source) -> list[dict]:
     ]
 
 
-def steps(folder: Path, beside: bool) -> dict:
+def steps(folder: Path, background: bool) -> dict:
     """Wall seconds of steps after the first, and how long each waited for its rewards."""
     from tests.support.runs import make_task, overrides, run_job
     from verl.trainer.ppo.ray_trainer import RayPPOTrainer
@@ -115,7 +115,7 @@ def steps(folder: Path, beside: bool) -> dict:
                 custom_reward_function__path=folder / "judge.py",
                 reward_model__reward_manager="batch",
                 reward_model__self_test="off",
-                reward_model__launch_reward_fn_async=beside,
+                reward_model__launch_reward_fn_async=background,
                 trainer__total_training_steps=6,
                 trainer__default_local_dir=folder / "checkpoints",
                 trainer__resume_mode="disable",
@@ -129,7 +129,7 @@ def steps(folder: Path, beside: bool) -> dict:
     finally:
         RayPPOTrainer.finish_step = finish
     return {
-        "what": f"steps with a judge of 0.3 s, {'beside' if beside else 'in turn'}",
+        "what": f"steps with a judge of 0.3 s, {'in the background' if background else 'in turn'}",
         "wall_s": spread(seconds[1:]),
         "waited_for_rewards_s": spread(waited[1:]),
     }
@@ -145,9 +145,9 @@ def main() -> None:
         built_in = Source("pkg://verl.rewards.scorers", "default_compute_score")
         rows += overhead("GSM8K", default_compute_score, built_in)
         rows += starting(trivial)
-        in_turn, beside = (steps(folder / str(flag), flag) for flag in (False, True))
-        rows += [in_turn, beside]
-        waits = [row["waited_for_rewards_s"]["median"] for row in (in_turn, beside)]
+        in_turn, background = (steps(folder / str(flag), flag) for flag in (False, True))
+        rows += [in_turn, background]
+        waits = [row["waited_for_rewards_s"]["median"] for row in (in_turn, background)]
         rows.append({"what": "share of the judge's time that is hidden", "share": 1 - waits[1] / waits[0]})
     report("rewards", rows)
 

@@ -1,4 +1,4 @@
-"""Rollout engines beside each other: tokens a second, what a weight sync costs over a plain copy, what a switch costs.
+"""Rollout engines compared: tokens a second, what a weight sync costs over a plain copy, what a switch costs.
 
 ``python -m benchmarks.rollout [--model FOLDER] [--dtype float32] [--engines hf,vllm] [--save]``. Every engine runs in a
 process of its own, one after the other, on the same prompts and lengths; engines that are not installed are left out

@@ -1,9 +1,9 @@
 """Scores a second of the built-in scorers, and the time of validation metrics.
 
 ``python -m benchmarks.scorers [--save]``: ``gsm8k`` reads long responses; ``math``: answers as spelt in data sets, of
-which one in eight needs algebra; ``algebra``: answers that all do, each another, beside math-verify called bare in the
+which one in eight needs algebra; ``algebra``: answers that all do, each another, next to math-verify called bare in the
 same processes; ``code``: programs with three tests each. One and two workers, each with the child that does its
-algebra. ``metrics``: 10k prompts of 16 samples, 1000 draws, without and with majority votes.
+algebra. ``metrics``: 10k prompts of 16 samples, 1000 resamples, without and with majority votes.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Waiting time before anything is learned: import, help, a misspelt key, the end of the first step.
 
 python -m benchmarks.startup [--save] [--repeat N]
-python -m benchmarks.startup --trial                 what the trial of the model costs beside the first step
+python -m benchmarks.startup --trial                 what the trial of the model costs, next to the first step
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ LINES = [
 
 
 def table() -> str:
-    """Markdown; a target that is missed stands in bold."""
+    """Markdown; a missed target is bold."""
     lines = ["| | measured | target | peers |", "|---|---|---|---|"]
     for line in LINES:
         value = _lookup(line)
@@ -78,14 +78,14 @@ def methods() -> str:
 
 def _lookup(line: Line) -> float:
     rows = json.loads((RESULTS / f"{line.file}.json").read_text())["rows"]
-    row = next(row for row in rows if all(_fits(row[key], wanted) for key, wanted in line.where.items()))
+    row = next(row for row in rows if all(_fits(row[key], expected) for key, expected in line.where.items()))
     value = row[line.value]
     return value["min"] if isinstance(value, dict) else value
 
 
-def _fits(value: Any, wanted: Any) -> bool:
-    """Texts may go on behind what is wanted, but not to another option: ``first step, local`` is the first such row."""
-    return value.startswith(wanted) if isinstance(wanted, str) else value == wanted
+def _fits(value: Any, expected: Any) -> bool:
+    """Texts may continue after the expected one, but not to another option: ``first step, local`` is the first such row."""
+    return value.startswith(expected) if isinstance(expected, str) else value == expected
 
 
 if __name__ == "__main__":

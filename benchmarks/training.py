@@ -128,7 +128,7 @@ def bare(spec: ModelSpec, args: argparse.Namespace, device: torch.device) -> dic
     return {"what": "bare loop", **speed(timed(step, args.steps, device), lengths, model.config, device)}
 
 
-def wanted(args: argparse.Namespace, device: torch.device) -> list[str]:
+def chosen_engines(args: argparse.Namespace, device: torch.device) -> list[str]:
     """The variants asked for; of all, those that differ here."""
     if args.variants:
         unknown = [name for name in args.variants.split(",") if name not in VARIANTS]
@@ -158,7 +158,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         spec = ModelSpec(args.model or make_config(args.size, folder), load=False)
         rows = [bare(spec, args, device)] if get_world_size() == 1 else []
-        for name in wanted(args, device):
+        for name in chosen_engines(args, device):
             gc.collect()
             torch.cuda.empty_cache()
             rows.append(measure(name, spec, args, device))

@@ -96,7 +96,7 @@ TABLES: dict[str, Callable[[], str]] = {
 
 
 def filled(page: str) -> str:
-    """``page`` with every table made anew."""
+    """``page`` with every table made again."""
     for name, table in TABLES.items():
         begin, end = f"<!-- table: {name} -->", f"<!-- end of table: {name} -->"
         if page.count(begin) != 1 or page.count(end) != 1:

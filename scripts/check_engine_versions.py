@@ -53,7 +53,7 @@ def missing_from(wheel: Path, arguments: set[str]) -> list[str]:
         classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name == "EngineArgs"]
         known = {item.target.id for node in classes for item in node.body if isinstance(item, ast.AnnAssign)}
         texts = {path: archive.read(path).decode() for path in TEXTS}
-    lost = [f"{text} in {path}" for path, wanted in TEXTS.items() for text in wanted if text not in texts[path]]
+    lost = [f"{text} in {path}" for path, expected in TEXTS.items() for text in expected if text not in texts[path]]
     return sorted(arguments - known) + lost
 
 

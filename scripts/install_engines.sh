@@ -10,7 +10,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-# One release beside one torch: vLLM 0.32 pins torch 2.13.0 as we do (0.33 pins 2.14.0), and no SGLang pins a torch below
+# One release for one torch: vLLM 0.32 pins torch 2.13.0 as we do (0.33 pins 2.14.0), and no SGLang pins a torch below
 # 2.14 together with transformers 5.17 or newer.
 VLLM='vllm==0.32.*'
 SGLANG='sglang==0.5.23'
@@ -41,7 +41,7 @@ install_cuda() {
     fi
     build=$(.venv/bin/python -c 'import torch.version as v; print(v.cuda or "cpu")' 2>/dev/null || true)
     if [ "$1" = vllm ] && [ "$build" = cpu ]; then
-        echo "install_engines.sh: .venv holds the CPU build of torch, which the CUDA build of vLLM cannot be loaded beside." >&2
+        echo "install_engines.sh: .venv holds the CPU build of torch, which the CUDA build of vLLM cannot be loaded with." >&2
         echo "Put torch for CUDA there first: bash scripts/setup_env.sh (VERL_TORCH_INDEX names the index, such as" >&2
         echo "https://download.pytorch.org/whl/cu130). For the CPU build of vLLM: bash scripts/install_engines.sh vllm --cpu" >&2
         exit 1
@@ -62,7 +62,7 @@ for engine in "${engines[@]}"; do
     if [ $cpu = 1 ]; then
         echo "Installing $engine for CPU and what it needs into .venv (vllm: 0.6 GB, sglang: 0.2 GB; under a minute)"
         # --no-deps: the file is the whole set. Packages for CUDA alone are left out, torchvision and torchaudio with
-        # them: their CUDA builds break the import of transformers beside a CPU torch.
+        # them: their CUDA builds break the import of transformers with a CPU torch.
         "${pip[@]}" --no-deps -r requirements-$engine-cpu.txt
     else
         install_cuda "$engine"

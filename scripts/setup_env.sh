@@ -124,7 +124,7 @@ for old in .venv/lib/python3*/site-packages/verl-*.dist-info; do
 done
 rm -rf verl.egg-info
 "${pip[@]}" --no-deps --no-build-isolation -e .
-# An index may have torchvision for CUDA only; beside a CPU torch it would take the import of transformers with it.
+# An index may have torchvision for CUDA only; with a CPU torch it would take the import of transformers with it.
 if ! .venv/bin/python -c 'import torchvision' >/dev/null 2>&1; then
     .venv/bin/python scripts/torchvision_without_ops.py
     .venv/bin/python -c 'import torchvision'

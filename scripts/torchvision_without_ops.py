@@ -1,4 +1,4 @@
-"""Lets a torchvision built for CUDA be imported beside a torch built for CPU; installs itself when run.
+"""Lets a torchvision built for CUDA be imported with a torch built for CPU; installs itself when run.
 
 Two modules of torchvision describe its compiled operators to torch, and fail where these did not load; transformers
 imports torchvision with every model and would fail with it. Image processors need its Python parts only. A package

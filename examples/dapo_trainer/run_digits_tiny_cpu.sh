@@ -10,7 +10,7 @@ RUN=${RUN:-runs/dapo-digits}
 
 options=(
     algorithm.adv_estimator=grpo
-    # dynamic sampling: groups whose rewards differ, drawn until there are train_batch_size of them
+    # dynamic sampling: groups whose rewards differ, sampled until there are train_batch_size of them
     algorithm.filter_groups.enable=true
     algorithm.filter_groups.metric=score
     algorithm.filter_groups.max_num_gen_batches=20

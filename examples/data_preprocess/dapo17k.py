@@ -20,7 +20,7 @@ TOOL = "code_interpreter"
 
 
 class EachOnce:
-    """Rows whose prompt was not seen yet, numbered anew."""
+    """Rows whose prompt was not seen yet, numbered again."""
 
     def __init__(self, with_tool: bool):
         self.with_tool = with_tool

@@ -66,8 +66,8 @@ def to_rows(
         except (KeyError, ValueError, TypeError, IndexError) as error:
             missing = isinstance(error, KeyError)
             what = f"no column {error}; there are {', '.join(example)}" if missing else str(error)
-            wanted = f"; a row is {{{', '.join(columns)}}}" if columns else ""
-            raise DataError(f"{origin}, row {number}: {what}{wanted}.") from error
+            expected = f"; a row is {{{', '.join(columns)}}}" if columns else ""
+            raise DataError(f"{origin}, row {number}: {what}{expected}.") from error
         if row is not None:
             rows.append(row)
     if not rows:
@@ -120,11 +120,11 @@ def _from_hub(hub: Hub) -> Iterator[tuple[str, str, Iterable[Example]]]:
     try:
         dataset = load_dataset(hub.name, hub.config)
     except (ConnectionError, OSError, ValueError) as error:
-        told = " ".join(str(error).split())
+        message = " ".join(str(error).split())
         also = f" ({hub.also})" if hub.also else ""
         files = ", ".join(f"{theirs}.jsonl" for theirs in hub.splits.values())
         raise SystemExit(
-            f"{hub.name} cannot be loaded from the Hugging Face hub ({type(error).__name__}: {told[:300]}). Without "
+            f"{hub.name} cannot be loaded from the Hugging Face hub ({type(error).__name__}: {message[:300]}). Without "
             f"network, bring its files here{also} and name their folder with --local_dataset_path: {files} or "
             f".parquet, with the columns {', '.join(hub.columns)}. Where it was downloaded before, HF_HUB_OFFLINE=1 "
             "reads the cache."

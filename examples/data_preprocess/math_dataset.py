@@ -15,13 +15,13 @@ HUB_500 = Hub("HuggingFaceH4/MATH-500", None, {"test": "test"}, ("problem", "sol
 
 def to_row(example: dict, split: str, index: int) -> dict:
     answer = boxed_answer(example["solution"])
-    facts = {name: example[name] for name in ("level", "type") if name in example}
-    return row(HUB.name, f"{example['problem']} {BOXED}", answer, "math", split, index, **facts)
+    details = {name: example[name] for name in ("level", "type") if name in example}
+    return row(HUB.name, f"{example['problem']} {BOXED}", answer, "math", split, index, **details)
 
 
 def to_row_500(example: dict, split: str, index: int) -> dict:
-    facts = {name: example[name] for name in ("subject", "level", "unique_id", "solution") if name in example}
-    return row(HUB_500.name, f"{example['problem']} {BOXED}", example["answer"], "math", split, index, **facts)
+    details = {name: example[name] for name in ("subject", "level", "unique_id", "solution") if name in example}
+    return row(HUB_500.name, f"{example['problem']} {BOXED}", example["answer"], "math", split, index, **details)
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -44,7 +44,7 @@ def row(
 
 
 def boxed_answer(solution: str) -> str:
-    """What stands in the last ``\\boxed{}`` (or ``\\fbox{}``, or after ``\\boxed `` without braces) of a solution.
+    """The content of the last ``\\boxed{}`` (or ``\\fbox{}``, or after ``\\boxed `` without braces) of a solution.
 
     Raises:
         DataError: there is none, or its braces are not closed.
