@@ -84,7 +84,7 @@ def _lookup(line: Line) -> float:
 
 
 def _fits(value: Any, expected: Any) -> bool:
-    """Texts may continue after the expected one, but not to another option: ``first step, local`` is the first such row."""
+    """Texts may continue after the expected one, not to another option: ``first step, local`` is the first such row."""
     return value.startswith(expected) if isinstance(expected, str) else value == expected
 
 
