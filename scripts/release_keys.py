@@ -19,8 +19,8 @@ if __name__ == "__main__":  # works from a checkout that is not installed
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from verl.config.base import Problem
-from verl.config.build import fits, section_class, section_of, types_of
 from verl.config.checks.support import NAMES, unknown_names, unsupported_values
+from verl.config.command_line import locate
 from verl.config.compose import CONFIG_DIR, compose
 from verl.config.features import FEATURES, Feature
 from verl.config.legacy import (
@@ -34,10 +34,9 @@ from verl.config.legacy import (
     translate_values,
 )
 from verl.config.load import drop_empty_requests
-from verl.config.overrides import locate
 from verl.config.ppo import PPOConfig
 from verl.config.releases import RELEASES, release_keys, same
-from verl.config.tree import flatten, is_interpolation, put_key
+from verl.config.tree import fits, flatten, is_interpolation, put_key, section_class, section_of, types_of
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "moving.md"

@@ -3,7 +3,7 @@ from enum import Enum
 import pytest
 
 from verl.algorithms.registry import About, Registry
-from verl.config.checks.registered import full_keys
+from verl.config.checks.support import full_keys
 
 
 class Colour(str, Enum):

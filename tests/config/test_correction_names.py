@@ -2,7 +2,7 @@
 
 import pytest
 
-from verl.config.correction import DIVERGENCES, Rejection, RolloutCorrectionConfig
+from verl.config.algorithm import DIVERGENCES, Rejection, RolloutCorrectionConfig
 
 from .helpers import loaded_with, notes, problems
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from verl.config.files import missing_files
+from verl.config.checks.run import missing_files
 
 from .helpers import loaded_with
 

@@ -3,8 +3,8 @@
 import pytest
 
 from verl.config.base import get_path
+from verl.config.command_line import locate
 from verl.config.load import load
-from verl.config.overrides import locate
 from verl.config.ppo import PPOConfig
 
 from .helpers import RUNNABLE, problems

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from verl.config.overrides import all_keys
+from verl.config.command_line import all_keys
 from verl.config.ppo import PPOConfig
 
 

@@ -7,9 +7,9 @@ import yaml
 
 from verl.config.algorithm import GiGPOConfig, RolloutCorrectionConfig
 from verl.config.base import leaves
+from verl.config.command_line import all_keys, locate
 from verl.config.compose import CONFIG_DIR, compose
 from verl.config.engine import DeepSpeedConfig
-from verl.config.overrides import all_keys, locate
 from verl.config.ppo import PPOConfig
 from verl.config.reward import JudgeConfig, RewardSandboxConfig
 from verl.config.tree import flatten

@@ -9,8 +9,8 @@ from verl.algorithms import losses
 from verl.algorithms.advantages import ADV_ESTIMATOR_REGISTRY
 from verl.algorithms.losses import POLICY_LOSS_REGISTRY
 from verl.algorithms.registry import import_modules
-from verl.config.checks import registered
-from verl.config.checks.registered import full_keys, options_read
+from verl.config.checks import support
+from verl.config.checks.support import full_keys, options_read
 
 NEW_LOSS = '''
 from verl.algorithms.losses.common import LossInputs, TokenLoss, builtin_policy_loss
@@ -42,7 +42,7 @@ def test_a_file_adds_a_loss_to_the_config_and_to_the_registry(tmp_path, monkeypa
     (tmp_path / "losses" / "newly_added.py").write_text(NEW_LOSS)
     keys = ("actor_rollout_ref.actor.clip_ratio", "actor_rollout_ref.actor.tau_pos")
     with monkeypatch.context() as patch:
-        patch.setattr(registered, "_METHODS", tmp_path)
+        patch.setattr(support, "_METHODS", tmp_path)
         assert options_read.__wrapped__("losses") == {"newly_added": keys}
         patch.setattr(losses, "__path__", [str(tmp_path / "losses")])
         import_modules(losses.__name__, losses.__path__)

@@ -8,10 +8,10 @@ import pytest
 
 from scripts.release_keys import KINDS, PAGE, another_value, filled, verdict
 from verl.config.base import ConfigError, get_path
+from verl.config.command_line import locate
 from verl.config.features import FEATURES, feature_of_config, feature_of_module
 from verl.config.legacy import MOVED, REMOVED
 from verl.config.load import load
-from verl.config.overrides import locate
 from verl.config.ppo import PPOConfig
 from verl.config.releases import RELEASES, release_keys
 

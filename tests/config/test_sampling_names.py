@@ -2,7 +2,7 @@
 
 import pytest
 
-from verl.config.sampling_names import BY_HF, DECIDED, HANDED_ON, OWN
+from verl.config.rollout import BY_HF, DECIDED, HANDED_ON, OWN
 from verl.workers.rollout.assemble import sampling_params
 
 from .helpers import notes, problems, typed

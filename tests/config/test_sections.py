@@ -11,8 +11,8 @@ import pytest
 
 from verl.base_config import BaseConfig
 from verl.config.base import Config, FreeDict, leaves
+from verl.config.command_line import all_keys
 from verl.config.describe import describe, explanation
-from verl.config.overrides import all_keys
 from verl.config.ppo import PPOConfig
 
 from .helpers import typed

@@ -6,10 +6,10 @@ import pytest
 
 from verl.config.checks import find
 from verl.config.checks.support import LIMITS
+from verl.config.command_line import locate
 from verl.config.features import feature_of_key
 from verl.config.legacy import MOVED, REMOVED, RemovedOption, entry_of, is_legacy
 from verl.config.load import load
-from verl.config.overrides import locate
 from verl.config.ppo import PPOConfig
 from verl.config.unused_options import readers
 

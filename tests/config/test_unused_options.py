@@ -6,13 +6,12 @@ import pickle
 
 import pytest
 
-from verl.config.base import ConfigError, leaves
+from verl.config.base import READ, ConfigError, leaves, watch
 from verl.config.checks.support import LIMITS
 from verl.config.legacy import REMOVED
 from verl.config.load import load
 from verl.config.ppo import PPOConfig
 from verl.config.unused_options import check_unused_options, readers, remember_given, unused_in_run, unused_in_source
-from verl.config.watch import READ, watch
 
 from .helpers import RUNNABLE
 

@@ -8,8 +8,8 @@ import types
 import pytest
 
 from verl.config.base import ConfigError, get_path
-from verl.config.batch import batch_plan
 from verl.config.checks import VALIDATORS
+from verl.config.checks.batch import batch_plan
 from verl.config.checks.support import LIMITS, NAMES
 from verl.config.load import check
 

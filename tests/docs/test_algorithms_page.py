@@ -18,8 +18,7 @@ from verl.config.actor import LossAggMode
 from verl.config.algorithm import AlgorithmConfig, KLKind
 from verl.config.base import get_path, leaves
 from verl.config.checks import find
-from verl.config.checks.registered import full_keys
-from verl.config.checks.support import built_names
+from verl.config.checks.support import built_names, full_keys
 from verl.config.ppo import PPOConfig
 
 TEXT = PAGE.read_text(encoding="utf-8")

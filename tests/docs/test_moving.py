@@ -23,7 +23,7 @@ from verl.algorithms.losses import PPOLoss, TokenOutputs, compute_policy_loss, g
 from verl.algorithms.reward_shaping import centre_and_spread
 from verl.config.actor import ActorConfig
 from verl.config.base import get_path
-from verl.config.batch import optimizer_steps
+from verl.config.checks.batch import optimizer_steps
 from verl.config.load import load_ppo_config
 from verl.config.ppo import PPOConfig
 

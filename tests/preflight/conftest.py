@@ -11,8 +11,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from tests.support.composing import load_over
 from verl.config.base import ConfigError
+from verl.config.command_line import check_overrides
 from verl.config.load import LoadedConfig
-from verl.config.overrides import check_overrides
 from verl.config.ppo import PPOConfig
 from verl.preflight.checks import examine_loaded
 from verl.preflight.machine import Machine

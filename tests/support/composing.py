@@ -12,9 +12,9 @@ from hydra.errors import OverrideParseException
 from omegaconf import OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
+from verl.config.command_line import CheckedOverrides, check_overrides
 from verl.config.compose import compose, search_folders
 from verl.config.load import LoadedConfig, interpret, load
-from verl.config.overrides import CheckedOverrides, check_overrides
 from verl.config.ppo import PPOConfig
 
 

@@ -5,10 +5,9 @@ import json
 import pytest
 
 from tests.support.runs import make_task, overrides, run_job
-from verl.config.base import ConfigError
+from verl.config.base import READ, ConfigError
 from verl.config.load import load
 from verl.config.unused_options import remember_given
-from verl.config.watch import READ
 from verl.preflight.checks import passed
 from verl.trainer.ppo.job import PPOJob
 

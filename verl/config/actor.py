@@ -4,9 +4,8 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from verl.batch.micro_batching import MicroBatching
-from verl.config.algorithm import KLKind
+from verl.config.algorithm import KLKind, RolloutCorrectionConfig
 from verl.config.base import Config, option, section
-from verl.config.correction import RolloutCorrectionConfig
 from verl.config.engine import DeepSpeedConfig, FSDPConfig, OptimConfig, Strategy
 from verl.config.trainer import CheckpointConfig
 

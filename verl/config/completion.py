@@ -8,10 +8,10 @@ import typing
 from collections.abc import Mapping, Sequence
 
 from verl.config.base import did_you_mean
-from verl.config.build import types_of
 from verl.config.checks.support import NAMES
-from verl.config.overrides import all_keys, locate
+from verl.config.command_line import all_keys, locate
 from verl.config.ppo import PPOConfig
+from verl.config.tree import types_of
 
 _KEYED = ("ppo", "doctor", "check", "config", "roll")
 """Subcommands that take options of a run."""

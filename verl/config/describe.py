@@ -14,12 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from verl.config.base import Config, ConfigError, get_path
-from verl.config.build import section_class, show, types_of
+from verl.config.command_line import check_overrides, locate, unknown_key
 from verl.config.compose import CONFIG_DIR, compose
 from verl.config.legacy import replacement
-from verl.config.overrides import check_overrides, locate, unknown_key
 from verl.config.ppo import PPOConfig
-from verl.config.tree import flatten
+from verl.config.tree import flatten, section_class, show, types_of
 
 _WIDTH = 110
 
@@ -326,8 +325,8 @@ def _matching(word: str) -> list[str]:
 
 
 def _diff(one: str, other: str) -> int:
-    from verl.config.build import show
     from verl.config.sources import read_source
+    from verl.config.tree import show
 
     first, second = read_source(one), read_source(other)
     for path, source in ((one, first), (other, second)):

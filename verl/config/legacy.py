@@ -8,10 +8,9 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from verl.config.base import Problem
-from verl.config.build import show
 from verl.config.features import Feature, FeatureKey, feature_of_backend, feature_of_key, not_built
-from verl.config.sampling_names import DECIDED, HANDED_ON
-from verl.config.tree import at_key, flatten, is_interpolation, overlay, pop_key, put_key, section_at
+from verl.config.rollout import DECIDED, HANDED_ON
+from verl.config.tree import at_key, flatten, is_interpolation, overlay, pop_key, put_key, section_at, show
 
 # -- What an old name may have become, and the other names that verl's releases from v0.6 on have for options --------
 

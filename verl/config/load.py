@@ -13,13 +13,26 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from verl.config.base import Config, ConfigError, ConfigWarning, Problem
-from verl.config.build import build, fits, is_text, missing_keys, show
+from verl.config.command_line import check_overrides, locate, unknown_key
 from verl.config.compose import CONFIG_DIR, compose, search_folders
 from verl.config.legacy import set_features_aside, translate, translate_correction, translate_logger, translate_values
-from verl.config.overrides import check_overrides, locate, unknown_key
 from verl.config.ppo import PPOConfig
 from verl.config.releases import asks_for_nothing
-from verl.config.tree import at_key, copy_tree, differing, flatten, is_interpolation, pop_key, put_key, section_at
+from verl.config.tree import (
+    at_key,
+    build,
+    copy_tree,
+    differing,
+    fits,
+    flatten,
+    is_interpolation,
+    is_text,
+    missing_keys,
+    pop_key,
+    put_key,
+    section_at,
+    show,
+)
 
 # -- Other ways of saying the same thing, rewritten in the unresolved tree so that others may follow the result ------
 

@@ -10,9 +10,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from verl.config.base import Config, ConfigError, Problem, get_path, leaves
-from verl.config.build import show
-from verl.config.watch import READ, watch
+from verl.config.base import READ, Config, ConfigError, Problem, get_path, leaves, watch
+from verl.config.tree import show
 
 _GIVEN = "_given_options"
 _PACKAGE = Path(__file__).parents[1]
@@ -162,7 +161,7 @@ _READING = re.compile(r"\.([A-Za-z_]\w*)|[\"']([A-Za-z_]\w*)[\"']")
 @lru_cache(maxsize=1)
 def _places() -> dict[str, list[str]]:
     """Name -> where code outside the checks reads it; properties of the sections read on behalf of others."""
-    from verl.config.overrides import all_keys
+    from verl.config.command_line import all_keys
     from verl.config.ppo import PPOConfig
 
     names = {key.rpartition(".")[2] for key in all_keys(PPOConfig)}

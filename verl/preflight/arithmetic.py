@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from verl.batch.micro_batching import MicroBatching
 from verl.config.base import Problem
-from verl.config.batch import counted, optimizer_steps
 from verl.config.checks.base import ACTOR, REF, RM, ROLLOUT, models, trained_roles
+from verl.config.checks.batch import counted, optimizer_steps
 from verl.config.ppo import PPOConfig
 from verl.preflight.report import Number
 

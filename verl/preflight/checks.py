@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from verl.config.base import ConfigError, Problem
 from verl.config.checks import find
-from verl.config.files import missing_files
+from verl.config.checks.run import missing_files
 from verl.config.load import LoadedConfig, load
 from verl.config.ppo import PPOConfig
 from verl.config.unused_options import given_to, unused_in_source

@@ -186,7 +186,7 @@ def _before_the_run(loaded: Any, flags: dict[str, Any]) -> bool:
     if report.errors:
         raise ConfigError([finding.text for finding in report.errors])
     if flags.get("check"):
-        from verl.config.batch import batch_plan
+        from verl.config.checks.batch import batch_plan
 
         print(batch_plan(loaded.config))
         print(report.totals)
@@ -278,9 +278,9 @@ def read_options(words: Sequence[str], files: Sequence[str] = ()) -> tuple[Any, 
     """
     import yaml
 
-    from verl.config.build import build
-    from verl.config.overrides import check_overrides
+    from verl.config.command_line import check_overrides
     from verl.config.ppo import PPOConfig
+    from verl.config.tree import build
 
     checked = check_overrides([_in_full(word) for word in words], PPOConfig, lambda name: False)
     problems = list(checked.problems)

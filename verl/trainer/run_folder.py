@@ -10,9 +10,9 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from verl.config.build import build
 from verl.config.load import check
 from verl.config.ppo import PPOConfig
+from verl.config.tree import build
 from verl.telemetry.run_record import RunRecord, open_record, recorded
 from verl.utils.config import typed_config
 from verl.utils.process import explanation

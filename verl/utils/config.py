@@ -5,10 +5,10 @@ import warnings
 from typing import Any
 
 from verl.config.base import Config, ConfigError, ConfigWarning, Problem, leaves, plain
-from verl.config.build import build
+from verl.config.command_line import locate
 from verl.config.load import LoadedConfig, check, interpret
-from verl.config.overrides import locate
 from verl.config.ppo import PPOConfig
+from verl.config.tree import build
 
 __all__ = [
     "adopt_config",

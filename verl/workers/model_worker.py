@@ -20,11 +20,10 @@ import torch
 
 from verl.checkpoint.checkpoint_manager import CheckpointManager
 from verl.config.actor import ActorConfig, RefConfig
-from verl.config.base import Config
+from verl.config.base import READ, Config
 from verl.config.critic import CriticConfig
 from verl.config.ppo import ActorRolloutRefConfig
 from verl.config.reward import RewardModelConfig
-from verl.config.watch import READ
 from verl.data.vision import media_inputs
 from verl.models.loader import ModelSpec
 from verl.protocol import DataProto

@@ -5,7 +5,7 @@ import ast
 import pytest
 
 from tests.config.roll.shapes import SHAPES, shape
-from verl.config.overrides import locate
+from verl.config.command_line import locate
 from verl.config.ppo import PPOConfig
 from verl.config.roll.command import fields, main
 from verl.config.roll.read import read_roll

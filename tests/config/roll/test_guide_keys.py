@@ -3,7 +3,7 @@
 import pytest
 
 from verl.config.base import ConfigError
-from verl.config.overrides import locate
+from verl.config.command_line import locate
 from verl.config.ppo import PPOConfig
 from verl.config.roll.result import word
 from verl.config.roll.translate import translate

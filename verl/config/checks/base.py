@@ -5,10 +5,10 @@ from typing import Any, Literal, NamedTuple
 
 from verl.config.actor import ActorConfig, RefConfig
 from verl.config.base import Problem, get_path, leaves
-from verl.config.build import show
 from verl.config.critic import CriticConfig
 from verl.config.ppo import PPOConfig
 from verl.config.reward import RewardModelConfig
+from verl.config.tree import show
 
 Severity = Literal["error", "warning", "advice"]
 IsGiven = Callable[[str], bool]

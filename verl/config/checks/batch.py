@@ -1,7 +1,9 @@
-"""Validators of batch arithmetic: prompts, mini-batches, micro-batches and token budgets."""
+"""Validators of prompts and of batch arithmetic, and that arithmetic in words."""
 
 from collections.abc import Iterator
+from typing import Any
 
+from verl.batch.micro_batching import MicroBatching
 from verl.config.base import Problem, get_path
 from verl.config.checks.base import (
     ACTOR,
@@ -16,6 +18,61 @@ from verl.config.checks.base import (
     validator,
 )
 from verl.config.ppo import PPOConfig
+from verl.config.tree import show
+
+
+@validator("error")
+def messages_key_or_prompt_key(config: PPOConfig) -> Iterator[Problem]:
+    data = config.data
+    if data.messages_key is not None and data.prompt_key not in ("prompt", data.messages_key):
+        yield problem(
+            config,
+            "data.messages_key",
+            f"and data.prompt_key={data.prompt_key} both name the column of prompts. Set one of them.",
+            "data.prompt_key",
+        )
+
+
+@validator("error")
+def max_samples_is_not_zero(config: PPOConfig) -> Iterator[Problem]:
+    for key in ("data.train_max_samples", "data.val_max_samples"):
+        if get_path(config, key) == 0:
+            yield problem(config, key, "leaves no prompts. Give the number to use, or -1 for all.")
+
+
+@validator("error")
+def mixture_ratios_sum_to_one(config: PPOConfig) -> Iterator[Problem]:
+    mixture = config.data.mixture
+    if not mixture:
+        return
+    odd = [name for name, share in mixture.items() if isinstance(share, bool) or not isinstance(share, int | float)]
+    if odd or min(mixture.values()) < 0 or abs(sum(mixture.values()) - 1) > 0.01:
+        what = f"{odd[0]}={show(mixture[odd[0]])} is no number" if odd else f"they add up to {sum(mixture.values()):g}"
+        yield problem(
+            config,
+            "data.mixture",
+            f"must give shares from 0 to 1 that add up to 1; {what}. Write {{source: 0.7, other: 0.3}}.",
+        )
+
+
+@validator("error")
+def one_source_of_training_prompts(config: PPOConfig) -> Iterator[Problem]:
+    others = [key for key in ("data.sampler.class_path", "data.datagen.path") if get_path(config, key)]
+    if config.data.mixture and others:
+        yield problem(
+            config, "data.mixture", f"and {others[0]} both decide which prompts are sampled. Set one of them.", *others
+        )
+    if config.data.custom_cls.path and config.data.datagen.path:
+        yield problem(
+            config,
+            "data.datagen.path",
+            "and data.custom_cls.path both name what the training prompts are. Set one of them; a class of yours may "
+            "inherit from verl.data.dynamicgen_dataset.DynamicGenDataset.",
+            "data.custom_cls.path",
+        )
+
+
+# -- Validators of batch arithmetic: prompts, mini-batches, micro-batches and token budgets --------------------------
 
 
 @validator("error")
@@ -149,8 +206,6 @@ def prefix_sharing_requires_remove_padding(config: PPOConfig) -> Iterator[Proble
 
 
 # -- Batch sizes and budgets that nothing reads ----------------------------------------------------------------------
-
-
 @validator("warning")
 def micro_batch_size_or_token_budget_unused(config: PPOConfig, is_given: IsGiven) -> Iterator[Problem]:
     shared, critic = config.actor_rollout_ref, config.critic
@@ -236,3 +291,77 @@ def filter_groups_options_unused(config: PPOConfig, is_given: IsGiven) -> Iterat
     elif config.reward_model.launch_reward_fn_async:
         why = "algorithm.filter_groups chooses groups by their rewards before anything else is computed"
         yield from unused(config, [f"{RM}.launch_reward_fn_async"], is_given, why)
+
+
+# -- The batch arithmetic of a run in words: prompts -> responses -> mini-batches -> micro-batches -> optimizer steps
+
+
+def batch_plan(config: PPOConfig) -> str:
+    """What one training step does, one line per stage. Assumes that the rules hold."""
+    shared, prompts = config.actor_rollout_ref, config.prompts_per_update
+    rows = prompts * shared.rollout.n
+    workers = config.trainer.world_size
+    lines = [
+        f"one training step: {prompts} prompts x {shared.rollout.n} responses = {rows} rows on "
+        f"{counted(workers, 'worker')}, {_each(rows, workers)}; at most {shared.rollout.prompt_length} + "
+        f"{shared.rollout.response_length} tokens each"
+    ]
+    filtering = config.algorithm.filter_groups
+    if filtering.enable:
+        bound = f"at most {filtering.max_num_gen_batches}" if filtering.max_num_gen_batches else "without bound"
+        drawn = f"{config.data.prompts_per_step} prompts x {shared.rollout.n} responses"
+        lines.append(f"drawn: batches of {drawn}, {bound}, until {prompts} groups differ in {filtering.metric}")
+    for key, role, n in trained_roles(config):
+        ranks, split, mini = config.dp_size(role), role.update_split, role.ppo_mini_batch_size * n
+        lines.append(
+            f"{key.rpartition('.')[2]}: {counted(optimizer_steps(config, role), 'optimizer step')}, each over "
+            f"{role.ppo_mini_batch_size} prompts x {n} = {mini} rows on {counted(ranks, 'rank')}"
+            f"{_of_sp(role)}, {_each(mini, ranks, split)}, {_forwards(-(-mini // ranks), split)}"
+        )
+    scored = []
+    if shared.actor.skip_old_log_probs:
+        lines.append("old log-probs: those of the update's own forwards")
+    elif config.algorithm.rollout_correction.bypass_mode:
+        lines.append("old log-probs: those the responses were sampled with")
+    else:
+        scored.append(("old log-probs", shared.rollout.log_prob_split, config.dp_size(shared.actor)))
+    if config.scores_reference:
+        scored.append(("reference log-probs", shared.ref.log_prob_split, config.dp_size(shared.ref)))
+    if config.uses_critic:
+        scored.append(("values", config.critic.forward_split, config.dp_size(config.critic)))
+    if config.reward_model.enable:
+        scored.append(("reward model", config.reward_model.forward_split, config.dp_size(config.reward_model)))
+    lines += [
+        f"{what}: {rows} rows on {counted(ranks, 'rank')}, {_each(rows, ranks, split)}, "
+        f"{_forwards(-(-rows // ranks), split)}"
+        for what, split, ranks in scored
+    ]
+    return "\n".join(lines)
+
+
+def optimizer_steps(config: PPOConfig, role: Any) -> int:
+    """Optimizer steps of the ``actor`` or ``critic`` section in one training step."""
+    return config.prompts_per_update // role.ppo_mini_batch_size * role.ppo_epochs
+
+
+def counted(number: int, noun: str) -> str:
+    """``1 rank``, ``2 ranks``."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def _each(rows: int, ranks: int, split: MicroBatching | None = None) -> str:
+    """How many rows a rank has. Forwards of so many tokens are balanced by cost, not by rows."""
+    if ranks > 1 and split is not None and split.size is None:
+        return f"about {rows / ranks:.3g} each"
+    return f"{rows // ranks} each" if rows % ranks == 0 else f"{rows // ranks} or {rows // ranks + 1} each"
+
+
+def _of_sp(role: Any) -> str:
+    sp = role.ulysses_sequence_parallel_size
+    return f" of {sp} workers" if sp > 1 else ""
+
+
+def _forwards(rows: int, split: MicroBatching) -> str:
+    if split.size is None:
+        return f"in forwards of at most {split.max_tokens} tokens"
+    return f"in {counted(-(-rows // split.size), 'forward')} of {min(split.size, rows)}"

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from verl.config.base import Problem, get_path
-from verl.config.build import show
 from verl.config.checks.base import (
     ACTOR,
     REF,
@@ -21,6 +20,7 @@ from verl.config.checks.base import (
 )
 from verl.config.engine import deepspeed_conflicts
 from verl.config.ppo import PPOConfig
+from verl.config.tree import show
 from verl.utils.distribution import install_command
 
 

@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 
 from verl.config.base import Problem, get_path
-from verl.config.build import show
 from verl.config.checks.base import (
     ACTOR,
     CORRECTION,
@@ -16,8 +15,9 @@ from verl.config.checks.base import (
     unused,
     validator,
 )
-from verl.config.checks.registered import all_options, options_read
+from verl.config.checks.support import all_options, options_read
 from verl.config.ppo import PPOConfig
+from verl.config.tree import show
 
 _CORRECTIONS = ("rollout_is", "rollout_rs", "rollout_token_veto_threshold", "bypass_mode")
 """Options that switch a part of the rollout correction on."""

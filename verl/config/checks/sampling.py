@@ -3,10 +3,10 @@
 from collections.abc import Iterator
 
 from verl.config.base import Problem, get_path
-from verl.config.build import show
 from verl.config.checks.base import ROLLOUT, TOKEN_BASELINES, IsGiven, given_below, problem, unused, validator
 from verl.config.ppo import PPOConfig
-from verl.config.sampling_names import BY_HF, DECIDED, OF_WHOLE_RESPONSES, OWN, RESHAPE
+from verl.config.rollout import BY_HF, DECIDED, OF_WHOLE_RESPONSES, OWN, RESHAPE
+from verl.config.tree import show
 
 _GROUP_ESTIMATORS = ("grpo", "rloo", "grpo_passk", "opo", "gpg", "gdpo", "gigpo", *TOKEN_BASELINES)
 

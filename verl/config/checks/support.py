@@ -1,20 +1,83 @@
 """Values and names that this release does not support: the one table of them, and the validators that read it.
 
 A known option set to another value than its default is refused when nothing would read it ("not supported yet"), so
-that no setting is silently ignored. To build a feature, delete its row.
+that no setting is silently ignored. To build a feature, delete its row. Names of estimators and losses, and the options
+each reads, are found in their registrations.
 """
 
+import ast
 import os
+import re
 import sys
 from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from verl.config.base import Config, FreeDict, Problem, did_you_mean, get_path, leaves
-from verl.config.build import show
 from verl.config.checks.base import validator
-from verl.config.checks.registered import options_read
 from verl.config.ppo import PPOConfig
+from verl.config.tree import show
 from verl.utils.import_utils import split_file_name
+
+# -- Built-in estimators and losses, from their registrations -------------------------------------------------------
+# The config must be read without torch, which the methods import. So their modules are not imported: the calls of
+# ``register_adv_est``, ``register_policy_loss`` and ``builtin_policy_loss`` at the left margin are read as text, for
+# the names they are given and the ``options`` of their ``About``. A test compares the result with the registries.
+
+_METHODS = Path(__file__).parents[2] / "algorithms"
+
+
+# one line, or the lines up to a parenthesis at the left margin, as the formatter leaves them
+_REGISTRATION = re.compile(
+    r"^@?((?:register_adv_est|register_policy_loss|builtin_policy_loss)\((?:[^\n]*\)$|$(?s:.*?)^\)))", re.MULTILINE
+)
+
+
+@cache
+def options_read(kind: str) -> dict[str, tuple[str, ...]]:
+    """Return name -> full keys of the options it reads, of every method of a folder.
+
+    Args:
+        kind: ``advantages`` or ``losses``.
+    """
+    methods: dict[str, tuple[str, ...]] = {}
+    for path in sorted((_METHODS / kind).glob("*.py")):
+        for text in re.findall(_REGISTRATION, path.read_text(encoding="utf-8")):
+            call = ast.parse(text.strip(), mode="eval").body
+            keys = _option_keys(call)
+            methods |= {
+                name.value: keys for name in call.args if isinstance(name, ast.Constant) and isinstance(name.value, str)
+            }
+    return methods
+
+
+def all_options(kind: str) -> tuple[str, ...]:
+    """Return every option that some method of the folder reads."""
+    return tuple(dict.fromkeys(key for keys in options_read(kind).values() for key in keys))
+
+
+def full_keys(options: str) -> tuple[str, ...]:
+    """Expand the ``options`` of an ``About``: ``section.{a,b}`` is two keys, ``actor.`` is actor_rollout_ref.actor."""
+    keys = []
+    for word in options.split():
+        section, _, names = word.partition("{")
+        keys += [section + name for name in names.rstrip("}").split(",")]
+    return tuple(re.sub(r"^actor\.", "actor_rollout_ref.actor.", key) for key in keys)
+
+
+def _option_keys(call: ast.Call) -> tuple[str, ...]:
+    texts = [
+        str(keyword.value.value)
+        for node in ast.walk(call)
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "About"
+        for keyword in node.keywords
+        if keyword.arg == "options" and isinstance(keyword.value, ast.Constant)
+    ]
+    return tuple(dict.fromkeys(key for text in texts for key in full_keys(text)))
+
+
+# -- Values and names that this release does not support: the one table of them, and the validators that read it -----
 
 
 class Limit(NamedTuple):
@@ -51,9 +114,13 @@ class Names(NamedTuple):
 
 
 _MULTI_TURN = "leave the section alone; single-turn rollouts work"
+
 _NO_PROFILER = "use py-spy or torch.profiler around the run; timing_s/* metrics are logged at every step"
+
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+
 _RM = "reward_model"
+
 _ROLES = (_ACTOR, "actor_rollout_ref.ref", "critic", _RM)
 
 LIMITS: tuple[Limit, ...] = (

@@ -4,8 +4,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from verl.config.build import show
-from verl.config.overrides import locate
+from verl.config.command_line import locate
 from verl.config.ppo import PPOConfig
 from verl.config.roll.batch import Roll, batches, devices
 from verl.config.roll.read import PRESETS, unbuilt
@@ -14,7 +13,7 @@ from verl.config.roll.rewards import rewards
 from verl.config.roll.strategies import strategy
 from verl.config.roll.table import TOP, Row, row_outcomes
 from verl.config.roll.workers import DATA, GENERATION, ROLES, WORKER
-from verl.config.tree import at_key
+from verl.config.tree import at_key, show
 
 _IGNORED = ("hydra", "rewards", *PRESETS)
 _AGENTIC = ("train_env_manager", "val_env_manager", "custom_envs")

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from verl.config.sampling_names import AT_LEAST
+from verl.config.rollout import AT_LEAST
 from verl.utils.py_functional import derive_seed
 from verl.workers.rollout.base import Completion, Request
 

@@ -19,7 +19,7 @@ from typing import Any
 from verl.algorithms.advantages import get_adv_estimator_fn
 from verl.algorithms.losses import get_policy_loss_fn
 from verl.config.base import ConfigError
-from verl.config.batch import counted, optimizer_steps
+from verl.config.checks.batch import counted, optimizer_steps
 from verl.config.trainer import TrainerConfig
 from verl.models.heads import stored_shapes, stores_head
 from verl.preflight.checks import refuse

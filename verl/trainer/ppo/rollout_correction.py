@@ -17,7 +17,7 @@ import torch
 from verl.algorithms.advantages import get_adv_estimator_fn
 from verl.algorithms.correction import importance_weights, kept_tokens, mismatch_metrics
 from verl.algorithms.losses import get_policy_loss_fn
-from verl.config.correction import RolloutCorrectionConfig
+from verl.config.algorithm import RolloutCorrectionConfig
 from verl.config.ppo import ActorRolloutRefConfig, PPOConfig
 from verl.protocol import DataProto
 from verl.trainer.ppo.experience import move_to_sampled_tokens, put_response_column, response_column

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from verl.config.sampling_names import BY_HF
+from verl.config.rollout import BY_HF
 from verl.workers.rollout import sampling as stop_text
 from verl.workers.rollout.base import Completion, Request, SamplingParams
 from verl.workers.rollout.hf.kv_cache import can_be_joined, joined
