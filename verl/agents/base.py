@@ -1,7 +1,5 @@
 """Base class of agent loops, and their registry. Knows no server and no batch."""
 
-from __future__ import annotations
-
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence

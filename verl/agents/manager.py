@@ -4,8 +4,6 @@ Takes the place of the worker group in ``mode=sync``: `generate_sequences` takes
 columns.
 """
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import json
@@ -36,11 +34,7 @@ from verl.workers.rollout.server.messages import is_loopback, sampling_from_json
 
 
 def assemble_outputs(
-    prompts: DataProto,
-    outputs: Sequence[AgentLoopOutput],
-    prompt_length: int,
-    response_length: int,
-    pad_token_id: int,
+    prompts: DataProto, outputs: Sequence[AgentLoopOutput], prompt_length: int, response_length: int, pad_token_id: int
 ) -> DataProto:
     """The columns of `verl.workers.rollout.assemble`, from conversations.
 

@@ -3,8 +3,6 @@
 Knows the five ``loss_agg_mode``s; knows no loss.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

@@ -5,8 +5,6 @@ equation, its source and its test in one record, and docs/algorithms.md its rows
 ``actor.`` is short for ``actor_rollout_ref.actor.``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from verl.algorithms.registry import Registry

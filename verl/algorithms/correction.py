@@ -6,8 +6,6 @@ two. Pure functions on (B, R) tensors; know no config and no loss. Results are c
 Letters: d_it = log pi_old(y_it) - log mu(y_it), T_i unmasked tokens of response i.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

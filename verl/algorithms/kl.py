@@ -4,8 +4,6 @@ KL(policy || reference), estimated from the log-probs of the sampled tokens or s
 controllers of the coefficient. Where the penalty goes (reward or loss) is not decided here.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -5,8 +5,6 @@ name. Beside each built-in thing stands what a reader wants to know of it, ``Abo
 that. Knows nothing of what it holds.
 """
 
-from __future__ import annotations
-
 import difflib
 import importlib
 import logging

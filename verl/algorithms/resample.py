@@ -3,8 +3,6 @@
 Works on scores alone; knows no prompts, no tokens.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

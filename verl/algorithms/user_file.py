@@ -4,8 +4,6 @@ Only what the config names is run, as with ``custom_reward_function``. Imported 
 for: the algorithms themselves need no file.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -8,8 +8,6 @@ written in a paper, and "the next token" is the next position.
 Knows masks and arithmetic; knows no algorithm.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

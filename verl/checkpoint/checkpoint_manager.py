@@ -14,8 +14,6 @@ these cut their tensors. Knows an engine by ``state``, ``load_state``, ``layout`
 loop.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import shutil

@@ -1,7 +1,5 @@
 """The checkpoint manager for workers of users that hold model and optimizer themselves; verl's own have engines."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from types import SimpleNamespace

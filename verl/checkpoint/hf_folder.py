@@ -1,7 +1,5 @@
 """A model as a Hugging Face folder: config, tokenizer, weights in safetensors; written, and read back to be sure."""
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Iterable

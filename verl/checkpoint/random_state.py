@@ -1,7 +1,5 @@
 """The state of every random generator a training step may draw from, in types that load without running code."""
 
-from __future__ import annotations
-
 import hashlib
 import random
 from typing import Any

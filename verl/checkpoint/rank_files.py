@@ -3,8 +3,6 @@
 Every error names what is there instead and how to continue. Knows no engine.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import logging

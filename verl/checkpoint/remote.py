@@ -4,8 +4,6 @@ A step's folder is copied when it is complete, and the tracker file after it: wh
 Knows folders and stores; not what is in them.
 """
 
-from __future__ import annotations
-
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """Rows of a DataProto in one safetensors file: tensors, text, numbers and images; reading one runs no code."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

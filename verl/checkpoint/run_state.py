@@ -7,8 +7,6 @@ generated ahead, in a run that does).
 resumes from the one before.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

@@ -11,8 +11,6 @@ A model is ``name -> piece``; an optimizer ``{"state": name -> {key -> piece}, "
 files are mapped into memory, joining a tensor reads that tensor only. Knows no engine; joining needs no process group.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any

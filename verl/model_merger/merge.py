@@ -1,7 +1,5 @@
 """Write merged weights as a Hugging Face folder and verify it; compare folders; upload to the hub."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Reward model, on the driver: checks before the run, the rows it scores, and its metrics."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

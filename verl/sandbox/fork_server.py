@@ -8,8 +8,6 @@ No signal handlers and no alarms, so it works in any thread; arguments and resul
 network where the system allows that, and sees no environment variables but a few harmless ones.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

@@ -53,12 +53,7 @@ class Pool:
     """
 
     def __init__(
-        self,
-        source: Source,
-        limits: Limits,
-        workers: int = 1,
-        start_timeout_s: float = 300.0,
-        max_concurrent: int = 64,
+        self, source: Source, limits: Limits, workers: int = 1, start_timeout_s: float = 300.0, max_concurrent: int = 64
     ):
         self.source, self.limits, self.start_timeout_s = source, limits, start_timeout_s
         self._owner, self._lock, self._description = os.getpid(), threading.RLock(), None

@@ -8,8 +8,6 @@ module of this folder or in a file of your own. Nothing here is differentiated, 
 Letters: B responses, R response width, s_i = sum_t r_it the score of response i, G_i the responses to its prompt.
 """
 
-from __future__ import annotations
-
 from enum import Enum
 
 from verl.algorithms.advantages.common import (

@@ -3,8 +3,6 @@
 Knows (B, R) tensors and prompt ids; knows no estimator.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,15 +1,9 @@
 """GAE: generalized advantage estimation, with a critic."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
-from verl.algorithms.advantages.common import (
-    pack_finite,
-    register_adv_est,
-    whiten,
-)
+from verl.algorithms.advantages.common import pack_finite, register_adv_est, whiten
 from verl.algorithms.registry import About
 from verl.algorithms.valid_tokens import ValidTokens
 

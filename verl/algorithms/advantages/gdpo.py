@@ -1,7 +1,5 @@
 """GDPO: several rewards, each normalised within its group before they are added."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,13 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from verl.algorithms.advantages.common import (
-    Groups,
-    outcome_scores,
-    register_adv_est,
-    require_finite,
-    whiten,
-)
+from verl.algorithms.advantages.common import Groups, outcome_scores, register_adv_est, require_finite, whiten
 from verl.algorithms.registry import About
 from verl.algorithms.valid_tokens import ValidTokens
 

@@ -4,8 +4,6 @@ A *state* is what the policy saw when its turn began: a page, a board, a tool's 
 names it; equal names mean equal states.
 """
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
@@ -13,11 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from verl.algorithms.advantages.common import (
-    Groups,
-    outcome_scores,
-    register_adv_est,
-)
+from verl.algorithms.advantages.common import Groups, outcome_scores, register_adv_est
 from verl.algorithms.advantages.turns import Turns, find_turns
 from verl.algorithms.registry import About
 

@@ -1,16 +1,10 @@
 """Optimal token baseline: the group's returns at each token, weighted by gradient variance."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from torch import Tensor
 
-from verl.algorithms.advantages.common import (
-    Groups,
-    pack_finite,
-    register_adv_est,
-)
+from verl.algorithms.advantages.common import Groups, pack_finite, register_adv_est
 from verl.algorithms.registry import About
 from verl.algorithms.valid_tokens import BLOCK, ValidTokens
 

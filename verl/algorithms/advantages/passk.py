@@ -1,18 +1,12 @@
 """Pass@k training: only the best response of a group is rewarded."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from verl.algorithms.advantages.common import (
-    Groups,
-    outcome_scores,
-    register_adv_est,
-)
+from verl.algorithms.advantages.common import Groups, outcome_scores, register_adv_est
 from verl.algorithms.registry import About
 from verl.algorithms.valid_tokens import ValidTokens
 

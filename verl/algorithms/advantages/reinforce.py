@@ -4,15 +4,10 @@ A turn is a run of ones in ``response_mask``: the policy's own tokens between tw
 is the ordinary case.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
-from verl.algorithms.advantages.common import (
-    pack_finite,
-    register_adv_est,
-)
+from verl.algorithms.advantages.common import pack_finite, register_adv_est
 from verl.algorithms.advantages.turns import find_turns
 from verl.algorithms.registry import About
 from verl.algorithms.valid_tokens import ValidTokens
@@ -30,9 +25,7 @@ from verl.algorithms.valid_tokens import ValidTokens
 )
 @torch.no_grad()
 def compute_reinforce_advantage(
-    token_level_rewards: Tensor,
-    response_mask: Tensor,
-    gamma: float,
+    token_level_rewards: Tensor, response_mask: Tensor, gamma: float
 ) -> tuple[Tensor, Tensor]:
     """Judge a token by the discounted reward that follows it, and nothing else.
 
@@ -70,9 +63,7 @@ def compute_reinforce_advantage(
 )
 @torch.no_grad()
 def compute_agentic_reinforce_advantage(
-    token_level_rewards: Tensor,
-    response_mask: Tensor,
-    gamma: float,
+    token_level_rewards: Tensor, response_mask: Tensor, gamma: float
 ) -> tuple[Tensor, Tensor]:
     """Judge a turn as one action by the discounted rewards of it and the turns after; its tokens share the judgement.
 
@@ -112,10 +103,7 @@ def compute_agentic_reinforce_advantage(
 )
 @torch.no_grad()
 def compute_step_reinforce_advantage(
-    token_level_rewards: Tensor,
-    response_mask: Tensor,
-    gamma: float,
-    step_gamma: float = 0.95,
+    token_level_rewards: Tensor, response_mask: Tensor, gamma: float, step_gamma: float = 0.95
 ) -> tuple[Tensor, Tensor]:
     """Judge a turn by the discounted rewards of it and the turns after, and its tokens by how near they are to its end.
 

@@ -1,20 +1,12 @@
 """REINFORCE++ and REINFORCE++-baseline: whitened over the whole batch, no critic."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from verl.algorithms.advantages.common import (
-    Groups,
-    outcome_scores,
-    pack_finite,
-    register_adv_est,
-    whiten,
-)
+from verl.algorithms.advantages.common import Groups, outcome_scores, pack_finite, register_adv_est, whiten
 from verl.algorithms.registry import About
 from verl.algorithms.valid_tokens import ValidTokens
 

@@ -1,17 +1,11 @@
 """ReMax: the score of the greedy response as the baseline."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from verl.algorithms.advantages.common import (
-    pack_finite,
-    register_adv_est,
-    require_finite,
-)
+from verl.algorithms.advantages.common import pack_finite, register_adv_est, require_finite
 from verl.algorithms.registry import About
 from verl.algorithms.valid_tokens import ValidTokens
 
@@ -27,11 +21,7 @@ from verl.algorithms.valid_tokens import ValidTokens
 )
 @torch.no_grad()
 def compute_remax_outcome_advantage(
-    token_level_rewards: Tensor,
-    reward_baselines: Tensor,
-    response_mask: Tensor,
-    config: Any = None,
-    **kwargs: Any,
+    token_level_rewards: Tensor, reward_baselines: Tensor, response_mask: Tensor, config: Any = None, **kwargs: Any
 ) -> tuple[Tensor, Tensor]:
     """Judge a response by the score of the greedy response to the same prompt.
 

@@ -3,8 +3,6 @@
 Knows token rewards and masks; knows no estimator.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -6,8 +6,6 @@ ranks, and adds up: the result, and so the gradient, does not depend on how the 
 tokens. Knows columns and config sections; knows no model and no engine.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple

@@ -4,8 +4,6 @@ The corrections of ``correction`` on flat tokens, since this loss computes them 
 pi_old the policy that sampled. Results are constants.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """CISPO: a clipped importance weight, held constant, so that every token keeps its gradient."""
 
-from __future__ import annotations
-
 from verl.algorithms.losses.common import LossInputs, TokenLoss, builtin_policy_loss
 from verl.algorithms.registry import About
 

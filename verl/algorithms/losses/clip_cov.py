@@ -12,8 +12,6 @@ the result as ``selected_tokens``. Without that column the loss chooses among th
 Source: Cui et al. 2025, The Entropy Mechanism (arXiv:2505.22617).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

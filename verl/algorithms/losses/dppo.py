@@ -1,7 +1,5 @@
 """DPPO: no gradient for tokens whose probability moved far, by total variation or KL divergence."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

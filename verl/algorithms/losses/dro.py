@@ -1,7 +1,5 @@
 """DRO: the policy gradient with the squared log-ratio of the token as a penalty."""
 
-from __future__ import annotations
-
 from verl.algorithms.losses.common import LossInputs, TokenLoss, builtin_policy_loss
 from verl.algorithms.registry import About
 

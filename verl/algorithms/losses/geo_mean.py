@@ -1,7 +1,5 @@
 """GMPO: the geometric mean of the clipped ratios of a response."""
 
-from __future__ import annotations
-
 import torch
 
 from verl.algorithms.losses.common import LossInputs, TokenLoss, builtin_policy_loss

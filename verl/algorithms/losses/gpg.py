@@ -1,7 +1,5 @@
 """The plain policy gradient: REINFORCE, and the loss of GPG."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor

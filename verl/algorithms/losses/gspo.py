@@ -1,7 +1,5 @@
 """GSPO: the clipped objective of the ratio of the whole response."""
 
-from __future__ import annotations
-
 import torch
 
 from verl.algorithms.losses.common import LossInputs, TokenLoss, builtin_policy_loss

@@ -1,7 +1,5 @@
 """Kimi k1.5: the policy gradient with the squared log-ratio of the response as a penalty."""
 
-from __future__ import annotations
-
 from verl.algorithms.losses.common import LossInputs, TokenLoss, builtin_policy_loss
 from verl.algorithms.registry import About
 

@@ -1,7 +1,5 @@
 """KL-Cov: the unclipped objective, with a penalty on tokens of highest covariance (see ``clip_cov``)."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor

@@ -1,7 +1,5 @@
 """PPO: the clipped objective, with clip-higher (DAPO) and dual clip."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """SAPO: a sigmoid gate of the ratio in place of a clip."""
 
-from __future__ import annotations
-
 import torch
 
 from verl.algorithms.losses.common import LossInputs, TokenLoss, builtin_policy_loss

@@ -1,7 +1,5 @@
 """TIS: truncated importance sampling, with the probabilities of the rollout engine."""
 
-from __future__ import annotations
-
 from verl.algorithms.losses.common import LossInputs, TokenLoss, builtin_policy_loss
 from verl.algorithms.registry import About
 

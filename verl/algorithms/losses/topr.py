@@ -1,7 +1,5 @@
 """TOPR: tapered off-policy REINFORCE."""
 
-from __future__ import annotations
-
 import torch
 
 from verl.algorithms.losses.common import LossInputs, TokenLoss, builtin_policy_loss

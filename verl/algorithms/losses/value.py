@@ -1,7 +1,5 @@
 """The critic's loss: clipped squared error to the returns."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

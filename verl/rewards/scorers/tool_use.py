@@ -80,8 +80,7 @@ def _share(gold: list[dict[str, Any]], answer: list[dict[str, Any]]) -> float:
     reached = (names & other_names).total() / (names | other_names).total()
     best = 1.0 + len(gold) + sum(len(call["parameters"]) for call in gold)
     pairs = sorted(
-        ((_fit(wanted, call), -i, -j) for i, wanted in enumerate(gold) for j, call in enumerate(answer)),
-        reverse=True,
+        ((_fit(wanted, call), -i, -j) for i, wanted in enumerate(gold) for j, call in enumerate(answer)), reverse=True
     )
     taken: tuple[set[int], set[int]] = set(), set()
     for fit, i, j in pairs:
