@@ -17,10 +17,9 @@ if __name__ == "__main__":  # works from a checkout that is not installed
 from verl.algorithms import correction, losses, resample, reward_shaping  # noqa: F401 - importing registers theirs
 from verl.algorithms.advantages import ADV_ESTIMATOR_REGISTRY
 from verl.algorithms.aggregate import AGG_MODES
-from verl.algorithms.controls import CONTROLS, STEPS
 from verl.algorithms.kl import KL_PENALTIES
 from verl.algorithms.losses import POLICY_LOSS_REGISTRY
-from verl.algorithms.registry import About, Registry
+from verl.algorithms.registry import CONTROLS, STEPS, About, Registry
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "algorithms.md"

@@ -64,7 +64,12 @@ ADDRESSES: dict[str, str] = {
     "verl.workers.engine_workers": "verl.workers.fsdp_workers",
     "verl.workers.megatron_workers": "verl.workers.fsdp_workers",
     "verl.workers.reward_manager": "verl.rewards.managers",
-    "verl.workers.reward_manager.abstract": "verl.rewards.managers.registry",
+    "verl.workers.reward_manager.abstract": "verl.rewards.managers.rule",
+    "verl.workers.reward_manager.batch": "verl.rewards.managers.built_in",
+    "verl.workers.reward_manager.dapo": "verl.rewards.managers.built_in",
+    "verl.workers.reward_manager.naive": "verl.rewards.managers.built_in",
+    "verl.workers.reward_manager.prime": "verl.rewards.managers.built_in",
+    "verl.workers.reward_manager.registry": "verl.rewards.managers.rule",
     "verl.workers.rollout.replica": "verl.workers.rollout.base",
 }
 """Address in one of verl's releases -> module whose names stand there."""

@@ -67,7 +67,7 @@ def test_running_moments_in_parts_are_those_of_everything():
         known = merge_moments(known, scores[part], sources[part])
     for name in ("a", "b"):
         mine = scores[torch.from_numpy(sources == name)]
-        assert known[name].count == len(mine)
+        assert known[name].size == len(mine)
         assert known[name].mean == pytest.approx(mine.mean().item(), abs=1e-10)
         assert known[name].std == pytest.approx(mine.std().item(), abs=1e-10)
 
@@ -76,7 +76,7 @@ def test_two_merges_by_hand():
     first = Moments.of(torch.tensor([1.0, 3.0]))  # mean 2, squares 2
     assert first == (2, 2.0, 2.0)
     both = first.merge(Moments.of(torch.tensor([5.0, 5.0, 8.0])))  # mean 6, squares 6
-    assert both.count == 5 and both.mean == pytest.approx(4.4) and both.m2 == pytest.approx(2 + 6 + 16 * 6 / 5)
+    assert both.size == 5 and both.mean == pytest.approx(4.4) and both.m2 == pytest.approx(2 + 6 + 16 * 6 / 5)
     assert both.std == pytest.approx(math.sqrt(27.2 / 4))
     assert Moments().merge(Moments()) == (0, 0.0, 0.0) and Moments.of(torch.tensor([4.0])).std == 0
 

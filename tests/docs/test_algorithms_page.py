@@ -9,10 +9,10 @@ import pytest
 from scripts.algorithm_tables import PAGE, TABLES, filled, main, proof_of
 from verl.algorithms.advantages import ADV_ESTIMATOR_REGISTRY, AdvantageEstimator
 from verl.algorithms.aggregate import AGG_MODES
-from verl.algorithms.controls import CONTROLS, STEPS
 from verl.algorithms.correction import LEVELS
 from verl.algorithms.kl import KL_PENALTIES
 from verl.algorithms.losses import POLICY_LOSS_REGISTRY
+from verl.algorithms.registry import CONTROLS, STEPS
 from verl.algorithms.resample import RESAMPLE_METHODS
 from verl.config.actor import LossAggMode
 from verl.config.algorithm import AlgorithmConfig, KLKind

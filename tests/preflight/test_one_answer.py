@@ -428,7 +428,7 @@ def test_a_scorer_that_takes_long_to_load_is_left_to_the_run(there, monkeypatch)
     config = loaded_with(f"{FN}.path=heavy.py").config
     report = checks.examine_config(config)
     assert not report.errors and "it took more than 1 s" in report.warnings[0].text
-    from verl.rewards.functions.sources import reward_function
+    from verl.rewards.functions.calling import reward_function
 
     assert reward_function(config).__name__ == "compute_score"  # the same process goes on loading
 

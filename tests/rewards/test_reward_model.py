@@ -15,7 +15,7 @@ from tests.support.runs import make_task, overrides, read_metrics, run_job, writ
 from tests.trainer.test_learning import LEARNING, TINY
 from verl.config.load import load_ppo_config
 from verl.protocol import DataProto
-from verl.rewards.managers.registry import RewardError
+from verl.rewards.managers.rule import RewardError
 from verl.rewards.reward_model import by_style, check_reward_model, check_texts, is_judged
 from verl.utils.tiny_model import make_digit_judge, make_tiny_model, make_tokenizer
 
@@ -93,7 +93,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 """
 MANAGER = '''
 from verl.rewards.managers import register
-from verl.rewards.managers.naive import NaiveRewardManager
+from verl.rewards.managers.built_in import NaiveRewardManager
 
 
 @register("sum_of_both")

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from verl.algorithms.losses import PPOLoss, ValueLoss
+from verl.config.actor import ActorConfig
 
 
 class Section(SimpleNamespace):
@@ -48,7 +49,7 @@ def ppo_loss(**changes: Any) -> PPOLoss:
         "kl_loss_type": "low_var_kl",
         "entropy_coeff": 0.01,
     }
-    return PPOLoss(Section(**{**defaults, **changes}), response_length=16)
+    return PPOLoss(Section(**{**vars(ActorConfig()), **defaults, **changes}), response_length=16)
 
 
 def value_loss(**changes: Any) -> ValueLoss:

@@ -26,7 +26,11 @@ class AggMode(NamedTuple):
     divides_by_width: bool = False
 
 
-AGG_MODES: Registry[AggMode] = Registry("loss_agg_mode", "AGG_MODES.register(name)(AggMode(total, weight))")
+AGG_MODES: Registry[AggMode] = Registry(
+    "loss_agg_mode",
+    "AGG_MODES.register(name)(AggMode(total, weight))",
+    test="test_aggregate.py::test_loss_and_weight_of_each_mode_by_hand",
+)
 
 
 def _sum(row_sums: Tensor, counts: Tensor) -> Tensor:
@@ -51,12 +55,7 @@ def _one(counts: Tensor) -> Tensor:
 
 AGG_MODES.register(
     "token-mean",
-    about=About(
-        "sum over all tokens / number of tokens",
-        "the default: every token alike (DAPO)",
-        "arXiv:2503.14476",
-        "test_aggregate.py::test_loss_and_weight_of_each_mode_by_hand",
-    ),
+    about=About("sum over all tokens / number of tokens", "the default: every token alike (DAPO)", "arXiv:2503.14476"),
 )(AggMode(_sum, _tokens))
 AGG_MODES.register(
     "seq-mean-token-sum",
@@ -64,7 +63,6 @@ AGG_MODES.register(
         "sum over all tokens / number of responses",
         "the policy gradient as it is derived: long responses count more",
         "[Williams 1992](https://doi.org/10.1007/BF00992696)",
-        "test_aggregate.py::test_loss_and_weight_of_each_mode_by_hand",
     ),
 )(AggMode(_sum, _sequences))
 AGG_MODES.register(
@@ -73,7 +71,6 @@ AGG_MODES.register(
         "mean over responses of their token mean",
         "every response alike (GRPO's paper): tokens of long ones count less",
         "arXiv:2402.03300",
-        "test_aggregate.py::test_loss_and_weight_of_each_mode_by_hand",
     ),
 )(AggMode(_sum_of_means, _sequences))
 AGG_MODES.register(
@@ -82,17 +79,13 @@ AGG_MODES.register(
         "sum over all tokens / R; in a training step the mean of that over responses",
         "every token alike, by a constant (Dr. GRPO)",
         "arXiv:2503.20783",
-        "test_aggregate.py::test_loss_and_weight_of_each_mode_by_hand",
         options="actor.loss_scale_factor",
     ),
 )(AggMode(_sum, _one, divides_by_width=True))
 AGG_MODES.register(
     "token-sum",
     about=About(
-        "sum over all tokens",
-        "large batches: no divisor",
-        "[Williams 1992](https://doi.org/10.1007/BF00992696)",
-        "test_aggregate.py::test_loss_and_weight_of_each_mode_by_hand",
+        "sum over all tokens", "large batches: no divisor", "[Williams 1992](https://doi.org/10.1007/BF00992696)"
     ),
 )(AggMode(_sum, _one))
 

@@ -9,9 +9,8 @@ Letters: d_it = log pi_old(y_it) - log mu(y_it), T_i unmasked tokens of response
 import torch
 from torch import Tensor
 
-from verl.algorithms.controls import CONTROLS
 from verl.algorithms.kl import kl_penalty
-from verl.algorithms.registry import About
+from verl.algorithms.registry import CONTROLS, About
 
 LEVELS = ("token", "sequence", "geometric")
 """Over what a ratio is taken."""
@@ -46,26 +45,13 @@ def importance_ratio(old_log_prob: Tensor, rollout_log_prob: Tensor, response_ma
     """
     if level not in LEVELS:
         raise ValueError(f"level={level!r} is no level of an importance ratio: use one of {', '.join(LEVELS)}.")
-    is_real = response_mask.bool()
-    exponent = torch.where(is_real, old_log_prob.double() - rollout_log_prob.double(), 0)
-    if level != "token":
-        total = exponent.sum(-1, keepdim=True)
-        exponent = (total if level == "sequence" else total / _lengths(is_real)).expand_as(exponent)
-    return torch.where(is_real, exponent.clamp(-20, 20).exp(), 0)
+    is_valid = response_mask.bool()
+    exponent = torch.where(is_valid, old_log_prob.double() - rollout_log_prob.double(), 0)
+    # cut after the sum: the bound is that of the ratio, not of each token's part in it
+    exponent = _over_response(exponent, is_valid, level).clamp(-20, 20)
+    return torch.where(is_valid, exponent.exp(), 0)
 
 
-@CONTROLS.register(
-    "algorithm.rollout_correction.rollout_is",
-    about=About(
-        "the policy loss of a token times min(r, upper), r = pi_old / mu (`truncate`), or times r "
-        "within the bounds and 0 beyond (`mask`)",
-        "kernels, number formats and older weights that make sampler and trainer differ",
-        "[Yao et al. 2025](https://fengyao.notion.site/off-policy-rl)",
-        "test_correction.py::test_weights_by_hand",
-        options="algorithm.rollout_correction.{rollout_is,rollout_is_threshold,rollout_is_threshold_lower,"
-        "rollout_is_mode,rollout_is_batch_normalize}",
-    ),
-)
 @torch.no_grad()
 def divergence(old_log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Tensor, kind: str) -> Tensor:
     """Divergence of the two policies, never negative:
@@ -89,18 +75,24 @@ def divergence(old_log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Te
     """
     if kind not in DIVERGENCES:
         raise ValueError(f"kind={kind!r} is no estimate of a divergence: use one of {', '.join(DIVERGENCES)}.")
-    is_real = response_mask.bool()
-    d = torch.where(is_real, old_log_prob.double() - rollout_log_prob.double(), 0).clamp(-20, 20)
+    is_valid = response_mask.bool()
+    d = torch.where(is_valid, old_log_prob.double() - rollout_log_prob.double(), 0).clamp(-20, 20)
     value = 0.5 * d.square() if kind.endswith("k2") else torch.expm1(d) - d
-    over = kind.rpartition("_")[0]
-    if over == "seq_max":
-        value = value.amax(-1, keepdim=True).expand_as(value)
-    elif over != "token":
-        total = value.sum(-1, keepdim=True)
-        value = (total if over == "seq_sum" else total / _lengths(is_real)).expand_as(value)
-    return torch.where(is_real, value, 0)
+    return torch.where(is_valid, _over_response(value, is_valid, kind.rpartition("_")[0]), 0)
 
 
+@CONTROLS.register(
+    "algorithm.rollout_correction.rollout_is",
+    about=About(
+        "the policy loss of a token times min(r, upper), r = pi_old / mu (`truncate`), or times r "
+        "within the bounds and 0 beyond (`mask`)",
+        "kernels, number formats and older weights that make sampler and trainer differ",
+        "[Yao et al. 2025](https://fengyao.notion.site/off-policy-rl)",
+        "test_correction.py::test_weights_by_hand",
+        options="algorithm.rollout_correction.{rollout_is,rollout_is_threshold,rollout_is_threshold_lower,"
+        "rollout_is_mode,rollout_is_batch_normalize}",
+    ),
+)
 @torch.no_grad()
 def importance_weights(
     old_log_prob: Tensor,
@@ -138,16 +130,16 @@ def importance_weights(
     Source: truncation: Yao et al. 2025, https://fengyao.notion.site/off-policy-rl; IcePop: Ling team 2025
     (arXiv:2510.18855); normalisation: Owen 2013, Monte Carlo theory, section 9.2.
     """
-    is_real = response_mask.bool()
-    ratio = importance_ratio(old_log_prob, rollout_log_prob, is_real, level)
+    is_valid = response_mask.bool()
+    ratio = importance_ratio(old_log_prob, rollout_log_prob, is_valid, level)
     if mode == "mask":
         lower = 1 / upper if lower is None else lower
         weights = ratio * ((ratio >= lower) & (ratio <= upper))
     elif mode == "truncate":
-        weights = torch.where(is_real, ratio.clamp(min=lower, max=upper), 0)
+        weights = torch.where(is_valid, ratio.clamp(min=lower, max=upper), 0)
     else:
         raise ValueError(f"mode={mode!r} is no way to bound importance weights: use truncate or mask.")
-    ratios, units = (_units(x, is_real, level) for x in (ratio, weights))
+    ratios, units = (_units(x, is_valid, level) for x in (ratio, weights))
     if not len(units):
         return weights.to(old_log_prob.dtype), {}
     if normalise and (mean := units.mean()) > 0:
@@ -207,39 +199,46 @@ def kept_tokens(
 
     Source: Liu, Li et al. 2025, https://richardli.xyz/rl-collapse.
     """
-    is_real = response_mask.bool()
-    keeps, metrics = is_real, {}
-    if not is_real.any():
+    is_valid = response_mask.bool()
+    keeps, metrics = is_valid, {}
+    if not is_valid.any():
         return response_mask, {}
     if level is not None:
         if level in LEVELS:
             lower = 1 / upper if lower is None else lower
-            ratio = importance_ratio(old_log_prob, rollout_log_prob, is_real, level)
+            ratio = importance_ratio(old_log_prob, rollout_log_prob, is_valid, level)
         else:
-            lower, ratio = 0.0, divergence(old_log_prob, rollout_log_prob, is_real, level)
+            lower, ratio = 0.0, divergence(old_log_prob, rollout_log_prob, is_valid, level)
         keeps = keeps & (ratio >= lower) & (ratio <= upper)
-        ratios = _units(ratio, is_real, level)
+        ratios = _units(ratio, is_valid, level)
         metrics["rollout_rs_ratio_fraction_high"] = (ratios > upper).double().mean()
         metrics["rollout_rs_ratio_fraction_low"] = (ratios < lower).double().mean()
-    has_tokens = is_real.any(-1)
+    has_tokens = is_valid.any(-1)
     if veto is not None:
         catastrophic = (old_log_prob.double() - rollout_log_prob.double()).exp() < veto
-        is_vetoed = (catastrophic & is_real).any(-1)
+        is_vetoed = (catastrophic & is_valid).any(-1)
         keeps = keeps & ~is_vetoed.unsqueeze(-1)
         metrics["rollout_is_veto_fraction"] = is_vetoed[has_tokens].double().mean()
-    is_rejected = is_real & ~keeps
-    metrics["rollout_rs_masked_fraction"] = is_rejected[is_real].double().mean()
+    is_rejected = is_valid & ~keeps
+    metrics["rollout_rs_masked_fraction"] = is_rejected[is_valid].double().mean()
     metrics["rollout_rs_seq_masked_fraction"] = is_rejected.any(-1)[has_tokens].double().mean()
     return response_mask * keeps, _named(metrics)
 
 
-def _lengths(is_real: Tensor) -> Tensor:
-    return is_real.sum(-1, keepdim=True).clamp(min=1)
+def _over_response(x: Tensor, is_valid: Tensor, level: str) -> Tensor:
+    """x, zero where masked, of each token; or its sum, mean or largest over the response, for all of its tokens."""
+    if level == "token":
+        return x
+    if level == "seq_max":
+        return x.amax(-1, keepdim=True).expand_as(x)
+    total = x.sum(-1, keepdim=True)
+    is_sum = level in ("sequence", "seq_sum")
+    return (total if is_sum else total / is_valid.sum(-1, keepdim=True).clamp(min=1)).expand_as(x)
 
 
-def _units(x: Tensor, is_real: Tensor, level: str) -> Tensor:
+def _units(x: Tensor, is_valid: Tensor, level: str) -> Tensor:
     """One number a token or, where all tokens of a response have the same, one a response; x is not negative."""
-    return x[is_real] if level.startswith("token") else x.amax(-1)[is_real.any(-1)]
+    return x[is_valid] if level.startswith("token") else x.amax(-1)[is_valid.any(-1)]
 
 
 def _named(metrics: dict[str, Tensor]) -> dict[str, float]:

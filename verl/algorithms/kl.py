@@ -10,11 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verl.algorithms.controls import CONTROLS
-from verl.algorithms.registry import About, Registry
+from verl.algorithms.registry import CONTROLS, About, Registry
 
 KL_PENALTIES: Registry[Callable[[Tensor, Tensor], Tensor]] = Registry(
-    "kl_penalty / kl_loss_type", "KL_PENALTIES.register(name)"
+    "kl_penalty / kl_loss_type", "KL_PENALTIES.register(name)", test="test_kl.py::test_each_estimator_by_hand"
 )
 
 
@@ -52,7 +51,6 @@ def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
         "d",
         "in the reward: unbiased, noisy, may be negative. In the loss its gradient is zero on average: do not",
         "[Schulman 2020](http://joschu.net/blog/kl-approx.html)",
-        "test_kl.py::test_each_estimator_by_hand",
     ),
 )
 def kl_k1(logprob: Tensor, ref_logprob: Tensor) -> Tensor:
@@ -66,7 +64,6 @@ def kl_k1(logprob: Tensor, ref_logprob: Tensor) -> Tensor:
         "|d|",
         "in the reward, where it must not pay to be less likely than the reference",
         "[TRL](https://huggingface.co/docs/trl/v0.11.4/ppo_trainer)",
-        "test_kl.py::test_each_estimator_by_hand",
     ),
 )
 def kl_abs(logprob: Tensor, ref_logprob: Tensor) -> Tensor:
@@ -81,7 +78,6 @@ def kl_abs(logprob: Tensor, ref_logprob: Tensor) -> Tensor:
         "d^2 / 2",
         "in the loss: its gradient is that of the KL",
         "[Schulman 2020](http://joschu.net/blog/kl-approx.html)",
-        "test_kl.py::test_each_estimator_by_hand",
     ),
 )
 def kl_k2(logprob: Tensor, ref_logprob: Tensor) -> Tensor:
@@ -96,7 +92,6 @@ def kl_k2(logprob: Tensor, ref_logprob: Tensor) -> Tensor:
         "exp(-d) + d - 1",
         "unbiased, never negative; the default of the loss. d is cut at +-20, the result at 10",
         "[Schulman 2020](http://joschu.net/blog/kl-approx.html)",
-        "test_kl.py::test_each_estimator_by_hand",
     ),
 )
 def kl_k3(logprob: Tensor, ref_logprob: Tensor) -> Tensor:
@@ -107,6 +102,8 @@ def kl_k3(logprob: Tensor, ref_logprob: Tensor) -> Tensor:
 
 def _straight_through(estimate: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
     """The value of ``estimate`` with the gradient of k2."""
+    if estimate is kl_k2:
+        return kl_k2
 
     def with_gradient_of_k2(logprob: Tensor, ref_logprob: Tensor) -> Tensor:
         guide = kl_k2(logprob, ref_logprob)
@@ -115,45 +112,16 @@ def _straight_through(estimate: Callable[[Tensor, Tensor], Tensor]) -> Callable[
     return with_gradient_of_k2
 
 
-KL_PENALTIES.register(
-    "kl+",
-    "k1+",
-    about=About(
-        "d",
-        'in the loss: the value of `k1`, the gradient of `k2` ("straight-through")',
-        "arXiv:2506.09477",
-        "test_kl.py::test_a_plus_keeps_the_value_and_takes_the_gradient_of_k2",
-    ),
-)(_straight_through(kl_k1))
-KL_PENALTIES.register(
-    "abs+",
-    about=About(
-        "|d|",
-        "the same of `abs`",
-        "arXiv:2506.09477",
-        "test_kl.py::test_a_plus_keeps_the_value_and_takes_the_gradient_of_k2",
-    ),
-)(_straight_through(kl_abs))
-KL_PENALTIES.register(
-    "mse+",
-    "k2+",
-    about=About(
-        "d^2 / 2",
-        "the same as `k2`, which has that gradient already",
-        "arXiv:2506.09477",
-        "test_kl.py::test_a_plus_keeps_the_value_and_takes_the_gradient_of_k2",
-    ),
-)(kl_k2)
-KL_PENALTIES.register(
-    "low_var_kl+",
-    "k3+",
-    about=About(
-        "exp(-d) + d - 1",
-        "the same of `k3`: reports one, follows the other",
-        "arXiv:2506.09477",
-        "test_kl.py::test_a_plus_keeps_the_value_and_takes_the_gradient_of_k2",
-    ),
-)(_straight_through(kl_k3))
+for _names, _estimate, _equation, _use in (
+    (("kl+", "k1+"), kl_k1, "d", 'in the loss: the value of `k1`, the gradient of `k2` ("straight-through")'),
+    (("abs+",), kl_abs, "|d|", "the same of `abs`"),
+    (("mse+", "k2+"), kl_k2, "d^2 / 2", "the same as `k2`, which has that gradient already"),
+    (("low_var_kl+", "k3+"), kl_k3, "exp(-d) + d - 1", "the same of `k3`: reports one, follows the other"),
+):
+    _test = "test_kl.py::test_a_plus_keeps_the_value_and_takes_the_gradient_of_k2"
+    KL_PENALTIES.register(*_names, about=About(_equation, _use, "arXiv:2506.09477", _test))(
+        _straight_through(_estimate)
+    )
 
 
 @KL_PENALTIES.register(
@@ -162,7 +130,6 @@ KL_PENALTIES.register(
         "sum_v pi(v) (log pi(v) - log pi_ref(v))",
         "in the loss only: the KL itself at each sampled prefix, value and gradient without sampling noise",
         "[Kullback & Leibler 1951](https://doi.org/10.1214/aoms/1177729694)",
-        "test_kl.py::test_each_estimator_by_hand",
     ),
 )
 def kl_full(logits: Tensor, ref_logits: Tensor) -> Tensor:

@@ -11,11 +11,13 @@ import logging
 import pkgutil
 import re
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
-from typing import TypeVar
+from pathlib import Path
+from typing import Any, TypeVar
 
 logger = logging.getLogger(__name__)
+
 
 T = TypeVar("T")
 
@@ -30,8 +32,9 @@ class About:
     """When to choose it."""
     source: str
     """``arXiv:2402.03300``, or a markdown link to where it was published."""
-    test: str
-    """The test of the equation, ``module.py::test_name`` below ``tests/algorithms``, or a path below ``tests``."""
+    test: str = ""
+    """The test of the equation, ``module.py::test_name`` below ``tests/algorithms``, or a path below ``tests``; empty:
+    the one that all entries of the registry share."""
     options: str = ""
     """Keys of the config that it reads, spaces between them, ``section.{a,b}`` for two of one section. ``actor.`` is
     short for ``actor_rollout_ref.actor.``"""
@@ -59,12 +62,11 @@ class Registry(MutableMapping[str, T]):
         way_out: how to add one, as it appears in errors ("@register_adv_est(name)").
         check: for registries of functions that may also be named as FILE.py:NAME: what is wrong with the parameters of
             such a function, or None. Without it there are names only.
+        test: of entries whose ``About`` names none.
     """
 
-    def __init__(self, key: str, way_out: str, check: Callable[[Callable], str | None] | None = None):
-        self.key = key
-        self.way_out = way_out
-        self.check = check
+    def __init__(self, key: str, way_out: str, check: Callable[[Callable], str | None] | None = None, test: str = ""):
+        self.key, self.way_out, self.check, self.test = key, way_out, check, test
         self._entries: dict[str, T] = {}
         self._about: dict[str, tuple[About, ...]] = {}
 
@@ -79,7 +81,8 @@ class Registry(MutableMapping[str, T]):
         Raises:
             ValueError: a name is taken by something else of the user's.
         """
-        rows = (about,) if isinstance(about, About) else tuple(about)
+        given = (about,) if isinstance(about, About) else tuple(about)
+        rows = tuple(row if row.test else replace(row, test=self.test) for row in given)
 
         def file(entry: T) -> T:
             for name in map(_plain, names):
@@ -100,7 +103,7 @@ class Registry(MutableMapping[str, T]):
         return file
 
     def __getitem__(self, name: str | Enum) -> T:
-        """What ``name`` stands for: what was registered, or the function of a file.
+        """Return the thing registered as ``name``, or the function of a file.
 
         Raises:
             UnknownName: nobody registered it; the message lists the known names and the nearest one.
@@ -108,8 +111,6 @@ class Registry(MutableMapping[str, T]):
         """
         name = _plain(name)
         if self.check is not None and name not in self._entries and _FILE.search(str(name)):
-            from verl.algorithms.user_file import load_user_function  # files concern those who name one only
-
             return load_user_function(self.key, name, self.check)
         if name not in self._entries:
             near = difflib.get_close_matches(str(name), self._entries, n=1)
@@ -125,9 +126,8 @@ class Registry(MutableMapping[str, T]):
         self._about.pop(_plain(name), None)
 
     def __delitem__(self, name: str | Enum) -> None:
-        if _plain(name) not in self._entries:
+        if self._entries.pop(_plain(name), None) is None:
             raise UnknownName(f"{self.key}={_plain(name)} is not known, and cannot be taken out.")
-        del self._entries[_plain(name)]
         self._about.pop(_plain(name), None)
 
     def __contains__(self, name: object) -> bool:
@@ -140,7 +140,7 @@ class Registry(MutableMapping[str, T]):
         return len(self._entries)
 
     def about(self, name: str | Enum) -> tuple[About, ...]:
-        """What the documentation says of ``name``; empty for what users registered."""
+        """Rows of the documentation on ``name``; none for what users registered."""
         return self._about.get(_plain(name), ()) if name in self else ()
 
     def documented(self) -> dict[tuple[str, ...], tuple[About, ...]]:
@@ -163,5 +163,57 @@ def _is_verls(entry: object) -> bool:
     return getattr(entry, "__module__", "").startswith("verl.")
 
 
-def _plain(name: str | Enum) -> str:
+def _plain(name: Any) -> Any:
     return name.value if isinstance(name, Enum) else name
+
+
+def load_user_function(key: str, name: str, check: Callable[[Callable], str | None]) -> Any:
+    """Read the function behind ``key=name`` from its file; a decorated one is the function it decorates.
+
+    Only what the config names is run, as with ``custom_reward_function``.
+
+    Args:
+        name: ``path/to/file.py:function`` or ``pkg://package.module:function``.
+        check: says what is wrong with the function's parameters and how they should be, or None.
+
+    Raises:
+        ValueError: no such file, no such name in it, or parameters by which it cannot be called.
+        RuntimeError: the file fails while it runs; the cause is chained.
+    """
+    # files concern those who name one: the algorithms themselves import torch and numpy only
+    from verl.utils.fs import copy_to_local
+    from verl.utils.import_utils import load_extern_type, split_file_name
+
+    path, function_name = split_file_name(name)
+    try:
+        function = load_extern_type(copy_to_local(path), function_name)
+    except FileNotFoundError as error:
+        raise ValueError(
+            f"{key}={name}: there is no file {path} (looked in {Path.cwd()}). It must be there on every node; give "
+            "its full path."
+        ) from error
+    except AttributeError as error:
+        raise ValueError(f"{key}={name}: {error} The name after the colon must be one of them; correct it.") from error
+    wrong = check(function) if callable(function) else f"is a {type(function).__name__}. Name a function"
+    if wrong:
+        raise ValueError(f"{key}={name}: {function_name} {wrong}.")
+    return function
+
+
+# -- Options around an estimator and a loss ---------------------------------------------------------------------------
+
+
+CONTROLS: Registry[Callable] = Registry("a control", "@CONTROLS.register(option)")
+"""Option of the config -> function, for the documentation: equation, source and test of each in one record. Nothing is
+looked up here when a run starts, callers know their functions."""
+
+_SHAPING = "algorithm.reward_shaping."
+STEPS = (
+    *(f"{_SHAPING}{step}" for step in ("overlong_buffer", "norm", "scale", "shift", "clip_range", "clip")),
+    "algorithm.use_kl_in_reward",
+    f"{_SHAPING}whiten",
+    *(f"algorithm.sample_mask.{mask}" for mask in ("drop_truncated", "error_max_len", "difficulty")),
+    "algorithm.advantage.whiten",
+    "algorithm.advantage.clip",
+)
+"""Steps between the scores of a batch and its update, in this order; the estimator comes before the last two."""

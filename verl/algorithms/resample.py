@@ -6,8 +6,7 @@ Works on scores alone; knows no prompts, no tokens.
 import torch
 from torch import Tensor
 
-from verl.algorithms.controls import CONTROLS
-from verl.algorithms.registry import About
+from verl.algorithms.registry import CONTROLS, About
 
 RESAMPLE_METHODS = ("pow", "max_min", "max_random")
 

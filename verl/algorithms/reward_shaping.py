@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from verl.algorithms.advantages.common import Groups, require_finite, whiten
-from verl.algorithms.controls import CONTROLS
-from verl.algorithms.registry import About
+from verl.algorithms.registry import CONTROLS, About
 from verl.algorithms.valid_tokens import ValidTokens
 
 SMALLEST_STD = 1e-6
@@ -29,14 +28,14 @@ SMALLEST_STD = 1e-6
 class Moments(NamedTuple):
     """Mean and spread of all scores seen so far, as they can be merged: ``m2`` is the sum of squared deviations."""
 
-    count: int = 0
+    size: int = 0
     mean: float = 0.0
     m2: float = 0.0
 
     @property
     def std(self) -> float:
         """Unbiased; zero of fewer than two scores."""
-        return (self.m2 / (self.count - 1)) ** 0.5 if self.count > 1 else 0.0
+        return (self.m2 / (self.size - 1)) ** 0.5 if self.size > 1 else 0.0
 
     @classmethod
     def of(cls, scores: Tensor) -> Moments:
@@ -52,12 +51,12 @@ class Moments(NamedTuple):
 
         Source: Chan, Golub & LeVeque 1979, Stanford CS-79-773, equation 2.1.
         """
-        count = self.count + other.count
-        if not count:
+        size = self.size + other.size
+        if not size:
             return self
         d = other.mean - self.mean
-        m2 = self.m2 + other.m2 + d * d * self.count * other.count / count
-        return Moments(count, self.mean + d * other.count / count, m2)
+        m2 = self.m2 + other.m2 + d * d * self.size * other.size / size
+        return Moments(size, self.mean + d * other.size / size, m2)
 
 
 def merge_moments(known: Mapping[str, Moments], scores: Tensor, sources: Sequence[str]) -> dict[str, Moments]:
@@ -123,28 +122,18 @@ def centre_and_spread(
     """
     scores = scores.double()
     require_finite("token_level_scores", scores)
-    centre, spread = torch.zeros_like(scores), torch.zeros_like(scores)
-    alike = {}
-    for kind, ids in (("group", index), ("source", sources)):
-        if kind in (mean, std):
-            groups = Groups(ids, scores.device)
-            alike[kind] = groups, groups.mean(scores)
-    if "running" in (mean, std):
-        seen = [running[source] for source in sources]
-    if mean == "batch":
-        centre = torch.full_like(scores, Moments.of(scores).mean)
-    elif mean in alike:
-        groups, common = alike[mean]
-        centre = torch.where(groups.is_alone, 0, common)
-    elif mean == "running":
-        centre = scores.new_tensor([moments.mean for moments in seen])
-    if std == "batch":
-        spread = torch.full_like(scores, Moments.of(scores).std)
-    elif std in alike:
-        groups, common = alike[std]
-        spread = groups.std(scores, common)
-    elif std == "running":
-        spread = scores.new_tensor([moments.std for moments in seen])
+
+    def over(kind: str | None) -> tuple[Tensor, Tensor]:
+        """Mean and std for each score."""
+        if kind is None:
+            return torch.zeros_like(scores), torch.zeros_like(scores)
+        if kind in ("group", "source"):
+            groups = Groups(index if kind == "group" else sources, scores.device)
+            return torch.where(groups.is_alone, 0, groups.mean(scores)), groups.std(scores)
+        seen = [Moments.of(scores)] * len(scores) if kind == "batch" else [running[source] for source in sources]
+        return scores.new_tensor([one.mean for one in seen]), scores.new_tensor([one.std for one in seen])
+
+    centre, spread = over(mean)[0], over(std)[1]
     return centre, torch.where(spread > SMALLEST_STD, spread + epsilon, 1.0)
 
 

@@ -14,8 +14,10 @@ these cut their tensors. Knows an engine by ``state``, ``load_state``, ``layout`
 loop.
 """
 
+import hashlib
 import logging
 import os
+import random
 import shutil
 import threading
 import time
@@ -26,19 +28,64 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from verl.checkpoint import rank_files
 from verl.checkpoint.hf_folder import has_weights, write_config, write_safetensors
-from verl.checkpoint.random_state import new_random_state
 from verl.checkpoint.rank_files import on_host, write_file
 from verl.checkpoint.shards import Joined, join_optimizer
 from verl.utils.distributed import all_gather_objects, barrier, get_rank, get_world_size, is_node_leader
+from verl.utils.py_functional import derive_seed
+
+# -- The state of every random generator a training step may draw from, in types that load without running code ------
+
+
+def random_state(device: torch.device) -> dict[str, Any]:
+    """State of torch's, numpy's and Python's generators; with CUDA, of the current device's too."""
+    kind, keys, position, has_gauss, gauss = np.random.get_state()
+    state = {
+        "cpu": torch.get_rng_state(),
+        # a tensor, since torch.load(weights_only=True) refuses numpy arrays
+        "numpy": (kind, torch.from_numpy(keys.astype(np.int64)), int(position), int(has_gauss), float(gauss)),
+        "random": random.getstate(),
+    }
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    return state
+
+
+def set_random_state(state: dict[str, Any], device: torch.device) -> None:
+    """Continue every generator from ``random_state``."""
+    torch.set_rng_state(state["cpu"])
+    kind, keys, *rest = state["numpy"]
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
+    version, words, gauss = state["random"]
+    random.setstate((version, tuple(words), gauss))
+    if device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"], device)
+
+
+def new_random_state(saved: dict[str, Any], rank: int, world_size: int, device: torch.device) -> dict[str, Any]:
+    """Generators of a rank that the run had not before: seeded from the ``saved`` state of another and its place.
+
+    The same for the same three, so resuming twice gives the same numbers.
+    """
+    digest = hashlib.blake2b(saved["cpu"].numpy().tobytes()).hexdigest()
+    seed = derive_seed("new rank", digest, rank, world_size)
+    kind, keys, position, has_gauss, gauss = np.random.RandomState(seed % 2**32).get_state()
+    state = {
+        "cpu": torch.Generator().manual_seed(seed).get_state(),
+        "numpy": (kind, torch.from_numpy(keys.astype(np.int64)), int(position), int(has_gauss), float(gauss)),
+        "random": random.Random(seed).getstate(),
+    }
+    if device.type == "cuda":
+        state["cuda"] = torch.Generator(device).manual_seed(seed).get_state()
+    return state
+
 
 # -- One background call at a time; its error is raised where it is waited for ----------------------------------------
-
-
 class Background:
     """Runs work in a thread that does not keep a process alive which ends without waiting."""
 
@@ -74,8 +121,6 @@ class Background:
 
 
 # -- A folder that appears under its name only when all ranks have written all of it ---------------------------------
-
-
 def begin(final: Path) -> tuple[Path, bool]:
     """Make an empty folder to write to in place of ``final``; all ranks call it together.
 
@@ -145,10 +190,19 @@ def _flush(path: Path) -> None:
 
 logger = logging.getLogger(__name__)
 
+
 TRACKER = "latest_checkpointed_iteration.txt"
+
+
 _ENDS = [f"{name}_CURRENT_CAPACITY_BLOCK_EXPIRATION_TIMESTAMP" for name in ("MLP", "SAGEMAKER")]
+
+
 CONTENTS = ("model", "optimizer", "extra", "hf_model")
+
+
 _SLOWEST_DISK = timedelta(hours=2)
+
+
 """Time limit of ranks that save in the background and wait for each other."""
 
 

@@ -14,8 +14,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from verl.checkpoint.checkpoint_manager import CheckpointManager
-from verl.checkpoint.random_state import random_state, set_random_state
+from verl.checkpoint.checkpoint_manager import CheckpointManager, random_state, set_random_state
 from verl.checkpoint.shards import Joined
 from verl.utils.distributed import get_rank, get_world_size
 

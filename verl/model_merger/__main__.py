@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from verl.utils.process import plain_ending
 
 if TYPE_CHECKING:
-    from verl.model_merger.merged import Source
+    from verl.model_merger.merge import Source
 
 BACKENDS = ("fsdp", "deepspeed", "local")
 ROLES = ("actor", "critic")
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None, operation: str | None = None) -
         print(f"merging {local_dir}" if options.operation == "merge" else f"reading {local_dir}")
     if local_dir is None:
         raise ValueError("no checkpoint is named: give the folder of a run, or --local_dir=.../global_step_N/actor")
-    from verl.model_merger.merged import Source  # torch and transformers, which --help should not wait for
+    from verl.model_merger.merge import Source  # torch and transformers, which --help should not wait for
 
     source = Source.find(
         local_dir,

@@ -22,9 +22,9 @@ from verl.rewards.functions.calling import (
     is_built_in,
     is_judged,
     lacks_scorer,
+    reward_function,
     way_out_of,
 )
-from verl.rewards.functions.sources import reward_function
 from verl.rewards.functions.trial import Trial, TrialRow, try_function
 from verl.rewards.scorers import built_in_options
 from verl.rewards.scorers.registry import SOURCES

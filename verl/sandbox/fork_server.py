@@ -21,7 +21,7 @@ from typing import Any
 
 from verl.sandbox.messages import framed, receive
 from verl.sandbox.outcomes import Failure, Outcome, SandboxError
-from verl.sandbox.process import start_child
+from verl.sandbox.pool import start_child
 from verl.sandbox.supervisor import Limits, end, enter, kill_tree, outcome_of
 
 START_S = 180.0

@@ -13,8 +13,8 @@ from verl.algorithms.advantages import (
     compute_gigpo_outcome_advantage,
     compute_grpo_outcome_advantage,
 )
+from verl.algorithms.advantages.common import find_turns
 from verl.algorithms.advantages.gigpo import anchor_groups, anchor_metrics, state_key
-from verl.algorithms.advantages.turns import find_turns
 
 # two responses to one prompt, of three and two turns, rewarded at the ends of turns
 MASK = torch.tensor([[1, 1, 0, 1, 0, 1, 1, 0], [1, 0, 1, 1, 0, 0, 0, 0]])

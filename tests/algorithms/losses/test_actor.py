@@ -16,6 +16,7 @@ from verl.algorithms.losses import (
     imitation_loss,
     register_policy_loss,
 )
+from verl.config.actor import ActorConfig
 
 WIDTH = 7
 
@@ -33,7 +34,7 @@ def actor(**changed):
         "kl_loss_coef": 0.001,
         "kl_loss_type": "low_var_kl",
     }
-    return SimpleNamespace(**section | changed)
+    return SimpleNamespace(**vars(ActorConfig()) | section | changed)
 
 
 def critic(**changed):
@@ -292,7 +293,7 @@ def test_response_weights_scale_the_policy_loss_only_and_multiply_rollout_weight
     weights = torch.tensor([0.5, 1.5, 1.0, 0.0, 2.0])[:, None].expand(5, WIDTH).double()
     parts = {"use_kl_loss": True, "kl_loss_coef": 0.1, "entropy_coeff": 0.01}
     weighed = PPOLoss(actor(length_loss_weight=True, **parts))
-    assert "response_weights" in weighed.columns and weighed.by_length and not weighed.by_difficulty
+    assert "response_weights" in weighed.columns and weighed.weighs_responses
     expected = PPOLoss(actor(**parts))(outputs, plain | {"rollout_is_weights": weights})
     assert_close(weighed(outputs, plain | {"response_weights": weights}), expected)
     both = PPOLoss(actor(**parts))(outputs, plain | {"rollout_is_weights": weights * batch["rollout_is_weights"]})

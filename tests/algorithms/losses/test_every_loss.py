@@ -11,9 +11,8 @@ from tests.algorithms.batches import normal, ragged_mask
 from tests.algorithms.test_aggregate import MODES
 from verl.algorithms import valid_tokens as valid_tokens_module
 from verl.algorithms.losses import POLICY_LOSS_REGISTRY, PPOLoss, TokenOutputs, get_policy_loss_fn
-from verl.algorithms.losses.clip_cov import choose_clip_cov
+from verl.algorithms.losses.clip_cov import choose_clip_cov, choose_kl_cov
 from verl.algorithms.losses.common import TOKEN_CHOICES
-from verl.algorithms.losses.kl_cov import choose_kl_cov
 from verl.config.actor import ActorConfig
 from verl.config.checks.support import built_names
 

@@ -8,11 +8,9 @@ import time
 import pytest
 
 from verl.preflight.command import read_options
-from verl.rewards.functions.calling import MANAGERS_OWN, check_signature
-from verl.rewards.functions.sources import reward_function
+from verl.rewards.functions.calling import MANAGERS_OWN, check_signature, reward_function
 from verl.rewards.functions.trial import TrialRow, known_good_responses, try_function
-from verl.rewards.managers.registry import REWARD_MANAGER_REGISTRY
-from verl.rewards.managers.rule import RuleRewardManager
+from verl.rewards.managers.rule import REWARD_MANAGER_REGISTRY, RuleRewardManager
 
 
 def scored(function, truths=("8", "9", "10"), infos=None, **options):

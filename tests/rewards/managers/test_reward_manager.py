@@ -317,7 +317,7 @@ def test_a_users_manager_is_found_by_its_name_and_a_taken_name_is_refused():
             return torch.ones(len(data), RESPONSE_LENGTH)
 
     assert get_reward_manager_cls("test_only_constant") is Constant
-    with pytest.raises(ValueError, match="'naive' belongs to verl.rewards.managers.naive.NaiveRewardManager"):
+    with pytest.raises(ValueError, match="'naive' belongs to verl.rewards.managers.built_in.NaiveRewardManager"):
         register("naive")(Constant)
 
 

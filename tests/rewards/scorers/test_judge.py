@@ -10,7 +10,7 @@ import pytest
 
 from verl.config.load import load_ppo_config
 from verl.config.reward import JudgeConfig
-from verl.rewards.functions.sources import reward_function
+from verl.rewards.functions.calling import reward_function
 from verl.rewards.scorers import default_compute_score, http_json
 from verl.rewards.scorers.judge import Judge, JudgeError
 from verl.utils.py_functional import gather_awaitables

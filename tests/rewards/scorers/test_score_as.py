@@ -5,7 +5,7 @@ import json
 import pytest
 
 from tests.config.helpers import typed
-from verl.rewards.functions.sources import reward_function
+from verl.rewards.functions.calling import reward_function
 from verl.rewards.scorers import UnknownDataSource, built_in_options, default_compute_score
 from verl.rewards.scorers.ifeval import by_function, compute_score
 

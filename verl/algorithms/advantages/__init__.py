@@ -1,3 +1,4 @@
+# ruff: noqa: F401 - names for users
 """Advantage estimators, one module a method, chosen by ``algorithm.adv_estimator``.
 
 Every estimator takes (B, R) tensors and a mask and gives ``advantages, returns``, both (B, R) and zero where masked.
@@ -41,34 +42,8 @@ from verl.algorithms.advantages.remax import compute_remax_outcome_advantage
 from verl.algorithms.advantages.rloo import compute_rloo_outcome_advantage
 from verl.algorithms.registry import import_modules
 
-__all__ = [
-    "ADV_ESTIMATOR_REGISTRY",
-    "AdvantageEstimator",
-    "AdvantageFn",
-    "NonFiniteError",
-    "compute_agentic_reinforce_advantage",
-    "compute_gae_advantage_return",
-    "compute_gdpo_outcome_advantage",
-    "compute_gigpo_outcome_advantage",
-    "compute_gpg_outcome_advantage",
-    "compute_grpo_outcome_advantage",
-    "compute_grpo_passk_outcome_advantage",
-    "compute_multi_turn_optimal_token_baseline_advantage",
-    "compute_opo_outcome_advantage",
-    "compute_optimal_token_baseline_advantage",
-    "compute_reinforce_advantage",
-    "compute_reinforce_plus_plus_baseline_outcome_advantage",
-    "compute_reinforce_plus_plus_outcome_advantage",
-    "compute_remax_outcome_advantage",
-    "compute_rloo_outcome_advantage",
-    "compute_step_reinforce_advantage",
-    "get_adv_estimator_fn",
-    "register_adv_est",
-]
-
 import_modules(__name__, __path__)
 
-AdvantageEstimator = Enum(
-    "AdvantageEstimator", {name.upper(): name for name in ADV_ESTIMATOR_REGISTRY}, type=str, module=__name__
-)
+_NAMES = {name.upper(): name for name in ADV_ESTIMATOR_REGISTRY}
+AdvantageEstimator = Enum("AdvantageEstimator", _NAMES, type=str, module=__name__)  # type: ignore[misc]  # no literal
 AdvantageEstimator.__doc__ = """Built-in names: ``GAE``, ``GRPO``, ... Any other registered string will do as well."""

@@ -5,16 +5,17 @@ Knows (B, R) tensors and prompt ids; knows no estimator.
 
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from verl.algorithms.registry import Registry
-from verl.algorithms.valid_tokens import BLOCK, ValidTokens
+from verl.algorithms.valid_tokens import BLOCK, ValidTokens, discounted_suffix_sum
 
 AdvantageFn = Callable[..., tuple[Tensor, Tensor]]
+
 
 REWARD_COLUMNS = ("token_level_rewards", "token_level_scores")
 
@@ -36,7 +37,11 @@ def check_estimator(estimator: Callable) -> str | None:
 ADV_ESTIMATOR_REGISTRY: Registry[AdvantageFn] = Registry(
     "algorithm.adv_estimator", "@register_adv_est(name)", check_estimator
 )
+
+
 register_adv_est = ADV_ESTIMATOR_REGISTRY.register
+
+
 get_adv_estimator_fn = ADV_ESTIMATOR_REGISTRY.__getitem__
 
 
@@ -59,9 +64,17 @@ class Groups:
         """Each response's group mean, (B,)."""
         return self.sum(x) / self.sizes
 
-    def std(self, x: Tensor, mean: Tensor) -> Tensor:
+    def std(self, x: Tensor) -> Tensor:
         """Each response's unbiased group std, (B,); zero in a group of one."""
-        return (self.sum((x - mean).square()) / (self.sizes - 1).clamp(min=1)).sqrt()
+        return (self.sum((x - self.mean(x)).square()) / (self.sizes - 1).clamp(min=1)).sqrt()
+
+    def centred(self, x: Tensor) -> Tensor:
+        """Each response's distance from its group mean, (B,); alone in its group, it is compared with zero."""
+        return x - torch.where(self.is_alone, 0, self.mean(x))
+
+    def scale(self, x: Tensor) -> Tensor:
+        """Each response's group std, (B,), and 1 in a group of one: the scale that goes with `centred`."""
+        return torch.where(self.is_alone, 1, self.std(x))
 
     def sum(self, x: Tensor) -> Tensor:
         """Each response's group total, shaped like ``x`` (B, ...)."""
@@ -73,6 +86,12 @@ def outcome_scores(token_level_rewards: Tensor) -> Tensor:
     scores = token_level_rewards.sum(-1).double()
     require_finite("token_level_rewards", scores)
     return scores
+
+
+def for_each_token(per_response: Tensor, rewards: Tensor, response_mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Advantages and returns, equal, of tokens that share their response's number: (B,) to (B, R), like ``rewards``."""
+    advantages = ValidTokens(response_mask).spread(per_response.to(rewards.dtype))
+    return advantages, advantages
 
 
 def pack_finite(name: str, x: Tensor, tokens: ValidTokens) -> Tensor:
@@ -108,3 +127,58 @@ def require_finite(name: str, x: Tensor, block_rows: Tensor | None = None) -> No
         f"one such number spoils the advantages of all. Find out what produced it: the reward function or its KL "
         f"penalty for rewards, the critic's loss or learning rate for values."
     )
+
+
+# -- The turns of a batch: what the policy said between two tool outputs, found as runs of ones in the mask ----------
+
+
+class Turns(NamedTuple):
+    """The K turns of a batch, one row's after another's; M as in ``ValidTokens``."""
+
+    tokens: ValidTokens
+    number: Tensor
+    """(M,): which of the turns a token belongs to."""
+    tokens_left: Tensor
+    """(M,): tokens of the same turn still to come."""
+    row: Tensor
+    """(K,)"""
+    rewards: Tensor
+    """(K,): sum over a turn."""
+
+    @property
+    def counts(self) -> Tensor:
+        """(B,): how many turns each row has; 0 of a row without tokens."""
+        return torch.bincount(self.row, minlength=self.tokens.shape[0])
+
+    def to_go(self, decay: float) -> Tensor:
+        """(K,): rewards of a turn and of those after it in its row, ``decay`` less with each turn."""
+        counts = self.counts
+        place = torch.arange(len(self.row), device=self.row.device) - (counts.cumsum(0) - counts)[self.row]
+        table = self.rewards.new_zeros(len(counts), int(counts.max()) if len(counts) else 0)
+        table[self.row, place] = self.rewards
+        return discounted_suffix_sum(table, decay)[self.row, place]
+
+    def to_tokens(self, per_turn: Tensor) -> Tensor:
+        """Give every token its turn's number: (K,) to (B, R), zero where masked."""
+        return self.tokens.unpack(per_turn[self.number])
+
+
+def find_turns(token_level_rewards: Tensor, response_mask: Tensor) -> Turns:
+    """The turns of (B, R) token rewards under a mask (B, R).
+
+    Raises:
+        NonFiniteError: a reward of an unmasked token is NaN or infinite.
+    """
+    tokens, is_own = ValidTokens(response_mask), response_mask != 0
+    rewards = pack_finite("token_level_rewards", token_level_rewards, tokens)
+    begins = is_own.clone()
+    begins[:, 1:] &= ~is_own[:, :-1]
+    begins = tokens.pack(begins)
+    starts = begins.nonzero().squeeze(-1)
+    number = (begins.cumsum(0) - 1).clamp(min=0)  # a gap counts to the turn before it
+    is_valid = tokens.repeat(torch.ones_like(tokens.lengths))
+    lengths = torch.zeros_like(starts).index_add(0, number, is_valid)
+    here = torch.arange(len(number), device=number.device)
+    tokens_left = ((starts + lengths)[number] - 1 - here).clamp(min=0)
+    summed = rewards.new_zeros(len(starts)).index_add(0, number, rewards)
+    return Turns(tokens, number, tokens_left, tokens.row[starts // BLOCK], summed)

@@ -71,9 +71,7 @@ def compute_gdpo_outcome_advantage(
             )
         scores = torch.tensor([float(x) for x in non_tensor_batch[key]], dtype=torch.float64, device=combined.device)
         require_finite(f"reward {key!r}", scores)
-        mean = groups.mean(scores)
-        std = torch.where(groups.is_alone, 1, groups.std(scores, mean))
-        combined += weight * (scores - torch.where(groups.is_alone, 0, mean)) / (std + epsilon)
+        combined += weight * groups.centred(scores) / (groups.scale(scores) + epsilon)
     advantages = tokens.repeat(combined.to(token_level_rewards.dtype))
     advantages = tokens.unpack(whiten(advantages, tokens) if whiten_advantages else advantages)
     return advantages, advantages

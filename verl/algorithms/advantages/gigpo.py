@@ -11,8 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from verl.algorithms.advantages.common import Groups, outcome_scores, register_adv_est
-from verl.algorithms.advantages.turns import Turns, find_turns
+from verl.algorithms.advantages.common import Groups, Turns, find_turns, outcome_scores, register_adv_est
 from verl.algorithms.registry import About
 
 STATE_COLUMN = "turn_state_ids"
@@ -83,13 +82,11 @@ def compute_gigpo_outcome_advantage(
     scores, groups = outcome_scores(token_level_rewards), Groups(index, token_level_rewards.device)
     turns = find_turns(token_level_rewards, response_mask)
     to_go, same_state = turns.to_go(step_gamma).double(), anchor_groups(turns, index, turn_state_ids)
-    mean = groups.mean(scores)
-    episode = scores - torch.where(groups.is_alone, 0, mean)
-    step_mean = same_state.mean(to_go)
-    step = to_go - step_mean
+    episode = groups.centred(scores)
+    step = to_go - same_state.mean(to_go)  # not `centred`: a turn whose state no other turn has adds nothing
     if mode == "mean_std_norm":
-        episode = episode / (torch.where(groups.is_alone, 1, groups.std(scores, mean)) + epsilon)
-        step = step / (same_state.std(to_go, step_mean) + epsilon)
+        episode = episode / (groups.scale(scores) + epsilon)
+        step = step / (same_state.std(to_go) + epsilon)
     combined = episode_weight * episode[turns.row] + step_weight * step
     advantages = turns.to_tokens(combined.to(token_level_rewards.dtype))
     return advantages, advantages

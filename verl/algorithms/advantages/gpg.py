@@ -6,9 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from verl.algorithms.advantages.common import Groups, outcome_scores, register_adv_est
+from verl.algorithms.advantages.common import Groups, for_each_token, outcome_scores, register_adv_est
 from verl.algorithms.registry import About
-from verl.algorithms.valid_tokens import ValidTokens
 
 
 @register_adv_est(
@@ -55,9 +54,8 @@ def compute_gpg_outcome_advantage(
     Source: Chu et al. 2025, Group Policy Gradient, equation 7 (arXiv:2504.02546).
     """
     scores, groups = outcome_scores(token_level_rewards), Groups(index, token_level_rewards.device)
-    tokens = ValidTokens(response_mask)
-    centred = scores - torch.where(groups.is_alone, 0, groups.mean(scores))
-    has_tokens = tokens.lengths > 0
+    centred = groups.centred(scores)
+    has_tokens = (response_mask != 0).any(-1)
+    # of centred scores: counting scores that are not 0 would make alpha depend on where a reward's scale has its zero
     alpha = has_tokens.sum() / (has_tokens & (centred != 0)).sum().clamp(min=1)
-    advantages = tokens.spread((alpha * centred / f_norm).to(token_level_rewards.dtype))
-    return advantages, advantages
+    return for_each_token(alpha * centred / f_norm, token_level_rewards, response_mask)

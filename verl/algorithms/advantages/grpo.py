@@ -6,9 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from verl.algorithms.advantages.common import Groups, outcome_scores, register_adv_est
+from verl.algorithms.advantages.common import Groups, for_each_token, outcome_scores, register_adv_est
 from verl.algorithms.registry import About
-from verl.algorithms.valid_tokens import ValidTokens
 
 
 @register_adv_est(
@@ -65,12 +64,10 @@ def compute_grpo_outcome_advantage(
     Source: Shao et al. 2024, DeepSeekMath, section 4.1 (arXiv:2402.03300).
     """
     scores, groups = outcome_scores(token_level_rewards), Groups(index, token_level_rewards.device)
-    mean = groups.mean(scores)
-    advantages = scores - torch.where(groups.is_alone, 0, mean)
+    advantages = groups.centred(scores)
     if norm_adv_by_std_in_grpo:
-        advantages /= torch.where(groups.is_alone, 1, groups.std(scores, mean)) + epsilon
-    advantages = ValidTokens(response_mask).spread(advantages.to(token_level_rewards.dtype))
-    return advantages, advantages
+        advantages /= groups.scale(scores) + epsilon
+    return for_each_token(advantages, token_level_rewards, response_mask)
 
 
 # verl has a second, vectorised implementation; here there is one, and it is vectorised

@@ -6,9 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from verl.algorithms.advantages.common import Groups, outcome_scores, register_adv_est
+from verl.algorithms.advantages.common import Groups, for_each_token, outcome_scores, register_adv_est
 from verl.algorithms.registry import About
-from verl.algorithms.valid_tokens import ValidTokens
 
 
 @register_adv_est(
@@ -52,9 +51,7 @@ def compute_opo_outcome_advantage(
     Source: Hao et al. 2025, On-Policy RL with Optimal reward baseline, equation 8 (arXiv:2505.23585).
     """
     scores, groups = outcome_scores(token_level_rewards), Groups(index, token_level_rewards.device)
-    tokens = ValidTokens(response_mask)
-    lengths = tokens.lengths.to(scores)
+    lengths = (response_mask != 0).sum(-1).to(scores)
     baseline = groups.sum(lengths * scores) / groups.sum(lengths).clamp(min=1)
     advantages = scores - torch.where(groups.is_alone, 0, baseline)
-    advantages = tokens.spread(advantages.to(token_level_rewards.dtype))
-    return advantages, advantages
+    return for_each_token(advantages, token_level_rewards, response_mask)

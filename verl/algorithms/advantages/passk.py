@@ -6,9 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from verl.algorithms.advantages.common import Groups, outcome_scores, register_adv_est
+from verl.algorithms.advantages.common import Groups, for_each_token, outcome_scores, register_adv_est
 from verl.algorithms.registry import About
-from verl.algorithms.valid_tokens import ValidTokens
 
 
 @register_adv_est(
@@ -53,6 +52,7 @@ def compute_grpo_passk_outcome_advantage(
     Source: Tang et al. 2025, Inference time objectives, section 3 (arXiv:2503.19595).
     """
     scores, groups = outcome_scores(token_level_rewards), Groups(index, token_level_rewards.device)
+    # sorted by score and then, keeping that order, by group: the best of each group stands first, the next behind it
     ranked = torch.argsort(scores, descending=True, stable=True)
     ranked = ranked[torch.argsort(groups.group[ranked], stable=True)]
     group = groups.group[ranked]
@@ -64,6 +64,5 @@ def compute_grpo_passk_outcome_advantage(
     advantages = torch.zeros_like(scores)
     advantages[best] = scores[best] - runner_up
     if norm_adv_by_std_in_grpo:
-        advantages /= torch.where(groups.is_alone, 1, groups.std(scores, groups.mean(scores))) + epsilon
-    advantages = ValidTokens(response_mask).spread(advantages.to(token_level_rewards.dtype))
-    return advantages, advantages
+        advantages /= groups.scale(scores) + epsilon
+    return for_each_token(advantages, token_level_rewards, response_mask)

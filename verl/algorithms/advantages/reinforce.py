@@ -7,8 +7,7 @@ is the ordinary case.
 import torch
 from torch import Tensor
 
-from verl.algorithms.advantages.common import pack_finite, register_adv_est
-from verl.algorithms.advantages.turns import find_turns
+from verl.algorithms.advantages.common import find_turns, pack_finite, register_adv_est
 from verl.algorithms.registry import About
 from verl.algorithms.valid_tokens import ValidTokens
 

@@ -105,7 +105,6 @@ def compute_reinforce_plus_plus_baseline_outcome_advantage(
     """
     scores, groups = outcome_scores(token_level_rewards), Groups(index, token_level_rewards.device)
     tokens = ValidTokens(response_mask)
-    centred = scores - torch.where(groups.is_alone, 0, groups.mean(scores))
-    advantages = tokens.repeat(centred.to(token_level_rewards.dtype))
+    advantages = tokens.repeat(groups.centred(scores).to(token_level_rewards.dtype))
     advantages = tokens.unpack(whiten(advantages, tokens) if whiten_advantages else advantages)
     return advantages, advantages

@@ -6,9 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from verl.algorithms.advantages.common import Groups, outcome_scores, register_adv_est
+from verl.algorithms.advantages.common import Groups, for_each_token, outcome_scores, register_adv_est
 from verl.algorithms.registry import About
-from verl.algorithms.valid_tokens import ValidTokens
 
 
 @register_adv_est(
@@ -55,8 +54,7 @@ def compute_rloo_outcome_advantage(
     n = groups.sizes
     advantages = (scores - groups.mean(scores)) * n / (n - 1).clamp(min=1)
     advantages = torch.where(groups.is_alone, scores, advantages)
-    advantages = ValidTokens(response_mask).spread(advantages.to(token_level_rewards.dtype))
-    return advantages, advantages
+    return for_each_token(advantages, token_level_rewards, response_mask)
 
 
 # verl has a second, vectorised implementation; here there is one, and it is vectorised

@@ -1,3 +1,4 @@
+# ruff: noqa: F401 - names for users
 """Policy losses, one module a method, chosen by ``actor.policy_loss.loss_mode``; the actor's loss and the critic's.
 
 A policy loss is called with keywords and takes those it names:
@@ -15,7 +16,7 @@ pi(y_t) / pi_old(y_t) the importance ratio, T_i the tokens of response i, sg[] a
 from verl.algorithms.losses.actor import PPOLoss, TokenOutputs, imitation_loss, nonfinite_columns, response_weights
 from verl.algorithms.losses.bypass import compute_policy_loss_bypass_mode
 from verl.algorithms.losses.cispo import compute_policy_loss_cispo
-from verl.algorithms.losses.clip_cov import compute_policy_loss_clip_cov
+from verl.algorithms.losses.clip_cov import compute_policy_loss_clip_cov, compute_policy_loss_kl_cov
 from verl.algorithms.losses.common import (
     POLICY_LOSS_REGISTRY,
     LossInputs,
@@ -31,46 +32,11 @@ from verl.algorithms.losses.geo_mean import compute_policy_loss_geo_mean
 from verl.algorithms.losses.gpg import compute_policy_loss_gpg, compute_policy_loss_reinforce
 from verl.algorithms.losses.gspo import compute_policy_loss_gspo
 from verl.algorithms.losses.kimi15 import compute_policy_loss_kimi15
-from verl.algorithms.losses.kl_cov import compute_policy_loss_kl_cov
 from verl.algorithms.losses.ppo import compute_policy_loss, compute_policy_loss_vanilla
 from verl.algorithms.losses.sapo import compute_policy_loss_sapo
 from verl.algorithms.losses.tis import compute_policy_loss_tis
 from verl.algorithms.losses.topr import compute_policy_loss_topr
 from verl.algorithms.losses.value import ValueLoss, compute_value_loss
 from verl.algorithms.registry import import_modules
-
-__all__ = [
-    "LossInputs",
-    "POLICY_LOSS_REGISTRY",
-    "PPOLoss",
-    "PolicyLossFn",
-    "TokenLoss",
-    "TokenOutputs",
-    "ValueLoss",
-    "compute_policy_loss",
-    "compute_policy_loss_bypass_mode",
-    "compute_policy_loss_cispo",
-    "compute_policy_loss_clip_cov",
-    "compute_policy_loss_dppo_kl",
-    "compute_policy_loss_dppo_tv",
-    "compute_policy_loss_dro",
-    "compute_policy_loss_geo_mean",
-    "compute_policy_loss_gpg",
-    "compute_policy_loss_gspo",
-    "compute_policy_loss_kimi15",
-    "compute_policy_loss_kl_cov",
-    "compute_policy_loss_reinforce",
-    "compute_policy_loss_sapo",
-    "compute_policy_loss_tis",
-    "compute_policy_loss_topr",
-    "compute_policy_loss_vanilla",
-    "compute_value_loss",
-    "get_policy_loss_fn",
-    "imitation_loss",
-    "loss_and_metrics",
-    "nonfinite_columns",
-    "register_policy_loss",
-    "response_weights",
-]
 
 import_modules(__name__, __path__)

@@ -6,15 +6,16 @@ ranks, and adds up: the result, and so the gradient, does not depend on how the 
 tokens. Knows columns and config sections; knows no model and no engine.
 """
 
+from __future__ import annotations
+
 import inspect
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from verl.algorithms.aggregate import Aggregation, PreparedBatch, agg_loss
-from verl.algorithms.controls import CONTROLS
 from verl.algorithms.kl import KL_PENALTIES
 from verl.algorithms.losses.common import (
     LOSS_ARGUMENTS,
@@ -23,7 +24,10 @@ from verl.algorithms.losses.common import (
     loss_and_metrics,
     loss_arguments_of,
 )
-from verl.algorithms.registry import About
+from verl.algorithms.registry import CONTROLS, About
+
+if TYPE_CHECKING:
+    from verl.config.actor import ActorConfig
 
 Metrics = dict[str, "Tensor | float"]
 
@@ -63,47 +67,45 @@ class PPOLoss:
 
     averaged_as_loss = frozenset({"actor/pg_loss", "actor/kl_loss", "actor/entropy_loss", "actor/sft_loss"})
 
-    def __init__(self, config: Any, response_length: int | None = None):
+    def __init__(self, config: ActorConfig, response_length: int | None = None):
         self.config = config
-        self.aggregation = Aggregation(
-            config.loss_agg_mode, response_length, getattr(config, "loss_scale_factor", None)
-        )
+        self.aggregation = Aggregation(config.loss_agg_mode, response_length, config.loss_scale_factor)
         self.policy_loss = get_policy_loss_fn(config.policy_loss.loss_mode)
         self.want_full_kl = config.use_kl_loss and config.kl_loss_type == "full"
-        estimates_kl = config.use_kl_loss and not self.want_full_kl
-        self.kl = KL_PENALTIES[config.kl_loss_type] if estimates_kl else None
+        self.kl = KL_PENALTIES[config.kl_loss_type] if config.use_kl_loss and not self.want_full_kl else None
         self.want_entropy = config.entropy_coeff != 0
-
         # the only step of a batch has itself as the policy that sampled
-        self.is_on_policy = getattr(config, "skip_old_log_probs", False)
-        names = [] if self.is_on_policy else ["old_log_probs"]
-        names += ["advantages", "response_mask"] + ["ref_log_prob"] * estimates_kl
-        self.rl_loss_coef = getattr(config, "rl_loss_coef", 1.0)
-        self.sft_loss_coef = getattr(config, "sft_loss_coef", 0.0)
-        names += ["token_level_scores"] * (self.sft_loss_coef != 0)
-        self.extra_columns = []
-        self.arguments = loss_arguments_of(self.policy_loss)
-        for parameter in inspect.signature(self.policy_loss).parameters.values() if self.arguments else ():
-            if parameter.name in LOSS_ARGUMENTS or parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
-                continue
-            self.extra_columns.append(parameter.name)
-            if parameter.default is parameter.empty and parameter.name not in names:
-                names.append(parameter.name)
+        self.is_on_policy = config.skip_old_log_probs
+        self.weighs_responses = config.length_loss_weight or config.difficulty_loss_weight
         self._choice = TOKEN_CHOICES.get(config.policy_loss.loss_mode)
-        if self._choice is not None:
-            names.append("selected_tokens")
-        self.by_length = getattr(config, "length_loss_weight", False)
-        self.by_difficulty = getattr(config, "difficulty_loss_weight", False)
-        if self.by_length or self.by_difficulty:
-            if "rollout_is_weights" not in self.extra_columns:
-                key = "difficulty_loss_weight" if self.by_difficulty else "length_loss_weight"
-                raise ValueError(
-                    f"actor_rollout_ref.actor.{key}=true with policy_loss.loss_mode={config.policy_loss.loss_mode}: "
-                    "responses are weighed by the loss's rollout_is_weights, which this one does not name. Add that "
-                    "parameter, (B, R) factors of each token's loss, or set the option to false."
-                )
-            names.append("response_weights")
-        self.columns = tuple(names)
+
+        self.arguments = loss_arguments_of(self.policy_loss)
+        extra = {
+            parameter.name: parameter
+            for parameter in inspect.signature(self.policy_loss).parameters.values()
+            if self.arguments
+            and parameter.name not in LOSS_ARGUMENTS
+            and parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
+        }
+        self.extra_columns = list(extra)
+        if self.weighs_responses and "rollout_is_weights" not in extra:
+            key = "difficulty_loss_weight" if config.difficulty_loss_weight else "length_loss_weight"
+            raise ValueError(
+                f"actor_rollout_ref.actor.{key}=true with policy_loss.loss_mode={config.policy_loss.loss_mode}: "
+                "responses are weighed by the loss's rollout_is_weights, which this one does not name. Add that "
+                "parameter, (B, R) factors of each token's loss, or set the option to false."
+            )
+        names = {
+            "old_log_probs": not self.is_on_policy,
+            "advantages": True,
+            "response_mask": True,
+            "ref_log_prob": self.kl is not None,
+            "token_level_scores": config.sft_loss_coef != 0,
+            "selected_tokens": self._choice is not None,
+            "response_weights": self.weighs_responses,
+            **{name: True for name, parameter in extra.items() if parameter.default is parameter.empty},
+        }
+        self.columns = tuple(name for name, is_read in names.items() if is_read)
 
     def weight(self, micro: Mapping[str, Tensor]) -> Tensor:
         """Return the weight of this micro-batch's mean, as a scalar."""
@@ -121,7 +123,7 @@ class PPOLoss:
             raise RuntimeError("a loss with want_full_kl needs a reference, and no other loss reads one")
         if self._choice is not None:
             batch = self._with_selected_tokens(batch, gather)
-        if self.by_length or self.by_difficulty:
+        if self.weighs_responses:
             batch = self._with_response_weights(batch, gather)
         return PreparedBatch(batch, self.aggregation.is_sum)
 
@@ -143,7 +145,7 @@ class PPOLoss:
         """Add ``response_weights``, from lengths and difficulties of the responses of all ranks."""
         mask = batch.ragged("response_mask")
         values = [mask.trim_padding().sum(-1)]
-        if self.by_difficulty:
+        if self.config.difficulty_loss_weight:
             if "difficulty" not in batch:
                 raise ValueError(
                     "actor_rollout_ref.actor.difficulty_loss_weight=true: the batch has no column 'difficulty', one "
@@ -162,7 +164,7 @@ class PPOLoss:
 
     def weigh(self, lengths: Tensor, difficulty: Tensor | None = None) -> Tensor:
         """The weight of each of all responses of a mini-batch, (B,); see ``response_weights``."""
-        return response_weights(lengths, difficulty, by_length=self.by_length)
+        return response_weights(lengths, difficulty, by_length=self.config.length_loss_weight)
 
     def __call__(self, out: TokenOutputs, micro: Mapping[str, Tensor]) -> tuple[Tensor, Metrics]:
         """The mean loss of a micro-batch and its metrics; with ``token-sum`` the mean over tokens (see ``scale``).
@@ -178,7 +180,7 @@ class PPOLoss:
             named = dict(zip(LOSS_ARGUMENTS, values, strict=True))
             arguments = {name: named[name] for name in self.arguments}
             arguments |= {name: micro[name] for name in self.extra_columns if name in micro}
-            if self.by_length or self.by_difficulty:
+            if self.weighs_responses:
                 arguments["rollout_is_weights"] = arguments.get("rollout_is_weights", 1) * micro["response_weights"]
             result = self.policy_loss(**arguments)
         else:
@@ -186,21 +188,24 @@ class PPOLoss:
         loss, metrics = loss_and_metrics(result)
         loss = self.aggregation.mean(loss, mask)
         metrics = {"actor/pg_loss": loss.detach(), **metrics}
+
+        def mean(per_token: Tensor) -> Tensor:
+            return self.aggregation.mean(agg_loss(per_token, mask, mode), mask)
+
         if self.config.use_kl_loss:
             kl = out.full_kl if self.want_full_kl else self.kl(out.log_probs, micro["ref_log_prob"])
-            kl = self.aggregation.mean(agg_loss(kl, mask, mode), mask)
+            kl = mean(kl)
             loss = loss + self.config.kl_loss_coef * kl
             metrics["actor/kl_loss"] = kl.detach()
             metrics["actor/kl_coef"] = self.config.kl_loss_coef
-        loss = loss * self.rl_loss_coef
+        loss = loss * self.config.rl_loss_coef
         if self.want_entropy:
-            entropy = self.aggregation.mean(agg_loss(out.entropy, mask, mode), mask)
+            entropy = mean(out.entropy)
             loss = loss - self.config.entropy_coeff * entropy
             metrics["actor/entropy_loss"] = entropy.detach()
-        if self.sft_loss_coef:
-            tokens = imitation_loss(out.log_probs, micro["token_level_scores"], mask)
-            imitation = self.aggregation.mean(agg_loss(tokens, mask, mode), mask)
-            loss = loss + self.sft_loss_coef * imitation
+        if self.config.sft_loss_coef:
+            imitation = mean(imitation_loss(out.log_probs, micro["token_level_scores"], mask))
+            loss = loss + self.config.sft_loss_coef * imitation
             metrics["actor/sft_loss"] = imitation.detach()
         return loss, metrics
 

@@ -4,6 +4,8 @@ The corrections of ``correction`` on flat tokens, since this loss computes them 
 pi_old the policy that sampled. Results are constants.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -85,7 +87,7 @@ def packed_weights(x: LossInputs, level: str, upper: float, lower: float | None,
 
 
 @torch.no_grad()
-def packed_kept(x: LossInputs, rejections: list[tuple[str, float, float | None]], veto: float | None) -> Tensor:
+def packed_kept(x: LossInputs, rejections: Sequence[tuple[str, float, float | None]], veto: float | None) -> Tensor:
     """Return the tokens that ``rejections`` (kind, upper, lower) and the veto keep, packed bool; gaps hold anything."""
     keeps = torch.ones_like(x.ratio, dtype=torch.bool)
     for kind, upper, lower in rejections:

@@ -10,7 +10,6 @@ from verl.algorithms.registry import About
         "-sg[clip(w, 1 - low, 1 + high)] A log pi",
         "rare tokens must go on teaching; `clip_ratio_low=1`: no lower bound, as published",
         "arXiv:2506.13585",
-        "algorithms/losses/test_every_loss.py::test_loss_by_hand_in_a_batch_and_alone",
         options="actor.{clip_ratio,clip_ratio_low,clip_ratio_high}",
     ),
 )

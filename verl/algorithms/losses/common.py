@@ -56,7 +56,10 @@ def check_policy_loss(policy_loss: Callable) -> str | None:
 
 
 POLICY_LOSS_REGISTRY: Registry[PolicyLossFn] = Registry(
-    "actor_rollout_ref.actor.policy_loss.loss_mode", "@register_policy_loss(name)", check_policy_loss
+    "actor_rollout_ref.actor.policy_loss.loss_mode",
+    "@register_policy_loss(name)",
+    check_policy_loss,
+    test="algorithms/losses/test_every_loss.py::test_loss_by_hand_in_a_batch_and_alone",
 )
 register_policy_loss = POLICY_LOSS_REGISTRY.register
 get_policy_loss_fn = POLICY_LOSS_REGISTRY.__getitem__
@@ -228,7 +231,7 @@ def builtin_policy_loss(
 
     def wrap(equation: Callable[[LossInputs], TokenLoss]) -> PolicyLossFn:
         kind, required = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.empty
-        parameters = dict.fromkeys(("old_log_prob", "log_prob", "advantages", "response_mask", *columns), required)
+        parameters: dict[str, Any] = dict.fromkeys((*LOSS_ARGUMENTS[:4], *columns), required)
         parameters |= {"loss_agg_mode": loss_agg_mode, "config": None, "rollout_is_weights": None}
         if choose is not None:
             parameters["selected_tokens"] = None
@@ -241,7 +244,7 @@ def builtin_policy_loss(
             x = LossInputs(names[0], **arguments.arguments)
             return x.aggregate(equation(x))
 
-        wrapper = update_wrapper(policy_loss, equation)
+        wrapper: Any = update_wrapper(policy_loss, equation)
         del wrapper.__wrapped__, wrapper.__annotations__
         wrapper.__signature__ = signature
         return register_policy_loss(*names, about=about)(wrapper)

@@ -13,7 +13,6 @@ from verl.algorithms.registry import About
         "-sg[min(w, c)] A log pi, or 0 once pi moved by more than low or high",
         "off-policy steps with rare tokens; clip ratios bound pi - pi_old",
         "arXiv:2602.04879",
-        "algorithms/losses/test_every_loss.py::test_loss_by_hand_in_a_batch_and_alone",
         options="actor.{clip_ratio,clip_ratio_low,clip_ratio_high,clip_ratio_c}",
     ),
 )
@@ -39,7 +38,6 @@ def compute_policy_loss_dppo_tv(x: LossInputs) -> TokenLoss:
         'the same, once KL(pi_old, pi) of "this token or another" exceeds low or high',
         "the same; clip ratios in nats",
         "arXiv:2602.04879",
-        "algorithms/losses/test_every_loss.py::test_loss_by_hand_in_a_batch_and_alone",
         options="actor.{clip_ratio,clip_ratio_low,clip_ratio_high,clip_ratio_c}",
     ),
 )

@@ -10,7 +10,6 @@ from verl.algorithms.registry import About
         "-A log pi + beta/2 (log w)^2",
         "the same, token by token",
         "arXiv:2405.19107",
-        "algorithms/losses/test_every_loss.py::test_loss_by_hand_in_a_batch_and_alone",
         options="actor.policy_loss.dro_beta",
     ),
 )

@@ -12,7 +12,6 @@ from verl.algorithms.registry import About
         "-A exp(mean over the response of log w, each bounded to -low ... high on the side its advantage pushes to)",
         "GMPO: single wild ratios; clip ratios near 0.4; `loss_agg_mode=seq-mean-token-mean`",
         "arXiv:2507.20673",
-        "algorithms/losses/test_every_loss.py::test_loss_by_hand_in_a_batch_and_alone",
         options="actor.{clip_ratio,clip_ratio_low,clip_ratio_high}",
     ),
     loss_agg_mode="seq-mean-token-mean",

@@ -8,16 +8,7 @@ from verl.algorithms.losses.common import LossInputs, TokenLoss, builtin_policy_
 from verl.algorithms.registry import About
 
 
-@builtin_policy_loss(
-    "gpg",
-    "reinforce",
-    about=About(
-        "-A log pi",
-        "one step on fresh samples",
-        "arXiv:2504.02546",
-        "algorithms/losses/test_every_loss.py::test_loss_by_hand_in_a_batch_and_alone",
-    ),
-)
+@builtin_policy_loss("gpg", "reinforce", about=About("-A log pi", "one step on fresh samples", "arXiv:2504.02546"))
 def compute_policy_loss_gpg(x: LossInputs) -> TokenLoss:
     """Raise the probability of what was good: the policy gradient, with no ratio and no bound.
 

@@ -12,7 +12,6 @@ from verl.algorithms.registry import About
         "-min(s A, clip(s, 1 - low, 1 + high) A), s the geometric mean of w over the response",
         "mixtures of experts, long responses; clip ratios near 3e-4; `loss_agg_mode=seq-mean-token-mean`",
         "arXiv:2507.18071",
-        "algorithms/losses/test_every_loss.py::test_loss_by_hand_in_a_batch_and_alone",
         options="actor.{clip_ratio,clip_ratio_low,clip_ratio_high}",
     ),
     loss_agg_mode="seq-mean-token-mean",

@@ -10,7 +10,6 @@ from verl.algorithms.registry import About
         "-A log pi + tau/2 D log w, D the sum of log w over the response",
         "mirror descent, several steps a batch; `loss_agg_mode=seq-mean-token-sum`",
         "arXiv:2501.12599",
-        "algorithms/losses/test_every_loss.py::test_loss_by_hand_in_a_batch_and_alone",
         options="actor.policy_loss.kimi15_tau",
     ),
 )

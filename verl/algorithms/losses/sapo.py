@@ -12,7 +12,6 @@ from verl.algorithms.registry import About
         "-A 4 / tau sigmoid(tau (w - 1)), tau by the sign of A",
         "a soft bound instead of a clip; `loss_agg_mode=seq-mean-token-mean`",
         "arXiv:2511.20347",
-        "algorithms/losses/test_every_loss.py::test_loss_by_hand_in_a_batch_and_alone",
         options="actor.tau_pos actor.tau_neg",
     ),
     loss_agg_mode="seq-mean-token-mean",

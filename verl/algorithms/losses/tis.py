@@ -10,7 +10,6 @@ from verl.algorithms.registry import About
         "-sg[clip(pi / mu, lower, upper)] A log pi, mu as the sampler saw it",
         "old samples, or an engine with other numerics; needs `rollout.calculate_log_probs=true`",
         "arXiv:1802.01561",
-        "algorithms/losses/test_every_loss.py::test_loss_by_hand_in_a_batch_and_alone",
         options="actor.policy_loss.tis_lower_bound actor.policy_loss.tis_upper_bound",
     ),
     columns=("rollout_log_probs",),

@@ -12,7 +12,6 @@ from verl.algorithms.registry import About
         "-a A log pi if the score is positive, else -b sg[min(rho, 1)] A log pi, rho the product of w",
         "off-policy batches with many failures",
         "arXiv:2503.14286",
-        "algorithms/losses/test_every_loss.py::test_loss_by_hand_in_a_batch_and_alone",
         options="actor.policy_loss.topr_pos_weight actor.policy_loss.topr_neg_weight actor.policy_loss.topr_ratio",
     ),
     columns=("token_level_scores",),

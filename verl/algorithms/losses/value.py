@@ -1,7 +1,9 @@
 """The critic's loss: clipped squared error to the returns."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -9,6 +11,9 @@ from torch import Tensor
 from verl.algorithms.aggregate import Aggregation, PreparedBatch, agg_loss, agg_rows
 from verl.algorithms.losses.actor import Metrics, TokenOutputs
 from verl.algorithms.valid_tokens import valid_tokens
+
+if TYPE_CHECKING:
+    from verl.config.critic import CriticConfig
 
 
 def compute_value_loss(
@@ -65,7 +70,7 @@ class ValueLoss:
     extra_columns = ()
     averaged_as_loss = frozenset({"critic/vf_loss"})
 
-    def __init__(self, config: Any, response_length: int | None = None):
+    def __init__(self, config: CriticConfig, response_length: int | None = None):
         self.config = config
         self.aggregation = Aggregation(config.loss_agg_mode, response_length)
 

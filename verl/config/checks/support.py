@@ -189,7 +189,7 @@ NAMES: tuple[Names, ...] = (
         "reward manager",
         built=("naive", "batch", "prime", "dapo"),
         planned=(),
-        registry=("verl.rewards.managers.registry", "REWARD_MANAGER_REGISTRY"),
+        registry=("verl.rewards.managers.rule", "REWARD_MANAGER_REGISTRY"),
         may_be_in_file=True,
     ),
     Names(

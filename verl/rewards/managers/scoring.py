@@ -15,11 +15,9 @@ from torch import Tensor
 from verl.batch.ragged import Ragged
 from verl.data.table import distinct_values
 from verl.protocol import DataProto
-from verl.rewards.functions.calling import RawRewardFn, lacks_scorer
-from verl.rewards.functions.sources import reward_function, sandbox_options, start_sandboxes
+from verl.rewards.functions.calling import RawRewardFn, lacks_scorer, reward_function, sandbox_options, start_sandboxes
 from verl.rewards.managers import get_reward_manager_cls
-from verl.rewards.managers.registry import AbstractRewardManager
-from verl.rewards.managers.rule import REWARD_ERROR_KEY, REWARD_ERROR_KIND_KEY, RuleRewardManager
+from verl.rewards.managers.rule import REWARD_ERROR_KEY, REWARD_ERROR_KIND_KEY, AbstractRewardManager, RuleRewardManager
 from verl.rewards.scorers import built_in_options
 from verl.rewards.scorers.registry import unknown
 from verl.utils.fs import copy_to_local

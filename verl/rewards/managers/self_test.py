@@ -6,9 +6,8 @@ from typing import Any
 
 from verl.rewards.functions.calling import BySource, functions_of
 from verl.rewards.functions.trial import Trial, TrialRow, mean, try_function
-from verl.rewards.managers.batch import BatchRewardManager
-from verl.rewards.managers.registry import RewardError
-from verl.rewards.managers.rule import RuleRewardManager
+from verl.rewards.managers.built_in import BatchRewardManager
+from verl.rewards.managers.rule import RewardError, RuleRewardManager
 from verl.rewards.scorers import default_compute_score
 from verl.sandbox.messages import name_of
 from verl.sandbox.pool import signature_text

@@ -23,7 +23,7 @@ from verl.algorithms.losses import nonfinite_columns
 from verl.batch.balancing import plan_micro_batches
 from verl.batch.micro_batching import WHOLE, MicroBatching
 from verl.batch.ragged import Ragged
-from verl.checkpoint.random_state import random_state, set_random_state
+from verl.checkpoint.checkpoint_manager import random_state, set_random_state
 from verl.models.activation_memory import ActivationOffload, Recompute
 from verl.models.attention.kernels import use_short_sequence_attention
 from verl.models.attention.packed import check_packable

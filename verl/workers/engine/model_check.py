@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from verl.checkpoint.random_state import random_state
+from verl.checkpoint.checkpoint_manager import random_state
 from verl.models.attention.kernels import AttentionOptions, Packing
 from verl.models.attention.packed import use_packed_attention
 from verl.workers.engine.micro_batch import MicroBatch

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from verl.checkpoint.random_state import random_state, set_random_state
+from verl.checkpoint.checkpoint_manager import random_state, set_random_state
 from verl.checkpoint.shards import FromRankZero
 from verl.models.loader import load_model
 from verl.models.weight_names import checkpoint_tensors, plain_name, tied_duplicates

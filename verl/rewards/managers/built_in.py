@@ -1,0 +1,197 @@
+"""One call of the reward function per response."""
+
+import inspect
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from torch import Tensor
+
+from verl.algorithms.reward_shaping import overlong_penalty
+from verl.protocol import DataProto
+from verl.rewards.functions.calling import (
+    BATCH_PARAMETERS,
+    PARAMETERS,
+    RawRewardFn,
+    Sample,
+    arguments_of,
+    check_signature,
+    in_columns,
+)
+from verl.rewards.managers.rule import REWARD_ERROR_KEY, RuleRewardManager, SlowCallWatch, place_on_last_token, register
+from verl.sandbox.outcomes import Failure, NotCalled, scored_batch
+from verl.sandbox.pool import SandboxedFunction
+from verl.utils.py_functional import gather_awaitables
+
+
+@register("naive")
+class NaiveRewardManager(RuleRewardManager):
+    """Calls ``compute_score(data_source=, solution_str=, ground_truth=, extra_info=, **reward_kwargs)`` per response.
+
+    It returns a number or a dict with one under ``score``; all keys of the dict become columns of
+    ``reward_extra_info``, with ``None`` for samples that lack them. An ``async def`` function is awaited for many
+    samples at once. ``extra_info`` is a copy of the row's, with ``num_turns``.
+    """
+
+    parameters = PARAMETERS
+
+    def arguments(self, function: RawRewardFn, sample: Sample) -> tuple[tuple, dict[str, Any]]:
+        """Positional and named arguments of a call about a sample."""
+        return (), {**vars(sample), **self.reward_kwargs}
+
+    def call(self, function: RawRewardFn, samples: list[Sample]) -> list[Any]:
+        arguments = [self.arguments(function, sample) for sample in samples]
+        if isinstance(function, SandboxedFunction):
+            return function.rows(arguments, self.bears)
+        results: list[Any] = []
+        with SlowCallWatch(lambda i: f"sample {i} (data_source={samples[i].data_source!r})") as watch:
+            for i, (args, kwargs) in enumerate(arguments):
+                watch.begin(i)
+                try:
+                    results.append(function(*args, **kwargs))
+                except (Exception, SystemExit) as error:
+                    results.append(Failure.of(error))
+                    if self.bears == 0:  # the rest would be thrown away
+                        break
+                finally:
+                    watch.end(i)
+            self._await(results, watch)
+        return [*results, *[NotCalled()] * (len(samples) - len(results))]
+
+    def _await(self, results: list[Any], watch: SlowCallWatch) -> None:
+        """Replace awaitables by what they come to."""
+
+        async def watched(i: int, awaitable: Any) -> Any:
+            watch.begin(i)
+            try:
+                return await awaitable
+            except SystemExit as error:  # would take the event loop down with it
+                return Failure.of(error)
+            finally:
+                watch.end(i)
+
+        waiting = [i for i, result in enumerate(results) if inspect.isawaitable(result)]
+        if not waiting:
+            return
+        outcomes = gather_awaitables([watched(i, results[i]) for i in waiting], self.max_concurrent)
+        for i, outcome in zip(waiting, outcomes, strict=True):
+            results[i] = Failure.of(outcome) if isinstance(outcome, Exception) else outcome
+
+
+# -- Concurrent calls of the reward function -------------------------------------------------------------------------
+
+
+@register("prime")
+class PrimeRewardManager(NaiveRewardManager):
+    """As ``naive``, with as many samples at a time as ``reward_model.sandbox.workers``, by default one a core.
+
+    A function that does not take the names of ``naive`` gets its arguments by their place: data source, response,
+    ground truth, extra info. Without sandbox the calls run in threads.
+
+    Args:
+        num_processes: threads, where there is no sandbox.
+    """
+
+    def __init__(self, *args: Any, num_processes: int = 16, **kwargs: Any):
+        self.num_processes = num_processes
+        super().__init__(*args, **kwargs)
+
+    def arguments(self, function: RawRewardFn, sample: Sample) -> tuple[tuple, dict[str, Any]]:
+        return arguments_of(function, sample, self.reward_kwargs)
+
+    def check_signature(self, function: RawRewardFn) -> None:
+        check_signature(function, self.parameters, self.reward_kwargs, by_place=True)
+
+    def call(self, function: RawRewardFn, samples: list[Sample]) -> list[Any]:
+        if isinstance(function, SandboxedFunction):
+            return super().call(function, samples)
+        naive = super().call
+        with ThreadPoolExecutor(self.num_processes) as threads:
+            return [result for [result] in threads.map(lambda sample: naive(function, [sample]), samples)]
+
+
+# -- Rewards with a penalty for responses that come near the limit ---------------------------------------------------
+
+
+@register("dapo")
+class DAPORewardManager(NaiveRewardManager):
+    """As ``naive``, and a response pays for the part of a buffer before the limit that it used up.
+
+    Args:
+        max_resp_len: the limit, in tokens.
+        overlong_buffer_cfg: ``enable``; ``len``, tokens of the buffer; ``penalty_factor``, the most it costs; ``log``,
+            whether to report the columns ``overlong_reward`` and ``overlong``.
+
+    Source: Yu et al. 2025, DAPO, section 3.4 (arXiv:2503.14476).
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        max_resp_len: int | None = None,
+        overlong_buffer_cfg: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ):
+        self.max_resp_len, self.buffer = max_resp_len, dict(overlong_buffer_cfg or {})
+        super().__init__(*args, **kwargs)
+        if unknown := set(self.buffer) - {"enable", "len", "penalty_factor", "log"}:
+            raise ValueError(
+                f"reward_model.reward_kwargs.overlong_buffer_cfg has {', '.join(sorted(unknown))}; known are enable, "
+                "len, penalty_factor and log."
+            )
+        if self.buffer.get("enable"):
+            length = self.buffer.get("len")
+            if not max_resp_len or not length or not 0 < length <= max_resp_len:
+                raise ValueError(
+                    f"reward_model.reward_kwargs.overlong_buffer_cfg.len={length} with max_resp_len={max_resp_len}: "
+                    "the buffer lies before the limit, so 0 < len <= max_resp_len. Set both; the limit is usually "
+                    "data.max_response_length."
+                )
+
+    def __call__(self, data: DataProto, return_dict: bool = False) -> Tensor | dict[str, Any]:
+        result = super().__call__(data, return_dict=True)
+        if self.buffer.get("enable") and "rm_scores" not in data.keys():
+            responses = data.ragged("responses")
+            penalty = overlong_penalty(
+                responses.layout.lengths, self.max_resp_len, self.buffer["len"], self.buffer.get("penalty_factor", 1.0)
+            ).cpu()
+            columns = result["reward_extra_info"]
+            failed = columns.get(REWARD_ERROR_KEY)
+            penalties = [0.0 if failed and failed[i] else value for i, value in enumerate(penalty.tolist())]
+            result["reward_tensor"] = result["reward_tensor"] + place_on_last_token(penalties, responses)
+            if self.buffer.get("log"):
+                columns["overlong_reward"] = penalties
+                columns["overlong"] = [value < 0 for value in penalties]
+        return result if return_dict else result["reward_tensor"]
+
+
+# -- One call of the reward function for all responses of a batch ----------------------------------------------------
+
+
+@register("batch")
+class BatchRewardManager(RuleRewardManager):
+    """Calls ``compute_score(data_sources=, solution_strs=, ground_truths=, extra_infos=, **reward_kwargs)`` once.
+
+    It returns a list with a number or a dict per response, as for :class:`NaiveRewardManager`. When the call itself
+    raises, no sample has a score.
+    """
+
+    parameters = BATCH_PARAMETERS
+
+    def call(self, function: RawRewardFn, samples: list[Sample]) -> list[Any]:
+        columns = {**in_columns(samples), **self.reward_kwargs}
+        if isinstance(function, SandboxedFunction):
+            return function.batch(len(samples), columns)
+        with SlowCallWatch(lambda key: f"a batch of {len(samples)} responses") as watch:
+            watch.begin("batch")
+            try:
+                results = function(**columns)
+                if inspect.isawaitable(results):
+                    [results] = gather_awaitables([results], 1)
+                    if isinstance(results, Exception):
+                        raise results
+                return scored_batch(results, len(samples))
+            except (Exception, SystemExit) as error:
+                return [Failure.of(error)] * len(samples)
+            finally:
+                watch.end("batch")
