@@ -109,7 +109,7 @@ class Memory:
 def opened(path: str, cache: str) -> dict[str, float]:
     """Open a file and look at every row's prompt once."""
     from verl.data.files import open_table
-    from verl.data.row_checks import ROLES, bad_prompts
+    from verl.data.table import ROLES, bad_prompts
 
     with Memory() as memory, Timer() as timer:
         table = open_table(path, cache_dir=cache)

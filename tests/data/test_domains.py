@@ -5,8 +5,7 @@ import logging
 
 import pytest
 
-from verl.data.domains import in_domains
-from verl.data.files import open_table
+from verl.data.files import in_domains, open_table
 from verl.data.table import DataError
 from verl.rewards.scorers import default_compute_score
 

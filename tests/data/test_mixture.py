@@ -5,9 +5,8 @@ import pytest
 import torch
 
 from tests.data.files import prompt_row, write
-from verl.data.loader import build_sampler, build_train_loader
+from verl.data.loader import MixtureSampler, build_sampler, build_train_loader
 from verl.data.rl_dataset import DataError, RLHFDataset
-from verl.data.sampler import MixtureSampler
 
 SIZES = {"math": 12, "code": 5, "chat": 7}
 CONFIG = {

@@ -423,7 +423,7 @@ def test_a_scorer_that_is_slow_to_start_is_not_at_fault(there, monkeypatch):
 
 
 def test_a_scorer_that_takes_long_to_load_is_left_to_the_run(there, monkeypatch):
-    monkeypatch.setattr("verl.preflight.rewards._START_S", 1.0)
+    monkeypatch.setattr("verl.preflight.data._START_S", 1.0)
     (there / "heavy.py").write_text("import time\n\ntime.sleep(3)\n\n\ndef compute_score(**sample):\n    return 1.0\n")
     config = loaded_with(f"{FN}.path=heavy.py").config
     report = checks.examine_config(config)

@@ -6,7 +6,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from verl.data.table import DataError
-from verl.preflight.prompts import compiled, read_folder, template_marks
+from verl.preflight.rows import compiled, read_folder, template_marks
 from verl.utils.tiny_model import make_tokenizer
 from verl.utils.tokenizer import hf_tokenizer
 

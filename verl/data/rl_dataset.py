@@ -15,9 +15,11 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from verl.data.domains import in_domains
-from verl.data.files import CACHE_DIR, localized, read_files, resolve
-from verl.data.row_checks import (
+from verl.data.files import CACHE_DIR, in_domains, localized, read_files, resolve
+from verl.data.table import (
+    BadRow,
+    DataError,
+    RowTable,
     bad_ground_truths,
     bad_ids,
     bad_prompts,
@@ -28,7 +30,6 @@ from verl.data.row_checks import (
     parse_messages,
     refuse,
 )
-from verl.data.table import BadRow, DataError, RowTable
 from verl.data.tokenization import (
     CACHED_FROM,
     AllPrompts,
@@ -37,7 +38,6 @@ from verl.data.tokenization import (
     cache_key,
     encode,
     encode_many,
-    left_padded,
     message_texts,
     render,
     template_error,
@@ -69,6 +69,18 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 logger = logging.getLogger(__name__)
+
+
+def left_padded(ids: list[int], width: int, tokenizer: "PreTrainedTokenizerBase") -> dict[str, torch.Tensor]:
+    """Return ``input_ids``, ``attention_mask`` and ``position_ids`` of one prompt, (width,) int64 each."""
+    start = width - len(ids)
+    pad = tokenizer.pad_token_id
+    columns = torch.zeros(3, width, dtype=torch.int64)
+    columns[0, :start] = tokenizer.eos_token_id if pad is None else pad
+    columns[0, start:] = torch.tensor(ids, dtype=torch.int64)
+    columns[1, start:] = 1
+    columns[2, start:] = torch.arange(len(ids))
+    return dict(zip(("input_ids", "attention_mask", "position_ids"), columns, strict=True))
 
 
 class RLHFDataset(Dataset):

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 import jinja2
 import numpy as np
-import torch
 
 from verl.data.table import DataError, RowTable
 from verl.data.vision import EncodedPrompt, ImagePrompts, with_image_parts
@@ -394,15 +393,3 @@ def truncate_prompt(
             f"data.max_prompt_length={limit}: {error}. Raise the length, set data.filter_overlong_prompts=True, or "
             "give smaller images."
         ) from error
-
-
-def left_padded(ids: list[int], width: int, tokenizer: PreTrainedTokenizerBase) -> dict[str, torch.Tensor]:
-    """Return ``input_ids``, ``attention_mask`` and ``position_ids`` of one prompt, (width,) int64 each."""
-    start = width - len(ids)
-    pad = tokenizer.pad_token_id
-    columns = torch.zeros(3, width, dtype=torch.int64)
-    columns[0, :start] = tokenizer.eos_token_id if pad is None else pad
-    columns[0, start:] = torch.tensor(ids, dtype=torch.int64)
-    columns[1, start:] = 1
-    columns[2, start:] = torch.arange(len(ids))
-    return dict(zip(("input_ids", "attention_mask", "position_ids"), columns, strict=True))

@@ -16,7 +16,7 @@ from verl.config.checks.run import missing_files
 from verl.config.load import LoadedConfig, load
 from verl.config.ppo import PPOConfig
 from verl.config.unused_options import given_to, unused_in_source
-from verl.preflight.arithmetic import derivation, total_steps, unfilled_batch
+from verl.preflight.estimates import add_memory, checkpoint_bytes, derivation, total_steps, unfilled_batch
 from verl.preflight.machine import (
     Machine,
     missing_devices,
@@ -26,7 +26,6 @@ from verl.preflight.machine import (
     names_in_files,
     room_for_checkpoints,
 )
-from verl.preflight.memory import add_memory, checkpoint_bytes
 from verl.preflight.models import missing_models, missing_tokenizer
 from verl.preflight.report import Finding, Report
 from verl.utils.py_functional import excerpt, unchanged_environment

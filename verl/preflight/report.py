@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 if TYPE_CHECKING:
     from verl.config.ppo import PPOConfig
     from verl.preflight.data import Preview
-    from verl.preflight.prompts import Lengths
+    from verl.preflight.rows import Lengths
     from verl.rewards.functions.trial import Trial
 
 Level = Literal["error", "warning", "note"]

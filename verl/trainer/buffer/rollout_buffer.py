@@ -19,7 +19,7 @@ import torch
 from verl.checkpoint import run_state
 from verl.config.ppo import PPOConfig
 from verl.config.rollout import RolloutConfig, needs_agent_loops
-from verl.data.sampler import AbstractCurriculumSampler
+from verl.data.loader import AbstractCurriculumSampler
 from verl.data.table import distinct_values
 from verl.protocol import DataProto
 from verl.telemetry.metric import reduce_metrics
