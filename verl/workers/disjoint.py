@@ -1,7 +1,7 @@
 """Actor and rollout on devices of their own (``hybrid_engine=false``): the verbs by which weights cross over.
 
 The actor's ranks gather each tensor and rank 0 broadcasts it over a `WeightLink` to the rollout's ranks, which know no
-actor: what they hold is the version they received and confirmed, and they draw with no other.
+actor: they hold the version they received and confirmed, and generate with no other.
 """
 
 from __future__ import annotations
@@ -12,21 +12,23 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.distributed import TCPStore
 
 from verl.protocol import DataProto
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.utils.device import current_device
 from verl.utils.distributed import get_rank
 from verl.utils.process import no_collection
-from verl.workers.model_worker import EngineWorker
-from verl.workers.roles import PROMPT_COLUMNS, PolicyRole, ReferenceRole, RolloutRole
+from verl.workers.model_worker import HybridWorker
+from verl.workers.roles import PolicyRole
 from verl.workers.rollout import get_rollout_class
 from verl.workers.rollout.base import RolloutEngine
 from verl.workers.rollout.weights.link import WeightLink, find_store, node_id, open_store
+from verl.workers.rollout_role import PROMPT_COLUMNS, RolloutRole
 
 
-class LinkEndRole:
-    """What both ends of a `WeightLink` have."""
+class LinkEndRole(HybridWorker):
+    """Both ends of a `WeightLink`."""
 
     link: WeightLink | None = None
 
@@ -37,11 +39,13 @@ class LinkEndRole:
 
 
 class WeightSourceRole(LinkEndRole):
-    """Verbs of an actor whose weights are sampled with elsewhere. Needs ``self.actor``; rank 0 holds the link."""
+    """Verbs of an actor whose weights generate elsewhere; rank 0 holds the link."""
+
+    link_store: TCPStore
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def open_link(self, on_one_node: bool) -> tuple[str, int] | None:
-        """Serve the place where the ends of the link meet; rank 0 returns its address and port."""
+        """Serve the store by which the ends of the link meet; rank 0 returns its address and port."""
         if get_rank() != 0:
             return None
         address = "127.0.0.1" if on_one_node else os.environ["MASTER_ADDR"]
@@ -74,7 +78,7 @@ class WeightSourceRole(LinkEndRole):
 
 
 class ReceivingRolloutRole(LinkEndRole, RolloutRole):
-    """Verbs of sampling with weights from elsewhere. Needs ``self.config.rollout``."""
+    """Verbs of generation with weights from elsewhere."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def join_link(self, address: str, port: int, receivers: int) -> str:
@@ -85,36 +89,32 @@ class ReceivingRolloutRole(LinkEndRole, RolloutRole):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def receive_weights(self) -> int:
-        """Take what the actor sends and make sure that it is held; returns the version that is held now."""
+        """Take the weights that the actor sends and check that they are held; returns their version."""
+        assert self.link is not None, "join_link() comes first"
         with self.rollout_phase("sync"):
             self.rollout.wake(("weights",))
             version = self.link.receive(self.rollout).version
             self.rollout.wake(("kv_cache",))
         return version
 
-    @register(
-        dispatch_mode=Dispatch.DP_COMPUTE_PROTO,
-        mesh="rollout",
-        reads=PROMPT_COLUMNS,
-        blocking=False,
-    )
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, mesh="rollout", reads=PROMPT_COLUMNS, blocking=False)
     def start_generating(self, prompts: DataProto) -> DataProto:
         """`generate_sequences`, not waited for."""
         return self.generate_sequences(prompts)
 
     @contextmanager
     def rollout_mode(self, timing: dict[str, float]) -> Iterator[RolloutEngine]:
-        """The engine as it is: nobody else uses its device, and weights arrive by themselves."""
+        """The engine as it is: it has its device alone, and `receive_weights` brings its weights."""
         timing["reshard"] = 0.0
         yield self.rollout
 
-    def newest_version(self, facts: Mapping[str, Any]) -> int:
-        """The version that the caller means, its meta fact ``weights_version``."""
-        return facts["weights_version"]
+    def newest_version(self, meta: Mapping[str, Any]) -> int:
+        """The version that the driver asked for, ``weights_version``."""
+        return meta["weights_version"]
 
 
-class ActorWorker(WeightSourceRole, PolicyRole, ReferenceRole, EngineWorker):
-    """The policy, trained here and sampled with elsewhere; without its LoRA adapter, if it has one, the reference."""
+class ActorWorker(WeightSourceRole, PolicyRole):
+    """The policy, whose weights generate elsewhere; without its LoRA adapter, if it has one, the reference."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
@@ -126,13 +126,13 @@ class ActorWorker(WeightSourceRole, PolicyRole, ReferenceRole, EngineWorker):
                 self.use_base_model_as_reference()
 
 
-class RolloutWorker(ReceivingRolloutRole, EngineWorker):
+class RolloutWorker(ReceivingRolloutRole):
     """A rollout engine and nothing else."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         """Start the engine; call once."""
-        get_rollout_class(self.config.rollout.name)  # an engine that is not installed is said before anything loads
+        get_rollout_class(self.config.rollout.name)  # a missing package is reported before anything loads
         with no_collection():
             self.start_process()
             self.init_rollout()

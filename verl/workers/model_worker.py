@@ -1,7 +1,7 @@
 """EngineWorker: the process that holds engines, the rollout and their files.
 
-The verbs a driver calls stand in ``roles.py``; here is what they share: the process group, building an engine from a
-config section, checkpoints. Knows configs and engines, not algorithms or prompts.
+The verbs of each role are in ``roles.py`` and ``rollout_role.py``; this module is what they share: the process group,
+an engine built from its config section, checkpoints. Knows configs and engines, not algorithms or prompts.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -21,11 +21,14 @@ import torch
 from verl.checkpoint.checkpoint_manager import CheckpointManager
 from verl.config.actor import ActorConfig, RefConfig
 from verl.config.base import READ, Config
-from verl.config.critic import CriticConfig
+from verl.config.critic import CriticConfig, CriticModelConfig
+from verl.config.engine import FSDPConfig
+from verl.config.model import ModelConfig
 from verl.config.ppo import ActorRolloutRefConfig
-from verl.config.reward import RewardModelConfig
+from verl.config.reward import RewardModelConfig, RewardModelModelConfig
+from verl.config.trainer import CheckpointConfig
 from verl.data.vision import media_inputs
-from verl.models.loader import ModelSpec
+from verl.models.loader import LoRASpec, ModelSpec
 from verl.protocol import DataProto
 from verl.single_controller.base import Worker
 from verl.single_controller.base.decorator import Dispatch, register
@@ -37,8 +40,9 @@ from verl.utils.distributed import ensure_process_group
 from verl.utils.import_utils import import_users_modules
 from verl.utils.tokenizer import hf_processor, hf_tokenizer
 from verl.workers.engine import Engine, build_engine
+from verl.workers.rollout.base import RolloutEngine
 
-# -- Tensors of images and videos made in the worker, where the data set was told not to (return_multi_modal_inputs) -
+# -- Tensors of images and videos, made in the worker with data.return_multi_modal_inputs=false ------------------------
 
 
 MADE, RAW = "multi_modal_inputs", "multi_modal_data"
@@ -47,7 +51,7 @@ MADE, RAW = "multi_modal_inputs", "multi_modal_data"
 class ImageInputs:
     """Fills the column ``multi_modal_inputs`` from ``multi_modal_data`` where rows came without.
 
-    Less travels, since pixels weigh an eighth of what the processor makes of them; every call makes them anew.
+    Less travels, since pixels weigh an eighth of what the processor makes of them; every call makes them again.
 
     Args:
         folder: of the model, with its processor.
@@ -86,11 +90,15 @@ class EngineWorker(Worker):
         response_length: tokens; the constant some losses divide by.
         sequence_length: tokens a prompt and its response may have together.
         timeout_s: seconds a collective may wait for a rank.
-        tokenizer_path: where the policy's tokenizer is, if not beside its model.
+        tokenizer_path: where the policy's tokenizer is, if not in its model's folder.
         profile_option: accepted for scripts that pass it; has no effect.
     """
 
     role = ""
+    config: Any
+    """The section of the role; a role's class narrows the type."""
+    checkpoints: CheckpointManager
+    """Of the engine that the role trains."""
 
     def __init__(
         self,
@@ -115,12 +123,11 @@ class EngineWorker(Worker):
         self.sequence_length = sequence_length
         self.timeout_s = timeout_s
         self.tokenizer_path = tokenizer_path
-        self.checkpoints: CheckpointManager | None = None
         self.ledger = MemoryLedger(self.memory_parts)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def configure(self, settings: Mapping[str, Any]) -> None:
-        """Set what the constructor takes beside ``config`` and ``role``, for subclasses whose own takes only these."""
+        """Set constructor arguments other than ``config`` and ``role``, for subclasses whose own takes only these."""
         vars(self).update(settings)
 
     def memory_parts(self) -> dict[str, int]:
@@ -156,7 +163,7 @@ class EngineWorker(Worker):
         self,
         spec: ModelSpec,
         section: ActorConfig | CriticConfig | RefConfig | RewardModelConfig,
-        fsdp_config: Any,
+        fsdp_config: FSDPConfig,
         mesh: str,
         train: bool,
     ) -> Engine:
@@ -188,20 +195,20 @@ class EngineWorker(Worker):
         return ImageInputs(model.path, model.trust_remote_code)
 
     def report_mesh(self, mesh: str, engine: Engine) -> None:
-        """Tell the dispatcher which share of a batch this rank takes on ``mesh``, and whether its result counts."""
-        place = engine.topology
-        self._register_dispatch_collect_info(mesh, dp_rank=place.dp_rank, is_collect=place.is_output_rank)
+        """Register with the dispatcher which part of a batch this rank takes on ``mesh``, and if its result counts."""
+        topology = engine.topology
+        self._register_dispatch_collect_info(mesh, dp_rank=topology.dp_rank, is_collect=topology.is_output_rank)
 
     def checkpoint_manager(
         self,
         engine: Engine,
         model_path: str,
-        contents: Any,
+        contents: CheckpointConfig,
         trust_remote_code: bool,
         chat_template: str | None = None,
     ) -> None:
         """Prepare to write and read ``engine``'s files, with the tokenizer (and image processor) of ``model_path``."""
-        reading = {"trust_remote_code": trust_remote_code, "chat_template": chat_template}
+        reading: dict[str, Any] = {"trust_remote_code": trust_remote_code, "chat_template": chat_template}
         self.checkpoints = CheckpointManager(
             engine,
             hf_processor(model_path, **reading) or hf_tokenizer(model_path, **reading),
@@ -209,6 +216,74 @@ class EngineWorker(Worker):
             load_contents=contents.load_contents,
             in_background=contents.async_save,
         )
+
+
+class HybridWorker(EngineWorker):
+    """A worker of the section ``actor_rollout_ref``, with what its roles share; each holds the parts it plays."""
+
+    config: ActorRolloutRefConfig
+    actor: Engine
+    """The policy being trained."""
+    reference: Engine | None
+    """The frozen reference; None: the actor below its adapter is the reference."""
+    rollout: RolloutEngine
+
+
+def model_spec(
+    model: ModelConfig | CriticModelConfig | RewardModelModelConfig,
+    fsdp_config: FSDPConfig,
+    head: Literal["lm", "value", "reward"],
+    path: str | None = None,
+    use_torch_compile: bool = False,
+    freeze_vision_tower: bool = False,
+    remove_padding: bool = False,
+) -> ModelSpec:
+    """The loader's description of a role's model, from its model section and the precision keys of its sharding."""
+    spec = ModelSpec(
+        path=path or model.path,
+        head=head,
+        param_dtype=fsdp_config.master_dtype,
+        compute_dtype=fsdp_config.compute_dtype,
+        trust_remote_code=model.trust_remote_code,
+        gradient_checkpointing=False,
+        use_shm=model.use_shm,
+        external_lib=model.external_lib,
+        use_torch_compile=use_torch_compile,
+        freeze_vision_tower=freeze_vision_tower,
+        remove_padding=remove_padding,
+    )
+    if isinstance(model, RewardModelModelConfig):  # it is not trained
+        return spec
+    spec = replace(
+        spec,
+        override_config=dict(model.override_config),
+        gradient_checkpointing=model.enable_gradient_checkpointing,
+        activation_offload=model.enable_activation_offload,
+        lora=lora_spec(model, freeze_vision_tower),
+        share_prompts=remove_padding and model.use_prefix_sharing,
+    )
+    if isinstance(model, CriticModelConfig):
+        return spec
+    backend = model.fused_kernel_options.impl_backend if model.use_fused_kernels else "torch"
+    return replace(spec, use_liger=model.use_liger, head_backend=backend)
+
+
+def lora_spec(model: ModelConfig | CriticModelConfig, freeze_vision_tower: bool = False) -> LoRASpec | None:
+    """The adapter that a role's model section asks for."""
+    if not model.lora_rank:
+        return None
+
+    def hashable(names: str | list[str] | None) -> Any:
+        return tuple(names) if isinstance(names, list) else names
+
+    return LoRASpec(
+        model.lora_rank,
+        model.lora_alpha,
+        target_modules=hashable(model.target_modules),
+        exclude_modules=hashable(model.exclude_modules),
+        adapter_path=model.lora_adapter_path,
+        leaves_vision_tower=freeze_vision_tower,
+    )
 
 
 def section_of_role(role: str) -> type[Config]:
@@ -245,7 +320,7 @@ def mfu_metrics(name: str, engine: Engine, data: DataProto, epochs: int, metrics
     """Add ``perf/mfu/{name}``: the share of the devices' peak that the updates in this block make use of.
 
     Tokens that shared prompts have saved did not run, and do not count. Left out where the peak is not known, on CPU
-    for example, or the batch does not say ``global_token_num``.
+    for example, or the batch has no ``global_token_num``.
     """
     start = time.perf_counter()
     yield

@@ -1,7 +1,7 @@
 """The reward model's worker: prompts and responses in, one score each out, at the response's last token.
 
 The model reads either the policy's token ids or, where its tokenizer is another, the conversation written in its
-own chat template. A score is read off the last token of what it read.
+own chat template. The score is the model's output at the last token.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from verl.batch.ragged import Ragged
+from verl.config.reward import RewardModelConfig
 from verl.protocol import DataProto
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.utils.import_utils import import_users_modules
@@ -49,45 +50,54 @@ class ChatRetokenizer:
         """
         answers = self.policy.batch_decode([row.tolist() for row in responses], skip_special_tokens=True)
         chats = [[{"role": "user", "content": p}] if isinstance(p, str) else list(p) for p in prompts]
-        return [
-            self._written([*chat, {"role": "assistant", "content": answer}])
-            for chat, answer in zip(chats, answers, strict=True)
-        ]
-
-    def _written(self, chat: list[dict[str, Any]]) -> str:
-        try:
-            return self.judge.apply_chat_template(chat, tokenize=False)
-        except jinja2.TemplateError as error:
-            roles = ", ".join(str(message.get("role")) for message in chat)
-            raise ValueError(
-                f"reward_model.model.path={self.judge.name_or_path}: its chat template does not take a conversation of "
-                f"the roles {roles} ({error}). Leave out or rename such messages in the data, or change the template."
-            ) from error
+        texts = []
+        for chat, answer in zip(chats, answers, strict=True):
+            chat.append({"role": "assistant", "content": answer})
+            try:
+                texts.append(self.judge.apply_chat_template(chat, tokenize=False))
+            except jinja2.TemplateError as error:
+                roles = ", ".join(str(message.get("role")) for message in chat)
+                raise ValueError(
+                    f"reward_model.model.path={self.judge.name_or_path}: its chat template does not take a "
+                    f"conversation of the roles {roles} ({error}). Leave out or rename such messages in the data, or "
+                    "change the template."
+                ) from error
+        return texts
 
     def __call__(self, prompts: Sequence[Any], responses: Sequence[Tensor]) -> tuple[list[Tensor], Tensor]:
-        """The judge's ids of each conversation, and of each (B,) how many there were before any were cut."""
+        """The judge's ids of each conversation, and of each (B,) how many there were before truncation."""
         ids = self.judge(self.texts(prompts, responses), add_special_tokens=False)["input_ids"]
         rows = [torch.tensor(row[: self.max_length], dtype=torch.int64) for row in ids]
         return rows, torch.tensor([len(row) for row in ids])
 
 
-class RewardRole:
-    """Verbs of the reward model. Needs the section ``reward_model`` as ``self.config``."""
+class RewardModelWorker(EngineWorker):
+    """The reward model."""
+
+    role = "rm"
+    config: RewardModelConfig
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        """Load the reward model; call once."""
+        import_users_modules(self.config.model.external_lib)
+        with no_collection(), self.ledger.phase("start"):
+            self.start_process()
+            self.init_reward_model()
 
     def init_reward_model(self) -> None:
         """Load the model, and the tokenizers if conversations are rewritten."""
         model = self.config.model
         spec = model_spec(model, model.fsdp_config, "reward", remove_padding=model.use_remove_padding)
         self.reward_model = self.model_engine(spec, self.config, model.fsdp_config, mesh="rm", train=False)
-        self.rewriter = None
+        self.retokenizer: ChatRetokenizer | None = None
         if model.input_tokenizer:
             policy, judge = (
                 hf_tokenizer(path, trust_remote_code=model.trust_remote_code)
                 for path in (self.tokenizer_path or model.input_tokenizer, model.path)
             )
-            self.rewriter = ChatRetokenizer(
-                policy, judge, max_input_tokens(self.config.max_length, self.reward_model.model_config)
-            )
+            max_length = max_input_tokens(self.config.max_length, self.reward_model.model_config)
+            self.retokenizer = ChatRetokenizer(policy, judge, max_length)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, mesh="rm", reads=REWARD_COLUMNS)
     def compute_rm_score(self, data: DataProto) -> DataProto:
@@ -97,11 +107,11 @@ class RewardRole:
         of ``max_length``. An empty response has no token to hold its score.
         """
         responses = data.ragged("responses")
-        if self.rewriter is None:
+        if self.retokenizer is None:
             rows = list(data.ragged("input_ids").rows())
             lengths = torch.tensor([len(row) for row in rows])
         else:
-            rows, lengths = self.rewriter(data.non_tensor_batch["raw_prompt"], responses.rows())
+            rows, lengths = self.retokenizer(list(data.non_tensor_batch["raw_prompt"]), list(responses.rows()))
         with self.ledger.phase("rm_score"), self.reward_model.on_device():
             scores = self.reward_model.infer(last_token_batch(rows), Want.VALUES, self.config.forward_split)
         scored = DataProto.from_ragged({"rm_scores": scores_at_last_token(scores.ragged("values").values, responses)})
@@ -109,20 +119,6 @@ class RewardRole:
         scored.put("rm_tokens", read)
         scored.put("rm_tokens_cut", lengths - read)
         return scored
-
-
-class RewardModelWorker(RewardRole, EngineWorker):
-    """The reward model."""
-
-    role = "rm"
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def init_model(self) -> None:
-        """Load the reward model; call once."""
-        import_users_modules(self.config.model.external_lib)
-        with no_collection(), self.ledger.phase("start"):
-            self.start_process()
-            self.init_reward_model()
 
 
 def max_input_tokens(max_length: int | None, model_config: Any) -> int | None:

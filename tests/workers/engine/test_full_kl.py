@@ -141,7 +141,7 @@ def test_every_engine_finds_the_same(folders):
 
 
 def test_a_reference_in_other_processes_is_refused():
-    role = ReferenceRole()
+    role = ReferenceRole.__new__(ReferenceRole)
     role.actor, role.fused_worker_dict = SimpleNamespace(has_adapter=False), {}
     with pytest.raises(ValueError, match="not in the actor's processes.*Role.RefPolicy.*low_var_kl"):
         role.comparison().__enter__()
