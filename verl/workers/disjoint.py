@@ -19,12 +19,12 @@ from verl.single_controller.base.decorator import Dispatch, register
 from verl.utils.device import current_device
 from verl.utils.distributed import get_rank
 from verl.utils.process import no_collection
+from verl.workers.generation import PROMPT_COLUMNS, RolloutRole
 from verl.workers.model_worker import HybridWorker
 from verl.workers.roles import PolicyRole
 from verl.workers.rollout import get_rollout_class
 from verl.workers.rollout.base import RolloutEngine
 from verl.workers.rollout.weights.link import WeightLink, find_store, node_id, open_store
-from verl.workers.rollout_role import PROMPT_COLUMNS, RolloutRole
 
 
 class LinkEndRole(HybridWorker):

@@ -1,6 +1,6 @@
 """EngineWorker: the process that holds engines, the rollout and their files.
 
-The verbs of each role are in ``roles.py`` and ``rollout_role.py``; this module is what they share: the process group,
+The verbs of each role are in ``roles.py`` and ``generation.py``; this module is what they share: the process group,
 an engine built from its config section, checkpoints. Knows configs and engines, not algorithms or prompts.
 """
 

@@ -18,9 +18,9 @@ from verl.single_controller.base.decorator import Dispatch, register
 from verl.utils.process import no_collection
 from verl.utils.py_functional import derive_seed
 from verl.workers.engine import Engine, Reference, Want
+from verl.workers.generation import RolloutRole, sends_adapter
 from verl.workers.model_worker import EngineWorker, HybridWorker, MetricBag, mfu_metrics, model_spec
 from verl.workers.rollout import get_rollout_class
-from verl.workers.rollout_role import RolloutRole, sends_adapter
 
 TOKENS = (
     *("input_ids", "attention_mask", "position_ids", "prompts", "responses", "response_mask"),

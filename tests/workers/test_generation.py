@@ -5,13 +5,13 @@ from types import SimpleNamespace
 
 import torch
 
-from verl.workers import rollout_role
-from verl.workers.rollout_role import RolloutRole
+from verl.workers import generation
+from verl.workers.generation import RolloutRole
 
 
 def test_memory_cached_by_the_update_is_given_back_before_the_engine_wakes(monkeypatch):
     events = []
-    monkeypatch.setattr(rollout_role, "empty_cache", lambda device: events.append(f"empty {device}"))
+    monkeypatch.setattr(generation, "empty_cache", lambda device: events.append(f"empty {device}"))
     quiet = SimpleNamespace(phase=lambda name: nullcontext())
     role = SimpleNamespace(
         device="cuda", ledger=quiet, rollout=SimpleNamespace(monitor=quiet), config=SimpleNamespace(rollout=None)
