@@ -22,11 +22,14 @@ from verl.config.base import Problem
 from verl.config.checks.support import NAMES, unknown_names, unsupported_values
 from verl.config.command_line import locate
 from verl.config.compose import CONFIG_DIR, compose
-from verl.config.features import FEATURES, Feature
+from verl.config.features import Feature, features
 from verl.config.legacy import (
+    RELEASES,
     Moved,
     entry_of,
     is_legacy,
+    release_keys,
+    same,
     set_features_aside,
     today,
     translate,
@@ -35,7 +38,6 @@ from verl.config.legacy import (
 )
 from verl.config.load import drop_empty_requests
 from verl.config.ppo import PPOConfig
-from verl.config.releases import RELEASES, release_keys, same
 from verl.config.tree import fits, flatten, is_interpolation, put_key, section_class, section_of, types_of
 
 ROOT = Path(__file__).parents[1]
@@ -124,7 +126,7 @@ def counts() -> dict[str, tuple[Counter, Counter]]:
 def features_table() -> str:
     """One row a feature that is not built."""
     lines = ["| not built | what to do instead | asked for by |", "|---|---|---|"]
-    for feature in FEATURES:
+    for feature in features():
         cells = (feature.name, feature.instead, _asked_by(feature))
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from verl import compat
-from verl.config.features import FEATURES
+from verl.config.features import features
 
 with open(Path(__file__).parent / "public_names.tsv", encoding="utf-8") as table:
     NAMES = {row["name"]: row for row in csv.DictReader(table, delimiter="\t")}
@@ -121,7 +121,7 @@ def test_an_address_shows_the_names_of_the_module_it_stands_for(address):
 
 def test_no_file_of_ours_is_hidden_by_the_table():
     root = Path(compat.__file__).parents[1]
-    for name in {*compat.ADDRESSES, *(module for feature in FEATURES for module in feature.modules)}:
+    for name in {*compat.ADDRESSES, *(module for feature in features() for module in feature.modules)}:
         place = root.joinpath(*name.split("."))
         assert not place.with_suffix(".py").exists() and not (place / "__init__.py").exists(), name
 

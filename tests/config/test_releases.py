@@ -9,11 +9,10 @@ import pytest
 from scripts.release_keys import KINDS, PAGE, another_value, filled, verdict
 from verl.config.base import ConfigError, get_path
 from verl.config.command_line import locate
-from verl.config.features import FEATURES, feature_of_config, feature_of_module
-from verl.config.legacy import MOVED, REMOVED
+from verl.config.features import feature_of_config, feature_of_module, features
+from verl.config.legacy import MOVED, RELEASES, REMOVED, release_keys
 from verl.config.load import load
 from verl.config.ppo import PPOConfig
-from verl.config.releases import RELEASES, release_keys
 
 from .helpers import RUNNABLE, notes, problems, typed
 
@@ -65,7 +64,7 @@ def test_every_key_with_another_value_is_followed_or_refused_by_the_name_of_a_fe
         assert found.kind in KINDS[:2], f"{key}={value}: {found.text}"
         assert "did you mean" not in found.text and "no longer exists:" not in found.text
         if found.kind == "named feature" and "not supported yet" not in found.text:
-            assert any(feature.name in found.text and feature.instead[:20] in found.text for feature in FEATURES)
+            assert any(feature.name in found.text and feature.instead[:20] in found.text for feature in features())
 
 
 def test_null_false_and_empty_ask_for_nothing_whatever_the_key():
@@ -87,8 +86,8 @@ def test_a_whole_release_is_accepted_as_one_command_line(column):
 
 
 def test_no_feature_is_named_twice_and_no_key_has_two():
-    keys = [key for feature in FEATURES for key in feature.keys]
-    assert len(keys) == len(set(keys)) and len({feature.name for feature in FEATURES}) == len(FEATURES)
+    keys = [key for feature in features() for key in feature.keys]
+    assert len(keys) == len(set(keys)) and len({feature.name for feature in features()}) == len(features())
     assert not set(keys) & {entry.old for entry in (*MOVED, *REMOVED)}
 
 
@@ -343,7 +342,7 @@ def test_a_program_that_is_not_here_says_so_on_the_command_line():
 
 
 def test_no_module_or_configuration_that_is_here_is_called_missing():
-    for feature in FEATURES:
+    for feature in features():
         for name in feature.configs:
             assert not (ROOT / "verl" / "trainer" / "config" / f"{name}.yaml").exists()
     assert feature_of_config("ppo_trainer") is None and feature_of_module("verl.trainer.main_ppo") is None

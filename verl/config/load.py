@@ -15,9 +15,15 @@ from typing import Any, NamedTuple, TypeVar
 from verl.config.base import Config, ConfigError, ConfigWarning, Problem
 from verl.config.command_line import check_overrides, locate, unknown_key
 from verl.config.compose import CONFIG_DIR, compose, search_folders
-from verl.config.legacy import set_features_aside, translate, translate_correction, translate_logger, translate_values
+from verl.config.legacy import (
+    asks_for_nothing,
+    set_features_aside,
+    translate,
+    translate_correction,
+    translate_logger,
+    translate_values,
+)
 from verl.config.ppo import PPOConfig
-from verl.config.releases import asks_for_nothing
 from verl.config.tree import (
     at_key,
     build,
