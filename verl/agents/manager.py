@@ -213,9 +213,7 @@ def as_sampling(fields: Mapping[str, Any]) -> SamplingParams:
 
 SERVERS_FILE = "rollout_servers.json"
 
-
 Generate = Callable[[RolloutClient, int, Callable[[int, int, Any], Coroutine]], Coroutine]
-
 
 _CHECK_INTERVAL_S = 1.0  # between two checks of the workers while requests run
 

@@ -18,7 +18,6 @@ from typing import Any, TypeVar
 
 logger = logging.getLogger(__name__)
 
-
 T = TypeVar("T")
 
 

@@ -190,19 +190,13 @@ def _flush(path: Path) -> None:
 
 logger = logging.getLogger(__name__)
 
-
 TRACKER = "latest_checkpointed_iteration.txt"
-
 
 _ENDS = [f"{name}_CURRENT_CAPACITY_BLOCK_EXPIRATION_TIMESTAMP" for name in ("MLP", "SAGEMAKER")]
 
-
 CONTENTS = ("model", "optimizer", "extra", "hf_model")
 
-
 _SLOWEST_DISK = timedelta(hours=2)
-
-
 """Time limit of ranks that save in the background and wait for each other."""
 
 

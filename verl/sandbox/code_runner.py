@@ -27,22 +27,17 @@ from verl.sandbox.supervisor import Limits, enter, outcome_of
 TEST_S = 10.0
 """Wall seconds of one test."""
 
-
 TOTAL_S = 40.0
 """Wall seconds of all tests of a program."""
-
 
 MEMORY_MB = 1024
 """MiB of one program."""
 
-
 OUTPUT_KB = 8192
 """KiB a program may write."""
 
-
 PROCESSES = 16
 """Processes of one program at a time."""
-
 
 PROGRAM_OUTCOMES = frozenset(
     {
@@ -249,10 +244,8 @@ def _is_json(text: str) -> bool:
 
 _SHOWN_AS = {Outcome.CPU: Outcome.TIMEOUT, Outcome.EXIT: Outcome.CRASH}
 
-
 _ERROR_TAIL = 2000
 """Bytes of the end of what a program writes to stderr that are kept."""
-
 
 _OUT_OF_MEMORY = 99
 """Exit status of a program that raised MemoryError."""

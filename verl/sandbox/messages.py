@@ -21,7 +21,6 @@ from verl.sandbox.outcomes import plain_number, shown
 LONGEST = 32 * 1024 * 1024
 """Bytes of one message from the sandbox."""
 
-
 _HEAD = struct.Struct("=I")
 
 

@@ -27,12 +27,8 @@ from verl.sandbox.supervisor import MIB, Limits, descendants, end, outcome_of
 
 _START = "import sys; sys.path.insert(0, sys.argv.pop(1)); from {} import main; main()"
 
-
 _FORWARD_UP_TO = 256 * 1024
-
-
 """Bytes of a hand-over's output that are shown."""
-
 
 _FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)')
 
@@ -232,10 +228,7 @@ def stack_of(words: bytes) -> str:
 
 
 _GRACE_S = 2.0
-
-
 """Seconds a process has to end its awaited calls by itself before it is ended."""
-
 
 _PASSED_ON = {error.__name__: error for error in (FileNotFoundError, AttributeError, ModuleNotFoundError, ImportError)}
 
@@ -531,10 +524,7 @@ def _read(outcome: Any) -> Scored | Failure:
 # -- A function that stands for one in a sandbox: called like it, or with many calls at once -------------------------
 _KEPT = 4
 
-
 _POOLS: OrderedDict[Any, Pool] = OrderedDict()
-
-
 """The last pools used. Training and validation share one, as they would share the module in one process."""
 
 

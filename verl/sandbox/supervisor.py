@@ -232,9 +232,7 @@ def _is_readable(fd: int) -> bool:
 # -- Linux namespaces (processes, users, network, mounts) and capabilities ---------------------------------------------
 _CLONE_NEWNS, _CLONE_NEWUSER, _CLONE_NEWPID, _CLONE_NEWNET = 0x00020000, 0x10000000, 0x20000000, 0x40000000
 
-
 NO_NETWORK = _CLONE_NEWUSER | _CLONE_NEWNET
-
 
 _MS_REC, _MS_SLAVE, _MS_NOSUID_NODEV_NOEXEC = 0x4000, 0x80000, 0xE
 _PR_SET_PDEATHSIG, _PR_CAPBSET_DROP, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 1, 24, 36, 38

@@ -323,11 +323,11 @@ def test_a_users_manager_is_found_by_its_name_and_a_taken_name_is_refused():
 
 def test_the_watch_says_which_call_takes_long(caplog):
     with SlowCallWatch(lambda key: f"sample {key}", every_s=0.02) as watch:
-        watch.begin(0)
-        watch.end(0)
-        watch.begin(7)
-        deadline = time.monotonic() + 5
-        while "has been at sample 7" not in caplog.text and time.monotonic() < deadline:
-            time.sleep(0.01)
+        with watch.call(0):
+            pass
+        with watch.call(7):
+            deadline = time.monotonic() + 5
+            while "has been at sample 7" not in caplog.text and time.monotonic() < deadline:
+                time.sleep(0.01)
     assert "has been at sample 7" in caplog.text and "sample 0" not in caplog.text
     assert "test_the_watch_says_which_call_takes_long" in caplog.text

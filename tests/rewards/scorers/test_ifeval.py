@@ -5,8 +5,7 @@ import json
 
 import pytest
 
-from verl.rewards.scorers.ifeval import compute_score, follows
-from verl.rewards.scorers.ifeval.checks import CHECKS, count_sentences
+from verl.rewards.scorers.ifeval import CHECKS, compute_score, count_sentences, follows
 
 CASES = [
     ("keywords:existence", {"keywords": ["mom", "Mother"]}, "My Mom, a mother", "my mom"),

@@ -51,8 +51,7 @@ def test_goals_of_rlvr_ifeval_are_instructions(goal, good, bad):
 def test_every_function_names_an_instruction_and_its_arguments():
     import inspect
 
-    from verl.rewards.scorers.ifeval import _FUNCTIONS
-    from verl.rewards.scorers.ifeval.checks import CHECKS
+    from verl.rewards.scorers.ifeval import _FUNCTIONS, CHECKS
 
     for name, (instruction, names) in _FUNCTIONS.items():
         assert set(names.values()) <= set(inspect.signature(CHECKS[instruction]).parameters), name

@@ -2,14 +2,8 @@
 
 import pytest
 
-from verl.rewards.scorers import (
-    countdown,
-    default_compute_score,
-    knights_and_knaves,
-    multiple_choice,
-    search_r1_like_qa_em,
-    tool_use,
-)
+from verl.rewards.scorers import default_compute_score, search_r1_like_qa_em, tool_use
+from verl.rewards.scorers.short_answers import countdown, knights_and_knaves, multiple_choice
 
 CAPITAL = {"target": ["Washington, D.C.", "Washington"]}
 
@@ -73,7 +67,7 @@ def test_search_r1_pays_for_the_format_and_finds_within_on_request():
     ],
 )
 def test_multiple_choice_reads_the_option_a_response_settles_on(text, gold, is_right):
-    result = multiple_choice.compute_score(text, gold)
+    result = multiple_choice(text, gold)
     assert result["acc"] is is_right and result["score"] == float(is_right)
 
 
@@ -106,13 +100,13 @@ NUMBERS = {"target": 46, "numbers": [5, 4, 47]}
     ],
 )
 def test_countdown_pays_for_an_equation_of_the_numbers_and_a_little_for_any(answer, score):
-    assert countdown.compute_score(f"<think>46</think><answer>{answer}</answer>", NUMBERS) == score
+    assert countdown(f"<think>46</think><answer>{answer}</answer>", NUMBERS) == score
 
 
 def test_countdown_knows_fractions():
     gold = {"target": 24, "numbers": [3, 3, 8, 8]}
-    assert countdown.compute_score("<answer>8 / (3 - 8 / 3)</answer>", gold) == 1.0
-    assert countdown.compute_score("8 / (3 - 8 / 3)", gold) == 0.0
+    assert countdown("<answer>8 / (3 - 8 / 3)</answer>", gold) == 1.0
+    assert countdown("8 / (3 - 8 / 3)", gold) == 0.0
 
 
 KINDS = "(1) Amelia is a knight\n(2) Penelope is a knave"
@@ -137,13 +131,13 @@ KINDS = "(1) Amelia is a knight\n(2) Penelope is a knave"
     ],
 )
 def test_knights_and_knaves_wants_everybody(text, score):
-    assert knights_and_knaves.compute_score(text, {"solution_text_format": KINDS}) == score
-    assert knights_and_knaves.compute_score(text, KINDS) == score
+    assert knights_and_knaves(text, {"solution_text_format": KINDS}) == score
+    assert knights_and_knaves(text, KINDS) == score
 
 
 def test_knights_and_knaves_pays_for_naming_everybody_on_request():
     wrong = "<answer>Amelia is a knave, Penelope is a knave</answer>"
-    assert knights_and_knaves.compute_score(wrong, KINDS, format_score=0.2) == 0.2
+    assert knights_and_knaves(wrong, KINDS, format_score=0.2) == 0.2
 
 
 CALL = '<think> so </think>\n<tool_call>\n{"name": "news", "parameters": {"page": "1", "of": "Azure"}}\n</tool_call>'

@@ -16,7 +16,6 @@ from verl.algorithms.valid_tokens import BLOCK, ValidTokens, discounted_suffix_s
 
 AdvantageFn = Callable[..., tuple[Tensor, Tensor]]
 
-
 REWARD_COLUMNS = ("token_level_rewards", "token_level_scores")
 
 
@@ -38,9 +37,7 @@ ADV_ESTIMATOR_REGISTRY: Registry[AdvantageFn] = Registry(
     "algorithm.adv_estimator", "@register_adv_est(name)", check_estimator
 )
 
-
 register_adv_est = ADV_ESTIMATOR_REGISTRY.register
-
 
 get_adv_estimator_fn = ADV_ESTIMATOR_REGISTRY.__getitem__
 

@@ -1,4 +1,7 @@
-"""Calls of a reward function: the names of its arguments, and a call that ends in an outcome. No torch."""
+"""Reward functions of a run: by its config, in processes of their own, and called. No torch.
+
+A call ends in an outcome: a score, or a failure of a named kind.
+"""
 
 import fnmatch
 import functools
@@ -10,8 +13,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl.config.reward import RewardSandboxConfig
-from verl.rewards.scorers import built_in_options, built_in_rule, default_compute_score, has_scorer, rule_of
-from verl.rewards.scorers.registry import is_for_judge
+from verl.rewards.scorers import (
+    built_in_options,
+    built_in_rule,
+    default_compute_score,
+    has_scorer,
+    is_for_judge,
+    rule_of,
+)
 from verl.sandbox.messages import name_of
 from verl.sandbox.outcomes import Failure, NotCalled, Outcome, Scored, scored, scored_batch
 from verl.sandbox.pool import Pool, SandboxedFunction, Source, sandboxed
@@ -21,28 +30,16 @@ from verl.utils.import_utils import load_extern_type, split_file_name
 from verl.utils.py_functional import convert_to_regular_types, excerpt, gather_awaitables
 
 RawRewardFn = Callable[..., Any]
-
-
 """A user's reward function; how it is called depends on the manager."""
 
-
 PARAMETERS = ("data_source", "solution_str", "ground_truth", "extra_info")
-
-
 """Names of the arguments of a function that scores one response."""
 
-
 BATCH_PARAMETERS = tuple(f"{name}s" for name in PARAMETERS)
-
-
 """The same of ``reward_model.reward_manager=batch``, each with a list."""
 
-
 MANAGERS_OWN = ("on_error", "max_errors", "max_concurrent", "num_processes", "max_resp_len", "overlong_buffer_cfg")
-
-
 """Entries of ``reward_model.reward_kwargs`` that managers keep; the others go to every call of the function."""
-
 
 _WAYS_OUT = {
     Outcome.TIMEOUT: "raise reward_model.sandbox.timeout_s (of the batch manager batch_timeout_s)",
@@ -70,7 +67,7 @@ def call(
     is_batch: bool = False,
     timeout_s: float = 60.0,
     reward_kwargs: Mapping[str, Any] | None = None,
-) -> list[Scored | Failure | NotCalled]:
+) -> Sequence[Scored | Failure | NotCalled]:
     """Outcomes of a function's calls about some samples, as a manager would make them; none after a first failure.
 
     Args:
@@ -91,7 +88,7 @@ def call(
     outcomes: list[Scored | Failure | NotCalled] = []
     for args, kwargs in arguments:
         try:
-            outcomes.append(scored(_awaited(function(*args, **kwargs))))
+            outcomes.append(scored(awaited(function(*args, **kwargs))))
         except (Exception, SystemExit) as error:
             return [*outcomes, Failure.of(error), *[NotCalled()] * (len(samples) - len(outcomes) - 1)]
     return outcomes
@@ -101,7 +98,7 @@ def _call_batch(function: RawRewardFn, count: int, columns: dict[str, Any]) -> l
     if isinstance(function, SandboxedFunction):
         return function.batch(count, columns)
     try:
-        return scored_batch(_awaited(function(**columns)), count)
+        return scored_batch(awaited(function(**columns)), count)
     except (Exception, SystemExit) as error:
         return [Failure.of(error)] * count
 
@@ -138,9 +135,8 @@ def arguments_of(
     function: RawRewardFn, sample: Sample, reward_kwargs: Mapping[str, Any]
 ) -> tuple[tuple, dict[str, Any]]:
     """Positional and named arguments of a call about a sample: by name, or by place where the names do not fit."""
-    if _binds(function, (), {**dict.fromkeys(PARAMETERS), **reward_kwargs}):
-        return (), {**vars(sample), **reward_kwargs}
-    if _binds(function, PARAMETERS, reward_kwargs):
+    by_name = {**dict.fromkeys(PARAMETERS), **reward_kwargs}
+    if _mismatch(function, (), by_name) and not _mismatch(function, PARAMETERS, reward_kwargs):
         return tuple(vars(sample).values()), dict(reward_kwargs)
     return (), {**vars(sample), **reward_kwargs}
 
@@ -157,22 +153,20 @@ def check_signature(
     Raises:
         TypeError: it does not take what it will be given.
     """
-    if by_place and _binds(function, parameters, reward_kwargs):
+    if by_place and not _mismatch(function, parameters, reward_kwargs):
         return
     keywords = {**dict.fromkeys(parameters), **reward_kwargs, **getattr(function, "keywords", {})}
-    signature = signature_of_function(function)
-    try:
-        if signature is not None:
-            signature.bind(**keywords)
-    except TypeError as error:
-        hint = ""
-        for manager, sign in (("batch", "data_sources"), ("naive", "data_source")):
-            if sign in signature.parameters and sign not in parameters:
-                hint = f" Its parameters are those of reward_model.reward_manager={manager}: set that."
-        raise TypeError(
-            f"The reward function {name_of(function)} has the parameters {signature} and is called with the "
-            f"keywords {', '.join(keywords)}: {error}.{hint} Name its parameters so, or let it take **kwargs."
-        ) from None
+    error = _mismatch(function, (), keywords)
+    if error is None:
+        return
+    signature, hint = signature_of_function(function), ""
+    for manager, sign in (("batch", "data_sources"), ("naive", "data_source")):
+        if sign in signature.parameters and sign not in parameters:
+            hint = f" Its parameters are those of reward_model.reward_manager={manager}: set that."
+    raise TypeError(
+        f"The reward function {name_of(function)} has the parameters {signature} and is called with the "
+        f"keywords {', '.join(keywords)}: {error}.{hint} Name its parameters so, or let it take **kwargs."
+    )
 
 
 def signature_of_function(function: RawRewardFn) -> inspect.Signature | None:
@@ -184,17 +178,20 @@ def signature_of_function(function: RawRewardFn) -> inspect.Signature | None:
         return None
 
 
-def _binds(function: RawRewardFn, args: Sequence[Any], keywords: Mapping[str, Any]) -> bool:
+def _mismatch(function: RawRewardFn, args: Sequence[Any], keywords: Mapping[str, Any]) -> TypeError | None:
+    """The reason why a function cannot be called so, as far as its signature tells; None if it can."""
     signature = signature_of_function(function)
     try:
         if signature is not None:
+            # of a partial, and of a function in a sandbox, which binds the same way
             signature.bind(*args, **{**keywords, **getattr(function, "keywords", {})})
-    except TypeError:
-        return False
-    return True
+    except TypeError as error:
+        return error
+    return None
 
 
-def _awaited(result: Any) -> Any:
+def awaited(result: Any) -> Any:
+    """Return a result, or what an awaitable one comes to; raises what it raises."""
     if inspect.isawaitable(result):
         [result] = gather_awaitables([result], 1)
         if isinstance(result, Exception):
@@ -283,8 +280,8 @@ def lacks_scorer(function: RawRewardFn, data_source: str, options: Mapping[str, 
 
 def start_sandboxes(config: Any) -> None:
     """Start the processes of the reward functions, for them to be ready when `reward_function` wants them."""
-    for source in {repr(source): source for source in _sources(config).values()}.values():
-        _pool(config, source)
+    for source in _sources(config).values():
+        _pool(config, source)  # an equal one is taken again
 
 
 def reward_function(
@@ -304,50 +301,48 @@ def reward_function(
         ValueError: an entry of ``reward_model.by_source`` names no function.
     """
     sources = _sources(config)
-    make = _in_process
+    # by its repr: patterns of one file share a function; the default is loaded first
+    unique = {repr(source): source for source in (sources[None], *sources.values())}
+    functions: dict[str, RawRewardFn] = {}
     if in_sandbox:
         options = sandbox_options(config)
-        # all start at once
-        pools = {repr(source): _pool(config, source, workers, start_timeout_s) for source in sources.values()}
-
-        def make(source: Source) -> RawRewardFn:
-            return SandboxedFunction(pools[repr(source)], _timeout_s(config, source), options.batch_timeout_s)
-
-    default = sources.pop(None)
-    functions = {repr(source): make(source) for source in (default, *sources.values())}
+        # all pools start before the first is waited for
+        pools = {key: _pool(config, source, workers, start_timeout_s) for key, source in unique.items()}
+        for key, source in unique.items():
+            # a call that asks a judge has as long as all its tries may take
+            judge = source.reward_kwargs.get("judge") or {"tries": 0, "timeout_s": 0.0}
+            timeout_s = options.timeout_s + 2 * judge["tries"] * judge["timeout_s"]
+            functions[key] = SandboxedFunction(pools[key], timeout_s, options.batch_timeout_s)
+    else:
+        for key, source in unique.items():
+            function = load_extern_type(source.path, source.name)
+            functions[key] = functools.partial(function, **source.reward_kwargs) if source.reward_kwargs else function
+    default = functions[repr(sources.pop(None))]
     if sources:
-        by_source = {pattern: functions[repr(source)] for pattern, source in sources.items()}
-        return BySource(by_source, functions[repr(default)])
-    function = functions[repr(default)]
-    return None if function is default_compute_score else function
+        return BySource({pattern: functions[repr(source)] for pattern, source in sources.items()}, default)
+    return None if default is default_compute_score else default
 
 
 def _sources(config: Any) -> dict[str | None, Source]:
     """Return the files and names of the functions, by pattern of data sources; under None that of all others."""
     section = config.get("custom_reward_function", None) or {}
     reward_kwargs = convert_to_regular_types(section.get("reward_kwargs", None) or {})
+    built_in = Source(BUILT_IN, "default_compute_score", built_in_options(config.reward_model))
     sources: dict[str | None, Source] = {}
     for pattern, place in convert_to_regular_types(config.reward_model.get("by_source", None) or {}).items():
-        sources[pattern] = _source(f"reward_model.by_source.{pattern}", place, config)
+        if built_in_rule(place) is not None:
+            sources[pattern] = built_in
+            continue
+        if not isinstance(place, str) or not (place.endswith(".py") or split_file_name(place)):
+            raise ValueError(
+                f"reward_model.by_source.{pattern}={place!r} names no function: write file.py:function, file.py (its "
+                "compute_score), builtin, or builtin:NAME for the rule of another data source."
+            )
+        path, name = split_file_name(place) or (place, "compute_score")
+        sources[pattern] = Source(copy_to_local(path), name)
     path, name = section.get("path", None), section.get("name", None) or "compute_score"
-    sources[None] = Source(copy_to_local(path), name, reward_kwargs) if path else _built_in(config)
+    sources[None] = Source(copy_to_local(path), name, reward_kwargs) if path else built_in
     return sources
-
-
-def _built_in(config: Any) -> Source:
-    return Source(BUILT_IN, "default_compute_score", built_in_options(config.reward_model))
-
-
-def _source(key: str, place: Any, config: Any) -> Source:
-    if built_in_rule(place) is not None:
-        return _built_in(config)
-    if not isinstance(place, str) or not (place.endswith(".py") or split_file_name(place)):
-        raise ValueError(
-            f"{key}={place!r} names no function: write file.py:function, file.py (its compute_score), builtin, or "
-            "builtin:NAME for the rule of another data source."
-        )
-    path, name = split_file_name(place) or (place, "compute_score")
-    return Source(copy_to_local(path), name)
 
 
 def sandbox_options(config: Any) -> RewardSandboxConfig:
@@ -361,23 +356,9 @@ def _pool(config: Any, source: Source, workers: int | None = None, start_timeout
     limits = Limits(None, options.cpu_s, options.memory_mb, options.output_mb, options.processes, options.network)
     workers = workers or options.workers
     if workers is None:
-        is_shared = source.path == BUILT_IN or config.reward_model.get("reward_manager", None) == "prime"
-        is_batch = config.reward_model.get("reward_manager", None) == "batch"
-        workers = min(8, _cores()) if is_shared and not is_batch else 1
+        manager = config.reward_model.get("reward_manager", None)
+        is_shared = manager == "prime" or source.path == BUILT_IN and manager != "batch"
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        workers = min(8, cores) if is_shared else 1
     patience = min(start_timeout_s or options.start_timeout_s, options.start_timeout_s)
     return sandboxed(source, limits, workers, patience)
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _timeout_s(config: Any, source: Source) -> float:
-    """Seconds of one call; one that asks a judge has as long as all its tries may take."""
-    judge = source.reward_kwargs.get("judge") or {"tries": 0, "timeout_s": 0.0}
-    return sandbox_options(config).timeout_s + 2 * judge["tries"] * judge["timeout_s"]
-
-
-def _in_process(source: Source) -> RawRewardFn:
-    function = load_extern_type(source.path, source.name)
-    return functools.partial(function, **source.reward_kwargs) if source.reward_kwargs else function

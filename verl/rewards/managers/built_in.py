@@ -1,4 +1,4 @@
-"""One call of the reward function per response."""
+"""Reward managers by the way they call the reward function: one call a response, several at a time, one a batch."""
 
 import inspect
 from collections.abc import Mapping
@@ -9,15 +9,8 @@ from torch import Tensor
 
 from verl.algorithms.reward_shaping import overlong_penalty
 from verl.protocol import DataProto
-from verl.rewards.functions.calling import (
-    BATCH_PARAMETERS,
-    PARAMETERS,
-    RawRewardFn,
-    Sample,
-    arguments_of,
-    check_signature,
-    in_columns,
-)
+from verl.rewards.functions import calling
+from verl.rewards.functions.calling import BATCH_PARAMETERS, PARAMETERS, RawRewardFn, Sample, arguments_of
 from verl.rewards.managers.rule import REWARD_ERROR_KEY, RuleRewardManager, SlowCallWatch, place_on_last_token, register
 from verl.sandbox.outcomes import Failure, NotCalled, scored_batch
 from verl.sandbox.pool import SandboxedFunction
@@ -46,39 +39,26 @@ class NaiveRewardManager(RuleRewardManager):
         results: list[Any] = []
         with SlowCallWatch(lambda i: f"sample {i} (data_source={samples[i].data_source!r})") as watch:
             for i, (args, kwargs) in enumerate(arguments):
-                watch.begin(i)
                 try:
-                    results.append(function(*args, **kwargs))
+                    with watch.call(i):
+                        results.append(function(*args, **kwargs))
                 except (Exception, SystemExit) as error:
                     results.append(Failure.of(error))
                     if self.bears == 0:  # the rest would be thrown away
                         break
-                finally:
-                    watch.end(i)
-            self._await(results, watch)
-        return [*results, *[NotCalled()] * (len(samples) - len(results))]
 
-    def _await(self, results: list[Any], watch: SlowCallWatch) -> None:
-        """Replace awaitables by what they come to."""
+            async def finished(i: int) -> Any:
+                try:
+                    with watch.call(i):
+                        return await results[i]
+                except SystemExit as error:  # would take the event loop down with it
+                    return Failure.of(error)
 
-        async def watched(i: int, awaitable: Any) -> Any:
-            watch.begin(i)
-            try:
-                return await awaitable
-            except SystemExit as error:  # would take the event loop down with it
-                return Failure.of(error)
-            finally:
-                watch.end(i)
-
-        waiting = [i for i, result in enumerate(results) if inspect.isawaitable(result)]
-        if not waiting:
-            return
-        outcomes = gather_awaitables([watched(i, results[i]) for i in waiting], self.max_concurrent)
+            waiting = [i for i, result in enumerate(results) if inspect.isawaitable(result)]
+            outcomes = gather_awaitables([finished(i) for i in waiting], self.max_concurrent) if waiting else []
         for i, outcome in zip(waiting, outcomes, strict=True):
             results[i] = Failure.of(outcome) if isinstance(outcome, Exception) else outcome
-
-
-# -- Concurrent calls of the reward function -------------------------------------------------------------------------
+        return [*results, *[NotCalled()] * (len(samples) - len(results))]
 
 
 @register("prime")
@@ -100,7 +80,7 @@ class PrimeRewardManager(NaiveRewardManager):
         return arguments_of(function, sample, self.reward_kwargs)
 
     def check_signature(self, function: RawRewardFn) -> None:
-        check_signature(function, self.parameters, self.reward_kwargs, by_place=True)
+        calling.check_signature(function, self.parameters, self.reward_kwargs, by_place=True)
 
     def call(self, function: RawRewardFn, samples: list[Sample]) -> list[Any]:
         if isinstance(function, SandboxedFunction):
@@ -108,9 +88,6 @@ class PrimeRewardManager(NaiveRewardManager):
         naive = super().call
         with ThreadPoolExecutor(self.num_processes) as threads:
             return [result for [result] in threads.map(lambda sample: naive(function, [sample]), samples)]
-
-
-# -- Rewards with a penalty for responses that come near the limit ---------------------------------------------------
 
 
 @register("dapo")
@@ -139,33 +116,27 @@ class DAPORewardManager(NaiveRewardManager):
                 f"reward_model.reward_kwargs.overlong_buffer_cfg has {', '.join(sorted(unknown))}; known are enable, "
                 "len, penalty_factor and log."
             )
-        if self.buffer.get("enable"):
-            length = self.buffer.get("len")
-            if not max_resp_len or not length or not 0 < length <= max_resp_len:
-                raise ValueError(
-                    f"reward_model.reward_kwargs.overlong_buffer_cfg.len={length} with max_resp_len={max_resp_len}: "
-                    "the buffer lies before the limit, so 0 < len <= max_resp_len. Set both; the limit is usually "
-                    "data.max_response_length."
-                )
+        length = self.buffer.get("len")
+        if self.buffer.get("enable") and not (max_resp_len and length and 0 < length <= max_resp_len):
+            raise ValueError(
+                f"reward_model.reward_kwargs.overlong_buffer_cfg.len={length} with max_resp_len={max_resp_len}: "
+                "the buffer lies before the limit, so 0 < len <= max_resp_len. Set both; the limit is usually "
+                "data.max_response_length."
+            )
 
-    def __call__(self, data: DataProto, return_dict: bool = False) -> Tensor | dict[str, Any]:
-        result = super().__call__(data, return_dict=True)
-        if self.buffer.get("enable") and "rm_scores" not in data.keys():
-            responses = data.ragged("responses")
-            penalty = overlong_penalty(
-                responses.layout.lengths, self.max_resp_len, self.buffer["len"], self.buffer.get("penalty_factor", 1.0)
-            ).cpu()
-            columns = result["reward_extra_info"]
-            failed = columns.get(REWARD_ERROR_KEY)
-            penalties = [0.0 if failed and failed[i] else value for i, value in enumerate(penalty.tolist())]
-            result["reward_tensor"] = result["reward_tensor"] + place_on_last_token(penalties, responses)
-            if self.buffer.get("log"):
-                columns["overlong_reward"] = penalties
-                columns["overlong"] = [value < 0 for value in penalties]
-        return result if return_dict else result["reward_tensor"]
-
-
-# -- One call of the reward function for all responses of a batch ----------------------------------------------------
+    def rewards(self, data: DataProto) -> tuple[Tensor, dict[str, list]]:
+        rewards, columns = super().rewards(data)
+        if not self.buffer.get("enable"):
+            return rewards, columns
+        responses, factor = data.ragged("responses"), self.buffer.get("penalty_factor", 1.0)
+        penalty = overlong_penalty(responses.layout.lengths, self.max_resp_len, self.buffer["len"], factor)
+        # a sample without a score gets 0, or is left out: it pays nothing
+        failed = columns.get(REWARD_ERROR_KEY) or [0.0] * len(rewards)
+        penalties = [0.0 if has_failed else value for value, has_failed in zip(penalty.tolist(), failed, strict=True)]
+        if self.buffer.get("log"):
+            columns["overlong_reward"] = penalties
+            columns["overlong"] = [value < 0 for value in penalties]
+        return rewards + place_on_last_token(penalties, responses), columns
 
 
 @register("batch")
@@ -179,19 +150,11 @@ class BatchRewardManager(RuleRewardManager):
     parameters = BATCH_PARAMETERS
 
     def call(self, function: RawRewardFn, samples: list[Sample]) -> list[Any]:
-        columns = {**in_columns(samples), **self.reward_kwargs}
+        columns = {**calling.in_columns(samples), **self.reward_kwargs}
         if isinstance(function, SandboxedFunction):
             return function.batch(len(samples), columns)
-        with SlowCallWatch(lambda key: f"a batch of {len(samples)} responses") as watch:
-            watch.begin("batch")
-            try:
-                results = function(**columns)
-                if inspect.isawaitable(results):
-                    [results] = gather_awaitables([results], 1)
-                    if isinstance(results, Exception):
-                        raise results
-                return scored_batch(results, len(samples))
-            except (Exception, SystemExit) as error:
-                return [Failure.of(error)] * len(samples)
-            finally:
-                watch.end("batch")
+        try:
+            with SlowCallWatch(lambda key: f"a batch of {len(samples)} responses") as watch, watch.call("batch"):
+                return scored_batch(calling.awaited(function(**columns)), len(samples))
+        except (Exception, SystemExit) as error:
+            return [Failure.of(error)] * len(samples)

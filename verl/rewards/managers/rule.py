@@ -1,4 +1,7 @@
-"""Interface of reward managers, a batch of responses in and a number per response out; and the managers by name."""
+"""Reward managers: their interface and names, and the base of those that call a Python function.
+
+A batch of responses in, a number per response out. Reads samples, checks results, places rewards; knows no model.
+"""
 
 import logging
 import sys
@@ -6,7 +9,8 @@ import threading
 import time
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -29,8 +33,6 @@ from verl.rewards.scorers import default_compute_score
 from verl.sandbox.messages import name_of
 from verl.sandbox.outcomes import Failure, NotCalled, Scored, scored
 from verl.utils.py_functional import excerpt, nearest_name
-
-__all__ = ["get_reward_manager_cls", "register"]
 
 
 class RewardError(RuntimeError):
@@ -116,19 +118,12 @@ def get_reward_manager_cls(name: str) -> type[AbstractRewardManager]:
 
 logger = logging.getLogger(__name__)
 
-
 ON_ERROR = ("stop", "zero_and_count", "drop_sample")
 
-
 REWARD_ERROR_KEY = "reward_error"
-
-
 """Column of ``reward_extra_info`` where failures are borne: 1.0 where scoring failed, else 0.0."""
 
-
 REWARD_ERROR_KIND_KEY = "reward_error_kind"
-
-
 """Column next to it: the `Outcome` of what failed, else None."""
 
 
@@ -178,28 +173,28 @@ class RuleRewardManager(AbstractRewardManager):
     def call(self, function: RawRewardFn, samples: list[Sample]) -> list[Any]:
         """A function's result for each sample, a `Failure`, or `NotCalled` after too many of them."""
 
-    def score(self, samples: list[Sample]) -> list[Any]:
-        """As `call`, of each sample with the function for its data source."""
-        if not isinstance(self.compute_score, BySource):
-            return self.call(self.compute_score, samples)
-        return self.compute_score.share_out(samples, self.call)
-
     @property
     def bears(self) -> int | None:
         """Failures that may still come; None: any number."""
         return None if self.max_errors is None else max(0, self.max_errors - self.num_errors)
 
     def __call__(self, data: DataProto, return_dict: bool = False) -> Tensor | dict[str, Any]:
-        if "rm_scores" in data.keys():  # a reward model has scored the batch
-            rewards = data.column("rm_scores")
-            return {"reward_tensor": rewards, "reward_extra_info": {}} if return_dict else rewards
+        # a reward model may have scored the batch
+        rewards, columns = (data.column("rm_scores"), {}) if "rm_scores" in data.keys() else self.rewards(data)
+        return {"reward_tensor": rewards, "reward_extra_info": columns} if return_dict else rewards
+
+    def rewards(self, data: DataProto) -> tuple[Tensor, dict[str, list]]:
+        """Rewards (B, R) by the reward function, and its extra columns."""
         responses = data.ragged("responses")
         samples = self.read(data, responses)
-        scores, columns = self._collect(samples, self.score(samples), data)
+        if isinstance(self.compute_score, BySource):
+            results = self.compute_score.share_out(samples, self.call)
+        else:
+            results = self.call(self.compute_score, samples)
+        scores, columns = self._collect(samples, results, data)
         if self.num_examine:
             self._print(data, samples, scores, columns)
-        rewards = place_on_last_token(scores, responses)
-        return {"reward_tensor": rewards, "reward_extra_info": columns} if return_dict else rewards
+        return place_on_last_token(scores, responses), columns
 
     def check_columns(self, columns: Iterable[str]) -> None:
         """Check the columns that every row must have.
@@ -253,7 +248,7 @@ class RuleRewardManager(AbstractRewardManager):
             for name, value in (isinstance(result, Scored) and result.columns or {}).items():
                 columns.setdefault(name, [None] * len(samples))[i] = value
         if self.on_error != "zero_and_count" and failures and not data.meta_info.get("validate"):
-            scores = _filled_in(scores, failures, self)
+            scores = self._filled_in(scores, failures)
         if "score" in columns:
             columns["score"] = list(scores)
         if self.max_errors != 0:
@@ -265,6 +260,18 @@ class RuleRewardManager(AbstractRewardManager):
         if failures:
             self._warn(samples, failures, _in_words(data))
         return scores, columns
+
+    def _filled_in(self, scores: list[float], failures: Mapping[int, Failure]) -> list[float]:
+        """Scores with the mean of the others where there is none: a mean moves no statistic of the batch."""
+        known = [score for i, score in enumerate(scores) if i not in failures]
+        if not known:
+            cause = next(iter(failures.values())).cause.splitlines()[0]
+            raise RewardError(
+                f"The reward function {name_of(self.compute_score)} failed on all {len(scores)} samples of a batch, "
+                f"the first time with {cause}: nothing is left to learn from."
+            )
+        mean = sum(known) / len(known)
+        return [mean if i in failures else score for i, score in enumerate(scores)]
 
     def _warn(self, samples: list[Sample], failures: dict[int, Failure], batch: str) -> None:
         i, failure = next(iter(failures.items()))
@@ -295,7 +302,7 @@ class RuleRewardManager(AbstractRewardManager):
             if shown.setdefault(sample.data_source, 0) >= self.num_examine:
                 continue
             shown[sample.data_source] += 1
-            prompt = data[i : i + 1].ragged("prompts").values
+            prompt = data.slice(i, i + 1).ragged("prompts").values
             print("[prompt]", self.tokenizer.decode(prompt, skip_special_tokens=True))
             print("[response]", sample.solution_str)
             print("[ground_truth]", sample.ground_truth)
@@ -309,18 +316,6 @@ class RuleRewardManager(AbstractRewardManager):
             TypeError: it does not take what it will be given.
         """
         check_signature(function, self.parameters, self.reward_kwargs)
-
-
-def _filled_in(scores: list[float], failures: Mapping[int, Failure], manager: "RuleRewardManager") -> list[float]:
-    """Scores with the mean of the good ones where there is none."""
-    good = [score for i, score in enumerate(scores) if i not in failures]
-    if not good:
-        raise RewardError(
-            f"The reward function {name_of(manager.compute_score)} failed on all {len(scores)} samples of a batch, the "
-            f"first time with {next(iter(failures.values())).cause.splitlines()[0]}: nothing is left to learn from."
-        )
-    mean = sum(good) / len(good)
-    return [mean if i in failures else score for i, score in enumerate(scores)]
 
 
 def _in_words(data: DataProto) -> str:
@@ -343,7 +338,7 @@ def place_on_last_token(scores: Sequence[float], responses: Ragged) -> Tensor:
 class SlowCallWatch:
     """Logs calls that have been under way for ``every_s`` seconds, again and again, with the stack they stand in.
 
-    Used as a context around the calls; ``begin(key)`` and ``end(key)`` mark one call. Nothing is interrupted.
+    Used as a context around the calls, with ``call(key)`` around each of them. Nothing is interrupted.
 
     Args:
         describe: key of a call -> words for the log.
@@ -351,17 +346,10 @@ class SlowCallWatch:
     """
 
     def __init__(self, describe: Callable[[Any], str], every_s: float = 60.0):
-        self.describe = describe
-        self.every_s = every_s
+        self.describe, self.every_s = describe, every_s
         self._since: dict[Any, float] = {}
         self._over = threading.Event()
         self._caller = threading.get_ident()
-
-    def begin(self, key: Any) -> None:
-        self._since[key] = time.monotonic()
-
-    def end(self, key: Any) -> None:
-        del self._since[key]
 
     def __enter__(self) -> "SlowCallWatch":
         threading.Thread(target=self._look, name="verl-reward-watch", daemon=True).start()
@@ -369,6 +357,15 @@ class SlowCallWatch:
 
     def __exit__(self, *error: Any) -> None:
         self._over.set()
+
+    @contextmanager
+    def call(self, key: Any) -> Iterator[None]:
+        """Mark the call of ``key`` as under way."""
+        self._since[key] = time.monotonic()
+        try:
+            yield
+        finally:
+            del self._since[key]
 
     def _look(self) -> None:
         while not self._over.wait(self.every_s):
@@ -380,8 +377,5 @@ class SlowCallWatch:
                 stack = "".join(traceback.format_stack(frame)[-4:]) if frame else ""
                 logger.warning(
                     "The reward function has been at %s for %.0f s (%d calls that long). The calling thread is at:\n%s",
-                    self.describe(key),
-                    now - since,
-                    len(late),
-                    stack,
+                    *(self.describe(key), now - since, len(late), stack),
                 )

@@ -18,8 +18,7 @@ from verl.protocol import DataProto
 from verl.rewards.functions.calling import RawRewardFn, lacks_scorer, reward_function, sandbox_options, start_sandboxes
 from verl.rewards.managers import get_reward_manager_cls
 from verl.rewards.managers.rule import REWARD_ERROR_KEY, REWARD_ERROR_KIND_KEY, AbstractRewardManager, RuleRewardManager
-from verl.rewards.scorers import built_in_options
-from verl.rewards.scorers.registry import unknown
+from verl.rewards.scorers import built_in_options, unknown
 from verl.utils.fs import copy_to_local
 from verl.utils.import_utils import import_users_modules, load_extern_type, split_file_name
 from verl.utils.py_functional import convert_to_regular_types
@@ -65,7 +64,8 @@ def load_reward_manager(
         reward_kwargs: for the manager, on top of ``reward_model.reward_kwargs``.
     """
     section = config.reward_model
-    import_users_modules(_external_lib(config))
+    model = (config.get("actor_rollout_ref", None) or {}).get("model", None) or {}
+    import_users_modules(model.get("external_lib", None))
     manager_cls = reward_manager_class(config)
     kwargs = {**convert_to_regular_types(section.get("reward_kwargs", None) or {}), **reward_kwargs}
     for name, default in (("on_error", "stop"), ("max_errors", None)):
@@ -109,17 +109,12 @@ def _takes(manager_cls: type, name: str) -> bool:
     """Whether a class, or one it hands its keywords on to, has such an argument."""
     for cls in manager_cls.__mro__:
         if "__init__" in vars(cls):
-            parameters = inspect.signature(cls.__init__).parameters
+            parameters = inspect.signature(vars(cls)["__init__"]).parameters
             if name in parameters:
                 return True
             if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
                 return False
     return False
-
-
-def _external_lib(config: Any) -> str | None:
-    model = (config.get("actor_rollout_ref", None) or {}).get("model", None) or {}
-    return model.get("external_lib", None)
 
 
 def compute_reward(data: DataProto, reward_fn: Callable) -> tuple[Tensor, dict[str, list]]:
@@ -130,10 +125,12 @@ def compute_reward(data: DataProto, reward_fn: Callable) -> tuple[Tensor, dict[s
     Raises:
         ValueError: the manager's rewards are not of shape (B, R), or not finite.
     """
-    if _takes_return_dict(reward_fn):
-        result = reward_fn(data, return_dict=True)
-    else:
-        result = reward_fn(data)
+    try:
+        inspect.signature(reward_fn).bind(None, return_dict=True)
+        kwargs = {"return_dict": True}
+    except TypeError:  # a manager of a user's that returns rewards alone
+        kwargs = {}
+    result = reward_fn(data, **kwargs)
     extra: dict[str, list] = {}
     if isinstance(result, Mapping):
         result, extra = result["reward_tensor"], dict(result.get("reward_extra_info", None) or {})
@@ -158,7 +155,7 @@ def _as_task(*args: Any, **kwargs: Any) -> Any:
     return ray.remote(num_cpus=1)(compute_reward_async).remote(*args, **kwargs)
 
 
-compute_reward_async.remote = _as_task
+vars(compute_reward_async)["remote"] = _as_task
 
 
 def extract_reward(batch: DataProto) -> tuple[Tensor, dict[str, list]]:
@@ -200,14 +197,6 @@ def without_failed(data: DataProto, on_error: str) -> Iterator[None]:
     finally:
         if uids is not None:
             data.non_tensor_batch["uid"] = uids
-
-
-def _takes_return_dict(reward_fn: Callable) -> bool:
-    try:
-        inspect.signature(reward_fn).bind(None, return_dict=True)
-    except TypeError:
-        return False
-    return True
 
 
 def _check(rewards: Any, data: DataProto, manager: str) -> None:

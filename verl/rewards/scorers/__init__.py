@@ -1,25 +1,112 @@
 """Built-in rule-based scorers: text in, number out. No torch, no tokenizer.
 
-A scorer is chosen by the row's ``data_source`` (``registry.py`` has the table). Anything else is scored by the function
-the user names with ``custom_reward_function.path``.
+A scorer is chosen by the row's ``data_source`` (``SOURCES`` has the table); its module is imported when its first row
+comes. Anything else is scored by the function the user names with ``custom_reward_function.path``.
 """
 
-from collections.abc import Mapping
+import importlib
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
+from functools import cache
 from typing import Any
 
-from verl.rewards.scorers.registry import UnknownDataSource, has_scorer, known_data_sources, scorer_of, unknown
 from verl.sandbox.code_runner import MEMORY_MB
-from verl.utils.py_functional import convert_to_regular_types
+from verl.utils.py_functional import convert_to_regular_types, nearest_name
 
-__all__ = [
-    "UnknownDataSource",
-    "built_in_options",
-    "default_compute_score",
-    "has_scorer",
-    "known_data_sources",
-    "rule_of",
-]
+_CODE, _SHORT, _DAPO = "code:compute_score", "short_answers:", "math_dapo:compute_score"
+
+_SCORERS = {
+    "gsm8k:compute_score": "openai/gsm8k svamp ChilleD/SVAMP",
+    "math:compute_score": (
+        "lighteval/MATH DigitalLearningGmbH/MATH-lighteval HuggingFaceH4/MATH-500 amc* math-ai/amc23 math"
+    ),
+    _DAPO: "math_dapo",
+    f"{_DAPO}_boxed_too": "aime*",
+    "prime_math:compute_score": (
+        "numina_aops_forum numina_synthetic_math numina_amc_aime numina_synthetic_amc numina_cn_k12 numina_olympiads"
+    ),
+    "geo3k:compute_score": "hiyouga/geometry3k",
+    "search_r1_like_qa_em:compute_score": (
+        "searchR1_nq searchR1_triviaqa searchR1_popqa searchR1_hotpotqa searchR1_2wikimultihopqa searchR1_musique "
+        "searchR1_bamboogle"
+    ),
+    _CODE: "codecontests apps codeforces taco",
+    f"{_CODE}_of_asserts": (
+        "code google/mbpp google-research-datasets/mbpp mbpp openai/human-eval openai/openai_humaneval humaneval"
+    ),
+    f"{_SHORT}multiple_choice": (
+        "multiple_choice Rowan/hellaswag cais/mmlu TIGER-Lab/MMLU-Pro allenai/ai2_arc allenai/openbookqa "
+        "tau/commonsense_qa Idavidrein/gpqa"
+    ),
+    "ifeval:compute_score": "google/IFEval ifeval",
+    f"{_SHORT}countdown": "countdown",
+    f"{_SHORT}knights_and_knaves": "kk_logic",
+    "reasoning_gym_tasks:compute_score": "reasoning_gym/*",
+    "tool_use:compute_score": "rlla",
+    f"{_SHORT}arithmetic": "digit_add arithmetic/add1 arithmetic/mul1 arithmetic/max3 arithmetic/even",
+    f"{_SHORT}brightness": "brightness",
+    f"{_SHORT}digits": "digits",
+}
+"""Function -> its data sources; a name that ends in ``*`` stands for all that begin so."""
+
+SOURCES: dict[str, str] = {source: path for path, sources in _SCORERS.items() for source in sources.split()}
+"""Data source -> its function."""
+
+
+class UnknownDataSource(NotImplementedError):
+    """No built-in scorer belongs to a data source."""
+
+
+def known_data_sources() -> list[str]:
+    """The data sources that have a built-in scorer; ``aime*`` stands for all names that begin with ``aime``."""
+    return list(SOURCES)
+
+
+def has_scorer(data_source: str) -> bool:
+    """Whether a data source has a built-in scorer."""
+    return _entry(data_source) is not None
+
+
+def is_for_judge(data_source: str, named: Sequence[str]) -> bool:
+    """Whether a judge scores a data source: a pattern fits, or there is none and no built-in scorer."""
+    return any(fnmatchcase(data_source, one) for one in named) if named else not has_scorer(data_source)
+
+
+def scorer_of(data_source: str) -> tuple[Callable[..., float | dict], Mapping[str, Any]]:
+    """The function that scores a data source, and its parameters by name.
+
+    Raises:
+        UnknownDataSource: there is none; names the nearest and all there are.
+    """
+    path = _entry(data_source)
+    if path is None:
+        raise unknown(data_source)
+    return _load(path)
+
+
+def unknown(data_source: str) -> UnknownDataSource:
+    """The error of a data source without a scorer."""
+    return UnknownDataSource(
+        f"data_source={data_source!r} has no built-in scorer.{nearest_name(str(data_source), SOURCES)} Name a "
+        "function of your own with custom_reward_function.path, for this source alone with reward_model.by_source. "
+        f"Known are {', '.join(SOURCES)}."
+    )
+
+
+def _entry(data_source: str) -> str | None:
+    path = SOURCES.get(data_source)
+    if path is not None or not isinstance(data_source, str):
+        return path
+    families = (name for name in SOURCES if name.endswith("*") and data_source.startswith(name[:-1]))
+    return SOURCES.get(max(families, key=len, default=""))
+
+
+@cache
+def _load(path: str) -> tuple[Callable[..., float | dict], Mapping[str, Any]]:
+    module, name = path.split(":")
+    function = getattr(importlib.import_module(f"{__name__}.{module}"), name)
+    return function, inspect.signature(function).parameters
 
 
 def default_compute_score(
@@ -57,9 +144,9 @@ def default_compute_score(
     if judge and judge.get("url"):
         from verl.rewards.scorers.judge import judge_of
 
-        asked = judge_of(judge)
-        if asked.judges(data_source):
-            return asked.score(data_source, solution_str, ground_truth, extra_info)
+        model = judge_of(judge)
+        if model.judges(data_source):
+            return model.score(data_source, solution_str, ground_truth, extra_info)
     name, rule_kwargs = rule_of(data_source, score_as)
     scorer, parameters = scorer_of(name)
     offered = {

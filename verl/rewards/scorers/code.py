@@ -7,7 +7,7 @@ from typing import Any
 
 from verl.rewards.scorers.matching import after_thinking, code_block
 from verl.rewards.scorers.sandbox_fusion import run_remotely
-from verl.sandbox.code_runner import MEMORY_MB, TEST_S, Result, Tests, read_tests, run_tests
+from verl.sandbox.code_runner import MEMORY_MB, TEST_S, Tests, read_tests, run_tests
 from verl.sandbox.outcomes import Outcome
 
 FIRST = 10
@@ -38,10 +38,11 @@ def compute_score(
     Returns:
         ``score``, ``acc`` (whether all tests pass) and ``outcome`` (of the first test that does not).
     """
-    code, tests = code_block(after_thinking(solution_str)), read_tests(ground_truth)
-    tests = tests.first(FIRST) if continuous else tests
-    results = _run(code, tests, sandbox_fusion_url, concurrent_semaphore, memory_limit_mb, max_concurrent, timeout)
-    return _score(results, continuous)
+    tests = read_tests(ground_truth)
+    return _score(
+        *(code_block(after_thinking(solution_str)), tests.first(FIRST) if continuous else tests, continuous, timeout),
+        *(sandbox_fusion_url, concurrent_semaphore, memory_limit_mb or MEMORY_MB, max_concurrent),
+    )
 
 
 def compute_score_of_asserts(
@@ -59,49 +60,35 @@ def compute_score_of_asserts(
 
     Args:
         ground_truth: ``{"test_list": [...], "test_imports": [...]}`` or ``{"test": source, "entry_point": name}``, as
-            JSON or dict.
+            JSON or dict; or tests of :func:`compute_score`, all of which must pass.
         extra_info: ``prompt``, if there, is the head that the response goes on from.
         continuous: the share of assertions that hold.
 
     The other arguments and the result are those of :func:`compute_score`.
     """
-    gold = json.loads(ground_truth) if isinstance(ground_truth, str) else dict(ground_truth)
+    gold = json.loads(ground_truth) if isinstance(ground_truth, str) else ground_truth
     code, prompt = code_block(after_thinking(solution_str)), (extra_info or {}).get("prompt")
     if "test" in gold:
         name = gold["entry_point"]
-        checks: tuple[str, ...] = (f"{gold['test']}\ncheck({name})\n",)
+        tests = Tests(checks=(f"{gold['test']}\ncheck({name})\n",))
         if isinstance(prompt, str):
             code = continued(prompt, code, name)
     elif gold.get("test_list") is not None and len(gold["test_list"]):
         before = "\n".join([*gold.get("test_imports", ()), gold.get("test_setup_code") or ""])
         checks = tuple(f"{before}\n{check}" for check in gold["test_list"])
-        checks = checks if continuous else ("\n".join(checks),)
+        tests = Tests(checks=checks if continuous else ("\n".join(checks),))
+    elif "test_list" not in gold and ("inputs" in gold or "assert_case" in gold):
+        tests = read_tests(gold)
+        tests = tests.first(FIRST) if continuous else tests
     else:
         raise ValueError(
-            f"ground_truth={str(gold)[:200]} has no tests: write 'test_list', or 'test' and 'entry_point'."
+            f"ground_truth={str(gold)[:200]} has no tests: write 'test_list', or 'test' and 'entry_point', or 'inputs' "
+            "and 'outputs'."
         )
-    tests = Tests(checks=checks)
-    results = _run(code, tests, sandbox_fusion_url, concurrent_semaphore, memory_limit_mb, max_concurrent, timeout)
-    return _score(results, continuous)
-
-
-def compute_score_of_tests(
-    solution_str: str,
-    ground_truth: Any,
-    extra_info: Mapping[str, Any] | None = None,
-    sandbox_fusion_url: str | None = None,
-    concurrent_semaphore: Any = None,
-    memory_limit_mb: int | None = None,
-    max_concurrent: int | None = None,
-    continuous: bool = False,
-    timeout: float = TEST_S,
-) -> dict[str, float | bool | str]:
-    """:func:`compute_score` or :func:`compute_score_of_asserts`, by what the ground truth holds. All must pass."""
-    gold = json.loads(ground_truth) if isinstance(ground_truth, str) else ground_truth
-    service = (sandbox_fusion_url, concurrent_semaphore, memory_limit_mb, max_concurrent)
-    if isinstance(gold, Mapping) and ("test_list" in gold or "test" in gold):
-        return compute_score_of_asserts(solution_str, gold, extra_info, *service, continuous, timeout)
-    return compute_score(solution_str, ground_truth, *service, continuous, timeout)
+    return _score(
+        *(code, tests, continuous, timeout),
+        *(sandbox_fusion_url, concurrent_semaphore, memory_limit_mb or MEMORY_MB, max_concurrent),
+    )
 
 
 def continued(prompt: str, code: str, name: str) -> str:
@@ -111,22 +98,20 @@ def continued(prompt: str, code: str, name: str) -> str:
     return prompt + code
 
 
-def _run(
+def _score(
     code: str,
     tests: Tests,
+    continuous: bool,
+    test_s: float,
     url: str | None,
     semaphore: Any,
-    memory_mb: int | None,
+    memory_mb: int,
     max_concurrent: int | None,
-    timeout: float,
-) -> list[Result]:
-    memory_mb = memory_mb or MEMORY_MB
+) -> dict[str, float | bool | str]:
     if url:
-        return run_remotely(url, code, tests, timeout, memory_mb, semaphore, max_concurrent)
-    return run_tests(code, tests, test_s=timeout, memory_mb=memory_mb)
-
-
-def _score(results: list[Result], continuous: bool) -> dict[str, float | bool | str]:
+        results = run_remotely(url, code, tests, test_s, memory_mb, semaphore, max_concurrent)
+    else:
+        results = run_tests(code, tests, test_s=test_s, memory_mb=memory_mb)
     passed = [result.outcome is Outcome.PASSED for result in results]
     first = next((result.outcome for result in results if result.outcome is not Outcome.PASSED), Outcome.PASSED)
     score = sum(passed) / len(passed) if continuous else float(all(passed))

@@ -50,8 +50,8 @@ def post(
             with urllib.request.urlopen(request, timeout=timeout_s) as answer:
                 return json.load(answer)
         except urllib.error.HTTPError as error:
-            body = error.read(500).decode(errors="replace")
-            failure = ServiceError("refused", f"{url} answered {error.code} {error.reason}: {body}")
+            text = error.read(500).decode(errors="replace")
+            failure = ServiceError("refused", f"{url} answered {error.code} {error.reason}: {text}")
             if error.code not in RETRIED:
                 raise failure from None
             pause = max(pause, _seconds(error.headers.get("Retry-After")))

@@ -16,9 +16,9 @@ from string import Formatter
 from typing import Any
 
 from verl.config.reward import JudgeConfig
+from verl.rewards.scorers import is_for_judge
 from verl.rewards.scorers.http_json import ServiceError, pace, post, slot
 from verl.rewards.scorers.matching import after_thinking
-from verl.rewards.scorers.registry import is_for_judge
 from verl.utils.py_functional import convert_to_regular_types, excerpt
 
 PLACEHOLDERS = ("question", "response", "ground_truth", "data_source")

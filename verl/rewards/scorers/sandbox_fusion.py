@@ -118,8 +118,8 @@ def _run_one(url: str, code: str, tests: Tests, number: int, test_s: float, memo
     outcome, output, detail = _read(answer, url)
     value = None
     if outcome == "done" and (is_check or tests.fn_name):
-        _, told, reply = output.rpartition(token)
-        if not told:
+        _, has_ended, reply = output.rpartition(token)
+        if not has_ended:
             outcome, detail = "crash", detail or "the program ended before its test did"
         elif not is_check:
             value = json.loads(reply)
@@ -131,8 +131,8 @@ def _read(answer: Any, url: str) -> tuple[str, str, str]:
     """(outcome, stdout, the end of stderr) of the service's answer."""
     status = answer.get("status") if isinstance(answer, dict) else None
     if status not in ("Success", "Failed"):
-        told = answer.get("message") if isinstance(answer, dict) else answer
-        raise ServiceError("malformed", f"{url} could not run the program: status {status!r}, {str(told)[:300]}")
+        message = answer.get("message") if isinstance(answer, dict) else answer
+        raise ServiceError("malformed", f"{url} could not run the program: status {status!r}, {str(message)[:300]}")
     compiled, ran = answer.get("compile_result") or {}, answer.get("run_result") or {}
     if compiled and (compiled.get("status") != "Finished" or compiled.get("return_code")):
         return "compile", "", str(compiled.get("stderr") or compiled.get("status"))[-2000:]

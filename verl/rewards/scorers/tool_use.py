@@ -79,22 +79,20 @@ def _share(gold: list[dict[str, Any]], answer: list[dict[str, Any]]) -> float:
     names, other_names = (Counter(call["name"] for call in calls) for calls in (gold, answer))
     reached = (names & other_names).total() / (names | other_names).total()
     best = 1.0 + len(gold) + sum(len(call["parameters"]) for call in gold)
-    pairs = sorted(
-        ((_fit(wanted, call), -i, -j) for i, wanted in enumerate(gold) for j, call in enumerate(answer)), reverse=True
-    )
-    taken: tuple[set[int], set[int]] = set(), set()
-    for fit, i, j in pairs:
-        if i not in taken[0] and j not in taken[1]:
+    fits = sorted(((_fit(ours, call), -i, -j) for i, ours in enumerate(gold) for j, call in enumerate(answer)))
+    rows, columns = set(range(len(gold))), set(range(len(answer)))
+    for fit, i, j in reversed(fits):  # the best fit first; each call is paired once
+        if -i in rows and -j in columns:
             reached += fit
-            taken[0].add(i)
-            taken[1].add(j)
+            rows.discard(-i)
+            columns.discard(-j)
     return reached / best
 
 
-def _fit(wanted: dict[str, Any], call: dict[str, Any]) -> float:
-    if wanted["name"] != call["name"]:
+def _fit(gold: dict[str, Any], call: dict[str, Any]) -> float:
+    if gold["name"] != call["name"]:
         return 0.0
-    these, those = wanted["parameters"], call["parameters"]
+    these, those = gold["parameters"], call["parameters"]
     everything = these.keys() | those.keys()
     in_common = len(these.keys() & those.keys()) / len(everything) if everything else 1.0
     return in_common + sum(name in those and those[name] == value for name, value in these.items())
