@@ -57,8 +57,7 @@ from verl.rewards.functions.calling import (
     way_out_of,
 )
 from verl.rewards.functions.trial import Trial, TrialRow, try_function
-from verl.rewards.scorers import built_in_options
-from verl.rewards.scorers import SOURCES
+from verl.rewards.scorers import SOURCES, built_in_options
 from verl.sandbox.outcomes import Outcome
 from verl.sandbox.pool import SlowStart
 from verl.utils.py_functional import convert_to_regular_types, nearest_name
