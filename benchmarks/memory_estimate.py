@@ -92,7 +92,7 @@ def measure(arguments: list[str]) -> None:
     """Run the job in this process and print phase -> peak bytes."""
     import verl.trainer.ppo.job  # noqa: F401 - what a process has before any model
     from verl.config.load import load_ppo_config
-    from verl.telemetry.memory_ledger import MemoryLedger
+    from verl.telemetry.memory import MemoryLedger
     from verl.trainer.main_ppo import run_ppo
 
     peaks: dict[str, int] = {}

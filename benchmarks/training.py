@@ -21,9 +21,9 @@ import torch
 from benchmarks.measure import report
 from tests.support.losses import optim_section, ppo_loss
 from tests.support.tiny_models import make_batch
-from verl.batch.micro_batching import MicroBatching
+from verl.batch import MicroBatching
 from verl.models.loader import ModelSpec, load_model
-from verl.telemetry.flops_counter import FlopsCounter, get_device_flops
+from verl.telemetry.metric import FlopsCounter, get_device_flops
 from verl.utils.device import current_device, get_device_name
 from verl.utils.distributed import barrier, ensure_process_group, get_rank, get_world_size
 from verl.workers.engine import build_engine

@@ -44,7 +44,7 @@ ADDRESSES: dict[str, str] = {
     "verl.utils.dataset.vision_utils": "verl.data.vision",
     "verl.utils.debug": "verl.telemetry.profiler",
     "verl.utils.debug.performance": "verl.telemetry.profiler",
-    "verl.utils.flops_counter": "verl.telemetry.flops_counter",
+    "verl.utils.flops_counter": "verl.telemetry.metric",
     "verl.utils.hdfs_io": "verl.utils.fs",
     "verl.utils.logging_utils": "verl.utils.process",
     "verl.utils.metric": "verl.telemetry.metric",

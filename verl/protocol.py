@@ -22,11 +22,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from verl.batch.compare import first_difference
 from verl.batch.ragged import (
     WINDOWS,
     Ragged,
     cat_columns,
+    first_difference,
     move_columns,
     pack_column,
     register_ragged_column,

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from verl.batch import MicroBatching
 from verl.batch.balancing import Prompts, plan_micro_batches
-from verl.batch.micro_batching import MicroBatching
 
 LENGTHS = st.lists(st.integers(0, 4096), min_size=1, max_size=120)
 

@@ -14,7 +14,7 @@ from verl.checkpoint.checkpoint_manager import CheckpointManager
 from verl.models.activation_memory import ActivationOffload
 from verl.models.loader import ModelSpec
 from verl.models.token_outputs import LogitTransform, chunked_log_probs, full_log_probs
-from verl.telemetry.memory_ledger import optimizer_tensors
+from verl.telemetry.memory import optimizer_tensors
 from verl.utils.distributed import destroy_global_process_group
 from verl.workers.engine import MicroBatching, Want, build_engine
 from verl.workers.rollout.base import Request, SamplingParams

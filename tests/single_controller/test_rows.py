@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from verl.protocol import DataProto
-from verl.single_controller.base.rows import Padding, drop_padding, keep_columns, pad_rows
+from verl.single_controller.base.decorator import Padding, drop_padding, keep_columns, pad_rows
 
 
 def batch(count=3, packed=False):

@@ -3,7 +3,7 @@
 import os
 import sys
 
-from verl.single_controller.diagnostics import StderrTail
+from verl.single_controller.errors import StderrTail
 from verl.single_controller.processes import Child
 
 

@@ -4,8 +4,14 @@ import pytest
 import torch
 
 from tests.support.runs import make_task, overrides, read_metrics, run_job
-from verl.telemetry.memory_ledger import Entry, MemoryLedger, bytes_by_place, optimizer_tensors
-from verl.trainer.ppo.metric_utils import memory_metrics, memory_table
+from verl.telemetry.memory import (
+    Entry,
+    MemoryLedger,
+    bytes_by_place,
+    memory_metrics,
+    memory_table,
+    optimizer_tensors,
+)
 
 PHASES = ["rollout_wake", "rollout_sync", "rollout_generate", "rollout_sleep", "log_prob", "update_actor"]
 

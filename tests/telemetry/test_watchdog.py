@@ -5,15 +5,15 @@ import signal
 import time
 
 from verl.single_controller.processes import Child
-from verl.telemetry.black_box import STALLED, OwnedBox, Watchdog
+from verl.telemetry.flight_recorder import STALLED, OwnedRecorder, Watchdog
 
 
 def outcome(live):
     """How a child ends that runs ``live(box, dog)``, and what it noted."""
-    box = OwnedBox()
+    box = OwnedRecorder()
     child = Child(lambda: live(box, Watchdog(box)))
     try:
-        return child.outcome(), box.read().facts
+        return child.outcome(), box.read().notes
     finally:
         box.close()
 
@@ -23,8 +23,8 @@ def test_work_without_progress_ends_its_process():
         dog.arm(0.3, lambda waited: f"stuck for {waited:.1f} s")
         time.sleep(30)
 
-    (killed, code), facts = outcome(live)
-    assert (killed, code) == (None, STALLED) and facts["ended"].startswith("stuck for 0.")
+    (killed, code), notes = outcome(live)
+    assert (killed, code) == (None, STALLED) and notes["ended"].startswith("stuck for 0.")
 
 
 def test_progress_and_the_end_of_the_work_keep_a_process_alive():
@@ -51,7 +51,7 @@ def test_the_driver_is_asked_to_end_first():
 
 
 def test_a_process_shows_that_it_lives():
-    box = OwnedBox()
+    box = OwnedRecorder()
     Watchdog(box).start()
     first = box.read().alive
     time.sleep(1.3)

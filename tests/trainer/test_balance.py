@@ -7,7 +7,7 @@ import torch
 
 from tests.support.runs import make_task, overrides, read_metrics, run_job
 from verl.batch.partition import RowCost
-from verl.trainer.ppo.balance import row_cost
+from verl.trainer.ppo.experience import row_cost
 
 pytestmark = pytest.mark.ranks
 

@@ -4,7 +4,7 @@ import pytest
 
 from tests.config.helpers import typed
 from tests.support.runs import make_task, overrides, read_metrics, run_job
-from verl.trainer.ppo.monitors import LearningSignalMonitor
+from verl.trainer.ppo.run_log import LearningSignalMonitor
 
 GOOD = {"batch/zero_advantage_ratio": 0.25, "batch/zero_std_ratio": 0.25, "actor/grad_norm": 1.0}
 EQUAL = {"batch/zero_advantage_ratio": 1.0, "batch/zero_std_ratio": 1.0, "actor/grad_norm": 0.0}

@@ -12,7 +12,7 @@ from verl.algorithms.advantages import NonFiniteError
 from verl.algorithms.losses import compute_value_loss
 from verl.algorithms.reward_shaping import centre_and_spread, clip_scores, right_or_short
 from verl.config.algorithm import AlgorithmConfig
-from verl.trainer.buffer.group_filter import chosen_groups
+from verl.trainer.buffer.prompt_pool import chosen_groups
 from verl.trainer.ppo.experience import Shaping, attach_reward
 
 

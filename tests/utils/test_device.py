@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from verl.telemetry.flops_counter import get_device_flops
+from verl.telemetry.metric import get_device_flops
 from verl.utils import device as devices
 from verl.utils.distributed import is_node_leader
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from verl.telemetry.flops_counter import FlopsCounter, get_device_flops
+from verl.telemetry.metric import FlopsCounter, get_device_flops
 from verl.utils import device
 from verl.utils.model import compute_position_id_with_mask, get_model_size, update_model_config
 from verl.utils.tiny_model import make_tiny_model, make_tokenizer

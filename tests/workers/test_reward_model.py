@@ -9,7 +9,7 @@ from transformers import AutoModelForSequenceClassification, AutoModelForTokenCl
 
 from tests.support.ranks import run_ranks
 from tests.support.tiny_models import make_batch, make_tiny_model
-from verl.batch.micro_batching import WHOLE
+from verl.batch import WHOLE
 from verl.batch.ragged import Ragged
 from verl.config.engine import MixedPrecisionConfig
 from verl.config.reward import RewardModelConfig

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from verl.batch.micro_batching import MicroBatching
+from verl.batch import MicroBatching
 
 # -- Which packed rows share a forward pass: as few passes as the limits allow, of about equal numbers of tokens -----
 

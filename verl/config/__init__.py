@@ -1,6 +1,6 @@
 """Options of verl: names, types, defaults, meanings and checks, each in one place. See README.md."""
 
-from verl.batch.micro_batching import MicroBatching
+from verl.batch import MicroBatching
 from verl.config.actor import ActorConfig, PolicyLossConfig, RefConfig, RefModelConfig
 from verl.config.algorithm import AlgorithmConfig, KLControlConfig, PFPPOConfig, RolloutCorrectionConfig
 from verl.config.base import Config, ConfigError, ConfigWarning, FreeDict, option, section

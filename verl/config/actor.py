@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from verl.batch.micro_batching import MicroBatching
+from verl.batch import MicroBatching
 from verl.config.algorithm import KLKind, RolloutCorrectionConfig
 from verl.config.base import Config, option, section
 from verl.config.engine import DeepSpeedConfig, FSDPConfig, OptimConfig, Strategy

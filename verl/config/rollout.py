@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from verl.batch.micro_batching import MicroBatching
+from verl.batch import MicroBatching
 from verl.config.base import Config, option, section
 
 

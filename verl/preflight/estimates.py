@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from verl.batch.micro_batching import MicroBatching
+from verl.batch import MicroBatching
 from verl.config.base import Problem, get_path
 from verl.config.checks.base import ACTOR, REF, RM, ROLLOUT, models, sharded, trained_roles
 from verl.config.checks.batch import counted, optimizer_steps

@@ -12,12 +12,13 @@ import os
 import pickle
 import socket
 import struct
-import tempfile
 import weakref
 from collections import deque
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
+
+from verl.telemetry.flight_recorder import anonymous_file
 
 INLINE_BYTES = 32 * 1024
 """Up to this size everything goes into the message: below the buffer of a socket, so that a send does not wait."""
@@ -32,7 +33,7 @@ class SharedMemorySegment:
     def __init__(self, number: int, capacity: int):
         self.number, self.capacity = number, capacity
         self.holders = 0
-        self.fd = _anonymous_file()
+        self.fd = anonymous_file()
         os.ftruncate(self.fd, capacity)
         self.memory = mmap.mmap(self.fd, capacity)
 
@@ -258,11 +259,3 @@ def _spans(sizes: list[int]) -> list[tuple[int, int]]:
         spans.append((first, first + size))
         first += -(-size // _ALIGNMENT) * _ALIGNMENT
     return spans
-
-
-def _anonymous_file() -> int:
-    """Descriptor of a file in memory, or where the system has none, of a file without a name."""
-    if hasattr(os, "memfd_create"):
-        return os.memfd_create("verl", os.MFD_CLOEXEC)
-    with tempfile.TemporaryFile() as file:
-        return os.dup(file.fileno())

@@ -4,9 +4,22 @@ All are raised in the driver, all end the worker group they come from: its proce
 raises `WorkerGroupStopped` with the first failure as its cause.
 """
 
-import signal as signals
+from __future__ import annotations
 
-from verl.telemetry.black_box import STALLED
+import os
+import select
+import signal as signals
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from typing import Any
+
+from verl.single_controller.processes import is_readable
+from verl.telemetry.flight_recorder import RECORDER_VARIABLE, STALLED, OwnedRecorder, Reading
+from verl.telemetry.memory import host_memory, oom_kills, process_state, shown_GiB
+from verl.telemetry.run_record import log_only
 
 
 class WorkerGroupError(RuntimeError):
@@ -130,3 +143,187 @@ def _signal_name(number: int) -> str:
         return signals.Signals(number).name
     except ValueError:
         return "an unnamed signal"
+
+
+# -- Reports on a worker that died or does not answer: its activity, its memory, the kernel's out-of-memory count ----
+
+
+class WorkerDiagnostics:
+    """The flight recorders of a group, by rank."""
+
+    def __init__(self, world_size: int):
+        self._boxes = [OwnedRecorder() for _ in range(world_size)]
+        self._kills = oom_kills()
+
+    def environment(self, rank: int) -> dict[str, str]:
+        """Environment variables to add for a rank."""
+        return {RECORDER_VARIABLE: self._boxes[rank].address}
+
+    def report(self, rank: int, pid: int | None = None) -> str:
+        """Lines on one rank; empty without any.
+
+        Args:
+            pid: of a process of this machine still running, for its process state.
+        """
+        if not 0 <= rank < len(self._boxes):
+            return ""
+        reading, now = self._boxes[rank].read(), time.monotonic()
+        lines = [*_doing(reading, now), *_memory(reading, now)]
+        if (new := oom_kills() - self._kills) > 0:
+            lines.append(f"The kernel killed {new} processes for lack of memory since this group started.")
+        if pid is not None and process_state(pid) == "T":
+            lines.append(f"Process {pid} is stopped by a signal (SIGSTOP); `kill -CONT {pid}` resumes it.")
+        return "\n".join(lines)
+
+    def close(self) -> None:
+        for box in self._boxes:
+            box.close()
+        self._boxes = []
+
+
+def describe(note: Mapping[str, Any]) -> str:
+    """The engine, the phase and the requests of a note, in one line; empty if it names no engine."""
+    if "engine" not in note:
+        return ""
+    text = f"rollout engine {note['engine']}"
+    if note.get("phase"):
+        text += f", phase {note['phase']}"
+    if note.get("requests"):
+        text += f", {note['requests']} requests"
+    if note.get("longest_prompts"):
+        text += f", longest prompts of {', '.join(map(str, note['longest_prompts']))} tokens"
+    if note.get("first_requests"):
+        text += f", the first of them {', '.join(map(str, note['first_requests']))}"
+    return text
+
+
+def _doing(reading: Reading, now: float) -> Iterator[str]:
+    note = reading.notes
+    if note.get("ended"):
+        yield f"It was ended by its watchdog: {note['ended']}"
+    if text := describe(note):
+        since = f", since {now - note['since']:.1f} s" if "since" in note else ""
+        step = f", the last step finished {now - reading.progress:.1f} s ago" if reading.progress else ""
+        yield f"What it was doing: {text}{since}{step}."
+
+
+def _memory(reading: Reading, now: float) -> Iterator[str]:
+    if reading.rss:
+        yield (
+            f"Its memory when last seen, {now - reading.alive:.1f} s ago: {shown_GiB(reading.rss)} of the machine's "
+            f"{shown_GiB(host_memory())}."
+        )
+
+
+# -- Stderr of forked workers: passed on at once, its end kept for error messages ----------------------------------
+_KEPT_BYTES = 64 * 1024
+
+
+_LINES = 20
+
+
+_STACK_LINES = 100
+
+
+_STACKS = ("Fatal Python error:", "The stacks of all threads:", "Timeout (")
+"""First words of a stack dump: of a crash, of the watchdog, of faulthandler's timer."""
+
+
+def end_of_stderr(text: str) -> str:
+    """The end of ``text``: twenty lines, or more if a dump of stacks ends it; empty ones are left out."""
+    lines = [line for line in text.splitlines() if line.strip()]
+    begin = max((i for i, line in enumerate(lines) if line.startswith(_STACKS)), default=None)
+    if begin is None:
+        return "\n".join(lines[-_LINES:])
+    kept = lines[max(0, min(begin - 2, len(lines) - _LINES)) :]
+    return "\n".join([*kept[:_STACK_LINES], *(["..."] if len(kept) > _STACK_LINES else [])])
+
+
+class StderrTail:
+    """The driver's end of one worker's stderr.
+
+    Args:
+        out: descriptor to pass it on to.
+    """
+
+    def __init__(self, out: int = 2):
+        self._out = out
+        self._kept = bytearray()
+        self._ours, self._theirs = os.pipe()
+        self._lock = threading.Lock()  # the reading thread and callers of `end`
+
+    def adopt(self) -> None:
+        """In the worker: make the pipe this process's stderr, for Python and for libraries alike."""
+        os.dup2(self._theirs, 2)
+        os.close(self._theirs)
+        os.close(self._ours)
+        sys.stderr = os.fdopen(2, "w", buffering=1, errors="backslashreplace", closefd=False)
+
+    def started(self) -> None:
+        """In the driver, after the fork: from now on the worker alone can write."""
+        os.close(self._theirs)
+        _reader().watch(self)
+
+    def fileno(self) -> int:
+        return self._ours
+
+    def end(self) -> str:
+        """The end of what was written until now."""
+        self.pass_on()
+        return end_of_stderr(self._kept.decode(errors="replace"))
+
+    def pass_on(self) -> bool:
+        """Read and pass on what was written; False at the end of the stream."""
+        with self._lock:
+            while self._ours >= 0 and is_readable(self._ours):
+                piece = os.read(self._ours, 1 << 16)
+                if not piece:
+                    return False
+                self._kept += piece
+                del self._kept[:-_KEPT_BYTES]
+                with suppress(OSError):  # the driver's own stderr is closed
+                    os.write(self._out, piece)
+                log_only(piece.decode(errors="replace"))
+        return self._ours >= 0
+
+    def close(self) -> None:
+        with self._lock:
+            os.close(self._ours)
+            self._ours = -1
+
+
+class _Reader:
+    """The one thread that reads all pipes."""
+
+    def __init__(self) -> None:
+        self.pid = os.getpid()
+        self._tails: dict[int, StderrTail] = {}
+        self._poll = select.poll()
+        self._bell, ring = os.pipe()
+        self._ring = ring
+        self._poll.register(self._bell, select.POLLIN)
+        threading.Thread(target=self._read, name="verl-stderr", daemon=True).start()
+
+    def watch(self, tail: StderrTail) -> None:
+        self._tails[tail.fileno()] = tail
+        self._poll.register(tail.fileno(), select.POLLIN)
+        os.write(self._ring, b".")
+
+    def _read(self) -> None:
+        while True:
+            for fd, _ in self._poll.poll():
+                if fd == self._bell:
+                    os.read(self._bell, 1 << 10)
+                elif not self._tails[fd].pass_on():
+                    self._poll.unregister(fd)
+                    self._tails.pop(fd).close()
+
+
+_READER: _Reader | None = None
+
+
+def _reader() -> _Reader:
+    global _READER
+    if _READER is None or _READER.pid != os.getpid():
+        _READER = _Reader()
+    return _READER

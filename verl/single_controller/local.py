@@ -18,7 +18,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from verl.single_controller.base.rows import map_batches
+from verl.single_controller.base.decorator import map_batches
 from verl.single_controller.base.worker import WorkerHost, free_port
 from verl.single_controller.base.worker_group import (
     ClassWithInitArgs,
@@ -29,8 +29,7 @@ from verl.single_controller.base.worker_group import (
     create_colocated_worker_cls,
 )
 from verl.single_controller.channel import ArgumentMessages, Channel, SharedMemoryPool
-from verl.single_controller.diagnostics import StderrTail, WorkerDiagnostics
-from verl.single_controller.errors import WorkerDied, WorkerError, WorkerTimeout
+from verl.single_controller.errors import StderrTail, WorkerDiagnostics, WorkerDied, WorkerError, WorkerTimeout
 from verl.single_controller.processes import Child, is_readable
 
 _LIVE: "weakref.WeakSet[ForkedHosts]" = weakref.WeakSet()

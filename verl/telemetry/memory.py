@@ -1,14 +1,25 @@
-"""Host memory of a process and of its machine, read from the kernel's files; cheap enough for every second.
+"""Memory of a process and its machine, and of each phase of a step: weights, optimizer, engine and cache take turns.
 
-Where the system has no such file (no Linux) a number is 0 or None.
+Readings cost microseconds: small files of the kernel, and counters of torch where this process uses a GPU. Where the
+system has no such file (no Linux) a number is 0 or None. torch is not imported here.
 """
 
 from __future__ import annotations
 
 import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
+_MiB, _GiB = 2**20, 2**30
 
 
 def rss_bytes(pid: int | str = "self") -> int:
@@ -27,7 +38,7 @@ def host_memory() -> int:
         limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
     except OSError:
         return physical
-    return min(physical, int(limit)) if limit.isdigit() else physical
+    return min(physical, int(limit)) if limit.isdigit() else physical  # "max" is no limit
 
 
 def oom_kills() -> int:
@@ -48,11 +59,165 @@ def process_state(pid: int) -> str | None:
     """The kernel's letter for what a process does: R runs, S sleeps, D waits for a disk, T is stopped, Z is dead."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
-            return file.read().rsplit(b")", 1)[1].split()[0].decode()
+            return file.read().rsplit(b")", 1)[1].split()[0].decode()  # the name before it may hold spaces
     except (OSError, IndexError):
         return None
 
 
 def shown_GiB(nbytes: float) -> str:
     """``3.1 GiB``."""
-    return f"{nbytes / 2**30:.1f} GiB"
+    return f"{nbytes / _GiB:.1f} GiB"
+
+
+# -- Memory of the phases of a step, by rank: `trainer.memory_ledger` --------------------------------------------------
+
+
+class Entry(NamedTuple):
+    """Memory at the end of one phase, bytes."""
+
+    phase: str
+    at: float
+    """``time.monotonic()`` at its end."""
+    seconds: float
+    host: int
+    """Resident host memory of the process."""
+    allocated: int = 0
+    """Device memory of torch's tensors."""
+    peak: int = 0
+    """The most of it within the phase."""
+    reserved: int = 0
+    """Device memory torch holds, free parts included."""
+    device: int = 0
+    """Device memory in use by all processes; the engine's cache counts here only while it is awake."""
+    parts: Mapping[str, int] = MappingProxyType({})
+    """What is known of it by name: weights, optimizer, rollout weights, cache."""
+
+
+class MemoryLedger:
+    """Entries of one role of one process, in the order of their ends.
+
+    Args:
+        parts: names what is held now; called after each phase until the ledger is first taken.
+    """
+
+    def __init__(self, parts: Callable[[], Mapping[str, int]] = dict):
+        self._parts: Callable[[], Mapping[str, int]] | None = parts
+        self._entries: list[Entry] = []
+        self._highest = {"allocated": 0, "reserved": 0}  # torch's own peaks are reset at each phase
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Enter what is held when the block ends. Phases do not nest. Two of one name become two entries."""
+        start = time.monotonic()
+        if (cuda := _cuda_in_use()) is not None:
+            self._remember_peaks(cuda)
+            cuda.reset_peak_memory_stats()
+        yield
+        now = time.monotonic()
+        entry = Entry(name, now, now - start, rss_bytes(), parts=dict(self._parts()) if self._parts else {})
+        if (cuda := _cuda_in_use()) is not None:  # the block may have been the first to use it
+            free, total = cuda.mem_get_info()
+            entry = entry._replace(
+                allocated=cuda.memory_allocated(),
+                peak=cuda.max_memory_allocated(),
+                reserved=cuda.memory_reserved(),
+                device=total - free,
+            )
+        self._entries.append(entry)
+        del self._entries[:-256]  # nobody has taken them for many steps
+
+    def take(self) -> list[Entry]:
+        """All entries since the last call."""
+        entries, self._entries, self._parts = self._entries, [], None
+        return entries
+
+    def metrics(self) -> dict[str, float]:
+        """Memory of this process in GiB, under the names users know; ``max`` since it started."""
+        found = {"perf/cpu_memory_used_gb": rss_bytes() / _GiB}
+        if (cuda := _cuda_in_use()) is not None:
+            self._remember_peaks(cuda)
+            found |= {f"perf/max_memory_{name}_gb": peak / _GiB for name, peak in self._highest.items()}
+        return found
+
+    def _remember_peaks(self, cuda: Any) -> None:
+        now = {"allocated": cuda.max_memory_allocated(), "reserved": cuda.max_memory_reserved()}
+        self._highest = {name: max(peak, now[name]) for name, peak in self._highest.items()}
+
+
+def _cuda_in_use() -> Any:
+    """``torch.cuda`` if this process has started it; asking neither imports torch nor starts CUDA."""
+    cuda = getattr(sys.modules.get("torch"), "cuda", None)
+    return cuda if cuda is not None and cuda.is_initialized() else None
+
+
+def bytes_by_place(tensors: Iterable[Any], device: str) -> int:
+    """Bytes of the distinct storages of ``tensors`` on ``device``, of sharded ones this rank's part."""
+    found: dict[int, int] = {}
+    for tensor in tensors:
+        # of FSDP2's weights, of DeepSpeed's at stage 3, of others
+        local = getattr(tensor, "_local_tensor", getattr(tensor, "ds_tensor", tensor))
+        if hasattr(local, "untyped_storage") and local.device.type == device:
+            storage = local.untyped_storage()
+            found[storage._cdata] = storage.nbytes()
+    return sum(found.values())
+
+
+def optimizer_tensors(optimizer: Any) -> Iterator[Tensor]:
+    """The state of an optimizer, such as Adam's moments."""
+    for state in getattr(optimizer, "state", {}).values():
+        yield from (value for value in state.values() if hasattr(value, "untyped_storage"))
+
+
+class MemoryReport:
+    """Memory of each phase of a step as metrics, and as a table for the first step.
+
+    Args:
+        say: prints a message to the user.
+    """
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self.say = say
+        self.has_shown_table = False
+
+    def metrics(self, groups: Iterable[Any]) -> dict[str, float]:
+        """`memory_metrics` of these worker groups since the last call."""
+        by_rank: list[list[Entry]] = []  # of all roles of a rank
+        for group in groups:
+            if hasattr(group, "memory_entries"):  # workers of a user's own may lack it
+                for rank, entries in enumerate(group.memory_entries()):
+                    by_rank += [[] for _ in range(rank + 1 - len(by_rank))]
+                    by_rank[rank].extend(entries)
+        if not self.has_shown_table and any(by_rank):
+            self.has_shown_table = True
+            self.say(memory_table(sorted(by_rank[0], key=lambda entry: entry.at)))
+        return memory_metrics(by_rank)
+
+
+def memory_metrics(by_rank: Sequence[Sequence[Entry]]) -> dict[str, float]:
+    """``memory/{phase}_gb``, GiB, of the rank with most: torch's peak on a device, else resident memory."""
+    metrics: dict[str, float] = {}
+    for entry in (entry for entries in by_rank for entry in entries):
+        name = f"memory/{entry.phase}_gb"
+        metrics[name] = max(metrics.get(name, 0.0), (entry.peak or entry.host) / _GiB)
+    return metrics
+
+
+def memory_table(entries: Sequence[Entry]) -> str:
+    """One line a phase: what one rank held when the phase ended."""
+    on_device = any(entry.device for entry in entries)
+    largest = max(max(entry.host, entry.device) for entry in entries)
+    unit, size = ("GiB", _GiB) if largest >= 8 * _GiB else ("MiB", _MiB)
+    numbers = {"host": "host"}
+    if on_device:
+        numbers = {"device": "device", "reserved": "reserved", "allocated": "torch", "peak": "peak"} | numbers
+    parts = list(dict.fromkeys(name for entry in entries for name in entry.parts if entry.parts[name]))
+    rows = [["phase", "seconds", *numbers.values(), *parts]]
+    for entry in entries:
+        held = [getattr(entry, name) for name in numbers] + [entry.parts.get(name, 0) for name in parts]
+        shown = [f"{nbytes / size:.2f}" if nbytes else "-" for nbytes in held]
+        rows.append([entry.phase, f"{entry.seconds:.2f}", *shown])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(text.rjust(width) for text, width in zip(row, widths, strict=True)) for row in rows]
+    explained = "in use by all processes, held by torch, in tensors, the most of it in the phase, " if on_device else ""
+    title = f"Memory at the end of each phase of the first step, rank 0, {unit} ({explained}resident):"
+    return "\n".join([title, *lines])

@@ -7,7 +7,6 @@ and places, not where records come from. A backend's package is imported when th
 from __future__ import annotations
 
 import functools
-import importlib
 import inspect
 import json
 import os
@@ -20,14 +19,8 @@ from verl.utils.process import warn_once
 
 Record = Mapping[str, Any]
 
-_BACKENDS = {
-    "file": "verl.telemetry.rollout_trace",
-    "mlflow": "verl.telemetry.trace_mlflow",
-    "weave": "verl.telemetry.trace_weave",
-}
 _INPUTS = ("prompt_ids", "prompt")
 _OUTPUTS = ("response_ids", "response")
-
 
 _IS_OPEN: list[bool] = []  # not empty once this process has opened a trace
 
@@ -61,6 +54,55 @@ class FileTrace(Trace):
         os.replace(part, path)
 
 
+class MlflowTrace(Trace):
+    """One trace a sample in the experiment named like the project; where is MLFLOW_TRACKING_URI, or MLflow's default.
+
+    Prompt and response are its inputs and outputs, all else its attributes; the tags ``run`` and ``step`` find it.
+    """
+
+    def __init__(self, project_name: str, experiment_name: str, folder: str | Path) -> None:
+        import mlflow
+
+        self.mlflow, self.run = mlflow, experiment_name
+        mlflow.set_experiment(project_name)
+
+    def log(self, step: int, records: Sequence[Record]) -> None:
+        for record in records:
+            inputs, outputs, rest = inputs_and_outputs(record)
+            span = self.mlflow.start_span_no_context(
+                name="rollout", inputs=inputs, attributes=rest, tags={"run": self.run, "step": str(step)}
+            )
+            span.end(outputs=outputs)
+
+    def finish(self) -> None:
+        self.mlflow.flush_trace_async_logging()
+
+
+class WeaveTrace(Trace):
+    """One call a sample in the project; needs the network and a key of Weights & Biases (WANDB_API_KEY).
+
+    Prompt and response are its inputs and output, all else its attributes.
+    """
+
+    def __init__(self, project_name: str, experiment_name: str, folder: str | Path) -> None:
+        import weave
+
+        self.weave, self.run = weave, experiment_name
+        self.client = weave.init(project_name)
+
+    def log(self, step: int, records: Sequence[Record]) -> None:
+        for record in records:
+            inputs, outputs, rest = inputs_and_outputs(record)
+            call = self.client.create_call("rollout", inputs, attributes={**rest, "run": self.run, "step": step})
+            self.client.finish_call(call, output=outputs)
+
+    def finish(self) -> None:
+        self.weave.finish()
+
+
+_BACKENDS: dict[str, type[Trace]] = {"file": FileTrace, "mlflow": MlflowTrace, "weave": WeaveTrace}
+
+
 def open_trace(backend: str, project_name: str, experiment_name: str, folder: str | Path) -> Trace:
     """The trace named ``backend``.
 
@@ -71,7 +113,7 @@ def open_trace(backend: str, project_name: str, experiment_name: str, folder: st
     if backend not in _BACKENDS:
         raise ValueError(f"rollout.trace.backend={backend!r} is unknown. Use one of {', '.join(_BACKENDS)}, or null.")
     try:
-        module = importlib.import_module(_BACKENDS[backend])
+        trace = _BACKENDS[backend](project_name, experiment_name, folder)
     except ImportError as error:
         raise ImportError(
             f"actor_rollout_ref.rollout.trace.backend={backend} needs the package {backend}, which cannot be imported "
@@ -79,7 +121,7 @@ def open_trace(backend: str, project_name: str, experiment_name: str, folder: st
             f"backend=file, which needs nothing."
         ) from error
     _IS_OPEN.append(True)
-    return getattr(module, f"{backend.capitalize()}Trace")(project_name, experiment_name, folder)
+    return trace
 
 
 def rollout_trace_op(func: Callable) -> Callable:
@@ -89,28 +131,24 @@ def rollout_trace_op(func: Callable) -> Callable:
     first such call in a process that has a trace open says so.
     """
 
-    def note() -> None:
+    def begin() -> None:
         if _IS_OPEN:
             warn_once(
                 f"rollout_trace_op has no effect on {func.__qualname__}: rollout.trace.backend records samples, not "
                 "calls. Return what you want to see in AgentLoopOutput.extra_fields."
             )
 
-    if inspect.iscoroutinefunction(func):
-
-        @functools.wraps(func)
-        async def call_async(*args: Any, **kwargs: Any) -> Any:
-            note()
-            return await func(*args, **kwargs)
-
-        return call_async
+    @functools.wraps(func)
+    async def call_async(*args: Any, **kwargs: Any) -> Any:
+        begin()
+        return await func(*args, **kwargs)
 
     @functools.wraps(func)
     def call(*args: Any, **kwargs: Any) -> Any:
-        note()
+        begin()
         return func(*args, **kwargs)
 
-    return call
+    return call_async if inspect.iscoroutinefunction(func) else call
 
 
 def inputs_and_outputs(record: Record) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:

@@ -32,8 +32,8 @@ from verl.models.loader import LoRASpec, ModelSpec
 from verl.protocol import DataProto
 from verl.single_controller.base import Worker
 from verl.single_controller.base.decorator import Dispatch, register
-from verl.telemetry.flops_counter import FlopsCounter, get_device_flops
-from verl.telemetry.memory_ledger import Entry, MemoryLedger, bytes_by_place, optimizer_tensors
+from verl.telemetry.memory import Entry, MemoryLedger, bytes_by_place, optimizer_tensors
+from verl.telemetry.metric import FlopsCounter, get_device_flops
 from verl.utils.config import typed_section
 from verl.utils.device import get_device_name
 from verl.utils.distributed import ensure_process_group

@@ -16,8 +16,7 @@ from tests.trainer.test_resume import assert_same_checkpoint
 from tests.trainer.test_resume import numbers as of_metrics
 from verl.config.algorithm import FilterGroupsConfig
 from verl.protocol import DataProto
-from verl.trainer.buffer.group_filter import GroupFilter, metric_values, varying_groups
-from verl.trainer.buffer.prompt_pool import PoolEntry, PromptPool
+from verl.trainer.buffer.prompt_pool import GroupFilter, PoolEntry, PromptPool, metric_values, varying_groups
 
 # -- which groups vary ------------------------------------------------------------------------------------------------
 

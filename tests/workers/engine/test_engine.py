@@ -9,7 +9,7 @@ from tests.support.losses import optim_section, ppo_loss, value_loss
 from tests.support.tiny_models import make_batch, make_tiny_model
 from verl.algorithms.aggregate import AGG_MODES
 from verl.algorithms.losses import PPOLoss
-from verl.batch.micro_batching import WHOLE
+from verl.batch import WHOLE
 from verl.config.actor import ActorConfig
 from verl.models.loader import ModelSpec
 from verl.workers.engine import MicroBatching, Want, build_engine

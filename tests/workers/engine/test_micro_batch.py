@@ -2,8 +2,8 @@ import pytest
 import torch
 
 from tests.support.tiny_models import make_batch, make_siblings
+from verl.batch import WHOLE, MicroBatching
 from verl.batch.balancing import plan_micro_batches
-from verl.batch.micro_batching import WHOLE, MicroBatching
 from verl.batch.ragged import Ragged
 from verl.protocol import DataProto
 from verl.workers.engine.micro_batch import find_shared_prompts, row_lengths, split_batch

@@ -14,7 +14,7 @@ from tests.support.images import make_batch as make_images
 from tests.support.losses import optim_section, ppo_loss, value_loss
 from tests.support.ranks import run_ranks
 from tests.support.tiny_models import make_siblings, make_tiny_model
-from verl.batch.micro_batching import WHOLE
+from verl.batch import WHOLE
 from verl.models.loader import ModelSpec
 from verl.protocol import DataProto
 from verl.workers import model_worker

@@ -13,7 +13,7 @@ import pytest
 from tests.workers.rollout.generating_worker import GeneratingWorker
 from verl.single_controller import get_controller
 from verl.single_controller.errors import WorkerDied, WorkerError, WorkerTimeout
-from verl.telemetry.black_box import STALLED
+from verl.telemetry.flight_recorder import STALLED
 
 
 def controlled(name):
@@ -62,7 +62,7 @@ def signal_while_generating(group, number, rank=1):
     def send():
         box = group._hosts._diagnostics._boxes[rank]
         deadline = time.monotonic() + 60
-        while box.read().facts.get("phase") != "generate" and time.monotonic() < deadline:
+        while box.read().notes.get("phase") != "generate" and time.monotonic() < deadline:
             time.sleep(0.02)
         time.sleep(0.2)
         os.kill(group.pids[rank], number)

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.workers.rollout.conftest import rollout_config
-from verl.telemetry.black_box import black_box
+from verl.telemetry.flight_recorder import flight_recorder
 from verl.workers.rollout.base import Completion, Request, SamplingParams
 from verl.workers.rollout.hf.rollout import HFRollout
 from verl.workers.rollout.monitor import EngineMonitor
@@ -15,28 +15,28 @@ REQUESTS = [Request((1,) * length, SAMPLING, seed=length) for length in (3, 9, 5
 
 @pytest.fixture(autouse=True)
 def forget():
-    black_box().forget()
+    flight_recorder().forget()
     yield
-    black_box().forget()
+    flight_recorder().forget()
 
 
 def test_a_generation_is_noted_while_it_runs_and_forgotten_when_it_ends():
     monitor = EngineMonitor()
     monitor.engine, monitor.names = "hf", ["a", "b", "c"]
     with monitor.generating(REQUESTS):
-        facts = black_box().read().facts
-    assert (facts["engine"], facts["phase"], facts["requests"]) == ("hf", "generate", 3)
-    assert facts["longest_prompts"] == [9, 5, 3] and facts["first_requests"] == ["a", "b", "c"]
-    assert black_box().read().facts == {}
+        notes = flight_recorder().read().notes
+    assert (notes["engine"], notes["phase"], notes["requests"]) == ("hf", "generate", 3)
+    assert notes["longest_prompts"] == [9, 5, 3] and notes["first_requests"] == ["a", "b", "c"]
+    assert flight_recorder().read().notes == {}
     with monitor.generating(REQUESTS[:2]):  # names are of one generation
-        assert black_box().read().facts["first_requests"] == ["seed 3", "seed 9"]
+        assert flight_recorder().read().notes["first_requests"] == ["seed 3", "seed 9"]
 
 
 def test_what_failed_stays_noted_for_the_error():
     monitor = EngineMonitor()
     with pytest.raises(ValueError), monitor.phase("sync"):
         raise ValueError
-    assert black_box().read().facts["phase"] == "sync"
+    assert flight_recorder().read().notes["phase"] == "sync"
 
 
 def test_numbers_are_those_since_the_last_call():

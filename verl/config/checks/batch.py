@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from verl.batch.micro_batching import MicroBatching
+from verl.batch import MicroBatching
 from verl.config.base import Problem, get_path
 from verl.config.checks.base import (
     ACTOR,

@@ -13,9 +13,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from verl.single_controller.base.decorator import Dispatch, Execute, register
-from verl.single_controller.diagnostics import describe
-from verl.single_controller.errors import WorkerError
-from verl.telemetry.black_box import BOX_VARIABLE, black_box, watchdog
+from verl.single_controller.errors import WorkerError, describe
+from verl.telemetry.flight_recorder import RECORDER_VARIABLE, flight_recorder, watchdog
 from verl.utils.process import explanation
 
 MESH_POSITIONS = "__mesh_positions__"
@@ -140,7 +139,7 @@ class WorkerHost:
     def setup(self, env: Mapping[str, str], roles: Mapping[str, Callable[[], Any]]) -> int:
         """Enter the place ``env`` describes, then build each role there; returns the process id."""
         os.environ.update(env)
-        if BOX_VARIABLE in env:  # a process of its own, whose driver will ask how it lived
+        if RECORDER_VARIABLE in env:  # a process of its own, whose driver will ask how it lived
             watchdog().start()
         self._place = (int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
         for role, build in roles.items():
@@ -173,7 +172,7 @@ class WorkerHost:
             lines = traceback.format_exception(type(error), error, _beyond_this_file(error.__traceback__))
             cause = "".join(traceback.format_exception_only(type(error), error)).strip().splitlines()
             explained = explanation(error)
-            doing = describe(black_box().facts)
+            doing = describe(flight_recorder().notes)
             raise WorkerError(role, *self._place, method, cause[0], "".join(lines), explained, doing) from error
 
     def _finish(self, coroutine) -> Any:

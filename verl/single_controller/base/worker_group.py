@@ -21,8 +21,6 @@ from verl.single_controller.base.decorator import (
     Mesh,
     Registration,
     dispatch_all_to_all,
-)
-from verl.single_controller.base.rows import (
     drop_padding,
     keep_columns,
     map_batches,

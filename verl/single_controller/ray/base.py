@@ -44,8 +44,14 @@ from verl.single_controller.channel import (
     SharedMemoryPool,
     WireMessage,
 )
-from verl.single_controller.diagnostics import WorkerDiagnostics, end_of_stderr
-from verl.single_controller.errors import WorkerDied, WorkerError, WorkerGroupError, WorkerTimeout
+from verl.single_controller.errors import (
+    WorkerDiagnostics,
+    WorkerDied,
+    WorkerError,
+    WorkerGroupError,
+    WorkerTimeout,
+    end_of_stderr,
+)
 from verl.single_controller.processes import is_readable, open_pidfd, outcome_by_pidfd
 from verl.single_controller.ray.pools import (  # noqa: F401  users import pools from here
     RayResourcePool,

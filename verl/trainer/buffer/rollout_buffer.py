@@ -25,9 +25,8 @@ from verl.protocol import DataProto
 from verl.telemetry.metric import reduce_metrics
 from verl.telemetry.profiler import marked_timer
 from verl.trainer.buffer.disjoint import DisjointRollout, PendingRollout
-from verl.trainer.buffer.group_filter import GroupFilter
 from verl.trainer.buffer.over_sampling import GroupScheduler, sample_batch
-from verl.trainer.buffer.prompt_pool import STATE_FILE, PromptPool, load_pool, save_pool
+from verl.trainer.buffer.prompt_pool import STATE_FILE, GroupFilter, PromptPool, load_pool, save_pool
 from verl.trainer.buffer.rollout_skip import RolloutCache
 from verl.utils.py_functional import derive_seed
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache, partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,8 +19,8 @@ from torch import Tensor
 from verl.algorithms.reward_shaping import cut_at_limit
 from verl.batch.ragged import Ragged
 from verl.protocol import DataProto
-from verl.telemetry.memory_ledger import Entry
 from verl.telemetry.metric import reduce_metrics
+from verl.trainer.ppo.run_log import describe, dump_samples, ground_truths
 
 __all__ = [
     "bootstrap_metric",
@@ -33,8 +34,14 @@ __all__ = [
 
 # What a stage's time is divided by for timing_per_token_ms.
 STAGES_OVER_RESPONSE_TOKENS = ("gen",)
+
+
 STAGES_OVER_ALL_TOKENS = ("ref", "values", "adv", "update_critic", "update_actor")
+
+
 BOOTSTRAP_VALUES = 4_000_000  # numbers gathered at a time
+
+
 EXACT_BITS_OF_FLOAT32, EXACT_BITS = 16, 46  # samples in a resample whose places and count fit into 24 and 53 bits
 
 
@@ -408,77 +415,70 @@ def _mean_over_prompts(groups: Sequence[Mapping[str, np.ndarray]]) -> dict[str, 
     return {name: float(np.concatenate(parts).mean()) for name, parts in collected.items()}
 
 
-# -- The memory ledger of all ranks as metrics, and as a table for a person: `trainer.memory_ledger` -----------------
+# -- Scoring the validation set: mean, best and majority of k by data source -----------------------------------------
 
 
-_GiB = 2**30
+CORE_NAMES = ("mean@", "maj@", "best@")
 
 
-class MemoryReport:
-    """Memory of each phase of a step as metrics, and as a table for the first step.
+def validate(
+    batches: Iterable[DataProto],
+    score: Callable[[DataProto], tuple[Any, dict[str, list]]],
+    decode: Callable[[DataProto], tuple[list[str], list[str]]],
+    dump_to: Path | None = None,
+    step: int = 0,
+    source_key: str = "data_source",
+) -> tuple[dict[str, float], list[tuple[str, str, float]]]:
+    """Score every validation response.
 
     Args:
-        say: prints a message to the user.
+        batches: prompts with responses, those to one prompt under one ``uid``.
+        score: batch -> (B, R) rewards and extra columns.
+        decode: batch -> texts of prompts and responses.
+        dump_to: folder of ``{step}.jsonl``, or None.
+        source_key: column of the data source, by which metrics are grouped (``data.reward_fn_key``).
+
+    Returns:
+        metrics under the names ``val-core/...`` and ``val-aux/...``, and (input, output, score) of every sample.
     """
+    inputs, outputs, sources, uids, gold = [], [], [], [], []
+    columns: dict[str, list] = {"reward": []}
+    described: dict[str, list] = {}
+    for batch in batches:
+        rewards, extra = score(batch)
+        columns["reward"] += rewards.sum(-1).tolist()
+        for name, values in extra.items():
+            if name != "reward" and len(values) == len(batch):
+                columns.setdefault(name, []).extend(values)
+        texts = decode(batch)
+        inputs += texts[0]
+        outputs += texts[1]
+        rows = batch.non_tensor_batch
+        sources += rows.get(source_key, np.array(["unknown"] * len(batch), dtype=object)).tolist()
+        uids += rows["uid"].tolist()
+        gold += ground_truths(batch)
+        if dump_to is not None:
+            for name, values in describe(batch, source_key).items():
+                described.setdefault(name, []).extend(values)
+    samples = list(zip(inputs, outputs, columns["reward"], strict=True))
+    if dump_to is not None:
+        dump_samples(dump_to, step, inputs, outputs, columns["reward"], gold, {**described, **columns})
+    columns = {name: values for name, values in columns.items() if len(values) == len(samples)}
+    return name_metrics(process_validation_metrics(sources, uids, columns)), samples
 
-    def __init__(self, say: Callable[[str], None]) -> None:
-        self.say = say
-        self.has_shown_table = False
 
-    def metrics(self, groups: Iterable[Any]) -> dict[str, float]:
-        """`memory_metrics` of these worker groups since the last call."""
-        by_rank = gather(group for group in groups if hasattr(group, "memory_entries"))
-        if not self.has_shown_table and any(by_rank):
-            self.has_shown_table = True
-            self.say(memory_table(by_rank[0]))
-        return memory_metrics(by_rank)
+def name_metrics(by_source: dict[str, dict[str, dict[str, float]]]) -> dict[str, float]:
+    """Flatten source -> variable -> metric; the few numbers to look at go to ``val-core``, the rest to ``val-aux``.
 
-
-def gather(groups: Iterable[Any]) -> list[list[Entry]]:
-    """Per rank, the entries of all roles since the last call in the order of time."""
-    by_rank: list[list[Entry]] = []
-    for group in groups:
-        for rank, entries in enumerate(group.memory_entries()):
-            by_rank += [[] for _ in range(rank + 1 - len(by_rank))]
-            by_rank[rank].extend(entries)
-    return [sorted(entries, key=lambda entry: entry.at) for entries in by_rank]
-
-
-def memory_metrics(by_rank: Sequence[Sequence[Entry]]) -> dict[str, float]:
-    """``memory/{phase}_gb``, GiB, of the rank with most: torch's peak on a device, else resident memory."""
+    Core are mean, maj and best of the largest k, of ``acc`` where the reward function reports it, else of ``reward``.
+    """
     metrics: dict[str, float] = {}
-    for entries in by_rank:
-        for entry in entries:
-            name = f"memory/{entry.phase}_gb"
-            metrics[name] = max(metrics.get(name, 0.0), (entry.peak or entry.host) / _GiB)
+    for source, variables in by_source.items():
+        core = "acc" if "acc" in variables else "reward"
+        for variable, values in variables.items():
+            largest = max((int(name.split("@")[1].split("/")[0]) for name in values), default=1)
+            for name, value in values.items():
+                is_core = variable == core and name.startswith(CORE_NAMES) and f"@{largest}" in name
+                is_core = is_core and (name.startswith("mean@") or name.endswith("/mean"))
+                metrics[f"{'val-core' if is_core else 'val-aux'}/{source}/{variable}/{name}"] = value
     return metrics
-
-
-def memory_table(entries: Sequence[Entry]) -> str:
-    """One line a phase: what one rank held when the phase ended."""
-    on_device = any(entry.device for entry in entries)
-    largest = max(max(entry.host, entry.device) for entry in entries)
-    unit, size = ("GiB", 2**30) if largest >= 8 * 2**30 else ("MiB", 2**20)
-    numbers = {"host": "host"}
-    if on_device:
-        numbers = {"device": "device", "reserved": "reserved", "allocated": "torch", "peak": "peak"} | numbers
-    parts = list(dict.fromkeys(name for entry in entries for name in entry.parts if entry.parts[name]))
-    header = ["phase", "seconds", *numbers.values(), *parts]
-    rows = [
-        [
-            entry.phase,
-            f"{entry.seconds:.2f}",
-            *(_shown(getattr(entry, name), size) for name in numbers),
-            *(_shown(entry.parts.get(name, 0), size) for name in parts),
-        ]
-        for entry in entries
-    ]
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in [header, *rows]]
-    explained = "in use by all processes, held by torch, in tensors, the most of it in the phase, " if on_device else ""
-    title = f"Memory at the end of each phase of the first step, rank 0, {unit} ({explained}resident):"
-    return "\n".join([title, *lines])
-
-
-def _shown(nbytes: int, unit: int) -> str:
-    return f"{nbytes / unit:.2f}" if nbytes else "-"

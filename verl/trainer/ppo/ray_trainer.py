@@ -28,30 +28,32 @@ from verl.rewards.managers.scoring import compute_reward, error_counts, without_
 from verl.rewards.reward_model import by_style, check_texts, is_judged, judge_metrics
 from verl.single_controller import get_controller
 from verl.single_controller.background import BackgroundCall
+from verl.telemetry.memory import MemoryReport
 from verl.telemetry.metric import reduce_metrics
 from verl.telemetry.profiler import marked_timer
 from verl.trainer.buffer.rollout_buffer import RolloutBuffer, check_agent_names, engine_metrics, uids
 from verl.trainer.ppo import core_algos
-from verl.trainer.ppo.balance import balance_metrics, partition_plan, row_cost
 from verl.trainer.ppo.core_algos import AdvantageEstimator
 from verl.trainer.ppo.experience import (
     Shaping,
     apply_kl_penalty,
     attach_reward,
+    balance_metrics,
     check_estimator_waits,
     compute_advantage,
     compute_response_mask,
     difficulty_of,
     gigpo_metrics,
+    partition_plan,
     response_column,
+    row_cost,
 )
 from verl.trainer.ppo.metric_utils import (
-    MemoryReport,
     compute_data_metrics,
     compute_throughout_metrics,
     compute_timing_metrics,
+    validate,
 )
-from verl.trainer.ppo.monitors import LearningSignalMonitor, NonFiniteGuard
 from verl.trainer.ppo.placement import (
     ResourcePoolManager,
     Role,
@@ -71,8 +73,7 @@ from verl.trainer.ppo.rollout_correction import (
     reject_tokens,
     weigh_tokens,
 )
-from verl.trainer.ppo.run_log import RunLog, texts
-from verl.trainer.ppo.validation import validate
+from verl.trainer.ppo.run_log import LearningSignalMonitor, NonFiniteGuard, RunLog, texts
 from verl.utils.config import adopt_config, typed_config
 from verl.utils.import_utils import import_users_modules
 from verl.utils.py_functional import derive_seed

@@ -1,6 +1,6 @@
 """Training engines: one model on one mesh, behind one interface. ``build_engine`` chooses the backend by name."""
 
-from verl.batch.micro_batching import MicroBatching
+from verl.batch import MicroBatching
 from verl.models.loader import ModelSpec
 from verl.utils.distributed import Topology
 from verl.workers.engine.engine import Engine, Gather, LossFn, Outputs, TrainStep, Want

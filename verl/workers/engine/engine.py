@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from verl.algorithms.losses import nonfinite_columns
+from verl.batch import WHOLE, MicroBatching
 from verl.batch.balancing import plan_micro_batches
-from verl.batch.micro_batching import WHOLE, MicroBatching
 from verl.batch.ragged import Ragged
 from verl.checkpoint.checkpoint_manager import random_state, set_random_state
 from verl.models.activation_memory import ActivationOffload, Recompute

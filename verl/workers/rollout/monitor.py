@@ -1,6 +1,6 @@
 """Monitor of a rollout engine: its current phase and requests, for errors and the watchdog, and its metrics.
 
-Notes go to the black box of the process, progress to its watchdog. Knows requests and completions, no engine.
+Notes go to the flight recorder of the process, progress to its watchdog. Knows requests and completions, no engine.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, contextmanager
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from verl.telemetry.black_box import black_box, watchdog
+from verl.telemetry.flight_recorder import flight_recorder, watchdog
 
 if TYPE_CHECKING:
     from verl.workers.rollout.base import Completion, Request
@@ -26,10 +26,10 @@ _NOTE_S = 0.5
 @contextmanager
 def engine_phase(engine: str, phase: str) -> Iterator[None]:
     """Note that an engine is at ``phase``; the note stays if the block raises, for the error to quote."""
-    box = black_box()
-    box.note(engine=engine, phase=phase, since=time.monotonic())
+    recorder = flight_recorder()
+    recorder.note(engine=engine, phase=phase, since=time.monotonic())
     yield
-    box.note(engine=None, phase=None, since=None)
+    recorder.note(engine=None, phase=None, since=None)
 
 
 class EngineMonitor:
@@ -63,15 +63,15 @@ class EngineMonitor:
     @contextmanager
     def generating(self, requests: Sequence[Request]) -> Iterator[None]:
         """Note the requests, and have the watchdog end this process if no `tick` comes for ``stall_timeout_s``."""
-        box, dog, start = black_box(), watchdog(), time.monotonic()
+        recorder, dog, start = flight_recorder(), watchdog(), time.monotonic()
         lengths = sorted((len(request.prompt_ids) for request in requests), reverse=True)
         details = {
             "requests": len(requests),
             "longest_prompts": lengths[:_NAMED],
             "first_requests": self._named(requests),
         }
-        box.tick()
-        box.note(engine=self.engine, phase="generate", since=start, **details)
+        recorder.tick()
+        recorder.note(engine=self.engine, phase="generate", since=start, **details)
         if self.reports_steps:
             dog.arm(self.stall_timeout_s, self._stalled)
         try:
@@ -80,7 +80,7 @@ class EngineMonitor:
             dog.disarm()
             self._sums["seconds"] += time.monotonic() - start
             self.names = ()
-        box.note(engine=None, phase=None, since=None, **dict.fromkeys(details))
+        recorder.note(engine=None, phase=None, since=None, **dict.fromkeys(details))
 
     def serving(self, requests: Mapping[Any, Request]) -> None:
         """Note the running requests before a step of an engine that serves; the watchdog is armed while there are any.
@@ -91,7 +91,7 @@ class EngineMonitor:
         now, before = time.monotonic(), self._serves_since
         self._sums["seconds"] += now - before if before is not None else 0.0
         self._serves_since = now if requests else None
-        black_box().tick()
+        flight_recorder().tick()
         if bool(requests) != (before is not None):
             if requests:
                 watchdog().arm(self.stall_timeout_s, self._stalled)
@@ -107,7 +107,7 @@ class EngineMonitor:
             "longest_prompts": longest or None,
             "first_requests": first or None,
         }
-        black_box().note(engine=self.engine, phase="serve", since=now, **details)
+        flight_recorder().note(engine=self.engine, phase="serve", since=now, **details)
 
     def stop_serving(self, failed: bool = False) -> None:
         """Disarm the watchdog after the last step; the notes of an engine that failed stay for the error to quote."""
@@ -115,12 +115,12 @@ class EngineMonitor:
         self._serves_since = None
         if not failed:
             names = ("engine", "phase", "since", "requests", "longest_prompts", "first_requests")
-            black_box().note(**dict.fromkeys(names))
+            flight_recorder().note(**dict.fromkeys(names))
 
     def tick(self) -> None:
         """A step of the engine has finished."""
         self._sums["steps"] += 1
-        black_box().tick()
+        flight_recorder().tick()
 
     def _named(self, requests: Sequence[Request]) -> list[str]:
         """The first few requests by name, or by seed, which no two requests of a run share."""
@@ -129,7 +129,7 @@ class EngineMonitor:
         return [f"seed {request.seed}" for request in requests[:_NAMED]]
 
     def _stalled(self, waited: float) -> str:
-        last = black_box().facts
+        last = flight_recorder().notes
         return (
             f"the rollout engine {self.engine} has finished no step for {waited:.0f} s while generating "
             f"{last.get('requests', 0)} requests (longest prompts {last.get('longest_prompts')}, the first "

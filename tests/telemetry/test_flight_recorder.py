@@ -6,61 +6,61 @@ import signal
 import pytest
 
 from verl.single_controller.processes import Child
-from verl.telemetry.black_box import BOX_VARIABLE, BlackBox, OwnedBox, black_box
+from verl.telemetry.flight_recorder import RECORDER_VARIABLE, FlightRecorder, OwnedRecorder, flight_recorder
 
 
 @pytest.fixture
 def box():
-    box = OwnedBox()
+    box = OwnedRecorder()
     yield box
     box.close()
 
 
 def test_notes_are_added_removed_and_cleared():
-    box = BlackBox()
-    assert box.read().facts == {}
+    box = FlightRecorder()
+    assert box.read().notes == {}
     box.note(engine="hf", requests=3)
     box.note(requests=None, phase="sync")
-    assert box.read().facts == {"engine": "hf", "phase": "sync"} == box.facts
+    assert box.read().notes == {"engine": "hf", "phase": "sync"} == box.notes
     box.forget()
-    assert box.read().facts == {}
+    assert box.read().notes == {}
 
 
 def test_what_is_too_long_is_cut_and_stays_readable():
-    box = BlackBox()
+    box = FlightRecorder()
     box.note(engine="hf", first_requests=["x" * 5000] * 50)
-    assert box.read().facts == {"engine": "hf", "first_requests": ["x" * 80] * 4}
+    assert box.read().notes == {"engine": "hf", "first_requests": ["x" * 80] * 4}
 
 
 def test_what_a_killed_process_noted_last_is_there(box, monkeypatch):
-    monkeypatch.setenv(BOX_VARIABLE, box.address)
+    monkeypatch.setenv(RECORDER_VARIABLE, box.address)
 
     def live():
         for i in range(1000):
-            black_box().note(number=i)
-        black_box().beat()
-        black_box().tick()
+            flight_recorder().note(number=i)
+        flight_recorder().beat()
+        flight_recorder().tick()
         os.kill(os.getpid(), signal.SIGKILL)
 
     child = Child(live)
     assert child.outcome() == (signal.SIGKILL, None)
     reading = box.read()
-    assert reading.facts == {"number": 999} and reading.rss > 1 << 20 and 0 < reading.alive <= reading.progress
+    assert reading.notes == {"number": 999} and reading.rss > 1 << 20 and 0 < reading.alive <= reading.progress
 
 
 @pytest.mark.parametrize(
     "spoil", [lambda a: a[:-1] + ("0" if a[-1] != "0" else "1"), lambda a: "/no/such:00", lambda a: ""]
 )
 def test_memory_that_is_not_the_drivers_is_never_written_to(box, spoil, monkeypatch):
-    monkeypatch.setenv(BOX_VARIABLE, spoil(box.address))
-    black_box().note(engine="hf")
-    assert black_box().read().facts == {"engine": "hf"} and box.read().facts == {}
+    monkeypatch.setenv(RECORDER_VARIABLE, spoil(box.address))
+    flight_recorder().note(engine="hf")
+    assert flight_recorder().read().notes == {"engine": "hf"} and box.read().notes == {}
 
 
 def test_a_note_costs_microseconds():
     import time
 
-    box, start = BlackBox(), time.perf_counter()
+    box, start = FlightRecorder(), time.perf_counter()
     for _ in range(1000):
         box.tick()
     assert time.perf_counter() - start < 0.1

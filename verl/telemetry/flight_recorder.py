@@ -1,8 +1,8 @@
 """Flight recorder: the current activity of a process, in memory that outlives the process; and the watchdog on it.
 
-The driver makes a box for each worker and keeps it; the worker maps the same memory, so a note is a memory copy and is
-there however the worker ends. Boxes have no name in any file system: nothing is left behind. Knows bytes and notes, not
-what they mean.
+The driver makes a recorder for each worker and keeps it; the worker maps the same memory, so a note is a memory copy
+and is there however the worker ends. The memory has no name in any file system: nothing is left behind. Knows bytes and
+notes, not what they mean.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from typing import Any
 
 from verl.telemetry.memory import rss_bytes
 
-BOX_VARIABLE = "VERL_BLACK_BOX"
-"""Environment variable with the address of a worker's box: ``path:token``."""
+RECORDER_VARIABLE = "VERL_FLIGHT_RECORDER"
+"""Environment variable with the address of a worker's recorder: ``path:token``."""
 
 _TOKEN_BYTES = 16
 _HEADER = struct.Struct("=16sQddQ")  # token, number of notes, last sign of life, last progress, resident bytes
@@ -36,9 +36,9 @@ _SIZE = 64 + 2 * _SLOT
 
 @dataclass(frozen=True)
 class Reading:
-    """Contents of a box. Times are of ``time.monotonic``, which all processes of a machine share; 0 is never."""
+    """Contents of a recorder. Times are of ``time.monotonic``, which all processes of a machine share; 0 is never."""
 
-    facts: dict[str, Any] = field(default_factory=dict)
+    notes: dict[str, Any] = field(default_factory=dict)
     alive: float = 0.0
     """Last sign of life."""
     progress: float = 0.0
@@ -47,7 +47,7 @@ class Reading:
     """Resident memory at the last sign of life, bytes."""
 
 
-class BlackBox:
+class FlightRecorder:
     """Shared memory with the newest note; of two slots one is always whole, whenever the writer dies.
 
     Args:
@@ -57,13 +57,13 @@ class BlackBox:
     def __init__(self, fd: int | None = None):
         self._memory = mmap.mmap(-1 if fd is None else fd, _SIZE)
         self._lock = threading.Lock()
-        self._facts: dict[str, Any] = {}
+        self._notes: dict[str, Any] = {}
 
-    def note(self, **facts: Any) -> None:
+    def note(self, **notes: Any) -> None:
         """Add notes, JSON values; None removes one. What is too long is cut off."""
         with self._lock:
-            merged = {name: value for name, value in {**self._facts, **facts}.items() if value is not None}
-            self._facts = merged
+            merged = {name: value for name, value in {**self._notes, **notes}.items() if value is not None}
+            self._notes = merged
             text = json.dumps(merged).encode()
             if len(text) > _SLOT - 4:
                 text = json.dumps({name: _short(value) for name, value in merged.items()}).encode()[: _SLOT - 4]
@@ -74,13 +74,13 @@ class BlackBox:
             struct.pack_into("=Q", self._memory, _NOTES, number + 1)
 
     @property
-    def facts(self) -> dict[str, Any]:
+    def notes(self) -> dict[str, Any]:
         """Return the current notes."""
-        return dict(self._facts)
+        return dict(self._notes)
 
     def forget(self) -> None:
         """Remove all notes."""
-        self._facts = {}
+        self._notes = {}
         self.note()
 
     def tick(self) -> None:
@@ -98,20 +98,20 @@ class BlackBox:
         start = 64 + number % 2 * _SLOT
         (length,) = struct.unpack_from("=I", self._memory, start)
         try:
-            facts = json.loads(self._memory[start + 4 : start + 4 + length]) if number else {}
+            notes = json.loads(self._memory[start + 4 : start + 4 + length]) if number else {}
         except ValueError:  # cut off, or overwritten while it was read
-            facts = {}
-        return Reading(facts, alive, progress, rss)
+            notes = {}
+        return Reading(notes, alive, progress, rss)
 
     def close(self) -> None:
         self._memory.close()
 
 
-class OwnedBox(BlackBox):
-    """The driver's end: makes the memory, and knows how a process of this machine and user finds it."""
+class OwnedRecorder(FlightRecorder):
+    """The driver's end: makes the memory, and has the address by which a process of this machine and user finds it."""
 
     def __init__(self) -> None:
-        self._fd = _anonymous_file()
+        self._fd = anonymous_file()
         os.ftruncate(self._fd, _SIZE)
         super().__init__(self._fd)
         token = secrets.token_bytes(_TOKEN_BYTES)
@@ -123,37 +123,37 @@ class OwnedBox(BlackBox):
         os.close(self._fd)
 
 
-def _open(address: str | None) -> BlackBox:
-    """The box at an address; one of its own where that is not to be had, on another machine for example.
+def _open(address: str | None) -> FlightRecorder:
+    """The recorder at an address; one of its own where that cannot be opened, on another machine for example.
 
     The token is compared before anything is written: there the path may lead to a file of somebody else's.
     """
     path, _, token = (address or "").rpartition(":")
     if not path:
-        return BlackBox()
+        return FlightRecorder()
     try:
         with open(path, "rb") as file:
             if file.read(_TOKEN_BYTES).hex() != token:
-                return BlackBox()
+                return FlightRecorder()
         fd = os.open(path, os.O_RDWR)
     except OSError:
-        return BlackBox()
+        return FlightRecorder()
     try:
-        return BlackBox(fd)
+        return FlightRecorder(fd)
     finally:
         os.close(fd)
 
 
-_BOX: tuple[int, str | None, BlackBox] | None = None
+_RECORDER: tuple[int, str | None, FlightRecorder] | None = None
 
 
-def black_box() -> BlackBox:
-    """The box of this process: the one that ``VERL_BLACK_BOX`` names, made at the first call."""
-    global _BOX
-    place = (os.getpid(), os.environ.get(BOX_VARIABLE))
-    if _BOX is None or _BOX[:2] != place:  # a fork has another one than its parent
-        _BOX = (*place, _open(place[1]))
-    return _BOX[2]
+def flight_recorder() -> FlightRecorder:
+    """The recorder of this process: the one that ``VERL_FLIGHT_RECORDER`` names, made at the first call."""
+    global _RECORDER
+    place = (os.getpid(), os.environ.get(RECORDER_VARIABLE))
+    if _RECORDER is None or _RECORDER[:2] != place:  # a fork has another one than its parent
+        _RECORDER = (*place, _open(place[1]))
+    return _RECORDER[2]
 
 
 def _short(value: Any) -> Any:
@@ -162,14 +162,15 @@ def _short(value: Any) -> Any:
     return [_short(item) for item in value[:4]] if isinstance(value, list) else str(value)[:80]
 
 
-def _anonymous_file() -> int:
+def anonymous_file() -> int:
+    """Descriptor of a file in memory, or where the system has none, of a file without a name."""
     if hasattr(os, "memfd_create"):
-        return os.memfd_create("verl-black-box", os.MFD_CLOEXEC)
+        return os.memfd_create("verl", os.MFD_CLOEXEC)
     with tempfile.TemporaryFile() as file:
         return os.dup(file.fileno())
 
 
-# -- A thread that shows that its process lives, and ends it when work that was announced makes no progress ----------
+# -- Watchdog: a thread that shows that its process lives, and ends it when armed work makes no progress ----------
 
 
 STALLED = 75
@@ -180,19 +181,19 @@ _LAST_GRACE_S = 10.0
 
 
 class Watchdog:
-    """Beats the black box every second; while armed, compares its last progress with the clock.
+    """Beats the flight recorder every second; while armed, compares its last progress with the clock.
 
     Args:
-        box: of this process.
+        recorder: of this process.
         is_driver: this process drives the run as well: it is asked to end (SIGTERM, which closes what is open), and
             ended if it does not.
     """
 
-    def __init__(self, box: BlackBox, is_driver: bool = False):
-        self._box = box
+    def __init__(self, recorder: FlightRecorder, is_driver: bool = False):
+        self._recorder = recorder
         self._is_driver = is_driver
         self._limit: float | None = None
-        self._tell: Callable[[float], str] = lambda waited: f"no progress for {waited:.0f} s"
+        self._message: Callable[[float], str] = lambda waited: f"no progress for {waited:.0f} s"
         self._wake = threading.Event()
         self._lock = threading.Lock()  # no timer may be set once `disarm` has returned
         self._thread: threading.Thread | None = None
@@ -200,20 +201,20 @@ class Watchdog:
     def start(self) -> None:
         """Begin to beat; calling it again does nothing."""
         if self._thread is None:
-            self._box.beat()
+            self._recorder.beat()
             self._thread = threading.Thread(target=self._watch, name="verl-watchdog", daemon=True)
             self._thread.start()
 
-    def arm(self, limit_s: float, tell: Callable[[float], str]) -> None:
-        """From now on, `BlackBox.tick` must come within ``limit_s`` seconds; 0 sets no limit.
+    def arm(self, limit_s: float, message: Callable[[float], str]) -> None:
+        """From now on, `FlightRecorder.tick` must come within ``limit_s`` seconds; 0 sets no limit.
 
-        ``tell``: from the seconds waited to the sentence for the user.
+        ``message``: from the seconds waited to the sentence for the user.
         """
         if limit_s > 0:
             self.start()
-            self._box.tick()
+            self._recorder.tick()
             with self._lock:
-                self._tell, self._limit = tell, limit_s
+                self._message, self._limit = message, limit_s
                 self._set_timer()
             self._wake.set()
 
@@ -228,11 +229,11 @@ class Watchdog:
             limit = self._limit
             self._wake.wait(_BEAT_S if limit is None else min(_BEAT_S, limit / 4))
             self._wake.clear()
-            self._box.beat()
+            self._recorder.beat()
             with self._lock:
                 if self._limit is None:
                     continue
-                waited = time.monotonic() - self._box.read().progress
+                waited = time.monotonic() - self._recorder.read().progress
                 if waited > self._limit:
                     self._end(waited)
                 self._set_timer()
@@ -243,8 +244,8 @@ class Watchdog:
             faulthandler.dump_traceback_later(2 * self._limit + _BEAT_S, exit=True, file=2)
 
     def _end(self, waited: float) -> None:
-        message = self._tell(waited)
-        self._box.note(ended=message)
+        message = self._message(waited)
+        self._recorder.note(ended=message)
         sys.stderr.flush()
         os.write(2, f"\nerror: {message}\nThe stacks of all threads:\n".encode())
         faulthandler.dump_traceback(file=2, all_threads=True)
@@ -254,13 +255,13 @@ class Watchdog:
         os._exit(STALLED)
 
 
-_WATCHDOG: tuple[BlackBox, Watchdog] | None = None
+_WATCHDOG: tuple[FlightRecorder, Watchdog] | None = None
 
 
 def watchdog() -> Watchdog:
-    """The watchdog of this process, over its `black_box`; made at the first call."""
+    """The watchdog of this process, over its `flight_recorder`; made at the first call."""
     global _WATCHDOG
-    box = black_box()
-    if _WATCHDOG is None or _WATCHDOG[0] is not box:
-        _WATCHDOG = (box, Watchdog(box, is_driver=BOX_VARIABLE not in os.environ))
+    recorder = flight_recorder()
+    if _WATCHDOG is None or _WATCHDOG[0] is not recorder:
+        _WATCHDOG = (recorder, Watchdog(recorder, is_driver=RECORDER_VARIABLE not in os.environ))
     return _WATCHDOG[1]
