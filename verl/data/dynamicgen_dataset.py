@@ -73,7 +73,7 @@ class DynamicGenDataset(RLHFDataset):
         new = self._leave_out(new, self._unusable_rows(new))
         if self.filter_overlong_prompts:
             new = new.select(np.flatnonzero(self.lengths_of(new) <= self.max_prompt_length))
-        self.dataframe, self._token_ids = old.followed_by(new), None
+        self.dataframe, self._token_ids = RowTable.joined([old, new]), None
         self._added.append(table)
 
     def state_dict(self) -> dict[str, Any]:

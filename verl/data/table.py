@@ -101,6 +101,20 @@ class RowTable:
         numbers = [file.row_numbers for file in files]
         return cls([file.table for file in files], [file.name for file in files], numbers, skipped)
 
+    @classmethod
+    def joined(cls, parts: Sequence["RowTable"]) -> "RowTable":
+        """Return the rows of several, one after the other."""
+        table = cls(
+            [file for part in parts for file in part.tables],
+            [name for part in parts for name in part.names],
+            [numbers for part in parts for numbers in part.row_numbers],
+            [row for part in parts for row in part.skipped],
+        )
+        starts = np.cumsum([0, *(part._starts[-1] for part in parts)])
+        indices = [part._index + start for part, start in zip(parts, starts, strict=False)]
+        table._index = np.concatenate([np.zeros(0, np.int64), *indices])
+        return table
+
     def __len__(self) -> int:
         return len(self._index)
 
@@ -194,14 +208,6 @@ class RowTable:
         chosen._index = self._index[np.asarray(indices, dtype=np.int64)]
         return chosen
 
-    def followed_by(self, other: "RowTable") -> "RowTable":
-        """Return the rows of this table, then those of ``other``."""
-        numbers = [*self._row_numbers, *other._row_numbers]
-        skipped = [*self.skipped, *other.skipped]
-        both = RowTable([*self.tables, *other.tables], [*self.names, *other.names], numbers, skipped)
-        both._index = np.concatenate([self._index, other._index + self._starts[-1]])
-        return both
-
     def without(self, bad: dict[int, str]) -> "RowTable":
         """Return the rows without those at the positions in ``bad`` (position -> reason); they go to ``skipped``."""
         keep = np.ones(len(self), dtype=bool)
@@ -247,6 +253,11 @@ def distinct_values(datasets: Iterable[Any], column: str) -> list[Any]:
 def is_json(field: pa.Field) -> bool:
     """Whether the cells of a column are JSON text to be parsed (``JSON_COLUMN``)."""
     return field.metadata is not None and field.metadata.get(b"verl") == b"json"
+
+
+def is_list(kind: pa.DataType) -> bool:
+    """Whether the values of a column are lists."""
+    return pa.types.is_list(kind) or pa.types.is_large_list(kind)
 
 
 def read_table(path: str) -> pa.Table:
@@ -386,11 +397,9 @@ def bad_prompts(table: RowTable, key: str, roles: set[str], option: str, is_mess
 
 def _check_type(kind: pa.DataType, path: str, key: str, option: str) -> None:
     text = kind.value_type if pa.types.is_dictionary(kind) else kind
-    if pa.types.is_null(kind) or _is_text(text) or pa.types.is_string_view(text):
+    if pa.types.is_null(kind) or is_text(text) or pa.types.is_string_view(text):
         return
-    if not (pa.types.is_list(kind) or pa.types.is_large_list(kind)) or not (
-        pa.types.is_struct(kind.value_type) or pa.types.is_null(kind.value_type)
-    ):
+    if not is_list(kind) or not (pa.types.is_struct(kind.value_type) or pa.types.is_null(kind.value_type)):
         raise DataError(
             f"{path}: column {key!r} is of type {kind}; a prompt is a text or a list of {{role, content}} messages. "
             f"Name the right column with {option} or write the file again."
@@ -411,23 +420,24 @@ def _suspects(column: pa.Array, roles: set[str]) -> np.ndarray:
     """Return the rows of a column of texts or messages that may be bad; every bad row is among them."""
     if pa.types.is_null(column.type) or pa.types.is_null(getattr(column.type, "value_type", pa.int8())):
         return np.arange(len(column))
-    if not (pa.types.is_list(column.type) or pa.types.is_large_list(column.type)):
-        return np.flatnonzero(_blank(column)) if _is_text(column.type) else np.arange(len(column))
+    if not is_list(column.type):
+        return np.flatnonzero(_blank(column)) if is_text(column.type) else np.arange(len(column))
     messages = pc.list_flatten(column)
     parents = pc.list_parent_indices(column).to_numpy()
     role, content = pc.struct_field(messages, "role"), pc.struct_field(messages, "content")
-    if not _is_text(role.type):
+    if not is_text(role.type):
         return np.arange(len(column))
     odd = ~_mask(pc.is_in(role, value_set=pa.array(sorted(roles), type=role.type)))
-    blank = _blank(content) if _is_text(content.type) else np.ones(len(messages), bool)
-    odd |= _mask(pc.is_null(content)) if _is_text(content.type) else True
+    blank = _blank(content) if is_text(content.type) else np.ones(len(messages), bool)
+    odd |= _mask(pc.is_null(content)) if is_text(content.type) else True
     texts = np.bincount(parents[~blank], minlength=len(column))
     suspect = texts == 0
     suspect[parents[odd]] = True
     return np.flatnonzero(suspect)
 
 
-def _is_text(kind: pa.DataType) -> bool:
+def is_text(kind: pa.DataType) -> bool:
+    """Whether the values of a column are texts."""
     return pa.types.is_string(kind) or pa.types.is_large_string(kind)
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from verl.data.table import DataError, RowTable
+from verl.data.table import DataError, RowTable, is_list, is_text
 
 __all__ = [
     "EncodedPrompt",
@@ -107,27 +107,6 @@ def count_image_parts(messages: Sequence[Mapping[str, Any]], kind: str = "image"
     """Count the images (or videos) in messages made by :func:`with_image_parts`."""
     contents = (message["content"] for message in messages if isinstance(message.get("content"), list))
     return sum(part.get("type") == kind for content in contents for part in content)
-
-
-def mismatched_image_rows(
-    prompts: pa.ChunkedArray, images: pa.ChunkedArray, kind: str = "image"
-) -> Iterator[tuple[int, int, int]]:
-    """Yield (row, placeholders, images) where the numbers differ; contents that are not text are skipped."""
-    prompts, images = (column.combine_chunks() for column in (prompts, images))
-    if not pa.types.is_list(images.type) and not pa.types.is_large_list(images.type):
-        return
-    if pa.types.is_list(prompts.type) or pa.types.is_large_list(prompts.type):
-        contents = pc.struct_field(pc.list_flatten(prompts), "content")
-        parents = pc.list_parent_indices(prompts).to_numpy()
-    else:
-        contents, parents = prompts, np.arange(len(prompts))
-    if not pa.types.is_string(contents.type) and not pa.types.is_large_string(contents.type):
-        return
-    counts = pc.fill_null(pc.count_substring(contents, PLACEHOLDERS[kind]), 0).to_numpy(zero_copy_only=False)
-    placeholders = np.bincount(parents, counts, len(prompts)).astype(np.int64)
-    items = pc.fill_null(pc.list_value_length(images), 0).to_numpy(zero_copy_only=False)
-    for row in np.flatnonzero(placeholders != items):
-        yield int(row), int(placeholders[row]), int(items[row])
 
 
 def placeholder_mismatch(where: str, placeholders: int, items: int, key: str, kind: str = "image") -> str:
@@ -446,22 +425,35 @@ class MediaColumns:
 
     def placeholder_mismatches(self, table: RowTable, prompt_key: str) -> Iterator[tuple[int, str]]:
         """Yield (position, reason) of rows whose placeholders differ in number from their images or videos."""
-        yield from mismatched_rows(table, prompt_key, self.kinds)
+        return mismatched_rows(table, prompt_key, dict(self.kinds(table.column_names)))
 
 
-def mismatched_rows(
-    table: RowTable, prompt_key: str, kinds: Callable[[Collection[str]], Collection[tuple[str, str]]]
-) -> Iterator[tuple[int, str]]:
+def mismatched_rows(table: RowTable, prompt_key: str, columns: Mapping[str, str]) -> Iterator[tuple[int, str]]:
     """Yield (position, reason) of rows whose placeholders differ in number from their images or videos.
 
+    Contents that are not text are skipped.
+
     Args:
-        kinds: columns of a file -> (kind, column) to check.
+        columns: ``image``, ``video`` -> column; files without it are skipped.
     """
     start = 0
     for file in table.tables:
-        for kind, key in kinds(file.column_names):
-            for row, placeholders, items in mismatched_image_rows(file[prompt_key], file[key], kind):
-                yield start + row, placeholder_mismatch("", placeholders, items, key, kind).removeprefix(": ")
+        for kind, key in columns.items():
+            if key not in file.column_names:
+                continue
+            prompts, items = (file[name].combine_chunks() for name in (prompt_key, key))
+            contents, parents = prompts, np.arange(len(prompts))
+            if is_list(prompts.type):
+                contents = pc.struct_field(pc.list_flatten(prompts), "content")
+                parents = pc.list_parent_indices(prompts).to_numpy()
+            if not is_list(items.type) or not is_text(contents.type):
+                continue
+            counts = pc.fill_null(pc.count_substring(contents, PLACEHOLDERS[kind]), 0).to_numpy(zero_copy_only=False)
+            placeholders = np.bincount(parents, counts, len(prompts)).astype(np.int64)
+            there = pc.fill_null(pc.list_value_length(items), 0).to_numpy(zero_copy_only=False)
+            for row in np.flatnonzero(placeholders != there).tolist():
+                why = placeholder_mismatch("", int(placeholders[row]), int(there[row]), key, kind)
+                yield start + row, why.removeprefix(": ")
         start += file.num_rows
 
 
@@ -480,6 +472,6 @@ def _rows_with_items(table: pa.Table, name: str) -> np.ndarray:
     column = table[name]
     column = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
     filled = pc.is_valid(column)
-    if pa.types.is_list(column.type) or pa.types.is_large_list(column.type):
+    if is_list(column.type):
         filled = pc.fill_null(pc.greater(pc.list_value_length(column), 0), False)
     return np.flatnonzero(filled.to_numpy(zero_copy_only=False))

@@ -1,6 +1,7 @@
 """Preview of the data of a run: files, columns, unusable rows, rendered prompts, lengths, rewards.
 
-:func:`preview` takes a configuration and returns plain data; ``report.py`` prints it.
+:func:`preview` takes a configuration and returns plain data; ``report.py`` prints it. The reward function runs in the
+sandbox of a run: if it hangs, exits or crashes, a process is lost and the row is named.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partialmethod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,28 +21,24 @@ from verl.config.ppo import PPOConfig
 from verl.config.rollout import SINGLE_TURN, needs_agent_loops
 from verl.data.files import hub_parts
 from verl.data.table import DataError, RowTable
-from verl.data.vision import MediaColumns, mismatched_rows
+from verl.data.vision import ImagePrompts, MediaColumns, mismatched_rows
 from verl.preflight.models import is_available, missing_dataset
 from verl.preflight.report import Finding, Level
 from verl.preflight.rows import (
     Lengths,
-    PromptReader,
     Prompts,
     RowStatistics,
     check_ground_truths,
     check_prompts,
     evenly_spaced,
     finish_checks,
-    in_bytes,
-    measure,
-    none_fits,
+    load_tokenizer,
     open_files,
     processor_of,
     prompt_column,
     prompt_option,
-    read_folder,
     read_prompt,
-    template_marks,
+    special_tokens,
 )
 from verl.rewards.functions.calling import (
     BATCH_PARAMETERS,
@@ -62,166 +60,21 @@ from verl.sandbox.outcomes import Outcome
 from verl.sandbox.pool import SlowStart
 from verl.utils.py_functional import convert_to_regular_types, nearest_name
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 __all__ = ["Limits", "Preview", "Prompt", "preview"]
 
-# -- Trial of the run's reward function on rows of each data source, with right and wrong answers --------------------
-
-
-if TYPE_CHECKING:
-    pass
-
-
 MANAGERS = ("naive", "prime", "dapo", "batch")
-
-
 """Reward managers whose calls of a function are reproduced here."""
 
-
-_FUNCTION = ("custom_reward_function.path", "custom_reward_function.name")
-
-
-_START_S = 30.0
-
-
-"""Timeout in seconds of loading the file; a slower one is not tried."""
-
-
-_LONGEST_S = 30.0
-
-
-"""Seconds after which no further data source is tried."""
-
-
-def scores_of_rows(config: Any, table: RowTable, found: Preview, limits: Limits) -> None:
-    """Try the function on some rows of each data source."""
-    rm, begin = config.reward_model, time.monotonic()
-    if rm.reward_manager not in MANAGERS:
-        found.note(f"reward_model.reward_manager={rm.reward_manager} is not tried: it is a user-defined manager.")
-        return
-    if rm.enable:
-        found.note("Scores of a reward model (reward_model.enable=true) are not tried here; those of functions are.")
-        if not config.custom_reward_function.path:
-            return
-    reward_kwargs = convert_to_regular_types(rm.reward_kwargs or {})
-    reward_kwargs = {key: value for key, value in reward_kwargs.items() if key not in MANAGERS_OWN}
-    function = _function(config, reward_kwargs, found)
-    if function is None:
-        return
-    options = built_in_options(rm)
-    unknown = [] if rm.enable else [source for source in found.rows.sources if lacks_scorer(function, source, options)]
-    if rm.self_test == "off" and not limits.asks_judge:
-        found.note("The reward function is not tried (reward_model.self_test=off).")
-    for source, positions in found.rows.rows_of.items():
-        if source in unknown or rm.self_test == "off" and not limits.asks_judge:
-            continue
-        if not limits.asks_judge and is_judged(function, source, options):
-            found.note(f"data_source={source!r} is scored by the judge, which is not called here.")
-            continue
-        if time.monotonic() - begin > _LONGEST_S:
-            found.note(f"data_source={source!r} and those after it are not tried: scoring takes too long.")
-            break
-        scores = try_function(
-            function,
-            source,
-            [_row(table, int(positions[i]), source) for i in evenly_spaced(len(positions), limits.scored)],
-            found.rows.sources[source],
-            is_batch=rm.reward_manager == "batch",
-            timeout_s=limits.patience,
-            seconds=10 * limits.patience,
-            reward_kwargs=reward_kwargs,
-        )
-        found.scores.append(scores)
-        errors, warnings = scores.problems()
-        would_stop = _would_stop(config, scores)
-        add = found.error if would_stop else found.warn
-        if scores.error and would_stop:
-            errors = [f"{text}\n{_way_out(config, function, scores)}" for text in errors]
-        for text in errors:
-            add(text, *_function_options(config), "data.train_files")
-        for text in warnings:
-            found.note(text)
-    if unknown:
-        names = ", ".join(map(repr, unknown[:5])) + (", ..." if len(unknown) > 5 else "")
-        # a sample of the rows may not have this source
-        is_certain = rm.on_error == "stop" and config.data.train_max_samples < 0
-        hint = nearest_name(str(unknown[0]), SOURCES)
-        positions = found.rows.rows_of.get(unknown[0], ())
-        first = f" (first: {table.where(int(positions[0]))})" if len(positions) else ""
-        (found.error if is_certain else found.warn)(
-            f"There is no built-in scorer for {config.data.reward_fn_key}={names}{first}.{hint} Name "
-            "a function of your own with custom_reward_function.path, for one source alone with "
-            "reward_model.by_source, or correct the column (data.reward_fn_key).",
-            "data.reward_fn_key",
-        )
-
-
-def _function(config: Any, reward_kwargs: Mapping[str, Any], found: Preview) -> RawRewardFn | None:
-    """Load the run's function in processes of its own; add a finding if it cannot be loaded or called."""
-    section, is_batch = config.custom_reward_function, config.reward_model.reward_manager == "batch"
-    found.reward = f"{section.path}:{section.name}" if section.path else "built in, by data source"
-    try:
-        function = reward_function(config, workers=1, start_timeout_s=_START_S)
-        for one in functions_of(function):
-            check_signature(
-                one,
-                BATCH_PARAMETERS if is_batch else PARAMETERS,
-                reward_kwargs,
-                by_place=config.reward_model.reward_manager == "prime",
-            )
-    except SlowStart as error:
-        found.warn(f"custom_reward_function.name={section.name} was not tried: {error}", *_FUNCTION)
-    except (OSError, ImportError, RuntimeError, AttributeError, ValueError) as error:
-        found.error(
-            f"custom_reward_function.name={section.name} cannot be loaded: {error}", *_FUNCTION, *_by_source(config)
-        )
-    except TypeError as error:
-        found.error(f"reward_model.reward_manager={config.reward_model.reward_manager}: {error}", *_FUNCTION)
-    else:
-        return function
-    return None
-
-
-def _would_stop(config: Any, scores: Trial) -> bool:
-    """Whether a run would stop at these problems; a timeout here is no proof, as a run waits longer."""
-    section = config.reward_model
-    if scores.error:
-        return scores.kind is not Outcome.TIMEOUT and section.on_error == "stop" and not section.max_errors
-    return section.self_test == "stop"
-
-
-def _way_out(config: Any, function: RawRewardFn, scores: Trial) -> str:
-    """Return what to do about a failure that would stop a run."""
-    function = function_for(function, scores.data_source)
-    key = (
-        None
-        if is_built_in(function)
-        else "/".join(key for key in _function_options(config) if not key.endswith(".name"))
-    )
-    way_out = way_out_of(scores.kind, key)
-    return f"{way_out} If a function fails only on these made-up responses, set reward_model.self_test=off."
-
-
-def _function_options(config: Any) -> tuple[str, ...]:
-    """Return the options that choose the function."""
-    return (*(_FUNCTION if config.custom_reward_function.path else ()), *_by_source(config))
-
-
-def _by_source(config: Any) -> tuple[str, ...]:
-    return ("reward_model.by_source",) if config.reward_model.by_source else ()
-
-
-def _row(table: RowTable, position: int, source: str) -> TrialRow:
-    row = table[position]
-    info = row.get("extra_info")
-    return TrialRow(
-        table.where(position), source, row["reward_model"]["ground_truth"], info if isinstance(info, dict) else {}
-    )
-
-
 _IMAGE_ROWS = 64
-
-
 """Most prompts with images whose tokens are counted."""
+_FUNCTION = ("custom_reward_function.path", "custom_reward_function.name")
+_START_S = 30.0
+"""Timeout in seconds of loading the file of a reward function; a slower one is not tried."""
+_LONGEST_S = 30.0
+"""Seconds after which the rewards of no further data source are tried."""
 
 
 @dataclass(frozen=True)
@@ -294,17 +147,11 @@ class Preview:
         prefix = f"{keys[0]}: " if keys and level != "note" and not any(key in text for key in keys) else ""
         self.findings.append(Finding(level, f"{prefix}{text}", keys))
 
-    def error(self, text: str, *keys: str) -> None:
-        """Add an error: a run would stop, or could not start."""
-        self.add("error", text, *keys)
-
-    def warn(self, text: str, *keys: str) -> None:
-        """Add a warning."""
-        self.add("warning", text, *keys)
-
-    def note(self, text: str, *keys: str) -> None:
-        """Add a note: something not checked, or harmless."""
-        self.add("note", text, *keys)
+    error = partialmethod(add, "error")
+    """Add an error: a run would stop, or could not start."""
+    warn = partialmethod(add, "warning")
+    note = partialmethod(add, "note")
+    """Add a note: something not checked, or harmless."""
 
 
 def preview(config: PPOConfig, limits: Limits | None = None, has_scorer: bool = True) -> Preview:
@@ -323,15 +170,16 @@ def preview(config: PPOConfig, limits: Limits | None = None, has_scorer: bool = 
         return found
     paths = dict(_paths(config, found))
     table = open_files(list(paths), config.data, found.rows)
-    reader = _reader(config, found)
-    has_prompts = _columns(config, table, found)
-    if has_prompts:
-        _rows(config, table, reader, found, limits)
-        _prompts(config, table, reader, found, limits)
+    tokenizer = _tokenizer(config, found)
+    if _columns(config, table, found):
+        processor = _processor(config, found)
+        _rows(config, table, tokenizer, processor, found, limits)
+        if len(found.rows.good):
+            _prompts(config, table, tokenizer, processor, found, limits)
     _row_findings(config, paths, found, limits)
     _count_usable(config, found)
     if has_scorer and limits.scored:
-        scores_of_rows(config, table, found, limits)
+        _rewards(config, table, found, limits)
     _agents(config, found)
     found.seconds = time.monotonic() - begin
     return found
@@ -352,56 +200,56 @@ def _paths(config: PPOConfig, found: Preview) -> Iterator[tuple[str, str]]:
                 yield path, key
 
 
-def _reader(config: PPOConfig, found: Preview) -> PromptReader | None:
+def _tokenizer(config: PPOConfig, found: Preview) -> PreTrainedTokenizerBase | None:
     """Return the tokenizer of the run, or None if it is not available, which ``models`` reports."""
-    model = config.actor_rollout_ref.model
-    path = config.data.tokenizer or model.path
+    data, model = config.data, config.actor_rollout_ref.model
+    path = data.tokenizer or model.path
     try:
         if not is_available(path):
             raise ValueError(f"{path} is not available")
-        reader = read_folder(
-            path,
-            model.custom_chat_template,
-            config.data.apply_chat_template_kwargs,
-            config.data.trust_remote_code or model.trust_remote_code,
-        )
+        trusts = data.trust_remote_code or model.trust_remote_code
+        tokenizer = load_tokenizer(path, model.custom_chat_template, trusts)
     except (ValueError, OSError) as error:
+        why = str(error).rstrip(".")
         found.note(
-            f"There is no tokenizer, so prompts are printed unrendered and counted in bytes: {error}. Give model=DIR."
+            f"There is no tokenizer, so prompts are printed unrendered and counted in bytes: {why}. Give model=DIR."
         )
         return None
-    found.special_tokens = reader.special_tokens
-    return reader
+    found.special_tokens = special_tokens(tokenizer)
+    return tokenizer
+
+
+def _needs_truth(config: PPOConfig) -> bool:
+    """Whether a function is called with the ground truths of the rows."""
+    return not config.reward_model.enable and config.reward_model.reward_manager in MANAGERS
 
 
 def _columns(config: PPOConfig, table: RowTable, found: Preview) -> bool:
     """Return whether all files have the prompt column; add findings about all missing columns."""
-    data, rm = config.data, config.reward_model
+    data, manager = config.data, config.reward_model.reward_manager
     required = {prompt_column(data): prompt_option(data), data.reward_fn_key: "data.reward_fn_key", "reward_model": ""}
-    optional = ("ability", "extra_info", data.image_key, data.video_key, "agent_name")
-    for name in (*required, *optional):
+    for name in (*required, "ability", "extra_info", data.image_key, data.video_key, "agent_name"):
         have = [name in part.column_names for part in table.tables]
         found.columns[name] = "none" if not any(have) else "all" if all(have) else "some"
-    reads_truths = not rm.enable and rm.reward_manager in MANAGERS
+    if not _needs_truth(config):
+        required = {prompt_column(data): prompt_option(data)}
     for name, option in required.items():
-        if option != prompt_option(data) and not reads_truths:
-            continue
         for part, path in zip(table.tables, table.names, strict=True):
             if name in part.column_names:
                 continue
-            key, has = _option_of(config, path, found), ", ".join(part.column_names)
+            key, has = _option_of(config, path, found), ", ".join(part.column_names) or "none"
             if option:
                 hint = did_you_mean(name, part.column_names).rstrip("?")
-                text = f"{option}={name} is not a column of {path} ({key}){hint}; it has {has or 'none'}."
+                text = f"{option}={name} is not a column of {path} ({key}){hint}; it has {has}."
                 found.error(f"{text} Name the column, or write it into the file.", option, key)
             else:
-                text = (
+                found.error(
                     f"{key}={path} has no column 'reward_model', whose ground_truth reward_model.reward_manager="
-                    f"{rm.reward_manager} hands to the reward function; it has {has or 'none'}. Write {{style: rule, "
-                    "ground_truth: ...} into each row, as examples/data_preprocess does, or use a reward manager of "
-                    "your own."
+                    f"{manager} hands to the reward function; it has {has}. Write {{style: rule, ground_truth: ...}} "
+                    "into each row, as examples/data_preprocess does, or use a reward manager of your own.",
+                    key,
+                    "reward_model.reward_manager",
                 )
-                found.error(text, key, "reward_model.reward_manager")
     return found.columns[prompt_column(data)] == "all" and bool(table.tables)
 
 
@@ -413,29 +261,7 @@ def _option_of(config: PPOConfig, name: str, found: Preview) -> str:
     return "data.train_files"
 
 
-def _rows(config: PPOConfig, table: RowTable, reader: PromptReader | None, found: Preview, limits: Limits) -> None:
-    """Find the rows that cannot be used."""
-    data, rm = config.data, config.reward_model
-    try:
-        check_prompts(table, data, found.rows, reader and reader.template, template_marks(reader), limits.rows)
-    except DataError as error:
-        found.error(str(error), prompt_option(data))
-    needs_truth = not rm.enable and rm.reward_manager in MANAGERS
-    is_built_in = not config.custom_reward_function.path and not rm.by_source and not rm.judge.url
-    check_ground_truths(table, data, found.rows, needs_truth, is_built_in)
-    try:
-        media = MediaColumns(_processor(config, found), {"image": data.image_key, "video": data.video_key})
-        if reader is not None:
-            media.check_supported(table)
-    except (DataError, NotImplementedError) as error:
-        found.error(str(error), "data.image_key" if "image_key" in str(error) else "data.video_key")
-    keys = (("image", data.image_key), ("video", data.video_key))
-    mismatches = mismatched_rows(table, prompt_column(data), lambda columns: [one for one in keys if one[1] in columns])
-    found.rows.bad_positions |= {**dict(mismatches), **found.rows.bad_positions}
-    finish_checks(table, data, found.rows)
-
-
-def _processor(config: PPOConfig, found: Preview) -> Any:
+def _processor(config: PPOConfig, found: Preview) -> ImagePrompts | None:
     """Return the model's processor if rows have images or videos."""
     data, model = config.data, config.actor_rollout_ref.model
     if all(found.columns[name] == "none" for name in (data.image_key, data.video_key)):
@@ -447,41 +273,67 @@ def _processor(config: PPOConfig, found: Preview) -> Any:
         return None
 
 
-def _prompts(config: PPOConfig, table: RowTable, reader: PromptReader | None, found: Preview, limits: Limits) -> None:
+def _rows(
+    config: PPOConfig,
+    table: RowTable,
+    tokenizer: PreTrainedTokenizerBase | None,
+    processor: ImagePrompts | None,
+    found: Preview,
+    limits: Limits,
+) -> None:
+    """Find the rows that cannot be used."""
+    data, rm, rows = config.data, config.reward_model, found.rows
+    try:
+        check_prompts(table, data, rows, tokenizer, limits.rows)
+    except DataError as error:
+        found.error(str(error), prompt_option(data))
+    is_built_in = not config.custom_reward_function.path and not rm.by_source and not rm.judge.url
+    check_ground_truths(table, data, rows, _needs_truth(config), is_built_in)
+    columns = {"image": data.image_key, "video": data.video_key}
+    try:
+        if tokenizer is not None:
+            MediaColumns(processor, columns).check_supported(table)
+    except (DataError, NotImplementedError) as error:
+        found.error(str(error), "data.image_key" if "image_key" in str(error) else "data.video_key")
+    for position, why in mismatched_rows(table, prompt_column(data), columns):
+        rows.bad_positions.setdefault(position, why)
+    finish_checks(table, data, rows)
+
+
+def _prompts(
+    config: PPOConfig,
+    table: RowTable,
+    tokenizer: PreTrainedTokenizerBase | None,
+    processor: ImagePrompts | None,
+    found: Preview,
+    limits: Limits,
+) -> None:
     """Render the first prompts, and count the tokens of many."""
     data, rows = config.data, found.rows
-    if not len(rows.good):
+    first = rows.good[: limits.prompts]
+    if tokenizer is None:
+        for position, value in zip(first.tolist(), table.select(first).column(prompt_column(data)), strict=True):
+            prompt = read_prompt(value, data)
+            lines = [prompt] if isinstance(prompt, str) else [f"{m['role']}: {m.get('content')}" for m in prompt]
+            found.prompts.append(Prompt(table.where(position), "\n".join(lines), None))
+        found.lengths = Lengths.of("bytes", rows.sizes, int(rows.sizes.max()))
         return
-    first = rows.good[: limits.prompts].tolist()
-    if reader is None:
-        for position, prompt in zip(first, table.select(first).column(prompt_column(data)), strict=True):
-            found.prompts.append(Prompt(table.where(position), _plain(read_prompt(prompt, data)), None))
-        found.lengths = in_bytes(rows.sizes)
-        return
-    prompts = Prompts(table, data, reader, _processor(config, found))
-    num_counted = limits.tokens if not prompts.keys or limits.tokens is None else min(limits.tokens, _IMAGE_ROWS)
+    prompts = Prompts(table, data, tokenizer, processor)
+    num_counted = limits.tokens if not prompts.kinds or limits.tokens is None else min(limits.tokens, _IMAGE_ROWS)
     try:
-        for position, text in zip(first, prompts.texts(first), strict=True):
-            if isinstance(text, str):
-                found.prompts.append(Prompt(table.where(position), text, prompts.lengths([position], [text])[0]))
-        found.lengths, known, refused = measure(
-            prompts, data.max_prompt_length, rows.good, rows.sizes, num_counted, list(rows.kinds.values())
-        )
+        found.lengths = prompts.measure(rows.good, rows.sizes, num_counted, list(rows.kinds.values()))
+        prompts.count(first, rows.sizes[: limits.prompts])
     except DataError as error:
-        found.error(f"{error}.", "data.train_files")
+        found.error(f"{str(error).rstrip('.')}.", "data.train_files")
         return
-    for position, why in refused:
+    for position, text in prompts.texts(first.tolist()).items():
+        found.prompts.append(Prompt(table.where(position), text, prompts.tokens[position]))
+    for position, why in prompts.refused.items():
         rows.refuse(table.where(position), why)
-    _length_findings(config, table, prompts, found, known)
+    _length_findings(config, table, prompts, found)
 
 
-def _plain(prompt: Any) -> str:
-    return prompt if isinstance(prompt, str) else "\n".join(f"{m['role']}: {m.get('content')}" for m in prompt)
-
-
-def _length_findings(
-    config: PPOConfig, table: RowTable, prompts: Prompts, found: Preview, known: dict[int, int]
-) -> None:
+def _length_findings(config: PPOConfig, table: RowTable, prompts: Prompts, found: Preview) -> None:
     data, lengths, rows = config.data, found.lengths, found.rows
     if lengths is None or not lengths.overlong:
         return
@@ -490,13 +342,12 @@ def _length_findings(
     key = "data.max_prompt_length"
     names = [name for name, part in zip(table.names, table.tables, strict=True) for _ in range(part.num_rows)]
     files = np.array(names, object)[rows.good]
-    for option, paths in config.data.files.items():
+    for option, paths in data.files.items():
         is_named = np.isin(files, [name for path in paths for name in rows.keys.get(str(path), ())])
         positions = rows.good[is_named]
-        found.overlong_of[option] = sum(known.get(i, 0) > data.max_prompt_length for i in positions.tolist())
-        if data.filter_overlong_prompts and none_fits(
-            prompts, data.max_prompt_length, positions, rows.sizes[is_named], known, _IMAGE_ROWS
-        ):
+        tokens = [prompts.tokens.get(position, 0) for position in positions.tolist()]
+        found.overlong_of[option] = sum(count > data.max_prompt_length for count in tokens)
+        if data.filter_overlong_prompts and prompts.none_fits(positions, rows.sizes[is_named], _IMAGE_ROWS):
             text = f"{longer}: with data.filter_overlong_prompts=true none of {option} would be left. Raise it."
             found.error(text, key, option)
             return
@@ -562,38 +413,150 @@ def _count_usable(config: PPOConfig, found: Preview) -> None:
 
 def _agents(config: PPOConfig, found: Preview) -> None:
     """Check that the agent loops named by the rows and the configuration are registered."""
-    rollout, external = config.actor_rollout_ref.rollout, os.environ.get("VERL_USE_EXTERNAL_MODULES")
+    rollout = config.actor_rollout_ref.rollout
     if rollout.mode != "async":
         if text := needs_agent_loops(rollout.mode, found.rows.agents):
             found.error(text, "data.train_files", "actor_rollout_ref.rollout.mode")
         return
-    if config.actor_rollout_ref.model.external_lib or external:
-        return
-    known, key, path = {SINGLE_TURN}, "actor_rollout_ref.rollout.agent", rollout.agent.agent_loop_config_path
+    if config.actor_rollout_ref.model.external_lib or os.environ.get("VERL_USE_EXTERNAL_MODULES"):
+        return  # a module of the user's registers what it likes
+    known, section, path = {SINGLE_TURN}, "actor_rollout_ref.rollout.agent", rollout.agent.agent_loop_config_path
     if path:
         file = Path(path).expanduser()
         if not file.is_file() or file.suffix not in (".yaml", ".yml"):
-            return  # a Python file registers what it likes
+            return  # so does a Python file
         import yaml
 
         try:
             entries = yaml.safe_load(file.read_text(encoding="utf-8"))
         except (yaml.YAMLError, UnicodeDecodeError) as error:
-            reason = " ".join(str(error).split())
-            found.error(f"{key}.agent_loop_config_path={path} is not YAML: {reason}.", f"{key}.agent_loop_config_path")
+            key, reason = f"{section}.agent_loop_config_path", " ".join(str(error).split())
+            found.error(f"{key}={path} is not YAML: {reason}.", key)
             return
         entries = entries if isinstance(entries, list) else [entries]
         known |= {entry["name"] for entry in entries if isinstance(entry, dict) and isinstance(entry.get("name"), str)}
-    known_names = f"known are {', '.join(sorted(known))}. Register yours in the file of {key}.agent_loop_config_path."
-    name = rollout.agent.default_agent_loop
-    if name not in known:
-        hint = did_you_mean(name, sorted(known)).rstrip("?")
-        text = f"{key}.default_agent_loop={name} is not a known agent loop{hint}; {known_names}"
-        found.error(text, f"{key}.default_agent_loop")
-    for name, count in found.rows.agents.items():
+    key = f"{section}.default_agent_loop"
+    named = [(rollout.agent.default_agent_loop, f"{key}={rollout.agent.default_agent_loop}", key)]
+    named += [(name, f"agent_name={name!r} of {n} rows", "data.train_files") for name, n in found.rows.agents.items()]
+    for name, setting, option in named:
         if name not in known:
             hint = did_you_mean(str(name), sorted(known)).rstrip("?")
             found.error(
-                f"agent_name={name!r} of {count} rows is not a known agent loop{hint}; {known_names}",
-                "data.train_files",
+                f"{setting} is not a known agent loop{hint}; known are {', '.join(sorted(known))}. Register yours in "
+                f"the file of {section}.agent_loop_config_path.",
+                option,
             )
+
+
+# -- Rewards: the run's reward function on rows of each data source, with right and wrong answers ----------------------
+
+
+def _rewards(config: PPOConfig, table: RowTable, found: Preview, limits: Limits) -> None:
+    """Try the function on some rows of each data source."""
+    rm, begin = config.reward_model, time.monotonic()
+    if rm.reward_manager not in MANAGERS:
+        found.note(f"reward_model.reward_manager={rm.reward_manager} is not tried: it is a user-defined manager.")
+        return
+    if rm.enable:
+        found.note("Scores of a reward model (reward_model.enable=true) are not tried here; those of functions are.")
+        if not config.custom_reward_function.path:
+            return
+    reward_kwargs = convert_to_regular_types(rm.reward_kwargs or {})
+    reward_kwargs = {key: value for key, value in reward_kwargs.items() if key not in MANAGERS_OWN}
+    function = _reward_function(config, reward_kwargs, found)
+    if function is None:
+        return
+    options = built_in_options(rm)
+    unknown = [] if rm.enable else [source for source in found.rows.sources if lacks_scorer(function, source, options)]
+    is_off = rm.self_test == "off" and not limits.asks_judge
+    if is_off:
+        found.note("The reward function is not tried (reward_model.self_test=off).")
+    for source, positions in found.rows.rows_of.items():
+        if source in unknown or is_off:
+            continue
+        if not limits.asks_judge and is_judged(function, source, options):
+            found.note(f"data_source={source!r} is scored by the judge, which is not called here.")
+            continue
+        if time.monotonic() - begin > _LONGEST_S:
+            found.note(f"data_source={source!r} and those after it are not tried: scoring takes too long.")
+            break
+        rows = [_trial_row(table, int(positions[i]), source) for i in evenly_spaced(len(positions), limits.scored)]
+        trial = try_function(
+            function,
+            source,
+            rows,
+            found.rows.sources[source],
+            is_batch=rm.reward_manager == "batch",
+            timeout_s=limits.patience,
+            seconds=10 * limits.patience,
+            reward_kwargs=reward_kwargs,
+        )
+        found.scores.append(trial)
+        _trial_findings(config, function, trial, found)
+    if unknown:
+        names = ", ".join(map(repr, unknown[:5])) + (", ..." if len(unknown) > 5 else "")
+        # a sample of the rows may not have this source
+        level: Level = "error" if rm.on_error == "stop" and config.data.train_max_samples < 0 else "warning"
+        positions = found.rows.rows_of.get(unknown[0], np.zeros(0, np.int64))
+        first = f" (first: {table.where(int(positions[0]))})" if len(positions) else ""
+        found.add(
+            level,
+            f"There is no built-in scorer for {config.data.reward_fn_key}={names}{first}."
+            f"{nearest_name(str(unknown[0]), SOURCES)} Name a function of your own with custom_reward_function.path, "
+            "for one source alone with reward_model.by_source, or correct the column (data.reward_fn_key).",
+            "data.reward_fn_key",
+        )
+
+
+def _reward_options(config: PPOConfig) -> tuple[str, ...]:
+    """Return the options that choose the function."""
+    by_source = ("reward_model.by_source",) if config.reward_model.by_source else ()
+    return (*(_FUNCTION if config.custom_reward_function.path else ()), *by_source)
+
+
+def _reward_function(config: PPOConfig, reward_kwargs: Mapping[str, Any], found: Preview) -> RawRewardFn | None:
+    """Load the run's function in processes of its own; add a finding if it cannot be loaded or called."""
+    section, manager = config.custom_reward_function, config.reward_model.reward_manager
+    found.reward = f"{section.path}:{section.name}" if section.path else "built in, by data source"
+    parameters = BATCH_PARAMETERS if manager == "batch" else PARAMETERS
+    setting = f"custom_reward_function.name={section.name}"
+    try:
+        function = reward_function(config, workers=1, start_timeout_s=_START_S)
+        for one in functions_of(function):
+            check_signature(one, parameters, reward_kwargs, by_place=manager == "prime")
+        return function
+    except SlowStart as error:
+        found.warn(f"{setting} was not tried: {error}", *_FUNCTION)
+    except (OSError, ImportError, RuntimeError, AttributeError, ValueError) as error:
+        found.error(f"{setting} cannot be loaded: {error}", *dict.fromkeys((*_FUNCTION, *_reward_options(config))))
+    except TypeError as error:
+        found.error(f"reward_model.reward_manager={manager}: {error}", *_FUNCTION)
+    return None
+
+
+def _trial_row(table: RowTable, position: int, source: str) -> TrialRow:
+    row = table[position]
+    info = row.get("extra_info")
+    info = info if isinstance(info, Mapping) else {}
+    return TrialRow(table.where(position), source, row["reward_model"]["ground_truth"], info)
+
+
+def _trial_findings(config: PPOConfig, function: RawRewardFn, trial: Trial, found: Preview) -> None:
+    """Add what a trial found: errors if a run would stop at it, else warnings, and notes."""
+    rm, options = config.reward_model, _reward_options(config)
+    errors, warnings = trial.problems()
+    would_stop = rm.self_test == "stop"
+    if trial.error:
+        # a timeout here is no proof, as a run waits longer
+        would_stop = trial.kind is not Outcome.TIMEOUT and rm.on_error == "stop" and not rm.max_errors
+    for text in errors:
+        if trial.error and trial.kind is not None and would_stop:
+            is_own = not is_built_in(function_for(function, trial.data_source))
+            key = "/".join(option for option in options if not option.endswith(".name")) if is_own else None
+            text += (
+                f"\n{way_out_of(trial.kind, key)} If a function fails only on these made-up responses, set "
+                "reward_model.self_test=off."
+            )
+        found.add("error" if would_stop else "warning", text, *options, "data.train_files")
+    for text in warnings:
+        found.note(text)
