@@ -27,15 +27,13 @@ from verl.preflight.machine import (
     room_for_checkpoints,
 )
 from verl.preflight.models import missing_models, missing_tokenizer
-from verl.preflight.report import Finding, Report
-from verl.utils.py_functional import excerpt, unchanged_environment
+from verl.preflight.report import Finding, Level, Report, preview_lines
+from verl.utils.py_functional import unchanged_environment
 
 if TYPE_CHECKING:
     from verl.preflight.data import Limits, Preview
-    from verl.rewards.functions.trial import Trial
 
 _THIS = Machine()
-_BAR = 40
 _PASSED = "_preflight"
 """Attribute of a configuration that passed the checks, so that the start of a run does not repeat them."""
 
@@ -65,21 +63,19 @@ def examine(
 
 def examine_loaded(loaded: LoadedConfig, machine: Machine = _THIS, limits: Limits | None = None) -> Report:
     """Check a configuration that is composed already."""
-    report = Report(_findings("error", loaded.problems), config=loaded.config)
+    config, report = loaded.config, Report(_findings("error", loaded.problems), config=loaded.config)
     report.findings += [Finding("warning", warning) for warning in loaded.warnings]
-    if loaded.problems:
-        with _environment(loaded.config):
-            report.findings += _findings("error", [*missing_files(loaded.config), *missing_models(loaded.config)])
-        return report
-    report.findings += _unused_options(loaded.config, loaded.given, loaded.warnings)
-    with _environment(loaded.config):
-        return _add_all(report, loaded.config, machine, limits)
+    if not loaded.problems:
+        return _examine(report, config, loaded.given, loaded.warnings, machine, limits)
+    # of options that contradict each other only the files and models are looked at: estimates would make no sense
+    with _environment(config):
+        report.findings += _findings("error", [*missing_files(config), *missing_models(config)])
+    return report
 
 
 def examine_config(config: PPOConfig, machine: Machine = _THIS, limits: Limits | None = None) -> Report:
     """Check a configuration that has passed its own validators."""
-    with _environment(config):
-        return _add_all(Report(_unused_options(config, given_to(config), ()), config=config), config, machine, limits)
+    return _examine(Report(config=config), config, given_to(config), (), machine, limits)
 
 
 def examine_data(config: PPOConfig, given: frozenset[str], limits: Limits | None = None) -> Report:
@@ -111,7 +107,7 @@ def refuse(config: PPOConfig) -> Report | None:
 
 def passed(config: PPOConfig) -> None:
     """Mark a configuration as checked."""
-    object.__setattr__(config, _PASSED, True)
+    object.__setattr__(config, _PASSED, True)  # a section refuses attributes that are no options
 
 
 @contextmanager
@@ -123,31 +119,40 @@ def _environment(config: PPOConfig) -> Iterator[None]:
         yield
 
 
-def _unused_options(config: PPOConfig, given: Iterable[str], warnings: Iterable[str]) -> list[Finding]:
-    """Find options that are set but never read, which a run would report after its first update."""
-    levels = {"error": "error", "warn": "warning"}
-    level = levels.get(config.trainer.unread_keys)
-    return _findings(level, unused_in_source(config, given, warnings)) if level else []
+def _examine(
+    report: Report,
+    config: PPOConfig,
+    given: Iterable[str],
+    warnings: Iterable[str],
+    machine: Machine,
+    limits: Limits | None,
+) -> Report:
+    """Add the findings of every check.
 
-
-def _add_all(report: Report, config: PPOConfig, machine: Machine, limits: Limits | None) -> Report:
-    errors: list[Problem] = [
-        *missing_files(config),
-        *missing_models(config),
-        *missing_devices(config, machine),
-        *missing_packages(config, machine),
-        *names_in_files(config),
-        *missing_modules(config),
-        *missing_services(config),
-    ]
-    report.findings += _findings("error", errors)
-    for level, found in room_for_checkpoints(config, checkpoint_bytes(config)):
-        report.findings += _findings(level, [found])
-    data = _add_data(report, config, limits)
-    report.findings += _findings("error", unfilled_batch(config, data))
-    report.findings += _findings("warning", find(config, "advice", total_steps=total_steps(config, data)))
-    report.derivation = derivation(config, data)
-    add_memory(report, config, machine)
+    Args:
+        given: options that the user set. One that nothing reads would be reported by a run after its first update.
+        warnings: those of composing, not to be repeated.
+    """
+    levels: dict[str, Level] = {"error": "error", "warn": "warning"}
+    if level := levels.get(config.trainer.unread_keys):
+        report.findings += _findings(level, unused_in_source(config, given, warnings))
+    with _environment(config):
+        for check in (
+            missing_files(config),
+            missing_models(config),
+            missing_devices(config, machine),
+            missing_packages(config, machine),
+            names_in_files(config),
+            missing_modules(config),
+            missing_services(config),
+        ):
+            report.findings += _findings("error", check)
+        report.findings += room_for_checkpoints(config, checkpoint_bytes(config))
+        data = _add_data(report, config, limits)
+        report.findings += _findings("error", unfilled_batch(config, data))
+        report.findings += _findings("warning", find(config, "advice", total_steps=total_steps(config, data)))
+        report.derivation = derivation(config, data)
+        add_memory(report, config, machine)
     return report
 
 
@@ -157,38 +162,11 @@ def _add_data(report: Report, config: PPOConfig, limits: Limits | None) -> Previ
 
     blamed = {key.partition(".")[0] for finding in report.errors for key in finding.keys}
     data = report.data = preview(config, limits, not blamed & {"custom_reward_function", "reward_model"})
-    report.findings += [finding for finding in data.findings if finding.level != "note"]
-    report.notes += [finding for finding in data.findings if finding.level == "note"]
-    report.preview = [f"  prompt  {excerpt(prompt.text, 160)}" for prompt in data.prompts]
-    report.preview += _lengths(data, config.data.max_prompt_length)
-    report.preview += [_reward(trial) for trial in data.scores if not trial.error]
+    for finding in data.findings:
+        (report.notes if finding.level == "note" else report.findings).append(finding)
+    report.preview = preview_lines(data, config.data.max_prompt_length)
     return data
 
 
-def _lengths(data: Preview, limit: int) -> list[str]:
-    """Return a text histogram of prompt lengths."""
-    lengths = data.lengths
-    if lengths is None:
-        return []
-    tallest = max(count for *_, count in lengths.histogram)
-    of = f" of {len(data.rows.good)}" if lengths.counted < len(data.rows.good) else ""
-    head = f"  {lengths.unit} of {lengths.counted}{of} prompts (data.max_prompt_length={limit})"
-    return [head] + [
-        f"  {start:>6} to {end - 1:<6} {'#' * max(1, _BAR * count // tallest)} {count}"
-        for start, end, count in lengths.histogram
-        if count
-    ]
-
-
-def _reward(trial: Trial) -> str:
-    from verl.rewards.functions.trial import mean
-
-    if not trial.known_good:
-        known_bad = f"{mean(trial.known_bad):g} for known-bad answers"
-        return f"  reward  {trial.data_source}: {known_bad}; the rows do not say what is right"
-    right = f"{mean(trial.known_good):g} for known-good answers, written as {trial.form!r}"
-    return f"  reward  {trial.data_source}: {right}; {mean(trial.known_bad):g} for known-bad answers"
-
-
-def _findings(level: str, problems: Iterable[Problem]) -> list[Finding]:
+def _findings(level: Level, problems: Iterable[Problem]) -> list[Finding]:
     return [Finding(level, problem.text, (problem.key, *problem.also)) for problem in problems]

@@ -7,13 +7,15 @@ import math
 import re
 import sys
 import textwrap
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from verl.utils.py_functional import excerpt
 
 if TYPE_CHECKING:
     from verl.config.ppo import PPOConfig
     from verl.preflight.data import Preview
-    from verl.preflight.rows import Lengths
     from verl.rewards.functions.trial import Trial
 
 Level = Literal["error", "warning", "note"]
@@ -118,41 +120,33 @@ class Report:
         """Return the report as text, errors last."""
         blocks = []
         if self.derivation:
-            blocks.append("what one training step does\n" + "\n".join(map(_number, self.derivation)))
+            numbers = [
+                wrapped(f"  {number.name:<15} ", number.text + (f"  [{', '.join(number.keys)}]" if number.keys else ""))
+                for number in self.derivation
+            ]
+            blocks.append(["what one training step does", *numbers])
         if self.memory or self.memory_notes:
-            blocks.append(
-                "\n".join(["memory of one process, by phase", *_memory_table(self.memory), *self.memory_notes])
-            )
+            blocks.append(["memory of one process, by phase", *_memory_table(self.memory), *self.memory_notes])
         if self.preview or self.notes:
             notes = [wrapped("  note    ", finding.text) for finding in self.notes]
-            blocks.append("\n".join(["data and reward", *self.preview, *notes]))
-        blocks.append(_findings("warnings: it would run, but", self.warnings))
-        blocks.append(_findings("errors: the run would not start", self.errors))
-        return "\n\n".join([*filter(None, blocks), self.totals])
+            blocks.append(["data and reward", *self.preview, *notes])
+        titles = {"warnings: it would run, but": self.warnings, "errors: the run would not start": self.errors}
+        for title, findings in titles.items():
+            if findings:
+                lines = [wrapped(f"{number:>3}. ", finding.text) for number, finding in enumerate(findings, 1)]
+                blocks.append([title, *lines])
+        return "\n\n".join(["\n".join(block) for block in [*blocks, [self.totals]]])
 
     @property
     def totals(self) -> str:
         """``1 error, no warnings``."""
-        return f"{_counted(len(self.errors), 'error')}, {_counted(len(self.warnings), 'warning')}"
+        counts = {"error": len(self.errors), "warning": len(self.warnings)}
+        return ", ".join(f"{count or 'no'} {noun}{'' if count == 1 else 's'}" for noun, count in counts.items())
 
 
 def format_bytes(number: float) -> str:
     """``3.1 GiB`` or ``310 MiB``."""
     return f"{number / 2**30:.1f} GiB" if number >= 2**30 else f"{number / 2**20:.0f} MiB"
-
-
-def _counted(number: int, noun: str) -> str:
-    return f"{number or 'no'} {noun}{'' if number == 1 else 's'}"
-
-
-def _findings(title: str, findings: list[Finding]) -> str:
-    lines = [wrapped(f"{number:>3}. ", finding.text) for number, finding in enumerate(findings, 1)]
-    return "\n".join([title, *lines]) if lines else ""
-
-
-def _number(number: Number) -> str:
-    keys = f"  [{', '.join(number.keys)}]" if number.keys else ""
-    return wrapped(f"  {number.name:<15} ", f"{number.text}{keys}")
 
 
 def wrapped(start: str, text: str) -> str:
@@ -161,46 +155,60 @@ def wrapped(start: str, text: str) -> str:
     for number, line in enumerate(text.splitlines()):
         own = " " * (len(line) - len(line.lstrip()))
         indent = " " * len(start) + own
-        lines.append(
-            textwrap.fill(
-                line.strip(),
-                _WIDTH,
-                initial_indent=indent if number else start + own,
-                subsequent_indent=indent,
-                break_long_words=False,
-                break_on_hyphens=False,
-            )
+        first = indent if number else start + own
+        # keys and paths are not broken: they are to be copied
+        fill = textwrap.TextWrapper(
+            _WIDTH, initial_indent=first, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
         )
+        lines.append(fill.fill(line.strip()))
     return "\n".join(lines)
 
 
 def _memory_table(rows: list[PhaseMemory]) -> list[str]:
     """Return the lines of a table with a column per phase and a row per part."""
-    names = list(dict.fromkeys(name for row in rows for name, size in row.parts.items() if size))
     if not rows:
         return []
     lines = [["", *(row.phase for row in rows)]]
-    lines += [[name, *(_cell(row.parts.get(name, 0)) for row in rows)] for name in names]
+    for name in dict.fromkeys(name for row in rows for name, size in row.parts.items() if size):
+        sizes = [row.parts.get(name, 0) for row in rows]
+        lines.append([name, *(format_bytes(size) if size else "-" for size in sizes)])
     lines += [["total", *(format_bytes(row.total) for row in rows)], ["most of it", *(row.largest for row in rows)]]
     first, *widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    table = [
-        "  "
-        + "  ".join([line[0].ljust(first), *(cell.rjust(width) for cell, width in zip(line[1:], widths, strict=True))])
-        for line in lines
-    ]
+    table = ["  " + "  ".join([line[0].ljust(first), *map(str.rjust, line[1:], widths)]) for line in lines]
     hints = {row.largest: row.way_out for row in rows if row.way_out}
     return table + [wrapped("  ", f"less {name}: {way_out}") for name, way_out in hints.items()]
 
 
-def _cell(size: int) -> str:
-    return format_bytes(size) if size else "-"
+# -- the preview of the data, as lines, as JSON, and for a terminal; rich is imported only to print it ----------------
 
-
-# -- the data preview of ``verl check``, as JSON and for a terminal; rich is imported only to print it ----------------
-
+_BAR = 40
 _SHOWN_BAD = 10
-_STYLES = {"error": "red", "warning": "yellow", "note": "dim"}
 _SHOWN_CHARACTERS = 1500
+_STYLES = {"error": "red", "warning": "yellow", "note": "dim"}
+
+
+def preview_lines(found: Preview, limit: int) -> list[str]:
+    """Return prompts, a histogram of their lengths, and rewards, as lines of text.
+
+    Args:
+        limit: ``data.max_prompt_length``.
+    """
+    lines = [f"  prompt  {excerpt(prompt.text, 160)}" for prompt in found.prompts]
+    if lengths := found.lengths:
+        tallest = max(count for *_, count in lengths.histogram)
+        of = f" of {len(found.rows.good)}" if lengths.counted < len(found.rows.good) else ""
+        lines.append(f"  {lengths.unit} of {lengths.counted}{of} prompts (data.max_prompt_length={limit})")
+        for start, end, count in lengths.histogram:
+            if count:
+                lines.append(f"  {start:>6} to {end - 1:<6} {'#' * max(1, _BAR * count // tallest)} {count}")
+    for trial in found.scores:
+        known_bad = f"{_mean(trial.known_bad, math.nan):g} for known-bad answers" if not trial.error else ""
+        if known_bad and trial.known_good:
+            right = f"{_mean(trial.known_good):g} for known-good answers, written as {trial.form!r}"
+            lines.append(f"  reward  {trial.data_source}: {right}; {known_bad}")
+        elif known_bad:
+            lines.append(f"  reward  {trial.data_source}: {known_bad}; the rows do not say what is right")
+    return lines
 
 
 def to_json(found: Preview, report: Report) -> dict[str, Any]:
@@ -219,31 +227,34 @@ def to_json(found: Preview, report: Report) -> dict[str, Any]:
         "prompts": [dataclasses.asdict(prompt) for prompt in found.prompts],
         "lengths": None if found.lengths is None else dataclasses.asdict(found.lengths),
         "reward": found.reward,
-        "scores": [_scores_json(scores) for scores in found.scores],
+        "scores": [
+            {
+                "data_source": trial.data_source,
+                "rows": trial.rows,
+                "scored": trial.tried,
+                "form": trial.form,
+                "gold": _mean(trial.known_good),
+                "garbage": _mean(trial.known_bad),
+                "other": _mean(trial.other),
+                "constant": trial.constant,
+                "low_gold": trial.low_known_good,
+                "error": trial.error,
+            }
+            for trial in found.scores
+        ],
         "seconds": round(found.seconds, 3),
     }
 
 
-def _scores_json(scores: Trial) -> dict[str, Any]:
-    from verl.rewards.functions.trial import mean
-
-    means = {"gold": mean(scores.known_good), "garbage": mean(scores.known_bad), "other": mean(scores.other)}
-    return {
-        "data_source": scores.data_source,
-        "rows": scores.rows,
-        "scored": scores.tried,
-        "form": scores.form,
-        **{name: None if math.isnan(value) else value for name, value in means.items()},
-        "constant": scores.constant,
-        "low_gold": scores.low_known_good,
-        "error": scores.error,
-    }
+def _mean(values: list[float], of_none: float | None = None) -> Any:
+    return sum(values) / len(values) if values else of_none
 
 
 def show(found: Preview, report: Report) -> None:
     """Print everything, errors last."""
     from rich.console import Console
     from rich.markup import escape
+    from rich.table import Table
     from rich.text import Text
 
     class PipeConsole(Console):
@@ -252,18 +263,41 @@ def show(found: Preview, report: Report) -> None:
         def on_broken_pipe(self) -> None:
             raise BrokenPipeError
 
+    def table(heads: Sequence[str], lines: Iterable[Sequence[str]]) -> Table:
+        made = Table(*heads, box=None, header_style="bold", pad_edge=False)
+        for line in lines:
+            made.add_row(*map(escape, line))
+        return made
+
     console = PipeConsole(highlight=False, soft_wrap=not sys.stdout.isatty())
-    console.print(_files(found))
+    console.print(table(("file", "rows"), [(file.path, str(file.rows)) for file in found.rows.files]))
+    console.print(table(("column", "type", ""), _columns(found)))
     for prompt in found.prompts:
         tokens = "" if prompt.tokens is None else f", {prompt.tokens} tokens"
         console.rule(f"prompt of {escape(prompt.where)}{tokens}", style="dim", align="left")
-        console.print(_visible(prompt.text, found.special_tokens))
+        text = prompt.text
+        if len(text) > _SHOWN_CHARACTERS:
+            half = _SHOWN_CHARACTERS // 2
+            text = f"{text[:half]}\n[... {len(text) - 2 * half} characters ...]\n{text[-half:]}"
+        highlighted = Text(text)
+        highlighted.highlight_words([token for token in found.special_tokens if len(token) > 1], style="bold reverse")
+        console.print(highlighted)
     if found.prompts:
         console.rule(style="dim")
-    if found.lengths is not None:
-        console.print(_lengths(found.lengths))
+    if lengths := found.lengths:
+        most = max(count for *_, count in lengths.histogram)
+        bars = [(f"{a}-{b - 1}", str(n), "█" * math.ceil(_BAR * n / most)) for a, b, n in lengths.histogram]
+        console.print(table((lengths.unit, "prompts", ""), bars))
+        line = (
+            f"lengths of {lengths.counted} prompts: {lengths.shortest} to {lengths.longest} {lengths.unit}, "
+            f"median {lengths.median:g}, 95% up to {lengths.p95:.0f}"
+        )
+        if lengths.unit == "tokens":
+            line += f"; {'' if lengths.is_overlong_exact else 'at least '}{lengths.overlong} too long"
+        console.print(Text(line))
     if found.scores:
-        console.print(_rewards(found))
+        console.print(Text(f"rewards ({found.reward})"))
+        console.print(table(_REWARD_HEADS, map(_reward_line, found.scores)))
     for row in found.rows.bad[:_SHOWN_BAD]:
         console.print(Text(f"bad: {row}", style="red"))
     if found.rows.num_bad > _SHOWN_BAD:
@@ -277,84 +311,24 @@ def show(found: Preview, report: Report) -> None:
     )
 
 
-def _files(found: Preview) -> Any:
-    from rich.console import Group
-    from rich.markup import escape
-    from rich.table import Table
+_REWARD_HEADS = (
+    "data source", "rows", "scored", "known-good", "known-bad", "other rows'", "known-good answers written as"
+)  # fmt: skip
 
-    files = Table("file", "rows", box=None, header_style="bold", pad_edge=False)
-    kinds: dict[str, dict[str, None]] = {}
+
+def _reward_line(trial: Trial) -> tuple[str, ...]:
+    means = [_mean(values) for values in (trial.known_good, trial.known_bad, trial.other)]
+    shown = ["-" if value is None else f"{value:.3f}" for value in means]
+    return (trial.data_source, str(trial.rows), str(trial.tried), *shown, trial.form or "-")
+
+
+def _columns(found: Preview) -> Iterator[tuple[str, str, str]]:
+    """Yield (column, its types in the files, remark), also of columns that no file has."""
+    types: dict[str, dict[str, None]] = {}
     for file in found.rows.files:
-        files.add_row(escape(file.path), str(file.rows))
         for name, kind in file.columns.items():
-            kinds.setdefault(name, {})[_kind(kind)] = None
-    columns = Table("column", "type", "", box=None, header_style="bold", pad_edge=False)
-    for name in (*kinds, *(name for name, files_with_it in found.columns.items() if files_with_it == "none")):
+            kind = re.sub(r"(element|item): ", "", kind)  # Arrow's names of the items of a list
+            types.setdefault(name, {})[kind if len(kind) <= 60 else f"{kind[:57]}..."] = None
+    for name in (*types, *(name for name, files_with_it in found.columns.items() if files_with_it == "none")):
         remark = {"none": "missing", "some": "in some files only"}.get(found.columns.get(name, ""), "")
-        columns.add_row(escape(name), escape(" or ".join(kinds.get(name, ()))), remark)
-    return Group(files, columns)
-
-
-def _kind(kind: str) -> str:
-    """Return a short form of an Arrow type."""
-    kind = re.sub(r"(element|item): ", "", kind)
-    return kind if len(kind) <= 60 else f"{kind[:57]}..."
-
-
-def _visible(text: str, special: tuple[str, ...]) -> Any:
-    """Return a text with its special tokens highlighted; a very long one is shortened in the middle."""
-    from rich.text import Text
-
-    if len(text) > _SHOWN_CHARACTERS:
-        half = _SHOWN_CHARACTERS // 2
-        text = f"{text[:half]}\n[... {len(text) - 2 * half} characters ...]\n{text[-half:]}"
-    highlighted = Text(text)
-    highlighted.highlight_words([token for token in special if len(token) > 1], style="bold reverse")
-    return highlighted
-
-
-def _lengths(lengths: Lengths) -> Any:
-    from rich.console import Group
-    from rich.table import Table
-    from rich.text import Text
-
-    most = max(count for *_, count in lengths.histogram)
-    table = Table(lengths.unit, "prompts", "", box=None, header_style="bold", pad_edge=False)
-    for start, end, count in lengths.histogram:
-        table.add_row(f"{start}-{end - 1}", str(count), "█" * math.ceil(40 * count / most))
-    line = (
-        f"lengths of {lengths.counted} prompts: {lengths.shortest} to {lengths.longest} {lengths.unit}, "
-        f"median {lengths.median:g}, 95% up to {lengths.p95:.0f}"
-    )
-    if lengths.unit == "tokens":
-        line += f"; {'' if lengths.is_overlong_exact else 'at least '}{lengths.overlong} too long"
-    return Group(table, Text(line))
-
-
-def _rewards(found: Preview) -> Any:
-    from rich.console import Group
-    from rich.markup import escape
-    from rich.table import Table
-    from rich.text import Text
-
-    heads = (
-        "data source",
-        "rows",
-        "scored",
-        "known-good",
-        "known-bad",
-        "other rows'",
-        "known-good answers written as",
-    )
-    table = Table(*heads, box=None, header_style="bold", pad_edge=False)
-    for scores in found.scores:
-        means = [_mean_text(part) for part in (scores.known_good, scores.known_bad, scores.other)]
-        counts = (str(scores.rows), str(scores.tried))
-        table.add_row(escape(scores.data_source), *counts, *means, escape(scores.form or "-"))
-    return Group(Text(f"rewards ({found.reward})"), table)
-
-
-def _mean_text(values: list[float]) -> str:
-    from verl.rewards.functions.trial import mean
-
-    return f"{mean(values):.3f}" if values else "-"
+        yield name, " or ".join(types.get(name, ())), remark
