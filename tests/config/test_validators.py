@@ -284,11 +284,11 @@ def test_a_bad_configuration_is_refused(case):
 
 
 def test_every_error_is_raised_by_some_case():
-    validators = [check.function for check in VALIDATORS if check.severity == "error"]
-    untouched = {check.__name__ for check in validators} - {"unsupported_values", "unknown_names"}
+    validators = {check.name: check.function for check in VALIDATORS if check.severity == "error"}
+    untouched = set(validators) - {"unsupported_values", "unknown_names"}
     for words in [*(words for words, _ in BAD.values()), *([ZERO, *words] for words, _ in BAD_ZERO)]:
         config = loaded_with(*words).config
-        untouched -= {check.__name__ for check in validators if check.__name__ in untouched and list(check(config))}
+        untouched -= {name for name in untouched if list(validators[name](config))}
     assert not untouched
 
 

@@ -5,7 +5,7 @@ from typing import ClassVar, Literal
 
 from verl.batch import MicroBatching
 from verl.config.algorithm import KLKind, RolloutCorrectionConfig
-from verl.config.base import Config, option, section
+from verl.config.base import Config, option, read_if, section
 from verl.config.engine import DeepSpeedConfig, FSDPConfig, OptimConfig, Strategy
 from verl.config.trainer import CheckpointConfig
 
@@ -13,6 +13,9 @@ LossAggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean",
 """How token losses become one number: mean over all tokens (DAPO, Yu et al. 2025, arXiv:2503.14476); mean over
 responses of their sums; mean over responses of their means (GRPO as published); sum over all divided by the response
 window, a constant (Dr. GRPO, Liu et al. 2025, arXiv:2503.20783); sum over all tokens of the mini-batch."""
+
+
+_IN_CHUNKS = "entropy and log-probs are always computed in chunks and recomputed in backward"
 
 
 @dataclass
@@ -125,7 +128,7 @@ class ActorConfig(Config):
     loss_agg_mode: LossAggMode = "token-mean"
     """How token losses become one number."""
 
-    loss_scale_factor: int | None = option(None, above=0)
+    loss_scale_factor: int | None = option(None, read_if("loss_agg_mode", "seq-mean-token-sum-norm"), above=0)
     """Tokens: the constant divisor of ``loss_agg_mode=seq-mean-token-sum-norm``. Null: ``rollout.response_length``."""
 
     rl_loss_coef: float = option(1.0, at_least=0)
@@ -164,10 +167,10 @@ class ActorConfig(Config):
     use_torch_compile: bool = True
     """Compile the head's maths with torch.compile. On CUDA only."""
 
-    kl_loss_coef: float = option(0.001, at_least=0)
+    kl_loss_coef: float = option(0.001, read_if("use_kl_loss"), at_least=0)
     """Weight of the KL loss. Read only with ``use_kl_loss``."""
 
-    kl_loss_type: KLKind = "low_var_kl"
+    kl_loss_type: KLKind = option("low_var_kl", read_if("use_kl_loss"))
     """Estimator of the KL loss. ``full``: the KL itself, summed over the vocabulary, for one more forward pass of the
     reference in every update; it must be in the actor's processes, where it is by default. Read only with
     ``use_kl_loss``."""
@@ -202,10 +205,10 @@ class ActorConfig(Config):
     ``use_remove_padding``. Token budgets per device are then multiplied by it; batches are split over workers / size.
     Source: DeepSpeed-Ulysses, Jacobs et al. 2023 (arXiv:2309.14509)."""
 
-    entropy_from_logits_with_chunking: bool = False
+    entropy_from_logits_with_chunking: bool = option(False, never_read=_IN_CHUNKS)
     """Compute entropy in chunks. Always so here: both values do the same."""
 
-    entropy_checkpointing: bool = False
+    entropy_checkpointing: bool = option(False, never_read=_IN_CHUNKS)
     """Recompute entropy in backward. Always so here: both values do the same."""
 
     fsdp_config: FSDPConfig = section(FSDPConfig)
@@ -268,10 +271,10 @@ class RefConfig(Config):
     ulysses_sequence_parallel_size: int = option(1, above=0)
     """Ranks that share one sequence; follows the actor's."""
 
-    entropy_from_logits_with_chunking: bool = False
+    entropy_from_logits_with_chunking: bool = option(False, never_read=_IN_CHUNKS)
     """Both values do the same."""
 
-    entropy_checkpointing: bool = False
+    entropy_checkpointing: bool = option(False, never_read=_IN_CHUNKS)
     """Both values do the same."""
 
     @property

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar, Literal, NamedTuple
 
-from verl.config.base import Config, option, section
+from verl.config.base import Config, ReadIf, option, read_if, section
 
 RatioLevel = Literal["token", "sequence", "geometric"]
 """Over what pi_old / pi_rollout is taken: each token, the product over its response, or the geometric mean over it."""
@@ -156,6 +156,7 @@ class KLControlConfig(Config):
     """Coefficient of the KL penalty in the reward."""
 
     _target_: ClassVar[str] = "verl.trainer.config.KLControlConfig"
+    _read_if: ClassVar[ReadIf] = read_if("algorithm.use_kl_in_reward")
 
     type: Literal["fixed", "adaptive"] = "fixed"
     """``fixed``, or ``adaptive``: steered towards ``target_kl`` (Ziegler et al. 2019, arXiv:1909.08593)."""
@@ -163,10 +164,10 @@ class KLControlConfig(Config):
     kl_coef: float = option(0.001, at_least=0)
     """Coefficient; the first one if adaptive. Reward points per nat."""
 
-    horizon: int = option(10000, above=0)
+    horizon: int = option(10000, read_if("type", "adaptive"), above=0)
     """Adaptive: over this many responses the coefficient changes by at most about a fifth; larger is slower."""
 
-    target_kl: float = option(0.1, above=0)
+    target_kl: float = option(0.1, read_if("type", "adaptive"), above=0)
     """Adaptive: KL per response token to steer to, in nats."""
 
 
@@ -174,17 +175,21 @@ class KLControlConfig(Config):
 class PFPPOConfig(Config):
     """Policy-filtration PPO (Shen & Zhang 2024, arXiv:2409.06957): resample responses by score before the update."""
 
+    _read_if: ClassVar[ReadIf] = read_if("algorithm.use_pf_ppo", remark="takes every response once")
+
     reweight_method: Literal["pow", "max_min", "max_random"] = "pow"
     """How scores s become sampling weights: ``pow``: |s|^weight_pow; ``max_min``: the highest and the lowest scores of
     the batch alone; ``max_random``: 4 for the highest, 1 for others."""
 
-    weight_pow: float = option(2.0, at_least=0)
+    weight_pow: float = option(2.0, read_if("reweight_method", "pow", remark="does not read it"), at_least=0)
     """Exponent of ``pow``. 0: every response is as likely as any other."""
 
 
 @dataclass
 class FilterGroupsConfig(Config):
     """Dynamic sampling (DAPO: Yu et al. 2025, arXiv:2503.14476): train on groups whose responses differ in reward."""
+
+    _read_if: ClassVar[ReadIf] = read_if("enable", remark="trains on every group")
 
     enable: bool = False
     """Drop groups whose responses all score alike, and use further prompts until ``data.train_batch_size`` are left.
@@ -229,6 +234,8 @@ class RewardNormConfig(Config):
 @dataclass
 class OverlongBufferConfig(Config):
     """Penalty of responses that come close to the length limit. Source: Yu et al. 2025, DAPO (arXiv:2503.14476)."""
+
+    _read_if: ClassVar[ReadIf] = read_if("enable")
 
     enable: bool = False
     """Add -penalty_factor x clip((length - (response_length - len)) / len, 0, 1) to the score."""
@@ -351,7 +358,7 @@ class AlgorithmConfig(Config):
     use_kl_in_reward: bool = False
     """Subtract kl_coef x KL(policy || reference) from the reward of every token. Starts a reference model."""
 
-    kl_penalty: KLKind = "kl"
+    kl_penalty: KLKind = option("kl", read_if("use_kl_in_reward"))
     """Estimator of that KL; not ``full``, which a reward cannot know. See also ``actor.kl_loss_type``, its sibling for
     the loss."""
 

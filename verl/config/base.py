@@ -69,9 +69,32 @@ class Bounds(NamedTuple):
         return None
 
 
-def option(default: Any, **bounds: float) -> Any:
-    """A field whose number must stay within ``Bounds(**bounds)``, or whose default is a list or dict."""
-    metadata = {"bounds": Bounds(**bounds)} if bounds else {}
+class ReadIf(NamedTuple):
+    """Value that another option must have for an option to be read; without it, setting the latter has no effect."""
+
+    key: str
+    """The other option: a name in the same section, or a dotted key from the root."""
+    values: tuple[str, ...]
+    """Values that will do, as a user writes them. Empty: all but null, false, 0 and what holds nothing."""
+    remark: str
+    """End of the warning's sentence, after the other option and its value."""
+
+
+def read_if(key: str, *values: str, remark: str = "") -> ReadIf:
+    """The condition under which an option, or all options of a section (``_read_if``), are read."""
+    return ReadIf(key, values, remark)
+
+
+def option(default: Any, *conditions: ReadIf, never_read: str = "", **bounds: float) -> Any:
+    """A field that says more of itself than its type.
+
+    Args:
+        default: may be a list or a dict.
+        conditions: it is read only if all of them hold; ``checks.base`` warns of the first that does not.
+        never_read: why no value changes anything.
+        bounds: of ``Bounds``, within which its number must stay.
+    """
+    metadata = {"bounds": Bounds(**bounds) if bounds else None, "read_if": conditions, "never_read": never_read}
     if isinstance(default, list | dict):
         return field(default_factory=partial(_copied, default), metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -124,6 +147,8 @@ class Config(Mapping):
     """Class path that verl's own YAML names for this section. Written into the tree for tools that look for it,
     never followed: the section's class is decided by its place."""
     _mutable_fields: ClassVar[frozenset[str] | set[str]] = frozenset()
+    _read_if: ClassVar[ReadIf | None] = None
+    """Condition under which all options of the section are read, but for the one that it names."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in self.__dataclass_fields__ and type(self).__module__.startswith("verl."):

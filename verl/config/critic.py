@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 
 from verl.batch import MicroBatching
 from verl.config.actor import LossAggMode
-from verl.config.base import Config, option, section
+from verl.config.base import Config, option, read_if, section
 from verl.config.engine import DeepSpeedConfig, FSDPConfig, OptimConfig, Strategy
 from verl.config.trainer import CheckpointConfig, ProfilerConfig
 
@@ -54,14 +54,14 @@ class CriticModelConfig(Config):
     lora_rank: int = option(0, at_least=0)
     """Rank of LoRA adapters; 0 trains the full weights."""
 
-    lora_alpha: float = 16
+    lora_alpha: float = option(16, read_if("lora_rank", remark="trains all weights"))
     """LoRA's scale."""
 
-    target_modules: str | list[str] = "all-linear"
+    target_modules: str | list[str] = option("all-linear", read_if("lora_rank", remark="trains all weights"))
     """Linear layers that get an adapter, as ``actor_rollout_ref.model.target_modules``. The value head is trained
     whole."""
 
-    exclude_modules: str | list[str] | None = None
+    exclude_modules: str | list[str] | None = option(None, read_if("lora_rank", remark="trains all weights"))
     """Linear layers that get none."""
 
     lora_adapter_path: str | None = None

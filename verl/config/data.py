@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from verl.config.base import Config, option, section
+from verl.config.base import Config, option, read_if, section
 
 
 @dataclass
@@ -61,7 +61,7 @@ class DataConfig(Config):
     prompt_id_key: str | None = None
     """Column of ids, one a prompt and no two alike; it is handed on as ``prompt_id``. Null: prompts have none."""
 
-    max_prompt_id_length: int | None = option(None, above=0)
+    max_prompt_id_length: int | None = option(None, read_if("prompt_id_key"), above=0)
     """Tokens a prompt id may have; its token ids are handed on as ``prompt_id_ids``. Null: ids are not tokenized."""
 
     bad_rows: Literal["refuse", "skip"] = "refuse"
@@ -116,7 +116,7 @@ class DataConfig(Config):
     """Drop prompts longer than ``max_prompt_length`` when loading. Token ids of 5000 prompts and more are kept in
     ``cache_dir``."""
 
-    filter_overlong_prompts_workers: int = option(1, at_least=1)
+    filter_overlong_prompts_workers: int = option(1, read_if("filter_overlong_prompts"), at_least=1)
     """Processes that render and measure the prompts for that, and to find those the chat template refuses."""
 
     truncation: Literal["error", "left", "right", "middle"] = "error"

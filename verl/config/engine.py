@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from verl.config.base import Config, option, section
+from verl.config.base import Config, option, read_if, section
 
 Strategy = Literal["fsdp", "fsdp2", "fsdp1", "local", "megatron", "deepspeed"]
 """``fsdp2``: torch's fully_shard. ``fsdp``: its predecessor FullyShardedDataParallel; on a CPU, with one process and
@@ -38,7 +38,7 @@ class MixedPrecisionConfig(Config):
     reduce_dtype: Dtype = "fp32"
     """Format in which gradients are summed over ranks."""
 
-    buffer_dtype: Dtype = "fp32"
+    buffer_dtype: Dtype = option("fp32", never_read="buffers keep the format the model gives them")
     """Format of buffers, such as rotary frequencies. No effect: they keep the format the model gives them."""
 
 
@@ -175,10 +175,10 @@ class OptimConfig(Config):
     lr_warmup_steps: int | None = -1
     """Training steps over which the rate rises linearly. Negative or null: from ``lr_warmup_steps_ratio``."""
 
-    min_lr_ratio: float | None = option(0.0, at_least=0, at_most=1)
+    min_lr_ratio: float | None = option(0.0, read_if("warmup_style", "cosine", "linear", "wsd"), at_least=0, at_most=1)
     """With ``cosine``, ``linear`` and ``wsd``: the rate ends at this share of ``lr``, and warms up from it. Null: 0."""
 
-    num_cycles: float = option(0.5, above=0)
+    num_cycles: float = option(0.5, read_if("warmup_style", "cosine"), above=0)
     """With ``cosine``: waves over the run; 0.5 is one fall from peak to floor."""
 
     warmup_style: Literal["constant", "cosine", "linear", "wsd"] = "constant"
@@ -186,10 +186,12 @@ class OptimConfig(Config):
     (Loshchilov & Hutter 2017, arXiv:1608.03983); ``linear`` decay; ``wsd``, warmup-stable-decay: constant, with a
     decay at the end (Hu et al. 2024, arXiv:2404.06395)."""
 
-    lr_wsd_decay_steps: int | None = option(None, at_least=0)
+    lr_wsd_decay_steps: int | None = option(None, read_if("warmup_style", "wsd"), at_least=0)
     """With ``wsd``: training steps of the decay. Null: a tenth of those after the warm-up."""
 
-    lr_wsd_decay_style: Literal["cosine", "linear", "exponential", "minus_sqrt"] = "cosine"
+    lr_wsd_decay_style: Literal["cosine", "linear", "exponential", "minus_sqrt"] = option(
+        "cosine", read_if("warmup_style", "wsd")
+    )
     """With ``wsd``: shape of the decay. ``minus_sqrt``: 1 - sqrt(x) (Hagele et al. 2024, arXiv:2405.18392)."""
 
     betas: list[float] = option([0.9, 0.999], at_least=0, below=1)

@@ -3,14 +3,14 @@
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from verl.config.base import Config, option, section
+from verl.config.base import Config, option, read_if, section
 
 
 @dataclass
 class FusedKernelConfig(Config):
     """Implementation of the fused head; read with ``use_fused_kernels``."""
 
-    impl_backend: Literal["torch", "triton"] = "torch"
+    impl_backend: Literal["torch", "triton"] = option("torch", read_if("actor_rollout_ref.model.use_fused_kernels"))
     """``torch``: log-probs and entropy from hidden states in chunks, which is also what runs without fused kernels.
     ``triton``: log-probs of the same chunks by liger's kernel (``pip install -e '.[liger]'``); on CUDA only. It gives
     no entropy: passes that need it, with ``actor.entropy_coeff`` the update, stay with ``torch``."""
@@ -58,14 +58,14 @@ class ModelConfig(Config):
     lora_rank: int = option(0, at_least=0)
     """Rank of LoRA adapters; 0 trains the full weights. Source: Hu et al. 2021 (arXiv:2106.09685)."""
 
-    lora_alpha: float = 16
+    lora_alpha: float = option(16, read_if("lora_rank", remark="trains all weights"))
     """LoRA's scale: adapters are multiplied by alpha / rank."""
 
-    target_modules: str | list[str] = "all-linear"
+    target_modules: str | list[str] = option("all-linear", read_if("lora_rank", remark="trains all weights"))
     """Linear layers that get an adapter: ``all-linear``, names or ends of names (``[q_proj,v_proj]``), or a regular
     expression for whole names. The output layer never does."""
 
-    exclude_modules: str | list[str] | None = None
+    exclude_modules: str | list[str] | None = option(None, read_if("lora_rank", remark="trains all weights"))
     """Linear layers that get none, named in the same ways."""
 
     lora_adapter_path: str | None = None

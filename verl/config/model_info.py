@@ -225,22 +225,18 @@ def _rollout_shares_heads(config: PPOConfig) -> Iterator[Problem]:
     if rollout.name == "hf" or facts is None or size == 1:
         return
     if facts.heads % size:
-        yield problem(
-            config,
-            f"{ROLLOUT}.tensor_model_parallel_size",
-            f"does not divide the {facts.heads} attention heads (num_attention_heads) of {MODEL}.path="
-            f"{config.actor_rollout_ref.model.path}. Choose one of {_divisors(facts.heads)}.",
-            f"{MODEL}.path",
+        text = (
+            f"does not divide the {facts.heads} attention heads (num_attention_heads) of "
+            f"{MODEL}.path={config.actor_rollout_ref.model.path}. Choose one of {_divisors(facts.heads)}."
         )
+        yield problem(config, f"{ROLLOUT}.tensor_model_parallel_size", text, f"{MODEL}.path")
     elif facts.kv_heads % size and size % facts.kv_heads:
-        yield problem(
-            config,
-            f"{ROLLOUT}.tensor_model_parallel_size",
-            f"neither divides the {facts.kv_heads} key-value heads (num_key_value_heads) of {MODEL}.path="
-            f"{config.actor_rollout_ref.model.path} nor is a multiple of them. Choose one of "
-            f"{_divisors(facts.kv_heads)}.",
-            f"{MODEL}.path",
+        text = (
+            f"neither divides the {facts.kv_heads} key-value heads (num_key_value_heads) of "
+            f"{MODEL}.path={config.actor_rollout_ref.model.path} nor is a multiple of them. Choose one of "
+            f"{_divisors(facts.kv_heads)}."
         )
+        yield problem(config, f"{ROLLOUT}.tensor_model_parallel_size", text, f"{MODEL}.path")
 
 
 def _sequences_share_heads(config: PPOConfig) -> Iterator[Problem]:
@@ -248,14 +244,12 @@ def _sequences_share_heads(config: PPOConfig) -> Iterator[Problem]:
     for key, section in models(config).items():
         facts, size = facts_of(config, names[key]), section.ulysses_sequence_parallel_size
         if facts is not None and facts.heads % size:
-            yield problem(
-                config,
-                f"{key}.ulysses_sequence_parallel_size",
+            text = (
                 f"does not divide the {facts.heads} attention heads (num_attention_heads) of "
                 f"{path_key(config, names[key])}={get_path(config, path_key(config, names[key]))}. Choose one of "
-                f"{_divisors(facts.heads)}.",
-                path_key(config, names[key]),
+                f"{_divisors(facts.heads)}."
             )
+            yield problem(config, f"{key}.ulysses_sequence_parallel_size", text, path_key(config, names[key]))
 
 
 def _context_holds_prompt_and_response(config: PPOConfig) -> Iterator[Problem]:
@@ -267,13 +261,12 @@ def _context_holds_prompt_and_response(config: PPOConfig) -> Iterator[Problem]:
         keys = "data.max_prompt_length + data.max_response_length"
         key = f"{ROLLOUT}.max_model_len" if rollout.max_model_len else "data.max_response_length"
         shown = f"{key}={wanted}" if rollout.max_model_len else f"{keys}={wanted}"
-        yield Problem(
-            key,
-            f"{shown} is more than the {facts.context} tokens of context (max_position_embeddings) of {MODEL}.path="
-            f"{config.actor_rollout_ref.model.path}. Lower it, or raise "
-            f"{MODEL}.override_config.max_position_embeddings if the model can do more.",
-            ("data.max_prompt_length", f"{MODEL}.path"),
+        text = (
+            f"{shown} is more than the {facts.context} tokens of context (max_position_embeddings) of "
+            f"{MODEL}.path={config.actor_rollout_ref.model.path}. Lower it, or raise "
+            f"{MODEL}.override_config.max_position_embeddings if the model can do more."
         )
+        yield Problem(key, text, ("data.max_prompt_length", f"{MODEL}.path"))
 
 
 def _tokenizer_fits_the_embedding(config: PPOConfig) -> Iterator[Problem]:
@@ -284,12 +277,11 @@ def _tokenizer_fits_the_embedding(config: PPOConfig) -> Iterator[Problem]:
         return
     key, path = ("data.tokenizer", named) if named else (f"{MODEL}.path", config.actor_rollout_ref.model.path)
     whose = f"{MODEL}.path={config.actor_rollout_ref.model.path}" if named else "its model"
-    yield Problem(
-        key,
+    text = (
         f"{key}={path} has token ids up to {size - 1}, and {whose} has embeddings for {facts.vocab} (vocab_size): text "
-        "with the others would stop the run. Take the tokenizer the model was trained with.",
-        (f"{MODEL}.path",),
+        "with the others would stop the run. Take the tokenizer the model was trained with."
     )
+    yield Problem(key, text, (f"{MODEL}.path",))
 
 
 def _roles_read_the_same_tokens(config: PPOConfig) -> Iterator[Problem]:
@@ -304,25 +296,22 @@ def _roles_read_the_same_tokens(config: PPOConfig) -> Iterator[Problem]:
         used = tokenizer_size(policy.folder) or policy.vocab
         if other.vocab < used:
             key = path_key(config, role)
-            yield problem(
-                config,
-                key,
+            text = (
                 f"has embeddings for {other.vocab} tokens (vocab_size), and the policy's tokenizer gives ids up to "
                 f"{used - 1}: token ids of one are not those of the other. Name a model with the tokens of "
-                f"{MODEL}.path={config.actor_rollout_ref.model.path}.",
-                f"{MODEL}.path",
+                f"{MODEL}.path={config.actor_rollout_ref.model.path}."
             )
+            yield problem(config, key, text, f"{MODEL}.path")
 
 
 def _reward_model_scores(config: PPOConfig) -> Iterator[Problem]:
     facts = facts_of(config, "reward_model") if config.reward_model.enable else None
     if facts is not None and facts.architecture and not facts.architecture.endswith(_LISTS_LABELS):
-        yield problem(
-            config,
-            f"{RM}.model.path",
+        text = (
             f"is of {facts.architecture}, not a reward model: its scores would be random numbers. Name a sequence or "
-            "token classifier with one label.",
+            "token classifier with one label."
         )
+        yield problem(config, f"{RM}.model.path", text)
 
 
 def _adapted_layers_are_there(config: PPOConfig) -> Iterator[Problem]:
@@ -339,14 +328,12 @@ def _adapted_layers_are_there(config: PPOConfig) -> Iterator[Problem]:
             ]
             if missing:
                 known = ", ".join(sorted(end for end in ends if end.endswith(("proj", "attn", "fc1", "fc2", "dense"))))
-                yield problem(
-                    config,
-                    f"{place}.{option}",
+                text = (
                     f"names {', '.join(missing)}, and {place}.path={section.path} has no such layer. Use "
                     f"{'all-linear, or ' if option == 'target_modules' else ''}some of "
-                    f"{known or ', '.join(sorted(ends))}.",
-                    f"{place}.path",
+                    f"{known or ', '.join(sorted(ends))}."
                 )
+                yield problem(config, f"{place}.{option}", text, f"{place}.path")
 
 
 def _named(wanted: Any) -> list[str]:

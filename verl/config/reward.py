@@ -1,10 +1,10 @@
 """Where scores come from: a function, a manager around it, or a reward model."""
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from verl.batch import MicroBatching
-from verl.config.base import Config, option, section
+from verl.config.base import Config, ReadIf, option, read_if, section
 from verl.config.engine import DeepSpeedConfig, FSDPConfig, Strategy
 from verl.config.trainer import ProfilerConfig
 
@@ -12,6 +12,8 @@ from verl.config.trainer import ProfilerConfig
 @dataclass
 class RewardFunctionConfig(Config):
     """A scoring function of the user's."""
+
+    _read_if: ClassVar[ReadIf] = read_if("path")
 
     path: str | None = None
     """Python file that defines it. Null: the built-in scorers, chosen by ``data.reward_fn_key``."""
@@ -26,6 +28,8 @@ class RewardFunctionConfig(Config):
 @dataclass
 class RewardSandboxConfig(Config):
     """Reward functions in killable processes of their own; what exceeds a limit is a failed sample."""
+
+    _read_if: ClassVar[ReadIf] = read_if("enable", remark="calls the function in the driver")
 
     enable: bool = True
     """False: call the function in the driver, without limits; for functions one trusts that need the driver's memory
@@ -150,7 +154,7 @@ class RewardModelModelConfig(Config):
     use_remove_padding: bool = False
     """Pack rows into one sequence."""
 
-    use_fused_kernels: bool = False
+    use_fused_kernels: bool = option(False, never_read="a score needs no logits over tokens")
     """Follows ``actor_rollout_ref.model.use_fused_kernels``. No effect: there are no logits over a vocabulary."""
 
     fsdp_config: FSDPConfig = section(FSDPConfig)

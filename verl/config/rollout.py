@@ -2,10 +2,13 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from verl.batch import MicroBatching
-from verl.config.base import Config, option, section
+from verl.config.base import Config, ReadIf, option, read_if, section
+
+_SERVED = read_if("actor_rollout_ref.rollout.mode", "async", remark="samples a batch in one call, without servers")
+_STOPS = read_if("actor_rollout_ref.rollout.ignore_eos", "false", remark="goes on after any token")
 
 
 @dataclass
@@ -38,7 +41,7 @@ class SamplingConfig(Config):
     stop: list[str] | str | None = None
     """As ``rollout.stop``, which null follows."""
 
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: list[int] | None = option(None, _STOPS)
     """As ``rollout.stop_token_ids``, which null follows."""
 
     sampling_kwargs: dict[str, Any] = option({})
@@ -87,6 +90,8 @@ class MultiTurnConfig(Config):
 class AsyncServerConfig(Config):
     """A server class of the user's."""
 
+    _read_if: ClassVar[ReadIf] = _SERVED
+
     path: str | None = None
     """Python file that defines it."""
 
@@ -97,6 +102,8 @@ class AsyncServerConfig(Config):
 @dataclass
 class AgentConfig(Config):
     """Agent loops."""
+
+    _read_if: ClassVar[ReadIf] = _SERVED
 
     num_workers: int = option(8, above=0)
     """Processes that run agent loops. Not built yet: they all run in the driver, in one event loop."""
@@ -119,10 +126,10 @@ class TraceConfig(Config):
     backend: Literal["file", "mlflow", "weave"] | None = None
     """Where to record: ``file`` (JSON lines), ``mlflow`` or ``weave`` (both to be installed). Null: nowhere."""
 
-    token2text: bool = False
+    token2text: bool = option(False, read_if("backend", remark="does not read it"))
     """Record text next to token ids."""
 
-    dir: str | None = None
+    dir: str | None = option(None, read_if("backend", "file", remark="does not read it"))
     """Folder of the ``file`` backend, one file a step. Null: ``rollout_trace`` in ``trainer.default_local_dir``."""
 
 
@@ -138,7 +145,7 @@ class RolloutConfig(Config):
     """``sync``: one call samples a whole batch. ``async``: every engine is behind a server, which takes requests one by
     one, from agent loops in the driver and from outside. See docs/async.md."""
 
-    server_host: str = "127.0.0.1"
+    server_host: str = option("127.0.0.1", _SERVED)
     """Address the servers of ``mode=async`` listen on; with several nodes ``0.0.0.0``, all addresses, unless given.
     Others than loopback let other machines in, which then need the key in
     ``trainer.default_local_dir``/rollout_servers.json."""
@@ -176,7 +183,7 @@ class RolloutConfig(Config):
     """Texts that end a response as soon as it holds one of them; the tokens that complete the text stay in it. Special
     tokens count as text."""
 
-    stop_token_ids: list[int] = option([])
+    stop_token_ids: list[int] = option([], _STOPS)
     """Tokens that end a response, besides the model's and the tokenizer's end of sequence."""
 
     sampling_kwargs: dict[str, Any] = option({})
@@ -241,7 +248,7 @@ class RolloutConfig(Config):
     n: int = option(1, above=0)
     """Responses per prompt: the group size of GRPO and RLOO."""
 
-    multi_stage_wake_up: bool = False
+    multi_stage_wake_up: bool = option(False, never_read="weights are always brought back first, the cache later")
     """Bring back weights first and the cache later when switching from training to sampling: always done."""
 
     engine_kwargs: dict[str, Any] = option(
@@ -263,7 +270,14 @@ class RolloutConfig(Config):
     calculate_log_probs: bool = False
     """Keep the log-probs the engine sampled with, and compare them with the actor's at every step."""
 
-    mismatch_threshold: float = option(0.01, at_least=0)
+    mismatch_threshold: float = option(
+        0.01,
+        read_if("calculate_log_probs", remark="keeps no probabilities to compare"),
+        read_if(
+            "algorithm.rollout_correction.bypass_mode", "false", remark="computes no probabilities to compare with"
+        ),
+        at_least=0,
+    )
     """Mean difference between the engine's and the actor's probability of a token above which the run warns, and
     writes down the worst tokens. Read only with ``calculate_log_probs``. What can be done about it:
     ``algorithm.rollout_correction``."""
@@ -285,7 +299,7 @@ class RolloutConfig(Config):
     """Keep every training batch once it is sampled, and take it from there in the next run with equal prompts and
     sampling, for debugging of training. Validation is always sampled."""
 
-    skip_dump_dir: str = "/tmp/rollout_dump"
+    skip_dump_dir: str = option("/tmp/rollout_dump", read_if("skip_rollout"))
     """Folder of such batches, a folder below it per project and experiment."""
 
     enable_chunked_prefill: bool = True
@@ -296,10 +310,12 @@ class RolloutConfig(Config):
     none, since the actor's are handed over before sampling; ``auto`` (``hf``, ``dtensor``, ``megatron``) and
     ``safetensors`` read the model's folder."""
 
-    layered_summon: bool = False
+    layered_summon: bool = option(False, never_read="weights are always handed over tensor by tensor")
     """Hand weights over layer by layer, to save memory: always done, tensor by tensor."""
 
-    lora_sync: Literal["auto", "merge", "adapter"] = "auto"
+    lora_sync: Literal["auto", "merge", "adapter"] = option(
+        "auto", read_if("actor_rollout_ref.model.lora_rank", remark="trains all weights")
+    )
     """How a LoRA policy reaches the engine. ``merge``: all weights at every sync, the adapter added to them.
     ``adapter``: the base weights once and then only the adapter, which the engine applies itself. ``auto``: ``adapter``
     with vLLM on CUDA where that can be, else ``merge``."""
@@ -315,7 +331,7 @@ class RolloutConfig(Config):
     """``top_k`` of the first token with ``use_fire_sampling``, where ``top_k`` is off: at a high temperature every
     token of the vocabulary is about as likely. -1 or 0: sample from all."""
 
-    max_running_requests: int | None = option(None, above=0)
+    max_running_requests: int | None = option(None, _SERVED, above=0)
     """Requests that run on one replica at a time; the others wait in the driver, and those with the most expected
     tokens leave first. Null: all run at once. Needs ``mode=async``."""
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from verl.config.base import Config, option, section
+from verl.config.base import Config, option, read_if, section
 
 CheckpointContent = Literal["model", "optimizer", "extra", "hf_model"]
 
@@ -77,7 +77,9 @@ class TrainerConfig(Config):
     """Divide the rows of each mini-batch among data-parallel ranks by work, tokens and attention, instead of in their
     order. Changes speed only."""
 
-    total_epochs: int = option(30, above=0)
+    total_epochs: int = option(
+        30, read_if("total_training_steps", "null", remark="decides, over as many epochs as that takes"), above=0
+    )
     """Passes over the training prompts."""
 
     total_training_steps: int | None = option(None, above=0)
@@ -184,7 +186,9 @@ class TrainerConfig(Config):
     device: Literal["cuda", "cpu", "npu"] = "cuda"
     """Where models run. ``cpu`` uses gloo between processes."""
 
-    use_legacy_worker_impl: Literal["auto", "enable", "disable"] = "auto"
+    use_legacy_worker_impl: Literal["auto", "enable", "disable"] = option(
+        "auto", never_read="there is one implementation"
+    )
     """There is one implementation of the workers: all values do the same."""
 
     controller: Literal["ray", "local"] = "ray"

@@ -9,14 +9,14 @@ of a single option stand with the option.
 from typing import Any
 
 from verl.config.base import Problem
-from verl.config.checks import advice, batch, engine, objective, rewards, run, sampling, support
+from verl.config.checks import advice, base, batch, engine, objective, rewards, run, sampling, support
 from verl.config.checks.base import VALIDATORS, Severity, Validator, validator
 from verl.config.ppo import PPOConfig
 
 __all__ = ["VALIDATORS", "Validator", "find", "validator"]
 
-_ORDER = [subject.__name__ for subject in (support, batch, sampling, objective, rewards, engine, run, advice)]
-VALIDATORS.sort(key=lambda check: _ORDER.index(check.function.__module__))
+_ORDER = [subject.__name__ for subject in (support, base, batch, sampling, objective, rewards, engine, run, advice)]
+VALIDATORS.sort(key=lambda check: _ORDER.index(check.subject))
 
 
 def find(config: PPOConfig, severity: Severity, **arguments: Any) -> list[Problem]:

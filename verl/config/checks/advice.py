@@ -36,13 +36,11 @@ def warmup_and_frequencies_within_total_steps(config: PPOConfig, total_steps: in
     for key, role, _ in trained_roles(config):
         warmup = role.optim.lr_warmup_steps
         if total_steps is not None and warmup is not None and warmup >= total_steps > 0:
-            yield problem(
-                config,
-                f"{key}.optim.lr_warmup_steps",
+            text = (
                 f"is not less than the {total_steps} steps of the run: the learning rate never reaches "
-                f"{key}.optim.lr={role.optim.lr:g}. Lower it, or train longer.",
-                "trainer.total_training_steps",
+                f"{key}.optim.lr={role.optim.lr:g}. Lower it, or train longer."
             )
+            yield problem(config, f"{key}.optim.lr_warmup_steps", text, "trainer.total_training_steps")
         elif role.optim.lr_warmup_steps_ratio == 1 and (warmup is None or warmup < 0):
             text = f"warms up during the whole run: the learning rate reaches {key}.optim.lr at its end only. Lower it."
             yield problem(config, f"{key}.optim.lr_warmup_steps_ratio", text)
@@ -104,26 +102,22 @@ def low_token_budget(config: PPOConfig) -> Iterator[Problem]:
     for key, role, n in trained_roles(config):
         micro, rows = role.ppo_micro_batch_size_per_gpu, role.ppo_mini_batch_size * n // config.dp_size(role)
         if not role.use_dynamic_bsz and micro and rows > micro and rows % micro:
-            yield problem(
-                config,
-                f"{key}.ppo_micro_batch_size_per_gpu",
+            text = (
                 f"does not divide the {rows} samples of a rank's mini-batch: the last forward of each has "
-                f"{rows % micro}. "
-                f"Choose a divisor of {rows}, or {key}.use_dynamic_bsz=true.",
-                f"{key}.ppo_mini_batch_size",
+                f"{rows % micro}. Choose a divisor of {rows}, or {key}.use_dynamic_bsz=true."
             )
+            yield problem(config, f"{key}.ppo_micro_batch_size_per_gpu", text, f"{key}.ppo_mini_batch_size")
     shared, longest = config.actor_rollout_ref, config.actor_rollout_ref.rollout.longest_sequence
     if shared.actor.use_dynamic_bsz:
         rows = -(-shared.actor.ppo_mini_batch_size * shared.rollout.n // config.dp_size(shared.actor))
         sp = shared.actor.ulysses_sequence_parallel_size
         is_low = shared.actor.ppo_max_token_len_per_gpu * sp < 2 * longest
         if rows > 1 and is_low and config.trainer.device == "cuda":
-            yield problem(
-                config,
-                f"{ACTOR}.ppo_max_token_len_per_gpu",
+            text = (
                 f"holds one sample of {longest} tokens at a time, if they are long. Raise it as far as memory goes: "
-                "twice to four times the longest is common.",
+                "twice to four times the longest is common."
             )
+            yield problem(config, f"{ACTOR}.ppo_max_token_len_per_gpu", text)
 
 
 @validator("advice")
@@ -132,12 +126,11 @@ def sequence_parallel_for_short_sequences(config: PPOConfig) -> Iterator[Problem
     for key, section in models(config).items():
         size = section.ulysses_sequence_parallel_size
         if size > 1 and longest < 4096:
-            yield problem(
-                config,
-                f"{key}.ulysses_sequence_parallel_size",
+            text = (
                 f"shares samples of at most {longest} tokens among {size} ranks, which exchange tokens in every layer. "
-                "Of so few tokens a device holds many: set it to 1.",
+                "Of so few tokens a device holds many: set it to 1."
             )
+            yield problem(config, f"{key}.ulysses_sequence_parallel_size", text)
 
 
 @validator("advice")

@@ -1,10 +1,13 @@
-"""The registry of validators, and what they share: the roles there are, and the form of a message."""
+"""The registry of validators, what they share, and what is checked by a table or by what a field says of itself."""
 
-from collections.abc import Callable, Iterator
+import dataclasses
+import re
+from collections.abc import Callable, Iterator, Mapping
+from operator import attrgetter
 from typing import Any, Literal, NamedTuple
 
 from verl.config.actor import ActorConfig, RefConfig
-from verl.config.base import Problem, get_path, leaves
+from verl.config.base import Config, Problem, ReadIf, get_path, leaves, peek
 from verl.config.critic import CriticConfig
 from verl.config.ppo import PPOConfig
 from verl.config.reward import RewardModelConfig
@@ -18,6 +21,9 @@ IsGiven = Callable[[str], bool]
 class Validator(NamedTuple):
     """A registered check: a generator of ``Problem``s, and how grave they are."""
 
+    name: str
+    subject: str
+    """Module that registers it."""
     function: Callable[..., Iterator[Problem]]
     severity: Severity
     arguments: tuple[str, ...]
@@ -50,10 +56,64 @@ def validator(severity: Severity) -> Callable:
 
     def register(function: Callable[..., Iterator[Problem]]) -> Callable[..., Iterator[Problem]]:
         arguments = function.__code__.co_varnames[1 : function.__code__.co_argcount]
-        VALIDATORS.append(Validator(function, severity, arguments))
+        VALIDATORS.append(Validator(function.__name__, function.__module__, function, severity, arguments))
         return function
 
     return register
+
+
+class Setting(NamedTuple):
+    """An option with some of its values, as in ``trainer.nnodes>1``."""
+
+    key: str
+    """Dotted key, or a property of the tree; what ``attrgetter`` takes."""
+    sign: str
+    """``=`` and ``!=``: one of ``values``, none of them; ``>``: more than it. Empty: not null, false, 0 or empty."""
+    values: list[str]
+
+    @classmethod
+    def read(cls, text: str) -> "Setting":
+        """Raise ValueError for a text of another form."""
+        match = re.fullmatch(r"([\w.]+)(?:(=|!=|>)(.*))?", text)
+        if match is None:
+            raise ValueError(f"{text!r} is no setting: write KEY, KEY=a|b, KEY!=a or KEY>1")
+        return cls(match[1], match[2] or "", (match[3] or "").split("|"))
+
+    def holds(self, config: PPOConfig) -> bool:
+        """Whether the option has one of the values."""
+        value = attrgetter(self.key)(config)
+        if self.sign == ">":
+            return value > float(self.values[0])
+        return (show(value) in self.values) == (self.sign == "=") if self.sign else bool(value)
+
+
+class Contradiction(NamedTuple):
+    """Two settings of which one excludes the other, as a row of ``contradictions``."""
+
+    settings: list[Setting]
+    """The one to blame, the one it does not go with, and any without which the two get along."""
+    text: str
+
+    def find(self, config: PPOConfig) -> Iterator[Problem]:
+        """Yield the problem if all settings hold."""
+        first, second = self.settings[:2]
+        if all(setting.holds(config) for setting in self.settings):
+            between = "" if self.text[0] in ", " else ": "
+            value = show(get_path(config, second.key))
+            yield problem(config, first.key, f"with {second.key}={value}{between}{self.text}", second.key)
+
+
+def contradictions(subject: str, rows: Mapping[str, str]) -> None:
+    """Register as errors pairs of settings of which one excludes the other.
+
+    Args:
+        subject: ``__name__`` of the module.
+        rows: ``SETTING with SETTING``, or ``... if SETTING, SETTING`` where more is needed -> the rest of the message,
+            which begins with both options and their values: why, and what to do. The first option is to blame.
+    """
+    for row, text in rows.items():
+        settings = [Setting.read(setting) for setting in re.split(" with | if |, ", row)]
+        VALIDATORS.append(Validator(row, subject, Contradiction(settings, text).find, "error", ()))
 
 
 def problem(config: PPOConfig, key: str, text: str, *also: str) -> Problem:
@@ -132,3 +192,45 @@ def unused(config: PPOConfig, keys: list[str], is_given: IsGiven, why: str) -> I
 def given_below(key: str, config: PPOConfig, is_given: IsGiven) -> list[str]:
     """The options of a section that the user gave."""
     return [name for name, _ in leaves(get_path(config, key), f"{key}.") if is_given(name)]
+
+
+@validator("warning")
+def options_not_read(config: PPOConfig, is_given: IsGiven) -> Iterator[Problem]:
+    """Options whose own field, or section, names what they need, and which the user set without it."""
+    absent = [
+        *(["critic."] if not config.uses_critic else []),  # whose options have a warning of their own
+        *([f"{REF}."] if not config.uses_reference else []),
+        *([f"{RM}.model."] if not config.reward_model.enable else []),
+        f"{ACTOR}.policy_loss.rollout_correction.",  # a copy
+    ]
+    keys: dict[str, list[str]] = {}
+    for key, why in _unread(config, config, ""):
+        if not key.startswith(tuple(absent)):
+            keys.setdefault(why, []).append(key)
+    for why, names in keys.items():
+        yield from unused(config, names, is_given, why)
+
+
+def _unread(config: PPOConfig, section: Config, prefix: str) -> Iterator[tuple[str, str]]:
+    """(key, why nothing reads it) of the options in a section and below."""
+    for item in dataclasses.fields(section):
+        key, value = f"{prefix}{item.name}", peek(section, item.name)
+        if isinstance(value, Config):
+            yield from _unread(config, value, f"{key}.")
+            continue
+        conditions = list(item.metadata.get("read_if", ()))
+        if section._read_if is not None and section._read_if.key != item.name:
+            conditions.insert(0, section._read_if)
+        reasons = filter(None, (_reason(config, condition, prefix) for condition in conditions))
+        why = item.metadata.get("never_read") or next(reasons, None)
+        if why:
+            yield key, why
+
+
+def _reason(config: PPOConfig, condition: ReadIf, prefix: str) -> str | None:
+    """The condition that is not met, with the value there is; None if it is met."""
+    key = condition.key if "." in condition.key else prefix + condition.key
+    value = get_path(config, key)
+    if show(value) in condition.values if condition.values else value:
+        return None
+    return f"{key}={show(value)} {condition.remark}".rstrip()

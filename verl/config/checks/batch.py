@@ -11,6 +11,7 @@ from verl.config.checks.base import (
     RM,
     ROLLOUT,
     IsGiven,
+    contradictions,
     problem,
     scoring_roles,
     trained_roles,
@@ -20,17 +21,34 @@ from verl.config.checks.base import (
 from verl.config.ppo import PPOConfig
 from verl.config.tree import show
 
+_SKIP, _PADDED = f"{ACTOR}.skip_old_log_probs", "padded rows do not share tokens, and each runs its own prompt. Set"
+
+_CONTRADICTIONS = {
+    f"{_SKIP} with algorithm.use_kl_in_reward": (
+        "the reward then holds log pi_old - log pi_ref. Set one of them to false."
+    ),
+    f"{_SKIP} with {ACTOR}.calculate_sum_pi_squared": (
+        "the sums come from the pass that is left out. Set one of them to false."
+    ),
+    f"{_SKIP} with algorithm.use_pf_ppo": (
+        "the update then sees some responses only, and some twice. Set one of them to false."
+    ),
+    f"actor_rollout_ref.model.use_prefix_sharing with {ACTOR}.use_remove_padding=false": (
+        f"{_PADDED} actor_rollout_ref.model.use_remove_padding=true too."
+    ),
+    "critic.model.use_prefix_sharing with critic.model.use_remove_padding=false if uses_critic": (
+        f"{_PADDED} critic.model.use_remove_padding=true too."
+    ),
+}
+contradictions(__name__, _CONTRADICTIONS)
+
 
 @validator("error")
 def messages_key_or_prompt_key(config: PPOConfig) -> Iterator[Problem]:
     data = config.data
     if data.messages_key is not None and data.prompt_key not in ("prompt", data.messages_key):
-        yield problem(
-            config,
-            "data.messages_key",
-            f"and data.prompt_key={data.prompt_key} both name the column of prompts. Set one of them.",
-            "data.prompt_key",
-        )
+        text = f"and data.prompt_key={data.prompt_key} both name the column of prompts. Set one of them."
+        yield problem(config, "data.messages_key", text, "data.prompt_key")
 
 
 @validator("error")
@@ -48,11 +66,8 @@ def mixture_ratios_sum_to_one(config: PPOConfig) -> Iterator[Problem]:
     odd = [name for name, share in mixture.items() if isinstance(share, bool) or not isinstance(share, int | float)]
     if odd or min(mixture.values()) < 0 or abs(sum(mixture.values()) - 1) > 0.01:
         what = f"{odd[0]}={show(mixture[odd[0]])} is no number" if odd else f"they add up to {sum(mixture.values()):g}"
-        yield problem(
-            config,
-            "data.mixture",
-            f"must give shares from 0 to 1 that add up to 1; {what}. Write {{source: 0.7, other: 0.3}}.",
-        )
+        text = f"must give shares from 0 to 1 that add up to 1; {what}. Write {{source: 0.7, other: 0.3}}."
+        yield problem(config, "data.mixture", text)
 
 
 @validator("error")
@@ -63,13 +78,11 @@ def one_source_of_training_prompts(config: PPOConfig) -> Iterator[Problem]:
             config, "data.mixture", f"and {others[0]} both decide which prompts are sampled. Set one of them.", *others
         )
     if config.data.custom_cls.path and config.data.datagen.path:
-        yield problem(
-            config,
-            "data.datagen.path",
+        text = (
             "and data.custom_cls.path both name what the training prompts are. Set one of them; a class of yours may "
-            "inherit from verl.data.dynamicgen_dataset.DynamicGenDataset.",
-            "data.custom_cls.path",
+            "inherit from verl.data.dynamicgen_dataset.DynamicGenDataset."
         )
+        yield problem(config, "data.datagen.path", text, "data.custom_cls.path")
 
 
 # -- Validators of batch arithmetic: prompts, mini-batches, micro-batches and token budgets --------------------------
@@ -83,21 +96,17 @@ def mini_batch_size_divides_train_batch_size(config: PPOConfig) -> Iterator[Prob
     for key, role, _ in trained_roles(config):
         name, mini = f"{key}.ppo_mini_batch_size", role.ppo_mini_batch_size
         if mini > prompts:
-            yield problem(
-                config,
-                name,
-                f"is larger than {source}={prompts}: no mini-batch could be filled. "
-                f"Lower the first or raise the second.",
-                source,
+            text = (
+                f"is larger than {source}={prompts}: no mini-batch could be filled. Lower the first or raise the "
+                "second."
             )
+            yield problem(config, name, text, source)
         elif prompts % mini:
-            yield problem(
-                config,
-                name,
-                f"does not divide {source}={prompts}: {prompts % mini} prompts would be left "
-                f"over at every step. Choose a divisor of {prompts}.",
-                source,
+            text = (
+                f"does not divide {source}={prompts}: {prompts % mini} prompts would be left over at every step. "
+                f"Choose a divisor of {prompts}."
             )
+            yield problem(config, name, text, source)
 
 
 @validator("error")
@@ -123,12 +132,11 @@ def micro_batch_size_given_once(config: PPOConfig) -> Iterator[Problem]:
         local = f"{name}_per_gpu"
         total, per_gpu = get_path(config, name), get_path(config, local)
         if total is not None and per_gpu is not None:
-            yield Problem(
-                name,
-                f"{name}={total} and {local}={per_gpu} are both set: they say the same thing, for all "
-                f"{ranks} ranks and for one. Keep the second.",
-                (local,),
+            text = (
+                f"{name}={total} and {local}={per_gpu} are both set: they say the same thing, for all {ranks} ranks "
+                "and for one. Keep the second."
             )
+            yield Problem(name, text, (local,))
         elif not dynamic and total is None and per_gpu is None:
             switch = f"{ROLLOUT}.log_prob_use_dynamic_bsz" if name.startswith(ROLLOUT) else _switch(name)
             yield Problem(
@@ -153,15 +161,12 @@ def token_budget_holds_longest_sequence(config: PPOConfig) -> Iterator[Problem]:
         sp = get_path(config, ACTOR if section == ROLLOUT else section).ulysses_sequence_parallel_size
         if dynamic and get_path(config, budget) * sp < longest:
             shared = f"x ulysses_sequence_parallel_size={sp} " if sp > 1 else ""
-            yield problem(
-                config,
-                budget,
-                f"{shared}cannot hold one row of {rollout.prompt_length} prompt and {rollout.response_length} "
-                f"response tokens = {longest}. Raise it to {-(-longest // sp)} or more, or shorten "
-                f"data.max_prompt_length or data.max_response_length.",
-                "data.max_prompt_length",
-                "data.max_response_length",
+            text = (
+                f"{shared}cannot hold one row of {rollout.prompt_length} prompt and {rollout.response_length} response "
+                f"tokens = {longest}. Raise it to {-(-longest // sp)} or more, or shorten data.max_prompt_length or "
+                "data.max_response_length."
             )
+            yield problem(config, budget, text, "data.max_prompt_length", "data.max_response_length")
 
 
 @validator("error")
@@ -171,41 +176,14 @@ def skip_old_log_probs_requires_one_optimizer_step(config: PPOConfig) -> Iterato
         return
     steps = config.prompts_per_update // actor.ppo_mini_batch_size * actor.ppo_epochs
     if steps > 1:
-        yield problem(
-            config,
-            key,
+        text = (
             f"with {steps} optimizer steps a batch ({ACTOR}.ppo_mini_batch_size={actor.ppo_mini_batch_size} of "
-            f"{config.prompts_per_update} prompts, {ACTOR}.ppo_epochs={actor.ppo_epochs}): after the first of them "
-            "the policy is no longer the one that sampled. Set it to false, or make one step of the batch.",
-            f"{ACTOR}.ppo_mini_batch_size",
-            f"{ACTOR}.ppo_epochs",
+            f"{config.prompts_per_update} prompts, {ACTOR}.ppo_epochs={actor.ppo_epochs}): after the first of them the "
+            "policy is no longer the one that sampled. Set it to false, or make one step of the batch."
         )
-    for early, why in {
-        "algorithm.use_kl_in_reward": "the reward then holds log pi_old - log pi_ref",
-        f"{ACTOR}.calculate_sum_pi_squared": "the sums come from the pass that is left out",
-        "algorithm.use_pf_ppo": "the update then sees some responses only, and some twice",
-    }.items():
-        if get_path(config, early):
-            yield problem(config, key, f"with {early}=true: {why}. Set one of them to false.", early)
+        yield problem(config, key, text, f"{ACTOR}.ppo_mini_batch_size", f"{ACTOR}.ppo_epochs")
 
 
-@validator("error")
-def prefix_sharing_requires_remove_padding(config: PPOConfig) -> Iterator[Problem]:
-    switches = {"actor_rollout_ref.model": f"{ACTOR}.use_remove_padding"}
-    if config.uses_critic:
-        switches["critic.model"] = "critic.model.use_remove_padding"
-    for model, switch in switches.items():
-        if get_path(config, model).use_prefix_sharing and not get_path(config, switch):
-            yield problem(
-                config,
-                f"{model}.use_prefix_sharing",
-                f"with {switch}=false: padded rows do not share tokens, and each runs its own prompt. "
-                f"Set {model}.use_remove_padding=true too.",
-                switch,
-            )
-
-
-# -- Batch sizes and budgets that nothing reads ----------------------------------------------------------------------
 @validator("warning")
 def micro_batch_size_or_token_budget_unused(config: PPOConfig, is_given: IsGiven) -> Iterator[Problem]:
     shared, critic = config.actor_rollout_ref, config.critic
@@ -283,12 +261,8 @@ def max_response_length_unused(config: PPOConfig, is_given: IsGiven) -> Iterator
 
 
 @validator("warning")
-def filter_groups_options_unused(config: PPOConfig, is_given: IsGiven) -> Iterator[Problem]:
-    if not config.algorithm.filter_groups.enable:
-        names = ("metric", "low", "high", "min_std", "max_num_gen_batches")
-        keys = [f"algorithm.filter_groups.{name}" for name in names]
-        yield from unused(config, keys, is_given, "algorithm.filter_groups.enable=false trains on every group")
-    elif config.reward_model.launch_reward_fn_async:
+def launch_reward_fn_async_unused_with_filter_groups(config: PPOConfig, is_given: IsGiven) -> Iterator[Problem]:
+    if config.algorithm.filter_groups.enable and config.reward_model.launch_reward_fn_async:
         why = "algorithm.filter_groups chooses groups by their rewards before anything else is computed"
         yield from unused(config, [f"{RM}.launch_reward_fn_async"], is_given, why)
 

@@ -10,6 +10,7 @@ from verl.config.checks.base import (
     RM,
     ROLLOUT,
     IsGiven,
+    contradictions,
     given_below,
     models,
     problem,
@@ -23,18 +24,31 @@ from verl.config.ppo import PPOConfig
 from verl.config.tree import show
 from verl.utils.distribution import install_command
 
+_MODEL = "actor_rollout_ref.model"
+_RANK_OF_FILE = (
+    ", which trains all weights: set lora_rank and lora_alpha to those of its adapter_config.json, or leave the path "
+    "out."
+)
+
+_CONTRADICTIONS = {
+    f"{ROLLOUT}.lora_sync=adapter with actor_rollout_ref.hybrid_engine=false if {_MODEL}.lora_rank": (
+        "weights travel to devices of the rollout's own merged. Use merge or auto, which then means merge."
+    ),
+    f"{_MODEL}.lora_adapter_path with {_MODEL}.lora_rank=0": _RANK_OF_FILE,
+    "critic.model.lora_adapter_path with critic.model.lora_rank=0 if uses_critic": _RANK_OF_FILE,
+}
+contradictions(__name__, _CONTRADICTIONS)
+
 
 @validator("error")
 def sequence_parallel_size_divides_world_size(config: PPOConfig) -> Iterator[Problem]:
     for key, role in models(config).items():
         if config.trainer.world_size % role.ulysses_sequence_parallel_size:
-            yield problem(
-                config,
-                f"{key}.ulysses_sequence_parallel_size",
-                f"does not divide the "
-                f"{config.trainer.world_size} workers. Choose a divisor of {config.trainer.world_size}.",
-                "trainer.n_gpus_per_node",
+            text = (
+                f"does not divide the {config.trainer.world_size} workers. Choose a divisor of "
+                f"{config.trainer.world_size}."
             )
+            yield problem(config, f"{key}.ulysses_sequence_parallel_size", text, "trainer.n_gpus_per_node")
 
 
 @validator("error")
@@ -43,13 +57,12 @@ def sequence_parallel_requires_remove_padding(config: PPOConfig) -> Iterator[Pro
         # the reference runs the actor's model, and runs it as the actor does
         switch = f"{ACTOR}.use_remove_padding" if key in (ACTOR, REF) else f"{key}.model.use_remove_padding"
         if role.ulysses_sequence_parallel_size > 1 and not get_path(config, switch):
-            yield problem(
-                config,
-                f"{key}.ulysses_sequence_parallel_size",
-                f"with {switch}=false: ranks can share one packed sequence, not padded rows. Set it to true"
-                f"{' (actor_rollout_ref.model.use_remove_padding)' if key in (ACTOR, REF) else ''}, or the size to 1.",
-                switch,
+            text = (
+                f"with {switch}=false: ranks can share one packed sequence, not padded rows. Set it to "
+                f"true{' (actor_rollout_ref.model.use_remove_padding)' if key in (ACTOR, REF) else ''}, or the size to "
+                "1."
             )
+            yield problem(config, f"{key}.ulysses_sequence_parallel_size", text, switch)
 
 
 @validator("error")
@@ -58,12 +71,8 @@ def fsdp_size_divides_world_size(config: PPOConfig) -> Iterator[Problem]:
     for key in (f"{ACTOR}.fsdp_config", f"{REF}.fsdp_config", "critic.model.fsdp_config", f"{RM}.model.fsdp_config"):
         size = get_path(config, key).fsdp_size
         if size == 0 or size < -1 or (size > 0 and world % min(size, world)):
-            yield problem(
-                config,
-                f"{key}.fsdp_size",
-                f"must be -1 (all ranks) or a divisor of the {world} workers.",
-                "trainer.n_gpus_per_node",
-            )
+            text = f"must be -1 (all ranks) or a divisor of the {world} workers."
+            yield problem(config, f"{key}.fsdp_size", text, "trainer.n_gpus_per_node")
 
 
 @validator("error")
@@ -82,40 +91,34 @@ def fp16_training_unsupported(config: PPOConfig) -> Iterator[Problem]:
 def offload_policy_requires_fsdp2(config: PPOConfig) -> Iterator[Problem]:
     for role, place in sharded(config).items():
         if get_path(config, place).offload_policy and get_path(config, role).strategy == "fsdp1":
-            yield problem(
-                config,
-                f"{place}.offload_policy",
+            text = (
                 f"needs fsdp2, and {role}.strategy=fsdp1. Use {role}.strategy=fsdp2, or param_offload and "
-                "optimizer_offload.",
-                f"{role}.strategy",
+                "optimizer_offload."
             )
+            yield problem(config, f"{place}.offload_policy", text, f"{role}.strategy")
 
 
 @validator("error")
 def l2_coef_requires_fsdp2_or_local(config: PPOConfig) -> Iterator[Problem]:
     actor = config.actor_rollout_ref.actor
     if actor.l2_coef and actor.strategy in ("deepspeed", "fsdp1"):
-        yield problem(
-            config,
-            f"{ACTOR}.l2_coef",
+        text = (
             f"needs fsdp2 or local, and {ACTOR}.strategy={actor.strategy} keeps weights and gradients in flat pieces. "
-            f"Use {ACTOR}.optim.weight_decay, or {ACTOR}.strategy=fsdp2.",
-            f"{ACTOR}.strategy",
+            f"Use {ACTOR}.optim.weight_decay, or {ACTOR}.strategy=fsdp2."
         )
+        yield problem(config, f"{ACTOR}.l2_coef", text, f"{ACTOR}.strategy")
 
 
 @validator("error")
 def local_strategy_requires_one_worker(config: PPOConfig) -> Iterator[Problem]:
     for key in models(config):
         if get_path(config, key).strategy == "local" and config.trainer.world_size > 1:
-            yield problem(
-                config,
-                f"{key}.strategy",
-                f"runs in one process, but there are {config.trainer.world_size} "
-                f"workers (trainer.nnodes={config.trainer.nnodes} x trainer.n_gpus_per_node="
-                f"{config.trainer.n_gpus_per_node}). Use fsdp2, or one worker.",
-                "trainer.n_gpus_per_node",
+            text = (
+                f"runs in one process, but there are {config.trainer.world_size} workers "
+                f"(trainer.nnodes={config.trainer.nnodes} x trainer.n_gpus_per_node={config.trainer.n_gpus_per_node}). "
+                "Use fsdp2, or one worker."
             )
+            yield problem(config, f"{key}.strategy", text, "trainer.n_gpus_per_node")
 
 
 def deepspeed_roles(config: PPOConfig) -> Iterator[tuple[str, Any, Any, bool]]:
@@ -136,21 +139,17 @@ def zero_offload_requires_stage(config: PPOConfig) -> Iterator[Problem]:
     for key, role, _, is_trained in deepspeed_roles(config):
         zero, stage = role.deepspeed, f"{key}.deepspeed.zero_stage"
         if zero.offload_param and zero.zero_stage != 3:
-            yield problem(
-                config,
-                f"{key}.deepspeed.offload_param",
+            text = (
                 f"with {stage}={zero.zero_stage}: weights that are whole on every rank cannot be kept in host memory "
-                f"during training. Set {stage}=3, or fsdp_config.param_offload, which moves them between phases.",
-                stage,
+                f"during training. Set {stage}=3, or fsdp_config.param_offload, which moves them between phases."
             )
+            yield problem(config, f"{key}.deepspeed.offload_param", text, stage)
         if zero.offload_optimizer and zero.zero_stage == 0 and is_trained:
-            yield problem(
-                config,
-                f"{key}.deepspeed.offload_optimizer",
+            text = (
                 f"with {stage}=0: without ZeRO the optimizer is not DeepSpeed's. Set {stage} to 1, 2 or 3, or "
-                "fsdp_config.optimizer_offload, which moves its state between updates.",
-                stage,
+                "fsdp_config.optimizer_offload, which moves its state between updates."
             )
+            yield problem(config, f"{key}.deepspeed.offload_optimizer", text, stage)
 
 
 @validator("error")
@@ -158,13 +157,11 @@ def zero_optimizer_requires_fp32_weights(config: PPOConfig) -> Iterator[Problem]
     for key, role, sharding, is_trained in deepspeed_roles(config):
         if is_trained and role.deepspeed.zero_stage and sharding.master_dtype != "fp32":
             name = f"{'critic.model' if key == 'critic' else key}.fsdp_config.model_dtype"
-            yield problem(
-                config,
-                name,
+            text = (
                 f"with {key}.strategy=deepspeed: the sharded optimizer keeps the weights in fp32. Set it to fp32; "
-                "mixed_precision.param_dtype is the format of forward and backward.",
-                f"{key}.strategy",
+                "mixed_precision.param_dtype is the format of forward and backward."
             )
+            yield problem(config, name, text, f"{key}.strategy")
 
 
 @validator("error")
@@ -175,12 +172,11 @@ def zero_stage_1_bf16_cannot_offload(config: PPOConfig) -> Iterator[Problem]:
         if config.trainer.device != "cuda" or not is_trained or not leaves or zero.offload_optimizer:
             continue
         if zero.zero_stage == 1 and sharding.compute_dtype == "bf16":
-            yield problem(
-                config,
-                f"{key}.deepspeed.zero_stage",
+            text = (
                 "in bf16 with fsdp_config.param_offload or optimizer_offload: DeepSpeed's optimizer of this stage "
-                "stays on the device. Use zero_stage=2, or deepspeed.offload_optimizer=true.",
+                "stays on the device. Use zero_stage=2, or deepspeed.offload_optimizer=true."
             )
+            yield problem(config, f"{key}.deepspeed.zero_stage", text)
 
 
 @validator("error")
@@ -188,12 +184,8 @@ def hpz_partition_size_divides_world_size(config: PPOConfig) -> Iterator[Problem
     for key, role, _, _ in deepspeed_roles(config):
         size, world = role.deepspeed.zero_hpz_partition_size, config.trainer.world_size
         if role.deepspeed.zero_stage == 3 and world % size:
-            yield problem(
-                config,
-                f"{key}.deepspeed.zero_hpz_partition_size",
-                f"does not divide the {world} workers. Choose a divisor of {world}, usually those of one machine.",
-                "trainer.n_gpus_per_node",
-            )
+            text = f"does not divide the {world} workers. Choose a divisor of {world}, usually those of one machine."
+            yield problem(config, f"{key}.deepspeed.zero_hpz_partition_size", text, "trainer.n_gpus_per_node")
 
 
 @validator("error")
@@ -202,32 +194,6 @@ def deepspeed_config_conflicts(config: PPOConfig) -> Iterator[Problem]:
         for name, value, way_out in deepspeed_conflicts(role.deepspeed.config):
             text = f"{key}.deepspeed.config.{name}={show(value)} is decided by verl: {way_out}."
             yield Problem(f"{key}.deepspeed.config", text)
-
-
-@validator("error")
-def lora_adapter_sync_requires_hybrid_engine(config: PPOConfig) -> Iterator[Problem]:
-    shared, key = config.actor_rollout_ref, f"{ROLLOUT}.lora_sync"
-    if shared.model.lora_rank and shared.rollout.lora_sync == "adapter" and not shared.hybrid_engine:
-        yield problem(
-            config,
-            key,
-            "with actor_rollout_ref.hybrid_engine=false: weights travel to devices of the rollout's own merged. Use "
-            "merge or auto, which then means merge.",
-            "actor_rollout_ref.hybrid_engine",
-        )
-
-
-@validator("error")
-def lora_adapter_path_requires_lora_rank(config: PPOConfig) -> Iterator[Problem]:
-    for model in ("actor_rollout_ref.model", *(["critic.model"] if config.uses_critic else [])):
-        if get_path(config, model).lora_adapter_path and not get_path(config, model).lora_rank:
-            yield problem(
-                config,
-                f"{model}.lora_adapter_path",
-                f"with {model}.lora_rank=0, which trains all weights: set lora_rank and lora_alpha to those of its "
-                "adapter_config.json, or leave the path out.",
-                f"{model}.lora_rank",
-            )
 
 
 @validator("error")
@@ -242,26 +208,14 @@ def triton_kernels_require_cuda(config: PPOConfig) -> Iterator[Problem]:
     }
     for key, (is_wanted, way_out) in wanted.items():
         if is_wanted and config.trainer.device != "cuda":
-            yield problem(
-                config,
-                key,
+            text = (
                 f"with trainer.device={config.trainer.device}: liger's Triton kernels (`{install_command('liger')}`) "
-                f"run on CUDA devices only. {way_out}, or set trainer.device=cuda.",
-                "trainer.device",
+                f"run on CUDA devices only. {way_out}, or set trainer.device=cuda."
             )
+            yield problem(config, key, text, "trainer.device")
 
 
 # -- Settings of models, sharding and formats without effect ---------------------------------------------------------
-
-
-@validator("warning")
-def lora_options_without_lora_rank(config: PPOConfig, is_given: IsGiven) -> Iterator[Problem]:
-    models = ["actor_rollout_ref.model", *(["critic.model"] if config.uses_critic else [])]
-    for model in models:
-        if not get_path(config, model).lora_rank:
-            keys = [f"{model}.{name}" for name in ("lora_alpha", "target_modules", "exclude_modules")]
-            keys += [f"{ROLLOUT}.lora_sync"] * (model == models[0])
-            yield from unused(config, keys, is_given, f"{model}.lora_rank=0 trains all weights")
 
 
 @validator("warning")
@@ -273,18 +227,6 @@ def ref_options_unused_with_lora(config: PPOConfig, is_given: IsGiven) -> Iterat
 
 
 @validator("warning")
-def entropy_chunking_always_on(config: PPOConfig, is_given: IsGiven) -> Iterator[Problem]:
-    keys = [
-        f"{role}.{name}"
-        for role in (ACTOR, REF)
-        for name in ("entropy_from_logits_with_chunking", "entropy_checkpointing")
-    ]
-    yield from unused(
-        config, keys, is_given, "entropy and log-probs are always computed in chunks and recomputed in backward"
-    )
-
-
-@validator("warning")
 def fused_kernels_options_unused(config: PPOConfig, is_given: IsGiven) -> Iterator[Problem]:
     model, key = config.actor_rollout_ref.model, "actor_rollout_ref.model.use_fused_kernels"
     why = "log-probs and entropy are computed from hidden states in chunks either way"
@@ -292,9 +234,6 @@ def fused_kernels_options_unused(config: PPOConfig, is_given: IsGiven) -> Iterat
         yield from unused(config, [key], is_given, why)
     decides = f"{key}={show(model.use_fused_kernels)} decides"
     yield from unused(config, [f"{ACTOR}.use_fused_kernels"], is_given, decides)
-    if not model.use_fused_kernels:
-        backend = "actor_rollout_ref.model.fused_kernel_options.impl_backend"
-        yield from unused(config, [backend], is_given, f"{key}=false")
 
 
 @validator("warning")
@@ -314,11 +253,6 @@ def torch_compile_unused_on_cpu(config: PPOConfig, is_given: IsGiven) -> Iterato
     if config.trainer.device == "cpu":
         keys = [f"{role}.use_torch_compile" for role in (ACTOR, REF) if get_path(config, role).use_torch_compile]
         yield from unused(config, keys, is_given, "the head is compiled on CUDA only")
-
-
-@validator("warning")
-def legacy_worker_impl_unused(config: PPOConfig, is_given: IsGiven) -> Iterator[Problem]:
-    yield from unused(config, ["trainer.use_legacy_worker_impl"], is_given, "there is one implementation")
 
 
 @validator("warning")
@@ -380,12 +314,6 @@ def deepspeed_options_unused(config: PPOConfig, is_given: IsGiven) -> Iterator[P
         elif stage < 3:
             names = [key for key in keys if key.rpartition(".")[2].startswith(("stage3_", *stage3))]
             yield from unused(config, names, is_given, f"{role}.deepspeed.zero_stage={stage} keeps weights whole")
-
-
-@validator("warning")
-def buffer_dtype_unused(config: PPOConfig, is_given: IsGiven) -> Iterator[Problem]:
-    keys = [f"{place}.mixed_precision.buffer_dtype" for place in sharded(config).values()]
-    yield from unused(config, keys, is_given, "buffers keep the format the model gives them")
 
 
 @validator("warning")

@@ -10,6 +10,7 @@ from verl.config.checks.base import (
     ROLLOUT,
     TOKEN_BASELINES,
     IsGiven,
+    contradictions,
     given_below,
     problem,
     unused,
@@ -24,78 +25,91 @@ _CORRECTIONS = ("rollout_is", "rollout_rs", "rollout_token_veto_threshold", "byp
 
 _LOSSES_WITH_CLIP_RATIO_LOW = ("vanilla", "gspo", "clip_cov", "bypass_mode")
 """Losses that clip a ratio from below at 1 - clip_ratio_low. The others' lower bounds are of another kind."""
+_MODE, _ESTIMATOR = f"{ACTOR}.policy_loss.loss_mode", "algorithm.adv_estimator"
+_FILTER, _SKIP = "algorithm.filter_groups", f"{ACTOR}.skip_old_log_probs"
 
-
-@validator("error")
-def gae_requires_critic(config: PPOConfig) -> Iterator[Problem]:
-    if config.critic.enable is False and config.algorithm.adv_estimator == "gae":
-        yield problem(
-            config,
-            "critic.enable",
-            "with algorithm.adv_estimator=gae: GAE needs values. Leave "
-            "critic.enable null, or choose an estimator without critic, grpo for example.",
-            "algorithm.adv_estimator",
+_CONTRADICTIONS = {
+    f"critic.enable=false with {_ESTIMATOR}=gae": (
+        "GAE needs values. Leave critic.enable null, or choose an estimator without critic, grpo for example."
+    ),
+    f"algorithm.use_pf_ppo with {_ESTIMATOR}!=gae": (
+        "policy filtration is defined for PPO with a critic. Set adv_estimator=gae, or use_pf_ppo=false; "
+        "algorithm.filter_groups chooses among groups."
+    ),
+    f"{_FILTER}.enable with {ROLLOUT}.n=1": (
+        "one response cannot differ from others. Sample at least 2, or set it to false."
+    ),
+    f"{_FILTER}.enable with {ROLLOUT}.async_ratio": (
+        "how many prompts a step uses is known at its end only, and the next one's are generated before. Set "
+        "async_ratio=0, or enable=false."
+    ),
+    f"{_FILTER}.enable with {ROLLOUT}.over_sample_rate": (
+        f"a prompt would be deferred several times in one step, which {ROLLOUT}.max_postponements counts once. Set "
+        "over_sample_rate=0, or enable=false."
+    ),
+    f"{_FILTER}.metric=seq_final_reward with algorithm.use_kl_in_reward if {_FILTER}.enable": (
+        "every response has a KL of its own, so every group would differ. Use seq_reward, or put the KL into the loss "
+        "(actor.use_kl_loss)."
+    ),
+    **{
+        f"{CORRECTION}.{name} with {ROLLOUT}.calculate_log_probs=false": (
+            "it compares with the probabilities the sampler used, which are not kept. Set calculate_log_probs=true."
         )
-
-
-@validator("error")
-def pf_ppo_requires_critic(config: PPOConfig) -> Iterator[Problem]:
-    estimator = config.algorithm.adv_estimator
-    if config.algorithm.use_pf_ppo and estimator != "gae":
-        yield problem(
-            config,
-            "algorithm.use_pf_ppo",
-            f"with algorithm.adv_estimator={estimator}: policy filtration is defined for PPO with a critic. Set "
-            "adv_estimator=gae, or use_pf_ppo=false; algorithm.filter_groups chooses among groups.",
-            "algorithm.adv_estimator",
+        for name in _CORRECTIONS
+    },
+    **{
+        f"{CORRECTION}.{name} with {_SKIP}": (
+            "the weights are needed before the update, which is what finds the old log-probs. Set "
+            "skip_old_log_probs=false."
         )
+        for name in _CORRECTIONS[:-1]
+    },
+    f"{CORRECTION}.bypass_mode with {_SKIP}": (
+        "every ratio is then 1, not that to the sampler. Set skip_old_log_probs=false."
+    ),
+    **{
+        f"{CORRECTION}.{name} with {CORRECTION}.bypass_mode if {_MODE}!=bypass_mode, {_SKIP}=false": (
+            f"the old log-probs are then the sampler's own, and every r would be 1. Set bypass_mode=false, or "
+            f"{_MODE}=bypass_mode, whose r is that of the policy being trained."
+        )
+        for name in _CORRECTIONS[:-1]
+    },
+    f"{CORRECTION}.bypass_mode with {ACTOR}.calculate_sum_pi_squared": (
+        "the sums come from the pass that is left out. Set one of them to false."
+    ),
+    f"{_MODE}=bypass_mode with {CORRECTION}.bypass_mode=false": (
+        "the loss takes old log-probs for the sampler's, and they would be the trainer's. Set bypass_mode=true, or "
+        "loss_mode=vanilla."
+    ),
+    f"{CORRECTION}.loss_type!=ppo_clip with {_MODE}!=bypass_mode": (
+        f"only bypass_mode reads it. Set {_MODE}=bypass_mode and {CORRECTION}.bypass_mode=true, or {_MODE}=reinforce "
+        "for a policy gradient from old log-probs."
+    ),
+    f"{CORRECTION}.rollout_is_batch_normalize with {_MODE}=bypass_mode": (
+        "weights are made in the loss, a micro-batch at a time, and their mean would depend on how batches are cut. "
+        "Set it to false."
+    ),
+    f"{CORRECTION}.rollout_is with {_MODE}=tis": (
+        "that loss weighs by the ratio to the sampler itself, and tokens would be weighed twice. Set rollout_is=null, "
+        "or take another loss, reinforce for example."
+    ),
+    f"{ACTOR}.calculate_sum_pi_squared=false with {_ESTIMATOR}={'|'.join(TOKEN_BASELINES)}": (
+        "the estimator weighs tokens by the sum of squared probabilities. Set it to true."
+    ),
+    "algorithm.kl_penalty=full with algorithm.use_kl_in_reward": (
+        "rewards are made from the log-probs of sampled tokens, and the full KL needs both distributions. Use kl, or "
+        f"put it into the loss: {ACTOR}.use_kl_loss=true {ACTOR}.kl_loss_type=full."
+    ),
+}
+contradictions(__name__, _CONTRADICTIONS)
 
 
 @validator("error")
 def critic_rollout_n_equals_rollout_n(config: PPOConfig) -> Iterator[Problem]:
     n = config.actor_rollout_ref.rollout.n
     if config.uses_critic and config.critic.rollout_n != n:
-        yield problem(
-            config,
-            "critic.rollout_n",
-            f"differs from {ROLLOUT}.n={n}, which it follows. Set only the latter.",
-            f"{ROLLOUT}.n",
-        )
-
-
-@validator("error")
-def filter_groups_requirements(config: PPOConfig) -> Iterator[Problem]:
-    filtering, rollout = config.algorithm.filter_groups, config.actor_rollout_ref.rollout
-    if not filtering.enable:
-        return
-    key = "algorithm.filter_groups.enable"
-    if rollout.n < 2:
-        text = f"with {ROLLOUT}.n=1: one response cannot differ from others. Sample at least 2, or set it to false."
-        yield problem(config, key, text, f"{ROLLOUT}.n")
-    if rollout.async_ratio:
-        yield problem(
-            config,
-            key,
-            f"with {ROLLOUT}.async_ratio={rollout.async_ratio}: how many prompts a step uses is known at its end only, "
-            "and the next one's are generated before. Set async_ratio=0, or enable=false.",
-            f"{ROLLOUT}.async_ratio",
-        )
-    if rollout.over_sample_rate:
-        yield problem(
-            config,
-            key,
-            f"with {ROLLOUT}.over_sample_rate={rollout.over_sample_rate}: a prompt would be deferred several times in "
-            f"one step, which {ROLLOUT}.max_postponements counts once. Set over_sample_rate=0, or enable=false.",
-            f"{ROLLOUT}.over_sample_rate",
-        )
-    if filtering.metric == "seq_final_reward" and config.algorithm.use_kl_in_reward:
-        yield problem(
-            config,
-            "algorithm.filter_groups.metric",
-            "with algorithm.use_kl_in_reward=true: every response has a KL of its own, so every group would differ. "
-            "Use seq_reward, or put the KL into the loss (actor.use_kl_loss).",
-            "algorithm.use_kl_in_reward",
-        )
+        text = f"differs from {ROLLOUT}.n={n}, which it follows. Set only the latter."
+        yield problem(config, "critic.rollout_n", text, f"{ROLLOUT}.n")
 
 
 @validator("error")
@@ -110,103 +124,21 @@ def clip_ratio_low_below_one(config: PPOConfig) -> Iterator[Problem]:
 def tis_requires_rollout_log_probs(config: PPOConfig) -> Iterator[Problem]:
     shared = config.actor_rollout_ref
     if shared.actor.policy_loss.loss_mode == "tis" and not shared.rollout.calculate_log_probs:
-        yield problem(
-            config,
-            f"{ACTOR}.policy_loss.loss_mode",
+        text = (
             f"weighs by the probabilities the sampler used, and {ROLLOUT}.calculate_log_probs=false does not keep "
-            f"them. Set it to true.",
-            f"{ROLLOUT}.calculate_log_probs",
+            "them. Set it to true."
         )
+        yield problem(config, f"{ACTOR}.policy_loss.loss_mode", text, f"{ROLLOUT}.calculate_log_probs")
 
 
 @validator("error")
-def rollout_correction_requires_rollout_log_probs(config: PPOConfig) -> Iterator[Problem]:
-    if config.actor_rollout_ref.rollout.calculate_log_probs:
-        return
-    for name in _CORRECTIONS:
-        if config.algorithm.rollout_correction[name]:
-            yield problem(
-                config,
-                f"{CORRECTION}.{name}",
-                f"with {ROLLOUT}.calculate_log_probs=false: it compares with the probabilities the sampler used, "
-                f"which are not kept. Set calculate_log_probs=true.",
-                f"{ROLLOUT}.calculate_log_probs",
-            )
-
-
-@validator("error")
-def rollout_correction_requires_old_log_probs(config: PPOConfig) -> Iterator[Problem]:
-    options, actor = config.algorithm.rollout_correction, config.actor_rollout_ref.actor
-    for name in _CORRECTIONS:
-        if options[name] and actor.skip_old_log_probs:
-            why = "every ratio is then 1, not that to the sampler"
-            if name != "bypass_mode":
-                why = "the weights are needed before the update, which is what finds the old log-probs"
-            yield problem(
-                config,
-                f"{CORRECTION}.{name}",
-                f"with {ACTOR}.skip_old_log_probs=true: {why}. Set skip_old_log_probs=false.",
-                f"{ACTOR}.skip_old_log_probs",
-            )
-        elif options[name] and options.bypass_mode and name != "bypass_mode":
-            if actor.policy_loss.loss_mode == "bypass_mode":  # which makes r of the policy being trained
-                continue
-            yield problem(
-                config,
-                f"{CORRECTION}.{name}",
-                f"with {CORRECTION}.bypass_mode=true: the old log-probs are then the sampler's own, and every r would "
-                f"be 1. Set bypass_mode=false, or {ACTOR}.policy_loss.loss_mode=bypass_mode, whose r is that of the "
-                "policy being trained.",
-                f"{CORRECTION}.bypass_mode",
-                f"{ACTOR}.policy_loss.loss_mode",
-            )
-    if options.bypass_mode and actor.calculate_sum_pi_squared:
-        yield problem(
-            config,
-            f"{CORRECTION}.bypass_mode",
-            f"with {ACTOR}.calculate_sum_pi_squared=true: the sums come from the pass that is left out. Set one of "
-            "them to false.",
-            f"{ACTOR}.calculate_sum_pi_squared",
-        )
-
-
-@validator("error")
-def bypass_mode_loss_requirements(config: PPOConfig) -> Iterator[Problem]:
+def bypass_mode_loss_follows_rollout_correction(config: PPOConfig) -> Iterator[Problem]:
     options, loss = config.algorithm.rollout_correction, config.actor_rollout_ref.actor.policy_loss
-    mode, bypasses = f"{ACTOR}.policy_loss.loss_mode", loss.loss_mode == "bypass_mode"
-    if bypasses and not options.bypass_mode:
-        yield problem(
-            config,
-            mode,
-            f"with {CORRECTION}.bypass_mode=false: the loss takes old log-probs for the sampler's, and they would be "
-            "the trainer's. Set bypass_mode=true, or loss_mode=vanilla.",
-            f"{CORRECTION}.bypass_mode",
-        )
-    if options.loss_type != "ppo_clip" and not bypasses:
-        yield problem(
-            config,
-            f"{CORRECTION}.loss_type",
-            f"with {mode}={loss.loss_mode}: only bypass_mode reads it. Set {mode}=bypass_mode and "
-            f"{CORRECTION}.bypass_mode=true, or {mode}=reinforce for a policy gradient from old log-probs.",
-            mode,
-        )
-    if bypasses and options.rollout_is_batch_normalize:
-        yield problem(
-            config,
-            f"{CORRECTION}.rollout_is_batch_normalize",
-            f"with {mode}=bypass_mode: weights are made in the loss, a micro-batch at a time, and their mean would "
-            "depend on how batches are cut. Set it to false.",
-            mode,
-        )
     copy = loss.rollout_correction
-    for name in options if bypasses else ():
+    for name in options if loss.loss_mode == "bypass_mode" else ():
         if copy[name] != options[name]:
-            yield problem(
-                config,
-                f"{ACTOR}.policy_loss.rollout_correction.{name}",
-                f"is not {CORRECTION}.{name}={show(options[name])}, which it follows. Set the latter only.",
-                f"{CORRECTION}.{name}",
-            )
+            text = f"is not {CORRECTION}.{name}={show(options[name])}, which it follows. Set the latter only."
+            yield problem(config, f"{ACTOR}.policy_loss.rollout_correction.{name}", text, f"{CORRECTION}.{name}")
 
 
 @validator("error")
@@ -236,24 +168,14 @@ def rollout_correction_thresholds_ordered(config: PPOConfig) -> Iterator[Problem
 
 
 @validator("error")
-def loss_corrected_twice(config: PPOConfig) -> Iterator[Problem]:
+def topr_excludes_token_rejection(config: PPOConfig) -> Iterator[Problem]:
     options, mode = config.algorithm.rollout_correction, config.actor_rollout_ref.actor.policy_loss.loss_mode
-    if options.rollout_is and mode == "tis":
-        yield problem(
-            config,
-            f"{CORRECTION}.rollout_is",
-            f"with {ACTOR}.policy_loss.loss_mode=tis: that loss weighs by the ratio to the sampler itself, and tokens "
-            "would be weighed twice. Set rollout_is=null, or take another loss, reinforce for example.",
-            f"{ACTOR}.policy_loss.loss_mode",
-        )
     if mode == "topr" and any(kind.strip().startswith("token") for kind in (options.rollout_rs or "").split(",")):
-        yield problem(
-            config,
-            f"{CORRECTION}.rollout_rs",
-            f"with {ACTOR}.policy_loss.loss_mode=topr: a response whose last token is rejected would lose the score "
-            "by which that loss tells success from failure. Use sequence or geometric.",
-            f"{ACTOR}.policy_loss.loss_mode",
+        text = (
+            f"with {ACTOR}.policy_loss.loss_mode=topr: a response whose last token is rejected would lose the score by "
+            "which that loss tells success from failure. Use sequence or geometric."
         )
+        yield problem(config, f"{CORRECTION}.rollout_rs", text, f"{ACTOR}.policy_loss.loss_mode")
 
 
 @validator("error")
@@ -264,39 +186,11 @@ def policy_loss_bounds_ordered(config: PPOConfig) -> Iterator[Problem]:
         ("clip_cov", "clip_cov_lb", "clip_cov_ub"),
     ):
         if loss.loss_mode == mode and loss[low] >= loss[high]:
-            yield problem(
-                config,
-                f"{key}.{low}",
+            text = (
                 f"is not below {key}.{high}={loss[high]}: nothing lies between them. Lower the first or raise the "
-                f"second.",
-                f"{key}.{high}",
+                "second."
             )
-
-
-@validator("error")
-def optimal_token_baseline_requires_sum_pi_squared(config: PPOConfig) -> Iterator[Problem]:
-    key = f"{ACTOR}.calculate_sum_pi_squared"
-    estimator = config.algorithm.adv_estimator
-    if estimator in TOKEN_BASELINES and not get_path(config, key):
-        yield problem(
-            config,
-            key,
-            f"with algorithm.adv_estimator={estimator}: the estimator weighs tokens by the sum of squared "
-            "probabilities. Set it to true.",
-            "algorithm.adv_estimator",
-        )
-
-
-@validator("error")
-def full_kl_in_reward_unsupported(config: PPOConfig) -> Iterator[Problem]:
-    if config.algorithm.use_kl_in_reward and config.algorithm.kl_penalty == "full":
-        yield problem(
-            config,
-            "algorithm.kl_penalty",
-            "with algorithm.use_kl_in_reward=true: rewards are made from the log-probs of sampled tokens, and the full "
-            f"KL needs both distributions. Use kl, or put it into the loss: {ACTOR}.use_kl_loss=true "
-            f"{ACTOR}.kl_loss_type=full.",
-        )
+            yield problem(config, f"{key}.{low}", text, f"{key}.{high}")
 
 
 @validator("error")
@@ -305,13 +199,11 @@ def full_kl_loss_requires_equal_sequence_parallel_size(config: PPOConfig) -> Ite
     borrows = shared.model.lora_rank and not (shared.ref.model or {}).get("path")
     size = shared.actor.ulysses_sequence_parallel_size
     if config.compares_distributions and not borrows and shared.ref.ulysses_sequence_parallel_size != size:
-        yield problem(
-            config,
-            f"{REF}.{key}",
+        text = (
             f"differs from {ACTOR}.{key}={size} with {ACTOR}.kl_loss_type=full: actor and reference go through each "
-            "micro-batch together. Set them equal, or use low_var_kl.",
-            f"{ACTOR}.{key}",
+            "micro-batch together. Set them equal, or use low_var_kl."
         )
+        yield problem(config, f"{REF}.{key}", text, f"{ACTOR}.{key}")
 
 
 # -- Settings of estimators, losses, KL, correction and schedules that nothing reads ---------------------------------
@@ -326,16 +218,6 @@ _PUBLISHED_WITH = {
     "kimi15": "seq-mean-token-sum",
 }
 """loss_mode -> the loss_agg_mode of its paper, where that matters."""
-
-
-@validator("warning")
-def mismatch_threshold_unused(config: PPOConfig, is_given: IsGiven) -> Iterator[Problem]:
-    if not config.actor_rollout_ref.rollout.calculate_log_probs:
-        why = f"{ROLLOUT}.calculate_log_probs=false keeps no probabilities to compare"
-        yield from unused(config, [f"{ROLLOUT}.mismatch_threshold"], is_given, why)
-    elif config.algorithm.rollout_correction.bypass_mode:
-        why = f"{CORRECTION}.bypass_mode=true computes no probabilities to compare with"
-        yield from unused(config, [f"{ROLLOUT}.mismatch_threshold"], is_given, why)
 
 
 @validator("warning")
@@ -402,22 +284,6 @@ def ref_log_prob_options_unused_with_full_kl(config: PPOConfig, is_given: IsGive
 
 
 @validator("warning")
-def kl_ctrl_options_unused(config: PPOConfig, is_given: IsGiven) -> Iterator[Problem]:
-    control = [f"algorithm.kl_ctrl.{name}" for name in ("type", "kl_coef", "horizon", "target_kl")]
-    if not config.algorithm.use_kl_in_reward:
-        yield from unused(config, ["algorithm.kl_penalty", *control], is_given, "algorithm.use_kl_in_reward=false")
-    elif config.algorithm.kl_ctrl.type == "fixed":
-        yield from unused(config, control[2:], is_given, "algorithm.kl_ctrl.type=fixed")
-
-
-@validator("warning")
-def kl_loss_options_unused(config: PPOConfig, is_given: IsGiven) -> Iterator[Problem]:
-    if not config.actor_rollout_ref.actor.use_kl_loss:
-        keys = [f"{ACTOR}.kl_loss_coef", f"{ACTOR}.kl_loss_type"]
-        yield from unused(config, keys, is_given, f"{ACTOR}.use_kl_loss=false")
-
-
-@validator("warning")
 def kl_in_reward_and_kl_loss(config: PPOConfig) -> Iterator[Problem]:
     if config.algorithm.use_kl_in_reward and config.actor_rollout_ref.actor.use_kl_loss:
         text = f"algorithm.use_kl_in_reward and {ACTOR}.use_kl_loss are both on: the KL penalty counts twice"
@@ -425,17 +291,9 @@ def kl_in_reward_and_kl_loss(config: PPOConfig) -> Iterator[Problem]:
 
 
 @validator("warning")
-def lr_schedule_options_unused(config: PPOConfig, is_given: IsGiven) -> Iterator[Problem]:
+def lr_warmup_steps_ratio_unused(config: PPOConfig, is_given: IsGiven) -> Iterator[Problem]:
     for key in (f"{ACTOR}.optim", *(["critic.optim"] if config.uses_critic else [])):
         optim = get_path(config, key)
-        readers = {
-            "min_lr_ratio": ("cosine", "linear", "wsd"),
-            "num_cycles": ("cosine",),
-            "lr_wsd_decay_steps": ("wsd",),
-            "lr_wsd_decay_style": ("wsd",),
-        }
-        others = [f"{key}.{name}" for name, styles in readers.items() if optim.warmup_style not in styles]
-        yield from unused(config, others, is_given, f"{key}.warmup_style={optim.warmup_style}")
         if optim.lr_warmup_steps is not None and optim.lr_warmup_steps >= 0:
             yield from unused(
                 config,
@@ -491,13 +349,6 @@ def loss_agg_mode_differs_from_paper(config: PPOConfig) -> Iterator[Problem]:
 
 
 @validator("warning")
-def loss_scale_factor_unused(config: PPOConfig, is_given: IsGiven) -> Iterator[Problem]:
-    mode = config.actor_rollout_ref.actor.loss_agg_mode
-    if mode != "seq-mean-token-sum-norm":
-        yield from unused(config, [f"{ACTOR}.loss_scale_factor"], is_given, f"{ACTOR}.loss_agg_mode={mode}")
-
-
-@validator("warning")
 def advantage_whiten_is_estimator_default(config: PPOConfig, is_given: IsGiven) -> Iterator[Problem]:
     estimator, whiten = config.algorithm.adv_estimator, config.algorithm.advantage.whiten
     read = options_read("advantages").get(estimator)
@@ -512,17 +363,6 @@ def straight_through_kl_in_reward(config: PPOConfig) -> Iterator[Problem]:
     if config.algorithm.use_kl_in_reward and kind.endswith("+"):
         text = f"algorithm.kl_penalty={kind} is {kind[:-1]}: the + changes a gradient, and a reward has none"
         yield Problem("algorithm.kl_penalty", text)
-
-
-@validator("warning")
-def pf_ppo_options_unused(config: PPOConfig, is_given: IsGiven) -> Iterator[Problem]:
-    key, algorithm = "algorithm.pf_ppo", config.algorithm
-    if not algorithm.use_pf_ppo:
-        keys = [f"{key}.reweight_method", f"{key}.weight_pow"]
-        yield from unused(config, keys, is_given, "algorithm.use_pf_ppo=false takes every response once")
-    elif algorithm.pf_ppo.reweight_method != "pow":
-        why = f"{key}.reweight_method={algorithm.pf_ppo.reweight_method} does not read it"
-        yield from unused(config, [f"{key}.weight_pow"], is_given, why)
 
 
 @validator("warning")

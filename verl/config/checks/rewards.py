@@ -9,6 +9,7 @@ from verl.config.checks.base import (
     ROLLOUT,
     SHAPING,
     IsGiven,
+    contradictions,
     given_below,
     problem,
     reward_shaping_keys,
@@ -18,18 +19,22 @@ from verl.config.checks.base import (
 from verl.config.checks.support import built_names
 from verl.config.ppo import PPOConfig
 
-
-@validator("error")
-def reward_model_requires_raw_chat(config: PPOConfig) -> Iterator[Problem]:
-    if config.rewrites_for_reward_model and not config.data.return_raw_chat:
-        yield problem(
-            config,
-            "data.return_raw_chat",
-            f"with {RM}.model.input_tokenizer={config.reward_model.model.input_tokenizer}: the reward model reads each "
-            f"conversation in its own chat template, and the messages are left out. Set data.return_raw_chat=true or, "
-            f"if the reward model has the policy's tokens and template, {RM}.model.input_tokenizer=null.",
-            f"{RM}.model.input_tokenizer",
-        )
+_CONTRADICTIONS = {
+    f"data.return_raw_chat=false with {RM}.model.input_tokenizer if {RM}.enable": (
+        "the reward model reads each conversation in its own chat template, and the messages are left out. Set "
+        "data.return_raw_chat=true or, if the reward model has the policy's tokens and template, "
+        f"{RM}.model.input_tokenizer=null."
+    ),
+    "algorithm.gdpo_reward_keys=null|[] with algorithm.adv_estimator=gdpo": (
+        "it combines rewards it finds by name. List the names the reward function returns next to score, "
+        "[accuracy,format] for example."
+    ),
+    f"algorithm.sample_mask.drop_truncated with {ROLLOUT}.ignore_eos": (
+        " leaves nothing to learn from: every response runs into the length limit. Set one of them to false."
+    ),
+    f"{RM}.judge.model='' with {RM}.judge.url": "name the model as the server knows it.",
+}
+contradictions(__name__, _CONTRADICTIONS)
 
 
 @validator("error")
@@ -43,21 +48,13 @@ def batch_reward_manager_requires_custom_function(config: PPOConfig) -> Iterator
         f"set {RM}.reward_manager=naive."
     )
     if not places and path is None:
-        yield problem(
-            config,
-            f"{RM}.reward_manager",
-            f"without custom_reward_function.path: {way_out}",
-            "custom_reward_function.path",
-        )
+        text = f"without custom_reward_function.path: {way_out}"
+        yield problem(config, f"{RM}.reward_manager", text, "custom_reward_function.path")
     for pattern, place in places.items():
         name = place.get("function") if isinstance(place, Mapping) else place
         if str(name).partition(":")[0] == "builtin":
-            yield problem(
-                config,
-                f"{RM}.by_source",
-                f"sends {pattern} to the built-in rules, and with {RM}.reward_manager=batch {way_out}",
-                f"{RM}.reward_manager",
-            )
+            text = f"sends {pattern} to the built-in rules, and with {RM}.reward_manager=batch {way_out}"
+            yield problem(config, f"{RM}.by_source", text, f"{RM}.reward_manager")
 
 
 @validator("error")
@@ -67,61 +64,45 @@ def reward_model_max_length_holds_sequence(config: PPOConfig) -> Iterator[Proble
     if not rm.enable or rm.max_length is None:
         return
     if not rm.model.input_tokenizer and rm.max_length < longest:
-        yield problem(
-            config,
-            f"{RM}.max_length",
+        text = (
             f"is shorter than prompt and response together ({rollout.prompt_length} + {rollout.response_length} = "
             f"{longest}), and token ids are passed on whole ({RM}.model.input_tokenizer=null). Leave it null, or "
-            f"shorten data.max_response_length.",
-            "data.max_response_length",
+            "shorten data.max_response_length."
         )
+        yield problem(config, f"{RM}.max_length", text, "data.max_response_length")
     elif rm.model.input_tokenizer and rm.use_dynamic_bsz:
         budget = rm.forward_max_token_len_per_gpu * rm.ulysses_sequence_parallel_size
         if budget < rm.max_length:
-            yield problem(
-                config,
-                f"{RM}.forward_max_token_len_per_gpu",
-                f"cannot hold one conversation of {RM}.max_length={rm.max_length} tokens. Raise the first or lower "
-                f"the second.",
-                f"{RM}.max_length",
+            text = (
+                f"cannot hold one conversation of {RM}.max_length={rm.max_length} tokens. Raise the first or lower the "
+                "second."
             )
+            yield problem(config, f"{RM}.forward_max_token_len_per_gpu", text, f"{RM}.max_length")
 
 
 @validator("error")
-def gdpo_requires_reward_keys(config: PPOConfig) -> Iterator[Problem]:
+def gdpo_weights_match_reward_keys(config: PPOConfig) -> Iterator[Problem]:
     algorithm = config.algorithm
     if algorithm.adv_estimator != "gdpo":
         return
     keys, weights = algorithm.gdpo_reward_keys, algorithm.gdpo_reward_weights
-    if not keys:
-        yield problem(
-            config,
-            "algorithm.gdpo_reward_keys",
-            "with algorithm.adv_estimator=gdpo: it combines rewards it finds by name. List the names the reward "
-            "function returns next to score, [accuracy,format] for example.",
-            "algorithm.adv_estimator",
-        )
-    elif weights is not None and len(weights) != len(keys):
-        yield problem(
-            config,
-            "algorithm.gdpo_reward_weights",
+    if keys and weights is not None and len(weights) != len(keys):
+        text = (
             f"has {len(weights)} numbers for the {len(keys)} algorithm.gdpo_reward_keys. Give one weight a key, or "
-            f"null for equal ones.",
-            "algorithm.gdpo_reward_keys",
+            "null for equal ones."
         )
+        yield problem(config, "algorithm.gdpo_reward_weights", text, "algorithm.gdpo_reward_keys")
 
 
 @validator("error")
 def remax_excludes_reward_shaping(config: PPOConfig) -> Iterator[Problem]:
     if config.algorithm.adv_estimator == "remax":
         for key in reward_shaping_keys(config):
-            yield problem(
-                config,
-                key,
+            text = (
                 "changes the rewards of sampled responses, but not the score of the greedy one, with which "
-                "algorithm.adv_estimator=remax compares them. Leave it out, or use rloo or reinforce.",
-                "algorithm.adv_estimator",
+                "algorithm.adv_estimator=remax compares them. Leave it out, or use rloo or reinforce."
             )
+            yield problem(config, key, text, "algorithm.adv_estimator")
 
 
 @validator("error")
@@ -129,76 +110,49 @@ def group_norm_requires_several_responses(config: PPOConfig) -> Iterator[Problem
     if config.actor_rollout_ref.rollout.n == 1:
         for name in ("mean", "std"):
             if config.algorithm.reward_shaping.norm[name] == "group":
-                yield problem(
-                    config,
-                    f"{SHAPING}.norm.{name}",
+                text = (
                     f"compares responses to the same prompt, and {ROLLOUT}.n=1 samples one. Raise n, or use batch or "
-                    "running.",
-                    f"{ROLLOUT}.n",
+                    "running."
                 )
+                yield problem(config, f"{SHAPING}.norm.{name}", text, f"{ROLLOUT}.n")
 
 
 @validator("error")
 def overlong_buffer_within_response_length(config: PPOConfig) -> Iterator[Problem]:
     buffer, window = config.algorithm.reward_shaping.overlong_buffer, config.actor_rollout_ref.rollout.response_length
     if buffer.enable and not 0 < buffer.len <= window:
-        yield problem(
-            config,
-            f"{SHAPING}.overlong_buffer.len",
+        text = (
             f"must be 1 to {ROLLOUT}.response_length={window}: the penalty grows over that many last tokens. Choose "
-            f"e.g. {max(1, window // 4)}, or set {SHAPING}.overlong_buffer.enable=false.",
-            f"{ROLLOUT}.response_length",
+            f"e.g. {max(1, window // 4)}, or set {SHAPING}.overlong_buffer.enable=false."
         )
+        yield problem(config, f"{SHAPING}.overlong_buffer.len", text, f"{ROLLOUT}.response_length")
 
 
 @validator("error")
 def difficulty_range_ordered(config: PPOConfig) -> Iterator[Problem]:
     band = config.algorithm.sample_mask.difficulty
     if band is not None and (len(band) != 2 or not band[0] <= band[1]):
-        yield problem(
-            config,
-            "algorithm.sample_mask.difficulty",
-            "is no [low, high]: two numbers, the first at most the second. Give e.g. [0.1,0.9], or null for no mask.",
-        )
+        text = "is no [low, high]: two numbers, the first at most the second. Give e.g. [0.1,0.9], or null for no mask."
+        yield problem(config, "algorithm.sample_mask.difficulty", text)
 
 
 @validator("error")
 def clip_range_and_filter_range_ordered(config: PPOConfig) -> Iterator[Problem]:
     clip, filtering = config.algorithm.reward_shaping.clip_range, config.algorithm.filter_groups
     if clip is not None and (len(clip) != 2 or not clip[0] < clip[1]):
-        yield problem(
-            config,
-            f"{SHAPING}.clip_range",
-            "is no [low, high]: two numbers, the first below the second. Give e.g. [-1,3], or null for no bounds.",
-        )
+        text = "is no [low, high]: two numbers, the first below the second. Give e.g. [-1,3], or null for no bounds."
+        yield problem(config, f"{SHAPING}.clip_range", text)
     if filtering.low is not None and filtering.high is not None and not filtering.low < filtering.high:
-        yield problem(
-            config,
-            "algorithm.filter_groups.low",
+        text = (
             f"is not below algorithm.filter_groups.high={filtering.high}: no group lies between them. Lower the first "
-            "or raise the second.",
-            "algorithm.filter_groups.high",
+            "or raise the second."
         )
+        yield problem(config, "algorithm.filter_groups.low", text, "algorithm.filter_groups.high")
 
 
 @validator("error")
-def drop_truncated_excludes_ignore_eos(config: PPOConfig) -> Iterator[Problem]:
-    if config.algorithm.sample_mask.drop_truncated and config.actor_rollout_ref.rollout.ignore_eos:
-        yield problem(
-            config,
-            "algorithm.sample_mask.drop_truncated",
-            f"with {ROLLOUT}.ignore_eos=true leaves nothing to learn from: every response runs into the length limit. "
-            "Set one of them to false.",
-            f"{ROLLOUT}.ignore_eos",
-        )
-
-
-@validator("error")
-def judge_requires_model_and_score_range(config: PPOConfig) -> Iterator[Problem]:
+def judge_scores_ordered(config: PPOConfig) -> Iterator[Problem]:
     judge, key = config.reward_model.judge, f"{RM}.judge"
-    if judge.url and not judge.model:
-        text = f"with {key}.url={judge.url}: name the model as the server knows it."
-        yield problem(config, f"{key}.model", text, f"{key}.url")
     if judge.highest <= judge.lowest:
         text = f"is not above {key}.lowest={judge.lowest:g}: raise the first or lower the second."
         yield problem(config, f"{key}.highest", text, f"{key}.lowest")
@@ -235,10 +189,7 @@ def reward_model_options_without_reward_model(config: PPOConfig, is_given: IsGiv
 @validator("warning")
 def sandbox_options_unused(config: PPOConfig, is_given: IsGiven) -> Iterator[Problem]:
     rm = config.reward_model
-    if not rm.sandbox.enable:
-        keys = [key for key in given_below(f"{RM}.sandbox", config, is_given) if not key.endswith(".enable")]
-        yield from unused(config, keys, is_given, f"{RM}.sandbox.enable=false calls the function in the driver")
-    elif rm.reward_manager in built_names(f"{RM}.reward_manager"):
+    if rm.sandbox.enable and rm.reward_manager in built_names(f"{RM}.reward_manager"):
         is_batch = rm.reward_manager == "batch"
         name, other = ("timeout_s", "batch_timeout_s") if is_batch else ("batch_timeout_s", "timeout_s")
         why = f"with {RM}.reward_manager={rm.reward_manager} {RM}.sandbox.{other} is the limit of a call"
@@ -264,7 +215,6 @@ def builtin_scorer_options_unused(config: PPOConfig, is_given: IsGiven) -> Itera
 def reward_model_input_options_unused(config: PPOConfig, is_given: IsGiven) -> Iterator[Problem]:
     if not config.reward_model.enable:
         return
-    yield from unused(config, [f"{RM}.model.use_fused_kernels"], is_given, "a score needs no logits over tokens")
     if not config.reward_model.model.input_tokenizer:
         why = f"{RM}.model.input_tokenizer=null passes token ids on whole"
         yield from unused(config, [f"{RM}.max_length"], is_given, why)
@@ -303,13 +253,6 @@ def reward_function_unused_in_training(config: PPOConfig, is_given: IsGiven) -> 
 
 
 @validator("warning")
-def custom_reward_function_options_without_path(config: PPOConfig, is_given: IsGiven) -> Iterator[Problem]:
-    if config.custom_reward_function.path is None:
-        keys = ["custom_reward_function.name", "custom_reward_function.reward_kwargs"]
-        yield from unused(config, keys, is_given, "custom_reward_function.path=null")
-
-
-@validator("warning")
 def kl_in_reward_unused_with_gdpo(config: PPOConfig, is_given: IsGiven) -> Iterator[Problem]:
     algorithm = config.algorithm
     if algorithm.adv_estimator == "gdpo" and algorithm.use_kl_in_reward:
@@ -322,13 +265,6 @@ def reward_shaping_unused_with_gdpo(config: PPOConfig, is_given: IsGiven) -> Ite
     if config.algorithm.adv_estimator == "gdpo":
         why = "gdpo reads algorithm.gdpo_reward_keys, and normalises each"
         yield from unused(config, reward_shaping_keys(config), is_given, why)
-
-
-@validator("warning")
-def overlong_buffer_options_unused(config: PPOConfig, is_given: IsGiven) -> Iterator[Problem]:
-    if not config.algorithm.reward_shaping.overlong_buffer.enable:
-        keys = [f"{SHAPING}.overlong_buffer.{name}" for name in ("len", "penalty_factor")]
-        yield from unused(config, keys, is_given, f"{SHAPING}.overlong_buffer.enable=false")
 
 
 @validator("warning")

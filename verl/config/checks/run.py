@@ -8,27 +8,37 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from verl.config.base import Problem, get_path
-from verl.config.checks.base import ACTOR, ROLLOUT, IsGiven, given_below, problem, trained_roles, unused, validator
+from verl.config.checks.base import (
+    ACTOR,
+    ROLLOUT,
+    IsGiven,
+    contradictions,
+    given_below,
+    problem,
+    trained_roles,
+    unused,
+    validator,
+)
 from verl.config.checks.support import unsupported_but_off
 from verl.config.model_info import model_problems
 from verl.config.ppo import PPOConfig
 from verl.config.tree import show
 from verl.utils.import_utils import split_file_name
 
-
-@validator("error")
-def local_controller_requires_one_node(config: PPOConfig) -> Iterator[Problem]:
-    if config.trainer.controller != "local":
-        return
-    keys = ["trainer.nnodes"] + ([] if config.actor_rollout_ref.hybrid_engine else [f"{ROLLOUT}.nnodes"])
-    for key in keys:
-        if get_path(config, key) > 1:
-            yield problem(
-                config,
-                key,
-                "with trainer.controller=local: forked processes stay on one machine. Use trainer.controller=ray.",
-                "trainer.controller",
-            )
+_CONTRADICTIONS = {
+    "trainer.nnodes>1 with trainer.controller=local": (
+        "forked processes stay on one machine. Use trainer.controller=ray."
+    ),
+    f"{ROLLOUT}.nnodes>1 with trainer.controller=local if actor_rollout_ref.hybrid_engine=false": (
+        "forked processes stay on one machine. Use trainer.controller=ray."
+    ),
+    "trainer.val_only with data.val_files=null|[]|''": "nothing is there to validate. Name validation files.",
+    "trainer.default_hdfs_dir with trainer.nnodes>1": (
+        "only this machine's part of a checkpoint would be copied. Let trainer.default_local_dir be a folder that all "
+        "nodes share."
+    ),
+}
+contradictions(__name__, _CONTRADICTIONS)
 
 
 @validator("error")
@@ -38,46 +48,19 @@ def server_host_reachable_from_other_nodes(config: PPOConfig) -> Iterator[Proble
     place = "trainer" if config.actor_rollout_ref.hybrid_engine else ROLLOUT
     nodes = len(config.rollout_processes)
     if rollout.mode == "async" and nodes > 1 and is_local:
-        yield problem(
-            config,
-            f"{ROLLOUT}.server_host",
-            f"with {place}.nnodes={nodes}: the driver could not reach the rollout servers of other "
-            "nodes. Use 0.0.0.0; the servers then ask for a key that the driver makes up.",
-            f"{place}.nnodes",
+        text = (
+            f"with {place}.nnodes={nodes}: the driver could not reach the rollout servers of other nodes. Use 0.0.0.0; "
+            "the servers then ask for a key that the driver makes up."
         )
-
-
-@validator("error")
-def val_only_requires_val_files(config: PPOConfig) -> Iterator[Problem]:
-    if config.trainer.val_only and not config.data.has_validation:
-        files = show(config.data.val_files)
-        text = f"with data.val_files={files}: nothing is there to validate. Name validation files."
-        yield problem(config, "trainer.val_only", text, "data.val_files")
+        yield problem(config, f"{ROLLOUT}.server_host", text, f"{place}.nnodes")
 
 
 @validator("error")
 def resume_from_path_is_checkpoint_folder(config: PPOConfig) -> Iterator[Problem]:
     trainer = config.trainer
     if trainer.resume_mode == "resume_path" and "global_step_" not in (trainer.resume_from_path or ""):
-        yield problem(
-            config,
-            "trainer.resume_from_path",
-            "with trainer.resume_mode=resume_path: give the folder of one checkpoint, .../global_step_N.",
-            "trainer.resume_mode",
-        )
-
-
-@validator("error")
-def hdfs_dir_requires_one_node(config: PPOConfig) -> Iterator[Problem]:
-    trainer = config.trainer
-    if trainer.default_hdfs_dir and trainer.nnodes > 1:
-        yield problem(
-            config,
-            "trainer.default_hdfs_dir",
-            f"with trainer.nnodes={trainer.nnodes}: only this machine's part of a checkpoint would be copied. Let "
-            "trainer.default_local_dir be a folder that all nodes share.",
-            "trainer.nnodes",
-        )
+        text = "with trainer.resume_mode=resume_path: give the folder of one checkpoint, .../global_step_N."
+        yield problem(config, "trainer.resume_from_path", text, "trainer.resume_mode")
 
 
 @validator("error")
@@ -85,14 +68,11 @@ def checkpoint_load_contents_are_saved(config: PPOConfig) -> Iterator[Problem]:
     for key, role, _ in trained_roles(config):
         extra = [part for part in role.checkpoint.load_contents if part not in role.checkpoint.save_contents]
         if extra and config.trainer.save_freq > 0:
-            yield problem(
-                config,
-                f"{key}.checkpoint.load_contents",
-                f"asks for {', '.join(extra)}, which "
-                f"{key}.checkpoint.save_contents={role.checkpoint.save_contents} does not write: a run "
-                f"could not resume from its own checkpoints.",
-                f"{key}.checkpoint.save_contents",
+            text = (
+                f"asks for {', '.join(extra)}, which {key}.checkpoint.save_contents={role.checkpoint.save_contents} "
+                "does not write: a run could not resume from its own checkpoints."
             )
+            yield problem(config, f"{key}.checkpoint.load_contents", text, f"{key}.checkpoint.save_contents")
 
 
 @validator("error")
@@ -182,30 +162,9 @@ def validation_options_unused(config: PPOConfig, is_given: IsGiven) -> Iterator[
 
 
 @validator("warning")
-def total_epochs_unused(config: PPOConfig, is_given: IsGiven) -> Iterator[Problem]:
-    steps = config.trainer.total_training_steps
-    if steps is not None:
-        why = f"trainer.total_training_steps={steps} decides, over as many epochs as that takes"
-        yield from unused(config, ["trainer.total_epochs"], is_given, why)
-
-
-@validator("warning")
 def shuffle_unused_with_custom_sampler(config: PPOConfig, is_given: IsGiven) -> Iterator[Problem]:
     if config.data.sampler.class_path is not None:
         yield from unused(config, ["data.shuffle"], is_given, "data.sampler decides the order")
-
-
-@validator("warning")
-def max_prompt_id_length_unused(config: PPOConfig, is_given: IsGiven) -> Iterator[Problem]:
-    if config.data.prompt_id_key is None:
-        yield from unused(config, ["data.max_prompt_id_length"], is_given, "data.prompt_id_key=null")
-
-
-@validator("warning")
-def filter_overlong_prompts_workers_unused(config: PPOConfig, is_given: IsGiven) -> Iterator[Problem]:
-    if not config.data.filter_overlong_prompts:
-        keys = ["data.filter_overlong_prompts_workers"]
-        yield from unused(config, keys, is_given, "data.filter_overlong_prompts=false")
 
 
 @validator("warning")
@@ -314,10 +273,8 @@ def _python_files(config: PPOConfig) -> Iterator[Problem]:
 def _checkpoint(config: PPOConfig) -> Iterator[Problem]:
     path = config.trainer.resume_from_path
     if config.trainer.resume_mode == "resume_path" and path and not _is_remote(path) and not _exists(path):
-        yield Problem(
-            "trainer.resume_from_path",
-            f"trainer.resume_from_path={path} does not exist. Give the folder of a checkpoint, .../global_step_N.",
-        )
+        text = f"trainer.resume_from_path={path} does not exist. Give the folder of a checkpoint, .../global_step_N."
+        yield Problem("trainer.resume_from_path", text)
 
 
 def _written_folders(config: PPOConfig) -> Iterator[Problem]:

@@ -3,40 +3,72 @@
 from collections.abc import Iterator
 
 from verl.config.base import Problem, get_path
-from verl.config.checks.base import ROLLOUT, TOKEN_BASELINES, IsGiven, given_below, problem, unused, validator
+from verl.config.checks.base import (
+    ROLLOUT,
+    TOKEN_BASELINES,
+    IsGiven,
+    contradictions,
+    problem,
+    unused,
+    validator,
+)
 from verl.config.ppo import PPOConfig
 from verl.config.rollout import BY_HF, DECIDED, OF_WHOLE_RESPONSES, OWN, RESHAPE
 from verl.config.tree import show
 
 _GROUP_ESTIMATORS = ("grpo", "rloo", "grpo_passk", "opo", "gpg", "gdpo", "gigpo", *TOKEN_BASELINES)
+_HYBRID = "actor_rollout_ref.hybrid_engine"
+_BY_SPEED = (
+    "what such a batch holds depends on how fast responses came, so none can be found again. Set one of them only."
+)
+_ONE_CALL = f"there, one call samples a whole batch, and no request can be ended early. Set {ROLLOUT}.mode=async."
+
+_CONTRADICTIONS = {
+    f"{ROLLOUT}.n>1 with {ROLLOUT}.do_sample=false": (
+        f"all responses of a prompt would be the same. Sample at random, or set {ROLLOUT}.n=1."
+    ),
+    f"{ROLLOUT}.n>1 with {ROLLOUT}.temperature=0|0.0 if {ROLLOUT}.do_sample": (
+        f"all responses of a prompt would be the same. Sample at random, or set {ROLLOUT}.n=1."
+    ),
+    f"{ROLLOUT}.nnodes=0 with {_HYBRID}=false": (
+        "nothing would sample. Give the rollout at least one machine, or leave hybrid_engine true."
+    ),
+    f"{ROLLOUT}.async_ratio with {_HYBRID}": (
+        "sampling and training take turns on the same devices, so nothing can be generated ahead. Set "
+        f"hybrid_engine=false and give the rollout devices ({ROLLOUT}.nnodes, {ROLLOUT}.n_gpus_per_node), or set "
+        "async_ratio=0."
+    ),
+    f"{ROLLOUT}.async_ratio with algorithm.adv_estimator=remax": (
+        "its greedy baseline would come from newer weights than the responses. Set async_ratio=0, or take another "
+        "estimator without critic, rloo for example."
+    ),
+    f"{ROLLOUT}.over_sample_rate with {ROLLOUT}.async_ratio": (
+        "which prompts a step trains on is known before it begins. Set over_sample_rate=0, or async_ratio=0."
+    ),
+    f"{ROLLOUT}.over_sample_rate with {ROLLOUT}.mode!=async": _ONE_CALL,
+    f"{ROLLOUT}.partial_rollout with {ROLLOUT}.mode!=async": _ONE_CALL,
+    f"{ROLLOUT}.partial_rollout with {ROLLOUT}.calculate_log_probs=false": (
+        "a response of several versions of the weights can only be corrected by the log-probs it was sampled with. Set "
+        "calculate_log_probs=true."
+    ),
+    f"{ROLLOUT}.skip_rollout with {ROLLOUT}.over_sample_rate": _BY_SPEED,
+    f"{ROLLOUT}.skip_rollout with {ROLLOUT}.partial_rollout": _BY_SPEED,
+    f"{ROLLOUT}.skip_rollout with {ROLLOUT}.async_ratio": (
+        "such a batch is begun a step early, where none is kept or looked for. Set one of them only."
+    ),
+}
+contradictions(__name__, _CONTRADICTIONS)
 
 
 @validator("error")
 def group_estimator_requires_several_responses(config: PPOConfig) -> Iterator[Problem]:
     estimator, rollout = config.algorithm.adv_estimator, config.actor_rollout_ref.rollout
     if estimator in _GROUP_ESTIMATORS and rollout.n < 2:
-        yield problem(
-            config,
-            f"{ROLLOUT}.n",
-            f"with algorithm.adv_estimator={estimator}: a response is compared with "
-            f"others of its group, and there are none. Sample at least 2 responses per prompt, "
-            f"or choose another estimator.",
-            "algorithm.adv_estimator",
+        text = (
+            f"with algorithm.adv_estimator={estimator}: a response is compared with others of its group, and there are "
+            "none. Sample at least 2 responses per prompt, or choose another estimator."
         )
-
-
-@validator("error")
-def several_responses_require_sampling(config: PPOConfig) -> Iterator[Problem]:
-    sampling, key = config.actor_rollout_ref.rollout, ROLLOUT
-    if sampling.n > 1 and (not sampling.do_sample or sampling.temperature == 0):
-        cause = "do_sample=false" if not sampling.do_sample else "temperature=0"
-        yield problem(
-            config,
-            f"{key}.n",
-            f"with {key}.{cause}: all responses of a prompt would be the same. Sample at random, or set {key}.n=1.",
-            f"{key}.do_sample",
-            f"{key}.temperature",
-        )
+        yield problem(config, f"{ROLLOUT}.n", text, "algorithm.adv_estimator")
 
 
 @validator("error")
@@ -69,13 +101,11 @@ def stop_strings_not_empty(config: PPOConfig) -> Iterator[Problem]:
 def prompt_length_equals_max_prompt_length(config: PPOConfig) -> Iterator[Problem]:
     rollout, data = config.actor_rollout_ref.rollout, config.data
     if rollout.prompt_length != data.max_prompt_length:
-        yield problem(
-            config,
-            f"{ROLLOUT}.prompt_length",
-            f"differs from data.max_prompt_length="
-            f"{data.max_prompt_length}, the length prompts are padded to. Set only the latter.",
-            "data.max_prompt_length",
+        text = (
+            f"differs from data.max_prompt_length={data.max_prompt_length}, the length prompts are padded to. Set only "
+            "the latter."
         )
+        yield problem(config, f"{ROLLOUT}.prompt_length", text, "data.max_prompt_length")
 
 
 @validator("error")
@@ -83,14 +113,11 @@ def max_model_len_holds_prompt_and_response(config: PPOConfig) -> Iterator[Probl
     rollout = config.actor_rollout_ref.rollout
     longest = rollout.longest_sequence
     if rollout.max_model_len is not None and rollout.max_model_len < longest:
-        yield problem(
-            config,
-            f"{ROLLOUT}.max_model_len",
-            f"is shorter than prompt and response together "
-            f"({rollout.prompt_length} + {rollout.response_length} = {longest}). Raise it, leave it null, "
-            f"or shorten data.max_response_length.",
-            "data.max_response_length",
+        text = (
+            f"is shorter than prompt and response together ({rollout.prompt_length} + {rollout.response_length} = "
+            f"{longest}). Raise it, leave it null, or shorten data.max_response_length."
         )
+        yield problem(config, f"{ROLLOUT}.max_model_len", text, "data.max_response_length")
 
 
 @validator("error")
@@ -98,13 +125,11 @@ def chunked_prefill_vs_max_batched_tokens(config: PPOConfig) -> Iterator[Problem
     rollout = config.actor_rollout_ref.rollout
     longest = rollout.max_model_len or rollout.longest_sequence
     if rollout.name == "vllm" and not rollout.enable_chunked_prefill and rollout.max_num_batched_tokens < longest:
-        yield problem(
-            config,
-            f"{ROLLOUT}.max_num_batched_tokens",
+        text = (
             f"with {ROLLOUT}.enable_chunked_prefill=false: vLLM then reads a sequence in one forward, and it may have "
-            f"{longest} tokens. Raise it to {longest}, or set enable_chunked_prefill=true.",
-            f"{ROLLOUT}.enable_chunked_prefill",
+            f"{longest} tokens. Raise it to {longest}, or set enable_chunked_prefill=true."
         )
+        yield problem(config, f"{ROLLOUT}.max_num_batched_tokens", text, f"{ROLLOUT}.enable_chunked_prefill")
 
 
 @validator("error")
@@ -126,75 +151,6 @@ def tensor_parallel_size_divides_workers(config: PPOConfig) -> Iterator[Problem]
 
 
 @validator("error")
-def separate_rollout_requires_nodes(config: PPOConfig) -> Iterator[Problem]:
-    if not config.actor_rollout_ref.hybrid_engine and not config.actor_rollout_ref.rollout.nnodes:
-        yield problem(
-            config,
-            f"{ROLLOUT}.nnodes",
-            "with actor_rollout_ref.hybrid_engine=false: nothing would sample. Give the rollout at least one machine, "
-            "or leave hybrid_engine true.",
-            "actor_rollout_ref.hybrid_engine",
-        )
-
-
-@validator("error")
-def async_ratio_requires_separate_rollout(config: PPOConfig) -> Iterator[Problem]:
-    shared, key = config.actor_rollout_ref, f"{ROLLOUT}.async_ratio"
-    if shared.rollout.async_ratio and shared.hybrid_engine:
-        yield problem(
-            config,
-            key,
-            "with actor_rollout_ref.hybrid_engine=true: sampling and training take turns on the same devices, so "
-            f"nothing can be generated ahead. Set hybrid_engine=false and give the rollout devices ({ROLLOUT}.nnodes, "
-            f"{ROLLOUT}.n_gpus_per_node), or set async_ratio=0.",
-            "actor_rollout_ref.hybrid_engine",
-        )
-    if shared.rollout.async_ratio and config.algorithm.adv_estimator == "remax":
-        yield problem(
-            config,
-            key,
-            "with algorithm.adv_estimator=remax: its greedy baseline would come from newer weights than the responses. "
-            "Set async_ratio=0, or take another estimator without critic, rloo for example.",
-            "algorithm.adv_estimator",
-        )
-
-
-@validator("error")
-def over_sampling_requires_async_mode(config: PPOConfig) -> Iterator[Problem]:
-    rollout = config.actor_rollout_ref.rollout
-    if rollout.over_sample_rate and rollout.async_ratio:
-        yield problem(
-            config,
-            f"{ROLLOUT}.over_sample_rate",
-            f"with {ROLLOUT}.async_ratio={rollout.async_ratio}: which prompts a step trains on is known before it "
-            "begins. Set over_sample_rate=0, or async_ratio=0.",
-            f"{ROLLOUT}.async_ratio",
-        )
-    for name in ("over_sample_rate", "partial_rollout"):
-        if rollout[name] and rollout.mode != "async":
-            yield problem(
-                config,
-                f"{ROLLOUT}.{name}",
-                f"with {ROLLOUT}.mode={rollout.mode}: there, one call samples a whole batch, and no request can be "
-                f"ended early. Set {ROLLOUT}.mode=async.",
-                f"{ROLLOUT}.mode",
-            )
-
-
-@validator("error")
-def partial_rollout_requires_log_probs(config: PPOConfig) -> Iterator[Problem]:
-    rollout = config.actor_rollout_ref.rollout
-    if rollout.partial_rollout and not rollout.calculate_log_probs:
-        yield problem(
-            config,
-            f"{ROLLOUT}.partial_rollout",
-            f"with {ROLLOUT}.calculate_log_probs=false: a response of several versions of the weights can only be "
-            f"corrected by the log-probs it was sampled with. Set calculate_log_probs=true.",
-            f"{ROLLOUT}.calculate_log_probs",
-        )
-
-
-@validator("error")
 def partial_rollout_sampling_kwargs(config: PPOConfig) -> Iterator[Problem]:
     rollout = config.actor_rollout_ref.rollout
     if not (rollout.partial_rollout and rollout.over_sample_rate):
@@ -208,24 +164,6 @@ def partial_rollout_sampling_kwargs(config: PPOConfig) -> Iterator[Problem]:
                 "partial_rollout=false."
             )
             yield Problem(key, text, (f"{ROLLOUT}.sampling_kwargs", f"{ROLLOUT}.partial_rollout"))
-
-
-@validator("error")
-def skip_rollout_requires_sync_generation(config: PPOConfig) -> Iterator[Problem]:
-    rollout = config.actor_rollout_ref.rollout
-    by_speed = "what such a batch holds depends on how fast responses came, so none can be found again"
-    for name, why in {
-        "over_sample_rate": by_speed,
-        "partial_rollout": by_speed,
-        "async_ratio": "such a batch is begun a step early, where none is kept or looked for",
-    }.items():
-        if rollout.skip_rollout and rollout[name]:
-            yield problem(
-                config,
-                f"{ROLLOUT}.skip_rollout",
-                f"with {ROLLOUT}.{name}={show(rollout[name])}: {why}. Set one of them only.",
-                f"{ROLLOUT}.{name}",
-            )
 
 
 @validator("error")
@@ -293,35 +231,6 @@ def gpu_memory_utilization_on_cpu(config: PPOConfig, is_given: IsGiven) -> Itera
 
 
 @validator("warning")
-def trace_options_unused(config: PPOConfig, is_given: IsGiven) -> Iterator[Problem]:
-    backend = config.actor_rollout_ref.rollout.trace.backend
-    keys = [] if backend == "file" else [f"{ROLLOUT}.trace.dir"]
-    keys += [] if backend else [f"{ROLLOUT}.trace.token2text"]
-    yield from unused(config, keys, is_given, f"{ROLLOUT}.trace.backend={show(backend)} does not read it")
-
-
-@validator("warning")
-def skip_dump_dir_unused(config: PPOConfig, is_given: IsGiven) -> Iterator[Problem]:
-    if not config.actor_rollout_ref.rollout.skip_rollout:
-        yield from unused(config, [f"{ROLLOUT}.skip_dump_dir"], is_given, f"{ROLLOUT}.skip_rollout=false")
-
-
-@validator("warning")
-def multi_stage_wake_up_always_on(config: PPOConfig, is_given: IsGiven) -> Iterator[Problem]:
-    yield from unused(
-        config, [f"{ROLLOUT}.multi_stage_wake_up"], is_given, "weights are always brought back first, the cache later"
-    )
-
-
-@validator("warning")
-def server_options_unused_with_sync_mode(config: PPOConfig, is_given: IsGiven) -> Iterator[Problem]:
-    if config.actor_rollout_ref.rollout.mode == "sync":
-        keys = [f"{ROLLOUT}.server_host", f"{ROLLOUT}.max_running_requests"]
-        keys += given_below(f"{ROLLOUT}.agent", config, is_given)
-        yield from unused(config, keys, is_given, f"{ROLLOUT}.mode=sync samples a batch in one call, without servers")
-
-
-@validator("warning")
 def enforce_eager_on_cpu(config: PPOConfig, is_given: IsGiven) -> Iterator[Problem]:
     rollout = config.actor_rollout_ref.rollout
     if rollout.name in ("vllm", "sglang") and config.trainer.device == "cpu" and not rollout.enforce_eager:
@@ -369,13 +278,6 @@ def fire_sampling_options_unused(config: PPOConfig, is_given: IsGiven) -> Iterat
 
 
 @validator("warning")
-def stop_token_ids_unused_with_ignore_eos(config: PPOConfig, is_given: IsGiven) -> Iterator[Problem]:
-    if config.actor_rollout_ref.rollout.ignore_eos:
-        keys = [f"{ROLLOUT}.stop_token_ids", f"{ROLLOUT}.val_kwargs.stop_token_ids"]
-        yield from unused(config, keys, is_given, f"{ROLLOUT}.ignore_eos=true goes on after any token")
-
-
-@validator("warning")
 def sampling_differs_from_trained_policy(config: PPOConfig) -> Iterator[Problem]:
     """Old log-probs are those of softmax(logits / temperature); tokens may be sampled from another distribution."""
     rollout = config.actor_rollout_ref.rollout
@@ -397,13 +299,6 @@ def sampling_differs_from_trained_policy(config: PPOConfig) -> Iterator[Problem]
             f"do not see the difference. {ROLLOUT}.calculate_log_probs=true measures it"
         )
         yield Problem(keys[0], text)
-
-
-@validator("warning")
-def layered_summon_unused(config: PPOConfig, is_given: IsGiven) -> Iterator[Problem]:
-    yield from unused(
-        config, [f"{ROLLOUT}.layered_summon"], is_given, "weights are always handed over tensor by tensor"
-    )
 
 
 @validator("warning")
