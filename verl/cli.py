@@ -9,10 +9,10 @@ from typing import NamedTuple
 from verl.utils.distribution import warn_of_other_distribution
 
 
-def _ppo(words: list[str]) -> int | None:
+def _ppo(words: list[str]) -> None:
     from verl.trainer.main_ppo import main
 
-    return main(words)
+    main(words)
 
 
 def _doctor(words: list[str]) -> int:

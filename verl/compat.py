@@ -8,6 +8,7 @@ do not. Nothing is imported for that but the module that was asked for.
 from __future__ import annotations
 
 import importlib
+import importlib.abc
 import sys
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
@@ -21,6 +22,7 @@ class NotBuilt(ModuleNotFoundError, NotImplementedError):
 
 ADDRESSES: dict[str, str] = {
     "verl.agent_loop": "verl.agents",
+    "verl.base_config": "verl.config",
     "verl.experimental.agent_loop": "verl.agents",
     "verl.experimental.agent_loop.agent_loop": "verl.agents",
     "verl.experimental.agent_loop.single_turn_agent_loop": "verl.agents",
@@ -61,6 +63,7 @@ ADDRESSES: dict[str, str] = {
     "verl.utils.torch_dtypes": "verl.utils.torch_functional",
     "verl.utils.tracking": "verl.telemetry.tracking",
     "verl.utils.ulysses": "verl.models.attention.sequence_parallel",
+    "verl.workers.config": "verl.config",
     "verl.workers.engine_workers": "verl.workers.fsdp_workers",
     "verl.workers.megatron_workers": "verl.workers.fsdp_workers",
     "verl.workers.reward_manager": "verl.rewards.managers",
@@ -83,7 +86,7 @@ FOLDERS: dict[str, str] = {
 _SFT, _RM = "verl.utils.dataset.sft_dataset", "verl.utils.dataset.rm_dataset"
 NAMES_NOT_BUILT: dict[str, dict[str, str]] = {
     "verl.data": {"SFTDataset": _SFT, "MultiTurnSFTDataset": _SFT, "RMDataset": _RM},
-    "verl.workers.config": {
+    "verl.config": {
         **dict.fromkeys(
             ("McoreActorConfig", "McoreCriticConfig", "McoreEngineConfig", "McoreOptimizerConfig"), "verl.models.mcore"
         ),
@@ -122,24 +125,19 @@ def address(name: str) -> str | None:
     return None
 
 
-class Finder:
+class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """First finder of Python's import, for addresses in the tables: what stands there has a ``__path__`` of its own, by
     which Python would load its modules a second time.
     """
 
-    @staticmethod
-    def find_spec(name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        if not name.startswith("verl."):
-            return None
-        source = address(name)
-        return None if source is None else ModuleSpec(name, Finder, origin=source, is_package=True)
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        source = address(name) if name.startswith("verl.") else None
+        return None if source is None else ModuleSpec(name, self, origin=source, is_package=True)
 
-    @staticmethod
-    def create_module(spec: ModuleSpec) -> None:
+    def create_module(self, spec: ModuleSpec) -> None:
         return None
 
-    @staticmethod
-    def exec_module(module: ModuleType) -> None:
+    def exec_module(self, module: ModuleType) -> None:
         """Put the module that the address stands for in place of this one, so that both names are one module; one with
         addresses below it stays, and has the other's names.
         """
@@ -151,21 +149,22 @@ class Finder:
         if not any(known.startswith(f"{name}.") for known in (*ADDRESSES, *FOLDERS)):
             sys.modules[name] = stands_for
             return
-        module.__doc__ = stands_for.__doc__
-        module.__all__ = getattr(stands_for, "__all__", [name for name in vars(stands_for) if name[0] != "_"])
-        module.__getattr__ = lambda name: getattr(stands_for, name)
-        module.__dir__ = lambda: dir(stands_for)
+        vars(module).update(
+            __doc__=stands_for.__doc__,
+            __all__=getattr(stands_for, "__all__", [name for name in vars(stands_for) if name[0] != "_"]),
+            __getattr__=lambda name: getattr(stands_for, name),
+            __dir__=lambda: dir(stands_for),
+        )
 
 
-class LastFinder:
+class LastFinder(importlib.abc.MetaPathFinder):
     """Last finder of Python's import, for names without a file: a folder of addresses, or a feature not built."""
 
-    @staticmethod
-    def find_spec(name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         if not name.startswith(("verl.", "recipe.")):
             return None
         if any(known.startswith(f"{name}.") for known in ADDRESSES):
-            return ModuleSpec(name, Finder, is_package=True)
+            return ModuleSpec(name, Finder(), is_package=True)
         if error := not_built(name):
             raise error
         return None
@@ -173,6 +172,6 @@ class LastFinder:
 
 def install() -> None:
     """Have Python ask both finders. Called by ``import verl``."""
-    if Finder not in sys.meta_path:
-        sys.meta_path.insert(0, Finder)
-        sys.meta_path.append(LastFinder)
+    if not any(isinstance(finder, Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, Finder())
+        sys.meta_path.append(LastFinder())

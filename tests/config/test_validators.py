@@ -12,6 +12,7 @@ from verl.config.checks import VALIDATORS
 from verl.config.checks.batch import batch_plan
 from verl.config.checks.support import LIMITS, NAMES
 from verl.config.load import check
+from verl.config.ppo import PPOConfig
 
 from .helpers import loaded_with, problems, typed
 
@@ -270,6 +271,34 @@ BAD = {
         "both name what the training prompts are"),
     "copies of several nodes": (
         ["trainer.default_hdfs_dir=s3://x/y", "trainer.nnodes=2"], "this machine's part of a checkpoint"),
+    "sums from a pass that is left out": (
+        [f"{ACTOR}.skip_old_log_probs=true", f"{ACTOR}.calculate_sum_pi_squared=true"],
+        "skip_old_log_probs=true with actor_rollout_ref.actor.calculate_sum_pi_squared=true"),
+    "kept rollouts of the step before": (
+        [APART, f"{ROLLOUT}.skip_rollout=true", f"{ROLLOUT}.async_ratio=1"], "such a batch is begun a step early"),
+    "kept rollouts of partial responses": (
+        [f"{ROLLOUT}.skip_rollout=true", f"{ROLLOUT}.partial_rollout=true"], "skip_rollout=true with actor"),
+    "a loss of the sampler's ratio from old log-probs": (
+        [f"{CORRECTION}.loss_type=reinforce"], "loss_type=reinforce with actor_rollout_ref"),
+    "weights before old log-probs are known": (
+        [KEPT, f"{CORRECTION}.rollout_is=token", f"{CORRECTION}.rollout_rs=token", f"{ACTOR}.skip_old_log_probs=true"],
+        "rollout_is=token with actor_rollout_ref.actor.skip_old_log_probs=true"),
+    "weights and a veto of the sampler by itself": (
+        [KEPT, f"{CORRECTION}.bypass_mode=true", f"{CORRECTION}.rollout_is=token",
+         f"{CORRECTION}.rollout_token_veto_threshold=1e-4"], f"rollout_is=token with {CORRECTION}.bypass_mode=true"),
+    "weights divided by the mean of a micro-batch": (
+        [KEPT, f"{CORRECTION}.bypass_mode=true", f"{ACTOR}.policy_loss.loss_mode=bypass_mode",
+         f"{CORRECTION}.rollout_is_batch_normalize=true"], "their mean would depend on how batches are cut"),
+    "rejection without the sampler's log-probs": (
+        [f"{CORRECTION}.rollout_rs=token", f"{CORRECTION}.rollout_token_veto_threshold=1e-4"],
+        f"rollout_rs=token with {ROLLOUT}.calculate_log_probs=false"),
+    "a copy of the correction that is another": (
+        [KEPT, f"{CORRECTION}.bypass_mode=true", f"{ACTOR}.policy_loss.loss_mode=bypass_mode",
+         f"{ACTOR}.policy_loss.rollout_correction.rollout_rs=token"], "which it follows. Set the latter only"),
+    "an adapter without its rank, of the critic": (
+        ["critic.model.lora_adapter_path=/adapter", "critic.model.lora_rank=0"], "model.lora_rank=0, which trains"),
+    "a judge without marks": (
+        ["reward_model.judge.lowest=5", "reward_model.judge.highest=5"], "is not above reward_model.judge.lowest=5"),
 }  # fmt: skip
 
 
@@ -286,8 +315,10 @@ def test_a_bad_configuration_is_refused(case):
 def test_every_error_is_raised_by_some_case():
     validators = {check.name: check.function for check in VALIDATORS if check.severity == "error"}
     untouched = set(validators) - {"unsupported_values", "unknown_names"}
-    for words in [*(words for words, _ in BAD.values()), *([ZERO, *words] for words, _ in BAD_ZERO)]:
-        config = loaded_with(*words).config
+    # a temperature that no command line can give
+    greedy = PPOConfig().with_values({f"{ROLLOUT}.n": 2, f"{ROLLOUT}.temperature": 0.0})
+    cases = [*(words for words, _ in BAD.values()), *([ZERO, *words] for words, _ in BAD_ZERO)]
+    for config in (greedy, *(loaded_with(*words).config for words in cases)):
         untouched -= {name for name in untouched if list(validators[name](config))}
     assert not untouched
 

@@ -1,6 +1,11 @@
-"""Options of verl: names, types, defaults, meanings and checks, each in one place. See README.md."""
+"""Options of verl: names, types, defaults, meanings and checks, each in one place. See README.md.
+
+One class serves every FSDP variant, so that the plain and the ``FSDP`` name of verl mean the same class here. The
+public addresses ``verl.base_config`` and ``verl.workers.config`` lead here too.
+"""
 
 from verl.batch import MicroBatching
+from verl.compat import missing
 from verl.config.actor import ActorConfig, PolicyLossConfig, RefConfig, RefModelConfig
 from verl.config.algorithm import AlgorithmConfig, KLControlConfig, PFPPOConfig, RolloutCorrectionConfig
 from verl.config.base import Config, ConfigError, ConfigWarning, FreeDict, option, section
@@ -8,47 +13,31 @@ from verl.config.critic import CriticConfig, CriticModelConfig
 from verl.config.data import DataConfig
 from verl.config.engine import FSDPConfig, MixedPrecisionConfig, OptimConfig, WrapPolicyConfig
 from verl.config.load import check, load_ppo_config, run_from_command_line
-from verl.config.model import ModelConfig
+from verl.config.model import FusedKernelConfig, ModelConfig
 from verl.config.ppo import ActorRolloutRefConfig, PPOConfig
 from verl.config.reward import RewardFunctionConfig, RewardModelConfig
-from verl.config.rollout import RolloutConfig, SamplingConfig
+from verl.config.rollout import AgentConfig, MultiTurnConfig, RolloutConfig, SamplingConfig, TraceConfig
 from verl.config.trainer import CheckpointConfig, ProfilerConfig, RayInitConfig, TrainerConfig
 
+BaseConfig = Config
+FSDPActorConfig = ActorConfig
+FSDPCriticConfig = CriticConfig
+FSDPCriticModelCfg = CriticModelConfig
+FSDPEngineConfig = FSDPConfig
+FSDPOptimizerConfig = OptimizerConfig = OptimConfig
+HFModelConfig = ModelConfig
+
 __all__ = [
-    "ActorConfig",
-    "ActorRolloutRefConfig",
-    "AlgorithmConfig",
-    "CheckpointConfig",
-    "Config",
-    "ConfigError",
-    "ConfigWarning",
-    "CriticConfig",
-    "CriticModelConfig",
-    "DataConfig",
-    "FSDPConfig",
-    "FreeDict",
-    "KLControlConfig",
-    "MicroBatching",
-    "MixedPrecisionConfig",
-    "ModelConfig",
-    "OptimConfig",
-    "PFPPOConfig",
-    "PPOConfig",
-    "PolicyLossConfig",
-    "ProfilerConfig",
-    "RayInitConfig",
-    "RefConfig",
-    "RefModelConfig",
-    "RewardFunctionConfig",
-    "RewardModelConfig",
-    "RolloutConfig",
-    "RolloutCorrectionConfig",
-    "SamplingConfig",
-    "TrainerConfig",
-    "WrapPolicyConfig",
-    "check",
-    "load_ppo_config",
-    "option",
-    "run_from_command_line",
-    "section",
-]
+    "ActorConfig", "ActorRolloutRefConfig", "AgentConfig", "AlgorithmConfig", "BaseConfig", "CheckpointConfig",
+    "Config", "ConfigError", "ConfigWarning", "CriticConfig", "CriticModelConfig", "DataConfig", "FSDPActorConfig",
+    "FSDPConfig", "FSDPCriticConfig", "FSDPCriticModelCfg", "FSDPEngineConfig", "FSDPOptimizerConfig", "FreeDict",
+    "FusedKernelConfig", "HFModelConfig", "KLControlConfig", "MicroBatching", "MixedPrecisionConfig", "ModelConfig",
+    "MultiTurnConfig", "OptimConfig", "OptimizerConfig", "PFPPOConfig", "PPOConfig", "PolicyLossConfig",
+    "ProfilerConfig", "RayInitConfig", "RefConfig", "RefModelConfig", "RewardFunctionConfig", "RewardModelConfig",
+    "RolloutConfig", "RolloutCorrectionConfig", "SamplingConfig", "TraceConfig", "TrainerConfig", "WrapPolicyConfig",
+    "check", "load_ppo_config", "option", "run_from_command_line", "section",
+]  # fmt: skip
+
+
+def __getattr__(name: str) -> None:
+    raise missing(__name__, name)

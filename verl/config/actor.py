@@ -278,8 +278,13 @@ class RefConfig(Config):
     """Both values do the same."""
 
     @property
+    def own_path(self) -> str | None:
+        """The model, where it is another than the actor's."""
+        return self.model.path if self.model is not None else None
+
+    @property
     def log_prob_split(self) -> MicroBatching:
-        """How a batch is cut into forwards."""
+        """Division of a batch into forwards."""
         if self.log_prob_use_dynamic_bsz:
             return MicroBatching(None, self.log_prob_max_token_len_per_gpu)
         return MicroBatching(self.log_prob_micro_batch_size_per_gpu, None)

@@ -16,8 +16,6 @@ from verl.config.base import Config, ConfigError, Problem
 from verl.config.features import feature_of_backend, not_built
 from verl.config.legacy import ALIASES, is_legacy, strip_prefix, today
 from verl.config.tree import types_of
-from verl.telemetry.run_record import say_early
-from verl.utils.process import plain_ending
 
 _OVERRIDE = re.compile(r"(?P<mark>\+\+|\+|~)?(?P<key>[^=@\s]+)(?P<package>@[^=\s]*)?(?P<assign>=.*)?", re.DOTALL)
 
@@ -295,92 +293,8 @@ def parse(arguments: Sequence[str]) -> CommandLine:
     return CommandLine(flags, words)
 
 
-Examine = Callable[[Any, dict[str, Any]], bool]
-"""Looks at a composed command line and its flags: whether the run is to start; raises ConfigError if it cannot."""
-
-
-def run_command(
-    run: Callable[[Any], Any],
-    arguments: Sequence[str] | None,
-    config_name: str,
-    config_path: str | None,
-    root: type[Config],
-    examine: Examine | None = None,
-) -> Any:
-    """See ``verl.config.load.run_from_command_line``."""
-    with plain_ending():
-        try:
-            config = _config_to_run(
-                sys.argv[1:] if arguments is None else list(arguments),
-                config_name,
-                config_path,
-                root,
-                run.__module__,
-                examine,
-            )
-        except ConfigError as error:
-            print(f"error: {error}", file=sys.stderr)
-            raise SystemExit(2) from None
-        return None if config is None else run(config)
-
-
-def _config_to_run(
-    arguments: list[str],
-    config_name: str,
-    config_path: str | None,
-    root: type[Config],
-    module: str,
-    examine: Examine | None,
-) -> Config | None:
-    """The checked tree; None if the command line only asked for information, which is then on stdout."""
-    from verl.config.load import load
-
-    flags, words = parse(arguments)
-    if flags.get("help"):
-        _help(words, root, module)
-        return None
-    loaded = load(
-        words,
-        flags.get("config_path", config_path),
-        flags.get("config_name", config_name),
-        config_dir=flags.get("config_dir"),
-        root=root,
-    )
-    if "cfg" in flags:
-        _print_tree(loaded, flags)
-        return None
-    if not examine(loaded, flags) if examine is not None else _report_and_stop(loaded, bool(flags.get("check"))):
-        return None
-    if "trainer" in loaded.config:
-        from verl.config.unused_options import remember_given
-
-        remember_given(loaded.config, loaded.tree, loaded.given, loaded.warnings)
-    return loaded.config
-
-
-def _report_and_stop(loaded: Any, is_check: bool) -> bool:
-    """Print the warnings and, with ``--check``, the batch arithmetic; return whether to stop there.
-
-    Raises:
-        ConfigError: with every problem, missing files included.
-    """
-    problems = [problem.text for problem in loaded.problems]
-    if isinstance(loaded.config, Config) and "trainer" in loaded.config:
-        from verl.config.checks.run import missing_files
-
-        problems += [problem.text for problem in missing_files(loaded.config)]
-    if problems:
-        raise ConfigError(problems)
-    for message in loaded.warnings:
-        say_early(f"note: {message}")
-    if is_check:
-        from verl.config.checks.batch import batch_plan
-
-        print(batch_plan(loaded.config))
-    return is_check
-
-
-def _help(words: list[str], root: type[Config], module: str) -> None:
+def print_help(words: list[str], root: type[Config], module: str) -> None:
+    """Print the help of the command, or of the options that ``words`` name."""
     if not words:
         print(HELP.format(module="verl.trainer.main_ppo" if module == "__main__" else module), end="")
         return
@@ -393,18 +307,19 @@ def _help(words: list[str], root: type[Config], module: str) -> None:
         print("\n".join(describe(root, place.reached)))
 
 
-def _print_tree(loaded: Any, flags: dict[str, Any]) -> None:
+def print_tree(tree: dict, problems: Sequence[str], flags: dict[str, Any]) -> None:
+    """Print the composed tree as ``--cfg``, ``--package`` and ``--resolve`` ask."""
     from omegaconf import OmegaConf
 
     if flags["cfg"] != "job":
         raise ConfigError(
             [f"--cfg={flags['cfg']} is not available: hydra's own settings have no effect. Use --cfg job."]
         )
-    tree = OmegaConf.create(loaded.tree)
+    shown = OmegaConf.create(tree)
     if "package" in flags:
-        tree = OmegaConf.select(tree, flags["package"])
-        if not OmegaConf.is_config(tree):
+        shown = OmegaConf.select(shown, flags["package"])
+        if not OmegaConf.is_config(shown):
             raise ConfigError([f"--package={flags['package']} is no section of the configuration."])
-    print(OmegaConf.to_yaml(tree, resolve=bool(flags.get("resolve"))), end="")
-    for problem in loaded.problems:
-        print(f"note: this configuration cannot run: {problem.text}", file=sys.stderr)
+    print(OmegaConf.to_yaml(shown, resolve=bool(flags.get("resolve"))), end="")
+    for problem in problems:
+        print(f"note: this configuration cannot run: {problem}", file=sys.stderr)

@@ -43,9 +43,9 @@ def _docstrings(module: str) -> dict[tuple[str, str], str]:
         if not isinstance(node, ast.ClassDef):
             continue
         for field, text in zip(node.body, node.body[1:], strict=False):
-            is_text = isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)
-            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and is_text:
-                found[node.name, field.target.id] = str(text.value.value)
+            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(text, ast.Expr):
+                if isinstance(text.value, ast.Constant):
+                    found[node.name, field.target.id] = str(text.value.value)
     return found
 
 

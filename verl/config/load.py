@@ -6,14 +6,15 @@ pay for hydra.
 
 import json
 import re
+import sys
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
-from verl.config.base import Config, ConfigError, ConfigWarning, Problem
-from verl.config.command_line import check_overrides, locate, unknown_key
+from verl.config.base import MISSING, Config, ConfigError, ConfigWarning, Problem
+from verl.config.command_line import check_overrides, locate, parse, print_help, print_tree, unknown_key
 from verl.config.compose import CONFIG_DIR, compose, search_folders
 from verl.config.legacy import (
     asks_for_nothing,
@@ -33,12 +34,13 @@ from verl.config.tree import (
     flatten,
     is_interpolation,
     is_text,
-    missing_keys,
     pop_key,
     put_key,
     section_at,
     show,
 )
+from verl.telemetry.run_record import say_early
+from verl.utils.process import plain_ending
 
 # -- Other ways of saying the same thing, rewritten in the unresolved tree so that others may follow the result ------
 
@@ -153,18 +155,28 @@ def open_servers(tree: dict, given: set[str], composed: Any) -> None:
         rollout["server_host"] = "0.0.0.0"
 
 
-def _peek(tree: dict, composed: Any, key: str) -> Any:
-    """Resolved value of one key; None if it cannot be resolved."""
-    raw = at_key(tree, key)
-    if not is_interpolation(raw):
-        return raw
+def _selected(composed: Any, key: str) -> Any:
+    """The plain value at ``key``, interpolations resolved. Raises an error of OmegaConf's where they lead nowhere."""
     from omegaconf import OmegaConf
+
+    value = OmegaConf.select(composed, key)
+    return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+
+
+def _resolved(composed: Any, key: str) -> Any:
+    """As ``_selected``; None for an interpolation that leads nowhere, which is reported when the whole is resolved."""
     from omegaconf.errors import OmegaConfBaseException
 
     try:
-        return OmegaConf.select(composed, key)
+        return _selected(composed, key)
     except OmegaConfBaseException:
         return None
+
+
+def _peek(tree: dict, composed: Any, key: str) -> Any:
+    """Value of one key of the tree, which may have changed since it was composed, or of what it follows."""
+    raw = at_key(tree, key)
+    return _resolved(composed, key) if is_interpolation(raw) else raw
 
 
 def _ranks(tree: dict, composed: Any, place: str) -> int | None:
@@ -176,9 +188,6 @@ def _ranks(tree: dict, composed: Any, place: str) -> int | None:
         return None
     nodes, per_node, sequence = numbers
     return max(1, nodes * per_node // sequence)
-
-
-Root = TypeVar("Root", bound=Config)
 
 
 class LoadedConfig(NamedTuple):
@@ -195,19 +204,14 @@ class LoadedConfig(NamedTuple):
     given: frozenset[str] = frozenset()
     """Dotted keys the user set."""
 
-    @property
-    def notices(self) -> list[str]:
-        """The warnings, by their earlier name."""
-        return self.warnings
-
 
 def load_ppo_config(
     overrides: Sequence[str] = (),
     config_path: str | None = None,
     config_name: str = "ppo_trainer",
     *,
-    root: type[Root] = PPOConfig,
-) -> Root:
+    root: type[PPOConfig] = PPOConfig,
+) -> PPOConfig:
     """Compose, type and check a configuration.
 
     Args:
@@ -236,7 +240,7 @@ def load(
     config_name: str = "ppo_trainer",
     *,
     config_dir: str | None = None,
-    root: type[Root] = PPOConfig,
+    root: type[Config] = PPOConfig,
 ) -> LoadedConfig:
     """As ``load_ppo_config``, but returns problems and warnings instead of raising and warning.
 
@@ -255,7 +259,7 @@ def load(
 
 
 def interpret(
-    tree: dict, given: set[str], root: type[Root] = PPOConfig, *, composed: Any = None, stripped_prefix: bool = False
+    tree: dict, given: set[str], root: type[Config] = PPOConfig, *, composed: Any = None, stripped_prefix: bool = False
 ) -> LoadedConfig:
     """Type and check a composed tree whose interpolations are not resolved yet.
 
@@ -293,10 +297,7 @@ def interpret(
         with open_dict(composed):
             OmegaConf.update(composed, key, at_key(tree, key), force_add=True)
     values = _resolve(tree, composed, "", problems)
-    for key in missing_keys(values):
-        problems.append(Problem(key, f"{key} must be given."))
-    problems += _unknown(values, root)
-    config = build(root(), _known(values, root), "", problems)
+    config = build(root(), _known(values, root, problems), "", problems)
 
     def is_given(key: str) -> bool:
         return any(key == other or key.startswith(f"{other}.") or other.startswith(f"{key}.") for other in given)
@@ -309,18 +310,6 @@ def interpret(
 
             messages += [warning.text for warning in find(config, "warning", is_given=is_given)]
     return LoadedConfig(config, tree, messages, problems, frozenset(given))
-
-
-def _resolved(composed: Any, key: str) -> Any:
-    """The plain value behind the interpolation at ``key``; None if it leads nowhere."""
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
-    try:
-        value = OmegaConf.select(composed, key)
-    except OmegaConfBaseException:
-        return None
-    return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
 
 
 def run_from_command_line(
@@ -348,9 +337,60 @@ def run_from_command_line(
     Raises:
         SystemExit: with code 2 and all problems on stderr if the configuration cannot run.
     """
-    from verl.config.command_line import run_command
+    words = sys.argv[1:] if arguments is None else list(arguments)
+    with plain_ending():
+        try:
+            config = _config_to_run(words, config_name, config_path, root, run.__module__, examine or stops_at_problems)
+        except ConfigError as error:
+            print(f"error: {error}", file=sys.stderr)
+            raise SystemExit(2) from None
+        return None if config is None else run(config)
 
-    return run_command(run, arguments, config_name, config_path, root, examine)
+
+def _config_to_run(
+    arguments: list[str],
+    config_name: str,
+    config_path: str | None,
+    root: type[Config],
+    module: str,
+    examine: Callable[[LoadedConfig, dict[str, Any]], bool],
+) -> Config | None:
+    """The checked tree; None if the command line only asked for information, which is then on stdout."""
+    flags, words = parse(arguments)
+    if flags.get("help"):
+        print_help(words, root, module)
+        return None
+    path, name = flags.get("config_path", config_path), flags.get("config_name", config_name)
+    loaded = load(words, path, name, config_dir=flags.get("config_dir"), root=root)
+    if "cfg" in flags:
+        print_tree(loaded.tree, [problem.text for problem in loaded.problems], flags)
+        return None
+    if not examine(loaded, flags):
+        return None
+    if isinstance(loaded.config, PPOConfig):
+        from verl.config.unused_options import remember_given
+
+        remember_given(loaded.config, loaded.tree, loaded.given, loaded.warnings)
+    return loaded.config
+
+
+def stops_at_problems(loaded: LoadedConfig, flags: dict[str, Any]) -> bool:
+    """Print the warnings and, with ``--check``, the batch arithmetic; return whether to go on after that.
+
+    Raises:
+        ConfigError: with every problem, missing files included.
+    """
+    from verl.config.checks.batch import batch_plan
+    from verl.config.checks.run import missing_files
+
+    problems = [*loaded.problems, *(missing_files(loaded.config) if isinstance(loaded.config, PPOConfig) else ())]
+    if problems:
+        raise ConfigError([problem.text for problem in problems])
+    for message in loaded.warnings:
+        say_early(f"note: {message}")
+    if flags.get("check"):
+        print(batch_plan(loaded.config))
+    return not flags.get("check")
 
 
 def check(config: PPOConfig) -> None:
@@ -368,10 +408,11 @@ def _errors(config: PPOConfig, earlier: list[Problem]) -> list[Problem]:
     return [problem for problem in find(config, "error") if not problem.keys & blamed]
 
 
-# ------------------------------------------------------------------------------------------------ composing
+# -- From the composed tree to plain values --------------------------------------------------------------------------
+
+
 def _resolve(tree: dict, composed: Any, prefix: str, problems: list[Problem]) -> dict:
     """``tree`` with every interpolation replaced by its value; those that lead nowhere become problems."""
-    from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
     values = {}
@@ -379,40 +420,28 @@ def _resolve(tree: dict, composed: Any, prefix: str, problems: list[Problem]) ->
         key = f"{prefix}{name}"
         if isinstance(raw, dict):
             values[name] = _resolve(raw, composed, f"{key}.", problems)
-        elif not is_interpolation(raw):
-            values[name] = raw
-        else:
-            try:
-                value = OmegaConf.select(composed, key)
-                values[name] = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
-            except OmegaConfBaseException as error:
-                reason = str(error).splitlines()[0]
-                problems.append(Problem(key, f"{key}={raw} cannot be resolved: {reason}."))
+            continue
+        try:
+            values[name] = _selected(composed, key) if is_interpolation(raw) else raw
+        except OmegaConfBaseException as error:
+            problems.append(Problem(key, f"{key}={raw} cannot be resolved: {str(error).splitlines()[0]}."))
     return values
 
 
-def _unknown(values: dict, root: type[Config], prefix: str = "") -> list[Problem]:
-    """Keys of a resolved tree that no section has, each with the nearest that exists."""
-    found = []
+def _known(values: dict, root: type[Config], problems: list[Problem], prefix: str = "") -> dict:
+    """``values`` without keys that no section has, and mandatory options still open; both become problems."""
+    kept = {}
     for name, value in values.items():
         key = f"{prefix}{name}"
         place = locate(root, key)
         if place.kind == "unknown":
-            found.append(Problem(key, unknown_key(root, key, place)))
+            problems.append(Problem(key, unknown_key(root, key, place)))
         elif place.kind == "section" and isinstance(value, dict):
-            found += _unknown(value, root, f"{key}.")
-    return found
-
-
-def _known(values: dict, root: type[Config], prefix: str = "") -> dict:
-    """``values`` without unknown keys and mandatory options still open, which are problems already."""
-    kept = {}
-    for name, value in values.items():
-        place = locate(root, f"{prefix}{name}")
-        if place.kind == "unknown" or value == "???":
-            continue
-        is_section = place.kind == "section" and isinstance(value, dict)
-        kept[name] = _known(value, root, f"{prefix}{name}.") if is_section else value
+            kept[name] = _known(value, root, problems, f"{key}.")
+        elif value == MISSING:
+            problems.append(Problem(key, f"{key} must be given."))
+        else:
+            kept[name] = value
     return kept
 
 

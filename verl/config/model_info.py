@@ -202,16 +202,15 @@ def facts_of(config: PPOConfig, role: str) -> ModelFacts | None:
         return read_model(config.critic.model.path, config.critic.model.override_config)
     if role == "reward_model":
         return read_model(config.reward_model.model.path)
-    if role == "ref" and shared.ref.model is not None and shared.ref.model.path:
-        return read_model(shared.ref.model.path, shared.model.override_config)
+    if role == "ref" and shared.ref.own_path:
+        return read_model(shared.ref.own_path, shared.model.override_config)
     return read_model(shared.model.path, shared.model.override_config)
 
 
 def path_key(config: PPOConfig, role: str) -> str:
     """The option that names a role's model."""
     if role == "ref":
-        own = config.actor_rollout_ref.ref.model
-        return f"{REF}.model.path" if own is not None and own.path else f"{MODEL}.path"
+        return f"{REF}.model.path" if config.actor_rollout_ref.ref.own_path else f"{MODEL}.path"
     return {"critic": "critic.model.path", "reward_model": f"{RM}.model.path"}.get(role, f"{MODEL}.path")
 
 

@@ -47,12 +47,9 @@ def read_source(path: str) -> Source:
     words, notes = words_of_script(file.read_text(encoding="utf-8"))
     if words is None:
         raise ConfigError([f"{path} has no command with main_ppo, or verl ppo."])
-    flags = {}
-    for flag in ("--config-path", "--config-name"):
-        found = [word.partition("=")[2] for word in words if word.startswith(f"{flag}=")]
-        if found:
-            flags[flag[2:].replace("-", "_")] = found[-1]
-    return _typed(load([word for word in words if not word.startswith("-")], **flags), notes)
+    overrides = [word for word in words if not word.startswith("-")]
+    named = dict(word.split("=", 1) for word in words if word.startswith(("--config-path=", "--config-name=")))
+    return _typed(load(overrides, named.get("--config-path"), named.get("--config-name", "ppo_trainer")), notes)
 
 
 def _in_folder(folder: Path) -> Path:
@@ -100,7 +97,8 @@ def words_of_script(text: str) -> tuple[list[str] | None, list[str]]:
     """The words behind the last ``main_ppo`` of a script, None if there is none; and notes on words left out."""
     known: dict[str, str] = {}
     arrays: dict[str, list[str]] = {}
-    words, notes = None, []
+    words: list[str] | None = None
+    notes: list[str] = []
     lines = iter(text.replace("\\\n", " ").splitlines())
     for line in lines:
         if found := _ARRAY.match(line):

@@ -8,19 +8,22 @@ import dataclasses
 import math
 import types
 import typing
-from collections.abc import Iterator, Mapping
-from typing import Any, Literal, Union
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal, TypeVar, Union
 
-from verl.config.base import MISSING, Config, FreeDict, Problem, did_you_mean
+from verl.config.base import Config, FreeDict, Problem, did_you_mean
 
 _TRUE, _FALSE = {"true", "yes", "on", "y", "1"}, {"false", "no", "off", "n", "0"}
+
+
+Section = TypeVar("Section", bound=Config)
 
 
 class _Unfit(Exception):
     """A value cannot become the wanted type; the message says what is wanted."""
 
 
-def build(defaults: Config, values: Mapping, key: str, problems: list[Problem]) -> Config:
+def build(defaults: Section, values: Mapping, key: str, problems: list[Problem]) -> Section:
     """The section ``defaults`` with ``values`` laid over it.
 
     Args:
@@ -197,7 +200,7 @@ def _is_int_text(text: str) -> bool:
     return text.lstrip("+-").replace("_", "").isdigit()
 
 
-_SCALARS = {bool: _to_bool, int: _to_int, float: _to_float, str: str}
+_SCALARS: dict[type, Callable[[Any], Any]] = {bool: _to_bool, int: _to_int, float: _to_float, str: str}
 
 _WANTED = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 
@@ -215,17 +218,6 @@ def _free(value: Any) -> Any:
     if isinstance(value, Mapping):
         return FreeDict({key: _free(item) for key, item in value.items()})
     return [_free(item) for item in value] if isinstance(value, list | tuple) else value
-
-
-def missing_keys(values: Mapping, prefix: str = "") -> list[str]:
-    """Dotted keys whose value is still ``???``."""
-    found = []
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            found += missing_keys(value, f"{prefix}{name}.")
-        elif value == MISSING:
-            found.append(f"{prefix}{name}")
-    return found
 
 
 # -- Plain nested dicts addressed by dotted keys: the composed configuration before it is typed ----------------------

@@ -4,7 +4,7 @@ An option that a warning names already is left out, as is one with its default v
 """
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from fnmatch import fnmatchcase
 from functools import lru_cache
 from pathlib import Path
@@ -39,7 +39,7 @@ _FOLLOWED = {
 """Options that ``normalise`` copies to others: reading those is reading these."""
 
 
-def remember_given(config: Config, tree: Mapping, given: Iterable[str], warnings: Iterable[str]) -> Config:
+def remember_given(config: Config, tree: dict, given: Iterable[str], warnings: Iterable[str]) -> Config:
     """Watch ``config``, and keep with it what the user set; returns it.
 
     Args:
@@ -183,4 +183,5 @@ def _places() -> dict[str, list[str]]:
 
 def _is_section(path: Path) -> bool:
     """Does a module of the configuration declare sections, whose properties read options?"""
-    return path.parent.name == "config" and re.search(r"^class \w+\(Config\)", path.read_text(encoding="utf-8"), re.M)
+    declares = re.search(r"^class \w+\(Config\)", path.read_text(encoding="utf-8"), re.M)
+    return path.parent.name == "config" and declares is not None

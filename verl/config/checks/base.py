@@ -4,7 +4,7 @@ import dataclasses
 import re
 from collections.abc import Callable, Iterator, Mapping
 from operator import attrgetter
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from verl.config.actor import ActorConfig, RefConfig
 from verl.config.base import Config, Problem, ReadIf, get_path, leaves, peek
@@ -16,6 +16,8 @@ from verl.config.tree import show
 Severity = Literal["error", "warning", "advice"]
 IsGiven = Callable[[str], bool]
 """Whether the user set the option at a dotted key."""
+Role = ActorConfig | RefConfig | CriticConfig | RewardModelConfig
+"""Section of a role that runs a model."""
 
 
 class Validator(NamedTuple):
@@ -150,10 +152,10 @@ def scoring_roles(config: PPOConfig) -> Iterator[tuple[str, str, bool, int]]:
         yield f"{RM}.micro_batch_size", f"{RM}.forward_max_token_len_per_gpu", dynamic, ranks
 
 
-def models(config: PPOConfig) -> dict[str, ActorConfig | RefConfig | CriticConfig | RewardModelConfig]:
+def models(config: PPOConfig) -> dict[str, Role]:
     """Key -> section of every role that runs a model of its own."""
     shared = config.actor_rollout_ref
-    sections: dict[str, Any] = {ACTOR: shared.actor}
+    sections: dict[str, Role] = {ACTOR: shared.actor}
     sections |= {REF: shared.ref} if config.uses_reference else {}
     sections |= {"critic": config.critic} if config.uses_critic else {}
     sections |= {"reward_model": config.reward_model} if config.reward_model.enable else {}

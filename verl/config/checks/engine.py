@@ -1,7 +1,6 @@
 """Validators of training engines: sharding, formats, offload, adapters, kernels."""
 
 from collections.abc import Iterator
-from typing import Any
 
 from verl.config.base import Problem, get_path
 from verl.config.checks.base import (
@@ -10,6 +9,7 @@ from verl.config.checks.base import (
     RM,
     ROLLOUT,
     IsGiven,
+    Role,
     contradictions,
     given_below,
     models,
@@ -19,7 +19,7 @@ from verl.config.checks.base import (
     unused,
     validator,
 )
-from verl.config.engine import deepspeed_conflicts
+from verl.config.engine import FSDPConfig, deepspeed_conflicts
 from verl.config.ppo import PPOConfig
 from verl.config.tree import show
 from verl.utils.distribution import install_command
@@ -121,17 +121,11 @@ def local_strategy_requires_one_worker(config: PPOConfig) -> Iterator[Problem]:
             yield problem(config, f"{key}.strategy", text, "trainer.n_gpus_per_node")
 
 
-def deepspeed_roles(config: PPOConfig) -> Iterator[tuple[str, Any, Any, bool]]:
+def deepspeed_roles(config: PPOConfig) -> Iterator[tuple[str, Role, FSDPConfig, bool]]:
     """(key, section, sharding section, trained?) of the roles that run on DeepSpeed."""
-    shared = config.actor_rollout_ref
-    found = [(ACTOR, shared.actor, shared.actor.fsdp_config, True)]
-    if config.uses_reference:
-        found.append((REF, shared.ref, shared.ref.fsdp_config, False))
-    if config.uses_critic:
-        found.append(("critic", config.critic, config.critic.model.fsdp_config, True))
-    if config.reward_model.enable:
-        found.append((RM, config.reward_model, config.reward_model.model.fsdp_config, False))
-    return (entry for entry in found if entry[1].strategy == "deepspeed")
+    for key, role in models(config).items():
+        if role.strategy == "deepspeed":
+            yield key, role, get_path(config, sharded(config)[key]), key in (ACTOR, "critic")
 
 
 @validator("error")
@@ -221,7 +215,7 @@ def triton_kernels_require_cuda(config: PPOConfig) -> Iterator[Problem]:
 @validator("warning")
 def ref_options_unused_with_lora(config: PPOConfig, is_given: IsGiven) -> Iterator[Problem]:
     shared = config.actor_rollout_ref
-    if config.uses_reference and shared.model.lora_rank and not (shared.ref.model or {}).get("path"):
+    if config.uses_reference and shared.model.lora_rank and not shared.ref.own_path:
         keys = [key for key in given_below(REF, config, is_given) if "log_prob" not in key]
         yield from unused(config, keys, is_given, "the reference is the actor with its LoRA adapter switched off")
 

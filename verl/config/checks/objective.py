@@ -196,7 +196,7 @@ def policy_loss_bounds_ordered(config: PPOConfig) -> Iterator[Problem]:
 @validator("error")
 def full_kl_loss_requires_equal_sequence_parallel_size(config: PPOConfig) -> Iterator[Problem]:
     shared, key = config.actor_rollout_ref, "ulysses_sequence_parallel_size"
-    borrows = shared.model.lora_rank and not (shared.ref.model or {}).get("path")
+    borrows = shared.model.lora_rank and not shared.ref.own_path
     size = shared.actor.ulysses_sequence_parallel_size
     if config.compares_distributions and not borrows and shared.ref.ulysses_sequence_parallel_size != size:
         text = (

@@ -246,7 +246,7 @@ def sampling_options_unused_when_greedy(config: PPOConfig, is_given: IsGiven) ->
             names += ["temperature"] * (key != ROLLOUT)  # log-probs are divided by rollout's
             yield from unused(config, [f"{key}.{name}" for name in names], is_given, f"{key}.do_sample=false")
         elif sampling.temperature == 0:
-            names = ("top_k", "top_p", "min_p", "do_sample")
+            names = ["top_k", "top_p", "min_p", "do_sample"]
             yield from unused(config, [f"{key}.{name}" for name in names], is_given, f"{key}.temperature=0 is greedy")
 
 
