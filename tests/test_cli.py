@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from verl.cli import COMMANDS, main
-from verl.config.completion import bash_script, key_words, value_words
+from verl.config.command_line import bash_script, key_words, value_words
 
 
 def verl(*words):

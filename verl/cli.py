@@ -47,9 +47,9 @@ def _merge(words: list[str]) -> int:
 
 
 def _completion(words: list[str]) -> int:
-    from verl.config.completion import main
+    from verl.config.command_line import print_completion
 
-    return main(words, {name: command.about for name, command in COMMANDS.items()})
+    return print_completion(words, {name: command.about for name, command in COMMANDS.items()})
 
 
 class Command(NamedTuple):

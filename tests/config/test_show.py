@@ -6,10 +6,9 @@ from pathlib import Path
 import pytest
 
 from verl.config.base import leaves
-from verl.config.describe import keys_page, main, papers, unit
+from verl.config.describe import keys_page, main, papers, read_source, unit, words_of_script
 from verl.config.ppo import PPOConfig
 from verl.config.rollout import RolloutConfig
-from verl.config.sources import read_source, words_of_script
 from verl.config.trainer import TrainerConfig
 
 ROOT = Path(__file__).parents[2]

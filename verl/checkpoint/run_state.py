@@ -23,7 +23,7 @@ from verl.checkpoint import checkpoint_manager
 from verl.checkpoint.checkpoint_manager import TRACKER
 from verl.checkpoint.rank_files import way_back
 from verl.checkpoint.rows_file import load_rows, save_rows
-from verl.config.sources import CONFIG_FILE
+from verl.config.describe import CONFIG_FILE
 from verl.protocol import DataProto
 
 AHEAD = "ahead.safetensors"

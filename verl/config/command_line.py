@@ -8,14 +8,15 @@ import re
 import sys
 import types
 import typing
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
-from verl.config.base import Config, ConfigError, Problem
+from verl.config.base import Config, ConfigError, Problem, did_you_mean
 from verl.config.features import feature_of_backend, not_built
 from verl.config.legacy import ALIASES, is_legacy, strip_prefix, today
-from verl.config.tree import types_of
+from verl.config.ppo import PPOConfig
+from verl.config.tree import section_of, types_of
 
 _OVERRIDE = re.compile(r"(?P<mark>\+\+|\+|~)?(?P<key>[^=@\s]+)(?P<package>@[^=\s]*)?(?P<assign>=.*)?", re.DOTALL)
 
@@ -206,8 +207,6 @@ def nearest_key(root: type[Config], key: str, place: Place) -> str | None:
 
 
 # -- The words after ``python -m verl.trainer.main_ppo``: hydra's flags, without hydra's start-up --------------------
-
-
 HELP = """\
 usage: python -m {module} [flags] key=value [key=value ...]
 
@@ -323,3 +322,160 @@ def print_tree(tree: dict, problems: Sequence[str], flags: dict[str, Any]) -> No
     print(OmegaConf.to_yaml(shown, resolve=bool(flags.get("resolve"))), end="")
     for problem in problems:
         print(f"note: this configuration cannot run: {problem}", file=sys.stderr)
+
+
+# -- ``verl completion bash`` and ``zsh``: a script that completes subcommands, options, and the values they may have
+
+
+_KEYED = ("ppo", "doctor", "check", "config", "roll")
+"""Subcommands that take options of a run."""
+_PLACES = "--config-path --config-name --config-dir"
+_FLAGS = {
+    "ppo": f"--help --check --elsewhere --cfg --resolve --package {_PLACES}",
+    "config": "--help --explain --diff --key-value --markdown",
+    "roll": "--help --print --check --fields",
+    "doctor": f"--help --gpu-mem --gpus --elsewhere --json --strict {_PLACES}",
+    "check": "--help --json --prompts --tokens --all --score --patience",
+}
+"""Subcommand -> its flags; what completion offers after it."""
+
+_BASH = """\
+# Completion of verl for bash: source <(verl completion bash)
+_verl_words='%(words)s'
+_verl_values='%(values)s'
+_verl() {
+    local line=${COMP_LINE:0:COMP_POINT} current command choices
+    current=${line##* }
+    read -r _ command _ <<<"$line"
+    if [ "${line#* }" = "$current" ]; then
+        choices='%(commands)s'
+    else
+        case $command in
+%(flags)s
+            completion) choices='bash zsh' ;;
+            *) choices='' ;;
+        esac
+        case $command in
+            %(keyed)s)
+                case $current in
+                    *=*) choices=$_verl_values ;;
+                    -*) ;;
+                    *) choices="$choices $_verl_words" ;;
+                esac ;;
+        esac
+    fi
+    local IFS=$' \\n'
+    COMPREPLY=($(compgen -W "$choices" -- "$current"))
+    if [ ${#COMPREPLY[@]} -eq 0 ] && [ "$line" != "verl $current" ]; then
+        case $current in *=*) ;; *) COMPREPLY=($(compgen -f -- "$current")) ;; esac
+    fi
+    # bash breaks words at = and :, and expects what follows the last of them
+    local behind=${current##*[=:]}
+    local before=${current%%"$behind"}
+    COMPREPLY=("${COMPREPLY[@]#"$before"}")
+    [ ${#COMPREPLY[@]} -eq 1 ] && [[ ${COMPREPLY[0]} == *[.=] ]] && compopt -o nospace 2>/dev/null
+    return 0
+}
+complete -o nospace -F _verl verl
+"""
+
+_ZSH = """\
+#compdef verl
+# Completion of verl for zsh: source <(verl completion zsh)
+_verl_words=(%(words)s)
+_verl_values=(%(values)s)
+_verl() {
+    local current=${words[CURRENT]} command=${words[2]}
+    if (( CURRENT == 2 )); then
+        local -a commands=(%(described)s)
+        _describe command commands
+        return
+    fi
+    local -a flags
+    case $command in
+%(flags)s
+        completion) flags=(bash zsh) ;;
+    esac
+    case $command in
+        %(keyed)s)
+            if [[ $current == *=* ]]; then
+                compadd -Q -- $_verl_values
+            elif [[ $current != -* ]]; then
+                compadd -Q -S '' -- $_verl_words
+            fi ;;
+    esac
+    compadd -- $flags
+    _files
+}
+(( $+functions[compdef] )) && compdef _verl verl
+"""
+
+
+def print_completion(arguments: Sequence[str], commands: Mapping[str, str]) -> int:
+    """Print the script for a shell; returns the exit code.
+
+    Args:
+        commands: subcommand -> what it does.
+    """
+    scripts = {"bash": bash_script, "zsh": zsh_script}
+    if len(arguments) == 1 and arguments[0] in scripts:
+        print(scripts[arguments[0]](commands), end="")
+        return 0
+    shell = arguments[0] if arguments else ""
+    if shell in ("--help", "-h"):
+        print("usage: verl completion bash|zsh\n\nsource <(verl completion bash)   in ~/.bashrc, zsh likewise")
+        return 0
+    print(
+        f"error: verl completion {shell}: known shells are bash, zsh{did_you_mean(shell, scripts)}", file=sys.stderr
+    )
+    return 2
+
+
+def bash_script(commands: Mapping[str, str]) -> str:
+    """Completion for bash."""
+    return _BASH % {
+        "words": " ".join(key_words()),
+        "values": " ".join(value_words()),
+        "commands": " ".join(commands),
+        "flags": "\n".join(f"            {name}) choices='{flags}' ;;" for name, flags in _FLAGS.items()),
+        "keyed": "|".join(_KEYED),
+    }
+
+
+def zsh_script(commands: Mapping[str, str]) -> str:
+    """Completion for zsh."""
+    described = (f"{name}:{about}".replace("'", "") for name, about in commands.items())
+    return _ZSH % {
+        "words": " ".join(f"'{word}'" for word in key_words()),
+        "values": " ".join(f"'{word}'" for word in value_words()),
+        "described": " ".join(f"'{text}'" for text in described),
+        "flags": "\n".join(f"        {name}) flags=({flags}) ;;" for name, flags in _FLAGS.items()),
+        "keyed": "|".join(_KEYED),
+    }
+
+
+def key_words() -> list[str]:
+    """``key=`` of every option."""
+    return [f"{key}=" for key in all_keys(PPOConfig) if locate(PPOConfig, key).kind != "section"]
+
+
+def value_words() -> list[str]:
+    """``key=value`` of every option with a choice of values, or a known name."""
+    from verl.config.checks.support import NAMES  # not at the top: a misspelt key need not wait for the validators
+
+    named = {names.key: names.built for names in NAMES}
+    words = []
+    for key in all_keys(PPOConfig):
+        section, _, name = section_of(PPOConfig, key)
+        if section is not None and locate(PPOConfig, key).kind == "option":
+            words += [f"{key}={value}" for value in named.get(key) or _choices(types_of(section)[name])]
+    return words
+
+
+def _choices(kind: Any) -> list[str]:
+    if kind is bool:
+        return ["true", "false"]
+    if typing.get_origin(kind) is Literal:
+        return list(typing.get_args(kind))
+    parts = typing.get_args(kind)
+    return [value for part in parts for value in _choices(part)] + ["null"] * (type(None) in parts)

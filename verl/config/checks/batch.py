@@ -267,6 +267,43 @@ def launch_reward_fn_async_unused_with_filter_groups(config: PPOConfig, is_given
         yield from unused(config, [f"{RM}.launch_reward_fn_async"], is_given, why)
 
 
+# -- Settings with which a run would work and which are probably not meant ------------------------------------------
+
+
+@validator("advice")
+def low_token_budget(config: PPOConfig) -> Iterator[Problem]:
+    for key, role, n in trained_roles(config):
+        micro, rows = role.ppo_micro_batch_size_per_gpu, role.ppo_mini_batch_size * n // config.dp_size(role)
+        if not role.use_dynamic_bsz and micro and rows > micro and rows % micro:
+            text = (
+                f"does not divide the {rows} samples of a rank's mini-batch: the last forward of each has "
+                f"{rows % micro}. Choose a divisor of {rows}, or {key}.use_dynamic_bsz=true."
+            )
+            yield problem(config, f"{key}.ppo_micro_batch_size_per_gpu", text, f"{key}.ppo_mini_batch_size")
+    shared, longest = config.actor_rollout_ref, config.actor_rollout_ref.rollout.longest_sequence
+    if shared.actor.use_dynamic_bsz:
+        rows = -(-shared.actor.ppo_mini_batch_size * shared.rollout.n // config.dp_size(shared.actor))
+        sp = shared.actor.ulysses_sequence_parallel_size
+        is_low = shared.actor.ppo_max_token_len_per_gpu * sp < 2 * longest
+        if rows > 1 and is_low and config.trainer.device == "cuda":
+            text = (
+                f"holds one sample of {longest} tokens at a time, if they are long. Raise it as far as memory goes: "
+                "twice to four times the longest is common."
+            )
+            yield problem(config, f"{ACTOR}.ppo_max_token_len_per_gpu", text)
+
+
+@validator("advice")
+def fewer_samples_than_workers(config: PPOConfig) -> Iterator[Problem]:
+    samples, workers = config.data.prompts_per_step * config.actor_rollout_ref.rollout.n, sum(config.rollout_processes)
+    if samples < workers:
+        text = (
+            f"with {ROLLOUT}.n={config.actor_rollout_ref.rollout.n} gives {samples} samples a step to {workers} "
+            f"workers: some have none. Raise it."
+        )
+        yield problem(config, "data.train_batch_size", text, f"{ROLLOUT}.n")
+
+
 # -- The batch arithmetic of a run in words: prompts -> responses -> mini-batches -> micro-batches -> optimizer steps
 
 

@@ -338,3 +338,31 @@ def offload_options_unused(config: PPOConfig, is_given: IsGiven) -> Iterator[Pro
     if config.reward_model.enable:
         keys = [f"{RM}.model.fsdp_config.optimizer_offload"]
         yield from unused(config, keys, is_given, "the reward model is not trained")
+
+
+# -- Settings with which a run would work and which are probably not meant ------------------------------------------
+
+
+@validator("advice")
+def sequence_parallel_for_short_sequences(config: PPOConfig) -> Iterator[Problem]:
+    longest = config.actor_rollout_ref.rollout.longest_sequence
+    for key, section in models(config).items():
+        size = section.ulysses_sequence_parallel_size
+        if size > 1 and longest < 4096:
+            text = (
+                f"shares samples of at most {longest} tokens among {size} ranks, which exchange tokens in every layer. "
+                "Of so few tokens a device holds many: set it to 1."
+            )
+            yield problem(config, f"{key}.ulysses_sequence_parallel_size", text)
+
+
+@validator("advice")
+def bf16_weights_with_small_learning_rate(config: PPOConfig) -> Iterator[Problem]:
+    for key, role, _ in trained_roles(config):
+        place = f"{key}.model.fsdp_config" if key == "critic" else f"{key}.fsdp_config"
+        if get_path(config, place).master_dtype == "bf16" and role.optim.lr < 1e-4:
+            text = (
+                f"with {key}.optim.lr={role.optim.lr:g}: bf16 has 8 bits, and steps so small are rounded away. Use "
+                "fp32."
+            )
+            yield problem(config, f"{place}.model_dtype", text, f"{key}.optim.lr")

@@ -13,6 +13,7 @@ from verl.config.checks.base import (
     contradictions,
     given_below,
     problem,
+    trained_roles,
     unused,
     validator,
 )
@@ -429,3 +430,48 @@ def bypass_mode_loss_options_unused(config: PPOConfig, is_given: IsGiven) -> Ite
         names = ("clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c")
         why = f"{CORRECTION}.loss_type=reinforce does not clip"
         yield from unused(config, [f"{ACTOR}.{name}" for name in names], is_given, why)
+
+
+# -- Settings with which a run would work and which are probably not meant ------------------------------------------
+
+
+_HIGHEST_LR = 1e-2
+
+
+@validator("advice")
+def unusual_learning_rates_and_coefficients(config: PPOConfig) -> Iterator[Problem]:
+    for key, role, _ in trained_roles(config):
+        if role.optim.lr > _HIGHEST_LR:
+            text = (
+                f"is more than {_HIGHEST_LR:g}, at which no language model has been trained. Common are 1e-6 to 1e-4."
+            )
+            yield problem(config, f"{key}.optim.lr", text)
+        if role.optim.betas[0] > role.optim.betas[-1]:
+            text = "gives the mean of gradients a longer memory than that of their squares. Common is [0.9,0.999]."
+            yield problem(config, f"{key}.optim.betas", text)
+    actor = config.actor_rollout_ref.actor
+    if abs(actor.entropy_coeff) > 0.1:
+        text = "is more than a policy loss of about 1 can balance: the policy would become noise. Common are 0 to 0.01."
+        yield problem(config, f"{ACTOR}.entropy_coeff", text)
+    if actor.use_kl_loss and actor.kl_loss_coef > 1:
+        yield problem(config, f"{ACTOR}.kl_loss_coef", "holds the policy where it is. Common are 1e-4 to 0.1.")
+
+
+@validator("advice")
+def zero_loss_coefficients(config: PPOConfig) -> Iterator[Problem]:
+    actor, algorithm = config.actor_rollout_ref.actor, config.algorithm
+    if actor.use_kl_loss and actor.kl_loss_coef == 0:
+        text = (
+            f"with {ACTOR}.use_kl_loss=true: the reference runs at every step, for a metric alone. Set one or the "
+            "other."
+        )
+        yield problem(config, f"{ACTOR}.kl_loss_coef", text, f"{ACTOR}.use_kl_loss")
+    if algorithm.use_kl_in_reward and algorithm.kl_ctrl.kl_coef == 0:
+        text = (
+            "with algorithm.use_kl_in_reward=true: the reference runs at every step, for a metric alone. Set one or "
+            "the other."
+        )
+        yield problem(config, "algorithm.kl_ctrl.kl_coef", text, "algorithm.use_kl_in_reward")
+    if actor.rl_loss_coef == 0 and actor.sft_loss_coef == 0:
+        text = f"with {ACTOR}.sft_loss_coef=0: nothing but the entropy bonus is left of the loss. Set one of them."
+        yield problem(config, f"{ACTOR}.rl_loss_coef", text, f"{ACTOR}.sft_loss_coef")

@@ -184,6 +184,67 @@ def ray_init_unused_with_local_controller(config: PPOConfig, is_given: IsGiven) 
         yield from unused(config, keys, is_given, "trainer.controller=local starts no Ray")
 
 
+# -- Settings with which a run would work and which are probably not meant ------------------------------------------
+
+
+@validator("advice")
+def too_few_or_too_many_checkpoints(config: PPOConfig, total_steps: int | None) -> Iterator[Problem]:
+    trainer = config.trainer
+    if trainer.val_only:
+        return
+    if trainer.save_freq <= 0:
+        text = (
+            "writes no checkpoint: nothing of the run is left at its end, and nothing if it stops. Set it to a "
+            "number of steps."
+        )
+        yield problem(config, "trainer.save_freq", text)
+    elif trainer.save_freq == 1 and (total_steps or 0) > 50 and trainer.max_actor_ckpt_to_keep is None:
+        text = (
+            f"with trainer.max_actor_ckpt_to_keep=null keeps all of the {total_steps} checkpoints of the run. "
+            "Keep some, or save less often."
+        )
+        yield problem(config, "trainer.save_freq", text, "trainer.max_actor_ckpt_to_keep")
+
+
+@validator("advice")
+def warmup_and_frequencies_within_total_steps(config: PPOConfig, total_steps: int | None) -> Iterator[Problem]:
+    for key, role, _ in trained_roles(config):
+        warmup = role.optim.lr_warmup_steps
+        if total_steps is not None and warmup is not None and warmup >= total_steps > 0:
+            text = (
+                f"is not less than the {total_steps} steps of the run: the learning rate never reaches "
+                f"{key}.optim.lr={role.optim.lr:g}. Lower it, or train longer."
+            )
+            yield problem(config, f"{key}.optim.lr_warmup_steps", text, "trainer.total_training_steps")
+        elif role.optim.lr_warmup_steps_ratio == 1 and (warmup is None or warmup < 0):
+            text = f"warms up during the whole run: the learning rate reaches {key}.optim.lr at its end only. Lower it."
+            yield problem(config, f"{key}.optim.lr_warmup_steps_ratio", text)
+        if key == "critic" and total_steps is not None and config.trainer.critic_warmup >= total_steps > 0:
+            text = (
+                f"is not less than the {total_steps} steps of the run: the policy is never trained. Lower it, or train "
+                "longer."
+            )
+            yield problem(config, "trainer.critic_warmup", text)
+    for key in ["trainer.save_freq", *(["trainer.test_freq"] if config.data.has_validation else [])]:
+        if total_steps is not None and get_path(config, key) > total_steps:
+            text = (
+                f"is more than the {total_steps} steps of the run: only the last one counts. Lower it, or train longer."
+            )
+            yield problem(config, key, text, "trainer.total_training_steps")
+
+
+@validator("advice")
+def validation_files_in_training_files(config: PPOConfig) -> Iterator[Problem]:
+    both = sorted(set(config.data.files["data.train_files"]) & set(config.data.files["data.val_files"]))
+    validates = config.trainer.test_freq > 0 or config.trainer.val_before_train
+    if both and validates:
+        text = (
+            f"data.val_files={both[0]} is in data.train_files too: validation would see what was trained on. Name "
+            "other rows."
+        )
+        yield Problem("data.val_files", text, ("data.train_files",))
+
+
 # -- Files a configuration names: that a run would find them, and could write its own, before anything heavy starts --
 
 

@@ -328,3 +328,26 @@ def partial_rollout_options_unused(config: PPOConfig, is_given: IsGiven) -> Iter
             f"{rollout.max_staleness} weight updates is discarded and generated again"
         )
         yield Problem(f"{ROLLOUT}.max_postponements", text)
+
+
+# -- Settings with which a run would work and which are probably not meant ------------------------------------------
+
+
+@validator("advice")
+def high_gpu_memory_utilization(config: PPOConfig) -> Iterator[Problem]:
+    rollout, is_shared = config.actor_rollout_ref.rollout, config.actor_rollout_ref.hybrid_engine
+    key = f"{ROLLOUT}.gpu_memory_utilization"
+    if config.trainer.device != "cuda":
+        return
+    if rollout.gpu_memory_utilization > 0.9 and is_shared:
+        text = (
+            f"leaves little of each GPU to the {config.algorithm.adv_estimator} update on the same devices. Common "
+            f"are 0.4 to 0.8."
+        )
+        yield problem(config, key, text)
+    if not rollout.free_cache_engine and is_shared and rollout.name != "hf":
+        text = (
+            f"with {key}={rollout.gpu_memory_utilization}: the engine holds that share of each GPU while the actor "
+            f"trains. Set it to true."
+        )
+        yield problem(config, f"{ROLLOUT}.free_cache_engine", text, key)
