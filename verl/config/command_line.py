@@ -425,9 +425,7 @@ def print_completion(arguments: Sequence[str], commands: Mapping[str, str]) -> i
     if shell in ("--help", "-h"):
         print("usage: verl completion bash|zsh\n\nsource <(verl completion bash)   in ~/.bashrc, zsh likewise")
         return 0
-    print(
-        f"error: verl completion {shell}: known shells are bash, zsh{did_you_mean(shell, scripts)}", file=sys.stderr
-    )
+    print(f"error: verl completion {shell}: known shells are bash, zsh{did_you_mean(shell, scripts)}", file=sys.stderr)
     return 2
 
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from verl.config.base import Problem, get_path
-from verl.config.checks.base import ACTOR, REF, RM, ROLLOUT, models, problem
-from verl.config.ppo import PPOConfig
+from verl.config.checks.base import models, problem
+from verl.config.ppo import ACTOR, MODEL, REF, RM, ROLLOUT, PPOConfig
 
 TOKENIZERS = (
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model",
@@ -186,7 +186,6 @@ def tokenizer_size(folder: Path) -> int | None:
 # -- What a model's config.json says against the settings: heads, context, vocabulary, adapters. No model is opened --
 
 
-MODEL = "actor_rollout_ref.model"
 _LISTS_LABELS = ("ForSequenceClassification", "ForTokenClassification")
 
 

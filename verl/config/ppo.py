@@ -1,4 +1,4 @@
-"""The root of the configuration of ``verl.trainer.main_ppo``. Checks that span sections are in ``rules/``."""
+"""The root of the configuration of ``verl.trainer.main_ppo``. Checks that span sections are in ``checks/``."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +12,11 @@ from verl.config.model import ModelConfig
 from verl.config.reward import RewardFunctionConfig, RewardModelConfig
 from verl.config.rollout import RolloutConfig
 from verl.config.trainer import ProfilerConfig, RayInitConfig, TrainerConfig
+
+# keys of sections that messages name again and again
+ACTOR, REF, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.ref", "actor_rollout_ref.rollout"
+MODEL, RM = "actor_rollout_ref.model", "reward_model"
+SHAPING, CORRECTION = "algorithm.reward_shaping", "algorithm.rollout_correction"
 
 
 @dataclass

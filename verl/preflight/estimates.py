@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from verl.batch import MicroBatching
 from verl.config.base import Problem, get_path
-from verl.config.checks.base import ACTOR, REF, RM, ROLLOUT, models, sharded, trained_roles
+from verl.config.checks.base import models, sharded, trained_roles
 from verl.config.checks.batch import counted, optimizer_steps
 from verl.config.model_info import MODEL, ModelFacts, facts_of
-from verl.config.ppo import PPOConfig
+from verl.config.ppo import ACTOR, REF, RM, ROLLOUT, PPOConfig
 from verl.preflight.machine import Machine, gpu_memory_here
 from verl.preflight.report import Finding, Number, PhaseMemory, Report, format_bytes
 from verl.telemetry.memory import host_memory

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from verl.config.base import Problem, did_you_mean, get_path, leaves
-from verl.config.checks.base import ACTOR, ROLLOUT, models, trained_roles
-from verl.config.ppo import PPOConfig
+from verl.config.checks.base import models, trained_roles
+from verl.config.ppo import ACTOR, ROLLOUT, PPOConfig
 from verl.preflight.report import format_bytes
 from verl.utils.distribution import install_command
 from verl.utils.import_utils import is_package_available, split_file_name

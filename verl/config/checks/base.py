@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 from verl.config.actor import ActorConfig, RefConfig
 from verl.config.base import Config, Problem, ReadIf, get_path, leaves, peek
 from verl.config.critic import CriticConfig
-from verl.config.ppo import PPOConfig
+from verl.config.ppo import ACTOR, REF, RM, ROLLOUT, SHAPING, PPOConfig
 from verl.config.reward import RewardModelConfig
 from verl.config.tree import show
 
@@ -34,15 +34,7 @@ class Validator(NamedTuple):
 
 VALIDATORS: list[Validator] = []
 
-ACTOR, REF, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.ref", "actor_rollout_ref.rollout"
-
-RM = "reward_model"
-
-SHAPING = "algorithm.reward_shaping"
-
 TOKEN_BASELINES = ("optimal_token_baseline", "tir_optimal_token_baseline")
-
-CORRECTION = "algorithm.rollout_correction"
 
 
 def validator(severity: Severity) -> Callable:

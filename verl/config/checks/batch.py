@@ -5,20 +5,8 @@ from typing import Any
 
 from verl.batch import MicroBatching
 from verl.config.base import Problem, get_path
-from verl.config.checks.base import (
-    ACTOR,
-    REF,
-    RM,
-    ROLLOUT,
-    IsGiven,
-    contradictions,
-    problem,
-    scoring_roles,
-    trained_roles,
-    unused,
-    validator,
-)
-from verl.config.ppo import PPOConfig
+from verl.config.checks.base import IsGiven, contradictions, problem, scoring_roles, trained_roles, unused, validator
+from verl.config.ppo import ACTOR, REF, RM, ROLLOUT, PPOConfig
 from verl.config.tree import show
 
 _SKIP, _PADDED = f"{ACTOR}.skip_old_log_probs", "padded rows do not share tokens, and each runs its own prompt. Set"

@@ -4,10 +4,6 @@ from collections.abc import Iterator
 
 from verl.config.base import Problem, get_path
 from verl.config.checks.base import (
-    ACTOR,
-    REF,
-    RM,
-    ROLLOUT,
     IsGiven,
     Role,
     contradictions,
@@ -20,21 +16,20 @@ from verl.config.checks.base import (
     validator,
 )
 from verl.config.engine import FSDPConfig, deepspeed_conflicts
-from verl.config.ppo import PPOConfig
+from verl.config.ppo import ACTOR, MODEL, REF, RM, ROLLOUT, PPOConfig
 from verl.config.tree import show
 from verl.utils.distribution import install_command
 
-_MODEL = "actor_rollout_ref.model"
 _RANK_OF_FILE = (
     ", which trains all weights: set lora_rank and lora_alpha to those of its adapter_config.json, or leave the path "
     "out."
 )
 
 _CONTRADICTIONS = {
-    f"{ROLLOUT}.lora_sync=adapter with actor_rollout_ref.hybrid_engine=false if {_MODEL}.lora_rank": (
+    f"{ROLLOUT}.lora_sync=adapter with actor_rollout_ref.hybrid_engine=false if {MODEL}.lora_rank": (
         "weights travel to devices of the rollout's own merged. Use merge or auto, which then means merge."
     ),
-    f"{_MODEL}.lora_adapter_path with {_MODEL}.lora_rank=0": _RANK_OF_FILE,
+    f"{MODEL}.lora_adapter_path with {MODEL}.lora_rank=0": _RANK_OF_FILE,
     "critic.model.lora_adapter_path with critic.model.lora_rank=0 if uses_critic": _RANK_OF_FILE,
 }
 contradictions(__name__, _CONTRADICTIONS)

@@ -4,10 +4,6 @@ from collections.abc import Iterator
 
 from verl.config.base import Problem, get_path
 from verl.config.checks.base import (
-    ACTOR,
-    CORRECTION,
-    REF,
-    ROLLOUT,
     TOKEN_BASELINES,
     IsGiven,
     contradictions,
@@ -18,7 +14,7 @@ from verl.config.checks.base import (
     validator,
 )
 from verl.config.checks.support import all_options, options_read
-from verl.config.ppo import PPOConfig
+from verl.config.ppo import ACTOR, CORRECTION, REF, ROLLOUT, PPOConfig
 from verl.config.tree import show
 
 _CORRECTIONS = ("rollout_is", "rollout_rs", "rollout_token_veto_threshold", "bypass_mode")

@@ -4,10 +4,6 @@ from collections.abc import Iterator, Mapping
 
 from verl.config.base import Problem, get_path
 from verl.config.checks.base import (
-    ACTOR,
-    RM,
-    ROLLOUT,
-    SHAPING,
     IsGiven,
     contradictions,
     given_below,
@@ -17,7 +13,7 @@ from verl.config.checks.base import (
     validator,
 )
 from verl.config.checks.support import built_names
-from verl.config.ppo import PPOConfig
+from verl.config.ppo import ACTOR, RM, ROLLOUT, SHAPING, PPOConfig
 
 _CONTRADICTIONS = {
     f"data.return_raw_chat=false with {RM}.model.input_tokenizer if {RM}.enable": (

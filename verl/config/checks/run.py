@@ -8,20 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from verl.config.base import Problem, get_path
-from verl.config.checks.base import (
-    ACTOR,
-    ROLLOUT,
-    IsGiven,
-    contradictions,
-    given_below,
-    problem,
-    trained_roles,
-    unused,
-    validator,
-)
+from verl.config.checks.base import IsGiven, contradictions, given_below, problem, trained_roles, unused, validator
 from verl.config.checks.support import unsupported_but_off
 from verl.config.model_info import model_problems
-from verl.config.ppo import PPOConfig
+from verl.config.ppo import ACTOR, ROLLOUT, PPOConfig
 from verl.config.tree import show
 from verl.utils.import_utils import split_file_name
 

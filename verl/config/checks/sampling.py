@@ -3,16 +3,8 @@
 from collections.abc import Iterator
 
 from verl.config.base import Problem, get_path
-from verl.config.checks.base import (
-    ROLLOUT,
-    TOKEN_BASELINES,
-    IsGiven,
-    contradictions,
-    problem,
-    unused,
-    validator,
-)
-from verl.config.ppo import PPOConfig
+from verl.config.checks.base import TOKEN_BASELINES, IsGiven, contradictions, problem, unused, validator
+from verl.config.ppo import ROLLOUT, PPOConfig
 from verl.config.rollout import BY_HF, DECIDED, OF_WHOLE_RESPONSES, OWN, RESHAPE
 from verl.config.tree import show
 
