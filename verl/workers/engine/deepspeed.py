@@ -143,8 +143,12 @@ def _zero_settings(config: Any, device: torch.device, numbers: int) -> dict[str,
     if read(config, "offload_optimizer", False):
         settings["offload_optimizer"] = host
     if stage == 3:
-        names = ("prefetch_bucket_size", "param_persistence_threshold", "max_live_parameters", "max_reuse_distance")
-        for name in (f"stage3_{name}" for name in names):
+        for name in (
+            "stage3_prefetch_bucket_size",
+            "stage3_param_persistence_threshold",
+            "stage3_max_live_parameters",
+            "stage3_max_reuse_distance",
+        ):
             if read(config, name, None) is not None:
                 settings[name] = config[name]
         settings["zero_hpz_partition_size"] = read(config, "zero_hpz_partition_size", 1)
