@@ -8,8 +8,7 @@ from tests.config.roll.shapes import SHAPES, shape
 from verl.config.command_line import locate
 from verl.config.ppo import PPOConfig
 from verl.config.roll.command import fields, main
-from verl.config.roll.read import read_roll
-from verl.config.roll.translate import translate
+from verl.config.roll.translate import read_roll, translate
 from verl.config.tree import put_key
 
 PLACES = {

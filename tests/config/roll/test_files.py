@@ -8,8 +8,7 @@ import yaml
 
 from verl.config.load import load
 from verl.config.roll.command import main
-from verl.config.roll.read import read_roll
-from verl.config.roll.translate import translate
+from verl.config.roll.translate import read_roll, translate
 
 HERE = Path(__file__).parent
 RLVR, AGENTIC = str(HERE / "rlvr.yaml"), str(HERE / "agentic.yaml")

@@ -5,7 +5,7 @@ import pytest
 from verl.config.base import ConfigError
 from verl.config.command_line import locate
 from verl.config.ppo import PPOConfig
-from verl.config.roll.result import word
+from verl.config.roll.table import word
 from verl.config.roll.translate import translate
 from verl.config.tree import at_key, overlay, put_key
 from verl.config.unused_options import readers
@@ -241,7 +241,7 @@ def test_words_behind_the_file_settle_a_refusal_and_win():
 
 
 def test_nothing_of_a_file_is_evaluated(tmp_path):
-    from verl.config.roll.read import read_roll
+    from verl.config.roll.translate import read_roll
 
     file = tmp_path / "a.yaml"
     file.write_text("pretrain: !!python/object/apply:os.system ['true']\n")

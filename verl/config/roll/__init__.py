@@ -1,7 +1,7 @@
 """A configuration written for ROLL (alibaba/ROLL, RLVR), translated to this package's own options.
 
-``read`` opens the YAML, ``table`` holds a row a key, ``workers`` the rows of the worker sections, ``rewards`` those of
-reward workers, ``batch`` the batch arithmetic and devices, ``translate`` puts them together. ``fields`` lists all
-fields of ROLL at two releases with what becomes of each; ``pipelines`` knows the files that are for something else.
-Nothing here evaluates what a file says.
+``keys.yaml`` holds a row a key, ``table`` reads it, ``keys`` has the functions that rows name, ``sections`` reads what
+counts as a whole (engines, rewards), ``batch`` the batch arithmetic and devices, ``translate`` opens a file and puts
+all together, ``command`` is ``verl roll``. ``fields.yaml`` lists all fields of ROLL at two releases. Nothing here
+evaluates what a file says.
 """

@@ -8,8 +8,7 @@ import ast
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from verl.config.roll.result import Note, Outcome, Refuse, Set
-from verl.config.roll.table import ACTOR, MODEL, REF, ROLLOUT
+from verl.config.roll.table import ACTOR, MODEL, REF, ROLLOUT, Note, Outcome, Refuse, Set
 from verl.config.tree import at_key, section_at
 
 # -- ``device_mapping``: Python that ROLL evaluates, read here as what it is, a list of numbers ----------------------
@@ -73,13 +72,10 @@ class Roll:
     Args:
         tree: plain, interpolations filled in.
         given: options of ours that the command line sets beside it, and their values as text.
-        knows: is this an option of ours?
     """
 
-    def __init__(self, tree: Mapping[str, Any], given: Mapping[str, str], knows: Any) -> None:
-        self.tree, self.given, self.knows = dict(tree), dict(given), knows
-        self.at = ""
-        """The key that is being translated."""
+    def __init__(self, tree: Mapping[str, Any], given: Mapping[str, str]) -> None:
+        self.tree, self.given = dict(tree), dict(given)
         self.is_agentic = any(name in tree for name in ("train_env_manager", "custom_envs", "val_env_manager"))
         self.mapped: dict[str, list[int] | None] = {}
         self.unreadable: list[Refuse] = []
@@ -106,6 +102,19 @@ class Roll:
         sections = section_at(self.tree, "rewards").values()
         kinds = [at_key(section, "query_filter_config.type") for section in sections if section]
         return self.over_samples and any(kind not in (None, "no_filter") for kind in kinds)
+
+    @property
+    def puts_off(self) -> bool:
+        """Whether the slowest of more prompts are put off to the next batch, since none are dropped."""
+        return self.over_samples and not self.filters_groups
+
+    @property
+    def has_critic(self) -> bool:
+        return bool(self.get("adv_estimator", "gae") == "gae")
+
+    @property
+    def has_reference(self) -> bool:
+        return bool(self.get("use_kl_loss") or self.get("add_token_level_kl"))
 
     @property
     def group_size(self) -> int:
@@ -168,20 +177,19 @@ def batches(roll: Roll) -> Iterator[Outcome]:
     policy = roll.given.get(f"{MODEL}.path", roll.get("pretrain"))
     if policy and not roll.get("reward_pretrain") and not roll.get("critic.model_args.model_name_or_path"):
         yield Set("critic.model.path", policy)
-    if roll.get("adv_estimator", "gae") == "gae" and roll.tree.get("critic") is None:
+    if roll.has_critic and roll.tree.get("critic") is None:
         micro = roll.get("actor_train.training_args.per_device_train_batch_size", 8)
         yield Set("critic.ppo_micro_batch_size_per_gpu", micro)
         yield Set("critic.forward_micro_batch_size_per_gpu", 16)
         yield Set("critic.optim.lr", 5e-5)
         yield Note("there is no critic section: it learns at ROLL's rate of 5e-5, in the mini-batches of the actor")
-    elif roll.get("adv_estimator", "gae") == "gae":
+    elif roll.has_critic:
         yield from _updates(roll, "critic", "critic")
         yield Set("critic.forward_micro_batch_size_per_gpu", roll.get("critic.infer_batch_size", 16))
     if roll.is_agentic:
         yield Set(f"{ROLLOUT}.n", roll.group_size)
-    if (size := roll.get("actor_infer.infer_batch_size")) and roll.get(
-        "actor_infer.strategy_args.strategy_name"
-    ) == "hf_infer":
+    size = roll.get("actor_infer.infer_batch_size")
+    if size and roll.get("actor_infer.strategy_args.strategy_name") == "hf_infer":
         yield Set(f"{ROLLOUT}.max_num_seqs", size)
 
 
@@ -200,10 +208,8 @@ def _updates(roll: Roll, role: str, place: str) -> Iterator[Outcome]:
         why = f"an optimizer step takes {wanted} samples, which are no whole groups of {siblings}"
         yield Refuse(key, given, why, way_out)
     elif brought % wanted:
-        why = (
-            f"a rollout brings {brought} samples, no multiple of the {wanted} of an optimizer step: ROLL drops the rest"
-        )
-        yield Refuse(key, given, why, way_out)
+        why = f"a rollout brings {brought} samples, no multiple of the {wanted} of an optimizer step"
+        yield Refuse(key, given, f"{why}: ROLL drops the rest", way_out)
     else:
         yield Set(f"{place}.ppo_mini_batch_size", wanted // siblings)
 
@@ -223,10 +229,11 @@ def devices(roll: Roll) -> Iterator[Outcome]:
         yield Set("actor_rollout_ref.hybrid_engine", False)
         yield from _nodes(roll, "actor_infer", sampling, ROLLOUT)
     elif sampling and own and set(sampling) != set(own):
-        yield Note(f"actor_infer shares {len(set(sampling) & set(own))} of the {len(own)} devices of actor_train: here "
-                   "responses are sampled on all devices that train, and on no other")  # fmt: skip
+        shared = f"actor_infer shares {len(set(sampling) & set(own))} of the {len(own)} devices of actor_train"
+        yield Note(f"{shared}: here responses are sampled on all devices that train, and on no other")
     for role in ("reference", "critic"):
-        if mapped[role] and own and set(mapped[role]) != set(own):
+        others = mapped[role]
+        if others and own and set(others) != set(own):
             yield Note(f"{role}.device_mapping: the role is spread over all devices of actor_train, and no other")
 
 
@@ -241,14 +248,12 @@ def _nodes(roll: Roll, role: str, ids: list[int], place: str) -> Iterator[Outcom
     per_node = roll.get("num_gpus_per_node", 8)
     used = len({number // per_node for number in ids})
     nodes = next(count for count in range(max(used, -(-len(ids) // per_node)), len(ids) + 1) if len(ids) % count == 0)
+    count = len(ids) // nodes
     yield Set(f"{place}.nnodes", nodes)
     if nodes > 1 and roll.get("generate_opt_level"):
         yield Set(f"{ROLLOUT}.server_host", "0.0.0.0")  # the driver asks the servers of other nodes
-    yield Set(f"{place}.n_gpus_per_node", len(ids) // nodes)
-    if place == "trainer" and sorted(number % per_node for number in ids[: len(ids) // nodes]) != list(
-        range(len(ids) // nodes)
-    ):
-        visible = ",".join(str(number % per_node) for number in ids[: len(ids) // nodes])
-        yield Note(
-            f"{role}.device_mapping: devices of a node count from 0 here; choose with CUDA_VISIBLE_DEVICES={visible}"
-        )
+    yield Set(f"{place}.n_gpus_per_node", count)
+    of_a_node = [number % per_node for number in ids[:count]]
+    if place == "trainer" and sorted(of_a_node) != list(range(count)):
+        visible = f"CUDA_VISIBLE_DEVICES={','.join(map(str, of_a_node))}"
+        yield Note(f"{role}.device_mapping: devices of a node count from 0 here; choose with {visible}")

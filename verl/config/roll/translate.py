@@ -1,22 +1,134 @@
-"""A ROLL tree in this package's options: every key becomes something, or is named with the reason why not."""
+"""A ROLL file in this package's options: every key becomes something, or is named with the reason why not."""
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
+from verl.config.base import ConfigError
 from verl.config.command_line import locate
 from verl.config.ppo import PPOConfig
 from verl.config.roll.batch import Roll, batches, devices
-from verl.config.roll.read import PRESETS, unbuilt
-from verl.config.roll.result import Idle, Note, Outcome, Refuse, Secret, Set, word
-from verl.config.roll.rewards import rewards
-from verl.config.roll.strategies import strategy
-from verl.config.roll.table import TOP, Row, row_outcomes
-from verl.config.roll.workers import DATA, GENERATION, ROLES, WORKER
-from verl.config.tree import at_key, show
+from verl.config.roll.sections import rewards, section_outcomes, strategy
+from verl.config.roll.table import (
+    PLACES,
+    Idle,
+    Note,
+    Outcome,
+    Refuse,
+    Secret,
+    Set,
+    read_yaml,
+    row_outcomes,
+    rows,
+    word,
+    worker_rows,
+)
+from verl.config.tree import at_key, overlay, show
 
-_IGNORED = ("hydra", "rewards", *PRESETS)
-_AGENTIC = ("train_env_manager", "val_env_manager", "custom_envs")
+# -- From a file to one plain tree: its ``defaults`` laid under it, its ``${...}`` filled in --------------------------
+
+
+def read_roll(path: str, words: Sequence[str] = ()) -> tuple[dict[str, Any], set[str]]:
+    """The tree of a ROLL configuration, and the top-level names that are there only to be referred to.
+
+    Args:
+        words: ``key=value`` of ROLL's own keys, laid over the file before ``${...}`` is filled in.
+
+    Raises:
+        ConfigError: no such file, no YAML, a ``defaults`` entry that is nowhere, or ``${...}`` that leads nowhere.
+    """
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    file = Path(path).expanduser()
+    if not file.is_file():
+        raise ConfigError([f"{path} does not exist (looked in {Path.cwd()}). Give ROLL's YAML file."])
+    tree = _with_defaults(file, [])
+    given = OmegaConf.to_container(OmegaConf.from_dotlist([text.lstrip("+") for text in words]))
+    overlay(tree, given if isinstance(given, dict) else {})
+    referred = set(re.findall(r"\$\{([A-Za-z_]\w*)[.}]", str(tree)))
+    try:
+        plain = OmegaConf.to_container(OmegaConf.create(tree), resolve=True)
+    except OmegaConfBaseException as error:
+        if whole := unbuilt(tree):
+            raise ConfigError([whole]) from error
+        key, reason = getattr(error, "full_key", None), str(error).splitlines()[0]
+        raise ConfigError([f"{path}: {f'{key} ' if key else ''}cannot be filled in: {reason}."]) from error
+    return {str(name): value for name, value in plain.items()} if isinstance(plain, dict) else {}, referred
+
+
+def _with_defaults(file: Path, seen: list[Path]) -> dict[str, Any]:
+    from omegaconf import OmegaConf
+    from yaml import YAMLError
+
+    if file in seen:
+        raise ConfigError([f"{file} names itself in its defaults, by way of {', '.join(map(str, seen))}."])
+    try:
+        loaded = OmegaConf.to_container(OmegaConf.load(file))  # reads 1e-6 as a number, which plain YAML does not
+    except (YAMLError, OSError) as error:
+        raise ConfigError([f"{file} is no YAML: {' '.join(str(error).split())}."]) from error
+    if not isinstance(loaded, Mapping):
+        raise ConfigError([f"{file} holds no mapping of keys to values."])
+    own = {str(name): value for name, value in loaded.items()}
+    tree: dict[str, Any] = {}
+    for entry in own.pop("defaults", None) or []:
+        if entry == "_self_":
+            overlay(tree, own)
+            own = {}
+        else:
+            _lay_group(tree, entry, file, [*seen, file])
+    overlay(tree, own)
+    return tree
+
+
+def _lay_group(tree: dict[str, Any], entry: Any, file: Path, seen: list[Path]) -> None:
+    """Lay a ``defaults`` entry over ``tree``: ``../config/name@_here_``, ``name@place``, or ``{group: name}``."""
+    if isinstance(entry, Mapping):
+        ((group, name),) = entry.items()
+        if str(group).startswith("override ") or name is None:
+            return  # hydra's own groups: logging, launcher
+        name, place = f"{str(group).partition('@')[0]}/{name}", str(group).partition("@")[2]
+    else:
+        name, _, place = str(entry).partition("@")
+    found, base = (file.parent / name).with_suffix(".yaml"), Path(name).name
+    presets = read_yaml("keys.yaml")["presets"]
+    if found.is_file():
+        content = _with_defaults(found, seen)
+    elif base in presets:
+        # ROLL's DeepSpeed files hold their settings under their own name.
+        content = {base: presets[base]} if base.startswith("deepspeed") else presets[base]
+    elif "envs" in base:
+        return  # environments, of the agentic pipeline
+    else:
+        raise ConfigError([f"{file}: defaults names {entry}, but there is no {found}. Copy it there, or leave it out."])
+    if place and place not in ("_here_", "_global_", "_group_"):
+        content = {place: content}
+    overlay(tree, content)
+
+
+def unbuilt(tree: dict[str, Any]) -> str | None:
+    """One sentence about the pipeline a file is for, if it is not built; None: it is for RLVR."""
+    pipelines = read_yaml("keys.yaml")["pipelines"]
+    kind, keys = "", list[str]()
+    name = at_key(tree, "actor_train.strategy_args.strategy_name")
+    if str(name).startswith("diffusion"):
+        kind, keys = "diffusion", [f"actor_train.strategy_args.strategy_name={name}"]
+    for other, pipeline in pipelines.items():
+        if not kind and (keys := [key for key in pipeline["keys"] if tree.get(key) not in (None, {}, False)]):
+            kind = other
+    if not kind and tree.get("reward_normalization") and not at_key(tree, "actor_train.data_args.file_name"):
+        kind, keys = "agentic", ["reward_normalization"]
+    for key in ("use_opd", "is_pure_opd", "opsd_mode"):
+        if not kind and tree.get(key) is True:
+            kind, keys = "distill", [key]
+    if not kind:
+        return None
+    named, instead = pipelines[kind]["name"], pipelines[kind]["instead"]
+    return f"{', '.join(keys)}: this file is for {named}, which is not built. {instead}."
+
+
+# -- From the tree to options ----------------------------------------------------------------------------------------
 
 
 class Translation(NamedTuple):
@@ -48,23 +160,28 @@ def translate(tree: Mapping[str, Any], referred: Iterable[str] = (), words: Iter
     words = list(words)
     given = {text.partition("=")[0].lstrip("+"): text.partition("=")[2].strip("'\"") for text in words}
     tree, refused = _in_shape(tree)
-    roll = Roll(tree, given, is_ours)
+    roll = Roll(tree, given)
     chosen: dict[str, Any] = {}
     notes: list[str] = []
     idle: list[str] = []
     environment: dict[str, str] = {}
     for outcome in _outcomes(roll, set(referred)):
-        if isinstance(outcome, Set) and _is_read(roll, outcome.key):
-            chosen[outcome.key] = outcome.value
+        if isinstance(outcome, Set):
+            # Nobody would read an option of a role that takes no part.
+            if outcome.key.startswith("critic."):
+                is_read = roll.has_critic
+            else:
+                is_read = roll.has_reference or not outcome.key.startswith("actor_rollout_ref.ref.")
+            chosen |= {outcome.key: outcome.value} if is_read else {}
         elif isinstance(outcome, Note):
             notes.append(outcome.text)
         elif isinstance(outcome, Idle):
             idle.append(outcome.key)
         elif isinstance(outcome, Secret):
             environment[outcome.variable] = outcome.value
-            notes.append(f"{outcome.key} is not put on a command line, which others can read: it is {outcome.variable} "
-                         "in the environment of the run")  # fmt: skip
-        elif isinstance(outcome, Refuse) and not given.keys() & {outcome.key, *_keys_of(outcome)}:
+            why = f"{outcome.key} is not put on a command line, which others can read"
+            notes.append(f"{why}: it is {outcome.variable} in the environment of the run")
+        elif not given.keys() & {outcome.key, *_keys_of(outcome)}:
             refused.append(outcome)
     if idle:
         roles = r"^(?:actor_train|actor_infer|reference|critic|validation)\."
@@ -77,37 +194,32 @@ def translate(tree: Mapping[str, Any], referred: Iterable[str] = (), words: Iter
     return Translation([*own, *words], list(dict.fromkeys(notes)), refusals, added, environment)
 
 
-_SECTIONS = (*ROLES, "validation", "rewards", "dataset_filter", "train_infer_correction", "tracker_kwargs",
-             "checkpoint_config", "system_envs", "router_args", "rollout_mock", "transfer_backend")  # fmt: skip
-_INNER = ("model_args", "training_args", "data_args", "generating_args", "strategy_args", "strategy_config",
-          "domain_interleave_probs", "query_filter_config", "filter_args", "system_envs",
-          "model_config_kwargs")  # fmt: skip
-_COUNTS = (
-    "rollout_batch_size", "num_return_sequences_in_group", "prompt_length", "response_length", "sequence_length",
-    "num_gpus_per_node", "num_gpus_per_worker", "world_size", "infer_batch_size", "ppo_epochs", "max_new_tokens",
-    "per_device_train_batch_size", "gradient_accumulation_steps", "num_return_sequences", "model_update_frequency",
-    "ulysses_size", "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size",
-    "tensor_parallel_size",
-)  # fmt: skip
-_NUMBERS = ("max_additional_running_prompts", "pg_clip", "async_generation_ratio", "warmup_steps", "temperature")
-"""Keys that the arithmetic of batches and devices reads: whole numbers from 1 on, and others."""
+def _keys_of(refusal: Refuse) -> set[str]:
+    return {part.partition("=")[0] for text in refusal.instead for part in text.split()}
+
+
+def _sentence(refusal: Refuse) -> str:
+    added = " or ".join(text if "=" in text else f"{text}=..." for text in refusal.instead)
+    return f"{refusal.key}={show(refusal.value)}: {refusal.why}.{f' Add {added} to the command.' if added else ''}"
 
 
 def _in_shape(tree: Mapping[str, Any], place: str = "") -> tuple[dict[str, Any], list[Refuse]]:
     """The tree without what has the wrong shape: a text where a section stands, a text where a number does."""
-    kept, refused = {}, []
+    shapes = read_yaml("keys.yaml")["shapes"]
+    kept: dict[str, Any] = {}
+    refused = []
     for name, value in tree.items():
         key = f"{place}{name}"
-        is_section = key in _SECTIONS or name in _INNER or place == "rewards."
+        is_section = key in shapes["sections"] or name in shapes["inner"] or place == "rewards."
         rule = None
         if value in (None, "None", "null") or is_section and value == []:
             kept |= {} if is_section else {name: None}
             continue
-        if name in _COUNTS and value != "auto" and (type(value) is not int or value < 1):
+        if name in shapes["counts"] and value != "auto" and (type(value) is not int or value < 1):
             rule = "is a whole number from 1 on"
-        elif name in _NUMBERS and type(value) not in (int, float):
+        elif name in shapes["numbers"] and type(value) not in (int, float):
             rule = "is a number"
-        elif name in ("lr_scheduler_type", "pg_variant") and not isinstance(value, str):
+        elif name in shapes["names"] and not isinstance(value, str):
             rule = "is a name"
         elif is_section and not isinstance(value, Mapping):
             rule = "is a section, of keys and values"
@@ -121,35 +233,14 @@ def _in_shape(tree: Mapping[str, Any], place: str = "") -> tuple[dict[str, Any],
     return kept, refused
 
 
-def _keys_of(refusal: Refuse) -> set[str]:
-    return {part.partition("=")[0] for text in refusal.instead for part in text.split()}
-
-
-def _sentence(refusal: Refuse) -> str:
-    added = " or ".join(text if "=" in text else f"{text}=..." for text in refusal.instead)
-    return f"{refusal.key}={show(refusal.value)}: {refusal.why}.{f' Add {added} to the command.' if added else ''}"
-
-
-def _is_read(roll: Roll, key: str) -> bool:
-    """Whether there is such an option, and the role it belongs to takes part: else nobody would read it."""
-    if key.startswith("critic."):
-        return roll.get("adv_estimator", "gae") == "gae"
-    if key.startswith("actor_rollout_ref.ref."):
-        return _has_reference(roll)
-    return not key.startswith("env.")
-
-
-def _has_reference(roll: Roll) -> bool:
-    return bool(roll.get("use_kl_loss") or roll.get("add_token_level_kl"))
-
-
 def _outcomes(roll: Roll, referred: set[str]) -> Iterator[Outcome]:
+    unread = ("hydra", "rewards", "train_env_manager", "val_env_manager", "custom_envs")
     for key, value in roll.tree.items():
-        if key in ROLES:
+        if key in PLACES:
             yield from _worker(key, value or {}, roll)
         elif key == "validation":
-            yield from _section(key, value or {}, {**WORKER, **DATA, **GENERATION}, roll)
-        elif key in _AGENTIC or key in _IGNORED or (key in referred and key not in TOP):
+            yield from section_outcomes(key, value or {}, worker_rows(), roll)
+        elif key in unread or key in read_yaml("keys.yaml")["presets"] or (key in referred and key not in rows("top")):
             continue
         else:
             yield from _top(key, value, roll)
@@ -161,55 +252,43 @@ def _outcomes(roll: Roll, referred: set[str]) -> Iterator[Outcome]:
 
 def _top(key: str, value: Any, roll: Roll) -> Iterator[Outcome]:
     """A key of the top level, or the keys of a section there."""
-    if isinstance(value, Mapping) and any(name.startswith(f"{key}.") for name in TOP):
+    if isinstance(value, Mapping) and any(name.startswith(f"{key}.") for name in rows("top")):
         for name, item in value.items():
             yield from _top(f"{key}.{name}", item, roll)
     else:
-        yield from row_outcomes(TOP.get(key), key, value, roll, TOP)
+        yield from row_outcomes(rows("top").get(key), key, value, roll, rows("top"))
 
 
-def _section(key: str, section: Mapping, rows: Mapping[str, Row], roll: Roll) -> Iterator[Outcome]:
-    """Keys of a section, two levels deep as the tables have them."""
-    for name, value in section.items():
-        if isinstance(value, Mapping) and any(row.startswith(f"{name}.") for row in rows):
-            for inner, item in value.items():
-                yield from row_outcomes(rows.get(f"{name}.{inner}"), f"{key}.{name}.{inner}", item, roll, rows)
-        else:
-            yield from row_outcomes(rows.get(name), f"{key}.{name}", value, roll, rows)
-
-
-def _worker(key: str, section: Mapping, roll: Roll) -> Iterator[Outcome]:
-    if key == "critic" and roll.get("adv_estimator", "gae") != "gae":
+def _worker(key: str, section: Mapping[str, Any], roll: Roll) -> Iterator[Outcome]:
+    if key == "critic" and not roll.has_critic:
         yield Note(f"critic: there is none with adv_estimator={roll.get('adv_estimator')}")
         return
-    if key == "reference" and not _has_reference(roll):
+    if key == "reference" and not roll.has_reference:
         yield Note("reference: it takes no part without use_kl_loss or add_token_level_kl")
         return
     section = dict(section)
-    if (chosen := section.pop("strategy_args", None)) is not None:
+    chosen = section.pop("strategy_args", {"strategy_name": "fsdp2_train"} if key == "actor_train" else None)
+    if chosen is not None:
         yield from strategy(f"{key}.strategy_args", chosen, roll)
-    elif key == "actor_train":
-        yield from strategy(f"{key}.strategy_args", {"strategy_name": "fsdp2_train"}, roll)
     if envs := section.pop("system_envs", None):
-        yield from row_outcomes(TOP["system_envs"], "system_envs", envs, roll, TOP)
+        yield from row_outcomes(rows("top")["system_envs"], "system_envs", envs, roll, rows("top"))
     worker_cls = str(section.get("worker_cls") or "roll.")
     if not worker_cls.startswith("roll."):
         why = "a worker of yours is a class of another contract: docs/extend.md"
         yield Refuse(f"{key}.worker_cls", worker_cls, why, (f"{key}.worker_cls=null",))
-    yield from _section(key, section, {**WORKER, **DATA, **GENERATION}, roll)
+    yield from section_outcomes(key, section, worker_rows(), roll)
 
 
 def _defaults(roll: Roll) -> Iterator[Outcome]:
     """ROLL's own defaults, where ours differ, of keys the file leaves out."""
-    for key, row in TOP.items():
-        is_needed = {"lambd": roll.get("adv_estimator", "gae") == "gae", "init_kl_coef": roll.get("add_token_level_kl")}
+    is_needed = {"lambd": roll.has_critic, "init_kl_coef": bool(roll.get("add_token_level_kl"))}
+    for key, row in rows("top").items():
         if row.default is not None and at_key(roll.tree, key) is None and is_needed.get(key, True):
-            yield from row_outcomes(row, key, row.default, roll, TOP)
-    for role in ("actor_train", "critic"):
-        if role in roll.tree and (role == "actor_train" or roll.get("adv_estimator", "gae") == "gae"):
-            for key, row in WORKER.items():
-                if row.default is not None and at_key(roll.tree, f"{role}.{key}") is None:
-                    yield from row_outcomes(row, f"{role}.{key}", row.default, roll, WORKER)
+            yield from row_outcomes(row, key, row.default, roll, rows("top"))
+    for role in ("actor_train", *(["critic"] if roll.has_critic else [])):
+        for key, row in rows("worker").items():
+            if role in roll.tree and row.default is not None and at_key(roll.tree, f"{role}.{key}") is None:
+                yield from row_outcomes(row, f"{role}.{key}", row.default, roll, rows("worker"))
     has_files = roll.get("validation.data_args.file_name") or roll.get("actor_train.data_args.eval_file_name")
     if not has_files and not roll.is_agentic:
         yield Set("trainer.test_freq", -1)
@@ -218,5 +297,6 @@ def _defaults(roll: Roll) -> Iterator[Outcome]:
             yield Set("data.val_files", files)
         yield Note("there is no validation section: nothing is validated")
     if not roll.get("actor_infer.generating_args.top_p"):
-        yield Note("responses are drawn from the whole distribution, top_p=1 and top_k=-1; ROLL draws with 0.7 and 50 "
-                   "where nothing is said, and trains another policy than it samples")  # fmt: skip
+        ours = "responses are drawn from the whole distribution, top_p=1 and top_k=-1"
+        theirs = "ROLL draws with 0.7 and 50 where nothing is said, and trains another policy than it samples"
+        yield Note(f"{ours}; {theirs}")

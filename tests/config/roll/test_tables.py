@@ -1,0 +1,96 @@
+"""Rows of ``keys.yaml`` are whole: one kind each, options that exist, functions that are there, sentences that help."""
+
+import inspect
+import re
+
+import pytest
+
+from tests.config.test_tables import options_in
+from verl.config.command_line import locate
+from verl.config.ppo import PPOConfig
+from verl.config.roll import keys
+from verl.config.roll.table import PLACES, Row, read_yaml, rows
+from verl.config.roll.translate import translate
+
+TABLES = ("top", "worker", "data", "generation", "strategy", "vllm", "sglang", "megatron", "reward")
+KINDS = ("to", "sets", "if_true", "by", "read", "no_effect", "not_built")
+ROWS = [(table, key, row) for table in TABLES for key, row in rows(table).items()]
+
+
+def is_option(key: str) -> bool:
+    return locate(PPOConfig, key).kind != "unknown"
+
+
+def test_the_file_has_these_tables_and_no_others():
+    tables = read_yaml("keys.yaml")
+    assert tuple(tables) == (*TABLES, "rules", "pipelines", "presets", "shapes", "classes")
+    for table in TABLES:
+        for pattern, entry in tables[table].items():
+            assert entry.keys() <= set(Row._fields) - {"sections"}, (table, pattern)
+            assert len(entry.keys() & set(KINDS)) == 1, (table, pattern)
+    worker = [key for table in ("worker", "data", "generation", "strategy") for key in rows(table)]
+    assert len(worker) == len(set(worker)), "a key stands in two tables of the same sections"
+
+
+@pytest.mark.parametrize(("table", "key", "row"), ROWS, ids=lambda value: value if isinstance(value, str) else "")
+def test_a_row_names_what_is_there(table, key, row):
+    for option in row.to:
+        assert is_option(option), option
+    for option in {**row.sets, **row.if_true}:
+        names = re.findall(r"\{(\w+)\}", option)
+        places = [place for place in PLACES.values() if all(name in place for name in names)]
+        assert places and all(is_option(option.format(**place)) for place in places), option
+    for text in row.instead:
+        option = text.format(key=key).partition("=")[0]
+        assert option == key or is_option(option), text
+    for option in options_in("; ".join(filter(None, (row.not_built, row.no_effect, row.read, row.note)))):
+        assert is_option(option), option
+    if row.by:
+        wanted = list(inspect.signature(getattr(keys, row.by[0])).parameters)[3:]
+        assert len(row.by) - 1 == len(wanted) and all(map(is_option, row.by[1:])), row.by
+
+
+@pytest.mark.parametrize(("table", "key", "row"), ROWS, ids=lambda value: value if isinstance(value, str) else "")
+def test_a_key_without_an_option_has_a_reason_and_a_way_out(table, key, row):
+    assert row.kind == "translated" or row.described()
+    assert row.not_built is None or (len(row.not_built.split()) >= 3 and row.instead)
+    assert row.no_effect is None or len(row.no_effect.split()) >= 2
+    assert not row.described().startswith((" ", ";")) and not row.described().endswith(".")
+
+
+def test_a_function_that_no_row_names_is_gone():
+    named = {row.by[0] for _, _, row in ROWS if row.by}
+    public = {name for name, value in vars(keys).items() if inspect.isgeneratorfunction(value) and name[0] != "_"}
+    assert public == named
+
+
+def test_the_note_on_reward_workers_names_every_rule():
+    note = rows("reward")["worker_cls"].described()
+    for worker, rule in read_yaml("keys.yaml")["rules"].items():
+        assert f"{worker} `{rule}`" in note
+
+
+def test_a_pipeline_that_is_not_built_has_a_way_out():
+    for pipeline in read_yaml("keys.yaml")["pipelines"].values():
+        assert pipeline.keys() == {"name", "instead", "keys"}
+        assert pipeline["instead"][0].isupper() and not pipeline["instead"].endswith(".")
+        assert all(map(is_option, options_in(pipeline["instead"])))
+
+
+def test_target_modules_may_be_a_list():
+    tree = {"actor_train": {"model_args": {"lora_target": ["q_proj", "v_proj"]}}}
+    assert "actor_rollout_ref.model.target_modules=[q_proj,v_proj]" in translate(tree).words
+
+
+def test_a_sampling_key_without_effect_is_told_so():
+    assert rows("generation")["generating_args.max_length"].kind == "no effect"
+    tree = {"actor_infer": {"generating_args": {"max_length": 99}}}
+    assert any("actor_infer" not in note and "*.generating_args.max_length" in note for note in translate(tree).notes)
+
+
+def test_a_reference_that_is_to_be_saved_sets_nothing_since_it_is_never_trained():
+    training = {"training_args": {"save_hf_model": True}}
+    words = translate({"use_kl_loss": True, "reference": training, "actor_train": training}).words
+    assert [word.partition("=")[0] for word in words if "save_contents" in word] == [
+        "actor_rollout_ref.actor.checkpoint.save_contents"
+    ]
