@@ -30,8 +30,8 @@ from verl.trainer.buffer.over_sampling import GroupScheduler
 from verl.trainer.buffer.prompt_pool import PromptPool
 from verl.utils.tiny_model import make_tiny_model
 from verl.workers.rollout.base import Request, SamplingParams
+from verl.workers.rollout.monitor import occupancy
 from verl.workers.rollout.server.client import RolloutClient
-from verl.workers.rollout.server.load import occupancy
 
 PROMPTS, BATCH, N, SLOTS, LONGEST = 128, 32, 2, 16, 384
 STEPS = 12

@@ -12,7 +12,7 @@ from verl.utils.tokenizer import hf_processor
 from verl.workers.engine import build_engine
 from verl.workers.rollout import get_rollout_class
 from verl.workers.rollout.base import StaleWeightsError, WeightSyncError
-from verl.workers.rollout.vllm.lora import lora_unsupported_reason
+from verl.workers.rollout.vllm.weights import lora_unsupported_reason
 from verl.workers.rollout.weights.sync import sync_adapter, sync_weights
 
 ENGINES = ["hf", pytest.param("vllm", marks=pytest.mark.vllm)]

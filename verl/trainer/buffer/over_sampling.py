@@ -32,7 +32,7 @@ from verl.trainer.buffer.partial_rollouts import (
 )
 from verl.trainer.buffer.prompt_pool import PromptPool, load_pool, save_pool
 from verl.utils.py_functional import derive_seed
-from verl.workers.rollout.server.load import occupancy
+from verl.workers.rollout.monitor import occupancy
 
 # -- first-complete scheduler: run groups until enough are complete ---------------------------------------------------
 

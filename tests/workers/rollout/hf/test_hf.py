@@ -5,7 +5,7 @@ import torch
 
 from tests.workers.rollout.conftest import FAMILIES, rollout_config
 from verl.workers.rollout.base import Request, SamplingParams, StaleWeightsError
-from verl.workers.rollout.hf.kv_cache import GrowingLayer
+from verl.workers.rollout.hf.model import GrowingLayer
 from verl.workers.rollout.hf.rollout import HFRollout
 
 VOCAB = 100

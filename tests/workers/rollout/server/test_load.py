@@ -2,7 +2,7 @@
 
 import pytest
 
-from verl.workers.rollout.server.load import Span, occupancy
+from verl.workers.rollout.monitor import Span, occupancy
 
 
 def test_two_replicas_of_which_one_waits_for_the_tail_of_the_other():

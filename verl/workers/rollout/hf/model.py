@@ -8,19 +8,301 @@ of fused tensors.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
+from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
+from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
 from verl.models.loader import LoRASpec, cast_parameters, language_model_class
 from verl.models.multimodal import is_vision_language
 from verl.models.weight_names import checkpoint_tensors
-from verl.workers.rollout.hf.kv_cache import DECODE_ATTENTION
+
+# -- Key-value cache with room to grow, and decode attention that reads it in place ----------------------------------
+
+
+DECODE_ATTENTION = "verl_decode"
+
+
+"""Name of the attention function, as transformers knows it."""
+
+
+def decode_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs
+) -> tuple[Tensor, None]:
+    """SDPA that, for one new token, lets the query heads of a group stand as rows over their shared key head.
+
+    Args:
+        query: (B, H, Q, D).
+        key, value: (B, H_kv, S, D), views into a cache.
+        attention_mask: (B, 1, Q, S) bool or None.
+
+    Returns:
+        (B, Q, H, D) and no attention weights.
+    """
+    if query.shape[2] != 1 or kwargs.get("position_bias") is not None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+    if kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None:
+        raise NotImplementedError(
+            f"{type(module).__name__} caps its attention scores or adds sinks, which {DECODE_ATTENTION!r} does not do. "
+            "Build the model with attn_implementation='eager'."
+        )
+    rows, heads, _, size = query.shape
+    grouped = query.reshape(rows, key.shape[1], -1, size)
+    out = F.scaled_dot_product_attention(grouped, key, value, attn_mask=attention_mask, scale=kwargs.get("scaling"))
+    return out.reshape(rows, 1, heads, -1), None
+
+
+AttentionInterface.register(DECODE_ATTENTION, decode_attention)
+
+
+AttentionMaskInterface.register(DECODE_ATTENTION, sdpa_mask)
+
+
+class GrowingLayer(DynamicLayer):
+    """One layer's keys and values, (B, H_kv, capacity, D), of which the first ``length`` columns are filled.
+
+    A sliding layer keeps all columns and shows its window only, which is a view.
+    """
+
+    def __init__(self, window: int | None, length: int, capacity: int):
+        super().__init__()
+        self.is_sliding = window is not None
+        self.window = window
+        self.length = length
+        self.capacity = capacity
+
+    def fill(self, parts: list[DynamicLayer], owner: Tensor) -> None:
+        """Start from prefilled prompts.
+
+        Args:
+            parts: the layer's caches of all prefill batches; their rows together are the prompts, in order, each
+                right-aligned to ``length``. Freed on the way.
+            owner: (B,) the prompt of each row.
+        """
+        first = 0
+        self.keys = self.values = None
+        for part in parts:
+            rows, heads, columns, _ = part.keys.shape
+            rows_of_part = (owner >= first) & (owner < first + rows)
+            source = owner[rows_of_part] - first
+            for name in ("keys", "values"):
+                prompt = getattr(part, name)
+                if getattr(self, name) is None:
+                    setattr(self, name, prompt.new_empty(len(owner), heads, self.capacity, prompt.shape[-1]))
+                buffer = getattr(self, name)
+                buffer[rows_of_part, :, self.length - columns : self.length] = prompt[source]
+                # never filled, yet attention multiplies them by zero: they must not hold NaN
+                buffer[rows_of_part, :, : self.length - columns] = 0
+            part.keys = part.values = None  # reset() of some releases keeps the memory
+            part.is_initialized = False
+            first += rows
+        self.is_initialized = True
+
+    def place_side_by_side(self, name: str, parts: list[Tensor]) -> None:
+        """Start from the filled columns of other caches, (rows, H_kv, columns, D) each, right-aligned to ``length``."""
+        rows, (_, heads, _, size) = sum(map(len, parts)), parts[0].shape
+        buffer = parts[0].new_empty(rows, heads, self.capacity, size)
+        first = 0
+        for part in parts:
+            target = buffer[first : first + len(part)]
+            target[:, :, self.length - part.shape[2] : self.length] = part
+            target[:, :, : self.length - part.shape[2]] = 0  # never filled: attention multiplies it by zero
+            first += len(part)
+        setattr(self, name, buffer)
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        end = self.length + key_states.shape[2]
+        if end > self.capacity:
+            self._resize(torch.arange(len(self.keys), device=self.keys.device), max(end, self.capacity * 3 // 2))
+        self.keys[:, :, self.length : end] = key_states
+        self.values[:, :, self.length : end] = value_states
+        start = self._first_visible()
+        self.length = end
+        return self.keys[:, :, start:end], self.values[:, :, start:end]
+
+    def _first_visible(self) -> int:
+        return max(0, self.length - self.window + 1) if self.is_sliding else 0
+
+    def _resize(self, rows: Tensor, capacity: int) -> None:
+        for name in ("keys", "values"):
+            old = getattr(self, name)
+            new = old.new_empty(len(rows), old.shape[1], capacity, old.shape[3])
+            new[:, :, : self.length] = old[rows, :, : self.length]
+            setattr(self, name, new)
+        self.capacity = capacity
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        start = self._first_visible()
+        return self.length - start + query_length, start
+
+    def get_seq_length(self) -> int:
+        return self.length
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self._resize(beam_idx, self.capacity)
+
+
+class TokenCache:
+    """The tokens of each row, for models without a usable cache: every step reads all of them again."""
+
+    def __init__(self, rows: Sequence[Sequence[int]], owner: Tensor):
+        self.lengths = torch.tensor([len(row) for row in rows], device=owner.device)[owner]
+        self.ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
+        self.ids = self.ids.to(owner.device)[owner]
+
+    def append(self, tokens: Tensor) -> None:
+        """Add one token to each row, (B,)."""
+        if int(self.lengths.max()) == self.ids.shape[1]:
+            self.ids = F.pad(self.ids, (0, _FEW_COLUMNS))
+        self.ids.scatter_(1, self.lengths[:, None], tokens[:, None])
+        self.lengths = self.lengths + 1
+
+    def reorder_cache(self, rows: Tensor) -> None:
+        self.ids, self.lengths = self.ids[rows], self.lengths[rows]
+
+
+_FEW_COLUMNS = 64
+
+
+def can_join(cache: Cache) -> bool:
+    """Whether a prefilled cache consists of plain keys and values only, no recurrent state."""
+    return all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in cache.layers)
+
+
+def decode_cache(prefilled: list[Cache], owner: Tensor, length: int, capacity: int) -> Cache:
+    """One cache for all rows of a decode from the caches of its prefill batches, which are used up.
+
+    Args:
+        prefilled: caches of prompt batches, each left-padded to its own width.
+        owner: (B,) the prompt of each row, counted over all batches.
+        length: the longest prompt, in tokens.
+        capacity: columns to reserve at first; grows when needed.
+    """
+    if not can_join(prefilled[0]):
+        (cache,) = prefilled
+        cache.reorder_cache(owner)
+        return cache
+    layers = []
+    for parts in zip(*(cache.layers for cache in prefilled), strict=True):
+        layer = GrowingLayer(getattr(parts[0], "sliding_window", None), length, capacity)
+        layer.fill(list(parts), owner)
+        layers.append(layer)
+    return Cache(layers=layers)
+
+
+def can_be_joined(*caches: Cache) -> bool:
+    """Whether these decode caches can be laid side by side."""
+    return all(
+        isinstance(cache, Cache) and all(type(layer) is GrowingLayer for layer in cache.layers) for cache in caches
+    )
+
+
+def joined(caches: Sequence[Cache], skipped: Sequence[int]) -> Cache:
+    """One cache with the rows of all, right-aligned; the first ``skipped[i]`` columns of cache i are left out."""
+    layers = []
+    for parts in zip(*(cache.layers for cache in caches), strict=True):
+        lengths = [part.length - first for part, first in zip(parts, skipped, strict=True)]
+        length = max(lengths)
+        room = max(part.capacity - part.length for part in parts)
+        layer = GrowingLayer(parts[0].window, length, length + room)
+        for name in ("keys", "values"):
+            layer.place_side_by_side(
+                name,
+                [getattr(part, name)[:, :, first : part.length] for part, first in zip(parts, skipped, strict=True)],
+            )
+        layer.is_initialized = True
+        layers.append(layer)
+    return Cache(layers=layers)
+
+
+# -- Cache check before the first request: decode with the cache against forward passes over whole rows ----------------
+CHECK_PROMPTS = (3, 8)
+
+
+"""Tokens of a short prompt and of a longer one."""
+
+
+CHECK_STEPS = 2
+
+
+CHECK_OWNER = (0, 0, 1)
+
+
+"""The prompt of each row: two of them share one, and the response too."""
+
+
+LOGIT_TOLERANCE = {torch.float32: 1e-2}
+
+
+"""Median difference of logits over their spread; a model that forgets its prompt is far beyond."""
+
+
+HALF_PRECISION_TOLERANCE = 0.1
+
+
+"""The same for half precision."""
+
+
+Forward = Callable[[Tensor, Tensor, Tensor, Any], Tensor]
+
+
+def cache_check_rows(config: Any, excluded: Sequence[int]) -> list[Tensor]:
+    """Random rows, prompt and response: (CHECK_PROMPTS[CHECK_OWNER[i]] + CHECK_STEPS,) each."""
+    vocab = config.get_text_config(decoder=True).vocab_size
+    generator = torch.Generator().manual_seed(0)
+    usable = torch.tensor([token for token in range(vocab // 4, vocab)[:4096] if token not in set(excluded)])
+    prompts = [usable[torch.randint(len(usable), (length,), generator=generator)] for length in CHECK_PROMPTS]
+    responses = [usable[torch.randint(len(usable), (CHECK_STEPS,), generator=generator)] for _ in prompts]
+    return [torch.cat([prompts[o], responses[o]]) for o in CHECK_OWNER]
+
+
+def whole_row_logits(model: Any, row: Tensor) -> Tensor:
+    """Logits of a row alone after its prompt and each later token, (CHECK_STEPS + 1, V)."""
+    return model(input_ids=row[None], use_cache=False).logits[0, -CHECK_STEPS - 1 :].float()
+
+
+def decode_logits(rows: Sequence[Tensor], logits: Tensor, cache: Any, forward: Forward) -> list[Tensor]:
+    """The same for rows generated together, one of which ends early: its last logits are missing.
+
+    Args:
+        logits: (rows, V) after the prompts, which are in ``cache``, right-aligned.
+    """
+    device, width = logits.device, max(CHECK_PROMPTS)
+    lengths = torch.tensor([CHECK_PROMPTS[o] for o in CHECK_OWNER], device=device)
+    tokens = torch.stack([row[-CHECK_STEPS:] for row in rows]).to(device)
+    live, decoded = list(range(len(rows))), [[logits[i]] for i in range(len(rows))]
+    for step in range(CHECK_STEPS):
+        if step == 1:
+            live.pop(1)
+            cache.reorder_cache(torch.tensor(live, device=device))
+        mask = torch.arange(width + step + 1, device=device) >= (width - lengths[live])[:, None]
+        logits = forward(tokens[live, step][:, None], mask, (lengths[live] + step)[:, None], cache)
+        for i, row in zip(live, logits, strict=True):
+            decoded[i].append(row)
+    return [torch.stack(row).float() for row in decoded]
+
+
+def logit_difference(expected: Sequence[Tensor], decoded: Sequence[Tensor]) -> float:
+    """The largest difference of a row: the median over its tokens of the mean difference, over the logits' spread."""
+    differences = []
+    for one, other in zip(expected, decoded, strict=True):
+        one = one[: len(other)]
+        off = (one - other).abs().mean(-1) / one.std(-1).clamp_min(1e-6)
+        differences.append(float(off.nan_to_num(torch.inf).median()))
+    return max(differences)
+
+
+def logit_tolerance(dtype: torch.dtype) -> float:
+    """The largest difference that rounding explains."""
+    return LOGIT_TOLERANCE.get(dtype, HALF_PRECISION_TOLERANCE)
 
 
 def weight_map(model: nn.Module) -> dict[str, Tensor]:
@@ -93,8 +375,6 @@ def _view_of_elements(name: str, tensor: Tensor, indices: Tensor) -> Tensor:
 
 
 # -- The model itself: attention, and parameters without values --------------------------------------------------------
-
-
 def choose_attention(model: nn.Module, requested: str | None) -> None:
     """Use `decode_attention` where torch's fused attention is right; eager code where scores are capped."""
     text = model.config.get_text_config(decoder=True)

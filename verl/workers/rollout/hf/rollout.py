@@ -33,11 +33,13 @@ from verl.workers.rollout.base import (
     check_prompt,
     longest_response,
 )
-from verl.workers.rollout.hf import kv_cache
-from verl.workers.rollout.hf.kv_cache import TokenCache, can_join, decode_cache
+from verl.workers.rollout.hf import model as kv_cache
 from verl.workers.rollout.hf.model import (
+    TokenCache,
     add_unscaled_adapter,
+    can_join,
     choose_attention,
+    decode_cache,
     split_weight_map,
     uninitialized_model,
     weight_map,

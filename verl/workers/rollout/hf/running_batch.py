@@ -17,7 +17,7 @@ from transformers.cache_utils import Cache
 from verl.config.rollout import BY_HF
 from verl.workers.rollout import sampling as stop_text
 from verl.workers.rollout.base import Completion, Request, SamplingParams
-from verl.workers.rollout.hf.kv_cache import can_be_joined, joined
+from verl.workers.rollout.hf.model import can_be_joined, joined
 from verl.workers.rollout.sampling import Sampler
 from verl.workers.rollout.vision import position_offsets
 

@@ -19,7 +19,7 @@ from typing import Any
 import aiohttp
 
 from verl.workers.rollout.base import Completion, Request
-from verl.workers.rollout.server.load import Span
+from verl.workers.rollout.monitor import Span
 from verl.workers.rollout.server.messages import allow_many_connections, completion_from_json, request_to_json
 
 logger = logging.getLogger(__name__)

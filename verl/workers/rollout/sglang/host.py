@@ -32,7 +32,7 @@ from typing import Any
 
 import torch
 
-from verl.workers.rollout.sglang.requests import EngineRequest
+from verl.workers.rollout.sglang.setup import EngineRequest
 
 # -- Stubs of packages that SGLang imports on every machine and does not use on a CPU ----------------------------------
 

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from verl.workers.rollout.base import Bucket
-from verl.workers.rollout.sglang.requests import EngineRequest
+from verl.workers.rollout.sglang.setup import EngineRequest
 
 _TAIL_LINES = 60
 _LONGEST_PARENT = 60  # bytes of the path that holds the folder of SGLang's sockets, whose own have 107 at most

@@ -30,14 +30,16 @@ from verl.workers.rollout.base import (
 )
 from verl.workers.rollout.memory import host_cache_bytes
 from verl.workers.rollout.sglang.process import CudaIpcBuffer, EngineProcess, SharedMemoryBuffer
-from verl.workers.rollout.sglang.requests import completion, engine_request, needs_tokenizer
 from verl.workers.rollout.sglang.setup import (
     CONTEXT_KEPT,
     check_model,
+    completion,
     engine_arguments,
+    engine_request,
     environment,
     given_arguments,
     model_overrides,
+    needs_tokenizer,
 )
 from verl.workers.rollout.vision import ImageReader
 

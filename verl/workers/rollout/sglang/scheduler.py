@@ -13,20 +13,202 @@ import pickle
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from sglang.srt.entrypoints.engine import Engine
+from sglang.srt.layers.sampler import Sampler, apply_custom_logit_processor, register_sampler_backend
 from sglang.srt.managers import mm_utils
 from sglang.srt.managers import scheduler as sglang_scheduler
+from sglang.srt.managers.schedule_batch import FINISH_MATCHED_STR, Req
+from sglang.srt.sampling.penaltylib.repetition_penalty import BatchedRepetitionPenalizer
+from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+from torch import Tensor
 
+from verl.utils.tokenizer import hf_tokenizer
 from verl.workers.rollout.base import WeightSyncError
 from verl.workers.rollout.memory import HostMemory
+from verl.workers.rollout.sampling import Decode, StopText, cut_to_top_k, cut_to_top_p, pick
 from verl.workers.rollout.sglang.process import open_bucket
-from verl.workers.rollout.sglang.sampler import install_sampler, install_stop_texts
+from verl.workers.rollout.sglang.setup import STOP
 from verl.workers.rollout.weights.load import WeightLoad
+
+# -- Token sampler inside SGLang: one random stream per response, the same one as in `hf` ----------------------------
+
+
+NAME = "pytorch"
+
+
+"""The ``sampling_backend`` that this sampler replaces: the one that SGLang settles on where there is no GPU."""
+
+
+def install_sampler() -> None:
+    """Register in this process's SGLang the sampler, the seeds of requests, and penalties for tokens of the prompt."""
+    register_sampler_backend(NAME, StreamSampler)
+    _keep_seeds_in_batches()
+    _penalize_prompt_tokens()
+
+
+def _keep_seeds_in_batches() -> None:
+    """Batches carry ``sampling_seed``, which SGLang does for its deterministic mode alone."""
+    plain = SamplingBatchInfo.from_schedule_batch.__func__
+
+    def from_schedule_batch(cls: type, batch: Any, vocab_size: int) -> SamplingBatchInfo:
+        info = plain(cls, batch, vocab_size)
+        if info.sampling_seed is None:
+            seeds = [request.sampling_params.sampling_seed or 0 for request in batch.reqs]
+            info.sampling_seed = torch.tensor(seeds, dtype=torch.int64).to(batch.device, non_blocking=True)
+        return info
+
+    SamplingBatchInfo.from_schedule_batch = classmethod(from_schedule_batch)
+
+
+def _penalize_prompt_tokens() -> None:
+    """``repetition_penalty`` counts what stands in the prompt, as elsewhere; SGLang's starts at the response."""
+    prepare = BatchedRepetitionPenalizer._prepare
+
+    def prepare_with_prompts(self: BatchedRepetitionPenalizer) -> None:
+        prepare(self)
+        penalties = self.cumulated_repetition_penalties
+        for row, request in enumerate(self.orchestrator.reqs()):
+            seen = torch.tensor([*request.origin_input_ids, *request.output_ids], device=penalties.device)
+            penalties[row, seen[seen < penalties.shape[1]]] = request.sampling_params.repetition_penalty
+
+    BatchedRepetitionPenalizer._prepare = prepare_with_prompts
+
+
+class StreamSampler(Sampler):
+    """Inverse-CDF sampling with a counter-based stream per request; see `verl.workers.rollout.sampling`."""
+
+    def forward(
+        self,
+        logits_output: Any,
+        sampling_info: SamplingBatchInfo,
+        return_logprob: bool,
+        top_logprobs_nums: list[int],
+        token_ids_logprobs: list[list[int]],
+        positions: Tensor,
+        **others: Any,
+    ) -> Tensor:
+        """The next token of every row, (n,); puts their log-probabilities into ``logits_output``.
+
+        ``positions`` (n,) are those of each row's last token.
+        """
+        logits = logits_output.next_token_logits
+        if sampling_info.has_custom_logit_processor:
+            apply_custom_logit_processor(logits, sampling_info)
+        tokens, log_probs = sample(logits, sampling_info, positions)
+        if return_logprob:
+            logits_output.next_token_logprobs = log_probs
+        self._sync_token_ids_across_tp(tokens, sampling_info)
+        return tokens
+
+
+def sample(logits: Tensor, info: SamplingBatchInfo, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Tokens (n,) and their log-probabilities (n,) float32 for logits (n, V); NaN where a row's are not finite.
+
+    A request is greedy by ``top_k=1``, which is how SGLang notes ``temperature=0``.
+    """
+    logits = logits.float()
+    greedy = info.top_ks[:, None] <= 1
+    largest, likely = logits.max(-1, keepdim=True)
+    finite = largest.isfinite()
+    scaled = ((logits - largest) / info.temperatures).masked_fill_(~finite, 0.0)
+    weights = scaled.exp()
+    if not info.is_all_greedy:
+        _cut(weights, info, greedy)
+    tokens, total = pick(weights, uniforms(info.sampling_seed, positions)[:, None])
+    tokens = torch.where(greedy, likely, tokens)
+    log_probs = (scaled.gather(-1, tokens) - total.log()).masked_fill_(~finite, torch.nan)
+    return tokens[:, 0], log_probs[:, 0].float()
+
+
+def _cut(weights: Tensor, info: SamplingBatchInfo, greedy: Tensor) -> None:
+    if info.need_min_p_sampling:
+        weights.masked_fill_(weights < info.min_ps[:, None], 0.0)
+    if info.need_top_k_sampling:
+        top_k = info.top_ks[:, None].long()
+        top_k = torch.where(greedy | (top_k >= weights.shape[1]), 0, top_k)
+        if int(top_k.max()) > 0:
+            cut_to_top_k(weights, top_k)
+    if info.need_top_p_sampling:
+        cut_to_top_p(weights, torch.where(greedy, 1.0, info.top_ps[:, None]))
+
+
+def uniforms(keys: Tensor, counters: Tensor) -> Tensor:
+    """Number ``counter`` of each key's stream: two (n,) int64 -> (n,) float64 in [0, 1), on any device.
+
+    With the keys of `requests.stream_key` these are the numbers of `verl.workers.rollout.sampling.uniforms`.
+    """
+    mixed = _mix(keys + counters * _GOLDEN)
+    return _shifted(mixed, 12).double() * 2.0**-52
+
+
+def _signed(word: int) -> int:
+    return word - (1 << 64) if word >> 63 else word
+
+
+_GOLDEN, _FIRST, _SECOND = map(_signed, (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+
+
+def _shifted(words: Tensor, bits: int) -> Tensor:
+    """Logical shift to the right; int64 tensors shift arithmetically."""
+    return (words >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _mix(words: Tensor) -> Tensor:
+    words = (words ^ _shifted(words, 30)) * _FIRST
+    words = (words ^ _shifted(words, 27)) * _SECOND
+    return words ^ _shifted(words, 31)
+
+
+# -- Stop texts inside SGLang's scheduler: checked as `hf` checks them, so that all engines keep the same tokens -------
+def install_stop_texts(tokenizer_path: str, trust_remote_code: bool) -> None:
+    """Make this process's SGLang end requests at the texts that stand under `STOP` in their ``custom_params``.
+
+    The tokenizer is read when the first of them comes.
+    """
+    theirs = Req._check_str_based_finish
+
+    @lru_cache
+    def decode() -> Decode:
+        tokenizer = hf_tokenizer(tokenizer_path, trust_remote_code=trust_remote_code)
+        return partial(tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    def ends(request: Any, *args: Any, **kwargs: Any) -> bool:
+        stops = (request.sampling_params.custom_params or {}).get(STOP)
+        if stops is not None and _ends_at_stop_text(request, stops, decode):
+            return True
+        return theirs(request, *args, **kwargs)
+
+    Req._check_str_based_finish = ends
+
+
+def _ends_at_stop_text(request: Any, stops: list[Any], decode: Any) -> bool:
+    """Read the request's new tokens; end it at the one that completes a stop text."""
+    if not hasattr(request, "verl_watcher"):
+        request.verl_watcher = _stop_watcher(request, stops, decode())
+    watcher, num_before = request.verl_watcher, stops[0]
+    for count in range(watcher.num_tokens - num_before, len(request.output_ids)):
+        if watcher.ends_with(request.output_ids[count]):
+            request.finished_reason = FINISH_MATCHED_STR(matched="")
+            request.finished_len = count + 1
+            return True
+    return False
+
+
+def _stop_watcher(request: Any, stops: list[Any], decode: Decode) -> StopText:
+    """The watcher of a request, which has read what of its prompt belongs to the response."""
+    num_before, *texts = stops
+    prompt = list(request.origin_input_ids_unpadded)
+    split = len(prompt) - num_before
+    watcher = StopText(decode, texts, prompt[:split], request.sampling_params.min_new_tokens + num_before)
+    for token in prompt[split:]:
+        watcher.ends_with(token)
+    return watcher
 
 
 def run_scheduler(server_args: Any, *args: Any, **kwargs: Any) -> None:

@@ -29,22 +29,6 @@ from verl.workers.rollout.base import (
 )
 from verl.workers.rollout.memory import host_cache_bytes
 from verl.workers.rollout.vision import ban_modality_tokens, check_media, check_placeholders
-from verl.workers.rollout.vllm.lora import (
-    AdapterLoad,
-    adapter_request,
-    lora_arguments,
-    lora_unsupported_reason,
-    unwrapped,
-)
-from verl.workers.rollout.vllm.patches import (
-    allocate_pipeline_receive_buffer,
-    detach_group_finalizer,
-    discard_stale_parallel_groups,
-    import_vllm,
-    patch_seeded_chunked_prefill,
-    preserve_process_state,
-    unlink_message_queue,
-)
 from verl.workers.rollout.vllm.requests import (
     RunningRequests,
     check_arguments,
@@ -55,19 +39,31 @@ from verl.workers.rollout.vllm.requests import (
     watch_steps,
 )
 from verl.workers.rollout.vllm.setup import (
+    allocate_pipeline_receive_buffer,
     check_model,
+    detach_group_finalizer,
+    discard_stale_parallel_groups,
     engine_arguments,
     expert_arguments,
     image_arguments,
+    import_vllm,
     latent_attention_arguments,
+    patch_seeded_chunked_prefill,
+    preserve_process_state,
+    unlink_message_queue,
     use_first_token_processors,
 )
 from verl.workers.rollout.vllm.weights import (
+    AdapterLoad,
     CPUMemory,
     DerivedWeights,
     DeviceMemory,
+    adapter_request,
     check_no_random_buffers,
+    lora_arguments,
+    lora_unsupported_reason,
     model_of,
+    unwrapped,
     worker_of,
 )
 from verl.workers.rollout.weights.load import WeightLoad
