@@ -59,8 +59,8 @@ def serve(folder: str, pipe: Any) -> None:
     from verl.workers.rollout.server.server import RolloutServer
 
     torch.set_num_threads(1)
-    names = ("dtype", "load_format", "max_num_seqs", "max_num_batched_tokens", "max_model_len")
-    values = ("float32", "auto", SLOTS, 8192, None)
+    names = ("dtype", "load_format", "max_num_seqs", "max_num_batched_tokens", "max_model_len", "limit_images")
+    values = ("float32", "auto", SLOTS, 8192, None, None)
     sizes = {"prompt_length": 8, "response_length": LONGEST, "gpu_memory_utilization": 0.2}
     engine = HFRollout(folder, SimpleNamespace(**dict(zip(names, values, strict=True)), **sizes))
     server = RolloutServer(engine)

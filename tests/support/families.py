@@ -279,7 +279,7 @@ def _generates(folder: str, lora: LoRASpec | None = None) -> float:
     engine, (prompts, responses) = _engine(folder, lora=lora), _rows()
     batch = join_batch(prompts, responses, max(PROMPTS), max(RESPONSES), torch.Generator().manual_seed(0))
     engine.train_step(batch, _SameAsBefore())
-    limits = {"max_num_seqs": 8, "max_num_batched_tokens": 4096, "max_model_len": LONGEST}
+    limits = {"limit_images": None, "max_num_seqs": 8, "max_num_batched_tokens": 4096, "max_model_len": LONGEST}
     config = {"dtype": "float32", "load_format": "dummy", "prompt_length": 32, "response_length": 32}
     rollout = HFRollout(folder, SimpleNamespace(**limits, **config, gpu_memory_utilization=0.5))
     rollout.wake()

@@ -7,7 +7,7 @@ import importlib.util
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from verl.workers.rollout.base import RolloutEngine
+    from verl.workers.rollout.base import ModelRollout
 
 _ENGINES = {
     "hf": "verl.workers.rollout.hf.rollout:HFRollout",
@@ -17,7 +17,7 @@ _ENGINES = {
 _PACKAGES = {"sglang": "sglang", "vllm": "vllm"}
 
 
-def get_rollout_class(name: str) -> type[RolloutEngine]:
+def get_rollout_class(name: str) -> type[ModelRollout]:
     """The engine that ``rollout.name`` asks for; its module is imported here and nowhere else.
 
     Raises:

@@ -22,9 +22,9 @@ from verl.workers.rollout.monitor import EngineMonitor
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from transformers import PretrainedConfig
 
-    from verl.models.loader import ModelSpec
+    from verl.config.rollout import RolloutConfig
+    from verl.models.loader import LoRASpec
 
 Bucket = list[tuple[str, "Tensor"]]
 """Some (checkpoint name, full tensor) pairs sent together."""
@@ -60,12 +60,12 @@ class SamplingParams:
     top_k: int = -1
     """-1 and 0 cut nothing."""
     ignore_eos: bool = False
-    """Go on after an end-of-sequence token until ``max_tokens``."""
+    """Continue after an end-of-sequence token until ``max_tokens``."""
     do_sample: bool = True
     min_p: float = 0.0
     """Cut tokens less likely than this share of the likeliest one's probability, after temperature. 0 cuts nothing."""
     repetition_penalty: float = 1.0
-    """Logits of tokens that stand in the prompt or response already: divided by it if positive, else multiplied."""
+    """Logits of tokens that are in the prompt or response already: divided by it if positive, else multiplied."""
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end a response besides the end-of-sequence tokens the engine knows; ``ignore_eos`` covers both."""
     stop: tuple[str, ...] = ()
@@ -133,6 +133,11 @@ class Completion:
     """Version of the weights that generated the tokens; None: the version that was requested."""
 
 
+def empty_completion(request: Request) -> Completion:
+    """The completion of a request that was aborted before its first token."""
+    return Completion([], [] if request.sampling.want_log_probs else None, "abort")
+
+
 TokenOutput = Completion
 """Its name for agent loops of verl."""
 
@@ -158,7 +163,7 @@ class RolloutEngine(ABC):
     version: int | None = None
     """Version of the weights held; None while they cannot be trusted."""
 
-    config: Any
+    config: RolloutConfig
     """``actor_rollout_ref.rollout``."""
 
     tensor_parallel_size: int = 1
@@ -186,33 +191,6 @@ class RolloutEngine(ABC):
         self._request_ids = count()
         self._waiting: dict[int, Request] = {}
         self.monitor = EngineMonitor()
-
-    def _read_model_folder(
-        self,
-        model_path: str,
-        config: Any,
-        device: str | torch.device,
-        trust_remote_code: bool,
-        override_config: Mapping[str, Any] | None,
-    ) -> tuple[ModelSpec, PretrainedConfig]:
-        """Set ``config``, ``device``, ``dtype``, ``max_model_len`` and ``stop_token_ids``; for constructors of engines.
-
-        Returns:
-            The model's spec and its Hugging Face config.
-        """
-        from verl.models.loader import ModelSpec, load_config
-
-        self.config, self.device, self.dtype = config, torch.device(device), PrecisionType.to_dtype(config.dtype)
-        spec = ModelSpec(
-            model_path,
-            override_config=override_config or {},
-            trust_remote_code=trust_remote_code,
-            gradient_checkpointing=False,
-        )
-        model_config = load_config(spec)
-        self.max_model_len = longest_sequence(config, model_config)
-        self.stop_token_ids = stop_tokens(spec.folder, model_config)
-        return spec, model_config
 
     def generate(self, requests: Sequence[Request], expect_version: int) -> list[Completion]:
         """One completion per request, in the order of the requests.
@@ -272,7 +250,7 @@ class RolloutEngine(ABC):
         return request_id
 
     def step(self) -> dict[int, Completion]:
-        """Go on with everything submitted, for a token or more each; returns what ended, by request id.
+        """Generate a token or more for every submitted request; returns what ended, by request id.
 
         This default, for an engine that cannot be interrupted, generates all waiting requests to their end.
         """
@@ -282,10 +260,7 @@ class RolloutEngine(ABC):
     def abort(self, request_ids: Sequence[int]) -> dict[int, Completion]:
         """End these requests now; returns their tokens so far, by request id. Unknown ids are left out."""
         known = [request_id for request_id in request_ids if request_id in self._waiting]
-        log_probs = {
-            request_id: [] if self._waiting[request_id].sampling.want_log_probs else None for request_id in known
-        }
-        return {t: Completion([], log_probs[t], "abort") for t in known if self._waiting.pop(t)}
+        return {request_id: empty_completion(self._waiting.pop(request_id)) for request_id in known}
 
     def partial(self, request_id: int) -> Completion | None:
         """The tokens so far of a running request; None if the engine does not report them or the id is unknown."""
@@ -370,17 +345,73 @@ class RolloutEngine(ABC):
         """Whether weights or KV cache have no memory."""
 
 
+class ModelRollout(RolloutEngine):
+    """A rollout engine for the model of a Hugging Face folder.
+
+    Args:
+        model_path: Hugging Face folder; its weights are read only if ``config.load_format`` does not start with
+            "dummy" (they are then version 0).
+        config: ``actor_rollout_ref.rollout``.
+        device: ``cpu`` or ``cuda``.
+        trust_remote_code: run model code that comes with the folder.
+        override_config: replaces entries of the model's config.
+        tokenizer_path: folder of the tokenizer, for stop texts. None: the model's.
+        lora: hold an adapter on these layers apart from the weights (``update_adapter``).
+    """
+
+    def __init__(
+        self,
+        model_path: str,
+        config: RolloutConfig,
+        device: str | torch.device = "cpu",
+        trust_remote_code: bool = False,
+        override_config: Mapping[str, Any] | None = None,
+        tokenizer_path: str | None = None,
+        lora: LoRASpec | None = None,
+    ):
+        from verl.models.loader import ModelSpec, load_config
+
+        super().__init__()
+        self.config, self.device, self.dtype = config, torch.device(device), PrecisionType.to_dtype(config.dtype)
+        self.trust_remote_code, self.lora = trust_remote_code, lora
+        self.spec = ModelSpec(
+            model_path,
+            override_config=override_config or {},
+            trust_remote_code=trust_remote_code,
+            gradient_checkpointing=False,
+        )
+        self.tokenizer_path = tokenizer_path or self.spec.folder
+        self.model_config = load_config(self.spec)
+        self.max_model_len = longest_sequence(config, self.model_config)
+        self.stop_token_ids = stop_tokens(self.spec.folder, self.model_config)
+        # an adapter's base weights come by a sync
+        self.reads_weights = not config.load_format.startswith("dummy") and lora is None
+        self._start()
+
+    @abstractmethod
+    def _start(self) -> None:
+        """Start the engine; it then has version 0 if ``reads_weights``."""
+
+    @property
+    def weights_dtype(self) -> torch.dtype:
+        return self.dtype
+
+
+def weights_asleep_error(version: int) -> WeightSyncError:
+    """The error of an engine whose weights are to change while they have no memory."""
+    return WeightSyncError(f"Weights of version {version} arrived while the rollout was asleep. Wake it first.")
+
+
 # -- Generation limits from a model's folder: longest sequence, end-of-sequence tokens, size of a cached token ---------
 
 
 logger = logging.getLogger(__name__)
 
 
-def longest_sequence(config: Any, model_config: Any) -> int:
+def longest_sequence(config: RolloutConfig, model_config: Any) -> int:
     """Tokens a prompt and its response may have together.
 
     Args:
-        config: ``actor_rollout_ref.rollout``.
         model_config: the model's Hugging Face config.
 
     Raises:
@@ -440,9 +471,8 @@ def cached_bytes_per_token(model_config: Any, dtype: torch.dtype) -> int:
     """Bytes that keys and values of one token take in all layers."""
     text = model_config.get_text_config(decoder=True)
     heads = getattr(text, "num_key_value_heads", None) or getattr(text, "num_attention_heads", None)
-    if (
-        not heads
-    ):  # a state of fixed size in place of keys and values: counted as the hidden states, so that it is not zero
+    if not heads:
+        # a state of fixed size in place of keys and values: counted as the hidden states, so that it is not zero
         return 2 * text.num_hidden_layers * text.hidden_size * dtype.itemsize
     size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     return 2 * text.num_hidden_layers * heads * size * dtype.itemsize

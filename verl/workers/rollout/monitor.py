@@ -20,14 +20,10 @@ if TYPE_CHECKING:
 
 
 _NAMED = 4
-
-
 """Requests that a note names."""
 
 
 _NOTE_S = 0.5
-
-
 """Seconds between two notes of an engine whose requests come and go."""
 
 

@@ -42,20 +42,22 @@ class VisionInputs:
 
 
 class Prompt(NamedTuple):
-    """Input of one prefill: token ids and processed images."""
+    """Input of one prefill: token ids and processed images. Equal prompts are read once."""
 
     ids: tuple[int, ...]
     media: VisionInputs | None
 
 
+@dataclass(frozen=True)
+class VisionRequest(Request):
+    """A request with processed images in place of ``media``, and a placeholder token for every feature of them."""
+
+    vision: VisionInputs | None = None
+
+
 def prompt_of(request: Request) -> Prompt:
-    """The prompt of a request that went through :meth:`ImageReader.read`; equal prompts are read once."""
-    return Prompt(request.prompt_ids, request.media)
-
-
-def position_offsets(requests: Sequence[Request]) -> list[int]:
-    """`VisionInputs.position_offset` of each request; 0 without images."""
-    return [request.media.position_offset if isinstance(request.media, VisionInputs) else 0 for request in requests]
+    """The prompt of a request that went through :meth:`ImageReader.read`."""
+    return Prompt(request.prompt_ids, request.vision if isinstance(request, VisionRequest) else None)
 
 
 class ImageReader:
@@ -83,13 +85,10 @@ class ImageReader:
         self.never_generated = modality_tokens(config)
         self._processor: Any = None
         # with the images themselves, by whose identity they are found: the responses to one prompt process it once
-        self._recent: dict[tuple, tuple[Request, Mapping[str, Sequence[Any]]]] = {}
+        self._recent: dict[tuple, tuple[Prompt, Mapping[str, Sequence[Any]]]] = {}
 
     def read(self, requests: Sequence[Request]) -> list[Request]:
-        """The same requests with a placeholder token for every feature of an image, and ``VisionInputs`` images as
-        media.
-
-        Such tokens are banned from their responses.
+        """The same requests, those with images as `VisionRequest`; placeholder tokens are banned from the responses.
 
         Raises:
             ValueError: the model takes no images, or placeholders and images of a prompt differ in number.
@@ -105,11 +104,11 @@ class ImageReader:
         if key not in self._recent:
             while len(self._recent) >= _RECENT:
                 del self._recent[next(iter(self._recent))]
-            self._recent[key] = self._process(request, media), media
-        known = self._recent[key][0]
-        return replace(request, prompt_ids=known.prompt_ids, media=known.media)
+            self._recent[key] = self._process(request.prompt_ids, media), media
+        prompt, _ = self._recent[key]
+        return VisionRequest(prompt.ids, request.sampling, request.seed, vision=prompt.media)
 
-    def _process(self, request: Request, media: Mapping[str, Sequence[Any]]) -> Request:
+    def _process(self, prompt_ids: Sequence[int], media: Mapping[str, Sequence[Any]]) -> Prompt:
         config = self.config
         inputs = {name: torch.as_tensor(value) for name, value in self._inputs(media).items()}
         merge = config.vision_config.spatial_merge_size
@@ -117,17 +116,13 @@ class ImageReader:
         for kind in media:
             sizes[kind] = (inputs[VISION_INPUTS[kind][1]].prod(-1) // merge**2).tolist()
             features[image_token(config, kind)] = iter(sizes[kind])
-        ids = [
-            i
-            for token in request.prompt_ids
-            for i in ([token] * next(features[token]) if token in features else [token])
-        ]
+        ids = [i for token in prompt_ids for i in ([token] * next(features[token]) if token in features else [token])]
         positions = offset = None
         if self.model is not None:
             positions, offset = vision_positions(self.model, torch.tensor([ids]), inputs)
         first = None if positions is None else positions[:, 0]
-        processed = VisionInputs(inputs, first, 0 if offset is None else int(offset[0]), tuple(sizes.get("image", ())))
-        return replace(request, prompt_ids=tuple(ids), media=processed)
+        offset_of_row = 0 if offset is None else int(offset[0])
+        return Prompt(tuple(ids), VisionInputs(inputs, first, offset_of_row, tuple(sizes.get("image", ()))))
 
     def _inputs(self, media: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
         if self._processor is None:
@@ -186,7 +181,8 @@ def check_media(
         ValueError: the model takes no images, the request has other media, more images than allowed, or not one
             placeholder token each.
     """
-    if odd := request.media.keys() - set(kinds):
+    given = request.media or {}
+    if odd := given.keys() - set(kinds):
         hint = " Use rollout.name=hf for videos." if "video" in odd else ""
         raise ValueError(
             f"a prompt has media of kind {', '.join(sorted(odd))}: only {' and '.join(map(repr, kinds))} is supported "
@@ -197,20 +193,20 @@ def check_media(
             f"a prompt has images, and the rollout's model of type {config.model_type!r} reads text only. "
             "Use a vision-language model as actor_rollout_ref.model.path."
         )
-    images = request.media.get("image", ())
+    images = given.get("image", ())
     if limit is not None and len(images) > limit:
         raise ValueError(
             f"a prompt has {len(images)} images, more than actor_rollout_ref.rollout.limit_images={limit}. "
             "Raise it, or leave out rows with so many."
         )
     for kind in VISION_INPUTS:
-        token, held = image_token(config, kind), len(request.media.get(kind, ()))
+        token, held = image_token(config, kind), len(given.get(kind, ()))
         if token is not None and (count := request.prompt_ids.count(token)) != held:
             raise ValueError(
                 f"a prompt has {count} placeholder tokens and {held} {kind}s. Its prompt_ids must hold one token "
                 f"{token} for each {kind}, not one for each feature of it (raw_prompt_ids of the dataset)."
             )
-    return {kind: items for kind, items in request.media.items() if items}
+    return {kind: items for kind, items in given.items() if items}
 
 
 def batch_vision_inputs(prompts: Sequence[Prompt], width: int) -> tuple[dict[str, Tensor], Tensor | None]:

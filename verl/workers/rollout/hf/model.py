@@ -1,22 +1,24 @@
-"""The transformers model of the engine: built without values, its attention, and its weight map: the view that holds
-each checkpoint tensor, written and read back by a sync.
+"""The transformers model of the engine: its key-value cache and attention, its weight map, its start without values.
 
-Mostly a module's own names and tensors, or other names (vision-language models); the experts of a mixture are slices
-of fused tensors.
+transformers' own cache concatenates every layer at every step, and its attention copies keys and values once per query
+head of a group; at 32 rows of a small model these two cost more than the matrix products. The weight map gives the view
+that holds each checkpoint tensor: a module's own tensor, under its own or another name (vision-language models), or a
+slice of a fused one (the experts of a mixture). Knows transformers' cache and attention interfaces, no sampling.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -29,8 +31,6 @@ from verl.models.weight_names import checkpoint_tensors
 
 
 DECODE_ATTENTION = "verl_decode"
-
-
 """Name of the attention function, as transformers knows it."""
 
 
@@ -88,34 +88,30 @@ class GrowingLayer(DynamicLayer):
             owner: (B,) the prompt of each row.
         """
         first = 0
-        self.keys = self.values = None
+        buffers: dict[str, Tensor] = {}
         for part in parts:
             rows, heads, columns, _ = part.keys.shape
             rows_of_part = (owner >= first) & (owner < first + rows)
             source = owner[rows_of_part] - first
             for name in ("keys", "values"):
                 prompt = getattr(part, name)
-                if getattr(self, name) is None:
-                    setattr(self, name, prompt.new_empty(len(owner), heads, self.capacity, prompt.shape[-1]))
-                buffer = getattr(self, name)
-                buffer[rows_of_part, :, self.length - columns : self.length] = prompt[source]
+                if name not in buffers:
+                    buffers[name] = prompt.new_empty(len(owner), heads, self.capacity, prompt.shape[-1])
+                buffers[name][rows_of_part, :, self.length - columns : self.length] = prompt[source]
                 # never filled, yet attention multiplies them by zero: they must not hold NaN
-                buffer[rows_of_part, :, : self.length - columns] = 0
+                buffers[name][rows_of_part, :, : self.length - columns] = 0
             part.keys = part.values = None  # reset() of some releases keeps the memory
             part.is_initialized = False
             first += rows
-        self.is_initialized = True
+        self.keys, self.values, self.is_initialized = buffers["keys"], buffers["values"], True
 
-    def place_side_by_side(self, name: str, parts: list[Tensor]) -> None:
+    def lay_side_by_side(self, name: str, parts: list[Tensor]) -> None:
         """Start from the filled columns of other caches, (rows, H_kv, columns, D) each, right-aligned to ``length``."""
         rows, (_, heads, _, size) = sum(map(len, parts)), parts[0].shape
         buffer = parts[0].new_empty(rows, heads, self.capacity, size)
-        first = 0
-        for part in parts:
-            target = buffer[first : first + len(part)]
+        for target, part in zip(buffer.split([len(part) for part in parts]), parts, strict=True):
             target[:, :, self.length - part.shape[2] : self.length] = part
             target[:, :, : self.length - part.shape[2]] = 0  # never filled: attention multiplies it by zero
-            first += len(part)
         setattr(self, name, buffer)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
@@ -129,7 +125,7 @@ class GrowingLayer(DynamicLayer):
         return self.keys[:, :, start:end], self.values[:, :, start:end]
 
     def _first_visible(self) -> int:
-        return max(0, self.length - self.window + 1) if self.is_sliding else 0
+        return 0 if self.window is None else max(0, self.length - self.window + 1)
 
     def _resize(self, rows: Tensor, capacity: int) -> None:
         for name in ("keys", "values"):
@@ -198,7 +194,7 @@ def decode_cache(prefilled: list[Cache], owner: Tensor, length: int, capacity: i
     return Cache(layers=layers)
 
 
-def can_be_joined(*caches: Cache) -> bool:
+def can_be_joined(*caches: Cache | TokenCache) -> bool:
     """Whether these decode caches can be laid side by side."""
     return all(
         isinstance(cache, Cache) and all(type(layer) is GrowingLayer for layer in cache.layers) for cache in caches
@@ -209,15 +205,12 @@ def joined(caches: Sequence[Cache], skipped: Sequence[int]) -> Cache:
     """One cache with the rows of all, right-aligned; the first ``skipped[i]`` columns of cache i are left out."""
     layers = []
     for parts in zip(*(cache.layers for cache in caches), strict=True):
-        lengths = [part.length - first for part, first in zip(parts, skipped, strict=True)]
-        length = max(lengths)
+        length = max(part.length - first for part, first in zip(parts, skipped, strict=True))
         room = max(part.capacity - part.length for part in parts)
         layer = GrowingLayer(parts[0].window, length, length + room)
         for name in ("keys", "values"):
-            layer.place_side_by_side(
-                name,
-                [getattr(part, name)[:, :, first : part.length] for part, first in zip(parts, skipped, strict=True)],
-            )
+            filled = [getattr(p, name)[:, :, first : p.length] for p, first in zip(parts, skipped, strict=True)]
+            layer.lay_side_by_side(name, filled)
         layer.is_initialized = True
         layers.append(layer)
     return Cache(layers=layers)
@@ -225,8 +218,6 @@ def joined(caches: Sequence[Cache], skipped: Sequence[int]) -> Cache:
 
 # -- Cache check before the first request: decode with the cache against forward passes over whole rows ----------------
 CHECK_PROMPTS = (3, 8)
-
-
 """Tokens of a short prompt and of a longer one."""
 
 
@@ -234,49 +225,40 @@ CHECK_STEPS = 2
 
 
 CHECK_OWNER = (0, 0, 1)
-
-
 """The prompt of each row: two of them share one, and the response too."""
 
 
-LOGIT_TOLERANCE = {torch.float32: 1e-2}
+def cache_check_rows(model: PreTrainedModel, excluded: Sequence[int]) -> tuple[list[Tensor], list[Tensor]]:
+    """Random rows, and the logits of each alone after its prompt and each later token, (CHECK_STEPS + 1, V).
 
-
-"""Median difference of logits over their spread; a model that forgets its prompt is far beyond."""
-
-
-HALF_PRECISION_TOLERANCE = 0.1
-
-
-"""The same for half precision."""
-
-
-Forward = Callable[[Tensor, Tensor, Tensor, Any], Tensor]
-
-
-def cache_check_rows(config: Any, excluded: Sequence[int]) -> list[Tensor]:
-    """Random rows, prompt and response: (CHECK_PROMPTS[CHECK_OWNER[i]] + CHECK_STEPS,) each."""
-    vocab = config.get_text_config(decoder=True).vocab_size
+    A row is prompt and response, (CHECK_PROMPTS[CHECK_OWNER[i]] + CHECK_STEPS,). ``excluded`` tokens are not in it.
+    """
+    vocab = model.config.get_text_config(decoder=True).vocab_size
     generator = torch.Generator().manual_seed(0)
     usable = torch.tensor([token for token in range(vocab // 4, vocab)[:4096] if token not in set(excluded)])
     prompts = [usable[torch.randint(len(usable), (length,), generator=generator)] for length in CHECK_PROMPTS]
     responses = [usable[torch.randint(len(usable), (CHECK_STEPS,), generator=generator)] for _ in prompts]
-    return [torch.cat([prompts[o], responses[o]]) for o in CHECK_OWNER]
+    rows = [torch.cat(parts).to(model.device) for parts in zip(prompts, responses, strict=True)]
+    logits = [model(input_ids=row[None], use_cache=False).logits[0, -CHECK_STEPS - 1 :].float() for row in rows]
+    return [rows[owner] for owner in CHECK_OWNER], [logits[owner] for owner in CHECK_OWNER]
 
 
-def whole_row_logits(model: Any, row: Tensor) -> Tensor:
-    """Logits of a row alone after its prompt and each later token, (CHECK_STEPS + 1, V)."""
-    return model(input_ids=row[None], use_cache=False).logits[0, -CHECK_STEPS - 1 :].float()
+def decode_difference(
+    rows: Sequence[Tensor],
+    expected: Sequence[Tensor],
+    logits: Tensor,
+    cache: Cache | TokenCache,
+    forward: Callable[[Tensor, Tensor, Tensor, Any], Tensor],
+) -> float:
+    """The difference of logits from those ``expected`` where rows generate together, one of which ends early.
 
-
-def decode_logits(rows: Sequence[Tensor], logits: Tensor, cache: Any, forward: Forward) -> list[Tensor]:
-    """The same for rows generated together, one of which ends early: its last logits are missing.
+    Of each row it is the median over tokens of the mean difference, over the logits' spread; the largest is returned.
 
     Args:
         logits: (rows, V) after the prompts, which are in ``cache``, right-aligned.
     """
     device, width = logits.device, max(CHECK_PROMPTS)
-    lengths = torch.tensor([CHECK_PROMPTS[o] for o in CHECK_OWNER], device=device)
+    lengths = torch.tensor([CHECK_PROMPTS[owner] for owner in CHECK_OWNER], device=device)
     tokens = torch.stack([row[-CHECK_STEPS:] for row in rows]).to(device)
     live, decoded = list(range(len(rows))), [[logits[i]] for i in range(len(rows))]
     for step in range(CHECK_STEPS):
@@ -285,24 +267,23 @@ def decode_logits(rows: Sequence[Tensor], logits: Tensor, cache: Any, forward: F
             cache.reorder_cache(torch.tensor(live, device=device))
         mask = torch.arange(width + step + 1, device=device) >= (width - lengths[live])[:, None]
         logits = forward(tokens[live, step][:, None], mask, (lengths[live] + step)[:, None], cache)
-        for i, row in zip(live, logits, strict=True):
-            decoded[i].append(row)
-    return [torch.stack(row).float() for row in decoded]
-
-
-def logit_difference(expected: Sequence[Tensor], decoded: Sequence[Tensor]) -> float:
-    """The largest difference of a row: the median over its tokens of the mean difference, over the logits' spread."""
-    differences = []
-    for one, other in zip(expected, decoded, strict=True):
-        one = one[: len(other)]
+        for i, row_logits in zip(live, logits, strict=True):
+            decoded[i].append(row_logits)
+    largest = 0.0
+    for one, parts in zip(expected, decoded, strict=True):
+        other = torch.stack(parts).float()
+        one = one[: len(other)]  # the last logits of the row that ended early are missing
         off = (one - other).abs().mean(-1) / one.std(-1).clamp_min(1e-6)
-        differences.append(float(off.nan_to_num(torch.inf).median()))
-    return max(differences)
+        largest = max(largest, float(off.nan_to_num(torch.inf).median()))
+    return largest
 
 
 def logit_tolerance(dtype: torch.dtype) -> float:
-    """The largest difference that rounding explains."""
-    return LOGIT_TOLERANCE.get(dtype, HALF_PRECISION_TOLERANCE)
+    """The largest difference that rounding explains; a model that forgets its prompt is far beyond."""
+    return 1e-2 if dtype == torch.float32 else 0.1
+
+
+# -- Weight map ------------------------------------------------------------------------------------------------------
 
 
 def weight_map(model: nn.Module) -> dict[str, Tensor]:
@@ -339,18 +320,14 @@ def add_unscaled_adapter(model: nn.Module, spec: LoRASpec, dtype: torch.dtype) -
 
 def _fused_weight_map(model: nn.Module, own: dict[str, Tensor]) -> dict[str, Tensor]:
     """Weight map by element indices: transformers splits tensors of indices; the pieces tell their elements."""
-    names, starts, total = list(own), [], 0
-    for tensor in own.values():
-        starts.append(total)
-        total += tensor.numel()
-
-    def numbered():
-        for name, start in zip(names, starts, strict=True):
-            indices = torch.arange(start, start + own[name].numel())
-            yield name, indices.view(own[name].shape)
-
+    names = list(own)
+    starts = [0, *accumulate(tensor.numel() for tensor in own.values())][:-1]
+    numbered = (
+        (name, torch.arange(start, start + own[name].numel()).view(own[name].shape))
+        for name, start in zip(names, starts, strict=True)
+    )
     views = {}
-    for name, indices in checkpoint_tensors(model, numbered()):
+    for name, indices in checkpoint_tensors(model, numbered):
         owner = bisect_right(starts, int(indices.flatten()[0])) - 1
         views[name] = _view_of_elements(name, own[names[owner]], indices - starts[owner])
     return views
@@ -359,23 +336,21 @@ def _fused_weight_map(model: nn.Module, own: dict[str, Tensor]) -> dict[str, Ten
 def _view_of_elements(name: str, tensor: Tensor, indices: Tensor) -> Tensor:
     """The view of a contiguous ``tensor`` whose elements have the flat ``indices``."""
     first = int(indices.flatten()[0])
-    strides = [
-        int(indices.select(axis, 1).flatten()[0]) - first if size > 1 else 0 for axis, size in enumerate(indices.shape)
-    ]
-    expected = first + sum(
-        torch.arange(size).mul(stride).view([-1 if i == axis else 1 for i in range(indices.ndim)])
-        for axis, (size, stride) in enumerate(zip(indices.shape, strides, strict=True))
-    )
+    expected, strides = torch.tensor(first), []
+    for axis, size in enumerate(indices.shape):
+        strides.append(int(indices.select(axis, 1).flatten()[0]) - first if size > 1 else 0)
+        shape = [-1 if i == axis else 1 for i in range(indices.ndim)]
+        expected = expected + (torch.arange(size) * strides[axis]).view(shape)
     if not tensor.is_contiguous() or not torch.equal(indices, expected.expand(indices.shape)):
         raise NotImplementedError(
             f"{name} is not a slice of one of the model's own tensors, so a weight sync cannot write to it. "
             "This family is not supported by rollout.name=hf."
         )
-    return tensor.as_strided(indices.shape, strides, tensor.storage_offset() + first)
+    return tensor.as_strided(indices.shape, strides, int(tensor.storage_offset()) + first)
 
 
 # -- The model itself: attention, and parameters without values --------------------------------------------------------
-def choose_attention(model: nn.Module, requested: str | None) -> None:
+def choose_attention(model: PreTrainedModel, requested: str | None) -> None:
     """Use `decode_attention` where torch's fused attention is right; eager code where scores are capped."""
     text = model.config.get_text_config(decoder=True)
     if requested is not None:
@@ -384,38 +359,28 @@ def choose_attention(model: nn.Module, requested: str | None) -> None:
         model.set_attn_implementation("eager")
     elif text._attn_implementation == "sdpa":
         # a vision tower has no cache to read
-        model.set_attn_implementation(
-            {"text_config": DECODE_ATTENTION} if is_vision_language(model.config) else DECODE_ATTENTION
-        )
+        is_vision = is_vision_language(model.config)
+        model.set_attn_implementation({"text_config": DECODE_ATTENTION} if is_vision else DECODE_ATTENTION)
 
 
 def uninitialized_model(
     model_config: Any, dtype: torch.dtype, device: torch.device, trust_remote_code: bool
-) -> nn.Module:
+) -> PreTrainedModel:
     """A model with real buffers (rotary frequencies) and parameters of the right size that hold nothing yet."""
-    with _parameters_on_meta():
+
+    def on_meta(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter | None:
+        return None if parameter.is_meta else nn.Parameter(parameter.to("meta"), parameter.requires_grad)
+
+    # no memory, and no time spent on random numbers; buffers are computed, so the meta device is for parameters only
+    hook = register_module_parameter_registration_hook(on_meta)  # type: ignore[arg-type]  # torch: may return one
+    try:
         auto_class = language_model_class(model_config) or AutoModelForCausalLM
         model = auto_class.from_config(model_config, dtype=dtype, trust_remote_code=trust_remote_code)
+    finally:
+        hook.remove()
     buffers = {name: buffer.to(device) for name, buffer in model.named_buffers()}
     model.to_empty(device=device)
     model.tie_weights()
     for name, buffer in model.named_buffers():
         buffer.copy_(buffers[name])
     return model
-
-
-@contextmanager
-def _parameters_on_meta() -> Iterator[None]:
-    """Modules built inside hold their parameters on the meta device: no memory, no time spent on random numbers."""
-    register = nn.Module.register_parameter
-
-    def register_on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        if param is not None and not param.is_meta:
-            param = nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
-        register(module, name, param)
-
-    nn.Module.register_parameter = register_on_meta
-    try:
-        yield
-    finally:
-        nn.Module.register_parameter = register

@@ -15,36 +15,42 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
+from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache
 
-from verl.models.loader import LoRASpec, fix_rotary_frequencies, load_model
+from verl.models.loader import fix_rotary_frequencies, load_model
 from verl.utils.device import empty_cache
 from verl.utils.tokenizer import hf_tokenizer
 from verl.workers.rollout.base import (
     Bucket,
     Completion,
+    ModelRollout,
     Receipt,
     Request,
-    RolloutEngine,
     SamplingParams,
     WeightSyncError,
     cached_bytes_per_token,
     check_prompt,
     longest_response,
+    weights_asleep_error,
 )
-from verl.workers.rollout.hf import model as kv_cache
 from verl.workers.rollout.hf.model import (
+    CHECK_OWNER,
+    CHECK_PROMPTS,
+    CHECK_STEPS,
     TokenCache,
     add_unscaled_adapter,
+    cache_check_rows,
     can_join,
     choose_attention,
     decode_cache,
+    decode_difference,
+    logit_tolerance,
     split_weight_map,
     uninitialized_model,
     weight_map,
 )
-from verl.workers.rollout.hf.running_batch import DecodeRows, RunningBatch, check_extra
+from verl.workers.rollout.hf.running_batch import RowGroup, RunningBatch, check_extra
 from verl.workers.rollout.memory import cache_share, own_storages, return_free_memory
 from verl.workers.rollout.vision import ImageReader, Prompt, batch_vision_inputs, prompt_of
 from verl.workers.rollout.weights.sync import checksum, listed
@@ -54,77 +60,58 @@ logger = logging.getLogger(__name__)
 _FIRST_ROOM = 64  # columns reserved for responses at first
 
 
-class HFRollout(RolloutEngine):
+class HFRollout(ModelRollout):
     """Generates with a transformers causal LM, with or without images.
 
-    Args:
-        model_path: Hugging Face folder; its config and generation config are read, its weights only if
-            ``config.load_format`` does not start with "dummy" (they are then version 0).
-        config: ``actor_rollout_ref.rollout`` or anything with its fields. Read: dtype, load_format, max_num_seqs,
-            max_num_batched_tokens, max_model_len, prompt_length, response_length, gpu_memory_utilization.
-        device: where the copy lives.
-        trust_remote_code: run model code that comes with the folder.
-        override_config: replaces entries of the model's config.
-        tokenizer_path: folder of the tokenizer, read when a request has stop texts. None: the model's.
-        lora: hold an adapter on these layers apart from the weights (``update_adapter``).
+    Of ``config`` it reads dtype, load_format, max_num_seqs, max_num_batched_tokens, max_model_len, prompt_length,
+    response_length, gpu_memory_utilization and limit_images.
     """
+
+    model: PreTrainedModel
 
     @classmethod
     def adapter_unsupported_reason(cls, model_config: Any) -> str | None:
         return None
 
-    def __init__(
-        self,
-        model_path: str,
-        config: Any,
-        device: str | torch.device = "cpu",
-        trust_remote_code: bool = False,
-        override_config: Mapping[str, Any] | None = None,
-        tokenizer_path: str | None = None,
-        lora: LoRASpec | None = None,
-    ):
-        super().__init__()
+    def _start(self) -> None:
         self.monitor.reports_steps = True
-        self.tokenizer_path, self.trust_remote_code = tokenizer_path or model_path, trust_remote_code
         self._running: list[RunningBatch] = []
-        spec, model_config = self._read_model_folder(model_path, config, device, trust_remote_code, override_config)
-        spec = replace(spec, max_sequence_length=self.max_model_len)
-        has_weights = not config.load_format.startswith("dummy") and lora is None
-        if has_weights:
+        if self.reads_weights:
+            spec = replace(self.spec, max_sequence_length=self.max_model_len)
             self.model = load_model(spec, dtype=self.dtype).to(self.device)
             own_storages(self.model)
         else:
-            self.model = uninitialized_model(model_config, self.dtype, self.device, trust_remote_code)
+            self.model = uninitialized_model(self.model_config, self.dtype, self.device, self.trust_remote_code)
             fix_rotary_frequencies(self.model, self.max_model_len)
-        if lora is not None:
-            add_unscaled_adapter(self.model, lora, self.dtype)
+        if self.lora is not None:
+            add_unscaled_adapter(self.model, self.lora, self.dtype)
         self.model.eval().requires_grad_(False)
-        choose_attention(self.model, spec.override_config.get("attn_implementation"))
+        choose_attention(self.model, self.spec.override_config.get("attn_implementation"))
         # the head gets one column of many: a strided slice, which CPU matrix products would take row by row
         self.model.get_output_embeddings().register_forward_pre_hook(lambda _, inputs: (inputs[0].contiguous(),))
         self._forward_args = inspect.signature(self.model.forward).parameters.keys()
         self._is_cache_checked = self._without_cache = False
-        limit = getattr(config, "limit_images", None)
         self._reader = ImageReader(
-            spec.folder, self.model.config, limit, trust_remote_code, self.model, kinds=("image", "video")
+            self.spec.folder,
+            self.model.config,
+            self.config.limit_images,
+            self.trust_remote_code,
+            self.model,
+            kinds=("image", "video"),
         )
         self.never_generated = self._reader.never_generated
-        self._weights, self._adapter = split_weight_map(weight_map(self.model), has_adapter=lora is not None)
+        self._weights, self._adapter = split_weight_map(weight_map(self.model), has_adapter=self.lora is not None)
         everything = self._weights | self._adapter
         self._identity = {name: (view.data_ptr(), view.shape) for name, view in everything.items()}
         storages = {view.untyped_storage().data_ptr(): view.untyped_storage() for view in everything.values()}
         self._storages = [(storage, storage.nbytes()) for storage in storages.values()]
         self._has_memory = True
-        if has_weights:
+        if self.reads_weights:
             self.version = 0
         else:
             self.sleep()
 
     # -- weights -------------------------------------------------------------------------------------------------------
-
-    @property
-    def weights_dtype(self) -> torch.dtype:
-        return self.dtype
 
     def update_weights(self, version: int, buckets: Iterable[Bucket]) -> Receipt:
         self.check_nothing_runs("update_weights()")
@@ -137,10 +124,10 @@ class HFRollout(RolloutEngine):
 
     @torch.no_grad()
     def _receive_weights(self, version: int, buckets: Iterable[Bucket], views: dict[str, Tensor]) -> Receipt:
-        """Write the buckets to ``views``, all of them; returns what is held there afterwards."""
+        """Write the buckets to ``views``, all of them; returns checksums of the views afterwards."""
         self.invalidate()
         if not self._has_memory:
-            raise WeightSyncError(f"Weights of version {version} arrived while the rollout was asleep. Wake it first.")
+            raise weights_asleep_error(version)
         received: set[str] = set()
         for bucket in buckets:
             self._load(bucket, received, views)
@@ -156,22 +143,19 @@ class HFRollout(RolloutEngine):
         for name, tensor in bucket:
             if name in received:
                 raise WeightSyncError(f"{name} was sent twice in one sync.")
-            self._view(name, tensor.shape, views).copy_(tensor)
+            view = views.get(name)
+            if view is None:
+                raise WeightSyncError(
+                    f"{name} was sent, but the rollout's {type(self.model).__name__} has no such tensor. "
+                    f"It has {listed(views)}."
+                )
+            if tensor.shape != view.shape:
+                raise WeightSyncError(
+                    f"{name} was sent with shape {tuple(tensor.shape)}, the rollout's has {tuple(view.shape)}. "
+                    "Are model.path and model.override_config the same on both sides?"
+                )
+            view.copy_(tensor)
             received.add(name)
-
-    def _view(self, name: str, shape: torch.Size, views: dict[str, Tensor]) -> Tensor:
-        view = views.get(name)
-        if view is None:
-            raise WeightSyncError(
-                f"{name} was sent, but the rollout's {type(self.model).__name__} has no such tensor. "
-                f"It has {listed(views)}."
-            )
-        if shape != view.shape:
-            raise WeightSyncError(
-                f"{name} was sent with shape {tuple(shape)}, the rollout's has {tuple(view.shape)}. "
-                "Are model.path and model.override_config the same on both sides?"
-            )
-        return view
 
     def sleep(self, level: int = 1) -> None:
         """Free the weights; both levels forget them, but level 1 keeps what is below an adapter and frees nothing.
@@ -220,8 +204,10 @@ class HFRollout(RolloutEngine):
         for request in requests:
             check_prompt(len(request.prompt_ids), self.max_model_len)
         completions: dict[int, Completion] = {}
-        for batch in self._batches(requests):
-            completions |= zip(batch, self._decode([requests[i] for i in batch]), strict=True)
+        for indices in self._batches(requests):
+            batch = self._prefilled_batch([requests[i] for i in indices], indices)
+            while batch.num_live:
+                completions |= batch.advance(self._forward)
         return [completions[i] for i in range(len(requests))]
 
     def _batches(self, requests: list[Request]) -> Iterator[list[int]]:
@@ -239,14 +225,7 @@ class HFRollout(RolloutEngine):
             batch.append(index)
         yield batch
 
-    def _decode(self, requests: list[Request]) -> list[Completion]:
-        """All tokens of one batch of requests that is sorted by prompt length."""
-        batch, found = self._start(requests, range(len(requests))), {}
-        while batch.num_live:
-            found |= batch.advance(self._forward)
-        return [found[index] for index in range(len(requests))]
-
-    def _start(self, requests: list[Request], request_ids: Sequence[int]) -> RunningBatch:
+    def _prefilled_batch(self, requests: list[Request], request_ids: Sequence[int]) -> RunningBatch:
         """Read the prompts of requests that are sorted by their length."""
         prompts = list(dict.fromkeys(map(prompt_of, requests)))
         number = {prompt: index for index, prompt in enumerate(prompts)}
@@ -254,8 +233,8 @@ class HFRollout(RolloutEngine):
         width, limits = len(prompts[-1].ids), [longest_response(request, self.max_model_len) for request in requests]
         logits, cache = self._read(prompts, owner, width + min(max(limits), _FIRST_ROOM))
         decode = self.decode_text if any(request.sampling.stop for request in requests) else None
-        rows = DecodeRows(requests, limits, self.stop_token_ids, self.device, decode)
-        return RunningBatch(cache, rows, request_ids, logits[owner], width)
+        rows = RowGroup(requests, request_ids, limits, self.stop_token_ids, self.device, decode)
+        return RunningBatch(cache, rows, logits[owner], width)
 
     def _read(self, prompts: list[Prompt], owner: Tensor, capacity: int) -> tuple[Tensor, Cache | TokenCache]:
         """Read each prompt once. Returns the logits after it, (prompts, V), and a cache for the rows of ``owner``."""
@@ -268,20 +247,18 @@ class HFRollout(RolloutEngine):
             every = torch.arange(len(prompts), device=self.device)
             rows = [prompt.ids for prompt in prompts]
             return self._forward_whole_rows(TokenCache(rows, every)), TokenCache(rows, owner)
-        logits, prefilled = self._prefill(prompts)
-        return logits, decode_cache(prefilled, owner, len(prompts[-1].ids), capacity)
-
-    def _prefill(self, prompts: list[Prompt]) -> tuple[Tensor, list[Cache]]:
-        """Read each prompt once. Returns the logits after it, (prompts, V), and the caches of the forwards."""
         logits, caches = [], []
         for chunk in self._chunks(prompts):
-            ids, mask = _left_padded([prompt.ids for prompt in chunk], self.device)
+            width = len(chunk[-1].ids)  # prompts are sorted by length; padding on the left ends all in one column
+            ids = torch.tensor([(0,) * (width - len(p.ids)) + tuple(p.ids) for p in chunk], device=self.device)
+            starts = torch.tensor([width - len(prompt.ids) for prompt in chunk], device=self.device)
+            mask = torch.arange(width, device=self.device) >= starts[:, None]
             cache = DynamicCache(config=self.model.config)
-            images, positions = batch_vision_inputs(chunk, ids.shape[1])
+            images, positions = batch_vision_inputs(chunk, width)
             positions = (mask.cumsum(-1) - 1).clamp_(min=0) if positions is None else positions.to(self.device)
             logits.append(self._forward(ids, mask, positions, cache, images))
             caches.append(cache)
-        return torch.cat(logits), caches
+        return torch.cat(logits), decode_cache(caches, owner, len(prompts[-1].ids), capacity)
 
     def _chunks(self, prompts: list[Prompt]) -> Iterator[list[Prompt]]:
         """Runs of prompts of at most ``max_num_batched_tokens`` padded tokens; one run if caches cannot be joined."""
@@ -307,12 +284,12 @@ class HFRollout(RolloutEngine):
         if isinstance(cache, TokenCache):
             cache.append(ids[:, 0])
             return self._forward_whole_rows(cache)
-        inputs = {"input_ids": ids, "attention_mask": mask, "use_cache": True}
-        if "past_key_values" in self._forward_args or "cache_params" not in self._forward_args:
-            inputs |= {"past_key_values": cache, "position_ids": positions}
-        else:
+        inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": mask, "use_cache": True}
+        if "cache_params" in self._forward_args and "past_key_values" not in self._forward_args:
             # Mamba: all of a row is in its state, and the mask is for padding on the prompt's left
             inputs |= {"cache_params": cache, "attention_mask": mask if ids.shape[1] > 1 else None}
+        else:
+            inputs |= {"past_key_values": cache, "position_ids": positions}
         if "logits_to_keep" in self._forward_args:
             inputs["logits_to_keep"] = 1
         inputs |= {name: tensor.to(self.device) for name, tensor in (images or {}).items()}
@@ -321,7 +298,7 @@ class HFRollout(RolloutEngine):
     def _forward_whole_rows(self, cache: TokenCache) -> Tensor:
         """The logits after the last token of each row, (B, V), from a forward pass over whole rows, as in training."""
         last, column = (cache.lengths - 1).unique(return_inverse=True)
-        inputs = {"input_ids": cache.ids[:, : int(cache.lengths.max())], "use_cache": False}
+        inputs: dict[str, Any] = {"input_ids": cache.ids[:, : int(cache.lengths.max())], "use_cache": False}
         if "logits_to_keep" in self._forward_args:
             logits = self.model(**inputs, logits_to_keep=last).logits
         else:
@@ -331,8 +308,7 @@ class HFRollout(RolloutEngine):
     # -- cache check before the first request --------------------------------------------------------------------------
 
     def _check_cache(self) -> None:
-        """Once, with weights: generate a few tokens with the model's cache and compare with forward passes over whole
-        rows.
+        """Once, with weights: compare a few tokens generated with the model's cache with forwards over whole rows.
 
         Where they differ, rows are generated without a cache from then on.
 
@@ -342,11 +318,8 @@ class HFRollout(RolloutEngine):
         if self._is_cache_checked:
             return
         kind, name = self.model.config.model_type, type(self.model).__name__
-        rows = [row.to(self.device) for row in kv_cache.cache_check_rows(self.model.config, self.never_generated)]
         try:
-            distinct = dict(zip(kv_cache.CHECK_OWNER, rows, strict=True))
-            scored = {owner: kv_cache.whole_row_logits(self.model, row) for owner, row in distinct.items()}
-            expected = [scored[owner] for owner in kv_cache.CHECK_OWNER]
+            rows, expected = cache_check_rows(self.model, self.never_generated)
         except Exception as error:
             raise ValueError(
                 f"rollout.name=hf: model_type={kind!r} cannot generate here: a forward pass of {name} over a short row "
@@ -376,18 +349,17 @@ class HFRollout(RolloutEngine):
     def _cache_mismatch(self, rows: list[Tensor], expected: list[Tensor]) -> str | None:
         """The difference of rows generated token by token from ``expected``, in words; None where they agree."""
         prompts = [
-            Prompt(tuple(rows[kv_cache.CHECK_OWNER.index(number)][:length].tolist()), None)
-            for number, length in enumerate(kv_cache.CHECK_PROMPTS)
+            Prompt(tuple(rows[CHECK_OWNER.index(number)][:length].tolist()), None)
+            for number, length in enumerate(CHECK_PROMPTS)
         ]
-        owner = torch.tensor(kv_cache.CHECK_OWNER, device=self.device)
+        owner = torch.tensor(CHECK_OWNER, device=self.device)
         try:
             with self.monitor.uncounted():
-                logits, cache = self._read(prompts, owner, max(kv_cache.CHECK_PROMPTS) + kv_cache.CHECK_STEPS)
-                decoded = kv_cache.decode_logits(rows, logits[owner], cache, self._forward)
+                logits, cache = self._read(prompts, owner, max(CHECK_PROMPTS) + CHECK_STEPS)
+                difference = decode_difference(rows, expected, logits[owner], cache, self._forward)
         except Exception as error:  # from the model's code, which may not support this cache
             return f"raises {type(error).__name__} ({_first_line(error)})"
-        difference = kv_cache.logit_difference(expected, decoded)
-        if difference <= kv_cache.logit_tolerance(self.dtype):
+        if difference <= logit_tolerance(self.dtype):
             return None
         return f"gives other logits than over whole rows (by {difference:.2g} of their spread)"
 
@@ -426,16 +398,10 @@ class HFRollout(RolloutEngine):
         return len(self._waiting) + sum(batch.num_live for batch in self._running)
 
     def _admit(self) -> None:
-        """Prefill waiting requests in the order of arrival; they join a running batch if its cache can be joined."""
-        admitted = self._requests_that_fit()
-        if not admitted:
-            return
-        order = sorted(admitted, key=lambda t: (len(self._waiting[t].prompt_ids), self._waiting[t].prompt_ids))
-        new = self._start([self._waiting.pop(request_id) for request_id in order], order)
-        if not any(batch.join(new) for batch in self._running):
-            self._running.append(new)
+        """Prefill waiting requests in the order of arrival, as far as the cache has room.
 
-    def _requests_that_fit(self) -> list[int]:
+        They join a running batch if its cache can be joined.
+        """
         room = self._cache_room() // cached_bytes_per_token(self.model.config, self.dtype)
         rows = sum(batch.num_rows for batch in self._running)
         longest = max((batch.longest for batch in self._running), default=0)
@@ -446,7 +412,12 @@ class HFRollout(RolloutEngine):
             if rows > 1 and (rows > self.config.max_num_seqs or rows * longest > room):
                 break
             admitted.append(request_id)
-        return admitted
+        if not admitted:
+            return
+        admitted.sort(key=lambda t: (len(self._waiting[t].prompt_ids), self._waiting[t].prompt_ids))
+        new = self._prefilled_batch([self._waiting.pop(request_id) for request_id in admitted], admitted)
+        if not any(batch.join(new) for batch in self._running):
+            self._running.append(new)
 
     # -- limits --------------------------------------------------------------------------------------------------------
 
@@ -461,11 +432,3 @@ class HFRollout(RolloutEngine):
 
 def _first_line(error: Exception) -> str:
     return str(error).split("\n", 1)[0]
-
-
-def _left_padded(prompts: list[tuple[int, ...]], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Ids, padded with 0, and mask of prompts that end in the same column: both (B, longest)."""
-    width = max(map(len, prompts))
-    ids = torch.tensor([(0,) * (width - len(prompt)) + tuple(prompt) for prompt in prompts], device=device)
-    starts = torch.tensor([width - len(prompt) for prompt in prompts], device=device)
-    return ids, torch.arange(width, device=device) >= starts[:, None]

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from verl.workers.rollout.base import Completion, Request, RolloutEngine
+from verl.workers.rollout.base import Completion, Request, RolloutEngine, empty_completion
 from verl.workers.rollout.memory import out_of_memory_error
 
 _HEARTBEAT_S = 5.0  # longest time without a message to the following ranks, whose wait has a deadline
@@ -290,11 +290,6 @@ class EngineLoop:
         died = EngineDied(f"{type(self.error).__name__}: {self.error}")
         died.__cause__ = self.error
         return died
-
-
-def empty_completion(request: Request) -> Completion:
-    """The completion of a request that was aborted before its first token."""
-    return Completion([], [] if request.sampling.want_log_probs else None, "abort")
 
 
 def _by_priority(waiting: _Waiting) -> tuple[int, int]:

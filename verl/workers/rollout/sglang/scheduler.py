@@ -40,8 +40,6 @@ from verl.workers.rollout.weights.load import WeightLoad
 
 
 NAME = "pytorch"
-
-
 """The ``sampling_backend`` that this sampler replaces: the one that SGLang settles on where there is no GPU."""
 
 

@@ -19,14 +19,10 @@ _KEY = "actor_rollout_ref.rollout"
 
 
 CONTEXT_KEPT = 8
-
-
 """Positions of its context, and some to spare, that SGLang keeps from prompts and responses; they are requested too."""
 
 
 _DISTRIBUTED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-
-
 """The trainer's place in its process group, which SGLang's own processes must not use."""
 
 
@@ -43,8 +39,6 @@ _FIXED = {
     "speculative_algorithm": "a weight sync does not reach a draft model",
     "tp_size": f"{_KEY}.tensor_model_parallel_size says it",
 }
-
-
 """Arguments of SGLang that are not the user's here, and why."""
 
 
@@ -128,8 +122,6 @@ _RESHAPED = {
     "kv_lora_rank": "latent attention",
     "quantization_config": "quantized weights",
 }
-
-
 """Entries of a model's config that make SGLang keep weights in another form than they are sent in."""
 
 
@@ -158,8 +150,6 @@ _WORD = (1 << 64) - 1
 
 
 STOP = "verl_stop"
-
-
 """Name among ``custom_params`` under which stop texts reach the scheduler; see `stop`."""
 
 

@@ -6,34 +6,34 @@ make every call together, with the same requests and the same weights. Runs with
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
-from verl.models.loader import LoRASpec
 from verl.models.multimodal import is_vision_language, modality_tokens
 from verl.utils.distributed import ensure_process_group
 from verl.workers.rollout.base import (
     Bucket,
     Completion,
+    ModelRollout,
     Receipt,
     Request,
-    RolloutEngine,
     SamplingParams,
     WeightSyncError,
     check_prompt,
+    weights_asleep_error,
 )
 from verl.workers.rollout.memory import host_cache_bytes
 from verl.workers.rollout.vision import ban_modality_tokens, check_media, check_placeholders
 from verl.workers.rollout.vllm.requests import (
-    RunningRequests,
+    Running,
     check_arguments,
-    completion,
     counters,
+    finish_reason,
     prometheus_text,
     sampling_arguments,
     watch_steps,
@@ -62,29 +62,16 @@ from verl.workers.rollout.vllm.weights import (
     check_no_random_buffers,
     lora_arguments,
     lora_unsupported_reason,
-    model_of,
     unwrapped,
     worker_of,
 )
 from verl.workers.rollout.weights.load import WeightLoad
 
-logger = logging.getLogger(__name__)
-
 _TAGS = ("weights", "kv_cache")
 
 
-class VLLMRollout(RolloutEngine):
-    """Generates with vLLM.
-
-    Args:
-        model_path: Hugging Face folder; its weights are read only if ``config.load_format`` does not start with
-            "dummy" (they are then version 0).
-        config: ``actor_rollout_ref.rollout``; vLLM's options of it all reach the engine.
-        device: ``cpu`` or ``cuda``; must be what the installed vLLM is built for.
-        trust_remote_code: run model code that comes with the folder.
-        override_config: replaces entries of the model's config.
-        tokenizer_path: folder of the tokenizer, for stop texts and words. None: the model's.
-        lora: hold an adapter of this rank apart from the weights (``update_adapter``).
+class VLLMRollout(ModelRollout):
+    """Generates with vLLM; its options of ``config`` all reach the engine. ``device`` must be what vLLM is built for.
 
     Raises:
         ImportError: vLLM is not installed.
@@ -95,80 +82,65 @@ class VLLMRollout(RolloutEngine):
     def adapter_unsupported_reason(cls, model_config: Any) -> str | None:
         return lora_unsupported_reason(model_config)
 
-    def __init__(
-        self,
-        model_path: str,
-        config: Any,
-        device: str | torch.device = "cpu",
-        trust_remote_code: bool = False,
-        override_config: Mapping[str, Any] | None = None,
-        tokenizer_path: str | None = None,
-        lora: LoRASpec | None = None,
-    ):
-        super().__init__()
-        self.lora = lora
-        vllm = import_vllm(torch.device(device).type)
-        spec, model_config = self._read_model_folder(model_path, config, device, trust_remote_code, override_config)
-        check_model(model_config, self.device.type)
-        self._model_config = model_config
-        derived = {
-            "dtype": str(self.dtype).removeprefix("torch."),
-            "max_model_len": self.max_model_len,
-            "trust_remote_code": trust_remote_code,
-            "tokenizer": tokenizer_path or spec.folder,
-            **expert_arguments(model_config, self.device.type),
-        }
-        derived |= latent_attention_arguments(model_config, self.device.type)
-        derived["hf_overrides"] = {
-            **derived.get("hf_overrides", {}),
-            **{k: v for k, v in spec.override_config.items() if k != "attn_implementation"},
-        }
-        if is_vision_language(model_config):
-            derived |= image_arguments(config.limit_images)
-        if self.device.type == "cpu":
-            derived["kv_cache_memory_bytes"] = host_cache_bytes(config, model_config, self.dtype, self.max_model_len)
-        if lora is not None:
-            derived |= lora_arguments(lora, model_config)
-        self._adapter_request = None if lora is None else adapter_request()
+    def _start(self) -> None:
+        on_cpu = self.device.type == "cpu"
+        vllm = import_vllm(self.device.type)
+        check_model(self.model_config, self.device.type)
         self._sampling_class = vllm.SamplingParams
-        self.never_generated = modality_tokens(model_config)
+        self.never_generated = modality_tokens(self.model_config)
         ensure_process_group(self.device.type)
-        arguments = engine_arguments(config, self.device.type, spec.folder, **derived)
+        arguments = engine_arguments(self.config, self.device.type, self.spec.folder, **self._derived_arguments())
         self._abilities = (
-            use_first_token_processors(config, arguments),
+            use_first_token_processors(self.config, arguments),
             not arguments.get("skip_tokenizer_init"),
         )
-        discard_stale_parallel_groups(model_config)
+        discard_stale_parallel_groups(self.model_config)
         with preserve_process_state(self.device.type):
             self.llm = vllm.LLM(**arguments)
         detach_group_finalizer(self.llm)
         unlink_message_queue()
-        if self.device.type == "cpu":
+        if on_cpu:
             patch_seeded_chunked_prefill(worker_of(self.llm).model_runner)
-        allocate_pipeline_receive_buffer(self.llm)
+        allocate_pipeline_receive_buffer(worker_of(self.llm).model_runner)
         self.tensor_parallel_size = arguments["tensor_parallel_size"] * arguments.get("pipeline_parallel_size", 1)
         watch_steps(self.llm, self.monitor)
-        self._stream = RunningRequests(self.llm.llm_engine, self._adapter_request)
-        self.model = model_of(self.llm)
+        self._adapter_request = None if self.lora is None else adapter_request()
+        self._running: dict[int, Running] = {}
+        self.model: nn.Module = worker_of(self.llm).model_runner.model
         if arguments["load_format"] == "dummy":
             check_no_random_buffers(self.model)
         has_graphs = not self.llm.llm_engine.vllm_config.model_config.enforce_eager
         self._derived = DerivedWeights(self.model, self.device.type, has_graphs)
-        on_cpu = self.device.type == "cpu"
-        self._memory = CPUMemory(self.llm, self.model, lora is not None) if on_cpu else DeviceMemory(self.llm)
+        self._memory = CPUMemory(self.llm, self.model, self.lora is not None) if on_cpu else DeviceMemory(self.llm)
         self._base: WeightLoad | None = None
         self._base_slept = False
         self._asleep: set[str] = set()
-        if not config.load_format.startswith("dummy") and lora is None:
+        if self.reads_weights:
             self.version = 0
-        elif config.free_cache_engine:
+        elif self.config.free_cache_engine:
             self.sleep(level=2)
 
-    # -- weights -------------------------------------------------------------------------------------------------------
+    def _derived_arguments(self) -> dict[str, Any]:
+        """Engine arguments that depend on the model and the device."""
+        model_config, device = self.model_config, self.device.type
+        derived = {
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "max_model_len": self.max_model_len,
+            "trust_remote_code": self.trust_remote_code,
+            "tokenizer": self.tokenizer_path,
+            **expert_arguments(model_config, device),
+            **latent_attention_arguments(model_config, device),
+        }
+        overrides = {k: v for k, v in self.spec.override_config.items() if k != "attn_implementation"}
+        derived["hf_overrides"] = {**derived.get("hf_overrides", {}), **overrides}
+        if is_vision_language(model_config):
+            derived |= image_arguments(self.config.limit_images)
+        if device == "cpu":
+            cache_bytes = host_cache_bytes(self.config, model_config, self.dtype, self.max_model_len)
+            derived["kv_cache_memory_bytes"] = cache_bytes
+        return derived if self.lora is None else derived | lora_arguments(self.lora, model_config)
 
-    @property
-    def weights_dtype(self) -> torch.dtype:
-        return self.dtype
+    # -- weights -------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def update_weights(self, version: int, buckets: Iterable[Bucket]) -> Receipt:
@@ -203,7 +175,7 @@ class VLLMRollout(RolloutEngine):
         """Run one load on every rank of the replica, and have them succeed or fail together."""
         self.invalidate()
         if "weights" in self._asleep:
-            raise WeightSyncError(f"Weights of version {version} arrived while the rollout was asleep. Wake it first.")
+            raise weights_asleep_error(version)
         buckets = iter(buckets)
         try:
             sync.check_computes_with_its_weights()
@@ -223,32 +195,24 @@ class VLLMRollout(RolloutEngine):
             raise WeightSyncError(f"The sync of version {version} failed: {problem}")
         checksums = sync.checksums()  # of the weights as they were sent, before layers make another form of them
         self._derived.update()
-        self._forget_cached_prefixes()
-        self.version = version
-        return Receipt(version, checksums, sync.num_bytes)
-
-    def _forget_cached_prefixes(self) -> None:
-        """Drop what older weights computed: cached keys and values, and encoded images."""
-        if is_vision_language(self._model_config):
+        # encoded images, and cached keys and values, are of the older weights
+        if is_vision_language(self.model_config):
             self.llm.llm_engine.reset_encoder_cache()
         if not self.llm.reset_prefix_cache():
             raise WeightSyncError("vLLM did not reset its prefix cache: requests are still running.")
+        self.version = version
+        return Receipt(version, checksums, sync.num_bytes)
 
-    def _gather(self, what: Any) -> list[Any]:
-        """One object from each rank of the replica; collective."""
+    def _agree(self, problem: str | None, more: Any) -> tuple[str | None, list[Any]]:
+        """The first problem of any rank of the replica, and ``more`` of each rank; collective."""
         from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
-        found = [what]
+        found = [(problem, more)]
         for group in (get_tp_group(), get_pp_group()):
             if group.world_size > 1:
                 parts: list[Any] = [None] * group.world_size
                 dist.all_gather_object(parts, found, group=group.cpu_group)
                 found = [item for part in parts for item in part]
-        return found
-
-    def _agree(self, problem: str | None, more: Any) -> tuple[str | None, list[Any]]:
-        """The first problem of any rank of the replica, and ``more`` of each rank."""
-        found = self._gather((problem, more))
         return next((problem for problem, _ in found if problem), None), [more for _, more in found]
 
     # -- sleep ---------------------------------------------------------------------------------------------------------
@@ -303,27 +267,50 @@ class VLLMRollout(RolloutEngine):
         params = [self._params(request) for request in requests]
         with self._eager_on_cpu():
             outputs = self.llm.generate(prompts, params, use_tqdm=False, lora_request=self._adapter_request)
-        return [completion(request, output) for request, output in zip(requests, outputs, strict=True)]
+        completions = []
+        for request, output in zip(requests, outputs, strict=True):
+            running = Running(request)
+            running.add(output)
+            completions.append(running.completion(finish_reason(output)))
+        return completions
 
     def submit(self, request: Request, expect_version: int) -> int:
+        from vllm.sampling_params import RequestOutputKind
+
         self.check_version(expect_version)
+        prompt, params = self._prompt(request), self._params(request)
+        params.output_kind = RequestOutputKind.DELTA  # each step reports its new tokens only
         request_id = next(self._request_ids)
-        self._stream.add(request_id, request, self._prompt(request), self._params(request))
+        self.llm.llm_engine.add_request(str(request_id), prompt, params, lora_request=self._adapter_request)
+        self._running[request_id] = Running(request)
         return request_id
 
     def step(self) -> dict[int, Completion]:
+        if not self._running:
+            return {}
         with self._eager_on_cpu():
-            return self._stream.step()
+            outputs = self.llm.llm_engine.step()
+        ended: dict[int, Completion] = {}
+        for output in outputs:
+            request_id = int(output.request_id)
+            if request_id not in self._running:
+                continue  # aborted while its last token was on the way
+            self._running[request_id].add(output)
+            if output.finished:
+                ended[request_id] = self._running.pop(request_id).completion(finish_reason(output))
+        return ended
 
     def abort(self, request_ids: Sequence[int]) -> dict[int, Completion]:
-        return self._stream.abort(request_ids)
+        found = {request_id: self._running.pop(request_id) for request_id in request_ids if request_id in self._running}
+        self.llm.llm_engine.abort_request([str(request_id) for request_id in found])
+        return {request_id: running.completion("abort") for request_id, running in found.items()}
 
     def partial(self, request_id: int) -> Completion | None:
-        return self._stream.partial(request_id)
+        return self._running[request_id].completion("abort") if request_id in self._running else None
 
     @property
     def num_running(self) -> int:
-        return self._stream.num_running
+        return len(self._running)
 
     def _eager_on_cpu(self) -> Any:
         """vLLM compiles a helper of its sampler even in eager mode: on CPU that takes a C++ compiler and a second."""
@@ -331,10 +318,10 @@ class VLLMRollout(RolloutEngine):
 
     def _prompt(self, request: Request) -> dict[str, Any]:
         check_prompt(len(request.prompt_ids), self.max_model_len)
-        check_placeholders(request, self._model_config)
-        prompt = {"prompt_token_ids": list(request.prompt_ids)}
+        check_placeholders(request, self.model_config)
+        prompt: dict[str, Any] = {"prompt_token_ids": list(request.prompt_ids)}
         if request.media:
-            media = check_media(request, self._model_config, self.config.limit_images)
+            media = check_media(request, self.model_config, self.config.limit_images)
             prompt["multi_modal_data"] = {kind: list(items) for kind, items in media.items()}
         return prompt
 

