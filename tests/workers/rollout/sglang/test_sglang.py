@@ -240,7 +240,7 @@ def test_sampling_that_sglang_cannot_do_is_refused(ready):
 
 
 def test_a_session_that_sglang_refuses_is_an_error(awake, reference):
-    awake.engine.call("begin_weight_update")  # as an interrupted sync would leave it
+    awake.engine.call("manage", "begin_weight_update")  # as an interrupted sync would leave it
     with pytest.raises(RuntimeError, match="SGLang refused.*already open"):
         sync_weights(weights_of(reference("tied")), awake, version=1)
     sync_weights(weights_of(reference("tied")), awake, version=1)

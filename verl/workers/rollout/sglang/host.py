@@ -41,20 +41,16 @@ IF_MISSING = ("triton", "IPython")
 ALWAYS = ("vllm", "vllm._custom_ops")
 
 
-def install_stubs(if_missing: Sequence[str] = IF_MISSING, always: Sequence[str] = ALWAYS) -> list[str]:
-    """Make ``import`` of missing packages, and of everything below them, and of the modules ``always`` work.
-
-    Returns the packages that were missing.
-    """
-    missing = [name for name in if_missing if name not in sys.modules and importlib.util.find_spec(name) is None]
+def install_stubs() -> None:
+    """Make ``import`` work for packages of ``IF_MISSING`` with all below them, and for the modules ``ALWAYS``."""
+    missing = [name for name in IF_MISSING if name not in sys.modules and importlib.util.find_spec(name) is None]
     if "triton" in missing:
         # torch asks for Triton too, and must still find that there is none
         import torch._inductor.runtime.triton_compat  # noqa: F401
         import torch.utils._triton
 
         torch.utils._triton.has_triton_package()  # remembers its answer
-    sys.meta_path.insert(0, _Finder(missing, always))
-    return missing
+    sys.meta_path.insert(0, _Finder(missing, ALWAYS))
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -108,6 +104,13 @@ class _Stub(metaclass=_StubMeta):
 
 _ABORT_AGAIN_S = 0.01
 _SETTLE_S = 30.0  # longest wait for a scheduler to notice that it has nothing to do
+_MANAGEMENT = {
+    "begin_weight_update": "BeginWeightUpdateReqInput",
+    "end_weight_update": "EndWeightUpdateReqInput",
+    "release_memory_occupation": "ReleaseMemoryOccupationReqInput",
+    "resume_memory_occupation": "ResumeMemoryOccupationReqInput",
+}
+"""Functions of SGLang's tokenizer manager, and the classes of their requests."""
 _CALLS = "verl_call"
 """Name under which `scheduler.SchedulerExtension` answers to SGLang's remote calls."""
 
@@ -140,7 +143,7 @@ def _end_with(parent: int) -> None:
 
 
 def start_engine(arguments: dict[str, Any], given: Sequence[str]) -> Any:
-    """SGLang's engine with our scheduler side in it.
+    """SGLang's engine whose schedulers have `scheduler.SchedulerExtension`.
 
     Raises:
         ValueError: the installed SGLang lacks an argument.
@@ -202,7 +205,7 @@ class Host:
                 message = pickle.loads(self.connection.recv_bytes())
                 self.engine.loop.call_soon_threadsafe(self._take, *message)
         except (EOFError, OSError):
-            pass  # the worker has let go of this engine, and ends it
+            pass  # the worker has closed this engine, and ends it
 
     def _take(self, kind: str, *rest: Any) -> None:
         if kind == "submit":
@@ -291,18 +294,23 @@ class Host:
             now = [], []
         return tokens + now[0], log_probs + now[1]
 
-    async def begin_weight_update(self) -> None:
-        """Open the session without which SGLang takes no weights, and says so in a return value only."""
-        if hasattr(self.manager, "begin_weight_update"):  # versions without sessions always take them
-            from sglang.srt.managers.io_struct import BeginWeightUpdateReqInput
+    async def manage(self, name: str, tags: list[str] | None = None) -> None:
+        """Call one of SGLang's management functions, those of ``_MANAGEMENT``.
 
-            _check_success(await self.manager.begin_weight_update(BeginWeightUpdateReqInput(), None))
+        Without a session (``begin_weight_update``) SGLang takes no weights, and reports so in a return value only.
+        """
+        from sglang.srt.managers import io_struct
 
-    async def end_weight_update(self) -> None:
-        if hasattr(self.manager, "end_weight_update"):
-            from sglang.srt.managers.io_struct import EndWeightUpdateReqInput
-
-            _check_success(await self.manager.end_weight_update(EndWeightUpdateReqInput(), None))
+        if not hasattr(self.manager, name):
+            return  # a version without sessions takes weights at any time
+        request_class = getattr(io_struct, _MANAGEMENT[name])
+        request = request_class() if tags is None else request_class(tags=tags)
+        answer = await getattr(self.manager, name)(request, None)
+        if answer is None:
+            return
+        success, message = answer if isinstance(answer, tuple) else (answer.success, getattr(answer, "message", ""))
+        if not success:
+            raise RuntimeError(f"SGLang refused: {message or answer}")
 
     async def flush_cache(self) -> None:
         """Forget cached prefixes; an error while requests run.
@@ -318,21 +326,8 @@ class Host:
     async def arguments(self) -> dict[str, Any]:
         """SGLang's resolved arguments, as far as they are plain values."""
         record = self.manager.server_args
-        settled = record.resolved_dict() if hasattr(record, "resolved_dict") else vars(record)
-        return {
-            name: value for name, value in settled.items() if isinstance(value, (bool, int, float, str, type(None)))
-        }
-
-    async def release(self, tags: list[str]) -> None:
-        """Release memory by SGLang's own means, on CUDA."""
-        from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
-
-        await self.manager.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=tags), None)
-
-    async def resume(self, tags: list[str]) -> None:
-        from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqInput
-
-        await self.manager.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=tags), None)
+        resolved = record.resolved_dict() if hasattr(record, "resolved_dict") else vars(record)
+        return {name: value for name, value in resolved.items() if isinstance(value, int | float | str | None)}
 
 
 def process_tree() -> list[int]:
@@ -354,13 +349,6 @@ def unname_shared_memory() -> None:
 def _name(request_id: int) -> str:
     """A request's name in SGLang, which ends every request whose name begins with an aborted one's."""
     return f"{request_id:020d}"
-
-
-def _check_success(answer: Any) -> None:
-    """SGLang reports a refusal as a value; make it an error."""
-    success, message = answer if isinstance(answer, tuple) else (answer.success, getattr(answer, "message", ""))
-    if not success:
-        raise RuntimeError(f"SGLang refused: {message or answer}")
 
 
 if __name__ == "__main__":

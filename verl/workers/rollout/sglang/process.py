@@ -21,7 +21,7 @@ import tempfile
 import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -78,8 +78,16 @@ class EngineProcess:
         self._connection = Connection(ours.detach())
         self._end = weakref.finalize(self, _end, os.getpid(), self._process, self._connection, self.folder)
         self._send(("start", os.getpid(), dict(arguments), list(given)))
-        self.info: dict[str, Any] = self._first_answer()
-        """``version`` of SGLang, ``pids`` of its processes, names of its ``sampling`` parameters."""
+        try:
+            self.info: dict[str, Any] = self._answer(None)
+            """``version`` of SGLang, ``pids`` of its processes, names of its ``sampling`` parameters."""
+        except EngineDiedError:
+            raise
+        except RuntimeError as error:
+            raise self._died() from error
+        except BaseException:
+            self.close()
+            raise
 
     def call(self, name: str, *args: Any) -> Any:
         """Run a command of `host.Host` and wait for its answer."""
@@ -156,35 +164,28 @@ class EngineProcess:
                 self.running.pop(request_id, None)
                 self._ended[request_id] = output
             return None
-        return tuple(rest)
+        number, good, value = rest
+        return number, good, value
 
     def _answer(self, number: int | None) -> Any:
         while True:
             message = self._receive()
-            if message is None:
-                continue
-            answered, good, value = message
-            if answered != number:
+            if message is None or message[0] != number:
                 continue  # of a call whose caller was interrupted
+            _, good, value = message
             if good:
                 return value
             raise value
-
-    def _first_answer(self) -> dict[str, Any]:
-        try:
-            return self._answer(None)
-        except RuntimeError as error:
-            raise error if isinstance(error, EngineDiedError) else self._died() from error
-        finally:
-            if sys.exc_info()[0] is not None:
-                self.close()
 
     def _died(self) -> EngineDiedError:
         deadline = time.monotonic() + _GRACE_S
         while self._process.poll() is None and time.monotonic() < deadline:
             time.sleep(0.05)
         code = self._process.poll()
-        how = "is not answering" if code is None else f"ended with {_exit(code)}"
+        if code is None:
+            state = "is not answering"
+        else:
+            state = f"ended with {f'signal {signal.Signals(-code).name} ({code})' if code < 0 else f'exit code {code}'}"
         lines = self._log.read_text(errors="replace").splitlines()[-_TAIL_LINES:]
         held = ", ".join(
             f"{request_id} ({length} prompt tokens)" for request_id, length in list(self.running.items())[-5:]
@@ -192,14 +193,10 @@ class EngineProcess:
         self.close()
         held = f"{len(self.running)}, the last of them {held}" if held else "none"
         return EngineDiedError(
-            f"SGLang's process {self._process.pid} {how}. Requests it held: {held}. If nothing below says why, memory "
-            "may have run out: lower rollout.gpu_memory_utilization or rollout.max_num_seqs. Its last words:\n"
+            f"SGLang's process {self._process.pid} {state}. Requests it held: {held}. If nothing below says why, "
+            "memory may have run out: lower rollout.gpu_memory_utilization or rollout.max_num_seqs. Its last words:\n"
             + "\n".join(lines)
         )
-
-
-def _exit(code: int) -> str:
-    return f"signal {signal.Signals(-code).name} ({code})" if code < 0 else f"exit code {code}"
 
 
 def _own_folder() -> Path:
@@ -208,18 +205,11 @@ def _own_folder() -> Path:
     if len(str(parent)) > _LONGEST_PARENT:
         parent = Path("/tmp")
     for folder in parent.glob("verl-sglang-*"):
-        if _is_left(folder):
-            shutil.rmtree(folder, ignore_errors=True)
+        with suppress(OSError), open(folder / "log", "rb") as log:
+            fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while one of its engine's processes lives
+            if time.time() - folder.stat().st_mtime > _YOUNG_S:
+                shutil.rmtree(folder, ignore_errors=True)
     return Path(tempfile.mkdtemp(prefix="verl-sglang-", dir=parent))
-
-
-def _is_left(folder: Path) -> bool:
-    try:
-        with open(folder / "log", "rb") as log:
-            fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return time.time() - folder.stat().st_mtime > _YOUNG_S
-    except OSError:
-        return False
 
 
 def _environment(changes: Mapping[str, str | None]) -> dict[str, str]:
@@ -229,13 +219,11 @@ def _environment(changes: Mapping[str, str | None]) -> dict[str, str]:
 
 
 def _end(owner: int, process: subprocess.Popen, connection: Connection, folder: Path) -> None:
-    if os.getpid() != owner:  # a fork of the worker inherits this promise, and must not keep it
+    if os.getpid() != owner:  # a fork of the worker inherits this finalizer, and must not run it
         return
     connection.close()
-    try:
+    with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     process.wait()
     shutil.rmtree(folder, ignore_errors=True)
 

@@ -1,17 +1,17 @@
 """The SGLang rollout engine, in processes of its own: token ids in and out, weights read back there.
 
 One engine per replica of ``tensor_model_parallel_size`` ranks: the first of them owns it, with SGLang's own processes
-for tensor parallelism; the others make every call together with it and get what it gets. Runs on CUDA and on CPU.
+for tensor parallelism; the others make every call together with it and get the same results. Runs on CUDA and on CPU.
 """
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -20,13 +20,14 @@ from verl.models.multimodal import image_token, is_vision_language
 from verl.workers.rollout.base import (
     Bucket,
     Completion,
+    ModelRollout,
     Receipt,
     Request,
-    RolloutEngine,
     SamplingParams,
     WeightSyncError,
     cached_bytes_per_token,
     check_prompt,
+    weights_asleep_error,
 )
 from verl.workers.rollout.memory import host_cache_bytes
 from verl.workers.rollout.sglang.process import CudaIpcBuffer, EngineProcess, SharedMemoryBuffer
@@ -43,75 +44,57 @@ from verl.workers.rollout.sglang.setup import (
 )
 from verl.workers.rollout.vision import ImageReader
 
-logger = logging.getLogger(__name__)
-
 _TAGS = ("weights", "kv_cache")
 _CHECK_S = 5.0  # between two checks whether SGLang still generates
 _STEP_S = 0.02  # longest wait of a step, so that new requests need not wait for the running ones
 
 
-class SGLangRollout(RolloutEngine):
-    """Generates with SGLang.
-
-    Args:
-        model_path: Hugging Face folder; its weights are read only if ``config.load_format`` does not start with
-            "dummy" (they are then version 0).
-        config: ``actor_rollout_ref.rollout``; SGLang's options of it all reach the engine.
-        device: ``cpu`` or ``cuda``.
-        trust_remote_code: run model code that comes with the folder.
-        override_config: replaces entries of the model's config.
-        tokenizer_path: folder of the tokenizer, for texts that end a response; None: ``model_path``.
+class SGLangRollout(ModelRollout):
+    """Generates with SGLang; its options of ``config`` all reach the engine.
 
     Raises:
         ValueError: the installed SGLang lacks an argument, or cannot hold this model's weights plainly.
         EngineDiedError: the engine did not come up.
     """
 
-    def __init__(
-        self,
-        model_path: str,
-        config: Any,
-        device: str | torch.device = "cpu",
-        trust_remote_code: bool = False,
-        override_config: Mapping[str, Any] | None = None,
-        tokenizer_path: str | None = None,
-    ):
-        super().__init__()
-        spec, model_config = self._read_model_folder(model_path, config, device, trust_remote_code, override_config)
+    _process: EngineProcess | None = None
+
+    def _start(self) -> None:
+        config, model_config, device = self.config, self.model_config, self.device.type
         check_model(model_config)
         derived = {
             "dtype": str(self.dtype).removeprefix("torch."),
             "context_length": self.max_model_len + CONTEXT_KEPT,
-            "trust_remote_code": trust_remote_code,
-            "tokenizer_path": tokenizer_path or spec.folder,
-            "json_model_override_args": model_overrides(spec.override_config),
+            "trust_remote_code": self.trust_remote_code,
+            "tokenizer_path": self.tokenizer_path,
+            "json_model_override_args": model_overrides(self.spec.override_config),
         }
-        if self.device.type == "cpu":
+        if device == "cpu":
             room = host_cache_bytes(config, model_config, self.dtype, self.max_model_len)
             derived["max_total_tokens"] = room // cached_bytes_per_token(model_config, self.dtype)
-        arguments = engine_arguments(config, self.device.type, spec.folder, **derived)
+        arguments = engine_arguments(config, device, self.spec.folder, **derived)
         self.has_tokenizer = not arguments["skip_tokenizer_init"]
-        self._reader = ImageReader(spec.folder, model_config, config.limit_images, trust_remote_code)
+        self._reader = ImageReader(self.spec.folder, model_config, config.limit_images, self.trust_remote_code)
         self._image_token = image_token(model_config) if is_vision_language(model_config) else None
         self.never_generated = self._reader.never_generated
         self.tensor_parallel_size = config.tensor_model_parallel_size
         self._group, self._leader = _replica(self.tensor_parallel_size)
         self.monitor.reports_steps = self.is_leader
-        self._last_progress, self._next_check = None, 0.0
-        self.engine: EngineProcess | None = None
-        devices = self._visible_devices()
-        self._on_leader(lambda: self._start(arguments, devices))
-        self._fields: list[str] = self._on_leader(lambda: self.engine.info["sampling"])
+        self._last_progress: tuple[int, int] | None = None
+        self._next_check = 0.0
+        variables = environment(device, self.tensor_parallel_size, self._visible_devices())
+
+        def start() -> list[str]:
+            self._process = EngineProcess(arguments, list(given_arguments(config)), variables)
+            return self._process.info["sampling"]
+
+        self._fields: list[str] = self._on_leader(start)
         self._requests: dict[int, Request] = {}
         self._asleep: set[str] = set()
-        if not config.load_format.startswith("dummy"):
+        if self.reads_weights:
             self.version = 0
         elif config.free_cache_engine:
             self.sleep(level=2)
-
-    def _start(self, arguments: dict[str, Any], devices: str | None) -> None:
-        around = environment(self.device.type, self.tensor_parallel_size, devices)
-        self.engine = EngineProcess(arguments, list(given_arguments(self.config)), around)
 
     def _visible_devices(self) -> str | None:
         """CUDA devices of the replica's workers, in their order; None where they are visible to each of them."""
@@ -123,6 +106,12 @@ class SGLangRollout(RolloutEngine):
         return ",".join(self._gather(mine))
 
     # -- the replica's ranks -------------------------------------------------------------------------------------------
+
+    @property
+    def engine(self) -> EngineProcess:
+        """The engine's processes, on the rank that owns them."""
+        assert self._process is not None, "this rank does not own the engine"
+        return self._process
 
     @property
     def is_leader(self) -> bool:
@@ -170,14 +159,10 @@ class SGLangRollout(RolloutEngine):
 
     def close(self) -> None:
         """End the engine's processes; they also end with this process."""
-        if self.engine is not None:
-            self.engine.close()
+        if self._process is not None:
+            self._process.close()
 
     # -- weights -------------------------------------------------------------------------------------------------------
-
-    @property
-    def weights_dtype(self) -> torch.dtype:
-        return self.dtype
 
     @torch.no_grad()
     def update_weights(self, version: int, buckets: Iterable[Bucket]) -> Receipt:
@@ -188,7 +173,7 @@ class SGLangRollout(RolloutEngine):
         self.check_nothing_runs("update_weights()")
         self.invalidate()
         if "weights" in self._asleep:
-            raise WeightSyncError(f"Weights of version {version} arrived while the rollout was asleep. Wake it first.")
+            raise weights_asleep_error(version)
         shared = SharedMemoryBuffer() if self.device.type == "cpu" else CudaIpcBuffer()
         try:
             self._on_leader(self._begin_load)
@@ -208,23 +193,8 @@ class SGLangRollout(RolloutEngine):
         return Receipt(version, checksums, num_bytes)
 
     def _begin_load(self) -> None:
-        self.engine.call("begin_weight_update")
+        self.engine.call("manage", "begin_weight_update")
         self.call_schedulers("begin_load")
-
-    def _send(self, shared: SharedMemoryBuffer | CudaIpcBuffer, buckets: Iterable[Bucket]) -> str | None:
-        """Hand all buckets over; returns the first thing that went wrong, after which the rest is only consumed."""
-        problem = None
-        for bucket in buckets:
-            if problem is None:
-                everyone = self.device.type == "cuda"  # each rank's buffer is on the device of one scheduler
-                message = shared.pack(bucket) if everyone or self.is_leader else None
-                messages = self._gather(message) if everyone else [message]
-                del bucket  # free it before the next one is made
-                problem = self._on_leader(lambda messages=messages: self._load_bucket(messages))
-        return problem
-
-    def _load_bucket(self, messages: list[dict[str, Any]]) -> str | None:
-        return next((problem for problem in self.call_schedulers("load", messages=messages) if problem), None)
 
     def _end_load(self) -> list[tuple[str | None, dict[str, int], int]]:
         try:
@@ -233,8 +203,22 @@ class SGLangRollout(RolloutEngine):
             self._end_session()
 
     def _end_session(self) -> None:
-        self.engine.call("end_weight_update")
-        self.engine.call("flush_cache")  # what was computed with older weights must not be reused
+        self.engine.call("manage", "end_weight_update")
+        self.engine.call("flush_cache")  # computed with older weights
+
+    def _send(self, shared: SharedMemoryBuffer | CudaIpcBuffer, buckets: Iterable[Bucket]) -> str | None:
+        """Hand all buckets over; returns the first problem, after which the rest is only consumed."""
+        problem = None
+        for bucket in buckets:
+            if problem is not None:
+                continue
+            everyone = self.device.type == "cuda"  # each rank's buffer is on the device of one scheduler
+            message = shared.pack(bucket) if everyone or self.is_leader else None
+            messages = self._gather(message) if everyone else [message]
+            del bucket  # free it before the next one is made
+            problems = self._on_leader(partial(self.call_schedulers, "load", messages=messages))
+            problem = next((problem for problem in problems if problem), None)
+        return problem
 
     # -- sleep ---------------------------------------------------------------------------------------------------------
 
@@ -243,26 +227,21 @@ class SGLangRollout(RolloutEngine):
         self.check_nothing_runs("sleep()")
         self.invalidate()
         if awake := [tag for tag in _TAGS if tag not in self._asleep]:
-            self._on_leader(lambda: self._release(awake))
+            self._on_leader(lambda: self.engine.call("flush_cache"))
+            self._change_memory("release", awake)
         self._asleep = set(_TAGS)
-
-    def _release(self, tags: list[str]) -> None:
-        self.engine.call("flush_cache")
-        if self.device.type == "cpu":
-            self.call_schedulers("release", tags=tags)
-        else:
-            self.engine.call("release", tags)
 
     def wake(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
         if asleep := [tag for tag in _TAGS if tag in tags and tag in self._asleep]:
-            self._on_leader(lambda: self._restore(asleep))
+            self._change_memory("resume", asleep)
             self._asleep -= set(asleep)
 
-    def _restore(self, tags: list[str]) -> None:
+    def _change_memory(self, action: Literal["release", "resume"], tags: list[str]) -> None:
+        """Release or resume memory: on CUDA by SGLang's own means, which on a CPU do nothing."""
         if self.device.type == "cpu":
-            self.call_schedulers("restore", tags=tags)
+            self._on_leader(lambda: self.call_schedulers(action, tags=tags))
         else:
-            self.engine.call("resume", tags)
+            self._on_leader(lambda: self.engine.call("manage", f"{action}_memory_occupation", tags))
 
     @property
     def is_asleep(self) -> bool:
@@ -282,13 +261,17 @@ class SGLangRollout(RolloutEngine):
 
     def abort(self, request_ids: Sequence[int]) -> dict[int, Completion]:
         running = {request_id for request_id in request_ids if request_id in self._requests}
-        ended = self._on_leader(lambda: self._aborted(running))
-        return self._finished(ended)
+
+        def abort_and_wait() -> dict[int, Any]:
+            self.engine.abort(sorted(running))
+            return self._wait_for(running)
+
+        return self._finished(self._on_leader(abort_and_wait))
 
     def partial(self, request_id: int) -> Completion | None:
         if request_id not in self._requests or not self.is_leader:
             return None
-        return completion(self._requests[request_id], *self.engine.partial_output(request_id), "abort")
+        return completion(self._requests[request_id], (*self.engine.partial_output(request_id), "abort"))
 
     @property
     def num_running(self) -> int:
@@ -320,16 +303,11 @@ class SGLangRollout(RolloutEngine):
                 f"It has {', '.join(sorted(self._fields))}."
             )
 
-    def _aborted(self, request_ids: set[int]) -> dict[int, Any]:
-        """Abort these requests in the engine, and wait until they have ended."""
-        self.engine.abort(sorted(request_ids))
-        return self._wait_for(request_ids)
-
     def _finished(self, ended: Mapping[int, Any]) -> dict[int, Completion]:
         if not self.config.disable_log_stats and self.is_leader:
             sys.stderr.write(self.engine.new_output())
         requests = {request_id: self._requests.pop(request_id) for request_id in ended}
-        return {request_id: completion(requests[request_id], *output) for request_id, output in ended.items()}
+        return {request_id: completion(requests[request_id], output) for request_id, output in ended.items()}
 
     def _generate(self, requests: list[Request]) -> list[Completion]:
         request_ids = self._submit(requests)
@@ -344,10 +322,8 @@ class SGLangRollout(RolloutEngine):
             self.monitor.tick()
         elif self.engine.running and now > self._next_check:
             request_id = next(iter(self.engine.running))
-            progress = (
-                request_id,
-                len(self.engine.partial_output(request_id)[0]),
-            )  # a scheduler that hangs does not answer
+            # a scheduler that hangs does not answer
+            progress = (request_id, len(self.engine.partial_output(request_id)[0]))
             if progress != self._last_progress:
                 self.monitor.tick()
             self._last_progress, self._next_check = progress, now + _CHECK_S

@@ -1,7 +1,9 @@
-"""verl's part of SGLang's scheduler processes: their start, and `SchedulerExtension`, which the worker calls in them.
+"""verl's part of SGLang's scheduler processes: their sampler and stop texts, and calls of the worker inside them.
 
-Runs where the model lives, so weights are loaded, read back, freed and restored in place. Imported in SGLang's
-processes only.
+SGLang's own seeds exist for a few attention kernels only, and its random state depends on all that ran before. This
+sampler replaces it: a token depends on its row's logits, parameters and seed, on nothing else, and its log-probability
+is that under the distribution it was sampled from. Weights are loaded, read back, freed and allocated where the model
+is, by `SchedulerExtension`. Imported in SGLang's processes only.
 """
 
 from __future__ import annotations
@@ -46,36 +48,27 @@ NAME = "pytorch"
 def install_sampler() -> None:
     """Register in this process's SGLang the sampler, the seeds of requests, and penalties for tokens of the prompt."""
     register_sampler_backend(NAME, StreamSampler)
-    _keep_seeds_in_batches()
-    _penalize_prompt_tokens()
+    make_batch = SamplingBatchInfo.from_schedule_batch.__func__
+    prepare = BatchedRepetitionPenalizer._prepare
 
-
-def _keep_seeds_in_batches() -> None:
-    """Batches carry ``sampling_seed``, which SGLang does for its deterministic mode alone."""
-    plain = SamplingBatchInfo.from_schedule_batch.__func__
-
-    def from_schedule_batch(cls: type, batch: Any, vocab_size: int) -> SamplingBatchInfo:
-        info = plain(cls, batch, vocab_size)
+    def with_seeds(cls: type, batch: Any, vocab_size: int) -> SamplingBatchInfo:
+        # SGLang itself puts seeds into batches in its deterministic mode alone
+        info = make_batch(cls, batch, vocab_size)
         if info.sampling_seed is None:
             seeds = [request.sampling_params.sampling_seed or 0 for request in batch.reqs]
             info.sampling_seed = torch.tensor(seeds, dtype=torch.int64).to(batch.device, non_blocking=True)
         return info
 
-    SamplingBatchInfo.from_schedule_batch = classmethod(from_schedule_batch)
-
-
-def _penalize_prompt_tokens() -> None:
-    """``repetition_penalty`` counts what stands in the prompt, as elsewhere; SGLang's starts at the response."""
-    prepare = BatchedRepetitionPenalizer._prepare
-
-    def prepare_with_prompts(self: BatchedRepetitionPenalizer) -> None:
+    def with_prompts(self: BatchedRepetitionPenalizer) -> None:
+        # repetition_penalty counts the prompt, as in the other engines; SGLang's own starts at the response
         prepare(self)
         penalties = self.cumulated_repetition_penalties
         for row, request in enumerate(self.orchestrator.reqs()):
             seen = torch.tensor([*request.origin_input_ids, *request.output_ids], device=penalties.device)
             penalties[row, seen[seen < penalties.shape[1]]] = request.sampling_params.repetition_penalty
 
-    BatchedRepetitionPenalizer._prepare = prepare_with_prompts
+    SamplingBatchInfo.from_schedule_batch = classmethod(with_seeds)
+    BatchedRepetitionPenalizer._prepare = with_prompts
 
 
 class StreamSampler(Sampler):
@@ -117,23 +110,17 @@ def sample(logits: Tensor, info: SamplingBatchInfo, positions: Tensor) -> tuple[
     scaled = ((logits - largest) / info.temperatures).masked_fill_(~finite, 0.0)
     weights = scaled.exp()
     if not info.is_all_greedy:
-        _cut(weights, info, greedy)
+        if info.need_min_p_sampling:
+            weights.masked_fill_(weights < info.min_ps[:, None], 0.0)
+        if info.need_top_k_sampling:
+            top_k = info.top_ks[:, None].long()
+            cut_to_top_k(weights, torch.where(greedy | (top_k >= weights.shape[1]), 0, top_k))
+        if info.need_top_p_sampling:
+            cut_to_top_p(weights, torch.where(greedy, 1.0, info.top_ps[:, None]))
     tokens, total = pick(weights, uniforms(info.sampling_seed, positions)[:, None])
     tokens = torch.where(greedy, likely, tokens)
     log_probs = (scaled.gather(-1, tokens) - total.log()).masked_fill_(~finite, torch.nan)
     return tokens[:, 0], log_probs[:, 0].float()
-
-
-def _cut(weights: Tensor, info: SamplingBatchInfo, greedy: Tensor) -> None:
-    if info.need_min_p_sampling:
-        weights.masked_fill_(weights < info.min_ps[:, None], 0.0)
-    if info.need_top_k_sampling:
-        top_k = info.top_ks[:, None].long()
-        top_k = torch.where(greedy | (top_k >= weights.shape[1]), 0, top_k)
-        if int(top_k.max()) > 0:
-            cut_to_top_k(weights, top_k)
-    if info.need_top_p_sampling:
-        cut_to_top_p(weights, torch.where(greedy, 1.0, info.top_ps[:, None]))
 
 
 def uniforms(keys: Tensor, counters: Tensor) -> Tensor:
@@ -165,7 +152,7 @@ def _mix(words: Tensor) -> Tensor:
 
 # -- Stop texts inside SGLang's scheduler: checked as `hf` checks them, so that all engines keep the same tokens -------
 def install_stop_texts(tokenizer_path: str, trust_remote_code: bool) -> None:
-    """Make this process's SGLang end requests at the texts that stand under `STOP` in their ``custom_params``.
+    """Make this process's SGLang end requests at the texts that `STOP` in their ``custom_params`` lists.
 
     The tokenizer is read when the first of them comes.
     """
@@ -176,37 +163,34 @@ def install_stop_texts(tokenizer_path: str, trust_remote_code: bool) -> None:
         tokenizer = hf_tokenizer(tokenizer_path, trust_remote_code=trust_remote_code)
         return partial(tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
+    def watcher_of(request: Any, num_before: int, texts: list[str]) -> StopText:
+        """The watcher of a request, which has read the last ``num_before`` tokens of its prompt as the response's."""
+        prompt = list(request.origin_input_ids_unpadded)
+        split = len(prompt) - num_before
+        watcher = StopText(decode(), texts, prompt[:split], request.sampling_params.min_new_tokens + num_before)
+        for token in prompt[split:]:
+            watcher.ends_with(token)
+        return watcher
+
     def ends(request: Any, *args: Any, **kwargs: Any) -> bool:
         stops = (request.sampling_params.custom_params or {}).get(STOP)
-        if stops is not None and _ends_at_stop_text(request, stops, decode):
-            return True
+        if stops is None:
+            return theirs(request, *args, **kwargs)
+        num_before, *texts = stops
+        if not hasattr(request, "verl_watcher"):
+            request.verl_watcher = watcher_of(request, num_before, texts)
+        watcher = request.verl_watcher
+        for count in range(watcher.num_tokens - num_before, len(request.output_ids)):
+            if watcher.ends_with(request.output_ids[count]):
+                request.finished_reason = FINISH_MATCHED_STR(matched="")
+                request.finished_len = count + 1
+                return True
         return theirs(request, *args, **kwargs)
 
     Req._check_str_based_finish = ends
 
 
-def _ends_at_stop_text(request: Any, stops: list[Any], decode: Any) -> bool:
-    """Read the request's new tokens; end it at the one that completes a stop text."""
-    if not hasattr(request, "verl_watcher"):
-        request.verl_watcher = _stop_watcher(request, stops, decode())
-    watcher, num_before = request.verl_watcher, stops[0]
-    for count in range(watcher.num_tokens - num_before, len(request.output_ids)):
-        if watcher.ends_with(request.output_ids[count]):
-            request.finished_reason = FINISH_MATCHED_STR(matched="")
-            request.finished_len = count + 1
-            return True
-    return False
-
-
-def _stop_watcher(request: Any, stops: list[Any], decode: Decode) -> StopText:
-    """The watcher of a request, which has read what of its prompt belongs to the response."""
-    num_before, *texts = stops
-    prompt = list(request.origin_input_ids_unpadded)
-    split = len(prompt) - num_before
-    watcher = StopText(decode, texts, prompt[:split], request.sampling_params.min_new_tokens + num_before)
-    for token in prompt[split:]:
-        watcher.ends_with(token)
-    return watcher
+# -- The scheduler processes -----------------------------------------------------------------------------------------
 
 
 def run_scheduler(server_args: Any, *args: Any, **kwargs: Any) -> None:
@@ -243,9 +227,8 @@ def verl_call(scheduler: Any, function: str, arguments: str, reply: str) -> None
     except Exception as error:
         traceback.print_exc()
         answer = (False, f"{type(error).__name__}: {error}")
-    Path(f"{reply}.{scheduler.verl_extension.rank:05d}").write_bytes(
-        pickle.dumps(answer)
-    )  # SGLang answers after all ranks
+    # one file a rank; SGLang answers the call after all ranks
+    Path(f"{reply}.{scheduler.verl_extension.rank:05d}").write_bytes(pickle.dumps(answer))
 
 
 class SchedulerExtension:
@@ -291,7 +274,10 @@ class SchedulerExtension:
     @torch.no_grad()
     def begin_load(self) -> None:
         self._load, self._problem = WeightLoad(self.model, self.device, is_shared=self.ranks > 1, engine="SGLang"), None
-        _clear_image_cache()
+        # cached outputs of the vision tower: SGLang keys them by the images alone and does not flush them
+        holder = sys.modules[mm_utils.init_mm_embedding_cache.__module__]
+        if holder.embedding_cache is not None:
+            holder.embedding_cache.clear()
 
     @torch.no_grad()
     def load(self, messages: Sequence[dict[str, Any]]) -> str | None:
@@ -303,6 +289,7 @@ class SchedulerExtension:
         message = messages[self.rank if len(messages) > 1 else 0]
         try:
             with open_bucket(message, self.device) as bucket:
+                assert self._load is not None, "begin_load() comes first"
                 self._load.load(bucket)
         except WeightSyncError as error:
             self._problem = self._problem or str(error)
@@ -312,6 +299,7 @@ class SchedulerExtension:
     def end_load(self) -> tuple[str | None, dict[str, int], int]:
         """Problem found, else checksums of this rank's memory by the names as sent; and bytes held."""
         load, self._load = self._load, None
+        assert load is not None, "begin_load() comes first"
         problem = self._problem
         if problem is None:
             try:
@@ -340,19 +328,12 @@ class SchedulerExtension:
             self._memory[tag].release()
 
     @torch.no_grad()
-    def restore(self, tags: Sequence[str]) -> None:
+    def resume(self, tags: Sequence[str]) -> None:
         """Allocate the memory of these parts again: weights full of NaN, the cache of zeros."""
         if "weights" in tags:
             self._memory["weights"].restore_as_nan()
         if "kv_cache" in tags:
             self._memory["kv_cache"].restore(0)
-
-
-def _clear_image_cache() -> None:
-    """Clear the cached outputs of the vision tower: SGLang keys them by the images alone and does not flush them."""
-    holder = sys.modules[mm_utils.init_mm_embedding_cache.__module__]
-    if holder.embedding_cache is not None:
-        holder.embedding_cache.clear()
 
 
 def _cache_tensors(runner: Any) -> Iterator[torch.Tensor]:

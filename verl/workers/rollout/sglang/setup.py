@@ -1,4 +1,7 @@
-"""Start of SGLang: its arguments from the rollout section, its environment, unsupported models."""
+"""SGLang's arguments: of the engine from the rollout section, of its environment, and of each request.
+
+Imports no SGLang.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +10,18 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from verl.workers.rollout.base import Completion, Request, SamplingParams, check_log_probs, longest_response
 from verl.workers.rollout.sampling import _mix
+from verl.workers.rollout.vision import VisionRequest
 from verl.workers.rollout.vllm.setup import LOAD_FORMATS
+
+if TYPE_CHECKING:
+    from verl.config.rollout import RolloutConfig
 
 _KEY = "actor_rollout_ref.rollout"
 
@@ -28,30 +36,30 @@ _DISTRIBUTED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_
 
 _FIXED = {
     "base_gpu_id": "the engine runs on the GPUs of its workers",
-    "device": "trainer.device says it",
+    "device": "trainer.device sets it",
     "ep_size": "a weight sync does not reach experts that are spread",
     "enable_lora": "LoRA weights are merged before a sync",
-    "model_path": "actor_rollout_ref.model.path says it",
+    "model_path": "actor_rollout_ref.model.path sets it",
     "dp_size": "workers are the replicas",
     "pp_size": "a weight sync does not reach every stage",
     "quantization": "quantized weights cannot be updated in place",
     "sampling_backend": "every response has a random stream of its own, which SGLang's samplers do not",
     "speculative_algorithm": "a weight sync does not reach a draft model",
-    "tp_size": f"{_KEY}.tensor_model_parallel_size says it",
+    "tp_size": f"{_KEY}.tensor_model_parallel_size sets it",
 }
 """Arguments of SGLang that are not the user's here, and why."""
 
 
-def engine_arguments(config: Any, device: str, model_path: str, **derived: Any) -> dict[str, Any]:
+def engine_arguments(config: RolloutConfig, device: str, model_path: str, **derived: Any) -> dict[str, Any]:
     """The arguments of ``sglang.Engine``: from the rollout section, then ``engine_kwargs.sglang`` untouched over them.
 
     Args:
-        config: ``actor_rollout_ref.rollout``.
         derived: values computed by the caller: dtype, lengths, cache size.
 
     Raises:
         ValueError: an argument that cannot be chosen.
     """
+    is_dummy = config.load_format.startswith("dummy")
     arguments = {
         "model_path": model_path,
         "skip_tokenizer_init": True,
@@ -62,7 +70,7 @@ def engine_arguments(config: Any, device: str, model_path: str, **derived: Any) 
         "max_running_requests": config.max_num_seqs,
         "chunked_prefill_size": config.max_num_batched_tokens if config.enable_chunked_prefill else -1,
         "max_prefill_tokens": config.max_num_batched_tokens,
-        "load_format": _load_format(config.load_format),
+        "load_format": "dummy" if is_dummy else LOAD_FORMATS.get(config.load_format, config.load_format),
         "log_level": "error" if config.disable_log_stats else "info",
         "sampling_backend": "pytorch",  # the name that `sampler` takes over
         "grammar_backend": "none",
@@ -81,13 +89,9 @@ def engine_arguments(config: Any, device: str, model_path: str, **derived: Any) 
     return arguments | given
 
 
-def given_arguments(config: Any) -> dict[str, Any]:
+def given_arguments(config: RolloutConfig) -> dict[str, Any]:
     """The entries of ``engine_kwargs.sglang`` that are set: null is left out."""
     return {name: value for name, value in (config.engine_kwargs.get("sglang") or {}).items() if value is not None}
-
-
-def _load_format(name: str) -> str:
-    return "dummy" if name.startswith("dummy") else LOAD_FORMATS.get(name, name)
 
 
 def model_overrides(override_config: Mapping[str, Any]) -> str:
@@ -103,9 +107,8 @@ def environment(device: str, ranks: int, visible_devices: str | None) -> dict[st
         visible_devices: CUDA devices of the workers that share the engine, one each; None: as they are.
     """
     changes: dict[str, str | None] = dict.fromkeys(_DISTRIBUTED)
-    changes["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = (
-        "1"  # by CONTEXT_KEPT, and no sequence is longer than requested
-    )
+    # longer by CONTEXT_KEPT than the model's context; no sequence is longer than requested
+    changes["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"
     if device == "cuda":
         return changes | ({"CUDA_VISIBLE_DEVICES": visible_devices} if visible_devices else {})
     changes |= {"TORCH_COMPILE_DISABLE": "1", "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "passive")}
@@ -177,9 +180,13 @@ def engine_request(
         image_token: stands for each feature of an image; None for a model of text.
     """
     images = None
-    if request.media:
-        images = [{"format": "processor_output", "modality": "IMAGE", **request.media.inputs}]
-        images[0]["offsets"] = _spans(request, image_token)
+    if isinstance(request, VisionRequest) and request.vision is not None:
+        positions = [position for position, token in enumerate(request.prompt_ids) if token == image_token]
+        # first and last position of each image in the prompt; images may stand side by side
+        sizes = request.vision.sizes
+        offsets = [(positions[end - n], positions[end - 1]) for end, n in zip(accumulate(sizes), sizes, strict=True)]
+        media = {"format": "processor_output", "modality": "IMAGE", **request.vision.inputs, "offsets": offsets}
+        images = [media]
     return EngineRequest(list(request.prompt_ids), phases(request, max_model_len, stop_token_ids), images)
 
 
@@ -202,7 +209,7 @@ def sampling_arguments(request: Request, max_model_len: int, stop_token_ids: set
         stop_token_ids: the model's own end tokens.
     """
     sampling = request.sampling
-    params = {
+    params: dict[str, Any] = {
         "max_new_tokens": longest_response(request, max_model_len),
         "sampling_seed": stream_key(request.seed, len(request.prompt_ids)),
         "ignore_eos": sampling.ignore_eos,
@@ -210,10 +217,16 @@ def sampling_arguments(request: Request, max_model_len: int, stop_token_ids: set
     }
     if sampling.repetition_penalty != 1:
         params["repetition_penalty"] = sampling.repetition_penalty
-    params |= _distribution(request) | dict(sampling.extra)
+    if sampling.is_greedy:
+        params["temperature"] = 0.0
+    else:
+        params |= {"temperature": sampling.temperature, "top_p": sampling.top_p}
+        params |= _top_k(sampling.top_k, sampling.min_p)
+    params |= sampling.extra
     if sampling.stop:
         params["custom_params"] = {**(params.get("custom_params") or {}), STOP: [0, *sampling.stop]}
-    if biases := {**(params.get("logit_bias") or {}), **dict.fromkeys(sampling.banned_token_ids, -math.inf)}:
+    biases = {**(params.get("logit_bias") or {}), **dict.fromkeys(sampling.banned_token_ids, -math.inf)}
+    if biases:
         params["logit_bias"] = {str(token): bias for token, bias in biases.items()}
     return params
 
@@ -239,14 +252,6 @@ def phases(request: Request, max_model_len: int, stop_token_ids: set[int]) -> li
     return [first, rest] if length > 1 else [first]
 
 
-def _distribution(request: Request) -> dict[str, Any]:
-    sampling = request.sampling
-    if sampling.is_greedy:
-        return {"temperature": 0.0}
-    params = {"temperature": sampling.temperature, "top_p": sampling.top_p}
-    return params | _top_k(sampling.top_k, sampling.min_p)
-
-
 def _top_k(top_k: int, min_p: float) -> dict[str, Any]:
     """Both cuts. ``top_k=1`` means greedy to SGLang, with the model's log-probs: the likeliest alone is a min_p."""
     if top_k == 1:
@@ -254,23 +259,14 @@ def _top_k(top_k: int, min_p: float) -> dict[str, Any]:
     return {"top_k": top_k if top_k > 1 else -1, "min_p": min_p}
 
 
-def completion(request: Request, token_ids: list[int], log_probs: list[float], reason: str) -> Completion:
-    """A `Completion` from SGLang's output.
+def completion(request: Request, output: tuple[list[int], list[float], Any]) -> Completion:
+    """A `Completion` from SGLang's output: tokens, log-probs, and the reason why it ended.
 
     Raises:
         FloatingPointError: a token was sampled from logits that are not finite.
     """
+    token_ids, log_probs, reason = output
     if reason not in ("stop", "length", "abort"):
         raise RuntimeError(f"SGLang ended a request with finish_reason={reason!r}; see its log.")
     check_log_probs(log_probs)
     return Completion(token_ids, log_probs if request.sampling.want_log_probs else None, reason)
-
-
-def _spans(request: Request, image_token: int) -> list[tuple[int, int]]:
-    """First and last position of each image in the prompt; images may stand side by side."""
-    positions = [position for position, token in enumerate(request.prompt_ids) if token == image_token]
-    spans, start = [], 0
-    for size in request.media.sizes:
-        spans.append((positions[start], positions[start + size - 1]))
-        start += size
-    return spans
