@@ -199,10 +199,10 @@ class RolloutRole(HybridWorker):
         Args:
             token: what clients must send; None: nothing, which only a loopback address allows.
         """
-        from verl.workers.rollout.server.engine_loop import EngineLoop, make_tensor_parallel_broadcast
+        from verl.workers.rollout.server.engine_loop import EngineLoop, tensor_parallel_broadcast
 
         config, size, rank = self.config.rollout, self.rollout.tensor_parallel_size, get_rank()
-        broadcast = make_tensor_parallel_broadcast(size)  # collective: before ranks part ways
+        broadcast = tensor_parallel_broadcast(size)  # collective: before ranks part ways
         if rank % size:
             self.server = self.engine_loop = EngineLoop(self.rollout, broadcast=broadcast, follows=True)
             self.engine_loop.start()

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import heapq
-import logging
 import time
 import uuid
 from collections import OrderedDict, deque
@@ -18,11 +17,9 @@ from typing import Any
 
 import aiohttp
 
-from verl.workers.rollout.base import Completion, Request
+from verl.workers.rollout.base import Completion, Request, empty_completion
 from verl.workers.rollout.monitor import Span
 from verl.workers.rollout.server.messages import allow_many_connections, completion_from_json, request_to_json
-
-logger = logging.getLogger(__name__)
 
 _SESSIONS = 100_000  # conversations whose server is remembered
 _SPANS = 1_000_000  # requests whose times are kept until `take_spans`
@@ -123,14 +120,14 @@ class RolloutClient:
         request_id, submitted = request_id or uuid.uuid4().hex, time.monotonic()
         server = await self._acquire_server(request_id, session, priority)
         if server is None:  # aborted while it waited
-            return Completion([], [] if request.sampling.want_log_probs else None, "abort")
+            return empty_completion(request)
         started = time.monotonic()
         try:
             if any(request_id in other.running for other in self._servers):
                 raise ValueError(f"request_id={request_id!r} is in use by a running request. Give each its own.")
             server.running[request_id] = request
             try:
-                body = await self._post(server, "/generate", request_to_json(request, request_id, priority))
+                body = await self._call(server, "/generate", request_to_json(request, request_id, priority))
             finally:
                 del server.running[request_id]
         finally:
@@ -149,12 +146,13 @@ class RolloutClient:
                 item.turn.set_result(None)
         self._waiting = [item for item in self._waiting if not item.turn.done()]
         heapq.heapify(self._waiting)
-        by_server = [(server, sorted(aborted & server.running.keys())) for server in self._live()]
-        await asyncio.gather(*(self._post(s, "/abort", {"request_ids": ids}) for s, ids in by_server if ids))
+        live = [server for server in self._servers if server.error is None]
+        by_server = [(server, sorted(aborted & server.running.keys())) for server in live]
+        await asyncio.gather(*(self._call(s, "/abort", {"request_ids": ids}) for s, ids in by_server if ids))
 
     async def health(self) -> list[dict[str, Any]]:
         """The health report of each server."""
-        return [await self._get(server, "/health") for server in self._servers]
+        return [await self._call(server, "/health") for server in self._servers]
 
     async def close(self) -> None:
         """Close the connections."""
@@ -209,7 +207,8 @@ class RolloutClient:
             self._server_of_session.move_to_end(session)
             server = self._server_of_session[session]
         else:
-            server = min(self._live() or self._servers, key=lambda server: server.load)
+            live = [server for server in self._servers if server.error is None]
+            server = min(live or self._servers, key=lambda server: server.load)
             if session is not None and self._has_room(server):
                 self._server_of_session[session] = server
                 if len(self._server_of_session) > _SESSIONS:
@@ -218,29 +217,22 @@ class RolloutClient:
             raise RolloutServerError(str(server.error))
         return server if self._has_room(server) else None
 
-    def _live(self) -> list[_Server]:
-        return [server for server in self._servers if server.error is None]
-
     # -- HTTP ----------------------------------------------------------------------------------------------------------
 
-    async def _post(self, server: _Server, path: str, body: Any) -> Any:
-        return await self._call(server, "POST", path, json=body)
-
-    async def _get(self, server: _Server, path: str) -> Any:
-        return await self._call(server, "GET", path)
-
-    async def _call(self, server: _Server, method: str, path: str, **more: Any) -> Any:
+    async def _call(self, server: _Server, path: str, body: Any = None) -> Any:
+        """POST a body, or GET without one."""
+        method = "GET" if body is None else "POST"
         try:
-            async with self._session().request(method, server.address + path, **more) as answer:
-                body = await answer.json(content_type=None)
+            async with self._session().request(method, server.address + path, json=body) as answer:
+                content = await answer.json(content_type=None)
                 status = answer.status
         except (aiohttp.ClientError, OSError, asyncio.TimeoutError, ValueError) as error:
             if server.error is None:
                 server.error = RolloutServerError(self._failure_message(server, f"{type(error).__name__}: {error}"))
             raise RolloutServerError(str(server.error)) from error
         if status < 400 or path == "/health":
-            return body
-        message = body["error"]["message"]
+            return content
+        message = content["error"]["message"]
         if status < 500:
             raise ValueError(f"The rollout server at {server.address} refused a request: {message}")
         raise RolloutServerError(self._failure_message(server, message))

@@ -2,19 +2,18 @@
 
 Requests may be handed over from any thread; the engine is touched by this thread alone while the loop serves, and by
 others only while it is paused. Ranks that share an engine run one loop each: the first rank's loop decides, the others
-follow its commands (`TensorParallelBroadcast`). Knows no HTTP.
+follow its commands (`Broadcast`). Knows no HTTP.
 """
 
 from __future__ import annotations
 
-import pickle
 import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any, NamedTuple
 
-import torch
 import torch.distributed as dist
 
 from verl.workers.rollout.base import Completion, Request, RolloutEngine, empty_completion
@@ -52,6 +51,10 @@ class Commands:
         return bool(self.submit or self.abort or self.pause or self.stop)
 
 
+Broadcast = Callable[[Commands | None], Commands]
+"""Gives the commands of an engine's first tensor-parallel rank to all its ranks; the others call it with None."""
+
+
 class _Waiting(NamedTuple):
     priority: int
     number: int
@@ -72,7 +75,7 @@ class EngineLoop:
         self,
         engine: RolloutEngine,
         deliver: Callable[[list[Event]], None] | None = None,
-        broadcast: TensorParallelBroadcast | None = None,
+        broadcast: Broadcast | None = None,
         follows: bool = False,
     ):
         self.engine = engine
@@ -80,7 +83,8 @@ class EngineLoop:
         self.error: BaseException | None = None
         self.num_steps = 0
         self.last_step = time.monotonic()
-        self._deliver, self._broadcast, self._follows = deliver, broadcast, follows
+        self._deliver = deliver or (lambda events: None)
+        self._broadcast, self._follows = broadcast, follows
         self._changed = threading.Condition()
         self._serves = self._is_idle = False
         # resumed, but the thread has not noticed yet: it must, or ranks that follow would wait
@@ -100,7 +104,7 @@ class EngineLoop:
         self._thread.start()
 
     def submit(self, number: int, request: Request, priority: int = 0, watch: bool = False) -> None:
-        """Draw ``request``; what happens to it is delivered under ``number``.
+        """Generate for ``request``; its events are delivered under ``number``.
 
         Args:
             number: unlike any given before.
@@ -147,26 +151,14 @@ class EngineLoop:
         if self._thread.is_alive() and not self._follows:
             self._thread.join(timeout=10)
 
-    @property
-    def num_running(self) -> int:
-        return len(self._request_id_of)
-
-    @property
-    def num_waiting(self) -> int:
-        return len(self._waiting)
-
-    @property
-    def is_serving(self) -> bool:
-        return self._serves and self.error is None
-
     def state(self) -> dict[str, Any]:
         """State for health checks; ``idle_s`` is the time since the last step ended."""
         return {
-            "running": self.num_running,
-            "waiting": self.num_waiting,
+            "running": len(self._request_id_of),
+            "waiting": len(self._waiting),
             "steps": self.num_steps,
             "idle_s": time.monotonic() - self.last_step,
-            "serving": self.is_serving,
+            "serving": self._serves and self.error is None,
             "version": self.version,
             "error": None if self.error is None else f"{type(self.error).__name__}: {self.error}",
         }
@@ -177,9 +169,9 @@ class EngineLoop:
         try:
             self._await_resume()
             while not self._wants_stop:
-                commands = self._broadcast.receive() if self._follows else self._next_commands()
-                if self._broadcast is not None and not self._follows:
-                    self._broadcast.send(commands)
+                own = None if self._follows else self._next_commands()
+                commands = own if self._broadcast is None else self._broadcast(own)
+                assert commands is not None, "a rank that follows has a broadcast"
                 self._publish(self._advance(commands))
                 if commands.pause:
                     self._await_resume()
@@ -219,7 +211,9 @@ class EngineLoop:
                     return commands
                 commands.abort = [number for number in self._to_abort if number in self._request_id_of]
                 self._to_abort.clear()
-                commands.submit = [(number, request) for _, number, request in sorted(self._waiting, key=_by_priority)]
+                commands.submit = [
+                    (number, request) for _, number, request in sorted(self._waiting, key=itemgetter(0, 1))
+                ]
                 self._waiting = []
                 if commands or self._request_id_of:
                     return commands
@@ -228,18 +222,14 @@ class EngineLoop:
 
     def _advance(self, commands: Commands) -> list[Event]:
         """Carry out the commands and step once."""
-        events: list[Event] = []
         aborted = list(self._request_id_of) if commands.pause or commands.stop else commands.abort
         request_ids = [self._request_id_of[number] for number in aborted]
-        events += self._ended(self.engine.abort(request_ids) if request_ids else {}, is_paused=commands.pause)
+        events = self._ended(self.engine.abort(request_ids) if request_ids else {}, is_paused=commands.pause)
         for number, request in commands.submit:
+            assert commands.version is not None
             try:
                 request_id = self.engine.submit(request, commands.version)
-            except (
-                ValueError,
-                TypeError,
-                NotImplementedError,
-            ) as error:
+            except (ValueError, TypeError, NotImplementedError) as error:
                 # this request cannot be served; the others continue
                 events.append(Event(number, None, error))
             else:
@@ -249,7 +239,10 @@ class EngineLoop:
         if self._request_id_of:
             events += self._ended(self.engine.step())
             self.num_steps += 1
-            events += self._progress()
+            for number in self._watched & self._request_id_of.keys():
+                partial = self.engine.partial(self._request_id_of[number])
+                if partial is not None:
+                    events.append(Event(number, partial, ended=False))
         self.last_step = time.monotonic()
         return events
 
@@ -262,12 +255,6 @@ class EngineLoop:
             self.engine.monitor.count([self._requests.pop(number)], [completion])
             events.append(Event(number, completion, is_paused=is_paused))
         return events
-
-    def _progress(self) -> list[Event]:
-        """The tokens so far of watched requests."""
-        watched = [number for number in self._watched if number in self._request_id_of]
-        found = [(number, self.engine.partial(self._request_id_of[number])) for number in watched]
-        return [Event(number, completion, ended=False) for number, completion in found if completion is not None]
 
     def _publish(self, events: list[Event]) -> None:
         if events and not self._follows:
@@ -292,59 +279,26 @@ class EngineLoop:
         return died
 
 
-def _by_priority(waiting: _Waiting) -> tuple[int, int]:
-    return waiting.priority, waiting.number
-
-
-# -- Commands of an engine's first rank for its other tensor-parallel ranks, over a process group of their own ---------
-
-
-class TensorParallelBroadcast:
-    """Broadcast of commands from the first rank of ``ranks`` to the others; each `send` is met by one `receive`.
-
-    Args:
-        ranks: global ranks that share an engine.
-        group: a gloo group of theirs that nothing else uses.
-    """
-
-    def __init__(self, ranks: list[int], group: dist.ProcessGroup):
-        self._source, self._group = ranks[0], group
-        self._version: int | None = None
-
-    def send(self, commands: Commands) -> None:
-        has_changed = bool(commands) or commands.version != self._version
-        self._version = commands.version
-        content = pickle.dumps(commands) if has_changed else b""
-        self._send_tensor(torch.tensor([len(content)]))
-        if content:
-            self._send_tensor(torch.frombuffer(bytearray(content), dtype=torch.uint8))
-
-    def receive(self) -> Commands:
-        size = self._send_tensor(torch.zeros(1, dtype=torch.int64))
-        if not int(size):
-            return Commands(self._version)
-        content = self._send_tensor(torch.empty(int(size), dtype=torch.uint8))
-        commands = pickle.loads(content.numpy().tobytes())
-        self._version = commands.version
-        return commands
-
-    def _send_tensor(self, content: torch.Tensor) -> torch.Tensor:
-        dist.broadcast(content, src=self._source, group=self._group)
-        return content
-
-
-def make_tensor_parallel_broadcast(size: int) -> TensorParallelBroadcast | None:
-    """The broadcast group of this rank's engine, where ``size`` neighbouring ranks share one; None for engines of one
-    rank.
+def tensor_parallel_broadcast(size: int) -> Broadcast | None:
+    """The broadcast among the ranks of this rank's engine, where ``size`` neighbouring ranks share one; else None.
 
     Collective over all ranks of the process group.
     """
     if size == 1:
         return None
-    broadcast = None
+    mine: tuple[int, dist.ProcessGroup] | None = None
     for first in range(0, dist.get_world_size(), size):
-        ranks = list(range(first, first + size))
-        group = dist.new_group(ranks, backend="gloo")
-        if dist.get_rank() in ranks:
-            broadcast = TensorParallelBroadcast(ranks, group)
+        # a gloo group that nothing else uses: commands must not wait behind an engine's own collectives
+        group = dist.new_group(list(range(first, first + size)), backend="gloo")
+        if first <= dist.get_rank() < first + size:
+            mine = first, group
+    assert mine is not None
+    source, own_group = mine
+
+    def broadcast(commands: Commands | None) -> Commands:
+        message = [commands]
+        dist.broadcast_object_list(message, src=source, group=own_group)
+        assert message[0] is not None
+        return message[0]
+
     return broadcast

@@ -15,19 +15,17 @@ from typing import Any
 
 from verl.workers.rollout.base import Completion, Request, SamplingParams
 
-_SAMPLING = {field.name: field for field in dataclasses.fields(SamplingParams)}
+_SAMPLING = [field.name for field in dataclasses.fields(SamplingParams)]
 _TUPLES = ("stop_token_ids", "stop", "banned_token_ids")
 REQUEST_FIELDS = ("prompt_ids", "sampling", "seed", "media", "request_id", "priority")
 
 
 def request_to_json(request: Request, request_id: str, priority: int = 0) -> dict[str, Any]:
     """The body of ``POST /generate``; sampling fields at their default are left out."""
-    sampling = {
-        name: getattr(request.sampling, name)
-        for name, field in _SAMPLING.items()
-        if name == "max_tokens" or getattr(request.sampling, name) != _default(field)
-    }
-    sampling |= {name: dict(value) for name, value in sampling.items() if isinstance(value, Mapping)}
+    given, default = vars(request.sampling), vars(SamplingParams(max_tokens=1))
+    sampling = {name: value for name, value in given.items() if name == "max_tokens" or value != default[name]}
+    if "extra" in sampling:
+        sampling["extra"] = dict(sampling["extra"])
     body = {"prompt_ids": list(request.prompt_ids), "sampling": sampling, "seed": request.seed}
     if request.media:
         body["media"] = media_to_json(request.media)
@@ -48,8 +46,13 @@ def request_from_json(body: Any) -> tuple[Request, str | None, int]:
     for name, value in (("seed", seed), ("priority", priority)):
         if not isinstance(value, int):
             raise ValueError(f"{name}={value!r} must be an integer.")
-    media = media_from_json(body["media"]) if body.get("media") else None
-    request = Request(tuple(prompt), sampling_from_json(body.get("sampling", {})), seed, media)
+    media = body.get("media")
+    if media:
+        from PIL import Image
+
+        refuse_unknown(media, ("image",), "media")
+        media = {"image": [Image.open(io.BytesIO(base64.b64decode(text))) for text in media.get("image", ())]}
+    request = Request(tuple(prompt), sampling_from_json(body.get("sampling", {})), seed, media or None)
     request_id = body.get("request_id")
     if request_id is not None and not isinstance(request_id, str):
         raise ValueError(f"request_id={request_id!r} must be a string.")
@@ -115,14 +118,6 @@ def media_to_json(media: Mapping[str, Sequence[Any]]) -> dict[str, list[str]]:
     return {"image": found}
 
 
-def media_from_json(media: Mapping[str, Sequence[str]]) -> dict[str, list[Any]]:
-    """The inverse of `media_to_json`."""
-    from PIL import Image
-
-    refuse_unknown(media, ("image",), "media")
-    return {"image": [Image.open(io.BytesIO(base64.b64decode(text))) for text in media.get("image", ())]}
-
-
 def is_loopback(host: str) -> bool:
     """Whether only this machine reaches what listens on ``host``."""
     if host == "localhost":
@@ -131,13 +126,6 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
-
-
-def _default(field: dataclasses.Field) -> Any:
-    return {} if field.default is dataclasses.MISSING else field.default
-
-
-# -- How many connections a process may hold open ----------------------------------------------------------------------
 
 
 def allow_many_connections() -> None:

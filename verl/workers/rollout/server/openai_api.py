@@ -13,7 +13,8 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from aiohttp import web
@@ -41,7 +42,7 @@ _DEFAULT_ONLY = {
     "top_logprobs": (None, 0),
 }
 """Fields that are accepted only where they ask for nothing."""
-_NUMBERS = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "ignore_eos": False}
+_NUMBERS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "ignore_eos")
 _EXTRA = ("frequency_penalty", "presence_penalty", "logit_bias")
 _COMMON = (
     *("model", "max_tokens", "n", "seed", "stop", "stop_token_ids", "stream", "stream_options", "logprobs"),
@@ -106,7 +107,7 @@ def parse_request(body: Any, is_chat: bool, model: str, tokenizer: Any) -> Parse
 def _sampling(body: Mapping[str, Any], tokenizer: Any, default_max_tokens: int) -> SamplingParams:
     longest = _integer(body, "max_tokens", None, at_least=1)
     longest = _integer(body, "max_completion_tokens", longest, at_least=1)
-    numbers = {name: default if body.get(name) is None else body[name] for name, default in _NUMBERS.items()}
+    numbers: dict[str, Any] = {name: body[name] for name in _NUMBERS if body.get(name) is not None}
     for name, value in numbers.items():
         if not isinstance(value, int | float):
             raise ValueError(f"{name}={value!r} must be a number.")
@@ -200,7 +201,9 @@ class TextStream:
         if ends:
             self.is_stopped = True
             return text[: min(ends)]
-        kept = 0 if is_last else self._stop_prefix_length(text)
+        # hold back the longest end of the text that begins a stop text
+        begins = (n for stop in self._stop for n in range(1, len(stop)) if text.endswith(stop[:n]))
+        kept = 0 if is_last else max(begins, default=0)
         self._pending = text[len(text) - kept :]
         return text[: len(text) - kept]
 
@@ -211,12 +214,6 @@ class TextStream:
             return ""
         self._context, self._read = self._read, len(self._ids)
         return whole[len(before) :]
-
-    def _stop_prefix_length(self, text: str) -> int:
-        """Length of the longest end of ``text`` that begins a stop text."""
-        return max(
-            (size for stop in self._stop for size in range(1, len(stop)) if text.endswith(stop[:size])), default=0
-        )
 
 
 class OpenAIRoutes:
@@ -229,19 +226,13 @@ class OpenAIRoutes:
     def routes(self) -> list[web.RouteDef]:
         return [
             web.get("/v1/models", self.models),
-            web.post("/v1/completions", self.completions),
-            web.post("/v1/chat/completions", self.chat_completions),
+            web.post("/v1/completions", partial(self._answer, is_chat=False)),
+            web.post("/v1/chat/completions", partial(self._answer, is_chat=True)),
         ]
 
     async def models(self, request: web.Request) -> web.Response:
         model = {"id": self.server.name, "object": "model", "created": 0, "owned_by": "verl"}
         return web.json_response({"object": "list", "data": [model]})
-
-    async def completions(self, request: web.Request) -> web.StreamResponse:
-        return await self._answer(request, is_chat=False)
-
-    async def chat_completions(self, request: web.Request) -> web.StreamResponse:
-        return await self._answer(request, is_chat=True)
 
     async def _answer(self, request: web.Request, is_chat: bool) -> web.StreamResponse:
         try:
@@ -286,7 +277,7 @@ class _OpenAIResponse:
             for task in tasks:
                 task.cancel()
         kind = "chat.completion" if self.is_chat else "text_completion"
-        body = self._response_json(kind, choices) | {"usage": self._usage()}
+        body = self._response_json(kind, choices, with_usage=True)
         if self.parsed.return_token_ids:
             body["prompt_token_ids"] = self.parsed.prompts[0]
         return web.json_response(body)
@@ -323,7 +314,7 @@ class _OpenAIResponse:
                 break
             item = await pieces.get()
         if self.parsed.include_usage:
-            await _send(response, self._response_json(kind, []) | {"usage": self._usage()})
+            await _send(response, self._response_json(kind, [], with_usage=True))
         await response.write(b"data: [DONE]\n\n")
         await response.write_eof()
 
@@ -332,7 +323,8 @@ class _OpenAIResponse:
         try:
             async for text, completion, reason in self._pieces(index):
                 if text or reason or not num_sent:
-                    new = _completion_tail(completion, num_sent)
+                    log_probs = completion.log_probs and completion.log_probs[num_sent:]
+                    new = replace(completion, token_ids=completion.token_ids[num_sent:], log_probs=log_probs)
                     pieces.put_nowait(self._choice_json(index, text, new, reason, is_chunk=True))
                     num_sent = len(completion.token_ids)
         except (ValueError, TypeError, NotImplementedError, EngineDied) as error:
@@ -356,9 +348,9 @@ class _OpenAIResponse:
 
     # -- JSON ----------------------------------------------------------------------------------------------------------
 
-    def _response_json(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        server = self.routes.server
-        return {
+    def _response_json(self, kind: str, choices: list[dict[str, Any]], with_usage: bool = False) -> dict[str, Any]:
+        server, num_read = self.routes.server, sum(map(len, self.parsed.prompts))
+        body = {
             "id": self.id,
             "object": kind,
             "created": int(time.time()),
@@ -366,41 +358,35 @@ class _OpenAIResponse:
             "system_fingerprint": f"version-{server.loop.version}",
             "choices": choices,
         }
-
-    def _usage(self) -> dict[str, int]:
-        read = sum(map(len, self.parsed.prompts))
-        return {
-            "prompt_tokens": read,
-            "completion_tokens": self.num_generated,
-            "total_tokens": read + self.num_generated,
-        }
+        if with_usage:
+            total = num_read + self.num_generated
+            usage = {"prompt_tokens": num_read, "completion_tokens": self.num_generated, "total_tokens": total}
+            body["usage"] = usage
+        return body
 
     def _choice_json(
         self, index: int, text: str, part: Completion, reason: str | None, is_chunk: bool = False
     ) -> dict[str, Any]:
-        choice: dict[str, Any] = {"index": index, "finish_reason": reason, "logprobs": self._logprobs(part)}
-        if not self.is_chat:
-            choice["text"] = text
-        else:
+        choice: dict[str, Any] = {"index": index, "finish_reason": reason, "logprobs": None}
+        if self.is_chat:
             choice["delta" if is_chunk else "message"] = {"role": "assistant", "content": text}
+        else:
+            choice["text"] = text
         if self.parsed.return_token_ids:
             choice["token_ids"] = part.token_ids
+        if self.parsed.logprobs:
+            tokens = [self.routes.tokenizer.decode([token]) for token in part.token_ids]
+            log_probs = part.log_probs or []
+            if self.is_chat:
+                content = [
+                    {"token": token, "logprob": log_prob, "bytes": list(token.encode()), "top_logprobs": []}
+                    for token, log_prob in zip(tokens, log_probs, strict=True)
+                ]
+                choice["logprobs"] = {"content": content}
+            else:
+                lists = {"tokens": tokens, "token_logprobs": log_probs, "top_logprobs": None, "text_offset": None}
+                choice["logprobs"] = lists
         return choice
-
-    def _logprobs(self, part: Completion) -> dict[str, Any] | None:
-        if not self.parsed.logprobs:
-            return None
-        tokens = [self.routes.tokenizer.decode([token]) for token in part.token_ids]
-        if not self.is_chat:
-            return {"tokens": tokens, "token_logprobs": part.log_probs, "top_logprobs": None, "text_offset": None}
-        pairs = zip(tokens, part.log_probs, strict=True)
-        return {
-            "content": [{"token": t, "logprob": p, "bytes": list(t.encode()), "top_logprobs": []} for t, p in pairs]
-        }
-
-
-def _completion_tail(completion: Completion, start: int) -> Completion:
-    return Completion(completion.token_ids[start:], completion.log_probs[start:], completion.finish_reason)
 
 
 async def _send(response: web.StreamResponse, content: dict[str, Any]) -> None:

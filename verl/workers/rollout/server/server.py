@@ -1,5 +1,4 @@
-"""A rollout engine behind HTTP: requests come one by one, from the driver or agents outside, and are generated
-together.
+"""A rollout engine behind HTTP: requests come one by one, and are generated in one running batch.
 
 The application runs in a thread with an event loop of its own, the engine in another (`engine_loop.py`): while the
 engine computes a step, requests are taken in and answered. Start it with the engine at rest, let it serve with
@@ -10,27 +9,21 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import logging
 import re
 import socket
 import threading
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
+from concurrent.futures import Future
 from contextlib import aclosing, suppress
 from dataclasses import replace
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from aiohttp import web
 
 from verl.utils.py_functional import derive_seed
-from verl.workers.rollout.base import Completion, Request, RolloutEngine
-from verl.workers.rollout.server.engine_loop import (
-    EngineDied,
-    EngineLoop,
-    Event,
-    TensorParallelBroadcast,
-    empty_completion,
-)
+from verl.workers.rollout.base import Completion, Request, RolloutEngine, empty_completion
+from verl.workers.rollout.server.engine_loop import Broadcast, EngineDied, EngineLoop, Event
 from verl.workers.rollout.server.messages import (
     allow_many_connections,
     completion_to_json,
@@ -39,13 +32,8 @@ from verl.workers.rollout.server.messages import (
 )
 from verl.workers.rollout.server.openai_api import OpenAIRoutes
 
-# -- A rollout engine's numbers as Prometheus reads them (text format 0.0.4). Renders only; serving is the server's ----
-
-
-if TYPE_CHECKING:
-    from verl.workers.rollout.base import RolloutEngine
-
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_MOST_BYTES = 1 << 30
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"  # Prometheus' text format
 _PREFIX = "verl_rollout_"
 _HELP = {
     "requests": "Requests that ended.",
@@ -56,33 +44,6 @@ _HELP = {
     "running": "Requests submitted and not ended.",
     "version": "Version of the weights held; -1 while there is none.",
 }
-
-
-def prometheus_text(engine: RolloutEngine) -> str:
-    """The answer to ``GET /metrics``: verl's counters of the engine, then the engine's own metrics."""
-    labels = {"engine": engine.monitor.engine}
-    version = -1 if engine.version is None else engine.version
-    own = render(engine.monitor.totals() | engine.totals(), "counter", labels)
-    return own + render({"running": engine.num_running, "version": version}, "gauge", labels) + engine.prometheus()
-
-
-def render(values: Mapping[str, float], kind: str, labels: Mapping[str, str]) -> str:
-    """``values`` as metrics of one ``kind``, counter or gauge, under verl's prefix."""
-    quoted = ",".join(f'{name}="{_escaped(value)}"' for name, value in labels.items())
-    lines = []
-    for name, value in values.items():
-        full = _PREFIX + re.sub(r"[^a-zA-Z0-9_]", "_", name) + ("_total" if kind == "counter" else "")
-        lines += [f"# HELP {full} {_HELP.get(name, name)}", f"# TYPE {full} {kind}", f"{full}{{{quoted}}} {value:.17g}"]
-    return "".join(f"{line}\n" for line in lines)
-
-
-def _escaped(value: str) -> str:
-    return value.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
-
-
-logger = logging.getLogger(__name__)
-
-_MOST_BYTES = 1 << 30
 
 
 class RolloutServer:
@@ -114,7 +75,7 @@ class RolloutServer:
         name: str = "policy",
         tokenizer: Any = None,
         seed: int = 0,
-        broadcast: TensorParallelBroadcast | None = None,
+        broadcast: Broadcast | None = None,
     ):
         if not token and not is_loopback(host):
             raise ValueError(
@@ -148,10 +109,10 @@ class RolloutServer:
             OSError: the port is taken, or the host is not this machine's.
         """
         allow_many_connections()
-        started: Any = _Outcome()
+        started: Future[None] = Future()
         self._thread = threading.Thread(target=self._listen, args=(started,), name="verl-rollout-server", daemon=True)
         self._thread.start()
-        started.wait()
+        started.result()
         self.loop.start()
         return self.address
 
@@ -173,7 +134,7 @@ class RolloutServer:
         """Serve with weights of this version."""
         self.loop.resume(version)
 
-    def _listen(self, started: _Outcome) -> None:
+    def _listen(self, started: Future[None]) -> None:
         """The application's thread."""
         self._events = asyncio.new_event_loop()
         asyncio.set_event_loop(self._events)
@@ -181,11 +142,12 @@ class RolloutServer:
         try:
             self._events.run_until_complete(self._serve(started))
         except BaseException as error:
-            started.fail(error)
+            if not started.done():
+                started.set_exception(error)
         finally:
             self._events.close()
 
-    async def _serve(self, started: _Outcome) -> None:
+    async def _serve(self, started: Future[None]) -> None:
         runner = web.AppRunner(self.application(), access_log=None, handler_cancellation=True)
         await runner.setup()
         listener = socket.socket(socket.AF_INET6 if ":" in self.host else socket.AF_INET)
@@ -194,7 +156,7 @@ class RolloutServer:
             listener.bind((self.host, self.port))
             self.port = listener.getsockname()[1]
             await web.SockSite(runner, listener, backlog=4096, shutdown_timeout=0.5).start()
-            started.succeed()
+            started.set_result(None)
             await self._finished.wait()
         finally:
             await runner.cleanup()
@@ -218,12 +180,10 @@ class RolloutServer:
     @web.middleware
     async def _guard(self, request: web.Request, handler: Callable) -> web.StreamResponse:
         """Refuse requests without the token."""
-        if self._token is not None:
-            given = request.headers.get("Authorization", "")
-            if not hmac.compare_digest(given.encode(), f"Bearer {self._token}".encode()):
-                return self.error_response(
-                    web.HTTPUnauthorized.status_code, "The header 'Authorization: Bearer TOKEN' is missing or wrong."
-                )
+        given, wanted = request.headers.get("Authorization", ""), f"Bearer {self._token}"
+        # in constant time: how long a comparison takes must not tell how much of a token is right
+        if self._token is not None and not hmac.compare_digest(given.encode(), wanted.encode()):
+            return self.error_response(401, "The header 'Authorization: Bearer TOKEN' is missing or wrong.")
         return await handler(request)
 
     # -- requests ------------------------------------------------------------------------------------------------------
@@ -248,7 +208,7 @@ class RolloutServer:
         request_id: str | None = None,
         watch: bool = True,
         continue_after_pause: bool = False,
-    ) -> AsyncIterator[tuple[Completion, bool]]:
+    ) -> AsyncGenerator[tuple[Completion, bool], None]:
         """As `generate`, but yields (completion so far, whether it is the end) as tokens come.
 
         Args:
@@ -256,25 +216,26 @@ class RolloutServer:
             continue_after_pause: a response that `pause` interrupted waits for `resume` and continues with the weights
                 held then.
         """
-        before, part = empty_completion(request), request
-        while True:
+        before, part, is_end = empty_completion(request), request, False
+        while not is_end:
+            completion = before
             async with aclosing(self._events_of(part, priority, request_id, watch)) as events:
                 async for event in events:
+                    assert event.completion is not None
                     completion = _concatenated(before, event.completion)
                     is_end = event.ended and not (continue_after_pause and event.is_paused)
                     if is_end or not event.ended:
                         yield completion, is_end
-            if is_end:
-                return
             before, part = completion, _rest(request, completion)
 
     async def _events_of(
         self, request: Request, priority: int, request_id: str | None, watch: bool
-    ) -> AsyncIterator[Event]:
+    ) -> AsyncGenerator[Event, None]:
         if request_id is not None and request_id in self._ids:
             raise ValueError(f"request_id={request_id!r} is in use by a running request. Give each its own.")
         number = next(self._numbers)
-        self._open[number] = events = asyncio.Queue()
+        events: asyncio.Queue[Event] = asyncio.Queue()
+        self._open[number] = events
         if request_id is not None:
             self._ids[request_id] = number
         self.loop.submit(number, request, priority, watch)
@@ -288,19 +249,22 @@ class RolloutServer:
                 yield event
         finally:
             self._open.pop(number, None)
-            self._ids.pop(request_id, None)
+            if request_id is not None:
+                self._ids.pop(request_id, None)
             if not ended:
                 self.loop.abort([number])
 
     def _deliver(self, events: list[Event]) -> None:
         """From the engine's thread: pass events to the requests that wait for them."""
-        with suppress(RuntimeError):  # the application has ended
-            self._events.call_soon_threadsafe(self._route_events, events)
 
-    def _route_events(self, events: list[Event]) -> None:
-        for event in events:
-            if event.number in self._open:
-                self._open[event.number].put_nowait(event)
+        def route() -> None:
+            for event in events:
+                if event.number in self._open:
+                    self._open[event.number].put_nowait(event)
+
+        with suppress(RuntimeError):  # the application has ended
+            if self._events is not None:
+                self._events.call_soon_threadsafe(route)
 
     # -- routes --------------------------------------------------------------------------------------------------------
 
@@ -341,31 +305,6 @@ class RolloutServer:
         )
 
 
-class _Outcome:
-    """Success or error of a thread's start."""
-
-    def __init__(self) -> None:
-        self._known = threading.Event()
-        self._error: BaseException | None = None
-
-    def succeed(self) -> None:
-        self._known.set()
-
-    def fail(self, error: BaseException) -> None:
-        if not self._known.is_set():
-            self._error = error
-            self._known.set()
-
-    def wait(self) -> None:
-        self._known.wait()
-        if self._error is not None:
-            raise self._error
-
-
-def _nothing(request: Request) -> Completion:
-    return Completion([], [] if request.sampling.want_log_probs else None, "abort")
-
-
 def _concatenated(before: Completion, more: Completion) -> Completion:
     """A completion and the one that continued it, as one."""
     if not before.token_ids:
@@ -390,3 +329,25 @@ def _own_address() -> str:
             probe.connect(("8.8.8.8", 80))  # a datagram socket only looks up the route
             return probe.getsockname()[0]
     return "127.0.0.1"
+
+
+# -- Metrics as Prometheus reads them ----------------------------------------------------------------------------------
+
+
+def prometheus_text(engine: RolloutEngine) -> str:
+    """The answer to ``GET /metrics``: verl's counters of the engine, then the engine's own metrics."""
+    labels = {"engine": engine.monitor.engine}
+    version = -1 if engine.version is None else engine.version
+    own = render(engine.monitor.totals() | engine.totals(), "counter", labels)
+    return own + render({"running": engine.num_running, "version": version}, "gauge", labels) + engine.prometheus()
+
+
+def render(values: Mapping[str, float], kind: str, labels: Mapping[str, str]) -> str:
+    """``values`` as metrics of one ``kind``, counter or gauge, under verl's prefix."""
+    escapes = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
+    quoted = ",".join(f'{name}="{value.translate(escapes)}"' for name, value in labels.items())
+    lines = []
+    for name, value in values.items():
+        full = _PREFIX + re.sub(r"[^a-zA-Z0-9_]", "_", name) + ("_total" if kind == "counter" else "")
+        lines += [f"# HELP {full} {_HELP.get(name, name)}", f"# TYPE {full} {kind}", f"{full}{{{quoted}}} {value:.17g}"]
+    return "".join(f"{line}\n" for line in lines)
