@@ -19,7 +19,7 @@ from tests.workers.rollout.test_contract import FUSED, a_noisy_line, flip_a_bit,
 from verl.workers.rollout import get_rollout_class
 from verl.workers.rollout.base import Request, SamplingParams, WeightSyncError
 from verl.workers.rollout.server.client import RolloutClient
-from verl.workers.rollout.server.engine_loop import EngineLoop, make_tensor_parallel_broadcast
+from verl.workers.rollout.server.engine_loop import EngineLoop, tensor_parallel_broadcast
 from verl.workers.rollout.server.server import RolloutServer
 from verl.workers.rollout.weights.sync import sync_weights
 
@@ -52,7 +52,7 @@ def job(folder: str, spread: str) -> dict:
 
 def serve(rollout) -> dict:
     """Rank 0 behind a server, rank 1 in step with it: two turns, an abort, a quiet turn, and a clean end."""
-    broadcast = make_tensor_parallel_broadcast(2)
+    broadcast = tensor_parallel_broadcast(2)
     if dist.get_rank():
         follower = EngineLoop(rollout, broadcast=broadcast, follows=True)
         follower.start()
