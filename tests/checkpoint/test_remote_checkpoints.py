@@ -5,7 +5,7 @@ import fsspec
 import pytest
 
 from tests.support.runs import make_task, overrides, read_metrics, run_job
-from verl.checkpoint import remote
+from verl.checkpoint import run_state
 from verl.checkpoint.run_state import TRACKER, mark_complete, step_folder
 
 
@@ -33,57 +33,57 @@ def trainer(root, store, mode="auto", path=None):
 
 def test_a_run_on_an_empty_disk_resumes_from_the_store(tmp_path, store):
     for step in (2, 4):
-        remote.upload(store, saved(tmp_path / "a", step), step)
-    folder = remote.folder_to_resume(trainer(tmp_path / "b", store))
+        run_state.upload(store, saved(tmp_path / "a", step), step)
+    folder = run_state.folder_to_resume(trainer(tmp_path / "b", store))
     assert folder == (tmp_path / "b" / "global_step_4").absolute()
     assert (folder / "actor" / "model.pt").read_text() == "weights" and (folder / "data.pt").exists()
-    assert remote.folder_to_resume(trainer(tmp_path / "b", None)) == folder  # and is found there from now on
+    assert run_state.folder_to_resume(trainer(tmp_path / "b", None)) == folder  # and is found there from now on
 
 
 def test_the_newer_of_disk_and_store_is_taken(tmp_path, store):
-    remote.upload(store, saved(tmp_path / "a", 4), 4)
+    run_state.upload(store, saved(tmp_path / "a", 4), 4)
     saved(tmp_path / "b", 6)
-    assert remote.folder_to_resume(trainer(tmp_path / "b", store)).name == "global_step_6"
+    assert run_state.folder_to_resume(trainer(tmp_path / "b", store)).name == "global_step_6"
     saved(tmp_path / "c", 2)
-    assert remote.folder_to_resume(trainer(tmp_path / "c", store)).name == "global_step_4"
+    assert run_state.folder_to_resume(trainer(tmp_path / "c", store)).name == "global_step_4"
 
 
 def test_a_new_run_takes_none_and_a_step_of_the_store_may_be_named(tmp_path, store):
     for step in (2, 4):
-        remote.upload(store, saved(tmp_path / "a", step, f"of {step}"), step)
-    assert remote.folder_to_resume(trainer(tmp_path / "b", store, "disable")) is None
-    named = remote.folder_to_resume(trainer(tmp_path / "b", None, "resume_path", f"{store}/global_step_2/"))
+        run_state.upload(store, saved(tmp_path / "a", step, f"of {step}"), step)
+    assert run_state.folder_to_resume(trainer(tmp_path / "b", store, "disable")) is None
+    named = run_state.folder_to_resume(trainer(tmp_path / "b", None, "resume_path", f"{store}/global_step_2/"))
     assert (named / "actor" / "model.pt").read_text() == "of 2"
 
 
 def test_a_step_saved_again_replaces_its_copy_and_dropped_steps_go(tmp_path, store):
     folder = saved(tmp_path / "a", 2, "old")
     (folder / "actor" / "extra.pt").write_text("old")
-    remote.upload(store, folder, 2)
+    run_state.upload(store, folder, 2)
     (folder / "actor" / "extra.pt").unlink()
-    remote.upload(store, saved(tmp_path / "a", 2, "new"), 2)
+    run_state.upload(store, saved(tmp_path / "a", 2, "new"), 2)
     memory = fsspec.filesystem("memory")
     assert sorted(memory.find("/runs/one")) == [
         "/runs/one/global_step_2/actor/model.pt",
         "/runs/one/global_step_2/data.pt",
         "/runs/one/latest_checkpointed_iteration.txt",
     ]
-    remote.upload(store, saved(tmp_path / "a", 4), 4)
-    remote.forget(store, 2)
-    assert remote.newest_step(store) == 4 and not memory.exists("/runs/one/global_step_2")
+    run_state.upload(store, saved(tmp_path / "a", 4), 4)
+    run_state.forget(store, 2)
+    assert run_state.newest_step(store) == 4 and not memory.exists("/runs/one/global_step_2")
 
 
 def test_a_tracker_that_names_no_step_is_refused(tmp_path, store):
     fsspec.filesystem("memory").pipe_file("/runs/one/latest_checkpointed_iteration.txt", b"four")
     with pytest.raises(ValueError, match="holds 'four', not a step number .trainer.default_hdfs_dir"):
-        remote.folder_to_resume(trainer(tmp_path, store))
+        run_state.folder_to_resume(trainer(tmp_path, store))
 
 
 def test_a_local_folder_serves_as_the_second_place(tmp_path):
     second = str(tmp_path / "second")
     for _ in range(2):
-        remote.upload(second, saved(tmp_path / "a", 2), 2)
-    assert remote.folder_to_resume(trainer(tmp_path / "b", second)).name == "global_step_2"
+        run_state.upload(second, saved(tmp_path / "a", 2), 2)
+    assert run_state.folder_to_resume(trainer(tmp_path / "b", second)).name == "global_step_2"
 
 
 def test_a_run_that_lost_its_disk_goes_on_from_the_store_as_if_never_stopped(tmp_path, monkeypatch):

@@ -7,7 +7,7 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from verl.batch.ragged import Layout, Ragged
-from verl.checkpoint.rows_file import check_savable, load_rows, read_facts, save_rows
+from verl.checkpoint.rows_file import check_savable, load_rows, read_metadata, save_rows
 from verl.protocol import DataProto
 
 
@@ -36,7 +36,7 @@ def test_rows_come_back_as_they_were(rows, tmp_path):
     path = tmp_path / "new" / "rows.safetensors"
     save_rows(path, rows, {"step": 4, "why": ["x"]})
     again, metadata = load_rows(path)
-    assert metadata == read_facts(path) == {"step": 4, "why": ["x"]}
+    assert metadata == read_metadata(path) == {"step": 4, "why": ["x"]}
     assert again.meta_info == {"pad_token_id": 9}
     for name in rows.keys():
         assert (

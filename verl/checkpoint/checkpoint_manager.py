@@ -22,7 +22,7 @@ import shutil
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -42,15 +42,16 @@ from verl.utils.py_functional import derive_seed
 # -- The state of every random generator a training step may draw from, in types that load without running code ------
 
 
+def _numpy_state(state: Mapping[str, Any]) -> tuple[str, torch.Tensor, int, int, float]:
+    # words as a tensor, since torch.load(weights_only=True) refuses numpy arrays
+    words = torch.from_numpy(state["state"]["key"].astype(np.int64))
+    return state["bit_generator"], words, int(state["state"]["pos"]), int(state["has_gauss"]), float(state["gauss"])
+
+
 def random_state(device: torch.device) -> dict[str, Any]:
     """State of torch's, numpy's and Python's generators; with CUDA, of the current device's too."""
-    kind, keys, position, has_gauss, gauss = np.random.get_state()
-    state = {
-        "cpu": torch.get_rng_state(),
-        # a tensor, since torch.load(weights_only=True) refuses numpy arrays
-        "numpy": (kind, torch.from_numpy(keys.astype(np.int64)), int(position), int(has_gauss), float(gauss)),
-        "random": random.getstate(),
-    }
+    numpy_state = _numpy_state(np.random.get_state(legacy=False))
+    state = {"cpu": torch.get_rng_state(), "numpy": numpy_state, "random": random.getstate()}
     if device.type == "cuda":
         state["cuda"] = torch.cuda.get_rng_state(device)
     return state
@@ -74,10 +75,9 @@ def new_random_state(saved: dict[str, Any], rank: int, world_size: int, device: 
     """
     digest = hashlib.blake2b(saved["cpu"].numpy().tobytes()).hexdigest()
     seed = derive_seed("new rank", digest, rank, world_size)
-    kind, keys, position, has_gauss, gauss = np.random.RandomState(seed % 2**32).get_state()
     state = {
         "cpu": torch.Generator().manual_seed(seed).get_state(),
-        "numpy": (kind, torch.from_numpy(keys.astype(np.int64)), int(position), int(has_gauss), float(gauss)),
+        "numpy": _numpy_state(np.random.RandomState(seed % 2**32).get_state(legacy=False)),
         "random": random.Random(seed).getstate(),
     }
     if device.type == "cuda":
@@ -170,12 +170,6 @@ def publish(staged: Path, final: Path) -> None:
     shutil.rmtree(replaced, ignore_errors=True)
 
 
-def recover(final: Path) -> None:
-    """Bring back what had the name ``final``, if a save was cut off between its two renames."""
-    if not final.exists() and _replaced(final).exists():
-        _replaced(final).rename(final)
-
-
 def _replaced(final: Path) -> Path:
     return final.with_name(f"{final.name}.replaced")
 
@@ -246,6 +240,7 @@ class CheckpointManager:
         staged, is_publisher = begin(final)
         place = self.engine.topology
         later: list[tuple[Any, Path]] = []
+        # part by part: the whole state of a large model would not fit twice
         for part in (part for part in self.save_contents if part in rank_files.PARTS):
             for name, content in self.engine.state([part]).items():
                 path = staged / rank_files.file_name(name, place.world_size, place.rank)
@@ -253,15 +248,27 @@ class CheckpointManager:
                     later.append((on_host(content), path))
                 else:
                     self._together(partial(write_file, content, path))
-        self._save_huggingface(staged / "huggingface")
+        huggingface, dtype = staged / "huggingface", self.export_dtype()
+        if place.rank == 0:  # ranks on other nodes write their shards; the model folder is written once
+            generates = self.engine.spec.head == "lm"
+            write_config(self.engine.module, huggingface, dtype, self.tokenizer, generates)
+        if "hf_model" in self.save_contents:
+            write_safetensors(self.engine.weights(dtype), huggingface, is_writer=place.rank == 0)
         if getattr(self.engine, "has_adapter", False):
             self.engine.save_adapter(staged / "lora_adapter", is_writer=place.rank == 0)
 
+        def write() -> None:
+            for content, path in later:
+                write_file(content, path)
+
         def finish() -> None:
-            self._together(lambda: [write_file(content, path) for content, path in later])
+            self._together(write)
             self._together(partial(self._publish, staged, final) if is_publisher else None)
             logger.info("saved step %s to %s", global_step, final)
-            self._forget_old(final, max_to_keep)
+            self._saved = [path for path in self._saved if path != final] + [final]
+            if max_to_keep and max_to_keep > 0:
+                old, self._saved = self._saved[:-max_to_keep], self._saved[-max_to_keep:]
+                self.delete(old)
 
         if self._background is not None:
             self._background.start(finish)
@@ -294,30 +301,14 @@ class CheckpointManager:
             raise RuntimeError(f"rank {rank} could not write its part of the checkpoint: {text}")
 
     def _publish(self, staged: Path, final: Path) -> None:
-        rank_files.write_facts(staged, self.engine.topology.world_size, self.engine.layout)
+        rank_files.write_layout(staged, self.engine.topology.world_size, self.engine.layout)
         publish(staged, final)
-
-    def _forget_old(self, newest: Path, max_to_keep: int | None) -> None:
-        self._saved = [path for path in self._saved if path != newest] + [newest]
-        if not max_to_keep or max_to_keep < 0:
-            return
-        old, self._saved = self._saved[:-max_to_keep], self._saved[-max_to_keep:]
-        self.delete(old)
 
     def delete(self, folders: Sequence[str | os.PathLike]) -> None:
         """Delete the checkpoints in ``folders``, on every node; those that are gone already are no error."""
         if is_node_leader():
             for folder in folders:
                 shutil.rmtree(folder, ignore_errors=True)
-
-    def _save_huggingface(self, folder: Path) -> None:
-        # ranks on other nodes write their shards; the model folder is written once
-        is_writer = self.engine.topology.rank == 0
-        if is_writer:
-            generates = self.engine.spec.head == "lm"
-            write_config(self.engine.module, folder, self.export_dtype(), self.tokenizer, generates)
-        if "hf_model" in self.save_contents:
-            write_safetensors(self.engine.weights(self.export_dtype()), folder, is_writer)
 
     def export_dtype(self) -> torch.dtype:
         """The precision the model came in, which its Hugging Face copy keeps."""
@@ -340,13 +331,21 @@ class CheckpointManager:
         """
         self.finish_saving()
         folder = Path(local_path).expanduser()
-        if is_node_leader():
-            recover(folder)
+        replaced = _replaced(folder)
+        if is_node_leader() and not folder.exists() and replaced.exists():
+            replaced.rename(folder)  # a save was cut off between its two renames
         barrier()
         parts = [part for part in self.load_contents if part in rank_files.PARTS]
         state = {part: self._read(folder, part) for part in parts}
-        if self.reads_hf_model:
-            state["model"] = self._read_huggingface(folder)
+        if "hf_model" in self.load_contents and "model" not in parts:  # weights in the precision they were exported in
+            source = folder / "huggingface"
+            if self.engine.topology.rank == 0 and not has_weights(source):
+                raise FileNotFoundError(
+                    f"checkpoint folder {folder} was saved without 'hf_model': {source} has no weights. Put model in "
+                    f"place of hf_model in checkpoint.load_contents, or give a checkpoint whose save_contents had "
+                    f"hf_model"
+                )
+            state["model"] = self.engine.pretrained_state(source)
         self.engine.load_state(state)
         remark = self._how_it_was_read(folder, parts)
         barrier()
@@ -358,38 +357,16 @@ class CheckpointManager:
         place, size = self.engine.topology, rank_files.saved_world_size(folder, part)
         own = folder / rank_files.file_name(part, size, place.rank)
         if part == "extra":
-            return self._read_extra(folder, own, size)
-        if self._is_own_layout(folder, size):
+            if place.rank < size:
+                return rank_files.open_file(own)
+            # schedule and version are the same on all ranks; random generators are each rank's own
+            extra = rank_files.open_file(folder / rank_files.file_name(part, size, 0))
+            return {**extra, "rng": new_random_state(extra["rng"], place.rank, place.world_size, self.engine.device)}
+        layout = self.engine.layout
+        if size == place.world_size and layout is not None and layout == rank_files.saved_layout(folder):
             return rank_files.open_file(own)
         ranks = [rank_files.open_file(path, mmap=True) for path in rank_files.files_of_all_ranks(folder, part)]
         return Joined(ranks) if part == "model" else join_optimizer(ranks)
-
-    @property
-    def reads_hf_model(self) -> bool:
-        """Whether weights come from ``huggingface/``, in the precision they were exported in."""
-        return "hf_model" in self.load_contents and "model" not in self.load_contents
-
-    def _read_huggingface(self, folder: Path) -> Any:
-        source = folder / "huggingface"
-        if self.engine.topology.rank == 0 and not has_weights(source):
-            raise FileNotFoundError(
-                f"checkpoint folder {folder} was saved without 'hf_model': {source} has no weights. Put model in place "
-                f"of hf_model in checkpoint.load_contents, or give a checkpoint whose save_contents had hf_model"
-            )
-        return self.engine.pretrained_state(source)
-
-    def _read_extra(self, folder: Path, own: Path, size: int) -> dict[str, Any]:
-        """Schedule and version are the same on all ranks; random generators are each rank's own."""
-        place = self.engine.topology
-        if place.rank < size:
-            return rank_files.open_file(own)
-        extra = rank_files.open_file(folder / rank_files.file_name("extra", size, 0))
-        rng = new_random_state(extra["rng"], place.rank, place.world_size, self.engine.device)
-        return {**extra, "rng": rng}
-
-    def _is_own_layout(self, folder: Path, size: int) -> bool:
-        layout, is_same_size = self.engine.layout, size == self.engine.topology.world_size
-        return is_same_size and layout is not None and layout == rank_files.saved_layout(folder)
 
     def _how_it_was_read(self, folder: Path, parts: Sequence[str]) -> str:
         if not parts:
@@ -398,7 +375,7 @@ class CheckpointManager:
         layout = rank_files.saved_layout(folder)
         if size != here:
             new = f", of which those after the first {size} begin new random numbers" if here > size else ""
-            return f"saved by {_ranks(size)}, read by {here}{new}"
+            return f"saved by {size} rank{'s' if size != 1 else ''}, read by {here}{new}"
         return "" if layout in (None, self.engine.layout) else f"saved as {layout}, read as {self.engine.layout}"
 
 
@@ -451,7 +428,3 @@ def _checked(name: str, contents: Sequence[str]) -> list[str]:
     if unknown:
         raise ValueError(f"checkpoint.{name} has {unknown[0]!r}, which is none of {', '.join(CONTENTS)}")
     return list(contents)
-
-
-def _ranks(number: int) -> str:
-    return f"{number} rank{'s' if number != 1 else ''}"

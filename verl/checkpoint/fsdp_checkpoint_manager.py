@@ -37,9 +37,9 @@ class FSDPCheckpointManager(CheckpointManager):
         processing_class: Any = None,
         checkpoint_config: Any = None,
     ) -> None:
-        contents = {name: getattr(checkpoint_config, name, None) for name in ("save_contents", "load_contents")}
-        given = {name: list(parts) for name, parts in contents.items() if parts is not None}
-        super().__init__(_HeldModel(model, optimizer, lr_scheduler), processing_class, **given)
+        save, load = (getattr(checkpoint_config, name, None) for name in ("save_contents", "load_contents"))
+        held = _HeldModel(model, optimizer, lr_scheduler)
+        super().__init__(held, processing_class, ("model", "optimizer", "extra") if save is None else save, load)
 
     def save_checkpoint(
         self,
@@ -99,5 +99,6 @@ class _HeldModel:
             set_random_state(state["extra"]["rng"], self.device)
 
     def weights(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-        whole = get_model_state_dict(self.module, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        whole: dict[str, Any] = get_model_state_dict(self.module, options=options)
         yield from ((name, tensor.to(dtype)) for name, tensor in whole.items())

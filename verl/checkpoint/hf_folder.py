@@ -69,10 +69,11 @@ def write_safetensors(weights: Iterable[tuple[str, Tensor]], folder: Path, is_wr
     if len(files) == 1:
         next(iter(files)).rename(folder / _WHOLE)
         return
-    index = {"metadata": {"total_size": total}, "weight_map": {}}
+    place: dict[str, str] = {}
     for number, (path, names) in enumerate(files.items(), 1):
         path = path.rename(folder / f"model-{number:05d}-of-{len(files):05d}.safetensors")
-        index["weight_map"].update(dict.fromkeys(names, path.name))
+        place |= dict.fromkeys(names, path.name)
+    index = {"metadata": {"total_size": total}, "weight_map": place}
     (folder / _INDEX).write_text(json.dumps(index, indent=2, sort_keys=True))
 
 

@@ -32,7 +32,7 @@ def file_name(part: str, world_size: int, rank: int) -> str:
     return f"{PARTS[part]}_world_size_{world_size}_rank_{rank}.pt"
 
 
-def write_facts(folder: Path, world_size: int, layout: str | None) -> None:
+def write_layout(folder: Path, world_size: int, layout: str | None) -> None:
     """Note how the files in ``folder`` are cut."""
     metadata = {"FSDP_version": 2, "world_size": world_size, "layout": layout}
     (folder / METADATA_FILE).write_text(json.dumps(metadata, indent=4))
@@ -112,26 +112,21 @@ def open_file(path: Path, mmap: bool = False) -> Any:
 
 def way_back(folder: Path) -> str:
     """Return advice for a checkpoint of a role in ``folder`` that cannot be used: the older one to resume from."""
+    steps = {
+        int(path.parent.name.removeprefix("global_step_")): path.parent
+        for path in folder.parent.parent.glob(f"global_step_*/{folder.name}")
+        if path.is_dir() and path.parent.name.removeprefix("global_step_").isdigit()
+    }
     match = re.fullmatch(r"global_step_(\d+)", folder.parent.name)
-    if match:
-        others = {int(path.parent.name.removeprefix("global_step_")): path.parent for path in _siblings(folder)}
-        older = [step for step in others if step < int(match[1])]
-        if older:
-            return (
-                f"Resume from an older step: trainer.resume_mode=resume_path "
-                f"trainer.resume_from_path={others[max(older)]}"
-            )
+    older = [step for step in steps if match and step < int(match[1])]
+    if older:
+        return (
+            f"Resume from an older step: trainer.resume_mode=resume_path trainer.resume_from_path={steps[max(older)]}"
+        )
     return (
         "No older checkpoint lies next to it: give another folder, or start from the beginning with "
         "trainer.resume_mode=disable"
     )
-
-
-def _siblings(folder: Path) -> Iterator[Path]:
-    """The same role's folders of other steps."""
-    for path in folder.parent.parent.glob(f"global_step_*/{folder.name}"):
-        if path.is_dir() and path.parent.name.removeprefix("global_step_").isdigit():
-            yield path
 
 
 def _shown(folder: Path, most: int = 8) -> str:

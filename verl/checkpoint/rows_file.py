@@ -17,6 +17,8 @@ from verl.batch.ragged import Layout, Ragged
 from verl.protocol import DataProto, DataProtoError
 
 _FORMAT = "verl-rows-1"
+_METADATA = "facts"
+"""Key of the metadata in the file, as version 1 of the format has it."""
 _TENSOR, _IMAGE, _TUPLE = "\0tensor", "\0png", "\0tuple"
 """The one key of a dict that stands for something JSON lacks."""
 
@@ -36,7 +38,7 @@ def save_rows(path: Path, rows: DataProto, metadata: Mapping[str, Any]) -> None:
         for name, array in rows.non_tensor_batch.items()
     }
     pad = rows.meta_info.get("pad_token_id")
-    about = {"facts": metadata, "columns": columns, "objects": objects, "pad_token_id": pad}
+    about = {_METADATA: metadata, "columns": columns, "objects": objects, "pad_token_id": pad}
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(f".part{os.getpid()}")
     # a clone of each: columns may share memory, which the format does not allow
@@ -67,12 +69,12 @@ def load_rows(path: Path) -> tuple[DataProto, dict[str, Any]]:
         for row, value in enumerate(array["values"]):
             objects[name][row] = _restored(value, tensors)
     meta = {} if about["pad_token_id"] is None else {"pad_token_id": about["pad_token_id"]}
-    return DataProto.from_ragged(ragged, dense, objects, meta), about["facts"]
+    return DataProto.from_ragged(ragged, dense, objects, meta), about[_METADATA]
 
 
-def read_facts(path: Path) -> dict[str, Any]:
+def read_metadata(path: Path) -> dict[str, Any]:
     """Return the metadata in a file, without its rows."""
-    return _read(path, with_tensors=False)[0]["facts"]
+    return _read(path, with_tensors=False)[0][_METADATA]
 
 
 def check_savable(rows: DataProto) -> None:

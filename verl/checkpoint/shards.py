@@ -51,7 +51,7 @@ def join(pieces: Sequence[Piece | None], name: str = "tensor") -> Any:
     Raises:
         ValueError: if the pieces overlap, leave a gap, or are of different tensors.
     """
-    held = [(rank, piece) for rank, piece in enumerate(pieces) if piece is not None]
+    held: list[tuple[int, Any]] = [(rank, piece) for rank, piece in enumerate(pieces) if piece is not None]
     first = held[0][1]
     if is_flat(first):
         return _join_flat(held, name)
@@ -63,7 +63,7 @@ def join(pieces: Sequence[Piece | None], name: str = "tensor") -> Any:
     return first
 
 
-def _join_flat(held: list[tuple[int, Piece]], name: str) -> Tensor:
+def _join_flat(held: list[tuple[int, Any]], name: str) -> Tensor:
     _check_same(name, "shape", {rank: tuple(piece["shape"]) for rank, piece in held})
     shape = torch.Size(held[0][1]["shape"])
     whole = torch.empty(shape.numel(), dtype=held[0][1]["flat"].dtype)
@@ -77,7 +77,7 @@ def _join_flat(held: list[tuple[int, Piece]], name: str) -> Tensor:
     return whole.view(shape)
 
 
-def _join_slices(held: list[tuple[int, Piece]], name: str) -> Tensor:
+def _join_slices(held: list[tuple[int, Any]], name: str) -> Tensor:
     _check_same(name, "shape", {rank: tuple(piece.shape) for rank, piece in held})
     whole = torch.empty(held[0][1].shape, dtype=held[0][1].dtype)
     written: dict[tuple, int] = {}
@@ -125,10 +125,10 @@ def _check_same(name: str, what: str, by_rank: Mapping[int, Any]) -> None:
         )
 
 
-def _check_covered(name: str, found: int, wanted: int) -> None:
-    if found != wanted:
+def _check_covered(name: str, found: int, total: int) -> None:
+    if found != total:
         raise ValueError(
-            f"the ranks' files hold {found} of the {wanted} numbers of {name}: files of all ranks of one save are "
+            f"the ranks' files hold {found} of the {total} numbers of {name}: files of all ranks of one save are "
             f"needed. Give a complete folder"
         )
 

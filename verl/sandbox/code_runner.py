@@ -5,6 +5,7 @@ fork. Expected outputs never come there: a program cannot read them off its harn
 their own.
 """
 
+import contextlib
 import json
 import math
 import os
@@ -84,12 +85,10 @@ def read_tests(ground_truth: Any) -> Tests:
     Raises:
         ValueError: it is none, or has no tests.
     """
-    if isinstance(ground_truth, str):
-        return _parse(ground_truth)
-    return _tests(ground_truth)
+    return _parse(ground_truth) if isinstance(ground_truth, str) else _tests(ground_truth)
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=1024)  # all responses to a prompt bring the same text
 def _parse(text: str) -> Tests:
     try:
         return _tests(json.loads(text))
@@ -99,8 +98,9 @@ def _parse(text: str) -> Tests:
 
 def _tests(cases: Any) -> Tests:
     cases = cases if isinstance(cases, dict) else {}
-    inputs, outputs = (tuple(cases.get(name) if cases.get(name) is not None else ()) for name in ("inputs", "outputs"))
-    checks = tuple(cases.get("assert_case") or ())
+    checks, inputs, outputs = (
+        tuple(() if cases.get(name) is None else cases[name]) for name in ("assert_case", "inputs", "outputs")
+    )
     if checks:
         inputs = outputs = ()
     if len(inputs) != len(outputs) or not (checks or inputs):
@@ -144,77 +144,67 @@ def run_tests(
         return [Result(outcome, str(error))] * len(tasks)
     expected = [*tests.outputs, *[None] * len(tests.checks)]
     return [
-        judge(one, wanted, bool(tests.fn_name), "check" in task)
-        for one, wanted, task in zip(found, expected, tasks, strict=True)
+        judge(one, right, bool(tests.fn_name), "check" in task)
+        for one, right, task in zip(found, expected, tasks, strict=True)
     ]
 
 
-def judge(found: dict[str, Any], wanted: Any, is_call: bool, is_check: bool) -> Result:
+def judge(found: dict[str, Any], expected: Any, is_call: bool, is_check: bool) -> Result:
     """Return the result of a test, from the output of the program and the expected one."""
-    seconds = found["seconds"]
-    if found["outcome"] != Outcome.DONE:
-        outcome = Outcome(found["outcome"])
-        if is_check and outcome is Outcome.CRASH and "AssertionError" in found["detail"]:
-            outcome = Outcome.WRONG
-        return Result(outcome, found["detail"], seconds)
-    if is_check:
-        return Result(Outcome.PASSED, seconds=seconds)
-    is_right = same_value(found["value"], wanted) if is_call else same_output(found["output"], text_of(wanted))
-    if is_right:
-        return Result(Outcome.PASSED, seconds=seconds)
+    outcome, detail = Outcome(found["outcome"]), found["detail"]
+    if outcome is not Outcome.DONE:
+        is_wrong = is_check and outcome is Outcome.CRASH and "AssertionError" in detail
+        return Result(Outcome.WRONG if is_wrong else outcome, detail, found["seconds"])
     shown = repr(found["value"]) if is_call else found["output"]
-    return Result(Outcome.WRONG, f"expected {text_of(wanted)[:200]!r}, found {shown[:200]!r}", seconds)
+    if is_check or (same_value(found["value"], expected) if is_call else same_output(shown, text_of(expected))):
+        return Result(Outcome.PASSED, seconds=found["seconds"])
+    detail = f"expected {text_of(expected)[:200]!r}, found {shown[:200]!r}"
+    return Result(Outcome.WRONG, detail, found["seconds"])
 
 
-def same_output(found: str, wanted: str) -> bool:
+def same_output(found: str, expected: str) -> bool:
     """Whether two texts have the same lines, but for spaces around them and blank lines at the end.
 
-    Where a decimal number is wanted, one that differs by less than 1e-6, or that part of it, will do.
+    Where a decimal number is expected, one that differs by less than 1e-6, or that part of it, will do.
     """
-    lines, expected = ([" ".join(line.split()) for line in text.strip().splitlines()] for text in (found, wanted))
-    if lines == expected:
+    ours, theirs = ([line.split() for line in text.strip().splitlines()] for text in (found, expected))
+    if ours == theirs:
         return True
-    if len(lines) != len(expected) or "." not in wanted:
+    if "." not in expected or list(map(len, ours)) != list(map(len, theirs)):
         return False
-    pairs = [(one.split(), other.split()) for one, other in zip(lines, expected, strict=True)]
-    return all(len(one) == len(other) and all(map(_same_token, one, other)) for one, other in pairs)
+    pairs = ((one, other) for line, its in zip(ours, theirs, strict=True) for one, other in zip(line, its, strict=True))
+    return all(_same_token(one, other) for one, other in pairs)
 
 
-def _same_token(found: str, wanted: str) -> bool:
-    if found == wanted:
-        return True
+def _same_token(found: str, expected: str) -> bool:
     try:
-        return "." in wanted and math.isclose(float(found), float(wanted), rel_tol=1e-6, abs_tol=1e-6)
+        return found == expected or "." in expected and _close(float(found), float(expected))
     except ValueError:
         return False
 
 
-def same_value(found: Any, wanted: Any) -> bool:
+def _close(found: float, expected: float) -> bool:
+    return math.isclose(found, expected, rel_tol=1e-6, abs_tol=1e-6)
+
+
+def same_value(found: Any, expected: Any) -> bool:
     """Whether a function returned what it should; some data sets put the value into a list of one."""
-    wanted = (
-        json.loads(wanted) if isinstance(wanted, str) and _is_json(wanted) and not isinstance(found, str) else wanted
-    )
-    if _equal(found, wanted):
-        return True
-    if isinstance(wanted, str) and isinstance(found, str) and _is_json(wanted):
-        return found == json.loads(wanted)
-    return isinstance(wanted, (list, tuple)) and len(wanted) == 1 and _equal(found, wanted[0])
+    parsed = json.loads(expected) if isinstance(expected, str) and _is_json(expected) else expected
+    if isinstance(found, str):  # text that reads as JSON may be meant as it is
+        return found == expected or found == parsed or isinstance(expected, (list, tuple)) and [found] == [*expected]
+    return _equal(found, parsed) or isinstance(parsed, (list, tuple)) and len(parsed) == 1 and _equal(found, parsed[0])
 
 
-def _equal(found: Any, wanted: Any) -> bool:
-    if isinstance(wanted, (list, tuple)):
-        is_list = isinstance(found, list) and len(found) == len(wanted)
-        return is_list and all(map(_equal, found, wanted))
-    if isinstance(wanted, dict):
-        wanted = {str(key): value for key, value in wanted.items()}
-        return (
-            isinstance(found, dict)
-            and found.keys() == wanted.keys()
-            and all(_equal(found[k], wanted[k]) for k in wanted)
-        )
-    if isinstance(wanted, float) and isinstance(found, (int, float)) and not isinstance(found, bool):
-        return math.isclose(found, wanted, rel_tol=1e-6, abs_tol=1e-6)
-    return type(found) is type(wanted) and found == wanted or isinstance(found, float) and found == wanted
+def _equal(found: Any, expected: Any) -> bool:
+    if isinstance(expected, (list, tuple)):
+        return isinstance(found, list) and len(found) == len(expected) and all(map(_equal, found, expected))
+    if isinstance(expected, dict):
+        expected = {str(key): value for key, value in expected.items()}
+        has_keys = isinstance(found, dict) and found.keys() == expected.keys()
+        return has_keys and all(_equal(found[key], value) for key, value in expected.items())
+    if isinstance(expected, float) and isinstance(found, (int, float)) and not isinstance(found, bool):
+        return _close(found, expected)
+    return (type(found) is type(expected) or isinstance(found, float)) and found == expected
 
 
 def arguments(given: Any) -> list[Any]:
@@ -311,40 +301,33 @@ def _run_one(program: Any, check: Any, test: dict[str, Any], limits: Limits, out
     if is_too_much:
         return _result("output", detail=f"wrote more than {output_bytes >> 10} KiB", seconds=seconds)
     outcome = Outcome.MEMORY if code == _OUT_OF_MEMORY else outcome_of(code)
-    outcome = _SHOWN_AS.get(outcome, outcome).value
-    value, output = None, texts[out].decode(errors="replace")
-    if outcome == "done" and "stdin" not in test:
+    outcome, value = _SHOWN_AS.get(outcome, outcome), None
+    if outcome is Outcome.DONE and "stdin" not in test:
+        # without the token a program could write a right answer into the pipe and leave before its test
         head, _, reply = texts[answer].decode(errors="replace").partition("\n")
         if head != token or not reply.endswith("\n"):
-            outcome, detail = "crash", detail or "the program ended before its test did"
+            outcome, detail = Outcome.CRASH, detail or "the program ended before its test did"
         else:
             value = json.loads(reply)
-    return _result(outcome, output, value, detail, seconds)
+    return _result(outcome.value, texts[out].decode(errors="replace"), value, detail, seconds)
 
 
 def _read(limits: dict[int, int], seconds: float) -> tuple[dict[int, bytes], bool]:
-    """Read pipes to their ends; whether one held more than its limit."""
-    texts, end = dict.fromkeys(limits, b""), time.monotonic() + seconds
-    waiting = set(limits)
-    while waiting:
-        ready = select.select(list(waiting), [], [], max(0.0, end - time.monotonic()))[0]
-        if not ready:
-            break
-        for fd in ready:
-            piece = os.read(fd, 1 << 16)
-            texts[fd] += piece
-            if not piece:
-                waiting.discard(fd)
-            elif len(texts[fd]) > limits[fd]:
-                _close(limits)
-                return texts, True
-    _close(limits)
-    return texts, False
-
-
-def _close(fds: dict[int, int]) -> None:
-    for fd in fds:
-        os.close(fd)
+    """Read pipes to their ends, and close them; whether one held more than its limit."""
+    texts, waiting, end = dict.fromkeys(limits, b""), set(limits), time.monotonic() + seconds
+    try:
+        while waiting and (ready := select.select(list(waiting), [], [], max(0.0, end - time.monotonic()))[0]):
+            for fd in ready:
+                piece = os.read(fd, 1 << 16)
+                texts[fd] += piece
+                if not piece:
+                    waiting.discard(fd)
+                elif len(texts[fd]) > limits[fd]:
+                    return texts, True
+        return texts, False
+    finally:
+        for fd in limits:
+            os.close(fd)
 
 
 def _wait(pid: int, seconds: float) -> int:
@@ -375,29 +358,29 @@ def _program(
         os.dup2(fd, place)
     os.chdir(folder)
     os.environ.update(HOME=folder, TMPDIR=folder)
-    sys.stdin = sys.__stdin__ = open(0, encoding="utf-8", errors="replace", closefd=False)
-    sys.stdout = sys.__stdout__ = open(1, "w", encoding="utf-8", errors="replace", closefd=False)
-    sys.stderr = sys.__stderr__ = open(2, "w", encoding="utf-8", errors="replace", closefd=False)
+    for fd, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
+        stream = open(fd, mode, encoding="utf-8", errors="replace", closefd=False)
+        vars(sys).update({name: stream, f"__{name}__": stream})
     sys.argv = ["solution.py"]
     space: dict[str, Any] = {"__name__": "__main__" if "stdin" in test else "solution", "__builtins__": __builtins__}
+    reply, status = None, 0
     try:
         exec(program, space)
         reply = _answer(space, check, test)
     except SystemExit as leaving:
         status = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
-        _flush()
-        return status
     except MemoryError:
         return _OUT_OF_MEMORY
     except BaseException:
         traceback.print_exc()
-        _flush()
-        return 1
-    _flush()
+        status = 1
+    for output in (sys.stdout, sys.stderr):
+        with contextlib.suppress(ValueError, OSError):  # closed by the program
+            output.flush()
     if reply is not None:
         with os.fdopen(answer, "w") as file:
             file.write(f"{token}\n{reply}\n")
-    return 0
+    return status
 
 
 def _answer(space: dict[str, Any], check: Any, test: dict[str, Any]) -> str | None:
@@ -407,9 +390,8 @@ def _answer(space: dict[str, Any], check: Any, test: dict[str, Any]) -> str | No
         return "null"
     if "call" not in test:
         return None
-    function = space.get(test["call"])
-    if function is None:
-        function = getattr(space["Solution"](), test["call"])
+    name = test["call"]
+    function = space[name] if name in space else getattr(space["Solution"](), name)
     return json.dumps(function(*test["arguments"]), default=_plain)
 
 
@@ -417,11 +399,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (set, frozenset)):
         return sorted(value)
     return value.tolist() if hasattr(value, "tolist") else repr(value)
-
-
-def _flush() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except (ValueError, OSError):  # closed by the program
-            pass

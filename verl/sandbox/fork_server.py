@@ -22,7 +22,7 @@ from typing import Any
 from verl.sandbox.messages import framed, receive
 from verl.sandbox.outcomes import Failure, Outcome, SandboxError
 from verl.sandbox.pool import start_child
-from verl.sandbox.supervisor import Limits, end, enter, kill_tree, outcome_of
+from verl.sandbox.supervisor import Limits, end, enter, kill_tree, outcome_of, status_of_self
 
 START_S = 180.0
 """Seconds for the import of the function's module."""
@@ -198,7 +198,12 @@ class _Worker:
 
 def _serve(call: Any, channel: socket.socket, memory_mb: int) -> None:
     # Without a process namespace of its own: supervisors of programs below (`code_runner`) read /proc as they find it.
-    enter(Limits(memory_mb=_with_own_memory(memory_mb), network=False), processes=False)
+    own_kb = ""
+    with suppress(OSError):
+        own_kb = status_of_self("VmData")
+    # on top of the private memory this process has already; no limit where the system does not tell
+    limit_mb = memory_mb + int(own_kb) // 1024 if own_kb else None
+    enter(Limits(memory_mb=limit_mb, network=False), processes=False)
     while (request := receive(channel)) is not None:
         try:
             reply = json.dumps({"value": call(*json.loads(request)["arguments"])}).encode()
@@ -211,12 +216,3 @@ def _serve(call: Any, channel: socket.socket, memory_mb: int) -> None:
 
 def _failed(outcome: Outcome, cause: str) -> bytes:
     return json.dumps({"outcome": outcome.value, "cause": cause}).encode()
-
-
-def _with_own_memory(memory_mb: int) -> int | None:
-    """The limit, on top of the private memory this process has already; None where the system does not tell."""
-    with suppress(OSError):
-        with open("/proc/self/status") as file:
-            used = next((int(line.split()[1]) for line in file if line.startswith("VmData:")), None)
-        return None if used is None else memory_mb + used // 1024
-    return None

@@ -15,7 +15,7 @@ import threading
 import time
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -76,26 +76,14 @@ class Process:
     _forwarded: int = 0
 
     def __post_init__(self):
-        env = {"PYTHONHASHSEED": "0", **os.environ}
-        pipe = subprocess.PIPE
+        env, pipe = {"PYTHONHASHSEED": "0", **os.environ}, subprocess.PIPE
         self.popen, self.channel = start_child("verl.sandbox.worker", env, stdout=pipe, stderr=pipe)
         self.channel.setblocking(False)
-        self._reader, self._unsent = FrameReader(), bytearray()
-        for pipe in (self.popen.stdout, self.popen.stderr):
-            os.set_blocking(pipe.fileno(), False)
+        self._reader, self.unsent = FrameReader(), bytearray()
+        for stream in (self.popen.stdout, self.popen.stderr):
+            os.set_blocking(stream.fileno(), False)
         self._send(pickle.dumps(self.setup))
         self.since = time.monotonic()
-
-    @property
-    def is_idle(self) -> bool:
-        return self.is_ready and not self.open_calls
-
-    @property
-    def wants_to_write(self) -> bool:
-        return bool(self._unsent)
-
-    def filenos(self) -> Iterator[int]:
-        yield from (self.channel.fileno(), self.popen.stdout.fileno(), self.popen.stderr.fileno())
 
     def give(self, calls: list[Call], timeout_s: float) -> None:
         """Hand over calls, to be answered one after the other."""
@@ -104,33 +92,31 @@ class Process:
         self.since, self.printed, self._forwarded = time.monotonic(), 0, 0
 
     def _send(self, payload: bytes) -> None:
-        self._unsent += framed(payload)
+        self.unsent += framed(payload)
         self.write()
 
     def write(self) -> None:
         """Send what the channel takes by now."""
         with contextlib.suppress(BlockingIOError, BrokenPipeError, ConnectionResetError):
-            while self._unsent:
-                del self._unsent[: self.channel.send(self._unsent)]
+            while self.unsent:
+                del self.unsent[: self.channel.send(self.unsent)]
 
     def read(self) -> tuple[list[dict], bool]:
         """Return the messages since the last call, and whether the process is still there."""
         self.forward_output()
         messages: list[dict] = []
+        is_there = False
         try:
             while data := self.channel.recv(1 << 20):
                 messages += self._reader.feed(data)
         except BlockingIOError:
-            return self._checked(messages), True
+            is_there = True
         except OSError:
             pass
-        return self._checked(messages), False
-
-    def _checked(self, messages: list) -> list[dict]:
         for message in messages:
             if not isinstance(message, dict):
                 raise BadFrame(f"a message of type {type(message).__name__}")
-        return messages
+        return messages, is_there
 
     def forward_output(self) -> None:
         """Print what the process has printed; of one that prints without end, the beginning."""
@@ -181,6 +167,7 @@ class Process:
     def end(self) -> Failure:
         """End the process and all below it, or say how it ended by itself."""
         with contextlib.suppress(subprocess.TimeoutExpired):
+            # one that has hung up is ending by itself, and its exit code tells how
             self.popen.wait(0.5 if self.popen.poll() is None and self._has_hung_up() else 0)
         with contextlib.suppress(subprocess.TimeoutExpired):
             end(self.popen)
@@ -261,7 +248,8 @@ class Pool:
         self, source: Source, limits: Limits, workers: int = 1, start_timeout_s: float = 300.0, max_concurrent: int = 64
     ):
         self.source, self.limits, self.start_timeout_s = source, limits, start_timeout_s
-        self._owner, self._lock, self._description = os.getpid(), threading.RLock(), None
+        self._owner, self._lock = os.getpid(), threading.RLock()
+        self._description: dict[str, Any] | None = None
         self._setup = {
             "path": source.path,
             "name": source.name,
@@ -392,27 +380,24 @@ class _Run:
 
     def until(self, is_over: Callable[[], bool]) -> None:
         while not is_over():
-            self._hand_out()
+            for index, process in enumerate(self.pool._processes):
+                if self.waiting and process.is_ready and not process.open_calls:
+                    if process.read()[1]:
+                        process.give(self.waiting.popleft(), self.timeout_s)
+                    else:  # ended by what an earlier call had left behind
+                        self._replace(index)
             self._wait()
             for index, process in enumerate(self.pool._processes):
                 self._look_at(index, process)
-
-    def _hand_out(self) -> None:
-        for index, process in enumerate(self.pool._processes):
-            if self.waiting and process.is_idle:
-                if not process.read()[1]:  # ended by what an earlier call had left behind
-                    self._replace(index)
-                    continue
-                process.give(self.waiting.popleft(), self.timeout_s)
 
     def _wait(self) -> None:
         """Until a process has something to say, or is late."""
         with selectors.PollSelector() as selector:
             for process in self.pool._processes:
-                events = selectors.EVENT_READ | (selectors.EVENT_WRITE if process.wants_to_write else 0)
-                for fd in process.filenos():
+                to_write = selectors.EVENT_WRITE if process.unsent else 0
+                for file, events in ((process.channel, to_write), (process.popen.stdout, 0), (process.popen.stderr, 0)):
                     with suppress(KeyError, ValueError):
-                        selector.register(fd, events if fd == process.channel.fileno() else selectors.EVENT_READ)
+                        selector.register(file, selectors.EVENT_READ | events)
             busy = [p for p in self.pool._processes if p.open_calls or not p.is_ready]
             left = min((p.since + self._patience(p) - time.monotonic() for p in busy), default=0.1)
             selector.select(max(0.0, min(left, 1.0)))
@@ -502,8 +487,8 @@ class _Run:
     def _refuse(self, message: dict) -> None:
         self.pool.close()
         kind = _PASSED_ON.get(message["failed"], RuntimeError)
-        is_told = kind is not RuntimeError or message["failed"] == "RuntimeError"
-        cause = message["cause"] if is_told else f"{message['failed']}: {message['cause']}"
+        is_named = kind is not RuntimeError or message["failed"] == "RuntimeError"
+        cause = message["cause"] if is_named else f"{message['failed']}: {message['cause']}"
         if "failed while it was loaded" not in cause and kind is RuntimeError:
             cause = f"{self.pool.source.path} failed while it was loaded: {cause}"
         raise kind(cause)
@@ -568,6 +553,7 @@ class SandboxedFunction:
         [outcome] = self.rows([(args, kwargs)])
         if isinstance(outcome, Failure):
             raise SandboxError(outcome)
+        assert isinstance(outcome, Scored)  # every call is made where any number may fail
         return outcome.score if outcome.columns is None else outcome.columns
 
 

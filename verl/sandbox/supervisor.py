@@ -49,11 +49,6 @@ def outcome_of(returncode: int) -> Outcome:
     return Outcome.CPU if -returncode == signal.SIGXCPU else Outcome.CRASH
 
 
-def can_see_descendants() -> bool:
-    """Whether this system lists the children of a process."""
-    return os.path.exists(f"/proc/self/task/{os.getpid()}/children")
-
-
 def descendants(pid: int) -> Iterator[int]:
     """Processes below ``pid``, parents before children; some may be gone by the time they are looked at."""
     waiting = [pid]
@@ -62,7 +57,8 @@ def descendants(pid: int) -> Iterator[int]:
             threads = os.listdir(f"/proc/{waiting[-1]}/task")
         except OSError:
             threads = []
-        parent, children = waiting.pop(), []
+        parent = waiting.pop()
+        children: list[int] = []
         for thread in threads:
             with contextlib.suppress(OSError):
                 with open(f"/proc/{parent}/task/{thread}/children") as file:
@@ -123,12 +119,9 @@ class Supervisor:
             excess = self._excess()
             if excess:
                 return CODES[excess]
-            _wait_for_child(LOOK_EVERY_S if self._is_at_work() else IDLE_LOOK_EVERY_S)
-
-    def _is_at_work(self) -> bool:
-        """Whether anything inside has used the processor since the last look."""
-        before, self._ticks_seen = self._ticks_seen, sum(map(_ticks, [self.child, *descendants(self.child)]))
-        return self._ticks_seen != before
+            ticks = sum(map(_ticks, [self.child, *descendants(self.child)]))
+            _wait_for_child(IDLE_LOOK_EVERY_S if ticks == self._ticks_seen else LOOK_EVERY_S)
+            self._ticks_seen = ticks
 
     def _ended(self) -> int | None:
         """The return code of the program, if it has ended."""
@@ -219,14 +212,10 @@ def reap_until_end_of(program: int, status: int) -> None:
 
 
 def _read_status(status: int) -> int | None:
-    data = os.read(status, 4) if _is_readable(status) else b""
+    poll = select.poll()  # `select` takes no file numbers above 1023, which a trainer may reach
+    poll.register(status, select.POLLIN)
+    data = os.read(status, 4) if poll.poll(0) else b""
     return struct.unpack("=i", data)[0] if len(data) == 4 else None
-
-
-def _is_readable(fd: int) -> bool:
-    poll = select.poll()
-    poll.register(fd, select.POLLIN)
-    return bool(poll.poll(0))
 
 
 # -- Linux namespaces (processes, users, network, mounts) and capabilities ---------------------------------------------
@@ -239,35 +228,23 @@ _PR_SET_PDEATHSIG, _PR_CAPBSET_DROP, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRI
 _CAP_SYS_ADMIN, _LAST_CAP = 21, 40
 
 
-def become_supervisor() -> None:
-    """Gain no rights from here on, and inherit every process below that loses its parent."""
-    with contextlib.suppress(OSError):  # under memory pressure the kernel ends this before the trainer
-        _write("/proc/self/oom_score_adj", "1000")
-    _prctl(_PR_SET_NO_NEW_PRIVS, 1)
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-
-
 def leave_namespaces(network: bool, processes: bool = True) -> tuple[bool, bool, bool]:
     """Leave what the parent shares; whether there is a new namespace of (users, processes, network)."""
     if not processes:
         return False, False, not network and unshare(NO_NETWORK)
-    wanted = _CLONE_NEWPID | (0 if network else _CLONE_NEWNET)
-    if network and _has_capability(_CAP_SYS_ADMIN) and unshare(wanted):
+    flags = _CLONE_NEWPID | (0 if network else _CLONE_NEWNET)
+    is_admin = int(status_of_self("CapEff") or "0", 16) >> _CAP_SYS_ADMIN & 1
+    if network and is_admin and unshare(flags):
         return False, True, False  # root keeps its rights on files
-    ids = os.getuid(), os.getgid()
-    for flags in (wanted, _CLONE_NEWNET if not network else 0):
-        if flags and unshare(_CLONE_NEWUSER | flags):
-            _map_ids(*ids)
-            return True, bool(flags & _CLONE_NEWPID), bool(flags & _CLONE_NEWNET)
+    uid, gid = os.getuid(), os.getgid()  # read before: in the new namespace they are nobody's until they are mapped
+    for some in (flags, _CLONE_NEWNET if not network else 0):
+        if some and unshare(_CLONE_NEWUSER | some):
+            with contextlib.suppress(OSError):
+                _write("/proc/self/setgroups", "deny")  # the kernel's condition for mapping the group
+            _write("/proc/self/uid_map", f"{uid} {uid} 1")
+            _write("/proc/self/gid_map", f"{gid} {gid} 1")
+            return True, bool(some & _CLONE_NEWPID), bool(some & _CLONE_NEWNET)
     return False, False, False
-
-
-def _map_ids(uid: int, gid: int) -> None:
-    """In the new user namespace this user is the one it was."""
-    with contextlib.suppress(OSError):
-        _write("/proc/self/setgroups", "deny")
-    _write("/proc/self/uid_map", f"{uid} {uid} 1")
-    _write("/proc/self/gid_map", f"{gid} {gid} 1")
 
 
 def own_proc() -> None:
@@ -287,10 +264,10 @@ def die_with_parent() -> None:
         _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def _has_capability(number: int) -> bool:
+def status_of_self(field: str) -> str:
+    """The first word of a field of /proc/self/status; empty without it."""
     with open("/proc/self/status") as file:
-        mask = next((int(line.split()[1], 16) for line in file if line.startswith("CapEff:")), 0)
-    return bool(mask >> number & 1)
+        return next((line.split()[1] for line in file if line.startswith(f"{field}:")), "")
 
 
 def drop_capabilities() -> None:
@@ -376,11 +353,14 @@ def enter(limits: Limits, processes: bool = True) -> tuple[str, ...]:
         os.setsid()
     missing, has_user, has_pids, has_no_network = [], False, False, False
     if sys.platform == "linux":
-        become_supervisor()
+        with contextlib.suppress(OSError):  # under memory pressure the kernel ends this before the trainer
+            _write("/proc/self/oom_score_adj", "1000")
+        _prctl(_PR_SET_NO_NEW_PRIVS, 1)
+        _prctl(_PR_SET_CHILD_SUBREAPER, 1)  # processes below that lose their parent become this one's
         has_user, has_pids, has_no_network = leave_namespaces(limits.network, processes)
         if not has_pids:
             missing.append("a process namespace: what moves to a session of its own is found by its parents only")
-        if not can_see_descendants():
+        if not os.path.exists(f"/proc/self/task/{os.getpid()}/children"):
             missing.append("a list of a process's children: processes and their memory are not counted")
     else:
         missing.append(f"limits of {sys.platform}: processes and their memory are not watched as on Linux")

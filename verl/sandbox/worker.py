@@ -124,19 +124,14 @@ class Worker:
             async with gate:
                 task = asyncio.ensure_future(_guarded(awaitable))
                 done, _ = await asyncio.wait({task}, timeout=timeout_s)
-            if done:
-                result = task.result()
-                outcomes = [result] * (count or 1) if isinstance(result, Failure) else _judged(result, count)
-            else:
-                task.cancel()
-                failure = Failure(Outcome.TIMEOUT, f"TimeoutError: it was under way for {timeout_s:g} s")
-                outcomes = [failure] * (count or 1)
-            self._answer(number, outcomes)
+            task.cancel()  # no effect on one that is done
+            late = Failure(Outcome.TIMEOUT, f"TimeoutError: it was under way for {timeout_s:g} s")
+            result = task.result() if done else late
+            is_failure = isinstance(result, Failure)
+            self._answer(number, [result] * (count or 1) if is_failure else _judged(result, count))
 
-        async def all_of_them() -> None:
-            await asyncio.gather(*(watched(*one) for one in waiting))
-
-        self.loop.run_until_complete(all_of_them())
+        tasks = [self.loop.create_task(watched(*one)) for one in waiting]
+        self.loop.run_until_complete(asyncio.gather(*tasks))
 
 
 async def _guarded(awaitable: Coroutine) -> Any:

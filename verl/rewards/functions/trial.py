@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from verl.rewards.functions.calling import BySource, RawRewardFn, Sample, call, is_built_in, story_of
-from verl.sandbox.outcomes import Failure, NotCalled, Outcome
+from verl.sandbox.outcomes import Failure, NotCalled, Outcome, Scored
 from verl.utils.py_functional import excerpt
 
 # -- Texts to try a reward function on: a row's ground truth in each form that scorers read, and what answers nothing
@@ -214,12 +214,13 @@ def try_function(
     if isinstance(function, BySource):
         function = function.function_for(source)
     found = Trial(str(source), len(rows) if count is None else count)
-    trying = _Trying(function, rows, found, is_batch, timeout_s, seconds, dict(reward_kwargs or {}))
+    calls = _Calls(function, rows, found, is_batch, timeout_s, seconds, reward_kwargs)
     try:
-        trying.run()
+        if rows:
+            _score_rows(rows, found, calls)
     except _Over:
         pass
-    found.seconds = time.monotonic() - trying.begin
+    found.seconds = time.monotonic() - calls.begin
     return found
 
 
@@ -227,63 +228,62 @@ class _Over(Exception):
     """A call failed, or time is up."""
 
 
-@dataclass
-class _Trying:
-    """A trial under way. A text is scored a second time only for another row."""
+def _score_rows(rows: Sequence[TrialRow], found: Trial, calls: "_Calls") -> None:
+    begin = time.monotonic()
+    calls.scores([(0, KNOWN_BAD[-1])])  # by itself: it tells how long a call takes, and may import what it needs
+    if time.monotonic() - begin > calls.seconds:
+        calls.scores([(0, KNOWN_BAD[0])])
+    known_good = [known_good_responses(row.ground_truth, row.extra_info) for row in rows]
+    form = _best_form(known_good[:_TRIED], calls)
+    last: tuple[str, str] | None = None
+    for i, (row, responses) in enumerate(zip(rows, known_good, strict=True)):
+        right, truth = responses.get(form) if form else None, repr(row.ground_truth)
+        swapped = last[1] if right is not None and last is not None and last[0] != truth else None
+        texts = [*KNOWN_BAD, *(UNRELATED if form is None else ()), right, swapped]
+        scores = calls.scores([(i, text) for text in texts if text is not None])
+        found.known_bad += scores[: len(KNOWN_BAD)]
+        rest = scores[len(KNOWN_BAD) :]
+        if swapped is not None:
+            found.other.append(rest.pop())
+        if right is None:
+            found.unrelated += rest
+        else:
+            found.known_good.append(rest[-1])
+            if rest[-1] < HIGH:
+                found.low_known_good.append(f"{row.where}: {rest[-1]:g} for {excerpt(right, 120)}")
+            last = truth, right
+        found.form, found.tried = form, i + 1
 
-    function: RawRewardFn
-    rows: Sequence[TrialRow]
-    found: Trial
-    is_batch: bool
-    timeout_s: float
-    seconds: float
-    reward_kwargs: dict[str, Any]
 
-    def __post_init__(self):
+def _best_form(known_good: Sequence[Mapping[str, str]], calls: "_Calls") -> str | None:
+    """The form in which the right answers of these rows score best; of equals the first."""
+    best, best_mean = None, -math.inf
+    for form in dict.fromkeys(form for responses in known_good for form in responses):
+        scores = calls.scores([(i, texts[form]) for i, texts in enumerate(known_good) if form in texts])
+        if mean(scores) > best_mean:
+            best, best_mean = form, mean(scores)
+        if best_mean >= 1:
+            break
+    return best
+
+
+class _Calls:
+    """Calls of a function in a trial. A text is scored a second time only for another row."""
+
+    def __init__(
+        self,
+        function: RawRewardFn,
+        rows: Sequence[TrialRow],
+        found: Trial,
+        is_batch: bool,
+        timeout_s: float,
+        seconds: float,
+        reward_kwargs: Mapping[str, Any] | None,
+    ):
+        self.function, self.rows, self.found = function, rows, found
+        self.is_batch, self.timeout_s, self.seconds, self.reward_kwargs = is_batch, timeout_s, seconds, reward_kwargs
         self.begin = time.monotonic()
         self.known: dict[tuple[int, str], float] = {}
-
-    def run(self) -> None:
-        if not self.rows:
-            return
-        begin = time.monotonic()
-        self.scores([(0, KNOWN_BAD[-1])])  # by itself: it tells how long a call takes, and may import what it needs
-        if time.monotonic() - begin > self.seconds:
-            self.scores([(0, KNOWN_BAD[0])])
-        known_good = [known_good_responses(row.ground_truth, row.extra_info) for row in self.rows]
-        form = self._best_form(known_good[:_TRIED])
-        last: tuple[str, str] | None = None
-        for i, (row, responses) in enumerate(zip(self.rows, known_good, strict=True)):
-            right, truth = responses.get(form) if form else None, repr(row.ground_truth)
-            texts = [*KNOWN_BAD, *(UNRELATED if form is None else ()), *([right] if right is not None else [])]
-            swapped = last[1] if right is not None and last is not None and last[0] != truth else None
-            scores = self.scores([(i, text) for text in [*texts, *([swapped] if swapped is not None else [])]])
-            self._note(row, right, scores, swapped is not None)
-            self.found.form, self.found.tried = form, i + 1
-            last = (truth, right) if right is not None else last
-
-    def _note(self, row: TrialRow, right: str | None, scores: list[float], has_swapped: bool) -> None:
-        self.found.known_bad += scores[: len(KNOWN_BAD)]
-        rest = scores[len(KNOWN_BAD) :]
-        if has_swapped:
-            self.found.other.append(rest.pop())
-        if right is None:
-            self.found.unrelated += rest
-            return
-        self.found.known_good.append(rest[-1])
-        if rest[-1] < HIGH:
-            self.found.low_known_good.append(f"{row.where}: {rest[-1]:g} for {excerpt(right, 120)}")
-
-    def _best_form(self, known_good: Sequence[Mapping[str, str]]) -> str | None:
-        """The form in which the right answers of these rows score best; of equals the first."""
-        best, best_mean = None, -math.inf
-        for form in dict.fromkeys(form for responses in known_good for form in responses):
-            scores = self.scores([(i, texts[form]) for i, texts in enumerate(known_good) if form in texts])
-            if mean(scores) > best_mean:
-                best, best_mean = form, mean(scores)
-            if best_mean >= 1:
-                break
-        return best
 
     def scores(self, requests: Sequence[tuple[int, str]]) -> list[float]:
         """Scores of responses to rows.
@@ -292,34 +292,30 @@ class _Trying:
             _Over: there is none of one of them.
         """
         new = [one for one in dict.fromkeys(requests) if one not in self.known]
-        if self.found.calls and new and time.monotonic() - self.begin > self.seconds:
+        is_first = not self.found.calls
+        if not is_first and new and time.monotonic() - self.begin > self.seconds:
             self.found.is_cut = True
             raise _Over
-        samples = [self._sample(self.rows[i], text) for i, text in new]
+        rows = [self.rows[i] for i, _ in new]
+        samples = [
+            Sample(row.data_source, text, row.ground_truth, {"num_turns": None, **row.extra_info})
+            for row, (_, text) in zip(rows, new, strict=True)
+        ]
+        timeout_s = max(self.timeout_s, FIRST_S) if is_first else self.timeout_s
         outcomes = call(
-            self.function,
-            samples,
-            is_batch=self.is_batch,
-            timeout_s=self.timeout_s if self.found.calls else max(self.timeout_s, FIRST_S),
-            reward_kwargs=self.reward_kwargs,
+            self.function, samples, is_batch=self.is_batch, timeout_s=timeout_s, reward_kwargs=self.reward_kwargs
         )
-        if not self.found.calls:
+        if is_first:
             self.begin = time.monotonic()
         self.found.calls += sum(not isinstance(outcome, NotCalled) for outcome in outcomes)
-        for one, outcome in zip(new, outcomes, strict=True):
+        for row, sample, outcome in zip(rows, samples, outcomes, strict=True):
             if isinstance(outcome, Failure):
-                self._fail(self.rows[one[0]], one[1], outcome)
-        self.known |= {one: outcome.score for one, outcome in zip(new, outcomes, strict=True)}
+                cause = outcome.cause.splitlines()[0]
+                is_unknown = outcome.kind is Outcome.RAISED and "UnknownDataSource" in cause.partition(":")[0]
+                self.found.has_no_scorer = is_built_in(self.function) and is_unknown
+                self.found.kind, self.found.error = outcome.kind, f"{row.where}: {cause} [{outcome.kind.value}]"
+                self.found.story = story_of(self.function, sample, row.where, outcome)
+                raise _Over
+        # after a failure none is made: those that are left have scores
+        self.known |= {one: o.score for one, o in zip(new, outcomes, strict=True) if isinstance(o, Scored)}
         return [self.known[one] for one in requests]
-
-    def _sample(self, row: TrialRow, text: str) -> Sample:
-        return Sample(row.data_source, text, row.ground_truth, {"num_turns": None, **row.extra_info})
-
-    def _fail(self, row: TrialRow, text: str, failure: Failure) -> None:
-        cause = failure.cause.splitlines()[0]
-        is_unknown = failure.kind is Outcome.RAISED and "UnknownDataSource" in cause.partition(":")[0]
-        self.found.has_no_scorer = is_built_in(self.function) and is_unknown
-        self.found.kind = failure.kind
-        self.found.error = f"{row.where}: {cause} [{failure.kind.value}]"
-        self.found.story = story_of(self.function, self._sample(row, text), row.where, failure)
-        raise _Over

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from verl.checkpoint.rows_file import load_rows, read_facts, save_rows
+from verl.checkpoint.rows_file import load_rows, read_metadata, save_rows
 from verl.config.base import plain
 from verl.config.ppo import PPOConfig
 from verl.protocol import DataProto
@@ -121,7 +121,7 @@ class RolloutCache:
         if "other" in self.has_said:
             return
         for path in sorted(self.folder.glob(f"step{key['step']}-*.safetensors")):
-            other = read_facts(path)
+            other = read_metadata(path)
             changed = list(_differences(other, key))
             if any(text.startswith("sampling.do_sample ") for text in changed):
                 continue  # the greedy responses of ReMax next to the sampled ones

@@ -17,9 +17,8 @@ from verl.algorithms.aggregate import agg_loss
 from verl.algorithms.kl import get_kl_controller
 from verl.algorithms.resample import resample_rows
 from verl.batch.partition import PARTITION_PLAN
-from verl.checkpoint import remote as remote_checkpoints
 from verl.checkpoint import run_state as checkpoint
-from verl.checkpoint.remote import RunCheckpoints, saved_groups
+from verl.checkpoint.run_state import RunCheckpoints, saved_groups
 from verl.config.unused_options import check_unused_options
 from verl.data.loader import build_dataset, build_train_loader, build_val_loader
 from verl.protocol import DataProto
@@ -646,7 +645,7 @@ class RayPPOTrainer(RecipeNames):
 
     def load_checkpoint(self) -> None:
         """Continue where ``trainer.resume_mode`` says, at the same prompt, weights and random numbers."""
-        folder = remote_checkpoints.folder_to_resume(self.config.trainer)
+        folder = checkpoint.folder_to_resume(self.config.trainer)
         if folder is None:
             return
         folder = folder.absolute()
