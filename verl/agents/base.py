@@ -4,6 +4,7 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from verl.utils.import_utils import load_class_from_fqn, load_extern_type, load_module_from_file
@@ -41,8 +42,13 @@ class AgentLoopOutput:
     multi_modal_data: Mapping[str, Any] | None = None
     """Images in the prompt: the row's own. Images that are added while a loop runs are not supported."""
 
+    @property
+    def seconds(self) -> Mapping[str, float]:
+        """``metrics`` as a mapping."""
+        return vars(self.metrics) if isinstance(self.metrics, AgentLoopMetrics) else self.metrics
+
     def __post_init__(self):
-        self.metrics = vars(self.metrics) if isinstance(self.metrics, AgentLoopMetrics) else self.metrics
+        self.metrics = self.seconds
         for name in ("response_mask", "response_logprobs"):
             values = getattr(self, name)
             if values is not None and len(values) != len(self.response_ids):
@@ -86,8 +92,7 @@ class AgentLoopBase(ABC):
     @classmethod
     def init_class(cls, config: Any, tokenizer: Any, processor: Any, **kwargs: Any) -> None:
         """Prepare what all rows share. Called for every row: check ``_class_initialized`` to act once."""
-        if not cls._class_initialized:
-            cls._class_initialized = True
+        cls._class_initialized = True
 
     @abstractmethod
     async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput:
@@ -153,14 +158,7 @@ def load_agent_loops(path: str) -> None:
         cls = load_extern_type(file, target) if file else load_class_from_fqn(target, "_target_")
         if not (isinstance(cls, type) and issubclass(cls, AgentLoopBase)):
             raise TypeError(f"{path}: {target} of agent loop {name!r} is no subclass of verl.agents.AgentLoopBase.")
-        _LOOPS[name] = _with_options(cls, options)
-
-
-def _with_options(cls: type[AgentLoopBase], options: Mapping[str, Any]) -> Callable[..., AgentLoopBase]:
-    def make(**kwargs: Any) -> AgentLoopBase:
-        return cls(**kwargs, **options)
-
-    return make
+        _LOOPS[name] = partial(cls, **options)
 
 
 # -- One prompt, one response ----------------------------------------------------------------------------------------

@@ -5,17 +5,15 @@ columns.
 """
 
 import asyncio
-import dataclasses
 import json
 import os
 import secrets
 import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +44,10 @@ def assemble_outputs(
     Raises:
         ValueError: only some of the outputs have log-probs, or rewards, or a further field.
     """
-    outputs = [output if output.response_ids else _with_a_token(output, pad_token_id) for output in outputs]
     has_log_probs = _all_or_none(outputs, "response_logprobs")
+    log_probs = [0.0] if has_log_probs else None
+    padding: dict[str, Any] = {"response_ids": [pad_token_id], "response_mask": [0], "response_logprobs": log_probs}
+    outputs = [output if output.response_ids else replace(output, **padding) for output in outputs]
     completions = [
         Completion(list(o.response_ids), list(o.response_logprobs) if has_log_probs else None, "stop") for o in outputs
     ]
@@ -62,8 +62,20 @@ def assemble_outputs(
     masks = [value for output in outputs for value in output.response_mask]
     batch.put("response_mask", responses.like(torch.tensor(masks, dtype=torch.int64)))
     if _all_or_none(outputs, "reward_score"):
-        batch.put("rm_scores", responses.like(_rewards_on_last_tokens(outputs)))
-    batch.non_tensor_batch = _object_columns(outputs)
+        rewards: list[float] = []
+        for output in outputs:
+            row = [0.0] * len(output.response_ids)
+            sampled = [place for place, is_own in enumerate(output.response_mask) if is_own]
+            row[sampled[-1] if sampled else -1] = float(output.reward_score)
+            rewards += row
+        batch.put("rm_scores", responses.like(torch.tensor(rewards, dtype=torch.float32)))
+    columns = {"__num_turns__": np.array([output.num_turns for output in outputs], dtype=np.int32)}
+    for name in outputs[0].extra_fields if outputs else ():
+        if any(name not in output.extra_fields for output in outputs):
+            raise ValueError(f"AgentLoopOutput.extra_fields: {name!r} is missing in some rows; give it in all.")
+        columns[name] = np.empty(len(outputs), dtype=object)  # numpy would make a matrix of lists of one length
+        columns[name][:] = [output.extra_fields[name] for output in outputs]
+    batch.non_tensor_batch = columns
     return batch
 
 
@@ -86,10 +98,9 @@ def check_images(output: AgentLoopOutput, row: Mapping[str, Any]) -> None:
 
 def spread(outputs: Sequence[AgentLoopOutput]) -> dict[str, float]:
     """Seconds by name over the rows: ``agent_loop/{name}/{min,max,mean}``."""
-    names = dict.fromkeys(name for output in outputs for name in output.metrics)
     metrics: dict[str, float] = {}
-    for name in names:
-        seconds = [float(output.metrics.get(name, 0.0)) for output in outputs]
+    for name in dict.fromkeys(name for output in outputs for name in output.seconds):
+        seconds = [float(output.seconds.get(name, 0.0)) for output in outputs]
         for kind, number in (("min", min(seconds)), ("max", max(seconds)), ("mean", sum(seconds) / len(seconds))):
             metrics[f"agent_loop/{name}/{kind}"] = number
     return metrics
@@ -123,31 +134,6 @@ def _with_prompts_of(prompts: DataProto, outputs: Sequence[AgentLoopOutput]) -> 
     ids = np.empty(len(outputs), dtype=object)
     ids[:] = prompt_ids
     return DataProto(non_tensor_batch={"raw_prompt_ids": ids})
-
-
-def _with_a_token(output: AgentLoopOutput, pad_token_id: int) -> AgentLoopOutput:
-    log_probs = None if output.response_logprobs is None else [0.0]
-    return replace(output, response_ids=[pad_token_id], response_mask=[0], response_logprobs=log_probs)
-
-
-def _rewards_on_last_tokens(outputs: Sequence[AgentLoopOutput]) -> torch.Tensor:
-    rewards = []
-    for output in outputs:
-        row = [0.0] * len(output.response_ids)
-        sampled = [place for place, is_own in enumerate(output.response_mask) if is_own]
-        row[sampled[-1] if sampled else -1] = float(output.reward_score)
-        rewards += row
-    return torch.tensor(rewards, dtype=torch.float32)
-
-
-def _object_columns(outputs: Sequence[AgentLoopOutput]) -> dict[str, np.ndarray]:
-    columns = {"__num_turns__": np.array([output.num_turns for output in outputs], dtype=np.int32)}
-    for name in outputs[0].extra_fields if outputs else ():
-        if any(name not in output.extra_fields for output in outputs):
-            raise ValueError(f"AgentLoopOutput.extra_fields: {name!r} is missing in some rows; give it in all.")
-        columns[name] = np.empty(len(outputs), dtype=object)
-        columns[name][:] = [output.extra_fields[name] for output in outputs]
-    return columns
 
 
 # -- The rollout servers as one row's agent loop sees them -----------------------------------------------------------
@@ -190,7 +176,8 @@ class AsyncLLMServerManager:
         seed = self._seed if self._calls == 0 else derive_seed(self._seed, "turn", self._calls)
         self._calls += 1
         media = {"image": list(image_data)} if image_data else None
-        request = Request(tuple(prompt_ids), as_sampling(sampling_params), seed, media)
+        sampling = sampling_from_json({_OTHER_NAMES.get(name, name): value for name, value in sampling_params.items()})
+        request = Request(tuple(prompt_ids), sampling, seed, media)
         start = time.perf_counter()
         try:
             self.last = await self._client.generate(
@@ -199,16 +186,6 @@ class AsyncLLMServerManager:
             return self.last
         finally:
             self.seconds += time.perf_counter() - start
-
-
-def as_fields(sampling: SamplingParams) -> dict[str, Any]:
-    """Sampling parameters as a dict that may be changed."""
-    return {field.name: getattr(sampling, field.name) for field in dataclasses.fields(sampling)}
-
-
-def as_sampling(fields: Mapping[str, Any]) -> SamplingParams:
-    """The inverse; ``logprobs`` and ``max_new_tokens`` are understood too."""
-    return sampling_from_json({_OTHER_NAMES.get(name, name): value for name, value in fields.items()})
 
 
 SERVERS_FILE = "rollout_servers.json"
@@ -282,7 +259,13 @@ class AgentLoopManager:
             RolloutServerError: a server does not answer.
             RuntimeError: an agent loop raised; names the row.
         """
-        rows, seeds, sampling = rows_of(prompts), self._seeds(prompts), self._sampling(prompts)
+        rows, sampling = rows_of(prompts), self._sampling(prompts)
+        if "seeds" in prompts.keys():
+            seeds = prompts.column("seeds").tolist()
+        else:
+            self._unseeded_calls += 1
+            step, count = prompts.meta_info.get("global_steps", 0), self._unseeded_calls
+            seeds = [derive_seed(self.config.trainer.seed, "unseeded", step, count, i) for i in range(len(rows))]
         outputs, timing = self._serve(lambda: self._all_rows(rows, seeds, sampling))
         return self.to_batch(prompts, outputs, timing)
 
@@ -299,8 +282,10 @@ class AgentLoopManager:
         rows, sampling = rows_of(prompts), self._sampling(prompts)
 
         async def work() -> Any:
+            async def run(row: int, seed: int, client: Any) -> AgentLoopOutput:
+                return await self._row(row, rows[row], seed, sampling, client)
+
             states = await self.client.health()
-            run = partial(self._sample, rows=rows, sampling=sampling)
             return await generate(self.client, states[0]["version"], run)
 
         return self._serve(work)
@@ -329,13 +314,6 @@ class AgentLoopManager:
         metadata = prompts.meta_info
         return self.worker_group.sampling_of(bool(metadata.get("validate")), metadata.get("do_sample", True))
 
-    def _seeds(self, prompts: DataProto) -> list[int]:
-        if "seeds" in prompts.keys():
-            return prompts.column("seeds").tolist()
-        self._unseeded_calls += 1
-        place = (self.config.trainer.seed, "unseeded", prompts.meta_info.get("global_steps", 0), self._unseeded_calls)
-        return [derive_seed(*place, i) for i in range(len(prompts))]
-
     async def _all_rows(
         self, rows: Sequence[dict[str, Any]], seeds: Sequence[int], sampling: SamplingParams
     ) -> list[AgentLoopOutput]:
@@ -351,11 +329,6 @@ class AgentLoopManager:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _sample(
-        self, row: int, seed: int, client: Any, *, rows: Sequence[dict[str, Any]], sampling: SamplingParams
-    ) -> AgentLoopOutput:
-        return await self._row(row, rows[row], seed, sampling, client)
-
     async def _row(
         self, number: int, row: dict[str, Any], seed: int, sampling: SamplingParams, client: Any = None
     ) -> AgentLoopOutput:
@@ -368,7 +341,10 @@ class AgentLoopManager:
                 tokenizer=self.tokenizer,
                 processor=self.processor,
             )
-            output = await loop.run(as_fields(sampling), **row)
+            # a dict of the row's own: loops change it; not `asdict`, which would copy what stands in the fields too
+            output = await loop.run(
+                {name: getattr(sampling, name) for name in SamplingParams.__dataclass_fields__}, **row
+            )
             check_images(output, row)
         except (RolloutServerError, asyncio.CancelledError):
             raise
@@ -382,7 +358,7 @@ class AgentLoopManager:
             "rollout_seconds": servers.seconds,
         }
         output.extra_fields = {**measured, **output.extra_fields}
-        output.metrics = {"generate_sequences": servers.seconds, **output.metrics}
+        output.metrics = {"generate_sequences": servers.seconds, **output.seconds}
         return output
 
     # -- watching the workers ------------------------------------------------------------------------------------------
@@ -400,7 +376,9 @@ class AgentLoopManager:
             self._check_workers()  # a dead worker is the cause of a broken connection
             raise
         except Exception:
-            self._stop_serving(future)
+            wait([future], 5.0)
+            with suppress(WorkerGroupError):  # if the workers can still be reached
+                self.worker_group.stop_serving()
             raise
         finally:
             future.cancel()
@@ -415,12 +393,6 @@ class AgentLoopManager:
                     f"than trainer.worker_timeout={limit}, with {state['running']} requests running. Look at its "
                     "stderr; raise the limit if a step is just slow."
                 )
-
-    def _stop_serving(self, future: Future) -> None:
-        """Stop serving after a failure, if the workers can still be reached."""
-        wait([future], 5.0)
-        with suppress(WorkerGroupError):
-            self.worker_group.stop_serving()
 
     def close(self) -> None:
         """Stop the servers and the event loop. May be called twice, and with dead workers."""
@@ -437,7 +409,7 @@ class AgentLoopManager:
 
 def rows_of(prompts: DataProto) -> list[dict[str, Any]]:
     """The object columns of each row, with ``raw_prompt_ids``."""
-    columns = dict(prompts.non_tensor_batch)
+    columns: dict[str, Any] = dict(prompts.non_tensor_batch)
     if "raw_prompt_ids" not in columns:
         columns["raw_prompt_ids"] = [row.tolist() for row in prompts.ragged("input_ids").rows()]
     return [{name: values[i] for name, values in columns.items()} for i in range(len(prompts))]

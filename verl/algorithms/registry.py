@@ -110,7 +110,7 @@ class Registry(MutableMapping[str, T]):
         """
         name = _plain(name)
         if self.check is not None and name not in self._entries and _FILE.search(str(name)):
-            return load_user_function(self.key, name, self.check)
+            return load_user_function(self.key, str(name), self.check)
         if name not in self._entries:
             near = difflib.get_close_matches(str(name), self._entries, n=1)
             raise UnknownName(

@@ -71,8 +71,8 @@ def _local_folder_to_resume(config: TrainerConfig) -> Path | None:
     if config.resume_mode == "disable":
         return None
     if config.resume_mode == "auto":
-        folder = find_latest_ckpt_path(config.default_local_dir)
-        return None if folder is None else Path(folder)
+        newest = find_latest_ckpt_path(config.default_local_dir)
+        return None if newest is None else Path(newest)
     path = config.resume_from_path
     if not path:
         raise ValueError(

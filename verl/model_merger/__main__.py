@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None, operation: str | None = None) -
         arguments: the words; None: those of this process.
         operation: ``merge`` or ``test``. None: the first of the words.
     """
-    options = (parser() if operation is None else command_parser(operation)).parse_args(arguments)
+    options = parser(operation).parse_args(arguments)
     options.operation = operation or options.operation
     if options.backend not in BACKENDS:
         raise ValueError(
@@ -93,8 +93,8 @@ def find_checkpoint(run: str, role: str = "actor", step: int | None = None) -> t
         way_out = "Set trainer.save_freq, or name another folder" if role == "actor" else "Use --role actor"
         raise ValueError(f"{run} has no checkpoint of the {role}: no global_step_N/{role} is in it. {way_out}")
     tracker = root / "latest_checkpointed_iteration.txt"
-    said = tracker.read_text().strip() if tracker.exists() else ""
-    complete = int(said) if said.isdigit() and folder == root else max(steps)  # a newer one is still being written
+    newest = tracker.read_text().strip() if tracker.exists() else ""
+    complete = int(newest) if newest.isdigit() and folder == root else max(steps)  # a newer one is still being written
     chosen = step if step is not None else max((number for number in steps if number <= complete), default=max(steps))
     name = f"merged_step_{chosen}" if role == "actor" else f"merged_{role}_step_{chosen}"
     return str(steps[chosen] / role), str(root / name)
@@ -105,26 +105,17 @@ def _step_of(folder: Path) -> int:
     return int(match[1]) if match else -1
 
 
-def parser() -> argparse.ArgumentParser:
-    """The words after ``python -m verl.model_merger``."""
-    top = argparse.ArgumentParser(
-        prog="python -m verl.model_merger", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def parser(operation: str | None = None) -> argparse.ArgumentParser:
+    """The words after ``verl merge`` or ``verl merge test``; None: those after ``python -m verl.model_merger``."""
+    prog = {None: "python -m verl.model_merger", "merge": "verl merge"}.get(operation, f"verl merge {operation}")
+    top = argparse.ArgumentParser(prog=prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    if operation is not None:
+        _add_options(top, operation)
+        return top
     commands = top.add_subparsers(dest="operation", required=True)
     _add_options(commands.add_parser("merge", help="write a Hugging Face folder"), "merge")
     _add_options(commands.add_parser("test", help="compare with a Hugging Face folder"), "test")
     return top
-
-
-def command_parser(operation: str) -> argparse.ArgumentParser:
-    """The words after ``verl merge`` or ``verl merge test``."""
-    one = argparse.ArgumentParser(
-        prog="verl merge" if operation == "merge" else f"verl merge {operation}",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    _add_options(one, operation)
-    return one
 
 
 def _add_options(one: argparse.ArgumentParser, operation: str) -> None:

@@ -9,7 +9,7 @@ import json
 import os
 import shutil
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -68,24 +68,24 @@ class Source:
             )
         return cls(folder, model_dir, has_own_base=bool(hf_model_path), **options)
 
+    def config(self) -> Any:
+        """The model's Hugging Face config."""
+        return load_config(ModelSpec(self.model_dir, trust_remote_code=self.trust_remote_code))
+
     def spec(self, path: str | None = None, lora: LoRASpec | None = None) -> ModelSpec:
         """Return the spec of the checkpoint's model."""
+        architecture = (getattr(self.config(), "architectures", None) or [""])[0]
         return ModelSpec(
             path or self.model_dir,
-            "value" if self._has_value_head() else "lm",
+            "value" if self.is_value_model or architecture.endswith("ForTokenClassification") else "lm",
             trust_remote_code=self.trust_remote_code,
             gradient_checkpointing=False,
             lora=lora,
         )
 
-    def _has_value_head(self) -> bool:
-        config = load_config(ModelSpec(self.model_dir, trust_remote_code=self.trust_remote_code))
-        architectures = getattr(config, "architectures", None) or [""]
-        return self.is_value_model or architectures[0].endswith("ForTokenClassification")
-
     def source_dtype(self) -> torch.dtype:
         """Return the precision in the config."""
-        config = load_config(ModelSpec(self.model_dir, trust_remote_code=self.trust_remote_code))
+        config = self.config()
         return getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None) or torch.float32
 
 
@@ -129,7 +129,13 @@ def _with_adapter(source: Source, saved: Mapping[str, Tensor]) -> tuple[nn.Modul
     """Load the base model and the saved adapter into it: the checkpoint holds only trained weights."""
     from verl.models.lora import merge_adapter
 
-    adapter = _adapter_config(source)
+    path = source.local_dir / "lora_adapter" / "adapter_config.json"
+    if not path.exists():
+        raise ValueError(
+            f"{source.local_dir} holds an adapter, and {path} does not exist: without rank, alpha and base model it "
+            f"cannot be merged. Bring the checkpoint's lora_adapter/ back"
+        )
+    adapter = json.loads(path.read_text())
     lora = LoRASpec(adapter["r"], adapter["lora_alpha"], tuple(adapter["target_modules"]))
     base = source.model_dir if source.has_own_base else adapter["base_model_name_or_path"]
     model = load_model(source.spec(base, lora))
@@ -140,16 +146,6 @@ def _with_adapter(source: Source, saved: Mapping[str, Tensor]) -> tuple[nn.Modul
     duplicates = tied_duplicates(model)
     state = ((name, tensor) for name, tensor in model.state_dict().items() if name not in duplicates)
     return model, merge_adapter(model, state)
-
-
-def _adapter_config(source: Source) -> dict[str, Any]:
-    path = source.local_dir / "lora_adapter" / "adapter_config.json"
-    if not path.exists():
-        raise ValueError(
-            f"{source.local_dir} holds an adapter, and {path} does not exist: without rank, alpha and base model it "
-            f"cannot be merged. Bring the checkpoint's lora_adapter/ back"
-        )
-    return json.loads(path.read_text())
 
 
 # -- Write merged weights as a Hugging Face folder and verify it; compare folders; upload to the hub -----------------
@@ -166,7 +162,7 @@ class TensorInfo(NamedTuple):
 def tensor_info(tensor: Tensor) -> TensorInfo:
     """Return shape, dtype and CRC-32 of a tensor."""
     raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    return TensorInfo(tuple(tensor.shape), tensor.dtype, zlib.crc32(raw.numpy()))
+    return TensorInfo(tuple(tensor.shape), tensor.dtype, zlib.crc32(raw.numpy().data))
 
 
 def merge(source: Source, target_dir: str | os.PathLike, dtype: torch.dtype | None = None) -> dict[str, TensorInfo]:
@@ -187,7 +183,14 @@ def merge(source: Source, target_dir: str | os.PathLike, dtype: torch.dtype | No
     staged.mkdir(parents=True)
     _copy_config(Path(source.model_dir), staged, dtype)
     written: dict[str, TensorInfo] = {}
-    write_safetensors(_recorded(merged_weights(source, dtype), written), staged)
+
+    def recorded() -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in merged_weights(source, dtype):
+            assert name not in written, f"{name} comes twice"
+            written[name] = tensor_info(tensor)
+            yield name, tensor
+
+    write_safetensors(recorded(), staged)
     _check(staged, written)
     adapter = source.local_dir / "lora_adapter"
     if adapter.is_dir():
@@ -205,13 +208,6 @@ def _copy_config(model_dir: Path, folder: Path, dtype: torch.dtype) -> None:
     config.pop("torch_dtype", None)
     config["dtype"] = str(dtype).removeprefix("torch.")
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-
-
-def _recorded(named: Iterable[tuple[str, Tensor]], written: dict[str, TensorInfo]) -> Iterator[tuple[str, Tensor]]:
-    for name, tensor in named:
-        assert name not in written, f"{name} comes twice"
-        written[name] = tensor_info(tensor)
-        yield name, tensor
 
 
 def _check(folder: Path, written: dict[str, TensorInfo]) -> None:

@@ -178,7 +178,7 @@ class PPOLoss:
         values = (old, out.log_probs, micro["advantages"], mask, mode, self.config)
         if self.arguments:
             named = dict(zip(LOSS_ARGUMENTS, values, strict=True))
-            arguments = {name: named[name] for name in self.arguments}
+            arguments: dict[str, Any] = {name: named[name] for name in self.arguments}
             arguments |= {name: micro[name] for name in self.extra_columns if name in micro}
             if self.weighs_responses:
                 arguments["rollout_is_weights"] = arguments.get("rollout_is_weights", 1) * micro["response_weights"]
