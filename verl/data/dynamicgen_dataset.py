@@ -16,7 +16,7 @@ import torch
 
 from verl.data.readers import table_in_memory
 from verl.data.rl_dataset import RLHFDataset
-from verl.data.table import RowTable
+from verl.data.table import RowTable, leave_out
 from verl.utils.import_utils import load_extern_type
 
 
@@ -70,7 +70,7 @@ class DynamicGenDataset(RLHFDataset):
         new, old = RowTable([table], [f"rows generated after {len(self._added)} others"]), self.dataframe
         if self._reads_prompt_column():
             new.require(self.prompt_key, self._prompt_option())
-        new = self._leave_out(new, self._unusable_rows(new))
+        new = leave_out(new, self._unusable_rows(new), self.bad_rows)
         if self.filter_overlong_prompts:
             new = new.select(np.flatnonzero(self.lengths_of(new) <= self.max_prompt_length))
         self.dataframe, self._token_ids = RowTable.joined([old, new]), None

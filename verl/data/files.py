@@ -13,8 +13,7 @@ import logging
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
@@ -24,7 +23,6 @@ import pyarrow as pa
 
 from verl.data.readers import (
     IN_MEMORY,
-    Record,
     csv_records,
     json_records,
     mapped_copy,
@@ -236,46 +234,35 @@ def _relative(path: str) -> str:
 
 # text -------------------------------------------------------------------------------------------------------------
 def _read_text(path: str, suffix: str, cache_dir: str, bad_rows: BadRows, name: str, first: int | None) -> FileTable:
-    records = partial(csv_records, path) if suffix == ".csv" else partial(json_records, path, suffix)
-    reading = _Reading(name, FORMATS[suffix], records, bad_rows)
-    if first is not None:
-        return reading.result(table_in_memory(islice(reading.rows(), first)))
-    if os.path.getsize(path) <= IN_MEMORY:
-        return reading.result(table_in_memory(reading.rows()))
-    return reading.result(mapped_copy(path, cache_dir, lambda target: write_arrow(reading.rows(), target), bad_rows))
+    skipped: list[tuple[int, BadRow]] = []
+    was_read = False
 
-
-class _Reading:
-    """Records of one file split into rows and bad records, which are refused or skipped."""
-
-    def __init__(self, path: str, kind: str, records: Callable[[], Iterator[Record]], bad_rows: BadRows):
-        self.path, self.kind, self.records, self.bad_rows = path, kind, records, bad_rows
-        self.skipped: list[tuple[int, BadRow]] = []
-        self.was_read = False
-
-    def rows(self) -> Iterator[dict[str, Any]]:
-        self.was_read = True
-        for number, record in enumerate(self.records()):
+    def rows() -> Iterator[dict[str, Any]]:
+        nonlocal was_read
+        was_read = True
+        for number, record in enumerate(csv_records(path) if suffix == ".csv" else json_records(path, suffix)):
             if record.row is not None:
                 yield record.row
-            elif self.bad_rows == "skip":
-                why = f"line {record.line}: {record.why}"
-                self.skipped.append((number, BadRow(f"{self.path}, row {number}", why)))
+            elif bad_rows == "skip":
+                skipped.append((number, BadRow(f"{name}, row {number}", f"line {record.line}: {record.why}")))
             else:
                 raise DataError(
-                    f"{self.path} cannot be read as {self.kind}: line {record.line} (row {number}): {record.why}. "
+                    f"{name} cannot be read as {FORMATS[suffix]}: line {record.line} (row {number}): {record.why}. "
                     "Correct the line, or set data.bad_rows=skip to leave such rows out."
                 )
 
-    def result(self, table: pa.Table) -> FileTable:
-        if not self.was_read:  # the mapped copy existed; read once more to list the rows it skipped
-            for _ in self.rows() if self.bad_rows == "skip" else ():
+    if first is not None or os.path.getsize(path) <= IN_MEMORY:
+        table = table_in_memory(islice(rows(), first))
+    else:
+        table = mapped_copy(path, cache_dir, lambda target: write_arrow(rows(), target), bad_rows)
+        if bad_rows == "skip" and not was_read:  # the copy existed; read once more to list the rows it skipped
+            for _ in rows():
                 pass
-        if not self.skipped:
-            return FileTable(table, self.path)
-        left_out = [number for number, _ in self.skipped]
-        numbers = np.delete(np.arange(table.num_rows + len(left_out)), left_out)
-        return FileTable(table, self.path, numbers, tuple(row for _, row in self.skipped))
+    if not skipped:
+        return FileTable(table, name)
+    left_out = [number for number, _ in skipped]
+    numbers = np.delete(np.arange(table.num_rows + len(left_out)), left_out)
+    return FileTable(table, name, numbers, tuple(row for _, row in skipped))
 
 
 # the hub ----------------------------------------------------------------------------------------------------------
@@ -344,7 +331,8 @@ def in_domains(table: RowTable, domains: Mapping[str, Sequence[str]], key: str) 
     Raises:
         DataError: no row belongs to a domain.
     """
-    tables, numbers, left_out = [], [], Counter()
+    tables, numbers = [], []
+    left_out: Counter[str] = Counter()
     start = 0
     for file, known in zip(table.tables, table.row_numbers, strict=True):
         block = range(start, start + file.num_rows)

@@ -11,7 +11,7 @@ import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from torch.utils.data import BatchSampler, Dataset, Sampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from verl.data.rl_dataset import DataError, RLHFDataset, collate_fn
-from verl.data.table import refuse
+from verl.data.table import leave_out
 from verl.utils.import_utils import load_extern_type
 
 
@@ -107,7 +107,7 @@ class MixtureSampler(Sampler[int]):
         seed: of the orders within sources; None: the order of the files.
     """
 
-    def __init__(self, rows: Mapping[str, Sequence[int]], shares: Mapping[str, float], seed: int | None):
+    def __init__(self, rows: Mapping[str, Sequence[int] | np.ndarray], shares: Mapping[str, float], seed: int | None):
         self.names = sorted(name for name in rows if shares[name] > 0)
         self.rows = [np.asarray(rows[name], dtype=np.int64) for name in self.names]
         self.shares = [float(shares[name]) for name in self.names]
@@ -160,10 +160,26 @@ def _permutation(rows: int, seed: int, *turn: int) -> list[int]:
     return torch.randperm(rows, generator=torch.Generator().manual_seed(state)).tolist()
 
 
+class PromptDataset(Protocol):
+    """Dataset of prompts: any torch ``Dataset`` with a length."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, item: int) -> Mapping[str, Any]: ...
+
+
+class RowSampler(Protocol):
+    """Order of the rows of a dataset: any torch ``Sampler`` with a length."""
+
+    def __len__(self) -> int: ...
+
+    def __iter__(self) -> Iterator[int]: ...
+
+
 class SkippingBatchSampler(BatchSampler):
     """Batches of a sampler's rows, without the first ``skip_rows`` of the next epoch."""
 
-    def __init__(self, sampler: Sampler[int], batch_size: int, drop_last: bool):
+    def __init__(self, sampler: RowSampler, batch_size: int, drop_last: bool):
         super().__init__(sampler, batch_size, drop_last)
         self.skip_rows = 0
 
@@ -196,7 +212,7 @@ def build_dataset(
     processor: "ProcessorMixin | None" = None,
     is_train: bool = True,
     max_samples: int = -1,
-) -> Dataset:
+) -> PromptDataset:
     """Build the dataset over ``files``: :class:`RLHFDataset`, or the class of ``data.custom_cls.{path,name}``.
 
     Args:
@@ -208,51 +224,58 @@ def build_dataset(
             reaches them.
         TypeError: the user's class is not a torch Dataset.
     """
-    dataset_cls = _custom_class(config, "custom_cls", "path", "name") or RLHFDataset
-    if not (inspect.isclass(dataset_cls) and issubclass(dataset_cls, Dataset)):
-        raise TypeError(
-            f"data.custom_cls.name={config['custom_cls']['name']!r} of {config['custom_cls']['path']} is not a "
-            "subclass of torch.utils.data.Dataset; let it inherit from that or from "
-            "verl.data.rl_dataset.RLHFDataset."
-        )
-    if is_train and dataset_cls is RLHFDataset and (config.get("datagen", None) or {}).get("path", None):
+    dataset_cls = RLHFDataset
+    if config.get("custom_cls", None) and config["custom_cls"].get("path", None):
+        inherit = "torch.utils.data.Dataset; let it inherit from that or from verl.data.rl_dataset.RLHFDataset"
+        dataset_cls = _user_class(config["custom_cls"], "data.custom_cls", "path", "name", Dataset, inherit)
+    elif is_train and (config.get("datagen", None) or {}).get("path", None):
         from verl.data.dynamicgen_dataset import DynamicGenDataset
 
         dataset_cls = DynamicGenDataset
     key = "train_max_samples" if is_train else "val_max_samples"
     most = config.get(key, -1) if max_samples == -1 else max_samples
-    cap = {"max_samples": most} if most != -1 else {}
-    if cap and not _takes(dataset_cls, "max_samples"):
+    arguments = {} if most == -1 else {"max_samples": most}
+    parameters = inspect.signature(dataset_cls).parameters
+    takes_most = "max_samples" in parameters or any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+    if arguments and not takes_most:
         raise TypeError(
             f"data.{key}={most}: the class {dataset_cls.__name__} of data.custom_cls takes no max_samples. Let "
             "its __init__ take that argument, or leave the option at -1."
         )
-    dataset = dataset_cls(data_files=files, tokenizer=tokenizer, processor=processor, config=config, **cap)
-    if dataset_cls.__module__.startswith("verl.data."):
+    dataset = dataset_cls(data_files=files, tokenizer=tokenizer, processor=processor, config=config, **arguments)
+    if type(dataset).__module__.startswith("verl.data."):
         _check_columns(dataset, config)
         _check_prompts(dataset)
     return dataset
 
 
-def _takes(dataset_cls: type, name: str) -> bool:
-    parameters = inspect.signature(dataset_cls).parameters
-    return name in parameters or any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+def _user_class(section: Mapping[str, Any], key: str, path: str, name: str, base: type, inherit: str) -> Any:
+    """Load the class that a section of the configuration names.
+
+    Args:
+        path, name: keys of the section.
+
+    Raises:
+        TypeError: it is not a subclass of ``base``; ``inherit`` says what to inherit from.
+    """
+    found = load_extern_type(section[path], section[name])
+    if not (inspect.isclass(found) and issubclass(found, base)):
+        raise TypeError(f"{key}.{name}={section[name]!r} of {section[path]} is not a subclass of {inherit}.")
+    return found
 
 
-def build_sampler(config: Mapping[str, Any], dataset: Dataset, seed: int | None = None) -> Sampler[int]:
+def build_sampler(config: Mapping[str, Any], dataset: PromptDataset, seed: int | None = None) -> RowSampler:
     """Build the training order: ``data.sampler`` or ``data.mixture`` if set, else shuffled with ``data.shuffle``, else
     file order.
 
     Args:
         seed: used where ``data.seed`` is not set.
     """
-    sampler_cls = _custom_class(config, "sampler", "class_path", "class_name")
-    if sampler_cls is not None:
-        if not (inspect.isclass(sampler_cls) and issubclass(sampler_cls, AbstractSampler)):
-            raise TypeError(
-                f"data.sampler.class_name={config['sampler']['class_name']!r} is not a subclass of "
-                "verl.experimental.dataset.sampler.AbstractSampler; let it inherit from it."
-            )
+    if config.get("sampler", None) and config["sampler"].get("class_path", None):
+        inherit = "verl.experimental.dataset.sampler.AbstractSampler; let it inherit from it"
+        sampler_cls = _user_class(
+            config["sampler"], "data.sampler", "class_path", "class_name", AbstractSampler, inherit
+        )
         workers = config.get("dataloader_num_workers", 0)
         if issubclass(sampler_cls, AbstractCurriculumSampler) and workers:
             raise ValueError(
@@ -266,7 +289,7 @@ def build_sampler(config: Mapping[str, Any], dataset: Dataset, seed: int | None 
     return FileOrderSampler(dataset) if order_seed is None else ShuffleSampler(dataset, order_seed)
 
 
-def _rows_by_source(config: Mapping[str, Any], dataset: Dataset) -> dict[str, np.ndarray]:
+def _rows_by_source(config: Mapping[str, Any], dataset: PromptDataset) -> dict[str, np.ndarray]:
     """Return source -> its rows for the sources of ``data.mixture``, which must match those of the data."""
     key, shares = config.get("reward_fn_key", "data_source"), config["mixture"]
     table = getattr(dataset, "dataframe", None)
@@ -296,9 +319,9 @@ def _rows_by_source(config: Mapping[str, Any], dataset: Dataset) -> dict[str, np
 
 def build_train_loader(
     config: Mapping[str, Any],
-    dataset: Dataset,
+    dataset: PromptDataset,
     collate_fn: Callable | None = None,
-    sampler: Sampler[int] | None = None,
+    sampler: RowSampler | None = None,
     seed: int | None = None,
 ) -> "PromptLoader":
     """Build a loader of ``data.gen_batch_size`` or else ``data.train_batch_size`` prompts; drops a short last batch."""
@@ -314,7 +337,7 @@ def build_train_loader(
 
 
 def build_val_loader(
-    config: Mapping[str, Any], dataset: Dataset, collate_fn: Callable | None = None, seed: int | None = None
+    config: Mapping[str, Any], dataset: PromptDataset, collate_fn: Callable | None = None, seed: int | None = None
 ) -> "PromptLoader":
     """Build a loader of ``data.val_batch_size`` prompts, or all at once; no prompt is dropped."""
     if len(dataset) == 0:
@@ -335,8 +358,8 @@ class PromptLoader(StatefulDataLoader):
     def __init__(
         self,
         config: Mapping[str, Any],
-        dataset: Dataset,
-        sampler: Sampler[int],
+        dataset: PromptDataset,
+        sampler: RowSampler,
         batch_size: int,
         drop_last: bool,
         collate: Callable | None,
@@ -385,7 +408,8 @@ class PromptLoader(StatefulDataLoader):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the rows given out of this epoch, the sampler's state at its start, and the dataset's state."""
-        keeps_position = _keeps_position(self.sampler)
+        # a curriculum's state is of this moment and holds its position; that of others is of the epoch's start
+        keeps_position = isinstance(self.sampler, AbstractCurriculumSampler) and hasattr(self.sampler, "state_dict")
         grown = {"dataset": self.dataset.state_dict()} if hasattr(self.dataset, "state_dict") else {}
         return {
             **grown,
@@ -412,8 +436,10 @@ class PromptLoader(StatefulDataLoader):
                 "position has no meaning here. Use the data and filters of that run, or delete data.pt from the "
                 "checkpoint to start the data from its beginning."
             )
-        if state["sampler"] is not None:
-            _load_state(self.sampler, state["sampler"])
+        if state["sampler"] is not None and hasattr(self.sampler, "load_state_dict"):
+            self.sampler.load_state_dict(state["sampler"])
+        elif state["sampler"] is not None:
+            self.sampler.generator.set_state(state["sampler"]["generator"])
         elif isinstance(self.sampler, AbstractCurriculumSampler):
             logger.warning(
                 "%s has no state_dict: its order after resuming ignores the batches before.",
@@ -425,23 +451,12 @@ class PromptLoader(StatefulDataLoader):
             self.sampler.rows_of_epoch = self._epoch_rows  # rows added since are used from the next epoch on
 
 
-def _keeps_position(sampler: Sampler[int]) -> bool:
-    return isinstance(sampler, AbstractCurriculumSampler) and hasattr(sampler, "state_dict")
-
-
-def _state_of(sampler: Sampler[int]) -> Any:
+def _state_of(sampler: Any) -> Any:
     """Return a copy of the sampler's state, of torch's random sampler that of its generator, else ``None``."""
     if hasattr(sampler, "state_dict"):
         return dict(sampler.state_dict())
     generator = getattr(sampler, "generator", None)
     return {"generator": generator.get_state()} if isinstance(generator, torch.Generator) else None
-
-
-def _load_state(sampler: Sampler[int], state: Mapping[str, Any]) -> None:
-    if hasattr(sampler, "load_state_dict"):
-        sampler.load_state_dict(state)
-    else:
-        sampler.generator.set_state(state["generator"])
 
 
 def _start_worker(worker_id: int) -> None:
@@ -452,13 +467,6 @@ def _start_worker(worker_id: int) -> None:
 def _seed(config: Mapping[str, Any], seed: int | None) -> int:
     own = config.get("seed", None)
     return own if own is not None else _DEFAULT_SEED if seed is None else seed
-
-
-def _custom_class(config: Mapping[str, Any], section: str, path_key: str, name_key: str) -> Any:
-    custom = config.get(section, None)
-    if not custom or not custom.get(path_key, None):
-        return None
-    return load_extern_type(custom[path_key], custom[name_key])
 
 
 def _check_columns(dataset: RLHFDataset, config: Mapping[str, Any]) -> None:
@@ -479,7 +487,7 @@ def _check_prompts(dataset: RLHFDataset) -> None:
     """Render every prompt once before training, so that prompts the chat template refuses are reported now."""
     was_rendered = dataset.filter_overlong_prompts or dataset.bad_rows == "skip"
     if dataset.truncation != "error" and not was_rendered:
-        refuse(dataset.dataframe, dataset.find_unrenderable())
+        leave_out(dataset.dataframe, dataset.find_unrenderable())
     overlong = dataset.find_overlong() if dataset.truncation == "error" else []
     if overlong:
         examples = "; ".join(f"{where} has {length} tokens" for where, length in overlong[:5])

@@ -180,11 +180,11 @@ def csv_records(path: str) -> Iterator[Record]:
             while True:
                 line = reader.line_num + 1
                 try:
-                    cells = next(reader)
+                    values = next(reader)
                 except StopIteration:
                     return
-                if cells:
-                    yield _csv_row(cells, paths, line)
+                if values:
+                    yield _csv_row(values, paths, line)
         except csv.Error as error:
             raise DataError(
                 f"{path} cannot be read as CSV: line {line}: {error}. Cells with quotes, commas or line breaks stand "
@@ -199,7 +199,7 @@ def _check_header(header: list[str], path: str) -> None:
         problem = "has no header line" if not any(header) else "has a column without a name"
     elif twice or nested:
         problem = f"has the column {(twice or nested)[0]!r} twice"
-    elif not "".join(header).isascii() and any("\udc80" <= char <= "\udcff" for char in "".join(header)):
+    elif not _is_utf8("".join(header)):
         problem = "is not UTF-8"
     else:
         return
@@ -208,21 +208,26 @@ def _check_header(header: list[str], path: str) -> None:
     )
 
 
-def _csv_row(cells: list[str], paths: list[list[str]], line: int) -> Record:
-    if len(cells) != len(paths):
-        return Record(None, line, f"{len(cells)} cells where the header names {len(paths)} columns")
+def _csv_row(values: list[str], paths: list[list[str]], line: int) -> Record:
+    if len(values) != len(paths):
+        return Record(None, line, f"{len(values)} cells where the header names {len(paths)} columns")
     row: dict[str, Any] = {}
-    for names, cell in zip(paths, cells, strict=True):
-        if not cell.isascii() and any("\udc80" <= char <= "\udcff" for char in cell):
+    for names, value in zip(paths, values, strict=True):
+        if not _is_utf8(value):
             return Record(None, line, f"column {'.'.join(names)!r} is not UTF-8")
         place = row
         for name in names[:-1]:
             place = place.setdefault(name, {})
-        place[names[-1]] = _cell(cell)
+        place[names[-1]] = _csv_value(value)
     return Record(row, line)
 
 
-def _cell(text: str) -> Any:
+def _is_utf8(text: str) -> bool:
+    """Whether a text read with ``surrogateescape`` was valid: each byte that was not has become a lone surrogate."""
+    return text.isascii() or not any("\udc80" <= char <= "\udcff" for char in text)
+
+
+def _csv_value(text: str) -> Any:
     """Return None for an empty cell, the parsed object or list of objects if it is JSON, else the text."""
     start = text.lstrip()[:2]
     if start[:1] == "{" or start[:1] == "[":

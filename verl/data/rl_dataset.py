@@ -28,7 +28,6 @@ from verl.data.table import (
     leave_out,
     long_ids,
     parse_messages,
-    refuse,
 )
 from verl.data.tokenization import (
     CACHED_FROM,
@@ -44,7 +43,7 @@ from verl.data.tokenization import (
     truncate,
     truncate_prompt,
 )
-from verl.data.vision import EncodedPrompt, ImagePrompts, MediaColumns, with_image_parts
+from verl.data.vision import EncodedPrompt, ImagePrompts, MediaColumns, mismatched_rows, with_image_parts
 
 __all__ = ["DataError", "RLHFDataset", "collate_fn", "truncate"]
 
@@ -198,14 +197,14 @@ class RLHFDataset(Dataset):
             table = in_domains(table, domains, self.config.get("reward_fn_key", "data_source"))
         if self._reads_prompt_column():
             table.require(self.prompt_key, self._prompt_option())
-        table = self._leave_out(table, self._unusable_rows(table))
+        table = leave_out(table, self._unusable_rows(table), self.bad_rows)
         if self.max_samples >= 0:
             seed = self.config.get("seed", None)
             sample_seed = abs(1 if seed is None else seed) if self.config.get("shuffle", True) else None
             table = table.at_most(self.max_samples, sample_seed)
         self.dataframe = table
         if self.bad_rows == "skip":
-            self.dataframe = self._leave_out(table, self.find_unrenderable())
+            self.dataframe = leave_out(table, self.find_unrenderable(), self.bad_rows)
         if self.skipped_rows:
             logger.warning("%d rows are left out: %s", len(self.skipped_rows), first_bad_rows(self.skipped_rows))
         self.dataframe = self.maybe_filter_out_long_prompts(self.dataframe)
@@ -220,7 +219,7 @@ class RLHFDataset(Dataset):
         bad = bad_ground_truths(table)
         self._media.check_supported(table)
         if self._reads_prompt_column():
-            bad |= dict(self._media.placeholder_mismatches(table, self.prompt_key))
+            bad |= dict(mismatched_rows(table, self.prompt_key, dict(self._media.kinds(table.column_names))))
             roles = known_roles(getattr(self.tokenizer, "chat_template", None))
             bad |= bad_prompts(table, self.prompt_key, roles, self._prompt_option(), self.messages_key is not None)
         if self.prompt_id_key:
@@ -229,10 +228,6 @@ class RLHFDataset(Dataset):
             if self.max_prompt_id_length is not None:
                 bad |= long_ids(table, self.prompt_id_key, self.max_prompt_id_length, self._encode)
         return bad
-
-    def _leave_out(self, table: RowTable, bad: Mapping[int, str]) -> RowTable:
-        """Return the rows without the bad ones, or raise, as ``bad_rows`` says."""
-        return leave_out(table, bad) if self.bad_rows == "skip" else refuse(table, bad)
 
     def _prompt_option(self) -> str:
         return "data.messages_key" if self.messages_key else "data.prompt_key"

@@ -19,7 +19,7 @@ from verl.utils.py_functional import nearest_name
 JSON_COLUMN = {b"verl": b"json"}
 
 
-"""Metadata of a text column whose cells are JSON because its values have no common type (a number, a list)."""
+"""Metadata of a text column whose values are JSON because they have no common type (a number, a list)."""
 
 
 _BLOCK = 1000
@@ -73,19 +73,13 @@ class RowTable:
         self.tables = list(tables)
         self.names = list(names)
         self.skipped = list(skipped)
-        self._row_numbers = list(row_numbers) if row_numbers else [None] * len(self.tables)
+        self.row_numbers: list[np.ndarray | None] = list(row_numbers) if row_numbers else [None] * len(self.tables)
         self._starts = np.cumsum([0, *(table.num_rows for table in self.tables)])
         self._index = np.arange(self._starts[-1])
         # Rows are read from batches: slicing a table visits every chunk of every column.
-        batches = [[batch for batch in table.to_batches() if batch.num_rows] for table in self.tables]
-        self._batches = [batch for of_table in batches for batch in of_table]
+        self._batches = [batch for table in self.tables for batch in table.to_batches() if batch.num_rows]
         self._batch_starts = np.cumsum([0, *(batch.num_rows for batch in self._batches)])
-        self._json = {
-            name
-            for table in self.tables
-            for name, field in zip(table.column_names, table.schema, strict=True)
-            if is_json(field)
-        }
+        self._json = {field.name for table in self.tables for field in table.schema if is_json(field)}
 
     @classmethod
     def from_files(cls, paths: Sequence[str]) -> "RowTable":
@@ -134,11 +128,6 @@ class RowTable:
         """Columns of all files, in order of first appearance."""
         return list(dict.fromkeys(name for table in self.tables for name in table.column_names))
 
-    @property
-    def row_numbers(self) -> list[np.ndarray | None]:
-        """Of each file, the number in the file of each row; None: they count from 0."""
-        return self._row_numbers
-
     def blocks(self, size: int = _BLOCK) -> list[range]:
         """Return all positions, split into ranges of at most ``size``, for :meth:`rows`."""
         return [range(start, min(start + size, len(self))) for start in range(0, len(self), size)]
@@ -162,7 +151,9 @@ class RowTable:
                 found = batch.slice(int(inside[0]), len(inside))
             else:
                 found = batch.take(pa.array(inside))
-            for place, row in zip(places.tolist(), self._decoded(_pylist(found)), strict=True):
+            # of no columns Arrow makes no rows
+            values = found.to_pylist() if found.num_columns else [{} for _ in places]
+            for place, row in zip(places.tolist(), self._decoded(values), strict=True):
                 rows[place] = row
         return rows
 
@@ -225,7 +216,7 @@ class RowTable:
         row = int(self._index[item])
         number = int(np.searchsorted(self._starts, row, side="right")) - 1
         row -= int(self._starts[number])
-        numbers = self._row_numbers[number]
+        numbers = self.row_numbers[number]
         return f"{self.names[number]}, row {row if numbers is None else numbers[row]}"
 
     def positions(self) -> np.ndarray:
@@ -251,7 +242,7 @@ def distinct_values(datasets: Iterable[Any], column: str) -> list[Any]:
 
 
 def is_json(field: pa.Field) -> bool:
-    """Whether the cells of a column are JSON text to be parsed (``JSON_COLUMN``)."""
+    """Whether the values of a column are JSON text to be parsed (``JSON_COLUMN``)."""
     return field.metadata is not None and field.metadata.get(b"verl") == b"json"
 
 
@@ -272,12 +263,8 @@ def read_table(path: str) -> pa.Table:
     return read_file(path).table
 
 
-def _pylist(batch: pa.RecordBatch) -> list[dict[str, Any]]:
-    return batch.to_pylist() if batch.num_columns else [{} for _ in range(batch.num_rows)]
-
-
-# -- Checks of rows when files are read: rows that training cannot use, each with its reason -------------------------
-
+# -- Rows that training cannot use, each with its reason. Columns are checked with Arrow; only suspicious rows become
+# Python objects. --
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
@@ -317,7 +304,7 @@ def why_unusable(prompt: Any, roles: Collection[str], is_messages: bool = False)
             return f"is text that is not the JSON of messages: {error}"
         if isinstance(prompt, str):
             return "is a text where messages are expected"
-    if prompt is None or isinstance(prompt, float) and math.isnan(prompt):
+    if prompt is None or _is_nan(prompt):
         return "is null" if prompt is None else "is NaN"
     if isinstance(prompt, str):
         return _why_no_text(prompt)
@@ -454,26 +441,24 @@ def _mask(values: pa.Array) -> np.ndarray:
 def bad_ground_truths(table: RowTable) -> dict[int, str]:
     """Return position in a table as it was read -> the reason, of rows whose ``ground_truth`` is NaN."""
     bad: dict[int, str] = {}
-    for item, truth in _ground_truths(table):
-        if isinstance(truth, float) and math.isnan(truth):
-            bad[item] = "'reward_model' has the ground_truth NaN"
+    start = 0
+    for file in table.tables:
+        rows: list[int] = []
+        field = file.schema.field("reward_model") if "reward_model" in file.column_names else None
+        if field is not None and is_json(field):
+            values = [None if text is None else json.loads(text) for text in file["reward_model"].to_pylist()]
+            truths = [value.get("ground_truth") if isinstance(value, dict) else None for value in values]
+            rows = [row for row, truth in enumerate(truths) if _is_nan(truth)]
+        elif field is not None and pa.types.is_struct(field.type) and field.type.get_field_index("ground_truth") >= 0:
+            column = pc.struct_field(file["reward_model"], "ground_truth")
+            rows = np.flatnonzero(_mask(pc.is_nan(column))).tolist() if pa.types.is_floating(column.type) else []
+        bad |= dict.fromkeys((start + row for row in rows), "'reward_model' has the ground_truth NaN")
+        start += file.num_rows
     return bad
 
 
-def _ground_truths(table: RowTable) -> Iterator[tuple[int, Any]]:
-    start = 0
-    for file in table.tables:
-        if "reward_model" in file.column_names:
-            field = file.schema.field("reward_model")
-            if is_json(field):
-                for row, cell in enumerate(file["reward_model"].to_pylist()):
-                    value = json.loads(cell) if cell is not None else None
-                    yield start + row, value.get("ground_truth") if isinstance(value, dict) else None
-            elif pa.types.is_struct(field.type) and field.type.get_field_index("ground_truth") >= 0:
-                truths = pc.struct_field(file["reward_model"], "ground_truth")
-                if pa.types.is_floating(truths.type):
-                    yield from ((start + row, math.nan) for row in np.flatnonzero(_mask(pc.is_nan(truths))).tolist())
-        start += file.num_rows
+def _is_nan(value: Any) -> bool:
+    return isinstance(value, float) and math.isnan(value)
 
 
 def bad_ids(table: RowTable, key: str) -> dict[int, str]:
@@ -481,7 +466,7 @@ def bad_ids(table: RowTable, key: str) -> dict[int, str]:
     bad: dict[int, str] = {}
     first: dict[str, int] = {}
     for item, value in enumerate(table.column(key)):
-        if value is None or isinstance(value, float) and math.isnan(value) or str(value) == "":
+        if value is None or _is_nan(value) or str(value) == "":
             bad[item] = f"{key!r} (data.prompt_id_key) is empty"
         elif (earlier := first.setdefault(str(value), item)) != item:
             bad[item] = f"{key!r} (data.prompt_id_key) is {value!r}, as in {table.where(earlier)}"
@@ -501,28 +486,24 @@ def first_bad_rows(bad: Sequence[BadRow], count: int = 5) -> str:
     return f"{first}{'; ...' if len(bad) > count else ''}"
 
 
-def refuse(table: RowTable, bad: Mapping[int, str]) -> RowTable:
-    """Return the table if none of its rows is bad.
+def leave_out(table: RowTable, bad: Mapping[int, str], bad_rows: str = "refuse") -> RowTable:
+    """Return the rows that are not bad; the others are added to ``skipped``.
+
+    Args:
+        bad: position -> reason.
+        bad_rows: ``refuse`` or ``skip``, as ``data.bad_rows``.
 
     Raises:
-        DataError: some rows are bad; lists the first.
+        DataError: some rows are bad and ``refuse``, or none is left; lists the first.
     """
     if not bad:
         return table
     first = first_bad_rows([BadRow(table.where(item), why) for item, why in sorted(bad.items())])
-    raise DataError(
-        f"{len(bad)} of {len(table)} rows cannot be used ({first}). Rows count from 0. Correct or remove them, or set "
-        "data.bad_rows=skip to leave them out."
-    )
-
-
-def leave_out(table: RowTable, bad: Mapping[int, str]) -> RowTable:
-    """Return the rows that are not bad; the others are added to ``skipped``.
-
-    Raises:
-        DataError: none is left.
-    """
-    if bad and len(bad) == len(table):
-        first = first_bad_rows([BadRow(table.where(item), why) for item, why in sorted(bad.items())])
+    if bad_rows != "skip":
+        raise DataError(
+            f"{len(bad)} of {len(table)} rows cannot be used ({first}). Rows count from 0. Correct or remove them, or "
+            "set data.bad_rows=skip to leave them out."
+        )
+    if len(bad) == len(table):
         raise DataError(f"data.bad_rows=skip leaves none of {len(table)} rows ({first}). Correct the files.")
-    return table.without(dict(bad)) if bad else table
+    return table.without(dict(bad))

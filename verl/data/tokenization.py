@@ -7,25 +7,26 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import multiprocessing
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
-import jinja2
 import numpy as np
 
 from verl.data.table import DataError, RowTable
 from verl.data.vision import EncodedPrompt, ImagePrompts, with_image_parts
 from verl.utils.fs import written_once
+from verl.utils.py_functional import unchanged_environment
 
-# -- Token ids of all prompts of a dataset: one flat array, computed in several processes, cached on disk --------------
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
-
-logger = logging.getLogger(__name__)
+Prompt = list[dict[str, Any]] | str
+Row = dict[str, Any]
 
 _FORMAT = "1"
 """Version of the cache; changes when its content, or the rendering of prompts, does."""
@@ -111,64 +112,26 @@ def cache_key(
         return None
     parts = [_FORMAT, column, template, json.dumps(dict(template_kwargs), default=str, sort_keys=True)]
     parts += [backend.to_str(), type(tokenizer).__qualname__, str(tokenizer.special_tokens_map)]
-    parts += [xxhash.xxh3_128_hexdigest(np.ascontiguousarray(rows).data), *map(_content, files)]
+    parts.append(xxhash.xxh3_128_hexdigest(np.ascontiguousarray(rows).data))
+    for path in files:
+        state = xxhash.xxh3_128()
+        with open(path, "rb") as file:
+            while piece := file.read(1 << 22):
+                state.update(piece)
+        parts.append(state.hexdigest())
     return hashlib.sha1("\0".join(parts).encode()).hexdigest()
 
 
-def _content(path: str) -> str:
-    import xxhash
-
-    state = xxhash.xxh3_128()
-    with open(path, "rb") as file:
-        while piece := file.read(1 << 22):
-            state.update(piece)
-    return state.hexdigest()
-
-
-class BlockWorker:
-    """Dataset of a forked process, and the method it runs on blocks of rows."""
-
-    dataset: Any
-
-    @classmethod
-    def adopt(cls, dataset: Any) -> None:
-        cls.dataset = dataset
-
-    @classmethod
-    def run(cls, method: str, block: range) -> Any:
-        return getattr(cls.dataset, method)(block)
-
-
-def for_all_blocks(dataset: Any, method: str, blocks: Sequence[range], workers: int) -> Iterator[Any]:
-    """Yield the result of a dataset's method for each block of rows, in order, computed in several processes."""
-    workers = min(workers, len(blocks))
-    if workers <= 1:
-        yield from (getattr(dataset, method)(block) for block in blocks)
-        return
-    # fork shares the rows with the children: nothing is copied or pickled
-    fork = multiprocessing.get_context("fork")
-    with ProcessPoolExecutor(workers, fork, BlockWorker.adopt, (dataset,)) as pool:
-        yield from pool.map(BlockWorker.run, [method] * len(blocks), blocks)
-
-
-class no_tokenizer_threads:
+@contextmanager
+def no_tokenizer_threads() -> Iterator[None]:
     """Disable the tokenizer's thread pool: loader workers are forked later, and a forked pool would hang."""
-
-    def __enter__(self) -> None:
-        self.before = os.environ.get("TOKENIZERS_PARALLELISM")
+    with unchanged_environment("TOKENIZERS_PARALLELISM"):
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
-
-    def __exit__(self, *error: Any) -> None:
-        if self.before is None:
-            del os.environ["TOKENIZERS_PARALLELISM"]
-        else:
-            os.environ["TOKENIZERS_PARALLELISM"] = self.before
+        yield
 
 
 _BLOCK = 1000
 """Prompts tokenized at once while a whole file is tokenized."""
-
-Row = dict[str, Any]
 
 
 class AllPrompts:
@@ -182,6 +145,9 @@ class AllPrompts:
         encode: texts -> token ids.
         workers: processes.
     """
+
+    _forked: ClassVar[AllPrompts]
+    """In a forked process: what it was forked with."""
 
     def __init__(
         self,
@@ -229,7 +195,24 @@ class AllPrompts:
         return [(i, length) for (i, _), length in zip(doubtful, lengths, strict=True) if length > limit]
 
     def _for_all(self, method: str) -> Iterator[Any]:
-        return for_all_blocks(self, method, self._blocks(), self.workers)
+        """Yield the result of a method for each block of rows, in order, computed in several processes."""
+        blocks = self._blocks()
+        workers = min(self.workers, len(blocks))
+        if workers <= 1:
+            yield from map(getattr(self, method), blocks)
+            return
+        # fork shares the rows with the children: nothing is copied or pickled
+        fork = multiprocessing.get_context("fork")
+        with ProcessPoolExecutor(workers, fork, AllPrompts._adopt, (self,)) as pool:
+            yield from pool.map(AllPrompts._run, [method] * len(blocks), blocks)
+
+    @staticmethod
+    def _adopt(prompts: AllPrompts) -> None:
+        AllPrompts._forked = prompts
+
+    @staticmethod
+    def _run(method: str, block: range) -> Any:
+        return getattr(AllPrompts._forked, method)(block)
 
     def _blocks(self) -> Sequence[range]:
         return [range(a, min(a + _BLOCK, len(self.rows))) for a in range(0, len(self.rows), _BLOCK)]
@@ -262,12 +245,6 @@ class AllPrompts:
 
 
 # -- One prompt: rendered, tokenized, truncated, padded ----------------------------------------------------------------
-
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-Prompt = list[dict[str, Any]] | str
 
 
 def as_messages(prompt: Any, tokenizer: PreTrainedTokenizerBase, kinds: Sequence[str]) -> Prompt | None:
@@ -305,19 +282,18 @@ def render(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, prompt_key: str, 
         return prompt
     if not tokenizer.chat_template:
         raise DataError(
-            f"data.prompt_key={prompt_key!r} holds chat messages but the tokenizer "
-            f"{tokenizer.name_or_path!r} has no chat template. Use an instruct model, set "
+            f"data.prompt_key={prompt_key!r} holds chat messages and the tokenizer has no chat template "
+            f"({tokenizer.name_or_path!r}). Use an instruct model, set "
             "actor_rollout_ref.model.custom_chat_template, or write plain text into the column."
         )
     return tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False, **arguments)
 
 
-def template_error(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, error: jinja2.TemplateError) -> str:
+def template_error(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, error: Exception) -> str:
     """Return the error text for messages that the chat template refuses."""
-    return (
-        f"the chat template of {tokenizer.name_or_path!r} refuses the messages with the roles "
-        f"{', '.join(str(message.get('role')) for message in prompt)}: {error}"
-    )
+    roles = [str(message.get("role")) for message in prompt if isinstance(message, Mapping)]
+    template = f"the chat template of {tokenizer.name_or_path!r}"
+    return f"{template} refuses the messages with the roles {', '.join(roles)}: {error}"
 
 
 def encode(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:

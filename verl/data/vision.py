@@ -16,25 +16,12 @@ import pyarrow.compute as pc
 
 from verl.data.table import DataError, RowTable, is_list, is_text
 
-__all__ = [
-    "EncodedPrompt",
-    "ImagePrompts",
-    "Video",
-    "media_inputs",
-    "open_image",
-    "process_image",
-    "process_video",
-    "video_arguments",
-    "with_image_parts",
-]
-
 if TYPE_CHECKING:
     from PIL.Image import Image
     from transformers import ProcessorMixin
 
 
-PLACEHOLDER = "<image>"
-PLACEHOLDERS = {"image": PLACEHOLDER, "video": "<video>"}
+PLACEHOLDERS = {"image": "<image>", "video": "<video>"}
 """Kind of media -> its placeholder in a text."""
 
 _TEXT_INPUTS = ("input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids", "video_metadata")
@@ -109,10 +96,10 @@ def count_image_parts(messages: Sequence[Mapping[str, Any]], kind: str = "image"
     return sum(part.get("type") == kind for content in contents for part in content)
 
 
-def placeholder_mismatch(where: str, placeholders: int, items: int, key: str, kind: str = "image") -> str:
+def placeholder_mismatch(placeholders: int, items: int, key: str, kind: str = "image") -> str:
     """Return the error text for a row whose placeholders and images differ in number."""
     return (
-        f"{where}: the prompt has {placeholders} {PLACEHOLDERS[kind]} placeholders and the row {items} {kind}s in "
+        f"the prompt has {placeholders} {PLACEHOLDERS[kind]} placeholders and the row {items} {kind}s in "
         f"{key!r} (data.{kind}_key). Each placeholder stands for one {kind}, in order: correct or remove the row."
     )
 
@@ -198,23 +185,17 @@ class ImagePrompts:
         Raises:
             ValueError: a token of an image would be removed.
         """
-        kept = set(keep)
-        first = [i for i, token in enumerate(prompt.ids) if token not in self.tokens or self._starts(prompt.ids, i)]
-        cut = any(token in self.tokens and i not in kept for i, token in enumerate(prompt.ids))
-        if cut or [prompt.ids[i] for i in first] != prompt.engine_ids:
+        kept, ids = set(keep), prompt.ids
+        is_media = [token in self.tokens for token in ids]
+        # a run of equal image tokens stands for one placeholder of the engine's ids
+        first = [i for i in range(len(ids)) if not is_media[i] or i == 0 or ids[i - 1] != ids[i]]
+        loses_part = any(is_media[i] and i not in kept for i in range(len(ids)))
+        if loses_part or [ids[i] for i in first] != prompt.engine_ids:
             raise ValueError("part of an image would be cut off")
-        ids = [prompt.ids[i] for i in keep]
-        return EncodedPrompt([prompt.ids[i] for i in first if i in kept], ids, prompt.inputs)
-
-    def _starts(self, ids: Sequence[int], i: int) -> bool:
-        return i == 0 or ids[i - 1] != ids[i]
+        return EncodedPrompt([ids[i] for i in first if i in kept], [ids[i] for i in keep], prompt.inputs)
 
 
 # -- Videos: image frames, an array, or a video file, read as RGB frames -----------------------------------------------
-if TYPE_CHECKING:
-    from PIL.Image import Image
-    from transformers import ProcessorMixin
-
 
 FPS = 2.0
 """Default frames per second, of given frames and of frames sampled from a video file."""
@@ -222,9 +203,6 @@ FPS = 2.0
 
 MAX_FRAMES = 768
 """Most frames sampled from a video file; longer ones get a lower rate."""
-
-
-VIDEO_PLACEHOLDER = "<video>"
 
 
 class Video(NamedTuple):
@@ -312,23 +290,11 @@ def video_arguments(videos: Sequence[Video]) -> dict[str, Any]:
     return {"videos": frames, "video_metadata": metadata, "do_sample_frames": False}
 
 
-def video_inputs(processor: ProcessorMixin, videos: Sequence[Video]) -> dict[str, Any]:
-    """Return the processor's tensors of the videos of one prompt: ``pixel_values_videos``, ``video_grid_thw``, and
-    ``second_per_grid_ts`` (seconds per temporal patch) if the model uses it.
-    """
-    import torch
-
-    arguments = video_arguments(videos)
-    tensors = dict(processor.video_processor(return_tensors="pt", **arguments))
-    tensors.pop("video_metadata", None)
-    if "second_per_grid_ts" in processor.model_input_names:
-        step = processor.video_processor.temporal_patch_size
-        tensors["second_per_grid_ts"] = torch.tensor([step / video.fps for video in videos])
-    return tensors
-
-
 def media_inputs(processor: ProcessorMixin, media: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
     """Return the processor's tensors of the images and videos of one prompt.
+
+    Of videos these are ``pixel_values_videos``, ``video_grid_thw``, and ``second_per_grid_ts`` (seconds per temporal
+    patch) if the model uses it.
 
     Args:
         media: ``{"image": [PIL images], "video": [Video]}``, either of which may be missing.
@@ -336,8 +302,14 @@ def media_inputs(processor: ProcessorMixin, media: Mapping[str, Sequence[Any]]) 
     tensors: dict[str, Any] = {}
     if media.get("image"):
         tensors |= dict(processor.image_processor(images=list(media["image"]), return_tensors="pt"))
-    if media.get("video"):
-        tensors |= video_inputs(processor, [Video(*video) for video in media["video"]])
+    if videos := [Video(*video) for video in media.get("video") or ()]:
+        import torch
+
+        tensors |= dict(processor.video_processor(return_tensors="pt", **video_arguments(videos)))
+        tensors.pop("video_metadata", None)
+        if "second_per_grid_ts" in processor.model_input_names:
+            step = processor.video_processor.temporal_patch_size
+            tensors["second_per_grid_ts"] = torch.tensor([step / video.fps for video in videos])
     return tensors
 
 
@@ -388,7 +360,8 @@ class MediaColumns:
         for kind, items in media.items():
             placeholders = 0 if isinstance(prompt, str) else count_image_parts(prompt, kind)
             if placeholders != len(items):
-                raise DataError(placeholder_mismatch(where(), placeholders, len(items), self.columns[kind], kind))
+                why = placeholder_mismatch(placeholders, len(items), self.columns[kind], kind)
+                raise DataError(f"{where()}: {why}")
 
     def encode(self, text: str, media: Mapping[str, list[Any]], where: Where) -> EncodedPrompt:
         """Return token ids and processor tensors of a rendered prompt with its images and videos."""
@@ -423,10 +396,6 @@ class MediaColumns:
                     "another column with data.image_key."
                 )
 
-    def placeholder_mismatches(self, table: RowTable, prompt_key: str) -> Iterator[tuple[int, str]]:
-        """Yield (position, reason) of rows whose placeholders differ in number from their images or videos."""
-        return mismatched_rows(table, prompt_key, dict(self.kinds(table.column_names)))
-
 
 def mismatched_rows(table: RowTable, prompt_key: str, columns: Mapping[str, str]) -> Iterator[tuple[int, str]]:
     """Yield (position, reason) of rows whose placeholders differ in number from their images or videos.
@@ -452,8 +421,7 @@ def mismatched_rows(table: RowTable, prompt_key: str, columns: Mapping[str, str]
             placeholders = np.bincount(parents, counts, len(prompts)).astype(np.int64)
             there = pc.fill_null(pc.list_value_length(items), 0).to_numpy(zero_copy_only=False)
             for row in np.flatnonzero(placeholders != there).tolist():
-                why = placeholder_mismatch("", int(placeholders[row]), int(there[row]), key, kind)
-                yield start + row, why.removeprefix(": ")
+                yield start + row, placeholder_mismatch(int(placeholders[row]), int(there[row]), key, kind)
         start += file.num_rows
 
 

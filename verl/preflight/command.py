@@ -316,4 +316,5 @@ def read_options(words: Sequence[str], files: Sequence[str] = ()) -> tuple[PPOCo
     config = build(PPOConfig(), tree, "", problems)
     if problems:
         raise ConfigError([problem.text for problem in problems])
+    assert isinstance(config, PPOConfig)
     return config, checked.given

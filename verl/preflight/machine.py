@@ -17,61 +17,47 @@ from urllib.parse import urlsplit
 
 from verl.config.base import Problem, did_you_mean, get_path, leaves
 from verl.config.checks.base import models, trained_roles
-from verl.config.ppo import ACTOR, ROLLOUT, PPOConfig
-from verl.preflight.report import format_bytes
+from verl.config.ppo import ACTOR, MODEL, ROLLOUT, PPOConfig
+from verl.preflight.report import Finding, format_bytes
 from verl.utils.distribution import install_command
 from verl.utils.import_utils import is_package_available, split_file_name
 
 _CONNECT_S = 1.0
-_LOGGER_PACKAGES = {
-    "wandb": "wandb",
-    "tensorboard": "tensorboard",
-    "mlflow": "mlflow",
-    "swanlab": "swanlab",
-    "clearml": "clearml",
-}
+_LOGGER_PACKAGES = ("wandb", "tensorboard", "mlflow", "swanlab", "clearml")
+"""Loggers of the same name as the package they need."""
 
 
 def missing_services(config: PPOConfig) -> Iterator[Problem]:
     """Find services of the configuration that do not answer."""
-    answers: dict[tuple[str, int], bool] = {}
-    for key, url in _urls(config):
-        parts = urlsplit(url)
+    waiting: list[tuple[str, Any]] = list(leaves(config))
+    answers: dict[tuple[str, int], bool] = {}  # one service may stand behind several options
+    for key, value in waiting:
+        if isinstance(value, Mapping):  # free-form options may hold addresses, too
+            waiting += [(f"{key}.{name}", item) for name, item in value.items()]
+        if not isinstance(value, str) or not value.startswith(("http://", "https://")):
+            continue
+        parts = urlsplit(value)
         try:
-            address = (parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80))
+            address = parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
         except ValueError:
-            yield Problem(key, f"{key}={url} is not an address: its port is not a number. Write http://HOST:PORT.")
+            yield Problem(key, f"{key}={value} is not an address: its port is not a number. Write http://HOST:PORT.")
             continue
         if address not in answers:
-            answers[address] = _answers(*address)
+            answers[address] = _answers(address)
         if not answers[address]:
-            host, port = address
             yield Problem(
                 key,
-                f"{key}={url} cannot be reached: no service answers at {host} port {port} within {_CONNECT_S:g} s. "
-                "Start the service, or correct the address.",
+                f"{key}={value} cannot be reached: no service answers at {address[0]} port {address[1]} within "
+                f"{_CONNECT_S:g} s. Start the service, or correct the address.",
             )
 
 
-def _urls(config: PPOConfig) -> Iterator[tuple[str, str]]:
-    for key, value in leaves(config):
-        yield from _urls_in(key, value)
-
-
-def _urls_in(key: str, value: Any) -> Iterator[tuple[str, str]]:
-    if isinstance(value, Mapping):
-        for name, item in value.items():
-            yield from _urls_in(f"{key}.{name}", item)
-    elif isinstance(value, str) and value.startswith(("http://", "https://")):
-        yield key, value
-
-
-def _answers(host: str, port: int) -> bool:
+def _answers(address: tuple[str, int]) -> bool:
     try:
-        with socket.create_connection((host, port), timeout=_CONNECT_S):
-            return True
-    except (OSError, UnicodeError):
+        socket.create_connection(address, timeout=_CONNECT_S).close()
+    except (OSError, UnicodeError):  # UnicodeError: a name that is no host name
         return False
+    return True
 
 
 class Machine(NamedTuple):
@@ -100,26 +86,23 @@ def missing_devices(config: PPOConfig, machine: Machine) -> Iterator[Problem]:
     count = cuda_devices() if trainer.device == "cuda" and runs_here(config, machine) else None
     if count is None:
         return
-    elsewhere = "to check a run on another machine, add --elsewhere"
+    key, here, rule = "trainer.n_gpus_per_node", trainer.n_gpus_per_node, ""
     if count == 0:
-        yield Problem(
+        key, rule = (
             "trainer.device",
-            "trainer.device=cuda, and this machine has no CUDA device. Pass trainer.device=cpu to run here, or check "
-            f"the driver with `nvidia-smi`, and CUDA_VISIBLE_DEVICES; {elsewhere}.",
+            "=cuda, and this machine has no CUDA device. Pass trainer.device=cpu to run here, or check the driver with "
+            "`nvidia-smi`, and CUDA_VISIBLE_DEVICES",
         )
-    elif trainer.n_gpus_per_node > count:
-        yield Problem(
-            "trainer.n_gpus_per_node",
-            f"trainer.n_gpus_per_node={trainer.n_gpus_per_node}, and this machine has {count} CUDA devices. Lower it "
-            f"to that number; {elsewhere}.",
+    elif here > count:
+        rule = f"={here}, and this machine has {count} CUDA devices. Lower it to that number"
+    elif here + rollout_gpus > count:
+        rule = (
+            f"={here} and the rollout's {rollout_gpus} ({ROLLOUT}.nnodes x n_gpus_per_node) are more than the {count} "
+            "CUDA devices of this machine. Lower one of them, or share devices with "
+            "actor_rollout_ref.hybrid_engine=true"
         )
-    elif trainer.n_gpus_per_node + rollout_gpus > count:
-        yield Problem(
-            "trainer.n_gpus_per_node",
-            f"trainer.n_gpus_per_node={trainer.n_gpus_per_node} and the rollout's {rollout_gpus} ({ROLLOUT}.nnodes x "
-            f"n_gpus_per_node) are more than the {count} CUDA devices of this machine. Lower one of them, or share "
-            f"devices with actor_rollout_ref.hybrid_engine=true; {elsewhere}.",
-        )
+    if rule:
+        yield Problem(key, f"{key}{rule}; to check a run on another machine, add --elsewhere.")
 
 
 @lru_cache(maxsize=1)
@@ -156,47 +139,39 @@ def gpu_memory_here() -> int | None:
 
 def missing_packages(config: PPOConfig, machine: Machine) -> Iterator[Problem]:
     """Find optional packages that the configuration needs and that are not installed here."""
-    loggers = config.trainer.logger
-    for name in [loggers] if isinstance(loggers, str) else loggers:
-        package = _LOGGER_PACKAGES.get(name)
-        if package and not is_package_available(package):
-            yield Problem(
-                "trainer.logger",
-                f"trainer.logger={name} needs the package {package}, which is not installed. Install it with `pip "
-                f"install {package}`, or remove {name}.",
-            )
-    backend = config.actor_rollout_ref.rollout.trace.backend
-    if backend in ("weave", "mlflow") and not is_package_available(backend):
-        key = f"{ROLLOUT}.trace.backend"
-        yield Problem(
-            key,
-            f"{key}={backend} needs the package {backend}, which is not installed. Install it with `pip install "
-            f"{backend}`, or use {key}=file, which needs nothing.",
-        )
-    if not runs_here(config, machine):
-        return
-    required: dict[str, str] = {}
-    for key, role in models(config).items():
-        if role.strategy == "deepspeed":
-            required[f"{key}.strategy"] = "deepspeed"
-    for key, role, _ in trained_roles(config):
-        if role.optim.optimizer == "AdamW8bit":
-            required[f"{key}.optim.optimizer"] = "torchao"
-    for place in ("actor_rollout_ref.model", *(["critic.model"] if config.uses_critic else [])):
-        if get_path(config, place).lora_rank:
-            required[f"{place}.lora_rank"] = "peft"
-    if config.actor_rollout_ref.model.use_liger:
-        required["actor_rollout_ref.model.use_liger"] = "liger_kernel"
-    for key, package in required.items():
+    loggers, shared = config.trainer.logger, config.actor_rollout_ref
+    required = [
+        ("trainer.logger", name, name, f"pip install {name}", f"remove {name}")
+        for name in ([loggers] if isinstance(loggers, str) else loggers)
+        if name in _LOGGER_PACKAGES
+    ]
+    key, backend = f"{ROLLOUT}.trace.backend", shared.rollout.trace.backend
+    if backend in ("weave", "mlflow"):
+        required.append((key, backend, backend, f"pip install {backend}", f"use {key}=file, which needs nothing"))
+    if runs_here(config, machine):
+        packages = {
+            f"{key}.strategy": "deepspeed" for key, role in models(config).items() if role.strategy == "deepspeed"
+        }
+        for key, role, _ in trained_roles(config):
+            if role.optim.optimizer == "AdamW8bit":
+                packages[f"{key}.optim.optimizer"] = "torchao"
+        for key in (MODEL, *(["critic.model"] if config.uses_critic else [])):
+            if get_path(config, key).lora_rank:
+                packages[f"{key}.lora_rank"] = "peft"
+        if shared.model.use_liger:
+            packages[f"{MODEL}.use_liger"] = "liger_kernel"
+        for key, package in packages.items():
+            install = install_command(package.partition("_")[0])
+            required.append((key, get_path(config, key), package, install, "choose another"))
+    for key, value, package, install, instead in required:
         if not is_package_available(package):
-            extra = package.partition("_")[0]
             yield Problem(
                 key,
-                f"{key}={get_path(config, key)} needs the package {package}, which is not installed. Install it with "
-                f"`{install_command(extra)}`, or choose another.",
+                f"{key}={value} needs the package {package}, which is not installed. Install it with `{install}`, or "
+                f"{instead}.",
             )
-    name = config.actor_rollout_ref.rollout.name
-    if name in ("vllm", "sglang") and not is_package_available(name):
+    name = shared.rollout.name
+    if runs_here(config, machine) and name in ("vllm", "sglang") and not is_package_available(name):
         yield Problem(
             f"{ROLLOUT}.name",
             f"{ROLLOUT}.name={name} is not installed on this machine. Install it with bash scripts/install_engines.sh "
@@ -204,8 +179,8 @@ def missing_packages(config: PPOConfig, machine: Machine) -> Iterator[Problem]:
         )
 
 
-def room_for_checkpoints(config: PPOConfig, size: int | None) -> Iterator[tuple[str, Problem]]:
-    """Yield (level, problem) if checkpoints of ``size`` bytes each do not fit on their disk."""
+def room_for_checkpoints(config: PPOConfig, size: int | None) -> Iterator[Finding]:
+    """Find checkpoints of ``size`` bytes each that do not fit on their disk."""
     trainer = config.trainer
     if size is None or trainer.save_freq <= 0 or "://" in trainer.default_local_dir:
         return
@@ -214,83 +189,71 @@ def room_for_checkpoints(config: PPOConfig, size: int | None) -> Iterator[tuple[
     if existing is None:
         return
     free, kept = shutil.disk_usage(existing).free, trainer.max_actor_ckpt_to_keep
-    at_a_time = 2 if kept is None else kept + 1  # the newest is written before the oldest goes
-    key, setting = "trainer.default_local_dir", f"trainer.default_local_dir={trainer.default_local_dir}"
+    at_a_time = 2 if kept is None else kept + 1  # the newest is written before the oldest is deleted
+    key = "trainer.default_local_dir"
+    room = f"{key}={trainer.default_local_dir} has room for {format_bytes(free)}"
     if size > free:
-        text = (
-            f"{setting} has room for {format_bytes(free)}, and one checkpoint takes about {format_bytes(size)}. Name a "
-            "folder on a larger disk"
-        )
-        yield (
+        yield Finding(
             "error",
-            Problem(
-                key, f"{text}, or leave the optimizer out of {ACTOR}.checkpoint.save_contents.", ("trainer.save_freq",)
-            ),
+            f"{room}, and one checkpoint takes about {format_bytes(size)}. Name a folder on a larger disk, or leave "
+            f"the optimizer out of {ACTOR}.checkpoint.save_contents.",
+            (key, "trainer.save_freq"),
         )
     elif size * at_a_time > free:
-        text = (
-            f"{setting} has room for {format_bytes(free)}, and {at_a_time} checkpoints take about "
-            f"{format_bytes(size * at_a_time)}"
-        )
-        yield (
+        yield Finding(
             "warning",
-            Problem(
-                key,
-                f"{text} (trainer.max_actor_ckpt_to_keep). Keep fewer, or name a folder on a larger disk.",
-                ("trainer.max_actor_ckpt_to_keep",),
-            ),
+            f"{room}, and {at_a_time} checkpoints take about {format_bytes(size * at_a_time)} "
+            "(trainer.max_actor_ckpt_to_keep). Keep fewer, or name a folder on a larger disk.",
+            (key, "trainer.max_actor_ckpt_to_keep"),
         )
 
 
 def names_in_files(config: PPOConfig) -> Iterator[Problem]:
     """Find functions and classes that the configured Python files do not define."""
-    names = [
-        ("data.custom_cls.path", "data.custom_cls.name", config.data.custom_cls.name),
-        ("data.sampler.class_path", "data.sampler.class_name", config.data.sampler.class_name),
-        ("data.datagen.path", "data.datagen.name", config.data.datagen.name),
-    ]
-    for path_key, key, name in names:
-        path = get_path(config, path_key)
+    data, named = config.data, []
+    for key, path, name in (
+        ("data.custom_cls.name", data.custom_cls.path, data.custom_cls.name),
+        ("data.sampler.class_name", data.sampler.class_path, data.sampler.class_name),
+        ("data.datagen.name", data.datagen.path, data.datagen.name),
+    ):
         if path and name:
-            yield from _missing_name(key, f"{key}={name}", path, name)
+            named.append((key, path, name))
     for key in ("algorithm.adv_estimator", f"{ACTOR}.policy_loss.loss_mode", "reward_model.reward_manager"):
-        found = split_file_name(get_path(config, key))
-        if found:
-            yield from _missing_name(key, f"{key}={get_path(config, key)}", *found)
+        if found := split_file_name(get_path(config, key)):
+            named.append((key, *found))
+    for key, path, name in named:
+        setting, file = f"{key}={get_path(config, key)}", Path(path).expanduser()
+        if not file.is_file():
+            continue
+        try:
+            tree = ast.parse(file.read_text(encoding="utf-8"))
+        except (SyntaxError, UnicodeDecodeError, ValueError) as error:
+            yield Problem(key, f"{setting} cannot be loaded: {path} is not valid Python ({error}). Correct it.")
+            continue
+        defined, is_open = _defined(tree.body)
+        if name not in defined and not is_open:
+            hint = did_you_mean(name, sorted(defined)).rstrip("?")
+            yield Problem(key, f"{setting} is not defined in {path}{hint}. Define it there, or correct the name.")
 
 
 def missing_modules(config: PPOConfig) -> Iterator[Problem]:
     """Find modules that cannot be imported, and chat templates that are neither Jinja nor a file."""
-    key, name = "actor_rollout_ref.model.external_lib", config.actor_rollout_ref.model.external_lib
-    for one in filter(None, (part.strip() for part in (name or "").split(","))):
-        if not is_package_available(one.partition(".")[0]):
+    model = config.actor_rollout_ref.model
+    key, template = f"{MODEL}.external_lib", model.custom_chat_template
+    for name in filter(None, (part.strip().partition(".")[0] for part in (model.external_lib or "").split(","))):
+        if not is_package_available(name):
             yield Problem(
                 key,
-                f"{key}={name} cannot be imported: there is no module {one.partition('.')[0]!r}. Install it, or add "
-                "its folder to PYTHONPATH.",
+                f"{key}={model.external_lib} cannot be imported: there is no module {name!r}. Install it, or add its "
+                "folder to PYTHONPATH.",
             )
-    key, template = "actor_rollout_ref.model.custom_chat_template", config.actor_rollout_ref.model.custom_chat_template
     if template and "{" not in template and not Path(template).expanduser().is_file():
+        key = f"{MODEL}.custom_chat_template"
         yield Problem(
             key,
             f"{key}={template!r} is neither a Jinja template, since it has no braces, nor a file (looked from "
             f"{os.getcwd()}). Give one of them.",
         )
-
-
-def _missing_name(key: str, setting: str, path: str, name: str) -> Iterator[Problem]:
-    file = Path(path).expanduser()
-    if not file.is_file():
-        return
-    try:
-        tree = ast.parse(file.read_text(encoding="utf-8"))
-    except (SyntaxError, UnicodeDecodeError, ValueError) as error:
-        yield Problem(key, f"{setting} cannot be loaded: {path} is not valid Python ({error}). Correct it.")
-        return
-    defined, is_open = _defined(tree.body)
-    if name not in defined and not is_open:
-        hint = did_you_mean(name, sorted(defined)).rstrip("?")
-        yield Problem(key, f"{setting} is not defined in {path}{hint}. Define it there, or correct the name.")
 
 
 def _defined(body: list[ast.stmt]) -> tuple[set[str], bool]:

@@ -16,11 +16,12 @@ import urllib.request
 from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 from verl.config.base import Problem, get_path
-from verl.config.model_info import MODEL, TOKENIZERS, find_folder, read_json, stored_shapes
-from verl.config.ppo import PPOConfig
+from verl.config.critic import CriticModelConfig
+from verl.config.model import ModelConfig
+from verl.config.model_info import TOKENIZERS, find_folder, read_json, stored_shapes
+from verl.config.ppo import MODEL, PPOConfig
 from verl.utils.import_utils import is_package_available
 
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "model*.bin")
@@ -70,22 +71,20 @@ def _model(key: str, path: str, needs: tuple[str, ...]) -> Iterator[Problem]:
         return
     setting, folder = f"{key}={path}", find_folder(path)
     if folder is None:
-        file = Path(path).expanduser()
-        if file.is_file():
-            yield Problem(
-                key, f"{setting} is a file. Name the folder that holds it, with config.json and the tokenizer."
-            )
-        elif (text := _not_found(setting, path)) is not None:
+        is_file = Path(path).expanduser().is_file()
+        way_out = "Name the folder that holds it, with config.json and the tokenizer."
+        if text := f"{setting} is a file. {way_out}" if is_file else _not_found(setting, path):
             yield Problem(key, text)
         return
     if not os.access(folder, os.R_OK | os.X_OK):
         yield Problem(key, f"{setting} cannot be read: no permission. Make the folder readable, or name another.")
         return
     if "config" in needs:
-        if (text := _no_config(setting, folder)) is not None:
+        if text := _no_config(setting, folder):
             yield Problem(key, text)
             return
-        yield from (Problem(key, text) for text in _weights(setting, folder))
+        if text := _bad_weights(setting, folder):
+            yield Problem(key, text)
     if "tokenizer" in needs and not any((folder / name).is_file() for name in TOKENIZERS):
         instead = "" if key == "data.tokenizer" else ", or name the folder of one in data.tokenizer"
         yield Problem(
@@ -96,51 +95,45 @@ def _model(key: str, path: str, needs: tuple[str, ...]) -> Iterator[Problem]:
 
 
 def _no_config(setting: str, folder: Path) -> str | None:
+    """Return the error text for a folder without a usable config.json."""
     file = folder / "config.json"
-    if not file.is_file():
-        adapter = read_json(folder / "adapter_config.json")
-        if adapter:
-            base = adapter.get("base_model_name_or_path") or "its base model"
-            return (
-                f"{setting} is an adapter of {base}, not a model: it has no config.json. Name the base model, and "
-                "this folder in lora_adapter_path."
-            )
-        below = [one.parent for one in sorted(folder.glob("*/config.json"))[:3]]
-        hint = f" There is one in {' and '.join(map(str, below))}." if below else ""
-        return (
-            f"{setting} holds no config.json: it is not a model in Hugging Face format.{hint} Name the folder of one."
-        )
-    if not read_json(file):
+    if file.is_file():
+        if read_json(file):
+            return None
         return f"{setting} has a config.json that cannot be read as JSON. Download or write it again."
-    return None
+    if adapter := read_json(folder / "adapter_config.json"):
+        base = adapter.get("base_model_name_or_path") or "its base model"
+        return (
+            f"{setting} is an adapter of {base}, not a model: it has no config.json. Name the base model, and this "
+            "folder in lora_adapter_path."
+        )
+    below = " and ".join(str(one.parent) for one in sorted(folder.glob("*/config.json"))[:3])
+    hint = f" There is one in {below}." if below else ""
+    return f"{setting} holds no config.json: it is not a model in Hugging Face format.{hint} Name the folder of one."
 
 
-def _weights(setting: str, folder: Path) -> Iterator[str]:
-    """Find missing, incomplete or damaged weights."""
-    found = sorted(folder.glob("*.index.json"))
-    index = next((file for file in found if "safetensors" in file.name), next(iter(found), None))
-    if index is not None:
-        listed = sorted(set((read_json(index).get("weight_map") or {}).values()))
+def _bad_weights(setting: str, folder: Path) -> str | None:
+    """Return the error text for missing, incomplete or damaged weights."""
+    indices = sorted(folder.glob("*.index.json"), key=lambda file: ("safetensors" not in file.name, file))
+    if indices:
+        listed = sorted(set((read_json(indices[0]).get("weight_map") or {}).values()))
         missing = [name for name in listed if not (folder / name).is_file()]
         if missing:
-            yield (
-                f"{setting} lacks {len(missing)} of the {len(listed)} files that {index.name} names, the first is "
+            return (
+                f"{setting} lacks {len(missing)} of the {len(listed)} files that {indices[0].name} names, the first is "
                 f"{missing[0]}: the download is incomplete. Download it again."
             )
-            return
     files = [file for pattern in _WEIGHTS for file in sorted(folder.glob(pattern))]
     if not files:
-        yield (
+        return (
             f"{setting} holds no weights: neither *.safetensors nor pytorch_model*.bin. Download the complete model, "
             "or name the folder that has them."
         )
-    for file in files:
-        if why := _cut_off(file):
-            yield f"{setting} cannot be loaded: {file.name} {why}. Download it again."
-            return
+    damaged = ((file.name, why) for file in files if (why := _damage(file)))
+    return next((f"{setting} cannot be loaded: {name} {why}. Download it again." for name, why in damaged), None)
 
 
-def _cut_off(file: Path) -> str | None:
+def _damage(file: Path) -> str | None:
     """Return why a file of weights is incomplete; its tensors are not read."""
     size = file.stat().st_size
     with open(file, "rb") as stream:
@@ -151,13 +144,14 @@ def _cut_off(file: Path) -> str | None:
             return "is empty"
         if file.suffix != ".safetensors":
             return None
+        # safetensors: 8 bytes with the length of a JSON header, the header with the offsets of the tensors, the tensors
         length = int.from_bytes(head, "little")
+        if 8 + length > size:
+            return f"is cut off: it has {size} bytes, and its header alone should have {length}"
         try:
-            header = json.loads(stream.read(length)) if 8 + length <= size else None
+            header = json.loads(stream.read(length))
         except ValueError:
             return "is not a safetensors file: its header cannot be read"
-    if header is None:
-        return f"is cut off: it has {size} bytes, and its header alone should have {length}"
     ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
     whole = 8 + length + max(ends, default=0)
     return f"is cut off: it has {size} of {whole} bytes" if size < whole else None
@@ -180,15 +174,10 @@ def _not_found(setting: str, path: str) -> str | None:
     answer = query_hub(path)
     if answer == "yes":
         return None
+    why = f"no such model was downloaded, and {endpoint()} cannot be reached ({answer})"
     if answer == "no":
-        return (
-            f"{setting} does not exist: there is no such folder {looked}{names}, and {endpoint()} has no such model, "
-            f"or shows it only with HF_TOKEN. {give}"
-        )
-    return (
-        f"{setting} does not exist: there is no such folder {looked}{names}, no such model was downloaded, and "
-        f"{endpoint()} cannot be reached ({answer}). {give}"
-    )
+        why = f"and {endpoint()} has no such model, or shows it only with HF_TOKEN"
+    return f"{setting} does not exist: there is no such folder {looked}{names}, {why}. {give}"
 
 
 def missing_dataset(setting: str, path: str, cache_dir: str | None) -> str | None:
@@ -280,22 +269,22 @@ def query_hub(name: str, kind: str = "models") -> str:
 # -- adapters, attention kernels, vision tower -------------------------------------------------------------------------
 
 
-def _adapter(prefix: str, section: Any) -> Iterator[Problem]:
+def _adapter(prefix: str, section: ModelConfig | CriticModelConfig) -> Iterator[Problem]:
     """Find an adapter that is missing, or not of this model."""
     path, key = section.lora_adapter_path, f"{prefix}.lora_adapter_path"
     if not path or "://" in path:
         return
     setting, folder = f"{key}={path}", Path(path).expanduser()
+    saved, weights = read_json(folder / "adapter_config.json"), folder / "adapter_model.safetensors"
     if not folder.is_dir():
         what = "is a file" if folder.is_file() else f"does not exist (looked from {os.getcwd()}){close_names(path)}"
         yield Problem(key, f"{setting} {what}. Name the folder of an adapter, with adapter_config.json.")
         return
-    saved, weights = read_json(folder / "adapter_config.json"), folder / "adapter_model.safetensors"
     if not saved or not weights.is_file():
         missing = "adapter_config.json" if not saved else weights.name
         yield Problem(key, f"{setting} holds no {missing}. Name the folder that peft or a run with lora_rank wrote.")
         return
-    if why := _cut_off(weights):
+    if why := _damage(weights):
         yield Problem(key, f"{setting} cannot be loaded: {weights.name} {why}. Copy it again.")
         return
     for name, option in (("r", "lora_rank"), ("lora_alpha", "lora_alpha")):
@@ -319,7 +308,12 @@ def _adapter(prefix: str, section: Any) -> Iterator[Problem]:
 
 
 def _mismatch(adapter: dict[str, tuple[int, ...]], layers: dict[str, tuple[int, ...]]) -> str | None:
-    """Return why tensors of an adapter do not fit the layers of a model."""
+    """Return why tensors of an adapter do not fit the layers of a model.
+
+    Args:
+        adapter: name -> shape: ``base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight``.
+        layers: name -> shape, of the model; its names may or may not begin with ``model.``.
+    """
     here = {name.removesuffix(".weight").removeprefix("model."): shape for name, shape in layers.items()}
     for name, shape in adapter.items():
         layer, found, _ = name.removeprefix("base_model.model.").partition(".lora_A")
@@ -338,13 +332,9 @@ def _mismatch(adapter: dict[str, tuple[int, ...]], layers: dict[str, tuple[int, 
     return None
 
 
-def _attention(prefix: str, section: Any) -> Iterator[Problem]:
-    implementation = (section.override_config or {}).get("attn_implementation")
-    if (
-        isinstance(implementation, str)
-        and implementation.startswith("flash_attention_2")
-        and not is_package_available("flash_attn")
-    ):
+def _attention(prefix: str, section: ModelConfig | CriticModelConfig) -> Iterator[Problem]:
+    implementation = str((section.override_config or {}).get("attn_implementation"))
+    if implementation.startswith("flash_attention_2") and not is_package_available("flash_attn"):
         key = f"{prefix}.override_config"
         yield Problem(
             key,
@@ -356,11 +346,9 @@ def _attention(prefix: str, section: Any) -> Iterator[Problem]:
 def _vision_tower(config: PPOConfig) -> Iterator[Problem]:
     """Find ``freeze_vision_tower`` on a model without one."""
     key, path = "actor_rollout_ref.actor.freeze_vision_tower", config.actor_rollout_ref.model.path
-    folder = find_folder(path)
+    folder = find_folder(path) if config.actor_rollout_ref.actor.freeze_vision_tower else None
     content = read_json(folder / "config.json") if folder else {}
-    if not config.actor_rollout_ref.actor.freeze_vision_tower or not content:
-        return
-    if not any(mark in name for name in content for mark in _VISION_KEYS):
+    if content and not any(mark in name for name in content for mark in _VISION_KEYS):
         yield Problem(
             key,
             f"{key}=true, and {MODEL}.path={path} has no vision tower: its config.json describes none. Set the "
