@@ -28,7 +28,6 @@ from verl.models.loader import ModelSpec
 from verl.protocol import DataProto
 from verl.workers.engine import Engine, MicroBatching, build_engine
 from verl.workers.engine.engine import BEST_TOKENS
-from verl.workers.engine.micro_batch import row_lengths
 
 REPEAT = 3
 N = 8
@@ -78,7 +77,7 @@ def row(name: str, engines: Sequence[Engine], data: DataProto, split: MicroBatch
 
 
 def padded_cells(data: DataProto, split: MicroBatching) -> int:
-    lengths = row_lengths(data)
+    lengths = data.ragged("input_ids").layout.lengths.tolist()
     groups = plan_micro_batches(lengths, split, best_tokens=BEST_TOKENS.get("cpu"))
     return sum(len(group) * max(lengths[row] for row in group) for group in groups)
 
@@ -86,7 +85,7 @@ def padded_cells(data: DataProto, split: MicroBatching) -> int:
 def packed_rows(folder: str) -> Iterator[dict[str, Any]]:
     engines = engine(folder), engine(folder, remove_padding=True)
     data = batch(log_normal(32, 40, 128, seed=2), [[one] for one in log_normal(32, 100, 600, seed=1)])
-    tokens = sum(row_lengths(data))
+    tokens = sum(data.ragged("input_ids").layout.lengths.tolist())
     for kept_small in (True, False):
         with patch.dict(BEST_TOKENS, clear=not kept_small):
             for split in (MicroBatching(size=8), MicroBatching(max_tokens=4096)):

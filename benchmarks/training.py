@@ -27,7 +27,6 @@ from verl.telemetry.metric import FlopsCounter, get_device_flops
 from verl.utils.device import current_device, get_device_name
 from verl.utils.distributed import barrier, ensure_process_group, get_rank, get_world_size
 from verl.workers.engine import build_engine
-from verl.workers.engine.micro_batch import row_lengths
 
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4},
@@ -104,7 +103,7 @@ def measure(name: str, spec: ModelSpec, args: argparse.Namespace, device: torch.
         with engine.on_device(optimizer=True):
             engine.train_step(data, loss, split)
 
-    lengths = list(map(int, row_lengths(data)))
+    lengths = list(map(int, data.ragged("input_ids").layout.lengths.tolist()))
     return {"what": name, **speed(timed(step, args.steps, device), lengths, engine.model_config, device)}
 
 

@@ -12,19 +12,21 @@ def checkpointed(model):
 def test_small_micro_batches_keep_their_activations(tmp_path, monkeypatch):
     make_tiny_model(tmp_path)
     model = load_model(ModelSpec(str(tmp_path)))
+    per_token = recompute.activation_bytes(model)
+    assert per_token == 2 * (12 * 64 + 4 * 128) * 4
+    monkeypatch.setattr(recompute, "KEEP_BELOW_BYTES", 100 * per_token)
     choice = recompute.Recompute(model, always=False)
-    per_cell = recompute.activation_bytes(model)
-    assert per_cell == 2 * (12 * 64 + 4 * 128) * 4
-    monkeypatch.setattr(recompute, "KEEP_BELOW_BYTES", 100 * per_cell)
-    for num_tokens, expected in ((101, True), (100, False), (101, True)):
-        choice.choose(num_tokens)
+    for tokens, expected in ((101, True), (100, False), (101, True)):
+        if choice.is_on != (tokens > choice.most_kept_tokens):
+            choice.switch()
         assert expected in checkpointed(model)
 
 
 def test_accelerators_always_recompute(tmp_path):
     make_tiny_model(tmp_path)
     model = load_model(ModelSpec(str(tmp_path)))
-    recompute.Recompute(model, always=True).choose(1)
+    choice = recompute.Recompute(model, always=True)
+    assert choice.is_on and choice.most_kept_tokens < 0
     assert True in checkpointed(model)
 
 
@@ -32,8 +34,8 @@ def test_a_model_without_checkpointing_stays_without(tmp_path):
     make_tiny_model(tmp_path)
     model = load_model(ModelSpec(str(tmp_path), gradient_checkpointing=False))
     choice = recompute.Recompute(model, always=False)
-    choice.choose(1)
-    choice.choose(1 << 60)
+    choice.switch()
+    choice.switch()
     assert checkpointed(model) == {False}
 
 

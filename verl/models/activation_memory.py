@@ -53,7 +53,7 @@ class ActivationOffload:
         self._hooks.__enter__()
         return self
 
-    def __exit__(self, *raised: object) -> None:
+    def __exit__(self, *raised: Any) -> None:
         self._hooks.__exit__(*raised)
         # a tensor is saved twice only within one forward pass
         self._saved_by_identity, self._storages, self._hooks = {}, {}, None
@@ -189,26 +189,26 @@ KEEP_BELOW_BYTES = 1 << 30
 
 
 class Recompute:
-    """Switch the gradient checkpointing of ``model``'s layers by the size of a micro-batch.
+    """Gradient checkpointing of ``model``'s layers, switched by the size of a micro-batch.
 
     Args:
         always: checkpoint every micro-batch, as on accelerators, where memory allows larger batches.
+
+    Attributes:
+        is_on: whether the layers checkpoint.
+        most_kept_tokens: tokens of a micro-batch, padding included, up to which activations are kept.
     """
 
     def __init__(self, model: nn.Module, always: bool) -> None:
-        self._layers = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
-        self._bytes_per_token = 0 if always else activation_bytes(model)
-        self._always = always
-        self._enabled = True
+        self._layers: list[Any] = [part for part in model.modules() if getattr(part, "gradient_checkpointing", False)]
+        self.is_on = True
+        self.most_kept_tokens = -1 if always else KEEP_BELOW_BYTES // activation_bytes(model)
 
-    def choose(self, tokens: int) -> None:
-        """Set every layer for a micro-batch of ``tokens`` tokens, padding included."""
-        is_on = self._always or tokens * self._bytes_per_token > KEEP_BELOW_BYTES
-        if is_on == self._enabled:
-            return
-        self._enabled = is_on
+    def switch(self) -> None:
+        """Turn checkpointing of every layer off, or on again."""
+        self.is_on = not self.is_on
         for layer in self._layers:
-            layer.gradient_checkpointing = is_on
+            layer.gradient_checkpointing = self.is_on
 
 
 def activation_bytes(model: Any) -> int:

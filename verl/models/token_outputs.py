@@ -52,21 +52,16 @@ def _scaled(raw: Tensor, transform: LogitTransform) -> tuple[Tensor, Tensor | fl
     """fp32 logits over temperature, and their derivative by ``raw``."""
     # scaled in place below: fp32 input is copied, since the caller may keep it for the backward pass
     x = raw.to(torch.float32, copy=True)
+    derivative: Tensor | float = transform.scale / transform.temperature
     if transform.softcap:
         x = torch.tanh(x.mul_(transform.scale / transform.softcap))
-        logits = x * (transform.softcap / transform.temperature)
-        return _mask_tokens(logits, transform.excluded_tokens), (1 - x * x).mul_(
-            transform.scale / transform.temperature
-        )
-    gain = transform.scale / transform.temperature
-    return _mask_tokens(x if gain == 1.0 else x.mul_(gain), transform.excluded_tokens), gain
-
-
-def _mask_tokens(logits: Tensor, excluded_tokens: tuple[int, ...]) -> Tensor:
-    """Set the logits of some tokens to -1e30, in place."""
-    for token in excluded_tokens:
-        logits[:, token] = _NO_LOGIT
-    return logits
+        derivative = (1 - x * x).mul_(derivative)
+        x = x * (transform.softcap / transform.temperature)
+    elif derivative != 1.0:
+        x = x.mul_(derivative)
+    for token in transform.excluded_tokens:
+        x[:, token] = _NO_LOGIT
+    return x, derivative
 
 
 def _score_block(
@@ -121,13 +116,13 @@ class _CompiledOrEager:
         self._function = torch.compile(plain, dynamic=True)
 
     def __call__(self, *args: Any) -> Any:
-        if self._function is self._plain:
-            return self._plain(*args)
         try:
             return self._function(*args)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # no C compiler, no Triton, ...: each has its own type
+            if self._function is self._plain:
+                raise
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             logger.warning("torch.compile does not work here, so the eager functions are used: %s", reason)
             self._function = self._plain
@@ -166,13 +161,6 @@ def _triton_grad(
     return target_log_probs_gradient(x, targets, grad).mul_(derivative)
 
 
-def _block_functions(want_entropy: bool, compiled: bool, triton: bool) -> tuple[Callable, Callable]:
-    """Return the functions on a block of logits: (forward, backward)."""
-    if triton and not want_entropy:
-        return _triton_score, _triton_grad
-    return _compiled_blocks() if compiled else (_score_block, _grad_block)
-
-
 # -- the chunked head ---------------------------------------------------------------------------------------------
 
 
@@ -183,14 +171,12 @@ def _raw_logits(hidden: Tensor, weight: Tensor) -> Tensor:
     return hidden @ weight.t()
 
 
-def _chunk_rows(hidden: Tensor, vocab: int) -> int:
+def _chunk_sizes(hidden: Tensor, vocab: int, models: int = 1) -> tuple[int, int]:
+    """Rows of one matrix product, where so many ``models`` have theirs at a time, and of one element-wise pass."""
     size = 4 if hidden.is_cuda else hidden.element_size()
-    rows = _CHUNK_BYTES["cuda" if hidden.is_cuda else "cpu"] // (size * vocab)
-    return max(64, rows // 64 * 64)
-
-
-def _block_rows(hidden: Tensor, vocab: int, rows: int) -> int:
-    return rows if hidden.is_cuda else max(4, _BLOCK_BYTES // (4 * vocab))
+    rows = _CHUNK_BYTES["cuda" if hidden.is_cuda else "cpu"] // (size * vocab * models)
+    rows = max(64, rows // 64 * 64)
+    return rows, rows if hidden.is_cuda else max(4, _BLOCK_BYTES // (4 * vocab))
 
 
 class _ChunkedLogProb(torch.autograd.Function):
@@ -200,20 +186,19 @@ class _ChunkedLogProb(torch.autograd.Function):
     def forward(ctx, hidden, weight, targets, transform, want_entropy, blocks):
         rows, vocab = hidden.shape[0], weight.shape[0]
         score = blocks[0]
-        chunk = _chunk_rows(hidden, vocab)
+        chunk, step = _chunk_sizes(hidden, vocab)
         log_probs = torch.empty(rows, dtype=torch.float32, device=hidden.device)
         normaliser, entropy = torch.empty_like(log_probs), torch.empty_like(log_probs)
         raw = None
         for start in range(0, rows, chunk):
             raw = _raw_logits(hidden[start : start + chunk], weight)
-            step = _block_rows(hidden, vocab, len(raw))
             for at in range(0, len(raw), step):
                 block = slice(start + at, start + min(at + step, len(raw)))
                 log_probs[block], normaliser[block], entropy[block] = score(
                     raw[at : at + step], targets[block], transform, want_entropy
                 )
         ctx.save_for_backward(hidden, weight, targets, normaliser, entropy)
-        ctx.transform, ctx.grad_block, ctx.chunk = transform, blocks[1], chunk
+        ctx.transform, ctx.grad_block, ctx.sizes = transform, blocks[1], (chunk, step)
         # with a single chunk, kept logits save the backward pass one product of four, in memory it needs anyway
         ctx.raw = raw if rows <= chunk and (ctx.needs_input_grad[0] or ctx.needs_input_grad[1]) else None
         ctx.set_materialize_grads(False)
@@ -227,15 +212,14 @@ class _ChunkedLogProb(torch.autograd.Function):
             return (None,) * 6
         if grad is None:
             grad = torch.zeros_like(grad_entropy)
-        rows, vocab = hidden.shape[0], weight.shape[0]
+        rows, (chunk, step) = hidden.shape[0], ctx.sizes
         grad_hidden = torch.empty_like(hidden) if wants_hidden else None
         grad_weight = None
         saved_logits, ctx.raw = ctx.raw, None
-        for start in range(0, rows, ctx.chunk):
-            h = hidden[start : start + ctx.chunk]
+        for start in range(0, rows, chunk):
+            h = hidden[start : start + chunk]
             raw = _raw_logits(h, weight) if saved_logits is None else saved_logits
             d_raw = raw if raw.dtype == hidden.dtype else torch.empty_like(raw, dtype=hidden.dtype)
-            step = _block_rows(hidden, vocab, len(raw))
             for at in range(0, len(raw), step):
                 block = slice(start + at, start + min(at + step, len(raw)))
                 d_raw[at : at + step] = ctx.grad_block(
@@ -248,12 +232,12 @@ class _ChunkedLogProb(torch.autograd.Function):
                     ctx.transform,
                 )
             if wants_hidden:
-                torch.mm(d_raw, weight, out=grad_hidden[start : start + ctx.chunk])
+                torch.mm(d_raw, weight, out=grad_hidden[start : start + chunk])
             if wants_weight:
                 part = d_raw.t() @ h
                 if grad_weight is None:
                     # many bf16 parts would be rounded away one by one: sum them in fp32
-                    grad_weight = part if rows <= ctx.chunk else part.float()
+                    grad_weight = part if rows <= chunk else part.float()
                 else:
                     grad_weight += part
         if wants_weight:
@@ -284,9 +268,10 @@ def chunked_log_probs(
     Returns:
         log_probs (T,) and entropy (T,) or None; both fp32 and differentiable.
     """
-    log_probs, entropy = _ChunkedLogProb.apply(
-        hidden, weight, targets, transform, want_entropy, _block_functions(want_entropy, compiled, triton)
-    )
+    blocks = _compiled_blocks() if compiled else (_score_block, _grad_block)
+    if triton and not want_entropy:
+        blocks = _triton_score, _triton_grad
+    log_probs, entropy = _ChunkedLogProb.apply(hidden, weight, targets, transform, want_entropy, blocks)
     return log_probs, entropy if want_entropy else None
 
 
@@ -298,19 +283,25 @@ def full_log_probs(
     excluded_tokens: tuple[int, ...] = (),
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probabilities and entropies from whole logits (T, V), for models whose head is more than a linear layer."""
-    log_p = torch.log_softmax(_mask_tokens(logits.float() / temperature, excluded_tokens), dim=-1)
+    log_p = torch.log_softmax(_whole_logits(logits, temperature, excluded_tokens), dim=-1)
     entropy = -(log_p.exp() * log_p).sum(-1) if want_entropy else None
     return log_p.gather(1, targets[:, None]).squeeze(1), entropy
+
+
+def _whole_logits(logits: Tensor, temperature: float, excluded_tokens: tuple[int, ...]) -> Tensor:
+    logits = logits.float() / temperature
+    for token in excluded_tokens:
+        logits[:, token] = _NO_LOGIT
+    return logits
 
 
 @torch.no_grad()
 def chunked_sum_pi_squared(hidden: Tensor, weight: Tensor, transform: LogitTransform = LogitTransform()) -> Tensor:  # noqa: B008
     """sum_v pi(v)^2 of softmax(logits) at each of the states ``hidden`` (T, H): (T,) fp32, by the same chunks."""
     squares = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
-    chunk = _chunk_rows(hidden, weight.shape[0])
+    chunk, step = _chunk_sizes(hidden, weight.shape[0])
     for start in range(0, hidden.shape[0], chunk):
         raw = _raw_logits(hidden[start : start + chunk], weight)
-        step = _block_rows(hidden, weight.shape[0], len(raw))
         for at in range(0, len(raw), step):
             p = torch.softmax(_scaled(raw[at : at + step], transform)[0], dim=-1)
             squares[start + at : start + at + len(p)] = torch.linalg.vecdot(p, p)
@@ -333,8 +324,7 @@ class _ChunkedFullKL(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, ref_hidden, ref_weight, transform, ref_transform):
         kl = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
-        for chunk, raw, ref_raw in _ChunkedFullKL._chunks(hidden, weight, ref_hidden, ref_weight):
-            step = _block_rows(hidden, weight.shape[0], len(raw))
+        for chunk, raw, ref_raw, step in _ChunkedFullKL._chunks(hidden, weight, ref_hidden, ref_weight):
             for at in range(0, len(raw), step):
                 log_p, _ = _log_softmax(raw[at : at + step], transform)
                 log_q, _ = _log_softmax(ref_raw[at : at + step], ref_transform)
@@ -351,9 +341,8 @@ class _ChunkedFullKL(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden) if wants_hidden else None
         # many bf16 parts would be rounded away one by one: sum them in fp32
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if wants_weight else None
-        for chunk, raw, ref_raw in _ChunkedFullKL._chunks(hidden, weight, ref_hidden, ref_weight):
+        for chunk, raw, ref_raw, step in _ChunkedFullKL._chunks(hidden, weight, ref_hidden, ref_weight):
             d_raw = raw if raw.dtype == hidden.dtype else torch.empty_like(raw, dtype=hidden.dtype)
-            step = _block_rows(hidden, weight.shape[0], len(raw))
             for at in range(0, len(raw), step):
                 log_p, derivative = _log_softmax(raw[at : at + step], ctx.transform)
                 log_q, _ = _log_softmax(ref_raw[at : at + step], ctx.ref_transform)
@@ -368,11 +357,11 @@ class _ChunkedFullKL(torch.autograd.Function):
 
     @staticmethod
     def _chunks(hidden, weight, ref_hidden, ref_weight):
-        """Yield row slices with the raw logits of both models; half as many rows as with one model."""
-        rows = _chunk_rows(hidden, 2 * weight.shape[0])
+        """Yield row slices, the raw logits of both models, and the rows of an element-wise pass."""
+        rows, step = _chunk_sizes(hidden, weight.shape[0], models=2)
         for start in range(0, hidden.shape[0], rows):
             chunk = slice(start, start + rows)
-            yield chunk, _raw_logits(hidden[chunk], weight), _raw_logits(ref_hidden[chunk], ref_weight)
+            yield chunk, _raw_logits(hidden[chunk], weight), _raw_logits(ref_hidden[chunk], ref_weight), step
 
 
 def chunked_full_kl(
@@ -427,7 +416,7 @@ class ReferenceStates:
     head: OutputHead
 
 
-def attach_token_outputs(model: nn.Module) -> None:
+def attach_token_outputs(model: Any) -> None:
     """Add ``token_outputs`` to ``model`` as a method, so that a sharding wrapper can gather weights around it."""
     model.token_outputs = MethodType(token_outputs, model)
 
@@ -466,78 +455,40 @@ def token_outputs(
     if position_ids is not None:
         inputs["position_ids"] = position_ids
     shard = inputs.get("shard")
-    if shard is None:
-        return _compute_scores(
-            model,
-            inputs,
-            positions,
-            targets,
-            head,
-            temperature,
-            want_entropy,
-            want_sum_pi_squared,
-            reference,
-            want_states,
-        )
-    if not is_vision_language(model.config):
-        inputs.update({name: shard.slice_of(inputs[name]) for name in ("input_ids", "position_ids")})
-    local_targets = targets.index_select(0, shard.local_index)
-    scores = _compute_scores(
-        model,
-        inputs,
-        shard.positions,
-        local_targets,
-        head,
-        temperature,
-        want_entropy,
-        want_sum_pi_squared,
-        reference,
-        want_states,
-    )
-    if want_states:
-        return scores
-    return TokenScores(*(part if part is None else shard.gather(part) for part in scores))
-
-
-def _compute_scores(
-    model: Any,
-    inputs: Mapping[str, Any],
-    positions: Tensor,
-    targets: Tensor,
-    head: OutputHead,
-    temperature: float,
-    want_entropy: bool,
-    want_sum_pi_squared: bool,
-    reference: ReferenceStates | None,
-    want_states: bool,
-) -> TokenScores:
+    if shard is not None:
+        if not is_vision_language(model.config):  # whose embeddings are made whole, and sliced by a hook
+            inputs.update({name: shard.slice_of(inputs[name]) for name in ("input_ids", "position_ids")})
+        positions, targets = shard.positions, targets.index_select(0, shard.local_index)
     if head.kind == "logits":
         logits = model(**inputs).logits.flatten(0, 1).index_select(0, positions)
         scores = TokenScores(*full_log_probs(logits, targets, temperature, want_entropy, head.excluded_tokens))
-        if not want_sum_pi_squared:
-            return scores
-        p = torch.softmax(_mask_tokens(logits.detach().float() / temperature, head.excluded_tokens), dim=-1)
-        return scores._replace(sum_pi_squared=p.square().sum(-1))
-    hidden = model.base_model(**inputs)[0].flatten(0, 1).index_select(0, positions)
-    if head.kind == "value":
-        layer = score_layer(model)
-        bias = None if layer.bias is None else layer.bias.float()
-        # the head in fp32: a bf16 value has three digits, too few for a TD error
-        values = nn.functional.linear(hidden.float(), layer.weight.float(), bias)
-        return TokenScores(values=values.sum(-1))  # over the one label: FSDP warns of outputs that are views
-    if want_states:
-        return TokenScores(states=hidden)
-    transform = LogitTransform(temperature, head.scale, head.softcap, head.excluded_tokens)
-    weight = model.get_output_embeddings().weight
-    scores = TokenScores(
-        *chunked_log_probs(hidden, weight, targets, transform, want_entropy, head.compiled, head.triton)
-    )
-    if want_sum_pi_squared:
-        scores = scores._replace(sum_pi_squared=chunked_sum_pi_squared(hidden, weight, transform))
-    if reference is not None:
-        ref_weight = weight if reference.weight is None else reference.weight
-        # excluded tokens are left out of both distributions
-        ref_transform = transform._replace(scale=reference.head.scale, softcap=reference.head.softcap)
-        full_kl = chunked_full_kl(hidden, weight, reference.hidden, ref_weight, transform, ref_transform)
-        scores = scores._replace(full_kl=full_kl)
-    return scores
+        if want_sum_pi_squared:
+            p = torch.softmax(_whole_logits(logits.detach(), temperature, head.excluded_tokens), dim=-1)
+            scores = scores._replace(sum_pi_squared=p.square().sum(-1))
+    else:
+        hidden = model.base_model(**inputs)[0].flatten(0, 1).index_select(0, positions)
+        if want_states:
+            return TokenScores(states=hidden)
+        if head.kind == "value":
+            layer = score_layer(model)
+            bias = None if layer.bias is None else layer.bias.float()
+            # the head in fp32: a bf16 value has three digits, too few for a TD error
+            values = nn.functional.linear(hidden.float(), layer.weight.float(), bias)
+            scores = TokenScores(values=values.sum(-1))  # over the one label: FSDP warns of outputs that are views
+        else:
+            weight = model.get_output_embeddings().weight
+            transform = LogitTransform(temperature, head.scale, head.softcap, head.excluded_tokens)
+            scores = TokenScores(
+                *chunked_log_probs(hidden, weight, targets, transform, want_entropy, head.compiled, head.triton)
+            )
+            if want_sum_pi_squared:
+                scores = scores._replace(sum_pi_squared=chunked_sum_pi_squared(hidden, weight, transform))
+            if reference is not None:
+                ref_weight = weight if reference.weight is None else reference.weight
+                # excluded tokens are left out of both distributions
+                ref_transform = transform._replace(scale=reference.head.scale, softcap=reference.head.softcap)
+                kl = chunked_full_kl(hidden, weight, reference.hidden, ref_weight, transform, ref_transform)
+                scores = scores._replace(full_kl=kl)
+    if shard is None:
+        return scores
+    return TokenScores(*(part if part is None else shard.gather(part) for part in scores))

@@ -1,3 +1,5 @@
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -6,12 +8,12 @@ from verl.batch import WHOLE, MicroBatching
 from verl.batch.balancing import plan_micro_batches
 from verl.batch.ragged import Ragged
 from verl.protocol import DataProto
-from verl.workers.engine.micro_batch import find_shared_prompts, row_lengths, split_batch
+from verl.workers.engine.micro_batch import add_dummy_images, find_shared_prompts, split_batch
 
 
 def cut(data, split=WHOLE, columns=(), packed=False, sharing=False):
     prompts = find_shared_prompts(data) if sharing else None
-    groups = plan_micro_batches(row_lengths(data), split, packed=packed, prompts=prompts)
+    groups = plan_micro_batches(data.ragged("input_ids").layout.lengths.tolist(), split, packed=packed, prompts=prompts)
     return split_batch(data, groups, columns, packed=packed, prompts=prompts)
 
 
@@ -107,7 +109,7 @@ def test_a_shared_prompt_runs_once_in_a_micro_batch_and_predicts_every_first_tok
     data = make_siblings(seed=5)
     parts, prompts = cut(data, split, **LAYOUTS["shared"]), find_shared_prompts(data)
     groups = parts.order.split([micro.shape[0] for micro in parts.micro_batches])
-    lengths, ids = row_lengths(data), data.ragged("input_ids").rows()
+    lengths, ids = data.ragged("input_ids").layout.lengths.tolist(), data.ragged("input_ids").rows()
     for micro, group in zip(parts.micro_batches, groups, strict=True):
         assert micro.packing.tokens == prompts.tokens_of(group.tolist(), lengths)
         before = [torch.arange(len(ids[row]))[prompts.lengths[row] - 1 : -1] for row in group.tolist()]
@@ -133,9 +135,12 @@ def test_equal_prompts_are_those_of_equal_tokens_and_positions():
 
 
 def test_a_dummy_row_of_packed_rows_stands_behind_them_and_is_seen_by_none():
+    vision = SimpleNamespace(spatial_merge_size=2, temporal_patch_size=2, patch_size=14, in_channels=3)
+    config = SimpleNamespace(vision_config=vision, image_token_id=7)
     for layout in ("packed", "shared"):
         [micro] = cut(make_siblings(), **LAYOUTS[layout]).micro_batches
-        more = micro.with_dummy_row(7, {"pixel_values": torch.zeros(1)})
+        more = add_dummy_images(micro, config, ["image"])
+        assert more.vision_inputs["pixel_values"].shape == (4, 3 * 2 * 14 * 14)
         assert more.input_ids[0, -1] == 7 and more.position_ids[0, -1] == 0
         assert more.packing.tokens == micro.packing.tokens + 1 == more.input_ids.shape[1]
         assert more.packing.k_lengths == (*micro.packing.k_lengths, 1)
@@ -167,7 +172,7 @@ def test_a_column_of_one_value_a_row_stays_one_value_a_row():
 
 def test_laying_out_reads_nothing_back_from_the_device():
     data = make_batch(7, seed=3)
-    groups = plan_micro_batches(row_lengths(data), MicroBatching(size=3))
+    groups = plan_micro_batches(data.ragged("input_ids").layout.lengths.tolist(), MicroBatching(size=3))
     here = split_batch(data, groups, columns=("advantages",)).micro_batches
     # the meta device has shapes and no values: whoever asks for one fails
     there = split_batch(data, groups, columns=("advantages",), device="meta").micro_batches

@@ -318,10 +318,8 @@ class DeepSpeedEngine(Engine):
         # by name, since DeepSpeed takes positional arguments apart in search of tensors
         return TokenScores(*self._zero(args=args, named=kwargs))
 
-    def _before_backward(self, is_last: bool) -> None:
+    def _run_backward(self, loss: Tensor, is_last: bool) -> None:
         self._zero.set_gradient_accumulation_boundary(is_last)
-
-    def _run_backward(self, loss: Tensor) -> None:
         self._zero.backward(loss, scale_wrt_gas=False)
 
     def _after_infer(self) -> None:
@@ -333,9 +331,6 @@ class DeepSpeedEngine(Engine):
         return float(self._zero.get_global_grad_norm())
 
     # -- weights --------------------------------------------------------------------------------------------------
-
-    def parameter_names(self) -> list[str]:
-        return [name for name, parameter in self.module.named_parameters() if parameter.requires_grad]
 
     def parameter_counts(self) -> tuple[int, int]:
         sizes = [(_shape(parameter).numel(), parameter.requires_grad) for parameter in self.module.parameters()]
@@ -435,12 +430,13 @@ class DeepSpeedEngine(Engine):
 
     # -- between host and device ----------------------------------------------------------------------------------
 
-    def load(self, *, model: bool, optimizer: bool) -> None:
-        self._offload.reload(*_parts(model, optimizer))
-
-    def offload(self, *, model: bool, optimizer: bool) -> None:
+    def move(self, to_host: bool, *, model: bool, optimizer: bool) -> None:
+        parts: list[Part] = [*["weights"] * model, *["state"] * optimizer]
+        if not to_host:
+            self._offload.reload(*parts)
+            return
         self._after_infer()
-        if self._offload.offload(*_parts(model, optimizer)):
+        if self._offload.offload(*parts):
             empty_cache(self.device)
 
 
@@ -458,7 +454,3 @@ class _Scorer(nn.Module):
 def _shape(parameter: nn.Parameter) -> torch.Size:
     """Of the whole weight, which may be in slices."""
     return getattr(parameter, "ds_shape", parameter.shape)
-
-
-def _parts(model: bool, optimizer: bool) -> list[Part]:
-    return ["weights"] * model + ["state"] * optimizer

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from abc import abstractmethod
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from enum import Flag, auto
@@ -29,29 +29,23 @@ from verl.models.attention.kernels import use_short_sequence_attention
 from verl.models.attention.packed import check_packable
 from verl.models.heads import OutputHead, check_score_head, detect_output_head, score_layer
 from verl.models.loader import ModelSpec, source_dtype
-from verl.models.multimodal import VISION_INPUTS, modality_tokens, vision_positions
+from verl.models.multimodal import VISION_INPUTS, is_vision_language, modality_tokens, vision_positions
 from verl.models.token_outputs import ReferenceStates, TokenScores
 from verl.protocol import DataProto
-from verl.utils.distributed import Topology, all_reduce_numbers
+from verl.utils.distributed import all_reduce_numbers
 from verl.workers.engine.micro_batch import (
+    VISION_COLUMN,
     MicroBatch,
     MicroBatches,
     add_dummy_images,
     check_vision_rows,
     find_shared_prompts,
-    row_lengths,
     split_batch,
 )
-from verl.workers.engine.model_check import check_forward_passes, raises_model_error, train_mode
-from verl.workers.engine.optim import (
-    build_optimizer,
-    build_schedule,
-    load_optimizer_state,
-    optimizer_state,
-    warn_of_endless_warmup,
-)
+from verl.workers.engine.model_check import check_forward_passes, raises_model_error
+from verl.workers.engine.optim import build_optimizer, build_schedule, warn_of_endless_warmup
 from verl.workers.engine.state import EngineState
-from verl.workers.engine.train_step import Gather, LossFn, Reference, TrainStep, plan_step
+from verl.workers.engine.train_step import Gather, LossFn, Reference, TrainStep, plan_step, weighted_means
 
 logger = logging.getLogger(__name__)
 
@@ -68,14 +62,6 @@ class Want(Flag):
     VALUES = auto()
     SUM_PI_SQUARED = auto()
     """Sum over the vocabulary of squared probabilities, at each response token."""
-
-
-_COLUMN_OF = {
-    Want.LOG_PROBS: "log_probs",
-    Want.ENTROPY: "entropy",
-    Want.VALUES: "values",
-    Want.SUM_PI_SQUARED: "sum_pi_squared",
-}
 
 
 class Outputs(NamedTuple):
@@ -105,9 +91,7 @@ class Engine(EngineState):
 
     supports_l2_coef = False
     """Whether ``optimizer_step`` adds the gradient of ``l2_coef``."""
-    topology: Topology
-    module: nn.Module
-    device: torch.device
+    head: OutputHead
 
     def __init__(
         self,
@@ -129,7 +113,6 @@ class Engine(EngineState):
         self.version = 0
         self.optimizer: torch.optim.Optimizer | None = None
         self.schedule: torch.optim.lr_scheduler.LambdaLR | None = None
-        self.head: OutputHead | None = None
         self.one_row_per_micro_batch = False
         """Set by the check at the start where padded rows influence each other."""
         self.modules_in_eval_mode: list[nn.Module] = []
@@ -137,7 +120,7 @@ class Engine(EngineState):
         self._on_device = {"model": False, "optimizer": False}
         self._optim_config, self._total_steps = optim_config, total_steps
         self._load_and_place(engine_config, backend_config, device, seed, sp_size)
-        self.offload(model=True, optimizer=True)
+        self.move(to_host=True, model=True, optimizer=True)
 
     @classmethod
     def choose(cls, spec: ModelSpec, backend_config: Any, is_trained: bool) -> type[Engine]:
@@ -188,7 +171,7 @@ class Engine(EngineState):
         with torch.no_grad():
             results = self.run(batches.micro_batches, outputs)[:local]
         self._after_infer()
-        return _as_columns(batches, results, want)
+        return self._as_columns(batches, results, want)
 
     def train_step(
         self,
@@ -230,15 +213,19 @@ class Engine(EngineState):
         if self.optimizer is None:
             raise RuntimeError("this engine was built without an optimizer: it can score, not train")
 
-        def log_probs() -> Ragged:
-            return self.infer(data, Want.LOG_PROBS, split, temperature).ragged("log_probs")
-
-        batch, is_sum = loss.prepare(data, Gather(log_probs, self.topology, reference is not None))
+        # a forward pass of the whole batch, which only a loss that asks for it pays
+        gather = Gather(
+            lambda: self.infer(data, Want.LOG_PROBS, split, temperature).ragged("log_probs"),
+            reference is not None,
+            self.topology,
+        )
+        batch, is_sum = loss.prepare(data, gather)
         missing = [name for name in loss.columns if name not in batch]
         if missing:
             raise ValueError(f"the loss reads column {missing[0]!r}, which the batch has not: it has {batch.keys()}")
+        # after ``prepare``, which may have scored the batch in inference mode
         if not self.module.training:
-            train_mode(self.module, self.modules_in_eval_mode)
+            self.train_mode()
         batches, local = self._split(batch, split, (*loss.columns, *loss.extra_columns))
         step, tokens_saved, tokens_run = plan_step(batches.micro_batches, local, loss, is_sum, reference, self)
         self._start_gradients()
@@ -253,11 +240,12 @@ class Engine(EngineState):
         else:
             reason = nonfinite_columns(batch, loss.columns)
             logger.warning("gradient norm is %s (%s): this optimizer step is skipped", grad_norm, reason)
-        metrics = {**step.metrics.reduce(self.topology), "grad_norm": grad_norm}
+        metrics = {**weighted_means(step.metrics, self.topology), "grad_norm": grad_norm}
         metrics["nonfinite_steps"] = 0.0 if is_finite else 1.0
         if self.spec.share_prompts:
             metrics["prefix_tokens_saved"] = tokens_saved / (tokens_saved + tokens_run)
-        return metrics, _as_columns(batches, results[:local] if want else [], want)
+        # results of idle micro-batches, the last ones, belong to no row
+        return metrics, self._as_columns(batches, results[:local], want) if want else DataProto()
 
     def run(
         self, micro_batches: Sequence[MicroBatch], outputs: Outputs, step: TrainStep | None = None
@@ -271,13 +259,14 @@ class Engine(EngineState):
             if step is None:
                 results.append(self._score(micro, outputs))
                 continue
-            self._before_backward(is_last=number + 1 == len(micro_batches))
             compared = None if step.reference is None else step.reference.states(micro)
-            self._recompute.choose(micro.input_ids.numel() // self.topology.sp_size)
+            tokens = micro.input_ids.numel() // self.topology.sp_size
+            if self._recompute.is_on != (tokens > self._recompute.most_kept_tokens):
+                self._recompute.switch()
             with self._activations():
                 scores = self._score(micro, outputs, compared)
             results.append(TokenScores(*(part if part is None else part.detach() for part in scores)))
-            self._run_backward(step.scaled_loss(number, micro, scores))
+            self._run_backward(step.scaled_loss(number, micro, scores), is_last=number + 1 == len(micro_batches))
         return results
 
     def states(self, micro: MicroBatch) -> Tensor:
@@ -287,8 +276,14 @@ class Engine(EngineState):
         with torch.no_grad():
             hidden = self._score(micro, Outputs(states=True)).states
         if trains:
-            train_mode(self.module, self.modules_in_eval_mode)
+            self.train_mode()
         return hidden
+
+    def train_mode(self) -> None:
+        """Switch to train mode, except the modules whose train mode is random."""
+        self.module.train()
+        for module in self.modules_in_eval_mode:
+            module.training = False
 
     def step_schedule(self) -> None:
         """Advance the learning-rate schedule: once per training step, however many optimizer steps that had."""
@@ -306,14 +301,14 @@ class Engine(EngineState):
         """
         loaded = {"model": not self._on_device["model"], "optimizer": optimizer and not self._on_device["optimizer"]}
         if any(loaded.values()):
-            self.load(**loaded)
+            self.move(to_host=False, **loaded)
         self._on_device.update({part: True for part, is_new in loaded.items() if is_new})
         try:
             yield
         finally:
             self._on_device.update({part: False for part, is_new in loaded.items() if is_new})
             if any(loaded.values()):
-                self.offload(**loaded)
+                self.move(to_host=True, **loaded)
 
     # -- implemented by backends ----------------------------------------------------------------------------------
 
@@ -322,53 +317,18 @@ class Engine(EngineState):
         """Set ``topology``, ``device`` and ``module``; call ``_prepare`` and ``_build_optimizer``."""
 
     @abstractmethod
-    def parameter_names(self) -> list[str]:
-        """Names of the parameters the optimizer holds, in its order."""
-
-    @abstractmethod
-    def full_tensors(self, dtype: torch.dtype | None, leave_out: Collection[str]) -> Iterator[tuple[str, Tensor]]:
-        """Yield (module name, full tensor) of every parameter and persistent buffer."""
-
-    @abstractmethod
     def optimizer_step(self) -> float:
         """Clip, step if the gradient is finite, drop the gradient; returns its norm before clipping."""
 
     @abstractmethod
-    def model_state(self) -> dict[str, Tensor]:
-        """This rank's parameters and persistent buffers by module name."""
-
-    @abstractmethod
-    def load_model_state(self, state: Mapping[str, Tensor]) -> None:
-        """Load the result of ``model_state``, or whole tensors under the same names."""
-
-    @abstractmethod
-    def load(self, *, model: bool, optimizer: bool) -> None:
-        """Bring weights and optimizer state to the device, where offload is configured."""
-
-    @abstractmethod
-    def offload(self, *, model: bool, optimizer: bool) -> None:
-        """Take weights and optimizer state off the device, where offload is configured."""
-
-    def tensor_names(self) -> list[str]:
-        """Names of the module's parameters and persistent buffers."""
-        return list(self.module.state_dict())
-
-    def optimizer_state(self) -> dict[str, Any]:
-        """This rank's part of the optimizer's state, by parameter name."""
-        return optimizer_state(self.optimizer, self.parameter_names())
-
-    def load_optimizer_state(self, state: dict[str, Any]) -> None:
-        """Load the result of ``optimizer_state``, or whole tensors in its place."""
-        load_optimizer_state(self.optimizer, self.parameter_names(), state)
+    def move(self, to_host: bool, *, model: bool, optimizer: bool) -> None:
+        """Move weights and optimizer state to host memory, or back to the device, where offload is configured."""
 
     def _start_gradients(self) -> None:  # noqa: B027 - not every backend needs it
         """Called before the first backward pass of a step."""
 
-    def _before_backward(self, is_last: bool) -> None:  # noqa: B027
-        """Called before each micro-batch's forward and backward pass."""
-
-    def _run_backward(self, loss: Tensor) -> None:
-        """Add the gradient of ``loss`` to that of the step."""
+    def _run_backward(self, loss: Tensor, is_last: bool) -> None:
+        """Add the gradient of ``loss`` to that of the step, of whose micro-batches this may be the last."""
         loss.backward()
 
     def _after_infer(self) -> None:  # noqa: B027
@@ -390,6 +350,12 @@ class Engine(EngineState):
         if self.device.type == "cpu":
             use_short_sequence_attention(self.module)
         self._recompute = Recompute(self.module, always=self.device.type != "cpu")
+        offloads = self.spec.activation_offload and self.device.type != "cpu"
+        # what runs around each forward pass of a step: activations stay on the device, or go to host memory
+        self._activations: Callable[[], AbstractContextManager[Any]] = nullcontext
+        if offloads:
+            self._activations = partial(ActivationOffload, self.device)
+        self._reads_images = is_vision_language(self.module.config)
         compiled = self.spec.use_torch_compile and self.device.type == "cuda"
         if self.spec.use_torch_compile and not compiled:
             logger.debug("use_torch_compile has no effect on %s: plain torch is used", self.device.type)
@@ -400,7 +366,7 @@ class Engine(EngineState):
         else:
             with raises_model_error(self.module):
                 head = detect_output_head(self.module, self.device, compiled)
-            triton, excluded = self.spec.head_backend == "triton", modality_tokens(self.model_config)
+            triton, excluded = self.spec.head_backend == "triton", modality_tokens(self.module.config)
             self.head = replace(head, triton=triton, excluded_tokens=excluded)
         state = random_state(self.device)
         check_forward_passes(self)
@@ -419,7 +385,7 @@ class Engine(EngineState):
             return values
         return all_reduce_numbers(values, op, self.topology.dp_group, self.device)
 
-    def _split(self, data: DataProto, split: MicroBatching, columns: Collection[str]) -> tuple[MicroBatches, int]:
+    def _split(self, data: DataProto, split: MicroBatching, columns: Sequence[str]) -> tuple[MicroBatches, int]:
         """Split the rows into as many micro-batches on every rank; returns also the number that are this rank's own.
 
         A rank with fewer runs idle micro-batches of two tokens and no weight: sharded weights are gathered by all
@@ -434,14 +400,15 @@ class Engine(EngineState):
         packed, prompts = self.spec.remove_padding, find_shared_prompts(data) if self.spec.share_prompts else None
         plan = partial(
             plan_micro_batches,
-            row_lengths(data),
+            data.ragged("input_ids").layout.lengths.tolist(),
             split,
             best_tokens=best and best * sp_size,
             packed=packed,
             prompts=prompts,
         )
         groups = plan()
-        kinds = check_vision_rows(self.module, self.model_config, data)
+        has_vision = self._reads_images or VISION_COLUMN in data.non_tensor_batch
+        kinds = check_vision_rows(self.module, data) if has_vision else (False, False)
         most, *with_vision = map(int, self.reduce([len(groups), *kinds], "max"))
         if most > len(groups):
             groups = plan(at_least=most)
@@ -452,7 +419,7 @@ class Engine(EngineState):
             micro_batches.extend(self._idle_micro_batches() * (most - len(groups)))
         if any(with_vision) and self.topology.world_size > 1:
             names = [kind for kind, has_some in zip(VISION_INPUTS, with_vision, strict=True) if has_some]
-            micro_batches[:] = [add_dummy_images(micro, self.model_config, names) for micro in micro_batches]
+            micro_batches[:] = [add_dummy_images(micro, self.module.config, names) for micro in micro_batches]
         if self.spec.head == "reward":
             # a score belongs to the token itself, everything else is predicted by the token before
             shifted = [replace(micro, valid_positions=micro.valid_positions + 1) for micro in micro_batches]
@@ -496,14 +463,7 @@ class Engine(EngineState):
             outputs.states,
         )
 
-    def _activations(self) -> AbstractContextManager[Any]:
-        """Keep the activations of the forward passes within the block on the device, or in host memory."""
-        if self.spec.activation_offload and self.device.type != "cpu":
-            return ActivationOffload(self.device)
-        return nullcontext()
-
-
-def _as_columns(batches: MicroBatches, results: list[TokenScores], want: Want) -> DataProto:
-    """The results of the micro-batches as columns, rows in the order of the batch."""
-    names = [name for flag, name in _COLUMN_OF.items() if flag in want]
-    return DataProto.from_ragged({name: batches.restore([getattr(s, name) for s in results]) for name in names})
+    def _as_columns(self, batches: MicroBatches, results: list[TokenScores], want: Want) -> DataProto:
+        """The results of the micro-batches as columns, named as the flags; rows in the order of the batch."""
+        names = [str(flag.name).lower() for flag in Want if flag in want]
+        return DataProto.from_ragged({name: batches.restore([getattr(s, name) for s in results]) for name in names})

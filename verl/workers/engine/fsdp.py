@@ -121,12 +121,10 @@ class FSDPEngine(Engine):
 
     # -- the engine contract --------------------------------------------------------------------------------------
 
-    def parameter_names(self) -> list[str]:
-        return [name for name, parameter in self.module.named_parameters() if parameter.requires_grad]
-
-    def _before_backward(self, is_last: bool) -> None:
+    def _run_backward(self, loss: Tensor, is_last: bool) -> None:
         if self._reduce_once:
             self.module.set_requires_gradient_sync(is_last)
+        loss.backward()
 
     def _after_infer(self) -> None:
         # without a backward pass the outermost unit stays gathered, and its parameters are not the sharded ones
@@ -134,8 +132,9 @@ class FSDPEngine(Engine):
             unit.reshard()
 
     def optimizer_step(self) -> float:
-        trained = list(self.module.parameters())
-        add_l2_gradient(trained, self.l2_coef)
+        trained: list[Tensor] = list(self.module.parameters())
+        if self.l2_coef:
+            add_l2_gradient(trained, self.l2_coef)
         norm = clip_gradients(trained, self.grad_clip)
         if math.isfinite(norm):
             self.optimizer.step()
@@ -167,18 +166,13 @@ class FSDPEngine(Engine):
         for name, tensor in own.items():
             fill(tensor, state[name], name)
 
-    def load(self, *, model: bool, optimizer: bool) -> None:
+    def move(self, to_host: bool, *, model: bool, optimizer: bool) -> None:
+        device = torch.device("cpu") if to_host else self.device
         if model and self._offload_params:
-            self._move(self.device)
+            self._move(device)
         if optimizer and self._offload_optimizer and self.optimizer is not None:
-            move_optimizer_state(self.optimizer, self.device)
-
-    def offload(self, *, model: bool, optimizer: bool) -> None:
-        if model and self._offload_params:
-            self._move(torch.device("cpu"))
-        if optimizer and self._offload_optimizer and self.optimizer is not None:
-            move_optimizer_state(self.optimizer, torch.device("cpu"))
-        if self._offload_params or self._offload_optimizer:
+            move_optimizer_state(self.optimizer, device)
+        if to_host and (self._offload_params or self._offload_optimizer):
             empty_cache(self.device)
 
     def _move(self, device: torch.device) -> None:

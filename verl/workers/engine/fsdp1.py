@@ -99,9 +99,6 @@ class FSDP1Engine(FSDPEngine):
         ]
         return sum(size for size, is_trained in sizes if is_trained), sum(size for size, _ in sizes)
 
-    def _before_backward(self, is_last: bool) -> None:
-        """Gradients of a micro-batch go into the slices at once."""
-
     def _after_infer(self) -> None:
         # without a backward pass the outermost unit stays gathered
         for handle in self._handles():

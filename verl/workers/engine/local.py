@@ -88,22 +88,17 @@ class LocalEngine(Engine):
 
     # -- the engine contract --------------------------------------------------------------------------------------
 
-    def parameter_names(self) -> list[str]:
-        return [name for name, parameter in self.module.named_parameters() if parameter.requires_grad]
-
-    def _finish_gradients(self) -> None:
-        """Called after the last backward pass of a step."""
-        for parameter in self._stale_gradients:
-            self._masters[parameter].grad.zero_()
-
     def optimizer_step(self) -> float:
-        self._finish_gradients()
+        for parameter in self._stale_gradients:  # that no micro-batch of this step has reached
+            self._masters[parameter].grad.zero_()
         trained = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-        add_l2_gradient(trained, self.l2_coef)
+        if self.l2_coef:
+            add_l2_gradient(trained, self.l2_coef)
         norm = clip_gradients(trained, self.grad_clip)
         if math.isfinite(norm):
             self.optimizer.step()
-            self._refresh()
+            if self._masters:
+                self._refresh()
         # host memory is cheap and slow to get: the gradients of masters stay allocated there
         if not self._masters or self.device.type != "cpu":
             self.optimizer.zero_grad()
@@ -111,8 +106,8 @@ class LocalEngine(Engine):
 
     @torch.no_grad()
     def _refresh(self) -> None:
-        if self._masters:
-            torch._foreach_copy_(list(self._masters), list(self._masters.values()))
+        """Round the module's copy from the master weights."""
+        torch._foreach_copy_(list(self._masters), list(self._masters.values()))
 
     def full_tensors(self, dtype: torch.dtype | None, leave_out: Collection[str]) -> Iterator[tuple[str, Tensor]]:
         parameters = dict(self.module.named_parameters(remove_duplicate=False))
@@ -140,25 +135,21 @@ class LocalEngine(Engine):
         check_names(own, state)
         for name, tensor in own.items():
             fill(tensor, state[name], name)
-        self._refresh()
+        if self._masters:
+            self._refresh()
 
-    def load(self, *, model: bool, optimizer: bool) -> None:
-        self._move(self.device, model, optimizer)
-
-    def offload(self, *, model: bool, optimizer: bool) -> None:
-        self._move(torch.device("cpu"), model, optimizer)
-        if self._offload_params or self._offload_optimizer:
-            empty_cache(self.device)
-
-    def _move(self, device: torch.device, model: bool, optimizer: bool) -> None:
-        """Move what offload is configured for: the module, and for an optimizer step master weights and state."""
+    def move(self, to_host: bool, *, model: bool, optimizer: bool) -> None:
+        device = torch.device("cpu") if to_host else self.device
         if model and self._offload_params:
             self.module.to(device)
+        # master weights are read by the optimizer only
         for master in self._masters.values() if optimizer and self._offload_params else ():
             master.grad = None
             master.data = master.data.to(device)
         if optimizer and self._offload_optimizer and self.optimizer is not None:
             move_optimizer_state(self.optimizer, device)
+        if to_host and (self._offload_params or self._offload_optimizer):
+            empty_cache(self.device)
 
 
 # -- replicated over processes: gradients are averaged, nothing is sharded -------------------------------------------
@@ -177,11 +168,16 @@ class ReplicaEngine(LocalEngine):
     def _topology(self, sp_size: int, device: str) -> Topology:
         return Topology.of_ranks(sp_size, device)
 
+    def optimizer_step(self) -> float:
+        if self.topology.world_size > 1:
+            self._average_gradients()
+        return super().optimizer_step()
+
     @torch.no_grad()
-    def _finish_gradients(self) -> None:
-        super()._finish_gradients()
-        if self.topology.world_size == 1:
-            return
+    def _average_gradients(self) -> None:
+        for parameter in self._stale_gradients:
+            self._masters[parameter].grad.zero_()
+        self._stale_gradients = set()  # or the step would take the other ranks' gradients for stale
         trained = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
         for parameter in trained:
             if parameter.grad is None:  # not used by this rank's rows, perhaps by another's

@@ -13,7 +13,7 @@ from hashlib import blake2b
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from verl.batch.balancing import Prompts, inverse_permutation
 from verl.batch.ragged import Layout, Ragged, select_columns, slice_columns
@@ -56,28 +56,43 @@ def image_keys(rows: Sequence[Mapping[str, Tensor] | None]) -> list[object]:
     return [known[id(row)] if row else None for row in rows]
 
 
-def check_vision_rows(model: nn.Module, config: Any, data: DataProto) -> tuple[bool, bool]:
+def check_vision_rows(model: Any, data: DataProto) -> tuple[bool, bool]:
     """Return whether any row has images, and whether any has videos, after checking placeholders.
 
     Raises:
         ValueError: rows have images and the model reads text only, or placeholders do not match the images.
     """
     rows = vision_rows(data)
-    if is_vision_language(config):
-        check_placeholders(config, data.ragged("input_ids").rows(), rows)
+    if is_vision_language(model.config):
+        check_placeholders(model.config, data.ragged("input_ids").rows(), rows)
     elif any(rows):
         raise ValueError(f"the batch has images, and {type(model).__name__} is a model of text only")
     return has_images_and_videos(rows)
 
 
-def add_dummy_images(micro: Any, config: Any, kinds: Sequence[str]) -> Any:
-    """Append a dummy row for each of ``kinds`` that a ``MicroBatch`` lacks and another rank has.
+def add_dummy_images(micro: MicroBatch, config: Any, kinds: Sequence[str]) -> MicroBatch:
+    """Append a row with an image (or video) of one token for each of ``kinds`` that ``micro`` lacks.
 
-    All ranks gather the vision tower's weights together, once for images and once for videos.
+    All ranks gather the vision tower's weights together, once for images and once for videos. The rows are outside the
+    valid positions.
     """
     for kind in kinds:
-        if VISION_INPUTS[kind][0] not in micro.vision_inputs:
-            micro = micro.with_dummy_row(image_token(config, kind), dummy_vision_inputs(config, kind))
+        if VISION_INPUTS[kind][0] in micro.vision_inputs:
+            continue
+        is_packed = micro.packing is not None
+        row = micro.input_ids.new_zeros(1, 1 if is_packed else micro.input_ids.shape[1])
+        row[0, 0] = image_token(config, kind)
+        positions = micro.position_ids
+        if positions is not None:
+            positions = torch.cat([positions, positions.new_zeros(1, row.shape[1])], dim=int(is_packed))
+        dummy = {name: tensor.to(row.device) for name, tensor in dummy_vision_inputs(config, kind).items()}
+        micro = replace(
+            micro,
+            input_ids=torch.cat([micro.input_ids, row], dim=int(is_packed)),
+            position_ids=positions,
+            vision_inputs=dummy | dict(micro.vision_inputs),
+            packing=None if micro.packing is None else micro.packing.append_segment(1),
+        )
     return micro
 
 
@@ -139,27 +154,8 @@ class MicroBatch:
             shard=shard,
         )
 
-    def with_dummy_row(self, token: int, vision_inputs: Mapping[str, Tensor]) -> MicroBatch:
-        """Append a row with an image (or video) of one ``token``, outside the valid positions."""
-        is_packed = self.packing is not None
-        row = self.input_ids.new_zeros(1, 1 if is_packed else self.input_ids.shape[1])
-        row[0, 0] = token
-        positions = self.position_ids
-        if positions is not None:
-            positions = torch.cat([positions, positions.new_zeros(1, row.shape[1])], dim=int(is_packed))
-        return replace(
-            self,
-            input_ids=torch.cat([self.input_ids, row], dim=int(is_packed)),
-            position_ids=positions,
-            vision_inputs={name: tensor.to(row.device) for name, tensor in vision_inputs.items()}
-            | dict(self.vision_inputs),
-            packing=self.packing.append_segment(1) if is_packed else None,
-        )
-
-    def to_rows(self, flat: Tensor | None) -> Tensor | None:
+    def to_rows(self, flat: Tensor) -> Tensor:
         """Scatter (t,) into (b, r), zero at the padding; differentiable."""
-        if flat is None:
-            return None
         rows, width = self.shape
         return flat.new_zeros(rows * width).scatter(0, self.slots, flat).view(rows, width)
 
@@ -178,11 +174,6 @@ class MicroBatches:
         """Join results (t,) of the micro-batches into a response column in the batch's row order."""
         joined = Ragged(torch.cat(list(parts)).cpu(), self.response.select(self.order))
         return Ragged(joined.select(inverse_permutation(self.order)).values, self.response)
-
-
-def row_lengths(data: DataProto) -> list[int]:
-    """Return the tokens of each row, prompt and response, without padding."""
-    return data.ragged("input_ids").layout.lengths.tolist()
 
 
 def find_shared_prompts(data: DataProto) -> Prompts:
@@ -229,7 +220,7 @@ def split_batch(
         ValueError: a row has no prompt token, from which its first response token is predicted.
     """
     names = [name for name in dict.fromkeys(columns) if name in data]
-    vision = vision_rows(data)
+    vision = vision_rows(data) if VISION_COLUMN in data.non_tensor_batch else None
     data = data.packed()
     ids, responses = data.ragged("input_ids"), data.ragged("responses")
     order = torch.tensor([row for group in groups for row in group])
@@ -240,7 +231,10 @@ def split_batch(
     if positions is not None:
         ragged["position_ids"] = positions
     for name in names:
-        column = data.ragged(name) if _is_packed(data, name) else None
+        try:
+            column = data.ragged(name)
+        except ValueError:  # one value a row
+            column = None
         if column is not None and column.layout == responses.layout:
             ragged[name] = column
         else:
@@ -250,67 +244,68 @@ def split_batch(
 
     micro_batches, first = [], 0
     for last in torch.tensor([len(group) for group in groups]).cumsum(0).tolist():
-        part = slice_columns(ragged, first, last)
-        values = {name: _trim_padding(part[name]) if name in part else dense[name][first:last] for name in names}
-        rows = owner_rows = order[first:last].tolist()
+        part, rows = slice_columns(ragged, first, last), order[first:last].tolist()
+        values = {}
+        for name in names:
+            value = part[name].trim_padding() if name in part else dense[name][first:last]
+            # where no row has a response, one column of padding stays for the loss to read
+            is_empty = name in part and not value.shape[1]
+            values[name] = value.new_zeros(len(value), 1, *value.shape[2:]) if is_empty else value
+        response, owners = part["responses"].layout.trimmed, None
         if packed:
             owners = None if prompts is None else _prompt_owners([prompts.numbers[row] for row in rows])
-            micro = _packed_micro_batch(part, before[first:last], owners, values)
-            if owners is not None:
-                owner_rows = [row for index, row in enumerate(rows) if owners[index] == index]
+            tokens = _pack(part, before[first:last], owners)
         else:
-            micro = _micro_batch(part, before[first:last], values)
-        images = collate_vision_inputs([vision[row] for row in owner_rows])
-        micro_batches.append(replace(micro, vision_inputs=images).to(device))
+            tokens = _pad(part, before[first:last])
+        images = {}
+        if vision is not None:  # those of a shared prompt once, with the row that runs it
+            runs = [row for index, row in enumerate(rows) if owners is None or owners[index] == index]
+            images = collate_vision_inputs([vision[row] for row in runs])
+        micro = MicroBatch(
+            *tokens[:3],
+            targets=part["responses"].values,
+            slots=response.valid_positions,
+            shape=(len(response), max(response.width, 1)),
+            columns=values,
+            vision_inputs=images,
+            packing=tokens[3],
+        )
+        micro_batches.append(micro if micro.input_ids.device == torch.device(device) else micro.to(device))
         first = last
     return MicroBatches(micro_batches, order, responses.layout)
 
 
-def _micro_batch(part: Mapping[str, Ragged], before: Tensor, columns: Mapping[str, Tensor]) -> MicroBatch:
-    input_ids, responses = part["input_ids"].trim_padding(), part["responses"]
-    response = responses.layout.trimmed
+_Tokens = tuple[Tensor, Tensor | None, Tensor, Packing | None]
+"""Input ids, position ids, valid positions and packing of a ``MicroBatch``."""
+
+
+def _pad(part: Mapping[str, Ragged], before: Tensor) -> _Tokens:
+    """Lay rows out right padded."""
+    input_ids = part["input_ids"].trim_padding()
     # the responses' ranges in the whole rows, shifted by one to the predicting tokens
-    predicting = Layout(before - 1, response.lengths, input_ids.shape[1])
-    return MicroBatch(
-        input_ids=input_ids,
-        position_ids=part["position_ids"].trim_padding() if "position_ids" in part else None,
-        valid_positions=predicting.valid_positions,
-        targets=responses.values,
-        slots=response.valid_positions,
-        shape=(len(response), max(response.width, 1)),
-        columns=columns,
-    )
+    predicting = Layout(before - 1, part["responses"].layout.lengths, input_ids.shape[1])
+    positions = part["position_ids"].trim_padding() if "position_ids" in part else None
+    return input_ids, positions, predicting.valid_positions, None
 
 
-def _packed_micro_batch(
-    part: Mapping[str, Ragged], before: Tensor, owners: Tensor | None, columns: Mapping[str, Tensor]
-) -> MicroBatch:
+def _pack(part: Mapping[str, Ragged], before: Tensor, owners: Tensor | None) -> _Tokens:
     """Pack rows into one sequence; a prompt shared by several rows runs once, in the row that owns it.
 
     Args:
         before: (b,) tokens of each row before its response.
         owners: (b,) row that runs each row's prompt, itself or an earlier one; None: each its own.
     """
-    ids, responses = part["input_ids"], part["responses"]
-    lengths, offsets, response = ids.layout.lengths, ids.layout.offsets[:-1], responses.layout.trimmed
+    ids = part["input_ids"]
+    lengths, offsets = ids.layout.lengths, ids.layout.offsets[:-1]
     positions = part["position_ids"].values if "position_ids" in part else _ranges(torch.zeros_like(lengths), lengths)
-    input_ids, valid_positions = ids.values, _ranges(offsets + before - 1, response.lengths)
-    packing = None
+    input_ids, valid_positions = ids.values, _ranges(offsets + before - 1, part["responses"].layout.lengths)
+    packing = Packing.of_lengths(lengths.tolist())
     if owners is not None:
         kept_tokens, index = _deduplicate_prompts(lengths, before, owners)
         input_ids, positions, valid_positions = input_ids[kept_tokens], positions[kept_tokens], index[valid_positions]
         q_lengths = torch.where(owners == torch.arange(len(owners)), lengths, lengths - before)
         packing = Packing.with_shared_keys(q_lengths.tolist(), index.split(lengths.tolist()))
-    return MicroBatch(
-        input_ids=input_ids[None],
-        position_ids=positions[None],
-        valid_positions=valid_positions,
-        targets=responses.values,
-        slots=response.valid_positions,
-        shape=(len(response), max(response.width, 1)),
-        columns=columns,
-        packing=packing or Packing.of_lengths(lengths.tolist()),
-    )
+    return input_ids[None], positions[None], valid_positions, packing
 
 
 def _prompt_owners(prompts: Sequence[int]) -> Tensor | None:
@@ -328,7 +323,7 @@ def _deduplicate_prompts(lengths: Tensor, before: Tensor, owners: Tensor) -> tup
     kept_tokens = _ranges(offsets + skipped, lengths - skipped)
     index = torch.empty(int(lengths.sum()), dtype=torch.int64)
     index[kept_tokens] = torch.arange(len(kept_tokens))
-    # a owner runs its own prompt, so those tokens have indices already
+    # an owner runs its own prompt, so those tokens have indices already
     index[_ranges(offsets, skipped)] = index[_ranges(offsets[owners], skipped)]
     return kept_tokens, index
 
@@ -337,19 +332,6 @@ def _ranges(firsts: Tensor, lengths: Tensor) -> Tensor:
     """Concatenate the ranges of ``lengths`` (n,) that begin at ``firsts`` (n,)."""
     shift = (firsts - (lengths.cumsum(0) - lengths)).repeat_interleave(lengths)
     return shift + torch.arange(len(shift))
-
-
-def _trim_padding(column: Ragged) -> Tensor:
-    tensor = column.trim_padding()
-    return tensor if tensor.shape[1] else tensor.new_zeros(tensor.shape[0], 1, *tensor.shape[2:])
-
-
-def _is_packed(data: DataProto, name: str) -> bool:
-    try:
-        data.ragged(name)
-    except ValueError:  # one value a row
-        return False
-    return True
 
 
 def _tokens_before_response(whole: Layout, response: Layout) -> Tensor:

@@ -45,7 +45,7 @@ def check_forward_passes(engine: Engine) -> None:
     Sets ``engine.one_row_per_micro_batch`` and ``engine.modules_in_eval_mode`` where the model needs it.
     """
     engine.module.eval()
-    spec, config, excluded = engine.spec, engine.model_config, engine.head.excluded_tokens
+    spec, config, excluded = engine.spec, engine.module.config, engine.head.excluded_tokens
     must_repeat = engine.is_trained and not spec.has_dropout
     with raises_model_error(engine.module):
         expected = _scores(engine, single_row(config, excluded, spec.remove_padding).to(engine.device))
@@ -82,7 +82,7 @@ def _check_rows_independent(engine: Engine, expected: Tensor, scores: Tensor) ->
         logger.warning(
             "model_type=%r: a row next to a longer one does not score as it does alone (they differ by %.1e of the "
             "scores' spread), so every micro-batch has one row",
-            engine.model_config.model_type,
+            engine.module.config.model_type,
             deviation,
         )
 
@@ -92,7 +92,7 @@ def _scores(engine: Engine, micro: MicroBatch) -> Tensor:
     options: list[AttentionOptions] = []
     scores = engine._score(micro, **({"record": options.append} if micro.packing else {}))
     if micro.packing:
-        check_attention_options(engine.model_config, options, type(engine.module).__name__)
+        check_attention_options(engine.module.config, options, type(engine.module).__name__)
     return scores.log_probs if engine.spec.head == "lm" else scores.values
 
 
@@ -100,7 +100,7 @@ def _find_random_modules(engine: Engine, micro: MicroBatch, expected: Tensor) ->
     """Find the modules, if any, that must stay in inference mode for train mode to score as inference does."""
     if _train_mode_differs(engine, micro, expected):
         engine.module.eval()
-        name, model_type = type(engine.module).__name__, engine.model_config.model_type
+        name, model_type = type(engine.module).__name__, engine.module.config.model_type
         if _differs(engine, micro, expected):
             refuse_random(name, model_type, in_training=False)
         for modules in candidates(engine.module):
@@ -116,7 +116,7 @@ def _find_random_modules(engine: Engine, micro: MicroBatch, expected: Tensor) ->
 
 
 def _train_mode_differs(engine: Engine, micro: MicroBatch, expected: Tensor) -> bool:
-    train_mode(engine.module, engine.modules_in_eval_mode)
+    engine.train_mode()
     return _differs(engine, micro, expected)
 
 
@@ -265,13 +265,6 @@ def candidates(model: nn.Module) -> Iterator[list[nn.Module]]:
     yield from list(by_class.values())[:MOST_CLASSES]
     yield others
     yield list(model.modules())
-
-
-def train_mode(model: nn.Module, but: Iterable[nn.Module] = ()) -> None:
-    """Switch ``model`` to train mode, except the modules ``but``."""
-    model.train()
-    for module in but:
-        module.training = False
 
 
 def class_names(modules: Iterable[nn.Module]) -> str:

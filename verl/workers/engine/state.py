@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import ABC
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -15,10 +15,10 @@ from verl.checkpoint.checkpoint_manager import random_state, set_random_state
 from verl.checkpoint.shards import FromRankZero
 from verl.models.loader import load_model
 from verl.models.weight_names import checkpoint_tensors, plain_name, tied_duplicates
+from verl.workers.engine.optim import load_optimizer_state, optimizer_state
 
 if TYPE_CHECKING:
     import torch
-    from torch import nn
 
     from verl.models.loader import ModelSpec
     from verl.utils.distributed import Topology
@@ -27,13 +27,50 @@ if TYPE_CHECKING:
 class EngineState(ABC):
     """The part of ``Engine`` that exports weights and saves and restores its state."""
 
-    module: nn.Module
+    module: Any
+    """transformers' model, or a wrapper that forwards its attributes."""
     spec: ModelSpec
     device: torch.device
     topology: Topology
     optimizer: torch.optim.Optimizer | None
     schedule: torch.optim.lr_scheduler.LambdaLR | None
     version: int
+
+    # -- supplied by backends ---------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def full_tensors(self, dtype: torch.dtype | None, leave_out: Collection[str]) -> Iterator[tuple[str, Tensor]]:
+        """Yield (module name, full tensor) of every parameter and persistent buffer."""
+
+    @abstractmethod
+    def model_state(self) -> dict[str, Any]:
+        """This rank's parameters and persistent buffers by module name."""
+
+    @abstractmethod
+    def load_model_state(self, state: Mapping[str, Any]) -> None:
+        """Load the result of ``model_state``, or whole tensors under the same names."""
+
+    @abstractmethod
+    def on_device(self, optimizer: bool = False) -> AbstractContextManager[None]:
+        """Bring the weights (with ``optimizer``, its state too) to the device within the block."""
+
+    def parameter_names(self) -> list[str]:
+        """Names of the parameters the optimizer holds, in its order."""
+        return [name for name, parameter in self.module.named_parameters() if parameter.requires_grad]
+
+    def tensor_names(self) -> list[str]:
+        """Names of the module's parameters and persistent buffers."""
+        return list(self.module.state_dict())
+
+    def optimizer_state(self) -> dict[str, Any]:
+        """This rank's part of the optimizer's state, by parameter name."""
+        return optimizer_state(self.optimizer, self.parameter_names())
+
+    def load_optimizer_state(self, state: Mapping[str, Any]) -> None:
+        """Load the result of ``optimizer_state``, or whole tensors in its place."""
+        load_optimizer_state(self.optimizer, self.parameter_names(), state)
+
+    # -- weights ----------------------------------------------------------------------------------------------------
 
     @property
     def vocab_size(self) -> int:

@@ -1,8 +1,12 @@
-"""One optimizer step: the contract of losses, the weights of micro-batches, values over all ranks for a loss."""
+"""One optimizer step: the contract of losses, weights of micro-batches, means of metrics, and the reference of a KL.
+
+Knows engines only by their topology and scores; no backend.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -17,34 +21,116 @@ from verl.protocol import DataProto
 from verl.utils.distributed import Topology, all_gather_objects
 from verl.workers.engine.micro_batch import MicroBatch
 
-# -- Weighted means of a loss's metrics over micro-batches and ranks -------------------------------------------------
+if TYPE_CHECKING:
+    from verl.workers.engine.engine import Engine
 
 
-class WeightedMeans:
-    """Means over micro-batches and ranks, fetched from the device once, after the step."""
+class LossFn(Protocol):
+    """(outputs, columns of a micro-batch) -> (mean loss, metrics), with a weight for each mean."""
 
-    def __init__(self) -> None:
-        self._parts: list[tuple[float, dict[str, Any]]] = []
+    columns: Sequence[str]
+    """Columns it reads."""
+    extra_columns: Sequence[str]
+    """Columns it reads where the batch has them."""
+    want_entropy: bool
+    averaged_as_loss: Collection[str] | None
+    """Metrics that are means by ``weight``; the others are means over tokens. None: all."""
 
-    def add(self, metrics: dict[str, Any], share: float) -> None:
-        """Count ``metrics`` with weight ``share``; weights are compared among equal names only."""
-        kept = {name: value.detach() if isinstance(value, Tensor) else value for name, value in metrics.items()}
-        if kept:
-            self._parts.append((share, kept))
+    def prepare(self, batch: DataProto, gather: Gather) -> PreparedBatch:
+        """Add the columns that depend on the whole mini-batch."""
 
-    def reduce(self, topology: Topology) -> dict[str, float]:
-        """Return the means over all ranks; a rank without valid tokens contributes nothing."""
-        fetched = iter(to_floats([value for _, kept in self._parts for value in kept.values()]))
-        parts = [(share, {name: next(fetched) for name in kept}) for share, kept in self._parts]
-        if topology.dp_size > 1:
-            parts = [part for rank in all_gather_objects(parts, topology.dp_group) for part in rank]
-        sums: dict[str, float] = {}
-        shares: dict[str, float] = {}
-        for share, metrics in parts:
-            for name, value in metrics.items():
-                sums[name] = sums.get(name, 0.0) + share * value
-                shares[name] = shares.get(name, 0.0) + share
-        return {name: sums[name] / shares[name] for name in sums}
+    def weight(self, columns: Mapping[str, Tensor]) -> Tensor:
+        """Return the divisor of the micro-batch's mean."""
+
+    def __call__(self, outputs: TokenOutputs, columns: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Any]]:
+        """Return the mean loss of a micro-batch and its metrics."""
+
+
+class TrainStep(NamedTuple):
+    """One optimizer step: the loss of a mini-batch, and how much each of its micro-batches counts."""
+
+    loss: LossFn
+    shares: Sequence[float]
+    """Share of each micro-batch in means by the loss's weight; 0: idle, or without valid tokens."""
+    token_shares: Sequence[float]
+    """Share of each micro-batch in means over tokens."""
+    scale: float
+    """Factor from the mean over the mini-batch to its loss: its total weight for a sum, else 1."""
+    ranks: int
+    """Ranks whose gradients are averaged."""
+    reference: Reference | None
+    metrics: list[tuple[float, dict[str, Any]]]
+    """Weight of a micro-batch's means, and their values; weights are compared among equal names only."""
+
+    def scaled_loss(self, number: int, micro: MicroBatch, scores: TokenScores) -> Tensor:
+        """Return the loss of micro-batch ``number`` for backward, and collect its metrics."""
+        share = self.shares[number]
+        if share == 0.0:
+            # other ranks wait in backward, so run it, with zero gradients
+            return torch.stack([part.sum() for part in scores if part is not None]).sum() * 0.0
+        parts = scores.log_probs, scores.entropy, scores.values, scores.full_kl
+        outputs = TokenOutputs(*(part if part is None else micro.to_rows(part) for part in parts))
+        value, metrics = self.loss(outputs, micro.columns)
+        # detached, or the graph of every micro-batch would live until the end of the step
+        numbers = {name: one.detach() if isinstance(one, Tensor) else one for name, one in metrics.items()}
+        # a fraction of tokens is a mean over tokens even where the loss is a mean over responses
+        as_loss = metrics if self.loss.averaged_as_loss is None else self.loss.averaged_as_loss
+        self.metrics.append((share, {name: one for name, one in numbers.items() if name in as_loss}))
+        by_token = {name: one for name, one in numbers.items() if name not in as_loss}
+        self.metrics.append((self.token_shares[number], by_token))
+        return value * (share * self.scale * self.ranks)
+
+
+def plan_step(
+    micro_batches: Sequence[MicroBatch],
+    local: int,
+    loss: LossFn,
+    is_sum: bool,
+    reference: Reference | None,
+    engine: Engine,
+) -> tuple[TrainStep, float, float]:
+    """Weigh the micro-batches against those of all ranks.
+
+    Args:
+        local: micro-batches that are this rank's own; those after them are idle.
+        is_sum: from ``loss.prepare``.
+
+    Returns:
+        The step, and over all ranks the tokens that shared prompts save, and the tokens that run.
+    """
+    own = micro_batches[:local]
+    masks = [micro.columns["response_mask"].sum() for micro in own if loss.averaged_as_loss is not None]
+    numbers = to_floats([loss.weight(micro.columns) for micro in own] + masks)
+    weights, tokens = numbers[:local], numbers[local:]
+    packings = [micro.packing for micro in own if micro.packing]
+    counts = [sum(weights), sum(p.tokens_saved for p in packings), sum(p.tokens for p in packings)]
+    total, saved, run = engine.reduce(counts, "sum")
+    idle = [0.0] * (len(micro_batches) - local)
+    shares = [weight / total if total else 0.0 for weight in weights] + idle
+    # gradients are averaged over ranks, so each rank multiplies by their number to have them summed; ranks that share
+    # a sequence have the same loss and compute parts of its gradient
+    ranks = engine.topology.dp_size * engine.topology.sp_size
+    scale = total if is_sum else 1.0
+    token_shares = [*(tokens or shares[:local]), *idle]
+    return TrainStep(loss, shares, token_shares, scale, ranks, reference, []), saved, run
+
+
+def weighted_means(parts: Sequence[tuple[float, dict[str, Any]]], topology: Topology) -> dict[str, float]:
+    """Means of ``TrainStep.metrics`` over micro-batches and ranks; a rank without valid tokens contributes nothing.
+
+    Numbers on a device are fetched here, once a step: every transfer before would wait for its forward pass.
+    """
+    fetched = iter(to_floats([value for _, kept in parts for value in kept.values()]))
+    parts = [(share, {name: next(fetched) for name in kept}) for share, kept in parts]
+    if topology.dp_size > 1:
+        parts = [part for rank in all_gather_objects(parts, topology.dp_group) for part in rank]
+    sums: dict[str, float] = {}
+    shares: dict[str, float] = {}
+    for share, metrics in parts:
+        for name, value in metrics.items():
+            sums[name] = sums.get(name, 0.0) + share * value
+            shares[name] = shares.get(name, 0.0) + share
+    return {name: sums[name] / shares[name] for name in sums}
 
 
 def to_floats(values: list[Any]) -> list[float]:
@@ -55,11 +141,28 @@ def to_floats(values: list[Any]) -> list[float]:
     return [next(fetched) if is_away else float(value) for value, is_away in zip(values, away, strict=True)]
 
 
-# -- The reference of a loss that compares whole distributions: its hidden states, micro-batch by micro-batch --------
+@dataclass(frozen=True)
+class Gather:
+    """Values over a whole mini-batch and all ranks, for ``loss.prepare``."""
+
+    log_probs: Callable[[], Ragged]
+    """Returns the log-probs of this rank's rows under the current weights, by one more forward pass."""
+    has_reference: bool
+    """Whether ``TokenOutputs.full_kl`` will be computed."""
+    topology: Topology
+
+    def apply(self, function: Callable[..., Tensor], values: Tensor) -> Tensor:
+        """Apply ``function`` to the k rows of ``values`` (k, N) of all ranks; returns this rank's part, (N,)."""
+        parts, rank = [values], 0
+        if self.topology.dp_size > 1:
+            parts = [torch.from_numpy(part) for part in all_gather_objects(values.numpy(), self.topology.dp_group)]
+            rank = self.topology.dp_rank
+        return function(*torch.cat(parts, dim=1)).split([part.shape[1] for part in parts])[rank]
 
 
-if TYPE_CHECKING:
-    from verl.workers.engine.engine import Engine
+# -- the reference of a loss that compares whole distributions ------------------------------------------------------
+# Distributions are too large to travel or to keep, so they are made where they are compared, one micro-batch at a time,
+# from hidden states and the weight of the last layer.
 
 
 @dataclass(frozen=True)
@@ -102,11 +205,8 @@ class Reference:
         return cls(policy, None)
 
     def states(self, micro: MicroBatch) -> ReferenceStates:
-        """What the reference would predict each response token of ``micro`` from."""
-        if self.weight is None:
-            with self.engine.without_adapter():
-                hidden = self.engine.states(micro)
-        else:
+        """Hidden states from which the reference predicts each response token of ``micro``, with its head."""
+        with self.engine.without_adapter() if self.weight is None else nullcontext():
             hidden = self.engine.states(micro)
         return ReferenceStates(hidden, self.weight, self.engine.head)
 
@@ -118,112 +218,3 @@ def check_linear_head(engine: Engine) -> None:
             f"actor.kl_loss_type=full with {engine.spec.path}: its logits are not the product of hidden states and a "
             "weight, so they would have to be held whole for two models. Use low_var_kl."
         )
-
-
-if TYPE_CHECKING:
-    from verl.workers.engine.engine import Engine
-
-
-class LossFn(Protocol):
-    """(outputs, columns of a micro-batch) -> (mean loss, metrics), with a weight for each mean."""
-
-    columns: Sequence[str]
-    """Columns it reads."""
-    extra_columns: Sequence[str]
-    """Columns it reads where the batch has them."""
-    want_entropy: bool
-    averaged_as_loss: Collection[str] | None
-    """Metrics that are means by ``weight``; the others are means over tokens. None: all."""
-
-    def prepare(self, batch: DataProto, gather: Gather) -> PreparedBatch:
-        """Add the columns that depend on the whole mini-batch."""
-
-    def weight(self, columns: Mapping[str, Tensor]) -> Tensor:
-        """Return the divisor of the micro-batch's mean."""
-
-    def __call__(self, outputs: TokenOutputs, columns: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Any]]:
-        """Return the mean loss of a micro-batch and its metrics."""
-
-
-class TrainStep(NamedTuple):
-    """One optimizer step: the loss of a mini-batch, and how much each of its micro-batches counts."""
-
-    loss: LossFn
-    shares: Sequence[float]
-    """Share of each micro-batch in means by the loss's weight; 0: idle, or without valid tokens."""
-    token_shares: Sequence[float]
-    """Share of each micro-batch in means over tokens."""
-    scale: float
-    """Factor from the mean over the mini-batch to its loss: its total weight for a sum, else 1."""
-    ranks: int
-    """Ranks whose gradients are averaged."""
-    reference: Reference | None
-    metrics: WeightedMeans
-
-    def scaled_loss(self, number: int, micro: MicroBatch, scores: TokenScores) -> Tensor:
-        """Return the loss of micro-batch ``number`` for backward, and collect its metrics."""
-        share = self.shares[number]
-        if share == 0.0:
-            # other ranks wait in backward, so run it, with zero gradients
-            return sum(part.sum() for part in scores if part is not None).mul(0.0)
-        parts = scores.log_probs, scores.entropy, scores.values, scores.full_kl
-        value, metrics = self.loss(TokenOutputs(*map(micro.to_rows, parts)), micro.columns)
-        # a fraction of tokens is a mean over tokens even where the loss is a mean over responses
-        as_loss = metrics if self.loss.averaged_as_loss is None else self.loss.averaged_as_loss
-        self.metrics.add({name: value for name, value in metrics.items() if name in as_loss}, share)
-        by_token = {name: value for name, value in metrics.items() if name not in as_loss}
-        self.metrics.add(by_token, self.token_shares[number])
-        return value * (share * self.scale * self.ranks)
-
-
-def plan_step(
-    micro_batches: Sequence[MicroBatch],
-    local: int,
-    loss: LossFn,
-    is_sum: bool,
-    reference: Reference | None,
-    engine: Engine,
-) -> tuple[TrainStep, float, float]:
-    """Weigh the micro-batches against those of all ranks.
-
-    Args:
-        local: micro-batches that are this rank's own; those after them are idle.
-        is_sum: from ``loss.prepare``.
-
-    Returns:
-        The step, and over all ranks the tokens that shared prompts save, and the tokens that run.
-    """
-    own = micro_batches[:local]
-    masks = [micro.columns["response_mask"].sum() for micro in own if loss.averaged_as_loss is not None]
-    numbers = to_floats([loss.weight(micro.columns) for micro in own] + masks)
-    weights, tokens = numbers[:local], numbers[local:]
-    packings = [micro.packing for micro in own if micro.packing]
-    counts = [sum(weights), sum(p.tokens_saved for p in packings), sum(p.tokens for p in packings)]
-    total, saved, run = engine.reduce(counts, "sum")
-    idle = [0.0] * (len(micro_batches) - local)
-    shares = [weight / total if total else 0.0 for weight in weights] + idle
-    # gradients are averaged over ranks, so each rank multiplies by their number to have them summed; ranks that share
-    # a sequence have the same loss and compute parts of its gradient
-    ranks = engine.topology.dp_size * engine.topology.sp_size
-    scale = total if is_sum else 1.0
-    token_shares = [*(tokens or shares[:local]), *idle]
-    return TrainStep(loss, shares, token_shares, scale, ranks, reference, WeightedMeans()), saved, run
-
-
-class Gather:
-    """Values over a whole mini-batch and all ranks, for ``loss.prepare``."""
-
-    def __init__(self, log_probs: Callable[[], Ragged], topology: Topology, has_reference: bool) -> None:
-        self.log_probs = log_probs
-        """Returns the log-probs of this rank's rows under the current weights, by one more forward pass."""
-        self.has_reference = has_reference
-        """Whether ``TokenOutputs.full_kl`` will be computed."""
-        self._topology = topology
-
-    def apply(self, function: Callable[..., Tensor], values: Tensor) -> Tensor:
-        """Apply ``function`` to the k rows of ``values`` (k, N) of all ranks; returns this rank's part, (N,)."""
-        parts = [values]
-        if self._topology.dp_size > 1:
-            parts = [torch.from_numpy(part) for part in all_gather_objects(values.numpy(), self._topology.dp_group)]
-        results = function(*torch.cat(parts, dim=1)).split([part.shape[1] for part in parts])
-        return results[self._topology.dp_rank if self._topology.dp_size > 1 else 0]
