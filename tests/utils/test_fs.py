@@ -122,9 +122,10 @@ def test_shared_memory_that_cannot_be_used_is_reported_and_the_source_used(tmp_p
 def test_shared_memory_too_small_is_reported_with_the_remedy(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(fs, "SHM_ROOT", str(tmp_path / "shm"))
     monkeypatch.setattr(fs.shutil, "disk_usage", lambda path: SimpleNamespace(free=1 << 29))
-    monkeypatch.setattr(fs, "_size", lambda path: 3 << 29)
     source = tmp_path / "model"
     source.mkdir()
+    with open(source / "weights", "wb") as file:
+        file.truncate(3 << 29)  # a hole, which takes no room
     assert fs.copy_to_local(str(source), use_shm=True) == str(source)
     assert "1.50 GiB, and 0.50 GiB are free" in caplog.text and "docker run --shm-size" in caplog.text
     assert not list((tmp_path / "shm").rglob("model*"))

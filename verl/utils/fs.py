@@ -1,6 +1,9 @@
-"""Bring a path named in the config to this machine: from a remote store into a cache folder, or into shared memory.
+"""Paths of this machine and of remote stores (``hdfs://``, ``s3://``, ``gs://``, ...): exists, makedirs, copy, find.
 
-Whoever fills a place does it under a lock and another name: no process ever sees half of a file.
+Also a local copy of what a remote path names, in a cache folder or in shared memory. Whoever fills a place does it
+under a lock and another name: no process ever sees half of a file. HDFS is reached through the ``hdfs`` (or ``hadoop``)
+command where there is one; all else through fsspec, which needs the package of the store: ``s3fs`` for ``s3://``,
+``gcsfs`` for ``gs://``.
 """
 
 import fcntl
@@ -14,17 +17,14 @@ import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
-# -- exists, makedirs, copy and find for local paths and remote paths (``hdfs://``, ``s3://``, ``gs://``, ...) alike -
+logger = logging.getLogger(__name__)
 
-
+SHM_ROOT = "/dev/shm/verl-cache"
 HDFS_PREFIX = "hdfs://"
-
-
 _URL = re.compile(r"(?!pkg:)[A-Za-z][A-Za-z0-9+.-]*://")
-
-
 _PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "az": "adlfs", "oss": "ossfs"}
 
 
@@ -94,7 +94,10 @@ def remove(path: str) -> None:
     """Delete a file or folder; one that is not there is fine."""
     if not is_remote(path):
         path = os.path.expanduser(path)
-        shutil.rmtree(path) if os.path.isdir(path) else os.path.exists(path) and os.remove(path)
+        if os.path.isdir(path):
+            shutil.rmtree(path)
+        elif os.path.exists(path):
+            os.remove(path)
     elif _by_command(path):
         _hdfs("-rm", "-r", "-f", path)
     else:
@@ -196,20 +199,8 @@ def _hdfs(*arguments: str, check: bool = True) -> subprocess.CompletedProcess:
     return done
 
 
-logger = logging.getLogger(__name__)
-
-
-SHM_ROOT = "/dev/shm/verl-cache"
-
-
-def is_non_local(path: str) -> bool:
-    """True if a path names a remote store: ``hdfs://``, ``s3://``, ``gs://`` and what else fsspec knows."""
-    return is_remote(path)
-
-
-def list_remote(pattern: str) -> list[str]:
-    """The remote files that fit a glob, sorted, as whole paths."""
-    return find(pattern)
+is_non_local = is_remote
+list_remote = find
 
 
 def local_mkdir_safe(path: str) -> str:
@@ -263,38 +254,23 @@ def copy_local_path_from_hdfs(
     target = get_local_temp_path(src, cache_dir)
     os.makedirs(os.path.dirname(target), exist_ok=True)
     with _locked(os.path.join(os.path.dirname(target), filelock)):
-        stamp = _stamp_of(src, target)
-        if os.path.exists(target) and (always_recopy or stamp != _read(f"{target}.stamp")):
-            _remove(target)
+        kept = Path(f"{target}.stamp")
+        known = kept.read_text(encoding="utf-8") if kept.exists() else ""
+        try:
+            now = stamp(src)
+        except (OSError, ImportError) as error:
+            if isinstance(error, FileNotFoundError) or not os.path.exists(target):
+                raise
+            logger.warning("%s cannot be reached (%s): its copy %s is used as it is.", src, error, target)
+            now = known
+        if os.path.exists(target) and (always_recopy or now != known):
+            remove(target)
         if not os.path.exists(target):
             if verbose:
                 print(f"Copy from {src} to {target}")
-            _copy_whole(src, target)
-            _write(f"{target}.stamp", stamp)
+            _write_whole(target, lambda partial: copy(src, partial))
+            kept.write_text(now, encoding="utf-8")
     return target
-
-
-def _stamp_of(src: str, target: str) -> str:
-    """Return the store's stamp of ``src``; of an unreachable store, the stamp of the copy."""
-    try:
-        return stamp(src)
-    except (OSError, ImportError) as error:
-        if isinstance(error, FileNotFoundError) or not os.path.exists(target):
-            raise
-        logger.warning("%s cannot be reached (%s): its copy %s is used as it is.", src, error, target)
-        return _read(f"{target}.stamp")
-
-
-def _read(path: str) -> str:
-    if not os.path.exists(path):
-        return ""
-    with open(path, encoding="utf-8") as file:
-        return file.read()
-
-
-def _write(path: str, text: str) -> None:
-    with open(path, "w", encoding="utf-8") as file:
-        file.write(text)
 
 
 def written_once(target: str, write: Callable[[str], None]) -> str:
@@ -306,15 +282,20 @@ def written_once(target: str, write: Callable[[str], None]) -> str:
     os.makedirs(os.path.dirname(target), exist_ok=True)
     with _locked(f"{target}.lock"):
         if not os.path.exists(target):
-            partial = f"{target}.partial"
-            _remove(partial)
-            try:
-                write(partial)
-            except BaseException:
-                _remove(partial)
-                raise
-            os.rename(partial, target)
+            _write_whole(target, write)
     return target
+
+
+def _write_whole(target: str, write: Callable[[str], Any]) -> None:
+    """Write under another name first: what was cut off is never taken for the whole."""
+    partial = f"{target}.partial"
+    remove(partial)
+    try:
+        write(partial)
+    except BaseException:
+        remove(partial)
+        raise
+    os.rename(partial, target)
 
 
 def copy_to_shm(src: str) -> str:
@@ -327,12 +308,20 @@ def copy_to_shm(src: str) -> str:
     try:
         os.makedirs(os.path.dirname(target), exist_ok=True)
         with _locked(os.path.join(os.path.dirname(target), ".file.lock")):
-            if not _is_current_copy(src, target):
-                _remove(target)
-                needed, free = _size(src), shutil.disk_usage(os.path.dirname(target)).free
+            there, here = _files(src), _files(target)
+            # a copy of the same sizes that is no older than the file
+            is_current = os.path.exists(target) and here.keys() == there.keys()
+            is_current = is_current and all(
+                here[name].st_size == stat.st_size and here[name].st_mtime >= stat.st_mtime
+                for name, stat in there.items()
+            )
+            if not is_current:
+                remove(target)
+                needed = sum(stat.st_size for stat in there.values())
+                free = shutil.disk_usage(os.path.dirname(target)).free
                 if needed > free:
                     raise OSError(f"it takes {needed / 2**30:.2f} GiB, and {free / 2**30:.2f} GiB are free")
-                _copy_whole(src, target)
+                _write_whole(target, lambda partial: copy(src, partial))
     except OSError as error:
         logger.warning(
             "use_shm=True has no effect for %s: copying it to %s failed (%s). It is read where it is; make room in "
@@ -352,36 +341,9 @@ def _locked(path: str) -> Iterator[None]:
         yield
 
 
-def _copy_whole(src: str, target: str) -> None:
-    """Copy under another name first: a copy that was cut off is never taken for the whole."""
-    partial = f"{target}.partial"
-    _remove(partial)
-    copy(src, partial)
-    os.rename(partial, target)
-
-
-def _remove(path: str) -> None:
-    if os.path.isdir(path):
-        shutil.rmtree(path)
-    elif os.path.exists(path):
-        os.remove(path)
-
-
 def _files(path: str) -> dict[str, os.stat_result]:
+    """Files below a folder by their relative names, or a file alone; nothing for a path that does not exist."""
     if os.path.isfile(path):
         return {"": os.stat(path)}
     names = (os.path.join(root, name) for root, _, names in os.walk(path) for name in names)
     return {os.path.relpath(name, path): os.stat(name) for name in names}
-
-
-def _size(path: str) -> int:
-    return sum(stat.st_size for stat in _files(path).values())
-
-
-def _is_current_copy(src: str, target: str) -> bool:
-    if not os.path.exists(target):
-        return False
-    old, new = _files(src), _files(target)
-    return old.keys() == new.keys() and all(
-        old[name].st_size == new[name].st_size and old[name].st_mtime <= new[name].st_mtime for name in old
-    )

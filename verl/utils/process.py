@@ -1,4 +1,8 @@
-"""Exit of a run that cannot continue: one sentence a user can act on, and a traceback only where that helps."""
+"""One process: exit code and last words of a run that cannot continue, its log level, garbage collection at the start.
+
+An error ends with one sentence a user can act on, and with a traceback only where that helps. The log level comes from
+the environment variable ``VERL_LOGGING_LEVEL`` (default WARN), as users of verl set it.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,6 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import TracebackType
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
@@ -25,20 +28,29 @@ class Terminated(KeyboardInterrupt):
 
 @contextmanager
 def plain_ending() -> Iterator[None]:
-    """Wraps a whole program: an error it foresaw ends it with the message alone, as the last thing on the screen.
+    """Wrap a whole program: an error it foresaw ends it with the message alone, as the last thing on the screen.
 
     Exit code 1, after a signal 128 and its number as shells have it; so too where the reader of the output has closed
     (``| head``). All other errors, and with VERL_LOGGING_LEVEL=DEBUG these too, leave with their traceback.
     """
+    ending: BaseException | None = None
     try:
-        with _told_ending():
-            yield
-    except BaseException as error:
-        if isinstance(error, SystemExit | BrokenPipeError) and not _has_readers():
-            raise SystemExit(128 + signal.SIGPIPE) from None
-        raise
+        yield
+    except KeyboardInterrupt as stop:
+        ending = SystemExit(128 + (signal.SIGTERM if isinstance(stop, Terminated) else signal.SIGINT))
+    except (SystemExit, BrokenPipeError) as error:
+        ending = error
+    except Exception as error:
+        message = explanation(error)
+        if message is None or os.environ.get("VERL_LOGGING_LEVEL", "").upper() == "DEBUG":
+            raise
+        sys.stdout.flush()
+        print(f"error: {message}", file=sys.stderr)
+        ending = SystemExit(1)
     if not _has_readers():
-        raise SystemExit(128 + signal.SIGPIPE)
+        raise SystemExit(128 + signal.SIGPIPE) from None
+    if ending is not None:
+        raise ending
 
 
 def _has_readers() -> bool:
@@ -46,7 +58,9 @@ def _has_readers() -> bool:
     is_read = True
     for stream in (sys.stdout, sys.stderr):
         try:
-            if not _has_hung_up(stream.fileno()):
+            poll = select.poll()
+            poll.register(stream.fileno(), 0)
+            if not any(event & select.POLLERR for _, event in poll.poll(0)):  # the other end of the pipe is open
                 stream.flush()
                 continue
             is_read = False
@@ -56,30 +70,6 @@ def _has_readers() -> bool:
         except (AttributeError, ValueError, OSError):  # there is no such stream, it is closed, or no file of the system
             continue
     return is_read
-
-
-def _has_hung_up(file: int) -> bool:
-    """True if the other end of a pipe is closed."""
-    poll = select.poll()
-    poll.register(file, 0)
-    return any(event & select.POLLERR for _, event in poll.poll(0))
-
-
-@contextmanager
-def _told_ending() -> Iterator[None]:
-    try:
-        yield
-    except KeyboardInterrupt as stop:
-        raise SystemExit(128 + (signal.SIGTERM if isinstance(stop, Terminated) else signal.SIGINT)) from None
-    except BrokenPipeError:
-        raise
-    except Exception as error:
-        message = explanation(error)
-        if message is None or os.environ.get("VERL_LOGGING_LEVEL", "").upper() == "DEBUG":
-            raise
-        sys.stdout.flush()
-        print(f"error: {message}", file=sys.stderr)
-        raise SystemExit(1) from None
 
 
 def explanation(error: BaseException) -> str | None:
@@ -94,7 +84,9 @@ def explanation(error: BaseException) -> str | None:
         return error.explanation
     if isinstance(error, AssertionError | LookupError) or error.__traceback__ is None:
         return None
-    tb = _innermost(error.__traceback__)
+    tb = error.__traceback__
+    while tb.tb_next is not None:
+        tb = tb.tb_next
     code = tb.tb_frame.f_code
     if not code.co_filename.startswith(_PACKAGE) or code.co_name == "__getattr__":
         return None
@@ -106,12 +98,6 @@ def explanation(error: BaseException) -> str | None:
             "(`bash scripts/setup_env.sh` makes it); elsewhere install what requirements.txt names."
         )
     return None
-
-
-def _innermost(tb: TracebackType) -> TracebackType:
-    while tb.tb_next is not None:
-        tb = tb.tb_next
-    return tb
 
 
 # -- Keeping Python's garbage collector away from what is made once and stays ----------------------------------------

@@ -12,7 +12,8 @@ import math
 import os
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import nullcontext
+from importlib import import_module
 from types import ModuleType
 from typing import Any
 
@@ -29,14 +30,12 @@ from verl.models.token_outputs import TokenScores, token_outputs
 from verl.utils.device import current_device, empty_cache, read, wants_offload
 from verl.utils.distributed import Topology, ensure_process_group
 from verl.utils.distribution import install_command
+from verl.utils.py_functional import unchanged_environment
 from verl.utils.torch_functional import PrecisionType
 from verl.workers.engine.engine import Engine
 from verl.workers.engine.local import ReplicaEngine
 from verl.workers.engine.registry import register_engine
 from verl.workers.engine.zero import Part, ZeroOffload, find_fragments, flat_optimizer_state, load_flat_optimizer_state
-
-# -- The library DeepSpeed: importing it, and what it is told. The only module that imports it -----------------------
-
 
 _NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
@@ -57,36 +56,13 @@ def import_deepspeed(device: torch.device) -> ModuleType:
             f"`{install_command('deepspeed')}`, or use strategy=fsdp2."
         ) from error
     if get_accelerator().device_name() != device.type:  # another library imported it before, and it guessed
-        set_accelerator(_accelerator(device))
+        accelerator = import_module(f"deepspeed.accelerator.{device.type}_accelerator")
+        set_accelerator(getattr(accelerator, f"{device.type.upper()}_Accelerator")())
     # names of collectives that torch has renamed and this release still calls, at every step
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+_tensor` is deprecated", FutureWarning)
     # its collective over shared memory is compiled at first use, for minutes; gloo needs no compiler
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return deepspeed
-
-
-def _accelerator(device: torch.device) -> Any:
-    if device.type == "cpu":
-        from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
-
-        return CPU_Accelerator()
-    from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
-
-    return CUDA_Accelerator()
-
-
-@contextmanager
-def launch_variables(device: torch.device) -> Iterator[None]:
-    """What DeepSpeed reads of its launcher's environment variables: the number of this process's device."""
-    before = os.environ.get("LOCAL_RANK")
-    os.environ["LOCAL_RANK"] = str(device.index or 0)
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ["LOCAL_RANK"]
-        else:
-            os.environ["LOCAL_RANK"] = before
 
 
 def deepspeed_settings(
@@ -107,6 +83,30 @@ def deepspeed_settings(
     Raises:
         ValueError: if ``config.config`` has a key that is decided here.
     """
+    stage, host = read(config, "zero_stage", 2), {"device": "cpu", "pin_memory": device.type != "cpu"}
+    zero = {
+        "stage": stage,
+        "contiguous_gradients": read(config, "contiguous_gradients", True),
+        "reduce_bucket_size": min(read(config, "reduce_bucket_size", 500_000_000), numbers),
+        "allgather_bucket_size": read(config, "allgather_bucket_size", 500_000_000),
+        # it would replace torch's linear layer in the whole process
+        "memory_efficient_linear": False,
+    }
+    names = [
+        "stage3_prefetch_bucket_size",
+        "stage3_param_persistence_threshold",
+        "stage3_max_live_parameters",
+        "stage3_max_reuse_distance",
+    ]
+    for name in ("overlap_comm", *names * (stage == 3)):
+        if read(config, name, None) is not None:
+            zero[name] = read(config, name, None)
+    if read(config, "offload_optimizer", False):
+        zero["offload_optimizer"] = host
+    if stage == 3:
+        zero["zero_hpz_partition_size"] = read(config, "zero_hpz_partition_size", 1)
+        if read(config, "offload_param", False):
+            zero["offload_param"] = host
     settings = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
@@ -115,7 +115,7 @@ def deepspeed_settings(
         "data_types": {"grad_accum_dtype": "fp32"},
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
-        "zero_optimization": _zero_settings(config, device, numbers),
+        "zero_optimization": zero,
     }
     if compute_dtype == torch.bfloat16:
         settings["bf16"] = {"enabled": True, "check_grad_overflow": True, "immediate_grad_update": True}
@@ -127,36 +127,6 @@ def deepspeed_settings(
     return _merged(settings, further)
 
 
-def _zero_settings(config: Any, device: torch.device, numbers: int) -> dict[str, Any]:
-    stage = read(config, "zero_stage", 2)
-    host = {"device": "cpu", "pin_memory": device.type != "cpu"}
-    settings = {
-        "stage": stage,
-        "contiguous_gradients": read(config, "contiguous_gradients", True),
-        "reduce_bucket_size": min(read(config, "reduce_bucket_size", 500_000_000), numbers),
-        "allgather_bucket_size": read(config, "allgather_bucket_size", 500_000_000),
-        # it would replace torch's linear layer in the whole process
-        "memory_efficient_linear": False,
-    }
-    if read(config, "overlap_comm", None) is not None:
-        settings["overlap_comm"] = config["overlap_comm"]
-    if read(config, "offload_optimizer", False):
-        settings["offload_optimizer"] = host
-    if stage == 3:
-        for name in (
-            "stage3_prefetch_bucket_size",
-            "stage3_param_persistence_threshold",
-            "stage3_max_live_parameters",
-            "stage3_max_reuse_distance",
-        ):
-            if read(config, name, None) is not None:
-                settings[name] = config[name]
-        settings["zero_hpz_partition_size"] = read(config, "zero_hpz_partition_size", 1)
-        if read(config, "offload_param", False):
-            settings["offload_param"] = host
-    return settings
-
-
 def _merged(own: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     merged = dict(own)
     for name, value in changes.items():
@@ -166,8 +136,6 @@ def _merged(own: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
 
 
 _MAX_WHOLE_NUMBERS = 1 << 28
-
-
 """Parameters that are whole on a rank at a time while a model is sharded."""
 
 
@@ -201,7 +169,9 @@ class DeepSpeedEngine(Engine):
         self._is_sliced = self._stage == 3
         self._library = import_deepspeed(self.device)
         reduce_dtype = read(read(engine_config, "mixed_precision", None), "reduce_dtype", "fp32") or "fp32"
-        with launch_variables(self.device):
+        # DeepSpeed reads the number of its device from its launcher's environment
+        with unchanged_environment("LOCAL_RANK"):
+            os.environ["LOCAL_RANK"] = str(self.device.index or 0)
             kept = self._load(seed, train=self.is_trained)
             settings = deepspeed_settings(
                 backend_config,
@@ -213,14 +183,28 @@ class DeepSpeedEngine(Engine):
             )
             self._place(settings)
             self._build_optimizer(list(self.module.parameters()))
-            self._check_optimizer()
+            if self.optimizer is not None and type(self.optimizer) is not AdamW:
+                raise ValueError(
+                    f"strategy=deepspeed shards the state of AdamW, and this optimizer is "
+                    f"{type(self.optimizer).__name__}: set optim.optimizer=AdamW, or use strategy=fsdp2"
+                )
             self._names = {parameter: name for name, parameter in self.module.named_parameters()}
             groups = self.optimizer.param_groups if self.optimizer is not None else ()
             self._groups = [[self._names[parameter] for parameter in group["params"]] for group in groups]
             self._start(settings)
         if kept is not None:
-            self._set_masters(self._from_rank_0(kept))
-        parts = self._offloaded_parts(engine_config, backend_config)
+            trained = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
+            shapes = {name: torch.empty(_shape(parameter), device="meta") for name, parameter in trained.items()}
+            # one weight at a time: every rank gets the whole of it, and keeps its part
+            self._set_masters(
+                (name, self._from_source(kept.get(name, shapes[name]), torch.float32)) for name in trained
+            )
+        # what DeepSpeed keeps in host memory anyway does not move between phases
+        parts: list[Part] = []
+        if wants_offload(engine_config, "param_offload", self.device):
+            parts += [] if self._is_sliced and read(backend_config, "offload_param", False) else ["weights"]
+        if wants_offload(engine_config, "optimizer_offload", self.device) and self.optimizer is not None:
+            parts += [] if read(backend_config, "offload_optimizer", False) else ["state"]
         self._offload = ZeroOffload(
             self._library, parts, self.module, self._zero.optimizer, self.optimizer, self.device
         )
@@ -248,7 +232,8 @@ class DeepSpeedEngine(Engine):
         for owner in self.module.modules():
             for name, parameter in owner._parameters.items():
                 if parameter is not None and parameter not in placed:
-                    placed[parameter] = self._placed(parameter)
+                    value = self._from_source(parameter.detach(), self.spec.compute_torch_dtype)
+                    placed[parameter] = nn.Parameter(value, parameter.requires_grad)
                     whole.append(placed[parameter])
                 owner._parameters[name] = placed.get(parameter)
             for name, buffer in owner._buffers.items():
@@ -257,11 +242,6 @@ class DeepSpeedEngine(Engine):
             if sum(parameter.numel() for parameter in whole) > _MAX_WHOLE_NUMBERS:
                 whole = self._sliced(whole, settings)
         self._sliced(whole, settings)
-
-    def _placed(self, parameter: nn.Parameter) -> nn.Parameter:
-        return nn.Parameter(
-            self._from_source(parameter.detach(), self.spec.compute_torch_dtype), parameter.requires_grad
-        )
 
     def _from_source(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         """Rank 0's ``tensor``, on the device of every rank."""
@@ -279,12 +259,6 @@ class DeepSpeedEngine(Engine):
             self._library.zero.Init(module=nn.ParameterList(parameters), config_dict_or_path=dict(settings))
         return []
 
-    def _from_rank_0(self, kept: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        for name, parameter in self.module.named_parameters():
-            if parameter.requires_grad:
-                like = torch.empty(_shape(parameter), device="meta")
-                yield name, self._from_source(kept.get(name, like), torch.float32)
-
     # -- DeepSpeed's engine ---------------------------------------------------------------------------------------
 
     def _start(self, settings: Mapping[str, Any]) -> None:
@@ -297,22 +271,6 @@ class DeepSpeedEngine(Engine):
         self.module.token_outputs = self._run
         trains = self.optimizer is not None
         self._fragments = find_fragments(self.module, self._zero.optimizer, self._is_sliced) if trains else {}
-
-    def _offloaded_parts(self, engine_config: Any, config: Any) -> list[Part]:
-        """Return the parts to offload between phases that are not in host memory anyway."""
-        parts: list[Part] = []
-        if wants_offload(engine_config, "param_offload", self.device):
-            parts += [] if self._is_sliced and read(config, "offload_param", False) else ["weights"]
-        if wants_offload(engine_config, "optimizer_offload", self.device) and self.optimizer is not None:
-            parts += [] if read(config, "offload_optimizer", False) else ["state"]
-        return parts
-
-    def _check_optimizer(self) -> None:
-        if self.optimizer is not None and type(self.optimizer) is not AdamW:
-            raise ValueError(
-                f"strategy=deepspeed shards the state of AdamW, and this optimizer is {type(self.optimizer).__name__}: "
-                "set optim.optimizer=AdamW, or use strategy=fsdp2"
-            )
 
     def _run(self, *args: Any, **kwargs: Any) -> TokenScores:
         # by name, since DeepSpeed takes positional arguments apart in search of tensors
@@ -336,14 +294,11 @@ class DeepSpeedEngine(Engine):
         sizes = [(_shape(parameter).numel(), parameter.requires_grad) for parameter in self.module.parameters()]
         return sum(size for size, is_trained in sizes if is_trained), sum(size for size, _ in sizes)
 
+    @torch.no_grad()
     def full_tensors(self, dtype: torch.dtype | None, leave_out: Collection[str]) -> Iterator[tuple[str, Tensor]]:
-        if "weights" not in self._offload.offloaded:
-            yield from self._full_tensors(dtype, leave_out)
-            return
-        with self.on_device():
+        with self.on_device() if "weights" in self._offload.offloaded else nullcontext():
             yield from self._full_tensors(dtype, leave_out)
 
-    @torch.no_grad()
     def _full_tensors(self, dtype: torch.dtype | None, leave_out: Collection[str]) -> Iterator[tuple[str, Tensor]]:
         parameters = dict(self.module.named_parameters(remove_duplicate=False))
         for name, tensor in self.module.state_dict().items():
@@ -356,18 +311,14 @@ class DeepSpeedEngine(Engine):
         """Gather a weight: the optimizer's fp32 copy, or the module's where it is equal."""
         is_rounded = self.optimizer is not None and parameter.dtype != torch.float32
         if is_rounded and parameter.requires_grad and parameter.dtype != dtype:
-            return self._joined(parameter)
+            # the optimizer's fp32 copy, joined from the parts of all ranks
+            whole = torch.zeros(_shape(parameter).numel(), device=self.device)
+            if (fragment := self._fragments.get(self._names[parameter])) is not None:
+                whole[fragment.start : fragment.start + fragment.count] = fragment.view(fragment.flat.detach())
+            dist.all_reduce(whole)
+            return whole.view(_shape(parameter))
         with self._library.zero.GatheredParameters([parameter], enabled=self._is_sliced):
             return parameter.detach()
-
-    def _joined(self, parameter: nn.Parameter) -> Tensor:
-        """Join the optimizer's fp32 copy of a weight from the parts of all ranks."""
-        whole = torch.zeros(_shape(parameter).numel(), device=self.device)
-        fragment = self._fragments.get(self._names[parameter])
-        if fragment is not None:
-            whole[fragment.start : fragment.start + fragment.count] = fragment.view(fragment.flat.detach())
-        dist.all_reduce(whole)
-        return whole.view(_shape(parameter))
 
     # -- checkpoints ----------------------------------------------------------------------------------------------
 
@@ -384,15 +335,11 @@ class DeepSpeedEngine(Engine):
                 state[name] = tensor
             elif not parameter.requires_grad:
                 state[name] = self._whole(parameter)
-            else:
-                state[name] = self._piece(parameter)
+            elif (fragment := self._fragments.get(self._names[parameter])) is not None:
+                state[name] = fragment.piece(fragment.flat)
+            else:  # other ranks have all of it
+                state[name] = {"flat": torch.empty(0), "start": 0, "shape": tuple(_shape(parameter))}
         return state
-
-    def _piece(self, parameter: nn.Parameter) -> dict[str, Any]:
-        fragment = self._fragments.get(self._names[parameter])
-        if fragment is None:  # other ranks have all of it
-            return {"flat": torch.empty(0), "start": 0, "shape": tuple(_shape(parameter))}
-        return fragment.piece(fragment.flat)
 
     @torch.no_grad()
     def load_model_state(self, state: Mapping[str, Any]) -> None:
@@ -431,12 +378,10 @@ class DeepSpeedEngine(Engine):
     # -- between host and device ----------------------------------------------------------------------------------
 
     def move(self, to_host: bool, *, model: bool, optimizer: bool) -> None:
-        parts: list[Part] = [*["weights"] * model, *["state"] * optimizer]
-        if not to_host:
-            self._offload.reload(*parts)
-            return
-        self._after_infer()
-        if self._offload.offload(*parts):
+        parts: dict[Part, bool] = {"weights": model, "state": optimizer}
+        if to_host:
+            self._after_infer()
+        if self._offload.move(to_host, [part for part, is_meant in parts.items() if is_meant]) and to_host:
             empty_cache(self.device)
 
 

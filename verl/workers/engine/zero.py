@@ -6,8 +6,9 @@ laid out in a row. Knows the two layouts of DeepSpeed's sharded optimizers; need
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +17,8 @@ from torch.optim import Optimizer
 from verl.utils.device import move_optimizer_state
 
 
-class Fragment(NamedTuple):
+@dataclass(frozen=True)
+class Fragment:
     """This rank's part of one weight: ``count`` numbers from ``start`` on, at ``offset`` of the buffer ``flat``."""
 
     flat: Tensor
@@ -61,28 +63,25 @@ def find_fragments(module: nn.Module, zero_optimizer: Any, is_sliced: bool) -> d
 
     Args:
         zero_optimizer: DeepSpeed's sharded optimizer.
-        is_sliced: whether every weight is cut (stage 3), not the row of all of them (stages 1 and 2).
+        is_sliced: whether every weight is split (stage 3), not the row of all of them (stages 1 and 2).
     """
-    find = _part_of_slices if is_sliced else _part_of_row
-    found = {name: find(p, zero_optimizer) for name, p in module.named_parameters() if p.requires_grad}
-    return {name: fragment for name, fragment in found.items() if fragment is not None}
-
-
-def _part_of_row(parameter: nn.Parameter, zero_optimizer: Any) -> Fragment | None:
-    mapping = parameter._hp_mapping
-    if mapping is None:
-        return None
-    [flat] = zero_optimizer.optimizer.param_groups[mapping.param_group_index]["params"]
-    here, there = mapping.hp_fragment_address, mapping.lp_fragment_address
-    return Fragment(flat, here.start, there.start, here.numel, parameter.shape)
-
-
-def _part_of_slices(parameter: nn.Parameter, zero_optimizer: Any) -> Fragment | None:
-    group, offset, size = zero_optimizer.grad_position[zero_optimizer.get_param_id(parameter)]
-    start = size * parameter.ds_zero_partition_rank
-    count = min(size, parameter.ds_numel - start)  # the last slices are padded, or nothing but padding
-    flat = zero_optimizer.fp32_partitioned_groups_flat[group]
-    return Fragment(flat, offset, start, count, parameter.ds_shape) if count > 0 else None
+    found = {}
+    parameter: Any  # with attributes that DeepSpeed adds
+    for name, parameter in module.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        if is_sliced:
+            group, offset, size = zero_optimizer.grad_position[zero_optimizer.get_param_id(parameter)]
+            start = size * parameter.ds_zero_partition_rank
+            count = min(size, parameter.ds_numel - start)  # the last slices are padded, or nothing but padding
+            if count > 0:
+                flat = zero_optimizer.fp32_partitioned_groups_flat[group]
+                found[name] = Fragment(flat, offset, start, count, parameter.ds_shape)
+        elif (mapping := parameter._hp_mapping) is not None:
+            [flat] = zero_optimizer.optimizer.param_groups[mapping.param_group_index]["params"]
+            here, there = mapping.hp_fragment_address, mapping.lp_fragment_address
+            found[name] = Fragment(flat, here.start, there.start, here.numel, parameter.shape)
+    return found
 
 
 # -- the state of an optimizer over flat buffers ------------------------------------------------------------------
@@ -100,7 +99,7 @@ def flat_optimizer_state(
         if entry:
             # counts of steps are copied: one tensor under many names would be raised once for each after loading
             by_name[name] = {
-                key: fragment.piece(value) if _is_laid_out(value, fragment) else value.clone()
+                key: fragment.piece(value) if value.shape == fragment.flat.shape else value.clone()
                 for key, value in entry.items()
             }
     saved = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
@@ -119,7 +118,12 @@ def load_flat_optimizer_state(
     Raises:
         ValueError: if the parameters are others.
     """
-    for group, names, saved in _paired(optimizer.param_groups, groups, state["param_groups"]):
+    if len(optimizer.param_groups) != len(state["param_groups"]):
+        raise ValueError(
+            f"the optimizer state has {len(state['param_groups'])} groups of parameters and this optimizer "
+            f"{len(optimizer.param_groups)}: resume with the settings it was saved with"
+        )
+    for group, names, saved in zip(optimizer.param_groups, groups, state["param_groups"], strict=True):
         if set(names) != set(saved["params"]):
             odd = sorted(set(names) ^ set(saved["params"]))
             raise ValueError(
@@ -141,20 +145,7 @@ def load_flat_optimizer_state(
             fragment.view(entry[key]).copy_(fragment.local_part(f"{name}.{key}", value))
 
 
-def _paired(own: list[dict], groups: Sequence[list[str]], saved: list[dict]) -> Iterator[tuple[dict, list[str], dict]]:
-    if len(own) != len(saved):
-        raise ValueError(
-            f"the optimizer state has {len(saved)} groups of parameters and this optimizer {len(own)}: resume with the "
-            "settings it was saved with"
-        )
-    yield from zip(own, groups, saved, strict=True)
-
-
-def _is_laid_out(value: Any, fragment: Fragment) -> bool:
-    return isinstance(value, Tensor) and value.shape == fragment.flat.shape
-
-
-# -- Taking to host memory, between phases, what DeepSpeed keeps on the device, and bringing it back -----------------
+# -- offload between phases -------------------------------------------------------------------------------------------
 
 
 Part = Literal["weights", "state"]
@@ -193,43 +184,37 @@ class ZeroOffload:
         self._module, self._zero, self._optimizer, self._device = module, zero_optimizer, optimizer, device
         self.offloaded: set[Part] = set()
 
-    def offload(self, *parts: Part) -> bool:
-        """Take those of ``parts`` away that are to leave; returns whether there was one."""
-        to_offload = [part for part in parts if part in self._parts and part not in self.offloaded]
-        for part in to_offload:
-            self._move(part, torch.device("cpu"), away=True)
-            self.offloaded.add(part)
-        return bool(to_offload)
+    def move(self, to_host: bool, parts: Collection[Part]) -> bool:
+        """Move those of ``parts`` that are to be offloaded and are not there yet; returns whether there was one."""
+        moved = [part for part in parts if part in self._parts and (part in self.offloaded) is not to_host]
+        for part in moved:
+            self._move(part, to_host)
+        self.offloaded ^= set(moved)
+        return bool(moved)
 
-    def reload(self, *parts: Part) -> None:
-        """Bring back those of ``parts`` that are away."""
-        for part in self.offloaded & set(parts):
-            self._move(part, self._device, away=False)
-            self.offloaded.discard(part)
-
-    def _move(self, part: Part, device: torch.device, away: bool) -> None:
-        kinds, is_sliced = self._kinds, hasattr(self._zero, "empty_partition_cache")
+    def _move(self, part: Part, to_host: bool) -> None:
+        device, kinds = torch.device("cpu") if to_host else self._device, self._kinds
         if part == "weights" and self._optimizer is None:
+            parameter: Any  # with attributes that DeepSpeed adds
             for parameter in self._module.parameters():
                 parameter.ds_tensor.data = parameter.ds_tensor.data.to(device)
-        elif part == "weights":
-            self._move_by_library({kinds.lp_params}, away)
-        elif is_sliced:
+            return
+        if part == "weights":
+            moved = {kinds.lp_params}
+        elif hasattr(self._zero, "empty_partition_cache"):  # of stage 3
             # DeepSpeed would do these for its own fused AdamW only
             for flat in self._zero.fp32_partitioned_groups_flat:
                 flat.data = flat.data.to(device)
             move_optimizer_state(self._optimizer, device)
-            self._move_by_library({kinds.lp_grads, kinds.contiguous_grad_buffer}, away)
+            moved = {kinds.lp_grads, kinds.contiguous_grad_buffer}
         else:
-            self._move_by_library({kinds.hp_params, kinds.optim_states}, away)
-
-    def _move_by_library(self, kinds: set[Any], away: bool) -> None:
-        if away:
-            self._zero.offload_states(include=kinds, pin_memory=False)
+            moved = {kinds.hp_params, kinds.optim_states}
+        if to_host:
+            self._zero.offload_states(include=moved, pin_memory=False)
             return
         # it would bring all back, so show it only what is wanted
         held = self._zero.offloaded_states
-        others = set(held) - kinds
+        others = set(held) - moved
         held -= others
         self._zero.reload_states()
         held |= others
