@@ -7,6 +7,7 @@ from typing import Any
 
 from verl.algorithms.losses import PPOLoss, ValueLoss
 from verl.config.actor import ActorConfig
+from verl.config.engine import OptimConfig
 
 
 class Section(SimpleNamespace):
@@ -19,7 +20,7 @@ class Section(SimpleNamespace):
         return getattr(self, name)
 
 
-def optim_section(**changes: Any) -> Section:
+def optim_section(**changes: Any) -> OptimConfig:
     """AdamW at a constant rate."""
     defaults = {
         "lr": 1e-3,
@@ -32,7 +33,7 @@ def optim_section(**changes: Any) -> Section:
         "num_cycles": 0.5,
         "warmup_style": "constant",
     }
-    return Section(**{**defaults, **changes})
+    return OptimConfig(**{**defaults, **changes})
 
 
 def ppo_loss(**changes: Any) -> PPOLoss:

@@ -26,8 +26,6 @@ from verl.utils.device import (
     get_device_name,
     get_torch_device,
     move_optimizer_state,
-    read,
-    wants_offload,
 )
 from verl.utils.distributed import get_rank, get_world_size
 
@@ -55,11 +53,17 @@ __all__ = [
     "prefetch_forward",
     "sharding_units",
     "tied_parameters",
-    "wants_offload",
     "wrapped_units",
 ]
 
 logger = logging.getLogger(__name__)
+
+
+def _read(config: Any, name: str, default: Any) -> Any:
+    """Entry ``name`` of a mapping or a dataclass, or ``default``."""
+    if config is None:
+        return default
+    return config.get(name, default) if hasattr(config, "get") else getattr(config, name, default)
 
 
 def create_device_mesh(world_size: int, fsdp_size: int, device: str | None = None) -> DeviceMesh:
@@ -136,10 +140,10 @@ def wrapped_units(model: nn.Module, config: Any = None) -> list[nn.Module]:
     Raises:
         ValueError: names layers that the model has not.
     """
-    policy = read(config, "wrap_policy", {}) or {}
-    classes = read(policy, "transformer_layer_cls_to_wrap", None) or getattr(model, "_no_split_modules", None) or ()
+    policy = _read(config, "wrap_policy", {}) or {}
+    classes = _read(policy, "transformer_layer_cls_to_wrap", None) or getattr(model, "_no_split_modules", None) or ()
     classes = [classes] if isinstance(classes, str) else list(classes)
-    min_num_params = read(policy, "min_num_params", 0) or 0
+    min_num_params = _read(policy, "min_num_params", 0) or 0
     units = sharding_units(model, classes, min_num_params)
     if classes and not units and not min_num_params:
         raise ValueError(
@@ -223,7 +227,7 @@ def get_fsdp_wrap_policy(module: nn.Module, config: Any = None, is_lora: bool = 
     """
     from torch.distributed.fsdp.wrap import CustomPolicy
 
-    if read(config, "disable", False):
+    if _read(config, "disable", False):
         return None
     units = {*wrapped_units(module, {"wrap_policy": config or {}})}
     if is_lora:

@@ -1,10 +1,10 @@
 import math
 import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
 
+from verl.config.engine import OptimConfig
 from verl.workers.engine.optim import (
     DECAYS,
     add_l2_gradient,
@@ -23,7 +23,7 @@ DEFAULTS = {
 
 
 def rates(steps, total=10, **changes):
-    config = SimpleNamespace(**{**DEFAULTS, **changes})
+    config = OptimConfig(**{**DEFAULTS, **changes})
     optimizer = build_optimizer([torch.nn.Parameter(torch.zeros(2))], config)
     schedule = build_schedule(optimizer, config, total)
     found = []
@@ -87,7 +87,7 @@ def test_unknown_names_list_the_known():
 
 
 def test_a_warmup_longer_than_the_run_is_said(caplog):
-    section = SimpleNamespace(**{**DEFAULTS, "lr_warmup_steps": 10})
+    section = OptimConfig(**{**DEFAULTS, "lr_warmup_steps": 10})
     for total in (-1, 11):
         warn_of_endless_warmup(section, total)
     assert not caplog.records
@@ -112,7 +112,7 @@ def test_clipping_scales_to_the_limit_and_reports_the_norm_before():
 
 def test_optimizer_state_travels_by_name():
     parameters = [torch.nn.Parameter(torch.randn(3)), torch.nn.Parameter(torch.randn(2))]
-    config = SimpleNamespace(**DEFAULTS)
+    config = OptimConfig(**DEFAULTS)
     optimizer = build_optimizer(parameters, config)
     for parameter in parameters:
         parameter.grad = torch.randn_like(parameter)

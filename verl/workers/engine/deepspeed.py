@@ -23,11 +23,12 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 
 from verl.checkpoint.shards import check_names
-from verl.config.engine import deepspeed_conflicts
+from verl.config.engine import DeepSpeedConfig, FSDPConfig, MixedPrecisionConfig, deepspeed_conflicts
 from verl.models.heads import score_layer
 from verl.models.loader import ModelSpec, empty_model, load_model
 from verl.models.token_outputs import TokenScores, token_outputs
-from verl.utils.device import current_device, empty_cache, read, wants_offload
+from verl.utils.config import typed_section
+from verl.utils.device import current_device, empty_cache
 from verl.utils.distributed import Topology, ensure_process_group
 from verl.utils.distribution import install_command
 from verl.utils.py_functional import unchanged_environment
@@ -66,7 +67,7 @@ def import_deepspeed(device: torch.device) -> ModuleType:
 
 
 def deepspeed_settings(
-    config: Any,
+    config: DeepSpeedConfig,
     device: torch.device,
     compute_dtype: torch.dtype,
     reduce_dtype: torch.dtype,
@@ -76,19 +77,19 @@ def deepspeed_settings(
     """DeepSpeed's own configuration.
 
     Args:
-        config: the section ``deepspeed`` of a role, or None for defaults.
+        config: the section ``deepspeed`` of a role.
         reduce_dtype: in which gradients are summed over ranks.
         numbers: parameters of the model; a bucket of more would be memory for nothing.
 
     Raises:
         ValueError: if ``config.config`` has a key that is decided here.
     """
-    stage, host = read(config, "zero_stage", 2), {"device": "cpu", "pin_memory": device.type != "cpu"}
-    zero = {
+    stage, host = config.zero_stage, {"device": "cpu", "pin_memory": device.type != "cpu"}
+    zero: dict[str, Any] = {
         "stage": stage,
-        "contiguous_gradients": read(config, "contiguous_gradients", True),
-        "reduce_bucket_size": min(read(config, "reduce_bucket_size", 500_000_000), numbers),
-        "allgather_bucket_size": read(config, "allgather_bucket_size", 500_000_000),
+        "contiguous_gradients": config.contiguous_gradients,
+        "reduce_bucket_size": min(config.reduce_bucket_size, numbers),
+        "allgather_bucket_size": config.allgather_bucket_size,
         # it would replace torch's linear layer in the whole process
         "memory_efficient_linear": False,
     }
@@ -99,13 +100,13 @@ def deepspeed_settings(
         "stage3_max_reuse_distance",
     ]
     for name in ("overlap_comm", *names * (stage == 3)):
-        if read(config, name, None) is not None:
-            zero[name] = read(config, name, None)
-    if read(config, "offload_optimizer", False):
+        if config[name] is not None:
+            zero[name] = config[name]
+    if config.offload_optimizer:
         zero["offload_optimizer"] = host
     if stage == 3:
-        zero["zero_hpz_partition_size"] = read(config, "zero_hpz_partition_size", 1)
-        if read(config, "offload_param", False):
+        zero["zero_hpz_partition_size"] = config.zero_hpz_partition_size
+        if config.offload_param:
             zero["offload_param"] = host
     settings = {
         "train_micro_batch_size_per_gpu": 1,
@@ -121,10 +122,9 @@ def deepspeed_settings(
         settings["bf16"] = {"enabled": True, "check_grad_overflow": True, "immediate_grad_update": True}
     if compute_dtype == torch.float16:
         settings["fp16"] = {"enabled": True}
-    further = read(config, "config", None) or {}
-    for key, value, way_out in deepspeed_conflicts(further):
+    for key, value, way_out in deepspeed_conflicts(config.config):
         raise ValueError(f"deepspeed.config.{key}={value!r} is decided by verl: {way_out}")
-    return _merged(settings, further)
+    return _merged(settings, config.config)
 
 
 def _merged(own: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -149,7 +149,7 @@ class DeepSpeedEngine(Engine):
     @classmethod
     def choose(cls, spec: ModelSpec, backend_config: Any, is_trained: bool) -> type[Engine]:
         """Return this class, or that of whole models where the stage leaves nothing to shard."""
-        stage = read(backend_config, "zero_stage", 2)
+        stage = _section(backend_config).zero_stage
         if stage not in (0, 1, 2, 3):
             raise ValueError(f"deepspeed.zero_stage={stage!r} is not a stage of ZeRO: use 0, 1, 2 or 3")
         if stage == 0 or (stage < 3 and not is_trained):
@@ -161,23 +161,23 @@ class DeepSpeedEngine(Engine):
             )
         return cls
 
-    def _load_and_place(self, engine_config: Any, backend_config: Any, device: str, seed: int, sp_size: int) -> None:
+    def _load_and_place(self, config: FSDPConfig, backend_config: Any, device: str, seed: int, sp_size: int) -> None:
         ensure_process_group(device)
         self.device = current_device(device)
         self.topology = Topology.of_ranks(sp_size, device)
-        self._stage = read(backend_config, "zero_stage", 2)
+        zero = _section(backend_config)
+        self._stage = zero.zero_stage
         self._is_sliced = self._stage == 3
         self._library = import_deepspeed(self.device)
-        reduce_dtype = read(read(engine_config, "mixed_precision", None), "reduce_dtype", "fp32") or "fp32"
         # DeepSpeed reads the number of its device from its launcher's environment
         with unchanged_environment("LOCAL_RANK"):
             os.environ["LOCAL_RANK"] = str(self.device.index or 0)
             kept = self._load(seed, train=self.is_trained)
             settings = deepspeed_settings(
-                backend_config,
+                zero,
                 self.device,
                 self.spec.compute_torch_dtype,
-                PrecisionType.to_dtype(reduce_dtype),
+                PrecisionType.to_dtype((config.mixed_precision or MixedPrecisionConfig()).reduce_dtype),
                 self.grad_clip,
                 sum(parameter.numel() for parameter in self.module.parameters()),
             )
@@ -201,10 +201,11 @@ class DeepSpeedEngine(Engine):
             )
         # what DeepSpeed keeps in host memory anyway does not move between phases
         parts: list[Part] = []
-        if wants_offload(engine_config, "param_offload", self.device):
-            parts += [] if self._is_sliced and read(backend_config, "offload_param", False) else ["weights"]
-        if wants_offload(engine_config, "optimizer_offload", self.device) and self.optimizer is not None:
-            parts += [] if read(backend_config, "offload_optimizer", False) else ["state"]
+        if self.device.type != "cpu":
+            if config.param_offload and not (self._is_sliced and zero.offload_param):
+                parts.append("weights")
+            if config.optimizer_offload and self.optimizer is not None and not zero.offload_optimizer:
+                parts.append("state")
         self._offload = ZeroOffload(
             self._library, parts, self.module, self._zero.optimizer, self.optimizer, self.device
         )
@@ -399,3 +400,8 @@ class _Scorer(nn.Module):
 def _shape(parameter: nn.Parameter) -> torch.Size:
     """Of the whole weight, which may be in slices."""
     return getattr(parameter, "ds_shape", parameter.shape)
+
+
+def _section(config: Any) -> DeepSpeedConfig:
+    """The section ``deepspeed``, of a mapping of its entries too; None: the defaults."""
+    return typed_section({} if config is None else config, DeepSpeedConfig)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from enum import Flag, auto
@@ -24,6 +24,7 @@ from verl.batch import WHOLE, MicroBatching
 from verl.batch.balancing import plan_micro_batches
 from verl.batch.ragged import Ragged
 from verl.checkpoint.checkpoint_manager import random_state, set_random_state
+from verl.config.engine import FSDPConfig, OptimConfig
 from verl.models.activation_memory import ActivationOffload, Recompute
 from verl.models.attention.kernels import use_short_sequence_attention
 from verl.models.attention.packed import check_packable
@@ -32,6 +33,7 @@ from verl.models.loader import ModelSpec, source_dtype
 from verl.models.multimodal import VISION_INPUTS, is_vision_language, modality_tokens, vision_positions
 from verl.models.token_outputs import ReferenceStates, TokenScores
 from verl.protocol import DataProto
+from verl.utils.config import typed_section
 from verl.utils.distributed import all_reduce_numbers
 from verl.workers.engine.micro_batch import (
     VISION_COLUMN,
@@ -80,7 +82,7 @@ class Engine(EngineState):
     All ranks of ``topology`` make every call together, each with its part of the rows; the numbers of rows may differ.
 
     Args:
-        engine_config: the ``fsdp_config`` section, or None for defaults.
+        engine_config: the ``fsdp_config`` section, a mapping of its entries, or None for defaults.
         optim_config: the ``optim`` section; None: the engine only scores.
         backend_config: the section of the backend's own options, or None for defaults.
         total_steps, grad_clip, l2_coef, device, seed, sp_size: as in ``build_engine``.
@@ -96,8 +98,8 @@ class Engine(EngineState):
     def __init__(
         self,
         spec: ModelSpec,
-        engine_config: Any = None,
-        optim_config: Any = None,
+        engine_config: FSDPConfig | Mapping[str, Any] | None = None,
+        optim_config: OptimConfig | None = None,
         *,
         backend_config: Any = None,
         total_steps: int = -1,
@@ -119,7 +121,8 @@ class Engine(EngineState):
         """Modules that stay in inference mode during training, because their train mode is random."""
         self._on_device = {"model": False, "optimizer": False}
         self._optim_config, self._total_steps = optim_config, total_steps
-        self._load_and_place(engine_config, backend_config, device, seed, sp_size)
+        section = typed_section({} if engine_config is None else engine_config, FSDPConfig)
+        self._load_and_place(section, backend_config, device, seed, sp_size)
         self.move(to_host=True, model=True, optimizer=True)
 
     @classmethod
@@ -313,7 +316,9 @@ class Engine(EngineState):
     # -- implemented by backends ----------------------------------------------------------------------------------
 
     @abstractmethod
-    def _load_and_place(self, engine_config: Any, backend_config: Any, device: str, seed: int, sp_size: int) -> None:
+    def _load_and_place(
+        self, engine_config: FSDPConfig, backend_config: Any, device: str, seed: int, sp_size: int
+    ) -> None:
         """Set ``topology``, ``device`` and ``module``; call ``_prepare`` and ``_build_optimizer``."""
 
     @abstractmethod
@@ -337,7 +342,7 @@ class Engine(EngineState):
     # -- shared by backends ---------------------------------------------------------------------------------------
 
     def _build_optimizer(self, parameters: list[Tensor]) -> None:
-        if self.is_trained:
+        if self._optim_config is not None:
             self.optimizer = build_optimizer(parameters, self._optim_config)
             self.schedule = build_schedule(self.optimizer, self._optim_config, self._total_steps)
             if self.topology.rank == 0:

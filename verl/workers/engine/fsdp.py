@@ -14,9 +14,10 @@ from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
 from verl.checkpoint.shards import check_names, fill
+from verl.config.engine import FSDPConfig, MixedPrecisionConfig
 from verl.models.loader import cast_parameters, empty_model, load_model
 from verl.models.token_outputs import attach_token_outputs
-from verl.utils.device import current_device, empty_cache, move_optimizer_state, read, wants_offload
+from verl.utils.device import current_device, empty_cache, move_optimizer_state
 from verl.utils.distributed import Topology, ensure_process_group
 from verl.utils.fsdp_utils import (
     CPUOffloadPolicy,
@@ -47,21 +48,23 @@ class FSDPEngine(Engine):
 
     supports_l2_coef = True
 
-    def _load_and_place(self, engine_config: Any, backend_config: Any, device: str, seed: int, sp_size: int) -> None:
+    def _load_and_place(self, config: FSDPConfig, backend_config: Any, device: str, seed: int, sp_size: int) -> None:
         ensure_process_group(device)
         self.device = current_device(device)
         self.topology = Topology.of_ranks(sp_size, device)
-        self._on_host = bool(read(engine_config, "offload_policy", False))
-        self._offload_params = not self._on_host and wants_offload(engine_config, "param_offload", self.device)
-        self._offload_optimizer = not self._on_host and wants_offload(engine_config, "optimizer_offload", self.device)
+        self._on_host = config.offload_policy
+        # the host's memory is a CPU device's own
+        moves = not self._on_host and self.device.type != "cpu"
+        self._offload_params = moves and config.param_offload
+        self._offload_optimizer = moves and config.optimizer_offload
         # Gradients kept whole over micro-batches save slow gloo traffic; on a device they would not fit.
         self._reduce_once = self.device.type == "cpu"
-        self.module = self._sharded_model(engine_config, seed)
+        self.module = self._sharded_model(config, seed)
         self._prepare()
         self._after_infer()
         self._build_optimizer(list(self.module.parameters()))
 
-    def _sharded_model(self, config: Any, seed: int) -> nn.Module:
+    def _sharded_model(self, config: FSDPConfig, seed: int) -> Any:
         spec, is_alone = self.spec, self.topology.world_size == 1
         dtype = spec.param_torch_dtype if self.is_trained else spec.compute_torch_dtype
         # the other ranks never hold more of the model than their slices
@@ -75,34 +78,33 @@ class FSDPEngine(Engine):
             buffer.data = buffer.data.to(self.device)
         return module
 
-    def _shard(self, module: nn.Module, config: Any, dtype: torch.dtype) -> nn.Module:
+    def _shard(self, module: nn.Module, config: FSDPConfig, dtype: torch.dtype) -> nn.Module:
         """Shard ``module``, whose weights are of ``dtype`` and perhaps on the meta device."""
         options = {
-            "mesh": self._mesh(config),
+            "mesh": self._mesh(config.fsdp_size),
             "mp_policy": MixedPrecisionPolicy(**self._precision(config, dtype)),
-            "reshard_after_forward": bool(read(config, "reshard_after_forward", True)),
+            "reshard_after_forward": config.reshard_after_forward,
         }
         if self._on_host:
             options["offload_policy"] = CPUOffloadPolicy(pin_memory=self.device.type == "cuda")
         units = apply_fsdp2(module, options, config)
-        if read(config, "forward_prefetch", False):
+        if config.forward_prefetch:
             prefetch_forward(units)
         register_fsdp_forward_method(module, "token_outputs")
         return module
 
-    def _mesh(self, config: Any) -> DeviceMesh:
-        return create_device_mesh(self.topology.world_size, read(config, "fsdp_size", -1), self.device.type)
+    def _mesh(self, fsdp_size: int) -> DeviceMesh:
+        return create_device_mesh(self.topology.world_size, fsdp_size, self.device.type)
 
-    def _precision(self, config: Any, dtype: torch.dtype) -> dict[str, torch.dtype | None]:
+    def _precision(self, config: FSDPConfig, dtype: torch.dtype) -> dict[str, Any]:
         """Return the precision of layers, if not the ``dtype`` of their weights, and of gradient reduction."""
-        computed = self.spec.compute_torch_dtype
-        reduced = read(read(config, "mixed_precision", None), "reduce_dtype", "fp32") or "fp32"
+        computed, reduced = self.spec.compute_torch_dtype, config.mixed_precision or MixedPrecisionConfig()
         return {
             "param_dtype": computed if computed != dtype else None,
-            "reduce_dtype": PrecisionType.to_dtype(reduced),
+            "reduce_dtype": PrecisionType.to_dtype(reduced.reduce_dtype),
         }
 
-    def _fill(self, module: nn.Module, full: nn.Module | None) -> None:
+    def _fill(self, module: Any, full: nn.Module | None) -> None:
         """Load every rank's slices of ``full``, which only rank 0 has."""
         module.to_empty(device=self._home)
         module.tie_weights()

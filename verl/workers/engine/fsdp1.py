@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
@@ -29,8 +29,8 @@ from torch.distributed.fsdp.wrap import CustomPolicy
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from verl.checkpoint.shards import check_names
+from verl.config.engine import FSDPConfig
 from verl.models.weight_names import plain_name
-from verl.utils.device import read
 from verl.utils.fsdp_utils import full_model_state, tied_parameters, wrapped_units
 from verl.workers.engine.fsdp import FSDPEngine
 from verl.workers.engine.registry import register_engine
@@ -42,29 +42,30 @@ class FSDP1Engine(FSDPEngine):
 
     supports_l2_coef = False
 
-    def _shard(self, module: nn.Module, config: Any, dtype: torch.dtype) -> nn.Module:
+    def _shard(self, module: nn.Module, config: FSDPConfig, dtype: torch.dtype) -> nn.Module:
         # every micro-batch reduces its gradient into the slices, where a step sums them
         self._reduce_once = False
-        mesh, units = self._mesh(config), set(wrapped_units(module, config))
+        mesh, units = self._mesh(config.fsdp_size), set(wrapped_units(module, config))
         self._is_whole = mesh.shape[-1] == 1
         replicated, sharded = ShardingStrategy.HYBRID_SHARD, ShardingStrategy.FULL_SHARD
-        if not read(config, "reshard_after_forward", True):
+        if not config.reshard_after_forward:
             replicated, sharded = ShardingStrategy._HYBRID_SHARD_ZERO2, ShardingStrategy.SHARD_GRAD_OP
         strategy = replicated if mesh.ndim == 2 else sharded
         if self._is_whole:
-            mesh, strategy = self._mesh(None), ShardingStrategy.NO_SHARD
+            mesh, strategy = self._mesh(-1), ShardingStrategy.NO_SHARD
         module.forward = partial(_forward_or_token_outputs, module, module.forward)
         with _quiet():
-            wrapper = _named_after(module)(
+            # under the name fully_shard would give it, which checkpoints record
+            wrapper = type(f"FSDP{type(module).__name__}", (FSDP,), {})(
                 module,
                 device_mesh=mesh,
                 sharding_strategy=strategy,
                 mixed_precision=MixedPrecision(**self._precision(config, dtype)),
                 auto_wrap_policy=CustomPolicy(lambda child: child in units),
-                param_init_fn=_MetaInitializer(module, self.device).materialize,
+                param_init_fn=partial(_materialize, self.device, dict.fromkeys(tied_parameters(module))),
                 device_id=self.device,
                 use_orig_params=True,
-                forward_prefetch=bool(read(config, "forward_prefetch", False)),
+                forward_prefetch=config.forward_prefetch,
             )
         # FSDP gathers the outermost weights around ``forward`` and nothing else
         wrapper.token_outputs = partial(wrapper, as_scores=True)
@@ -76,7 +77,7 @@ class FSDP1Engine(FSDPEngine):
         return module
 
     @torch.no_grad()
-    def _fill(self, module: nn.Module, full: nn.Module | None) -> None:
+    def _fill(self, module: Any, full: nn.Module | None) -> None:
         known = {} if full is None else full_model_state(full)
         for name, tensor in chain(_whole_parameters(module, writeback=True), _buffers(module)):
             if full is not None:
@@ -128,7 +129,7 @@ class FSDP1Engine(FSDPEngine):
             return self._saved(get_model_state_dict(self.module, options=self._options))
 
     @torch.no_grad()
-    def load_model_state(self, state: dict[str, Tensor]) -> None:
+    def load_model_state(self, state: Mapping[str, Tensor]) -> None:
         own = self.model_state()
         check_names(own, state)
         for name, tensor in chain(_whole_parameters(self.module, writeback=True), _buffers(self.module)):
@@ -144,7 +145,7 @@ class FSDP1Engine(FSDPEngine):
         with self.on_device(optimizer=True), _quiet():
             return get_optimizer_state_dict(self.module, self.optimizer, options=self._options)
 
-    def load_optimizer_state(self, state: dict[str, Any]) -> None:
+    def load_optimizer_state(self, state: Mapping[str, Any]) -> None:
         if not state["state"]:
             return super().load_optimizer_state(state)
         own, names = self.model_state(), set(self.parameter_names())
@@ -154,7 +155,7 @@ class FSDP1Engine(FSDPEngine):
                 f"the optimizer state is of {len(saved)} parameters, this model has {len(names)}, and "
                 f"{sorted(saved ^ names)[0]!r} is not in both: resume with the model it was saved from"
             )
-        pieces = {
+        pieces: dict[str, Any] = {
             name: {key: _as_piece(value, own[name]) for key, value in entry.items()}
             for name, entry in state["state"].items()
         }
@@ -184,37 +185,28 @@ class FSDP1Engine(FSDPEngine):
             buffer.data = buffer.data.to(device)
 
 
-def _forward_or_token_outputs(
-    model: nn.Module, forward: Callable, *args: Any, as_scores: bool = False, **inputs: Any
-) -> Any:
+def _forward_or_token_outputs(model: Any, forward: Callable, *args: Any, as_scores: bool = False, **inputs: Any) -> Any:
     """The model's ``forward`` pass, or with ``as_scores`` its ``token_outputs``."""
     return model.token_outputs(*args, **inputs) if as_scores else forward(*args, **inputs)
 
 
-def _named_after(module: nn.Module) -> type[FSDP]:
-    """Return the wrapper class under the name ``fully_shard`` would give it, which checkpoints record."""
-    return type(f"FSDP{type(module).__name__}", (FSDP,), {})
+def _materialize(device: torch.device, tied: dict[nn.Parameter, nn.Parameter | None], module: nn.Module) -> None:
+    """Allocate one module of a model on the meta device.
 
-
-class _MetaInitializer:
-    """Allocates the modules of a model on the meta device, one by one, and keeps ties."""
-
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
-        self._device = device
-        self._tied: dict[nn.Parameter, nn.Parameter | None] = dict.fromkeys(tied_parameters(model))
-
-    def materialize(self, module: nn.Module) -> None:
-        for name, parameter in module.named_parameters(recurse=False):
-            made = self._tied.get(parameter)
-            if made is None and parameter.is_meta:
-                made = nn.Parameter(torch.empty_like(parameter, device=self._device), parameter.requires_grad)
-                if parameter in self._tied:
-                    self._tied[parameter] = made
-            if made is not None:
-                module.register_parameter(name, made)
-        for name, buffer in module.named_buffers(recurse=False):
-            if buffer.is_meta:
-                setattr(module, name, torch.empty_like(buffer, device=self._device))
+    Args:
+        tied: parameters with several names, each with the one that replaces it, which the calls fill in: ties are kept.
+    """
+    for name, parameter in module.named_parameters(recurse=False):
+        made = tied.get(parameter)
+        if made is None and parameter.is_meta:
+            made = nn.Parameter(torch.empty_like(parameter, device=device), parameter.requires_grad)
+            if parameter in tied:
+                tied[parameter] = made
+        if made is not None:
+            module.register_parameter(name, made)
+    for name, buffer in module.named_buffers(recurse=False):
+        if buffer.is_meta:
+            setattr(module, name, torch.empty_like(buffer, device=device))
 
 
 def _whole_parameters(module: FSDP, writeback: bool = False) -> Iterator[tuple[str, Tensor]]:

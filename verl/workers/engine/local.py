@@ -11,9 +11,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from verl.checkpoint.shards import check_names, fill
+from verl.config.engine import DeepSpeedConfig, FSDPConfig
 from verl.models.loader import load_model
 from verl.models.token_outputs import attach_token_outputs
-from verl.utils.device import current_device, empty_cache, move_optimizer_state, read, wants_offload
+from verl.utils.config import typed_section
+from verl.utils.device import current_device, empty_cache, move_optimizer_state
 from verl.utils.distributed import Topology, ensure_process_group, get_world_size
 from verl.workers.engine.engine import Engine
 from verl.workers.engine.optim import add_l2_gradient, clip_gradients
@@ -31,11 +33,12 @@ class LocalEngine(Engine):
 
     supports_l2_coef = True
 
-    def _load_and_place(self, engine_config: Any, backend_config: Any, device: str, seed: int, sp_size: int) -> None:
+    def _load_and_place(self, config: FSDPConfig, backend_config: Any, device: str, seed: int, sp_size: int) -> None:
         self.topology = self._topology(sp_size, device)
         self.device = current_device(device)
-        self._offload_params = wants_offload(engine_config, "param_offload", self.device)
-        self._offload_optimizer = wants_offload(engine_config, "optimizer_offload", self.device)
+        # the host's memory is a CPU device's own
+        self._offload_params = config.param_offload and self.device.type != "cpu"
+        self._offload_optimizer = config.optimizer_offload and self.device.type != "cpu"
         spec, train = self.spec, self.is_trained
         self.module = load_model(spec, seed, dtype=None if train else spec.compute_torch_dtype).to(self.device)
         attach_token_outputs(self.module)
@@ -160,10 +163,11 @@ class ReplicaEngine(LocalEngine):
 
     supports_l2_coef = False
 
-    def _load_and_place(self, engine_config: Any, backend_config: Any, device: str, seed: int, sp_size: int) -> None:
+    def _load_and_place(self, config: FSDPConfig, backend_config: Any, device: str, seed: int, sp_size: int) -> None:
         ensure_process_group(device)
-        self._bucket = int(read(backend_config, "reduce_bucket_size", 500_000_000))
-        super()._load_and_place(engine_config, backend_config, device, seed, sp_size)
+        section = {} if backend_config is None else backend_config
+        self._bucket = typed_section(section, DeepSpeedConfig).reduce_bucket_size
+        super()._load_and_place(config, backend_config, device, seed, sp_size)
 
     def _topology(self, sp_size: int, device: str) -> Topology:
         return Topology.of_ranks(sp_size, device)

@@ -51,7 +51,7 @@ def image_keys(rows: Sequence[Mapping[str, Tensor] | None]) -> list[object]:
     for row in rows:
         if row and id(row) not in known:
             tensors = [torch.as_tensor(row[name]) for name in sorted(row)]
-            digests = [blake2b(tensor.reshape(-1).view(torch.uint8).numpy()).digest() for tensor in tensors]
+            digests = [blake2b(tensor.reshape(-1).view(torch.uint8).numpy().data).digest() for tensor in tensors]
             known[id(row)] = *sorted(row), *(tensor.shape for tensor in tensors), *digests
     return [known[id(row)] if row else None for row in rows]
 

@@ -90,8 +90,10 @@ def _check_rows_independent(engine: Engine, expected: Tensor, scores: Tensor) ->
 def _scores(engine: Engine, micro: MicroBatch) -> Tensor:
     """Run ``micro`` and return its scores, (t,); of packed rows also check the layers' attention options."""
     options: list[AttentionOptions] = []
-    scores = engine._score(micro, **({"record": options.append} if micro.packing else {}))
-    if micro.packing:
+    if micro.packing is None:
+        scores = engine._score(micro)
+    else:
+        scores = engine._score(micro, record=options.append)
         check_attention_options(engine.module.config, options, type(engine.module).__name__)
     return scores.log_probs if engine.spec.head == "lm" else scores.values
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,12 +16,13 @@ from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from verl.checkpoint.shards import share_like
+from verl.config.engine import OptimConfig
 from verl.utils.distribution import install_command
 
-# -- Learning-rate curves: functions of the step that give the share of the peak rate. No torch, no configuration ----
-
+logger = logging.getLogger(__name__)
 
 Curve = Callable[[int], float]
+"""Number of a step -> share of the peak learning rate."""
 
 DECAYS: dict[str, Callable[[float], float]] = {
     "linear": lambda x: 1 - x,
@@ -31,60 +32,11 @@ DECAYS: dict[str, Callable[[float], float]] = {
 }
 """Ways from 1 to 0 as x goes from 0 to 1. ``minus_sqrt`` is that of Hagele et al. 2024 (arXiv:2405.18392)."""
 
-
-def constant_with_warmup(warmup: int) -> Curve:
-    """Stay at the peak."""
-    return lambda step: min(1.0, step / warmup) if warmup else 1.0
-
-
-def cosine_with_warmup(warmup: int, total: int, low: float = 0.0, cycles: float = 0.5) -> Curve:
-    """Fall from 1 to ``low`` along ``cycles`` waves of a cosine.
-
-    Step n, with x = (n - warmup) / (total - warmup), runs at low + (1 - low) (1 + cos(2 pi cycles x)) / 2.
-
-    Source: Loshchilov & Hutter 2017, SGDR (arXiv:1608.03983).
-    """
-    return _fall(warmup, warmup, total, low, lambda x: (1 + math.cos(2 * math.pi * cycles * x)) / 2)
-
-
-def linear_with_warmup(warmup: int, total: int, low: float = 0.0) -> Curve:
-    """Fall from 1 to ``low`` by the same amount each step."""
-    return _fall(warmup, warmup, total, low, DECAYS["linear"])
-
-
-def wsd(warmup: int, total: int, low: float = 0.0, decay_steps: int | None = None, style: str = "cosine") -> Curve:
-    """Warmup-stable-decay: stay at the peak and fall only over the last steps.
-
-    Args:
-        decay_steps: how many; None: a tenth of those after the warm-up, rounded up.
-        style: a name of ``DECAYS``.
-
-    Source: Hu et al. 2024, MiniCPM (arXiv:2404.06395).
-    """
-    after = max(0, total - warmup)
-    falling = math.ceil(after / 10) if decay_steps is None else min(decay_steps, after)
-    return _fall(warmup, total - falling, total, low, DECAYS[style])
-
-
-def _fall(warmup: int, start: int, total: int, low: float, decay: Callable[[float], float]) -> Curve:
-    """From ``low`` to 1 over the warm-up, 1 until ``start``, then down along ``decay`` to ``low`` at ``total``."""
-
-    def factor(step: int) -> float:
-        if step < warmup:
-            return low + (1 - low) * step / warmup
-        x = min(1.0, max(0, step - start) / max(1, total - start))
-        return low + (1 - low) * decay(x)
-
-    return factor
-
-
-logger = logging.getLogger(__name__)
-
 STYLES = ("constant", "cosine", "linear", "wsd")
 
 
-def build_optimizer(parameters: Iterable[Tensor], config: Any) -> Optimizer:
-    """The optimizer ``config.optimizer`` over the parameters that need a gradient, all with the same weight decay.
+def build_optimizer(parameters: Iterable[Tensor], config: OptimConfig) -> Optimizer:
+    """Build the optimizer ``config.optimizer`` over the trained parameters, all with the same weight decay.
 
     ``AdamW`` is torch's, one fused pass over memory a step (Loshchilov & Hutter 2019, arXiv:1711.05101).
     ``AdamW8bit`` is torchao's (Dettmers et al. 2021, arXiv:2110.02861).
@@ -97,32 +49,28 @@ def build_optimizer(parameters: Iterable[Tensor], config: Any) -> Optimizer:
         ImportError: torchao is asked for and not installed.
     """
     trained = [parameter for parameter in parameters if parameter.requires_grad]
-    options = {
+    options: dict[str, Any] = {
         "lr": config.lr,
-        "betas": tuple(getattr(config, "betas", (0.9, 0.999))),
-        "eps": getattr(config, "eps", 1e-8),
-        "weight_decay": getattr(config, "weight_decay", 0.01),
+        "betas": tuple(config.betas),
+        "eps": config.eps,
+        "weight_decay": config.weight_decay,
     }
-    name = getattr(config, "optimizer", "AdamW")
+    name = config.optimizer
     if name == "AdamW":
         return AdamW(trained, fused=True, **options)
     if name == "AdamW8bit":
-        return _eight_bit()(trained, **options)
+        try:
+            from torchao.optim import AdamW8bit
+        except ImportError as error:
+            raise ImportError(
+                f"optim.optimizer=AdamW8bit needs the package torchao, which cannot be imported ({error}). Install it "
+                f"with `{install_command('torchao')}`, or set optim.optimizer=AdamW."
+            ) from error
+        return AdamW8bit(trained, **options)
     raise ValueError(f"optim.optimizer={name!r} is unknown: use 'AdamW' or 'AdamW8bit'")
 
 
-def _eight_bit() -> type[Optimizer]:
-    try:
-        from torchao.optim import AdamW8bit
-    except ImportError as error:
-        raise ImportError(
-            f"optim.optimizer=AdamW8bit needs the package torchao, which cannot be imported ({error}). Install it with "
-            f"`{install_command('torchao')}`, or set optim.optimizer=AdamW."
-        ) from error
-    return AdamW8bit
-
-
-def build_schedule(optimizer: Optimizer, config: Any, total_steps: int) -> LambdaLR:
+def build_schedule(optimizer: Optimizer, config: OptimConfig, total_steps: int) -> LambdaLR:
     """The schedule of ``config.warmup_style`` over ``total_steps`` calls of ``step``.
 
     Args:
@@ -135,36 +83,53 @@ def build_schedule(optimizer: Optimizer, config: Any, total_steps: int) -> Lambd
     return LambdaLR(optimizer, learning_rate_curve(config, total_steps))
 
 
-def learning_rate_curve(config: Any, total_steps: int) -> Curve:
-    """The share of ``config.lr`` at each step; arguments and errors are those of ``build_schedule``."""
-    warmup, style = warmup_steps(config, total_steps), getattr(config, "warmup_style", "constant")
+def learning_rate_curve(config: OptimConfig, total_steps: int) -> Curve:
+    """The share of ``config.lr`` at each step; arguments and errors are those of ``build_schedule``.
+
+    ``constant``: stays at the peak after its warm-up from zero. All others rise from ``low`` = ``min_lr_ratio`` to 1:
+
+    - ``linear``: falls from 1 to ``low`` by the same amount each step.
+    - ``cosine``: falls along ``num_cycles`` waves. Step n, with x = (n - warmup) / (total - warmup), runs at
+      low + (1 - low) (1 + cos(2 pi cycles x)) / 2. Source: Loshchilov & Hutter 2017, SGDR (arXiv:1608.03983).
+    - ``wsd``, warmup-stable-decay: stays at the peak and falls only over the last ``lr_wsd_decay_steps`` (None: a tenth
+      of those after the warm-up, rounded up). Source: Hu et al. 2024, MiniCPM (arXiv:2404.06395).
+    """
+    warmup, style = warmup_steps(config, total_steps), config.warmup_style
     if style not in STYLES:
         raise ValueError(f"optim.warmup_style={style!r} is unknown: use {', '.join(STYLES)}")
     if style == "constant":
-        return constant_with_warmup(warmup)
+        return lambda step: min(1.0, step / warmup) if warmup else 1.0
     if total_steps <= 0:
         raise ValueError(
             f"optim.warmup_style={style} needs the length of the run, and total_training_steps={total_steps} does not "
             "give it: set optim.total_training_steps, or use warmup_style=constant"
         )
-    low = getattr(config, "min_lr_ratio", None) or 0.0
+    low, start, decay = config.min_lr_ratio or 0.0, warmup, DECAYS["linear"]
     if style == "cosine":
-        return cosine_with_warmup(warmup, total_steps, low, getattr(config, "num_cycles", 0.5))
-    if style == "linear":
-        return linear_with_warmup(warmup, total_steps, low)
-    steps, decay = getattr(config, "lr_wsd_decay_steps", None), getattr(config, "lr_wsd_decay_style", "cosine")
-    return wsd(warmup, total_steps, low, steps, decay)
+        decay = lambda x: (1 + math.cos(2 * math.pi * config.num_cycles * x)) / 2  # noqa: E731
+    if style == "wsd":
+        after, steps = max(0, total_steps - warmup), config.lr_wsd_decay_steps
+        start = total_steps - (math.ceil(after / 10) if steps is None else min(steps, after))
+        decay = DECAYS[config.lr_wsd_decay_style]
+
+    def factor(step: int) -> float:
+        if step < warmup:
+            return low + (1 - low) * step / warmup
+        x = min(1.0, max(0, step - start) / max(1, total_steps - start))
+        return low + (1 - low) * decay(x)
+
+    return factor
 
 
-def warmup_steps(config: Any, total_steps: int) -> int:
+def warmup_steps(config: OptimConfig, total_steps: int) -> int:
     """Steps of the warm-up: ``lr_warmup_steps``, or where that is negative or None ``lr_warmup_steps_ratio``."""
-    steps = getattr(config, "lr_warmup_steps", -1)
+    steps = config.lr_warmup_steps
     if steps is None or steps < 0:
-        return int(getattr(config, "lr_warmup_steps_ratio", 0.0) * max(total_steps, 0))
+        return int(config.lr_warmup_steps_ratio * max(total_steps, 0))
     return steps
 
 
-def warn_of_endless_warmup(config: Any, total_steps: int) -> None:
+def warn_of_endless_warmup(config: OptimConfig, total_steps: int) -> None:
     """Say so where the run ends before its learning rate has reached ``config.lr``."""
     warmup = warmup_steps(config, total_steps)
     if 0 < total_steps <= warmup:
@@ -189,7 +154,7 @@ def optimizer_state(optimizer: Optimizer, names: list[str]) -> dict[str, Any]:
     return {"state": by_name, "param_groups": groups}
 
 
-def load_optimizer_state(optimizer: Optimizer, names: list[str], state: dict[str, Any]) -> None:
+def load_optimizer_state(optimizer: Optimizer, names: list[str], state: Mapping[str, Any]) -> None:
     """Take back what ``optimizer_state`` gave, or whole tensors in its place.
 
     Raises:
@@ -228,14 +193,14 @@ def _quantise_again(optimizer: Any) -> None:
 
 
 @torch.no_grad()
-def add_l2_gradient(parameters: list[Tensor], coef: float) -> None:
+def add_l2_gradient(parameters: Sequence[Tensor], coef: float) -> None:
     """Add to each gradient that of coef / 2 x the squared weights: coef x the weight."""
     for parameter in parameters if coef else ():
         if parameter.grad is not None:
             parameter.grad.add_(parameter.detach(), alpha=coef)
 
 
-def clip_gradients(parameters: list[Tensor], limit: float | None) -> float:
+def clip_gradients(parameters: Sequence[Tensor], limit: float | None) -> float:
     """Norm of all gradients before clipping; they are scaled down to ``limit`` where it is finite and larger.
 
     Gradients that are not finite are left as they are: the caller skips the step.

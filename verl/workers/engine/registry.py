@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from verl.config.engine import FSDPConfig, OptimConfig
 from verl.models.liger import check_liger
 from verl.models.loader import ModelSpec
 
@@ -58,8 +59,8 @@ def get_engine_class(strategy: str) -> type[Engine]:
 def build_engine(
     strategy: str,
     spec: ModelSpec,
-    engine_config: Any = None,
-    optim_config: Any | None = None,
+    engine_config: FSDPConfig | Mapping[str, Any] | None = None,
+    optim_config: OptimConfig | None = None,
     *,
     backend_config: Any = None,
     total_steps: int = -1,
@@ -75,7 +76,7 @@ def build_engine(
         strategy: name of a backend: ``local`` (one process), ``fsdp2`` or ``fsdp`` (any number of processes:
             ``fully_shard``), ``fsdp1`` (the older ``FullyShardedDataParallel``), ``deepspeed`` (ZeRO), or another that
             was registered.
-        engine_config: the ``fsdp_config`` section, or None for defaults.
+        engine_config: the ``fsdp_config`` section, a mapping of its entries, or None for defaults.
         optim_config: the ``optim`` section; None builds an engine that only scores.
         backend_config: the section of the backend's own options, such as ``deepspeed``; None for defaults.
         total_steps: training steps of the run, the length of the learning-rate schedule.

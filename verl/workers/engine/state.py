@@ -84,6 +84,7 @@ class EngineState(ABC):
         names = {name for name, parameter in named if parameter is weight}
         names |= set(map(plain_name, names))
         others = set(self.tensor_names()) - names
+        # all of them, though one is wanted: the other ranks iterate to the end
         tensors = [tensor for _, tensor in self.full_tensors(self.spec.compute_torch_dtype, others)]
         return tensors[0]
 
@@ -160,7 +161,7 @@ class EngineState(ABC):
         names = {name for name in self.parameter_names() if with_head or is_adapter(name)}
         return self.full_tensors(None, set(self.tensor_names()) - names)
 
-    def _saved(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    def _saved(self, state: dict[str, Any]) -> dict[str, Any]:
         """Return the tensors of a checkpoint: all, or with an adapter only the trained ones."""
         if not self.has_adapter:
             return state
