@@ -4,7 +4,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.support.images import make_tiny_vl_model
 from tests.support.tiny_models import make_tiny_model
-from verl.models.loader import ModelSpec, empty_model, layer_class_names, load_config, load_model, source_dtype
+from verl.models.loader import ModelSpec, empty_model, load_config, load_model, source_dtype
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +128,6 @@ def test_an_empty_model_has_names_and_no_memory(folder):
     empty, full = empty_model(ModelSpec(folder)), load_model(ModelSpec(folder))
     assert {n: p.shape for n, p in empty.named_parameters()} == {n: p.shape for n, p in full.named_parameters()}
     assert all(parameter.is_meta for parameter in empty.parameters())
-    assert layer_class_names(empty) == ["Qwen2DecoderLayer"]
 
 
 def test_softcapped_attention_is_not_left_to_the_kernel_that_drops_it(tmp_path):

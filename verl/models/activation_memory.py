@@ -10,6 +10,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -59,26 +60,21 @@ class ActivationOffload:
         self._saved_by_identity, self._storages, self._hooks = {}, {}, None
 
     def _pack(self, tensor: Tensor) -> Tensor | _SavedTensor:
-        if not self._should_offload(tensor):
+        nbytes = tensor.numel() * tensor.element_size()
+        is_dense = nbytes <= tensor.untyped_storage().nbytes()  # copying an expanded tensor would enlarge it
+        # or a view of a weight, such as the gathered weights of a sharded layer
+        is_weight = isinstance(tensor if tensor._base is None else tensor._base, nn.Parameter)
+        if tensor.device != self._device or nbytes < self._min_bytes or not is_dense or is_weight:
             return tensor
-        key = self._identity(tensor)
+        # one key for a tensor that is saved twice; the weak reference keeps the storage's id from being reused
+        storage = StorageWeakRef(tensor.untyped_storage())
+        number = self._storages.setdefault(storage.cdata, storage).cdata
+        key = (number, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version)
         saved = self._saved_by_identity.get(key)
         if saved is None:
             saved = self._saved_by_identity[key] = _SavedTensor(self._copies.send(tensor), len(self._order))
             self._order.append(saved)
         return saved
-
-    def _should_offload(self, tensor: Tensor) -> bool:
-        nbytes = tensor.numel() * tensor.element_size()
-        is_dense = nbytes <= tensor.untyped_storage().nbytes()  # copying an expanded tensor would enlarge it
-        return tensor.device == self._device and nbytes >= self._min_bytes and is_dense and not _is_weight(tensor)
-
-    def _identity(self, tensor: Tensor) -> tuple:
-        """Return one key for a tensor saved twice. The weak reference keeps the storage's id from being reused."""
-        storage = StorageWeakRef(tensor.untyped_storage())
-        number = self._storages.setdefault(storage.cdata, storage).cdata
-        view = (tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
-        return number, *view, tensor._version
 
     def _unpack(self, saved: Tensor | _SavedTensor) -> Tensor:
         if isinstance(saved, Tensor):
@@ -87,37 +83,36 @@ class ActivationOffload:
         if tensor is None:
             tensor = self._copies.receive(saved.host_copy)
             saved.restored = weakref.ref(tensor)
-        self._prefetch_before(saved.number)
-        return tensor
-
-    def _prefetch_before(self, number: int) -> None:
-        """Prefetch the tensors saved before ``number``, which the backward pass needs next."""
-        budget = self._prefetch_bytes
+        # the backward pass needs the tensors saved before this one next
+        number, budget = saved.number, self._prefetch_bytes
         while number > 0 and budget > 0:
             number -= 1
-            saved = self._order[number]
-            budget -= saved.host_copy.nbytes
-            if saved.restored is None:
-                self._copies.fetch(saved.host_copy)
+            earlier = self._order[number]
+            budget -= earlier.host_copy.nbytes
+            if earlier.restored is None:
+                self._copies.fetch(earlier.host_copy)
+        return tensor
 
 
+@dataclass(eq=False)
 class _SavedTensor:
     """Placeholder that autograd holds for an offloaded tensor."""
 
-    def __init__(self, host_copy: _HostCopy, number: int) -> None:
-        self.host_copy, self.number = host_copy, number
-        self.restored: weakref.ref[Tensor] | None = None
-        """The restored tensor, while it is referenced."""
+    host_copy: _HostCopy
+    number: int
+    restored: weakref.ref[Tensor] | None = None
+    """The restored tensor, while it is referenced."""
 
 
+@dataclass(eq=False)
 class _HostCopy:
     """A tensor in host memory, with its unfinished copies to or from the device."""
 
-    def __init__(self, host: Tensor) -> None:
-        self.host, self.nbytes = host, host.numel() * host.element_size()
-        self.copy_event: torch.cuda.Event | None = None
-        self.device_tensor: Tensor | None = None
-        self.arrival_event: torch.cuda.Event | None = None
+    host: Tensor
+    nbytes: int
+    copy_event: torch.cuda.Event | None = None
+    device_tensor: Tensor | None = None
+    arrival_event: torch.cuda.Event | None = None
 
 
 class _CopyEngine:
@@ -129,7 +124,8 @@ class _CopyEngine:
 
     def send(self, tensor: Tensor) -> _HostCopy:
         is_cuda = self._device.type == "cuda"
-        host_copy = _HostCopy(torch.empty_like(tensor, device="cpu", pin_memory=is_cuda))
+        host = torch.empty_like(tensor, device="cpu", pin_memory=is_cuda)
+        host_copy = _HostCopy(host, host.numel() * host.element_size())
         if not is_cuda:
             host_copy.host.copy_(tensor)
             return host_copy
@@ -174,11 +170,6 @@ class _CopyEngine:
 def _streams(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
     """One stream to the host and one to the device."""
     return torch.cuda.Stream(device), torch.cuda.Stream(device)
-
-
-def _is_weight(tensor: Tensor) -> bool:
-    """Whether it is a parameter or a view of one, such as the gathered weights of a sharded layer."""
-    return isinstance(tensor if tensor._base is None else tensor._base, nn.Parameter)
 
 
 # -- gradient checkpointing only for micro-batches whose activations are large ----------------------------------------

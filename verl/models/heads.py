@@ -10,7 +10,9 @@ from __future__ import annotations
 import json
 import logging
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
@@ -69,23 +71,17 @@ def detect_output_head(model: Any, device: torch.device, compiled: bool = False)
     if "raw" not in captured or "hidden" not in captured or not torch.equal(captured["hidden"], captured["input"]):
         return _full_logits_head(model, "its hidden states are changed before the last layer")
     raw = captured["raw"].float()
-    for scale, softcap in _heads_by_config(model.config.get_text_config()):
+    # the constants that the config names, the plain head first
+    config = model.config.get_text_config()
+    caps = dict.fromkeys((0.0, float(getattr(config, "final_logit_softcapping", None) or 0.0)))
+    logit_scale, divisor = getattr(config, "logit_scale", None), getattr(config, "logits_scaling", None)
+    scales = [1.0] + [float(logit_scale)] * bool(logit_scale) + [1.0 / float(divisor or 1)] * bool(divisor)
+    for softcap, scale in product(caps, scales):
         made = raw * scale
         made = torch.tanh(made / softcap) * softcap if softcap else made
         if torch.allclose(made, final, rtol=0.02, atol=0.02 * float(made.abs().amax())):
             return OutputHead("fused", scale, softcap, compiled)
     return _full_logits_head(model, "its logits are changed after the last layer")
-
-
-def _heads_by_config(config: Any) -> list[tuple[float, float]]:
-    """Return the (scale, softcap) pairs the config names, the plain head first."""
-    softcap = float(getattr(config, "final_logit_softcapping", None) or 0.0)
-    scales = [1.0]
-    if getattr(config, "logit_scale", None):
-        scales.append(float(config.logit_scale))
-    if getattr(config, "logits_scaling", None):
-        scales.append(1.0 / float(config.logits_scaling))
-    return [(scale, cap) for cap in dict.fromkeys((0.0, softcap)) for scale in scales]
 
 
 def _full_logits_head(model: nn.Module, reason: str) -> OutputHead:
@@ -165,8 +161,13 @@ def _body_with_a_head(path: str, config: Any) -> type:
     return type(name, (_ScalarHead, base), {"__module__": __name__})
 
 
-class _ScalarHead:
+class _ScalarHead(nn.Module):
     """Mixin before a family's ``PreTrainedModel``: the body under its usual attribute name, then ``score``."""
+
+    # of PreTrainedModel
+    base_model: Any
+    base_model_prefix: str
+    post_init: Callable[[], None]
 
     def __init__(self, config: Any) -> None:
         from transformers import AutoModel

@@ -11,9 +11,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from types import ModuleType
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from verl.utils.distribution import install_command
 
@@ -39,7 +40,7 @@ def check_liger(option: str, device: str, instead: str) -> None:
 # -- layers -------------------------------------------------------------------------------------------------------
 
 
-def use_liger_layers(model: nn.Module) -> None:
+def use_liger_layers(model: Any) -> None:
     """Replace the norms, gated MLPs and rotary embedding of ``model`` by liger's; weights keep their names.
 
     Norms and MLPs are those of this model alone; the rotary embedding is a function that all models of its family in

@@ -31,7 +31,7 @@ def depends_on_length(kind: Any) -> bool:
     return isinstance(kind, str) and ("dynamic" in kind or kind == "longrope")
 
 
-def fix_rotary_frequencies(model: nn.Module, longest: int | None) -> None:
+def fix_rotary_frequencies(model: Any, longest: int | None) -> None:
     """Fix every rotary embedding of ``model`` to the frequencies of a sequence of ``longest`` tokens.
 
     Args:
@@ -54,7 +54,10 @@ def fix_rotary_frequencies(model: nn.Module, longest: int | None) -> None:
         elif depends_on_length(kinds):
             module.rope_type = _fix(module, kinds, longest)
             found = True
-    kind, trained = _rope_type_and_length(text)
+    rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
+    kind = rope.get("rope_type", rope.get("type"))
+    trained = rope.get("original_max_position_embeddings") or getattr(text, "original_max_position_embeddings", None)
+    trained = trained or getattr(text, "max_position_embeddings", None)
     if depends_on_length(kind) and not found and longest > (trained or 0):
         raise ValueError(
             f"{type(model).__name__} has rope_type={kind!r}, and code of its own that picks the frequencies by the "
@@ -76,14 +79,6 @@ def _fix(module: Any, kind: str, longest: int, prefix: str = "", layer_type: str
         module.register_buffer(name, frequencies.clone(), persistent=False)
     setattr(module, f"{prefix}attention_scaling", scaling)
     return "fixed"
-
-
-def _rope_type_and_length(text: Any) -> tuple[str | None, int | None]:
-    """Return the RoPE type of a config, and the length it was trained for."""
-    rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
-    kind = rope.get("rope_type", rope.get("type"))
-    trained = rope.get("original_max_position_embeddings") or getattr(text, "original_max_position_embeddings", None)
-    return kind, trained or getattr(text, "max_position_embeddings", None)
 
 
 logger = logging.getLogger(__name__)
@@ -331,7 +326,7 @@ def _check_complete(spec: ModelSpec, report: Mapping[str, Any]) -> None:
         )
 
 
-def _prepare(spec: ModelSpec, model: nn.Module, seed: int = 0, dtype: torch.dtype | None = None) -> nn.Module:
+def _prepare(spec: ModelSpec, model: Any, seed: int = 0, dtype: torch.dtype | None = None) -> nn.Module:
     """Enable what training needs; disable what makes two passes over the same tokens differ."""
     remember_conversions(model)
     if spec.use_liger:
@@ -377,15 +372,6 @@ def disable_dropout(model: nn.Module) -> None:
         for name, value in vars(module).items():
             if _is_dropout_rate(name, value):
                 setattr(module, name, 0.0)
-
-
-def layer_class_names(model: nn.Module) -> list[str]:
-    """Return the class names in transformers' ``_no_split_modules``: the layers, the natural unit to shard."""
-    names: list[str] = []
-    for module in model.modules():
-        declared = getattr(module, "_no_split_modules", None) or ()
-        names += [name for name in declared if name not in names]
-    return names
 
 
 @contextmanager

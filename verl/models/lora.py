@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from peft import LoraConfig, TaskType, inject_adapter_in_model
@@ -45,7 +45,7 @@ _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."  # prefix of module names in peft's files
 
 
-def add_adapter(model: nn.Module, spec: LoRASpec, seed: int, is_value: bool = False) -> None:
+def add_adapter(model: Any, spec: LoRASpec, seed: int, is_value: bool = False) -> None:
     """Add an adapter to every target layer of ``model``, in place, and freeze the rest except a value head.
 
     The first A is uniform in +-1/sqrt(in), generated from ``seed`` and the layer's name only; with
@@ -90,7 +90,7 @@ def add_adapter(model: nn.Module, spec: LoRASpec, seed: int, is_value: bool = Fa
             _load_adapter(model, spec)
 
 
-def target_layers(model: nn.Module, spec: LoRASpec) -> list[str]:
+def target_layers(model: Any, spec: LoRASpec) -> list[str]:
     """Return the names of the layers that get an adapter.
 
     ``all-linear`` means every adaptable linear layer except the last. A string is a regular expression for the
@@ -103,7 +103,10 @@ def target_layers(model: nn.Module, spec: LoRASpec) -> list[str]:
     adaptable, not_adaptable = _linear_layers(model, vision_tower(model) if spec.leaves_vision_tower else None)
     if spec.target_modules == "all-linear":
         chosen = set(adaptable)
-        _warn_left_out(model, not_adaptable)
+        if not_adaptable and not next(model.parameters()).is_meta:  # once, where weights are loaded
+            reasons = {".".join(name.split(".")[-2:]): reason for name, reason in not_adaptable.items()}
+            left_out = "; ".join(f"{name} ({reason})" for name, reason in reasons.items())
+            logger.warning("model.target_modules=all-linear leaves out layers that cannot get an adapter: %s", left_out)
     else:
         chosen = _matching_layers(spec.target_modules, adaptable, not_adaptable, "target_modules")
     chosen -= _matching_layers(spec.exclude_modules or [], [*adaptable, *not_adaptable], {}, "exclude_modules")
@@ -115,7 +118,7 @@ def target_layers(model: nn.Module, spec: LoRASpec) -> list[str]:
     return [name for name in adaptable if name in chosen]
 
 
-def _linear_layers(model: nn.Module, without: nn.Module | None) -> tuple[list[str], dict[str, str]]:
+def _linear_layers(model: Any, without: nn.Module | None) -> tuple[list[str], dict[str, str]]:
     """Return the adaptable linear layers, and those that are not with the reason.
 
     The output layer is in neither, since its logits are chunked, nor is a value head, which is trained whole.
@@ -145,16 +148,16 @@ def _linear_layers(model: nn.Module, without: nn.Module | None) -> tuple[list[st
     return adaptable, not_adaptable
 
 
-def _not_adaptable_reason(module: nn.Module, parent: nn.Module, name: str) -> str | None:
+def _not_adaptable_reason(module: Any, parent: Any, name: str) -> str | None:
     """Return why an adapter on the linear layer ``parent.name`` would have no effect, or None."""
     if not _is_linear_map(module):
         return f"is a {type(module).__name__}, which computes more than a matrix product"
-    if _reads_weight(type(parent), name):
+    if _reads_weight(parent.__class__, name):
         return f"is not called: {type(parent).__name__} passes its weight to a kernel"
     return None
 
 
-def _is_linear_map(module: nn.Module) -> bool:
+def _is_linear_map(module: Any) -> bool:
     """Whether a linear layer, perhaps with a custom forward, returns one tensor of its width."""
     if type(module).forward in (nn.Linear.forward, Conv1D.forward):
         return True
@@ -184,14 +187,6 @@ def _reads_weight(owner: type, name: str) -> bool:
     return False
 
 
-def _warn_left_out(model: nn.Module, not_adaptable: dict[str, str]) -> None:
-    """Warn once, where weights are loaded, of layers that ``all-linear`` does not adapt."""
-    if not_adaptable and not next(model.parameters()).is_meta:
-        reasons = {".".join(name.split(".")[-2:]): reason for name, reason in not_adaptable.items()}
-        layers = "; ".join(f"{name} ({reason})" for name, reason in reasons.items())
-        logger.warning("model.target_modules=all-linear leaves out layers that cannot get an adapter: %s", layers)
-
-
 def _matching_layers(
     entries: str | Iterable[str], adaptable: list[str], not_adaptable: dict[str, str], option: str
 ) -> set[str]:
@@ -212,13 +207,9 @@ def _matching_layers(
 
 
 def _matches(entry: str, name: str) -> bool:
-    return name == entry or name.endswith(f".{entry}") or _full_match(entry, name)
-
-
-def _full_match(pattern: str, name: str) -> bool:
     try:
-        return bool(re.fullmatch(pattern, name))
-    except re.error:
+        return name == entry or name.endswith(f".{entry}") or bool(re.fullmatch(entry, name))
+    except re.error:  # a name is no regular expression
         return False
 
 
@@ -231,13 +222,13 @@ def _list_layers(adaptable: list[str]) -> str:
 # -- switching off ------------------------------------------------------------------------------------------------
 
 
-def adapter_layers(model: nn.Module) -> dict[str, LoraLayer]:
+def adapter_layers(model: Any) -> dict[str, LoraLayer]:
     """Adapted layers by name."""
     return {plain_name(name): module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
 
 
 @contextmanager
-def adapter_off(model: nn.Module) -> Iterator[None]:
+def adapter_off(model: Any) -> Iterator[None]:
     """Disable the adapter within the block; outputs are then bit-identical to the base model's."""
     layers = list(adapter_layers(model).values())
     # peft's own switch also flips requires_grad, which a sharded model must not see change
@@ -261,7 +252,7 @@ def is_adapter(name: str) -> bool:
     return f".lora_A.{_ADAPTER}." in name or f".lora_B.{_ADAPTER}." in name
 
 
-def merge_adapter(model: nn.Module, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+def merge_adapter(model: Any, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     """Merge full tensors of an adapted model into those of a plain model: W + s B A.
 
     Computed and returned in fp32; one layer at a time is held.
@@ -274,7 +265,10 @@ def merge_adapter(model: nn.Module, named: Iterable[tuple[str, Tensor]]) -> Iter
             parts = held.setdefault(layer, {})
             parts[part] = tensor
             if len(parts) == 3:
-                yield f"{layer}.weight", _merge(layers[layer], *held.pop(layer).values())
+                weight, first, second = held.pop(layer).values()
+                adapted = layers[layer]
+                delta = (second.float() @ first.float()) * adapted.scaling[_ADAPTER]
+                yield f"{layer}.weight", weight.float() + (delta.T if adapted.fan_in_fan_out else delta)
         else:
             yield without_wrapper(name), tensor
     assert not held, f"adapters without all of their tensors: {sorted(held)}"
@@ -289,17 +283,12 @@ def _split(name: str) -> tuple[str, str]:
     return name, ""
 
 
-def _merge(layer: LoraLayer, weight: Tensor, first: Tensor, second: Tensor) -> Tensor:
-    delta = (second.float() @ first.float()) * layer.scaling[_ADAPTER]
-    return weight.float() + (delta.T if layer.fan_in_fan_out else delta)
-
-
 def without_wrapper(name: str) -> str:
     """Return the tensor's name before its layer was wrapped."""
     return name.replace(".base_layer.", ".")
 
 
-def scaled_adapter(model: nn.Module, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+def scaled_adapter(model: Any, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     """Yield an adapter for rollout engines: ``P.lora_A.weight`` is A and ``P.lora_B.weight`` s B, so its scale is 1."""
     layers = adapter_layers(model)
     for name, tensor in named:
@@ -317,7 +306,7 @@ def plain_adapter_name(name: str) -> str:
 # -- as files -----------------------------------------------------------------------------------------------------
 
 
-def write_adapter(model: nn.Module, named: Iterable[tuple[str, Tensor]], folder: Path, base: str) -> None:
+def write_adapter(model: Any, named: Iterable[tuple[str, Tensor]], folder: Path, base: str) -> None:
     """Write the trained tensors in the format of ``peft.PeftModel.from_pretrained``.
 
     Args:
@@ -333,7 +322,7 @@ def write_adapter(model: nn.Module, named: Iterable[tuple[str, Tensor]], folder:
     config.save_pretrained(folder)
 
 
-def _load_adapter(model: nn.Module, spec: LoRASpec) -> None:
+def _load_adapter(model: Any, spec: LoRASpec) -> None:
     """Fill the adapter from a folder that peft or ``write_adapter`` wrote."""
     folder = Path(spec.adapter_path).expanduser()
     if not (folder / _CONFIG).exists() or not (folder / _WEIGHTS).exists():

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -106,7 +106,7 @@ def vision_positions(
         "second_per_grid_ts": inputs.get("second_per_grid_ts"),
         "attention_mask": mask,
     }
-    parameters = _arguments(type(base))
+    parameters = _arguments(base.__class__)
     positions, rope_delta = base.get_rope_index(input_ids, **{k: v for k, v in arguments.items() if k in parameters})
     return positions, rope_delta.flatten()
 
@@ -134,7 +134,7 @@ def get_rope_index(
     """
     mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
     merge, tokenizer = processor.image_processor.merge_size, processor.tokenizer
-    grids = {
+    grids: dict[int, Iterator[Any]] = {
         tokenizer.convert_tokens_to_ids("<|image_pad|>"): iter([] if image_grid_thw is None else image_grid_thw),
         tokenizer.convert_tokens_to_ids("<|video_pad|>"): iter([] if video_grid_thw is None else video_grid_thw),
     }
@@ -181,7 +181,7 @@ def _packed_position_ids(model: Any, input_ids: Tensor, inputs: Mapping[str, Ten
 
 
 @lru_cache
-def _arguments(model_class: type) -> frozenset[str]:
+def _arguments(model_class: Any) -> frozenset[str]:
     return frozenset(inspect.signature(model_class.get_rope_index).parameters)
 
 

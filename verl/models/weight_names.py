@@ -37,7 +37,9 @@ def checkpoint_tensors(model: Any, named: Iterable[tuple[str, Tensor]]) -> Itera
         (checkpoint name, tensor). At most the tensors of one submodule are held, to be split together.
     """
     named = ((plain_name(name), tensor) for name, tensor in named)
-    if not _has_conversions(model):
+    if getattr(model, "_weight_conversions", None) is None:
+        remember_conversions(model)
+    if not model._weight_conversions:
         yield from named
         return
     from transformers.core_model_loading import revert_weight_conversion
@@ -73,9 +75,3 @@ def remember_conversions(model: Any) -> None:
     found = get_model_conversion_mapping(model, add_legacy=False)
     # a change of prefix is for checkpoints that lack one: going back, it would add what was not there
     model._weight_conversions = [conversion for conversion in found if not isinstance(conversion, PrefixChange)]
-
-
-def _has_conversions(model: Any) -> bool:
-    if getattr(model, "_weight_conversions", None) is None:
-        remember_conversions(model)
-    return bool(model._weight_conversions)

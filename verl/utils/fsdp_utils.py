@@ -11,7 +11,6 @@ import logging
 from collections import Counter
 from collections.abc import Iterable
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -50,7 +49,6 @@ __all__ = [
     "move_optimizer_state",
     "offload_fsdp_model_to_cpu",
     "offload_fsdp_optimizer",
-    "prefetch_forward",
     "sharding_units",
     "tied_parameters",
     "wrapped_units",
@@ -153,12 +151,6 @@ def wrapped_units(model: nn.Module, config: Any = None) -> list[nn.Module]:
     return units
 
 
-def prefetch_forward(units: list[nn.Module]) -> None:
-    """Let each unit start to gather the next one's weights when its own have arrived, in the order of ``units``."""
-    for unit, following in pairwise(units):
-        unit.set_modules_to_forward_prefetch([following])
-
-
 def fsdp2_load_full_state_dict(
     model: nn.Module, full_state: dict[str, Tensor], device_mesh: DeviceMesh | None = None, cpu_offload: Any = None
 ) -> None:
@@ -170,7 +162,7 @@ def fsdp2_load_full_state_dict(
             (``full_model_state``); ignored elsewhere.
     """
     buffers = dict(model.named_buffers())
-    weights = {name: tensor for name, tensor in full_state.items() if name not in buffers}
+    weights: dict[str, Any] = {name: tensor for name, tensor in full_state.items() if name not in buffers}
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=get_world_size() > 1, strict=False)
     set_model_state_dict(model, weights, options=options)
     # Buffers such as rotary frequencies are in no state dict, and to_empty left them undefined.

@@ -93,12 +93,13 @@ def load_module_from_file(file_path: str, alias: str | None = None) -> ModuleTyp
     path = Path(file_path).expanduser().resolve()
     if not path.is_file():
         raise FileNotFoundError(f"No Python file at {file_path!r} (looked for {path}).")
-    stamp = path.stat()
+    now = path.stat()
+    stamp = (path, now.st_mtime_ns, now.st_size)
     name = f"{_package_for(path.parent)}.{path.stem.replace('.', '_').replace('-', '_')}"
     module = sys.modules.get(name)
-    if module is None or module.__verl_stamp__ != (path, stamp.st_mtime_ns, stamp.st_size):
+    if module is None or vars(module)["__verl_stamp__"] != stamp:
         module = _run_file(path, name)
-        module.__verl_stamp__ = (path, stamp.st_mtime_ns, stamp.st_size)
+        vars(module)["__verl_stamp__"] = stamp
     if alias:
         sys.modules[alias] = module
     return module

@@ -60,7 +60,11 @@ def make_tiny_vl_model(
     ends = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     text = {**TEXT_SIZE, **ends, "vocab_size": len(tokenizer), "max_position_embeddings": 2048, **text_overrides}
     half = text["hidden_size"] // text["num_attention_heads"] // 2
-    rope = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [half - 2 * (half * 3 // 8)]}
+    rope: dict[str, Any] = {
+        "rope_type": "default",
+        "rope_theta": 10_000.0,
+        "mrope_section": [half - 2 * (half * 3 // 8)],
+    }
     rope["mrope_section"] += [half * 3 // 8] * 2  # time, height, width
     config = Qwen2_5_VLConfig(
         text_config={"rope_parameters": rope, "tie_word_embeddings": True, **text},

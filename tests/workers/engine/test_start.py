@@ -89,14 +89,14 @@ def test_rank_0_reads_the_model_and_all_have_it(tmp_path, backend, family, dtype
 
 def _start_from_shared_memory(folder, root):
     fs.SHM_ROOT = root
-    copies, copy = [], fs._copy_whole
+    copies, copy = [], fs._write_whole
 
-    def slowly(src, target):
+    def slowly(target, write):
         copies.append(target)
         assert not os.path.exists(target)
-        copy(src, target)
+        copy(target, write)
 
-    fs._copy_whole = slowly
+    fs._write_whole = slowly
     spec = ModelSpec(folder, compute_dtype="fp32", use_shm=True)
     engine = FSDPEngine(spec)
     return len(copies), spec.folder, {name: tensor.clone() for name, tensor in engine.weights()}

@@ -73,11 +73,6 @@ class Packing:
         index = None if self.kv_index is None else self.kv_index.to(device)
         return Packing(cu_q, cu_k, self.q_lengths, self.k_lengths, index)
 
-    def padded_to(self, multiple: int) -> Packing:
-        """Append a padding segment where T is no multiple of ``multiple``."""
-        extra = -self.tokens % multiple
-        return self.append_segment(extra) if extra else self
-
     def append_segment(self, length: int) -> Packing:
         """Append a segment of ``length`` tokens that attend to themselves only."""
         if self.kv_index is None:
@@ -117,8 +112,9 @@ class ShortSequenceAttention(torch.autograd.Function):
     def forward(ctx, q, k, v, scale, mask):
         batch, heads, length, size = q.shape
         groups, keys = batch * k.shape[1], k.shape[2]
-        q_wide = _contiguous_fp32(q).view(groups, -1, size)
-        k_wide = _contiguous_fp32(k).view(groups, keys, size)
+        # cast and made contiguous in one pass over memory
+        q_wide = torch.empty(q.shape, dtype=torch.float32, device=q.device).copy_(q).view(groups, -1, size)
+        k_wide = torch.empty(k.shape, dtype=torch.float32, device=k.device).copy_(k).view(groups, keys, size)
         v = v.contiguous().view(groups, keys, -1)
         scores = torch.bmm(q_wide, k_wide.transpose(1, 2)).mul_(scale)
         scores.view(groups, -1, length, keys).add_(mask)
@@ -143,11 +139,6 @@ class ShortSequenceAttention(torch.autograd.Function):
         grad_q = torch.bmm(grad_scores, k.to(ctx.dtype)).view(q_shape)
         grad_k = torch.bmm(grad_scores.transpose(1, 2), q.to(ctx.dtype)).view(k_shape)
         return grad_q, grad_k, grad_v, None, None
-
-
-def _contiguous_fp32(x: Tensor) -> Tensor:
-    """Cast and make contiguous in one pass over memory."""
-    return torch.empty(x.shape, dtype=torch.float32, device=x.device).copy_(x)
 
 
 def causal_mask(queries: int, keys: int, window: int | None = None, device: torch.device | None = None) -> Tensor:
@@ -417,35 +408,28 @@ class _BlockLayout(NamedTuple):
 
     def to_blocks(self, x: Tensor) -> Tensor:
         """(T, ...) to (C, ...); gradients of padding slots are dropped."""
-        return x if self.tokens is None else _ToBlocks.apply(x, self)
+        return x if self.tokens is None else _Gather.apply(x, self.tokens, self.slots, None)
 
     def from_blocks(self, x: Tensor) -> Tensor:
         """(C, ...) to (T, ...)."""
-        return x if self.tokens is None else _FromBlocks.apply(x, self)
+        return x if self.tokens is None else _Gather.apply(x, self.slots, self.tokens, self.padding_slots)
 
 
-class _ToBlocks(torch.autograd.Function):
-    # both ways are gathers: scattering a gradient is slow on CPU and in no fixed order on CUDA
+class _Gather(torch.autograd.Function):
+    """x (n, ...) at ``index``; the gradient is gathered by ``inverse``, and zero at ``padding``.
+
+    Both ways are gathers: scattering a gradient is slow on CPU and in no fixed order on CUDA.
+    """
+
     @staticmethod
-    def forward(ctx, x, layout):
-        ctx.layout = layout
-        return x.index_select(0, layout.tokens)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad.index_select(0, ctx.layout.slots), None
-
-
-class _FromBlocks(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, layout):
-        ctx.layout = layout
-        return x.index_select(0, layout.slots)
+    def forward(ctx, x, index, inverse, padding):
+        ctx.inverse, ctx.padding = inverse, padding
+        return x.index_select(0, index)
 
     @staticmethod
     def backward(ctx, grad):
-        in_blocks = grad.index_select(0, ctx.layout.tokens)
-        return in_blocks.index_fill_(0, ctx.layout.padding_slots, 0.0), None
+        grad = grad.index_select(0, ctx.inverse)
+        return grad if ctx.padding is None else grad.index_fill_(0, ctx.padding, 0.0), None, None, None
 
 
 @lru_cache(maxsize=16)
@@ -461,25 +445,20 @@ def _plan_blocks(
             shape = (-(-queries // ROUND_TO) * ROUND_TO,) * 2
         segments_by_shape.setdefault(shape, []).append(number)
     blocks = [(len(segments), *shape) for shape, segments in segments_by_shape.items()]
-    queries = _block_layout(q_lengths, [(segments, shape[0]) for shape, segments in segments_by_shape.items()], device)
-    if q_lengths == k_lengths:
-        return blocks, queries, queries
-    return (
-        blocks,
-        queries,
-        _block_layout(k_lengths, [(segments, shape[1]) for shape, segments in segments_by_shape.items()], device),
-    )
+    q_blocks, k_blocks = ([(segments, shape[side]) for shape, segments in segments_by_shape.items()] for side in (0, 1))
+    q_layout = _block_layout(q_lengths, q_blocks, device)
+    return blocks, q_layout, q_layout if q_lengths == k_lengths else _block_layout(k_lengths, k_blocks, device)
 
 
 def _block_layout(lengths: Sequence[int], blocks: list[tuple[list[int], int]], device: torch.device) -> _BlockLayout:
     sizes = torch.tensor(lengths)
     starts = sizes.cumsum(0) - sizes
-    tokens, is_padding = [], []
+    token_parts, padding_parts = [], []
     for segments, width in blocks:
         column, last = torch.arange(width), sizes[segments, None] - 1
-        tokens.append((starts[segments, None] + torch.minimum(column, last)).flatten())
-        is_padding.append((column > last).flatten())
-    tokens, is_padding = torch.cat(tokens), torch.cat(is_padding)
+        token_parts.append((starts[segments, None] + torch.minimum(column, last)).flatten())
+        padding_parts.append((column > last).flatten())
+    tokens, is_padding = torch.cat(token_parts), torch.cat(padding_parts)
     if torch.equal(tokens, torch.arange(int(sizes.sum()))):
         return _BlockLayout(None, None, None)
     real = (~is_padding).nonzero().flatten()

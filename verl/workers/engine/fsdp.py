@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Collection, Iterator, Mapping
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -27,7 +28,6 @@ from verl.utils.fsdp_utils import (
     fsdp2_load_full_state_dict,
     fsdp_modules,
     full_model_state,
-    prefetch_forward,
 )
 from verl.utils.torch_functional import PrecisionType
 from verl.workers.engine.engine import Engine
@@ -87,9 +87,10 @@ class FSDPEngine(Engine):
         }
         if self._on_host:
             options["offload_policy"] = CPUOffloadPolicy(pin_memory=self.device.type == "cuda")
-        units = apply_fsdp2(module, options, config)
+        units: list[Any] = apply_fsdp2(module, options, config)
         if config.forward_prefetch:
-            prefetch_forward(units)
+            for unit, following in pairwise(units):  # in the order in which they run
+                unit.set_modules_to_forward_prefetch([following])
         register_fsdp_forward_method(module, "token_outputs")
         return module
 

@@ -150,7 +150,7 @@ class MicroBatch:
             self,
             input_ids=torch.cat([self.input_ids, torch.zeros_like(padding)], 1),
             position_ids=torch.cat([self.position_ids, padding], 1),
-            packing=self.packing.padded_to(size),
+            packing=self.packing.append_segment(extra) if extra else self.packing,
             shard=shard,
         )
 
