@@ -75,7 +75,7 @@ def detect_output_head(model: Any, device: torch.device, compiled: bool = False)
     config = model.config.get_text_config()
     caps = dict.fromkeys((0.0, float(getattr(config, "final_logit_softcapping", None) or 0.0)))
     logit_scale, divisor = getattr(config, "logit_scale", None), getattr(config, "logits_scaling", None)
-    scales = [1.0] + [float(logit_scale)] * bool(logit_scale) + [1.0 / float(divisor or 1)] * bool(divisor)
+    scales = [1.0, *([float(logit_scale)] if logit_scale else ()), *([1.0 / float(divisor)] if divisor else ())]
     for softcap, scale in product(caps, scales):
         made = raw * scale
         made = torch.tanh(made / softcap) * softcap if softcap else made

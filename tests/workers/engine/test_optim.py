@@ -7,14 +7,13 @@ import torch
 from verl.config.engine import OptimConfig
 from verl.workers.engine.optim import (
     DECAYS,
-    add_l2_gradient,
     build_optimizer,
     build_schedule,
-    clip_gradients,
     load_optimizer_state,
     optimizer_state,
     warn_of_endless_warmup,
 )
+from verl.workers.engine.train_step import add_l2_gradient, clip_gradients
 
 DEFAULTS = {
     "lr": 1.0, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01, "lr_warmup_steps": -1,

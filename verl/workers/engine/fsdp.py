@@ -31,8 +31,8 @@ from verl.utils.fsdp_utils import (
 )
 from verl.utils.torch_functional import PrecisionType
 from verl.workers.engine.engine import Engine
-from verl.workers.engine.optim import add_l2_gradient, clip_gradients
 from verl.workers.engine.registry import register_engine
+from verl.workers.engine.train_step import add_l2_gradient, clip_gradients
 
 logger = logging.getLogger(__name__)
 

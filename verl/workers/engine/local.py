@@ -18,8 +18,8 @@ from verl.utils.config import typed_section
 from verl.utils.device import current_device, empty_cache, move_optimizer_state
 from verl.utils.distributed import Topology, ensure_process_group, get_world_size
 from verl.workers.engine.engine import Engine
-from verl.workers.engine.optim import add_l2_gradient, clip_gradients
 from verl.workers.engine.registry import register_engine
+from verl.workers.engine.train_step import add_l2_gradient, clip_gradients
 
 
 @register_engine("local")

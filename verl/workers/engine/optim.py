@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -190,28 +190,3 @@ def _quantise_again(optimizer: Any) -> None:
             kinds = [type(getattr(tensor, "_local_tensor", tensor)) for tensor in (own, state[key])]
             if kinds[0] is not kinds[1]:
                 state[key] = own.copy_(state[key])
-
-
-@torch.no_grad()
-def add_l2_gradient(parameters: Sequence[Tensor], coef: float) -> None:
-    """Add to each gradient that of coef / 2 x the squared weights: coef x the weight."""
-    for parameter in parameters if coef else ():
-        if parameter.grad is not None:
-            parameter.grad.add_(parameter.detach(), alpha=coef)
-
-
-def clip_gradients(parameters: Sequence[Tensor], limit: float | None) -> float:
-    """Norm of all gradients before clipping; they are scaled down to ``limit`` where it is finite and larger.
-
-    Gradients that are not finite are left as they are: the caller skips the step.
-    """
-    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    if not grads:
-        return 0.0
-    total = torch.nn.utils.get_total_norm(grads)
-    if hasattr(total, "full_tensor"):
-        total = total.full_tensor()
-    norm = float(total)
-    if limit is not None and math.isfinite(norm) and norm > limit:
-        torch._foreach_mul_(grads, limit / (norm + 1e-6))
-    return norm

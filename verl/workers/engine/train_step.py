@@ -5,6 +5,7 @@ Knows engines only by their topology and scores; no backend.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -113,6 +114,31 @@ def plan_step(
     scale = total if is_sum else 1.0
     token_shares = [*(tokens or shares[:local]), *idle]
     return TrainStep(loss, shares, token_shares, scale, ranks, reference, []), saved, run
+
+
+@torch.no_grad()
+def add_l2_gradient(parameters: Sequence[Tensor], coef: float) -> None:
+    """Add to each gradient that of coef / 2 x the squared weights: coef x the weight."""
+    for parameter in parameters if coef else ():
+        if parameter.grad is not None:
+            parameter.grad.add_(parameter.detach(), alpha=coef)
+
+
+def clip_gradients(parameters: Sequence[Tensor], limit: float | None) -> float:
+    """Norm of all gradients before clipping; they are scaled down to ``limit`` where it is finite and larger.
+
+    Gradients that are not finite are left as they are: the caller skips the step.
+    """
+    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if not grads:
+        return 0.0
+    total = torch.nn.utils.get_total_norm(grads)
+    if hasattr(total, "full_tensor"):
+        total = total.full_tensor()
+    norm = float(total)
+    if limit is not None and math.isfinite(norm) and norm > limit:
+        torch._foreach_mul_(grads, limit / (norm + 1e-6))
+    return norm
 
 
 def weighted_means(parts: Sequence[tuple[float, dict[str, Any]]], topology: Topology) -> dict[str, float]:
