@@ -142,7 +142,7 @@ def test_a_window_or_cap_that_does_not_reach_the_attention_is_found_out(family, 
     monkeypatch.setattr(
         "verl.models.attention.packed.AttentionOptions", lambda scale, window, softcap, sinks: _Plain(scale)
     )
-    monkeypatch.setattr("verl.workers.engine.model_check.check_packed", lambda *args: None)
+    monkeypatch.setattr("verl.workers.engine.model_check._check_rows_independent", lambda *args: None)
     with pytest.raises(ValueError, match=f"does not pass its {lost}="):
         engine_for(make_tiny_model(tmp_path, family, **changes))
 

@@ -54,6 +54,7 @@ def detect_output_head(model: Any, device: torch.device, compiled: bool = False)
         captured["input"] = args[0]
         return (args[0] * (30 / (args[0] @ module.weight.t()).abs().amax().clamp_min(1e-6)),)
 
+    # the states that the body returns must be those that the last layer gets, or something lies between
     hooks = [
         model.base_model.register_forward_hook(lambda _module, _args, out: captured.update(hidden=out[0])),
         layer.register_forward_pre_hook(amplify),
@@ -79,6 +80,7 @@ def detect_output_head(model: Any, device: torch.device, compiled: bool = False)
     for softcap, scale in product(caps, scales):
         made = raw * scale
         made = torch.tanh(made / softcap) * softcap if softcap else made
+        # loose, since bf16 logits near 30 are an eighth apart
         if torch.allclose(made, final, rtol=0.02, atol=0.02 * float(made.abs().amax())):
             return OutputHead("fused", scale, softcap, compiled)
     return _full_logits_head(model, "its logits are changed after the last layer")
@@ -192,6 +194,7 @@ def stored_shapes(folder: str | Path) -> dict[str, list[int]]:
     """Name -> shape of the weights in a folder's safetensors files, read from their headers."""
     shapes: dict[str, list[int]] = {}
     for file in sorted(Path(folder).expanduser().glob("*.safetensors")):
+        # safetensors: eight bytes of the header's length, then JSON
         with open(file, "rb") as stream:
             header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
         shapes.update((name, entry["shape"]) for name, entry in header.items() if name != "__metadata__")

@@ -7,10 +7,7 @@ losses need the log-probability of each token.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib.util import find_spec
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -57,18 +54,12 @@ def use_liger_layers(model: Any) -> None:
             f"actor_rollout_ref.model.use_liger=true: liger-kernel has no layers for models of type {kind!r}, only for "
             f"{', '.join(sorted(MODEL_TYPE_TO_APPLY_LIGER_FN))}. Set use_liger=false."
         )
-    with _classes_stay(sys.modules[type(model).__module__]):
-        _apply_liger_kernel_to_instance(model, cross_entropy=False, fused_linear_cross_entropy=False)
-
-
-@contextmanager
-def _classes_stay(module: ModuleType) -> Iterator[None]:
-    """Restore a module's classes after the block, so that models built later are not changed."""
-    before = {name: value for name, value in vars(module).items() if isinstance(value, type)}
+    names = vars(sys.modules[type(model).__module__])
+    classes = {name: value for name, value in names.items() if isinstance(value, type)}
     try:
-        yield
+        _apply_liger_kernel_to_instance(model, cross_entropy=False, fused_linear_cross_entropy=False)
     finally:
-        vars(module).update(before)
+        names.update(classes)  # or models that are built later would be changed too
 
 
 # -- logits -------------------------------------------------------------------------------------------------------

@@ -51,6 +51,7 @@ def fix_rotary_frequencies(model: Any, longest: int | None) -> None:
             for layer_type in filter(lambda name: depends_on_length(kinds[name]), kinds):
                 module.rope_type[layer_type] = _fix(module, kinds[layer_type], longest, f"{layer_type}_", layer_type)
             found = True
+        # one rotary embedding for all layers; above, one for each kind of layer (Gemma 3)
         elif depends_on_length(kinds):
             module.rope_type = _fix(module, kinds, longest)
             found = True
@@ -174,6 +175,7 @@ def load_config(spec: ModelSpec) -> Any:
     """
     from transformers import AutoConfig
 
+    # modules that register model classes must come before the config is read
     for module in (spec.external_lib or "").split(","):
         if module.strip():
             importlib.import_module(module.strip())
@@ -244,6 +246,7 @@ def load_model(spec: ModelSpec, seed: int = 0, dtype: torch.dtype | None = None)
     Raises:
         ValueError: if weights are missing from the checkpoint, which would silently stay random.
     """
+    # new weights come from ``seed`` alone, and the caller's generator stays where it was
     config, dtype = load_config(spec), dtype or spec.param_torch_dtype
     with torch.random.fork_rng(devices=[]), _quiet_transformers():
         torch.manual_seed(seed)
@@ -270,6 +273,7 @@ def empty_model(spec: ModelSpec, dtype: torch.dtype | None = None) -> nn.Module:
         dtype: of the weights (default ``spec.param_dtype``); buffers, as rotary frequencies, keep the model's own.
     """
     dtype = dtype or spec.param_torch_dtype
+    # buffers are made too, without memory: whoever shards the model fills them
     with torch.device("meta"):
         return _prepare(spec, _from_config(spec, load_config(spec), dtype), dtype=dtype)
 
@@ -328,6 +332,7 @@ def _check_complete(spec: ModelSpec, report: Mapping[str, Any]) -> None:
 
 def _prepare(spec: ModelSpec, model: Any, seed: int = 0, dtype: torch.dtype | None = None) -> nn.Module:
     """Enable what training needs; disable what makes two passes over the same tokens differ."""
+    # before sharding, which changes the model's class
     remember_conversions(model)
     if spec.use_liger:
         from verl.models.liger import use_liger_layers

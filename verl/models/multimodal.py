@@ -62,6 +62,7 @@ def collate_vision_inputs(rows: Sequence[Mapping[str, Tensor] | None]) -> dict[s
         rows: processor outputs of each row's images; empty or None for a row without images.
     """
     filled = [row for row in rows if row]
+    # a model may have inputs for some rows only, as a grid of videos
     names = dict.fromkeys(name for row in filled for name in row)
     return {name: torch.cat([torch.as_tensor(row[name]) for row in filled if name in row]) for name in names}
 
@@ -133,6 +134,7 @@ def get_rope_index(
     Source: Wang et al. 2024, Qwen2-VL, section 2.1 (arXiv:2409.12191).
     """
     mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+    # a placeholder token stands for merge x merge patches
     merge, tokenizer = processor.image_processor.merge_size, processor.tokenizer
     grids: dict[int, Iterator[Any]] = {
         tokenizer.convert_tokens_to_ids("<|image_pad|>"): iter([] if image_grid_thw is None else image_grid_thw),
@@ -165,6 +167,7 @@ def get_rope_index(
 def _packed_position_ids(model: Any, input_ids: Tensor, inputs: Mapping[str, Tensor], packing: Packing) -> Tensor:
     """(3, 1, T): whole rows by the model's rule; responses with a shared prompt continue that prompt's positions."""
     device, lengths = input_ids.device, torch.tensor(packing.q_lengths)
+    # rows that run their prompt themselves; the others attend to another row's prompt
     is_whole = lengths == torch.tensor(packing.k_lengths)
     rows = [row for row, whole in zip(input_ids[0].split(packing.q_lengths), is_whole, strict=True) if whole]
     real = (torch.arange(int(lengths[is_whole].max())) < lengths[is_whole, None]).to(device)
@@ -195,6 +198,7 @@ def dummy_vision_inputs(config: Any, kind: str) -> dict[str, Tensor]:
         ValueError: the family's image tensors are not supported.
     """
     vision = config.vision_config
+    # names of the Qwen-VL families; the smallest image is one token, merge x merge patches
     sizes = [getattr(vision, name, None) for name in ("spatial_merge_size", "temporal_patch_size", "patch_size")]
     if not all(isinstance(size, int) for size in sizes):
         raise ValueError(
@@ -230,6 +234,7 @@ def check_placeholders(config: Any, ids: Sequence[Tensor], rows: Sequence[Mappin
     Raises:
         ValueError: names the row.
     """
+    # without a grid in the inputs (not Qwen) the number of features is unknown
     merge = getattr(config.vision_config, "spatial_merge_size", None)
     tokens = {kind: token for kind in VISION_INPUTS if (token := image_token(config, kind)) is not None}
     for number, (row_ids, inputs) in enumerate(zip(ids, rows, strict=True)):

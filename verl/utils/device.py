@@ -23,6 +23,7 @@ def count_cuda_devices() -> int:
     """
     if torch.version.cuda is None or torch.cuda.is_initialized() or torch.cuda._device_count_nvml() >= 0:
         return torch.cuda.device_count()
+    # the child's CUDA context ends with it
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
@@ -99,11 +100,12 @@ def cuda_problem() -> str | None:
             "trainer.device=cpu."
         )
     driver = driver_cuda_version() if built is not None else None
-    if driver is not None and driver[0] < int(built.split(".")[0]):
+    if built is not None and driver is not None and driver[0] < int(built.split(".")[0]):
+        index = {12: "cu126", 11: "cu118"}.get(driver[0], "cu130")  # PyTorch's wheels for that version of CUDA
         return (
             f"the NVIDIA driver runs CUDA {driver[0]}.{driver[1]}, and torch {torch.__version__} is built for CUDA "
             f"{built}. Update the driver (CUDA 13 needs 580 or newer), or take a build for CUDA {driver[0]}: "
-            f"VERL_TORCH_INDEX=https://download.pytorch.org/whl/{_index_of(driver[0])} bash scripts/setup_env.sh"
+            f"VERL_TORCH_INDEX=https://download.pytorch.org/whl/{index} bash scripts/setup_env.sh"
         )
     if count_cuda_devices() == 0:
         return (
@@ -112,11 +114,6 @@ def cuda_problem() -> str | None:
             '`python -c "import torch; print(torch.version.cuda, torch.cuda.device_count())"`.'
         )
     return None
-
-
-def _index_of(cuda_major: int) -> str:
-    """PyTorch's wheel index for a major version of CUDA."""
-    return {12: "cu126", 11: "cu118"}.get(cuda_major, "cu130")
 
 
 def get_torch_device() -> ModuleType:
@@ -165,6 +162,7 @@ def current_device(device: str) -> torch.device:
             "driver leave CUDA alone (torch.cuda.is_available() starts it where NVML is missing), or set "
             "trainer.controller=ray."
         )
+    # torchrun and the controllers set LOCAL_RANK
     index, count = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
     if index >= count > 1:
         raise ValueError(

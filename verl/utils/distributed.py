@@ -101,19 +101,19 @@ def all_gather_objects(value: object, group: dist.ProcessGroup | None = None) ->
 
 
 class Topology(NamedTuple):
-    """Where this process stands among those that hold the model."""
+    """Place of this process among those that hold the model."""
 
     rank: int = 0
     world_size: int = 1
     dp_rank: int = 0
-    """Which share of a batch it gets."""
+    """Number of its share of a batch."""
     dp_size: int = 1
     is_output_rank: bool = True
     """Whether its results count; False on ranks that repeat another's work."""
     dp_group: dist.ProcessGroup | None = None
     """Ranks that hold other shares and the same part of each sequence; None: all ranks."""
     sp_rank: int = 0
-    """Which part of each sequence it runs."""
+    """Number of the part of each sequence that it runs."""
     sp_size: int = 1
     """Ranks that share one sequence: neighbours. All of them get the same rows."""
     sp_group: dist.ProcessGroup | None = None

@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 
 SHM_ROOT = "/dev/shm/verl-cache"
 HDFS_PREFIX = "hdfs://"
+# pkg:// names a Python module
 _URL = re.compile(r"(?!pkg:)[A-Za-z][A-Za-z0-9+.-]*://")
 _PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "az": "adlfs", "oss": "ossfs"}
 
@@ -84,6 +85,7 @@ def copy(src: str, dst: str, **kwargs) -> bool:
 def find(pattern: str) -> list[str]:
     """The remote files that fit a glob, sorted, as whole paths."""
     if _by_command(pattern):
+        # a pattern that fits nothing is an error of the command, and an empty list here
         listed = _hdfs("-ls", "-C", pattern, check=False)
         return sorted(line for line in listed.stdout.splitlines() if line) if listed.returncode == 0 else []
     store, place = _store(pattern)
@@ -119,6 +121,7 @@ def stamp(path: str) -> str:
 
 
 def _copy_through_fsspec(src: str, dst: str) -> None:
+    # two stores share no server: through this machine
     if is_remote(src) and is_remote(dst):
         with tempfile.TemporaryDirectory() as folder:
             between = os.path.join(folder, os.path.basename(src.rstrip("/")))
@@ -128,6 +131,7 @@ def _copy_through_fsspec(src: str, dst: str) -> None:
         store, place = _store(src)
         for name in _files_of(store, place, src):
             target = os.path.join(os.path.expanduser(dst), _below(place, name)).rstrip("/")
+            # file by file, since ``get`` of a folder differs between stores in whether it makes the top one
             os.makedirs(os.path.dirname(os.path.abspath(target)), exist_ok=True)
             store.get_file(name, target)
     else:
@@ -231,7 +235,7 @@ def copy_to_local(
     expanded. Anything else, a hub id such as ``Qwen/Qwen2.5-0.5B`` included, is returned as is.
 
     Args:
-        filelock: name of the lock file beside the copy; processes that want the same path wait for one download.
+        filelock: name of the lock file next to the copy; processes that want the same path wait for one download.
         always_recopy: download again although a copy exists.
         use_shm: afterwards copy it to ``/dev/shm``, so that many processes of the node read it from memory.
     """
@@ -253,6 +257,7 @@ def copy_local_path_from_hdfs(
     src = src.rstrip("/")
     target = get_local_temp_path(src, cache_dir)
     os.makedirs(os.path.dirname(target), exist_ok=True)
+    # all processes of a node start at once and want the same model: one downloads, the others wait
     with _locked(os.path.join(os.path.dirname(target), filelock)):
         kept = Path(f"{target}.stamp")
         known = kept.read_text(encoding="utf-8") if kept.exists() else ""
@@ -304,6 +309,7 @@ def copy_to_shm(src: str) -> str:
     if not os.path.exists(src):
         logger.warning("use_shm=True has no effect for %s: it is not a local path.", src)
         return src
+    # links to one model share one copy
     target = get_local_temp_path(os.path.realpath(src), SHM_ROOT)
     try:
         os.makedirs(os.path.dirname(target), exist_ok=True)
@@ -337,6 +343,7 @@ def copy_to_shm(src: str) -> str:
 @contextmanager
 def _locked(path: str) -> Iterator[None]:
     with open(path, "w") as handle:
+        # freed by the system too when its process dies
         fcntl.flock(handle, fcntl.LOCK_EX)
         yield
 

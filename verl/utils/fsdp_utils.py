@@ -161,6 +161,7 @@ def fsdp2_load_full_state_dict(
         full_state: on rank 0, full tensors of all parameters and *all* buffers, also those not saved in checkpoints
             (``full_model_state``); ignored elsewhere.
     """
+    # torch would look for buffers that are in no state dict, so they go by hand
     buffers = dict(model.named_buffers())
     weights: dict[str, Any] = {name: tensor for name, tensor in full_state.items() if name not in buffers}
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=get_world_size() > 1, strict=False)
@@ -264,6 +265,7 @@ def get_sharding_strategy(device_mesh: DeviceMesh) -> Any:
 
 def offload_fsdp_model_to_cpu(model: nn.Module, empty_cache: bool = True) -> None:
     """Move a (sharded) model to host memory."""
+    # gathered weights would stay on the device
     for unit in fsdp_modules(model):
         unit.reshard()
     model.to("cpu")

@@ -28,12 +28,13 @@ def import_external_libs(external_libs: str | Sequence[str] | None) -> None:
     """Import modules for their side effects (registrations); ``None`` imports nothing.
 
     Raises:
-        ModuleNotFoundError: names the module and the way out.
+        ModuleNotFoundError: names the module and what to do.
     """
     for name in [external_libs] if isinstance(external_libs, str) else external_libs or []:
         try:
             importlib.import_module(name)
         except ModuleNotFoundError as error:
+            # a package that the module itself imports may be missing: then its own error is clearer
             if error.name is None or not (name == error.name or name.startswith(error.name + ".")):
                 raise
             raise ModuleNotFoundError(
@@ -84,7 +85,7 @@ def load_extern_type(file_path: str | None, type_name: str | None) -> Any:
 
 
 def load_module_from_file(file_path: str, alias: str | None = None) -> ModuleType:
-    """Run a Python file as a module, with the files beside it in reach.
+    """Run a Python file as a module, which can import the files next to it.
 
     ``from .helper import x`` works, also up through folders with an ``__init__.py`` (which is not run), and so does
     ``import helper``: the folder goes to the end of ``sys.path``, where it hides nothing installed. A file is run
@@ -106,6 +107,7 @@ def load_module_from_file(file_path: str, alias: str | None = None) -> ModuleTyp
 
 
 def _run_file(path: Path, name: str) -> ModuleType:
+    # at the end: a user's ``math.py`` must not hide Python's
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))
     spec = importlib.util.spec_from_file_location(name, path)

@@ -44,6 +44,7 @@ def unknown_entries(config: Any, overrides: Mapping[str, Any], prefix: str = "")
     An entry is what the class or its config.json names, an alias of it (``attribute_map``), or a name of older releases
     that the class still takes.
     """
+    # a config accepts any name and ignores those it does not know, so a typing error would go unseen
     for name, value in overrides.items():
         inner = getattr(config, name, None)
         if isinstance(value, Mapping) and inner is not None and not isinstance(inner, dict):
@@ -73,6 +74,7 @@ def _asks_nothing_of_megatron(name: str, value: Any) -> bool:
 
 
 def _is_old_rope(config: Any, name: str) -> bool:
+    # transformers 5 keeps both entries in ``rope_parameters``
     is_old = name == "rope_scaling" or name == "rope_theta" and not hasattr(config, "rope_theta")
     return is_old and isinstance(getattr(config, "rope_parameters", None), dict)
 
@@ -114,6 +116,7 @@ def count_parameters(model: nn.Module) -> int:
 
 def get_model_size(model: nn.Module, scale: str = "auto") -> tuple[float, str]:
     """Number of parameters in units of ``scale`` (``"B"``, ``"M"``, ``"K"``, ``""`` or ``"auto"``), and the unit."""
+    # largest first: the first that fits is chosen
     units = {"B": 1e9, "M": 1e6, "K": 1e3, "": 1.0}
     count = count_parameters(model)
     if scale == "auto":

@@ -23,7 +23,7 @@ _RAISE = opcode.opmap["RAISE_VARARGS"]
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM, which is answered as Ctrl-C is: what is open gets closed on the way out."""
+    """SIGTERM, which is answered as Ctrl-C is: what is open gets closed."""
 
 
 @contextmanager
@@ -75,7 +75,7 @@ def _has_readers() -> bool:
 def explanation(error: BaseException) -> str | None:
     """Return the text of ``error`` for a user, or None if only its traceback helps.
 
-    Errors that verl raises on purpose say what is wrong and the way out. Those are the ones whose innermost frame is a
+    Errors that verl raises on purpose say what is wrong and what to do. Those are the ones whose innermost frame is a
     ``raise`` in this package; what Python or a library raises beneath it, and a broken ``assert``, were not foreseen.
     An error may have an ``explanation`` of its own: one that stands for an error in another process. A package that
     verl needs and Python does not find is most often a Python that is not the environment's.

@@ -40,6 +40,7 @@ def timeout_limit(seconds: float, use_signals: bool = False) -> Callable[[Callab
                 return _with_alarm(lambda: function(*args, **kwargs), seconds, late)
             answer: Future = Future()
             work = functools.partial(_answer, answer, functools.partial(function, *args, **kwargs))
+            # a daemon, or a call that hangs would keep the process from ending
             threading.Thread(target=work, name=f"verl-{function.__name__}", daemon=True).start()
             done, _ = wait([answer], timeout=seconds)
             if not done:
@@ -98,6 +99,7 @@ def convert_to_regular_types(obj: Any) -> Any:
 def nearest_name(name: str, known: Iterable[str]) -> str:
     """`` Did you mean 'x'?`` for a name close to one of ``known`` or whole words of it, else an empty string."""
     known = [str(item) for item in known]
+    # difflib finds spelling errors, not a missing prefix: ``lr`` in ``optim.lr``
     words = re.compile(rf"(?<![^\W_]){re.escape(name)}(?![^\W_])")
     close = difflib.get_close_matches(name, known, n=1) or [item for item in known if name and words.search(item)]
     return f" Did you mean {close[0]!r}?" if close else ""
@@ -120,6 +122,7 @@ def gather_awaitables(awaitables: list[Awaitable | None], max_concurrent: int) -
     """
 
     async def run_all() -> list[Any]:
+        # made inside, since a semaphore belongs to the loop that runs it
         gate = asyncio.Semaphore(max_concurrent)
 
         async def run_one(awaitable: Awaitable | None) -> Any:

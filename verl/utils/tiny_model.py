@@ -107,6 +107,7 @@ def make_tiny_model(
         },
     )
     made_as = {"lm": "CausalLM", "sequence": "SequenceClassification", "token": "TokenClassification"}[head]
+    # the caller's generator stays where it was
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = getattr(transformers, f"AutoModelFor{made_as}").from_config(config, dtype=torch.float32)

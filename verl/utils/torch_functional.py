@@ -57,7 +57,7 @@ def masked_var(values: Tensor, mask: Tensor, unbiased: bool = True) -> Tensor:
 
 
 def masked_whiten(values: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
-    """Scale ``values`` to unbiased variance 1, and unless told otherwise shift to mean 0, as measured over ``mask``.
+    """Scale ``values`` to unbiased variance 1, and with ``shift_mean`` shift to mean 0, as measured over ``mask``.
 
     Masked values are transformed along with the others; multiply by ``mask`` to clear them.
     """

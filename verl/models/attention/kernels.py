@@ -92,7 +92,7 @@ def _cumulative(lengths: Sequence[int]) -> Tensor:
 NAME = "verl_short"
 
 
-"""What the model's ``attn_implementation`` is set to."""
+"""Value of the model's ``attn_implementation``."""
 
 
 LONGEST = 160
@@ -221,6 +221,7 @@ Kernel = Callable[[Tensor, Tensor, Tensor, Packing, AttentionOptions], Tensor]
 
 def attend(q: Tensor, k: Tensor, v: Tensor, packing: Packing, options: AttentionOptions) -> Tensor:
     """Attention of every segment to its own keys: q (T, H, D), k (T, Hkv, D), v (T, Hkv, Dv) -> (T, H, Dv)."""
+    # norms and rotary embeddings may leave queries and keys in fp32
     q, k = q.to(v.dtype), k.to(v.dtype)
     if packing.kv_index is not None:
         k, v = k.index_select(0, packing.kv_index), v.index_select(0, packing.kv_index)
@@ -291,6 +292,7 @@ def _can_use_varlen(device: torch.device, window: int | None) -> bool:
 
 def flash_attn(q: Tensor, k: Tensor, v: Tensor, packing: Packing, options: AttentionOptions) -> Tensor:
     """Attention by the flash-attn package."""
+    # latent attention (DeepSeek-V3) has narrower values than keys
     width = v.shape[-1]
     out = flash_attn_kernel()(
         *_pad_head_size(q, k, v),
@@ -377,6 +379,7 @@ def _dense(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor
 def _explicit_attention(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
     """softmax(Q K^T) V with whole score matrices, for softcaps and sinks."""
     k, v = _repeat_heads(k, q.shape[1]), _repeat_heads(v, q.shape[1])
+    # softmax in fp32, as in models' own eager attention
     scores = (q @ k.transpose(-1, -2)).float() * options.scale
     if options.softcap is not None:
         scores = torch.tanh(scores / options.softcap) * options.softcap

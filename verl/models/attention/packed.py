@@ -23,7 +23,7 @@ from verl.models.attention.sequence_parallel import (
 from verl.models.multimodal import is_vision_language
 
 NAME = "verl_packed"
-"""What the model's ``attn_implementation`` is set to."""
+"""Value of the model's ``attn_implementation``."""
 
 
 def packed_attention_forward(
@@ -49,6 +49,7 @@ def packed_attention_forward(
         query: (1, H, T, D); with ``shard``, of the tokens this rank has. So are (1, Hkv, T, .) ``key`` and ``value``.
         record: where given, is called with the layer's options.
     """
+    # vision towers and encoders attend both ways
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     has_own_mask = (
         kwargs.get("position_bias") is not None or attention_mask is not None or query.shape[2] != key.shape[2]
@@ -63,18 +64,14 @@ def packed_attention_forward(
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     if shard is None:
         return attend(q, k, v, packing, options)[None], None
-    q, k, v = (tokens_to_heads(x, shard.group) for x in (q, *_enough_heads(k, v, q.shape[1], shard.size)))
+    kv_heads, ranks = k.shape[1], shard.size
+    if kv_heads % ranks:  # repeat keys and values as often as needed for each rank to get those of its queries
+        times = ranks // kv_heads if ranks % kv_heads == 0 else q.shape[1] // kv_heads
+        k, v = k.repeat_interleave(times, 1), v.repeat_interleave(times, 1)
+    q, k, v = (tokens_to_heads(x, shard.group) for x in (q, k, v))
     if s_aux is not None:
         options = options._replace(sinks=s_aux.chunk(shard.size)[shard.rank])
     return heads_to_tokens(attend(q, k, v, packing, options), shard.group)[None], None
-
-
-def _enough_heads(k: Tensor, v: Tensor, heads: int, ranks: int) -> tuple[Tensor, Tensor]:
-    """Repeat the heads of keys and values as often as needed for each rank to get those of its queries."""
-    if k.shape[1] % ranks == 0:
-        return k, v
-    times = ranks // k.shape[1] if ranks % k.shape[1] == 0 else heads // k.shape[1]
-    return k.repeat_interleave(times, 1), v.repeat_interleave(times, 1)
 
 
 def _unsupported_reason(module: nn.Module, packing: Packing | None, dropout: float, causal: bool) -> str:
@@ -138,6 +135,7 @@ def check_packable(model: Any, ranks: int = 1) -> None:
 
 
 def _not_packable_reason(model: Any, config: Any, text: Any) -> str | None:
+    # linear attention, convolutions and Mamba layers carry state over the boundary of a row
     kinds = set(getattr(text, "layer_types", None) or ()) - _ATTENTION_LAYERS
     if kinds:
         return f"has layers of type {', '.join(sorted(kinds))}, which mix rows that are packed together"
@@ -149,6 +147,7 @@ def _not_packable_reason(model: Any, config: Any, text: Any) -> str | None:
         return "has its own attention code, which does not support row boundaries"
     if is_vision_language(config) and config.model_type not in _PACKABLE_VISION_MODELS:
         return "may let the tokens of an image attend to each other"
+    # row boundaries travel as keyword arguments
     parameters = inspect.signature(type(model.base_model).forward).parameters.values()
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return "takes no further keyword arguments, so row boundaries cannot be passed to its layers"
@@ -158,6 +157,7 @@ def _not_packable_reason(model: Any, config: Any, text: Any) -> str | None:
 def _check_sequence_parallel(model: Any, text: Any, ranks: int) -> None:
     heads = text.num_attention_heads
     if heads % ranks:
+        # whole heads are exchanged
         divisors = [size for size in range(2, heads + 1) if heads % size == 0]
         raise ValueError(
             f"ulysses_sequence_parallel_size={ranks}: {type(model).__name__} has num_attention_heads={heads}, which do "

@@ -55,9 +55,11 @@ class _GatherUneven(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, counts, group):
         rank = dist.get_rank(group)
+        # unlike an all-reduce, the gradient is not summed: every rank has the same loss
         ctx.first, ctx.count = sum(counts[:rank]), counts[rank]
         wide = x.new_zeros(max(counts))
         wide[: len(x)] = x
+        # gloo and nccl gather equal shapes only
         parts = [torch.empty_like(wide) for _ in counts]
         dist.all_gather(parts, wide, group=group)
         return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
@@ -197,6 +199,7 @@ class SequenceShard:
     def of(cls, positions: Tensor, tokens: int, group: Group, rank: int, size: int) -> SequenceShard:
         """Shard a sequence of ``tokens``, a multiple of ``size``, with valid ``positions`` (t,) in host memory."""
         length = tokens // size
+        # sorted by rank, since results come back in that order
         owner = positions // length
         order = torch.argsort(owner, stable=True)
         gather_index = torch.empty_like(order)
@@ -246,6 +249,7 @@ def _slice_inputs(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tup
     is_visual, features = kwargs.get("visual_pos_masks"), kwargs.get("deepstack_visual_embeds")
     if is_visual is not None and features is not None:
         sliced["visual_pos_masks"] = shard.slice_of(is_visual, 1)
+        # features have one row a placeholder: skip those of the ranks before
         first = int(is_visual[:, : shard.start].sum())
         count = int(sliced["visual_pos_masks"].sum())
         sliced["deepstack_visual_embeds"] = [layer[first : first + count] for layer in features]

@@ -122,6 +122,9 @@ class Engine(EngineState):
         self._on_device = {"model": False, "optimizer": False}
         self._optim_config, self._total_steps = optim_config, total_steps
         section = typed_section({} if engine_config is None else engine_config, FSDPConfig)
+        for name in ("param_offload", "optimizer_offload"):
+            if device == "cpu" and section[name]:  # verl.config.checks tells the user, once for all processes
+                logger.info("fsdp_config.%s has no effect on a CPU device", name)
         self._load_and_place(section, backend_config, device, seed, sp_size)
         self.move(to_host=True, model=True, optimizer=True)
 
@@ -169,6 +172,7 @@ class Engine(EngineState):
             raise ValueError(f"a model with head={self.spec.head!r} gives {supported}, not {want}")
         if self.module.training:
             self.module.eval()
+        # ranks with fewer rows run idle micro-batches at the end, whose results are dropped
         batches, local = self._split(data, split, ())
         outputs = Outputs(temperature, Want.ENTROPY in want, Want.SUM_PI_SQUARED in want)
         with torch.no_grad():
@@ -263,6 +267,7 @@ class Engine(EngineState):
                 results.append(self._score(micro, outputs))
                 continue
             compared = None if step.reference is None else step.reference.states(micro)
+            # ranks that share a sequence each run their part of it
             tokens = micro.input_ids.numel() // self.topology.sp_size
             if self._recompute.is_on != (tokens > self._recompute.most_kept_tokens):
                 self._recompute.switch()

@@ -53,6 +53,8 @@ class FSDPEngine(Engine):
         self.device = current_device(device)
         self.topology = Topology.of_ranks(sp_size, device)
         self._on_host = config.offload_policy
+        # where slices are during training
+        self._home = torch.device("cpu") if self._on_host else self.device
         # the host's memory is a CPU device's own
         moves = not self._on_host and self.device.type != "cpu"
         self._offload_params = moves and config.param_offload
@@ -110,11 +112,6 @@ class FSDPEngine(Engine):
         module.to_empty(device=self._home)
         module.tie_weights()
         fsdp2_load_full_state_dict(module, full_model_state(full) if full is not None else {})
-
-    @property
-    def _home(self) -> torch.device:
-        """Device of the slices during training."""
-        return torch.device("cpu") if self._on_host else self.device
 
     def _cast_frozen(self, module: nn.Module) -> nn.Module:
         """Cast frozen weights, which never change, to the precision they are used in."""

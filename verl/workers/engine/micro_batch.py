@@ -143,6 +143,7 @@ class MicroBatch:
 
     def sharded_over(self, group: Group, rank: int, size: int) -> MicroBatch:
         """Shard packed rows over the ranks of ``group``, at any token; in host memory."""
+        # every rank runs as many tokens: the padding is a segment of its own, which nothing attends to
         extra = -self.input_ids.shape[1] % size
         padding = torch.arange(extra)[None]
         shard = SequenceShard.of(self.valid_positions, self.input_ids.shape[1] + extra, group, rank, size)
@@ -188,6 +189,7 @@ def find_shared_prompts(data: DataProto) -> Prompts:
     empty = (data.ragged("responses").layout.lengths == 0).tolist()
     positions = _uneven_positions(data, ids)
     columns = [ids.rows()] if positions is None else [ids.rows(), positions.rows()]
+    # equal tokens are not enough: with other images or positions the prompt's states differ
     known: dict[object, int] = {}
     numbers = []
     for row, length in enumerate(lengths):
@@ -224,6 +226,7 @@ def split_batch(
     data = data.packed()
     ids, responses = data.ragged("input_ids"), data.ragged("responses")
     order = torch.tensor([row for group in groups for row in group])
+    # tokens of each row before its first response token, which the last of them predicts
     before = _tokens_before_response(ids.layout, responses.layout)[order]
 
     ragged, dense = {"input_ids": ids, "responses": responses}, {}
@@ -350,6 +353,7 @@ def _uneven_positions(data: DataProto, ids: Ragged) -> Ragged | None:
     """Return ``position_ids`` unless they count each row from 0, which is every model's default."""
     if "position_ids" not in data:
         return None
+    # None saves a tensor a layer, and lets models that take no positions run
     positions = data.ragged("position_ids")
     firsts = ids.layout.offsets[:-1].repeat_interleave(ids.layout.lengths)
     counted = torch.arange(ids.layout.total) - firsts

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -45,22 +45,25 @@ def check_forward_passes(engine: Engine) -> None:
     Sets ``engine.one_row_per_micro_batch`` and ``engine.modules_in_eval_mode`` where the model needs it.
     """
     engine.module.eval()
-    spec, config, excluded = engine.spec, engine.module.config, engine.head.excluded_tokens
+    spec = engine.spec
+    rows = _random_rows(engine)
     must_repeat = engine.is_trained and not spec.has_dropout
+    # one of the two rows alone: of packed rows the second; of padded rows the shorter one, which has padding next to it
+    alone = _padded([rows[1 if spec.remove_padding else 0]]).to(engine.device)
     with raises_model_error(engine.module):
-        expected = _scores(engine, single_row(config, excluded, spec.remove_padding).to(engine.device))
+        expected = _scores(engine, alone)
     if spec.remove_padding:
         use_packed_attention(engine.module)
-        micro = engine.shard_sequence(packed_rows(config, excluded, spec.share_prompts))
+        micro = engine.shard_sequence(_packed(rows, spec.share_prompts))
     else:
-        micro = padded_rows(config, excluded).to(engine.device)
+        micro = _padded(rows[::-1]).to(engine.device)
     with nullcontext() if spec.remove_padding else raises_model_error(engine.module):
         is_right = must_repeat and not _train_mode_differs(engine, micro, expected)
         engine.module.eval()
         if is_right:
             return
         scores = _scores(engine, micro)
-    _check_rows_independent(engine, expected, scores)
+    _check_rows_independent(engine, engine.reduce([difference(expected, scores)], "max")[0])
     if must_repeat:
         _find_random_modules(engine, micro, scores)
     elif engine.is_trained and engine.topology.rank == 0:
@@ -70,21 +73,94 @@ def check_forward_passes(engine: Engine) -> None:
         )
 
 
-def _check_rows_independent(engine: Engine, expected: Tensor, scores: Tensor) -> None:
-    """Refuse packed rows that influence each other; run padded rows that do one by one."""
-    dtype, name = engine.spec.compute_torch_dtype, type(engine.module).__name__
-    deviation = engine.reduce([difference(expected, scores)], "max")[0]
-    if engine.spec.remove_padding:
-        check_packed(deviation, dtype, name)
+def _check_rows_independent(engine: Engine, deviation: float) -> None:
+    """Refuse packed rows that influence each other; run padded rows that do one by one.
+
+    Args:
+        deviation: of the scores of a row next to another one from those of the row alone.
+    """
+    limit = TOLERANCE.get(engine.spec.compute_torch_dtype, COARSE)
+    if deviation <= limit:
         return
-    engine.one_row_per_micro_batch = not deviation <= tolerance(dtype)
-    if engine.one_row_per_micro_batch and engine.topology.rank == 0:
+    if engine.spec.remove_padding:
+        raise ValueError(
+            f"model.use_remove_padding=true: {type(engine.module).__name__} does not score rows packed together as it "
+            f"scores each alone (they differ by {deviation:.1e} of the scores' spread): some layer mixes tokens of "
+            "different rows. Set model.use_remove_padding=false."
+        )
+    engine.one_row_per_micro_batch = True
+    if engine.topology.rank == 0:
         logger.warning(
             "model_type=%r: a row next to a longer one does not score as it does alone (they differ by %.1e of the "
             "scores' spread), so every micro-batch has one row",
             engine.module.config.model_type,
             deviation,
         )
+
+
+def _find_random_modules(engine: Engine, micro: MicroBatch, expected: Tensor) -> None:
+    """Find the modules, if any, that must stay in inference mode for train mode to score as inference does."""
+    if not _train_mode_differs(engine, micro, expected):
+        engine.module.eval()
+        return
+    engine.module.eval()
+    when = "draws random numbers" if _differs(engine, micro, expected) else None
+    for modules in () if when else _candidates(engine.module):
+        engine.modules_in_eval_mode = modules
+        if not _train_mode_differs(engine, micro, expected):
+            break
+    else:
+        raise ValueError(
+            f"model_type={engine.module.config.model_type!r}: {type(engine.module).__name__} "
+            f"{when or 'scores tokens differently in train mode and in inference'}, by code that is not dropout and "
+            "cannot be switched off, so that importance ratios would be random on the policy's own samples. Use a "
+            "model of another family."
+        )
+    engine.module.eval()
+    if engine.topology.rank == 0:
+        names = list(dict.fromkeys(type(part).__name__.removeprefix("FSDP") for part in engine.modules_in_eval_mode))
+        more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+        message = "%s: train mode is random in modules of the class %s; they are trained in inference mode"
+        logger.warning(message, type(engine.module).__name__, ", ".join(names[:4]) + more)
+
+
+def _candidates(model: nn.Module) -> Iterator[list[nn.Module]]:
+    """Yield sets of modules to leave in inference mode, in search of the ones that are random in train mode.
+
+    First those of each class, then all but the layers that are recomputed, which depend on their train mode, then all.
+    """
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    others = [module for module in model.modules() if not isinstance(module, GradientCheckpointingLayer)]
+    by_class: dict[type, list[nn.Module]] = {}
+    for module in others:
+        # of torch's own modules only dropout is random, and it is off
+        if not type(module).__module__.startswith("torch.nn"):
+            by_class.setdefault(type(module), []).append(module)
+    yield from list(by_class.values())[:MOST_CLASSES]
+    yield others
+    yield list(model.modules())
+
+
+def _train_mode_differs(engine: Engine, micro: MicroBatch, expected: Tensor) -> bool:
+    engine.train_mode()
+    return _differs(engine, micro, expected)
+
+
+def _differs(engine: Engine, micro: MicroBatch, expected: Tensor) -> bool:
+    """Whether a forward pass uses random numbers or deviates from ``expected``, on any rank."""
+    before = _plain(random_state(engine.device))
+    deviation = difference(expected, _scores(engine, micro))
+    is_random = before != _plain(random_state(engine.device))
+    strict = min(1e-2, TOLERANCE.get(engine.spec.compute_torch_dtype, COARSE))
+    # a deviation that is not a number is too large
+    return bool(engine.reduce([float(is_random or not deviation <= strict)], "max")[0])
+
+
+def _plain(state: Mapping[str, Any]) -> list[Any]:
+    """Numbers of a ``random_state``, which can be compared."""
+    flat = [part for name in sorted(state) for part in (state[name] if name == "numpy" else [state[name]])]
+    return [part.tolist() if isinstance(part, Tensor) else part for part in flat]
 
 
 def _scores(engine: Engine, micro: MicroBatch) -> Tensor:
@@ -98,56 +174,37 @@ def _scores(engine: Engine, micro: MicroBatch) -> Tensor:
     return scores.log_probs if engine.spec.head == "lm" else scores.values
 
 
-def _find_random_modules(engine: Engine, micro: MicroBatch, expected: Tensor) -> None:
-    """Find the modules, if any, that must stay in inference mode for train mode to score as inference does."""
-    if _train_mode_differs(engine, micro, expected):
-        engine.module.eval()
-        name, model_type = type(engine.module).__name__, engine.module.config.model_type
-        if _differs(engine, micro, expected):
-            refuse_random(name, model_type, in_training=False)
-        for modules in candidates(engine.module):
-            engine.modules_in_eval_mode = modules
-            if not _train_mode_differs(engine, micro, expected):
-                break
-        else:
-            refuse_random(name, model_type, in_training=True)
-        if engine.topology.rank == 0:
-            message = "%s: train mode is random in modules of the class %s; they are trained in inference mode"
-            logger.warning(message, name, class_names(engine.modules_in_eval_mode))
-    engine.module.eval()
-
-
-def _train_mode_differs(engine: Engine, micro: MicroBatch, expected: Tensor) -> bool:
-    engine.train_mode()
-    return _differs(engine, micro, expected)
-
-
-def _differs(engine: Engine, micro: MicroBatch, expected: Tensor) -> bool:
-    """Whether a forward pass uses random numbers or deviates from ``expected``, on any rank."""
-    before = random_state(engine.device)
-    deviation = difference(expected, _scores(engine, micro))
-    is_random = used_generator(before, random_state(engine.device))
-    strict = min(1e-2, tolerance(engine.spec.compute_torch_dtype))
-    return bool(engine.reduce([float(is_random or not deviation <= strict)], "max")[0])
+def difference(expected: Tensor, scores: Tensor) -> float:
+    """Return the median difference of the last row's scores, (t,), from ``expected``, over their spread."""
+    scores = scores[-len(expected) :]
+    # the median: one token whose probabilities are nearly equal may differ by more than rounding
+    spread = expected.float().std().clamp_min(1e-6)
+    return float(((scores - expected).abs().float() / spread).median().nan_to_num(math.inf))
 
 
 # -- rows ----------------------------------------------------------------------------------------------------------
 
 
-def single_row(config: Any, excluded: tuple[int, ...], is_packed: bool) -> MicroBatch:
-    """One of the two rows alone: of packed rows the second; of padded rows the shorter one, which has padding."""
-    first, second = _random_rows(config, excluded)
-    return _padded_micro_batch([second if is_packed else first])
+def _random_rows(engine: Engine) -> list[Tensor]:
+    """Two random rows of ``LENGTHS`` tokens with the same prompt."""
+    vocab, excluded = engine.module.config.get_text_config().vocab_size, engine.head.excluded_tokens
+    # all ranks must try the same rows; the lower quarter of a vocabulary holds special tokens and single bytes
+    generator = torch.Generator().manual_seed(0)
+    usable = torch.tensor([token for token in range(vocab // 4, vocab)[:4096] if token not in excluded])
+    first, second = (usable[torch.randint(len(usable), (length,), generator=generator)] for length in LENGTHS)
+    return [first, torch.cat([first[:PROMPT], second[PROMPT:]])]
 
 
-def padded_rows(config: Any, excluded: tuple[int, ...]) -> MicroBatch:
-    """Two random rows, right padded; the shorter one, which is compared, is last."""
-    return _padded_micro_batch(_random_rows(config, excluded)[::-1])
+def _padded(rows: list[Tensor]) -> MicroBatch:
+    """Right padded rows; the last one's scores are compared."""
+    ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    valid_positions = torch.cat([number * ids.shape[1] + torch.arange(len(row) - 1) for number, row in enumerate(rows)])
+    return _micro_batch(rows, ids, None, valid_positions, None)
 
 
-def packed_rows(config: Any, excluded: tuple[int, ...], share_prompts: bool) -> MicroBatch:
-    """Two random rows in one sequence; with ``share_prompts`` their prompt runs once."""
-    rows, length = _random_rows(config, excluded), LENGTHS[0]
+def _packed(rows: list[Tensor], share_prompts: bool) -> MicroBatch:
+    """Two rows in one sequence; with ``share_prompts`` their prompt runs once."""
+    length = LENGTHS[0]
     ids, positions = torch.cat(rows), torch.cat([torch.arange(len(row)) for row in rows])
     valid_positions = torch.cat([torch.arange(length - 1), torch.arange(length, len(ids) - 1)])
     if not share_prompts:
@@ -158,20 +215,6 @@ def packed_rows(config: Any, excluded: tuple[int, ...], share_prompts: bool) -> 
     return _micro_batch(rows, ids[kept_tokens][None], positions[kept_tokens][None], index[valid_positions], packing)
 
 
-def _random_rows(config: Any, excluded: tuple[int, ...]) -> list[Tensor]:
-    vocab = config.get_text_config().vocab_size
-    generator = torch.Generator().manual_seed(0)
-    usable = torch.tensor([token for token in range(vocab // 4, vocab)[:4096] if token not in excluded])
-    first, second = (usable[torch.randint(len(usable), (length,), generator=generator)] for length in LENGTHS)
-    return [first, torch.cat([first[:PROMPT], second[PROMPT:]])]
-
-
-def _padded_micro_batch(rows: list[Tensor]) -> MicroBatch:
-    ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
-    valid_positions = torch.cat([number * ids.shape[1] + torch.arange(len(row) - 1) for number, row in enumerate(rows)])
-    return _micro_batch(rows, ids, None, valid_positions, None)
-
-
 def _micro_batch(
     rows: list[Tensor], ids: Tensor, positions: Tensor | None, valid_positions: Tensor, packing: Packing | None
 ) -> MicroBatch:
@@ -180,33 +223,7 @@ def _micro_batch(
     return MicroBatch(ids, positions, valid_positions, targets, torch.arange(len(targets)), shape, {}, packing=packing)
 
 
-# -- comparisons ----------------------------------------------------------------------------------------------------
-
-
-def difference(expected: Tensor, scores: Tensor) -> float:
-    """Return the median difference of the last row's scores, (t,), from ``expected``, over their spread."""
-    scores = scores[-len(expected) :]
-    spread = expected.float().std().clamp_min(1e-6)
-    return float(((scores - expected).abs().float() / spread).median().nan_to_num(math.inf))
-
-
-def tolerance(dtype: torch.dtype) -> float:
-    """Return the largest difference that rounding explains."""
-    return TOLERANCE.get(dtype, COARSE)
-
-
-def check_packed(deviation: float, dtype: torch.dtype, name: str) -> None:
-    """Check the difference between scores of single and packed rows.
-
-    Raises:
-        ValueError: it is more than rounding.
-    """
-    if not deviation <= tolerance(dtype):
-        raise ValueError(
-            f"model.use_remove_padding=true: {name} does not score rows packed together as it scores each alone (they "
-            f"differ by {deviation:.1e} of the scores' spread): some layer mixes tokens of different rows. Set "
-            "model.use_remove_padding=false."
-        )
+# -- errors -----------------------------------------------------------------------------------------------------------
 
 
 def check_attention_options(config: Any, options: list[AttentionOptions], name: str) -> None:
@@ -246,53 +263,3 @@ def raises_model_error(model: Any) -> Iterator[None]:
             f"forward pass of {type(model).__name__} over short rows raised {type(error).__name__}: {reason}. Check "
             "model.override_config and the packages this model needs, or use a model of another family."
         ) from error
-
-
-# -- randomness ----------------------------------------------------------------------------------------------------
-
-
-def candidates(model: nn.Module) -> Iterator[list[nn.Module]]:
-    """Yield sets of modules to leave in inference mode, in search of the ones that are random in train mode.
-
-    First those of each class, then all but the layers that are recomputed, which depend on their train mode, then all.
-    """
-    from transformers.modeling_layers import GradientCheckpointingLayer
-
-    others = [module for module in model.modules() if not isinstance(module, GradientCheckpointingLayer)]
-    by_class: dict[type, list[nn.Module]] = {}
-    for module in others:
-        # of torch's own modules only dropout is random, and it is off
-        if not type(module).__module__.startswith("torch.nn"):
-            by_class.setdefault(type(module), []).append(module)
-    yield from list(by_class.values())[:MOST_CLASSES]
-    yield others
-    yield list(model.modules())
-
-
-def class_names(modules: Iterable[nn.Module]) -> str:
-    """Return the classes' names for a message."""
-    names = list(dict.fromkeys(type(module).__name__.removeprefix("FSDP") for module in modules))
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-
-
-def used_generator(before: Mapping[str, Any], after: Mapping[str, Any]) -> bool:
-    """Whether any generator was used between two ``random_state``s."""
-
-    def plain(state: Mapping[str, Any]) -> list[Any]:
-        flat = [part for name in sorted(state) for part in (state[name] if name == "numpy" else [state[name]])]
-        return [part.tolist() if isinstance(part, Tensor) else part for part in flat]
-
-    return plain(before) != plain(after)
-
-
-def refuse_random(name: str, model_type: str, in_training: bool) -> None:
-    """Raise for a model whose forward pass cannot be made deterministic.
-
-    Raises:
-        ValueError: always.
-    """
-    when = "scores tokens differently in train mode and in inference" if in_training else "draws random numbers"
-    raise ValueError(
-        f"model_type={model_type!r}: {name} {when}, by code that is not dropout and cannot be switched off, so "
-        "that importance ratios would be random on the policy's own samples. Use a model of another family."
-    )

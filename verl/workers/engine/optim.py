@@ -46,7 +46,7 @@ def build_optimizer(parameters: Iterable[Tensor], config: OptimConfig) -> Optimi
 
     Raises:
         ValueError: for an unknown name.
-        ImportError: torchao is asked for and not installed.
+        ImportError: torchao is needed and not installed.
     """
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     options: dict[str, Any] = {
@@ -108,6 +108,7 @@ def learning_rate_curve(config: OptimConfig, total_steps: int) -> Curve:
     if style == "cosine":
         decay = lambda x: (1 + math.cos(2 * math.pi * config.num_cycles * x)) / 2  # noqa: E731
     if style == "wsd":
+        # a decay longer than the run begins at the end of the warm-up
         after, steps = max(0, total_steps - warmup), config.lr_wsd_decay_steps
         start = total_steps - (math.ceil(after / 10) if steps is None else min(steps, after))
         decay = DECAYS[config.lr_wsd_decay_style]
@@ -130,7 +131,8 @@ def warmup_steps(config: OptimConfig, total_steps: int) -> int:
 
 
 def warn_of_endless_warmup(config: OptimConfig, total_steps: int) -> None:
-    """Say so where the run ends before its learning rate has reached ``config.lr``."""
+    """Warn where the run ends before its learning rate has reached ``config.lr``."""
+    # an unknown length (-1) cannot be compared
     warmup = warmup_steps(config, total_steps)
     if 0 < total_steps <= warmup:
         logger.warning(
@@ -148,6 +150,7 @@ def optimizer_state(optimizer: Optimizer, names: list[str]) -> dict[str, Any]:
     Args:
         names: of the parameters, in the optimizer's order.
     """
+    # torch numbers parameters across groups, in the order in which they were given
     state = optimizer.state_dict()
     by_name = {names[index]: entry for index, entry in state["state"].items()}
     groups = [{**group, "params": [names[index] for index in group["params"]]} for group in state["param_groups"]]
@@ -155,7 +158,7 @@ def optimizer_state(optimizer: Optimizer, names: list[str]) -> dict[str, Any]:
 
 
 def load_optimizer_state(optimizer: Optimizer, names: list[str], state: Mapping[str, Any]) -> None:
-    """Take back what ``optimizer_state`` gave, or whole tensors in its place.
+    """Load the result of ``optimizer_state``, or whole tensors in its place.
 
     Raises:
         ValueError: if the parameters are others.
@@ -177,6 +180,7 @@ def load_optimizer_state(optimizer: Optimizer, names: list[str], state: Mapping[
         for name, entry in state["state"].items()
     }
     optimizer.load_state_dict({"state": by_number, "param_groups": groups})
+    # of torchao: its moments are 8-bit tensors
     if hasattr(optimizer, "_new_buffer"):
         _quantise_again(optimizer)
 

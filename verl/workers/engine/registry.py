@@ -1,6 +1,6 @@
 """Registry of training backends by the name of ``strategy``, and ``build_engine``, which builds one of them.
 
-A backend's module is imported when it is asked for by name.
+A backend's module is imported only when its name is looked up.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ def get_engine_class(strategy: str) -> type[Engine]:
     Raises:
         ValueError: the name is unknown.
     """
+    # imported here and not above: DeepSpeed and FSDP1 cost seconds, and may not be installed
     if strategy not in _ENGINES and strategy in MODULES:
         importlib.import_module(MODULES[strategy])
     if strategy not in _ENGINES:
@@ -91,6 +92,7 @@ def build_engine(
             precision that cannot train.
     """
     is_trained = optim_config is not None
+    # a backend may have several classes: ZeRO stage 0 leaves nothing to shard
     engine_class = get_engine_class(strategy).choose(spec, backend_config, is_trained)
     if l2_coef and not engine_class.supports_l2_coef:
         raise ValueError(
@@ -106,8 +108,14 @@ def build_engine(
             f"ulysses_sequence_parallel_size={sp_size} with model.use_remove_padding=false: ranks can share one packed "
             "sequence, not padded rows. Set model.use_remove_padding=true, or the size to 1."
         )
-    if is_trained:
-        _check_precision(spec)
+    if is_trained and torch.float16 in (spec.compute_torch_dtype, spec.param_torch_dtype):
+        raise ValueError(
+            f"model_dtype={spec.param_dtype}, mixed_precision.param_dtype={spec.compute_dtype}: fp16 gradients vanish "
+            "without loss scaling, which is not built: train in bf16 or fp32"
+        )
+    if is_trained and spec.param_torch_dtype is torch.bfloat16:
+        # bf16 has 8 significant bits, and a step at lr=1e-6 is far smaller than the last of them
+        logger.warning("model_dtype=bf16: updates smaller than 1/256 of a weight are rounded away; fp32 keeps them")
     return engine_class(
         spec,
         engine_config,
@@ -120,13 +128,3 @@ def build_engine(
         seed=seed,
         sp_size=sp_size,
     )
-
-
-def _check_precision(spec: ModelSpec) -> None:
-    if torch.float16 in (spec.compute_torch_dtype, spec.param_torch_dtype):
-        raise ValueError(
-            f"model_dtype={spec.param_dtype}, mixed_precision.param_dtype={spec.compute_dtype}: fp16 gradients vanish "
-            "without loss scaling, which is not built: train in bf16 or fp32"
-        )
-    if spec.param_torch_dtype is torch.bfloat16:
-        logger.warning("model_dtype=bf16: updates smaller than 1/256 of a weight are rounded away; fp32 keeps them")

@@ -1,4 +1,4 @@
-"""Where a rank's part of each trained weight lies in DeepSpeed's flat buffers, and checkpoints made of such parts.
+"""Fragments of trained weights in DeepSpeed's flat buffers, checkpoints made of them, and offload of the buffers.
 
 Pieces are those of ``verl.checkpoint``: ``{"flat": (n,), "start": i, "shape": (...)}``, the numbers from i on,
 laid out in a row. Knows the two layouts of DeepSpeed's sharded optimizers; needs no collective.
@@ -88,7 +88,7 @@ def find_fragments(module: nn.Module, zero_optimizer: Any, is_sliced: bool) -> d
 def flat_optimizer_state(
     optimizer: Optimizer, fragments: Mapping[str, Fragment], groups: Sequence[list[str]]
 ) -> dict[str, Any]:
-    """The optimizer's state by parameter name, as ``optimizer_state`` gives it, of this rank's parts.
+    """The optimizer's state by parameter name, as ``optimizer_state`` returns it, of this rank's parts.
 
     Args:
         groups: names of the parameters of each group of the optimizer.
@@ -113,7 +113,7 @@ def flat_optimizer_state(
 def load_flat_optimizer_state(
     optimizer: Optimizer, fragments: Mapping[str, Fragment], groups: Sequence[list[str]], state: Mapping[str, Any]
 ) -> None:
-    """Take back what ``flat_optimizer_state`` gave, or whole tensors in its place.
+    """Load the result of ``flat_optimizer_state``, or whole tensors in its place.
 
     Raises:
         ValueError: if the parameters are others.
@@ -153,7 +153,7 @@ Part = Literal["weights", "state"]
 
 
 class ZeroOffload:
-    """Where the parts of one engine are, and moving them.
+    """Offload of one engine's parts between phases, which DeepSpeed keeps on the device.
 
     Args:
         library: DeepSpeed.
