@@ -306,7 +306,7 @@ def test_an_engine_without_optimizer_scores_like_the_one_it_is_a_reference_of(fo
 
 
 def test_offload_asked_for_on_cpu_is_said_to_have_no_effect(folder, caplog):
-    with caplog.at_level(logging.INFO, logger="verl.utils.device"):
+    with caplog.at_level(logging.INFO, logger="verl.workers.engine.engine"):
         build_engine("local", ModelSpec(folder), {"param_offload": True}, None)
     assert "param_offload has no effect on a CPU device" in caplog.text
 
