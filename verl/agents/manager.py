@@ -341,10 +341,7 @@ class AgentLoopManager:
                 tokenizer=self.tokenizer,
                 processor=self.processor,
             )
-            # a dict of the row's own: loops change it; not `asdict`, which would copy what stands in the fields too
-            output = await loop.run(
-                {name: getattr(sampling, name) for name in SamplingParams.__dataclass_fields__}, **row
-            )
+            output = await loop.run(dict(vars(sampling)), **row)  # a dict of the row's own: loops change it
             check_images(output, row)
         except (RolloutServerError, asyncio.CancelledError):
             raise

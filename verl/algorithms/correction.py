@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from verl.algorithms.kl import kl_penalty
-from verl.algorithms.registry import CONTROLS, About
+from verl.algorithms.registry import control
 
 LEVELS = ("token", "sequence", "geometric")
 """Over what a ratio is taken."""
@@ -81,17 +81,15 @@ def divergence(old_log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Te
     return torch.where(is_valid, _over_response(value, is_valid, kind.rpartition("_")[0]), 0)
 
 
-@CONTROLS.register(
+@control(
     "algorithm.rollout_correction.rollout_is",
-    about=About(
-        "the policy loss of a token times min(r, upper), r = pi_old / mu (`truncate`), or times r "
-        "within the bounds and 0 beyond (`mask`)",
-        "kernels, number formats and older weights that make sampler and trainer differ",
-        "[Yao et al. 2025](https://fengyao.notion.site/off-policy-rl)",
-        "test_correction.py::test_weights_by_hand",
-        options="algorithm.rollout_correction.{rollout_is,rollout_is_threshold,rollout_is_threshold_lower,"
-        "rollout_is_mode,rollout_is_batch_normalize}",
-    ),
+    "the policy loss of a token times min(r, upper), r = pi_old / mu (`truncate`), or times r "
+    "within the bounds and 0 beyond (`mask`)",
+    "kernels, number formats and older weights that make sampler and trainer differ",
+    "[Yao et al. 2025](https://fengyao.notion.site/off-policy-rl)",
+    "test_correction.py::test_weights_by_hand",
+    options="algorithm.rollout_correction.{rollout_is,rollout_is_threshold,rollout_is_threshold_lower,"
+    "rollout_is_mode,rollout_is_batch_normalize}",
 )
 @torch.no_grad()
 def importance_weights(
@@ -157,17 +155,15 @@ def importance_weights(
     return weights.to(old_log_prob.dtype), _named(metrics)
 
 
-@CONTROLS.register(
+@control(
     "algorithm.rollout_correction.rollout_rs",
-    about=About(
-        "tokens, or responses, with r beyond lower ... upper leave the loss; with a token below the veto, "
-        "the whole response",
-        "the few on which sampler and trainer disagree wildly",
-        "[Liu, Li et al. 2025](https://richardli.xyz/rl-collapse)",
-        "test_correction.py::test_what_is_kept_by_hand",
-        options="algorithm.rollout_correction.{rollout_rs,rollout_rs_threshold,rollout_rs_threshold_lower,"
-        "rollout_token_veto_threshold}",
-    ),
+    "tokens, or responses, with r beyond lower ... upper leave the loss; with a token below the veto, "
+    "the whole response",
+    "the few on which sampler and trainer disagree wildly",
+    "[Liu, Li et al. 2025](https://richardli.xyz/rl-collapse)",
+    "test_correction.py::test_what_is_kept_by_hand",
+    options="algorithm.rollout_correction.{rollout_rs,rollout_rs_threshold,rollout_rs_threshold_lower,"
+    "rollout_token_veto_threshold}",
 )
 @torch.no_grad()
 def kept_tokens(

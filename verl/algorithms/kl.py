@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verl.algorithms.registry import CONTROLS, About, Registry
+from verl.algorithms.registry import About, Registry, control
 
 KL_PENALTIES: Registry[Callable[[Tensor, Tensor], Tensor]] = Registry(
     "kl_penalty / kl_loss_type", "KL_PENALTIES.register(name)", test="test_kl.py::test_each_estimator_by_hand"
@@ -135,7 +135,7 @@ for _names, _estimate, _equation, _use in (
 def kl_full(logits: Tensor, ref_logits: Tensor) -> Tensor:
     """The KL at each position, no estimate: sum_v pi(v) (log pi(v) - log pi_ref(v)).
 
-    Its gradient by logit j is pi(j) (log pi(j) - log pi_ref(j) - KL). Tokens that pi never draws count nothing.
+    Its gradient by logit j is pi(j) (log pi(j) - log pi_ref(j) - KL). Tokens of probability 0 under pi count nothing.
 
     Args:
         logits, ref_logits: (B, R, V), up to a constant of each position: log-probs will do.
@@ -157,15 +157,13 @@ def kl_full(logits: Tensor, ref_logits: Tensor) -> Tensor:
     return (p * torch.where(p > 0, log_p - log_q, 0.0)).sum(-1)
 
 
-@CONTROLS.register(
+@control(
     "algorithm.use_kl_in_reward",
-    about=About(
-        "r_t - beta KL_t, on every token",
-        "staying near the reference, judged token by token",
-        "arXiv:1909.08593",
-        "test_kl.py::test_rewards_are_scores_minus_the_charged_log_ratio",
-        options="algorithm.use_kl_in_reward algorithm.kl_penalty algorithm.kl_ctrl.kl_coef",
-    ),
+    "r_t - beta KL_t, on every token",
+    "staying near the reference, judged token by token",
+    "arXiv:1909.08593",
+    "test_kl.py::test_rewards_are_scores_minus_the_charged_log_ratio",
+    options="algorithm.use_kl_in_reward algorithm.kl_penalty algorithm.kl_ctrl.kl_coef",
 )
 def compute_rewards(token_level_scores: Tensor, old_log_prob: Tensor, ref_log_prob: Tensor, kl_ratio: float) -> Tensor:
     """Charge the log-ratio against the score: r_t = score_t - kl_ratio * (log pi_old - log pi_ref), all (B, R)."""
@@ -221,15 +219,13 @@ class AdaptiveKLController:
         self.value = state.get("value", self.value)  # none in a checkpoint of a run with a fixed coefficient
 
 
-@CONTROLS.register(
+@control(
     "algorithm.kl_ctrl",
-    about=About(
-        "`fixed`: beta; `adaptive`: beta <- beta (1 + clip(KL / target_kl - 1, +-0.2) samples / horizon)",
-        "`adaptive`: where a KL is known that should be kept",
-        "arXiv:1909.08593",
-        "test_kl.py::test_an_adaptive_coefficient_moves_by_the_clipped_relative_error",
-        options="algorithm.kl_ctrl.{type,kl_coef,target_kl,horizon}",
-    ),
+    "`fixed`: beta; `adaptive`: beta <- beta (1 + clip(KL / target_kl - 1, +-0.2) samples / horizon)",
+    "`adaptive`: where a KL is known that should be kept",
+    "arXiv:1909.08593",
+    "test_kl.py::test_an_adaptive_coefficient_moves_by_the_clipped_relative_error",
+    options="algorithm.kl_ctrl.{type,kl_coef,target_kl,horizon}",
 )
 def get_kl_controller(kl_ctrl: Any) -> FixedKLController | AdaptiveKLController:
     """Build the controller that ``algorithm.kl_ctrl`` asks for: ``type``, ``kl_coef``, ``target_kl``, ``horizon``.

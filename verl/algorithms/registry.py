@@ -1,8 +1,8 @@
 """Registry: the name a user writes in the config -> the thing that does it.
 
 One small class serves advantages, policy losses, KL estimators, aggregation modes, and whatever else is chosen by
-name. Beside each built-in thing stands what a reader wants to know of it, ``About``: docs/algorithms.md is made from
-that. Knows nothing of what it holds.
+name. Each built-in thing comes with its documentation, ``About``, from which docs/algorithms.md is made. Knows nothing
+of what it holds.
 """
 
 import difflib
@@ -205,6 +205,18 @@ def load_user_function(key: str, name: str, check: Callable[[Callable], str | No
 CONTROLS: Registry[Callable] = Registry("a control", "@CONTROLS.register(option)")
 """Option of the config -> function, for the documentation: equation, source and test of each in one record. Nothing is
 looked up here when a run starts, callers know their functions."""
+
+
+def control(
+    option: str, equation: str, use: str, source: str, test: str, options: str | None = None
+) -> Callable[[Callable], Callable]:
+    """Decorator: record the function that ``option`` switches on; the other arguments are those of `About`.
+
+    Args:
+        options: keys it reads; None: ``option`` alone.
+    """
+    return CONTROLS.register(option, about=About(equation, use, source, test, options or option))
+
 
 _SHAPING = "algorithm.reward_shaping."
 STEPS = (

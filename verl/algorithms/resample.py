@@ -6,7 +6,7 @@ Works on scores alone; knows no prompts, no tokens.
 import torch
 from torch import Tensor
 
-from verl.algorithms.registry import CONTROLS, About
+from verl.algorithms.registry import control
 
 RESAMPLE_METHODS = ("pow", "max_min", "max_random")
 
@@ -49,15 +49,13 @@ def resample_probabilities(scores: Tensor, method: str = "pow", weight_pow: floa
     return weights / weights.sum()
 
 
-@CONTROLS.register(
+@control(
     "algorithm.use_pf_ppo",
-    about=About(
-        "rows drawn anew, B w_i / sum_j w_j times each: |s|^k, highest and lowest, or the highest 4 times as often",
-        "a reward model that is most reliable at the extremes; with `gae`",
-        "arXiv:2409.06957",
-        "test_resample.py::test_rows_come_as_often_as_they_are_likely",
-        options="algorithm.use_pf_ppo algorithm.pf_ppo.{reweight_method,weight_pow}",
-    ),
+    "rows resampled, B w_i / sum_j w_j times each: |s|^k, highest and lowest, or the highest 4 times as often",
+    "a reward model that is most reliable at the extremes; with `gae`",
+    "arXiv:2409.06957",
+    "test_resample.py::test_rows_come_as_often_as_they_are_likely",
+    options="algorithm.use_pf_ppo algorithm.pf_ppo.{reweight_method,weight_pow}",
 )
 def resample_rows(scores: Tensor, method: str = "pow", weight_pow: float = 2.0, seed: int = 0) -> Tensor:
     """Draw as many rows as there are, with replacement, by `resample_probabilities`; row numbers (B,) int64.

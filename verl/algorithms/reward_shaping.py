@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from verl.algorithms.advantages.common import Groups, require_finite, whiten
-from verl.algorithms.registry import CONTROLS, About
+from verl.algorithms.registry import control
 from verl.algorithms.valid_tokens import ValidTokens
 
 SMALLEST_STD = 1e-6
@@ -74,15 +74,13 @@ def merge_moments(known: Mapping[str, Moments], scores: Tensor, sources: Sequenc
     return merged
 
 
-@CONTROLS.register(
+@control(
     "algorithm.reward_shaping.norm",
-    about=About(
-        "(s - mean) / (std + 1e-6), each over `batch`, `group`, `source` or `running`, or null, in any pair",
-        "scores of several scales; estimators that compare with nothing",
-        "arXiv:2501.03262",
-        "test_reward_shaping.py::test_normalisation_by_hand",
-        options="algorithm.reward_shaping.norm.{mean,std}",
-    ),
+    "(s - mean) / (std + 1e-6), each over `batch`, `group`, `source` or `running`, or null, in any pair",
+    "scores of several scales; estimators that compare with nothing",
+    "arXiv:2501.03262",
+    "test_reward_shaping.py::test_normalisation_by_hand",
+    options="algorithm.reward_shaping.norm.{mean,std}",
 )
 def centre_and_spread(
     scores: Tensor,
@@ -137,15 +135,13 @@ def centre_and_spread(
     return centre, torch.where(spread > SMALLEST_STD, spread + epsilon, 1.0)
 
 
-@CONTROLS.register(
+@control(
     "algorithm.reward_shaping.overlong_buffer",
-    about=About(
-        "s - factor clip((T_i - (R - len)) / len, 0, 1), R = `rollout.response_length`",
-        "responses that run into the length limit",
-        "arXiv:2503.14476",
-        "test_reward_shaping.py::test_overlong_penalty_by_hand",
-        options="algorithm.reward_shaping.overlong_buffer.{enable,len,penalty_factor}",
-    ),
+    "s - factor clip((T_i - (R - len)) / len, 0, 1), R = `rollout.response_length`",
+    "responses that run into the length limit",
+    "arXiv:2503.14476",
+    "test_reward_shaping.py::test_overlong_penalty_by_hand",
+    options="algorithm.reward_shaping.overlong_buffer.{enable,len,penalty_factor}",
 )
 def overlong_penalty(lengths: Tensor, max_length: int, buffer: int, factor: float = 1.0) -> Tensor:
     """Charge a response for the part of the buffer it used up, at most ``factor``:
@@ -165,25 +161,19 @@ def overlong_penalty(lengths: Tensor, max_length: int, buffer: int, factor: floa
     return -factor * ((lengths.double() - (max_length - buffer)) / buffer).clamp(0, 1)
 
 
-@CONTROLS.register(
+@control(
     "algorithm.reward_shaping.scale",
-    about=About(
-        "scale s",
-        "scores too large for a critic",
-        "arXiv:2005.12729",
-        "test_reward_shaping.py::test_rescored_tokens_add_up_by_hand",
-        options="algorithm.reward_shaping.scale",
-    ),
+    "scale s",
+    "scores too large for a critic",
+    "arXiv:2005.12729",
+    "test_reward_shaping.py::test_rescored_tokens_add_up_by_hand",
 )
-@CONTROLS.register(
+@control(
     "algorithm.reward_shaping.shift",
-    about=About(
-        "scale s + shift",
-        "scores that must not all be positive, for estimators without a baseline",
-        "[ROLL](https://github.com/alibaba/ROLL)",
-        "trainer/test_shaping.py::test_penalty_norm_scale_shift_and_clip_come_in_this_order",
-        options="algorithm.reward_shaping.shift",
-    ),
+    "scale s + shift",
+    "scores that must not all be positive, for estimators without a baseline",
+    "[ROLL](https://github.com/alibaba/ROLL)",
+    "trainer/test_shaping.py::test_penalty_norm_scale_shift_and_clip_come_in_this_order",
 )
 def rescore(token_level_scores: Tensor, response_mask: Tensor, scores: Tensor, scale: Tensor) -> Tensor:
     """Token rewards that add up to new scores: each times its row's ``scale``, the rest on the last sampled token.
@@ -235,25 +225,19 @@ def onto_sampled_tokens(token_level_rewards: Tensor, response_mask: Tensor) -> T
     return torch.zeros_like(token_level_rewards).scatter_add(-1, target, token_level_rewards)
 
 
-@CONTROLS.register(
+@control(
     "algorithm.reward_shaping.clip_range",
-    about=About(
-        "s within [low, high]",
-        "bounds that differ: RAGEN's and ROLL's `asym_clip` is [-1, 3]",
-        "[ROLL](https://github.com/alibaba/ROLL)",
-        "trainer/test_more_shaping.py::test_bounds_of_a_score_may_differ_above_and_below",
-        options="algorithm.reward_shaping.clip_range",
-    ),
+    "s within [low, high]",
+    "bounds that differ: RAGEN's and ROLL's `asym_clip` is [-1, 3]",
+    "[ROLL](https://github.com/alibaba/ROLL)",
+    "trainer/test_more_shaping.py::test_bounds_of_a_score_may_differ_above_and_below",
 )
-@CONTROLS.register(
+@control(
     "algorithm.reward_shaping.clip",
-    about=About(
-        "s within [-c, c]; once the KL is in, every r_t too",
-        "reward models with outliers",
-        "[ROLL](https://github.com/alibaba/ROLL)",
-        "test_reward_shaping.py::test_bounds_and_the_share_they_changed",
-        options="algorithm.reward_shaping.clip",
-    ),
+    "s within [-c, c]; once the KL is in, every r_t too",
+    "reward models with outliers",
+    "[ROLL](https://github.com/alibaba/ROLL)",
+    "test_reward_shaping.py::test_bounds_and_the_share_they_changed",
 )
 def clip_scores(scores: Tensor, bound: float, low: float | None = None) -> tuple[Tensor, float]:
     """Scores (B,) within [low, bound], low = -bound where it is None, and the share of responses this changed."""
@@ -261,15 +245,12 @@ def clip_scores(scores: Tensor, bound: float, low: float | None = None) -> tuple
     return clipped, (clipped != scores).double().mean().item() if len(scores) else 0.0
 
 
-@CONTROLS.register(
+@control(
     "algorithm.advantage.clip",
-    about=About(
-        "A within [-c, c]; the critic's returns stay",
-        "single advantages that decide a step",
-        "[ROLL](https://github.com/alibaba/ROLL)",
-        "test_reward_shaping.py::test_bounds_and_the_share_they_changed",
-        options="algorithm.advantage.clip",
-    ),
+    "A within [-c, c]; the critic's returns stay",
+    "single advantages that decide a step",
+    "[ROLL](https://github.com/alibaba/ROLL)",
+    "test_reward_shaping.py::test_bounds_and_the_share_they_changed",
 )
 def clip_tokens(x: Tensor, response_mask: Tensor, bound: float) -> tuple[Tensor, float]:
     """Token rewards or advantages (B, R) within [-bound, bound], and the share of unmasked tokens this changed."""
@@ -279,25 +260,19 @@ def clip_tokens(x: Tensor, response_mask: Tensor, bound: float) -> tuple[Tensor,
     return clipped, changed.item()
 
 
-@CONTROLS.register(
+@control(
     "algorithm.reward_shaping.whiten",
-    about=About(
-        "r_t to mean 0 and variance 1 over the tokens of the step",
-        "scores at the end made into a reward on every token",
-        "[ROLL](https://github.com/alibaba/ROLL)",
-        "test_reward_shaping.py::test_whitened_tokens_by_hand",
-        options="algorithm.reward_shaping.whiten",
-    ),
+    "r_t to mean 0 and variance 1 over the tokens of the step",
+    "scores at the end made into a reward on every token",
+    "[ROLL](https://github.com/alibaba/ROLL)",
+    "test_reward_shaping.py::test_whitened_tokens_by_hand",
 )
-@CONTROLS.register(
+@control(
     "algorithm.advantage.whiten",
-    about=About(
-        "A to mean 0 and variance 1 over the tokens of the step; null: as the estimator does, false: not even that",
-        "steps of one size whatever the rewards",
-        "arXiv:2006.05990",
-        "test_reward_shaping.py::test_whitening_can_be_switched_off",
-        options="algorithm.advantage.whiten",
-    ),
+    "A to mean 0 and variance 1 over the tokens of the step; null: as the estimator does, false: not even that",
+    "steps of one size whatever the rewards",
+    "arXiv:2006.05990",
+    "test_reward_shaping.py::test_whitening_can_be_switched_off",
 )
 @torch.no_grad()
 def whiten_tokens(x: Tensor, response_mask: Tensor) -> Tensor:
@@ -322,15 +297,12 @@ def whiten_tokens(x: Tensor, response_mask: Tensor) -> Tensor:
     return tokens.unpack(whiten(flat if flat.dtype == torch.float64 else flat.float(), tokens)).to(x.dtype)
 
 
-@CONTROLS.register(
+@control(
     "algorithm.sample_mask.drop_truncated",
-    about=About(
-        'responses cut at the length limit leave the loss: DAPO\'s "overlong filtering"',
-        "a score of a response that was cut says little",
-        "arXiv:2503.14476",
-        "trainer/test_shaping.py::test_truncated_responses_leave_the_loss_but_not_their_group",
-        options="algorithm.sample_mask.drop_truncated",
-    ),
+    'responses cut at the length limit leave the loss: DAPO\'s "overlong filtering"',
+    "a score of a response that was cut says little",
+    "arXiv:2503.14476",
+    "trainer/test_shaping.py::test_truncated_responses_leave_the_loss_but_not_their_group",
 )
 def cut_at_limit(lengths: Tensor, max_length: int, finish_reasons: Sequence[str] | None = None) -> Tensor:
     """Whether each response ended because there was no room left: (B,) bool.
@@ -345,15 +317,12 @@ def cut_at_limit(lengths: Tensor, max_length: int, finish_reasons: Sequence[str]
     return lengths >= max_length
 
 
-@CONTROLS.register(
+@control(
     "algorithm.sample_mask.difficulty",
-    about=About(
-        "responses to a prompt whose mean score lies outside [low, high] leave the loss",
-        "prompts all right or all wrong",
-        "arXiv:2502.01456",
-        "test_reward_shaping.py::test_difficulty_is_that_of_the_group_and_its_ends_are_inside",
-        options="algorithm.sample_mask.difficulty",
-    ),
+    "responses to a prompt whose mean score lies outside [low, high] leave the loss",
+    "prompts all right or all wrong",
+    "arXiv:2502.01456",
+    "test_reward_shaping.py::test_difficulty_is_that_of_the_group_and_its_ends_are_inside",
 )
 def within_difficulty(scores: Tensor, index: np.ndarray | Sequence, low: float, high: float) -> Tensor:
     """Whether the mean score of a response's group lies in [low, high], ends included: (B,) bool.
@@ -368,15 +337,12 @@ def within_difficulty(scores: Tensor, index: np.ndarray | Sequence, low: float, 
     return (mean >= low) & (mean <= high)
 
 
-@CONTROLS.register(
+@control(
     "algorithm.sample_mask.error_max_len",
-    about=About(
-        "responses of n tokens or more with a score, as given, of 0 or less leave the loss",
-        "long failures that would teach brevity alone",
-        "[ROLL](https://github.com/alibaba/ROLL)",
-        "trainer/test_more_shaping.py::test_long_failures_leave_the_loss_and_long_successes_stay",
-        options="algorithm.sample_mask.error_max_len",
-    ),
+    "responses of n tokens or more with a score, as given, of 0 or less leave the loss",
+    "long failures that would teach brevity alone",
+    "[ROLL](https://github.com/alibaba/ROLL)",
+    "trainer/test_more_shaping.py::test_long_failures_leave_the_loss_and_long_successes_stay",
 )
 def right_or_short(scores: Tensor, lengths: Tensor, longest: int) -> Tensor:
     """Whether a response succeeded, or failed in fewer than ``longest`` tokens: (B,) bool.

@@ -19,9 +19,8 @@ from contextlib import suppress
 from functools import lru_cache
 from typing import Any
 
-from verl.sandbox.messages import framed, receive
+from verl.sandbox.messages import framed, receive, start_child
 from verl.sandbox.outcomes import Failure, Outcome, SandboxError
-from verl.sandbox.pool import start_child
 from verl.sandbox.supervisor import Limits, end, enter, kill_tree, outcome_of, status_of_self
 
 START_S = 180.0

@@ -10,8 +10,11 @@ import functools
 import inspect
 import socket
 import struct
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import msgpack
@@ -22,6 +25,25 @@ LONGEST = 32 * 1024 * 1024
 """Bytes of one message from the sandbox."""
 
 _HEAD = struct.Struct("=I")
+
+
+_START = "import sys; sys.path.insert(0, sys.argv.pop(1)); from {} import main; main()"
+
+
+def start_child(module: str, env: dict[str, str], **pipes: Any) -> tuple[subprocess.Popen, socket.socket]:
+    """Start ``main()`` of a module in a new interpreter, with the number of its socket as the argument.
+
+    Args:
+        pipes: ``stdout`` and ``stderr`` of the child.
+
+    Returns:
+        the process, and the other end of its socket.
+    """
+    channel, theirs = socket.socketpair()
+    root = str(Path(__file__).parents[2])
+    line = [sys.executable, "-c", _START.format(module), root, str(theirs.fileno())]
+    with theirs:
+        return subprocess.Popen(line, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], env=env, **pipes), channel
 
 
 class BadFrame(ValueError):
@@ -63,7 +85,7 @@ class FrameReader:
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> list[Any]:
-        """The messages complete by now.
+        """Return the messages that are complete by now.
 
         Raises:
             BadFrame: what arrives is none.
@@ -135,23 +157,16 @@ class _Shown:
 
 def describe(function: Callable) -> dict[str, Any]:
     """Name, place and parameters of a function; the latter null where it does not tell."""
+    parameters: list[list] | None = []
     try:
-        parameters = [
-            [
-                parameter.name,
-                int(parameter.kind),
-                None if parameter.default is parameter.empty else repr(parameter.default)[:100],
-                None if parameter.annotation is parameter.empty else _annotation(parameter.annotation),
-            ]
-            for parameter in inspect.signature(function).parameters.values()
-        ]
+        for one in inspect.signature(function).parameters.values():
+            default = None if one.default is one.empty else repr(one.default)[:100]
+            kind = one.annotation if isinstance(one.annotation, str) else inspect.formatannotation(one.annotation)
+            parameters.append([one.name, int(one.kind), default, None if one.annotation is one.empty else kind])
     except (TypeError, ValueError):  # builtins may not tell
         parameters = None
-    return {
-        "name": name_of(function),
-        "parameters": parameters,
-        "is_async": inspect.iscoroutinefunction(inspect.unwrap(function)),
-    }
+    is_async = inspect.iscoroutinefunction(inspect.unwrap(function))
+    return {"name": name_of(function), "parameters": parameters, "is_async": is_async}
 
 
 def signature_of(parameters: list | None) -> inspect.Signature | None:
@@ -180,7 +195,3 @@ def name_of(function: Any) -> str:
     name = getattr(function, "__qualname__", type(function).__qualname__)
     code = getattr(inspect.unwrap(function), "__code__", None)
     return name + (f" ({code.co_filename}:{code.co_firstlineno})" if code else "")
-
-
-def _annotation(annotation: Any) -> str:
-    return annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)

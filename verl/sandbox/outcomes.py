@@ -5,7 +5,6 @@ import math
 import traceback
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 _CALLERS = (
@@ -85,12 +84,16 @@ class Failure:
     def of(cls, error: BaseException, kind: Outcome | None = None) -> "Failure":
         """The failure that an exception is; its trace begins with the user's own frames."""
         if kind is None:
-            kinds = {SystemExit: Outcome.EXIT, MemoryError: Outcome.MEMORY}
-            kind = next((kinds[type_] for type_ in kinds if isinstance(error, type_)), Outcome.RAISED)
+            is_exit, is_memory = isinstance(error, SystemExit), isinstance(error, MemoryError)
+            kind = Outcome.EXIT if is_exit else Outcome.MEMORY if is_memory else Outcome.RAISED
         cause = "".join(traceback.format_exception_only(type(error), error)).strip()
-        frames = _users_frames(error.__traceback__)
+        frames = error.__traceback__
+        while frames is not None and frames.tb_frame.f_globals.get("__name__", "").startswith(_CALLERS):
+            frames = frames.tb_next  # the first outside the packages that call reward functions
         trace = "".join(traceback.format_exception(type(error), error, frames)) if frames else ""
-        return cls(kind, cause, _shortened(trace))
+        if len(trace) > 8000:  # of an endless recursion, for example
+            trace = f"{trace[:4000]}\n ...\n{trace[-4000:]}"
+        return cls(kind, cause, trace)
 
 
 @dataclass(frozen=True)
@@ -148,7 +151,11 @@ def to_number(result: Any) -> float:
     score = result
     if isinstance(result, Mapping):
         if "score" not in result:
-            raise TypeError(f"the function returned a dict without 'score'; its keys are {_names(result)}")
+            names, more = ", ".join(map(str, list(result)[:20])), len(result) - 20
+            raise TypeError(
+                f"the function returned a dict without 'score'; its keys are {names}"
+                + (f" and {more} more" if more > 0 else "")
+            )
         score = result["score"]
     score = plain_number(score)
     if not isinstance(score, (float, int)):  # bool is an int
@@ -181,21 +188,3 @@ def plain_number(value: Any) -> Any:
     if isinstance(shape, tuple) and hasattr(value, "item") and math.prod(shape) == 1:
         return value.item()
     return value
-
-
-def _names(result: Mapping) -> str:
-    shown = ", ".join(map(str, list(result)[:20]))
-    return shown if len(result) <= 20 else f"{shown} and {len(result) - 20} more"
-
-
-def _shortened(text: str, limit: int = 8000) -> str:
-    """Both ends of a long text, such as the trace of an endless recursion."""
-    half = limit // 2
-    return text if len(text) <= limit else f"{text[:half]}\n ...\n{text[-half:]}"
-
-
-def _users_frames(frames: TracebackType | None) -> TracebackType | None:
-    """A traceback from the first frame outside the packages that call reward functions; None if there is none."""
-    while frames is not None and frames.tb_frame.f_globals.get("__name__", "").startswith(_CALLERS):
-        frames = frames.tb_next
-    return frames

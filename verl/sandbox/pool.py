@@ -2,7 +2,6 @@
 
 import atexit
 import contextlib
-import inspect
 import os
 import pickle
 import re
@@ -21,32 +20,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from verl.sandbox.messages import BadFrame, FrameReader, framed, signature_of
+from verl.sandbox.messages import BadFrame, FrameReader, framed, signature_of, start_child
 from verl.sandbox.outcomes import Failure, NotCalled, Outcome, SandboxError, Scored
 from verl.sandbox.supervisor import MIB, Limits, descendants, end, outcome_of
-
-_START = "import sys; sys.path.insert(0, sys.argv.pop(1)); from {} import main; main()"
 
 _FORWARD_UP_TO = 256 * 1024
 """Bytes of a hand-over's output that are shown."""
 
 _FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)')
-
-
-def start_child(module: str, env: dict[str, str], **pipes: Any) -> tuple[subprocess.Popen, socket.socket]:
-    """Start ``main()`` of a module in a new interpreter, with the number of its socket as the argument.
-
-    Args:
-        pipes: ``stdout`` and ``stderr`` of the child.
-
-    Returns:
-        the process, and the other end of its socket.
-    """
-    channel, theirs = socket.socketpair()
-    root = str(Path(__file__).parents[2])
-    line = [sys.executable, "-c", _START.format(module), root, str(theirs.fileno())]
-    with theirs:
-        return subprocess.Popen(line, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], env=env, **pipes), channel
 
 
 @dataclass(frozen=True)
@@ -306,9 +287,7 @@ class Pool:
         with self._lock:
             self.description()
             self._open()
-            run = _Run(self, _packed(calls), timeout_s, bear)
-            for number, failure in run.unpacked.items():
-                run.note(number, [failure])
+            run = _Run(self, calls, timeout_s, bear)
             run.until(run.is_over)
             return run.results
 
@@ -340,35 +319,25 @@ def close_pools() -> None:
         pool.close()
 
 
-def _packed(calls: Sequence[tuple[int | None, tuple, dict]]) -> list[Call | Failure]:
-    packed: list[Call | Failure] = []
-    for number, (count, args, kwargs) in enumerate(calls):
-        try:
-            packed.append(Call(number, count, pickle.dumps((args, kwargs))))
-        except Exception as error:  # whatever an object's own __reduce__ raises
-            cause = f"{type(error).__name__}: the arguments cannot be handed to the sandbox: {error}"
-            packed.append(Failure(Outcome.RAISED, cause))
-    return packed
-
-
 class _Run:
     """One list of calls on its way through a pool's processes."""
 
-    def __init__(self, pool: Pool, calls: list[Call | Failure], timeout_s: float, bear: int | None):
+    def __init__(self, pool: Pool, calls: Sequence[tuple[int | None, tuple, dict]], timeout_s: float, bear: int | None):
         self.pool, self.timeout_s, self.bear = pool, timeout_s, bear
         self.results: list[list[Scored | Failure] | None] = [None] * len(calls)
-        self.unpacked = {i: call for i, call in enumerate(calls) if isinstance(call, Failure)}
-        ready = [call for call in calls if isinstance(call, Call)]
-        self.waiting: deque[list[Call]] = deque(self._chunks(ready))
         self.failed = 0
         self.tried_again: set[int] = set()
-
-    def _chunks(self, calls: list[Call]) -> list[list[Call]]:
-        """Enough of them to keep every process busy to the end, few enough to cost little."""
-        workers = self.pool.workers
-        is_async = (self.pool._description or {}).get("is_async")
-        size = -(-len(calls) // workers) if is_async else min(64, -(-len(calls) // (4 * workers)))
-        return [calls[i : i + size] for i in range(0, len(calls), max(1, size))]
+        packed: list[Call] = []
+        for number, (count, args, kwargs) in enumerate(calls):
+            try:
+                packed.append(Call(number, count, pickle.dumps((args, kwargs))))
+            except Exception as error:  # whatever an object's own __reduce__ raises
+                cause = f"{type(error).__name__}: the arguments cannot be handed to the sandbox: {error}"
+                self.note(number, [Failure(Outcome.RAISED, cause)])
+        # chunks: enough of them to keep every process busy to the end, few enough to cost little
+        is_async = (pool._description or {}).get("is_async")
+        size = max(1, -(-len(packed) // pool.workers) if is_async else min(64, -(-len(packed) // (4 * pool.workers))))
+        self.waiting = deque(packed[i : i + size] for i in range(0, len(packed), size))
 
     def is_over(self) -> bool:
         if self.bear is not None and self.failed > self.bear:
@@ -392,6 +361,7 @@ class _Run:
 
     def _wait(self) -> None:
         """Until a process has something to say, or is late."""
+        # poll: `select` takes no file numbers above 1023, which a trainer may reach
         with selectors.PollSelector() as selector:
             for process in self.pool._processes:
                 to_write = selectors.EVENT_WRITE if process.unsent else 0
@@ -579,11 +549,3 @@ def sandboxed(source: Source, limits: Limits, workers: int, start_timeout_s: flo
     while len(_POOLS) > _KEPT:
         _POOLS.popitem(last=False)
     return pool
-
-
-def signature_text(function: Any) -> str:
-    """Name and parameters, as far as the function tells."""
-    try:
-        return str(inspect.signature(function))
-    except (TypeError, ValueError):
-        return "(...)"

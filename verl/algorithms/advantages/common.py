@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from verl.algorithms.registry import Registry
+from verl.algorithms.registry import About, Registry
 from verl.algorithms.valid_tokens import BLOCK, ValidTokens, discounted_suffix_sum
 
 AdvantageFn = Callable[..., tuple[Tensor, Tensor]]
@@ -29,7 +29,7 @@ def check_estimator(estimator: Callable) -> str | None:
         return None
     return (
         f"takes ({', '.join(parameters)}). An estimator is given by name what it asks for, and must ask for the "
-        f"rewards: {' or '.join(REWARD_COLUMNS)}, beside response_mask, index and others; rename its parameters"
+        f"rewards: {' or '.join(REWARD_COLUMNS)}, next to response_mask, index and others; rename its parameters"
     )
 
 
@@ -40,6 +40,18 @@ ADV_ESTIMATOR_REGISTRY: Registry[AdvantageFn] = Registry(
 register_adv_est = ADV_ESTIMATOR_REGISTRY.register
 
 get_adv_estimator_fn = ADV_ESTIMATOR_REGISTRY.__getitem__
+
+
+def builtin_estimator(
+    name: str, equation: str, use: str, source: str, test: str, options: str = ""
+) -> Callable[[AdvantageFn], AdvantageFn]:
+    """Decorator: register an estimator, which keeps no gradients; the arguments after the name are those of `About`."""
+
+    def register(estimator: AdvantageFn) -> AdvantageFn:
+        about = About(equation, use, source, test, options)
+        return register_adv_est(name, about=about)(torch.no_grad()(estimator))
+
+    return register
 
 
 class NonFiniteError(ValueError):

@@ -1,24 +1,19 @@
 """GAE: generalized advantage estimation, with a critic."""
 
-import torch
 from torch import Tensor
 
-from verl.algorithms.advantages.common import pack_finite, register_adv_est, whiten
-from verl.algorithms.registry import About
+from verl.algorithms.advantages.common import builtin_estimator, pack_finite, whiten
 from verl.algorithms.valid_tokens import ValidTokens
 
 
-@register_adv_est(
+@builtin_estimator(
     "gae",
-    about=About(
-        "whiten(sum_k (gamma lam)^k delta_(t+k)), delta_t = r_t + gamma V_(t+1) - V_t",
-        "PPO proper: dense rewards, long responses; trains a critic beside the policy",
-        "arXiv:1506.02438",
-        "algorithms/advantages/test_gae.py::test_gae_of_a_batch_with_a_hole_by_hand",
-        options="algorithm.gamma algorithm.lam algorithm.advantage.whiten",
-    ),
+    "whiten(sum_k (gamma lam)^k delta_(t+k)), delta_t = r_t + gamma V_(t+1) - V_t",
+    "PPO proper: dense rewards, long responses; trains a critic, too",
+    "arXiv:1506.02438",
+    "algorithms/advantages/test_gae.py::test_gae_of_a_batch_with_a_hole_by_hand",
+    options="algorithm.gamma algorithm.lam algorithm.advantage.whiten",
 )
-@torch.no_grad()
 def compute_gae_advantage_return(
     token_level_rewards: Tensor,
     values: Tensor,

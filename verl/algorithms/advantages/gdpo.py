@@ -7,22 +7,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from verl.algorithms.advantages.common import Groups, outcome_scores, register_adv_est, require_finite, whiten
-from verl.algorithms.registry import About
+from verl.algorithms.advantages.common import Groups, builtin_estimator, outcome_scores, require_finite, whiten
 from verl.algorithms.valid_tokens import ValidTokens
 
 
-@register_adv_est(
+@builtin_estimator(
     "gdpo",
-    about=About(
-        "whiten(sum_k w_k (s_ik - mean_G s_k) / (std_G s_k + 1e-6))",
-        "several rewards of different scale",
-        "arXiv:2601.05242",
-        "algorithms/advantages/test_gdpo.py::test_gdpo_by_hand_normalises_each_reward_before_the_sum",
-        options="algorithm.gdpo_reward_keys algorithm.gdpo_reward_weights algorithm.advantage.whiten",
-    ),
+    "whiten(sum_k w_k (s_ik - mean_G s_k) / (std_G s_k + 1e-6))",
+    "several rewards of different scale",
+    "arXiv:2601.05242",
+    "algorithms/advantages/test_gdpo.py::test_gdpo_by_hand_normalises_each_reward_before_the_sum",
+    options="algorithm.gdpo_reward_keys algorithm.gdpo_reward_weights algorithm.advantage.whiten",
 )
-@torch.no_grad()
 def compute_gdpo_outcome_advantage(
     token_level_rewards: Tensor,
     response_mask: Tensor,
@@ -67,7 +63,7 @@ def compute_gdpo_outcome_advantage(
             raise ValueError(
                 f"algorithm.gdpo_reward_keys names {key!r}, which this batch does not have; it has "
                 f"{', '.join(sorted(non_tensor_batch)) or 'nothing'}. Return it from the reward function, "
-                f"beside the score: {{'score': ..., {key!r}: ...}}."
+                f"next to the score: {{'score': ..., {key!r}: ...}}."
             )
         scores = torch.tensor([float(x) for x in non_tensor_batch[key]], dtype=torch.float64, device=combined.device)
         require_finite(f"reward {key!r}", scores)
@@ -84,7 +80,7 @@ def _rewards_to_combine(config: Any) -> tuple[list[str], list[float]]:
     if not keys:
         raise ValueError(
             "algorithm.gdpo_reward_keys is empty: gdpo combines rewards it finds by name. "
-            "List the names your reward function returns beside 'score', for example [accuracy,format]."
+            "List the names your reward function returns next to 'score', for example [accuracy,format]."
         )
     if len(weights) != len(keys):
         raise ValueError(

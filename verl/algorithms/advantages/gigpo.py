@@ -8,27 +8,22 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from verl.algorithms.advantages.common import Groups, Turns, find_turns, outcome_scores, register_adv_est
-from verl.algorithms.registry import About
+from verl.algorithms.advantages.common import Groups, Turns, builtin_estimator, find_turns, outcome_scores
 
 STATE_COLUMN = "turn_state_ids"
 """Column with the states of each row's turns, a list a row."""
 
 
-@register_adv_est(
+@builtin_estimator(
     "gigpo",
-    about=About(
-        "w_e norm_G(s_i) + w_s norm_S(G_k) for all tokens of turn k; S: the group's turns that began in the same state",
-        "several turns in an environment that comes back to the same states, see [below](#which-state-a-turn-began-in)",
-        "arXiv:2505.10978",
-        "algorithms/advantages/test_gigpo.py::test_gigpo_by_hand_compares_episodes_and_turns_of_the_same_state",
-        options="algorithm.gigpo.{episode_weight,step_weight,mode} algorithm.step_gamma",
-    ),
+    "w_e norm_G(s_i) + w_s norm_S(G_k) for all tokens of turn k; S: the group's turns that began in the same state",
+    "several turns in an environment that comes back to the same states, see [below](#which-state-a-turn-began-in)",
+    "arXiv:2505.10978",
+    "algorithms/advantages/test_gigpo.py::test_gigpo_by_hand_compares_episodes_and_turns_of_the_same_state",
+    options="algorithm.gigpo.{episode_weight,step_weight,mode} algorithm.step_gamma",
 )
-@torch.no_grad()
 def compute_gigpo_outcome_advantage(
     token_level_rewards: Tensor,
     response_mask: Tensor,
@@ -106,7 +101,7 @@ def anchor_groups(turns: Turns, index: np.ndarray | Sequence, turn_state_ids: Se
                 f"algorithm.adv_estimator=gigpo: {len(several)} of the batch's responses have several turns (first: "
                 f"row {several[0]}, {counts[several[0]]} turns), and there is no column {STATE_COLUMN!r} that says "
                 f"in which state each began. Have the agent loop return it, extra_fields={{{STATE_COLUMN!r}: [...]}}, "
-                f"or the reward function beside its score: a list a response, one entry a turn. Without states use "
+                f"or the reward function next to its score: a list a response, one entry a turn. Without states use "
                 f"grpo, step_reinforce or agentic_reinforce."
             )
         return Groups([prompts[row] for row in turns.row.tolist()], turns.row.device)

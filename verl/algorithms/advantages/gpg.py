@@ -3,23 +3,18 @@
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from verl.algorithms.advantages.common import Groups, for_each_token, outcome_scores, register_adv_est
-from verl.algorithms.registry import About
+from verl.algorithms.advantages.common import Groups, builtin_estimator, for_each_token, outcome_scores
 
 
-@register_adv_est(
+@builtin_estimator(
     "gpg",
-    about=About(
-        "(s_i - mean_G s) B / (responses where that is not 0)",
-        "many groups all right or all wrong; goes with `loss_mode=gpg`",
-        "arXiv:2504.02546",
-        "algorithms/advantages/test_gpg.py::test_gpg_by_hand_scales_by_the_share_of_responses_that_teach",
-    ),
+    "(s_i - mean_G s) B / (responses where that is not 0)",
+    "many groups all right or all wrong; goes with `loss_mode=gpg`",
+    "arXiv:2504.02546",
+    "algorithms/advantages/test_gpg.py::test_gpg_by_hand_scales_by_the_share_of_responses_that_teach",
 )
-@torch.no_grad()
 def compute_gpg_outcome_advantage(
     token_level_rewards: Tensor,
     response_mask: Tensor,

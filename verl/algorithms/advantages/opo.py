@@ -6,20 +6,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from verl.algorithms.advantages.common import Groups, for_each_token, outcome_scores, register_adv_est
-from verl.algorithms.registry import About
+from verl.algorithms.advantages.common import Groups, builtin_estimator, for_each_token, outcome_scores
 
 
-@register_adv_est(
+@builtin_estimator(
     "opo",
-    about=About(
-        "s_i - (sum_G |y_j| s_j) / (sum_G |y_j|)",
-        "lengths differ much; one exactly on-policy step a batch",
-        "arXiv:2505.23585",
-        "algorithms/advantages/test_opo.py::test_opo_by_hand_weighs_the_baseline_by_length",
-    ),
+    "s_i - (sum_G |y_j| s_j) / (sum_G |y_j|)",
+    "lengths differ much; one exactly on-policy step a batch",
+    "arXiv:2505.23585",
+    "algorithms/advantages/test_opo.py::test_opo_by_hand_weighs_the_baseline_by_length",
 )
-@torch.no_grad()
 def compute_opo_outcome_advantage(
     token_level_rewards: Tensor,
     response_mask: Tensor,

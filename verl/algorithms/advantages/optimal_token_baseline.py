@@ -4,22 +4,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from verl.algorithms.advantages.common import Groups, pack_finite, register_adv_est
-from verl.algorithms.registry import About
+from verl.algorithms.advantages.common import Groups, builtin_estimator, pack_finite
 from verl.algorithms.valid_tokens import BLOCK, ValidTokens
 
 
-@register_adv_est(
+@builtin_estimator(
     "optimal_token_baseline",
-    about=About(
-        "G_t - (sum_G W_jt G_jt) / (sum_G W_jt), W the squared length of the logit gradients so far",
-        "long responses",
-        "arXiv:2602.07078",
-        "algorithms/advantages/test_optimal_token_baseline.py::test_optimal_token_baseline_by_hand_weighs_the_group_by_its_gradients_so_far",
-        options="actor.calculate_sum_pi_squared",
-    ),
+    "G_t - (sum_G W_jt G_jt) / (sum_G W_jt), W the squared length of the logit gradients so far",
+    "long responses",
+    "arXiv:2602.07078",
+    "algorithms/advantages/test_optimal_token_baseline.py::test_optimal_token_baseline_by_hand_weighs_the_group_by_its_gradients_so_far",
+    options="actor.calculate_sum_pi_squared",
 )
-@torch.no_grad()
 def compute_optimal_token_baseline_advantage(
     token_level_rewards: Tensor,
     response_mask: Tensor,
@@ -82,18 +78,15 @@ def compute_optimal_token_baseline_advantage(
     return tokens.unpack(advantages), tokens.unpack(returns)
 
 
-@register_adv_est(
+@builtin_estimator(
     "tir_optimal_token_baseline",
-    about=About(
-        "that of `optimal_token_baseline`",
-        "the same, with tools: verl's name for passing tool output over, which both do here",
-        "arXiv:2602.07078",
-        "algorithms/advantages/test_optimal_token_baseline.py::"
-        "test_tir_optimal_token_baseline_by_hand_meets_tokens_by_their_number_not_their_column",
-        options="actor.calculate_sum_pi_squared",
-    ),
+    "that of `optimal_token_baseline`",
+    "the same, with tools: verl's name for passing tool output over, which both do here",
+    "arXiv:2602.07078",
+    "algorithms/advantages/test_optimal_token_baseline.py::"
+    "test_tir_optimal_token_baseline_by_hand_meets_tokens_by_their_number_not_their_column",
+    options="actor.calculate_sum_pi_squared",
 )
-@torch.no_grad()
 def compute_multi_turn_optimal_token_baseline_advantage(
     token_level_rewards: Tensor,
     response_mask: Tensor,

@@ -6,21 +6,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from verl.algorithms.advantages.common import Groups, for_each_token, outcome_scores, register_adv_est
-from verl.algorithms.registry import About
+from verl.algorithms.advantages.common import Groups, builtin_estimator, for_each_token, outcome_scores
 
 
-@register_adv_est(
+@builtin_estimator(
     "grpo_passk",
-    about=About(
-        "for the best of G: (s_i - second best) / (std_G s + 1e-6); for others 0",
-        "the best of n counts (pass@k), not the mean; keeps variety",
-        "arXiv:2503.19595",
-        "algorithms/advantages/test_passk.py::test_grpo_passk_by_hand_pays_only_the_lead_of_the_best",
-        options="algorithm.norm_adv_by_std_in_grpo",
-    ),
+    "for the best of G: (s_i - second best) / (std_G s + 1e-6); for others 0",
+    "the best of n counts (pass@k), not the mean; keeps variety",
+    "arXiv:2503.19595",
+    "algorithms/advantages/test_passk.py::test_grpo_passk_by_hand_pays_only_the_lead_of_the_best",
+    options="algorithm.norm_adv_by_std_in_grpo",
 )
-@torch.no_grad()
 def compute_grpo_passk_outcome_advantage(
     token_level_rewards: Tensor,
     response_mask: Tensor,

@@ -7,22 +7,18 @@ is the ordinary case.
 import torch
 from torch import Tensor
 
-from verl.algorithms.advantages.common import find_turns, pack_finite, register_adv_est
-from verl.algorithms.registry import About
+from verl.algorithms.advantages.common import builtin_estimator, find_turns, pack_finite
 from verl.algorithms.valid_tokens import ValidTokens
 
 
-@register_adv_est(
+@builtin_estimator(
     "reinforce",
-    about=About(
-        "sum_k gamma^k r_(t+k)",
-        "rewards that are centred already, or one answer to a prompt and nothing to compare it with",
-        "[Williams 1992](https://doi.org/10.1007/BF00992696)",
-        "algorithms/advantages/test_reinforce.py::test_reinforce_by_hand",
-        options="algorithm.gamma",
-    ),
+    "sum_k gamma^k r_(t+k)",
+    "rewards that are centred already, or one answer to a prompt and nothing to compare it with",
+    "[Williams 1992](https://doi.org/10.1007/BF00992696)",
+    "algorithms/advantages/test_reinforce.py::test_reinforce_by_hand",
+    options="algorithm.gamma",
 )
-@torch.no_grad()
 def compute_reinforce_advantage(
     token_level_rewards: Tensor, response_mask: Tensor, gamma: float
 ) -> tuple[Tensor, Tensor]:
@@ -50,17 +46,14 @@ def compute_reinforce_advantage(
     return returns, returns
 
 
-@register_adv_est(
+@builtin_estimator(
     "agentic_reinforce",
-    about=About(
-        "G_k = sum_(j >= k) gamma^(j-k) r_j for all tokens of turn k",
-        "several turns: each turn is one action, time passes with turns",
-        "arXiv:2512.24873",
-        "algorithms/advantages/test_reinforce.py::test_agentic_reinforce_by_hand_discounts_by_turns_not_by_tokens",
-        options="algorithm.gamma",
-    ),
+    "G_k = sum_(j >= k) gamma^(j-k) r_j for all tokens of turn k",
+    "several turns: each turn is one action, time passes with turns",
+    "arXiv:2512.24873",
+    "algorithms/advantages/test_reinforce.py::test_agentic_reinforce_by_hand_discounts_by_turns_not_by_tokens",
+    options="algorithm.gamma",
 )
-@torch.no_grad()
 def compute_agentic_reinforce_advantage(
     token_level_rewards: Tensor, response_mask: Tensor, gamma: float
 ) -> tuple[Tensor, Tensor]:
@@ -90,17 +83,14 @@ def compute_agentic_reinforce_advantage(
     return returns, returns
 
 
-@register_adv_est(
+@builtin_estimator(
     "step_reinforce",
-    about=About(
-        "gamma^(tokens to the end of turn k) G_k, step_gamma from turn to turn",
-        "several turns with a reward each",
-        "arXiv:2505.10978",
-        "algorithms/advantages/test_reinforce.py::test_step_reinforce_by_hand_sets_each_turns_return_on_its_last_token",
-        options="algorithm.gamma algorithm.step_gamma",
-    ),
+    "gamma^(tokens to the end of turn k) G_k, step_gamma from turn to turn",
+    "several turns with a reward each",
+    "arXiv:2505.10978",
+    "algorithms/advantages/test_reinforce.py::test_step_reinforce_by_hand_sets_each_turns_return_on_its_last_token",
+    options="algorithm.gamma algorithm.step_gamma",
 )
-@torch.no_grad()
 def compute_step_reinforce_advantage(
     token_level_rewards: Tensor, response_mask: Tensor, gamma: float, step_gamma: float = 0.95
 ) -> tuple[Tensor, Tensor]:

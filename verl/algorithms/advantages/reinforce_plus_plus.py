@@ -3,25 +3,20 @@
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from verl.algorithms.advantages.common import Groups, outcome_scores, pack_finite, register_adv_est, whiten
-from verl.algorithms.registry import About
+from verl.algorithms.advantages.common import Groups, builtin_estimator, outcome_scores, pack_finite, whiten
 from verl.algorithms.valid_tokens import ValidTokens
 
 
-@register_adv_est(
+@builtin_estimator(
     "reinforce_plus_plus",
-    about=About(
-        "whiten(sum_k gamma^k r_(t+k)) over the batch",
-        "one response to a prompt and no critic; with a KL penalty in the reward",
-        "arXiv:2501.03262",
-        "algorithms/advantages/test_reinforce_plus_plus.py::test_reinforce_plus_plus_by_hand",
-        options="algorithm.gamma algorithm.advantage.whiten",
-    ),
+    "whiten(sum_k gamma^k r_(t+k)) over the batch",
+    "one response to a prompt and no critic; with a KL penalty in the reward",
+    "arXiv:2501.03262",
+    "algorithms/advantages/test_reinforce_plus_plus.py::test_reinforce_plus_plus_by_hand",
+    options="algorithm.gamma algorithm.advantage.whiten",
 )
-@torch.no_grad()
 def compute_reinforce_plus_plus_outcome_advantage(
     token_level_rewards: Tensor,
     response_mask: Tensor,
@@ -61,17 +56,14 @@ def compute_reinforce_plus_plus_outcome_advantage(
     return tokens.unpack(whiten(returns, tokens) if whiten_advantages else returns), tokens.unpack(returns)
 
 
-@register_adv_est(
+@builtin_estimator(
     "reinforce_plus_plus_baseline",
-    about=About(
-        "whiten(s_i - mean_G s) over the batch",
-        "groups whose scale differs much; steadier than a per-group std",
-        "arXiv:2501.03262",
-        "algorithms/advantages/test_reinforce_plus_plus.py::test_reinforce_plus_plus_baseline_by_hand",
-        options="algorithm.advantage.whiten",
-    ),
+    "whiten(s_i - mean_G s) over the batch",
+    "groups whose scale differs much; steadier than a per-group std",
+    "arXiv:2501.03262",
+    "algorithms/advantages/test_reinforce_plus_plus.py::test_reinforce_plus_plus_baseline_by_hand",
+    options="algorithm.advantage.whiten",
 )
-@torch.no_grad()
 def compute_reinforce_plus_plus_baseline_outcome_advantage(
     token_level_rewards: Tensor,
     response_mask: Tensor,

@@ -2,24 +2,19 @@
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from verl.algorithms.advantages.common import pack_finite, register_adv_est, require_finite
-from verl.algorithms.registry import About
+from verl.algorithms.advantages.common import builtin_estimator, pack_finite, require_finite
 from verl.algorithms.valid_tokens import ValidTokens
 
 
-@register_adv_est(
+@builtin_estimator(
     "remax",
-    about=About(
-        "sum_(k>=t) r_k - score of the greedy response",
-        "one response to a prompt; costs one greedy response more",
-        "arXiv:2310.10505",
-        "algorithms/advantages/test_remax.py::test_remax_by_hand",
-    ),
+    "sum_(k>=t) r_k - score of the greedy response",
+    "one response to a prompt; costs one greedy response more",
+    "arXiv:2310.10505",
+    "algorithms/advantages/test_remax.py::test_remax_by_hand",
 )
-@torch.no_grad()
 def compute_remax_outcome_advantage(
     token_level_rewards: Tensor, reward_baselines: Tensor, response_mask: Tensor, config: Any = None, **kwargs: Any
 ) -> tuple[Tensor, Tensor]:

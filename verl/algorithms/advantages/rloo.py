@@ -6,20 +6,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from verl.algorithms.advantages.common import Groups, for_each_token, outcome_scores, register_adv_est
+from verl.algorithms.advantages.common import (
+    Groups,
+    builtin_estimator,
+    for_each_token,
+    outcome_scores,
+    register_adv_est,
+)
 from verl.algorithms.registry import About
 
 
-@register_adv_est(
+@builtin_estimator(
     "rloo",
-    about=About(
-        "s_i - mean of the other n - 1 scores",
-        "as GRPO without std; unbiased also for small n",
-        "arXiv:2402.14740",
-        "algorithms/advantages/test_rloo.py::test_rloo_by_hand",
-    ),
+    "s_i - mean of the other n - 1 scores",
+    "as GRPO without std; unbiased also for small n",
+    "arXiv:2402.14740",
+    "algorithms/advantages/test_rloo.py::test_rloo_by_hand",
 )
-@torch.no_grad()
 def compute_rloo_outcome_advantage(
     token_level_rewards: Tensor,
     response_mask: Tensor,

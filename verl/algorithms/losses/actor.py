@@ -24,7 +24,7 @@ from verl.algorithms.losses.common import (
     loss_and_metrics,
     loss_arguments_of,
 )
-from verl.algorithms.registry import CONTROLS, About
+from verl.algorithms.registry import control
 
 if TYPE_CHECKING:
     from verl.config.actor import ActorConfig
@@ -48,7 +48,7 @@ class PPOLoss:
         rl_loss_coef (policy loss + kl_loss_coef KL to the reference) - entropy_coeff entropy + sft_loss_coef imitation
 
     ``imitation`` is -log pi on tokens of responses with a positive score, and 0 on all others, which count in its mean:
-    so its weight beside the policy loss is the same token for token, whatever the share of successes.
+    so its weight relative to the policy loss is the same token for token, whatever the share of successes.
 
     Args:
         config: the ``actor`` section.
@@ -210,15 +210,13 @@ class PPOLoss:
         return loss, metrics
 
 
-@CONTROLS.register(
+@control(
     "actor.sft_loss_coef",
-    about=About(
-        "- log pi on tokens of responses with a positive score, 0 on others",
-        "learning from one's own successes, beside the policy loss or, with `rl_loss_coef=0`, alone",
-        "[ROLL](https://github.com/alibaba/ROLL)",
-        "algorithms/losses/test_actor.py::test_imitation_by_hand",
-        options="actor.sft_loss_coef actor.rl_loss_coef",
-    ),
+    "- log pi on tokens of responses with a positive score, 0 on others",
+    "learning from one's own successes, together with the policy loss or, with `rl_loss_coef=0`, alone",
+    "[ROLL](https://github.com/alibaba/ROLL)",
+    "algorithms/losses/test_actor.py::test_imitation_by_hand",
+    options="actor.sft_loss_coef actor.rl_loss_coef",
 )
 def imitation_loss(log_prob: Tensor, token_level_scores: Tensor, response_mask: Tensor) -> Tensor:
     """Raise the likelihood of what succeeded: -log pi on tokens of responses with a positive score, 0 on others.
@@ -236,25 +234,19 @@ def imitation_loss(log_prob: Tensor, token_level_scores: Tensor, response_mask: 
     return torch.where(is_own & (scores > 0), -log_prob, 0)
 
 
-@CONTROLS.register(
+@control(
     "actor.length_loss_weight",
-    about=About(
-        "w_i = 3/2 - (T_i - T_min) / (T_max - T_min), over the mean of w",
-        "shorter responses",
-        "[ROLL](https://github.com/alibaba/ROLL)",
-        "algorithms/losses/test_response_weights.py::test_weights_by_hand",
-        options="actor.length_loss_weight",
-    ),
+    "w_i = 3/2 - (T_i - T_min) / (T_max - T_min), over the mean of w",
+    "shorter responses",
+    "[ROLL](https://github.com/alibaba/ROLL)",
+    "algorithms/losses/test_response_weights.py::test_weights_by_hand",
 )
-@CONTROLS.register(
+@control(
     "actor.difficulty_loss_weight",
-    about=About(
-        "w_i = 1/2 + 3/2 clip(d_i, 0, 1), over the mean of w",
-        "data with a difficulty a row: the hard ones count more",
-        "[ROLL](https://github.com/alibaba/ROLL)",
-        "algorithms/losses/test_response_weights.py::test_weights_by_hand",
-        options="actor.difficulty_loss_weight",
-    ),
+    "w_i = 1/2 + 3/2 clip(d_i, 0, 1), over the mean of w",
+    "data with a difficulty a row: the hard ones count more",
+    "[ROLL](https://github.com/alibaba/ROLL)",
+    "algorithms/losses/test_response_weights.py::test_weights_by_hand",
 )
 def response_weights(lengths: Tensor, difficulty: Tensor | None = None, by_length: bool = False) -> Tensor:
     """Weigh hard prompts and short responses up, the mean over a mini-batch staying 1:

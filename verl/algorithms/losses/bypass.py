@@ -19,7 +19,7 @@ from verl.algorithms.registry import About
     "bypass_mode",
     about=About(
         "as `vanilla`, w = pi / mu; with `loss_type=reinforce` -sg[w in bounds] A log pi; 0 where w is rejected",
-        "learning straight from what the sampler drew; set beside `algorithm.rollout_correction.bypass_mode=true`",
+        "learning straight from what the sampler generated; goes with `algorithm.rollout_correction.bypass_mode=true`",
         "arXiv:2110.00641",
         "algorithms/losses/test_bypass.py::test_by_hand_in_a_batch_and_alone",
         options="actor.{clip_ratio,clip_ratio_low,clip_ratio_high,clip_ratio_c}",

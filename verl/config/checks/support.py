@@ -22,15 +22,17 @@ from verl.utils.import_utils import split_file_name
 
 # -- Built-in estimators and losses, from their registrations -------------------------------------------------------
 # The config must be read without torch, which the methods import. So their modules are not imported: the calls of
-# ``register_adv_est``, ``register_policy_loss`` and ``builtin_policy_loss`` at the left margin are read as text, for
-# the names they are given and the ``options`` of their ``About``. A test compares the result with the registries.
+# ``register_adv_est``, ``register_policy_loss``, ``builtin_estimator`` and ``builtin_policy_loss`` at the left margin
+# are read as text, for the names they are given and the ``options`` they read. A test compares the result with the
+# registries.
 
 _METHODS = Path(__file__).parents[2] / "algorithms"
 
 
 # one line, or the lines up to a parenthesis at the left margin, as the formatter leaves them
 _REGISTRATION = re.compile(
-    r"^@?((?:register_adv_est|register_policy_loss|builtin_policy_loss)\((?:[^\n]*\)$|$(?s:.*?)^\)))", re.MULTILINE
+    r"^@?((?:register_adv_est|register_policy_loss|builtin_(?:estimator|policy_loss))\((?:[^\n]*\)$|$(?s:.*?)^\)))",
+    re.MULTILINE,
 )
 
 
@@ -46,8 +48,10 @@ def options_read(kind: str) -> dict[str, tuple[str, ...]]:
         for text in re.findall(_REGISTRATION, path.read_text(encoding="utf-8")):
             call = ast.parse(text.strip(), mode="eval").body
             keys = _option_keys(call)
+            # the first argument of ``builtin_estimator`` is its name, and all of the others
+            names = call.args[:1] if text.startswith("builtin_estimator") else call.args
             methods |= {
-                name.value: keys for name in call.args if isinstance(name, ast.Constant) and isinstance(name.value, str)
+                name.value: keys for name in names if isinstance(name, ast.Constant) and isinstance(name.value, str)
             }
     return methods
 
@@ -70,7 +74,7 @@ def _option_keys(call: ast.Call) -> tuple[str, ...]:
     texts = [
         str(keyword.value.value)
         for node in ast.walk(call)
-        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "About"
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("About", "builtin_estimator")
         for keyword in node.keywords
         if keyword.arg == "options" and isinstance(keyword.value, ast.Constant)
     ]

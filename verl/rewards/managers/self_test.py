@@ -1,5 +1,6 @@
 """Self-test of a reward function before the first step: known-good answers must score more than known-bad ones."""
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +11,6 @@ from verl.rewards.managers.built_in import BatchRewardManager
 from verl.rewards.managers.rule import RewardError, RuleRewardManager
 from verl.rewards.scorers import default_compute_score
 from verl.sandbox.messages import name_of
-from verl.sandbox.pool import signature_text
 
 
 @dataclass(frozen=True)
@@ -144,3 +144,11 @@ def try_reward_function(config: Any, reward_fn: Any, dataset: Any) -> Report | N
             "go on all the same with reward_model.self_test=warn."
         )
     return report
+
+
+def signature_text(function: Any) -> str:
+    """Name and parameters, as far as the function tells."""
+    try:
+        return str(inspect.signature(function))
+    except (TypeError, ValueError):
+        return "(...)"

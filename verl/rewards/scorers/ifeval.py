@@ -178,7 +178,7 @@ def _looks_english(text: str) -> bool:
 def _detect(text: str, language: str) -> bool:
     if importlib.util.find_spec("langdetect") is None:
         raise ImportError(
-            f"language:response_language with language={language!r} shares its script with others and is told apart by "
+            f"language:response_language with language={language!r} shares its script with others and is recognised by "
             f"the package langdetect, which is not installed: {install_command('ifeval')}."
         )
     import langdetect

@@ -22,8 +22,8 @@ def run_test(in_outs: Any, test: str | None = None, debug: bool = False, timeout
         timeout: seconds of one test.
 
     Returns:
-        for each test True, False, -2 (it failed while it ran), -3 (too slow) or -4 (it does not compile), and facts of
-        the first test that was not passed.
+        for each test True, False, -2 (it failed while it ran), -3 (too slow) or -4 (it does not compile), and the
+        error of the first test that was not passed.
     """
     if test is None:
         return [], {}
@@ -44,5 +44,5 @@ def compute_score(completion: str, test_cases: Any, continuous: bool = False) ->
     tests = read_tests(test_cases)
     results = run_tests(code_block(completion), tests.first(FIRST) if continuous else tests)
     passed = [result.outcome is Outcome.PASSED for result in results]
-    facts = [{"outcome": one.outcome.value, "detail": one.detail, "seconds": one.seconds} for one in results]
-    return (sum(passed) / len(passed) if continuous else all(passed)), facts
+    details = [{"outcome": one.outcome.value, "detail": one.detail, "seconds": one.seconds} for one in results]
+    return (sum(passed) / len(passed) if continuous else all(passed)), details

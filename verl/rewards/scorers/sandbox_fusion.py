@@ -58,10 +58,10 @@ def compute_score(
     memory_mb = memory_limit_mb or MEMORY_MB
     results = run_remotely(sandbox_fusion_url, code_block(completion), tests, timeout, memory_mb, concurrent_semaphore)
     passed = [one.outcome is Outcome.PASSED for one in results]
-    facts = [
+    details = [
         {"result": CODES.get(one.outcome, -2), "outcome": one.outcome.value, "detail": one.detail} for one in results
     ]
-    return (sum(passed) / len(passed) if continuous else float(all(passed))), facts
+    return (sum(passed) / len(passed) if continuous else float(all(passed))), details
 
 
 def run_remotely(

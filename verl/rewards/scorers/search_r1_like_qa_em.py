@@ -37,7 +37,7 @@ def em_check(prediction: str, answers: Any) -> bool:
 def subem_check(prediction: str, answers: Any) -> bool:
     """Whether one of the golden answers stands in the prediction."""
     given = normalize_answer(prediction)
-    return any(wanted and wanted in given for wanted in map(normalize_answer, golden_answers(answers)))
+    return any(answer and answer in given for answer in map(normalize_answer, golden_answers(answers)))
 
 
 def compute_score(

@@ -37,7 +37,8 @@ def compute_score(solution_str: str, ground_truth: str) -> dict[str, float | boo
                 / (1 + pairs + values of the reference calls)
 
     Where the reference response calls nothing, the score is 1.0 for a ``<response>`` without a call. It is 0 for
-    another layout, for calls that are no JSON, and for calls where none are wanted or none where some are.
+    another layout, for calls that are no JSON, and for calls where there should be none, or none where there should be
+    some.
 
     Returns:
         ``score``, ``acc`` (whether the score is 1) and ``format`` (whether the layout is right).
