@@ -14,11 +14,13 @@ from verl.config.base import ConfigError, Problem
 from verl.config.checks import find
 from verl.config.checks.run import missing_files
 from verl.config.load import LoadedConfig, load
-from verl.config.ppo import PPOConfig
+from verl.config.model_info import facts_of
+from verl.config.ppo import ACTOR, MODEL, ROLLOUT, PPOConfig
 from verl.config.unused_options import given_to, unused_in_source
-from verl.preflight.estimates import add_memory, checkpoint_bytes, derivation, total_steps, unfilled_batch
+from verl.preflight.estimates import checkpoint_bytes, derivation, memory_plan, prompts_key, total_steps
 from verl.preflight.machine import (
     Machine,
+    gpu_memory_here,
     missing_devices,
     missing_modules,
     missing_packages,
@@ -27,13 +29,16 @@ from verl.preflight.machine import (
     room_for_checkpoints,
 )
 from verl.preflight.models import missing_models, missing_tokenizer
-from verl.preflight.report import Finding, Level, Report, preview_lines
+from verl.preflight.report import Finding, Level, Report, format_bytes, preview_lines
+from verl.telemetry.memory import host_memory
 from verl.utils.py_functional import unchanged_environment
 
 if TYPE_CHECKING:
     from verl.preflight.data import Limits, Preview
 
 _THIS = Machine()
+_CERTAIN = 1.25
+"""Ratio of estimate to memory above which it is an error; estimates were within 0.8 to 1.2 of measurements."""
 _PASSED = "_preflight"
 """Attribute of a configuration that passed the checks, so that the start of a run does not repeat them."""
 
@@ -149,11 +154,23 @@ def _examine(
             report.findings += _findings("error", check)
         report.findings += room_for_checkpoints(config, checkpoint_bytes(config))
         data = _add_data(report, config, limits)
-        report.findings += _findings("error", unfilled_batch(config, data))
+        report.findings += _findings("error", _unfilled_batch(config, data))
         report.findings += _findings("warning", find(config, "advice", total_steps=total_steps(config, data)))
         report.derivation = derivation(config, data)
-        add_memory(report, config, machine)
+        _add_memory(report, config, machine)
     return report
+
+
+def _unfilled_batch(config: PPOConfig, data: Preview) -> Iterator[Problem]:
+    """Find a batch that is larger than the data; a run would stop."""
+    key, count, prompts = prompts_key(config), data.train_rows, config.data.prompts_per_step
+    if count is not None and 0 < count < prompts:
+        yield Problem(
+            key,
+            f"{key}={prompts} is larger than the {count} rows of data.train_files: no batch could be filled. Lower "
+            "it or add prompts.",
+            ("data.train_files",),
+        )
 
 
 def _add_data(report: Report, config: PPOConfig, limits: Limits | None) -> Preview:
@@ -166,6 +183,46 @@ def _add_data(report: Report, config: PPOConfig, limits: Limits | None) -> Previ
         (report.notes if finding.level == "note" else report.findings).append(finding)
     report.preview = preview_lines(data, config.data.max_prompt_length)
     return data
+
+
+def _add_memory(report: Report, config: PPOConfig, machine: Machine) -> None:
+    """Add the memory plan to a report, and a finding if it exceeds the memory there is."""
+    on_cpu, path = config.trainer.device == "cpu", config.actor_rollout_ref.model.path
+    gpu_bytes = machine.gpu_bytes
+    if not gpu_bytes and machine.is_this and config.trainer.device == "cuda":
+        gpu_bytes = gpu_memory_here()
+    report.memory, model = memory_plan(config, gpu_bytes), facts_of(config, "actor")
+    if not report.memory or model is None:
+        report.memory_notes = [f"  not estimated: no local config.json of {MODEL}.path={path}"]
+        return
+    source = "counted from the weights' headers" if model.is_stored else "counted from config.json"
+    report.memory_notes.append(f"  {model.parameters / 1e6:,.1f}M parameters, {source}")
+    worst = max(report.memory, key=lambda phase: phase.total)
+    if on_cpu:
+        workers = config.trainer.n_gpus_per_node * (1 if config.actor_rollout_ref.hybrid_engine else 2)
+        needed, available = worst.total * workers, host_memory()
+        note = f"{workers} on this machine: {format_bytes(needed)} of {format_bytes(available)}"
+        limit, key = f"{format_bytes(available)} of this machine", "trainer.n_gpus_per_node"
+    elif gpu_bytes:
+        needed, available = worst.total, gpu_bytes
+        note = f"at most {needed / available:.0%} of a GPU with {format_bytes(available)}, in phase {worst.phase}"
+        limit, key = f"{format_bytes(available)} of a GPU (--gpu-mem)", f"{ACTOR}.fsdp_config.param_offload"
+    else:
+        report.memory_notes.append("  add --gpu-mem 80GB (and --gpus 8) to compare this with a GPU")
+        return
+    report.memory_notes.append(f"  {note}")
+    hint = f"{worst.largest}: {worst.way_out}."
+    if needed > available:
+        level: Level = "error" if machine.is_gpu_given or needed > _CERTAIN * available else "warning"
+        text = (
+            f"{MODEL}.path={path} needs about {format_bytes(needed)} in phase {worst.phase}, more than the {limit}. "
+            f"Most of it is {hint}"
+        )
+        report.findings.append(Finding(level, text, (f"{MODEL}.path", key, f"{ROLLOUT}.gpu_memory_utilization")))
+    elif needed > 0.92 * available:
+        needs = f"phase {worst.phase} needs about {format_bytes(needed)} of the {limit}"
+        text = f"{needs}: fragmentation may exceed it. {hint}"
+        report.findings.append(Finding("warning", text, (f"{MODEL}.path", key)))
 
 
 def _findings(level: Level, problems: Iterable[Problem]) -> list[Finding]:

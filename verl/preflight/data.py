@@ -40,20 +40,7 @@ from verl.preflight.rows import (
     read_prompt,
     special_tokens,
 )
-from verl.rewards.functions.calling import (
-    BATCH_PARAMETERS,
-    MANAGERS_OWN,
-    PARAMETERS,
-    RawRewardFn,
-    check_signature,
-    function_for,
-    functions_of,
-    is_built_in,
-    is_judged,
-    lacks_scorer,
-    reward_function,
-    way_out_of,
-)
+from verl.rewards.functions import calling
 from verl.rewards.functions.trial import Trial, TrialRow, try_function
 from verl.rewards.scorers import SOURCES, built_in_options
 from verl.sandbox.outcomes import Outcome
@@ -462,19 +449,20 @@ def _rewards(config: PPOConfig, table: RowTable, found: Preview, limits: Limits)
         if not config.custom_reward_function.path:
             return
     reward_kwargs = convert_to_regular_types(rm.reward_kwargs or {})
-    reward_kwargs = {key: value for key, value in reward_kwargs.items() if key not in MANAGERS_OWN}
+    reward_kwargs = {key: value for key, value in reward_kwargs.items() if key not in calling.MANAGERS_OWN}
     function = _reward_function(config, reward_kwargs, found)
     if function is None:
         return
     options = built_in_options(rm)
-    unknown = [] if rm.enable else [source for source in found.rows.sources if lacks_scorer(function, source, options)]
+    sources = [] if rm.enable else list(found.rows.sources)
+    unknown = [source for source in sources if calling.lacks_scorer(function, source, options)]
     is_off = rm.self_test == "off" and not limits.asks_judge
     if is_off:
         found.note("The reward function is not tried (reward_model.self_test=off).")
     for source, positions in found.rows.rows_of.items():
         if source in unknown or is_off:
             continue
-        if not limits.asks_judge and is_judged(function, source, options):
+        if not limits.asks_judge and calling.is_judged(function, source, options):
             found.note(f"data_source={source!r} is scored by the judge, which is not called here.")
             continue
         if time.monotonic() - begin > _LONGEST_S:
@@ -514,16 +502,16 @@ def _reward_options(config: PPOConfig) -> tuple[str, ...]:
     return (*(_FUNCTION if config.custom_reward_function.path else ()), *by_source)
 
 
-def _reward_function(config: PPOConfig, reward_kwargs: Mapping[str, Any], found: Preview) -> RawRewardFn | None:
+def _reward_function(config: PPOConfig, reward_kwargs: Mapping[str, Any], found: Preview) -> calling.RawRewardFn | None:
     """Load the run's function in processes of its own; add a finding if it cannot be loaded or called."""
     section, manager = config.custom_reward_function, config.reward_model.reward_manager
     found.reward = f"{section.path}:{section.name}" if section.path else "built in, by data source"
-    parameters = BATCH_PARAMETERS if manager == "batch" else PARAMETERS
+    parameters = calling.BATCH_PARAMETERS if manager == "batch" else calling.PARAMETERS
     setting = f"custom_reward_function.name={section.name}"
     try:
-        function = reward_function(config, workers=1, start_timeout_s=_START_S)
-        for one in functions_of(function):
-            check_signature(one, parameters, reward_kwargs, by_place=manager == "prime")
+        function = calling.reward_function(config, workers=1, start_timeout_s=_START_S)
+        for one in calling.functions_of(function):
+            calling.check_signature(one, parameters, reward_kwargs, by_place=manager == "prime")
         return function
     except SlowStart as error:
         found.warn(f"{setting} was not tried: {error}", *_FUNCTION)
@@ -541,7 +529,7 @@ def _trial_row(table: RowTable, position: int, source: str) -> TrialRow:
     return TrialRow(table.where(position), source, row["reward_model"]["ground_truth"], info)
 
 
-def _trial_findings(config: PPOConfig, function: RawRewardFn, trial: Trial, found: Preview) -> None:
+def _trial_findings(config: PPOConfig, function: calling.RawRewardFn, trial: Trial, found: Preview) -> None:
     """Add what a trial found: errors if a run would stop at it, else warnings, and notes."""
     rm, options = config.reward_model, _reward_options(config)
     errors, warnings = trial.problems()
@@ -551,10 +539,10 @@ def _trial_findings(config: PPOConfig, function: RawRewardFn, trial: Trial, foun
         would_stop = trial.kind is not Outcome.TIMEOUT and rm.on_error == "stop" and not rm.max_errors
     for text in errors:
         if trial.error and trial.kind is not None and would_stop:
-            is_own = not is_built_in(function_for(function, trial.data_source))
+            is_own = not calling.is_built_in(calling.function_for(function, trial.data_source))
             key = "/".join(option for option in options if not option.endswith(".name")) if is_own else None
             text += (
-                f"\n{way_out_of(trial.kind, key)} If a function fails only on these made-up responses, set "
+                f"\n{calling.way_out_of(trial.kind, key)} If a function fails only on these made-up responses, set "
                 "reward_model.self_test=off."
             )
         found.add("error" if would_stop else "warning", text, *options, "data.train_files")

@@ -14,16 +14,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from verl.batch import MicroBatching
 from verl.config.actor import ActorConfig
-from verl.config.base import Problem, get_path
+from verl.config.base import get_path
 from verl.config.checks.base import models, sharded, trained_roles
 from verl.config.checks.batch import counted, optimizer_steps
 from verl.config.critic import CriticConfig
 from verl.config.engine import DeepSpeedConfig
 from verl.config.model_info import ModelFacts, facts_of
 from verl.config.ppo import ACTOR, MODEL, REF, RM, ROLLOUT, PPOConfig
-from verl.preflight.machine import Machine, gpu_memory_here
-from verl.preflight.report import Finding, Level, Number, PhaseMemory, Report, format_bytes
-from verl.telemetry.memory import host_memory
+from verl.preflight.report import Number, PhaseMemory
 
 if TYPE_CHECKING:
     from verl.preflight.data import Preview
@@ -199,18 +197,6 @@ def _many(number: int, one: str, several: str) -> str:
     return f"{number:,} {one if number == 1 else several}"
 
 
-def unfilled_batch(config: PPOConfig, data: Preview) -> Iterator[Problem]:
-    """Find a batch that is larger than the data; a run would stop."""
-    key, count, prompts = prompts_key(config), data.train_rows, config.data.prompts_per_step
-    if count is not None and 0 < count < prompts:
-        yield Problem(
-            key,
-            f"{key}={prompts} is larger than the {count} rows of data.train_files: no batch could be filled. Lower "
-            "it or add prompts.",
-            ("data.train_files",),
-        )
-
-
 # -- Memory of each phase ----------------------------------------------------------------------------------------------
 
 PROCESS = {"cpu": 560 << 20, "cuda": 600 << 20}
@@ -219,8 +205,6 @@ _KEEP_ON_CPU = 1 << 30
 """Largest activations that are stored on a CPU even with gradient checkpointing."""
 _SMALL_BLOCK = 32 << 20
 """Smaller freed blocks stay with the C library until malloc_trim, before the rollout engine sleeps."""
-_CERTAIN = 1.25
-"""Ratio of estimate to memory above which it is an error; estimates were within 0.8 to 1.2 of measurements."""
 _FREED_LEFT = {"checkpoint": 0.9, "rollout": 0.6}
 """Phase after an update -> measured share of such blocks that is still allocated."""
 BYTES = {"fp32": 4, "float32": 4, "float": 4, "bf16": 2, "bfloat16": 2, "fp16": 2, "float16": 2, "half": 2, "auto": 2}
@@ -266,46 +250,6 @@ def memory_plan(config: PPOConfig, gpu_bytes: int | None = None) -> list[PhaseMe
             saved["copy to save"] = actor.weights + actor.optimizer
         phases.append(PhaseMemory("checkpoint", saved))
     return [phase._replace(way_out=_way_out(config, phase)) for phase in phases]
-
-
-def add_memory(report: Report, config: PPOConfig, machine: Machine) -> None:
-    """Add the memory plan to a report, and a finding if it exceeds the memory there is."""
-    on_cpu, path = config.trainer.device == "cpu", config.actor_rollout_ref.model.path
-    gpu_bytes = machine.gpu_bytes
-    if not gpu_bytes and machine.is_this and config.trainer.device == "cuda":
-        gpu_bytes = gpu_memory_here()
-    report.memory, model = memory_plan(config, gpu_bytes), facts_of(config, "actor")
-    if not report.memory or model is None:
-        report.memory_notes = [f"  not estimated: no local config.json of {MODEL}.path={path}"]
-        return
-    source = "counted from the weights' headers" if model.is_stored else "counted from config.json"
-    report.memory_notes.append(f"  {model.parameters / 1e6:,.1f}M parameters, {source}")
-    worst = max(report.memory, key=lambda phase: phase.total)
-    if on_cpu:
-        workers = config.trainer.n_gpus_per_node * (1 if config.actor_rollout_ref.hybrid_engine else 2)
-        needed, available = worst.total * workers, host_memory()
-        note = f"{workers} on this machine: {format_bytes(needed)} of {format_bytes(available)}"
-        limit, key = f"{format_bytes(available)} of this machine", "trainer.n_gpus_per_node"
-    elif gpu_bytes:
-        needed, available = worst.total, gpu_bytes
-        note = f"at most {needed / available:.0%} of a GPU with {format_bytes(available)}, in phase {worst.phase}"
-        limit, key = f"{format_bytes(available)} of a GPU (--gpu-mem)", f"{ACTOR}.fsdp_config.param_offload"
-    else:
-        report.memory_notes.append("  add --gpu-mem 80GB (and --gpus 8) to compare this with a GPU")
-        return
-    report.memory_notes.append(f"  {note}")
-    hint = f"{worst.largest}: {worst.way_out}."
-    if needed > available:
-        level: Level = "error" if machine.is_gpu_given or needed > _CERTAIN * available else "warning"
-        text = (
-            f"{MODEL}.path={path} needs about {format_bytes(needed)} in phase {worst.phase}, more than the {limit}. "
-            f"Most of it is {hint}"
-        )
-        report.findings.append(Finding(level, text, (f"{MODEL}.path", key, f"{ROLLOUT}.gpu_memory_utilization")))
-    elif needed > 0.92 * available:
-        needs = f"phase {worst.phase} needs about {format_bytes(needed)} of the {limit}"
-        text = f"{needs}: fragmentation may exceed it. {hint}"
-        report.findings.append(Finding("warning", text, (f"{MODEL}.path", key)))
 
 
 def _resident(
