@@ -57,6 +57,7 @@ def examine(
         words: ``key=value`` as after ``python -m verl.trainer.main_ppo``.
         config_path, config_name, config_dir: as the flags of the same names.
     """
+    # a later word wins
     if machine.gpus:
         words = [*words, f"trainer.n_gpus_per_node={machine.gpus}"]
     try:
@@ -177,6 +178,7 @@ def _add_data(report: Report, config: PPOConfig, limits: Limits | None) -> Previ
     """Add the preview of the data and its rewards; the reward function is not called if it has errors."""
     from verl.preflight.data import preview  # imports numpy and Arrow, which a command line with a typo does not need
 
+    # its errors would only repeat those
     blamed = {key.partition(".")[0] for finding in report.errors for key in finding.keys}
     data = report.data = preview(config, limits, not blamed & {"custom_reward_function", "reward_model"})
     for finding in data.findings:
@@ -191,6 +193,7 @@ def _add_memory(report: Report, config: PPOConfig, machine: Machine) -> None:
     gpu_bytes = machine.gpu_bytes
     if not gpu_bytes and machine.is_this and config.trainer.device == "cuda":
         gpu_bytes = gpu_memory_here()
+    # a GPU's size is that of this machine only if the run is for it
     report.memory, model = memory_plan(config, gpu_bytes), facts_of(config, "actor")
     if not report.memory or model is None:
         report.memory_notes = [f"  not estimated: no local config.json of {MODEL}.path={path}"]
@@ -199,6 +202,7 @@ def _add_memory(report: Report, config: PPOConfig, machine: Machine) -> None:
     report.memory_notes.append(f"  {model.parameters / 1e6:,.1f}M parameters, {source}")
     worst = max(report.memory, key=lambda phase: phase.total)
     if on_cpu:
+        # on a CPU every process has its own copy of everything in the same memory
         workers = config.trainer.n_gpus_per_node * (1 if config.actor_rollout_ref.hybrid_engine else 2)
         needed, available = worst.total * workers, host_memory()
         note = f"{workers} on this machine: {format_bytes(needed)} of {format_bytes(available)}"
@@ -219,6 +223,7 @@ def _add_memory(report: Report, config: PPOConfig, machine: Machine) -> None:
             f"Most of it is {hint}"
         )
         report.findings.append(Finding(level, text, (f"{MODEL}.path", key, f"{ROLLOUT}.gpu_memory_utilization")))
+    # allocators need some room between blocks
     elif needed > 0.92 * available:
         needs = f"phase {worst.phase} needs about {format_bytes(needed)} of the {limit}"
         text = f"{needs}: fragmentation may exceed it. {hint}"

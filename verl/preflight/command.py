@@ -178,6 +178,7 @@ def _before_the_run(loaded: LoadedConfig, flags: dict[str, Any]) -> bool:
     from verl.preflight.machine import Machine
 
     report = examine_loaded(loaded, Machine(is_this=not flags.get("elsewhere")))
+    # set in YAML, or by an interpolation
     if not loaded.problems and loaded.config.trainer.dry_run:
         raise SystemExit(_print(report))
     only_checks = bool(flags.get("check"))
@@ -242,6 +243,7 @@ def check(argv: Sequence[str] | None = None) -> int:
         if "all" in options:
             given_limits |= {"tokens": None, "rows": sys.maxsize}
         limits = Limits(**given_limits)
+        # a file whose name has an equals sign is one if it exists
         files = [word for word in words if _is_file(word)]
         flags, words = parse([word for word in words if word not in files])
         if flags.get("help"):
@@ -311,6 +313,7 @@ def read_options(words: Sequence[str], files: Sequence[str] = ()) -> tuple[PPOCo
     data = tree.setdefault("data", {})
     if files:
         data["train_files"] = list(files)
+    # the defaults name files that need not be there
     for key in ("train_files", "val_files"):
         data.setdefault(key, [])
     config = build(PPOConfig(), tree, "", problems)

@@ -155,6 +155,7 @@ def preview(config: PPOConfig, limits: Limits | None = None, has_scorer: bool = 
     if config.data.custom_cls.path is not None:
         found.note(f"data.custom_cls.path={config.data.custom_cls.path} reads the data, which is not checked here.")
         return found
+    # a file named by both options is read once, for the second
     paths = dict(_paths(config, found))
     table = open_files(list(paths), config.data, found.rows)
     tokenizer = _tokenizer(config, found)
@@ -183,6 +184,7 @@ def _paths(config: PPOConfig, found: Preview) -> Iterator[tuple[str, str]]:
                     found.error(text, key)
                 else:
                     found.note(f"{key}={path} is a dataset of the hub: it is not checked here.", key)
+            # a glob that matches nothing becomes an error when it is opened
             elif any(mark in path for mark in "*?[") or os.path.exists(os.path.expanduser(path)):
                 yield path, key
 
@@ -218,6 +220,7 @@ def _columns(config: PPOConfig, table: RowTable, found: Preview) -> bool:
     for name in (*required, "ability", "extra_info", data.image_key, data.video_key, "agent_name"):
         have = [name in part.column_names for part in table.tables]
         found.columns[name] = "none" if not any(have) else "all" if all(have) else "some"
+    # a manager of the user's may read any columns
     if not _needs_truth(config):
         required = {prompt_column(data): prompt_option(data)}
     for name, option in required.items():
@@ -278,12 +281,14 @@ def _rows(
     check_ground_truths(table, data, rows, _needs_truth(config), is_built_in)
     columns = {"image": data.image_key, "video": data.video_key}
     try:
+        # without a tokenizer the model is not there either: its processor is not missing but unknown
         if tokenizer is not None:
             MediaColumns(processor, columns).check_supported(table)
     except (DataError, NotImplementedError) as error:
         found.error(str(error), "data.image_key" if "image_key" in str(error) else "data.video_key")
     for position, why in mismatched_rows(table, prompt_column(data), columns):
         rows.bad_positions.setdefault(position, why)
+    # last: only then are all bad rows known
     finish_checks(table, data, rows)
 
 
@@ -306,9 +311,11 @@ def _prompts(
         found.lengths = Lengths.of("bytes", rows.sizes, int(rows.sizes.max()))
         return
     prompts = Prompts(table, data, tokenizer, processor)
+    # counting an image opens it
     num_counted = limits.tokens if not prompts.kinds or limits.tokens is None else min(limits.tokens, _IMAGE_ROWS)
     try:
         found.lengths = prompts.measure(rows.good, rows.sizes, num_counted, list(rows.kinds.values()))
+        # after measuring: prompts that are only shown must not count as overlong
         prompts.count(first, rows.sizes[: limits.prompts])
     except DataError as error:
         found.error(f"{str(error).rstrip('.')}.", "data.train_files")
@@ -327,6 +334,7 @@ def _length_findings(config: PPOConfig, table: RowTable, prompts: Prompts, found
     how_many = f"{'' if lengths.is_overlong_exact else 'at least '}{lengths.overlong} of {len(rows.good)} prompts"
     longer = f"{how_many} exceed data.max_prompt_length={data.max_prompt_length} (the longest: {lengths.longest})"
     key = "data.max_prompt_length"
+    # file of each good row; train and validation files are judged apart
     names = [name for name, part in zip(table.names, table.tables, strict=True) for _ in range(part.num_rows)]
     files = np.array(names, object)[rows.good]
     for option, paths in data.files.items():
@@ -362,6 +370,7 @@ def _row_findings(config: PPOConfig, paths: dict[str, str], found: Preview, limi
         key = _option_of(config, rows.bad[0].file, found)
         examples = "; ".join(map(str, rows.bad[:3])) + ("; ..." if rows.num_bad > 3 else "")
         text = f"{rows.num_bad} of {found.num_rows} rows cannot be used: {examples}."
+        # a run stops at a file of which no row is left
         whole = next((f for f in rows.files if f.rows and rows.bad_of[f.path] >= f.rows), None)
         if config.data.bad_rows == "skip" and whole is None:
             found.warn(f"{text} They are left out (data.bad_rows=skip).", key, "data.bad_rows")
@@ -388,11 +397,13 @@ def _row_findings(config: PPOConfig, paths: dict[str, str], found: Preview, limi
 def _count_usable(config: PPOConfig, found: Preview) -> None:
     """Count the rows that a run would use of the files of each option."""
     data, rows = config.data, found.rows
+    # lines that are no records count as rows of the file, and as bad ones
     of = {file.path: file.rows - rows.bad_of[file.path] for file in rows.files}
     for key, paths in data.files.items():
         named = [rows.keys.get(str(path)) for path in paths if path is not None]
         count = None if None in named else sum(of[name] for name in dict.fromkeys(sum(named, [])))
         cap, filters = get_path(config, key.replace("_files", "_max_samples")), data.filter_overlong_prompts
+        # of a sample of the rows it is not known how many are overlong
         if count is not None and filters and found.overlong_of.get(key):
             count = count - found.overlong_of[key] if found.lengths.is_overlong_exact and cap < 0 else None
         found.usable[key] = count if count is None or cap < 0 else min(count, cap)
@@ -456,6 +467,7 @@ def _rewards(config: PPOConfig, table: RowTable, found: Preview, limits: Limits)
     options = built_in_options(rm)
     sources = [] if rm.enable else list(found.rows.sources)
     unknown = [source for source in sources if calling.lacks_scorer(function, source, options)]
+    # --score asks for it in spite of the option
     is_off = rm.self_test == "off" and not limits.asks_judge
     if is_off:
         found.note("The reward function is not tried (reward_model.self_test=off).")
@@ -509,10 +521,12 @@ def _reward_function(config: PPOConfig, reward_kwargs: Mapping[str, Any], found:
     parameters = calling.BATCH_PARAMETERS if manager == "batch" else calling.PARAMETERS
     setting = f"custom_reward_function.name={section.name}"
     try:
+        # one process is enough for a few answers
         function = calling.reward_function(config, workers=1, start_timeout_s=_START_S)
         for one in calling.functions_of(function):
             calling.check_signature(one, parameters, reward_kwargs, by_place=manager == "prime")
         return function
+    # before RuntimeError, of which it is one: a run waits longer
     except SlowStart as error:
         found.warn(f"{setting} was not tried: {error}", *_FUNCTION)
     except (OSError, ImportError, RuntimeError, AttributeError, ValueError) as error:

@@ -61,6 +61,7 @@ def _batch(config: PPOConfig) -> Iterator[Number]:
         generated = config.data.prompts_per_step
         text = f"generated {generated} at a time, until {prompts} groups differ in {filters.metric}"
         yield Number("generated", generated, text, (prompts_key(config), "algorithm.filter_groups.enable"))
+    # rows are counted as if each were as long as allowed
     samples, longest = prompts * rollout.n, longest_row(config)
     text = f"{prompts} prompts x {counted(rollout.n, 'response')} = {samples:,} samples"
     yield Number("samples", samples, text, (key, f"{ROLLOUT}.n"))
@@ -77,6 +78,7 @@ def _workers(config: PPOConfig) -> Iterator[Number]:
     text = f"{trainer.nnodes} x {trainer.n_gpus_per_node} = {workers} on {trainer.device}"
     yield Number("workers", trainer.world_size, text, _WORLD)
     for key, section in models(config).items():
+        # ranks that share a sequence are one data-parallel rank
         dp, sp = config.dp_size(section), section.ulysses_sequence_parallel_size
         text = f"{workers} / {sp} to a sequence = {counted(dp, 'data-parallel rank')}; {section.strategy}"
         yield Number(f"{_NAMES[key]} dp", dp, text, (*_WORLD, f"{key}.ulysses_sequence_parallel_size"))
@@ -95,6 +97,7 @@ def _workers(config: PPOConfig) -> Iterator[Number]:
 def _rollout_split(config: PPOConfig) -> tuple[int, int]:
     """Return the tensor- and pipeline-parallel sizes of the rollout engine."""
     rollout = config.actor_rollout_ref.rollout
+    # Hugging Face's generate runs on each rank alone
     stages = (rollout.engine_kwargs.get("vllm") or {}).get("pipeline_parallel_size") or 1
     return 1 if rollout.name == "hf" else rollout.tensor_model_parallel_size, stages if rollout.name == "vllm" else 1
 
@@ -110,6 +113,7 @@ def _updates(config: PPOConfig) -> Iterator[Number]:
             "training step"
         )
         yield Number(f"{name} updates", steps, text, (size_key, f"{key}.ppo_epochs"))
+        # the last rank may have one row less
         rows = -(-mini * n // ranks)
         text = f"{mini} prompts x {n} / {counted(ranks, 'rank')} = {counted(rows, 'sample')} a rank in each mini-batch"
         yield Number(f"{name} rows", rows, text, (size_key, f"{ROLLOUT}.n", *_WORLD))
@@ -161,6 +165,7 @@ def _scoring(config: PPOConfig) -> Iterator[Number]:
         rows = -(-config.prompts_per_update * shared.rollout.n // config.dp_size(section))
         option = f"{key}.{prefix}max_token_len_per_gpu"
         if split.size is not None:
+            # the reward model has one size for its only pass
             option = f"{key}.{'' if key == RM else prefix}micro_batch_size_per_gpu"
         yield _micro(config, name, rows, split, section.ulysses_sequence_parallel_size, (option,), "scored in")
 
@@ -245,6 +250,7 @@ def memory_plan(config: PPOConfig, gpu_bytes: int | None = None) -> list[PhaseMe
             phases.append(PhaseMemory(f"update {roles[key].name}", awake | parts))
     if config.trainer.save_freq > 0:
         saved = awake | _resident(roles, ACTOR) | {f"{actor.name} optimizer": actor.optimizer}
+        # the optimizer is loaded to be written, wherever it is kept
         saved["freed"] = int(_FREED_LEFT["checkpoint"] * freed)
         if shared.actor.checkpoint.async_save and device == "cpu":
             saved["copy to save"] = actor.weights + actor.optimizer
@@ -321,6 +327,7 @@ def _freed(config: PPOConfig, roles: dict[str, RoleMemory]) -> int:
 
 def _small(model: ModelFacts, size: int) -> int:
     """Return the share of ``size`` bytes over all weights that lies in matrices below ``_SMALL_BLOCK``."""
+    # glibc keeps freed blocks below its mmap threshold, which grows to 32 MiB
     per_number = size / max(1, model.parameters)
     outside = _embeddings(model)
     found = outside if model.embedding * per_number < _SMALL_BLOCK else 0
@@ -337,6 +344,7 @@ def _rollout(config: PPOConfig, model: ModelFacts, gpu_bytes: int | None) -> dic
     rollout = config.actor_rollout_ref.rollout
     size, (tp, pp) = BYTES.get(rollout.dtype, 2), _rollout_split(config)
     weights = model.parameters * size // (tp * pp)
+    # each copy of the engine has its share of the prompts
     replicas = max(1, sum(config.rollout_processes) // (tp * pp))
     rows = min(-(-config.data.prompts_per_step * rollout.n // replicas), rollout.max_num_seqs)
     cache = rows * longest_row(config) * model.cached_numbers_per_token * size // (tp * pp)
@@ -442,6 +450,7 @@ def _role(config: PPOConfig, key: str, place: str, model: ModelFacts) -> RoleMem
     kept = BYTES[sharding.master_dtype] if trained else compute
     # weights that an adapter leaves frozen are stored in the dtype they compute in
     own = max(0, numbers - trained) * compute + trained * kept
+    # AdamW8bit keeps two moments of one byte each
     moments = (2 if trained and section.optim.optimizer == "AdamW8bit" else 2 * kept) * trained
     gradients, ranks = trained * kept, 1
     if section.strategy == "local":
@@ -475,10 +484,12 @@ def _zero(
 ) -> tuple[int, int, int, int]:
     """Return the bytes of (weights, gathered, gradients, optimizer with fp32 weights) of DeepSpeed on one rank."""
     stage = zero.zero_stage
+    # stage 1 shards the optimizer, 2 gradients too, 3 also weights
     weights = numbers * compute // (ranks if stage == 3 else 1)
     if not trained:
         return weights, 0, 0, 0
     gradients = trained * compute // (ranks if stage >= 2 else 1)
+    # two moments in fp32, and from stage 1 on a copy of the weights in fp32
     moments = trained * (8 + (kept if stage else 0)) // (ranks if stage else 1)
     live = min(zero.stage3_max_live_parameters, numbers) if stage == 3 else 0
     gathered = (min(zero.reduce_bucket_size, trained) + live) * compute
@@ -516,6 +527,7 @@ def passing(model: ModelFacts, compute: int, tokens: int) -> int:
 
 def logits(model: ModelFacts, compute: int, tokens: int, device: str, trains: bool) -> int:
     """Return the bytes of the chunks of logits of ``tokens`` tokens; in training also gradients of embeddings."""
+    # on a GPU they are computed in fp32
     size = 4 if device == "cuda" else compute
     whole = tokens * model.vocab * size
     chunk = min(_LOGITS_CHUNK[device], whole)

@@ -76,6 +76,7 @@ class Machine(NamedTuple):
 def runs_here(config: PPOConfig, machine: Machine) -> bool:
     """Whether the workers would run on this machine, so that its devices and packages matter."""
     trainer = config.trainer
+    # with Ray the driver may run where no worker does
     is_cluster = trainer.nnodes > 1 or trainer.controller == "ray" and "RAY_ADDRESS" in os.environ
     return machine.is_this and not is_cluster
 
@@ -108,8 +109,10 @@ def missing_devices(config: PPOConfig, machine: Machine) -> Iterator[Problem]:
 @lru_cache(maxsize=1)
 def _gpus() -> list[int] | None:
     """Return the bytes of each GPU the driver lists, or None if that cannot be determined."""
+    # torch.cuda would create a context, and importing torch takes seconds
     tool = shutil.which("nvidia-smi")
     if tool is None:
+        # other vendors' devices are not counted
         may_be = glob("/dev/nvidia[0-9]*") or any(map(os.path.exists, ("/dev/kfd", "/dev/dxg", "/dev/nvhost-gpu")))
         return None if may_be else []
     command = [tool, "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
@@ -126,8 +129,10 @@ def cuda_devices() -> int | None:
     if visible is None or gpus is None:
         return None if gpus is None else len(gpus)
     names = [name.strip() for name in visible.split(",") if name.strip()]
+    # slices of a GPU are not listed by the query
     if any(name.startswith("MIG") for name in names):
         return len(names)
+    # CUDA ignores all devices from the first invalid one on
     good = next((i for i, name in enumerate(names) if name.isdigit() and int(name) >= len(gpus) or name == "-1"), None)
     return min(len(names if good is None else names[:good]), len(gpus))
 
@@ -170,6 +175,7 @@ def missing_packages(config: PPOConfig, machine: Machine) -> Iterator[Problem]:
                 f"{key}={value} needs the package {package}, which is not installed. Install it with `{install}`, or "
                 f"{instead}.",
             )
+    # engines are installed apart, because their pins of torch differ
     name = shared.rollout.name
     if runs_here(config, machine) and name in ("vllm", "sglang") and not is_package_available(name):
         yield Problem(
@@ -230,6 +236,7 @@ def names_in_files(config: PPOConfig) -> Iterator[Problem]:
         except (SyntaxError, UnicodeDecodeError, ValueError) as error:
             yield Problem(key, f"{setting} cannot be loaded: {path} is not valid Python ({error}). Correct it.")
             continue
+        # parsed, not imported: the file is the user's and may do anything
         defined, is_open = _defined(tree.body)
         if name not in defined and not is_open:
             hint = did_you_mean(name, sorted(defined)).rstrip("?")
@@ -269,8 +276,10 @@ def _defined(body: list[ast.stmt]) -> tuple[set[str], bool]:
         elif isinstance(node, ast.Assign | ast.AnnAssign):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             names |= {part.id for target in targets for part in ast.walk(target) if isinstance(part, ast.Name)}
+        # a docstring
         elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
             continue
         else:
+            # loops, conditions and calls may bind anything
             is_open |= not isinstance(node, ast.Pass)
     return names, is_open

@@ -67,6 +67,7 @@ def _paths(config: PPOConfig) -> Iterator[tuple[str, str, tuple[str, ...]]]:
 
 
 def _model(key: str, path: str, needs: tuple[str, ...]) -> Iterator[Problem]:
+    # remote folders are copied when the run starts
     if not path or "://" in path:
         return
     setting, folder = f"{key}={path}", find_folder(path)
@@ -101,6 +102,7 @@ def _no_config(setting: str, folder: Path) -> str | None:
         if read_json(file):
             return None
         return f"{setting} has a config.json that cannot be read as JSON. Download or write it again."
+    # peft writes an adapter without the config of its model
     if adapter := read_json(folder / "adapter_config.json"):
         base = adapter.get("base_model_name_or_path") or "its base model"
         return (
@@ -114,6 +116,7 @@ def _no_config(setting: str, folder: Path) -> str | None:
 
 def _bad_weights(setting: str, folder: Path) -> str | None:
     """Return the error text for missing, incomplete or damaged weights."""
+    # safetensors first, as transformers prefers them
     indices = sorted(folder.glob("*.index.json"), key=lambda file: ("safetensors" not in file.name, file))
     if indices:
         listed = sorted(set((read_json(indices[0]).get("weight_map") or {}).values()))
@@ -164,6 +167,7 @@ def _not_found(setting: str, path: str) -> str | None:
     """Return the error text for a name that is not a folder here, or None if the hub has such a model."""
     names, looked = close_names(path), f"(looked from {os.getcwd()})"
     give = f"Give a folder in Hugging Face format, or a hub id such as {_EXAMPLE}."
+    # the hub is not asked about what can only be a path
     if path[0] in "/~." or _HUB_ID.fullmatch(path) is None:
         return f"{setting} does not exist {looked}{names}. {give}"
     if is_offline():
@@ -185,6 +189,7 @@ def missing_dataset(setting: str, path: str, cache_dir: str | None) -> str | Non
     from verl.data.files import CACHE_DIR, hub_parts
 
     name = hub_parts(path)[0]
+    # datasets names the folders of its cache so
     cached = Path(cache_dir or CACHE_DIR).expanduser() / "hub" / name.replace("/", "___")
     if cached.exists():
         return None
@@ -201,6 +206,7 @@ def missing_dataset(setting: str, path: str, cache_dir: str | None) -> str | Non
 def close_names(path: str) -> str:
     """Return ``; did you mean models/tiny-qwen2``: similar paths, or the content of the folder; else empty."""
     target = Path(path).expanduser()
+    # names are compared below the deepest folder that exists
     folder = next((one for one in target.parents if one.is_dir()), None)
     if folder is None:
         return ""
@@ -244,11 +250,13 @@ def query_hub(name: str, kind: str = "models") -> str:
     Args:
         kind: ``models`` or ``datasets``.
     """
+    # models/qwen3 is more likely a folder with a typo than a hub id
     looks_local = "/" in name and Path(name.partition("/")[0]).is_dir()
     seconds = _PATIENCE_S / 3 if looks_local else _PATIENCE_S
     request = urllib.request.Request(f"{endpoint()}/api/{kind}/{name}")
     if token := os.environ.get("HF_TOKEN"):
         request.add_header("Authorization", f"Bearer {token}")
+    # a thread, because urlopen's timeout does not cover DNS
     answer = [f"no answer in {seconds:g} s"]
 
     def query() -> None:
@@ -256,6 +264,7 @@ def query_hub(name: str, kind: str = "models") -> str:
             with urllib.request.urlopen(request, timeout=seconds):
                 answer[0] = "yes"
         except urllib.error.HTTPError as error:
+            # the hub says 401 for what does not exist, too
             answer[0] = "no" if error.code in (401, 403, 404) else f"it answered {error.code}"
         except (OSError, ValueError) as error:
             answer[0] = str(getattr(error, "reason", error)) or type(error).__name__
@@ -287,6 +296,7 @@ def _adapter(prefix: str, section: ModelConfig | CriticModelConfig) -> Iterator[
     if why := _damage(weights):
         yield Problem(key, f"{setting} cannot be loaded: {weights.name} {why}. Copy it again.")
         return
+    # without lora_rank these follow the adapter
     for name, option in (("r", "lora_rank"), ("lora_alpha", "lora_alpha")):
         if section.lora_rank and saved.get(name) != section[option]:
             yield Problem(
@@ -314,6 +324,7 @@ def _mismatch(adapter: dict[str, tuple[int, ...]], layers: dict[str, tuple[int, 
         adapter: name -> shape: ``base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight``.
         layers: name -> shape, of the model; its names may or may not begin with ``model.``.
     """
+    # names differ in the prefix that the architecture's class adds
     here = {name.removesuffix(".weight").removeprefix("model."): shape for name, shape in layers.items()}
     for name, shape in adapter.items():
         layer, found, _ = name.removeprefix("base_model.model.").partition(".lora_A")

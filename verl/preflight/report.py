@@ -175,6 +175,7 @@ def _memory_table(rows: list[PhaseMemory]) -> list[str]:
     lines += [["total", *(format_bytes(row.total) for row in rows)], ["most of it", *(row.largest for row in rows)]]
     first, *widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     table = ["  " + "  ".join([line[0].ljust(first), *map(str.rjust, line[1:], widths)]) for line in lines]
+    # one hint for each part, not for each phase
     hints = {row.largest: row.way_out for row in rows if row.way_out}
     return table + [wrapped("  ", f"less {name}: {way_out}") for name, way_out in hints.items()]
 
@@ -233,6 +234,7 @@ def to_json(found: Preview, report: Report) -> dict[str, Any]:
                 "rows": trial.rows,
                 "scored": trial.tried,
                 "form": trial.form,
+                # keys of earlier releases
                 "gold": _mean(trial.known_good),
                 "garbage": _mean(trial.known_bad),
                 "other": _mean(trial.other),
@@ -269,11 +271,13 @@ def show(found: Preview, report: Report) -> None:
             made.add_row(*map(escape, line))
         return made
 
+    # into a file or pipe lines are not wrapped: other tools read them
     console = PipeConsole(highlight=False, soft_wrap=not sys.stdout.isatty())
     console.print(table(("file", "rows"), [(file.path, str(file.rows)) for file in found.rows.files]))
     console.print(table(("column", "type", ""), _columns(found)))
     for prompt in found.prompts:
         tokens = "" if prompt.tokens is None else f", {prompt.tokens} tokens"
+        # paths may hold brackets, which rich reads as markup
         console.rule(f"prompt of {escape(prompt.where)}{tokens}", style="dim", align="left")
         text = prompt.text
         if len(text) > _SHOWN_CHARACTERS:
@@ -286,6 +290,7 @@ def show(found: Preview, report: Report) -> None:
         console.rule(style="dim")
     if lengths := found.lengths:
         most = max(count for *_, count in lengths.histogram)
+        # a bin of one prompt is still seen
         bars = [(f"{a}-{b - 1}", str(n), "█" * math.ceil(_BAR * n / most)) for a, b, n in lengths.histogram]
         console.print(table((lengths.unit, "prompts", ""), bars))
         line = (

@@ -180,6 +180,7 @@ def check_prompts(
         DataError: the prompt column of a file has another type.
     """
     key, bad = prompt_column(data), stats.bad_positions
+    # a template may compare roles of its own, such as ipython
     roles = known_roles(tokenizer and tokenizer.chat_template)
     found = [bad_prompts(table, key, roles, prompt_option(data), data.messages_key is not None)]
     found.append(bad_ground_truths(table))
@@ -214,6 +215,7 @@ def _check_closely(
     Args:
         first: prompt and images -> position of their first row.
     """
+    # equal questions about different images are no duplicates
     prompt, images = read_prompt(row[prompt_column(data)], data), row.get(data.image_key)
     images = [] if images is None else images if isinstance(images, list) else [images]
     for number, image in enumerate(images):
@@ -295,6 +297,7 @@ def finish_checks(table: RowTable, data: DataConfig, stats: RowStatistics) -> No
     for position, why in sorted(stats.bad_positions.items()):
         stats.refuse(table.where(position), why)
     sizes = [_sizes(part[prompt_column(data)].combine_chunks()) for part in table.tables]
+    # positions of rows, not of files: those of all tables count on
     stats.good = np.delete(np.arange(len(table)), list(stats.bad_positions))
     stats.sizes = np.concatenate([np.zeros(0, np.int64), *sizes])[stats.good]
 
@@ -336,6 +339,7 @@ def load_tokenizer(
         ValueError: there is none, or it cannot be read.
     """
     folder = find_folder(name_or_path)
+    # hf_tokenizer would import torch and ask the hub before it says so
     if folder is None and name_or_path.startswith(("/", ".", "~")):
         raise ValueError(f"the model folder {name_or_path} does not exist")
     if folder is not None and not any((folder / name).is_file() for name in TOKENIZERS):
@@ -403,6 +407,7 @@ class Lengths:
         width = max(1, -(-(high - low + 1) // 12))
         scale = 10 ** (len(str(width)) - 1)
         width = next(step * scale for step in (1, 2, 5, 10) if step * scale >= width)
+        # np.histogram's last bin includes its end, so the last edge lies beyond the longest
         counts, edges = np.histogram(lengths, np.arange(low // width * width, high + width + 1, width))
         bins = list(zip(edges[:-1].tolist(), edges[1:].tolist(), counts.tolist(), strict=True))
         median, mean, p95 = (float(value) for value in (np.median(lengths), lengths.mean(), np.percentile(lengths, 95)))
@@ -461,6 +466,7 @@ class Prompts:
         """
         for begin in range(0, len(positions), _BLOCK):
             part = positions[begin : begin + _BLOCK].tolist()
+            # a refused prompt has no text
             texts, size_of = self.texts(part), dict(zip(part, sizes[begin : begin + _BLOCK].tolist(), strict=True))
             added = (len(text.encode()) - size_of[position] for position, text in texts.items())
             self.overhead = max([self.overhead, *added])
@@ -468,6 +474,7 @@ class Prompts:
                 counts = map(len, encode_many(list(texts.values()), self.tokenizer))
                 self.tokens |= dict(zip(texts, counts, strict=True))
                 continue
+            # of images the size is enough, in most processors
             for position, row in zip(texts, self.table.select(list(texts)), strict=True):
                 where = partial(self.table.where, position)
                 media = self.media.read(row, where, pixels=False)
@@ -496,6 +503,7 @@ class Prompts:
             may_be_overlong &= sizes + self.overhead > limit
         candidates = np.flatnonzero(may_be_overlong)
         candidates = candidates[np.argsort(-sizes[candidates], kind="stable")]
+        # the largest first: they decide whether a run stops
         counted = candidates[:num_counted]
         self.count(positions[counted], sizes[counted])
         if not len(lengths):
@@ -509,6 +517,7 @@ class Prompts:
         if any(self.tokens.get(position, limit + 1) <= limit for position in positions.tolist()):
             return False
         order = np.argsort(sizes, kind="stable")
+        # if the smallest do not fit, hardly any other will
         smallest = [i for i in order.tolist() if int(positions[i]) not in self.tokens][:num_counted]
         self.count(positions[smallest], sizes[smallest])
         return len(positions) > 0 and all(
