@@ -73,7 +73,9 @@ class DynamicGenDataset(RLHFDataset):
         new = leave_out(new, self._unusable_rows(new), self.bad_rows)
         if self.filter_overlong_prompts:
             new = new.select(np.flatnonzero(self.lengths_of(new) <= self.max_prompt_length))
+        # ids of the files' prompts do not cover the new rows
         self.dataframe, self._token_ids = RowTable.joined([old, new]), None
+        # before filtering: a checkpoint holds what the generator returned
         self._added.append(table)
 
     def state_dict(self) -> dict[str, Any]:
@@ -84,6 +86,7 @@ class DynamicGenDataset(RLHFDataset):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Add the rows of ``state`` to those of the files."""
+        # resuming twice adds nothing twice
         for table_bytes in state["added"][len(self._added) :]:
             with pa.ipc.open_stream(pa.py_buffer(table_bytes.numpy().tobytes())) as reader:
                 self._add(reader.read_all())

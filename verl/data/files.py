@@ -83,6 +83,7 @@ def open_table(
     """
     cache_dir = os.path.expanduser(cache_dir or CACHE_DIR)
     entries = [str(path) for path in ([paths] if isinstance(paths, str | os.PathLike) else paths)]
+    # resolved first: a missing file is named before another one is downloaded
     found = [one for path in entries for one in resolve(path)]
     return read_files(found, [localized(path, cache_dir, use_shm) for path in found], cache_dir, bad_rows, rows)
 
@@ -125,6 +126,7 @@ def resolve(path: str) -> list[str]:
     if os.path.isdir(path):
         saved = saved_dataset_files(path)
         return _in_folder(path, sorted(os.listdir(path))) if saved is None else saved
+    # a file may have brackets in its name
     if not os.path.exists(path) and glob.has_magic(path):
         found = sorted(one for one in glob.glob(path, recursive=True) if os.path.isfile(one))
         if not found:
@@ -147,6 +149,7 @@ def _resolve_remote(path: str) -> list[str]:
 
 def _in_folder(folder: str, names: Sequence[str]) -> list[str]:
     """Return the data files among the names in a folder; they must be of one format and one split."""
+    # hidden files and _SUCCESS marks are no data
     found = [name for name in names if Path(name).suffix.lower() in FORMATS and name[0] not in "._"]
     formats = sorted({Path(name).suffix.lower() for name in found})
     splits = sorted({split for name in found for split in re.split(r"[^a-z]+", Path(name).stem.lower())} & _SPLITS)
@@ -189,6 +192,7 @@ def read_file(
         raise
     except PermissionError as error:
         raise DataError(f"{path} cannot be read: permission denied. Make it readable for this user.") from error
+    # ArrowInvalid is a ValueError, ArrowIOError an OSError; others are only ArrowException
     except (pa.ArrowException, ValueError, OSError) as error:
         raise DataError(
             f"{path} cannot be read as {FORMATS[suffix]}: {error}{_actual_format(path, suffix)}. Write the file again."
@@ -260,6 +264,7 @@ def _read_text(path: str, suffix: str, cache_dir: str, bad_rows: BadRows, name: 
                 pass
     if not skipped:
         return FileTable(table, name)
+    # of the rows that are left, their number in the file
     left_out = [number for number, _ in skipped]
     numbers = np.delete(np.arange(table.num_rows + len(left_out)), left_out)
     return FileTable(table, name, numbers, tuple(row for _, row in skipped))
@@ -269,6 +274,7 @@ def _read_text(path: str, suffix: str, cache_dir: str, bad_rows: BadRows, name: 
 def hub_parts(path: str) -> tuple[str, str | None, str | None] | None:
     """Return (name, config, split) of a dataset of the Hugging Face hub, or None for the path of a file."""
     found = _HUB_NAME.fullmatch(path)
+    # data/train.parquet has the form of owner/name, too
     if found is None or Path(found["name"]).suffix.lower() in FORMATS or os.path.exists(path) or path[0] in "./~":
         return None
     return found["name"], found["config"], found["split"]
@@ -281,6 +287,7 @@ def _hub_table(name: str, config: str | None, split: str | None, cache_dir: str)
     label = ":".join(filter(None, (name, config, split)))
     try:
         if split is None:
+            # load_dataset without a split returns all of them in a dict
             splits = datasets.get_dataset_split_names(name, config)
             if len(splits) != 1:
                 raise DataError(
@@ -297,6 +304,7 @@ def _hub_table(name: str, config: str | None, split: str | None, cache_dir: str)
             f"Face hub: {type(error).__name__}: {why}. Check name, config and split (owner/name:config:split) and the "
             "connection, or save it elsewhere with save_to_disk and name that folder."
         ) from error
+    # a selection of rows is an index over the table
     return FileTable(loaded.flatten_indices().data.table if loaded._indices else loaded.data.table, label)
 
 
@@ -337,6 +345,7 @@ def in_domains(table: RowTable, domains: Mapping[str, Sequence[str]], key: str) 
     for file, known in zip(table.tables, table.row_numbers, strict=True):
         block = range(start, start + file.num_rows)
         start += file.num_rows
+        # files of one run may come from several sources
         column = key if key in file.column_names else "data_source"
         sources = _sources(table, block, column, domains, left_out)
         keep = np.flatnonzero([source is not None for source in sources])
@@ -367,6 +376,7 @@ def _sources(
     for part in _parts(block):
         for row in table.rows(part, [key, "domain"]):
             tag, own = row.get(key), row.get("domain")
+            # names before patterns: '*' takes what is left
             domain = own if own in domains else by_name.get(str(tag))
             if domain is None:
                 domain = next((of for name, of in patterns if fnmatch.fnmatchcase(str(tag), name)), None)
@@ -406,6 +416,7 @@ def _ground_truth(row: Mapping[str, Any]) -> str:
     if not isinstance(cases, list) or not cases:
         truth = row.get("ground_truth")
         return "" if truth is None else truth if isinstance(truth, str) else json.dumps(truth)
+    # asserts are run as they are; stdin and stdout are compared
     if checks := [case["assert_code"] for case in cases if isinstance(case, Mapping) and case.get("assert_code")]:
         return json.dumps({"test_list": [_with_calls(check) for check in checks]})
     pairs = [(case.get("stdin", case.get("input")), case.get("expected_stdout", case.get("output"))) for case in cases]
@@ -416,6 +427,7 @@ def _ground_truth(row: Mapping[str, Any]) -> str:
 
 def _with_calls(check: str) -> str:
     """Return pytest functions together with the calls that run them."""
+    # the solution stands in the same file as its tests
     check = _IMPORT.sub("", check)
     return "\n".join([check, *(f"{name}()" for name in _TEST.findall(check))])
 

@@ -66,6 +66,7 @@ class FileOrderSampler(Sampler[int]):
         return len(self.data_source) if self.rows_of_epoch is None else self.rows_of_epoch
 
     def __iter__(self) -> Iterator[int]:
+        # for one epoch only
         rows, self.rows_of_epoch = len(self), None
         return iter(self.order(rows))
 
@@ -124,6 +125,7 @@ class MixtureSampler(Sampler[int]):
         for _ in range(len(self)):
             for source, share in enumerate(self.shares):
                 self.deficit[source] += share
+            # ties go to the first name in the alphabet, so that the order can be repeated
             source = max(range(len(self.deficit)), key=self.deficit.__getitem__)
             order.append(next(queues[source]))
             self.deficit[source] -= 1
@@ -156,6 +158,7 @@ class MixtureSampler(Sampler[int]):
 
 
 def _permutation(rows: int, seed: int, *turn: int) -> list[int]:
+    # SeedSequence takes no negative numbers
     state = int(np.random.SeedSequence([abs(seed), int(seed < 0), *turn]).generate_state(1)[0])
     return torch.randperm(rows, generator=torch.Generator().manual_seed(state)).tolist()
 
@@ -186,6 +189,7 @@ class SkippingBatchSampler(BatchSampler):
     def __iter__(self) -> Iterator[list[int]]:
         rows = iter(self.sampler)
         skip, self.skip_rows = self.skip_rows, 0
+        # consume without keeping
         next(islice(rows, skip, skip), None)
         while batch := list(islice(rows, self.batch_size)):
             if len(batch) == self.batch_size or not self.drop_last:
@@ -243,6 +247,7 @@ def build_dataset(
             "its __init__ take that argument, or leave the option at -1."
         )
     dataset = dataset_cls(data_files=files, tokenizer=tokenizer, processor=processor, config=config, **arguments)
+    # a class of the user's may read other columns
     if type(dataset).__module__.startswith("verl.data."):
         _check_columns(dataset, config)
         _check_prompts(dataset)
@@ -300,6 +305,7 @@ def _rows_by_source(config: Mapping[str, Any], dataset: PromptDataset) -> dict[s
         )
     found: dict[str, list[int]] = {}
     for row, source in enumerate(table.column(key)):
+        # exact names before patterns
         name = str(source)
         if name not in shares:
             name = next((pattern for pattern in shares if fnmatch.fnmatchcase(name, pattern)), name)
@@ -400,6 +406,7 @@ class PromptLoader(StatefulDataLoader):
             start = 0
         self._rows_given = self._batches.skip_rows = start
         self._epoch_state, self._epoch_rows = _state_of(self.sampler), len(self.sampler)
+        # counted when given out: workers prefetch batches that training has not seen
         for batch in super().__iter__():
             self._rows_given += self.batch_size
             yield batch
@@ -430,6 +437,7 @@ class PromptLoader(StatefulDataLoader):
             )
         if "dataset" in state and hasattr(self.dataset, "load_state_dict"):
             self.dataset.load_state_dict(state["dataset"])
+        # a position in other data would skip and repeat rows silently
         if state["num_rows"] != len(self.sampler):
             raise ValueError(
                 f"The checkpoint's loader had {state['num_rows']} rows and this one has {len(self.sampler)}: its "

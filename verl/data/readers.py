@@ -49,6 +49,7 @@ def json_records(path: str, suffix: str) -> Iterator[Record]:
         yield from _json_list(path)
         return
     for number, record in enumerate(_json_lines(path)):
+        # such as one object over several lines
         if record.why and number == 0 and suffix == ".json":
             raise DataError(
                 f"{path} is neither a JSON list of objects nor one object a line (line {record.line}: {record.why}). "
@@ -72,6 +73,7 @@ def _parsed(line: bytes, number: int) -> Record:
         return Record(None, number, f"byte {error.start} is not UTF-8")
     except json.JSONDecodeError as error:
         return Record(None, number, f"not JSON: {error.msg.removesuffix(' at')} at column {error.pos + 1}")
+    # json raises it where brackets are nested deeper than Python's stack
     except RecursionError:
         return Record(None, number, "nested too deeply")
     return _object(row, number)
@@ -113,8 +115,10 @@ class _TextBuffer:
 
     def more(self) -> bool:
         """Read on; False at the end of the file."""
+        # what was parsed is dropped: memory holds one item and one piece
         self.text, self.at = self.text[self.at :], 0
         try:
+            # doubling, so that a long item is not scanned once for each piece
             piece = self.file.read(max(_PIECE, len(self.text)))
         except UnicodeDecodeError as error:
             raise self.broken(f"the text after it is not UTF-8 ({error.reason})") from error
@@ -145,6 +149,7 @@ class _TextBuffer:
             try:
                 item, end = self.decoder.raw_decode(self.text, self.at)
             except json.JSONDecodeError as error:
+                # an error in the middle is one; at the end of the text the rest may be missing
                 is_incomplete = error.msg.startswith("Unterminated") or error.pos > len(self.text) - _LONGEST_TOKEN
                 if not (is_incomplete and self.more()):
                     raise self.broken(error.msg) from error
@@ -169,8 +174,10 @@ def csv_records(path: str) -> Iterator[Record]:
     Raises:
         DataError: the header is empty or names a column twice, or a quote is never closed.
     """
+    # the default of 128 KiB refuses long prompts
     csv.field_size_limit(2**31 - 1)
     with open(path, encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
+        # strict: a quote that is never closed would swallow the rest of the file
         reader = csv.reader(file, strict=True)
         line = 1
         try:
@@ -178,6 +185,7 @@ def csv_records(path: str) -> Iterator[Record]:
             _check_header(header, path)
             paths = [name.split(".") for name in header]
             while True:
+                # before reading: a record may span several lines
                 line = reader.line_num + 1
                 try:
                     values = next(reader)
@@ -235,6 +243,7 @@ def _csv_value(text: str) -> Any:
             value = json.loads(text)
         except (ValueError, RecursionError):
             return text
+        # numbers and lists of texts stay text: an answer [1, 2] is one
         if isinstance(value, dict) or (value and all(isinstance(item, dict) for item in value)):
             return value
     return text or None
@@ -297,6 +306,7 @@ def _chunks(rows: Iterable[dict[str, Any]]) -> Iterator[pa.Table]:
 
 
 def _table(rows: list[dict[str, Any]]) -> pa.Table:
+    # in order of first appearance; null where a row lacks one
     names = list(dict.fromkeys(name for row in rows for name in row))
     columns = [_column(name, [row.get(name) for row in rows]) for name in names]
     if not columns:  # a record {} is still a row
@@ -309,6 +319,7 @@ def _column(name: str, values: list[Any]) -> tuple[pa.Field, pa.Array]:
         array = pa.array(values)
     except (pa.ArrowException, ValueError, TypeError, OverflowError):
         return _json_field(name), _as_json(values)
+    # Arrow takes [5, 0.5] as [5.0, 0.5]
     if _would_turn_to_float(values, array.type):
         return _json_field(name), _as_json(values)
     return pa.field(name, array.type), array
@@ -356,6 +367,7 @@ def _common_type(a: pa.DataType, b: pa.DataType) -> pa.DataType | None:
     if pa.types.is_list(a) and pa.types.is_list(b):
         inner = _common_type(a.value_type, b.value_type)
         return None if inner is None else pa.list_(inner)
+    # entries that only one has are null in the other
     if pa.types.is_struct(a) and pa.types.is_struct(b):
         entries = {field.name: field.type for field in a}
         for field in b:
@@ -415,6 +427,7 @@ def mapped_copy(path: str, cache_dir: str, write: Callable[[str], None], variant
     Args:
         variant: anything else the copy depends on.
     """
+    # size and time instead of the content, which would take as long as reading it
     stamp = os.stat(path)
     key = f"{os.path.realpath(path)} {stamp.st_size} {stamp.st_mtime_ns} {variant}"
     name = f"{hashlib.sha1(key.encode()).hexdigest()[:16]}-{Path(path).stem}.arrow"
@@ -429,6 +442,7 @@ def read_arrow(path: str) -> pa.Table:
 
 def _mapped(path: str) -> pa.Table:
     source = pa.memory_map(path)
+    # datasets writes streams, most other tools files
     if source.size() >= 6 and source.read(6) == b"ARROW1":
         return pa.ipc.open_file(source).read_all()
     source.seek(0)
@@ -456,6 +470,7 @@ def saved_dataset_files(folder: str) -> list[str] | None:
         )
     if not os.path.isfile(os.path.join(folder, "state.json")):
         return None
+    # in the order of the data set, which need not be that of the names
     files = _dataset_field(folder, "state.json", "_data_files")
     return [os.path.join(folder, os.path.basename(file["filename"])) for file in files]
 

@@ -200,6 +200,7 @@ class RLHFDataset(Dataset):
         table = leave_out(table, self._unusable_rows(table), self.bad_rows)
         if self.max_samples >= 0:
             seed = self.config.get("seed", None)
+            # numpy takes no negative seeds
             sample_seed = abs(1 if seed is None else seed) if self.config.get("shuffle", True) else None
             table = table.at_most(self.max_samples, sample_seed)
         self.dataframe = table
@@ -251,11 +252,13 @@ class RLHFDataset(Dataset):
                 f"data.filter_overlong_prompts=True leaves none of {len(dataframe)} prompts: the shortest has "
                 f"{lengths.min()} tokens and data.max_prompt_length={self.max_prompt_length}. Raise the latter."
             )
+        # kept in the order of the rows
         self._token_ids = None if tokens is None else tokens.select(keep)
         return dataframe if len(keep) == len(dataframe) else dataframe.select(keep)
 
     def lengths_of(self, dataframe: Any) -> np.ndarray:
         """Return the number of tokens of the prompt of every row."""
+        # methods of subclasses read self.dataframe
         whole, self.dataframe = getattr(self, "dataframe", None), dataframe
         try:
             return self._all_prompts().lengths()
@@ -287,6 +290,7 @@ class RLHFDataset(Dataset):
         where = partial(self._where, item)
         prompt, media = self._messages(row, item), self._media.read(row, where)
         self._media.check(prompt, media, where)
+        # not sent on: images are in multi_modal_data
         for key in (self.prompt_key, self.image_key, self.video_key):
             row.pop(key, None)
 
@@ -320,6 +324,7 @@ class RLHFDataset(Dataset):
                 row["prompt_id_ids"] = self._encode([row["prompt_id"]])[0]
         extra_info = row.get("extra_info")
         extra_info = extra_info if isinstance(extra_info, Mapping) else {}
+        # Parquet fills in nulls where rows have no such field
         row["index"] = extra_info.get("index") or 0
         row["tools_kwargs"] = extra_info.get("tools_kwargs") or {}
         row["interaction_kwargs"] = extra_info.get("interaction_kwargs") or {}
@@ -411,6 +416,7 @@ class RLHFDataset(Dataset):
 
     def _cache_folder(self) -> str | None:
         """Return the folder of the cached token ids, or None for few rows and prompts that must not be cached."""
+        # the cache does not know what a subclass does to a prompt
         is_overridden = type(self)._build_messages is not RLHFDataset._build_messages
         is_overridden |= type(self)._prompt_text is not RLHFDataset._prompt_text
         if is_overridden or not isinstance(self.dataframe, RowTable) or len(self.dataframe) < CACHED_FROM:

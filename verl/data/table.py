@@ -75,6 +75,7 @@ class RowTable:
         self.skipped = list(skipped)
         self.row_numbers: list[np.ndarray | None] = list(row_numbers) if row_numbers else [None] * len(self.tables)
         self._starts = np.cumsum([0, *(table.num_rows for table in self.tables)])
+        # positions of the rows among all: a selection changes only this
         self._index = np.arange(self._starts[-1])
         # Rows are read from batches: slicing a table visits every chunk of every column.
         self._batches = [batch for table in self.tables for batch in table.to_batches() if batch.num_rows]
@@ -104,6 +105,7 @@ class RowTable:
             [numbers for part in parts for numbers in part.row_numbers],
             [row for part in parts for row in part.skipped],
         )
+        # rows that a part leaves out stay in its columns
         starts = np.cumsum([0, *(part._starts[-1] for part in parts)])
         indices = [part._index + start for part, start in zip(parts, starts, strict=False)]
         table._index = np.concatenate([np.zeros(0, np.int64), *indices])
@@ -116,6 +118,7 @@ class RowTable:
         if not -len(self) <= item < len(self):
             raise IndexError(f"row {item} of a table of {len(self)} rows")
         row = int(self._index[item])
+        # the last batch that starts at or before the row
         number = int(np.searchsorted(self._batch_starts, row, side="right")) - 1
         found = self._batches[number].slice(row - int(self._batch_starts[number]), 1).to_pylist()
         return self._decoded(found)[0]
@@ -147,6 +150,7 @@ class RowTable:
                 batch = batch.select([name for name in names if name in batch.schema.names])
             places = np.flatnonzero(numbers == number)
             inside = index[places] - self._batch_starts[number]
+            # a slice shares memory, take copies
             if inside[-1] - inside[0] == len(inside) - 1 and (np.diff(inside) == 1).all():
                 found = batch.slice(int(inside[0]), len(inside))
             else:
@@ -191,10 +195,12 @@ class RowTable:
             return self
         if seed is None:
             return self.select(np.arange(count))
+        # in file order, so that neighbours in a file are read together
         return self.select(np.sort(np.random.default_rng(seed).choice(len(self), count, replace=False)))
 
     def select(self, indices: Sequence[int] | np.ndarray) -> "RowTable":
         """Return the rows at these positions, in this order."""
+        # shallow: the columns are shared
         chosen = copy.copy(self)
         chosen._index = self._index[np.asarray(indices, dtype=np.int64)]
         return chosen
@@ -297,6 +303,7 @@ def why_unusable(prompt: Any, roles: Collection[str], is_messages: bool = False)
         roles: allowed roles of a message.
         is_messages: the prompt must be messages, or their JSON text; else plain text is allowed too.
     """
+    # JSON of messages, as ROLL's files have them
     if is_messages and isinstance(prompt, str):
         try:
             prompt = json.loads(prompt)
@@ -337,6 +344,7 @@ def _why_no_message(message: Any, number: int, roles: Collection[str]) -> str | 
         return (
             f"has the role {role!r} in message {number}, which is none of {', '.join(ROLES)} nor of the chat template"
         )
+    # a turn that only calls tools has no text
     if content is None:
         return None if message.get("tool_calls") else f"has no content in message {number}"
     if not isinstance(content, str | list):
@@ -383,6 +391,7 @@ def bad_prompts(table: RowTable, key: str, roles: set[str], option: str, is_mess
 
 
 def _check_type(kind: pa.DataType, path: str, key: str, option: str) -> None:
+    # writers of Parquet may encode repeated texts as a dictionary
     text = kind.value_type if pa.types.is_dictionary(kind) else kind
     if pa.types.is_null(kind) or is_text(text) or pa.types.is_string_view(text):
         return
@@ -391,6 +400,7 @@ def _check_type(kind: pa.DataType, path: str, key: str, option: str) -> None:
             f"{path}: column {key!r} is of type {kind}; a prompt is a text or a list of {{role, content}} messages. "
             f"Name the right column with {option} or write the file again."
         )
+    # every list is empty: each row is named later
     if pa.types.is_null(kind.value_type):
         return
     fields = [field.name for field in kind.value_type]
@@ -409,6 +419,7 @@ def _suspects(column: pa.Array, roles: set[str]) -> np.ndarray:
         return np.arange(len(column))
     if not is_list(column.type):
         return np.flatnonzero(_blank(column)) if is_text(column.type) else np.arange(len(column))
+    # one flat array of all messages, and the row of each
     messages = pc.list_flatten(column)
     parents = pc.list_parent_indices(column).to_numpy()
     role, content = pc.struct_field(messages, "role"), pc.struct_field(messages, "content")
@@ -418,6 +429,7 @@ def _suspects(column: pa.Array, roles: set[str]) -> np.ndarray:
     blank = _blank(content) if is_text(content.type) else np.ones(len(messages), bool)
     odd |= _mask(pc.is_null(content)) if is_text(content.type) else True
     texts = np.bincount(parents[~blank], minlength=len(column))
+    # no message with a text
     suspect = texts == 0
     suspect[parents[odd]] = True
     return np.flatnonzero(suspect)
@@ -431,6 +443,7 @@ def is_text(kind: pa.DataType) -> bool:
 def _blank(texts: pa.Array) -> np.ndarray:
     """Return a mask of texts that are null, empty or only space."""
     empty = pc.equal(pc.binary_length(texts), 0)
+    # utf8_is_space is false for an empty text
     return ~_mask(pc.invert(pc.or_(empty, pc.utf8_is_space(texts))))
 
 
@@ -452,6 +465,7 @@ def bad_ground_truths(table: RowTable) -> dict[int, str]:
         elif field is not None and pa.types.is_struct(field.type) and field.type.get_field_index("ground_truth") >= 0:
             column = pc.struct_field(file["reward_model"], "ground_truth")
             rows = np.flatnonzero(_mask(pc.is_nan(column))).tolist() if pa.types.is_floating(column.type) else []
+        # NaN equals no answer, itself included
         bad |= dict.fromkeys((start + row for row in rows), "'reward_model' has the ground_truth NaN")
         start += file.num_rows
     return bad
@@ -465,6 +479,7 @@ def bad_ids(table: RowTable, key: str) -> dict[int, str]:
     """Return position -> what is wrong with the prompt id there: empty, or repeated."""
     bad: dict[int, str] = {}
     first: dict[str, int] = {}
+    # compared as text: 7 and '7' would be one id in the rollout
     for item, value in enumerate(table.column(key)):
         if value is None or _is_nan(value) or str(value) == "":
             bad[item] = f"{key!r} (data.prompt_id_key) is empty"
@@ -504,6 +519,7 @@ def leave_out(table: RowTable, bad: Mapping[int, str], bad_rows: str = "refuse")
             f"{len(bad)} of {len(table)} rows cannot be used ({first}). Rows count from 0. Correct or remove them, or "
             "set data.bad_rows=skip to leave them out."
         )
+    # a run without rows would fail later, and say less
     if len(bad) == len(table):
         raise DataError(f"data.bad_rows=skip leaves none of {len(table)} rows ({first}). Correct the files.")
     return table.without(dict(bad))

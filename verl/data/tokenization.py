@@ -106,6 +106,7 @@ def cache_key(
 
     backend = getattr(tokenizer, "backend_tokenizer", None)
     template = json.dumps(tokenizer.chat_template, default=str)
+    # the backend's JSON says all about a fast tokenizer of transformers alone
     if backend is None or not type(tokenizer).__module__.startswith("transformers.") or "strftime" in template:
         return None
     if not all(os.path.isfile(file) for file in files):
@@ -311,6 +312,7 @@ def encode_many(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[li
     if not hasattr(backend, "encode_batch_fast"):
         return first + (encode(texts[1:], tokenizer) if len(texts) > 1 else [])
     special = not tokenizer.chat_template
+    # computes no offsets, which nothing reads
     ids = [encoding.ids for encoding in backend.encode_batch_fast(texts, add_special_tokens=special)]
     return ids if ids[0] == first[0] else encode(texts, tokenizer)
 
@@ -333,6 +335,7 @@ def truncate(ids: list[int], max_length: int, side: str) -> list[int]:
     if side == "right":
         return ids[:max_length]
     if side == "middle":
+        # the end gets the odd token
         head = max_length // 2
         return ids[:head] + ids[len(ids) - (max_length - head) :]
     raise ValueError(f"data.truncation={side!r} is not supported; use 'error', 'left', 'right' or 'middle'.")

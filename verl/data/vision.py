@@ -39,6 +39,7 @@ def open_image(image: Any) -> Image:
     """
     from PIL import Image, UnidentifiedImageError
 
+    # datasets gives both fields and leaves one null
     if isinstance(image, Mapping):
         found = [image[name] for name in ("bytes", "path", "image") if image.get(name) is not None]
         if not found:
@@ -144,6 +145,7 @@ class ImagePrompts:
         media |= video_arguments(videos) if videos else {}
         outputs = dict(self.processor(text=[text], return_tensors="pt", **media))
         ids = outputs["input_ids"][0].tolist()
+        # the processor repeats each placeholder once for each feature; the engine's are not repeated
         engine_ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         self._check_placeholders(engine_ids, "image", self.token, self.token_id, len(images))
         self._check_placeholders(engine_ids, "video", self.video_token, self.video_token_id, len(videos))
@@ -161,6 +163,7 @@ class ImagePrompts:
 
     def _check_videos(self, engine_ids: Sequence[int], ids: Sequence[int], grid: Any) -> None:
         """Check that only placeholders were expanded: rollout engines expand them too, and write nothing else."""
+        # merge_size² patches become one token
         lengths = iter((grid.prod(-1) // self.processor.video_processor.merge_size**2).tolist())
         token = self.video_token_id
         expanded = [i for given in engine_ids for i in ([given] * next(lengths) if given == token else [given])]
@@ -172,6 +175,7 @@ class ImagePrompts:
 
     def num_tokens(self, text: str, images: Sequence[Image], videos: Sequence[Video] = ()) -> int:
         """Return the length of ``encode(text, images, videos).ids``, from image sizes alone if the processor can."""
+        # transformers' own counter, which vLLM uses as well
         measure = getattr(self.processor, "_get_num_multimodal_tokens", None)
         if measure is None or videos:
             return len(self.encode(text, [image.convert("RGB") for image in images], videos).ids)
@@ -275,6 +279,7 @@ def _from_file(source: Any, fps: float, max_frames: int) -> Video:
         raise ValueError(f"a video file cannot be read: {error}") from error
     if not frames:
         raise ValueError("a video file holds no frames")
+    # at least one frame, and never one twice
     count = max(1, min(len(frames), max_frames, round(len(frames) / rate * fps)))
     sampled = np.linspace(0, len(frames) - 1, count).round().astype(int)
     return Video(tuple(frames[number].convert("RGB") for number in sampled), count / (len(frames) / rate))
@@ -287,6 +292,7 @@ def video_arguments(videos: Sequence[Video]) -> dict[str, Any]:
         for video in videos
     ]
     frames = [list(video.frames) for video in videos]
+    # the frames were sampled already: by default a processor would sample again
     return {"videos": frames, "video_metadata": metadata, "do_sample_frames": False}
 
 
@@ -357,6 +363,7 @@ class MediaColumns:
         Raises:
             DataError: it has more, or fewer.
         """
+        # a text prompt has no parts
         for kind, items in media.items():
             placeholders = 0 if isinstance(prompt, str) else count_image_parts(prompt, kind)
             if placeholders != len(items):
