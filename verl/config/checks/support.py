@@ -132,19 +132,19 @@ LIMITS: tuple[Limit, ...] = (
     *(
         Limit(
             f"{role}.strategy",
-            "this training engine",
+            "the Megatron backend",
             "use fsdp2 or deepspeed, or local for one process",
             ("fsdp2", "fsdp1", "deepspeed", "local"),
         )
         for role in _ROLES
     ),
-    Limit("trainer.device", "this device", "use cuda or cpu", ("cuda", "cpu")),
+    Limit("trainer.device", "Ascend NPUs", "use cuda or cpu", ("cuda", "cpu")),
     # rollout
     Limit(f"{_ROLLOUT}.multi_turn.*", "multi-turn rollout", _MULTI_TURN),
     Limit(f"{_ROLLOUT}.agent.num_workers", "agent loops in processes of their own", "leave it alone"),
     Limit(
         f"{_ROLLOUT}.load_format",
-        "this way of loading the engine's first weights",
+        "loading the engine's first weights another way",
         "leave it alone: the actor's weights are handed over before sampling",
         ("auto", "dummy", "dummy_hf", "dummy_megatron", "hf", "dtensor", "megatron", "safetensors"),
     ),
@@ -221,7 +221,7 @@ def unsupported_values(config: PPOConfig) -> Iterator[Problem]:
         for key in limit.options(defaults):
             value, default = get_path(config, key), get_path(defaults, key)
             if value != default and value not in limit.works:
-                text = f"is not supported yet: {limit.what}. Way out: {limit.instead}."
+                text = f"is not supported yet ({limit.what}). {limit.instead[0].upper()}{limit.instead[1:]}."
                 yield Problem(key, f"{key}={_shown(value, default)} {text}")
 
 
@@ -259,7 +259,7 @@ def _judge_name(names: Names, value: str, config: PPOConfig) -> str | None:
         return None  # whether the file is there is seen with the other files, what is in it when it is loaded
     known = ", ".join(names.built)
     if value in names.planned:
-        return f"{names.key}={value} is not supported yet: this {names.what}. Way out: use one of {known}."
+        return f"{names.key}={value} is not supported yet ({names.what}). Supported: {known}."
     if config.actor_rollout_ref.model.external_lib or os.environ.get("VERL_USE_EXTERNAL_MODULES"):
         return None  # the module may register the name when it is imported; the registry judges then
     hint = did_you_mean(value, (*names.built, *_registered(names))).rstrip("?")
