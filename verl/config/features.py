@@ -26,7 +26,7 @@ class Feature(NamedTuple):
     switches: tuple[str, ...] = ()
     """Keys of which one must be on for the others to ask for anything; ``.name`` is one of the same section."""
     takes: tuple[Any, ...] = ()
-    """Values beside the releases' defaults that ask for what is done anyway."""
+    """Values other than the releases' defaults that ask for what is done anyway."""
     asks: tuple[Any, ...] = ()
     """Of null, false and the like: those that do ask for the feature."""
     is_free: bool = False

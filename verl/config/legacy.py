@@ -22,7 +22,7 @@ PREFIX = "backend_config"
 
 
 def _rows(table: Path, header: str) -> Iterator[list[str]]:
-    """Cells of a table's lines, without its comments and header."""
+    """Columns of a table's lines, without its comments and header."""
     for line in table.read_text(encoding="utf-8").splitlines():
         if not line.startswith(("#", header)):
             yield line.split("\t")
@@ -44,15 +44,15 @@ class Default(NamedTuple):
 def release_keys() -> dict[str, tuple[Default | None, ...]]:
     """Dotted key -> its default in each of ``RELEASES``, None where a release does not have it."""
     table = {}
-    for key, *cells in _rows(RELEASE_TABLE, "key\t"):
+    for key, *defaults in _rows(RELEASE_TABLE, "key\t"):
         row: list[Default | None] = []
-        for cell in (*cells, *["="] * (len(RELEASES) - len(cells))):
-            if cell == "=":  # as in the release before
+        for text in (*defaults, *["="] * (len(RELEASES) - len(defaults))):
+            if text == "=":  # as in the release before
                 row.append(row[-1])
-            elif cell == "-":
+            elif text == "-":
                 row.append(None)
             else:
-                row.append(Default(json.loads(cell.removeprefix("M:")), cell.startswith("M:")))
+                row.append(Default(json.loads(text.removeprefix("M:")), text.startswith("M:")))
         table[key] = tuple(row)
     return table
 
@@ -69,7 +69,7 @@ def asks_for_nothing(value: Any) -> bool:
 
 def same(one: Any, other: Any) -> bool:
     """Equality of plain values that tells truth values from numbers; 1 and 1.0 are the same number."""
-    if isinstance(one, bool) or isinstance(other, bool):
+    if isinstance(one, bool) or isinstance(other, bool):  # Python's True == 1
         return one is other
     if isinstance(one, list) and isinstance(other, list):
         return len(one) == len(other) and all(map(same, one, other))
@@ -140,7 +140,7 @@ class RemovedOption(NamedTuple):
     old: str
     why: str
     harmless: tuple[Any, ...]
-    """Values beside null, false and the releases' defaults that ask for what is done anyway."""
+    """Values other than null, false and the releases' defaults that ask for what is done anyway."""
 
     def is_harmless(self, value: Any) -> bool:
         """Does this value ask for nothing? ``true`` is not 1."""
@@ -150,8 +150,8 @@ class RemovedOption(NamedTuple):
 
 def _old_keys() -> tuple[dict[str, str], tuple[Moved, ...], tuple[RemovedOption, ...]]:
     sections, moved, removed = {}, [], []
-    for cells in _rows(OLD_TABLE, "old\t"):
-        old, new, how, why = (*cells, "", "")[:4]
+    for columns in _rows(OLD_TABLE, "old\t"):
+        old, new, how, why = (*columns, "", "")[:4]
         if how == "section":
             sections[old] = new
         elif how.startswith("["):
@@ -160,7 +160,7 @@ def _old_keys() -> tuple[dict[str, str], tuple[Moved, ...], tuple[RemovedOption,
             moved.append(Moved(old, tuple(new.split(" ")), CONVERSIONS[how], how == "alias"))
     known = {entry.old for entry in moved}
     for place in ("actor_rollout_ref.rollout", "actor_rollout_ref.rollout.val_kwargs"):
-        for name in (*HANDED_ON, *DECIDED):  # parameters of the engines, beside those that are options
+        for name in (*HANDED_ON, *DECIDED):  # parameters of the engines that are no options themselves
             if f"{place}.{name}" not in known:
                 new = f"{place}.sampling_kwargs.{name}"
                 moved.append(Moved(f"{place}.{name}", (new,), CONVERSIONS["alias"], True))
@@ -256,6 +256,7 @@ def translate(
             continue
         if not is_alias:
             messages.append(f"{old} is now called {' and '.join(entry.new)}")
+        # An empty section is a composed file's, nothing a user asked for.
         converted = None if value == {} else entry.convert(value)
         for new in entry.new:
             if converted is not None or is_alias:
@@ -309,6 +310,7 @@ def translate_correction(tree: dict, given: set[str], problems: list[Problem]) -
     """
     meant: dict[str, Any] = {}
     messages = []
+    # The newest name last: it goes before the older ones.
     is_there, cap = _take(tree, given, _CAP)
     if is_there and _is_positive(cap):
         meant |= {"rollout_is": "token", "rollout_is_threshold": cap}
@@ -385,7 +387,7 @@ def set_features_aside(
             del section_at(tree, role)["strategy"]
     quiet: dict[str, list[str]] = {}
     messages = []
-    before = dict(flatten(tree))
+    before = dict(flatten(tree))  # switches are looked up in it while keys are taken out of the tree
     for key, value in before.items():
         found = None if is_known(key) else feature_of_key(key)
         if found is None:
@@ -415,7 +417,7 @@ def _is_idle(key: str, value: Any, feature: Feature) -> bool:
     if is_interpolation(value):  # what it follows is judged itself
         return True
     said = value
-    if isinstance(value, str):
+    if isinstance(value, str):  # quoted on the command line
         value = {"true": True, "false": False, "null": None, "none": None}.get(value.lower(), value)
     if asks_for_nothing(value):
         return not any(same(value, item) for item in feature.asks)

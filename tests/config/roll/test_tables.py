@@ -9,10 +9,22 @@ from tests.config.test_tables import options_in
 from verl.config.command_line import locate
 from verl.config.ppo import PPOConfig
 from verl.config.roll import keys
-from verl.config.roll.table import PLACES, Row, read_yaml, rows
+from verl.config.roll.table import Row, listed, read_yaml, rows
 from verl.config.roll.translate import translate
 
 TABLES = ("top", "worker", "data", "generation", "strategy", "vllm", "sglang", "megatron", "reward")
+LISTS = (
+    "places",
+    "engines",
+    "settings",
+    "schedules",
+    "templates",
+    "rules",
+    "pipelines",
+    "presets",
+    "shapes",
+    "classes",
+)
 KINDS = ("to", "sets", "if_true", "by", "read", "no_effect", "not_built")
 ROWS = [(table, key, row) for table in TABLES for key, row in rows(table).items()]
 
@@ -23,7 +35,7 @@ def is_option(key: str) -> bool:
 
 def test_the_file_has_these_tables_and_no_others():
     tables = read_yaml("keys.yaml")
-    assert tuple(tables) == (*TABLES, "rules", "pipelines", "presets", "shapes", "classes")
+    assert tuple(tables) == (*TABLES, *LISTS)
     for table in TABLES:
         for pattern, entry in tables[table].items():
             assert entry.keys() <= set(Row._fields) - {"sections"}, (table, pattern)
@@ -38,7 +50,7 @@ def test_a_row_names_what_is_there(table, key, row):
         assert is_option(option), option
     for option in {**row.sets, **row.if_true}:
         names = re.findall(r"\{(\w+)\}", option)
-        places = [place for place in PLACES.values() if all(name in place for name in names)]
+        places = [place for place in listed("places").values() if all(name in place for name in names)]
         assert places and all(is_option(option.format(**place)) for place in places), option
     for text in row.instead:
         option = text.format(key=key).partition("=")[0]
@@ -66,12 +78,26 @@ def test_a_function_that_no_row_names_is_gone():
 
 def test_the_note_on_reward_workers_names_every_rule():
     note = rows("reward")["worker_cls"].described()
-    for worker, rule in read_yaml("keys.yaml")["rules"].items():
+    for worker, rule in listed("rules").items():
         assert f"{worker} `{rule}`" in note
 
 
+def test_the_places_of_roles_are_sections_and_options_that_exist():
+    for places in listed("places").values():
+        for kind, name in places.items():
+            assert locate(PPOConfig, name).kind == ("option" if kind == "dtype" else "section"), name
+
+
+def test_settings_of_engines_and_schedules_exist():
+    actor, settings = "actor_rollout_ref.actor", listed("settings")
+    assert all(is_option(f"{actor}.fsdp_config.{name}") for name in settings["fsdp"])
+    assert all(is_option(f"{actor}.deepspeed.{name}") for name in settings["zero"])
+    assert set(listed("engines")["training"].values()) <= {None, "megatron", "fsdp", "fsdp2", "deepspeed"}
+    assert set(listed("schedules").values()) == {"linear", "cosine", "constant"}
+
+
 def test_a_pipeline_that_is_not_built_has_a_way_out():
-    for pipeline in read_yaml("keys.yaml")["pipelines"].values():
+    for pipeline in listed("pipelines").values():
         assert pipeline.keys() == {"name", "instead", "keys"}
         assert pipeline["instead"][0].isupper() and not pipeline["instead"].endswith(".")
         assert all(map(is_option, options_in(pipeline["instead"])))

@@ -14,7 +14,7 @@ from verl.config.tree import at_key, section_at
 # -- ``device_mapping``: Python that ROLL evaluates, read here as what it is, a list of numbers ----------------------
 
 
-_MOST = 1 << 20
+_MOST = 1 << 20  # a range of more devices is a slip, and its list would fill the memory
 
 
 def parse_devices(value: Any) -> list[int] | None:
@@ -71,7 +71,7 @@ class Roll:
 
     Args:
         tree: plain, interpolations filled in.
-        given: options of ours that the command line sets beside it, and their values as text.
+        given: options of ours that the command line sets too, and their values as text.
     """
 
     def __init__(self, tree: Mapping[str, Any], given: Mapping[str, str]) -> None:
@@ -118,7 +118,7 @@ class Roll:
 
     @property
     def group_size(self) -> int:
-        return self.get("train_env_manager.group_size", 1)
+        return int(self.get("train_env_manager.group_size", 1))
 
     @property
     def responses(self) -> int:
@@ -149,7 +149,7 @@ class Roll:
     def dp_size(self, role: str) -> int:
         """Data-parallel ranks, as the guide counts them for the role's strategy."""
         settings = section_at(self.tree, f"{role}.strategy_args.strategy_config")
-        shared = 1
+        shared = 1  # ranks that work on the same samples
         for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"):
             shared *= settings.get(name) or 1
         shared *= self.get(f"{role}.model_args.ulysses_size", 1)
@@ -163,7 +163,7 @@ class Roll:
 
     def updates_per_step(self, role: str) -> int:
         """Optimizer steps that follow one rollout."""
-        epochs = self.get("ppo_epochs", 1) if role == "actor_train" else 1
+        epochs = self.get("ppo_epochs", 1) if role == "actor_train" else 1  # ROLL's critic sees a rollout once
         return max(1, self.samples // self.samples_per_update(role)) * epochs
 
 
@@ -171,6 +171,7 @@ def batches(roll: Roll) -> Iterator[Outcome]:
     """Options of the batch arithmetic, of every role that takes gradient steps."""
     yield from _updates(roll, "actor_train", ACTOR)
     yield Set(f"{ACTOR}.shuffle", True)
+    # 16 here and below is ROLL's default of infer_batch_size, 8 that of per_device_train_batch_size.
     yield Set(f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu", roll.get("actor_train.infer_batch_size", 16))
     if roll.get("reference") is not None:
         yield Set(f"{REF}.log_prob_micro_batch_size_per_gpu", roll.get("reference.infer_batch_size", 16))
@@ -196,22 +197,23 @@ def batches(roll: Roll) -> Iterator[Outcome]:
 def _updates(roll: Roll, role: str, place: str) -> Iterator[Outcome]:
     key = f"{role}.training_args.gradient_accumulation_steps"
     given = roll.get(key, 1)
-    wanted, brought, siblings = roll.samples_per_update(role), roll.samples, roll.responses
+    taken, brought, group = roll.samples_per_update(role), roll.samples, roll.responses
     yield Set(f"{place}.ppo_micro_batch_size_per_gpu", roll.get(f"{role}.training_args.per_device_train_batch_size", 8))
-    prompts = max(1, brought // siblings)
-    fitting = next(size for size in range(max(1, min(wanted // siblings, prompts)), 0, -1) if prompts % size == 0)
-    way_out = (f"{place}.ppo_mini_batch_size={fitting}",)
-    if wanted > brought:
-        why = f"an optimizer step takes {wanted} samples, a rollout brings {brought}"
-        yield Refuse(key, given, why, way_out)
-    elif wanted % siblings:
-        why = f"an optimizer step takes {wanted} samples, which are no whole groups of {siblings}"
-        yield Refuse(key, given, why, way_out)
-    elif brought % wanted:
-        why = f"a rollout brings {brought} samples, no multiple of the {wanted} of an optimizer step"
-        yield Refuse(key, given, f"{why}: ROLL drops the rest", way_out)
+    if taken > brought:
+        why = f"an optimizer step takes {taken} samples, a rollout brings {brought}"
+    elif taken % group:
+        why = f"an optimizer step takes {taken} samples, which are no whole groups of {group}"
+    elif brought % taken:
+        why = (
+            f"a rollout brings {brought} samples, no multiple of the {taken} of an optimizer step: ROLL drops the rest"
+        )
     else:
-        yield Set(f"{place}.ppo_mini_batch_size", wanted // siblings)
+        yield Set(f"{place}.ppo_mini_batch_size", taken // group)
+        return
+    # The largest mini-batch, up to the one asked for, of which a rollout is a multiple.
+    prompts = max(1, brought // group)
+    fitting = next(size for size in range(max(1, min(taken // group, prompts)), 0, -1) if prompts % size == 0)
+    yield Refuse(key, given, why, (f"{place}.ppo_mini_batch_size={fitting}",))
 
 
 def devices(roll: Roll) -> Iterator[Outcome]:
@@ -219,12 +221,14 @@ def devices(roll: Roll) -> Iterator[Outcome]:
     mapped = roll.mapped
     yield from roll.unreadable
     own, sampling = mapped["actor_train"], mapped["actor_infer"]
-    if own is None:
+    if own is None:  # no devices: workers on the CPU
         yield Set("trainer.device", "cpu")
         yield Set("trainer.n_gpus_per_node", roll.world_size("actor_train"))
     else:
         yield from _nodes(roll, "actor_train", own, "trainer")
-    yield Set(f"{ROLLOUT}.tensor_model_parallel_size", _tensor_parallel(roll))
+    settings = section_at(roll.tree, "actor_infer.strategy_args.strategy_config")
+    shards = settings.get("tensor_parallel_size") or settings.get("tp_size")
+    yield Set(f"{ROLLOUT}.tensor_model_parallel_size", shards or roll.get("actor_infer.num_gpus_per_worker", 1))
     if sampling and own and not set(sampling) & set(own):
         yield Set("actor_rollout_ref.hybrid_engine", False)
         yield from _nodes(roll, "actor_infer", sampling, ROLLOUT)
@@ -237,15 +241,10 @@ def devices(roll: Roll) -> Iterator[Outcome]:
             yield Note(f"{role}.device_mapping: the role is spread over all devices of actor_train, and no other")
 
 
-def _tensor_parallel(roll: Roll) -> int:
-    settings = section_at(roll.tree, "actor_infer.strategy_args.strategy_config")
-    chosen = settings.get("tensor_parallel_size") or settings.get("tp_size")
-    return chosen or roll.get("actor_infer.num_gpus_per_worker", 1)
-
-
 def _nodes(roll: Roll, role: str, ids: list[int], place: str) -> Iterator[Outcome]:
     """Nodes of equally many devices; which devices of a node they are is for CUDA_VISIBLE_DEVICES to say."""
     per_node = roll.get("num_gpus_per_node", 8)
+    # Ids of all nodes are counted through: with 8 a node, 8 is the first of the second.
     used = len({number // per_node for number in ids})
     nodes = next(count for count in range(max(used, -(-len(ids) // per_node)), len(ids) + 1) if len(ids) % count == 0)
     count = len(ids) // nodes

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from verl.config.base import ConfigError
-from verl.config.roll.table import Row, read_yaml, rows
+from verl.config.roll.table import WORKER_TABLES, Row, listed, read_yaml, rows
 from verl.config.roll.translate import Translation, is_ours, read_roll, translate
 
 HELP = """\
@@ -58,6 +58,7 @@ def main(arguments: Sequence[str], run: Callable[[list[str]], Any]) -> int:
             added = [part if "=" in part else f"{part}=..." for text in translation.added for part in text.split()]
             print(f"To go on: {shlex.join(['verl', 'roll', files[0], *words, *added])}", file=sys.stderr)
         return 2
+    # A variable that the user set goes before the secret in the file.
     for variable, value in translation.environment.items():
         os.environ.setdefault(variable, value)
     if "--print" not in flags:
@@ -85,7 +86,6 @@ class Field(NamedTuple):
 
     section: str
     name: str
-    type: str
     first: str
     """Default at v0.1.0; ``-``: not there."""
     latest: str
@@ -103,9 +103,9 @@ def fields() -> list[Field]:
         KeyError: no table has a field.
     """
     return [
-        Field(section, name, kind, first or "-", latest or "-", *_verdict(section, name))
+        Field(section, name, first or "-", latest or "-", *_verdict(section, name))
         for section, entries in read_yaml("fields.yaml").items()
-        for name, (kind, first, latest) in entries.items()
+        for name, (_type, first, latest) in entries.items()
     ]
 
 
@@ -113,8 +113,7 @@ _FILTERS = "base_config.TrainInferFilterConfig"
 
 
 def _verdict(section: str, name: str) -> tuple[str, str]:
-    tables = read_yaml("keys.yaml")
-    pipeline = tables["pipelines"].get(section.partition("_config.")[0])
+    pipeline = listed("pipelines").get(section.partition("_config.")[0])
     if pipeline is not None and not (section == "agentic_config.AgenticConfig" and name in rows("top")):
         instead = pipeline["instead"]
         return "not built", f"{pipeline['name']}; {instead[0].lower()}{instead[1:]}"
@@ -122,8 +121,8 @@ def _verdict(section: str, name: str) -> tuple[str, str]:
         if name.startswith("diff_"):
             return "not built", "a bound on the difference of probabilities; bound their ratio with `ratio_high`"
         return "translated", "`algorithm.rollout_correction.rollout_rs`, and its thresholds"
-    table, before = tables["classes"].get(section, ("top", ""))
-    known: dict[str, Row] = rows("worker", "data", "generation", "strategy") if table == "worker" else rows(table)
+    table, before = listed("classes").get(section, ("top", ""))
+    known: dict[str, Row] = rows(*WORKER_TABLES, "strategy") if table == "worker" else rows(table)
     key = f"{before}{name}"
     if key not in known and any(other.startswith(f"{key}.") for other in known):
         return "translated", "a section: its fields are in a list of their own"

@@ -8,20 +8,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from verl.config.roll.batch import Roll
-from verl.config.roll.table import ACTOR, MODEL, PLACES, REF, ROLLOUT, Idle, Note, Outcome, Refuse, Secret, Set
+from verl.config.roll.table import ACTOR, MODEL, REF, ROLLOUT, Idle, Note, Outcome, Refuse, Secret, Set, listed, place
 
 SHAPING, CORRECTION = "algorithm.reward_shaping", "algorithm.rollout_correction"
 LOSS_MODE = f"{ACTOR}.policy_loss.loss_mode"
-
-
-def _place(key: str, kind: str) -> str | None:
-    """The section of a kind that the role of a worker's key has here."""
-    return PLACES.get(key.partition(".")[0], {}).get(kind)
-
-
-def _of_rollout(key: str) -> str:
-    """Options of sampling, for training or for validation."""
-    return f"{ROLLOUT}.val_kwargs" if key.startswith("validation") else ROLLOUT
 
 
 # -- The run ---------------------------------------------------------------------------------------------------------
@@ -49,7 +39,7 @@ def tracker_kwargs(key: str, value: Any, roll: Roll) -> Iterator[Outcome]:
     for name, item in value.items():
         if item is None:
             continue
-        if name in ("api_key", "login_kwargs"):
+        if name in ("api_key", "login_kwargs"):  # other users of the machine read command lines
             secret = item.get("api_key") if isinstance(item, dict) else item
             yield Secret(f"{key}.{name}", "SWANLAB_API_KEY" if tracker == "swanlab" else "WANDB_API_KEY", str(secret))
         elif name == "project":
@@ -187,7 +177,7 @@ def reward_norm(key: str, value: Any, roll: Roll) -> Iterator[Outcome]:
     if shift and scale:
         why = "with reward_scale: only the mean, and only the std, of the same scores"
         yield Refuse("reward_shift", True, why, ("reward_shift=false", "reward_scale=false"))
-    elif roll.get("adv_estimator") == "grpo" and value == "group" and not scale:
+    elif roll.get("adv_estimator") == "grpo" and value == "group" and not scale:  # GRPO's own norm, taken once
         yield from [Set("algorithm.norm_adv_by_std_in_grpo", False)] if shift else []
     else:
         yield from [] if scale else [Set(f"{SHAPING}.norm.mean", value)]
@@ -244,6 +234,7 @@ def clip_range(key: str, value: Any, roll: Roll, option: str) -> Iterator[Outcom
 
 
 def dual_clip(key: str, value: Any, roll: Roll) -> Iterator[Outcome]:
+    # ROLL bounds the loss of bad responses at 1 + 2 pg_clip, rounded since 0.2 is not exact.
     yield Set(f"{ACTOR}.clip_ratio_c", round(1 + 2 * roll.get("pg_clip", 0.2), 6) if value else None)
 
 
@@ -255,6 +246,7 @@ def value_clip(key: str, value: Any, roll: Roll) -> Iterator[Outcome]:
 
 
 def pg_variant(key: str, value: Any, roll: Roll) -> Iterator[Outcome]:
+    # ROLL's vanilla is the policy gradient without ratios, its ppo the clipped loss that is called vanilla here.
     yield Set(LOSS_MODE, {"vanilla": "reinforce", "ppo": "vanilla"}.get(value, value))
 
 
@@ -317,8 +309,9 @@ def importance_weight(key: str, value: Any, roll: Roll) -> Iterator[Outcome]:
         yield Refuse(f"{section}.weight_type", level, why, (f"{section}.weight_type=sequence",))
         return
     yield Set(f"{CORRECTION}.rollout_is", level)
+    # 1.2 here, and 0.8 and 1.2 below, are ROLL's defaults.
     yield Set(f"{CORRECTION}.rollout_is_threshold", roll.get(f"{section}.upper_bound", 1.2))
-    yield Set(f"{ROLLOUT}.calculate_log_probs", True)
+    yield Set(f"{ROLLOUT}.calculate_log_probs", True)  # the ratio needs those of the engine
 
 
 def filters(key: str, value: Any, roll: Roll) -> Iterator[Outcome]:
@@ -349,25 +342,20 @@ def filters(key: str, value: Any, roll: Roll) -> Iterator[Outcome]:
 # -- Models, optimizers and weights ----------------------------------------------------------------------------------
 
 
-def dtype(key: str, value: Any, roll: Roll) -> Iterator[Outcome]:
-    fsdp = _place(key, "fsdp")
-    yield Set(f"{fsdp}.mixed_precision.param_dtype" if fsdp else f"{ROLLOUT}.dtype", value)
-
-
 def checkpointing(key: str, value: Any, roll: Roll) -> Iterator[Outcome]:
-    if model := _place(key, "model"):
+    if model := place(key, "model"):
         yield Set(f"{model}.enable_gradient_checkpointing", not value)
 
 
 def model_path(key: str, value: Any, roll: Roll) -> Iterator[Outcome]:
-    if model := _place(key, "model"):
+    if model := place(key, "model"):
         yield Set(f"{model}.path", value)
     elif key.startswith("reference.") and value != roll.get("pretrain"):
         yield Set(f"{REF}.model.path", value)
 
 
 def lora(key: str, value: Any, roll: Roll) -> Iterator[Outcome]:
-    model, name = _place(key, "model"), key.rpartition(".")[2]
+    model, name = place(key, "model"), key.rpartition(".")[2]
     if model is None:
         return
     if name == "lora_target":
@@ -390,7 +378,7 @@ def model_type(key: str, value: Any, roll: Roll) -> Iterator[Outcome]:
 
 
 def config_kwargs(key: str, value: Any, roll: Roll) -> Iterator[Outcome]:
-    if model := _place(key, "model"):
+    if model := place(key, "model"):
         yield from (Set(f"{model}.override_config.{name}", item) for name, item in value.items())
 
 
@@ -404,13 +392,13 @@ def freeze(key: str, value: Any, roll: Roll) -> Iterator[Outcome]:
 
 
 def ulysses(key: str, value: Any, roll: Roll) -> Iterator[Outcome]:
-    if (role := _place(key, "role")) and value != 1:
+    if (role := place(key, "role")) and value != 1:
         yield Set(f"{role}.ulysses_sequence_parallel_size", value)
-        yield Set(f"{_place(key, 'model') or MODEL}.use_remove_padding", True)
+        yield Set(f"{place(key, 'model') or MODEL}.use_remove_padding", True)
 
 
 def betas(key: str, value: Any, roll: Roll) -> Iterator[Outcome]:
-    if optim := _place(key, "optim"):
+    if optim := place(key, "optim"):
         section = key.rpartition(".")[0]
         both = [roll.get(f"{section}.adam_beta1", 0.9), roll.get(f"{section}.adam_beta2", 0.999)]
         yield Set(f"{optim}.betas", both)
@@ -418,28 +406,25 @@ def betas(key: str, value: Any, roll: Roll) -> Iterator[Outcome]:
 
 def warmup_steps(key: str, value: Any, roll: Roll) -> Iterator[Outcome]:
     """ROLL counts optimizer steps, the schedule here training steps."""
-    if (optim := _place(key, "optim")) and value:
+    if (optim := place(key, "optim")) and value:
         updates = roll.updates_per_step(key.partition(".")[0])
-        yield Set(f"{optim}.lr_warmup_steps", -(-value // updates))
+        yield Set(f"{optim}.lr_warmup_steps", -(-value // updates))  # rounded up: a short warm-up is not none
         if updates > 1:
             yield Note(f"{key}={value} counts optimizer steps: {updates} of them make one training step")
 
 
-_SCHEDULES = {"linear": "linear", "cosine": "cosine", "constant": "constant", "constant_with_warmup": "constant"}
-
-
 def schedule(key: str, value: Any, roll: Roll) -> Iterator[Outcome]:
-    optim = _place(key, "optim")
-    if value not in _SCHEDULES:
+    optim, known = place(key, "optim"), listed("schedules")
+    if value not in known:
         instead = (f"{key}=cosine", f"{optim}.warmup_style") if optim else (f"{key}=cosine",)
-        yield Refuse(key, value, f"known are {', '.join(_SCHEDULES)}", instead)
+        yield Refuse(key, value, f"known are {', '.join(known)}", instead)
     elif optim:
-        yield Set(f"{optim}.warmup_style", _SCHEDULES[value])
+        yield Set(f"{optim}.warmup_style", known[value])
 
 
 def sync(key: str, value: Any, roll: Roll) -> Iterator[Outcome]:
     yield Set("trainer.weight_sync_freq", value)
-    if value > 1:
+    if value > 1:  # until the next sync the engine has to keep the weights it got
         yield Set(f"{ROLLOUT}.free_cache_engine", False)
 
 
@@ -449,7 +434,7 @@ def dynamic(key: str, value: Any, roll: Roll) -> Iterator[Outcome]:
         return
     role, name = key.split(".")
     kind = "train" if "train" in name else "infer"
-    tokens, place = roll.get(f"{role}.max_tokens_per_microbatch_in_{kind}"), _place(key, "role")
+    tokens, place = roll.get(f"{role}.max_tokens_per_microbatch_in_{kind}"), place(key, "role")
     if kind == "train" and place in (ACTOR, "critic"):
         yield Set(f"{place}.use_dynamic_bsz", True)
         yield from [Set(f"{place}.ppo_max_token_len_per_gpu", tokens)] if tokens else []
@@ -461,17 +446,13 @@ def dynamic(key: str, value: Any, roll: Roll) -> Iterator[Outcome]:
 
 # -- Data ------------------------------------------------------------------------------------------------------------
 
-_THINKING = {"qwen3": True, "qwen3_nothink": False, "native_nonthinking": False}
-_TOKENIZERS = ("native", "qwen", "llama", "chatml", "deepseek", "glm", "mistral", "gemma", "default")
-"""Beginnings of ROLL's names for templates that models bring themselves."""
-
 
 def template(key: str, value: Any, roll: Roll) -> Iterator[Outcome]:
     """The template of the training prompts is everybody's: responses are sampled and scored as token ids."""
     own = roll.get("actor_train.data_args.template", roll.get("global_template", "native"))
     if key.startswith("actor_train"):
         yield from _template_outcomes(key, value)
-    elif value == own:
+    elif value == own:  # said already
         return
     elif key.startswith("validation"):
         yield Note(f"{key}={value}: prompts of validation go through the template of training, {own}")
@@ -485,14 +466,14 @@ def template_of_all(key: str, value: Any, roll: Roll) -> Iterator[Outcome]:
 
 
 def _template_outcomes(key: str, value: Any) -> Iterator[Outcome]:
-    text = str(value)
+    text, known = str(value), listed("templates")
     if text.endswith((".jinja", ".jinja2")) or "{%" in text:
         yield Set(f"{MODEL}.custom_chat_template", value)
-    elif not text.startswith(_TOKENIZERS):
+    elif not text.startswith(tuple(known["of_tokenizer"])):
         why = "a template is the tokenizer's (native) or a Jinja file of yours"
         yield Refuse(key, value, why, (f"{key}=native", f"{MODEL}.custom_chat_template"))
-    elif text in _THINKING:
-        yield Set("data.apply_chat_template_kwargs.enable_thinking", _THINKING[text])
+    elif text in known["thinking"]:
+        yield Set("data.apply_chat_template_kwargs.enable_thinking", known["thinking"][text])
     elif text != "native":
         yield Note(f"{key}={value}: the tokenizer's own template is used, {value}'s for models that have it")
 
@@ -500,6 +481,7 @@ def _template_outcomes(key: str, value: Any) -> Iterator[Outcome]:
 def file_name(key: str, value: Any, roll: Roll) -> Iterator[Outcome]:
     folder = roll.get(f"{key.rpartition('.')[0]}.dataset_dir")
     names = value if isinstance(value, list) else [value]
+    # As in ROLL a name with a slash is a path of its own.
     paths = [f"{folder}/{name}" if folder and "/" not in str(name) else name for name in names]
     option = "data.val_files" if key.startswith("validation") else "data.train_files"
     yield Set(option, paths if isinstance(value, list) else paths[0])
@@ -517,17 +499,16 @@ def column(key: str, value: Any, roll: Roll) -> Iterator[Outcome]:
 # -- Generation ------------------------------------------------------------------------------------------------------
 
 
-def sampling(key: str, value: Any, roll: Roll) -> Iterator[Outcome]:
-    name, validates, place = key.rpartition(".")[2], key.startswith("validation"), _of_rollout(key)
-    if name == "temperature" and (validates or value == 0):
-        yield Set(f"{place}.do_sample", value > 0)
-    if name != "temperature" or validates or value > 0:
-        yield Set(f"{place}.{name}", value)
+def temperature(key: str, value: Any, roll: Roll) -> Iterator[Outcome]:
+    """0 asks for the likeliest tokens; of training it leaves the temperature of the log-probs as it is."""
+    sampling, validates = place(key, "sampling"), key.startswith("validation")
+    yield from [Set(f"{sampling}.do_sample", value > 0)] if validates or value == 0 else []
+    yield from [Set(f"{sampling}.temperature", value)] if validates or value > 0 else []
 
 
 def samples(key: str, value: Any, roll: Roll) -> Iterator[Outcome]:
     if key.startswith("validation") or roll.get("num_return_sequences_in_group") in (None, value):
-        yield Set(f"{_of_rollout(key)}.n", value)
+        yield Set(f"{place(key, 'sampling')}.n", value)
     else:
         yield Note(f"{key}={value} has no effect: num_return_sequences_in_group decides")
 
@@ -545,13 +526,9 @@ def max_new_tokens(key: str, value: Any, roll: Roll) -> Iterator[Outcome]:
         yield Note(f"{key}={value} and response_length={length}: the smaller ends a response")
 
 
-def stop(key: str, value: Any, roll: Roll) -> Iterator[Outcome]:
-    yield Set(f"{_of_rollout(key)}.stop", value)
-
-
 def do_sample(key: str, value: Any, roll: Roll) -> Iterator[Outcome]:
     if key.startswith("validation") or value is False:
-        yield Set(f"{_of_rollout(key)}.do_sample", bool(value))
+        yield Set(f"{place(key, 'sampling')}.do_sample", bool(value))
 
 
 def beams(key: str, value: Any, roll: Roll) -> Iterator[Outcome]:

@@ -8,16 +8,15 @@ from verl.config.roll.batch import Roll
 from verl.config.roll.table import (
     ACTOR,
     MODEL,
-    PLACES,
     ROLLOUT,
     Idle,
     Note,
     Outcome,
     Refuse,
     Set,
-    read_yaml,
-    row_outcomes,
+    listed,
     rows,
+    section_outcomes,
 )
 from verl.config.tree import section_at
 
@@ -25,22 +24,7 @@ Section = Mapping[str, Any]
 
 # -- ``strategy_args`` -----------------------------------------------------------------------------------------------
 
-TRAINING = {
-    "deepspeed_train": "deepspeed", "deepspeed_infer": "deepspeed", "fsdp2_train": "fsdp2", "fsdp2_infer": "fsdp2",
-    "fsdp_train": "fsdp", "hf_infer": None, "megatron_train": "megatron", "megatron_infer": "megatron",
-}  # fmt: skip
-ROLLOUTS = {"vllm": "vllm", "sglang": "sglang", "hf_infer": "hf"}
 _IS_ONE = (None, 1)
-_ZERO = ("overlap_comm", "contiguous_gradients", "reduce_bucket_size", "allgather_bucket_size",
-         "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold", "stage3_max_live_parameters",
-         "stage3_max_reuse_distance", "zero_hpz_partition_size")  # fmt: skip
-"""Entries of DeepSpeed's ``zero_optimization`` that are options here."""
-_OVERWRITTEN = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps",
-                "gradient_clipping", "steps_per_print", "zero_allow_untested_optimizer",
-                "zero_force_ds_cpu_optimizer")  # fmt: skip
-"""Entries of a DeepSpeed file that ROLL, and verl, decide."""
-_FSDP = ("fsdp_size", "offload_policy", "param_offload", "optimizer_offload", "reshard_after_forward")
-"""Settings of FSDP that have the same name here."""
 
 
 def strategy(key: str, value: Section, roll: Roll) -> Iterator[Outcome]:
@@ -52,18 +36,19 @@ def strategy(key: str, value: Section, roll: Roll) -> Iterator[Outcome]:
     name, settings = value.get("strategy_name"), value.get("strategy_config") or {}
     if role == "actor_infer":
         yield from _rollout(key, name, settings, roll)
-    elif name not in TRAINING:
+    elif name not in (known := listed("engines")["training"]):
         instead = f"{key}.strategy_name=fsdp2_train {key}.strategy_config={{}}"
-        yield Refuse(f"{key}.strategy_name", name, f"known are {', '.join(TRAINING)}", (instead,))
+        yield Refuse(f"{key}.strategy_name", name, f"known are {', '.join(known)}", (instead,))
     else:
         yield from _training(key, role, name, settings, roll)
 
 
 def _rollout(key: str, name: Any, settings: Section, roll: Roll) -> Iterator[Outcome]:
-    if name not in ROLLOUTS:
-        yield Refuse(f"{key}.strategy_name", name, f"known are {', '.join(ROLLOUTS)}", (f"{ROLLOUT}.name=vllm",))
+    engines = listed("engines")["rollout"]
+    if name not in engines:
+        yield Refuse(f"{key}.strategy_name", name, f"known are {', '.join(engines)}", (f"{ROLLOUT}.name=vllm",))
         return
-    engine = ROLLOUTS[name]
+    engine = engines[name]
     yield Set(f"{ROLLOUT}.name", engine)
     if roll.given.get(f"{ROLLOUT}.name", engine) != engine:
         if settings:
@@ -84,7 +69,7 @@ def _rollout(key: str, name: Any, settings: Section, roll: Roll) -> Iterator[Out
 
 
 def _training(key: str, role: str, name: str, settings: Section, roll: Roll) -> Iterator[Outcome]:
-    engine, place = TRAINING[name], PLACES[role]["role"]
+    engine, place = listed("engines")["training"][name], listed("places")[role]["role"]
     option, of_actor, config = f"{place}.strategy", f"{ACTOR}.strategy", f"{key}.strategy_config"
     chosen = roll.given.get(option)
     if engine == "megatron":
@@ -100,6 +85,7 @@ def _training(key: str, role: str, name: str, settings: Section, roll: Roll) -> 
         yield Note(f"{key}.strategy_name={name}: the role scores with the engine of the actor")
     else:
         yield Set(option, engine)
+        # Settings of FSDP2 are those of FSDP, so that a change from one to the other keeps them.
         if chosen not in (None, engine, "fsdp" if engine == "fsdp2" else engine):
             what = ", ".join(settings) or "it"
             yield Note(f"{config}: {what} is {engine}'s and has no effect with {option}={chosen}")
@@ -108,12 +94,12 @@ def _training(key: str, role: str, name: str, settings: Section, roll: Roll) -> 
         elif any(setting in rows("megatron") for setting in settings):  # the engine was changed, its settings were not
             yield from _in_place_of_megatron(role, settings, engine)
         else:
-            yield from _fsdp(config, PLACES[role]["fsdp"], settings)
+            yield from _fsdp(config, listed("places")[role]["fsdp"], settings)
 
 
 def _in_place_of_megatron(role: str, settings: Section, chosen: str) -> Iterator[Outcome]:
     """What FSDP2 or DeepSpeed have of Megatron's settings; the others are said in one sentence."""
-    places = PLACES[role]
+    places = listed("places")[role]
     idle = []
     for name, value in settings.items():
         if name == "context_parallel_size" and value not in _IS_ONE and chosen.startswith("fsdp"):
@@ -132,23 +118,25 @@ def _in_place_of_megatron(role: str, settings: Section, chosen: str) -> Iterator
 
 
 def _deepspeed(role: str, settings: Section) -> Iterator[Outcome]:
-    section, fsdp = f"{PLACES[role]['role']}.deepspeed", PLACES[role]["fsdp"]
+    places, known = listed("places")[role], listed("settings")
+    section = f"{places['role']}.deepspeed"
     rest: dict[str, Any] = {}
     for name, value in settings.items():
         if name in ("bf16", "fp16") and isinstance(value, Mapping):
             if value.get("enabled") is True:
-                yield Set(f"{fsdp}.mixed_precision.param_dtype", name)
+                yield Set(places["dtype"], name)
         elif name == "zero_optimization":
             for option, item in value.items():
                 if option == "stage":
                     yield Set(f"{section}.zero_stage", item)
                 elif option in ("offload_optimizer", "offload_param"):
                     yield Set(f"{section}.{option}", (item or {}).get("device", "none") != "none")
-                elif option in _ZERO:
+                elif option in known["zero"]:
+                    # "auto" leaves the value to Hugging Face's trainer, which is not used here.
                     yield from [] if item == "auto" else [Set(f"{section}.{option}", _whole(item))]
                 elif item != "auto":
                     rest.setdefault(name, {})[option] = item
-        elif name not in _OVERWRITTEN and value != "auto":
+        elif name not in known["decided"] and value != "auto":
             rest[name] = value
     yield from (Set(f"{section}.config.{name}", value) for name, value in rest.items())
 
@@ -161,7 +149,7 @@ def _whole(value: Any) -> Any:
 
 def _fsdp(key: str, place: str, settings: Section) -> Iterator[Outcome]:
     for name, value in settings.items():
-        if name in _FSDP:
+        if name in listed("settings")["fsdp"]:
             yield Set(f"{place}.{name}", value)
         elif name in ("param_dtype", "reduce_dtype"):
             yield Set(f"{place}.mixed_precision.{name}", str(value).removeprefix("torch."))
@@ -179,6 +167,7 @@ JUDGE = "reward_model.judge"
 def rewards(roll: Roll) -> Iterator[Outcome]:
     """Outcomes of all of ``rewards``, and of ``domain_interleave_probs``."""
     sections = {name: section or {} for name, section in section_at(roll.tree, "rewards").items() if section != "null"}
+    # Entries that the command line emptied are gone, unless all are.
     sections = {name: section for name, section in sections.items() if section} or sections
     shares = roll.get("actor_train.data_args.domain_interleave_probs") or {}
     by_source: dict[str, Any] = {}
@@ -218,6 +207,7 @@ def _mixture(shares: Mapping[str, float], sections: Section) -> Iterator[Outcome
         yield Note(f"domain_interleave_probs names {', '.join(unknown)}, which is not below rewards: left out")
     if len(known) > 1 or len(sections) > 1:
         *first, last = known
+        # Rounded, since shares like 0.4 + 0.3 + 0.1 + 0.1 are not exact in binary.
         rest = round(1 - sum(known[name] for name in first), 6)
         if abs(rest - known[last]) > 1e-6:
             yield Note(f"domain_interleave_probs add up to {sum(shares.values()):g}: {last} gets {rest:g}, as in ROLL")
@@ -226,9 +216,9 @@ def _mixture(shares: Mapping[str, float], sections: Section) -> Iterator[Outcome
 
 
 def _worker(domain: str, section: Section, roll: Roll, by_source: dict[str, Any]) -> Iterator[Outcome]:
-    key, pattern, rules = f"rewards.{domain}", f"{domain}/*", read_yaml("keys.yaml")["rules"]
+    key, pattern, rules = f"rewards.{domain}", f"{domain}/*", listed("rules")
     name = str(section.get("worker_cls") or "").rpartition(".")[2]
-    yield from section_outcomes(key, section, rows("reward"), roll)
+    yield from section_outcomes(f"{key}.", section, rows("reward"), roll)
     if name in rules:
         rule = rules[name]
         is_soft = rule == "ifeval" and section.get("reward_type") == "soft"
@@ -251,16 +241,6 @@ def _worker(domain: str, section: Section, roll: Roll, by_source: dict[str, Any]
         yield from _query_filter(f"{key}.query_filter_config", filtering)
 
 
-def section_outcomes(key: str, section: Section, known: Mapping[str, Any], roll: Roll) -> Iterator[Outcome]:
-    """Outcomes of the keys of a section, two levels deep as the tables have them."""
-    for name, value in section.items():
-        if isinstance(value, Mapping) and any(row.startswith(f"{name}.") for row in known):
-            for inner, item in value.items():
-                yield from row_outcomes(known.get(f"{name}.{inner}"), f"{key}.{name}.{inner}", item, roll, known)
-        else:
-            yield from row_outcomes(known.get(name), f"{key}.{name}", value, roll, known)
-
-
 def _judge(
     key: str, name: str, pattern: str, section: Section, roll: Roll, by_source: dict[str, Any]
 ) -> Iterator[Outcome]:
@@ -274,6 +254,7 @@ def _judge(
             yield Refuse(f"{key}.worker_cls", name, why, instead)
         return
     if url:
+        # The address of the service: the path of a request is added to it.
         yield Set(f"{JUDGE}.url", str(url).removesuffix("/chat/completions"))
     if section.get("judge_api_key"):
         yield Note(f"{key}.judge_api_key is not put on a command line: set VERL_JUDGE_API_KEY")

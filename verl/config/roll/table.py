@@ -15,19 +15,10 @@ if TYPE_CHECKING:
 
 ACTOR, ROLLOUT, REF = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
 MODEL = "actor_rollout_ref.model"
-PLACES: dict[str, dict[str, str]] = {
-    "actor_train": {
-        "role": ACTOR, "model": MODEL, "fsdp": f"{ACTOR}.fsdp_config", "optim": f"{ACTOR}.optim",
-        "checkpoint": f"{ACTOR}.checkpoint", "data": "data",
-    },
-    "actor_infer": {},
-    "reference": {"role": REF, "fsdp": f"{REF}.fsdp_config"},
-    "critic": {
-        "role": "critic", "model": "critic.model", "fsdp": "critic.model.fsdp_config", "optim": "critic.optim",
-        "checkpoint": "critic.checkpoint",
-    },
-}  # fmt: skip
-"""Worker section of ROLL -> kind of section -> the section of that kind that the worker's role has here."""
+ROLES = ("actor_train", "actor_infer", "reference", "critic")
+"""Worker sections of ROLL."""
+WORKER_TABLES = ("worker", "data", "generation")
+"""Tables of ``keys.yaml`` for them and for ``validation``."""
 
 # -- Outcomes --------------------------------------------------------------------------------------------------------
 
@@ -90,6 +81,7 @@ def _text(value: Any) -> str:
     if isinstance(value, dict):
         return "{" + ",".join(f"{name}: {_text(item)}" for name, item in value.items()) + "}"
     text = str(value)
+    # Quoted, what hydra would read as a number, null or a truth value, and ~, which it expands.
     is_word = _BARE.fullmatch(text) and not re.fullmatch(r"(?i)null|true|false|nan|inf|[-+.\d_e]+", text)
     return text if is_word and not text.startswith("~") else "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
 
@@ -140,6 +132,17 @@ def read_yaml(name: str) -> dict[str, Any]:
     return dict(yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader)))
 
 
+def listed(name: str) -> Any:
+    """A list of ``keys.yaml`` that is no table of rows."""
+    return read_yaml("keys.yaml")[name]
+
+
+def place(key: str, kind: str) -> str | None:
+    """The place of a kind (``role``, ``model``, ...) that a key's section has here."""
+    found = listed("places").get(key.partition(".")[0], {}).get(kind)
+    return None if found is None else str(found)
+
+
 @cache
 def rows(*tables: str) -> dict[str, Row]:
     """Key -> its row in one of these tables of ``keys.yaml``."""
@@ -154,11 +157,6 @@ def rows(*tables: str) -> dict[str, Row]:
     return found
 
 
-def worker_rows() -> dict[str, Row]:
-    """Rows of the keys of all worker sections."""
-    return rows("worker", "data", "generation")
-
-
 _ASKS_FOR_NOTHING: tuple[Any, ...] = (None, False, "None", "null", {}, [])
 
 
@@ -171,6 +169,7 @@ def row_outcomes(row: Row | None, key: str, value: Any, roll: "Roll", known: Ite
     value = None if value in ("None", "null") else value
     section = key.partition(".")[0]
     if row is None:
+        # The last name alone: sections in front of it would make all keys alike.
         near = did_you_mean(key.rpartition(".")[2], known).rstrip("?")
         if near and not any(value is item or value == item and value != 0 for item in _ASKS_FOR_NOTHING):
             yield Refuse(key, value, f"is no key of ROLL{near}", (f"{key}=null",))
@@ -194,7 +193,23 @@ def row_outcomes(row: Row | None, key: str, value: Any, roll: "Roll", known: Ite
     else:
         if section != "validation":  # options that take the value as it is are those of training
             yield from (Set(option, value) for option in row.to)
-        places = PLACES.get(section, {})
+        places = listed("places").get(section, {})
         for option, item in (row.sets or (row.if_true if value else {})).items():
             if all(name in places for name in re.findall(r"\{(\w+)\}", option)):
                 yield Set(option.format(**places), value if item == "{value}" else item)
+
+
+def section_outcomes(
+    place: str, section: Mapping[str, Any], known: Mapping[str, Row], roll: "Roll", inner: str = ""
+) -> Iterator[Outcome]:
+    """Outcomes of the keys of a section that stands at ``place``, as deep as the rows of its table go.
+
+    Args:
+        inner: the part of a row's key that ``section`` itself has; its keys come behind.
+    """
+    for last, value in section.items():
+        name = f"{inner}{last}"
+        if isinstance(value, Mapping) and any(key.startswith(f"{name}.") for key in known):
+            yield from section_outcomes(place, value, known, roll, f"{name}.")
+        else:
+            yield from row_outcomes(known.get(name), f"{place}{name}", value, roll, known)

@@ -9,20 +9,21 @@ from verl.config.base import ConfigError
 from verl.config.command_line import locate
 from verl.config.ppo import PPOConfig
 from verl.config.roll.batch import Roll, batches, devices
-from verl.config.roll.sections import rewards, section_outcomes, strategy
+from verl.config.roll.sections import rewards, strategy
 from verl.config.roll.table import (
-    PLACES,
+    ROLES,
+    WORKER_TABLES,
     Idle,
     Note,
     Outcome,
     Refuse,
     Secret,
     Set,
-    read_yaml,
+    listed,
     row_outcomes,
     rows,
+    section_outcomes,
     word,
-    worker_rows,
 )
 from verl.config.tree import at_key, overlay, show
 
@@ -47,11 +48,12 @@ def read_roll(path: str, words: Sequence[str] = ()) -> tuple[dict[str, Any], set
     tree = _with_defaults(file, [])
     given = OmegaConf.to_container(OmegaConf.from_dotlist([text.lstrip("+") for text in words]))
     overlay(tree, given if isinstance(given, dict) else {})
+    # Before they are filled in: a helper that others refer to is no unknown key.
     referred = set(re.findall(r"\$\{([A-Za-z_]\w*)[.}]", str(tree)))
     try:
         plain = OmegaConf.to_container(OmegaConf.create(tree), resolve=True)
     except OmegaConfBaseException as error:
-        if whole := unbuilt(tree):
+        if whole := unbuilt(tree):  # says more than that a name is missing
             raise ConfigError([whole]) from error
         key, reason = getattr(error, "full_key", None), str(error).splitlines()[0]
         raise ConfigError([f"{path}: {f'{key} ' if key else ''}cannot be filled in: {reason}."]) from error
@@ -92,7 +94,7 @@ def _lay_group(tree: dict[str, Any], entry: Any, file: Path, seen: list[Path]) -
     else:
         name, _, place = str(entry).partition("@")
     found, base = (file.parent / name).with_suffix(".yaml"), Path(name).name
-    presets = read_yaml("keys.yaml")["presets"]
+    presets = listed("presets")
     if found.is_file():
         content = _with_defaults(found, seen)
     elif base in presets:
@@ -109,7 +111,7 @@ def _lay_group(tree: dict[str, Any], entry: Any, file: Path, seen: list[Path]) -
 
 def unbuilt(tree: dict[str, Any]) -> str | None:
     """One sentence about the pipeline a file is for, if it is not built; None: it is for RLVR."""
-    pipelines = read_yaml("keys.yaml")["pipelines"]
+    pipelines = listed("pipelines")
     kind, keys = "", list[str]()
     name = at_key(tree, "actor_train.strategy_args.strategy_name")
     if str(name).startswith("diffusion"):
@@ -158,6 +160,7 @@ def translate(tree: Mapping[str, Any], referred: Iterable[str] = (), words: Iter
         words: ``key=value`` of our options, laid over what the tree says; they settle refusals.
     """
     words = list(words)
+    # Quotes of hydra's grammar are no part of the value.
     given = {text.partition("=")[0].lstrip("+"): text.partition("=")[2].strip("'\"") for text in words}
     tree, refused = _in_shape(tree)
     roll = Roll(tree, given)
@@ -205,13 +208,14 @@ def _sentence(refusal: Refuse) -> str:
 
 def _in_shape(tree: Mapping[str, Any], place: str = "") -> tuple[dict[str, Any], list[Refuse]]:
     """The tree without what has the wrong shape: a text where a section stands, a text where a number does."""
-    shapes = read_yaml("keys.yaml")["shapes"]
+    shapes = listed("shapes")
     kept: dict[str, Any] = {}
     refused = []
     for name, value in tree.items():
         key = f"{place}{name}"
         is_section = key in shapes["sections"] or name in shapes["inner"] or place == "rewards."
         rule = None
+        # YAML reads None as a text, and ROLL's files write it for null.
         if value in (None, "None", "null") or is_section and value == []:
             kept |= {} if is_section else {name: None}
             continue
@@ -236,27 +240,18 @@ def _in_shape(tree: Mapping[str, Any], place: str = "") -> tuple[dict[str, Any],
 def _outcomes(roll: Roll, referred: set[str]) -> Iterator[Outcome]:
     unread = ("hydra", "rewards", "train_env_manager", "val_env_manager", "custom_envs")
     for key, value in roll.tree.items():
-        if key in PLACES:
+        if key in ROLES:
             yield from _worker(key, value or {}, roll)
         elif key == "validation":
-            yield from section_outcomes(key, value or {}, worker_rows(), roll)
-        elif key in unread or key in read_yaml("keys.yaml")["presets"] or (key in referred and key not in rows("top")):
+            yield from section_outcomes(f"{key}.", value or {}, rows(*WORKER_TABLES), roll)
+        elif key in unread or key in listed("presets") or (key in referred and key not in rows("top")):
             continue
         else:
-            yield from _top(key, value, roll)
+            yield from section_outcomes("", {key: value}, rows("top"), roll)
     yield from _defaults(roll)
     yield from devices(roll)
     yield from batches(roll)
     yield from [] if roll.is_agentic else rewards(roll)
-
-
-def _top(key: str, value: Any, roll: Roll) -> Iterator[Outcome]:
-    """A key of the top level, or the keys of a section there."""
-    if isinstance(value, Mapping) and any(name.startswith(f"{key}.") for name in rows("top")):
-        for name, item in value.items():
-            yield from _top(f"{key}.{name}", item, roll)
-    else:
-        yield from row_outcomes(rows("top").get(key), key, value, roll, rows("top"))
 
 
 def _worker(key: str, section: Mapping[str, Any], roll: Roll) -> Iterator[Outcome]:
@@ -270,13 +265,14 @@ def _worker(key: str, section: Mapping[str, Any], roll: Roll) -> Iterator[Outcom
     chosen = section.pop("strategy_args", {"strategy_name": "fsdp2_train"} if key == "actor_train" else None)
     if chosen is not None:
         yield from strategy(f"{key}.strategy_args", chosen, roll)
+    # Workers of all roles share processes here, and so the environment.
     if envs := section.pop("system_envs", None):
         yield from row_outcomes(rows("top")["system_envs"], "system_envs", envs, roll, rows("top"))
     worker_cls = str(section.get("worker_cls") or "roll.")
     if not worker_cls.startswith("roll."):
         why = "a worker of yours is a class of another contract: docs/extend.md"
         yield Refuse(f"{key}.worker_cls", worker_cls, why, (f"{key}.worker_cls=null",))
-    yield from section_outcomes(key, section, worker_rows(), roll)
+    yield from section_outcomes(f"{key}.", section, rows(*WORKER_TABLES), roll)
 
 
 def _defaults(roll: Roll) -> Iterator[Outcome]:
