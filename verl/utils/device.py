@@ -186,6 +186,11 @@ def empty_cache(device: torch.device) -> None:
 logger = logging.getLogger(__name__)
 
 
+def has_own_memory(device: torch.device) -> bool:
+    """True if a device's memory is not the host's, so that something can be moved from one to the other."""
+    return device.type != "cpu"
+
+
 def move_optimizer_state(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
     """Move every tensor of the optimizer's state to ``device``."""
     for state in optimizer.state.values():

@@ -113,8 +113,8 @@ def test_an_adapter_and_recomputed_activations_change_nothing(folder):
 
 def _moved_between_phases(stage, spec):
     gc.freeze()  # DeepSpeed collects garbage whenever something leaves, and this process is large
-    zero.wants_offload = lambda config, name, device: True  # there is no other memory here; the moves are the same
-    engine = build(stage, spec)
+    zero.has_own_memory = lambda device: True  # there is no other memory here; the moves are the same
+    engine = build(stage, spec, sharding={"param_offload": True, "optimizer_offload": True})
     taken = []
     for _ in range(2):
         with engine.on_device():
@@ -223,11 +223,13 @@ def test_a_reference_is_whole_or_in_slices_and_scores_the_same(folder):
 
 def test_what_verl_decides_is_not_taken_from_free_entries():
     arguments = torch.device("cpu"), torch.bfloat16, torch.float32, 1.0, 1000
-    made = deepspeed_settings({"config": {"zero_optimization": {"round_robin_gradients": True}}}, *arguments)
+    made = deepspeed_settings(
+        DeepSpeedConfig(config={"zero_optimization": {"round_robin_gradients": True}}), *arguments
+    )
     assert made["zero_optimization"]["round_robin_gradients"] and made["zero_optimization"]["stage"] == 2
     for entries in ({"gradient_clipping": 2.0}, {"zero_optimization": {"stage": 1}}, {"bf16": {"enabled": False}}):
         with pytest.raises(ValueError, match="is decided by verl: set "):
-            deepspeed_settings({"config": entries}, *arguments)
+            deepspeed_settings(DeepSpeedConfig(config=entries), *arguments)
 
 
 def test_every_option_of_ours_is_known_as_decided():

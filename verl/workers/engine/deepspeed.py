@@ -28,7 +28,7 @@ from verl.models.heads import score_layer
 from verl.models.loader import ModelSpec, empty_model, load_model
 from verl.models.token_outputs import TokenScores, token_outputs
 from verl.utils.config import typed_section
-from verl.utils.device import current_device, empty_cache
+from verl.utils.device import current_device, empty_cache, has_own_memory
 from verl.utils.distributed import Topology, ensure_process_group
 from verl.utils.distribution import install_command
 from verl.utils.py_functional import unchanged_environment
@@ -201,7 +201,7 @@ class DeepSpeedEngine(Engine):
             )
         # what DeepSpeed keeps in host memory anyway does not move between phases
         parts: list[Part] = []
-        if self.device.type != "cpu":
+        if has_own_memory(self.device):
             if config.param_offload and not (self._is_sliced and zero.offload_param):
                 parts.append("weights")
             if config.optimizer_offload and self.optimizer is not None and not zero.offload_optimizer:

@@ -18,7 +18,7 @@ from verl.checkpoint.shards import check_names, fill
 from verl.config.engine import FSDPConfig, MixedPrecisionConfig
 from verl.models.loader import cast_parameters, empty_model, load_model
 from verl.models.token_outputs import attach_token_outputs
-from verl.utils.device import current_device, empty_cache, move_optimizer_state
+from verl.utils.device import current_device, empty_cache, has_own_memory, move_optimizer_state
 from verl.utils.distributed import Topology, ensure_process_group
 from verl.utils.fsdp_utils import (
     CPUOffloadPolicy,
@@ -55,8 +55,7 @@ class FSDPEngine(Engine):
         self._on_host = config.offload_policy
         # where slices are during training
         self._home = torch.device("cpu") if self._on_host else self.device
-        # the host's memory is a CPU device's own
-        moves = not self._on_host and self.device.type != "cpu"
+        moves = not self._on_host and has_own_memory(self.device)
         self._offload_params = moves and config.param_offload
         self._offload_optimizer = moves and config.optimizer_offload
         # Gradients kept whole over micro-batches save slow gloo traffic; on a device they would not fit.

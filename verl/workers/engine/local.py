@@ -15,7 +15,7 @@ from verl.config.engine import DeepSpeedConfig, FSDPConfig
 from verl.models.loader import load_model
 from verl.models.token_outputs import attach_token_outputs
 from verl.utils.config import typed_section
-from verl.utils.device import current_device, empty_cache, move_optimizer_state
+from verl.utils.device import current_device, empty_cache, has_own_memory, move_optimizer_state
 from verl.utils.distributed import Topology, ensure_process_group, get_world_size
 from verl.workers.engine.engine import Engine
 from verl.workers.engine.registry import register_engine
@@ -36,9 +36,8 @@ class LocalEngine(Engine):
     def _load_and_place(self, config: FSDPConfig, backend_config: Any, device: str, seed: int, sp_size: int) -> None:
         self.topology = self._topology(sp_size, device)
         self.device = current_device(device)
-        # the host's memory is a CPU device's own
-        self._offload_params = config.param_offload and self.device.type != "cpu"
-        self._offload_optimizer = config.optimizer_offload and self.device.type != "cpu"
+        self._offload_params = config.param_offload and has_own_memory(self.device)
+        self._offload_optimizer = config.optimizer_offload and has_own_memory(self.device)
         spec, train = self.spec, self.is_trained
         self.module = load_model(spec, seed, dtype=None if train else spec.compute_torch_dtype).to(self.device)
         attach_token_outputs(self.module)
