@@ -149,7 +149,8 @@ class DeepSpeedEngine(Engine):
     @classmethod
     def choose(cls, spec: ModelSpec, backend_config: Any, is_trained: bool) -> type[Engine]:
         """Return this class, or that of whole models where the stage leaves nothing to shard."""
-        stage = _section(backend_config).zero_stage
+        # of a mapping too, whose entries are not checked before
+        stage = 2 if backend_config is None else backend_config.get("zero_stage", 2)
         if stage not in (0, 1, 2, 3):
             raise ValueError(f"deepspeed.zero_stage={stage!r} is not a stage of ZeRO: use 0, 1, 2 or 3")
         if stage == 0 or (stage < 3 and not is_trained):
