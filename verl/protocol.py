@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent import futures as concurrent_futures
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 import torch
@@ -39,6 +39,8 @@ from verl.batch.ragged import (
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
+
+    from verl.batch.partition import PartitionPlan
 
 __all__ = [
     *("DataProto", "DataProtoItem", "DataProtoFuture", "DataProtoConfig", "DataProtoError", "MissingColumn"),
@@ -94,6 +96,8 @@ class DataProto:
         batch: TensorDict of the padded tensor columns, batch size (B,), or None. Made when touched; may be changed.
         non_tensor_batch: name -> numpy array, dim 0 = B.
         meta_info: metadata of the batch (temperature, global_steps, metrics), never instructions to workers.
+        partition_plan: the driver's plan by which calls on this batch divide its rows among ranks; None: equal parts.
+        step_rows: of a rank's part, the row numbers in it of each optimizer step; None: the worker splits its rows.
 
     Rows taken by slice are views, by index copies. Received columns may lie in shared memory: what ``column`` and
     ``ragged`` return is read-only by rule; ``batch`` gives tensors that are yours.
@@ -101,12 +105,18 @@ class DataProto:
 
     def __init__(
         self,
-        batch: TensorDict | Mapping[str, Tensor] | None = None,
+        batch: TensorDict | Mapping[str, Tensor | Ragged] | None = None,
         non_tensor_batch: dict[str, np.ndarray] | None = None,
         meta_info: dict[str, Any] | None = None,
     ):
-        self.non_tensor_batch = {} if non_tensor_batch is None else non_tensor_batch
-        self.meta_info = {} if meta_info is None else meta_info
+        self.non_tensor_batch: dict[str, np.ndarray] = {} if non_tensor_batch is None else non_tensor_batch
+        self.meta_info: dict[str, Any] = {} if meta_info is None else meta_info
+        self.partition_plan: PartitionPlan | None = None
+        self.step_rows: Sequence[np.ndarray] | None = None
+        self._rows: int | None = None  # None: no tensor part at all
+        # a TensorDict once it was given or touched
+        self._dense: Any = {}
+        self._ragged: dict[str, Ragged] = {}
         self.batch = batch
         self.check_consistency()
 
@@ -148,11 +158,14 @@ class DataProto:
         cls, tensor_dict: TensorDict | None = None, meta_info=None, num_batch_dims: int = 1
     ) -> DataProto:
         """Build from a TensorDict; what in it is no tensor (``NonTensorStack``) becomes object columns."""
-        tensors = {} if tensor_dict is None else {name: tensor_dict[name] for name in tensor_dict.keys()}
-        objects = {name: value for name, value in tensors.items() if not isinstance(value, Tensor)}
-        arrays = {name: value.tolist() if hasattr(value, "tolist") else value for name, value in objects.items()}
-        tensors = {name: value for name, value in tensors.items() if name not in objects}
-        return cls.from_dict(tensors, {k: _as_array(v) for k, v in arrays.items()}, meta_info, num_batch_dims)
+        columns = {} if tensor_dict is None else {name: tensor_dict[name] for name in tensor_dict.keys()}
+        tensors = {name: value for name, value in columns.items() if isinstance(value, Tensor)}
+        arrays = {
+            name: _as_array(value.tolist() if hasattr(value, "tolist") else value)
+            for name, value in columns.items()
+            if name not in tensors
+        }
+        return cls.from_dict(tensors, arrays, meta_info, num_batch_dims)
 
     def to_tensordict(self) -> TensorDict:
         """All columns as one TensorDict, objects among them as ``NonTensorStack``; ``meta_info`` stays behind."""
@@ -184,18 +197,16 @@ class DataProto:
         return self._dense
 
     @batch.setter
-    def batch(self, batch: TensorDict | Mapping[str, Tensor] | None) -> None:
-        self._rows: int | None = None  # None: no tensor part at all
-        self._dense: TensorDict | dict[str, Tensor] = {}  # a TensorDict once it was given or touched
-        self._ragged: dict[str, Ragged] = {}
-        if not hasattr(batch, "batch_size"):
-            for name, column in (batch or {}).items():
+    def batch(self, batch: TensorDict | Mapping[str, Tensor | Ragged] | None) -> None:
+        size = getattr(batch, "batch_size", None)
+        if size is not None and len(size) != 1:
+            raise DataProtoError(f"DataProto: a batch of size {tuple(size)} has not exactly one batch dim. Flatten it.")
+        self._rows, self._dense, self._ragged = None, {}, {}
+        if size is not None:
+            self._rows, self._dense = size[0], batch
+        elif batch is not None:
+            for name, column in batch.items():
                 self.put(name, column)
-        elif len(batch.batch_size) == 1:
-            self._rows, self._dense = batch.batch_size[0], batch
-        else:
-            size = tuple(batch.batch_size)
-            raise DataProtoError(f"DataProto: a batch of size {size} has not exactly one batch dim. Flatten it.")
 
     def column(self, name: str) -> Tensor:
         """One tensor column in padded form; the others stay as they are. Read-only by rule."""
@@ -257,6 +268,12 @@ class DataProto:
             return self._rows
         return next((len(array) for array in self.non_tensor_batch.values()), 0)
 
+    @overload
+    def __getitem__(self, item: int | np.integer) -> DataProtoItem: ...
+
+    @overload
+    def __getitem__(self, item: slice | list | np.ndarray | Tensor) -> DataProto: ...
+
     def __getitem__(self, item) -> DataProtoItem | DataProto:
         """A row number gives a DataProtoItem; a slice (view), list, array or tensor (copy) a DataProto."""
         if isinstance(item, slice):
@@ -312,11 +329,11 @@ class DataProto:
                 f"batch size, pad with pad_dataproto_to_divisor(data, {chunks}), or set DataProtoConfig.auto_padding."
             )
         bounds = [i * (rows // chunks) + min(i, rows % chunks) for i in range(chunks + 1)]
-        return [self[bounds[i] : bounds[i + 1]] for i in range(chunks)]
+        return [self.slice(bounds[i], bounds[i + 1]) for i in range(chunks)]
 
     def split(self, split_size: int) -> list[DataProto]:
         """Split into parts of ``split_size`` rows, as views; the last may be short."""
-        return [self[first : first + split_size] for first in range(0, len(self), split_size)]
+        return [self.slice(first, first + split_size) for first in range(0, len(self), split_size)]
 
     @staticmethod
     def concat(data: Sequence[DataProto]) -> DataProto:
@@ -333,7 +350,13 @@ class DataProto:
         alike = [{name: column.shape[1:] for name, column in part._ragged.items()} for part in data]
         packed = [name for name, shape in alike[0].items() if all(shapes.get(name) == shape for shapes in alike)]
         ragged = cat_columns([{name: part._ragged[name] for name in packed} for part in data])
-        dense = {name: _cat(name, [part.column(name) for part in data]) for name in names if name not in ragged}
+        dense = {}
+        for name in (name for name in names if name not in ragged):
+            pieces = [part.column(name) for part in data]
+            if len({piece.shape[1:] for piece in pieces}) > 1:
+                shapes = [tuple(piece.shape) for piece in pieces]
+                raise DataProtoError(f"concat: column {name!r} has shapes {shapes}. Pad the parts to one width.")
+            dense[name] = torch.cat(pieces)
         arrays = {name: np.concatenate([part.non_tensor_batch[name] for part in data]) for name in array_names}
         return first._new(dense, ragged, arrays, sum(map(len, data)))
 
@@ -351,8 +374,8 @@ class DataProto:
                 f"Change one of them, or pad with pad_dataproto_to_divisor(data, {mini_batch_size})."
             )
         generator = None if seed is None else torch.Generator().manual_seed(seed)
-        loader = torch.utils.data.DataLoader(
-            range(rows),
+        loader: Iterable[DataProto] = torch.utils.data.DataLoader(
+            range(rows),  # type: ignore[arg-type]  # any sequence is a data set
             batch_size=mini_batch_size,
             collate_fn=self.select_idxs,
             generator=generator,
@@ -369,7 +392,7 @@ class DataProto:
         names = self.keys() if batch_keys is None else list(batch_keys)
         columns = {name: self._column(name) for name in names}
         ragged = {name: column for name, column in columns.items() if isinstance(column, Ragged)}
-        dense = {name: column for name, column in columns.items() if name not in ragged}
+        dense = {name: column for name, column in columns.items() if not isinstance(column, Ragged)}
         arrays, meta = _pick(self.non_tensor_batch, non_tensor_batch_keys), _pick(self.meta_info, meta_info_keys)
         if deepcopy:
             dense = {name: column.clone() for name, column in dense.items()}
@@ -384,12 +407,14 @@ class DataProto:
         for where, names, known in zip(("batch", "non_tensor_batch", "meta_info"), requested, present, strict=True):
             if absent := [name for name in names if name not in known]:
                 raise MissingColumn(f"pop: {absent} not in {where}, which holds {sorted(known)}. Pop only those.")
-        taken = self.select(*requested)
+        taken = self.select(batch_keys=requested[0], non_tensor_batch_keys=requested[1], meta_info_keys=requested[2])
         if not requested[0]:
             taken._rows = None
-        for names, drop in zip(requested, (self._drop, self.non_tensor_batch.pop, self.meta_info.pop), strict=True):
+        for name in requested[0]:
+            self._drop(name)
+        for names, entries in zip(requested[1:], (self.non_tensor_batch, self.meta_info), strict=True):
             for name in names:
-                drop(name)
+                del entries[name]
         return taken
 
     def rename(self, old_keys=None, new_keys=None) -> DataProto:
@@ -436,9 +461,16 @@ class DataProto:
                 continue
             column = self.column(name) if name in self else self.non_tensor_batch[name]
             if column.ndim == 1:
-                data.non_tensor_batch[name] = _as_array(
-                    [piece for row in column for piece in _split(name, row, n_split)]
-                )
+                parts: list[Any] = []
+                for row in column:
+                    if not hasattr(row, "__len__") or len(row) % n_split:
+                        raise DataProtoError(
+                            f"unfold_column_chunks: {row!r} of column {name!r} does not make {n_split} equal chunks. "
+                            "Leave the column out of split_keys, or give every row a list that divides."
+                        )
+                    size = len(row) // n_split
+                    parts += [row[i * size : (i + 1) * size] for i in range(n_split)]
+                data.non_tensor_batch[name] = _as_array(parts)
                 continue
             if column.shape[1] % n_split:
                 raise DataProtoError(
@@ -446,7 +478,7 @@ class DataProto:
                     "equal chunks a row. Give a divisor of its second dim."
                 )
             pieces = column.reshape(len(data), column.shape[1] // n_split, *column.shape[2:])
-            if name in self:
+            if isinstance(pieces, Tensor):
                 data.put(name, pieces)
             else:
                 data.non_tensor_batch[name] = pieces
@@ -455,9 +487,8 @@ class DataProto:
     def unshared(self) -> DataProto:
         """The same rows and columns, whose ``batch`` may be changed without this one noticing."""
         data = self.select()
-        data._dense = {
-            name: column.clone() for name, column in data._dense.items()
-        }  # padded() makes new tensors of the others
+        # of packed columns padded() makes new tensors
+        data._dense = {name: column.clone() for name, column in data._dense.items()}
         return data
 
     # The whole ------------------------------------------------------------------------------------------------------
@@ -518,13 +549,17 @@ class DataProto:
     def __reduce__(self):
         """Known columns leave packed, every tensor as one buffer of its own bytes."""
         data = self.packed()
-        dense = {name: tensor_to_numpy(column) if _is_plain(column) else column for name, column in data._dense.items()}
-        return _from_wire, (type(self), dense, data._ragged, self.non_tensor_batch, self._rows, self.meta_info)
+        dense = dict(data._dense.items())
+        for name, column in dense.items():
+            if type(column) is Tensor and column.layout == torch.strided and not column.is_nested:
+                dense[name] = tensor_to_numpy(column)
+        columns = dense, data._ragged, self.non_tensor_batch
+        return _from_wire, (type(self), *columns, self._rows, self.meta_info, self.partition_plan, self.step_rows)
 
     # Inside ---------------------------------------------------------------------------------------------------------
 
-    def _take(self, item: slice | np.ndarray, ragged: dict[str, Ragged], rows: int) -> DataProto:
-        """Index every padded column and array by ``item``; the packed columns are given."""
+    def _take(self, item: Any, ragged: dict[str, Ragged], rows: int) -> DataProto:
+        """Index every padded column and array by ``item``, a slice or row numbers; the packed columns are given."""
         dense = {name: column[item] for name, column in self._dense.items()}
         return self._new(dense, ragged, {name: array[item] for name, array in self.non_tensor_batch.items()}, rows)
 
@@ -533,6 +568,7 @@ class DataProto:
         meta_info = dict(self.meta_info) if meta_info is None else meta_info
         data = type(self)(non_tensor_batch=arrays, meta_info=meta_info)
         data._dense, data._ragged, data._rows = dense, ragged, None if self._rows is None else rows
+        data.partition_plan, data.step_rows = self.partition_plan, self.step_rows
         return data
 
     def _become(self, other: DataProto) -> None:
@@ -572,7 +608,7 @@ class DataProto:
         return index % max(1, rows)
 
 
-def _from_wire(cls, dense, ragged, arrays, rows, meta_info) -> DataProto:
+def _from_wire(cls, dense, ragged, arrays, rows, meta_info, partition_plan=None, step_rows=None) -> DataProto:
     def received(column):
         if not isinstance(column, tuple):
             return column
@@ -582,11 +618,8 @@ def _from_wire(cls, dense, ragged, arrays, rows, meta_info) -> DataProto:
 
     data = cls(non_tensor_batch=arrays, meta_info=meta_info)
     data._dense, data._ragged, data._rows = {k: received(v) for k, v in dense.items()}, ragged, rows
+    data.partition_plan, data.step_rows = partition_plan, step_rows
     return data
-
-
-def _is_plain(column) -> bool:
-    return type(column) is Tensor and column.layout == torch.strided and not column.is_nested
 
 
 def _pick(mapping: Mapping, keys: Iterable | None) -> dict:
@@ -608,7 +641,8 @@ def _nested_array(value) -> np.ndarray:
     """Nested lists as an array with a dim for each level on which all are equally long; arrays as they are."""
     if isinstance(value, np.ndarray):
         return value
-    shape, level = [], list(value)
+    shape: list[int] = []
+    level = list(value)
     while True:
         shape.append(len(level) // int(np.prod(shape)))
         sizes = {len(item) if isinstance(item, list | tuple) else None for item in level}
@@ -616,31 +650,6 @@ def _nested_array(value) -> np.ndarray:
             break
         level = [inner for item in level for inner in item]
     return _as_array(level).reshape(shape)
-
-
-def _stacked(values: list) -> np.ndarray:
-    """Rows of a column: those of an array of several dims make such an array again."""
-    are_arrays = all(isinstance(value, np.ndarray) and value.dtype == object for value in values)
-    if values and are_arrays and len({value.shape for value in values}) == 1:
-        return np.stack(values)
-    return _as_array(values)
-
-
-def _split(name: str, row, pieces: int) -> list:
-    if not hasattr(row, "__len__") or len(row) % pieces:
-        raise DataProtoError(
-            f"unfold_column_chunks: {row!r} of column {name!r} does not make {pieces} equal chunks. Leave the column "
-            "out of split_keys, or give every row a list that divides."
-        )
-    size = len(row) // pieces
-    return [row[i * size : (i + 1) * size] for i in range(pieces)]
-
-
-def _cat(name: str, pieces: list[Tensor]) -> Tensor:
-    if len({piece.shape[1:] for piece in pieces}) > 1:
-        shapes = [tuple(piece.shape) for piece in pieces]
-        raise DataProtoError(f"concat: column {name!r} has shapes {shapes}. Pad the parts to one width.")
-    return torch.cat(pieces)
 
 
 # Union ----------------------------------------------------------------------------------------------------------------
@@ -686,7 +695,7 @@ def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataPr
 
 def unpad_dataproto(data: DataProto, pad_size: int) -> DataProto:
     """Take the rows off again that ``pad_dataproto_to_divisor`` added."""
-    return data[: len(data) - pad_size] if pad_size else data
+    return data.slice(0, len(data) - pad_size) if pad_size else data
 
 
 def list_of_dict_to_dict_of_list(list_of_dict: Sequence[Mapping[str, Any]]) -> dict[str, list]:
@@ -705,9 +714,14 @@ def list_of_dict_to_dict_of_list(list_of_dict: Sequence[Mapping[str, Any]]) -> d
 def collate_fn(items: Sequence[DataProtoItem]) -> DataProto:
     """Stack rows into a batch; ``meta_info`` stays behind."""
     tensors = [item.batch for item in items if item.batch is not None]
-    columns = list_of_dict_to_dict_of_list([item.non_tensor_batch for item in items])
-    arrays = {name: _stacked(values) for name, values in columns.items()}
-    return DataProto(torch.stack(tensors).contiguous() if tensors else None, arrays)
+    arrays = {}
+    for name, values in list_of_dict_to_dict_of_list([item.non_tensor_batch for item in items]).items():
+        # rows of an array of several dims make such an array again
+        is_stack = all(isinstance(value, np.ndarray) and value.dtype == object for value in values)
+        is_stack = is_stack and len({value.shape for value in values}) == 1
+        arrays[name] = np.stack(values) if is_stack else _as_array(values)
+    stacked: Any = torch.stack(tensors).contiguous() if tensors else None  # type: ignore[arg-type]  # TensorDicts
+    return DataProto(stacked, arrays)
 
 
 def fold_batch_dim(data: DataProto, new_batch_size: int) -> DataProto:
@@ -758,23 +772,23 @@ class DataProtoFuture:
 
     def chunk(self, chunks: int) -> list[DataProtoFuture]:
         """Chunk i of what will come, for each i; nothing is waited for."""
-        parts = (partial(_take_chunk, whole=self.dispatch_fn, chunks=chunks, i=i) for i in range(chunks))
-        return [replace(self, dispatch_fn=part) for part in parts]
+
+        def taken(data: DataProto, i: int) -> DataProto:
+            return (data if self.dispatch_fn is None else self.dispatch_fn(data)).chunk(chunks)[i]
+
+        return [replace(self, dispatch_fn=partial(taken, i=i)) for i in range(chunks)]
 
     def get(self) -> DataProto:
         """Wait for the results and join them. A worker that fails raises here, even if others never finish."""
-        data = self.collect_fn(_results(self.futures))
+        data = self.collect_fn(self._outputs())
         return data if self.dispatch_fn is None else self.dispatch_fn(data)
 
 
-def _results(futures: list) -> list:
-    if all(hasattr(future, "get") for future in futures):
-        return [future.get() for future in futures]
-    pending = [future.future() if hasattr(future, "future") else future for future in futures]
-    for finished in concurrent_futures.wait(pending, return_when=concurrent_futures.FIRST_EXCEPTION).done:
-        finished.result()
-    return [future.result() for future in pending]
-
-
-def _take_chunk(data: DataProto, whole: Callable | None, chunks: int, i: int) -> DataProto:
-    return (data if whole is None else whole(data)).chunk(chunks)[i]
+    def _outputs(self) -> list:
+        if all(hasattr(future, "get") for future in self.futures):
+            return [future.get() for future in self.futures]
+        pending = [future.future() if hasattr(future, "future") else future for future in self.futures]
+        # the first failure is raised even if another future never finishes
+        for finished in concurrent_futures.wait(pending, return_when=concurrent_futures.FIRST_EXCEPTION).done:
+            finished.result()
+        return [future.result() for future in pending]

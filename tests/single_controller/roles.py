@@ -113,7 +113,7 @@ class Splitter(Worker):
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, reads=("x", "response_mask"), balanced=True)
     def shared(self, data):
         self.share = flat = data.column("x").flatten().tolist()
-        self.steps = [[flat[row] for row in rows] for rows in data.meta_info.get("step_rows", ())]
+        self.steps = [[flat[row] for row in rows] for rows in data.step_rows or ()]
         self.masked = data.column("response_mask").sum(-1).tolist()
         return DataProto.from_dict({"x": data.column("x") * 2})
 

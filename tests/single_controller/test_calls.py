@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.single_controller.roles import Counter, MeshWorker, Splitter
-from verl.batch.partition import PARTITION_PLAN, CallPlan, MiniBatches, PartitionPlan, RowCost
+from verl.batch.partition import CallPlan, MiniBatches, PartitionPlan, RowCost
 from verl.protocol import DataProto, DataProtoFuture
 from verl.single_controller.base.decorator import Dispatch, register
 
@@ -75,7 +75,7 @@ def planned(lengths, mini=None, name="shared"):
     width = max(lengths)
     mask = (torch.arange(width)[None] < torch.tensor(lengths)[:, None]).long()
     data = rows(len(lengths), attention_mask=mask, input_ids=mask, responses=mask[:, 1:], response_mask=mask[:, 1:])
-    data.meta_info[PARTITION_PLAN] = PartitionPlan({name: CallPlan(True, mini)}, RowCost(10))
+    data.partition_plan = PartitionPlan({name: CallPlan(True, mini)}, RowCost(10))
     return data
 
 
@@ -86,7 +86,7 @@ def test_a_batch_is_cut_as_it_says_and_its_rows_come_back_in_order(start):
         assert flat(group.shared(data)) == [0, 2, 4, 6, 8, 10]
         shares = [share for share, _, _ in group.last_share()]
         assert shares[0] == [1] and sorted(row for share in shares for row in share) == [0, 1, 2, 3, 4, 5]
-    assert flat(data) == [0, 1, 2, 3, 4, 5] and PARTITION_PLAN in data.meta_info
+    assert flat(data) == [0, 1, 2, 3, 4, 5] and data.partition_plan is not None
     assert flat(start(Splitter).tag(data.select(["x"])), "rank") == [0, 0, 0, 1, 1, 1]  # a verb the plan does not know
 
 

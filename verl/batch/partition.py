@@ -1,12 +1,12 @@
 """Partition of a batch: the rows of each data-parallel rank, and of each of its optimizer steps.
 
-The driver makes one `PartitionPlan` a step, which the batch carries in ``meta_info``; a call is split by it when it is
-sent. Works on lengths and prompt ids; knows no columns, no ranks, no models.
+The driver makes one `PartitionPlan` a step, which the batch carries (``DataProto.partition_plan``); a call is split by
+it when it is sent. Works on lengths and prompt ids; knows no columns, no ranks, no models.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,13 +14,6 @@ import torch
 
 from verl.batch.balancing import balanced_parts
 from verl.utils.py_functional import derive_seed
-
-PARTITION_PLAN = "partition_plan"
-"""Key of ``meta_info``: the `PartitionPlan` of a batch."""
-
-STEP_ROWS = "step_rows"
-"""Key of ``meta_info`` of a rank's part of the batch: for each optimizer step the row numbers in that part."""
-
 
 class RowCost(NamedTuple):
     """Cost of a row of l tokens, as an integer: ``l * (break_even + l)``.
@@ -55,21 +48,16 @@ class MiniBatches(NamedTuple):
         """
         return cls(role.ppo_mini_batch_size * n, role.ppo_epochs, role.shuffle, seed)
 
-    def epoch_orders(self, count: int) -> Iterator[np.ndarray]:
-        for epoch in range(self.epochs):
-            if self.shuffle:
-                generator = torch.Generator().manual_seed(derive_seed(self.seed, epoch))
-                yield torch.randperm(count, generator=generator).numpy()
-            else:
-                yield np.arange(count)
-
     def steps(self, count: int) -> list[np.ndarray]:
         """Row numbers of each optimizer step on a batch of ``count`` rows, all epochs in a row."""
-        return [
-            order[first : first + self.rows]
-            for order in self.epoch_orders(count)
-            for first in range(0, count, self.rows)
-        ]
+        steps = []
+        for epoch in range(self.epochs):
+            order = np.arange(count)
+            if self.shuffle:
+                generator = torch.Generator().manual_seed(derive_seed(self.seed, epoch))
+                order = torch.randperm(count, generator=generator).numpy()
+            steps += [order[first : first + self.rows] for first in range(0, count, self.rows)]
+        return steps
 
 
 class RowLengths(NamedTuple):
@@ -97,7 +85,7 @@ def row_lengths(data: Any, with_groups: bool = False) -> RowLengths:
 class Partition(NamedTuple):
     """Rows of a batch by data-parallel rank."""
 
-    count: int
+    num_rows: int
     """Rows of the batch."""
     rows: list[np.ndarray]
     """Of each rank, the numbers of its rows."""
@@ -111,12 +99,12 @@ class Partition(NamedTuple):
 
         None if some row is worked on twice, as in two epochs of different mini-batches.
         """
-        positions, first, found = np.empty(self.count, dtype=np.int64), 0, 0
+        positions, first, found = np.empty(self.num_rows, dtype=np.int64), 0, 0
         for rows, has_filler in zip(self.rows, self.has_filler, strict=True):
             own = len(rows) - has_filler
             positions[rows[:own]] = first + np.arange(own)
             first, found = first + len(rows), found + own
-        return positions if found == self.count else None
+        return positions if found == self.num_rows else None
 
 
 class CallPlan(NamedTuple):
@@ -147,9 +135,16 @@ class PartitionPlan(NamedTuple):
         else:
             divided = self._divided_steps(call.mini_batches, rows, ranks, call.by_tokens)
         filler = int(np.argmin(rows.lengths))
-        parts = [_rank_part([step[rank] for step in divided], filler) for rank in range(ranks)]
-        steps = None if call.mini_batches is None else [rows_of_steps for _, _, rows_of_steps in parts]
-        return Partition(count, [numbers for numbers, _, _ in parts], [has_filler for _, has_filler, _ in parts], steps)
+        partition = Partition(count, [], [], None if call.mini_batches is None else [])
+        for steps in zip(*divided, strict=True):  # of one rank
+            mine = np.unique(np.concatenate(steps))
+            has_filler = any(not len(step) for step in steps)
+            partition.rows.append(np.append(mine, filler) if has_filler else mine)
+            partition.has_filler.append(has_filler)
+            if partition.steps is not None:
+                in_part = [np.searchsorted(mine, step) if len(step) else np.array([len(mine)]) for step in steps]
+                partition.steps.append(in_part)
+        return partition
 
     def _divided_steps(
         self, mini: MiniBatches, rows: RowLengths, ranks: int, by_tokens: bool
@@ -207,9 +202,3 @@ class PartitionPlan(NamedTuple):
         return parts, np.array([[int(costs[part].sum()) for part in step] for step in divided])
 
 
-def _rank_part(steps: list[np.ndarray], filler: int) -> tuple[np.ndarray, bool, list[np.ndarray]]:
-    """Join a rank's rows of each step: all its rows, whether a filler row follows, each step's row numbers in them."""
-    rows = np.unique(np.concatenate(steps))
-    has_filler = any(not len(step) for step in steps)
-    in_part = [np.searchsorted(rows, step) if len(step) else np.array([len(rows)]) for step in steps]
-    return np.append(rows, filler) if has_filler else rows, has_filler, in_part

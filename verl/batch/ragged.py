@@ -48,6 +48,9 @@ class _WritableAlias:
         self.__array_interface__ = {**array.__array_interface__, "data": (array.ctypes.data, False)}
 
 
+Fill = float | Literal["position"]
+
+
 @dataclass(frozen=True, eq=False)
 class Layout:
     """Positions of the valid tokens of B rows in a padded (B, width) window; one run per row."""
@@ -66,11 +69,12 @@ class Layout:
         real = (mask != 0).cpu().numpy()  # numpy's argmax of booleans stops at the first hit, torch's does not
         width = real.shape[1]
         if not real.size:
-            return Layout(*torch.zeros(2, len(real), dtype=torch.int64, device=mask.device), width)
+            none = torch.zeros(len(real), dtype=torch.int64, device=mask.device)
+            return Layout(none, none, width)
         starts = real.argmax(1)
         ends = np.where(real.any(1), width - real[:, ::-1].argmax(1), starts)
         runs = torch.from_numpy(np.stack([starts, ends - starts])).to(mask.device)
-        return Layout(*runs, width)
+        return Layout(runs[0], runs[1], width)
 
     def __len__(self) -> int:
         return self.starts.shape[0]
@@ -156,7 +160,11 @@ class Layout:
         return shift + torch.arange(self.total, device=shift.device)
 
     def __reduce__(self):
-        return _layout_from_wire, (self.starts.cpu().numpy(), self.lengths.cpu().numpy(), self.width)
+        return Layout._from_wire, (self.starts.cpu().numpy(), self.lengths.cpu().numpy(), self.width)
+
+    @staticmethod
+    def _from_wire(starts: np.ndarray, lengths: np.ndarray, width: int) -> Layout:
+        return Layout(tensor_from_numpy(starts), tensor_from_numpy(lengths), width)
 
 
 @dataclass(frozen=True, eq=False)
@@ -169,7 +177,7 @@ class Ragged:
     values: Tensor
     """(T, ...): the valid tokens, row after row."""
     layout: Layout
-    fill: float | int | Literal["position"] = 0
+    fill: Fill = 0
     """Value of padding. "position": 0 on the left, on the right counting on from the last valid token."""
 
     def __post_init__(self):
@@ -198,8 +206,9 @@ class Ragged:
         if len(rows) and int(lengths.max()) > width:
             i = int(lengths.argmax())
             raise ValueError(f"Ragged.from_rows: row {i} has {len(rows[i])} tokens, width={width}. Shorten it.")
-        if rows and all(isinstance(row, Tensor) for row in rows):
-            values = torch.cat(list(rows)).to(dtype)
+        tensors = [row for row in rows if isinstance(row, Tensor)]
+        if rows and len(tensors) == len(rows):
+            values = torch.cat(tensors).to(dtype)
         else:
             flat = list(chain.from_iterable(row.tolist() if isinstance(row, Tensor) else row for row in rows))
             values = torch.tensor(flat, dtype=dtype if flat or dtype else torch.int64)
@@ -262,7 +271,11 @@ class Ragged:
         return ((last[:, None] + behind) * ((behind > 0) & full[:, None])).to(self.values.dtype)
 
     def __reduce__(self):
-        return _ragged_from_wire, (*tensor_to_numpy(self.values), self.layout, self.fill)
+        return Ragged._from_wire, (*tensor_to_numpy(self.values), self.layout, self.fill)
+
+    @staticmethod
+    def _from_wire(array: np.ndarray, dtype: torch.dtype | None, layout: Layout, fill: Fill) -> Ragged:
+        return Ragged(tensor_from_numpy(array, dtype), layout, fill)
 
 
 # Several columns at once: each layout is worked out once, and columns that shared a layout share the new one.
@@ -316,14 +329,6 @@ def move_columns(columns: Mapping[str, Ragged], device: torch.device | str) -> d
     return {name: Ragged(c.values.to(device), move(c.layout), c.fill) for name, c in columns.items()}
 
 
-def _layout_from_wire(starts: np.ndarray, lengths: np.ndarray, width: int) -> Layout:
-    return Layout(tensor_from_numpy(starts), tensor_from_numpy(lengths), width)
-
-
-def _ragged_from_wire(array: np.ndarray, dtype: torch.dtype | None, layout: Layout, fill) -> Ragged:
-    return Ragged(tensor_from_numpy(array, dtype), layout, fill)
-
-
 # -- Which tensor columns of an RL batch are ragged, and in which window ---------------------------------------------
 WINDOWS = {"prompts": "prompt", "input_ids": "all", "attention_mask": "all", "position_ids": "all"} | dict.fromkeys(
     "responses response_mask loss_mask old_log_probs ref_log_prob rollout_log_probs entropys values rm_scores "
@@ -368,25 +373,17 @@ def window_layouts(columns: Mapping[str, Tensor | Ragged]) -> dict[str, Layout]:
 
 def pack_column(name: str, column: Tensor, layouts: Mapping[str, Layout], pad_token_id: int | None) -> Ragged | None:
     """Pack a padded column; None if it is unknown, its window is, or its shape is not that of its window."""
-    layout = layouts.get(WINDOWS.get(name))
+    layout = layouts.get(WINDOWS.get(name, ""))
     if layout is None or column.shape[:2] != (len(layout), layout.width):
         return None
-    if name == "position_ids":
-        fill = "position"
-    elif name in _TOKEN_IDS and column.ndim == 2:
-        fill = _padding_value(column, layout, pad_token_id or 0)
-    else:
-        fill = 0
+    fill: Fill = "position" if name == "position_ids" else 0
+    if name in _TOKEN_IDS and column.ndim == 2:
+        fill = pad_token_id or 0
+        padded_rows = (layout.lengths < layout.width).nonzero()[:1]
+        if len(padded_rows):  # the value that its padding has
+            row = int(padded_rows)
+            fill = column[row, 0 if layout.starts[row] > 0 else layout.lengths[row]].item()
     return Ragged.from_padded(column, layout, fill)
-
-
-def _padding_value(column: Tensor, layout: Layout, default: int) -> int:
-    """Return the current padding value of ``column``."""
-    padded_rows = (layout.lengths < layout.width).nonzero()[:1]
-    if not len(padded_rows):
-        return default
-    row = int(padded_rows)
-    return column[row, 0 if layout.starts[row] > 0 else layout.lengths[row]].item()
 
 
 # -- Equality in value of two columns or entries of ``meta_info``, and their first difference ------------------------
@@ -404,8 +401,9 @@ def first_difference(a, b) -> str | None:
         return None
     if not (getattr(a, "shape", ()) and getattr(b, "shape", ())):
         return f"{_short(a)} and {_short(b)}"
-    if (a.shape, _dtype(a)) != (b.shape, _dtype(b)):
-        return f"{_dtype(a)} {tuple(a.shape)} and {_dtype(b)} {tuple(b.shape)}"
+    kinds = [(c.values.dtype if isinstance(c, Ragged) else c.dtype, tuple(c.shape)) for c in (a, b)]
+    if kinds[0] != kinds[1]:
+        return " and ".join(f"{dtype} {shape}" for dtype, shape in kinds)
     rows = (column.rows() if isinstance(column, Ragged) else column for column in (a, b))
     for i, (x, y) in enumerate(zip(*rows, strict=True)):
         if not is_same(x, y):
@@ -430,10 +428,6 @@ def is_same(a, b) -> bool:
     if isinstance(a, list | tuple) and isinstance(b, list | tuple):
         return type(a) is type(b) and len(a) == len(b) and all(map(is_same, a, b))
     return bool(np.all(a == b)) or (isinstance(a, float | np.floating) and bool(a != a and b != b))
-
-
-def _dtype(column):
-    return column.values.dtype if isinstance(column, Ragged) else column.dtype
 
 
 def _short(value) -> str:

@@ -11,7 +11,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
 from verl.algorithms.losses import PPOLoss, ValueLoss
-from verl.batch.partition import STEP_ROWS, MiniBatches
+from verl.batch.partition import MiniBatches
 from verl.config.critic import CriticConfig
 from verl.protocol import DataProto
 from verl.single_controller.base.decorator import Dispatch, register
@@ -51,7 +51,7 @@ class TrainedRole(EngineWorker):
 
         The driver chooses them (``step_rows``). Where it does not, every rank splits its equal part in the same way.
         """
-        steps, ranks = data.meta_info.get(STEP_ROWS), engine.topology.dp_size
+        steps, ranks = data.step_rows, engine.topology.dp_size
         if steps is None:
             if default.rows % ranks:
                 raise ValueError(

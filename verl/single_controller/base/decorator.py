@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from verl.batch.partition import Partition
+    from verl.protocol import DataProto
 
 
 _MASKS = ("response_mask", "loss_mask")
@@ -41,6 +42,12 @@ def map_batches(fn: Callable, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         return fn(value) if isinstance(value, DataProto) else value
 
     return tuple(map(each, args)), {name: each(value) for name, value in kwargs.items()}
+
+
+def _batches(args: tuple, kwargs: dict) -> list[DataProto]:
+    from verl.protocol import DataProto
+
+    return [value for value in (*args, *kwargs.values()) if isinstance(value, DataProto)]
 
 
 def keep_columns(data, reads: tuple[str, ...] | None):
@@ -78,9 +85,7 @@ def drop_padding(result: Any, padding: Padding | None) -> Any:
 
 def _common_length(args: tuple, kwargs: dict) -> int:
     """Rows of the batches of a call; 0 if there are none."""
-    lengths = set()
-    map_batches(lambda data: lengths.add(len(data)), args, kwargs)
-    lengths.discard(0)
+    lengths = {len(data) for data in _batches(args, kwargs)} - {0}
     if len(lengths) > 1:
         raise ValueError(f"the batches of one call have {sorted(lengths)} rows: give all the same number of rows.")
     return lengths.pop() if lengths else 0
@@ -95,13 +100,12 @@ def plan_partition(args: tuple, kwargs: dict, method: str, parts: int) -> Partit
 
     All batches are divided by the lengths (and, to keep groups together, ``uid``) of the one that carries the plan.
     """
-    from verl.batch.partition import PARTITION_PLAN, row_lengths
-
-    carriers: list[Any] = []
-    map_batches(lambda data: carriers.append(data) if PARTITION_PLAN in data.meta_info else None, args, kwargs)
-    plan = carriers[0].meta_info[PARTITION_PLAN] if carriers else None
-    if plan is None or method not in plan.calls or not _common_length(args, kwargs):
+    carriers = [data for data in _batches(args, kwargs) if data.partition_plan is not None]
+    if not carriers or method not in carriers[0].partition_plan.calls or not _common_length(args, kwargs):
         return None
+    from verl.batch.partition import row_lengths
+
+    plan = carriers[0].partition_plan
     return plan.partition(method, row_lengths(carriers[0], plan.groups_together), parts)
 
 
@@ -111,8 +115,6 @@ def split_rows(args: tuple, kwargs: dict, partition: Partition) -> tuple[tuple, 
 
 
 def _split(data, partition: Partition) -> SplitBatch:
-    from verl.batch.partition import PARTITION_PLAN, STEP_ROWS
-
     parts = SplitBatch()
     for rank, (rows, has_filler) in enumerate(zip(partition.rows, partition.has_filler, strict=True)):
         is_whole = len(partition.rows) == 1 and not has_filler
@@ -120,9 +122,8 @@ def _split(data, partition: Partition) -> SplitBatch:
         for name in _MASKS if has_filler else ():
             if name in part:
                 part.put(name, _zeroed_from(part, name, len(part) - 1))
-        part.meta_info = {key: value for key, value in part.meta_info.items() if key != PARTITION_PLAN}
-        if partition.steps is not None:
-            part.meta_info[STEP_ROWS] = partition.steps[rank]
+        part.partition_plan = None
+        part.step_rows = None if partition.steps is None else partition.steps[rank]
         parts.append(part)
     return parts
 
@@ -514,7 +515,7 @@ def register(
         reads: tensor and object columns the method looks at; only these, where present, are sent. None sends all.
             ``meta_info`` always travels.
         balanced: split a batch by the ``PartitionPlan`` that it carries, if that names this method: into parts of
-            unequal length, each with ``step_rows`` in its ``meta_info`` in an update. Joined rows come back in the
+            unequal length, each with its ``step_rows`` in an update. Joined rows come back in the
             order of the batch.
     """
     if isinstance(reads, str):

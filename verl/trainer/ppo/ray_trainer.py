@@ -16,7 +16,6 @@ import torch
 from verl.algorithms.aggregate import agg_loss
 from verl.algorithms.kl import get_kl_controller
 from verl.algorithms.resample import resample_rows
-from verl.batch.partition import PARTITION_PLAN
 from verl.checkpoint import run_state as checkpoint
 from verl.checkpoint.run_state import RunCheckpoints, saved_groups
 from verl.config.unused_options import check_unused_options
@@ -258,7 +257,7 @@ class RayPPOTrainer(RecipeNames):
         return batch
 
     def divide_batch(self, batch: DataProto) -> None:
-        """Add the partition plan and the number of tokens of each row to the batch's metadata."""
+        """Give the batch its partition plan, and its metadata the number of tokens of each row."""
         self.balance_batch(batch, self.metrics)
         batch.meta_info["global_token_num"] = batch.ragged("attention_mask").layout.lengths.tolist()
 
@@ -276,7 +275,7 @@ class RayPPOTrainer(RecipeNames):
 
     def balance_batch(self, batch: DataProto, metrics: dict, logging_prefix: str = "global_seqlen") -> None:
         """Plan which rows make each optimizer step, and their partition among ranks; the rows stay in order."""
-        plan = batch.meta_info[PARTITION_PLAN] = partition_plan(self.options, self.row_cost, self.global_steps)
+        plan = batch.partition_plan = partition_plan(self.options, self.row_cost, self.global_steps)
         if self.config.trainer.balance_batch:
             ranks = len(self.actor_wg.mesh("actor").sources)
             metrics.update(balance_metrics(batch, plan, self.row_cost, ranks, logging_prefix))
