@@ -783,7 +783,6 @@ class DataProtoFuture:
         data = self.collect_fn(self._outputs())
         return data if self.dispatch_fn is None else self.dispatch_fn(data)
 
-
     def _outputs(self) -> list:
         if all(hasattr(future, "get") for future in self.futures):
             return [future.get() for future in self.futures]

@@ -15,6 +15,7 @@ import torch
 from verl.batch.balancing import balanced_parts
 from verl.utils.py_functional import derive_seed
 
+
 class RowCost(NamedTuple):
     """Cost of a row of l tokens, as an integer: ``l * (break_even + l)``.
 
@@ -200,5 +201,3 @@ class PartitionPlan(NamedTuple):
         divided = self._divided_steps(mini._replace(epochs=1), rows, ranks, call.by_tokens)
         parts = [np.concatenate([step[rank] for step in divided]).tolist() for rank in range(ranks)]
         return parts, np.array([[int(costs[part].sum()) for part in step] for step in divided])
-
-

@@ -13,15 +13,15 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
-# -- Select columns, pad and split the rows of a call's batches over ranks, and restore the order of the outputs -----
+from verl.batch.partition import Partition, row_lengths
+from verl.protocol import DataProto, DataProtoError, pad_dataproto_to_divisor, unpad_dataproto
 
+Args = tuple[tuple, dict]
+"""Positional and named arguments of a call."""
 
-if TYPE_CHECKING:
-    from verl.batch.partition import Partition
-    from verl.protocol import DataProto
-
+# -- Rows of a call's batches: columns selected, padded or split over ranks, and brought back in order ----------------
 
 _MASKS = ("response_mask", "loss_mask")
 """Columns that mark the tokens of the loss; zero on padding rows, so that these do not train."""
@@ -34,29 +34,29 @@ class Padding(NamedTuple):
     padded: int
 
 
-def map_batches(fn: Callable, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+def map_batches(fn: Callable[[DataProto], Any], args: tuple, kwargs: dict) -> Args:
     """Apply ``fn`` to the arguments that are DataProtos."""
-    from verl.protocol import DataProto
-
-    def each(value):
-        return fn(value) if isinstance(value, DataProto) else value
-
-    return tuple(map(each, args)), {name: each(value) for name, value in kwargs.items()}
+    return (
+        tuple(fn(value) if isinstance(value, DataProto) else value for value in args),
+        {name: fn(value) if isinstance(value, DataProto) else value for name, value in kwargs.items()},
+    )
 
 
-def _batches(args: tuple, kwargs: dict) -> list[DataProto]:
-    from verl.protocol import DataProto
-
-    return [value for value in (*args, *kwargs.values()) if isinstance(value, DataProto)]
-
-
-def keep_columns(data, reads: tuple[str, ...] | None):
+def keep_columns(data: DataProto, reads: tuple[str, ...] | None) -> DataProto:
     """The columns named in ``reads`` that are there (None: all), as a new DataProto; ``meta_info`` stays whole."""
     if reads is None:
         return data.select()
     return data.select(
         [name for name in reads if name in data], [name for name in reads if name in data.non_tensor_batch]
     )
+
+
+def _common_length(batches: Sequence[DataProto]) -> int:
+    """Rows of the batches of a call; 0 if there are none."""
+    lengths = {len(data) for data in batches} - {0}
+    if len(lengths) > 1:
+        raise ValueError(f"the batches of one call have {sorted(lengths)} rows: give all the same number of rows.")
+    return max(lengths, default=0)
 
 
 def pad_rows(args: tuple, kwargs: dict, parts: int) -> tuple[tuple, dict, Padding | None]:
@@ -67,28 +67,23 @@ def pad_rows(args: tuple, kwargs: dict, parts: int) -> tuple[tuple, dict, Paddin
     Raises:
         ValueError: the batches of one call differ in length.
     """
-    rows = _common_length(args, kwargs)
+    rows = _common_length([value for value in (*args, *kwargs.values()) if isinstance(value, DataProto)])
     if rows % parts == 0:
         return args, kwargs, None
-    args, kwargs = map_batches(lambda data: _pad(data, parts) if len(data) else data, args, kwargs)
+
+    def padded(data: DataProto) -> DataProto:
+        longer, added = pad_dataproto_to_divisor(data, parts)
+        return _without_training(longer, len(data)) if added else data
+
+    args, kwargs = map_batches(padded, args, kwargs)
     return args, kwargs, Padding(rows, rows + -rows % parts)
 
 
 def drop_padding(result: Any, padding: Padding | None) -> Any:
     """Take the padding rows off a result that has them; anything else is returned as it is."""
-    from verl.protocol import DataProto, unpad_dataproto
-
     if padding is None or not isinstance(result, DataProto) or len(result) != padding.padded:
         return result
     return unpad_dataproto(result, padding.padded - padding.real)
-
-
-def _common_length(args: tuple, kwargs: dict) -> int:
-    """Rows of the batches of a call; 0 if there are none."""
-    lengths = {len(data) for data in _batches(args, kwargs)} - {0}
-    if len(lengths) > 1:
-        raise ValueError(f"the batches of one call have {sorted(lengths)} rows: give all the same number of rows.")
-    return lengths.pop() if lengths else 0
 
 
 class SplitBatch(list):
@@ -100,28 +95,25 @@ def plan_partition(args: tuple, kwargs: dict, method: str, parts: int) -> Partit
 
     All batches are divided by the lengths (and, to keep groups together, ``uid``) of the one that carries the plan.
     """
-    carriers = [data for data in _batches(args, kwargs) if data.partition_plan is not None]
-    if not carriers or method not in carriers[0].partition_plan.calls or not _common_length(args, kwargs):
-        return None
-    from verl.batch.partition import row_lengths
-
-    plan = carriers[0].partition_plan
-    return plan.partition(method, row_lengths(carriers[0], plan.groups_together), parts)
-
-
-def split_rows(args: tuple, kwargs: dict, partition: Partition) -> tuple[tuple, dict]:
-    """Replace every DataProto that has rows by a `SplitBatch`."""
-    return map_batches(lambda data: _split(data, partition) if len(data) else data, args, kwargs)
+    batches = [value for value in (*args, *kwargs.values()) if isinstance(value, DataProto)]
+    for data in batches:
+        if (plan := data.partition_plan) is not None:
+            if method in plan.calls and _common_length(batches):
+                return plan.partition(method, row_lengths(data, plan.groups_together), parts)
+            break
+    return None
 
 
-def _split(data, partition: Partition) -> SplitBatch:
+def split_rows(data: DataProto, partition: Partition) -> DataProto | SplitBatch:
+    """Return the rows of each data-parallel rank; a batch without rows as it is."""
+    if not len(data):
+        return data
     parts = SplitBatch()
     for rank, (rows, has_filler) in enumerate(zip(partition.rows, partition.has_filler, strict=True)):
         is_whole = len(partition.rows) == 1 and not has_filler
         part = data.select() if is_whole else data.select_idxs(rows)
-        for name in _MASKS if has_filler else ():
-            if name in part:
-                part.put(name, _zeroed_from(part, name, len(part) - 1))
+        if has_filler:
+            _without_training(part, len(part) - 1)
         part.partition_plan = None
         part.step_rows = None if partition.steps is None else partition.steps[rank]
         parts.append(part)
@@ -130,38 +122,33 @@ def _split(data, partition: Partition) -> SplitBatch:
 
 def restore_rows(result: Any, partition: Partition | None) -> Any:
     """Bring the rows of a joined result into the order of the batch; anything else is returned as it is."""
-    from verl.protocol import DataProto
-
     if partition is None or not isinstance(result, DataProto) or len(result) != sum(map(len, partition.rows)):
         return result
     positions = partition.output_positions()
     return result if positions is None or len(partition.rows) == 1 else result.select_idxs(positions)
 
 
-def _pad(data, parts: int):
-    from verl.protocol import pad_dataproto_to_divisor
-
-    padded, _ = pad_dataproto_to_divisor(data, parts)
+def _without_training(data: DataProto, first: int) -> DataProto:
+    """Zero the masks of the loss from row ``first`` on, packed if they can be; changes and returns ``data``."""
     for name in _MASKS:
-        if name in padded:
-            padded.put(name, _zeroed_from(padded, name, len(data)))
-    return padded
+        if name not in data:
+            continue
+        try:
+            column = data.ragged(name)
+        except DataProtoError:  # the columns sent along do not tell its valid tokens
+            padded = data.column(name).clone()
+            padded[first:] = 0
+            data.put(name, padded)
+        else:
+            values = column.values.clone()
+            values[column.layout.offsets[first] :] = 0
+            data.put(name, column.like(values))
+    return data
 
 
-def _zeroed_from(data, name: str, first: int):
-    """Column ``name`` with zeros from row ``first`` on, packed if it can be."""
-    from verl.protocol import DataProtoError
+# -- Dispatch modes ---------------------------------------------------------------------------------------------------
 
-    try:
-        column = data.ragged(name)
-    except DataProtoError:  # the columns sent along do not tell its valid tokens
-        column = data.column(name).clone()
-        column[first:] = 0
-        return column
-    values = column.values.clone()
-    values[column.layout.offsets[first] :] = 0
-    return column.like(values)
-
+Member = TypeVar("Member", bound="DynamicEnum")
 
 MAGIC_ATTR = "attrs_3141562937"
 """Attribute of a registered method that holds its `Registration`."""
@@ -172,6 +159,8 @@ ONLY_MESH = "*"
 
 
 class _DynamicEnumMeta(type):
+    _members: dict[str, Any]
+
     def __iter__(cls):
         return iter(cls._members.values())
 
@@ -181,12 +170,12 @@ class _DynamicEnumMeta(type):
     def __contains__(cls, item) -> bool:
         return item in cls._members.values() or item in cls._members
 
-    def __getitem__(cls, name: str):
+    def __getitem__(cls: type[Member], name: str) -> Member:
         if name not in cls._members:
             raise KeyError(f"{cls.__name__} has no member {name!r}; it has {', '.join(cls._members)}")
         return cls._members[name]
 
-    def __getattr__(cls, name: str):
+    def __getattr__(cls, name: str) -> Any:
         if name.startswith("_") or name not in cls._members:
             raise AttributeError(f"{cls.__name__} has no member {name!r}; it has {', '.join(cls._members)}")
         return cls._members[name]
@@ -194,8 +183,6 @@ class _DynamicEnumMeta(type):
 
 class DynamicEnum(metaclass=_DynamicEnumMeta):
     """An enumeration that can be extended: ``Dispatch.register("MINE")`` makes ``Dispatch.MINE``."""
-
-    _members: dict[str, DynamicEnum] = {}
 
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
@@ -205,7 +192,7 @@ class DynamicEnum(metaclass=_DynamicEnumMeta):
         self.name, self.value = name, value
 
     @classmethod
-    def register(cls, name: str) -> DynamicEnum:
+    def register(cls: type[Member], name: str) -> Member:
         """Add a member. Registering a name twice is a ValueError."""
         key = name.upper()
         if key in cls._members:
@@ -214,27 +201,27 @@ class DynamicEnum(metaclass=_DynamicEnumMeta):
         return cls._members[key]
 
     @classmethod
-    def from_name(cls, name: str) -> DynamicEnum | None:
+    def from_name(cls: type[Member], name: str) -> Member | None:
         """The member of this name in any case; None if there is none."""
         return cls._members.get(name.upper())
 
     @classmethod
-    def remove(cls, name: str) -> DynamicEnum:
+    def remove(cls: type[Member], name: str) -> Member:
         """Take a member out; KeyError if there is none."""
         member = cls[name.upper()]
-        del cls._members[name.upper()]
+        del cls._members[member.name]
         return member
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}.{self.name}"
 
     def __reduce__(self):
-        return _member, (type(self), self.name)
+        return type(self)._from_wire, (self.name,)
 
-
-def _member(cls: type[DynamicEnum], name: str) -> DynamicEnum:
-    """The member of this name, made if the process that unpickles it has not registered it."""
-    return cls._members.get(name) or cls.register(name)
+    @classmethod
+    def _from_wire(cls: type[Member], name: str) -> Member:
+        """The member of this name, made if the process that unpickles it has not registered it."""
+        return cls._members.get(name) or cls.register(name)
 
 
 class Dispatch(DynamicEnum):
@@ -304,17 +291,19 @@ class Mesh:
         return Mesh(dp_ranks, tuple(ranks[0] for ranks in answers.values()))
 
 
-# Spreading and collecting ---------------------------------------------------------------------------------------------
-def _spread(args: tuple, kwargs: dict, each: Callable[[Any], list]) -> tuple[tuple, dict]:
+# -- Functions of the modes: arguments are spread to a list with one element per rank, outputs collected ---------------
+
+
+def _spread(args: tuple, kwargs: dict, each: Callable[[Any], list]) -> Args:
     return tuple(each(arg) for arg in args), {name: each(value) for name, value in kwargs.items()}
 
 
-def dispatch_one_to_all(group, *args, **kwargs):
+def dispatch_one_to_all(group, *args, **kwargs) -> Args:
     """The same arguments for every rank."""
     return _spread(args, kwargs, lambda value: [value] * group.world_size)
 
 
-def dispatch_all_to_all(group, *args, **kwargs):
+def dispatch_all_to_all(group, *args, **kwargs) -> Args:
     """The arguments as they are; if every one is a list of world_size elements, each rank gets its own."""
     return args, kwargs
 
@@ -324,24 +313,19 @@ def collect_all_to_all(group, outputs):
     return outputs
 
 
-def dispatch_rows(group, *args, mesh_name: str | None = None, **kwargs):
+def dispatch_rows(group, *args, mesh_name: str | None = None, **kwargs) -> Args:
     """Split every DataProto along its rows, part i for dp rank i; anything else goes to every rank."""
-    from verl.protocol import DataProto
-
     mesh = group.mesh(mesh_name)
 
     def each(value):
-        if isinstance(value, SplitBatch):
-            return [value[dp_rank] for dp_rank in mesh.dp_ranks]
-        if not isinstance(value, DataProto) or not len(value):
-            return [value] * group.world_size
-        parts = value.chunk(len(mesh.sources))
-        return [parts[dp_rank] for dp_rank in mesh.dp_ranks]
+        if isinstance(value, DataProto) and len(value):
+            value = SplitBatch(value.chunk(len(mesh.sources)))
+        return [value[dp_rank] if isinstance(value, SplitBatch) else value for dp_rank in mesh.dp_ranks]
 
     return _spread(args, kwargs, each)
 
 
-def dispatch_lists(group, *args, mesh_name: str | None = None, **kwargs):
+def dispatch_lists(group, *args, mesh_name: str | None = None, **kwargs) -> Args:
     """Arguments are lists of one element per dp rank."""
     mesh = group.mesh(mesh_name)
 
@@ -357,6 +341,11 @@ def dispatch_lists(group, *args, mesh_name: str | None = None, **kwargs):
     return _spread(args, kwargs, each)
 
 
+def dispatch_same_on_mesh(group, *args, mesh_name: str | None = None, **kwargs) -> Args:
+    """The same arguments for every rank; outputs are those of the mesh."""
+    return dispatch_one_to_all(group, *args, **kwargs)
+
+
 def collect_sources(group, outputs, mesh_name: str | None = None) -> list:
     """The outputs of the ranks that answer for their part, in the order of the parts."""
     return [outputs[rank] for rank in group.mesh(mesh_name).sources]
@@ -364,9 +353,7 @@ def collect_sources(group, outputs, mesh_name: str | None = None) -> list:
 
 def collect_rows(group, outputs, mesh_name: str | None = None):
     """Join the DataProtos of the answering ranks; outputs of another kind come as a list."""
-    from verl.protocol import DataProto
-
-    outputs = collect_sources(group, outputs, mesh_name)
+    outputs = [outputs[rank] for rank in group.mesh(mesh_name).sources]
     if not all(isinstance(output, DataProto) for output in outputs):
         return outputs
     return outputs[0] if len(outputs) == 1 else DataProto.concat(outputs)
@@ -376,17 +363,15 @@ def _refuse_direct_call(group, *args, **kwargs):
     raise NotImplementedError("a DIRECT_ROLLOUT_METHOD is called on the worker itself, never through its group.")
 
 
-# The modes ------------------------------------------------------------------------------------------------------------
-def _mesh_mode(dispatch_fn, collect_fn, splits: bool) -> Callable[[str | None], Mode]:
-    """Mode factory: mesh name -> mode."""
+ModeFactory = Callable[[str | None], Mode]
+"""Mesh name -> mode."""
 
+
+def _mesh_mode(dispatch_fn: Callable, collect_fn: Callable, splits: bool = False) -> ModeFactory:
     def make(mesh_name: str | None) -> Mode:
-        def on_mesh(fn):
-            return fn if fn is collect_all_to_all else functools.partial(fn, mesh_name=mesh_name)
-
         return Mode(
-            on_mesh(dispatch_fn),
-            on_mesh(collect_fn),
+            functools.partial(dispatch_fn, mesh_name=mesh_name),
+            functools.partial(collect_fn, mesh_name=mesh_name),
             parts=(lambda group: len(group.mesh(mesh_name).sources)) if splits else None,
             sources=lambda group: group.mesh(mesh_name).sources,
         )
@@ -394,40 +379,30 @@ def _mesh_mode(dispatch_fn, collect_fn, splits: bool) -> Callable[[str | None], 
     return make
 
 
-def _plain_mode(dispatch_fn, collect_fn) -> Callable[[str | None], Mode]:
-    mode = Mode(dispatch_fn, collect_fn)
-    return lambda mesh_name: mode
+def _plain_mode(dispatch_fn: Callable, collect_fn: Callable) -> ModeFactory:
+    return lambda mesh_name: Mode(dispatch_fn, collect_fn)
 
 
-_MODES: dict[Dispatch, Callable[[str | None], Mode]] = {}
-
-
-def _define_modes() -> None:
-    lists = _mesh_mode(dispatch_lists, collect_sources, splits=False)
-    rows = _mesh_mode(dispatch_rows, collect_rows, splits=True)
+_LISTS = _mesh_mode(dispatch_lists, collect_sources)
+_ROWS = _mesh_mode(dispatch_rows, collect_rows, splits=True)
+_MODES: dict[Dispatch, ModeFactory] = {
+    Dispatch.register(name): make
     for name, make in {
         "RANK_ZERO": _plain_mode(dispatch_all_to_all, collect_all_to_all),
         "ONE_TO_ALL": _plain_mode(dispatch_one_to_all, collect_all_to_all),
         "ALL_TO_ALL": _plain_mode(dispatch_all_to_all, collect_all_to_all),
-        "MEGATRON_COMPUTE": lists,
-        "MEGATRON_PP_AS_DP": lists,
-        "MEGATRON_PP_ONLY": _mesh_mode(
-            lambda group, *args, mesh_name, **kwargs: dispatch_one_to_all(group, *args, **kwargs),
-            collect_sources,
-            splits=False,
-        ),
-        "MEGATRON_COMPUTE_PROTO": rows,
-        "MEGATRON_PP_AS_DP_PROTO": rows,
-        "DP_COMPUTE": lists,
-        "DP_COMPUTE_PROTO": rows,
-        "DP_COMPUTE_PROTO_WITH_FUNC": rows,
+        "MEGATRON_COMPUTE": _LISTS,
+        "MEGATRON_PP_AS_DP": _LISTS,
+        "MEGATRON_PP_ONLY": _mesh_mode(dispatch_same_on_mesh, collect_sources),
+        "MEGATRON_COMPUTE_PROTO": _ROWS,
+        "MEGATRON_PP_AS_DP_PROTO": _ROWS,
+        "DP_COMPUTE": _LISTS,
+        "DP_COMPUTE_PROTO": _ROWS,
+        "DP_COMPUTE_PROTO_WITH_FUNC": _ROWS,
         "DP_COMPUTE_METRIC": _mesh_mode(dispatch_rows, collect_sources, splits=True),
         "DIRECT_ROLLOUT_METHOD": _plain_mode(_refuse_direct_call, _refuse_direct_call),
-    }.items():
-        _MODES[Dispatch.register(name)] = make
-
-
-_define_modes()
+    }.items()
+}
 
 
 def register_dispatch_mode(dispatch_mode_name: str, dispatch_fn: Callable, collect_fn: Callable) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from verl.protocol import DataProto, DataProtoFuture
+from verl.protocol import DataProtoFuture
 from verl.single_controller.base.decorator import (
     MAGIC_ATTR,
     ONLY_MESH,
@@ -425,18 +425,23 @@ def invoke(group, name: str, registration: Registration, args: tuple, kwargs: di
     """Run a registered method: wait for futures, select columns, pad or split rows, dispatch, run, collect, restore."""
     mode = registration.mode
     if registration.materialize_futures:
-        args, kwargs = _materialized(args, kwargs)
-    padding, partition = None, None
-    if registration.balanced and mode.parts is not None:
+        args = tuple(value.get() if isinstance(value, DataProtoFuture) else value for value in args)
+        kwargs = {key: value.get() if isinstance(value, DataProtoFuture) else value for key, value in kwargs.items()}
+    padding = partition = None
+    if registration.balanced and mode.parts is not None:  # before columns are selected: it reads some of its own
         partition = plan_partition(args, kwargs, name, mode.parts(group))
     args, kwargs = map_batches(lambda data: keep_columns(data, registration.reads), args, kwargs)
     if partition is not None:
-        args, kwargs = split_rows(args, kwargs, partition)
+        args, kwargs = map_batches(lambda data: split_rows(data, partition), args, kwargs)
     elif mode.parts is not None:
         args, kwargs, padding = pad_rows(args, kwargs, mode.parts(group))
     args, kwargs = mode.dispatch_fn(group, *args, **kwargs)
-    if registration.execute_mode is Execute.RANK_ZERO or _is_rank_zero(registration):
-        return _run_rank_zero(group, name, registration, args, kwargs)
+    is_rank_zero = registration.execute_mode is Execute.RANK_ZERO
+    if is_rank_zero or getattr(registration.dispatch_mode, "name", None) == "RANK_ZERO":
+        if mode.dispatch_fn is not dispatch_all_to_all:  # the mode spread the arguments
+            args, kwargs = tuple(arg[0] for arg in args), {key: value[0] for key, value in kwargs.items()}
+        run = group.execute_rank_zero_sync if registration.blocking else group.execute_rank_zero_async
+        return run(name, *args, **kwargs)
     exposed = not registration.blocking and mode.parts is None
     handles = group._submit_all(group.role, name, args, kwargs, mode.sources and mode.sources(group), exposed)
     if mode.parts is None:
@@ -451,27 +456,6 @@ def invoke(group, name: str, registration: Registration, args: tuple, kwargs: di
         return mode.collect_fn(group, group._hosts.as_futures(handles))
 
     return GroupFuture(collect, handles, wait_fn=group.wait)
-
-
-def _is_rank_zero(registration: Registration) -> bool:
-    return getattr(registration.dispatch_mode, "name", None) == "RANK_ZERO"
-
-
-def _run_rank_zero(group, name: str, registration: Registration, args: tuple, kwargs: dict) -> Any:
-    """Run on rank 0: with the arguments as given, or, if the mode spread them, with those of rank 0."""
-    if registration.mode.dispatch_fn is not dispatch_all_to_all:
-        args, kwargs = tuple(arg[0] for arg in args), {key: value[0] for key, value in kwargs.items()}
-    run = group.execute_rank_zero_sync if registration.blocking else group.execute_rank_zero_async
-    return run(name, *args, **kwargs)
-
-
-def _materialized(args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    from verl.protocol import DataProtoFuture
-
-    def each(value):
-        return value.get() if isinstance(value, DataProtoFuture) else value
-
-    return tuple(map(each, args)), {name: each(value) for name, value in kwargs.items()}
 
 
 # -- GroupFuture: the DataProtoFuture of a call on a worker group ----------------------------------------------------
