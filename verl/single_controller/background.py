@@ -4,6 +4,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 from verl.single_controller.errors import WorkerDied
@@ -45,21 +46,18 @@ class BackgroundCall:
     """A call that runs in a thread of its own; ``get()`` waits for its output, or raises what it raised."""
 
     def __init__(self, call: Callable[[], Any]):
-        self._call, self._output, self._error = call, None, None
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
+        self._outcome: Future = Future()
+        # not of a ThreadPoolExecutor, whose threads keep the process alive until they end
+        threading.Thread(target=self._run, args=(call,), daemon=True).start()
 
-    def _run(self) -> None:
+    def _run(self, call: Callable[[], Any]) -> None:
         try:
-            self._output = self._call()
+            self._outcome.set_result(call())
         except BaseException as error:  # it is raised in the thread that calls ``get``
-            self._error = error
+            self._outcome.set_exception(error)
 
     def get(self) -> Any:
-        self._thread.join()
-        if self._error is not None:
-            raise self._error
-        return self._output
+        return self._outcome.result()
 
 
 def _cause(error: BaseException, done: queue.SimpleQueue, running: int, is_echo: Callable) -> BaseException:

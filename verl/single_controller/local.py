@@ -47,13 +47,17 @@ class LocalWorkerGroup(WorkerGroup):
 
     controller = "local"
 
-    def _start(self, resource_pool: ResourcePool, roles: dict, timeout: float, **options) -> Hosts:
+    def _start(
+        self, resource_pool: ResourcePool, roles: Mapping[str, ClassWithInitArgs], timeout: float, **options
+    ) -> Hosts:
         known = {"bin_pack", "detached", "worker_names", "worker_handles", "profile_steps", "worker_nsight_options"}
         if unknown := sorted(set(options) - known):
             raise TypeError(f"LocalWorkerGroup does not know the options {unknown}.")
         size = resource_pool.world_size
         alone = size == 1 and not resource_pool.concurrent
-        hosts = InProcessHosts() if alone else ForkedHosts(size, resource_pool.first_device, resource_pool.concurrent)
+        if alone:
+            return InProcessHosts(roles, self.name_prefix or "")
+        hosts = ForkedHosts(size, resource_pool.first_device, resource_pool.concurrent)
         hosts.setup(roles, self.name_prefix or "", timeout)
         return hosts
 
@@ -63,32 +67,30 @@ class InProcessHosts(Hosts):
 
     world_size = 1
 
-    def __init__(self):
+    def __init__(self, roles: Mapping[str, ClassWithInitArgs], prefix: str):
         super().__init__()
         self._host = WorkerHost()
         self.pids = [os.getpid()]
-
-    def setup(self, roles: Mapping[str, ClassWithInitArgs], prefix: str, timeout: float) -> None:
         rank_env = rank_environment(0, 1, prefix, os.environ.get("MASTER_PORT") or free_port())
         self._stopping_on_failure(lambda: self._host.setup(rank_env, roles))
 
     def _submit(self, role: str, method: str, requests: Sequence[Request], exposed: bool) -> list:
-        return [self._call(role, method, request) for request in requests]
+        calls = []
+        for request in requests:
+            call = Call(self, request.rank, role, method)
+            args, kwargs = map_batches(lambda data: data.unshared(), request.args, request.kwargs)
+            try:
+                call.finish(output=self._host.call(role, method, request.keep, *args, **kwargs))
+            except WorkerError as error:
+                call.finish(error=error)
+            calls.append(call)
+        return calls
 
     def _wait(self, handles: Sequence, timeout: float | None) -> list:
         return [handle.outcome() for handle in handles]
 
     def _stop(self, at_once: bool) -> None:
         self._host = WorkerHost()
-
-    def _call(self, role: str, method: str, request: Request) -> "Call":
-        call = Call(self, request.rank, role, method)
-        args, kwargs = map_batches(lambda data: data.unshared(), request.args, request.kwargs)
-        try:
-            call.finish(output=self._host.call(role, method, request.keep, *args, **kwargs))
-        except WorkerError as error:
-            call.finish(error=error)
-        return call
 
 
 class Call:
@@ -121,7 +123,7 @@ class ForkedHosts(Hosts):
     def __init__(self, world_size: int, first_device: int = 0, concurrent: int = 0):
         """``concurrent``: processes of other groups that compute at the same time, for a fair share of the cores."""
         super().__init__()
-        self.world_size = world_size
+        self.world_size, self.pids = world_size, []
         self._first_device, self._concurrent = first_device, concurrent
         self._memory_pool = SharedMemoryPool()
         self._channels: list[Channel] = []
@@ -134,10 +136,6 @@ class ForkedHosts(Hosts):
         self._rank_of: dict[int, int] = {}  # descriptor polled -> rank
         _LIVE.add(self)
         weakref.finalize(self, _end_all, self._children, self._channels, self._tails)  # also when the driver leaves
-
-    @property
-    def pids(self) -> list[int]:
-        return [child.pid for child in self._children]
 
     def setup(self, roles: Mapping[str, ClassWithInitArgs], prefix: str, timeout: float) -> None:
         """Fork the ranks and build the roles in each, within ``timeout`` seconds."""
@@ -177,6 +175,7 @@ class ForkedHosts(Hosts):
         tail.started()
         self._tails.append(tail)
         self._children.append(child)
+        self.pids.append(child.pid)
         self._channels.append(Channel(ours, self._memory_pool))
         for watched in (ours.fileno(), child.pidfd):
             if watched is not None:
@@ -212,28 +211,35 @@ class ForkedHosts(Hosts):
         while waiting := [call for call in handles if not call.done]:
             left = None if timeout is None else timeout - (time.monotonic() - begin)
             if left is not None and left <= 0:
-                self._dump_stacks({call.rank for call in waiting})
                 ranks = sorted({call.rank for call in waiting})
-                report = "\n".join(filter(None, (self._report(rank) for rank in ranks)))
+                for rank in ranks:  # faulthandler prints its stacks to stderr
+                    os.kill(self.pids[rank], signal.SIGUSR1)
+                time.sleep(0.2)
+                known = {rank: self._diagnostics.report(rank, self.pids[rank]) for rank in ranks}
+                report = "\n".join(f"Rank {rank}:\n{text}" for rank, text in known.items() if text)
+                assert timeout is not None
                 raise WorkerTimeout(waiting[0].role, waiting[0].method, ranks, self.world_size, timeout, report)
-            self._read(left)
+            # ended ranks come first: they explain the errors of others
+            ready = {self._rank_of[fd] for fd, _ in self._poll.poll(None if left is None else left * 1000)}
+            for rank in sorted(ready, key=lambda rank: not self._children[rank].has_ended()):
+                self._receive_from(rank)
         return [call.outcome() for call in handles]
-
-    def _read(self, timeout: float | None) -> None:
-        """Handle messages within ``timeout`` seconds. Ended ranks come first: they explain the errors of others."""
-        ready = {self._rank_of[fd] for fd, _ in self._poll.poll(None if timeout is None else timeout * 1000)}
-        for rank in sorted(ready, key=lambda rank: not self._children[rank].has_ended()):
-            self._receive_from(rank)
 
     def _receive_from(self, rank: int) -> None:
         """Handle one message of a readable rank; raise if its call failed or the rank has ended."""
+        channel = self._channels[rank]
         try:
-            number, error, output = self._next_message(rank)
+            if self._children[rank].has_ended() and not is_readable(channel.fileno()):
+                raise EOFError  # a grandchild may hold the connection open
+            (number, failed), open_content = channel.receive()
+            content = open_content()
         except EOFError:
             raise self._death(rank) from None
-        self._calls.pop(number).finish(output, error)
-        if error is not None:
-            raise self._cause(error)
+        call = self._calls.pop(number)
+        if failed:
+            call.finish(error=content)
+            raise self._cause(content)
+        call.finish(output=content)
 
     def _cause(self, error: WorkerError) -> WorkerError | WorkerDied:
         """Return the end of another rank, if one caused this failure: a lost connection is seen before the exit."""
@@ -246,13 +252,6 @@ class ForkedHosts(Hosts):
                 return error
             time.sleep(0.01)
 
-    def _next_message(self, rank: int) -> tuple[int, WorkerError | None, Any]:
-        channel, child = self._channels[rank], self._children[rank]
-        if child.has_ended() and not is_readable(channel.fileno()):
-            raise EOFError  # a grandchild may hold the connection open
-        (number, failed), open_content = channel.receive()
-        return (number, open_content(), None) if failed else (number, None, open_content())
-
     def _death(self, rank: int) -> WorkerDied:
         call = next((call for call in self._calls.values() if call.rank == rank), None)
         role, method = (call.role, call.method) if call else ("the group", None)
@@ -262,17 +261,6 @@ class ForkedHosts(Hosts):
         how, stderr_end = child.outcome(), self._tails[rank].end()
         report = self._diagnostics.report(rank)
         return WorkerDied(role, rank, self.world_size, method, child.pid, *how, stderr_end, report)
-
-    def _report(self, rank: int) -> str:
-        """Return the activity of a running rank."""
-        text = self._diagnostics.report(rank, self._children[rank].pid)
-        return f"Rank {rank}:\n{text}" if text else ""
-
-    def _dump_stacks(self, ranks: set[int]) -> None:
-        """Have these ranks print their stacks to stderr."""
-        for rank in ranks:
-            os.kill(self._children[rank].pid, signal.SIGUSR1)
-        time.sleep(0.2)
 
     def _stop(self, at_once: bool) -> None:
         _end_all(self._children, self._channels, self._tails, 0 if at_once else _LEAVE_GRACE_S)
@@ -299,17 +287,19 @@ class _Rank:
         faulthandler.enable(file=2)
         faulthandler.register(signal.SIGUSR1, file=2)
         os.environ.update(self._rank_env)
-        _share_cores(self._processes)
-        self._answer(self._first_call, "+".join(self._roles), "__init__", self._setup)
+        # One of so many shares of the cores, unless OMP_NUM_THREADS says how many threads a rank gets
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        threads = int(os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // self._processes))))
+        if "torch" in sys.modules:  # loaded by the driver, which had all cores
+            sys.modules["torch"].set_num_threads(threads)
+        setup = partial(self._host.setup, self._rank_env, self._roles)
+        self._answer(self._first_call, "+".join(self._roles), "__init__", setup)
         while True:
             try:
                 (number, role, method, keep), open_content = self._channel.receive()
             except EOFError:
                 return
             self._answer(number, role, method, partial(self._call, role, method, keep, open_content))
-
-    def _setup(self) -> int:
-        return self._host.setup(self._rank_env, self._roles)
 
     def _call(self, role: str, method: str, keep: bool, open_content: Callable[[], tuple]) -> Any:
         args, kwargs = open_content()
@@ -360,20 +350,12 @@ class LocalController:
 
 def rank_environment(rank: int, world_size: int, prefix: str, port: int | str, first_device: int = 0) -> dict[str, str]:
     """Environment variables of a rank on a single node, as torch reads them; its device is ``first_device + rank``."""
-    rank_env = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": first_device + rank}
-    rank_env |= {"LOCAL_WORLD_SIZE": world_size}
-    rank_env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WG_PREFIX": prefix, "WG_BACKEND": "local"}
+    rank_env: dict[str, Any] = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": first_device + rank}
+    rank_env |= {"LOCAL_WORLD_SIZE": world_size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    rank_env |= {"WG_PREFIX": prefix, "WG_BACKEND": "local"}
     if sys.platform == "linux" and world_size > 1:
         rank_env["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
     return {name: str(value) for name, value in rank_env.items()}
-
-
-def _share_cores(processes: int) -> None:
-    """Give this rank one of ``processes`` shares of the cores, unless OMP_NUM_THREADS says how many threads it gets."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    threads = int(os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // processes))))
-    if "torch" in sys.modules:  # loaded by the driver, which had all cores
-        sys.modules["torch"].set_num_threads(threads)
 
 
 def _end_all(children: list[Child], channels: list[Channel], tails: list[StderrTail], grace: float = 0.0) -> None:

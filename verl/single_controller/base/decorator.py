@@ -170,7 +170,7 @@ class _DynamicEnumMeta(type):
     def __contains__(cls, item) -> bool:
         return item in cls._members.values() or item in cls._members
 
-    def __getitem__(cls: type[Member], name: str) -> Member:
+    def __getitem__(cls, name: str) -> Any:
         if name not in cls._members:
             raise KeyError(f"{cls.__name__} has no member {name!r}; it has {', '.join(cls._members)}")
         return cls._members[name]

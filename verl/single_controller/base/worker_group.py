@@ -10,7 +10,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from verl.protocol import DataProtoFuture
 from verl.single_controller.base.decorator import (
@@ -30,6 +30,8 @@ from verl.single_controller.base.decorator import (
 )
 from verl.single_controller.base.worker import MESH_POSITIONS, FusedWorker
 from verl.single_controller.errors import WorkerGroupError, WorkerGroupStopped
+
+T = TypeVar("T")
 
 
 class ResourcePool:
@@ -166,7 +168,7 @@ class Hosts(ABC):
             self.stopped = True
             self._stop(at_once=self.failure is not None)
 
-    def _stopping_on_failure(self, action: Callable[[], list]) -> list:
+    def _stopping_on_failure(self, action: Callable[[], T]) -> T:
         with self._lock:
             try:
                 return action()
@@ -178,12 +180,6 @@ class Hosts(ABC):
     def as_futures(self, handles: Sequence) -> list:
         """Handles in the form handed to users: an object with ``get()`` for each rank."""
         return list(handles)
-
-    def positions(self, role: str, timeout: float | None) -> list[dict[str, tuple[int, bool]]]:
-        """For every rank the meshes its worker registered: name -> (dp_rank, is_collect)."""
-        return self.run(
-            role, MESH_POSITIONS, [Request(rank, (), {}, keep=True) for rank in range(self.world_size)], timeout
-        )
 
     @abstractmethod
     def _submit(self, role: str, method: str, requests: Sequence[Request], exposed: bool) -> list: ...
@@ -239,7 +235,7 @@ class WorkerGroup(ABC):
         self._adopt(hosts, roles, timeout)
 
     @abstractmethod
-    def _start(self, resource_pool: ResourcePool, roles: dict, timeout: float, **options) -> Hosts:
+    def _start(self, resource_pool: Any, roles: Mapping[str, ClassWithInitArgs], timeout: float, **options) -> Hosts:
         """Start the processes of the pool and build the roles in each."""
 
     def _adopt(self, hosts: Hosts, roles: Mapping[str, ClassWithInitArgs], timeout: float | None) -> None:
@@ -249,7 +245,10 @@ class WorkerGroup(ABC):
         self._positions: list[dict] | None = None
         self.role = next(iter(roles)) if len(roles) == 1 else None
         for role, classes in roles.items():
-            for name, registration in registered_methods(classes.cls).items():
+            for name in dir(classes.cls):
+                registration = getattr(getattr(classes.cls, name, None), MAGIC_ATTR, None)
+                if not isinstance(registration, Registration):
+                    continue
                 shown = f"{role}_{name}" if self.role is None else name
                 if hasattr(type(self), shown):
                     raise ValueError(
@@ -363,9 +362,13 @@ class WorkerGroup(ABC):
         return self._meshes[name]
 
     def _mesh_positions(self) -> list[dict]:
-        """Return the meshes that each rank registered, fetched once between two `clear_mesh_positions`."""
+        """Return the meshes that each rank registered, name -> (dp_rank, is_collect).
+
+        They are fetched once between two `clear_mesh_positions`.
+        """
         if self._positions is None:
-            self._positions = self._hosts.positions(self._only_role("mesh"), self.timeout)
+            requests = [Request(rank, (), {}, keep=True) for rank in range(self.world_size)]
+            self._positions = self._hosts.run(self._only_role("mesh"), MESH_POSITIONS, requests, self.timeout)
         return self._positions
 
     def clear_mesh_positions(self) -> None:
@@ -413,12 +416,6 @@ class _RoleView:
     def __getattr__(self, name: str):
         self._view = self._view or self._group._view(self.role)
         return getattr(self._view, name)
-
-
-def registered_methods(cls: type) -> dict[str, Registration]:
-    """Methods of a worker class marked with `register`."""
-    found = {name: getattr(getattr(cls, name, None), MAGIC_ATTR, None) for name in dir(cls)}
-    return {name: registration for name, registration in found.items() if isinstance(registration, Registration)}
 
 
 def invoke(group, name: str, registration: Registration, args: tuple, kwargs: dict) -> Any:

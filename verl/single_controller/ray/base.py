@@ -1,12 +1,11 @@
 """The controller on Ray: pools are placement groups (`pools.py`), ranks are actors.
 
-Only this folder knows Ray. Every actor is a `WorkerHost`: it starts without torch, takes its rank from environment
-variables, and builds its roles there. Batches go to actors of this node through shared memory, to others through the
+Only this folder knows Ray. Every actor is a `WorkerHost`: it takes its rank from environment variables, and builds its
+roles there. Batches go to actors of this node through shared memory, to others through the
 object store.
 """
 
 import faulthandler
-import functools
 import os
 import pickle
 import shutil
@@ -23,7 +22,6 @@ os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # a cluster of one user on o
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
-from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from verl.single_controller.base.worker import WorkerHost, free_port
@@ -87,32 +85,42 @@ class RayWorkerGroup(WorkerGroup):
     """A `WorkerGroup` of Ray actors."""
 
     controller = "ray"
+    _hosts: "RayHosts"
 
     def _start(
         self,
         resource_pool: RayResourcePool,
         roles: Mapping[str, ClassWithInitArgs],
         timeout: float,
+        *,
         bin_pack: bool = True,
         detached: bool = False,
         worker_names: Sequence[str] | None = None,
         worker_handles: Sequence[Any] | None = None,
         profile_steps: Sequence[int] | None = None,
         worker_nsight_options: Mapping[str, Any] | None = None,
-    ) -> Hosts:
+        **options,
+    ) -> "RayHosts":
+        if options:
+            raise TypeError(f"RayWorkerGroup does not know the options {sorted(options)}.")
         if worker_names or worker_handles:
             raise ValueError("RayWorkerGroup: to attach to running workers use RayWorkerGroup.from_detached.")
         prefix = self.name_prefix or uuid.uuid4().hex[:6]
         nsight = dict(worker_nsight_options or {}) if profile_steps else {}
-        if nsight.get("capture-range-end") == "repeat-shutdown:":  # one range for each profiled step
+        if profile_steps and nsight.get("capture-range-end") == "repeat-shutdown:":  # one range for each profiled step
             nsight["capture-range-end"] += str(6 * len(profile_steps))
-        make = _ActorMaker(resource_pool, roles, self.device_name, detached, nsight)
+        actor_options = _actor_options(resource_pool, roles, self.device_name, detached, nsight)
         pgs = resource_pool.get_placement_groups("STRICT_PACK" if bin_pack else "PACK", self.device_name)
         name = prefix + (next(iter(roles.values())).cls.__name__ if len(roles) == 1 else "WorkerHost")
         seats = [(number, pg, local) for number, pg in enumerate(pgs) for local in range(pg.bundle_count)]
         names = [f"{name}_{number}:{local}" for number, _, local in seats]
         labels = [f"{'+'.join(roles)}:{rank}" for rank in range(len(seats))]
-        actors = [make(names[rank], labels[rank], pg, local) for rank, (_, pg, local) in enumerate(seats)]
+        actor_cls = ray.remote(RayWorkerHost)
+        actors = []
+        for actor_name, label, (_, pg, local) in zip(names, labels, seats, strict=True):
+            strategy = PlacementGroupSchedulingStrategy(placement_group=pg, placement_group_bundle_index=local)
+            placed = actor_cls.options(name=actor_name, scheduling_strategy=strategy, **actor_options)
+            actors.append(placed.remote(label))
         hosts = RayHosts(actors, names, owned=not detached)
         hosts.setup(roles, resource_pool, prefix, timeout)
         return hosts
@@ -165,28 +173,24 @@ NVMegatronRayWorkerGroup = MegatronRayWorkerGroup = RayWorkerGroup
 """Names of the worker groups for Megatron. Meshes made them needless: any group splits along dp."""
 
 
-class _ActorMaker:
-    """Starts actors with the share of a bundle that lets ``max_colocate_count`` groups live in one pool."""
-
-    def __init__(self, pool: RayResourcePool, roles: Mapping, device_name: str | None, detached: bool, nsight: dict):
-        share = 1.0 / pool.max_colocate_count
-        accelerator = pool.accelerator(device_name)
-        options: dict[str, Any] = {"num_cpus": share}
-        if accelerator == "GPU":
-            options["num_gpus"] = share
-        elif accelerator:
-            options["resources"] = {accelerator: share}
-        if detached:
-            options["lifetime"] = "detached"
-        if nsight:
-            options["runtime_env"] = {"nsight": nsight}
-        for classes in roles.values():
-            options.update(getattr(classes, "options", {}))
-        self._options = options
-
-    def __call__(self, name: str, label: str, pg: PlacementGroup, bundle: int) -> Any:
-        strategy = PlacementGroupSchedulingStrategy(placement_group=pg, placement_group_bundle_index=bundle)
-        return _host_actor().options(name=name, scheduling_strategy=strategy, **self._options).remote(label)
+def _actor_options(
+    pool: RayResourcePool, roles: Mapping[str, Any], device_name: str | None, detached: bool, nsight: dict[str, Any]
+) -> dict[str, Any]:
+    """Return options of an actor: the share of a bundle that lets ``max_colocate_count`` groups live in a pool."""
+    share = 1.0 / pool.max_colocate_count
+    accelerator = pool.accelerator(device_name)
+    options: dict[str, Any] = {"num_cpus": share}
+    if accelerator == "GPU":
+        options["num_gpus"] = share
+    elif accelerator:
+        options["resources"] = {accelerator: share}
+    if detached:
+        options["lifetime"] = "detached"
+    if nsight:
+        options["runtime_env"] = {"nsight": nsight}
+    for classes in roles.values():
+        options.update(getattr(classes, "options", {}))
+    return options
 
 
 class RayWorkerHost(WorkerHost):
@@ -231,18 +235,10 @@ class RayWorkerHost(WorkerHost):
         ids = next((ids for ids in ray.get_runtime_context().get_accelerator_ids().values() if ids), None)
         if ids is None:
             return local_rank
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES") or os.environ.get("ASCEND_RT_VISIBLE_DEVICES") or ""
-        return _place_among(str(ids[0]), visible.split(","))
-
-
-def _place_among(device: str, visible: Sequence[str]) -> str:
-    """Torch counts the visible devices from 0; where none are named it sees all of them."""
-    return str(visible.index(device)) if device in visible else device
-
-
-@functools.cache
-def _host_actor() -> Any:
-    return ray.remote(RayWorkerHost)
+        # torch counts the visible devices from 0; where none are named it sees all of them
+        names = os.environ.get("CUDA_VISIBLE_DEVICES") or os.environ.get("ASCEND_RT_VISIBLE_DEVICES") or ""
+        visible, device = names.split(","), str(ids[0])
+        return str(visible.index(device)) if device in visible else device
 
 
 class _RayCall:
@@ -252,6 +248,15 @@ class _RayCall:
         self.ref, self.rank, self.role, self.method = ref, rank, role, method
         self._endpoint = endpoint
         self._output: list = []
+
+    def problem(self) -> Exception | None:
+        """Return the exception of a finished call."""
+        if ray.wait([self.ref], timeout=0)[0]:
+            try:
+                ray.get(self.ref)
+            except (RayTaskError, RayActorError) as error:
+                return error
+        return None
 
     def output(self, answer: Any) -> Any:
         """Return the method's output from Ray's answer. A message is opened once."""
@@ -270,7 +275,8 @@ class RayHosts(Hosts):
         super().__init__()
         self.actors, self.names, self._owned = list(actors), list(names), owned
         self.world_size = len(self.actors)
-        self.pids: list[int | None] = [None] * self.world_size
+        self.pids = [0] * self.world_size
+        """By rank, 0 before `meet`."""
         self.master: tuple[str, int] = ("", 0)
         self._memory_pool = SharedMemoryPool(_dumps)
         self._endpoints: dict[int, MessageEndpoint] = {}  # ranks that share memory with this process
@@ -298,10 +304,7 @@ class RayHosts(Hosts):
             self.master = self.master if rank else address
             if node == here and (fd := open_pidfd(pid)) is not None:
                 self._watched[rank] = fd
-        self._share_memory(role, timeout)
-
-    def _share_memory(self, role: str, timeout: float | None) -> None:
-        """Find out which ranks can open our shared memory; to the others batches go through the object store."""
+        # which ranks can open our shared memory; to the others batches go through the object store
         expected = os.urandom(INLINE_BYTES + 1)
         packed = self._memory_pool.pack(pickle.PickleBuffer(expected))
         endpoints = {rank: MessageEndpoint(self._memory_pool) for rank in self._watched}
@@ -317,14 +320,15 @@ class RayHosts(Hosts):
         return [handle.ref for handle in handles]
 
     def _rank_env(self, rank: int, local_rank: int, local_world_size: int, prefix: str) -> dict[str, str]:
-        rank_env = {"RANK": rank, "WORLD_SIZE": self.world_size, "LOCAL_RANK": local_rank, "RAY_LOCAL_RANK": local_rank}
-        rank_env |= {"LOCAL_WORLD_SIZE": local_world_size, "RAY_LOCAL_WORLD_SIZE": local_world_size}
-        rank_env |= {
-            "MASTER_ADDR": self.master[0],
-            "MASTER_PORT": self.master[1],
+        rank_env: dict[str, Any] = {
+            "RANK": rank,
+            "WORLD_SIZE": self.world_size,
             "WG_PREFIX": prefix,
             "WG_BACKEND": "ray",
         }
+        rank_env |= {"LOCAL_RANK": local_rank, "RAY_LOCAL_RANK": local_rank}
+        rank_env |= {"LOCAL_WORLD_SIZE": local_world_size, "RAY_LOCAL_WORLD_SIZE": local_world_size}
+        rank_env |= {"MASTER_ADDR": self.master[0], "MASTER_PORT": self.master[1]}
         rank_env |= self._diagnostics.environment(rank) if self._owned else {}
         return {name: str(value) for name, value in rank_env.items()}
 
@@ -347,7 +351,7 @@ class RayHosts(Hosts):
             answers = ray.get([call.ref for call in calls], timeout=timeout)
             return [call.output(answer) for call, answer in zip(calls, answers, strict=True)]
         except GetTimeoutError:
-            raise self._timeout(calls, timeout) from None
+            raise self._timeout(calls, timeout or 0.0) from None
         except RayActorError as error:
             raise self._death(calls, error) from None
         except RayTaskError as error:
@@ -356,7 +360,10 @@ class RayHosts(Hosts):
     def _timeout(self, calls: list[_RayCall], timeout: float) -> WorkerTimeout:
         _, late = ray.wait([call.ref for call in calls], num_returns=len(calls), timeout=0)
         late_calls = [call for call in calls if call.ref in late]
-        self._dump_stacks([call.rank for call in late_calls])
+        for rank in self._watched.keys() & {call.rank for call in late_calls}:
+            with suppress(ProcessLookupError):
+                os.kill(self.pids[rank], signal.SIGUSR1)  # its stacks go to stderr, which Ray shows
+        time.sleep(_STACK_DUMP_S)
         first, ranks = late_calls[0], [call.rank for call in late_calls]
         known = {rank: self._diagnostics.report(rank, self.pids[rank]) for rank in ranks if rank in self._watched}
         report = "\n".join(f"Rank {rank}:\n{text}" for rank, text in known.items() if text)
@@ -364,11 +371,11 @@ class RayHosts(Hosts):
 
     def _failure(self, calls: list[_RayCall], error: RayTaskError) -> WorkerGroupError:
         """A method raised. If a rank died just before, its death is the failure, the exception only its echo."""
-        pending = [call.ref for call in calls if not _is_done(call)]
+        _, pending = ray.wait([call.ref for call in calls], num_returns=len(calls), timeout=0)
         all_seen_alive = len(self._watched) == self.world_size and not any(map(is_readable, self._watched.values()))
         if pending and not all_seen_alive:
             ray.wait(pending, timeout=_DEATH_GRACE_S)
-        problems = [(call, _problem(call)) for call in calls]
+        problems = [(call, call.problem()) for call in calls]
         for call, problem in problems:
             if isinstance(problem, RayActorError):
                 return self._death([call], problem)
@@ -379,29 +386,16 @@ class RayHosts(Hosts):
         return WorkerError(call.role, call.rank, self.world_size, call.method, cause, str(error))
 
     def _death(self, calls: list[_RayCall], error: RayActorError) -> WorkerDied:
-        call = next((call for call in calls if isinstance(_problem(call), RayActorError)), calls[0])
-        pid = self.pids[call.rank] if call.rank >= 0 else None
-        how = self._outcome(call.rank)
+        call = next((call for call in calls if isinstance(call.problem(), RayActorError)), calls[0])
+        pid = (self.pids[call.rank] or None) if call.rank >= 0 else None
+        how: tuple[int | None, int | None] = (None, None)  # signal, exit code
+        for _ in range(20 if call.rank in self._watched else 0):  # known once Ray has collected the process
+            if (how := outcome_by_pidfd(self._watched[call.rank])) != (None, None):
+                break
+            time.sleep(0.02)
         stderr_end = _stderr_of_worker(pid) or (str(error) if how == (None, None) else "")
         report = self._diagnostics.report(call.rank) if call.rank in self._watched else ""
         return WorkerDied(call.role, call.rank, self.world_size, call.method, pid, *how, stderr_end, report)
-
-    def _outcome(self, rank: int) -> tuple[int | None, int | None]:
-        """(signal, exit code) of a dead rank on this node, known once Ray has collected the process."""
-        if rank not in self._watched:
-            return None, None
-        for _ in range(20):
-            if (how := outcome_by_pidfd(self._watched[rank])) != (None, None):
-                return how
-            time.sleep(0.02)
-        return None, None
-
-    def _dump_stacks(self, ranks: Sequence[int]) -> None:
-        """Have the ranks on this node print where they are to stderr, which Ray shows."""
-        for rank in self._watched.keys() & set(ranks):
-            with suppress(ProcessLookupError):
-                os.kill(self.pids[rank], signal.SIGUSR1)
-        time.sleep(_STACK_DUMP_S)
 
     def _stop(self, at_once: bool) -> None:
         if self._owned and ray.is_initialized():
@@ -444,21 +438,6 @@ class _Stored:
         if id(value) not in self._refs:
             self._refs[id(value)] = ray.put(value)
         return self._refs[id(value)]
-
-
-def _is_done(call: _RayCall) -> bool:
-    return bool(ray.wait([call.ref], timeout=0)[0])
-
-
-def _problem(call: _RayCall) -> Exception | None:
-    """Return the exception of a finished call."""
-    if not _is_done(call):
-        return None
-    try:
-        ray.get(call.ref)
-    except (RayTaskError, RayActorError) as error:
-        return error
-    return None
 
 
 def _stderr_of_worker(pid: int | None) -> str:
