@@ -90,11 +90,7 @@ def difficulty_of(data: DataProto) -> Tensor:
     Raises:
         ValueError: a row has none, or none that is a finite number.
     """
-    columns = data.non_tensor_batch
-    rows = columns.get("difficulty")
-    if rows is None:
-        infos = columns.get("extra_info", [None] * len(data))
-        rows = [info.get("difficulty") if isinstance(info, Mapping) else None for info in infos]
+    rows = _column_or_extra(data, "difficulty")
     for number, value in enumerate(rows):
         if not isinstance(value, (int, float, np.number)) or not np.isfinite(value):
             raise ValueError(
@@ -110,11 +106,16 @@ def turn_states(data: DataProto) -> list[Any] | None:
 
     None where no row has any; a row without has None.
     """
-    rows = data.non_tensor_batch.get(STATE_COLUMN)
-    if rows is None:
-        infos = data.non_tensor_batch.get("extra_info", ())
-        rows = [info.get(STATE_COLUMN) if isinstance(info, Mapping) else None for info in infos]
-    return None if all(row is None for row in rows) else list(rows)
+    rows = _column_or_extra(data, STATE_COLUMN)
+    return None if all(row is None for row in rows) else rows
+
+
+def _column_or_extra(data: DataProto, name: str) -> list[Any]:
+    """Return the values of a column, or of that name in each row's ``extra_info``; None where a row has none."""
+    if name in data.non_tensor_batch:
+        return list(data.non_tensor_batch[name])
+    infos = data.non_tensor_batch.get("extra_info", [None] * len(data))
+    return [info.get(name) if isinstance(info, Mapping) else None for info in infos]
 
 
 def gigpo_metrics(data: DataProto) -> dict[str, float]:
@@ -161,30 +162,19 @@ def compute_advantage(
     if "token_level_rewards" in data.keys():
         move_to_sampled_tokens(data, "token_level_rewards")
     advantages, returns = _call_by_name(get_adv_estimator_fn(adv_estimator), available, data, adv_estimator)
-    is_own = response_column(data, "response_mask") != 0
+    sampled = response_column(data, "response_mask") != 0
     for column, values in (("advantages", advantages), ("returns", returns)):
-        refuse_nonfinite(f"{column} of algorithm.adv_estimator={adv_estimator}", values, is_own)
-    put_response_column(data, "advantages", advantages)
-    put_response_column(data, "returns", returns)
+        # one sum for the usual case: it is finite if all are, and seldom if one is not
+        if values.shape == sampled.shape and not torch.where(sampled, values, 0).sum().isfinite():
+            bad = (sampled & ~values.isfinite()).any(-1).nonzero().squeeze(-1).tolist()
+            if bad:
+                raise NonFiniteError(
+                    f"{column} of algorithm.adv_estimator={adv_estimator} are NaN or infinite in {len(bad)} of the "
+                    f"batch's rows (first: {bad[:5]}), though the rewards are finite: an update would spoil every "
+                    "weight. Look at the estimator, at values it divides by, and at the log-probs or values it reads."
+                )
+        put_response_column(data, column, values)
     return data
-
-
-def refuse_nonfinite(what: str, values: Tensor, is_own: Tensor) -> None:
-    """Raise NonFiniteError if a value of ``values`` (B, R) on a token the policy sampled is NaN or infinite."""
-    if values.shape != is_own.shape or torch.where(is_own, values, 0).sum().isfinite():
-        return
-    bad = (is_own & ~values.isfinite()).any(-1).nonzero().squeeze(-1).tolist()
-    if bad:
-        raise NonFiniteError(
-            f"{what} are NaN or infinite in {len(bad)} of the batch's rows (first: {bad[:5]}), though the rewards are "
-            "finite: an update would spoil every weight. Look at the estimator, at values it divides by, and at the "
-            "log-probs or values it reads."
-        )
-
-
-def whitens_by_itself(estimator: Callable) -> bool:
-    """Whether an estimator whitens its advantages as its argument ``whiten_advantages`` says."""
-    return "whiten_advantages" in inspect.signature(estimator).parameters
 
 
 def check_estimator_waits(adv_estimator: str) -> None:
@@ -208,30 +198,27 @@ def _call_by_name(fn: Callable, available: Mapping[str, Any], data: DataProto, n
     arguments: dict[str, Any] = {}
     parameters = inspect.signature(fn).parameters.values()
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    columns = set(data.keys())
+    names = set(data.keys())
     for p in parameters:
         if p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL):
             continue
         if p.name in available:
             arguments[p.name] = available[p.name]
-        elif p.name in columns:
+        elif p.name in names:
             arguments[p.name] = _trimmed(data, p.name)
         elif p.name in data.non_tensor_batch:
             arguments[p.name] = data.non_tensor_batch[p.name]
         elif p.default is p.empty:
             raise ValueError(
                 f"algorithm.adv_estimator={name} needs {p.name!r}, which this batch does not have. "
-                f"Columns: {', '.join(sorted(columns))}; values: {', '.join(sorted(available))}. "
+                f"Columns: {', '.join(sorted(names))}; values: {', '.join(sorted(available))}. "
                 f"Produce that column before the advantages, or give the argument a default."
             )
     if takes_all:
         columns = {name: _trimmed(data, name) for name in ("token_level_rewards", "response_mask")}
         arguments = {**available, **columns, **arguments}
-    return _checked(fn(**arguments), len(data), name)
-
-
-def _checked(result: Any, rows: int, name: str) -> tuple[Tensor, Tensor]:
-    """Refuse what is not advantages and returns: a lone (2, R) tensor would come apart into two rows."""
+    result, rows = fn(**arguments), len(data)
+    # a lone (2, R) tensor would come apart into two rows
     is_pair = isinstance(result, (tuple, list)) and len(result) == 2
     if is_pair and all(isinstance(x, Tensor) and x.dim() == 2 and len(x) == rows for x in result):
         return result[0], result[1]
@@ -312,8 +299,9 @@ class Shaping:
 
     @property
     def whitens_after(self) -> bool:
-        """Whether advantages are whitened here: configured, and not done by the estimator."""
-        return self.advantage.whiten is True and not whitens_by_itself(get_adv_estimator_fn(self.estimator))
+        """Whether advantages are whitened here: configured, and not done by an estimator that has the argument."""
+        parameters = inspect.signature(get_adv_estimator_fn(self.estimator)).parameters
+        return self.advantage.whiten is True and "whiten_advantages" not in parameters
 
     def shape_scores(self, batch: DataProto) -> dict[str, float]:
         """Add ``token_level_rewards`` (B, R), which KL has not touched yet; returns metrics."""
@@ -328,7 +316,8 @@ class Shaping:
         scores = given.double().sum(-1)
         require_finite("token_level_scores", scores)
         if options.overlong_buffer.enable:
-            penalty = self._overlong_penalty(batch)
+            lengths, overlong = batch.ragged("responses").layout.lengths, options.overlong_buffer
+            penalty = overlong_penalty(lengths, self.response_length, overlong.len, overlong.penalty_factor)
             scores = scores + penalty
             metrics["reward_shaping/overlong_fraction"] = (penalty < 0).double().mean().item()
             metrics["reward_shaping/overlong_penalty"] = penalty.mean().item()
@@ -345,18 +334,14 @@ class Shaping:
         put_response_column(batch, "token_level_rewards", rescore(given, mask, scores, options.scale / spread))
         return metrics
 
-    def _overlong_penalty(self, batch: DataProto) -> Tensor:
-        buffer = self.rewards.overlong_buffer
-        lengths = batch.ragged("responses").layout.lengths
-        return overlong_penalty(lengths, self.response_length, buffer.len, buffer.penalty_factor)
-
     def _centre_and_spread(self, batch: DataProto, scores: Tensor, metrics: dict) -> tuple[Tensor, Tensor]:
         """Return mean and spread that normalise the scores; update the running moments, and add them to ``metrics``."""
-        norm, sources = self.rewards.norm, None
+        norm = self.rewards.norm
+        sources: list[str] | None = None
         if {"running", "source"} & {norm.mean, norm.std}:
-            sources = batch.non_tensor_batch.get(self.source_key, np.full(len(batch), "all", dtype=object))
-            sources = [str(source) for source in sources]
-        if "running" in (norm.mean, norm.std):
+            column = batch.non_tensor_batch.get(self.source_key)
+            sources = ["all"] * len(batch) if column is None else [str(source) for source in column]
+        if sources is not None and "running" in (norm.mean, norm.std):
             self.running = merge_moments(self.running, scores, sources)
             for source in dict.fromkeys(sources):
                 metrics[f"reward_shaping/running_mean/{source}"] = self.running[source].mean
@@ -380,11 +365,13 @@ class Shaping:
 
     def _mask_samples(self, batch: DataProto) -> dict[str, float]:
         dropped: dict[str, Tensor] = {}
+        lengths = batch.ragged("responses").layout.lengths
         if self.sample_mask.drop_truncated:
-            dropped["truncated"] = is_truncated(batch, self.response_length)
+            # by finish_reason; without that column, a response that fills the window counts as truncated
+            reasons = batch.non_tensor_batch.get("finish_reason")
+            dropped["truncated"] = cut_at_limit(lengths, self.response_length, reasons)
         scores = response_column(batch, "token_level_scores").double().sum(-1)
         if self.sample_mask.error_max_len is not None:
-            lengths = batch.ragged("responses").layout.lengths
             dropped["long_error"] = ~right_or_short(scores, lengths, self.sample_mask.error_max_len)
         if self.sample_mask.difficulty is not None:
             dropped["difficulty"] = ~within_difficulty(
@@ -420,15 +407,6 @@ class Shaping:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on with the moments of the checkpoint."""
         self.running = {source: Moments(*moments) for source, moments in state.items()}
-
-
-def is_truncated(batch: DataProto, response_length: int) -> Tensor:
-    """Return whether each response was truncated at a length limit, (B,) bool.
-
-    By ``finish_reason``; without that column, a response that fills the window counts as truncated.
-    """
-    lengths = batch.ragged("responses").layout.lengths
-    return cut_at_limit(lengths, response_length, batch.non_tensor_batch.get("finish_reason"))
 
 
 # -- Plan of the data-parallel partition of a batch, made once on the driver: row cost, optimizer steps, balance metrics
@@ -481,12 +459,8 @@ def balance_metrics(batch: DataProto, plan: PartitionPlan, cost: RowCost, ranks:
     parts, after = plan.loads("update_actor", rows, ranks, cost)
     _, before = plan._replace(cost=None).loads("update_actor", rows, ranks, cost)
     return {
-        **log_seqlen_unbalance(rows.lengths, parts, prefix),
-        f"{prefix}/cost_max_over_mean": _max_over_mean(before),
-        f"{prefix}/balanced_cost_max_over_mean": _max_over_mean(after),
+        **log_seqlen_unbalance(rows.lengths.tolist(), parts, prefix),
+        # costs (steps, ranks): ranks wait for the slowest at every step
+        f"{prefix}/cost_max_over_mean": float(before.max(axis=1).sum() / before.mean(axis=1).sum()),
+        f"{prefix}/balanced_cost_max_over_mean": float(after.max(axis=1).sum() / after.mean(axis=1).sum()),
     }
-
-
-def _max_over_mean(costs: np.ndarray) -> float:
-    """``costs`` (steps, ranks): ranks wait for the slowest at every step."""
-    return float(costs.max(axis=1).sum() / costs.mean(axis=1).sum())
