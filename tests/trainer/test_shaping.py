@@ -198,7 +198,7 @@ def test_a_resumed_run_goes_on_with_the_running_moments(tmp_path, monkeypatch):
     whole, steps = run("whole")
     source = str(tmp_path / "whole" / "global_step_1")
     resumed, again = run("resumed", trainer__resume_mode="resume_path", trainer__resume_from_path=source)
-    assert whole.shaping.running == resumed.shaping.running and whole.shaping.running["digits"].count == 16
+    assert whole.shaping.running == resumed.shaping.running and whole.shaping.running["digits"].size == 16
     assert list(again) == [2]
     timed = ("timing", "perf/", "rollout/engine/")
     left, right = ({k: v for k, v in x[2].items() if not k.startswith(timed)} for x in (steps, again))
